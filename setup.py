@@ -1,0 +1,459 @@
+"""Builds ``fastsparse_core._C``: the C++ half always, the CUDA half when nvcc is there.
+
+The extension includes no torch header and links the CUDA runtime statically, so one build serves every
+PyTorch version. setuptools' own compiler driver knows neither nvcc, nor parallel compilation, nor a cache by
+content; this file has plain functions for the three and a small ``build_ext`` that calls them.
+
+What can be set from outside:
+
+- ``FASTSPARSE_CUDA_ARCHS``: CUDA architectures, as ``90``, ``80;90`` or ``80;90+PTX``; ``none`` builds the CPU
+  half only. Default: those of the visible GPUs, else ``DEFAULT_ARCHS`` with PTX of the last.
+- ``CUDA_HOME``, ``CXX``, ``CXXFLAGS``, ``LDFLAGS``, ``NVCC_APPEND_FLAGS``, ``MAX_JOBS``: as everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+ROOT = Path(__file__).resolve().parent
+KERNELS = ROOT / "kernels"
+DEFAULT_ARCHS = ("80", "86", "89", "90", "100", "120")
+HEADER_SUFFIXES = {".h", ".hpp", ".cuh"}
+
+
+# ---------------------------------------------------------------------------------------------- CUDA toolkit
+
+
+def find_nvcc(env: Mapping[str, str], site_dirs: Iterable[str | Path]) -> Path | None:
+    """Finds nvcc.
+
+    Args:
+        env: Environment with ``CUDA_HOME``, ``CUDA_PATH`` and ``PATH``; the named toolkit wins over ``PATH``.
+        site_dirs: Folders that may hold the pip packages of NVIDIA's compiler (``nvidia/*/bin/nvcc``).
+
+    Returns:
+        The path of nvcc, or None.
+    """
+    candidates = [Path(env[name], "bin", "nvcc") for name in ("CUDA_HOME", "CUDA_PATH") if env.get(name)]
+    on_path = shutil.which("nvcc", path=env.get("PATH", ""))
+    if on_path:
+        candidates.append(Path(on_path))
+    for site_dir in site_dirs:
+        candidates.extend(sorted(Path(site_dir).glob("nvidia/*/bin/nvcc"), reverse=True))
+    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    return next((path for path in candidates if path.is_file() and os.access(path, os.X_OK)), None)
+
+
+def site_dirs() -> list[str]:
+    """Returns where pip packages lie, the environment's own folders included when pip builds in isolation."""
+    paths = sysconfig.get_paths()
+    return list(dict.fromkeys([*sys.path, paths["purelib"], paths["platlib"]]))
+
+
+def output_of(*command: str | Path) -> str:
+    """Returns what a command prints on stdout and stderr, or an empty string where it cannot run or fails."""
+    try:
+        done = subprocess.run(list(map(str, command)), text=True, capture_output=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout + done.stderr
+
+
+def parse_archs(text: str) -> tuple[list[str], list[str]]:
+    """Parses ``FASTSPARSE_CUDA_ARCHS``.
+
+    Args:
+        text: Architectures separated by ``;``, ``,`` or blanks, each as ``90`` or ``9.0``, with ``+PTX`` where PTX is
+            wanted too.
+
+    Returns:
+        (architectures for machine code, architectures for PTX), each as digits in ascending order.
+
+    Raises:
+        ValueError: An entry is not an architecture.
+    """
+    machine_code, ptx = set(), set()
+    for entry in re.split(r"[;,\s]+", text.strip()):
+        match = re.fullmatch(r"(\d+)\.?(\d)(\+PTX)?", entry, re.IGNORECASE)
+        if not match:
+            raise ValueError(
+                f"FASTSPARSE_CUDA_ARCHS={text!r}: expected architectures such as '90' or '80;90+PTX', or 'none' "
+                f"for a build without CUDA; got {entry!r}"
+            )
+        arch = match[1] + match[2]
+        machine_code.add(arch)
+        if match[3]:
+            ptx.add(arch)
+    return sorted(machine_code, key=int), sorted(ptx, key=int)
+
+
+def choose_archs(
+    requested: str, visible: Sequence[str], supported: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Chooses the CUDA architectures to build for.
+
+    Args:
+        requested: ``FASTSPARSE_CUDA_ARCHS``, or an empty string.
+        visible: Architectures of the GPUs of this machine.
+        supported: What this nvcc can build; empty if it does not say.
+
+    Returns:
+        (architectures for machine code, architectures for PTX).
+
+    Raises:
+        ValueError: An architecture was asked for that this nvcc does not know.
+    """
+
+    def known(archs: Iterable[str]) -> list[str]:
+        return [arch for arch in archs if not supported or arch in supported]
+
+    if requested:
+        machine_code, ptx = parse_archs(requested)
+        unknown = [arch for arch in machine_code if arch not in known(machine_code)]
+        if unknown:
+            raise ValueError(
+                f"FASTSPARSE_CUDA_ARCHS={requested!r}: this nvcc builds for {';'.join(supported)}, not for "
+                f"{';'.join(unknown)}; leave those out or install another nvcc"
+            )
+        return machine_code, ptx
+    machine_code = known(sorted(set(visible), key=int))
+    if machine_code and len(machine_code) == len(set(visible)):
+        return machine_code, []
+    # No GPU here, or one that this nvcc is too old (or too new) for: PTX lets the driver compile for a newer one.
+    machine_code = known(DEFAULT_ARCHS)
+    if not machine_code:
+        machine_code = sorted(supported, key=int)[-1:]
+    return machine_code, machine_code[-1:]
+
+
+def visible_gpu_archs() -> list[str]:
+    """Returns the architectures of this machine's GPUs, as digits."""
+    printed = output_of("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+    return [major + minor for major, minor in re.findall(r"^(\d+)\.(\d+)\s*$", printed, re.MULTILINE)]
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """What it takes to build the CUDA half."""
+
+    nvcc: Path
+    version: str
+    include_dirs: list[str]
+    static_runtime: Path
+    machine_code: list[str]
+    ptx: list[str]
+
+    @property
+    def archs(self) -> str:
+        """The architectures as ``build_info()`` shows them, for instance ``80;90+PTX``."""
+        return ";".join(arch + ("+PTX" if arch in self.ptx else "") for arch in self.machine_code)
+
+    @property
+    def gencode(self) -> list[str]:
+        """nvcc's options for these architectures."""
+        flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.machine_code]
+        return flags + [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in self.ptx]
+
+
+def find_cuda(env: Mapping[str, str]) -> Cuda | str:
+    """Finds the CUDA toolkit and decides what to build with it.
+
+    Args:
+        env: The environment.
+
+    Returns:
+        A `Cuda`, or the reason (one line) why only the CPU half can be built.
+
+    Raises:
+        ValueError: ``FASTSPARSE_CUDA_ARCHS`` cannot be understood or built.
+    """
+    requested = env.get("FASTSPARSE_CUDA_ARCHS", "").strip()
+    if requested.lower() == "none":
+        return "FASTSPARSE_CUDA_ARCHS=none"
+    nvcc = find_nvcc(env, site_dirs())
+    if nvcc is None:
+        return "no nvcc in CUDA_HOME, PATH, pip packages or /usr/local/cuda"
+
+    # Only a dry run tells where nvcc, which may be a wrapper or a link, has its headers and libraries.
+    with tempfile.TemporaryDirectory() as folder:
+        empty = Path(folder, "empty.cu")
+        empty.touch()
+        plan = output_of(nvcc, "-dryrun", "-c", empty)
+    settings = dict(re.findall(r"^#\$ (\w+)=(.*)$", plan, re.MULTILINE))
+    if "TOP" not in settings:
+        return f"{nvcc} does not run"
+    top = Path(settings["TOP"].strip()).resolve()
+    include_dirs = re.findall(
+        r'"(?:-I)?(/[^"]+)"', settings.get("INCLUDES", "") + settings.get("SYSTEM_INCLUDES", "")
+    )
+    library_dirs = re.findall(r'"-L([^"]+)"', settings.get("LIBRARIES", ""))
+    runtimes = [Path(folder, "libcudart_static.a") for folder in (*library_dirs, top / "lib64", top / "lib")]
+    static_runtime = next((path.resolve() for path in runtimes if path.is_file()), None)
+    if static_runtime is None:
+        return f"{nvcc} comes without libcudart_static.a"
+
+    supported = re.findall(r"compute_(\d+)", output_of(nvcc, "--list-gpu-arch"))
+    machine_code, ptx = choose_archs(requested, visible_gpu_archs(), supported)
+    return Cuda(nvcc, output_of(nvcc, "--version"), include_dirs, static_runtime, machine_code, ptx)
+
+
+# ------------------------------------------------------------------------------------- compiling, with a cache
+
+
+@dataclass(frozen=True)
+class Job:
+    """One source file and how to compile it.
+
+    Attributes:
+        source: The file, below `ROOT`.
+        command: Compiler and flags, without input and output.
+        include_dirs: Folders outside this repository, searched as system headers. Only their contents' identity, in
+            `versions`, counts for the cache: pip's isolated builds put pybind11 at another place every time.
+        versions: Whatever else decides what comes out: the compiler's version, pybind11's, Python's.
+    """
+
+    source: Path
+    command: list[str]
+    include_dirs: list[str] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+
+    def digest(self, headers: bytes) -> str:
+        """Returns the name under which the object is cached.
+
+        Args:
+            headers: Digest of all headers of this repository, see `digest_of`.
+        """
+        parts = [
+            self.source.relative_to(ROOT).as_posix().encode(),
+            self.source.read_bytes(),
+            headers,
+            *(part.encode() for part in self.command),
+            b"versions",
+            *(version.encode() for version in self.versions),
+        ]
+        return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
+
+    def compile(self, target: Path) -> float:
+        """Compiles to `target`, which appears only when it is complete.
+
+        Returns:
+            The seconds it took.
+
+        Raises:
+            CompileError: The compiler failed; the message has its output.
+        """
+        unfinished = target.with_suffix(f".{os.getpid()}.o")
+        search = [flag for folder in self.include_dirs for flag in ("-isystem", folder)]
+        command = [*self.command, *search, "-c", str(self.source.relative_to(ROOT)), "-o", str(unfinished)]
+        start = time.perf_counter()
+        done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        if done.returncode:
+            unfinished.unlink(missing_ok=True)
+            hint = ""
+            if self.source.suffix == ".cu":
+                hint = "\nFASTSPARSE_CUDA_ARCHS=none installs the CPU half only."
+            raise CompileError(f"{shlex.join(command)}\n{done.stdout}{hint}")
+        if done.stdout.strip():
+            print(done.stdout.strip(), flush=True)
+        unfinished.replace(target)
+        return time.perf_counter() - start
+
+
+def digest_of(files: Iterable[Path]) -> bytes:
+    """Returns a digest over the names and contents of files."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0")
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.digest()
+
+
+def headers() -> list[Path]:
+    """Returns all headers of this repository."""
+    return sorted(path for path in KERNELS.rglob("*") if path.suffix in HEADER_SUFFIXES)
+
+
+def sources(cuda: bool) -> list[Path]:
+    """Returns the files to compile."""
+    found = [*sorted(KERNELS.glob("cpu/*.cpp")), KERNELS / "binding.cpp"]
+    # The CUDA files take longest: first in line, so that no core waits for one of them at the end.
+    return [*sorted(KERNELS.glob("cuda/*.cu")), *found] if cuda else found
+
+
+def compile_all(jobs: Sequence[Job], cache: Path, workers: int) -> list[Path]:
+    """Compiles what the cache does not have yet, several files at a time.
+
+    Args:
+        jobs: The files.
+        cache: Folder of the objects, named by their content.
+        workers: Compilers to run at a time.
+
+    Returns:
+        The objects, in the order of the jobs.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    header_digest = digest_of(headers())
+    objects = [cache / f"{job.source.stem}-{job.digest(header_digest)}.o" for job in jobs]
+
+    def build(job: Job, target: Path) -> bool:
+        if target.exists():
+            return False
+        seconds = job.compile(target)
+        print(f"  {job.source.relative_to(ROOT)}: {seconds:.1f} s", flush=True)
+        return True
+
+    with ThreadPoolExecutor(workers) as pool:
+        compiled = sum(pool.map(build, jobs, objects))
+    print(
+        f"fastsparse-gnn: {compiled} files compiled, {len(jobs) - compiled} taken from {cache.name}/",
+        flush=True,
+    )
+    return objects
+
+
+def openmp_flags(cxx: Sequence[str]) -> list[str]:
+    """Returns ``["-fopenmp"]`` if the compiler can build and link with it (Apple's clang cannot), else nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.cpp")
+        source.write_text("#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n")
+        probe = [*cxx, "-fopenmp", str(source), "-o", str(Path(folder, "probe"))]
+        try:
+            return ["-fopenmp"] if subprocess.run(probe, capture_output=True).returncode == 0 else []
+        except OSError as error:
+            raise CompileError(
+                f"no C++ compiler: {cxx[0]} does not run ({error}); install one or set CXX"
+            ) from error
+
+
+def plan(cxx: Sequence[str], cuda: Cuda | None, env: Mapping[str, str]) -> list[Job]:
+    """Lists the compilations.
+
+    Args:
+        cxx: The C++ compiler, with its own arguments.
+        cuda: The CUDA toolkit, or None for the CPU half only.
+        env: The environment, for ``CXXFLAGS`` and nvcc's own variables.
+
+    Returns:
+        One job for each source file.
+    """
+    import pybind11
+
+    common = ["-std=c++17", "-O3", "-DNDEBUG", "-Ikernels/include"]
+    if cuda:
+        common.append("-DFASTSPARSE_WITH_CUDA")
+    # No -march: the CPU kernels carry clones for AVX2 and AVX-512 and choose at load time.
+    host = [*cxx, *common, "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", *openmp_flags(cxx)]
+    host += shlex.split(env.get("CXXFLAGS", ""))
+    cxx_version = output_of(*cxx, "--version")
+
+    jobs = []
+    for source in sources(cuda is not None):
+        if source.suffix == ".cu":
+            assert cuda is not None
+            command = [str(cuda.nvcc), "-ccbin", cxx[0], *common, "--expt-relaxed-constexpr", *cuda.gencode]
+            command += ["-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", "-Wno-deprecated-gpu-targets"]
+            extra = [env.get("NVCC_PREPEND_FLAGS", ""), env.get("NVCC_APPEND_FLAGS", "")]
+            jobs.append(Job(source, command, versions=[cuda.version, cxx_version, *extra]))
+            continue
+        command, include_dirs, versions = list(host), [], [cxx_version]
+        if cuda:
+            include_dirs += cuda.include_dirs
+            versions.append(cuda.version)
+        if source.name == "binding.cpp":
+            include_dirs += [pybind11.get_include(), sysconfig.get_paths()["include"]]
+            versions += [pybind11.__version__, sys.version]
+            if cuda:
+                command.append(f'-DFASTSPARSE_CUDA_ARCHS="{cuda.archs}"')
+        jobs.append(Job(source, command, include_dirs, versions))
+    return jobs
+
+
+def link(
+    cxx: Sequence[str], objects: Sequence[Path], cuda: Cuda | None, target: Path, env: Mapping[str, str]
+) -> None:
+    """Links the objects to the extension module.
+
+    Raises:
+        CompileError: The linker failed; the message has its output.
+    """
+    command = [*cxx, *map(str, objects), "-o", str(target), *openmp_flags(cxx)]
+    if sys.platform == "darwin":
+        command += ["-bundle", "-undefined", "dynamic_lookup"]
+    else:
+        # --exclude-libs keeps the static CUDA runtime's symbols from meeting those of torch's own runtime.
+        command += ["-shared", "-Wl,--exclude-libs,ALL", "-Wl,--as-needed"]
+    if cuda:
+        command += [str(cuda.static_runtime), "-ldl", "-lrt", "-lpthread"]
+    command += shlex.split(env.get("LDFLAGS", ""))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise CompileError(f"{shlex.join(command)}\n{done.stdout}")
+
+
+# ------------------------------------------------------------------------------------------------- setuptools
+
+
+class BuildExt(build_ext):
+    """Builds the extension with the functions above; on Windows with MSVC, through setuptools, CPU half only."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Builds one extension module (there is only one)."""
+        if sys.platform == "win32":
+            import pybind11
+
+            ext.sources = [source for source in ext.sources if not source.endswith(".cu")]
+            ext.include_dirs = ["kernels/include", pybind11.get_include()]
+            ext.extra_compile_args = ["/std:c++17", "/O2", "/openmp", "/EHsc"]
+            super().build_extension(ext)
+            return
+
+        env = os.environ
+        cxx = shlex.split(env.get("CXX", "")) or ["c++"]
+        found = find_cuda(env)
+        cuda = found if isinstance(found, Cuda) else None
+        if cuda:
+            print(
+                f"fastsparse-gnn: building the CPU and the CUDA half ({cuda.nvcc}, {cuda.archs})", flush=True
+            )
+        else:
+            print(f"fastsparse-gnn: building the CPU half only ({found})", flush=True)
+        workers = int(env.get("MAX_JOBS") or os.cpu_count() or 1)
+        objects = compile_all(plan(cxx, cuda, env), ROOT / "build" / "objects", workers)
+        link(cxx, objects, cuda, Path(self.get_ext_fullpath(ext.name)), env)
+
+
+def relative(paths: Iterable[Path]) -> list[str]:
+    """Returns paths as setuptools wants them: relative to this file, with slashes."""
+    return [path.relative_to(ROOT).as_posix() for path in paths]
+
+
+if __name__ == "__main__":
+    setup(
+        packages=[
+            *find_packages(str(KERNELS), include=["fastsparse_core", "fastsparse_core.*"]),
+            *find_packages(str(ROOT), include=["fastsparse_pyg*", "fastsparse_dgl*"]),
+        ],
+        package_dir={"fastsparse_core": "kernels/fastsparse_core"},
+        ext_modules=[
+            Extension("fastsparse_core._C", relative(sources(cuda=True)), depends=relative(headers())),
+        ],
+        cmdclass={"build_ext": BuildExt},
+    )
