@@ -6,8 +6,8 @@ content; this file has plain functions for the three and a small ``build_ext`` t
 
 What can be set from outside:
 
-- ``FASTSPARSE_CUDA_ARCHS``: CUDA architectures, as ``90``, ``80;90`` or ``80;90+PTX``; ``none`` builds the CPU
-  half only. Default: those of the visible GPUs, else ``DEFAULT_ARCHS`` with PTX of the last.
+- ``FASTSPARSE_CUDA_ARCHS``: CUDA architectures, as ``90``, ``80;90`` or ``80;90+PTX``; ``none`` builds the
+  CPU half only. Default: those of the visible GPUs, else ``DEFAULT_ARCHS`` with PTX of the last.
 - ``CUDA_HOME``, ``CXX``, ``CXXFLAGS``, ``LDFLAGS``, ``NVCC_APPEND_FLAGS``, ``MAX_JOBS``: as everywhere.
 """
 
@@ -38,7 +38,7 @@ DEFAULT_ARCHS = ("80", "86", "89", "90", "100", "120")
 HEADER_SUFFIXES = {".h", ".hpp", ".cuh"}
 
 
-# ---------------------------------------------------------------------------------------------- CUDA toolkit
+# --------------------------------------------------------------------------------------------- CUDA toolkit
 
 
 def find_nvcc(env: Mapping[str, str], site_dirs: Iterable[str | Path]) -> Path | None:
@@ -67,6 +67,11 @@ def site_dirs() -> list[str]:
     return list(dict.fromkeys([*sys.path, paths["purelib"], paths["platlib"]]))
 
 
+def report(message: str) -> None:
+    """Prints one line about the build; pip shows it with -v."""
+    print(f"fastsparse-gnn: {message}", flush=True)
+
+
 def output_of(*command: str | Path) -> str:
     """Returns what a command prints on stdout and stderr, or an empty string where it cannot run or fails."""
     try:
@@ -80,8 +85,8 @@ def parse_archs(text: str) -> tuple[list[str], list[str]]:
     """Parses ``FASTSPARSE_CUDA_ARCHS``.
 
     Args:
-        text: Architectures separated by ``;``, ``,`` or blanks, each as ``90`` or ``9.0``, with ``+PTX`` where PTX is
-            wanted too.
+        text: Architectures separated by ``;``, ``,`` or blanks, each as ``90`` or ``9.0``, with ``+PTX`` where
+            PTX is wanted too.
 
     Returns:
         (architectures for machine code, architectures for PTX), each as digits in ascending order.
@@ -94,8 +99,8 @@ def parse_archs(text: str) -> tuple[list[str], list[str]]:
         match = re.fullmatch(r"(\d+)\.?(\d)(\+PTX)?", entry, re.IGNORECASE)
         if not match:
             raise ValueError(
-                f"FASTSPARSE_CUDA_ARCHS={text!r}: expected architectures such as '90' or '80;90+PTX', or 'none' "
-                f"for a build without CUDA; got {entry!r}"
+                f"FASTSPARSE_CUDA_ARCHS={text!r}: expected architectures such as '90' or '80;90+PTX', "
+                f"or 'none' for a build without CUDA; got {entry!r}"
             )
         arch = match[1] + match[2]
         machine_code.add(arch)
@@ -136,7 +141,7 @@ def choose_archs(
     machine_code = known(sorted(set(visible), key=int))
     if machine_code and len(machine_code) == len(set(visible)):
         return machine_code, []
-    # No GPU here, or one that this nvcc is too old (or too new) for: PTX lets the driver compile for a newer one.
+    # No GPU here, or one that this nvcc does not know: PTX lets the driver compile for a newer one.
     machine_code = known(DEFAULT_ARCHS)
     if not machine_code:
         machine_code = sorted(supported, key=int)[-1:]
@@ -167,7 +172,7 @@ class Cuda:
 
     @property
     def gencode(self) -> list[str]:
-        """nvcc's options for these architectures."""
+        """Options that make nvcc compile for these architectures."""
         flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.machine_code]
         return flags + [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in self.ptx]
 
@@ -214,7 +219,7 @@ def find_cuda(env: Mapping[str, str]) -> Cuda | str:
     return Cuda(nvcc, output_of(nvcc, "--version"), include_dirs, static_runtime, machine_code, ptx)
 
 
-# ------------------------------------------------------------------------------------- compiling, with a cache
+# ---------------------------------------------------------------------------------- compiling, with a cache
 
 
 @dataclass(frozen=True)
@@ -224,8 +229,8 @@ class Job:
     Attributes:
         source: The file, below `ROOT`.
         command: Compiler and flags, without input and output.
-        include_dirs: Folders outside this repository, searched as system headers. Only their contents' identity, in
-            `versions`, counts for the cache: pip's isolated builds put pybind11 at another place every time.
+        include_dirs: Folders outside this repository, searched as system headers. Not their paths but `versions`
+            count for the cache: pip's isolated builds put pybind11 at another place every time.
         versions: Whatever else decides what comes out: the compiler's version, pybind11's, Python's.
     """
 
@@ -321,15 +326,12 @@ def compile_all(jobs: Sequence[Job], cache: Path, workers: int) -> list[Path]:
 
     with ThreadPoolExecutor(workers) as pool:
         compiled = sum(pool.map(build, jobs, objects))
-    print(
-        f"fastsparse-gnn: {compiled} files compiled, {len(jobs) - compiled} taken from {cache.name}/",
-        flush=True,
-    )
+    report(f"{compiled} files compiled, {len(jobs) - compiled} taken from {cache.name}/")
     return objects
 
 
 def openmp_flags(cxx: Sequence[str]) -> list[str]:
-    """Returns ``["-fopenmp"]`` if the compiler can build and link with it (Apple's clang cannot), else nothing."""
+    """Returns ``["-fopenmp"]`` if the compiler can build with it (Apple's clang cannot), else nothing."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.cpp")
         source.write_text("#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n")
@@ -408,11 +410,11 @@ def link(
         raise CompileError(f"{shlex.join(command)}\n{done.stdout}")
 
 
-# ------------------------------------------------------------------------------------------------- setuptools
+# ----------------------------------------------------------------------------------------------- setuptools
 
 
 class BuildExt(build_ext):
-    """Builds the extension with the functions above; on Windows with MSVC, through setuptools, CPU half only."""
+    """Builds the extension with the functions above; on Windows the CPU half only, through setuptools."""
 
     def build_extension(self, ext: Extension) -> None:
         """Builds one extension module (there is only one)."""
@@ -430,11 +432,9 @@ class BuildExt(build_ext):
         found = find_cuda(env)
         cuda = found if isinstance(found, Cuda) else None
         if cuda:
-            print(
-                f"fastsparse-gnn: building the CPU and the CUDA half ({cuda.nvcc}, {cuda.archs})", flush=True
-            )
+            report(f"building the CPU and the CUDA half ({cuda.nvcc}, architectures {cuda.archs})")
         else:
-            print(f"fastsparse-gnn: building the CPU half only ({found})", flush=True)
+            report(f"building the CPU half only: {found}")
         workers = int(env.get("MAX_JOBS") or os.cpu_count() or 1)
         objects = compile_all(plan(cxx, cuda, env), ROOT / "build" / "objects", workers)
         link(cxx, objects, cuda, Path(self.get_ext_fullpath(ext.name)), env)
