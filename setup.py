@@ -85,8 +85,8 @@ def parse_archs(text: str) -> tuple[list[str], list[str]]:
     """Parses ``FASTSPARSE_CUDA_ARCHS``.
 
     Args:
-        text: Architectures separated by ``;``, ``,`` or blanks, each as ``90`` or ``9.0``, with ``+PTX`` where
-            PTX is wanted too.
+        text: Architectures separated by ``;``, ``,`` or blanks, each as ``90`` or ``9.0``, with ``+PTX``
+            where PTX is wanted too.
 
     Returns:
         (architectures for machine code, architectures for PTX), each as digits in ascending order.
@@ -229,8 +229,8 @@ class Job:
     Attributes:
         source: The file, below `ROOT`.
         command: Compiler and flags, without input and output.
-        include_dirs: Folders outside this repository, searched as system headers. Not their paths but `versions`
-            count for the cache: pip's isolated builds put pybind11 at another place every time.
+        include_dirs: Folders outside this repository, searched as system headers. Not their paths but
+            `versions` count for the cache: pip's isolated builds put pybind11 at another place every time.
         versions: Whatever else decides what comes out: the compiler's version, pybind11's, Python's.
     """
 
@@ -326,7 +326,7 @@ def compile_all(jobs: Sequence[Job], cache: Path, workers: int) -> list[Path]:
 
     with ThreadPoolExecutor(workers) as pool:
         compiled = sum(pool.map(build, jobs, objects))
-    report(f"{compiled} files compiled, {len(jobs) - compiled} taken from {cache.name}/")
+    report(f"{compiled} files compiled, {len(jobs) - compiled} from the cache")
     return objects
 
 
@@ -369,7 +369,8 @@ def plan(cxx: Sequence[str], cuda: Cuda | None, env: Mapping[str, str]) -> list[
     for source in sources(cuda is not None):
         if source.suffix == ".cu":
             assert cuda is not None
-            command = [str(cuda.nvcc), "-ccbin", cxx[0], *common, "--expt-relaxed-constexpr", *cuda.gencode]
+            host_compiler = ["-ccbin", cxx[0]] if len(cxx) == 1 else []  # nvcc wants a bare name
+            command = [str(cuda.nvcc), *host_compiler, *common, "--expt-relaxed-constexpr", *cuda.gencode]
             command += ["-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", "-Wno-deprecated-gpu-targets"]
             extra = [env.get("NVCC_PREPEND_FLAGS", ""), env.get("NVCC_APPEND_FLAGS", "")]
             jobs.append(Job(source, command, versions=[cuda.version, cxx_version, *extra]))

@@ -1,0 +1,74 @@
+# Everything runs in a virtual environment of its own: `make demo` and `make test` need Python, make and a C++
+# compiler, nothing else. Files named .stamp-* in it remember what is already done.
+
+PYTHON ?= python3
+VENV ?= .venv
+# More arguments for pytest, for instance ARGS="-k spmm".
+ARGS ?=
+
+# Versions that were tested together. PyTorch is installed first and by its exact version, so that no other
+# package's wish decides which one comes.
+TORCH ?= torch==2.13.0
+PINS := torch_geometric==2.8.1 ogb==1.3.6 packaging==26.3 \
+	"dgl==2.1.0; python_version < '3.13'" "pandas==3.1.1; python_version >= '3.11'"
+
+# Without a GPU the CUDA half could not run: it is left out unless architectures are named.
+ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
+export FASTSPARSE_CUDA_ARCHS ?= none
+endif
+
+PY := $(VENV)/bin/python
+CXX_FILES := $(shell find kernels -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+
+.PHONY: help setup demo test lint format typecheck docs doctor clean
+
+help:
+	@echo "make demo       train GCN with PyG's own layer and with FastGCNConv, print a table, save demo.png"
+	@echo "make test       run the tests (those marked gpu are skipped where there is no GPU)"
+	@echo "make doctor     show versions, GPUs, what was built, and check every operator"
+	@echo "make lint       ruff and clang-format, checking only; make format applies them"
+	@echo "make typecheck  mypy on the packages"
+	@echo "make docs       check that links and commands in the documents are right"
+	@echo "make clean      remove builds and caches (the virtual environment stays)"
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) ARGS (for pytest), FASTSPARSE_CUDA_ARCHS"
+
+setup: $(VENV)/.stamp-installed
+
+$(VENV)/.stamp-torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH) "setuptools>=77" "pybind11>=2.13"
+	@touch $@
+
+$(VENV)/.stamp-installed: $(VENV)/.stamp-torch Makefile pyproject.toml setup.py $(CXX_FILES)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation $(PINS) -e ".[pyg,dgl,ogb,bench,test]"
+	@$(PY) -c "import fastsparse_core._C as C; print('built:', C.build_info())"
+	@touch $@
+
+demo: setup
+	$(PY) examples/gcn.py --framework pyg --conv both --dataset planted --plot demo.png
+
+test: setup
+	$(PY) -m pytest -n auto $(ARGS)
+
+doctor: setup
+	$(PY) -m fastsparse_core.doctor
+
+lint: setup
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: setup
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+	$(VENV)/bin/clang-format -i $(CXX_FILES)
+
+typecheck: setup
+	$(PY) -m mypy
+
+docs: setup
+	$(PY) -m pytest tests/packaging/test_readme.py tests/packaging/test_docs.py $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache kernels/fastsparse_core/_C*.so
+	rm -f $(VENV)/.stamp-installed

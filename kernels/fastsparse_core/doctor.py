@@ -1,0 +1,484 @@
+"""``python -m fastsparse_core.doctor``: what is installed, what was built, whether it computes right.
+
+Prints the versions of everything that takes part, the GPUs, the two halves of the extension and a self-check
+of every operator on every device, and for each problem one line on how to cure it. Exit code 0: usable; 1:
+broken.
+
+Nothing here may fail because something else is missing or broken: PyTorch is imported under guard, PyG, DGL
+and the others in a process of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+_REBUILD = "python -m pip install --force-reinstall --no-deps fastsparse-gnn (or, in a checkout, -e .)"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is not as it should be.
+
+    Attributes:
+        what: The finding.
+        cure: What to do about it, in one line.
+        breaks: Whether the product cannot be used until it is cured.
+    """
+
+    what: str
+    cure: str
+    breaks: bool = False
+
+
+@dataclass(frozen=True)
+class Component:
+    """A package that this one works with.
+
+    Attributes:
+        title: Name for people.
+        distribution: Name for pip.
+        probe: Python code that imports it.
+        cure: What to do where the import fails.
+        breaks: Whether a failing import makes the product unusable.
+    """
+
+    title: str
+    distribution: str
+    probe: str
+    cure: str
+    breaks: bool = False
+
+
+@dataclass(frozen=True)
+class Check:
+    """Result of one operator's self-check on one device; `error` is None if the check raised `message`."""
+
+    operator: str
+    device: str
+    error: float | None
+    milliseconds: float = 0.0
+    message: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether output and gradients agree with the reference to float32 accuracy."""
+        return self.error is not None and self.error <= 1e-5
+
+
+@dataclass
+class Report:
+    """All that the doctor found; each row is what the table of that name shows."""
+
+    versions: list[tuple[str, str, str]] = field(default_factory=list)
+    gpus: list[tuple[str, str, str, str]] = field(default_factory=list)
+    build: list[tuple[str, str]] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def usable(self) -> bool:
+        """Whether nothing was found that keeps the product from working."""
+        return not any(problem.breaks for problem in self.problems)
+
+
+COMPONENTS = (
+    Component(
+        "PyG",
+        "torch_geometric",
+        "import torch_geometric",
+        "python -m pip install --upgrade torch_geometric",
+        breaks=True,
+    ),
+    Component(
+        "DGL",
+        "dgl",
+        # The plugin first: it makes DGL 2.x importable under a PyTorch that is newer than DGL knows.
+        "import contextlib\nwith contextlib.suppress(Exception):\n    import fastsparse_dgl\nimport dgl",
+        "python -m pip install dgl==2.1.0 packaging pandas, and import fastsparse_dgl before dgl",
+        breaks=True,
+    ),
+    Component(
+        "torch-scatter",
+        "torch_scatter",
+        "import torch_scatter",
+        "rebuild it for this PyTorch (python -m pip install --force-reinstall --no-build-isolation --no-deps "
+        "torch-scatter) or uninstall it: it is optional",
+    ),
+    Component(
+        "ogb",
+        "ogb",
+        # ogb asks the network for a newer version of itself unless `outdated` cannot be imported.
+        "import sys\nsys.modules['outdated'] = None\nimport ogb",
+        "python -m pip install --upgrade ogb",
+    ),
+)
+
+
+def main() -> int:
+    """Examines this environment and prints the report.
+
+    Returns:
+        The exit code.
+    """
+    report = examine()
+    try:
+        _print_tables(report)
+    except ImportError:
+        report.problems.append(Problem("rich is missing", "python -m pip install rich", breaks=True))
+        for problem in report.problems:
+            print(f"{problem.what}\n    cure: {problem.cure}")
+    return 0 if report.usable else 1
+
+
+def examine() -> Report:
+    """Examines this environment; never raises.
+
+    Returns:
+        The findings.
+    """
+    report = Report()
+    report.versions.append(("Python", platform.python_version(), "ok"))
+    torch = _examine_torch(report)
+    _examine_components(report)
+    build_info = _examine_extension(report)
+    if torch is not None:
+        _examine_gpus(report, torch, build_info)
+        if build_info is not None:
+            _examine_operators(report, torch, build_info)
+    return report
+
+
+# ---------------------------------------------------------------------------------------- installation
+
+
+def _installed_version(distribution: str) -> str | None:
+    """Version in pip's records, or None; no import, so a broken package has one too."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _first_line(error: object) -> str:
+    """Shortens an error to what fits a table: its last line that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[-1] if lines else type(error).__name__
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+def _examine_torch(report: Report) -> Any | None:
+    """Imports PyTorch; returns the module, or None after reporting why not."""
+    try:
+        torch = importlib.import_module("torch")
+        torch.zeros(1)
+    except Exception as error:
+        installed = _installed_version("torch")
+        report.versions.append(("PyTorch", installed or "-", "broken" if installed else "not installed"))
+        report.problems.append(
+            Problem(
+                f"PyTorch cannot be imported: {_first_line(error)}",
+                "python -m pip install --force-reinstall 'torch>=2.6'",
+                breaks=True,
+            )
+        )
+        return None
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    report.versions.append(("PyTorch", f"{torch.__version__}, {built_for}", "ok"))
+    major, minor = (int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if (major, minor) < (2, 6):
+        report.problems.append(
+            Problem(
+                f"PyTorch {torch.__version__} is older than 2.6, the oldest this package is made for",
+                "python -m pip install --upgrade 'torch>=2.6'",
+            )
+        )
+    return torch
+
+
+def _probe(component: Component) -> str:
+    """Imports a component in a process of its own, where even a crash does no harm.
+
+    Returns:
+        An empty string, or the reason why the import failed.
+    """
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-W", "ignore", "-c", component.probe]
+    try:
+        done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return _first_line(error)
+    if done.returncode == 0:
+        return ""
+    return _first_line(done.stderr) if done.stderr.strip() else f"the import ended with {done.returncode}"
+
+
+def _examine_components(report: Report) -> None:
+    """Reports the versions of the frameworks and whether they can be imported."""
+    versions = [_installed_version(component.distribution) for component in COMPONENTS]
+    installed = [component for component, version in zip(COMPONENTS, versions, strict=True) if version]
+    with ThreadPoolExecutor() as pool:
+        reasons = dict(
+            zip((component.title for component in installed), pool.map(_probe, installed), strict=True)
+        )
+    for component, version in zip(COMPONENTS, versions, strict=True):
+        reason = reasons.get(component.title)
+        if version is None:
+            report.versions.append((component.title, "-", "not installed (optional)"))
+        elif reason:
+            report.versions.append((component.title, version, "broken"))
+            what = f"{component.title} {version} cannot be imported: {reason}"
+            report.problems.append(Problem(what, component.cure, component.breaks))
+        else:
+            report.versions.append((component.title, version, "ok"))
+    if not {"PyG", "DGL"} & reasons.keys():
+        report.problems.append(
+            Problem(
+                "neither PyG nor DGL is installed, so there is no layer to swap",
+                "python -m pip install 'fastsparse-gnn[pyg]' or 'fastsparse-gnn[dgl]'",
+            )
+        )
+
+
+def _examine_extension(report: Report) -> dict[str, Any] | None:
+    """Imports the extension; returns its build_info(), or None after reporting why not."""
+    version = _installed_version("fastsparse-gnn")
+    report.versions.append(
+        ("fastsparse-gnn", version or "-", "ok" if version else "not installed: a checkout")
+    )
+    try:
+        info: dict[str, Any] = importlib.import_module("fastsparse_core._C").build_info()
+    except Exception as error:
+        report.build.append(("CPU half", "missing"))
+        report.build.append(("CUDA half", "missing"))
+        what = f"the extension fastsparse_core._C cannot be imported: {_first_line(error)}"
+        report.problems.append(Problem(what, _REBUILD, breaks=True))
+        return None
+    threads = "OpenMP" if info["openmp"] else "one thread: its compiler had no OpenMP"
+    report.build.append(("CPU half", f"built ({info['compiler']}, {threads})"))
+    report.build.append(
+        ("CUDA half", f"built for architectures {info['cuda_archs']}" if info["cuda"] else "not built")
+    )
+    return info
+
+
+# ------------------------------------------------------------------------------------------------ GPUs
+
+
+def covers(built: str, arch: str) -> bool:
+    """Tells whether code built for some architectures runs on another.
+
+    Args:
+        built: As in ``build_info()["cuda_archs"]``, for instance ``"80;90+PTX"``.
+        arch: The GPU's, for instance ``"89"``.
+
+    Returns:
+        True if there is machine code of the same major and no newer minor version, or PTX that is no newer.
+    """
+    for entry in filter(None, built.split(";")):
+        digits, _, ptx = entry.partition("+")
+        same_major = digits[:-1] == arch[:-1] and int(digits) <= int(arch)
+        if same_major or (ptx and int(digits) <= int(arch)):
+            return True
+    return False
+
+
+def _gpus_of_driver() -> list[tuple[str, str]]:
+    """Name and architecture of the GPUs that the driver knows, whatever PyTorch thinks."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    command = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+    try:
+        printed = subprocess.run(command, text=True, capture_output=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [
+        (name, major + minor) for name, major, minor in re.findall(r"^(.+), (\d+)\.(\d+)\s*$", printed, re.M)
+    ]
+
+
+def _examine_gpus(report: Report, torch: Any, build_info: dict[str, Any] | None) -> None:
+    """Reports the GPUs and whether PyTorch and this build can use them."""
+    if not torch.cuda.is_available():
+        for name, arch in _gpus_of_driver():
+            report.gpus.append((name, arch, "-", "not usable by this PyTorch"))
+        if report.gpus:
+            cure = "install a PyTorch built for CUDA that this driver supports (nvidia-smi shows the version)"
+            report.problems.append(Problem("there is a GPU, but torch.cuda.is_available() is False", cure))
+        return
+    archs = set()
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        arch = f"{device.major}{device.minor}"
+        archs.add(arch)
+        if build_info is None or not build_info["cuda"]:
+            status = "CUDA half not built"
+        else:
+            status = "ok" if covers(build_info["cuda_archs"], arch) else "not built for this architecture"
+        name = f"cuda:{index} {device.name}"
+        report.gpus.append((name, arch, f"{device.total_memory / 2**30:.0f} GiB", status))
+    wanted = ";".join(sorted(archs, key=int))
+    if build_info is None:
+        return
+    if not build_info["cuda"]:
+        report.problems.append(
+            Problem(
+                "there is a GPU, but only the CPU half was built because nvcc was not found",
+                f"install NVIDIA's compiler (nvcc on PATH, or CUDA_HOME), then {_REBUILD}",
+            )
+        )
+    elif not all(covers(build_info["cuda_archs"], arch) for arch in archs):
+        what = f"built for architectures {build_info['cuda_archs']}, but the GPUs here are {wanted}"
+        cure = f"FASTSPARSE_CUDA_ARCHS='{wanted}' {_REBUILD}"
+        report.problems.append(Problem(what, cure, breaks=True))
+
+
+# ------------------------------------------------------------------------------------------- operators
+
+
+def _examine_operators(report: Report, torch: Any, build_info: dict[str, Any]) -> None:
+    """Runs every operator's self-check on the CPU and on every GPU."""
+    devices = ["cpu"]
+    if build_info["cuda"] and torch.cuda.is_available():
+        devices += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    for device in devices:
+        report.checks += check_operators(device)
+    for check in report.checks:
+        if check.passed:
+            continue
+        what = f"{check.operator} on {check.device}: "
+        if check.error is None:
+            what += check.message
+        else:
+            what += f"differs from the reference by {check.error:.1e}"
+        report.problems.append(Problem(what, _cure_of_failure(check), breaks=True))
+
+
+def _cure_of_failure(check: Check) -> str:
+    """One line on what to do about a self-check that failed."""
+    if "driver version is insufficient" in check.message:
+        return "update the NVIDIA driver, or rebuild with an nvcc that is no newer than the driver"
+    if "no kernel image" in check.message:
+        return f"FASTSPARSE_CUDA_ARCHS= (this GPU's architecture) {_REBUILD}"
+    if "out of memory" in check.message:
+        return "free some GPU memory (nvidia-smi shows who holds it) and run the doctor again"
+    return f"{_REBUILD}; if that does not help, report this output"
+
+
+def check_operators(device: str) -> list[Check]:
+    """Compares every operator, its output and its gradients, with the float64 reference on a small graph.
+
+    The graph has an empty row, a row with many entries and repeated edges. Each check takes about 10 ms.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda:0"`` and so on.
+
+    Returns:
+        One result for each operator; an operator that raises is a result too.
+    """
+    operators: list[tuple[str, str, dict[str, Any]]] = [
+        *((f"spmm {reduce}", "spmm", {"reduce": reduce}) for reduce in ("sum", "mean", "max", "min")),
+        ("sddmm", "sddmm", {}),
+    ]
+    return [_check(title, name, options, device) for title, name, options in operators]
+
+
+def _check(title: str, name: str, options: dict[str, Any], device: str) -> Check:
+    """Runs one operator's self-check."""
+    try:
+        import torch
+
+        import fastsparse_core
+        from fastsparse_core import reference
+
+        generator = torch.Generator().manual_seed(0)
+        num_dst, num_src, num_edges, width = 24, 32, 400, 16
+        row = torch.randint(1, num_dst, (num_edges,), generator=generator)
+        row[:150] = 3  # a heavy row; row 0 stays empty
+        col = torch.randint(0, num_src, (num_edges,), generator=generator)
+        adj = fastsparse_core.Adjacency.from_coo(row.to(device), col.to(device), (num_dst, num_src))
+        if name == "spmm":
+            shapes: Sequence[tuple[int, ...]] = ((num_src, width), (num_edges,))
+        else:
+            shapes = ((num_dst, width), (num_src, width))
+        inputs = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+
+        def outputs(operator: Callable[..., Any], copies: list[Any]) -> list[Any]:
+            out = operator(adj, *(copy.requires_grad_() for copy in copies), **options)
+            return [out.detach(), *torch.autograd.grad(out.square().sum(), copies)]
+
+        expected = outputs(getattr(reference, name), [tensor.double() for tensor in inputs])
+        operator = getattr(fastsparse_core, name)
+        outputs(operator, [tensor.clone() for tensor in inputs])  # the first call builds what is kept
+        start = time.perf_counter()
+        computed = outputs(operator, [tensor.clone() for tensor in inputs])
+        errors = [
+            float((got.double() - want).abs().max() / want.abs().max().clamp(min=1.0))
+            for got, want in zip(computed, expected, strict=True)
+        ]
+        milliseconds = 1e3 * (time.perf_counter() - start)
+        # max() would lose a NaN.
+        error = float("inf") if any(value != value for value in errors) else max(errors)
+        return Check(title, device, error, milliseconds)
+    except Exception as error:
+        return Check(title, device, None, message=f"{type(error).__name__}: {_first_line(error)}")
+
+
+# -------------------------------------------------------------------------------------------- printing
+
+
+def _print_tables(report: Report) -> None:
+    """Prints the report with rich."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+
+    def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        grid = Table(*columns, title=title, title_justify="left")
+        for row in rows:
+            grid.add_row(*map(escape, row))
+        console.print(grid)
+
+    table("Versions", ("component", "version", "status"), report.versions)
+    if report.gpus:
+        table("GPUs", ("GPU", "architecture", "memory", "status"), report.gpus)
+    else:
+        console.print("GPUs: none")
+    table("Extension fastsparse_core._C", ("half", "status"), report.build)
+    if report.checks:
+        rows = [
+            (
+                check.operator,
+                check.device,
+                "ok" if check.passed else "FAILED",
+                "-" if check.error is None else f"{check.error:.1e}",
+                f"{check.milliseconds:.1f}",
+            )
+            for check in report.checks
+        ]
+        table("Self-check, forward and backward", ("operator", "device", "result", "error", "ms"), rows)
+    for problem in report.problems:
+        kind = "[bold red]broken[/]" if problem.breaks else "[bold yellow]note[/]"
+        console.print(f"{kind}: {escape(problem.what)}", soft_wrap=True, highlight=False)
+        console.print(f"    cure: {escape(problem.cure)}", soft_wrap=True, highlight=False)
+    if report.usable:
+        console.print("[bold green]usable[/]")
+    else:
+        console.print("[bold red]not usable until the above is cured[/]")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
