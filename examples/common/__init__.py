@@ -1,0 +1,12 @@
+"""What the examples share: data, frameworks, the training loop, reports and the command line.
+
+Each module reads on its own:
+
+* ``data``: node-classification datasets from the planted generator, ``.npz`` files and the frameworks'
+  loaders
+* ``framework_data``: the loaders of PyG, DGL and OGB, called only on files that are already there
+* ``frameworks``: which layer is the reference and which the drop-in, and how each framework holds a graph
+* ``training``: one training run, and repeated runs that give every layer the same weights and seeds
+* ``report``: the table, the JSON log and the curves
+* ``cli``: the options every example takes
+"""

@@ -1,0 +1,198 @@
+"""The options that every example takes, and the way it runs: load, compare, report."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from . import report
+from .data import NodeDataset, default_root, load_dataset, node_features
+from .errors import ExampleError
+from .frameworks import CONVS, make_graph
+from .training import PRECISIONS, LayerResult, LearnedFeatures, Recipe, compare
+
+#: Width of features that are learned because the data have none.
+LEARNED_WIDTH = 64
+
+
+class MakeModel(Protocol):
+    """Builds an example's model for one layer; returns it with the layer's name."""
+
+    def __call__(
+        self, framework: str, conv: str, in_channels: int, num_classes: int, recipe: Recipe
+    ) -> tuple[nn.Module, str]: ...
+
+
+def _at_least(minimum: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"expected a whole number of at least {minimum}, got {text!r}")
+        return value
+
+    return parse
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the options that all node-classification examples share."""
+    options = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = options.add_argument
+    add("--framework", choices=("pyg", "dgl"), default="pyg", help="whose layers to use")
+    add("--conv", choices=("fast", "reference", "both"), default="both", help="drop-in, original, or both")
+    add("--dataset", default="planted", help="planted (embedded), a name, or the path of an .npz file")
+    add("--root", type=Path, default=default_root(), help="folder of datasets; set by FASTSPARSE_DATA")
+    add("--download", action="store_true", help="let the framework's loader fetch missing files")
+    add("--features", choices=("auto", "given", "degree", "learned"), default="auto", help="input features")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:N")
+    add(
+        "--precision",
+        choices=tuple(PRECISIONS),
+        default="fp32",
+        help="fp32 is exact; bf16 and fp16 are autocast",
+    )
+    add("--layers", type=_at_least(1), help="graph convolutions (default: the dataset's recipe)")
+    add("--hidden", type=_at_least(1), help="width between them (default: the dataset's recipe)")
+    add("--epochs", type=_at_least(1), help="training steps (default: the dataset's recipe)")
+    add(
+        "--runs",
+        type=_at_least(1),
+        help="repetitions, each with the next seed (default: the dataset's recipe)",
+    )
+    add("--seed", type=_at_least(0), default=0, help="first seed of weights, dropout and drawn splits")
+    add("--json", type=Path, help="write settings, scores and curves of all runs here")
+    add("--plot", type=Path, help="draw loss and score against epochs and time here (PNG)")
+    return options
+
+
+def parse_device(name: str) -> torch.device:
+    """A device that is there.
+
+    Raises:
+        ExampleError: It is not a device's name, or this machine or this build of PyTorch does not have it.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ExampleError(f"--device {name}: expected cpu, cuda or cuda:N.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ExampleError(f"--device {name}: expected cpu, cuda or cuda:N.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ExampleError(
+            f"--device {name}: PyTorch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices."
+        )
+    return device
+
+
+def override(recipe: Recipe, options: argparse.Namespace) -> Recipe:
+    """The recipe with what the user set on the command line."""
+    names = ("layers", "hidden", "epochs", "runs")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return dataclasses.replace(recipe, **given)
+
+
+def train_and_report(
+    options: argparse.Namespace,
+    recipe_of: Callable[[NodeDataset], Recipe],
+    make_model: MakeModel,
+    console: Console,
+) -> tuple[dict[str, Any], list[LayerResult]]:
+    """Runs a whole node-classification example.
+
+    Args:
+        options: What `parser` parsed.
+        recipe_of: The hyper-parameters for a dataset.
+        make_model: Builds the model for a layer.
+        console: Where to print.
+
+    Returns:
+        The JSON log and the results.
+
+    Raises:
+        ExampleError: Something the user can put right.
+    """
+    report.check_writable(options.json, "--json")
+    report.check_plotting(options.plot)
+    device = parse_device(options.device)
+    dataset = load_dataset(
+        options.dataset, options.root, options.framework, seed=options.seed, download=options.download
+    )
+    recipe = override(recipe_of(dataset), options)
+    x, feature_note = node_features(dataset, options.features, normalise=recipe.normalise_features)
+    data = {
+        "name": dataset.name,
+        "nodes": dataset.num_nodes,
+        "edges": dataset.num_edges,
+        "classes": dataset.num_classes,
+        "features": feature_note,
+        "split": dataset.split_description(options.seed),
+        "notes": list(dataset.notes),
+    }
+    console.print(
+        f"[bold]{dataset.name}[/bold]: {dataset.num_nodes:,} nodes, {dataset.num_edges:,} directed edges,"
+        f" {dataset.num_classes} classes; {feature_note}; {data['split']}",
+        *(f"[dim]{note}[/dim]" for note in dataset.notes),
+        sep="\n",
+    )
+    console.print(
+        f"{options.framework} on {device}, {options.precision}: {recipe.layers} layers,"
+        f" hidden {recipe.hidden}, dropout {recipe.dropout}, lr {recipe.lr}, {recipe.epochs} epochs,"
+        f" {recipe.runs} run(s), best epoch by validation {recipe.select_by}"
+    )
+
+    def model_for(conv: str) -> tuple[nn.Module, str]:
+        width = LEARNED_WIDTH if x is None else x.size(1)
+        model, name = make_model(options.framework, conv, width, dataset.num_classes, recipe)
+        return (LearnedFeatures(model, dataset.num_nodes, width) if x is None else model), name
+
+    convs = CONVS if options.conv == "both" else (options.conv,)
+    results = compare(
+        dataset.to(device),
+        None if x is None else x.to(device),
+        convs,
+        model_for,
+        lambda conv: make_graph(options.framework, dataset, conv, device),
+        recipe,
+        device=device,
+        precision=options.precision,
+        seed=options.seed,
+    )
+    title = f"{dataset.name}, {options.framework}, {options.precision}, {device}"
+    report.print_table(console, title, results)
+    settings = {**vars(options), "recipe": dataclasses.asdict(recipe)}
+    log = report.to_log(
+        {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()},
+        data,
+        results,
+    )
+    if options.json is not None:
+        report.write_json(options.json, log)
+        console.print(f"log written to {options.json}")
+    if options.plot is not None:
+        report.plot(options.plot, title, recipe.select_by, results)
+        console.print(f"curves written to {options.plot}")
+    return log, results
+
+
+def run(main: Callable[[], object]) -> None:
+    """Calls an example's main function and turns an `ExampleError` into a message and exit status 2."""
+    try:
+        main()
+    except ExampleError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,337 @@
+"""Node-classification data: the embedded planted partition, ``.npz`` files, and the frameworks' own loaders.
+
+Whatever the source, a dataset ends up as a `NodeDataset`: an undirected graph without self loops or duplicate
+edges (layers add self loops themselves), labels, features if there are any, and a way to split the nodes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import framework_data
+from .errors import ExampleError
+
+ROOT_VARIABLE = "FASTSPARSE_DATA"
+
+
+@dataclass(frozen=True)
+class Split:
+    """Boolean masks of shape (num_nodes,) for training, validation and test."""
+
+    train: Tensor
+    val: Tensor
+    test: Tensor
+
+    def to(self, device: torch.device) -> Split:
+        return Split(self.train.to(device), self.val.to(device), self.test.to(device))
+
+
+@dataclass(frozen=True)
+class NodeDataset:
+    """A graph whose nodes are to be classified.
+
+    Attributes:
+        name: What the user asked for.
+        edge_index: int64 (2, E), row 0 sources and row 1 destinations, both directions of every edge.
+        y: int64 (num_nodes,), -1 where a node has no label.
+        num_classes: Number of classes.
+        x: float32 (num_nodes, features), or None when the source has no features.
+        given_splits: The splits that come with the data; empty if there are none.
+        random_shares: Shares of training and validation nodes where splits are drawn.
+        notes: What was done to the data, for the report.
+    """
+
+    name: str
+    edge_index: Tensor
+    y: Tensor
+    num_classes: int
+    x: Tensor | None = None
+    given_splits: tuple[Split, ...] = ()
+    random_shares: tuple[float, float] = (0.6, 0.2)
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def num_nodes(self) -> int:
+        return self.y.numel()
+
+    @property
+    def num_edges(self) -> int:
+        return self.edge_index.size(1)
+
+    def split(self, run: int, seed: int) -> Split:
+        """The split of run `run`: the given ones in turn, else one drawn from ``seed + run``."""
+        if self.given_splits:
+            return self.given_splits[run % len(self.given_splits)]
+        return random_split(self.y, self.random_shares, seed + run)
+
+    def split_description(self, seed: int) -> str:
+        """One phrase for the report: which nodes are trained on and tested on."""
+        if len(self.given_splits) == 1:
+            only = self.given_splits[0]
+            sizes = "/".join(str(int(mask.sum())) for mask in (only.train, only.val, only.test))
+            return f"public split, {sizes} nodes"
+        if self.given_splits:
+            return f"{len(self.given_splits)} given splits, run r on split r mod {len(self.given_splits)}"
+        train, val = self.random_shares
+        shares = f"{train:.0%}/{val:.0%}/{1 - train - val:.0%}"
+        return f"random split {shares}, drawn anew per run from seed {seed} + run"
+
+    def to(self, device: torch.device) -> NodeDataset:
+        return replace(
+            self,
+            edge_index=self.edge_index.to(device),
+            y=self.y.to(device),
+            x=None if self.x is None else self.x.to(device),
+            given_splits=tuple(split.to(device) for split in self.given_splits),
+        )
+
+
+def random_split(y: Tensor, shares: tuple[float, float], seed: int) -> Split:
+    """Splits the labelled nodes at random; the same seed gives the same split on every device."""
+    labelled = (y.cpu() >= 0).nonzero().flatten()
+    order = labelled[torch.randperm(labelled.numel(), generator=torch.Generator().manual_seed(seed))]
+    first = round(shares[0] * order.numel())
+    second = first + round(shares[1] * order.numel())
+    masks = []
+    for nodes in (order[:first], order[first:second], order[second:]):
+        mask = torch.zeros(y.numel(), dtype=torch.bool)
+        mask[nodes] = True
+        masks.append(mask.to(y.device))
+    return Split(*masks)
+
+
+def undirected(edge_index: Tensor, num_nodes: int) -> Tensor:
+    """Both directions of every edge, once each, without self loops; sorted by destination, then source."""
+    source, target = edge_index.long()
+    keep = source != target
+    source, target = source[keep], target[keep]
+    key = torch.unique(torch.cat([target * num_nodes + source, source * num_nodes + target]))
+    return torch.stack([key % num_nodes, key // num_nodes])
+
+
+def planted_partition(
+    seed: int = 0,
+    num_nodes: int = 20_000,
+    num_edges: int = 400_000,
+    num_classes: int = 10,
+    num_features: int = 64,
+    inside: float = 0.30,
+    noise: float = 3.5,
+) -> NodeDataset:
+    """Draws a graph with planted communities and noisy features; nothing is downloaded.
+
+    Every node belongs to one of `num_classes` equally large communities. A share `inside` of the links joins
+    two nodes of one community, the others join two nodes drawn from all. Features are the community's own
+    random direction plus Gaussian noise of standard deviation `noise`: too noisy to tell the communities
+    apart node by node, clear enough once neighbours are averaged.
+
+    Args:
+        seed: Seed of everything drawn.
+        num_nodes: Number of nodes.
+        num_edges: Directed edges to aim at; duplicates that were drawn are dropped, which costs a few per
+            mille.
+        num_classes: Number of communities.
+        num_features: Width of the features.
+        inside: Share of links that are certain to stay inside a community.
+        noise: Standard deviation of the feature noise, the communities' directions having entries of size
+            one.
+
+    Returns:
+        The dataset, with random splits of 10 % training, 10 % validation and 80 % test nodes.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randperm(num_nodes, generator=generator) % num_classes
+    # Nodes sorted by community: a partner inside the community is a draw from one stretch of this list.
+    members = torch.argsort(y, stable=True)
+    size = torch.bincount(y, minlength=num_classes)
+    start = torch.cumsum(size, 0) - size
+
+    links = num_edges // 2
+    u = torch.randint(num_nodes, (links,), generator=generator)
+    v = torch.randint(num_nodes, (links,), generator=generator)
+    local = torch.rand(links, generator=generator) < inside
+    drawn = torch.rand(links, generator=generator)
+    partner = members[start[y[u]] + (drawn * size[y[u]]).long()]
+    edge_index = undirected(torch.stack([u, torch.where(local, partner, v)]), num_nodes)
+
+    centre = torch.randn(num_classes, num_features, generator=generator)
+    x = centre[y] + noise * torch.randn(num_nodes, num_features, generator=generator)
+    notes = (f"planted partition drawn from seed {seed}; nothing was downloaded",)
+    return NodeDataset("planted", edge_index, y, num_classes, x, random_shares=(0.1, 0.1), notes=notes)
+
+
+def load_npz(path: Path) -> NodeDataset:
+    """Reads one graph file of the project's ``.npz`` schema.
+
+    Keys: ``edge_index`` (2, E), or ``rowptr`` and ``col``; ``num_nodes``; ``y`` (num_nodes,) with -1 for
+    "none"; optionally ``storage`` ("once", "both" or "directed"), features as ``x`` or as CSR in
+    ``x_indptr``, ``x_indices``, ``x_data`` and ``x_shape``, and ``train_mask``, ``val_mask``, ``test_mask``
+    of shape (num_nodes,) or (num_nodes, splits).
+    """
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            content = {key: archive[key] for key in archive.files}
+    except (OSError, ValueError) as error:
+        raise ExampleError(f"{path} could not be read as an .npz file without pickles: {error}") from error
+    missing = [key for key in ("num_nodes", "y") if key not in content]
+    if "edge_index" not in content and not {"rowptr", "col"} <= content.keys():
+        missing.append("edge_index (or rowptr and col)")
+    if missing:
+        hint = (
+            "node labels are what this example trains on"
+            if missing == ["y"]
+            else "see load_npz for the schema"
+        )
+        raise ExampleError(
+            f"{path} has no {', '.join(missing)}: {hint}. It holds {', '.join(sorted(content))}."
+        )
+
+    num_nodes = int(content["num_nodes"])
+    if "edge_index" in content:
+        edge_index = torch.from_numpy(content["edge_index"].astype(np.int64))
+    else:
+        row = np.repeat(np.arange(num_nodes), np.diff(content["rowptr"]))
+        edge_index = torch.from_numpy(np.stack([row, content["col"].astype(np.int64)]))
+    masks = {part: content.get(f"{part}_mask") for part in ("train", "val", "test")}
+    return from_parts(
+        path.stem,
+        edge_index,
+        torch.from_numpy(content["y"].astype(np.int64)),
+        x=_npz_features(content),
+        masks=None
+        if any(mask is None for mask in masks.values())
+        else tuple(map(torch.from_numpy, masks.values())),
+        directed=str(content.get("storage", "both")) == "directed",
+        notes=(f"read from {path.name}",),
+    )
+
+
+def _npz_features(content: dict[str, np.ndarray]) -> Tensor | None:
+    if "x" in content:
+        return torch.from_numpy(content["x"].astype(np.float32))
+    if "x_indptr" not in content:
+        return None
+    rows, width = (int(size) for size in content["x_shape"])
+    row = np.repeat(np.arange(rows), np.diff(content["x_indptr"]))
+    dense = torch.zeros(rows, width)
+    dense[torch.from_numpy(row), torch.from_numpy(content["x_indices"].astype(np.int64))] = torch.from_numpy(
+        content["x_data"].astype(np.float32)
+    )
+    return dense
+
+
+def from_parts(
+    name: str,
+    edge_index: Tensor,
+    y: Tensor,
+    *,
+    x: Tensor | None = None,
+    masks: tuple[Tensor, ...] | None = None,
+    directed: bool = False,
+    notes: tuple[str, ...] = (),
+) -> NodeDataset:
+    """Checks what a source gave and brings it into the one form that the examples use."""
+    num_nodes = y.numel()
+    if y.dim() != 1:
+        raise ExampleError(
+            f"{name} has labels of shape {tuple(y.shape)}: these examples train one class per node."
+        )
+    if edge_index.numel() and not 0 <= int(edge_index.min()) <= int(edge_index.max()) < num_nodes:
+        raise ExampleError(
+            f"{name} names nodes {int(edge_index.min())} to {int(edge_index.max())} in its edges,"
+            f" but has {num_nodes} nodes."
+        )
+    if x is not None and x.size(0) != num_nodes:
+        raise ExampleError(f"{name} has {x.size(0)} rows of features for {num_nodes} nodes.")
+    if directed:
+        notes += ("source is directed: edges made undirected, as is usual for this benchmark",)
+    splits: tuple[Split, ...] = ()
+    if masks is not None:
+        columns = [mask.bool().reshape(num_nodes, -1) for mask in masks]
+        # Unlabelled nodes (-1) can be neither trained on nor scored, whatever the masks say.
+        splits = tuple(
+            Split(*(column[:, i] & (y >= 0) for column in columns)) for i in range(columns[0].size(1))
+        )
+    num_classes = int(y.max()) + 1 if num_nodes else 0
+    if num_classes < 2:
+        raise ExampleError(f"{name} has {num_classes} classes: a classifier needs two or more.")
+    return NodeDataset(
+        name, undirected(edge_index, num_nodes), y, num_classes, x, given_splits=splits, notes=notes
+    )
+
+
+def default_root() -> Path:
+    """The folder named by FASTSPARSE_DATA, else ``data`` in the current directory."""
+    return Path(os.environ.get(ROOT_VARIABLE) or "data")
+
+
+def load_dataset(
+    name: str, root: Path, framework: str, *, seed: int = 0, download: bool = False
+) -> NodeDataset:
+    """Finds a dataset by name or path; asks nothing and downloads nothing unless `download` is set.
+
+    Args:
+        name: ``planted``, the path of an ``.npz`` file, or a dataset's name. A name is looked for as
+            ``root/<name>.npz`` first, then among the files of the framework's own loader under `root`.
+        root: Folder that holds datasets.
+        framework: ``pyg`` or ``dgl``: whose loader to use.
+        seed: Seed of the planted graph.
+        download: Whether the framework's loader may fetch missing files.
+
+    Returns:
+        The dataset.
+
+    Raises:
+        ExampleError: There is no such dataset, or its files are not there.
+    """
+    if name == "planted":
+        return planted_partition(seed)
+    if name.endswith(".npz"):
+        path = Path(name)
+        if not path.is_file():
+            raise ExampleError(f"--dataset {name}: there is no such file.")
+        return load_npz(path)
+    for stem in dict.fromkeys((name, name.replace("-", "_"))):
+        if (path := root / f"{stem}.npz").is_file():
+            return load_npz(path)
+    parts = framework_data.load(name, root, framework, download=download)
+    return from_parts(name, **parts)
+
+
+def node_features(dataset: NodeDataset, kind: str, *, normalise: bool) -> tuple[Tensor | None, str]:
+    """Chooses the input features and says which they are.
+
+    Args:
+        dataset: The data.
+        kind: ``given``, ``degree``, ``learned``, or ``auto``: given ones if there are any, else learned ones.
+        normalise: Whether to scale each row of given features to sum to one (bag-of-words data).
+
+    Returns:
+        (num_nodes, features) in float32, or None for features to be learned, and a phrase for the report.
+    """
+    if kind == "auto":
+        kind = "learned" if dataset.x is None else "given"
+    if kind == "learned":
+        return None, "features learned per node" + ("" if dataset.x is not None else " (the data have none)")
+    if kind == "degree":
+        return degree_features(dataset), "features made from node degrees"
+    if dataset.x is None:
+        raise ExampleError(f"{dataset.name} has no features: use --features learned or --features degree.")
+    x = dataset.x.float()
+    if normalise:
+        x = x / x.sum(dim=1, keepdim=True).clamp(min=1)
+    return x, f"{x.size(1)} given features" + (", rows scaled to sum 1" if normalise else "")
+
+
+def degree_features(dataset: NodeDataset, width: int = 32) -> Tensor:
+    """Hat functions of the logarithm of the degree: (num_nodes, width), rows sum to one."""
+    degree = torch.bincount(dataset.edge_index[1], minlength=dataset.num_nodes).float()
+    level = torch.log1p(degree)
+    position = level / level.max().clamp(min=1e-6) * (width - 1)
+    return (1 - (position[:, None] - torch.arange(width, device=position.device)).abs()).clamp(min=0)

@@ -1,0 +1,169 @@
+"""Datasets through PyG's, DGL's and OGB's own loaders.
+
+Those loaders download what is missing, some after a prompt. Here they are called only when the files are on
+disk or the user asked for the download; otherwise the error says what to fetch and where it goes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import ExampleError
+
+#: name -> (class in torch_geometric.datasets, its name argument, folder under the root)
+PYG_LOADERS = {
+    "cora": ("Planetoid", "Cora", "Cora"),
+    "citeseer": ("Planetoid", "CiteSeer", "CiteSeer"),
+    "pubmed": ("Planetoid", "PubMed", "PubMed"),
+    "roman-empire": ("HeterophilousGraphDataset", "Roman-empire", "roman_empire"),
+    "amazon-ratings": ("HeterophilousGraphDataset", "Amazon-ratings", "amazon_ratings"),
+    "minesweeper": ("HeterophilousGraphDataset", "Minesweeper", "minesweeper"),
+    "tolokers": ("HeterophilousGraphDataset", "Tolokers", "tolokers"),
+    "questions": ("HeterophilousGraphDataset", "Questions", "questions"),
+    "amazon-computers": ("Amazon", "Computers", "Computers"),
+    "amazon-photo": ("Amazon", "Photo", "Photo"),
+    "coauthor-cs": ("Coauthor", "CS", "CS"),
+    "coauthor-physics": ("Coauthor", "Physics", "Physics"),
+}
+
+#: name -> (class in dgl.data, folder under the root)
+DGL_LOADERS = {
+    "cora": ("CoraGraphDataset", "cora_v2"),
+    "citeseer": ("CiteseerGraphDataset", "citeseer"),
+    "pubmed": ("PubmedGraphDataset", "pubmed"),
+    "roman-empire": ("RomanEmpireDataset", "roman-empire"),
+    "amazon-ratings": ("AmazonRatingsDataset", "amazon-ratings"),
+    "minesweeper": ("MinesweeperDataset", "minesweeper"),
+    "tolokers": ("TolokersDataset", "tolokers"),
+    "questions": ("QuestionsDataset", "questions"),
+    "amazon-computers": ("AmazonCoBuyComputerDataset", "amazon_co_buy_computer"),
+    "amazon-photo": ("AmazonCoBuyPhotoDataset", "amazon_co_buy_photo"),
+    "coauthor-cs": ("CoauthorCSDataset", "coauthor_cs"),
+    "coauthor-physics": ("CoauthorPhysicsDataset", "coauthor_physics"),
+}
+
+OGB_DATASETS = ("ogbn-arxiv", "ogbn-products")
+
+#: The arguments of `data.from_parts` besides the name.
+Parts = dict[str, Any]
+
+
+def import_dgl() -> Any:
+    """Imports DGL, letting fastsparse_dgl first mend what keeps DGL 2.1 from importing on a newer torch."""
+    importlib.import_module("fastsparse_dgl")
+    return importlib.import_module("dgl")
+
+
+def known_names(framework: str) -> list[str]:
+    """Names that `load` understands for a framework."""
+    return ["karate", *(PYG_LOADERS if framework == "pyg" else DGL_LOADERS), *OGB_DATASETS]
+
+
+def load(name: str, root: Path, framework: str, *, download: bool) -> Parts:
+    """Loads `name` with the framework's loader, or with OGB's for ``ogbn-*``.
+
+    Raises:
+        ExampleError: The name is unknown, or its files are not under `root` and `download` is not set.
+    """
+    key = name.lower().replace("_", "-")
+    if key not in known_names(framework):
+        raise ExampleError(
+            f"--dataset {name}: there is no {root / (name + '.npz')}, and {framework} has no such loader."
+            f" Known names: planted, {', '.join(known_names(framework))}; or give the path of an .npz file."
+            " Set --root or the environment variable FASTSPARSE_DATA to the folder that holds the .npz files."
+        )
+    if key.startswith("ogbn-"):
+        return _from_ogb(key, root, download)
+    return _from_pyg(key, root, download) if framework == "pyg" else _from_dgl(key, root, download)
+
+
+def _require(name: str, root: Path, folder: Path, loader: str, download: bool) -> None:
+    """Refuses before a loader would start a download that nobody asked for."""
+    if download or (folder.is_dir() and any(folder.iterdir())):
+        return
+    raise ExampleError(
+        f"--dataset {name}: neither {root / (name.replace('-', '_') + '.npz')} nor {folder}{'/'} is there."
+        f" Put the .npz file or the raw files of {loader} there, set --root (or FASTSPARSE_DATA) to the"
+        " folder that holds them, or add --download to let that loader fetch them."
+    )
+
+
+def _from_pyg(name: str, root: Path, download: bool) -> Parts:
+    datasets = importlib.import_module("torch_geometric.datasets")
+    if name == "karate":
+        data = datasets.KarateClub()[0]
+        note = "Zachary's karate club, as shipped with PyG (4 classes, one-hot features)"
+        return {"edge_index": data.edge_index, "y": data.y, "x": data.x, "notes": (note,)}
+    cls, argument, folder = PYG_LOADERS[name]
+    # Amazon and Coauthor keep their files in the root they are given, the others in a folder below it.
+    _require(name, root, root / folder / "raw", f"torch_geometric.datasets.{cls}", download)
+    data = getattr(datasets, cls)(str(root), argument)[0]
+    masks = tuple(data[part] for part in ("train_mask", "val_mask", "test_mask") if part in data)
+    return {
+        "edge_index": data.edge_index,
+        "y": data.y,
+        "x": data.x,
+        "masks": masks or None,
+        "notes": (f"loaded by torch_geometric.datasets.{cls}",),
+    }
+
+
+def _from_dgl(name: str, root: Path, download: bool) -> Parts:
+    datasets = importlib.import_module(f"{import_dgl().__name__}.data")
+    if name == "karate":
+        graph = datasets.KarateClubDataset()[0]
+        note = "Zachary's karate club, as shipped with DGL (2 classes, no features)"
+        return {"edge_index": torch.stack(graph.edges()), "y": graph.ndata["label"], "notes": (note,)}
+    cls, folder = DGL_LOADERS[name]
+    _require(name, root, root / folder, f"dgl.data.{cls}", download)
+    graph = getattr(datasets, cls)(raw_dir=str(root), verbose=False)[0]
+    masks = tuple(
+        graph.ndata[part] for part in ("train_mask", "val_mask", "test_mask") if part in graph.ndata
+    )
+    return {
+        "edge_index": torch.stack(graph.edges()),
+        "y": graph.ndata["label"],
+        "x": graph.ndata["feat"],
+        "masks": masks or None,
+        "notes": (f"loaded by dgl.data.{cls}",),
+    }
+
+
+def _from_ogb(name: str, root: Path, download: bool) -> Parts:
+    if importlib.util.find_spec("ogb") is None:
+        raise ExampleError(f"--dataset {name} needs the ogb package: pip install 'fastsparse-gnn[ogb]'.")
+    folder = root / name.replace("-", "_")
+    _require(name, root, folder, "ogb.nodeproppred.NodePropPredDataset", download)
+    if folder.is_dir() and not (folder / "RELEASE_v1.txt").is_file():
+        raise ExampleError(
+            f"{folder} has no RELEASE_v1.txt, which OGB puts beside raw/ and split/: fetch it anew."
+        )
+    # Without this entry ogb asks the network for its newest version while it is being imported.
+    sys.modules.setdefault("outdated", None)  # type: ignore[arg-type]
+    nodeproppred = importlib.import_module("ogb.nodeproppred")
+    # ogb saves a pickle that torch.load refuses the second time; it is a cache of raw/, so drop it.
+    (folder / "processed" / "data_processed").unlink(missing_ok=True)
+    dataset = nodeproppred.NodePropPredDataset(name, root=str(root))
+    graph, labels = dataset[0]
+    masks = []
+    index = dataset.get_idx_split()
+    for part in ("train", "valid", "test"):
+        mask = torch.zeros(graph["num_nodes"], dtype=torch.bool)
+        mask[torch.from_numpy(index[part])] = True
+        masks.append(mask)
+    label: Tensor = torch.from_numpy(labels).flatten()
+    return {
+        "edge_index": torch.from_numpy(graph["edge_index"]),
+        "y": torch.where(label.isnan(), torch.full_like(label, -1), label).long(),
+        "x": torch.from_numpy(graph["node_feat"]),
+        "masks": tuple(masks),
+        "directed": name == "ogbn-arxiv",
+        "notes": ("loaded by ogb.nodeproppred.NodePropPredDataset",),
+    }

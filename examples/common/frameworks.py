@@ -1,0 +1,107 @@
+"""The two frameworks behind one small interface: which layer to use, and how to hold a graph.
+
+`layer` looks up the framework's own layer (``reference``) or its drop-in (``fast``); `make_graph` turns a
+dataset into what those layers take; `Framework.call` puts the arguments in the framework's order. Models
+written with these three run unchanged in PyG and in DGL.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .data import NodeDataset
+from .errors import ExampleError
+from .framework_data import import_dgl
+
+#: (framework, operator) -> the framework's own layer, its drop-in, and options given to both.
+LAYERS: dict[tuple[str, str], tuple[str, str, dict[str, Any]]] = {
+    # cached=True: PyG keeps the normalised graph of a full-batch run, as its own GCN example does.
+    ("pyg", "gcn"): ("torch_geometric.nn.GCNConv", "fastsparse_pyg.FastGCNConv", {"cached": True}),
+    ("dgl", "gcn"): ("dgl.nn.GraphConv", "fastsparse_dgl.FastGraphConv", {}),
+}
+
+#: What --conv both runs, in this order.
+CONVS = ("reference", "fast")
+
+
+@dataclass(frozen=True)
+class Framework:
+    """How one framework calls its layers.
+
+    Attributes:
+        name: ``pyg`` or ``dgl``.
+        call: ``call(layer, graph, x)``.
+    """
+
+    name: str
+    call: Callable[[nn.Module, Any, Tensor], Tensor]
+
+
+FRAMEWORKS = {
+    "pyg": Framework("pyg", lambda layer, graph, x: layer(x, graph)),
+    "dgl": Framework("dgl", lambda layer, graph, x: layer(graph, x)),
+}
+
+
+def layer(framework: str, operator: str, conv: str) -> tuple[str, Callable[..., nn.Module]]:
+    """Finds a layer class.
+
+    Args:
+        framework: ``pyg`` or ``dgl``.
+        operator: ``gcn``.
+        conv: ``reference`` or ``fast``.
+
+    Returns:
+        The class's name and a constructor ``(in_channels, out_channels, **options)``.
+
+    Raises:
+        ExampleError: The package that holds the layer cannot be imported.
+    """
+    reference, fast, options = LAYERS[framework, operator]
+    path = fast if conv == "fast" else reference
+    module, _, name = path.rpartition(".")
+    try:
+        if framework == "dgl":
+            import_dgl()
+        cls = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ExampleError(
+            f"{path} could not be imported: {error}. Install with pip install 'fastsparse-gnn[{framework}]';"
+            " python -m fastsparse_core.doctor says what is wrong."
+        ) from error
+    return name, lambda *args, **kwargs: cls(*args, **{**options, **kwargs})
+
+
+def make_graph(framework: str, dataset: NodeDataset, conv: str, device: torch.device) -> Any:
+    """The graph in the form that the framework's layers take.
+
+    PyG: the edge_index on `device`. DGL: a DGLGraph with self loops, since its layers add none; the wheel on
+    PyPI knows no CUDA, so for ``fast`` the graph may stay on the CPU (the layer moves the structure once),
+    while ``reference`` needs it on `device`.
+
+    Raises:
+        ExampleError: DGL's own layer was asked to run on a device that the installed DGL does not support.
+    """
+    if framework == "pyg":
+        return dataset.edge_index.to(device)
+    dgl = import_dgl()
+    source, target = dataset.edge_index.cpu()
+    graph = dgl.add_self_loop(dgl.graph((source, target), num_nodes=dataset.num_nodes))
+    if device.type == "cpu":
+        return graph
+    try:
+        return graph.to(device)
+    except dgl.DGLError as error:
+        if conv == "fast":
+            return graph
+        raise ExampleError(
+            f"DGL's own layer cannot run on {device} with the installed DGL"
+            f" ({str(error).strip().splitlines()[-1]}). Use --conv fast, which trains"
+            " on it all the same, or --device cpu."
+        ) from error
