@@ -1,0 +1,210 @@
+// The only file that knows pybind11. Tensors arrive as addresses, sizes and strides; Python has checked them.
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+
+#ifdef FASTSPARSE_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+#include "fastsparse/launchers.h"
+
+namespace py = pybind11;
+
+namespace fastsparse {
+namespace {
+
+using Address = std::uintptr_t;
+
+template <typename T = void>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// A structure as the kernels see it, made once per Adjacency so that calls stay short.
+struct CsrStructure {
+  CsrView a;
+  RowSplitView split;
+};
+
+CsrStructure make_structure(Address rowptr, Address col, Address edge_id, bool edge_id_is_64bit, std::int64_t num_rows,
+                            std::int64_t num_cols, std::int64_t num_edges, Address slices, std::int64_t num_slices,
+                            Address split_row, Address split_ptr, std::int64_t num_split_rows) {
+  return {{at<std::int64_t>(rowptr), at<std::int32_t>(col), at(edge_id), edge_id_is_64bit, num_rows, num_cols, num_edges},
+          {at<RowSlice>(slices), num_slices, at<std::int32_t>(split_row), at<std::int64_t>(split_ptr),
+           num_split_rows}};
+}
+
+#ifdef FASTSPARSE_WITH_CUDA
+void check(int code, const char* what) {
+  if (code == cudaSuccess) return;
+  throw std::runtime_error(std::string(what) + " failed: " + cudaGetErrorString(static_cast<cudaError_t>(code)));
+}
+
+// Launches go to the tensors' device whatever device is current: with a statically linked runtime a launch for
+// another device would otherwise report success and write nothing.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check(cudaGetDevice(&previous_), "cudaGetDevice");
+    if (device != previous_) check(cudaSetDevice(device), "cudaSetDevice");
+    changed_ = device != previous_;
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(previous_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool changed_ = false;
+};
+#endif
+
+// Runs `args` where its tensors live: device < 0 is the CPU and `queue` its number of threads, else `queue` is a stream.
+#ifdef FASTSPARSE_WITH_CUDA
+#define FASTSPARSE_RUN(op, args, device, queue)      \
+  do {                                               \
+    if ((device) < 0) {                              \
+      py::gil_scoped_release release;                \
+      cpu::op(args, static_cast<int>(queue));        \
+    } else {                                         \
+      const DeviceGuard guard(device);               \
+      check(cuda::op(args, at(queue)), #op);         \
+    }                                                \
+  } while (false)
+#else
+#define FASTSPARSE_RUN(op, args, device, queue)                                                        \
+  do {                                                                                                 \
+    if ((device) >= 0) throw std::runtime_error("fastsparse_core was built without CUDA: see doctor"); \
+    py::gil_scoped_release release;                                                                    \
+    cpu::op(args, static_cast<int>(queue));                                                            \
+  } while (false)
+#endif
+
+void spmm_csr(const CsrStructure& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
+              Address value, int value_dtype, std::int64_t heads, Address scale_dst, Address scale_src, Address bias,
+              Address out, Address partial, int device, Address queue) {
+  const SpmmArgs args{structure.a,
+                      structure.split,
+                      {at(value), static_cast<Dtype>(value_dtype), heads},
+                      {at(x), x_stride},
+                      at(scale_dst),
+                      at(scale_src),
+                      at(bias),
+                      at(out),
+                      at(partial),
+                      width,
+                      static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(spmm_csr, args, device, queue);
+}
+
+void spmm_extremum(const CsrStructure& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
+                   Address value, int value_dtype, std::int64_t heads, bool minimum, Address out, Address arg,
+                   Address partial, Address partial_arg, int device, Address queue) {
+  const SpmmExtremumArgs args{structure.a,
+                              structure.split,
+                              {at(value), static_cast<Dtype>(value_dtype), heads},
+                              {at(x), x_stride},
+                              at(out),
+                              at<std::int32_t>(arg),
+                              at(partial),
+                              at<std::int32_t>(partial_arg),
+                              width,
+                              minimum,
+                              static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(spmm_extremum, args, device, queue);
+}
+
+void sddmm_csr(const CsrStructure& structure, int dtype, std::int64_t heads, std::int64_t head_width, Address x_dst,
+               std::int64_t x_dst_stride, Address x_src, std::int64_t x_src_stride, Address scale_dst,
+               Address scale_src, Address out, int out_dtype, int device, Address queue) {
+  const SddmmArgs args{structure.a,
+                       structure.split,
+                       {at(x_dst), x_dst_stride},
+                       {at(x_src), x_src_stride},
+                       at(scale_dst),
+                       at(scale_src),
+                       at(out),
+                       static_cast<Dtype>(out_dtype),
+                       heads,
+                       head_width,
+                       static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(sddmm_csr, args, device, queue);
+}
+
+CompressArgs compress_args(Address major, Address minor, bool index_is_64bit, std::int64_t num_edges,
+                           std::int64_t num_major, std::int64_t num_minor, bool sort_minor, Address major_ptr,
+                           Address minor_out, Address order, bool order_is_64bit) {
+  return {at(major), at(minor),  index_is_64bit, num_edges, num_major, num_minor, sort_minor, at<std::int64_t>(major_ptr),
+          at<std::int32_t>(minor_out), at(order), order_is_64bit};
+}
+
+std::size_t compress_scratch_bytes(const CompressArgs& args, int device) {
+#ifdef FASTSPARSE_WITH_CUDA
+  if (device >= 0) {
+    const DeviceGuard guard(device);
+    return cuda::compress_scratch_bytes(args);
+  }
+#endif
+  (void)device;
+  (void)args;
+  return 0;
+}
+
+void compress(const CompressArgs& args, Address scratch, std::size_t scratch_bytes, int device, Address queue) {
+  if (device < 0) {
+    py::gil_scoped_release release;
+    cpu::compress(args);
+    return;
+  }
+#ifdef FASTSPARSE_WITH_CUDA
+  const DeviceGuard guard(device);
+  check(cuda::compress(args, at(scratch), scratch_bytes, at(queue)), "compress");
+#else
+  (void)scratch;
+  (void)scratch_bytes;
+  (void)queue;
+  throw std::runtime_error("fastsparse_core was built without CUDA: see doctor");
+#endif
+}
+
+py::dict build_info() {
+  py::dict info;
+#ifdef FASTSPARSE_WITH_CUDA
+  info["cuda"] = true;
+  info["cuda_archs"] = FASTSPARSE_CUDA_ARCHS;
+#else
+  info["cuda"] = false;
+  info["cuda_archs"] = "";
+#endif
+#ifdef _OPENMP
+  info["openmp"] = true;
+#else
+  info["openmp"] = false;
+#endif
+#ifdef __VERSION__
+  info["compiler"] = __VERSION__;
+#else
+  info["compiler"] = "unknown";
+#endif
+  return info;
+}
+
+}  // namespace
+}  // namespace fastsparse
+
+PYBIND11_MODULE(_C, m) {
+  using namespace fastsparse;
+  m.doc() = "Torch-free kernels of FastSparse; fastsparse_core.ops is the checked interface.";
+  py::class_<CsrStructure>(m, "CsrStructure").def(py::init(&make_structure));
+  py::class_<CompressArgs>(m, "CompressArgs").def(py::init(&compress_args));
+  m.def("compress_scratch_bytes", &compress_scratch_bytes);
+  m.def("compress", &compress);
+  m.def("spmm_csr", &spmm_csr);
+  m.def("spmm_extremum", &spmm_extremum);
+  m.def("sddmm_csr", &sddmm_csr);
+  m.def("build_info", &build_info);
+}

@@ -1,0 +1,79 @@
+// Sampled dense-dense product from CSR on the CPU: one dot product per entry and head, written at the caller's edge
+// position.
+#include <algorithm>
+
+#include "fastsparse/cpu_simd.h"
+#include "fastsparse/launchers.h"
+
+namespace fastsparse::cpu {
+namespace {
+
+constexpr std::int64_t kRowsPerTask = 64;
+constexpr std::int64_t kSerialWork = 1 << 16;  // products below which waking threads costs more than it saves
+
+template <typename T>
+FASTSPARSE_INLINE Acc<T> dot(const T* left, const T* right, std::int64_t width) {
+  using A = Acc<T>;
+  constexpr int kWidth = kVectorWidth<A>;
+  Vector<A> sum = {};
+  std::int64_t f = 0;
+  for (; f + kWidth <= width; f += kWidth) {
+    Vector<A> l, r;
+    load_vector<T>(left + f, l);
+    load_vector<T>(right + f, r);
+    sum += l * r;
+  }
+  A total = 0;
+  for (int i = 0; i < kWidth; ++i) total += sum[i];
+  for (; f < width; ++f) total += widen(left[f]) * widen(right[f]);
+  return total;
+}
+
+template <typename T>
+FASTSPARSE_INLINE void sample_rows(const SddmmArgs& args, std::int64_t row_begin, std::int64_t row_end) {
+  using A = Acc<T>;
+  for (std::int64_t row = row_begin; row < row_end; ++row) {
+    const T* left = static_cast<const T*>(args.x_dst.data) + row * args.x_dst.stride;
+    const A row_scale = args.scale_dst != nullptr ? static_cast<const A*>(args.scale_dst)[row] : A{1};
+    for (std::int64_t entry = args.a.rowptr[row]; entry < args.a.rowptr[row + 1]; ++entry) {
+      const std::int64_t col = args.a.col[entry];
+      const T* right = static_cast<const T*>(args.x_src.data) + col * args.x_src.stride;
+      const A scale = args.scale_src != nullptr ? row_scale * static_cast<const A*>(args.scale_src)[col] : row_scale;
+      const std::int64_t position = edge_position(args.a, entry) * args.heads;
+      for (std::int64_t head = 0; head < args.heads; ++head) {
+        const A value = scale * dot(left + head * args.head_width, right + head * args.head_width, args.head_width);
+        if (args.out_dtype == args.dtype) {
+          narrow(value, static_cast<T*>(args.out) + position + head);
+        } else {
+          static_cast<A*>(args.out)[position + head] = value;
+        }
+      }
+    }
+  }
+}
+
+FASTSPARSE_MULTIVERSION void rows(double, const SddmmArgs& args, std::int64_t begin, std::int64_t end) {
+  sample_rows<double>(args, begin, end);
+}
+FASTSPARSE_MULTIVERSION void rows(float, const SddmmArgs& args, std::int64_t begin, std::int64_t end) {
+  sample_rows<float>(args, begin, end);
+}
+FASTSPARSE_MULTIVERSION void rows(Half, const SddmmArgs& args, std::int64_t begin, std::int64_t end) {
+  sample_rows<Half>(args, begin, end);
+}
+FASTSPARSE_MULTIVERSION void rows(BFloat16, const SddmmArgs& args, std::int64_t begin, std::int64_t end) {
+  sample_rows<BFloat16>(args, begin, end);
+}
+
+}  // namespace
+
+void sddmm_csr(const SddmmArgs& args, int threads) {
+  with_type(args.dtype, [&](auto type) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (args.a.num_edges * args.heads * args.head_width > kSerialWork)
+    for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
+      rows(type, args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+    }
+  });
+}
+
+}  // namespace fastsparse::cpu

@@ -1,0 +1,119 @@
+// SpMM from CSR on the CPU: one row at a time, 64-byte accumulators held in registers, the rows that come next
+// prefetched. Bound by the gather of x: num_edges * width * sizeof(T) bytes.
+#include <algorithm>
+
+#include "fastsparse/cpu_simd.h"
+#include "fastsparse/launchers.h"
+
+namespace fastsparse::cpu {
+namespace {
+
+constexpr int kTileVectors = 4;        // accumulators held in registers
+constexpr int kPrefetchEntries = 8;    // entries between a prefetch and its use
+constexpr std::int64_t kRowsPerTask = 64;
+constexpr std::int64_t kSerialWork = 1 << 16;  // products below which waking threads costs more than it saves
+
+template <typename T>
+FASTSPARSE_INLINE Acc<T> weight_of(const SpmmArgs& args, std::int64_t entry, std::int64_t head) {
+  Acc<T> weight = 1;
+  if (args.value.data != nullptr) {
+    weight = edge_value<T>(args.value, args.dtype, edge_position(args.a, entry) * args.value.heads + head);
+  }
+  if (args.scale_src != nullptr) weight *= static_cast<const Acc<T>*>(args.scale_src)[args.a.col[entry]];
+  return weight;
+}
+
+// Accumulates kVectors * 64 bytes of accumulators, features f .. of one row.
+template <typename T, int kVectors>
+FASTSPARSE_INLINE void accumulate_tile(const SpmmArgs& args, std::int64_t row, std::int64_t head, std::int64_t f) {
+  using A = Acc<T>;
+  constexpr int kWidth = kVectorWidth<A>;
+  const T* x = static_cast<const T*>(args.x.data) + f;
+  const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1];
+  const bool weighted = args.value.data != nullptr || args.scale_src != nullptr;
+  Vector<A> sum[kVectors] = {};
+  for (std::int64_t entry = begin; entry < end; ++entry) {
+    if (entry + kPrefetchEntries < end) {
+      const T* next = x + args.a.col[entry + kPrefetchEntries] * args.x.stride;
+      for (int byte = 0; byte < kVectors * kWidth * static_cast<int>(sizeof(T)); byte += 64) {
+        __builtin_prefetch(reinterpret_cast<const char*>(next) + byte);
+      }
+    }
+    const T* source = x + args.a.col[entry] * args.x.stride;
+    const A weight = weighted ? weight_of<T>(args, entry, head) : A{1};
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      Vector<A> features;
+      load_vector<T>(source + v * kWidth, features);
+      sum[v] += weighted ? features * weight : features;
+    }
+  }
+  const A scale = args.scale_dst != nullptr ? static_cast<const A*>(args.scale_dst)[row] : A{1};
+  const T* bias = static_cast<const T*>(args.bias);
+  T* out = static_cast<T*>(args.out) + row * args.width + f;
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    for (int i = 0; i < kWidth; ++i) {
+      const A shift = bias != nullptr ? widen(bias[f + v * kWidth + i]) : A{0};
+      narrow(sum[v][i] * scale + shift, out + v * kWidth + i);
+    }
+  }
+}
+
+template <typename T>
+FASTSPARSE_INLINE void accumulate_feature(const SpmmArgs& args, std::int64_t row, std::int64_t head, std::int64_t f) {
+  using A = Acc<T>;
+  const T* x = static_cast<const T*>(args.x.data) + f;
+  A sum = 0;
+  for (std::int64_t entry = args.a.rowptr[row]; entry < args.a.rowptr[row + 1]; ++entry) {
+    sum += weight_of<T>(args, entry, head) * widen(x[args.a.col[entry] * args.x.stride]);
+  }
+  if (args.scale_dst != nullptr) sum *= static_cast<const A*>(args.scale_dst)[row];
+  if (args.bias != nullptr) sum += widen(static_cast<const T*>(args.bias)[f]);
+  narrow(sum, static_cast<T*>(args.out) + row * args.width + f);
+}
+
+template <typename T>
+FASTSPARSE_INLINE void multiply_rows(const SpmmArgs& args, std::int64_t row_begin, std::int64_t row_end) {
+  constexpr int kWidth = kVectorWidth<Acc<T>>;
+  const std::int64_t heads = args.value.data != nullptr ? args.value.heads : 1;
+  const std::int64_t head_width = args.width / heads;
+  for (std::int64_t row = row_begin; row < row_end; ++row) {
+    for (std::int64_t head = 0; head < heads; ++head) {
+      std::int64_t f = head * head_width;
+      const std::int64_t end = f + head_width;
+      for (; f + kTileVectors * kWidth <= end; f += kTileVectors * kWidth) {
+        accumulate_tile<T, kTileVectors>(args, row, head, f);
+      }
+      for (; f + kWidth <= end; f += kWidth) accumulate_tile<T, 1>(args, row, head, f);
+      for (; f < end; ++f) accumulate_feature<T>(args, row, head, f);
+    }
+  }
+}
+
+// One plain function per type: the compiler multi-versions functions, not templates.
+FASTSPARSE_MULTIVERSION void rows(double, const SpmmArgs& args, std::int64_t begin, std::int64_t end) {
+  multiply_rows<double>(args, begin, end);
+}
+FASTSPARSE_MULTIVERSION void rows(float, const SpmmArgs& args, std::int64_t begin, std::int64_t end) {
+  multiply_rows<float>(args, begin, end);
+}
+FASTSPARSE_MULTIVERSION void rows(Half, const SpmmArgs& args, std::int64_t begin, std::int64_t end) {
+  multiply_rows<Half>(args, begin, end);
+}
+FASTSPARSE_MULTIVERSION void rows(BFloat16, const SpmmArgs& args, std::int64_t begin, std::int64_t end) {
+  multiply_rows<BFloat16>(args, begin, end);
+}
+
+}  // namespace
+
+void spmm_csr(const SpmmArgs& args, int threads) {
+  with_type(args.dtype, [&](auto type) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (args.a.num_edges * args.width > kSerialWork)
+    for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
+      rows(type, args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+    }
+  });
+}
+
+}  // namespace fastsparse::cpu

@@ -1,0 +1,130 @@
+// COO -> compressed rows on the GPU: one CUB radix sort over just the bits that the indices use, then a binary search
+// per row. Bytes: per pass of 8 bits, keys and positions read and written once.
+
+#include <cub/device/device_radix_sort.cuh>
+
+#include "fastsparse/cuda_common.cuh"
+#include "fastsparse/launchers.h"
+
+namespace fastsparse::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr std::size_t kAlign = 256;
+
+// Bits that indices below `count` need.
+int bits_of(std::int64_t count) {
+  int bits = 1;
+  while (bits < 63 && (std::int64_t{1} << bits) < count) ++bits;
+  return bits;
+}
+
+// The sort key is (major << minor_bits) | minor, or major alone.
+struct KeyLayout {
+  int minor_bits;
+  int key_bits;
+  bool key_is_64bit;
+};
+
+KeyLayout key_layout(const CompressArgs& args) {
+  const int minor_bits = args.sort_minor ? bits_of(args.num_minor) : 0;
+  const int key_bits = bits_of(args.num_major) + minor_bits;
+  // 64-bit positions only come with more than 2^31 edges: no need to compile them for small keys.
+  return {minor_bits, key_bits, key_bits > 32 || args.order_is_64bit};
+}
+
+template <typename Index, typename Key, typename Id>
+__global__ void make_keys_kernel(const CompressArgs args, int minor_bits, Key* keys, Id* ids) {
+  const std::int64_t e = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (e >= args.num_edges) return;
+  Key key = static_cast<Key>(static_cast<const Index*>(args.major)[e]);
+  if (args.sort_minor) key = (key << minor_bits) | static_cast<Key>(static_cast<const Index*>(args.minor)[e]);
+  keys[e] = key;
+  ids[e] = static_cast<Id>(e);
+}
+
+template <typename Index, typename Key, typename Id>
+__global__ void unpack_keys_kernel(const CompressArgs args, int minor_bits, const Key* keys, const Id* ids) {
+  const std::int64_t e = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (e >= args.num_edges) return;
+  const Id id = ids[e];
+  static_cast<Id*>(args.order)[e] = id;
+  args.minor_out[e] = args.sort_minor ? static_cast<std::int32_t>(keys[e] & ((Key{1} << minor_bits) - 1))
+                                      : static_cast<std::int32_t>(static_cast<const Index*>(args.minor)[id]);
+}
+
+// major_ptr[r] = number of sorted keys below row r.
+template <typename Key>
+__global__ void find_rows_kernel(const CompressArgs args, int minor_bits, const Key* keys) {
+  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (row > args.num_major) return;
+  std::int64_t low = 0, high = args.num_edges;
+  while (low < high) {
+    const std::int64_t middle = (low + high) / 2;
+    if (static_cast<std::int64_t>(keys[middle] >> minor_bits) < row) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  args.major_ptr[row] = low;
+}
+
+// Scratch: two buffers of keys, two of positions, CUB's own. With null scratch, only its size is computed.
+template <typename Index, typename Key, typename Id>
+int compress_typed(const CompressArgs& args, char* scratch, std::size_t* scratch_bytes, cudaStream_t stream) {
+  const KeyLayout layout = key_layout(args);
+  const auto padded = [](std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; };
+  const std::size_t key_bytes = padded(args.num_edges * sizeof(Key)), id_bytes = padded(args.num_edges * sizeof(Id));
+  cub::DoubleBuffer<Key> keys(reinterpret_cast<Key*>(scratch), reinterpret_cast<Key*>(scratch + key_bytes));
+  cub::DoubleBuffer<Id> ids(reinterpret_cast<Id*>(scratch + 2 * key_bytes),
+                            reinterpret_cast<Id*>(scratch + 2 * key_bytes + id_bytes));
+  const std::size_t own_bytes = 2 * (key_bytes + id_bytes);
+  std::size_t sort_bytes = 0;
+  cudaError_t error = cub::DeviceRadixSort::SortPairs(nullptr, sort_bytes, keys, ids, args.num_edges, 0,
+                                                      layout.key_bits, stream);
+  if (error != cudaSuccess) return error;
+  if (scratch == nullptr) {
+    *scratch_bytes = own_bytes + sort_bytes;
+    return cudaSuccess;
+  }
+  const unsigned blocks = ceil_div(args.num_edges, kThreads);
+  make_keys_kernel<Index><<<blocks, kThreads, 0, stream>>>(args, layout.minor_bits, keys.Current(), ids.Current());
+  error = cub::DeviceRadixSort::SortPairs(scratch + own_bytes, sort_bytes, keys, ids, args.num_edges, 0,
+                                          layout.key_bits, stream);
+  if (error != cudaSuccess) return error;
+  unpack_keys_kernel<Index><<<blocks, kThreads, 0, stream>>>(args, layout.minor_bits, keys.Current(), ids.Current());
+  find_rows_kernel<<<ceil_div(args.num_major + 1, kThreads), kThreads, 0, stream>>>(args, layout.minor_bits,
+                                                                                  keys.Current());
+  return cudaGetLastError();
+}
+
+int dispatch(const CompressArgs& args, void* scratch, std::size_t* scratch_bytes, void* stream) {
+  const auto with_key = [&](auto index) {
+    using Index = decltype(index);
+    auto* bytes = static_cast<char*>(scratch);
+    auto* queue = static_cast<cudaStream_t>(stream);
+    if (args.order_is_64bit) {
+      return compress_typed<Index, std::uint64_t, std::int64_t>(args, bytes, scratch_bytes, queue);
+    }
+    if (key_layout(args).key_is_64bit) {
+      return compress_typed<Index, std::uint64_t, std::int32_t>(args, bytes, scratch_bytes, queue);
+    }
+    return compress_typed<Index, std::uint32_t, std::int32_t>(args, bytes, scratch_bytes, queue);
+  };
+  return args.index_is_64bit ? with_key(std::int64_t{}) : with_key(std::int32_t{});
+}
+
+}  // namespace
+
+std::size_t compress_scratch_bytes(const CompressArgs& args) {
+  std::size_t bytes = 0;
+  dispatch(args, nullptr, &bytes, nullptr);
+  return bytes;
+}
+
+int compress(const CompressArgs& args, void* scratch, std::size_t scratch_bytes, void* stream) {
+  return dispatch(args, scratch, &scratch_bytes, stream);
+}
+
+}  // namespace fastsparse::cuda

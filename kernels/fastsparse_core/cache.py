@@ -1,0 +1,98 @@
+"""Converted structures remembered per graph object, for both plugins.
+
+A stale structure would give wrong numbers without any sign, so an entry is used only if the graph object is the very
+one it was made for (weak identity) and if the stamp, whatever the plugin can observe of its content, is unchanged.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fastsparse_core.adjacency import Adjacency
+
+#: Different options (self loops, direction, device, ...) kept per graph object; the oldest goes first.
+MAX_OPTIONS = 8
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """What a cache did so far.
+
+    Attributes:
+        hits: look-ups that found a valid entry.
+        misses: look-ups that had to build, stale ones included.
+        stale: entries dropped because their graph had changed.
+        entries: structures held now.
+        bytes: memory of the structures held now.
+    """
+
+    hits: int
+    misses: int
+    stale: int
+    entries: int
+    bytes: int
+
+
+class AdjacencyCache:
+    """Maps (graph object, options) to an Adjacency; entries die with their graph object.
+
+    Args:
+        name: what the cache is for, shown by ``repr``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._lock = threading.RLock()
+        self._graphs: Any = WeakIdKeyDictionary()
+        self._hits = self._misses = self._stale = 0
+
+    def lookup(
+        self, key: object, stamp: Hashable, options: Hashable, build: Callable[[], Adjacency]
+    ) -> Adjacency:
+        """Returns the structure kept for ``key`` and ``options``, building it on a miss.
+
+        Args:
+            key: the graph object; held weakly and compared by identity.
+            stamp: what is known of its present content; an entry with another stamp is dropped.
+            options: distinguishes several structures of one graph.
+            build: makes the Adjacency; it must not keep ``key`` alive. Called at most once per miss, under the lock.
+        """
+        with self._lock:
+            entries = self._graphs.get(key)
+            if entries is not None:
+                entry = entries.get(options)
+                if entry is not None:
+                    if entry[0] == stamp:
+                        self._hits += 1
+                        return entry[1]
+                    del entries[options]
+                    self._stale += 1
+            self._misses += 1
+            adjacency = build()
+            if entries is None:
+                entries = self._graphs[key] = {}
+            while len(entries) >= MAX_OPTIONS:
+                del entries[next(iter(entries))]
+            entries[options] = (stamp, adjacency)
+            return adjacency
+
+    def info(self) -> CacheInfo:
+        """Counters and present size."""
+        with self._lock:
+            held = [entry[1] for entries in self._graphs.values() for entry in entries.values()]
+            size = sum(sum(adjacency.memory_usage().values()) for adjacency in held)
+            return CacheInfo(self._hits, self._misses, self._stale, len(held), size)
+
+    def clear(self) -> None:
+        """Drops every entry and sets the counters to zero."""
+        with self._lock:
+            self._graphs = WeakIdKeyDictionary()
+            self._hits = self._misses = self._stale = 0
+
+    def __repr__(self) -> str:
+        return f"AdjacencyCache({self.name!r}, {self.info()})"

@@ -1,0 +1,35 @@
+"""Where a kernel runs, in the integers that the torch-free extension takes."""
+
+from __future__ import annotations
+
+import torch
+
+from fastsparse_core import _C
+
+_HAS_CUDA_KERNELS: bool = _C.build_info()["cuda"]
+
+
+def device_index(device: torch.device) -> int:
+    """CUDA device number, or -1 for the CPU.
+
+    Raises:
+        ValueError: for other kinds of device, or for CUDA when only the CPU half was built.
+    """
+    if device.type == "cpu":
+        return -1
+    if device.type != "cuda":
+        raise ValueError(f"device: expected a CPU or CUDA tensor, got one on {device}; move it with .to('cuda')")
+    if not _HAS_CUDA_KERNELS:
+        raise ValueError(
+            "device: fastsparse_core was built without its CUDA half, so tensors must be on the CPU; "
+            "run `python -m fastsparse_core.doctor` for how to build it"
+        )
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def queue(index: int) -> int:
+    """The current CUDA stream of device ``index`` as an address, or for the CPU (-1) the number of threads."""
+    if index < 0:
+        return torch.get_num_threads()
+    # torch.cuda.current_stream builds a Python object each call; this is the raw handle that Triton uses too.
+    return torch._C._cuda_getCurrentRawStream(index)

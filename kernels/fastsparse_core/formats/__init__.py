@@ -1,0 +1,5 @@
+"""Storage formats derived from an Adjacency, one module each."""
+
+from fastsparse_core.formats.row_split import RowSplit
+
+__all__ = ["RowSplit"]

@@ -1,0 +1,54 @@
+"""Sorting edges into compressed rows (CUB radix sort on the GPU, counting sort on the CPU)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C
+from fastsparse_core.device import device_index, queue
+
+_INT32_MAX = 2**31 - 1
+
+
+def compress(
+    major: Tensor, minor: Tensor, num_major: int, num_minor: int, *, sort_minor: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sorts edges stably by ``major``, or by ``(major, minor)`` when ``sort_minor``.
+
+    Args:
+        major: int32 or int64 (num_edges,), values in [0, num_major), contiguous.
+        minor: the same of [0, num_minor).
+        num_major: number of compressed rows.
+        num_minor: number of columns, at most 2^31 - 1.
+        sort_minor: False where the input is already ascending in ``minor``, or its order is to be kept.
+
+    Returns:
+        ``(major_ptr, minor, order)``: int64 (num_major + 1,), int32 (num_edges,), and the position in the input of
+        every sorted edge, int32 where that fits, else int64.
+    """
+    num_edges = major.numel()
+    device = major.device
+    major_ptr = torch.empty(num_major + 1, dtype=torch.int64, device=device)
+    minor_out = torch.empty(num_edges, dtype=torch.int32, device=device)
+    wide = num_edges > _INT32_MAX
+    order = torch.empty(num_edges, dtype=torch.int64 if wide else torch.int32, device=device)
+    if num_edges == 0:
+        return major_ptr.zero_(), minor_out, order
+    args = _C.CompressArgs(
+        major.data_ptr(),
+        minor.data_ptr(),
+        major.dtype == torch.int64,
+        num_edges,
+        num_major,
+        num_minor,
+        sort_minor,
+        major_ptr.data_ptr(),
+        minor_out.data_ptr(),
+        order.data_ptr(),
+        wide,
+    )
+    index = device_index(device)
+    scratch = torch.empty(_C.compress_scratch_bytes(args, index), dtype=torch.uint8, device=device)
+    _C.compress(args, scratch.data_ptr(), scratch.numel(), index, queue(index))
+    return major_ptr, minor_out, order

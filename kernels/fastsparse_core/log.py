@@ -1,0 +1,21 @@
+"""Logging that tells a user once which path was taken."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+_lock = threading.Lock()
+_seen: set[tuple[str, str]] = set()
+
+
+def info_once(logger: logging.Logger, message: str) -> None:
+    """Logs `message` at INFO the first time this logger is given it; later calls are silent."""
+    key = (logger.name, message)
+    if key in _seen:
+        return
+    with _lock:
+        if key in _seen:
+            return
+        _seen.add(key)
+    logger.info(message)

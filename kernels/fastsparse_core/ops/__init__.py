@@ -1,0 +1,6 @@
+"""Operators on an Adjacency, one module each."""
+
+from fastsparse_core.ops.sddmm import sddmm
+from fastsparse_core.ops.spmm import spmm
+
+__all__ = ["sddmm", "spmm"]

@@ -1,0 +1,71 @@
+"""What all operators share: the torch.library namespace, dtypes and argument checks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastsparse_core.adjacency import Adjacency
+
+#: Namespace of the operators: ``torch.ops.fastsparse``. An operator takes the structure as the integer handle of an
+#: Adjacency, so that schemas stay short, derived formats can be built lazily, and torch.compile sees a plain integer.
+library = torch.library.Library("fastsparse", "DEF")
+
+#: Feature dtypes and their codes in kernels/include/fastsparse/views.h.
+DTYPE_CODE = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def address(tensor: Tensor | None) -> int:
+    """Address of the first element, 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def unit_stride(matrix: Tensor) -> Tensor:
+    """The matrix itself where neighbouring features are neighbours in memory, whatever its row stride; else a copy."""
+    return matrix if matrix.stride(1) == 1 or matrix.size(1) <= 1 else matrix.contiguous()
+
+
+def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Casts float32 features to the autocast dtype where autocast is on, as for a matrix product."""
+    device_type = next(tensor.device.type for tensor in tensors if tensor is not None)
+    if not torch.is_autocast_enabled(device_type):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device_type)
+    return [
+        tensor.to(dtype) if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+        for tensor in tensors
+    ]
+
+
+def check_features(name: str, x: Tensor, rows: int, rows_name: str, adj: Adjacency) -> None:
+    """Features of one node side: floating tensor of `rows` rows on the structure's device."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if x.dtype not in DTYPE_CODE:
+        raise TypeError(f"{name}: expected float64, float32, float16 or bfloat16, got {x.dtype}")
+    if x.dim() < 1 or x.size(0) != rows:
+        raise ValueError(f"{name}: expected {rows_name} = {rows} rows, got shape {tuple(x.shape)}")
+    if x.device != adj.device:
+        raise ValueError(f"{name}: expected device {adj.device} like the Adjacency, got {x.device}; move one with .to()")
+
+
+def check_scale(name: str, scale: Tensor | None, rows: int, x: Tensor) -> Tensor | None:
+    """A constant factor per row, in the accumulation dtype."""
+    if scale is None:
+        return None
+    if scale.shape != (rows,):
+        raise ValueError(f"{name}: expected shape ({rows},), got {tuple(scale.shape)}")
+    if scale.device != x.device:
+        raise ValueError(f"{name}: expected device {x.device}, got {scale.device}")
+    if scale.requires_grad:
+        raise ValueError(
+            f"{name}: is a constant and gets no gradient, but it requires one; "
+            "multiply the features (scale_src) or the result (scale_dst) by it instead"
+        )
+    dtype = accumulation_dtype(x.dtype)
+    return scale if scale.dtype == dtype and scale.is_contiguous() else scale.to(dtype).contiguous()

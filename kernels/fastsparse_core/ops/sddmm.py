@@ -1,0 +1,163 @@
+"""Sampled dense-dense product: a dot product per edge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C, choose
+from fastsparse_core.adjacency import Adjacency, from_handle
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.ops._common import (
+    DTYPE_CODE,
+    address,
+    autocast,
+    check_features,
+    check_scale,
+    library,
+    unit_stride,
+)
+
+library.define(
+    "sddmm(Tensor x_dst, Tensor x_src, Tensor? scale_dst, Tensor? scale_src, SymInt num_values, SymInt heads, "
+    "ScalarType dtype, SymInt adjacency, str algorithm) -> Tensor"
+)
+
+_sddmm_op = torch.ops.fastsparse.sddmm.default
+
+
+def sddmm(
+    adj: Adjacency,
+    x_dst: Tensor,
+    x_src: Tensor,
+    *,
+    scale_dst: Tensor | None = None,
+    scale_src: Tensor | None = None,
+    algorithm: str = "auto",
+) -> Tensor:
+    r"""Dot product of the two ends of every edge.
+
+    .. math::
+        e_{ij} = s_i \, t_j \, \langle \mathbf{x}_i, \mathbf{x}_j \rangle \quad \text{for every edge } (i, j)
+
+    Args:
+        adj: structure (num_dst, num_src).
+        x_dst: features of the destinations, (num_dst, F) or (num_dst, H, D).
+        x_src: features of the sources, (num_src, F) or (num_src, H, D), in the dtype of ``x_dst``.
+        scale_dst: constant :math:`s`, (num_dst,).
+        scale_src: constant :math:`t`, (num_src,).
+        algorithm: ``"auto"`` or ``"csr"``.
+
+    Returns:
+        (num_values,) or, with heads, (num_values, H), in the caller's edge order and the dtype of the features; 0 for
+        edges that self loops replaced. Accumulated in float32 or wider; differentiable any number of times.
+
+    Raises:
+        TypeError: dtypes are not supported or differ.
+        ValueError: a size, device or option does not fit.
+    """
+    algorithm = choose.spmm_algorithm(algorithm)
+    check_features("x_dst", x_dst, adj.num_dst, "num_dst", adj)
+    check_features("x_src", x_src, adj.num_src, "num_src", adj)
+    if x_dst.dim() not in (2, 3) or x_dst.shape[1:] != x_src.shape[1:]:
+        raise ValueError(
+            "x_dst and x_src: expected (n, F) or (n, heads, D) with equal F, heads and D, "
+            f"got {tuple(x_dst.shape)} and {tuple(x_src.shape)}"
+        )
+    x_dst, x_src = autocast(x_dst, x_src)  # type: ignore[assignment]
+    if x_dst.dtype != x_src.dtype:
+        raise TypeError(f"x_dst and x_src: expected one dtype, got {x_dst.dtype} and {x_src.dtype}")
+    scale_dst = check_scale("scale_dst", scale_dst, adj.num_dst, x_dst)
+    scale_src = check_scale("scale_src", scale_src, adj.num_src, x_src)
+    heads = x_dst.size(1) if x_dst.dim() == 3 else 1
+    out = _sddmm_op(
+        x_dst.flatten(1),
+        x_src.flatten(1),
+        scale_dst,
+        scale_src,
+        adj.num_values,
+        heads,
+        x_dst.dtype,
+        adj.handle,
+        algorithm,
+    )
+    return out if x_dst.dim() == 3 else out.squeeze(1)
+
+
+def _sddmm(
+    x_dst: Tensor,
+    x_src: Tensor,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    num_values: int,
+    heads: int,
+    dtype: torch.dtype,
+    adjacency: int,
+    algorithm: str,
+) -> Tensor:
+    adj = from_handle(adjacency)
+    x_dst, x_src = unit_stride(x_dst), unit_stride(x_src)
+    every_value_is_written = num_values == adj.num_edges
+    out = (torch.empty if every_value_is_written else torch.zeros)(num_values, heads, dtype=dtype, device=x_dst.device)
+    if out.numel() == 0 or adj.num_edges == 0:
+        return out
+    index = device_index(x_dst.device)
+    _C.sddmm_csr(
+        adj.csr_structure,
+        DTYPE_CODE[x_dst.dtype],
+        heads,
+        x_dst.size(1) // heads,
+        x_dst.data_ptr(),
+        x_dst.stride(0),
+        x_src.data_ptr(),
+        x_src.stride(0),
+        address(scale_dst),
+        address(scale_src),
+        out.data_ptr(),
+        DTYPE_CODE[dtype],
+        index,
+        queue(index),
+    )
+    return out
+
+
+def _sddmm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x_dst, x_src, scale_dst, scale_src, _, _, _, adjacency, algorithm = inputs
+    ctx.save_for_backward(x_dst, x_src, scale_dst, scale_src)
+    ctx.adjacency, ctx.algorithm = adjacency, algorithm
+    ctx.keep_alive = from_handle(adjacency) if isinstance(adjacency, int) else None
+
+
+def _sddmm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x_dst, x_src, scale_dst, scale_src = ctx.saved_tensors
+    spmm = torch.ops.fastsparse.spmm.default
+    grad_dst = grad_src = None
+    if ctx.needs_input_grad[0]:
+        grad_dst = spmm(
+            x_src, grad, scale_dst, scale_src, None, x_dst.size(0), ctx.adjacency, False, ctx.algorithm
+        )
+    if ctx.needs_input_grad[1]:
+        grad_src = spmm(x_dst, grad, scale_src, scale_dst, None, x_src.size(0), ctx.adjacency, True, ctx.algorithm)
+    return grad_dst, grad_src, None, None, None, None, None, None, None
+
+
+def _sddmm_fake(
+    x_dst: Tensor,
+    x_src: Tensor,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    num_values: int,
+    heads: int,
+    dtype: torch.dtype,
+    adjacency: int,
+    algorithm: str,
+) -> Tensor:
+    return x_dst.new_empty(num_values, heads, dtype=dtype)
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("sddmm", _sddmm, _key)
+torch.library.register_fake("fastsparse::sddmm", _sddmm_fake, lib=library)
+torch.library.register_autograd("fastsparse::sddmm", _sddmm_backward, setup_context=_sddmm_setup, lib=library)

@@ -1,0 +1,368 @@
+"""Sparse-dense product: aggregation of the features of neighbours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C, choose
+from fastsparse_core.adjacency import Adjacency, from_handle
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.ops._common import (
+    DTYPE_CODE,
+    accumulation_dtype,
+    address,
+    autocast,
+    check_features,
+    check_scale,
+    library,
+    unit_stride,
+)
+
+library.define(
+    "spmm(Tensor x, Tensor? value, Tensor? scale_dst, Tensor? scale_src, Tensor? bias, SymInt num_dst, "
+    "SymInt adjacency, bool transpose, str algorithm) -> Tensor"
+)
+library.define(
+    "spmm_extremum(Tensor x, Tensor? value, SymInt num_dst, SymInt adjacency, bool transpose, bool minimum) "
+    "-> (Tensor, Tensor)"
+)
+library.define(
+    "spmm_extremum_backward(Tensor grad, Tensor arg, Tensor x, Tensor? value, SymInt adjacency, bool transpose) "
+    "-> (Tensor, Tensor)"
+)
+
+_spmm_op = torch.ops.fastsparse.spmm.default
+_spmm_extremum_op = torch.ops.fastsparse.spmm_extremum.default
+_spmm_extremum_backward_op = torch.ops.fastsparse.spmm_extremum_backward.default
+
+
+def spmm(
+    adj: Adjacency,
+    x: Tensor,
+    value: Tensor | None = None,
+    reduce: str = "sum",
+    *,
+    scale_dst: Tensor | None = None,
+    scale_src: Tensor | None = None,
+    bias: Tensor | None = None,
+    algorithm: str = "auto",
+) -> Tensor:
+    r"""Aggregates the features of each row's neighbours.
+
+    .. math::
+        \mathbf{y}_i = s_i \bigoplus_{j \in \mathcal{N}(i)} v_{ij} \, t_j \, \mathbf{x}_j + \mathbf{b}
+
+    with :math:`\bigoplus` a sum, mean, maximum or minimum. Rows without edges give 0 (plus the bias). Sums are
+    accumulated in float32 (float64 for float64 features) in a fixed order: results are bitwise reproducible.
+
+    Args:
+        adj: structure (num_dst, num_src).
+        x: features (num_src, ...), float64, float32, float16 or bfloat16, any row stride. Under autocast they are cast
+            like those of a matrix product.
+        value: :math:`v`, (num_values,) or (num_values, H) in the caller's edge order, in the dtype of ``x`` or in its
+            accumulation dtype; with H columns the flattened features are H equal blocks, one value for each. None: 1.
+        reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. Ties of max and min go to the first entry of a row, and
+            so does their gradient.
+        scale_dst: constant :math:`s`, (num_dst,).
+        scale_src: constant :math:`t`, (num_src,).
+        bias: :math:`\mathbf{b}`, as many entries as features per node.
+        algorithm: ``"auto"`` or ``"csr"`` (rows cut into slices of bounded length on CUDA cores, after HR-SpMM 4.1 and
+            RoDe).
+
+    Returns:
+        (num_dst, ...) in the dtype of ``x``; differentiable in ``x``, ``value`` and ``bias``, twice for sum and mean.
+
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: a size, device or option does not fit.
+
+    Examples:
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0, 2]), torch.tensor([1, 2, 0]), (3, 3))
+        >>> spmm(adj, torch.eye(3)).tolist()
+        [[0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
+    """
+    algorithm = choose.spmm_algorithm(algorithm)
+    check_features("x", x, adj.num_src, "num_src", adj)
+    x, bias = autocast(x, bias)  # type: ignore[assignment]
+    trailing = x.shape[1:]
+    features = x if x.dim() == 2 else x.reshape(x.size(0), trailing.numel())
+    if value is not None:
+        value = _check_value(value, features, adj)
+    scale_dst = check_scale("scale_dst", scale_dst, adj.num_dst, x)
+    scale_src = check_scale("scale_src", scale_src, adj.num_src, x)
+    if bias is not None:
+        bias = _check_bias(bias, features)
+    if reduce == "mean":
+        mean = adj.inv_degree(accumulation_dtype(x.dtype))
+        scale_dst = mean if scale_dst is None else scale_dst * mean
+    elif reduce in ("max", "min"):
+        out = _extremum(adj, features, value, reduce == "min", scale_dst, scale_src, bias)
+        return out if x.dim() == 2 else out.reshape(adj.num_dst, *trailing)
+    elif reduce != "sum":
+        raise ValueError(f"reduce: expected 'sum', 'mean', 'max' or 'min', got {reduce!r}")
+    out = _spmm_op(features, value, scale_dst, scale_src, bias, adj.num_dst, adj.handle, False, algorithm)
+    return out if x.dim() == 2 else out.reshape(adj.num_dst, *trailing)
+
+
+def _extremum(
+    adj: Adjacency,
+    x: Tensor,
+    value: Tensor | None,
+    minimum: bool,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    if scale_src is not None:
+        x = x * scale_src.to(x.dtype)[:, None]
+    out, _ = _spmm_extremum_op(x, value, adj.num_dst, adj.handle, False, minimum)
+    if scale_dst is not None:
+        out = out * scale_dst.to(x.dtype)[:, None]
+    return out if bias is None else out + bias
+
+
+def _check_value(value: Tensor, features: Tensor, adj: Adjacency) -> Tensor:
+    if not isinstance(value, Tensor) or value.dtype not in DTYPE_CODE:
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"value: expected a floating tensor, got {kind}")
+    if value.dim() not in (1, 2) or value.size(0) != adj.num_values:
+        raise ValueError(
+            f"value: expected shape ({adj.num_values},) or ({adj.num_values}, heads), got {tuple(value.shape)}"
+        )
+    if value.dim() == 2 and (value.size(1) == 0 or features.size(1) % value.size(1)):
+        raise ValueError(
+            f"value: expected a number of heads that divides the {features.size(1)} features, got {value.size(1)}"
+        )
+    if value.device != features.device:
+        raise ValueError(f"value: expected device {features.device} like x, got {value.device}")
+    if value.dtype not in (features.dtype, accumulation_dtype(features.dtype)):
+        value = value.to(accumulation_dtype(features.dtype))
+    return value
+
+
+def _check_bias(bias: Tensor, features: Tensor) -> Tensor:
+    if bias.numel() != features.size(1):
+        raise ValueError(f"bias: expected {features.size(1)} entries, one per feature, got {bias.numel()}")
+    if bias.device != features.device:
+        raise ValueError(f"bias: expected device {features.device} like x, got {bias.device}")
+    bias = bias if bias.dim() == 1 else bias.reshape(-1)
+    return bias if bias.dtype == features.dtype else bias.to(features.dtype)
+
+
+def _structure(adjacency: int, transpose: bool) -> Adjacency:
+    adj = from_handle(adjacency)
+    return adj.t() if transpose else adj
+
+
+def _heads(value: Tensor | None) -> int:
+    return value.size(1) if value is not None and value.dim() == 2 else 1
+
+
+# ---------------------------------------------------------------- sum
+
+
+def _spmm(
+    x: Tensor,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    bias: Tensor | None,
+    num_dst: int,
+    adjacency: int,
+    transpose: bool,
+    algorithm: str,
+) -> Tensor:
+    adj = _structure(adjacency, transpose)
+    x = unit_stride(x)
+    width = x.size(1)
+    out = x.new_empty(num_dst, width)
+    if out.numel() == 0:
+        return out
+    if value is not None:
+        value = value.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
+    index = device_index(x.device)
+    partial = None
+    if index >= 0 and adj.row_split.num_slots:
+        partial = x.new_empty(adj.row_split.num_slots, width, dtype=accumulation_dtype(x.dtype))
+    _C.spmm_csr(
+        adj.csr_structure,
+        DTYPE_CODE[x.dtype],
+        width,
+        x.data_ptr(),
+        x.stride(0),
+        address(value),
+        0 if value is None else DTYPE_CODE[value.dtype],
+        _heads(value),
+        address(scale_dst),
+        address(scale_src),
+        address(bias),
+        out.data_ptr(),
+        address(partial),
+        index,
+        queue(index),
+    )
+    return out
+
+
+def _spmm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, value, scale_dst, scale_src, bias, num_dst, adjacency, transpose, algorithm = inputs
+    ctx.save_for_backward(x if value is not None else None, value, scale_dst, scale_src)
+    ctx.num_src = x.size(0)
+    ctx.has_bias = bias is not None
+    ctx.adjacency, ctx.transpose, ctx.algorithm = adjacency, transpose, algorithm
+    # The graph of autograd outlives the caller's reference to the structure; a symbolic handle has no object.
+    ctx.keep_alive = from_handle(adjacency) if isinstance(adjacency, int) else None
+
+
+def _spmm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, value, scale_dst, scale_src = ctx.saved_tensors
+    grad_x = grad_value = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        grad_x = _spmm_op(
+            grad, value, scale_src, scale_dst, None, ctx.num_src, ctx.adjacency, not ctx.transpose, ctx.algorithm
+        )
+    if ctx.needs_input_grad[1]:
+        dst, src = (x, grad) if ctx.transpose else (grad, x)
+        scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)
+        grad_value = torch.ops.fastsparse.sddmm.default(
+            dst, src, *scales, value.size(0), _heads(value), value.dtype, ctx.adjacency, ctx.algorithm
+        ).reshape(value.shape)
+    if ctx.has_bias and ctx.needs_input_grad[4]:
+        grad_bias = grad.sum(0)
+    return grad_x, grad_value, None, None, grad_bias, None, None, None, None
+
+
+def _spmm_fake(
+    x: Tensor,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    bias: Tensor | None,
+    num_dst: int,
+    adjacency: int,
+    transpose: bool,
+    algorithm: str,
+) -> Tensor:
+    return x.new_empty(num_dst, x.size(1))
+
+
+# ---------------------------------------------------------------- maximum and minimum
+
+
+def _spmm_extremum(
+    x: Tensor, value: Tensor | None, num_dst: int, adjacency: int, transpose: bool, minimum: bool
+) -> tuple[Tensor, Tensor]:
+    adj = _structure(adjacency, transpose)
+    x = unit_stride(x)
+    width = x.size(1)
+    out = x.new_empty(num_dst, width)
+    arg = torch.empty(num_dst, width, dtype=torch.int32, device=x.device)
+    if out.numel() == 0:
+        return out, arg
+    if value is not None:
+        value = value.contiguous()
+    index = device_index(x.device)
+    partial = partial_arg = None
+    if index >= 0 and adj.row_split.num_slots:
+        partial = x.new_empty(adj.row_split.num_slots, width, dtype=accumulation_dtype(x.dtype))
+        partial_arg = torch.empty(partial.shape, dtype=torch.int32, device=x.device)
+    _C.spmm_extremum(
+        adj.csr_structure,
+        DTYPE_CODE[x.dtype],
+        width,
+        x.data_ptr(),
+        x.stride(0),
+        address(value),
+        0 if value is None else DTYPE_CODE[value.dtype],
+        _heads(value),
+        minimum,
+        out.data_ptr(),
+        arg.data_ptr(),
+        address(partial),
+        address(partial_arg),
+        index,
+        queue(index),
+    )
+    return out, arg
+
+
+def _spmm_extremum_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, value, _, adjacency, transpose, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1], x, value)
+    ctx.adjacency, ctx.transpose = adjacency, transpose
+    ctx.keep_alive = from_handle(adjacency) if isinstance(adjacency, int) else None
+
+
+def _spmm_extremum_grad(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    arg, x, value = ctx.saved_tensors
+    grad_x, grad_value = _spmm_extremum_backward_op(grad, arg, x, value, ctx.adjacency, ctx.transpose)
+    return grad_x, grad_value if value is not None else None, None, None, None, None
+
+
+def _spmm_extremum_backward(
+    grad: Tensor, arg: Tensor, x: Tensor, value: Tensor | None, adjacency: int, transpose: bool
+) -> tuple[Tensor, Tensor]:
+    adj = _structure(adjacency, transpose)
+    heads = _heads(value)
+    # Sums of 16-bit gradients are accumulated in float32, as in the forward pass.
+    dtype = accumulation_dtype(x.dtype)
+    grad_x = torch.zeros(x.shape, dtype=dtype, device=x.device)
+    grad_value = torch.zeros(adj.num_values if value is not None else 0, heads, dtype=dtype, device=x.device)
+    if adj.num_edges and x.size(1):
+        entry = adj.rowptr[:-1, None] + arg.clamp(min=0)
+        chosen = grad.to(dtype).masked_fill(arg < 0, 0)
+        entry = torch.where(arg < 0, 0, entry)
+        source = adj.col[entry].long()
+        if value is not None:
+            position = entry if adj.edge_id is None else adj.edge_id[entry].long()
+            head = torch.arange(x.size(1), device=x.device) // (x.size(1) // heads)
+            flat = position * heads + head
+            weight = value.to(dtype).reshape(-1)[flat]
+            _scatter_add(grad_value.view(-1), flat.reshape(-1), (chosen * x.to(dtype).gather(0, source)).reshape(-1))
+            chosen = chosen * weight
+        feature = torch.arange(x.size(1), device=x.device)
+        _scatter_add(grad_x.view(-1), (source * x.size(1) + feature).reshape(-1), chosen.reshape(-1))
+    value_shape = grad_value.shape if value is None else value.shape
+    value_dtype = dtype if value is None else value.dtype
+    return grad_x.to(x.dtype), grad_value.to(value_dtype).reshape(value_shape)
+
+
+def _scatter_add(out: Tensor, index: Tensor, source: Tensor) -> None:
+    if torch.are_deterministic_algorithms_enabled():
+        out.index_put_((index,), source, accumulate=True)  # sorts; scatter_add_ uses atomics
+    else:
+        out.scatter_add_(0, index, source)
+
+
+def _spmm_extremum_fake(
+    x: Tensor, value: Tensor | None, num_dst: int, adjacency: int, transpose: bool, minimum: bool
+) -> tuple[Tensor, Tensor]:
+    out = x.new_empty(num_dst, x.size(1))
+    return out, out.new_empty(out.shape, dtype=torch.int32)
+
+
+def _spmm_extremum_backward_fake(
+    grad: Tensor, arg: Tensor, x: Tensor, value: Tensor | None, adjacency: int, transpose: bool
+) -> tuple[Tensor, Tensor]:
+    if value is None:
+        return x.new_empty(x.shape), x.new_empty(0, 1, dtype=accumulation_dtype(x.dtype))
+    return x.new_empty(x.shape), value.new_empty(value.shape)
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("spmm", _spmm, _key)
+    library.impl("spmm_extremum", _spmm_extremum, _key)
+    library.impl("spmm_extremum_backward", _spmm_extremum_backward, _key)
+torch.library.register_fake("fastsparse::spmm", _spmm_fake, lib=library)
+torch.library.register_fake("fastsparse::spmm_extremum", _spmm_extremum_fake, lib=library)
+torch.library.register_fake("fastsparse::spmm_extremum_backward", _spmm_extremum_backward_fake, lib=library)
+torch.library.register_autograd("fastsparse::spmm", _spmm_backward, setup_context=_spmm_setup, lib=library)
+torch.library.register_autograd(
+    "fastsparse::spmm_extremum", _spmm_extremum_grad, setup_context=_spmm_extremum_setup, lib=library
+)

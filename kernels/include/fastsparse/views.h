@@ -1,0 +1,112 @@
+// Plain views of the caller's memory. Nothing here owns memory or knows torch, CUDA or pybind11: the same structs
+// are passed to the CPU kernels and, by value, to the CUDA kernels.
+#pragma once
+
+#include <cstdint>
+
+namespace fastsparse {
+
+enum class Dtype : int { kFloat64 = 0, kFloat32 = 1, kFloat16 = 2, kBFloat16 = 3 };
+
+// A sparse structure in compressed sparse rows; rows are destinations, columns are sources.
+struct CsrView {
+  const std::int64_t* rowptr;  // (num_rows + 1)
+  const std::int32_t* col;     // (num_edges)
+  const void* edge_id;         // (num_edges) position of each entry in the caller's edge order; null: identity
+  bool edge_id_is_64bit;
+  std::int64_t num_rows;
+  std::int64_t num_cols;
+  std::int64_t num_edges;
+};
+
+// Consecutive entries of one row, short enough that no row serialises the grid.
+struct alignas(16) RowSlice {
+  std::int64_t begin;   // first entry
+  std::int32_t length;  // number of entries
+  std::int32_t target;  // >= 0: the only slice of this row; < 0: ~target is its slot among the partial results
+};
+
+// All rows cut into slices, long slices first. Rows with several slices ("split rows") get one partial result per
+// slice; split row s owns the slots split_ptr[s] .. split_ptr[s + 1], summed in that order: no atomics.
+struct RowSplitView {
+  const RowSlice* slices;
+  std::int64_t num_slices;
+  const std::int32_t* split_row;   // (num_split_rows)
+  const std::int64_t* split_ptr;   // (num_split_rows + 1)
+  std::int64_t num_split_rows;
+};
+
+// Values of the edges, in the caller's edge order: (num_values, heads), contiguous. Null data: every value is 1.
+struct EdgeValueView {
+  const void* data;
+  Dtype dtype;  // the features' dtype or their accumulation type
+  std::int64_t heads;
+};
+
+// A row-major matrix with unit column stride.
+struct DenseView {
+  const void* data;
+  std::int64_t stride;  // elements from one row to the next
+};
+
+// out_i = scale_dst_i * sum_j value_ij scale_src_j x_j + bias. Scales are in the accumulation type, null: 1.
+struct SpmmArgs {
+  CsrView a;
+  RowSplitView split;
+  EdgeValueView value;
+  DenseView x;            // (num_cols, width)
+  const void* scale_dst;  // (num_rows)
+  const void* scale_src;  // (num_cols)
+  const void* bias;       // (width) in dtype, null: 0
+  void* out;              // (num_rows, width) contiguous
+  void* partial;          // (num_slots, width) in the accumulation type; CUDA only
+  std::int64_t width;
+  Dtype dtype;
+};
+
+// out_i = max_j or min_j of value_ij x_j; arg: offset of the chosen entry within its row, -1 for empty rows.
+struct SpmmExtremumArgs {
+  CsrView a;
+  RowSplitView split;
+  EdgeValueView value;
+  DenseView x;
+  void* out;                 // (num_rows, width)
+  std::int32_t* arg;         // (num_rows, width)
+  void* partial;             // (num_slots, width) in the accumulation type; CUDA only
+  std::int32_t* partial_arg;  // (num_slots, width)
+  std::int64_t width;
+  bool minimum;
+  Dtype dtype;
+};
+
+// out_e,h = scale_dst_i scale_src_j <x_dst_i,h , x_src_j,h> for entry e = (i, j), written at the caller's edge position.
+struct SddmmArgs {
+  CsrView a;
+  RowSplitView split;
+  DenseView x_dst;  // (num_rows, heads * head_width)
+  DenseView x_src;  // (num_cols, heads * head_width)
+  const void* scale_dst;
+  const void* scale_src;
+  void* out;  // (num_values, heads)
+  Dtype out_dtype;
+  std::int64_t heads;
+  std::int64_t head_width;
+  Dtype dtype;
+};
+
+// Sorts edges by (major, minor), or by major alone and otherwise stably, into compressed form.
+struct CompressArgs {
+  const void* major;  // (num_edges) the index to be compressed
+  const void* minor;  // (num_edges)
+  bool index_is_64bit;
+  std::int64_t num_edges;
+  std::int64_t num_major;
+  std::int64_t num_minor;
+  bool sort_minor;
+  std::int64_t* major_ptr;  // out (num_major + 1)
+  std::int32_t* minor_out;  // out (num_edges)
+  void* order;              // out (num_edges) position of each sorted entry in the input
+  bool order_is_64bit;
+};
+
+}  // namespace fastsparse
