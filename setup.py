@@ -34,6 +34,7 @@ from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 KERNELS = ROOT / "kernels"
+SYSTEM_TOOLKIT = Path("/usr/local/cuda")
 DEFAULT_ARCHS = ("80", "86", "89", "90", "100", "120")
 HEADER_SUFFIXES = {".h", ".hpp", ".cuh"}
 
@@ -57,7 +58,7 @@ def find_nvcc(env: Mapping[str, str], site_dirs: Iterable[str | Path]) -> Path |
         candidates.append(Path(on_path))
     for site_dir in site_dirs:
         candidates.extend(sorted(Path(site_dir).glob("nvidia/*/bin/nvcc"), reverse=True))
-    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    candidates.append(SYSTEM_TOOLKIT / "bin" / "nvcc")
     return next((path for path in candidates if path.is_file() and os.access(path, os.X_OK)), None)
 
 
@@ -194,7 +195,7 @@ def find_cuda(env: Mapping[str, str]) -> Cuda | str:
         return "FASTSPARSE_CUDA_ARCHS=none"
     nvcc = find_nvcc(env, site_dirs())
     if nvcc is None:
-        return "no nvcc in CUDA_HOME, PATH, pip packages or /usr/local/cuda"
+        return f"no nvcc in CUDA_HOME, PATH, pip packages or {SYSTEM_TOOLKIT}"
 
     # Only a dry run tells where nvcc, which may be a wrapper or a link, has its headers and libraries.
     with tempfile.TemporaryDirectory() as folder:

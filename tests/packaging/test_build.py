@@ -1,0 +1,120 @@
+"""What `setup.py build_ext`, `pip wheel .` and an sdist give."""
+
+import email
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files")
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+# In a process of its own: loads an extension from a file, without its package and so without torch.
+LOAD = """
+import importlib.machinery, importlib.util, sys
+loader = importlib.machinery.ExtensionFileLoader("fastsparse_core._C", sys.argv[1])
+module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
+loader.exec_module(module)
+assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "numpy")]
+print(module.build_info())
+"""
+
+
+def elf(*command):
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    return subprocess.run([*map(str, command)], text=True, capture_output=True, check=True).stdout
+
+
+def assert_torch_free(extension):
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", elf("readelf", "--dynamic", "--wide", extension))
+    assert needed
+    allowed = re.compile(
+        r"(libstdc\+\+|libm|libgcc_s|libgomp|libomp|libc|libdl|librt|libpthread|ld-linux.*)\.so"
+    )
+    assert [name for name in needed if not allowed.match(name)] == []
+    wanted = elf("nm", "--dynamic", "--undefined-only", "--demangle", extension)
+    assert re.findall(r"\b(?:torch|c10|at::|cudaLaunch|THP)\S*", wanted) == []
+
+
+def test_the_extension_in_use_is_torch_free_and_exports_only_its_entry_point():
+    spec = importlib.util.find_spec("fastsparse_core._C")
+    assert_torch_free(spec.origin)
+    exported = elf("nm", "--dynamic", "--defined-only", "--format=posix", spec.origin)
+    # Weak and unique symbols of the C++ library's templates are shared by the language's rules.
+    names = [line.split()[0] for line in exported.splitlines() if line.split()[1] not in "VWu"]
+    assert names == ["PyInit__C"]
+
+
+def test_build_in_place_says_that_it_is_cpu_only_and_compiles_nothing_twice(checkout_copy, run_build):
+    first = run_build("setup.py", "build_ext", "--inplace", cwd=checkout_copy)
+    assert "fastsparse-gnn: building the CPU half only: FASTSPARSE_CUDA_ARCHS=none" in first
+    assert (checkout_copy / "kernels" / "fastsparse_core" / f"_C{SUFFIX}").is_file()
+    second = run_build("setup.py", "build_ext", "--inplace", cwd=checkout_copy)
+    assert "fastsparse-gnn: 0 files compiled" in second
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout_copy, run_build, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
+    run_build("-m", "pip", "wheel", ".", *options, "--wheel-dir", folder, cwd=checkout_copy)
+    (path,) = folder.glob("fastsparse_gnn-0.1.0-*.whl")
+    return path
+
+
+def test_wheel_holds_the_three_packages_and_nothing_else(wheel, checkout_copy):
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    plugins = {name for name in ("fastsparse_pyg", "fastsparse_dgl") if (checkout_copy / name).is_dir()}
+    assert tops == {"fastsparse_core", "fastsparse_gnn-0.1.0.dist-info"} | plugins
+    assert f"fastsparse_core/_C{SUFFIX}" in names
+    for package, source in {
+        "fastsparse_core": checkout_copy / "kernels" / "fastsparse_core",
+        **{plugin: checkout_copy / plugin for plugin in plugins},
+    }.items():
+        modules = {f"{package}/{path.relative_to(source).as_posix()}" for path in source.rglob("*.py")}
+        assert modules <= set(names)
+        assert f"{package}/py.typed" in names
+
+
+def test_wheel_metadata(wheel):
+    text = zipfile.ZipFile(wheel).read("fastsparse_gnn-0.1.0.dist-info/METADATA").decode()
+    metadata = email.message_from_string(text)
+    assert set(metadata.get_all("Provides-Extra")) == {"pyg", "dgl", "ogb", "scatter", "bench", "test", "all"}
+    assert metadata["Requires-Python"] == "<3.14,>=3.10"
+    requires = [line for line in metadata.get_all("Requires-Dist") if "extra" not in line]
+    assert sorted(requires) == ["numpy", "rich", "torch>=2.6"]
+    (dgl,) = (line for line in metadata.get_all("Requires-Dist") if line.startswith("dgl"))
+    assert 'python_version < "3.13"' in dgl
+
+
+def test_wheel_works_without_the_torch_that_was_present_at_build_time(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    extension = tmp_path / "fastsparse_core" / f"_C{SUFFIX}"
+    assert_torch_free(extension)
+    # -I -S: no site-packages, so no torch of any version can be found.
+    command = [sys.executable, "-I", "-S", "-c", LOAD, str(extension)]
+    done = subprocess.run(command, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert "'cuda': False" in done.stdout
+
+
+def test_sdist_holds_all_sources(checkout_copy, run_build, tmp_path):
+    code = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
+    run_build("-c", code, cwd=checkout_copy)
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    kernels = checkout_copy / "kernels"
+    sources = {".cpp", ".cu", ".h", ".cuh", ".py"}
+    wanted = {
+        path.relative_to(checkout_copy).as_posix() for path in kernels.rglob("*") if path.suffix in sources
+    }
+    assert wanted <= names
+    assert {"setup.py", "pyproject.toml", "README.md"} <= names

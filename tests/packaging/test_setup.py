@@ -1,0 +1,214 @@
+"""The functions of setup.py: architectures, finding nvcc, compiling with a cache by content."""
+
+import os
+from pathlib import Path
+
+import pytest
+from setuptools.errors import CompileError
+
+KNOWN = ["75", "80", "86", "89", "90", "100", "120"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("90", (["90"], [])),
+        ("80;90", (["80", "90"], [])),
+        ("90, 80", (["80", "90"], [])),
+        ("8.0 9.0", (["80", "90"], [])),
+        ("90;100;100", (["90", "100"], [])),
+        ("80;12.0+PTX", (["80", "120"], ["120"])),
+        (" 90+ptx ", (["90"], ["90"])),
+    ],
+)
+def test_parse_archs(setup_py, text, expected):
+    assert setup_py.parse_archs(text) == expected
+
+
+@pytest.mark.parametrize("text", ["sm_90", "hopper", "9", "80;;90;", "90-PTX"])
+def test_parse_archs_says_what_was_expected(setup_py, text):
+    with pytest.raises(ValueError, match="FASTSPARSE_CUDA_ARCHS.*expected architectures such as '90'"):
+        setup_py.parse_archs(text)
+
+
+@pytest.mark.parametrize(
+    ("requested", "visible", "known", "expected"),
+    [
+        ("90", ["80"], KNOWN, (["90"], [])),
+        ("", ["90", "90"], KNOWN, (["90"], [])),
+        ("", ["90", "80"], KNOWN, (["80", "90"], [])),
+        ("", [], KNOWN, (["80", "86", "89", "90", "100", "120"], ["120"])),
+        ("", [], KNOWN[:5], (["80", "86", "89", "90"], ["90"])),
+        # a GPU newer than nvcc, alone or beside one that it knows: PTX must cover it
+        ("", ["120"], KNOWN[:5], (["80", "86", "89", "90"], ["90"])),
+        ("", ["90", "120"], KNOWN[:5], (["80", "86", "89", "90"], ["90"])),
+        ("", [], ["70", "75"], (["75"], ["75"])),
+        ("", ["90"], [], (["90"], [])),
+    ],
+)
+def test_choose_archs(setup_py, requested, visible, known, expected):
+    assert setup_py.choose_archs(requested, visible, known) == expected
+
+
+def test_choose_archs_rejects_what_nvcc_cannot_build(setup_py):
+    with pytest.raises(ValueError, match=r"builds for 75;80;86;89, not for 90;100"):
+        setup_py.choose_archs("80;90;100", [], KNOWN[:4])
+
+
+def fake_nvcc(folder: Path, script: str = "exit 1") -> Path:
+    """An executable called nvcc in `folder`/bin."""
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f"#!/bin/sh\n{script}\n")
+    nvcc.chmod(0o755)
+    return nvcc
+
+
+@pytest.fixture
+def no_system_toolkit(setup_py, monkeypatch, tmp_path):
+    monkeypatch.setattr(setup_py, "SYSTEM_TOOLKIT", tmp_path / "nothing")
+
+
+@pytest.mark.usefixtures("no_system_toolkit")
+def test_find_nvcc(setup_py, tmp_path, monkeypatch):
+    home = fake_nvcc(tmp_path / "home")
+    on_path = fake_nvcc(tmp_path / "path")
+    older = fake_nvcc(tmp_path / "site" / "nvidia" / "cu12")
+    newer = fake_nvcc(tmp_path / "site" / "nvidia" / "cu13")
+    site = [tmp_path / "missing", tmp_path / "site"]
+    path = {"PATH": str(on_path.parent)}
+
+    assert setup_py.find_nvcc({"CUDA_HOME": str(tmp_path / "home"), **path}, site) == home
+    assert setup_py.find_nvcc({"CUDA_PATH": str(tmp_path / "home"), **path}, site) == home
+    assert setup_py.find_nvcc({"CUDA_HOME": "/no/such/folder", **path}, site) == on_path
+    assert setup_py.find_nvcc(path, site) == on_path
+    assert setup_py.find_nvcc({"PATH": ""}, site) == newer
+    newer.chmod(0o644)
+    assert setup_py.find_nvcc({"PATH": ""}, site) == older
+    assert setup_py.find_nvcc({"PATH": ""}, []) is None
+    monkeypatch.setattr(setup_py, "SYSTEM_TOOLKIT", tmp_path / "home")
+    assert setup_py.find_nvcc({"PATH": ""}, []) == home
+
+
+@pytest.mark.usefixtures("no_system_toolkit")
+def test_find_cuda_gives_the_reason_why_not(setup_py, tmp_path, monkeypatch):
+    monkeypatch.setattr(setup_py, "site_dirs", list)
+    assert setup_py.find_cuda({"FASTSPARSE_CUDA_ARCHS": "none"}) == "FASTSPARSE_CUDA_ARCHS=none"
+    assert setup_py.find_cuda({"PATH": ""}).startswith("no nvcc in CUDA_HOME, PATH, pip packages")
+    broken = fake_nvcc(tmp_path / "broken")
+    assert setup_py.find_cuda({"CUDA_HOME": str(tmp_path / "broken")}) == f"{broken} does not run"
+    bare = fake_nvcc(tmp_path / "bare", f"echo '#$ TOP={tmp_path}/bare/bin/..'")
+    reason = f"{bare} comes without libcudart_static.a"
+    assert setup_py.find_cuda({"CUDA_HOME": str(tmp_path / "bare")}) == reason
+
+
+@pytest.mark.usefixtures("no_system_toolkit")
+@pytest.mark.parametrize("library_folder", ["lib", "lib64"])
+def test_find_cuda_reads_nvccs_own_plan(setup_py, tmp_path, monkeypatch, library_folder):
+    """With the layout of a toolkit (lib64) and that of the pip packages (lib, and no -L in the plan)."""
+    toolkit = tmp_path / "toolkit"
+    script = f"""case "$*" in
+      *-dryrun*) echo '#$ TOP={toolkit}/bin/..'
+                 echo '#$ INCLUDES="-I{toolkit}/include"  '
+                 echo '#$ SYSTEM_INCLUDES="-isystem" "{toolkit}/include/cccl"  ' ;;
+      *--list-gpu-arch*) printf 'compute_80\\ncompute_90\\n' ;;
+      *--version*) echo 'release 99' ;;
+    esac"""
+    nvcc = fake_nvcc(toolkit, script)
+    runtime = toolkit / library_folder / "libcudart_static.a"
+    runtime.parent.mkdir()
+    runtime.touch()
+    monkeypatch.setattr(setup_py, "visible_gpu_archs", list)
+
+    cuda = setup_py.find_cuda({"CUDA_HOME": str(toolkit)})
+    assert cuda.nvcc == nvcc
+    assert cuda.static_runtime == runtime
+    assert cuda.include_dirs == [f"{toolkit}/include", f"{toolkit}/include/cccl"]
+    assert cuda.version == "release 99\n"
+    assert cuda.archs == "80;90+PTX"
+    assert cuda.gencode == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_90,code=compute_90",
+    ]
+
+
+def test_visible_gpu_archs(setup_py, monkeypatch):
+    monkeypatch.setattr(setup_py, "output_of", lambda *command: "9.0\n12.0\n")
+    assert setup_py.visible_gpu_archs() == ["90", "120"]
+    monkeypatch.setattr(setup_py, "output_of", lambda *command: "NVIDIA-SMI has failed: no driver")
+    assert setup_py.visible_gpu_archs() == []
+
+
+@pytest.fixture
+def small_project(setup_py, tmp_path, monkeypatch):
+    """A project of two sources and a header in place of this one."""
+    kernels = tmp_path / "kernels"
+    for name, text in {
+        "include/answer.h": "constexpr int answer = 42;\n",
+        "cpu/one.cpp": '#include "../include/answer.h"\nint one() { return answer; }\n',
+        "cpu/two.cpp": "int two() { return 2; }\n",
+        "binding.cpp": "int binding() { return 0; }\n",
+    }.items():
+        (kernels / name).parent.mkdir(parents=True, exist_ok=True)
+        (kernels / name).write_text(text)
+    monkeypatch.setattr(setup_py, "ROOT", tmp_path)
+    monkeypatch.setattr(setup_py, "KERNELS", kernels)
+    return kernels
+
+
+def test_objects_are_cached_by_content(setup_py, small_project, tmp_path, capsys):
+    def build(flags="", version="1"):
+        jobs = [
+            setup_py.Job(source, ["c++", *flags.split()], versions=[version])
+            for source in setup_py.sources(cuda=False)
+        ]
+        objects = setup_py.compile_all(jobs, tmp_path / "objects", workers=2)
+        assert all(path.is_file() for path in objects)
+        printed = capsys.readouterr().out
+        return int(printed.split(" files compiled")[0].split()[-1])
+
+    assert build() == 3
+    assert build() == 0
+    (small_project / "cpu" / "two.cpp").write_text("int two() { return 3; }\n")
+    assert build() == 1
+    (small_project / "include" / "answer.h").write_text("constexpr int answer = 43;\n")
+    assert build() == 3
+    assert build("-O1") == 3
+    assert build("-O1", version="2") == 3
+    assert build() == 0
+    os.utime(small_project / "cpu" / "two.cpp", (0, 0))
+    assert build() == 0
+
+
+def test_a_failing_compilation_shows_the_compilers_words_and_leaves_no_object(
+    setup_py, small_project, tmp_path
+):
+    (small_project / "cpu" / "two.cpp").write_text("int two() { return nonsense; }\n")
+    jobs = [setup_py.Job(small_project / "cpu" / "two.cpp", ["c++"])]
+    with pytest.raises(CompileError, match="nonsense"):
+        setup_py.compile_all(jobs, tmp_path / "objects", workers=1)
+    assert list((tmp_path / "objects").iterdir()) == []
+
+
+def test_no_compiler_is_said_so(setup_py):
+    with pytest.raises(CompileError, match="no C\\+\\+ compiler: /no/such/compiler does not run.*set CXX"):
+        setup_py.openmp_flags(["/no/such/compiler"])
+
+
+def test_plan_gives_each_source_what_it_needs(setup_py, tmp_path):
+    cuda = setup_py.Cuda(Path("/x/nvcc"), "release 99", ["/x/include"], tmp_path, ["80", "90"], ["90"])
+    jobs = {job.source.name: job for job in setup_py.plan(["c++"], cuda, {"CXXFLAGS": "-Werror -g"})}
+    binding = jobs["binding.cpp"]
+    assert '-DFASTSPARSE_CUDA_ARCHS="80;90+PTX"' in binding.command
+    assert {"-Werror", "-g", "-DFASTSPARSE_WITH_CUDA", "-O3", "-fvisibility=hidden"} <= set(binding.command)
+    assert any("pybind11" in folder for folder in binding.include_dirs)
+    for job in jobs.values():
+        assert not any("march" in flag for flag in job.command)
+        assert not any("torch" in folder for folder in job.include_dirs)
+        if job.source.suffix == ".cu":
+            assert job.command[0] == "/x/nvcc"
+            assert set(cuda.gencode) <= set(job.command)
+    without = {job.source.name: job for job in setup_py.plan(["c++"], None, {})}
+    assert not any(name.endswith(".cu") for name in without)
+    assert "-DFASTSPARSE_WITH_CUDA" not in without["binding.cpp"].command
