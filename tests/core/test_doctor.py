@@ -1,0 +1,259 @@
+"""The doctor: right results pass, what is missing or broken is named with its cure, nothing crashes it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fastsparse_core
+from fastsparse_core import doctor
+
+PACKAGE = Path(fastsparse_core.__file__).parent
+
+
+def run_doctor(*search_path):
+    """Runs the doctor as a user does, with folders in front of the search path."""
+    path = os.pathsep.join(map(str, [*search_path, *filter(None, sys.path)]))
+    env = {**os.environ, "PYTHONPATH": path, "COLUMNS": "160"}
+    return subprocess.run(
+        [sys.executable, "-m", "fastsparse_core.doctor"], env=env, text=True, capture_output=True, timeout=300
+    )
+
+
+@pytest.fixture
+def report():
+    return doctor.Report()
+
+
+def test_a_healthy_environment_is_usable():
+    done = run_doctor()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.rstrip().endswith("usable")
+    for text in (
+        "Python",
+        "PyTorch",
+        "PyG",
+        "DGL",
+        "torch-scatter",
+        "ogb",
+        "CPU half",
+        "CUDA half",
+        "spmm max",
+    ):
+        assert text in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def assert_operators_pass(device):
+    doctor.check_operators(device)
+    checks = doctor.check_operators(device)
+    assert [check.operator for check in checks] == ["spmm sum", "spmm mean", "spmm max", "spmm min", "sddmm"]
+    assert [check.message for check in checks if not check.passed] == []
+    # Ten milliseconds are meant; the bound leaves room for a busy machine.
+    assert all(0 < check.milliseconds < 500 for check in checks)
+
+
+def test_operators_pass_on_the_cpu():
+    assert_operators_pass("cpu")
+
+
+@pytest.mark.gpu
+def test_operators_pass_on_every_gpu():
+    for index in range(torch.cuda.device_count()):
+        assert_operators_pass(f"cuda:{index}")
+
+
+@pytest.mark.parametrize("wrong", [1e-3, float("nan"), float("inf")])
+def test_a_wrong_result_is_found(report, monkeypatch, wrong):
+    right = fastsparse_core.spmm
+    monkeypatch.setattr(fastsparse_core, "spmm", lambda *args, **options: right(*args, **options) + wrong)
+    doctor._examine_operators(report, torch, {"cuda": False})
+    assert [check.passed for check in report.checks] == [False, False, False, False, True]
+    assert not report.usable
+    assert "spmm sum on cpu: differs from the reference by" in report.problems[0].what
+    assert "force-reinstall" in report.problems[0].cure
+
+
+@pytest.mark.parametrize(
+    ("message", "cure"),
+    [
+        ("CUDA driver version is insufficient for CUDA runtime version", "update the NVIDIA driver"),
+        ("no kernel image is available for execution on the device", "FASTSPARSE_CUDA_ARCHS="),
+        ("out of memory", "free some GPU memory"),
+        ("something else", "force-reinstall"),
+    ],
+)
+def test_a_failing_operator_is_a_result(report, monkeypatch, message, cure):
+    def fail(*args, **options):
+        raise RuntimeError(f"spmm_csr failed: {message}")
+
+    monkeypatch.setattr(fastsparse_core, "spmm", fail)
+    doctor._examine_operators(report, torch, {"cuda": False})
+    assert report.problems[0].what == f"spmm sum on cpu: RuntimeError: spmm_csr failed: {message}"
+    assert cure in report.problems[0].cure
+    assert not report.usable
+
+
+@pytest.mark.parametrize(
+    ("built", "arch", "expected"),
+    [
+        ("90", "90", True),
+        ("80;90", "86", True),
+        ("80;90", "89", True),
+        ("86", "80", False),
+        ("90", "100", False),
+        ("80;90+PTX", "100", True),
+        ("90+PTX", "120", True),
+        ("90+PTX", "80", False),
+        ("100", "103", True),
+        ("", "90", False),
+    ],
+)
+def test_covers(built, arch, expected):
+    assert doctor.covers(built, arch) is expected
+
+
+def component(probe, distribution="pip", breaks=True):
+    return doctor.Component("DGL", distribution, probe, "install it again", breaks)
+
+
+@pytest.mark.parametrize(
+    ("probe", "reason"),
+    [
+        ("raise OSError('undefined symbol: _ZN3c10')", "OSError: undefined symbol: _ZN3c10"),
+        ("import no_such_module", "No module named 'no_such_module'"),
+        ("import os; os.abort()", "the import ended with"),
+    ],
+)
+def test_a_framework_that_cannot_be_imported(report, monkeypatch, probe, reason):
+    monkeypatch.setattr(doctor, "COMPONENTS", (component(probe),))
+    doctor._examine_components(report)
+    (problem,) = report.problems
+    assert reason in problem.what
+    assert problem.cure == "install it again"
+    assert not report.usable
+    assert report.versions[0][2] == "broken"
+
+
+def test_an_optional_helper_that_cannot_be_imported_leaves_the_rest_usable(report, monkeypatch):
+    monkeypatch.setattr(doctor, "COMPONENTS", (component("raise ImportError('x')", breaks=False),))
+    doctor._examine_components(report)
+    assert report.problems
+    assert report.usable
+
+
+def test_no_framework_at_all(report, monkeypatch):
+    monkeypatch.setattr(doctor, "COMPONENTS", (component("", distribution="no-such-distribution"),))
+    doctor._examine_components(report)
+    (problem,) = report.problems
+    assert "neither PyG nor DGL" in problem.what
+    assert "fastsparse-gnn[pyg]" in problem.cure
+    assert report.usable
+
+
+def test_a_hanging_import_is_ended(monkeypatch):
+    def expire(*args, **options):
+        raise subprocess.TimeoutExpired("python", 120)
+
+    monkeypatch.setattr(subprocess, "run", expire)
+    assert "timed out" in doctor._probe(component("while True: pass"))
+
+
+def torch_with(*gpus):
+    """What the doctor uses of torch, with some GPUs."""
+    properties = [
+        SimpleNamespace(name="H200", major=major, minor=minor, total_memory=2**37) for major, minor in gpus
+    ]
+    cuda = SimpleNamespace(
+        is_available=lambda: bool(gpus),
+        device_count=lambda: len(gpus),
+        get_device_properties=lambda index: properties[index],
+    )
+    return SimpleNamespace(cuda=cuda)
+
+
+def test_gpus_that_the_build_covers(report):
+    doctor._examine_gpus(report, torch_with((9, 0), (8, 9)), {"cuda": True, "cuda_archs": "80;90"})
+    assert report.gpus == [
+        ("cuda:0 H200", "90", "128 GiB", "ok"),
+        ("cuda:1 H200", "89", "128 GiB", "ok"),
+    ]
+    assert report.problems == []
+
+
+def test_a_gpu_that_the_build_does_not_cover(report):
+    doctor._examine_gpus(report, torch_with((12, 0)), {"cuda": True, "cuda_archs": "80;90"})
+    assert report.gpus[0][3] == "not built for this architecture"
+    assert report.problems[0].what == "built for architectures 80;90, but the GPUs here are 120"
+    assert report.problems[0].cure.startswith("FASTSPARSE_CUDA_ARCHS='120' ")
+    assert not report.usable
+
+
+def test_a_gpu_and_no_cuda_half(report):
+    doctor._examine_gpus(report, torch_with((9, 0)), {"cuda": False, "cuda_archs": ""})
+    assert "nvcc was not found" in report.problems[0].what
+    assert report.usable
+
+
+def test_a_gpu_that_torch_cannot_use(report, monkeypatch):
+    monkeypatch.setattr(doctor, "_gpus_of_driver", lambda: [("H200", "90")])
+    doctor._examine_gpus(report, torch_with(), {"cuda": False, "cuda_archs": ""})
+    assert report.gpus == [("H200", "90", "-", "not usable by this PyTorch")]
+    assert "torch.cuda.is_available() is False" in report.problems[0].what
+    assert report.usable
+
+
+def test_gpus_of_driver(monkeypatch, tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 9.0'\necho 'NVIDIA L4, 8.9'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert doctor._gpus_of_driver() == [("NVIDIA H200", "90"), ("NVIDIA L4", "89")]
+    smi.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    assert doctor._gpus_of_driver() == []
+
+
+def test_torch_broken(tmp_path):
+    (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: cannot open shared object file')\n")
+    done = run_doctor(tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert (
+        "broken: PyTorch cannot be imported: libtorch_cpu.so: cannot open shared object file" in done.stdout
+    )
+    assert "cure: python -m pip install --force-reinstall 'torch>=2.6'" in done.stdout
+
+
+def test_extension_missing(tmp_path):
+    ignore = shutil.ignore_patterns("*.so", "*.pyd", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "fastsparse_core", ignore=ignore)
+    done = run_doctor(tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the extension fastsparse_core._C cannot be imported: No module named" in done.stdout
+    assert "cure: python -m pip install --force-reinstall --no-deps fastsparse-gnn" in done.stdout
+
+
+def test_extension_of_another_python_or_damaged(tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "fastsparse_core", ignore=shutil.ignore_patterns("__pycache__"))
+    (extension,) = (tmp_path / "fastsparse_core").glob("_C*.so")
+    extension.write_bytes(b"not an ELF file")
+    done = run_doctor(tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the extension fastsparse_core._C cannot be imported" in done.stdout
+
+
+def test_torch_too_old(report, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.4.1")
+    doctor._examine_torch(report)
+    assert "older than 2.6" in report.problems[0].what
+
+
+def test_rich_missing(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "examine", doctor.Report)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert doctor.main() == 1
+    assert "rich is missing\n    cure: python -m pip install rich" in capsys.readouterr().out
