@@ -1,0 +1,26 @@
+"""Drop-in PyG layers on FastSparse kernels: the same parameters, options and numbers, less time and memory.
+
+from fastsparse_pyg import FastGCNConv          # was: from torch_geometric.nn import GCNConv
+"""
+
+try:
+    import torch_geometric as _torch_geometric  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "fastsparse_pyg needs PyG, which is not installed: pip install 'fastsparse-gnn[pyg]'"
+    ) from error
+
+from fastsparse_core import Adjacency
+from fastsparse_pyg.caching import cache_info, clear_cache
+from fastsparse_pyg.nn import FastGCNConv, FastGINConv, FastSAGEConv
+from fastsparse_pyg.preparation import prepare
+
+__all__ = [
+    "Adjacency",
+    "FastGCNConv",
+    "FastGINConv",
+    "FastSAGEConv",
+    "cache_info",
+    "clear_cache",
+    "prepare",
+]

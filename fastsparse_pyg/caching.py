@@ -1,0 +1,95 @@
+"""Structures remembered per graph tensor, so that a training loop converts each graph once.
+
+The key is the tensor that the user holds (`edge_index`, a sparse matrix, an `EdgeIndex`), weakly and by
+identity: an entry dies with it. The stamp is all that can be seen of its content without reading it: version
+counter, address, shape, dtype, device. Every in-place write through PyTorch, views included, raises the
+version. What PyTorch itself does not see stays unseen here too: writes through `.data`, `.numpy()` or DLPack;
+call :func:`clear_cache` after those.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+from torch_geometric import EdgeIndex
+
+from fastsparse_core import Adjacency
+from fastsparse_core.cache import AdjacencyCache, CacheInfo
+from fastsparse_core.log import info_once
+
+logger = logging.getLogger("fastsparse_pyg")
+
+_cache = AdjacencyCache("fastsparse_pyg")
+_unit_values: Any = WeakIdKeyDictionary()  # sparse matrix -> (stamp of its values, whether all of them are 1)
+
+
+def lookup(
+    key: object, parts: tuple[Tensor, ...], options: Hashable, build: Callable[[], Adjacency]
+) -> Adjacency:
+    """The cached structure of a graph object, built on a miss.
+
+    Args:
+        key: the object that the user holds; must be weakly referencable. The result must not keep it alive.
+        parts: tensors whose content decides the structure; a change in any of them rebuilds it.
+        options: what else decides the structure.
+        build: makes it.
+    """
+    try:
+        stamp = tuple([stamp_of(part) for part in parts])
+    except (
+        RuntimeError
+    ):  # inference tensors have no version counter, so an in-place edit could not be noticed
+        info_once(
+            logger,
+            "a graph made of inference tensors is converted on every forward: its edits cannot be noticed. "
+            "Create it outside torch.inference_mode(), or pass fastsparse_pyg.prepare(edge_index) to the layers",
+        )
+        return _build_outside_inference_mode(build)
+    return _cache.lookup(key, stamp, options, lambda: _build_outside_inference_mode(build))
+
+
+def stamp_of(tensor: Tensor) -> Hashable:
+    """What can be seen of a tensor's content without reading it.
+
+    Raises:
+        RuntimeError: for inference tensors, which do not count their versions.
+    """
+    if isinstance(tensor, EdgeIndex):  # a wrapper: it has a version of its own, and no address
+        return tensor._version, stamp_of(tensor._data)
+    return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def has_unit_values(matrix: Tensor, values: Tensor) -> bool:
+    """Whether all values of a sparse matrix are 1; read from the device once per state of the values."""
+    try:
+        stamp = stamp_of(values)
+    except RuntimeError:
+        return False
+    entry = _unit_values.get(matrix)
+    if entry is not None and entry[0] == stamp:
+        return entry[1]
+    are_ones = bool((values == 1).all())
+    _unit_values[matrix] = (stamp, are_ones)
+    return are_ones
+
+
+def _build_outside_inference_mode(build: Callable[[], Adjacency]) -> Adjacency:
+    # A structure first built while evaluating under inference_mode must serve the training that follows.
+    with torch.inference_mode(False):
+        return build()
+
+
+def cache_info() -> CacheInfo:
+    """Hits, misses, stale entries dropped, entries and bytes held by the layers' structure cache."""
+    return _cache.info()
+
+
+def clear_cache() -> None:
+    """Frees every cached structure and resets the counters; layers rebuild what they need."""
+    _cache.clear()
+    _unit_values.clear()

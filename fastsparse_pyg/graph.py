@@ -1,0 +1,291 @@
+"""From whatever a PyG layer accepts as `edge_index` to an Adjacency (rows = destinations), and back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch_geometric import EdgeIndex
+from torch_geometric.typing import SparseTensor
+
+from fastsparse_core import Adjacency
+from fastsparse_core.log import info_once
+from fastsparse_pyg.caching import has_unit_values, logger, lookup
+
+_SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_coo, torch.sparse_csc)
+
+
+class Graph(NamedTuple):
+    """A graph as the layers compute with it.
+
+    Attributes:
+        adj: structure; where self loops were asked for, with them.
+        value: values that the graph object carried itself, one per edge before self loops; None: all 1.
+        keep_existing: whether a self loop that was there keeps its value (edge lists) or is overwritten
+            (SparseTensor).
+        loops_have_value: self loops count `fill_value` even without values: so in PyG for matrices, not for
+            edge lists.
+    """
+
+    adj: Adjacency
+    value: Tensor | None
+    keep_existing: bool
+    loops_have_value: bool
+
+    def num_caller_values(self) -> int:
+        """Number of edge values that the caller has to give."""
+        return self.adj.num_values - (min(self.adj.shape) if has_loops(self.adj) else 0)
+
+
+def has_loops(adj: Adjacency) -> bool:
+    """Whether self loops were inserted when the structure was built."""
+    return adj._loop_edge is not None
+
+
+def is_sparse_matrix(edge_index: object) -> bool:
+    """Whether the graph comes as a (transposed) sparse matrix, torch's or torch_sparse's."""
+    if isinstance(edge_index, Tensor):
+        return edge_index.layout in _SPARSE_LAYOUTS
+    return isinstance(edge_index, SparseTensor)
+
+
+def resolve(
+    edge_index: object,
+    num_src: int,
+    num_dst: int | None,
+    device: torch.device,
+    *,
+    flow: str = "source_to_target",
+    add_self_loops: bool = False,
+) -> Graph:
+    """The structure of a layer's `edge_index`, from the cache if it is known.
+
+    Args:
+        edge_index: (2, E) int32/int64 tensor, EdgeIndex, transposed adjacency matrix (torch.sparse CSR, COO
+            or CSC; torch_sparse.SparseTensor) or Adjacency.
+        num_src: number of rows of the source features.
+        num_dst: number of destinations; None: the matrix' rows, or as many as sources.
+        device: of the features.
+        flow: `"source_to_target"` or `"target_to_source"`, for edge lists.
+        add_self_loops: as PyG's GCN does: edge lists get the loops that remain, torch.sparse matrices get one
+            added to every node, SparseTensor gets its diagonal filled. An Adjacency built with loops is taken
+            as it is.
+
+    Raises:
+        ValueError: the graph's type, dtype, shape, size or device does not fit.
+        IndexError: an index is negative or not smaller than the number of nodes.
+    """
+    if isinstance(edge_index, Adjacency):
+        graph = _from_adjacency(edge_index, add_self_loops)
+    elif isinstance(edge_index, Tensor):
+        if edge_index.layout is torch.strided:
+            if edge_index.device != device:
+                _raise_device(edge_index.device, device)
+            if isinstance(edge_index, EdgeIndex):
+                num_dst = _declared_sizes(edge_index, num_src, num_dst, flow, add_self_loops)
+            if num_dst is None:
+                num_dst = num_src
+            return Graph(
+                _from_edge_list(edge_index, num_dst, num_src, flow, add_self_loops), None, True, False
+            )
+        _check_flow(flow)
+        graph = _from_torch_sparse(edge_index, add_self_loops)
+    elif isinstance(edge_index, SparseTensor):
+        _check_flow(flow)
+        graph = _from_sparse_tensor(edge_index, add_self_loops)
+    else:
+        raise ValueError(
+            "edge_index: expected an integer tensor of shape (2, num_edges), an EdgeIndex, a sparse matrix "
+            f"(torch.sparse or torch_sparse.SparseTensor) or an Adjacency, got {type(edge_index).__name__}"
+        )
+    adj = graph.adj
+    if adj.device != device:
+        _raise_device(adj.device, device)
+    if adj.num_src != num_src or (num_dst is not None and adj.num_dst != num_dst):
+        rows = (
+            str(num_src)
+            if num_dst is None or num_dst == num_src
+            else f"{num_src} source and {num_dst} destination"
+        )
+        raise ValueError(
+            f"x: expected {adj.num_src} source and {adj.num_dst} destination rows for a graph of shape "
+            f"{adj.shape} (destinations, sources), got {rows} rows; pass the features of this graph, or build "
+            "it for these nodes"
+        )
+    return graph
+
+
+def _raise_device(got: torch.device, expected: torch.device) -> None:
+    raise ValueError(
+        f"edge_index: expected device {expected} like x, got {got}; move the graph with .to('{expected}')"
+    )
+
+
+def _check_flow(flow: str) -> None:
+    if flow == "target_to_source":
+        raise ValueError(
+            'flow: expected "source_to_target" for a sparse matrix (its rows are the destinations), got '
+            '"target_to_source"; pass the transposed matrix instead, for example adj_t.t()'
+        )
+
+
+# ---------------------------------------------------------------- edge lists
+
+
+def _from_edge_list(
+    edge_index: Tensor, num_dst: int, num_src: int, flow: str, add_self_loops: bool
+) -> Adjacency:
+    def build() -> Adjacency:
+        return _build_from_edge_list(edge_index, num_dst, num_src, flow, add_self_loops)
+
+    return lookup(edge_index, (edge_index,), (num_dst, num_src, flow, add_self_loops), build)
+
+
+def _build_from_edge_list(
+    edge_index: Tensor, num_dst: int, num_src: int, flow: str, add_self_loops: bool
+) -> Adjacency:
+    edges = edge_index._data if isinstance(edge_index, EdgeIndex) else edge_index
+    if edges.dim() != 2 or edges.size(0) != 2:
+        raise ValueError(f"edge_index: expected shape (2, num_edges), got {tuple(edges.shape)}")
+    if edges.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"edge_index: expected dtype int64 or int32, got {edges.dtype}; convert it with .long()"
+        )
+    dst, src = (1, 0) if flow == "source_to_target" else (0, 1)
+    try:
+        return Adjacency.from_coo(
+            edges[dst], edges[src], (num_dst, num_src), self_loops="replace" if add_self_loops else "keep"
+        )
+    except ValueError as error:
+        _raise_index_error(edges, {src: num_src, dst: num_dst}, error)
+        raise
+
+
+def _raise_index_error(edges: Tensor, sizes: dict[int, int], cause: ValueError) -> None:
+    """PyG's kind of exception for indices that point to no node."""
+    for row, size in sizes.items():
+        if edges.size(1):
+            low, high = (int(end) for end in torch.aminmax(edges[row]))
+            if low < 0 or high >= size:
+                raise IndexError(
+                    f"edge_index: expected indices from 0 to {size - 1} in row {row} for {size} nodes, got "
+                    f"values from {low} to {high}; check that x has a row for every node and that no index is "
+                    "negative"
+                ) from cause
+
+
+def _declared_sizes(
+    edge_index: EdgeIndex, num_src: int, num_dst: int | None, flow: str, add_self_loops: bool
+) -> int | None:
+    """Compares the sizes that an EdgeIndex declares with those of the features; returns the destinations."""
+    declared = (edge_index.num_rows, edge_index.num_cols)
+    if flow == "target_to_source":
+        declared = (declared[1], declared[0])
+    if num_dst is None:
+        num_dst = declared[1]
+    for name, size, got in (("source", declared[0], num_src), ("destination", declared[1], num_dst)):
+        # GCN's self loops enlarge a smaller EdgeIndex to the number of nodes.
+        if size is not None and size != got and not (add_self_loops and got is not None and size < got):
+            raise ValueError(
+                f"x: expected {size} {name} rows, as the EdgeIndex says (sparse_size="
+                f"{tuple(edge_index.sparse_size())}), got {got}; pass the features of this graph, or build the "
+                "EdgeIndex for these nodes"
+            )
+    return num_dst
+
+
+# ---------------------------------------------------------------- sparse matrices
+
+
+def _from_torch_sparse(matrix: Tensor, add_self_loops: bool) -> Graph:
+    if matrix.layout not in _SPARSE_LAYOUTS:
+        raise ValueError(
+            f"edge_index: expected a sparse matrix of layout CSR, COO or CSC, got {matrix.layout}; "
+            "convert it with .to_sparse_csr()"
+        )
+    if matrix.dim() != 2 or (matrix.layout is torch.sparse_coo and matrix.sparse_dim() != 2):
+        raise ValueError(
+            f"edge_index: expected a two-dimensional sparse matrix, got shape {tuple(matrix.shape)}"
+        )
+    if matrix.layout is torch.sparse_coo and not matrix.is_coalesced():
+        info_once(
+            logger,
+            "an uncoalesced sparse matrix is coalesced and converted on every forward: call "
+            "adj_t = adj_t.coalesce() once",
+        )
+        matrix = matrix.coalesce()
+    shape = (matrix.size(0), matrix.size(1))
+    if matrix.layout is torch.sparse_coo:
+        parts = (matrix.indices(),)
+    elif matrix.layout is torch.sparse_csr:
+        parts = (matrix.crow_indices(), matrix.col_indices())
+    else:
+        parts = (matrix.ccol_indices(), matrix.row_indices())
+    layout = matrix.layout
+
+    def build() -> Adjacency:
+        if layout is torch.sparse_coo:
+            row, col = parts[0]
+            return Adjacency.from_coo(row, col, shape, self_loops="append" if add_self_loops else "keep")
+        if layout is torch.sparse_csr:
+            adj = Adjacency.from_csr(parts[0], parts[1], shape)
+        else:
+            adj = Adjacency.from_csc(parts[0], parts[1], shape)
+        return with_self_loops(adj, "append") if add_self_loops else adj
+
+    adj = lookup(matrix, parts, add_self_loops, build)
+    value: Tensor | None = matrix.values()
+    if not value.requires_grad and has_unit_values(matrix, value):
+        value = None
+    return Graph(adj, value, True, True)
+
+
+def _from_sparse_tensor(matrix: SparseTensor, add_self_loops: bool) -> Graph:
+    rowptr, col, value = matrix.csr()
+    shape = (matrix.size(0), matrix.size(1))
+
+    def build() -> Adjacency:
+        adj = Adjacency.from_csr(rowptr, col, shape)
+        return with_self_loops(adj, "replace") if add_self_loops else adj
+
+    return Graph(lookup(matrix.storage, (rowptr, col), (shape, add_self_loops), build), value, False, True)
+
+
+# ---------------------------------------------------------------- Adjacency
+
+
+def _from_adjacency(adj: Adjacency, add_self_loops: bool) -> Graph:
+    if add_self_loops and not has_loops(adj):
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "edge_index: expected an Adjacency with self loops under torch.compile, got one without; make it "
+                "with fastsparse_pyg.prepare(edge_index, num_nodes, add_self_loops=True)"
+            )
+        adj = _looped(adj)
+    return Graph(adj, None, True, False)
+
+
+def _looped(adj: Adjacency) -> Adjacency:
+    return lookup(adj, (), "self_loops", lambda: with_self_loops(adj, "replace"))
+
+
+def caller_edges(adj: Adjacency) -> tuple[Tensor, Tensor]:
+    """(destination, source) of every stored entry, int64, in the order of the edge values."""
+    row, col = adj.row().long(), adj.col.long()
+    if adj.edge_id is None:
+        return row, col
+    order = adj.edge_id.argsort()
+    return row[order], col[order]
+
+
+def with_self_loops(adj: Adjacency, kind: str) -> Adjacency:
+    """The structure with a self loop on every node; edge values keep the order they had."""
+    row, col = caller_edges(adj)
+    return Adjacency.from_coo(row, col, adj.shape, self_loops=kind)  # type: ignore[arg-type]
+
+
+def to_edge_index(adj: Adjacency, flow: str) -> Tensor:
+    """The edges as PyG writes them, int64 (2, num_edges), in the order of the edge values."""
+    dst, src = caller_edges(adj)
+    return torch.stack([src, dst] if flow == "source_to_target" else [dst, src])

@@ -1,0 +1,252 @@
+"""Graph convolution."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.nn import GCNConv
+from torch_geometric.nn.aggr import SumAggregation
+from torch_geometric.typing import OptTensor, SparseTensor
+
+from fastsparse_core import Adjacency, sddmm, spmm
+from fastsparse_pyg.graph import Graph, caller_edges, has_loops, is_sparse_matrix, resolve, to_edge_index
+from fastsparse_pyg.nn.accelerated import AcceleratedConv, is_plain_linear
+
+
+class Propagation(NamedTuple):
+    r"""The matrix that GCN multiplies by, :math:`\mathrm{diag}(s) \, V \, \mathrm{diag}(s)`.
+
+    Attributes:
+        adj: structure of V.
+        value: its values in the structure's value order; None: all 1.
+        scale: s, a constant (num_nodes,); None: all 1.
+    """
+
+    adj: Adjacency
+    value: Tensor | None
+    scale: Tensor | None
+
+    def edge_weight(self) -> Tensor:
+        """The matrix' values, s multiplied in, in the order of ``caller_edges(adj)``."""
+        adj = self.adj
+        dst, src = caller_edges(adj)
+        if self.value is None:
+            dtype = torch.float32 if self.scale is None else self.scale.dtype
+            weight = torch.ones(adj.num_edges, dtype=dtype, device=adj.device)
+        elif adj.edge_id is None:
+            weight = self.value
+        else:
+            weight = self.value[adj.edge_id.sort().values.long()]
+        return weight if self.scale is None else self.scale[src] * weight * self.scale[dst]
+
+    def to(self, device: torch.device) -> Propagation:
+        """The same on another device."""
+        value, scale = (None if part is None else part.to(device) for part in (self.value, self.scale))
+        return Propagation(self.adj.to(device), value, scale)
+
+
+class _Held(NamedTuple):
+    """What a layer with `cached=True` keeps: the matrix, and whether PyG would keep it as a sparse matrix."""
+
+    propagation: Propagation
+    as_matrix: bool
+
+
+class _Cached:
+    """Stands in for one of the private caches that GCNConv has for `cached=True`.
+
+    The layer keeps a :class:`_Held`. PyG's own form is made when PyG's code (or a user) reads the attribute,
+    so that explain mode and message hooks work on a cached layer without holding its edges twice. Whatever is
+    assigned to the attribute, None or PyG's form, replaces what was kept.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.slot = "_held" + name
+
+    def __get__(self, layer: Any, owner: type | None = None) -> Any:
+        if layer is None:
+            return self
+        held = layer.__dict__.get(self.slot)
+        if not isinstance(held, _Held):
+            return held
+        adj, weight = held.propagation.adj, held.propagation.edge_weight()
+        if not held.as_matrix:
+            return to_edge_index(adj, layer.flow), weight
+        dst, src = caller_edges(adj)
+        if self.slot == _ADJ_T_SLOT:
+            return SparseTensor(row=dst, col=src, value=weight, sparse_sizes=adj.shape)
+        return torch.sparse_coo_tensor(
+            torch.stack([dst, src]), weight, adj.shape
+        ).coalesce().to_sparse_csr(), None
+
+    def __set__(self, layer: Any, value: Any) -> None:
+        layer.__dict__[self.slot] = value
+
+
+_EDGE_INDEX_SLOT = "_held_cached_edge_index"
+_ADJ_T_SLOT = "_held_cached_adj_t"
+
+
+class FastGCNConv(AcceleratedConv, GCNConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.GCNConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{X}^{\prime} = \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2} \mathbf{X}
+        \mathbf{\Theta}
+
+    after "Semi-Supervised Classification with Graph Convolutional Networks"
+    (https://arxiv.org/abs/1609.02907). Arguments, parameters, ``state_dict`` and results are the original's.
+    Without edge weights no value per edge exists: the normalisation is a scaling of rows inside the kernel.
+    The product with the weight comes before or after the aggregation, whichever gathers less; results agree
+    up to rounding. Under autocast the aggregation runs, and returns, in the autocast dtype. Message hooks,
+    explain mode and aggregations other than the sum run PyG's own code.
+
+    Shapes:
+        - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or :math:`(B, |\mathcal{V}|, F_{in})`,
+          float64, float32, float16 or bfloat16; edges :math:`(2, |\mathcal{E}|)`, EdgeIndex, transposed
+          sparse matrix :math:`(|\mathcal{V}|, |\mathcal{V}|)` or :class:`~fastsparse_core.Adjacency`; edge
+          weights :math:`(|\mathcal{E}|)` *(optional)*
+        - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(B, |\mathcal{V}|, F_{out})`
+    """
+
+    _cached_edge_index = _Cached()
+    _cached_adj_t = _Cached()
+
+    def forward(self, x: Tensor, edge_index: Tensor | Adjacency, edge_weight: OptTensor = None) -> Tensor:
+        """Computes the layer.
+
+        Args:
+            x: node features.
+            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. Self loops are
+                added to an Adjacency that was built without, as to edges; one that was built with them is
+                taken as it is.
+            edge_weight: one weight per edge, for edges and Adjacency (a matrix carries its own).
+
+        Raises:
+            ValueError: sizes, dtypes or devices do not fit together, or `x` is a tuple.
+            IndexError: an index points to no node.
+            NotImplementedError: a sparse matrix of layout CSC under normalisation.
+        """
+        if isinstance(x, (tuple, list)):
+            raise ValueError(
+                f"x: expected one tensor of node features, got a {type(x).__name__}: '{type(self).__name__}' "
+                "does not support bipartite graphs; use for example FastSAGEConv"
+            )
+        reason = self._why_original_gcn(x, edge_index)
+        if reason:
+            return self._original_forward(reason, x, edge_index, edge_weight)
+        adj, value, scale = self._propagation(x, edge_index, edge_weight)
+
+        lin = self.lin
+        dtype = x.dtype if value is None else _message_dtype(x, value)
+        width = x.size(-1)
+        if (
+            # Gather the narrower side. Where both are as wide, features without gradient spare the backward
+            # pass.
+            (width < self.out_channels or (width == self.out_channels and not x.requires_grad))
+            and x.layout is torch.strided
+            and dtype == x.dtype
+            and is_plain_linear(lin)
+            and lin.bias is None
+        ):
+            return F.linear(self._aggregate_neighbours(adj, x, value, scale=scale), lin.weight, self.bias)
+        x = lin(x)
+        if value is not None and dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+            x = x.to(dtype)
+        return self._aggregate_neighbours(adj, x, value, scale=scale, bias=self.bias)
+
+    def _why_original_gcn(self, x: Tensor, edge_index: object) -> str:
+        dim = x.dim()
+        if dim < 2 or self.node_dim % dim != dim - 2:
+            return f"features of shape {tuple(x.shape)} with node_dim={self.node_dim}"
+        if type(self.aggr_module) is not SumAggregation:
+            return f"aggr={self.aggr!r}"
+        return self._why_original(x, edge_index)
+
+    def _propagation(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> Propagation:
+        """The matrix to multiply by, from the layer's own cache if that is filled."""
+        if not self.normalize:
+            num_src = x.size(-2)
+            graph = resolve(edge_index, num_src, None, x.device, flow=self.flow)
+            return Propagation(graph.adj, self._value(graph, x, edge_index, edge_weight), None)
+        slot = _ADJ_T_SLOT if isinstance(edge_index, SparseTensor) else _EDGE_INDEX_SLOT
+        held = self.__dict__[slot]
+        if held is None:
+            propagation = self._normalised(x, edge_index, edge_weight)
+            if self.cached:
+                self.__dict__[slot] = _Held(propagation, is_sparse_matrix(edge_index))
+            return propagation
+        if not isinstance(held, _Held):  # PyG's own code ran first and filled the cache
+            edges, weight = (held, None) if slot == _ADJ_T_SLOT else held
+            graph = resolve(edges, x.size(-2), x.size(-2), x.device, flow=self.flow)
+            return Propagation(graph.adj, graph.value if weight is None else weight, None)
+        if held.propagation.adj.device != x.device:
+            held = self.__dict__[slot] = held._replace(propagation=held.propagation.to(x.device))
+        return held.propagation
+
+    def _normalised(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> Propagation:
+        if isinstance(edge_index, Tensor) and edge_index.layout is torch.sparse_csc:
+            raise NotImplementedError(
+                "edge_index: expected a sparse matrix of layout CSR or COO under normalisation, got CSC; convert "
+                "it with .to_sparse_csr()"
+            )
+        num_nodes = x.size(-2)
+        graph = resolve(
+            edge_index, num_nodes, num_nodes, x.device, flow=self.flow, add_self_loops=self.add_self_loops
+        )
+        adj = graph.adj
+        value = self._value(graph, x, edge_index, edge_weight)
+        if value is None:
+            return Propagation(
+                adj, None, adj.inv_sqrt_degree(torch.float64 if x.dtype == torch.float64 else torch.float32)
+            )
+        # Degrees are sums of many terms: never in 16 bits, whatever autocast says.
+        with torch.autocast(x.device.type, enabled=False):
+            dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+            degree = spmm(adj, torch.ones(num_nodes, 1, dtype=dtype, device=x.device), value)
+            scale = degree.pow(-0.5)
+            scale = scale.masked_fill(scale == float("inf"), 0)
+            if not scale.requires_grad:
+                return Propagation(adj, value, scale.squeeze(1))
+            # The product s_i s_j of every edge, differentiable in s.
+            return Propagation(adj, value * sddmm(adj, scale, scale).to(value.dtype), None)
+
+    def _value(self, graph: Graph, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> Tensor | None:
+        """Values of the structure, those of its self loops included; None: all 1."""
+        fill_value = 2.0 if self.improved else 1.0
+        value = graph.value if is_sparse_matrix(edge_index) else edge_weight
+        if value is None:
+            # PyG 2.8 doubles the loops of `improved` only where edges have values; matrices always have.
+            if not (self.improved and graph.loops_have_value and has_loops(graph.adj)):
+                return None
+            value = torch.ones(graph.num_caller_values(), dtype=x.dtype, device=x.device)
+        elif value is edge_weight:
+            value = _check_weight(value, graph.num_caller_values(), x)
+        if not value.is_floating_point():
+            value = value.to(x.dtype)
+        if not has_loops(graph.adj):
+            return value
+        return graph.adj.extend_value(value, fill_value, keep_existing=graph.keep_existing)
+
+
+def _check_weight(edge_weight: Any, num_edges: int, x: Tensor) -> Tensor:
+    if not isinstance(edge_weight, Tensor):
+        raise TypeError(f"edge_weight: expected a tensor or None, got {type(edge_weight).__name__}")
+    if edge_weight.shape not in ((num_edges,), (num_edges, 1)):
+        raise ValueError(
+            f"edge_weight: expected one weight per edge, shape ({num_edges},), got {tuple(edge_weight.shape)}"
+        )
+    if edge_weight.device != x.device:
+        raise ValueError(
+            f"edge_weight: expected device {x.device} like x, got {edge_weight.device}; move it with "
+            f".to('{x.device}')"
+        )
+    return edge_weight.reshape(-1)
+
+
+def _message_dtype(x: Tensor, value: Tensor) -> torch.dtype:
+    """PyG's product of messages and weights promotes: float16 times float32 is float32."""
+    return x.dtype if torch.is_autocast_enabled(x.device.type) else torch.promote_types(x.dtype, value.dtype)

@@ -1,0 +1,44 @@
+"""Graph isomorphism network."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import GINConv
+from torch_geometric.typing import OptPairTensor, Size
+
+from fastsparse_core import Adjacency
+from fastsparse_pyg.nn.accelerated import AcceleratedConv
+
+
+class FastGINConv(AcceleratedConv, GINConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.GINConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{x}^{\prime}_i = h_{\mathbf{\Theta}} \left( (1 + \epsilon) \cdot \mathbf{x}_i + \sum_{j \in
+        \mathcal{N}(i)} \mathbf{x}_j \right)
+
+    after "How Powerful are Graph Neural Networks?" (https://arxiv.org/abs/1810.00826). Arguments, parameters,
+    ``state_dict`` and results are the original's. Kernels serve ``aggr`` sum, add, mean, max and min;
+    anything else runs PyG's own code on the same parameters.
+
+    Shapes:
+        - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
+          :math:`((|\mathcal{V_s}|, F_{in}), (|\mathcal{V_t}|, F_{in}))` if bipartite; edges :math:`(2,
+          |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or :class:`~fastsparse_core.Adjacency`;
+          float64, float32, float16, bfloat16
+        - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
+    """
+
+    def forward(self, x: Tensor | OptPairTensor, edge_index: Tensor | Adjacency, size: Size = None) -> Tensor:
+        """Computes the layer; arguments and errors as in :meth:`FastSAGEConv.forward`."""
+        pair = (x, x) if isinstance(x, Tensor) else x
+        reason = self._why_original_pair(pair, edge_index)
+        if reason:
+            return self._original_forward(reason, x, edge_index, size)
+        x_src, x_dst = pair
+        adj, value = self._resolve_pair(pair, edge_index, size)
+        out = self._aggregate_neighbours(adj, x_src, value)
+        if x_dst is not None:
+            out = torch.addcmul(out, 1 + self.eps, x_dst)
+        return self.nn(out)

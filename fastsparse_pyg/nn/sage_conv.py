@@ -1,0 +1,65 @@
+"""GraphSAGE."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.nn import SAGEConv
+from torch_geometric.typing import OptPairTensor, Size
+
+from fastsparse_core import Adjacency
+from fastsparse_pyg.nn.accelerated import AcceleratedConv, is_plain_linear
+
+
+class FastSAGEConv(AcceleratedConv, SAGEConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.SAGEConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{x}^{\prime}_i = \mathbf{W}_1 \mathbf{x}_i + \mathbf{W}_2 \cdot \mathrm{aggr}_{j \in
+        \mathcal{N}(i)} \mathbf{x}_j
+
+    after "Inductive Representation Learning on Large Graphs" (https://arxiv.org/abs/1706.02216). Arguments,
+    parameters, ``state_dict`` and results are the original's. Kernels serve ``aggr`` sum, add, mean, max and
+    min; anything else (lists, LSTM, custom modules, message hooks, explain mode) runs PyG's own code on the
+    same parameters. Where several neighbours share the maximum, its gradient goes to the first of them.
+
+    Shapes:
+        - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
+          :math:`((|\mathcal{V_s}|, F_{s}), (|\mathcal{V_t}|, F_{t}))` if bipartite; edges :math:`(2,
+          |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or :class:`~fastsparse_core.Adjacency`;
+          float64, float32, float16, bfloat16
+        - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
+    """
+
+    def forward(self, x: Tensor | OptPairTensor, edge_index: Tensor | Adjacency, size: Size = None) -> Tensor:
+        """Computes the layer.
+
+        Args:
+            x: node features, or (source features, destination features or None).
+            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
+            size: (sources, destinations), for edge lists.
+
+        Raises:
+            ValueError: sizes, dtypes or devices do not fit together.
+            IndexError: an index points to no node.
+        """
+        pair = (x, x) if isinstance(x, Tensor) else x
+        reason = self._why_original_pair(pair, edge_index)
+        if reason:
+            return self._original_forward(reason, x, edge_index, size)
+        x_src, x_dst = pair
+        adj, value = self._resolve_pair(pair, edge_index, size)
+        if self.project and hasattr(self, "lin"):
+            x_src = self.lin(x_src).relu()
+
+        lin = self.lin_l
+        # A sum is linear: gather whichever side of the product is narrower. Rows without edges get the bias
+        # alone.
+        narrower_after = x_src.size(-1) > self.out_channels and self._reduce() in ("sum", "mean")
+        if narrower_after and is_plain_linear(lin) and self.node_dim % x_src.dim() != x_src.dim() - 1:
+            out = self._aggregate_neighbours(adj, F.linear(x_src, lin.weight), value, bias=lin.bias)
+        else:
+            out = lin(self._aggregate_neighbours(adj, x_src, value))
+        if self.root_weight and x_dst is not None:
+            out = out + self.lin_r(x_dst)
+        return F.normalize(out, p=2.0, dim=-1) if self.normalize else out

@@ -1,0 +1,113 @@
+"""Explicit conversion of graphs, before the first layer needs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric import EdgeIndex
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import SparseTensor
+from torch_geometric.utils import is_torch_sparse_tensor
+
+from fastsparse_core import Adjacency
+from fastsparse_pyg.graph import resolve
+
+
+def prepare(
+    graph: Any,
+    num_nodes: int | tuple[int, int] | None = None,
+    *,
+    add_self_loops: bool = False,
+    flow: str = "source_to_target",
+    backward: bool = True,
+) -> Adjacency:
+    """Converts a graph now and builds everything that training needs, so that no later call does.
+
+    Layers convert by themselves what they are given and remember it. Call this to choose when that happens,
+    to pass the result to the layers in place of `edge_index` (needed under `torch.compile` and CUDA-graph
+    capture), or to keep it with the data. A `Data` or `Batch` also gets it as its attribute `adjacency`,
+    which moves with `data.to(device)` and is pickled with the data. It describes the edges as they are now:
+    prepare again after changing them, and prepare a batch rather than its items.
+
+    Args:
+        graph: `Data` or `Batch` (its `edge_index`, else its `adj_t`), (2, E) int32/int64 tensor, EdgeIndex,
+            torch.sparse matrix or SparseTensor (rows = destinations), or an Adjacency.
+        num_nodes: number of nodes, or (sources, destinations) as PyG's `size`; None: taken from the data or
+            the matrix, else the largest index + 1.
+        add_self_loops: with the self loops that FastGCNConv adds. FastGCNConv also takes a structure without:
+            it adds them once and remembers that, except under `torch.compile`. Other layers use a structure
+            as it is.
+        flow: as the layers' own argument, for edge lists.
+        backward: also what the backward pass needs.
+
+    Returns:
+        The structure, rows = destinations.
+
+    Raises:
+        TypeError: `graph` is a HeteroData; prepare each of its edge types.
+        ValueError: the graph's type, dtype, shape or size does not fit, or `data.adjacency` is something
+            else.
+        IndexError: an index is negative or not smaller than the number of nodes.
+    """
+    if isinstance(graph, HeteroData):
+        raise TypeError(
+            "graph: expected a graph of one edge type, got HeteroData; prepare each edge type: "
+            "prepare(data[edge_type].edge_index, (num_src, num_dst))"
+        )
+    if flow not in ("source_to_target", "target_to_source"):
+        raise ValueError(f"flow: expected 'source_to_target' or 'target_to_source', got {flow!r}")
+    if isinstance(graph, Data):
+        return _prepare_data(graph, num_nodes, add_self_loops=add_self_loops, flow=flow, backward=backward)
+    num_src, num_dst = _sizes(graph, num_nodes, flow)
+    resolved = resolve(graph, num_src, num_dst, _device(graph), flow=flow, add_self_loops=add_self_loops)
+    with torch.inference_mode(False):
+        return resolved.adj.prepare(backward=backward)
+
+
+def _prepare_data(data: Data, num_nodes: int | tuple[int, int] | None, **options: Any) -> Adjacency:
+    previous = data.get("adjacency")
+    if previous is not None and not isinstance(previous, Adjacency):
+        raise ValueError(
+            f"data.adjacency: expected no such attribute or an Adjacency, got {type(previous).__name__}; "
+            "rename it, or call prepare(data.edge_index, data.num_nodes) and keep the result elsewhere"
+        )
+    edges = data.get("edge_index")
+    if edges is None:
+        edges = data.get("adj_t")
+    if edges is None:
+        raise ValueError("data: expected an attribute edge_index or adj_t, got neither")
+    if num_nodes is None and not is_torch_sparse_tensor(edges) and not isinstance(edges, SparseTensor):
+        num_nodes = data.num_nodes
+    data.adjacency = prepare(edges, num_nodes, **options)
+    return data.adjacency
+
+
+def _sizes(graph: Any, num_nodes: int | tuple[int, int] | None, flow: str) -> tuple[int, int]:
+    """(sources, destinations)."""
+    if isinstance(num_nodes, int):
+        return num_nodes, num_nodes
+    if num_nodes is not None:
+        num_src, num_dst = num_nodes
+        return num_src, num_dst
+    if isinstance(graph, Adjacency):
+        return graph.num_src, graph.num_dst
+    if isinstance(graph, SparseTensor) or is_torch_sparse_tensor(graph):
+        return graph.size(1), graph.size(0)
+    if isinstance(graph, EdgeIndex):
+        rows, cols = graph.get_sparse_size()
+        num = max(rows, cols) if None in graph.sparse_size() else None
+        if num is not None:
+            return num, num
+        return (rows, cols) if flow == "source_to_target" else (cols, rows)
+    if isinstance(graph, Tensor):
+        num = int(graph.max()) + 1 if graph.numel() else 0
+        return num, num
+    return 0, 0  # not a graph: resolve says what was expected
+
+
+def _device(graph: Any) -> torch.device:
+    if isinstance(graph, SparseTensor):
+        return graph.device()
+    return graph.device if isinstance(graph, (Tensor, Adjacency)) else torch.device("cpu")
