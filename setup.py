@@ -35,6 +35,7 @@ from setuptools.errors import CompileError
 ROOT = Path(__file__).resolve().parent
 KERNELS = ROOT / "kernels"
 SYSTEM_TOOLKIT = Path("/usr/local/cuda")
+OLDEST_ARCH = 80  # the kernels use warp-wide reductions that came with it
 DEFAULT_ARCHS = ("80", "86", "89", "90", "100", "120")
 HEADER_SUFFIXES = {".h", ".hpp", ".cuh"}
 
@@ -118,34 +119,32 @@ def choose_archs(
     Args:
         requested: ``FASTSPARSE_CUDA_ARCHS``, or an empty string.
         visible: Architectures of the GPUs of this machine.
-        supported: What this nvcc can build; empty if it does not say.
+        supported: What this nvcc and these kernels can be built for; at least one.
 
     Returns:
         (architectures for machine code, architectures for PTX).
 
     Raises:
-        ValueError: An architecture was asked for that this nvcc does not know.
+        ValueError: An architecture was asked for that is not supported.
     """
 
     def known(archs: Iterable[str]) -> list[str]:
-        return [arch for arch in archs if not supported or arch in supported]
+        return [arch for arch in archs if arch in supported]
 
     if requested:
         machine_code, ptx = parse_archs(requested)
-        unknown = [arch for arch in machine_code if arch not in known(machine_code)]
+        unknown = [arch for arch in machine_code if arch not in supported]
         if unknown:
             raise ValueError(
-                f"FASTSPARSE_CUDA_ARCHS={requested!r}: this nvcc builds for {';'.join(supported)}, not for "
-                f"{';'.join(unknown)}; leave those out or install another nvcc"
+                f"FASTSPARSE_CUDA_ARCHS={requested!r}: the kernels and this nvcc go together for "
+                f"{';'.join(supported)}, not for {';'.join(unknown)}; leave those out or install another nvcc"
             )
         return machine_code, ptx
     machine_code = known(sorted(set(visible), key=int))
     if machine_code and len(machine_code) == len(set(visible)):
         return machine_code, []
     # No GPU here, or one that this nvcc does not know: PTX lets the driver compile for a newer one.
-    machine_code = known(DEFAULT_ARCHS)
-    if not machine_code:
-        machine_code = sorted(supported, key=int)[-1:]
+    machine_code = known(DEFAULT_ARCHS) or [max(supported, key=int)]
     return machine_code, machine_code[-1:]
 
 
@@ -215,7 +214,10 @@ def find_cuda(env: Mapping[str, str]) -> Cuda | str:
     if static_runtime is None:
         return f"{nvcc} comes without libcudart_static.a"
 
-    supported = re.findall(r"compute_(\d+)", output_of(nvcc, "--list-gpu-arch"))
+    listed = re.findall(r"compute_(\d+)", output_of(nvcc, "--list-gpu-arch"))
+    supported = sorted((arch for arch in listed if int(arch) >= OLDEST_ARCH), key=int)
+    if not supported:
+        return f"{nvcc} builds for no architecture from {OLDEST_ARCH} on"
     machine_code, ptx = choose_archs(requested, visible_gpu_archs(), supported)
     return Cuda(nvcc, output_of(nvcc, "--version"), include_dirs, static_runtime, machine_code, ptx)
 
@@ -416,19 +418,12 @@ def link(
 
 
 class BuildExt(build_ext):
-    """Builds the extension with the functions above; on Windows the CPU half only, through setuptools."""
+    """Builds the extension with the functions above."""
 
     def build_extension(self, ext: Extension) -> None:
         """Builds one extension module (there is only one)."""
         if sys.platform == "win32":
-            import pybind11
-
-            ext.sources = [source for source in ext.sources if not source.endswith(".cu")]
-            ext.include_dirs = ["kernels/include", pybind11.get_include()]
-            ext.extra_compile_args = ["/std:c++17", "/O2", "/openmp", "/EHsc"]
-            super().build_extension(ext)
-            return
-
+            raise CompileError("the C++ kernels are written for GCC and Clang: on Windows, install under WSL")
         env = os.environ
         cxx = shlex.split(env.get("CXX", "")) or ["c++"]
         found = find_cuda(env)

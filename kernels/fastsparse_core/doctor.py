@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+_OLDEST_ARCH = 80
 _REBUILD = "python -m pip install --force-reinstall --no-deps fastsparse-gnn (or, in a checkout, -e .)"
 
 
@@ -328,10 +329,15 @@ def _examine_gpus(report: Report, torch: Any, build_info: dict[str, Any] | None)
             status = "ok" if covers(build_info["cuda_archs"], arch) else "not built for this architecture"
         name = f"cuda:{index} {device.name}"
         report.gpus.append((name, arch, f"{device.total_memory / 2**30:.0f} GiB", status))
-    wanted = ";".join(sorted(archs, key=int))
     if build_info is None:
         return
-    if not build_info["cuda"]:
+    too_old = sorted(arch for arch in archs if int(arch) < _OLDEST_ARCH)
+    if too_old:
+        what = f"the kernels need GPUs of architecture {_OLDEST_ARCH} or newer, not {';'.join(too_old)}"
+        report.problems.append(Problem(what, "keep tensors on the CPU or on another GPU"))
+    archs.difference_update(too_old)
+    wanted = ";".join(sorted(archs, key=int))
+    if not build_info["cuda"] and archs:
         report.problems.append(
             Problem(
                 "there is a GPU, but only the CPU half was built because nvcc was not found",
@@ -351,7 +357,9 @@ def _examine_operators(report: Report, torch: Any, build_info: dict[str, Any]) -
     """Runs every operator's self-check on the CPU and on every GPU."""
     devices = ["cpu"]
     if build_info["cuda"] and torch.cuda.is_available():
-        devices += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        capability = torch.cuda.get_device_capability
+        gpus = range(torch.cuda.device_count())
+        devices += [f"cuda:{index}" for index in gpus if capability(index) >= divmod(_OLDEST_ARCH, 10)]
     for device in devices:
         report.checks += check_operators(device)
     for check in report.checks:

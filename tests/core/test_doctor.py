@@ -194,6 +194,13 @@ def test_a_gpu_that_the_build_does_not_cover(report):
     assert not report.usable
 
 
+def test_a_gpu_that_is_too_old(report):
+    doctor._examine_gpus(report, torch_with((7, 5), (9, 0)), {"cuda": True, "cuda_archs": "80;90"})
+    (problem,) = report.problems
+    assert problem.what == "the kernels need GPUs of architecture 80 or newer, not 75"
+    assert report.usable
+
+
 def test_a_gpu_and_no_cuda_half(report):
     doctor._examine_gpus(report, torch_with((9, 0)), {"cuda": False, "cuda_archs": ""})
     assert "nvcc was not found" in report.problems[0].what

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from setuptools.errors import CompileError
 
-KNOWN = ["75", "80", "86", "89", "90", "100", "120"]
+KNOWN = ["80", "86", "89", "90", "100", "120"]
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,12 @@ def test_parse_archs_says_what_was_expected(setup_py, text):
         ("", ["90", "90"], KNOWN, (["90"], [])),
         ("", ["90", "80"], KNOWN, (["80", "90"], [])),
         ("", [], KNOWN, (["80", "86", "89", "90", "100", "120"], ["120"])),
-        ("", [], KNOWN[:5], (["80", "86", "89", "90"], ["90"])),
+        ("", [], KNOWN[:4], (["80", "86", "89", "90"], ["90"])),
         # a GPU newer than nvcc, alone or beside one that it knows: PTX must cover it
-        ("", ["120"], KNOWN[:5], (["80", "86", "89", "90"], ["90"])),
-        ("", ["90", "120"], KNOWN[:5], (["80", "86", "89", "90"], ["90"])),
-        ("", [], ["70", "75"], (["75"], ["75"])),
-        ("", ["90"], [], (["90"], [])),
+        ("", ["120"], KNOWN[:4], (["80", "86", "89", "90"], ["90"])),
+        ("", ["90", "120"], KNOWN[:4], (["80", "86", "89", "90"], ["90"])),
+        ("", ["75"], KNOWN[:4], (["80", "86", "89", "90"], ["90"])),
+        ("", [], ["87", "88"], (["88"], ["88"])),
     ],
 )
 def test_choose_archs(setup_py, requested, visible, known, expected):
@@ -51,8 +51,8 @@ def test_choose_archs(setup_py, requested, visible, known, expected):
 
 
 def test_choose_archs_rejects_what_nvcc_cannot_build(setup_py):
-    with pytest.raises(ValueError, match=r"builds for 75;80;86;89, not for 90;100"):
-        setup_py.choose_archs("80;90;100", [], KNOWN[:4])
+    with pytest.raises(ValueError, match=r"for 80;86;89, not for 90;100; leave those out"):
+        setup_py.choose_archs("80;90;100", [], KNOWN[:3])
 
 
 def fake_nvcc(folder: Path, script: str = "exit 1") -> Path:
@@ -100,6 +100,11 @@ def test_find_cuda_gives_the_reason_why_not(setup_py, tmp_path, monkeypatch):
     bare = fake_nvcc(tmp_path / "bare", f"echo '#$ TOP={tmp_path}/bare/bin/..'")
     reason = f"{bare} comes without libcudart_static.a"
     assert setup_py.find_cuda({"CUDA_HOME": str(tmp_path / "bare")}) == reason
+    (tmp_path / "bare" / "lib64").mkdir()
+    (tmp_path / "bare" / "lib64" / "libcudart_static.a").touch()
+    bare.write_text(bare.read_text() + "echo compute_75\n")
+    reason = f"{bare} builds for no architecture from 80 on"
+    assert setup_py.find_cuda({"CUDA_HOME": str(tmp_path / "bare")}) == reason
 
 
 @pytest.mark.usefixtures("no_system_toolkit")
@@ -111,7 +116,7 @@ def test_find_cuda_reads_nvccs_own_plan(setup_py, tmp_path, monkeypatch, library
       *-dryrun*) echo '#$ TOP={toolkit}/bin/..'
                  echo '#$ INCLUDES="-I{toolkit}/include"  '
                  echo '#$ SYSTEM_INCLUDES="-isystem" "{toolkit}/include/cccl"  ' ;;
-      *--list-gpu-arch*) printf 'compute_80\\ncompute_90\\n' ;;
+      *--list-gpu-arch*) printf 'compute_75\\ncompute_80\\ncompute_90\\n' ;;
       *--version*) echo 'release 99' ;;
     esac"""
     nvcc = fake_nvcc(toolkit, script)
