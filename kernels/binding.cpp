@@ -28,10 +28,12 @@ struct CsrStructure {
   RowSplitView split;
 };
 
-CsrStructure make_structure(Address rowptr, Address col, Address edge_id, bool edge_id_is_64bit, std::int64_t num_rows,
-                            std::int64_t num_cols, std::int64_t num_edges, Address slices, std::int64_t num_slices,
-                            Address split_row, Address split_ptr, std::int64_t num_split_rows) {
-  return {{at<std::int64_t>(rowptr), at<std::int32_t>(col), at(edge_id), edge_id_is_64bit, num_rows, num_cols, num_edges},
+CsrStructure make_structure(Address rowptr, Address col, Address edge_id, bool edge_id_is_64bit,
+                            std::int64_t num_rows, std::int64_t num_cols, std::int64_t num_edges,
+                            Address slices, std::int64_t num_slices, Address split_row, Address split_ptr,
+                            std::int64_t num_split_rows) {
+  return {{at<std::int64_t>(rowptr), at<std::int32_t>(col), at(edge_id), edge_id_is_64bit, num_rows, num_cols,
+           num_edges},
           {at<RowSlice>(slices), num_slices, at<std::int32_t>(split_row), at<std::int64_t>(split_ptr),
            num_split_rows}};
 }
@@ -39,11 +41,12 @@ CsrStructure make_structure(Address rowptr, Address col, Address edge_id, bool e
 #ifdef FASTSPARSE_WITH_CUDA
 void check(int code, const char* what) {
   if (code == cudaSuccess) return;
-  throw std::runtime_error(std::string(what) + " failed: " + cudaGetErrorString(static_cast<cudaError_t>(code)));
+  throw std::runtime_error(std::string(what) +
+                           " failed: " + cudaGetErrorString(static_cast<cudaError_t>(code)));
 }
 
-// Launches go to the tensors' device whatever device is current: with a statically linked runtime a launch for
-// another device would otherwise report success and write nothing.
+// Launches go to the tensors' device whatever device is current: with a statically linked runtime a launch
+// for another device would otherwise report success and write nothing.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
@@ -63,17 +66,18 @@ class DeviceGuard {
 };
 #endif
 
-// Runs `args` where its tensors live: device < 0 is the CPU and `queue` its number of threads, else `queue` is a stream.
+// Runs `args` where its tensors live: device < 0 is the CPU and `queue` its number of threads, else `queue`
+// is a stream.
 #ifdef FASTSPARSE_WITH_CUDA
-#define FASTSPARSE_RUN(op, args, device, queue)      \
-  do {                                               \
-    if ((device) < 0) {                              \
-      py::gil_scoped_release release;                \
-      cpu::op(args, static_cast<int>(queue));        \
-    } else {                                         \
-      const DeviceGuard guard(device);               \
-      check(cuda::op(args, at(queue)), #op);         \
-    }                                                \
+#define FASTSPARSE_RUN(op, args, device, queue) \
+  do {                                          \
+    if ((device) < 0) {                         \
+      py::gil_scoped_release release;           \
+      cpu::op(args, static_cast<int>(queue));   \
+    } else {                                    \
+      const DeviceGuard guard(device);          \
+      check(cuda::op(args, at(queue)), #op);    \
+    }                                           \
   } while (false)
 #else
 #define FASTSPARSE_RUN(op, args, device, queue)                                                        \
@@ -85,8 +89,8 @@ class DeviceGuard {
 #endif
 
 void spmm_csr(const CsrStructure& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
-              Address value, int value_dtype, std::int64_t heads, Address scale_dst, Address scale_src, Address bias,
-              Address out, Address partial, int device, Address queue) {
+              Address value, int value_dtype, std::int64_t heads, Address scale_dst, Address scale_src,
+              Address bias, Address out, Address partial, int device, Address queue) {
   const SpmmArgs args{structure.a,
                       structure.split,
                       {at(value), static_cast<Dtype>(value_dtype), heads},
@@ -101,9 +105,10 @@ void spmm_csr(const CsrStructure& structure, int dtype, std::int64_t width, Addr
   FASTSPARSE_RUN(spmm_csr, args, device, queue);
 }
 
-void spmm_extremum(const CsrStructure& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
-                   Address value, int value_dtype, std::int64_t heads, bool minimum, Address out, Address arg,
-                   Address partial, Address partial_arg, int device, Address queue) {
+void spmm_extremum(const CsrStructure& structure, int dtype, std::int64_t width, Address x,
+                   std::int64_t x_stride, Address value, int value_dtype, std::int64_t heads, bool minimum,
+                   Address out, Address arg, Address partial, Address partial_arg, int device,
+                   Address queue) {
   const SpmmExtremumArgs args{structure.a,
                               structure.split,
                               {at(value), static_cast<Dtype>(value_dtype), heads},
@@ -118,9 +123,9 @@ void spmm_extremum(const CsrStructure& structure, int dtype, std::int64_t width,
   FASTSPARSE_RUN(spmm_extremum, args, device, queue);
 }
 
-void sddmm_csr(const CsrStructure& structure, int dtype, std::int64_t heads, std::int64_t head_width, Address x_dst,
-               std::int64_t x_dst_stride, Address x_src, std::int64_t x_src_stride, Address scale_dst,
-               Address scale_src, Address out, int out_dtype, int device, Address queue) {
+void sddmm_csr(const CsrStructure& structure, int dtype, std::int64_t heads, std::int64_t head_width,
+               Address x_dst, std::int64_t x_dst_stride, Address x_src, std::int64_t x_src_stride,
+               Address scale_dst, Address scale_src, Address out, int out_dtype, int device, Address queue) {
   const SddmmArgs args{structure.a,
                        structure.split,
                        {at(x_dst), x_dst_stride},
@@ -138,8 +143,17 @@ void sddmm_csr(const CsrStructure& structure, int dtype, std::int64_t heads, std
 CompressArgs compress_args(Address major, Address minor, bool index_is_64bit, std::int64_t num_edges,
                            std::int64_t num_major, std::int64_t num_minor, bool sort_minor, Address major_ptr,
                            Address minor_out, Address order, bool order_is_64bit) {
-  return {at(major), at(minor),  index_is_64bit, num_edges, num_major, num_minor, sort_minor, at<std::int64_t>(major_ptr),
-          at<std::int32_t>(minor_out), at(order), order_is_64bit};
+  return {at(major),
+          at(minor),
+          index_is_64bit,
+          num_edges,
+          num_major,
+          num_minor,
+          sort_minor,
+          at<std::int64_t>(major_ptr),
+          at<std::int32_t>(minor_out),
+          at(order),
+          order_is_64bit};
 }
 
 std::size_t compress_scratch_bytes(const CompressArgs& args, int device) {
@@ -154,7 +168,8 @@ std::size_t compress_scratch_bytes(const CompressArgs& args, int device) {
   return 0;
 }
 
-void compress(const CompressArgs& args, Address scratch, std::size_t scratch_bytes, int device, Address queue) {
+void compress(const CompressArgs& args, Address scratch, std::size_t scratch_bytes, int device,
+              Address queue) {
   if (device < 0) {
     py::gil_scoped_release release;
     cpu::compress(args);

@@ -1,4 +1,5 @@
-// COO -> compressed rows on the CPU: a least-significant-digit sort with two counting passes, O(edges + nodes).
+// COO -> compressed rows on the CPU: a least-significant-digit sort with two counting passes, O(edges +
+// nodes).
 #include <vector>
 
 #include "fastsparse/launchers.h"
@@ -40,9 +41,11 @@ void compress_typed(const CompressArgs& args) {
 
 void compress(const CompressArgs& args) {
   if (args.index_is_64bit) {
-    args.order_is_64bit ? compress_typed<std::int64_t, std::int64_t>(args) : compress_typed<std::int64_t, std::int32_t>(args);
+    args.order_is_64bit ? compress_typed<std::int64_t, std::int64_t>(args)
+                        : compress_typed<std::int64_t, std::int32_t>(args);
   } else {
-    args.order_is_64bit ? compress_typed<std::int32_t, std::int64_t>(args) : compress_typed<std::int32_t, std::int32_t>(args);
+    args.order_is_64bit ? compress_typed<std::int32_t, std::int64_t>(args)
+                        : compress_typed<std::int32_t, std::int32_t>(args);
   }
 }
 

@@ -1,5 +1,5 @@
-// Sampled dense-dense product from CSR on the CPU: one dot product per entry and head, written at the caller's edge
-// position.
+// Sampled dense-dense product from CSR on the CPU: one dot product per entry and head, written at the
+// caller's edge position.
 #include <algorithm>
 
 #include "fastsparse/cpu_simd.h"
@@ -38,10 +38,12 @@ FASTSPARSE_INLINE void sample_rows(const SddmmArgs& args, std::int64_t row_begin
     for (std::int64_t entry = args.a.rowptr[row]; entry < args.a.rowptr[row + 1]; ++entry) {
       const std::int64_t col = args.a.col[entry];
       const T* right = static_cast<const T*>(args.x_src.data) + col * args.x_src.stride;
-      const A scale = args.scale_src != nullptr ? row_scale * static_cast<const A*>(args.scale_src)[col] : row_scale;
+      const A scale =
+          args.scale_src != nullptr ? row_scale * static_cast<const A*>(args.scale_src)[col] : row_scale;
       const std::int64_t position = edge_position(args.a, entry) * args.heads;
       for (std::int64_t head = 0; head < args.heads; ++head) {
-        const A value = scale * dot(left + head * args.head_width, right + head * args.head_width, args.head_width);
+        const A value =
+            scale * dot(left + head * args.head_width, right + head * args.head_width, args.head_width);
         if (args.out_dtype == args.dtype) {
           narrow(value, static_cast<T*>(args.out) + position + head);
         } else {
@@ -69,7 +71,8 @@ FASTSPARSE_MULTIVERSION void rows(BFloat16, const SddmmArgs& args, std::int64_t 
 
 void sddmm_csr(const SddmmArgs& args, int threads) {
   with_type(args.dtype, [&](auto type) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (args.a.num_edges * args.heads * args.head_width > kSerialWork)
+#pragma omp parallel for schedule(dynamic) \
+    num_threads(threads) if (args.a.num_edges * args.heads * args.head_width > kSerialWork)
     for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
       rows(type, args, row, std::min(row + kRowsPerTask, args.a.num_rows));
     }

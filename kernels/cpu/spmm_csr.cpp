@@ -1,5 +1,5 @@
-// SpMM from CSR on the CPU: one row at a time, 64-byte accumulators held in registers, the rows that come next
-// prefetched. Bound by the gather of x: num_edges * width * sizeof(T) bytes.
+// SpMM from CSR on the CPU: one row at a time, 64-byte accumulators held in registers, the rows that come
+// next prefetched. Bound by the gather of x: num_edges * width * sizeof(T) bytes.
 #include <algorithm>
 
 #include "fastsparse/cpu_simd.h"
@@ -8,10 +8,20 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr int kTileVectors = 4;        // accumulators held in registers
-constexpr int kPrefetchEntries = 8;    // entries between a prefetch and its use
+constexpr int kTileVectors = 4;      // accumulators held in registers
+constexpr int kPrefetchEntries = 8;  // entries between a prefetch and its use
+constexpr std::int64_t kEntriesPerSum = 32;  // then the sum moves to a compensated total
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // products below which waking threads costs more than it saves
+
+// Kahan's addition. Rounding errors then grow with kEntriesPerSum and not with the degree of a row.
+template <typename V>
+FASTSPARSE_INLINE void add_compensated(const V& term, V& total, V& compensation) {
+  const V corrected = term - compensation;
+  const V next = total + corrected;
+  compensation = (next - total) - corrected;
+  total = next;
+}
 
 template <typename T>
 FASTSPARSE_INLINE Acc<T> weight_of(const SpmmArgs& args, std::int64_t entry, std::int64_t head) {
@@ -25,28 +35,34 @@ FASTSPARSE_INLINE Acc<T> weight_of(const SpmmArgs& args, std::int64_t entry, std
 
 // Accumulates kVectors * 64 bytes of accumulators, features f .. of one row.
 template <typename T, int kVectors>
-FASTSPARSE_INLINE void accumulate_tile(const SpmmArgs& args, std::int64_t row, std::int64_t head, std::int64_t f) {
+FASTSPARSE_INLINE void accumulate_tile(const SpmmArgs& args, std::int64_t row, std::int64_t head,
+                                       std::int64_t f) {
   using A = Acc<T>;
   constexpr int kWidth = kVectorWidth<A>;
   const T* x = static_cast<const T*>(args.x.data) + f;
   const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1];
   const bool weighted = args.value.data != nullptr || args.scale_src != nullptr;
-  Vector<A> sum[kVectors] = {};
-  for (std::int64_t entry = begin; entry < end; ++entry) {
-    if (entry + kPrefetchEntries < end) {
-      const T* next = x + args.a.col[entry + kPrefetchEntries] * args.x.stride;
-      for (int byte = 0; byte < kVectors * kWidth * static_cast<int>(sizeof(T)); byte += 64) {
-        __builtin_prefetch(reinterpret_cast<const char*>(next) + byte);
+  Vector<A> total[kVectors] = {}, compensation[kVectors] = {};
+  for (std::int64_t block = begin; block < end; block += kEntriesPerSum) {
+    const std::int64_t block_end = std::min(block + kEntriesPerSum, end);
+    Vector<A> sum[kVectors] = {};
+    for (std::int64_t entry = block; entry < block_end; ++entry) {
+      if (entry + kPrefetchEntries < end) {
+        const T* next = x + args.a.col[entry + kPrefetchEntries] * args.x.stride;
+        for (int byte = 0; byte < kVectors * kWidth * static_cast<int>(sizeof(T)); byte += 64) {
+          __builtin_prefetch(reinterpret_cast<const char*>(next) + byte);
+        }
+      }
+      const T* source = x + args.a.col[entry] * args.x.stride;
+      const A weight = weighted ? weight_of<T>(args, entry, head) : A{1};
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        Vector<A> features;
+        load_vector<T>(source + v * kWidth, features);
+        sum[v] += weighted ? features * weight : features;
       }
     }
-    const T* source = x + args.a.col[entry] * args.x.stride;
-    const A weight = weighted ? weight_of<T>(args, entry, head) : A{1};
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      Vector<A> features;
-      load_vector<T>(source + v * kWidth, features);
-      sum[v] += weighted ? features * weight : features;
-    }
+    for (int v = 0; v < kVectors; ++v) add_compensated(sum[v], total[v], compensation[v]);
   }
   const A scale = args.scale_dst != nullptr ? static_cast<const A*>(args.scale_dst)[row] : A{1};
   const T* bias = static_cast<const T*>(args.bias);
@@ -55,22 +71,28 @@ FASTSPARSE_INLINE void accumulate_tile(const SpmmArgs& args, std::int64_t row, s
   for (int v = 0; v < kVectors; ++v) {
     for (int i = 0; i < kWidth; ++i) {
       const A shift = bias != nullptr ? widen(bias[f + v * kWidth + i]) : A{0};
-      narrow(sum[v][i] * scale + shift, out + v * kWidth + i);
+      narrow(total[v][i] * scale + shift, out + v * kWidth + i);
     }
   }
 }
 
 template <typename T>
-FASTSPARSE_INLINE void accumulate_feature(const SpmmArgs& args, std::int64_t row, std::int64_t head, std::int64_t f) {
+FASTSPARSE_INLINE void accumulate_feature(const SpmmArgs& args, std::int64_t row, std::int64_t head,
+                                          std::int64_t f) {
   using A = Acc<T>;
   const T* x = static_cast<const T*>(args.x.data) + f;
-  A sum = 0;
-  for (std::int64_t entry = args.a.rowptr[row]; entry < args.a.rowptr[row + 1]; ++entry) {
-    sum += weight_of<T>(args, entry, head) * widen(x[args.a.col[entry] * args.x.stride]);
+  const std::int64_t end = args.a.rowptr[row + 1];
+  A total = 0, compensation = 0;
+  for (std::int64_t block = args.a.rowptr[row]; block < end; block += kEntriesPerSum) {
+    A sum = 0;
+    for (std::int64_t entry = block; entry < std::min(block + kEntriesPerSum, end); ++entry) {
+      sum += weight_of<T>(args, entry, head) * widen(x[args.a.col[entry] * args.x.stride]);
+    }
+    add_compensated(sum, total, compensation);
   }
-  if (args.scale_dst != nullptr) sum *= static_cast<const A*>(args.scale_dst)[row];
-  if (args.bias != nullptr) sum += widen(static_cast<const T*>(args.bias)[f]);
-  narrow(sum, static_cast<T*>(args.out) + row * args.width + f);
+  if (args.scale_dst != nullptr) total *= static_cast<const A*>(args.scale_dst)[row];
+  if (args.bias != nullptr) total += widen(static_cast<const T*>(args.bias)[f]);
+  narrow(total, static_cast<T*>(args.out) + row * args.width + f);
 }
 
 template <typename T>
@@ -109,7 +131,8 @@ FASTSPARSE_MULTIVERSION void rows(BFloat16, const SpmmArgs& args, std::int64_t b
 
 void spmm_csr(const SpmmArgs& args, int threads) {
   with_type(args.dtype, [&](auto type) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (args.a.num_edges * args.width > kSerialWork)
+#pragma omp parallel for schedule(dynamic) \
+    num_threads(threads) if (args.a.num_edges * args.width > kSerialWork)
     for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
       rows(type, args, row, std::min(row + kRowsPerTask, args.a.num_rows));
     }

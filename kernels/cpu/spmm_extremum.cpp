@@ -1,4 +1,5 @@
-// Maximum and minimum aggregation from CSR on the CPU. Ties go to the first entry of the row; NaN wins, as in torch.
+// Maximum and minimum aggregation from CSR on the CPU. Ties go to the first entry of the row; NaN wins, as in
+// torch.
 #include <algorithm>
 #include <vector>
 
@@ -12,7 +13,8 @@ constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // products below which waking threads costs more than it saves
 
 template <typename T>
-FASTSPARSE_INLINE void reduce_rows(const SpmmExtremumArgs& args, std::int64_t row_begin, std::int64_t row_end) {
+FASTSPARSE_INLINE void reduce_rows(const SpmmExtremumArgs& args, std::int64_t row_begin,
+                                   std::int64_t row_end) {
   using A = Acc<T>;
   const std::int64_t heads = args.value.data != nullptr ? args.value.heads : 1;
   const std::int64_t head_width = args.width / heads;
@@ -33,7 +35,8 @@ FASTSPARSE_INLINE void reduce_rows(const SpmmExtremumArgs& args, std::int64_t ro
         }
         for (std::int64_t f = head * head_width; f < (head + 1) * head_width; ++f) {
           const A candidate = weight * widen(source[f]);
-          const bool better = (candidate > best[f]) | ((candidate != candidate) & (best[f] == best[f])) | (offset == 0);
+          const bool better =
+              (candidate > best[f]) | ((candidate != candidate) & (best[f] == best[f])) | (offset == 0);
           best[f] = better ? candidate : best[f];
           arg[f] = better ? offset : arg[f];
         }
@@ -44,7 +47,8 @@ FASTSPARSE_INLINE void reduce_rows(const SpmmExtremumArgs& args, std::int64_t ro
   }
 }
 
-FASTSPARSE_MULTIVERSION void rows(double, const SpmmExtremumArgs& args, std::int64_t begin, std::int64_t end) {
+FASTSPARSE_MULTIVERSION void rows(double, const SpmmExtremumArgs& args, std::int64_t begin,
+                                  std::int64_t end) {
   reduce_rows<double>(args, begin, end);
 }
 FASTSPARSE_MULTIVERSION void rows(float, const SpmmExtremumArgs& args, std::int64_t begin, std::int64_t end) {
@@ -53,7 +57,8 @@ FASTSPARSE_MULTIVERSION void rows(float, const SpmmExtremumArgs& args, std::int6
 FASTSPARSE_MULTIVERSION void rows(Half, const SpmmExtremumArgs& args, std::int64_t begin, std::int64_t end) {
   reduce_rows<Half>(args, begin, end);
 }
-FASTSPARSE_MULTIVERSION void rows(BFloat16, const SpmmExtremumArgs& args, std::int64_t begin, std::int64_t end) {
+FASTSPARSE_MULTIVERSION void rows(BFloat16, const SpmmExtremumArgs& args, std::int64_t begin,
+                                  std::int64_t end) {
   reduce_rows<BFloat16>(args, begin, end);
 }
 
@@ -61,7 +66,8 @@ FASTSPARSE_MULTIVERSION void rows(BFloat16, const SpmmExtremumArgs& args, std::i
 
 void spmm_extremum(const SpmmExtremumArgs& args, int threads) {
   with_type(args.dtype, [&](auto type) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (args.a.num_edges * args.width > kSerialWork)
+#pragma omp parallel for schedule(dynamic) \
+    num_threads(threads) if (args.a.num_edges * args.width > kSerialWork)
     for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
       rows(type, args, row, std::min(row + kRowsPerTask, args.a.num_rows));
     }

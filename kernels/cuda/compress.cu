@@ -1,5 +1,5 @@
-// COO -> compressed rows on the GPU: one CUB radix sort over just the bits that the indices use, then a binary search
-// per row. Bytes: per pass of 8 bits, keys and positions read and written once.
+// COO -> compressed rows on the GPU: one CUB radix sort over just the bits that the indices use, then a
+// binary search per row. Bytes: per pass of 8 bits, keys and positions read and written once.
 
 #include <cub/device/device_radix_sort.cuh>
 
@@ -75,7 +75,8 @@ template <typename Index, typename Key, typename Id>
 int compress_typed(const CompressArgs& args, char* scratch, std::size_t* scratch_bytes, cudaStream_t stream) {
   const KeyLayout layout = key_layout(args);
   const auto padded = [](std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; };
-  const std::size_t key_bytes = padded(args.num_edges * sizeof(Key)), id_bytes = padded(args.num_edges * sizeof(Id));
+  const std::size_t key_bytes = padded(args.num_edges * sizeof(Key)),
+                    id_bytes = padded(args.num_edges * sizeof(Id));
   cub::DoubleBuffer<Key> keys(reinterpret_cast<Key*>(scratch), reinterpret_cast<Key*>(scratch + key_bytes));
   cub::DoubleBuffer<Id> ids(reinterpret_cast<Id*>(scratch + 2 * key_bytes),
                             reinterpret_cast<Id*>(scratch + 2 * key_bytes + id_bytes));
@@ -89,13 +90,15 @@ int compress_typed(const CompressArgs& args, char* scratch, std::size_t* scratch
     return cudaSuccess;
   }
   const unsigned blocks = ceil_div(args.num_edges, kThreads);
-  make_keys_kernel<Index><<<blocks, kThreads, 0, stream>>>(args, layout.minor_bits, keys.Current(), ids.Current());
+  make_keys_kernel<Index>
+      <<<blocks, kThreads, 0, stream>>>(args, layout.minor_bits, keys.Current(), ids.Current());
   error = cub::DeviceRadixSort::SortPairs(scratch + own_bytes, sort_bytes, keys, ids, args.num_edges, 0,
                                           layout.key_bits, stream);
   if (error != cudaSuccess) return error;
-  unpack_keys_kernel<Index><<<blocks, kThreads, 0, stream>>>(args, layout.minor_bits, keys.Current(), ids.Current());
+  unpack_keys_kernel<Index>
+      <<<blocks, kThreads, 0, stream>>>(args, layout.minor_bits, keys.Current(), ids.Current());
   find_rows_kernel<<<ceil_div(args.num_major + 1, kThreads), kThreads, 0, stream>>>(args, layout.minor_bits,
-                                                                                  keys.Current());
+                                                                                    keys.Current());
   return cudaGetLastError();
 }
 

@@ -1,6 +1,6 @@
-// Sampled dense-dense product from CSR on CUDA cores: a group of 8 or 32 lanes takes one slice of a row, reads the row's
-// features (they stay in the L1) and gathers 4 neighbours at a time. Floors: E * H * D * sizeof(T) bytes gathered,
-// E * H * sizeof(out) written, 2 E H D flops.
+// Sampled dense-dense product from CSR on CUDA cores: a group of 8 or 32 lanes takes one slice of a row,
+// reads the row's features (they stay in the L1) and gathers 4 neighbours at a time. Floors: E * H * D *
+// sizeof(T) bytes gathered, E * H * sizeof(out) written, 2 E H D flops.
 
 #include <initializer_list>
 
@@ -17,7 +17,8 @@ template <typename T, int kVec, int kLanes>
 __global__ void __launch_bounds__(kThreads) sddmm_csr_kernel(const SddmmArgs args) {
   using A = Acc<T>;
   const int lane = threadIdx.x % kLanes;
-  const std::int64_t group = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
+  const std::int64_t group =
+      static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
   const RowSlice slice = load_slice(args.split, group);
   // Whole warps loop together, so that the shuffles below need no divergent branches.
   const int longest = __reduce_max_sync(kFullWarp, slice.length);

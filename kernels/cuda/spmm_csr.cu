@@ -1,12 +1,13 @@
 // SpMM from CSR on CUDA cores.
 //
-// A group of 4, 8 or 32 lanes computes one slice of a row for one tile of features. Floors per call, E entries of
-// width F: E * F * sizeof(T) bytes gathered, E * 4 bytes of columns; 2 E F flops, far below the arithmetic limit. So the
-// shape follows the gather: 16-byte loads, 8 lanes cover 128 contiguous bytes, and each lane keeps 8 loads in flight
-// (4 entries x 2 chunks). Tiles of features are the slow grid dimension: a tile of the whole table is far likelier to
-// stay in the L2 than the table. Rows are cut into slices (HR-SpMM, section 4.1; RoDe) and slices of like length are
-// neighbours, so a warp's groups finish together. Rows with several slices get their partial sums added in slot order
-// by a second kernel: no atomics, the same bits every time.
+// A group of 4, 8 or 32 lanes computes one slice of a row for one tile of features. Floors per call, E
+// entries of width F: E * F * sizeof(T) bytes gathered, E * 4 bytes of columns; 2 E F flops, far below the
+// arithmetic limit. So the shape follows the gather: 16-byte loads, 8 lanes cover 128 contiguous bytes, and
+// each lane keeps 8 loads in flight (4 entries x 2 chunks). Tiles of features are the slow grid dimension: a
+// tile of the whole table is far likelier to stay in the L2 than the table. Rows are cut into slices
+// (HR-SpMM, section 4.1; RoDe) and slices of like length are neighbours, so a warp's groups finish together.
+// Rows with several slices get their partial sums added in slot order by a second kernel: no atomics, the
+// same bits every time.
 
 #include <initializer_list>
 
@@ -18,11 +19,13 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kEntriesInFlight = 4;
+constexpr int kEntriesPerSum = 32;  // then the sum moves to a total: rounding errors grow with 32, not with the slice
 
 enum class Weight { kNone, kScalar, kPerHead };
 
 template <typename T>
-__device__ __forceinline__ Acc<T> finish(const SpmmArgs& args, Acc<T> sum, std::int64_t row, std::int64_t feature) {
+__device__ __forceinline__ Acc<T> finish(const SpmmArgs& args, Acc<T> sum, std::int64_t row,
+                                         std::int64_t feature) {
   if (args.scale_dst != nullptr) sum *= static_cast<const Acc<T>*>(args.scale_dst)[row];
   if (args.bias != nullptr) sum += widen(static_cast<const T*>(args.bias)[feature]);
   return sum;
@@ -33,9 +36,11 @@ __global__ void __launch_bounds__(kThreads) spmm_csr_kernel(const SpmmArgs args)
   using A = Acc<T>;
   constexpr int kChunkWidth = kLanes * kVec;
   const int lane = threadIdx.x % kLanes;
-  const std::int64_t group = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
+  const std::int64_t group =
+      static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
   const RowSlice slice = load_slice(args.split, group);
-  // Groups of a warp loop together, masked where their own slice is over: shuffles then need no divergent branches.
+  // Groups of a warp loop together, masked where their own slice is over: shuffles then need no divergent
+  // branches.
   const int longest = __reduce_max_sync(kFullWarp, slice.length);
   const std::int64_t feature0 = static_cast<std::int64_t>(blockIdx.y) * (kChunkWidth * kChunks) + lane * kVec;
   const T* x = static_cast<const T*>(args.x.data) + feature0;
@@ -51,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) spmm_csr_kernel(const SpmmArgs args)
     }
   }
 
-  A sum[kChunks][kVec] = {};
+  A sum[kChunks][kVec] = {}, total[kChunks][kVec] = {};
   int next_col = lane < slice.length ? __ldg(args.a.col + slice.begin + lane) : 0;
   for (int base = 0; base < longest; base += kLanes) {
     const int col = next_col;
@@ -61,7 +66,8 @@ __global__ void __launch_bounds__(kThreads) spmm_csr_kernel(const SpmmArgs args)
     if constexpr (kWeight == Weight::kScalar) {
       if (mine < slice.length) {
         if (args.value.data != nullptr) {
-          weight = load_value<T>(args.value, value_in_feature_dtype, edge_position(args.a, slice.begin + mine));
+          weight =
+              load_value<T>(args.value, value_in_feature_dtype, edge_position(args.a, slice.begin + mine));
         }
         if (args.scale_src != nullptr) weight *= static_cast<const A*>(args.scale_src)[col];
       }
@@ -83,7 +89,8 @@ __global__ void __launch_bounds__(kThreads) spmm_csr_kernel(const SpmmArgs args)
       for (int u = 0; u < kEntriesInFlight; ++u) {
         const std::int64_t source = __shfl_sync(kFullWarp, col, step + u, kLanes);
         const bool live = base + step + u < slice.length;
-        if constexpr (kWeight != Weight::kNone) entry_weight[u] = __shfl_sync(kFullWarp, weight, step + u, kLanes);
+        if constexpr (kWeight != Weight::kNone)
+          entry_weight[u] = __shfl_sync(kFullWarp, weight, step + u, kLanes);
         std::int64_t entry_position = 0;
         if constexpr (kWeight == Weight::kPerHead) {
           entry_position = __shfl_sync(kFullWarp, position, step + u, kLanes);
@@ -95,8 +102,8 @@ __global__ void __launch_bounds__(kThreads) spmm_csr_kernel(const SpmmArgs args)
           if (live && inside[c]) {
             pack[u][c] = load_pack<T, kVec>(x + source * args.x.stride + c * kChunkWidth);
             if constexpr (kWeight == Weight::kPerHead) {
-              head_weight[u][c] =
-                  entry_weight[u] * load_value<T>(args.value, value_in_feature_dtype, entry_position + head[c]);
+              head_weight[u][c] = entry_weight[u] *
+                                  load_value<T>(args.value, value_in_feature_dtype, entry_position + head[c]);
             }
           }
         }
@@ -115,6 +122,21 @@ __global__ void __launch_bounds__(kThreads) spmm_csr_kernel(const SpmmArgs args)
         }
       }
     }
+    if ((base / kLanes) % (kEntriesPerSum / kLanes) == kEntriesPerSum / kLanes - 1) {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          total[c][i] += sum[c][i];
+          sum[c][i] = 0;
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) sum[c][i] += total[c][i];
   }
 
   if (group >= args.split.num_slices) return;
@@ -129,15 +151,18 @@ __global__ void __launch_bounds__(kThreads) spmm_csr_kernel(const SpmmArgs args)
     } else {
       Pack<T, kVec> pack;
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) pack.lane[i] = narrow<T>(finish<T>(args, sum[c][i], slice.target, feature + i));
-      *reinterpret_cast<Pack<T, kVec>*>(static_cast<T*>(args.out) + slice.target * args.width + feature) = pack;
+      for (int i = 0; i < kVec; ++i)
+        pack.lane[i] = narrow<T>(finish<T>(args, sum[c][i], slice.target, feature + i));
+      *reinterpret_cast<Pack<T, kVec>*>(static_cast<T*>(args.out) + slice.target * args.width + feature) =
+          pack;
     }
   }
 }
 
 constexpr int kCombineRows = 8;
 
-// Adds the partial sums of one split row: threadIdx.y strides over the slots, then a fixed tree adds the strides.
+// Adds the partial sums of one split row: threadIdx.y strides over the slots, then a fixed tree adds the
+// strides.
 template <typename T>
 __global__ void __launch_bounds__(kWarp* kCombineRows) combine_partials_kernel(const SpmmArgs args) {
   using A = Acc<T>;
@@ -146,7 +171,8 @@ __global__ void __launch_bounds__(kWarp* kCombineRows) combine_partials_kernel(c
   A sum = 0;
   if (feature < args.width) {
     const std::int64_t end = args.split.split_ptr[blockIdx.x + 1];
-    for (std::int64_t slot = args.split.split_ptr[blockIdx.x] + threadIdx.y; slot < end; slot += kCombineRows) {
+    for (std::int64_t slot = args.split.split_ptr[blockIdx.x] + threadIdx.y; slot < end;
+         slot += kCombineRows) {
       sum += static_cast<const A*>(args.partial)[slot * args.width + feature];
     }
   }
@@ -161,7 +187,8 @@ __global__ void __launch_bounds__(kWarp* kCombineRows) combine_partials_kernel(c
 
 template <typename T, int kVec, int kLanes, int kChunks>
 void launch_shape(const SpmmArgs& args, cudaStream_t stream) {
-  const dim3 grid(ceil_div(args.split.num_slices, kThreads / kLanes), ceil_div(args.width, kLanes * kVec * kChunks));
+  const dim3 grid(ceil_div(args.split.num_slices, kThreads / kLanes),
+                  ceil_div(args.width, kLanes * kVec * kChunks));
   if (args.value.data != nullptr && args.value.heads > 1) {
     spmm_csr_kernel<T, kVec, kLanes, kChunks, Weight::kPerHead><<<grid, kThreads, 0, stream>>>(args);
   } else if (args.value.data != nullptr || args.scale_src != nullptr) {
@@ -190,8 +217,9 @@ void launch_vector(const SpmmArgs& args, cudaStream_t stream) {
 template <typename T>
 void launch(const SpmmArgs& args, cudaStream_t stream) {
   const bool per_head = args.value.data != nullptr && args.value.heads > 1;
-  const int vec = vector_width<T>({args.width, args.x.stride, per_head ? args.width / args.value.heads : args.width},
-                                  {args.x.data, args.out});
+  const int vec =
+      vector_width<T>({args.width, args.x.stride, per_head ? args.width / args.value.heads : args.width},
+                      {args.x.data, args.out});
   if (vec * sizeof(T) == 16) {
     launch_vector<T, 16 / sizeof(T)>(args, stream);
   } else if constexpr (sizeof(T) < 4) {

@@ -1,5 +1,6 @@
-// Maximum and minimum aggregation from CSR on CUDA cores. Ties go to the first entry of the row; NaN wins, as in torch.
-// A group of lanes takes one slice; partial results of split rows are compared in slot order by a second kernel.
+// Maximum and minimum aggregation from CSR on CUDA cores. Ties go to the first entry of the row; NaN wins, as
+// in torch. A group of lanes takes one slice; partial results of split rows are compared in slot order by a
+// second kernel.
 
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
@@ -19,7 +20,8 @@ template <typename T, int kLanes>
 __global__ void __launch_bounds__(kThreads) spmm_extremum_kernel(const SpmmExtremumArgs args) {
   using A = Acc<T>;
   const int lane = threadIdx.x % kLanes;
-  const std::int64_t group = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
+  const std::int64_t group =
+      static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
   const std::int64_t feature = static_cast<std::int64_t>(blockIdx.y) * kLanes + lane;
   if (group >= args.split.num_slices || feature >= args.width) return;
   const RowSlice slice = load_slice(args.split, group);
@@ -30,7 +32,8 @@ __global__ void __launch_bounds__(kThreads) spmm_extremum_kernel(const SpmmExtre
   const A sign = args.minimum ? A{-1} : A{1};
   // Offsets count from the row's first entry; slices of a split row start later.
   const std::int64_t row = row_of(args.split, slice);
-  const auto offset0 = static_cast<std::int32_t>(slice.begin - (slice.length > 0 ? args.a.rowptr[row] : slice.begin));
+  const auto offset0 =
+      static_cast<std::int32_t>(slice.begin - (slice.length > 0 ? args.a.rowptr[row] : slice.begin));
 
   A best = 0;
   std::int32_t arg = -1;

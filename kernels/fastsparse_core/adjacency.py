@@ -80,7 +80,9 @@ class Adjacency:
         self.shape = shape
         self.edge_id = edge_id
         self.num_values: int = col.numel() if num_values is None else num_values
-        self._num_given = self.num_values if num_given is None else num_given  # the caller's edges, before loops
+        self._num_given = (
+            self.num_values if num_given is None else num_given
+        )  # the caller's edges, before loops
         self._loop_edge = loop_edge  # (min(shape),): the caller's edge that was this node's loop, -1: none
         self._merge = merge  # (caller's edge, merged edge) of every edge before duplicates were merged
         self._start()
@@ -147,7 +149,9 @@ class Adjacency:
         if duplicates == "sum":
             assert edge_id is not None
             return cls._merged(rowptr, sorted_col, shape, edge_id, num_given, loop_edge)
-        if position is None and torch.equal(order, torch.arange(len(order), dtype=order.dtype, device=order.device)):
+        if position is None and torch.equal(
+            order, torch.arange(len(order), dtype=order.dtype, device=order.device)
+        ):
             edge_id = None
         elif num_values <= _INT32_MAX and edge_id is not None:
             edge_id = edge_id.int()
@@ -392,7 +396,9 @@ class Adjacency:
 
     # ---------------------------------------------------------------- edge values
 
-    def extend_value(self, value: Tensor, fill_value: float | Tensor, *, keep_existing: bool = True) -> Tensor:
+    def extend_value(
+        self, value: Tensor, fill_value: float | Tensor, *, keep_existing: bool = True
+    ) -> Tensor:
         """Appends values of the inserted self loops to the caller's edge values; differentiable.
 
         Args:
@@ -406,7 +412,9 @@ class Adjacency:
         """
         count = min(self.shape)
         if self._loop_edge is None:
-            raise ValueError("extend_value: expected an Adjacency built with self_loops='append' or 'replace'")
+            raise ValueError(
+                "extend_value: expected an Adjacency built with self_loops='append' or 'replace'"
+            )
         if value.size(0) != self._num_given:
             raise ValueError(f"value: expected one per given edge, {self._num_given}, got {value.size(0)}")
         if isinstance(fill_value, Tensor):
@@ -430,8 +438,13 @@ class Adjacency:
         if self._merge is None:
             raise ValueError("coalesce_value: expected an Adjacency built with duplicates='sum'")
         source, target = self._merge
+        num_values = self._num_given + (min(self.shape) if self.has_inserted_loops else 0)
         if value is None:
-            value = torch.ones(source.numel(), device=self.device)
+            value = torch.ones(num_values, device=self.device)
+        if value.size(0) != num_values:
+            raise ValueError(
+                f"value: expected one per edge before merging, {num_values}, got {value.size(0)}"
+            )
         out = value.new_zeros(self.num_values, *value.shape[1:])
         return out.index_add(0, target, value[source])
 
@@ -531,7 +544,9 @@ def _expand_rows(rowptr: Tensor, num_edges: int) -> Tensor:
     return torch.repeat_interleave(row, rowptr.diff(), output_size=num_edges)
 
 
-def _insert_loops(row: Tensor, col: Tensor, count: int, replace: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _insert_loops(
+    row: Tensor, col: Tensor, count: int, replace: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Edges with loops appended, the caller's position of each, and the caller's loop of each node (-1: none)."""
     num_edges = row.numel()
     loop_edge = torch.full((count,), -1, dtype=torch.int64, device=row.device)
@@ -580,7 +595,9 @@ def _check_range(indices: dict[str, tuple[Tensor, int, str]]) -> None:
     present = {name: item for name, item in indices.items() if item[0].numel()}
     if not present:
         return
-    ends = torch.stack([torch.stack(torch.aminmax(index)).long() for index, _, _ in present.values()]).tolist()
+    ends = torch.stack(
+        [torch.stack(torch.aminmax(index)).long() for index, _, _ in present.values()]
+    ).tolist()
     for (name, (_, size, size_name)), (low, high) in zip(present.items(), ends, strict=True):
         if low < 0 or high >= size:
             raise ValueError(

@@ -18,7 +18,9 @@ def device_index(device: torch.device) -> int:
     if device.type == "cpu":
         return -1
     if device.type != "cuda":
-        raise ValueError(f"device: expected a CPU or CUDA tensor, got one on {device}; move it with .to('cuda')")
+        raise ValueError(
+            f"device: expected a CPU or CUDA tensor, got one on {device}; move it with .to('cuda')"
+        )
     if not _HAS_CUDA_KERNELS:
         raise ValueError(
             "device: fastsparse_core was built without its CUDA half, so tensors must be on the CPU; "

@@ -14,6 +14,10 @@ def _edges(adj: Adjacency) -> tuple[Tensor, Tensor, Tensor]:
     return adj.row().long(), adj.col.long(), position
 
 
+def _matrix(x: Tensor) -> Tensor:
+    return x[:, None] if x.dim() == 1 else x.flatten(1)
+
+
 def spmm(
     adj: Adjacency,
     x: Tensor,
@@ -26,12 +30,14 @@ def spmm(
 ) -> Tensor:
     """Float64 reference of :func:`fastsparse_core.spmm`, differentiable, by gather and scatter over the edges."""
     row, col, position = _edges(adj)
-    features = x.double().reshape(x.size(0), -1)
+    features = _matrix(x.double())
     width = features.size(1)
     message = features[col]
     if value is not None:
-        weight = value.double().reshape(value.size(0), -1)[position]
-        message = (message.reshape(len(col), weight.size(1), -1) * weight[:, :, None]).reshape(len(col), width)
+        weight = _matrix(value.double())[position]
+        heads = weight.size(1)
+        message = message.reshape(len(col), heads, width // heads) * weight[:, :, None]
+        message = message.reshape(len(col), width)
     if scale_src is not None:
         message = message * scale_src.double()[col, None]
     index = row[:, None].expand_as(message)

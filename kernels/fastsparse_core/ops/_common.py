@@ -37,7 +37,9 @@ def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
         return list(tensors)
     dtype = torch.get_autocast_dtype(device_type)
     return [
-        tensor.to(dtype) if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+        tensor.to(dtype)
+        if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+        else tensor
         for tensor in tensors
     ]
 
@@ -51,7 +53,9 @@ def check_features(name: str, x: Tensor, rows: int, rows_name: str, adj: Adjacen
     if x.dim() < 1 or x.size(0) != rows:
         raise ValueError(f"{name}: expected {rows_name} = {rows} rows, got shape {tuple(x.shape)}")
     if x.device != adj.device:
-        raise ValueError(f"{name}: expected device {adj.device} like the Adjacency, got {x.device}; move one with .to()")
+        raise ValueError(
+            f"{name}: expected device {adj.device} like the Adjacency, got {x.device}; move one with .to()"
+        )
 
 
 def check_scale(name: str, scale: Tensor | None, rows: int, x: Tensor) -> Tensor | None:

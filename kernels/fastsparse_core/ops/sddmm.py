@@ -100,7 +100,9 @@ def _sddmm(
     adj = from_handle(adjacency)
     x_dst, x_src = unit_stride(x_dst), unit_stride(x_src)
     every_value_is_written = num_values == adj.num_edges
-    out = (torch.empty if every_value_is_written else torch.zeros)(num_values, heads, dtype=dtype, device=x_dst.device)
+    out = (torch.empty if every_value_is_written else torch.zeros)(
+        num_values, heads, dtype=dtype, device=x_dst.device
+    )
     if out.numel() == 0 or adj.num_edges == 0:
         return out
     index = device_index(x_dst.device)
@@ -139,7 +141,9 @@ def _sddmm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             x_src, grad, scale_dst, scale_src, None, x_dst.size(0), ctx.adjacency, False, ctx.algorithm
         )
     if ctx.needs_input_grad[1]:
-        grad_src = spmm(x_dst, grad, scale_src, scale_dst, None, x_src.size(0), ctx.adjacency, True, ctx.algorithm)
+        grad_src = spmm(
+            x_dst, grad, scale_src, scale_dst, None, x_src.size(0), ctx.adjacency, True, ctx.algorithm
+        )
     return grad_dst, grad_src, None, None, None, None, None, None, None
 
 

@@ -224,7 +224,15 @@ def _spmm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_x = grad_value = grad_bias = None
     if ctx.needs_input_grad[0]:
         grad_x = _spmm_op(
-            grad, value, scale_src, scale_dst, None, ctx.num_src, ctx.adjacency, not ctx.transpose, ctx.algorithm
+            grad,
+            value,
+            scale_src,
+            scale_dst,
+            None,
+            ctx.num_src,
+            ctx.adjacency,
+            not ctx.transpose,
+            ctx.algorithm,
         )
     if ctx.needs_input_grad[1]:
         dst, src = (x, grad) if ctx.transpose else (grad, x)
@@ -324,7 +332,9 @@ def _spmm_extremum_backward(
             head = torch.arange(x.size(1), device=x.device) // (x.size(1) // heads)
             flat = position * heads + head
             weight = value.to(dtype).reshape(-1)[flat]
-            _scatter_add(grad_value.view(-1), flat.reshape(-1), (chosen * x.to(dtype).gather(0, source)).reshape(-1))
+            _scatter_add(
+                grad_value.view(-1), flat.reshape(-1), (chosen * x.to(dtype).gather(0, source)).reshape(-1)
+            )
             chosen = chosen * weight
         feature = torch.arange(x.size(1), device=x.device)
         _scatter_add(grad_x.view(-1), (source * x.size(1) + feature).reshape(-1), chosen.reshape(-1))

@@ -1,6 +1,6 @@
-// Portable SIMD for the CPU kernels: 64-byte vectors of the compiler's vector extension, lowered to whatever the
-// machine has. FASTSPARSE_MULTIVERSION compiles a function for AVX-512, AVX2 and the baseline; the loader picks one,
-// so that one binary runs everywhere without -march=native.
+// Portable SIMD for the CPU kernels: 64-byte vectors of the compiler's vector extension, lowered to whatever
+// the machine has. FASTSPARSE_MULTIVERSION compiles a function for AVX-512, AVX2 and the baseline; the loader
+// picks one, so that one binary runs everywhere without -march=native.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,8 @@ FASTSPARSE_INLINE float widen(BFloat16 v) {
   return out;
 }
 FASTSPARSE_INLINE float widen(Half v) {
-  // Shift exponent and mantissa into place and rescale by 2^112: one multiplication also normalises subnormals.
+  // Shift exponent and mantissa into place and rescale by 2^112: one multiplication also normalises
+  // subnormals.
   const std::uint32_t sign = static_cast<std::uint32_t>(v.bits & 0x8000u) << 16;
   const std::uint32_t magnitude = static_cast<std::uint32_t>(v.bits & 0x7fffu) << 13;
   float out;

@@ -77,7 +77,8 @@ __device__ __forceinline__ Pack<T, kVec> load_pack(const T* from) {
 
 // A number that the caller gave in the features' dtype or in their accumulation type.
 template <typename T>
-__device__ __forceinline__ Acc<T> load_value(const EdgeValueView& value, bool in_feature_dtype, std::int64_t index) {
+__device__ __forceinline__ Acc<T> load_value(const EdgeValueView& value, bool in_feature_dtype,
+                                             std::int64_t index) {
   return in_feature_dtype ? widen(static_cast<const T*>(value.data)[index])
                           : static_cast<const Acc<T>*>(value.data)[index];
 }
@@ -98,7 +99,8 @@ __device__ __forceinline__ RowSlice load_slice(const RowSplitView& split, std::i
   return slice;
 }
 
-// Row that a slice belongs to: its target, or the owner of its slot (a binary search among the few split rows).
+// Row that a slice belongs to: its target, or the owner of its slot (a binary search among the few split
+// rows).
 __device__ __forceinline__ std::int64_t row_of(const RowSplitView& split, const RowSlice& slice) {
   if (slice.target >= 0) return slice.target;
   const std::int64_t slot = ~slice.target;
@@ -129,8 +131,8 @@ void with_type(Dtype dtype, F&& f) {
   }
 }
 
-// Largest number of elements per load, among 16 bytes, 4 bytes and one element, that divides all of `divisors` (element
-// counts) and to which all of `addresses` are aligned.
+// Largest number of elements per load, among 16 bytes, 4 bytes and one element, that divides all of
+// `divisors` (element counts) and to which all of `addresses` are aligned.
 template <typename T>
 int vector_width(std::initializer_list<std::int64_t> divisors, std::initializer_list<const void*> addresses) {
   for (const int bytes : {16, 4}) {
@@ -138,7 +140,8 @@ int vector_width(std::initializer_list<std::int64_t> divisors, std::initializer_
     if (width <= 1) continue;
     bool fits = true;
     for (const std::int64_t count : divisors) fits = fits && count % width == 0;
-    for (const void* address : addresses) fits = fits && reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
+    for (const void* address : addresses)
+      fits = fits && reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
     if (fits) return width;
   }
   return 1;

@@ -1,6 +1,6 @@
 // The operators as seen by the binding: one name per operator, once for the CPU and once for CUDA.
-// CPU launchers run on `threads` OpenMP threads. CUDA launchers enqueue on `stream` (a cudaStream_t) of the current
-// device and return a cudaError_t as int; they never allocate and never synchronise.
+// CPU launchers run on `threads` OpenMP threads. CUDA launchers enqueue on `stream` (a cudaStream_t) of the
+// current device and return a cudaError_t as int; they never allocate and never synchronise.
 #pragma once
 
 #include <cstddef>

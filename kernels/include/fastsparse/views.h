@@ -1,5 +1,5 @@
-// Plain views of the caller's memory. Nothing here owns memory or knows torch, CUDA or pybind11: the same structs
-// are passed to the CPU kernels and, by value, to the CUDA kernels.
+// Plain views of the caller's memory. Nothing here owns memory or knows torch, CUDA or pybind11: the same
+// structs are passed to the CPU kernels and, by value, to the CUDA kernels.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ enum class Dtype : int { kFloat64 = 0, kFloat32 = 1, kFloat16 = 2, kBFloat16 = 3
 struct CsrView {
   const std::int64_t* rowptr;  // (num_rows + 1)
   const std::int32_t* col;     // (num_edges)
-  const void* edge_id;         // (num_edges) position of each entry in the caller's edge order; null: identity
+  const void* edge_id;  // (num_edges) position of each entry in the caller's edge order; null: identity
   bool edge_id_is_64bit;
   std::int64_t num_rows;
   std::int64_t num_cols;
@@ -23,20 +23,22 @@ struct CsrView {
 struct alignas(16) RowSlice {
   std::int64_t begin;   // first entry
   std::int32_t length;  // number of entries
-  std::int32_t target;  // >= 0: the only slice of this row; < 0: ~target is its slot among the partial results
+  std::int32_t
+      target;  // >= 0: the only slice of this row; < 0: ~target is its slot among the partial results
 };
 
-// All rows cut into slices, long slices first. Rows with several slices ("split rows") get one partial result per
-// slice; split row s owns the slots split_ptr[s] .. split_ptr[s + 1], summed in that order: no atomics.
+// All rows cut into slices, long slices first. Rows with several slices ("split rows") get one partial result
+// per slice; split row s owns the slots split_ptr[s] .. split_ptr[s + 1], summed in that order: no atomics.
 struct RowSplitView {
   const RowSlice* slices;
   std::int64_t num_slices;
-  const std::int32_t* split_row;   // (num_split_rows)
-  const std::int64_t* split_ptr;   // (num_split_rows + 1)
+  const std::int32_t* split_row;  // (num_split_rows)
+  const std::int64_t* split_ptr;  // (num_split_rows + 1)
   std::int64_t num_split_rows;
 };
 
-// Values of the edges, in the caller's edge order: (num_values, heads), contiguous. Null data: every value is 1.
+// Values of the edges, in the caller's edge order: (num_values, heads), contiguous. Null data: every value
+// is 1.
 struct EdgeValueView {
   const void* data;
   Dtype dtype;  // the features' dtype or their accumulation type
@@ -70,16 +72,17 @@ struct SpmmExtremumArgs {
   RowSplitView split;
   EdgeValueView value;
   DenseView x;
-  void* out;                 // (num_rows, width)
-  std::int32_t* arg;         // (num_rows, width)
-  void* partial;             // (num_slots, width) in the accumulation type; CUDA only
+  void* out;                  // (num_rows, width)
+  std::int32_t* arg;          // (num_rows, width)
+  void* partial;              // (num_slots, width) in the accumulation type; CUDA only
   std::int32_t* partial_arg;  // (num_slots, width)
   std::int64_t width;
   bool minimum;
   Dtype dtype;
 };
 
-// out_e,h = scale_dst_i scale_src_j <x_dst_i,h , x_src_j,h> for entry e = (i, j), written at the caller's edge position.
+// out_e,h = scale_dst_i scale_src_j <x_dst_i,h , x_src_j,h> for entry e = (i, j), written at the caller's
+// edge position.
 struct SddmmArgs {
   CsrView a;
   RowSplitView split;

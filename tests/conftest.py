@@ -1,0 +1,43 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Every device the operators run on; CUDA only where there is a GPU and a build with the CUDA half."""
+    if request.param == "cuda":
+        from fastsparse_core import _C
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        if not _C.build_info()["cuda"]:
+            pytest.skip("fastsparse_core was built without its CUDA half")
+    return request.param
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Fills uninitialised memory with NaN (integers: their maximum), so that an unwritten output shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).new_empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def data_folder() -> Path:
+    """Folder with real graphs as .npz files, named by FASTSPARSE_DATA."""
+    folder = os.environ.get("FASTSPARSE_DATA")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("needs real graphs: set FASTSPARSE_DATA to their folder")
+    return Path(folder)

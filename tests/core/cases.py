@@ -1,0 +1,80 @@
+"""Random structures, features and comparisons for the operator tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastsparse_core import Adjacency
+
+#: Relative Frobenius error that an operator may have against the float64 reference.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+DTYPES = list(TOLERANCE)
+#: Widths on both sides of every vector, tile and lane boundary of the kernels.
+WIDTHS = (0, 1, 2, 3, 4, 5, 8, 16, 17, 31, 32, 40, 47, 64, 65, 100, 128, 130, 256, 1025)
+LAYOUTS = ("contiguous", "row_stride", "misaligned", "transposed", "expanded")
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Relative Frobenius error; infinite where something is not finite."""
+    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    assert actual.shape == expected.shape
+    difference = (actual - expected).norm()
+    if not difference.isfinite():
+        return float("inf")
+    return float(difference / expected.norm()) if expected.norm() > 0 else float(difference)
+
+
+@dataclass(frozen=True)
+class EdgeList:
+    """Edges in the caller's order."""
+
+    row: Tensor
+    col: Tensor
+    shape: tuple[int, int]
+
+    def adjacency(self, device: str) -> Adjacency:
+        return Adjacency.from_coo(self.row.to(device), self.col.to(device), self.shape)
+
+
+@st.composite
+def edge_lists(draw: st.DrawFn) -> EdgeList:
+    """Odd structures: no rows, no edges, one column, duplicates, empty rows, very heavy rows."""
+    sizes = st.sampled_from([0, 1, 2, 7, 8, 9, 33, 300])
+    num_dst, num_src = draw(sizes), draw(sizes)
+    num_edges = draw(st.sampled_from([0, 1, 5, 64, 1000, 3000])) if num_dst and num_src else 0
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    row = torch.randint(0, max(num_dst, 1), (num_edges,), generator=generator)
+    col = torch.randint(0, max(num_src, 1), (num_edges,), generator=generator)
+    kind = draw(st.sampled_from(["uniform", "heavy", "few_rows", "sorted"]))
+    if kind == "heavy" and num_edges:
+        row[: num_edges * 9 // 10] = num_dst // 2  # one row of up to 2700 entries: several slices
+    elif kind == "few_rows":
+        row = row // 4 * 4
+    elif kind == "sorted":
+        order = torch.argsort(row * max(num_src, 1) + col)
+        row, col = row[order], col[order]
+    if draw(st.booleans()):
+        row, col = row.int(), col.int()
+    return EdgeList(row, col, (num_dst, num_src))
+
+
+def features(rows: int, width: int, dtype: torch.dtype, layout: str, device: str, seed: int = 0) -> Tensor:
+    """Random features in a memory layout that a user might have."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+    if layout == "row_stride":
+        return draw(rows, width + 3)[:, :width]
+    if layout == "misaligned":
+        return draw(rows * width + 1)[1:].view(rows, width)
+    if layout == "transposed":
+        return draw(width, rows).t()
+    if layout == "expanded":
+        return draw(1, width).expand(rows, width)
+    return draw(rows, width)

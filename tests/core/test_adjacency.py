@@ -1,0 +1,286 @@
+"""Construction, validation, transposition, self loops, duplicates, pickling and memory of Adjacency."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from cases import EdgeList, edge_lists
+from hypothesis import HealthCheck, given, settings
+
+from fastsparse_core import Adjacency, spmm
+from fastsparse_core import adjacency as adjacency_module
+
+SETTINGS = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def stored_edges(adj: Adjacency) -> list[tuple[int, int, int]]:
+    """(row, col, caller's position) in stored order."""
+    position = torch.arange(adj.num_edges) if adj.edge_id is None else adj.edge_id
+    return list(zip(adj.row().tolist(), adj.col.tolist(), position.tolist(), strict=True))
+
+
+def given_edges(edges: EdgeList) -> list[tuple[int, int, int]]:
+    return list(zip(edges.row.tolist(), edges.col.tolist(), range(edges.row.numel()), strict=True))
+
+
+@given(edges=edge_lists())
+@SETTINGS
+def test_from_coo_sorts_stably(device, edges):
+    adj = edges.adjacency(device)
+    assert adj.rowptr.dtype == torch.int64
+    assert adj.col.dtype == torch.int32
+    assert stored_edges(adj) == sorted(given_edges(edges))
+    assert adj.in_degree().tolist() == torch.bincount(edges.row, minlength=edges.shape[0]).tolist()
+    assert adj.out_degree().tolist() == torch.bincount(edges.col, minlength=edges.shape[1]).tolist()
+
+
+@given(edges=edge_lists())
+@SETTINGS
+def test_transpose(device, edges):
+    adj = edges.adjacency(device)
+    transposed = adj.t()
+    assert transposed.shape == adj.shape[::-1]
+    assert sorted((c, r, e) for r, c, e in stored_edges(transposed)) == sorted(given_edges(edges))
+    assert transposed.t() is adj
+    assert adj.t() is transposed
+    assert adj.out_degree().tolist() == transposed.in_degree().tolist()
+
+
+@given(edges=edge_lists())
+@SETTINGS
+def test_from_csr_and_csc(device, edges):
+    adj = edges.adjacency(device)
+    again = Adjacency.from_csr(adj.rowptr.int(), adj.col.long(), adj.shape, edge_id=adj.edge_id)
+    assert stored_edges(again) == stored_edges(adj)
+    transposed = adj.t()
+    columns = Adjacency.from_csc(transposed.rowptr, transposed.col, adj.shape, edge_id=transposed.edge_id)
+    assert sorted(stored_edges(columns)) == sorted(stored_edges(adj))
+
+
+def test_symmetric_structure_shares_memory_with_its_transpose(device):
+    row = torch.tensor([0, 1, 1, 2, 3, 3], device=device)
+    col = torch.tensor([1, 0, 2, 1, 3, 3], device=device)
+    adj = Adjacency.from_coo(row, col, (4, 4))
+    assert adj.is_symmetric
+    assert adj.t().col.data_ptr() == adj.col.data_ptr()
+    assert adj.t().row() is adj.row()
+    before = sum(adj.memory_usage().values())
+    assert before == sum(t.nbytes for t in (adj.rowptr, adj.col, adj.t().edge_id, adj.row()))
+    assert not Adjacency.from_coo(row[:3], col[:3], (4, 4)).is_symmetric
+    assert not Adjacency.from_coo(row, col, (4, 5)).is_symmetric
+
+
+@pytest.mark.parametrize("mode", ["append", "replace"])
+def test_self_loops(device, mode):
+    row = torch.tensor([2, 0, 1, 1, 1], device=device)
+    col = torch.tensor([0, 1, 1, 2, 1], device=device)
+    adj = Adjacency.from_coo(row, col, (3, 4), self_loops=mode)
+    loops = [(0, 0, 5), (1, 1, 6), (2, 2, 7)]
+    own = [(2, 0, 0), (0, 1, 1), (1, 2, 3)]
+    own_loops = [(1, 1, 2), (1, 1, 4)]
+    expected = own + loops + (own_loops if mode == "append" else [])
+    assert stored_edges(adj) == sorted(expected)
+    assert adj.num_values == 8
+    assert adj.has_inserted_loops
+    assert not Adjacency.from_coo(row, col, (3, 4)).has_inserted_loops
+    value = torch.arange(10.0, 15.0, device=device, requires_grad=True)
+    extended = adj.extend_value(value, 1.0)
+    kept = [1.0, 14.0, 1.0] if mode == "replace" else [1.0] * 3
+    assert extended.tolist() == [10, 11, 12, 13, 14, *kept]
+    assert adj.extend_value(value, 2.0, keep_existing=False).tolist() == [10, 11, 12, 13, 14, 2, 2, 2]
+    assert adj.extend_value(value, torch.tensor([5.0, 6, 7], device=device), keep_existing=False)[
+        5:
+    ].tolist() == [5, 6, 7]
+    extended.sum().backward()
+    assert value.grad.tolist() == [1, 1, 1, 1, 2 if mode == "replace" else 1]
+    with pytest.raises(ValueError, match="value: expected one per given edge, 5, got 4"):
+        adj.extend_value(value[:4], 1.0)
+    with pytest.raises(ValueError, match="extend_value: expected an Adjacency built with self_loops"):
+        Adjacency.from_coo(row, col, (3, 4)).extend_value(value, 1.0)
+
+
+@pytest.mark.parametrize("self_loops", ["keep", "append", "replace"])
+def test_merged_duplicates(device, self_loops):
+    generator = torch.Generator().manual_seed(0)
+    row, col = (torch.randint(0, 5, (60,), generator=generator).to(device) for _ in range(2))
+    kept = Adjacency.from_coo(row, col, (5, 5), self_loops=self_loops)
+    merged = Adjacency.from_coo(row, col, (5, 5), duplicates="sum", self_loops=self_loops)
+    assert merged.num_edges == merged.num_values == len({(r, c) for r, c, _ in stored_edges(kept)})
+    value = torch.rand(60, device=device, dtype=torch.float64, requires_grad=True)
+    values = value if self_loops == "keep" else kept.extend_value(value, 0.5)
+    again = value if self_loops == "keep" else merged.extend_value(value, 0.5)
+    x = torch.randn(5, 3, device=device, dtype=torch.float64)
+    expected = spmm(kept, x, values)
+    actual = spmm(merged, x, merged.coalesce_value(again))
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(actual.sum(), value)[0], torch.autograd.grad(expected.sum(), value)[0]
+    )
+    ones = merged.coalesce_value().double()
+    torch.testing.assert_close(spmm(merged, x, ones), spmm(kept, x))
+    with pytest.raises(ValueError, match="duplicates='sum'"):
+        kept.coalesce_value()
+
+
+def test_degree_powers(device):
+    adj = Adjacency.from_coo(torch.tensor([0, 0, 0, 0, 2]), torch.tensor([1, 1, 1, 1, 0]), (3, 2)).to(device)
+    assert adj.inv_sqrt_degree().tolist() == [0.5, 0, 1]
+    assert adj.inv_degree(torch.float64).tolist() == [0.25, 0, 1]
+    assert adj.inv_sqrt_out_degree().tolist() == [1, 0.5]
+    assert adj.inv_out_degree().tolist() == [1, 0.25]
+    assert adj.has_empty_rows()
+    assert not adj.t().has_empty_rows()
+    assert adj.inv_degree() is adj.inv_degree()
+
+
+def test_built_once_from_many_threads(device, monkeypatch):
+    calls = []
+    build = Adjacency._transpose
+    monkeypatch.setattr(Adjacency, "_transpose", lambda self: calls.append(self) or build(self))
+    adj = Adjacency.from_coo(torch.tensor([0, 1]), torch.tensor([1, 2]), (3, 3)).to(device)
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(adj.t())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1
+    assert all(result is results[0] for result in results)
+    assert adj.memo("answer", lambda: [42]) is adj.memo("answer", lambda: [43])
+
+
+def test_freed_without_the_cycle_collector(device):
+    gc.collect()
+    gc.disable()
+    try:
+        adj = Adjacency.from_coo(torch.tensor([0, 1]), torch.tensor([1, 2]), (3, 3)).to(device).prepare()
+        handle, watch = adj.handle, weakref.ref(adj)
+        transposed = adj.t()
+        del adj
+        assert watch() is None
+        assert sorted(stored_edges(transposed.t())) == [(0, 1, 0), (1, 2, 1)]
+    finally:
+        gc.enable()
+    with pytest.raises(RuntimeError, match="was freed while an operator still needed it"):
+        adjacency_module.from_handle(handle)
+
+
+@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, lambda a: pickle.loads(pickle.dumps(a))])
+def test_copies_and_pickles(device, copier):
+    row, col = torch.tensor([2, 0, 1], device=device), torch.tensor([0, 1, 1], device=device)
+    adj = Adjacency.from_coo(row, col, (3, 3), self_loops="replace").prepare()
+    again = copier(adj)
+    assert again.handle != adj.handle
+    assert stored_edges(again) == stored_edges(adj)
+    assert again.has_inserted_loops
+    assert again.extend_value(torch.ones(3, device=device), 2.0).tolist() == [1, 1, 1, 2, 1, 2]
+
+
+def test_to(device):
+    adj = Adjacency.from_coo(torch.tensor([0, 1]), torch.tensor([1, 2]), (3, 3))
+    moved = adj.to(device)
+    assert moved.device.type == device
+    assert moved.to(device) is moved
+    assert stored_edges(moved.cpu()) == stored_edges(adj)
+    assert adj.to("cpu") is adj
+
+
+def test_made_under_inference_mode_serves_training(device):
+    with torch.inference_mode():
+        adj = Adjacency.from_coo(torch.tensor([0, 1]), torch.tensor([1, 2]), (3, 3)).to(device)
+        spmm(adj, torch.ones(3, 2, device=device), reduce="mean", scale_src=adj.inv_sqrt_out_degree())
+    x = torch.ones(3, 2, device=device, requires_grad=True)
+    spmm(adj, x, reduce="mean", scale_src=adj.inv_sqrt_out_degree()).sum().backward()
+    assert x.grad.tolist() == [[0, 0], [1, 1], [1, 1]]
+
+
+LONG, SHORT = torch.tensor([0, 1, 2]), torch.tensor([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (
+            lambda: Adjacency.from_coo(LONG, SHORT, (3, 3)),
+            ValueError,
+            "row and col: expected the same length, got 3 and 2",
+        ),
+        (
+            lambda: Adjacency.from_coo(LONG, LONG, (3, 2)),
+            ValueError,
+            r"col: .*num_src - 1 = 1, got values from 0 to 2",
+        ),
+        (lambda: Adjacency.from_coo(LONG, LONG - 1, (3, 3)), ValueError, r"col: .*got values from -1 to 1"),
+        (
+            lambda: Adjacency.from_coo(LONG, LONG, (0, 3)),
+            ValueError,
+            "row: expected indices from 0 to num_dst - 1 = -1",
+        ),
+        (
+            lambda: Adjacency.from_coo(LONG.float(), LONG, (3, 3)),
+            TypeError,
+            "row: expected dtype int32 or int64",
+        ),
+        (
+            lambda: Adjacency.from_coo([0], LONG, (3, 3)),
+            TypeError,
+            "row: expected an int32 or int64 tensor, got list",
+        ),
+        (lambda: Adjacency.from_coo(LONG[None], LONG, (3, 3)), ValueError, "row: expected a 1-D tensor"),
+        (
+            lambda: Adjacency.from_coo(LONG, LONG.to("meta"), (3, 3)),
+            ValueError,
+            "row and col: expected one device",
+        ),
+        (lambda: Adjacency.from_coo(LONG, LONG, (3, 2**31)), ValueError, "shape: expected sizes from 0"),
+        (lambda: Adjacency.from_coo(LONG, LONG, (-1, 3)), ValueError, "shape: expected sizes from 0"),
+        (
+            lambda: Adjacency.from_coo(LONG, LONG, (3.0, 3)),
+            TypeError,
+            "shape: expected .num_dst, num_src., two ints",
+        ),
+        (
+            lambda: Adjacency.from_coo(LONG, LONG, (3, 3), duplicates="drop"),
+            ValueError,
+            "duplicates: expected",
+        ),
+        (
+            lambda: Adjacency.from_coo(LONG, LONG, (3, 3), self_loops="yes"),
+            ValueError,
+            "self_loops: expected",
+        ),
+        (
+            lambda: Adjacency.from_csr(LONG, SHORT, (3, 3)),
+            ValueError,
+            "rowptr: expected num_dst . 1 = 4 entries",
+        ),
+        (
+            lambda: Adjacency.from_csr(LONG, LONG, (2, 3)),
+            ValueError,
+            "rowptr: expected ascending values from 0 to 3",
+        ),
+        (lambda: Adjacency.from_csr(torch.tensor([0, 3, 1, 2]), SHORT, (3, 3)), ValueError, "not ascending"),
+        (lambda: Adjacency.from_csr(LONG, SHORT, (2, 1)), ValueError, "col: expected indices"),
+        (
+            lambda: Adjacency.from_csr(LONG, SHORT, (2, 2), edge_id=LONG),
+            ValueError,
+            "edge_id: expected one per entry",
+        ),
+        (
+            lambda: Adjacency.from_csr(LONG, SHORT, (2, 2), edge_id=SHORT + 1),
+            ValueError,
+            "edge_id: expected indices",
+        ),
+    ],
+)
+def test_bad_input(build, error, message):
+    with pytest.raises(error, match=message):
+        build()

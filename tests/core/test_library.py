@@ -1,0 +1,143 @@
+"""The operators as PyTorch sees them: schemas, fake tensors, autograd registration, torch.compile, CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import relative_error
+
+from fastsparse_core import Adjacency, sddmm, spmm
+
+
+def graph(device: str, num_dst: int = 20, num_src: int = 30) -> Adjacency:
+    generator = torch.Generator().manual_seed(0)
+    row, col = (torch.randint(0, n, (200,), generator=generator).to(device) for n in (num_dst, num_src))
+    return Adjacency.from_coo(row, col, (num_dst, num_src))
+
+
+@pytest.mark.parametrize("valued", [False, True])
+def test_opcheck_spmm(device, valued):
+    adj = graph(device)
+    x = torch.randn(30, 8, device=device, requires_grad=True)
+    value = torch.randn(200, device=device, requires_grad=True) if valued else None
+    scale = torch.rand(20, device=device)
+    arguments = (x, value, scale, None, None, 20, adj.handle, False, "csr")
+    torch.library.opcheck(torch.ops.fastsparse.spmm.default, arguments)
+    torch.library.opcheck(
+        torch.ops.fastsparse.spmm_extremum.default, (x, value, 20, adj.handle, False, False)
+    )
+
+
+def test_opcheck_sddmm(device):
+    adj = graph(device)
+    x_dst = torch.randn(20, 8, device=device, requires_grad=True)
+    x_src = torch.randn(30, 8, device=device, requires_grad=True)
+    arguments = (x_dst, x_src, None, None, 200, 2, torch.float32, adj.handle, "csr")
+    torch.library.opcheck(torch.ops.fastsparse.sddmm.default, arguments)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
+def test_compiles_without_graph_breaks(device, reduce):
+    adj = graph(device).prepare()
+
+    def model(adj, x, weight, value):
+        score = sddmm(adj, x[:20], x).tanh()
+        return spmm(adj, (x @ weight).relu(), value * score, reduce, scale_src=adj.inv_sqrt_out_degree())
+
+    x = torch.randn(30, 8, device=device, requires_grad=True)
+    weight = torch.randn(8, 4, device=device, requires_grad=True)
+    value = torch.randn(200, device=device, requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        out, expected = compiled(adj, x, weight, value), model(adj, x, weight, value)
+        assert relative_error(out, expected) < 1e-6
+        for actual, wanted in zip(
+            torch.autograd.grad(out.square().sum(), (x, weight, value)),
+            torch.autograd.grad(expected.square().sum(), (x, weight, value)),
+            strict=True,
+        ):
+            assert relative_error(actual, wanted) < 1e-5
+
+
+def test_second_structure_reuses_or_recompiles_correctly(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda adj, x: spmm(adj, x), fullgraph=True, backend="aot_eager")
+    for num_dst in (20, 25, 31, 40):
+        adj = graph(device, num_dst).prepare()
+        x = torch.randn(30, 8, device=device)
+        assert torch.equal(compiled(adj, x), spmm(adj, x))
+
+
+@pytest.mark.gpu
+def test_captured_in_a_cuda_graph():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    adj = graph("cuda").prepare()
+    x = torch.randn(30, 64, device="cuda", requires_grad=True)
+    weight = torch.randn(20, 64, device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            torch.autograd.grad(spmm(adj, x), x, weight)
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        out = spmm(adj, x)
+        (grad,) = torch.autograd.grad(out, x, weight)
+    with torch.no_grad():
+        x.mul_(2)
+    out.zero_()
+    captured.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, spmm(adj, x))
+    assert torch.equal(grad, torch.autograd.grad(spmm(adj, x), x, weight)[0])
+
+
+@pytest.mark.gpu
+def test_runs_on_the_current_stream():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    adj = graph("cuda").prepare()
+    x = torch.randn(30, 64, device="cuda")
+    expected = spmm(adj, x * 2)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        y = x * 2  # waits behind the sleep: a launch on another stream would read it too early
+        out = spmm(adj, y)
+    stream.synchronize()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_runs_on_a_gpu_that_is_not_current():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    adj = graph("cuda:1")
+    x = torch.randn(30, 64, device="cuda:1")
+    with torch.cuda.device(0):
+        out = spmm(adj, x)
+        assert torch.cuda.current_device() == 0
+    assert out.device.index == 1
+    assert relative_error(out, spmm(adj.cpu(), x.cpu())) < 1e-6
+    assert relative_error(sddmm(adj, x[:20], x), sddmm(adj.cpu(), x[:20].cpu(), x.cpu())) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_more_than_two_to_the_31_edges():
+    if not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < 60e9:
+        pytest.skip("needs a CUDA device with 60 GB of free memory")
+    num_rows, degree = 1_100_000, 2_000
+    rowptr = torch.arange(num_rows + 1, device="cuda") * degree
+    assert num_rows * degree > 2**31
+    col = torch.arange(degree, device="cuda", dtype=torch.int32).repeat(num_rows)
+    adj = Adjacency.from_csr(rowptr, col, (num_rows, degree))
+    x = torch.rand(degree, 4, device="cuda")
+    out = spmm(adj, x)
+    expected = x.double().sum(0).expand(num_rows, 4)
+    assert relative_error(out[-1000:], expected[-1000:]) < 1e-6
+    value = sddmm(adj, torch.ones(num_rows, 4, device="cuda"), x)
+    assert relative_error(value[-degree:], x.double().sum(1)) < 1e-6

@@ -1,0 +1,265 @@
+"""spmm against the float64 reference, its gradients, and its errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import DTYPES, LAYOUTS, TOLERANCE, WIDTHS, EdgeList, edge_lists, features, relative_error
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fastsparse_core import Adjacency, reference, spmm
+
+SETTINGS = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def random_graph(num_dst: int = 40, num_src: int = 60, num_edges: int = 400) -> EdgeList:
+    generator = torch.Generator().manual_seed(1)
+    return EdgeList(
+        torch.randint(0, num_dst, (num_edges,), generator=generator),
+        torch.randint(0, num_src, (num_edges,), generator=generator),
+        (num_dst, num_src),
+    )
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min"])
+@given(
+    edges=edge_lists(),
+    width=st.sampled_from(WIDTHS),
+    dtype=st.sampled_from(DTYPES),
+    layout=st.sampled_from(LAYOUTS),
+    valued=st.sampled_from(["none", "scalar", "heads", "float32"]),
+    scaled=st.booleans(),
+    biased=st.booleans(),
+)
+@SETTINGS
+def test_equals_reference(
+    device, poisoned_memory, reduce, edges, width, dtype, layout, valued, scaled, biased
+):
+    adj = edges.adjacency(device)
+    x = features(adj.num_src, width, dtype, layout, device)
+    value = bias = scale_dst = scale_src = None
+    if valued == "scalar":
+        value = features(adj.num_values, 1, dtype, "contiguous", device, seed=1)[:, 0]
+    elif valued == "float32" and dtype != torch.float64:
+        value = features(adj.num_values, 1, torch.float32, "contiguous", device, seed=1)[:, 0]
+    elif valued == "heads" and width:
+        heads = max(h for h in (1, 2, 4, 5) if width % h == 0)
+        value = features(adj.num_values, heads, dtype, "contiguous", device, seed=1)
+    if scaled:
+        scale_dst = torch.rand(adj.num_dst, device=device) + 0.5
+        scale_src = torch.rand(adj.num_src, device=device) + 0.5
+        if reduce in ("max", "min"):
+            scale_src = scale_src.to(dtype)  # the maximum is taken of the products as they are rounded
+    if biased:
+        bias = features(1, width, dtype, "contiguous", device, seed=2)[0]
+    out = spmm(adj, x, value, reduce, scale_dst=scale_dst, scale_src=scale_src, bias=bias)
+    expected = reference.spmm(adj, x, value, reduce, scale_dst=scale_dst, scale_src=scale_src, bias=bias)
+    assert out.dtype == dtype
+    # Structures this small can sum to almost nothing: the error is measured against the size of what was summed.
+    terms = reference.spmm(
+        adj,
+        x.abs(),
+        None if value is None else value.abs(),
+        reduce,
+        scale_dst=scale_dst,
+        scale_src=scale_src,
+        bias=None if bias is None else bias.abs(),
+    )
+    assert (out.double() - expected).norm() <= TOLERANCE[dtype] * max(terms.norm().item(), 1e-30)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [16, 47, 64, 128])
+def test_relative_error_on_a_random_graph(device, reduce, dtype, width):
+    adj = random_graph().adjacency(device)
+    x = features(60, width, dtype, "contiguous", device)
+    value = features(400, 1, dtype, "contiguous", device, seed=1)[:, 0]
+    out = spmm(adj, x, value, reduce)
+    assert relative_error(out, reference.spmm(adj, x, value, reduce)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("shape", [(60,), (60, 3, 8), (60, 2, 2, 4)])
+def test_trailing_shapes(device, shape):
+    adj = random_graph().adjacency(device)
+    x = torch.randn(shape, device=device)
+    assert relative_error(spmm(adj, x), reference.spmm(adj, x)) < 1e-6
+
+
+def test_heavy_row_is_split_and_summed_in_float32(device):
+    num_edges = 200_000
+    row = torch.zeros(num_edges, dtype=torch.int64, device=device)
+    row[-3:] = torch.tensor([1, 2, 4], device=device)
+    col = torch.randint(0, 1000, (num_edges,), device=device)
+    adj = Adjacency.from_coo(row, col, (5, 1000))
+    for dtype in (torch.float32, torch.float16):
+        x = torch.rand(1000, 65, device=device).to(dtype)
+        for reduce in ("mean", "max"):
+            out, expected = spmm(adj, x, reduce=reduce), reference.spmm(adj, x, reduce=reduce)
+            assert relative_error(out, expected) < TOLERANCE[dtype]
+    if device == "cuda":
+        assert adj.row_split.num_slots > 1
+
+
+@pytest.mark.parametrize("heads", [None, 1, 2])
+def test_gradients_and_double_backward(device, heads):
+    adj = random_graph(6, 7, 30).adjacency(device)
+    make = {"dtype": torch.float64, "device": device, "requires_grad": True}
+    x = torch.randn(7, 6, **make)
+    value = torch.randn(30, **make) if heads is None else torch.randn(30, heads, **make)
+    bias = torch.randn(6, **make)
+    scales = {
+        "scale_dst": torch.rand(6, dtype=torch.float64, device=device),
+        "scale_src": torch.rand(7, dtype=torch.float64, device=device),
+    }
+
+    def function(x, value, bias):
+        return spmm(adj, x, value, bias=bias, **scales)
+
+    assert torch.autograd.gradcheck(function, (x, value, bias))
+    assert torch.autograd.gradgradcheck(function, (x, value, bias))
+
+
+@pytest.mark.parametrize("reduce", ["max", "min"])
+@pytest.mark.parametrize("heads", [None, 2])
+def test_gradients_of_extrema(device, reduce, heads):
+    adj = random_graph(9, 7, 30).adjacency(device)
+    make = {"dtype": torch.float64, "device": device, "requires_grad": True}
+    x = torch.randn(7, 6, **make)
+    value = torch.randn(30, **make) if heads is None else torch.randn(30, heads, **make)
+    assert torch.autograd.gradcheck(lambda x, value: spmm(adj, x, value, reduce), (x, value))
+    assert torch.autograd.gradcheck(lambda x: spmm(adj, x, None, reduce), (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [40, 47, 128])
+def test_gradients_in_lower_precision(device, dtype, width):
+    adj = random_graph().adjacency(device)
+    x = features(60, width, dtype, "contiguous", device).requires_grad_()
+    value = features(400, 1, torch.float32, "contiguous", device)[:, 0].requires_grad_()
+    weight = features(40, width, dtype, "contiguous", device, seed=3)
+    spmm(adj, x, value).backward(weight)
+    x64, value64 = x.detach().double().requires_grad_(), value.detach().double().requires_grad_()
+    reference.spmm(adj, x64, value64).backward(weight.double())
+    assert relative_error(x.grad, x64.grad) <= TOLERANCE[dtype]
+    assert relative_error(value.grad, value64.grad) <= TOLERANCE[torch.float32]
+    assert value.grad.dtype == torch.float32
+
+
+def test_ties_go_to_the_first_entry(device):
+    adj = Adjacency.from_coo(torch.tensor([0, 0, 0]), torch.tensor([2, 0, 1]), (1, 3)).to(device)
+    x = torch.ones(3, 2, device=device, requires_grad=True)
+    spmm(adj, x, reduce="max").sum().backward()
+    assert x.grad.tolist() == [[1, 1], [0, 0], [0, 0]]
+
+
+def test_nan_and_infinity_propagate(device):
+    adj = Adjacency.from_coo(torch.tensor([0, 0, 1, 2]), torch.tensor([0, 1, 1, 2]), (3, 3)).to(device)
+    x = torch.tensor([[float("nan")], [1.0], [float("inf")]], device=device)
+    for reduce in ("sum", "mean", "max", "min"):
+        out = spmm(adj, x, reduce=reduce).flatten()
+        assert out[0].isnan(), reduce
+        assert out[1] == 1
+        assert out[2] == float("inf")
+
+
+def test_half_overflow_gives_infinity(device):
+    adj = Adjacency.from_coo(torch.tensor([0, 0]), torch.tensor([0, 1]), (1, 2)).to(device)
+    x = torch.full((2, 8), 60_000.0, dtype=torch.float16, device=device)
+    assert (spmm(adj, x) == float("inf")).all()
+
+
+def test_half_rounds_to_nearest_everywhere(device):
+    """Every float16 value survives, subnormals included; sums of two round as torch rounds."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    x = bits.view(torch.float16).to(device)
+    x = x[~x.isnan()]
+    node = torch.arange(len(x), device=device)
+    assert torch.equal(
+        spmm(Adjacency.from_coo(node, node, (len(x), len(x))), x[:, None])[:, 0].abs(), x.abs()
+    )
+    pairs = Adjacency.from_coo(node, node.flip(0), (len(x), len(x)), self_loops="append")
+    expected = (x.float() + x.float().flip(0)).half()
+    actual = spmm(pairs, x[:, None])[:, 0]
+    assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
+
+
+def test_bitwise_reproducible(device):
+    edges = random_graph(50, 60, 20_000)
+    adj = edges.adjacency(device)
+    x = torch.randn(60, 64, device=device)
+    first = spmm(adj, x)
+    assert all(torch.equal(first, spmm(adj, x)) for _ in range(5))
+
+
+def test_deterministic_mode_covers_extrema(device):
+    adj = random_graph().adjacency(device)
+    x = torch.randn(60, 16, device=device, requires_grad=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        grads = [torch.autograd.grad(spmm(adj, x, reduce="max").square().sum(), x)[0] for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[0], grads[2])
+
+
+def test_autocast_casts_features_as_a_matrix_product_does(device):
+    adj = random_graph().adjacency(device)
+    x = torch.randn(60, 16, device=device, requires_grad=True)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = spmm(adj, x, bias=torch.zeros(16, device=device))
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert x.grad.dtype == torch.float32
+
+
+def test_result_outlives_the_structure(device):
+    x = torch.randn(60, 4, device=device, requires_grad=True)
+    adj = random_graph().adjacency(device)
+    expected = torch.autograd.grad(reference.spmm(adj, x.double()).sum(), x)[0]
+    out = spmm(adj, x)
+    del adj
+    out.sum().backward()
+    assert relative_error(x.grad, expected) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": lambda x: x[:-1]}, ValueError, r"x: expected num_src = 60 rows, got shape \(59, 8\)"),
+        (
+            {"x": lambda x: x.long()},
+            TypeError,
+            "x: expected float64, float32, float16 or bfloat16, got torch.int64",
+        ),
+        ({"x": lambda x: x.tolist()}, TypeError, "x: expected a tensor, got list"),
+        ({"x": lambda x: x.to("meta")}, ValueError, "x: expected device"),
+        (
+            {"value": torch.ones(399)},
+            ValueError,
+            r"value: expected shape \(400,\) or \(400, heads\), got \(399,\)",
+        ),
+        (
+            {"value": torch.ones(400, 3)},
+            ValueError,
+            "value: expected a number of heads that divides the 8 features",
+        ),
+        ({"value": torch.ones(400, dtype=torch.int64)}, TypeError, "value: expected a floating tensor"),
+        ({"bias": torch.ones(7)}, ValueError, "bias: expected 8 entries"),
+        ({"scale_dst": torch.ones(41)}, ValueError, r"scale_dst: expected shape \(40,\), got \(41,\)"),
+        ({"scale_src": torch.ones(60, requires_grad=True)}, ValueError, "scale_src: is a constant"),
+        ({"reduce": "prod"}, ValueError, "reduce: expected 'sum', 'mean', 'max' or 'min', got 'prod'"),
+        ({"algorithm": "magic"}, ValueError, "algorithm: expected"),
+    ],
+)
+def test_bad_input(change, error, message):
+    adj = random_graph().adjacency("cpu")
+    arguments = {"x": torch.randn(60, 8), **change}
+    if callable(arguments["x"]):
+        arguments["x"] = arguments["x"](torch.randn(60, 8))
+    with pytest.raises(error, match=message):
+        spmm(adj, **arguments)
