@@ -1,0 +1,22 @@
+"""DGL layers on FastSparse: the same parameters and numbers as the originals, less time and memory.
+
+>>> from fastsparse_dgl import FastGraphConv  # was: from dgl.nn import GraphConv
+
+Importing this package imports DGL, and makes that possible for DGL 2.x on newer PyTorch versions too
+(:mod:`fastsparse_dgl.compat`).
+"""
+
+from fastsparse_core import Adjacency
+from fastsparse_dgl.caching import cache_info, clear_cache, prepare
+from fastsparse_dgl.nn import FastGCNConv, FastGINConv, FastGraphConv, FastSAGEConv
+
+__all__ = [
+    "Adjacency",
+    "FastGCNConv",
+    "FastGINConv",
+    "FastGraphConv",
+    "FastSAGEConv",
+    "cache_info",
+    "clear_cache",
+    "prepare",
+]

@@ -1,0 +1,115 @@
+"""Structures remembered per graph.
+
+A DGLGraph is a wrapper: ``to``, ``clone``, ``local_var`` and pickling copy its attributes, and in-place
+changes such as ``add_edges`` keep them, so nothing may be remembered on the wrapper. What identifies a
+structure is the handle ``graph._graph`` of DGL's C++ object: DGL puts a new one in place whenever the
+structure changes, and shares it between wrappers only while they describe the same structure. The cache is
+keyed on that handle, weakly, so an entry goes with the last graph that uses it, and a changed graph is never
+found under its old entry.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from fastsparse_core import Adjacency
+from fastsparse_core.cache import AdjacencyCache, CacheInfo
+from fastsparse_core.log import info_once
+from fastsparse_dgl.graph import DGLError, GraphLike, adjacency_from_graph, check_graph
+
+_logger = logging.getLogger(__name__)
+
+_cache = AdjacencyCache("fastsparse_dgl")
+
+#: Private, but the only thing in DGL that changes exactly when the structure does. Where a version lacks it,
+#: nothing is remembered.
+_HANDLE = "_graph"
+
+
+def adjacency_of(graph: GraphLike, device: torch.device, etype: Any = None) -> Adjacency:
+    """The Adjacency of a graph on a device, remembered until the graph changes or is freed.
+
+    Args:
+        graph: DGLGraph, or an Adjacency, which is returned as it is.
+        device: where the features lie, with an index for CUDA. A graph that lies elsewhere is moved, once.
+        etype: edge type; None where the graph has only one.
+
+    Raises:
+        DGLError: ``graph`` is of another type, is an Adjacency on another device, or has several edge types
+            and ``etype`` names none.
+    """
+    if isinstance(graph, Adjacency):
+        if graph.device != device:
+            raise DGLError(
+                f"graph: expected an Adjacency on {device} like the features, got one on {graph.device}; "
+                f"move it once with adjacency.to({str(device)!r})"
+            )
+        return graph
+    handle = getattr(graph, _HANDLE, None)
+    if handle is None:
+        check_graph(graph)
+        info_once(
+            _logger, "this DGL version has no DGLGraph._graph: structures are rebuilt in every forward pass"
+        )
+        return adjacency_from_graph(graph, device, etype)
+    return _cache.lookup(handle, None, (etype, device), lambda: _build(graph, device, etype))
+
+
+def _build(graph: GraphLike, device: torch.device, etype: Any) -> Adjacency:
+    check_graph(graph)
+    return adjacency_from_graph(graph, device, etype)
+
+
+def prepare(
+    graph: GraphLike,
+    device: torch.device | str | int | None = None,
+    *,
+    etype: Any = None,
+    backward: bool = True,
+) -> Adjacency:
+    """Builds and remembers now what the layers would build in their first forward and backward pass.
+
+    The layers find the result by the graph, so nothing need be done with the returned Adjacency; it can also
+    be passed to any layer in place of the graph, which ``torch.compile`` requires.
+
+    Args:
+        graph: DGLGraph (homogeneous, block, bipartite or batched), or an Adjacency.
+        device: where the features will lie; None: the graph's device.
+        etype: edge type of a graph with several.
+        backward: also what training needs, the transposed structure.
+
+    Returns:
+        The structure, rows = destinations, with edge values in the order of DGL's edge ids.
+
+    Raises:
+        DGLError: ``graph`` is of another type or has several edge types and ``etype`` names none.
+    """
+    if isinstance(graph, Adjacency):
+        adjacency = graph if device is None else graph.to(_with_index(device))
+    else:
+        check_graph(graph)
+        target = graph.device if device is None else _with_index(device)
+        # The layers ask for the only edge type as None; a name for it must lead to the same entry.
+        only = len(graph.canonical_etypes) == 1 and graph.get_etype_id(etype) == 0
+        canonical = None if only else graph.canonical_etypes[graph.get_etype_id(etype)]
+        adjacency = adjacency_of(graph, target, canonical)
+    adjacency.has_empty_rows()
+    return adjacency.prepare(backward=backward)
+
+
+def _with_index(device: torch.device | str | int) -> torch.device:
+    """The device as tensors report it: ``cuda`` becomes the current one of the CUDA devices."""
+    return torch.empty(0, device=device).device
+
+
+def cache_info() -> CacheInfo:
+    """Hits, misses, entries and bytes of the remembered structures."""
+    return _cache.info()
+
+
+def clear_cache() -> None:
+    """Forgets every remembered structure; the layers build them again when needed."""
+    _cache.clear()

@@ -1,0 +1,52 @@
+"""From a DGLGraph to an Adjacency."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastsparse_core import Adjacency
+from fastsparse_dgl.compat import dgl
+
+#: What the layers accept as a graph. DGL's own class is untyped.
+GraphLike = Any
+
+DGLError = dgl.DGLError
+
+
+def check_graph(graph: GraphLike) -> None:
+    """Raises a DGLError unless ``graph`` is a DGLGraph (blocks included)."""
+    if not isinstance(graph, dgl.DGLGraph):
+        raise DGLError(
+            f"graph: expected a DGLGraph or a fastsparse_core.Adjacency, got {type(graph).__name__}"
+        )
+
+
+def adjacency_from_graph(graph: GraphLike, device: torch.device, etype: Any = None) -> Adjacency:
+    """Builds the Adjacency of one edge type: row = destination, values in the order of DGL's edge ids.
+
+    The tensors are those that DGL holds, in its ``idtype``. They are moved to ``device`` first where the
+    graph lies elsewhere, which is how a CPU-only build of DGL serves layers on a GPU.
+
+    Args:
+        graph: DGLGraph; homogeneous, block, bipartite or batched.
+        device: where the result lies.
+        etype: edge type; None where there is only one.
+
+    Raises:
+        DGLError: the graph has several edge types and ``etype`` names none of them.
+    """
+    source_type, _, target_type = graph.canonical_etypes[graph.get_etype_id(etype)]
+    shape = (graph.num_dst_nodes(target_type), graph.num_src_nodes(source_type))
+    # DGL makes any format when asked, unless the graph was restricted to some (``graph.formats(["coo"])``).
+    allowed = {name for names in graph.formats().values() for name in names}
+    layout = next(name for name in ("csc", "coo", "csr") if name in allowed)
+    tensors = [tensor.to(device) for tensor in graph.adj_tensors(layout, etype=etype)]
+    if layout == "coo":
+        src, dst = tensors
+        return Adjacency.from_coo(dst, src, shape)
+    pointer, index, edge_id = tensors
+    make = Adjacency.from_csr if layout == "csc" else Adjacency.from_csc
+    # DGL leaves the edge ids out (length 0) where they are 0, 1, 2, ...
+    return make(pointer, index, shape, edge_id=edge_id if edge_id.numel() else None)

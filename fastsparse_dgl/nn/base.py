@@ -1,0 +1,183 @@
+"""What the layers share: inputs, the in-degree check, and aggregation with DGL's edge-weight broadcasting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import Adjacency, spmm
+from fastsparse_dgl.caching import adjacency_of
+from fastsparse_dgl.graph import DGLError, GraphLike
+
+_ZERO_IN_DEGREE = (
+    "There are 0-in-degree nodes in the graph, "
+    "output for those nodes will be invalid. "
+    "This is harmful for some applications, "
+    "causing silent performance regression. "
+    "Adding self-loop on the input graph by "
+    "calling `g = dgl.add_self_loop(g)` will resolve "
+    "the issue. Setting ``allow_zero_in_degree`` "
+    "to be `True` when constructing this module will "
+    "suppress the check and let the code run."
+)
+
+
+def source_features(feat: Any) -> Tensor:
+    """The source features of a layer's input, a tensor or a (source, destination) pair.
+
+    Raises:
+        DGLError: the input is neither.
+    """
+    source = feat
+    if isinstance(feat, tuple):
+        if len(feat) != 2:
+            raise DGLError(
+                f"feat: expected a tensor or a pair (source, destination), got a tuple of {len(feat)}"
+            )
+        source = feat[0]
+    if not isinstance(source, Tensor) or source.dim() == 0:
+        kind = type(source).__name__ if not isinstance(source, Tensor) else "a tensor without dimensions"
+        raise DGLError(f"feat: expected a tensor with one row per node or a pair of such tensors, got {kind}")
+    return source
+
+
+class AggregationMixin:
+    """Turns a layer's graph into an Adjacency and aggregates over it.
+
+    A mixin before DGL's layer class: it adds methods only, so parameters, state_dict, repr and isinstance
+    stay the original's.
+    """
+
+    def _adjacency(self, graph: GraphLike, source: Tensor) -> Adjacency:
+        """The structure on the device of the features, remembered per graph.
+
+        Raises:
+            DGLError: the number of rows does not fit the graph, or see
+                :func:`fastsparse_dgl.caching.adjacency_of`.
+        """
+        adjacency = adjacency_of(graph, source.device)
+        if source.shape[0] != adjacency.shape[1]:
+            raise DGLError(
+                f"feat: expected one row per source node, {adjacency.num_src}, "
+                f"got shape {tuple(source.shape)}"
+            )
+        return adjacency
+
+    def _destination(self, graph: GraphLike, adjacency: Adjacency, source: Tensor, feat: Any) -> Tensor:
+        """The destination features: the second of a pair, else the first rows of the source features.
+
+        Args:
+            graph: what the caller passed.
+            adjacency: its structure.
+            source: source features, possibly after dropout.
+            feat: destination features if the caller passed a pair, else None.
+
+        Raises:
+            DGLError: the number of rows does not fit the graph.
+        """
+        num_dst, num_src = adjacency.shape
+        if feat is None:
+            # Only blocks promise that destinations are the first source nodes; an Adjacency of that shape is
+            # taken as one. For other bipartite graphs DGL wants a pair.
+            if num_dst < num_src and (graph is adjacency or graph.is_block):
+                return source[:num_dst]
+            feat = source
+        if feat.shape[0] != num_dst:
+            raise DGLError(
+                f"feat: expected one row per destination node, {num_dst}, got shape {tuple(feat.shape)}; "
+                "pass a pair (source features, destination features) for a bipartite graph"
+            )
+        return feat
+
+    def _check_in_degree(self, adjacency: Adjacency) -> None:
+        """DGL's error for nodes that receive nothing; reads from the device once per structure."""
+        if adjacency.has_empty_rows():
+            raise DGLError(_ZERO_IN_DEGREE)
+
+    def _aggregate(
+        self,
+        adjacency: Adjacency,
+        feat: Tensor,
+        edge_weight: Tensor | None,
+        reduce: str = "sum",
+        *,
+        scale_dst: Tensor | None = None,
+        scale_src: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        r"""One call of :func:`fastsparse_core.spmm`, with edge weights broadcast as DGL does.
+
+        Args:
+            adjacency: structure.
+            feat: source features (num_src, ...).
+            edge_weight: (E,), (E, 1) or (E, ...) broadcastable against one node's features; None: 1.
+            reduce: ``"sum"``, ``"mean"`` or ``"max"``.
+            scale_dst: constant factor per destination.
+            scale_src: constant factor per source.
+            bias: added to the last dimension.
+
+        Returns:
+            (num_dst, ...).
+        """
+        value = None
+        if edge_weight is not None:
+            feat, value = _broadcast_edge_weight(adjacency, feat, edge_weight)
+        # The operator adds a bias to the flattened features, which is the last dimension only for 2-D
+        # features.
+        fused = bias is not None and feat.dim() == 2 and feat.shape[1] == bias.shape[0]
+        out = spmm(
+            adjacency,
+            feat,
+            value,
+            reduce,
+            scale_dst=scale_dst,
+            scale_src=scale_src,
+            bias=bias if fused else None,
+        )
+        return out if fused or bias is None else out + bias
+
+    def _scale_dtype(self, feat: Tensor) -> torch.dtype:
+        """Dtype of constants per node: that in which the operators accumulate."""
+        return torch.float64 if feat.dtype == torch.float64 else torch.float32
+
+
+def _broadcast_edge_weight(adjacency: Adjacency, feat: Tensor, edge_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Features and edge values for ``spmm`` such that their product broadcasts as DGL's ``u_mul_e`` does.
+
+    DGL aligns the trailing dimensions of one node's features and one edge's weight on the right. ``spmm``
+    takes one value per edge, or one per edge and equal block of the flattened features, so weights that vary
+    along the leading dimensions only need no copy; all others are expanded.
+    """
+    if not isinstance(edge_weight, Tensor):
+        raise DGLError(f"edge_weight: expected a tensor, got {type(edge_weight).__name__}")
+    if edge_weight.dim() == 0 or edge_weight.shape[0] != adjacency.num_values:
+        raise DGLError(
+            f"edge_weight: expected one row per edge, {adjacency.num_values}, "
+            f"got shape {tuple(edge_weight.shape)}"
+        )
+    if edge_weight.device != feat.device:
+        raise DGLError(
+            f"edge_weight: expected device {feat.device} like the features, got {edge_weight.device}"
+        )
+    if edge_weight.dim() == 1:
+        return feat, edge_weight
+    rank = max(feat.dim(), edge_weight.dim())
+    node_shape = (1,) * (rank - feat.dim()) + tuple(feat.shape[1:])
+    edge_shape = (1,) * (rank - edge_weight.dim()) + tuple(edge_weight.shape[1:])
+    try:
+        shape = torch.broadcast_shapes(node_shape, edge_shape)
+    except RuntimeError as error:
+        raise DGLError(
+            f"edge_weight: expected (E,), (E, 1) or a shape that broadcasts against features of shape "
+            f"{tuple(feat.shape)}, got {tuple(edge_weight.shape)}"
+        ) from error
+    if shape != tuple(feat.shape[1:]):
+        feat = feat.reshape(feat.shape[0], *node_shape).expand(feat.shape[0], *shape)
+    varying = max((axis + 1 for axis, size in enumerate(edge_shape) if size != 1), default=0)
+    heads = shape[:varying]
+    value = edge_weight.reshape(adjacency.num_values, *edge_shape[:varying])
+    if varying == 0:
+        return feat, value
+    return feat, value.expand(adjacency.num_values, *heads).reshape(adjacency.num_values, heads.numel())

@@ -1,0 +1,136 @@
+"""GraphSAGE."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastsparse_core import Adjacency
+from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.graph import DGLError, GraphLike
+from fastsparse_dgl.nn.base import AggregationMixin, source_features
+
+
+class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
+    r"""Drop-in replacement of :class:`dgl.nn.pytorch.SAGEConv`.
+
+    From Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_:
+
+    .. math::
+        \mathbf{h}_i' = \sigma\big(\mathbf{W}_\text{self} \mathbf{h}_i + \mathbf{b} + \mathbf{W}_\text{neigh}
+        \, \text{aggregate}_{j \in \mathcal{N}(i)} (e_{ji} \mathbf{h}_j)\big)
+
+    and with ``"gcn"`` :math:`\mathbf{W}_\text{neigh} (\mathbf{h}_i + \sum_j e_{ji} \mathbf{h}_j) /
+    (|\mathcal{N}(i)| + 1) + \mathbf{b}`. Parameters, defaults, state_dict and repr are the original's.
+    ``"mean"``, ``"gcn"`` and ``"pool"`` are accelerated, ``"lstm"`` is DGL's own code. Beyond the original,
+    ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may lie on a GPU while the graph lies
+    on the CPU (not for lstm).
+
+    Args:
+        in_feats: width of the input, or a pair of widths (source, destination).
+        out_feats: width of the output.
+        aggregator_type: ``"mean"``, ``"gcn"``, ``"pool"`` or ``"lstm"``.
+        feat_drop: dropout of the input.
+        bias: whether the layer has a bias.
+        norm: applied to the result, after the activation.
+        activation: applied to the result.
+    """
+
+    def forward(
+        self,
+        graph: GraphLike,
+        feat: Tensor | tuple[Tensor, Tensor],
+        edge_weight: Tensor | None = None,
+    ) -> Tensor:
+        """Computes the GraphSAGE layer.
+
+        Args:
+            graph: DGLGraph with one edge type, block, or Adjacency.
+            feat: (N, in_feats), or a pair of source and destination features.
+            edge_weight: (E,) or (E, 1), or broadcastable against one node's features, in the order of the
+                edge ids.
+
+        Returns:
+            (number of destinations, out_feats).
+
+        Raises:
+            DGLError: sizes, devices or options do not fit.
+        """
+        if self._aggre_type == "lstm":
+            if isinstance(graph, Adjacency):
+                raise DGLError("graph: aggregator_type='lstm' needs a DGLGraph, got an Adjacency")
+            return super().forward(graph, feat, edge_weight)
+
+        source = source_features(feat)
+        adjacency = self._adjacency(graph, source)
+        source = self.feat_drop(source)
+        given = self.feat_drop(feat[1]) if isinstance(feat, tuple) else None
+        if self._aggre_type == "gcn":
+            out = self._gcn(graph, adjacency, source, given, edge_weight)
+        else:
+            destination = self._destination(graph, adjacency, source, given)
+            out = self.fc_self(destination) + self._neighbours(adjacency, source, edge_weight)
+
+        if self.activation is not None:
+            out = self.activation(out)
+        if self.norm is not None:
+            out = self.norm(out)
+        return out
+
+    @property
+    def _transform_first(self) -> bool:
+        """Whether to transform before aggregating: DGL's rule, which aggregates the narrower features."""
+        return self._in_src_feats > self._out_feats
+
+    def _neighbours(self, adjacency: Adjacency, source: Tensor, edge_weight: Tensor | None) -> Tensor:
+        """The neighbours' part of the mean and pool layers."""
+        if self._aggre_type == "pool":
+            pooled = self._aggregate(adjacency, F.relu(self.fc_pool(source)), edge_weight, "max")
+            return self.fc_neigh(pooled)
+        if self._transform_first:
+            return self._aggregate(adjacency, self.fc_neigh(source), edge_weight, "mean")
+        return self.fc_neigh(self._aggregate(adjacency, source, edge_weight, "mean"))
+
+    def _gcn(
+        self,
+        graph: GraphLike,
+        adjacency: Adjacency,
+        source: Tensor,
+        given: Tensor | None,
+        edge_weight: Tensor | None,
+    ) -> Tensor:
+        """The mean over a node and its neighbours, transformed, plus the bias.
+
+        Args:
+            graph: what the caller passed.
+            adjacency: its structure.
+            source: source features.
+            given: destination features if the caller passed a pair, else None.
+            edge_weight: see :meth:`forward`.
+        """
+        transform_first = self._transform_first
+        if given is not None and given.shape[1:] != source.shape[1:]:
+            raise DGLError(
+                f"feat: aggregator_type='gcn' expects source and destination features of one width, "
+                f"got shapes {tuple(source.shape)} and {tuple(given.shape)}"
+            )
+        if transform_first:
+            source = self.fc_neigh(source)
+            given = self.fc_neigh(given) if given is not None else None
+        destination = self._destination(graph, adjacency, source, given)
+        scale = _inverse_degree_with_self(adjacency, self._scale_dtype(source))
+        bias = self.bias if transform_first else None
+        out = self._aggregate(adjacency, source, edge_weight, scale_dst=scale, bias=bias)
+        scale = scale.to(out.dtype).reshape(-1, *[1] * (destination.dim() - 1))
+        out = torch.addcmul(out, destination, scale)
+        if not transform_first:
+            out = self.fc_neigh(out)
+            if self.bias is not None:
+                out = out + self.bias
+        return out
+
+
+def _inverse_degree_with_self(adjacency: Adjacency, dtype: torch.dtype) -> Tensor:
+    """1 / (in-degree + 1), (num_dst,)."""
+    return (adjacency.in_degree() + 1).to(dtype).reciprocal_()

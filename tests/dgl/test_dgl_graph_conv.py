@@ -1,0 +1,341 @@
+"""FastGraphConv against DGL's GraphConv."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from dgl_cases import (
+    GRAPHS,
+    SINGLE,
+    DGLError,
+    bipartite,
+    block,
+    check_parity,
+    dgl,
+    fastsparse_dgl,
+    features,
+    homogeneous,
+    pair,
+    restricted,
+    twin,
+    weights,
+)
+
+from fastsparse_core import Adjacency
+
+FastGraphConv = fastsparse_dgl.FastGraphConv
+
+NORMS = ["both", "right", "left", "none"]
+SIZES = [(7, 4), (4, 7), (5, 5)]
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize(("norm", "sizes"), list(itertools.product(NORMS, SIZES)))
+@pytest.mark.parametrize("weighted", [None, (), (1,)])
+def test_parity(name, norm, sizes, weighted, device):
+    graph = GRAPHS[name]()
+    feat = features(graph, sizes[0]) if name in SINGLE else pair(graph, sizes[0], 3)
+    options = {} if weighted is None else {"edge_weight": weights(graph, *weighted)}
+    check_parity(twin(FastGraphConv, *sizes, norm=norm), graph, feat, device, **options)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_external_weight(sizes, bias, device):
+    graph = homogeneous()
+    layers = twin(FastGraphConv, *sizes, weight=False, bias=bias)
+    check_parity(layers, graph, features(graph, sizes[0]), device, weight=torch.randn(*sizes))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("norm", NORMS)
+def test_without_weight(norm, bias, device):
+    graph = homogeneous()
+    layers = twin(FastGraphConv, 5, 5, weight=False, bias=bias, norm=norm)
+    check_parity(layers, graph, features(graph, 5), device, edge_weight=weights(graph))
+
+
+def test_bias_broadcasts_over_narrow_features(device):
+    graph = homogeneous()
+    layers = twin(FastGraphConv, 1, 6, weight=False)
+    torch.nn.init.normal_(layers[1].bias)
+    layers[0].load_state_dict(layers[1].state_dict())
+    check_parity(layers, graph, features(graph, 1), device)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("middle", [(3,), (2, 3)])
+def test_more_dimensions(sizes, middle, device):
+    graph = homogeneous()
+    layers = twin(FastGraphConv, *sizes)
+    torch.nn.init.normal_(layers[1].bias)
+    layers[0].load_state_dict(layers[1].state_dict())
+    check_parity(layers, graph, features(graph, sizes[0], *middle), device)
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (4,), (3, 1), (1, 4), (3, 4), (1, 1), (1, 1, 1), (2, 1, 1), (2, 3, 4)]
+)
+def test_edge_weight_broadcasts_as_in_dgl(shape, device):
+    graph = homogeneous()
+    layers = twin(FastGraphConv, 4, 4, norm="none")
+    check_parity(layers, graph, features(graph, 4, 3), device, edge_weight=weights(graph, *shape))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_activation(sizes, device):
+    graph = homogeneous()
+    layers = twin(FastGraphConv, *sizes, activation=torch.nn.functional.elu)
+    check_parity(layers, graph, features(graph, sizes[0]), device)
+
+
+def test_activation_module_is_part_of_the_layer():
+    fast, reference = twin(FastGraphConv, 3, 3, activation=torch.nn.PReLU())
+    assert fast.state_dict().keys() == reference.state_dict().keys()
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_zero_in_degree_allowed(norm, sizes, device):
+    graph = dgl.graph((torch.tensor([0, 1, 2, 2, 4]), torch.tensor([1, 2, 3, 1, 1])), num_nodes=6)
+    layers = twin(FastGraphConv, *sizes, norm=norm, allow_zero_in_degree=True)
+    torch.nn.init.normal_(layers[1].bias)
+    layers[0].load_state_dict(layers[1].state_dict())
+    check_parity(layers, graph, features(graph, sizes[0]), device)
+
+
+def test_zero_in_degree_raises_the_same_error(device):
+    graph = dgl.graph((torch.tensor([0, 1]), torch.tensor([1, 2])))
+    fast, reference = twin(FastGraphConv, 3, 3)
+    with pytest.raises(DGLError) as expected:
+        reference(graph, torch.ones(3, 3))
+    for _ in range(2):
+        with pytest.raises(DGLError) as found:
+            fast.to(device)(graph, torch.ones(3, 3, device=device))
+        assert str(found.value) == str(expected.value)
+    fast.set_allow_zero_in_degree(True)
+    assert fast(graph, torch.ones(3, 3, device=device)).shape == (3, 3)
+
+
+@pytest.mark.parametrize("layout", ["coo", "csc", "csr"])
+def test_restricted_formats(layout, device):
+    """DGL's own layer needs COO here; ours takes any."""
+    layers = twin(FastGraphConv, 5, 3)
+    graph = homogeneous()
+    check_parity(
+        layers, graph, features(graph, 5), device, fast_graph=restricted(layout), edge_weight=weights(graph)
+    )
+
+
+def test_no_edges(device):
+    graph = dgl.graph(([], []), num_nodes=4)
+    layers = twin(FastGraphConv, 3, 2, allow_zero_in_degree=True)
+    check_parity(layers, graph, features(graph, 3), device, edge_weight=torch.zeros(0))
+
+
+def test_no_nodes(device):
+    fast, _ = twin(FastGraphConv, 3, 2)
+    out = fast.to(device)(dgl.graph(([], [])), torch.zeros(0, 3, device=device))
+    assert out.shape == (0, 2)
+
+
+def test_two_weights():
+    graph = homogeneous()
+    fast, _ = twin(FastGraphConv, 3, 2)
+    with pytest.raises(DGLError, match="External weight"):
+        fast(graph, features(graph, 3), weight=torch.ones(3, 2))
+
+
+def test_invalid_norm():
+    with pytest.raises(DGLError, match="norm"):
+        FastGraphConv(2, 2, norm="inner")
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_float64(norm, device):
+    graph = homogeneous()
+    fast, reference = twin(FastGraphConv, 5, 3, norm=norm)
+    feat = features(graph, 5, dtype=torch.float64)
+    options = {"edge_weight": weights(graph, dtype=torch.float64)}
+    check_parity((fast.double(), reference.double()), graph, feat, device, tolerance=1e-12, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_half_precision(sizes, dtype, device):
+    graph = homogeneous()
+    fast, reference = twin(FastGraphConv, *sizes)
+    expected = reference(graph, features(graph, sizes[0]))
+    found = fast.to(device, dtype)(graph, features(graph, sizes[0]).to(device, dtype))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_autocast(sizes, weighted, device):
+    graph = homogeneous()
+    fast, reference = twin(FastGraphConv, *sizes)
+    feat = features(graph, sizes[0])
+    weight = weights(graph) if weighted else None
+    expected = reference(graph, feat, edge_weight=weight)
+    fast = fast.to(device)
+    leaf = feat.to(device).requires_grad_()
+    with torch.autocast(device, torch.bfloat16):
+        found = fast(graph, leaf, edge_weight=weight.to(device) if weighted else None)
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=0.03, atol=0.03)
+    found.float().sum().backward()
+    assert leaf.grad.dtype == torch.float32
+    assert fast.weight.grad.dtype == torch.float32
+
+
+def test_adjacency_in_place_of_the_graph(device):
+    graph = homogeneous()
+    src, dst = graph.edges()
+    adjacency = Adjacency.from_coo(dst, src, (30, 30)).to(device)
+    check_parity(
+        twin(FastGraphConv, 5, 3),
+        graph,
+        features(graph, 5),
+        device,
+        fast_graph=adjacency,
+        edge_weight=weights(graph),
+    )
+
+
+def test_adjacency_of_a_block(device):
+    graph = block()
+    layers = twin(FastGraphConv, 3, 5)
+    adjacency = fastsparse_dgl.prepare(graph, device)
+    assert adjacency.shape == (12, graph.num_src_nodes())
+    check_parity(layers, graph, features(graph, 3), device, fast_graph=adjacency)
+
+
+def test_state_dict_both_ways():
+    fast = FastGraphConv(4, 3)
+    reference = dgl.nn.GraphConv(4, 3)
+    reference.load_state_dict(fast.state_dict())
+    torch.testing.assert_close(reference.weight, fast.weight)
+    fast.load_state_dict(dgl.nn.GraphConv(4, 3).state_dict())
+    assert isinstance(fast, dgl.nn.GraphConv)
+    assert repr(fast) == repr(reference).replace("GraphConv", "FastGraphConv")
+    assert fastsparse_dgl.FastGCNConv is FastGraphConv
+
+
+def test_same_initial_parameters():
+    torch.manual_seed(0)
+    fast = FastGraphConv(4, 3)
+    torch.manual_seed(0)
+    reference = dgl.nn.GraphConv(4, 3)
+    assert torch.equal(fast.weight, reference.weight)
+
+
+def test_no_backward_product_for_constant_features(device):
+    """Input features need no gradient; with in_feats <= out_feats nothing is aggregated backwards."""
+    graph = homogeneous()
+    adjacency = fastsparse_dgl.prepare(graph, device, backward=False)
+    fast = FastGraphConv(4, 4, norm="right").to(device)
+    fast(adjacency, features(graph, 4).to(device)).sum().backward()
+    assert not any(name.startswith("t.") for name in adjacency.memory_usage())
+
+
+def test_compile_with_an_adjacency():
+    graph = homogeneous()
+    adjacency = fastsparse_dgl.prepare(graph)
+    fast = FastGraphConv(5, 3)
+    feat = features(graph, 5).requires_grad_()
+    expected = torch.autograd.grad(fast(adjacency, feat).square().sum(), [feat, fast.weight])
+    compiled = torch.compile(fast, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(compiled(adjacency, feat).square().sum(), [feat, fast.weight])
+    torch.testing.assert_close(found, expected)
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("rows", [29, 31])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_wrong_number_of_rows(rows, sizes, device):
+    with pytest.raises(DGLError, match=r"source node, 30, got shape"):
+        FastGraphConv(*sizes).to(device)(homogeneous(), torch.ones(rows, sizes[0], device=device))
+
+
+def test_wrong_width(device):
+    fast = FastGraphConv(4, 3).to(device)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        fast(homogeneous(), torch.ones(30, 5, device=device))
+
+
+@pytest.mark.parametrize("shape", [(119,), (121, 1), (0,), ()])
+def test_wrong_number_of_edge_weights(shape, device):
+    fast = FastGraphConv(4, 3).to(device)
+    with pytest.raises(DGLError, match=r"edge_weight: expected one row per edge, 120"):
+        fast(homogeneous(), torch.ones(30, 4, device=device), edge_weight=torch.ones(shape, device=device))
+
+
+def test_edge_weight_that_does_not_broadcast(device):
+    fast = FastGraphConv(4, 3).to(device)
+    with pytest.raises(DGLError, match=r"edge_weight: expected \(E,\)"):
+        fast(homogeneous(), torch.ones(30, 4, device=device), edge_weight=torch.ones(120, 2, device=device))
+
+
+def test_nan_edge_weight_propagates(device):
+    graph = homogeneous()
+    weight = weights(graph)
+    weight[7] = float("nan")
+    fast, reference = twin(FastGraphConv, 4, 3)
+    expected = reference(graph, features(graph, 4), edge_weight=weight).isnan()
+    found = fast.to(device)(graph, features(graph, 4).to(device), edge_weight=weight.to(device)).isnan()
+    assert torch.equal(found.cpu(), expected)
+    assert expected.any()
+
+
+@pytest.mark.parametrize("graph", [None, torch.ones(2, 3, dtype=torch.int64), "graph"])
+def test_not_a_graph(graph):
+    with pytest.raises(DGLError, match="graph: expected a DGLGraph"):
+        FastGraphConv(4, 3)(graph, torch.ones(30, 4))
+
+
+@pytest.mark.parametrize("feat", [None, [1.0], (torch.ones(30, 4),), torch.tensor(1.0), (None, None)])
+def test_not_features(feat):
+    with pytest.raises(DGLError, match="feat: expected a tensor"):
+        FastGraphConv(4, 3)(homogeneous(), feat)
+
+
+def test_integer_features():
+    with pytest.raises(TypeError, match="x: expected float64"):
+        FastGraphConv(3, 4)(homogeneous(), torch.ones(30, 3, dtype=torch.int64))
+
+
+def test_several_edge_types():
+    edges = (torch.tensor([0, 1]), torch.tensor([1, 0]))
+    graph = dgl.heterograph({("a", "x", "a"): edges, ("a", "y", "a"): edges})
+    fast = FastGraphConv(4, 3)
+    fastsparse_dgl.prepare(graph, etype="x")
+    for _ in range(2):
+        with pytest.raises(DGLError, match="Edge type name must be specified"):
+            fast(graph, torch.ones(2, 4))
+    assert fast(graph["y"], torch.ones(2, 4)).shape == (2, 3)
+
+
+@pytest.mark.gpu
+def test_adjacency_on_another_device():
+    adjacency = fastsparse_dgl.prepare(homogeneous())
+    with pytest.raises(DGLError, match="expected an Adjacency on cuda:0"):
+        FastGraphConv(4, 3).cuda()(adjacency, torch.ones(30, 4, device="cuda"))
+
+
+@pytest.mark.gpu
+def test_edge_weight_on_another_device():
+    with pytest.raises(DGLError, match="edge_weight: expected device cuda:0"):
+        FastGraphConv(4, 3).cuda()(
+            homogeneous(), torch.ones(30, 4, device="cuda"), edge_weight=torch.ones(120)
+        )
+
+
+def test_bipartite_with_one_tensor(device):
+    """Only the source features matter here, so DGL takes them alone."""
+    graph = bipartite()
+    check_parity(twin(FastGraphConv, 4, 3, norm="left"), graph, features(graph, 4), device)

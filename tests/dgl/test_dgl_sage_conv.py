@@ -1,0 +1,213 @@
+"""FastSAGEConv against DGL's SAGEConv."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dgl_cases import (
+    GRAPHS,
+    SINGLE,
+    DGLError,
+    bipartite,
+    block,
+    check_parity,
+    dgl,
+    fastsparse_dgl,
+    features,
+    homogeneous,
+    pair,
+    twin,
+    weights,
+)
+
+FastSAGEConv = fastsparse_dgl.FastSAGEConv
+
+AGGREGATORS = ["mean", "gcn", "pool"]
+SIZES = [(7, 4), (4, 7), (5, 5)]
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("aggregator", AGGREGATORS)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("weighted", [None, (), (1,)])
+def test_parity(name, aggregator, sizes, weighted, device):
+    graph = GRAPHS[name]()
+    feat = features(graph, sizes[0]) if name in SINGLE else pair(graph, sizes[0], sizes[0])
+    options = {} if weighted is None else {"edge_weight": weights(graph, *weighted)}
+    layers = twin(FastSAGEConv, *sizes, aggregator)
+    check_parity(layers, graph, feat, device, **options)
+
+
+@pytest.mark.parametrize("aggregator", ["mean", "pool"])
+@pytest.mark.parametrize("graph", [bipartite(17, 23), bipartite(23, 17), block()])
+def test_different_widths(aggregator, graph, device):
+    layers = twin(FastSAGEConv, (6, 3), 4, aggregator)
+    check_parity(layers, graph, pair(graph, 6, 3), device)
+
+
+@pytest.mark.parametrize("aggregator", AGGREGATORS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_bias_norm_and_activation(aggregator, bias, sizes, device):
+    graph = homogeneous()
+    layers = twin(
+        FastSAGEConv,
+        *sizes,
+        aggregator,
+        bias=bias,
+        norm=torch.nn.functional.normalize,
+        activation=torch.nn.functional.elu,
+    )
+    if bias and aggregator == "gcn":
+        torch.nn.init.normal_(layers[1].bias)
+        layers[0].load_state_dict(layers[1].state_dict())
+    check_parity(layers, graph, features(graph, sizes[0]), device)
+
+
+@pytest.mark.parametrize("aggregator", AGGREGATORS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_isolated_nodes(aggregator, sizes, device):
+    graph = dgl.graph((torch.tensor([0, 3]), torch.tensor([1, 1])), num_nodes=5)
+    check_parity(twin(FastSAGEConv, *sizes, aggregator), graph, features(graph, sizes[0]), device)
+
+
+@pytest.mark.parametrize("aggregator", AGGREGATORS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_no_edges(aggregator, sizes, device):
+    """Only the node itself counts. (For pool, DGL adds a gradient to node 0 here, which is wrong.)"""
+    graph = dgl.graph(([], []), num_nodes=4)
+    fast, reference = twin(FastSAGEConv, *sizes, aggregator)
+    if aggregator != "pool":
+        check_parity((fast, reference), graph, features(graph, sizes[0]), device)
+        return
+    feat = features(graph, sizes[0]).to(device).requires_grad_()
+    out = fast.to(device)(graph, feat)
+    torch.testing.assert_close(out.detach().cpu(), reference(graph, feat.detach().cpu()).detach())
+    expected = torch.autograd.grad(fast.fc_self(feat).sum(), feat)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), feat), expected)
+
+
+@pytest.mark.parametrize("aggregator", AGGREGATORS)
+def test_dropout_draws_the_same_numbers(aggregator):
+    graph = bipartite()
+    layers = twin(FastSAGEConv, 5, 3, aggregator, feat_drop=0.5)
+    feat = pair(graph, 5, 5)
+    found = []
+    for layer in layers:
+        torch.manual_seed(0)
+        found.append(layer(graph, feat))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(layers[0].eval()(graph, feat), layers[1].eval()(graph, feat))
+
+
+def test_lstm_is_the_original():
+    graph = homogeneous()
+    layers = twin(FastSAGEConv, 5, 3, "lstm")
+    check_parity(layers, graph, features(graph, 5), "cpu")
+    with pytest.raises(DGLError, match="'lstm' needs a DGLGraph"):
+        layers[0](fastsparse_dgl.prepare(graph), features(graph, 5))
+
+
+@pytest.mark.parametrize("aggregator", AGGREGATORS)
+@pytest.mark.parametrize("graph", [homogeneous(), block()])
+def test_adjacency_in_place_of_the_graph(aggregator, graph, device):
+    layers = twin(FastSAGEConv, 5, 3, aggregator)
+    adjacency = fastsparse_dgl.prepare(graph, device)
+    check_parity(layers, graph, features(graph, 5), device, fast_graph=adjacency, edge_weight=weights(graph))
+
+
+@pytest.mark.parametrize("aggregator", AGGREGATORS)
+def test_float64(aggregator, device):
+    graph = homogeneous()
+    fast, reference = twin(FastSAGEConv, 5, 3, aggregator)
+    feat = features(graph, 5, dtype=torch.float64)
+    check_parity((fast.double(), reference.double()), graph, feat, device, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("aggregator", AGGREGATORS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_half_precision(aggregator, sizes, dtype, device):
+    graph = homogeneous()
+    fast, reference = twin(FastSAGEConv, *sizes, aggregator)
+    expected = reference(graph, features(graph, sizes[0]))
+    found = fast.to(device, dtype)(graph, features(graph, sizes[0]).to(device, dtype))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("aggregator", AGGREGATORS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_autocast(aggregator, sizes, device):
+    graph = homogeneous()
+    fast, reference = twin(FastSAGEConv, *sizes, aggregator)
+    expected = reference(graph, features(graph, sizes[0]))
+    leaf = features(graph, sizes[0]).to(device).requires_grad_()
+    with torch.autocast(device, torch.bfloat16):
+        found = fast.to(device)(graph, leaf)
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=0.05, atol=0.05)
+    found.float().sum().backward()
+    assert leaf.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("aggregator", [*AGGREGATORS, "lstm"])
+def test_state_dict_both_ways(aggregator):
+    fast = FastSAGEConv(4, 3, aggregator)
+    reference = dgl.nn.SAGEConv(4, 3, aggregator)
+    reference.load_state_dict(fast.state_dict())
+    fast.load_state_dict(dgl.nn.SAGEConv(4, 3, aggregator).state_dict())
+    assert repr(fast) == repr(reference).replace("SAGEConv", "FastSAGEConv")
+    assert isinstance(fast, dgl.nn.SAGEConv)
+
+
+def test_replaced_submodules_are_used(device):
+    """Adapters and quantised layers take the place of a layer's linears, or hook into them."""
+    graph = homogeneous()
+    fast = FastSAGEConv(5, 3, "mean").to(device)
+    calls = []
+    fast.fc_neigh.register_forward_hook(lambda *_: calls.append("neigh"))
+    fast.fc_self.register_forward_hook(lambda *_: calls.append("self"))
+    fast(graph, features(graph, 5).to(device))
+    assert sorted(calls) == ["neigh", "self"]
+
+
+@pytest.mark.parametrize("aggregator", AGGREGATORS)
+def test_compile_with_an_adjacency(aggregator):
+    graph = homogeneous()
+    adjacency = fastsparse_dgl.prepare(graph)
+    fast = FastSAGEConv(5, 3, aggregator)
+    feat = features(graph, 5)
+    compiled = torch.compile(fast, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(adjacency, feat), fast(adjacency, feat))
+
+
+def test_invalid_aggregator():
+    with pytest.raises(DGLError, match="aggregator_type"):
+        FastSAGEConv(2, 2, "median")
+
+
+@pytest.mark.parametrize("aggregator", AGGREGATORS)
+@pytest.mark.parametrize("sizes", [(17, 23), (23, 17)])
+def test_bipartite_needs_a_pair(aggregator, sizes, device):
+    graph = bipartite(*sizes)
+    with pytest.raises(DGLError, match=f"one row per destination node, {sizes[1]}"):
+        FastSAGEConv(4, 3, aggregator).to(device)(graph, features(graph, 4).to(device))
+
+
+@pytest.mark.parametrize("aggregator", AGGREGATORS)
+def test_wrong_sizes(aggregator, device):
+    graph = bipartite()
+    fast = FastSAGEConv(4, 3, aggregator).to(device)
+    source, target = (part.to(device) for part in pair(graph, 4, 4))
+    with pytest.raises(DGLError, match="source node, 17"):
+        fast(graph, (source[1:], target))
+    with pytest.raises(DGLError, match="destination node, 23"):
+        fast(graph, (source, target[1:]))
+    with pytest.raises(DGLError, match="edge_weight: expected one row per edge, 90"):
+        fast(graph, (source, target), edge_weight=torch.ones(89, device=device))
+
+
+def test_gcn_needs_one_width():
+    graph = bipartite()
+    with pytest.raises(DGLError, match="of one width"):
+        FastSAGEConv(4, 3, "gcn")(graph, pair(graph, 4, 3))
