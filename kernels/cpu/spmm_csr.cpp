@@ -8,8 +8,8 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr int kTileVectors = 4;      // accumulators held in registers
-constexpr int kPrefetchEntries = 8;  // entries between a prefetch and its use
+constexpr int kTileVectors = 4;              // accumulators held in registers
+constexpr int kPrefetchEntries = 8;          // entries between a prefetch and its use
 constexpr std::int64_t kEntriesPerSum = 32;  // then the sum moves to a compensated total
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // products below which waking threads costs more than it saves

@@ -19,7 +19,8 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kEntriesInFlight = 4;
-constexpr int kEntriesPerSum = 32;  // then the sum moves to a total: rounding errors grow with 32, not with the slice
+constexpr int kEntriesPerSum =
+    32;  // then the sum moves to a total: rounding errors grow with 32, not with the slice
 
 enum class Weight { kNone, kScalar, kPerHead };
 

@@ -1,5 +1,5 @@
-# Interface of the compiled extension (kernels/binding.cpp). Addresses are those of tensors that the caller keeps alive;
-# device -1 is the CPU and `queue` its number of threads, else `queue` is a CUDA stream.
+# Interface of the compiled extension (kernels/binding.cpp). Addresses are those of tensors that the caller
+# keeps alive; device -1 is the CPU and `queue` its number of threads, else `queue` is a CUDA stream.
 
 class CsrStructure:
     def __init__(

@@ -36,7 +36,8 @@ class _Memo:
             with self._lock:
                 result = self.results.get(key)
                 if result is None:
-                    # A model may be evaluated before it is trained: what is kept must also serve autograd later.
+                    # A model may be evaluated before it is trained: what is kept must also serve autograd
+                    # later.
                     with torch.inference_mode(False):
                         result = self.results[key] = build()
         return result
@@ -45,20 +46,20 @@ class _Memo:
 class Adjacency:
     r"""Sparse structure of shape ``(num_dst, num_src)``: rows are destinations, columns are sources.
 
-    A message flows from column to row, so aggregation is :math:`A X`. The structure is immutable; whatever is derived
-    from it (transpose, work lists, degrees) is built on first use on its device and kept. Edge values are separate
-    tensors in the caller's edge order, so that trainable weights never rebuild anything.
+    A message flows from column to row, so aggregation is :math:`A X`. The structure is immutable; whatever is
+    derived from it (transpose, work lists, degrees) is built on first use on its device and kept. Edge values
+    are separate tensors in the caller's edge order, so that trainable weights never rebuild anything.
 
     Build one with :meth:`from_coo`, :meth:`from_csr` or :meth:`from_csc`.
 
     Attributes:
         rowptr: int64 (num_dst + 1,), the range of entries of every row.
         col: int32 (num_edges,), the source of every entry.
-        edge_id: (num_edges,) position of every entry in the caller's edge order, int32 where that fits, else int64;
-            None where it is the identity.
+        edge_id: (num_edges,) position of every entry in the caller's edge order, int32 where that fits, else
+            int64; None where it is the identity.
         shape: (num_dst, num_src).
-        num_values: length of an edge-value tensor. It differs from ``num_edges`` where self loops were inserted or
-            replaced (:meth:`extend_value`).
+        num_values: length of an edge-value tensor. It differs from ``num_edges`` where self loops were
+            inserted or replaced (:meth:`extend_value`).
         handle: number by which the operators know this object.
     """
 
@@ -112,8 +113,9 @@ class Adjacency:
             row: destinations, int32 or int64 (E,).
             col: sources, like ``row``.
             shape: (num_dst, num_src).
-            duplicates: ``"keep"`` stores repeated edges as often as they come. ``"sum"`` stores each once: edge values
-                then follow the merged edges, sorted by (row, col); :meth:`coalesce_value` sums the caller's onto them.
+            duplicates: ``"keep"`` stores repeated edges as often as they come. ``"sum"`` stores each once:
+                edge values then follow the merged edges, sorted by (row, col); :meth:`coalesce_value` sums
+                the caller's onto them.
             self_loops: ``"append"`` adds a loop (i, i) for every i < min(shape) after the caller's edges;
                 ``"replace"`` first drops the caller's own loops. Values: :meth:`extend_value`.
 
@@ -201,7 +203,8 @@ class Adjacency:
             rowptr: int32 or int64 (num_dst + 1,), ascending from 0 to the number of edges.
             col: sources, int32 or int64 (num_edges,).
             shape: (num_dst, num_src).
-            edge_id: position of every entry in the caller's edge order, a permutation; None: the stored order.
+            edge_id: position of every entry in the caller's edge order, a permutation; None: the stored
+                order.
 
         Raises:
             TypeError: an argument is not an integer tensor.
@@ -217,9 +220,10 @@ class Adjacency:
                 raise ValueError(f"{name}: expected device {rowptr.device} like rowptr, got {tensor.device}")
         if rowptr.numel() != shape[0] + 1:
             raise ValueError(
-                f"rowptr: expected num_dst + 1 = {shape[0] + 1} entries for shape {shape}, got {rowptr.numel()}"
+                f"rowptr: expected num_dst + 1 = {shape[0] + 1} entries for shape {shape}, "
+                f"got {rowptr.numel()}"
             )
-        rowptr = rowptr.detach().long().contiguous()
+        rowptr = _own(rowptr, torch.int64)
         ends = torch.stack([rowptr[0], rowptr[-1], rowptr.diff().amin() if shape[0] else rowptr[0]]).tolist()
         if ends[0] != 0 or ends[1] != col.numel() or ends[2] < 0:
             raise ValueError(
@@ -231,22 +235,27 @@ class Adjacency:
             if edge_id.numel() != col.numel():
                 raise ValueError(f"edge_id: expected one per entry, {col.numel()}, got {edge_id.numel()}")
             _check_range({"edge_id": (edge_id, col.numel(), "num_edges")})
-            edge_id = edge_id.detach().contiguous()
-            edge_id = edge_id.int() if col.numel() <= _INT32_MAX else edge_id.long()
-        return cls(rowptr, col.detach().int().contiguous(), shape, edge_id=edge_id)
+            edge_id = _own(edge_id, torch.int32 if col.numel() <= _INT32_MAX else torch.int64)
+        return cls(rowptr, _own(col, torch.int32), shape, edge_id=edge_id)
 
     @classmethod
     def from_csc(
         cls, colptr: Tensor, row: Tensor, shape: tuple[int, int], *, edge_id: Tensor | None = None
     ) -> Adjacency:
-        """Builds the structure of compressed columns; arguments and errors as in :meth:`from_csr`, transposed."""
+        """Builds the structure of compressed columns: :meth:`from_csr`, transposed."""
         num_dst, num_src = _check_shape(shape)
-        return cls.from_csr(colptr, row, (num_src, num_dst), edge_id=edge_id).t()
+        columns = cls.from_csr(colptr, row, (num_src, num_dst), edge_id=edge_id)
+        adjacency = columns._transpose()
+        # The result owns its transpose, not the other way round: owning both ways would be a cycle.
+        adjacency._parent = None
+        adjacency._memo.results["t"] = columns
+        columns._parent = weakref.ref(adjacency)
+        return adjacency
 
     # ---------------------------------------------------------------- facts
 
     def memo(self, key: Hashable, build: Callable[[], _T]) -> _T:
-        """Result of ``build()``, computed once per structure and kept with it; for constants that layers derive.
+        """Result of ``build()``, computed once and kept: for constants that layers derive from a structure.
 
         Args:
             key: name of the result; take one that no other module uses. Results must not be None.
@@ -316,7 +325,7 @@ class Adjacency:
     # ---------------------------------------------------------------- derived structures
 
     def t(self) -> Adjacency:
-        """The transposed structure with the same caller's edge order; it shares tensors where A is symmetric."""
+        """The transposed structure, in the same caller's edge order; shares tensors where A is symmetric."""
         parent = self._parent() if self._parent is not None else None
         return parent if parent is not None else self._memo.get("t", self._transpose)
 
@@ -342,7 +351,7 @@ class Adjacency:
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether A equals its transpose (builds the transpose; rows with unsorted columns count as not symmetric)."""
+        """Whether A equals its transpose. Builds it; rows with unsorted columns count as not symmetric."""
         return self.t().col is self.col
 
     @property
@@ -404,8 +413,8 @@ class Adjacency:
         Args:
             value: (E, ...) in the caller's edge order.
             fill_value: value of a loop, a number or (min(shape), ...).
-            keep_existing: a loop that replaced one of the caller's keeps that edge's value (of several, the last), as
-                PyG's ``add_remaining_self_loops``.
+            keep_existing: a loop that replaced one of the caller's keeps that edge's value (of several, the
+                last), as PyG's ``add_remaining_self_loops``.
 
         Returns:
             (num_values, ...).
@@ -461,7 +470,7 @@ class Adjacency:
         return tensors
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes held, by name, of this structure and of what was derived from it; shared memory is counted once."""
+        """Bytes held by this structure and what was derived from it, by name; shared memory counts once."""
         tensors: dict[str, Tensor] = {}
         transposed = self._memo.results.get("t")
         for prefix, adjacency in (("", self), ("t.", transposed)):
@@ -483,7 +492,7 @@ class Adjacency:
         return sizes
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Adjacency:
-        """The same structure on another device; self where it is there already. Derived structures are rebuilt."""
+        """The same structure on another device (self where it is there); derived structures are rebuilt."""
         target = torch.empty(0, device=device).device
         if target == self.device:
             return self
@@ -535,6 +544,11 @@ def from_handle(handle: int) -> Adjacency:
     return adjacency
 
 
+def _own(index: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy that later in-place edits of the caller's tensor cannot reach."""
+    return index.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
 def _power(degree: Tensor, exponent: float, dtype: torch.dtype) -> Tensor:
     return degree.to(dtype).pow(exponent).masked_fill_(degree == 0, 0)
 
@@ -547,7 +561,7 @@ def _expand_rows(rowptr: Tensor, num_edges: int) -> Tensor:
 def _insert_loops(
     row: Tensor, col: Tensor, count: int, replace: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Edges with loops appended, the caller's position of each, and the caller's loop of each node (-1: none)."""
+    """Edges with loops appended, the caller's position of each, each node's own loop edge (-1: none)."""
     num_edges = row.numel()
     loop_edge = torch.full((count,), -1, dtype=torch.int64, device=row.device)
     position = torch.arange(num_edges + count, device=row.device)
@@ -601,5 +615,6 @@ def _check_range(indices: dict[str, tuple[Tensor, int, str]]) -> None:
     for (name, (_, size, size_name)), (low, high) in zip(present.items(), ends, strict=True):
         if low < 0 or high >= size:
             raise ValueError(
-                f"{name}: expected indices from 0 to {size_name} - 1 = {size - 1}, got values from {low} to {high}"
+                f"{name}: expected indices from 0 to {size_name} - 1 = {size - 1}, "
+                f"got values from {low} to {high}"
             )

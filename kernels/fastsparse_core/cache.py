@@ -1,7 +1,8 @@
 """Converted structures remembered per graph object, for both plugins.
 
-A stale structure would give wrong numbers without any sign, so an entry is used only if the graph object is the very
-one it was made for (weak identity) and if the stamp, whatever the plugin can observe of its content, is unchanged.
+A stale structure would give wrong numbers without any sign, so an entry is used only if the graph object is
+the very one it was made for (weak identity) and if the stamp, whatever the plugin can observe of its content,
+is unchanged.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class AdjacencyCache:
             key: the graph object; held weakly and compared by identity.
             stamp: what is known of its present content; an entry with another stamp is dropped.
             options: distinguishes several structures of one graph.
-            build: makes the Adjacency; it must not keep ``key`` alive. Called at most once per miss, under the lock.
+            build: makes the Adjacency; it must not keep ``key`` alive. Called at most once per miss, under
+                the lock.
         """
         with self._lock:
             entries = self._graphs.get(key)

@@ -9,8 +9,8 @@ _RESIDENT_GROUPS = 132 * 96
 def slice_length(num_edges: int) -> int:
     """Longest slice of a row, in entries: a power of two from 32 to 512.
 
-    Small graphs need short slices to fill the GPU; beyond a few million edges 512 entries cost next to nothing in
-    partial results (two rows written and read per 512 gathered).
+    Small graphs need short slices to fill the GPU; beyond a few million edges 512 entries cost next to
+    nothing in partial results (two rows written and read per 512 gathered).
     """
     length = 32
     while length < 512 and length * 2 * _RESIDENT_GROUPS <= num_edges:

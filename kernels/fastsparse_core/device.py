@@ -6,7 +6,7 @@ import torch
 
 from fastsparse_core import _C
 
-_HAS_CUDA_KERNELS: bool = _C.build_info()["cuda"]
+_HAS_CUDA_KERNELS = bool(_C.build_info()["cuda"])
 
 
 def device_index(device: torch.device) -> int:
@@ -30,7 +30,7 @@ def device_index(device: torch.device) -> int:
 
 
 def queue(index: int) -> int:
-    """The current CUDA stream of device ``index`` as an address, or for the CPU (-1) the number of threads."""
+    """The current CUDA stream of device ``index`` as an address; for the CPU (-1) the number of threads."""
     if index < 0:
         return torch.get_num_threads()
     # torch.cuda.current_stream builds a Python object each call; this is the raw handle that Triton uses too.

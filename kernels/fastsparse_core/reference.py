@@ -28,7 +28,7 @@ def spmm(
     scale_src: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Float64 reference of :func:`fastsparse_core.spmm`, differentiable, by gather and scatter over the edges."""
+    """Float64 reference of :func:`fastsparse_core.spmm`: differentiable gather and scatter over the edges."""
     row, col, position = _edges(adj)
     features = _matrix(x.double())
     width = features.size(1)

@@ -1,4 +1,4 @@
-"""The operators as PyTorch sees them: schemas, fake tensors, autograd registration, torch.compile, CUDA graphs."""
+"""The operators as PyTorch sees them: schemas, fake tensors, autograd, torch.compile, CUDA graphs."""
 
 from __future__ import annotations
 

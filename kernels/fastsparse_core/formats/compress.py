@@ -24,8 +24,8 @@ def compress(
         sort_minor: False where the input is already ascending in ``minor``, or its order is to be kept.
 
     Returns:
-        ``(major_ptr, minor, order)``: int64 (num_major + 1,), int32 (num_edges,), and the position in the input of
-        every sorted edge, int32 where that fits, else int64.
+        ``(major_ptr, minor, order)``: int64 (num_major + 1,), int32 (num_edges,), and the position in the
+        input of every sorted edge, int32 where that fits, else int64.
     """
     num_edges = major.numel()
     device = major.device

@@ -1,8 +1,8 @@
 """Rows of a CSR structure cut into slices of bounded length, long slices first.
 
-A slice is what one group of lanes works on, so its greatest length bounds how long one row can keep the grid waiting.
-Slices of like length are neighbours (a warp works on several), in row order among themselves (rows that lie together
-share columns on most graphs, and so the cache).
+A slice is what one group of lanes works on, so its greatest length bounds how long one row can keep the grid
+waiting. Slices of like length are neighbours (a warp works on several), in row order among themselves (rows
+that lie together share columns on most graphs, and so the cache).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class RowSplit:
     """Work list of the CSR kernels.
 
     Attributes:
-        slices: int64 (num_slices, 2). Word 0 is the first entry; word 1 packs two int32: the number of entries and the
-            target. A target >= 0 is the row this slice alone computes; a target < 0 is ``~slot``, the place of its
-            partial result.
+        slices: int64 (num_slices, 2). Word 0 is the first entry; word 1 packs two int32: the number of
+            entries and the target. A target >= 0 is the row this slice alone computes; a target < 0 is
+            ``~slot``, the place of its partial result.
         split_row: int32 (num_split_rows,), the rows that have several slices.
         split_ptr: int64 (num_split_rows + 1,), their ranges of slots.
         num_slots: number of partial results, ``split_ptr[-1]``.

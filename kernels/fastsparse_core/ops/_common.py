@@ -7,8 +7,9 @@ from torch import Tensor
 
 from fastsparse_core.adjacency import Adjacency
 
-#: Namespace of the operators: ``torch.ops.fastsparse``. An operator takes the structure as the integer handle of an
-#: Adjacency, so that schemas stay short, derived formats can be built lazily, and torch.compile sees a plain integer.
+#: Namespace of the operators: ``torch.ops.fastsparse``. An operator takes the structure as the integer handle
+#: of an Adjacency, so that schemas stay short, derived formats can be built lazily, and torch.compile sees a
+#: plain integer.
 library = torch.library.Library("fastsparse", "DEF")
 
 #: Feature dtypes and their codes in kernels/include/fastsparse/views.h.
@@ -26,7 +27,7 @@ def address(tensor: Tensor | None) -> int:
 
 
 def unit_stride(matrix: Tensor) -> Tensor:
-    """The matrix itself where neighbouring features are neighbours in memory, whatever its row stride; else a copy."""
+    """The matrix itself where its column stride is 1, whatever its row stride; else a copy."""
     return matrix if matrix.stride(1) == 1 or matrix.size(1) <= 1 else matrix.contiguous()
 
 

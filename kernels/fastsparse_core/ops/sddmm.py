@@ -21,8 +21,8 @@ from fastsparse_core.ops._common import (
 )
 
 library.define(
-    "sddmm(Tensor x_dst, Tensor x_src, Tensor? scale_dst, Tensor? scale_src, SymInt num_values, SymInt heads, "
-    "ScalarType dtype, SymInt adjacency, str algorithm) -> Tensor"
+    "sddmm(Tensor x_dst, Tensor x_src, Tensor? scale_dst, Tensor? scale_src, SymInt num_values, "
+    "SymInt heads, ScalarType dtype, SymInt adjacency, str algorithm) -> Tensor"
 )
 
 _sddmm_op = torch.ops.fastsparse.sddmm.default
@@ -51,8 +51,9 @@ def sddmm(
         algorithm: ``"auto"`` or ``"csr"``.
 
     Returns:
-        (num_values,) or, with heads, (num_values, H), in the caller's edge order and the dtype of the features; 0 for
-        edges that self loops replaced. Accumulated in float32 or wider; differentiable any number of times.
+        (num_values,) or, with heads, (num_values, H), in the caller's edge order and the dtype of the
+        features; 0 for edges that self loops replaced. Accumulated in float32 or wider; differentiable any
+        number of times.
 
     Raises:
         TypeError: dtypes are not supported or differ.

@@ -30,8 +30,8 @@ library.define(
     "-> (Tensor, Tensor)"
 )
 library.define(
-    "spmm_extremum_backward(Tensor grad, Tensor arg, Tensor x, Tensor? value, SymInt adjacency, bool transpose) "
-    "-> (Tensor, Tensor)"
+    "spmm_extremum_backward(Tensor grad, Tensor arg, Tensor x, Tensor? value, SymInt adjacency, "
+    "bool transpose) -> (Tensor, Tensor)"
 )
 
 _spmm_op = torch.ops.fastsparse.spmm.default
@@ -55,25 +55,28 @@ def spmm(
     .. math::
         \mathbf{y}_i = s_i \bigoplus_{j \in \mathcal{N}(i)} v_{ij} \, t_j \, \mathbf{x}_j + \mathbf{b}
 
-    with :math:`\bigoplus` a sum, mean, maximum or minimum. Rows without edges give 0 (plus the bias). Sums are
-    accumulated in float32 (float64 for float64 features) in a fixed order: results are bitwise reproducible.
+    with :math:`\bigoplus` a sum, mean, maximum or minimum. Rows without edges give 0 (plus the bias). Sums
+    are accumulated in float32 (float64 for float64 features) in a fixed order: results are bitwise
+    reproducible.
 
     Args:
         adj: structure (num_dst, num_src).
-        x: features (num_src, ...), float64, float32, float16 or bfloat16, any row stride. Under autocast they are cast
-            like those of a matrix product.
-        value: :math:`v`, (num_values,) or (num_values, H) in the caller's edge order, in the dtype of ``x`` or in its
-            accumulation dtype; with H columns the flattened features are H equal blocks, one value for each. None: 1.
-        reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. Ties of max and min go to the first entry of a row, and
-            so does their gradient.
+        x: features (num_src, ...), float64, float32, float16 or bfloat16, any row stride. Under autocast they
+            are cast like those of a matrix product.
+        value: :math:`v`, (num_values,) or (num_values, H) in the caller's edge order, in the dtype of ``x``
+            or in its accumulation dtype; with H columns the flattened features are H equal blocks, one value
+            for each. None: 1.
+        reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. Ties of max and min go to the first entry of a
+            row, and so does their gradient.
         scale_dst: constant :math:`s`, (num_dst,).
         scale_src: constant :math:`t`, (num_src,).
         bias: :math:`\mathbf{b}`, as many entries as features per node.
-        algorithm: ``"auto"`` or ``"csr"`` (rows cut into slices of bounded length on CUDA cores, after HR-SpMM 4.1 and
-            RoDe).
+        algorithm: ``"auto"`` or ``"csr"`` (rows cut into slices of bounded length on CUDA cores, after
+            HR-SpMM 4.1 and RoDe).
 
     Returns:
-        (num_dst, ...) in the dtype of ``x``; differentiable in ``x``, ``value`` and ``bias``, twice for sum and mean.
+        (num_dst, ...) in the dtype of ``x``; differentiable in ``x``, ``value`` and ``bias``, twice for sum
+        and mean.
 
     Raises:
         TypeError: a dtype is not supported.
@@ -130,11 +133,13 @@ def _check_value(value: Tensor, features: Tensor, adj: Adjacency) -> Tensor:
         raise TypeError(f"value: expected a floating tensor, got {kind}")
     if value.dim() not in (1, 2) or value.size(0) != adj.num_values:
         raise ValueError(
-            f"value: expected shape ({adj.num_values},) or ({adj.num_values}, heads), got {tuple(value.shape)}"
+            f"value: expected shape ({adj.num_values},) or ({adj.num_values}, heads), "
+            f"got {tuple(value.shape)}"
         )
     if value.dim() == 2 and (value.size(1) == 0 or features.size(1) % value.size(1)):
         raise ValueError(
-            f"value: expected a number of heads that divides the {features.size(1)} features, got {value.size(1)}"
+            f"value: expected a number of heads that divides the {features.size(1)} features, "
+            f"got {value.size(1)}"
         )
     if value.device != features.device:
         raise ValueError(f"value: expected device {features.device} like x, got {value.device}")
@@ -210,7 +215,7 @@ def _spmm(
 
 
 def _spmm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, value, scale_dst, scale_src, bias, num_dst, adjacency, transpose, algorithm = inputs
+    x, value, scale_dst, scale_src, bias, _, adjacency, transpose, algorithm = inputs
     ctx.save_for_backward(x if value is not None else None, value, scale_dst, scale_src)
     ctx.num_src = x.size(0)
     ctx.has_bias = bias is not None
