@@ -18,7 +18,13 @@ import torch
 from fastsparse_core import Adjacency
 from fastsparse_core.cache import AdjacencyCache, CacheInfo
 from fastsparse_core.log import info_once
-from fastsparse_dgl.graph import DGLError, GraphLike, adjacency_from_graph, check_graph
+from fastsparse_dgl.graph import (
+    DGLError,
+    GraphLike,
+    adjacency_from_graph,
+    check_graph,
+    inv_degree_with_self,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -97,6 +103,8 @@ def prepare(
         canonical = None if only else graph.canonical_etypes[graph.get_etype_id(etype)]
         adjacency = adjacency_of(graph, target, canonical)
     adjacency.has_empty_rows()
+    adjacency.inv_out_degree()
+    inv_degree_with_self(adjacency)
     return adjacency.prepare(backward=backward)
 
 

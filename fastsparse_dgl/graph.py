@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fastsparse_core import Adjacency
 from fastsparse_dgl.compat import dgl
@@ -50,3 +51,11 @@ def adjacency_from_graph(graph: GraphLike, device: torch.device, etype: Any = No
     make = Adjacency.from_csr if layout == "csc" else Adjacency.from_csc
     # DGL leaves the edge ids out (length 0) where they are 0, 1, 2, ...
     return make(pointer, index, shape, edge_id=edge_id if edge_id.numel() else None)
+
+
+def inv_degree_with_self(adjacency: Adjacency, dtype: torch.dtype = torch.float32) -> Tensor:
+    """1 / (in-degree + 1), (num_dst,): the mean over a node and its neighbours. Kept with the structure."""
+    return adjacency.memo(
+        ("fastsparse_dgl.inv_degree_with_self", dtype),
+        lambda: (adjacency.in_degree() + 1).to(dtype).reciprocal_(),
+    )

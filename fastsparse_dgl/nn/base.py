@@ -43,6 +43,11 @@ def source_features(feat: Any) -> Tensor:
     return source
 
 
+def scale_dtype(feat: Tensor) -> torch.dtype:
+    """Dtype of constants per node: that in which the operators accumulate."""
+    return torch.float64 if feat.dtype == torch.float64 else torch.float32
+
+
 class AggregationMixin:
     """Turns a layer's graph into an Adjacency and aggregates over it.
 
@@ -137,10 +142,6 @@ class AggregationMixin:
             bias=bias if fused else None,
         )
         return out if fused or bias is None else out + bias
-
-    def _scale_dtype(self, feat: Tensor) -> torch.dtype:
-        """Dtype of constants per node: that in which the operators accumulate."""
-        return torch.float64 if feat.dtype == torch.float64 else torch.float32
 
 
 def _broadcast_edge_weight(adjacency: Adjacency, feat: Tensor, edge_weight: Tensor) -> tuple[Tensor, Tensor]:

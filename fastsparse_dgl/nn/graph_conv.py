@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
-from fastsparse_dgl.nn.base import AggregationMixin, source_features
+from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype, source_features
 
 
 class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
@@ -77,14 +77,14 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
 
         scales: dict[str, Any] = {}
         if self._norm != "none":
-            dtype = self._scale_dtype(source)
+            dtype = scale_dtype(source)
             if self._norm == "both":
-                scales["scale_src"] = adjacency.t().inv_sqrt_degree(dtype)
+                scales["scale_src"] = adjacency.inv_sqrt_out_degree(dtype)
                 scales["scale_dst"] = adjacency.inv_sqrt_degree(dtype)
             elif self._norm == "right":
                 scales["scale_dst"] = adjacency.inv_degree(dtype)
             else:
-                scales["scale_src"] = adjacency.t().inv_degree(dtype)
+                scales["scale_src"] = adjacency.inv_out_degree(dtype)
 
         if weight is None:
             out = self._aggregate(adjacency, source, edge_weight, bias=self.bias, **scales)

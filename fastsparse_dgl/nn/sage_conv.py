@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from fastsparse_core import Adjacency
 from fastsparse_dgl.compat import dgl
-from fastsparse_dgl.graph import DGLError, GraphLike
-from fastsparse_dgl.nn.base import AggregationMixin, source_features
+from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
+from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype, source_features
 
 
 class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
@@ -119,7 +119,7 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
             source = self.fc_neigh(source)
             given = self.fc_neigh(given) if given is not None else None
         destination = self._destination(graph, adjacency, source, given)
-        scale = _inverse_degree_with_self(adjacency, self._scale_dtype(source))
+        scale = inv_degree_with_self(adjacency, scale_dtype(source))
         bias = self.bias if transform_first else None
         out = self._aggregate(adjacency, source, edge_weight, scale_dst=scale, bias=bias)
         scale = scale.to(out.dtype).reshape(-1, *[1] * (destination.dim() - 1))
@@ -129,8 +129,3 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
             if self.bias is not None:
                 out = out + self.bias
         return out
-
-
-def _inverse_degree_with_self(adjacency: Adjacency, dtype: torch.dtype) -> Tensor:
-    """1 / (in-degree + 1), (num_dst,)."""
-    return (adjacency.in_degree() + 1).to(dtype).reciprocal_()

@@ -123,7 +123,7 @@ def _leaves(item: Any) -> list[Tensor]:
 
 
 def outputs_and_gradients(layer: Any, graph: Any, feat: Any, options: dict[str, Any], device: str) -> Results:
-    """The result of a layer and the gradients of all inputs and parameters for one fixed upstream gradient."""
+    """The result and the gradients of all inputs and parameters for one fixed upstream gradient."""
     layer = layer.to(device)
     layer.zero_grad()
     feat = _leaf(feat, device)
