@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from common.cli import parser, run, train_and_report
 from common.data import NodeDataset
 from common.frameworks import FRAMEWORKS, Framework, layer
-from common.report import LayerResult
+from common.report import LayerResult, make_console
 from common.training import Recipe
 from rich.console import Console
 from torch import Tensor, nn
@@ -132,7 +132,7 @@ def main(
         console: Where to print, by default standard output.
     """
     options = parser(__doc__.split("\n\n", 1)[0]).parse_args(arguments)
-    return train_and_report(options, recipe_of, make_model, console or Console())
+    return train_and_report(options, recipe_of, make_model, console or make_console())
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import math
 import platform
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,11 @@ from .errors import ExampleError
 from .training import LayerResult, RunResult
 
 METRIC_TITLES = {"accuracy": "test accuracy", "roc_auc": "test ROC-AUC"}
+
+
+def make_console() -> Console:
+    """A console for standard output; a file gets lines long enough that no column of a table wraps."""
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def check_writable(path: Path | None, option: str) -> None:
@@ -65,7 +71,7 @@ def speed_up(results: Sequence[LayerResult], result: LayerResult) -> float | Non
 def print_table(console: Console, title: str, results: Sequence[LayerResult]) -> None:
     """Prints one row per layer."""
     table = Table(title=title, title_justify="left")
-    table.add_column("layer")
+    table.add_column("layer", no_wrap=True)
     metrics = list(results[0].runs[0].scores)
     for metric in metrics:
         table.add_column(METRIC_TITLES[metric], justify="right")

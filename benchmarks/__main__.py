@@ -1,0 +1,78 @@
+"""Command line: ``python -m benchmarks spmm --graphs reddit --widths 64 128 --dtypes float32``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+
+from . import suite, tables
+from .common import add_common
+
+COMMANDS = {
+    "spmm": "sparse-dense product against cuSPARSE and stored rivals",
+    "train": "training step, inference and memory of a GCN against PyG",
+    "adjacency": "building an Adjacency and its transpose",
+    "host": "host time of a layer on a tiny graph",
+    "cpu": "one layer on the CPU against PyG and torch.sparse",
+    "accuracy": "test accuracy of the GCN example, original against drop-in",
+    "all": "every benchmark of this machine, then the plots",
+    "tables": "stored results as Markdown tables",
+    "plots": "stored results as plots",
+}
+
+#: What `all` runs where there is a GPU and where there is none.
+ON_CUDA = ("spmm", "adjacency", "host", "train")
+ON_CPU = ("cpu", "accuracy")
+
+
+def make_parser(chosen: str | None) -> argparse.ArgumentParser:
+    """The parser; only the chosen command's module is imported, since each needs other packages."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Benchmarks of FastSparse.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    shape = argparse.ArgumentDefaultsHelpFormatter
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary, formatter_class=shape)
+        if name == "all":
+            add_common(command)
+        elif name == chosen:
+            importlib.import_module(f"benchmarks.{name}").add_arguments(command)
+    return parser
+
+
+def run(arguments: Sequence[str], console: Console) -> None:
+    """Runs one command."""
+    parser = make_parser(arguments[0] if arguments else None)
+    options = parser.parse_args(arguments)
+    if options.command == "all":
+        names = ON_CUDA if torch.device(options.device).type == "cuda" else ON_CPU
+        shared = ["--device", options.device, "--out", str(options.out)]
+        if options.commit:
+            shared += ["--commit", options.commit]
+        for name in names:
+            run([name, *shared], console)
+        run(["plots", "--results", str(options.out)], console)
+        return
+    try:
+        suite.check(getattr(options, "graphs", ()))
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(str(error))
+    result = importlib.import_module(f"benchmarks.{options.command}").run(options)
+    if options.command not in ("tables", "plots"):
+        tables.show(result, console)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    for known in ("Sparse CSR tensor support is in beta", "Sparse invariant checks"):
+        warnings.filterwarnings("ignore", known)
+    run(sys.argv[1:] if arguments is None else arguments, Console(width=None if sys.stdout.isatty() else 160))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Building an Adjacency and its transpose from an unsorted edge list."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import Adjacency
+
+from . import suite
+from .common import add_common, attempt, progress, recorder, release
+from .timing import wall_time
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    parser.add_argument("--graphs", nargs="+", default=list(suite.PEER_GRAPHS), help=suite.NAMES)
+    parser.add_argument("--budget-ms", type=float, default=500.0, help="time to spend on each timing")
+
+
+def run(options: argparse.Namespace) -> Path:
+    """Runs the benchmark; returns the path of its record."""
+    device = torch.device(options.device)
+    out = recorder("adjacency", options)
+    out.note(
+        "from int64 (row, col) in random order to an Adjacency prepared for training; scratch is the peak"
+        " above what the Adjacency keeps; 'directed' has one edge removed, so that no transpose can be shared"
+    )
+    for name in progress(options.graphs, "adjacency"):
+        graph = suite.load(name, device)
+        order = torch.randperm(graph.num_edges, device=device)
+        col, row = (end[order].contiguous() for end in graph.edge_index())
+        nodes = graph.num_nodes
+        del graph, order
+        for structure, edges in (("symmetric", (row, col)), ("directed", (row[1:], col[1:]))):
+            release()
+            out.add(
+                graph=name,
+                nodes=nodes,
+                edges=edges[0].numel(),
+                structure=structure,
+                implementation="fastsparse",
+                **attempt(partial(_measure, *edges, nodes, options.budget_ms)),
+            )
+        del row, col, edges
+    return out.path
+
+
+def _measure(row: Tensor, col: Tensor, nodes: int, budget_ms: float) -> dict[str, Any]:
+    device = row.device
+
+    def build() -> Adjacency:
+        return Adjacency.from_coo(row, col, (nodes, nodes)).prepare(backward=True)
+
+    timing = wall_time(build, device, budget_ms=budget_ms, least=3, most=20)
+    memory: dict[str, Any] = {}
+    if device.type == "cuda":
+        release()
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        adj = build()
+        peak = torch.cuda.max_memory_allocated(device) - before
+        kept = torch.cuda.memory_allocated(device) - before
+        memory = {"kept_gb": kept / 1e9, "scratch_gb": (peak - kept) / 1e9}
+        del adj
+    return {**timing.as_cell(), **memory}

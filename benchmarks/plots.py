@@ -1,0 +1,143 @@
+"""Plots from stored results: speed-up bars per graph, roofline scatter, memory bars."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from . import record, tables
+from .roofline import gather_bandwidth, peers
+
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def speed_up_bars(result: dict[str, Any], folder: Path) -> list[Path]:
+    """One plot per feature type and direction: the rival's time over ours, a colour per width."""
+    cells = [cell for cell in result["cells"] if cell["status"] == "ok"]
+    written = []
+    for dtype, direction in dict.fromkeys((cell["dtype"], cell["direction"]) for cell in cells):
+        group = [cell for cell in cells if (cell["dtype"], cell["direction"]) == (dtype, direction)]
+        graphs = list(dict.fromkeys(cell["graph"] for cell in group))
+        widths = list(dict.fromkeys(cell["width"] for cell in group))
+        times = {
+            (cell["graph"], cell["width"], cell["implementation"].startswith("fast")): cell["median_ms"]
+            for cell in group
+        }
+        rivals = {cell["implementation"] for cell in group if not cell["implementation"].startswith("fast")}
+        figure, axes = _axes(len(graphs))
+        for place, width in enumerate(widths):
+            pairs = [(times.get((g, width, False)), times.get((g, width, True))) for g in graphs]
+            _bars(
+                axes, place, len(widths), [a / b if a and b else 0.0 for a, b in pairs], f"F = {width}", "x"
+            )
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_ylabel(f"times faster than {' / '.join(sorted(rivals))}")
+        axes.set_title(f"spmm {direction}, {dtype}")
+        written.append(_finish(figure, axes, graphs, folder / f"spmm_speedup_{direction}_{dtype}.png"))
+    return written
+
+
+def roofline_scatter(result: dict[str, Any], folder: Path) -> list[Path]:
+    """Gathered bytes per second against the size of the gathered table, with the measured roofline."""
+    cells = [cell for cell in result["cells"] if cell["status"] == "ok" and cell["direction"] == "forward"]
+    if result["machine"].get("gpu") != peers()["gpu"] or not cells:
+        return []
+    figure, axes = pyplot.subplots(figsize=(9, 5.5), constrained_layout=True)
+    sizes = [2**power for power in range(20, 33)]
+    axes.plot(
+        [s / 1e6 for s in sizes], [gather_bandwidth(s) for s in sizes], "k-", label="measured gather roofline"
+    )
+    for place, name in enumerate(dict.fromkeys(cell["implementation"] for cell in cells)):
+        group = [cell for cell in cells if cell["implementation"] == name]
+        across = [cell["nodes"] * cell["width"] * ITEMSIZE[cell["dtype"]] / 1e6 for cell in group]
+        up = [cell["gather_bytes"] / cell["median_ms"] / 1e9 for cell in group]
+        axes.scatter(across, up, label=name, color=f"C{place}", s=28)
+        if name.startswith("fast"):
+            for cell, x, y in zip(group, across, up, strict=True):
+                axes.annotate(f"{cell['graph']} {cell['width']}", (x, y), fontsize=6, alpha=0.8)
+    axes.set_xscale("log")
+    axes.set_xlabel("feature table, MB")
+    axes.set_ylabel("rows gathered, TB/s")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.set_title(f"spmm on {result['machine']['gpu']}: gather rate and its bound")
+    path = folder / "spmm_roofline.png"
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return [path]
+
+
+def training_bars(result: dict[str, Any], folder: Path) -> list[Path]:
+    """Time of a training step and peak memory: bars per graph, a colour per implementation."""
+    written = []
+    for dtype in dict.fromkeys(cell["dtype"] for cell in result["cells"]):
+        group = [cell for cell in result["cells"] if cell["dtype"] == dtype]
+        graphs = list(dict.fromkeys(cell["graph"] for cell in group))
+        names = list(dict.fromkeys(cell["implementation"] for cell in group))
+        for field, label in (("median_ms", "training step, ms"), ("peak_gb", "peak memory, GB")):
+            if not any(cell.get(field) for cell in group):
+                continue
+            figure, axes = _axes(len(graphs))
+            for place, name in enumerate(names):
+                found = {cell["graph"]: cell.get(field) for cell in group if cell["implementation"] == name}
+                _bars(axes, place, len(names), [found.get(graph) or 0.0 for graph in graphs], name, "")
+            axes.set_yscale("log")
+            axes.set_ylabel(label)
+            axes.set_title(f"gcn3-128, {dtype} (no bar: {_missing(group)})")
+            path = folder / f"train_{'time' if field == 'median_ms' else 'memory'}_{dtype}.png"
+            written.append(_finish(figure, axes, graphs, path))
+    return written
+
+
+def _missing(cells: list[dict[str, Any]]) -> str:
+    reasons = dict.fromkeys(cell["status"].split(":")[0] for cell in cells if cell["status"] != "ok")
+    return " or ".join(reasons) or "not measured"
+
+
+def _axes(groups: int) -> tuple[Any, Axes]:
+    return pyplot.subplots(figsize=(max(6.0, 1.0 * groups + 2), 4.5), constrained_layout=True)
+
+
+def _bars(axes: Axes, place: int, count: int, heights: list[float], label: str, unit: str) -> None:
+    width = 0.8 / count
+    positions = [i - 0.4 + (place + 0.5) * width for i in range(len(heights))]
+    bars = axes.bar(positions, heights, width, label=label, color=f"C{place}")
+    axes.bar_label(bars, [f"{h:.3g}{unit}" if h else "" for h in heights], fontsize=6, padding=1)
+
+
+def _finish(figure: Figure, axes: Axes, graphs: list[str], path: Path) -> Path:
+    axes.set_xticks(range(len(graphs)), graphs, rotation=30, ha="right")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return path
+
+
+#: benchmark -> what is drawn from its record
+PLOTS = {"spmm": (speed_up_bars, roofline_scatter), "train": (training_bars,)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of results")
+
+
+def run(options: argparse.Namespace) -> list[Path]:
+    """Draws all stored results; the plots lie beside their records."""
+    written = []
+    for path in tables.stored(options.results):
+        result = record.load(path)
+        for draw in PLOTS.get(result["name"], ()):
+            written += draw(result, path.parent)
+    for path in written:
+        print(path)
+    return written

@@ -1,0 +1,48 @@
+"""What bounds a sparse kernel: the gather of rows named by the column indices."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+PEERS = Path(__file__).resolve().parent / "peers.json"
+
+
+@functools.cache
+def peers() -> dict[str, Any]:
+    """Stored measurements of rivals and of the gather roofline, all on the GPU model that ``gpu`` names."""
+    return json.loads(PEERS.read_text())
+
+
+def gather_bytes(num_edges: int, width: int, itemsize: int) -> int:
+    """Bytes of the rows that are gathered, one per edge."""
+    return num_edges * width * itemsize
+
+
+def gather_bandwidth(table_bytes: int) -> float:
+    """Measured bandwidth (TB/s) of gathering uniformly random rows of a table, by its size.
+
+    Linear in the logarithm of the size between the stored points, constant outside them.
+    """
+    points = peers()["gather_roofline"]["table_mb_and_tb_per_s"]
+    size = table_bytes / 1e6
+    if size <= points[0][0]:
+        return points[0][1]
+    for (low, fast), (high, slow) in itertools.pairwise(points):
+        if size <= high:
+            return fast + (slow - fast) * math.log(size / low) / math.log(high / low)
+    return points[-1][1]
+
+
+def spmm_floor_ms(num_edges: int, num_src: int, width: int, itemsize: int) -> float:
+    """Least time of gathering one row per edge, at the measured bandwidth for a table of this size.
+
+    Real columns repeat more than uniformly random ones and so hit the cache more often: on graphs with a few
+    very popular nodes a kernel can come out below this time.
+    """
+    bandwidth = gather_bandwidth(num_src * width * itemsize)
+    return gather_bytes(num_edges, width, itemsize) / bandwidth / 1e9

@@ -1,0 +1,102 @@
+"""Sparse-dense product, forward and backward, against cuSPARSE (``torch.sparse_csr @ X``)."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import Adjacency, spmm
+
+from . import roofline, suite
+from .common import DTYPES, add_common, attempt, progress, recorder, relative_error, release
+from .timing import kernel_time
+
+#: Largest relative error against float64 that a result may have and still be timed. cuSPARSE's float16 result
+#: is rounded once, at the end, as ours is.
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    parser.add_argument("--graphs", nargs="+", default=list(suite.PEER_GRAPHS), help=suite.NAMES)
+    parser.add_argument("--widths", nargs="+", type=int, default=[64, 128], help="feature widths")
+    parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=["float32"])
+    parser.add_argument("--algorithm", default="csr", help="our algorithm")
+    directions = ("forward", "backward")
+    parser.add_argument("--directions", nargs="+", choices=directions, default=list(directions))
+    parser.add_argument("--budget-ms", type=float, default=60.0, help="time to spend on each timing")
+
+
+def run(options: argparse.Namespace) -> Path:
+    """Runs the benchmark; returns the path of its record."""
+    device = torch.device(options.device)
+    out = recorder("spmm", options)
+    out.note(
+        "backward is the gradient of the features: ours through autograd, the rival's as the product with the"
+        " transposed CSR matrix in hand (the stand-ins are symmetric, so with the matrix itself)"
+    )
+    for name in progress(options.graphs, "spmm"):
+        graph = suite.load(name, device)
+        adj = Adjacency.from_csr(graph.rowptr, graph.col, (graph.num_nodes, graph.num_nodes)).prepare()
+        exact = graph.sparse_csr(torch.float64)
+        for width in options.widths:
+            wide = torch.randn(graph.num_nodes, width, dtype=torch.float64, device=device)
+            for dtype_name in options.dtypes:
+                x = wide.to(DTYPES[dtype_name])
+                reference = exact @ x.double()
+                for direction in options.directions:
+                    for implementation, fn in _calls(graph, adj, x, direction, options.algorithm).items():
+                        size = x.element_size()
+                        measure = partial(_measure, fn, reference, dtype_name, device, options.budget_ms)
+                        out.add(
+                            graph=name,
+                            nodes=graph.num_nodes,
+                            edges=graph.num_edges,
+                            width=width,
+                            dtype=dtype_name,
+                            direction=direction,
+                            implementation=implementation,
+                            gather_bytes=roofline.gather_bytes(graph.num_edges, width, size),
+                            floor_ms=roofline.spmm_floor_ms(graph.num_edges, graph.num_nodes, width, size),
+                            **attempt(measure),
+                        )
+                del reference
+        del graph, adj, exact
+        release()
+    return out.path
+
+
+def _calls(
+    graph: suite.Graph, adj: Adjacency, x: Tensor, direction: str, algorithm: str
+) -> dict[str, Callable[[], Tensor]]:
+    """The calls to compare; both give A x, since the suite's graphs are symmetric."""
+    matrix = graph.sparse_csr(x.dtype)
+    leaf = torch.zeros_like(x).requires_grad_()
+
+    def forward() -> Tensor:
+        return spmm(adj, x, algorithm=algorithm)
+
+    def backward() -> Tensor:
+        return torch.autograd.grad(y, leaf, x, retain_graph=True)[0]
+
+    y = spmm(adj, leaf, algorithm=algorithm)
+    ours = forward if direction == "forward" else backward
+    rival = "cuSPARSE" if x.is_cuda else "torch.sparse CSR"
+    return {f"fastsparse {algorithm}": ours, rival: lambda: matrix @ x}
+
+
+def _measure(
+    fn: Callable[[], Tensor], reference: Tensor, dtype: str, device: torch.device, budget_ms: float
+) -> dict[str, object]:
+    # The allocator hands out this memory for the result next: an element that nothing wrote shows as a nan.
+    poison = torch.full_like(reference, float("nan"), dtype=DTYPES[dtype])
+    del poison
+    error = relative_error(fn(), reference)
+    if error > TOLERANCE[dtype]:
+        return {"status": f"wrong: relative error {error:.1e}", "error": min(error, 1e300)}
+    return {"error": error, **kernel_time(fn, device, budget_ms=budget_ms).as_cell()}

@@ -1,0 +1,380 @@
+"""Tables from stored results: Markdown for the documentation, rich tables for the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from . import record
+from .common import geometric_mean
+from .roofline import peers
+
+Cell = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under column titles; the first column is left-aligned, the others are numbers."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        lines = [
+            f"**{self.title}**",
+            "",
+            _line(self.columns),
+            _line(["---", *["---:"] * (len(self.columns) - 1)]),
+        ]
+        return "\n".join(lines + [_line(row) for row in self.rows]) + "\n"
+
+    def print(self, console: Console) -> None:
+        table = RichTable(title=self.title, title_justify="left")
+        for place, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if place else "left", no_wrap=not place)
+        for row in self.rows:
+            table.add_row(*row)
+        console.print(table)
+
+
+def _line(texts: Sequence[str]) -> str:
+    return "| " + " | ".join(texts) + " |"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Three significant digits or so; "-" for nothing."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    if value and abs(value) < 10 ** (1 - digits):
+        return f"{value:.1e}"
+    return f"{value:.{max(digits - 1 - max(math.floor(math.log10(abs(value))), 0), 0)}f}" if value else "0"
+
+
+def ratio(value: float | None) -> str:
+    return "-" if value is None or not math.isfinite(value) else f"{value:.2f}x"
+
+
+def time_of(cell: Cell | None, field: str = "median_ms") -> float | None:
+    """The time of a cell that was measured, else None."""
+    return cell[field] if cell is not None and cell["status"] == "ok" else None
+
+
+def _shown(cell: Cell | None, field: str = "median_ms") -> str:
+    if cell is None:
+        return "-"
+    return number(cell[field]) if cell["status"] == "ok" else cell["status"].split(":")[0]
+
+
+def _quotient(slow: float | None, fast: float | None) -> float | None:
+    return slow / fast if slow is not None and fast else None
+
+
+def _ordered(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+def _by(cells: Iterable[Cell], **wanted: Any) -> list[Cell]:
+    return [cell for cell in cells if all(cell.get(key) == value for key, value in wanted.items())]
+
+
+def _first(cells: Iterable[Cell], **wanted: Any) -> Cell | None:
+    return next(iter(_by(cells, **wanted)), None)
+
+
+def stored_rivals(result: dict[str, Any], operator: str, dtype: str, graph: str) -> dict[str, float]:
+    """Stored times of rivals on a graph, if they were taken on the same GPU model.
+
+    For float32 only rivals that compute in float32 count; for 16-bit types those of any precision.
+    """
+    known = peers()
+    if result["machine"].get("gpu") != known["gpu"]:
+        return {}
+    return {
+        name: times[graph]
+        for name, times in known["kernels"].get(operator, {}).items()
+        if graph in times
+        and not name.startswith("cuSPARSE")
+        and (dtype != "float32" or name.endswith("fp32"))
+    }
+
+
+def spmm(result: dict[str, Any]) -> list[Table]:
+    cells = result["cells"]
+    tables = []
+    keys = _ordered((c["dtype"], c["width"], c["direction"]) for c in cells)
+    for dtype, width, direction in keys:
+        group = _by(cells, dtype=dtype, width=width, direction=direction)
+        ours_name, rival_name = (
+            next(
+                name
+                for name in _ordered(c["implementation"] for c in group)
+                if name.startswith("fast") == ours
+            )
+            for ours in (True, False)
+        )
+        rows, ratios, stored_ratios, fractions = [], [], [], []
+        for graph in _ordered(c["graph"] for c in group):
+            ours = _first(group, graph=graph, implementation=ours_name)
+            rival = _first(group, graph=graph, implementation=rival_name)
+            stored = stored_rivals(result, f"spmm@{width}", dtype, graph) if direction == "forward" else {}
+            best = min(stored, key=stored.__getitem__, default=None)
+            mine = time_of(ours)
+            speed = _quotient(time_of(rival), mine)
+            against = _quotient(stored.get(best) if best else None, mine)
+            fraction = _quotient(ours["floor_ms"] if ours else None, mine) if _has_roofline(result) else None
+            rate = ours["gather_bytes"] / mine / 1e6 if ours and mine else None
+            ratios.append(speed)
+            stored_ratios.append(against)
+            fractions.append(fraction)
+            spread = f" ({number(ours['p20_ms'])}-{number(ours['p80_ms'])})" if ours and mine else ""
+            rows.append(
+                [
+                    graph,
+                    _shown(ours) + spread,
+                    _shown(rival),
+                    ratio(speed),
+                    number(ours.get("error") if ours else None, 2),
+                    number(rate),
+                    "-" if fraction is None else f"{fraction:.0%}",
+                    f"{best} {number(stored[best])}" if best else "-",
+                    ratio(against),
+                ]
+            )
+        rows.append(
+            [
+                "geometric mean",
+                "",
+                "",
+                ratio(geometric_mean(r for r in ratios if r)),
+                "",
+                "",
+                _percent(geometric_mean(f for f in fractions if f)),
+                "",
+                ratio(geometric_mean(r for r in stored_ratios if r)),
+            ]
+        )
+        columns = [
+            "graph",
+            f"{ours_name} ms (20-80 %)",
+            f"{rival_name} ms",
+            "speed-up",
+            "error",
+            "gather GB/s",
+            "of roofline",
+            "best stored rival ms",
+            "against it",
+        ]
+        tables.append(Table(f"spmm {direction}, {dtype}, F = {width}", columns, rows))
+    return tables
+
+
+def _percent(value: float) -> str:
+    return f"{value:.0%}" if math.isfinite(value) else "-"
+
+
+def _has_roofline(result: dict[str, Any]) -> bool:
+    return result["machine"].get("gpu") == peers()["gpu"]
+
+
+def train(result: dict[str, Any]) -> list[Table]:
+    cells = result["cells"]
+    tables = []
+    for dtype in _ordered(c["dtype"] for c in cells):
+        rows = []
+        group = _by(cells, dtype=dtype)
+        for graph in _ordered(c["graph"] for c in group):
+            ours = _first(group, graph=graph, implementation="FastGCNConv")
+            for cell in _by(group, graph=graph):
+                peak = cell.get("peak_gb")
+                rows.append(
+                    [
+                        graph,
+                        cell["implementation"],
+                        _shown(cell),
+                        ratio(_quotient(time_of(cell), time_of(ours))),
+                        _shown(cell, "infer_median_ms") if cell["status"] == "ok" else "",
+                        number(peak),
+                        ratio(_quotient(peak, ours.get("peak_gb") if ours else None)),
+                    ]
+                )
+            rows += _stored_training(result, graph, dtype, ours)
+        columns = [
+            "graph",
+            "implementation",
+            "step ms",
+            "time against ours",
+            "inference ms",
+            "peak GB",
+            "memory",
+        ]
+        tables.append(Table(f"gcn3-128, {dtype}", columns, rows))
+    return tables
+
+
+def _stored_training(result: dict[str, Any], graph: str, dtype: str, ours: Cell | None) -> list[list[str]]:
+    """Rows of rivals that are not run here, from stored times on the same GPU model."""
+    if result["machine"].get("gpu") != peers()["gpu"]:
+        return []
+    return [
+        [
+            graph,
+            f"{rival['implementation']} (stored)",
+            number(rival["train_ms"]),
+            ratio(_quotient(rival["train_ms"], time_of(ours))),
+            number(rival["infer_ms"]),
+            number(rival["peak_gb"]),
+            ratio(_quotient(rival["peak_gb"], ours.get("peak_gb") if ours else None)),
+        ]
+        for rival in _by(peers()["training"], graph=graph, model="gcn3-128", dtype=dtype)
+        if not rival["implementation"].startswith("PyG")
+    ]
+
+
+def adjacency(result: dict[str, Any]) -> list[Table]:
+    rows = [
+        [
+            cell["graph"],
+            f"{cell['edges']:,}",
+            cell["structure"],
+            _shown(cell),
+            number(cell.get("kept_gb")),
+            number(cell.get("scratch_gb")),
+        ]
+        for cell in result["cells"]
+    ]
+    columns = ["graph", "edges", "structure", "build ms", "kept GB", "scratch GB"]
+    return [Table("Adjacency and its transpose from unsorted edges", columns, rows)]
+
+
+def host(result: dict[str, Any]) -> list[Table]:
+    rows = [
+        [
+            cell["implementation"],
+            cell["mode"],
+            f"{cell['median_us']:.1f} ({cell['p20_us']:.1f}-{cell['p80_us']:.1f})",
+            f"{cell['above_gemm_us']:.1f}",
+        ]
+        for cell in result["cells"]
+    ]
+    columns = ["call", "mode", "host us per call (20-80 %)", "above GEMM us"]
+    return [Table("Host time on a tiny cached graph", columns, rows)]
+
+
+def cpu(result: dict[str, Any]) -> list[Table]:
+    rows = []
+    for graph in _ordered(c["graph"] for c in result["cells"]):
+        group = _by(result["cells"], graph=graph)
+        ours = time_of(_first(group, implementation="FastGCNConv"))
+        rows += [
+            [
+                graph,
+                cell["implementation"],
+                _shown(cell) + _spread(cell),
+                ratio(_quotient(time_of(cell), ours)),
+                number(cell.get("error"), 2),
+            ]
+            for cell in group
+        ]
+    columns = ["graph", "implementation", "ms (20-80 %)", "time against ours", "difference from PyG"]
+    return [Table("One GCN layer on the CPU, forward and backward, float32", columns, rows)]
+
+
+def _spread(cell: Cell) -> str:
+    return f" ({number(cell['p20_ms'])}-{number(cell['p80_ms'])})" if cell["status"] == "ok" else ""
+
+
+def accuracy(result: dict[str, Any]) -> list[Table]:
+    rows = []
+    for cell in result["cells"]:
+        original = _first(
+            result["cells"],
+            dataset=cell["dataset"],
+            framework=cell["framework"],
+            metric=cell["metric"],
+            conv="reference",
+        )
+        spread = "" if cell["std"] is None else f" ± {100 * cell['std']:.2f}"
+        difference = "" if original is None else f"{100 * (cell['mean'] - original['mean']):+.2f}"
+        rows.append(
+            [
+                cell["dataset"],
+                cell["implementation"],
+                cell["metric"],
+                f"{100 * cell['mean']:.2f}{spread}",
+                "" if cell["conv"] == "reference" else difference,
+                str(cell["runs"]),
+                number(cell["step_ms"]),
+            ]
+        )
+    columns = ["dataset", "layer", "metric", "test %", "against original", "runs", "ms per step"]
+    return [Table("Accuracy of the GCN example", columns, rows)]
+
+
+#: benchmark -> the tables of its record
+TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
+    "spmm": spmm,
+    "train": train,
+    "adjacency": adjacency,
+    "host": host,
+    "cpu": cpu,
+    "accuracy": accuracy,
+}
+
+
+def provenance(result: dict[str, Any]) -> str:
+    """One sentence: which machine, when, from which commit."""
+    facts, versions = result["machine"], result["software"]
+    place = (
+        facts.get("gpu")
+        or f"{facts['cpu']}, {facts['threads']} threads, load {facts.get('load_average', '-')}"
+    )
+    if facts.get("gpu"):
+        place += f" (driver {facts.get('driver')}, CUDA {facts.get('cuda')})"
+    commit = (result["source"].get("commit") or "unknown")[:12]
+    digest = result["source"]["kernels_digest"][:12]
+    parts = [place, f"torch {versions.get('torch', '-')}", result["date"][:10], f"commit {commit}"]
+    return ", ".join([*parts, f"kernels {digest}"]) + "."
+
+
+def report(result: dict[str, Any]) -> str:
+    """A record as Markdown: provenance, tables, notes."""
+    parts = [f"### {result['name']}", "", provenance(result), ""]
+    for table in TABLES[result["name"]](result):
+        parts += [table.markdown()]
+    parts += [f"- {note}" for note in result["notes"]]
+    return "\n".join(parts) + "\n"
+
+
+def show(path: Path, console: Console) -> None:
+    """Prints a record's tables on the terminal."""
+    result = record.load(path)
+    for table in TABLES[result["name"]](result):
+        table.print(console)
+    console.print(f"[dim]{provenance(result)} {path}[/dim]")
+
+
+def stored(root: Path) -> list[Path]:
+    """Records below a folder of results that there are tables for, in the order of `TABLES`."""
+    return [path for name in TABLES for path in sorted(root.glob(f"*/{name}.json"))]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of results")
+    parser.add_argument("--out", type=Path, help="file to write; by default the terminal")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Writes the tables of all stored results as Markdown."""
+    text = "\n".join(report(record.load(path)) for path in stored(options.results))
+    if options.out is None:
+        print(text)
+    else:
+        options.out.write_text(text)

@@ -1,0 +1,220 @@
+"""One timer for every benchmark.
+
+Device time comes from events around each call, after a write that pushes the inputs out of the last-level
+cache, and
+behind a short wait on the device that lets the host queue the whole call first: what is measured is the
+device's work and not the host's. Where the host's work is the point, `host_us` measures that alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+#: Bytes written between two calls: more than the last-level cache of any GPU of today.
+FLUSH_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds per call.
+
+    Attributes:
+        median_ms: The median.
+        p20_ms, p80_ms: The spread: the fastest and the slowest fifth begin here.
+        samples: How many calls were timed.
+        method: How.
+    """
+
+    median_ms: float
+    p20_ms: float
+    p80_ms: float
+    samples: int
+    method: str
+
+    def as_cell(self, prefix: str = "") -> dict[str, Any]:
+        """The fields as entries of a record's cell, their names behind a prefix."""
+        return {prefix + key: round(v, 6) if isinstance(v, float) else v for key, v in asdict(self).items()}
+
+
+def summarise(milliseconds: Sequence[float], method: str) -> Timing:
+    """Median and spread of single measurements."""
+    if len(milliseconds) == 1:
+        return Timing(milliseconds[0], milliseconds[0], milliseconds[0], 1, method)
+    fifths = statistics.quantiles(milliseconds, n=5, method="inclusive")
+    return Timing(statistics.median(milliseconds), fifths[0], fifths[-1], len(milliseconds), method)
+
+
+def _samples(one_call_ms: float, budget_ms: float, least: int, most: int) -> int:
+    return min(max(int(budget_ms / max(one_call_ms, 1e-3)), least), most)
+
+
+def kernel_time(fn: Callable[[], Any], device: torch.device, *, budget_ms: float = 60.0) -> Timing:
+    """Time of an operator's own work, inputs cold: on CUDA between events, else by the wall clock.
+
+    Args:
+        fn: The call.
+        device: Where it works.
+        budget_ms: About how long to measure; at least 5 and at most 100 calls are timed.
+
+    Returns:
+        Median and spread.
+    """
+    if device.type != "cuda":
+        return wall_time(fn, device, budget_ms=budget_ms)
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+    for _ in range(3):
+        fn()
+    torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    fn()
+    queued = time.perf_counter()
+    torch.cuda.synchronize(device)
+    one_call_ms = (time.perf_counter() - begin) * 1e3
+    # The wait must outlast the host's work on one call; 2 GHz is the order of every GPU's clock.
+    wait_cycles = int(min((queued - begin) * 1.5 + 50e-6, 2e-3) * 2e9)
+    count = _samples(one_call_ms, budget_ms, 5, 100)
+    starts = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+    for start, end in zip(starts, ends, strict=True):
+        flush.zero_()
+        torch.cuda._sleep(wait_cycles)
+        start.record()
+        fn()
+        end.record()
+    torch.cuda.synchronize(device)
+    return summarise([s.elapsed_time(e) for s, e in zip(starts, ends, strict=True)], "events, cold cache")
+
+
+def graph_time(fn: Callable[[], Any], device: torch.device, *, calls: int = 20, replays: int = 20) -> Timing:
+    """Device time of a small call without launch gaps: `calls` captured in one CUDA graph, inputs warm.
+
+    Args:
+        fn: A call that can be captured: no synchronisation.
+        device: A CUDA device.
+        calls: Calls per captured graph.
+        replays: Replays that are timed.
+
+    Returns:
+        Milliseconds per call.
+    """
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            fn()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            fn()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / calls)
+    return summarise(times, f"graph of {calls} calls, warm cache")
+
+
+def step_time(fn: Callable[[], Any], device: torch.device, *, budget_ms: float = 1000.0) -> Timing:
+    """Time per step of a loop: the host queues the next step while the device works, as training does.
+
+    Args:
+        fn: One step.
+        device: Where it works.
+        budget_ms: About how long to measure; at least 5 and at most 100 steps are timed.
+
+    Returns:
+        Median and spread.
+    """
+    if device.type != "cuda":
+        return wall_time(fn, device, budget_ms=budget_ms)
+
+    def steps(count: int) -> list[float]:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            fn()
+            mark.record()
+        torch.cuda.synchronize(device)
+        return [start.elapsed_time(end) for start, end in itertools.pairwise(marks)]
+
+    one_step_ms = steps(4)[-1]
+    return summarise(steps(_samples(one_step_ms, budget_ms, 5, 100)), "events, steps back to back")
+
+
+def wall_time(
+    fn: Callable[[], Any],
+    device: torch.device,
+    *,
+    budget_ms: float = 1000.0,
+    warm_up: int = 2,
+    least: int = 5,
+    most: int = 200,
+) -> Timing:
+    """Time from call to finished result by the host's clock: what a user waits, host work included.
+
+    Args:
+        fn: The call.
+        device: Where it works; a CUDA device is synchronised before and after each call.
+        budget_ms: About how long to measure.
+        warm_up: Calls before that.
+        least: Fewest calls to time.
+        most: Most calls to time.
+
+    Returns:
+        Median and spread.
+    """
+
+    def once() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        fn()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - begin) * 1e3
+
+    for _ in range(warm_up):
+        once()
+    first = once()
+    times = [once() for _ in range(_samples(first, budget_ms, least, most))]
+    return summarise(times, "wall clock")
+
+
+def host_us(
+    fn: Callable[[], Any], device: torch.device, *, calls: int = 200, rounds: int = 15
+) -> tuple[float, float, float]:
+    """Time the host spends on one call: the clock over many calls that nothing waits for.
+
+    Args:
+        fn: The call; its device work must be shorter than its host work, or the device's queue fills up.
+        device: Where it works; synchronised between rounds, outside the clock.
+        calls: Calls per round.
+        rounds: Rounds.
+
+    Returns:
+        Median, 20th and 80th percentile over the rounds, in microseconds per call.
+    """
+    for _ in range(calls):
+        fn()
+    times = []
+    for _ in range(rounds):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        times.append((time.perf_counter() - begin) / calls * 1e3)
+    timing = summarise(times, "host clock")
+    return timing.median_ms * 1e3, timing.p20_ms * 1e3, timing.p80_ms * 1e3
