@@ -47,7 +47,7 @@ def lookup(
         info_once(
             logger,
             "a graph made of inference tensors is converted on every forward: its edits cannot be noticed. "
-            "Create it outside torch.inference_mode(), or pass fastsparse_pyg.prepare(edge_index) to the layers",
+            "Make it outside torch.inference_mode(), or pass the layers fastsparse_pyg.prepare(edge_index)",
         )
         return _build_outside_inference_mode(build)
     return _cache.lookup(key, stamp, options, lambda: _build_outside_inference_mode(build))

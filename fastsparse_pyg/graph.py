@@ -35,12 +35,7 @@ class Graph(NamedTuple):
 
     def num_caller_values(self) -> int:
         """Number of edge values that the caller has to give."""
-        return self.adj.num_values - (min(self.adj.shape) if has_loops(self.adj) else 0)
-
-
-def has_loops(adj: Adjacency) -> bool:
-    """Whether self loops were inserted when the structure was built."""
-    return adj._loop_edge is not None
+        return self.adj.num_values - (min(self.adj.shape) if self.adj.has_inserted_loops else 0)
 
 
 def is_sparse_matrix(edge_index: object) -> bool:
@@ -110,8 +105,7 @@ def resolve(
         )
         raise ValueError(
             f"x: expected {adj.num_src} source and {adj.num_dst} destination rows for a graph of shape "
-            f"{adj.shape} (destinations, sources), got {rows} rows; pass the features of this graph, or build "
-            "it for these nodes"
+            f"{adj.shape} (destinations, sources), got {rows} rows; pass the features of this graph"
         )
     return graph
 
@@ -136,10 +130,8 @@ def _check_flow(flow: str) -> None:
 def _from_edge_list(
     edge_index: Tensor, num_dst: int, num_src: int, flow: str, add_self_loops: bool
 ) -> Adjacency:
-    def build() -> Adjacency:
-        return _build_from_edge_list(edge_index, num_dst, num_src, flow, add_self_loops)
-
-    return lookup(edge_index, (edge_index,), (num_dst, num_src, flow, add_self_loops), build)
+    options = (num_dst, num_src, flow, add_self_loops)
+    return lookup(edge_index, (edge_index,), options, lambda: _build_from_edge_list(edge_index, *options))
 
 
 def _build_from_edge_list(
@@ -170,8 +162,7 @@ def _raise_index_error(edges: Tensor, sizes: dict[int, int], cause: ValueError) 
             if low < 0 or high >= size:
                 raise IndexError(
                     f"edge_index: expected indices from 0 to {size - 1} in row {row} for {size} nodes, got "
-                    f"values from {low} to {high}; check that x has a row for every node and that no index is "
-                    "negative"
+                    f"values from {low} to {high}; check that x has a row for every node"
                 ) from cause
 
 
@@ -189,8 +180,7 @@ def _declared_sizes(
         if size is not None and size != got and not (add_self_loops and got is not None and size < got):
             raise ValueError(
                 f"x: expected {size} {name} rows, as the EdgeIndex says (sparse_size="
-                f"{tuple(edge_index.sparse_size())}), got {got}; pass the features of this graph, or build the "
-                "EdgeIndex for these nodes"
+                f"{tuple(edge_index.sparse_size())}), got {got}; pass the features of this graph"
             )
     return num_dst
 
@@ -216,29 +206,25 @@ def _from_torch_sparse(matrix: Tensor, add_self_loops: bool) -> Graph:
         )
         matrix = matrix.coalesce()
     shape = (matrix.size(0), matrix.size(1))
-    if matrix.layout is torch.sparse_coo:
-        parts = (matrix.indices(),)
-    elif matrix.layout is torch.sparse_csr:
-        parts = (matrix.crow_indices(), matrix.col_indices())
-    else:
-        parts = (matrix.ccol_indices(), matrix.row_indices())
     layout = matrix.layout
+    if layout is torch.sparse_coo:
+        first, second = matrix.indices()
+    elif layout is torch.sparse_csr:
+        first, second = matrix.crow_indices(), matrix.col_indices()
+    else:
+        first, second = matrix.ccol_indices(), matrix.row_indices()
 
     def build() -> Adjacency:
         if layout is torch.sparse_coo:
-            row, col = parts[0]
-            return Adjacency.from_coo(row, col, shape, self_loops="append" if add_self_loops else "keep")
-        if layout is torch.sparse_csr:
-            adj = Adjacency.from_csr(parts[0], parts[1], shape)
-        else:
-            adj = Adjacency.from_csc(parts[0], parts[1], shape)
+            return Adjacency.from_coo(first, second, shape, self_loops="append" if add_self_loops else "keep")
+        from_compressed = Adjacency.from_csr if layout is torch.sparse_csr else Adjacency.from_csc
+        adj = from_compressed(first, second, shape)
         return with_self_loops(adj, "append") if add_self_loops else adj
 
-    adj = lookup(matrix, parts, add_self_loops, build)
-    value: Tensor | None = matrix.values()
-    if not value.requires_grad and has_unit_values(matrix, value):
-        value = None
-    return Graph(adj, value, True, True)
+    adj = lookup(matrix, (first, second), add_self_loops, build)
+    value = matrix.values()
+    unit = not value.requires_grad and has_unit_values(matrix, value)
+    return Graph(adj, None if unit else value, True, True)
 
 
 def _from_sparse_tensor(matrix: SparseTensor, add_self_loops: bool) -> Graph:
@@ -256,11 +242,11 @@ def _from_sparse_tensor(matrix: SparseTensor, add_self_loops: bool) -> Graph:
 
 
 def _from_adjacency(adj: Adjacency, add_self_loops: bool) -> Graph:
-    if add_self_loops and not has_loops(adj):
+    if add_self_loops and not adj.has_inserted_loops:
         if torch.compiler.is_compiling():
             raise ValueError(
-                "edge_index: expected an Adjacency with self loops under torch.compile, got one without; make it "
-                "with fastsparse_pyg.prepare(edge_index, num_nodes, add_self_loops=True)"
+                "edge_index: expected an Adjacency with self loops under torch.compile, got one without; "
+                "make it with fastsparse_pyg.prepare(edge_index, num_nodes, add_self_loops=True)"
             )
         adj = _looped(adj)
     return Graph(adj, None, True, False)

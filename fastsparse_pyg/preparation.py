@@ -95,11 +95,8 @@ def _sizes(graph: Any, num_nodes: int | tuple[int, int] | None, flow: str) -> tu
         return graph.num_src, graph.num_dst
     if isinstance(graph, SparseTensor) or is_torch_sparse_tensor(graph):
         return graph.size(1), graph.size(0)
-    if isinstance(graph, EdgeIndex):
-        rows, cols = graph.get_sparse_size()
-        num = max(rows, cols) if None in graph.sparse_size() else None
-        if num is not None:
-            return num, num
+    if isinstance(graph, EdgeIndex) and None not in graph.sparse_size():
+        rows, cols = graph.sparse_size()
         return (rows, cols) if flow == "source_to_target" else (cols, rows)
     if isinstance(graph, Tensor):
         num = int(graph.max()) + 1 if graph.numel() else 0

@@ -13,7 +13,7 @@ from torch_geometric.nn.dense.linear import Linear
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.log import info_once
 from fastsparse_pyg.caching import logger
-from fastsparse_pyg.graph import has_loops, is_sparse_matrix, resolve, to_edge_index
+from fastsparse_pyg.graph import is_sparse_matrix, resolve, to_edge_index
 
 _REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max", MinAggregation: "min"}
 _MESSAGE_METHODS = ("propagate", "message", "aggregate", "update", "message_and_aggregate")
@@ -123,7 +123,7 @@ class AcceleratedConv(MessagePassing):
         if not torch.compiler.is_compiling():
             info_once(logger, f"{type(self).__name__}: PyG's own code runs: {reason}")
         if isinstance(edge_index, Adjacency):
-            if self.explain and has_loops(edge_index):
+            if self.explain and edge_index.has_inserted_loops:
                 raise ValueError(
                     "edge_index: expected the edges that the explanation's mask belongs to, got an Adjacency "
                     "with self loops inserted; pass edge_index, or prepare it with add_self_loops=False"

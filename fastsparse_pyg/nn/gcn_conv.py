@@ -12,7 +12,7 @@ from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.typing import OptTensor, SparseTensor
 
 from fastsparse_core import Adjacency, sddmm, spmm
-from fastsparse_pyg.graph import Graph, caller_edges, has_loops, is_sparse_matrix, resolve, to_edge_index
+from fastsparse_pyg.graph import Graph, caller_edges, is_sparse_matrix, resolve, to_edge_index
 from fastsparse_pyg.nn.accelerated import AcceleratedConv, is_plain_linear
 
 
@@ -137,6 +137,11 @@ class FastGCNConv(AcceleratedConv, GCNConv):
             )
         reason = self._why_original_gcn(x, edge_index)
         if reason:
+            if isinstance(edge_index, Adjacency) and edge_weight is not None:
+                # In the order in which the edges are written back for PyG, inserted loops included.
+                graph = resolve(edge_index, edge_index.num_src, edge_index.num_dst, edge_index.device)
+                value = self._value(graph, x, edge_index, edge_weight)
+                edge_weight = Propagation(edge_index, value, None).edge_weight()
             return self._original_forward(reason, x, edge_index, edge_weight)
         adj, value, scale = self._propagation(x, edge_index, edge_weight)
 
@@ -190,8 +195,8 @@ class FastGCNConv(AcceleratedConv, GCNConv):
     def _normalised(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> Propagation:
         if isinstance(edge_index, Tensor) and edge_index.layout is torch.sparse_csc:
             raise NotImplementedError(
-                "edge_index: expected a sparse matrix of layout CSR or COO under normalisation, got CSC; convert "
-                "it with .to_sparse_csr()"
+                "edge_index: expected a sparse matrix of layout CSR or COO under normalisation, got CSC; "
+                "convert it with .to_sparse_csr()"
             )
         num_nodes = x.size(-2)
         graph = resolve(
@@ -220,14 +225,14 @@ class FastGCNConv(AcceleratedConv, GCNConv):
         value = graph.value if is_sparse_matrix(edge_index) else edge_weight
         if value is None:
             # PyG 2.8 doubles the loops of `improved` only where edges have values; matrices always have.
-            if not (self.improved and graph.loops_have_value and has_loops(graph.adj)):
+            if not (self.improved and graph.loops_have_value and graph.adj.has_inserted_loops):
                 return None
             value = torch.ones(graph.num_caller_values(), dtype=x.dtype, device=x.device)
         elif value is edge_weight:
             value = _check_weight(value, graph.num_caller_values(), x)
         if not value.is_floating_point():
             value = value.to(x.dtype)
-        if not has_loops(graph.adj):
+        if not graph.adj.has_inserted_loops:
             return value
         return graph.adj.extend_value(value, fill_value, keep_existing=graph.keep_existing)
 

@@ -1,0 +1,27 @@
+"""Skips these tests where PyG is missing, and starts each with an empty cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("torch_geometric", reason="needs PyG")
+
+
+@pytest.fixture(autouse=True)
+def fresh_cache() -> Iterator[None]:
+    """No test sees another's structures or counters."""
+    import fastsparse_pyg
+
+    fastsparse_pyg.clear_cache()
+    yield
+    fastsparse_pyg.clear_cache()
+
+
+@pytest.fixture
+def kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails the test if PyG's own code runs in place of the kernels."""
+    from pyg_cases import no_original
+
+    no_original(monkeypatch)

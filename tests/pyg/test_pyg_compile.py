@@ -1,0 +1,87 @@
+"""torch.compile: one graph and no recompilation with an Adjacency; PyG's own code otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from pyg_cases import close, gradients, random_graph
+from torch import nn
+
+from fastsparse_pyg import FastGCNConv, FastGINConv, FastSAGEConv, prepare
+
+LAYERS = {
+    "gcn_narrowing": (lambda: FastGCNConv(6, 4), True),
+    "gcn_widening": (lambda: FastGCNConv(6, 9), True),
+    "sage": (lambda: FastSAGEConv(6, 4), False),
+    "sage_max": (lambda: FastSAGEConv(6, 4, aggr="max"), False),
+    "gin": (lambda: FastGINConv(nn.Linear(6, 4)), False),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_adjacency_compiles_to_one_graph_once(device, name):
+    make, add_self_loops = LAYERS[name]
+    layer = make().to(device)
+    adj = prepare(random_graph(device=device), 40, add_self_loops=add_self_loops)
+    frames = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        frames.append(module)
+        return module.forward
+
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    for _ in range(3):
+        x = torch.randn(40, 6, device=device, requires_grad=True)
+        got, expected = compiled(x, adj), layer(x, adj)
+        close(got, expected)
+        parameters = [x, *layer.parameters()]
+        for one, other in zip(gradients(got, parameters), gradients(expected, parameters), strict=True):
+            close(one, other)
+    assert len(frames) == 1
+
+
+@pytest.mark.slow
+def test_inductor_trains(device):
+    adj = prepare(random_graph(device=device), 40, add_self_loops=True)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = FastGCNConv(6, 16), FastGCNConv(16, 3)
+
+        def forward(self, x: torch.Tensor, graph: object) -> torch.Tensor:
+            return self.second(self.first(x, graph).relu(), graph)
+
+    model = Model().to(device)
+    compiled = torch.compile(model, fullgraph=True)
+    x = torch.randn(40, 6, device=device)
+    got, expected = compiled(x, adj), model(x, adj)
+    close(got, expected)
+    parameters = list(model.parameters())
+    for one, other in zip(gradients(got, parameters), gradients(expected, parameters), strict=True):
+        close(one, other)
+
+
+def test_edge_index_compiles_through_pyg(device):
+    edge_index = random_graph(device=device)
+    x = torch.randn(40, 6, device=device)
+    for make, _ in LAYERS.values():
+        layer = make().to(device)
+        close(torch.compile(layer, backend="eager")(x, edge_index), layer(x, edge_index))
+
+
+def test_adjacency_without_loops_is_refused_under_compile(device):
+    adj = prepare(random_graph(device=device), 40)
+    with pytest.raises(Exception, match="add_self_loops=True"):
+        torch.compile(FastGCNConv(6, 4).to(device), backend="eager", fullgraph=True)(
+            torch.randn(40, 6, device=device), adj
+        )
