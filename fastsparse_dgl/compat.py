@@ -2,14 +2,14 @@
 
 DGL 2.x imports ``dgl.graphbolt`` on every ``import dgl``, and that package needs a library compiled for the
 very PyTorch version at hand (``libgraphbolt_pytorch_<version>.so``) as well as ``torchdata.datapipes``, which
-newer torchdata releases no longer have. Apart from parts of ``dgl.distributed`` nothing in DGL uses it: with an
-empty ``dgl.graphbolt`` in its place, graphs, message passing, layers, samplers and data loaders of DGL 2.1.0
-work on current PyTorch.
+newer torchdata releases no longer have. Apart from parts of ``dgl.distributed`` nothing in DGL uses it: with
+an empty ``dgl.graphbolt`` in its place, graphs, message passing, layers, samplers and data loaders of DGL
+2.1.0 work on current PyTorch.
 
 Importing this module puts such a stub in place, but only where DGL could not be imported otherwise, and
 imports DGL. Every other module of the package takes DGL from here: ``from fastsparse_dgl.compat import dgl``.
-Code that imports DGL itself (``ogb`` does) must be imported after ``fastsparse_dgl``. Worker processes that are
-spawned, not forked, import the main script again: import ``fastsparse_dgl`` at its top.
+Code that imports DGL itself (``ogb`` does) must be imported after ``fastsparse_dgl``. Worker processes that
+are spawned, not forked, import the main script again: import ``fastsparse_dgl`` at its top.
 """
 
 from __future__ import annotations
