@@ -9,44 +9,45 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from .errors import ExampleError
 
-#: name -> (class in torch_geometric.datasets, its name argument, folder under the root)
+#: name -> (class in torch_geometric.datasets, its name argument)
 PYG_LOADERS = {
-    "cora": ("Planetoid", "Cora", "Cora"),
-    "citeseer": ("Planetoid", "CiteSeer", "CiteSeer"),
-    "pubmed": ("Planetoid", "PubMed", "PubMed"),
-    "roman-empire": ("HeterophilousGraphDataset", "Roman-empire", "roman_empire"),
-    "amazon-ratings": ("HeterophilousGraphDataset", "Amazon-ratings", "amazon_ratings"),
-    "minesweeper": ("HeterophilousGraphDataset", "Minesweeper", "minesweeper"),
-    "tolokers": ("HeterophilousGraphDataset", "Tolokers", "tolokers"),
-    "questions": ("HeterophilousGraphDataset", "Questions", "questions"),
-    "amazon-computers": ("Amazon", "Computers", "Computers"),
-    "amazon-photo": ("Amazon", "Photo", "Photo"),
-    "coauthor-cs": ("Coauthor", "CS", "CS"),
-    "coauthor-physics": ("Coauthor", "Physics", "Physics"),
+    "cora": ("Planetoid", "Cora"),
+    "citeseer": ("Planetoid", "CiteSeer"),
+    "pubmed": ("Planetoid", "PubMed"),
+    "roman-empire": ("HeterophilousGraphDataset", "Roman-empire"),
+    "amazon-ratings": ("HeterophilousGraphDataset", "Amazon-ratings"),
+    "minesweeper": ("HeterophilousGraphDataset", "Minesweeper"),
+    "tolokers": ("HeterophilousGraphDataset", "Tolokers"),
+    "questions": ("HeterophilousGraphDataset", "Questions"),
+    "amazon-computers": ("Amazon", "Computers"),
+    "amazon-photo": ("Amazon", "Photo"),
+    "coauthor-cs": ("Coauthor", "CS"),
+    "coauthor-physics": ("Coauthor", "Physics"),
 }
 
-#: name -> (class in dgl.data, folder under the root)
+#: name -> class in dgl.data
 DGL_LOADERS = {
-    "cora": ("CoraGraphDataset", "cora_v2"),
-    "citeseer": ("CiteseerGraphDataset", "citeseer"),
-    "pubmed": ("PubmedGraphDataset", "pubmed"),
-    "roman-empire": ("RomanEmpireDataset", "roman-empire"),
-    "amazon-ratings": ("AmazonRatingsDataset", "amazon-ratings"),
-    "minesweeper": ("MinesweeperDataset", "minesweeper"),
-    "tolokers": ("TolokersDataset", "tolokers"),
-    "questions": ("QuestionsDataset", "questions"),
-    "amazon-computers": ("AmazonCoBuyComputerDataset", "amazon_co_buy_computer"),
-    "amazon-photo": ("AmazonCoBuyPhotoDataset", "amazon_co_buy_photo"),
-    "coauthor-cs": ("CoauthorCSDataset", "coauthor_cs"),
-    "coauthor-physics": ("CoauthorPhysicsDataset", "coauthor_physics"),
+    "cora": "CoraGraphDataset",
+    "citeseer": "CiteseerGraphDataset",
+    "pubmed": "PubmedGraphDataset",
+    "roman-empire": "RomanEmpireDataset",
+    "amazon-ratings": "AmazonRatingsDataset",
+    "minesweeper": "MinesweeperDataset",
+    "tolokers": "TolokersDataset",
+    "questions": "QuestionsDataset",
+    "amazon-computers": "AmazonCoBuyComputerDataset",
+    "amazon-photo": "AmazonCoBuyPhotoDataset",
+    "coauthor-cs": "CoauthorCSDataset",
+    "coauthor-physics": "CoauthorPhysicsDataset",
 }
 
 OGB_DATASETS = ("ogbn-arxiv", "ogbn-products")
@@ -84,15 +85,32 @@ def load(name: str, root: Path, framework: str, *, download: bool) -> Parts:
     return _from_pyg(key, root, download) if framework == "pyg" else _from_dgl(key, root, download)
 
 
-def _require(name: str, root: Path, folder: Path, loader: str, download: bool) -> None:
-    """Refuses before a loader would start a download that nobody asked for."""
-    if download or (folder.is_dir() and any(folder.iterdir())):
-        return
+def _refuse(name: str, root: Path, missing: str, loader: str) -> NoReturn:
+    """Refuses where a loader would start a download that nobody asked for."""
     raise ExampleError(
-        f"--dataset {name}: neither {root / (name.replace('-', '_') + '.npz')} nor {folder}{'/'} is there."
-        f" Put the .npz file or the raw files of {loader} there, set --root (or FASTSPARSE_DATA) to the"
-        " folder that holds them, or add --download to let that loader fetch them."
+        f"--dataset {name}: neither {root / (name.replace('-', '_') + '.npz')} nor {missing} is there."
+        f" Put the .npz file or the files of {loader} there, set --root (or FASTSPARSE_DATA) to the folder that holds"
+        " them, or add --download to let that loader fetch them."
     )
+
+
+def _offline(cls: type, missing: Callable[[Any], str | None], refuse: Callable[[str], NoReturn]) -> type:
+    """A loader that refuses to download.
+
+    Both frameworks call ``_download`` when nothing processed is there; the loader itself knows best which
+    files it needs.
+
+    Args:
+        cls: The loader.
+        missing: Names the files that a loader needs and does not find, or None.
+        refuse: Raises the error about them.
+    """
+
+    def _download(self: Any) -> None:
+        if (files := missing(self)) is not None:
+            refuse(files)
+
+    return type(cls.__name__, (cls,), {"_download": _download})
 
 
 def _from_pyg(name: str, root: Path, download: bool) -> Parts:
@@ -101,17 +119,24 @@ def _from_pyg(name: str, root: Path, download: bool) -> Parts:
         data = datasets.KarateClub()[0]
         note = "Zachary's karate club, as shipped with PyG (4 classes, one-hot features)"
         return {"edge_index": data.edge_index, "y": data.y, "x": data.x, "notes": (note,)}
-    cls, argument, folder = PYG_LOADERS[name]
-    # Amazon and Coauthor keep their files in the root they are given, the others in a folder below it.
-    _require(name, root, root / folder / "raw", f"torch_geometric.datasets.{cls}", download)
-    data = getattr(datasets, cls)(str(root), argument)[0]
+    class_name, argument = PYG_LOADERS[name]
+    title = f"torch_geometric.datasets.{class_name}"
+    cls = getattr(datasets, class_name)
+
+    def missing(dataset: Any) -> str | None:
+        absent = [path for path in dataset.raw_paths if not Path(path).is_file()]
+        return ", ".join(absent) or None
+
+    if not download:
+        cls = _offline(cls, missing, lambda files: _refuse(name, root, files, title))
+    data = cls(str(root), argument)[0]
     masks = tuple(data[part] for part in ("train_mask", "val_mask", "test_mask") if part in data)
     return {
         "edge_index": data.edge_index,
         "y": data.y,
         "x": data.x,
         "masks": masks or None,
-        "notes": (f"loaded by torch_geometric.datasets.{cls}",),
+        "notes": (f"loaded by {title}",),
     }
 
 
@@ -121,18 +146,24 @@ def _from_dgl(name: str, root: Path, download: bool) -> Parts:
         graph = datasets.KarateClubDataset()[0]
         note = "Zachary's karate club, as shipped with DGL (2 classes, no features)"
         return {"edge_index": torch.stack(graph.edges()), "y": graph.ndata["label"], "notes": (note,)}
-    cls, folder = DGL_LOADERS[name]
-    _require(name, root, root / folder, f"dgl.data.{cls}", download)
-    graph = getattr(datasets, cls)(raw_dir=str(root), verbose=False)[0]
-    masks = tuple(
-        graph.ndata[part] for part in ("train_mask", "val_mask", "test_mask") if part in graph.ndata
-    )
+    title = f"dgl.data.{DGL_LOADERS[name]}"
+    cls = getattr(datasets, DGL_LOADERS[name])
+
+    def missing(dataset: Any) -> str | None:
+        folder = Path(dataset.raw_path)
+        return None if folder.is_dir() and any(folder.iterdir()) else f"{folder}/"
+
+    if not download:
+        cls = _offline(cls, missing, lambda files: _refuse(name, root, files, title))
+    graph = cls(raw_dir=str(root), verbose=False)[0]
+    parts = ("train_mask", "val_mask", "test_mask")
+    masks = tuple(graph.ndata[part] for part in parts if part in graph.ndata)
     return {
         "edge_index": torch.stack(graph.edges()),
         "y": graph.ndata["label"],
         "x": graph.ndata["feat"],
         "masks": masks or None,
-        "notes": (f"loaded by dgl.data.{cls}",),
+        "notes": (f"loaded by {title}",),
     }
 
 
@@ -140,7 +171,8 @@ def _from_ogb(name: str, root: Path, download: bool) -> Parts:
     if importlib.util.find_spec("ogb") is None:
         raise ExampleError(f"--dataset {name} needs the ogb package: pip install 'fastsparse-gnn[ogb]'.")
     folder = root / name.replace("-", "_")
-    _require(name, root, folder, "ogb.nodeproppred.NodePropPredDataset", download)
+    if not download and not (folder / "raw").is_dir():
+        _refuse(name, root, f"{folder / 'raw'}/", "ogb.nodeproppred.NodePropPredDataset")
     if folder.is_dir() and not (folder / "RELEASE_v1.txt").is_file():
         raise ExampleError(
             f"{folder} has no RELEASE_v1.txt, which OGB puts beside raw/ and split/: fetch it anew."
@@ -148,15 +180,18 @@ def _from_ogb(name: str, root: Path, download: bool) -> Parts:
     # Without this entry ogb asks the network for its newest version while it is being imported.
     sys.modules.setdefault("outdated", None)  # type: ignore[arg-type]
     nodeproppred = importlib.import_module("ogb.nodeproppred")
-    # ogb saves a pickle that torch.load refuses the second time; it is a cache of raw/, so drop it.
+    # ogb saves a pickle that torch.load refuses the second time; it is a cache of raw/, so drop it. And it
+    # expects the folder of that cache to be there, as it is in OGB's own archives.
     (folder / "processed" / "data_processed").unlink(missing_ok=True)
+    if (folder / "raw").is_dir():
+        (folder / "processed").mkdir(exist_ok=True)
     dataset = nodeproppred.NodePropPredDataset(name, root=str(root))
     graph, labels = dataset[0]
     masks = []
     index = dataset.get_idx_split()
     for part in ("train", "valid", "test"):
         mask = torch.zeros(graph["num_nodes"], dtype=torch.bool)
-        mask[torch.from_numpy(index[part])] = True
+        mask[torch.tensor(index[part])] = True
         masks.append(mask)
     label: Tensor = torch.from_numpy(labels).flatten()
     return {
