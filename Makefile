@@ -18,6 +18,7 @@ export FASTSPARSE_CUDA_ARCHS ?= none
 endif
 
 PY := $(VENV)/bin/python
+INSTALL := $(PY) -m pip install -qq --disable-pip-version-check
 CXX_FILES := $(shell find kernels -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .PHONY: help setup demo test lint format typecheck docs doctor clean
@@ -36,11 +37,11 @@ setup: $(VENV)/.stamp-installed
 
 $(VENV)/.stamp-torch:
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH) "setuptools>=77" "pybind11>=2.13"
+	$(INSTALL) $(TORCH) "setuptools>=77" "pybind11>=2.13"
 	@touch $@
 
 $(VENV)/.stamp-installed: $(VENV)/.stamp-torch Makefile pyproject.toml setup.py $(CXX_FILES)
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation $(PINS) -e ".[pyg,dgl,ogb,bench,test]"
+	$(INSTALL) --no-build-isolation $(PINS) -e ".[pyg,dgl,ogb,bench,test]"
 	@$(PY) -c "import fastsparse_core._C as C; print('built:', C.build_info())"
 	@touch $@
 
