@@ -34,6 +34,9 @@ class AcceleratedConv(MessagePassing):
     flow: str
     node_dim: int
 
+    #: Whether sources and destinations may differ.
+    _bipartite: ClassVar[bool] = True
+
     #: The method of PyG's layer that a user's subclass replaced, "" for none: its messages are not ours to
     #: skip.
     _overridden: ClassVar[str] = ""
@@ -116,20 +119,36 @@ class AcceleratedConv(MessagePassing):
 
     def _reduce(self) -> str:
         """The kernel's name for the layer's aggregation."""
-        return _REDUCE[type(self.aggr_module)]
+        # Not self.aggr_module: for submodules that goes through nn.Module.__getattr__, half a microsecond
+        # each time.
+        return _REDUCE[type(self._modules["aggr_module"])]
 
     def _original_forward(self, reason: str, x: Any, edge_index: Any, *args: Any) -> Tensor:
         """PyG's forward; an Adjacency is written back as an edge list for it."""
         if not torch.compiler.is_compiling():
             info_once(logger, f"{type(self).__name__}: PyG's own code runs: {reason}")
         if isinstance(edge_index, Adjacency):
-            if self.explain and edge_index.has_inserted_loops:
-                raise ValueError(
-                    "edge_index: expected the edges that the explanation's mask belongs to, got an Adjacency "
-                    "with self loops inserted; pass edge_index, or prepare it with add_self_loops=False"
-                )
-            edge_index = to_edge_index(edge_index, self.flow)
+            edge_index = self._written_back(edge_index)
         return super().forward(x, edge_index, *args)
+
+    def _original_forward_pair(self, reason: str, x: Any, edge_index: Any, size: Any) -> Tensor:
+        """:meth:`_original_forward` for the layers whose sources and destinations may differ."""
+        if isinstance(edge_index, Adjacency):
+            size = (edge_index.num_src, edge_index.num_dst)
+        return self._original_forward(reason, x, edge_index, size)
+
+    def _written_back(self, adj: Adjacency) -> Tensor:
+        if self.explain and adj.has_inserted_loops:
+            raise ValueError(
+                "edge_index: expected the edges that the explanation's mask belongs to, got an Adjacency "
+                "with self loops inserted; pass edge_index, or prepare it with add_self_loops=False"
+            )
+        if adj.num_src != adj.num_dst and (self.flow == "target_to_source" or not self._bipartite):
+            raise ValueError(
+                f"edge_index: expected a square Adjacency where PyG's own code must run with "
+                f"flow={self.flow!r}, got shape {adj.shape}; pass the edges instead"
+            )
+        return to_edge_index(adj, self.flow)
 
     # ---------------------------------------------------------------- the kernels
 

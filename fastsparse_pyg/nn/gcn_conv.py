@@ -112,6 +112,7 @@ class FastGCNConv(AcceleratedConv, GCNConv):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(B, |\mathcal{V}|, F_{out})`
     """
 
+    _bipartite = False
     _cached_edge_index = _Cached()
     _cached_adj_t = _Cached()
 
@@ -166,8 +167,8 @@ class FastGCNConv(AcceleratedConv, GCNConv):
     def _why_original_gcn(self, x: Tensor, edge_index: object) -> str:
         dim = x.dim()
         if dim < 2 or self.node_dim % dim != dim - 2:
-            return f"features of shape {tuple(x.shape)} with node_dim={self.node_dim}"
-        if type(self.aggr_module) is not SumAggregation:
+            return f"features of {dim} dimensions with node_dim={self.node_dim}"
+        if type(self._modules.get("aggr_module")) is not SumAggregation:
             return f"aggr={self.aggr!r}"
         return self._why_original(x, edge_index)
 
@@ -178,7 +179,7 @@ class FastGCNConv(AcceleratedConv, GCNConv):
             graph = resolve(edge_index, num_src, None, x.device, flow=self.flow)
             return Propagation(graph.adj, self._value(graph, x, edge_index, edge_weight), None)
         slot = _ADJ_T_SLOT if isinstance(edge_index, SparseTensor) else _EDGE_INDEX_SLOT
-        held = self.__dict__[slot]
+        held = self.__dict__.get(slot)
         if held is None:
             propagation = self._normalised(x, edge_index, edge_weight)
             if self.cached:

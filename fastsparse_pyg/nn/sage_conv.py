@@ -46,7 +46,7 @@ class FastSAGEConv(AcceleratedConv, SAGEConv):
         pair = (x, x) if isinstance(x, Tensor) else x
         reason = self._why_original_pair(pair, edge_index)
         if reason:
-            return self._original_forward(reason, x, edge_index, size)
+            return self._original_forward_pair(reason, x, edge_index, size)
         x_src, x_dst = pair
         adj, value = self._resolve_pair(pair, edge_index, size)
         if self.project and hasattr(self, "lin"):

@@ -1,12 +1,10 @@
-"""Skips these tests where PyG is missing, and starts each with an empty cache."""
+"""Starts every test with an empty cache."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-
-pytest.importorskip("torch_geometric", reason="needs PyG")
 
 
 @pytest.fixture(autouse=True)

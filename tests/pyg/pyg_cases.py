@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch_geometric import EdgeIndex
-from torch_geometric.typing import WITH_TORCH_SPARSE, SparseTensor
 
 from fastsparse_core import Adjacency
+
+torch_geometric = pytest.importorskip("torch_geometric", reason="needs PyG")
+EdgeIndex = torch_geometric.EdgeIndex
+SparseTensor = torch_geometric.typing.SparseTensor
 
 #: Ways to hand one graph to a layer: name -> from (edge_index, num_src, num_dst).
 KINDS = [
@@ -65,7 +67,7 @@ def as_kind(kind: str, edge_index: Tensor, num_src: int, num_dst: int, weight: T
     if kind == "Adjacency":
         return Adjacency.from_coo(dst, src, (num_dst, num_src))
     if kind == "SparseTensor":
-        if not WITH_TORCH_SPARSE:
+        if not torch_geometric.typing.WITH_TORCH_SPARSE:
             pytest.skip("needs torch-sparse")
         return SparseTensor(row=dst, col=src, value=weight, sparse_sizes=(num_dst, num_src))
     value = torch.ones(len(src), device=src.device) if weight is None else weight

@@ -249,6 +249,20 @@ def test_gcn_fallback_on_an_adjacency_with_loops():
         close(layer(x, adj, weight), reference(x, edge_index, weight))
 
 
+def test_fallback_on_a_rectangular_adjacency():
+    edge_index, x = random_graph(20, 12, num_edges=50), torch.randn(20, 4)
+    adj = Adjacency.from_coo(edge_index[1], edge_index[0], (12, 20))
+    reference, layer = (conv((4, 3), 6, aggr="median") for conv in (SAGEConv, FastSAGEConv))
+    layer.load_state_dict(reference.state_dict())
+    close(layer((x, None), adj), reference((x, None), edge_index, (20, 12)))
+    for layer in (
+        FastSAGEConv((4, 3), 6, aggr="median", flow="target_to_source"),
+        FastGCNConv(4, 6, normalize=False, aggr="max"),
+    ):
+        with pytest.raises(ValueError, match="square"):
+            layer((x, None) if isinstance(layer, FastSAGEConv) else x, adj)
+
+
 def test_integer_features():
     edge_index = random_graph(20, num_edges=50)
     x = torch.randint(0, 5, (20, 4))
