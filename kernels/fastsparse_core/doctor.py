@@ -341,7 +341,7 @@ def _examine_gpus(report: Report, torch: Any, build_info: dict[str, Any] | None)
         report.problems.append(
             Problem(
                 "there is a GPU, but only the CPU half was built because nvcc was not found",
-                f"python -m pip install nvidia-cuda-nvcc nvidia-cuda-cccl (or put nvcc on PATH), then {_REBUILD}",
+                f"python -m pip install nvidia-cuda-nvcc nvidia-cuda-cccl (or nvcc on PATH), then {_REBUILD}",
             )
         )
     elif not all(covers(build_info["cuda_archs"], arch) for arch in archs):
