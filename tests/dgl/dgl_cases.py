@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -99,10 +100,10 @@ def weights(graph: Any, *shape: int, dtype: torch.dtype = torch.float32) -> Tens
 
 
 def twin(fast_class: type, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """A layer of ours and DGL's own, made with the same arguments and the same parameters."""
-    fast = fast_class(*args, **kwargs)
+    """A layer of ours and DGL's own, made with the same arguments and equal parameters of their own."""
+    fast = fast_class(*copy.deepcopy(args), **kwargs)
     reference = next(base for base in fast_class.__mro__ if base.__module__.startswith("dgl."))(
-        *args, **kwargs
+        *copy.deepcopy(args), **kwargs
     )
     fast.load_state_dict(reference.state_dict())
     return fast, reference

@@ -14,9 +14,12 @@ from fastsparse_core.ops._common import (
     DTYPE_CODE,
     address,
     autocast,
+    below_autograd,
     check_features,
     check_scale,
+    keep_alive,
     library,
+    register_autograd,
     unit_stride,
 )
 
@@ -126,26 +129,44 @@ def _sddmm(
     return out
 
 
-def _sddmm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x_dst, x_src, scale_dst, scale_src, _, _, _, adjacency, algorithm = inputs
-    ctx.save_for_backward(x_dst, x_src, scale_dst, scale_src)
-    ctx.adjacency, ctx.algorithm = adjacency, algorithm
-    ctx.keep_alive = from_handle(adjacency) if isinstance(adjacency, int) else None
+class _Sddmm(torch.autograd.Function):
+    """dX_dst = A_g X_src and dX_src = A_g^T X_dst, with the incoming gradient g as the edge values."""
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_dst: Tensor,
+        x_src: Tensor,
+        scale_dst: Tensor | None,
+        scale_src: Tensor | None,
+        num_values: int,
+        heads: int,
+        dtype: torch.dtype,
+        adjacency: int,
+        algorithm: str,
+    ) -> Tensor:
+        ctx.save_for_backward(x_dst, x_src, scale_dst, scale_src)
+        ctx.adjacency, ctx.algorithm = adjacency, algorithm
+        ctx.keep_alive = keep_alive(adjacency)
+        with below_autograd():
+            return _sddmm_op(
+                x_dst, x_src, scale_dst, scale_src, num_values, heads, dtype, adjacency, algorithm
+            )
 
-def _sddmm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x_dst, x_src, scale_dst, scale_src = ctx.saved_tensors
-    spmm = torch.ops.fastsparse.spmm.default
-    grad_dst = grad_src = None
-    if ctx.needs_input_grad[0]:
-        grad_dst = spmm(
-            x_src, grad, scale_dst, scale_src, None, x_dst.size(0), ctx.adjacency, False, ctx.algorithm
-        )
-    if ctx.needs_input_grad[1]:
-        grad_src = spmm(
-            x_dst, grad, scale_src, scale_dst, None, x_src.size(0), ctx.adjacency, True, ctx.algorithm
-        )
-    return grad_dst, grad_src, None, None, None, None, None, None, None
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_dst, x_src, scale_dst, scale_src = ctx.saved_tensors
+        spmm = torch.ops.fastsparse.spmm.default
+        grad_dst = grad_src = None
+        if ctx.needs_input_grad[0]:
+            grad_dst = spmm(
+                x_src, grad, scale_dst, scale_src, None, x_dst.size(0), ctx.adjacency, False, ctx.algorithm
+            )
+        if ctx.needs_input_grad[1]:
+            grad_src = spmm(
+                x_dst, grad, scale_src, scale_dst, None, x_src.size(0), ctx.adjacency, True, ctx.algorithm
+            )
+        return grad_dst, grad_src, None, None, None, None, None, None, None
 
 
 def _sddmm_fake(
@@ -165,4 +186,4 @@ def _sddmm_fake(
 for _key in ("CPU", "CUDA"):
     library.impl("sddmm", _sddmm, _key)
 torch.library.register_fake("fastsparse::sddmm", _sddmm_fake, lib=library)
-torch.library.register_autograd("fastsparse::sddmm", _sddmm_backward, setup_context=_sddmm_setup, lib=library)
+register_autograd("sddmm", _Sddmm)

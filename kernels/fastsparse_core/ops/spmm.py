@@ -15,9 +15,12 @@ from fastsparse_core.ops._common import (
     accumulation_dtype,
     address,
     autocast,
+    below_autograd,
     check_features,
     check_scale,
+    keep_alive,
     library,
+    register_autograd,
     unit_stride,
 )
 
@@ -214,40 +217,54 @@ def _spmm(
     return out
 
 
-def _spmm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, value, scale_dst, scale_src, bias, _, adjacency, transpose, algorithm = inputs
-    ctx.save_for_backward(x if value is not None else None, value, scale_dst, scale_src)
-    ctx.num_src = x.size(0)
-    ctx.has_bias = bias is not None
-    ctx.adjacency, ctx.transpose, ctx.algorithm = adjacency, transpose, algorithm
-    # The graph of autograd outlives the caller's reference to the structure; a symbolic handle has no object.
-    ctx.keep_alive = from_handle(adjacency) if isinstance(adjacency, int) else None
+class _Spmm(torch.autograd.Function):
+    """dX = A^T dY with the scales swapped; dv = sddmm(dY, X); db = sum of dY. All of them operators again."""
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        value: Tensor | None,
+        scale_dst: Tensor | None,
+        scale_src: Tensor | None,
+        bias: Tensor | None,
+        num_dst: int,
+        adjacency: int,
+        transpose: bool,
+        algorithm: str,
+    ) -> Tensor:
+        ctx.save_for_backward(x if value is not None else None, value, scale_dst, scale_src)
+        ctx.num_src = x.size(0)
+        ctx.adjacency, ctx.transpose, ctx.algorithm = adjacency, transpose, algorithm
+        ctx.keep_alive = keep_alive(adjacency)
+        with below_autograd():
+            return _spmm_op(x, value, scale_dst, scale_src, bias, num_dst, adjacency, transpose, algorithm)
 
-def _spmm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, value, scale_dst, scale_src = ctx.saved_tensors
-    grad_x = grad_value = grad_bias = None
-    if ctx.needs_input_grad[0]:
-        grad_x = _spmm_op(
-            grad,
-            value,
-            scale_src,
-            scale_dst,
-            None,
-            ctx.num_src,
-            ctx.adjacency,
-            not ctx.transpose,
-            ctx.algorithm,
-        )
-    if ctx.needs_input_grad[1]:
-        dst, src = (x, grad) if ctx.transpose else (grad, x)
-        scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)
-        grad_value = torch.ops.fastsparse.sddmm.default(
-            dst, src, *scales, value.size(0), _heads(value), value.dtype, ctx.adjacency, ctx.algorithm
-        ).reshape(value.shape)
-    if ctx.has_bias and ctx.needs_input_grad[4]:
-        grad_bias = grad.sum(0)
-    return grad_x, grad_value, None, None, grad_bias, None, None, None, None
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, value, scale_dst, scale_src = ctx.saved_tensors
+        grad_x = grad_value = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _spmm_op(
+                grad,
+                value,
+                scale_src,
+                scale_dst,
+                None,
+                ctx.num_src,
+                ctx.adjacency,
+                not ctx.transpose,
+                ctx.algorithm,
+            )
+        if ctx.needs_input_grad[1]:
+            dst, src = (x, grad) if ctx.transpose else (grad, x)
+            scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)
+            grad_value = torch.ops.fastsparse.sddmm.default(
+                dst, src, *scales, value.size(0), _heads(value), value.dtype, ctx.adjacency, ctx.algorithm
+            ).reshape(value.shape)
+        if ctx.needs_input_grad[4]:
+            grad_bias = grad.sum(0)
+        return grad_x, grad_value, None, None, grad_bias, None, None, None, None
 
 
 def _spmm_fake(
@@ -304,18 +321,32 @@ def _spmm_extremum(
     return out, arg
 
 
-def _spmm_extremum_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, value, _, adjacency, transpose, _ = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(output[1], x, value)
-    ctx.adjacency, ctx.transpose = adjacency, transpose
-    ctx.keep_alive = from_handle(adjacency) if isinstance(adjacency, int) else None
+class _SpmmExtremum(torch.autograd.Function):
+    """The gradient goes to the entry that was chosen."""
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        value: Tensor | None,
+        num_dst: int,
+        adjacency: int,
+        transpose: bool,
+        minimum: bool,
+    ) -> tuple[Tensor, Tensor]:
+        with below_autograd():
+            out, arg = _spmm_extremum_op(x, value, num_dst, adjacency, transpose, minimum)
+        ctx.mark_non_differentiable(arg)
+        ctx.save_for_backward(arg, x, value)
+        ctx.adjacency, ctx.transpose = adjacency, transpose
+        ctx.keep_alive = keep_alive(adjacency)
+        return out, arg
 
-def _spmm_extremum_grad(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    arg, x, value = ctx.saved_tensors
-    grad_x, grad_value = _spmm_extremum_backward_op(grad, arg, x, value, ctx.adjacency, ctx.transpose)
-    return grad_x, grad_value if value is not None else None, None, None, None, None
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        arg, x, value = ctx.saved_tensors
+        grad_x, grad_value = _spmm_extremum_backward_op(grad, arg, x, value, ctx.adjacency, ctx.transpose)
+        return grad_x, grad_value if value is not None else None, None, None, None, None
 
 
 def _spmm_extremum_backward(
@@ -377,7 +408,5 @@ for _key in ("CPU", "CUDA"):
 torch.library.register_fake("fastsparse::spmm", _spmm_fake, lib=library)
 torch.library.register_fake("fastsparse::spmm_extremum", _spmm_extremum_fake, lib=library)
 torch.library.register_fake("fastsparse::spmm_extremum_backward", _spmm_extremum_backward_fake, lib=library)
-torch.library.register_autograd("fastsparse::spmm", _spmm_backward, setup_context=_spmm_setup, lib=library)
-torch.library.register_autograd(
-    "fastsparse::spmm_extremum", _spmm_extremum_grad, setup_context=_spmm_extremum_setup, lib=library
-)
+register_autograd("spmm", _Spmm)
+register_autograd("spmm_extremum", _SpmmExtremum)
