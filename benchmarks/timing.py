@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -190,6 +190,26 @@ def wall_time(
     first = once()
     times = [once() for _ in range(_samples(first, budget_ms, least, most))]
     return summarise(times, "wall clock")
+
+
+def alternating(calls: Mapping[str, Callable[[], Any]], *, rounds: int) -> dict[str, Timing]:
+    """Wall-clock times of several host-side calls in turn, so that other work on the machine slows all alike.
+
+    Args:
+        calls: What to time, by name.
+        rounds: How often each is timed, after two rounds of warm-up.
+
+    Returns:
+        Median and spread by name.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 2):
+        for name, fn in calls.items():
+            begin = time.perf_counter()
+            fn()
+            if turn >= 2:
+                times[name].append((time.perf_counter() - begin) * 1e3)
+    return {name: summarise(values, "wall clock, alternating") for name, values in times.items()}
 
 
 def host_us(

@@ -34,7 +34,7 @@ RECIPES = {
     "pubmed": PLANETOID,
     "karate": Recipe(hidden=16, epochs=100),
     "minesweeper": Recipe(
-        layers=5, hidden=64, dropout=0.2, lr=3e-3, epochs=300, runs=10, residual=True, select_by="roc_auc"
+        layers=5, hidden=64, dropout=0.2, lr=3e-3, epochs=200, runs=10, residual=True, select_by="roc_auc"
     ),
     "ogbn-arxiv": Recipe(layers=3, hidden=256, epochs=500),
 }

@@ -89,8 +89,8 @@ def _refuse(name: str, root: Path, missing: str, loader: str) -> NoReturn:
     """Refuses where a loader would start a download that nobody asked for."""
     raise ExampleError(
         f"--dataset {name}: neither {root / (name.replace('-', '_') + '.npz')} nor {missing} is there."
-        f" Put the .npz file or the files of {loader} there, set --root (or FASTSPARSE_DATA) to the folder that holds"
-        " them, or add --download to let that loader fetch them."
+        f" Put the .npz file or the files of {loader} there, set --root (or FASTSPARSE_DATA) to the folder"
+        " that holds them, or add --download to let that loader fetch them."
     )
 
 
