@@ -1,0 +1,271 @@
+"""Timer, records, roofline, tables and plots of the benchmarks."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import common, record, roofline, tables, timing
+
+CPU = torch.device("cpu")
+RESULTS = tables.stored(record.RESULTS)
+
+
+def sleeper(milliseconds: float) -> Any:
+    def fn() -> None:
+        end = time.perf_counter() + milliseconds / 1e3
+        while time.perf_counter() < end:
+            pass
+
+    return fn
+
+
+def test_wall_time_measures_a_known_delay() -> None:
+    found = timing.wall_time(sleeper(2.0), CPU, budget_ms=40)
+    # Another process may hold the core for a while: only the lower bound is certain.
+    assert found.p20_ms >= 2.0
+    assert found.p20_ms <= found.median_ms <= found.p80_ms
+    assert 5 <= found.samples <= 200
+
+
+def test_alternating_and_host_clock_measure_known_delays() -> None:
+    found = timing.alternating({"short": sleeper(0.5), "long": sleeper(2.0)}, rounds=4)
+    assert found["short"].samples == 4
+    assert found["long"].p20_ms >= 2.0
+    assert found["short"].p20_ms >= 0.5
+    median, p20, p80 = timing.host_us(sleeper(0.05), CPU, calls=5, rounds=4)
+    assert 50 <= p20 <= median <= p80
+
+
+def test_summary_is_median_and_fifths() -> None:
+    found = timing.summarise([5.0, 1.0, 2.0, 3.0, 4.0, 6.0], "x")
+    assert (found.median_ms, found.p20_ms, found.p80_ms, found.samples) == (3.5, 2.0, 5.0, 6)
+    assert timing.summarise([7.0], "x").p80_ms == 7.0
+    assert found.as_cell("infer_")["infer_median_ms"] == 3.5
+
+
+@pytest.mark.gpu
+def test_device_time_is_not_host_time() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    device = torch.device("cuda")
+    x = torch.randn(64 * 2**20, device=device)
+    y = torch.empty_like(x)
+    copy_ms = timing.kernel_time(lambda: y.copy_(x), device).median_ms
+    rate = 2 * x.numel() * 4 / copy_ms / 1e9
+    assert 0.2 < rate < 20  # TB/s
+    small = torch.randn(16, device=device)
+
+    def slow_host() -> None:
+        sleeper(0.2)()
+        small.add_(1)
+
+    assert timing.kernel_time(slow_host, device).median_ms < 0.1
+    assert timing.graph_time(lambda: small.add_(1), device).median_ms < 0.05
+    assert timing.step_time(slow_host, device, budget_ms=50).median_ms > 0.15
+
+
+def test_recorder_writes_a_valid_record_after_each_cell(tmp_path: Path) -> None:
+    recorder = record.Recorder("spmm", CPU, {"widths": [64]}, tmp_path)
+    for place in range(2):
+        recorder.add(graph="reddit", median_ms=1.0 + place)
+        loaded = record.load(recorder.path)
+        assert len(loaded["cells"]) == place + 1
+    assert recorder.path.parent.parent == tmp_path
+    assert recorder.path.name == "spmm.json"
+    assert loaded["cells"][0] == {"graph": "reddit", "median_ms": 1.0, "status": "ok"}
+    assert loaded["settings"] == {"widths": [64]}
+    assert {"cpu", "cores", "threads"} <= loaded["machine"].keys()
+    assert loaded["software"]["torch"] == torch.__version__
+    assert len(loaded["source"]["kernels_digest"]) == 64
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_commit_can_be_given_where_there_is_no_history(tmp_path: Path) -> None:
+    recorder = record.Recorder("spmm", CPU, {}, tmp_path, commit="abc")
+    assert recorder.record["source"]["commit"] == "abc"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 99}, "schema is 99"),
+        ({"cells": [{}]}, "cell 0 has no status"),
+        ({"machine": "fast"}, "machine should be dict, is str"),
+        ({"source": None}, "source should be dict"),
+    ],
+)
+def test_damaged_records_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    recorder = record.Recorder("spmm", CPU, {}, tmp_path)
+    path = tmp_path / "damaged.json"
+    path.write_text(json.dumps({**recorder.record, **change}))
+    with pytest.raises(ValueError, match=message):
+        record.load(path)
+
+
+def test_digest_follows_sources_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "cuda").mkdir()
+    source = tmp_path / "cuda" / "a.cu"
+    source.write_text("one")
+    first = record.kernels_digest(tmp_path)
+    (tmp_path / "built.so").write_text("binary")
+    assert record.kernels_digest(tmp_path) == first
+    source.write_text("two")
+    second = record.kernels_digest(tmp_path)
+    source.rename(tmp_path / "cuda" / "b.cu")
+    assert len({first, second, record.kernels_digest(tmp_path)}) == 3
+
+
+def test_slug_is_fit_for_a_folder() -> None:
+    assert record.slug("NVIDIA H200") == "nvidia-h200"
+    assert record.slug("Intel(R) Xeon(R) CPU @ 2.20GHz") == "intel-xeon-cpu-2.20ghz"
+
+
+def test_failures_become_a_status() -> None:
+    def out_of_memory() -> dict[str, Any]:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 50 GiB")
+
+    def unsupported() -> dict[str, Any]:
+        raise RuntimeError("not implemented for 'BFloat16'\nmore")
+
+    assert common.attempt(out_of_memory) == {"status": "out of memory"}
+    assert common.attempt(unsupported) == {"status": "failed: not implemented for 'BFloat16'"}
+    assert common.attempt(lambda: {"a": 1}) == {"status": "ok", "a": 1}
+
+
+def test_programming_errors_are_no_results() -> None:
+    def broken() -> dict[str, Any]:
+        raise KeyError("typo")
+
+    with pytest.raises(KeyError):
+        common.attempt(broken)
+
+
+def test_relative_error_sees_nan_and_difference() -> None:
+    reference = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert common.relative_error(torch.tensor([3.0, 4.0]), reference) == 0
+    assert common.relative_error(torch.tensor([3.0, 4.5]), reference) == pytest.approx(0.1)
+    assert common.relative_error(torch.tensor([3.0, float("nan")]), reference) == float("inf")
+
+
+def test_gather_bandwidth_falls_between_the_stored_points() -> None:
+    points = roofline.peers()["gather_roofline"]["table_mb_and_tb_per_s"]
+    for size, rate in points:
+        assert roofline.gather_bandwidth(int(size * 1e6)) == pytest.approx(rate)
+    rates = [roofline.gather_bandwidth(int(10**power)) for power in (5, 7, 7.7, 8, 8.3, 9, 10)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] == points[0][1]
+    assert rates[-1] == points[-1][1]
+
+
+def test_floor_is_bytes_over_bandwidth() -> None:
+    # 1e9 edges of 256 bytes from a table of 10 GB: 256 GB at 4.4 TB/s.
+    expected = 1e9 * 64 * 4 / 4.4e12 * 1e3
+    assert roofline.spmm_floor_ms(10**9, 40_000_000, 64, 4) == pytest.approx(expected)
+
+
+def spmm_record(gpu: str | None) -> dict[str, Any]:
+    cells = []
+    for graph, ours, rival in (("reddit", 2.0, 6.0), ("yelp", 1.0, 1.5)):
+        shared = {
+            "graph": graph,
+            "nodes": 1000,
+            "edges": 10_000_000,
+            "width": 64,
+            "dtype": "float32",
+            "direction": "forward",
+            "gather_bytes": 2_560_000_000,
+            "floor_ms": 0.5,
+        }
+        for name, milliseconds in (("fastsparse csr", ours), ("cuSPARSE", rival)):
+            spread = {"median_ms": milliseconds, "p20_ms": milliseconds, "p80_ms": milliseconds}
+            cells.append({**shared, "implementation": name, "status": "ok", "error": 1e-7, **spread})
+    cells[-1] = {**cells[-1], "status": "out of memory"}
+    machine = {"cpu": "x", "cores": 2, "threads": 2}
+    return {
+        "schema": record.SCHEMA,
+        "name": "spmm",
+        "date": "2026-01-01T00:00:00+00:00",
+        "machine": {**machine, "gpu": gpu} if gpu else machine,
+        "software": {"torch": "2"},
+        "source": {"commit": "0123456789abcdef", "kernels_digest": "f" * 64},
+        "settings": {},
+        "notes": ["a note"],
+        "cells": cells,
+    }
+
+
+def test_spmm_table_compares_with_stored_rivals_on_the_same_gpu_only() -> None:
+    table = tables.spmm(spmm_record("NVIDIA H200"))[0]
+    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    assert rows["reddit"]["speed-up"] == "3.00x"
+    assert rows["reddit"]["best stored rival ms"] == "RoDe fp32 2.75"
+    assert rows["reddit"]["against it"] == "1.37x"
+    assert rows["reddit"]["of roofline"] == "25%"
+    assert rows["yelp"]["cuSPARSE ms"] == "out of memory"
+    assert rows["yelp"]["speed-up"] == "-"
+    assert rows["geometric mean"]["speed-up"] == "3.00x"
+    elsewhere = tables.spmm(spmm_record("NVIDIA A100"))[0]
+    row = dict(zip(elsewhere.columns, elsewhere.rows[0], strict=True))
+    assert (row["best stored rival ms"], row["of roofline"]) == ("-", "-")
+
+
+def test_stored_rivals_of_the_same_precision() -> None:
+    result = spmm_record("NVIDIA H200")
+    single = tables.stored_rivals(result, "spmm@64", "float32", "reddit")
+    assert single
+    assert all(name.endswith("fp32") for name in single)
+    assert "FlashSparse fp16" in tables.stored_rivals(result, "spmm@64", "float16", "reddit")
+    assert tables.stored_rivals(spmm_record(None), "spmm@64", "float16", "reddit") == {}
+
+
+def test_markdown_has_a_line_per_row_and_the_origin() -> None:
+    text = tables.report(spmm_record("NVIDIA H200"))
+    lines = text.splitlines()
+    assert "NVIDIA H200" in text
+    assert "0123456789ab" in text
+    body = [line for line in lines if line.startswith("|")]
+    assert len(body) == 2 + 3
+    assert len({line.count("|") for line in body}) == 1
+    assert lines[-1] == "- a note"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.01234, "0.01"),
+        (1.234, "1.23"),
+        (12.34, "12.3"),
+        (123.4, "123"),
+        (1234.5, "1234"),
+        (0, "0"),
+        (0.00123, "1.2e-03"),
+        (None, "-"),
+        (float("nan"), "-"),
+    ],
+)
+def test_numbers_have_three_digits(value: float | None, text: str) -> None:
+    assert tables.number(value) == text
+
+
+def test_plots_are_drawn_from_records(tmp_path: Path) -> None:
+    plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
+    folder = tmp_path / "nvidia-h200"
+    folder.mkdir()
+    (folder / "spmm.json").write_text(record.dumps(spmm_record("NVIDIA H200")))
+    options = type("Options", (), {"results": tmp_path})
+    names = {path.name for path in plots.run(options)}
+    assert names == {"spmm_speedup_forward_float32.png", "spmm_roofline.png"}
+    assert all((folder / name).read_bytes()[:4] == b"\x89PNG" for name in names)
+
+
+def test_committed_results_can_be_read() -> None:
+    if not RESULTS:
+        pytest.skip("no results are stored yet")
+    for path in RESULTS:
+        assert tables.report(record.load(path))
