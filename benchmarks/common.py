@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from .record import RESULTS, Recorder
 

@@ -180,6 +180,9 @@ def _from_ogb(name: str, root: Path, download: bool) -> Parts:
     # Without this entry ogb asks the network for its newest version while it is being imported.
     sys.modules.setdefault("outdated", None)  # type: ignore[arg-type]
     nodeproppred = importlib.import_module("ogb.nodeproppred")
+    # ogb asks before downloads of more than a gigabyte; --download has answered that.
+    loader_module: Any = importlib.import_module("ogb.nodeproppred.dataset")
+    loader_module.decide_download = lambda url: True
     # ogb saves a pickle that torch.load refuses the second time; it is a cache of raw/, so drop it. And it
     # expects the folder of that cache to be there, as it is in OGB's own archives.
     (folder / "processed" / "data_processed").unlink(missing_ok=True)
@@ -193,7 +196,7 @@ def _from_ogb(name: str, root: Path, download: bool) -> Parts:
         mask = torch.zeros(graph["num_nodes"], dtype=torch.bool)
         mask[torch.tensor(index[part])] = True
         masks.append(mask)
-    label: Tensor = torch.from_numpy(labels).flatten()
+    label: Tensor = torch.tensor(labels).flatten()
     return {
         "edge_index": torch.from_numpy(graph["edge_index"]),
         "y": torch.where(label.isnan(), torch.full_like(label, -1), label).long(),

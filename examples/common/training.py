@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from .data import NodeDataset, Split
 from .errors import ExampleError

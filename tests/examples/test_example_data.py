@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,24 @@ def test_ogb_folder_without_its_release_file_does_not_prompt(
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("ogb asked a question"))
     with pytest.raises(ExampleError, match=r"RELEASE_v1\.txt"):
         data.load_dataset("ogbn-arxiv", tmp_path, "dgl")
+
+
+def test_ogb_download_that_was_asked_for_does_not_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ogb")
+    fetched = []
+
+    def fetch(url: str, folder: str) -> str:
+        fetched.append(url)
+        raise ConnectionError("no network in tests")
+
+    monkeypatch.setitem(sys.modules, "outdated", None)
+    monkeypatch.setattr("ogb.nodeproppred.dataset.download_url", fetch)
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("ogb asked a question"))
+    with pytest.raises(ConnectionError):
+        data.load_dataset("ogbn-products", tmp_path, "pyg", download=True)
+    assert fetched
 
 
 def test_missing_ogb_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
