@@ -147,7 +147,9 @@ def _from_dgl(name: str, root: Path, download: bool) -> Parts:
         note = "Zachary's karate club, as shipped with DGL (2 classes, no features)"
         return {"edge_index": torch.stack(graph.edges()), "y": graph.ndata["label"], "notes": (note,)}
     title = f"dgl.data.{DGL_LOADERS[name]}"
-    cls = getattr(datasets, DGL_LOADERS[name])
+    cls = getattr(datasets, DGL_LOADERS[name], None)
+    if cls is None:
+        raise ExampleError(f"--dataset {name}: the installed DGL has no {title}; newer versions do.")
 
     def missing(dataset: Any) -> str | None:
         folder = Path(dataset.raw_path)
