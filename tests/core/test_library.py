@@ -71,8 +71,6 @@ def test_second_structure_reuses_or_recompiles_correctly(device):
 
 @pytest.mark.gpu
 def test_captured_in_a_cuda_graph():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     adj = graph("cuda").prepare()
     x = torch.randn(30, 64, device="cuda", requires_grad=True)
     weight = torch.randn(20, 64, device="cuda")
@@ -96,8 +94,6 @@ def test_captured_in_a_cuda_graph():
 
 @pytest.mark.gpu
 def test_runs_on_the_current_stream():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     adj = graph("cuda").prepare()
     x = torch.randn(30, 64, device="cuda")
     expected = spmm(adj, x * 2)
@@ -128,8 +124,8 @@ def test_runs_on_a_gpu_that_is_not_current():
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_more_than_two_to_the_31_edges():
-    if not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < 60e9:
-        pytest.skip("needs a CUDA device with 60 GB of free memory")
+    if torch.cuda.mem_get_info()[0] < 60e9:
+        pytest.skip("needs 60 GB of free memory")
     num_rows, degree = 1_100_000, 2_000
     rowptr = torch.arange(num_rows + 1, device="cuda") * degree
     assert num_rows * degree > 2**31
