@@ -338,7 +338,8 @@ def provenance(result: dict[str, Any]) -> str:
     )
     if facts.get("gpu"):
         place += f" (driver {facts.get('driver')}, CUDA {facts.get('cuda')})"
-    commit = (result["source"].get("commit") or "unknown")[:12]
+    commit = result["source"].get("commit") or "unknown"
+    commit = commit[:12] + "+" * commit.endswith("+")  # "+": files differed from the commit
     digest = result["source"]["kernels_digest"][:12]
     parts = [place, f"torch {versions.get('torch', '-')}", result["date"][:10], f"commit {commit}"]
     return ", ".join([*parts, f"kernels {digest}"]) + "."
