@@ -14,6 +14,7 @@ from fastsparse_core import Adjacency
 
 from . import suite
 from .common import add_common, attempt, progress, recorder, release
+from .record import Recorder
 from .timing import wall_time
 
 
@@ -25,30 +26,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Path:
     """Runs the benchmark; returns the path of its record."""
-    device = torch.device(options.device)
     out = recorder("adjacency", options)
     out.note(
         "from int64 (row, col) in random order to an Adjacency prepared for training; scratch is the peak"
         " above what the Adjacency keeps; 'directed' has one edge removed, so that no transpose can be shared"
     )
     for name in progress(options.graphs, "adjacency"):
-        graph = suite.load(name, device)
-        order = torch.randperm(graph.num_edges, device=device)
-        col, row = (end[order].contiguous() for end in graph.edge_index())
-        nodes = graph.num_nodes
-        del graph, order
-        for structure, edges in (("symmetric", (row, col)), ("directed", (row[1:], col[1:]))):
-            release()
-            out.add(
-                graph=name,
-                nodes=nodes,
-                edges=edges[0].numel(),
-                structure=structure,
-                implementation="fastsparse",
-                **attempt(partial(_measure, *edges, nodes, options.budget_ms)),
-            )
-        del row, col, edges
+        _run_graph(name, options, out)
+        release()
     return out.path
+
+
+def _run_graph(name: str, options: argparse.Namespace, out: Recorder) -> None:
+    """Both cells of one graph; what it holds on the device ends with the call."""
+    device = torch.device(options.device)
+    graph = suite.load(name, device)
+    nodes = graph.num_nodes
+    order = torch.randperm(graph.num_edges, device=device)
+    col, row = (end[order].contiguous() for end in graph.edge_index())
+    del graph, order
+    for structure, edges in (("symmetric", (row, col)), ("directed", (row[1:], col[1:]))):
+        out.add(
+            graph=name,
+            nodes=nodes,
+            edges=edges[0].numel(),
+            structure=structure,
+            implementation="fastsparse",
+            **attempt(partial(_measure, *edges, nodes, options.budget_ms)),
+        )
 
 
 def _measure(row: Tensor, col: Tensor, nodes: int, budget_ms: float) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from fastsparse_core import Adjacency, spmm
 
 from . import roofline, suite
 from .common import DTYPES, add_common, attempt, progress, recorder, relative_error, release
+from .record import Recorder
 from .timing import kernel_time
 
 #: Largest relative error against float64 that a result may have and still be timed. cuSPARSE's float16 result
@@ -34,41 +36,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Path:
     """Runs the benchmark; returns the path of its record."""
-    device = torch.device(options.device)
     out = recorder("spmm", options)
     out.note(
         "backward is the gradient of the features: ours through autograd, the rival's as the product with the"
         " transposed CSR matrix in hand (the stand-ins are symmetric, so with the matrix itself)"
     )
     for name in progress(options.graphs, "spmm"):
-        graph = suite.load(name, device)
-        adj = Adjacency.from_csr(graph.rowptr, graph.col, (graph.num_nodes, graph.num_nodes)).prepare()
-        exact = graph.sparse_csr(torch.float64)
-        for width in options.widths:
-            wide = torch.randn(graph.num_nodes, width, dtype=torch.float64, device=device)
-            for dtype_name in options.dtypes:
-                x = wide.to(DTYPES[dtype_name])
-                reference = exact @ x.double()
-                for direction in options.directions:
-                    for implementation, fn in _calls(graph, adj, x, direction, options.algorithm).items():
-                        size = x.element_size()
-                        measure = partial(_measure, fn, reference, dtype_name, device, options.budget_ms)
-                        out.add(
-                            graph=name,
-                            nodes=graph.num_nodes,
-                            edges=graph.num_edges,
-                            width=width,
-                            dtype=dtype_name,
-                            direction=direction,
-                            implementation=implementation,
-                            gather_bytes=roofline.gather_bytes(graph.num_edges, width, size),
-                            floor_ms=roofline.spmm_floor_ms(graph.num_edges, graph.num_nodes, width, size),
-                            **attempt(measure),
-                        )
-                del reference
-        del graph, adj, exact
+        _run_graph(name, options, out)
         release()
     return out.path
+
+
+def _run_graph(name: str, options: argparse.Namespace, out: Recorder) -> None:
+    """All cells of one graph; what it holds on the device ends with the call."""
+    device = torch.device(options.device)
+    graph = suite.load(name, device)
+    adj = Adjacency.from_csr(graph.rowptr, graph.col, (graph.num_nodes, graph.num_nodes)).prepare()
+    exact = graph.sparse_csr(torch.float64)
+    for width, dtype in itertools.product(options.widths, options.dtypes):
+        x = torch.randn(graph.num_nodes, width, device=device).to(DTYPES[dtype])
+        reference = exact @ x.double()
+        size = x.element_size()
+        for direction in options.directions:
+            for implementation, fn in _calls(graph, adj, x, direction, options.algorithm).items():
+                measure = partial(_measure, fn, reference, dtype, device, options.budget_ms)
+                out.add(
+                    graph=name,
+                    nodes=graph.num_nodes,
+                    edges=graph.num_edges,
+                    width=width,
+                    dtype=dtype,
+                    direction=direction,
+                    implementation=implementation,
+                    gather_bytes=roofline.gather_bytes(graph.num_edges, width, size),
+                    floor_ms=roofline.spmm_floor_ms(graph.num_edges, graph.num_nodes, width, size),
+                    **attempt(measure),
+                )
 
 
 def _calls(

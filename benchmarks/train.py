@@ -22,6 +22,7 @@ from fastsparse_pyg import FastGCNConv, clear_cache
 
 from . import suite
 from .common import add_common, attempt, progress, recorder, release
+from .record import Recorder
 from .timing import step_time
 
 GRAPHS = ("pubmed", "ogbn-arxiv", "yelp", "reddit", "ogbn-products")
@@ -60,36 +61,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Path:
     """Runs the benchmark; returns the path of its record."""
-    device = torch.device(options.device)
     out = recorder("train", options)
     for name in progress(options.graphs, "train"):
-        graph = suite.load(name, device)
-        generator = torch.Generator(device).manual_seed(0)
-        x = torch.randn(graph.num_nodes, WIDTHS[0], generator=generator, device=device)
-        y = torch.randint(WIDTHS[-1], (graph.num_nodes,), generator=generator, device=device)
         # One form of the graph at a time: peak memory must not depend on the other's presence.
         for form in ("edge_index", "sparse_csr"):
-            names = [key for key in options.implementations if IMPLEMENTATIONS[key][2] == form]
-            structure = graph.edge_index() if form == "edge_index" else graph.sparse_csr()
-            for dtype in options.dtypes:
-                for implementation in names:
-                    layer, layer_options, _ = IMPLEMENTATIONS[implementation]
-                    clear_cache()
-                    release()
-                    job = partial(measure, layer, layer_options, structure, x, y, dtype, options.budget_ms)
-                    out.add(
-                        graph=name,
-                        nodes=graph.num_nodes,
-                        edges=graph.num_edges,
-                        model="gcn3-128",
-                        dtype=dtype,
-                        implementation=implementation,
-                        **attempt(job),
-                    )
-            del structure
-        del graph, x, y
-        release()
+            _run_form(name, form, options, out)
+            release()
     return out.path
+
+
+def _run_form(name: str, form: str, options: argparse.Namespace, out: Recorder) -> None:
+    """All cells of one graph in one form; what they hold on the device ends with the call."""
+    device = torch.device(options.device)
+    names = [key for key in options.implementations if IMPLEMENTATIONS[key][2] == form]
+    if not names:
+        return
+    graph = suite.load(name, device)
+    nodes, edges = graph.num_nodes, graph.num_edges
+    structure = graph.edge_index() if form == "edge_index" else graph.sparse_csr()
+    del graph
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(nodes, WIDTHS[0], generator=generator, device=device)
+    y = torch.randint(WIDTHS[-1], (nodes,), generator=generator, device=device)
+    for dtype, implementation in itertools.product(options.dtypes, names):
+        clear_cache()
+        release()
+        layer, layer_options, _ = IMPLEMENTATIONS[implementation]
+        job = partial(measure, layer, layer_options, structure, x, y, dtype, options.budget_ms)
+        out.add(
+            graph=name,
+            nodes=nodes,
+            edges=edges,
+            model="gcn3-128",
+            dtype=dtype,
+            implementation=implementation,
+            **attempt(job),
+        )
 
 
 def measure(
