@@ -90,7 +90,7 @@ class DeviceGuard {
 
 void spmm_csr(const CsrStructure& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
               Address value, int value_dtype, std::int64_t heads, Address scale_dst, Address scale_src,
-              Address bias, Address out, Address partial, int device, Address queue) {
+              Address bias, Address out, Address partial, std::int64_t tile, int device, Address queue) {
   const SpmmArgs args{structure.a,
                       structure.split,
                       {at(value), static_cast<Dtype>(value_dtype), heads},
@@ -101,9 +101,66 @@ void spmm_csr(const CsrStructure& structure, int dtype, std::int64_t width, Addr
                       at(out),
                       at(partial),
                       width,
+                      tile,
                       static_cast<Dtype>(dtype)};
   FASTSPARSE_RUN(spmm_csr, args, device, queue);
 }
+
+#ifdef FASTSPARSE_WITH_CUDA
+BsbView make_bsb(Address col, Address mask, Address window_row, Address block_entry, Address value_id,
+                 bool value_id_is_64bit, std::int64_t num_rows, Address slices, std::int64_t num_slices,
+                 Address split_row, Address split_ptr, std::int64_t num_split_rows) {
+  return {at<std::int32_t>(col),
+          at<std::uint8_t>(mask),
+          at<std::int32_t>(window_row),
+          at<std::int64_t>(block_entry),
+          at(value_id),
+          value_id_is_64bit,
+          num_rows,
+          {at<RowSlice>(slices), num_slices, at<std::int32_t>(split_row), at<std::int64_t>(split_ptr),
+           num_split_rows}};
+}
+
+void spmm_bsb(const BsbView& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
+              Address value, int value_dtype, std::int64_t heads, Address vector_scale, Address scale_dst,
+              Address bias, Address out, Address partial, int features_per_lane, int blocks_per_step,
+              bool tf32, int device, Address queue) {
+  const SpmmBsbArgs args{structure,
+                         {at(value), static_cast<Dtype>(value_dtype), heads},
+                         at<float>(vector_scale),
+                         {at(x), x_stride},
+                         at(scale_dst),
+                         at(bias),
+                         at(out),
+                         at(partial),
+                         width,
+                         features_per_lane,
+                         blocks_per_step,
+                         tf32,
+                         static_cast<Dtype>(dtype)};
+  const DeviceGuard guard(device);
+  check(cuda::spmm_bsb(args, at(queue)), "spmm_bsb");
+}
+
+void sddmm_bsb(const BsbView& structure, int dtype, std::int64_t heads, std::int64_t head_width,
+               Address x_dst, std::int64_t x_dst_stride, Address x_src, std::int64_t x_src_stride,
+               Address scale_dst, Address scale_src, Address out, int out_dtype, bool tf32, int device,
+               Address queue) {
+  const SddmmBsbArgs args{structure,
+                          {at(x_dst), x_dst_stride},
+                          {at(x_src), x_src_stride},
+                          at(scale_dst),
+                          at(scale_src),
+                          at(out),
+                          static_cast<Dtype>(out_dtype),
+                          heads,
+                          head_width,
+                          tf32,
+                          static_cast<Dtype>(dtype)};
+  const DeviceGuard guard(device);
+  check(cuda::sddmm_bsb(args, at(queue)), "sddmm_bsb");
+}
+#endif
 
 void spmm_extremum(const CsrStructure& structure, int dtype, std::int64_t width, Address x,
                    std::int64_t x_stride, Address value, int value_dtype, std::int64_t heads, bool minimum,
@@ -219,6 +276,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("compress_scratch_bytes", &compress_scratch_bytes);
   m.def("compress", &compress);
   m.def("spmm_csr", &spmm_csr);
+#ifdef FASTSPARSE_WITH_CUDA
+  py::class_<BsbView>(m, "BsbStructure").def(py::init(&make_bsb));
+  m.def("spmm_bsb", &spmm_bsb);
+  m.def("sddmm_bsb", &sddmm_bsb);
+#endif
   m.def("spmm_extremum", &spmm_extremum);
   m.def("sddmm_csr", &sddmm_csr);
   m.def("build_info", &build_info);

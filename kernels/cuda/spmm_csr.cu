@@ -9,8 +9,10 @@
 // Rows with several slices get their partial sums added in slot order by a second kernel: no atomics, the
 // same bits every time.
 
+#include <algorithm>
 #include <initializer_list>
 
+#include "fastsparse/combine_partials.cuh"
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
 
@@ -23,14 +25,6 @@ constexpr int kEntriesPerSum =
     32;  // then the sum moves to a total: rounding errors grow with 32, not with the slice
 
 enum class Weight { kNone, kScalar, kPerHead };
-
-template <typename T>
-__device__ __forceinline__ Acc<T> finish(const SpmmArgs& args, Acc<T> sum, std::int64_t row,
-                                         std::int64_t feature) {
-  if (args.scale_dst != nullptr) sum *= static_cast<const Acc<T>*>(args.scale_dst)[row];
-  if (args.bias != nullptr) sum += widen(static_cast<const T*>(args.bias)[feature]);
-  return sum;
-}
 
 template <typename T, int kVec, int kLanes, int kChunks, Weight kWeight>
 __global__ void __launch_bounds__(kThreads) spmm_csr_kernel(const SpmmArgs args) {
@@ -141,6 +135,7 @@ __global__ void __launch_bounds__(kThreads) spmm_csr_kernel(const SpmmArgs args)
   }
 
   if (group >= args.split.num_slices) return;
+  const Epilogue epilogue{args.scale_dst, args.bias, args.out, args.width};
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
     if (!inside[c]) continue;
@@ -152,39 +147,16 @@ __global__ void __launch_bounds__(kThreads) spmm_csr_kernel(const SpmmArgs args)
     } else {
       Pack<T, kVec> pack;
 #pragma unroll
-      for (int i = 0; i < kVec; ++i)
-        pack.lane[i] = narrow<T>(finish<T>(args, sum[c][i], slice.target, feature + i));
+      for (int i = 0; i < kVec; ++i) pack.lane[i] = epilogue.finish<T>(sum[c][i], slice.target, feature + i);
       *reinterpret_cast<Pack<T, kVec>*>(static_cast<T*>(args.out) + slice.target * args.width + feature) =
           pack;
     }
   }
 }
 
-constexpr int kCombineRows = 8;
-
-// Adds the partial sums of one split row: threadIdx.y strides over the slots, then a fixed tree adds the
-// strides.
-template <typename T>
-__global__ void __launch_bounds__(kWarp* kCombineRows) combine_partials_kernel(const SpmmArgs args) {
-  using A = Acc<T>;
-  __shared__ A shared[kCombineRows][kWarp];
-  const std::int64_t feature = static_cast<std::int64_t>(blockIdx.y) * kWarp + threadIdx.x;
-  A sum = 0;
-  if (feature < args.width) {
-    const std::int64_t end = args.split.split_ptr[blockIdx.x + 1];
-    for (std::int64_t slot = args.split.split_ptr[blockIdx.x] + threadIdx.y; slot < end;
-         slot += kCombineRows) {
-      sum += static_cast<const A*>(args.partial)[slot * args.width + feature];
-    }
-  }
-  shared[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y != 0 || feature >= args.width) return;
-#pragma unroll
-  for (int y = 1; y < kCombineRows; ++y) sum += shared[y][threadIdx.x];
-  const std::int64_t row = args.split.split_row[blockIdx.x];
-  static_cast<T*>(args.out)[row * args.width + feature] = narrow<T>(finish<T>(args, sum, row, feature));
-}
+struct SameRow {
+  __device__ __forceinline__ std::int64_t operator()(std::int64_t row, int) const { return row; }
+};
 
 template <typename T, int kVec, int kLanes, int kChunks>
 void launch_shape(const SpmmArgs& args, cudaStream_t stream) {
@@ -199,13 +171,14 @@ void launch_shape(const SpmmArgs& args, cudaStream_t stream) {
   }
 }
 
-// 16-byte loads: as few lanes as the width needs. Narrower loads: a whole warp, for coalescing.
+// 16-byte loads: as few lanes as the tile needs. Narrower loads: a whole warp, for coalescing.
 template <typename T, int kVec>
 void launch_vector(const SpmmArgs& args, cudaStream_t stream) {
-  if (args.width <= 4 * kVec) {
+  const std::int64_t tile = std::min(args.width, args.tile);
+  if (tile <= 4 * kVec) {
     launch_shape<T, kVec, 4, 1>(args, stream);
   } else if constexpr (kVec * sizeof(T) == 16) {
-    if (args.width <= 8 * kVec) {
+    if (tile <= 8 * kVec) {
       launch_shape<T, kVec, 8, 1>(args, stream);
     } else {
       launch_shape<T, kVec, 8, 2>(args, stream);
@@ -228,10 +201,8 @@ void launch(const SpmmArgs& args, cudaStream_t stream) {
   } else {
     launch_vector<T, 1>(args, stream);
   }
-  if (args.split.num_split_rows > 0) {
-    const dim3 grid(static_cast<unsigned>(args.split.num_split_rows), ceil_div(args.width, kWarp));
-    combine_partials_kernel<T><<<grid, dim3(kWarp, kCombineRows), 0, stream>>>(args);
-  }
+  const Epilogue epilogue{args.scale_dst, args.bias, args.out, args.width};
+  combine_partials<T, 1>(args.split, args.partial, epilogue, SameRow{}, stream);
 }
 
 }  // namespace

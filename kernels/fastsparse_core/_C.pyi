@@ -18,6 +18,23 @@ class CsrStructure:
         num_split_rows: int,
     ) -> None: ...
 
+class BsbStructure:  # only in builds with the CUDA half
+    def __init__(
+        self,
+        col: int,
+        mask: int,
+        window_row: int,
+        block_entry: int,
+        value_id: int,
+        value_id_is_64bit: bool,
+        num_rows: int,
+        slices: int,
+        num_slices: int,
+        split_row: int,
+        split_ptr: int,
+        num_split_rows: int,
+    ) -> None: ...
+
 class CompressArgs:
     def __init__(
         self,
@@ -50,6 +67,27 @@ def spmm_csr(
     bias: int,
     out: int,
     partial: int,
+    tile: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def spmm_bsb(  # only in builds with the CUDA half
+    structure: BsbStructure,
+    dtype: int,
+    width: int,
+    x: int,
+    x_stride: int,
+    value: int,
+    value_dtype: int,
+    heads: int,
+    vector_scale: int,
+    scale_dst: int,
+    bias: int,
+    out: int,
+    partial: int,
+    features_per_lane: int,
+    blocks_per_step: int,
+    tf32: bool,
     device: int,
     queue: int,
 ) -> None: ...

@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from fastsparse_core import _C
+from fastsparse_core import _C, choose
+from fastsparse_core.formats.bsb import Bsb
 from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.row_split import RowSplit
 
@@ -92,6 +93,7 @@ class Adjacency:
         self._memo = _Memo()
         self._row_memo = _Memo()  # what depends on rowptr alone; a symmetric transpose shares it
         self._parent: weakref.ref[Adjacency] | None = None
+        self.uses = 0  # products so far, for the choice of algorithm
         self.handle: int = next(_next_handle)
         _registry[self.handle] = self
 
@@ -357,7 +359,9 @@ class Adjacency:
     @property
     def row_split(self) -> RowSplit:
         """Work list of the CSR kernels."""
-        return self._row_memo.get("row_split", lambda: RowSplit.from_rowptr(self.rowptr, self.num_edges))
+        return self._row_memo.get(
+            "row_split", lambda: RowSplit.from_rowptr(self.rowptr, choose.slice_length(self.num_edges))
+        )
 
     @property
     def csr_structure(self) -> Any:
@@ -387,6 +391,66 @@ class Adjacency:
             *addresses,
         )
 
+    @property
+    def has_bsb(self) -> bool:
+        """Whether the binary sparse blocks were built."""
+        return "bsb" in self._row_memo.results
+
+    @property
+    def bsb(self) -> Bsb:
+        """The structure in binary sparse blocks, for the tensor cores."""
+        return self._row_memo.get("bsb", lambda: Bsb.from_csr(self.rowptr, self.row(), self.col, self.shape))
+
+    @property
+    def bsb_split(self) -> RowSplit:
+        """Work list of the tensor-core kernels: windows cut into slices of blocks."""
+        return self._row_memo.get(
+            "bsb_split",
+            lambda: RowSplit.from_rowptr(self.bsb.window_ptr, choose.slice_blocks(self.bsb.num_blocks)),
+        )
+
+    def bsb_structure(self, *, valued: bool) -> Any:
+        """The binary sparse blocks as the compiled kernels take them.
+
+        Args:
+            valued: with the place of every entry among the edge values.
+        """
+        return self._memo.get(("bsb_structure", valued), lambda: self._bsb_structure(valued))[0]
+
+    def _bsb_structure(self, valued: bool) -> tuple[Any, Tensor | None]:
+        bsb, split = self.bsb, self.bsb_split
+        value_id: Tensor | None = None
+        if valued:
+            order = bsb.entry_order
+            value_id = order if self.edge_id is None else self.edge_id[order.long()]
+        structure = _C.BsbStructure(
+            bsb.col.data_ptr(),
+            bsb.mask.data_ptr(),
+            0 if bsb.window_row is None else bsb.window_row.data_ptr(),
+            bsb.block_entry.data_ptr(),
+            0 if value_id is None else value_id.data_ptr(),
+            value_id is not None and value_id.dtype == torch.int64,
+            self.num_dst,
+            split.slices.data_ptr(),
+            split.slices.size(0),
+            split.split_row.data_ptr(),
+            split.split_ptr.data_ptr(),
+            split.split_row.numel(),
+        )
+        return structure, value_id
+
+    def vector_scale(self, scale_src: Tensor) -> Tensor:
+        """Factor of every vector's column, float32 (num_blocks, 16); kept for the last ``scale_src``."""
+        kept = self._memo.results.get("vector_scale")
+        # Inference tensors have no version, and cannot be written outside inference mode either.
+        version = 0 if scale_src.is_inference() else scale_src._version
+        if kept is not None and kept[0]() is scale_src and kept[1] == version:
+            return kept[2]
+        with torch.inference_mode(False):
+            result = scale_src.float()[self.bsb.col.long()]
+        self._memo.results["vector_scale"] = (weakref.ref(scale_src), version, result)
+        return result
+
     def prepare(self, *, backward: bool = True) -> Adjacency:
         """Builds now what the operators need later, so that no call has to; returns self.
 
@@ -396,6 +460,8 @@ class Adjacency:
             backward: also the transposed structure.
         """
         self.csr_structure  # noqa: B018
+        if self.device.type == "cuda":
+            self.bsb_structure(valued=False)
         self.inv_sqrt_degree()
         self.inv_degree()
         self.inv_sqrt_out_degree()
@@ -480,8 +546,8 @@ class Adjacency:
             for key, result in adjacency._row_memo.results.items():
                 if isinstance(result, Tensor):
                     named["_".join(map(str, key)) if isinstance(key, tuple) else key] = result
-                elif isinstance(result, RowSplit):
-                    named.update({f"row_split.{name}": tensor for name, tensor in result.tensors().items()})
+                elif isinstance(result, (RowSplit, Bsb)):
+                    named.update({f"{key}.{name}": tensor for name, tensor in result.tensors().items()})
             tensors.update({prefix + name: tensor for name, tensor in named.items()})
         sizes: dict[str, int] = {}
         seen: set[int] = set()

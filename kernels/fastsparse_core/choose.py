@@ -1,25 +1,128 @@
-"""Choice of algorithm and tuning parameters, from structure statistics and measured crossovers."""
+"""Choice of algorithm and tuning parameters, from structure statistics and crossovers measured on an H200.
+
+The measurements behind the numbers are in docs/choosing.md.
+"""
 
 from __future__ import annotations
 
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from fastsparse_core.log import info_once
+
+if TYPE_CHECKING:
+    from fastsparse_core.adjacency import Adjacency
+
+_logger = logging.getLogger("fastsparse_core")
+_WHY_CSR = (
+    "spmm with algorithm='flashsparse' runs as 'csr' where tensor cores cannot serve it: on the CPU, "
+    "in float64, for rows that are not multiples of 16 bytes, for heads that are not multiples of a tile"
+)
+
+SPMM_ALGORITHMS = ("auto", "csr", "flashsparse")
+SDDMM_ALGORITHMS = ("auto", "csr")
+
 #: Groups of lanes that an H200 keeps resident in the CSR kernels, about: 132 multiprocessors x 96 groups.
 _RESIDENT_GROUPS = 132 * 96
+#: Warps that it keeps resident in the tensor-core kernels, about: 132 multiprocessors x 32 warps.
+_RESIDENT_WARPS = 132 * 32
+#: Products with a structure before `auto` converts it: a conversion costs about as much as 5 to 10 products.
+_REUSE = 16
+
+
+def check_algorithm(algorithm: str, known: tuple[str, ...]) -> None:
+    """Rejects unknown names.
+
+    Raises:
+        ValueError: ``algorithm`` is not among ``known``.
+    """
+    if algorithm not in known:
+        names = ", ".join(repr(name) for name in known)
+        raise ValueError(f"algorithm: expected one of {names}, got {algorithm!r}")
 
 
 def slice_length(num_edges: int) -> int:
-    """Longest slice of a row, in entries: a power of two from 32 to 512.
+    """Longest slice of a CSR row, in entries: a power of two from 32 to 512.
 
     Small graphs need short slices to fill the GPU; beyond a few million edges 512 entries cost next to
     nothing in partial results (two rows written and read per 512 gathered).
     """
-    length = 32
-    while length < 512 and length * 2 * _RESIDENT_GROUPS <= num_edges:
-        length *= 2
-    return length
+    return _power_of_two(num_edges // _RESIDENT_GROUPS, 32, 512)
 
 
-def spmm_algorithm(algorithm: str) -> str:
-    """Resolves ``"auto"`` for spmm and sddmm and rejects unknown names."""
-    if algorithm in ("auto", "csr"):
+def slice_blocks(num_blocks: int) -> int:
+    """Longest slice of a window, in blocks of 16 vectors: a power of two from 32 to 256."""
+    return _power_of_two(num_blocks // (2 * _RESIDENT_WARPS), 32, 256)
+
+
+def csr_tile(adj: Adjacency, item_size: int, *, weighted: bool) -> int:
+    """Features that the CSR kernel gathers per pass over the structure.
+
+    Eight lanes of 16 bytes, 128 bytes of a row, are the fastest gather. Where a pass costs more than its
+    columns, because rows have few entries or entries have weights to look up, float32 takes 256 bytes.
+    """
+    few_entries = adj.num_edges < 6 * adj.num_dst and adj.num_edges > 200_000
+    return (256 if item_size == 4 and (weighted or few_entries) else 128) // item_size
+
+
+def features_per_lane(width: int, item_size: int) -> int:
+    """Features per lane and gathered row on the tensor cores: up to 16 bytes, as few as the width needs."""
+    most = 16 // item_size
+    while most > 2 and (width % most or width <= 4 * most):
+        most //= 2
+    return most
+
+
+def blocks_per_step(num_blocks: int, num_windows: int) -> int:
+    """Blocks that a warp gathers at once: 2 for long windows, and for tiny graphs, which are all latency."""
+    return 2 if num_blocks >= 64 * num_windows or num_blocks < 50_000 else 1
+
+
+def spmm_algorithm(
+    adj: Adjacency, algorithm: str, dtype: torch.dtype, width: int, heads: int, aligned: bool
+) -> str:
+    """Resolves ``"auto"``, and a request that this call cannot serve, to ``"csr"`` or ``"flashsparse"``.
+
+    Args:
+        adj: the structure; counts its uses.
+        algorithm: as the caller asked.
+        dtype: of the features.
+        width: features per node.
+        heads: values per edge, 1 without.
+        aligned: features and result allow 16-byte accesses to whole rows.
+    """
+    if algorithm == "csr":
+        return algorithm
+    if not _flashsparse_fits(adj, dtype, width, heads, aligned):
+        if algorithm == "flashsparse":
+            info_once(_logger, _WHY_CSR)
         return "csr"
-    raise ValueError(f"algorithm: expected 'auto' or 'csr', got {algorithm!r}")
+    if algorithm == "flashsparse":
+        return algorithm
+    if not adj.has_bsb:
+        adj.uses += 1
+        reused = adj.uses > _REUSE and not torch.are_deterministic_algorithms_enabled()
+        if not reused or torch.cuda.is_current_stream_capturing():
+            return "csr"
+    if dtype != torch.float32:
+        return "flashsparse"
+    # In float32 the CSR kernel gathers as fast: tensor cores win by the rows that 8 destinations share.
+    if adj.num_edges < 4 * adj.num_dst:
+        return "csr"
+    return "flashsparse" if adj.bsb.num_vectors <= 0.85 * adj.num_edges else "csr"
+
+
+def _flashsparse_fits(adj: Adjacency, dtype: torch.dtype, width: int, heads: int, aligned: bool) -> bool:
+    if adj.device.type != "cuda" or dtype == torch.float64 or not aligned or width < 8:
+        return False
+    if heads > 1:
+        tile = 8 * features_per_lane(width, dtype.itemsize)
+        return (width // heads) % tile == 0
+    return True
+
+
+def _power_of_two(target: int, least: int, most: int) -> int:
+    """Greatest power of two up to ``target``, within bounds that are powers of two."""
+    return min(max(1 << max(target, 1).bit_length() - 1, least), most)

@@ -33,10 +33,11 @@ def random_graph(num_dst: int = 40, num_src: int = 60, num_edges: int = 400) -> 
     valued=st.sampled_from(["none", "scalar", "heads", "float32"]),
     scaled=st.booleans(),
     biased=st.booleans(),
+    algorithm=st.sampled_from(["csr", "flashsparse"]),
 )
 @SETTINGS
 def test_equals_reference(
-    device, poisoned_memory, reduce, edges, width, dtype, layout, valued, scaled, biased
+    device, poisoned_memory, reduce, edges, width, dtype, layout, valued, scaled, biased, algorithm
 ):
     adj = edges.adjacency(device)
     x = features(adj.num_src, width, dtype, layout, device)
@@ -55,8 +56,9 @@ def test_equals_reference(
             scale_src = scale_src.to(dtype)  # the maximum is taken of the products as they are rounded
     if biased:
         bias = features(1, width, dtype, "contiguous", device, seed=2)[0]
-    out = spmm(adj, x, value, reduce, scale_dst=scale_dst, scale_src=scale_src, bias=bias)
-    expected = reference.spmm(adj, x, value, reduce, scale_dst=scale_dst, scale_src=scale_src, bias=bias)
+    scales = {"scale_dst": scale_dst, "scale_src": scale_src}
+    out = spmm(adj, x, value, reduce, **scales, bias=bias, algorithm=algorithm)
+    expected = reference.spmm(adj, x, value, reduce, **scales, bias=bias)
     assert out.dtype == dtype
     # Structures this small can sum to almost nothing: the error is measured against the size of what was
     # summed.
@@ -74,12 +76,13 @@ def test_equals_reference(
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [16, 47, 64, 128])
-def test_relative_error_on_a_random_graph(device, reduce, dtype, width):
+@pytest.mark.parametrize("width", [16, 47, 64, 100, 128])
+@pytest.mark.parametrize("algorithm", ["csr", "flashsparse"])
+def test_relative_error_on_a_random_graph(device, reduce, dtype, width, algorithm):
     adj = random_graph().adjacency(device)
     x = features(60, width, dtype, "contiguous", device)
     value = features(400, 1, dtype, "contiguous", device, seed=1)[:, 0]
-    out = spmm(adj, x, value, reduce)
+    out = spmm(adj, x, value, reduce, algorithm=algorithm)
     assert relative_error(out, reference.spmm(adj, x, value, reduce)) <= TOLERANCE[dtype]
 
 
@@ -90,19 +93,21 @@ def test_trailing_shapes(device, shape):
     assert relative_error(spmm(adj, x), reference.spmm(adj, x)) < 1e-6
 
 
-def test_heavy_row_is_split_and_summed_in_float32(device):
+@pytest.mark.parametrize("algorithm", ["csr", "flashsparse"])
+def test_heavy_row_is_split_and_summed_in_float32(device, algorithm):
     num_edges = 200_000
     row = torch.zeros(num_edges, dtype=torch.int64, device=device)
     row[-3:] = torch.tensor([1, 2, 4], device=device)
     col = torch.randint(0, 1000, (num_edges,), device=device)
     adj = Adjacency.from_coo(row, col, (5, 1000))
     for dtype in (torch.float32, torch.float16):
-        x = torch.rand(1000, 65, device=device).to(dtype)
-        for reduce in ("mean", "max"):
-            out, expected = spmm(adj, x, reduce=reduce), reference.spmm(adj, x, reduce=reduce)
-            assert relative_error(out, expected) < TOLERANCE[dtype]
+        for width in (65, 72):
+            x = torch.rand(1000, width, device=device).to(dtype)
+            for reduce in ("mean", "max"):
+                out = spmm(adj, x, reduce=reduce, algorithm=algorithm)
+                assert relative_error(out, reference.spmm(adj, x, reduce=reduce)) < TOLERANCE[dtype]
     if device == "cuda":
-        assert adj.row_split.num_slots > 1
+        assert (adj.row_split if algorithm == "csr" else adj.bsb_split).num_slots > 1
 
 
 @pytest.mark.parametrize("heads", [None, 1, 2])
@@ -137,12 +142,13 @@ def test_gradients_of_extrema(device, reduce, heads):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [40, 47, 128])
-def test_gradients_in_lower_precision(device, dtype, width):
+@pytest.mark.parametrize("algorithm", ["csr", "flashsparse"])
+def test_gradients_in_lower_precision(device, dtype, width, algorithm):
     adj = random_graph().adjacency(device)
     x = features(60, width, dtype, "contiguous", device).requires_grad_()
     value = features(400, 1, torch.float32, "contiguous", device)[:, 0].requires_grad_()
     weight = features(40, width, dtype, "contiguous", device, seed=3)
-    spmm(adj, x, value).backward(weight)
+    spmm(adj, x, value, algorithm=algorithm).backward(weight)
     x64, value64 = x.detach().double().requires_grad_(), value.detach().double().requires_grad_()
     reference.spmm(adj, x64, value64).backward(weight.double())
     assert relative_error(x.grad, x64.grad) <= TOLERANCE[dtype]
@@ -157,20 +163,26 @@ def test_ties_go_to_the_first_entry(device):
     assert x.grad.tolist() == [[1, 1], [0, 0], [0, 0]]
 
 
-def test_nan_and_infinity_propagate(device):
+@pytest.mark.parametrize("algorithm", ["csr", "flashsparse"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_nan_and_infinity_go_along_edges_only(device, algorithm, dtype):
     adj = Adjacency.from_coo(torch.tensor([0, 0, 1, 2]), torch.tensor([0, 1, 1, 2]), (3, 3)).to(device)
-    x = torch.tensor([[float("nan")], [1.0], [float("inf")]], device=device)
-    for reduce in ("sum", "mean", "max", "min"):
-        out = spmm(adj, x, reduce=reduce).flatten()
-        assert out[0].isnan(), reduce
-        assert out[1] == 1
-        assert out[2] == float("inf")
+    x = torch.tensor([[float("nan")], [1.0], [float("inf")]], dtype=dtype, device=device).expand(3, 16)
+    for value in (None, torch.ones(4, device=device)):
+        for reduce in ("sum", "mean", "max", "min"):
+            out = spmm(adj, x.contiguous(), value, reduce, algorithm=algorithm)
+            assert out[0].isnan().all(), reduce
+            assert (out[1] == 1).all()
+            assert (out[2] == float("inf")).all()
+    out = spmm(adj, x.contiguous(), scale_src=torch.full((3,), 2.0, device=device), algorithm=algorithm)
+    assert (out[1] == 2).all()
 
 
-def test_half_overflow_gives_infinity(device):
+@pytest.mark.parametrize("algorithm", ["csr", "flashsparse"])
+def test_half_overflow_gives_infinity(device, algorithm):
     adj = Adjacency.from_coo(torch.tensor([0, 0]), torch.tensor([0, 1]), (1, 2)).to(device)
     x = torch.full((2, 8), 60_000.0, dtype=torch.float16, device=device)
-    assert (spmm(adj, x) == float("inf")).all()
+    assert (spmm(adj, x, algorithm=algorithm) == float("inf")).all()
 
 
 def test_half_rounds_to_nearest_everywhere(device):
@@ -188,12 +200,29 @@ def test_half_rounds_to_nearest_everywhere(device):
     assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
 
 
-def test_bitwise_reproducible(device):
+@pytest.mark.parametrize("algorithm", ["csr", "flashsparse"])
+def test_bitwise_reproducible(device, algorithm):
     edges = random_graph(50, 60, 20_000)
     adj = edges.adjacency(device)
     x = torch.randn(60, 64, device=device)
-    first = spmm(adj, x)
-    assert all(torch.equal(first, spmm(adj, x)) for _ in range(5))
+    first = spmm(adj, x, algorithm=algorithm)
+    assert all(torch.equal(first, spmm(adj, x, algorithm=algorithm)) for _ in range(5))
+
+
+def test_auto_converts_what_is_reused(device):
+    adj = random_graph().adjacency(device)
+    x = torch.randn(60, 64, device=device).half()
+    results = [spmm(adj, x) for _ in range(20)]
+    assert adj.has_bsb == (device == "cuda")
+    torch.testing.assert_close(results[0], results[-1], rtol=1e-2, atol=1e-2)
+    deterministic = random_graph().adjacency(device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = [spmm(deterministic, x) for _ in range(20)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not deterministic.has_bsb
+    assert torch.equal(results[0], results[-1])
 
 
 def test_deterministic_mode_covers_extrema(device):

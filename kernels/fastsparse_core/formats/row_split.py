@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastsparse_core.choose import slice_length
-
 
 @dataclass(frozen=True)
 class RowSplit:
@@ -34,9 +32,8 @@ class RowSplit:
     num_slots: int
 
     @classmethod
-    def from_rowptr(cls, rowptr: Tensor, num_edges: int) -> RowSplit:
-        """Cuts the rows given by ``rowptr`` (int64, (num_rows + 1,)) into slices."""
-        longest = slice_length(num_edges)
+    def from_rowptr(cls, rowptr: Tensor, longest: int) -> RowSplit:
+        """Cuts rows, ``rowptr`` int64 (num_rows + 1,), into slices of at most ``longest`` entries."""
         length = rowptr.diff()
         num_rows = length.numel()
         per_row = ((length + (longest - 1)) // longest).clamp_(min=1)

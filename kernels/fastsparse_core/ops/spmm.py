@@ -10,6 +10,7 @@ from torch import Tensor
 from fastsparse_core import _C, choose
 from fastsparse_core.adjacency import Adjacency, from_handle
 from fastsparse_core.device import device_index, queue
+from fastsparse_core.formats.bsb import HEIGHT
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
     accumulation_dtype,
@@ -74,8 +75,11 @@ def spmm(
         scale_dst: constant :math:`s`, (num_dst,).
         scale_src: constant :math:`t`, (num_src,).
         bias: :math:`\mathbf{b}`, as many entries as features per node.
-        algorithm: ``"auto"`` or ``"csr"`` (rows cut into slices of bounded length on CUDA cores, after
-            HR-SpMM 4.1 and RoDe).
+        algorithm: ``"csr"`` (rows cut into slices of bounded length on CUDA cores, after HR-SpMM 4.1 and
+            RoDe); ``"flashsparse"`` (8x1 vectors on tensor cores, FlashSparse 3.2-3.4, in float32 with two
+            TF32 terms, or one where ``torch.set_float32_matmul_precision`` allows TF32; on CUDA and where the
+            width allows 16-byte accesses, else csr); or ``"auto"``: csr until the structure was prepared, or
+            used often enough to repay its conversion.
 
     Returns:
         (num_dst, ...) in the dtype of ``x``; differentiable in ``x``, ``value`` and ``bias``, twice for sum
@@ -90,7 +94,7 @@ def spmm(
         >>> spmm(adj, torch.eye(3)).tolist()
         [[0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
     """
-    algorithm = choose.spmm_algorithm(algorithm)
+    choose.check_algorithm(algorithm, choose.SPMM_ALGORITHMS)
     check_features("x", x, adj.num_src, "num_src", adj)
     x, bias = autocast(x, bias)  # type: ignore[assignment]
     trailing = x.shape[1:]
@@ -193,7 +197,26 @@ def _spmm(
         value = value.contiguous()
     if bias is not None:
         bias = bias.contiguous()
+    row_bytes = width * x.element_size()
+    aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    if choose.spmm_algorithm(adj, algorithm, x.dtype, width, _heads(value), aligned) == "flashsparse":
+        _launch_bsb(adj, x, value, scale_dst, scale_src, bias, out)
+    else:
+        _launch_csr(adj, x, value, scale_dst, scale_src, bias, out)
+    return out
+
+
+def _launch_csr(
+    adj: Adjacency,
+    x: Tensor,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+) -> None:
     index = device_index(x.device)
+    width = x.size(1)
     partial = None
     if index >= 0 and adj.row_split.num_slots:
         partial = x.new_empty(adj.row_split.num_slots, width, dtype=accumulation_dtype(x.dtype))
@@ -211,10 +234,51 @@ def _spmm(
         address(bias),
         out.data_ptr(),
         address(partial),
+        choose.csr_tile(adj, x.element_size(), weighted=value is not None or scale_src is not None),
         index,
         queue(index),
     )
-    return out
+
+
+def _launch_bsb(
+    adj: Adjacency,
+    x: Tensor,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+) -> None:
+    index = device_index(x.device)
+    width = x.size(1)
+    vector_scale = None
+    if scale_src is not None and value is None and x.dtype != torch.float32:
+        vector_scale = adj.vector_scale(scale_src)
+    elif scale_src is not None:
+        # In float32 a weight costs a third product on the tensor cores: more than scaling the features once.
+        x = (x * scale_src[:, None]).to(x.dtype)
+    bsb, split = adj.bsb, adj.bsb_split
+    partial = x.new_empty(split.num_slots * HEIGHT, width, dtype=torch.float32) if split.num_slots else None
+    _C.spmm_bsb(
+        adj.bsb_structure(valued=value is not None),
+        DTYPE_CODE[x.dtype],
+        width,
+        x.data_ptr(),
+        x.stride(0),
+        address(value),
+        0 if value is None else DTYPE_CODE[value.dtype],
+        _heads(value),
+        address(vector_scale),
+        address(scale_dst),
+        address(bias),
+        out.data_ptr(),
+        address(partial),
+        choose.features_per_lane(width, x.element_size()),
+        choose.blocks_per_step(bsb.num_blocks, bsb.num_windows),
+        torch.get_float32_matmul_precision() != "highest",
+        index,
+        queue(index),
+    )
 
 
 class _Spmm(torch.autograd.Function):

@@ -37,6 +37,20 @@ struct RowSplitView {
   std::int64_t num_split_rows;
 };
 
+// Binary sparse blocks: windows of 8 rows, each a list of non-zero 8x1 vectors, 16 to a block, the last block
+// of a window padded with empty vectors.
+struct BsbView {
+  const std::int32_t* col;          // (num_blocks, 16) column of every vector
+  const std::uint8_t* mask;         // (num_blocks, 16) bit r: row r of the window has an entry; 0: padding
+  const std::int32_t* window_row;   // (num_windows, 8) rows of every window, -1: none; null: consecutive rows
+  const std::int64_t* block_entry;  // (num_blocks) entries before the block; null without values
+  const void* value_id;  // (num_edges) by block, vector, row: position in the caller's edge order; null
+                         // without values
+  bool value_id_is_64bit;
+  std::int64_t num_rows;
+  RowSplitView split;  // of windows, in blocks
+};
+
 // Values of the edges, in the caller's edge order: (num_values, heads), contiguous. Null data: every value
 // is 1.
 struct EdgeValueView {
@@ -63,6 +77,25 @@ struct SpmmArgs {
   void* out;              // (num_rows, width) contiguous
   void* partial;          // (num_slots, width) in the accumulation type; CUDA only
   std::int64_t width;
+  std::int64_t tile;  // features per pass over the structure, at least about: see choose.py; CUDA only
+  Dtype dtype;
+};
+
+// As SpmmArgs, on tensor cores: dtype float16, bfloat16 or float32.
+struct SpmmBsbArgs {
+  BsbView a;
+  EdgeValueView value;
+  const float* vector_scale;  // (num_blocks, 16) scale_src of every vector's column; null: 1; 16-bit features
+                              // without values only
+  DenseView x;
+  const void* scale_dst;
+  const void* bias;
+  void* out;
+  void* partial;  // (num_slots, 8, width) float32
+  std::int64_t width;
+  int features_per_lane;  // a tile is 8 times as many; the width, x.stride and alignments allow it
+  int blocks_per_step;    // 1 or 2
+  bool tf32;              // float32: one TF32 term instead of two
   Dtype dtype;
 };
 
@@ -94,6 +127,22 @@ struct SddmmArgs {
   Dtype out_dtype;
   std::int64_t heads;
   std::int64_t head_width;
+  Dtype dtype;
+};
+
+// As SddmmArgs, on tensor cores; a.value_id gives the entries' positions. dtype float16, bfloat16 or float32;
+// rows and heads of the features start at multiples of 16 bytes.
+struct SddmmBsbArgs {
+  BsbView a;
+  DenseView x_dst;
+  DenseView x_src;
+  const void* scale_dst;
+  const void* scale_src;
+  void* out;
+  Dtype out_dtype;  // dtype or float32
+  std::int64_t heads;
+  std::int64_t head_width;
+  bool tf32;  // float32: one TF32 term instead of two
   Dtype dtype;
 };
 

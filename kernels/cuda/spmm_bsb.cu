@@ -1,0 +1,412 @@
+// SpMM on tensor cores from the binary sparse block format (FlashSparse, sections 3.2-3.4, with Fused3S's
+// bitmaps).
+//
+// A warp computes one slice of a window (8 rows) for one tile of features. Operands are swapped and
+// transposed as in FlashSparse: C^T (features x 8 rows) = X^T (features x vectors) A^T (vectors x 8 rows), so
+// a row of X that several of the 8 rows need is gathered once. Fragments are built in registers, without
+// shared memory (lane = 4 g + t):
+//   - thread t of a quad owns 4 of the block's 16 vectors, lane g owns kFeatures neighbouring features of the
+//   tile:
+//     8 lanes cover one contiguous piece of a gathered row;
+//   - the 16 rows of an mma are features 2r and 2r + 1 of the 8 lanes. Any order of features is free, as
+//   results come
+//     out in the same one;
+//   - B, 16 vectors x 8 rows, is the bitmap itself: bit g of the vector's mask, as 0 or 1 (or as the edge's
+//   value).
+// Floors, V vectors of width F: V F sizeof(T) bytes gathered, 5 V bytes of columns and masks; 16 V F flops on
+// tensor cores. The gather bounds it, so the shape keeps kBlocks x 4 loads in flight per lane, and a tile of
+// features is chosen so narrow that its part of X fits in the L2 (choose.py).
+
+#include <type_traits>
+
+#include "fastsparse/combine_partials.cuh"
+#include "fastsparse/cuda_common.cuh"
+#include "fastsparse/launchers.h"
+#include "fastsparse/mma.cuh"
+
+namespace fastsparse::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kRows = 8;           // rows of a window
+constexpr int kBlockVectors = 16;  // vectors of a block
+constexpr int kOwned = 4;          // vectors of a block that one thread owns
+constexpr int kBlocksPerSum = 16;  // float32: then the tensor cores' sums move to sums that round to nearest
+
+struct WindowRow {
+  const std::int32_t* window_row;
+  std::int64_t num_rows;
+  __device__ __forceinline__ std::int64_t operator()(std::int64_t window, int r) const {
+    const std::int64_t at = window * kRows + r;
+    if (window_row != nullptr) return window_row[at];
+    return at < num_rows ? at : -1;
+  }
+};
+
+__device__ __forceinline__ std::uint32_t one_bits(__half) { return 0x3c00u; }
+__device__ __forceinline__ std::uint32_t one_bits(__nv_bfloat16) { return 0x3f80u; }
+
+__device__ __forceinline__ std::uint32_t bits_of(__half v) { return __half_as_ushort(v); }
+__device__ __forceinline__ std::uint32_t bits_of(__nv_bfloat16 v) { return __bfloat16_as_ushort(v); }
+
+// Rounds to the nearest TF32 number.
+__device__ __forceinline__ std::uint32_t round_tf32(float v) {
+  return (__float_as_uint(v) + 0x1000u) & 0xffffe000u;
+}
+
+// What a bit of the bitmap stands for.
+enum class Weight {
+  kOne,
+  kVectorScale,  // a factor of its column: one number per vector, streamed with the masks
+  kValue,        // a value of its own
+};
+
+// What one thread holds of a block: its vectors' features, their masks, and with weights the entries of row
+// g.
+template <typename T, int kFeatures>
+struct Block {
+  Pack<T, kFeatures> pack[kOwned];
+  std::uint32_t mask;
+  Acc<T> value[kOwned];
+};
+
+// sum[r] += features (2r, 2r + 1 of every lane) x rows, 16-bit elements.
+template <typename T, int kFeatures, Weight kWeight>
+__device__ __forceinline__ void multiply(float (&sum)[kFeatures / 2][4], const Block<T, kFeatures>& block,
+                                         int g) {
+  std::uint32_t b[2];
+  if constexpr (kWeight != Weight::kOne) {
+    b[0] = bits_of(narrow<T>(block.value[0])) | bits_of(narrow<T>(block.value[1])) << 16;
+    b[1] = bits_of(narrow<T>(block.value[2])) | bits_of(narrow<T>(block.value[3])) << 16;
+  } else {
+    // Bit g of the four masks, spread to the low bits of four halves, times one.
+    const std::uint32_t bits = (block.mask >> g) & 0x01010101u;
+    b[0] = __byte_perm(bits, 0, 0x4140) * one_bits(T{});
+    b[1] = __byte_perm(bits, 0, 0x4342) * one_bits(T{});
+  }
+  std::uint32_t words[kOwned][kFeatures / 2];
+#pragma unroll
+  for (int v = 0; v < kOwned; ++v) memcpy(words[v], &block.pack[v], sizeof words[v]);
+#pragma unroll
+  for (int r = 0; r < kFeatures / 2; ++r) {
+    const std::uint32_t a[4] = {
+        __byte_perm(words[0][r], words[1][r], 0x5410), __byte_perm(words[0][r], words[1][r], 0x7632),
+        __byte_perm(words[2][r], words[3][r], 0x5410), __byte_perm(words[2][r], words[3][r], 0x7632)};
+    mma_m16n8k16<T>(sum[r], a, b[0], b[1]);
+  }
+}
+
+// The same for float32. kTerms = 1: TF32. kTerms = 2: x = x1 + x2, both TF32, which is exact to 2^-24 of x;
+// values are split likewise, and the product of the two second terms, below 2^-22, is left out.
+template <int kFeatures, Weight kWeight, int kTerms>
+__device__ __forceinline__ void multiply_float(float (&sum)[kFeatures / 2][4],
+                                               const Block<float, kFeatures>& block, int g) {
+#pragma unroll
+  for (int step = 0; step < 2; ++step) {
+    std::uint32_t b[2], b_low[2] = {};
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      if constexpr (kWeight != Weight::kOne) {
+        b[k] = round_tf32(block.value[2 * step + k]);
+        b_low[k] = __float_as_uint(block.value[2 * step + k] - __uint_as_float(b[k]));
+      } else {
+        b[k] = ((block.mask >> (8 * (2 * step + k) + g)) & 1u) * 0x3f800000u;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kFeatures / 2; ++r) {
+      std::uint32_t a[4], a_low[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x = block.pack[2 * step + i / 2].lane[2 * r + i % 2];
+        a[i] = round_tf32(x);
+        a_low[i] = __float_as_uint(x - __uint_as_float(a[i]));
+      }
+      if constexpr (kTerms > 1) {
+        mma_m16n8k8_tf32(sum[r], a_low, b[0], b[1]);
+        if constexpr (kWeight != Weight::kOne) mma_m16n8k8_tf32(sum[r], a, b_low[0], b_low[1]);
+      }
+      mma_m16n8k8_tf32(sum[r], a, b[0], b[1]);
+    }
+  }
+}
+
+__device__ __forceinline__ std::int64_t value_position(const BsbView& a, std::int64_t entry) {
+  return a.value_id_is_64bit ? static_cast<const std::int64_t*>(a.value_id)[entry]
+                             : static_cast<const std::int32_t*>(a.value_id)[entry];
+}
+
+template <typename T, int kFeatures>
+__device__ __forceinline__ void store_row(const SpmmBsbArgs& args, const RowSlice& slice, int r,
+                                          std::int64_t feature, const float (&sum)[kFeatures]) {
+  if (slice.target < 0) {
+    float* partial = static_cast<float*>(args.partial) +
+                     (static_cast<std::int64_t>(~slice.target) * kRows + r) * args.width + feature;
+    constexpr int kStore = kFeatures < 4 ? kFeatures : 4;
+#pragma unroll
+    for (int f = 0; f < kFeatures; f += kStore) {
+      Pack<float, kStore> pack;
+#pragma unroll
+      for (int i = 0; i < kStore; ++i) pack.lane[i] = sum[f + i];
+      *reinterpret_cast<Pack<float, kStore>*>(partial + f) = pack;
+    }
+    return;
+  }
+  const std::int64_t row = WindowRow{args.a.window_row, args.a.num_rows}(slice.target, r);
+  if (row < 0) return;
+  const Epilogue epilogue{args.scale_dst, args.bias, args.out, args.width};
+  Pack<T, kFeatures> pack;
+#pragma unroll
+  for (int f = 0; f < kFeatures; ++f) pack.lane[f] = epilogue.finish<T>(sum[f], row, feature + f);
+  *reinterpret_cast<Pack<T, kFeatures>*>(static_cast<T*>(args.out) + row * args.width + feature) = pack;
+}
+
+// A zero of the bitmap times an infinite or NaN feature is NaN, though no edge says so. Where a result is not
+// finite, the slice is therefore summed again, entry by entry.
+template <typename T, int kFeatures>
+__device__ __noinline__ void sum_entry_by_entry(const SpmmBsbArgs& args, RowSlice slice, int t,
+                                                std::int64_t feature, std::int64_t head) {
+  for (int r = 2 * t; r < 2 * t + 2; ++r) {
+    float sum[kFeatures] = {};
+    for (std::int64_t at = slice.begin * kBlockVectors; at < (slice.begin + slice.length) * kBlockVectors;
+         ++at) {
+      const std::uint32_t mask = args.a.mask[at];
+      if (((mask >> r) & 1u) == 0) continue;
+      float weight = args.vector_scale != nullptr ? args.vector_scale[at] : 1.0f;
+      if (args.value.data != nullptr) {
+        std::int64_t entry = args.a.block_entry[at / kBlockVectors] + __popc(mask & ((1u << r) - 1));
+        for (std::int64_t before = at / kBlockVectors * kBlockVectors; before < at; ++before) {
+          entry += __popc(args.a.mask[before]);
+        }
+        weight = load_value<T>(args.value, args.value.dtype == args.dtype,
+                               value_position(args.a, entry) * args.value.heads + head);
+      }
+      const T* x = static_cast<const T*>(args.x.data) + args.a.col[at] * args.x.stride + feature;
+      for (int f = 0; f < kFeatures; ++f) sum[f] += weight * widen(x[f]);
+    }
+    store_row<T, kFeatures>(args, slice, r, feature, sum);
+  }
+}
+
+template <typename T, int kFeatures, int kBlocks, Weight kWeight, int kTerms>
+__global__ void __launch_bounds__(kThreads) spmm_bsb_kernel(const __grid_constant__ SpmmBsbArgs args) {
+  constexpr bool kFloat = std::is_same_v<T, float>;
+  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+  const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
+  if (warp >= args.a.split.num_slices) return;
+  const RowSlice slice = load_slice(args.a.split, warp);
+  const std::int64_t tile = static_cast<std::int64_t>(blockIdx.y) * 8 * kFeatures;
+  const std::int64_t feature = tile + g * kFeatures;
+  const bool inside = feature < args.width;
+  // Loads are laid out for the memory system, 8 neighbouring lanes to a row, and handed over to the lanes
+  // that the tensor cores want them in by shuffles: straight into place, every 8 lanes would touch four cache
+  // lines instead of one, and the L1 looks up one line at a time.
+  const int quarter = lane / 8;
+  const std::int64_t gathered = tile + lane % 8 * kFeatures;
+  // Lanes beyond the width gather the row's first features, and drop them: cheaper than a predicate on every
+  // load.
+  const char* x = reinterpret_cast<const char*>(static_cast<const T*>(args.x.data) +
+                                                (gathered < args.width ? gathered : 0));
+  const auto row_bytes = static_cast<std::uint32_t>(args.x.stride * sizeof(T));
+  const int4* cols = reinterpret_cast<const int4*>(args.a.col) + slice.begin * 4 + quarter;
+  const std::uint32_t* masks = reinterpret_cast<const std::uint32_t*>(args.a.mask) + slice.begin * 4 + t;
+  const std::int64_t head = kWeight == Weight::kValue ? tile / (args.width / args.value.heads) : 0;
+
+  const auto gather = [&](Block<T, kFeatures>& block, const int4& col) {
+    const std::uint32_t source[kOwned] = {
+        static_cast<std::uint32_t>(col.x), static_cast<std::uint32_t>(col.y),
+        static_cast<std::uint32_t>(col.z), static_cast<std::uint32_t>(col.w)};
+#pragma unroll
+    for (int v = 0; v < kOwned; ++v) {
+      block.pack[v] = load_pack<T, kFeatures>(
+          reinterpret_cast<const T*>(x + static_cast<std::uint64_t>(source[v]) * row_bytes));
+    }
+  };
+  const auto hand_over = [&](Block<T, kFeatures>& block) {
+#pragma unroll
+    for (int v = 0; v < kOwned; ++v) {
+      constexpr int kWords = static_cast<int>(sizeof(block.pack[0]) / 4);
+      std::uint32_t words[kWords];
+      memcpy(words, &block.pack[v], sizeof words);
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) words[w] = __shfl_sync(kFullWarp, words[w], 8 * t + g);
+      memcpy(&block.pack[v], words, sizeof words);
+    }
+  };
+  const auto load_weights = [&](Block<T, kFeatures>& block, std::int64_t index) {
+    if constexpr (kWeight == Weight::kVectorScale) {
+      const float4 scale = __ldg(reinterpret_cast<const float4*>(args.vector_scale) + index * 4 + t);
+      const float of_vector[kOwned] = {scale.x, scale.y, scale.z, scale.w};
+#pragma unroll
+      for (int v = 0; v < kOwned; ++v) {
+        block.value[v] = (block.mask >> (8 * v + g)) & 1u ? of_vector[v] : 0.0f;
+      }
+      return;
+    }
+    // Values are stored by block, vector, row: an entry's place is a count of the bits before it.
+    const int own = __popc(block.mask);
+    int before = own;
+#pragma unroll
+    for (int offset = 1; offset < 4; offset *= 2) {
+      const int left = __shfl_up_sync(kFullWarp, before, offset, 4);
+      if (t >= offset) before += left;
+    }
+    const std::int64_t first = args.a.block_entry[index] + before - own;
+#pragma unroll
+    for (int v = 0; v < kOwned; ++v) {
+      block.value[v] = 0;
+      const std::uint32_t bit = 1u << (8 * v + g);
+      if (block.mask & bit) {
+        const std::int64_t entry = first + __popc(block.mask & (bit - 1));
+        block.value[v] = load_value<T>(args.value, args.value.dtype == args.dtype,
+                                       value_position(args.a, entry) * args.value.heads + head);
+      }
+    }
+  };
+
+  float sum[kFeatures / 2][4] = {}, total[kFeatures / 2][4] = {};
+  const auto accumulate = [&](Block<T, kFeatures>& block) {
+    hand_over(block);
+    if constexpr (kFloat) {
+      multiply_float<kFeatures, kWeight, kTerms>(sum, block, g);
+    } else {
+      multiply<T, kFeatures, kWeight>(sum, block, g);
+    }
+  };
+
+  // Columns and masks are read one step ahead; the arrays are padded, so that this may run past the slice.
+  int4 next_col[kBlocks];
+  std::uint32_t next_mask[kBlocks];
+#pragma unroll
+  for (int u = 0; u < kBlocks; ++u) {
+    next_col[u] = __ldg(cols + u * 4);
+    next_mask[u] = __ldg(masks + u * 4);
+  }
+  int index = 0;
+  for (; index + kBlocks <= slice.length; index += kBlocks) {
+    Block<T, kFeatures> block[kBlocks];
+#pragma unroll
+    for (int u = 0; u < kBlocks; ++u) {
+      block[u].mask = next_mask[u];
+      gather(block[u], next_col[u]);
+    }
+    cols += kBlocks * 4;
+    masks += kBlocks * 4;
+#pragma unroll
+    for (int u = 0; u < kBlocks; ++u) {
+      next_col[u] = __ldg(cols + u * 4);
+      next_mask[u] = __ldg(masks + u * 4);
+    }
+#pragma unroll
+    for (int u = 0; u < kBlocks; ++u) {
+      if constexpr (kWeight != Weight::kOne) load_weights(block[u], slice.begin + index + u);
+      accumulate(block[u]);
+    }
+    if constexpr (kFloat) {
+      if (index % kBlocksPerSum == kBlocksPerSum - kBlocks) {
+#pragma unroll
+        for (int r = 0; r < kFeatures / 2; ++r) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            total[r][i] += sum[r][i];
+            sum[r][i] = 0;
+          }
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int u = 0; u + 1 < kBlocks; ++u) {
+    if (index + u >= slice.length) break;
+    Block<T, kFeatures> block;
+    block.mask = next_mask[u];
+    gather(block, next_col[u]);
+    if constexpr (kWeight != Weight::kOne) load_weights(block, slice.begin + index + u);
+    accumulate(block);
+  }
+
+  float probe = 0;
+#pragma unroll
+  for (int r = 0; r < kFeatures / 2; ++r) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kFloat) sum[r][i] += total[r][i];
+      probe += sum[r][i] * 0.0f;
+    }
+  }
+  if (!inside) return;
+  if (probe != 0) {  // NaN: some sum is not finite
+    sum_entry_by_entry<T, kFeatures>(args, slice, t, feature, head);
+    return;
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    float row_sum[kFeatures];
+#pragma unroll
+    for (int f = 0; f < kFeatures; ++f) row_sum[f] = sum[f / 2][2 * (f % 2) + n];
+    store_row<T, kFeatures>(args, slice, 2 * t + n, feature, row_sum);
+  }
+}
+
+template <typename T, int kFeatures, int kBlocks, int kTerms>
+void launch_shape(const SpmmBsbArgs& args, cudaStream_t stream) {
+  const dim3 grid(ceil_div(args.a.split.num_slices, kThreads / kWarp), ceil_div(args.width, 8 * kFeatures));
+  if (args.value.data != nullptr) {
+    spmm_bsb_kernel<T, kFeatures, kBlocks, Weight::kValue, kTerms><<<grid, kThreads, 0, stream>>>(args);
+  } else if (args.vector_scale == nullptr) {
+    spmm_bsb_kernel<T, kFeatures, kBlocks, Weight::kOne, kTerms><<<grid, kThreads, 0, stream>>>(args);
+  } else if constexpr (!std::is_same_v<T, float>) {
+    spmm_bsb_kernel<T, kFeatures, kBlocks, Weight::kVectorScale, kTerms><<<grid, kThreads, 0, stream>>>(args);
+  }
+}
+
+template <typename T, int kFeatures, int kTerms>
+void launch_blocks(const SpmmBsbArgs& args, cudaStream_t stream) {
+  args.blocks_per_step > 1 ? launch_shape<T, kFeatures, 2, kTerms>(args, stream)
+                           : launch_shape<T, kFeatures, 1, kTerms>(args, stream);
+}
+
+template <typename T>
+void launch_16bit(const SpmmBsbArgs& args, cudaStream_t stream) {
+  switch (args.features_per_lane) {
+    case 8:
+      return launch_blocks<T, 8, 1>(args, stream);
+    case 4:
+      return launch_blocks<T, 4, 1>(args, stream);
+    default:
+      return launch_blocks<T, 2, 1>(args, stream);
+  }
+}
+
+template <int kTerms>
+void launch_float(const SpmmBsbArgs& args, cudaStream_t stream) {
+  args.features_per_lane == 4 ? launch_blocks<float, 4, kTerms>(args, stream)
+                              : launch_blocks<float, 2, kTerms>(args, stream);
+}
+
+}  // namespace
+
+int spmm_bsb(const SpmmBsbArgs& args, void* stream_address) {
+  auto* stream = static_cast<cudaStream_t>(stream_address);
+  const Epilogue epilogue{args.scale_dst, args.bias, args.out, args.width};
+  const WindowRow window_row{args.a.window_row, args.a.num_rows};
+  switch (args.dtype) {
+    case Dtype::kFloat16:
+      launch_16bit<__half>(args, stream);
+      combine_partials<__half, kRows>(args.a.split, args.partial, epilogue, window_row, stream);
+      break;
+    case Dtype::kBFloat16:
+      launch_16bit<__nv_bfloat16>(args, stream);
+      combine_partials<__nv_bfloat16, kRows>(args.a.split, args.partial, epilogue, window_row, stream);
+      break;
+    case Dtype::kFloat32:
+      args.tf32 ? launch_float<1>(args, stream) : launch_float<2>(args, stream);
+      combine_partials<float, kRows>(args.a.split, args.partial, epilogue, window_row, stream);
+      break;
+    case Dtype::kFloat64:
+      return cudaErrorInvalidValue;  // no tensor-core path: the caller takes the CSR kernel
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace fastsparse::cuda
