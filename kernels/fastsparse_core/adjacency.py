@@ -399,7 +399,10 @@ class Adjacency:
     @property
     def bsb(self) -> Bsb:
         """The structure in binary sparse blocks, for the tensor cores."""
-        return self._row_memo.get("bsb", lambda: Bsb.from_csr(self.rowptr, self.row(), self.col, self.shape))
+        return self._row_memo.get("bsb", lambda: self._bsb(with_entries=False))
+
+    def _bsb(self, *, with_entries: bool) -> Bsb:
+        return Bsb.from_csr(self.rowptr, self.row(), self.col, self.shape, with_entries=with_entries)
 
     @property
     def bsb_split(self) -> RowSplit:
@@ -421,7 +424,9 @@ class Adjacency:
         bsb, split = self.bsb, self.bsb_split
         value_id: Tensor | None = None
         if valued:
-            order = bsb.entry_order
+            # Converted again: most structures never meet edge values, and the places take 4 bytes an edge.
+            order = self._bsb(with_entries=True).entry_order
+            assert order is not None
             value_id = order if self.edge_id is None else self.edge_id[order.long()]
         structure = _C.BsbStructure(
             bsb.col.data_ptr(),

@@ -35,7 +35,8 @@ class Bsb:
         col: int32 (num_blocks, 16), the column of every vector; padding repeats the block's first.
         mask: uint8 (num_blocks, 16), 0 in the padding.
         window_row: int32 (num_windows, 8), the rows of every window, -1 for none; None: consecutive rows.
-        entry_order: (num_edges,) position in the CSR structure of every entry, ordered by block, vector, row.
+        entry_order: (num_edges,) position in the CSR structure of every entry, ordered by block, vector, row;
+            None where no edge values are wanted.
         block_entry: int64 (num_blocks + 1,), the range of entries of every block.
         num_vectors: non-zero vectors, without padding.
     """
@@ -45,7 +46,7 @@ class Bsb:
     col: Tensor
     mask: Tensor
     window_row: Tensor | None
-    entry_order: Tensor
+    entry_order: Tensor | None
     block_entry: Tensor
     num_vectors: int
 
@@ -67,6 +68,8 @@ class Bsb:
         col: Tensor,
         shape: tuple[int, int],
         window_row: Tensor | None = None,
+        *,
+        with_entries: bool = True,
     ) -> Bsb:
         """Converts a CSR structure.
 
@@ -77,6 +80,7 @@ class Bsb:
             shape: (num_dst, num_src).
             window_row: rows of every window, a permutation of the rows padded with -1; None: consecutive
                 rows.
+            with_entries: keep the place of every entry, which products with edge values need.
         """
         device = col.device
         num_windows = -(-shape[0] // HEIGHT)
@@ -84,7 +88,7 @@ class Bsb:
         if window_row is None:
             window, bit = row // HEIGHT, row % HEIGHT
         else:
-            # Entries in the order of their rows' places: the sort below is stable, so bits of a vector ascend.
+            # Entries in the order of their rows' places: the sort is stable, so bits of a vector ascend.
             places = torch.nonzero(window_row.reshape(-1) >= 0).flatten()
             rows = window_row.reshape(-1)[places].long()
             length = rowptr.diff()[rows]
@@ -144,7 +148,7 @@ class Bsb:
             block_col[:num_blocks],
             mask[:num_blocks],
             window_row,
-            order,
+            order if with_entries else None,
             block_entry,
             num_vectors,
         )
@@ -155,9 +159,10 @@ class Bsb:
             "window_ptr": self.window_ptr,
             "col": self.col,
             "mask": self.mask,
-            "entry_order": self.entry_order,
             "block_entry": self.block_entry,
         }
+        if self.entry_order is not None:
+            named["entry_order"] = self.entry_order
         if self.window_row is not None:
             named["window_row"] = self.window_row
         return named
