@@ -27,7 +27,13 @@ COMMANDS = {
 }
 
 #: What `all` runs where there is a GPU and where there is none.
-ON_CUDA = ("spmm", "adjacency", "host", "train")
+ON_CUDA = (
+    "spmm",
+    "spmm --algorithm flashsparse --dtypes float16 bfloat16 float32",
+    "adjacency",
+    "host",
+    "train",
+)
 ON_CPU = ("cpu", "accuracy")
 
 
@@ -55,7 +61,7 @@ def run(arguments: Sequence[str], console: Console) -> None:
         if options.commit:
             shared += ["--commit", options.commit]
         for name in names:
-            run([name, *shared], console)
+            run([*name.split(), *shared], console)
         run(["plots", "--results", str(options.out)], console)
         return
     try:

@@ -28,11 +28,23 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--commit", help="the commit measured, where the files are a copy without history")
 
 
-def recorder(name: str, options: argparse.Namespace, *, device: torch.device | None = None) -> Recorder:
-    """A recorder that keeps the benchmark's own options as settings."""
+def recorder(
+    name: str, options: argparse.Namespace, *, device: torch.device | None = None, variant: str = ""
+) -> Recorder:
+    """A recorder that keeps the benchmark's own options as settings.
+
+    Args:
+        name: of the benchmark.
+        options: its command line.
+        device: what is measured; None: the option's.
+        variant: tells several records of one benchmark apart in the file's name.
+    """
     housekeeping = ("out", "commit", "command", "benchmark")
     settings = {key: value for key, value in vars(options).items() if key not in housekeeping}
-    return Recorder(name, device or torch.device(options.device), settings, options.out, options.commit)
+    out = Recorder(name, device or torch.device(options.device), settings, options.out, options.commit)
+    if variant:
+        out.path = out.path.with_stem(f"{name}_{variant}")
+    return out
 
 
 def progress(items: Iterable[T], description: str) -> tqdm[T]:

@@ -20,6 +20,11 @@ from .roofline import gather_bandwidth, peers
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
+def _stem(result: dict[str, Any]) -> str:
+    algorithm = result["settings"].get("algorithm", "csr")
+    return "spmm" if algorithm == "csr" else f"spmm_{algorithm}"
+
+
 def speed_up_bars(result: dict[str, Any], folder: Path) -> list[Path]:
     """One plot per feature type and direction: the rival's time over ours, a colour per width."""
     cells = [cell for cell in result["cells"] if cell["status"] == "ok"]
@@ -42,7 +47,9 @@ def speed_up_bars(result: dict[str, Any], folder: Path) -> list[Path]:
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_ylabel(f"times faster than {' / '.join(sorted(rivals))}")
         axes.set_title(f"spmm {direction}, {dtype}")
-        written.append(_finish(figure, axes, graphs, folder / f"spmm_speedup_{direction}_{dtype}.png"))
+        written.append(
+            _finish(figure, axes, graphs, folder / f"{_stem(result)}_speedup_{direction}_{dtype}.png")
+        )
     return written
 
 
@@ -70,7 +77,7 @@ def roofline_scatter(result: dict[str, Any], folder: Path) -> list[Path]:
     axes.grid(alpha=0.3)
     axes.legend()
     axes.set_title(f"spmm on {result['machine']['gpu']}: gather rate and its bound")
-    path = folder / "spmm_roofline.png"
+    path = folder / f"{_stem(result)}_roofline.png"
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
     return [path]

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Path:
     """Runs the benchmark; returns the path of its record."""
-    out = recorder("spmm", options)
+    out = recorder("spmm", options, variant="" if options.algorithm == "csr" else options.algorithm)
     out.note(
         "backward is the gradient of the features: ours through autograd, the rival's as the product with the"
         " transposed CSR matrix in hand (the stand-ins are symmetric, so with the matrix itself)"

@@ -131,7 +131,10 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
             ran.append(arguments)
 
     monkeypatch.setattr(command_line, "run", pretend)
-    for device, expected in (("cpu", ["cpu", "accuracy"]), ("cuda", ["spmm", "adjacency", "host", "train"])):
+    for device, expected in (
+        ("cpu", ["cpu", "accuracy"]),
+        ("cuda", ["spmm", "spmm", "adjacency", "host", "train"]),
+    ):
         ran.clear()
         pretend(["all", "--device", device, "--out", str(tmp_path), "--commit", "abc"], Console(quiet=True))
         assert [arguments[0] for arguments in ran] == [*expected, "plots"]
