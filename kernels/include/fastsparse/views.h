@@ -130,22 +130,6 @@ struct SddmmArgs {
   Dtype dtype;
 };
 
-// As SddmmArgs, on tensor cores; a.value_id gives the entries' positions. dtype float16, bfloat16 or float32;
-// rows and heads of the features start at multiples of 16 bytes.
-struct SddmmBsbArgs {
-  BsbView a;
-  DenseView x_dst;
-  DenseView x_src;
-  const void* scale_dst;
-  const void* scale_src;
-  void* out;
-  Dtype out_dtype;  // dtype or float32
-  std::int64_t heads;
-  std::int64_t head_width;
-  bool tf32;  // float32: one TF32 term instead of two
-  Dtype dtype;
-};
-
 // Sorts edges by (major, minor), or by major alone and otherwise stably, into compressed form.
 struct CompressArgs {
   const void* major;  // (num_edges) the index to be compressed
