@@ -153,6 +153,27 @@ class Bsb:
             num_vectors,
         )
 
+    def to_dense(self) -> Tensor:
+        """How often every entry occurs, float32 (num_dst, num_src); for tests."""
+        vector, bit = self.bits()
+        window = torch.searchsorted(self.window_ptr, vector // BLOCK, right=True) - 1
+        row = window * HEIGHT + bit
+        if self.window_row is not None:
+            row = self.window_row.flatten()[row].long()
+        dense = torch.zeros(self.shape, device=self.col.device)
+        column = self.col.flatten()[vector].long()
+        return dense.index_put_((row, column), dense.new_ones(()), accumulate=True)
+
+    def bits(self) -> tuple[Tensor, Tensor]:
+        """Vector and row in the window of every entry, int64 (num_edges,), by block, vector, row."""
+        row = torch.arange(HEIGHT, device=self.mask.device)
+        vector, bit = torch.nonzero((self.mask.reshape(-1, 1) >> row) & 1, as_tuple=True)
+        return vector, bit
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes of every stored tensor, by name."""
+        return {name: tensor.nbytes for name, tensor in self.tensors().items()}
+
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by name."""
         named = {

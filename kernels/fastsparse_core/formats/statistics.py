@@ -1,0 +1,96 @@
+"""What the formats make of a structure: vectors, zeros, instructions, bytes (FlashSparse, tables 2, 7)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fastsparse_core.formats.bsb import BLOCK, HEIGHT
+from fastsparse_core.formats.grouping import vectors_per_window
+
+if TYPE_CHECKING:
+    from fastsparse_core.adjacency import Adjacency
+
+#: Vectors that SR-BCRS pads a window to: the k of m16n8k8, the paper's instruction for 16-bit values.
+_PADDING = 8
+
+
+@dataclass(frozen=True)
+class FormatStatistics:
+    """Counts for one structure and one grouping of its rows.
+
+    "8x1" and "16x1" mean windows of 8 and of 16 rows; the latter join two of the former. A window of 16 rows
+    is what the instruction takes without FlashSparse's exchange of operands (section 3.2).
+
+    Attributes:
+        num_edges: entries.
+        vectors_8x1: non-zero vectors; a repeated edge has a vector of its own.
+        vectors_16x1: the same for windows of 16 rows.
+        zeros_8x1: zeros inside the vectors (table 2).
+        zeros_16x1: the same for windows of 16 rows.
+        mma_8x1: instructions m16n8k16 of a product with 16 features: one for 16 vectors.
+        mma_16x1: the same for windows of 16 rows: two for 16 vectors, each for 8 features (figure 14).
+        bsb_bytes: binary sparse blocks, without the places of edge values.
+        me_bcrs_bytes: ME-BCRS with 16-bit values and 32-bit indices (section 3.5).
+        sr_bcrs_bytes: SR-BCRS, the same padded to 8 vectors, with two pointers per window (table 7).
+        csr_bytes: CSR with 16-bit values and 32-bit indices.
+    """
+
+    num_edges: int
+    vectors_8x1: int
+    vectors_16x1: int
+    zeros_8x1: int
+    zeros_16x1: int
+    mma_8x1: int
+    mma_16x1: int
+    bsb_bytes: int
+    me_bcrs_bytes: int
+    sr_bcrs_bytes: int
+    csr_bytes: int
+
+    @property
+    def vectors_per_edge_8x1(self) -> float:
+        """Rows gathered per edge; 1 for nothing shared, 1/8 at best."""
+        return self.vectors_8x1 / max(self.num_edges, 1)
+
+    @property
+    def vectors_per_edge_16x1(self) -> float:
+        """The same for windows of 16 rows."""
+        return self.vectors_16x1 / max(self.num_edges, 1)
+
+
+def statistics(adj: Adjacency, window_row: Tensor | None = None) -> FormatStatistics:
+    """Counts vectors, zeros, instructions and bytes without building the formats.
+
+    Args:
+        adj: the structure.
+        window_row: a grouping as of :func:`~fastsparse_core.formats.grouping.group_rows`; None: consecutive
+            rows.
+    """
+    low = vectors_per_window(adj, window_row)
+    high = vectors_per_window(adj, window_row, height=2 * HEIGHT)
+    num_edges, num_windows = adj.num_edges, low.numel()
+    vectors, tall_vectors = int(low.sum()), int(high.sum())
+    blocks = _rounded(low, BLOCK)
+    padded = _rounded(low, _PADDING) * _PADDING
+    grouping = 0 if window_row is None else window_row.nbytes
+    return FormatStatistics(
+        num_edges=num_edges,
+        vectors_8x1=vectors,
+        vectors_16x1=tall_vectors,
+        zeros_8x1=HEIGHT * vectors - num_edges,
+        zeros_16x1=2 * HEIGHT * tall_vectors - num_edges,
+        mma_8x1=blocks,
+        mma_16x1=2 * _rounded(high, BLOCK),
+        bsb_bytes=8 * (num_windows + 1) + (4 + 1) * BLOCK * blocks + 8 * (blocks + 1) + grouping,
+        me_bcrs_bytes=4 * (num_windows + 1) + (4 + 2 * HEIGHT) * vectors + grouping,
+        sr_bcrs_bytes=4 * 2 * num_windows + (4 + 2 * HEIGHT) * padded + grouping,
+        csr_bytes=4 * (adj.num_dst + 1) + (4 + 2) * num_edges,
+    )
+
+
+def _rounded(vectors: Tensor, multiple: int) -> int:
+    """Groups of ``multiple`` vectors when every window has its own."""
+    return int(((vectors + (multiple - 1)) // multiple).sum())

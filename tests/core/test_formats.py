@@ -1,0 +1,339 @@
+"""Binary sparse blocks, ME-BCRS, row grouping and format statistics against brute force."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases import EdgeList, edge_lists
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastsparse_core import Adjacency, spmm
+from fastsparse_core.formats import grouping
+from fastsparse_core.formats.bsb import BLOCK, HEIGHT, Bsb
+from fastsparse_core.formats.grouping import choose_grouping, count_vectors, group_rows
+from fastsparse_core.formats.me_bcrs import MeBcrs
+from fastsparse_core.formats.statistics import statistics
+
+SETTINGS = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+GROUPINGS = ("natural", "random", "minhash")
+
+
+def window_rows(adj: Adjacency, kind: str) -> Tensor | None:
+    """A grouping of the kind; random ones have their absent rows anywhere in the last window."""
+    if kind == "natural":
+        return None
+    if kind == "minhash":
+        return group_rows(adj)
+    generator = torch.Generator().manual_seed(adj.num_edges)
+    order = torch.randperm(adj.num_dst, generator=generator).int()
+    padded = torch.cat([order, order.new_full((-adj.num_dst % HEIGHT,), -1)])
+    return padded.view(-1, HEIGHT).to(adj.device)
+
+
+def bsb_of(adj: Adjacency, window_row: Tensor | None) -> Bsb:
+    return Bsb.from_csr(adj.rowptr, adj.row(), adj.col, adj.shape, window_row)
+
+
+def dense_of(edges: EdgeList, value: Tensor | None = None) -> Tensor:
+    value = torch.ones(edges.row.numel()) if value is None else value
+    dense = torch.zeros(edges.shape)
+    return dense.index_put_((edges.row.long(), edges.col.long()), value, accumulate=True)
+
+
+def vectors_by_hand(adj: Adjacency, window_row: Tensor | None, height: int) -> list[int]:
+    """Vectors of every window: per column as many as its most frequent row needs, but each entry in one.
+
+    Entries of a column go by row; each starts a vector unless its row lies behind the last one's.
+    """
+    rows = range(adj.num_dst) if window_row is None else [r for r in window_row.flatten().tolist() if r >= 0]
+    place = {row: at for at, row in enumerate(rows)}
+    entries = sorted(
+        (place[row] // height, col, place[row])
+        for row, col in zip(adj.row().tolist(), adj.col.tolist(), strict=True)
+    )
+    counts = [0] * math.ceil(adj.num_dst / height)
+    last: tuple[int, int, int] | None = None
+    for entry in entries:
+        if last is None or entry[:2] != last[:2] or entry[2] <= last[2]:
+            counts[entry[0]] += 1
+        last = entry
+    return counts
+
+
+@given(edges=edge_lists(), kind=st.sampled_from(GROUPINGS))
+@SETTINGS
+def test_bsb_holds_every_entry(device, edges, kind):
+    adj = edges.adjacency(device)
+    bsb = bsb_of(adj, window_rows(adj, kind))
+    assert torch.equal(bsb.to_dense().cpu(), dense_of(edges))
+    assert bsb.num_windows == math.ceil(adj.num_dst / HEIGHT)
+    assert bsb.col.shape == bsb.mask.shape == (bsb.num_blocks, BLOCK)
+    assert bsb.num_vectors == int((bsb.mask != 0).sum())
+    assert int(bsb.window_ptr[-1]) == bsb.num_blocks
+
+
+@given(edges=edge_lists(), kind=st.sampled_from(GROUPINGS))
+@SETTINGS
+def test_bsb_layout(device, edges, kind):
+    """Vectors ascend by column, padding is last and repeats a column, no block is all padding."""
+    adj = edges.adjacency(device)
+    bsb = bsb_of(adj, window_rows(adj, kind))
+    stored = bsb.mask != 0
+    assert bool(stored[:, 0].all())
+    assert bool((stored[:, :-1] | ~stored[:, 1:]).all())
+    assert torch.equal(bsb.col[~stored], bsb.col[:, :1].expand_as(bsb.col)[~stored])
+    for begin, end in zip(bsb.window_ptr[:-1].tolist(), bsb.window_ptr[1:].tolist(), strict=True):
+        columns = bsb.col[begin:end][stored[begin:end]]
+        assert bool((columns.diff() >= 0).all())
+        assert columns.numel() > BLOCK * (end - begin - 1)
+
+
+@given(edges=edge_lists(), kind=st.sampled_from(GROUPINGS))
+@SETTINGS
+def test_bsb_entries(device, edges, kind):
+    """The k-th set bit stands for the entry `entry_order[k]`; blocks know their range of them."""
+    adj = edges.adjacency(device)
+    bsb = bsb_of(adj, window_rows(adj, kind))
+    assert bsb.entry_order is not None
+    order = bsb.entry_order.long()
+    assert torch.equal(order.sort().values, torch.arange(adj.num_edges, device=device))
+    vector, bit = bsb.bits()
+    assert torch.equal(bsb.col.flatten()[vector], adj.col[order])
+    window = torch.searchsorted(bsb.window_ptr, vector // BLOCK, right=True) - 1
+    row = window * HEIGHT + bit
+    if bsb.window_row is not None:
+        row = bsb.window_row.flatten()[row].long()
+    assert torch.equal(row, adj.row()[order].long())
+    entries = torch.bincount(vector // BLOCK, minlength=bsb.num_blocks)
+    assert bsb.block_entry[0] == 0
+    assert torch.equal(bsb.block_entry.diff(), entries)
+    without = Bsb.from_csr(adj.rowptr, adj.row(), adj.col, adj.shape, bsb.window_row, with_entries=False)
+    assert without.entry_order is None
+    assert "entry_order" not in without.memory_usage()
+    assert sum(bsb.memory_usage().values()) == sum(without.memory_usage().values()) + order.numel() * 4
+
+
+@pytest.mark.gpu
+@given(edges=edge_lists(), kind=st.sampled_from(GROUPINGS))
+@SETTINGS
+def test_devices_convert_alike(edges, kind):
+    on_cpu, on_cuda = edges.adjacency("cpu"), edges.adjacency("cuda")
+    grouped = [window_rows(adj, kind) for adj in (on_cpu, on_cuda)]
+    assert (grouped[0] is None) == (grouped[1] is None)
+    expected = bsb_of(on_cpu, grouped[0]).tensors()
+    actual = bsb_of(on_cuda, grouped[1]).tensors()
+    assert expected.keys() == actual.keys()
+    for name, tensor in expected.items():
+        assert tensor.dtype == actual[name].dtype
+        assert torch.equal(tensor, actual[name].cpu()), name
+
+
+@given(
+    edges=edge_lists(),
+    kind=st.sampled_from(GROUPINGS),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    valued=st.booleans(),
+)
+@SETTINGS
+def test_me_bcrs_is_the_matrix(device, edges, kind, dtype, valued):
+    adj = edges.adjacency(device)
+    value = torch.arange(1.0, edges.row.numel() + 1) % 16 if valued else None
+    stored = MeBcrs.from_adjacency(
+        adj, None if value is None else value.to(device), dtype, window_row=window_rows(adj, kind)
+    )
+    assert torch.equal(stored.to_dense().cpu(), dense_of(edges, value))
+    assert stored.value.dtype == dtype
+    assert stored.value.numel() == HEIGHT * stored.num_vectors
+    assert stored.num_vectors == count_vectors(adj, stored.window_row)
+    assert sum(stored.memory_usage().values()) == sum(t.nbytes for t in stored.tensors().values())
+
+
+def test_me_bcrs_stores_blocks_row_by_row(device):
+    """Figure 10 of the paper, with blocks of 4: a whole block and a residue of two vectors."""
+    row = torch.tensor([0, 0, 1, 1, 1, 7])
+    col = torch.tensor([0, 5, 1, 2, 9, 3])
+    adj = Adjacency.from_coo(row.to(device), col.to(device), (8, 10))
+    stored = MeBcrs.from_adjacency(adj, torch.arange(1.0, 7.0, device=device), torch.float32)
+    assert stored.block == 4
+    assert stored.col.tolist() == [0, 1, 2, 3, 5, 9]
+    block, residue = stored.value[:32].view(8, 4), stored.value[32:].view(8, 2)
+    assert block[0].tolist() == [1, 0, 0, 0]
+    assert block[1].tolist() == [0, 3, 4, 0]
+    assert block[7].tolist() == [0, 0, 0, 6]
+    assert residue[:2].tolist() == [[2, 0], [0, 5]]
+    assert int((stored.value != 0).sum()) == 6
+
+
+def test_me_bcrs_refuses_what_it_cannot_hold(device):
+    adj = Adjacency.from_coo(
+        torch.zeros(3, dtype=torch.long, device=device), torch.arange(3).to(device), (1, 3)
+    )
+    with pytest.raises(TypeError, match="dtype: expected float16"):
+        MeBcrs.from_adjacency(adj, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"value: expected shape \(3,\)"):
+        MeBcrs.from_adjacency(adj, torch.ones(2, device=device))
+
+
+@given(edges=edge_lists(), kind=st.sampled_from(GROUPINGS))
+@SETTINGS
+def test_statistics_against_brute_force(device, edges, kind):
+    adj = edges.adjacency(device)
+    window_row = window_rows(adj, kind)
+    found = statistics(adj, window_row)
+    low, high = (vectors_by_hand(adj, window_row, height) for height in (8, 16))
+    assert found.num_edges == adj.num_edges
+    assert found.vectors_8x1 == sum(low) == count_vectors(adj, window_row)
+    assert found.vectors_16x1 == sum(high) == count_vectors(adj, window_row, height=16)
+    assert found.zeros_8x1 == 8 * sum(low) - adj.num_edges
+    assert found.zeros_16x1 == 16 * sum(high) - adj.num_edges
+    assert found.mma_8x1 == sum(math.ceil(n / 16) for n in low)
+    assert found.mma_16x1 == 2 * sum(math.ceil(n / 16) for n in high)
+    assert found.vectors_per_edge_8x1 == pytest.approx(sum(low) / max(adj.num_edges, 1))
+    assert found.vectors_per_edge_16x1 == pytest.approx(sum(high) / max(adj.num_edges, 1))
+
+    blocks = Bsb.from_csr(adj.rowptr, adj.row(), adj.col, adj.shape, window_row, with_entries=False)
+    assert blocks.num_vectors == found.vectors_8x1
+    assert blocks.num_blocks == found.mma_8x1
+    assert sum(blocks.memory_usage().values()) == found.bsb_bytes
+    # The tensors hold 64-bit pointers, the paper's formats 32-bit ones.
+    tensors = MeBcrs.from_adjacency(adj, window_row=window_row).tensors()
+    pointers = tensors.pop("window_ptr")
+    assert found.me_bcrs_bytes == sum(tensor.nbytes for tensor in tensors.values()) + pointers.nbytes // 2
+    indices = 0 if window_row is None else window_row.nbytes
+    padded = sum(8 * math.ceil(n / 8) for n in low)
+    assert found.sr_bcrs_bytes == 8 * len(low) + padded * (4 + 8 * 2) + indices
+    assert found.csr_bytes == 4 * (adj.num_dst + 1) + adj.num_edges * (4 + 2)
+
+
+@given(edges=edge_lists())
+@SETTINGS
+def test_grouping_is_a_permutation(device, edges):
+    adj = edges.adjacency(device)
+    window_row = group_rows(adj)
+    assert window_row is not None
+    assert window_row.dtype == torch.int32
+    assert window_row.shape == (math.ceil(adj.num_dst / HEIGHT), HEIGHT)
+    rows = window_row.flatten()
+    assert torch.equal(rows[: adj.num_dst].sort().values.cpu(), torch.arange(adj.num_dst, dtype=torch.int32))
+    assert bool((rows[adj.num_dst :] == -1).all())
+    empty = (adj.in_degree() == 0)[rows[: adj.num_dst].long()]
+    assert torch.equal(empty, empty.sort().values), "rows without edges come last"
+    assert torch.equal(group_rows(edges.adjacency(device)), window_row), "deterministic"
+    assert torch.equal(group_rows(edges.adjacency("cpu")), window_row.cpu()), "the same on every device"
+    assert group_rows(adj, "none") is None
+
+
+def test_grouping_refuses_an_unknown_method(device):
+    adj = Adjacency.from_coo(torch.tensor([0], device=device), torch.tensor([0], device=device), (1, 1))
+    with pytest.raises(ValueError, match="method: expected 'minhash' or 'none', got 'louvain'"):
+        group_rows(adj, "louvain")
+
+
+@pytest.mark.parametrize("num_src", [512, 4096])
+def test_grouping_finds_shuffled_communities(device, num_src):
+    """Rows that drew their columns from the same 24 share windows again, in a rectangular structure."""
+    generator = torch.Generator().manual_seed(1)
+    community = torch.randperm(512, generator=generator) // 32
+    drawn = torch.rand(512, 24, generator=generator).argsort(1)[:, :16]
+    palette = torch.stack([torch.randperm(num_src, generator=generator)[:24] for _ in range(16)])
+    col = palette[community][torch.arange(512)[:, None], drawn]
+    row = torch.arange(512)[:, None].expand_as(col)
+    adj = Adjacency.from_coo(row.flatten().to(device), col.flatten().to(device), (512, num_src))
+    window_row = choose_grouping(adj)
+    assert window_row is not None
+    assert count_vectors(adj, window_row) < 0.6 * count_vectors(adj)
+    assert count_vectors(adj, window_row) < 1.4 * 64 * 24
+
+
+def test_natural_order_is_kept_where_it_is_good(device):
+    """A band matrix: consecutive rows share all they can; and nothing can be shared in an identity."""
+    row = torch.arange(4000).repeat_interleave(9)
+    col = (row + torch.arange(-4, 5).repeat(4000)).clamp(0, 3999)
+    for edges in ((row, col), (torch.arange(100), torch.arange(100)), (torch.empty(0).long(),) * 2):
+        adj = Adjacency.from_coo(edges[0].to(device), edges[1].to(device), (4000, 4000), duplicates="sum")
+        assert choose_grouping(adj) is None
+
+
+def test_large_structures_are_judged_by_a_sample(device, monkeypatch):
+    generator = torch.Generator().manual_seed(2)
+    row = torch.arange(4096).repeat_interleave(12)
+    shuffled = torch.randperm(4096, generator=generator)
+    col = (shuffled[row] // 16 * 16 + torch.randint(0, 16, row.shape, generator=generator)).clamp(max=4095)
+    adj = Adjacency.from_coo(row.to(device), col.to(device), (4096, 4096))
+    full = choose_grouping(adj)
+    monkeypatch.setattr(grouping, "_SAMPLE", 64)
+    sampled = choose_grouping(adj)
+    assert full is not None
+    assert sampled is not None
+    assert torch.equal(full, sampled)
+
+
+def test_grouping_splits_its_scratch_memory(device, monkeypatch):
+    generator = torch.Generator().manual_seed(3)
+    row, col = torch.randint(0, 200, (2, 4000), generator=generator).to(device)
+    adj = Adjacency.from_coo(row, col, (200, 200))
+    whole = group_rows(adj)
+    monkeypatch.setattr(grouping, "_PAIRS", 600)
+    assert torch.equal(group_rows(adj), whole)
+
+
+@given(edges=edge_lists())
+@SETTINGS
+def test_columns_hash_to_different_numbers(edges):
+    hashes, bits = grouping._column_hashes(edges.shape[1], torch.device("cpu"))
+    assert bool((hashes < 2**bits).all())
+    for column in hashes.t():
+        assert column.unique().numel() == edges.shape[1]
+
+
+def real_graph(folder: Path, name: str) -> Adjacency:
+    """The graph made symmetric, without repeated edges and self loops."""
+    path = folder / f"{name}.npz"
+    if not path.is_file():
+        pytest.skip(f"needs {path.name} in FASTSPARSE_DATA")
+    with np.load(path, allow_pickle=False) as archive:
+        num_nodes = int(archive["num_nodes"])
+        ends = torch.from_numpy(archive["edge_index"].astype(np.int64))
+    ends = ends[:, ends[0] != ends[1]]
+    both = torch.cat([ends, ends.flip(0)], 1)
+    return Adjacency.from_coo(both[0], both[1], (num_nodes, num_nodes), duplicates="sum")
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("facebook", 0.60),
+        ("coauthor_physics", 0.75),
+        ("amazon_computers", 0.68),
+        ("fb_newsites", 0.72),
+        ("github", 0.86),
+    ],
+)
+def test_grouping_saves_vectors_on_real_graphs(device, data_folder, name, most):
+    adj = real_graph(data_folder, name).to(device)
+    window_row = choose_grouping(adj)
+    assert window_row is not None
+    assert count_vectors(adj, window_row) / adj.num_edges <= most
+    grouped = bsb_of(adj, window_row)
+    assert grouped.num_vectors == count_vectors(adj, window_row)
+    x = torch.randn(adj.num_src, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
+        device
+    )
+    vector, bit = grouped.bits()
+    row = (torch.searchsorted(grouped.window_ptr, vector // BLOCK, right=True) - 1) * HEIGHT + bit
+    product = torch.zeros(adj.num_dst, 3, dtype=torch.float64, device=device)
+    product.index_add_(0, window_row.flatten()[row].long(), x[grouped.col.flatten()[vector].long()])
+    assert torch.allclose(product, spmm(adj, x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["delaunay_n15", "minesweeper"])
+def test_grouping_leaves_good_real_graphs_alone(device, data_folder, name):
+    assert choose_grouping(real_graph(data_folder, name).to(device)) is None
