@@ -429,8 +429,9 @@ class Adjacency:
             assert order is not None
             value_id = order if self.edge_id is None else self.edge_id[order.long()]
         structure = _C.BsbStructure(
-            bsb.col.data_ptr(),
-            bsb.mask.data_ptr(),
+            # Of the storage: an empty view has no address, yet the kernels read ahead, behind its end.
+            bsb.col.untyped_storage().data_ptr(),
+            bsb.mask.untyped_storage().data_ptr(),
             0 if bsb.window_row is None else bsb.window_row.data_ptr(),
             bsb.block_entry.data_ptr(),
             0 if value_id is None else value_id.data_ptr(),

@@ -8,6 +8,7 @@ is unchanged.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,7 @@ class AdjacencyCache:
         self._lock = threading.RLock()
         self._graphs: Any = WeakIdKeyDictionary()
         self._hits = self._misses = self._stale = 0
+        self._latest: tuple[Any, Hashable, Hashable, Adjacency] | None = None
 
     def lookup(
         self, key: object, stamp: Hashable, options: Hashable, build: Callable[[], Adjacency]
@@ -64,6 +66,10 @@ class AdjacencyCache:
             build: makes the Adjacency; it must not keep ``key`` alive. Called at most once per miss, under
                 the lock.
         """
+        latest = self._latest  # most look-ups repeat the last one: full-batch training has one graph
+        if latest is not None and latest[0]() is key and latest[1] == stamp and latest[2] == options:
+            self._hits += 1
+            return latest[3]
         with self._lock:
             entries = self._graphs.get(key)
             if entries is not None:
@@ -71,6 +77,7 @@ class AdjacencyCache:
                 if entry is not None:
                     if entry[0] == stamp:
                         self._hits += 1
+                        self._remember(key, stamp, options, entry[1])
                         return entry[1]
                     del entries[options]
                     self._stale += 1
@@ -81,7 +88,16 @@ class AdjacencyCache:
             while len(entries) >= MAX_OPTIONS:
                 del entries[next(iter(entries))]
             entries[options] = (stamp, adjacency)
+            self._remember(key, stamp, options, adjacency)
             return adjacency
+
+    def _remember(self, key: object, stamp: Hashable, options: Hashable, adjacency: Adjacency) -> None:
+        def forget(dead: weakref.ref[Any]) -> None:
+            latest = self._latest
+            if latest is not None and latest[0] is dead:
+                self._latest = None
+
+        self._latest = (weakref.ref(key, forget), stamp, options, adjacency)
 
     def info(self) -> CacheInfo:
         """Counters and present size."""
@@ -94,6 +110,7 @@ class AdjacencyCache:
         """Drops every entry and sets the counters to zero."""
         with self._lock:
             self._graphs = WeakIdKeyDictionary()
+            self._latest = None
             self._hits = self._misses = self._stale = 0
 
     def __repr__(self) -> str:

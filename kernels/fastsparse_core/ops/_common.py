@@ -42,6 +42,20 @@ def register_autograd(name: str, formula: type[torch.autograd.Function]) -> None
     library.impl(name, dispatch, "Autograd")
 
 
+def is_plain_eager(x: Tensor) -> bool:
+    """Whether nothing but autograd watches a call: no trace, no fake or wrapped tensor, no mode.
+
+    Then the kernel (or its autograd formula) may be called without PyTorch's dispatcher, which would cost
+    more host time than all else around a kernel launch.
+    """
+    return (
+        type(x) is Tensor
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
 def keep_alive(adjacency: int) -> Adjacency | None:
     """The structure behind a handle, for an autograd context that outlives the caller's reference.
 

@@ -19,6 +19,7 @@ from fastsparse_core.ops._common import (
     below_autograd,
     check_features,
     check_scale,
+    is_plain_eager,
     keep_alive,
     library,
     register_autograd,
@@ -113,7 +114,15 @@ def spmm(
         return out if x.dim() == 2 else out.reshape(adj.num_dst, *trailing)
     elif reduce != "sum":
         raise ValueError(f"reduce: expected 'sum', 'mean', 'max' or 'min', got {reduce!r}")
-    out = _spmm_op(features, value, scale_dst, scale_src, bias, adj.num_dst, adj.handle, False, algorithm)
+    arguments = (features, value, scale_dst, scale_src, bias, adj.num_dst, adj.handle, False, algorithm)
+    if not is_plain_eager(features):
+        out = _spmm_op(*arguments)
+    elif torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (features, value, bias)
+    ):
+        out = _Spmm.apply(*arguments)
+    else:
+        out = _spmm(*arguments)
     return out if x.dim() == 2 else out.reshape(adj.num_dst, *trailing)
 
 
@@ -301,8 +310,11 @@ class _Spmm(torch.autograd.Function):
         ctx.num_src = x.size(0)
         ctx.adjacency, ctx.transpose, ctx.algorithm = adjacency, transpose, algorithm
         ctx.keep_alive = keep_alive(adjacency)
+        arguments = (x, value, scale_dst, scale_src, bias, num_dst, adjacency, transpose, algorithm)
+        if is_plain_eager(x):
+            return _spmm(*arguments)
         with below_autograd():
-            return _spmm_op(x, value, scale_dst, scale_src, bias, num_dst, adjacency, transpose, algorithm)
+            return _spmm_op(*arguments)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
