@@ -18,6 +18,7 @@ COMMANDS = {
     "spmm": "sparse-dense product against cuSPARSE and stored rivals",
     "train": "training step, inference and memory of a GCN against PyG",
     "adjacency": "building an Adjacency and its transpose",
+    "formats": "vectors, zeros, instructions and bytes of the tensor-core formats, and their conversion",
     "host": "host time of a layer on a tiny graph",
     "cpu": "one layer on the CPU against PyG and torch.sparse",
     "accuracy": "test accuracy of the GCN example, original against drop-in",

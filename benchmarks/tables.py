@@ -254,6 +254,81 @@ def adjacency(result: dict[str, Any]) -> list[Table]:
     return [Table("Adjacency and its transpose from unsorted edges", columns, rows)]
 
 
+def formats(result: dict[str, Any]) -> list[Table]:
+    """FlashSparse's tables 2 and 7, the counts behind figure 14, and row grouping."""
+    cells = [cell for cell in result["cells"] if cell["status"] == "ok"]
+    natural = _by(cells, grouping="none")
+    counts = [
+        [
+            cell["graph"],
+            f"{cell['edges']:,}",
+            *(f"{cell[name] / 1e3:,.1f}" for name in ("zeros_16x1", "zeros_8x1", "mma_16x1", "mma_8x1")),
+            ratio(_quotient(cell["mma_16x1"], cell["mma_8x1"])),
+        ]
+        for cell in natural
+    ]
+    sizes = [
+        [
+            cell["graph"],
+            cell["grouping"],
+            *(number(cell[f"{name}_bytes"] / 1e6) for name in ("bsb", "me_bcrs", "sr_bcrs", "csr")),
+            _percent(1 - cell["me_bcrs_bytes"] / cell["sr_bcrs_bytes"]),
+            _percent(cell["bsb_bytes"] / cell["csr_bytes"]),
+        ]
+        for cell in cells
+    ]
+    grouped = []
+    for cell in natural:
+        other = _first(cells, graph=cell["graph"], real=cell["real"], grouping="minhash")
+        if other is None:
+            continue
+        grouped.append(
+            [
+                cell["graph"],
+                *(
+                    number(it[f"vectors_{height}x1"] / max(it["edges"], 1), 4)
+                    for height in (8, 16)
+                    for it in (cell, other)
+                ),
+                "yes" if cell["kept"] else "no",
+                number(cell.get("median_ms")),
+                number(other.get("median_ms")),
+                ratio(_quotient(other.get("median_ms"), cell.get("median_ms"))),
+                number(other.get("scratch_gb")),
+            ]
+        )
+    mean = geometric_mean(cell["mma_16x1"] / cell["mma_8x1"] for cell in natural if cell["mma_8x1"])
+    counts.append(["geometric mean", "", "", "", "", "", ratio(mean)])
+    return [
+        Table(
+            "Zeros in vectors and instructions for 16 features, thousands, natural order",
+            ["graph", "edges", "zeros 16x1", "zeros 8x1", "mma 16x1", "mma 8x1", "16x1 / 8x1"],
+            counts,
+        ),
+        Table(
+            "Footprint, MB",
+            ["graph", "grouping", "BSB", "ME-BCRS", "SR-BCRS", "CSR", "ME saves of SR", "BSB of CSR"],
+            sizes,
+        ),
+        Table(
+            "Vectors per edge, natural order and grouped, and conversion from CSR",
+            [
+                "graph",
+                "8x1",
+                "8x1 grouped",
+                "16x1",
+                "16x1 grouped",
+                "kept",
+                "convert ms",
+                "grouped ms",
+                "ratio",
+                "scratch GB",
+            ],
+            grouped,
+        ),
+    ]
+
+
 def host(result: dict[str, Any]) -> list[Table]:
     rows = [
         [
@@ -323,6 +398,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "spmm": spmm,
     "train": train,
     "adjacency": adjacency,
+    "formats": formats,
     "host": host,
     "cpu": cpu,
     "accuracy": accuracy,
