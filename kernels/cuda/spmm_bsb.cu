@@ -49,9 +49,14 @@ __device__ __forceinline__ std::uint32_t one_bits(__nv_bfloat16) { return 0x3f80
 __device__ __forceinline__ std::uint32_t bits_of(__half v) { return __half_as_ushort(v); }
 __device__ __forceinline__ std::uint32_t bits_of(__nv_bfloat16 v) { return __bfloat16_as_ushort(v); }
 
-// Rounds to the nearest TF32 number.
+// Rounds to the nearest TF32 number. What the addition does to NaN (it can become -0) shows in the second
+// term; where there is none, the conversion instruction is needed, which keeps NaN but takes longer.
+template <int kTerms>
 __device__ __forceinline__ std::uint32_t round_tf32(float v) {
-  return (__float_as_uint(v) + 0x1000u) & 0xffffe000u;
+  if constexpr (kTerms > 1) return (__float_as_uint(v) + 0x1000u) & 0xffffe000u;
+  std::uint32_t rounded;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(v));
+  return rounded;
 }
 
 // What a bit of the bitmap stands for.
@@ -107,7 +112,7 @@ __device__ __forceinline__ void multiply_float(float (&sum)[kFeatures / 2][4],
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       if constexpr (kWeight != Weight::kOne) {
-        b[k] = round_tf32(block.value[2 * step + k]);
+        b[k] = round_tf32<kTerms>(block.value[2 * step + k]);
         b_low[k] = __float_as_uint(block.value[2 * step + k] - __uint_as_float(b[k]));
       } else {
         b[k] = ((block.mask >> (8 * (2 * step + k) + g)) & 1u) * 0x3f800000u;
@@ -119,7 +124,7 @@ __device__ __forceinline__ void multiply_float(float (&sum)[kFeatures / 2][4],
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float x = block.pack[2 * step + i / 2].lane[2 * r + i % 2];
-        a[i] = round_tf32(x);
+        a[i] = round_tf32<kTerms>(x);
         a_low[i] = __float_as_uint(x - __uint_as_float(a[i]));
       }
       if constexpr (kTerms > 1) {

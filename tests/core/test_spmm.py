@@ -178,6 +178,25 @@ def test_nan_and_infinity_go_along_edges_only(device, algorithm, dtype):
     assert (out[1] == 2).all()
 
 
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_float32_matmul_precision(device, precision):
+    adj = random_graph().adjacency(device)
+    x = torch.randn(60, 64, device=device)
+    x[7] = float("nan")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        out = spmm(adj, x, algorithm="flashsparse")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    expected = reference.spmm(adj, x)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert expected.isnan().any()
+    finite = ~expected.isnan().any(1)
+    error = relative_error(out[finite], expected[finite])
+    assert error < (1e-6 if precision == "highest" or device == "cpu" else 1e-3)
+
+
 @pytest.mark.parametrize("algorithm", ["csr", "flashsparse"])
 def test_half_overflow_gives_infinity(device, algorithm):
     adj = Adjacency.from_coo(torch.tensor([0, 0]), torch.tensor([0, 1]), (1, 2)).to(device)
