@@ -440,7 +440,12 @@ def show(path: Path, console: Console) -> None:
 
 def stored(root: Path) -> list[Path]:
     """Records below a folder of results that there are tables for, in the order of `TABLES`."""
-    return [path for name in TABLES for path in sorted(root.glob(f"*/{name}.json"))]
+    return [
+        path
+        for name in TABLES
+        for pattern in (f"*/{name}.json", f"*/{name}_*.json")
+        for path in sorted(root.glob(pattern))
+    ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
