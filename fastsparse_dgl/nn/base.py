@@ -12,15 +12,9 @@ from fastsparse_dgl.caching import adjacency_of
 from fastsparse_dgl.graph import DGLError, GraphLike
 
 _ZERO_IN_DEGREE = (
-    "There are 0-in-degree nodes in the graph, "
-    "output for those nodes will be invalid. "
-    "This is harmful for some applications, "
-    "causing silent performance regression. "
-    "Adding self-loop on the input graph by "
-    "calling `g = dgl.add_self_loop(g)` will resolve "
-    "the issue. Setting ``allow_zero_in_degree`` "
-    "to be `True` when constructing this module will "
-    "suppress the check and let the code run."
+    "graph: expected at least one incoming edge for every destination, got nodes of zero in-degree, whose "
+    "result would be 0; add self loops with dgl.add_self_loop(graph), or construct the layer with "
+    "allow_zero_in_degree=True to accept that"
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 import threading
 import weakref
@@ -17,6 +18,7 @@ from fastsparse_core.formats.bsb import Bsb
 from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.row_split import RowSplit
 
+_logger = logging.getLogger("fastsparse_core")
 _INT32_MAX = 2**31 - 1
 _T = TypeVar("_T")
 
@@ -37,6 +39,12 @@ class _Memo:
             with self._lock:
                 result = self.results.get(key)
                 if result is None:
+                    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                        # What a captured graph records is not computed yet: kept, it would be read too early.
+                        raise RuntimeError(
+                            f"{key}: must be built before a CUDA graph is captured; call "
+                            "Adjacency.prepare(), or run the model once, before the capture"
+                        )
                     # A model may be evaluated before it is trained: what is kept must also serve autograd
                     # later.
                     with torch.inference_mode(False):
@@ -94,6 +102,7 @@ class Adjacency:
         self._row_memo = _Memo()  # what depends on rowptr alone; a symmetric transpose shares it
         self._parent: weakref.ref[Adjacency] | None = None
         self.uses = 0  # products so far, for the choice of algorithm
+        self._bsb_refused = False
         self.handle: int = next(_next_handle)
         _registry[self.handle] = self
 
@@ -396,6 +405,22 @@ class Adjacency:
         """Whether the binary sparse blocks were built."""
         return "bsb" in self._row_memo.results
 
+    def try_bsb(self) -> bool:
+        """Builds the binary sparse blocks where memory allows; returns whether they are there.
+
+        Without the memory the CSR kernels go on, which is said once and not tried again.
+        """
+        if not self.has_bsb and not self._bsb_refused:
+            try:
+                self.bsb  # noqa: B018
+            except torch.OutOfMemoryError:
+                self._bsb_refused = True
+                _logger.warning(
+                    "%r: not enough memory to convert it for the tensor cores; it stays with the CSR kernels",
+                    self,
+                )
+        return self.has_bsb
+
     @property
     def bsb(self) -> Bsb:
         """The structure in binary sparse blocks, for the tensor cores."""
@@ -454,6 +479,8 @@ class Adjacency:
             return kept[2]
         with torch.inference_mode(False):
             result = scale_src.float()[self.bsb.col.long()]
+        if torch.cuda.is_current_stream_capturing():
+            return result  # recorded with the graph, and computed by every replay
         self._memo.results["vector_scale"] = (weakref.ref(scale_src), version, result)
         return result
 
@@ -466,7 +493,7 @@ class Adjacency:
             backward: also the transposed structure.
         """
         self.csr_structure  # noqa: B018
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.try_bsb():
             self.bsb_structure(valued=False)
         self.inv_sqrt_degree()
         self.inv_degree()
@@ -549,11 +576,13 @@ class Adjacency:
             if adjacency is None:
                 continue
             named = adjacency._own_tensors()
-            for key, result in adjacency._row_memo.results.items():
-                if isinstance(result, Tensor):
-                    named["_".join(map(str, key)) if isinstance(key, tuple) else key] = result
-                elif isinstance(result, (RowSplit, Bsb)):
-                    named.update({f"{key}.{name}": tensor for name, tensor in result.tensors().items()})
+            for key, result in (adjacency._row_memo.results | adjacency._memo.results).items():
+                name = "_".join(map(str, key)) if isinstance(key, tuple) else key
+                for part in result if isinstance(result, tuple) else (result,):
+                    if isinstance(part, Tensor):
+                        named[name] = part
+                    elif isinstance(part, (RowSplit, Bsb)):
+                        named.update({f"{name}.{item}": tensor for item, tensor in part.tensors().items()})
             tensors.update({prefix + name: tensor for name, tensor in named.items()})
         sizes: dict[str, int] = {}
         seen: set[int] = set()

@@ -104,7 +104,7 @@ def spmm_algorithm(
     if not adj.has_bsb:
         adj.uses += 1
         reused = adj.uses > _REUSE and not torch.are_deterministic_algorithms_enabled()
-        if not reused or torch.cuda.is_current_stream_capturing():
+        if not reused or torch.cuda.is_current_stream_capturing() or not adj.try_bsb():
             return "csr"
     if dtype != torch.float32:
         return "flashsparse"

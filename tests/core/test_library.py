@@ -93,6 +93,28 @@ def test_captured_in_a_cuda_graph():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("prepared", [False, True])
+def test_capture_never_keeps_what_it_only_recorded(prepared):
+    adj = graph("cuda", 30)
+    x = torch.randn(30, 64, device="cuda", dtype=torch.bfloat16)
+    scale = torch.rand(30, device="cuda")
+    expected = spmm(graph("cuda", 30), x, scale_src=scale, algorithm="flashsparse")
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    if not prepared:
+        with (
+            pytest.raises(RuntimeError, match="must be built before a CUDA graph"),
+            torch.cuda.graph(captured),
+        ):
+            adj.inv_sqrt_degree()
+        return
+    adj.prepare()
+    with torch.cuda.graph(captured):
+        spmm(adj, x, scale_src=scale)
+    assert torch.equal(spmm(adj, x, scale_src=scale), expected)  # before any replay
+
+
+@pytest.mark.gpu
 def test_runs_on_the_current_stream():
     adj = graph("cuda").prepare()
     x = torch.randn(30, 64, device="cuda")

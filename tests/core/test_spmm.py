@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastsparse_core import Adjacency, reference, spmm
+from fastsparse_core.formats.bsb import Bsb
 
 SETTINGS = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -234,6 +235,7 @@ def test_auto_converts_what_is_reused(device):
     results = [spmm(adj, x) for _ in range(20)]
     assert adj.has_bsb == (device == "cuda")
     torch.testing.assert_close(results[0], results[-1], rtol=1e-2, atol=1e-2)
+    assert ("bsb.col" in adj.memory_usage()) == (device == "cuda")
     deterministic = random_graph().adjacency(device)
     torch.use_deterministic_algorithms(True)
     try:
@@ -254,6 +256,21 @@ def test_deterministic_mode_covers_extrema(device):
         torch.use_deterministic_algorithms(False)
     assert torch.equal(grads[0], grads[1])
     assert torch.equal(grads[0], grads[2])
+
+
+def test_no_memory_to_convert_leaves_csr(device, monkeypatch, caplog):
+    def fail(*args, **kwargs):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Bsb, "from_csr", fail)
+    adj = random_graph().adjacency(device).prepare()
+    x = torch.randn(60, 64, device=device).half()
+    assert relative_error(spmm(adj, x), reference.spmm(adj, x)) <= TOLERANCE[torch.float16]
+    assert not adj.try_bsb()
+    assert sum("not enough memory" in record.message for record in caplog.records) >= 1
+    warned = len(caplog.records)
+    assert not adj.try_bsb()
+    assert len(caplog.records) == warned
 
 
 def test_autocast_casts_features_as_a_matrix_product_does(device):
