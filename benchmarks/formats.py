@@ -110,7 +110,7 @@ def _measure(adj: Adjacency, grouping: str, budget_ms: float) -> dict[str, Any]:
         return group_rows(adj, "none" if grouping == "none" else "minhash")
 
     def convert() -> Bsb:
-        return Bsb.from_csr(adj.rowptr, adj.row(), adj.col, adj.shape, group(), with_entries=False)
+        return Bsb.from_csr(adj.row(), adj.col, adj.shape, group())
 
     cell: dict[str, Any] = dataclasses.asdict(statistics(adj, group()))
     del cell["num_edges"]

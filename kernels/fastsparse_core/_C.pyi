@@ -21,8 +21,7 @@ class CsrStructure:
 class BsbStructure:  # only in builds with the CUDA half
     def __init__(
         self,
-        col: int,
-        mask: int,
+        vector: int,
         window_row: int,
         block_entry: int,
         value_id: int,

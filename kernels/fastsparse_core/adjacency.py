@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C, choose
-from fastsparse_core.formats.bsb import Bsb
+from fastsparse_core.formats.bsb import MOST_COLUMNS, Bsb
 from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.row_split import RowSplit
 
@@ -408,9 +408,10 @@ class Adjacency:
     def try_bsb(self) -> bool:
         """Builds the binary sparse blocks where memory allows; returns whether they are there.
 
-        Without the memory the CSR kernels go on, which is said once and not tried again.
+        Without the memory the CSR kernels go on, which is said once and not tried again. They also serve
+        structures with more sources than the blocks can name.
         """
-        if not self.has_bsb and not self._bsb_refused:
+        if not self.has_bsb and not self._bsb_refused and self.num_src <= MOST_COLUMNS:
             try:
                 self.bsb  # noqa: B018
             except torch.OutOfMemoryError:
@@ -424,10 +425,7 @@ class Adjacency:
     @property
     def bsb(self) -> Bsb:
         """The structure in binary sparse blocks, for the tensor cores."""
-        return self._row_memo.get("bsb", lambda: self._bsb(with_entries=False))
-
-    def _bsb(self, *, with_entries: bool) -> Bsb:
-        return Bsb.from_csr(self.rowptr, self.row(), self.col, self.shape, with_entries=with_entries)
+        return self._row_memo.get("bsb", lambda: Bsb.from_csr(self.row(), self.col, self.shape))
 
     @property
     def bsb_split(self) -> RowSplit:
@@ -447,18 +445,18 @@ class Adjacency:
 
     def _bsb_structure(self, valued: bool) -> tuple[Any, Tensor | None]:
         bsb, split = self.bsb, self.bsb_split
+        block_entry: Tensor | None = None
         value_id: Tensor | None = None
         if valued:
-            # Converted again: most structures never meet edge values, and the places take 4 bytes an edge.
-            order = self._bsb(with_entries=True).entry_order
-            assert order is not None
-            value_id = order if self.edge_id is None else self.edge_id[order.long()]
+            # Found only now: most structures never meet edge values, and the places take 4 bytes an edge.
+            block_entry = self._row_memo.get("block_entry", bsb.block_entry)
+            order = bsb.entry_order(self.row(), self.col)
+            value_id = order if self.edge_id is None else self.edge_id[order]
         structure = _C.BsbStructure(
             # Of the storage: an empty view has no address, yet the kernels read ahead, behind its end.
-            bsb.col.untyped_storage().data_ptr(),
-            bsb.mask.untyped_storage().data_ptr(),
+            bsb.vector.untyped_storage().data_ptr(),
             0 if bsb.window_row is None else bsb.window_row.data_ptr(),
-            bsb.block_entry.data_ptr(),
+            0 if block_entry is None else block_entry.data_ptr(),
             0 if value_id is None else value_id.data_ptr(),
             value_id is not None and value_id.dtype == torch.int64,
             self.num_dst,

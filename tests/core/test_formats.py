@@ -39,7 +39,7 @@ def window_rows(adj: Adjacency, kind: str) -> Tensor | None:
 
 
 def bsb_of(adj: Adjacency, window_row: Tensor | None) -> Bsb:
-    return Bsb.from_csr(adj.rowptr, adj.row(), adj.col, adj.shape, window_row)
+    return Bsb.from_csr(adj.row(), adj.col, adj.shape, window_row)
 
 
 def dense_of(edges: EdgeList, value: Tensor | None = None) -> Tensor:
@@ -75,9 +75,24 @@ def test_bsb_holds_every_entry(device, edges, kind):
     bsb = bsb_of(adj, window_rows(adj, kind))
     assert torch.equal(bsb.to_dense().cpu(), dense_of(edges))
     assert bsb.num_windows == math.ceil(adj.num_dst / HEIGHT)
-    assert bsb.col.shape == bsb.mask.shape == (bsb.num_blocks, BLOCK)
+    assert bsb.vector.dtype == torch.int32
+    assert bsb.vector.shape == (bsb.num_blocks, BLOCK)
+    assert torch.equal(bsb.vector, bsb.col | bsb.mask.int() << 24)
+    behind = bsb.vector.untyped_storage().nbytes() - bsb.vector.nbytes
+    assert behind == 4 * BLOCK * 4, "the kernels read four blocks ahead"
     assert bsb.num_vectors == int((bsb.mask != 0).sum())
     assert int(bsb.window_ptr[-1]) == bsb.num_blocks
+
+
+def test_bsb_holds_as_many_columns_as_fit(device):
+    row, col = torch.zeros(3, dtype=torch.int32), torch.tensor([0, 1, 2**24 - 1], dtype=torch.int32)
+    widest = Bsb.from_csr(row.to(device), col.to(device), (1, 2**24))
+    assert widest.col[0, :3].tolist() == col.tolist()
+    assert widest.mask[0, :4].tolist() == [1, 1, 1, 0]
+    with pytest.raises(
+        ValueError, match=r"num_src: expected at most 2\^24 .* got 16777217; .* stays with csr"
+    ):
+        Bsb.from_csr(row.to(device), col.to(device), (1, 2**24 + 1))
 
 
 @given(edges=edge_lists(), kind=st.sampled_from(GROUPINGS))
@@ -102,8 +117,9 @@ def test_bsb_entries(device, edges, kind):
     """The k-th set bit stands for the entry `entry_order[k]`; blocks know their range of them."""
     adj = edges.adjacency(device)
     bsb = bsb_of(adj, window_rows(adj, kind))
-    assert bsb.entry_order is not None
-    order = bsb.entry_order.long()
+    order = bsb.entry_order(adj.row(), adj.col)
+    assert order.dtype == torch.int32
+    order = order.long()
     assert torch.equal(order.sort().values, torch.arange(adj.num_edges, device=device))
     vector, bit = bsb.bits()
     assert torch.equal(bsb.col.flatten()[vector], adj.col[order])
@@ -113,12 +129,9 @@ def test_bsb_entries(device, edges, kind):
         row = bsb.window_row.flatten()[row].long()
     assert torch.equal(row, adj.row()[order].long())
     entries = torch.bincount(vector // BLOCK, minlength=bsb.num_blocks)
-    assert bsb.block_entry[0] == 0
-    assert torch.equal(bsb.block_entry.diff(), entries)
-    without = Bsb.from_csr(adj.rowptr, adj.row(), adj.col, adj.shape, bsb.window_row, with_entries=False)
-    assert without.entry_order is None
-    assert "entry_order" not in without.memory_usage()
-    assert sum(bsb.memory_usage().values()) == sum(without.memory_usage().values()) + order.numel() * 4
+    block_entry = bsb.block_entry()
+    assert block_entry[0] == 0
+    assert torch.equal(block_entry.diff(), entries)
 
 
 @pytest.mark.gpu
@@ -130,6 +143,10 @@ def test_devices_convert_alike(edges, kind):
     assert (grouped[0] is None) == (grouped[1] is None)
     expected = bsb_of(on_cpu, grouped[0]).tensors()
     actual = bsb_of(on_cuda, grouped[1]).tensors()
+    expected["entry_order"], actual["entry_order"] = (
+        Bsb.from_csr(adj.row(), adj.col, adj.shape, rows).entry_order(adj.row(), adj.col)
+        for adj, rows in zip((on_cpu, on_cuda), grouped, strict=True)
+    )
     assert expected.keys() == actual.keys()
     for name, tensor in expected.items():
         assert tensor.dtype == actual[name].dtype
@@ -199,7 +216,7 @@ def test_statistics_against_brute_force(device, edges, kind):
     assert found.vectors_per_edge_8x1 == pytest.approx(sum(low) / max(adj.num_edges, 1))
     assert found.vectors_per_edge_16x1 == pytest.approx(sum(high) / max(adj.num_edges, 1))
 
-    blocks = Bsb.from_csr(adj.rowptr, adj.row(), adj.col, adj.shape, window_row, with_entries=False)
+    blocks = Bsb.from_csr(adj.row(), adj.col, adj.shape, window_row)
     assert blocks.num_vectors == found.vectors_8x1
     assert blocks.num_blocks == found.mma_8x1
     assert sum(blocks.memory_usage().values()) == found.bsb_bytes
