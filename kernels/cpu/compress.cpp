@@ -33,7 +33,7 @@ void compress_typed(const CompressArgs& args) {
     const std::int64_t e = args.sort_minor ? by_minor[k] : k;
     const std::int64_t at = next[major[e]]++;
     args.minor_out[at] = static_cast<std::int32_t>(minor[e]);
-    order[at] = static_cast<Id>(e);
+    if (order != nullptr) order[at] = static_cast<Id>(e);
   }
 }
 

@@ -451,7 +451,7 @@ class Adjacency:
             # Found only now: most structures never meet edge values, and the places take 4 bytes an edge.
             block_entry = self._row_memo.get("block_entry", bsb.block_entry)
             order = bsb.entry_order(self.row(), self.col)
-            value_id = order if self.edge_id is None else self.edge_id[order]
+            value_id = order if self.edge_id is None else self.edge_id.index_select(0, order)
         structure = _C.BsbStructure(
             # Of the storage: an empty view has no address, yet the kernels read ahead, behind its end.
             bsb.vector.untyped_storage().data_ptr(),

@@ -95,6 +95,24 @@ def test_bsb_holds_as_many_columns_as_fit(device):
         Bsb.from_csr(row.to(device), col.to(device), (1, 2**24 + 1))
 
 
+def test_bsb_of_many_rows_and_columns(device):
+    """Windows and columns that do not fit into 32 bits together."""
+    shape, generator = (2**19 + 3, 2**20 + 5), torch.Generator().manual_seed(4)
+    row = torch.randint(0, shape[0], (5000,), generator=generator)
+    row[:2500] = row[0] // HEIGHT * HEIGHT + row[:2500] % 3
+    col = torch.randint(0, shape[1], (5000,), generator=generator)
+    col[:2500] = col[:2500] % 40 + 2**20 - 40
+    adj = Adjacency.from_coo(row.to(device), col.to(device), shape)
+    bsb = bsb_of(adj, None)
+    assert bsb.num_vectors == count_vectors(adj) == sum(vectors_by_hand(adj, None, HEIGHT))
+    vector, bit = bsb.bits()
+    found = (torch.searchsorted(bsb.window_ptr, vector // BLOCK, right=True) - 1) * HEIGHT + bit
+    order = bsb.entry_order(adj.row(), adj.col).long()
+    assert torch.equal(order.sort().values, torch.arange(5000, device=device))
+    assert torch.equal(found, adj.row()[order].long())
+    assert torch.equal(bsb.col.flatten()[vector], adj.col[order])
+
+
 @given(edges=edge_lists(), kind=st.sampled_from(GROUPINGS))
 @SETTINGS
 def test_bsb_layout(device, edges, kind):

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastsparse_core.formats.compress import compress
+from fastsparse_core.formats.compress import compress, compress_pairs
 
 #: Rows of a window.
 HEIGHT = 8
-#: Bits of a row's place in its window.
-_PLACE_BITS = HEIGHT.bit_length() - 1
 #: Vectors of a block.
 BLOCK = 16
 #: Bits of a vector's column; the mask lies above them.
@@ -90,25 +88,11 @@ class Bsb:
         Raises:
             ValueError: there are too many sources for the 24 bits of a column.
         """
-        if shape[1] > MOST_COLUMNS:
-            raise ValueError(
-                f"num_src: expected at most 2^{COLUMN_BITS} = {MOST_COLUMNS} for binary sparse blocks, got "
-                f"{shape[1]}; a larger structure stays with csr"
-            )
         device = col.device
-        num_windows = -(-shape[0] // HEIGHT)
-        window_entry, entry, _ = _sort(row, col, shape, window_row)
-
-        # An entry starts a vector where the window or the column changes, and where it repeats the last one.
-        # One more behind the end, which closes the last vector.
-        change = entry[1:] ^ entry[:-1]
-        head = torch.ones(entry.numel() + 1, dtype=torch.bool, device=device)
-        torch.logical_or(change == 0, change >= HEIGHT, out=head[1:-1])
-        del change
-        head[window_entry] = True
-        head_entry = torch.nonzero(head).flatten()
-        del head
+        place = row if window_row is None else place_of_row(window_row, shape[0]).index_select(0, row)
+        window_entry, entry, head_entry = sort_vectors(place, col, shape, HEIGHT)
         num_vectors = head_entry.numel() - 1
+        num_windows = window_entry.numel() - 1
 
         # A mask is the sum of its entries' bits: a difference of running sums, which may wrap.
         bits_through = torch.cumsum(1 << (entry & (HEIGHT - 1)), 0, dtype=torch.uint8)
@@ -116,7 +100,7 @@ class Bsb:
         mask = torch.diff(mask, prepend=mask.new_zeros(1)).int() << COLUMN_BITS
         # Behind the last vector, what the last block may read.
         packed = entry.new_zeros(num_vectors + BLOCK)
-        torch.bitwise_or(entry[head_entry[:-1]] >> _PLACE_BITS, mask, out=packed[:num_vectors])
+        torch.bitwise_or(entry[head_entry[:-1]] // HEIGHT, mask, out=packed[:num_vectors])
         del bits_through, mask, entry
 
         window_vector = torch.searchsorted(head_entry, window_entry)
@@ -135,19 +119,18 @@ class Bsb:
         del packed, place
         # A window's last block ran on into the next window. Padding repeats a column that is read anyway: a
         # load from the cache is cheaper than a predicate.
-        has_blocks = blocks > 0
-        last = window_ptr[1:][has_blocks] - 1
-        stored = (vectors - BLOCK * (blocks - 1))[has_blocks]
+        window = torch.nonzero(blocks).flatten()
+        last = window_ptr[window + 1] - 1
+        stored = vectors[window] - BLOCK * (blocks[window] - 1)
         last_block = vector[last]
         padding = torch.arange(BLOCK, device=device) >= stored[:, None]
         vector[last] = torch.where(padding, last_block[:, :1] & (MOST_COLUMNS - 1), last_block)
-
         return cls(shape, window_ptr, vector[:num_blocks], window_row, num_vectors)
 
     def entry_order(self, row: Tensor, col: Tensor) -> Tensor:
         """Position in the CSR structure of every entry, (num_edges,), ordered by block, vector, row.
 
-        Only products with edge values need it. It takes another sort, the greater part of a conversion.
+        Only products with edge values need it. It takes another sort.
 
         Args:
             row: as :meth:`from_csr` took it.
@@ -156,7 +139,11 @@ class Bsb:
         Returns:
             int32 where that fits, else int64.
         """
-        return _sort(row, col, self.shape, self.window_row)[2]
+        place = row
+        if self.window_row is not None:
+            place = place_of_row(self.window_row, self.shape[0]).index_select(0, row)
+        window, entry = _window_and_entry(place, col, self.shape[1], HEIGHT)
+        return compress(window, entry, self.num_windows, HEIGHT * self.shape[1], sort_minor=True)[2]
 
     def block_entry(self) -> Tensor:
         """The range of entries of every block, int64 (num_blocks + 1,); computed at every call."""
@@ -195,22 +182,50 @@ class Bsb:
         return named if self.window_row is None else named | {"window_row": self.window_row}
 
 
-def _sort(
-    row: Tensor, col: Tensor, shape: tuple[int, int], window_row: Tensor | None
+def place_of_row(window_row: Tensor, num_rows: int) -> Tensor:
+    """Place of every row in the order of the windows, int32 (num_rows,): the inverse of ``window_row``."""
+    rows = window_row.reshape(-1)
+    place = torch.empty(num_rows + 1, dtype=torch.int32, device=rows.device)
+    # Absent rows, -1, write to the end, which is cut off.
+    place[rows] = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)
+    return place[:num_rows]
+
+
+def sort_vectors(
+    place: Tensor, col: Tensor, shape: tuple[int, int], height: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts entries by (window, column, place in the window).
+    """Sorts entries by window, column and place, which brings those of a vector together.
+
+    Args:
+        place: int32 (num_edges,), the place of every entry's row in the order of the windows.
+        col: int32 (num_edges,).
+        shape: number of places, and num_src.
+        height: rows of a window.
 
     Returns:
-        int64 (num_windows + 1,) ranges of entries of the windows; int32 (num_edges,) column and place of
-        every entry, ``8 * column + place``; and the entries' positions in the CSR structure.
+        int64 (num_windows + 1,), the range of entries of every window; int32 (num_edges,), of every sorted
+        entry ``height * column + place in the window``; int64 (num_vectors + 1,), the first entry of every
+        vector, and the number of entries.
+
+    Raises:
+        ValueError: there are too many sources for the 24 bits of a column.
     """
-    place = row
-    if window_row is not None:
-        rows = window_row.reshape(-1)
-        place_of_row = torch.empty(shape[0], dtype=torch.int32, device=row.device)
-        places = torch.nonzero(rows >= 0).flatten()
-        place_of_row[rows[places].long()] = places.int()
-        place = place_of_row[row]
-    minor = torch.add(place & (HEIGHT - 1), col, alpha=HEIGHT)
-    num_windows = -(-shape[0] // HEIGHT)
-    return compress(place >> _PLACE_BITS, minor, num_windows, HEIGHT * shape[1], sort_minor=True)
+    num_windows = -(-shape[0] // height)
+    window, entry = _window_and_entry(place, col, shape[1], height)
+    window_entry, entry = compress_pairs(window, entry, num_windows, height * shape[1])
+    del window
+    # A vector starts where the window or the column changes, and where an entry repeats the one before.
+    change = entry[1:] ^ entry[:-1]
+    head = torch.ones(entry.numel() + 1, dtype=torch.bool, device=entry.device)
+    torch.logical_or(change == 0, change >= height, out=head[1:-1])
+    head[window_entry] = True
+    return window_entry, entry, torch.nonzero(head).flatten()
+
+
+def _window_and_entry(place: Tensor, col: Tensor, num_src: int, height: int) -> tuple[Tensor, Tensor]:
+    if num_src > MOST_COLUMNS:
+        raise ValueError(
+            f"num_src: expected at most 2^{COLUMN_BITS} = {MOST_COLUMNS} for binary sparse blocks, got "
+            f"{num_src}; a larger structure stays with csr"
+        )
+    return place // height, torch.add(place % height, col, alpha=height)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from fastsparse_core.formats.bsb import HEIGHT
-from fastsparse_core.formats.compress import compress
+from fastsparse_core.formats.bsb import HEIGHT, place_of_row, sort_vectors
 
 if TYPE_CHECKING:
     from fastsparse_core.adjacency import Adjacency
@@ -71,7 +70,7 @@ def group_rows(adj: Adjacency, method: Literal["minhash", "none"] = "minhash") -
 def choose_grouping(adj: Adjacency) -> Tensor | None:
     """The grouping by min-hash where it saves at least 5 % of the vectors, else None: the natural order.
 
-    Large structures are judged by a sample of about 4096 windows. Reads from the device once.
+    Large structures are judged by a sample of about 4096 windows.
     """
     if adj.num_edges == 0:
         return None
@@ -79,9 +78,10 @@ def choose_grouping(adj: Adjacency) -> Tensor | None:
     stride = max(1, adj.num_dst // HEIGHT // _SAMPLE)
     shares = []
     for grouping in (None, window_row):
-        window, row, col = _entries(adj, grouping, HEIGHT, stride)
-        shares.append(_vectors_per_window(window, row, col, adj).sum() / max(col.numel(), 1))
-    return window_row if bool(shares[1] <= (1 - _LEAST_SAVING) * shares[0]) else None
+        place, col, num_places = _sample(adj, grouping, stride)
+        _, _, head_entry = sort_vectors(place, col, (num_places, adj.num_src), HEIGHT)
+        shares.append((head_entry.numel() - 1) / max(col.numel(), 1))
+    return window_row if shares[1] <= (1 - _LEAST_SAVING) * shares[0] else None
 
 
 def count_vectors(adj: Adjacency, window_row: Tensor | None = None, *, height: int = HEIGHT) -> int:
@@ -97,45 +97,30 @@ def count_vectors(adj: Adjacency, window_row: Tensor | None = None, *, height: i
 
 def vectors_per_window(adj: Adjacency, window_row: Tensor | None = None, *, height: int = HEIGHT) -> Tensor:
     """Number of non-zero vectors of every window, int64 (num_windows,); see :func:`count_vectors`."""
-    return _vectors_per_window(*_entries(adj, window_row, height, 1), adj)[: -(-adj.num_dst // height)]
+    row = adj.row()
+    place = row if window_row is None else place_of_row(window_row, adj.num_dst).index_select(0, row)
+    window_entry, _, head_entry = sort_vectors(place, adj.col, adj.shape, height)
+    return torch.searchsorted(head_entry, window_entry).diff()
 
 
-def _entries(
-    adj: Adjacency, window_row: Tensor | None, height: int, stride: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Window, row and column of every entry in each ``stride``-th window; rows ascend if stride is 1."""
-    row, col = adj.row(), adj.col
+def _sample(adj: Adjacency, window_row: Tensor | None, stride: int) -> tuple[Tensor, Tensor, int]:
+    """Place and column of every entry in each ``stride``-th window, and the number of places."""
     if window_row is None:
         if stride == 1:
-            return row // height, row, col
-        window_row = torch.arange(adj.num_dst // height * height, dtype=torch.int32, device=adj.device)
+            return adj.row(), adj.col, adj.num_dst
+        window_row = torch.arange(adj.num_dst // HEIGHT * HEIGHT, dtype=torch.int32, device=adj.device)
     if stride == 1:
-        place = torch.empty(adj.num_dst, dtype=torch.int32, device=adj.device)
-        flat = window_row.reshape(-1)
-        place[flat[: adj.num_dst].long()] = torch.arange(adj.num_dst, dtype=torch.int32, device=adj.device)
-        return place[row.long()] // height, row, col
-    taken = window_row.reshape(-1, height)[::stride]
-    window = torch.arange(taken.size(0), dtype=torch.int32, device=adj.device)
-    rows, window = taken.reshape(-1), window.repeat_interleave(height)
-    keep = rows >= 0
-    rows, window = rows[keep], window[keep]
-    length = adj.in_degree()[rows.long()]
-    nth = torch.repeat_interleave(torch.arange(rows.numel(), device=adj.device), length)
-    start = adj.rowptr[rows.long()] - (length.cumsum(0) - length)
-    position = torch.arange(nth.numel(), device=adj.device) + start[nth]
-    return window[nth], rows[nth], col[position]
-
-
-def _vectors_per_window(window: Tensor, row: Tensor, col: Tensor, adj: Adjacency) -> Tensor:
-    window_entry, col, order = compress(window, col, adj.num_dst, adj.num_src, sort_minor=True)
-    row = row[order.long()]
-    head = torch.ones(col.numel() + 1, dtype=torch.int64, device=adj.device)
-    head[1:-1] = (col[1:] != col[:-1]) | (row[1:] == row[:-1])
-    # The sentinel at the end takes the marks of windows without entries behind the last entry.
-    head[window_entry[:-1]] = 1
-    before = torch.zeros(col.numel() + 2, dtype=torch.int64, device=adj.device)
-    torch.cumsum(head, 0, out=before[1:])
-    return before[window_entry].diff()
+        return place_of_row(window_row, adj.num_dst).index_select(0, adj.row()), adj.col, adj.num_dst
+    rows = window_row.reshape(-1, HEIGHT)[::stride].flatten()
+    # Only the last places can be absent.
+    rows = rows[rows >= 0]
+    length = adj.in_degree()[rows]
+    end = length.cumsum(0)
+    num_entries = int(end[-1])
+    places = torch.arange(rows.numel(), dtype=torch.int32, device=adj.device)
+    place = torch.repeat_interleave(places, length, output_size=num_entries)
+    position = torch.arange(num_entries, device=adj.device) + (adj.rowptr[rows] - (end - length))[place]
+    return place, adj.col[position], rows.numel()
 
 
 def _similar_order(adj: Adjacency) -> Tensor:
