@@ -90,7 +90,8 @@ class DeviceGuard {
 
 void spmm_csr(const CsrStructure& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
               Address value, int value_dtype, std::int64_t heads, Address scale_dst, Address scale_src,
-              Address bias, Address out, Address partial, std::int64_t tile, int device, Address queue) {
+              Address bias, bool relu, Address out, Address partial, std::int64_t tile, int device,
+              Address queue) {
   const SpmmArgs args{structure.a,
                       structure.split,
                       {at(value), static_cast<Dtype>(value_dtype), heads},
@@ -98,6 +99,7 @@ void spmm_csr(const CsrStructure& structure, int dtype, std::int64_t width, Addr
                       at(scale_dst),
                       at(scale_src),
                       at(bias),
+                      relu,
                       at(out),
                       at(partial),
                       width,
@@ -107,18 +109,21 @@ void spmm_csr(const CsrStructure& structure, int dtype, std::int64_t width, Addr
 }
 
 #ifdef FASTSPARSE_WITH_CUDA
-BsbView make_bsb(Address col, Address mask, Address window_row, Address block_entry, Address value_id,
+BsbView make_bsb(Address block, Address window_ptr, Address window_row, Address block_entry, Address value_id,
                  bool value_id_is_64bit, std::int64_t num_rows, Address slices, std::int64_t num_slices,
-                 Address split_row, Address split_ptr, std::int64_t num_split_rows) {
-  return {at<std::int32_t>(col),
-          at<std::uint8_t>(mask),
+                 Address split_row, Address split_ptr, std::int64_t num_split_rows, Address runs,
+                 std::int64_t num_runs) {
+  return {at<std::uint32_t>(block),
+          at<std::int64_t>(window_ptr),
           at<std::int32_t>(window_row),
           at<std::int64_t>(block_entry),
           at(value_id),
           value_id_is_64bit,
           num_rows,
           {at<RowSlice>(slices), num_slices, at<std::int32_t>(split_row), at<std::int64_t>(split_ptr),
-           num_split_rows}};
+           num_split_rows},
+          at<WindowRun>(runs),
+          num_runs};
 }
 
 void spmm_bsb(const BsbView& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
@@ -131,6 +136,7 @@ void spmm_bsb(const BsbView& structure, int dtype, std::int64_t width, Address x
                          {at(x), x_stride},
                          at(scale_dst),
                          at(bias),
+                         relu,
                          at(out),
                          at(partial),
                          width,

@@ -17,6 +17,7 @@ from fastsparse_core import _C, choose
 from fastsparse_core.formats.bsb import MOST_COLUMNS, Bsb
 from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.row_split import RowSplit
+from fastsparse_core.formats.window_runs import window_runs
 
 _logger = logging.getLogger("fastsparse_core")
 _INT32_MAX = 2**31 - 1
@@ -435,6 +436,14 @@ class Adjacency:
             lambda: RowSplit.from_rowptr(self.bsb.window_ptr, choose.slice_blocks(self.bsb.num_blocks)),
         )
 
+    @property
+    def bsb_runs(self) -> Tensor:
+        """The same, with short windows joined to runs."""
+        return self._row_memo.get(
+            "bsb_runs",
+            lambda: window_runs(self.bsb.window_ptr, self.bsb_split, choose.run_blocks(self.bsb.num_blocks)),
+        )
+
     def bsb_structure(self, *, valued: bool) -> Any:
         """The binary sparse blocks as the compiled kernels take them.
 
@@ -454,7 +463,8 @@ class Adjacency:
             value_id = order if self.edge_id is None else self.edge_id.index_select(0, order)
         structure = _C.BsbStructure(
             # Of the storage: an empty view has no address, yet the kernels read ahead, behind its end.
-            bsb.vector.untyped_storage().data_ptr(),
+            bsb.block.untyped_storage().data_ptr(),
+            bsb.window_ptr.data_ptr(),
             0 if bsb.window_row is None else bsb.window_row.data_ptr(),
             0 if block_entry is None else block_entry.data_ptr(),
             0 if value_id is None else value_id.data_ptr(),
@@ -465,6 +475,8 @@ class Adjacency:
             split.split_row.data_ptr(),
             split.split_ptr.data_ptr(),
             split.split_row.numel(),
+            self.bsb_runs.data_ptr(),
+            self.bsb_runs.size(0),
         )
         return structure, value_id
 

@@ -54,7 +54,13 @@ def slice_length(num_edges: int) -> int:
 
 def slice_blocks(num_blocks: int) -> int:
     """Longest slice of a window, in blocks of 16 vectors: a power of two from 32 to 256."""
-    return _power_of_two(num_blocks // (2 * _RESIDENT_WARPS), 32, 256)
+    least = 32 if num_blocks < 90_000 else 64
+    return _power_of_two(num_blocks // (2 * _RESIDENT_WARPS), least, 256)
+
+
+def run_blocks(num_blocks: int) -> int:
+    """Blocks of a run of short windows: up to 16, as far as the GPU stays full."""
+    return _power_of_two(num_blocks // _RESIDENT_WARPS, 1, 16)
 
 
 def csr_tile(adj: Adjacency, item_size: int, *, weighted: bool) -> int:
@@ -76,8 +82,8 @@ def features_per_lane(width: int, item_size: int) -> int:
 
 
 def blocks_per_step(num_blocks: int, num_windows: int) -> int:
-    """Blocks that a warp gathers at once: 2 for long windows, and for tiny graphs, which are all latency."""
-    return 2 if num_blocks >= 64 * num_windows or num_blocks < 50_000 else 1
+    """Blocks that a warp gathers at once: 2 where windows have several, else 1, which leaves room for warps."""
+    return 2 if num_blocks >= 2.5 * num_windows else 1
 
 
 def spmm_algorithm(

@@ -75,11 +75,10 @@ def test_bsb_holds_every_entry(device, edges, kind):
     bsb = bsb_of(adj, window_rows(adj, kind))
     assert torch.equal(bsb.to_dense().cpu(), dense_of(edges))
     assert bsb.num_windows == math.ceil(adj.num_dst / HEIGHT)
-    assert bsb.vector.dtype == torch.int32
-    assert bsb.vector.shape == (bsb.num_blocks, BLOCK)
-    assert torch.equal(bsb.vector, bsb.col | bsb.mask.int() << 24)
-    behind = bsb.vector.untyped_storage().nbytes() - bsb.vector.nbytes
-    assert behind == 4 * BLOCK * 4, "the kernels read four blocks ahead"
+    assert bsb.block.dtype == torch.uint8
+    assert bsb.block.shape == (bsb.num_blocks, 64)
+    behind = bsb.block.untyped_storage().nbytes() - bsb.block.nbytes
+    assert behind == 4 * 64, "the kernels read four blocks ahead"
     assert bsb.num_vectors == int((bsb.mask != 0).sum())
     assert int(bsb.window_ptr[-1]) == bsb.num_blocks
 

@@ -16,8 +16,11 @@ from fastsparse_core.formats.compress import compress, compress_pairs
 HEIGHT = 8
 #: Vectors of a block.
 BLOCK = 16
-#: Bits of a vector's column; the mask lies above them.
+#: Bits of a vector's column.
 COLUMN_BITS = 24
+#: Bytes of a block: its columns, then its masks.
+BLOCK_BYTES = BLOCK * (COLUMN_BITS // 8 + 1)
+_COLUMN_BYTES = BLOCK * COLUMN_BITS // 8
 #: Source nodes that a vector can name.
 MOST_COLUMNS = 1 << COLUMN_BITS
 #: Blocks behind the last one that the kernels may read (and ignore), so that they can read ahead.
@@ -29,39 +32,39 @@ class Bsb:
     """A structure of shape (num_dst, num_src) in binary sparse blocks.
 
     The rows are grouped in windows of 8. A column that has an entry in one of a window's rows is a *non-zero
-    vector*: a column index and a mask whose bit r says that row r of the window has the entry, in one word.
-    Vectors of a window are stored by ascending column, 16 to a block; the last block is padded with vectors
+    vector*: a column index and a mask whose bit r says that row r of the window has the entry. Vectors of a window are stored by ascending column, 16 to a block; the last block is padded with vectors
     of mask 0. An edge that occurs twice starts a second vector of the same column.
 
     Attributes:
         shape: (num_dst, num_src).
         window_ptr: int64 (num_windows + 1,), the range of blocks of every window.
-        vector: int32 (num_blocks, 16), read as unsigned: the column of every vector in bits 0 to 23, its mask
-            in bits 24 to 31. Padding repeats the block's first column, with mask 0.
+        block: uint8 (num_blocks, 64): the columns of 16 vectors, 3 bytes each, low byte first, then their
+            masks. Padding repeats the block's first column, with mask 0.
         window_row: int32 (num_windows, 8), the rows of every window, -1 for none; None: consecutive rows.
         num_vectors: non-zero vectors, without padding.
     """
 
     shape: tuple[int, int]
     window_ptr: Tensor
-    vector: Tensor
+    block: Tensor
     window_row: Tensor | None
     num_vectors: int
 
     @property
     def col(self) -> Tensor:
         """The column of every vector, int32 (num_blocks, 16); computed at every call."""
-        return self.vector & (MOST_COLUMNS - 1)
+        byte = self.block[:, :_COLUMN_BYTES].reshape(-1, BLOCK, 3).int()
+        return byte[:, :, 0] | byte[:, :, 1] << 8 | byte[:, :, 2] << 16
 
     @property
     def mask(self) -> Tensor:
-        """The mask of every vector, uint8 (num_blocks, 16); computed at every call."""
-        return (self.vector >> COLUMN_BITS).to(torch.uint8)
+        """The mask of every vector, uint8 (num_blocks, 16); a view."""
+        return self.block[:, _COLUMN_BYTES:]
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks of 16 vectors."""
-        return self.vector.size(0)
+        return self.block.size(0)
 
     @property
     def num_windows(self) -> int:
@@ -125,7 +128,11 @@ class Bsb:
         last_block = vector[last]
         padding = torch.arange(BLOCK, device=device) >= stored[:, None]
         vector[last] = torch.where(padding, last_block[:, :1] & (MOST_COLUMNS - 1), last_block)
-        return cls(shape, window_ptr, vector[:num_blocks], window_row, num_vectors)
+        byte = vector.view(torch.uint8).view(-1, BLOCK, 4)
+        block = byte.new_empty(num_blocks + _OVERREAD, BLOCK_BYTES)
+        block[:, :_COLUMN_BYTES].view(-1, BLOCK, 3).copy_(byte[:, :, :3])
+        block[:, _COLUMN_BYTES:].copy_(byte[:, :, 3])
+        return cls(shape, window_ptr, block[:num_blocks], window_row, num_vectors)
 
     def entry_order(self, row: Tensor, col: Tensor) -> Tensor:
         """Position in the CSR structure of every entry, (num_edges,), ordered by block, vector, row.
@@ -147,12 +154,13 @@ class Bsb:
 
     def block_entry(self) -> Tensor:
         """The range of entries of every block, int64 (num_blocks + 1,); computed at every call."""
-        # Bits of every mask, summed in parallel: in pairs, in fours, in eights.
-        count = (self.vector >> COLUMN_BITS) & 0xFF
-        for width, ones in ((1, 0x55), (2, 0x33), (4, 0x0F)):
+        # Bits of four masks at a time, summed in parallel: in pairs, in fours, in eights.
+        count = self.block.view(torch.int32)[:, _COLUMN_BYTES // 4 :]
+        for width, ones in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F)):
             count = (count & ones) + (count >> width & ones)
+        count = (count.contiguous().view(torch.uint8)).sum(1)
         ranges = torch.zeros(self.num_blocks + 1, dtype=torch.int64, device=count.device)
-        torch.cumsum(count.sum(1), 0, out=ranges[1:])
+        torch.cumsum(count, 0, out=ranges[1:])
         return ranges
 
     def to_dense(self) -> Tensor:
@@ -162,13 +170,13 @@ class Bsb:
         row = window * HEIGHT + bit
         if self.window_row is not None:
             row = self.window_row.flatten()[row].long()
-        dense = torch.zeros(self.shape, device=self.vector.device)
+        dense = torch.zeros(self.shape, device=self.block.device)
         column = self.col.flatten()[vector].long()
         return dense.index_put_((row, column), dense.new_ones(()), accumulate=True)
 
     def bits(self) -> tuple[Tensor, Tensor]:
         """Vector and row in the window of every entry, int64 (num_edges,), by block, vector, row."""
-        row = torch.arange(HEIGHT, dtype=torch.uint8, device=self.vector.device)
+        row = torch.arange(HEIGHT, dtype=torch.uint8, device=self.block.device)
         vector, bit = torch.nonzero((self.mask.reshape(-1, 1) >> row) & 1, as_tuple=True)
         return vector, bit
 
@@ -178,7 +186,7 @@ class Bsb:
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by name."""
-        named = {"window_ptr": self.window_ptr, "vector": self.vector}
+        named = {"window_ptr": self.window_ptr, "block": self.block}
         return named if self.window_row is None else named | {"window_row": self.window_row}
 
 

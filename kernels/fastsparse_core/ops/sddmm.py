@@ -160,11 +160,29 @@ class _Sddmm(torch.autograd.Function):
         grad_dst = grad_src = None
         if ctx.needs_input_grad[0]:
             grad_dst = spmm(
-                x_src, grad, scale_dst, scale_src, None, x_dst.size(0), ctx.adjacency, False, ctx.algorithm
+                x_src,
+                grad,
+                scale_dst,
+                scale_src,
+                None,
+                x_dst.size(0),
+                ctx.adjacency,
+                False,
+                ctx.algorithm,
+                False,
             )
         if ctx.needs_input_grad[1]:
             grad_src = spmm(
-                x_dst, grad, scale_src, scale_dst, None, x_src.size(0), ctx.adjacency, True, ctx.algorithm
+                x_dst,
+                grad,
+                scale_src,
+                scale_dst,
+                None,
+                x_src.size(0),
+                ctx.adjacency,
+                True,
+                ctx.algorithm,
+                False,
             )
         return grad_dst, grad_src, None, None, None, None, None, None, None
 
