@@ -21,7 +21,8 @@ COMMANDS = {
     "formats": "vectors, zeros, instructions and bytes of the tensor-core formats, and their conversion",
     "host": "host time of a layer on a tiny graph",
     "cpu": "one layer on the CPU against PyG and torch.sparse",
-    "accuracy": "test accuracy of the GCN example, original against drop-in",
+    "accuracy": "test accuracy of the GCN example in every precision, original against drop-in",
+    "choice": "csr against flashsparse, what auto picks, and what the pick costs",
     "all": "every benchmark of this machine, then the plots",
     "tables": "stored results as Markdown tables",
     "plots": "stored results as plots",
@@ -34,6 +35,8 @@ ON_CUDA = (
     "adjacency",
     "host",
     "train",
+    "choice",
+    "accuracy",
 )
 ON_CPU = ("cpu", "accuracy")
 
