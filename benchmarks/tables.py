@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -443,7 +444,13 @@ def choice(result: dict[str, Any]) -> list[Table]:
         )
         mean = f"mean {ratio(geometric_mean(regrets))}"
         rows.append(["geometric mean", "", "", *map(ratio, by_width), mean])
-        columns = ["graph", "vectors/edge", "edges/row", *(f"F = {width}" for width in widths), "regret"]
+        columns = [
+            "graph",
+            "vectors/edge",
+            "edges/row",
+            *(f"F = {width}" for width in widths),
+            "worst regret",
+        ]
         title = f"csr time over flashsparse time, {dtype}; picked: c csr, f flashsparse, ! the slower one"
         tables.append(Table(title, columns, rows))
     return tables
@@ -476,6 +483,29 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
 }
 
 
+#: benchmark -> what a reader of its tables should know first
+ABOUT = {
+    "spmm": "Sparse-dense product against cuSPARSE, and the best stored rival where there is one;"
+    " 'of roofline' is the time of gathering the same rows at the measured bandwidth, over our time.",
+    "train": "Training step, inference and peak memory of a three-layer GCN.",
+    "adjacency": "Building the structure from edges in arbitrary order.",
+    "formats": "FlashSparse's table 2 (zeros in vectors of 16 and of 8 rows), figure 14 (matrix instructions"
+    " at 16x1 and at 8x1) and table 7 (ME-BCRS against SR-BCRS), and what grouping similar rows adds.",
+    "host": "What the host spends on a call whose device work is next to nothing.",
+    "cpu": "The same layers without a GPU.",
+    "accuracy": "FlashSparse's table 8: no precision may lose more than one standard deviation.",
+    "choice": "Which algorithm wins where, and what `auto` picks; see docs/choosing.md.",
+}
+
+INTRODUCTION = """# Benchmark results
+
+Written by `python -m benchmarks tables --out benchmarks/results/README.md` from the records (`.json`) beside
+this file; run it again after a benchmark instead of editing. Times are medians; a record holds the spread,
+the machine, the software and a digest of the kernels' sources. Graphs are seeded stand-ins for published
+graphs of that name (`benchmarks/suite.py`) or, in `formats`, `choice` and `accuracy`, also the real ones.
+"""
+
+
 def provenance(result: dict[str, Any]) -> str:
     """One sentence: which machine, when, from which commit."""
     facts, versions = result["machine"], result["software"]
@@ -492,9 +522,14 @@ def provenance(result: dict[str, Any]) -> str:
     return ", ".join([*parts, f"kernels {digest}"]) + "."
 
 
-def report(result: dict[str, Any]) -> str:
-    """A record as Markdown: provenance, tables, notes."""
-    parts = [f"### {result['name']}", "", provenance(result), ""]
+def report(result: dict[str, Any], heading: str | None = None) -> str:
+    """A record as Markdown: what it is, provenance, tables, notes.
+
+    Args:
+        result: The record.
+        heading: Instead of its name.
+    """
+    parts = [f"### {heading or result['name']}", "", ABOUT[result["name"]], "", provenance(result), ""]
     for table in TABLES[result["name"]](result):
         parts += [table.markdown()]
     parts += [f"- {note}" for note in result["notes"]]
@@ -525,9 +560,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Writes the tables of all stored results as Markdown."""
-    text = "\n".join(report(record.load(path)) for path in stored(options.results))
+    """Writes the tables of all stored results as Markdown, with the plots that lie beside them."""
+    target = Path.cwd() if options.out is None else options.out.resolve().parent
+    paths = stored(options.results)
+    parts = [INTRODUCTION]
+    for folder in _ordered(sorted(path.parent for path in paths)):
+        parts.append(f"## {folder.name}\n")
+        for path in paths:
+            if path.parent == folder:
+                parts.append(report(record.load(path), path.stem))
+                parts += [f"![{plot.stem}]({_relative(plot, target)})\n" for plot in _plots_of(path)]
+    text = "\n".join(parts)
     if options.out is None:
         print(text)
     else:
         options.out.write_text(text)
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), folder)).as_posix()
+
+
+def _plots_of(path: Path) -> list[Path]:
+    """The plots drawn from a record: those whose name begins with its own, and with no longer one's."""
+
+    def owner(plot: Path) -> str:
+        stems = (other.stem for other in path.parent.glob("*.json"))
+        return max((s for s in stems if f"{plot.stem}_".startswith(f"{s}_")), key=len, default="")
+
+    return [plot for plot in sorted(path.parent.glob("*.png")) if owner(plot) == path.stem]

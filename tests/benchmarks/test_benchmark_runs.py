@@ -64,6 +64,18 @@ def test_spmm_does_not_time_a_wrong_result(tmp_path: Path, monkeypatch: pytest.M
     assert "wrong" in tables.report(result)
 
 
+def test_tensor_cores_gather_a_row_per_vector() -> None:
+    from benchmarks.spmm import rows_gathered
+    from fastsparse_core import Adjacency
+
+    row = torch.arange(16)
+    adj = Adjacency.from_coo(row, torch.zeros_like(row), (16, 16))
+    assert rows_gathered(adj, "fastsparse flashsparse") == 16
+    assert adj.bsb.num_vectors == 2
+    assert rows_gathered(adj, "fastsparse flashsparse") == 2
+    assert rows_gathered(adj, "fastsparse csr") == rows_gathered(adj, "cuSPARSE") == 16
+
+
 def test_adjacency(tmp_path: Path) -> None:
     result = result_of(tmp_path, "adjacency", "--graphs", "pubmed", "--budget-ms", "1")
     kinds = ["symmetric", "symmetric, prepared", "directed", "directed, prepared"]
@@ -219,8 +231,8 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
     ):
         ran.clear()
         pretend(["all", "--device", device, "--out", str(tmp_path), "--commit", "abc"], Console(quiet=True))
-        assert [arguments[0] for arguments in ran] == [*expected, "plots"]
-        assert all(arguments[-2:] == ["--commit", "abc"] for arguments in ran[:-1])
+        assert [arguments[0] for arguments in ran] == [*expected, "plots", "tables"]
+        assert all(arguments[-2:] == ["--commit", "abc"] for arguments in ran[:-2])
 
 
 def test_unknown_graph_is_refused_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
