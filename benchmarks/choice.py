@@ -52,12 +52,11 @@ def run(options: argparse.Namespace) -> Path:
     )
     for name in progress(options.graphs, "choice"):
         setup = attempt(partial(_load, name, torch.device(options.device)))
-        shared = {"graph": name.removeprefix(suite.REAL), "real": name.startswith(suite.REAL)}
         if setup["status"] != "ok":
-            out.add(**shared, status=setup["status"])
+            out.add(graph=name, status=setup["status"])
             continue
         adj: Adjacency = setup["adj"]
-        shared |= {"nodes": adj.num_dst, "edges": adj.num_edges, "vectors": setup["vectors"]}
+        shared = {"graph": name, "nodes": adj.num_dst, "edges": adj.num_edges, "vectors": setup["vectors"]}
         for width, dtype in itertools.product(options.widths, options.dtypes):
             measure = partial(_measure, adj, width, dtype, options.budget_ms)
             out.add(**shared, width=width, dtype=dtype, **attempt(measure))

@@ -142,6 +142,34 @@ def choice_heat_maps(result: dict[str, Any], folder: Path) -> list[Path]:
     return [path]
 
 
+def format_bars(result: dict[str, Any], folder: Path) -> list[Path]:
+    """FlashSparse's figure 14 and table 2: instructions and zeros of 16x1 and of 8x1 vectors."""
+    cells = [cell for cell in result["cells"] if cell["status"] == "ok" and cell["grouping"] == "none"]
+    cells = [cell for cell in cells if cell["mma_8x1"]]
+    if not cells:
+        return []
+    places = range(len(cells))
+    figure, row = pyplot.subplots(
+        1, 2, figsize=(11, 1.5 + 0.25 * len(cells)), sharey=True, constrained_layout=True
+    )
+    drawn = (("mma", "matrix instructions per 1000 edges, 16 features", 1e3), ("zeros", "zeros per edge", 1))
+    for axes, (field, label, factor) in zip(row, drawn, strict=True):
+        for shift, shape in ((-0.2, "16x1"), (0.2, "8x1")):
+            counts = [factor * cell[f"{field}_{shape}"] / cell["edges"] for cell in cells]
+            bars = axes.barh([place + shift for place in places], counts, 0.4, label=f"{shape} vectors")
+            axes.bar_label(bars, [f"{count:.3g}" for count in counts], fontsize=5, padding=1)
+        axes.set_xlabel(label)
+        axes.grid(axis="x", alpha=0.3)
+        axes.legend(fontsize=8)
+    names = [cell["graph"] + ("" if cell["real"] else " (stand-in)") for cell in cells]
+    row[0].set_yticks(places, names, fontsize=7)
+    row[0].invert_yaxis()
+    path = folder / "formats.png"
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return [path]
+
+
 def training_bars(result: dict[str, Any], folder: Path) -> list[Path]:
     """Time of a training step and peak memory: bars per graph, a colour per implementation."""
     written = []
@@ -190,7 +218,12 @@ def _finish(figure: Figure, axes: Axes, graphs: list[str], path: Path) -> Path:
 
 
 #: benchmark -> what is drawn from its record
-PLOTS = {"spmm": (speed_up_bars, roofline_plots), "train": (training_bars,), "choice": (choice_heat_maps,)}
+PLOTS = {
+    "spmm": (speed_up_bars, roofline_plots),
+    "train": (training_bars,),
+    "formats": (format_bars,),
+    "choice": (choice_heat_maps,),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

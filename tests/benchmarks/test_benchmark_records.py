@@ -383,6 +383,15 @@ def test_choice_is_drawn_as_a_heat_map(tmp_path: Path) -> None:
     assert plots.choice_heat_maps(record_of("choice", choice_cells()[2:]), tmp_path) == []
 
 
+def test_formats_are_drawn_per_graph(tmp_path: Path) -> None:
+    plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
+    counts = {"mma_16x1": 4, "mma_8x1": 2, "zeros_16x1": 90, "zeros_8x1": 30}
+    cell = {"graph": "cora", "real": True, "edges": 50, "grouping": "none", "status": "ok", **counts}
+    (path,) = plots.format_bars(record_of("formats", [cell]), tmp_path)
+    assert path.name == "formats.png"
+    assert plots.format_bars(record_of("formats", [{**cell, "status": "failed"}]), tmp_path) == []
+
+
 def test_roofline_tells_large_graphs_apart(tmp_path: Path) -> None:
     plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
     result = spmm_record("NVIDIA H200")

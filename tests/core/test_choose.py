@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from fastsparse_core import Adjacency, algorithms, choose, sddmm, spmm
 
@@ -102,6 +103,17 @@ def test_reaches_sddmm_and_both_operators_gradients(device):
     assert calls.seen[:2] == [("spmm", "flashsparse"), ("sddmm", "csr")]
     assert calls.seen[2:4] == [("spmm", "csr")] * 2
     assert sorted(calls.seen[4:]) == [("sddmm", "flashsparse"), ("spmm", "flashsparse")]
+
+
+def test_recomputation_takes_the_context_it_is_given(asked):
+    adj, x = ring(), torch.randn(16, 8, requires_grad=True)
+
+    def contexts() -> tuple[Any, Any]:
+        return algorithms(spmm="csr"), algorithms(spmm="csr")
+
+    out = checkpoint(lambda x: spmm(adj, x).relu(), x, use_reentrant=False, context_fn=contexts)
+    out.sum().backward()
+    assert asked == ["csr"] * 3  # forward, forward again, backward
 
 
 def test_results_do_not_depend_on_it(device):
