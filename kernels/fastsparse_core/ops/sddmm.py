@@ -62,7 +62,7 @@ def sddmm(
         TypeError: dtypes are not supported or differ.
         ValueError: a size, device or option does not fit.
     """
-    choose.check_algorithm(algorithm, choose.SDDMM_ALGORITHMS)
+    algorithm = choose.requested("sddmm", algorithm)
     check_features("x_dst", x_dst, adj.num_dst, "num_dst", adj)
     check_features("x_src", x_src, adj.num_src, "num_src", adj)
     if x_dst.dim() not in (2, 3) or x_dst.shape[1:] != x_src.shape[1:]:

@@ -97,7 +97,7 @@ def spmm(
         >>> spmm(adj, torch.eye(3)).tolist()
         [[0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
     """
-    choose.check_algorithm(algorithm, choose.SPMM_ALGORITHMS)
+    algorithm = choose.requested("spmm", algorithm)
     check_features("x", x, adj.num_src, "num_src", adj)
     x, bias = autocast(x, bias)  # type: ignore[assignment]
     trailing = x.shape[1:]
