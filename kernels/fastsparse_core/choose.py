@@ -165,7 +165,7 @@ def features_per_lane(width: int, item_size: int) -> int:
 
 
 def blocks_per_step(num_blocks: int, num_windows: int) -> int:
-    """Blocks that a warp gathers at once: 2 where windows have several, else 1, which leaves room for warps."""
+    """Blocks that a warp gathers at once: 2 where windows have several, else 1 and more warps."""
     return 2 if num_blocks >= 2.5 * num_windows else 1
 
 

@@ -32,8 +32,9 @@ class Bsb:
     """A structure of shape (num_dst, num_src) in binary sparse blocks.
 
     The rows are grouped in windows of 8. A column that has an entry in one of a window's rows is a *non-zero
-    vector*: a column index and a mask whose bit r says that row r of the window has the entry. Vectors of a window are stored by ascending column, 16 to a block; the last block is padded with vectors
-    of mask 0. An edge that occurs twice starts a second vector of the same column.
+    vector*: a column index and a mask whose bit r says that row r of the window has the entry. Vectors of a
+    window are stored by ascending column, 16 to a block; the last block is padded with vectors of mask 0. An
+    edge that occurs twice starts a second vector of the same column.
 
     Attributes:
         shape: (num_dst, num_src).
