@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from cases import EdgeList, edge_lists
+from cases import TOLERANCE, EdgeList, edge_lists, relative_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -263,11 +264,13 @@ def test_grouping_is_a_permutation(device, edges):
     assert torch.equal(group_rows(edges.adjacency(device)), window_row), "deterministic"
     assert torch.equal(group_rows(edges.adjacency("cpu")), window_row.cpu()), "the same on every device"
     assert group_rows(adj, "none") is None
+    chosen = group_rows(adj, "auto")
+    assert chosen is None or torch.equal(chosen, window_row)
 
 
 def test_grouping_refuses_an_unknown_method(device):
     adj = Adjacency.from_coo(torch.tensor([0], device=device), torch.tensor([0], device=device), (1, 1))
-    with pytest.raises(ValueError, match="method: expected 'minhash' or 'none', got 'louvain'"):
+    with pytest.raises(ValueError, match="group_rows: expected 'auto', 'none' or 'minhash', got 'louvain'"):
         group_rows(adj, "louvain")
 
 
@@ -285,6 +288,90 @@ def test_grouping_finds_shuffled_communities(device, num_src):
     assert window_row is not None
     assert count_vectors(adj, window_row) < 0.6 * count_vectors(adj)
     assert count_vectors(adj, window_row) < 1.4 * 64 * 24
+
+
+def shuffled_communities(device: str, group_rows: str, *, symmetric: bool = False) -> Adjacency:
+    """512 rows in shuffled communities of 32, which draw 16 of 24 columns."""
+    generator = torch.Generator().manual_seed(1)
+    community = torch.randperm(512, generator=generator) // 32
+    drawn = torch.rand(512, 24, generator=generator).argsort(1)[:, :16]
+    palette = torch.stack([torch.randperm(512, generator=generator)[:24] for _ in range(16)])
+    col = palette[community][torch.arange(512)[:, None], drawn].flatten()
+    row = torch.arange(512).repeat_interleave(16)
+    if symmetric:
+        row, col = torch.cat([row, col]), torch.cat([col, row])
+    return Adjacency.from_coo(row.to(device), col.to(device), (512, 512), group_rows=group_rows)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_adjacency_groups_its_blocks(device, symmetric):
+    plain, auto, always = (
+        shuffled_communities(device, method, symmetric=symmetric) for method in ("none", "auto", "minhash")
+    )
+    assert plain.bsb.window_row is None
+    assert auto.bsb.num_vectors < 0.8 * plain.bsb.num_vectors
+    assert auto.bsb.window_row is not None
+    assert torch.equal(auto.bsb.window_row, always.bsb.window_row)
+    assert torch.equal(auto.bsb.to_dense(), plain.bsb.to_dense())
+    assert "bsb.window_row" in auto.memory_usage()
+    assert auto.is_symmetric == symmetric
+    assert (auto.t().bsb is auto.bsb) == symmetric
+    assert torch.equal(auto.t().bsb.to_dense(), plain.bsb.to_dense().t())
+    assert plain.t().bsb.window_row is None
+
+
+def test_grouping_survives_pickling_moving_and_transposing(device):
+    adj = shuffled_communities(device, "none")
+    for copy in (pickle.loads(pickle.dumps(adj)), adj.to("cpu"), adj.t(), adj.t().t()):
+        assert copy.group_rows == "none"
+        assert copy.bsb.window_row is None
+    merged = Adjacency.from_coo(adj.row(), adj.col, adj.shape, duplicates="sum", group_rows="minhash")
+    by_row = Adjacency.from_csr(adj.rowptr, adj.col, adj.shape, group_rows="minhash")
+    by_column = Adjacency.from_csc(adj.t().rowptr, adj.t().col, adj.shape, group_rows="minhash")
+    for built in (merged, by_row, by_column):
+        assert torch.equal(built.bsb.window_row, merged.bsb.window_row)
+    with pytest.raises(ValueError, match="group_rows: expected 'auto', 'none' or 'minhash', got 'all'"):
+        shuffled_communities(device, "all")
+    with pytest.raises(ValueError, match="group_rows: expected 'auto', 'none' or 'minhash', got 'all'"):
+        Adjacency.from_csr(adj.rowptr, adj.col, adj.shape, group_rows="all")
+
+
+def test_autocast_does_not_round_hashes(device):
+    adj, other = (shuffled_communities(device, "minhash") for _ in range(2))
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert adj.bsb.window_row is not None
+    assert torch.equal(adj.bsb.window_row, other.bsb.window_row)
+
+
+def test_no_memory_to_group_leaves_the_natural_order(device, monkeypatch, caplog):
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(grouping, "_similar_order", fail)
+    adj = shuffled_communities(device, "auto")
+    assert adj.try_bsb()
+    assert adj.bsb.window_row is None
+    assert "not enough memory to group similar rows" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("valued", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_grouped_products_equal_plain_ones(valued, symmetric, dtype):
+    """Forward and backward: only the order of the sums differs."""
+    results = []
+    for method in ("none", "minhash"):
+        adj = shuffled_communities("cuda", method, symmetric=symmetric)
+        generator = torch.Generator("cuda").manual_seed(5)
+        x = torch.randn(512, 64, generator=generator, device="cuda").to(dtype).requires_grad_()
+        value = torch.randn(adj.num_values, generator=generator, device="cuda").to(dtype).requires_grad_()
+        out = spmm(adj, x, value if valued else None, algorithm="flashsparse")
+        out.backward(torch.randn(512, 64, generator=generator, device="cuda").to(dtype))
+        assert (adj.bsb.window_row is None) == (method == "none")
+        results.append([out.detach(), x.grad] + ([value.grad] if valued else []))
+    for plain, grouped in zip(*results, strict=True):
+        assert relative_error(grouped, plain.double()) <= TOLERANCE[dtype]
 
 
 def test_natural_order_is_kept_where_it_is_good(device):

@@ -6,18 +6,28 @@ the format knows the window: features, results and edge order stay the caller's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import random
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from fastsparse_core.formats.bsb import HEIGHT, place_of_row, sort_vectors
+from fastsparse_core.formats.compress import compress
 
 if TYPE_CHECKING:
     from fastsparse_core.adjacency import Adjacency
 
+#: How the rows of a window are chosen.
+Method = Literal["auto", "none", "minhash"]
 #: Hashes of a row's signature.
 _HASHES = 16
+#: Sorted orders in which a row meets its neighbours.
+_BANDS = 8
+#: Bits of the keys that rows are sorted by; with those of the order, at most 32.
+_KEY_BITS = 28
+#: Multiplications that make a hash.
+_ROUNDS = 3
 #: Equal hashes from which on two rows count as similar (so an estimated Jaccard similarity of 3/16).
 _AGREEMENT = 3
 #: Rounds of pointer doubling: rows up to 2^5 links from their cluster's root find it, more are rare.
@@ -30,9 +40,21 @@ _PAIRS = 2**24
 _LEAST_SAVING = 0.05
 #: Windows that are counted to estimate a saving.
 _SAMPLE = 4096
+_BYTE_ONES = 0x0101_0101_0101_0101
+_INT32_MAX = 2**31 - 1
 
 
-def group_rows(adj: Adjacency, method: Literal["minhash", "none"] = "minhash") -> Tensor | None:
+def check_method(method: str) -> None:
+    """Rejects unknown names.
+
+    Raises:
+        ValueError: ``method`` is none of ``"auto"``, ``"none"``, ``"minhash"``.
+    """
+    if method not in get_args(Method):
+        raise ValueError(f"group_rows: expected 'auto', 'none' or 'minhash', got {method!r}")
+
+
+def group_rows(adj: Adjacency, method: Method = "minhash") -> Tensor | None:
     """Rows of every window such that rows with many common columns share one.
 
     Min-wise hashing: the share of equal entries in the signatures of two rows, the minima of 16 hashes over
@@ -46,7 +68,8 @@ def group_rows(adj: Adjacency, method: Literal["minhash", "none"] = "minhash") -
 
     Args:
         adj: the structure; it may be rectangular and hold duplicates.
-        method: ``"none"`` keeps the natural order.
+        method: ``"none"`` keeps the natural order, ``"auto"`` keeps it unless grouping saves at least 5 % of
+            the vectors (:func:`choose_grouping`).
 
     Returns:
         int32 (num_windows, 8), a permutation of the rows, rows without edges last, padded with -1; None for
@@ -55,12 +78,16 @@ def group_rows(adj: Adjacency, method: Literal["minhash", "none"] = "minhash") -
     Raises:
         ValueError: an unknown method.
     """
-    if method not in ("minhash", "none"):
-        raise ValueError(f"method: expected 'minhash' or 'none', got {method!r}")
+    check_method(method)
     if method == "none":
         return None
-    with torch.no_grad():
-        order = _similar_order(adj)
+    if method == "auto":
+        return choose_grouping(adj)
+    if adj.num_edges:
+        with torch.no_grad():
+            order = _similar_order(adj)
+    else:
+        order = torch.arange(adj.num_dst, dtype=torch.int32, device=adj.device)
     num_windows = -(-adj.num_dst // HEIGHT)
     window_row = torch.full((num_windows * HEIGHT,), -1, dtype=torch.int32, device=adj.device)
     window_row[: adj.num_dst] = order
@@ -124,36 +151,37 @@ def _sample(adj: Adjacency, window_row: Tensor | None, stride: int) -> tuple[Ten
 
 
 def _similar_order(adj: Adjacency) -> Tensor:
-    """The rows by cluster, int64 (num_dst,)."""
-    from fastsparse_core.ops.spmm import spmm  # the operators import the formats
+    """The rows by cluster, int32 or int64 (num_dst,)."""
+    from fastsparse_core.ops.spmm import _spmm_extremum  # the operators import the formats
 
     num_rows, device = adj.num_dst, adj.device
     hashes, bits = _column_hashes(adj.num_src, device)
-    signature = spmm(adj, hashes, reduce="min").to(torch.int32)
+    # Not spmm itself: autocast would round the hashes.
+    signature = _spmm_extremum(hashes, None, num_rows, adj.handle, False, True)[0].int()
     del hashes
     empty = adj.in_degree() == 0
     signature.masked_fill_(empty[:, None], (1 << bits) - 1)
     # A row of few entries has as few different minima; so the sorts stay within the order of the edges.
-    bands = min(max(adj.num_edges // max(num_rows, 1), 3), _HASHES)
-    link, agreement, by_hash = _most_similar(signature, bits, bands)
+    bands = min(max(adj.num_edges // max(num_rows, 1), 3), _BANDS)
+    link, agreement = _most_similar(signature, bits, bands)
 
     row = torch.arange(num_rows, device=device)
-    link = torch.where((agreement >= _AGREEMENT) & ~empty, link, row)
-    near = ((link - row).abs() <= _NEAR) & (link != row)
-    in_order = 2 * near.sum() > (link != row).sum()
+    is_linked = (agreement >= _AGREEMENT) & ~empty
+    link = torch.where(is_linked, link, row)
+    near = ((link - row).abs() <= _NEAR) & is_linked
+    in_order = 2 * near.sum() > is_linked.sum()
 
     # Links lead to ever better pairs, equal ones to higher rows: a tree ends in a pair, whose lower row is
     # made the root.
     root = torch.where((link[link] == row) & (row < link), row, link)
     for _ in range(_DOUBLINGS):
         root = root[root]
-    prefix = _pack(signature, row.new_zeros(1), bits, 32).flatten()
-    by_least_hash = _least(prefix, root) << 31 | root
-    key = torch.where(in_order, _least(row, root), by_least_hash)
-    key.masked_fill_(empty, torch.iinfo(torch.int64).max)
-    # Inside a cluster: by hash too, or in natural order.
-    before = torch.where(in_order, row, by_hash)
-    return before[torch.sort(key[before], stable=True).indices]
+    # Rows by cluster, inside a cluster by hash, or in natural order.
+    key = torch.where(in_order, row.int(), _keys(signature[:, :2], bits)[:, 0])
+    cluster_ptr, key, order = compress(root.int(), key, num_rows, _INT32_MAX, sort_minor=True)
+    # Clusters by the least of these; empty rows behind all others.
+    least = key[cluster_ptr[root[order]]].masked_fill_(empty[order], _INT32_MAX)
+    return order[torch.sort(least, stable=True).indices]
 
 
 def _column_hashes(num_src: int, device: torch.device) -> tuple[Tensor, int]:
@@ -163,52 +191,55 @@ def _column_hashes(num_src: int, device: torch.device) -> tuple[Tensor, int]:
     shifts; float32 holds 24 bits exactly, and of more the upper 24 are kept.
     """
     bits = max((num_src - 1).bit_length(), 1)
-    generator = torch.Generator().manual_seed(0)
-    factors = 2 * torch.randint(2**20, 2**23, (3, _HASHES), generator=generator).to(device) + 1
-    value = torch.arange(num_src, device=device)[:, None].repeat(1, _HASHES)
-    for factor in factors:
+    generator = random.Random(0)
+    factors = [[2 * generator.randrange(2**20, 2**23) + 1 for _ in range(_HASHES)] for _ in range(_ROUNDS)]
+    value = torch.arange(num_src, dtype=torch.int32, device=device)[:, None].repeat(1, _HASHES)
+    for factor in torch.tensor(factors, dtype=torch.int32, device=device):
+        # Products may wrap: only their lower bits are kept.
         value.mul_(factor).bitwise_and_((1 << bits) - 1)
         value ^= value >> (bits + 1) // 2
     return (value >> max(bits - 24, 0)).float(), min(bits, 24)
 
 
-def _pack(signature: Tensor, first: Tensor, bits: int, width: int) -> Tensor:
-    """Keys of ``width`` bits, int64 (num_rows, len(first)): hash ``first``, then the next ones."""
-    key = torch.zeros(signature.size(0), first.numel(), dtype=torch.int64, device=signature.device)
-    used = nth = 0
-    while used < width and nth < _HASHES:
-        taken = min(bits, width - used)
-        key = key << taken | signature[:, (first + nth) % _HASHES] >> (bits - taken)
-        used, nth = used + taken, nth + 1
-    return key
+def _keys(signature: Tensor, bits: int) -> Tensor:
+    """All hashes but the last, each followed by bits of the next: int32, 28 bits, (num_rows, hashes - 1)."""
+    free = _KEY_BITS - bits
+    return signature[:, :-1] << free | signature[:, 1:] & ((1 << free) - 1)
 
 
-def _most_similar(signature: Tensor, bits: int, bands: int) -> tuple[Tensor, Tensor, Tensor]:
+def _most_similar(signature: Tensor, bits: int, bands: int) -> tuple[Tensor, Tensor]:
     """Of a row's neighbours, when rows are sorted by each of the first hashes, the most similar one.
 
     Returns:
-        The row, its number of equal hashes (negative: there is no neighbour), and the rows sorted by the
-        first hash; int64 (num_rows,) each.
+        The row, and its number of equal hashes (negative: there is no neighbour); int64 (num_rows,) each.
     """
     num_rows, device = signature.size(0), signature.device
-    # Eight bits of each hash: unequal hashes pass for equal once in 256 times.
-    short = (signature & 255).to(torch.uint8)
+    keys = _keys(signature[:, : bands + 1], bits)
+    # Eight bits of each hash, eight hashes to a word: unequal hashes pass for equal once in 256 times.
+    words = signature.to(torch.uint8).view(torch.int64)
     best = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
-    by_first_hash = best
-    for band in torch.arange(bands, device=device).split(max(_PAIRS // max(num_rows, 1), 1)):
-        key = _pack(signature, band, bits, 31).int().t().contiguous()
-        order = torch.sort(key, dim=1, stable=True).indices
-        if by_first_hash is best:
-            by_first_hash = order[0]
-        sorted_short = short[order]
-        agreement = (sorted_short[:, 1:] == sorted_short[:, :-1]).sum(2) << 32
-        score = torch.full_like(order, -1)
-        score[:, :-1] = agreement | order[:, 1:]
-        score[:, 1:] = torch.maximum(score[:, 1:], agreement | order[:, :-1])
-        best.scatter_reduce_(0, order.flatten(), score.flatten(), "amax")
-    return best & (2**32 - 1), best >> 32, by_first_hash
+    for some in keys.split(max(_PAIRS // max(num_rows, 1), 1), 1):
+        count = some.size(1)
+        band = torch.arange(count, dtype=torch.int32, device=device).repeat_interleave(num_rows)
+        key = some.t().reshape(-1)
+        order = compress(band, key, count, 1 << _KEY_BITS, sort_minor=True)[2]
+        row = (
+            order.view(count, num_rows) - torch.arange(0, count * num_rows, num_rows, device=device)[:, None]
+        )
+        word = words[row]
+        unequal = _unequal_bytes(word[:, 1:] ^ word[:, :-1])
+        agreement = (_HASHES - unequal) << 32
+        score = torch.full_like(row, -1)
+        torch.bitwise_or(agreement, row[:, 1:], out=score[:, :-1])
+        score[:, 1:] = torch.maximum(score[:, 1:], agreement | row[:, :-1])
+        best.scatter_reduce_(0, row.flatten(), score.flatten(), "amax")
+    return best & (2**32 - 1), best >> 32
 
 
-def _least(key: Tensor, root: Tensor) -> Tensor:
-    """The least key among the rows with the same root, for every row."""
-    return torch.full_like(key, torch.iinfo(torch.int64).max).scatter_reduce_(0, root, key, "amin")[root]
+def _unequal_bytes(difference: Tensor) -> Tensor:
+    """Number of bytes that are not 0 in each row's words, int64 (..., words) -> (...,); overwrites these."""
+    # Adding 127 carries into the highest bit of a byte unless the byte's other bits are all 0.
+    carried = (difference & 0x7F7F_7F7F_7F7F_7F7F).add_(0x7F7F_7F7F_7F7F_7F7F)
+    ones = difference.bitwise_or_(carried).bitwise_right_shift_(7).bitwise_and_(_BYTE_ONES)
+    # The product's highest byte is the sum of all bytes.
+    return ones.sum(-1).mul_(_BYTE_ONES).bitwise_right_shift_(56)
