@@ -33,12 +33,13 @@ ON_CUDA = (
     "spmm",
     "spmm --algorithm flashsparse --dtypes float16 bfloat16 float32",
     "adjacency",
+    "formats",
     "host",
     "train",
     "choice",
     "accuracy",
 )
-ON_CPU = ("cpu", "accuracy")
+ON_CPU = ("cpu", "formats", "accuracy")
 
 
 def make_parser(chosen: str | None) -> argparse.ArgumentParser:

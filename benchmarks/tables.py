@@ -277,15 +277,28 @@ def formats(result: dict[str, Any]) -> list[Table]:
             cell["grouping"],
             *(number(cell[f"{name}_bytes"] / 1e6) for name in ("bsb", "me_bcrs", "sr_bcrs", "csr")),
             _percent(1 - cell["me_bcrs_bytes"] / cell["sr_bcrs_bytes"]),
+            *(number(cell[f"{name}_bytes"] / max(cell["edges"], 1)) for name in ("bsb", "csr")),
             _percent(cell["bsb_bytes"] / cell["csr_bytes"]),
         ]
         for cell in cells
+        if cell["grouping"] != "auto"
     ]
-    grouped = []
+    grouped, products = [], []
     for cell in natural:
-        other = _first(cells, graph=cell["graph"], real=cell["real"], grouping="minhash")
-        if other is None:
+        other, auto = (
+            _first(cells, graph=cell["graph"], real=cell["real"], grouping=grouping)
+            for grouping in ("minhash", "auto")
+        )
+        if other is None or auto is None:
             continue
+        times = [[it.get(f"spmm_{dtype}_ms") for it in (cell, other)] for dtype in ("float16", "float32")]
+        products.append(
+            [
+                cell["graph"],
+                "yes" if cell["kept"] else "no",
+                *(text for pair in times for text in (*map(number, pair), ratio(_quotient(*pair)))),
+            ]
+        )
         grouped.append(
             [
                 cell["graph"],
@@ -296,9 +309,16 @@ def formats(result: dict[str, Any]) -> list[Table]:
                 ),
                 "yes" if cell["kept"] else "no",
                 number(cell.get("median_ms")),
-                number(other.get("median_ms")),
-                ratio(_quotient(other.get("median_ms"), cell.get("median_ms"))),
-                number(other.get("scratch_gb")),
+                *(
+                    text
+                    for it in (other, auto)
+                    for text in (
+                        number(it.get("median_ms")),
+                        ratio(_quotient(it.get("median_ms"), cell.get("median_ms"))),
+                    )
+                ),
+                number(cell.get("scratch_gb")),
+                number(auto.get("scratch_gb")),
             ]
         )
     mean = geometric_mean(cell["mma_16x1"] / cell["mma_8x1"] for cell in natural if cell["mma_8x1"])
@@ -311,7 +331,18 @@ def formats(result: dict[str, Any]) -> list[Table]:
         ),
         Table(
             "Footprint, MB",
-            ["graph", "grouping", "BSB", "ME-BCRS", "SR-BCRS", "CSR", "ME saves of SR", "BSB of CSR"],
+            [
+                "graph",
+                "grouping",
+                "BSB",
+                "ME-BCRS",
+                "SR-BCRS",
+                "CSR",
+                "ME saves of SR",
+                "BSB bytes/edge",
+                "CSR bytes/edge",
+                "BSB of CSR",
+            ],
             sizes,
         ),
         Table(
@@ -326,9 +357,26 @@ def formats(result: dict[str, Any]) -> list[Table]:
                 "convert ms",
                 "grouped ms",
                 "ratio",
+                "auto ms",
+                "ratio",
                 "scratch GB",
+                "auto scratch GB",
             ],
             grouped,
+        ),
+        Table(
+            "Product in natural order and grouped",
+            [
+                "graph",
+                "kept",
+                "float16 ms",
+                "grouped ms",
+                "speed-up",
+                "float32 ms",
+                "grouped ms",
+                "speed-up",
+            ],
+            products,
         ),
     ]
 

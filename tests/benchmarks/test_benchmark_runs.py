@@ -226,8 +226,8 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(command_line, "run", pretend)
     for device, expected in (
-        ("cpu", ["cpu", "accuracy"]),
-        ("cuda", ["spmm", "spmm", "adjacency", "host", "train", "choice", "accuracy"]),
+        ("cpu", ["cpu", "formats", "accuracy"]),
+        ("cuda", ["spmm", "spmm", "adjacency", "formats", "host", "train", "choice", "accuracy"]),
     ):
         ran.clear()
         pretend(["all", "--device", device, "--out", str(tmp_path), "--commit", "abc"], Console(quiet=True))

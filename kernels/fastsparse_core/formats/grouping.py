@@ -26,8 +26,9 @@ _HASHES = 16
 _BANDS = 8
 #: Bits of the keys that rows are sorted by; with those of the order, at most 32.
 _KEY_BITS = 28
-#: Multiplications that make a hash.
-_ROUNDS = 3
+_random = random.Random(0)
+#: Odd factors of every hash: two multiplications make one.
+_FACTORS = [[2 * _random.randrange(2**20, 2**23) + 1 for _ in range(_HASHES)] for _ in range(2)]
 #: Equal hashes from which on two rows count as similar (so an estimated Jaccard similarity of 3/16).
 _AGREEMENT = 3
 #: Rounds of pointer doubling: rows up to 2^5 links from their cluster's root find it, more are rare.
@@ -103,12 +104,17 @@ def choose_grouping(adj: Adjacency) -> Tensor | None:
         return None
     window_row = group_rows(adj, "minhash")
     stride = max(1, adj.num_dst // HEIGHT // _SAMPLE)
-    shares = []
-    for grouping in (None, window_row):
-        place, col, num_places = _sample(adj, grouping, stride)
-        _, _, head_entry = sort_vectors(place, col, (num_places, adj.num_src), HEIGHT)
-        shares.append((head_entry.numel() - 1) / max(col.numel(), 1))
-    return window_row if shares[1] <= (1 - _LEAST_SAVING) * shares[0] else None
+    place, col, num_places = _sample(adj, None, stride)
+    grouped_place, grouped_col, _ = _sample(adj, window_row, stride)
+    # One sort for both: the grouped windows follow the natural ones.
+    first = -(-num_places // HEIGHT) * HEIGHT
+    place, col = torch.cat([place, grouped_place + first]), torch.cat([col, grouped_col])
+    _, _, head_entry = sort_vectors(place, col, (2 * first, adj.num_src), HEIGHT)
+    num_entries, num_grouped = col.numel() - grouped_col.numel(), grouped_col.numel()
+    vectors = int((head_entry < num_entries).sum())
+    share = vectors / max(num_entries, 1)
+    grouped_share = (head_entry.numel() - 1 - vectors) / max(num_grouped, 1)
+    return window_row if grouped_share <= (1 - _LEAST_SAVING) * share else None
 
 
 def count_vectors(adj: Adjacency, window_row: Tensor | None = None, *, height: int = HEIGHT) -> int:
@@ -163,11 +169,12 @@ def _similar_order(adj: Adjacency) -> Tensor:
     signature.masked_fill_(empty[:, None], (1 << bits) - 1)
     # A row of few entries has as few different minima; so the sorts stay within the order of the edges.
     bands = min(max(adj.num_edges // max(num_rows, 1), 3), _BANDS)
-    link, agreement = _most_similar(signature, bits, bands)
+    keys = _keys(signature[:, : bands + 1], bits)
+    best = _most_similar(signature, keys)
 
     row = torch.arange(num_rows, device=device)
-    is_linked = (agreement >= _AGREEMENT) & ~empty
-    link = torch.where(is_linked, link, row)
+    is_linked = (best >= _AGREEMENT << 32) & ~empty
+    link = torch.where(is_linked, best & (2**32 - 1), row)
     near = ((link - row).abs() <= _NEAR) & is_linked
     in_order = 2 * near.sum() > is_linked.sum()
 
@@ -177,7 +184,7 @@ def _similar_order(adj: Adjacency) -> Tensor:
     for _ in range(_DOUBLINGS):
         root = root[root]
     # Rows by cluster, inside a cluster by hash, or in natural order.
-    key = torch.where(in_order, row.int(), _keys(signature[:, :2], bits)[:, 0])
+    key = torch.where(in_order, row, keys[:, 0]).int()
     cluster_ptr, key, order = compress(root.int(), key, num_rows, _INT32_MAX, sort_minor=True)
     # Clusters by the least of these; empty rows behind all others.
     least = key[cluster_ptr[root[order]]].masked_fill_(empty[order], _INT32_MAX)
@@ -191,10 +198,8 @@ def _column_hashes(num_src: int, device: torch.device) -> tuple[Tensor, int]:
     shifts; float32 holds 24 bits exactly, and of more the upper 24 are kept.
     """
     bits = max((num_src - 1).bit_length(), 1)
-    generator = random.Random(0)
-    factors = [[2 * generator.randrange(2**20, 2**23) + 1 for _ in range(_HASHES)] for _ in range(_ROUNDS)]
     value = torch.arange(num_src, dtype=torch.int32, device=device)[:, None].repeat(1, _HASHES)
-    for factor in torch.tensor(factors, dtype=torch.int32, device=device):
+    for factor in torch.tensor(_FACTORS, dtype=torch.int32, device=device):
         # Products may wrap: only their lower bits are kept.
         value.mul_(factor).bitwise_and_((1 << bits) - 1)
         value ^= value >> (bits + 1) // 2
@@ -207,14 +212,14 @@ def _keys(signature: Tensor, bits: int) -> Tensor:
     return signature[:, :-1] << free | signature[:, 1:] & ((1 << free) - 1)
 
 
-def _most_similar(signature: Tensor, bits: int, bands: int) -> tuple[Tensor, Tensor]:
-    """Of a row's neighbours, when rows are sorted by each of the first hashes, the most similar one.
+def _most_similar(signature: Tensor, keys: Tensor) -> Tensor:
+    """Of a row's neighbours, when rows are sorted by each column of ``keys``, the most similar one.
 
     Returns:
-        The row, and its number of equal hashes (negative: there is no neighbour); int64 (num_rows,) each.
+        int64 (num_rows,): its number of equal hashes in the upper, its row in the lower 32 bits; negative
+        where there is no neighbour.
     """
     num_rows, device = signature.size(0), signature.device
-    keys = _keys(signature[:, : bands + 1], bits)
     # Eight bits of each hash, eight hashes to a word: unequal hashes pass for equal once in 256 times.
     words = signature.to(torch.uint8).view(torch.int64)
     best = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
@@ -233,7 +238,7 @@ def _most_similar(signature: Tensor, bits: int, bands: int) -> tuple[Tensor, Ten
         torch.bitwise_or(agreement, row[:, 1:], out=score[:, :-1])
         score[:, 1:] = torch.maximum(score[:, 1:], agreement | row[:, :-1])
         best.scatter_reduce_(0, row.flatten(), score.flatten(), "amax")
-    return best & (2**32 - 1), best >> 32
+    return best
 
 
 def _unequal_bytes(difference: Tensor) -> Tensor:
