@@ -43,7 +43,7 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "fastsparse":
-            self.seen.append((func._opname, args[-1]))
+            self.seen.append((func._opname, next(each for each in args if isinstance(each, str))))
         return func(*args, **(kwargs or {}))
 
 
