@@ -73,8 +73,8 @@ class Adjacency:
         num_values: length of an edge-value tensor. It differs from ``num_edges`` where self loops were
             inserted or replaced (:meth:`extend_value`).
         group_rows: which rows share a window of the binary sparse blocks: ``"none"``, consecutive ones;
-            ``"minhash"``, similar ones; ``"auto"``, similar ones where that saves at least 5 % of the
-            vectors. Only the blocks know of it: features, edge values and results keep their order.
+            ``"minhash"``, similar ones; ``"auto"``, similar ones where rows have 8 entries or more and that
+            saves at least 10 % of the vectors. Only the blocks know of it: features, edge values and results keep their order.
         handle: number by which the operators know this object.
     """
 

@@ -198,7 +198,7 @@ def spmm_algorithm(
     if dtype != torch.float32:
         return "flashsparse"
     # In float32 the CSR kernel gathers as fast: tensor cores win by the rows that 8 destinations share.
-    if adj.num_edges < 4 * adj.num_dst:
+    if adj.num_edges < 4 * adj.num_dst and adj.num_edges < 1_000_000:
         return "csr"
     return "flashsparse" if adj.bsb.num_vectors <= 0.85 * adj.num_edges else "csr"
 
