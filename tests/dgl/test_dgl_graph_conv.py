@@ -84,10 +84,12 @@ def test_edge_weight_broadcasts_as_in_dgl(shape, device):
     check_parity(layers, graph, features(graph, 4, 3), device, edge_weight=weights(graph, *shape))
 
 
+@pytest.mark.parametrize("activation", [torch.nn.functional.elu, torch.relu])
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_activation(sizes, device):
+def test_activation(sizes, bias, activation, device):
     graph = homogeneous()
-    layers = twin(FastGraphConv, *sizes, activation=torch.nn.functional.elu)
+    layers = twin(FastGraphConv, *sizes, bias=bias, activation=activation)
     check_parity(layers, graph, features(graph, sizes[0]), device)
 
 
