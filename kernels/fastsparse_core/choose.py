@@ -23,6 +23,7 @@ _WHY_CSR = (
 
 SPMM_ALGORITHMS = ("auto", "csr", "flashsparse")
 SDDMM_ALGORITHMS = ("auto", "csr")
+ATTENTION_ALGORITHMS = ("auto", "fused3s", "unfused")
 
 #: Groups of lanes that an H200 keeps resident in the CSR kernels, about: 132 multiprocessors x 96 groups.
 _RESIDENT_GROUPS = 132 * 96
