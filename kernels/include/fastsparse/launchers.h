@@ -24,5 +24,9 @@ int spmm_csr(const SpmmArgs& args, void* stream);
 int spmm_bsb(const SpmmBsbArgs& args, void* stream);
 int spmm_extremum(const SpmmExtremumArgs& args, void* stream);
 int sddmm_csr(const SddmmArgs& args, void* stream);
+int additive_attention(const AdditiveAttentionArgs& args, void* stream);
+int additive_attention_backward(const AdditiveAttentionBackwardArgs& args, void* stream);
+int gatv2_attention(const Gatv2AttentionArgs& args, void* stream);
+int gatv2_attention_backward(const Gatv2AttentionBackwardArgs& args, void* stream);
 
 }  // namespace fastsparse::cuda

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "fastsparse/philox.h"
+
 namespace fastsparse {
 
 enum class Dtype : int { kFloat64 = 0, kFloat32 = 1, kFloat16 = 2, kBFloat16 = 3 };
@@ -128,6 +130,88 @@ struct SddmmArgs {
   std::int64_t heads;
   std::int64_t head_width;
   Dtype dtype;
+};
+
+// GAT: out_i,h = sum_j dropout(p_ij,h) v_j,h with p the softmax over row i of
+// leaky_relu(score_dst_i,h + score_src_j,h + bias_ij,h). CUDA only.
+struct AdditiveAttentionInput {
+  const float* score_dst;  // (num_rows, heads)
+  const float* score_src;  // (num_cols, heads)
+  DenseView v;             // (num_cols, heads * head_width)
+  EdgeValueView bias;      // null data: 0
+  float negative_slope;
+  Dropout dropout;
+  std::int64_t heads;
+  std::int64_t head_width;
+  Dtype dtype;
+};
+
+struct AdditiveAttentionArgs {
+  CsrView a;
+  RowSplitView split;
+  AdditiveAttentionInput input;
+  void* out;             // (num_rows, heads * head_width)
+  float* lse;            // (num_rows, heads)
+  float* partial;        // (num_slots, heads * head_width)
+  float* partial_state;  // (num_slots, heads, 2)
+};
+
+struct AdditiveAttentionBackwardArgs {
+  CsrView a;
+  RowSplitView split;
+  CsrView a_t;  // the transposed structure
+  RowSplitView split_t;
+  AdditiveAttentionInput input;
+  DenseView grad;  // (num_rows, heads * head_width)
+  const float* lse;
+  float* grad_score_dst;  // (num_rows, heads)
+  float* grad_score_src;  // (num_cols, heads)
+  void* grad_v;           // (num_cols, heads * head_width)
+  void* grad_bias;        // (num_values, heads) in bias.dtype; null: not wanted
+  float* row_state;       // (num_rows, heads, 4)
+  float* partial_row;     // (num_slots, heads, 4)
+  float* partial_v;       // (num_slots of the transposed structure, heads * head_width)
+  float* partial_score;   // (num_slots of the transposed structure, heads)
+};
+
+// GATv2: as GAT with the score <att_h, leaky_relu(x_dst_i,h + x_src_j,h)> and v = x_src. 0 <= negative_slope <= 1.
+struct Gatv2AttentionInput {
+  DenseView x_dst;   // (num_rows, heads * head_width)
+  DenseView x_src;   // (num_cols, heads * head_width)
+  const float* att;  // (heads * head_width)
+  float negative_slope;
+  Dropout dropout;
+  std::int64_t heads;
+  std::int64_t head_width;
+  Dtype dtype;
+};
+
+struct Gatv2AttentionArgs {
+  CsrView a;
+  RowSplitView split;
+  Gatv2AttentionInput input;
+  void* out;             // (num_rows, heads * head_width)
+  float* lse;            // (num_rows, heads)
+  float* partial;        // (num_slots, heads * head_width)
+  float* partial_state;  // (num_slots, heads, 2)
+};
+
+struct Gatv2AttentionBackwardArgs {
+  CsrView a;
+  RowSplitView split;
+  CsrView a_t;
+  RowSplitView split_t;
+  Gatv2AttentionInput input;
+  DenseView out;   // of the forward pass
+  DenseView grad;  // (num_rows, heads * head_width)
+  const float* lse;
+  void* grad_x_dst;       // (num_rows, heads * head_width)
+  void* grad_x_src;       // (num_cols, heads * head_width)
+  float* grad_att;        // (att_rows, heads * head_width): the gradient is the sum of its rows
+  std::int64_t att_rows;  // groups of lanes of the row pass
+  float* row_state;       // (num_rows, heads, 2)
+  float* partial_dst;     // (num_slots, heads * head_width)
+  float* partial_src;     // (num_slots of the transposed structure, heads * head_width)
 };
 
 // Sorts edges by (major, minor), or by major alone and otherwise stably, into compressed form.

@@ -1,0 +1,230 @@
+// How the CSR attention kernels lay rows, heads and features over lanes, and what they share.
+//
+// `kHeadLanes` neighbouring lanes take one head of one slice of a row, 8 features each; a group of
+// heads_per_group neighbouring heads takes the same slice, so that together they gather contiguous pieces of a
+// row. Entries go in batches of kHeadLanes: lane `sub` of a head reads the column (and computes what is a number
+// per entry) of the batch's entry `sub`, and hands it to the others by shuffles. All groups of a warp loop to the
+// longest of their slices, masked where their own is over.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+
+#include "fastsparse/cuda_common.cuh"
+
+namespace fastsparse::cuda {
+
+constexpr int kHeadThreads = 128;  // of a block
+constexpr int kLaneFeatures = 8;
+constexpr float kInfinity = __builtin_huge_valf();
+
+// The features of one lane.
+template <typename T, int kVec>
+struct Features {
+  Pack<T, kVec> pack[kLaneFeatures / kVec];
+  __device__ __forceinline__ float operator[](int i) const { return widen(pack[i / kVec].lane[i % kVec]); }
+};
+
+template <typename T, int kVec, int kHeadLanes>
+struct HeadLane {
+  static constexpr int kChunks = kLaneFeatures / kVec;
+  static constexpr int kChunkWidth = kHeadLanes * kVec;
+
+  std::int64_t group;   // index of the slice
+  int sub;              // lane within its head
+  std::int64_t head;    // valid even where not live
+  bool live;            // lanes beyond the last head are not
+  std::int64_t offset;  // first feature of this lane in a row of all heads
+  bool inside[kChunks];
+
+  __device__ __forceinline__ HeadLane(std::int64_t heads, std::int64_t head_width, int heads_per_group) {
+    const int lane = threadIdx.x % kWarp, of_warp = lane / kHeadLanes;
+    const int slices_per_warp = kWarp / kHeadLanes / heads_per_group;
+    const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * (kHeadThreads / kWarp) + threadIdx.x / kWarp;
+    group = warp * slices_per_warp + of_warp / heads_per_group;
+    sub = lane % kHeadLanes;
+    head = static_cast<std::int64_t>(blockIdx.y) * heads_per_group + of_warp % heads_per_group;
+    live = head < heads;
+    if (!live) head = heads - 1;
+    offset = head * head_width + sub * kVec;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) inside[c] = live && sub * kVec + c * kChunkWidth < head_width;
+  }
+
+  // Features of a row, zeros where the head has none or `wanted` is false.
+  __device__ __forceinline__ Features<T, kVec> load(const DenseView& x, std::int64_t row, bool wanted) const {
+    const T* from = static_cast<const T*>(x.data) + row * x.stride + offset;
+    Features<T, kVec> features;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      features.pack[c] = Pack<T, kVec>{};
+      if (wanted && inside[c]) features.pack[c] = load_pack<T, kVec>(from + c * kChunkWidth);
+    }
+    return features;
+  }
+
+  __device__ __forceinline__ void load(float (&to)[kLaneFeatures], const DenseView& x, std::int64_t row) const {
+    const Features<T, kVec> features = load(x, row, true);
+#pragma unroll
+    for (int i = 0; i < kLaneFeatures; ++i) to[i] = features[i];
+  }
+
+  // Features of all heads' float32 vector, (heads * head_width).
+  __device__ __forceinline__ void load_vector(float (&to)[kLaneFeatures], const float* x) const {
+#pragma unroll
+    for (int i = 0; i < kLaneFeatures; ++i) {
+      to[i] = inside[i / kVec] ? x[offset + i / kVec * kChunkWidth + i % kVec] : 0.0f;
+    }
+  }
+
+  // Writes features of row `row` of a contiguous (rows, width) matrix of U.
+  template <typename U>
+  __device__ __forceinline__ void store(void* to, std::int64_t row, std::int64_t width,
+                                        const float (&x)[kLaneFeatures]) const {
+    U* at = static_cast<U*>(to) + row * width + offset;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      if (!inside[c]) continue;
+      Pack<U, kVec> pack;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) pack.lane[i] = narrow<U>(x[c * kVec + i]);
+      *reinterpret_cast<Pack<U, kVec>*>(at + c * kChunkWidth) = pack;
+    }
+  }
+};
+
+// Entries that a lane gathers at once: 8 loads of 16 bytes, 4 where a head has only so many lanes.
+template <int kVec, int kHeadLanes, int kMost>
+constexpr int entries_in_flight() {
+  const int chunks = kLaneFeatures / kVec;
+  const int entries = chunks == 1 ? kMost : chunks == 2 ? kMost / 2 : 2;
+  return entries < kHeadLanes ? entries : kHeadLanes;
+}
+
+// The same bits in all lanes of a head: every step adds (or compares) the same two numbers in both lanes.
+template <int kHeadLanes>
+__device__ __forceinline__ float sum_lanes(float v) {
+#pragma unroll
+  for (int offset = 1; offset < kHeadLanes; offset *= 2) v += __shfl_xor_sync(kFullWarp, v, offset);
+  return v;
+}
+template <int kHeadLanes>
+__device__ __forceinline__ float max_lanes(float v) {
+#pragma unroll
+  for (int offset = 1; offset < kHeadLanes; offset *= 2) v = fmaxf(v, __shfl_xor_sync(kFullWarp, v, offset));
+  return v;
+}
+
+// What scores are taken relative to: their maximum, where there is one.
+__device__ __forceinline__ float reference_score(float max) { return max == -kInfinity ? 0.0f : max; }
+
+// The log-sum-exp that backward passes subtract: rows whose scores are all -inf have no weights, not NaN.
+__device__ __forceinline__ float finite_lse(float lse) { return lse == -kInfinity ? kInfinity : lse; }
+
+// Whether a slice is the first of its row.
+__device__ __forceinline__ bool starts_row(const CsrView& a, std::int64_t row, const RowSlice& slice) {
+  return slice.begin == a.rowptr[row];
+}
+
+// Softmax sums of the slices of split rows, in slot order within 8 strands and then strand by strand: no atomics.
+constexpr int kStrands = 8;
+
+// partial: (num_slots, width) relative to its own maximum; state: (num_slots, heads) {maximum, sum}.
+template <typename T>
+__global__ void __launch_bounds__(kWarp* kStrands)
+    combine_softmax_kernel(const RowSplitView split, const float* partial, const float2* state, std::int64_t heads,
+                           std::int64_t head_width, T* out, float* lse) {
+  __shared__ float shared[3][kStrands][kWarp];
+  const std::int64_t width = heads * head_width;
+  const std::int64_t feature = static_cast<std::int64_t>(blockIdx.y) * kWarp + threadIdx.x;
+  const bool inside = feature < width;
+  const std::int64_t head = inside ? feature / head_width : 0;
+  const std::int64_t end = split.split_ptr[blockIdx.x + 1];
+  float max = -kInfinity, sum = 0, acc = 0;
+  const auto add = [&](float other_max, float other_sum, float other_acc) {
+    const float reference = reference_score(fmaxf(max, other_max));
+    const float old_scale = __expf(max - reference), scale = __expf(other_max - reference);
+    max = fmaxf(max, other_max);
+    sum = sum * old_scale + other_sum * scale;
+    acc = acc * old_scale + other_acc * scale;
+  };
+#pragma unroll 4
+  for (std::int64_t slot = split.split_ptr[blockIdx.x] + threadIdx.y; slot < end; slot += kStrands) {
+    const float2 other = __ldg(state + slot * heads + head);
+    add(other.x, other.y, inside ? __ldg(partial + slot * width + feature) : 0.0f);
+  }
+  shared[0][threadIdx.y][threadIdx.x] = max;
+  shared[1][threadIdx.y][threadIdx.x] = sum;
+  shared[2][threadIdx.y][threadIdx.x] = acc;
+  __syncthreads();
+  if (threadIdx.y != 0 || !inside) return;
+#pragma unroll
+  for (int y = 1; y < kStrands; ++y) {
+    add(shared[0][y][threadIdx.x], shared[1][y][threadIdx.x], shared[2][y][threadIdx.x]);
+  }
+  const std::int64_t row = split.split_row[blockIdx.x];
+  out[row * width + feature] = narrow<T>(sum > 0 ? acc / sum : 0.0f);
+  if (feature % head_width == 0) lse[row * heads + head] = sum > 0 ? max + logf(sum) : -kInfinity;
+}
+
+template <typename T>
+void combine_softmax(const RowSplitView& split, const float* partial, const float* state, std::int64_t heads,
+                     std::int64_t head_width, void* out, float* lse, cudaStream_t stream) {
+  if (split.num_split_rows == 0) return;
+  const dim3 grid(static_cast<unsigned>(split.num_split_rows), ceil_div(heads * head_width, kWarp));
+  combine_softmax_kernel<T><<<grid, dim3(kWarp, kStrands), 0, stream>>>(
+      split, partial, reinterpret_cast<const float2*>(state), heads, head_width, static_cast<T*>(out), lse);
+}
+
+struct SameRow {
+  __device__ __forceinline__ std::int64_t operator()(std::int64_t row, int) const { return row; }
+};
+
+// Heads that share a group: as many as fit the warp, a power of two.
+inline int heads_per_group(std::int64_t heads, int head_lanes) {
+  int count = 1;
+  while (count < heads && count * head_lanes < kWarp) count *= 2;
+  return count;
+}
+
+inline dim3 head_grid(std::int64_t num_slices, std::int64_t heads, int head_lanes) {
+  const int per_group = heads_per_group(heads, head_lanes);
+  const int slices_per_block = kHeadThreads / head_lanes / per_group;
+  return dim3(ceil_div(num_slices, slices_per_block), ceil_div(heads, per_group));
+}
+
+template <int kValue>
+struct Constant {
+  static constexpr int value = kValue;
+};
+
+// Calls f(element type, elements per load, lanes per head): 16-byte loads and as few lanes as the head needs, or
+// single elements where widths, strides or addresses do not allow it.
+template <typename F>
+void with_head_lanes(Dtype dtype, std::int64_t head_width, std::initializer_list<std::int64_t> strides,
+                     std::initializer_list<const void*> addresses, F&& f) {
+  const auto call = [&](auto type) {
+    using T = decltype(type);
+    constexpr int kVec = 16 / sizeof(T);
+    bool vectors = head_width % kVec == 0;
+    for (const std::int64_t stride : strides) vectors = vectors && stride % kVec == 0;
+    for (const void* address : addresses) vectors = vectors && reinterpret_cast<std::uintptr_t>(address) % 16 == 0;
+    if (!vectors) return f(T{}, Constant<1>{}, Constant<32>{});
+    if (head_width <= 4 * kLaneFeatures) return f(T{}, Constant<kVec>{}, Constant<4>{});
+    if (head_width <= 8 * kLaneFeatures) return f(T{}, Constant<kVec>{}, Constant<8>{});
+    if (head_width <= 16 * kLaneFeatures) return f(T{}, Constant<kVec>{}, Constant<16>{});
+    return f(T{}, Constant<kVec>{}, Constant<32>{});
+  };
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return call(float{});
+    case Dtype::kFloat16:
+      return call(__half{});
+    case Dtype::kBFloat16:
+      return call(__nv_bfloat16{});
+    case Dtype::kFloat64:
+      return;  // the caller takes the unfused operators
+  }
+}
+
+}  // namespace fastsparse::cuda
