@@ -141,6 +141,99 @@ void spmm_bsb(const BsbView& structure, int dtype, std::int64_t width, Address x
   const DeviceGuard guard(device);
   check(cuda::spmm_bsb(args, at(queue)), "spmm_bsb");
 }
+
+AdditiveAttentionInput additive_input(int dtype, std::int64_t heads, std::int64_t head_width, Address score_dst,
+                                      Address score_src, Address v, std::int64_t v_stride, Address bias,
+                                      int bias_dtype, float negative_slope, double dropout_p, std::int64_t seed) {
+  return {at<float>(score_dst),
+          at<float>(score_src),
+          {at(v), v_stride},
+          {at(bias), static_cast<Dtype>(bias_dtype), heads},
+          negative_slope,
+          make_dropout(dropout_p, seed),
+          heads,
+          head_width,
+          static_cast<Dtype>(dtype)};
+}
+
+void additive_attention(const CsrStructure& structure, const AdditiveAttentionInput& input, Address out, Address lse,
+                        Address partial, Address partial_state, int device, Address queue) {
+  const AdditiveAttentionArgs args{structure.a,    structure.split,    input,
+                                   at(out),        at<float>(lse),     at<float>(partial),
+                                   at<float>(partial_state)};
+  const DeviceGuard guard(device);
+  check(cuda::additive_attention(args, at(queue)), "additive_attention");
+}
+
+void additive_attention_backward(const CsrStructure& structure, const CsrStructure& transposed,
+                                 const AdditiveAttentionInput& input, Address grad, std::int64_t grad_stride,
+                                 Address lse, Address grad_score_dst, Address grad_score_src, Address grad_v,
+                                 Address grad_bias, Address row_state, Address partial_row, Address partial_v,
+                                 Address partial_score, int device, Address queue) {
+  const AdditiveAttentionBackwardArgs args{structure.a,
+                                           structure.split,
+                                           transposed.a,
+                                           transposed.split,
+                                           input,
+                                           {at(grad), grad_stride},
+                                           at<float>(lse),
+                                           at<float>(grad_score_dst),
+                                           at<float>(grad_score_src),
+                                           at(grad_v),
+                                           at(grad_bias),
+                                           at<float>(row_state),
+                                           at<float>(partial_row),
+                                           at<float>(partial_v),
+                                           at<float>(partial_score)};
+  const DeviceGuard guard(device);
+  check(cuda::additive_attention_backward(args, at(queue)), "additive_attention_backward");
+}
+
+Gatv2AttentionInput gatv2_input(int dtype, std::int64_t heads, std::int64_t head_width, Address x_dst,
+                                std::int64_t x_dst_stride, Address x_src, std::int64_t x_src_stride, Address att,
+                                float negative_slope, double dropout_p, std::int64_t seed) {
+  return {{at(x_dst), x_dst_stride},
+          {at(x_src), x_src_stride},
+          at<float>(att),
+          negative_slope,
+          make_dropout(dropout_p, seed),
+          heads,
+          head_width,
+          static_cast<Dtype>(dtype)};
+}
+
+void gatv2_attention(const CsrStructure& structure, const Gatv2AttentionInput& input, Address out, Address lse,
+                     Address partial, Address partial_state, int device, Address queue) {
+  const Gatv2AttentionArgs args{structure.a,    structure.split,    input,
+                                at(out),        at<float>(lse),     at<float>(partial),
+                                at<float>(partial_state)};
+  const DeviceGuard guard(device);
+  check(cuda::gatv2_attention(args, at(queue)), "gatv2_attention");
+}
+
+void gatv2_attention_backward(const CsrStructure& structure, const CsrStructure& transposed,
+                              const Gatv2AttentionInput& input, Address out, std::int64_t out_stride, Address grad,
+                              std::int64_t grad_stride, Address lse, Address grad_x_dst, Address grad_x_src,
+                              Address grad_att, std::int64_t att_rows, Address row_state, Address partial_dst,
+                              Address partial_src, int device, Address queue) {
+  const Gatv2AttentionBackwardArgs args{structure.a,
+                                        structure.split,
+                                        transposed.a,
+                                        transposed.split,
+                                        input,
+                                        {at(out), out_stride},
+                                        {at(grad), grad_stride},
+                                        at<float>(lse),
+                                        at(grad_x_dst),
+                                        at(grad_x_src),
+                                        at<float>(grad_att),
+                                        att_rows,
+                                        at<float>(row_state),
+                                        at<float>(partial_dst),
+                                        at<float>(partial_src)};
+  const DeviceGuard guard(device);
+  check(cuda::gatv2_attention_backward(args, at(queue)), "gatv2_attention_backward");
+}
 #endif
 
 void spmm_extremum(const CsrStructure& structure, int dtype, std::int64_t width, Address x,
@@ -260,6 +353,12 @@ PYBIND11_MODULE(_C, m) {
 #ifdef FASTSPARSE_WITH_CUDA
   py::class_<BsbView>(m, "BsbStructure").def(py::init(&make_bsb));
   m.def("spmm_bsb", &spmm_bsb);
+  py::class_<AdditiveAttentionInput>(m, "AdditiveAttentionInput").def(py::init(&additive_input));
+  m.def("additive_attention", &additive_attention);
+  m.def("additive_attention_backward", &additive_attention_backward);
+  py::class_<Gatv2AttentionInput>(m, "Gatv2AttentionInput").def(py::init(&gatv2_input));
+  m.def("gatv2_attention", &gatv2_attention);
+  m.def("gatv2_attention_backward", &gatv2_attention_backward);
 #endif
   m.def("spmm_extremum", &spmm_extremum);
   m.def("sddmm_csr", &sddmm_csr);

@@ -1,10 +1,10 @@
 // Additive (GAT) attention, forward, from CSR on CUDA cores.
 //
-// A score is a number per entry and head, so a batch of entries has its softmax weights computed one per lane and
-// handed over by shuffles; what bounds the kernel is the gather of v, as in spmm_csr.cu. Floors per call, E entries
-// of width F: E F sizeof(T) bytes gathered, and E heads 4 bytes of scores. The softmax is online: sums are relative
-// to the greatest score so far and scaled down when that grows. Rows with several slices keep (maximum, sum,
-// output) per slice and combine them in slot order.
+// A score is a number per entry and head, so a batch of entries has its softmax weights computed one per lane
+// and handed over by shuffles; what bounds the kernel is the gather of v, as in spmm_csr.cu. Floors per call,
+// E entries of width F: E F sizeof(T) bytes gathered, and E heads 4 bytes of scores. The softmax is online:
+// sums are relative to the greatest score so far and scaled down when that grows. Rows with several slices
+// keep (maximum, sum, output) per slice and combine them in slot order.
 
 #include "fastsparse/additive_score.cuh"
 #include "fastsparse/head_lanes.cuh"
@@ -25,7 +25,9 @@ __global__ void __launch_bounds__(kHeadThreads)
   const float score_dst = slice.length > 0 ? input.score_dst[row * input.heads + lane.head] : 0.0f;
 
   // Columns are read two batches ahead, the scores behind them one.
-  const auto column = [&](int entry) { return entry < slice.length ? __ldg(args.a.col + slice.begin + entry) : 0; };
+  const auto column = [&](int entry) {
+    return entry < slice.length ? __ldg(args.a.col + slice.begin + entry) : 0;
+  };
   const auto score_src = [&](int entry, int col) {
     return entry < slice.length ? __ldg(input.score_src + col * input.heads + lane.head) : 0.0f;
   };
@@ -97,16 +99,17 @@ __global__ void __launch_bounds__(kHeadThreads)
 int additive_attention(const AdditiveAttentionArgs& args, void* stream_address) {
   auto* stream = static_cast<cudaStream_t>(stream_address);
   const AdditiveAttentionInput& input = args.input;
-  with_head_lanes(input.dtype, input.head_width, {input.v.stride}, {input.v.data, args.out, args.partial},
-                  [&](auto type, auto vec, auto head_lanes) {
-                    using T = decltype(type);
-                    constexpr int kVec = decltype(vec)::value, kHeadLanes = decltype(head_lanes)::value;
-                    additive_kernel<T, kVec, kHeadLanes>
-                        <<<head_grid(args.split.num_slices, input.heads, kHeadLanes), kHeadThreads, 0, stream>>>(
-                            args, heads_per_group(input.heads, kHeadLanes));
-                    combine_softmax<T>(args.split, args.partial, args.partial_state, input.heads, input.head_width,
-                                       args.out, args.lse, stream);
-                  });
+  with_head_lanes(
+      input.dtype, input.head_width, {input.v.stride}, {input.v.data, args.out, args.partial},
+      [&](auto type, auto vec, auto head_lanes) {
+        using T = decltype(type);
+        constexpr int kVec = decltype(vec)::value, kHeadLanes = decltype(head_lanes)::value;
+        additive_kernel<T, kVec, kHeadLanes>
+            <<<head_grid(args.split.num_slices, input.heads, kHeadLanes), kHeadThreads, 0, stream>>>(
+                args, heads_per_group(input.heads, kHeadLanes));
+        combine_softmax<T>(args.split, args.partial, args.partial_state, input.heads, input.head_width,
+                           args.out, args.lse, stream);
+      });
   return cudaGetLastError();
 }
 

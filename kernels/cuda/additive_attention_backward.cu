@@ -1,16 +1,17 @@
-// Additive (GAT) attention, backward, from CSR on CUDA cores: scores are computed again, nothing is of edge size.
+// Additive (GAT) attention, backward, from CSR on CUDA cores: scores are computed again, nothing is of edge
+// size.
 //
 // With z the logit, p = exp(leaky_relu(z) - lse), k the dropout factor and dP_ij = <dO_i, v_j>:
 //   delta_i = sum_j p k dP,   dS_ij = p (k dP - delta_i) leaky_relu'(z),
 //   dscore_dst_i = sum_j dS_ij,   dscore_src_j = sum_i dS_ij,   dv_j = sum_i p k dO_i,   dbias_ij = dS_ij.
-// All but dbias are sums of dot products, so lanes keep partial dot products through the whole slice and add them up
-// once at its end: no reduction per entry.
+// All but dbias are sums of dot products, so lanes keep partial dot products through the whole slice and add
+// them up once at its end: no reduction per entry.
 //   - The row pass over A gathers v_j. leaky_relu' takes two values, and sum_j p (k dP - delta) = 0, so with
 //     N = sum p k dP and P = sum p over the entries with z > 0 (+) and the others (-):
 //     dscore_dst = (1 - slope) (N+ P- - N- P+),   delta = N+ + N-.
 //   - The column pass over A^T gathers dO_i once for dv, dscore_src and dbias.
-// Floors, E entries of width F: 2 E F sizeof(T) bytes gathered, E heads (4 + 16) bytes of scores and row states.
-// Sums of rows with several slices are combined in slot order.
+// Floors, E entries of width F: 2 E F sizeof(T) bytes gathered, E heads (4 + 16) bytes of scores and row
+// states. Sums of rows with several slices are combined in slot order.
 
 #include "fastsparse/additive_score.cuh"
 #include "fastsparse/combine_partials.cuh"
@@ -23,8 +24,8 @@ namespace {
 // What the column pass needs of a row and head.
 using RowState = float4;  // score_dst, lse, delta, unused
 
-__device__ __forceinline__ void finish_row(const AdditiveAttentionBackwardArgs& args, std::int64_t at, float n_plus,
-                                           float n_minus, float p_plus, float p_minus) {
+__device__ __forceinline__ void finish_row(const AdditiveAttentionBackwardArgs& args, std::int64_t at,
+                                           float n_plus, float n_minus, float p_plus, float p_minus) {
   args.grad_score_dst[at] = (1.0f - args.input.negative_slope) * (n_plus * p_minus - n_minus * p_plus);
   reinterpret_cast<RowState*>(args.row_state)[at] =
       make_float4(args.input.score_dst[at], finite_lse(args.lse[at]), n_plus + n_minus, 0.0f);
@@ -43,7 +44,9 @@ __global__ void __launch_bounds__(kHeadThreads)
   float grad[kLaneFeatures];
   lane.load(grad, args.grad, row);
 
-  const auto column = [&](int entry) { return entry < slice.length ? __ldg(args.a.col + slice.begin + entry) : 0; };
+  const auto column = [&](int entry) {
+    return entry < slice.length ? __ldg(args.a.col + slice.begin + entry) : 0;
+  };
   const auto score_src = [&](int entry, int col) {
     return entry < slice.length ? __ldg(input.score_src + col * input.heads + lane.head) : 0.0f;
   };
@@ -111,7 +114,8 @@ __global__ void __launch_bounds__(kWarp)
   const std::int64_t head = blockIdx.y, end = args.split.split_ptr[blockIdx.x + 1];
   float4 sum = {};
   for (std::int64_t slot = args.split.split_ptr[blockIdx.x] + threadIdx.x; slot < end; slot += kWarp) {
-    const float4 part = __ldg(reinterpret_cast<const float4*>(args.partial_row) + slot * args.input.heads + head);
+    const float4 part =
+        __ldg(reinterpret_cast<const float4*>(args.partial_row) + slot * args.input.heads + head);
     sum.x += part.x;
     sum.y += part.y;
     sum.z += part.z;
@@ -138,7 +142,9 @@ __global__ void __launch_bounds__(kHeadThreads)
   float v[kLaneFeatures];
   lane.load(v, input.v, source);
 
-  const auto column = [&](int entry) { return entry < slice.length ? __ldg(args.a_t.col + slice.begin + entry) : 0; };
+  const auto column = [&](int entry) {
+    return entry < slice.length ? __ldg(args.a_t.col + slice.begin + entry) : 0;
+  };
   const auto row_state = [&](int entry, int row) {
     return entry < slice.length
                ? __ldg(reinterpret_cast<const RowState*>(args.row_state) + row * input.heads + lane.head)
@@ -221,7 +227,8 @@ void launch(const AdditiveAttentionBackwardArgs& args, cudaStream_t stream) {
   const int per_group = heads_per_group(input.heads, kHeadLanes);
   if (args.split.num_slices > 0) {
     additive_row_kernel<T, kVec, kHeadLanes>
-        <<<head_grid(args.split.num_slices, input.heads, kHeadLanes), kHeadThreads, 0, stream>>>(args, per_group);
+        <<<head_grid(args.split.num_slices, input.heads, kHeadLanes), kHeadThreads, 0, stream>>>(args,
+                                                                                                 per_group);
   }
   if (args.split.num_split_rows > 0) {
     const dim3 grid(static_cast<unsigned>(args.split.num_split_rows), static_cast<unsigned>(input.heads));
@@ -229,9 +236,11 @@ void launch(const AdditiveAttentionBackwardArgs& args, cudaStream_t stream) {
   }
   if (args.split_t.num_slices == 0) return;
   additive_column_kernel<T, kVec, kHeadLanes>
-      <<<head_grid(args.split_t.num_slices, input.heads, kHeadLanes), kHeadThreads, 0, stream>>>(args, per_group);
+      <<<head_grid(args.split_t.num_slices, input.heads, kHeadLanes), kHeadThreads, 0, stream>>>(args,
+                                                                                                 per_group);
   combine_partials<T, 1>(args.split_t, args.partial_v,
-                         Epilogue{nullptr, nullptr, args.grad_v, input.heads * input.head_width}, SameRow{}, stream);
+                         Epilogue{nullptr, nullptr, args.grad_v, input.heads * input.head_width}, SameRow{},
+                         stream);
   combine_partials<float, 1>(args.split_t, args.partial_score,
                              Epilogue{nullptr, nullptr, args.grad_score_src, input.heads}, SameRow{}, stream);
 }

@@ -1,10 +1,10 @@
 // GATv2 attention, forward, from CSR on CUDA cores.
 //
-// The score <att, leaky_relu(x_dst_i + x_src_j)> is not a product of matrices, so tensor cores do not serve it; but
-// the row x_src_j that it gathers is also the value, so one gather does. Per entry and feature: conversion, sum,
-// leaky_relu (slope product, maximum), two multiply-adds. Floors, E entries of width F: E F sizeof(T) bytes
-// gathered; 6 E F instructions' lanes, which is the nearer floor for 16-bit features in the L2. The online softmax
-// takes the entries in flight together: one rescaling for all of them.
+// The score <att, leaky_relu(x_dst_i + x_src_j)> is not a product of matrices, so tensor cores do not serve
+// it; but the row x_src_j that it gathers is also the value, so one gather does. Per entry and feature:
+// conversion, sum, leaky_relu (slope product, maximum), two multiply-adds. Floors, E entries of width F: E F
+// sizeof(T) bytes gathered; 6 E F instructions' lanes, which is the nearer floor for 16-bit features in the
+// L2. The online softmax takes the entries in flight together: one rescaling for all of them.
 
 #include "fastsparse/additive_score.cuh"
 #include "fastsparse/head_lanes.cuh"
@@ -26,7 +26,9 @@ __global__ void __launch_bounds__(kHeadThreads)
   lane.load(x_dst, input.x_dst, row);
   lane.load_vector(att, input.att);
 
-  const auto column = [&](int entry) { return entry < slice.length ? __ldg(args.a.col + slice.begin + entry) : 0; };
+  const auto column = [&](int entry) {
+    return entry < slice.length ? __ldg(args.a.col + slice.begin + entry) : 0;
+  };
   int next_col = column(lane.sub);
 
   float max = -kInfinity, sum = 0;
@@ -96,17 +98,18 @@ __global__ void __launch_bounds__(kHeadThreads)
 int gatv2_attention(const Gatv2AttentionArgs& args, void* stream_address) {
   auto* stream = static_cast<cudaStream_t>(stream_address);
   const Gatv2AttentionInput& input = args.input;
-  with_head_lanes(input.dtype, input.head_width, {input.x_dst.stride, input.x_src.stride},
-                  {input.x_dst.data, input.x_src.data, input.att, args.out, args.partial},
-                  [&](auto type, auto vec, auto head_lanes) {
-                    using T = decltype(type);
-                    constexpr int kVec = decltype(vec)::value, kHeadLanes = decltype(head_lanes)::value;
-                    gatv2_kernel<T, kVec, kHeadLanes>
-                        <<<head_grid(args.split.num_slices, input.heads, kHeadLanes), kHeadThreads, 0, stream>>>(
-                            args, heads_per_group(input.heads, kHeadLanes));
-                    combine_softmax<T>(args.split, args.partial, args.partial_state, input.heads, input.head_width,
-                                       args.out, args.lse, stream);
-                  });
+  with_head_lanes(
+      input.dtype, input.head_width, {input.x_dst.stride, input.x_src.stride},
+      {input.x_dst.data, input.x_src.data, input.att, args.out, args.partial},
+      [&](auto type, auto vec, auto head_lanes) {
+        using T = decltype(type);
+        constexpr int kVec = decltype(vec)::value, kHeadLanes = decltype(head_lanes)::value;
+        gatv2_kernel<T, kVec, kHeadLanes>
+            <<<head_grid(args.split.num_slices, input.heads, kHeadLanes), kHeadThreads, 0, stream>>>(
+                args, heads_per_group(input.heads, kHeadLanes));
+        combine_softmax<T>(args.split, args.partial, args.partial_state, input.heads, input.head_width,
+                           args.out, args.lse, stream);
+      });
   return cudaGetLastError();
 }
 

@@ -1,16 +1,17 @@
 // GATv2 attention, backward, from CSR on CUDA cores: scores are computed again, nothing is of edge size.
 //
-// With z = x_dst_i + x_src_j, s = <att, leaky_relu(z)>, p = exp(s - lse_i), k the dropout factor, dP = <dO_i, x_src_j>,
-// delta_i = <dO_i, out_i> and dS = p (k dP - delta_i), per head and feature f:
+// With z = x_dst_i + x_src_j, s = <att, leaky_relu(z)>, p = exp(s - lse_i), k the dropout factor, dP = <dO_i,
+// x_src_j>, delta_i = <dO_i, out_i> and dS = p (k dP - delta_i), per head and feature f:
 //   dx_dst_i = sum_j dS att leaky_relu'(z),   dx_src_j = sum_i p k dO_i + dS att leaky_relu'(z),
 //   datt = sum_ij dS leaky_relu(z).
 // leaky_relu' is slope + (1 - slope) [z > 0], so what is summed per feature is dS [z > 0]; sum_j dS is 0, and
 // sum_i dS one number per head.
-//   - The row pass over A gathers x_src_j. A group of lanes takes many slices, so that its part of datt stays in
+//   - The row pass over A gathers x_src_j. A group of lanes takes many slices, so that its part of datt stays
+//   in
 //     registers; the groups' parts are added by the caller.
 //   - The column pass over A^T gathers x_dst_i and dO_i.
-// Floors, E entries of width F: 3 E F sizeof(T) bytes gathered; about 10 instructions per feature, entry and pass.
-// Sums of rows with several slices are combined in slot order: no atomics.
+// Floors, E entries of width F: 3 E F sizeof(T) bytes gathered; about 10 instructions per feature, entry and
+// pass. Sums of rows with several slices are combined in slot order: no atomics.
 
 #include <algorithm>
 
@@ -116,7 +117,9 @@ __global__ void __launch_bounds__(kHeadThreads)
   lane.load_vector(att, input.att);
   lane.load(x_src, input.x_src, source);
 
-  const auto column = [&](int entry) { return entry < slice.length ? __ldg(args.a_t.col + slice.begin + entry) : 0; };
+  const auto column = [&](int entry) {
+    return entry < slice.length ? __ldg(args.a_t.col + slice.begin + entry) : 0;
+  };
   const auto row_state = [&](int entry, int row) {
     return entry < slice.length
                ? __ldg(reinterpret_cast<const float2*>(args.row_state) + row * input.heads + lane.head)
@@ -193,11 +196,12 @@ void launch(const Gatv2AttentionBackwardArgs& args, cudaStream_t stream) {
   // Groups without a slice write their zeros of datt, too.
   gatv2_row_kernel<T, kVec, kHeadLanes>
       <<<head_grid(args.att_rows, input.heads, kHeadLanes), kHeadThreads, 0, stream>>>(args, per_group);
-  combine_partials<T, 1>(args.split, args.partial_dst, Epilogue{nullptr, nullptr, args.grad_x_dst, width}, SameRow{},
-                         stream);
+  combine_partials<T, 1>(args.split, args.partial_dst, Epilogue{nullptr, nullptr, args.grad_x_dst, width},
+                         SameRow{}, stream);
   if (args.split_t.num_slices == 0) return;
   gatv2_column_kernel<T, kVec, kHeadLanes>
-      <<<head_grid(args.split_t.num_slices, input.heads, kHeadLanes), kHeadThreads, 0, stream>>>(args, per_group);
+      <<<head_grid(args.split_t.num_slices, input.heads, kHeadLanes), kHeadThreads, 0, stream>>>(args,
+                                                                                                 per_group);
   combine_partials<T, 1>(args.split_t, args.partial_src, Epilogue{nullptr, nullptr, args.grad_x_src, width},
                          SameRow{}, stream);
 }
@@ -207,14 +211,13 @@ void launch(const Gatv2AttentionBackwardArgs& args, cudaStream_t stream) {
 int gatv2_attention_backward(const Gatv2AttentionBackwardArgs& args, void* stream_address) {
   auto* stream = static_cast<cudaStream_t>(stream_address);
   const Gatv2AttentionInput& input = args.input;
-  with_head_lanes(
-      input.dtype, input.head_width,
-      {input.x_dst.stride, input.x_src.stride, args.out.stride, args.grad.stride},
-      {input.x_dst.data, input.x_src.data, input.att, args.out.data, args.grad.data, args.grad_x_dst, args.grad_x_src,
-       args.grad_att, args.partial_dst, args.partial_src},
-      [&](auto type, auto vec, auto head_lanes) {
-        launch<decltype(type), decltype(vec)::value, decltype(head_lanes)::value>(args, stream);
-      });
+  with_head_lanes(input.dtype, input.head_width,
+                  {input.x_dst.stride, input.x_src.stride, args.out.stride, args.grad.stride},
+                  {input.x_dst.data, input.x_src.data, input.att, args.out.data, args.grad.data,
+                   args.grad_x_dst, args.grad_x_src, args.grad_att, args.partial_dst, args.partial_src},
+                  [&](auto type, auto vec, auto head_lanes) {
+                    launch<decltype(type), decltype(vec)::value, decltype(head_lanes)::value>(args, stream);
+                  });
   return cudaGetLastError();
 }
 

@@ -35,6 +35,39 @@ class BsbStructure:  # only in builds with the CUDA half
         num_split_rows: int,
     ) -> None: ...
 
+class AdditiveAttentionInput:  # this and what takes it: only in builds with the CUDA half
+    def __init__(
+        self,
+        dtype: int,
+        heads: int,
+        head_width: int,
+        score_dst: int,
+        score_src: int,
+        v: int,
+        v_stride: int,
+        bias: int,
+        bias_dtype: int,
+        negative_slope: float,
+        dropout_p: float,
+        seed: int,
+    ) -> None: ...
+
+class Gatv2AttentionInput:  # this and what takes it: only in builds with the CUDA half
+    def __init__(
+        self,
+        dtype: int,
+        heads: int,
+        head_width: int,
+        x_dst: int,
+        x_dst_stride: int,
+        x_src: int,
+        x_src_stride: int,
+        att: int,
+        negative_slope: float,
+        dropout_p: float,
+        seed: int,
+    ) -> None: ...
+
 class CompressArgs:
     def __init__(
         self,
@@ -121,6 +154,63 @@ def sddmm_csr(
     scale_src: int,
     out: int,
     out_dtype: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def additive_attention(
+    structure: CsrStructure,
+    input: AdditiveAttentionInput,
+    out: int,
+    lse: int,
+    partial: int,
+    partial_state: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def additive_attention_backward(
+    structure: CsrStructure,
+    transposed: CsrStructure,
+    input: AdditiveAttentionInput,
+    grad: int,
+    grad_stride: int,
+    lse: int,
+    grad_score_dst: int,
+    grad_score_src: int,
+    grad_v: int,
+    grad_bias: int,
+    row_state: int,
+    partial_row: int,
+    partial_v: int,
+    partial_score: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def gatv2_attention(
+    structure: CsrStructure,
+    input: Gatv2AttentionInput,
+    out: int,
+    lse: int,
+    partial: int,
+    partial_state: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def gatv2_attention_backward(
+    structure: CsrStructure,
+    transposed: CsrStructure,
+    input: Gatv2AttentionInput,
+    out: int,
+    out_stride: int,
+    grad: int,
+    grad_stride: int,
+    lse: int,
+    grad_x_dst: int,
+    grad_x_src: int,
+    grad_att: int,
+    att_rows: int,
+    row_state: int,
+    partial_dst: int,
+    partial_src: int,
     device: int,
     queue: int,
 ) -> None: ...

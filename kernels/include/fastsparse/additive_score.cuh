@@ -20,8 +20,8 @@ __device__ __forceinline__ float leaky_relu_slope(float x, float negative_slope)
 }
 
 template <typename T>
-__device__ __forceinline__ float edge_bias(const CsrView& a, const AdditiveAttentionInput& input, std::int64_t entry,
-                                           std::int64_t head) {
+__device__ __forceinline__ float edge_bias(const CsrView& a, const AdditiveAttentionInput& input,
+                                           std::int64_t entry, std::int64_t head) {
   return load_value<T>(input.bias, input.bias.dtype == input.dtype,
                        edge_position(a, entry) * input.heads + head);
 }

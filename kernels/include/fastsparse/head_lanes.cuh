@@ -1,10 +1,10 @@
 // How the CSR attention kernels lay rows, heads and features over lanes, and what they share.
 //
 // `kHeadLanes` neighbouring lanes take one head of one slice of a row, 8 features each; a group of
-// heads_per_group neighbouring heads takes the same slice, so that together they gather contiguous pieces of a
-// row. Entries go in batches of kHeadLanes: lane `sub` of a head reads the column (and computes what is a number
-// per entry) of the batch's entry `sub`, and hands it to the others by shuffles. All groups of a warp loop to the
-// longest of their slices, masked where their own is over.
+// heads_per_group neighbouring heads takes the same slice, so that together they gather contiguous pieces of
+// a row. Entries go in batches of kHeadLanes: lane `sub` of a head reads the column (and computes what is a
+// number per entry) of the batch's entry `sub`, and hands it to the others by shuffles. All groups of a warp
+// loop to the longest of their slices, masked where their own is over.
 #pragma once
 
 #include <algorithm>
@@ -40,7 +40,8 @@ struct HeadLane {
   __device__ __forceinline__ HeadLane(std::int64_t heads, std::int64_t head_width, int heads_per_group) {
     const int lane = threadIdx.x % kWarp, of_warp = lane / kHeadLanes;
     const int slices_per_warp = kWarp / kHeadLanes / heads_per_group;
-    const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * (kHeadThreads / kWarp) + threadIdx.x / kWarp;
+    const std::int64_t warp =
+        static_cast<std::int64_t>(blockIdx.x) * (kHeadThreads / kWarp) + threadIdx.x / kWarp;
     group = warp * slices_per_warp + of_warp / heads_per_group;
     sub = lane % kHeadLanes;
     head = static_cast<std::int64_t>(blockIdx.y) * heads_per_group + of_warp % heads_per_group;
@@ -63,7 +64,8 @@ struct HeadLane {
     return features;
   }
 
-  __device__ __forceinline__ void load(float (&to)[kLaneFeatures], const DenseView& x, std::int64_t row) const {
+  __device__ __forceinline__ void load(float (&to)[kLaneFeatures], const DenseView& x,
+                                       std::int64_t row) const {
     const Features<T, kVec> features = load(x, row, true);
 #pragma unroll
     for (int i = 0; i < kLaneFeatures; ++i) to[i] = features[i];
@@ -126,14 +128,15 @@ __device__ __forceinline__ bool starts_row(const CsrView& a, std::int64_t row, c
   return slice.begin == a.rowptr[row];
 }
 
-// Softmax sums of the slices of split rows, in slot order within 8 strands and then strand by strand: no atomics.
+// Softmax sums of the slices of split rows, in slot order within 8 strands and then strand by strand: no
+// atomics.
 constexpr int kStrands = 8;
 
 // partial: (num_slots, width) relative to its own maximum; state: (num_slots, heads) {maximum, sum}.
 template <typename T>
 __global__ void __launch_bounds__(kWarp* kStrands)
-    combine_softmax_kernel(const RowSplitView split, const float* partial, const float2* state, std::int64_t heads,
-                           std::int64_t head_width, T* out, float* lse) {
+    combine_softmax_kernel(const RowSplitView split, const float* partial, const float2* state,
+                           std::int64_t heads, std::int64_t head_width, T* out, float* lse) {
   __shared__ float shared[3][kStrands][kWarp];
   const std::int64_t width = heads * head_width;
   const std::int64_t feature = static_cast<std::int64_t>(blockIdx.y) * kWarp + threadIdx.x;
@@ -198,8 +201,8 @@ struct Constant {
   static constexpr int value = kValue;
 };
 
-// Calls f(element type, elements per load, lanes per head): 16-byte loads and as few lanes as the head needs, or
-// single elements where widths, strides or addresses do not allow it.
+// Calls f(element type, elements per load, lanes per head): 16-byte loads and as few lanes as the head needs,
+// or single elements where widths, strides or addresses do not allow it.
 template <typename F>
 void with_head_lanes(Dtype dtype, std::int64_t head_width, std::initializer_list<std::int64_t> strides,
                      std::initializer_list<const void*> addresses, F&& f) {
@@ -208,7 +211,8 @@ void with_head_lanes(Dtype dtype, std::int64_t head_width, std::initializer_list
     constexpr int kVec = 16 / sizeof(T);
     bool vectors = head_width % kVec == 0;
     for (const std::int64_t stride : strides) vectors = vectors && stride % kVec == 0;
-    for (const void* address : addresses) vectors = vectors && reinterpret_cast<std::uintptr_t>(address) % 16 == 0;
+    for (const void* address : addresses)
+      vectors = vectors && reinterpret_cast<std::uintptr_t>(address) % 16 == 0;
     if (!vectors) return f(T{}, Constant<1>{}, Constant<32>{});
     if (head_width <= 4 * kLaneFeatures) return f(T{}, Constant<kVec>{}, Constant<4>{});
     if (head_width <= 8 * kLaneFeatures) return f(T{}, Constant<kVec>{}, Constant<8>{});
