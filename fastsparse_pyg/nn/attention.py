@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch_geometric.nn.aggr import SumAggregation
-from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import add_self_loops, remove_self_loops
 from torch_geometric.utils.loop import compute_loop_attr
 
@@ -22,11 +21,7 @@ _LINEAR_FILLS = ("mean", "add", "sum")
 
 
 class AttentionConv(AcceleratedConv):
-    """Base of the attention layers, to be named before the PyG layer as :class:`AcceleratedConv`.
-
-    Where PyG's order of arguments matters: `flow="target_to_source"` makes PyG gather from the second of a
-    pair of features, so the roles of the two sides swap, not only the direction of the edges.
-    """
+    """Base of the attention layers, to be named before the PyG layer as :class:`AcceleratedConv`."""
 
     _fusible: ClassVar[bool] = False
 
@@ -52,6 +47,8 @@ class AttentionConv(AcceleratedConv):
         if is_sparse_matrix(edge_index):
             if edge_attr is not None:
                 return "a sparse matrix with edge features beside it"
+            if _carries_features(edge_index):
+                return "a sparse matrix that carries edge features"
             if return_attention_weights:
                 return "the attention weights of a sparse matrix"
         if edge_attr is not None and (not isinstance(edge_attr, Tensor) or edge_attr.dim() not in (1, 2)):
@@ -216,6 +213,9 @@ def node_scores(x: Tensor, *vectors: Tensor) -> list[Tensor]:
     return list(scores.split(heads, dim=1))
 
 
-def sparse_has_value(edge_index: object) -> bool:
-    """Whether the graph is a SparseTensor with values, which PyG takes for edge features."""
-    return isinstance(edge_index, SparseTensor) and edge_index.has_value()
+def _carries_features(matrix: Any) -> bool:
+    """Whether the values of a sparse matrix are vectors, which PyG takes for edge features."""
+    if isinstance(matrix, Tensor):
+        return matrix.dense_dim() > 0
+    value = matrix.storage.value()
+    return value is not None and value.dim() > 1

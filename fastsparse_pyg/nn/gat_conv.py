@@ -111,23 +111,17 @@ class FastGATConv(AttentionConv, GATConv):
         return self._why_original_attention(x, edge_index, edge_attr, return_attention_weights)
 
     def _values_and_scores(self, x_src: Tensor, x_dst: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """(values, scores of the destinations, scores of the sources), with the roles that the flow gives."""
+        """(values, scores of the destinations, scores of the sources)."""
         heads = (-1, self.heads, self.out_channels)
-        if self.lin is not None and x_dst is x_src:
-            value = self.lin(x_src).view(heads)
-            score_src, score_dst = node_scores(value, self.att_src, self.att_dst)
-            if self.flow == "target_to_source":
-                return value, score_src, score_dst
-            return value, score_dst, score_src
         lin_src, lin_dst = (self.lin_src, self.lin_dst) if self.lin is None else (self.lin, self.lin)
         value = lin_src(x_src).view(heads)
+        if x_dst is x_src and lin_dst is lin_src:
+            score_src, score_dst = node_scores(value, self.att_src, self.att_dst)
+            return value, score_dst, score_src
         (score_src,) = node_scores(value, self.att_src)
         if x_dst is None:
             return value, None, score_src
-        value_dst = lin_dst(x_dst).view(heads)
-        (score_dst,) = node_scores(value_dst, self.att_dst)
-        if self.flow == "target_to_source":
-            return value_dst, score_src, score_dst
+        (score_dst,) = node_scores(lin_dst(x_dst).view(heads), self.att_dst)
         return value, score_dst, score_src
 
     def _edge_scores(self, features: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch_geometric.nn import GATv2Conv
 from torch_geometric.typing import OptTensor, PairTensor, SparseTensor
 
 from fastsparse_core import Adjacency, edge_softmax, gatv2_attention, gatv2_attention_weights, spmm
-from fastsparse_pyg.nn.attention import AttentionConv, sparse_has_value, value_ends
+from fastsparse_pyg.nn.attention import AttentionConv, value_ends
 
 
 class FastGATv2Conv(AttentionConv, GATv2Conv):
@@ -58,8 +58,6 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
             x_dst = x_src
         else:
             x_dst = self.lin_r(pair[1]).view(-1, self.heads, self.out_channels)
-        if self.flow == "target_to_source":
-            x_src, x_dst = x_dst, x_src
         att = self.att.view(self.heads, self.out_channels)
 
         alpha = None
@@ -92,10 +90,8 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
             return "no features of destinations"
         if edge_attr is not None and self.lin_edge is None:
             return "edge features in a layer without edge_dim"
-        if isinstance(edge_index, SparseTensor) and (
-            self.lin_edge is not None or sparse_has_value(edge_index)
-        ):
-            return "a SparseTensor with values or in a layer with edge_dim"
+        if isinstance(edge_index, SparseTensor) and self.lin_edge is not None:
+            return "a SparseTensor in a layer with edge_dim"
         if self._fill_needs_original(edge_index, edge_attr):
             return f"edge features with fill_value={self.fill_value!r}"
         return self._why_original_attention(x, edge_index, edge_attr, return_attention_weights)

@@ -12,7 +12,7 @@ from torch_geometric.nn import TransformerConv
 from torch_geometric.typing import OptTensor, PairTensor
 
 from fastsparse_core import Adjacency, attention, attention_weights, sddmm, spmm
-from fastsparse_pyg.nn.attention import AttentionConv, incidence, sparse_has_value
+from fastsparse_pyg.nn.attention import AttentionConv, incidence
 
 
 class FastTransformerConv(AttentionConv, TransformerConv):
@@ -109,8 +109,6 @@ class FastTransformerConv(AttentionConv, TransformerConv):
             return "no features of destinations"
         if (edge_attr is None) != (self.lin_edge is None):
             return "edge features without edge_dim, or edge_dim without edge features"
-        if sparse_has_value(edge_index):
-            return "a SparseTensor with values"
         if isinstance(edge_attr, Tensor) and edge_attr.dim() != 2:
             return "edge features that are not a matrix"
         return self._why_original_attention(x, edge_index, edge_attr, return_attention_weights)
