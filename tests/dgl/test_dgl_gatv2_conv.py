@@ -114,9 +114,9 @@ def test_attention_dropout_is_reproducible_and_unbiased(device):
     torch.manual_seed(5)
     assert torch.equal(fast(graph, feat), first)
     assert not torch.equal(fast(graph, feat), first)
-    draws = torch.stack([fast(graph, feat).detach() for _ in range(400)])
+    draws = torch.stack([fast(graph, feat).detach() for _ in range(100)])
     expected = fast.eval()(graph, feat)
-    deviation = (draws.mean(0) - expected).abs() / (draws.std(0) / 20 + 1e-6)
+    deviation = (draws.mean(0) - expected).abs() / (draws.std(0) / 10 + 1e-6)
     assert deviation.max() < 6
 
 
@@ -129,7 +129,8 @@ def test_gradients_under_attention_dropout_see_the_same_mask(device):
         torch.manual_seed(7)
         return fast(graph, feat)
 
-    assert torch.autograd.gradcheck(run, (feat, fast.attn, fast.fc_src.weight, fast.fc_dst.weight))
+    leaves = (feat, fast.attn, fast.fc_src.weight, fast.fc_dst.weight)
+    assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
 
 
 def test_evaluation_drops_nothing(device):
