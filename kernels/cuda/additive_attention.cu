@@ -20,23 +20,25 @@ __global__ void __launch_bounds__(kHeadThreads)
   const AdditiveAttentionInput& input = args.input;
   const HeadLane<T, kVec, kHeadLanes> lane(input.heads, input.head_width, heads_per_group);
   const RowSlice slice = load_slice(args.split, lane.group);
-  const int longest = __reduce_max_sync(kFullWarp, slice.length);
+  const WarpLength length(slice.length);
   const std::int64_t row = row_of(args.split, slice);
-  const float score_dst = slice.length > 0 ? input.score_dst[row * input.heads + lane.head] : 0.0f;
+  const float score_dst = slice.length > 0 ? input.score_dst[lane.at(row)] : 0.0f;
+
+  const auto rows = lane.gather(input.v);
 
   // Columns are read two batches ahead, the scores behind them one.
   const auto column = [&](int entry) {
     return entry < slice.length ? __ldg(args.a.col + slice.begin + entry) : 0;
   };
   const auto score_src = [&](int entry, int col) {
-    return entry < slice.length ? __ldg(input.score_src + col * input.heads + lane.head) : 0.0f;
+    return entry < slice.length ? __ldg(input.score_src + lane.at(col)) : 0.0f;
   };
   int next_col = column(lane.sub), far_col = column(kHeadLanes + lane.sub);
   float next_score = score_src(lane.sub, next_col);
 
   float max = -kInfinity, sum = 0;
   float acc[kLaneFeatures] = {};
-  for (int base = 0; base < longest; base += kHeadLanes) {
+  for (int base = 0; base < length.longest; base += kHeadLanes) {
     const int mine = base + lane.sub, col = next_col;
     float score = -kInfinity;
     if (mine < slice.length) {
@@ -50,22 +52,24 @@ __global__ void __launch_bounds__(kHeadThreads)
 
     const float new_max = fmaxf(max, max_lanes<kHeadLanes>(score));
     const float reference = reference_score(new_max);
-    const float rescale = __expf(max - reference);
-    float weight = __expf(score - reference);
+    if (__any_sync(kFullWarp, new_max > max)) {
+      const float rescale = __expf(max - reference);
+      sum *= rescale;
+#pragma unroll
+      for (int i = 0; i < kLaneFeatures; ++i) acc[i] *= rescale;
+    }
     max = new_max;
-    sum = sum * rescale + weight;
+    float weight = __expf(score - reference);
+    sum += weight;
     weight *= dropout_factor(input.dropout, row, col, lane.head);
-#pragma unroll
-    for (int i = 0; i < kLaneFeatures; ++i) acc[i] *= rescale;
 
-#pragma unroll
-    for (int step = 0; step < kHeadLanes; step += kInFlight) {
-      if (base + step >= longest) break;
+    for_steps<kHeadLanes, kInFlight>(base, length, [&](auto whole, int step) {
+      const auto has = [&](int u) { return decltype(whole)::value || base + step + u < slice.length; };
       Features<T, kVec> v[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         const int source = __shfl_sync(kFullWarp, col, step + u, kHeadLanes);
-        v[u] = lane.load(input.v, source, base + step + u < slice.length);
+        v[u] = rows.load(source, has(u));
       }
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
@@ -73,7 +77,7 @@ __global__ void __launch_bounds__(kHeadThreads)
 #pragma unroll
         for (int i = 0; i < kLaneFeatures; ++i) acc[i] += entry_weight * v[u][i];
       }
-    }
+    });
   }
   sum = sum_lanes<kHeadLanes>(sum);
 
@@ -83,7 +87,7 @@ __global__ void __launch_bounds__(kHeadThreads)
     const std::int64_t slot = ~slice.target;
     lane.template store<float>(args.partial, slot, width, acc);
     if (lane.sub == 0) {
-      reinterpret_cast<float2*>(args.partial_state)[slot * input.heads + lane.head] = make_float2(max, sum);
+      reinterpret_cast<float2*>(args.partial_state)[lane.at(slot)] = make_float2(max, sum);
     }
     return;
   }
@@ -91,7 +95,7 @@ __global__ void __launch_bounds__(kHeadThreads)
 #pragma unroll
   for (int i = 0; i < kLaneFeatures; ++i) acc[i] *= scale;
   lane.template store<T>(args.out, row, width, acc);
-  if (lane.sub == 0) args.lse[row * input.heads + lane.head] = sum > 0 ? max + logf(sum) : -kInfinity;
+  if (lane.sub == 0) args.lse[lane.at(row)] = sum > 0 ? max + logf(sum) : -kInfinity;
 }
 
 }  // namespace

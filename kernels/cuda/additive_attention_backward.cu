@@ -38,23 +38,24 @@ __global__ void __launch_bounds__(kHeadThreads)
   const AdditiveAttentionInput& input = args.input;
   const HeadLane<T, kVec, kHeadLanes> lane(input.heads, input.head_width, heads_per_group);
   const RowSlice slice = load_slice(args.split, lane.group);
-  const int longest = __reduce_max_sync(kFullWarp, slice.length);
-  const std::int64_t row = row_of(args.split, slice), row_head = row * input.heads + lane.head;
+  const WarpLength length(slice.length);
+  const std::int64_t row = row_of(args.split, slice), row_head = lane.at(row);
   const float score_dst = input.score_dst[row_head], lse = finite_lse(args.lse[row_head]);
   float grad[kLaneFeatures];
   lane.load(grad, args.grad, row);
+  const auto rows = lane.gather(input.v);
 
   const auto column = [&](int entry) {
     return entry < slice.length ? __ldg(args.a.col + slice.begin + entry) : 0;
   };
   const auto score_src = [&](int entry, int col) {
-    return entry < slice.length ? __ldg(input.score_src + col * input.heads + lane.head) : 0.0f;
+    return entry < slice.length ? __ldg(input.score_src + lane.at(col)) : 0.0f;
   };
   int next_col = column(lane.sub), far_col = column(kHeadLanes + lane.sub);
   float next_score = score_src(lane.sub, next_col);
 
   float n_plus = 0, n_minus = 0, p_plus = 0, p_minus = 0;
-  for (int base = 0; base < longest; base += kHeadLanes) {
+  for (int base = 0; base < length.longest; base += kHeadLanes) {
     const int mine = base + lane.sub, col = next_col;
     // Negative: of an entry with z <= 0.
     float weight = 0;
@@ -74,14 +75,13 @@ __global__ void __launch_bounds__(kHeadThreads)
     next_score = score_src(mine + kHeadLanes, next_col);
     far_col = column(mine + 2 * kHeadLanes);
 
-#pragma unroll
-    for (int step = 0; step < kHeadLanes; step += kInFlight) {
-      if (base + step >= longest) break;
+    for_steps<kHeadLanes, kInFlight>(base, length, [&](auto whole, int step) {
+      const auto has = [&](int u) { return decltype(whole)::value || base + step + u < slice.length; };
       Features<T, kVec> v[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         const int source = __shfl_sync(kFullWarp, col, step + u, kHeadLanes);
-        v[u] = lane.load(input.v, source, base + step + u < slice.length);
+        v[u] = rows.load(source, has(u));
       }
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kHeadThreads)
         n_plus += fmaxf(entry_weight, 0.0f) * dot;
         n_minus -= fminf(entry_weight, 0.0f) * dot;
       }
-    }
+    });
   }
   n_plus = sum_lanes<kHeadLanes>(n_plus);
   n_minus = sum_lanes<kHeadLanes>(n_minus);
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kHeadThreads)
 
   if (lane.group >= args.split.num_slices || !lane.live || lane.sub != 0) return;
   if (slice.target < 0) {
-    reinterpret_cast<float4*>(args.partial_row)[~slice.target * input.heads + lane.head] =
+    reinterpret_cast<float4*>(args.partial_row)[lane.at(~slice.target)] =
         make_float4(n_plus, n_minus, p_plus, p_minus);
   } else {
     finish_row(args, row_head, n_plus, n_minus, p_plus, p_minus);
@@ -136,26 +136,26 @@ __global__ void __launch_bounds__(kHeadThreads)
   const AdditiveAttentionInput& input = args.input;
   const HeadLane<T, kVec, kHeadLanes> lane(input.heads, input.head_width, heads_per_group);
   const RowSlice slice = load_slice(args.split_t, lane.group);
-  const int longest = __reduce_max_sync(kFullWarp, slice.length);
-  const std::int64_t source = row_of(args.split_t, slice), source_head = source * input.heads + lane.head;
+  const WarpLength length(slice.length);
+  const std::int64_t source = row_of(args.split_t, slice), source_head = lane.at(source);
   const float score_src = input.score_src[source_head];
   float v[kLaneFeatures];
   lane.load(v, input.v, source);
+  const auto rows = lane.gather(args.grad);
 
   const auto column = [&](int entry) {
     return entry < slice.length ? __ldg(args.a_t.col + slice.begin + entry) : 0;
   };
   const auto row_state = [&](int entry, int row) {
-    return entry < slice.length
-               ? __ldg(reinterpret_cast<const RowState*>(args.row_state) + row * input.heads + lane.head)
-               : RowState{};
+    return entry < slice.length ? __ldg(reinterpret_cast<const RowState*>(args.row_state) + lane.at(row))
+                                : RowState{};
   };
   int next_row = column(lane.sub), far_row = column(kHeadLanes + lane.sub);
   RowState next_state = row_state(lane.sub, next_row);
 
   float grad_v[kLaneFeatures] = {};
   float grad_score = 0;
-  for (int base = 0; base < longest; base += kHeadLanes) {
+  for (int base = 0; base < length.longest; base += kHeadLanes) {
     const int mine = base + lane.sub, row = next_row;
     // Negative: of an entry with z <= 0.
     float weight = 0, constant = 0;
@@ -172,14 +172,13 @@ __global__ void __launch_bounds__(kHeadThreads)
     next_state = row_state(mine + kHeadLanes, next_row);
     far_row = column(mine + 2 * kHeadLanes);
 
-#pragma unroll
-    for (int step = 0; step < kHeadLanes; step += kInFlight) {
-      if (base + step >= longest) break;
+    for_steps<kHeadLanes, kInFlight>(base, length, [&](auto whole, int step) {
+      const auto has = [&](int u) { return decltype(whole)::value || base + step + u < slice.length; };
       Features<T, kVec> grad[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         const int entry_row = __shfl_sync(kFullWarp, row, step + u, kHeadLanes);
-        grad[u] = lane.load(args.grad, entry_row, base + step + u < slice.length);
+        grad[u] = rows.load(entry_row, has(u));
       }
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
@@ -206,7 +205,7 @@ __global__ void __launch_bounds__(kHeadThreads)
           }
         }
       }
-    }
+    });
   }
   grad_score = sum_lanes<kHeadLanes>(grad_score);
 
@@ -214,7 +213,7 @@ __global__ void __launch_bounds__(kHeadThreads)
   const std::int64_t width = input.heads * input.head_width;
   if (slice.target < 0) {
     lane.template store<float>(args.partial_v, ~slice.target, width, grad_v);
-    if (lane.sub == 0) args.partial_score[~slice.target * input.heads + lane.head] = grad_score;
+    if (lane.sub == 0) args.partial_score[lane.at(~slice.target)] = grad_score;
   } else {
     lane.template store<T>(args.grad_v, source, width, grad_v);
     if (lane.sub == 0) args.grad_score_src[source_head] = grad_score;

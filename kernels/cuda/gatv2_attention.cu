@@ -20,11 +20,12 @@ __global__ void __launch_bounds__(kHeadThreads)
   const Gatv2AttentionInput& input = args.input;
   const HeadLane<T, kVec, kHeadLanes> lane(input.heads, input.head_width, heads_per_group);
   const RowSlice slice = load_slice(args.split, lane.group);
-  const int longest = __reduce_max_sync(kFullWarp, slice.length);
+  const WarpLength length(slice.length);
   const std::int64_t row = row_of(args.split, slice);
   float x_dst[kLaneFeatures], att[kLaneFeatures];
   lane.load(x_dst, input.x_dst, row);
   lane.load_vector(att, input.att);
+  const auto rows = lane.gather(input.x_src);
 
   const auto column = [&](int entry) {
     return entry < slice.length ? __ldg(args.a.col + slice.begin + entry) : 0;
@@ -33,18 +34,17 @@ __global__ void __launch_bounds__(kHeadThreads)
 
   float max = -kInfinity, sum = 0;
   float acc[kLaneFeatures] = {};
-  for (int base = 0; base < longest; base += kHeadLanes) {
+  for (int base = 0; base < length.longest; base += kHeadLanes) {
     const int col = next_col;
     const float factor = dropout_factor(input.dropout, row, col, lane.head);
     next_col = column(base + kHeadLanes + lane.sub);
-#pragma unroll
-    for (int step = 0; step < kHeadLanes; step += kInFlight) {
-      if (base + step >= longest) break;
+    for_steps<kHeadLanes, kInFlight>(base, length, [&](auto whole, int step) {
+      const auto has = [&](int u) { return decltype(whole)::value || base + step + u < slice.length; };
       Features<T, kVec> x_src[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         const int source = __shfl_sync(kFullWarp, col, step + u, kHeadLanes);
-        x_src[u] = lane.load(input.x_src, source, base + step + u < slice.length);
+        x_src[u] = rows.load(source, has(u));
       }
       float score[kInFlight];
       float new_max = max;
@@ -56,15 +56,17 @@ __global__ void __launch_bounds__(kHeadThreads)
           part += att[i] * leaky_relu_up_to_1(x_dst[i] + x_src[u][i], input.negative_slope);
         }
         part = sum_lanes<kHeadLanes>(part);
-        score[u] = base + step + u < slice.length ? part : -kInfinity;
+        score[u] = has(u) ? part : -kInfinity;
         new_max = fmaxf(new_max, score[u]);
       }
       const float reference = reference_score(new_max);
-      const float rescale = __expf(max - reference);
-      max = new_max;
-      sum *= rescale;
+      if (__any_sync(kFullWarp, new_max > max)) {
+        const float rescale = __expf(max - reference);
+        sum *= rescale;
 #pragma unroll
-      for (int i = 0; i < kLaneFeatures; ++i) acc[i] *= rescale;
+        for (int i = 0; i < kLaneFeatures; ++i) acc[i] *= rescale;
+      }
+      max = new_max;
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         float weight = __expf(score[u] - reference);
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(kHeadThreads)
 #pragma unroll
         for (int i = 0; i < kLaneFeatures; ++i) acc[i] += weight * x_src[u][i];
       }
-    }
+    });
   }
 
   if (lane.group >= args.split.num_slices || !lane.live) return;
@@ -82,7 +84,7 @@ __global__ void __launch_bounds__(kHeadThreads)
     const std::int64_t slot = ~slice.target;
     lane.template store<float>(args.partial, slot, width, acc);
     if (lane.sub == 0) {
-      reinterpret_cast<float2*>(args.partial_state)[slot * input.heads + lane.head] = make_float2(max, sum);
+      reinterpret_cast<float2*>(args.partial_state)[lane.at(slot)] = make_float2(max, sum);
     }
     return;
   }
@@ -90,7 +92,7 @@ __global__ void __launch_bounds__(kHeadThreads)
 #pragma unroll
   for (int i = 0; i < kLaneFeatures; ++i) acc[i] *= scale;
   lane.template store<T>(args.out, row, width, acc);
-  if (lane.sub == 0) args.lse[row * input.heads + lane.head] = sum > 0 ? max + logf(sum) : -kInfinity;
+  if (lane.sub == 0) args.lse[lane.at(row)] = sum > 0 ? max + logf(sum) : -kInfinity;
 }
 
 }  // namespace

@@ -32,17 +32,18 @@ __global__ void __launch_bounds__(kHeadThreads)
   const std::int64_t width = input.heads * input.head_width;
   float att[kLaneFeatures], grad_att[kLaneFeatures] = {};
   lane.load_vector(att, input.att);
+  const auto rows = lane.gather(input.x_src);
 
   for (std::int64_t first = 0; first < args.split.num_slices; first += args.att_rows) {
     const std::int64_t index = first + lane.group;
     const RowSlice slice = load_slice(args.split, index);
-    const int longest = __reduce_max_sync(kFullWarp, slice.length);
-    const std::int64_t row = row_of(args.split, slice), row_head = row * input.heads + lane.head;
-    float x_dst[kLaneFeatures], grad[kLaneFeatures], grad_x[kLaneFeatures] = {};
+    const WarpLength length(slice.length);
+    const std::int64_t row = row_of(args.split, slice), row_head = lane.at(row);
+    float x_dst[kLaneFeatures], grad[kLaneFeatures], out[kLaneFeatures], grad_x[kLaneFeatures] = {};
     lane.load(x_dst, input.x_dst, row);
     lane.load(grad, args.grad, row);
+    lane.load(out, args.out, row);
     const float lse = finite_lse(args.lse[row_head]);
-    const Features<T, kVec> out = lane.load(args.out, row, true);
     float delta = 0;
 #pragma unroll
     for (int i = 0; i < kLaneFeatures; ++i) delta += grad[i] * out[i];
@@ -52,18 +53,17 @@ __global__ void __launch_bounds__(kHeadThreads)
       return entry < slice.length ? __ldg(args.a.col + slice.begin + entry) : 0;
     };
     int next_col = column(lane.sub);
-    for (int base = 0; base < longest; base += kHeadLanes) {
+    for (int base = 0; base < length.longest; base += kHeadLanes) {
       const int col = next_col;
       const float factor = dropout_factor(input.dropout, row, col, lane.head);
       next_col = column(base + kHeadLanes + lane.sub);
-#pragma unroll
-      for (int step = 0; step < kHeadLanes; step += kInFlight) {
-        if (base + step >= longest) break;
+      for_steps<kHeadLanes, kInFlight>(base, length, [&](auto whole, int step) {
+        const auto has = [&](int u) { return decltype(whole)::value || base + step + u < slice.length; };
         Features<T, kVec> x_src[kInFlight];
 #pragma unroll
         for (int u = 0; u < kInFlight; ++u) {
           const int source = __shfl_sync(kFullWarp, col, step + u, kHeadLanes);
-          x_src[u] = lane.load(input.x_src, source, base + step + u < slice.length);
+          x_src[u] = rows.load(source, has(u));
         }
 #pragma unroll
         for (int u = 0; u < kInFlight; ++u) {
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kHeadThreads)
           }
           score = sum_lanes<kHeadLanes>(score);
           dot = sum_lanes<kHeadLanes>(dot);
-          const float p = base + step + u < slice.length ? __expf(score - lse) : 0.0f;
+          const float p = has(u) ? __expf(score - lse) : 0.0f;
           const float grad_score = p * (__shfl_sync(kFullWarp, factor, step + u, kHeadLanes) * dot - delta);
 #pragma unroll
           for (int i = 0; i < kLaneFeatures; ++i) {
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kHeadThreads)
             if (activated[i] > 0) grad_x[i] += grad_score;
           }
         }
-      }
+      });
     }
 
     if (index >= args.split.num_slices || !lane.live) continue;
@@ -111,41 +111,40 @@ __global__ void __launch_bounds__(kHeadThreads)
   const Gatv2AttentionInput& input = args.input;
   const HeadLane<T, kVec, kHeadLanes> lane(input.heads, input.head_width, heads_per_group);
   const RowSlice slice = load_slice(args.split_t, lane.group);
-  const int longest = __reduce_max_sync(kFullWarp, slice.length);
+  const WarpLength length(slice.length);
   const std::int64_t source = row_of(args.split_t, slice);
   float att[kLaneFeatures], x_src[kLaneFeatures];
   lane.load_vector(att, input.att);
   lane.load(x_src, input.x_src, source);
+  const auto x_dst_rows = lane.gather(input.x_dst), grad_rows = lane.gather(args.grad);
 
   const auto column = [&](int entry) {
     return entry < slice.length ? __ldg(args.a_t.col + slice.begin + entry) : 0;
   };
   const auto row_state = [&](int entry, int row) {
-    return entry < slice.length
-               ? __ldg(reinterpret_cast<const float2*>(args.row_state) + row * input.heads + lane.head)
-               : make_float2(0, 0);
+    return entry < slice.length ? __ldg(reinterpret_cast<const float2*>(args.row_state) + lane.at(row))
+                                : make_float2(0, 0);
   };
   int next_row = column(lane.sub), far_row = column(kHeadLanes + lane.sub);
   float2 next_state = row_state(lane.sub, next_row);
 
   float value_part[kLaneFeatures] = {}, positive_part[kLaneFeatures] = {};
   float score_sum = 0;
-  for (int base = 0; base < longest; base += kHeadLanes) {
+  for (int base = 0; base < length.longest; base += kHeadLanes) {
     const int row = next_row;
     const float2 state = next_state;
     const float factor = dropout_factor(input.dropout, row, source, lane.head);
     next_row = far_row;
     next_state = row_state(base + kHeadLanes + lane.sub, next_row);
     far_row = column(base + 2 * kHeadLanes + lane.sub);
-#pragma unroll
-    for (int step = 0; step < kHeadLanes; step += kInFlight) {
-      if (base + step >= longest) break;
+    for_steps<kHeadLanes, kInFlight>(base, length, [&](auto whole, int step) {
+      const auto has = [&](int u) { return decltype(whole)::value || base + step + u < slice.length; };
       Features<T, kVec> x_dst[kInFlight], grad[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         const int entry_row = __shfl_sync(kFullWarp, row, step + u, kHeadLanes);
-        x_dst[u] = lane.load(input.x_dst, entry_row, base + step + u < slice.length);
-        grad[u] = lane.load(args.grad, entry_row, base + step + u < slice.length);
+        x_dst[u] = x_dst_rows.load(entry_row, has(u));
+        grad[u] = grad_rows.load(entry_row, has(u));
       }
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
@@ -161,7 +160,7 @@ __global__ void __launch_bounds__(kHeadThreads)
         dot = sum_lanes<kHeadLanes>(dot);
         const float lse = __shfl_sync(kFullWarp, state.x, step + u, kHeadLanes);
         const float delta = __shfl_sync(kFullWarp, state.y, step + u, kHeadLanes);
-        const float p = base + step + u < slice.length ? __expf(score - lse) : 0.0f;
+        const float p = has(u) ? __expf(score - lse) : 0.0f;
         const float weight = p * __shfl_sync(kFullWarp, factor, step + u, kHeadLanes);
         const float grad_score = weight * dot - p * delta;
         score_sum += grad_score;
@@ -171,7 +170,7 @@ __global__ void __launch_bounds__(kHeadThreads)
           if (activated[i] > 0) positive_part[i] += grad_score;
         }
       }
-    }
+    });
   }
 
   if (lane.group >= args.split_t.num_slices || !lane.live) return;

@@ -18,11 +18,43 @@ constexpr int kHeadThreads = 128;  // of a block
 constexpr int kLaneFeatures = 8;
 constexpr float kInfinity = __builtin_huge_valf();
 
+template <int kValue>
+struct Constant {
+  static constexpr int value = kValue;
+};
+
 // The features of one lane.
 template <typename T, int kVec>
 struct Features {
   Pack<T, kVec> pack[kLaneFeatures / kVec];
   __device__ __forceinline__ float operator[](int i) const { return widen(pack[i / kVec].lane[i % kVec]); }
+};
+
+// Where one lane finds its features in the rows of a matrix.
+template <typename T, int kVec>
+struct RowGather {
+  const char* from[kLaneFeatures / kVec];
+  std::uint32_t row_bytes;
+  int chunks;  // of single elements: as many as the head needs
+
+  __device__ __forceinline__ Features<T, kVec> load(std::uint32_t row) const {
+    Features<T, kVec> features;
+#pragma unroll
+    for (int c = 0; c < kLaneFeatures / kVec; ++c) {
+      if (kVec == 1 && c >= chunks) {
+        features.pack[c] = Pack<T, kVec>{};
+        continue;
+      }
+      features.pack[c] = load_pack<T, kVec>(
+          reinterpret_cast<const T*>(from[c] + static_cast<std::uint64_t>(row) * row_bytes));
+    }
+    return features;
+  }
+
+  // Zeros unless `wanted`.
+  __device__ __forceinline__ Features<T, kVec> load(std::uint32_t row, bool wanted) const {
+    return wanted ? load(row) : Features<T, kVec>{};
+  }
 };
 
 template <typename T, int kVec, int kHeadLanes>
@@ -36,8 +68,10 @@ struct HeadLane {
   bool live;            // lanes beyond the last head are not
   std::int64_t offset;  // first feature of this lane in a row of all heads
   bool inside[kChunks];
+  int chunks;
+  std::uint32_t heads;
 
-  __device__ __forceinline__ HeadLane(std::int64_t heads, std::int64_t head_width, int heads_per_group) {
+  __device__ __forceinline__ HeadLane(std::int64_t num_heads, std::int64_t head_width, int heads_per_group) {
     const int lane = threadIdx.x % kWarp, of_warp = lane / kHeadLanes;
     const int slices_per_warp = kWarp / kHeadLanes / heads_per_group;
     const std::int64_t warp =
@@ -45,30 +79,42 @@ struct HeadLane {
     group = warp * slices_per_warp + of_warp / heads_per_group;
     sub = lane % kHeadLanes;
     head = static_cast<std::int64_t>(blockIdx.y) * heads_per_group + of_warp % heads_per_group;
-    live = head < heads;
-    if (!live) head = heads - 1;
+    heads = static_cast<std::uint32_t>(num_heads);
+    live = head < num_heads;
+    if (!live) head = num_heads - 1;
     offset = head * head_width + sub * kVec;
+    chunks = static_cast<int>((head_width + kChunkWidth - 1) / kChunkWidth);
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) inside[c] = live && sub * kVec + c * kChunkWidth < head_width;
   }
 
-  // Features of a row, zeros where the head has none or `wanted` is false.
-  __device__ __forceinline__ Features<T, kVec> load(const DenseView& x, std::int64_t row, bool wanted) const {
-    const T* from = static_cast<const T*>(x.data) + row * x.stride + offset;
-    Features<T, kVec> features;
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      features.pack[c] = Pack<T, kVec>{};
-      if (wanted && inside[c]) features.pack[c] = load_pack<T, kVec>(from + c * kChunkWidth);
-    }
-    return features;
+  // Place of this lane's head in a (rows, heads) matrix.
+  __device__ __forceinline__ std::int64_t at(std::int64_t row) const {
+    return static_cast<std::int64_t>(static_cast<std::uint64_t>(static_cast<std::uint32_t>(row)) * heads) +
+           head;
   }
 
+  // What to gather of the rows of x. Lanes without features gather their head's first ones and drop them:
+  // cheaper than a predicate on every load.
+  __device__ __forceinline__ RowGather<T, kVec> gather(const DenseView& x) const {
+    RowGather<T, kVec> rows;
+    rows.row_bytes = static_cast<std::uint32_t>(x.stride * sizeof(T));
+    rows.chunks = chunks;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      rows.from[c] =
+          reinterpret_cast<const char*>(static_cast<const T*>(x.data) + offset -
+                                        (inside[c] ? 0 : sub * kVec) + (inside[c] ? c * kChunkWidth : 0));
+    }
+    return rows;
+  }
+
+  // Features of a row, zeros where the head has none.
   __device__ __forceinline__ void load(float (&to)[kLaneFeatures], const DenseView& x,
                                        std::int64_t row) const {
-    const Features<T, kVec> features = load(x, row, true);
+    const Features<T, kVec> features = gather(x).load(static_cast<std::uint32_t>(row));
 #pragma unroll
-    for (int i = 0; i < kLaneFeatures; ++i) to[i] = features[i];
+    for (int i = 0; i < kLaneFeatures; ++i) to[i] = inside[i / kVec] ? features[i] : 0.0f;
   }
 
   // Features of all heads' float32 vector, (heads * head_width).
@@ -115,6 +161,27 @@ __device__ __forceinline__ float max_lanes(float v) {
 #pragma unroll
   for (int offset = 1; offset < kHeadLanes; offset *= 2) v = fmaxf(v, __shfl_xor_sync(kFullWarp, v, offset));
   return v;
+}
+
+// Entries of the slices of a warp: some slice has the first `longest`, all have the first `shortest`.
+struct WarpLength {
+  int longest, shortest;
+  __device__ __forceinline__ explicit WarpLength(int length)
+      : longest(__reduce_max_sync(kFullWarp, length)), shortest(__reduce_min_sync(kFullWarp, length)) {}
+};
+
+// Calls f(whole, step) for the steps of a batch of kHeadLanes entries from `base` on. `whole`, a compile-time
+// 0 or 1, says that every group of the warp has all entries of the step, so that nothing needs to be masked.
+template <int kHeadLanes, int kInFlight, typename F>
+__device__ __forceinline__ void for_steps(int base, const WarpLength& length, F&& f) {
+#pragma unroll 1
+  for (int step = 0; step < kHeadLanes; step += kInFlight) {
+    if (base + step + kInFlight <= length.shortest) {
+      f(Constant<1>{}, step);
+    } else if (base + step < length.longest) {
+      f(Constant<0>{}, step);
+    }
+  }
 }
 
 // What scores are taken relative to: their maximum, where there is one.
@@ -195,11 +262,6 @@ inline dim3 head_grid(std::int64_t num_slices, std::int64_t heads, int head_lane
   const int slices_per_block = kHeadThreads / head_lanes / per_group;
   return dim3(ceil_div(num_slices, slices_per_block), ceil_div(heads, per_group));
 }
-
-template <int kValue>
-struct Constant {
-  static constexpr int value = kValue;
-};
 
 // Calls f(element type, elements per load, lanes per head): 16-byte loads and as few lanes as the head needs,
 // or single elements where widths, strides or addresses do not allow it.
