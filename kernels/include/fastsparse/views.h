@@ -42,8 +42,8 @@ struct RowSplitView {
 // Binary sparse blocks: windows of 8 rows, each a list of non-zero 8x1 vectors, 16 to a block, the last block
 // of a window padded with empty vectors.
 struct BsbView {
-  const std::int32_t* col;          // (num_blocks, 16) column of every vector
-  const std::uint8_t* mask;         // (num_blocks, 16) bit r: row r of the window has an entry; 0: padding
+  const std::uint32_t* vector;      // (num_blocks, 16) bits 0..23 column; bit 24 + r: row r of the window has an
+                                    // entry; padding has none and repeats the block's first column
   const std::int32_t* window_row;   // (num_windows, 8) rows of every window, -1: none; null: consecutive rows
   const std::int64_t* block_entry;  // (num_blocks) entries before the block; null without values
   const void* value_id;  // (num_edges) by block, vector, row: position in the caller's edge order; null
@@ -212,6 +212,87 @@ struct Gatv2AttentionBackwardArgs {
   float* row_state;       // (num_rows, heads, 2)
   float* partial_dst;     // (num_slots, heads * head_width)
   float* partial_src;     // (num_slots of the transposed structure, heads * head_width)
+};
+
+// Dot-product attention on tensor cores: out_i,h = sum_j dropout(p_ij,h) v_j,h with p the softmax over row i of
+// scale <q_i,h , k_j,h> + bias_ij,h. dtype float16, bfloat16 or float32; widths of a head, at most 256, row
+// strides and addresses are multiples of 16 bytes. CUDA only.
+struct AttentionBsbInput {
+  DenseView q;         // (num_rows, heads * head_width)
+  DenseView k;         // (num_cols, heads * head_width)
+  DenseView v;         // (num_cols, heads * value_width)
+  EdgeValueView bias;  // null data: 0
+  float scale;
+  Dropout dropout;
+  std::int64_t heads;
+  std::int64_t head_width;
+  std::int64_t value_width;
+  bool tf32;  // float32: one TF32 term instead of two
+  Dtype dtype;
+};
+
+struct AttentionBsbArgs {
+  BsbView a;
+  AttentionBsbInput input;
+  void* out;             // (num_rows, heads * value_width)
+  float* lse;            // (num_rows, heads) log of the sum of exp(score); -inf without entries
+  float* partial;        // (num_slots, 8, heads * value_width) not yet divided by the sum
+  float* partial_state;  // (num_slots, 8, heads, 2) maximum of the scores, times log2(e), and sum
+};
+
+struct AttentionBsbBackwardArgs {
+  BsbView a;
+  BsbView a_t;  // the transposed structure
+  AttentionBsbInput input;
+  const void* out;  // (num_rows, heads * value_width) of the forward pass
+  const float* lse;
+  DenseView grad;     // (num_rows, heads * value_width)
+  void* grad_q;       // (num_rows, heads * head_width)
+  void* grad_k;       // (num_cols, heads * head_width)
+  void* grad_v;       // (num_cols, heads * value_width)
+  void* grad_bias;    // (num_values, heads) in bias.dtype; null: not wanted
+  float* row_state;   // (num_rows, heads, 2)
+  float* partial_q;   // (num_slots, 8, heads * head_width)
+  float* partial_k;   // (num_slots of the transposed structure, 8, heads * head_width)
+  float* partial_v;   // (num_slots of the transposed structure, 8, heads * value_width)
+};
+
+// Attention on the CPU: out_i,h = sum_j dropout(p_ij,h) v_j,h with p the softmax over row i of a score:
+enum class AttentionScore : int {
+  kDotProduct = 0,  // scale <dst_i,h , src_j,h> + bias_ij,h
+  kAdditive = 1,    // leaky_relu(dst_i,h + src_j,h + bias_ij,h)
+  kGatv2 = 2,       // <att_h , leaky_relu(dst_i,h + src_j,h)>
+};
+
+struct AttentionCsrArgs {
+  CsrView a;
+  AttentionScore kind;
+  DenseView dst;       // (num_rows, heads * head_width); additive: (num_rows, heads) in the accumulation type
+  DenseView src;       // (num_cols, ...) likewise
+  DenseView v;         // (num_cols, heads * value_width)
+  const void* att;     // (heads, head_width) in the accumulation type; GATv2 only
+  EdgeValueView bias;  // null data: 0
+  double scale;        // of dot products; else the slope of the leaky ReLU
+  Dropout dropout;
+  double keep_scale;  // 1 / (1 - dropout probability)
+  std::int64_t heads;
+  std::int64_t head_width;
+  std::int64_t value_width;
+  Dtype dtype;
+  void* out;  // (num_rows, heads * value_width)
+  void* lse;  // (num_rows, heads) in the accumulation type: log-sum-exp of the scores, -inf in empty rows
+};
+
+// Contiguous gradients in the dtypes of what they belong to; the forward pass's results are inputs.
+struct AttentionCsrBackwardArgs {
+  AttentionCsrArgs forward;
+  CsrView a_t;     // the transposed structure
+  DenseView grad;  // (num_rows, heads * value_width)
+  void* grad_dst;
+  void* grad_src;   // GATv2: with what comes through v
+  void* grad_v;     // null for GATv2
+  void* grad_att;   // null but for GATv2
+  void* grad_bias;  // (num_values, heads) zeros where not every value has an entry; null: not wanted
 };
 
 // Sorts edges by (major, minor), or by major alone and otherwise stably, into compressed form.
