@@ -1,0 +1,278 @@
+// Backward pass of the fused dot-product attention (attention_bsb.cu): scores are computed again from the saved
+// log-sum-exp, as in FlashAttention-2, so that nothing of edge size is in memory and nothing needs atomics.
+//
+// With P = softmax(S), delta_i = <dO_i, O_i>, dP = dO V^T and dS = P (dP - delta):
+//   - a pass over the structure gathers K and V and yields dQ = scale dS K (and the bias' gradient, dS itself);
+//   - a pass over the transposed structure gathers Q and dO and yields dK = scale dS^T Q and dV = P^T dO.
+// Both are the same kernel: own rows A, B and gathered rows X, Y give the scores A X^T and the products B Y^T,
+// dS X is summed, and in the second pass P Y as well; the rows are gathered once for both of their products.
+// Floors, V vectors of widths D and Dv: V (D + Dv) sizeof(T) bytes gathered per pass.
+
+#include "fastsparse/attention_tiles.cuh"
+#include "fastsparse/combine_partials.cuh"
+#include "fastsparse/launchers.h"
+
+namespace fastsparse::cuda {
+namespace {
+
+using namespace attention;
+
+// One pass as the kernel sees it. Transposed: own rows are sources, gathered ones destinations.
+struct Pass {
+  BsbView a;
+  AttentionBsbInput input;
+  DenseView own_a, own_b;  // Q, dO; transposed: K, V
+  DenseView x, y;          // K, V; transposed: Q, dO
+  const float2* row_state;
+  void* grad_bias;
+  void* grad_a;      // gradient of own_a's matrix
+  void* grad_b;      // transposed: gradient of V
+  float* partial_a;  // the same for windows with several slices
+  float* partial_b;
+};
+
+template <typename S, bool kTransposed>
+struct Layout {
+  static constexpr int kStageBytes = 2 * S::kTileBytes;
+  static constexpr int kStateBytes = kTransposed ? kBlockVectors * S::kHeads * 8 : 0;
+  static constexpr int kOwnA = kStages * kStageBytes;
+  static constexpr int kOwnB = kOwnA + S::kOwnBytes;
+  static constexpr int kState = kOwnB + S::kOwnBytes;
+  static constexpr int kWords = kState + kStages * kStateBytes;
+  static constexpr int kBytes = kWords + kStages * kBlockVectors * 4;
+  static constexpr int kWarps = warps_of_block(kBytes);
+  // Own rows stay in registers where these suffice.
+  static constexpr bool kKeepOwn = 2 * S::kPieces + (kTransposed ? 8 : 4) * S::kTiles <= 128;
+};
+
+// State of the 16 gathered rows, in the order of the block's vectors.
+template <typename S>
+__device__ __forceinline__ void copy_state(std::uint32_t to, const float2* state, const uint4& word,
+                                           std::int64_t first_head, std::int64_t heads, int lane) {
+  const std::uint32_t pair[2] = {lane % 2 ? word.y : word.x, lane % 2 ? word.w : word.z};
+  const std::int64_t row = pair[lane / 2 % 2] & 0xffffffu;
+  const int vector = lane / 8 * 4 + lane % 4;
+#pragma unroll
+  for (int h = 0; h < S::kHeads; h += 2) {
+    const int head = h + lane / 4 % 2;
+    const bool present = first_head + head < heads;
+    if (head < S::kHeads) {
+      copy_async_8(to + (vector * S::kHeads + head) * 8,
+                   state + row * heads + (present ? first_head + head : 0), present ? 8 : 0);
+    }
+  }
+}
+
+template <typename S, int kTerms, bool kExtras, bool kTransposed>
+__global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
+                                  blocks_at_once(Layout<S, kTransposed>::kBytes, S::kHeads))
+    attention_backward_kernel(const __grid_constant__ Pass args) {
+  using L = Layout<S, kTransposed>;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const AttentionBsbInput& input = args.input;
+  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+  const int warp_of_block = threadIdx.x / kWarp;
+  const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * L::kWarps + warp_of_block;
+  if (warp >= args.a.split.num_slices) return;
+  const RowSlice slice = load_slice(args.a.split, warp);
+  const std::int64_t window = row_of(args.a.split, slice);
+  const WindowRow window_row{args.a.window_row, args.a.num_rows};
+  const std::int64_t first_head = static_cast<std::int64_t>(blockIdx.y) * S::kHeads;
+  const auto memory = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared)) + warp_of_block * L::kBytes;
+
+  const Table<S> x(args.x, first_head, input.heads, input.head_width, lane);
+  const Table<S> y(args.y, first_head, input.heads, input.value_width, lane);
+  const uint4* words = reinterpret_cast<const uint4*>(args.a.vector) + slice.begin * 4 + lane / 8;
+  const auto start = [&](int index, const uint4& word) {
+    const int stage = index % kStages;
+    copy_tile<S>(memory + stage * L::kStageBytes, x, word, lane);
+    copy_tile<S>(memory + stage * L::kStageBytes + S::kTileBytes, y, word, lane);
+    store_words(memory + L::kWords + stage * kBlockVectors * 4, word, lane);
+    if constexpr (kTransposed) {
+      copy_state<S>(memory + L::kState + stage * L::kStateBytes, args.row_state, word, first_head, input.heads,
+                    lane);
+    }
+  };
+
+  uint4 next = __ldg(words);
+  copy_own<S>(memory + L::kOwnA, Table<S>(args.own_a, first_head, input.heads, input.head_width, lane),
+              window_row, window, lane);
+  copy_own<S>(memory + L::kOwnB, Table<S>(args.own_b, first_head, input.heads, input.value_width, lane),
+              window_row, window, lane);
+#pragma unroll
+  for (int index = 0; index + 1 < kStages; ++index) {
+    if (index < slice.length) start(index, next);
+    commit_copies();
+    next = __ldg(words + (index + 1) * 4);
+  }
+  const float scale = input.scale * kLog2E;
+  const std::int64_t own_row = window_row(window, g);
+  float2 own_state[S::kHeads] = {};
+  if constexpr (!kTransposed) {
+#pragma unroll
+    for (int h = 0; h < S::kHeads; ++h) {
+      if (own_row >= 0 && first_head + h < input.heads) {
+        own_state[h] = __ldg(args.row_state + own_row * input.heads + first_head + h);
+      }
+    }
+  }
+
+  std::uint32_t own_a[S::kPieces], own_b[S::kPieces];
+  float sum_a[S::kTiles][4] = {}, sum_b[S::kTiles][4] = {};
+  for (int index = 0; index < slice.length; ++index) {
+    // That all lanes are here also means that the tile of the last turn is free.
+    wait_for_copies<kStages - 2>();
+    if (index + kStages - 1 < slice.length) start(index + kStages - 1, next);
+    commit_copies();
+    next = __ldg(words + (index + kStages) * 4);
+    const std::uint32_t tile_x = memory + index % kStages * L::kStageBytes, tile_y = tile_x + S::kTileBytes;
+    const Entries entries(memory + L::kWords + (index % kStages * 4 + t) * 16);
+    std::int64_t position[kOwned];
+    if constexpr (kExtras) {
+      if (input.bias.data != nullptr) value_positions(position, entries, args.a, slice.begin + index, lane);
+    }
+#pragma unroll
+    for (int h = 0; h < S::kHeads; ++h) {
+      const bool load = h == 0 && (index == 0 || !L::kKeepOwn);
+      float score[kOwned], product[kOwned];
+      if (load) load_own<S>(own_a, memory + L::kOwnA, lane);
+      multiply_rows<S, kTerms>(score, own_a, tile_x, h, lane);
+      if (load) load_own<S>(own_b, memory + L::kOwnB, lane);
+      multiply_rows<S, kTerms>(product, own_b, tile_y, h, lane);
+#pragma unroll
+      for (int i = 0; i < kOwned; ++i) {
+        float2 state = own_state[h];
+        if constexpr (kTransposed) {
+          state = load_shared_pair(memory + L::kState + index % kStages * L::kStateBytes +
+                                   ((4 * t + i) * S::kHeads + h) * 8);
+        }
+        float power = score[i] * scale - state.x;
+        float factor = 1;
+        if constexpr (kExtras) {
+          power += bias_of<S>(input, entries, i, g, position[i], first_head + h);
+          if (entries.present(i, g)) {
+            const auto own = static_cast<std::uint32_t>(own_row);
+            factor = dropout_factor(input.dropout, kTransposed ? entries.column(i) : own,
+                                    kTransposed ? own : entries.column(i),
+                                    static_cast<std::uint32_t>(first_head + h));
+          }
+        }
+        const float p = entries.present(i, g) ? exp2_approx(power) : 0.0f;
+        score[i] = entries.present(i, g) ? p * (factor * product[i] - state.y) : 0.0f;
+        product[i] = p * factor;
+        if constexpr (kExtras && !kTransposed) {
+          if (args.grad_bias != nullptr && entries.present(i, g) && first_head + h < input.heads) {
+            const std::int64_t at = position[i] * input.heads + first_head + h;
+            if (input.bias.dtype == input.dtype) {
+              static_cast<typename S::T*>(args.grad_bias)[at] = narrow<typename S::T>(score[i]);
+            } else {
+              static_cast<float*>(args.grad_bias)[at] = score[i];
+            }
+          }
+        }
+      }
+      add_columns<S, kTerms>(sum_a, tile_x, score, h, lane);
+      if constexpr (kTransposed) add_columns<S, kTerms>(sum_b, tile_y, product, h, lane);
+    }
+  }
+
+#pragma unroll
+  for (int f = 0; f < S::kTiles; ++f) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum_a[f][i] *= input.scale;
+  }
+  if (slice.target < 0) {
+    const std::int64_t slot = ~slice.target;
+    store_partial<S>({args.partial_a, input.heads, input.head_width}, sum_a, slot, first_head, lane);
+    if constexpr (kTransposed) {
+      store_partial<S>({args.partial_b, input.heads, input.value_width}, sum_b, slot, first_head, lane);
+    }
+    return;
+  }
+  store_rows<S>({args.grad_a, input.heads, input.head_width}, sum_a, memory + L::kOwnA, window_row, window,
+                first_head, lane);
+  if constexpr (kTransposed) {
+    store_rows<S>({args.grad_b, input.heads, input.value_width}, sum_b, memory + L::kOwnB, window_row, window,
+                  first_head, lane);
+  }
+}
+
+// row_state = (log2 of the sum of the weights, delta) of every row and head; 8 lanes take one. Rows without
+// weights get 0 for minus infinity, so that their scores, if any, keep the weight 0.
+template <typename T>
+__global__ void __launch_bounds__(128) row_state_kernel(const __grid_constant__ AttentionBsbBackwardArgs args) {
+  constexpr int kPack = 16 / static_cast<int>(sizeof(T));
+  const std::int64_t heads = args.input.heads, width = args.input.value_width;
+  const std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * (128 / 8) + threadIdx.x / 8;
+  const bool inside = item < args.a.num_rows * heads;
+  const std::int64_t row = inside ? item / heads : 0, head = inside ? item % heads : 0;
+  const T* out = static_cast<const T*>(args.out) + row * heads * width + head * width;
+  const T* grad = static_cast<const T*>(args.grad.data) + row * args.grad.stride + head * width;
+  float delta = 0;
+  for (std::int64_t feature = threadIdx.x % 8 * kPack; inside && feature < width; feature += 8 * kPack) {
+    const auto o = load_pack<T, kPack>(out + feature), d = load_pack<T, kPack>(grad + feature);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) delta += widen(o.lane[i]) * widen(d.lane[i]);
+  }
+#pragma unroll
+  for (int distance = 1; distance < 8; distance *= 2) delta += __shfl_xor_sync(kFullWarp, delta, distance);
+  if (!inside || threadIdx.x % 8 != 0) return;
+  const float lse = args.lse[item];
+  reinterpret_cast<float2*>(args.row_state)[item] =
+      make_float2(lse == -INFINITY ? 0.0f : lse * kLog2E, delta);
+}
+
+struct Launch {
+  const AttentionBsbBackwardArgs& args;
+  cudaStream_t stream;
+  cudaError_t error = cudaSuccess;
+
+  template <typename S, int kTerms>
+  void run() {
+    using T = typename S::T;
+    const AttentionBsbInput& input = args.input;
+    const auto* state = reinterpret_cast<const float2*>(args.row_state);
+    const std::int64_t items = args.a.num_rows * input.heads;
+    if (items > 0) row_state_kernel<T><<<ceil_div(items, 128 / 8), 128, 0, stream>>>(args);
+    run_pass<S, kTerms, false>({args.a, input, input.q, args.grad, input.k, input.v, state, args.grad_bias,
+                                args.grad_q, nullptr, args.partial_q, nullptr});
+    run_pass<S, kTerms, true>({args.a_t, input, input.k, input.v, input.q, args.grad, state, nullptr,
+                               args.grad_k, args.grad_v, args.partial_k, args.partial_v});
+  }
+
+  template <typename S, int kTerms, bool kTransposed>
+  void run_pass(const Pass& pass) {
+    has_extras(pass.input) ? run_kernel<S, kTerms, true, kTransposed>(pass)
+                           : run_kernel<S, kTerms, false, kTransposed>(pass);
+  }
+
+  template <typename S, int kTerms, bool kExtras, bool kTransposed>
+  void run_kernel(const Pass& pass) {
+    using T = typename S::T;
+    using L = Layout<S, kTransposed>;
+    if (error != cudaSuccess || pass.a.split.num_slices == 0) return;
+    const auto kernel = attention_backward_kernel<S, kTerms, kExtras, kTransposed>;
+    error = prepare_kernel(kernel, L::kWarps * L::kBytes);
+    if (error != cudaSuccess) return;
+    const std::int64_t heads = pass.input.heads;
+    const dim3 grid(ceil_div(pass.a.split.num_slices, L::kWarps), ceil_div(heads, S::kHeads));
+    kernel<<<grid, kWarp * L::kWarps, L::kWarps * L::kBytes, stream>>>(pass);
+    const WindowRow window_row{pass.a.window_row, pass.a.num_rows};
+    const Epilogue a{nullptr, nullptr, pass.grad_a, heads * pass.input.head_width};
+    combine_partials<T, kRows>(pass.a.split, pass.partial_a, a, window_row, stream);
+    if constexpr (kTransposed) {
+      const Epilogue b{nullptr, nullptr, pass.grad_b, heads * pass.input.value_width};
+      combine_partials<T, kRows>(pass.a.split, pass.partial_b, b, window_row, stream);
+    }
+  }
+};
+
+}  // namespace
+
+int attention_bsb_backward(const AttentionBsbBackwardArgs& args, void* stream) {
+  Launch launch{args, static_cast<cudaStream_t>(stream)};
+  if (!with_shape(args.input, launch)) return cudaErrorInvalidValue;
+  return launch.error != cudaSuccess ? launch.error : cudaGetLastError();
+}
+
+}  // namespace fastsparse::cuda
