@@ -142,9 +142,10 @@ void spmm_bsb(const BsbView& structure, int dtype, std::int64_t width, Address x
   check(cuda::spmm_bsb(args, at(queue)), "spmm_bsb");
 }
 
-AdditiveAttentionInput additive_input(int dtype, std::int64_t heads, std::int64_t head_width, Address score_dst,
-                                      Address score_src, Address v, std::int64_t v_stride, Address bias,
-                                      int bias_dtype, float negative_slope, double dropout_p, std::int64_t seed) {
+AdditiveAttentionInput additive_input(int dtype, std::int64_t heads, std::int64_t head_width,
+                                      Address score_dst, Address score_src, Address v, std::int64_t v_stride,
+                                      Address bias, int bias_dtype, float negative_slope, double dropout_p,
+                                      std::int64_t seed) {
   return {at<float>(score_dst),
           at<float>(score_src),
           {at(v), v_stride},
@@ -156,11 +157,11 @@ AdditiveAttentionInput additive_input(int dtype, std::int64_t heads, std::int64_
           static_cast<Dtype>(dtype)};
 }
 
-void additive_attention(const CsrStructure& structure, const AdditiveAttentionInput& input, Address out, Address lse,
-                        Address partial, Address partial_state, int device, Address queue) {
-  const AdditiveAttentionArgs args{structure.a,    structure.split,    input,
-                                   at(out),        at<float>(lse),     at<float>(partial),
-                                   at<float>(partial_state)};
+void additive_attention(const CsrStructure& structure, const AdditiveAttentionInput& input, Address out,
+                        Address lse, Address partial, Address partial_state, int device, Address queue) {
+  const AdditiveAttentionArgs args{
+      structure.a,        structure.split,         input, at(out), at<float>(lse),
+      at<float>(partial), at<float>(partial_state)};
   const DeviceGuard guard(device);
   check(cuda::additive_attention(args, at(queue)), "additive_attention");
 }
@@ -190,8 +191,8 @@ void additive_attention_backward(const CsrStructure& structure, const CsrStructu
 }
 
 Gatv2AttentionInput gatv2_input(int dtype, std::int64_t heads, std::int64_t head_width, Address x_dst,
-                                std::int64_t x_dst_stride, Address x_src, std::int64_t x_src_stride, Address att,
-                                float negative_slope, double dropout_p, std::int64_t seed) {
+                                std::int64_t x_dst_stride, Address x_src, std::int64_t x_src_stride,
+                                Address att, float negative_slope, double dropout_p, std::int64_t seed) {
   return {{at(x_dst), x_dst_stride},
           {at(x_src), x_src_stride},
           at<float>(att),
@@ -202,20 +203,19 @@ Gatv2AttentionInput gatv2_input(int dtype, std::int64_t heads, std::int64_t head
           static_cast<Dtype>(dtype)};
 }
 
-void gatv2_attention(const CsrStructure& structure, const Gatv2AttentionInput& input, Address out, Address lse,
-                     Address partial, Address partial_state, int device, Address queue) {
-  const Gatv2AttentionArgs args{structure.a,    structure.split,    input,
-                                at(out),        at<float>(lse),     at<float>(partial),
-                                at<float>(partial_state)};
+void gatv2_attention(const CsrStructure& structure, const Gatv2AttentionInput& input, Address out,
+                     Address lse, Address partial, Address partial_state, int device, Address queue) {
+  const Gatv2AttentionArgs args{structure.a,        structure.split,         input, at(out), at<float>(lse),
+                                at<float>(partial), at<float>(partial_state)};
   const DeviceGuard guard(device);
   check(cuda::gatv2_attention(args, at(queue)), "gatv2_attention");
 }
 
 void gatv2_attention_backward(const CsrStructure& structure, const CsrStructure& transposed,
-                              const Gatv2AttentionInput& input, Address out, std::int64_t out_stride, Address grad,
-                              std::int64_t grad_stride, Address lse, Address grad_x_dst, Address grad_x_src,
-                              Address grad_att, std::int64_t att_rows, Address row_state, Address partial_dst,
-                              Address partial_src, int device, Address queue) {
+                              const Gatv2AttentionInput& input, Address out, std::int64_t out_stride,
+                              Address grad, std::int64_t grad_stride, Address lse, Address grad_x_dst,
+                              Address grad_x_src, Address grad_att, std::int64_t att_rows, Address row_state,
+                              Address partial_dst, Address partial_src, int device, Address queue) {
   const Gatv2AttentionBackwardArgs args{structure.a,
                                         structure.split,
                                         transposed.a,
@@ -269,6 +269,45 @@ void sddmm_csr(const CsrStructure& structure, int dtype, std::int64_t heads, std
                        head_width,
                        static_cast<Dtype>(dtype)};
   FASTSPARSE_RUN(sddmm_csr, args, device, queue);
+}
+
+AttentionCsrArgs attention_csr_args(const CsrStructure& structure, int kind, int dtype, std::int64_t heads,
+                                    std::int64_t head_width, std::int64_t value_width, Address dst,
+                                    std::int64_t dst_stride, Address src, std::int64_t src_stride, Address v,
+                                    std::int64_t v_stride, Address att, Address bias, int bias_dtype,
+                                    double scale, double dropout_p, std::int64_t seed, Address out,
+                                    Address lse) {
+  return {structure.a,
+          static_cast<AttentionScore>(kind),
+          {at(dst), dst_stride},
+          {at(src), src_stride},
+          {at(v), v_stride},
+          at(att),
+          {at(bias), static_cast<Dtype>(bias_dtype), heads},
+          scale,
+          make_dropout(dropout_p, seed),
+          1 / (1 - dropout_p),
+          heads,
+          head_width,
+          value_width,
+          static_cast<Dtype>(dtype),
+          at(out),
+          at(lse)};
+}
+
+void attention_csr(const AttentionCsrArgs& args, int threads) {
+  const py::gil_scoped_release release;
+  cpu::attention_csr(args, threads);
+}
+
+void attention_csr_backward(const AttentionCsrArgs& forward, const CsrStructure& transposed, Address grad,
+                            std::int64_t grad_stride, Address grad_dst, Address grad_src, Address grad_v,
+                            Address grad_att, Address grad_bias, int threads) {
+  const AttentionCsrBackwardArgs args{forward,      transposed.a, {at(grad), grad_stride},
+                                      at(grad_dst), at(grad_src), at(grad_v),
+                                      at(grad_att), at(grad_bias)};
+  const py::gil_scoped_release release;
+  cpu::attention_csr_backward(args, threads);
 }
 
 CompressArgs compress_args(Address major, Address minor, bool index_is_64bit, std::int64_t num_edges,
@@ -362,5 +401,8 @@ PYBIND11_MODULE(_C, m) {
 #endif
   m.def("spmm_extremum", &spmm_extremum);
   m.def("sddmm_csr", &sddmm_csr);
+  py::class_<AttentionCsrArgs>(m, "AttentionCsrArgs").def(py::init(&attention_csr_args));
+  m.def("attention_csr", &attention_csr);
+  m.def("attention_csr_backward", &attention_csr_backward);
   m.def("build_info", &build_info);
 }

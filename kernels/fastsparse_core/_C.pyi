@@ -214,4 +214,43 @@ def gatv2_attention_backward(
     device: int,
     queue: int,
 ) -> None: ...
+
+class AttentionCsrArgs:  # CPU only
+    def __init__(
+        self,
+        structure: CsrStructure,
+        kind: int,
+        dtype: int,
+        heads: int,
+        head_width: int,
+        value_width: int,
+        dst: int,
+        dst_stride: int,
+        src: int,
+        src_stride: int,
+        v: int,
+        v_stride: int,
+        att: int,
+        bias: int,
+        bias_dtype: int,
+        scale: float,
+        dropout_p: float,
+        seed: int,
+        out: int,
+        lse: int,
+    ) -> None: ...
+
+def attention_csr(args: AttentionCsrArgs, threads: int) -> None: ...
+def attention_csr_backward(
+    forward: AttentionCsrArgs,
+    transposed: CsrStructure,
+    grad: int,
+    grad_stride: int,
+    grad_dst: int,
+    grad_src: int,
+    grad_v: int,
+    grad_att: int,
+    grad_bias: int,
+    threads: int,
+) -> None: ...
 def build_info() -> dict[str, bool | str]: ...

@@ -20,6 +20,10 @@ _WHY_CSR = (
     "spmm with algorithm='flashsparse' runs as 'csr' where tensor cores cannot serve it: on the CPU, "
     "in float64, for rows that are not multiples of 16 bytes, for heads that are not multiples of a tile"
 )
+_WHY_UNFUSED = (
+    "attention runs as 'unfused', with memory for every edge, where the fused kernels cannot serve it: on "
+    "CUDA in float64, for heads wider than 256, for rows that are not multiples of 16 bytes"
+)
 
 SPMM_ALGORITHMS = ("auto", "csr", "flashsparse")
 SDDMM_ALGORITHMS = ("auto", "csr")
@@ -113,6 +117,20 @@ def spmm_algorithm(
     if adj.num_edges < 4 * adj.num_dst:
         return "csr"
     return "flashsparse" if adj.bsb.num_vectors <= 0.85 * adj.num_edges else "csr"
+
+
+def attention_algorithm(algorithm: str, fits: bool) -> str:
+    """Resolves ``"auto"``, and a request that this call cannot serve, to ``"fused3s"`` or ``"unfused"``.
+
+    Args:
+        algorithm: as the caller asked.
+        fits: whether the fused kernels serve the call.
+    """
+    check_algorithm(algorithm, ATTENTION_ALGORITHMS)
+    if algorithm == "unfused" or fits:
+        return "unfused" if algorithm == "unfused" else "fused3s"
+    info_once(_logger, _WHY_UNFUSED)
+    return "unfused"
 
 
 def _flashsparse_fits(adj: Adjacency, dtype: torch.dtype, width: int, heads: int, aligned: bool) -> bool:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.ops import _additive_attention_csr, _gatv2_attention_csr
+from fastsparse_core.ops import _attention_fused as fused
 from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops._common import DTYPE_CODE, accumulation_dtype, autocast, check_features
 from fastsparse_core.ops.edge_softmax import edge_softmax
@@ -56,7 +58,12 @@ def attention(
     """
     q, k, v, scale, bias, flat = _check_dot_product(adj, q, k, v, scale, bias)
     seed = _draw_seed(dropout_p)
-    choose.check_algorithm(algorithm, choose.ATTENTION_ALGORITHMS)
+    fits = v.device.type == "cpu"
+    if choose.attention_algorithm(algorithm, fits) == "fused3s":
+        heads = q.size(1)
+        arguments = (_per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle)
+        out = fused.call("attention", v, q.flatten(1), k.flatten(1), v.flatten(1), *arguments)
+        return out if flat else out.reshape(adj.num_dst, *v.shape[1:])
     score = unfused.dot_product_scores(adj, q, k, scale, bias)
     out = unfused.aggregate(adj, score, v, dropout_p, seed)
     return out.squeeze(1) if flat else out
@@ -111,7 +118,12 @@ def additive_attention(
         adj, score_dst, score_src, v.size(1), v.dtype, negative_slope, bias
     )
     seed = _draw_seed(dropout_p)
-    choose.check_algorithm(algorithm, choose.ATTENTION_ALGORITHMS)
+    features = v.flatten(1)
+    fits = v.device.type == "cpu" or _additive_attention_csr.fits(features, v.size(1))
+    if choose.attention_algorithm(algorithm, fits) == "fused3s":
+        arguments = (_per_head(bias, v.size(1)), negative_slope, dropout_p, seed, adj.handle)
+        out = fused.call("additive_attention", v, score_dst, score_src, features, *arguments)
+        return out if flat else out.reshape(adj.num_dst, *v.shape[1:])
     score = unfused.additive_scores(adj, score_dst, score_src, negative_slope, bias)
     out = unfused.aggregate(adj, score, v, dropout_p, seed)
     return out.squeeze(1) if flat else out
@@ -156,7 +168,12 @@ def gatv2_attention(
     """
     x_dst, x_src, att, flat = _check_gatv2(adj, x_dst, x_src, att, negative_slope)
     seed = _draw_seed(dropout_p)
-    choose.check_algorithm(algorithm, choose.ATTENTION_ALGORITHMS)
+    features = x_src.flatten(1)
+    fits = x_src.device.type == "cpu" or _gatv2_attention_csr.fits(features, negative_slope, x_src.size(1))
+    if choose.attention_algorithm(algorithm, fits) == "fused3s":
+        arguments = (att, negative_slope, dropout_p, seed, adj.handle)
+        out = fused.call("gatv2_attention", x_src, x_dst.flatten(1), features, *arguments)
+        return out if flat else out.reshape(adj.num_dst, *x_src.shape[1:])
     score = unfused.gatv2_scores(adj, x_dst, x_src, att, negative_slope)
     out = unfused.aggregate(adj, score, x_src, dropout_p, seed)
     return out.squeeze(1) if flat else out
@@ -315,6 +332,10 @@ def _check_bias(adj: Adjacency, bias: Tensor | None, heads: int, dtype: torch.dt
     if bias.dtype not in (dtype, accumulation_dtype(dtype)):
         bias = bias.to(accumulation_dtype(dtype))
     return bias[:, None] if bias.dim() == 1 else bias
+
+
+def _per_head(bias: Tensor | None, heads: int) -> Tensor | None:
+    return None if bias is None else bias.expand(bias.size(0), heads)
 
 
 def _check_number(name: str, number: float) -> float:

@@ -1,5 +1,5 @@
-// Attention dropout: a counter-based generator (Philox4x32-10; Salmon et al., "Parallel random numbers: as easy
-// as 1, 2, 3", SC 2011), so that every pass, in whatever order it meets the entries, sees the same mask.
+// Attention dropout: a counter-based generator (Philox4x32-10; Salmon et al., "Parallel random numbers: as
+// easy as 1, 2, 3", SC 2011), so that every pass, in whatever order it meets the entries, sees the same mask.
 #pragma once
 
 #include <cmath>
