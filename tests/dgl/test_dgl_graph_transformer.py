@@ -147,6 +147,15 @@ def test_batched_graphs_are_independent(device):
     torch.testing.assert_close(fast(batch, feat), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_dropout_of_features_draws_as_the_reference():
+    graph = homogeneous()
+    results = []
+    for layer in made(12, 12, 3, dropout=0.5, norm="layer"):
+        torch.manual_seed(3)
+        results.append(layer(graph, features(graph, 12)))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
 def test_dropout_is_reproducible(device):
     graph = homogeneous()
     feat = features(graph, 12).to(device)
