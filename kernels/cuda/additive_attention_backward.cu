@@ -21,20 +21,28 @@
 namespace fastsparse::cuda {
 namespace {
 
-// What the column pass needs of a row and head.
-using RowState = float4;  // score_dst, lse, delta, unused
+// What the column pass needs of a row and head: score_dst, lse, delta, and what p is to be multiplied by. The
+// last makes weights sum to 1 again, which the rounding of a large lse spoils.
+using RowState = float4;
+
+// Sums over a row's entries with positive (plus) and other (minus) logits.
+struct RowSums {
+  float n_plus, n_minus, p_plus, p_minus;
+};
 
 __device__ __forceinline__ void finish_row(const AdditiveAttentionBackwardArgs& args, std::int64_t at,
-                                           float n_plus, float n_minus, float p_plus, float p_minus) {
-  args.grad_score_dst[at] = (1.0f - args.input.negative_slope) * (n_plus * p_minus - n_minus * p_plus);
-  reinterpret_cast<RowState*>(args.row_state)[at] =
-      make_float4(args.input.score_dst[at], finite_lse(args.lse[at]), n_plus + n_minus, 0.0f);
+                                           RowSums sums) {
+  const float scale = normaliser(sums.p_plus + sums.p_minus);
+  const float grad = sums.n_plus * sums.p_minus - sums.n_minus * sums.p_plus;
+  args.grad_score_dst[at] = (1.0f - args.input.negative_slope) * grad * scale * scale;
+  reinterpret_cast<RowState*>(args.row_state)[at] = make_float4(
+      args.input.score_dst[at], finite_lse(args.lse[at]), (sums.n_plus + sums.n_minus) * scale, scale);
 }
 
 template <typename T, int kVec, int kHeadLanes>
-__global__ void __launch_bounds__(kHeadThreads)
+__global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
     additive_row_kernel(const __grid_constant__ AdditiveAttentionBackwardArgs args, int heads_per_group) {
-  constexpr int kInFlight = entries_in_flight<kVec, kHeadLanes, 8>();
+  constexpr int kInFlight = kEntriesInFlight<kVec>;
   const AdditiveAttentionInput& input = args.input;
   const HeadLane<T, kVec, kHeadLanes> lane(input.heads, input.head_width, heads_per_group);
   const RowSlice slice = load_slice(args.split, lane.group);
@@ -104,7 +112,7 @@ __global__ void __launch_bounds__(kHeadThreads)
     reinterpret_cast<float4*>(args.partial_row)[lane.at(~slice.target)] =
         make_float4(n_plus, n_minus, p_plus, p_minus);
   } else {
-    finish_row(args, row_head, n_plus, n_minus, p_plus, p_minus);
+    finish_row(args, row_head, {n_plus, n_minus, p_plus, p_minus});
   }
 }
 
@@ -126,13 +134,13 @@ __global__ void __launch_bounds__(kWarp)
   sum.z = sum_lanes<kWarp>(sum.z);
   sum.w = sum_lanes<kWarp>(sum.w);
   const std::int64_t row = args.split.split_row[blockIdx.x];
-  if (threadIdx.x == 0) finish_row(args, row * args.input.heads + head, sum.x, sum.y, sum.z, sum.w);
+  if (threadIdx.x == 0) finish_row(args, row * args.input.heads + head, {sum.x, sum.y, sum.z, sum.w});
 }
 
 template <typename T, int kVec, int kHeadLanes>
-__global__ void __launch_bounds__(kHeadThreads)
+__global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
     additive_column_kernel(const __grid_constant__ AdditiveAttentionBackwardArgs args, int heads_per_group) {
-  constexpr int kInFlight = entries_in_flight<kVec, kHeadLanes, 8>();
+  constexpr int kInFlight = kEntriesInFlight<kVec>;
   const AdditiveAttentionInput& input = args.input;
   const HeadLane<T, kVec, kHeadLanes> lane(input.heads, input.head_width, heads_per_group);
   const RowSlice slice = load_slice(args.split_t, lane.group);
@@ -162,7 +170,7 @@ __global__ void __launch_bounds__(kHeadThreads)
     if (mine < slice.length) {
       float logit = next_state.x + score_src;
       if (input.bias.data != nullptr) logit += edge_bias<T>(args.a_t, input, slice.begin + mine, lane.head);
-      const float p = __expf(leaky_relu(logit, input.negative_slope) - next_state.y);
+      const float p = __expf(leaky_relu(logit, input.negative_slope) - next_state.y) * next_state.w;
       weight = p * dropout_factor(input.dropout, row, source, lane.head);
       constant = p * next_state.z * leaky_relu_slope(logit, input.negative_slope);
       grad_score -= constant;

@@ -14,9 +14,9 @@ namespace fastsparse::cuda {
 namespace {
 
 template <typename T, int kVec, int kHeadLanes>
-__global__ void __launch_bounds__(kHeadThreads)
+__global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(6))
     gatv2_kernel(const __grid_constant__ Gatv2AttentionArgs args, int heads_per_group) {
-  constexpr int kInFlight = entries_in_flight<kVec, kHeadLanes, 4>();
+  constexpr int kInFlight = kEntriesInFlight<kVec>;
   const Gatv2AttentionInput& input = args.input;
   const HeadLane<T, kVec, kHeadLanes> lane(input.heads, input.head_width, heads_per_group);
   const RowSlice slice = load_slice(args.split, lane.group);
@@ -88,11 +88,11 @@ __global__ void __launch_bounds__(kHeadThreads)
     }
     return;
   }
-  const float scale = sum > 0 ? 1.0f / sum : 0.0f;
+  const float scale = normaliser(sum);
 #pragma unroll
   for (int i = 0; i < kLaneFeatures; ++i) acc[i] *= scale;
   lane.template store<T>(args.out, row, width, acc);
-  if (lane.sub == 0) args.lse[lane.at(row)] = sum > 0 ? max + logf(sum) : -kInfinity;
+  if (lane.sub == 0) args.lse[lane.at(row)] = log_sum_exp(max, sum);
 }
 
 }  // namespace

@@ -24,9 +24,9 @@ namespace fastsparse::cuda {
 namespace {
 
 template <typename T, int kVec, int kHeadLanes>
-__global__ void __launch_bounds__(kHeadThreads)
+__global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
     gatv2_row_kernel(const __grid_constant__ Gatv2AttentionBackwardArgs args, int heads_per_group) {
-  constexpr int kInFlight = entries_in_flight<kVec, kHeadLanes, 4>();
+  constexpr int kInFlight = kEntriesInFlight<kVec>;
   const Gatv2AttentionInput& input = args.input;
   const HeadLane<T, kVec, kHeadLanes> lane(input.heads, input.head_width, heads_per_group);
   const std::int64_t width = input.heads * input.head_width;
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kHeadThreads)
     } else {
       lane.template store<T>(args.grad_x_dst, row, width, grad_x);
     }
-    if (lane.sub == 0 && (slice.target >= 0 || starts_row(args.a, row, slice))) {
+    if (lane.sub == 0 && slice.begin == args.a.rowptr[row]) {  // of the row's slices, the first
       reinterpret_cast<float2*>(args.row_state)[row_head] = make_float2(lse, delta);
     }
   }
@@ -105,9 +105,9 @@ __global__ void __launch_bounds__(kHeadThreads)
 }
 
 template <typename T, int kVec, int kHeadLanes>
-__global__ void __launch_bounds__(kHeadThreads)
+__global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(5))
     gatv2_column_kernel(const __grid_constant__ Gatv2AttentionBackwardArgs args, int heads_per_group) {
-  constexpr int kInFlight = entries_in_flight<kVec, kHeadLanes, 4>();
+  constexpr int kInFlight = kEntriesInFlight<kVec>;
   const Gatv2AttentionInput& input = args.input;
   const HeadLane<T, kVec, kHeadLanes> lane(input.heads, input.head_width, heads_per_group);
   const RowSlice slice = load_slice(args.split_t, lane.group);

@@ -11,8 +11,9 @@ from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops import _additive_attention_csr as additive
 from fastsparse_core.ops._common import DTYPE_CODE, address, unit_stride
 
-#: Groups of lanes of the backward row pass, at most: each keeps its own sum for the gradient of ``att``.
-_ATT_ROWS = 32768
+#: Groups of lanes of the backward row pass: each keeps its own sum for the gradient of ``att``. About 8
+#: slices for each, but enough groups to fill the GPU, and no more than balance the load.
+_LEAST_GROUPS, _MOST_GROUPS = 8192, 32768
 #: Most groups of a thread block: the number of groups is a multiple of it.
 _GROUPS_PER_BLOCK = 32
 
@@ -116,8 +117,7 @@ def gatv2_backward(
         return torch.empty(size, dtype=torch.float32, device=device)
 
     transposed = adj.t()
-    blocks = -(-max(adj.row_split.slices.size(0), 1) // _GROUPS_PER_BLOCK)
-    att_rows = min(blocks * _GROUPS_PER_BLOCK, _ATT_ROWS)
+    att_rows = _att_rows(adj.row_split.slices.size(0))
     grad_att = floats(att_rows, width)
     row_state = floats(adj.num_dst, heads, 2)
     partial_dst = floats(adj.row_split.num_slots, width)
@@ -143,6 +143,11 @@ def gatv2_backward(
         queue(index),
     )
     return grad_dst, grad_src, grad_att.sum(0).reshape(shape)
+
+
+def _att_rows(num_slices: int) -> int:
+    groups = min(max(num_slices // 8, _LEAST_GROUPS), _MOST_GROUPS, max(num_slices, 1))
+    return -(-groups // _GROUPS_PER_BLOCK) * _GROUPS_PER_BLOCK
 
 
 def _input(

@@ -62,11 +62,11 @@ struct HeadLane {
   static constexpr int kChunks = kLaneFeatures / kVec;
   static constexpr int kChunkWidth = kHeadLanes * kVec;
 
-  std::int64_t group;   // index of the slice
-  int sub;              // lane within its head
-  std::int64_t head;    // valid even where not live
-  bool live;            // lanes beyond the last head are not
-  std::int64_t offset;  // first feature of this lane in a row of all heads
+  std::int64_t group;  // index of the slice
+  int sub;             // lane within its head
+  std::int64_t head;   // valid even where not live
+  bool live;           // lanes beyond the last head are not
+  std::int64_t first;  // the head's first feature in a row of all heads
   bool inside[kChunks];
   int chunks;
   std::uint32_t heads;
@@ -82,13 +82,16 @@ struct HeadLane {
     heads = static_cast<std::uint32_t>(num_heads);
     live = head < num_heads;
     if (!live) head = num_heads - 1;
-    offset = head * head_width + sub * kVec;
+    first = head * head_width;
     chunks = static_cast<int>((head_width + kChunkWidth - 1) / kChunkWidth);
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) inside[c] = live && sub * kVec + c * kChunkWidth < head_width;
+    for (int c = 0; c < kChunks; ++c) inside[c] = live && place(c) < head_width;
   }
 
-  // Place of this lane's head in a (rows, heads) matrix.
+  // First feature of a chunk, within the head.
+  __device__ __forceinline__ int place(int chunk) const { return chunk * kChunkWidth + sub * kVec; }
+
+  // Position of this lane's head in a (rows, heads) matrix.
   __device__ __forceinline__ std::int64_t at(std::int64_t row) const {
     return static_cast<std::int64_t>(static_cast<std::uint64_t>(static_cast<std::uint32_t>(row)) * heads) +
            head;
@@ -103,8 +106,7 @@ struct HeadLane {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       rows.from[c] =
-          reinterpret_cast<const char*>(static_cast<const T*>(x.data) + offset -
-                                        (inside[c] ? 0 : sub * kVec) + (inside[c] ? c * kChunkWidth : 0));
+          reinterpret_cast<const char*>(static_cast<const T*>(x.data) + first + (inside[c] ? place(c) : 0));
     }
     return rows;
   }
@@ -121,7 +123,7 @@ struct HeadLane {
   __device__ __forceinline__ void load_vector(float (&to)[kLaneFeatures], const float* x) const {
 #pragma unroll
     for (int i = 0; i < kLaneFeatures; ++i) {
-      to[i] = inside[i / kVec] ? x[offset + i / kVec * kChunkWidth + i % kVec] : 0.0f;
+      to[i] = inside[i / kVec] ? x[first + place(i / kVec) + i % kVec] : 0.0f;
     }
   }
 
@@ -129,24 +131,28 @@ struct HeadLane {
   template <typename U>
   __device__ __forceinline__ void store(void* to, std::int64_t row, std::int64_t width,
                                         const float (&x)[kLaneFeatures]) const {
-    U* at = static_cast<U*>(to) + row * width + offset;
+    U* at = static_cast<U*>(to) + row * width + first;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       if (!inside[c]) continue;
       Pack<U, kVec> pack;
 #pragma unroll
       for (int i = 0; i < kVec; ++i) pack.lane[i] = narrow<U>(x[c * kVec + i]);
-      *reinterpret_cast<Pack<U, kVec>*>(at + c * kChunkWidth) = pack;
+      *reinterpret_cast<Pack<U, kVec>*>(at + place(c)) = pack;
     }
   }
 };
 
-// Entries that a lane gathers at once: 8 loads of 16 bytes, 4 where a head has only so many lanes.
-template <int kVec, int kHeadLanes, int kMost>
-constexpr int entries_in_flight() {
-  const int chunks = kLaneFeatures / kVec;
-  const int entries = chunks == 1 ? kMost : chunks == 2 ? kMost / 2 : 2;
-  return entries < kHeadLanes ? entries : kHeadLanes;
+// Entries that a lane gathers at once.
+template <int kVec>
+constexpr int kEntriesInFlight = kVec == 1 ? 2 : 4;
+
+// Blocks that a multiprocessor should hold: registers follow from it. `of_16bit`, measured, is for gathers of
+// 16-bit features; others need more registers.
+template <typename T, int kVec>
+constexpr int resident_blocks(int of_16bit) {
+  const int most = kVec == 1 ? 4 : sizeof(T) == 2 ? 8 : 6;
+  return of_16bit < most ? of_16bit : most;
 }
 
 // The same bits in all lanes of a head: every step adds (or compares) the same two numbers in both lanes.
@@ -190,9 +196,11 @@ __device__ __forceinline__ float reference_score(float max) { return max == -kIn
 // The log-sum-exp that backward passes subtract: rows whose scores are all -inf have no weights, not NaN.
 __device__ __forceinline__ float finite_lse(float lse) { return lse == -kInfinity ? kInfinity : lse; }
 
-// Whether a slice is the first of its row.
-__device__ __forceinline__ bool starts_row(const CsrView& a, std::int64_t row, const RowSlice& slice) {
-  return slice.begin == a.rowptr[row];
+// Factor that makes weights sum to 1; no weights: 0.
+__device__ __forceinline__ float normaliser(float sum) { return sum == 0 ? 0.0f : 1.0f / sum; }
+
+__device__ __forceinline__ float log_sum_exp(float max, float sum) {
+  return sum == 0 ? -kInfinity : max + logf(sum);
 }
 
 // Softmax sums of the slices of split rows, in slot order within 8 strands and then strand by strand: no
@@ -233,8 +241,8 @@ __global__ void __launch_bounds__(kWarp* kStrands)
     add(shared[0][y][threadIdx.x], shared[1][y][threadIdx.x], shared[2][y][threadIdx.x]);
   }
   const std::int64_t row = split.split_row[blockIdx.x];
-  out[row * width + feature] = narrow<T>(sum > 0 ? acc / sum : 0.0f);
-  if (feature % head_width == 0) lse[row * heads + head] = sum > 0 ? max + logf(sum) : -kInfinity;
+  out[row * width + feature] = narrow<T>(acc * normaliser(sum));
+  if (feature % head_width == 0) lse[row * heads + head] = log_sum_exp(max, sum);
 }
 
 template <typename T>
