@@ -25,6 +25,9 @@ class AttentionConv(AcceleratedConv):
 
     _fusible: ClassVar[bool] = False
 
+    #: Whether edge features run the unfused operators, on structures that torch.compile cannot build.
+    _stores_edges: ClassVar[bool] = True
+
     def _why_original_attention(
         self,
         x: tuple[Any, Any],
@@ -51,6 +54,8 @@ class AttentionConv(AcceleratedConv):
                 return "a sparse matrix that carries edge features"
             if return_attention_weights:
                 return "the attention weights of a sparse matrix"
+        if edge_attr is not None and self._stores_edges and torch.compiler.is_compiling():
+            return "torch.compile with edge features"
         if edge_attr is not None and (not isinstance(edge_attr, Tensor) or edge_attr.dim() not in (1, 2)):
             return "edge features that are not one vector per edge"
         return self._why_original_pair(x, edge_index)
@@ -158,16 +163,16 @@ def _value_order(adj: Adjacency) -> slice | Tensor:
     return adj.edge_id.long().sort().values
 
 
-def value_ends(adj: Adjacency) -> tuple[Tensor, Tensor]:
-    """(destination, source) of every edge value, int64 (num_values,); 0 for edges that loops replaced."""
+def value_ends(adj: Adjacency) -> Tensor:
+    """Destination and source of every edge value, int64 (2, num_values); 0 for edges that loops replaced."""
 
-    def build() -> tuple[Tensor, Tensor]:
-        row, col = adj.row().long(), adj.col.long()
+    def build() -> Tensor:
+        stored = torch.stack([adj.row(), adj.col]).long()
         if adj.edge_id is None:
-            return row, col
-        ends = row.new_zeros(2, adj.num_values)
-        ends[:, adj.edge_id.long()] = torch.stack([row, col])
-        return ends[0], ends[1]
+            return stored
+        ends = stored.new_zeros(2, adj.num_values)
+        ends[:, adj.edge_id.long()] = stored
+        return ends
 
     return adj.memo("fastsparse_pyg.value_ends", build)
 

@@ -431,6 +431,22 @@ def test_dropout_compiles_and_is_drawn_anew(device, name):
     assert len(frames) == 1
 
 
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+@pytest.mark.usefixtures("fresh_compiler")
+def test_edge_features_compile_to_one_graph(device, name):
+    """GAT's are fused; the others' run PyG's code there, since compiled code builds no structures."""
+    edge_index = random_graph(device=device)
+    layer = FAMILIES[name].make(FAMILIES[name].fast, device, edge_dim=3)
+    adj = prepare(edge_index, 40, add_self_loops=hasattr(layer, "add_self_loops"))
+    edge_attr = torch.randn(edge_index.size(1), 3, device=device)
+    frames = []
+    compiled = compiled_once(layer, frames)
+    for _ in range(2):
+        x = torch.randn(40, 6, device=device)
+        close(compiled(x, adj, edge_attr), layer(x, adj, edge_attr), 2e-5)
+    assert len(frames) == 1
+
+
 @pytest.mark.usefixtures("fresh_compiler")
 def test_edge_index_compiles_through_pyg(device, family):
     edge_index = random_graph(device=device)
