@@ -10,44 +10,70 @@
 namespace fastsparse::cpu {
 namespace {
 
+// What the pass over rows leaves to the pass over columns. The sum of a row's weights, as they are
+// recomputed, makes up for the rounding of lse, which is coarse where scores are large; <dO_i, O_i> is summed
+// again for the same reason.
+template <typename A>
+struct RowState {
+  A delta;
+  A inverse_sum;
+};
+
 template <typename A>
 struct Scratch {
-  A* delta;     // (num_rows, heads) <dO_i, O_i>
-  A* grad_att;  // (tasks, heads * head_width)
+  RowState<A>* rows;  // (num_rows, heads)
+  A* grad_att;        // (tasks, heads * head_width)
 };
 
-// A block's weights and gradients of its scores, from the scores.
+// Numbers of the entries of a block, for one head; those beyond its end are 0.
 template <typename A>
-struct Gradients {
-  A weight[kBlock];  // p, times the dropout factor
-  A score[kBlock];   // ds; of additive attention ds times the slope
+struct Terms {
+  A weight[kBlock];  // p; then p times the dropout factor
+  A factor[kBlock];  // of dropout
+  A grad[kBlock];    // dp; then ds, of additive attention times the slope
+  A slope[kBlock];
+  A lse[kBlock];
 };
 
-// grad[i] = p (factor dp - delta) in place of dp; weight[i] = factor p. All of kBlock numbers are computed.
-template <typename A>
-FASTSPARSE_INLINE void block_gradients(AttentionScore kind, const Scores<A>& scores, const A* lse,
-                                       const A* delta, const A* factor, Gradients<A>& out) {
+// Fills in weights, up to the sum of each row, dp and slopes. `left` and `value` are the row's own, of dst
+// and dO, or in the transposed structure of src and v; `right` and `values` are gathered.
+template <typename T>
+FASTSPARSE_INLINE void recompute(const AttentionCsrArgs& args, const CsrView& a, const Block& block,
+                                 std::int64_t head, const std::vector<Acc<T>>& left, const DenseView& right,
+                                 const std::vector<Acc<T>>& value, const DenseView& values,
+                                 Terms<Acc<T>>& terms) {
+  using A = Acc<T>;
   constexpr A kInfinity = std::numeric_limits<A>::infinity();
   constexpr int kWidth = kVectorWidth<A>;
+  Scores<A> scores;
+  block_scores<T>(args, a, block, head, left.data(), right, scores);
+  const std::int64_t first = head * args.value_width;
+  products<T, false>({value.data() + first, nullptr, 0}, gather<T>(values, first, block), args.value_width,
+                     terms.grad);
+  for (int i = 0; i < block.count; ++i)
+    terms.slope[i] = args.kind == AttentionScore::kAdditive ? scores.slope[i] : A{1};
+  for (int i = block.count; i < kBlock; ++i) {
+    scores.score[i] = terms.lse[i] = -kInfinity;
+    terms.grad[i] = terms.factor[i] = terms.slope[i] = 0;
+  }
   for (int i = 0; i < kBlock; i += kWidth) {
-    Vector<A> p, l, d, m, dp;
+    Vector<A> p, lse;
     load_vector<A>(scores.score + i, p);
-    load_vector<A>(lse + i, l);
-    load_vector<A>(delta + i, d);
-    load_vector<A>(factor + i, m);
-    load_vector<A>(out.score + i, dp);
-    p -= l;
+    load_vector<A>(terms.lse + i, lse);
+    p -= lse;
     exponential(p);
-    p = l == -kInfinity ? Vector<A>{} : p;  // nothing but masked entries
-    dp = p * (m * dp - d);
-    p *= m;
-    if (kind == AttentionScore::kAdditive) {
-      Vector<A> slope;
-      load_vector<A>(scores.slope + i, slope);
-      dp *= slope;
-    }
-    std::memcpy(out.weight + i, &p, sizeof p);
-    std::memcpy(out.score + i, &dp, sizeof dp);
+    p = lse == -kInfinity ? Vector<A>{} : p;  // beyond the end, or nothing but masked entries
+    std::memcpy(terms.weight + i, &p, sizeof p);
+  }
+}
+
+// Turns weights into normalised ones with dropout, and dp into ds, for row states `delta` and `inverse_sum`.
+template <typename A>
+FASTSPARSE_INLINE void finish(const A* delta, const A* inverse_sum, Terms<A>& terms) {
+  for (int i = 0; i < kBlock; ++i) {
+    const A p = terms.weight[i] * inverse_sum[i];
+    terms.weight[i] = p * terms.factor[i];
+    terms.grad[i] = p * (terms.factor[i] * terms.grad[i] - delta[i]) * terms.slope[i];
   }
 }
 
@@ -100,12 +126,13 @@ FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args,
                                           std::int64_t row_end) {
   using A = Acc<T>;
   const AttentionCsrArgs& forward = args.forward;
-  const std::int64_t heads = forward.heads, value_width = forward.value_width,
-                     head_width = forward.head_width;
+  const std::int64_t heads = forward.heads;
   const auto slope = static_cast<A>(forward.scale);
   const auto* att = static_cast<const A*>(forward.att);
-  std::vector<A> left(score_columns(forward)), grad(heads * value_width), total(left.size()),
+  std::vector<A> left(score_columns(forward)), grad(heads * forward.value_width), total(left.size()),
       compensation(left.size());
+  std::vector<Terms<A>> terms(heads);
+  std::vector<RowState<double>> sums(heads);
   std::vector<A> att_total(forward.kind == AttentionScore::kGatv2 ? left.size() : 0),
       att_compensation(att_total.size());
   for (std::int64_t row = row_begin; row < row_end; ++row) {
@@ -113,44 +140,57 @@ FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args,
     load_row<T>(args.grad, row, grad);
     std::fill(total.begin(), total.end(), A{0});
     std::fill(compensation.begin(), compensation.end(), A{0});
-    const T* out = static_cast<const T*>(forward.out) + row * heads * value_width;
-    A* row_delta = scratch.delta + row * heads;
-    for (std::int64_t head = 0; head < heads; ++head) {
-      A sum = 0;
-      for (std::int64_t f = head * value_width; f < (head + 1) * value_width; ++f)
-        sum += grad[f] * widen(out[f]);
-      row_delta[head] = sum;
-    }
-    const A* row_lse = static_cast<const A*>(forward.lse) + row * heads;
-    const std::int64_t end = forward.a.rowptr[row + 1];
-    for (std::int64_t entry = forward.a.rowptr[row]; entry < end; entry += kBlock) {
+    const A* lse = static_cast<const A*>(forward.lse) + row * heads;
+    const std::int64_t begin = forward.a.rowptr[row], end = forward.a.rowptr[row + 1];
+    // Inlined, so that it is compiled for the vectors of the function around it.
+    const auto recompute_head = [&](const Block& block, std::int64_t head) __attribute__((always_inline)) {
+      std::fill(terms[head].lse, terms[head].lse + block.count, lse[head]);
+      for (int i = 0; i < block.count; ++i) {
+        terms[head].factor[i] = keep_factor<A>(forward, row, block.col[i], head);
+      }
+      recompute<T>(forward, forward.a, block, head, left, forward.src, grad, forward.v, terms[head]);
+    };
+    std::fill(sums.begin(), sums.end(), RowState<double>{0, 0});
+    for (std::int64_t entry = begin; entry < end; entry += kBlock) {
       const Block block = block_at(forward.a, entry, end);
       for (std::int64_t head = 0; head < heads; ++head) {
-        Scores<A> scores{};
-        Gradients<A> gradients{};
-        A lse[kBlock], delta[kBlock], factor[kBlock] = {};
-        block_scores<T>(forward, forward.a, block, head, left.data(), forward.src, scores);
-        const auto v = gather<T>(forward.v, head * value_width, block);
-        products<T, false>({grad.data() + head * value_width, nullptr, 0}, v, value_width, gradients.score);
-        std::fill(lse, lse + kBlock, row_lse[head]);
-        std::fill(delta, delta + kBlock, row_delta[head]);
-        for (int i = 0; i < block.count; ++i) factor[i] = keep_factor<A>(forward, row, block.col[i], head);
-        block_gradients(forward.kind, scores, lse, delta, factor, gradients);
+        recompute_head(block, head);
+        A delta = 0, sum = 0;
+        for (int i = 0; i < block.count; ++i) {
+          sum += terms[head].weight[i];
+          delta += terms[head].weight[i] * terms[head].factor[i] * terms[head].grad[i];
+        }
+        sums[head].delta += delta;
+        sums[head].inverse_sum += sum;
+      }
+    }
+    for (std::int64_t entry = begin; entry < end; entry += kBlock) {
+      const Block block = block_at(forward.a, entry, end);
+      for (std::int64_t head = 0; head < heads; ++head) {
+        if (end - begin > kBlock) recompute_head(block, head);  // else the row's only block is still there
+        const double inverse_sum = sums[head].inverse_sum != 0 ? 1 / sums[head].inverse_sum : 0;
+        const RowState<A> state{static_cast<A>(sums[head].delta * inverse_sum), static_cast<A>(inverse_sum)};
+        scratch.rows[row * heads + head] = state;
+        A delta[kBlock], inverse[kBlock];
+        std::fill(delta, delta + kBlock, state.delta);
+        std::fill(inverse, inverse + kBlock, state.inverse_sum);
+        finish(delta, inverse, terms[head]);
+        const A* gradient = terms[head].grad;
         if (args.grad_bias != nullptr) {
           for (int i = 0; i < block.count; ++i) {
             const std::int64_t at = edge_position(forward.a, block.entry + i) * heads + head;
             if (forward.bias.dtype == forward.dtype) {
-              narrow(gradients.score[i], static_cast<T*>(args.grad_bias) + at);
+              narrow(gradient[i], static_cast<T*>(args.grad_bias) + at);
             } else {
-              static_cast<A*>(args.grad_bias)[at] = gradients.score[i];
+              static_cast<A*>(args.grad_bias)[at] = gradient[i];
             }
           }
         }
-        const std::int64_t first = head * head_width;
-        add_score_gradients<T>(forward, gradients.score, block, head, left, forward.src, total, compensation);
+        add_score_gradients<T>(forward, gradient, block, head, left, forward.src, total, compensation);
         if (forward.kind == AttentionScore::kGatv2) {
-          accumulate<T, Term::kHidden>(gradients.score, {left.data() + first, nullptr, slope},
-                                       gather<T>(forward.src, first, block), head_width,
+          const std::int64_t first = head * forward.head_width;
+          accumulate<T, Term::kHidden>(gradient, {left.data() + first, nullptr, slope},
+                                       gather<T>(forward.src, first, block), forward.head_width,
                                        {att_total.data() + first, att_compensation.data() + first});
         }
       }
@@ -175,6 +215,7 @@ FASTSPARSE_INLINE void differentiate_columns(const AttentionCsrBackwardArgs& arg
   const auto* att = static_cast<const A*>(forward.att);
   std::vector<A> left(score_columns(forward)), total(left.size()), compensation(left.size());
   std::vector<A> value(heads * value_width), value_total(value.size()), value_compensation(value.size());
+  Terms<A> terms;
   for (std::int64_t col = col_begin; col < col_end; ++col) {
     load_score_row<T>(forward, forward.src, col, left);
     load_row<T>(forward.v, col, value);
@@ -185,24 +226,20 @@ FASTSPARSE_INLINE void differentiate_columns(const AttentionCsrBackwardArgs& arg
     for (std::int64_t entry = args.a_t.rowptr[col]; entry < end; entry += kBlock) {
       const Block block = block_at(args.a_t, entry, end);
       for (std::int64_t head = 0; head < heads; ++head) {
-        Scores<A> scores{};
-        Gradients<A> gradients{};
-        A lse[kBlock] = {}, delta[kBlock] = {}, factor[kBlock] = {};
-        block_scores<T>(forward, args.a_t, block, head, left.data(), forward.dst, scores);
-        const auto grad = gather<T>(args.grad, head * value_width, block);
-        products<T, false>({value.data() + head * value_width, nullptr, 0}, grad, value_width,
-                           gradients.score);
+        A delta[kBlock] = {}, inverse[kBlock] = {};
         for (int i = 0; i < block.count; ++i) {
           const std::int64_t at = block.col[i] * heads + head;
-          lse[i] = static_cast<const A*>(forward.lse)[at];
-          delta[i] = scratch.delta[at];
-          factor[i] = keep_factor<A>(forward, block.col[i], col, head);
+          terms.lse[i] = static_cast<const A*>(forward.lse)[at];
+          delta[i] = scratch.rows[at].delta;
+          inverse[i] = scratch.rows[at].inverse_sum;
+          terms.factor[i] = keep_factor<A>(forward, block.col[i], col, head);
         }
-        block_gradients(forward.kind, scores, lse, delta, factor, gradients);
+        recompute<T>(forward, args.a_t, block, head, left, forward.dst, value, args.grad, terms);
+        finish(delta, inverse, terms);
         accumulate<T, Term::kFeatures>(
-            gradients.weight, {}, grad, value_width,
+            terms.weight, {}, gather<T>(args.grad, head * value_width, block), value_width,
             {value_total.data() + head * value_width, value_compensation.data() + head * value_width});
-        add_score_gradients<T>(forward, gradients.score, block, head, left, forward.dst, total, compensation);
+        add_score_gradients<T>(forward, terms.grad, block, head, left, forward.dst, total, compensation);
       }
     }
     if (forward.kind == AttentionScore::kGatv2) {
@@ -257,8 +294,9 @@ void attention_csr_backward(const AttentionCsrBackwardArgs& args, int threads) {
     const std::int64_t num_rows = forward.a.num_rows, num_cols = forward.a.num_cols;
     const std::int64_t tasks = (num_rows + kRowsPerTask - 1) / kRowsPerTask;
     const std::int64_t att_width = args.grad_att != nullptr ? forward.heads * forward.head_width : 0;
-    std::vector<A> delta(num_rows * forward.heads), grad_att(tasks * att_width);
-    const Scratch<A> scratch{delta.data(), grad_att.data()};
+    std::vector<RowState<A>> row_states(num_rows * forward.heads);
+    std::vector<A> grad_att(tasks * att_width);
+    const Scratch<A> scratch{row_states.data(), grad_att.data()};
     const bool parallel = work(forward) > kSerialWork;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (parallel)
     for (std::int64_t row = 0; row < num_rows; row += kRowsPerTask) {

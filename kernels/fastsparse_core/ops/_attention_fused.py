@@ -282,7 +282,6 @@ class _Attention(torch.autograd.Function):
 
 def _remember(ctx: Any, adjacency: int, lse: Tensor, *tensors: Tensor | None) -> None:
     ctx.mark_non_differentiable(lse)
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
     ctx.adjacency = adjacency
     ctx.keep_alive = keep_alive(adjacency)

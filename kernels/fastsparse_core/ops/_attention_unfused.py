@@ -34,7 +34,8 @@ def additive_scores(
 def gatv2_scores(adj: Adjacency, x_dst: Tensor, x_src: Tensor, att: Tensor, negative_slope: float) -> Tensor:
     """``<att, leaky_relu(x_dst_i + x_src_j)>`` of every edge, (num_values, heads)."""
     dtype = accumulation_dtype(x_dst.dtype)
-    hidden = x_dst[adj.row().long()].to(dtype) + x_src[adj.col.long()].to(dtype)
+    # Widened before the gather, so that its gradient is summed in full precision too.
+    hidden = x_dst.to(dtype)[adj.row().long()] + x_src.to(dtype)[adj.col.long()]
     score = (F.leaky_relu(hidden, negative_slope) * att.to(dtype)).sum(-1)
     return _to_caller_order(adj, score)
 
