@@ -289,6 +289,22 @@ def test_scores_of_very_different_size(device):
     same(reference, layer, lambda conv: conv(x, edge_index), [], tolerance=1e-4, floor=1)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_no_wide_copy_of_features_is_kept(device, dtype):
+    """Scores are float32, but between the passes no float32 tensor as large as the features lives."""
+    edge_index = random_graph(device=device)
+    layer = FastGATConv(64, 16, heads=4).to(device)
+    x = torch.randn(40, 64, device=device, requires_grad=True)
+    kept = []
+    with torch.autocast(device, dtype=dtype):
+        layer(x, edge_index)  # builds what later calls share
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+            layer(x, edge_index)
+    wide = [one for one in kept if one.dtype == torch.float32 and one.numel() >= 40 * 64]
+    assert all(one.data_ptr() in (x.data_ptr(), layer.lin.weight.data_ptr()) for one in wide)
+    assert any(one.dtype == dtype for one in kept)
+
+
 def test_static_graph_is_refused_as_by_the_original(device):
     edge_index = random_graph(device=device)
     with pytest.raises(AssertionError, match="Static graphs not supported"):
