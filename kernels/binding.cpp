@@ -107,18 +107,21 @@ void spmm_csr(const CsrStructure& structure, int dtype, std::int64_t width, Addr
 }
 
 #ifdef FASTSPARSE_WITH_CUDA
-BsbView make_bsb(Address col, Address mask, Address window_row, Address block_entry, Address value_id,
+BsbView make_bsb(Address block, Address window_ptr, Address window_row, Address block_entry, Address value_id,
                  bool value_id_is_64bit, std::int64_t num_rows, Address slices, std::int64_t num_slices,
-                 Address split_row, Address split_ptr, std::int64_t num_split_rows) {
-  return {at<std::int32_t>(col),
-          at<std::uint8_t>(mask),
+                 Address split_row, Address split_ptr, std::int64_t num_split_rows, Address runs,
+                 std::int64_t num_runs) {
+  return {at<std::uint32_t>(block),
+          at<std::int64_t>(window_ptr),
           at<std::int32_t>(window_row),
           at<std::int64_t>(block_entry),
           at(value_id),
           value_id_is_64bit,
           num_rows,
           {at<RowSlice>(slices), num_slices, at<std::int32_t>(split_row), at<std::int64_t>(split_ptr),
-           num_split_rows}};
+           num_split_rows},
+          at<WindowRun>(runs),
+          num_runs};
 }
 
 void spmm_bsb(const BsbView& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
@@ -140,6 +143,55 @@ void spmm_bsb(const BsbView& structure, int dtype, std::int64_t width, Address x
                          static_cast<Dtype>(dtype)};
   const DeviceGuard guard(device);
   check(cuda::spmm_bsb(args, at(queue)), "spmm_bsb");
+}
+
+AttentionBsbInput attention_bsb_input(int dtype, std::int64_t heads, std::int64_t head_width,
+                                      std::int64_t value_width, Address q, std::int64_t q_stride, Address k,
+                                      std::int64_t k_stride, Address v, std::int64_t v_stride, Address bias,
+                                      int bias_dtype, float scale, double dropout_p, std::int64_t seed,
+                                      bool tf32) {
+  return {{at(q), q_stride},
+          {at(k), k_stride},
+          {at(v), v_stride},
+          {at(bias), static_cast<Dtype>(bias_dtype), heads},
+          scale,
+          make_dropout(dropout_p, seed),
+          heads,
+          head_width,
+          value_width,
+          tf32,
+          static_cast<Dtype>(dtype)};
+}
+
+void attention_bsb(const BsbView& structure, const AttentionBsbInput& input, Address out, Address lse,
+                   Address partial, Address partial_state, int device, Address queue) {
+  const AttentionBsbArgs args{
+      structure, input, at(out), at<float>(lse), at<float>(partial), at<float>(partial_state)};
+  const DeviceGuard guard(device);
+  check(cuda::attention_bsb(args, at(queue)), "attention_bsb");
+}
+
+void attention_bsb_backward(const BsbView& structure, const BsbView& transposed,
+                            const AttentionBsbInput& input, Address out, Address lse, Address grad,
+                            std::int64_t grad_stride, Address grad_q, Address grad_k, Address grad_v,
+                            Address grad_bias, Address row_state, Address partial_q, Address partial_k,
+                            Address partial_v, int device, Address queue) {
+  const AttentionBsbBackwardArgs args{structure,
+                                      transposed,
+                                      input,
+                                      at(out),
+                                      at<float>(lse),
+                                      {at(grad), grad_stride},
+                                      at(grad_q),
+                                      at(grad_k),
+                                      at(grad_v),
+                                      at(grad_bias),
+                                      at<float>(row_state),
+                                      at<float>(partial_q),
+                                      at<float>(partial_k),
+                                      at<float>(partial_v)};
+  const DeviceGuard guard(device);
+  check(cuda::attention_bsb_backward(args, at(queue)), "attention_bsb_backward");
 }
 
 AdditiveAttentionInput additive_input(int dtype, std::int64_t heads, std::int64_t head_width,
@@ -392,6 +444,9 @@ PYBIND11_MODULE(_C, m) {
 #ifdef FASTSPARSE_WITH_CUDA
   py::class_<BsbView>(m, "BsbStructure").def(py::init(&make_bsb));
   m.def("spmm_bsb", &spmm_bsb);
+  py::class_<AttentionBsbInput>(m, "AttentionBsbInput").def(py::init(&attention_bsb_input));
+  m.def("attention_bsb", &attention_bsb);
+  m.def("attention_bsb_backward", &attention_bsb_backward);
   py::class_<AdditiveAttentionInput>(m, "AdditiveAttentionInput").def(py::init(&additive_input));
   m.def("additive_attention", &additive_attention);
   m.def("additive_attention_backward", &additive_attention_backward);

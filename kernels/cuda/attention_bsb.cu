@@ -1,14 +1,14 @@
 // Fused dot-product attention on tensor cores from the binary sparse block format (Fused3S, sections 3.1-3.5
-// and algorithm 1, at FlashSparse's 8x1 granularity): scores, softmax and weighted sum in one pass, nothing of
-// edge size in memory.
+// and algorithm 1, at FlashSparse's 8x1 granularity): scores, softmax and weighted sum in one pass, nothing
+// of edge size in memory.
 //
 // A warp computes one slice of a window (8 rows) for the heads of one tile. It gathers the rows of K and V of
-// 16 vectors at a time into shared memory (attention_tiles.cuh), the next block's while it works on this one's,
-// with a running maximum per row. The maximum moves only where a score exceeds it by more than kSlack (in
-// powers of two): until then weights merely grow beyond 1, which 16-bit formats and sums bear, and one vote per
-// block replaces the reductions over lanes and the rescaling of the sums.
-// Floors, V vectors of widths D and Dv: V (D + Dv) sizeof(T) bytes gathered, 4 V bytes of columns and masks;
-// 32 V D + 16 V Dv flops on tensor cores. The gather bounds it.
+// 16 vectors at a time into shared memory (attention_tiles.cuh), the next block's while it works on this
+// one's, with a running maximum per row. The maximum moves only where a score exceeds it by more than kSlack
+// (in powers of two): until then weights merely grow beyond 1, which 16-bit formats and sums bear, and one
+// vote per block replaces the reductions over lanes and the rescaling of the sums. Floors, V vectors of
+// widths D and Dv: V (D + Dv) sizeof(T) bytes gathered, 4 V bytes of columns and masks; 32 V D + 16 V Dv
+// flops on tensor cores. The gather bounds it.
 
 #include "fastsparse/attention_tiles.cuh"
 #include "fastsparse/launchers.h"
@@ -20,13 +20,13 @@ using namespace attention;
 
 constexpr float kSlack = 8.0f;
 
-// Shared memory of a warp: stages of two tiles and their vectors, and own rows.
+// Shared memory of a warp: stages of two tiles, own rows, the stages' blocks.
 template <typename S>
 struct Layout {
   static constexpr int kStageBytes = 2 * S::kTileBytes;
   static constexpr int kOwn = kStages * kStageBytes;
-  static constexpr int kWords = kOwn + S::kOwnBytes;
-  static constexpr int kBytes = kWords + kStages * kBlockVectors * 4;
+  static constexpr int kBlocks = kOwn + S::kOwnBytes;
+  static constexpr int kBytes = kBlocks + kStages * kBlockBytes;
   static constexpr int kWarps = warps_of_block(kBytes);
 };
 
@@ -35,9 +35,10 @@ template <typename S, int kTerms, bool kExtras>
 __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, blocks_at_once(Layout<S>::kBytes, S::kHeads))
     attention_kernel(const __grid_constant__ AttentionBsbArgs args) {
   using L = Layout<S>;
+  constexpr int kRowsOwned = Owned<S>::kRowsOwned;
   extern __shared__ __align__(128) unsigned char shared[];
   const AttentionBsbInput& input = args.input;
-  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+  const int lane = threadIdx.x % kWarp;
   const int warp_of_block = threadIdx.x / kWarp;
   const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * L::kWarps + warp_of_block;
   if (warp >= args.a.split.num_slices) return;
@@ -45,95 +46,95 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, blocks_at_once(Layou
   const std::int64_t window = row_of(args.a.split, slice);
   const WindowRow window_row{args.a.window_row, args.a.num_rows};
   const std::int64_t first_head = static_cast<std::int64_t>(blockIdx.y) * S::kHeads;
-  const auto memory = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared)) + warp_of_block * L::kBytes;
+  const auto memory =
+      static_cast<std::uint32_t>(__cvta_generic_to_shared(shared)) + warp_of_block * L::kBytes;
 
   const Table<S> k(input.k, first_head, input.heads, input.head_width, lane);
   const Table<S> v(input.v, first_head, input.heads, input.value_width, lane);
-  const uint4* words = reinterpret_cast<const uint4*>(args.a.vector) + slice.begin * 4 + lane / 8;
-  const auto start = [&](int index, const uint4& word) {
-    const int stage = index % kStages;
-    copy_tile<S>(memory + stage * L::kStageBytes, k, word, lane);
-    copy_tile<S>(memory + stage * L::kStageBytes + S::kTileBytes, v, word, lane);
-    store_words(memory + L::kWords + stage * kBlockVectors * 4, word, lane);
-  };
-
-  // The words of a block are read one block before its rows; the array is padded, so that this may run past
-  // the slice.
-  uint4 next = __ldg(words);
-  copy_own<S>(memory + L::kOwn, Table<S>(input.q, first_head, input.heads, input.head_width, lane), window_row,
-              window, lane);
-#pragma unroll
-  for (int index = 0; index + 1 < kStages; ++index) {
-    if (index < slice.length) start(index, next);
+  const std::uint32_t* blocks = args.a.block + slice.begin * kBlockWords;
+  PackedColumns next = load_columns(blocks, lane / 8);
+  // Starts the copies of a block whose columns are in `next`, and reads those of the block behind it; the
+  // array is padded, so that this may be behind the slice.
+  const auto start = [&](int index) {
+    const std::uint32_t stage = memory + index % kStages * L::kStageBytes;
+    if (index < slice.length) {
+      std::uint32_t column[kOwned];
+      unpack(next, column);
+      copy_tile<S>(stage, k, column, lane);
+      copy_tile<S>(stage + S::kTileBytes, v, column, lane);
+      copy_block(memory + L::kBlocks + index % kStages * kBlockBytes, blocks + index * kBlockWords, lane);
+    }
     commit_copies();
-    next = __ldg(words + (index + 1) * 4);
-  }
+    next = load_columns(blocks + (index + 1) * kBlockWords, lane / 8);
+  };
+  copy_own<S>(memory + L::kOwn, Table<S>(input.q, first_head, input.heads, input.head_width, lane),
+              window_row, window, lane);
+#pragma unroll
+  for (int index = 0; index + 1 < kStages; ++index) start(index);
   const float scale = input.scale * kLog2E;
-  const auto own_row = static_cast<std::uint32_t>(window_row(window, g));
 
   std::uint32_t q[S::kPieces];
-  float sum[S::kTiles][4] = {}, maximum[S::kHeads], total[S::kHeads];
+  float sum[S::kTiles][4] = {}, maximum[S::kHeads][kRowsOwned], total[S::kHeads][kRowsOwned];
 #pragma unroll
   for (int h = 0; h < S::kHeads; ++h) {
-    maximum[h] = kNoMaximum;
-    total[h] = 0;
+#pragma unroll
+    for (int r = 0; r < kRowsOwned; ++r) {
+      maximum[h][r] = kNoMaximum;
+      total[h][r] = 0;
+    }
   }
   for (int index = 0; index < slice.length; ++index) {
-    // That all lanes are here also means that the tile of the last turn is free.
     wait_for_copies<kStages - 2>();
-    if (index + kStages - 1 < slice.length) start(index + kStages - 1, next);
-    commit_copies();
-    next = __ldg(words + (index + kStages) * 4);
+    start(index + kStages - 1);  // all lanes are here: the tile of the last turn is free
     if (index == 0) load_own<S>(q, memory + L::kOwn, lane);
     const std::uint32_t stage = memory + index % kStages * L::kStageBytes;
-    const Entries entries(memory + L::kWords + (index % kStages * 4 + t) * 16);
+    const Entries<S> entries(memory + L::kBlocks + index % kStages * kBlockBytes, lane);
     std::int64_t position[kOwned];
     if constexpr (kExtras) {
-      if (input.bias.data != nullptr) value_positions(position, entries, args.a, slice.begin + index, lane);
+      if (input.bias.data != nullptr) entries.positions(position, args.a, slice.begin + index);
     }
 
-    float score[S::kHeads][kOwned];
+    float score[S::kHeads][kOwned], highest[S::kHeads][kRowsOwned];
     bool exceeds = false;
 #pragma unroll
     for (int h = 0; h < S::kHeads; ++h) {
       multiply_rows<S, kTerms>(score[h], q, stage, h, lane);
 #pragma unroll
+      for (int r = 0; r < kRowsOwned; ++r) highest[h][r] = -INFINITY;
+#pragma unroll
       for (int i = 0; i < kOwned; ++i) {
-        score[h][i] = entries.present(i, g) ? score[h][i] * scale : -INFINITY;
-        if constexpr (kExtras) {
-          score[h][i] += bias_of<S>(input, entries, i, g, position[i], first_head + h);
-        }
+        score[h][i] = entries.present(i) ? score[h][i] * scale : -INFINITY;
+        if constexpr (kExtras) score[h][i] += entries.bias(input, i, position[i], first_head + h);
+        highest[h][i % kRowsOwned] = fmaxf(highest[h][i % kRowsOwned], score[h][i]);
       }
-      const float highest = fmaxf(fmaxf(score[h][0], score[h][1]), fmaxf(score[h][2], score[h][3]));
-      exceeds |= highest > maximum[h] + kSlack;
+#pragma unroll
+      for (int r = 0; r < kRowsOwned; ++r) exceeds |= highest[h][r] > maximum[h][r] + kSlack;
     }
     if (__any_sync(kFullWarp, exceeds)) {
 #pragma unroll
       for (int h = 0; h < S::kHeads; ++h) {
-        float highest = fmaxf(fmaxf(score[h][0], score[h][1]), fmaxf(score[h][2], score[h][3]));
-        highest = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, 1));
-        highest = fmaxf(fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, 2)), maximum[h]);
-        const float shrink = exp2_approx(maximum[h] - highest);
-        maximum[h] = highest;
-        total[h] *= shrink;
-        const float of_row[2] = {__shfl_sync(kFullWarp, shrink, 8 * t),
-                                 __shfl_sync(kFullWarp, shrink, 8 * t + 4)};
+        float shrink[kRowsOwned];
 #pragma unroll
-        for (int f = h * S::kHeadTiles; f < (h + 1) * S::kHeadTiles; ++f) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) sum[f][i] *= of_row[i % 2];
+        for (int r = 0; r < kRowsOwned; ++r) {
+          const float of_row = Owned<S>::reduce(highest[h][r], [](float a, float b) { return fmaxf(a, b); });
+          const float raised = fmaxf(maximum[h][r], of_row);
+          shrink[r] = exp2_approx(maximum[h][r] - raised);
+          maximum[h][r] = raised;
+          total[h][r] *= shrink[r];
         }
+        scale_rows<S>(sum, shrink, h, lane);
       }
     }
 #pragma unroll
     for (int h = 0; h < S::kHeads; ++h) {
 #pragma unroll
       for (int i = 0; i < kOwned; ++i) {
-        score[h][i] = exp2_approx(score[h][i] - maximum[h]);
-        total[h] += score[h][i];
+        score[h][i] = exp2_approx(score[h][i] - maximum[h][i % kRowsOwned]);
+        total[h][i % kRowsOwned] += score[h][i];
         if constexpr (kExtras) {
-          if (entries.present(i, g)) {
-            score[h][i] *= dropout_factor(input.dropout, own_row, entries.column(i),
+          if (entries.present(i)) {
+            const std::int64_t row = window_row(window, Owned<S>::row(i, lane));
+            score[h][i] *= dropout_factor(input.dropout, static_cast<std::uint32_t>(row), entries.column(i),
                                           static_cast<std::uint32_t>(first_head + h));
           }
         }
@@ -144,50 +145,47 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, blocks_at_once(Layou
 
 #pragma unroll
   for (int h = 0; h < S::kHeads; ++h) {
-    total[h] += __shfl_xor_sync(kFullWarp, total[h], 1);
-    total[h] += __shfl_xor_sync(kFullWarp, total[h], 2);
+    const bool stores = Owned<S>::stores(lane) && first_head + h < input.heads;
+    float inverse[kRowsOwned];
+#pragma unroll
+    for (int r = 0; r < kRowsOwned; ++r) {
+      total[h][r] = Owned<S>::reduce(total[h][r], [](float a, float b) { return a + b; });
+      inverse[r] = total[h][r] == 0 ? 0.0f : 1.0f / total[h][r];
+      const int place = Owned<S>::row(r, lane);
+      if (slice.target < 0) {
+        const std::int64_t at = (static_cast<std::int64_t>(~slice.target) * kRows + place) * input.heads;
+        if (stores) {
+          reinterpret_cast<float2*>(args.partial_state)[at + first_head + h] =
+              make_float2(maximum[h][r], total[h][r]);
+        }
+      } else {
+        const std::int64_t row = window_row(window, place);
+        if (stores && row >= 0) {
+          args.lse[row * input.heads + first_head + h] =
+              total[h][r] == 0 ? -INFINITY : (maximum[h][r] + log2f(total[h][r])) * kLn2;
+        }
+      }
+    }
+    if (slice.target >= 0) scale_rows<S>(sum, inverse, h, lane);
   }
-  const Target target{args.out, input.heads, input.value_width};
   if (slice.target < 0) {
-    const std::int64_t slot = ~slice.target;
-    store_partial<S>({args.partial, input.heads, input.value_width}, sum, slot, first_head, lane);
-#pragma unroll
-    for (int h = 0; h < S::kHeads; ++h) {
-      if (t != 0 || first_head + h >= input.heads) continue;
-      reinterpret_cast<float2*>(args.partial_state)[(slot * kRows + g) * input.heads + first_head + h] =
-          make_float2(maximum[h], total[h]);
-    }
-    return;
+    store_partial<S>({args.partial, input.heads, input.value_width}, sum, ~slice.target, first_head, lane);
+  } else {
+    store_rows<S>({args.out, input.heads, input.value_width}, sum, memory + L::kOwn, window_row, window,
+                  first_head, lane);
   }
-  const std::int64_t row = window_row(window, g);
-#pragma unroll
-  for (int h = 0; h < S::kHeads; ++h) {
-    if (t == 0 && row >= 0 && first_head + h < input.heads) {
-      args.lse[row * input.heads + first_head + h] =
-          total[h] == 0 ? -INFINITY : (maximum[h] + log2f(total[h])) * kLn2;
-    }
-    const float inverse = total[h] == 0 ? 0.0f : 1.0f / total[h];
-    const float of_row[2] = {__shfl_sync(kFullWarp, inverse, 8 * t),
-                             __shfl_sync(kFullWarp, inverse, 8 * t + 4)};
-#pragma unroll
-    for (int f = h * S::kHeadTiles; f < (h + 1) * S::kHeadTiles; ++f) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sum[f][i] *= of_row[i % 2];
-    }
-  }
-  store_rows<S>(target, sum, memory + L::kOwn, window_row, window, first_head, lane);
 }
 
 // Adds the partial results of windows with several slices, in slot order. A block takes 128 features of one
 // window, a warp one of its rows.
 template <typename T>
-__global__ void __launch_bounds__(kWarp* kRows) combine_kernel(const __grid_constant__ AttentionBsbArgs args) {
+__global__ void __launch_bounds__(kWarp* kRows)
+    combine_kernel(const __grid_constant__ AttentionBsbArgs args) {
   constexpr int kFeatures = 4;  // per lane: independent sums, so that loads overlap
   const RowSplitView& split = args.a.split;
   const std::int64_t heads = args.input.heads, width = heads * args.input.value_width;
   const int r = threadIdx.y;
-  const std::int64_t row =
-      WindowRow{args.a.window_row, args.a.num_rows}(split.split_row[blockIdx.x], r);
+  const std::int64_t row = WindowRow{args.a.window_row, args.a.num_rows}(split.split_row[blockIdx.x], r);
   if (row < 0) return;
   const std::int64_t begin = split.split_ptr[blockIdx.x], end = split.split_ptr[blockIdx.x + 1];
   const auto* state = reinterpret_cast<const float2*>(args.partial_state);
@@ -211,7 +209,8 @@ __global__ void __launch_bounds__(kWarp* kRows) combine_kernel(const __grid_cons
       const float2 of_slot = __ldg(&state[(slot * kRows + r) * heads + head[i]]);
       const float weight = exp2_approx(of_slot.x - maximum[i]);
       total[i] += weight * of_slot.y;
-      if (feature[i] < width) sum[i] += weight * __ldg(args.partial + (slot * kRows + r) * width + feature[i]);
+      if (feature[i] < width)
+        sum[i] += weight * __ldg(args.partial + (slot * kRows + r) * width + feature[i]);
     }
   }
 #pragma unroll

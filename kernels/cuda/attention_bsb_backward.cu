@@ -1,12 +1,14 @@
-// Backward pass of the fused dot-product attention (attention_bsb.cu): scores are computed again from the saved
-// log-sum-exp, as in FlashAttention-2, so that nothing of edge size is in memory and nothing needs atomics.
+// Backward pass of the fused dot-product attention (attention_bsb.cu): scores are computed again from the
+// saved log-sum-exp, as in FlashAttention-2, so that nothing of edge size is in memory and nothing needs
+// atomics.
 //
 // With P = softmax(S), delta_i = <dO_i, O_i>, dP = dO V^T and dS = P (dP - delta):
-//   - a pass over the structure gathers K and V and yields dQ = scale dS K (and the bias' gradient, dS itself);
+//   - a pass over the structure gathers K and V and yields dQ = scale dS K (and the bias' gradient, dS
+//   itself);
 //   - a pass over the transposed structure gathers Q and dO and yields dK = scale dS^T Q and dV = P^T dO.
-// Both are the same kernel: own rows A, B and gathered rows X, Y give the scores A X^T and the products B Y^T,
-// dS X is summed, and in the second pass P Y as well; the rows are gathered once for both of their products.
-// Floors, V vectors of widths D and Dv: V (D + Dv) sizeof(T) bytes gathered per pass.
+// Both are the same kernel: own rows A, B and gathered rows X, Y give the scores A X^T and the products B
+// Y^T, dS X is summed, and in the second pass P Y as well; the rows are gathered once for both of their
+// products. Floors, V vectors of widths D and Dv: V (D + Dv) sizeof(T) bytes gathered per pass.
 
 #include "fastsparse/attention_tiles.cuh"
 #include "fastsparse/combine_partials.cuh"
@@ -38,8 +40,8 @@ struct Layout {
   static constexpr int kOwnA = kStages * kStageBytes;
   static constexpr int kOwnB = kOwnA + S::kOwnBytes;
   static constexpr int kState = kOwnB + S::kOwnBytes;
-  static constexpr int kWords = kState + kStages * kStateBytes;
-  static constexpr int kBytes = kWords + kStages * kBlockVectors * 4;
+  static constexpr int kBlocks = kState + kStages * kStateBytes;
+  static constexpr int kBytes = kBlocks + kStages * kBlockBytes;
   static constexpr int kWarps = warps_of_block(kBytes);
   // Own rows stay in registers where these suffice.
   static constexpr bool kKeepOwn = 2 * S::kPieces + (kTransposed ? 8 : 4) * S::kTiles <= 128;
@@ -47,10 +49,10 @@ struct Layout {
 
 // State of the 16 gathered rows, in the order of the block's vectors.
 template <typename S>
-__device__ __forceinline__ void copy_state(std::uint32_t to, const float2* state, const uint4& word,
-                                           std::int64_t first_head, std::int64_t heads, int lane) {
-  const std::uint32_t pair[2] = {lane % 2 ? word.y : word.x, lane % 2 ? word.w : word.z};
-  const std::int64_t row = pair[lane / 2 % 2] & 0xffffffu;
+__device__ __forceinline__ void copy_state(std::uint32_t to, const float2* state,
+                                           const std::uint32_t (&column)[kOwned], std::int64_t first_head,
+                                           std::int64_t heads, int lane) {
+  const std::int64_t row = lane / 2 % 2 ? lane % 2 ? column[3] : column[2] : lane % 2 ? column[1] : column[0];
   const int vector = lane / 8 * 4 + lane % 4;
 #pragma unroll
   for (int h = 0; h < S::kHeads; h += 2) {
@@ -68,9 +70,10 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
                                   blocks_at_once(Layout<S, kTransposed>::kBytes, S::kHeads))
     attention_backward_kernel(const __grid_constant__ Pass args) {
   using L = Layout<S, kTransposed>;
+  constexpr int kRowsOwned = Owned<S>::kRowsOwned;
   extern __shared__ __align__(128) unsigned char shared[];
   const AttentionBsbInput& input = args.input;
-  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+  const int lane = threadIdx.x % kWarp;
   const int warp_of_block = threadIdx.x / kWarp;
   const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * L::kWarps + warp_of_block;
   if (warp >= args.a.split.num_slices) return;
@@ -78,41 +81,48 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
   const std::int64_t window = row_of(args.a.split, slice);
   const WindowRow window_row{args.a.window_row, args.a.num_rows};
   const std::int64_t first_head = static_cast<std::int64_t>(blockIdx.y) * S::kHeads;
-  const auto memory = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared)) + warp_of_block * L::kBytes;
+  const auto memory =
+      static_cast<std::uint32_t>(__cvta_generic_to_shared(shared)) + warp_of_block * L::kBytes;
 
   const Table<S> x(args.x, first_head, input.heads, input.head_width, lane);
   const Table<S> y(args.y, first_head, input.heads, input.value_width, lane);
-  const uint4* words = reinterpret_cast<const uint4*>(args.a.vector) + slice.begin * 4 + lane / 8;
-  const auto start = [&](int index, const uint4& word) {
-    const int stage = index % kStages;
-    copy_tile<S>(memory + stage * L::kStageBytes, x, word, lane);
-    copy_tile<S>(memory + stage * L::kStageBytes + S::kTileBytes, y, word, lane);
-    store_words(memory + L::kWords + stage * kBlockVectors * 4, word, lane);
-    if constexpr (kTransposed) {
-      copy_state<S>(memory + L::kState + stage * L::kStateBytes, args.row_state, word, first_head, input.heads,
-                    lane);
+  const std::uint32_t* blocks = args.a.block + slice.begin * kBlockWords;
+  PackedColumns next = load_columns(blocks, lane / 8);
+  // Starts the copies of a block whose columns are in `next`, and reads those of the block behind it; the
+  // array is padded, so that this may be behind the slice.
+  const auto start = [&](int index) {
+    const int nth = index % kStages;
+    if (index < slice.length) {
+      std::uint32_t column[kOwned];
+      unpack(next, column);
+      copy_tile<S>(memory + nth * L::kStageBytes, x, column, lane);
+      copy_tile<S>(memory + nth * L::kStageBytes + S::kTileBytes, y, column, lane);
+      copy_block(memory + L::kBlocks + nth * kBlockBytes, blocks + index * kBlockWords, lane);
+      if constexpr (kTransposed) {
+        copy_state<S>(memory + L::kState + nth * L::kStateBytes, args.row_state, column, first_head,
+                      input.heads, lane);
+      }
     }
+    commit_copies();
+    next = load_columns(blocks + (index + 1) * kBlockWords, lane / 8);
   };
-
-  uint4 next = __ldg(words);
   copy_own<S>(memory + L::kOwnA, Table<S>(args.own_a, first_head, input.heads, input.head_width, lane),
               window_row, window, lane);
   copy_own<S>(memory + L::kOwnB, Table<S>(args.own_b, first_head, input.heads, input.value_width, lane),
               window_row, window, lane);
 #pragma unroll
-  for (int index = 0; index + 1 < kStages; ++index) {
-    if (index < slice.length) start(index, next);
-    commit_copies();
-    next = __ldg(words + (index + 1) * 4);
-  }
+  for (int index = 0; index + 1 < kStages; ++index) start(index);
   const float scale = input.scale * kLog2E;
-  const std::int64_t own_row = window_row(window, g);
-  float2 own_state[S::kHeads] = {};
+  float2 own_state[S::kHeads][kRowsOwned] = {};
   if constexpr (!kTransposed) {
 #pragma unroll
-    for (int h = 0; h < S::kHeads; ++h) {
-      if (own_row >= 0 && first_head + h < input.heads) {
-        own_state[h] = __ldg(args.row_state + own_row * input.heads + first_head + h);
+    for (int r = 0; r < kRowsOwned; ++r) {
+      const std::int64_t row = window_row(window, Owned<S>::row(r, lane));
+#pragma unroll
+      for (int h = 0; h < S::kHeads; ++h) {
+        if (row >= 0 && first_head + h < input.heads) {
+          own_state[h][r] = __ldg(args.row_state + row * input.heads + first_head + h);
+        }
       }
     }
   }
@@ -120,16 +130,14 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
   std::uint32_t own_a[S::kPieces], own_b[S::kPieces];
   float sum_a[S::kTiles][4] = {}, sum_b[S::kTiles][4] = {};
   for (int index = 0; index < slice.length; ++index) {
-    // That all lanes are here also means that the tile of the last turn is free.
     wait_for_copies<kStages - 2>();
-    if (index + kStages - 1 < slice.length) start(index + kStages - 1, next);
-    commit_copies();
-    next = __ldg(words + (index + kStages) * 4);
-    const std::uint32_t tile_x = memory + index % kStages * L::kStageBytes, tile_y = tile_x + S::kTileBytes;
-    const Entries entries(memory + L::kWords + (index % kStages * 4 + t) * 16);
+    start(index + kStages - 1);  // all lanes are here: the tile of the last turn is free
+    const int nth = index % kStages;
+    const std::uint32_t tile_x = memory + nth * L::kStageBytes, tile_y = tile_x + S::kTileBytes;
+    const Entries<S> entries(memory + L::kBlocks + nth * kBlockBytes, lane);
     std::int64_t position[kOwned];
     if constexpr (kExtras) {
-      if (input.bias.data != nullptr) value_positions(position, entries, args.a, slice.begin + index, lane);
+      if (input.bias.data != nullptr) entries.positions(position, args.a, slice.begin + index);
     }
 #pragma unroll
     for (int h = 0; h < S::kHeads; ++h) {
@@ -139,29 +147,32 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
       multiply_rows<S, kTerms>(score, own_a, tile_x, h, lane);
       if (load) load_own<S>(own_b, memory + L::kOwnB, lane);
       multiply_rows<S, kTerms>(product, own_b, tile_y, h, lane);
+      float2 gathered_state[Owned<S>::kVectors];
+      if constexpr (kTransposed) {
+#pragma unroll
+        for (int n = 0; n < Owned<S>::kVectors; ++n) {
+          gathered_state[n] = load_shared_pair(memory + L::kState + nth * L::kStateBytes +
+                                               (Owned<S>::vector(n, lane) * S::kHeads + h) * 8);
+        }
+      }
 #pragma unroll
       for (int i = 0; i < kOwned; ++i) {
-        float2 state = own_state[h];
-        if constexpr (kTransposed) {
-          state = load_shared_pair(memory + L::kState + index % kStages * L::kStateBytes +
-                                   ((4 * t + i) * S::kHeads + h) * 8);
-        }
-        float power = score[i] * scale - state.x;
-        float factor = 1;
+        const float2 state = kTransposed ? gathered_state[i / kRowsOwned] : own_state[h][i % kRowsOwned];
+        float power = score[i] * scale - state.x, factor = 1;
         if constexpr (kExtras) {
-          power += bias_of<S>(input, entries, i, g, position[i], first_head + h);
-          if (entries.present(i, g)) {
-            const auto own = static_cast<std::uint32_t>(own_row);
+          power += entries.bias(input, i, position[i], first_head + h);
+          if (entries.present(i)) {
+            const auto own = static_cast<std::uint32_t>(window_row(window, Owned<S>::row(i, lane)));
             factor = dropout_factor(input.dropout, kTransposed ? entries.column(i) : own,
                                     kTransposed ? own : entries.column(i),
                                     static_cast<std::uint32_t>(first_head + h));
           }
         }
-        const float p = entries.present(i, g) ? exp2_approx(power) : 0.0f;
-        score[i] = entries.present(i, g) ? p * (factor * product[i] - state.y) : 0.0f;
+        const float p = entries.present(i) ? exp2_approx(power) : 0.0f;
+        score[i] = entries.present(i) ? p * (factor * product[i] - state.y) : 0.0f;
         product[i] = p * factor;
         if constexpr (kExtras && !kTransposed) {
-          if (args.grad_bias != nullptr && entries.present(i, g) && first_head + h < input.heads) {
+          if (args.grad_bias != nullptr && entries.present(i) && first_head + h < input.heads) {
             const std::int64_t at = position[i] * input.heads + first_head + h;
             if (input.bias.dtype == input.dtype) {
               static_cast<typename S::T*>(args.grad_bias)[at] = narrow<typename S::T>(score[i]);
@@ -200,7 +211,8 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
 // row_state = (log2 of the sum of the weights, delta) of every row and head; 8 lanes take one. Rows without
 // weights get 0 for minus infinity, so that their scores, if any, keep the weight 0.
 template <typename T>
-__global__ void __launch_bounds__(128) row_state_kernel(const __grid_constant__ AttentionBsbBackwardArgs args) {
+__global__ void __launch_bounds__(128)
+    row_state_kernel(const __grid_constant__ AttentionBsbBackwardArgs args) {
   constexpr int kPack = 16 / static_cast<int>(sizeof(T));
   const std::int64_t heads = args.input.heads, width = args.input.value_width;
   const std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * (128 / 8) + threadIdx.x / 8;

@@ -21,8 +21,8 @@ class CsrStructure:
 class BsbStructure:  # only in builds with the CUDA half
     def __init__(
         self,
-        col: int,
-        mask: int,
+        block: int,
+        window_ptr: int,
         window_row: int,
         block_entry: int,
         value_id: int,
@@ -33,6 +33,29 @@ class BsbStructure:  # only in builds with the CUDA half
         split_row: int,
         split_ptr: int,
         num_split_rows: int,
+        runs: int,
+        num_runs: int,
+    ) -> None: ...
+
+class AttentionBsbInput:  # this and what takes it: only in builds with the CUDA half
+    def __init__(
+        self,
+        dtype: int,
+        heads: int,
+        head_width: int,
+        value_width: int,
+        q: int,
+        q_stride: int,
+        k: int,
+        k_stride: int,
+        v: int,
+        v_stride: int,
+        bias: int,
+        bias_dtype: int,
+        scale: float,
+        dropout_p: float,
+        seed: int,
+        tf32: bool,
     ) -> None: ...
 
 class AdditiveAttentionInput:  # this and what takes it: only in builds with the CUDA half
@@ -154,6 +177,35 @@ def sddmm_csr(
     scale_src: int,
     out: int,
     out_dtype: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def attention_bsb(
+    structure: BsbStructure,
+    input: AttentionBsbInput,
+    out: int,
+    lse: int,
+    partial: int,
+    partial_state: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def attention_bsb_backward(
+    structure: BsbStructure,
+    transposed: BsbStructure,
+    input: AttentionBsbInput,
+    out: int,
+    lse: int,
+    grad: int,
+    grad_stride: int,
+    grad_q: int,
+    grad_k: int,
+    grad_v: int,
+    grad_bias: int,
+    row_state: int,
+    partial_q: int,
+    partial_k: int,
+    partial_v: int,
     device: int,
     queue: int,
 ) -> None: ...

@@ -3,27 +3,26 @@
 //
 // A warp works alone, on the 8 rows of a window ("own" rows) and the 16 vectors of one block after the other.
 // A tile holds the gathered rows of a block's 16 vectors for kHeads heads. Two products take it as it lies:
-//   - multiply_rows: 8 own rows x 16 vectors, the sum over a head's features (Q K^T);
+//   - multiply_rows: 16 vectors x 8 own rows, the sum over a head's features (K Q^T);
 //   - add_columns: features x 8 own rows, the sum over the vectors, with weights from the first (V^T P^T).
-// The first leaves (row g, vectors 2t, 2t + 1 and 8 + 2t, 8 + 2t + 1) in each thread, which is what the
-// second wants of its weights: nothing moves between lanes. Its own rows fill half of the 16 rows of the
-// tensor cores' shape, which costs nothing where gathering is the limit; in float32 the other half holds the
-// rows' second TF32 terms. Vector 4t + 2j + e of a block lies in row 8j + 2t + e of a tile, so that a thread
-// owns 4 consecutive vectors of the format.
+// Between them a thread owns 4 entries of the block, as the tensor cores leave them (Owned). In 16-bit
+// formats the tile is the first operand of both products, and the weights are transposed on their way to the
+// second. In float32 the own rows are the first operand of the first product: they fill half of its 16 rows
+// and their second TF32 terms the other half, and the weights already lie as the second product wants them.
+// Vector 4q + 2j + e of a block lies in row 8j + 2q + e of a tile.
 #pragma once
 
 #include <type_traits>
 
+#include "fastsparse/bsb.cuh"
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/mma.cuh"
 
 namespace fastsparse::cuda::attention {
 
-constexpr int kRows = 8;           // rows of a window
-constexpr int kBlockVectors = 16;  // vectors of a block
-constexpr int kOwned = 4;          // vectors of a block that one thread owns
-constexpr int kPieceBytes = 16;    // what one lane copies at once
-constexpr int kStages = 2;         // blocks in shared memory: one in use, the other on its way
+constexpr int kPieceBytes = 16;  // what one lane copies at once
+constexpr int kBlockBytes = 4 * kBlockWords;
+constexpr int kStages = 2;  // blocks in shared memory: one in use, the other on its way
 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
@@ -63,17 +62,6 @@ constexpr int blocks_at_once(int bytes_of_warp, int heads) {
   const int most = (heads > 1 ? 16 : 24) / warps;
   return fit < most ? fit : most;
 }
-
-// Own rows of a window: its 8 rows of the matrix, -1 for none.
-struct WindowRow {
-  const std::int32_t* window_row;
-  std::int64_t num_rows;
-  __device__ __forceinline__ std::int64_t operator()(std::int64_t window, int r) const {
-    const std::int64_t at = window * kRows + r;
-    if (window_row != nullptr) return window_row[at];
-    return at < num_rows ? at : -1;
-  }
-};
 
 // ---------------------------------------------------------------- instructions
 
@@ -115,6 +103,16 @@ __device__ __forceinline__ uint4 load_shared(std::uint32_t from) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "r"(from)
                : "memory");
+  return v;
+}
+__device__ __forceinline__ std::uint32_t load_shared_word(std::uint32_t from) {
+  std::uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ std::uint32_t load_shared_byte(std::uint32_t from) {
+  std::uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
   return v;
 }
 __device__ __forceinline__ float2 load_shared_pair(std::uint32_t from) {
@@ -189,17 +187,20 @@ class Table {
       present_ |= static_cast<std::uint32_t>(present) << part;
     }
   }
-  // Bytes from the lane's first piece of row 0 to a part of `row`.
-  __device__ __forceinline__ std::uint64_t offset(std::uint32_t row, int part) const {
-    return static_cast<std::uint64_t>(row) * row_bytes_ + part_head(part) * head_bytes_ + part_inner(part);
+  // The lane's first piece of `row`.
+  __device__ __forceinline__ const char* row(std::uint32_t row) const {
+    return row_address(address_, row, row_bytes_);
+  }
+  // From there to a part.
+  __device__ __forceinline__ std::uint32_t offset(int part) const {
+    return part_head(part) * head_bytes_ + part_inner(part);
   }
   __device__ __forceinline__ bool present(int part) const { return (present_ >> part) & 1u; }
-  __device__ __forceinline__ const char* address() const { return address_; }
 
-  // Starts copying a part of `row` to shared memory; pieces that the heads do not have become 0.
-  __device__ __forceinline__ void copy(std::uint32_t to, std::uint32_t row, int part, bool wanted = true) const {
-    const bool load = wanted && present(part);
-    copy_async(to, load ? address_ + offset(row, part) : address_, load ? kPieceBytes : 0);
+  // Starts copying a part of a row to shared memory; pieces that the heads do not have become 0.
+  __device__ __forceinline__ void copy(std::uint32_t to, const char* row, int part,
+                                       bool wanted = true) const {
+    copy_async(to, row + offset(part), wanted && present(part) ? kPieceBytes : 0);
   }
 
  private:
@@ -216,21 +217,26 @@ class Table {
   std::uint32_t present_;  // bit per part
 };
 
-// The 16 rows of a block; `word` holds the 4 vectors of this quarter of the warp.
+// The 16 rows of a block; `column` holds those of this quarter of the warp.
 template <typename S>
-__device__ __forceinline__ void copy_tile(std::uint32_t tile, const Table<S>& table, const uint4& word,
-                                          int lane) {
+__device__ __forceinline__ void copy_tile(std::uint32_t tile, const Table<S>& table,
+                                          const std::uint32_t (&column)[kOwned], int lane) {
   const int quarter = lane / 8, sub = lane % 8 / S::kLanes;
-  const std::uint32_t words[kOwned] = {word.x, word.y, word.z, word.w};
 #pragma unroll
   for (int i = 0; i < kOwned; i += S::kRowsAtOnce) {
-    const std::uint32_t own = S::kRowsAtOnce == 2 && sub ? words[(i + 1) % kOwned] : words[i];
+    const std::uint32_t own = S::kRowsAtOnce == 2 && sub ? column[(i + 1) % kOwned] : column[i];
+    const char* from = table.row(own);
     const int row = 8 * (i / 2) + 2 * quarter + (S::kRowsAtOnce == 2 ? sub : i % 2);
 #pragma unroll
     for (int part = 0; part < S::kParts; ++part) {
-      table.copy(tile + place<S>(row, lane % S::kLanes + 8 * part), own & 0xffffffu, part);
+      table.copy(tile + place<S>(row, lane % S::kLanes + 8 * part), from, part);
     }
   }
+}
+
+// The block itself, for its masks.
+__device__ __forceinline__ void copy_block(std::uint32_t to, const std::uint32_t* block, int lane) {
+  if (lane < kBlockBytes / kPieceBytes) copy_async(to + lane * kPieceBytes, block + 4 * lane, kPieceBytes);
 }
 
 // Calls f(row of the window, part, place) for what this lane copies of a window's own rows.
@@ -238,8 +244,7 @@ template <typename S, typename F>
 __device__ __forceinline__ void for_own_pieces(int lane, F&& f) {
 #pragma unroll
   for (int half = 0; half < 2; half += S::kRowsAtOnce) {
-    const int row =
-        S::kRowsAtOnce == 2 ? lane / 8 * 2 + lane % 8 / S::kLanes : lane / 8 + 4 * half;
+    const int row = S::kRowsAtOnce == 2 ? lane / 8 * 2 + lane % 8 / S::kLanes : lane / 8 + 4 * half;
 #pragma unroll
     for (int part = 0; part < S::kParts; ++part) {
       f(row, part, place<S>(row, lane % S::kLanes + 8 * part));
@@ -252,11 +257,11 @@ __device__ __forceinline__ void copy_own(std::uint32_t to, const Table<S>& table
                                          std::int64_t window, int lane) {
   for_own_pieces<S>(lane, [&](int r, int part, std::uint32_t where) {
     const std::int64_t row = window_row(window, r);
-    table.copy(to + where, static_cast<std::uint32_t>(row), part, row >= 0);
+    table.copy(to + where, table.row(static_cast<std::uint32_t>(row < 0 ? 0 : row)), part, row >= 0);
   });
 }
 
-// Own rows as the tensor cores' first operand: word i holds piece i of row g, the pair (or number) t.
+// Own rows as an operand of the tensor cores: word i holds piece i of row g, the pair (or number) t.
 template <typename S>
 __device__ __forceinline__ void load_own(std::uint32_t (&own)[S::kPieces], std::uint32_t from, int lane) {
 #pragma unroll
@@ -268,43 +273,47 @@ __device__ __forceinline__ void load_own(std::uint32_t (&own)[S::kPieces], std::
   }
 }
 
-// Address, for load_matrices, of pieces (piece, piece + 1) of rows 0..7, then of rows 8..15.
-template <typename S>
+// Address, for load_matrices, of pieces (piece, piece + 1) of rows 0..7 and 8..15: by row and piece, or by
+// piece and row.
+template <typename S, bool kRowsFirst>
 __device__ __forceinline__ std::uint32_t matrix_address(std::uint32_t tile, int piece, int lane) {
-  const std::uint32_t first = tile + place<S>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  const int low = lane / 8 % 2, high = lane / 16;
+  const std::uint32_t first =
+      tile + place<S>(lane % 8 + 8 * (kRowsFirst ? high : low), kRowsFirst ? low : high);
   return (first ^ piece % 8 * kPieceBytes) + piece / 8 * 8 * kPieceBytes;
 }
 
-// score[i] = <own row g, gathered vector 4t + i> over the features of `head`.
+// score[i] = <own row, gathered row> of the thread's i-th entry (Owned), over the features of `head`.
 template <typename S, int kTerms>
 __device__ __forceinline__ void multiply_rows(float (&score)[kOwned], const std::uint32_t (&own)[S::kPieces],
                                               std::uint32_t tile, int head, int lane) {
-  float sum[2][4] = {};
-  if constexpr (S::kFloat) {
 #pragma unroll
-    for (int i = 0; i < kOwned; ++i) score[i] = 0;
-  }
+  for (int i = 0; i < kOwned; ++i) score[i] = 0;
+  if constexpr (!S::kFloat) {
 #pragma unroll
-  for (int step = 0; step < S::kHeadPieces; step += 2) {
-    const int piece = head * S::kHeadPieces + step;
-    std::uint32_t b[4];
-    load_matrices(b, matrix_address<S>(tile, piece, lane));
-    if constexpr (!S::kFloat) {
-      const std::uint32_t a[4] = {own[piece], 0, own[piece + 1], 0};
-      mma_m16n8k16<typename S::T>(sum[0], a, b[0], b[1]);
-      mma_m16n8k16<typename S::T>(sum[1], a, b[2], b[3]);
-    } else {
-      std::uint32_t a[4], b_high[4], b_low[4];
+    for (int step = 0; step < S::kHeadPieces; step += 2) {
+      const int piece = head * S::kHeadPieces + step;
+      std::uint32_t a[4];
+      load_matrices(a, matrix_address<S, false>(tile, piece, lane));
+      mma_m16n8k16<typename S::T>(score, a, own[piece], own[piece + 1]);
+    }
+  } else {
+    float sum[2][4] = {};
+#pragma unroll
+    for (int step = 0; step < S::kHeadPieces; step += 2) {
+      const int piece = head * S::kHeadPieces + step;
+      std::uint32_t m[4], a[4], b[4], b_low[4];
+      load_matrices(m, matrix_address<S, true>(tile, piece, lane));
       split_tf32<kTerms>(__uint_as_float(own[piece]), a[0], a[1]);
       split_tf32<kTerms>(__uint_as_float(own[piece + 1]), a[2], a[3]);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) split_tf32<kTerms>(__uint_as_float(b[i]), b_high[i], b_low[i]);
+      for (int i = 0; i < 4; ++i) split_tf32<kTerms>(__uint_as_float(m[i]), b[i], b_low[i]);
       if constexpr (kTerms > 1) {
         mma_m16n8k8_tf32(sum[0], a, b_low[0], b_low[1]);
         mma_m16n8k8_tf32(sum[1], a, b_low[2], b_low[3]);
       }
-      mma_m16n8k8_tf32(sum[0], a, b_high[0], b_high[1]);
-      mma_m16n8k8_tf32(sum[1], a, b_high[2], b_high[3]);
+      mma_m16n8k8_tf32(sum[0], a, b[0], b[1]);
+      mma_m16n8k8_tf32(sum[1], a, b[2], b[3]);
       // The tensor cores' sums are cut off, not rounded: every 16 features they move to ordinary additions.
       if (step % 4 == 2) {
 #pragma unroll
@@ -315,24 +324,20 @@ __device__ __forceinline__ void multiply_rows(float (&score)[kOwned], const std:
       }
     }
   }
-  if constexpr (!S::kFloat) {
-#pragma unroll
-    for (int i = 0; i < kOwned; ++i) score[i] = sum[i / 2][i % 2];
-  }
 }
 
 // sum[f] += gathered features x weights of rows 2t, 2t + 1 (feature_of says which), for the features of
-// `head`. weight[i] is that of own row g and vector 4t + i.
+// `head`. weight[i] is that of the thread's i-th entry.
 template <typename S, int kTerms>
 __device__ __forceinline__ void add_columns(float (&sum)[S::kTiles][4], std::uint32_t tile,
                                             const float (&weight)[kOwned], int head, int lane) {
   if constexpr (!S::kFloat) {
-    const std::uint32_t b0 = pack_pair<typename S::T>(weight[0], weight[1]);
-    const std::uint32_t b1 = pack_pair<typename S::T>(weight[2], weight[3]);
+    const std::uint32_t b0 = transpose(pack_pair<typename S::T>(weight[0], weight[1]));
+    const std::uint32_t b1 = transpose(pack_pair<typename S::T>(weight[2], weight[3]));
 #pragma unroll
     for (int f = head * S::kHeadTiles; f < (head + 1) * S::kHeadTiles; ++f) {
       std::uint32_t a[4];
-      load_matrices_transposed(a, matrix_address<S>(tile, 2 * f, lane));
+      load_matrices_transposed(a, matrix_address<S, true>(tile, 2 * f, lane));
       mma_m16n8k16<typename S::T>(sum[f], a, b0, b1);
     }
   } else {
@@ -417,9 +422,8 @@ __device__ __forceinline__ void store_rows(const Target& target, const float (&s
   for_own_pieces<S>(lane, [&](int r, int part, std::uint32_t where) {
     const std::int64_t row = window_row(window, r);
     if (row < 0 || !out.present(part)) return;
-    *reinterpret_cast<uint4*>(const_cast<char*>(out.address()) +
-                              out.offset(static_cast<std::uint32_t>(row), part)) =
-        load_shared(scratch + where);
+    *reinterpret_cast<uint4*>(const_cast<char*>(out.row(static_cast<std::uint32_t>(row))) +
+                              out.offset(part)) = load_shared(scratch + where);
   });
   __syncwarp();
 }
@@ -437,66 +441,117 @@ __device__ __forceinline__ void store_partial(const Target& target, const float 
       const std::int64_t head = first_head + feature / S::kHeadWidth;
       const int inner = feature % S::kHeadWidth;
       if (head >= target.heads || inner >= target.head_width) continue;
-      static_cast<float*>(target.data)[((slot * kRows + 2 * t + i % 2) * target.heads + head) *
-                                           target.head_width +
-                                       inner] = sum[f][i];
+      static_cast<float*>(
+          target.data)[((slot * kRows + 2 * t + i % 2) * target.heads + head) * target.head_width + inner] =
+          sum[f][i];
     }
   }
 }
 
 // ---------------------------------------------------------------- entries
 
-// The entries (row g, vectors 4t .. 4t + 3) of a block, for what belongs to an edge: a bias, a random number.
-struct Entries {
-  std::uint32_t word[kOwned];
-  __device__ __forceinline__ Entries(std::uint32_t from) {
-    const uint4 words = load_shared(from);
-    word[0] = words.x, word[1] = words.y, word[2] = words.z, word[3] = words.w;
+// The 4 entries of a block that a thread owns, and what it keeps of the rows that they stand in: kRowsOwned
+// rows, of which entry i stands in the (i % kRowsOwned)-th. In 16-bit formats rows 2t and 2t + 1 of two
+// vectors; in float32 row g of the vectors 4t .. 4t + 3.
+template <typename S>
+struct Owned {
+  static constexpr int kRowsOwned = S::kFloat ? 1 : 2;
+  static constexpr int kVectors = kOwned / kRowsOwned;
+
+  static __device__ __forceinline__ int row(int i, int lane) {
+    return S::kFloat ? lane / 4 : lane % 4 * 2 + i % 2;
   }
-  __device__ __forceinline__ bool present(int i, int g) const { return (word[i] >> (24 + g)) & 1u; }
-  __device__ __forceinline__ std::uint32_t column(int i) const { return word[i] & 0xffffffu; }
+  // Of the nth vector owned, the place in its block.
+  static __device__ __forceinline__ int vector(int nth, int lane) {
+    return S::kFloat ? lane % 4 * 4 + nth : lane / 8 * 4 + lane / 4 % 2 + 2 * nth;
+  }
+  // Whether this thread is the one that stores what belongs to its rows.
+  static __device__ __forceinline__ bool stores(int lane) { return S::kFloat ? lane % 4 == 0 : lane < 4; }
+
+  // Combines what the threads found for the same row.
+  template <typename F>
+  static __device__ __forceinline__ float reduce(float v, F&& combine) {
+#pragma unroll
+    for (int distance = S::kFloat ? 1 : 4; distance < (S::kFloat ? 4 : kWarp); distance *= 2) {
+      v = combine(v, __shfl_xor_sync(kFullWarp, v, distance));
+    }
+    return v;
+  }
+  // Numbers of the own rows, as the sums of add_columns need them: of rows 2t and 2t + 1.
+  static __device__ __forceinline__ void of_sums(float (&of_row)[2], const float (&own)[kRowsOwned],
+                                                 int lane) {
+    if constexpr (S::kFloat) {
+      of_row[0] = __shfl_sync(kFullWarp, own[0], lane % 4 * 8);
+      of_row[1] = __shfl_sync(kFullWarp, own[0], lane % 4 * 8 + 4);
+    } else {
+      of_row[0] = own[0];
+      of_row[1] = own[1];
+    }
+  }
 };
 
-// Positions of the entries among the edge values: they are stored by block, vector, row, so a place is a
-// count of the bits before it.
-__device__ __forceinline__ void value_positions(std::int64_t (&position)[kOwned], const Entries& entries,
-                                                const BsbView& a, std::int64_t block, int lane) {
-  const int g = lane / 4, t = lane % 4;
-  int own = 0;
+// sum *= own, a factor of each row, for the features of `head`.
+template <typename S>
+__device__ __forceinline__ void scale_rows(float (&sum)[S::kTiles][4],
+                                           const float (&own)[Owned<S>::kRowsOwned], int head, int lane) {
+  float of_row[2];
+  Owned<S>::of_sums(of_row, own, lane);
 #pragma unroll
-  for (int i = 0; i < kOwned; ++i) own += __popc(entries.word[i] >> 24);
-  int before = own;
+  for (int f = head * S::kHeadTiles; f < (head + 1) * S::kHeadTiles; ++f) {
 #pragma unroll
-  for (int distance = 1; distance < 4; distance *= 2) {
-    const int left = __shfl_up_sync(kFullWarp, before, distance, 4);
-    if (t >= distance) before += left;
+    for (int i = 0; i < 4; ++i) sum[f][i] *= of_row[i % 2];
   }
-  std::int64_t entry = a.block_entry[block] + before - own;
+}
+
+// The thread's entries of the block at shared address `block`.
+template <typename S>
+class Entries {
+ public:
+  __device__ __forceinline__ Entries(std::uint32_t block, int lane) : block_(block), lane_(lane) {
+    const std::uint32_t word = load_shared_word(block + 4 * (kMaskWord + (S::kFloat ? lane % 4 : lane / 8)));
+    bits_ = word >> (S::kFloat ? lane / 4 : lane / 4 % 2 * 8 + lane % 4 * 2);
+  }
+  __device__ __forceinline__ bool present(int i) const {
+    return (bits_ >> (S::kFloat ? 8 * i : 16 * (i / 2) + i % 2)) & 1u;
+  }
+  __device__ __forceinline__ std::uint32_t column(int i) const {
+    const std::uint32_t at = block_ + 3 * Owned<S>::vector(i / Owned<S>::kRowsOwned, lane_);
+    return load_shared_byte(at) | load_shared_byte(at + 1) << 8 | load_shared_byte(at + 2) << 16;
+  }
+  // Positions of the entries among the edge values. Entries are numbered by block, vector and row, so a
+  // number is a count of the mask bits before its own.
+  __device__ __forceinline__ void positions(std::int64_t (&position)[kOwned], const BsbView& a,
+                                            std::int64_t block) const {
+    const uint4 masks = load_shared(block_ + 4 * kMaskWord);
+    const std::uint32_t word[4] = {masks.x, masks.y, masks.z, masks.w};
+    const std::int64_t first = a.block_entry[block];
 #pragma unroll
-  for (int i = 0; i < kOwned; ++i) {
-    const std::uint32_t mask = entries.word[i] >> 24;
-    if (entries.present(i, g)) {
-      const std::int64_t at = entry + __popc(mask & ((1u << g) - 1));
+    for (int i = 0; i < kOwned; ++i) {
+      if (!present(i)) continue;
+      const int vector = Owned<S>::vector(i / Owned<S>::kRowsOwned, lane_);
+      std::int64_t at = first;
+#pragma unroll
+      for (int part = 0; part < 4; ++part) {
+        const std::uint32_t before = (1u << (vector % 4 * 8 + Owned<S>::row(i, lane_))) - 1;
+        if (part <= vector / 4) at += __popc(part < vector / 4 ? word[part] : word[part] & before);
+      }
       position[i] = a.value_id_is_64bit ? static_cast<const std::int64_t*>(a.value_id)[at]
                                         : static_cast<const std::int32_t*>(a.value_id)[at];
     }
-    entry += __popc(mask);
   }
-}
+  // Bias of an entry and head in powers of two; 0 where there is none.
+  __device__ __forceinline__ float bias(const AttentionBsbInput& input, int i, std::int64_t position,
+                                        std::int64_t head) const {
+    if (input.bias.data == nullptr || !present(i) || head >= input.heads) return 0;
+    return kLog2E * load_value<typename S::T>(input.bias, input.bias.dtype == input.dtype,
+                                              position * input.heads + head);
+  }
 
-// Bias of an entry and head in powers of two; 0 where there is none.
-template <typename S>
-__device__ __forceinline__ float bias_of(const AttentionBsbInput& input, const Entries& entries, int i, int g,
-                                         std::int64_t position, std::int64_t head) {
-  if (input.bias.data == nullptr || !entries.present(i, g) || head >= input.heads) return 0;
-  return kLog2E * load_value<typename S::T>(input.bias, input.bias.dtype == input.dtype,
-                                            position * input.heads + head);
-}
-
-// The block's vectors to shared memory, where every thread finds its own four.
-__device__ __forceinline__ void store_words(std::uint32_t to, const uint4& word, int lane) {
-  if (lane % 8 == 0) store_shared(to + lane / 8 * 16, word);
-}
+ private:
+  std::uint32_t block_;
+  std::uint32_t bits_;
+  int lane_;
+};
 
 // ---------------------------------------------------------------- launching
 
@@ -550,8 +605,7 @@ bool with_shape_float(std::int64_t width, std::int64_t heads, Launch& launch) {
 // Calls launch.run<Shape, TF32 terms>() with the narrowest shape that holds the heads; false where none does.
 template <typename Launch>
 bool with_shape(const AttentionBsbInput& input, Launch& launch) {
-  const std::int64_t width =
-      input.head_width > input.value_width ? input.head_width : input.value_width;
+  const std::int64_t width = input.head_width > input.value_width ? input.head_width : input.value_width;
   switch (input.dtype) {
     case Dtype::kFloat16:
       return with_shape_16bit<__half>(width, input.heads, launch);

@@ -39,18 +39,30 @@ struct RowSplitView {
   std::int64_t num_split_rows;
 };
 
+// Consecutive blocks of one window, or all blocks of several consecutive windows.
+struct alignas(16) WindowRun {
+  std::int32_t begin;        // first block
+  std::int32_t length;       // number of blocks
+  std::int32_t target;       // >= 0: the first window, this run has all of it; < 0: ~target is the slot of a
+                             // partial result of one window
+  std::int32_t num_windows;  // 1 where target < 0
+};
+
 // Binary sparse blocks: windows of 8 rows, each a list of non-zero 8x1 vectors, 16 to a block, the last block
 // of a window padded with empty vectors.
 struct BsbView {
-  const std::uint32_t* vector;      // (num_blocks, 16) bits 0..23 column; bit 24 + r: row r of the window has an
-                                    // entry; padding has none and repeats the block's first column
+  const std::uint32_t* block;       // (num_blocks, 16) words: 16 columns of 3 bytes, then 16 masks of a byte,
+                                    // whose bit r says that row r of the window has an entry; 0: padding
+  const std::int64_t* window_ptr;   // (num_windows + 1) first block of every window
   const std::int32_t* window_row;   // (num_windows, 8) rows of every window, -1: none; null: consecutive rows
   const std::int64_t* block_entry;  // (num_blocks) entries before the block; null without values
   const void* value_id;  // (num_edges) by block, vector, row: position in the caller's edge order; null
                          // without values
   bool value_id_is_64bit;
   std::int64_t num_rows;
-  RowSplitView split;  // of windows, in blocks
+  RowSplitView split;     // of windows, in blocks
+  const WindowRun* runs;  // the same slices, but short windows joined to runs
+  std::int64_t num_runs;
 };
 
 // Values of the edges, in the caller's edge order: (num_values, heads), contiguous. Null data: every value
