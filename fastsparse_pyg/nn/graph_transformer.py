@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fastsparse_core import Adjacency, attention
 from fastsparse_pyg.graph import resolve
+
+# Compiled code builds no structures: an edge list breaks the graph here, an Adjacency does not.
+_resolve_uncompiled = torch.compiler.disable(resolve)
 
 _NORMS = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm, None: nn.Identity}
 
@@ -114,7 +118,8 @@ class GraphTransformerLayer(nn.Module):
             IndexError: an index points to no node.
         """
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        adj = resolve(edge_index, x_src.size(0), x_dst.size(0), x_src.device, flow=self.flow).adj
+        to_structure = resolve if isinstance(edge_index, Adjacency) else _resolve_uncompiled
+        adj = to_structure(edge_index, x_src.size(0), x_dst.size(0), x_src.device, flow=self.flow).adj
         heads = (self.heads, -1)
         out = attention(
             adj,

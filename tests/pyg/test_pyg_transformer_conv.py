@@ -224,6 +224,37 @@ def test_graph_transformer_layer_dropout(device):
     assert torch.equal(layer(x, edge_index), layer(x, edge_index))
 
 
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_graph_transformer_layer_compiles(device, fullgraph):
+    """With an Adjacency to one graph, with edges to several."""
+    torch._dynamo.reset()
+    edge_index = random_graph(device=device)
+    graph = prepare(edge_index, 40) if fullgraph else edge_index
+    layer = GraphTransformerLayer(8, 8, 2, norm="layer").to(device)
+    compiled = torch.compile(layer, backend="eager", fullgraph=fullgraph)
+    for _ in range(2):
+        x = torch.randn(40, 8, device=device, requires_grad=True)
+        got, expected = compiled(x, graph), layer(x, graph)
+        close(got, expected)
+        tensors = [x, *layer.parameters()]
+        for one, other in zip(gradients(got, tensors), gradients(expected, tensors), strict=True):
+            close(one, other, floor=1)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_graph_transformer_layer_under_autocast(device, dtype):
+    edge_index = random_graph(device=device)
+    layer = GraphTransformerLayer(8, 8, 2, norm="layer").to(device)
+    x = torch.randn(40, 8, device=device, requires_grad=True)
+    with torch.autocast(device, dtype=dtype):
+        got = layer(x, edge_index)
+    close(got.float(), layer(x, edge_index), 30 * torch.finfo(dtype).eps)
+    for gradient in gradients(got, [x, *layer.parameters()]):
+        assert gradient.dtype == torch.float32
+        assert gradient.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
