@@ -102,7 +102,7 @@ int gatv2_attention(const Gatv2AttentionArgs& args, void* stream_address) {
   const Gatv2AttentionInput& input = args.input;
   with_head_lanes(
       input.dtype, input.head_width, {input.x_dst.stride, input.x_src.stride},
-      {input.x_dst.data, input.x_src.data, input.att, args.out, args.partial},
+      {input.x_dst.data, input.x_src.data, args.out, args.partial},
       [&](auto type, auto vec, auto head_lanes) {
         using T = decltype(type);
         constexpr int kVec = decltype(vec)::value, kHeadLanes = decltype(head_lanes)::value;

@@ -212,8 +212,8 @@ int gatv2_attention_backward(const Gatv2AttentionBackwardArgs& args, void* strea
   const Gatv2AttentionInput& input = args.input;
   with_head_lanes(input.dtype, input.head_width,
                   {input.x_dst.stride, input.x_src.stride, args.out.stride, args.grad.stride},
-                  {input.x_dst.data, input.x_src.data, input.att, args.out.data, args.grad.data,
-                   args.grad_x_dst, args.grad_x_src, args.grad_att, args.partial_dst, args.partial_src},
+                  {input.x_dst.data, input.x_src.data, args.out.data, args.grad.data, args.grad_x_dst,
+                   args.grad_x_src, args.grad_att, args.partial_dst, args.partial_src},
                   [&](auto type, auto vec, auto head_lanes) {
                     launch<decltype(type), decltype(vec)::value, decltype(head_lanes)::value>(args, stream);
                   });
