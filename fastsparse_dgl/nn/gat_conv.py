@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fastsparse_core import Adjacency, additive_attention, additive_attention_weights
+from fastsparse_core.head_scores import head_scores
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
 from fastsparse_dgl.nn.base import (
     AggregationMixin,
     destination_features,
     dropout_p,
-    scale_dtype,
     source_features,
 )
 
@@ -79,14 +78,14 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         if given is None:
             destination = self._destination(graph, adjacency, source, None)
             x_src = self.fc(source).unflatten(-1, heads)
-            score_src, score_dst = _node_scores(x_src, self.attn_l, self.attn_r)
+            score_src, score_dst = head_scores(x_src, self.attn_l, self.attn_r)
             score_dst = self._destination(graph, adjacency, score_dst, None)
         else:
             destination = self._destination(graph, adjacency, source, self.feat_drop(given))
             fc_src, fc_dst = (self.fc_src, self.fc_dst) if hasattr(self, "fc_src") else (self.fc, self.fc)
             x_src = fc_src(source).unflatten(-1, heads)
-            (score_src,) = _node_scores(x_src, self.attn_l)
-            (score_dst,) = _node_scores(fc_dst(destination).unflatten(-1, heads), self.attn_r)
+            (score_src,) = head_scores(x_src, self.attn_l)
+            (score_dst,) = head_scores(fc_dst(destination).unflatten(-1, heads), self.attn_r)
         # The operators count what stands between the nodes and the heads as more heads.
         operands = (adjacency, score_dst.flatten(1), score_src.flatten(1))
         slope = self.leaky_relu.negative_slope
@@ -110,30 +109,6 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         if self.activation:
             out = self.activation(out)
         return (out, weight.to(source.dtype)) if get_attention and weight is not None else out
-
-
-def _node_scores(feat: Tensor, *vectors: Tensor) -> list[Tensor]:
-    r"""Dot products of each head's features with learned vectors.
-
-    .. math::
-        s_{ih} = \mathbf{a}_h^\top \mathbf{x}_{ih}
-
-    One matrix product with the vectors as the blocks of a block-diagonal matrix: features are read once for
-    all vectors and nothing of their size is stored.
-
-    Args:
-        feat: (N, ..., H, D).
-        vectors: (1, H, D) each.
-
-    Returns:
-        (N, ..., H) for each vector, accumulated and kept in float32 or wider.
-    """
-    heads, width = feat.shape[-2:]
-    dtype = scale_dtype(feat)
-    with torch.autocast(feat.device.type, enabled=False):
-        blocks = torch.diag_embed(torch.cat(vectors).to(dtype).permute(2, 0, 1))  # (D, vectors, H, H)
-        matrix = blocks.permute(2, 0, 1, 3).reshape(heads * width, len(vectors) * heads)
-        return list((feat.flatten(-2).to(dtype) @ matrix).split(heads, dim=-1))
 
 
 def _edge_factor(adjacency: Adjacency, weight: Tensor, edge_weight: Tensor) -> Tensor:

@@ -193,6 +193,18 @@ def test_nothing_of_edge_size_without_need(device):
     assert max(kept) < num_nodes * num_nodes
 
 
+def test_no_wide_copy_of_16_bit_features_is_kept(device):
+    graph = homogeneous()
+    fast = made(7, 4, 3)[0].to(device)
+    kept = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x)
+    with hooks, torch.autocast(device, torch.bfloat16):
+        fast(graph, features(graph, 7).to(device))
+    sizes = {item.numel() for item in kept if item.dtype == torch.float32}
+    assert sizes
+    assert 30 * 12 not in sizes
+
+
 # ---------------------------------------------------------------- bad input
 
 
