@@ -323,6 +323,13 @@ void sddmm_csr(const CsrStructure& structure, int dtype, std::int64_t heads, std
   FASTSPARSE_RUN(sddmm_csr, args, device, queue);
 }
 
+void edge_softmax(const CsrStructure& structure, int dtype, std::int64_t heads, Address input, Address grad,
+                  Address out, Address partial, int device, Address queue) {
+  const EdgeSoftmaxArgs args{structure.a, structure.split, at(input), at(grad),
+                             at(out),     at(partial),     heads,     static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(edge_softmax, args, device, queue);
+}
+
 AttentionCsrArgs attention_csr_args(const CsrStructure& structure, int kind, int dtype, std::int64_t heads,
                                     std::int64_t head_width, std::int64_t value_width, Address dst,
                                     std::int64_t dst_stride, Address src, std::int64_t src_stride, Address v,
@@ -456,6 +463,7 @@ PYBIND11_MODULE(_C, m) {
 #endif
   m.def("spmm_extremum", &spmm_extremum);
   m.def("sddmm_csr", &sddmm_csr);
+  m.def("edge_softmax", &edge_softmax);
   py::class_<AttentionCsrArgs>(m, "AttentionCsrArgs").def(py::init(&attention_csr_args));
   m.def("attention_csr", &attention_csr);
   m.def("attention_csr_backward", &attention_csr_backward);

@@ -142,56 +142,55 @@ FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args,
     std::fill(compensation.begin(), compensation.end(), A{0});
     const A* lse = static_cast<const A*>(forward.lse) + row * heads;
     const std::int64_t begin = forward.a.rowptr[row], end = forward.a.rowptr[row + 1];
-    // Inlined, so that it is compiled for the vectors of the function around it.
-    const auto recompute_head = [&](const Block& block, std::int64_t head) __attribute__((always_inline)) {
-      std::fill(terms[head].lse, terms[head].lse + block.count, lse[head]);
-      for (int i = 0; i < block.count; ++i) {
-        terms[head].factor[i] = keep_factor<A>(forward, row, block.col[i], head);
-      }
-      recompute<T>(forward, forward.a, block, head, left, forward.src, grad, forward.v, terms[head]);
-    };
     std::fill(sums.begin(), sums.end(), RowState<double>{0, 0});
-    for (std::int64_t entry = begin; entry < end; entry += kBlock) {
-      const Block block = block_at(forward.a, entry, end);
-      for (std::int64_t head = 0; head < heads; ++head) {
-        recompute_head(block, head);
-        A delta = 0, sum = 0;
-        for (int i = 0; i < block.count; ++i) {
-          sum += terms[head].weight[i];
-          delta += terms[head].weight[i] * terms[head].factor[i] * terms[head].grad[i];
-        }
-        sums[head].delta += delta;
-        sums[head].inverse_sum += sum;
-      }
-    }
-    for (std::int64_t entry = begin; entry < end; entry += kBlock) {
-      const Block block = block_at(forward.a, entry, end);
-      for (std::int64_t head = 0; head < heads; ++head) {
-        if (end - begin > kBlock) recompute_head(block, head);  // else the row's only block is still there
-        const double inverse_sum = sums[head].inverse_sum != 0 ? 1 / sums[head].inverse_sum : 0;
-        const RowState<A> state{static_cast<A>(sums[head].delta * inverse_sum), static_cast<A>(inverse_sum)};
-        scratch.rows[row * heads + head] = state;
-        A delta[kBlock], inverse[kBlock];
-        std::fill(delta, delta + kBlock, state.delta);
-        std::fill(inverse, inverse + kBlock, state.inverse_sum);
-        finish(delta, inverse, terms[head]);
-        const A* gradient = terms[head].grad;
-        if (args.grad_bias != nullptr) {
-          for (int i = 0; i < block.count; ++i) {
-            const std::int64_t at = edge_position(forward.a, block.entry + i) * heads + head;
-            if (forward.bias.dtype == forward.dtype) {
-              narrow(gradient[i], static_cast<T*>(args.grad_bias) + at);
-            } else {
-              static_cast<A*>(args.grad_bias)[at] = gradient[i];
+    // Twice over the row: its sums, then its gradients. The only block of a short row is still there.
+    for (const bool summing : {true, false}) {
+      for (std::int64_t entry = begin; entry < end; entry += kBlock) {
+        const Block block = block_at(forward.a, entry, end);
+        for (std::int64_t head = 0; head < heads; ++head) {
+          if (summing || end - begin > kBlock) {
+            std::fill(terms[head].lse, terms[head].lse + block.count, lse[head]);
+            for (int i = 0; i < block.count; ++i) {
+              terms[head].factor[i] = keep_factor<A>(forward, row, block.col[i], head);
+            }
+            recompute<T>(forward, forward.a, block, head, left, forward.src, grad, forward.v, terms[head]);
+          }
+          if (summing) {
+            A delta = 0, sum = 0;
+            for (int i = 0; i < block.count; ++i) {
+              sum += terms[head].weight[i];
+              delta += terms[head].weight[i] * terms[head].factor[i] * terms[head].grad[i];
+            }
+            sums[head].delta += delta;
+            sums[head].inverse_sum += sum;
+            continue;
+          }
+          const double inverse_sum = sums[head].inverse_sum != 0 ? 1 / sums[head].inverse_sum : 0;
+          const RowState<A> state{static_cast<A>(sums[head].delta * inverse_sum),
+                                  static_cast<A>(inverse_sum)};
+          scratch.rows[row * heads + head] = state;
+          A delta[kBlock], inverse[kBlock];
+          std::fill(delta, delta + kBlock, state.delta);
+          std::fill(inverse, inverse + kBlock, state.inverse_sum);
+          finish(delta, inverse, terms[head]);
+          const A* gradient = terms[head].grad;
+          if (args.grad_bias != nullptr) {
+            for (int i = 0; i < block.count; ++i) {
+              const std::int64_t at = edge_position(forward.a, block.entry + i) * heads + head;
+              if (forward.bias.dtype == forward.dtype) {
+                narrow(gradient[i], static_cast<T*>(args.grad_bias) + at);
+              } else {
+                static_cast<A*>(args.grad_bias)[at] = gradient[i];
+              }
             }
           }
-        }
-        add_score_gradients<T>(forward, gradient, block, head, left, forward.src, total, compensation);
-        if (forward.kind == AttentionScore::kGatv2) {
-          const std::int64_t first = head * forward.head_width;
-          accumulate<T, Term::kHidden>(gradient, {left.data() + first, nullptr, slope},
-                                       gather<T>(forward.src, first, block), forward.head_width,
-                                       {att_total.data() + first, att_compensation.data() + first});
+          add_score_gradients<T>(forward, gradient, block, head, left, forward.src, total, compensation);
+          if (forward.kind == AttentionScore::kGatv2) {
+            const std::int64_t first = head * forward.head_width;
+            accumulate<T, Term::kHidden>(gradient, {left.data() + first, nullptr, slope},
+                                         gather<T>(forward.src, first, block), forward.head_width,
+                                         {att_total.data() + first, att_compensation.data() + first});
+          }
         }
       }
     }

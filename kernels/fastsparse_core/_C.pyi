@@ -266,6 +266,17 @@ def gatv2_attention_backward(
     device: int,
     queue: int,
 ) -> None: ...
+def edge_softmax(
+    structure: CsrStructure,
+    dtype: int,
+    heads: int,
+    input: int,
+    grad: int,
+    out: int,
+    partial: int,
+    device: int,
+    queue: int,
+) -> None: ...
 
 class AttentionCsrArgs:  # CPU only
     def __init__(

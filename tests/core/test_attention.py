@@ -264,8 +264,8 @@ def test_scores_of_ten_thousand_are_stable(device, kind, dtype):
         return [out, *torch.autograd.grad(out, doubled, weight.double())]
 
     wanted = exact(spread)
-    # Where one weight is 1 and the others 0, gradients vanish: their errors are measured against the gradients
-    # of ordinary scores, which grow with the factor that the other operand carries.
+    # Where one weight is 1 and the others 0, gradients vanish: their errors are measured against gradients of
+    # ordinary scores, which grow with the factor that the other operand carries.
     growth = {"dot_product": (1, 1, spread, 1), "additive": (1, 1, 1, 1), "gatv2": (1, spread, spread, 1)}[
         kind
     ]

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.adjacency import Adjacency, from_handle
 from fastsparse_core.device import queue
-from fastsparse_core.ops import _additive_attention_csr, _gatv2_attention_csr
+from fastsparse_core.ops import _additive_attention_csr, _attention_bsb, _gatv2_attention_csr
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
     accumulation_dtype,
@@ -206,6 +206,8 @@ def _attention(
     adjacency: int,
 ) -> tuple[Tensor, Tensor]:
     adj = from_handle(adjacency)
+    if v.device.type == "cuda":
+        return _attention_bsb.launch_forward(adj, q, k, v, bias, scale, dropout_p, _number(seed), heads)
     return _forward_csr(adj, _DOT_PRODUCT, heads, q, k, v, None, bias, scale, dropout_p, seed)
 
 
@@ -225,23 +227,40 @@ def _attention_backward(
     bias_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     adj = from_handle(adjacency)
-    grad_q, grad_k, grad_v, _, grad_bias = _backward_csr(
-        adj,
-        _DOT_PRODUCT,
-        heads,
-        grad,
-        q,
-        k,
-        v,
-        None,
-        bias,
-        out,
-        lse,
-        scale,
-        dropout_p,
-        seed,
-        bias_wanted,
-    )
+    if v.device.type == "cuda":
+        grad_q, grad_k, grad_v, grad_bias = _attention_bsb.launch_backward(
+            adj,
+            q,
+            k,
+            v,
+            bias,
+            out,
+            lse,
+            grad,
+            scale,
+            dropout_p,
+            _number(seed),
+            heads,
+            want_bias=bias_wanted,
+        )
+    else:
+        grad_q, grad_k, grad_v, _, grad_bias = _backward_csr(
+            adj,
+            _DOT_PRODUCT,
+            heads,
+            grad,
+            q,
+            k,
+            v,
+            None,
+            bias,
+            out,
+            lse,
+            scale,
+            dropout_p,
+            seed,
+            bias_wanted,
+        )
     return grad_q, grad_k, grad_v, _or_empty(grad_bias, q)
 
 

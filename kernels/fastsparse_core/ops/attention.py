@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency
-from fastsparse_core.ops import _additive_attention_csr, _gatv2_attention_csr
+from fastsparse_core.ops import _additive_attention_csr, _attention_bsb, _gatv2_attention_csr
 from fastsparse_core.ops import _attention_fused as fused
 from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops._common import DTYPE_CODE, accumulation_dtype, autocast, check_features
@@ -58,11 +58,13 @@ def attention(
     """
     q, k, v, scale, bias, flat = _check_dot_product(adj, q, k, v, scale, bias)
     seed = _draw_seed(dropout_p)
-    fits = v.device.type == "cpu"
+    heads, features = q.size(1), (q.flatten(1), k.flatten(1), v.flatten(1))
+    fits = v.device.type == "cpu" or (
+        _attention_bsb.fits(adj, *features, heads) and (torch.compiler.is_compiling() or adj.try_bsb())
+    )
     if choose.attention_algorithm(algorithm, fits) == "fused3s":
-        heads = q.size(1)
         arguments = (_per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle)
-        out = fused.call("attention", v, q.flatten(1), k.flatten(1), v.flatten(1), *arguments)
+        out = fused.call("attention", v, *features, *arguments)
         return out if flat else out.reshape(adj.num_dst, *v.shape[1:])
     score = unfused.dot_product_scores(adj, q, k, scale, bias)
     out = unfused.aggregate(adj, score, v, dropout_p, seed)

@@ -13,6 +13,7 @@ void compress(const CompressArgs& args);
 void spmm_csr(const SpmmArgs& args, int threads);
 void spmm_extremum(const SpmmExtremumArgs& args, int threads);
 void sddmm_csr(const SddmmArgs& args, int threads);
+void edge_softmax(const EdgeSoftmaxArgs& args, int threads);
 void attention_csr(const AttentionCsrArgs& args, int threads);
 void attention_csr_backward(const AttentionCsrBackwardArgs& args, int threads);
 
@@ -26,6 +27,7 @@ int spmm_csr(const SpmmArgs& args, void* stream);
 int spmm_bsb(const SpmmBsbArgs& args, void* stream);
 int spmm_extremum(const SpmmExtremumArgs& args, void* stream);
 int sddmm_csr(const SddmmArgs& args, void* stream);
+int edge_softmax(const EdgeSoftmaxArgs& args, void* stream);
 int attention_bsb(const AttentionBsbArgs& args, void* stream);
 int attention_bsb_backward(const AttentionBsbBackwardArgs& args, void* stream);
 int additive_attention(const AdditiveAttentionArgs& args, void* stream);

@@ -307,6 +307,18 @@ struct AttentionCsrBackwardArgs {
   void* grad_bias;  // (num_values, heads) zeros where not every value has an entry; null: not wanted
 };
 
+// Softmax of edge values over the entries of every row; with `grad` its gradient, and `input` are the weights.
+struct EdgeSoftmaxArgs {
+  CsrView a;
+  RowSplitView split;
+  const void* input;  // (num_values, heads)
+  const void* grad;   // (num_values, heads); null: forward
+  void* out;          // (num_values, heads)
+  void* partial;      // (num_slots, heads, 2) in the accumulation type; CUDA only
+  std::int64_t heads;
+  Dtype dtype;
+};
+
 // Sorts edges by (major, minor), or by major alone and otherwise stably, into compressed form.
 struct CompressArgs {
   const void* major;  // (num_edges) the index to be compressed
