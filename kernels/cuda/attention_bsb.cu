@@ -6,9 +6,10 @@
 // 16 vectors at a time into shared memory (attention_tiles.cuh), the next block's while it works on this
 // one's, with a running maximum per row. The maximum moves only where a score exceeds it by more than kSlack
 // (in powers of two): until then weights merely grow beyond 1, which 16-bit formats and sums bear, and one
-// vote per block replaces the reductions over lanes and the rescaling of the sums. Floors, V vectors of
-// widths D and Dv: V (D + Dv) sizeof(T) bytes gathered, 4 V bytes of columns and masks; 32 V D + 16 V Dv
-// flops on tensor cores. The gather bounds it.
+// vote per block replaces the reductions over lanes and the rescaling of the sums.
+//
+// Floors, V vectors of widths D and Dv: V (D + Dv) sizeof(T) bytes gathered, 4 V bytes of columns and masks;
+// 16 V (D + Dv) flops on tensor cores. The gather bounds it.
 
 #include "fastsparse/attention_tiles.cuh"
 #include "fastsparse/launchers.h"
@@ -18,21 +19,23 @@ namespace {
 
 using namespace attention;
 
-constexpr float kSlack = 8.0f;
+constexpr float kSlack = 8.0f;  // weights stay below 256
 
-// Shared memory of a warp: stages of two tiles, own rows, the stages' blocks.
+// Shared memory of a warp: stages of two tiles, and the stages' blocks. Own rows lie in the last stage until
+// they are in registers, results in the first when its last block is done.
 template <typename S>
 struct Layout {
   static constexpr int kStageBytes = 2 * S::kTileBytes;
-  static constexpr int kOwn = kStages * kStageBytes;
-  static constexpr int kBlocks = kOwn + S::kOwnBytes;
+  static constexpr int kOwn = (kStages - 1) * kStageBytes;
+  static constexpr int kBlocks = kStages * kStageBytes;
   static constexpr int kBytes = kBlocks + kStages * kBlockBytes;
   static constexpr int kWarps = warps_of_block(kBytes);
+  static constexpr int kBlocksAtOnce = blocks_at_once(kBytes, S::kHeads > 1 ? 16 : 24);
 };
 
 // kExtras: with a bias or dropout.
 template <typename S, int kTerms, bool kExtras>
-__global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, blocks_at_once(Layout<S>::kBytes, S::kHeads))
+__global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAtOnce)
     attention_kernel(const __grid_constant__ AttentionBsbArgs args) {
   using L = Layout<S>;
   constexpr int kRowsOwned = Owned<S>::kRowsOwned;
@@ -67,8 +70,10 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, blocks_at_once(Layou
     commit_copies();
     next = load_columns(blocks + (index + 1) * kBlockWords, lane / 8);
   };
-  copy_own<S>(memory + L::kOwn, Table<S>(input.q, first_head, input.heads, input.head_width, lane),
-              window_row, window, lane);
+  if (slice.length > 0) {
+    const Table<S> own(input.q, first_head, input.heads, input.head_width, lane);
+    copy_own<S>(memory + L::kOwn, own, window_row, window, lane);
+  }
 #pragma unroll
   for (int index = 0; index + 1 < kStages; ++index) start(index);
   const float scale = input.scale * kLog2E;
@@ -85,8 +90,11 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, blocks_at_once(Layou
   }
   for (int index = 0; index < slice.length; ++index) {
     wait_for_copies<kStages - 2>();
+    if (index == 0) {
+      load_own<S>(q, memory + L::kOwn, lane);
+      __syncwarp();
+    }
     start(index + kStages - 1);  // all lanes are here: the tile of the last turn is free
-    if (index == 0) load_own<S>(q, memory + L::kOwn, lane);
     const std::uint32_t stage = memory + index % kStages * L::kStageBytes;
     const Entries<S> entries(memory + L::kBlocks + index % kStages * kBlockBytes, lane);
     std::int64_t position[kOwned];
@@ -171,8 +179,9 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, blocks_at_once(Layou
   if (slice.target < 0) {
     store_partial<S>({args.partial, input.heads, input.value_width}, sum, ~slice.target, first_head, lane);
   } else {
-    store_rows<S>({args.out, input.heads, input.value_width}, sum, memory + L::kOwn, window_row, window,
-                  first_head, lane);
+    __syncwarp();
+    store_rows<S>({args.out, input.heads, input.value_width}, sum, memory, window_row, window, first_head,
+                  lane);
   }
 }
 

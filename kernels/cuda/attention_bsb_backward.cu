@@ -3,12 +3,12 @@
 // atomics.
 //
 // With P = softmax(S), delta_i = <dO_i, O_i>, dP = dO V^T and dS = P (dP - delta):
-//   - a pass over the structure gathers K and V and yields dQ = scale dS K (and the bias' gradient, dS
-//   itself);
+//   - a pass over the structure gathers K and V and yields dQ = scale dS K, and the bias' gradient dS;
 //   - a pass over the transposed structure gathers Q and dO and yields dK = scale dS^T Q and dV = P^T dO.
-// Both are the same kernel: own rows A, B and gathered rows X, Y give the scores A X^T and the products B
-// Y^T, dS X is summed, and in the second pass P Y as well; the rows are gathered once for both of their
-// products. Floors, V vectors of widths D and Dv: V (D + Dv) sizeof(T) bytes gathered per pass.
+// Both are one kernel: own rows A, B and gathered rows X, Y give the scores A X^T and the products B Y^T; dS X
+// is summed, and in the second pass P Y as well. The rows are gathered once for both of their products.
+//
+// Floors, V vectors of widths D and Dv: V (D + Dv) sizeof(T) bytes gathered per pass.
 
 #include "fastsparse/attention_tiles.cuh"
 #include "fastsparse/combine_partials.cuh"
@@ -33,18 +33,21 @@ struct Pass {
   float* partial_b;
 };
 
+// Shared memory of a warp: stages of two tiles, the gathered rows' states, the stages' blocks. Own rows that
+// fit the registers lie in the last stage until they are there, results in the first when its last block is
+// done.
 template <typename S, bool kTransposed>
 struct Layout {
+  static constexpr bool kKeepOwn = 2 * S::kPieces + (kTransposed ? 8 : 4) * S::kTiles <= 128;
   static constexpr int kStageBytes = 2 * S::kTileBytes;
   static constexpr int kStateBytes = kTransposed ? kBlockVectors * S::kHeads * 8 : 0;
-  static constexpr int kOwnA = kStages * kStageBytes;
+  static constexpr int kOwnA = (kKeepOwn ? kStages - 1 : kStages) * kStageBytes;
   static constexpr int kOwnB = kOwnA + S::kOwnBytes;
-  static constexpr int kState = kOwnB + S::kOwnBytes;
+  static constexpr int kState = kStages * kStageBytes + (kKeepOwn ? 0 : 2 * S::kOwnBytes);
   static constexpr int kBlocks = kState + kStages * kStateBytes;
   static constexpr int kBytes = kBlocks + kStages * kBlockBytes;
   static constexpr int kWarps = warps_of_block(kBytes);
-  // Own rows stay in registers where these suffice.
-  static constexpr bool kKeepOwn = 2 * S::kPieces + (kTransposed ? 8 : 4) * S::kTiles <= 128;
+  static constexpr int kBlocksAtOnce = blocks_at_once(kBytes, S::kHeads > 1 ? 16 : 20);
 };
 
 // State of the 16 gathered rows, in the order of the block's vectors.
@@ -67,7 +70,7 @@ __device__ __forceinline__ void copy_state(std::uint32_t to, const float2* state
 
 template <typename S, int kTerms, bool kExtras, bool kTransposed>
 __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
-                                  blocks_at_once(Layout<S, kTransposed>::kBytes, S::kHeads))
+                                  Layout<S, kTransposed>::kBlocksAtOnce)
     attention_backward_kernel(const __grid_constant__ Pass args) {
   using L = Layout<S, kTransposed>;
   constexpr int kRowsOwned = Owned<S>::kRowsOwned;
@@ -106,10 +109,12 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
     commit_copies();
     next = load_columns(blocks + (index + 1) * kBlockWords, lane / 8);
   };
-  copy_own<S>(memory + L::kOwnA, Table<S>(args.own_a, first_head, input.heads, input.head_width, lane),
-              window_row, window, lane);
-  copy_own<S>(memory + L::kOwnB, Table<S>(args.own_b, first_head, input.heads, input.value_width, lane),
-              window_row, window, lane);
+  if (slice.length > 0) {
+    const Table<S> a(args.own_a, first_head, input.heads, input.head_width, lane);
+    copy_own<S>(memory + L::kOwnA, a, window_row, window, lane);
+    const Table<S> b(args.own_b, first_head, input.heads, input.value_width, lane);
+    copy_own<S>(memory + L::kOwnB, b, window_row, window, lane);
+  }
 #pragma unroll
   for (int index = 0; index + 1 < kStages; ++index) start(index);
   const float scale = input.scale * kLog2E;
@@ -131,6 +136,11 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
   float sum_a[S::kTiles][4] = {}, sum_b[S::kTiles][4] = {};
   for (int index = 0; index < slice.length; ++index) {
     wait_for_copies<kStages - 2>();
+    if (index == 0 && L::kKeepOwn) {
+      load_own<S>(own_a, memory + L::kOwnA, lane);
+      load_own<S>(own_b, memory + L::kOwnB, lane);
+      __syncwarp();
+    }
     start(index + kStages - 1);  // all lanes are here: the tile of the last turn is free
     const int nth = index % kStages;
     const std::uint32_t tile_x = memory + nth * L::kStageBytes, tile_y = tile_x + S::kTileBytes;
@@ -141,11 +151,10 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
     }
 #pragma unroll
     for (int h = 0; h < S::kHeads; ++h) {
-      const bool load = h == 0 && (index == 0 || !L::kKeepOwn);
       float score[kOwned], product[kOwned];
-      if (load) load_own<S>(own_a, memory + L::kOwnA, lane);
+      if constexpr (!L::kKeepOwn) load_own<S>(own_a, memory + L::kOwnA, lane);
       multiply_rows<S, kTerms>(score, own_a, tile_x, h, lane);
-      if (load) load_own<S>(own_b, memory + L::kOwnB, lane);
+      if constexpr (!L::kKeepOwn) load_own<S>(own_b, memory + L::kOwnB, lane);
       multiply_rows<S, kTerms>(product, own_b, tile_y, h, lane);
       float2 gathered_state[Owned<S>::kVectors];
       if constexpr (kTransposed) {
@@ -200,10 +209,11 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
     }
     return;
   }
-  store_rows<S>({args.grad_a, input.heads, input.head_width}, sum_a, memory + L::kOwnA, window_row, window,
-                first_head, lane);
+  __syncwarp();
+  store_rows<S>({args.grad_a, input.heads, input.head_width}, sum_a, memory, window_row, window, first_head,
+                lane);
   if constexpr (kTransposed) {
-    store_rows<S>({args.grad_b, input.heads, input.value_width}, sum_b, memory + L::kOwnB, window_row, window,
+    store_rows<S>({args.grad_b, input.heads, input.value_width}, sum_b, memory, window_row, window,
                   first_head, lane);
   }
 }

@@ -51,16 +51,14 @@ struct Shape {
 };
 
 // A block of threads stays below 48 KB of shared memory where it can, and registers are limited to what lets
-// shared memory decide how many blocks run at once, but not below 80 (24 warps) or with several heads, whose
-// scores take registers, 128 (16 warps).
+// shared memory decide how many blocks run at once, up to `most_warps`.
 constexpr int warps_of_block(int bytes_of_warp) {
   return 4 * bytes_of_warp <= 48 * 1024 ? 4 : 2 * bytes_of_warp <= 48 * 1024 ? 2 : 1;
 }
-constexpr int blocks_at_once(int bytes_of_warp, int heads) {
+constexpr int blocks_at_once(int bytes_of_warp, int most_warps) {
   const int warps = warps_of_block(bytes_of_warp);
   const int fit = 227 * 1024 / (warps * bytes_of_warp + 1024);
-  const int most = (heads > 1 ? 16 : 24) / warps;
-  return fit < most ? fit : most;
+  return fit < most_warps / warps ? fit : most_warps / warps;
 }
 
 // ---------------------------------------------------------------- instructions

@@ -186,7 +186,8 @@ struct AdditiveAttentionBackwardArgs {
   float* partial_score;   // (num_slots of the transposed structure, heads)
 };
 
-// GATv2: as GAT with the score <att_h, leaky_relu(x_dst_i,h + x_src_j,h)> and v = x_src. 0 <= negative_slope <= 1.
+// GATv2: as GAT with the score <att_h, leaky_relu(x_dst_i,h + x_src_j,h)> and v = x_src. 0 <= negative_slope
+// <= 1.
 struct Gatv2AttentionInput {
   DenseView x_dst;   // (num_rows, heads * head_width)
   DenseView x_src;   // (num_cols, heads * head_width)
@@ -226,9 +227,9 @@ struct Gatv2AttentionBackwardArgs {
   float* partial_src;     // (num_slots of the transposed structure, heads * head_width)
 };
 
-// Dot-product attention on tensor cores: out_i,h = sum_j dropout(p_ij,h) v_j,h with p the softmax over row i of
-// scale <q_i,h , k_j,h> + bias_ij,h. dtype float16, bfloat16 or float32; widths of a head, at most 256, row
-// strides and addresses are multiples of 16 bytes. CUDA only.
+// Dot-product attention on tensor cores: out_i,h = sum_j dropout(p_ij,h) v_j,h with p the softmax over row i
+// of scale <q_i,h , k_j,h> + bias_ij,h. dtype float16, bfloat16 or float32; widths of a head, at most 256,
+// row strides and addresses are multiples of 16 bytes. CUDA only.
 struct AttentionBsbInput {
   DenseView q;         // (num_rows, heads * head_width)
   DenseView k;         // (num_cols, heads * head_width)
@@ -258,15 +259,15 @@ struct AttentionBsbBackwardArgs {
   AttentionBsbInput input;
   const void* out;  // (num_rows, heads * value_width) of the forward pass
   const float* lse;
-  DenseView grad;     // (num_rows, heads * value_width)
-  void* grad_q;       // (num_rows, heads * head_width)
-  void* grad_k;       // (num_cols, heads * head_width)
-  void* grad_v;       // (num_cols, heads * value_width)
-  void* grad_bias;    // (num_values, heads) in bias.dtype; null: not wanted
-  float* row_state;   // (num_rows, heads, 2)
-  float* partial_q;   // (num_slots, 8, heads * head_width)
-  float* partial_k;   // (num_slots of the transposed structure, 8, heads * head_width)
-  float* partial_v;   // (num_slots of the transposed structure, 8, heads * value_width)
+  DenseView grad;    // (num_rows, heads * value_width)
+  void* grad_q;      // (num_rows, heads * head_width)
+  void* grad_k;      // (num_cols, heads * head_width)
+  void* grad_v;      // (num_cols, heads * value_width)
+  void* grad_bias;   // (num_values, heads) in bias.dtype; null: not wanted
+  float* row_state;  // (num_rows, heads, 2)
+  float* partial_q;  // (num_slots, 8, heads * head_width)
+  float* partial_k;  // (num_slots of the transposed structure, 8, heads * head_width)
+  float* partial_v;  // (num_slots of the transposed structure, 8, heads * value_width)
 };
 
 // Attention on the CPU: out_i,h = sum_j dropout(p_ij,h) v_j,h with p the softmax over row i of a score:
@@ -307,7 +308,8 @@ struct AttentionCsrBackwardArgs {
   void* grad_bias;  // (num_values, heads) zeros where not every value has an entry; null: not wanted
 };
 
-// Softmax of edge values over the entries of every row; with `grad` its gradient, and `input` are the weights.
+// Softmax of edge values over the entries of every row; with `grad` its gradient, and `input` are the
+// weights.
 struct EdgeSoftmaxArgs {
   CsrView a;
   RowSplitView split;
