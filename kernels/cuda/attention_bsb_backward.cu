@@ -5,8 +5,8 @@
 // With P = softmax(S), delta_i = <dO_i, O_i>, dP = dO V^T and dS = P (dP - delta):
 //   - a pass over the structure gathers K and V and yields dQ = scale dS K, and the bias' gradient dS;
 //   - a pass over the transposed structure gathers Q and dO and yields dK = scale dS^T Q and dV = P^T dO.
-// Both are one kernel: own rows A, B and gathered rows X, Y give the scores A X^T and the products B Y^T; dS X
-// is summed, and in the second pass P Y as well. The rows are gathered once for both of their products.
+// Both are one kernel: own rows A, B and gathered rows X, Y give the scores A X^T and the products B Y^T; dS
+// X is summed, and in the second pass P Y as well. The rows are gathered once for both of their products.
 //
 // Floors, V vectors of widths D and Dv: V (D + Dv) sizeof(T) bytes gathered per pass.
 
