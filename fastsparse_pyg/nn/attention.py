@@ -1,4 +1,4 @@
-"""What the attention layers share: PyG's self loops and edge features, scores of nodes, attention weights."""
+"""What the attention layers share: PyG's self loops and edge features, and the attention weights of edges."""
 
 from __future__ import annotations
 
@@ -193,53 +193,6 @@ def incidence(adj: Adjacency) -> Adjacency:
         return Adjacency(adj.rowptr, position.int(), shape, edge_id=adj.edge_id, num_values=adj.num_values)
 
     return adj.memo("fastsparse_pyg.incidence", build)
-
-
-def node_scores(x: Tensor, *vectors: Tensor) -> list[Tensor]:
-    r"""Dot product of each head's features and a learned vector, :math:`\langle a_h, x_{ih} \rangle`.
-
-    One matrix product with block-diagonal vectors: it reads the features once for all vectors and keeps
-    nothing as large as them.
-
-    Args:
-        x: features (n, heads, C).
-        vectors: each (1, heads, C).
-
-    Returns:
-        One tensor (n, heads) for each vector, float32 for 16-bit features.
-    """
-    num_nodes, heads, channels = x.shape
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    with torch.autocast(x.device.type, enabled=False):
-        # (channels, vectors, heads, heads): diagonal in the last two.
-        blocks = torch.diag_embed(torch.cat(vectors).to(dtype).permute(2, 0, 1))
-        matrix = blocks.permute(2, 0, 1, 3).reshape(heads * channels, len(vectors) * heads)
-        features = x.reshape(num_nodes, heads * channels)
-        scores = features @ matrix if x.dtype == dtype else _WideProduct.apply(features, matrix)
-    return list(scores.split(heads, dim=1))
-
-
-class _WideProduct(torch.autograd.Function):
-    """Product of 16-bit features (n, F) and a float32 matrix (F, k), in float32.
-
-    The wide copy of the features lives only during each product: between the passes only the features
-    themselves are kept, which the attention keeps anyway.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, features: Tensor, matrix: Tensor) -> Tensor:
-        ctx.save_for_backward(features, matrix)
-        return features.to(matrix.dtype) @ matrix
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        features, matrix = ctx.saved_tensors
-        grad_features = grad_matrix = None
-        if ctx.needs_input_grad[0]:
-            grad_features = (grad @ matrix.t()).to(features.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_matrix = features.t().to(matrix.dtype) @ grad
-        return grad_features, grad_matrix
 
 
 def _carries_features(matrix: Any) -> bool:

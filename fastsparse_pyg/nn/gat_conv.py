@@ -11,8 +11,9 @@ from torch_geometric.nn import GATConv
 from torch_geometric.typing import OptPairTensor, OptTensor, Size, SparseTensor
 
 from fastsparse_core import Adjacency, additive_attention, additive_attention_weights, spmm
+from fastsparse_core.head_scores import head_scores
 from fastsparse_pyg.nn.accelerated import is_plain_linear
-from fastsparse_pyg.nn.attention import AttentionConv, node_scores
+from fastsparse_pyg.nn.attention import AttentionConv
 
 
 class FastGATConv(AttentionConv, GATConv):
@@ -118,12 +119,12 @@ class FastGATConv(AttentionConv, GATConv):
         lin_src, lin_dst = (self.lin_src, self.lin_dst) if self.lin is None else (self.lin, self.lin)
         value = lin_src(x_src).view(heads)
         if x_dst is x_src and lin_dst is lin_src:
-            score_src, score_dst = node_scores(value, self.att_src, self.att_dst)
+            score_src, score_dst = head_scores(value, self.att_src, self.att_dst)
             return value, score_dst, score_src
-        (score_src,) = node_scores(value, self.att_src)
+        (score_src,) = head_scores(value, self.att_src)
         if x_dst is None:
             return value, None, score_src
-        (score_dst,) = node_scores(lin_dst(x_dst).view(heads), self.att_dst)
+        (score_dst,) = head_scores(lin_dst(x_dst).view(heads), self.att_dst)
         return value, score_dst, score_src
 
     def _edge_scores(self, features: Tensor) -> Tensor:
