@@ -8,14 +8,29 @@ Importing this package imports DGL, and makes that possible for DGL 2.x on newer
 
 from fastsparse_core import Adjacency
 from fastsparse_dgl.caching import cache_info, clear_cache, prepare
-from fastsparse_dgl.nn import FastGCNConv, FastGINConv, FastGraphConv, FastSAGEConv
+from fastsparse_dgl.nn import (
+    FastAGNNConv,
+    FastDotGatConv,
+    FastGATConv,
+    FastGATv2Conv,
+    FastGCNConv,
+    FastGINConv,
+    FastGraphConv,
+    FastSAGEConv,
+    GraphTransformerLayer,
+)
 
 __all__ = [
     "Adjacency",
+    "FastAGNNConv",
+    "FastDotGatConv",
+    "FastGATConv",
+    "FastGATv2Conv",
     "FastGCNConv",
     "FastGINConv",
     "FastGraphConv",
     "FastSAGEConv",
+    "GraphTransformerLayer",
     "cache_info",
     "clear_cache",
     "prepare",

@@ -12,14 +12,28 @@ except ModuleNotFoundError as error:
 
 from fastsparse_core import Adjacency
 from fastsparse_pyg.caching import cache_info, clear_cache
-from fastsparse_pyg.nn import FastGCNConv, FastGINConv, FastSAGEConv
+from fastsparse_pyg.nn import (
+    FastAGNNConv,
+    FastGATConv,
+    FastGATv2Conv,
+    FastGCNConv,
+    FastGINConv,
+    FastSAGEConv,
+    FastTransformerConv,
+    GraphTransformerLayer,
+)
 from fastsparse_pyg.preparation import prepare
 
 __all__ = [
     "Adjacency",
+    "FastAGNNConv",
+    "FastGATConv",
+    "FastGATv2Conv",
     "FastGCNConv",
     "FastGINConv",
     "FastSAGEConv",
+    "FastTransformerConv",
+    "GraphTransformerLayer",
     "cache_info",
     "clear_cache",
     "prepare",

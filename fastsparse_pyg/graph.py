@@ -53,6 +53,7 @@ def resolve(
     *,
     flow: str = "source_to_target",
     add_self_loops: bool = False,
+    matrix_loops: str = "append",
 ) -> Graph:
     """The structure of a layer's `edge_index`, from the cache if it is known.
 
@@ -63,9 +64,11 @@ def resolve(
         num_dst: number of destinations; None: the matrix' rows, or as many as sources.
         device: of the features.
         flow: `"source_to_target"` or `"target_to_source"`, for edge lists.
-        add_self_loops: as PyG's GCN does: edge lists get the loops that remain, torch.sparse matrices get one
-            added to every node, SparseTensor gets its diagonal filled. An Adjacency built with loops is taken
+        add_self_loops: as PyG's layers do: edge lists get the loops that remain, SparseTensor gets its
+            diagonal filled, torch.sparse matrices see `matrix_loops`. An Adjacency built with loops is taken
             as it is.
+        matrix_loops: `"append"`: torch.sparse matrices get one loop more on every node, as in PyG's GCN;
+            `"replace"`: their own loops are dropped first, as in PyG's attention layers.
 
     Raises:
         ValueError: the graph's type, dtype, shape, size or device does not fit.
@@ -85,7 +88,7 @@ def resolve(
                 _from_edge_list(edge_index, num_dst, num_src, flow, add_self_loops), None, True, False
             )
         _check_flow(flow)
-        graph = _from_torch_sparse(edge_index, add_self_loops)
+        graph = _from_torch_sparse(edge_index, matrix_loops if add_self_loops else "keep")
     elif isinstance(edge_index, SparseTensor):
         _check_flow(flow)
         graph = _from_sparse_tensor(edge_index, add_self_loops)
@@ -188,7 +191,7 @@ def _declared_sizes(
 # ---------------------------------------------------------------- sparse matrices
 
 
-def _from_torch_sparse(matrix: Tensor, add_self_loops: bool) -> Graph:
+def _from_torch_sparse(matrix: Tensor, self_loops: str) -> Graph:
     if matrix.layout not in _SPARSE_LAYOUTS:
         raise ValueError(
             f"edge_index: expected a sparse matrix of layout CSR, COO or CSC, got {matrix.layout}; "
@@ -216,12 +219,12 @@ def _from_torch_sparse(matrix: Tensor, add_self_loops: bool) -> Graph:
 
     def build() -> Adjacency:
         if layout is torch.sparse_coo:
-            return Adjacency.from_coo(first, second, shape, self_loops="append" if add_self_loops else "keep")
+            return Adjacency.from_coo(first, second, shape, self_loops=self_loops)  # type: ignore[arg-type]
         from_compressed = Adjacency.from_csr if layout is torch.sparse_csr else Adjacency.from_csc
         adj = from_compressed(first, second, shape)
-        return with_self_loops(adj, "append") if add_self_loops else adj
+        return adj if self_loops == "keep" else with_self_loops(adj, self_loops)
 
-    adj = lookup(matrix, (first, second), add_self_loops, build)
+    adj = lookup(matrix, (first, second), self_loops, build)
     value = matrix.values()
     unit = not value.requires_grad and has_unit_values(matrix, value)
     return Graph(adj, None if unit else value, True, True)

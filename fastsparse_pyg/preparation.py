@@ -36,9 +36,9 @@ def prepare(
             torch.sparse matrix or SparseTensor (rows = destinations), or an Adjacency.
         num_nodes: number of nodes, or (sources, destinations) as PyG's `size`; None: taken from the data or
             the matrix, else the largest index + 1.
-        add_self_loops: with the self loops that FastGCNConv adds. FastGCNConv also takes a structure without:
-            it adds them once and remembers that, except under `torch.compile`. Other layers use a structure
-            as it is.
+        add_self_loops: with the self loops that FastGCNConv, FastGATConv, FastGATv2Conv and FastAGNNConv add.
+            They also take a structure without: they add them once and remember that, except under
+            `torch.compile`. Other layers use a structure as it is.
         flow: as the layers' own argument, for edge lists.
         backward: also what the backward pass needs.
 

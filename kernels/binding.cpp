@@ -147,6 +147,148 @@ void spmm_bsb(const BsbView& structure, int dtype, std::int64_t width, Address x
   const DeviceGuard guard(device);
   check(cuda::spmm_bsb(args, at(queue)), "spmm_bsb");
 }
+
+AttentionBsbInput attention_bsb_input(int dtype, std::int64_t heads, std::int64_t head_width,
+                                      std::int64_t value_width, Address q, std::int64_t q_stride, Address k,
+                                      std::int64_t k_stride, Address v, std::int64_t v_stride, Address bias,
+                                      int bias_dtype, float scale, double dropout_p, std::int64_t seed,
+                                      bool tf32) {
+  return {{at(q), q_stride},
+          {at(k), k_stride},
+          {at(v), v_stride},
+          {at(bias), static_cast<Dtype>(bias_dtype), heads},
+          scale,
+          make_dropout(dropout_p, seed),
+          heads,
+          head_width,
+          value_width,
+          tf32,
+          static_cast<Dtype>(dtype)};
+}
+
+void attention_bsb(const BsbView& structure, const AttentionBsbInput& input, Address out, Address lse,
+                   Address partial, Address partial_state, int device, Address queue) {
+  const AttentionBsbArgs args{
+      structure, input, at(out), at<float>(lse), at<float>(partial), at<float>(partial_state)};
+  const DeviceGuard guard(device);
+  check(cuda::attention_bsb(args, at(queue)), "attention_bsb");
+}
+
+void attention_bsb_backward(const BsbView& structure, const BsbView& transposed,
+                            const AttentionBsbInput& input, Address out, Address lse, Address grad,
+                            std::int64_t grad_stride, Address grad_q, Address grad_k, Address grad_v,
+                            Address grad_bias, Address row_state, Address partial_q, Address partial_k,
+                            Address partial_v, int device, Address queue) {
+  const AttentionBsbBackwardArgs args{structure,
+                                      transposed,
+                                      input,
+                                      at(out),
+                                      at<float>(lse),
+                                      {at(grad), grad_stride},
+                                      at(grad_q),
+                                      at(grad_k),
+                                      at(grad_v),
+                                      at(grad_bias),
+                                      at<float>(row_state),
+                                      at<float>(partial_q),
+                                      at<float>(partial_k),
+                                      at<float>(partial_v)};
+  const DeviceGuard guard(device);
+  check(cuda::attention_bsb_backward(args, at(queue)), "attention_bsb_backward");
+}
+
+AdditiveAttentionInput additive_input(int dtype, std::int64_t heads, std::int64_t head_width,
+                                      Address score_dst, Address score_src, Address v, std::int64_t v_stride,
+                                      Address bias, int bias_dtype, float negative_slope, double dropout_p,
+                                      std::int64_t seed) {
+  return {at<float>(score_dst),
+          at<float>(score_src),
+          {at(v), v_stride},
+          {at(bias), static_cast<Dtype>(bias_dtype), heads},
+          negative_slope,
+          make_dropout(dropout_p, seed),
+          heads,
+          head_width,
+          static_cast<Dtype>(dtype)};
+}
+
+void additive_attention(const CsrStructure& structure, const AdditiveAttentionInput& input, Address out,
+                        Address lse, Address partial, Address partial_state, int device, Address queue) {
+  const AdditiveAttentionArgs args{
+      structure.a,        structure.split,         input, at(out), at<float>(lse),
+      at<float>(partial), at<float>(partial_state)};
+  const DeviceGuard guard(device);
+  check(cuda::additive_attention(args, at(queue)), "additive_attention");
+}
+
+void additive_attention_backward(const CsrStructure& structure, const CsrStructure& transposed,
+                                 const AdditiveAttentionInput& input, Address grad, std::int64_t grad_stride,
+                                 Address lse, Address grad_score_dst, Address grad_score_src, Address grad_v,
+                                 Address grad_bias, Address row_state, Address partial_row, Address partial_v,
+                                 Address partial_score, int device, Address queue) {
+  const AdditiveAttentionBackwardArgs args{structure.a,
+                                           structure.split,
+                                           transposed.a,
+                                           transposed.split,
+                                           input,
+                                           {at(grad), grad_stride},
+                                           at<float>(lse),
+                                           at<float>(grad_score_dst),
+                                           at<float>(grad_score_src),
+                                           at(grad_v),
+                                           at(grad_bias),
+                                           at<float>(row_state),
+                                           at<float>(partial_row),
+                                           at<float>(partial_v),
+                                           at<float>(partial_score)};
+  const DeviceGuard guard(device);
+  check(cuda::additive_attention_backward(args, at(queue)), "additive_attention_backward");
+}
+
+Gatv2AttentionInput gatv2_input(int dtype, std::int64_t heads, std::int64_t head_width, Address x_dst,
+                                std::int64_t x_dst_stride, Address x_src, std::int64_t x_src_stride,
+                                Address att, float negative_slope, double dropout_p, std::int64_t seed) {
+  return {{at(x_dst), x_dst_stride},
+          {at(x_src), x_src_stride},
+          at<float>(att),
+          negative_slope,
+          make_dropout(dropout_p, seed),
+          heads,
+          head_width,
+          static_cast<Dtype>(dtype)};
+}
+
+void gatv2_attention(const CsrStructure& structure, const Gatv2AttentionInput& input, Address out,
+                     Address lse, Address partial, Address partial_state, int device, Address queue) {
+  const Gatv2AttentionArgs args{structure.a,        structure.split,         input, at(out), at<float>(lse),
+                                at<float>(partial), at<float>(partial_state)};
+  const DeviceGuard guard(device);
+  check(cuda::gatv2_attention(args, at(queue)), "gatv2_attention");
+}
+
+void gatv2_attention_backward(const CsrStructure& structure, const CsrStructure& transposed,
+                              const Gatv2AttentionInput& input, Address out, std::int64_t out_stride,
+                              Address grad, std::int64_t grad_stride, Address lse, Address grad_x_dst,
+                              Address grad_x_src, Address grad_att, std::int64_t att_rows, Address row_state,
+                              Address partial_dst, Address partial_src, int device, Address queue) {
+  const Gatv2AttentionBackwardArgs args{structure.a,
+                                        structure.split,
+                                        transposed.a,
+                                        transposed.split,
+                                        input,
+                                        {at(out), out_stride},
+                                        {at(grad), grad_stride},
+                                        at<float>(lse),
+                                        at(grad_x_dst),
+                                        at(grad_x_src),
+                                        at<float>(grad_att),
+                                        att_rows,
+                                        at<float>(row_state),
+                                        at<float>(partial_dst),
+                                        at<float>(partial_src)};
+  const DeviceGuard guard(device);
+  check(cuda::gatv2_attention_backward(args, at(queue)), "gatv2_attention_backward");
+}
 #endif
 
 void spmm_extremum(const CsrStructure& structure, int dtype, std::int64_t width, Address x,
@@ -182,6 +324,52 @@ void sddmm_csr(const CsrStructure& structure, int dtype, std::int64_t heads, std
                        head_width,
                        static_cast<Dtype>(dtype)};
   FASTSPARSE_RUN(sddmm_csr, args, device, queue);
+}
+
+void edge_softmax(const CsrStructure& structure, int dtype, std::int64_t heads, Address input, Address grad,
+                  Address out, Address partial, int device, Address queue) {
+  const EdgeSoftmaxArgs args{structure.a, structure.split, at(input), at(grad),
+                             at(out),     at(partial),     heads,     static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(edge_softmax, args, device, queue);
+}
+
+AttentionCsrArgs attention_csr_args(const CsrStructure& structure, int kind, int dtype, std::int64_t heads,
+                                    std::int64_t head_width, std::int64_t value_width, Address dst,
+                                    std::int64_t dst_stride, Address src, std::int64_t src_stride, Address v,
+                                    std::int64_t v_stride, Address att, Address bias, int bias_dtype,
+                                    double scale, double dropout_p, std::int64_t seed, Address out,
+                                    Address lse) {
+  return {structure.a,
+          static_cast<AttentionScore>(kind),
+          {at(dst), dst_stride},
+          {at(src), src_stride},
+          {at(v), v_stride},
+          at(att),
+          {at(bias), static_cast<Dtype>(bias_dtype), heads},
+          scale,
+          make_dropout(dropout_p, seed),
+          1 / (1 - dropout_p),
+          heads,
+          head_width,
+          value_width,
+          static_cast<Dtype>(dtype),
+          at(out),
+          at(lse)};
+}
+
+void attention_csr(const AttentionCsrArgs& args, int threads) {
+  const py::gil_scoped_release release;
+  cpu::attention_csr(args, threads);
+}
+
+void attention_csr_backward(const AttentionCsrArgs& forward, const CsrStructure& transposed, Address grad,
+                            std::int64_t grad_stride, Address grad_dst, Address grad_src, Address grad_v,
+                            Address grad_att, Address grad_bias, int threads) {
+  const AttentionCsrBackwardArgs args{forward,      transposed.a, {at(grad), grad_stride},
+                                      at(grad_dst), at(grad_src), at(grad_v),
+                                      at(grad_att), at(grad_bias)};
+  const py::gil_scoped_release release;
+  cpu::attention_csr_backward(args, threads);
 }
 
 CompressArgs compress_args(Address major, Address minor, bool index_is_64bit, std::int64_t num_edges,
@@ -266,8 +454,21 @@ PYBIND11_MODULE(_C, m) {
 #ifdef FASTSPARSE_WITH_CUDA
   py::class_<BsbView>(m, "BsbStructure").def(py::init(&make_bsb));
   m.def("spmm_bsb", &spmm_bsb);
+  py::class_<AttentionBsbInput>(m, "AttentionBsbInput").def(py::init(&attention_bsb_input));
+  m.def("attention_bsb", &attention_bsb);
+  m.def("attention_bsb_backward", &attention_bsb_backward);
+  py::class_<AdditiveAttentionInput>(m, "AdditiveAttentionInput").def(py::init(&additive_input));
+  m.def("additive_attention", &additive_attention);
+  m.def("additive_attention_backward", &additive_attention_backward);
+  py::class_<Gatv2AttentionInput>(m, "Gatv2AttentionInput").def(py::init(&gatv2_input));
+  m.def("gatv2_attention", &gatv2_attention);
+  m.def("gatv2_attention_backward", &gatv2_attention_backward);
 #endif
   m.def("spmm_extremum", &spmm_extremum);
   m.def("sddmm_csr", &sddmm_csr);
+  m.def("edge_softmax", &edge_softmax);
+  py::class_<AttentionCsrArgs>(m, "AttentionCsrArgs").def(py::init(&attention_csr_args));
+  m.def("attention_csr", &attention_csr);
+  m.def("attention_csr_backward", &attention_csr_backward);
   m.def("build_info", &build_info);
 }

@@ -7,6 +7,8 @@ Each module reads on its own:
 * ``framework_data``: the loaders of PyG, DGL and OGB, called only on files that are already there
 * ``frameworks``: which layer is the reference and which the drop-in, and how each framework holds a graph
 * ``training``: one training run, and repeated runs that give every layer the same weights and seeds
+* ``graph_data``, ``graph_training``: the same for many small graphs in batches
+* ``reference_transformer``: the graph transformer layer in the frameworks' own message passing
 * ``report``: the table, the JSON log and the curves
 * ``cli``: the options every example takes
 """

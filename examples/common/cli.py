@@ -13,10 +13,11 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from . import report
+from . import graph_training, report
 from .data import NodeDataset, default_root, load_dataset, node_features
 from .errors import ExampleError
-from .frameworks import CONVS, make_graph
+from .frameworks import CONVS, make_batch_graph, make_graph
+from .graph_data import GraphDataset
 from .training import PRECISIONS, LayerResult, LearnedFeatures, Recipe, compare
 
 #: Width of features that are learned because the data have none.
@@ -28,6 +29,14 @@ class MakeModel(Protocol):
 
     def __call__(
         self, framework: str, conv: str, in_channels: int, num_classes: int, recipe: Recipe
+    ) -> tuple[nn.Module, str]: ...
+
+
+class MakeGraphModel(Protocol):
+    """Builds a graph classifier for one layer; returns it with the layer's name."""
+
+    def __call__(
+        self, framework: str, conv: str, dataset: GraphDataset, recipe: Recipe
     ) -> tuple[nn.Module, str]: ...
 
 
@@ -44,8 +53,8 @@ def _at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """A parser with the options that all node-classification examples share."""
+def parser(description: str, *, heads: bool = False) -> argparse.ArgumentParser:
+    """A parser with the options that all examples share, and ``--heads`` for those with attention heads."""
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -65,6 +74,8 @@ def parser(description: str) -> argparse.ArgumentParser:
     )
     add("--layers", type=_at_least(1), help="graph convolutions (default: the dataset's recipe)")
     add("--hidden", type=_at_least(1), help="width between them (default: the dataset's recipe)")
+    if heads:
+        add("--heads", type=_at_least(1), help="attention heads (default: the dataset's recipe)")
     add("--epochs", type=_at_least(1), help="training steps (default: the dataset's recipe)")
     add(
         "--runs",
@@ -98,9 +109,9 @@ def parse_device(name: str) -> torch.device:
 
 def override(recipe: Recipe, options: argparse.Namespace) -> Recipe:
     """The recipe with what the user set on the command line."""
-    names = ("layers", "hidden", "epochs", "runs")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return dataclasses.replace(recipe, **given)
+    names = ("layers", "hidden", "heads", "epochs", "runs")
+    given = {name: getattr(options, name, None) for name in names}
+    return dataclasses.replace(recipe, **{name: value for name, value in given.items() if value is not None})
 
 
 def train_and_report(
@@ -169,7 +180,82 @@ def train_and_report(
         precision=options.precision,
         seed=options.seed,
     )
-    title = f"{dataset.name}, {options.framework}, {options.precision}, {device}"
+    return report_results(options, device, data, recipe, results, console), results
+
+
+def train_graphs_and_report(
+    options: argparse.Namespace,
+    dataset: GraphDataset,
+    recipe: Recipe,
+    make_model: MakeGraphModel,
+    console: Console,
+) -> tuple[dict[str, Any], list[LayerResult]]:
+    """Runs a whole graph-classification example.
+
+    Args:
+        options: What `parser` parsed.
+        dataset: Many small graphs.
+        recipe: The hyper-parameters for it.
+        make_model: Builds the model for a layer.
+        console: Where to print.
+
+    Returns:
+        The JSON log and the results.
+
+    Raises:
+        ExampleError: Something the user can put right.
+    """
+    report.check_writable(options.json, "--json")
+    report.check_plotting(options.plot)
+    device = parse_device(options.device)
+    if options.features not in ("auto", "given"):
+        raise ExampleError(f"--features {options.features}: graphs in batches have features of their own.")
+    recipe = override(recipe, options)
+    split = dataset.split(options.seed)
+    sizes = "/".join(str(int(mask.sum())) for mask in (split.train, split.val, split.test))
+    kind = "random split 80%/10%/10%, drawn anew per run" if dataset.given_split is None else "given split"
+    data = {
+        "name": dataset.name,
+        "graphs": dataset.num_graphs,
+        "nodes": dataset.codes.size(0),
+        "edges": dataset.edge_index.size(1),
+        "classes": dataset.num_classes,
+        "features": f"{dataset.codes.size(1)} categorical features",
+        "split": f"{kind}, {sizes} graphs",
+    }
+    console.print(
+        f"[bold]{dataset.name}[/bold]: {dataset.num_graphs:,} graphs, {data['nodes']:,} nodes,"
+        f" {data['edges']:,} directed edges, {dataset.num_classes} classes; {data['features']};"
+        f" {data['split']}"
+    )
+    console.print(
+        f"{options.framework} on {device}, {options.precision}: {recipe.layers} layers,"
+        f" hidden {recipe.hidden}, dropout {recipe.dropout}, lr {recipe.lr}, {recipe.epochs} epochs in"
+        f" batches of {recipe.batch_size}, {recipe.runs} run(s), best epoch by validation {recipe.select_by}"
+    )
+    results = graph_training.compare(
+        dataset,
+        CONVS if options.conv == "both" else (options.conv,),
+        lambda conv: make_model(options.framework, conv, dataset, recipe),
+        lambda conv: lambda batch: make_batch_graph(options.framework, batch, conv),
+        recipe,
+        device=device,
+        precision=options.precision,
+        seed=options.seed,
+    )
+    return report_results(options, device, data, recipe, results, console), results
+
+
+def report_results(
+    options: argparse.Namespace,
+    device: torch.device,
+    data: dict[str, Any],
+    recipe: Recipe,
+    results: list[LayerResult],
+    console: Console,
+) -> dict[str, Any]:
+    """Prints the table, writes what --json and --plot ask for, and returns the log."""
+    title = f"{data['name']}, {options.framework}, {options.precision}, {device}"
     report.print_table(console, title, results)
     settings = {**vars(options), "recipe": dataclasses.asdict(recipe)}
     log = report.to_log(
@@ -183,7 +269,7 @@ def train_and_report(
     if options.plot is not None:
         report.plot(options.plot, title, recipe.select_by, results)
         console.print(f"curves written to {options.plot}")
-    return log, results
+    return log
 
 
 def run(main: Callable[[], object]) -> None:

@@ -18,12 +18,30 @@ from torch import Tensor, nn
 from .data import NodeDataset
 from .errors import ExampleError
 from .framework_data import import_dgl
+from .graph_data import GraphBatch
 
 #: (framework, operator) -> the framework's own layer, its drop-in, and options given to both.
 LAYERS: dict[tuple[str, str], tuple[str, str, dict[str, Any]]] = {
     # cached=True: PyG keeps the normalised graph of a full-batch run, as its own GCN example does.
     ("pyg", "gcn"): ("torch_geometric.nn.GCNConv", "fastsparse_pyg.FastGCNConv", {"cached": True}),
     ("dgl", "gcn"): ("dgl.nn.GraphConv", "fastsparse_dgl.FastGraphConv", {}),
+    ("pyg", "gat"): ("torch_geometric.nn.GATConv", "fastsparse_pyg.FastGATConv", {}),
+    ("dgl", "gat"): ("dgl.nn.GATConv", "fastsparse_dgl.FastGATConv", {}),
+    ("pyg", "gatv2"): ("torch_geometric.nn.GATv2Conv", "fastsparse_pyg.FastGATv2Conv", {}),
+    ("dgl", "gatv2"): ("dgl.nn.GATv2Conv", "fastsparse_dgl.FastGATv2Conv", {}),
+    ("pyg", "agnn"): ("torch_geometric.nn.AGNNConv", "fastsparse_pyg.FastAGNNConv", {}),
+    ("dgl", "agnn"): ("dgl.nn.AGNNConv", "fastsparse_dgl.FastAGNNConv", {}),
+    # Neither framework has this layer for sparse graphs: the reference is its own message passing.
+    ("pyg", "graph_transformer"): (
+        "common.reference_transformer.PygGraphTransformerLayer",
+        "fastsparse_pyg.GraphTransformerLayer",
+        {},
+    ),
+    ("dgl", "graph_transformer"): (
+        "common.reference_transformer.DglGraphTransformerLayer",
+        "fastsparse_dgl.GraphTransformerLayer",
+        {},
+    ),
 }
 
 #: What --conv both runs, in this order.
@@ -54,11 +72,11 @@ def layer(framework: str, operator: str, conv: str) -> tuple[str, Callable[..., 
 
     Args:
         framework: ``pyg`` or ``dgl``.
-        operator: ``gcn``.
+        operator: ``gcn``, ``gat``, ``gatv2``, ``agnn`` or ``graph_transformer``.
         conv: ``reference`` or ``fast``.
 
     Returns:
-        The class's name and a constructor ``(in_channels, out_channels, **options)``.
+        The class's name and its constructor, some options filled in.
 
     Raises:
         ExampleError: The package that holds the layer cannot be imported.
@@ -93,11 +111,28 @@ def make_graph(framework: str, dataset: NodeDataset, conv: str, device: torch.de
     dgl = import_dgl()
     source, target = dataset.edge_index.cpu()
     graph = dgl.add_self_loop(dgl.graph((source, target), num_nodes=dataset.num_nodes))
+    return _moved(graph, conv, device)
+
+
+def make_batch_graph(framework: str, batch: GraphBatch, conv: str) -> Any:
+    """A batch of small graphs as one graph, on the batch's device where that can be (see `make_graph`).
+
+    No self loops are added, in neither framework.
+    """
+    if framework == "pyg":
+        return batch.edge_index
+    source, target = batch.edge_index.cpu()
+    graph = import_dgl().graph((source, target), num_nodes=batch.graph_of_node.numel())
+    return _moved(graph, conv, batch.edge_index.device)
+
+
+def _moved(graph: Any, conv: str, device: torch.device) -> Any:
+    """A DGLGraph on the device; for ``fast`` it stays on the CPU where the installed DGL knows no other."""
     if device.type == "cpu":
         return graph
     try:
         return graph.to(device)
-    except dgl.DGLError as error:
+    except import_dgl().DGLError as error:
         if conv == "fast":
             return graph
         raise ExampleError(

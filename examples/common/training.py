@@ -38,11 +38,13 @@ class Recipe:
     Attributes:
         layers: Number of graph convolutions.
         hidden: Width between them.
+        heads: Attention heads, which share that width; for attention layers.
         dropout: Dropout probability.
         lr: Learning rate of Adam.
         weight_decay: L2 penalty.
         decay_first_layer_only: Whether the penalty covers only the first layer, as in Kipf and Welling's GCN.
-        epochs: Training steps.
+        epochs: Training steps; for many small graphs, passes over all of them.
+        batch_size: Graphs per training step, where there are many small ones.
         runs: How often to repeat with another seed (and the next split).
         normalise_features: Whether to scale rows of given features to sum one.
         residual: Whether the model has residual blocks with layer norms.
@@ -51,11 +53,13 @@ class Recipe:
 
     layers: int = 2
     hidden: int = 64
+    heads: int = 8
     dropout: float = 0.5
     lr: float = 0.01
     weight_decay: float = 0.0
     decay_first_layer_only: bool = False
     epochs: int = 200
+    batch_size: int = 256
     runs: int = 3
     normalise_features: bool = False
     residual: bool = False

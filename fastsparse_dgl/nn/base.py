@@ -37,9 +37,31 @@ def source_features(feat: Any) -> Tensor:
     return source
 
 
+def destination_features(feat: Any) -> Tensor | None:
+    """The destination features of a layer's input: the second of a pair, None where a tensor was given.
+
+    Raises:
+        DGLError: the second of the pair is not a tensor.
+    """
+    if not isinstance(feat, tuple):
+        return None
+    destination = feat[1]
+    if not isinstance(destination, Tensor) or destination.dim() == 0:
+        raise DGLError(
+            "feat: expected a pair of tensors (source, destination) with one row per node, "
+            f"got {type(destination).__name__} as the second"
+        )
+    return destination
+
+
 def scale_dtype(feat: Tensor) -> torch.dtype:
     """Dtype of constants per node: that in which the operators accumulate."""
     return torch.float64 if feat.dtype == torch.float64 else torch.float32
+
+
+def dropout_p(dropout: torch.nn.Dropout) -> float:
+    """The probability with which a dropout layer drops now: 0 in evaluation."""
+    return dropout.p if dropout.training else 0.0
 
 
 class AggregationMixin:
@@ -90,6 +112,13 @@ class AggregationMixin:
             )
         return feat
 
+    def _has_one_frame(self, graph: GraphLike) -> bool:
+        """Whether sources and destinations are the same nodes, whose data DGL keeps under the same names.
+
+        What an original stores for the destinations then replaces what it stored for the sources.
+        """
+        return not isinstance(graph, Adjacency) and not graph.is_unibipartite
+
     def _check_in_degree(self, adjacency: Adjacency) -> None:
         """DGL's error for nodes that receive nothing; reads from the device once per structure."""
         if adjacency.has_empty_rows():
@@ -127,7 +156,9 @@ class AggregationMixin:
             feat, value = _broadcast_edge_weight(adjacency, feat, edge_weight)
         # The operator adds a bias to the flattened features, which is the last dimension only for 2-D
         # features.
-        fused = bias is None or (feat.dim() == 2 and feat.shape[1] == bias.shape[0])
+        unfused_bias = None
+        if bias is not None and not (feat.dim() == 2 and feat.shape[1] == bias.shape[0]):
+            bias, unfused_bias = None, bias
         out = spmm(
             adjacency,
             feat,
@@ -135,12 +166,12 @@ class AggregationMixin:
             reduce,
             scale_dst=scale_dst,
             scale_src=scale_src,
-            bias=bias if fused else None,
-            relu=relu and fused,
+            bias=bias,
+            relu=relu and unfused_bias is None,
         )
-        if fused:
+        if unfused_bias is None:
             return out
-        out = out + bias
+        out = out + unfused_bias
         return out.relu() if relu else out
 
 

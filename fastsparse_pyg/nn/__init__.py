@@ -1,7 +1,21 @@
 """The layers."""
 
+from fastsparse_pyg.nn.agnn_conv import FastAGNNConv
+from fastsparse_pyg.nn.gat_conv import FastGATConv
+from fastsparse_pyg.nn.gatv2_conv import FastGATv2Conv
 from fastsparse_pyg.nn.gcn_conv import FastGCNConv
 from fastsparse_pyg.nn.gin_conv import FastGINConv
+from fastsparse_pyg.nn.graph_transformer import GraphTransformerLayer
 from fastsparse_pyg.nn.sage_conv import FastSAGEConv
+from fastsparse_pyg.nn.transformer_conv import FastTransformerConv
 
-__all__ = ["FastGCNConv", "FastGINConv", "FastSAGEConv"]
+__all__ = [
+    "FastAGNNConv",
+    "FastGATConv",
+    "FastGATv2Conv",
+    "FastGCNConv",
+    "FastGINConv",
+    "FastSAGEConv",
+    "FastTransformerConv",
+    "GraphTransformerLayer",
+]

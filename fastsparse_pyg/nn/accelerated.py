@@ -13,10 +13,18 @@ from torch_geometric.nn.dense.linear import Linear
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.log import info_once
 from fastsparse_pyg.caching import logger
-from fastsparse_pyg.graph import is_sparse_matrix, resolve, to_edge_index
+from fastsparse_pyg.graph import Graph, is_sparse_matrix, resolve, to_edge_index
 
 _REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max", MinAggregation: "min"}
-_MESSAGE_METHODS = ("propagate", "message", "aggregate", "update", "message_and_aggregate")
+_MESSAGE_METHODS = (
+    "propagate",
+    "message",
+    "aggregate",
+    "update",
+    "message_and_aggregate",
+    "edge_updater",
+    "edge_update",
+)
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # The method as written, not the specialised copy that PyG puts in its place when a class is first
@@ -36,6 +44,9 @@ class AcceleratedConv(MessagePassing):
 
     #: Whether sources and destinations may differ.
     _bipartite: ClassVar[bool] = True
+
+    #: Whether PyG's layer multiplies by a sparse matrix, which its attribute `fuse` can switch off.
+    _fusible: ClassVar[bool] = True
 
     #: The method of PyG's layer that a user's subclass replaced, "" for none: its messages are not ours to
     #: skip.
@@ -91,6 +102,7 @@ class AcceleratedConv(MessagePassing):
             or "aggregate" in state
             or "update" in state
             or "message_and_aggregate" in state
+            or "edge_update" in state
         ):
             return "a message passing method is replaced on the instance"
         aggregation = state["_modules"].get("aggr_module")
@@ -98,7 +110,7 @@ class AcceleratedConv(MessagePassing):
             return f"aggr={self.aggr!r} has no kernel"
         if aggregation._forward_hooks or aggregation._forward_pre_hooks:
             return "a hook on the aggregation"
-        if not state["fuse"] and is_sparse_matrix(edge_index):
+        if self._fusible and not state["fuse"] and is_sparse_matrix(edge_index):
             return "a sparse matrix with fuse=False"
         if x.dtype not in _FLOAT_DTYPES:
             return f"features of dtype {x.dtype}"
@@ -156,6 +168,19 @@ class AcceleratedConv(MessagePassing):
         self, x: tuple[Tensor, Tensor | None], edge_index: Any, size: tuple[int | None, int | None] | None
     ) -> tuple[Adjacency, Tensor | None]:
         """Structure and edge values between the two node sides of SAGE and GIN."""
+        graph = self._graph(x, edge_index, size)
+        # PyG multiplies by the values of a torch.sparse matrix and drops those of a SparseTensor.
+        return graph.adj, graph.value if isinstance(edge_index, Tensor) else None
+
+    def _graph(
+        self,
+        x: tuple[Tensor, Tensor | None],
+        edge_index: Any,
+        size: tuple[int | None, int | None] | None,
+        *,
+        add_self_loops: bool = False,
+    ) -> Graph:
+        """The structure between two node sides; loops as PyG's attention layers add them."""
         dim = self.node_dim
         x_src, x_dst = x
         num_src = x_src.size(dim)
@@ -167,9 +192,15 @@ class AcceleratedConv(MessagePassing):
                         f"x: expected {expected} {name} rows as size={tuple(size)} says, got {got}"
                     )
             num_dst = size[1] if num_dst is None else num_dst
-        graph = resolve(edge_index, num_src, num_dst, x_src.device, flow=self.flow)
-        # PyG multiplies by the values of a torch.sparse matrix and drops those of a SparseTensor.
-        return graph.adj, graph.value if isinstance(edge_index, Tensor) else None
+        return resolve(
+            edge_index,
+            num_src,
+            num_dst,
+            x_src.device,
+            flow=self.flow,
+            add_self_loops=add_self_loops,
+            matrix_loops="replace",
+        )
 
     def _aggregate_neighbours(
         self,

@@ -37,6 +37,60 @@ class BsbStructure:  # only in builds with the CUDA half
         num_runs: int,
     ) -> None: ...
 
+class AttentionBsbInput:  # this and what takes it: only in builds with the CUDA half
+    def __init__(
+        self,
+        dtype: int,
+        heads: int,
+        head_width: int,
+        value_width: int,
+        q: int,
+        q_stride: int,
+        k: int,
+        k_stride: int,
+        v: int,
+        v_stride: int,
+        bias: int,
+        bias_dtype: int,
+        scale: float,
+        dropout_p: float,
+        seed: int,
+        tf32: bool,
+    ) -> None: ...
+
+class AdditiveAttentionInput:  # this and what takes it: only in builds with the CUDA half
+    def __init__(
+        self,
+        dtype: int,
+        heads: int,
+        head_width: int,
+        score_dst: int,
+        score_src: int,
+        v: int,
+        v_stride: int,
+        bias: int,
+        bias_dtype: int,
+        negative_slope: float,
+        dropout_p: float,
+        seed: int,
+    ) -> None: ...
+
+class Gatv2AttentionInput:  # this and what takes it: only in builds with the CUDA half
+    def __init__(
+        self,
+        dtype: int,
+        heads: int,
+        head_width: int,
+        x_dst: int,
+        x_dst_stride: int,
+        x_src: int,
+        x_src_stride: int,
+        att: int,
+        negative_slope: float,
+        dropout_p: float,
+        seed: int,
+    ) -> None: ...
+
 class CompressArgs:
     def __init__(
         self,
@@ -127,5 +181,141 @@ def sddmm_csr(
     out_dtype: int,
     device: int,
     queue: int,
+) -> None: ...
+def attention_bsb(
+    structure: BsbStructure,
+    input: AttentionBsbInput,
+    out: int,
+    lse: int,
+    partial: int,
+    partial_state: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def attention_bsb_backward(
+    structure: BsbStructure,
+    transposed: BsbStructure,
+    input: AttentionBsbInput,
+    out: int,
+    lse: int,
+    grad: int,
+    grad_stride: int,
+    grad_q: int,
+    grad_k: int,
+    grad_v: int,
+    grad_bias: int,
+    row_state: int,
+    partial_q: int,
+    partial_k: int,
+    partial_v: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def additive_attention(
+    structure: CsrStructure,
+    input: AdditiveAttentionInput,
+    out: int,
+    lse: int,
+    partial: int,
+    partial_state: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def additive_attention_backward(
+    structure: CsrStructure,
+    transposed: CsrStructure,
+    input: AdditiveAttentionInput,
+    grad: int,
+    grad_stride: int,
+    lse: int,
+    grad_score_dst: int,
+    grad_score_src: int,
+    grad_v: int,
+    grad_bias: int,
+    row_state: int,
+    partial_row: int,
+    partial_v: int,
+    partial_score: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def gatv2_attention(
+    structure: CsrStructure,
+    input: Gatv2AttentionInput,
+    out: int,
+    lse: int,
+    partial: int,
+    partial_state: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def gatv2_attention_backward(
+    structure: CsrStructure,
+    transposed: CsrStructure,
+    input: Gatv2AttentionInput,
+    out: int,
+    out_stride: int,
+    grad: int,
+    grad_stride: int,
+    lse: int,
+    grad_x_dst: int,
+    grad_x_src: int,
+    grad_att: int,
+    att_rows: int,
+    row_state: int,
+    partial_dst: int,
+    partial_src: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def edge_softmax(
+    structure: CsrStructure,
+    dtype: int,
+    heads: int,
+    input: int,
+    grad: int,
+    out: int,
+    partial: int,
+    device: int,
+    queue: int,
+) -> None: ...
+
+class AttentionCsrArgs:  # CPU only
+    def __init__(
+        self,
+        structure: CsrStructure,
+        kind: int,
+        dtype: int,
+        heads: int,
+        head_width: int,
+        value_width: int,
+        dst: int,
+        dst_stride: int,
+        src: int,
+        src_stride: int,
+        v: int,
+        v_stride: int,
+        att: int,
+        bias: int,
+        bias_dtype: int,
+        scale: float,
+        dropout_p: float,
+        seed: int,
+        out: int,
+        lse: int,
+    ) -> None: ...
+
+def attention_csr(args: AttentionCsrArgs, threads: int) -> None: ...
+def attention_csr_backward(
+    forward: AttentionCsrArgs,
+    transposed: CsrStructure,
+    grad: int,
+    grad_stride: int,
+    grad_dst: int,
+    grad_src: int,
+    grad_v: int,
+    grad_att: int,
+    grad_bias: int,
+    threads: int,
 ) -> None: ...
 def build_info() -> dict[str, bool | str]: ...

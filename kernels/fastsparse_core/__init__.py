@@ -3,13 +3,35 @@
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Adjacency", "__version__", "algorithms", "sddmm", "spmm"]
+__all__ = [
+    "Adjacency",
+    "__version__",
+    "additive_attention",
+    "additive_attention_weights",
+    "algorithms",
+    "attention",
+    "attention_weights",
+    "edge_softmax",
+    "gatv2_attention",
+    "gatv2_attention_weights",
+    "sddmm",
+    "spmm",
+]
 
 try:
     from fastsparse_core.adjacency import Adjacency
     from fastsparse_core.choose import algorithms
-    from fastsparse_core.ops.sddmm import sddmm
-    from fastsparse_core.ops.spmm import spmm
+    from fastsparse_core.ops import (
+        additive_attention,
+        additive_attention_weights,
+        attention,
+        attention_weights,
+        edge_softmax,
+        gatv2_attention,
+        gatv2_attention_weights,
+        sddmm,
+        spmm,
+    )
 except (ImportError, OSError) as error:
     # Torch or the extension is missing or broken: `python -m fastsparse_core.doctor` must still start and say
     # so.

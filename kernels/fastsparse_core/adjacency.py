@@ -74,7 +74,8 @@ class Adjacency:
             inserted or replaced (:meth:`extend_value`).
         group_rows: which rows share a window of the binary sparse blocks: ``"none"``, consecutive ones;
             ``"minhash"``, similar ones; ``"auto"``, similar ones where rows have 8 entries or more and that
-            saves at least 10 % of the vectors. Only the blocks know of it: features, edge values and results keep their order.
+            saves at least 10 % of the vectors. Only the blocks know of it: features, edge values and results
+            keep their order.
         handle: number by which the operators know this object.
     """
 

@@ -26,6 +26,10 @@ _WHY_CSR = (
     "in float64, for rows that are not multiples of 16 bytes, for heads that are not multiples of a tile, "
     "for more than 2^24 sources"
 )
+_WHY_UNFUSED = (
+    "attention runs as 'unfused', with memory for every edge, where the fused kernels cannot serve it: on "
+    "CUDA in float64, for heads wider than 256, for rows that are not multiples of 16 bytes"
+)
 
 SPMM_ALGORITHMS = ("auto", "csr", "flashsparse")
 SDDMM_ALGORITHMS = ("auto", "csr")
@@ -203,6 +207,20 @@ def spmm_algorithm(
     if adj.num_edges < 4 * adj.num_dst and adj.num_edges < 1_000_000:
         return "csr"
     return "flashsparse" if adj.bsb.num_vectors <= 0.85 * adj.num_edges else "csr"
+
+
+def attention_algorithm(algorithm: str, fits: bool) -> str:
+    """Resolves ``"auto"``, and a request that this call cannot serve, to ``"fused3s"`` or ``"unfused"``.
+
+    Args:
+        algorithm: as the caller asked.
+        fits: whether the fused kernels serve the call.
+    """
+    algorithm = requested("attention", algorithm)
+    if algorithm == "unfused" or fits:
+        return "unfused" if algorithm == "unfused" else "fused3s"
+    info_once(_logger, _WHY_UNFUSED)
+    return "unfused"
 
 
 def _flashsparse_fits(adj: Adjacency, dtype: torch.dtype, width: int, heads: int, aligned: bool) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core.adjacency import Adjacency
@@ -71,3 +74,113 @@ def sddmm(
             product = product * (weight if product.dim() == 1 else weight[:, None])
     out = product.new_zeros(adj.num_values, *product.shape[1:])
     return out.index_copy(0, position, product)
+
+
+# ---------------------------------------------------------------- attention
+
+
+def dropout_keep(adj: Adjacency, heads: int, p: float, seed: int) -> Tensor:
+    """Mask of attention dropout, bool (num_edges, heads) in stored order.
+
+    The generator of ``kernels/include/fastsparse/philox.h`` in torch: an entry is kept where the first word
+    of Philox4x32-10 (Salmon et al., SC 2011) under key ``seed`` and counter (row, column, head, 0) is at
+    least ``p * 2^32``.
+    """
+    if p == 0:
+        return torch.ones(adj.num_edges, heads, dtype=torch.bool, device=adj.device)
+    low = 0xFFFFFFFF
+    shape = (adj.num_edges, heads)
+    c0 = adj.row().long()[:, None].expand(shape)
+    c1 = adj.col.long()[:, None].expand(shape)
+    c2 = torch.arange(heads, device=adj.device).expand(shape)
+    c3 = torch.zeros_like(c2)
+    key0, key1 = seed & low, seed >> 32 & low
+    for _ in range(10):
+        # 64-bit products wrap, which keeps their bits.
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0 = (product1 >> 32 & low) ^ c1 ^ key0
+        c1 = product1 & low
+        c2 = (product0 >> 32 & low) ^ c3 ^ key1
+        c3 = product0 & low
+        key0, key1 = key0 + 0x9E3779B9 & low, key1 + 0xBB67AE85 & low
+    return c0 >= min(math.ceil(p * 2**32), low)
+
+
+def edge_softmax(adj: Adjacency, score: Tensor) -> Tensor:
+    """Float64 reference of :func:`fastsparse_core.edge_softmax`, differentiable."""
+    _, _, position = _edges(adj)
+    entry = _softmax(adj, _matrix(score.double())[position])
+    return entry.new_zeros(adj.num_values, entry.size(1)).index_copy(0, position, entry).reshape(score.shape)
+
+
+def _softmax(adj: Adjacency, score: Tensor) -> Tensor:
+    """Softmax over the entries of every row, (num_edges, heads) in stored order."""
+    row = adj.row().long()
+    index = row[:, None].expand_as(score)
+    maximum = score.new_full((adj.num_dst, score.size(1)), -torch.inf)
+    maximum = maximum.scatter_reduce(0, index, score.detach(), "amax")
+    # Rows whose scores are all -inf give 0, as rows without entries.
+    exponential = (score - maximum.masked_fill(maximum == -torch.inf, 0)[row]).exp()
+    total = score.new_zeros(maximum.shape).index_add(0, row, exponential)
+    return exponential / total.masked_fill(total == 0, 1)[row]
+
+
+def _attend(adj: Adjacency, score: Tensor, v: Tensor, dropout_p: float, seed: int) -> Tensor:
+    """Sum of the rows of v (num_src, heads, width), weighted by the softmax of scores in stored order."""
+    row, col, _ = _edges(adj)
+    keep = dropout_keep(adj, score.size(1), dropout_p, seed)
+    weight = _softmax(adj, score) * keep / (1 - dropout_p)
+    out = v.new_zeros(adj.num_dst, *v.shape[1:], dtype=torch.float64)
+    return out.index_add(0, row, weight[:, :, None] * v.double()[col])
+
+
+def attention(
+    adj: Adjacency,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+) -> Tensor:
+    """Float64 reference of :func:`fastsparse_core.attention` on (n, heads, width), differentiable."""
+    row, col, position = _edges(adj)
+    scale = q.size(2) ** -0.5 if scale is None else scale
+    score = scale * (q.double()[row] * k.double()[col]).sum(-1)
+    if bias is not None:
+        score = score + _matrix(bias.double())[position]
+    return _attend(adj, score, v, dropout_p, seed)
+
+
+def additive_attention(
+    adj: Adjacency,
+    score_dst: Tensor,
+    score_src: Tensor,
+    v: Tensor,
+    negative_slope: float = 0.2,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+) -> Tensor:
+    """Float64 reference of :func:`fastsparse_core.additive_attention`, differentiable."""
+    row, col, position = _edges(adj)
+    score = score_dst.double()[row] + score_src.double()[col]
+    if bias is not None:
+        score = score + _matrix(bias.double())[position]
+    return _attend(adj, F.leaky_relu(score, negative_slope), v, dropout_p, seed)
+
+
+def gatv2_attention(
+    adj: Adjacency,
+    x_dst: Tensor,
+    x_src: Tensor,
+    att: Tensor,
+    negative_slope: float = 0.2,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+) -> Tensor:
+    """Float64 reference of :func:`fastsparse_core.gatv2_attention`, differentiable."""
+    row, col, _ = _edges(adj)
+    hidden = F.leaky_relu(x_dst.double()[row] + x_src.double()[col], negative_slope)
+    return _attend(adj, (hidden * att.double()).sum(-1), x_src, dropout_p, seed)

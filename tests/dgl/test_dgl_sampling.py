@@ -11,7 +11,13 @@ LAYERS = {
     "sage_mean": (fastsparse_dgl.FastSAGEConv, dgl.nn.SAGEConv, {"aggregator_type": "mean"}),
     "sage_gcn": (fastsparse_dgl.FastSAGEConv, dgl.nn.SAGEConv, {"aggregator_type": "gcn"}),
     "sage_pool": (fastsparse_dgl.FastSAGEConv, dgl.nn.SAGEConv, {"aggregator_type": "pool"}),
+    "gat": (fastsparse_dgl.FastGATConv, dgl.nn.GATConv, {"num_heads": 1, "residual": True}),
+    "gatv2": (fastsparse_dgl.FastGATv2Conv, dgl.nn.GATv2Conv, {"num_heads": 1}),
+    "dotgat": (fastsparse_dgl.FastDotGatConv, dgl.nn.DotGatConv, {"num_heads": 1}),
 }
+
+#: Gradients of attention vectors are small differences of large terms: float32 would need a wide tolerance.
+DOUBLE = {"gat", "gatv2", "dotgat"}
 
 
 def models(name):
@@ -27,7 +33,7 @@ def models(name):
 
 def run(model, blocks, feat):
     for layer, graph in zip(model, blocks, strict=True):
-        feat = torch.relu(layer(graph, feat))
+        feat = torch.relu(layer(graph, feat)).flatten(1)  # attention layers give (N, heads, width)
     return feat
 
 
@@ -35,9 +41,10 @@ def run(model, blocks, feat):
 @pytest.mark.parametrize("name", LAYERS)
 def test_neighbor_sampler(name, workers, device):
     graph = homogeneous()
-    feat = torch.randn(30, 6, generator=torch.Generator().manual_seed(1))
+    dtype = torch.float64 if name in DOUBLE else torch.float32
+    feat = torch.randn(30, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
     fast, reference = models(name)
-    fast = fast.to(device)
+    fast, reference = fast.to(device, dtype), reference.to(dtype)
     loader = dgl.dataloading.DataLoader(
         graph,
         torch.arange(30),

@@ -75,13 +75,13 @@ def as_kind(kind: str, edge_index: Tensor, num_src: int, num_dst: int, weight: T
     return {"coo": matrix, "csr": matrix.to_sparse_csr(), "csc": matrix.to_sparse_csc()}[kind]
 
 
-def close(got: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
-    """Equal to `tolerance` of the largest expected value; NaN and infinities in the same places."""
+def close(got: Tensor, expected: Tensor, tolerance: float = 1e-5, floor: float = 1e-3) -> None:
+    """Equal to `tolerance` of the largest expected value, but at least of `floor`; NaN in the same places."""
     assert got.shape == expected.shape
     assert got.dtype == expected.dtype
     scale = expected.detach().nan_to_num(0, 0, 0).abs().max().item() if expected.numel() else 0.0
     torch.testing.assert_close(
-        got, expected, rtol=tolerance, atol=tolerance * max(scale, 1e-3), equal_nan=True
+        got, expected, rtol=tolerance, atol=tolerance * max(scale, floor), equal_nan=True
     )
 
 
@@ -100,8 +100,12 @@ def same(
     *,
     fast_call: Callable[[torch.nn.Module], Tensor] | None = None,
     tolerance: float = 1e-5,
+    floor: float = 1e-3,
 ) -> None:
-    """Output and gradients of every parameter and every tensor in `inputs` agree."""
+    """Output and gradients of every parameter and every tensor in `inputs` agree.
+
+    Raise `floor` to the size of usual gradients where some are zero but for rounding.
+    """
     layer.load_state_dict(reference.state_dict())
     expected = call(reference)
     got = (fast_call or call)(layer)
@@ -115,7 +119,7 @@ def same(
     for got_gradient, expected_gradient in zip(got_gradients, expected_gradients, strict=True):
         assert (got_gradient is None) == (expected_gradient is None)
         if got_gradient is not None:
-            close(got_gradient, expected_gradient, tolerance)
+            close(got_gradient, expected_gradient, tolerance, floor)
 
 
 def no_original(monkeypatch: pytest.MonkeyPatch) -> None:

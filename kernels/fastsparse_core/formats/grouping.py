@@ -101,7 +101,8 @@ def group_rows(adj: Adjacency, method: Method = "minhash") -> Tensor | None:
 def choose_grouping(adj: Adjacency) -> Tensor | None:
     """The grouping by min-hash where products are faster with it, else None: the natural order.
 
-    That is where rows have 8 entries or more and grouping saves at least 10 % of the vectors. Large structures are judged by a sample of about 4096 windows.
+    That is where rows have 8 entries or more and grouping saves at least 10 % of the vectors. Large
+    structures are judged by a sample of about 4096 windows.
     """
     if adj.num_edges < _LEAST_ENTRIES * max(adj.num_dst, 1):
         return None

@@ -1,6 +1,25 @@
 """Operators on an Adjacency, one module each."""
 
+from fastsparse_core.ops.attention import (
+    additive_attention,
+    additive_attention_weights,
+    attention,
+    attention_weights,
+    gatv2_attention,
+    gatv2_attention_weights,
+)
+from fastsparse_core.ops.edge_softmax import edge_softmax
 from fastsparse_core.ops.sddmm import sddmm
 from fastsparse_core.ops.spmm import spmm
 
-__all__ = ["sddmm", "spmm"]
+__all__ = [
+    "additive_attention",
+    "additive_attention_weights",
+    "attention",
+    "attention_weights",
+    "edge_softmax",
+    "gatv2_attention",
+    "gatv2_attention_weights",
+    "sddmm",
+    "spmm",
+]

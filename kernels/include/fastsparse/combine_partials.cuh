@@ -20,6 +20,9 @@ struct Epilogue {
   void* out;  // (num_rows, width)
   std::int64_t width;
 
+  // Only the cast.
+  static Epilogue only(void* out, std::int64_t width) { return {nullptr, nullptr, false, out, width}; }
+
   template <typename T, int kVec>
   __device__ __forceinline__ Pack<T, kVec> finish(const Acc<T> (&sum)[kVec], std::int64_t row,
                                                   std::int64_t feature) const {

@@ -121,11 +121,8 @@ __device__ __forceinline__ RowSlice load_slice(const RowSplitView& split, std::i
   return slice;
 }
 
-// Row that a slice belongs to: its target, or the owner of its slot (a binary search among the few split
-// rows).
-__device__ __forceinline__ std::int64_t row_of(const RowSplitView& split, const RowSlice& slice) {
-  if (slice.target >= 0) return slice.target;
-  const std::int64_t slot = ~slice.target;
+// Number of the split row that owns a slot: a binary search among the few split rows.
+__device__ __forceinline__ std::int64_t split_row_of(const RowSplitView& split, std::int64_t slot) {
   std::int64_t low = 0, high = split.num_split_rows - 1;
   while (low < high) {
     const std::int64_t middle = (low + high + 1) / 2;
@@ -135,7 +132,12 @@ __device__ __forceinline__ std::int64_t row_of(const RowSplitView& split, const 
       high = middle - 1;
     }
   }
-  return split.split_row[low];
+  return low;
+}
+
+// Row that a slice belongs to: its target, or the owner of its slot.
+__device__ __forceinline__ std::int64_t row_of(const RowSplitView& split, const RowSlice& slice) {
+  return slice.target >= 0 ? slice.target : split.split_row[split_row_of(split, ~slice.target)];
 }
 
 // Calls f with a value of the device type behind `dtype`.

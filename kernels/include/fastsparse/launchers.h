@@ -13,6 +13,9 @@ void compress(const CompressArgs& args);
 void spmm_csr(const SpmmArgs& args, int threads);
 void spmm_extremum(const SpmmExtremumArgs& args, int threads);
 void sddmm_csr(const SddmmArgs& args, int threads);
+void edge_softmax(const EdgeSoftmaxArgs& args, int threads);
+void attention_csr(const AttentionCsrArgs& args, int threads);
+void attention_csr_backward(const AttentionCsrBackwardArgs& args, int threads);
 
 }  // namespace fastsparse::cpu
 
@@ -24,5 +27,12 @@ int spmm_csr(const SpmmArgs& args, void* stream);
 int spmm_bsb(const SpmmBsbArgs& args, void* stream);
 int spmm_extremum(const SpmmExtremumArgs& args, void* stream);
 int sddmm_csr(const SddmmArgs& args, void* stream);
+int edge_softmax(const EdgeSoftmaxArgs& args, void* stream);
+int attention_bsb(const AttentionBsbArgs& args, void* stream);
+int attention_bsb_backward(const AttentionBsbBackwardArgs& args, void* stream);
+int additive_attention(const AdditiveAttentionArgs& args, void* stream);
+int additive_attention_backward(const AdditiveAttentionBackwardArgs& args, void* stream);
+int gatv2_attention(const Gatv2AttentionArgs& args, void* stream);
+int gatv2_attention_backward(const Gatv2AttentionBackwardArgs& args, void* stream);
 
 }  // namespace fastsparse::cuda

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "fastsparse/philox.h"
+
 namespace fastsparse {
 
 enum class Dtype : int { kFloat64 = 0, kFloat32 = 1, kFloat16 = 2, kBFloat16 = 3 };
@@ -141,6 +143,183 @@ struct SddmmArgs {
   Dtype out_dtype;
   std::int64_t heads;
   std::int64_t head_width;
+  Dtype dtype;
+};
+
+// GAT: out_i,h = sum_j dropout(p_ij,h) v_j,h with p the softmax over row i of
+// leaky_relu(score_dst_i,h + score_src_j,h + bias_ij,h). CUDA only.
+struct AdditiveAttentionInput {
+  const float* score_dst;  // (num_rows, heads)
+  const float* score_src;  // (num_cols, heads)
+  DenseView v;             // (num_cols, heads * head_width)
+  EdgeValueView bias;      // null data: 0
+  float negative_slope;
+  Dropout dropout;
+  std::int64_t heads;
+  std::int64_t head_width;
+  Dtype dtype;
+};
+
+struct AdditiveAttentionArgs {
+  CsrView a;
+  RowSplitView split;
+  AdditiveAttentionInput input;
+  void* out;             // (num_rows, heads * head_width)
+  float* lse;            // (num_rows, heads)
+  float* partial;        // (num_slots, heads * head_width)
+  float* partial_state;  // (num_slots, heads, 2)
+};
+
+struct AdditiveAttentionBackwardArgs {
+  CsrView a;
+  RowSplitView split;
+  CsrView a_t;  // the transposed structure
+  RowSplitView split_t;
+  AdditiveAttentionInput input;
+  DenseView grad;  // (num_rows, heads * head_width)
+  const float* lse;
+  float* grad_score_dst;  // (num_rows, heads)
+  float* grad_score_src;  // (num_cols, heads)
+  void* grad_v;           // (num_cols, heads * head_width)
+  void* grad_bias;        // (num_values, heads) in bias.dtype; null: not wanted
+  float* row_state;       // (num_rows, heads, 4)
+  float* partial_row;     // (num_slots, heads, 4)
+  float* partial_v;       // (num_slots of the transposed structure, heads * head_width)
+  float* partial_score;   // (num_slots of the transposed structure, heads)
+};
+
+// GATv2: as GAT with the score <att_h, leaky_relu(x_dst_i,h + x_src_j,h)> and v = x_src. 0 <= negative_slope
+// <= 1.
+struct Gatv2AttentionInput {
+  DenseView x_dst;   // (num_rows, heads * head_width)
+  DenseView x_src;   // (num_cols, heads * head_width)
+  const float* att;  // (heads * head_width)
+  float negative_slope;
+  Dropout dropout;
+  std::int64_t heads;
+  std::int64_t head_width;
+  Dtype dtype;
+};
+
+struct Gatv2AttentionArgs {
+  CsrView a;
+  RowSplitView split;
+  Gatv2AttentionInput input;
+  void* out;             // (num_rows, heads * head_width)
+  float* lse;            // (num_rows, heads)
+  float* partial;        // (num_slots, heads * head_width)
+  float* partial_state;  // (num_slots, heads, 2)
+};
+
+struct Gatv2AttentionBackwardArgs {
+  CsrView a;
+  RowSplitView split;
+  CsrView a_t;
+  RowSplitView split_t;
+  Gatv2AttentionInput input;
+  DenseView out;   // of the forward pass
+  DenseView grad;  // (num_rows, heads * head_width)
+  const float* lse;
+  void* grad_x_dst;       // (num_rows, heads * head_width)
+  void* grad_x_src;       // (num_cols, heads * head_width)
+  float* grad_att;        // (att_rows, heads * head_width): the gradient is the sum of its rows
+  std::int64_t att_rows;  // groups of lanes of the row pass
+  float* row_state;       // (num_rows, heads, 2)
+  float* partial_dst;     // (num_slots, heads * head_width)
+  float* partial_src;     // (num_slots of the transposed structure, heads * head_width)
+};
+
+// Dot-product attention on tensor cores: out_i,h = sum_j dropout(p_ij,h) v_j,h with p the softmax over row i
+// of scale <q_i,h , k_j,h> + bias_ij,h. dtype float16, bfloat16 or float32; widths of a head, at most 256,
+// row strides and addresses are multiples of 16 bytes. CUDA only.
+struct AttentionBsbInput {
+  DenseView q;         // (num_rows, heads * head_width)
+  DenseView k;         // (num_cols, heads * head_width)
+  DenseView v;         // (num_cols, heads * value_width)
+  EdgeValueView bias;  // null data: 0
+  float scale;
+  Dropout dropout;
+  std::int64_t heads;
+  std::int64_t head_width;
+  std::int64_t value_width;
+  bool tf32;  // float32: one TF32 term instead of two
+  Dtype dtype;
+};
+
+struct AttentionBsbArgs {
+  BsbView a;
+  AttentionBsbInput input;
+  void* out;             // (num_rows, heads * value_width)
+  float* lse;            // (num_rows, heads) log of the sum of exp(score); -inf without entries
+  float* partial;        // (num_slots, 8, heads * value_width) not yet divided by the sum
+  float* partial_state;  // (num_slots, 8, heads, 2) maximum of the scores, times log2(e), and sum
+};
+
+struct AttentionBsbBackwardArgs {
+  BsbView a;
+  BsbView a_t;  // the transposed structure
+  AttentionBsbInput input;
+  const void* out;  // (num_rows, heads * value_width) of the forward pass
+  const float* lse;
+  DenseView grad;    // (num_rows, heads * value_width)
+  void* grad_q;      // (num_rows, heads * head_width)
+  void* grad_k;      // (num_cols, heads * head_width)
+  void* grad_v;      // (num_cols, heads * value_width)
+  void* grad_bias;   // (num_values, heads) in bias.dtype; null: not wanted
+  float* row_state;  // (num_rows, heads, 2)
+  float* partial_q;  // (num_slots, 8, heads * head_width)
+  float* partial_k;  // (num_slots of the transposed structure, 8, heads * head_width)
+  float* partial_v;  // (num_slots of the transposed structure, 8, heads * value_width)
+};
+
+// Attention on the CPU: out_i,h = sum_j dropout(p_ij,h) v_j,h with p the softmax over row i of a score:
+enum class AttentionScore : int {
+  kDotProduct = 0,  // scale <dst_i,h , src_j,h> + bias_ij,h
+  kAdditive = 1,    // leaky_relu(dst_i,h + src_j,h + bias_ij,h)
+  kGatv2 = 2,       // <att_h , leaky_relu(dst_i,h + src_j,h)>
+};
+
+struct AttentionCsrArgs {
+  CsrView a;
+  AttentionScore kind;
+  DenseView dst;       // (num_rows, heads * head_width); additive: (num_rows, heads) in the accumulation type
+  DenseView src;       // (num_cols, ...) likewise
+  DenseView v;         // (num_cols, heads * value_width)
+  const void* att;     // (heads, head_width) in the accumulation type; GATv2 only
+  EdgeValueView bias;  // null data: 0
+  double scale;        // of dot products; else the slope of the leaky ReLU
+  Dropout dropout;
+  double keep_scale;  // 1 / (1 - dropout probability)
+  std::int64_t heads;
+  std::int64_t head_width;
+  std::int64_t value_width;
+  Dtype dtype;
+  void* out;  // (num_rows, heads * value_width)
+  void* lse;  // (num_rows, heads) in the accumulation type: log-sum-exp of the scores, -inf in empty rows
+};
+
+// Contiguous gradients in the dtypes of what they belong to; the forward pass's results are inputs.
+struct AttentionCsrBackwardArgs {
+  AttentionCsrArgs forward;
+  CsrView a_t;     // the transposed structure
+  DenseView grad;  // (num_rows, heads * value_width)
+  void* grad_dst;
+  void* grad_src;   // GATv2: with what comes through v
+  void* grad_v;     // null for GATv2
+  void* grad_att;   // null but for GATv2
+  void* grad_bias;  // (num_values, heads) zeros where not every value has an entry; null: not wanted
+};
+
+// Softmax of edge values over the entries of every row; with `grad` its gradient, and `input` are the
+// weights.
+struct EdgeSoftmaxArgs {
+  CsrView a;
+  RowSplitView split;
+  const void* input;  // (num_values, heads)
+  const void* grad;   // (num_values, heads); null: forward
+  void* out;          // (num_values, heads)
+  void* partial;      // (num_slots, heads, 2) in the accumulation type; CUDA only
+  std::int64_t heads;
   Dtype dtype;
 };
 

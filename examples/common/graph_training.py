@@ -1,0 +1,186 @@
+"""Training classifiers of small graphs in batches, the same way for every layer that is compared."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from .errors import ExampleError
+from .graph_data import GraphBatch, GraphDataset, batches
+from .training import (
+    AUTOCAST,
+    LayerResult,
+    PeakMemory,
+    Recipe,
+    RunResult,
+    matmul_precision,
+    metrics_of,
+    score,
+)
+
+#: make_graph(batch) -> what the model's layers take.
+GraphFactory = Callable[[GraphBatch], Any]
+
+
+class _Evaluation:
+    """A fixed part of the data, batched once: its structures are converted once and found again."""
+
+    def __init__(
+        self, dataset: GraphDataset, graphs: Tensor, size: int, device: torch.device, make_graph: GraphFactory
+    ) -> None:
+        self.batches = [batch.to(device) for batch in batches(dataset, graphs, size)]
+        self.graphs = [make_graph(batch) for batch in self.batches]
+        self.y = dataset.y[graphs]
+
+    @torch.no_grad()
+    def logits(self, model: nn.Module) -> Tensor:
+        pairs = zip(self.graphs, self.batches, strict=True)
+        return torch.cat([model(graph, batch).float().cpu() for graph, batch in pairs])
+
+    def score(self, metric: str, logits: Tensor) -> float:
+        return score(metric, logits, self.y, torch.ones(self.y.numel(), dtype=torch.bool))
+
+
+def train_run(
+    model: nn.Module,
+    dataset: GraphDataset,
+    make_graph: GraphFactory,
+    recipe: Recipe,
+    *,
+    device: torch.device,
+    precision: str,
+    seed: int,
+    progress: tqdm,
+) -> RunResult:
+    """Trains a model for the recipe's epochs, scoring validation and test graphs after each.
+
+    Args:
+        model: Called as ``model(graph, batch)``, gives logits (graphs, classes).
+        dataset: The graphs, on the CPU.
+        make_graph: Turns a batch on the device into what the model's layers take.
+        recipe: Hyper-parameters.
+        device: Where to train.
+        precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
+        seed: Seed of the order of graphs, and of the split where it is drawn.
+        progress: Bar that is moved by one per epoch.
+
+    Returns:
+        Curves, times and scores; a step is an epoch here, conversions of its batches included.
+
+    Raises:
+        ExampleError: The loss stopped being a number.
+    """
+    synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    split = dataset.split(seed)
+    train = split.train.nonzero().flatten()
+    parts = {
+        part: _Evaluation(dataset, getattr(split, part).nonzero().flatten(), 1024, device, make_graph)
+        for part in ("val", "test")
+    }
+    optimiser = torch.optim.Adam(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    autocast = torch.autocast(device.type, AUTOCAST.get(precision), enabled=precision in AUTOCAST)
+    generator = torch.Generator().manual_seed(seed)
+    result = RunResult()
+    best = -math.inf
+    for epoch in range(recipe.epochs):
+        model.train()
+        synchronise()
+        start = time.perf_counter()
+        losses = []
+        for batch in batches(dataset, train, recipe.batch_size, generator=generator):
+            batch = batch.to(device)
+            optimiser.zero_grad()
+            with autocast:
+                logits = model(make_graph(batch), batch)
+            loss = F.cross_entropy(logits.float(), batch.y)
+            scaler.scale(loss).backward()
+            scaler.step(optimiser)
+            scaler.update()
+            losses.append(loss.detach())
+        synchronise()
+        result.step_ms.append((time.perf_counter() - start) * 1e3)
+
+        result.loss.append(torch.stack(losses).mean().item())
+        if not math.isfinite(result.loss[-1]):
+            raise ExampleError(
+                f"the loss became {result.loss[-1]} in epoch {epoch + 1}: try --precision fp32 or bf16."
+            )
+        model.eval()
+        with autocast:
+            logits_of = {part: evaluation.logits(model) for part, evaluation in parts.items()}
+        for part, evaluation in parts.items():
+            getattr(result, part).append(evaluation.score(recipe.select_by, logits_of[part]))
+        if result.val[-1] > best:
+            best = result.val[-1]
+            result.best_epoch = epoch
+            result.scores = {
+                metric: parts["test"].score(metric, logits_of["test"])
+                for metric in metrics_of(dataset.num_classes)
+            }
+        progress.set_postfix(loss=f"{result.loss[-1]:.3f}", val=f"{result.val[-1]:.3f}", refresh=False)
+        progress.update()
+    if result.best_epoch < 0:
+        raise ExampleError(f"the validation {recipe.select_by} was never a number: too few graphs.")
+    return result
+
+
+def compare(
+    dataset: GraphDataset,
+    convs: Sequence[str],
+    make_model: Callable[[str], tuple[nn.Module, str]],
+    make_graph: Callable[[str], GraphFactory],
+    recipe: Recipe,
+    *,
+    device: torch.device,
+    precision: str,
+    seed: int,
+) -> list[LayerResult]:
+    """Trains the model with each layer, `recipe.runs` times, from the same weights, seeds and batches.
+
+    Arguments as for `training.compare`; ``make_graph(conv)`` gives the function for batches.
+
+    Returns:
+        One result per layer, in the order of `convs`.
+    """
+    results: dict[str, LayerResult] = {}
+    total = recipe.epochs * recipe.runs * len(convs)
+    interval = 0.5 if sys.stderr.isatty() else 20.0
+    with (
+        matmul_precision(precision),
+        tqdm(total=total, unit="epoch", dynamic_ncols=True, mininterval=interval) as bar,
+    ):
+        for run in range(recipe.runs):
+            weights: dict[str, Tensor] | None = None
+            for conv in convs:
+                memory = PeakMemory(device)
+                torch.manual_seed(seed + run)
+                model, name = make_model(conv)
+                if weights is None:
+                    weights = {key: value.clone() for key, value in model.state_dict().items()}
+                model.load_state_dict(weights)
+                model.to(device)
+                bar.set_description(f"{name}, run {run + 1}/{recipe.runs}")
+                torch.manual_seed(seed + run)
+                outcome = train_run(
+                    model,
+                    dataset,
+                    make_graph(conv),
+                    recipe,
+                    device=device,
+                    precision=precision,
+                    seed=seed + run,
+                    progress=bar,
+                )
+                outcome.peak_bytes = memory.read()
+                results.setdefault(conv, LayerResult(conv, name)).runs.append(outcome)
+                del model
+    return list(results.values())

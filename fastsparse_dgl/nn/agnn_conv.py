@@ -1,0 +1,73 @@
+"""Attention-based graph neural network."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastsparse_core import attention
+from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.graph import DGLError, GraphLike
+from fastsparse_dgl.nn.base import AggregationMixin, destination_features, source_features
+
+
+class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
+    r"""Drop-in replacement of :class:`dgl.nn.pytorch.AGNNConv`.
+
+    From Thekumparampil et al., `Attention-based Graph Neural Network for Semi-Supervised Learning
+    <https://arxiv.org/abs/1803.03735>`_, section 3:
+
+    .. math::
+        \mathbf{h}_i' = \sum_{j \in \mathcal{N}(i)} p_{ij} \mathbf{h}_j, \qquad
+        p_{ij} = \mathrm{softmax}_j\big(\beta \cos(\mathbf{h}_i, \mathbf{h}_j)\big)
+
+    Parameters, defaults, state_dict, repr and errors are the original's. Scores, softmax and sum are one
+    operator, :func:`fastsparse_core.attention`, on normalised queries and keys. Beyond the original,
+    ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may lie on a GPU while the graph lies
+    on the CPU. Of a pair on a graph whose sources are its destinations the original compares the second with
+    itself; so does this layer, unless it gets an Adjacency, which does not tell.
+
+    Args:
+        init_beta: initial :math:`\beta`.
+        learn_beta: whether :math:`\beta` is a parameter.
+        allow_zero_in_degree: whether nodes without incoming edges are accepted; their result is 0.
+    """
+
+    def forward(self, graph: GraphLike, feat: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        """Computes the AGNN layer.
+
+        Args:
+            graph: DGLGraph with one edge type, block, or Adjacency.
+            feat: (N, ..., F), or a pair of source and destination features of one shape but for the rows.
+                The leading dimensions of one node's features count as heads.
+
+        Returns:
+            (number of destinations, ..., F).
+
+        Raises:
+            DGLError: sizes do not fit, or a node has no incoming edge.
+        """
+        source, given = source_features(feat), destination_features(feat)
+        adjacency = self._adjacency(graph, source)
+        if not self._allow_zero_in_degree:
+            self._check_in_degree(adjacency)
+        destination = self._destination(graph, adjacency, source, given)
+        if destination.shape[1:] != source.shape[1:]:
+            raise DGLError(
+                "feat: expected source and destination features of one shape but for the rows, "
+                f"got {tuple(source.shape)} and {tuple(destination.shape)}"
+            )
+        query = key = F.normalize(destination, dim=-1)
+        if destination is not source and not self._has_one_frame(graph):
+            key = F.normalize(source, dim=-1)
+        # Beta may be wider than the features, and must stay in the graph of autograd: no plain scale.
+        query = (self.beta * query).to(key.dtype)
+        out = attention(adjacency, _with_heads(query), _with_heads(key), _with_heads(source), scale=1.0)
+        return out.reshape(adjacency.num_dst, *source.shape[1:])
+
+
+def _with_heads(feat: Tensor) -> Tensor:
+    """(N, ..., F) as (N, H, F); features without a width have width 1."""
+    if feat.dim() == 1:
+        feat = feat.unsqueeze(1)
+    return feat.unsqueeze(1) if feat.dim() == 2 else feat.flatten(1, -2)

@@ -1,0 +1,131 @@
+"""Graph attention network."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastsparse_core import Adjacency, additive_attention, additive_attention_weights
+from fastsparse_core.head_scores import head_scores
+from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.graph import DGLError, GraphLike
+from fastsparse_dgl.nn.base import (
+    AggregationMixin,
+    destination_features,
+    dropout_p,
+    source_features,
+)
+
+
+class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
+    r"""Drop-in replacement of :class:`dgl.nn.pytorch.GATConv`.
+
+    From Veličković et al., `Graph Attention Networks <https://arxiv.org/abs/1710.10903>`_, section 2.1, for
+    each head:
+
+    .. math::
+        \mathbf{h}_i' = \sum_{j \in \mathcal{N}(i)} \alpha_{ij} \mathbf{W} \mathbf{h}_j, \qquad
+        \alpha_{ij} = \mathrm{softmax}_j\big(\mathrm{LeakyReLU}(\mathbf{a}_l^\top \mathbf{W} \mathbf{h}_j +
+        \mathbf{a}_r^\top \mathbf{W} \mathbf{h}_i)\big)
+
+    Parameters, defaults, state_dict, repr and errors are the original's. Scores, softmax, dropout and sum are
+    one operator, :func:`fastsparse_core.additive_attention`, which stores nothing per edge; ``edge_weight``
+    and ``get_attention`` need the attention of every edge and compute it. Beyond the original, ``graph`` may
+    be an :class:`fastsparse_core.Adjacency` and features may lie on a GPU while the graph lies on the CPU.
+
+    Args:
+        in_feats: width of the input, or a pair of widths (source, destination).
+        out_feats: width of each head's output.
+        num_heads: number of heads.
+        feat_drop: dropout of the input.
+        attn_drop: dropout of the attention.
+        negative_slope: of the LeakyReLU.
+        residual: whether the input is added to the result, through a linear layer where widths differ.
+        activation: applied to the result.
+        allow_zero_in_degree: whether nodes without incoming edges are accepted; their attention sums to 0.
+        bias: whether the layer has a bias.
+    """
+
+    def forward(
+        self,
+        graph: GraphLike,
+        feat: Tensor | tuple[Tensor, Tensor],
+        edge_weight: Tensor | None = None,
+        get_attention: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Computes the GAT layer.
+
+        Args:
+            graph: DGLGraph with one edge type, block, or Adjacency.
+            feat: (N, ..., in_feats), or a pair of source and destination features.
+            edge_weight: (E,), in the order of the edge ids; multiplies the attention after dropout.
+            get_attention: whether to return the attention too.
+
+        Returns:
+            (number of destinations, ..., num_heads, out_feats); with ``get_attention`` a pair of that and the
+            attention (E, ..., num_heads, 1) in the order of the edge ids, as the sum used it: after dropout
+            and ``edge_weight``.
+
+        Raises:
+            DGLError: sizes or devices do not fit, or a node has no incoming edge.
+        """
+        source, given = source_features(feat), destination_features(feat)
+        adjacency = self._adjacency(graph, source)
+        if not self._allow_zero_in_degree:
+            self._check_in_degree(adjacency)
+
+        heads = (self._num_heads, self._out_feats)
+        source = self.feat_drop(source)
+        if given is None:
+            destination = self._destination(graph, adjacency, source, None)
+            x_src = self.fc(source).unflatten(-1, heads)
+            score_src, score_dst = head_scores(x_src, self.attn_l, self.attn_r)
+            score_dst = self._destination(graph, adjacency, score_dst, None)
+        else:
+            destination = self._destination(graph, adjacency, source, self.feat_drop(given))
+            fc_src, fc_dst = (self.fc_src, self.fc_dst) if hasattr(self, "fc_src") else (self.fc, self.fc)
+            x_src = fc_src(source).unflatten(-1, heads)
+            (score_src,) = head_scores(x_src, self.attn_l)
+            (score_dst,) = head_scores(fc_dst(destination).unflatten(-1, heads), self.attn_r)
+        # The operators count what stands between the nodes and the heads as more heads.
+        operands = (adjacency, score_dst.flatten(1), score_src.flatten(1))
+        slope = self.leaky_relu.negative_slope
+
+        p = dropout_p(self.attn_drop)
+        weight = None
+        if get_attention or edge_weight is not None or p == 1:
+            weight = additive_attention_weights(*operands, slope)
+            weight = self.attn_drop(weight.reshape(adjacency.num_values, *score_src.shape[1:], 1))
+            if edge_weight is not None:
+                weight = weight * _edge_factor(adjacency, weight, edge_weight)
+            out = self._aggregate(adjacency, x_src, weight)
+        else:
+            out = additive_attention(*operands, x_src.flatten(1, -2), slope, dropout_p=p)
+            out = out.reshape(adjacency.num_dst, *x_src.shape[1:])
+
+        if self.res_fc is not None:
+            out = out + self.res_fc(destination).unflatten(-1, heads)
+        if self.bias is not None:
+            out = out + self.bias.view(heads).to(out.dtype)
+        if self.activation:
+            out = self.activation(out)
+        return (out, weight.to(source.dtype)) if get_attention and weight is not None else out
+
+
+def _edge_factor(adjacency: Adjacency, weight: Tensor, edge_weight: Tensor) -> Tensor:
+    """One factor per edge, or one for all, in a shape that multiplies the attention (E, ..., H, 1).
+
+    Raises:
+        DGLError: ``edge_weight`` is not a tensor, lies elsewhere, or has other than one entry per edge.
+    """
+    num_edges = adjacency.num_values
+    if not isinstance(edge_weight, Tensor):
+        raise DGLError(f"edge_weight: expected a tensor, got {type(edge_weight).__name__}")
+    if edge_weight.device != weight.device:
+        raise DGLError(
+            f"edge_weight: expected device {weight.device} like the features, got {edge_weight.device}"
+        )
+    if tuple(edge_weight.shape) not in {(), (1,), (num_edges,), (1, num_edges)}:
+        raise DGLError(
+            f"edge_weight: expected one value per edge, ({num_edges},), got shape {tuple(edge_weight.shape)}"
+        )
+    return edge_weight.reshape(-1, *[1] * (weight.dim() - 1))

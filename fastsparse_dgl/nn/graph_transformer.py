@@ -1,0 +1,120 @@
+"""Graph transformer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fastsparse_core import attention
+from fastsparse_dgl.graph import DGLError, GraphLike
+from fastsparse_dgl.nn.base import AggregationMixin, destination_features, source_features
+
+_NORMS = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm, None: nn.Identity}
+
+
+class GraphTransformerLayer(AggregationMixin, nn.Module):
+    r"""Transformer layer whose attention follows the edges of a graph.
+
+    From Dwivedi and Bresson, `A Generalization of Transformer Networks to Graphs
+    <https://arxiv.org/abs/2012.09699>`_, section 2.2, equations 4 to 8:
+
+    .. math::
+        \hat{\mathbf{h}}_i &= \mathrm{Norm}\Big(\mathbf{h}_i + \mathbf{O} \big\Vert_k \sum_{j \in
+        \mathcal{N}(i)} \mathrm{softmax}_j\Big(\frac{\mathbf{Q}^k \mathbf{h}_i \cdot \mathbf{K}^k
+        \mathbf{h}_j}{\sqrt{d_k}}\Big) \mathbf{V}^k \mathbf{h}_j\Big) \\
+        \mathbf{h}_i' &= \mathrm{Norm}\big(\hat{\mathbf{h}}_i + \mathbf{W}_2\, \mathrm{ReLU}(\mathbf{W}_1
+        \hat{\mathbf{h}}_i)\big)
+
+    Scores, softmax, dropout and sum are one operator, :func:`fastsparse_core.attention`. The scores are not
+    clamped, as the authors' code does against overflow: the softmax subtracts the row's maximum. Nodes
+    without incoming edges are accepted; their attention is 0.
+
+    Args:
+        in_feats: width of the input; equal to ``out_feats`` with ``residual``.
+        out_feats: width of the output, a multiple of ``num_heads``.
+        num_heads: number of heads, of width ``out_feats / num_heads`` each.
+        dropout: of the attention's result and inside the feed-forward part.
+        attn_drop: dropout of the attention.
+        norm: ``"batch"``, ``"layer"`` or None.
+        residual: whether each of the two parts adds its input.
+        bias: whether queries, keys and values have biases.
+
+    Raises:
+        DGLError: widths or options do not fit.
+    """
+
+    def __init__(
+        self,
+        in_feats: int,
+        out_feats: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        attn_drop: float = 0.0,
+        norm: str | None = "batch",
+        residual: bool = True,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or out_feats % num_heads:
+            raise DGLError(
+                f"out_feats: expected a multiple of num_heads={num_heads}, at least 1, got {out_feats}"
+            )
+        if residual and in_feats != out_feats:
+            raise DGLError(
+                f"in_feats: expected {out_feats} like out_feats, got {in_feats}; "
+                "residual=False allows other widths"
+            )
+        if not 0 <= attn_drop < 1:
+            raise DGLError(f"attn_drop: expected a probability in [0, 1), got {attn_drop}")
+        if norm not in _NORMS:
+            raise DGLError(f'norm: expected "batch", "layer" or None, got {norm!r}')
+        self.num_heads = num_heads
+        self.residual = residual
+        self.attn_drop = attn_drop
+        self.query = nn.Linear(in_feats, out_feats, bias=bias)
+        self.key = nn.Linear(in_feats, out_feats, bias=bias)
+        self.value = nn.Linear(in_feats, out_feats, bias=bias)
+        self.out = nn.Linear(out_feats, out_feats)
+        self.dropout = nn.Dropout(dropout)
+        self.norm1 = _NORMS[norm](out_feats)
+        self.feed_forward = nn.Sequential(
+            nn.Linear(out_feats, 2 * out_feats),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(2 * out_feats, out_feats),
+        )
+        self.norm2 = _NORMS[norm](out_feats)
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.BatchNorm1d, nn.LayerNorm)):
+                module.reset_parameters()
+
+    def forward(self, graph: GraphLike, feat: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        """Computes the layer.
+
+        Args:
+            graph: DGLGraph with one edge type (homogeneous, block, bipartite or batched), or Adjacency.
+            feat: (N, in_feats), or a pair of source and destination features.
+
+        Returns:
+            (number of destinations, out_feats).
+
+        Raises:
+            DGLError: sizes do not fit.
+        """
+        source, given = source_features(feat), destination_features(feat)
+        adjacency = self._adjacency(graph, source)
+        destination = self._destination(graph, adjacency, source, given)
+        heads = (self.num_heads, -1)
+        out = attention(
+            adjacency,
+            self.query(destination).unflatten(-1, heads),
+            self.key(source).unflatten(-1, heads),
+            self.value(source).unflatten(-1, heads),
+            dropout_p=self.attn_drop if self.training else 0.0,
+        ).flatten(1)
+        out = self.out(self.dropout(out))
+        out = self.norm1(destination + out if self.residual else out)
+        forward = self.feed_forward(out)
+        return self.norm2(out + forward if self.residual else forward)

@@ -1,0 +1,58 @@
+"""Attention-based graph neural network."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.nn import AGNNConv
+
+from fastsparse_core import Adjacency, attention
+from fastsparse_pyg.nn.attention import AttentionConv
+
+
+class FastAGNNConv(AttentionConv, AGNNConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.AGNNConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{x}^{\prime}_i = \sum_{j \in \mathcal{N}(i) \cup \{ i \}} \mathrm{softmax}_j \left( \beta \cos(
+        \mathbf{x}_i, \mathbf{x}_j) \right) \mathbf{x}_j
+
+    after "Attention-based Graph Neural Network for Semi-Supervised Learning"
+    (https://arxiv.org/abs/1803.03735), section 4.2. Arguments, parameters, ``state_dict`` and results are the
+    original's. It is dot-product attention (:func:`fastsparse_core.attention`) on normalised features:
+    nothing of the size of the edges is stored. Under autocast the result has the autocast dtype.
+
+    Shapes:
+        - **input:** node features :math:`(|\mathcal{V}|, F)`, float64, float32, float16 or bfloat16; edges
+          :math:`(2, |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or
+          :class:`~fastsparse_core.Adjacency`
+        - **output:** node features :math:`(|\mathcal{V}|, F)`
+    """
+
+    _bipartite = False
+
+    def forward(self, x: Tensor, edge_index: Tensor | Adjacency) -> Tensor:
+        """Computes the layer.
+
+        Args:
+            x: node features.
+            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. Self loops are
+                added to an Adjacency that was built without, as to edges; one that was built with them is
+                taken as it is.
+
+        Raises:
+            ValueError: sizes, dtypes or devices do not fit together.
+            IndexError: an index points to no node.
+        """
+        reason = self._why_original_attention((x, x), edge_index)
+        if not reason and self.node_dim not in (-2, 0):
+            reason = f"node_dim={self.node_dim}"
+        if reason:
+            return self._original_forward(reason, x, edge_index)
+        adj = self._graph((x, x), edge_index, None, add_self_loops=self.add_self_loops).adj
+        if not torch.is_autocast_enabled(x.device.type):
+            # As PyG's product of messages and weights: float16 features with a float32 beta give float32.
+            x = x.to(torch.promote_types(x.dtype, self.beta.dtype))
+        key = F.normalize(x, p=2.0, dim=-1)
+        return attention(adj, key * self.beta, key, x, scale=1.0)

@@ -1,0 +1,141 @@
+"""Graph attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.nn import GATConv
+from torch_geometric.typing import OptPairTensor, OptTensor, Size, SparseTensor
+
+from fastsparse_core import Adjacency, additive_attention, additive_attention_weights, spmm
+from fastsparse_core.head_scores import head_scores
+from fastsparse_pyg.nn.accelerated import is_plain_linear
+from fastsparse_pyg.nn.attention import AttentionConv
+
+
+class FastGATConv(AttentionConv, GATConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.GATConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{x}^{\prime}_i = \sum_{j \in \mathcal{N}(i) \cup \{ i \}} \alpha_{i,j} \mathbf{\Theta}
+        \mathbf{x}_{j}, \qquad \alpha_{i,j} = \mathrm{softmax}_j \left( \mathrm{LeakyReLU} \left(
+        \mathbf{a}^{\top}_{s} \mathbf{\Theta} \mathbf{x}_j + \mathbf{a}^{\top}_{t} \mathbf{\Theta}
+        \mathbf{x}_i + \mathbf{a}^{\top}_{e} \mathbf{\Theta}_{e} \mathbf{e}_{i,j} \right) \right)
+
+    after "Graph Attention Networks" (https://arxiv.org/abs/1710.10903), section 2.1. Arguments, parameters,
+    ``state_dict`` and results are the original's. Scores, softmax, dropout and sum are one operator
+    (:func:`fastsparse_core.additive_attention`): nothing of the size of the edges is stored but, with
+    ``edge_dim``, one number per edge and head. The dropped attention weights are other random ones than the
+    original's, the same in the forward and the backward pass. ``return_attention_weights`` computes the
+    weights of all edges. Under autocast the result has the autocast dtype.
+
+    Shapes:
+        - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
+          :math:`((|\mathcal{V_s}|, F_{s}), (|\mathcal{V_t}|, F_{t}))` if bipartite, float64, float32, float16
+          or bfloat16; edges :math:`(2, |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or
+          :class:`~fastsparse_core.Adjacency`; edge features :math:`(|\mathcal{E}|, D)` *(optional)*
+        - **output:** node features :math:`(|\mathcal{V}|, H * F_{out})` or :math:`(|\mathcal{V}_t|, H *
+          F_{out})`, with ``return_attention_weights`` a pair of that and
+          :math:`((2, |\mathcal{E}|), (|\mathcal{E}|, H))`
+    """
+
+    _stores_edges = False
+
+    def forward(
+        self,
+        x: Tensor | OptPairTensor,
+        edge_index: Tensor | Adjacency,
+        edge_attr: OptTensor = None,
+        size: Size = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
+        """Computes the layer.
+
+        Args:
+            x: node features, or (source features, destination features or None).
+            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. Self loops are
+                added to an Adjacency that was built without, as to edges; one that was built with them is
+                taken as it is.
+            edge_attr: features of the edges, for edges and Adjacency; ignored without ``edge_dim``.
+            size: (sources, destinations), for edge lists.
+            return_attention_weights: True: also returns the edges, self loops included, and their attention
+                weights after dropout.
+
+        Raises:
+            ValueError: sizes, dtypes, devices or the dropout probability do not fit.
+            IndexError: an index points to no node.
+        """
+        pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
+        if self.lin_edge is None:
+            edge_attr = None
+        reason = self._why_original_gat(pair, edge_index, edge_attr, bool(return_attention_weights))
+        if reason:
+            if isinstance(edge_index, Adjacency):
+                size = (edge_index.num_src, edge_index.num_dst)
+            return self._original_attention(reason, x, edge_index, edge_attr, size, return_attention_weights)
+        graph = self._graph(pair, edge_index, size, add_self_loops=self.add_self_loops)
+        adj = graph.adj
+        x_src, x_dst = pair
+        residual = None if self.res is None or x_dst is None else self.res(x_dst)
+        value, score_dst, score_src = self._values_and_scores(x_src, x_dst)
+        if score_dst is None:
+            score_dst = score_src.new_zeros(adj.num_dst, self.heads)
+        bias = None if edge_attr is None else self._edge_scores(self._edge_features(graph, edge_attr))
+
+        alpha = None
+        if return_attention_weights:
+            alpha = additive_attention_weights(adj, score_dst, score_src, self.negative_slope, bias)
+            alpha = F.dropout(alpha.to(self.att_src.dtype), self.dropout, self.training)
+            out = spmm(adj, value.flatten(1), alpha).view(-1, self.heads, self.out_channels)
+        else:
+            dropout = self.dropout if self.training else 0.0
+            out = additive_attention(adj, score_dst, score_src, value, self.negative_slope, bias, dropout)
+
+        out = out.flatten(1) if self.concat else out.mean(dim=1)
+        if residual is not None:
+            out = out + residual
+        if self.bias is not None:
+            out = out + self.bias.to(out.dtype)
+        if alpha is None:
+            return out
+        num_loops = min(adj.shape) if self.add_self_loops else None
+        return out, self._attention_edges(edge_index, adj, alpha, num_loops)
+
+    def _why_original_gat(
+        self, x: tuple[Any, Any], edge_index: object, edge_attr: object, return_attention_weights: bool
+    ) -> str:
+        if self.lin_edge is not None and isinstance(edge_index, SparseTensor):
+            return "a SparseTensor in a layer with edge_dim"
+        if self._fill_needs_original(edge_index, edge_attr):
+            return f"edge features with fill_value={self.fill_value!r}"
+        return self._why_original_attention(x, edge_index, edge_attr, return_attention_weights)
+
+    def _values_and_scores(self, x_src: Tensor, x_dst: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        """(values, scores of the destinations, scores of the sources)."""
+        heads = (-1, self.heads, self.out_channels)
+        lin_src, lin_dst = (self.lin_src, self.lin_dst) if self.lin is None else (self.lin, self.lin)
+        value = lin_src(x_src).view(heads)
+        if x_dst is x_src and lin_dst is lin_src:
+            score_src, score_dst = head_scores(value, self.att_src, self.att_dst)
+            return value, score_dst, score_src
+        (score_src,) = head_scores(value, self.att_src)
+        if x_dst is None:
+            return value, None, score_src
+        (score_dst,) = head_scores(lin_dst(x_dst).view(heads), self.att_dst)
+        return value, score_dst, score_src
+
+    def _edge_scores(self, features: Tensor) -> Tensor:
+        """Scores (num_values, heads) of edge features (num_values, D)."""
+        lin = self.lin_edge
+        if not is_plain_linear(lin):
+            projected = lin(features).view(-1, self.heads, self.out_channels)
+            return (projected * self.att_edge).sum(dim=-1)
+        # Both factors are linear: their product is taken first, so that no edge gets H * C numbers.
+        autocast = torch.is_autocast_enabled(features.device.type)
+        with torch.autocast(features.device.type, enabled=False):
+            weight = lin.weight.view(self.heads, self.out_channels, -1)
+            weight = (weight * self.att_edge.view(self.heads, self.out_channels, 1)).sum(dim=1)
+            return F.linear(features.to(weight.dtype) if autocast else features, weight)

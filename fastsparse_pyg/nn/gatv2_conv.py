@@ -1,0 +1,105 @@
+"""Graph attention with dynamic scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.nn import GATv2Conv
+from torch_geometric.typing import OptTensor, PairTensor, SparseTensor
+
+from fastsparse_core import Adjacency, edge_softmax, gatv2_attention, gatv2_attention_weights, spmm
+from fastsparse_pyg.nn.attention import AttentionConv, value_ends
+
+
+class FastGATv2Conv(AttentionConv, GATv2Conv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.GATv2Conv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{x}^{\prime}_i = \sum_{j \in \mathcal{N}(i) \cup \{ i \}} \alpha_{i,j} \mathbf{\Theta}_{s}
+        \mathbf{x}_{j}, \qquad \alpha_{i,j} = \mathrm{softmax}_j \left( \mathbf{a}^{\top} \mathrm{LeakyReLU}
+        \left( \mathbf{\Theta}_{s} \mathbf{x}_j + \mathbf{\Theta}_{t} \mathbf{x}_i + \mathbf{\Theta}_{e}
+        \mathbf{e}_{i,j} \right) \right)
+
+    after "How Attentive are Graph Attention Networks?" (https://arxiv.org/abs/2105.14491), section 3.
+    Arguments, parameters, ``state_dict`` and results are the original's. Scores, softmax, dropout and sum are
+    one operator (:func:`fastsparse_core.gatv2_attention`) that stores nothing of the size of the edges. Edge
+    features stand inside the non-linearity and run the unfused operators. The dropped attention weights are
+    other random ones than the original's. Under autocast the result has the autocast dtype.
+
+    Shapes:
+        - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
+          :math:`((|\mathcal{V_s}|, F_{s}), (|\mathcal{V_t}|, F_{t}))` if bipartite, float64, float32, float16
+          or bfloat16; edges :math:`(2, |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or
+          :class:`~fastsparse_core.Adjacency`; edge features :math:`(|\mathcal{E}|, D)` *(optional)*
+        - **output:** node features :math:`(|\mathcal{V}|, H * F_{out})` or :math:`(|\mathcal{V}_t|, H *
+          F_{out})`, with ``return_attention_weights`` a pair of that and
+          :math:`((2, |\mathcal{E}|), (|\mathcal{E}|, H))`
+    """
+
+    def forward(
+        self,
+        x: Tensor | PairTensor,
+        edge_index: Tensor | Adjacency,
+        edge_attr: OptTensor = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
+        """Computes the layer; arguments and errors as in :meth:`FastGATConv.forward`, without `size`."""
+        pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
+        reason = self._why_original_gatv2(pair, edge_index, edge_attr, bool(return_attention_weights))
+        if reason:
+            return self._original_attention(reason, x, edge_index, edge_attr, return_attention_weights)
+        graph = self._graph(pair, edge_index, None, add_self_loops=self.add_self_loops)
+        adj = graph.adj
+        residual = None if self.res is None else self.res(pair[1])
+        x_src = self.lin_l(pair[0]).view(-1, self.heads, self.out_channels)
+        if self.share_weights and pair[1] is pair[0]:
+            x_dst = x_src
+        else:
+            x_dst = self.lin_r(pair[1]).view(-1, self.heads, self.out_channels)
+        att = self.att.view(self.heads, self.out_channels)
+
+        alpha = None
+        if edge_attr is None and not return_attention_weights:
+            dropout = self.dropout if self.training else 0.0
+            out = gatv2_attention(adj, x_dst, x_src, att, self.negative_slope, dropout)
+        else:
+            if edge_attr is None:
+                alpha = gatv2_attention_weights(adj, x_dst, x_src, att, self.negative_slope)
+            else:
+                self._log_unfused("edge features")
+                alpha = self._weights_with_edges(adj, x_dst, x_src, self._edge_features(graph, edge_attr))
+            alpha = F.dropout(alpha.to(self.att.dtype), self.dropout, self.training)
+            out = spmm(adj, x_src.flatten(1), alpha).view(-1, self.heads, self.out_channels)
+
+        out = out.flatten(1) if self.concat else out.mean(dim=1)
+        if residual is not None:
+            out = out + residual
+        if self.bias is not None:
+            out = out + self.bias.to(out.dtype)
+        if alpha is None or not return_attention_weights:
+            return out
+        num_loops = min(adj.shape) if self.add_self_loops else None
+        return out, self._attention_edges(edge_index, adj, alpha, num_loops)
+
+    def _why_original_gatv2(
+        self, x: tuple[Any, Any], edge_index: object, edge_attr: object, return_attention_weights: bool
+    ) -> str:
+        if x[1] is None:
+            return "no features of destinations"
+        if edge_attr is not None and self.lin_edge is None:
+            return "edge features in a layer without edge_dim"
+        if isinstance(edge_index, SparseTensor) and self.lin_edge is not None:
+            return "a SparseTensor in a layer with edge_dim"
+        if self._fill_needs_original(edge_index, edge_attr):
+            return f"edge features with fill_value={self.fill_value!r}"
+        return self._why_original_attention(x, edge_index, edge_attr, return_attention_weights)
+
+    def _weights_with_edges(self, adj: Adjacency, x_dst: Tensor, x_src: Tensor, features: Tensor) -> Tensor:
+        """Attention weights (num_values, heads) with edge features (num_values, D) in the scores."""
+        dst, src = value_ends(adj)
+        projected = self.lin_edge(features).view(-1, self.heads, self.out_channels)
+        total = x_dst.index_select(0, dst) + x_src.index_select(0, src) + projected
+        score = (F.leaky_relu(total, self.negative_slope) * self.att).sum(dim=-1)
+        return edge_softmax(adj, score)

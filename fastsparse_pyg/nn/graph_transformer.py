@@ -1,0 +1,134 @@
+"""Graph transformer layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastsparse_core import Adjacency, attention
+from fastsparse_pyg.graph import resolve
+
+# Compiled code builds no structures: an edge list breaks the graph here, an Adjacency does not.
+_resolve_uncompiled = torch.compiler.disable(resolve)
+
+_NORMS = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm, None: nn.Identity}
+
+
+class GraphTransformerLayer(nn.Module):
+    r"""Transformer layer whose attention follows the edges of a graph.
+
+    .. math::
+        \hat{\mathbf{h}}_i &= \mathrm{Norm}\Big(\mathbf{h}_i + \mathbf{O} \big\Vert_k \sum_{j \in
+        \mathcal{N}(i)} \mathrm{softmax}_j\Big(\frac{\mathbf{Q}^k \mathbf{h}_i \cdot \mathbf{K}^k
+        \mathbf{h}_j}{\sqrt{d_k}}\Big) \mathbf{V}^k \mathbf{h}_j\Big) \\
+        \mathbf{h}_i' &= \mathrm{Norm}\big(\hat{\mathbf{h}}_i + \mathbf{W}_2\, \mathrm{ReLU}(\mathbf{W}_1
+        \hat{\mathbf{h}}_i)\big)
+
+    after Dwivedi and Bresson, "A Generalization of Transformer Networks to Graphs"
+    (https://arxiv.org/abs/2012.09699), section 2.2, equations 4 to 8. Scores, softmax, dropout and sum are
+    one operator (:func:`fastsparse_core.attention`) that stores nothing of the size of the edges. The scores
+    are not clamped, as the authors' code does against overflow: the softmax subtracts the row's maximum. No
+    self loops are added; nodes without incoming edges get an attention of 0. Parameters have the names of
+    ``fastsparse_dgl.GraphTransformerLayer``.
+
+    Args:
+        in_channels: width of the input; equal to `out_channels` with `residual`.
+        out_channels: width of the output, a multiple of `heads`.
+        heads: number of heads, of width ``out_channels / heads`` each.
+        dropout: of the attention's result and inside the feed-forward part.
+        attention_dropout: of the attention weights.
+        norm: ``"batch"``, ``"layer"`` or None.
+        residual: whether each of the two parts adds its input.
+        bias: whether queries, keys and values have biases.
+        flow: ``"source_to_target"`` or ``"target_to_source"``, for edge lists.
+
+    Shapes:
+        - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, or :math:`((|\mathcal{V_s}|, F_{in}),
+          (|\mathcal{V_t}|, F_{in}))` if bipartite, float64, float32, float16 or bfloat16; edges :math:`(2,
+          |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or :class:`~fastsparse_core.Adjacency`
+        - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
+
+    Raises:
+        ValueError: widths or options do not fit.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        heads: int,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        norm: str | None = "batch",
+        residual: bool = True,
+        bias: bool = False,
+        flow: str = "source_to_target",
+    ) -> None:
+        super().__init__()
+        if heads < 1 or out_channels % heads:
+            raise ValueError(
+                f"out_channels: expected a multiple of heads={heads}, at least 1, got {out_channels}"
+            )
+        if residual and in_channels != out_channels:
+            raise ValueError(
+                f"in_channels: expected {out_channels} like out_channels, got {in_channels}; "
+                "residual=False allows other widths"
+            )
+        if not 0 <= attention_dropout < 1:
+            raise ValueError(f"attention_dropout: expected a probability in [0, 1), got {attention_dropout}")
+        if norm not in _NORMS:
+            raise ValueError(f'norm: expected "batch", "layer" or None, got {norm!r}')
+        if flow not in ("source_to_target", "target_to_source"):
+            raise ValueError(f"flow: expected 'source_to_target' or 'target_to_source', got {flow!r}")
+        self.heads = heads
+        self.attention_dropout = attention_dropout
+        self.residual = residual
+        self.flow = flow
+        self.query = nn.Linear(in_channels, out_channels, bias=bias)
+        self.key = nn.Linear(in_channels, out_channels, bias=bias)
+        self.value = nn.Linear(in_channels, out_channels, bias=bias)
+        self.out = nn.Linear(out_channels, out_channels)
+        self.dropout = nn.Dropout(dropout)
+        self.norm1 = _NORMS[norm](out_channels)
+        self.feed_forward = nn.Sequential(
+            nn.Linear(out_channels, 2 * out_channels),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(2 * out_channels, out_channels),
+        )
+        self.norm2 = _NORMS[norm](out_channels)
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.BatchNorm1d, nn.LayerNorm)):
+                module.reset_parameters()
+
+    def forward(self, x: Tensor | tuple[Tensor, Tensor], edge_index: Tensor | Adjacency | Any) -> Tensor:
+        """Computes the layer.
+
+        Args:
+            x: node features, or (source features, destination features).
+            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
+
+        Raises:
+            ValueError: sizes, dtypes or devices do not fit together.
+            IndexError: an index points to no node.
+        """
+        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
+        to_structure = resolve if isinstance(edge_index, Adjacency) else _resolve_uncompiled
+        adj = to_structure(edge_index, x_src.size(0), x_dst.size(0), x_src.device, flow=self.flow).adj
+        heads = (self.heads, -1)
+        out = attention(
+            adj,
+            self.query(x_dst).unflatten(-1, heads),
+            self.key(x_src).unflatten(-1, heads),
+            self.value(x_src).unflatten(-1, heads),
+            dropout_p=self.attention_dropout if self.training else 0.0,
+        ).flatten(1)
+        out = self.out(self.dropout(out))
+        out = self.norm1(x_dst + out if self.residual else out)
+        forward = self.feed_forward(out)
+        return self.norm2(out + forward if self.residual else forward)

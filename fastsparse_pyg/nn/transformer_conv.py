@@ -1,0 +1,114 @@
+"""Graph transformer operator."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.nn import TransformerConv
+from torch_geometric.typing import OptTensor, PairTensor
+
+from fastsparse_core import Adjacency, attention, attention_weights, sddmm, spmm
+from fastsparse_pyg.nn.attention import AttentionConv, incidence
+
+
+class FastTransformerConv(AttentionConv, TransformerConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.TransformerConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{x}^{\prime}_i = \mathbf{W}_1 \mathbf{x}_i + \sum_{j \in \mathcal{N}(i)} \alpha_{i,j} \left(
+        \mathbf{W}_2 \mathbf{x}_{j} + \mathbf{W}_6 \mathbf{e}_{ij} \right), \qquad \alpha_{i,j} =
+        \mathrm{softmax}_j \left( \frac{(\mathbf{W}_3\mathbf{x}_i)^{\top} (\mathbf{W}_4\mathbf{x}_j +
+        \mathbf{W}_6 \mathbf{e}_{ij})}{\sqrt{d}} \right)
+
+    after "Masked Label Prediction: Unified Message Passing Model for Semi-Supervised Classification"
+    (https://arxiv.org/abs/2009.03509), section 3.1. Arguments, parameters, ``state_dict`` and results are the
+    original's. Scores, softmax, dropout and sum are one operator (:func:`fastsparse_core.attention`) that
+    stores nothing of the size of the edges. Edge features join keys and values and run the unfused operators.
+    The dropped attention weights are other random ones than the original's. Under autocast the attention
+    runs in the autocast dtype.
+
+    Shapes:
+        - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
+          :math:`((|\mathcal{V_s}|, F_{s}), (|\mathcal{V_t}|, F_{t}))` if bipartite, float64, float32, float16
+          or bfloat16; edges :math:`(2, |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or
+          :class:`~fastsparse_core.Adjacency`; edge features :math:`(|\mathcal{E}|, D)` *(optional)*
+        - **output:** node features :math:`(|\mathcal{V}|, H * F_{out})` or :math:`(|\mathcal{V}_t|, H *
+          F_{out})`, with ``return_attention_weights`` a pair of that and
+          :math:`((2, |\mathcal{E}|), (|\mathcal{E}|, H))`
+    """
+
+    def forward(
+        self,
+        x: Tensor | PairTensor,
+        edge_index: Tensor | Adjacency,
+        edge_attr: OptTensor = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
+        """Computes the layer.
+
+        Args:
+            x: node features, or (source features, destination features).
+            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
+            edge_attr: features of the edges, for edges and Adjacency; required with ``edge_dim``.
+            return_attention_weights: True or False: also returns the edges and their attention weights before
+                dropout.
+
+        Raises:
+            ValueError: sizes, dtypes, devices or the dropout probability do not fit.
+            IndexError: an index points to no node.
+        """
+        pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
+        with_weights = isinstance(return_attention_weights, bool)
+        reason = self._why_original_transformer(pair, edge_index, edge_attr, with_weights)
+        if reason:
+            return self._original_attention(reason, x, edge_index, edge_attr, return_attention_weights)
+        graph = self._graph(pair, edge_index, None)
+        adj = graph.adj
+        heads = (-1, self.heads, self.out_channels)
+        query = self.lin_query(pair[1]).view(heads)
+        key = self.lin_key(pair[0]).view(heads)
+        value = self.lin_value(pair[0]).view(heads)
+
+        alpha = None
+        if edge_attr is None and not with_weights:
+            dropout = self.dropout if self.training else 0.0
+            out = attention(adj, query, key, value, dropout_p=dropout)
+        else:
+            edges = bias = None
+            if edge_attr is not None:
+                self._log_unfused("edge features")
+                edges = self.lin_edge(self._edge_features(graph, edge_attr)).view(heads)
+                bias = sddmm(incidence(adj), query, edges) / math.sqrt(self.out_channels)
+            alpha = attention_weights(adj, query, key, bias=bias)
+            dropped = F.dropout(alpha, self.dropout, self.training)
+            out = spmm(adj, value.flatten(1), dropped)
+            if edges is not None:
+                out = out + spmm(incidence(adj), edges.flatten(1), dropped)
+            out = out.view(heads)
+
+        out = out.flatten(1) if self.concat else out.mean(dim=1)
+        if self.root_weight:
+            skip = self.lin_skip(pair[1])
+            if self.lin_beta is None:
+                out = out + skip
+            else:
+                beta = self.lin_beta(torch.cat([out, skip, out - skip], dim=-1)).sigmoid()
+                out = beta * skip + (1 - beta) * out
+        if alpha is None or not with_weights:
+            return out
+        return out, self._attention_edges(edge_index, adj, alpha.to(self.lin_key.weight.dtype))
+
+    def _why_original_transformer(
+        self, x: tuple[Any, Any], edge_index: object, edge_attr: object, return_attention_weights: bool
+    ) -> str:
+        if x[1] is None:
+            return "no features of destinations"
+        if (edge_attr is None) != (self.lin_edge is None):
+            return "edge features without edge_dim, or edge_dim without edge features"
+        if isinstance(edge_attr, Tensor) and edge_attr.dim() != 2:
+            return "edge features that are not a matrix"
+        return self._why_original_attention(x, edge_index, edge_attr, return_attention_weights)

@@ -1,0 +1,105 @@
+// Attention on the CPU, forward: scores, online softmax (Milakov and Gimelshein, 2018) and weighted sum of
+// one row at a time, 64 entries at a time. Bound by the gather of keys and values: E H (D + Dv) elements.
+#include <vector>
+
+#include "fastsparse/cpu_attention.h"
+#include "fastsparse/launchers.h"
+
+namespace fastsparse::cpu {
+namespace {
+
+template <typename T>
+FASTSPARSE_INLINE void attend_rows(const AttentionCsrArgs& args, std::int64_t row_begin,
+                                   std::int64_t row_end) {
+  using A = Acc<T>;
+  constexpr int kWidth = kVectorWidth<A>;
+  constexpr A kInfinity = std::numeric_limits<A>::infinity();
+  const std::int64_t heads = args.heads, value_width = args.value_width, width = heads * value_width;
+  std::vector<A> left(score_columns(args)), total(width), compensation(width), maximum(heads);
+  std::vector<double> sum(heads);
+  A* lse = static_cast<A*>(args.lse);
+  for (std::int64_t row = row_begin; row < row_end; ++row) {
+    load_score_row<T>(args, args.dst, row, left);
+    std::fill(total.begin(), total.end(), A{0});
+    std::fill(compensation.begin(), compensation.end(), A{0});
+    std::fill(maximum.begin(), maximum.end(), -kInfinity);
+    std::fill(sum.begin(), sum.end(), 0.0);
+    const std::int64_t end = args.a.rowptr[row + 1];
+    for (std::int64_t entry = args.a.rowptr[row]; entry < end; entry += kBlock) {
+      const Block block = block_at(args.a, entry, end);
+      for (std::int64_t head = 0; head < heads; ++head) {
+        Scores<A> scores;
+        block_scores<T>(args, args.a, block, head, left.data(), args.src, scores);
+        for (int i = block.count; i < kBlock; ++i) scores.score[i] = -kInfinity;
+        const A block_highest = largest<A>(scores.score);
+        const A highest = block_highest < maximum[head] ? maximum[head] : block_highest;  // NaN stays
+        if (highest == -kInfinity) continue;  // nothing but masked entries so far
+        A block_sum = 0;
+        for (int i = 0; i < kBlock; i += kWidth) {
+          Vector<A> weight;
+          load_vector<A>(scores.score + i, weight);
+          weight -= highest;
+          exponential(weight);
+          block_sum += sum_lanes<A, kWidth>(weight);
+          std::memcpy(scores.score + i, &weight, sizeof weight);
+        }
+        const Sum<A> out{total.data() + head * value_width, compensation.data() + head * value_width};
+        if (highest != maximum[head]) {
+          const A rescale = std::exp(maximum[head] - highest);
+          sum[head] *= rescale;
+          for (std::int64_t f = 0; f < value_width; ++f) {
+            out.total[f] *= rescale;
+            out.compensation[f] *= rescale;
+          }
+          maximum[head] = highest;
+        }
+        sum[head] += block_sum;
+        if (args.dropout.threshold != 0) {
+          for (int i = 0; i < block.count; ++i) {
+            scores.score[i] *= keep_factor<A>(args, row, block.col[i], head);
+          }
+        }
+        const auto v = gather<T>(args.v, head * value_width, block);
+        accumulate<T, Term::kFeatures>(scores.score, {}, v, value_width, out);
+      }
+    }
+    T* out = static_cast<T*>(args.out) + row * width;
+    for (std::int64_t head = 0; head < heads; ++head) {
+      const bool empty = maximum[head] == -kInfinity;
+      const A inverse = empty ? A{0} : static_cast<A>(1 / sum[head]);
+      for (std::int64_t f = head * value_width; f < (head + 1) * value_width; ++f) {
+        narrow(total[f] * inverse, out + f);
+      }
+      lse[row * heads + head] = empty ? -kInfinity : static_cast<A>(maximum[head] + std::log(sum[head]));
+    }
+  }
+}
+
+// One plain function per type: the compiler multi-versions functions, not templates.
+FASTSPARSE_MULTIVERSION void rows(double, const AttentionCsrArgs& args, std::int64_t begin,
+                                  std::int64_t end) {
+  attend_rows<double>(args, begin, end);
+}
+FASTSPARSE_MULTIVERSION void rows(float, const AttentionCsrArgs& args, std::int64_t begin, std::int64_t end) {
+  attend_rows<float>(args, begin, end);
+}
+FASTSPARSE_MULTIVERSION void rows(Half, const AttentionCsrArgs& args, std::int64_t begin, std::int64_t end) {
+  attend_rows<Half>(args, begin, end);
+}
+FASTSPARSE_MULTIVERSION void rows(BFloat16, const AttentionCsrArgs& args, std::int64_t begin,
+                                  std::int64_t end) {
+  attend_rows<BFloat16>(args, begin, end);
+}
+
+}  // namespace
+
+void attention_csr(const AttentionCsrArgs& args, int threads) {
+  with_type(args.dtype, [&](auto type) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (work(args) > kSerialWork)
+    for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
+      rows(type, args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+    }
+  });
+}
+
+}  // namespace fastsparse::cpu

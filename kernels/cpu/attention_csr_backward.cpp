@@ -1,0 +1,316 @@
+// Attention on the CPU, backward, with the scores recomputed as in FlashAttention-2: with p = exp(score -
+// lse), dp_ij = <dO_i, v_j> and ds_ij = p_ij (dropout_ij dp_ij - <dO_i, O_i>),
+//   the pass over rows sums d(dst) and writes d(bias), the pass over columns sums d(src) and dV.
+// Nothing is scattered: no atomics, and sums in a fixed order.
+#include <vector>
+
+#include "fastsparse/cpu_attention.h"
+#include "fastsparse/launchers.h"
+
+namespace fastsparse::cpu {
+namespace {
+
+// What the pass over rows leaves to the pass over columns. The sum of a row's weights, as they are
+// recomputed, makes up for the rounding of lse, which is coarse where scores are large; <dO_i, O_i> is summed
+// again for the same reason.
+template <typename A>
+struct RowState {
+  A delta;
+  A inverse_sum;
+};
+
+template <typename A>
+struct Scratch {
+  RowState<A>* rows;  // (num_rows, heads)
+  A* grad_att;        // (tasks, heads * head_width)
+};
+
+// Numbers of the entries of a block, for one head; those beyond its end are 0.
+template <typename A>
+struct Terms {
+  A weight[kBlock];  // p; then p times the dropout factor
+  A factor[kBlock];  // of dropout
+  A grad[kBlock];    // dp; then ds, of additive attention times the slope
+  A slope[kBlock];
+  A lse[kBlock];
+};
+
+// Fills in weights, up to the sum of each row, dp and slopes. `left` and `value` are the row's own, of dst
+// and dO, or in the transposed structure of src and v; `right` and `values` are gathered.
+template <typename T>
+FASTSPARSE_INLINE void recompute(const AttentionCsrArgs& args, const CsrView& a, const Block& block,
+                                 std::int64_t head, const std::vector<Acc<T>>& left, const DenseView& right,
+                                 const std::vector<Acc<T>>& value, const DenseView& values,
+                                 Terms<Acc<T>>& terms) {
+  using A = Acc<T>;
+  constexpr A kInfinity = std::numeric_limits<A>::infinity();
+  constexpr int kWidth = kVectorWidth<A>;
+  Scores<A> scores;
+  block_scores<T>(args, a, block, head, left.data(), right, scores);
+  const std::int64_t first = head * args.value_width;
+  products<T, false>({value.data() + first, nullptr, 0}, gather<T>(values, first, block), args.value_width,
+                     terms.grad);
+  for (int i = 0; i < block.count; ++i)
+    terms.slope[i] = args.kind == AttentionScore::kAdditive ? scores.slope[i] : A{1};
+  for (int i = block.count; i < kBlock; ++i) {
+    scores.score[i] = terms.lse[i] = -kInfinity;
+    terms.grad[i] = terms.factor[i] = terms.slope[i] = 0;
+  }
+  for (int i = 0; i < kBlock; i += kWidth) {
+    Vector<A> p, lse;
+    load_vector<A>(scores.score + i, p);
+    load_vector<A>(terms.lse + i, lse);
+    p -= lse;
+    exponential(p);
+    p = lse == -kInfinity ? Vector<A>{} : p;  // beyond the end, or nothing but masked entries
+    std::memcpy(terms.weight + i, &p, sizeof p);
+  }
+}
+
+// Turns weights into normalised ones with dropout, and dp into ds, for row states `delta` and `inverse_sum`.
+template <typename A>
+FASTSPARSE_INLINE void finish(const A* delta, const A* inverse_sum, Terms<A>& terms) {
+  for (int i = 0; i < kBlock; ++i) {
+    const A p = terms.weight[i] * inverse_sum[i];
+    terms.weight[i] = p * terms.factor[i];
+    terms.grad[i] = p * (terms.factor[i] * terms.grad[i] - delta[i]) * terms.slope[i];
+  }
+}
+
+// Adds what the entries of a block give to the gradient of `left`, up to a constant factor.
+template <typename T>
+FASTSPARSE_INLINE void add_score_gradients(const AttentionCsrArgs& args, const Acc<T>* grad,
+                                           const Block& block, std::int64_t head,
+                                           const std::vector<Acc<T>>& left, const DenseView& right,
+                                           std::vector<Acc<T>>& total, std::vector<Acc<T>>& compensation) {
+  using A = Acc<T>;
+  if (args.kind == AttentionScore::kAdditive) {
+    A sum = 0;
+    for (int i = 0; i < block.count; ++i) sum += grad[i];
+    add_compensated(sum, total[head], compensation[head]);
+    return;
+  }
+  const std::int64_t first = head * args.head_width;
+  const Hidden<A> hidden{left.data() + first, nullptr, static_cast<A>(args.scale)};
+  const Sum<A> sum{total.data() + first, compensation.data() + first};
+  const auto rows = gather<T>(right, first, block);
+  if (args.kind == AttentionScore::kGatv2) {
+    accumulate<T, Term::kSlope>(grad, hidden, rows, args.head_width, sum);
+  } else {
+    accumulate<T, Term::kFeatures>(grad, hidden, rows, args.head_width, sum);
+  }
+}
+
+template <typename T, typename A>
+FASTSPARSE_INLINE void write_row(const std::vector<A>& total, A scale, void* to, std::int64_t row) {
+  T* out = static_cast<T*>(to) + row * static_cast<std::int64_t>(total.size());
+  for (std::size_t f = 0; f < total.size(); ++f) narrow(total[f] * scale, out + f);
+}
+
+// Writes the gradient of a row of dst or src.
+template <typename T>
+FASTSPARSE_INLINE void write_score_row(const AttentionCsrArgs& args, const std::vector<Acc<T>>& total,
+                                       void* to, std::int64_t row) {
+  using A = Acc<T>;
+  if (args.kind == AttentionScore::kAdditive) {
+    write_row<A>(total, A{1}, to, row);
+  } else {
+    const A scale = args.kind == AttentionScore::kDotProduct ? static_cast<A>(args.scale) : A{1};
+    write_row<T>(total, scale, to, row);
+  }
+}
+
+template <typename T>
+FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args,
+                                          const Scratch<Acc<T>>& scratch, std::int64_t row_begin,
+                                          std::int64_t row_end) {
+  using A = Acc<T>;
+  const AttentionCsrArgs& forward = args.forward;
+  const std::int64_t heads = forward.heads;
+  const auto slope = static_cast<A>(forward.scale);
+  const auto* att = static_cast<const A*>(forward.att);
+  std::vector<A> left(score_columns(forward)), grad(heads * forward.value_width), total(left.size()),
+      compensation(left.size());
+  std::vector<Terms<A>> terms(heads);
+  std::vector<RowState<double>> sums(heads);
+  std::vector<A> att_total(forward.kind == AttentionScore::kGatv2 ? left.size() : 0),
+      att_compensation(att_total.size());
+  for (std::int64_t row = row_begin; row < row_end; ++row) {
+    load_score_row<T>(forward, forward.dst, row, left);
+    load_row<T>(args.grad, row, grad);
+    std::fill(total.begin(), total.end(), A{0});
+    std::fill(compensation.begin(), compensation.end(), A{0});
+    const A* lse = static_cast<const A*>(forward.lse) + row * heads;
+    const std::int64_t begin = forward.a.rowptr[row], end = forward.a.rowptr[row + 1];
+    std::fill(sums.begin(), sums.end(), RowState<double>{0, 0});
+    // Twice over the row: its sums, then its gradients. The only block of a short row is still there.
+    for (const bool summing : {true, false}) {
+      for (std::int64_t entry = begin; entry < end; entry += kBlock) {
+        const Block block = block_at(forward.a, entry, end);
+        for (std::int64_t head = 0; head < heads; ++head) {
+          if (summing || end - begin > kBlock) {
+            std::fill(terms[head].lse, terms[head].lse + block.count, lse[head]);
+            for (int i = 0; i < block.count; ++i) {
+              terms[head].factor[i] = keep_factor<A>(forward, row, block.col[i], head);
+            }
+            recompute<T>(forward, forward.a, block, head, left, forward.src, grad, forward.v, terms[head]);
+          }
+          if (summing) {
+            A delta = 0, sum = 0;
+            for (int i = 0; i < block.count; ++i) {
+              sum += terms[head].weight[i];
+              delta += terms[head].weight[i] * terms[head].factor[i] * terms[head].grad[i];
+            }
+            sums[head].delta += delta;
+            sums[head].inverse_sum += sum;
+            continue;
+          }
+          const double inverse_sum = sums[head].inverse_sum != 0 ? 1 / sums[head].inverse_sum : 0;
+          const RowState<A> state{static_cast<A>(sums[head].delta * inverse_sum),
+                                  static_cast<A>(inverse_sum)};
+          scratch.rows[row * heads + head] = state;
+          A delta[kBlock], inverse[kBlock];
+          std::fill(delta, delta + kBlock, state.delta);
+          std::fill(inverse, inverse + kBlock, state.inverse_sum);
+          finish(delta, inverse, terms[head]);
+          const A* gradient = terms[head].grad;
+          if (args.grad_bias != nullptr) {
+            for (int i = 0; i < block.count; ++i) {
+              const std::int64_t at = edge_position(forward.a, block.entry + i) * heads + head;
+              if (forward.bias.dtype == forward.dtype) {
+                narrow(gradient[i], static_cast<T*>(args.grad_bias) + at);
+              } else {
+                static_cast<A*>(args.grad_bias)[at] = gradient[i];
+              }
+            }
+          }
+          add_score_gradients<T>(forward, gradient, block, head, left, forward.src, total, compensation);
+          if (forward.kind == AttentionScore::kGatv2) {
+            const std::int64_t first = head * forward.head_width;
+            accumulate<T, Term::kHidden>(gradient, {left.data() + first, nullptr, slope},
+                                         gather<T>(forward.src, first, block), forward.head_width,
+                                         {att_total.data() + first, att_compensation.data() + first});
+          }
+        }
+      }
+    }
+    if (forward.kind == AttentionScore::kGatv2) {
+      for (std::size_t f = 0; f < total.size(); ++f) total[f] *= att[f];
+    }
+    write_score_row<T>(forward, total, args.grad_dst, row);
+  }
+  if (forward.kind == AttentionScore::kGatv2) {
+    write_row<A>(att_total, A{1}, scratch.grad_att, row_begin / kRowsPerTask);
+  }
+}
+
+template <typename T>
+FASTSPARSE_INLINE void differentiate_columns(const AttentionCsrBackwardArgs& args,
+                                             const Scratch<Acc<T>>& scratch, std::int64_t col_begin,
+                                             std::int64_t col_end) {
+  using A = Acc<T>;
+  const AttentionCsrArgs& forward = args.forward;
+  const std::int64_t heads = forward.heads, value_width = forward.value_width;
+  const auto* att = static_cast<const A*>(forward.att);
+  std::vector<A> left(score_columns(forward)), total(left.size()), compensation(left.size());
+  std::vector<A> value(heads * value_width), value_total(value.size()), value_compensation(value.size());
+  Terms<A> terms;
+  for (std::int64_t col = col_begin; col < col_end; ++col) {
+    load_score_row<T>(forward, forward.src, col, left);
+    load_row<T>(forward.v, col, value);
+    for (auto* sum : {&total, &compensation, &value_total, &value_compensation}) {
+      std::fill(sum->begin(), sum->end(), A{0});
+    }
+    const std::int64_t end = args.a_t.rowptr[col + 1];
+    for (std::int64_t entry = args.a_t.rowptr[col]; entry < end; entry += kBlock) {
+      const Block block = block_at(args.a_t, entry, end);
+      for (std::int64_t head = 0; head < heads; ++head) {
+        A delta[kBlock] = {}, inverse[kBlock] = {};
+        for (int i = 0; i < block.count; ++i) {
+          const std::int64_t at = block.col[i] * heads + head;
+          terms.lse[i] = static_cast<const A*>(forward.lse)[at];
+          delta[i] = scratch.rows[at].delta;
+          inverse[i] = scratch.rows[at].inverse_sum;
+          terms.factor[i] = keep_factor<A>(forward, block.col[i], col, head);
+        }
+        recompute<T>(forward, args.a_t, block, head, left, forward.dst, value, args.grad, terms);
+        finish(delta, inverse, terms);
+        accumulate<T, Term::kFeatures>(
+            terms.weight, {}, gather<T>(args.grad, head * value_width, block), value_width,
+            {value_total.data() + head * value_width, value_compensation.data() + head * value_width});
+        add_score_gradients<T>(forward, terms.grad, block, head, left, forward.dst, total, compensation);
+      }
+    }
+    if (forward.kind == AttentionScore::kGatv2) {
+      for (std::size_t f = 0; f < total.size(); ++f) total[f] = total[f] * att[f] + value_total[f];
+    } else {
+      write_row<T>(value_total, A{1}, args.grad_v, col);
+    }
+    write_score_row<T>(forward, total, args.grad_src, col);
+  }
+}
+
+// One plain function per pass and type: the compiler multi-versions functions, not templates.
+FASTSPARSE_MULTIVERSION void rows(double, const AttentionCsrBackwardArgs& args,
+                                  const Scratch<double>& scratch, std::int64_t begin, std::int64_t end) {
+  differentiate_rows<double>(args, scratch, begin, end);
+}
+FASTSPARSE_MULTIVERSION void columns(double, const AttentionCsrBackwardArgs& args,
+                                     const Scratch<double>& scratch, std::int64_t begin, std::int64_t end) {
+  differentiate_columns<double>(args, scratch, begin, end);
+}
+FASTSPARSE_MULTIVERSION void rows(float, const AttentionCsrBackwardArgs& args, const Scratch<float>& scratch,
+                                  std::int64_t begin, std::int64_t end) {
+  differentiate_rows<float>(args, scratch, begin, end);
+}
+FASTSPARSE_MULTIVERSION void columns(float, const AttentionCsrBackwardArgs& args,
+                                     const Scratch<float>& scratch, std::int64_t begin, std::int64_t end) {
+  differentiate_columns<float>(args, scratch, begin, end);
+}
+FASTSPARSE_MULTIVERSION void rows(Half, const AttentionCsrBackwardArgs& args, const Scratch<float>& scratch,
+                                  std::int64_t begin, std::int64_t end) {
+  differentiate_rows<Half>(args, scratch, begin, end);
+}
+FASTSPARSE_MULTIVERSION void columns(Half, const AttentionCsrBackwardArgs& args,
+                                     const Scratch<float>& scratch, std::int64_t begin, std::int64_t end) {
+  differentiate_columns<Half>(args, scratch, begin, end);
+}
+FASTSPARSE_MULTIVERSION void rows(BFloat16, const AttentionCsrBackwardArgs& args,
+                                  const Scratch<float>& scratch, std::int64_t begin, std::int64_t end) {
+  differentiate_rows<BFloat16>(args, scratch, begin, end);
+}
+FASTSPARSE_MULTIVERSION void columns(BFloat16, const AttentionCsrBackwardArgs& args,
+                                     const Scratch<float>& scratch, std::int64_t begin, std::int64_t end) {
+  differentiate_columns<BFloat16>(args, scratch, begin, end);
+}
+
+}  // namespace
+
+void attention_csr_backward(const AttentionCsrBackwardArgs& args, int threads) {
+  with_type(args.forward.dtype, [&](auto type) {
+    using A = Acc<decltype(type)>;
+    const AttentionCsrArgs& forward = args.forward;
+    const std::int64_t num_rows = forward.a.num_rows, num_cols = forward.a.num_cols;
+    const std::int64_t tasks = (num_rows + kRowsPerTask - 1) / kRowsPerTask;
+    const std::int64_t att_width = args.grad_att != nullptr ? forward.heads * forward.head_width : 0;
+    std::vector<RowState<A>> row_states(num_rows * forward.heads);
+    std::vector<A> grad_att(tasks * att_width);
+    const Scratch<A> scratch{row_states.data(), grad_att.data()};
+    const bool parallel = work(forward) > kSerialWork;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (parallel)
+    for (std::int64_t row = 0; row < num_rows; row += kRowsPerTask) {
+      rows(type, args, scratch, row, std::min(row + kRowsPerTask, num_rows));
+    }
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (parallel)
+    for (std::int64_t col = 0; col < num_cols; col += kRowsPerTask) {
+      columns(type, args, scratch, col, std::min(col + kRowsPerTask, num_cols));
+    }
+    for (std::int64_t f = 0; f < att_width; ++f) {
+      double sum = 0;
+      for (std::int64_t task = 0; task < tasks; ++task) sum += grad_att[task * att_width + f];
+      static_cast<A*>(args.grad_att)[f] = static_cast<A>(sum);
+    }
+  });
+}
+
+}  // namespace fastsparse::cpu

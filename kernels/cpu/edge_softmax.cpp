@@ -1,0 +1,104 @@
+// Softmax over the entries of every row of edge values on the CPU, and its gradient.
+#include <vector>
+
+#include "fastsparse/cpu_attention.h"
+#include "fastsparse/launchers.h"
+
+namespace fastsparse::cpu {
+namespace {
+
+template <typename T>
+FASTSPARSE_INLINE void normalise_rows(const EdgeSoftmaxArgs& args, std::int64_t row_begin,
+                                      std::int64_t row_end) {
+  using A = Acc<T>;
+  constexpr int kWidth = kVectorWidth<A>;
+  constexpr A kInfinity = std::numeric_limits<A>::infinity();
+  const auto* input = static_cast<const T*>(args.input);
+  auto* out = static_cast<T*>(args.out);
+  std::vector<A> weight;  // of one row and head, padded to whole vectors
+  for (std::int64_t row = row_begin; row < row_end; ++row) {
+    const std::int64_t begin = args.a.rowptr[row], count = args.a.rowptr[row + 1] - begin;
+    weight.resize((count + kWidth - 1) / kWidth * kWidth);
+    for (std::int64_t head = 0; head < args.heads; ++head) {
+      A highest = -kInfinity;
+      for (std::int64_t i = 0; i < count; ++i) {
+        weight[i] = widen(input[edge_position(args.a, begin + i) * args.heads + head]);
+        highest = weight[i] > highest || weight[i] != weight[i] ? weight[i] : highest;  // NaN stays
+      }
+      std::fill(weight.begin() + count, weight.end(), -kInfinity);
+      double sum = 0;
+      if (highest == -kInfinity) {
+        std::fill(weight.begin(), weight.end(), A{0});
+      } else {
+        for (std::size_t i = 0; i < weight.size(); i += kWidth) {
+          Vector<A> terms;
+          load_vector<A>(weight.data() + i, terms);
+          terms -= highest;
+          exponential(terms);
+          std::memcpy(weight.data() + i, &terms, sizeof terms);
+          sum += sum_lanes<A, kWidth>(terms);
+        }
+      }
+      const A inverse = sum == 0 ? A{0} : static_cast<A>(1 / sum);
+      for (std::int64_t i = 0; i < count; ++i) {
+        narrow(weight[i] * inverse, out + edge_position(args.a, begin + i) * args.heads + head);
+      }
+    }
+  }
+}
+
+template <typename T>
+FASTSPARSE_INLINE void differentiate_rows(const EdgeSoftmaxArgs& args, std::int64_t row_begin,
+                                          std::int64_t row_end) {
+  using A = Acc<T>;
+  const auto* weight = static_cast<const T*>(args.input);
+  const auto* grad = static_cast<const T*>(args.grad);
+  auto* out = static_cast<T*>(args.out);
+  for (std::int64_t row = row_begin; row < row_end; ++row) {
+    const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1];
+    for (std::int64_t head = 0; head < args.heads; ++head) {
+      double sum = 0;
+      for (std::int64_t entry = begin; entry < end; ++entry) {
+        const std::int64_t at = edge_position(args.a, entry) * args.heads + head;
+        sum += static_cast<double>(widen(weight[at])) * widen(grad[at]);
+      }
+      for (std::int64_t entry = begin; entry < end; ++entry) {
+        const std::int64_t at = edge_position(args.a, entry) * args.heads + head;
+        narrow(widen(weight[at]) * static_cast<A>(widen(grad[at]) - sum), out + at);
+      }
+    }
+  }
+}
+
+template <typename T>
+FASTSPARSE_INLINE void process_rows(const EdgeSoftmaxArgs& args, std::int64_t begin, std::int64_t end) {
+  args.grad == nullptr ? normalise_rows<T>(args, begin, end) : differentiate_rows<T>(args, begin, end);
+}
+
+FASTSPARSE_MULTIVERSION void rows(double, const EdgeSoftmaxArgs& args, std::int64_t begin, std::int64_t end) {
+  process_rows<double>(args, begin, end);
+}
+FASTSPARSE_MULTIVERSION void rows(float, const EdgeSoftmaxArgs& args, std::int64_t begin, std::int64_t end) {
+  process_rows<float>(args, begin, end);
+}
+FASTSPARSE_MULTIVERSION void rows(Half, const EdgeSoftmaxArgs& args, std::int64_t begin, std::int64_t end) {
+  process_rows<Half>(args, begin, end);
+}
+FASTSPARSE_MULTIVERSION void rows(BFloat16, const EdgeSoftmaxArgs& args, std::int64_t begin,
+                                  std::int64_t end) {
+  process_rows<BFloat16>(args, begin, end);
+}
+
+}  // namespace
+
+void edge_softmax(const EdgeSoftmaxArgs& args, int threads) {
+  with_type(args.dtype, [&](auto type) {
+#pragma omp parallel for schedule(dynamic) \
+    num_threads(threads) if (args.a.num_edges * args.heads > kSerialWork)
+    for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
+      rows(type, args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+    }
+  });
+}
+
+}  // namespace fastsparse::cpu

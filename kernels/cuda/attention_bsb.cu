@@ -1,0 +1,270 @@
+// Fused dot-product attention on tensor cores from the binary sparse block format (Fused3S, sections 3.1-3.5
+// and algorithm 1, at FlashSparse's 8x1 granularity): scores, softmax and weighted sum in one pass, nothing
+// of edge size in memory.
+//
+// A warp computes one slice of a window (8 rows) for the heads of one tile. It gathers the rows of K and V of
+// 16 vectors at a time into shared memory (attention_tiles.cuh), the next block's while it works on this
+// one's, with a running maximum per row. The maximum moves only where a score exceeds it by more than kSlack
+// (in powers of two): until then weights merely grow beyond 1, which 16-bit formats and sums bear, and one
+// vote per block replaces the reductions over lanes and the rescaling of the sums.
+//
+// Floors, V vectors of widths D and Dv: V (D + Dv) sizeof(T) bytes gathered, 4 V bytes of columns and masks;
+// 16 V (D + Dv) flops on tensor cores. The gather bounds it.
+
+#include "fastsparse/attention_tiles.cuh"
+#include "fastsparse/launchers.h"
+
+namespace fastsparse::cuda {
+namespace {
+
+using namespace attention;
+
+constexpr float kSlack = 8.0f;  // weights stay below 256
+
+// Shared memory of a warp: stages of two tiles, and the stages' blocks. Own rows lie in the last stage until
+// they are in registers, results in the first when its last block is done.
+template <typename S>
+struct Layout {
+  static constexpr int kStageBytes = 2 * S::kTileBytes;
+  static constexpr int kOwn = (kStages - 1) * kStageBytes;
+  static constexpr int kBlocks = kStages * kStageBytes;
+  static constexpr int kBytes = kBlocks + kStages * kBlockBytes;
+  static constexpr int kWarps = warps_of_block(kBytes);
+  static constexpr int kBlocksAtOnce = blocks_at_once(kBytes, S::kHeads > 1 ? 16 : 24);
+};
+
+// kExtras: with a bias or dropout.
+template <typename S, int kTerms, bool kExtras>
+__global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAtOnce)
+    attention_kernel(const __grid_constant__ AttentionBsbArgs args) {
+  using L = Layout<S>;
+  constexpr int kRowsOwned = Owned<S>::kRowsOwned;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const AttentionBsbInput& input = args.input;
+  const int lane = threadIdx.x % kWarp;
+  const int warp_of_block = threadIdx.x / kWarp;
+  const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * L::kWarps + warp_of_block;
+  if (warp >= args.a.split.num_slices) return;
+  const RowSlice slice = load_slice(args.a.split, warp);
+  const std::int64_t window = row_of(args.a.split, slice);
+  const WindowRow window_row{args.a.window_row, args.a.num_rows};
+  const std::int64_t first_head = static_cast<std::int64_t>(blockIdx.y) * S::kHeads;
+  const auto memory =
+      static_cast<std::uint32_t>(__cvta_generic_to_shared(shared)) + warp_of_block * L::kBytes;
+
+  const Table<S> k(input.k, first_head, input.heads, input.head_width, lane);
+  const Table<S> v(input.v, first_head, input.heads, input.value_width, lane);
+  const std::uint32_t* blocks = args.a.block + slice.begin * kBlockWords;
+  PackedColumns next = load_columns(blocks, lane / 8);
+  // Starts the copies of a block whose columns are in `next`, and reads those of the block behind it; the
+  // array is padded, so that this may be behind the slice.
+  const auto start = [&](int index) {
+    const std::uint32_t stage = memory + index % kStages * L::kStageBytes;
+    if (index < slice.length) {
+      std::uint32_t column[kOwned];
+      unpack(next, column);
+      copy_tile<S>(stage, k, column, lane);
+      copy_tile<S>(stage + S::kTileBytes, v, column, lane);
+      copy_block(memory + L::kBlocks + index % kStages * kBlockBytes, blocks + index * kBlockWords, lane);
+    }
+    commit_copies();
+    next = load_columns(blocks + (index + 1) * kBlockWords, lane / 8);
+  };
+  if (slice.length > 0) {
+    const Table<S> own(input.q, first_head, input.heads, input.head_width, lane);
+    copy_own<S>(memory + L::kOwn, own, window_row, window, lane);
+  }
+#pragma unroll
+  for (int index = 0; index + 1 < kStages; ++index) start(index);
+  const float scale = input.scale * kLog2E;
+
+  std::uint32_t q[S::kPieces];
+  float sum[S::kTiles][4] = {}, maximum[S::kHeads][kRowsOwned], total[S::kHeads][kRowsOwned];
+#pragma unroll
+  for (int h = 0; h < S::kHeads; ++h) {
+#pragma unroll
+    for (int r = 0; r < kRowsOwned; ++r) {
+      maximum[h][r] = kNoMaximum;
+      total[h][r] = 0;
+    }
+  }
+  for (int index = 0; index < slice.length; ++index) {
+    wait_for_copies<kStages - 2>();
+    if (index == 0) {
+      load_own<S>(q, memory + L::kOwn, lane);
+      __syncwarp();
+    }
+    start(index + kStages - 1);  // all lanes are here: the tile of the last turn is free
+    const std::uint32_t stage = memory + index % kStages * L::kStageBytes;
+    const Entries<S> entries(memory + L::kBlocks + index % kStages * kBlockBytes, lane);
+    std::int64_t position[kOwned];
+    if constexpr (kExtras) {
+      if (input.bias.data != nullptr) entries.positions(position, args.a, slice.begin + index);
+    }
+
+    float score[S::kHeads][kOwned], highest[S::kHeads][kRowsOwned];
+    bool exceeds = false;
+#pragma unroll
+    for (int h = 0; h < S::kHeads; ++h) {
+      multiply_rows<S, kTerms>(score[h], q, stage, h, lane);
+#pragma unroll
+      for (int r = 0; r < kRowsOwned; ++r) highest[h][r] = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < kOwned; ++i) {
+        score[h][i] = entries.present(i) ? score[h][i] * scale : -INFINITY;
+        if constexpr (kExtras) score[h][i] += entries.bias(input, i, position[i], first_head + h);
+        highest[h][i % kRowsOwned] = fmaxf(highest[h][i % kRowsOwned], score[h][i]);
+      }
+#pragma unroll
+      for (int r = 0; r < kRowsOwned; ++r) exceeds |= highest[h][r] > maximum[h][r] + kSlack;
+    }
+    if (__any_sync(kFullWarp, exceeds)) {
+#pragma unroll
+      for (int h = 0; h < S::kHeads; ++h) {
+        float shrink[kRowsOwned];
+#pragma unroll
+        for (int r = 0; r < kRowsOwned; ++r) {
+          const float of_row = Owned<S>::reduce(highest[h][r], [](float a, float b) { return fmaxf(a, b); });
+          const float raised = fmaxf(maximum[h][r], of_row);
+          shrink[r] = exp2_approx(maximum[h][r] - raised);
+          maximum[h][r] = raised;
+          total[h][r] *= shrink[r];
+        }
+        scale_rows<S>(sum, shrink, h, lane);
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < S::kHeads; ++h) {
+#pragma unroll
+      for (int i = 0; i < kOwned; ++i) {
+        score[h][i] = exp2_approx(score[h][i] - maximum[h][i % kRowsOwned]);
+        total[h][i % kRowsOwned] += score[h][i];
+        if constexpr (kExtras) {
+          if (entries.present(i)) {
+            const std::int64_t row = window_row(window, Owned<S>::row(i, lane));
+            score[h][i] *= dropout_factor(input.dropout, static_cast<std::uint32_t>(row), entries.column(i),
+                                          static_cast<std::uint32_t>(first_head + h));
+          }
+        }
+      }
+      add_columns<S, kTerms>(sum, stage + S::kTileBytes, score[h], h, lane);
+    }
+  }
+
+#pragma unroll
+  for (int h = 0; h < S::kHeads; ++h) {
+    const bool stores = Owned<S>::stores(lane) && first_head + h < input.heads;
+    float inverse[kRowsOwned];
+#pragma unroll
+    for (int r = 0; r < kRowsOwned; ++r) {
+      total[h][r] = Owned<S>::reduce(total[h][r], [](float a, float b) { return a + b; });
+      inverse[r] = total[h][r] == 0 ? 0.0f : 1.0f / total[h][r];
+      const int place = Owned<S>::row(r, lane);
+      if (slice.target < 0) {
+        const std::int64_t at = (static_cast<std::int64_t>(~slice.target) * kRows + place) * input.heads;
+        if (stores) {
+          reinterpret_cast<float2*>(args.partial_state)[at + first_head + h] =
+              make_float2(maximum[h][r], total[h][r]);
+        }
+      } else {
+        const std::int64_t row = window_row(window, place);
+        if (stores && row >= 0) {
+          args.lse[row * input.heads + first_head + h] =
+              total[h][r] == 0 ? -INFINITY : (maximum[h][r] + log2f(total[h][r])) * kLn2;
+        }
+      }
+    }
+    if (slice.target >= 0) scale_rows<S>(sum, inverse, h, lane);
+  }
+  if (slice.target < 0) {
+    store_partial<S>({args.partial, input.heads, input.value_width}, sum, ~slice.target, first_head, lane);
+  } else {
+    __syncwarp();
+    store_rows<S>({args.out, input.heads, input.value_width}, sum, memory, window_row, window, first_head,
+                  lane);
+  }
+}
+
+// Adds the partial results of windows with several slices, in slot order. A block takes 128 features of one
+// window, a warp one of its rows.
+template <typename T>
+__global__ void __launch_bounds__(kWarp* kRows)
+    combine_kernel(const __grid_constant__ AttentionBsbArgs args) {
+  constexpr int kFeatures = 4;  // per lane: independent sums, so that loads overlap
+  const RowSplitView& split = args.a.split;
+  const std::int64_t heads = args.input.heads, width = heads * args.input.value_width;
+  const int r = threadIdx.y;
+  const std::int64_t row = WindowRow{args.a.window_row, args.a.num_rows}(split.split_row[blockIdx.x], r);
+  if (row < 0) return;
+  const std::int64_t begin = split.split_ptr[blockIdx.x], end = split.split_ptr[blockIdx.x + 1];
+  const auto* state = reinterpret_cast<const float2*>(args.partial_state);
+  std::int64_t feature[kFeatures], head[kFeatures];
+  float maximum[kFeatures], total[kFeatures] = {}, sum[kFeatures] = {};
+#pragma unroll
+  for (int i = 0; i < kFeatures; ++i) {
+    feature[i] = (static_cast<std::int64_t>(blockIdx.y) * kFeatures + i) * kWarp + threadIdx.x;
+    head[i] = min(feature[i] / args.input.value_width, heads - 1);
+    maximum[i] = kNoMaximum;
+  }
+  for (std::int64_t slot = begin; slot < end; ++slot) {
+#pragma unroll
+    for (int i = 0; i < kFeatures; ++i) {
+      maximum[i] = fmaxf(maximum[i], __ldg(&state[(slot * kRows + r) * heads + head[i]].x));
+    }
+  }
+  for (std::int64_t slot = begin; slot < end; ++slot) {
+#pragma unroll
+    for (int i = 0; i < kFeatures; ++i) {
+      const float2 of_slot = __ldg(&state[(slot * kRows + r) * heads + head[i]]);
+      const float weight = exp2_approx(of_slot.x - maximum[i]);
+      total[i] += weight * of_slot.y;
+      if (feature[i] < width)
+        sum[i] += weight * __ldg(args.partial + (slot * kRows + r) * width + feature[i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kFeatures; ++i) {
+    if (feature[i] >= width) continue;
+    static_cast<T*>(args.out)[row * width + feature[i]] = narrow<T>(total[i] == 0 ? 0.0f : sum[i] / total[i]);
+    if (feature[i] % args.input.value_width == 0) {
+      args.lse[row * heads + head[i]] = total[i] == 0 ? -INFINITY : (maximum[i] + log2f(total[i])) * kLn2;
+    }
+  }
+}
+
+struct Launch {
+  const AttentionBsbArgs& args;
+  cudaStream_t stream;
+  cudaError_t error = cudaSuccess;
+
+  template <typename S, int kTerms>
+  void run() {
+    has_extras(args.input) ? run<S, kTerms, true>() : run<S, kTerms, false>();
+  }
+
+  template <typename S, int kTerms, bool kExtras>
+  void run() {
+    using L = Layout<S>;
+    const auto kernel = attention_kernel<S, kTerms, kExtras>;
+    error = prepare_kernel(kernel, L::kWarps * L::kBytes);
+    if (error != cudaSuccess) return;
+    if (args.a.split.num_slices == 0) return;
+    const dim3 grid(ceil_div(args.a.split.num_slices, L::kWarps), ceil_div(args.input.heads, S::kHeads));
+    kernel<<<grid, kWarp * L::kWarps, L::kWarps * L::kBytes, stream>>>(args);
+    if (args.a.split.num_split_rows == 0) return;
+    const std::int64_t width = args.input.heads * args.input.value_width;
+    combine_kernel<typename S::T>
+        <<<dim3(static_cast<unsigned>(args.a.split.num_split_rows), ceil_div(width, 4 * kWarp)),
+           dim3(kWarp, kRows), 0, stream>>>(args);
+  }
+};
+
+}  // namespace
+
+int attention_bsb(const AttentionBsbArgs& args, void* stream) {
+  Launch launch{args, static_cast<cudaStream_t>(stream)};
+  if (!with_shape(args.input, launch)) return cudaErrorInvalidValue;
+  return launch.error != cudaSuccess ? launch.error : cudaGetLastError();
+}
+
+}  // namespace fastsparse::cuda

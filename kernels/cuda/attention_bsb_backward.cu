@@ -1,0 +1,300 @@
+// Backward pass of the fused dot-product attention (attention_bsb.cu): scores are computed again from the
+// saved log-sum-exp, as in FlashAttention-2, so that nothing of edge size is in memory and nothing needs
+// atomics.
+//
+// With P = softmax(S), delta_i = <dO_i, O_i>, dP = dO V^T and dS = P (dP - delta):
+//   - a pass over the structure gathers K and V and yields dQ = scale dS K, and the bias' gradient dS;
+//   - a pass over the transposed structure gathers Q and dO and yields dK = scale dS^T Q and dV = P^T dO.
+// Both are one kernel: own rows A, B and gathered rows X, Y give the scores A X^T and the products B Y^T; dS
+// X is summed, and in the second pass P Y as well. The rows are gathered once for both of their products.
+//
+// Floors, V vectors of widths D and Dv: V (D + Dv) sizeof(T) bytes gathered per pass.
+
+#include "fastsparse/attention_tiles.cuh"
+#include "fastsparse/combine_partials.cuh"
+#include "fastsparse/launchers.h"
+
+namespace fastsparse::cuda {
+namespace {
+
+using namespace attention;
+
+// One pass as the kernel sees it. Transposed: own rows are sources, gathered ones destinations.
+struct Pass {
+  BsbView a;
+  AttentionBsbInput input;
+  DenseView own_a, own_b;  // Q, dO; transposed: K, V
+  DenseView x, y;          // K, V; transposed: Q, dO
+  const float2* row_state;
+  void* grad_bias;
+  void* grad_a;      // gradient of own_a's matrix
+  void* grad_b;      // transposed: gradient of V
+  float* partial_a;  // the same for windows with several slices
+  float* partial_b;
+};
+
+// Shared memory of a warp: stages of two tiles, the gathered rows' states, the stages' blocks. Own rows that
+// fit the registers lie in the last stage until they are there, results in the first when its last block is
+// done.
+template <typename S, bool kTransposed>
+struct Layout {
+  static constexpr bool kKeepOwn = 2 * S::kPieces + (kTransposed ? 8 : 4) * S::kTiles <= 128;
+  static constexpr int kStageBytes = 2 * S::kTileBytes;
+  static constexpr int kStateBytes = kTransposed ? kBlockVectors * S::kHeads * 8 : 0;
+  static constexpr int kOwnA = (kKeepOwn ? kStages - 1 : kStages) * kStageBytes;
+  static constexpr int kOwnB = kOwnA + S::kOwnBytes;
+  static constexpr int kState = kStages * kStageBytes + (kKeepOwn ? 0 : 2 * S::kOwnBytes);
+  static constexpr int kBlocks = kState + kStages * kStateBytes;
+  static constexpr int kBytes = kBlocks + kStages * kBlockBytes;
+  static constexpr int kWarps = warps_of_block(kBytes);
+  static constexpr int kBlocksAtOnce = blocks_at_once(kBytes, S::kHeads > 1 ? 16 : 20);
+};
+
+// State of the 16 gathered rows, in the order of the block's vectors.
+template <typename S>
+__device__ __forceinline__ void copy_state(std::uint32_t to, const float2* state,
+                                           const std::uint32_t (&column)[kOwned], std::int64_t first_head,
+                                           std::int64_t heads, int lane) {
+  const std::int64_t row = lane / 2 % 2 ? lane % 2 ? column[3] : column[2] : lane % 2 ? column[1] : column[0];
+  const int vector = lane / 8 * 4 + lane % 4;
+#pragma unroll
+  for (int h = 0; h < S::kHeads; h += 2) {
+    const int head = h + lane / 4 % 2;
+    const bool present = first_head + head < heads;
+    if (head < S::kHeads) {
+      copy_async_8(to + (vector * S::kHeads + head) * 8,
+                   state + row * heads + (present ? first_head + head : 0), present ? 8 : 0);
+    }
+  }
+}
+
+template <typename S, int kTerms, bool kExtras, bool kTransposed>
+__global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
+                                  Layout<S, kTransposed>::kBlocksAtOnce)
+    attention_backward_kernel(const __grid_constant__ Pass args) {
+  using L = Layout<S, kTransposed>;
+  constexpr int kRowsOwned = Owned<S>::kRowsOwned;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const AttentionBsbInput& input = args.input;
+  const int lane = threadIdx.x % kWarp;
+  const int warp_of_block = threadIdx.x / kWarp;
+  const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * L::kWarps + warp_of_block;
+  if (warp >= args.a.split.num_slices) return;
+  const RowSlice slice = load_slice(args.a.split, warp);
+  const std::int64_t window = row_of(args.a.split, slice);
+  const WindowRow window_row{args.a.window_row, args.a.num_rows};
+  const std::int64_t first_head = static_cast<std::int64_t>(blockIdx.y) * S::kHeads;
+  const auto memory =
+      static_cast<std::uint32_t>(__cvta_generic_to_shared(shared)) + warp_of_block * L::kBytes;
+
+  const Table<S> x(args.x, first_head, input.heads, input.head_width, lane);
+  const Table<S> y(args.y, first_head, input.heads, input.value_width, lane);
+  const std::uint32_t* blocks = args.a.block + slice.begin * kBlockWords;
+  PackedColumns next = load_columns(blocks, lane / 8);
+  // Starts the copies of a block whose columns are in `next`, and reads those of the block behind it; the
+  // array is padded, so that this may be behind the slice.
+  const auto start = [&](int index) {
+    const int nth = index % kStages;
+    if (index < slice.length) {
+      std::uint32_t column[kOwned];
+      unpack(next, column);
+      copy_tile<S>(memory + nth * L::kStageBytes, x, column, lane);
+      copy_tile<S>(memory + nth * L::kStageBytes + S::kTileBytes, y, column, lane);
+      copy_block(memory + L::kBlocks + nth * kBlockBytes, blocks + index * kBlockWords, lane);
+      if constexpr (kTransposed) {
+        copy_state<S>(memory + L::kState + nth * L::kStateBytes, args.row_state, column, first_head,
+                      input.heads, lane);
+      }
+    }
+    commit_copies();
+    next = load_columns(blocks + (index + 1) * kBlockWords, lane / 8);
+  };
+  if (slice.length > 0) {
+    const Table<S> a(args.own_a, first_head, input.heads, input.head_width, lane);
+    copy_own<S>(memory + L::kOwnA, a, window_row, window, lane);
+    const Table<S> b(args.own_b, first_head, input.heads, input.value_width, lane);
+    copy_own<S>(memory + L::kOwnB, b, window_row, window, lane);
+  }
+#pragma unroll
+  for (int index = 0; index + 1 < kStages; ++index) start(index);
+  const float scale = input.scale * kLog2E;
+  float2 own_state[S::kHeads][kRowsOwned] = {};
+  if constexpr (!kTransposed) {
+#pragma unroll
+    for (int r = 0; r < kRowsOwned; ++r) {
+      const std::int64_t row = window_row(window, Owned<S>::row(r, lane));
+#pragma unroll
+      for (int h = 0; h < S::kHeads; ++h) {
+        if (row >= 0 && first_head + h < input.heads) {
+          own_state[h][r] = __ldg(args.row_state + row * input.heads + first_head + h);
+        }
+      }
+    }
+  }
+
+  std::uint32_t own_a[S::kPieces], own_b[S::kPieces];
+  float sum_a[S::kTiles][4] = {}, sum_b[S::kTiles][4] = {};
+  for (int index = 0; index < slice.length; ++index) {
+    wait_for_copies<kStages - 2>();
+    if (index == 0 && L::kKeepOwn) {
+      load_own<S>(own_a, memory + L::kOwnA, lane);
+      load_own<S>(own_b, memory + L::kOwnB, lane);
+      __syncwarp();
+    }
+    start(index + kStages - 1);  // all lanes are here: the tile of the last turn is free
+    const int nth = index % kStages;
+    const std::uint32_t tile_x = memory + nth * L::kStageBytes, tile_y = tile_x + S::kTileBytes;
+    const Entries<S> entries(memory + L::kBlocks + nth * kBlockBytes, lane);
+    std::int64_t position[kOwned];
+    if constexpr (kExtras) {
+      if (input.bias.data != nullptr) entries.positions(position, args.a, slice.begin + index);
+    }
+#pragma unroll
+    for (int h = 0; h < S::kHeads; ++h) {
+      float score[kOwned], product[kOwned];
+      if constexpr (!L::kKeepOwn) load_own<S>(own_a, memory + L::kOwnA, lane);
+      multiply_rows<S, kTerms>(score, own_a, tile_x, h, lane);
+      if constexpr (!L::kKeepOwn) load_own<S>(own_b, memory + L::kOwnB, lane);
+      multiply_rows<S, kTerms>(product, own_b, tile_y, h, lane);
+      float2 gathered_state[Owned<S>::kVectors];
+      if constexpr (kTransposed) {
+#pragma unroll
+        for (int n = 0; n < Owned<S>::kVectors; ++n) {
+          gathered_state[n] = load_shared_pair(memory + L::kState + nth * L::kStateBytes +
+                                               (Owned<S>::vector(n, lane) * S::kHeads + h) * 8);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kOwned; ++i) {
+        const float2 state = kTransposed ? gathered_state[i / kRowsOwned] : own_state[h][i % kRowsOwned];
+        float power = score[i] * scale - state.x, factor = 1;
+        if constexpr (kExtras) {
+          power += entries.bias(input, i, position[i], first_head + h);
+          if (entries.present(i)) {
+            const auto own = static_cast<std::uint32_t>(window_row(window, Owned<S>::row(i, lane)));
+            factor = dropout_factor(input.dropout, kTransposed ? entries.column(i) : own,
+                                    kTransposed ? own : entries.column(i),
+                                    static_cast<std::uint32_t>(first_head + h));
+          }
+        }
+        const float p = entries.present(i) ? exp2_approx(power) : 0.0f;
+        score[i] = entries.present(i) ? p * (factor * product[i] - state.y) : 0.0f;
+        product[i] = p * factor;
+        if constexpr (kExtras && !kTransposed) {
+          if (args.grad_bias != nullptr && entries.present(i) && first_head + h < input.heads) {
+            const std::int64_t at = position[i] * input.heads + first_head + h;
+            if (input.bias.dtype == input.dtype) {
+              static_cast<typename S::T*>(args.grad_bias)[at] = narrow<typename S::T>(score[i]);
+            } else {
+              static_cast<float*>(args.grad_bias)[at] = score[i];
+            }
+          }
+        }
+      }
+      add_columns<S, kTerms>(sum_a, tile_x, score, h, lane);
+      if constexpr (kTransposed) add_columns<S, kTerms>(sum_b, tile_y, product, h, lane);
+    }
+  }
+
+#pragma unroll
+  for (int f = 0; f < S::kTiles; ++f) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum_a[f][i] *= input.scale;
+  }
+  if (slice.target < 0) {
+    const std::int64_t slot = ~slice.target;
+    store_partial<S>({args.partial_a, input.heads, input.head_width}, sum_a, slot, first_head, lane);
+    if constexpr (kTransposed) {
+      store_partial<S>({args.partial_b, input.heads, input.value_width}, sum_b, slot, first_head, lane);
+    }
+    return;
+  }
+  __syncwarp();
+  store_rows<S>({args.grad_a, input.heads, input.head_width}, sum_a, memory, window_row, window, first_head,
+                lane);
+  if constexpr (kTransposed) {
+    store_rows<S>({args.grad_b, input.heads, input.value_width}, sum_b, memory, window_row, window,
+                  first_head, lane);
+  }
+}
+
+// row_state = (log2 of the sum of the weights, delta) of every row and head; 8 lanes take one. Rows without
+// weights get 0 for minus infinity, so that their scores, if any, keep the weight 0.
+template <typename T>
+__global__ void __launch_bounds__(128)
+    row_state_kernel(const __grid_constant__ AttentionBsbBackwardArgs args) {
+  constexpr int kPack = 16 / static_cast<int>(sizeof(T));
+  const std::int64_t heads = args.input.heads, width = args.input.value_width;
+  const std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * (128 / 8) + threadIdx.x / 8;
+  const bool inside = item < args.a.num_rows * heads;
+  const std::int64_t row = inside ? item / heads : 0, head = inside ? item % heads : 0;
+  const T* out = static_cast<const T*>(args.out) + row * heads * width + head * width;
+  const T* grad = static_cast<const T*>(args.grad.data) + row * args.grad.stride + head * width;
+  float delta = 0;
+  for (std::int64_t feature = threadIdx.x % 8 * kPack; inside && feature < width; feature += 8 * kPack) {
+    const auto o = load_pack<T, kPack>(out + feature), d = load_pack<T, kPack>(grad + feature);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) delta += widen(o.lane[i]) * widen(d.lane[i]);
+  }
+#pragma unroll
+  for (int distance = 1; distance < 8; distance *= 2) delta += __shfl_xor_sync(kFullWarp, delta, distance);
+  if (!inside || threadIdx.x % 8 != 0) return;
+  const float lse = args.lse[item];
+  reinterpret_cast<float2*>(args.row_state)[item] =
+      make_float2(lse == -INFINITY ? 0.0f : lse * kLog2E, delta);
+}
+
+struct Launch {
+  const AttentionBsbBackwardArgs& args;
+  cudaStream_t stream;
+  cudaError_t error = cudaSuccess;
+
+  template <typename S, int kTerms>
+  void run() {
+    using T = typename S::T;
+    const AttentionBsbInput& input = args.input;
+    const auto* state = reinterpret_cast<const float2*>(args.row_state);
+    const std::int64_t items = args.a.num_rows * input.heads;
+    if (items > 0) row_state_kernel<T><<<ceil_div(items, 128 / 8), 128, 0, stream>>>(args);
+    run_pass<S, kTerms, false>({args.a, input, input.q, args.grad, input.k, input.v, state, args.grad_bias,
+                                args.grad_q, nullptr, args.partial_q, nullptr});
+    run_pass<S, kTerms, true>({args.a_t, input, input.k, input.v, input.q, args.grad, state, nullptr,
+                               args.grad_k, args.grad_v, args.partial_k, args.partial_v});
+  }
+
+  template <typename S, int kTerms, bool kTransposed>
+  void run_pass(const Pass& pass) {
+    has_extras(pass.input) ? run_kernel<S, kTerms, true, kTransposed>(pass)
+                           : run_kernel<S, kTerms, false, kTransposed>(pass);
+  }
+
+  template <typename S, int kTerms, bool kExtras, bool kTransposed>
+  void run_kernel(const Pass& pass) {
+    using T = typename S::T;
+    using L = Layout<S, kTransposed>;
+    if (error != cudaSuccess || pass.a.split.num_slices == 0) return;
+    const auto kernel = attention_backward_kernel<S, kTerms, kExtras, kTransposed>;
+    error = prepare_kernel(kernel, L::kWarps * L::kBytes);
+    if (error != cudaSuccess) return;
+    const std::int64_t heads = pass.input.heads;
+    const dim3 grid(ceil_div(pass.a.split.num_slices, L::kWarps), ceil_div(heads, S::kHeads));
+    kernel<<<grid, kWarp * L::kWarps, L::kWarps * L::kBytes, stream>>>(pass);
+    const WindowRow window_row{pass.a.window_row, pass.a.num_rows};
+    const Epilogue a = Epilogue::only(pass.grad_a, heads * pass.input.head_width);
+    combine_partials<T, kRows>(pass.a.split, pass.partial_a, a, window_row, stream);
+    if constexpr (kTransposed) {
+      const Epilogue b = Epilogue::only(pass.grad_b, heads * pass.input.value_width);
+      combine_partials<T, kRows>(pass.a.split, pass.partial_b, b, window_row, stream);
+    }
+  }
+};
+
+}  // namespace
+
+int attention_bsb_backward(const AttentionBsbBackwardArgs& args, void* stream) {
+  Launch launch{args, static_cast<cudaStream_t>(stream)};
+  if (!with_shape(args.input, launch)) return cudaErrorInvalidValue;
+  return launch.error != cudaSuccess ? launch.error : cudaGetLastError();
+}
+
+}  // namespace fastsparse::cuda

@@ -1,0 +1,199 @@
+"""Additive (GAT) attention on CUDA: what the kernels are given, and when they can serve."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C
+from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.ops._common import DTYPE_CODE, address, unit_stride
+
+#: Widest head that the lanes of a warp hold, 8 features each.
+MAX_HEAD_WIDTH = 256
+
+
+def fits(v: Tensor, heads: int) -> bool:
+    """Whether the kernels serve this call.
+
+    Args:
+        v: (num_src, heads * D).
+        heads: number of heads.
+    """
+    return (
+        v.device.type == "cuda"
+        and v.dtype != torch.float64
+        and heads > 0
+        and 0 < v.size(1) // heads <= MAX_HEAD_WIDTH
+    )
+
+
+def additive_forward(
+    adj: Adjacency,
+    score_dst: Tensor,
+    score_src: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    negative_slope: float,
+    dropout_p: float,
+    seed: int,
+    heads: int,
+) -> tuple[Tensor, Tensor]:
+    r"""Softmax over :math:`\operatorname{leaky\_relu}(a_i + c_j + b_{ij})`, times v.
+
+    Args:
+        adj: structure (num_dst, num_src) on a CUDA device.
+        score_dst: :math:`a`, (num_dst, heads).
+        score_src: :math:`c`, (num_src, heads).
+        v: (num_src, heads * D), a call that :func:`fits`.
+        bias: :math:`b`, (num_values, heads or 1) in the caller's edge order, float32 or the dtype of ``v``.
+        negative_slope: of the leaky ReLU.
+        dropout_p: from 0 to below 1.
+        seed: of the dropout mask.
+        heads: number of heads.
+
+    Returns:
+        Output (num_dst, heads * D) in the dtype of ``v``, and the log-sum-exp of the rows' scores, float32
+        (num_dst, heads), -inf for rows without edges.
+    """
+    out = v.new_empty(adj.num_dst, v.size(1))
+    lse = torch.empty(adj.num_dst, heads, dtype=torch.float32, device=v.device)
+    if adj.num_dst == 0:
+        return out, lse
+    score_dst, score_src, v = score_dst.float().contiguous(), score_src.float().contiguous(), unit_stride(v)
+    bias = _per_head(bias, heads)
+    partial, state = partials(adj, v.size(1), heads, v.device)
+    index = device_index(v.device)
+    _C.additive_attention(
+        adj.csr_structure,
+        _input(score_dst, score_src, v, bias, negative_slope, dropout_p, seed, heads),
+        out.data_ptr(),
+        lse.data_ptr(),
+        address(partial),
+        address(state),
+        index,
+        queue(index),
+    )
+    return out, lse
+
+
+def additive_backward(
+    adj: Adjacency,
+    score_dst: Tensor,
+    score_src: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    grad: Tensor,
+    negative_slope: float,
+    dropout_p: float,
+    seed: int,
+    heads: int,
+    *,
+    want_bias: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of :func:`additive_forward`.
+
+    Args:
+        adj: see :func:`additive_forward`, as all that is not listed here.
+        score_dst: see there.
+        score_src: see there.
+        v: see there.
+        bias: see there.
+        lse: second result of the forward pass.
+        grad: gradient of the output, (num_dst, heads * D), in the dtype of ``v``.
+        negative_slope: see there.
+        dropout_p: see there.
+        seed: see there.
+        heads: see there.
+        want_bias: whether the gradient of ``bias`` is wanted, the only one of the size of the edges.
+
+    Returns:
+        Gradients of ``score_dst`` and ``score_src`` (float32), ``v`` (its dtype) and ``bias`` (its shape and
+        dtype; None if not wanted).
+    """
+    device = v.device
+    shape = None if bias is None else bias.shape
+    score_dst, score_src = score_dst.float().contiguous(), score_src.float().contiguous()
+    v, grad, bias = unit_stride(v), unit_stride(grad), _per_head(bias, heads)
+    grad_dst, grad_src = torch.empty_like(score_dst), torch.empty_like(score_src)
+    grad_v = v.new_empty(v.shape)
+    grad_bias = None
+    if bias is not None and want_bias:
+        # Values that no entry stands for (inserted loops replaced their edges) keep 0.
+        grad_bias = torch.empty_like(bias) if adj.num_values == adj.num_edges else torch.zeros_like(bias)
+
+    def floats(*size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float32, device=device)
+
+    transposed = adj.t()
+    slots, slots_t = adj.row_split.num_slots, transposed.row_split.num_slots
+    row_state = floats(adj.num_dst, heads, 4)
+    partial_row = floats(slots, heads, 4)
+    partial_v, partial_score = floats(slots_t, v.size(1)), floats(slots_t, heads)
+    index = device_index(device)
+    _C.additive_attention_backward(
+        adj.csr_structure,
+        transposed.csr_structure,
+        _input(score_dst, score_src, v, bias, negative_slope, dropout_p, seed, heads),
+        grad.data_ptr(),
+        grad.stride(0),
+        lse.data_ptr(),
+        grad_dst.data_ptr(),
+        grad_src.data_ptr(),
+        grad_v.data_ptr(),
+        address(grad_bias),
+        row_state.data_ptr(),
+        partial_row.data_ptr(),
+        partial_v.data_ptr(),
+        partial_score.data_ptr(),
+        index,
+        queue(index),
+    )
+    if grad_bias is not None and grad_bias.shape != shape:
+        grad_bias = grad_bias.sum(1, keepdim=True)
+    return grad_dst, grad_src, grad_v, grad_bias
+
+
+def partials(
+    adj: Adjacency, width: int, heads: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Room for the sums, and the (maximum, sum) pairs, of the slices of rows that have several."""
+    slots = adj.row_split.num_slots
+    if slots == 0:
+        return None, None
+    return (
+        torch.empty(slots, width, dtype=torch.float32, device=device),
+        torch.empty(slots, heads, 2, dtype=torch.float32, device=device),
+    )
+
+
+def _per_head(bias: Tensor | None, heads: int) -> Tensor | None:
+    return None if bias is None else bias.expand(bias.size(0), heads).contiguous()
+
+
+def _input(
+    score_dst: Tensor,
+    score_src: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    negative_slope: float,
+    dropout_p: float,
+    seed: int,
+    heads: int,
+) -> _C.AdditiveAttentionInput:
+    return _C.AdditiveAttentionInput(
+        DTYPE_CODE[v.dtype],
+        heads,
+        v.size(1) // heads,
+        score_dst.data_ptr(),
+        score_src.data_ptr(),
+        v.data_ptr(),
+        v.stride(0),
+        address(bias),
+        0 if bias is None else DTYPE_CODE[bias.dtype],
+        negative_slope,
+        dropout_p,
+        seed,
+    )

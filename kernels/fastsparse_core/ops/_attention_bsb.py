@@ -1,0 +1,206 @@
+"""Dot-product attention on tensor cores: what the kernels are given, and when they can serve."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C
+from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.formats.bsb import HEIGHT
+from fastsparse_core.ops._common import DTYPE_CODE, address, unit_stride
+
+#: Widest head that a warp works on.
+MAX_HEAD_WIDTH = 256
+#: Nodes that a vector of the binary sparse blocks can name.
+_MOST_NODES = 1 << 24
+#: Bytes that one lane copies: rows and heads start at their multiples.
+_PIECE = 16
+
+
+def fits(adj: Adjacency, q: Tensor, k: Tensor, v: Tensor, heads: int) -> bool:
+    """Whether the kernels serve this call, and its backward pass over the transposed structure.
+
+    Args:
+        adj: structure (num_dst, num_src).
+        q: (num_dst, heads * D).
+        k: (num_src, heads * D).
+        v: (num_src, heads * Dv).
+        heads: number of heads.
+    """
+    if v.device.type != "cuda" or v.dtype == torch.float64 or heads == 0:
+        return False
+    if max(adj.shape) > _MOST_NODES:
+        return False
+    return all(
+        0 < x.size(1) // heads <= MAX_HEAD_WIDTH and x.size(1) // heads * x.element_size() % _PIECE == 0
+        for x in (q, k, v)
+    )
+
+
+def launch_forward(
+    adj: Adjacency,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    seed: int,
+    heads: int,
+) -> tuple[Tensor, Tensor]:
+    r"""Softmax over :math:`s \langle \mathbf{q}_i, \mathbf{k}_j \rangle + b_{ij}`, times v, for every head.
+
+    Args:
+        adj: structure (num_dst, num_src) on a CUDA device.
+        q: (num_dst, heads * D), float32, float16 or bfloat16, as ``k`` and ``v``; a call that :func:`fits`.
+        k: (num_src, heads * D).
+        v: (num_src, heads * Dv).
+        bias: :math:`b`, (num_values, heads or 1) in the caller's edge order, float32 or the dtype of ``v``.
+        scale: :math:`s`.
+        dropout_p: from 0 to below 1.
+        seed: of the dropout mask.
+        heads: number of heads.
+
+    Returns:
+        Output (num_dst, heads * Dv) in the dtype of ``v``, and the log-sum-exp of the rows' scores, float32
+        (num_dst, heads), -inf for rows without edges.
+    """
+    out = v.new_empty(adj.num_dst, v.size(1))
+    lse = torch.empty(adj.num_dst, heads, dtype=torch.float32, device=v.device)
+    if adj.num_dst == 0:
+        return out, lse
+    q, k, v, bias = _aligned(q), _aligned(k), _aligned(v), _per_head(bias, heads)
+    rows = adj.bsb_split.num_slots * HEIGHT
+    partial = lse.new_empty(rows, v.size(1))
+    partial_state = lse.new_empty(rows, heads, 2)
+    index = device_index(v.device)
+    _C.attention_bsb(
+        adj.bsb_structure(valued=bias is not None),
+        _input(q, k, v, bias, scale, dropout_p, seed, heads),
+        out.data_ptr(),
+        lse.data_ptr(),
+        partial.data_ptr(),
+        partial_state.data_ptr(),
+        index,
+        queue(index),
+    )
+    return out, lse
+
+
+def launch_backward(
+    adj: Adjacency,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    scale: float,
+    dropout_p: float,
+    seed: int,
+    heads: int,
+    *,
+    want_bias: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of :func:`launch_forward`.
+
+    Args:
+        adj: see :func:`launch_forward`, as all that is not listed here.
+        q: see there.
+        k: see there.
+        v: see there.
+        bias: see there.
+        out: first result of the forward pass.
+        lse: its second result.
+        grad: gradient of the output, (num_dst, heads * Dv), in the dtype of ``v``.
+        scale: see there.
+        dropout_p: see there.
+        seed: see there.
+        heads: see there.
+        want_bias: whether the gradient of ``bias`` is wanted, the only one of the size of the edges.
+
+    Returns:
+        Gradients of ``q``, ``k`` and ``v`` in their dtype, and of ``bias`` (its shape and dtype; None if not
+        wanted).
+    """
+    shape = None if bias is None else bias.shape
+    q, k, v, grad, bias = _aligned(q), _aligned(k), _aligned(v), _aligned(grad), _per_head(bias, heads)
+    out, lse = out.contiguous(), lse.contiguous()
+    grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    grad_bias = None
+    if bias is not None and want_bias:
+        # Values that no entry stands for (inserted loops replaced their edges) keep 0.
+        grad_bias = torch.empty_like(bias) if adj.num_values == adj.num_edges else torch.zeros_like(bias)
+    transposed = adj.t()
+    rows, rows_t = adj.bsb_split.num_slots * HEIGHT, transposed.bsb_split.num_slots * HEIGHT
+    row_state = lse.new_empty(adj.num_dst, heads, 2)
+    partial_q = lse.new_empty(rows, q.size(1))
+    partial_k, partial_v = lse.new_empty(rows_t, k.size(1)), lse.new_empty(rows_t, v.size(1))
+    index = device_index(v.device)
+    _C.attention_bsb_backward(
+        adj.bsb_structure(valued=bias is not None),
+        transposed.bsb_structure(valued=bias is not None),
+        _input(q, k, v, bias, scale, dropout_p, seed, heads),
+        out.data_ptr(),
+        lse.data_ptr(),
+        grad.data_ptr(),
+        grad.stride(0),
+        grad_q.data_ptr(),
+        grad_k.data_ptr(),
+        grad_v.data_ptr(),
+        address(grad_bias),
+        row_state.data_ptr(),
+        partial_q.data_ptr(),
+        partial_k.data_ptr(),
+        partial_v.data_ptr(),
+        index,
+        queue(index),
+    )
+    if grad_bias is not None and grad_bias.shape != shape:
+        grad_bias = grad_bias.sum(1, keepdim=True)
+    return grad_q, grad_k, grad_v, grad_bias
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Rows that start at multiples of 16 bytes; copied where they do not. The widths are such multiples."""
+    x = unit_stride(x)
+    if x.data_ptr() % _PIECE or x.stride(0) * x.element_size() % _PIECE:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _per_head(bias: Tensor | None, heads: int) -> Tensor | None:
+    return None if bias is None else bias.expand(bias.size(0), heads).contiguous()
+
+
+def _input(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    seed: int,
+    heads: int,
+) -> _C.AttentionBsbInput:
+    return _C.AttentionBsbInput(
+        DTYPE_CODE[v.dtype],
+        heads,
+        q.size(1) // heads,
+        v.size(1) // heads,
+        q.data_ptr(),
+        q.stride(0),
+        k.data_ptr(),
+        k.stride(0),
+        v.data_ptr(),
+        v.stride(0),
+        address(bias),
+        0 if bias is None else DTYPE_CODE[bias.dtype],
+        scale,
+        dropout_p,
+        seed,
+        torch.get_float32_matmul_precision() != "highest",
+    )

@@ -1,0 +1,580 @@
+"""The fused attention operators as PyTorch sees them: schemas, kernels, gradients.
+
+Nothing of the size of the edges is kept: the forward pass saves its result and the log-sum-exp of every row,
+and the backward pass recomputes the scores (FlashAttention-2, section 3). ``lse`` and ``seed`` get no
+gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C
+from fastsparse_core.adjacency import Adjacency, from_handle
+from fastsparse_core.device import queue
+from fastsparse_core.ops import _additive_attention_csr, _attention_bsb, _gatv2_attention_csr
+from fastsparse_core.ops._common import (
+    DTYPE_CODE,
+    accumulation_dtype,
+    address,
+    below_autograd,
+    is_plain_eager,
+    keep_alive,
+    library,
+    register_autograd,
+    unit_stride,
+)
+
+# AttentionScore in kernels/include/fastsparse/views.h.
+_DOT_PRODUCT, _ADDITIVE, _GATV2 = 0, 1, 2
+
+library.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, float scale, float dropout_p, Tensor? seed, "
+    "SymInt heads, SymInt adjacency) -> (Tensor, Tensor)"
+)
+library.define(
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor out, Tensor lse, "
+    "float scale, float dropout_p, Tensor? seed, SymInt heads, SymInt adjacency, bool bias_wanted) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+library.define(
+    "additive_attention(Tensor score_dst, Tensor score_src, Tensor v, Tensor? bias, float negative_slope, "
+    "float dropout_p, Tensor? seed, SymInt adjacency) -> (Tensor, Tensor)"
+)
+library.define(
+    "additive_attention_backward(Tensor grad, Tensor score_dst, Tensor score_src, Tensor v, Tensor? bias, "
+    "Tensor out, Tensor lse, float negative_slope, float dropout_p, Tensor? seed, SymInt adjacency, "
+    "bool bias_wanted) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+library.define(
+    "gatv2_attention(Tensor x_dst, Tensor x_src, Tensor att, float negative_slope, float dropout_p, "
+    "Tensor? seed, SymInt adjacency) -> (Tensor, Tensor)"
+)
+library.define(
+    "gatv2_attention_backward(Tensor grad, Tensor x_dst, Tensor x_src, Tensor att, Tensor out, Tensor lse, "
+    "float negative_slope, float dropout_p, Tensor? seed, SymInt adjacency) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def call(name: str, v: Tensor, *arguments: Any) -> Tensor:
+    """Result of the operator ``name``; in plain eager mode without PyTorch's dispatcher."""
+    if not is_plain_eager(v):
+        return getattr(torch.ops.fastsparse, name).default(*arguments)[0]
+    if torch.is_grad_enabled() and any(
+        isinstance(argument, Tensor) and argument.requires_grad for argument in arguments
+    ):
+        return _FORMULAS[name].apply(*arguments)[0]
+    return _KERNELS[name](*arguments)[0]
+
+
+def _run(name: str, watched: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    if is_plain_eager(watched):
+        return _KERNELS[name](*arguments)
+    with below_autograd():
+        return getattr(torch.ops.fastsparse, name).default(*arguments)
+
+
+def _number(seed: Tensor | None) -> int:
+    return 0 if seed is None else int(seed)
+
+
+# ---------------------------------------------------------------- CPU kernels
+
+
+def _csr_arguments(
+    adj: Adjacency,
+    kind: int,
+    heads: int,
+    dst: Tensor,
+    src: Tensor,
+    v: Tensor,
+    att: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> _C.AttentionCsrArgs:
+    return _C.AttentionCsrArgs(
+        adj.csr_structure,
+        kind,
+        DTYPE_CODE[v.dtype],
+        heads,
+        0 if kind == _ADDITIVE else dst.size(1) // max(heads, 1),
+        v.size(1) // max(heads, 1),
+        dst.data_ptr(),
+        dst.stride(0),
+        src.data_ptr(),
+        src.stride(0),
+        v.data_ptr(),
+        v.stride(0),
+        address(att),
+        address(bias),
+        0 if bias is None else DTYPE_CODE[bias.dtype],
+        scale,
+        dropout_p,
+        _number(seed),
+        out.data_ptr(),
+        lse.data_ptr(),
+    )
+
+
+def _forward_csr(
+    adj: Adjacency,
+    kind: int,
+    heads: int,
+    dst: Tensor,
+    src: Tensor,
+    v: Tensor,
+    att: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    dst, src, v = unit_stride(dst), unit_stride(src), unit_stride(v)
+    att = None if att is None else att.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    out = v.new_empty(adj.num_dst, v.size(1))
+    lse = v.new_empty(adj.num_dst, heads, dtype=accumulation_dtype(v.dtype))
+    arguments = _csr_arguments(adj, kind, heads, dst, src, v, att, bias, scale, dropout_p, seed, out, lse)
+    _C.attention_csr(arguments, queue(-1))
+    return out, lse
+
+
+def _backward_csr(
+    adj: Adjacency,
+    kind: int,
+    heads: int,
+    grad: Tensor,
+    dst: Tensor,
+    src: Tensor,
+    v: Tensor,
+    att: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    bias_wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of dst, src, v (GATv2: in that of src), att and bias."""
+    grad, dst, src, v = unit_stride(grad), unit_stride(dst), unit_stride(src), unit_stride(v)
+    out, lse = out.contiguous(), lse.contiguous()
+    att = None if att is None else att.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    grad_dst, grad_src = dst.new_empty(dst.shape), src.new_empty(src.shape)
+    grad_v = v.new_empty(v.shape if kind != _GATV2 else 0)
+    grad_att = None if att is None else att.new_empty(att.shape)
+    grad_bias = None
+    if bias is not None and bias_wanted:
+        every_value_is_written = adj.num_values == adj.num_edges
+        grad_bias = (torch.empty_like if every_value_is_written else torch.zeros_like)(bias)
+    arguments = _csr_arguments(adj, kind, heads, dst, src, v, att, bias, scale, dropout_p, seed, out, lse)
+    _C.attention_csr_backward(
+        arguments,
+        adj.t().csr_structure,
+        grad.data_ptr(),
+        grad.stride(0),
+        grad_dst.data_ptr(),
+        grad_src.data_ptr(),
+        0 if kind == _GATV2 else grad_v.data_ptr(),
+        address(grad_att),
+        address(grad_bias),
+        queue(-1),
+    )
+    return grad_dst, grad_src, grad_v, grad_att, grad_bias
+
+
+# ---------------------------------------------------------------- dot product
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    heads: int,
+    adjacency: int,
+) -> tuple[Tensor, Tensor]:
+    adj = from_handle(adjacency)
+    if v.device.type == "cuda":
+        return _attention_bsb.launch_forward(adj, q, k, v, bias, scale, dropout_p, _number(seed), heads)
+    return _forward_csr(adj, _DOT_PRODUCT, heads, q, k, v, None, bias, scale, dropout_p, seed)
+
+
+def _attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    heads: int,
+    adjacency: int,
+    bias_wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    adj = from_handle(adjacency)
+    if v.device.type == "cuda":
+        grad_q, grad_k, grad_v, grad_bias = _attention_bsb.launch_backward(
+            adj,
+            q,
+            k,
+            v,
+            bias,
+            out,
+            lse,
+            grad,
+            scale,
+            dropout_p,
+            _number(seed),
+            heads,
+            want_bias=bias_wanted,
+        )
+    else:
+        grad_q, grad_k, grad_v, _, grad_bias = _backward_csr(
+            adj,
+            _DOT_PRODUCT,
+            heads,
+            grad,
+            q,
+            k,
+            v,
+            None,
+            bias,
+            out,
+            lse,
+            scale,
+            dropout_p,
+            seed,
+            bias_wanted,
+        )
+    return grad_q, grad_k, grad_v, _or_empty(grad_bias, q)
+
+
+def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
+    """Operators return tensors, never None."""
+    return like.new_empty(0) if tensor is None else tensor
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        dropout_p: float,
+        seed: Tensor | None,
+        heads: int,
+        adjacency: int,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _run("attention", v, q, k, v, bias, scale, dropout_p, seed, heads, adjacency)
+        _remember(ctx, adjacency, lse, q, k, v, bias, out, lse, seed)
+        ctx.options = (scale, dropout_p)
+        ctx.heads = heads
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, out, lse, seed = ctx.saved_tensors
+        bias_wanted = ctx.needs_input_grad[3]
+        grad_q, grad_k, grad_v, grad_bias = torch.ops.fastsparse.attention_backward.default(
+            grad, q, k, v, bias, out, lse, *ctx.options, seed, ctx.heads, ctx.adjacency, bias_wanted
+        )
+        return grad_q, grad_k, grad_v, grad_bias if bias_wanted else None, *(None,) * 5
+
+
+def _remember(ctx: Any, adjacency: int, lse: Tensor, *tensors: Tensor | None) -> None:
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(*tensors)
+    ctx.adjacency = adjacency
+    ctx.keep_alive = keep_alive(adjacency)
+
+
+# ---------------------------------------------------------------- additive
+
+
+def _additive_attention(
+    score_dst: Tensor,
+    score_src: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    negative_slope: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    adjacency: int,
+) -> tuple[Tensor, Tensor]:
+    adj, heads = from_handle(adjacency), score_dst.size(1)
+    if v.device.type == "cuda":
+        return _additive_attention_csr.additive_forward(
+            adj, score_dst, score_src, v, bias, negative_slope, dropout_p, _number(seed), heads
+        )
+    return _forward_csr(
+        adj, _ADDITIVE, heads, score_dst, score_src, v, None, bias, negative_slope, dropout_p, seed
+    )
+
+
+def _additive_attention_backward(
+    grad: Tensor,
+    score_dst: Tensor,
+    score_src: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    negative_slope: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    adjacency: int,
+    bias_wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    adj, heads = from_handle(adjacency), score_dst.size(1)
+    if v.device.type == "cuda":
+        grad_dst, grad_src, grad_v, grad_bias = _additive_attention_csr.additive_backward(
+            adj,
+            score_dst,
+            score_src,
+            v,
+            bias,
+            lse,
+            grad,
+            negative_slope,
+            dropout_p,
+            _number(seed),
+            heads,
+            want_bias=bias_wanted,
+        )
+    else:
+        grad_dst, grad_src, grad_v, _, grad_bias = _backward_csr(
+            adj,
+            _ADDITIVE,
+            heads,
+            grad,
+            score_dst,
+            score_src,
+            v,
+            None,
+            bias,
+            out,
+            lse,
+            negative_slope,
+            dropout_p,
+            seed,
+            bias_wanted,
+        )
+    return grad_dst, grad_src, grad_v, _or_empty(grad_bias, v)
+
+
+class _AdditiveAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        score_dst: Tensor,
+        score_src: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        negative_slope: float,
+        dropout_p: float,
+        seed: Tensor | None,
+        adjacency: int,
+    ) -> tuple[Tensor, Tensor]:
+        arguments = (score_dst, score_src, v, bias, negative_slope, dropout_p, seed, adjacency)
+        out, lse = _run("additive_attention", v, *arguments)
+        _remember(ctx, adjacency, lse, score_dst, score_src, v, bias, out, lse, seed)
+        ctx.options = (negative_slope, dropout_p)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        score_dst, score_src, v, bias, out, lse, seed = ctx.saved_tensors
+        bias_wanted = ctx.needs_input_grad[3]
+        grad_dst, grad_src, grad_v, grad_bias = torch.ops.fastsparse.additive_attention_backward.default(
+            grad, score_dst, score_src, v, bias, out, lse, *ctx.options, seed, ctx.adjacency, bias_wanted
+        )
+        return grad_dst, grad_src, grad_v, grad_bias if bias_wanted else None, *(None,) * 4
+
+
+# ---------------------------------------------------------------- GATv2
+
+
+def _gatv2_attention(
+    x_dst: Tensor,
+    x_src: Tensor,
+    att: Tensor,
+    negative_slope: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    adjacency: int,
+) -> tuple[Tensor, Tensor]:
+    adj, heads = from_handle(adjacency), att.size(0)
+    if x_src.device.type == "cuda":
+        return _gatv2_attention_csr.gatv2_forward(
+            adj, x_dst, x_src, att, negative_slope, dropout_p, _number(seed), heads
+        )
+    return _forward_csr(adj, _GATV2, heads, x_dst, x_src, x_src, att, None, negative_slope, dropout_p, seed)
+
+
+def _gatv2_attention_backward(
+    grad: Tensor,
+    x_dst: Tensor,
+    x_src: Tensor,
+    att: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    negative_slope: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    adjacency: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    adj, heads = from_handle(adjacency), att.size(0)
+    if x_src.device.type == "cuda":
+        return _gatv2_attention_csr.gatv2_backward(
+            adj, x_dst, x_src, att, out, lse, grad, negative_slope, dropout_p, _number(seed), heads
+        )
+    grad_dst, grad_src, _, grad_att, _ = _backward_csr(
+        adj,
+        _GATV2,
+        heads,
+        grad,
+        x_dst,
+        x_src,
+        x_src,
+        att,
+        None,
+        out,
+        lse,
+        negative_slope,
+        dropout_p,
+        seed,
+        False,
+    )
+    assert grad_att is not None
+    return grad_dst, grad_src, grad_att
+
+
+class _Gatv2Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_dst: Tensor,
+        x_src: Tensor,
+        att: Tensor,
+        negative_slope: float,
+        dropout_p: float,
+        seed: Tensor | None,
+        adjacency: int,
+    ) -> tuple[Tensor, Tensor]:
+        arguments = (x_dst, x_src, att, negative_slope, dropout_p, seed, adjacency)
+        out, lse = _run("gatv2_attention", x_src, *arguments)
+        _remember(ctx, adjacency, lse, x_dst, x_src, att, out, lse, seed)
+        ctx.options = (negative_slope, dropout_p)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        x_dst, x_src, att, out, lse, seed = ctx.saved_tensors
+        grads = torch.ops.fastsparse.gatv2_attention_backward.default(
+            grad, x_dst, x_src, att, out, lse, *ctx.options, seed, ctx.adjacency
+        )
+        return *grads, None, None, None, None
+
+
+# ---------------------------------------------------------------- second derivatives
+
+
+def _once(name: str) -> type[torch.autograd.Function]:
+    """Formula of the backward operator ``name``: it has no derivative, and says so where one is asked for."""
+
+    class Formula(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+            with below_autograd():
+                return getattr(torch.ops.fastsparse, name).default(*arguments)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            raise NotImplementedError(
+                "attention: the fused operators have no second derivative; pass algorithm='unfused' for one"
+            )
+
+    return Formula
+
+
+# ---------------------------------------------------------------- registration
+
+
+def _fake(v: Tensor, num_dst: int, heads: int) -> tuple[Tensor, Tensor]:
+    return v.new_empty(num_dst, v.size(1)), v.new_empty(num_dst, heads, dtype=accumulation_dtype(v.dtype))
+
+
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    return _fake(v, q.size(0), options[4])
+
+
+def _additive_attention_fake(
+    score_dst: Tensor, score_src: Tensor, v: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    return _fake(v, *score_dst.shape)
+
+
+def _gatv2_attention_fake(x_dst: Tensor, x_src: Tensor, att: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    return _fake(x_src, x_dst.size(0), att.size(0))
+
+
+def _attention_backward_fake(
+    grad: Tensor, dst: Tensor, src: Tensor, v: Tensor, bias: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_bias = v.new_empty(0) if bias is None or not options[-1] else bias.new_empty(bias.shape)
+    return dst.new_empty(dst.shape), src.new_empty(src.shape), v.new_empty(v.shape), grad_bias
+
+
+def _gatv2_attention_backward_fake(
+    grad: Tensor, x_dst: Tensor, x_src: Tensor, att: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x_dst.new_empty(x_dst.shape), x_src.new_empty(x_src.shape), att.new_empty(att.shape)
+
+
+_KERNELS: dict[str, Any] = {
+    "attention": _attention,
+    "attention_backward": _attention_backward,
+    "additive_attention": _additive_attention,
+    "additive_attention_backward": _additive_attention_backward,
+    "gatv2_attention": _gatv2_attention,
+    "gatv2_attention_backward": _gatv2_attention_backward,
+}
+_FAKES: dict[str, Any] = {
+    "attention": _attention_fake,
+    "attention_backward": _attention_backward_fake,
+    "additive_attention": _additive_attention_fake,
+    "additive_attention_backward": _attention_backward_fake,
+    "gatv2_attention": _gatv2_attention_fake,
+    "gatv2_attention_backward": _gatv2_attention_backward_fake,
+}
+_FORMULAS: dict[str, type[torch.autograd.Function]] = {
+    "attention": _Attention,
+    "attention_backward": _once("attention_backward"),
+    "additive_attention": _AdditiveAttention,
+    "additive_attention_backward": _once("additive_attention_backward"),
+    "gatv2_attention": _Gatv2Attention,
+    "gatv2_attention_backward": _once("gatv2_attention_backward"),
+}
+for _name, _kernel in _KERNELS.items():
+    for _key in ("CPU", "CUDA"):
+        library.impl(_name, _kernel, _key)
+    torch.library.register_fake(f"fastsparse::{_name}", _FAKES[_name], lib=library)
+    register_autograd(_name, _FORMULAS[_name])

@@ -1,0 +1,66 @@
+"""Attention step by step: scores, softmax and dropout of every edge in memory, then a weighted sum.
+
+What the fused operators cannot serve runs here, and what needs the weights themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastsparse_core import reference
+from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.ops._common import accumulation_dtype
+from fastsparse_core.ops.edge_softmax import edge_softmax
+from fastsparse_core.ops.spmm import spmm
+
+
+def dot_product_scores(adj: Adjacency, q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Tensor:
+    """``scale * <q_i, k_j> + bias`` of every edge, (num_values, heads) in the accumulation dtype."""
+    return _biased(scale * _edge_products(adj, q, k), bias)
+
+
+def additive_scores(
+    adj: Adjacency, score_dst: Tensor, score_src: Tensor, negative_slope: float, bias: Tensor | None
+) -> Tensor:
+    """``leaky_relu(score_dst_i + score_src_j + bias)`` of every edge, (num_values, heads)."""
+    # <(s_dst, 1), (1, s_src)>: a sum of two ends is a dot product of width 2, in the caller's edge order.
+    dst = torch.stack([score_dst, torch.ones_like(score_dst)], 2)
+    src = torch.stack([torch.ones_like(score_src), score_src], 2)
+    return F.leaky_relu(_biased(_edge_products(adj, dst, src), bias), negative_slope)
+
+
+def gatv2_scores(adj: Adjacency, x_dst: Tensor, x_src: Tensor, att: Tensor, negative_slope: float) -> Tensor:
+    """``<att, leaky_relu(x_dst_i + x_src_j)>`` of every edge, (num_values, heads)."""
+    dtype = accumulation_dtype(x_dst.dtype)
+    # Widened before the gather, so that its gradient is summed in full precision too.
+    hidden = x_dst.to(dtype)[adj.row().long()] + x_src.to(dtype)[adj.col.long()]
+    score = (F.leaky_relu(hidden, negative_slope) * att.to(dtype)).sum(-1)
+    return _to_caller_order(adj, score)
+
+
+def aggregate(adj: Adjacency, score: Tensor, v: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
+    """Weighted sum of the rows of ``v`` (num_src, heads, width): (num_dst, heads, width)."""
+    weight = edge_softmax(adj, score)
+    if seed is not None:
+        keep = reference.dropout_keep(adj, weight.size(1), dropout_p, int(seed))
+        weight = weight * _to_caller_order(adj, keep.to(weight.dtype)) / (1 - dropout_p)
+    return spmm(adj, v.flatten(1), weight).unflatten(1, v.shape[1:])
+
+
+def _edge_products(adj: Adjacency, x_dst: Tensor, x_src: Tensor) -> Tensor:
+    heads = x_dst.size(1)
+    dtype = accumulation_dtype(x_dst.dtype)
+    arguments = (None, None, adj.num_values, heads, dtype, adj.handle, "auto")
+    return torch.ops.fastsparse.sddmm.default(x_dst.flatten(1), x_src.flatten(1), *arguments)
+
+
+def _biased(score: Tensor, bias: Tensor | None) -> Tensor:
+    return score if bias is None else score + bias
+
+
+def _to_caller_order(adj: Adjacency, entry: Tensor) -> Tensor:
+    if adj.edge_id is None:
+        return entry
+    return entry.new_zeros(adj.num_values, entry.size(1)).index_copy(0, adj.edge_id.long(), entry)

@@ -1,0 +1,174 @@
+"""GATv2 attention on CUDA: what the kernels are given, and when they can serve."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C
+from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.ops import _additive_attention_csr as additive
+from fastsparse_core.ops._common import DTYPE_CODE, address, unit_stride
+
+#: Groups of lanes of the backward row pass: each keeps its own sum for the gradient of ``att``. About 8
+#: slices for each, but enough groups to fill the GPU, and no more than balance the load.
+_LEAST_GROUPS, _MOST_GROUPS = 8192, 32768
+#: Most groups of a thread block: the number of groups is a multiple of it.
+_GROUPS_PER_BLOCK = 32
+
+
+def fits(x_src: Tensor, negative_slope: float, heads: int) -> bool:
+    """Whether the kernels serve this call.
+
+    Args:
+        x_src: (num_src, heads * D).
+        negative_slope: of the leaky ReLU, which the kernels take as the greater of z and slope z.
+        heads: number of heads.
+    """
+    return 0 <= negative_slope <= 1 and additive.fits(x_src, heads)
+
+
+def gatv2_forward(
+    adj: Adjacency,
+    x_dst: Tensor,
+    x_src: Tensor,
+    att: Tensor,
+    negative_slope: float,
+    dropout_p: float,
+    seed: int,
+    heads: int,
+) -> tuple[Tensor, Tensor]:
+    r"""Softmax over :math:`\langle a, \operatorname{leaky\_relu}(x_i + z_j) \rangle`, times z.
+
+    Args:
+        adj: structure (num_dst, num_src) on a CUDA device.
+        x_dst: :math:`x`, (num_dst, heads * D).
+        x_src: :math:`z`, (num_src, heads * D), a call that :func:`fits`.
+        att: :math:`a`, (heads, D).
+        negative_slope: of the leaky ReLU.
+        dropout_p: from 0 to below 1.
+        seed: of the dropout mask.
+        heads: number of heads.
+
+    Returns:
+        Output (num_dst, heads * D) in the dtype of ``x_src``, and the log-sum-exp of the rows' scores,
+        float32 (num_dst, heads), -inf for rows without edges.
+    """
+    out = x_src.new_empty(adj.num_dst, x_src.size(1))
+    lse = torch.empty(adj.num_dst, heads, dtype=torch.float32, device=x_src.device)
+    if adj.num_dst == 0:
+        return out, lse
+    x_dst, x_src, att = unit_stride(x_dst), unit_stride(x_src), att.float().contiguous()
+    partial, state = additive.partials(adj, x_src.size(1), heads, x_src.device)
+    index = device_index(x_src.device)
+    _C.gatv2_attention(
+        adj.csr_structure,
+        _input(x_dst, x_src, att, negative_slope, dropout_p, seed, heads),
+        out.data_ptr(),
+        lse.data_ptr(),
+        address(partial),
+        address(state),
+        index,
+        queue(index),
+    )
+    return out, lse
+
+
+def gatv2_backward(
+    adj: Adjacency,
+    x_dst: Tensor,
+    x_src: Tensor,
+    att: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    negative_slope: float,
+    dropout_p: float,
+    seed: int,
+    heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`gatv2_forward`.
+
+    Args:
+        adj: see :func:`gatv2_forward`, as all that is not listed here.
+        x_dst: see there.
+        x_src: see there.
+        att: see there.
+        out: first result of the forward pass.
+        lse: its second result.
+        grad: gradient of the output, (num_dst, heads * D), in the dtype of ``x_src``.
+        negative_slope: see there.
+        dropout_p: see there.
+        seed: see there.
+        heads: see there.
+
+    Returns:
+        Gradients of ``x_dst``, ``x_src`` (in their dtype) and ``att`` (float32).
+    """
+    device = x_src.device
+    shape = att.shape
+    x_dst, x_src, att = unit_stride(x_dst), unit_stride(x_src), att.float().contiguous()
+    out, grad = unit_stride(out), unit_stride(grad)
+    width = x_src.size(1)
+    grad_dst, grad_src = x_dst.new_empty(x_dst.shape), x_src.new_empty(x_src.shape)
+
+    def floats(*size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float32, device=device)
+
+    transposed = adj.t()
+    att_rows = _att_rows(adj.row_split.slices.size(0))
+    grad_att = floats(att_rows, width)
+    row_state = floats(adj.num_dst, heads, 2)
+    partial_dst = floats(adj.row_split.num_slots, width)
+    partial_src = floats(transposed.row_split.num_slots, width)
+    index = device_index(device)
+    _C.gatv2_attention_backward(
+        adj.csr_structure,
+        transposed.csr_structure,
+        _input(x_dst, x_src, att, negative_slope, dropout_p, seed, heads),
+        out.data_ptr(),
+        out.stride(0),
+        grad.data_ptr(),
+        grad.stride(0),
+        lse.data_ptr(),
+        grad_dst.data_ptr(),
+        grad_src.data_ptr(),
+        grad_att.data_ptr(),
+        att_rows,
+        row_state.data_ptr(),
+        partial_dst.data_ptr(),
+        partial_src.data_ptr(),
+        index,
+        queue(index),
+    )
+    return grad_dst, grad_src, grad_att.sum(0).reshape(shape)
+
+
+def _att_rows(num_slices: int) -> int:
+    groups = min(max(num_slices // 8, _LEAST_GROUPS), _MOST_GROUPS, max(num_slices, 1))
+    return -(-groups // _GROUPS_PER_BLOCK) * _GROUPS_PER_BLOCK
+
+
+def _input(
+    x_dst: Tensor,
+    x_src: Tensor,
+    att: Tensor,
+    negative_slope: float,
+    dropout_p: float,
+    seed: int,
+    heads: int,
+) -> _C.Gatv2AttentionInput:
+    return _C.Gatv2AttentionInput(
+        DTYPE_CODE[x_src.dtype],
+        heads,
+        x_src.size(1) // heads,
+        x_dst.data_ptr(),
+        x_dst.stride(0),
+        x_src.data_ptr(),
+        x_src.stride(0),
+        att.data_ptr(),
+        negative_slope,
+        dropout_p,
+        seed,
+    )

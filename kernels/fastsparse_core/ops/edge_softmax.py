@@ -1,0 +1,164 @@
+"""Softmax over the entries of every row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C
+from fastsparse_core.adjacency import Adjacency, from_handle
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.ops._common import (
+    DTYPE_CODE,
+    accumulation_dtype,
+    address,
+    below_autograd,
+    keep_alive,
+    library,
+    register_autograd,
+)
+from fastsparse_core.ops.sddmm import sddmm
+from fastsparse_core.ops.spmm import spmm
+
+library.define("edge_softmax(Tensor score, SymInt adjacency) -> Tensor")
+library.define("edge_softmax_backward(Tensor weight, Tensor grad, SymInt adjacency) -> Tensor")
+
+
+def edge_softmax(adj: Adjacency, score: Tensor) -> Tensor:
+    r"""Softmax of the scores of the edges that share a destination.
+
+    .. math::
+        p_{ij} = \frac{\exp(s_{ij})}{\sum_{k \in \mathcal{N}(i)} \exp(s_{ik})}
+
+    Args:
+        adj: structure (num_dst, num_src).
+        score: :math:`s`, (num_values,) or (num_values, H) in the caller's edge order, float64, float32,
+            float16 or bfloat16.
+
+    Returns:
+        :math:`p` in the shape and dtype of ``score``, computed in float32 or wider; 0 for edges that self
+        loops replaced, and in rows whose scores are all :math:`-\infty`. Differentiable any number of times.
+
+    Raises:
+        TypeError: the dtype is not supported.
+        ValueError: the shape or the device does not fit.
+    """
+    if not isinstance(score, Tensor) or score.dtype not in DTYPE_CODE:
+        kind = score.dtype if isinstance(score, Tensor) else type(score).__name__
+        raise TypeError(f"score: expected a floating tensor, got {kind}")
+    if score.dim() not in (1, 2) or score.size(0) != adj.num_values:
+        raise ValueError(
+            f"score: expected shape ({adj.num_values},) or ({adj.num_values}, heads), "
+            f"got {tuple(score.shape)}"
+        )
+    if score.device != adj.device:
+        raise ValueError(
+            f"score: expected device {adj.device} like the Adjacency, got {score.device}; move one with .to()"
+        )
+    matrix = score[:, None] if score.dim() == 1 else score
+    return torch.ops.fastsparse.edge_softmax.default(matrix, adj.handle).reshape(score.shape)
+
+
+def _launch(adj: Adjacency, matrix: Tensor, grad: Tensor | None) -> Tensor:
+    """Softmax of `matrix`, or, with `grad`, its gradient from the weights that `matrix` then holds."""
+    matrix = matrix.contiguous()
+    grad = None if grad is None else grad.contiguous()
+    every_value_is_written = adj.num_values == adj.num_edges
+    out = (torch.empty_like if every_value_is_written else torch.zeros_like)(matrix)
+    if out.numel() == 0 or adj.num_edges == 0:
+        return out
+    heads = matrix.size(1)
+    index = device_index(matrix.device)
+    partial = None
+    if index >= 0 and adj.row_split.num_slots:
+        dtype = accumulation_dtype(matrix.dtype)
+        partial = matrix.new_empty(adj.row_split.num_slots, heads, 2, dtype=dtype)
+    _C.edge_softmax(
+        adj.csr_structure,
+        DTYPE_CODE[matrix.dtype],
+        heads,
+        matrix.data_ptr(),
+        address(grad),
+        out.data_ptr(),
+        address(partial),
+        index,
+        queue(index),
+    )
+    return out
+
+
+def _edge_softmax(score: Tensor, adjacency: int) -> Tensor:
+    return _launch(from_handle(adjacency), score, None)
+
+
+def _edge_softmax_backward(weight: Tensor, grad: Tensor, adjacency: int) -> Tensor:
+    return _launch(from_handle(adjacency), weight, grad)
+
+
+class _EdgeSoftmax(torch.autograd.Function):
+    """ds = p (g - sum over the row of p g)."""
+
+    @staticmethod
+    def forward(ctx: Any, score: Tensor, adjacency: int) -> Tensor:
+        with below_autograd():
+            weight = torch.ops.fastsparse.edge_softmax.default(score, adjacency)
+        ctx.save_for_backward(weight)
+        ctx.adjacency = adjacency
+        ctx.keep_alive = keep_alive(adjacency)
+        return weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        return torch.ops.fastsparse.edge_softmax_backward.default(weight, grad, ctx.adjacency), None
+
+
+class _EdgeSoftmaxBackward(torch.autograd.Function):
+    """The gradient is linear in g, and its own adjoint; in p it is u (g - R(p g)) - g R(p u).
+
+    R sums over each row and gives every edge the sum of its row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, grad: Tensor, adjacency: int) -> Tensor:
+        ctx.save_for_backward(weight, grad)
+        ctx.adjacency = adjacency
+        ctx.keep_alive = keep_alive(adjacency)
+        with below_autograd():
+            return torch.ops.fastsparse.edge_softmax_backward.default(weight, grad, adjacency)
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        weight, grad = ctx.saved_tensors
+        adj = from_handle(ctx.adjacency)
+
+        def row_sums(value: Tensor) -> Tensor:
+            ones = value.new_ones(adj.num_src, value.size(1))
+            sums = spmm(adj, ones, value)
+            return sddmm(adj, sums[:, :, None], ones[:, :, None])
+
+        grad_weight = outer * (grad - row_sums(weight * grad)) - grad * row_sums(weight * outer)
+        return (
+            grad_weight,
+            torch.ops.fastsparse.edge_softmax_backward.default(weight, outer, ctx.adjacency),
+            None,
+        )
+
+
+def _edge_softmax_fake(score: Tensor, adjacency: int) -> Tensor:
+    return score.new_empty(score.shape)
+
+
+def _edge_softmax_backward_fake(weight: Tensor, grad: Tensor, adjacency: int) -> Tensor:
+    return weight.new_empty(weight.shape)
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("edge_softmax", _edge_softmax, _key)
+    library.impl("edge_softmax_backward", _edge_softmax_backward, _key)
+torch.library.register_fake("fastsparse::edge_softmax", _edge_softmax_fake, lib=library)
+torch.library.register_fake("fastsparse::edge_softmax_backward", _edge_softmax_backward_fake, lib=library)
+register_autograd("edge_softmax", _EdgeSoftmax)
+register_autograd("edge_softmax_backward", _EdgeSoftmaxBackward)

@@ -1,0 +1,621 @@
+// What the fused attention kernels share: tiles of gathered rows in shared memory, filled by asynchronous
+// copies, and products with them on tensor cores. lane = 4 g + t throughout.
+//
+// A warp works alone, on the 8 rows of a window ("own" rows) and the 16 vectors of one block after the other.
+// A tile holds the gathered rows of a block's 16 vectors for kHeads heads. Two products take it as it lies:
+//   - multiply_rows: 16 vectors x 8 own rows, the sum over a head's features (K Q^T);
+//   - add_columns: features x 8 own rows, the sum over the vectors, with weights from the first (V^T P^T).
+// Between them a thread owns 4 entries of the block, as the tensor cores leave them (Owned). In 16-bit
+// formats the tile is the first operand of both products, and the weights are transposed on their way to the
+// second. In float32 the own rows are the first operand of the first product: they fill half of its 16 rows
+// and their second TF32 terms the other half, and the weights already lie as the second product wants them.
+// Vector 4q + 2j + e of a block lies in row 8j + 2q + e of a tile.
+#pragma once
+
+#include <type_traits>
+
+#include "fastsparse/bsb.cuh"
+#include "fastsparse/cuda_common.cuh"
+#include "fastsparse/mma.cuh"
+
+namespace fastsparse::cuda::attention {
+
+constexpr int kPieceBytes = 16;  // what one lane copies at once
+constexpr int kBlockBytes = 4 * kBlockWords;
+constexpr int kStages = 2;  // blocks in shared memory: one in use, the other on its way
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+// Maximum of a row before its first entry: finite, so that differences with it are never NaN.
+constexpr float kNoMaximum = -1e30f;
+
+// The shape of a tile: kHeads heads of at most kHeadWidth features side by side, narrower ones padded with 0.
+template <typename Element, int kHeadsOfTile, int kWidthOfHead>
+struct Shape {
+  using T = Element;
+  static constexpr bool kFloat = std::is_same_v<T, float>;
+  static constexpr int kHeads = kHeadsOfTile;
+  static constexpr int kHeadWidth = kWidthOfHead;
+  static constexpr int kHeadPieces = kHeadWidth * static_cast<int>(sizeof(T)) / kPieceBytes;
+  static constexpr int kPieces = kHeads * kHeadPieces;  // of a row
+  static constexpr int kRowBytes = kPieces * kPieceBytes;
+  static constexpr int kTileBytes = kBlockVectors * kRowBytes;
+  static constexpr int kOwnBytes = kRows * kRowBytes;
+  static constexpr int kHeadTiles = kHeadWidth / 16;  // 16 features x 8 rows of results
+  static constexpr int kTiles = kHeads * kHeadTiles;
+  // Copying: kLanes neighbouring lanes to one row, which takes kParts copies.
+  static constexpr int kLanes = kPieces < 8 ? kPieces : 8;
+  static constexpr int kParts = kPieces / kLanes;
+  static constexpr int kRowsAtOnce = 8 / kLanes;  // by a quarter of the warp
+  static_assert(kPieces == 4 || kPieces % 8 == 0);
+};
+
+// A block of threads stays below 48 KB of shared memory where it can, and registers are limited to what lets
+// shared memory decide how many blocks run at once, up to `most_warps`.
+constexpr int warps_of_block(int bytes_of_warp) {
+  return 4 * bytes_of_warp <= 48 * 1024 ? 4 : 2 * bytes_of_warp <= 48 * 1024 ? 2 : 1;
+}
+constexpr int blocks_at_once(int bytes_of_warp, int most_warps) {
+  const int warps = warps_of_block(bytes_of_warp);
+  const int fit = 227 * 1024 / (warps * bytes_of_warp + 1024);
+  return fit < most_warps / warps ? fit : most_warps / warps;
+}
+
+// ---------------------------------------------------------------- instructions
+
+// Copies 16 bytes of global memory to shared memory, or zeros where `bytes` is 0.
+__device__ __forceinline__ void copy_async(std::uint32_t to, const void* from, std::uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_async_8(std::uint32_t to, const void* from, std::uint32_t bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+  __syncwarp();
+}
+
+// Four 8 x 16-byte matrices; lane 8i + r gives the address of row r of matrix i.
+__device__ __forceinline__ void load_matrices(std::uint32_t (&m)[4], std::uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(from)
+               : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(std::uint32_t (&m)[4], std::uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(from)
+               : "memory");
+}
+__device__ __forceinline__ std::uint32_t transpose(std::uint32_t matrix) {
+  std::uint32_t transposed;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(matrix));
+  return transposed;
+}
+__device__ __forceinline__ uint4 load_shared(std::uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(from)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ std::uint32_t load_shared_word(std::uint32_t from) {
+  std::uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ std::uint32_t load_shared_byte(std::uint32_t from) {
+  std::uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ float2 load_shared_pair(std::uint32_t from) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared(std::uint32_t to, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ void store_shared(std::uint32_t to, std::uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ float exp2_approx(float x) {  // within 2 ulp; exp2f adds what denormals need
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+template <typename T>
+__device__ __forceinline__ std::uint32_t pack_pair(float low, float high) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const std::uint32_t*>(&pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const std::uint32_t*>(&pair);
+  }
+}
+
+// v rounded to TF32, and what that leaves, which is exact in TF32 to 2^-24 of v. One term keeps NaN by the
+// conversion instruction; with two it shows in the second.
+template <int kTerms>
+__device__ __forceinline__ void split_tf32(float v, std::uint32_t& high, std::uint32_t& low) {
+  if constexpr (kTerms > 1) {
+    high = (__float_as_uint(v) + 0x1000u) & 0xffffe000u;
+    low = __float_as_uint(v - __uint_as_float(high));
+  } else {
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high) : "f"(v));
+    low = 0;
+  }
+}
+
+// ---------------------------------------------------------------- tiles
+
+// Rows are permuted piece by piece so that neither copies nor matrix loads meet in a bank.
+template <typename S>
+__device__ __forceinline__ std::uint32_t place(int row, int piece) {
+  const int swizzle = S::kPieces >= 8 ? row % 8 : row / 2 % 4;
+  return row * S::kRowBytes + (piece ^ swizzle) * kPieceBytes;
+}
+
+// A table of rows as one lane copies it: for a group of heads, its pieces of each row.
+template <typename S>
+class Table {
+ public:
+  __device__ __forceinline__ Table(const DenseView& view, std::int64_t first_head, std::int64_t heads,
+                                   std::int64_t head_width, int lane)
+      : row_bytes_(static_cast<std::uint32_t>(view.stride * sizeof(typename S::T))),
+        head_bytes_(static_cast<std::uint32_t>(head_width * sizeof(typename S::T))) {
+    const int piece = lane % S::kLanes;
+    const int head = piece / S::kHeadPieces, inner = piece % S::kHeadPieces;
+    address_ = static_cast<const char*>(view.data) + first_head * head_bytes_ + head * head_bytes_ +
+               inner * kPieceBytes;
+    present_ = 0;
+#pragma unroll
+    for (int part = 0; part < S::kParts; ++part) {
+      const bool present = first_head + head + part_head(part) < heads &&
+                           inner * kPieceBytes + part_inner(part) < static_cast<int>(head_bytes_);
+      present_ |= static_cast<std::uint32_t>(present) << part;
+    }
+  }
+  // The lane's first piece of `row`.
+  __device__ __forceinline__ const char* row(std::uint32_t row) const {
+    return row_address(address_, row, row_bytes_);
+  }
+  // From there to a part.
+  __device__ __forceinline__ std::uint32_t offset(int part) const {
+    return part_head(part) * head_bytes_ + part_inner(part);
+  }
+  __device__ __forceinline__ bool present(int part) const { return (present_ >> part) & 1u; }
+
+  // Starts copying a part of a row to shared memory; pieces that the heads do not have become 0.
+  __device__ __forceinline__ void copy(std::uint32_t to, const char* row, int part,
+                                       bool wanted = true) const {
+    copy_async(to, row + offset(part), wanted && present(part) ? kPieceBytes : 0);
+  }
+
+ private:
+  static __device__ __forceinline__ std::uint32_t part_head(int part) {
+    return S::kHeadPieces >= 8 ? 8 * part / S::kHeadPieces : part * (S::kLanes / S::kHeadPieces);
+  }
+  static __device__ __forceinline__ int part_inner(int part) {
+    return S::kHeadPieces >= 8 ? 8 * part % S::kHeadPieces * kPieceBytes : 0;
+  }
+
+  const char* address_;
+  std::uint32_t row_bytes_;
+  std::uint32_t head_bytes_;
+  std::uint32_t present_;  // bit per part
+};
+
+// The 16 rows of a block; `column` holds those of this quarter of the warp.
+template <typename S>
+__device__ __forceinline__ void copy_tile(std::uint32_t tile, const Table<S>& table,
+                                          const std::uint32_t (&column)[kOwned], int lane) {
+  const int quarter = lane / 8, sub = lane % 8 / S::kLanes;
+#pragma unroll
+  for (int i = 0; i < kOwned; i += S::kRowsAtOnce) {
+    const std::uint32_t own = S::kRowsAtOnce == 2 && sub ? column[(i + 1) % kOwned] : column[i];
+    const char* from = table.row(own);
+    const int row = 8 * (i / 2) + 2 * quarter + (S::kRowsAtOnce == 2 ? sub : i % 2);
+#pragma unroll
+    for (int part = 0; part < S::kParts; ++part) {
+      table.copy(tile + place<S>(row, lane % S::kLanes + 8 * part), from, part);
+    }
+  }
+}
+
+// The block itself, for its masks.
+__device__ __forceinline__ void copy_block(std::uint32_t to, const std::uint32_t* block, int lane) {
+  if (lane < kBlockBytes / kPieceBytes) copy_async(to + lane * kPieceBytes, block + 4 * lane, kPieceBytes);
+}
+
+// Calls f(row of the window, part, place) for what this lane copies of a window's own rows.
+template <typename S, typename F>
+__device__ __forceinline__ void for_own_pieces(int lane, F&& f) {
+#pragma unroll
+  for (int half = 0; half < 2; half += S::kRowsAtOnce) {
+    const int row = S::kRowsAtOnce == 2 ? lane / 8 * 2 + lane % 8 / S::kLanes : lane / 8 + 4 * half;
+#pragma unroll
+    for (int part = 0; part < S::kParts; ++part) {
+      f(row, part, place<S>(row, lane % S::kLanes + 8 * part));
+    }
+  }
+}
+
+template <typename S>
+__device__ __forceinline__ void copy_own(std::uint32_t to, const Table<S>& table, const WindowRow& window_row,
+                                         std::int64_t window, int lane) {
+  for_own_pieces<S>(lane, [&](int r, int part, std::uint32_t where) {
+    const std::int64_t row = window_row(window, r);
+    table.copy(to + where, table.row(static_cast<std::uint32_t>(row < 0 ? 0 : row)), part, row >= 0);
+  });
+}
+
+// Own rows as an operand of the tensor cores: word i holds piece i of row g, the pair (or number) t.
+template <typename S>
+__device__ __forceinline__ void load_own(std::uint32_t (&own)[S::kPieces], std::uint32_t from, int lane) {
+#pragma unroll
+  for (int piece = 0; piece < S::kPieces; piece += 4) {
+    std::uint32_t m[4];
+    load_matrices(m, from + place<S>(lane % 8, piece + lane / 8));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) own[piece + i] = m[i];
+  }
+}
+
+// Address, for load_matrices, of pieces (piece, piece + 1) of rows 0..7 and 8..15: by row and piece, or by
+// piece and row.
+template <typename S, bool kRowsFirst>
+__device__ __forceinline__ std::uint32_t matrix_address(std::uint32_t tile, int piece, int lane) {
+  const int low = lane / 8 % 2, high = lane / 16;
+  const std::uint32_t first =
+      tile + place<S>(lane % 8 + 8 * (kRowsFirst ? high : low), kRowsFirst ? low : high);
+  return (first ^ piece % 8 * kPieceBytes) + piece / 8 * 8 * kPieceBytes;
+}
+
+// score[i] = <own row, gathered row> of the thread's i-th entry (Owned), over the features of `head`.
+template <typename S, int kTerms>
+__device__ __forceinline__ void multiply_rows(float (&score)[kOwned], const std::uint32_t (&own)[S::kPieces],
+                                              std::uint32_t tile, int head, int lane) {
+#pragma unroll
+  for (int i = 0; i < kOwned; ++i) score[i] = 0;
+  if constexpr (!S::kFloat) {
+#pragma unroll
+    for (int step = 0; step < S::kHeadPieces; step += 2) {
+      const int piece = head * S::kHeadPieces + step;
+      std::uint32_t a[4];
+      load_matrices(a, matrix_address<S, false>(tile, piece, lane));
+      mma_m16n8k16<typename S::T>(score, a, own[piece], own[piece + 1]);
+    }
+  } else {
+    float sum[2][4] = {};
+#pragma unroll
+    for (int step = 0; step < S::kHeadPieces; step += 2) {
+      const int piece = head * S::kHeadPieces + step;
+      std::uint32_t m[4], a[4], b[4], b_low[4];
+      load_matrices(m, matrix_address<S, true>(tile, piece, lane));
+      split_tf32<kTerms>(__uint_as_float(own[piece]), a[0], a[1]);
+      split_tf32<kTerms>(__uint_as_float(own[piece + 1]), a[2], a[3]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) split_tf32<kTerms>(__uint_as_float(m[i]), b[i], b_low[i]);
+      if constexpr (kTerms > 1) {
+        mma_m16n8k8_tf32(sum[0], a, b_low[0], b_low[1]);
+        mma_m16n8k8_tf32(sum[1], a, b_low[2], b_low[3]);
+      }
+      mma_m16n8k8_tf32(sum[0], a, b[0], b[1]);
+      mma_m16n8k8_tf32(sum[1], a, b[2], b[3]);
+      // The tensor cores' sums are cut off, not rounded: every 16 features they move to ordinary additions.
+      if (step % 4 == 2) {
+#pragma unroll
+        for (int i = 0; i < kOwned; ++i) {
+          score[i] += sum[i / 2][i % 2] + sum[i / 2][i % 2 + 2];
+          sum[i / 2][i % 2] = sum[i / 2][i % 2 + 2] = 0;
+        }
+      }
+    }
+  }
+}
+
+// sum[f] += gathered features x weights of rows 2t, 2t + 1 (feature_of says which), for the features of
+// `head`. weight[i] is that of the thread's i-th entry.
+template <typename S, int kTerms>
+__device__ __forceinline__ void add_columns(float (&sum)[S::kTiles][4], std::uint32_t tile,
+                                            const float (&weight)[kOwned], int head, int lane) {
+  if constexpr (!S::kFloat) {
+    const std::uint32_t b0 = transpose(pack_pair<typename S::T>(weight[0], weight[1]));
+    const std::uint32_t b1 = transpose(pack_pair<typename S::T>(weight[2], weight[3]));
+#pragma unroll
+    for (int f = head * S::kHeadTiles; f < (head + 1) * S::kHeadTiles; ++f) {
+      std::uint32_t a[4];
+      load_matrices_transposed(a, matrix_address<S, true>(tile, 2 * f, lane));
+      mma_m16n8k16<typename S::T>(sum[f], a, b0, b1);
+    }
+  } else {
+    const int g = lane / 4, t = lane % 4;
+    std::uint32_t b[kOwned], b_low[kOwned];
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) split_tf32<kTerms>(weight[i], b[i], b_low[i]);
+#pragma unroll
+    for (int f = head * S::kHeadTiles; f < (head + 1) * S::kHeadTiles; f += 2) {
+      float fresh[2][4] = {};  // added at once, as ordinary additions round to nearest
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint4 even = load_shared(tile + place<S>(8 * j + 2 * t, 4 * f + g));
+        const uint4 odd = load_shared(tile + place<S>(8 * j + 2 * t + 1, 4 * f + g));
+        const std::uint32_t x[8] = {even.x, even.y, odd.x, odd.y, even.z, even.w, odd.z, odd.w};
+#pragma unroll
+        for (int y = 0; y < 2; ++y) {
+          std::uint32_t a[4], a_low[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) split_tf32<kTerms>(__uint_as_float(x[4 * y + i]), a[i], a_low[i]);
+          if constexpr (kTerms > 1) {
+            mma_m16n8k8_tf32(fresh[y], a_low, b[2 * j], b[2 * j + 1]);
+            mma_m16n8k8_tf32(fresh[y], a, b_low[2 * j], b_low[2 * j + 1]);
+          }
+          mma_m16n8k8_tf32(fresh[y], a, b[2 * j], b[2 * j + 1]);
+        }
+      }
+#pragma unroll
+      for (int y = 0; y < 2; ++y) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[f + y][i] += fresh[y][i];
+      }
+    }
+  }
+}
+
+// Feature of a tile's row that sum[f][i] belongs to; its own row is 2t + i % 2.
+template <typename S>
+__device__ __forceinline__ int feature_of(int f, int i, int g) {
+  return S::kFloat ? 32 * (f / 2) + 4 * g + 2 * (f % 2) + i / 2 : 16 * f + 8 * (i / 2) + g;
+}
+
+// ---------------------------------------------------------------- results
+
+// Where results of a window go: heads first_head.. of a (rows, heads * head_width) matrix.
+struct Target {
+  void* data;
+  std::int64_t heads;
+  std::int64_t head_width;
+};
+
+// Rows that this warp alone computes: through shared memory, to be stored in whole pieces.
+template <typename S>
+__device__ __forceinline__ void store_rows(const Target& target, const float (&sum)[S::kTiles][4],
+                                           std::uint32_t scratch, const WindowRow& window_row,
+                                           std::int64_t window, std::int64_t first_head, int lane) {
+  using T = typename S::T;
+  const int g = lane / 4, t = lane % 4;
+  if constexpr (S::kFloat) {
+#pragma unroll
+    for (int f = 0; f < S::kTiles; f += 2) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        store_shared(scratch + place<S>(2 * t + n, 4 * f + g),
+                     make_uint4(__float_as_uint(sum[f][n]), __float_as_uint(sum[f][2 + n]),
+                                __float_as_uint(sum[f + 1][n]), __float_as_uint(sum[f + 1][2 + n])));
+      }
+    }
+  } else {
+#pragma unroll
+    for (int f = 0; f < S::kTiles; ++f) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        store_shared(scratch + place<S>(g, 2 * f + half) + 4 * t,
+                     transpose(pack_pair<T>(sum[f][2 * half], sum[f][2 * half + 1])));
+      }
+    }
+  }
+  __syncwarp();
+  const Table<S> out({target.data, target.heads * target.head_width}, first_head, target.heads,
+                     target.head_width, lane);
+  for_own_pieces<S>(lane, [&](int r, int part, std::uint32_t where) {
+    const std::int64_t row = window_row(window, r);
+    if (row < 0 || !out.present(part)) return;
+    *reinterpret_cast<uint4*>(const_cast<char*>(out.row(static_cast<std::uint32_t>(row))) +
+                              out.offset(part)) = load_shared(scratch + where);
+  });
+  __syncwarp();
+}
+
+// Partial sums (num_slots, 8, heads * head_width) of a window that several warps compute.
+template <typename S>
+__device__ __forceinline__ void store_partial(const Target& target, const float (&sum)[S::kTiles][4],
+                                              std::int64_t slot, std::int64_t first_head, int lane) {
+  const int g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int f = 0; f < S::kTiles; ++f) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int feature = feature_of<S>(f, i, g);
+      const std::int64_t head = first_head + feature / S::kHeadWidth;
+      const int inner = feature % S::kHeadWidth;
+      if (head >= target.heads || inner >= target.head_width) continue;
+      static_cast<float*>(
+          target.data)[((slot * kRows + 2 * t + i % 2) * target.heads + head) * target.head_width + inner] =
+          sum[f][i];
+    }
+  }
+}
+
+// ---------------------------------------------------------------- entries
+
+// The 4 entries of a block that a thread owns, and what it keeps of the rows that they stand in: kRowsOwned
+// rows, of which entry i stands in the (i % kRowsOwned)-th. In 16-bit formats rows 2t and 2t + 1 of two
+// vectors; in float32 row g of the vectors 4t .. 4t + 3.
+template <typename S>
+struct Owned {
+  static constexpr int kRowsOwned = S::kFloat ? 1 : 2;
+  static constexpr int kVectors = kOwned / kRowsOwned;
+
+  static __device__ __forceinline__ int row(int i, int lane) {
+    return S::kFloat ? lane / 4 : lane % 4 * 2 + i % 2;
+  }
+  // Of the nth vector owned, the place in its block.
+  static __device__ __forceinline__ int vector(int nth, int lane) {
+    return S::kFloat ? lane % 4 * 4 + nth : lane / 8 * 4 + lane / 4 % 2 + 2 * nth;
+  }
+  // Whether this thread is the one that stores what belongs to its rows.
+  static __device__ __forceinline__ bool stores(int lane) { return S::kFloat ? lane % 4 == 0 : lane < 4; }
+
+  // Combines what the threads found for the same row.
+  template <typename F>
+  static __device__ __forceinline__ float reduce(float v, F&& combine) {
+#pragma unroll
+    for (int distance = S::kFloat ? 1 : 4; distance < (S::kFloat ? 4 : kWarp); distance *= 2) {
+      v = combine(v, __shfl_xor_sync(kFullWarp, v, distance));
+    }
+    return v;
+  }
+  // Numbers of the own rows, as the sums of add_columns need them: of rows 2t and 2t + 1.
+  static __device__ __forceinline__ void of_sums(float (&of_row)[2], const float (&own)[kRowsOwned],
+                                                 int lane) {
+    if constexpr (S::kFloat) {
+      of_row[0] = __shfl_sync(kFullWarp, own[0], lane % 4 * 8);
+      of_row[1] = __shfl_sync(kFullWarp, own[0], lane % 4 * 8 + 4);
+    } else {
+      of_row[0] = own[0];
+      of_row[1] = own[1];
+    }
+  }
+};
+
+// sum *= own, a factor of each row, for the features of `head`.
+template <typename S>
+__device__ __forceinline__ void scale_rows(float (&sum)[S::kTiles][4],
+                                           const float (&own)[Owned<S>::kRowsOwned], int head, int lane) {
+  float of_row[2];
+  Owned<S>::of_sums(of_row, own, lane);
+#pragma unroll
+  for (int f = head * S::kHeadTiles; f < (head + 1) * S::kHeadTiles; ++f) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[f][i] *= of_row[i % 2];
+  }
+}
+
+// The thread's entries of the block at shared address `block`.
+template <typename S>
+class Entries {
+ public:
+  __device__ __forceinline__ Entries(std::uint32_t block, int lane) : block_(block), lane_(lane) {
+    const std::uint32_t word = load_shared_word(block + 4 * (kMaskWord + (S::kFloat ? lane % 4 : lane / 8)));
+    bits_ = word >> (S::kFloat ? lane / 4 : lane / 4 % 2 * 8 + lane % 4 * 2);
+  }
+  __device__ __forceinline__ bool present(int i) const {
+    return (bits_ >> (S::kFloat ? 8 * i : 16 * (i / 2) + i % 2)) & 1u;
+  }
+  __device__ __forceinline__ std::uint32_t column(int i) const {
+    const std::uint32_t at = block_ + 3 * Owned<S>::vector(i / Owned<S>::kRowsOwned, lane_);
+    return load_shared_byte(at) | load_shared_byte(at + 1) << 8 | load_shared_byte(at + 2) << 16;
+  }
+  // Positions of the entries among the edge values. Entries are numbered by block, vector and row, so a
+  // number is a count of the mask bits before its own.
+  __device__ __forceinline__ void positions(std::int64_t (&position)[kOwned], const BsbView& a,
+                                            std::int64_t block) const {
+    const uint4 masks = load_shared(block_ + 4 * kMaskWord);
+    const std::uint32_t word[4] = {masks.x, masks.y, masks.z, masks.w};
+    const std::int64_t first = a.block_entry[block];
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) {
+      if (!present(i)) continue;
+      const int vector = Owned<S>::vector(i / Owned<S>::kRowsOwned, lane_);
+      std::int64_t at = first;
+#pragma unroll
+      for (int part = 0; part < 4; ++part) {
+        const std::uint32_t before = (1u << (vector % 4 * 8 + Owned<S>::row(i, lane_))) - 1;
+        if (part <= vector / 4) at += __popc(part < vector / 4 ? word[part] : word[part] & before);
+      }
+      position[i] = a.value_id_is_64bit ? static_cast<const std::int64_t*>(a.value_id)[at]
+                                        : static_cast<const std::int32_t*>(a.value_id)[at];
+    }
+  }
+  // Bias of an entry and head in powers of two; 0 where there is none.
+  __device__ __forceinline__ float bias(const AttentionBsbInput& input, int i, std::int64_t position,
+                                        std::int64_t head) const {
+    if (input.bias.data == nullptr || !present(i) || head >= input.heads) return 0;
+    return kLog2E * load_value<typename S::T>(input.bias, input.bias.dtype == input.dtype,
+                                              position * input.heads + head);
+  }
+
+ private:
+  std::uint32_t block_;
+  std::uint32_t bits_;
+  int lane_;
+};
+
+// ---------------------------------------------------------------- launching
+
+// Lets a kernel use `bytes` of shared memory per block, and the multiprocessor give it most of its L1.
+template <typename Kernel>
+cudaError_t prepare_kernel(Kernel* kernel, int bytes) {
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                                 cudaSharedmemCarveoutMaxShared);
+  if (error != cudaSuccess || bytes <= 48 * 1024) return error;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
+inline bool has_extras(const AttentionBsbInput& input) {
+  return input.bias.data != nullptr || input.dropout.threshold != 0;
+}
+
+template <typename T, typename Launch>
+bool with_shape_16bit(std::int64_t width, std::int64_t heads, Launch& launch) {
+  if (heads > 1 && width <= 16) return launch.template run<Shape<T, 4, 16>, 1>(), true;
+  if (width <= 32) {
+    heads > 1 ? launch.template run<Shape<T, 4, 32>, 1>() : launch.template run<Shape<T, 1, 32>, 1>();
+  } else if (width <= 64) {
+    heads > 1 ? launch.template run<Shape<T, 2, 64>, 1>() : launch.template run<Shape<T, 1, 64>, 1>();
+  } else if (width <= 128) {
+    launch.template run<Shape<T, 1, 128>, 1>();
+  } else if (width <= 256) {
+    launch.template run<Shape<T, 1, 256>, 1>();
+  } else {
+    return false;
+  }
+  return true;
+}
+
+template <int kTerms, typename Launch>
+bool with_shape_float(std::int64_t width, std::int64_t heads, Launch& launch) {
+  if (width <= 32) {
+    heads > 1 ? launch.template run<Shape<float, 2, 32>, kTerms>()
+              : launch.template run<Shape<float, 1, 32>, kTerms>();
+  } else if (width <= 64) {
+    launch.template run<Shape<float, 1, 64>, kTerms>();
+  } else if (width <= 128) {
+    launch.template run<Shape<float, 1, 128>, kTerms>();
+  } else if (width <= 256) {
+    launch.template run<Shape<float, 1, 256>, kTerms>();
+  } else {
+    return false;
+  }
+  return true;
+}
+
+// Calls launch.run<Shape, TF32 terms>() with the narrowest shape that holds the heads; false where none does.
+template <typename Launch>
+bool with_shape(const AttentionBsbInput& input, Launch& launch) {
+  const std::int64_t width = input.head_width > input.value_width ? input.head_width : input.value_width;
+  switch (input.dtype) {
+    case Dtype::kFloat16:
+      return with_shape_16bit<__half>(width, input.heads, launch);
+    case Dtype::kBFloat16:
+      return with_shape_16bit<__nv_bfloat16>(width, input.heads, launch);
+    case Dtype::kFloat32:
+      return input.tf32 ? with_shape_float<1>(width, input.heads, launch)
+                        : with_shape_float<2>(width, input.heads, launch);
+    case Dtype::kFloat64:
+      return false;
+  }
+  return false;
+}
+
+}  // namespace fastsparse::cuda::attention

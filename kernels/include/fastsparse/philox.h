@@ -1,0 +1,59 @@
+// Attention dropout: a counter-based generator (Philox4x32-10; Salmon et al., "Parallel random numbers: as
+// easy as 1, 2, 3", SC 2011), so that every pass, in whatever order it meets the entries, sees the same mask.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define FASTSPARSE_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define FASTSPARSE_HOST_DEVICE inline
+#endif
+
+namespace fastsparse {
+
+// First of the four words of a block. Key: two words; counter: (c0, c1, c2, 0).
+FASTSPARSE_HOST_DEVICE std::uint32_t philox(std::uint32_t key0, std::uint32_t key1, std::uint32_t c0,
+                                            std::uint32_t c1, std::uint32_t c2) {
+  std::uint32_t c3 = 0;
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+  for (int round = 0; round < 10; ++round) {
+    const std::uint64_t product0 = std::uint64_t{0xD2511F53u} * c0;
+    const std::uint64_t product1 = std::uint64_t{0xCD9E8D57u} * c2;
+    c0 = static_cast<std::uint32_t>(product1 >> 32) ^ c1 ^ key0;
+    c1 = static_cast<std::uint32_t>(product1);
+    c2 = static_cast<std::uint32_t>(product0 >> 32) ^ c3 ^ key1;
+    c3 = static_cast<std::uint32_t>(product0);
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return c0;
+}
+
+// Drops an entry with probability p and scales the others by 1 / (1 - p). threshold 0: drops nothing.
+struct Dropout {
+  std::uint32_t key0;
+  std::uint32_t key1;
+  std::uint32_t threshold;  // entries whose random word is below it are dropped
+  float scale;
+};
+
+inline Dropout make_dropout(double p, std::int64_t seed) {
+  const auto bits = static_cast<std::uint64_t>(seed);
+  return {static_cast<std::uint32_t>(bits), static_cast<std::uint32_t>(bits >> 32),
+          static_cast<std::uint32_t>(std::fmin(std::ceil(p * 0x1p32), 0x1p32 - 1)),
+          static_cast<float>(1.0 / (1.0 - p))};
+}
+
+// Factor of the weight of entry (row, column) and head; row and column are those of the structure that the
+// caller sees, in passes over its transpose too.
+FASTSPARSE_HOST_DEVICE float dropout_factor(const Dropout& dropout, std::uint32_t row, std::uint32_t col,
+                                            std::uint32_t head) {
+  if (dropout.threshold == 0) return 1.0f;
+  return philox(dropout.key0, dropout.key1, row, col, head) >= dropout.threshold ? dropout.scale : 0.0f;
+}
+
+}  // namespace fastsparse

@@ -1,0 +1,328 @@
+"""FastGATConv against GATConv: outputs, all gradients, every option and input kind of its own."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from pyg_cases import as_kind, close, random_graph, same, simple_graph
+from torch_geometric import EdgeIndex
+from torch_geometric.nn import GATConv
+
+from fastsparse_core import log
+from fastsparse_pyg import FastGATConv, prepare
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
+
+OPTIONS = [
+    {},
+    {"heads": 3},
+    {"heads": 3, "concat": False},
+    {"heads": 2, "negative_slope": 0.0, "bias": False},
+    {"heads": 2, "negative_slope": 1.5},
+    {"add_self_loops": False},
+    {"residual": True, "heads": 2},
+    {"residual": True, "heads": 2, "concat": False},
+    {"flow": "target_to_source", "heads": 2},
+    {"flow": "target_to_source", "add_self_loops": False},
+]
+FILLS = ["mean", "add", "sum", 0.5, None, "tensor"]
+
+
+def pair(
+    *args: object, device: str, dtype: torch.dtype = torch.float32, **options: object
+) -> tuple[GATConv, FastGATConv]:
+    reference, layer = (conv(*args, **options).to(device, dtype) for conv in (GATConv, FastGATConv))
+    # The vectors of a fresh bias are 0: then a forgotten bias would pass.
+    if reference.bias is not None:
+        torch.nn.init.normal_(reference.bias)
+    return reference, layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.usefixtures("kernels_only")
+def test_matches_the_original(device, options, dtype):
+    edge_index = random_graph(device=device)
+    reference, layer = pair(6, 5, device=device, dtype=dtype, **options)
+    for requires_grad in (True, False):
+        x = torch.randn(40, 6, device=device, dtype=dtype, requires_grad=requires_grad)
+        same(
+            reference, layer, lambda conv, x=x: conv(x, edge_index), [x], tolerance=TOLERANCE[dtype], floor=1
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("fill_value", FILLS, ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"heads": 3, "concat": False}, {"flow": "target_to_source", "heads": 2}], ids=str
+)
+@pytest.mark.usefixtures("kernels_only")
+def test_edge_features(device, options, fill_value, dtype):
+    """Fused, self loops filled as the original fills them: over the edges that are no loops."""
+    edge_index = random_graph(device=device)
+    fill = torch.randn(3, device=device) if fill_value == "tensor" else fill_value
+    reference, layer = pair(6, 5, edge_dim=3, fill_value=fill, device=device, dtype=dtype, **options)
+    x = torch.randn(40, 6, device=device, dtype=dtype, requires_grad=True)
+    edge_attr = torch.randn(edge_index.size(1), 3, device=device, dtype=dtype, requires_grad=True)
+    same(
+        reference,
+        layer,
+        lambda conv: conv(x, edge_index, edge_attr),
+        [x, edge_attr],
+        tolerance=TOLERANCE[dtype],
+        floor=1,
+    )
+
+
+@pytest.mark.parametrize("fill_value", ["max", "min", "mul"])
+def test_other_fills_run_the_original(device, fill_value):
+    edge_index = random_graph(device=device)
+    reference, layer = pair(6, 5, edge_dim=3, fill_value=fill_value, device=device)
+    x = torch.randn(40, 6, device=device, requires_grad=True)
+    edge_attr = torch.randn(edge_index.size(1), 3, device=device, requires_grad=True)
+    same(reference, layer, lambda conv: conv(x, edge_index, edge_attr), [x, edge_attr], floor=1)
+    with_loops = prepare(edge_index, 40, add_self_loops=True)
+    with pytest.raises(ValueError, match="fill_value"):
+        layer(x, with_loops, edge_attr)
+    close(layer(x, prepare(edge_index, 40), edge_attr), reference(x, edge_index, edge_attr))
+
+
+@pytest.mark.usefixtures("kernels_only")
+def test_edge_features_of_one_dimension(device):
+    edge_index = random_graph(device=device)
+    x = torch.randn(40, 6, device=device, requires_grad=True)
+    edge_attr = torch.randn(edge_index.size(1), device=device, requires_grad=True)
+    for options in ({}, {"add_self_loops": False}, {"fill_value": 2.0}):
+        reference, layer = pair(6, 5, edge_dim=1, heads=2, device=device, **options)
+        same(reference, layer, lambda conv: conv(x, edge_index, edge_attr), [x, edge_attr], floor=1)
+
+
+@pytest.mark.usefixtures("kernels_only")
+def test_edge_features_are_optional(device):
+    """edge_dim without features and features without edge_dim: neither counts."""
+    edge_index = random_graph(device=device)
+    x = torch.randn(40, 6, device=device, requires_grad=True)
+    reference, layer = pair(6, 5, edge_dim=3, device=device)
+    same(reference, layer, lambda conv: conv(x, edge_index), [x], floor=1)
+    reference, layer = pair(6, 5, device=device)
+    edge_attr = torch.randn(edge_index.size(1), 3, device=device)
+    same(reference, layer, lambda conv: conv(x, edge_index, edge_attr), [x], floor=1)
+
+
+@pytest.mark.usefixtures("kernels_only")
+def test_hook_on_the_edge_projection_is_called(device):
+    edge_index = random_graph(device=device)
+    reference, layer = pair(6, 5, edge_dim=3, heads=2, device=device)
+    x = torch.randn(40, 6, device=device)
+    edge_attr = torch.randn(edge_index.size(1), 3, device=device)
+    for conv in (reference, layer):
+        conv.lin_edge.register_forward_hook(lambda module, inputs, output: 2 * output)
+    same(reference, layer, lambda conv: conv(x, edge_index, edge_attr), [], floor=1)
+
+
+@pytest.mark.parametrize("in_channels", [6, (6, 4)], ids=str)
+@pytest.mark.parametrize("add_self_loops", [True, False])
+@pytest.mark.parametrize("edge_dim", [None, 3])
+@pytest.mark.parametrize(("num_src", "num_dst"), [(40, 25), (25, 40)])
+@pytest.mark.usefixtures("kernels_only")
+def test_bipartite(device, in_channels, add_self_loops, edge_dim, num_src, num_dst):
+    """Loops go to the nodes that both sides have."""
+    edge_index = random_graph(num_src, num_dst, device=device)
+    options = {"heads": 2, "add_self_loops": add_self_loops, "edge_dim": edge_dim, "residual": True}
+    if num_src < num_dst:
+        options["fill_value"] = 0.5  # PyG's own mean fails here
+    reference, layer = pair(in_channels, 5, device=device, **options)
+    width = in_channels if isinstance(in_channels, int) else in_channels[1]
+    x = (
+        torch.randn(num_src, 6, device=device, requires_grad=True),
+        torch.randn(num_dst, width, device=device, requires_grad=True),
+    )
+    edge_attr = None if edge_dim is None else torch.randn(edge_index.size(1), edge_dim, device=device)
+    inputs = list(x)
+    same(reference, layer, lambda conv: conv(x, edge_index, edge_attr), inputs, floor=1)
+    size = (num_src, num_dst)
+    same(reference, layer, lambda conv: conv(x, edge_index, edge_attr, size), inputs, floor=1)
+    graph = prepare(edge_index, size)
+    same(
+        reference,
+        layer,
+        lambda conv: conv(x, edge_index, edge_attr),
+        inputs,
+        fast_call=lambda conv: conv(x, graph, edge_attr),
+        floor=1,
+    )
+
+
+@pytest.mark.usefixtures("kernels_only")
+def test_without_destination_features(device):
+    edge_index = random_graph(40, 25, device=device)
+    x = torch.randn(40, 6, device=device, requires_grad=True)
+    reference, layer = pair((6, 4), 5, heads=2, device=device)
+    layer.load_state_dict(reference.state_dict())
+    expected = reference((x, None), edge_index, size=(40, 25))
+    got = layer((x, None), edge_index, size=(40, 25))
+    close(got, expected[:25] if expected.size(0) == 40 else expected)
+    close(layer((x, None), prepare(edge_index, (40, 25))), got)
+
+
+@pytest.mark.usefixtures("kernels_only")
+def test_one_tensor_for_a_bipartite_layer(device):
+    edge_index = random_graph(device=device)
+    x = torch.randn(40, 6, device=device, requires_grad=True)
+    for options in ({}, {"flow": "target_to_source"}):
+        reference, layer = pair((6, 6), 5, heads=2, device=device, **options)
+        same(reference, layer, lambda conv: conv(x, edge_index), [x], floor=1)
+
+
+def test_bipartite_against_the_flow_runs_the_original(device):
+    edge_index = random_graph(40, device=device)
+    x = torch.randn(40, 6, device=device), torch.randn(40, 6, device=device)
+    reference, layer = pair((6, 6), 5, flow="target_to_source", device=device)
+    same(reference, layer, lambda conv: conv(x, edge_index), [], floor=1)
+
+
+@pytest.mark.parametrize("edge_dim", [None, 3])
+@pytest.mark.parametrize("options", [{"heads": 3}, {"add_self_loops": False, "concat": False}], ids=str)
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+@pytest.mark.usefixtures("kernels_only")
+def test_attention_weights(device, options, edge_dim, flow):
+    """The edges in the original's order, self loops last, and the weights of each; gradients through them."""
+    edge_index = random_graph(device=device)
+    reference, layer = pair(6, 5, edge_dim=edge_dim, flow=flow, device=device, **options)
+    layer.load_state_dict(reference.state_dict())
+    x = torch.randn(40, 6, device=device, requires_grad=True)
+    edge_attr = None if edge_dim is None else torch.randn(edge_index.size(1), edge_dim, device=device)
+    call = {"edge_attr": edge_attr, "return_attention_weights": True}
+    for graph in (edge_index, edge_index.int(), EdgeIndex(edge_index, sparse_size=(40, 40))):
+        expected, (expected_edges, expected_alpha) = reference(x, graph, **call)
+        got, (edges, alpha) = layer(x, graph, **call)
+        close(got, expected)
+        assert type(edges) is type(expected_edges)
+        assert edges.dtype == expected_edges.dtype
+        assert torch.equal(edges.as_tensor() if isinstance(edges, EdgeIndex) else edges, expected_edges)
+        close(alpha, expected_alpha)
+    adjacency = prepare(edge_index, 40, flow=flow)
+    got, (edges, alpha) = layer(x, adjacency, **call)
+    close(got, expected)
+    assert torch.equal(edges, reference(x, edge_index, **call)[1][0])
+    close(alpha, expected_alpha)
+    same(reference, layer, lambda conv: conv(x, edge_index, **call)[1][1], [x], floor=1)
+    assert torch.is_tensor(layer(x, edge_index, edge_attr, return_attention_weights=False))
+
+
+def test_attention_weights_after_dropout(device):
+    """As the original: the weights that the sum used."""
+    edge_index = simple_graph(device=device)
+    layer = FastGATConv(6, 5, dropout=0.5, bias=False).to(device)
+    x = torch.randn(40, 6, device=device)
+    out, (edges, alpha) = layer(x, edge_index, return_attention_weights=True)
+    assert (alpha == 0).any()
+    messages = alpha * layer.lin(x)[edges[0]]
+    close(out, torch.zeros_like(out).index_add(0, edges[1], messages))
+
+
+@pytest.mark.parametrize("kind", ["csr", "coo"])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_attention_weights_of_a_matrix(kind):
+    reference, layer = pair(6, 5, heads=2, device="cpu")
+    layer.load_state_dict(reference.state_dict())
+    x, matrix = torch.randn(40, 6), as_kind(kind, simple_graph(), 40, 40)
+    expected, (expected_matrix, expected_alpha) = reference(x, matrix, return_attention_weights=True)
+    got, (got_matrix, alpha) = layer(x, matrix, return_attention_weights=True)
+    close(got, expected)
+    close(alpha, expected_alpha)
+    assert got_matrix.layout == expected_matrix.layout
+
+
+def test_edge_features_on_an_adjacency_with_loops(device):
+    """Also where PyG's code must run: it gets the features of the loops along with them."""
+    edge_index = random_graph(device=device)
+    x = torch.randn(40, 6, device=device, requires_grad=True)
+    edge_attr = torch.randn(edge_index.size(1), 3, device=device, requires_grad=True)
+    reference, layer = pair(6, 5, edge_dim=3, heads=2, device=device)
+    for add_self_loops in (False, True):
+        graph = prepare(edge_index, 40, add_self_loops=add_self_loops)
+        for _ in range(2):
+            same(
+                reference,
+                layer,
+                lambda conv: conv(x, edge_index, edge_attr),
+                [x, edge_attr],
+                fast_call=lambda conv, graph=graph: conv(x, graph, edge_attr),
+                floor=1,
+            )
+            handle = layer.register_message_forward_hook(lambda *args: None)
+        handle.remove()
+
+
+@pytest.mark.parametrize("rows", [54, 56])
+def test_edge_features_of_wrong_length(device, rows):
+    edge_index = simple_graph(20, 55, device=device)
+    layer = FastGATConv(4, 6, edge_dim=3).to(device)
+    x = torch.randn(20, 4, device=device)
+    for graph in (edge_index, prepare(edge_index, 20)):
+        with pytest.raises(ValueError, match="edge_attr: expected one row per edge, 55"):
+            layer(x, graph, torch.randn(rows, 3, device=device))
+    with pytest.raises(RuntimeError, match="shape|size"):
+        layer(x, edge_index, torch.randn(55, 4, device=device))
+
+
+def test_lazy(device):
+    edge_index = random_graph(device=device)
+    x = torch.randn(40, 3, device=device)
+    reference, layer = (conv(-1, 5, heads=2).to(device) for conv in (GATConv, FastGATConv))
+    reference(x, edge_index)
+    assert layer(x, edge_index).shape == (40, 10)
+    same(reference, layer, lambda conv: conv(x, edge_index), [], floor=1)
+    lazy_edges = FastGATConv(3, 5, edge_dim=-1).to(device)
+    assert lazy_edges(x, edge_index, torch.randn(edge_index.size(1), 4, device=device)).shape == (40, 5)
+
+
+@pytest.mark.usefixtures("kernels_only")
+def test_scores_of_very_different_size(device):
+    """The softmax is stable: scores of +-1e4 neither overflow nor drown."""
+    edge_index = random_graph(device=device)
+    reference, layer = pair(6, 5, heads=2, device=device)
+    x = 1e4 * torch.randn(40, 6, device=device)
+    same(reference, layer, lambda conv: conv(x, edge_index), [], tolerance=1e-4, floor=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_no_wide_copy_of_features_is_kept(device, dtype):
+    """Scores are float32, but between the passes no float32 tensor as large as the features lives."""
+    edge_index = random_graph(device=device)
+    layer = FastGATConv(64, 16, heads=4).to(device)
+    x = torch.randn(40, 64, device=device, requires_grad=True)
+    kept = []
+    with torch.autocast(device, dtype=dtype):
+        layer(x, edge_index)  # builds what later calls share
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+            layer(x, edge_index)
+    wide = [one for one in kept if one.dtype == torch.float32 and one.numel() >= 40 * 64]
+    assert all(one.data_ptr() in (x.data_ptr(), layer.lin.weight.data_ptr()) for one in wide)
+    assert any(one.dtype == dtype for one in kept)
+
+
+def test_static_graph_is_refused_as_by_the_original(device):
+    edge_index = random_graph(device=device)
+    with pytest.raises(AssertionError, match="Static graphs not supported"):
+        FastGATConv(6, 5).to(device)(torch.randn(3, 40, 6, device=device), edge_index)
+
+
+def test_edge_features_beside_a_matrix_as_in_the_original():
+    x, matrix = torch.randn(40, 6), as_kind("csr", simple_graph(), 40, 40)
+    reference, layer = pair(6, 5, edge_dim=3, device="cpu")
+    for conv in (reference, layer):
+        with pytest.raises(AssertionError):
+            conv(x, matrix, torch.randn(200, 3))
+
+
+def test_says_once_why_the_original_runs(monkeypatch, caplog):
+    monkeypatch.setattr(log, "_seen", set())
+    caplog.set_level(logging.INFO, logger="fastsparse_pyg")
+    layer = FastGATConv(6, 5, aggr="max")
+    for _ in range(2):
+        layer(torch.randn(40, 6), random_graph())
+    assert caplog.text.count("aggr=") == 1
