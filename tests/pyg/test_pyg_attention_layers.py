@@ -178,7 +178,7 @@ def test_autocast_with_edge_features(device):
 def test_scores_of_very_different_size(device, name):
     """Scores of +-1e4 neither overflow nor drown; the original in float64 says what is right.
 
-    In float32 a score of 1e4 is known to 1e-3, and so are the weights of neighbours that nearly tie. Gradients
+    In float32 a score of 1e4 is known to 1e-3, and so are weights of neighbours that nearly tie. Gradients
     of the attention's own parameters are then differences of nearly equal numbers, in the original as here:
     they need only be finite.
     """
