@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
         const std::int64_t row = window_row(window, place);
         if (stores && row >= 0) {
           args.lse[row * input.heads + first_head + h] =
-              total[h][r] == 0 ? -INFINITY : (maximum[h][r] + log2f(total[h][r])) * kLn2;
+              total[h][r] == 0 ? -INFINITY : maximum[h][r] + log2f(total[h][r]);
         }
       }
     }
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kWarp* kRows)
     if (feature[i] >= width) continue;
     static_cast<T*>(args.out)[row * width + feature[i]] = narrow<T>(total[i] == 0 ? 0.0f : sum[i] / total[i]);
     if (feature[i] % args.input.value_width == 0) {
-      args.lse[row * heads + head[i]] = total[i] == 0 ? -INFINITY : (maximum[i] + log2f(total[i])) * kLn2;
+      args.lse[row * heads + head[i]] = total[i] == 0 ? -INFINITY : maximum[i] + log2f(total[i]);
     }
   }
 }

@@ -167,7 +167,8 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
 #pragma unroll
       for (int i = 0; i < kOwned; ++i) {
         const float2 state = kTransposed ? gathered_state[i / kRowsOwned] : own_state[h][i % kRowsOwned];
-        float power = score[i] * scale - state.x, factor = 1;
+        // Rounded as in the forward pass, so that a row's only score has exactly the weight 1.
+        float power = __fmul_rn(score[i], scale), factor = 1;
         if constexpr (kExtras) {
           power += entries.bias(input, i, position[i], first_head + h);
           if (entries.present(i)) {
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
                                     static_cast<std::uint32_t>(first_head + h));
           }
         }
-        const float p = entries.present(i) ? exp2_approx(power) : 0.0f;
+        const float p = entries.present(i) ? exp2_approx(power - state.x) : 0.0f;
         score[i] = entries.present(i) ? p * (factor * product[i] - state.y) : 0.0f;
         product[i] = p * factor;
         if constexpr (kExtras && !kTransposed) {
@@ -218,8 +219,8 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
   }
 }
 
-// row_state = (log2 of the sum of the weights, delta) of every row and head; 8 lanes take one. Rows without
-// weights get 0 for minus infinity, so that their scores, if any, keep the weight 0.
+// row_state = (lse, delta) of every row and head; 8 lanes take one. Rows without weights get 0 for minus
+// infinity, so that their scores, if any, keep the weight 0.
 template <typename T>
 __global__ void __launch_bounds__(128)
     row_state_kernel(const __grid_constant__ AttentionBsbBackwardArgs args) {
@@ -240,8 +241,7 @@ __global__ void __launch_bounds__(128)
   for (int distance = 1; distance < 8; distance *= 2) delta += __shfl_xor_sync(kFullWarp, delta, distance);
   if (!inside || threadIdx.x % 8 != 0) return;
   const float lse = args.lse[item];
-  reinterpret_cast<float2*>(args.row_state)[item] =
-      make_float2(lse == -INFINITY ? 0.0f : lse * kLog2E, delta);
+  reinterpret_cast<float2*>(args.row_state)[item] = make_float2(lse == -INFINITY ? 0.0f : lse, delta);
 }
 
 struct Launch {

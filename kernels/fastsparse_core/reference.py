@@ -79,12 +79,12 @@ def sddmm(
 # ---------------------------------------------------------------- attention
 
 
-def dropout_keep(adj: Adjacency, heads: int, p: float, seed: int) -> Tensor:
+def dropout_keep(adj: Adjacency, heads: int, p: float, seed: int | Tensor) -> Tensor:
     """Mask of attention dropout, bool (num_edges, heads) in stored order.
 
     The generator of ``kernels/include/fastsparse/philox.h`` in torch: an entry is kept where the first word
     of Philox4x32-10 (Salmon et al., SC 2011) under key ``seed`` and counter (row, column, head, 0) is at
-    least ``p * 2^32``.
+    least ``p * 2^32``. A seed that is a tensor, int64 without dimensions, is not read by the host.
     """
     if p == 0:
         return torch.ones(adj.num_edges, heads, dtype=torch.bool, device=adj.device)

@@ -491,12 +491,13 @@ def test_opcheck(device, kind, biased):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiles_without_graph_breaks(device, kind):
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_compiles_without_graph_breaks(device, kind, algorithm):
     adj = random_graph().adjacency(device).prepare()
     case = problem(kind, adj, 2, 16, biased=True, requires_grad=True)
 
     def model(adj, *tensors):
-        return case.run(adj, [tensor * 1.5 for tensor in tensors], 0.3).tanh()
+        return case.run(adj, [tensor * 1.5 for tensor in tensors], 0.3, algorithm=algorithm).tanh()
 
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

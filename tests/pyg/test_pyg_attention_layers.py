@@ -173,6 +173,28 @@ def test_autocast_with_edge_features(device):
             assert gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+@pytest.mark.usefixtures("kernels_only")
+def test_scores_of_very_different_size(device, name):
+    """Scores of +-1e4 neither overflow nor drown; the original in float64 says what is right.
+
+    In float32 a score of 1e4 is known to 1e-3, and so are weights of neighbours that nearly tie. Gradients
+    of the attention's own parameters are then differences of nearly equal numbers, in the original as here:
+    they need only be finite.
+    """
+    edge_index = random_graph(device=device)
+    reference, layer = FAMILIES[name].pair(device)
+    reference.double()
+    x = (100 if name == "transformer" else 1e4) * torch.randn(40, 6, device=device)
+    narrow, wide = x.clone().requires_grad_(), x.double().requires_grad_()
+    got, expected = layer(narrow, edge_index), reference(wide, edge_index)
+    close(got.double(), expected, 1e-3)
+    (got_gradient,), (expected_gradient,) = gradients(got, [narrow]), gradients(expected, [wide])
+    assert (got_gradient - expected_gradient).norm() < 1e-2 * expected_gradient.norm()
+    for gradient in gradients(layer(x, edge_index), list(layer.parameters())):
+        assert gradient.isfinite().all()
+
+
 @pytest.mark.usefixtures("kernels_only")
 def test_no_warnings(device, family):
     edge_index = random_graph(device=device)

@@ -64,7 +64,8 @@ def launch_forward(
         heads: number of heads.
 
     Returns:
-        Output (num_dst, heads * Dv) in the dtype of ``v``, and the log-sum-exp of the rows' scores, float32
+        Output (num_dst, heads * Dv) in the dtype of ``v``, and for the backward pass the log-sum-exp of the
+        rows' scores in powers of two (divided by log 2, so that nothing is lost between the passes), float32
         (num_dst, heads), -inf for rows without edges.
     """
     out = v.new_empty(adj.num_dst, v.size(1))

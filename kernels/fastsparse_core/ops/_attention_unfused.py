@@ -44,7 +44,7 @@ def aggregate(adj: Adjacency, score: Tensor, v: Tensor, dropout_p: float, seed: 
     """Weighted sum of the rows of ``v`` (num_src, heads, width): (num_dst, heads, width)."""
     weight = edge_softmax(adj, score)
     if seed is not None:
-        keep = reference.dropout_keep(adj, weight.size(1), dropout_p, int(seed))
+        keep = reference.dropout_keep(adj, weight.size(1), dropout_p, seed)
         weight = weight * _to_caller_order(adj, keep.to(weight.dtype)) / (1 - dropout_p)
     return spmm(adj, v.flatten(1), weight).unflatten(1, v.shape[1:])
 

@@ -25,7 +25,6 @@ constexpr int kBlockBytes = 4 * kBlockWords;
 constexpr int kStages = 2;  // blocks in shared memory: one in use, the other on its way
 
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 // Maximum of a row before its first entry: finite, so that differences with it are never NaN.
 constexpr float kNoMaximum = -1e30f;
 

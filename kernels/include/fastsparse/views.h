@@ -250,7 +250,7 @@ struct AttentionBsbArgs {
   BsbView a;
   AttentionBsbInput input;
   void* out;             // (num_rows, heads * value_width)
-  float* lse;            // (num_rows, heads) log of the sum of exp(score); -inf without entries
+  float* lse;            // (num_rows, heads) log2 of the sum of exp(score); -inf without entries
   float* partial;        // (num_slots, 8, heads * value_width) not yet divided by the sum
   float* partial_state;  // (num_slots, 8, heads, 2) maximum of the scores, times log2(e), and sum
 };
