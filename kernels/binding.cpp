@@ -141,6 +141,31 @@ void spmm_bsb(const BsbView& structure, int dtype, std::int64_t width, Address x
   const DeviceGuard guard(device);
   check(cuda::spmm_bsb(args, at(queue)), "spmm_bsb");
 }
+
+void sddmm_bsb(const BsbView& structure, Address slice_window, Address slice_entry, Address slice_vector,
+               Address edge_id, bool edge_id_is_64bit, int dtype, std::int64_t heads, std::int64_t head_width,
+               Address x_dst, std::int64_t x_dst_stride, Address x_src, std::int64_t x_src_stride,
+               Address scale_dst, Address scale_src, Address out, int out_dtype, bool tf32, int device,
+               Address queue) {
+  const SddmmBsbArgs args{structure,
+                          at<std::int32_t>(slice_window),
+                          at<std::int64_t>(slice_entry),
+                          at<std::int64_t>(slice_vector),
+                          at(edge_id),
+                          edge_id_is_64bit,
+                          {at(x_dst), x_dst_stride},
+                          {at(x_src), x_src_stride},
+                          at(scale_dst),
+                          at(scale_src),
+                          at(out),
+                          static_cast<Dtype>(out_dtype),
+                          heads,
+                          head_width,
+                          tf32,
+                          static_cast<Dtype>(dtype)};
+  const DeviceGuard guard(device);
+  check(cuda::sddmm_bsb(args, at(queue)), "sddmm_bsb");
+}
 #endif
 
 void spmm_extremum(const CsrStructure& structure, int dtype, std::int64_t width, Address x,
@@ -260,6 +285,7 @@ PYBIND11_MODULE(_C, m) {
 #ifdef FASTSPARSE_WITH_CUDA
   py::class_<BsbView>(m, "BsbStructure").def(py::init(&make_bsb));
   m.def("spmm_bsb", &spmm_bsb);
+  m.def("sddmm_bsb", &sddmm_bsb);
 #endif
   m.def("spmm_extremum", &spmm_extremum);
   m.def("sddmm_csr", &sddmm_csr);

@@ -24,5 +24,6 @@ int spmm_csr(const SpmmArgs& args, void* stream);
 int spmm_bsb(const SpmmBsbArgs& args, void* stream);
 int spmm_extremum(const SpmmExtremumArgs& args, void* stream);
 int sddmm_csr(const SddmmArgs& args, void* stream);
+int sddmm_bsb(const SddmmBsbArgs& args, void* stream);
 
 }  // namespace fastsparse::cuda

@@ -40,8 +40,8 @@ struct RowSplitView {
 // Binary sparse blocks: windows of 8 rows, each a list of non-zero 8x1 vectors, 16 to a block, the last block
 // of a window padded with empty vectors.
 struct BsbView {
-  const std::int32_t* col;          // (num_blocks, 16) column of every vector
-  const std::uint8_t* mask;         // (num_blocks, 16) bit r: row r of the window has an entry; 0: padding
+  const std::uint32_t* vector;  // (num_blocks, 16) bits 0..23 column; bit 24 + r: row r of the window has an
+                                // entry; padding has none and repeats the block's first column
   const std::int32_t* window_row;   // (num_windows, 8) rows of every window, -1: none; null: consecutive rows
   const std::int64_t* block_entry;  // (num_blocks) entries before the block; null without values
   const void* value_id;  // (num_edges) by block, vector, row: position in the caller's edge order; null
@@ -127,6 +127,29 @@ struct SddmmArgs {
   Dtype out_dtype;
   std::int64_t heads;
   std::int64_t head_width;
+  Dtype dtype;
+};
+
+// As SddmmArgs, on tensor cores: dtype float16, bfloat16 or float32; rows and heads of the features start at
+// multiples of 16 bytes. Of `a`, values are not used: an entry's position in the CSR structure is a count of
+// mask bits from its slice's first one.
+struct SddmmBsbArgs {
+  BsbView a;
+  const std::int32_t* slice_window;  // (num_slices) window of every slice
+  const std::int64_t* slice_entry;   // (num_slices, 8) CSR position of every row's first entry in the slice
+  const std::int64_t* slice_vector;  // (num_slices) vectors with entries before the slice; null: results go
+                                     // to the edges' positions, else to (num_vectors, 8, heads), all written
+  const void* edge_id;  // as in CsrView
+  bool edge_id_is_64bit;
+  DenseView x_dst;
+  DenseView x_src;
+  const void* scale_dst;
+  const void* scale_src;
+  void* out;
+  Dtype out_dtype;  // dtype or float32
+  std::int64_t heads;
+  std::int64_t head_width;
+  bool tf32;  // float32: one TF32 term instead of two
   Dtype dtype;
 };
 
