@@ -139,7 +139,7 @@ struct SddmmBsbArgs {
   const std::int64_t* slice_entry;   // (num_slices, 8) CSR position of every row's first entry in the slice
   const std::int64_t* slice_vector;  // (num_slices) vectors with entries before the slice; null: results go
                                      // to the edges' positions, else to (num_vectors, 8, heads), all written
-  const void* edge_id;  // as in CsrView
+  const void* edge_id;               // as in CsrView
   bool edge_id_is_64bit;
   DenseView x_dst;
   DenseView x_src;
