@@ -21,8 +21,9 @@ COMMANDS = {
     "formats": "vectors, zeros, instructions and bytes of the tensor-core formats, and their conversion",
     "host": "host time of a layer on a tiny graph",
     "cpu": "one layer on the CPU against PyG and torch.sparse",
-    "accuracy": "test accuracy of the GCN example, original against drop-in",
-    "all": "every benchmark of this machine, then the plots",
+    "accuracy": "test accuracy of the GCN example in every precision, original against drop-in",
+    "choice": "csr against flashsparse, what auto picks, and what the pick costs",
+    "all": "every benchmark of this machine, then plots and tables",
     "tables": "stored results as Markdown tables",
     "plots": "stored results as plots",
 }
@@ -32,10 +33,13 @@ ON_CUDA = (
     "spmm",
     "spmm --algorithm flashsparse --dtypes float16 bfloat16 float32",
     "adjacency",
+    "formats",
     "host",
     "train",
+    "choice",
+    "accuracy",
 )
-ON_CPU = ("cpu", "accuracy")
+ON_CPU = ("cpu", "formats", "accuracy")
 
 
 def make_parser(chosen: str | None) -> argparse.ArgumentParser:
@@ -64,6 +68,7 @@ def run(arguments: Sequence[str], console: Console) -> None:
         for name in names:
             run([*name.split(), *shared], console)
         run(["plots", "--results", str(options.out)], console)
+        run(["tables", "--results", str(options.out), "--out", str(options.out / "README.md")], console)
         return
     try:
         suite.check(getattr(options, "graphs", ()))

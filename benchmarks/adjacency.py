@@ -29,8 +29,9 @@ def run(options: argparse.Namespace) -> Path:
     out = recorder("adjacency", options)
     out.note(
         "from int64 (row, col) in random order to an Adjacency with its transpose and the work lists of the"
-        " CSR kernels; 'prepared' converts both for the tensor cores as well; scratch is the peak above what"
-        " the Adjacency keeps; 'directed' has one edge removed, so that no transpose can be shared"
+        " CSR kernels; 'prepared' converts both for the tensor cores as well, with similar rows grouped where"
+        " that pays; scratch is the peak above what the Adjacency keeps; 'directed' has one edge removed, so"
+        " that no transpose can be shared"
     )
     for name in progress(options.graphs, "adjacency"):
         _run_graph(name, options, out)

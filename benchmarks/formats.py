@@ -1,7 +1,7 @@
-"""Formats of the tensor-core kernels: vectors, zeros, instructions, bytes; and their conversion on a GPU.
+"""Formats of the tensor-core kernels: vectors, zeros, instructions, bytes; conversion and products on a GPU.
 
 FlashSparse's table 2 (zeros in vectors), table 7 (ME-BCRS against SR-BCRS) and figure 14 (8x1 against 16x1),
-with rows in natural order and grouped by similarity.
+with rows in natural order and grouped by similarity; what the grouping costs, and what products gain by it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fastsparse_core import Adjacency
+from fastsparse_core import Adjacency, spmm
 from fastsparse_core.formats.bsb import Bsb
-from fastsparse_core.formats.grouping import choose_grouping, group_rows
+from fastsparse_core.formats.grouping import Method, choose_grouping, group_rows
 from fastsparse_core.formats.statistics import statistics
 
 from . import suite
 from .common import add_common, attempt, progress, recorder, release
-from .timing import wall_time
+from .timing import kernel_time, wall_time
 
 #: Real graphs, small ones first.
 REAL_GRAPHS = (
@@ -71,6 +70,7 @@ def default_graphs() -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
     parser.add_argument("--graphs", nargs="+", default=default_graphs(), help=suite.NAMES)
+    parser.add_argument("--width", type=int, default=128, help="features of the timed products")
     parser.add_argument("--budget-ms", type=float, default=200.0, help="time to spend on each timing")
 
 
@@ -83,14 +83,16 @@ def run(options: argparse.Namespace) -> Path:
         " values and 32-bit indices; matrix instructions are m16n8k16, for 16 features"
     )
     out.note(
-        "'minhash' groups similar rows (choose_grouping keeps it where 'kept' says so); conversions, timed on"
-        " a GPU only, start from CSR with the row of every entry in hand and include the grouping"
+        "'minhash' groups similar rows, 'auto' also decides whether to keep that ('kept'); conversions, timed"
+        " on a GPU only, start from CSR with the row of every entry in hand and include the grouping"
     )
+    out.note(f"products with {options.width} features, without edge values, on a GPU only")
     for name in progress(options.graphs, "formats"):
         graph = suite.load(name, device)
         adj = Adjacency.from_csr(graph.rowptr, graph.col, (graph.num_nodes, graph.num_nodes))
         kept = choose_grouping(adj) is not None
-        for grouping in ("none", "minhash"):
+        groupings: tuple[Method, ...] = ("none", "minhash", "auto")
+        for grouping in groupings:
             release()
             out.add(
                 graph=name.removeprefix(suite.REAL),
@@ -99,24 +101,29 @@ def run(options: argparse.Namespace) -> Path:
                 edges=graph.num_edges,
                 grouping=grouping,
                 kept=kept,
-                **attempt(partial(_measure, adj, grouping, options.budget_ms)),
+                **attempt(partial(_measure, adj, grouping, options)),
             )
         del adj, graph
     return out.path
 
 
-def _measure(adj: Adjacency, grouping: str, budget_ms: float) -> dict[str, Any]:
-    def group() -> Tensor | None:
-        return group_rows(adj, "none" if grouping == "none" else "minhash")
-
+def _measure(adj: Adjacency, grouping: Method, options: argparse.Namespace) -> dict[str, Any]:
     def convert() -> Bsb:
-        return Bsb.from_csr(adj.rowptr, adj.row(), adj.col, adj.shape, group(), with_entries=False)
+        return Bsb.from_csr(adj.row(), adj.col, adj.shape, group_rows(adj, grouping))
 
-    cell: dict[str, Any] = dataclasses.asdict(statistics(adj, group()))
+    cell: dict[str, Any] = dataclasses.asdict(statistics(adj, group_rows(adj, grouping)))
     del cell["num_edges"]
-    if adj.device.type == "cuda":
-        timing = wall_time(convert, adj.device, budget_ms=budget_ms, least=3, most=50)
-        cell |= timing.as_cell() | {"scratch_gb": _scratch_gb(convert, adj.device)}
+    if adj.device.type != "cuda":
+        return cell
+    timing = wall_time(convert, adj.device, budget_ms=options.budget_ms, least=3, most=50)
+    cell |= timing.as_cell() | {"scratch_gb": _scratch_gb(convert, adj.device)}
+    own = Adjacency.from_csr(adj.rowptr, adj.col, adj.shape, group_rows=grouping)
+    for dtype in (torch.float16, torch.float32):
+        x = torch.randn(adj.num_src, options.width, device=adj.device).to(dtype)
+        timing = kernel_time(
+            partial(spmm, own, x, algorithm="flashsparse"), adj.device, budget_ms=options.budget_ms
+        )
+        cell[f"spmm_{str(dtype).removeprefix('torch.')}_ms"] = timing.median_ms
     return cell
 
 

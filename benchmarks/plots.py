@@ -1,8 +1,9 @@
-"""Plots from stored results: speed-up bars per graph, roofline scatter, memory bars."""
+"""Plots from stored results: speed-up bars per graph, roofline, memory bars, heat maps of the choice."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from . import record, tables
-from .roofline import gather_bandwidth, peers
+from .roofline import LARGE_EDGES, TARGET, gather_bandwidth, peers
+from .tables import REGRET_SEEN, csr_over_flashsparse
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -53,31 +55,116 @@ def speed_up_bars(result: dict[str, Any], folder: Path) -> list[Path]:
     return written
 
 
-def roofline_scatter(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Gathered bytes per second against the size of the gathered table, with the measured roofline."""
+def roofline_plots(result: dict[str, Any], folder: Path) -> list[Path]:
+    """Rate of gathering against the size of the table, and the share of the bound on large graphs."""
     cells = [cell for cell in result["cells"] if cell["status"] == "ok" and cell["direction"] == "forward"]
     if result["machine"].get("gpu") != peers()["gpu"] or not cells:
         return []
-    figure, axes = pyplot.subplots(figsize=(9, 5.5), constrained_layout=True)
+    figure, (axes, bars) = pyplot.subplots(1, 2, figsize=(15, 5.5), constrained_layout=True)
     sizes = [2**power for power in range(20, 33)]
-    axes.plot(
-        [s / 1e6 for s in sizes], [gather_bandwidth(s) for s in sizes], "k-", label="measured gather roofline"
-    )
+    bound = [gather_bandwidth(size) for size in sizes]
+    megabytes = [size / 1e6 for size in sizes]
+    axes.plot(megabytes, bound, "k-", label="measured gather roofline")
+    axes.plot(megabytes, [TARGET * rate for rate in bound], "k--", linewidth=0.8, label=f"{TARGET:.0%} of it")
     for place, name in enumerate(dict.fromkeys(cell["implementation"] for cell in cells)):
-        group = [cell for cell in cells if cell["implementation"] == name]
-        across = [cell["nodes"] * cell["width"] * ITEMSIZE[cell["dtype"]] / 1e6 for cell in group]
-        up = [cell["gather_bytes"] / cell["median_ms"] / 1e9 for cell in group]
-        axes.scatter(across, up, label=name, color=f"C{place}", s=28)
-        if name.startswith("fast"):
-            for cell, x, y in zip(group, across, up, strict=True):
-                axes.annotate(f"{cell['graph']} {cell['width']}", (x, y), fontsize=6, alpha=0.8)
+        for is_large in (True, False):
+            group = [cell for cell in cells if cell["implementation"] == name and _is_large(cell) == is_large]
+            across = [cell["nodes"] * cell["width"] * ITEMSIZE[cell["dtype"]] / 1e6 for cell in group]
+            up = [cell["gather_bytes"] / cell["median_ms"] / 1e9 for cell in group]
+            fill = f"C{place}" if is_large else "none"
+            label = f"{name}, {'over' if is_large else 'up to'} {LARGE_EDGES / 1e6:.0f} M edges"
+            axes.scatter(across, up, label=label, facecolors=fill, edgecolors=f"C{place}", s=28)
+            if is_large and name.startswith("fast"):
+                for cell, x, y in zip(group, across, up, strict=True):
+                    axes.annotate(f"{cell['graph']} {cell['width']}", (x, y), fontsize=6, alpha=0.8)
     axes.set_xscale("log")
     axes.set_xlabel("feature table, MB")
     axes.set_ylabel("rows gathered, TB/s")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(fontsize=8)
     axes.set_title(f"spmm on {result['machine']['gpu']}: gather rate and its bound")
+    large = [cell for cell in cells if _is_large(cell) and cell["implementation"].startswith("fast")]
+    names = [f"{cell['graph']} {cell['dtype']} {cell['width']}" for cell in large]
+    shares = [cell["floor_ms"] / cell["median_ms"] for cell in large]
+    colours = ["C0" if share >= TARGET else "C3" for share in shares]
+    bars.bar_label(bars.barh(names, shares, color=colours), [f"{share:.0%}" for share in shares], fontsize=6)
+    bars.axvline(TARGET, color="black", linestyle="--", linewidth=0.8)
+    bars.invert_yaxis()
+    bars.tick_params(axis="y", labelsize=6)
+    bars.set_xlabel(f"share of the gather roofline; dashed: {TARGET:.0%}")
+    bars.set_title(f"graphs over {LARGE_EDGES / 1e6:.0f} million edges")
     path = folder / f"{_stem(result)}_roofline.png"
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return [path]
+
+
+def _is_large(cell: dict[str, Any]) -> bool:
+    return cell["edges"] > LARGE_EDGES
+
+
+def choice_heat_maps(result: dict[str, Any], folder: Path) -> list[Path]:
+    """Time of csr over that of flashsparse by graph and width, a map per feature type."""
+    cells = [cell for cell in result["cells"] if cell["status"] == "ok" and csr_over_flashsparse(cell)]
+    dtypes = list(dict.fromkeys(cell["dtype"] for cell in cells))
+    if not dtypes:
+        return []
+    graphs = list(dict.fromkeys(cell["graph"] for cell in cells))
+    widths = sorted({cell["width"] for cell in cells})
+    figure, row = pyplot.subplots(
+        1,
+        len(dtypes),
+        figsize=(2 + 0.75 * len(widths) * len(dtypes), 1.5 + 0.4 * len(graphs)),
+        sharey=True,
+        squeeze=False,
+        constrained_layout=True,
+    )
+    for axes, dtype in zip(row[0], dtypes, strict=True):
+        image = [[math.nan] * len(widths) for _ in graphs]
+        for cell in cells:
+            if cell["dtype"] != dtype:
+                continue
+            y, x = graphs.index(cell["graph"]), widths.index(cell["width"])
+            speed = csr_over_flashsparse(cell) or math.nan
+            image[y][x] = math.log2(speed)
+            slower = " !" if cell["regret"] > REGRET_SEEN else ""
+            axes.text(x, y, f"{speed:.2f}{slower}", ha="center", va="center", fontsize=7)
+        shown = axes.imshow(image, cmap="RdYlGn", vmin=-2, vmax=2, aspect="auto")
+        axes.set_xticks(range(len(widths)), [str(width) for width in widths])
+        axes.set_yticks(range(len(graphs)), graphs)
+        axes.set_xlabel("F")
+        axes.set_title(dtype)
+    figure.colorbar(shown, ax=row[0], label="log2 of csr time over flashsparse time")
+    figure.suptitle("where the tensor cores win (green); !: auto takes the slower one")
+    path = folder / "choice.png"
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return [path]
+
+
+def format_bars(result: dict[str, Any], folder: Path) -> list[Path]:
+    """FlashSparse's figure 14 and table 2: instructions and zeros of 16x1 and of 8x1 vectors."""
+    cells = [cell for cell in result["cells"] if cell["status"] == "ok" and cell["grouping"] == "none"]
+    cells = [cell for cell in cells if cell["mma_8x1"]]
+    if not cells:
+        return []
+    places = range(len(cells))
+    figure, row = pyplot.subplots(
+        1, 2, figsize=(11, 1.5 + 0.25 * len(cells)), sharey=True, constrained_layout=True
+    )
+    drawn = (("mma", "matrix instructions per 1000 edges, 16 features", 1e3), ("zeros", "zeros per edge", 1))
+    for axes, (field, label, factor) in zip(row, drawn, strict=True):
+        for shift, shape in ((-0.2, "16x1"), (0.2, "8x1")):
+            counts = [factor * cell[f"{field}_{shape}"] / cell["edges"] for cell in cells]
+            bars = axes.barh([place + shift for place in places], counts, 0.4, label=f"{shape} vectors")
+            axes.bar_label(bars, [f"{count:.3g}" for count in counts], fontsize=5, padding=1)
+        axes.set_xlabel(label)
+        axes.grid(axis="x", alpha=0.3)
+        axes.legend(fontsize=8)
+    names = [cell["graph"] + ("" if cell["real"] else " (stand-in)") for cell in cells]
+    row[0].set_yticks(places, names, fontsize=7)
+    row[0].invert_yaxis()
+    path = folder / "formats.png"
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
     return [path]
@@ -131,7 +218,12 @@ def _finish(figure: Figure, axes: Axes, graphs: list[str], path: Path) -> Path:
 
 
 #: benchmark -> what is drawn from its record
-PLOTS = {"spmm": (speed_up_bars, roofline_scatter), "train": (training_bars,)}
+PLOTS = {
+    "spmm": (speed_up_bars, roofline_plots),
+    "train": (training_bars,),
+    "formats": (format_bars,),
+    "choice": (choice_heat_maps,),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

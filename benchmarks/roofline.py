@@ -18,9 +18,15 @@ def peers() -> dict[str, Any]:
     return json.loads(PEERS.read_text())
 
 
-def gather_bytes(num_edges: int, width: int, itemsize: int) -> int:
-    """Bytes of the rows that are gathered, one per edge."""
-    return num_edges * width * itemsize
+#: A graph with more edges is large enough for the roofline to be the limit, and a kernel should reach this
+#: share of it; smaller ones are bound by launch, latency and balance.
+LARGE_EDGES = 10_000_000
+TARGET = 0.85
+
+
+def gather_bytes(rows: int, width: int, itemsize: int) -> int:
+    """Bytes of the rows that are gathered: one per edge, or one per vector where 8 destinations share it."""
+    return rows * width * itemsize
 
 
 def gather_bandwidth(table_bytes: int) -> float:
@@ -38,11 +44,11 @@ def gather_bandwidth(table_bytes: int) -> float:
     return points[-1][1]
 
 
-def spmm_floor_ms(num_edges: int, num_src: int, width: int, itemsize: int) -> float:
-    """Least time of gathering one row per edge, at the measured bandwidth for a table of this size.
+def spmm_floor_ms(rows: int, num_src: int, width: int, itemsize: int) -> float:
+    """Least time of gathering so many rows, at the measured bandwidth for a table of this size.
 
     Real columns repeat more than uniformly random ones and so hit the cache more often: on graphs with a few
     very popular nodes a kernel can come out below this time.
     """
     bandwidth = gather_bandwidth(num_src * width * itemsize)
-    return gather_bytes(num_edges, width, itemsize) / bandwidth / 1e9
+    return gather_bytes(rows, width, itemsize) / bandwidth / 1e9

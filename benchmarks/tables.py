@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from .common import geometric_mean
 from .roofline import peers
 
 Cell = dict[str, Any]
+
+#: A pick this much slower than the best is marked: less is within the spread of the timings.
+REGRET_SEEN = 1.03
 
 
 @dataclass(frozen=True)
@@ -273,15 +277,28 @@ def formats(result: dict[str, Any]) -> list[Table]:
             cell["grouping"],
             *(number(cell[f"{name}_bytes"] / 1e6) for name in ("bsb", "me_bcrs", "sr_bcrs", "csr")),
             _percent(1 - cell["me_bcrs_bytes"] / cell["sr_bcrs_bytes"]),
+            *(number(cell[f"{name}_bytes"] / max(cell["edges"], 1)) for name in ("bsb", "csr")),
             _percent(cell["bsb_bytes"] / cell["csr_bytes"]),
         ]
         for cell in cells
+        if cell["grouping"] != "auto"
     ]
-    grouped = []
+    grouped, products = [], []
     for cell in natural:
-        other = _first(cells, graph=cell["graph"], real=cell["real"], grouping="minhash")
-        if other is None:
+        other, auto = (
+            _first(cells, graph=cell["graph"], real=cell["real"], grouping=grouping)
+            for grouping in ("minhash", "auto")
+        )
+        if other is None or auto is None:
             continue
+        times = [[it.get(f"spmm_{dtype}_ms") for it in (cell, other)] for dtype in ("float16", "float32")]
+        products.append(
+            [
+                cell["graph"],
+                "yes" if cell["kept"] else "no",
+                *(text for pair in times for text in (*map(number, pair), ratio(_quotient(*pair)))),
+            ]
+        )
         grouped.append(
             [
                 cell["graph"],
@@ -292,9 +309,16 @@ def formats(result: dict[str, Any]) -> list[Table]:
                 ),
                 "yes" if cell["kept"] else "no",
                 number(cell.get("median_ms")),
-                number(other.get("median_ms")),
-                ratio(_quotient(other.get("median_ms"), cell.get("median_ms"))),
-                number(other.get("scratch_gb")),
+                *(
+                    text
+                    for it in (other, auto)
+                    for text in (
+                        number(it.get("median_ms")),
+                        ratio(_quotient(it.get("median_ms"), cell.get("median_ms"))),
+                    )
+                ),
+                number(cell.get("scratch_gb")),
+                number(auto.get("scratch_gb")),
             ]
         )
     mean = geometric_mean(cell["mma_16x1"] / cell["mma_8x1"] for cell in natural if cell["mma_8x1"])
@@ -307,7 +331,18 @@ def formats(result: dict[str, Any]) -> list[Table]:
         ),
         Table(
             "Footprint, MB",
-            ["graph", "grouping", "BSB", "ME-BCRS", "SR-BCRS", "CSR", "ME saves of SR", "BSB of CSR"],
+            [
+                "graph",
+                "grouping",
+                "BSB",
+                "ME-BCRS",
+                "SR-BCRS",
+                "CSR",
+                "ME saves of SR",
+                "BSB bytes/edge",
+                "CSR bytes/edge",
+                "BSB of CSR",
+            ],
             sizes,
         ),
         Table(
@@ -322,9 +357,26 @@ def formats(result: dict[str, Any]) -> list[Table]:
                 "convert ms",
                 "grouped ms",
                 "ratio",
+                "auto ms",
+                "ratio",
                 "scratch GB",
+                "auto scratch GB",
             ],
             grouped,
+        ),
+        Table(
+            "Product in natural order and grouped",
+            [
+                "graph",
+                "kept",
+                "float16 ms",
+                "grouped ms",
+                "speed-up",
+                "float32 ms",
+                "grouped ms",
+                "speed-up",
+            ],
+            products,
         ),
     ]
 
@@ -367,30 +419,103 @@ def _spread(cell: Cell) -> str:
 
 
 def accuracy(result: dict[str, Any]) -> list[Table]:
+    """FlashSparse's table 8: the framework's own layer in float32, and the drop-in in every precision."""
+    cells = result["cells"]
+    precisions = _ordered(c["precision"] for c in cells if c["conv"] == "fast")
     rows = []
-    for cell in result["cells"]:
-        original = _first(
-            result["cells"],
-            dataset=cell["dataset"],
-            framework=cell["framework"],
-            metric=cell["metric"],
-            conv="reference",
-        )
-        spread = "" if cell["std"] is None else f" ± {100 * cell['std']:.2f}"
-        difference = "" if original is None else f"{100 * (cell['mean'] - original['mean']):+.2f}"
-        rows.append(
-            [
-                cell["dataset"],
-                cell["implementation"],
-                cell["metric"],
-                f"{100 * cell['mean']:.2f}{spread}",
-                "" if cell["conv"] == "reference" else difference,
-                str(cell["runs"]),
-                number(cell["step_ms"]),
+    for dataset, framework in _ordered((c["dataset"], c["framework"]) for c in cells):
+        group = _by(cells, dataset=dataset, framework=framework)
+        for metric in _ordered(c["metric"] for c in group if "metric" in c) or ["-"]:
+            original, *ours = (
+                _first(group, conv=conv, precision=precision, metric=metric)
+                or _first(group, conv=conv, precision=precision)
+                for conv, precision in [("reference", "fp32"), *(("fast", name) for name in precisions)]
+            )
+            losses = [
+                original["mean"] - cell["mean"]
+                for cell in ours
+                if original and cell and "mean" in original and "mean" in cell
             ]
+            spread = original.get("std") if original else None
+            verdict = "-"
+            if losses and spread is not None:
+                verdict = "yes" if max(losses) <= spread and len(losses) == len(ours) else "no"
+            rows.append(
+                [
+                    dataset,
+                    framework,
+                    metric,
+                    *(_score(cell) for cell in (original, *ours)),
+                    f"{100 * max(losses):+.2f}" if losses else "-",
+                    verdict,
+                ]
+            )
+    columns = ["dataset", "framework", "metric", "original fp32", *(f"drop-in {name}" for name in precisions)]
+    columns += ["largest loss", "all within one std"]
+    return [Table("GCN test scores, %, mean ± standard deviation", columns, rows)]
+
+
+def _score(cell: Cell | None) -> str:
+    if cell is None:
+        return "-"
+    if cell["status"] != "ok":
+        return cell["status"].split(":")[0]
+    spread = "" if cell["std"] is None else f" ± {100 * cell['std']:.2f}"
+    return f"{100 * cell['mean']:.2f}{spread}"
+
+
+def choice(result: dict[str, Any]) -> list[Table]:
+    """The time of csr over that of flashsparse, and what auto's picks cost."""
+    tables = []
+    for dtype in _ordered(c["dtype"] for c in result["cells"] if "dtype" in c):
+        group = _by(result["cells"], dtype=dtype)
+        widths = _ordered(c["width"] for c in group)
+        rows = []
+        for graph in _ordered(c["graph"] for c in group):
+            cells = [_first(group, graph=graph, width=width) for width in widths]
+            regrets = [cell["regret"] for cell in cells if cell and cell["status"] == "ok"]
+            shared = next(cell for cell in cells if cell)
+            vectors = shared["vectors"]
+            rows.append(
+                [
+                    graph,
+                    number(None if vectors is None else vectors / max(shared["edges"], 1), 2),
+                    number(shared["edges"] / max(shared["nodes"], 1)),
+                    *map(_crossover, cells),
+                    ratio(max(regrets, default=None)),
+                ]
+            )
+        regrets = [cell["regret"] for cell in group if cell["status"] == "ok"]
+        by_width = (
+            geometric_mean(speed for c in _by(group, width=width) if (speed := csr_over_flashsparse(c)))
+            for width in widths
         )
-    columns = ["dataset", "layer", "metric", "test %", "against original", "runs", "ms per step"]
-    return [Table("Accuracy of the GCN example", columns, rows)]
+        mean = f"mean {ratio(geometric_mean(regrets))}"
+        rows.append(["geometric mean", "", "", *map(ratio, by_width), mean])
+        columns = [
+            "graph",
+            "vectors/edge",
+            "edges/row",
+            *(f"F = {width}" for width in widths),
+            "worst regret",
+        ]
+        title = f"csr time over flashsparse time, {dtype}; picked: c csr, f flashsparse, ! the slower one"
+        tables.append(Table(title, columns, rows))
+    return tables
+
+
+def csr_over_flashsparse(cell: Cell) -> float | None:
+    """Above 1 where the tensor cores win; None where one of the two has no time."""
+    return _quotient(cell.get("csr_median_ms"), cell.get("flashsparse_median_ms"))
+
+
+def _crossover(cell: Cell | None) -> str:
+    if cell is None or cell["status"] != "ok":
+        return "-" if cell is None else cell["status"].split(":")[0]
+    # Two timings of one call differ by a few per cent.
+    mark = cell["pick"][0] + ("!" if cell["regret"] > REGRET_SEEN else "")
+    speed = csr_over_flashsparse(cell)
+    return f"{ratio(speed)} {mark}" if speed else mark
 
 
 #: benchmark -> the tables of its record
@@ -402,7 +527,31 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "host": host,
     "cpu": cpu,
     "accuracy": accuracy,
+    "choice": choice,
 }
+
+
+#: benchmark -> what a reader of its tables should know first
+ABOUT = {
+    "spmm": "Sparse-dense product against cuSPARSE, and the best stored rival where there is one;"
+    " 'of roofline' is the time of gathering the same rows at the measured bandwidth, over our time.",
+    "train": "Training step, inference and peak memory of a three-layer GCN.",
+    "adjacency": "Building the structure from edges in arbitrary order.",
+    "formats": "FlashSparse's table 2 (zeros in vectors of 16 and of 8 rows), figure 14 (matrix instructions"
+    " at 16x1 and at 8x1) and table 7 (ME-BCRS against SR-BCRS), and what grouping similar rows adds.",
+    "host": "What the host spends on a call whose device work is next to nothing.",
+    "cpu": "The same layers without a GPU.",
+    "accuracy": "FlashSparse's table 8: no precision may lose more than one standard deviation.",
+    "choice": "Which algorithm wins where, and what `auto` picks; see docs/choosing.md.",
+}
+
+INTRODUCTION = """# Benchmark results
+
+Written by `python -m benchmarks tables --out benchmarks/results/README.md` from the records (`.json`) beside
+this file; run it again after a benchmark instead of editing. Times are medians; a record holds the spread,
+the machine, the software and a digest of the kernels' sources. Graphs are seeded stand-ins for published
+graphs of that name (`benchmarks/suite.py`) or, in `formats`, `choice` and `accuracy`, also the real ones.
+"""
 
 
 def provenance(result: dict[str, Any]) -> str:
@@ -421,9 +570,14 @@ def provenance(result: dict[str, Any]) -> str:
     return ", ".join([*parts, f"kernels {digest}"]) + "."
 
 
-def report(result: dict[str, Any]) -> str:
-    """A record as Markdown: provenance, tables, notes."""
-    parts = [f"### {result['name']}", "", provenance(result), ""]
+def report(result: dict[str, Any], heading: str | None = None) -> str:
+    """A record as Markdown: what it is, provenance, tables, notes.
+
+    Args:
+        result: The record.
+        heading: Instead of its name.
+    """
+    parts = [f"### {heading or result['name']}", "", ABOUT[result["name"]], "", provenance(result), ""]
     for table in TABLES[result["name"]](result):
         parts += [table.markdown()]
     parts += [f"- {note}" for note in result["notes"]]
@@ -454,9 +608,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Writes the tables of all stored results as Markdown."""
-    text = "\n".join(report(record.load(path)) for path in stored(options.results))
+    """Writes the tables of all stored results as Markdown, with the plots that lie beside them."""
+    target = Path.cwd() if options.out is None else options.out.resolve().parent
+    paths = stored(options.results)
+    parts = [INTRODUCTION]
+    for folder in _ordered(sorted(path.parent for path in paths)):
+        parts.append(f"## {folder.name}\n")
+        for path in paths:
+            if path.parent == folder:
+                parts.append(report(record.load(path), path.stem))
+                parts += [f"![{plot.stem}]({_relative(plot, target)})\n" for plot in _plots_of(path)]
+    text = "\n".join(parts)
     if options.out is None:
         print(text)
     else:
         options.out.write_text(text)
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), folder)).as_posix()
+
+
+def _plots_of(path: Path) -> list[Path]:
+    """The plots drawn from a record: those whose name begins with its own, and with no longer one's."""
+
+    def owner(plot: Path) -> str:
+        stems = (other.stem for other in path.parent.glob("*.json"))
+        return max((s for s in stems if f"{plot.stem}_".startswith(f"{s}_")), key=len, default="")
+
+    return [plot for plot in sorted(path.parent.glob("*.png")) if owner(plot) == path.stem]

@@ -90,7 +90,8 @@ class DeviceGuard {
 
 void spmm_csr(const CsrStructure& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
               Address value, int value_dtype, std::int64_t heads, Address scale_dst, Address scale_src,
-              Address bias, Address out, Address partial, std::int64_t tile, int device, Address queue) {
+              Address bias, bool relu, Address out, Address partial, std::int64_t tile, int device,
+              Address queue) {
   const SpmmArgs args{structure.a,
                       structure.split,
                       {at(value), static_cast<Dtype>(value_dtype), heads},
@@ -98,6 +99,7 @@ void spmm_csr(const CsrStructure& structure, int dtype, std::int64_t width, Addr
                       at(scale_dst),
                       at(scale_src),
                       at(bias),
+                      relu,
                       at(out),
                       at(partial),
                       width,
@@ -107,30 +109,34 @@ void spmm_csr(const CsrStructure& structure, int dtype, std::int64_t width, Addr
 }
 
 #ifdef FASTSPARSE_WITH_CUDA
-BsbView make_bsb(Address col, Address mask, Address window_row, Address block_entry, Address value_id,
+BsbView make_bsb(Address block, Address window_ptr, Address window_row, Address block_entry, Address value_id,
                  bool value_id_is_64bit, std::int64_t num_rows, Address slices, std::int64_t num_slices,
-                 Address split_row, Address split_ptr, std::int64_t num_split_rows) {
-  return {at<std::int32_t>(col),
-          at<std::uint8_t>(mask),
+                 Address split_row, Address split_ptr, std::int64_t num_split_rows, Address runs,
+                 std::int64_t num_runs) {
+  return {at<std::uint32_t>(block),
+          at<std::int64_t>(window_ptr),
           at<std::int32_t>(window_row),
           at<std::int64_t>(block_entry),
           at(value_id),
           value_id_is_64bit,
           num_rows,
           {at<RowSlice>(slices), num_slices, at<std::int32_t>(split_row), at<std::int64_t>(split_ptr),
-           num_split_rows}};
+           num_split_rows},
+          at<WindowRun>(runs),
+          num_runs};
 }
 
 void spmm_bsb(const BsbView& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
               Address value, int value_dtype, std::int64_t heads, Address vector_scale, Address scale_dst,
-              Address bias, Address out, Address partial, int features_per_lane, int blocks_per_step,
-              bool tf32, int device, Address queue) {
+              Address bias, bool relu, Address out, Address partial, int features_per_lane,
+              int blocks_per_step, bool tf32, int device, Address queue) {
   const SpmmBsbArgs args{structure,
                          {at(value), static_cast<Dtype>(value_dtype), heads},
                          at<float>(vector_scale),
                          {at(x), x_stride},
                          at(scale_dst),
                          at(bias),
+                         relu,
                          at(out),
                          at(partial),
                          width,
@@ -142,15 +148,16 @@ void spmm_bsb(const BsbView& structure, int dtype, std::int64_t width, Address x
   check(cuda::spmm_bsb(args, at(queue)), "spmm_bsb");
 }
 
-void sddmm_bsb(const BsbView& structure, Address slice_window, Address slice_entry, Address slice_vector,
-               Address edge_id, bool edge_id_is_64bit, int dtype, std::int64_t heads, std::int64_t head_width,
-               Address x_dst, std::int64_t x_dst_stride, Address x_src, std::int64_t x_src_stride,
-               Address scale_dst, Address scale_src, Address out, int out_dtype, bool tf32, int device,
-               Address queue) {
+void sddmm_bsb(const BsbView& structure, Address rowptr, Address slot_window, Address slot_entry,
+               Address block_vector, Address edge_id, bool edge_id_is_64bit, int dtype, std::int64_t heads,
+               std::int64_t head_width, Address x_dst, std::int64_t x_dst_stride, Address x_src,
+               std::int64_t x_src_stride, Address scale_dst, Address scale_src, Address out, int out_dtype,
+               bool tf32, int device, Address queue) {
   const SddmmBsbArgs args{structure,
-                          at<std::int32_t>(slice_window),
-                          at<std::int64_t>(slice_entry),
-                          at<std::int64_t>(slice_vector),
+                          at<std::int64_t>(rowptr),
+                          at<std::int32_t>(slot_window),
+                          at<std::int64_t>(slot_entry),
+                          at<std::int64_t>(block_vector),
                           at(edge_id),
                           edge_id_is_64bit,
                           {at(x_dst), x_dst_stride},

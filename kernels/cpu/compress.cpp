@@ -1,5 +1,7 @@
-// COO -> compressed rows on the CPU: a least-significant-digit sort with two counting passes, O(edges +
-// nodes).
+// COO -> compressed rows on the CPU: a least-significant-digit sort, one counting pass for every 16 bits of
+// the minor index and one for the major index.
+#include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "fastsparse/launchers.h"
@@ -7,12 +9,23 @@
 namespace fastsparse::cpu {
 namespace {
 
-// Exclusive prefix sum of the histogram of `keys` (num_edges of them, each below num_keys).
-template <typename Index>
-void count(const Index* keys, std::int64_t num_edges, std::int64_t num_keys, std::int64_t* start) {
-  for (std::int64_t k = 0; k <= num_keys; ++k) start[k] = 0;
-  for (std::int64_t e = 0; e < num_edges; ++e) ++start[keys[e] + 1];
-  for (std::int64_t k = 0; k < num_keys; ++k) start[k + 1] += start[k];
+constexpr int kDigitBits = 16;
+
+// Positions of the edges in the stable order of their minor indices.
+template <typename Index, typename Id>
+std::vector<Id> sort_by_minor(const Index* minor, std::int64_t num_edges, std::int64_t num_minor) {
+  const std::int64_t digits = std::min(num_minor, std::int64_t{1} << kDigitBits);
+  std::vector<Id> sorted(num_edges), previous(num_edges);
+  for (std::int64_t e = 0; e < num_edges; ++e) sorted[e] = static_cast<Id>(e);
+  for (int shift = 0; shift == 0 || (num_minor - 1) >> shift > 0; shift += kDigitBits) {
+    const auto digit = [&](Id id) { return (minor[id] >> shift) & ((1 << kDigitBits) - 1); };
+    std::vector<std::int64_t> start(digits + 1);
+    for (std::int64_t e = 0; e < num_edges; ++e) ++start[digit(static_cast<Id>(e)) + 1];
+    for (std::int64_t d = 0; d < digits; ++d) start[d + 1] += start[d];
+    std::swap(sorted, previous);
+    for (const Id id : previous) sorted[start[digit(id)]++] = id;
+  }
+  return sorted;
 }
 
 template <typename Index, typename Id>
@@ -21,19 +34,17 @@ void compress_typed(const CompressArgs& args) {
   const auto* minor = static_cast<const Index*>(args.minor);
   auto* order = static_cast<Id*>(args.order);
   std::vector<Id> by_minor;
-  if (args.sort_minor) {
-    std::vector<std::int64_t> start(args.num_minor + 1);
-    count(minor, args.num_edges, args.num_minor, start.data());
-    by_minor.resize(args.num_edges);
-    for (std::int64_t e = 0; e < args.num_edges; ++e) by_minor[start[minor[e]]++] = static_cast<Id>(e);
-  }
-  count(major, args.num_edges, args.num_major, args.major_ptr);
+  if (args.sort_minor) by_minor = sort_by_minor<Index, Id>(minor, args.num_edges, args.num_minor);
+
+  for (std::int64_t k = 0; k <= args.num_major; ++k) args.major_ptr[k] = 0;
+  for (std::int64_t e = 0; e < args.num_edges; ++e) ++args.major_ptr[major[e] + 1];
+  for (std::int64_t k = 0; k < args.num_major; ++k) args.major_ptr[k + 1] += args.major_ptr[k];
   std::vector<std::int64_t> next(args.major_ptr, args.major_ptr + args.num_major);
   for (std::int64_t k = 0; k < args.num_edges; ++k) {
     const std::int64_t e = args.sort_minor ? by_minor[k] : k;
     const std::int64_t at = next[major[e]]++;
     args.minor_out[at] = static_cast<std::int32_t>(minor[e]);
-    order[at] = static_cast<Id>(e);
+    if (order != nullptr) order[at] = static_cast<Id>(e);
   }
 }
 

@@ -71,7 +71,8 @@ FASTSPARSE_INLINE void accumulate_tile(const SpmmArgs& args, std::int64_t row, s
   for (int v = 0; v < kVectors; ++v) {
     for (int i = 0; i < kWidth; ++i) {
       const A shift = bias != nullptr ? widen(bias[f + v * kWidth + i]) : A{0};
-      narrow(total[v][i] * scale + shift, out + v * kWidth + i);
+      const A sum = total[v][i] * scale + shift;
+      narrow(args.relu ? rectify(sum) : sum, out + v * kWidth + i);
     }
   }
 }
@@ -92,6 +93,7 @@ FASTSPARSE_INLINE void accumulate_feature(const SpmmArgs& args, std::int64_t row
   }
   if (args.scale_dst != nullptr) total *= static_cast<const A*>(args.scale_dst)[row];
   if (args.bias != nullptr) total += widen(static_cast<const T*>(args.bias)[f]);
+  if (args.relu) total = rectify(total);
   narrow(total, static_cast<T*>(args.out) + row * args.width + f);
 }
 

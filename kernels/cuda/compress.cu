@@ -1,7 +1,8 @@
 // COO -> compressed rows on the GPU: one CUB radix sort over just the bits that the indices use, then a
-// binary search per row. Bytes: per pass of 8 bits, keys and positions read and written once.
+// binary search per row. Bytes: per pass of 8 bits, keys and positions (if wanted) read and written once.
 
 #include <cub/device/device_radix_sort.cuh>
+#include <type_traits>
 
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
@@ -33,6 +34,9 @@ KeyLayout key_layout(const CompressArgs& args) {
   return {minor_bits, key_bits, key_bits > 32 || args.order_is_64bit};
 }
 
+// Stands for the type of positions where none are wanted: the keys are sorted alone.
+using cub::NullType;
+
 template <typename Index, typename Key, typename Id>
 __global__ void make_keys_kernel(const CompressArgs args, int minor_bits, Key* keys, Id* ids) {
   const std::int64_t e = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -40,17 +44,22 @@ __global__ void make_keys_kernel(const CompressArgs args, int minor_bits, Key* k
   Key key = static_cast<Key>(static_cast<const Index*>(args.major)[e]);
   if (args.sort_minor) key = (key << minor_bits) | static_cast<Key>(static_cast<const Index*>(args.minor)[e]);
   keys[e] = key;
-  ids[e] = static_cast<Id>(e);
+  if constexpr (!std::is_same_v<Id, NullType>) ids[e] = static_cast<Id>(e);
 }
 
 template <typename Index, typename Key, typename Id>
 __global__ void unpack_keys_kernel(const CompressArgs args, int minor_bits, const Key* keys, const Id* ids) {
   const std::int64_t e = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (e >= args.num_edges) return;
-  const Id id = ids[e];
-  static_cast<Id*>(args.order)[e] = id;
-  args.minor_out[e] = args.sort_minor ? static_cast<std::int32_t>(keys[e] & ((Key{1} << minor_bits) - 1))
-                                      : static_cast<std::int32_t>(static_cast<const Index*>(args.minor)[id]);
+  const auto minor_of_key = static_cast<std::int32_t>(keys[e] & ((Key{1} << minor_bits) - 1));
+  if constexpr (std::is_same_v<Id, NullType>) {
+    args.minor_out[e] = minor_of_key;
+  } else {
+    const Id id = ids[e];
+    static_cast<Id*>(args.order)[e] = id;
+    args.minor_out[e] =
+        args.sort_minor ? minor_of_key : static_cast<std::int32_t>(static_cast<const Index*>(args.minor)[id]);
+  }
 }
 
 // major_ptr[r] = number of sorted keys below row r.
@@ -70,20 +79,30 @@ __global__ void find_rows_kernel(const CompressArgs args, int minor_bits, const 
   args.major_ptr[row] = low;
 }
 
+// With null scratch, only its size is computed.
+template <typename Key, typename Id>
+cudaError_t sort(void* scratch, std::size_t& bytes, cub::DoubleBuffer<Key>& keys, cub::DoubleBuffer<Id>& ids,
+                 std::int64_t num_edges, int bits, cudaStream_t stream) {
+  if constexpr (std::is_same_v<Id, NullType>) {
+    return cub::DeviceRadixSort::SortKeys(scratch, bytes, keys, num_edges, 0, bits, stream);
+  } else {
+    return cub::DeviceRadixSort::SortPairs(scratch, bytes, keys, ids, num_edges, 0, bits, stream);
+  }
+}
+
 // Scratch: two buffers of keys, two of positions, CUB's own. With null scratch, only its size is computed.
 template <typename Index, typename Key, typename Id>
 int compress_typed(const CompressArgs& args, char* scratch, std::size_t* scratch_bytes, cudaStream_t stream) {
   const KeyLayout layout = key_layout(args);
   const auto padded = [](std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; };
   const std::size_t key_bytes = padded(args.num_edges * sizeof(Key)),
-                    id_bytes = padded(args.num_edges * sizeof(Id));
+                    id_bytes = std::is_same_v<Id, NullType> ? 0 : padded(args.num_edges * sizeof(Id));
   cub::DoubleBuffer<Key> keys(reinterpret_cast<Key*>(scratch), reinterpret_cast<Key*>(scratch + key_bytes));
   cub::DoubleBuffer<Id> ids(reinterpret_cast<Id*>(scratch + 2 * key_bytes),
                             reinterpret_cast<Id*>(scratch + 2 * key_bytes + id_bytes));
   const std::size_t own_bytes = 2 * (key_bytes + id_bytes);
   std::size_t sort_bytes = 0;
-  cudaError_t error = cub::DeviceRadixSort::SortPairs(nullptr, sort_bytes, keys, ids, args.num_edges, 0,
-                                                      layout.key_bits, stream);
+  cudaError_t error = sort<Key, Id>(nullptr, sort_bytes, keys, ids, args.num_edges, layout.key_bits, stream);
   if (error != cudaSuccess) return error;
   if (scratch == nullptr) {
     *scratch_bytes = own_bytes + sort_bytes;
@@ -92,8 +111,7 @@ int compress_typed(const CompressArgs& args, char* scratch, std::size_t* scratch
   const unsigned blocks = ceil_div(args.num_edges, kThreads);
   make_keys_kernel<Index>
       <<<blocks, kThreads, 0, stream>>>(args, layout.minor_bits, keys.Current(), ids.Current());
-  error = cub::DeviceRadixSort::SortPairs(scratch + own_bytes, sort_bytes, keys, ids, args.num_edges, 0,
-                                          layout.key_bits, stream);
+  error = sort<Key, Id>(scratch + own_bytes, sort_bytes, keys, ids, args.num_edges, layout.key_bits, stream);
   if (error != cudaSuccess) return error;
   unpack_keys_kernel<Index>
       <<<blocks, kThreads, 0, stream>>>(args, layout.minor_bits, keys.Current(), ids.Current());
@@ -107,6 +125,11 @@ int dispatch(const CompressArgs& args, void* scratch, std::size_t* scratch_bytes
     using Index = decltype(index);
     auto* bytes = static_cast<char*>(scratch);
     auto* queue = static_cast<cudaStream_t>(stream);
+    if (args.order == nullptr) {
+      return key_layout(args).key_is_64bit
+                 ? compress_typed<Index, std::uint64_t, NullType>(args, bytes, scratch_bytes, queue)
+                 : compress_typed<Index, std::uint32_t, NullType>(args, bytes, scratch_bytes, queue);
+    }
     if (args.order_is_64bit) {
       return compress_typed<Index, std::uint64_t, std::int64_t>(args, bytes, scratch_bytes, queue);
     }

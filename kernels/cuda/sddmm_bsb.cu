@@ -1,7 +1,8 @@
 // Sampled dense-dense product on tensor cores from the binary sparse block format (FlashSparse, section 3.5).
 //
-// A warp takes one slice of a window (8 rows) and one head, and a row of X_src that several of the 8 rows
-// need is gathered once. Fragments are built in registers, without shared memory (lane = 4 g + t). The
+// A warp takes one slice of a window (8 rows), or a run of several short windows, and one head, and a row of
+// X_src that several of the 8 rows need is gathered once. Fragments are built in registers, without shared
+// memory (lane = 4 g + t). The
 // product is S (rows x vectors) = X_dst (rows x features) X_src^T (features x vectors), and any order of
 // features is free, as both operands follow the same one, so the loaded words are operands as they are:
 //   - heads of more than 64 bytes: 8 neighbouring lanes load 128 bytes of one gathered row, a single cache
@@ -14,13 +15,15 @@
 // Of a block's 128 products only the entries are wanted, some 20 of them, scattered over the warp. A row's
 // entries follow each other in the vectors as in the CSR structure, so an entry's position is that of the
 // row's first one plus the mask bits of the row before it. Results queue in shared memory by row and leave as
-// runs of neighbours, so that few store transactions reach the L2.
+// runs of neighbours, so that few store transactions reach the L2. Meanwhile the next block's rows, and the
+// next window's, are on the way into the registers that the products have just freed.
 //
-// Floors, V vectors, E entries, H heads of width D: V H D sizeof(T) bytes gathered, 4 V H bytes of vectors,
+// Floors, V vectors, E entries, H heads of width D: V H D sizeof(T) bytes gathered, 4 V H bytes of blocks,
 // E H sizeof(out) bytes of results; 16 V H D useful flops.
 
 #include <type_traits>
 
+#include "fastsparse/bsb.cuh"
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
 #include "fastsparse/mma.cuh"
@@ -29,15 +32,7 @@ namespace fastsparse::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kRows = 8;           // rows of a window
-constexpr int kBlockVectors = 16;  // vectors of a block
-constexpr int kOwned = 4;          // vectors of a block whose results one thread holds
-constexpr std::uint32_t kColumn = 0xffffffu;
-
-template <typename P>
-__device__ __forceinline__ P* advance(P* base, std::uint32_t index, std::uint32_t bytes) {
-  return base + static_cast<std::uint64_t>(index) * bytes;
-}
+constexpr int kSlots = 64;  // of the queue, per row
 
 // Not the load for constants: the assembler would move that one down over a __syncwarp.
 __device__ __forceinline__ uint4 load_words(const char* from, bool inside) {
@@ -129,36 +124,41 @@ class Products {
   float sum_[4] = {}, total_[2] = {};
 };
 
-// The vectors that this lane gathers from: of a block's 4 loads (kLanes = 8) its quarter warp takes 4q +
-// load, of a block's 2 loads (kLanes = 4) its quad takes 2g + load.
+// The columns that this lane gathers from: of a block's 4 loads (kLanes = 8) its quarter warp takes vector 4q
+// + load, of a block's 2 loads (kLanes = 4) its quad takes 2g + load.
 template <int kLanes>
-struct Columns;
+class Columns;
 template <>
-struct Columns<8> {
-  std::uint32_t word[4];
+class Columns<8> {
+ public:
   __device__ __forceinline__ void read(const std::uint32_t* block, int lane) {
-    const uint4 words = __ldg(reinterpret_cast<const uint4*>(block) + lane / 8);
-    memcpy(word, &words, sizeof word);
+    packed_ = load_columns(block, lane / 8);
   }
-  // Masks of vectors 4t .. 4t + 3.
-  __device__ __forceinline__ std::uint32_t mask(int t) const {
-    const std::uint32_t low = __byte_perm(word[0], word[1], 0x0073);
-    const std::uint32_t high = __byte_perm(word[2], word[3], 0x0073);
-    return __shfl_sync(kFullWarp, __byte_perm(low, high, 0x5410), 8 * t);
+  __device__ __forceinline__ void unpack_to(std::uint32_t (&column)[4], int) const {
+    unpack(packed_, column);
   }
+
+ private:
+  PackedColumns packed_;
 };
 template <>
-struct Columns<4> {
-  std::uint32_t word[2];
+class Columns<4> {
+ public:
+  // 6 bytes, which for odd quads start in the middle of a word.
   __device__ __forceinline__ void read(const std::uint32_t* block, int lane) {
-    const uint2 words = __ldg(reinterpret_cast<const uint2*>(block) + lane / 4);
-    memcpy(word, &words, sizeof word);
+    const std::uint32_t* at = block + lane / 4 * 3 / 2;
+    low_ = __ldg(at);
+    high_ = __ldg(at + 1);
   }
-  __device__ __forceinline__ std::uint32_t mask(int t) const {
-    const std::uint32_t own = __byte_perm(word[0], word[1], 0x0073);
-    const std::uint32_t low = __shfl_sync(kFullWarp, own, 8 * t);
-    return __byte_perm(low, __shfl_sync(kFullWarp, own, 8 * t + 4), 0x5410);
+  __device__ __forceinline__ void unpack_to(std::uint32_t (&column)[2], int lane) const {
+    const int shift = lane & 4 ? 16 : 0;
+    const std::uint32_t low = __funnelshift_r(low_, high_, shift);
+    column[0] = low & 0xffffffu;
+    column[1] = __funnelshift_r(low, high_ >> shift, 24) & 0xffffffu;
   }
+
+ private:
+  std::uint32_t low_, high_;
 };
 
 template <typename T>
@@ -171,18 +171,17 @@ __device__ __forceinline__ void store_result(const SddmmBsbArgs& args, std::int6
 }
 
 // Results of one warp on their way from the fragments to the caller's edge order: kSlots per row.
-template <typename T, int kSlots>
+template <typename T>
 class Queue {
  public:
-  struct Shared {
-    float slot[kRows][kSlots + 4];  // apart, so that the first results of all rows meet in no bank
-    std::int64_t entry[kRows];      // CSR position of every row's first result in the queue
-  };
+  // Apart, so that the first results of all rows meet in no bank.
+  using Slots = float[kRows][kSlots + 4];
 
-  __device__ __forceinline__ Queue(const SddmmBsbArgs& args, Shared& shared, std::int64_t slice, int lane)
-      : args_(args), shared_(shared), own_(shared.slot[lane / 4]) {
-    if (lane < kRows) shared.entry[lane] = __ldg(args.slice_entry + slice * kRows + lane);
-  }
+  __device__ __forceinline__ Queue(const SddmmBsbArgs& args, Slots& slots, int lane)
+      : args_(args), slots_(slots), own_(slots[lane / 4]) {}
+
+  // entry: CSR position of row g's first result.
+  __device__ __forceinline__ void start(std::int64_t entry) { entry_ = entry; }
 
   // Takes row g's results of vectors 4t .. 4t + 3 of the next block; present: bit 8i says that the i-th is an
   // entry.
@@ -213,12 +212,11 @@ class Queue {
     for (int pair = 0; pair < kRows / 2; ++pair) {
       const int row = 2 * pair + half;
       const int count = __shfl_sync(kFullWarp, filled_, 4 * row);
-      const std::int64_t first = shared_.entry[row];
-      for (int i = lane % 16; i < count; i += 16) write(first + i, shared_.slot[row][i]);
-      __syncwarp();
-      if (lane % 16 == 0) shared_.entry[row] = first + count;
+      const std::int64_t first = __shfl_sync(kFullWarp, entry_, 4 * row);
+      for (int i = lane % 16; i < count; i += 16) write(first + i, slots_[row][i]);
     }
     __syncwarp();
+    entry_ += filled_;
     filled_ = 0;
   }
 
@@ -233,16 +231,16 @@ class Queue {
   }
 
   const SddmmBsbArgs& args_;
-  Shared& shared_;
+  Slots& slots_;
   float* own_;
-  int filled_ = 0;  // results of row g in the queue
+  std::int64_t entry_ = 0;  // CSR position of row g's first result in the queue
+  int filled_ = 0;          // results of row g in the queue
 };
 
 // Row r of a window; where the window has fewer rows, row 0, of which nothing is written.
 __device__ __forceinline__ std::uint32_t row_of_window(const BsbView& a, std::int64_t window, int r) {
-  const std::int64_t at = window * kRows + r;
-  if (a.window_row != nullptr) return max(__ldg(a.window_row + at), 0);
-  return at < a.num_rows ? static_cast<std::uint32_t>(at) : 0;
+  const std::int64_t row = WindowRow{a.window_row, a.num_rows}(window, r);
+  return row < 0 ? 0 : static_cast<std::uint32_t>(row);
 }
 
 // Splitting an infinite or huge number leaves NaN, though its products may be none: multiplied again,
@@ -256,12 +254,15 @@ __device__ __noinline__ float multiply_again(const SddmmBsbArgs& args, std::uint
   return sum;
 }
 
+// columns: of the results.
 __device__ __forceinline__ void scale(const SddmmBsbArgs& args, float (&result)[kOwned], std::uint32_t row,
-                                      const std::uint32_t* vectors) {
+                                      const PackedColumns& columns) {
   if (args.scale_src != nullptr) {
+    std::uint32_t column[kOwned];
+    unpack(columns, column);
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
-      result[i] *= __ldg(static_cast<const float*>(args.scale_src) + (__ldg(vectors + i) & kColumn));
+      result[i] *= __ldg(static_cast<const float*>(args.scale_src) + column[i]);
     }
   }
   if (args.scale_dst != nullptr) {
@@ -273,149 +274,169 @@ __device__ __forceinline__ void scale(const SddmmBsbArgs& args, float (&result)[
 
 // kLanes: lanes to a gathered row. kSteps: steps of kLanes * 16 bytes that hold a head; 0: any number, with
 // X_dst read again for every block. kPlain: the head fills them, there are no scales and results go to the
-// edges' positions. kBlocks: blocks in flight.
-template <typename T, int kTerms, int kLanes, int kSteps, bool kPlain, int kBlocks, int kSlots, int kMin>
+// edges' positions.
+template <typename T, int kTerms, int kLanes, int kSteps, bool kPlain, int kMin>
 __global__ void __launch_bounds__(kThreads, kMin)
     sddmm_bsb_kernel(const __grid_constant__ SddmmBsbArgs args) {
   constexpr int kStepBytes = kLanes * 16;
   constexpr int kLoads = kLanes / 2;  // of a block and step
-  __shared__ typename Queue<T, kSlots>::Shared shared[kThreads / kWarp];
+  __shared__ typename Queue<T>::Slots slots[kThreads / kWarp];
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
-  const RowSlice slice = load_slice(args.a.split, warp);
-  if (slice.length == 0) return;
-  // Vectors are read one step ahead; the array is padded by 4 blocks, so that this may run past the slice.
-  static_assert(kBlocks <= 2);
-  const std::uint32_t* vectors = args.a.vector + slice.begin * kBlockVectors;
-  Columns<kLanes> next[kBlocks];
-  const auto read_ahead = [&] {
-#pragma unroll
-    for (int u = 0; u < kBlocks; ++u) next[u].read(vectors + u * kBlockVectors, lane);
-    vectors += kBlocks * kBlockVectors;
-  };
-  read_ahead();
-  Queue<T, kSlots> queue(args, shared[threadIdx.x / kWarp], warp, lane);
+  if (warp >= args.a.num_runs) return;
+  const int4 raw_run = __ldg(reinterpret_cast<const int4*>(args.a.runs) + warp);
+  const WindowRun run{raw_run.x, raw_run.y, raw_run.z, raw_run.w};
+  if (run.length == 0) return;
+  // Columns are read one block ahead; the array is padded, so that this may run past the run.
+  const std::uint32_t* blocks = args.a.block + static_cast<std::int64_t>(run.begin) * kBlockWords;
+  Columns<kLanes> columns, next;
+  std::uint32_t mask, next_mask;
+  next.read(blocks, lane);
+  next_mask = load_masks(blocks, t);
+  Queue<T> queue(args, slots[threadIdx.x / kWarp], lane);
 
-  const std::uint32_t dst_row = row_of_window(args.a, __ldg(args.slice_window + warp), g);
+  const bool whole = run.target >= 0;
+  const std::int64_t window = whole ? run.target : __ldg(args.slot_window + ~run.target);
+  // Lane n: where the run's n-th window ends.
+  int window_end = run.length;
+  if (run.num_windows > 1 && lane < run.num_windows) {
+    window_end = static_cast<int>(__ldg(args.a.window_ptr + window + 1 + lane) - run.begin);
+  }
+
   const auto head_bytes = static_cast<std::uint32_t>(args.head_width * sizeof(T));
   const auto src_bytes = static_cast<std::uint32_t>(args.x_src.stride * sizeof(T));
   const auto dst_bytes = static_cast<std::uint32_t>(args.x_dst.stride * sizeof(T));
   const std::uint32_t head = blockIdx.y * head_bytes;
   const std::uint32_t own_bytes = lane % kLanes * 16;
   const char* src = static_cast<const char*>(args.x_src.data) + head + own_bytes;
-  const char* dst = advance(static_cast<const char*>(args.x_dst.data) + head + t * 16, dst_row, dst_bytes);
-  const auto load_src = [&](const char* row, std::uint32_t step) {
-    return load_words(row + step * kStepBytes, kPlain || step * kStepBytes + own_bytes < head_bytes);
+  const char* dst = static_cast<const char*>(args.x_dst.data) + head + t * 16;
+  const auto load_src = [&](std::uint32_t column, std::uint32_t step) {
+    return load_words(row_address(src, column, src_bytes) + step * kStepBytes,
+                      kPlain || step * kStepBytes + own_bytes < head_bytes);
   };
-  const auto load_rows = [&](std::uint32_t step) {
+  const auto load_rows = [&](std::uint32_t row, std::uint32_t step) {
+    const char* from = row_address(dst, row, dst_bytes);
     const std::uint32_t lower = step * kStepBytes, upper = lower + 64;
-    const uint4 low = load_words(dst + lower, kPlain || lower + t * 16 < head_bytes);
-    return Rows(low, kLanes == 8 ? load_words(dst + upper, kPlain || upper + t * 16 < head_bytes) : uint4{});
+    const uint4 low = load_words(from + lower, kPlain || lower + t * 16 < head_bytes);
+    return Rows(low, kLanes == 8 ? load_words(from + upper, kPlain || upper + t * 16 < head_bytes) : uint4{});
   };
-  Rows rows[kSteps > 0 ? kSteps : 1];
-#pragma unroll
-  for (int s = 0; s < kSteps; ++s) rows[s] = load_rows(s);
+  const auto first_entry = [&](std::uint32_t row) {
+    return __ldg(whole ? args.rowptr + row
+                       : args.slot_entry + static_cast<std::int64_t>(~run.target) * kRows + g);
+  };
 
-  for (int left = slice.length;; left -= kBlocks) {
-    Columns<kLanes> columns[kBlocks];
-    uint4 words[kBlocks][kLoads][kSteps > 0 ? kSteps : 1];
+  // What the block `index` needs: the gathered rows, and the window's where it is the first of one.
+  int index = 0, nth = -1, end = 0;
+  std::uint32_t row = 0;
+  Rows rows[kSteps > 0 ? kSteps : 1];
+  uint4 words[kLoads][kSteps > 0 ? kSteps : 1];
+  const auto gather = [&] {
+    if (index == end) {
+      do end = __shfl_sync(kFullWarp, window_end, ++nth);
+      while (index == end);
+      row = row_of_window(args.a, window + nth, g);
 #pragma unroll
-    for (int u = 0; u < kBlocks; ++u) {
-      if (u > 0 && u >= left) break;
-      columns[u] = next[u];
+      for (int s = 0; s < kSteps; ++s) rows[s] = load_rows(row, s);
+    }
+    columns = next;
+    mask = next_mask;
+    std::uint32_t column[kLoads];
+    columns.unpack_to(column, lane);
 #pragma unroll
-      for (int v = 0; v < kLoads; ++v) {
-        const char* row = advance(src, columns[u].word[v] & kColumn, src_bytes);
+    for (int v = 0; v < kLoads; ++v) {
 #pragma unroll
-        for (int s = 0; s < kSteps; ++s) words[u][v][s] = load_src(row, s);
+      for (int s = 0; s < kSteps; ++s) words[v][s] = load_src(column[v], s);
+    }
+    blocks += kBlockWords;
+    next.read(blocks, lane);
+    next_mask = load_masks(blocks, t);
+    __syncwarp();  // so that all loads start here, and not one after the other where they are needed
+  };
+  gather();
+  queue.start(first_entry(row));
+
+  for (;;) {
+    Products<T, kTerms, kLanes> products[kLoads];
+    if constexpr (kSteps > 0) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+        for (int v = 0; v < kLoads; ++v) products[v].add(rows[s], words[v][s]);
+      }
+    } else {
+      std::uint32_t column[kLoads];
+      columns.unpack_to(column, lane);
+#pragma unroll 1
+      for (std::uint32_t step = 0; step * kStepBytes < head_bytes; ++step) {
+        uint4 chunk[kLoads];
+#pragma unroll
+        for (int v = 0; v < kLoads; ++v) chunk[v] = load_src(column[v], step);
+        const Rows chunk_rows = load_rows(row, step);
+#pragma unroll
+        for (int v = 0; v < kLoads; ++v) products[v].add(chunk_rows, chunk[v]);
       }
     }
-    read_ahead();
-    __syncwarp();  // so that all loads start here, and not one after the other where they are needed
+    float result[kOwned];
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) {
+      result[i] = kLanes == 8 ? products[i % kLoads].get(0) : products[i % kLoads].get(i / kLoads);
+    }
+    const std::uint32_t block_mask = mask, block_row = row;
+    const std::uint32_t present = (block_mask >> g) & 0x01010101u;
+    const std::uint32_t* block = blocks - kBlockWords;
+    const std::int64_t number = static_cast<std::int64_t>(run.begin) + index;
+    ++index;
+    const bool window_is_done = index == end;
+    if (index < run.length) gather();
 
+    if constexpr (kTerms > 1) {
+      if ((result[0] + result[1] + result[2] + result[3]) * 0.0f != 0) {  // NaN: one is not finite
+        std::uint32_t column[kOwned];
+        unpack(load_columns(block, t), column);
 #pragma unroll
-    for (int u = 0; u < kBlocks; ++u) {
-      if (u > 0 && u >= left) break;
-      Products<T, kTerms, kLanes> products[kLoads];
-      if constexpr (kSteps > 0) {
-#pragma unroll
-        for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-          for (int v = 0; v < kLoads; ++v) products[v].add(rows[s], words[u][v][s]);
-        }
-      } else {
-#pragma unroll 1
-        for (std::uint32_t step = 0; step * kStepBytes < head_bytes; ++step) {
-          uint4 chunk[kLoads];
-#pragma unroll
-          for (int v = 0; v < kLoads; ++v) {
-            chunk[v] = load_src(advance(src, columns[u].word[v] & kColumn, src_bytes), step);
-          }
-          const Rows chunk_rows = load_rows(step);
-#pragma unroll
-          for (int v = 0; v < kLoads; ++v) products[v].add(chunk_rows, chunk[v]);
-        }
+        for (int i = 0; i < kOwned; ++i) result[i] = multiply_again(args, block_row, column[i]);
       }
-      const std::uint32_t mask = columns[u].mask(t);
-      float result[kOwned];
+    }
+    if constexpr (!kPlain) scale(args, result, block_row, load_columns(block, t));
+    if (kPlain || args.block_vector == nullptr) {
+      queue.put(result, present, t);
+      if (window_is_done) queue.leave();
+    } else {
+      const std::int64_t first = __ldg(args.block_vector + number) + kOwned * t;
 #pragma unroll
       for (int i = 0; i < kOwned; ++i) {
-        result[i] = kLanes == 8 ? products[i % kLoads].get(0) : products[i % kLoads].get(i / kLoads);
-      }
-      const std::int64_t block = slice.length - left + u;
-      const std::uint32_t* own = args.a.vector + (slice.begin + block) * kBlockVectors + kOwned * t;
-      if constexpr (kTerms > 1) {
-        if ((result[0] + result[1] + result[2] + result[3]) * 0.0f != 0) {  // NaN: one is not finite
-#pragma unroll
-          for (int i = 0; i < kOwned; ++i)
-            result[i] = multiply_again(args, dst_row, __ldg(own + i) & kColumn);
-        }
-      }
-      const std::uint32_t present = (mask >> g) & 0x01010101u;
-      if constexpr (kPlain) {
-        queue.put(result, present, t);
-      } else {
-        scale(args, result, dst_row, own);
-        if (args.slice_vector == nullptr) {
-          queue.put(result, present, t);
-        } else {
-          const std::int64_t first = __ldg(args.slice_vector + warp) + block * kBlockVectors + kOwned * t;
-#pragma unroll
-          for (int i = 0; i < kOwned; ++i) {
-            if (((mask >> 8 * i) & 0xffu) == 0) continue;
-            store_result<T>(args, ((first + i) * kRows + g) * args.heads + blockIdx.y,
-                            present & (1u << 8 * i) ? result[i] : 0.0f);
-          }
-        }
+        if (((block_mask >> 8 * i) & 0xffu) == 0) continue;
+        store_result<T>(args, ((first + i) * kRows + g) * args.heads + blockIdx.y,
+                        present & (1u << 8 * i) ? result[i] : 0.0f);
       }
     }
-    if (left <= kBlocks) break;
+    if (!window_is_done) continue;
+    if (index == run.length) break;
+    queue.start(first_entry(row));
   }
-  queue.leave();
 }
 
-template <typename T, int kTerms, int kLanes, int kSteps, int kBlocks, int kMin>
+template <typename T, int kTerms, int kLanes, int kSteps, int kMin>
 void launch_shape(const SddmmBsbArgs& args, cudaStream_t stream) {
-  const dim3 grid(ceil_div(args.a.split.num_slices, kThreads / kWarp), static_cast<unsigned>(args.heads));
+  const dim3 grid(ceil_div(args.a.num_runs, kThreads / kWarp), static_cast<unsigned>(args.heads));
   if constexpr (kSteps > 0) {
     if (args.head_width * sizeof(T) == kSteps * kLanes * 16 && args.scale_dst == nullptr &&
-        args.scale_src == nullptr && args.slice_vector == nullptr) {
-      sddmm_bsb_kernel<T, kTerms, kLanes, kSteps, true, kBlocks, 32, kMin>
-          <<<grid, kThreads, 0, stream>>>(args);
+        args.scale_src == nullptr && args.block_vector == nullptr) {
+      sddmm_bsb_kernel<T, kTerms, kLanes, kSteps, true, kMin><<<grid, kThreads, 0, stream>>>(args);
       return;
     }
   }
-  sddmm_bsb_kernel<T, kTerms, kLanes, kSteps, false, kBlocks, 32, kMin><<<grid, kThreads, 0, stream>>>(args);
+  sddmm_bsb_kernel<T, kTerms, kLanes, kSteps, false, kMin><<<grid, kThreads, 0, stream>>>(args);
 }
 
 template <typename T, int kTerms>
 void launch(const SddmmBsbArgs& args, cudaStream_t stream) {
   const auto bytes = args.head_width * static_cast<std::int64_t>(sizeof(T));
-  if (bytes <= 64) return launch_shape<T, kTerms, 4, 1, 2, kTerms == 1 ? 9 : 7>(args, stream);
-  if (bytes <= 128) return launch_shape<T, kTerms, 8, 1, 1, kTerms == 1 ? 9 : 7>(args, stream);
-  if (bytes <= 256) return launch_shape<T, kTerms, 8, 2, 1, kTerms == 1 ? 7 : 4>(args, stream);
-  if (bytes <= 512) return launch_shape<T, kTerms, 8, 4, 1, kTerms == 1 ? 4 : 2>(args, stream);
-  launch_shape<T, kTerms, 8, 0, 1, 8>(args, stream);
+  if (bytes <= 64) return launch_shape<T, kTerms, 4, 1, kTerms == 1 ? 10 : 7>(args, stream);
+  if (bytes <= 128) return launch_shape<T, kTerms, 8, 1, 7>(args, stream);
+  if (bytes <= 256) return launch_shape<T, kTerms, 8, 2, kTerms == 1 ? 7 : 4>(args, stream);
+  if (bytes <= 512) return launch_shape<T, kTerms, 8, 4, kTerms == 1 ? 4 : 3>(args, stream);
+  launch_shape<T, kTerms, 8, 0, 8>(args, stream);
 }
 
 }  // namespace

@@ -1,24 +1,23 @@
 // SpMM on tensor cores from the binary sparse block format (FlashSparse, sections 3.2-3.4, with Fused3S's
 // bitmaps).
 //
-// A warp computes one slice of a window (8 rows) for one tile of features. Operands are swapped and
-// transposed as in FlashSparse: C^T (features x 8 rows) = X^T (features x vectors) A^T (vectors x 8 rows), so
-// a row of X that several of the 8 rows need is gathered once. Fragments are built in registers, without
-// shared memory (lane = 4 g + t):
+// A warp computes one slice of a window (8 rows), or a run of several short windows, for one tile of
+// features. Operands are swapped and transposed as in FlashSparse: C^T (features x 8 rows) = X^T (features x
+// vectors) A^T (vectors x 8 rows), so a row of X that several of the 8 rows need is gathered once. Fragments
+// are built in registers, without shared memory (lane = 4 g + t):
 //   - thread t of a quad owns 4 of the block's 16 vectors, lane g owns kFeatures neighbouring features of the
-//   tile:
-//     8 lanes cover one contiguous piece of a gathered row;
+//     tile: 8 lanes cover one contiguous piece of a gathered row;
 //   - the 16 rows of an mma are features 2r and 2r + 1 of the 8 lanes. Any order of features is free, as
-//   results come
-//     out in the same one;
+//     results come out in the same one;
 //   - B, 16 vectors x 8 rows, is the bitmap itself: bit g of the vector's mask, as 0 or 1 (or as the edge's
-//   value).
-// Floors, V vectors of width F: V F sizeof(T) bytes gathered, 5 V bytes of columns and masks; 16 V F flops on
-// tensor cores. The gather bounds it, so the shape keeps kBlocks x 4 loads in flight per lane, and a tile of
-// features is chosen so narrow that its part of X fits in the L2 (choose.py).
+//     value).
+// Floors, V vectors of width F: V F sizeof(T) bytes gathered, 4 V bytes of columns and masks; 16 V F flops on
+// tensor cores. The gather bounds it, so a lane has kBlocks x 4 loads on the way, and a run's next columns
+// are read before its last window is done.
 
 #include <type_traits>
 
+#include "fastsparse/bsb.cuh"
 #include "fastsparse/combine_partials.cuh"
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
@@ -28,20 +27,7 @@ namespace fastsparse::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kRows = 8;           // rows of a window
-constexpr int kBlockVectors = 16;  // vectors of a block
-constexpr int kOwned = 4;          // vectors of a block that one thread owns
 constexpr int kBlocksPerSum = 16;  // float32: then the tensor cores' sums move to sums that round to nearest
-
-struct WindowRow {
-  const std::int32_t* window_row;
-  std::int64_t num_rows;
-  __device__ __forceinline__ std::int64_t operator()(std::int64_t window, int r) const {
-    const std::int64_t at = window * kRows + r;
-    if (window_row != nullptr) return window_row[at];
-    return at < num_rows ? at : -1;
-  }
-};
 
 __device__ __forceinline__ std::uint32_t one_bits(__half) { return 0x3c00u; }
 __device__ __forceinline__ std::uint32_t one_bits(__nv_bfloat16) { return 0x3f80u; }
@@ -141,101 +127,94 @@ __device__ __forceinline__ std::int64_t value_position(const BsbView& a, std::in
                              : static_cast<const std::int32_t*>(a.value_id)[entry];
 }
 
-template <typename T, int kFeatures>
-__device__ __forceinline__ void store_row(const SpmmBsbArgs& args, const RowSlice& slice, int r,
-                                          std::int64_t feature, const float (&sum)[kFeatures]) {
-  if (slice.target < 0) {
-    float* partial = static_cast<float*>(args.partial) +
-                     (static_cast<std::int64_t>(~slice.target) * kRows + r) * args.width + feature;
-    constexpr int kStore = kFeatures < 4 ? kFeatures : 4;
+// Every 32-bit word of the pack as lane `source` has it.
+template <typename P>
+__device__ __forceinline__ void shuffle_pack(P& pack, int source) {
+  constexpr int kWords = static_cast<int>(sizeof(P) / 4);
+  std::uint32_t words[kWords];
+  memcpy(words, &pack, sizeof words);
 #pragma unroll
-    for (int f = 0; f < kFeatures; f += kStore) {
-      Pack<float, kStore> pack;
-#pragma unroll
-      for (int i = 0; i < kStore; ++i) pack.lane[i] = sum[f + i];
-      *reinterpret_cast<Pack<float, kStore>*>(partial + f) = pack;
-    }
-    return;
-  }
-  const std::int64_t row = WindowRow{args.a.window_row, args.a.num_rows}(slice.target, r);
-  if (row < 0) return;
-  const Epilogue epilogue{args.scale_dst, args.bias, args.out, args.width};
-  Pack<T, kFeatures> pack;
-#pragma unroll
-  for (int f = 0; f < kFeatures; ++f) pack.lane[f] = epilogue.finish<T>(sum[f], row, feature + f);
-  *reinterpret_cast<Pack<T, kFeatures>*>(static_cast<T*>(args.out) + row * args.width + feature) = pack;
+  for (int w = 0; w < kWords; ++w) words[w] = __shfl_sync(kFullWarp, words[w], source);
+  memcpy(&pack, words, sizeof words);
 }
 
 // A zero of the bitmap times an infinite or NaN feature is NaN, though no edge says so. Where a result is not
-// finite, the slice is therefore summed again, entry by entry.
+// finite, the blocks from `begin` to `end` are therefore summed again, entry by entry. target: a window, or
+// ~slot of a partial result.
 template <typename T, int kFeatures>
-__device__ __noinline__ void sum_entry_by_entry(const SpmmBsbArgs& args, RowSlice slice, int t,
-                                                std::int64_t feature, std::int64_t head) {
+__device__ __noinline__ void sum_entry_by_entry(const SpmmBsbArgs& args, std::int64_t begin, std::int64_t end,
+                                                std::int32_t target, int t, std::int64_t feature,
+                                                std::int64_t head) {
+  const Epilogue epilogue{args.scale_dst, args.bias, args.relu, args.out, args.width};
   for (int r = 2 * t; r < 2 * t + 2; ++r) {
     float sum[kFeatures] = {};
-    for (std::int64_t at = slice.begin * kBlockVectors; at < (slice.begin + slice.length) * kBlockVectors;
-         ++at) {
-      const std::uint32_t mask = args.a.mask[at];
+    for (std::int64_t at = begin * kBlockVectors; at < end * kBlockVectors; ++at) {
+      const std::uint32_t mask = mask_of(args.a, at);
       if (((mask >> r) & 1u) == 0) continue;
       float weight = args.vector_scale != nullptr ? args.vector_scale[at] : 1.0f;
       if (args.value.data != nullptr) {
         std::int64_t entry = args.a.block_entry[at / kBlockVectors] + __popc(mask & ((1u << r) - 1));
         for (std::int64_t before = at / kBlockVectors * kBlockVectors; before < at; ++before) {
-          entry += __popc(args.a.mask[before]);
+          entry += __popc(mask_of(args.a, before));
         }
         weight = load_value<T>(args.value, args.value.dtype == args.dtype,
                                value_position(args.a, entry) * args.value.heads + head);
       }
-      const T* x = static_cast<const T*>(args.x.data) + args.a.col[at] * args.x.stride + feature;
+      const T* x = static_cast<const T*>(args.x.data) +
+                   static_cast<std::int64_t>(column_of(args.a, at)) * args.x.stride + feature;
       for (int f = 0; f < kFeatures; ++f) sum[f] += weight * widen(x[f]);
     }
-    store_row<T, kFeatures>(args, slice, r, feature, sum);
+    if (target < 0) {
+      float* partial = static_cast<float*>(args.partial) +
+                       (static_cast<std::int64_t>(~target) * kRows + r) * args.width + feature;
+      for (int f = 0; f < kFeatures; ++f) partial[f] = sum[f];
+      continue;
+    }
+    const std::int64_t row = WindowRow{args.a.window_row, args.a.num_rows}(target, r);
+    if (row < 0) continue;
+    T* out = static_cast<T*>(args.out) + row * args.width + feature;
+    for (int f = 0; f < kFeatures; ++f) {
+      const float one[1] = {sum[f]};
+      store_pack(epilogue.finish<T>(one, row, feature + f), out + f);
+    }
   }
 }
 
 template <typename T, int kFeatures, int kBlocks, Weight kWeight, int kTerms>
-__global__ void __launch_bounds__(kThreads) spmm_bsb_kernel(const __grid_constant__ SpmmBsbArgs args) {
+__global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
+    spmm_bsb_kernel(const __grid_constant__ SpmmBsbArgs args) {
   constexpr bool kFloat = std::is_same_v<T, float>;
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-  const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
-  if (warp >= args.a.split.num_slices) return;
-  const RowSlice slice = load_slice(args.a.split, warp);
+  const auto warp = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
+  if (warp >= args.a.num_runs) return;
+  const int4 raw_run = __ldg(reinterpret_cast<const int4*>(args.a.runs) + warp);
+  const WindowRun run{raw_run.x, raw_run.y, raw_run.z, raw_run.w};
   const std::int64_t tile = static_cast<std::int64_t>(blockIdx.y) * 8 * kFeatures;
-  const std::int64_t feature = tile + g * kFeatures;
+  // Loads and stores are laid out for the memory system, 8 neighbouring lanes to a row, and handed over to
+  // and from the lanes of the tensor cores' fragments by shuffles: straight from those, every 8 lanes would
+  // touch four cache lines instead of one, and the L1 looks up one line at a time.
+  const int quarter = lane / 8, place = lane % 8;
+  const std::int64_t feature = tile + place * kFeatures;
   const bool inside = feature < args.width;
-  // Loads are laid out for the memory system, 8 neighbouring lanes to a row, and handed over to the lanes
-  // that the tensor cores want them in by shuffles: straight into place, every 8 lanes would touch four cache
-  // lines instead of one, and the L1 looks up one line at a time.
-  const int quarter = lane / 8;
-  const std::int64_t gathered = tile + lane % 8 * kFeatures;
   // Lanes beyond the width gather the row's first features, and drop them: cheaper than a predicate on every
   // load.
-  const char* x = reinterpret_cast<const char*>(static_cast<const T*>(args.x.data) +
-                                                (gathered < args.width ? gathered : 0));
+  const char* x = reinterpret_cast<const char*>(static_cast<const T*>(args.x.data) + (inside ? feature : 0));
   const auto row_bytes = static_cast<std::uint32_t>(args.x.stride * sizeof(T));
-  const int4* cols = reinterpret_cast<const int4*>(args.a.col) + slice.begin * 4 + quarter;
-  const std::uint32_t* masks = reinterpret_cast<const std::uint32_t*>(args.a.mask) + slice.begin * 4 + t;
+  const std::uint32_t* blocks = args.a.block + static_cast<std::int64_t>(run.begin) * kBlockWords;
   const std::int64_t head = kWeight == Weight::kValue ? tile / (args.width / args.value.heads) : 0;
+  // Lane n: where the run's n-th window ends.
+  int window_end = run.length;
+  if (run.num_windows > 1 && lane < run.num_windows) {
+    window_end = static_cast<int>(__ldg(args.a.window_ptr + run.target + 1 + lane) - run.begin);
+  }
 
-  const auto gather = [&](Block<T, kFeatures>& block, const int4& col) {
-    const std::uint32_t source[kOwned] = {
-        static_cast<std::uint32_t>(col.x), static_cast<std::uint32_t>(col.y),
-        static_cast<std::uint32_t>(col.z), static_cast<std::uint32_t>(col.w)};
+  const auto gather = [&](Block<T, kFeatures>& block, const PackedColumns& columns) {
+    std::uint32_t source[kOwned];
+    unpack(columns, source);
 #pragma unroll
     for (int v = 0; v < kOwned; ++v) {
-      block.pack[v] = load_pack<T, kFeatures>(
-          reinterpret_cast<const T*>(x + static_cast<std::uint64_t>(source[v]) * row_bytes));
-    }
-  };
-  const auto hand_over = [&](Block<T, kFeatures>& block) {
-#pragma unroll
-    for (int v = 0; v < kOwned; ++v) {
-      constexpr int kWords = static_cast<int>(sizeof(block.pack[0]) / 4);
-      std::uint32_t words[kWords];
-      memcpy(words, &block.pack[v], sizeof words);
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) words[w] = __shfl_sync(kFullWarp, words[w], 8 * t + g);
-      memcpy(&block.pack[v], words, sizeof words);
+      block.pack[v] =
+          load_pack<T, kFeatures>(reinterpret_cast<const T*>(row_address(x, source[v], row_bytes)));
     }
   };
   const auto load_weights = [&](Block<T, kFeatures>& block, std::int64_t index) {
@@ -270,45 +249,13 @@ __global__ void __launch_bounds__(kThreads) spmm_bsb_kernel(const __grid_constan
   };
 
   float sum[kFeatures / 2][4] = {}, total[kFeatures / 2][4] = {};
-  const auto accumulate = [&](Block<T, kFeatures>& block) {
-    hand_over(block);
+  const auto accumulate = [&](Block<T, kFeatures>& block, int index) {
+    if constexpr (kWeight != Weight::kOne) load_weights(block, run.begin + index);
+#pragma unroll
+    for (int v = 0; v < kOwned; ++v) shuffle_pack(block.pack[v], 8 * t + g);
     if constexpr (kFloat) {
       multiply_float<kFeatures, kWeight, kTerms>(sum, block, g);
-    } else {
-      multiply<T, kFeatures, kWeight>(sum, block, g);
-    }
-  };
-
-  // Columns and masks are read one step ahead; the arrays are padded, so that this may run past the slice.
-  int4 next_col[kBlocks];
-  std::uint32_t next_mask[kBlocks];
-#pragma unroll
-  for (int u = 0; u < kBlocks; ++u) {
-    next_col[u] = __ldg(cols + u * 4);
-    next_mask[u] = __ldg(masks + u * 4);
-  }
-  int index = 0;
-  for (; index + kBlocks <= slice.length; index += kBlocks) {
-    Block<T, kFeatures> block[kBlocks];
-#pragma unroll
-    for (int u = 0; u < kBlocks; ++u) {
-      block[u].mask = next_mask[u];
-      gather(block[u], next_col[u]);
-    }
-    cols += kBlocks * 4;
-    masks += kBlocks * 4;
-#pragma unroll
-    for (int u = 0; u < kBlocks; ++u) {
-      next_col[u] = __ldg(cols + u * 4);
-      next_mask[u] = __ldg(masks + u * 4);
-    }
-#pragma unroll
-    for (int u = 0; u < kBlocks; ++u) {
-      if constexpr (kWeight != Weight::kOne) load_weights(block[u], slice.begin + index + u);
-      accumulate(block[u]);
-    }
-    if constexpr (kFloat) {
-      if (index % kBlocksPerSum == kBlocksPerSum - kBlocks) {
+      if (index % kBlocksPerSum == kBlocksPerSum - 1) {
 #pragma unroll
         for (int r = 0; r < kFeatures / 2; ++r) {
 #pragma unroll
@@ -318,44 +265,144 @@ __global__ void __launch_bounds__(kThreads) spmm_bsb_kernel(const __grid_constan
           }
         }
       }
+    } else {
+      multiply<T, kFeatures, kWeight>(sum, block, g);
     }
-  }
-#pragma unroll
-  for (int u = 0; u + 1 < kBlocks; ++u) {
-    if (index + u >= slice.length) break;
-    Block<T, kFeatures> block;
-    block.mask = next_mask[u];
-    gather(block, next_col[u]);
-    if constexpr (kWeight != Weight::kOne) load_weights(block, slice.begin + index + u);
-    accumulate(block);
-  }
+  };
 
-  float probe = 0;
+  std::uint32_t not_finite = 0;  // bit n: of this lane's sums in the run's n-th window some is not finite
+  // Stores the sums of the run's n-th window and starts the next one's.
+  const auto finish = [&](int nth) {
+    float probe = 0;
 #pragma unroll
-  for (int r = 0; r < kFeatures / 2; ++r) {
+    for (int r = 0; r < kFeatures / 2; ++r) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (kFloat) sum[r][i] += total[r][i];
-      probe += sum[r][i] * 0.0f;
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (kFloat) sum[r][i] += total[r][i];
+        probe += sum[r][i] * 0.0f;
+      }
     }
-  }
-  if (!inside) return;
-  if (probe != 0) {  // NaN: some sum is not finite
-    sum_entry_by_entry<T, kFeatures>(args, slice, t, feature, head);
-    return;
-  }
+    if (probe != 0) not_finite |= 1u << nth;
+    const int source = 4 * place + quarter;  // this lane stores rows 2 quarter and 2 quarter + 1
+    if (run.target < 0) {
+      constexpr int kStore = kFeatures < 4 ? kFeatures : 4;
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    float row_sum[kFeatures];
+      for (int n = 0; n < 2; ++n) {
+        float* partial = static_cast<float*>(args.partial) +
+                         (static_cast<std::int64_t>(~run.target) * kRows + 2 * quarter + n) * args.width +
+                         feature;
 #pragma unroll
-    for (int f = 0; f < kFeatures; ++f) row_sum[f] = sum[f / 2][2 * (f % 2) + n];
-    store_row<T, kFeatures>(args, slice, 2 * t + n, feature, row_sum);
+        for (int f = 0; f < kFeatures; f += kStore) {
+          Pack<float, kStore> pack;
+#pragma unroll
+          for (int i = 0; i < kStore; ++i) pack.lane[i] = sum[(f + i) / 2][2 * (i % 2) + n];
+          shuffle_pack(pack, source);
+          if (inside) store_pack(pack, partial + f);
+        }
+      }
+    } else {
+      const WindowRow row_of{args.a.window_row, args.a.num_rows};
+      const std::int64_t window = run.target + nth;
+      if (args.scale_dst != nullptr) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const std::int64_t row = row_of(window, 2 * t + n);
+          const float scale = row < 0 ? 0.0f : static_cast<const float*>(args.scale_dst)[row];
+#pragma unroll
+          for (int r = 0; r < kFeatures / 2; ++r) {
+            sum[r][n] *= scale;
+            sum[r][2 + n] *= scale;
+          }
+        }
+      }
+      if (args.bias != nullptr) {
+        const std::int64_t first = tile + g * kFeatures;
+        const auto bias =
+            load_pack<T, kFeatures>(static_cast<const T*>(args.bias) + (first < args.width ? first : 0));
+#pragma unroll
+        for (int r = 0; r < kFeatures / 2; ++r) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sum[r][i] += widen(bias.lane[2 * r + i / 2]);
+        }
+      }
+      if (args.relu) {
+#pragma unroll
+        for (int r = 0; r < kFeatures / 2; ++r) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sum[r][i] = rectify(sum[r][i]);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        Pack<T, kFeatures> pack;
+#pragma unroll
+        for (int f = 0; f < kFeatures; ++f) pack.lane[f] = narrow<T>(sum[f / 2][2 * (f % 2) + n]);
+        shuffle_pack(pack, source);
+        const std::int64_t row = row_of(window, 2 * quarter + n);
+        if (inside && row >= 0) store_pack(pack, static_cast<T*>(args.out) + row * args.width + feature);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kFeatures / 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[r][i] = total[r][i] = 0;
+    }
+  };
+
+  // Vectors are read one step ahead, across the ends of windows; the array is padded, so that this may run
+  // past the run.
+  PackedColumns next[kBlocks];
+  std::uint32_t next_mask[kBlocks];
+  const auto load_next = [&] {
+#pragma unroll
+    for (int u = 0; u < kBlocks; ++u) {
+      next[u] = load_columns(blocks + u * kBlockWords, quarter);
+      next_mask[u] = load_masks(blocks + u * kBlockWords, t);
+    }
+  };
+  load_next();
+  int index = 0;
+  for (int nth = 0; nth < run.num_windows; ++nth) {
+    const int end = __shfl_sync(kFullWarp, window_end, nth);
+    while (index + kBlocks <= end) {
+      Block<T, kFeatures> block[kBlocks];
+#pragma unroll
+      for (int u = 0; u < kBlocks; ++u) {
+        block[u].mask = next_mask[u];
+        gather(block[u], next[u]);
+      }
+      blocks += kBlocks * kBlockWords;
+      load_next();
+#pragma unroll
+      for (int u = 0; u < kBlocks; ++u) accumulate(block[u], index + u);
+      index += kBlocks;
+    }
+    if (kBlocks > 1 && index < end) {
+      Block<T, kFeatures> block;
+      block.mask = next_mask[0];
+      gather(block, next[0]);
+      blocks += kBlockWords;
+      load_next();
+      accumulate(block, index);
+      ++index;
+    }
+    finish(nth);
+  }
+  for (std::uint32_t left = __reduce_or_sync(kFullWarp, not_finite); left != 0; left &= left - 1) {
+    const int nth = __ffs(static_cast<int>(left)) - 1;
+    const int begin = nth == 0 ? 0 : __shfl_sync(kFullWarp, window_end, nth - 1);
+    const int end = __shfl_sync(kFullWarp, window_end, nth);
+    if ((not_finite >> nth & 1u) != 0 && tile + g * kFeatures < args.width) {
+      sum_entry_by_entry<T, kFeatures>(
+          args, static_cast<std::int64_t>(run.begin) + begin, static_cast<std::int64_t>(run.begin) + end,
+          run.target < 0 ? run.target : run.target + nth, t, tile + g * kFeatures, head);
+    }
   }
 }
 
 template <typename T, int kFeatures, int kBlocks, int kTerms>
 void launch_shape(const SpmmBsbArgs& args, cudaStream_t stream) {
-  const dim3 grid(ceil_div(args.a.split.num_slices, kThreads / kWarp), ceil_div(args.width, 8 * kFeatures));
+  const dim3 grid(ceil_div(args.a.num_runs, kThreads / kWarp), ceil_div(args.width, 8 * kFeatures));
   if (args.value.data != nullptr) {
     spmm_bsb_kernel<T, kFeatures, kBlocks, Weight::kValue, kTerms><<<grid, kThreads, 0, stream>>>(args);
   } else if (args.vector_scale == nullptr) {
@@ -393,7 +440,7 @@ void launch_float(const SpmmBsbArgs& args, cudaStream_t stream) {
 
 int spmm_bsb(const SpmmBsbArgs& args, void* stream_address) {
   auto* stream = static_cast<cudaStream_t>(stream_address);
-  const Epilogue epilogue{args.scale_dst, args.bias, args.out, args.width};
+  const Epilogue epilogue{args.scale_dst, args.bias, args.relu, args.out, args.width};
   const WindowRow window_row{args.a.window_row, args.a.num_rows};
   switch (args.dtype) {
     case Dtype::kFloat16:

@@ -135,21 +135,25 @@ __global__ void __launch_bounds__(kThreads) spmm_csr_kernel(const SpmmArgs args)
   }
 
   if (group >= args.split.num_slices) return;
-  const Epilogue epilogue{args.scale_dst, args.bias, args.out, args.width};
+  const Epilogue epilogue{args.scale_dst, args.bias, args.relu, args.out, args.width};
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
     if (!inside[c]) continue;
     const std::int64_t feature = feature0 + c * kChunkWidth;
     if (slice.target < 0) {
       A* partial = static_cast<A*>(args.partial) + ~slice.target * args.width + feature;
+      constexpr int kMost = 16 / static_cast<int>(sizeof(A));
+      constexpr int kStore = kVec < kMost ? kVec : kMost;
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) partial[i] = sum[c][i];
+      for (int i = 0; i < kVec; i += kStore) {
+        Pack<A, kStore> pack;
+#pragma unroll
+        for (int k = 0; k < kStore; ++k) pack.lane[k] = sum[c][i + k];
+        store_pack(pack, partial + i);
+      }
     } else {
-      Pack<T, kVec> pack;
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) pack.lane[i] = epilogue.finish<T>(sum[c][i], slice.target, feature + i);
-      *reinterpret_cast<Pack<T, kVec>*>(static_cast<T*>(args.out) + slice.target * args.width + feature) =
-          pack;
+      store_pack(epilogue.finish<T>(sum[c], slice.target, feature),
+                 static_cast<T*>(args.out) + slice.target * args.width + feature);
     }
   }
 }
@@ -201,7 +205,7 @@ void launch(const SpmmArgs& args, cudaStream_t stream) {
   } else {
     launch_vector<T, 1>(args, stream);
   }
-  const Epilogue epilogue{args.scale_dst, args.bias, args.out, args.width};
+  const Epilogue epilogue{args.scale_dst, args.bias, args.relu, args.out, args.width};
   combine_partials<T, 1>(args.split, args.partial, epilogue, SameRow{}, stream);
 }
 

@@ -21,8 +21,8 @@ class CsrStructure:
 class BsbStructure:  # only in builds with the CUDA half
     def __init__(
         self,
-        col: int,
-        mask: int,
+        block: int,
+        window_ptr: int,
         window_row: int,
         block_entry: int,
         value_id: int,
@@ -33,6 +33,8 @@ class BsbStructure:  # only in builds with the CUDA half
         split_row: int,
         split_ptr: int,
         num_split_rows: int,
+        runs: int,
+        num_runs: int,
     ) -> None: ...
 
 class CompressArgs:
@@ -65,6 +67,7 @@ def spmm_csr(
     scale_dst: int,
     scale_src: int,
     bias: int,
+    relu: bool,
     out: int,
     partial: int,
     tile: int,
@@ -83,6 +86,7 @@ def spmm_bsb(  # only in builds with the CUDA half
     vector_scale: int,
     scale_dst: int,
     bias: int,
+    relu: bool,
     out: int,
     partial: int,
     features_per_lane: int,

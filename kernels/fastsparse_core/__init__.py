@@ -3,10 +3,11 @@
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Adjacency", "__version__", "sddmm", "spmm"]
+__all__ = ["Adjacency", "__version__", "algorithms", "sddmm", "spmm"]
 
 try:
     from fastsparse_core.adjacency import Adjacency
+    from fastsparse_core.choose import algorithms
     from fastsparse_core.ops.sddmm import sddmm
     from fastsparse_core.ops.spmm import spmm
 except (ImportError, OSError) as error:

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C, choose
-from fastsparse_core.formats.bsb import Bsb
+from fastsparse_core.formats.bsb import MOST_COLUMNS, Bsb
 from fastsparse_core.formats.compress import compress
+from fastsparse_core.formats.grouping import Method, check_method
+from fastsparse_core.formats.grouping import group_rows as similar_rows
 from fastsparse_core.formats.row_split import RowSplit
+from fastsparse_core.formats.window_runs import window_runs
 
 _logger = logging.getLogger("fastsparse_core")
 _INT32_MAX = 2**31 - 1
@@ -69,6 +72,9 @@ class Adjacency:
         shape: (num_dst, num_src).
         num_values: length of an edge-value tensor. It differs from ``num_edges`` where self loops were
             inserted or replaced (:meth:`extend_value`).
+        group_rows: which rows share a window of the binary sparse blocks: ``"none"``, consecutive ones;
+            ``"minhash"``, similar ones; ``"auto"``, similar ones where rows have 8 entries or more and that
+            saves at least 10 % of the vectors. Only the blocks know of it: features, edge values and results keep their order.
         handle: number by which the operators know this object.
     """
 
@@ -83,6 +89,7 @@ class Adjacency:
         num_given: int | None = None,
         loop_edge: Tensor | None = None,
         merge: tuple[Tensor, Tensor] | None = None,
+        group_rows: Method = "auto",
     ) -> None:
         """Wraps checked tensors as they are; the ``from_*`` constructors check and convert."""
         self.rowptr = rowptr
@@ -94,6 +101,7 @@ class Adjacency:
             self.num_values if num_given is None else num_given
         )  # the caller's edges, before loops
         self._loop_edge = loop_edge  # (min(shape),): the caller's edge that was this node's loop, -1: none
+        self.group_rows: Method = group_rows
         self._merge = merge  # (caller's edge, merged edge) of every edge before duplicates were merged
         self._start()
 
@@ -117,6 +125,7 @@ class Adjacency:
         *,
         duplicates: Literal["keep", "sum"] = "keep",
         self_loops: Literal["keep", "append", "replace"] = "keep",
+        group_rows: Method = "auto",
     ) -> Adjacency:
         """Builds the structure of an edge list in any order.
 
@@ -129,12 +138,14 @@ class Adjacency:
                 the caller's onto them.
             self_loops: ``"append"`` adds a loop (i, i) for every i < min(shape) after the caller's edges;
                 ``"replace"`` first drops the caller's own loops. Values: :meth:`extend_value`.
+            group_rows: ``"auto"``, ``"none"`` or ``"minhash"``, see :class:`Adjacency`.
 
         Raises:
             TypeError: an argument is not an integer tensor.
-            ValueError: lengths or devices differ, or an index lies outside ``shape``.
+            ValueError: lengths or devices differ, an index lies outside ``shape``, or an option is unknown.
         """
         shape = _check_shape(shape)
+        check_method(group_rows)
         _check_index("row", row)
         _check_index("col", col)
         if row.numel() != col.numel():
@@ -161,7 +172,7 @@ class Adjacency:
         edge_id: Tensor | None = order if position is None else position[order.long()]
         if duplicates == "sum":
             assert edge_id is not None
-            return cls._merged(rowptr, sorted_col, shape, edge_id, num_given, loop_edge)
+            return cls._merged(rowptr, sorted_col, shape, edge_id, num_given, loop_edge, group_rows)
         if position is None and torch.equal(
             order, torch.arange(len(order), dtype=order.dtype, device=order.device)
         ):
@@ -176,6 +187,7 @@ class Adjacency:
             num_values=num_values,
             num_given=num_given,
             loop_edge=loop_edge,
+            group_rows=group_rows,
         )
 
     @classmethod
@@ -187,6 +199,7 @@ class Adjacency:
         edge_id: Tensor,
         num_given: int,
         loop_edge: Tensor | None,
+        group_rows: Method,
     ) -> Adjacency:
         """Merges equal neighbours of a structure sorted by (row, col)."""
         row = _expand_rows(rowptr, col.numel())
@@ -202,11 +215,18 @@ class Adjacency:
             num_given=num_given,
             loop_edge=loop_edge,
             merge=(edge_id.long(), merged),
+            group_rows=group_rows,
         )
 
     @classmethod
     def from_csr(
-        cls, rowptr: Tensor, col: Tensor, shape: tuple[int, int], *, edge_id: Tensor | None = None
+        cls,
+        rowptr: Tensor,
+        col: Tensor,
+        shape: tuple[int, int],
+        *,
+        edge_id: Tensor | None = None,
+        group_rows: Method = "auto",
     ) -> Adjacency:
         """Builds the structure of compressed rows; the order within rows is kept.
 
@@ -216,12 +236,14 @@ class Adjacency:
             shape: (num_dst, num_src).
             edge_id: position of every entry in the caller's edge order, a permutation; None: the stored
                 order.
+            group_rows: ``"auto"``, ``"none"`` or ``"minhash"``, see :class:`Adjacency`.
 
         Raises:
             TypeError: an argument is not an integer tensor.
-            ValueError: lengths, devices or ranges do not fit together.
+            ValueError: lengths, devices or ranges do not fit together, or an option is unknown.
         """
         shape = _check_shape(shape)
+        check_method(group_rows)
         tensors = {"rowptr": rowptr, "col": col}
         if edge_id is not None:
             tensors["edge_id"] = edge_id
@@ -247,15 +269,21 @@ class Adjacency:
                 raise ValueError(f"edge_id: expected one per entry, {col.numel()}, got {edge_id.numel()}")
             _check_range({"edge_id": (edge_id, col.numel(), "num_edges")})
             edge_id = _own(edge_id, torch.int32 if col.numel() <= _INT32_MAX else torch.int64)
-        return cls(rowptr, _own(col, torch.int32), shape, edge_id=edge_id)
+        return cls(rowptr, _own(col, torch.int32), shape, edge_id=edge_id, group_rows=group_rows)
 
     @classmethod
     def from_csc(
-        cls, colptr: Tensor, row: Tensor, shape: tuple[int, int], *, edge_id: Tensor | None = None
+        cls,
+        colptr: Tensor,
+        row: Tensor,
+        shape: tuple[int, int],
+        *,
+        edge_id: Tensor | None = None,
+        group_rows: Method = "auto",
     ) -> Adjacency:
         """Builds the structure of compressed columns: :meth:`from_csr`, transposed."""
         num_dst, num_src = _check_shape(shape)
-        columns = cls.from_csr(colptr, row, (num_src, num_dst), edge_id=edge_id)
+        columns = cls.from_csr(colptr, row, (num_src, num_dst), edge_id=edge_id, group_rows=group_rows)
         adjacency = columns._transpose()
         # The result owns its transpose, not the other way round: owning both ways would be a cycle.
         adjacency._parent = None
@@ -354,6 +382,7 @@ class Adjacency:
             num_given=self._num_given,
             loop_edge=self._loop_edge,
             merge=self._merge,
+            group_rows=self.group_rows,
         )
         if symmetric:
             transposed._row_memo = self._row_memo
@@ -408,9 +437,10 @@ class Adjacency:
     def try_bsb(self) -> bool:
         """Builds the binary sparse blocks where memory allows; returns whether they are there.
 
-        Without the memory the CSR kernels go on, which is said once and not tried again.
+        Without the memory the CSR kernels go on, which is said once and not tried again. They also serve
+        structures with more sources than the blocks can name.
         """
-        if not self.has_bsb and not self._bsb_refused:
+        if not self.has_bsb and not self._bsb_refused and self.num_src <= MOST_COLUMNS:
             try:
                 self.bsb  # noqa: B018
             except torch.OutOfMemoryError:
@@ -424,10 +454,15 @@ class Adjacency:
     @property
     def bsb(self) -> Bsb:
         """The structure in binary sparse blocks, for the tensor cores."""
-        return self._row_memo.get("bsb", lambda: self._bsb(with_entries=False))
+        return self._row_memo.get("bsb", self._bsb)
 
-    def _bsb(self, *, with_entries: bool) -> Bsb:
-        return Bsb.from_csr(self.rowptr, self.row(), self.col, self.shape, with_entries=with_entries)
+    def _bsb(self) -> Bsb:
+        window_row: Tensor | None = None
+        try:
+            window_row = similar_rows(self, self.group_rows)
+        except torch.OutOfMemoryError:
+            _logger.warning("%r: not enough memory to group similar rows; their order stays", self)
+        return Bsb.from_csr(self.row(), self.col, self.shape, window_row)
 
     @property
     def bsb_split(self) -> RowSplit:
@@ -435,6 +470,14 @@ class Adjacency:
         return self._row_memo.get(
             "bsb_split",
             lambda: RowSplit.from_rowptr(self.bsb.window_ptr, choose.slice_blocks(self.bsb.num_blocks)),
+        )
+
+    @property
+    def bsb_runs(self) -> Tensor:
+        """The same, with short windows joined to runs."""
+        return self._row_memo.get(
+            "bsb_runs",
+            lambda: window_runs(self.bsb.window_ptr, self.bsb_split, choose.run_blocks(self.bsb.num_blocks)),
         )
 
     def bsb_structure(self, *, valued: bool) -> Any:
@@ -447,18 +490,19 @@ class Adjacency:
 
     def _bsb_structure(self, valued: bool) -> tuple[Any, Tensor | None]:
         bsb, split = self.bsb, self.bsb_split
+        block_entry: Tensor | None = None
         value_id: Tensor | None = None
         if valued:
-            # Converted again: most structures never meet edge values, and the places take 4 bytes an edge.
-            order = self._bsb(with_entries=True).entry_order
-            assert order is not None
-            value_id = order if self.edge_id is None else self.edge_id[order.long()]
+            # Found only now: most structures never meet edge values, and the places take 4 bytes an edge.
+            block_entry = self._row_memo.get("block_entry", bsb.block_entry)
+            order = bsb.entry_order(self.row(), self.col)
+            value_id = order if self.edge_id is None else self.edge_id.index_select(0, order)
         structure = _C.BsbStructure(
             # Of the storage: an empty view has no address, yet the kernels read ahead, behind its end.
-            bsb.col.untyped_storage().data_ptr(),
-            bsb.mask.untyped_storage().data_ptr(),
+            bsb.block.untyped_storage().data_ptr(),
+            bsb.window_ptr.data_ptr(),
             0 if bsb.window_row is None else bsb.window_row.data_ptr(),
-            bsb.block_entry.data_ptr(),
+            0 if block_entry is None else block_entry.data_ptr(),
             0 if value_id is None else value_id.data_ptr(),
             value_id is not None and value_id.dtype == torch.int64,
             self.num_dst,
@@ -467,6 +511,8 @@ class Adjacency:
             split.split_row.data_ptr(),
             split.split_ptr.data_ptr(),
             split.split_row.numel(),
+            self.bsb_runs.data_ptr(),
+            self.bsb_runs.size(0),
         )
         return structure, value_id
 
@@ -620,6 +666,7 @@ class Adjacency:
             "_num_given": self._num_given,
             "_loop_edge": self._loop_edge,
             "_merge": self._merge,
+            "group_rows": self.group_rows,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

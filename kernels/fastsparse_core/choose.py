@@ -5,7 +5,11 @@ The measurements behind the numbers are in docs/choosing.md.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +27,9 @@ _WHY_CSR = (
 
 SPMM_ALGORITHMS = ("auto", "csr", "flashsparse")
 SDDMM_ALGORITHMS = ("auto", "csr")
+ATTENTION_ALGORITHMS = ("auto", "fused3s", "unfused")
+#: operator -> the names that its calls, and `algorithms`, take
+ALGORITHMS = {"spmm": SPMM_ALGORITHMS, "sddmm": SDDMM_ALGORITHMS, "attention": ATTENTION_ALGORITHMS}
 
 #: Groups of lanes that an H200 keeps resident in the CSR kernels, about: 132 multiprocessors x 96 groups.
 _RESIDENT_GROUPS = 132 * 96
@@ -32,15 +39,91 @@ _RESIDENT_WARPS = 132 * 32
 _REUSE = 16
 
 
-def check_algorithm(algorithm: str, known: tuple[str, ...]) -> None:
+#: What `algorithms` asks for in this thread or asynchronous task: operator -> algorithm.
+_requests: ContextVar[Mapping[str, str] | None] = ContextVar("requests", default=None)
+#: The requests of all contexts that are open anywhere, in the order of entry, and the last of them: what
+#: traced code reads, because torch.compile guards on a global but cannot read a context variable.
+_open: dict[int, Mapping[str, str]] = {}
+_last_opened: Mapping[str, str] | None = None
+_open_lock = threading.Lock()
+
+
+def check_algorithm(algorithm: str, known: tuple[str, ...], name: str = "algorithm") -> None:
     """Rejects unknown names.
 
     Raises:
         ValueError: ``algorithm`` is not among ``known``.
     """
     if algorithm not in known:
-        names = ", ".join(repr(name) for name in known)
-        raise ValueError(f"algorithm: expected one of {names}, got {algorithm!r}")
+        names = ", ".join(repr(it) for it in known)
+        raise ValueError(f"{name}: expected one of {names}, got {algorithm!r}")
+
+
+@contextlib.contextmanager
+def algorithms(
+    *, spmm: str | None = None, sddmm: str | None = None, attention: str | None = None
+) -> Iterator[None]:
+    """Algorithms that stand in for ``"auto"`` in the calls within, of layers too; also a decorator.
+
+    A call keeps its algorithm for its gradients, wherever ``backward()`` is called. An algorithm that a call
+    names itself wins. Contexts nest; each applies to its own thread or asynchronous task. Code under
+    ``torch.compile`` is compiled again where the context asks for something else; it goes by the context
+    entered last in any thread.
+
+    Args:
+        spmm: one of `SPMM_ALGORITHMS`; None: as outside.
+        sddmm: one of `SDDMM_ALGORITHMS`; None: as outside.
+        attention: one of `ATTENTION_ALGORITHMS`; None: as outside.
+
+    Raises:
+        ValueError: There is no algorithm of that name.
+
+    Examples:
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 1]), torch.tensor([1, 0]), (2, 2))
+        >>> with algorithms(spmm="csr"):
+        ...     y = spmm(adj, torch.eye(2))
+    """
+    given = {
+        operator: algorithm
+        for operator, algorithm in (("spmm", spmm), ("sddmm", sddmm), ("attention", attention))
+        if algorithm is not None
+    }
+    for operator, algorithm in given.items():
+        check_algorithm(algorithm, ALGORITHMS[operator], operator)
+    requests = {**(_requests.get() or {}), **given}
+    token = _requests.set(requests)
+    _show_to_traces(id(requests), requests)
+    try:
+        yield
+    finally:
+        _requests.reset(token)
+        _show_to_traces(id(requests), None)
+
+
+def _show_to_traces(context: int, requests: Mapping[str, str] | None) -> None:
+    """Notes that a context was entered or, without requests, left."""
+    global _last_opened
+    with _open_lock:
+        if requests is None:
+            del _open[context]
+        else:
+            _open[context] = requests
+        _last_opened = next(reversed(_open.values()), None)
+
+
+def requested(operator: str, algorithm: str) -> str:
+    """The algorithm that a call asks for, by itself or, where it says ``"auto"``, through `algorithms`.
+
+    Operators call it once, in the forward pass: backward runs in other threads, which know no context.
+
+    Raises:
+        ValueError: The operator has no algorithm of that name.
+    """
+    if algorithm != "auto":
+        check_algorithm(algorithm, ALGORITHMS[operator])
+        return algorithm
+    requests = _last_opened if torch.compiler.is_compiling() else _requests.get()
+    return algorithm if requests is None else requests.get(operator, algorithm)
 
 
 def slice_length(num_edges: int) -> int:
@@ -54,7 +137,13 @@ def slice_length(num_edges: int) -> int:
 
 def slice_blocks(num_blocks: int) -> int:
     """Longest slice of a window, in blocks of 16 vectors: a power of two from 32 to 256."""
-    return _power_of_two(num_blocks // (2 * _RESIDENT_WARPS), 32, 256)
+    least = 32 if num_blocks < 90_000 else 64
+    return _power_of_two(num_blocks // (2 * _RESIDENT_WARPS), least, 256)
+
+
+def run_blocks(num_blocks: int) -> int:
+    """Blocks of a run of short windows: up to 16, as far as the GPU stays full."""
+    return _power_of_two(num_blocks // _RESIDENT_WARPS, 1, 16)
 
 
 def csr_tile(adj: Adjacency, item_size: int, *, weighted: bool) -> int:
@@ -76,8 +165,8 @@ def features_per_lane(width: int, item_size: int) -> int:
 
 
 def blocks_per_step(num_blocks: int, num_windows: int) -> int:
-    """Blocks that a warp gathers at once: 2 for long windows, and for tiny graphs, which are all latency."""
-    return 2 if num_blocks >= 64 * num_windows or num_blocks < 50_000 else 1
+    """Blocks that a warp gathers at once: 2 where windows have several, else 1 and more warps."""
+    return 2 if num_blocks >= 2.5 * num_windows else 1
 
 
 def spmm_algorithm(
@@ -109,7 +198,7 @@ def spmm_algorithm(
     if dtype != torch.float32:
         return "flashsparse"
     # In float32 the CSR kernel gathers as fast: tensor cores win by the rows that 8 destinations share.
-    if adj.num_edges < 4 * adj.num_dst:
+    if adj.num_edges < 4 * adj.num_dst and adj.num_edges < 1_000_000:
         return "csr"
     return "flashsparse" if adj.bsb.num_vectors <= 0.85 * adj.num_edges else "csr"
 

@@ -27,6 +27,7 @@ def spmm(
     scale_dst: Tensor | None = None,
     scale_src: Tensor | None = None,
     bias: Tensor | None = None,
+    relu: bool = False,
 ) -> Tensor:
     """Float64 reference of :func:`fastsparse_core.spmm`: differentiable gather and scatter over the edges."""
     row, col, position = _edges(adj)
@@ -48,6 +49,8 @@ def spmm(
         out = out * scale_dst.double()[:, None]
     if bias is not None:
         out = out + bias.double()
+    if relu:
+        out = out.relu()
     return out.reshape(adj.num_dst, *x.shape[1:])
 
 

@@ -27,13 +27,13 @@ def test_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     result = record.load(next(tmp_path.glob("*/formats.json")))
     cells = result["cells"]
-    assert [cell["graph"] for cell in cells] == ["dd", "dd", "ring", "ring"]
-    assert [cell["grouping"] for cell in cells] == ["none", "minhash"] * 2
+    assert [cell["graph"] for cell in cells] == ["dd"] * 3 + ["ring"] * 3
+    assert [cell["grouping"] for cell in cells] == ["none", "minhash", "auto"] * 2
     assert all(cell["status"] == "ok" for cell in cells)
     assert all(cell["zeros_8x1"] < cell["zeros_16x1"] for cell in cells)
     # A window of the ring has ten columns, the last one its four rows' six.
-    assert cells[2]["vectors_8x1"] == 12 * 10 + 6
-    assert not cells[2]["kept"]
+    assert cells[3]["vectors_8x1"] == 12 * 10 + 6
+    assert not cells[3]["kept"]
     shown = tables.report(result)
     assert "| ring | 200 |" in shown
     assert "**Footprint, MB**" in shown

@@ -264,6 +264,150 @@ def test_plots_are_drawn_from_records(tmp_path: Path) -> None:
     assert all((folder / name).read_bytes()[:4] == b"\x89PNG" for name in names)
 
 
+def record_of(name: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**spmm_record("NVIDIA H200"), "name": name, "cells": cells}
+
+
+def accuracy_cells(means: dict[str, float], std: float) -> list[dict[str, Any]]:
+    """One dataset: the original layer at 80 %, the drop-in as given per precision."""
+    shared = {"dataset": "cora", "framework": "pyg", "metric": "accuracy", "status": "ok", "std": std}
+    original = {**shared, "conv": "reference", "precision": "fp32", "mean": 0.80}
+    return [original, *({**shared, "conv": "fast", "precision": p, "mean": m} for p, m in means.items())]
+
+
+@pytest.mark.parametrize(
+    ("means", "loss", "verdict"),
+    [
+        ({"fp32": 0.801, "bf16": 0.796}, "+0.40", "yes"),
+        ({"fp32": 0.801, "bf16": 0.794}, "+0.60", "no"),
+        ({"fp32": 0.820}, "-2.00", "yes"),
+    ],
+)
+def test_accuracy_verdict_is_one_standard_deviation_of_the_original(
+    means: dict[str, float], loss: str, verdict: str
+) -> None:
+    (table,) = tables.accuracy(record_of("accuracy", accuracy_cells(means, 0.005)))
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (row["largest loss"], row["all within one std"]) == (loss, verdict)
+    assert row["original fp32"] == "80.00 ± 0.50"
+
+
+def test_accuracy_table_shows_what_failed() -> None:
+    cells = accuracy_cells({"fp32": 0.80}, 0.005)
+    name = {"dataset": "cora", "framework": "pyg", "conv": "fast", "precision": "fp16"}
+    cells += [{**name, "status": "failed: the loss became inf"}]
+    cells += [{**cells[0], "framework": "dgl", "status": "failed: no dgl"}]
+    for key in ("metric", "mean", "std"):
+        del cells[-1][key]
+    first, second = tables.accuracy(record_of("accuracy", cells))[0].rows
+    assert first[3:] == ["80.00 ± 0.50", "80.00 ± 0.50", "failed", "+0.00", "no"]
+    assert second[2:] == ["-", "failed", "-", "-", "-", "-"]
+
+
+def choice_cells() -> list[dict[str, Any]]:
+    shared = {
+        "graph": "reddit",
+        "nodes": 100,
+        "edges": 1000,
+        "vectors": 800,
+        "dtype": "float16",
+        "status": "ok",
+    }
+    return [
+        {
+            **shared,
+            "width": 64,
+            "csr_median_ms": 2.0,
+            "flashsparse_median_ms": 1.0,
+            "pick": "flashsparse",
+            "regret": 1.0,
+        },
+        {
+            **shared,
+            "width": 128,
+            "csr_median_ms": 2.0,
+            "flashsparse_median_ms": 1.0,
+            "pick": "csr",
+            "regret": 2.0,
+        },
+        {**shared, "width": 100, "csr_median_ms": 2.0, "pick": "csr", "regret": 1.0},
+        {**shared, "width": 256, "status": "out of memory"},
+        {"graph": "yelp", "status": "failed: no file"},
+    ]
+
+
+def test_choice_table_marks_the_wrong_picks() -> None:
+    (table,) = tables.choice(record_of("choice", choice_cells()))
+    row, mean = (dict(zip(table.columns, cells, strict=True)) for cells in table.rows)
+    assert (row["vectors/edge"], row["edges/row"]) == ("0.8", "10.0")
+    assert [row[f"F = {width}"] for width in (64, 128, 100, 256)] == [
+        "2.00x f",
+        "2.00x c!",
+        "c",
+        "out of memory",
+    ]
+    assert row["worst regret"] == "2.00x"
+    assert mean["worst regret"] == "mean 1.26x"
+    assert mean["F = 64"] == "2.00x"
+
+
+def test_published_page_puts_plots_under_their_own_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "results" / "nvidia-h200"
+    folder.mkdir(parents=True)
+    for name in ("spmm", "spmm_flashsparse"):
+        (folder / f"{name}.json").write_text(record.dumps(spmm_record("NVIDIA H200")))
+        (folder / f"{name}_roofline.png").touch()
+    (folder / "other.png").touch()
+    options = type(
+        "Options", (), {"results": tmp_path / "results", "out": tmp_path / "results" / "README.md"}
+    )
+    tables.run(options)
+    lines = options.out.read_text().splitlines()
+    kept = [line for line in lines if line.startswith(("#", "!"))]
+    assert kept == [
+        "# Benchmark results",
+        "## nvidia-h200",
+        "### spmm",
+        "![spmm_roofline](nvidia-h200/spmm_roofline.png)",
+        "### spmm_flashsparse",
+        "![spmm_flashsparse_roofline](nvidia-h200/spmm_flashsparse_roofline.png)",
+    ]
+
+
+def test_choice_is_drawn_as_a_heat_map(tmp_path: Path) -> None:
+    plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
+    (path,) = plots.choice_heat_maps(record_of("choice", choice_cells()), tmp_path)
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    assert plots.choice_heat_maps(record_of("choice", choice_cells()[2:]), tmp_path) == []
+
+
+def test_formats_are_drawn_per_graph(tmp_path: Path) -> None:
+    plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
+    counts = {"mma_16x1": 4, "mma_8x1": 2, "zeros_16x1": 90, "zeros_8x1": 30}
+    cell = {"graph": "cora", "real": True, "edges": 50, "grouping": "none", "status": "ok", **counts}
+    (path,) = plots.format_bars(record_of("formats", [cell]), tmp_path)
+    assert path.name == "formats.png"
+    assert plots.format_bars(record_of("formats", [{**cell, "status": "failed"}]), tmp_path) == []
+
+
+def test_roofline_tells_large_graphs_apart(tmp_path: Path) -> None:
+    plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
+    result = spmm_record("NVIDIA H200")
+    assert not any(plots._is_large(cell) for cell in result["cells"])
+    result["cells"] = [{**cell, "edges": 10_000_001} for cell in result["cells"]]
+    assert all(plots._is_large(cell) for cell in result["cells"])
+    (path,) = plots.roofline_plots(result, tmp_path)
+    assert path.name == "spmm_roofline.png"
+    result["machine"] = {**result["machine"], "gpu": "NVIDIA A100"}
+    assert plots.roofline_plots(result, tmp_path) == []
+
+
+def test_every_benchmark_is_introduced() -> None:
+    assert tables.ABOUT.keys() == tables.TABLES.keys()
+
+
 def test_committed_results_can_be_read() -> None:
     if not RESULTS:
         pytest.skip("no results are stored yet")

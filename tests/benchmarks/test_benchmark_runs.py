@@ -27,7 +27,8 @@ def small_suite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def result_of(tmp_path: Path, name: str, *arguments: str) -> dict:
-    run([name, "--device", "cpu", "--out", str(tmp_path), *arguments], Console(quiet=True))
+    words = " ".join(arguments).split()
+    run([name, "--device", "cpu", "--out", str(tmp_path), *words], Console(quiet=True))
     return record.load(next(tmp_path.glob(f"*/{name}.json")))
 
 
@@ -61,6 +62,18 @@ def test_spmm_does_not_time_a_wrong_result(tmp_path: Path, monkeypatch: pytest.M
     ours = [cell for cell in result["cells"] if cell["implementation"] == "fastsparse csr"]
     assert all(cell["status"].startswith("wrong") and "median_ms" not in cell for cell in ours)
     assert "wrong" in tables.report(result)
+
+
+def test_tensor_cores_gather_a_row_per_vector() -> None:
+    from benchmarks.spmm import rows_gathered
+    from fastsparse_core import Adjacency
+
+    row = torch.arange(16)
+    adj = Adjacency.from_coo(row, torch.zeros_like(row), (16, 16))
+    assert rows_gathered(adj, "fastsparse flashsparse") == 16
+    assert adj.bsb.num_vectors == 2
+    assert rows_gathered(adj, "fastsparse flashsparse") == 2
+    assert rows_gathered(adj, "fastsparse csr") == rows_gathered(adj, "cuSPARSE") == 16
 
 
 def test_adjacency(tmp_path: Path) -> None:
@@ -100,10 +113,90 @@ def test_accuracy_goes_through_the_example(
 ) -> None:
     pytest.importorskip(f"fastsparse_{framework}", exc_type=ImportError)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    arguments = ["--datasets", "karate", "--frameworks", framework, "--runs", "2", "--epochs", "3"]
+    arguments = ["--datasets", "no-such-data", "karate", "--frameworks", framework, "--jobs", "1"]
+    arguments += ["--precisions", "fp32", "bf16", "--runs", "2", "--epochs", "3"]
     result = result_of(tmp_path, "accuracy", *arguments)
-    assert {cell["conv"] for cell in result["cells"]} == {"reference", "fast"}
-    assert all(0 <= cell["mean"] <= 1 and len(cell["scores"]) == 2 for cell in result["cells"])
+    failed, cells = result["cells"][:3], result["cells"][3:]
+    assert all(cell["status"].startswith("failed: ") for cell in failed)
+    trained = dict.fromkeys((cell["conv"], cell["precision"]) for cell in cells)
+    assert list(trained) == [("reference", "fp32"), ("fast", "fp32"), ("fast", "bf16")]
+    assert all(0 <= cell["mean"] <= 1 and len(cell["scores"]) == 2 for cell in cells)
+    original, ours = cells[0], next(cell for cell in cells if cell["conv"] == "fast")
+    assert original["scores"] == ours["scores"]
+    assert all(cell["step_ms"] > 0 for cell in cells)
+
+
+def test_accuracy_in_several_processes(tmp_path: Path) -> None:
+    pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
+    arguments = "--datasets karate --frameworks pyg --precisions fp32 --runs 2 --epochs 3 --jobs 2"
+    cells = result_of(tmp_path, "accuracy", arguments)["cells"]
+    assert [(cell["conv"], cell["status"], cell["step_ms"]) for cell in cells] == [
+        ("reference", "ok", None),
+        ("fast", "ok", None),
+    ]
+    assert cells[0]["scores"] == cells[1]["scores"]
+
+
+def test_accuracy_takes_dgls_own_layer_to_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accuracy = pytest.importorskip("benchmarks.accuracy", exc_type=ImportError)
+    pytest.importorskip("fastsparse_dgl", exc_type=ImportError)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(accuracy, "_dgl_has_cuda", lambda device: False)
+    task = accuracy.Task("karate", "dgl", "reference", "fp32", "cuda", "flashsparse", 1, 2)
+    cells = accuracy._train(task, timed=True)
+    assert {(cell["device"], cell["algorithm"]) for cell in cells} == {("cpu", None)}
+
+
+def test_choice_times_what_can_run(tmp_path: Path) -> None:
+    arguments = "--graphs pubmed dd --widths 8 20 --dtypes float32 bfloat16 --budget-ms 1"
+    result = result_of(tmp_path, "choice", arguments)
+    assert len(result["cells"]) == 2 * 2 * 2
+    for cell in result["cells"]:
+        assert (cell["status"], cell["pick"], cell["regret"]) == ("ok", "csr", 1.0)
+        assert cell["csr_median_ms"] > 0
+        assert "flashsparse_median_ms" not in cell
+    assert "| pubmed |" in tables.report(result)
+
+
+def test_choice_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import choice
+
+    original = choice.suite.load
+
+    def load(name: str, device: torch.device) -> suite.Graph:
+        if name == "dd":
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return original(name, device)
+
+    def spmm(adj: object, x: torch.Tensor, algorithm: str) -> torch.Tensor:
+        out = choice_spmm(adj, x, algorithm=algorithm)
+        return out * 1.1 if x.size(1) == 20 and x.dtype == torch.float32 else out
+
+    choice_spmm = choice.spmm
+    monkeypatch.setattr(choice.suite, "load", load)
+    monkeypatch.setattr(choice, "spmm", spmm)
+    arguments = "--graphs dd pubmed --widths 8 20 --dtypes float32 --budget-ms 1"
+    result = result_of(tmp_path, "choice", arguments)
+    statuses = [cell["status"] for cell in result["cells"]]
+    assert statuses[:2] == ["out of memory", "ok"]
+    assert statuses[2].startswith("wrong: csr has relative error 1.0e-01")
+    assert "wrong" in tables.report(result)
+
+
+@pytest.mark.gpu
+def test_choice_and_accuracy_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    out = ["--device", "cuda", "--out", str(tmp_path)]
+    run(["choice", *out, "--graphs", "pubmed", "--widths", "64", "--budget-ms", "5"], Console(quiet=True))
+    cells = record.load(next(tmp_path.glob("*/choice.json")))["cells"]
+    assert all(cell["flashsparse_median_ms"] > 0 and cell["regret"] >= 1 for cell in cells)
+    pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    arguments = "--datasets karate --frameworks pyg --precisions fp32 tf32 bf16 fp16 --runs 2 --epochs 5"
+    run(["accuracy", *out, "--jobs", "1", *arguments.split()], Console(quiet=True))
+    cells = record.load(next(tmp_path.glob("*/accuracy.json")))["cells"]
+    assert [cell["status"] for cell in cells] == ["ok"] * 5
 
 
 def test_tables_and_plots_of_what_was_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,13 +226,13 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(command_line, "run", pretend)
     for device, expected in (
-        ("cpu", ["cpu", "accuracy"]),
-        ("cuda", ["spmm", "spmm", "adjacency", "host", "train"]),
+        ("cpu", ["cpu", "formats", "accuracy"]),
+        ("cuda", ["spmm", "spmm", "adjacency", "formats", "host", "train", "choice", "accuracy"]),
     ):
         ran.clear()
         pretend(["all", "--device", device, "--out", str(tmp_path), "--commit", "abc"], Console(quiet=True))
-        assert [arguments[0] for arguments in ran] == [*expected, "plots"]
-        assert all(arguments[-2:] == ["--commit", "abc"] for arguments in ran[:-1])
+        assert [arguments[0] for arguments in ran] == [*expected, "plots", "tables"]
+        assert all(arguments[-2:] == ["--commit", "abc"] for arguments in ran[:-2])
 
 
 def test_unknown_graph_is_refused_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:

@@ -284,3 +284,15 @@ LONG, SHORT = torch.tensor([0, 1, 2]), torch.tensor([0, 1])
 def test_bad_input(build, error, message):
     with pytest.raises(error, match=message):
         build()
+
+
+def test_more_sources_than_blocks_can_name_stay_with_csr(device, caplog):
+    row, col = torch.tensor([0, 1], device=device), torch.tensor([0, 2**24], device=device)
+    adj = Adjacency.from_coo(row, col, (2, 2**24 + 1))
+    assert not adj.try_bsb()
+    assert not adj.has_bsb
+    assert not caplog.records
+    with pytest.raises(ValueError, match="num_src: expected at most 2\\^24"):
+        _ = adj.bsb
+    adj.prepare(backward=False)
+    assert not adj.has_bsb

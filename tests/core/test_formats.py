@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from cases import EdgeList, edge_lists
+from cases import TOLERANCE, EdgeList, edge_lists, relative_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -39,7 +40,7 @@ def window_rows(adj: Adjacency, kind: str) -> Tensor | None:
 
 
 def bsb_of(adj: Adjacency, window_row: Tensor | None) -> Bsb:
-    return Bsb.from_csr(adj.rowptr, adj.row(), adj.col, adj.shape, window_row)
+    return Bsb.from_csr(adj.row(), adj.col, adj.shape, window_row)
 
 
 def dense_of(edges: EdgeList, value: Tensor | None = None) -> Tensor:
@@ -75,9 +76,41 @@ def test_bsb_holds_every_entry(device, edges, kind):
     bsb = bsb_of(adj, window_rows(adj, kind))
     assert torch.equal(bsb.to_dense().cpu(), dense_of(edges))
     assert bsb.num_windows == math.ceil(adj.num_dst / HEIGHT)
-    assert bsb.col.shape == bsb.mask.shape == (bsb.num_blocks, BLOCK)
+    assert bsb.block.dtype == torch.uint8
+    assert bsb.block.shape == (bsb.num_blocks, 64)
+    behind = bsb.block.untyped_storage().nbytes() - bsb.block.nbytes
+    assert behind == 4 * 64, "the kernels read four blocks ahead"
     assert bsb.num_vectors == int((bsb.mask != 0).sum())
     assert int(bsb.window_ptr[-1]) == bsb.num_blocks
+
+
+def test_bsb_holds_as_many_columns_as_fit(device):
+    row, col = torch.zeros(3, dtype=torch.int32), torch.tensor([0, 1, 2**24 - 1], dtype=torch.int32)
+    widest = Bsb.from_csr(row.to(device), col.to(device), (1, 2**24))
+    assert widest.col[0, :3].tolist() == col.tolist()
+    assert widest.mask[0, :4].tolist() == [1, 1, 1, 0]
+    with pytest.raises(
+        ValueError, match=r"num_src: expected at most 2\^24 .* got 16777217; .* stays with csr"
+    ):
+        Bsb.from_csr(row.to(device), col.to(device), (1, 2**24 + 1))
+
+
+def test_bsb_of_many_rows_and_columns(device):
+    """Windows and columns that do not fit into 32 bits together."""
+    shape, generator = (2**19 + 3, 2**20 + 5), torch.Generator().manual_seed(4)
+    row = torch.randint(0, shape[0], (5000,), generator=generator)
+    row[:2500] = row[0] // HEIGHT * HEIGHT + row[:2500] % 3
+    col = torch.randint(0, shape[1], (5000,), generator=generator)
+    col[:2500] = col[:2500] % 40 + 2**20 - 40
+    adj = Adjacency.from_coo(row.to(device), col.to(device), shape)
+    bsb = bsb_of(adj, None)
+    assert bsb.num_vectors == count_vectors(adj) == sum(vectors_by_hand(adj, None, HEIGHT))
+    vector, bit = bsb.bits()
+    found = (torch.searchsorted(bsb.window_ptr, vector // BLOCK, right=True) - 1) * HEIGHT + bit
+    order = bsb.entry_order(adj.row(), adj.col).long()
+    assert torch.equal(order.sort().values, torch.arange(5000, device=device))
+    assert torch.equal(found, adj.row()[order].long())
+    assert torch.equal(bsb.col.flatten()[vector], adj.col[order])
 
 
 @given(edges=edge_lists(), kind=st.sampled_from(GROUPINGS))
@@ -102,8 +135,9 @@ def test_bsb_entries(device, edges, kind):
     """The k-th set bit stands for the entry `entry_order[k]`; blocks know their range of them."""
     adj = edges.adjacency(device)
     bsb = bsb_of(adj, window_rows(adj, kind))
-    assert bsb.entry_order is not None
-    order = bsb.entry_order.long()
+    order = bsb.entry_order(adj.row(), adj.col)
+    assert order.dtype == torch.int32
+    order = order.long()
     assert torch.equal(order.sort().values, torch.arange(adj.num_edges, device=device))
     vector, bit = bsb.bits()
     assert torch.equal(bsb.col.flatten()[vector], adj.col[order])
@@ -113,12 +147,9 @@ def test_bsb_entries(device, edges, kind):
         row = bsb.window_row.flatten()[row].long()
     assert torch.equal(row, adj.row()[order].long())
     entries = torch.bincount(vector // BLOCK, minlength=bsb.num_blocks)
-    assert bsb.block_entry[0] == 0
-    assert torch.equal(bsb.block_entry.diff(), entries)
-    without = Bsb.from_csr(adj.rowptr, adj.row(), adj.col, adj.shape, bsb.window_row, with_entries=False)
-    assert without.entry_order is None
-    assert "entry_order" not in without.memory_usage()
-    assert sum(bsb.memory_usage().values()) == sum(without.memory_usage().values()) + order.numel() * 4
+    block_entry = bsb.block_entry()
+    assert block_entry[0] == 0
+    assert torch.equal(block_entry.diff(), entries)
 
 
 @pytest.mark.gpu
@@ -130,6 +161,10 @@ def test_devices_convert_alike(edges, kind):
     assert (grouped[0] is None) == (grouped[1] is None)
     expected = bsb_of(on_cpu, grouped[0]).tensors()
     actual = bsb_of(on_cuda, grouped[1]).tensors()
+    expected["entry_order"], actual["entry_order"] = (
+        Bsb.from_csr(adj.row(), adj.col, adj.shape, rows).entry_order(adj.row(), adj.col)
+        for adj, rows in zip((on_cpu, on_cuda), grouped, strict=True)
+    )
     assert expected.keys() == actual.keys()
     for name, tensor in expected.items():
         assert tensor.dtype == actual[name].dtype
@@ -199,7 +234,7 @@ def test_statistics_against_brute_force(device, edges, kind):
     assert found.vectors_per_edge_8x1 == pytest.approx(sum(low) / max(adj.num_edges, 1))
     assert found.vectors_per_edge_16x1 == pytest.approx(sum(high) / max(adj.num_edges, 1))
 
-    blocks = Bsb.from_csr(adj.rowptr, adj.row(), adj.col, adj.shape, window_row, with_entries=False)
+    blocks = Bsb.from_csr(adj.row(), adj.col, adj.shape, window_row)
     assert blocks.num_vectors == found.vectors_8x1
     assert blocks.num_blocks == found.mma_8x1
     assert sum(blocks.memory_usage().values()) == found.bsb_bytes
@@ -229,11 +264,13 @@ def test_grouping_is_a_permutation(device, edges):
     assert torch.equal(group_rows(edges.adjacency(device)), window_row), "deterministic"
     assert torch.equal(group_rows(edges.adjacency("cpu")), window_row.cpu()), "the same on every device"
     assert group_rows(adj, "none") is None
+    chosen = group_rows(adj, "auto")
+    assert chosen is None or torch.equal(chosen, window_row)
 
 
 def test_grouping_refuses_an_unknown_method(device):
     adj = Adjacency.from_coo(torch.tensor([0], device=device), torch.tensor([0], device=device), (1, 1))
-    with pytest.raises(ValueError, match="method: expected 'minhash' or 'none', got 'louvain'"):
+    with pytest.raises(ValueError, match="group_rows: expected 'auto', 'none' or 'minhash', got 'louvain'"):
         group_rows(adj, "louvain")
 
 
@@ -253,6 +290,90 @@ def test_grouping_finds_shuffled_communities(device, num_src):
     assert count_vectors(adj, window_row) < 1.4 * 64 * 24
 
 
+def shuffled_communities(device: str, group_rows: str, *, symmetric: bool = False) -> Adjacency:
+    """512 rows in shuffled communities of 32, which draw 16 of 24 columns."""
+    generator = torch.Generator().manual_seed(1)
+    community = torch.randperm(512, generator=generator) // 32
+    drawn = torch.rand(512, 24, generator=generator).argsort(1)[:, :16]
+    palette = torch.stack([torch.randperm(512, generator=generator)[:24] for _ in range(16)])
+    col = palette[community][torch.arange(512)[:, None], drawn].flatten()
+    row = torch.arange(512).repeat_interleave(16)
+    if symmetric:
+        row, col = torch.cat([row, col]), torch.cat([col, row])
+    return Adjacency.from_coo(row.to(device), col.to(device), (512, 512), group_rows=group_rows)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_adjacency_groups_its_blocks(device, symmetric):
+    plain, auto, always = (
+        shuffled_communities(device, method, symmetric=symmetric) for method in ("none", "auto", "minhash")
+    )
+    assert plain.bsb.window_row is None
+    assert auto.bsb.num_vectors < 0.8 * plain.bsb.num_vectors
+    assert auto.bsb.window_row is not None
+    assert torch.equal(auto.bsb.window_row, always.bsb.window_row)
+    assert torch.equal(auto.bsb.to_dense(), plain.bsb.to_dense())
+    assert "bsb.window_row" in auto.memory_usage()
+    assert auto.is_symmetric == symmetric
+    assert (auto.t().bsb is auto.bsb) == symmetric
+    assert torch.equal(auto.t().bsb.to_dense(), plain.bsb.to_dense().t())
+    assert plain.t().bsb.window_row is None
+
+
+def test_grouping_survives_pickling_moving_and_transposing(device):
+    adj = shuffled_communities(device, "none")
+    for copy in (pickle.loads(pickle.dumps(adj)), adj.to("cpu"), adj.t(), adj.t().t()):
+        assert copy.group_rows == "none"
+        assert copy.bsb.window_row is None
+    merged = Adjacency.from_coo(adj.row(), adj.col, adj.shape, duplicates="sum", group_rows="minhash")
+    by_row = Adjacency.from_csr(adj.rowptr, adj.col, adj.shape, group_rows="minhash")
+    by_column = Adjacency.from_csc(adj.t().rowptr, adj.t().col, adj.shape, group_rows="minhash")
+    for built in (merged, by_row, by_column):
+        assert torch.equal(built.bsb.window_row, merged.bsb.window_row)
+    with pytest.raises(ValueError, match="group_rows: expected 'auto', 'none' or 'minhash', got 'all'"):
+        shuffled_communities(device, "all")
+    with pytest.raises(ValueError, match="group_rows: expected 'auto', 'none' or 'minhash', got 'all'"):
+        Adjacency.from_csr(adj.rowptr, adj.col, adj.shape, group_rows="all")
+
+
+def test_autocast_does_not_round_hashes(device):
+    adj, other = (shuffled_communities(device, "minhash") for _ in range(2))
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert adj.bsb.window_row is not None
+    assert torch.equal(adj.bsb.window_row, other.bsb.window_row)
+
+
+def test_no_memory_to_group_leaves_the_natural_order(device, monkeypatch, caplog):
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(grouping, "_similar_order", fail)
+    adj = shuffled_communities(device, "auto")
+    assert adj.try_bsb()
+    assert adj.bsb.window_row is None
+    assert "not enough memory to group similar rows" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("valued", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_grouped_products_equal_plain_ones(valued, symmetric, dtype):
+    """Forward and backward: only the order of the sums differs."""
+    results = []
+    for method in ("none", "minhash"):
+        adj = shuffled_communities("cuda", method, symmetric=symmetric)
+        generator = torch.Generator("cuda").manual_seed(5)
+        x = torch.randn(512, 64, generator=generator, device="cuda").to(dtype).requires_grad_()
+        value = torch.randn(adj.num_values, generator=generator, device="cuda").to(dtype).requires_grad_()
+        out = spmm(adj, x, value if valued else None, algorithm="flashsparse")
+        out.backward(torch.randn(512, 64, generator=generator, device="cuda").to(dtype))
+        assert (adj.bsb.window_row is None) == (method == "none")
+        results.append([out.detach(), x.grad] + ([value.grad] if valued else []))
+    for plain, grouped in zip(*results, strict=True):
+        assert relative_error(grouped, plain.double()) <= TOLERANCE[dtype]
+
+
 def test_natural_order_is_kept_where_it_is_good(device):
     """A band matrix: consecutive rows share all they can; and nothing can be shared in an identity."""
     row = torch.arange(4000).repeat_interleave(9)
@@ -264,10 +385,11 @@ def test_natural_order_is_kept_where_it_is_good(device):
 
 def test_large_structures_are_judged_by_a_sample(device, monkeypatch):
     generator = torch.Generator().manual_seed(2)
-    row = torch.arange(4096).repeat_interleave(12)
-    shuffled = torch.randperm(4096, generator=generator)
-    col = (shuffled[row] // 16 * 16 + torch.randint(0, 16, row.shape, generator=generator)).clamp(max=4095)
-    adj = Adjacency.from_coo(row.to(device), col.to(device), (4096, 4096))
+    # The last window is not full: only the grouping's sample has it.
+    row = torch.arange(4099).repeat_interleave(12)
+    shuffled = torch.randperm(4099, generator=generator)
+    col = (shuffled[row] // 16 * 16 + torch.randint(0, 16, row.shape, generator=generator)).clamp(max=4098)
+    adj = Adjacency.from_coo(row.to(device), col.to(device), (4099, 4099))
     full = choose_grouping(adj)
     monkeypatch.setattr(grouping, "_SAMPLE", 64)
     sampled = choose_grouping(adj)

@@ -21,7 +21,7 @@ def test_opcheck_spmm(device, valued):
     x = torch.randn(30, 8, device=device, requires_grad=True)
     value = torch.randn(200, device=device, requires_grad=True) if valued else None
     scale = torch.rand(20, device=device)
-    arguments = (x, value, scale, None, None, 20, adj.handle, False, "csr")
+    arguments = (x, value, scale, None, None, 20, adj.handle, False, "csr", valued)
     torch.library.opcheck(torch.ops.fastsparse.spmm.default, arguments)
     torch.library.opcheck(
         torch.ops.fastsparse.spmm_extremum.default, (x, value, 20, adj.handle, False, False)

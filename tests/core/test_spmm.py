@@ -34,11 +34,12 @@ def random_graph(num_dst: int = 40, num_src: int = 60, num_edges: int = 400) -> 
     valued=st.sampled_from(["none", "scalar", "heads", "float32"]),
     scaled=st.booleans(),
     biased=st.booleans(),
+    relu=st.booleans(),
     algorithm=st.sampled_from(["csr", "flashsparse"]),
 )
 @SETTINGS
 def test_equals_reference(
-    device, poisoned_memory, reduce, edges, width, dtype, layout, valued, scaled, biased, algorithm
+    device, poisoned_memory, reduce, edges, width, dtype, layout, valued, scaled, biased, relu, algorithm
 ):
     adj = edges.adjacency(device)
     x = features(adj.num_src, width, dtype, layout, device)
@@ -58,8 +59,8 @@ def test_equals_reference(
     if biased:
         bias = features(1, width, dtype, "contiguous", device, seed=2)[0]
     scales = {"scale_dst": scale_dst, "scale_src": scale_src}
-    out = spmm(adj, x, value, reduce, **scales, bias=bias, algorithm=algorithm)
-    expected = reference.spmm(adj, x, value, reduce, **scales, bias=bias)
+    out = spmm(adj, x, value, reduce, **scales, bias=bias, relu=relu, algorithm=algorithm)
+    expected = reference.spmm(adj, x, value, reduce, **scales, bias=bias, relu=relu)
     assert out.dtype == dtype
     # Structures this small can sum to almost nothing: the error is measured against the size of what was
     # summed.
@@ -235,7 +236,7 @@ def test_auto_converts_what_is_reused(device):
     results = [spmm(adj, x) for _ in range(20)]
     assert adj.has_bsb == (device == "cuda")
     torch.testing.assert_close(results[0], results[-1], rtol=1e-2, atol=1e-2)
-    assert ("bsb.col" in adj.memory_usage()) == (device == "cuda")
+    assert ("bsb.block" in adj.memory_usage()) == (device == "cuda")
     deterministic = random_graph().adjacency(device)
     torch.use_deterministic_algorithms(True)
     try:

@@ -10,12 +10,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastsparse_core.formats.compress import compress
+from fastsparse_core.formats.compress import compress, compress_pairs
 
 #: Rows of a window.
 HEIGHT = 8
 #: Vectors of a block.
 BLOCK = 16
+#: Bits of a vector's column.
+COLUMN_BITS = 24
+#: Bytes of a block: its columns, then its masks.
+BLOCK_BYTES = BLOCK * (COLUMN_BITS // 8 + 1)
+_COLUMN_BYTES = BLOCK * COLUMN_BITS // 8
+#: Source nodes that a vector can name.
+MOST_COLUMNS = 1 << COLUMN_BITS
 #: Blocks behind the last one that the kernels may read (and ignore), so that they can read ahead.
 _OVERREAD = 4
 
@@ -32,28 +39,33 @@ class Bsb:
     Attributes:
         shape: (num_dst, num_src).
         window_ptr: int64 (num_windows + 1,), the range of blocks of every window.
-        col: int32 (num_blocks, 16), the column of every vector; padding repeats the block's first.
-        mask: uint8 (num_blocks, 16), 0 in the padding.
+        block: uint8 (num_blocks, 64): the columns of 16 vectors, 3 bytes each, low byte first, then their
+            masks. Padding repeats the block's first column, with mask 0.
         window_row: int32 (num_windows, 8), the rows of every window, -1 for none; None: consecutive rows.
-        entry_order: (num_edges,) position in the CSR structure of every entry, ordered by block, vector, row;
-            None where no edge values are wanted.
-        block_entry: int64 (num_blocks + 1,), the range of entries of every block.
         num_vectors: non-zero vectors, without padding.
     """
 
     shape: tuple[int, int]
     window_ptr: Tensor
-    col: Tensor
-    mask: Tensor
+    block: Tensor
     window_row: Tensor | None
-    entry_order: Tensor | None
-    block_entry: Tensor
     num_vectors: int
+
+    @property
+    def col(self) -> Tensor:
+        """The column of every vector, int32 (num_blocks, 16); computed at every call."""
+        byte = self.block[:, :_COLUMN_BYTES].reshape(-1, BLOCK, 3).int()
+        return byte[:, :, 0] | byte[:, :, 1] << 8 | byte[:, :, 2] << 16
+
+    @property
+    def mask(self) -> Tensor:
+        """The mask of every vector, uint8 (num_blocks, 16); a view."""
+        return self.block[:, _COLUMN_BYTES:]
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks of 16 vectors."""
-        return self.col.size(0)
+        return self.block.size(0)
 
     @property
     def num_windows(self) -> int:
@@ -63,95 +75,94 @@ class Bsb:
     @classmethod
     def from_csr(
         cls,
-        rowptr: Tensor,
         row: Tensor,
         col: Tensor,
         shape: tuple[int, int],
         window_row: Tensor | None = None,
-        *,
-        with_entries: bool = True,
     ) -> Bsb:
         """Converts a CSR structure.
 
         Args:
-            rowptr: int64 (num_dst + 1,).
             row: int32 (num_edges,), ascending.
             col: int32 (num_edges,).
             shape: (num_dst, num_src).
             window_row: rows of every window, a permutation of the rows padded with -1; None: consecutive
                 rows.
-            with_entries: keep the place of every entry, which products with edge values need.
+
+        Raises:
+            ValueError: there are too many sources for the 24 bits of a column.
         """
         device = col.device
-        num_windows = -(-shape[0] // HEIGHT)
-        permutation: Tensor | None = None
-        if window_row is None:
-            window, bit = row // HEIGHT, row % HEIGHT
-        else:
-            # Entries in the order of their rows' places: the sort is stable, so bits of a vector ascend.
-            places = torch.nonzero(window_row.reshape(-1) >= 0).flatten()
-            rows = window_row.reshape(-1)[places].long()
-            length = rowptr.diff()[rows]
-            place = torch.repeat_interleave(places.int(), length, output_size=col.numel())
-            shift = rowptr[rows] - (length.cumsum(0) - length)
-            permutation = torch.arange(col.numel(), device=device) + torch.repeat_interleave(
-                shift, length, output_size=col.numel()
-            )
-            window, bit, col = place // HEIGHT, place % HEIGHT, col[permutation]
-        window_entry, col, order = compress(window, col, num_windows, shape[1], sort_minor=True)
-        bit = bit[order.long()]
-        if permutation is not None:
-            order = permutation[order.long()].to(order.dtype)
-        num_edges = col.numel()
+        place = row if window_row is None else place_of_row(window_row, shape[0]).index_select(0, row)
+        window_entry, entry, head_entry = sort_vectors(place, col, shape, HEIGHT)
+        num_vectors = head_entry.numel() - 1
+        num_windows = window_entry.numel() - 1
 
-        # An entry starts a vector where window or column change, or where its bit is not beyond the last
-        # one's.
-        head = torch.ones(num_edges, dtype=torch.bool, device=device)
-        head[1:] = (col[1:] != col[:-1]) | (bit[1:] <= bit[:-1])
-        first = window_entry[:-1]
-        head[first[first < num_edges]] = True
-        vector_of_entry = head.cumsum(0) - 1
-        head_entry = torch.nonzero(head).flatten()
-        num_vectors = head_entry.numel()
-        ends = torch.cat([head_entry, head_entry.new_tensor([num_edges])])
+        # A mask is the sum of its entries' bits: a difference of running sums, which may wrap.
+        bits_through = torch.cumsum(1 << (entry & (HEIGHT - 1)), 0, dtype=torch.uint8)
+        mask = bits_through[head_entry[1:] - 1]
+        mask = torch.diff(mask, prepend=mask.new_zeros(1)).int() << COLUMN_BITS
+        # Behind the last vector, what the last block may read.
+        packed = entry.new_zeros(num_vectors + BLOCK)
+        torch.bitwise_or(entry[head_entry[:-1]] // HEIGHT, mask, out=packed[:num_vectors])
+        del bits_through, mask, entry
 
-        if num_edges:
-            vectors_before = torch.cat([vector_of_entry, torch.full((1,), num_vectors, device=device)])
-            window_vector = vectors_before[window_entry]
-        else:
-            window_vector = torch.zeros(num_windows + 1, dtype=torch.int64, device=device)
-        window_blocks = (window_vector.diff() + (BLOCK - 1)) // BLOCK
+        window_vector = torch.searchsorted(head_entry, window_entry)
+        vectors = window_vector.diff()
+        blocks = (vectors + (BLOCK - 1)) // BLOCK
         window_ptr = torch.zeros(num_windows + 1, dtype=torch.int64, device=device)
-        torch.cumsum(window_blocks, 0, out=window_ptr[1:])
-        num_blocks = int(window_ptr[-1]) if num_windows else 0
+        torch.cumsum(blocks, 0, out=window_ptr[1:])
+        num_blocks = int(window_ptr[-1])
+        shift = window_vector[:-1] - BLOCK * window_ptr[:-1]
+        first_vector = torch.arange(0, BLOCK * num_blocks, BLOCK, device=device) + torch.repeat_interleave(
+            shift, blocks, output_size=num_blocks
+        )
+        place = first_vector[:, None] + torch.arange(BLOCK, device=device)
+        vector = packed.new_zeros(num_blocks + _OVERREAD, BLOCK)
+        torch.take(packed, place, out=vector[:num_blocks])
+        del packed, place
+        # A window's last block ran on into the next window. Padding repeats a column that is read anyway: a
+        # load from the cache is cheaper than a predicate.
+        window = torch.nonzero(blocks).flatten()
+        last = window_ptr[window + 1] - 1
+        stored = vectors[window] - BLOCK * (blocks[window] - 1)
+        last_block = vector[last]
+        padding = torch.arange(BLOCK, device=device) >= stored[:, None]
+        vector[last] = torch.where(padding, last_block[:, :1] & (MOST_COLUMNS - 1), last_block)
+        byte = vector.view(torch.uint8).view(-1, BLOCK, 4)
+        block = byte.new_empty(num_blocks + _OVERREAD, BLOCK_BYTES)
+        block[:, :_COLUMN_BYTES].view(-1, BLOCK, 3).copy_(byte[:, :, :3])
+        block[:, _COLUMN_BYTES:].copy_(byte[:, :, 3])
+        return cls(shape, window_ptr, block[:num_blocks], window_row, num_vectors)
 
-        # Place of every vector: its window's first block, then consecutive.
-        shift = window_ptr[:-1] * BLOCK - window_vector[:-1]
-        place_of_vector = torch.arange(num_vectors, device=device) + torch.repeat_interleave(
-            shift, window_vector.diff(), output_size=num_vectors
-        )
-        block_col = torch.zeros((num_blocks + _OVERREAD) * BLOCK, dtype=torch.int32, device=device)
-        block_col[place_of_vector] = col[head_entry]
-        bits_before = torch.zeros(num_edges + 1, dtype=torch.int64, device=device)
-        torch.cumsum(1 << bit.long(), 0, out=bits_before[1:])
-        mask = torch.zeros((num_blocks + _OVERREAD) * BLOCK, dtype=torch.uint8, device=device)
-        mask[place_of_vector] = (bits_before[ends[1:]] - bits_before[ends[:-1]]).to(torch.uint8)
-        block_vector = torch.zeros(num_blocks * BLOCK + 1, dtype=torch.int64, device=device)
-        block_vector[place_of_vector + 1] = ends.diff()
-        block_entry = block_vector.cumsum(0)[::BLOCK].contiguous()
-        block_col, mask = block_col.view(-1, BLOCK), mask.view(-1, BLOCK)
-        # Padding repeats a column that is read anyway: a load from the cache is cheaper than a predicate.
-        block_col = torch.where(mask == 0, block_col[:, :1], block_col)
-        return cls(
-            shape,
-            window_ptr,
-            block_col[:num_blocks],
-            mask[:num_blocks],
-            window_row,
-            order if with_entries else None,
-            block_entry,
-            num_vectors,
-        )
+    def entry_order(self, row: Tensor, col: Tensor) -> Tensor:
+        """Position in the CSR structure of every entry, (num_edges,), ordered by block, vector, row.
+
+        Only products with edge values need it. It takes another sort.
+
+        Args:
+            row: as :meth:`from_csr` took it.
+            col: as :meth:`from_csr` took it.
+
+        Returns:
+            int32 where that fits, else int64.
+        """
+        place = row
+        if self.window_row is not None:
+            place = place_of_row(self.window_row, self.shape[0]).index_select(0, row)
+        window, entry = _window_and_entry(place, col, self.shape[1], HEIGHT)
+        return compress(window, entry, self.num_windows, HEIGHT * self.shape[1], sort_minor=True)[2]
+
+    def block_entry(self) -> Tensor:
+        """The range of entries of every block, int64 (num_blocks + 1,); computed at every call."""
+        # Bits of four masks at a time, summed in parallel: in pairs, in fours, in eights.
+        count = self.block.view(torch.int32)[:, _COLUMN_BYTES // 4 :]
+        for width, ones in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F)):
+            count = (count & ones) + (count >> width & ones)
+        count = (count.contiguous().view(torch.uint8)).sum(1)
+        ranges = torch.zeros(self.num_blocks + 1, dtype=torch.int64, device=count.device)
+        torch.cumsum(count, 0, out=ranges[1:])
+        return ranges
 
     def to_dense(self) -> Tensor:
         """How often every entry occurs, float32 (num_dst, num_src); for tests."""
@@ -160,13 +171,13 @@ class Bsb:
         row = window * HEIGHT + bit
         if self.window_row is not None:
             row = self.window_row.flatten()[row].long()
-        dense = torch.zeros(self.shape, device=self.col.device)
+        dense = torch.zeros(self.shape, device=self.block.device)
         column = self.col.flatten()[vector].long()
         return dense.index_put_((row, column), dense.new_ones(()), accumulate=True)
 
     def bits(self) -> tuple[Tensor, Tensor]:
         """Vector and row in the window of every entry, int64 (num_edges,), by block, vector, row."""
-        row = torch.arange(HEIGHT, device=self.mask.device)
+        row = torch.arange(HEIGHT, dtype=torch.uint8, device=self.block.device)
         vector, bit = torch.nonzero((self.mask.reshape(-1, 1) >> row) & 1, as_tuple=True)
         return vector, bit
 
@@ -176,14 +187,54 @@ class Bsb:
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by name."""
-        named = {
-            "window_ptr": self.window_ptr,
-            "col": self.col,
-            "mask": self.mask,
-            "block_entry": self.block_entry,
-        }
-        if self.entry_order is not None:
-            named["entry_order"] = self.entry_order
-        if self.window_row is not None:
-            named["window_row"] = self.window_row
-        return named
+        named = {"window_ptr": self.window_ptr, "block": self.block}
+        return named if self.window_row is None else named | {"window_row": self.window_row}
+
+
+def place_of_row(window_row: Tensor, num_rows: int) -> Tensor:
+    """Place of every row in the order of the windows, int32 (num_rows,): the inverse of ``window_row``."""
+    rows = window_row.reshape(-1)
+    place = torch.empty(num_rows + 1, dtype=torch.int32, device=rows.device)
+    # Absent rows, -1, write to the end, which is cut off.
+    place[rows] = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)
+    return place[:num_rows]
+
+
+def sort_vectors(
+    place: Tensor, col: Tensor, shape: tuple[int, int], height: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sorts entries by window, column and place, which brings those of a vector together.
+
+    Args:
+        place: int32 (num_edges,), the place of every entry's row in the order of the windows.
+        col: int32 (num_edges,).
+        shape: number of places, and num_src.
+        height: rows of a window.
+
+    Returns:
+        int64 (num_windows + 1,), the range of entries of every window; int32 (num_edges,), of every sorted
+        entry ``height * column + place in the window``; int64 (num_vectors + 1,), the first entry of every
+        vector, and the number of entries.
+
+    Raises:
+        ValueError: there are too many sources for the 24 bits of a column.
+    """
+    num_windows = -(-shape[0] // height)
+    window, entry = _window_and_entry(place, col, shape[1], height)
+    window_entry, entry = compress_pairs(window, entry, num_windows, height * shape[1])
+    del window
+    # A vector starts where the window or the column changes, and where an entry repeats the one before.
+    change = entry[1:] ^ entry[:-1]
+    head = torch.ones(entry.numel() + 1, dtype=torch.bool, device=entry.device)
+    torch.logical_or(change == 0, change >= height, out=head[1:-1])
+    head[window_entry] = True
+    return window_entry, entry, torch.nonzero(head).flatten()
+
+
+def _window_and_entry(place: Tensor, col: Tensor, num_src: int, height: int) -> tuple[Tensor, Tensor]:
+    if num_src > MOST_COLUMNS:
+        raise ValueError(
+            f"num_src: expected at most 2^{COLUMN_BITS} = {MOST_COLUMNS} for binary sparse blocks, got "
+            f"{num_src}; a larger structure stays with csr"
+        )
+    return place // height, torch.add(place % height, col, alpha=height)

@@ -6,34 +6,59 @@ the format knows the window: features, results and edge order stay the caller's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import random
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from fastsparse_core.formats.bsb import HEIGHT
+from fastsparse_core.formats.bsb import HEIGHT, place_of_row, sort_vectors
 from fastsparse_core.formats.compress import compress
 
 if TYPE_CHECKING:
     from fastsparse_core.adjacency import Adjacency
 
+#: How the rows of a window are chosen.
+Method = Literal["auto", "none", "minhash"]
 #: Hashes of a row's signature.
 _HASHES = 16
+#: Sorted orders in which a row meets its neighbours.
+_BANDS = 8
+#: Bits of the keys that rows are sorted by; with those of the order, at most 32.
+_KEY_BITS = 28
+_random = random.Random(0)
+#: Odd factors of every hash: two multiplications make one.
+_FACTORS = [[2 * _random.randrange(2**20, 2**23) + 1 for _ in range(_HASHES)] for _ in range(2)]
 #: Equal hashes from which on two rows count as similar (so an estimated Jaccard similarity of 3/16).
 _AGREEMENT = 3
 #: Rounds of pointer doubling: rows up to 2^5 links from their cluster's root find it, more are rare.
 _DOUBLINGS = 5
 #: Rows closer than this in natural order are neighbours in it.
 _NEAR = 64
-#: Pairs of rows compared at a time, which bounds the scratch memory (about 70 bytes a pair).
+#: Pairs of rows compared at a time, which bounds the scratch memory (about 90 bytes a pair).
 _PAIRS = 2**24
-#: Share of the vectors that a grouping has to save to be worth its indirection.
-_LEAST_SAVING = 0.05
+#: Share of the vectors that a grouping has to save: it costs locality, and gathers heavy rows into windows
+#: that take long. Measured on an H200 over 27 graphs, products became faster from here on.
+_LEAST_SAVING = 0.1
+#: Entries per row below which products became slower whatever was saved.
+_LEAST_ENTRIES = 8
 #: Windows that are counted to estimate a saving.
 _SAMPLE = 4096
+_BYTE_ONES = 0x0101_0101_0101_0101
+_INT32_MAX = 2**31 - 1
 
 
-def group_rows(adj: Adjacency, method: Literal["minhash", "none"] = "minhash") -> Tensor | None:
+def check_method(method: str) -> None:
+    """Rejects unknown names.
+
+    Raises:
+        ValueError: ``method`` is none of ``"auto"``, ``"none"``, ``"minhash"``.
+    """
+    if method not in get_args(Method):
+        raise ValueError(f"group_rows: expected 'auto', 'none' or 'minhash', got {method!r}")
+
+
+def group_rows(adj: Adjacency, method: Method = "minhash") -> Tensor | None:
     """Rows of every window such that rows with many common columns share one.
 
     Min-wise hashing: the share of equal entries in the signatures of two rows, the minima of 16 hashes over
@@ -47,7 +72,8 @@ def group_rows(adj: Adjacency, method: Literal["minhash", "none"] = "minhash") -
 
     Args:
         adj: the structure; it may be rectangular and hold duplicates.
-        method: ``"none"`` keeps the natural order.
+        method: ``"none"`` keeps the natural order, ``"auto"`` keeps it unless grouping pays
+            (:func:`choose_grouping`).
 
     Returns:
         int32 (num_windows, 8), a permutation of the rows, rows without edges last, padded with -1; None for
@@ -56,12 +82,16 @@ def group_rows(adj: Adjacency, method: Literal["minhash", "none"] = "minhash") -
     Raises:
         ValueError: an unknown method.
     """
-    if method not in ("minhash", "none"):
-        raise ValueError(f"method: expected 'minhash' or 'none', got {method!r}")
+    check_method(method)
     if method == "none":
         return None
-    with torch.no_grad():
-        order = _similar_order(adj)
+    if method == "auto":
+        return choose_grouping(adj)
+    if adj.num_edges:
+        with torch.no_grad():
+            order = _similar_order(adj)
+    else:
+        order = torch.arange(adj.num_dst, dtype=torch.int32, device=adj.device)
     num_windows = -(-adj.num_dst // HEIGHT)
     window_row = torch.full((num_windows * HEIGHT,), -1, dtype=torch.int32, device=adj.device)
     window_row[: adj.num_dst] = order
@@ -69,19 +99,26 @@ def group_rows(adj: Adjacency, method: Literal["minhash", "none"] = "minhash") -
 
 
 def choose_grouping(adj: Adjacency) -> Tensor | None:
-    """The grouping by min-hash where it saves at least 5 % of the vectors, else None: the natural order.
+    """The grouping by min-hash where products are faster with it, else None: the natural order.
 
-    Large structures are judged by a sample of about 4096 windows. Reads from the device once.
+    That is where rows have 8 entries or more and grouping saves at least 10 % of the vectors. Large structures are judged by a sample of about 4096 windows.
     """
-    if adj.num_edges == 0:
+    if adj.num_edges < _LEAST_ENTRIES * max(adj.num_dst, 1):
         return None
     window_row = group_rows(adj, "minhash")
     stride = max(1, adj.num_dst // HEIGHT // _SAMPLE)
-    shares = []
-    for grouping in (None, window_row):
-        window, row, col = _entries(adj, grouping, HEIGHT, stride)
-        shares.append(_vectors_per_window(window, row, col, adj).sum() / max(col.numel(), 1))
-    return window_row if bool(shares[1] <= (1 - _LEAST_SAVING) * shares[0]) else None
+    place, col, num_places = _sample(adj, None, stride)
+    grouped_place, grouped_col, num_grouped_places = _sample(adj, window_row, stride)
+    # One sort for both: the grouped windows follow the natural ones.
+    first = -(-num_places // HEIGHT) * HEIGHT
+    place, col = torch.cat([place, grouped_place + first]), torch.cat([col, grouped_col])
+    _, _, head_entry = sort_vectors(place, col, (first + num_grouped_places, adj.num_src), HEIGHT)
+    num_grouped = grouped_col.numel()
+    num_natural = col.numel() - num_grouped
+    vectors = int((head_entry < num_natural).sum())
+    share = vectors / max(num_natural, 1)
+    grouped_share = (head_entry.numel() - 1 - vectors) / max(num_grouped, 1)
+    return window_row if grouped_share <= (1 - _LEAST_SAVING) * share else None
 
 
 def count_vectors(adj: Adjacency, window_row: Tensor | None = None, *, height: int = HEIGHT) -> int:
@@ -97,78 +134,65 @@ def count_vectors(adj: Adjacency, window_row: Tensor | None = None, *, height: i
 
 def vectors_per_window(adj: Adjacency, window_row: Tensor | None = None, *, height: int = HEIGHT) -> Tensor:
     """Number of non-zero vectors of every window, int64 (num_windows,); see :func:`count_vectors`."""
-    return _vectors_per_window(*_entries(adj, window_row, height, 1), adj)[: -(-adj.num_dst // height)]
+    row = adj.row()
+    place = row if window_row is None else place_of_row(window_row, adj.num_dst).index_select(0, row)
+    window_entry, _, head_entry = sort_vectors(place, adj.col, adj.shape, height)
+    return torch.searchsorted(head_entry, window_entry).diff()
 
 
-def _entries(
-    adj: Adjacency, window_row: Tensor | None, height: int, stride: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Window, row and column of every entry in each ``stride``-th window; rows ascend if stride is 1."""
-    row, col = adj.row(), adj.col
+def _sample(adj: Adjacency, window_row: Tensor | None, stride: int) -> tuple[Tensor, Tensor, int]:
+    """Place and column of every entry in each ``stride``-th window, and the number of places."""
     if window_row is None:
         if stride == 1:
-            return row // height, row, col
-        window_row = torch.arange(adj.num_dst // height * height, dtype=torch.int32, device=adj.device)
+            return adj.row(), adj.col, adj.num_dst
+        window_row = torch.arange(adj.num_dst // HEIGHT * HEIGHT, dtype=torch.int32, device=adj.device)
     if stride == 1:
-        place = torch.empty(adj.num_dst, dtype=torch.int32, device=adj.device)
-        flat = window_row.reshape(-1)
-        place[flat[: adj.num_dst].long()] = torch.arange(adj.num_dst, dtype=torch.int32, device=adj.device)
-        return place[row.long()] // height, row, col
-    taken = window_row.reshape(-1, height)[::stride]
-    window = torch.arange(taken.size(0), dtype=torch.int32, device=adj.device)
-    rows, window = taken.reshape(-1), window.repeat_interleave(height)
-    keep = rows >= 0
-    rows, window = rows[keep], window[keep]
-    length = adj.in_degree()[rows.long()]
-    nth = torch.repeat_interleave(torch.arange(rows.numel(), device=adj.device), length)
-    start = adj.rowptr[rows.long()] - (length.cumsum(0) - length)
-    position = torch.arange(nth.numel(), device=adj.device) + start[nth]
-    return window[nth], rows[nth], col[position]
-
-
-def _vectors_per_window(window: Tensor, row: Tensor, col: Tensor, adj: Adjacency) -> Tensor:
-    window_entry, col, order = compress(window, col, adj.num_dst, adj.num_src, sort_minor=True)
-    row = row[order.long()]
-    head = torch.ones(col.numel() + 1, dtype=torch.int64, device=adj.device)
-    head[1:-1] = (col[1:] != col[:-1]) | (row[1:] == row[:-1])
-    # The sentinel at the end takes the marks of windows without entries behind the last entry.
-    head[window_entry[:-1]] = 1
-    before = torch.zeros(col.numel() + 2, dtype=torch.int64, device=adj.device)
-    torch.cumsum(head, 0, out=before[1:])
-    return before[window_entry].diff()
+        return place_of_row(window_row, adj.num_dst).index_select(0, adj.row()), adj.col, adj.num_dst
+    rows = window_row.reshape(-1, HEIGHT)[::stride].flatten()
+    # Only the last places can be absent.
+    rows = rows[rows >= 0]
+    length = adj.in_degree()[rows]
+    end = length.cumsum(0)
+    num_entries = int(end[-1])
+    places = torch.arange(rows.numel(), dtype=torch.int32, device=adj.device)
+    place = torch.repeat_interleave(places, length, output_size=num_entries)
+    position = torch.arange(num_entries, device=adj.device) + (adj.rowptr[rows] - (end - length))[place]
+    return place, adj.col[position], rows.numel()
 
 
 def _similar_order(adj: Adjacency) -> Tensor:
-    """The rows by cluster, int64 (num_dst,)."""
-    from fastsparse_core.ops.spmm import spmm  # the operators import the formats
+    """The rows by cluster, int32 or int64 (num_dst,)."""
+    from fastsparse_core.ops.spmm import _spmm_extremum  # the operators import the formats
 
     num_rows, device = adj.num_dst, adj.device
     hashes, bits = _column_hashes(adj.num_src, device)
-    signature = spmm(adj, hashes, reduce="min").to(torch.int32)
+    # Not spmm itself: autocast would round the hashes.
+    signature = _spmm_extremum(hashes, None, num_rows, adj.handle, False, True)[0].int()
     del hashes
     empty = adj.in_degree() == 0
     signature.masked_fill_(empty[:, None], (1 << bits) - 1)
     # A row of few entries has as few different minima; so the sorts stay within the order of the edges.
-    bands = min(max(adj.num_edges // max(num_rows, 1), 3), _HASHES)
-    link, agreement, by_hash = _most_similar(signature, bits, bands)
+    bands = min(max(adj.num_edges // max(num_rows, 1), 3), _BANDS)
+    keys = _keys(signature[:, : bands + 1], bits)
+    best = _most_similar(signature, keys)
 
     row = torch.arange(num_rows, device=device)
-    link = torch.where((agreement >= _AGREEMENT) & ~empty, link, row)
-    near = ((link - row).abs() <= _NEAR) & (link != row)
-    in_order = 2 * near.sum() > (link != row).sum()
+    is_linked = (best >= _AGREEMENT << 32) & ~empty
+    link = torch.where(is_linked, best & (2**32 - 1), row)
+    near = ((link - row).abs() <= _NEAR) & is_linked
+    in_order = 2 * near.sum() > is_linked.sum()
 
     # Links lead to ever better pairs, equal ones to higher rows: a tree ends in a pair, whose lower row is
     # made the root.
     root = torch.where((link[link] == row) & (row < link), row, link)
     for _ in range(_DOUBLINGS):
         root = root[root]
-    prefix = _pack(signature, row.new_zeros(1), bits, 32).flatten()
-    by_least_hash = _least(prefix, root) << 31 | root
-    key = torch.where(in_order, _least(row, root), by_least_hash)
-    key.masked_fill_(empty, torch.iinfo(torch.int64).max)
-    # Inside a cluster: by hash too, or in natural order.
-    before = torch.where(in_order, row, by_hash)
-    return before[torch.sort(key[before], stable=True).indices]
+    # Rows by cluster, inside a cluster by hash, or in natural order.
+    key = torch.where(in_order, row, keys[:, 0]).int()
+    cluster_ptr, key, order = compress(root.int(), key, num_rows, _INT32_MAX, sort_minor=True)
+    # Clusters by the least of these; empty rows behind all others.
+    least = key[cluster_ptr[root[order]]].masked_fill_(empty[order], _INT32_MAX)
+    return order[torch.sort(least, stable=True).indices]
 
 
 def _column_hashes(num_src: int, device: torch.device) -> tuple[Tensor, int]:
@@ -178,52 +202,53 @@ def _column_hashes(num_src: int, device: torch.device) -> tuple[Tensor, int]:
     shifts; float32 holds 24 bits exactly, and of more the upper 24 are kept.
     """
     bits = max((num_src - 1).bit_length(), 1)
-    generator = torch.Generator().manual_seed(0)
-    factors = 2 * torch.randint(2**20, 2**23, (3, _HASHES), generator=generator).to(device) + 1
-    value = torch.arange(num_src, device=device)[:, None].repeat(1, _HASHES)
-    for factor in factors:
+    value = torch.arange(num_src, dtype=torch.int32, device=device)[:, None].repeat(1, _HASHES)
+    for factor in torch.tensor(_FACTORS, dtype=torch.int32, device=device):
+        # Products may wrap: only their lower bits are kept.
         value.mul_(factor).bitwise_and_((1 << bits) - 1)
         value ^= value >> (bits + 1) // 2
     return (value >> max(bits - 24, 0)).float(), min(bits, 24)
 
 
-def _pack(signature: Tensor, first: Tensor, bits: int, width: int) -> Tensor:
-    """Keys of ``width`` bits, int64 (num_rows, len(first)): hash ``first``, then the next ones."""
-    key = torch.zeros(signature.size(0), first.numel(), dtype=torch.int64, device=signature.device)
-    used = nth = 0
-    while used < width and nth < _HASHES:
-        taken = min(bits, width - used)
-        key = key << taken | signature[:, (first + nth) % _HASHES] >> (bits - taken)
-        used, nth = used + taken, nth + 1
-    return key
+def _keys(signature: Tensor, bits: int) -> Tensor:
+    """All hashes but the last, each followed by bits of the next: int32, 28 bits, (num_rows, hashes - 1)."""
+    free = _KEY_BITS - bits
+    return signature[:, :-1] << free | signature[:, 1:] & ((1 << free) - 1)
 
 
-def _most_similar(signature: Tensor, bits: int, bands: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a row's neighbours, when rows are sorted by each of the first hashes, the most similar one.
+def _most_similar(signature: Tensor, keys: Tensor) -> Tensor:
+    """Of a row's neighbours, when rows are sorted by each column of ``keys``, the most similar one.
 
     Returns:
-        The row, its number of equal hashes (negative: there is no neighbour), and the rows sorted by the
-        first hash; int64 (num_rows,) each.
+        int64 (num_rows,): its number of equal hashes in the upper, its row in the lower 32 bits; negative
+        where there is no neighbour.
     """
     num_rows, device = signature.size(0), signature.device
-    # Eight bits of each hash: unequal hashes pass for equal once in 256 times.
-    short = (signature & 255).to(torch.uint8)
+    # Eight bits of each hash, eight hashes to a word: unequal hashes pass for equal once in 256 times.
+    words = signature.to(torch.uint8).view(torch.int64)
     best = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
-    by_first_hash = best
-    for band in torch.arange(bands, device=device).split(max(_PAIRS // max(num_rows, 1), 1)):
-        key = _pack(signature, band, bits, 31).int().t().contiguous()
-        order = torch.sort(key, dim=1, stable=True).indices
-        if by_first_hash is best:
-            by_first_hash = order[0]
-        sorted_short = short[order]
-        agreement = (sorted_short[:, 1:] == sorted_short[:, :-1]).sum(2) << 32
-        score = torch.full_like(order, -1)
-        score[:, :-1] = agreement | order[:, 1:]
-        score[:, 1:] = torch.maximum(score[:, 1:], agreement | order[:, :-1])
-        best.scatter_reduce_(0, order.flatten(), score.flatten(), "amax")
-    return best & (2**32 - 1), best >> 32, by_first_hash
+    for some in keys.split(max(_PAIRS // max(num_rows, 1), 1), 1):
+        count = some.size(1)
+        band = torch.arange(count, dtype=torch.int32, device=device).repeat_interleave(num_rows)
+        key = some.t().reshape(-1)
+        order = compress(band, key, count, 1 << _KEY_BITS, sort_minor=True)[2]
+        row = (
+            order.view(count, num_rows) - torch.arange(0, count * num_rows, num_rows, device=device)[:, None]
+        )
+        word = words[row]
+        unequal = _unequal_bytes(word[:, 1:] ^ word[:, :-1])
+        agreement = (_HASHES - unequal) << 32
+        score = torch.full_like(row, -1)
+        torch.bitwise_or(agreement, row[:, 1:], out=score[:, :-1])
+        score[:, 1:] = torch.maximum(score[:, 1:], agreement | row[:, :-1])
+        best.scatter_reduce_(0, row.flatten(), score.flatten(), "amax")
+    return best
 
 
-def _least(key: Tensor, root: Tensor) -> Tensor:
-    """The least key among the rows with the same root, for every row."""
-    return torch.full_like(key, torch.iinfo(torch.int64).max).scatter_reduce_(0, root, key, "amin")[root]
+def _unequal_bytes(difference: Tensor) -> Tensor:
+    """Number of bytes that are not 0 in each row's words, int64 (..., words) -> (...,); overwrites these."""
+    # Adding 127 carries into the highest bit of a byte unless the byte's other bits are all 0.
+    carried = (difference & 0x7F7F_7F7F_7F7F_7F7F).add_(0x7F7F_7F7F_7F7F_7F7F)
+    ones = difference.bitwise_or_(carried).bitwise_right_shift_(7).bitwise_and_(_BYTE_ONES)
+    # The product's highest byte is the sum of all bytes.
+    return ones.sum(-1).mul_(_BYTE_ONES).bitwise_right_shift_(56)

@@ -67,7 +67,7 @@ class MeBcrs:
         if value is not None and tuple(value.shape) != (adj.num_values,):
             raise ValueError(f"value: expected shape ({adj.num_values},), got {tuple(value.shape)}")
         block = widths[dtype]
-        bsb = Bsb.from_csr(adj.rowptr, adj.row(), adj.col, adj.shape, window_row)
+        bsb = Bsb.from_csr(adj.row(), adj.col, adj.shape, window_row)
         stored = bsb.mask.flatten() != 0
         before = torch.zeros(stored.numel() + 1, dtype=torch.int64, device=adj.device)
         torch.cumsum(stored, 0, out=before[1:])
@@ -75,9 +75,8 @@ class MeBcrs:
 
         entry = torch.ones(adj.num_edges, dtype=dtype, device=adj.device)
         if value is not None:
-            assert bsb.entry_order is not None
-            source = bsb.entry_order.long()
-            source = source if adj.edge_id is None else adj.edge_id[source].long()
+            source = bsb.entry_order(adj.row(), adj.col)
+            source = source if adj.edge_id is None else adj.edge_id[source]
             entry = value.detach()[source].to(dtype)
         vector, bit = bsb.bits()
         dense = torch.zeros(bsb.num_vectors * HEIGHT, dtype=dtype, device=adj.device)

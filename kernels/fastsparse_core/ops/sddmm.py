@@ -62,7 +62,7 @@ def sddmm(
         TypeError: dtypes are not supported or differ.
         ValueError: a size, device or option does not fit.
     """
-    choose.check_algorithm(algorithm, choose.SDDMM_ALGORITHMS)
+    algorithm = choose.requested("sddmm", algorithm)
     check_features("x_dst", x_dst, adj.num_dst, "num_dst", adj)
     check_features("x_src", x_src, adj.num_src, "num_src", adj)
     if x_dst.dim() not in (2, 3) or x_dst.shape[1:] != x_src.shape[1:]:
@@ -160,11 +160,29 @@ class _Sddmm(torch.autograd.Function):
         grad_dst = grad_src = None
         if ctx.needs_input_grad[0]:
             grad_dst = spmm(
-                x_src, grad, scale_dst, scale_src, None, x_dst.size(0), ctx.adjacency, False, ctx.algorithm
+                x_src,
+                grad,
+                scale_dst,
+                scale_src,
+                None,
+                x_dst.size(0),
+                ctx.adjacency,
+                False,
+                ctx.algorithm,
+                False,
             )
         if ctx.needs_input_grad[1]:
             grad_src = spmm(
-                x_dst, grad, scale_src, scale_dst, None, x_src.size(0), ctx.adjacency, True, ctx.algorithm
+                x_dst,
+                grad,
+                scale_src,
+                scale_dst,
+                None,
+                x_src.size(0),
+                ctx.adjacency,
+                True,
+                ctx.algorithm,
+                False,
             )
         return grad_dst, grad_src, None, None, None, None, None, None, None
 

@@ -28,7 +28,7 @@ from fastsparse_core.ops._common import (
 
 library.define(
     "spmm(Tensor x, Tensor? value, Tensor? scale_dst, Tensor? scale_src, Tensor? bias, SymInt num_dst, "
-    "SymInt adjacency, bool transpose, str algorithm) -> Tensor"
+    "SymInt adjacency, bool transpose, str algorithm, bool relu) -> Tensor"
 )
 library.define(
     "spmm_extremum(Tensor x, Tensor? value, SymInt num_dst, SymInt adjacency, bool transpose, bool minimum) "
@@ -53,6 +53,7 @@ def spmm(
     scale_dst: Tensor | None = None,
     scale_src: Tensor | None = None,
     bias: Tensor | None = None,
+    relu: bool = False,
     algorithm: str = "auto",
 ) -> Tensor:
     r"""Aggregates the features of each row's neighbours.
@@ -76,6 +77,7 @@ def spmm(
         scale_dst: constant :math:`s`, (num_dst,).
         scale_src: constant :math:`t`, (num_src,).
         bias: :math:`\mathbf{b}`, as many entries as features per node.
+        relu: whether negative results become 0, which saves a pass over them.
         algorithm: ``"csr"`` (rows cut into slices of bounded length on CUDA cores, after HR-SpMM 4.1 and
             RoDe); ``"flashsparse"`` (8x1 vectors on tensor cores, FlashSparse 3.2-3.4, in float32 with two
             TF32 terms, or one where ``torch.set_float32_matmul_precision`` allows TF32; on CUDA and where the
@@ -95,7 +97,7 @@ def spmm(
         >>> spmm(adj, torch.eye(3)).tolist()
         [[0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
     """
-    choose.check_algorithm(algorithm, choose.SPMM_ALGORITHMS)
+    algorithm = choose.requested("spmm", algorithm)
     check_features("x", x, adj.num_src, "num_src", adj)
     x, bias = autocast(x, bias)  # type: ignore[assignment]
     trailing = x.shape[1:]
@@ -111,10 +113,12 @@ def spmm(
         scale_dst = mean if scale_dst is None else scale_dst * mean
     elif reduce in ("max", "min"):
         out = _extremum(adj, features, value, reduce == "min", scale_dst, scale_src, bias)
+        if relu:
+            out = out.relu()
         return out if x.dim() == 2 else out.reshape(adj.num_dst, *trailing)
     elif reduce != "sum":
         raise ValueError(f"reduce: expected 'sum', 'mean', 'max' or 'min', got {reduce!r}")
-    arguments = (features, value, scale_dst, scale_src, bias, adj.num_dst, adj.handle, False, algorithm)
+    arguments = (features, value, scale_dst, scale_src, bias, adj.num_dst, adj.handle, False, algorithm, relu)
     if not is_plain_eager(features):
         out = _spmm_op(*arguments)
     elif torch.is_grad_enabled() and any(
@@ -195,6 +199,7 @@ def _spmm(
     adjacency: int,
     transpose: bool,
     algorithm: str,
+    relu: bool,
 ) -> Tensor:
     adj = _structure(adjacency, transpose)
     x = unit_stride(x)
@@ -209,9 +214,9 @@ def _spmm(
     row_bytes = width * x.element_size()
     aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
     if choose.spmm_algorithm(adj, algorithm, x.dtype, width, _heads(value), aligned) == "flashsparse":
-        _launch_bsb(adj, x, value, scale_dst, scale_src, bias, out)
+        _launch_bsb(adj, x, value, scale_dst, scale_src, bias, relu, out)
     else:
-        _launch_csr(adj, x, value, scale_dst, scale_src, bias, out)
+        _launch_csr(adj, x, value, scale_dst, scale_src, bias, relu, out)
     return out
 
 
@@ -222,6 +227,7 @@ def _launch_csr(
     scale_dst: Tensor | None,
     scale_src: Tensor | None,
     bias: Tensor | None,
+    relu: bool,
     out: Tensor,
 ) -> None:
     index = device_index(x.device)
@@ -241,6 +247,7 @@ def _launch_csr(
         address(scale_dst),
         address(scale_src),
         address(bias),
+        relu,
         out.data_ptr(),
         address(partial),
         choose.csr_tile(adj, x.element_size(), weighted=value is not None or scale_src is not None),
@@ -256,6 +263,7 @@ def _launch_bsb(
     scale_dst: Tensor | None,
     scale_src: Tensor | None,
     bias: Tensor | None,
+    relu: bool,
     out: Tensor,
 ) -> None:
     index = device_index(x.device)
@@ -266,6 +274,8 @@ def _launch_bsb(
     elif scale_src is not None:
         # In float32 a weight costs a third product on the tensor cores: more than scaling the features once.
         x = (x * scale_src[:, None]).to(x.dtype)
+    if bias is not None and bias.data_ptr() % 16:
+        bias = bias.clone()  # read in 16-byte pieces
     bsb, split = adj.bsb, adj.bsb_split
     partial = x.new_empty(split.num_slots * HEIGHT, width, dtype=torch.float32) if split.num_slots else None
     _C.spmm_bsb(
@@ -280,6 +290,7 @@ def _launch_bsb(
         address(vector_scale),
         address(scale_dst),
         address(bias),
+        relu,
         out.data_ptr(),
         address(partial),
         choose.features_per_lane(width, x.element_size()),
@@ -305,21 +316,28 @@ class _Spmm(torch.autograd.Function):
         adjacency: int,
         transpose: bool,
         algorithm: str,
+        relu: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x if value is not None else None, value, scale_dst, scale_src)
         ctx.num_src = x.size(0)
         ctx.adjacency, ctx.transpose, ctx.algorithm = adjacency, transpose, algorithm
         ctx.keep_alive = keep_alive(adjacency)
-        arguments = (x, value, scale_dst, scale_src, bias, num_dst, adjacency, transpose, algorithm)
+        arguments = (x, value, scale_dst, scale_src, bias, num_dst, adjacency, transpose, algorithm, relu)
         if is_plain_eager(x):
-            return _spmm(*arguments)
-        with below_autograd():
-            return _spmm_op(*arguments)
+            out = _spmm(*arguments)
+        else:
+            with below_autograd():
+                out = _spmm_op(*arguments)
+        ctx.save_for_backward(
+            x if value is not None else None, value, scale_dst, scale_src, out if relu else None
+        )
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, value, scale_dst, scale_src = ctx.saved_tensors
+        x, value, scale_dst, scale_src, rectified = ctx.saved_tensors
         grad_x = grad_value = grad_bias = None
+        if rectified is not None:
+            grad = grad.masked_fill(rectified <= 0, 0)
         if ctx.needs_input_grad[0]:
             grad_x = _spmm_op(
                 grad,
@@ -331,6 +349,7 @@ class _Spmm(torch.autograd.Function):
                 ctx.adjacency,
                 not ctx.transpose,
                 ctx.algorithm,
+                False,
             )
         if ctx.needs_input_grad[1]:
             dst, src = (x, grad) if ctx.transpose else (grad, x)
@@ -340,7 +359,7 @@ class _Spmm(torch.autograd.Function):
             ).reshape(value.shape)
         if ctx.needs_input_grad[4]:
             grad_bias = grad.sum(0)
-        return grad_x, grad_value, None, None, grad_bias, None, None, None, None
+        return grad_x, grad_value, None, None, grad_bias, None, None, None, None, None
 
 
 def _spmm_fake(
@@ -353,6 +372,7 @@ def _spmm_fake(
     adjacency: int,
     transpose: bool,
     algorithm: str,
+    relu: bool,
 ) -> Tensor:
     return x.new_empty(num_dst, x.size(1))
 

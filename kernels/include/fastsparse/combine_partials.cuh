@@ -6,18 +6,32 @@
 
 namespace fastsparse::cuda {
 
-// What happens to a sum before it is stored: out = scale_dst * sum + bias.
+// max(v, 0), and NaN where v is NaN.
+template <typename A>
+__device__ __forceinline__ A rectify(A v) {
+  return v < A{0} ? A{0} : v;
+}
+
+// What happens to a sum before it is stored: out = scale_dst * sum + bias, rectified where asked.
 struct Epilogue {
   const void* scale_dst;  // (num_rows) in the accumulation type, null: 1
   const void* bias;       // (width) in dtype, null: 0
-  void* out;              // (num_rows, width)
+  bool relu;
+  void* out;  // (num_rows, width)
   std::int64_t width;
 
-  template <typename T>
-  __device__ __forceinline__ T finish(Acc<T> sum, std::int64_t row, std::int64_t feature) const {
-    if (scale_dst != nullptr) sum *= static_cast<const Acc<T>*>(scale_dst)[row];
-    if (bias != nullptr) sum += widen(static_cast<const T*>(bias)[feature]);
-    return narrow<T>(sum);
+  template <typename T, int kVec>
+  __device__ __forceinline__ Pack<T, kVec> finish(const Acc<T> (&sum)[kVec], std::int64_t row,
+                                                  std::int64_t feature) const {
+    const Acc<T> scale = scale_dst != nullptr ? static_cast<const Acc<T>*>(scale_dst)[row] : Acc<T>{1};
+    Pack<T, kVec> pack;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      Acc<T> v = sum[i] * scale;
+      if (bias != nullptr) v += widen(static_cast<const T*>(bias)[feature + i]);
+      pack.lane[i] = narrow<T>(relu ? rectify(v) : v);
+    }
+    return pack;
   }
 };
 
@@ -66,8 +80,9 @@ __global__ void __launch_bounds__(kWarp* kCombineWarps)
   for (int i = 0; i < kCombineFeatures; ++i) {
     const std::int64_t feature = feature0 + i * kWarp;
     if (feature < width) {
-      static_cast<T*>(epilogue.out)[row * width + feature] =
-          epilogue.template finish<T>(sum[i], row, feature);
+      const A one[1] = {sum[i]};
+      store_pack(epilogue.template finish<T>(one, row, feature),
+                 static_cast<T*>(epilogue.out) + row * width + feature);
     }
   }
 }

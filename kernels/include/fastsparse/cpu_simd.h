@@ -59,6 +59,12 @@ FASTSPARSE_INLINE float widen(Half v) {
   return out;
 }
 
+// max(v, 0), and NaN where v is NaN.
+template <typename A>
+FASTSPARSE_INLINE A rectify(A v) {
+  return v < A{0} ? A{0} : v;
+}
+
 FASTSPARSE_INLINE void narrow(double v, double* out) { *out = v; }
 FASTSPARSE_INLINE void narrow(float v, float* out) { *out = v; }
 FASTSPARSE_INLINE void narrow(float v, BFloat16* out) {

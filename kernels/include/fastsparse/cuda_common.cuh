@@ -75,6 +75,28 @@ __device__ __forceinline__ Pack<T, kVec> load_pack(const T* from) {
   return pack;
 }
 
+// Stores it in one instruction, which a plain assignment leaves to the compiler, and of 16-bit elements it
+// makes several.
+template <typename T, int kVec>
+__device__ __forceinline__ void store_pack(const Pack<T, kVec>& pack, T* to) {
+  constexpr int kBytes = static_cast<int>(sizeof(T)) * kVec;
+  if constexpr (kBytes == 16) {
+    uint4 raw;
+    memcpy(&raw, &pack, kBytes);
+    *reinterpret_cast<uint4*>(to) = raw;
+  } else if constexpr (kBytes == 8) {
+    uint2 raw;
+    memcpy(&raw, &pack, kBytes);
+    *reinterpret_cast<uint2*>(to) = raw;
+  } else if constexpr (kBytes == 4) {
+    unsigned raw;
+    memcpy(&raw, &pack, kBytes);
+    *reinterpret_cast<unsigned*>(to) = raw;
+  } else {
+    *to = pack.lane[0];
+  }
+}
+
 // A number that the caller gave in the features' dtype or in their accumulation type.
 template <typename T>
 __device__ __forceinline__ Acc<T> load_value(const EdgeValueView& value, bool in_feature_dtype,

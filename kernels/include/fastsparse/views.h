@@ -37,18 +37,30 @@ struct RowSplitView {
   std::int64_t num_split_rows;
 };
 
+// Consecutive blocks of one window, or all blocks of several consecutive windows.
+struct alignas(16) WindowRun {
+  std::int32_t begin;        // first block
+  std::int32_t length;       // number of blocks
+  std::int32_t target;       // >= 0: the first window, this run has all of it; < 0: ~target is the slot of a
+                             // partial result of one window
+  std::int32_t num_windows;  // 1 where target < 0
+};
+
 // Binary sparse blocks: windows of 8 rows, each a list of non-zero 8x1 vectors, 16 to a block, the last block
 // of a window padded with empty vectors.
 struct BsbView {
-  const std::uint32_t* vector;  // (num_blocks, 16) bits 0..23 column; bit 24 + r: row r of the window has an
-                                // entry; padding has none and repeats the block's first column
+  const std::uint32_t* block;       // (num_blocks, 16) words: 16 columns of 3 bytes, then 16 masks of a byte,
+                                    // whose bit r says that row r of the window has an entry; 0: padding
+  const std::int64_t* window_ptr;   // (num_windows + 1) first block of every window
   const std::int32_t* window_row;   // (num_windows, 8) rows of every window, -1: none; null: consecutive rows
   const std::int64_t* block_entry;  // (num_blocks) entries before the block; null without values
   const void* value_id;  // (num_edges) by block, vector, row: position in the caller's edge order; null
                          // without values
   bool value_id_is_64bit;
   std::int64_t num_rows;
-  RowSplitView split;  // of windows, in blocks
+  RowSplitView split;     // of windows, in blocks
+  const WindowRun* runs;  // the same slices, but short windows joined to runs
+  std::int64_t num_runs;
 };
 
 // Values of the edges, in the caller's edge order: (num_values, heads), contiguous. Null data: every value
@@ -74,6 +86,7 @@ struct SpmmArgs {
   const void* scale_dst;  // (num_rows)
   const void* scale_src;  // (num_cols)
   const void* bias;       // (width) in dtype, null: 0
+  bool relu;              // out = max(out, 0)
   void* out;              // (num_rows, width) contiguous
   void* partial;          // (num_slots, width) in the accumulation type; CUDA only
   std::int64_t width;
@@ -90,6 +103,7 @@ struct SpmmBsbArgs {
   DenseView x;
   const void* scale_dst;
   const void* bias;
+  bool relu;  // out = max(out, 0)
   void* out;
   void* partial;  // (num_slots, 8, width) float32
   std::int64_t width;
@@ -132,12 +146,13 @@ struct SddmmArgs {
 
 // As SddmmArgs, on tensor cores: dtype float16, bfloat16 or float32; rows and heads of the features start at
 // multiples of 16 bytes. Of `a`, values are not used: an entry's position in the CSR structure is a count of
-// mask bits from its slice's first one.
+// mask bits from the first one of its row.
 struct SddmmBsbArgs {
   BsbView a;
-  const std::int32_t* slice_window;  // (num_slices) window of every slice
-  const std::int64_t* slice_entry;   // (num_slices, 8) CSR position of every row's first entry in the slice
-  const std::int64_t* slice_vector;  // (num_slices) vectors with entries before the slice; null: results go
+  const std::int64_t* rowptr;        // (num_rows + 1) as in CsrView
+  const std::int32_t* slot_window;   // (num_slots) window of every slice of a window that has several
+  const std::int64_t* slot_entry;    // (num_slots, 8) CSR position of every row's first entry in the slice
+  const std::int64_t* block_vector;  // (num_blocks) vectors with entries before the block; null: results go
                                      // to the edges' positions, else to (num_vectors, 8, heads), all written
   const void* edge_id;               // as in CsrView
   bool edge_id_is_64bit;

@@ -1,0 +1,104 @@
+"""What ``algorithm="auto"`` picks for spmm, and what that costs against the better of csr and flashsparse."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import Adjacency, choose, spmm
+
+from . import suite
+from .common import DTYPES, add_common, attempt, progress, recorder, relative_error, release
+from .spmm import TOLERANCE
+from .timing import kernel_time
+
+#: Stand-ins of every kind and size.
+STAND_INS = ("pubmed", "ppi", "ogbn-arxiv", "dd", "igb-small", "yelp", "reddit")
+#: Real graphs: sparse to dense, with and without rows that share columns.
+REAL_GRAPHS = ("amazon_computers", "soc_slashdot0902", "cornell5", "collab_tu")
+WIDTHS = (16, 32, 64, 100, 128, 256)
+
+
+def default_graphs() -> list[str]:
+    """Stand-ins, and the real graphs at hand."""
+    folder = os.environ.get("FASTSPARSE_DATA")
+    at_hand = [name for name in REAL_GRAPHS if folder and Path(folder, f"{name}.npz").is_file()]
+    return list(STAND_INS) + [suite.REAL + name for name in at_hand]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    parser.add_argument("--graphs", nargs="+", default=default_graphs(), help=suite.NAMES)
+    parser.add_argument("--widths", nargs="+", type=int, default=list(WIDTHS), help="feature widths")
+    parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=list(DTYPES))
+    parser.add_argument("--budget-ms", type=float, default=25.0, help="time to spend on each timing")
+
+
+def run(options: argparse.Namespace) -> Path:
+    """Runs the benchmark; returns the path of its record."""
+    out = recorder("choice", options)
+    out.note(
+        "forward, prepared structures without values; regret is the time of what auto picks over the best"
+        " time; an algorithm without a time cannot serve the width and runs as csr"
+    )
+    for name in progress(options.graphs, "choice"):
+        setup = attempt(partial(_load, name, torch.device(options.device)))
+        if setup["status"] != "ok":
+            out.add(graph=name, status=setup["status"])
+            continue
+        adj: Adjacency = setup["adj"]
+        shared = {"graph": name, "nodes": adj.num_dst, "edges": adj.num_edges, "vectors": setup["vectors"]}
+        for width, dtype in itertools.product(options.widths, options.dtypes):
+            measure = partial(_measure, adj, width, dtype, options.budget_ms)
+            out.add(**shared, width=width, dtype=dtype, **attempt(measure))
+        del adj, setup
+        release()
+    return out.path
+
+
+def _load(name: str, device: torch.device) -> dict[str, Any]:
+    graph = suite.load(name, device)
+    adj = Adjacency.from_csr(graph.rowptr, graph.col, (graph.num_nodes, graph.num_nodes)).prepare()
+    return {"adj": adj, "vectors": adj.bsb.num_vectors if adj.has_bsb else None}
+
+
+def runs_as(call: Callable[[], Tensor]) -> str:
+    """The algorithm that a call of spmm comes down to, asked of the call itself."""
+    resolved = []
+    original = choose.spmm_algorithm
+
+    def listen(*args: Any, **kwargs: Any) -> str:
+        resolved.append(original(*args, **kwargs))
+        return resolved[-1]
+
+    with mock.patch.object(choose, "spmm_algorithm", listen):
+        call()
+    return resolved[-1]
+
+
+def _measure(adj: Adjacency, width: int, dtype: str, budget_ms: float) -> dict[str, Any]:
+    x = torch.randn(adj.num_src, width, device=adj.device).to(DTYPES[dtype])
+    exact = spmm(adj, x.double(), algorithm="csr")
+    cell: dict[str, Any] = {}
+    times: dict[str, float] = {}
+    for algorithm in choose.SPMM_ALGORITHMS:
+        call = partial(spmm, adj, x, algorithm=algorithm)
+        if algorithm == "auto" or runs_as(call) != algorithm:
+            continue
+        error = relative_error(call(), exact)
+        if error > TOLERANCE[dtype]:
+            return {"status": f"wrong: {algorithm} has relative error {error:.1e}"}
+        timing = kernel_time(call, adj.device, budget_ms=budget_ms)
+        times[algorithm] = timing.median_ms
+        cell |= timing.as_cell(f"{algorithm}_")
+    pick = runs_as(partial(spmm, adj, x, algorithm="auto"))
+    return {**cell, "pick": pick, "regret": round(times[pick] / min(times.values()), 4)}

@@ -1,0 +1,56 @@
+"""Work list of the tensor-core kernels: slices of heavy windows, and runs of short ones.
+
+A warp that takes one short window waits for its columns, then for its features, and then has nothing left to
+do. Given several, it has the next window's features on the way while it finishes the last one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastsparse_core.formats.row_split import RowSplit
+
+#: Most windows of a run: as many as a warp has lanes to keep their ends.
+MOST_WINDOWS = 32
+
+
+def window_runs(window_ptr: Tensor, split: RowSplit, blocks: int) -> Tensor:
+    """Joins consecutive windows that one slice covers to runs of about ``blocks`` blocks.
+
+    Args:
+        window_ptr: int64 (num_windows + 1,), the range of blocks of every window.
+        split: the windows cut into slices; slices of windows that have several stay as they are.
+        blocks: from 1, no joining but of windows without blocks, to 32.
+
+    Returns:
+        int32 (num_runs, 4), long runs first: first block, number of blocks, target (the first window, or
+        ``~slot`` for a slice of a window), number of windows.
+    """
+    assert 1 <= blocks <= MOST_WINDOWS
+    device = window_ptr.device
+    length = window_ptr.diff()
+    num_windows = length.numel()
+    if num_windows == 0:
+        return torch.empty(0, 4, dtype=torch.int32, device=device)
+    cut = torch.zeros(num_windows, dtype=torch.bool, device=device)
+    cut[split.split_row.long()] = True
+    # A window counts one block at least: storing its rows is work too, and bounds the windows of a run.
+    weight = length.clamp(min=1).masked_fill(cut, 0)
+    group = (weight.cumsum(0) - weight) // blocks
+    starts = torch.ones(num_windows, dtype=torch.bool, device=device)
+    starts[1:] = (group[1:] != group[:-1]) | cut[1:] | cut[:-1]
+    first = torch.nonzero(starts).flatten()
+    count = torch.cat([first, first.new_tensor([num_windows])]).diff()
+    whole = ~cut[first]
+    first, count = first[whole], count[whole]
+    begin = window_ptr[first]
+    joined = torch.stack([begin, window_ptr[first + count] - begin, first, count], 1).int()
+
+    words = split.slices.view(torch.int32)
+    slices = words[words[:, 3] < 0]
+    slices = torch.stack([slices[:, 0], slices[:, 2], slices[:, 3], torch.ones_like(slices[:, 3])], 1)
+    runs = torch.cat([slices, joined])
+    # floor(log2(length)) + 1: runs of one bucket differ in length by less than two.
+    bucket = torch.frexp(runs[:, 1].float()).exponent
+    return runs[torch.sort(bucket.to(torch.int8), stable=True, descending=True).indices]

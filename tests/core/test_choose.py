@@ -1,0 +1,214 @@
+"""Which algorithm a call runs: the `algorithms` context, its threads and tasks, and torch.compile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import timeit
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from fastsparse_core import Adjacency, algorithms, choose, sddmm, spmm
+
+
+def ring(device: str = "cpu", num_nodes: int = 16) -> Adjacency:
+    node = torch.arange(num_nodes, device=device)
+    return Adjacency.from_coo(node, (node + 1) % num_nodes, (num_nodes, num_nodes))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the products asked for, in order, forward and backward."""
+    seen: list[str] = []
+    original = choose.spmm_algorithm
+
+    def record(adj: Adjacency, algorithm: str, *rest: Any) -> str:
+        seen.append(algorithm)
+        return original(adj, algorithm, *rest)
+
+    monkeypatch.setattr(choose, "spmm_algorithm", record)
+    return seen
+
+
+class Calls(TorchDispatchMode):
+    """Collects operator names and algorithms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fastsparse":
+            self.seen.append((func._opname, next(each for each in args if isinstance(each, str))))
+        return func(*args, **(kwargs or {}))
+
+
+def test_replaces_auto_and_nothing_else(device, asked):
+    adj, x = ring(device), torch.randn(16, 8, device=device)
+    spmm(adj, x)
+    with algorithms(spmm="flashsparse"):
+        spmm(adj, x)
+        spmm(adj, x, algorithm="csr")
+        with algorithms(sddmm="csr"):
+            spmm(adj, x)
+        with algorithms(spmm="csr"):
+            spmm(adj, x, reduce="mean")
+        with algorithms(spmm="auto"):
+            spmm(adj, x)
+        spmm(adj, x)
+    spmm(adj, x)
+    assert asked == ["auto", "flashsparse", "csr", "flashsparse", "csr", "auto", "flashsparse", "auto"]
+
+
+def test_is_left_after_an_error_and_decorates(asked):
+    adj, x = ring(), torch.randn(16, 8)
+    with pytest.raises(ValueError, match="x: expected"), algorithms(spmm="csr"):
+        spmm(adj, x[:3])
+    spmm(adj, x)
+    algorithms(spmm="csr")(spmm)(adj, x)
+    assert asked == ["auto", "csr"]
+
+
+@pytest.mark.parametrize("where", ["inside", "outside", "another context"])
+def test_backward_keeps_the_algorithm_of_the_forward_pass(device, asked, where):
+    adj, x = ring(device), torch.randn(16, 8, device=device, requires_grad=True)
+    with algorithms(spmm="csr"):
+        out = spmm(adj, x)
+        if where == "inside":
+            out.sum().backward()
+    if where == "outside":
+        out.sum().backward()
+    elif where == "another context":
+        with algorithms(spmm="flashsparse"):
+            thread = threading.Thread(target=lambda: out.sum().backward())
+            thread.start()
+            thread.join()
+    assert x.grad is not None
+    assert asked == ["csr", "csr"]
+
+
+def test_reaches_sddmm_and_both_operators_gradients(device):
+    adj = ring(device)
+    x = torch.randn(16, 8, device=device, requires_grad=True)
+    value = torch.randn(16, device=device, requires_grad=True)
+    with Calls() as calls:
+        with algorithms(spmm="flashsparse", sddmm="csr"):
+            product, score = spmm(adj, x, value), sddmm(adj, x, x)
+        score.sum().backward()
+        product.sum().backward()
+    assert calls.seen[:2] == [("spmm", "flashsparse"), ("sddmm", "csr")]
+    assert calls.seen[2:4] == [("spmm", "csr")] * 2
+    assert sorted(calls.seen[4:]) == [("sddmm", "flashsparse"), ("spmm", "flashsparse")]
+
+
+def test_recomputation_takes_the_context_it_is_given(asked):
+    adj, x = ring(), torch.randn(16, 8, requires_grad=True)
+
+    def contexts() -> tuple[Any, Any]:
+        return algorithms(spmm="csr"), algorithms(spmm="csr")
+
+    out = checkpoint(lambda x: spmm(adj, x).relu(), x, use_reentrant=False, context_fn=contexts)
+    out.sum().backward()
+    assert asked == ["csr"] * 3  # forward, forward again, backward
+
+
+def test_results_do_not_depend_on_it(device):
+    adj = ring(device).prepare()
+    x = torch.randn(16, 64, device=device)
+    expected = spmm(adj, x, algorithm="csr")
+    for name in choose.SPMM_ALGORITHMS:
+        with algorithms(spmm=name):
+            torch.testing.assert_close(spmm(adj, x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_other_threads_are_left_alone(asked):
+    adj, x = ring(), torch.randn(16, 8)
+    with algorithms(spmm="csr"):
+        thread = threading.Thread(target=lambda: spmm(adj, x))
+        thread.start()
+        thread.join()
+        spmm(adj, x)
+    assert asked == ["auto", "csr"]
+
+
+def test_tasks_that_take_turns_keep_their_own():
+    seen: dict[str, list[str]] = {}
+
+    async def work(name: str) -> None:
+        with algorithms(spmm=name):
+            for _ in range(3):
+                seen.setdefault(name, []).append(choose.requested("spmm", "auto"))
+                await asyncio.sleep(0)
+
+    async def both() -> None:
+        await asyncio.gather(work("csr"), work("flashsparse"))
+
+    asyncio.run(both())
+    assert seen == {"csr": ["csr"] * 3, "flashsparse": ["flashsparse"] * 3}
+    assert choose.requested("spmm", "auto") == "auto"
+
+
+def test_contexts_left_out_of_order_do_not_stick():
+    first, second = algorithms(spmm="csr"), algorithms(spmm="flashsparse")
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with second:
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=hold)
+    with first:
+        thread.start()
+        assert entered.wait(10)
+        assert choose._last_opened == {"spmm": "flashsparse"}
+    assert choose._last_opened == {"spmm": "flashsparse"}
+    leave.set()
+    thread.join()
+    assert choose._last_opened is None
+
+
+def test_compiled_code_follows_the_context(device, asked):
+    adj, x = ring(device), torch.randn(16, 8, device=device, requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda adj, x: spmm(adj, x).relu(), fullgraph=True, backend="aot_eager")
+    for name in ("auto", "csr", "flashsparse", "auto"):
+        asked.clear()
+        with algorithms(spmm=name):
+            out = compiled(adj, x)
+        out.sum().backward()
+        assert asked == [name, name]
+
+
+def test_context_inside_compiled_code(device, asked):
+    adj, x = ring(device), torch.randn(16, 8, device=device)
+
+    def model(adj: Adjacency, x: torch.Tensor) -> torch.Tensor:
+        with algorithms(spmm="csr"):
+            x = spmm(adj, x)
+        return spmm(adj, x)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(adj, x), model(adj, x))
+    assert asked == ["csr", "auto"] * 4
+
+
+def test_costs_less_than_a_microsecond_unused():
+    seconds = min(timeit.repeat(lambda: choose.requested("spmm", "auto"), number=10_000, repeat=20))
+    assert seconds / 10_000 < 1e-6
+
+
+@pytest.mark.parametrize("operator", choose.ALGORITHMS)
+def test_unknown_names_are_refused(operator):
+    with pytest.raises(ValueError, match=f"{operator}: expected one of 'auto', .*, got 'magic'"):
+        algorithms(**{operator: "magic"}).__enter__()
+    with pytest.raises(ValueError, match="algorithm: expected one of 'auto', .*, got 'magic'"):
+        choose.requested(operator, "magic")
+    with pytest.raises(TypeError, match="dense"):
+        algorithms(dense="csr")
