@@ -105,6 +105,7 @@ class AggregationMixin:
         scale_dst: Tensor | None = None,
         scale_src: Tensor | None = None,
         bias: Tensor | None = None,
+        relu: bool = False,
     ) -> Tensor:
         r"""One call of :func:`fastsparse_core.spmm`, with edge weights broadcast as DGL does.
 
@@ -116,6 +117,7 @@ class AggregationMixin:
             scale_dst: constant factor per destination.
             scale_src: constant factor per source.
             bias: added to the last dimension.
+            relu: whether negative results become 0.
 
         Returns:
             (num_dst, ...).
@@ -125,7 +127,7 @@ class AggregationMixin:
             feat, value = _broadcast_edge_weight(adjacency, feat, edge_weight)
         # The operator adds a bias to the flattened features, which is the last dimension only for 2-D
         # features.
-        fused = bias is not None and feat.dim() == 2 and feat.shape[1] == bias.shape[0]
+        fused = bias is None or (feat.dim() == 2 and feat.shape[1] == bias.shape[0])
         out = spmm(
             adjacency,
             feat,
@@ -134,8 +136,12 @@ class AggregationMixin:
             scale_dst=scale_dst,
             scale_src=scale_src,
             bias=bias if fused else None,
+            relu=relu and fused,
         )
-        return out if fused or bias is None else out + bias
+        if fused:
+            return out
+        out = out + bias
+        return out.relu() if relu else out
 
 
 def _broadcast_edge_weight(adjacency: Adjacency, feat: Tensor, edge_weight: Tensor) -> tuple[Tensor, Tensor]:

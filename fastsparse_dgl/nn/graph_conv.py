@@ -86,11 +86,13 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
             else:
                 scales["scale_src"] = adjacency.inv_out_degree(dtype)
 
-        if weight is None:
-            out = self._aggregate(adjacency, source, edge_weight, bias=self.bias, **scales)
-        elif self._in_feats > self._out_feats:  # aggregate the narrower of the two
-            source = torch.matmul(source, weight)
-            out = self._aggregate(adjacency, source, edge_weight, bias=self.bias, **scales)
+        if weight is None or self._in_feats > self._out_feats:  # aggregate the narrower of the two
+            if weight is not None:
+                source = torch.matmul(source, weight)
+            relu = self._activation in (torch.relu, torch.nn.functional.relu)
+            out = self._aggregate(adjacency, source, edge_weight, bias=self.bias, relu=relu, **scales)
+            if relu:
+                return out
         else:
             out = self._aggregate(adjacency, source, edge_weight, **scales)
             if self.bias is not None and out.dim() == 2 and weight.dim() == 2:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fastsparse_core.formats.bsb import MOST_COLUMNS
 from fastsparse_core.log import info_once
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("fastsparse_core")
 _WHY_CSR = (
     "spmm with algorithm='flashsparse' runs as 'csr' where tensor cores cannot serve it: on the CPU, "
-    "in float64, for rows that are not multiples of 16 bytes, for heads that are not multiples of a tile"
+    "in float64, for rows that are not multiples of 16 bytes, for heads that are not multiples of a tile, "
+    "for more than 2^24 sources"
 )
 
 SPMM_ALGORITHMS = ("auto", "csr", "flashsparse")
@@ -205,6 +207,8 @@ def spmm_algorithm(
 
 def _flashsparse_fits(adj: Adjacency, dtype: torch.dtype, width: int, heads: int, aligned: bool) -> bool:
     if adj.device.type != "cuda" or dtype == torch.float64 or not aligned or width < 8:
+        return False
+    if adj.num_src > MOST_COLUMNS:
         return False
     if heads > 1:
         tile = 8 * features_per_lane(width, dtype.itemsize)
