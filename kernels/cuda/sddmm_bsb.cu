@@ -15,8 +15,7 @@
 // Of a block's 128 products only the entries are wanted, some 20 of them, scattered over the warp. A row's
 // entries follow each other in the vectors as in the CSR structure, so an entry's position is that of the
 // row's first one plus the mask bits of the row before it. Results queue in shared memory by row and leave as
-// runs of neighbours, so that few store transactions reach the L2. Meanwhile the next block's rows, and the
-// next window's, are on the way into the registers that the products have just freed.
+// runs of neighbours, so that few store transactions reach the L2.
 //
 // Floors, V vectors, E entries, H heads of width D: V H D sizeof(T) bytes gathered, 4 V H bytes of blocks,
 // E H sizeof(out) bytes of results; 16 V H D useful flops.
@@ -174,14 +173,22 @@ __device__ __forceinline__ void store_result(const SddmmBsbArgs& args, std::int6
 template <typename T>
 class Queue {
  public:
-  // Apart, so that the first results of all rows meet in no bank.
-  using Slots = float[kRows][kSlots + 4];
+  struct Shared {
+    float slot[kRows][kSlots + 4];  // apart, so that the first results of all rows meet in no bank
+    std::int64_t entry[kRows];      // CSR position of every row's first result in the queue
+  };
 
-  __device__ __forceinline__ Queue(const SddmmBsbArgs& args, Slots& slots, int lane)
-      : args_(args), slots_(slots), own_(slots[lane / 4]) {}
+  __device__ __forceinline__ Queue(const SddmmBsbArgs& args, Shared& shared, int lane)
+      : args_(args), shared_(shared), own_(shared.slot[lane / 4]) {}
 
-  // entry: CSR position of row g's first result.
-  __device__ __forceinline__ void start(std::int64_t entry) { entry_ = entry; }
+  // Starts the queue of row r, whose first result has its CSR position at `entry`. It comes by itself: a
+  // register for it would keep the gathers waiting.
+  __device__ __forceinline__ void start(const std::int64_t* entry, int r) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(
+                     static_cast<std::uint32_t>(__cvta_generic_to_shared(&shared_.entry[r]))),
+                 "l"(entry)
+                 : "memory");
+  }
 
   // Takes row g's results of vectors 4t .. 4t + 3 of the next block; present: bit 8i says that the i-th is an
   // entry.
@@ -206,17 +213,19 @@ class Queue {
 
   // Writes all results of the queue, 16 lanes to a row.
   __device__ __forceinline__ void leave() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
     __syncwarp();
     const int lane = threadIdx.x % kWarp, half = lane / 16;
 #pragma unroll
     for (int pair = 0; pair < kRows / 2; ++pair) {
       const int row = 2 * pair + half;
       const int count = __shfl_sync(kFullWarp, filled_, 4 * row);
-      const std::int64_t first = __shfl_sync(kFullWarp, entry_, 4 * row);
-      for (int i = lane % 16; i < count; i += 16) write(first + i, slots_[row][i]);
+      const std::int64_t first = shared_.entry[row];
+      for (int i = lane % 16; i < count; i += 16) write(first + i, shared_.slot[row][i]);
+      __syncwarp();
+      if (lane % 16 == 0) shared_.entry[row] = first + count;
     }
     __syncwarp();
-    entry_ += filled_;
     filled_ = 0;
   }
 
@@ -231,10 +240,9 @@ class Queue {
   }
 
   const SddmmBsbArgs& args_;
-  Slots& slots_;
+  Shared& shared_;
   float* own_;
-  std::int64_t entry_ = 0;  // CSR position of row g's first result in the queue
-  int filled_ = 0;          // results of row g in the queue
+  int filled_ = 0;  // results of row g in the queue
 };
 
 // Row r of a window; where the window has fewer rows, row 0, of which nothing is written.
@@ -280,7 +288,7 @@ __global__ void __launch_bounds__(kThreads, kMin)
     sddmm_bsb_kernel(const __grid_constant__ SddmmBsbArgs args) {
   constexpr int kStepBytes = kLanes * 16;
   constexpr int kLoads = kLanes / 2;  // of a block and step
-  __shared__ typename Queue<T>::Slots slots[kThreads / kWarp];
+  __shared__ typename Queue<T>::Shared shared[kThreads / kWarp];
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
   if (warp >= args.a.num_runs) return;
@@ -289,14 +297,13 @@ __global__ void __launch_bounds__(kThreads, kMin)
   if (run.length == 0) return;
   // Columns are read one block ahead; the array is padded, so that this may run past the run.
   const std::uint32_t* blocks = args.a.block + static_cast<std::int64_t>(run.begin) * kBlockWords;
-  Columns<kLanes> columns, next;
-  std::uint32_t mask, next_mask;
+  Columns<kLanes> next;
+  std::uint32_t next_mask;
   next.read(blocks, lane);
   next_mask = load_masks(blocks, t);
-  Queue<T> queue(args, slots[threadIdx.x / kWarp], lane);
+  Queue<T> queue(args, shared[threadIdx.x / kWarp], lane);
 
-  const bool whole = run.target >= 0;
-  const std::int64_t window = whole ? run.target : __ldg(args.slot_window + ~run.target);
+  const std::int32_t window = run.target < 0 ? __ldg(args.slot_window + ~run.target) : run.target;
   // Lane n: where the run's n-th window ends.
   int window_end = run.length;
   if (run.num_windows > 1 && lane < run.num_windows) {
@@ -320,99 +327,84 @@ __global__ void __launch_bounds__(kThreads, kMin)
     const uint4 low = load_words(from + lower, kPlain || lower + t * 16 < head_bytes);
     return Rows(low, kLanes == 8 ? load_words(from + upper, kPlain || upper + t * 16 < head_bytes) : uint4{});
   };
-  const auto first_entry = [&](std::uint32_t row) {
-    return __ldg(whole ? args.rowptr + row
-                       : args.slot_entry + static_cast<std::int64_t>(~run.target) * kRows + g);
-  };
+  int index = 0;
+  for (int nth = 0; nth < run.num_windows; ++nth) {
+    const int end = __shfl_sync(kFullWarp, window_end, nth);
+    if (index == end) continue;
+    const std::uint32_t row = row_of_window(args.a, window + nth, g);
+    Rows rows[kSteps > 0 ? kSteps : 1];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) rows[s] = load_rows(row, s);
+    if (t == 0)
+      queue.start(
+          run.target < 0 ? args.slot_entry + ~run.target * std::int64_t{kRows} + g : args.rowptr + row, g);
 
-  // What the block `index` needs: the gathered rows, and the window's where it is the first of one.
-  int index = 0, nth = -1, end = 0;
-  std::uint32_t row = 0;
-  Rows rows[kSteps > 0 ? kSteps : 1];
-  uint4 words[kLoads][kSteps > 0 ? kSteps : 1];
-  const auto gather = [&] {
-    if (index == end) {
-      do end = __shfl_sync(kFullWarp, window_end, ++nth);
-      while (index == end);
-      row = row_of_window(args.a, window + nth, g);
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) rows[s] = load_rows(row, s);
-    }
-    columns = next;
-    mask = next_mask;
-    std::uint32_t column[kLoads];
-    columns.unpack_to(column, lane);
-#pragma unroll
-    for (int v = 0; v < kLoads; ++v) {
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) words[v][s] = load_src(column[v], s);
-    }
-    blocks += kBlockWords;
-    next.read(blocks, lane);
-    next_mask = load_masks(blocks, t);
-    __syncwarp();  // so that all loads start here, and not one after the other where they are needed
-  };
-  gather();
-  queue.start(first_entry(row));
-
-  for (;;) {
-    Products<T, kTerms, kLanes> products[kLoads];
-    if constexpr (kSteps > 0) {
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-        for (int v = 0; v < kLoads; ++v) products[v].add(rows[s], words[v][s]);
-      }
-    } else {
+    for (; index < end; ++index) {
       std::uint32_t column[kLoads];
-      columns.unpack_to(column, lane);
-#pragma unroll 1
-      for (std::uint32_t step = 0; step * kStepBytes < head_bytes; ++step) {
-        uint4 chunk[kLoads];
+      next.unpack_to(column, lane);
+      const std::uint32_t mask = next_mask;
+      uint4 words[kLoads][kSteps > 0 ? kSteps : 1];
 #pragma unroll
-        for (int v = 0; v < kLoads; ++v) chunk[v] = load_src(column[v], step);
-        const Rows chunk_rows = load_rows(row, step);
+      for (int v = 0; v < kLoads; ++v) {
 #pragma unroll
-        for (int v = 0; v < kLoads; ++v) products[v].add(chunk_rows, chunk[v]);
+        for (int s = 0; s < kSteps; ++s) words[v][s] = load_src(column[v], s);
       }
-    }
-    float result[kOwned];
-#pragma unroll
-    for (int i = 0; i < kOwned; ++i) {
-      result[i] = kLanes == 8 ? products[i % kLoads].get(0) : products[i % kLoads].get(i / kLoads);
-    }
-    const std::uint32_t block_mask = mask, block_row = row;
-    const std::uint32_t present = (block_mask >> g) & 0x01010101u;
-    const std::uint32_t* block = blocks - kBlockWords;
-    const std::int64_t number = static_cast<std::int64_t>(run.begin) + index;
-    ++index;
-    const bool window_is_done = index == end;
-    if (index < run.length) gather();
+      const std::uint32_t* block = blocks;
+      blocks += kBlockWords;
+      next.read(blocks, lane);
+      next_mask = load_masks(blocks, t);
+      __syncwarp();  // so that all loads start here, and not one after the other where they are needed
 
-    if constexpr (kTerms > 1) {
-      if ((result[0] + result[1] + result[2] + result[3]) * 0.0f != 0) {  // NaN: one is not finite
-        std::uint32_t column[kOwned];
-        unpack(load_columns(block, t), column);
+      Products<T, kTerms, kLanes> products[kLoads];
+      if constexpr (kSteps > 0) {
 #pragma unroll
-        for (int i = 0; i < kOwned; ++i) result[i] = multiply_again(args, block_row, column[i]);
+        for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+          for (int v = 0; v < kLoads; ++v) products[v].add(rows[s], words[v][s]);
+        }
+      } else {
+#pragma unroll 1
+        for (std::uint32_t step = 0; step * kStepBytes < head_bytes; ++step) {
+          uint4 chunk[kLoads];
+#pragma unroll
+          for (int v = 0; v < kLoads; ++v) chunk[v] = load_src(column[v], step);
+          const Rows chunk_rows = load_rows(row, step);
+#pragma unroll
+          for (int v = 0; v < kLoads; ++v) products[v].add(chunk_rows, chunk[v]);
+        }
       }
-    }
-    if constexpr (!kPlain) scale(args, result, block_row, load_columns(block, t));
-    if (kPlain || args.block_vector == nullptr) {
-      queue.put(result, present, t);
-      if (window_is_done) queue.leave();
-    } else {
-      const std::int64_t first = __ldg(args.block_vector + number) + kOwned * t;
+      float result[kOwned];
 #pragma unroll
       for (int i = 0; i < kOwned; ++i) {
-        if (((block_mask >> 8 * i) & 0xffu) == 0) continue;
-        store_result<T>(args, ((first + i) * kRows + g) * args.heads + blockIdx.y,
-                        present & (1u << 8 * i) ? result[i] : 0.0f);
+        result[i] = kLanes == 8 ? products[i % kLoads].get(0) : products[i % kLoads].get(i / kLoads);
+      }
+      if constexpr (kTerms > 1) {
+        if ((result[0] + result[1] + result[2] + result[3]) * 0.0f != 0) {  // NaN: one is not finite
+          std::uint32_t own[kOwned];
+          unpack(load_columns(block, t), own);
+#pragma unroll
+          for (int i = 0; i < kOwned; ++i) result[i] = multiply_again(args, row, own[i]);
+        }
+      }
+      const std::uint32_t present = (mask >> g) & 0x01010101u;
+      if constexpr (kPlain) {
+        queue.put(result, present, t);
+      } else {
+        scale(args, result, row, load_columns(block, t));
+        if (args.block_vector == nullptr) {
+          queue.put(result, present, t);
+        } else {
+          const std::int64_t first = __ldg(args.block_vector + run.begin + index) + kOwned * t;
+#pragma unroll
+          for (int i = 0; i < kOwned; ++i) {
+            if (((mask >> 8 * i) & 0xffu) == 0) continue;
+            store_result<T>(args, ((first + i) * kRows + g) * args.heads + blockIdx.y,
+                            present & (1u << 8 * i) ? result[i] : 0.0f);
+          }
+        }
       }
     }
-    if (!window_is_done) continue;
-    if (index == run.length) break;
-    queue.start(first_entry(row));
+    queue.leave();
   }
 }
 
