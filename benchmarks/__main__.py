@@ -16,6 +16,7 @@ from .common import add_common
 
 COMMANDS = {
     "spmm": "sparse-dense product against cuSPARSE and stored rivals",
+    "sddmm": "dot products per edge, csr and flashsparse",
     "train": "training step, inference and memory of a GCN against PyG",
     "adjacency": "building an Adjacency and its transpose",
     "formats": "vectors, zeros, instructions and bytes of the tensor-core formats, and their conversion",
@@ -32,6 +33,7 @@ COMMANDS = {
 ON_CUDA = (
     "spmm",
     "spmm --algorithm flashsparse --dtypes float16 bfloat16 float32",
+    "sddmm",
     "adjacency",
     "formats",
     "host",

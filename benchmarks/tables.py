@@ -180,6 +180,34 @@ def spmm(result: dict[str, Any]) -> list[Table]:
     return tables
 
 
+def sddmm(result: dict[str, Any]) -> list[Table]:
+    cells = result["cells"]
+    tables = []
+    for dtype, width in _ordered((c["dtype"], c["width"]) for c in cells):
+        group = _by(cells, dtype=dtype, width=width)
+        names = _ordered(c["implementation"] for c in group)
+        rows, ratios = [], []
+        for graph in _ordered(c["graph"] for c in group):
+            times = {name: time_of(_first(group, graph=graph, implementation=name)) for name in names}
+            picked = times.get("fastsparse auto")
+            stored = stored_rivals(result, f"sddmm@{width}", dtype, graph)
+            best = min(stored, key=stored.__getitem__, default=None)
+            ratios.append(_quotient(stored.get(best) if best else None, picked))
+            rows.append(
+                [
+                    graph,
+                    *(_shown(_first(group, graph=graph, implementation=name)) for name in names),
+                    f"{best} {number(stored[best])}" if best else "-",
+                    ratio(ratios[-1]),
+                ]
+            )
+        mean = ratio(geometric_mean(r for r in ratios if r))
+        rows.append(["geometric mean", *("" for _ in names), "", mean])
+        columns = ["graph", *(f"{name} ms" for name in names), "best stored rival ms", "auto against it"]
+        tables.append(Table(f"sddmm, {dtype}, F = {width}", columns, rows))
+    return tables
+
+
 def _percent(value: float) -> str:
     return f"{value:.0%}" if math.isfinite(value) else "-"
 
@@ -521,6 +549,7 @@ def _crossover(cell: Cell | None) -> str:
 #: benchmark -> the tables of its record
 TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "spmm": spmm,
+    "sddmm": sddmm,
     "train": train,
     "adjacency": adjacency,
     "formats": formats,
@@ -535,6 +564,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
 ABOUT = {
     "spmm": "Sparse-dense product against cuSPARSE, and the best stored rival where there is one;"
     " 'of roofline' is the time of gathering the same rows at the measured bandwidth, over our time.",
+    "sddmm": "A dot product per edge, and the best stored rival where there is one.",
     "train": "Training step, inference and peak memory of a three-layer GCN.",
     "adjacency": "Building the structure from edges in arbitrary order.",
     "formats": "FlashSparse's table 2 (zeros in vectors of 16 and of 8 rows), figure 14 (matrix instructions"

@@ -289,6 +289,32 @@ void gatv2_attention_backward(const CsrStructure& structure, const CsrStructure&
   const DeviceGuard guard(device);
   check(cuda::gatv2_attention_backward(args, at(queue)), "gatv2_attention_backward");
 }
+
+void sddmm_bsb(const BsbView& structure, Address rowptr, Address slot_window, Address slot_entry,
+               Address block_vector, Address edge_id, bool edge_id_is_64bit, int dtype, std::int64_t heads,
+               std::int64_t head_width, Address x_dst, std::int64_t x_dst_stride, Address x_src,
+               std::int64_t x_src_stride, Address scale_dst, Address scale_src, Address out, int out_dtype,
+               bool tf32, int device, Address queue) {
+  const SddmmBsbArgs args{structure,
+                          at<std::int64_t>(rowptr),
+                          at<std::int32_t>(slot_window),
+                          at<std::int64_t>(slot_entry),
+                          at<std::int64_t>(block_vector),
+                          at(edge_id),
+                          edge_id_is_64bit,
+                          {at(x_dst), x_dst_stride},
+                          {at(x_src), x_src_stride},
+                          at(scale_dst),
+                          at(scale_src),
+                          at(out),
+                          static_cast<Dtype>(out_dtype),
+                          heads,
+                          head_width,
+                          tf32,
+                          static_cast<Dtype>(dtype)};
+  const DeviceGuard guard(device);
+  check(cuda::sddmm_bsb(args, at(queue)), "sddmm_bsb");
+}
 #endif
 
 void spmm_extremum(const CsrStructure& structure, int dtype, std::int64_t width, Address x,
@@ -463,6 +489,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Gatv2AttentionInput>(m, "Gatv2AttentionInput").def(py::init(&gatv2_input));
   m.def("gatv2_attention", &gatv2_attention);
   m.def("gatv2_attention_backward", &gatv2_attention_backward);
+  m.def("sddmm_bsb", &sddmm_bsb);
 #endif
   m.def("spmm_extremum", &spmm_extremum);
   m.def("sddmm_csr", &sddmm_csr);

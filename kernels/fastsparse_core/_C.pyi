@@ -318,4 +318,27 @@ def attention_csr_backward(
     grad_bias: int,
     threads: int,
 ) -> None: ...
+def sddmm_bsb(  # only in builds with the CUDA half
+    structure: BsbStructure,
+    rowptr: int,
+    slot_window: int,
+    slot_entry: int,
+    block_vector: int,
+    edge_id: int,
+    edge_id_is_64bit: bool,
+    dtype: int,
+    heads: int,
+    head_width: int,
+    x_dst: int,
+    x_dst_stride: int,
+    x_src: int,
+    x_src_stride: int,
+    scale_dst: int,
+    scale_src: int,
+    out: int,
+    out_dtype: int,
+    tf32: bool,
+    device: int,
+    queue: int,
+) -> None: ...
 def build_info() -> dict[str, bool | str]: ...

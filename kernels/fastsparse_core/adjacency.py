@@ -19,7 +19,7 @@ from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.grouping import Method, check_method
 from fastsparse_core.formats.grouping import group_rows as similar_rows
 from fastsparse_core.formats.row_split import RowSplit
-from fastsparse_core.formats.window_runs import window_runs
+from fastsparse_core.formats.window_runs import slot_starts, window_runs
 
 _logger = logging.getLogger("fastsparse_core")
 _INT32_MAX = 2**31 - 1
@@ -487,18 +487,58 @@ class Adjacency:
         Args:
             valued: with the place of every entry among the edge values.
         """
-        return self._memo.get(("bsb_structure", valued), lambda: self._bsb_structure(valued))[0]
+        return self._memo.get(("bsb_structure", valued), lambda: self._bsb_structure(valued))
 
-    def _bsb_structure(self, valued: bool) -> tuple[Any, Tensor | None]:
-        bsb, split = self.bsb, self.bsb_split
-        block_entry: Tensor | None = None
-        value_id: Tensor | None = None
-        if valued:
+    def _bsb_structure(self, valued: bool) -> Any:
+        return self._blocks(
+            self.bsb_split,
+            self.bsb_runs,
             # Found only now: most structures never meet edge values, and the places take 4 bytes an edge.
-            block_entry = self._row_memo.get("block_entry", bsb.block_entry)
-            order = bsb.entry_order(self.row(), self.col)
-            value_id = order if self.edge_id is None else self.edge_id.index_select(0, order)
-        structure = _C.BsbStructure(
+            self._row_memo.get("block_entry", self.bsb.block_entry) if valued else None,
+            self.bsb_value_id if valued else None,
+        )
+
+    @property
+    def bsb_value_id(self) -> Tensor:
+        """Position in the caller's edge order of every entry, (num_edges,), by block, vector, row."""
+        return self._memo.get("bsb_value_id", self._bsb_value_id)
+
+    def _bsb_value_id(self) -> Tensor:
+        order = self.bsb.entry_order(self.row(), self.col)
+        return order if self.edge_id is None else self.edge_id.index_select(0, order)
+
+    @property
+    def sddmm_split(self) -> RowSplit:
+        """As `bsb_split`, in the shorter slices that sddmm takes: it has no partial results to add."""
+        return self._row_memo.get(
+            "sddmm_split",
+            lambda: RowSplit.from_rowptr(self.bsb.window_ptr, choose.sddmm_slice_blocks(self.bsb.num_blocks)),
+        )
+
+    def sddmm_structure(self) -> tuple[Any, Tensor, Tensor]:
+        """The binary sparse blocks as the compiled sddmm takes them, and the starts of its slices.
+
+        Returns:
+            the structure; int32 (num_slots,) and int64 (num_slots, 8), see `slot_starts`.
+        """
+        split = self.sddmm_split
+        runs = self._row_memo.get(
+            "sddmm_runs",
+            lambda: window_runs(self.bsb.window_ptr, split, choose.run_blocks(self.bsb.num_blocks)),
+        )
+        structure = self._row_memo.get("sddmm_structure", lambda: self._blocks(split, runs))
+        starts = self._row_memo.get("sddmm_starts", lambda: slot_starts(self.bsb, self.rowptr, split))
+        return structure, *starts
+
+    def block_vector(self) -> Tensor:
+        """Number of vectors before every block, int64 (num_blocks,), for results as dense vectors."""
+        return self._row_memo.get("block_vector", self.bsb.block_vector)
+
+    def _blocks(
+        self, split: RowSplit, runs: Tensor, block_entry: Tensor | None = None, value_id: Tensor | None = None
+    ) -> Any:
+        bsb = self.bsb
+        return _C.BsbStructure(
             # Of the storage: an empty view has no address, yet the kernels read ahead, behind its end.
             bsb.block.untyped_storage().data_ptr(),
             bsb.window_ptr.data_ptr(),
@@ -512,10 +552,9 @@ class Adjacency:
             split.split_row.data_ptr(),
             split.split_ptr.data_ptr(),
             split.split_row.numel(),
-            self.bsb_runs.data_ptr(),
-            self.bsb_runs.size(0),
+            runs.data_ptr(),
+            runs.size(0),
         )
-        return structure, value_id
 
     def vector_scale(self, scale_src: Tensor) -> Tensor:
         """Factor of every vector's column, float32 (num_blocks, 16); kept for the last ``scale_src``."""
@@ -542,6 +581,7 @@ class Adjacency:
         self.csr_structure  # noqa: B018
         if self.device.type == "cuda" and self.try_bsb():
             self.bsb_structure(valued=False)
+            self.sddmm_structure()
         self.inv_sqrt_degree()
         self.inv_degree()
         self.inv_sqrt_out_degree()
@@ -625,9 +665,10 @@ class Adjacency:
             named = adjacency._own_tensors()
             for key, result in (adjacency._row_memo.results | adjacency._memo.results).items():
                 name = "_".join(map(str, key)) if isinstance(key, tuple) else key
-                for part in result if isinstance(result, tuple) else (result,):
+                parts = result if isinstance(result, tuple) else (result,)
+                for nth, part in enumerate(parts):
                     if isinstance(part, Tensor):
-                        named[name] = part
+                        named[name if len(parts) == 1 else f"{name}.{nth}"] = part
                     elif isinstance(part, (RowSplit, Bsb)):
                         named.update({f"{name}.{item}": tensor for item, tensor in part.tensors().items()})
             tensors.update({prefix + name: tensor for name, tensor in named.items()})

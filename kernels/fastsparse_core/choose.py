@@ -30,9 +30,13 @@ _WHY_UNFUSED = (
     "attention runs as 'unfused', with memory for every edge, where the fused kernels cannot serve it: on "
     "CUDA in float64, for heads wider than 256, for rows that are not multiples of 16 bytes"
 )
+_WHY_SDDMM_CSR = (
+    "sddmm with algorithm='flashsparse' runs as 'csr' where tensor cores cannot serve it: on the CPU, in "
+    "float64, for rows or heads that are not multiples of 16 bytes, for more than 65535 heads or 2^24 sources"
+)
 
 SPMM_ALGORITHMS = ("auto", "csr", "flashsparse")
-SDDMM_ALGORITHMS = ("auto", "csr")
+SDDMM_ALGORITHMS = ("auto", "csr", "flashsparse")
 ATTENTION_ALGORITHMS = ("auto", "fused3s", "unfused")
 #: operator -> the names that its calls, and `algorithms`, take
 ALGORITHMS = {"spmm": SPMM_ALGORITHMS, "sddmm": SDDMM_ALGORITHMS, "attention": ATTENTION_ALGORITHMS}
@@ -41,6 +45,8 @@ ALGORITHMS = {"spmm": SPMM_ALGORITHMS, "sddmm": SDDMM_ALGORITHMS, "attention": A
 _RESIDENT_GROUPS = 132 * 96
 #: Warps that it keeps resident in the tensor-core kernels, about: 132 multiprocessors x 32 warps.
 _RESIDENT_WARPS = 132 * 32
+#: Heads that a grid has room for.
+_MOST_HEADS = 65_535
 #: Products with a structure before `auto` converts it: a conversion costs about as much as 5 to 10 products.
 _REUSE = 16
 
@@ -147,6 +153,14 @@ def slice_blocks(num_blocks: int) -> int:
     return _power_of_two(num_blocks // (2 * _RESIDENT_WARPS), least, 256)
 
 
+def sddmm_slice_blocks(num_blocks: int) -> int:
+    """The same for sddmm, whose slices leave no partial results: 8 to 256, short on small structures."""
+    for most, length in ((50_000, 8), (200_000, 16), (1_000_000, 64)):
+        if num_blocks < most:
+            return length
+    return 256
+
+
 def run_blocks(num_blocks: int) -> int:
     """Blocks of a run of short windows: up to 16, as far as the GPU stays full."""
     return _power_of_two(num_blocks // _RESIDENT_WARPS, 1, 16)
@@ -196,11 +210,8 @@ def spmm_algorithm(
         return "csr"
     if algorithm == "flashsparse":
         return algorithm
-    if not adj.has_bsb:
-        adj.uses += 1
-        reused = adj.uses > _REUSE and not torch.are_deterministic_algorithms_enabled()
-        if not reused or torch.cuda.is_current_stream_capturing() or not adj.try_bsb():
-            return "csr"
+    if not _is_converted(adj):
+        return "csr"
     if dtype != torch.float32:
         return "flashsparse"
     # In float32 the CSR kernel gathers as fast: tensor cores win by the rows that 8 destinations share.
@@ -221,6 +232,46 @@ def attention_algorithm(algorithm: str, fits: bool) -> str:
         return "unfused" if algorithm == "unfused" else "fused3s"
     info_once(_logger, _WHY_UNFUSED)
     return "unfused"
+
+
+def sddmm_algorithm(
+    adj: Adjacency, algorithm: str, dtype: torch.dtype, head_bytes: int, heads: int, aligned: bool
+) -> str:
+    """As `spmm_algorithm`, for sddmm.
+
+    Args:
+        adj: the structure; counts its uses.
+        algorithm: as the caller asked.
+        dtype: of the features.
+        head_bytes: of one node's features in one head.
+        heads: dot products per edge.
+        aligned: rows of both features, and heads in them, start at multiples of 16 bytes.
+    """
+    if algorithm == "csr":
+        return algorithm
+    fits = adj.device.type == "cuda" and dtype != torch.float64 and aligned and head_bytes > 0
+    if not fits or heads > _MOST_HEADS or adj.num_src > MOST_COLUMNS:
+        if algorithm == "flashsparse":
+            info_once(_logger, _WHY_SDDMM_CSR)
+        return "csr"
+    if algorithm == "flashsparse":
+        return algorithm
+    if not _is_converted(adj):
+        return "csr"
+    if dtype != torch.float32:
+        return "flashsparse"
+    # The CSR kernel gathers float32 as fast, and keeps less in registers.
+    short = head_bytes <= 128 or torch.get_float32_matmul_precision() != "highest"
+    return "flashsparse" if short and adj.num_edges >= 1_000_000 else "csr"
+
+
+def _is_converted(adj: Adjacency) -> bool:
+    """Whether the blocks are there, or worth building by now; counts a use where they are not."""
+    if adj.has_bsb:
+        return True
+    adj.uses += 1
+    reused = adj.uses > _REUSE and not torch.are_deterministic_algorithms_enabled()
+    return reused and not torch.cuda.is_current_stream_capturing() and adj.try_bsb()
 
 
 def _flashsparse_fits(adj: Adjacency, dtype: torch.dtype, width: int, heads: int, aligned: bool) -> bool:

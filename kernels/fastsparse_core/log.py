@@ -5,12 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 
+import torch
+
 _lock = threading.Lock()
 _seen: set[tuple[str, str]] = set()
 
 
 def info_once(logger: logging.Logger, message: str) -> None:
-    """Logs `message` at INFO the first time this logger is given it; later calls are silent."""
+    """Logs `message` at INFO the first time this logger is given it; later calls are silent.
+
+    So is code that torch.compile traces: it could not be traced.
+    """
+    if torch.compiler.is_compiling():
+        return
     key = (logger.name, message)
     if key in _seen:
         return

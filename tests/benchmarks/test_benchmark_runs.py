@@ -54,6 +54,26 @@ def test_spmm_checks_then_times_every_cell(tmp_path: Path) -> None:
     assert result["settings"]["widths"] == [8]
 
 
+def test_sddmm_checks_then_times_every_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import sddmm
+
+    arguments = ["--graphs", "pubmed", "--widths", "8", "--budget-ms", "1"]
+    result = result_of(tmp_path, "sddmm", *arguments)
+    assert len(result["cells"]) == 3 * 3
+    assert all(cell["status"] == "ok" and cell["samples"] >= 5 for cell in result["cells"])
+    shown = tables.sddmm(result)
+    assert [table.rows[0][0] for table in shown] == ["pubmed"] * 3
+    assert shown[0].columns[1:4] == ["fastsparse csr ms", "fastsparse flashsparse ms", "fastsparse auto ms"]
+
+    right = sddmm.sddmm
+    monkeypatch.setattr(
+        sddmm, "sddmm", lambda adj, *x, algorithm: right(adj, *x) * (1.1 if algorithm == "auto" else 1)
+    )
+    result = result_of(tmp_path / "wrong", "sddmm", *arguments)
+    for cell in result["cells"]:
+        assert cell["status"].startswith("wrong") == (cell["implementation"] == "fastsparse auto")
+
+
 def test_spmm_does_not_time_a_wrong_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import spmm
 
@@ -227,7 +247,7 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(command_line, "run", pretend)
     for device, expected in (
         ("cpu", ["cpu", "formats", "accuracy"]),
-        ("cuda", ["spmm", "spmm", "adjacency", "formats", "host", "train", "choice", "accuracy"]),
+        ("cuda", ["spmm", "spmm", "sddmm", "adjacency", "formats", "host", "train", "choice", "accuracy"]),
     ):
         ran.clear()
         pretend(["all", "--device", device, "--out", str(tmp_path), "--commit", "abc"], Console(quiet=True))
@@ -257,6 +277,7 @@ def test_benchmarks_on_the_gpu(tmp_path: Path) -> None:
         pytest.skip("needs a CUDA device")
     for name, arguments in (
         ("spmm", "--graphs pubmed --widths 64 --dtypes float32 float16"),
+        ("sddmm", "--graphs pubmed --widths 32 --budget-ms 20"),
         ("adjacency", "--graphs pubmed"),
         ("train", "--graphs pubmed --budget-ms 20"),
     ):

@@ -2,15 +2,74 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
 from cases import DTYPES, LAYOUTS, TOLERANCE, WIDTHS, edge_lists, features, relative_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from fastsparse_core import Adjacency, reference, sddmm
+from fastsparse_core import Adjacency, choose, reference, sddmm, spmm
+
+ALGORITHMS = ("csr", "flashsparse")
 
 
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The algorithm that every call came to."""
+    seen: list[str] = []
+    original = choose.sddmm_algorithm
+
+    def record(*arguments: Any) -> str:
+        seen.append(original(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(choose, "sddmm_algorithm", record)
+    return seen
+
+
+def error_in_terms(out: Tensor, adj: Adjacency, x_dst: Tensor, x_src: Tensor, **scales: Tensor) -> float:
+    """Frobenius error relative to the size of the terms: of a dot product that cancels, little is left."""
+    terms = reference.sddmm(adj, x_dst.double().abs(), x_src.double().abs(), **scales)
+    difference = (out.double() - reference.sddmm(adj, x_dst, x_src, **scales)).norm()
+    return float(difference / max(terms.norm().item(), 1e-30))
+
+
+def random_scales(adj: Adjacency) -> dict[str, Tensor]:
+    return {
+        "scale_dst": torch.rand(adj.num_dst, device=adj.device),
+        "scale_src": torch.rand(adj.num_src, device=adj.device),
+    }
+
+
+def as_vectors(adj: Adjacency, edges: Tensor) -> Tensor:
+    """Values of the edges as dense vectors, one entry after the other."""
+    bsb, device = adj.bsb, edges.device
+    edges = edges.cpu()
+    window_row = None if bsb.window_row is None else bsb.window_row.flatten().tolist()
+    left: dict[tuple[int, int], list[int]] = {}
+    edge_id = range(adj.num_edges) if adj.edge_id is None else adj.edge_id.tolist()
+    for row, col, edge in zip(adj.row().tolist(), adj.col.tolist(), edge_id, strict=True):
+        left.setdefault((row, col), []).append(edge)
+    out = edges.new_zeros(bsb.num_vectors, 8, *edges.shape[1:])
+    vector = 0
+    for window, (begin, end) in enumerate(pairwise(bsb.window_ptr.tolist())):
+        columns, masks = (part[begin:end].flatten().tolist() for part in (bsb.col, bsb.mask))
+        for col, mask in zip(columns, masks, strict=True):
+            for bit in range(8):
+                if mask >> bit & 1:
+                    place = window * 8 + bit
+                    row = place if window_row is None else window_row[place]
+                    out[vector, bit] = edges[left[row, col].pop(0)]
+            vector += mask != 0
+    assert vector == bsb.num_vectors
+    return out.to(device)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @given(
     edges=edge_lists(),
     width=st.sampled_from(WIDTHS),
@@ -19,43 +78,136 @@ from fastsparse_core import Adjacency, reference, sddmm
     scaled=st.booleans(),
 )
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_equals_reference(device, poisoned_memory, edges, width, dtype, layout, scaled):
+def test_equals_reference(device, poisoned_memory, algorithm, edges, width, dtype, layout, scaled):
     adj = edges.adjacency(device)
     x_dst = features(adj.num_dst, width, dtype, layout, device)
     x_src = features(adj.num_src, width, dtype, "contiguous", device, seed=1)
-    scales = {}
-    if scaled:
-        scales = {
-            "scale_dst": torch.rand(adj.num_dst, device=device),
-            "scale_src": torch.rand(adj.num_src, device=device),
-        }
-    out = sddmm(adj, x_dst, x_src, **scales)
+    scales = random_scales(adj) if scaled else {}
+    out = sddmm(adj, x_dst, x_src, algorithm=algorithm, **scales)
     assert out.dtype == dtype
-    # A dot product that cancels is compared with the size of its terms, not with what is left of them.
-    terms = reference.sddmm(adj, x_dst.double().abs(), x_src.double().abs(), **scales)
-    difference = (out.double() - reference.sddmm(adj, x_dst, x_src, **scales)).norm()
-    assert difference <= TOLERANCE[dtype] * max(terms.norm().item(), 1e-30)
+    assert error_in_terms(out, adj, x_dst, x_src, **scales) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("group_rows", ["none", "minhash"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "shape", [(1, 8), (1, 32), (3, 16), (2, 40), (1, 64), (4, 32), (2, 128), (1, 256), (1, 264), (1, 1024)]
+)
+def test_tensor_cores(device, kernels, group_rows, dtype, shape):
+    """Every shape of the kernel; slices of one window, runs of several, windows and rows without entries."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randint(0, 300, (6000,), generator=generator) // 3 * 3
+    row[:3000] = 150
+    row[(row >= 80) & (row < 120)] = 0
+    col = torch.randint(0, 2000, (6000,), generator=generator)
+    adj = Adjacency.from_coo(row.to(device), col.to(device), (303, 2000), group_rows=group_rows)
+    x_dst = torch.randn(303, *shape, generator=generator).to(device, dtype)
+    x_src = torch.randn(2000, *shape, generator=generator).to(device, dtype)
+    for scales in ({}, random_scales(adj)):
+        out = sddmm(adj, x_dst, x_src, algorithm="flashsparse", **scales)
+        assert out.shape == (6000, shape[0])
+        assert error_in_terms(out, adj, x_dst, x_src, **scales) <= TOLERANCE[dtype]
+        vectors = sddmm(adj, x_dst, x_src, algorithm="flashsparse", layout="me_bcrs", **scales)
+        assert torch.equal(vectors, as_vectors(adj, out))
+    assert set(kernels) == {"flashsparse" if device == "cuda" else "csr"}
+
+
+def test_tf32_where_pytorch_allows_it(device):
+    node = torch.arange(64, device=device)
+    adj = Adjacency.from_coo(node, node.flip(0), (64, 64))
+    x = torch.randn(64, 64, device=device)
+    exact = sddmm(adj, x, x, algorithm="flashsparse")
+    torch.set_float32_matmul_precision("high")
+    try:
+        rounded = sddmm(adj, x, x, algorithm="flashsparse")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert error_in_terms(exact, adj, x, x) <= TOLERANCE[torch.float32]
+    assert error_in_terms(rounded, adj, x, x) <= TOLERANCE[torch.float16]
+    assert torch.equal(exact, rounded) == (device == "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [16, 64, 512])
+def test_infinities_stay_on_their_edges(device, dtype, width):
+    generator = torch.Generator().manual_seed(0)
+    row, col = (torch.randint(0, n, (400,), generator=generator).to(device) for n in (30, 50))
+    adj = Adjacency.from_coo(row, col, (30, 50))
+    x_dst = torch.rand(30, width, generator=generator).to(device, dtype) + 1
+    x_src = torch.rand(50, width, generator=generator).to(device, dtype) + 1
+    x_src[3, 5] = float("inf")
+    x_dst[7, 1] = torch.finfo(dtype).max
+    x_src[9, 1] = 2
+    out = sddmm(adj, x_dst, x_src, algorithm="flashsparse")
+    infinite = (col == 3) | (row == 7) & (x_src[col, 1] * x_dst[7, 1]).isinf()
+    fine = (col != 3) & (row != 7)
+    assert out[infinite].isinf().all()
+    assert out[fine].isfinite().all()
+    assert not out.isnan().any()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("heads", [None, 2])
+@given(edges=edge_lists())
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_dense_vectors(device, poisoned_memory, algorithm, heads, edges):
+    adj = edges.adjacency(device)
+    trailing = (16,) if heads is None else (heads, 16)
+    x_dst = torch.randn(adj.num_dst, *trailing, device=device)
+    x_src = torch.randn(adj.num_src, *trailing, device=device)
+    out = sddmm(adj, x_dst, x_src, algorithm=algorithm, layout="me_bcrs")
+    assert out.shape == (adj.bsb.num_vectors, 8, *trailing[:-1])
+    assert torch.equal(out, as_vectors(adj, sddmm(adj, x_dst, x_src, algorithm=algorithm)))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_gradient_of_dense_vectors(device, algorithm):
+    row = torch.tensor([2, 0, 1, 1, 8, 1], device=device)
+    col = torch.tensor([0, 1, 1, 2, 3, 1], device=device)
+    adj = Adjacency.from_coo(row, col, (9, 4), self_loops="replace")
+    make = {"dtype": torch.float64, "device": device, "requires_grad": True}
+    x_dst, x_src = torch.randn(9, 2, **make), torch.randn(4, 2, **make)
+    assert torch.autograd.gradcheck(
+        lambda a, b: sddmm(adj, a, b, algorithm=algorithm, layout="me_bcrs"), (x_dst, x_src)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_values_of_spmm_get_their_gradient(device, dtype):
+    """Its backward is sddmm with the dtype of the values, over the structure of either direction."""
+    generator = torch.Generator().manual_seed(0)
+    row, col = (torch.randint(0, n, (500,), generator=generator).to(device) for n in (30, 50))
+    adj = Adjacency.from_coo(row, col, (30, 50))
+    x = torch.randn(50, 2 * 64, generator=generator).to(device, dtype)
+    grad = torch.randn(30, 2 * 64, generator=generator).to(device, dtype)
+    value = torch.rand(500, 2, generator=generator).to(device).requires_grad_()
+    spmm(adj, x, value, algorithm="flashsparse").backward(grad)
+    error = error_in_terms(value.grad, adj, grad.view(30, 2, 64), x.view(50, 2, 64))
+    assert error <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("heads", [1, 3, 8])
 @pytest.mark.parametrize("head_width", [1, 8, 20, 47])
-def test_heads(device, heads, head_width):
+def test_heads(device, algorithm, heads, head_width):
     generator = torch.Generator().manual_seed(0)
     row, col = (torch.randint(0, n, (500,), generator=generator).to(device) for n in (30, 50))
     adj = Adjacency.from_coo(row, col, (30, 50))
     x_dst = torch.randn(30, heads, head_width, device=device)
     x_src = torch.randn(50, heads, head_width, device=device)
-    out = sddmm(adj, x_dst, x_src)
+    out = sddmm(adj, x_dst, x_src, algorithm=algorithm)
     assert out.shape == (500, heads)
     assert relative_error(out, reference.sddmm(adj, x_dst, x_src)) < 1e-6
 
 
-def test_caller_order_with_replaced_loops(device):
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_caller_order_with_replaced_loops(device, algorithm):
     row = torch.tensor([2, 0, 1, 1], device=device)
     col = torch.tensor([0, 1, 1, 2], device=device)
     adj = Adjacency.from_coo(row, col, (3, 3), self_loops="replace")
-    x = torch.arange(1.0, 4.0, device=device)[:, None]
-    assert sddmm(adj, x, x).tolist() == [3.0, 2.0, 0.0, 6.0, 1.0, 4.0, 9.0]
+    x = torch.zeros(3, 4, device=device)
+    x[:, 2] = torch.arange(1.0, 4.0, device=device)
+    assert sddmm(adj, x, x, algorithm=algorithm).tolist() == [3.0, 2.0, 0.0, 6.0, 1.0, 4.0, 9.0]
 
 
 def test_gradients_and_double_backward(device):
@@ -86,3 +238,10 @@ def test_bad_input(x_dst, x_src, error, message):
     adj = Adjacency.from_coo(torch.tensor([0, 2]), torch.tensor([3, 1]), (3, 4))
     with pytest.raises(error, match=message):
         sddmm(adj, x_dst, x_src)
+
+
+@pytest.mark.parametrize("name", ["algorithm", "layout"])
+def test_unknown_option(name):
+    adj = Adjacency.from_coo(torch.tensor([0, 2]), torch.tensor([3, 1]), (3, 4))
+    with pytest.raises(ValueError, match=f"{name}: expected one of .*got 'dense'"):
+        sddmm(adj, torch.ones(3, 2), torch.ones(4, 2), **{name: "dense"})

@@ -1,14 +1,16 @@
-"""Runs of short windows: every block is some run's, once, and every window stays whole or stays cut."""
+"""Runs of short windows, which hold every block once and cut no window further, and where slices start."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from cases import edge_lists
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastsparse_core.formats.bsb import Bsb
 from fastsparse_core.formats.row_split import RowSplit
-from fastsparse_core.formats.window_runs import MOST_WINDOWS, window_runs
+from fastsparse_core.formats.window_runs import MOST_WINDOWS, slot_starts, window_runs
 
 
 def runs_of(lengths: list[int], longest: int, blocks: int) -> tuple[list[list[int]], RowSplit]:
@@ -59,3 +61,33 @@ def test_joins_as_many_blocks_as_asked(blocks, count):
 
 def test_joins_windows_without_blocks():
     assert runs_of([0] * 40, 64, 8)[0] == [[0, 0, first, 8] for first in range(0, 40, 8)]
+
+
+@given(edges=edge_lists(), longest=st.sampled_from([1, 2, 8]), grouped=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_slices_start_where_the_masks_before_them_end(edges, longest, grouped):
+    adj = edges.adjacency("cpu")
+    window_row = None
+    if grouped and adj.num_dst:
+        window_row = torch.full((-(-adj.num_dst // 8) * 8,), -1, dtype=torch.int32)
+        window_row[: adj.num_dst] = torch.randperm(adj.num_dst).int()
+        window_row = window_row.view(-1, 8)
+    bsb = Bsb.from_csr(adj.row(), adj.col, adj.shape, window_row)
+    split = RowSplit.from_rowptr(bsb.window_ptr, longest)
+    window, entry = slot_starts(bsb, adj.rowptr, split)
+    assert window.dtype == torch.int32
+    assert entry.shape == (split.num_slots, 8)
+    runs = window_runs(bsb.window_ptr, split, 1).tolist()
+    slots = {~target: begin for begin, _, target, _ in runs if target < 0}
+    assert len(slots) == split.num_slots
+    for slot, begin in slots.items():
+        first = int(bsb.window_ptr[window[slot]])
+        assert begin - first >= 0
+        assert begin < int(bsb.window_ptr[window[slot] + 1])
+        for bit in range(8):
+            place = int(window[slot]) * 8 + bit
+            row = place if window_row is None else int(window_row.flatten()[place])
+            if not 0 <= row < adj.num_dst:
+                continue
+            passed = int((bsb.mask[first:begin] >> bit & 1).sum())
+            assert int(entry[slot, bit]) == int(adj.rowptr[row]) + passed

@@ -164,6 +164,17 @@ class Bsb:
         torch.cumsum(count, 0, out=ranges[1:])
         return ranges
 
+    def block_vector(self) -> Tensor:
+        """Number of vectors, without padding, before every block, int64 (num_blocks,)."""
+        count = (self.mask != 0).sum(1)
+        return count.cumsum(0) - count
+
+    def dense_place(self) -> Tensor:
+        """Place of every entry among (num_vectors, 8) values, int64 (num_edges,), by block, vector, row."""
+        vector, bit = self.bits()
+        number = (self.mask.flatten() != 0).cumsum(0) - 1
+        return number[vector] * HEIGHT + bit
+
     def to_dense(self) -> Tensor:
         """How often every entry occurs, float32 (num_dst, num_src); for tests."""
         vector, bit = self.bits()

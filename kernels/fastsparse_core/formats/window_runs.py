@@ -1,4 +1,4 @@
-"""Work list of the tensor-core kernels: slices of heavy windows, and runs of short ones.
+"""Work lists of the tensor-core kernels: slices of heavy windows, and runs of short ones.
 
 A warp that takes one short window waits for its columns, then for its features, and then has nothing left to
 do. Given several, it has the next window's features on the way while it finishes the last one.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastsparse_core.formats.bsb import HEIGHT, Bsb
 from fastsparse_core.formats.row_split import RowSplit
 
 #: Most windows of a run: as many as a warp has lanes to keep their ends.
@@ -54,3 +55,37 @@ def window_runs(window_ptr: Tensor, split: RowSplit, blocks: int) -> Tensor:
     # floor(log2(length)) + 1: runs of one bucket differ in length by less than two.
     bucket = torch.frexp(runs[:, 1].float()).exponent
     return runs[torch.sort(bucket.to(torch.int8), stable=True, descending=True).indices]
+
+
+def slot_starts(bsb: Bsb, rowptr: Tensor, split: RowSplit) -> tuple[Tensor, Tensor]:
+    """Where the slices of windows that have several start among the entries of the CSR structure.
+
+    Rows' entries follow each other in the vectors as they do in the CSR structure, so that a slice begins as
+    many entries behind the row's first one as the masks before it count.
+
+    Args:
+        bsb: the structure in blocks.
+        rowptr: int64 (num_rows + 1,), the same structure's ranges of entries.
+        split: its windows cut into slices.
+
+    Returns:
+        The window of every slot, int32 (num_slots,), and the position of every row's first entry in it, int64
+        (num_slots, 8); what it says of rows that do not exist means nothing.
+    """
+    window = torch.repeat_interleave(split.split_row, split.split_ptr.diff(), output_size=split.num_slots)
+    entry = rowptr.new_empty(split.num_slots, HEIGHT)
+    if split.num_slots == 0:
+        return window, entry
+    target = split.slices.view(torch.int32)[:, 3]
+    begin = torch.empty_like(entry[:, 0])
+    begin[~target[target < 0].long()] = split.slices[target < 0, 0]
+    window_begin = bsb.window_ptr[window.long()]
+    before = torch.zeros(bsb.num_blocks + 1, dtype=torch.int64, device=rowptr.device)
+    for bit in range(HEIGHT):
+        torch.cumsum((bsb.mask >> bit & 1).sum(1, dtype=torch.int32), 0, out=before[1:])
+        row = window.long() * HEIGHT + bit
+        if bsb.window_row is not None:
+            row = bsb.window_row.flatten()[row].long()
+        row = row.clamp(0, bsb.shape[0] - 1)
+        entry[:, bit] = rowptr[row] + before[begin] - before[window_begin]
+    return window, entry

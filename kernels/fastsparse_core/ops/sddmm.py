@@ -10,6 +10,7 @@ from torch import Tensor
 from fastsparse_core import _C, choose
 from fastsparse_core.adjacency import Adjacency, from_handle
 from fastsparse_core.device import device_index, queue
+from fastsparse_core.formats.bsb import HEIGHT
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
     address,
@@ -17,6 +18,7 @@ from fastsparse_core.ops._common import (
     below_autograd,
     check_features,
     check_scale,
+    is_plain_eager,
     keep_alive,
     library,
     register_autograd,
@@ -39,6 +41,7 @@ def sddmm(
     scale_dst: Tensor | None = None,
     scale_src: Tensor | None = None,
     algorithm: str = "auto",
+    layout: str = "edges",
 ) -> Tensor:
     r"""Dot product of the two ends of every edge.
 
@@ -51,18 +54,24 @@ def sddmm(
         x_src: features of the sources, (num_src, F) or (num_src, H, D), in the dtype of ``x_dst``.
         scale_dst: constant :math:`s`, (num_dst,).
         scale_src: constant :math:`t`, (num_src,).
-        algorithm: ``"auto"`` or ``"csr"``.
+        algorithm: ``"csr"`` (on CUDA cores); ``"flashsparse"`` (8x1 vectors on tensor cores, FlashSparse 3.5,
+            in float32 with two TF32 terms, or one where ``torch.set_float32_matmul_precision`` allows TF32;
+            on CUDA and where rows and heads are multiples of 16 bytes, else csr); or ``"auto"``: csr until
+            the structure was prepared, or used often enough to repay its conversion.
+        layout: ``"edges"``, or ``"me_bcrs"``: all values of the non-zero vectors in the order of
+            ``adj.bsb``, without padding, and zeros where the structure has no entry (FlashSparse, figure 9).
 
     Returns:
         (num_values,) or, with heads, (num_values, H), in the caller's edge order and the dtype of the
-        features; 0 for edges that self loops replaced. Accumulated in float32 or wider; differentiable any
-        number of times.
+        features; 0 for edges that self loops replaced. With ``layout="me_bcrs"`` (num_vectors, 8) or
+        (num_vectors, 8, H). Accumulated in float32 or wider; differentiable any number of times.
 
     Raises:
         TypeError: dtypes are not supported or differ.
         ValueError: a size, device or option does not fit.
     """
     algorithm = choose.requested("sddmm", algorithm)
+    choose.check_algorithm(layout, ("edges", "me_bcrs"), "layout")
     check_features("x_dst", x_dst, adj.num_dst, "num_dst", adj)
     check_features("x_src", x_src, adj.num_src, "num_src", adj)
     if x_dst.dim() not in (2, 3) or x_dst.shape[1:] != x_src.shape[1:]:
@@ -76,18 +85,37 @@ def sddmm(
     scale_dst = check_scale("scale_dst", scale_dst, adj.num_dst, x_dst)
     scale_src = check_scale("scale_src", scale_src, adj.num_src, x_src)
     heads = x_dst.size(1) if x_dst.dim() == 3 else 1
-    out = _sddmm_op(
-        x_dst.flatten(1),
-        x_src.flatten(1),
-        scale_dst,
-        scale_src,
-        adj.num_values,
-        heads,
-        x_dst.dtype,
-        adj.handle,
-        algorithm,
+    features = (x_dst.flatten(1), x_src.flatten(1), scale_dst, scale_src)
+    if layout == "me_bcrs":
+        out = _vectors(adj, *features, heads, algorithm)
+    else:
+        out = _sddmm_op(*features, adj.num_values, heads, x_dst.dtype, adj.handle, algorithm)
+    return out if x_dst.dim() == 3 else out.squeeze(-1)
+
+
+def _vectors(
+    adj: Adjacency,
+    x_dst: Tensor,
+    x_src: Tensor,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    heads: int,
+    algorithm: str,
+) -> Tensor:
+    """The layout "me_bcrs": from the kernel or, for gradients or where it cannot serve, from the edges."""
+    size = (adj.bsb.num_vectors, HEIGHT, heads)
+    needs_grad = torch.is_grad_enabled() and (x_dst.requires_grad or x_src.requires_grad)
+    if is_plain_eager(x_dst) and not needs_grad and adj.num_edges:
+        x_dst, x_src = unit_stride(x_dst), unit_stride(x_src)
+        if _algorithm(adj, algorithm, x_dst, x_src, heads) == "flashsparse":
+            out = x_dst.new_empty(size)
+            _launch_bsb(adj, x_dst, x_src, scale_dst, scale_src, heads, out, as_vectors=True)
+            return out
+    values = _sddmm_op(
+        x_dst, x_src, scale_dst, scale_src, adj.num_values, heads, x_dst.dtype, adj.handle, algorithm
     )
-    return out if x_dst.dim() == 3 else out.squeeze(1)
+    out = values.new_zeros(size[0] * HEIGHT, heads)
+    return out.index_copy(0, adj.bsb.dense_place(), values[adj.bsb_value_id.long()]).view(size)
 
 
 def _sddmm(
@@ -109,6 +137,36 @@ def _sddmm(
     )
     if out.numel() == 0 or adj.num_edges == 0:
         return out
+    if _algorithm(adj, algorithm, x_dst, x_src, heads) == "flashsparse":
+        _launch_bsb(adj, x_dst, x_src, scale_dst, scale_src, heads, out, as_vectors=False)
+    else:
+        _launch_csr(adj, x_dst, x_src, scale_dst, scale_src, heads, out)
+    return out
+
+
+def _algorithm(adj: Adjacency, algorithm: str, x_dst: Tensor, x_src: Tensor, heads: int) -> str:
+    size = x_dst.element_size()
+    head_bytes = x_dst.size(1) // heads * size
+    bytes_apart = (
+        head_bytes,
+        x_dst.data_ptr(),
+        x_dst.stride(0) * size,
+        x_src.data_ptr(),
+        x_src.stride(0) * size,
+    )
+    aligned = all(each % 16 == 0 for each in bytes_apart)
+    return choose.sddmm_algorithm(adj, algorithm, x_dst.dtype, head_bytes, heads, aligned)
+
+
+def _launch_csr(
+    adj: Adjacency,
+    x_dst: Tensor,
+    x_src: Tensor,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    heads: int,
+    out: Tensor,
+) -> None:
     index = device_index(x_dst.device)
     _C.sddmm_csr(
         adj.csr_structure,
@@ -122,11 +180,48 @@ def _sddmm(
         address(scale_dst),
         address(scale_src),
         out.data_ptr(),
-        DTYPE_CODE[dtype],
+        DTYPE_CODE[out.dtype],
         index,
         queue(index),
     )
-    return out
+
+
+def _launch_bsb(
+    adj: Adjacency,
+    x_dst: Tensor,
+    x_src: Tensor,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    heads: int,
+    out: Tensor,
+    *,
+    as_vectors: bool,
+) -> None:
+    index = device_index(x_dst.device)
+    structure, slot_window, slot_entry = adj.sddmm_structure()
+    _C.sddmm_bsb(
+        structure,
+        adj.rowptr.data_ptr(),
+        slot_window.data_ptr(),
+        slot_entry.data_ptr(),
+        adj.block_vector().data_ptr() if as_vectors else 0,
+        address(adj.edge_id),
+        adj.edge_id is not None and adj.edge_id.dtype == torch.int64,
+        DTYPE_CODE[x_dst.dtype],
+        heads,
+        x_dst.size(1) // heads,
+        x_dst.data_ptr(),
+        x_dst.stride(0),
+        x_src.data_ptr(),
+        x_src.stride(0),
+        address(scale_dst),
+        address(scale_src),
+        out.data_ptr(),
+        DTYPE_CODE[out.dtype],
+        torch.get_float32_matmul_precision() != "highest",
+        index,
+        queue(index),
+    )
 
 
 class _Sddmm(torch.autograd.Function):

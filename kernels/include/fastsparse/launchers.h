@@ -34,5 +34,6 @@ int additive_attention(const AdditiveAttentionArgs& args, void* stream);
 int additive_attention_backward(const AdditiveAttentionBackwardArgs& args, void* stream);
 int gatv2_attention(const Gatv2AttentionArgs& args, void* stream);
 int gatv2_attention_backward(const Gatv2AttentionBackwardArgs& args, void* stream);
+int sddmm_bsb(const SddmmBsbArgs& args, void* stream);
 
 }  // namespace fastsparse::cuda

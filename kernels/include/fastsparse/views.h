@@ -146,6 +146,30 @@ struct SddmmArgs {
   Dtype dtype;
 };
 
+// As SddmmArgs, on tensor cores: dtype float16, bfloat16 or float32; rows and heads of the features start at
+// multiples of 16 bytes. Of `a`, values are not used: an entry's position in the CSR structure is a count of
+// mask bits from the first one of its row.
+struct SddmmBsbArgs {
+  BsbView a;
+  const std::int64_t* rowptr;        // (num_rows + 1) as in CsrView
+  const std::int32_t* slot_window;   // (num_slots) window of every slice of a window that has several
+  const std::int64_t* slot_entry;    // (num_slots, 8) CSR position of every row's first entry in the slice
+  const std::int64_t* block_vector;  // (num_blocks) vectors with entries before the block; null: results go
+                                     // to the edges' positions, else to (num_vectors, 8, heads), all written
+  const void* edge_id;               // as in CsrView
+  bool edge_id_is_64bit;
+  DenseView x_dst;
+  DenseView x_src;
+  const void* scale_dst;
+  const void* scale_src;
+  void* out;
+  Dtype out_dtype;  // dtype or float32
+  std::int64_t heads;
+  std::int64_t head_width;
+  bool tf32;  // float32: one TF32 term instead of two
+  Dtype dtype;
+};
+
 // GAT: out_i,h = sum_j dropout(p_ij,h) v_j,h with p the softmax over row i of
 // leaky_relu(score_dst_i,h + score_src_j,h + bias_ij,h). CUDA only.
 struct AdditiveAttentionInput {

@@ -1,0 +1,454 @@
+// Sampled dense-dense product on tensor cores from the binary sparse block format (FlashSparse, section 3.5).
+//
+// A warp takes one slice of a window (8 rows), or a run of several short windows, and one head, and a row of
+// X_src that several of the 8 rows need is gathered once. Fragments are built in registers, without shared
+// memory (lane = 4 g + t). The
+// product is S (rows x vectors) = X_dst (rows x features) X_src^T (features x vectors), and any order of
+// features is free, as both operands follow the same one, so the loaded words are operands as they are:
+//   - heads of more than 64 bytes: 8 neighbouring lanes load 128 bytes of one gathered row, a single cache
+//   line. The lower 4 of them are a column of the operand, the upper 4 another; the 8 lower rows of X_dst's
+//   operand hold the features of the lower 4 lanes, the 8 upper rows those of the upper 4. A result is then
+//   the sum of one element of either half, and the same lane holds both;
+//   - heads of up to 64 bytes: 4 neighbouring lanes load one gathered row, and half of X_dst's operand is 0.
+// Either way thread t ends up with the results of row g and vectors 4t .. 4t + 3 of the block.
+//
+// Of a block's 128 products only the entries are wanted, some 20 of them, scattered over the warp. A row's
+// entries follow each other in the vectors as in the CSR structure, so an entry's position is that of the
+// row's first one plus the mask bits of the row before it. Results queue in shared memory by row and leave as
+// runs of neighbours, so that few store transactions reach the L2.
+//
+// Floors, V vectors, E entries, H heads of width D: V H D sizeof(T) bytes gathered, 4 V H bytes of blocks,
+// E H sizeof(out) bytes of results; 16 V H D useful flops.
+
+#include <type_traits>
+
+#include "fastsparse/bsb.cuh"
+#include "fastsparse/cuda_common.cuh"
+#include "fastsparse/launchers.h"
+#include "fastsparse/mma.cuh"
+
+namespace fastsparse::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kSlots = 64;  // of the queue, per row
+
+// Not the load for constants: the assembler would move that one down over a __syncwarp.
+__device__ __forceinline__ uint4 load_words(const char* from, bool inside) {
+  uint4 words{};
+  if (inside) {
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "l"(from));
+  }
+  return words;
+}
+
+// A TF32 operand rounded to nearest: the tensor cores ignore the low 13 bits.
+__device__ __forceinline__ std::uint32_t round_tf32(std::uint32_t bits) {
+  return bits + (fabsf(__uint_as_float(bits)) < INFINITY ? 0x1000u : 0u);
+}
+
+// A float32 number as the sum of two TF32 numbers, exact to 2^-23.
+struct Split {
+  std::uint32_t high, low;
+  __device__ __forceinline__ explicit Split(std::uint32_t bits) {
+    high = (bits + 0x1000u) & 0xffffe000u;
+    low = __float_as_uint(__uint_as_float(bits) - __uint_as_float(high));
+  }
+};
+
+// One step of the window's rows as operand A of two products: words (x, y) and words (z, w) of the lower and
+// the upper lanes.
+struct Rows {
+  std::uint32_t a[2][4];
+
+  Rows() = default;
+  __device__ __forceinline__ Rows(const uint4& lower, const uint4& upper)
+      : a{{lower.x, upper.x, lower.y, upper.y}, {lower.z, upper.z, lower.w, upper.w}} {}
+};
+
+// sum += rows x vectors, one step.
+template <typename T, int kTerms>
+__device__ __forceinline__ void multiply(float (&sum)[4], const Rows& rows, const uint4& words) {
+  const std::uint32_t b[2][2] = {{words.x, words.y}, {words.z, words.w}};
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    if constexpr (!std::is_same_v<T, float>) {
+      mma_m16n8k16<T>(sum, rows.a[k], b[k][0], b[k][1]);
+    } else if constexpr (kTerms == 1) {
+      std::uint32_t a[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = round_tf32(rows.a[k][i]);
+      mma_m16n8k8_tf32(sum, a, round_tf32(b[k][0]), round_tf32(b[k][1]));
+    } else {
+      // x y = (x1 + x2) (y1 + y2), all TF32; x2 y2, below 2^-22 of it, is left out.
+      std::uint32_t a[4], a_low[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Split x(rows.a[k][i]);
+        a[i] = x.high;
+        a_low[i] = x.low;
+      }
+      const Split y0(b[k][0]), y1(b[k][1]);
+      mma_m16n8k8_tf32(sum, a_low, y0.high, y1.high);
+      mma_m16n8k8_tf32(sum, a, y0.low, y1.low);
+      mma_m16n8k8_tf32(sum, a, y0.high, y1.high);
+    }
+  }
+}
+
+// Row g's products with the vectors of one load.
+template <typename T, int kTerms, int kLanes>
+class Products {
+ public:
+  __device__ __forceinline__ void add(const Rows& rows, const uint4& words) {
+    multiply<T, kTerms>(sum_, rows, words);
+    if constexpr (kTerms > 1) {
+      // Tensor cores truncate their sums, so these move to sums that round to nearest.
+      total_[0] += kLanes == 8 ? sum_[0] + sum_[3] : sum_[0];
+      if constexpr (kLanes == 4) total_[1] += sum_[1];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum_[i] = 0;
+    }
+  }
+
+  // kLanes = 8: of the one vector that row g and thread t have; 4: of the n-th of two.
+  __device__ __forceinline__ float get(int n) const {
+    if constexpr (kTerms > 1) return total_[n];
+    return kLanes == 8 ? sum_[0] + sum_[3] : sum_[n];
+  }
+
+ private:
+  float sum_[4] = {}, total_[2] = {};
+};
+
+// The columns that this lane gathers from: of a block's 4 loads (kLanes = 8) its quarter warp takes vector 4q
+// + load, of a block's 2 loads (kLanes = 4) its quad takes 2g + load.
+template <int kLanes>
+class Columns;
+template <>
+class Columns<8> {
+ public:
+  __device__ __forceinline__ void read(const std::uint32_t* block, int lane) {
+    packed_ = load_columns(block, lane / 8);
+  }
+  __device__ __forceinline__ void unpack_to(std::uint32_t (&column)[4], int) const {
+    unpack(packed_, column);
+  }
+
+ private:
+  PackedColumns packed_;
+};
+template <>
+class Columns<4> {
+ public:
+  // 6 bytes, which for odd quads start in the middle of a word.
+  __device__ __forceinline__ void read(const std::uint32_t* block, int lane) {
+    const std::uint32_t* at = block + lane / 4 * 3 / 2;
+    low_ = __ldg(at);
+    high_ = __ldg(at + 1);
+  }
+  __device__ __forceinline__ void unpack_to(std::uint32_t (&column)[2], int lane) const {
+    const int shift = lane & 4 ? 16 : 0;
+    const std::uint32_t low = __funnelshift_r(low_, high_, shift);
+    column[0] = low & 0xffffffu;
+    column[1] = __funnelshift_r(low, high_ >> shift, 24) & 0xffffffu;
+  }
+
+ private:
+  std::uint32_t low_, high_;
+};
+
+template <typename T>
+__device__ __forceinline__ void store_result(const SddmmBsbArgs& args, std::int64_t at, float result) {
+  if (args.out_dtype == args.dtype) {
+    static_cast<T*>(args.out)[at] = narrow<T>(result);
+  } else {
+    static_cast<float*>(args.out)[at] = result;
+  }
+}
+
+// Results of one warp on their way from the fragments to the caller's edge order: kSlots per row.
+template <typename T>
+class Queue {
+ public:
+  struct Shared {
+    float slot[kRows][kSlots + 4];  // apart, so that the first results of all rows meet in no bank
+    std::int64_t entry[kRows];      // CSR position of every row's first result in the queue
+  };
+
+  __device__ __forceinline__ Queue(const SddmmBsbArgs& args, Shared& shared, int lane)
+      : args_(args), shared_(shared), own_(shared.slot[lane / 4]) {}
+
+  // Starts the queue of row r, whose first result has its CSR position at `entry`. It comes by itself: a
+  // register for it would keep the gathers waiting.
+  __device__ __forceinline__ void start(const std::int64_t* entry, int r) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(
+                     static_cast<std::uint32_t>(__cvta_generic_to_shared(&shared_.entry[r]))),
+                 "l"(entry)
+                 : "memory");
+  }
+
+  // Takes row g's results of vectors 4t .. 4t + 3 of the next block; present: bit 8i says that the i-th is an
+  // entry.
+  __device__ __forceinline__ void put(const float (&result)[kOwned], std::uint32_t present, int t) {
+    const std::uint32_t upto = present * 0x01010101u;  // byte i: entries of the row among the first i + 1
+    const std::uint32_t before = upto - present;
+    const int own = static_cast<int>(upto >> 24);
+    int through = own;
+#pragma unroll
+    for (int offset = 1; offset < 4; offset *= 2) {
+      const int left = __shfl_up_sync(kFullWarp, through, offset, 4);
+      if (t >= offset) through += left;
+    }
+    float* to = own_ + filled_ + through - own;
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) {
+      if (present & (1u << 8 * i)) to[(before >> 8 * i) & 0xffu] = result[i];
+    }
+    filled_ += __shfl_sync(kFullWarp, through, 3, 4);
+    if (__any_sync(kFullWarp, filled_ > kSlots - kBlockVectors)) leave();
+  }
+
+  // Writes all results of the queue, 16 lanes to a row.
+  __device__ __forceinline__ void leave() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncwarp();
+    const int lane = threadIdx.x % kWarp, half = lane / 16;
+#pragma unroll
+    for (int pair = 0; pair < kRows / 2; ++pair) {
+      const int row = 2 * pair + half;
+      const int count = __shfl_sync(kFullWarp, filled_, 4 * row);
+      const std::int64_t first = shared_.entry[row];
+      for (int i = lane % 16; i < count; i += 16) write(first + i, shared_.slot[row][i]);
+      __syncwarp();
+      if (lane % 16 == 0) shared_.entry[row] = first + count;
+    }
+    __syncwarp();
+    filled_ = 0;
+  }
+
+ private:
+  __device__ __forceinline__ void write(std::int64_t entry, float result) const {
+    std::int64_t at = entry;
+    if (args_.edge_id != nullptr) {
+      at = args_.edge_id_is_64bit ? __ldg(static_cast<const std::int64_t*>(args_.edge_id) + entry)
+                                  : __ldg(static_cast<const std::int32_t*>(args_.edge_id) + entry);
+    }
+    store_result<T>(args_, at * args_.heads + blockIdx.y, result);
+  }
+
+  const SddmmBsbArgs& args_;
+  Shared& shared_;
+  float* own_;
+  int filled_ = 0;  // results of row g in the queue
+};
+
+// Row r of a window; where the window has fewer rows, row 0, of which nothing is written.
+__device__ __forceinline__ std::uint32_t row_of_window(const BsbView& a, std::int64_t window, int r) {
+  const std::int64_t row = WindowRow{a.window_row, a.num_rows}(window, r);
+  return row < 0 ? 0 : static_cast<std::uint32_t>(row);
+}
+
+// Splitting an infinite or huge number leaves NaN, though its products may be none: multiplied again,
+// unsplit.
+__device__ __noinline__ float multiply_again(const SddmmBsbArgs& args, std::uint32_t row, std::uint32_t col) {
+  const std::int64_t head = blockIdx.y * args.head_width;
+  const float* x = static_cast<const float*>(args.x_dst.data) + row * args.x_dst.stride + head;
+  const float* y = static_cast<const float*>(args.x_src.data) + col * args.x_src.stride + head;
+  float sum = 0;
+  for (std::int64_t f = 0; f < args.head_width; ++f) sum += x[f] * y[f];
+  return sum;
+}
+
+// columns: of the results.
+__device__ __forceinline__ void scale(const SddmmBsbArgs& args, float (&result)[kOwned], std::uint32_t row,
+                                      const PackedColumns& columns) {
+  if (args.scale_src != nullptr) {
+    std::uint32_t column[kOwned];
+    unpack(columns, column);
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) {
+      result[i] *= __ldg(static_cast<const float*>(args.scale_src) + column[i]);
+    }
+  }
+  if (args.scale_dst != nullptr) {
+    const float factor = __ldg(static_cast<const float*>(args.scale_dst) + row);
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) result[i] *= factor;
+  }
+}
+
+// kLanes: lanes to a gathered row. kSteps: steps of kLanes * 16 bytes that hold a head; 0: any number, with
+// X_dst read again for every block. kPlain: the head fills them, there are no scales and results go to the
+// edges' positions.
+template <typename T, int kTerms, int kLanes, int kSteps, bool kPlain, int kMin>
+__global__ void __launch_bounds__(kThreads, kMin)
+    sddmm_bsb_kernel(const __grid_constant__ SddmmBsbArgs args) {
+  constexpr int kStepBytes = kLanes * 16;
+  constexpr int kLoads = kLanes / 2;  // of a block and step
+  __shared__ typename Queue<T>::Shared shared[kThreads / kWarp];
+  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+  const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
+  if (warp >= args.a.num_runs) return;
+  const int4 raw_run = __ldg(reinterpret_cast<const int4*>(args.a.runs) + warp);
+  const WindowRun run{raw_run.x, raw_run.y, raw_run.z, raw_run.w};
+  if (run.length == 0) return;
+  // Columns are read one block ahead; the array is padded, so that this may run past the run.
+  const std::uint32_t* blocks = args.a.block + static_cast<std::int64_t>(run.begin) * kBlockWords;
+  Columns<kLanes> next;
+  std::uint32_t next_mask;
+  next.read(blocks, lane);
+  next_mask = load_masks(blocks, t);
+  Queue<T> queue(args, shared[threadIdx.x / kWarp], lane);
+
+  const std::int32_t window = run.target < 0 ? __ldg(args.slot_window + ~run.target) : run.target;
+  // Lane n: where the run's n-th window ends.
+  int window_end = run.length;
+  if (run.num_windows > 1 && lane < run.num_windows) {
+    window_end = static_cast<int>(__ldg(args.a.window_ptr + window + 1 + lane) - run.begin);
+  }
+
+  const auto head_bytes = static_cast<std::uint32_t>(args.head_width * sizeof(T));
+  const auto src_bytes = static_cast<std::uint32_t>(args.x_src.stride * sizeof(T));
+  const auto dst_bytes = static_cast<std::uint32_t>(args.x_dst.stride * sizeof(T));
+  const std::uint32_t head = blockIdx.y * head_bytes;
+  const std::uint32_t own_bytes = lane % kLanes * 16;
+  const char* src = static_cast<const char*>(args.x_src.data) + head + own_bytes;
+  const char* dst = static_cast<const char*>(args.x_dst.data) + head + t * 16;
+  const auto load_src = [&](std::uint32_t column, std::uint32_t step) {
+    return load_words(row_address(src, column, src_bytes) + step * kStepBytes,
+                      kPlain || step * kStepBytes + own_bytes < head_bytes);
+  };
+  const auto load_rows = [&](std::uint32_t row, std::uint32_t step) {
+    const char* from = row_address(dst, row, dst_bytes);
+    const std::uint32_t lower = step * kStepBytes, upper = lower + 64;
+    const uint4 low = load_words(from + lower, kPlain || lower + t * 16 < head_bytes);
+    return Rows(low, kLanes == 8 ? load_words(from + upper, kPlain || upper + t * 16 < head_bytes) : uint4{});
+  };
+  int index = 0;
+  for (int nth = 0; nth < run.num_windows; ++nth) {
+    const int end = __shfl_sync(kFullWarp, window_end, nth);
+    if (index == end) continue;
+    const std::uint32_t row = row_of_window(args.a, window + nth, g);
+    Rows rows[kSteps > 0 ? kSteps : 1];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) rows[s] = load_rows(row, s);
+    if (t == 0)
+      queue.start(
+          run.target < 0 ? args.slot_entry + ~run.target * std::int64_t{kRows} + g : args.rowptr + row, g);
+
+    for (; index < end; ++index) {
+      std::uint32_t column[kLoads];
+      next.unpack_to(column, lane);
+      const std::uint32_t mask = next_mask;
+      uint4 words[kLoads][kSteps > 0 ? kSteps : 1];
+#pragma unroll
+      for (int v = 0; v < kLoads; ++v) {
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) words[v][s] = load_src(column[v], s);
+      }
+      const std::uint32_t* block = blocks;
+      blocks += kBlockWords;
+      next.read(blocks, lane);
+      next_mask = load_masks(blocks, t);
+      __syncwarp();  // so that all loads start here, and not one after the other where they are needed
+
+      Products<T, kTerms, kLanes> products[kLoads];
+      if constexpr (kSteps > 0) {
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+          for (int v = 0; v < kLoads; ++v) products[v].add(rows[s], words[v][s]);
+        }
+      } else {
+#pragma unroll 1
+        for (std::uint32_t step = 0; step * kStepBytes < head_bytes; ++step) {
+          uint4 chunk[kLoads];
+#pragma unroll
+          for (int v = 0; v < kLoads; ++v) chunk[v] = load_src(column[v], step);
+          const Rows chunk_rows = load_rows(row, step);
+#pragma unroll
+          for (int v = 0; v < kLoads; ++v) products[v].add(chunk_rows, chunk[v]);
+        }
+      }
+      float result[kOwned];
+#pragma unroll
+      for (int i = 0; i < kOwned; ++i) {
+        result[i] = kLanes == 8 ? products[i % kLoads].get(0) : products[i % kLoads].get(i / kLoads);
+      }
+      if constexpr (kTerms > 1) {
+        if ((result[0] + result[1] + result[2] + result[3]) * 0.0f != 0) {  // NaN: one is not finite
+          std::uint32_t own[kOwned];
+          unpack(load_columns(block, t), own);
+#pragma unroll
+          for (int i = 0; i < kOwned; ++i) result[i] = multiply_again(args, row, own[i]);
+        }
+      }
+      const std::uint32_t present = (mask >> g) & 0x01010101u;
+      if constexpr (kPlain) {
+        queue.put(result, present, t);
+      } else {
+        scale(args, result, row, load_columns(block, t));
+        if (args.block_vector == nullptr) {
+          queue.put(result, present, t);
+        } else {
+          const std::int64_t first = __ldg(args.block_vector + run.begin + index) + kOwned * t;
+#pragma unroll
+          for (int i = 0; i < kOwned; ++i) {
+            if (((mask >> 8 * i) & 0xffu) == 0) continue;
+            store_result<T>(args, ((first + i) * kRows + g) * args.heads + blockIdx.y,
+                            present & (1u << 8 * i) ? result[i] : 0.0f);
+          }
+        }
+      }
+    }
+    queue.leave();
+  }
+}
+
+template <typename T, int kTerms, int kLanes, int kSteps, int kMin>
+void launch_shape(const SddmmBsbArgs& args, cudaStream_t stream) {
+  const dim3 grid(ceil_div(args.a.num_runs, kThreads / kWarp), static_cast<unsigned>(args.heads));
+  if constexpr (kSteps > 0) {
+    if (args.head_width * sizeof(T) == kSteps * kLanes * 16 && args.scale_dst == nullptr &&
+        args.scale_src == nullptr && args.block_vector == nullptr) {
+      sddmm_bsb_kernel<T, kTerms, kLanes, kSteps, true, kMin><<<grid, kThreads, 0, stream>>>(args);
+      return;
+    }
+  }
+  sddmm_bsb_kernel<T, kTerms, kLanes, kSteps, false, kMin><<<grid, kThreads, 0, stream>>>(args);
+}
+
+template <typename T, int kTerms>
+void launch(const SddmmBsbArgs& args, cudaStream_t stream) {
+  const auto bytes = args.head_width * static_cast<std::int64_t>(sizeof(T));
+  if (bytes <= 64) return launch_shape<T, kTerms, 4, 1, kTerms == 1 ? 10 : 7>(args, stream);
+  if (bytes <= 128) return launch_shape<T, kTerms, 8, 1, 7>(args, stream);
+  if (bytes <= 256) return launch_shape<T, kTerms, 8, 2, kTerms == 1 ? 7 : 4>(args, stream);
+  if (bytes <= 512) return launch_shape<T, kTerms, 8, 4, kTerms == 1 ? 4 : 3>(args, stream);
+  launch_shape<T, kTerms, 8, 0, 8>(args, stream);
+}
+
+}  // namespace
+
+int sddmm_bsb(const SddmmBsbArgs& args, void* stream_address) {
+  auto* stream = static_cast<cudaStream_t>(stream_address);
+  switch (args.dtype) {
+    case Dtype::kFloat16:
+      launch<__half, 1>(args, stream);
+      break;
+    case Dtype::kBFloat16:
+      launch<__nv_bfloat16, 1>(args, stream);
+      break;
+    case Dtype::kFloat32:
+      args.tf32 ? launch<float, 1>(args, stream) : launch<float, 2>(args, stream);
+      break;
+    case Dtype::kFloat64:
+      return cudaErrorInvalidValue;  // no tensor-core path: the caller takes the CSR kernel
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace fastsparse::cuda
