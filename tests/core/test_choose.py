@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import timeit
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -221,25 +222,29 @@ class Converted:
     has_bsb = True
     num_src = 1000
 
-    def __init__(self, num_edges: int) -> None:
+    def __init__(self, num_edges: int, num_vectors: int) -> None:
         self.num_edges = num_edges
+        self.bsb = SimpleNamespace(num_vectors=num_vectors)
 
 
 @pytest.mark.parametrize(
-    ("num_edges", "dtype", "head_bytes", "heads", "aligned", "expected"),
+    ("num_edges", "num_vectors", "dtype", "head_bytes", "heads", "aligned", "expected"),
     [
-        (1_000, torch.float16, 64, 1, True, "flashsparse"),
-        (1_000, torch.bfloat16, 1024, 4, True, "flashsparse"),
-        (1_000, torch.float16, 64, 1, False, "csr"),
-        (1_000, torch.float16, 64, 65_536, True, "csr"),
-        (5_000_000, torch.float32, 128, 1, True, "flashsparse"),
-        (5_000_000, torch.float32, 512, 1, True, "csr"),
-        (100_000, torch.float32, 128, 1, True, "csr"),
-        (5_000_000, torch.float64, 128, 1, True, "csr"),
+        (1_000, 990, torch.float16, 64, 1, True, "flashsparse"),
+        (1_000, 990, torch.bfloat16, 512, 4, True, "flashsparse"),
+        (1_000, 990, torch.bfloat16, 528, 4, True, "csr"),
+        (1_000, 990, torch.float16, 64, 1, False, "csr"),
+        (1_000, 990, torch.float16, 64, 65_536, True, "csr"),
+        (1_000, 990, torch.float32, 128, 1, True, "flashsparse"),
+        (1_000, 990, torch.float32, 256, 1, True, "csr"),
+        (1_000, 600, torch.float32, 256, 1, True, "flashsparse"),
+        (5_000_000, 4_900_000, torch.float32, 256, 1, True, "flashsparse"),
+        (5_000_000, 4_900_000, torch.float32, 512, 1, True, "csr"),
+        (5_000_000, 4_900_000, torch.float64, 128, 1, True, "csr"),
     ],
 )
-def test_sddmm_goes_by_dtype_and_size(num_edges, dtype, head_bytes, heads, aligned, expected):
-    adj: Any = Converted(num_edges)
+def test_sddmm_goes_by_dtype_and_size(num_edges, num_vectors, dtype, head_bytes, heads, aligned, expected):
+    adj: Any = Converted(num_edges, num_vectors)
     assert choose.sddmm_algorithm(adj, "auto", dtype, head_bytes, heads, aligned) == expected
     assert choose.sddmm_algorithm(adj, "csr", dtype, head_bytes, heads, aligned) == "csr"
     able = dtype != torch.float64 and aligned and heads < 65_536
@@ -256,7 +261,20 @@ def test_sddmm_auto_waits_for_a_structure_that_is_used_again(device):
     assert adj.has_bsb == (device == "cuda")
 
 
-def test_slices_of_sddmm_grow_with_the_structure():
-    lengths = [choose.sddmm_slice_blocks(1 << bits) for bits in range(30)]
+def test_tf32_lets_sddmm_take_the_tensor_cores():
+    adj: Any = Converted(1_000, 990)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert choose.sddmm_algorithm(adj, "auto", torch.float32, 512, 1, True) == "flashsparse"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    ("rule", "values"),
+    [(choose.sddmm_slice_blocks, {8, 16, 64, 256}), (choose.sddmm_run_blocks, {1, 2, 4})],
+)
+def test_work_lists_of_sddmm_grow_with_the_structure(rule, values):
+    lengths = [rule(1 << bits) for bits in range(30)]
     assert lengths == sorted(lengths)
-    assert {8, 16, 64, 256} == set(lengths)
+    assert set(lengths) == values
