@@ -215,59 +215,25 @@ def test_unknown_names_are_refused(operator):
         algorithms(dense="csr")
 
 
-class Converted:
-    """What `sddmm_algorithm` asks of a structure on the GPU whose blocks are there."""
-
-    device = torch.device("cuda")
-    has_bsb = True
-    num_src = 1000
-
-    def __init__(self, num_edges: int, num_vectors: int) -> None:
-        self.num_edges = num_edges
-        self.bsb = SimpleNamespace(num_vectors=num_vectors)
-
-
 @pytest.mark.parametrize(
-    ("num_edges", "num_vectors", "dtype", "head_bytes", "heads", "aligned", "expected"),
+    ("device", "dtype", "head_bytes", "heads", "aligned", "num_src", "able"),
     [
-        (1_000, 990, torch.float16, 64, 1, True, "flashsparse"),
-        (1_000, 990, torch.bfloat16, 512, 4, True, "flashsparse"),
-        (1_000, 990, torch.bfloat16, 528, 4, True, "csr"),
-        (1_000, 990, torch.float16, 64, 1, False, "csr"),
-        (1_000, 990, torch.float16, 64, 65_536, True, "csr"),
-        (1_000, 990, torch.float32, 128, 1, True, "flashsparse"),
-        (1_000, 990, torch.float32, 256, 1, True, "csr"),
-        (1_000, 600, torch.float32, 256, 1, True, "flashsparse"),
-        (5_000_000, 4_900_000, torch.float32, 256, 1, True, "flashsparse"),
-        (5_000_000, 4_900_000, torch.float32, 512, 1, True, "csr"),
-        (5_000_000, 4_900_000, torch.float64, 128, 1, True, "csr"),
+        ("cuda", torch.float16, 64, 1, True, 1000, True),
+        ("cuda", torch.float32, 2048, 4, True, 1000, True),
+        ("cuda", torch.float16, 64, 1, False, 1000, False),
+        ("cuda", torch.float16, 64, 65_536, True, 1000, False),
+        ("cuda", torch.float16, 0, 1, True, 1000, False),
+        ("cuda", torch.float16, 64, 1, True, 2**24 + 1, False),
+        ("cuda", torch.float64, 128, 1, True, 1000, False),
+        ("cpu", torch.float32, 128, 1, True, 1000, False),
     ],
 )
-def test_sddmm_goes_by_dtype_and_size(num_edges, num_vectors, dtype, head_bytes, heads, aligned, expected):
-    adj: Any = Converted(num_edges, num_vectors)
-    assert choose.sddmm_algorithm(adj, "auto", dtype, head_bytes, heads, aligned) == expected
-    assert choose.sddmm_algorithm(adj, "csr", dtype, head_bytes, heads, aligned) == "csr"
-    able = dtype != torch.float64 and aligned and heads < 65_536
-    asked = choose.sddmm_algorithm(adj, "flashsparse", dtype, head_bytes, heads, aligned)
-    assert asked == ("flashsparse" if able else "csr")
-
-
-def test_sddmm_auto_waits_for_a_structure_that_is_used_again(device):
-    adj, x = ring(device), torch.randn(16, 8, device=device, dtype=torch.float16)
-    for _ in range(16):
-        sddmm(adj, x, x)
-    assert not adj.has_bsb
-    sddmm(adj, x, x)
-    assert adj.has_bsb == (device == "cuda")
-
-
-def test_tf32_lets_sddmm_take_the_tensor_cores():
-    adj: Any = Converted(1_000, 990)
-    torch.set_float32_matmul_precision("high")
-    try:
-        assert choose.sddmm_algorithm(adj, "auto", torch.float32, 512, 1, True) == "flashsparse"
-    finally:
-        torch.set_float32_matmul_precision("highest")
+def test_sddmm_takes_the_tensor_cores_by_name(device, dtype, head_bytes, heads, aligned, num_src, able):
+    adj: Any = SimpleNamespace(device=torch.device(device), num_src=num_src)
+    arguments = (dtype, head_bytes, heads, aligned)
+    assert choose.sddmm_algorithm(adj, "auto", *arguments) == "csr"
+    assert choose.sddmm_algorithm(adj, "csr", *arguments) == "csr"
+    assert choose.sddmm_algorithm(adj, "flashsparse", *arguments) == ("flashsparse" if able else "csr")
 
 
 @pytest.mark.parametrize(
