@@ -173,22 +173,14 @@ __device__ __forceinline__ void store_result(const SddmmBsbArgs& args, std::int6
 template <typename T>
 class Queue {
  public:
-  struct Shared {
-    float slot[kRows][kSlots + 4];  // apart, so that the first results of all rows meet in no bank
-    std::int64_t entry[kRows];      // CSR position of every row's first result in the queue
-  };
+  // Apart, so that the first results of all rows meet in no bank.
+  using Slots = float[kRows][kSlots + 4];
 
-  __device__ __forceinline__ Queue(const SddmmBsbArgs& args, Shared& shared, int lane)
-      : args_(args), shared_(shared), own_(shared.slot[lane / 4]) {}
+  __device__ __forceinline__ Queue(const SddmmBsbArgs& args, Slots& slots, int lane)
+      : args_(args), slots_(slots), own_(slots[lane / 4]) {}
 
-  // Starts the queue of row r, whose first result has its CSR position at `entry`. It comes by itself: a
-  // register for it would keep the gathers waiting.
-  __device__ __forceinline__ void start(const std::int64_t* entry, int r) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(
-                     static_cast<std::uint32_t>(__cvta_generic_to_shared(&shared_.entry[r]))),
-                 "l"(entry)
-                 : "memory");
-  }
+  // entry: CSR position of row g's first result.
+  __device__ __forceinline__ void start(std::int64_t entry) { entry_ = entry; }
 
   // Takes row g's results of vectors 4t .. 4t + 3 of the next block; present: bit 8i says that the i-th is an
   // entry.
@@ -213,19 +205,17 @@ class Queue {
 
   // Writes all results of the queue, 16 lanes to a row.
   __device__ __forceinline__ void leave() {
-    asm volatile("cp.async.wait_all;" ::: "memory");
     __syncwarp();
     const int lane = threadIdx.x % kWarp, half = lane / 16;
 #pragma unroll
     for (int pair = 0; pair < kRows / 2; ++pair) {
       const int row = 2 * pair + half;
       const int count = __shfl_sync(kFullWarp, filled_, 4 * row);
-      const std::int64_t first = shared_.entry[row];
-      for (int i = lane % 16; i < count; i += 16) write(first + i, shared_.slot[row][i]);
-      __syncwarp();
-      if (lane % 16 == 0) shared_.entry[row] = first + count;
+      const std::int64_t first = __shfl_sync(kFullWarp, entry_, 4 * row);
+      for (int i = lane % 16; i < count; i += 16) write(first + i, slots_[row][i]);
     }
     __syncwarp();
+    entry_ += filled_;
     filled_ = 0;
   }
 
@@ -240,9 +230,10 @@ class Queue {
   }
 
   const SddmmBsbArgs& args_;
-  Shared& shared_;
+  Slots& slots_;
   float* own_;
-  int filled_ = 0;  // results of row g in the queue
+  std::int64_t entry_ = 0;  // CSR position of row g's first result in the queue
+  int filled_ = 0;          // results of row g in the queue
 };
 
 // Row r of a window; where the window has fewer rows, row 0, of which nothing is written.
@@ -288,7 +279,7 @@ __global__ void __launch_bounds__(kThreads, kMin)
     sddmm_bsb_kernel(const __grid_constant__ SddmmBsbArgs args) {
   constexpr int kStepBytes = kLanes * 16;
   constexpr int kLoads = kLanes / 2;  // of a block and step
-  __shared__ typename Queue<T>::Shared shared[kThreads / kWarp];
+  __shared__ typename Queue<T>::Slots slots[kThreads / kWarp];
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
   if (warp >= args.a.num_runs) return;
@@ -301,9 +292,10 @@ __global__ void __launch_bounds__(kThreads, kMin)
   std::uint32_t next_mask;
   next.read(blocks, lane);
   next_mask = load_masks(blocks, t);
-  Queue<T> queue(args, shared[threadIdx.x / kWarp], lane);
+  Queue<T> queue(args, slots[threadIdx.x / kWarp], lane);
 
-  const std::int32_t window = run.target < 0 ? __ldg(args.slot_window + ~run.target) : run.target;
+  const bool whole = run.target >= 0;
+  const std::int64_t window = whole ? run.target : __ldg(args.slot_window + ~run.target);
   // Lane n: where the run's n-th window ends.
   int window_end = run.length;
   if (run.num_windows > 1 && lane < run.num_windows) {
@@ -327,84 +319,83 @@ __global__ void __launch_bounds__(kThreads, kMin)
     const uint4 low = load_words(from + lower, kPlain || lower + t * 16 < head_bytes);
     return Rows(low, kLanes == 8 ? load_words(from + upper, kPlain || upper + t * 16 < head_bytes) : uint4{});
   };
-  int index = 0;
-  for (int nth = 0; nth < run.num_windows; ++nth) {
-    const int end = __shfl_sync(kFullWarp, window_end, nth);
-    if (index == end) continue;
-    const std::uint32_t row = row_of_window(args.a, window + nth, g);
-    Rows rows[kSteps > 0 ? kSteps : 1];
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) rows[s] = load_rows(row, s);
-    if (t == 0)
-      queue.start(
-          run.target < 0 ? args.slot_entry + ~run.target * std::int64_t{kRows} + g : args.rowptr + row, g);
+  const auto first_entry = [&](std::uint32_t row) {
+    return __ldg(whole ? args.rowptr + row
+                       : args.slot_entry + static_cast<std::int64_t>(~run.target) * kRows + g);
+  };
 
-    for (; index < end; ++index) {
-      std::uint32_t column[kLoads];
-      next.unpack_to(column, lane);
-      const std::uint32_t mask = next_mask;
-      uint4 words[kLoads][kSteps > 0 ? kSteps : 1];
+  int nth = -1, end = 0;  // the window of the block, and where it ends
+  std::uint32_t row = 0;  // row g of it
+  Rows rows[kSteps > 0 ? kSteps : 1];
+  for (int index = 0; index < run.length;) {
+    if (index == end) {
+      do end = __shfl_sync(kFullWarp, window_end, ++nth);
+      while (index == end);
+      row = row_of_window(args.a, window + nth, g);
 #pragma unroll
-      for (int v = 0; v < kLoads; ++v) {
+      for (int s = 0; s < kSteps; ++s) rows[s] = load_rows(row, s);
+      queue.start(first_entry(row));
+    }
+    std::uint32_t column[kLoads];
+    next.unpack_to(column, lane);
+    const std::uint32_t mask = next_mask;
+    uint4 words[kLoads][kSteps > 0 ? kSteps : 1];
 #pragma unroll
-        for (int s = 0; s < kSteps; ++s) words[v][s] = load_src(column[v], s);
+    for (int v = 0; v < kLoads; ++v) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) words[v][s] = load_src(column[v], s);
+    }
+    const std::uint32_t* block = blocks;
+    blocks += kBlockWords;
+    next.read(blocks, lane);
+    next_mask = load_masks(blocks, t);
+    __syncwarp();  // so that all loads start here, and not one after the other where they are needed
+
+    Products<T, kTerms, kLanes> products[kLoads];
+    if constexpr (kSteps > 0) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+        for (int v = 0; v < kLoads; ++v) products[v].add(rows[s], words[v][s]);
       }
-      const std::uint32_t* block = blocks;
-      blocks += kBlockWords;
-      next.read(blocks, lane);
-      next_mask = load_masks(blocks, t);
-      __syncwarp();  // so that all loads start here, and not one after the other where they are needed
-
-      Products<T, kTerms, kLanes> products[kLoads];
-      if constexpr (kSteps > 0) {
-#pragma unroll
-        for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-          for (int v = 0; v < kLoads; ++v) products[v].add(rows[s], words[v][s]);
-        }
-      } else {
+    } else {
 #pragma unroll 1
-        for (std::uint32_t step = 0; step * kStepBytes < head_bytes; ++step) {
-          uint4 chunk[kLoads];
+      for (std::uint32_t step = 0; step * kStepBytes < head_bytes; ++step) {
+        uint4 chunk[kLoads];
 #pragma unroll
-          for (int v = 0; v < kLoads; ++v) chunk[v] = load_src(column[v], step);
-          const Rows chunk_rows = load_rows(row, step);
+        for (int v = 0; v < kLoads; ++v) chunk[v] = load_src(column[v], step);
+        const Rows chunk_rows = load_rows(row, step);
 #pragma unroll
-          for (int v = 0; v < kLoads; ++v) products[v].add(chunk_rows, chunk[v]);
-        }
-      }
-      float result[kOwned];
-#pragma unroll
-      for (int i = 0; i < kOwned; ++i) {
-        result[i] = kLanes == 8 ? products[i % kLoads].get(0) : products[i % kLoads].get(i / kLoads);
-      }
-      if constexpr (kTerms > 1) {
-        if ((result[0] + result[1] + result[2] + result[3]) * 0.0f != 0) {  // NaN: one is not finite
-          std::uint32_t own[kOwned];
-          unpack(load_columns(block, t), own);
-#pragma unroll
-          for (int i = 0; i < kOwned; ++i) result[i] = multiply_again(args, row, own[i]);
-        }
-      }
-      const std::uint32_t present = (mask >> g) & 0x01010101u;
-      if constexpr (kPlain) {
-        queue.put(result, present, t);
-      } else {
-        scale(args, result, row, load_columns(block, t));
-        if (args.block_vector == nullptr) {
-          queue.put(result, present, t);
-        } else {
-          const std::int64_t first = __ldg(args.block_vector + run.begin + index) + kOwned * t;
-#pragma unroll
-          for (int i = 0; i < kOwned; ++i) {
-            if (((mask >> 8 * i) & 0xffu) == 0) continue;
-            store_result<T>(args, ((first + i) * kRows + g) * args.heads + blockIdx.y,
-                            present & (1u << 8 * i) ? result[i] : 0.0f);
-          }
-        }
+        for (int v = 0; v < kLoads; ++v) products[v].add(chunk_rows, chunk[v]);
       }
     }
-    queue.leave();
+    float result[kOwned];
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) {
+      result[i] = kLanes == 8 ? products[i % kLoads].get(0) : products[i % kLoads].get(i / kLoads);
+    }
+    if constexpr (kTerms > 1) {
+      if ((result[0] + result[1] + result[2] + result[3]) * 0.0f != 0) {  // NaN: one is not finite
+        std::uint32_t own[kOwned];
+        unpack(load_columns(block, t), own);
+#pragma unroll
+        for (int i = 0; i < kOwned; ++i) result[i] = multiply_again(args, row, own[i]);
+      }
+    }
+    const std::uint32_t present = (mask >> g) & 0x01010101u;
+    if constexpr (!kPlain) scale(args, result, row, load_columns(block, t));
+    if (kPlain || args.block_vector == nullptr) {
+      queue.put(result, present, t);
+    } else {
+      const std::int64_t first = __ldg(args.block_vector + run.begin + index) + kOwned * t;
+#pragma unroll
+      for (int i = 0; i < kOwned; ++i) {
+        if (((mask >> 8 * i) & 0xffu) == 0) continue;
+        store_result<T>(args, ((first + i) * kRows + g) * args.heads + blockIdx.y,
+                        present & (1u << 8 * i) ? result[i] : 0.0f);
+      }
+    }
+    if (++index == end) queue.leave();
   }
 }
 
@@ -425,8 +416,8 @@ template <typename T, int kTerms>
 void launch(const SddmmBsbArgs& args, cudaStream_t stream) {
   const auto bytes = args.head_width * static_cast<std::int64_t>(sizeof(T));
   if (bytes <= 64) return launch_shape<T, kTerms, 4, 1, kTerms == 1 ? 10 : 7>(args, stream);
-  if (bytes <= 128) return launch_shape<T, kTerms, 8, 1, 7>(args, stream);
-  if (bytes <= 256) return launch_shape<T, kTerms, 8, 2, kTerms == 1 ? 7 : 4>(args, stream);
+  if (bytes <= 128) return launch_shape<T, kTerms, 8, 1, kTerms == 1 ? 8 : 7>(args, stream);
+  if (bytes <= 256) return launch_shape<T, kTerms, 8, 2, kTerms == 1 ? 6 : 4>(args, stream);
   if (bytes <= 512) return launch_shape<T, kTerms, 8, 4, kTerms == 1 ? 4 : 3>(args, stream);
   launch_shape<T, kTerms, 8, 0, 8>(args, stream);
 }

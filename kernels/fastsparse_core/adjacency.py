@@ -524,7 +524,7 @@ class Adjacency:
         split = self.sddmm_split
         runs = self._row_memo.get(
             "sddmm_runs",
-            lambda: window_runs(self.bsb.window_ptr, split, choose.run_blocks(self.bsb.num_blocks)),
+            lambda: window_runs(self.bsb.window_ptr, split, choose.sddmm_run_blocks(self.bsb.num_blocks)),
         )
         structure = self._row_memo.get("sddmm_structure", lambda: self._blocks(split, runs))
         starts = self._row_memo.get("sddmm_starts", lambda: slot_starts(self.bsb, self.rowptr, split))

@@ -166,6 +166,11 @@ def run_blocks(num_blocks: int) -> int:
     return _power_of_two(num_blocks // _RESIDENT_WARPS, 1, 16)
 
 
+def sddmm_run_blocks(num_blocks: int) -> int:
+    """The same for sddmm, where joining saves less: up to 4, as far as every warp has many runs to take."""
+    return _power_of_two(num_blocks // (16 * _RESIDENT_WARPS), 1, 4)
+
+
 def csr_tile(adj: Adjacency, item_size: int, *, weighted: bool) -> int:
     """Features that the CSR kernel gathers per pass over the structure.
 
@@ -210,8 +215,11 @@ def spmm_algorithm(
         return "csr"
     if algorithm == "flashsparse":
         return algorithm
-    if not _is_converted(adj):
-        return "csr"
+    if not adj.has_bsb:
+        adj.uses += 1
+        reused = adj.uses > _REUSE and not torch.are_deterministic_algorithms_enabled()
+        if not reused or torch.cuda.is_current_stream_capturing() or not adj.try_bsb():
+            return "csr"
     if dtype != torch.float32:
         return "flashsparse"
     # In float32 the CSR kernel gathers as fast: tensor cores win by the rows that 8 destinations share.
@@ -237,41 +245,23 @@ def attention_algorithm(algorithm: str, fits: bool) -> str:
 def sddmm_algorithm(
     adj: Adjacency, algorithm: str, dtype: torch.dtype, head_bytes: int, heads: int, aligned: bool
 ) -> str:
-    """As `spmm_algorithm`, for sddmm.
+    """Resolves ``"auto"``, and a request that this call cannot serve, to ``"csr"`` or ``"flashsparse"``.
 
     Args:
-        adj: the structure; counts its uses.
-        algorithm: as the caller asked.
+        adj: the structure.
+        algorithm: as the caller asked; ``"auto"`` is csr, see docs/choosing.md.
         dtype: of the features.
         head_bytes: of one node's features in one head.
         heads: dot products per edge.
         aligned: rows of both features, and heads in them, start at multiples of 16 bytes.
     """
-    if algorithm == "csr":
-        return algorithm
+    if algorithm != "flashsparse":
+        return "csr"
     fits = adj.device.type == "cuda" and dtype != torch.float64 and aligned and head_bytes > 0
-    if not fits or heads > _MOST_HEADS or adj.num_src > MOST_COLUMNS:
-        if algorithm == "flashsparse":
-            info_once(_logger, _WHY_SDDMM_CSR)
-        return "csr"
-    if algorithm == "flashsparse":
-        return algorithm
-    if not _is_converted(adj):
-        return "csr"
-    if dtype != torch.float32:
+    if fits and heads <= _MOST_HEADS and adj.num_src <= MOST_COLUMNS:
         return "flashsparse"
-    # The CSR kernel gathers float32 as fast, and keeps less in registers.
-    short = head_bytes <= 128 or torch.get_float32_matmul_precision() != "highest"
-    return "flashsparse" if short and adj.num_edges >= 1_000_000 else "csr"
-
-
-def _is_converted(adj: Adjacency) -> bool:
-    """Whether the blocks are there, or worth building by now; counts a use where they are not."""
-    if adj.has_bsb:
-        return True
-    adj.uses += 1
-    reused = adj.uses > _REUSE and not torch.are_deterministic_algorithms_enabled()
-    return reused and not torch.cuda.is_current_stream_capturing() and adj.try_bsb()
+    info_once(_logger, _WHY_SDDMM_CSR)
+    return "csr"
 
 
 def _flashsparse_fits(adj: Adjacency, dtype: torch.dtype, width: int, heads: int, aligned: bool) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import timeit
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,49 +215,32 @@ def test_unknown_names_are_refused(operator):
         algorithms(dense="csr")
 
 
-class Converted:
-    """What `sddmm_algorithm` asks of a structure on the GPU whose blocks are there."""
-
-    device = torch.device("cuda")
-    has_bsb = True
-    num_src = 1000
-
-    def __init__(self, num_edges: int) -> None:
-        self.num_edges = num_edges
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_bytes", "heads", "aligned", "num_src", "able"),
+    [
+        ("cuda", torch.float16, 64, 1, True, 1000, True),
+        ("cuda", torch.float32, 2048, 4, True, 1000, True),
+        ("cuda", torch.float16, 64, 1, False, 1000, False),
+        ("cuda", torch.float16, 64, 65_536, True, 1000, False),
+        ("cuda", torch.float16, 0, 1, True, 1000, False),
+        ("cuda", torch.float16, 64, 1, True, 2**24 + 1, False),
+        ("cuda", torch.float64, 128, 1, True, 1000, False),
+        ("cpu", torch.float32, 128, 1, True, 1000, False),
+    ],
+)
+def test_sddmm_takes_the_tensor_cores_by_name(device, dtype, head_bytes, heads, aligned, num_src, able):
+    adj: Any = SimpleNamespace(device=torch.device(device), num_src=num_src)
+    arguments = (dtype, head_bytes, heads, aligned)
+    assert choose.sddmm_algorithm(adj, "auto", *arguments) == "csr"
+    assert choose.sddmm_algorithm(adj, "csr", *arguments) == "csr"
+    assert choose.sddmm_algorithm(adj, "flashsparse", *arguments) == ("flashsparse" if able else "csr")
 
 
 @pytest.mark.parametrize(
-    ("num_edges", "dtype", "head_bytes", "heads", "aligned", "expected"),
-    [
-        (1_000, torch.float16, 64, 1, True, "flashsparse"),
-        (1_000, torch.bfloat16, 1024, 4, True, "flashsparse"),
-        (1_000, torch.float16, 64, 1, False, "csr"),
-        (1_000, torch.float16, 64, 65_536, True, "csr"),
-        (5_000_000, torch.float32, 128, 1, True, "flashsparse"),
-        (5_000_000, torch.float32, 512, 1, True, "csr"),
-        (100_000, torch.float32, 128, 1, True, "csr"),
-        (5_000_000, torch.float64, 128, 1, True, "csr"),
-    ],
+    ("rule", "values"),
+    [(choose.sddmm_slice_blocks, {8, 16, 64, 256}), (choose.sddmm_run_blocks, {1, 2, 4})],
 )
-def test_sddmm_goes_by_dtype_and_size(num_edges, dtype, head_bytes, heads, aligned, expected):
-    adj: Any = Converted(num_edges)
-    assert choose.sddmm_algorithm(adj, "auto", dtype, head_bytes, heads, aligned) == expected
-    assert choose.sddmm_algorithm(adj, "csr", dtype, head_bytes, heads, aligned) == "csr"
-    able = dtype != torch.float64 and aligned and heads < 65_536
-    asked = choose.sddmm_algorithm(adj, "flashsparse", dtype, head_bytes, heads, aligned)
-    assert asked == ("flashsparse" if able else "csr")
-
-
-def test_sddmm_auto_waits_for_a_structure_that_is_used_again(device):
-    adj, x = ring(device), torch.randn(16, 8, device=device, dtype=torch.float16)
-    for _ in range(16):
-        sddmm(adj, x, x)
-    assert not adj.has_bsb
-    sddmm(adj, x, x)
-    assert adj.has_bsb == (device == "cuda")
-
-
-def test_slices_of_sddmm_grow_with_the_structure():
-    lengths = [choose.sddmm_slice_blocks(1 << bits) for bits in range(30)]
+def test_work_lists_of_sddmm_grow_with_the_structure(rule, values):
+    lengths = [rule(1 << bits) for bits in range(30)]
     assert lengths == sorted(lengths)
-    assert {8, 16, 64, 256} == set(lengths)
+    assert set(lengths) == values
