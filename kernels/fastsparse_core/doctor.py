@@ -26,6 +26,11 @@ from typing import Any
 
 _OLDEST_ARCH = 80
 _REBUILD = "python -m pip install --force-reinstall --no-deps fastsparse-gnn (or, in a checkout, -e .)"
+#: Size of the graph that the operators are checked on.
+_NUM_DST, _NUM_SRC, _NUM_EDGES = 24, 32, 400
+
+#: Shapes of an operator's tensors.
+Shapes = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -395,15 +400,26 @@ def check_operators(device: str) -> list[Check]:
     Returns:
         One result for each operator; an operator that raises is a result too.
     """
-    operators: list[tuple[str, str, dict[str, Any]]] = [
-        *((f"spmm {reduce}", "spmm", {"reduce": reduce}) for reduce in ("sum", "mean", "max", "min")),
-        ("sddmm", "sddmm", {}),
+    num_dst, num_src, num_edges, heads, width = _NUM_DST, _NUM_SRC, _NUM_EDGES, 2, 16
+    matrices = ((num_dst, width), (num_src, width))
+    rows_dst, rows_src = (num_dst, heads, width), (num_src, heads, width)
+    operators: list[tuple[str, str, Shapes, dict[str, Any]]] = [
+        *(
+            (f"spmm {reduce}", "spmm", ((num_src, width), (num_edges,)), {"reduce": reduce})
+            for reduce in ("sum", "mean", "max", "min")
+        ),
+        ("sddmm", "sddmm", matrices, {}),
+        ("sddmm flashsparse", "sddmm", matrices, {"algorithm": "flashsparse"}),
+        ("edge_softmax", "edge_softmax", ((num_edges, heads),), {}),
+        ("attention", "attention", (rows_dst, rows_src, rows_src), {}),
+        ("additive_attention", "additive_attention", ((num_dst, heads), (num_src, heads), rows_src), {}),
+        ("gatv2_attention", "gatv2_attention", (rows_dst, rows_src, (heads, width)), {}),
     ]
-    return [_check(title, name, options, device) for title, name, options in operators]
+    return [_check(*operator, device) for operator in operators]
 
 
-def _check(title: str, name: str, options: dict[str, Any], device: str) -> Check:
-    """Runs one operator's self-check."""
+def _check(title: str, name: str, shapes: Shapes, options: dict[str, Any], device: str) -> Check:
+    """Runs one operator's self-check, on random tensors of the given shapes."""
     try:
         import torch
 
@@ -411,26 +427,24 @@ def _check(title: str, name: str, options: dict[str, Any], device: str) -> Check
         from fastsparse_core import reference
 
         generator = torch.Generator().manual_seed(0)
-        num_dst, num_src, num_edges, width = 24, 32, 400, 16
-        row = torch.randint(1, num_dst, (num_edges,), generator=generator)
+        row = torch.randint(1, _NUM_DST, (_NUM_EDGES,), generator=generator)
         row[:150] = 3  # a heavy row; row 0 stays empty
-        col = torch.randint(0, num_src, (num_edges,), generator=generator)
-        adj = fastsparse_core.Adjacency.from_coo(row.to(device), col.to(device), (num_dst, num_src))
-        if name == "spmm":
-            shapes: Sequence[tuple[int, ...]] = ((num_src, width), (num_edges,))
-        else:
-            shapes = ((num_dst, width), (num_src, width))
+        col = torch.randint(0, _NUM_SRC, (_NUM_EDGES,), generator=generator)
+        adj = fastsparse_core.Adjacency.from_coo(row.to(device), col.to(device), (_NUM_DST, _NUM_SRC))
         inputs = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
 
-        def outputs(operator: Callable[..., Any], copies: list[Any]) -> list[Any]:
+        def outputs(operator: Callable[..., Any], copies: list[Any], options: dict[str, Any]) -> list[Any]:
             out = operator(adj, *(copy.requires_grad_() for copy in copies), **options)
             return [out.detach(), *torch.autograd.grad(out.square().sum(), copies)]
 
-        expected = outputs(getattr(reference, name), [tensor.double() for tensor in inputs])
+        # The reference has one algorithm.
+        formula = {key: option for key, option in options.items() if key != "algorithm"}
+        expected = outputs(getattr(reference, name), [tensor.double() for tensor in inputs], formula)
         operator = getattr(fastsparse_core, name)
-        outputs(operator, [tensor.clone() for tensor in inputs])  # the first call builds what is kept
+        # The first call builds what is kept.
+        outputs(operator, [tensor.clone() for tensor in inputs], options)
         start = time.perf_counter()
-        computed = outputs(operator, [tensor.clone() for tensor in inputs])
+        computed = outputs(operator, [tensor.clone() for tensor in inputs], options)
         errors = [
             float((got.double() - want).abs().max() / want.abs().max().clamp(min=1.0))
             for got, want in zip(computed, expected, strict=True)

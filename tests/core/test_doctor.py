@@ -14,6 +14,18 @@ import fastsparse_core
 from fastsparse_core import doctor
 
 PACKAGE = Path(fastsparse_core.__file__).parent
+OPERATORS = [
+    "spmm sum",
+    "spmm mean",
+    "spmm max",
+    "spmm min",
+    "sddmm",
+    "sddmm flashsparse",
+    "edge_softmax",
+    "attention",
+    "additive_attention",
+    "gatv2_attention",
+]
 
 
 def run_doctor(*search_path):
@@ -43,7 +55,7 @@ def test_a_healthy_environment_is_usable():
         "ogb",
         "CPU half",
         "CUDA half",
-        "spmm max",
+        *OPERATORS,
     ):
         assert text in done.stdout
     assert "Traceback" not in done.stderr
@@ -52,7 +64,7 @@ def test_a_healthy_environment_is_usable():
 def assert_operators_pass(device):
     doctor.check_operators(device)
     checks = doctor.check_operators(device)
-    assert [check.operator for check in checks] == ["spmm sum", "spmm mean", "spmm max", "spmm min", "sddmm"]
+    assert [check.operator for check in checks] == OPERATORS
     assert [check.message for check in checks if not check.passed] == []
     # Ten milliseconds are meant; the bound leaves room for a busy machine.
     assert all(0 < check.milliseconds < 500 for check in checks)
@@ -70,14 +82,30 @@ def test_operators_pass_on_every_gpu():
 
 
 @pytest.mark.parametrize("wrong", [1e-3, float("nan"), float("inf")])
-def test_a_wrong_result_is_found(report, monkeypatch, wrong):
-    right = fastsparse_core.spmm
-    monkeypatch.setattr(fastsparse_core, "spmm", lambda *args, **options: right(*args, **options) + wrong)
+@pytest.mark.parametrize(
+    "name", ["spmm", "sddmm", "edge_softmax", "attention", "additive_attention", "gatv2_attention"]
+)
+def test_a_wrong_result_is_found(report, monkeypatch, name, wrong):
+    right = getattr(fastsparse_core, name)
+    monkeypatch.setattr(fastsparse_core, name, lambda *args, **options: right(*args, **options) + wrong)
     doctor._examine_operators(report, torch, {"cuda": False})
-    assert [check.passed for check in report.checks] == [False, False, False, False, True]
+    failed = [title for title in OPERATORS if title.split()[0] == name]
+    assert [check.operator for check in report.checks if not check.passed] == failed
     assert not report.usable
-    assert "spmm sum on cpu: differs from the reference by" in report.problems[0].what
+    assert len(report.problems) == len(failed)
+    assert f"{failed[0]} on cpu: differs from the reference by" in report.problems[0].what
     assert "force-reinstall" in report.problems[0].cure
+
+
+def test_a_wrong_gradient_is_found(report, monkeypatch):
+    right = fastsparse_core.attention
+
+    def without_gradient_of_keys(adj, q, k, v):
+        return right(adj, q, k.detach(), v) + 0 * k.sum()
+
+    monkeypatch.setattr(fastsparse_core, "attention", without_gradient_of_keys)
+    doctor._examine_operators(report, torch, {"cuda": False})
+    assert [check.operator for check in report.checks if not check.passed] == ["attention"]
 
 
 @pytest.mark.parametrize(
