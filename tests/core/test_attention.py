@@ -255,8 +255,8 @@ def test_scores_of_ten_thousand_are_stable(request, device, kind, dtype):
     """No worse than twice the unfused computation in the same dtype, results and gradients."""
     if (device, kind, dtype) == ("cuda", "dot_product", torch.float32):
         reason = (
-            "gradients: delta comes from the stored result, the products from two TF32 terms, so what cancels "
-            "in rows with one weight of 1 does not vanish, and scores of 1e4 magnify it"
+            "gradients: delta comes from the stored result, the products from two TF32 terms, so what should "
+            "cancel in rows with one weight of 1 does not, and queries of 1e4 magnify it"
         )
         request.applymarker(pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason))
     adj = random_graph().adjacency(device)
