@@ -49,7 +49,7 @@ def test_command(command, tmp_path):
             run("make", "--dry-run", *words[1:], cwd=CHECKOUT)
         case ["python", "-m", "fastsparse_core.doctor"]:
             pass  # tests/core/test_doctor.py runs it
-        case ["python", script, *options]:
+        case ["python" | ".venv/bin/python", script, *options]:
             if "dgl" in options:
                 pytest.importorskip("fastsparse_dgl", exc_type=ImportError)
             else:
