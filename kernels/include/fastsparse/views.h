@@ -21,6 +21,13 @@ struct CsrView {
   std::int64_t num_edges;
 };
 
+// Position of an entry in the caller's edge order.
+FASTSPARSE_HOST_DEVICE std::int64_t edge_position(const CsrView& a, std::int64_t entry) {
+  if (a.edge_id == nullptr) return entry;
+  return a.edge_id_is_64bit ? static_cast<const std::int64_t*>(a.edge_id)[entry]
+                            : static_cast<const std::int32_t*>(a.edge_id)[entry];
+}
+
 // Consecutive entries of one row, short enough that no row serialises the grid.
 struct alignas(16) RowSlice {
   std::int64_t begin;   // first entry
