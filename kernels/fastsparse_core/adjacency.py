@@ -7,7 +7,7 @@ import logging
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -45,8 +45,9 @@ class _Memo:
                     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                         # What a captured graph records is not computed yet: kept, it would be read too early.
                         raise RuntimeError(
-                            f"{key}: must be built before a CUDA graph is captured; call "
-                            "Adjacency.prepare(), or run the model once, before the capture"
+                            f"{key}: must be built before a CUDA graph is captured; run the model once, "
+                            "forward and backward, before the capture, or call Adjacency.prepare() where "
+                            "edges have no values and no bias"
                         )
                     # A model may be evaluated before it is trained: what is kept must also serve autograd
                     # later.
@@ -657,28 +658,29 @@ class Adjacency:
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes held by this structure and what was derived from it, by name; shared memory counts once."""
-        tensors: dict[str, Tensor] = {}
-        transposed = self._memo.results.get("t")
-        for prefix, adjacency in (("", self), ("t.", transposed)):
-            if adjacency is None:
-                continue
-            named = adjacency._own_tensors()
-            for key, result in (adjacency._row_memo.results | adjacency._memo.results).items():
-                name = "_".join(map(str, key)) if isinstance(key, tuple) else key
-                parts = result if isinstance(result, tuple) else (result,)
-                for nth, part in enumerate(parts):
-                    if isinstance(part, Tensor):
-                        named[name if len(parts) == 1 else f"{name}.{nth}"] = part
-                    elif isinstance(part, (RowSplit, Bsb)):
-                        named.update({f"{name}.{item}": tensor for item, tensor in part.tensors().items()})
-            tensors.update({prefix + name: tensor for name, tensor in named.items()})
         sizes: dict[str, int] = {}
         seen: set[int] = set()
-        for name, tensor in tensors.items():
+        for name, tensor in self._tensors(set()):
             if tensor.data_ptr() not in seen or not tensor.numel():
                 sizes[name] = tensor.nbytes
             seen.add(tensor.data_ptr())
         return sizes
+
+    def _tensors(self, visited: set[int]) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor kept, by name, of structures that are not among ``visited`` (handles) yet."""
+        visited.add(self.handle)
+        yield from self._own_tensors().items()
+        for key, result in (self._row_memo.results | self._memo.results).items():
+            name = "_".join(map(str, key)) if isinstance(key, tuple) else key
+            parts = result if isinstance(result, tuple) else (result,)
+            for nth, part in enumerate(parts):
+                part_name = name if len(parts) == 1 else f"{name}.{nth}"
+                if isinstance(part, Tensor):
+                    yield part_name, part
+                elif isinstance(part, (RowSplit, Bsb)):
+                    yield from ((f"{part_name}.{item}", tensor) for item, tensor in part.tensors().items())
+                elif isinstance(part, Adjacency) and part.handle not in visited:
+                    yield from ((f"{part_name}.{item}", tensor) for item, tensor in part._tensors(visited))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Adjacency:
         """The same structure on another device (self where it is there); derived structures are rebuilt."""
