@@ -79,6 +79,15 @@ def unit_stride(matrix: Tensor) -> Tensor:
     return matrix if matrix.stride(1) == 1 or matrix.size(1) <= 1 else matrix.contiguous()
 
 
+def empty_values(adj: Adjacency, like: Tensor) -> Tensor:
+    """Room for a result per edge value, for kernels that write those of stored entries.
+
+    Values of edges that inserted loops replaced, which no entry stands for, are 0.
+    """
+    every_value_is_written = adj.num_values == adj.num_edges
+    return (torch.empty_like if every_value_is_written else torch.zeros_like)(like)
+
+
 def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     """Casts float32 features to the autocast dtype where autocast is on, as for a matrix product."""
     device_type = next(tensor.device.type for tensor in tensors if tensor is not None)
