@@ -516,11 +516,11 @@ class Adjacency:
             lambda: RowSplit.from_rowptr(self.bsb.window_ptr, choose.sddmm_slice_blocks(self.bsb.num_blocks)),
         )
 
-    def sddmm_structure(self) -> tuple[Any, Tensor, Tensor]:
+    def sddmm_structure(self) -> tuple[Any, Tensor, Tensor, Tensor | None]:
         """The binary sparse blocks as the compiled sddmm takes them, and the starts of its slices.
 
         Returns:
-            the structure; int32 (num_slots,) and int64 (num_slots, 8), see `slot_starts`.
+            the structure; int32 (num_slots,) and int64 (num_slots, 8), see `slot_starts`; `sorted_edge_id`.
         """
         split = self.sddmm_split
         runs = self._row_memo.get(
@@ -529,7 +529,22 @@ class Adjacency:
         )
         structure = self._row_memo.get("sddmm_structure", lambda: self._blocks(split, runs))
         starts = self._row_memo.get("sddmm_starts", lambda: slot_starts(self.bsb, self.rowptr, split))
-        return structure, *starts
+        return structure, *starts, self.sorted_edge_id
+
+    @property
+    def sorted_edge_id(self) -> Tensor | None:
+        """As `edge_id`, with the entries of every row sorted by column, as the blocks hold them.
+
+        Only :meth:`from_csr` and layers' own structures keep other orders within rows.
+        """
+        return self._memo.get("sorted_edge_id", lambda: (self._sorted_edge_id(),))[0]
+
+    def _sorted_edge_id(self) -> Tensor | None:
+        row = self.row()
+        if bool(((self.col[1:] >= self.col[:-1]) | (row[1:] != row[:-1])).all()):
+            return self.edge_id
+        order = compress(row, self.col, *self.shape, sort_minor=True)[2]
+        return order if self.edge_id is None else self.edge_id.index_select(0, order)
 
     def block_vector(self) -> Tensor:
         """Number of vectors before every block, int64 (num_blocks,), for results as dense vectors."""

@@ -163,7 +163,7 @@ struct SddmmBsbArgs {
   const std::int64_t* slot_entry;    // (num_slots, 8) CSR position of every row's first entry in the slice
   const std::int64_t* block_vector;  // (num_blocks) vectors with entries before the block; null: results go
                                      // to the edges' positions, else to (num_vectors, 8, heads), all written
-  const void* edge_id;               // as in CsrView
+  const void* edge_id;               // as in CsrView, with every row's entries sorted by column
   bool edge_id_is_64bit;
   DenseView x_dst;
   DenseView x_src;
