@@ -64,6 +64,17 @@ def keep_alive(adjacency: int) -> Adjacency | None:
     return from_handle(adjacency) if isinstance(adjacency, int) else None
 
 
+def structure(adjacency: int, transpose: bool) -> Adjacency:
+    """The structure behind a handle, or its transpose."""
+    adj = from_handle(adjacency)
+    return adj.t() if transpose else adj
+
+
+def num_heads(value: Tensor | None) -> int:
+    """Columns of edge values, 1 where they have one dimension or are not given."""
+    return value.size(1) if value is not None and value.dim() == 2 else 1
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
