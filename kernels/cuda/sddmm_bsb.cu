@@ -2,9 +2,9 @@
 //
 // A warp takes one slice of a window (8 rows), or a run of several short windows, and one head, and a row of
 // X_src that several of the 8 rows need is gathered once. Fragments are built in registers, without shared
-// memory (lane = 4 g + t). The
-// product is S (rows x vectors) = X_dst (rows x features) X_src^T (features x vectors), and any order of
-// features is free, as both operands follow the same one, so the loaded words are operands as they are:
+// memory (lane = 4 g + t). The product is S (rows x vectors) = X_dst (rows x features) X_src^T (features x
+// vectors), and any order of features is free, as both operands follow the same one, so the loaded words are
+// operands as they are:
 //   - heads of more than 64 bytes: 8 neighbouring lanes load 128 bytes of one gathered row, a single cache
 //   line. The lower 4 of them are a column of the operand, the upper 4 another; the 8 lower rows of X_dst's
 //   operand hold the features of the lower 4 lanes, the 8 upper rows those of the upper 4. A result is then
@@ -13,8 +13,8 @@
 // Either way thread t ends up with the results of row g and vectors 4t .. 4t + 3 of the block.
 //
 // Of a block's 128 products only the entries are wanted, some 20 of them, scattered over the warp. A row's
-// entries follow each other in the vectors as in the CSR structure, so an entry's position is that of the
-// row's first one plus the mask bits of the row before it. Results queue in shared memory by row and leave as
+// entries follow each other in the vectors as in a CSR structure with sorted rows, so an entry's position
+// there is that of the row's first one plus the mask bits of the row before it. Results queue in shared memory by row and leave as
 // runs of neighbours, so that few store transactions reach the L2.
 //
 // Floors, V vectors, E entries, H heads of width D: V H D sizeof(T) bytes gathered, 4 V H bytes of blocks,

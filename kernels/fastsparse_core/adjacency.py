@@ -7,7 +7,7 @@ import logging
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -45,8 +45,9 @@ class _Memo:
                     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                         # What a captured graph records is not computed yet: kept, it would be read too early.
                         raise RuntimeError(
-                            f"{key}: must be built before a CUDA graph is captured; call "
-                            "Adjacency.prepare(), or run the model once, before the capture"
+                            f"{key}: must be built before a CUDA graph is captured; run the model once, "
+                            "forward and backward, before the capture, or call Adjacency.prepare() where "
+                            "edges have no values and no bias"
                         )
                     # A model may be evaluated before it is trained: what is kept must also serve autograd
                     # later.
@@ -515,11 +516,11 @@ class Adjacency:
             lambda: RowSplit.from_rowptr(self.bsb.window_ptr, choose.sddmm_slice_blocks(self.bsb.num_blocks)),
         )
 
-    def sddmm_structure(self) -> tuple[Any, Tensor, Tensor]:
+    def sddmm_structure(self) -> tuple[Any, Tensor, Tensor, Tensor | None]:
         """The binary sparse blocks as the compiled sddmm takes them, and the starts of its slices.
 
         Returns:
-            the structure; int32 (num_slots,) and int64 (num_slots, 8), see `slot_starts`.
+            the structure; int32 (num_slots,) and int64 (num_slots, 8), see `slot_starts`; `sorted_edge_id`.
         """
         split = self.sddmm_split
         runs = self._row_memo.get(
@@ -528,7 +529,22 @@ class Adjacency:
         )
         structure = self._row_memo.get("sddmm_structure", lambda: self._blocks(split, runs))
         starts = self._row_memo.get("sddmm_starts", lambda: slot_starts(self.bsb, self.rowptr, split))
-        return structure, *starts
+        return structure, *starts, self.sorted_edge_id
+
+    @property
+    def sorted_edge_id(self) -> Tensor | None:
+        """As `edge_id`, with the entries of every row sorted by column, as the blocks hold them.
+
+        Only :meth:`from_csr` and layers' own structures keep other orders within rows.
+        """
+        return self._memo.get("sorted_edge_id", lambda: (self._sorted_edge_id(),))[0]
+
+    def _sorted_edge_id(self) -> Tensor | None:
+        row = self.row()
+        if bool(((self.col[1:] >= self.col[:-1]) | (row[1:] != row[:-1])).all()):
+            return self.edge_id
+        order = compress(row, self.col, *self.shape, sort_minor=True)[2]
+        return order if self.edge_id is None else self.edge_id.index_select(0, order)
 
     def block_vector(self) -> Tensor:
         """Number of vectors before every block, int64 (num_blocks,), for results as dense vectors."""
@@ -657,28 +673,29 @@ class Adjacency:
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes held by this structure and what was derived from it, by name; shared memory counts once."""
-        tensors: dict[str, Tensor] = {}
-        transposed = self._memo.results.get("t")
-        for prefix, adjacency in (("", self), ("t.", transposed)):
-            if adjacency is None:
-                continue
-            named = adjacency._own_tensors()
-            for key, result in (adjacency._row_memo.results | adjacency._memo.results).items():
-                name = "_".join(map(str, key)) if isinstance(key, tuple) else key
-                parts = result if isinstance(result, tuple) else (result,)
-                for nth, part in enumerate(parts):
-                    if isinstance(part, Tensor):
-                        named[name if len(parts) == 1 else f"{name}.{nth}"] = part
-                    elif isinstance(part, (RowSplit, Bsb)):
-                        named.update({f"{name}.{item}": tensor for item, tensor in part.tensors().items()})
-            tensors.update({prefix + name: tensor for name, tensor in named.items()})
         sizes: dict[str, int] = {}
         seen: set[int] = set()
-        for name, tensor in tensors.items():
+        for name, tensor in self._tensors(set()):
             if tensor.data_ptr() not in seen or not tensor.numel():
                 sizes[name] = tensor.nbytes
             seen.add(tensor.data_ptr())
         return sizes
+
+    def _tensors(self, visited: set[int]) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor kept, by name, of structures that are not among ``visited`` (handles) yet."""
+        visited.add(self.handle)
+        yield from self._own_tensors().items()
+        for key, result in (self._row_memo.results | self._memo.results).items():
+            name = "_".join(map(str, key)) if isinstance(key, tuple) else key
+            parts = result if isinstance(result, tuple) else (result,)
+            for nth, part in enumerate(parts):
+                part_name = name if len(parts) == 1 else f"{name}.{nth}"
+                if isinstance(part, Tensor):
+                    yield part_name, part
+                elif isinstance(part, (RowSplit, Bsb)):
+                    yield from ((f"{part_name}.{item}", tensor) for item, tensor in part.tensors().items())
+                elif isinstance(part, Adjacency) and part.handle not in visited:
+                    yield from ((f"{part_name}.{item}", tensor) for item, tensor in part._tensors(visited))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Adjacency:
         """The same structure on another device (self where it is there); derived structures are rebuilt."""

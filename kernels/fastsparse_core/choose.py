@@ -26,10 +26,6 @@ _WHY_CSR = (
     "in float64, for rows that are not multiples of 16 bytes, for heads that are not multiples of a tile, "
     "for more than 2^24 sources"
 )
-_WHY_UNFUSED = (
-    "attention runs as 'unfused', with memory for every edge, where the fused kernels cannot serve it: on "
-    "CUDA in float64, for heads wider than 256, for rows that are not multiples of 16 bytes"
-)
 _WHY_SDDMM_CSR = (
     "sddmm with algorithm='flashsparse' runs as 'csr' where tensor cores cannot serve it: on the CPU, in "
     "float64, for rows or heads that are not multiples of 16 bytes, for more than 65535 heads or 2^24 sources"
@@ -228,18 +224,19 @@ def spmm_algorithm(
     return "flashsparse" if adj.bsb.num_vectors <= 0.85 * adj.num_edges else "csr"
 
 
-def attention_algorithm(algorithm: str, fits: bool) -> str:
+def attention_algorithm(algorithm: str, obstacle: str) -> str:
     """Resolves ``"auto"``, and a request that this call cannot serve, to ``"fused3s"`` or ``"unfused"``.
 
     Args:
         algorithm: as the caller asked.
-        fits: whether the fused kernels serve the call.
+        obstacle: why the fused kernels cannot serve the call, "" if they can.
     """
-    algorithm = requested("attention", algorithm)
-    if algorithm == "unfused" or fits:
-        return "unfused" if algorithm == "unfused" else "fused3s"
-    info_once(_logger, _WHY_UNFUSED)
-    return "unfused"
+    if algorithm == "unfused":
+        return algorithm
+    if obstacle:
+        info_once(_logger, f"attention runs as 'unfused', with memory for every edge: {obstacle}")
+        return "unfused"
+    return "fused3s"
 
 
 def sddmm_algorithm(

@@ -78,6 +78,27 @@ def test_symmetric_structure_shares_memory_with_its_transpose(device):
     assert not Adjacency.from_coo(row, col, (4, 5)).is_symmetric
 
 
+def test_memory_usage_counts_what_layers_keep(device):
+    adj = Adjacency.from_coo(
+        torch.tensor([0, 1, 1], device=device), torch.tensor([1, 0, 2], device=device), (2, 3)
+    )
+    before = sum(adj.memory_usage().values())
+    pair = adj.memo("pair", lambda: (torch.ones(5, device=device), torch.ones(7, device=device)))
+    kept = adj.memo(
+        "structure",
+        lambda: Adjacency.from_csr(adj.rowptr, torch.tensor([0, 1, 2], device=device), (2, 3)),
+    )
+    kept.row()
+    usage = adj.memory_usage()
+    assert [usage[f"user_pair.{nth}"] for nth in (0, 1)] == [tensor.nbytes for tensor in pair]
+    assert usage["user_structure.row"] == kept.row().nbytes
+    inner = sum(kept.memory_usage().values())
+    assert sum(usage.values()) == before + sum(tensor.nbytes for tensor in pair) + inner
+    # A structure that keeps its owner is counted once.
+    kept.memo("owner", lambda: adj)
+    assert adj.memory_usage() == usage
+
+
 @pytest.mark.parametrize("mode", ["append", "replace"])
 def test_self_loops(device, mode):
     row = torch.tensor([2, 0, 1, 1, 1], device=device)

@@ -25,6 +25,8 @@ from fastsparse_core import (
     reference,
     spmm,
 )
+from fastsparse_core.formats.bsb import MOST_COLUMNS
+from fastsparse_core.ops import _additive_attention_csr, _attention_bsb, _gatv2_attention_csr
 
 ALGORITHMS = ("fused3s", "unfused")
 KINDS = ("dot_product", "additive", "gatv2")
@@ -583,14 +585,76 @@ def test_memory_does_not_grow_with_the_edges(kind, dtype):
     assert peaks[1] < 1.5 * peaks[0]
 
 
-def test_what_cannot_be_fused_is_said_once(monkeypatch, caplog):
+def test_what_cannot_be_fused_is_said_once_for_each_reason(monkeypatch, caplog):
     monkeypatch.setattr(log, "_seen", set())
     caplog.set_level(logging.INFO, "fastsparse_core")
-    assert [choose.attention_algorithm("auto", fits=False) for _ in range(3)] == ["unfused"] * 3
-    assert len(caplog.records) == 1
-    assert choose.attention_algorithm("auto", fits=True) == "fused3s"
-    assert choose.attention_algorithm("unfused", fits=True) == "unfused"
-    assert len(caplog.records) == 1
+    assert [choose.attention_algorithm("auto", "float64 on CUDA") for _ in range(3)] == ["unfused"] * 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention runs as 'unfused', with memory for every edge: float64 on CUDA"
+    ]
+    assert choose.attention_algorithm("fused3s", "no heads") == "unfused"
+    assert len(caplog.records) == 2
+    assert choose.attention_algorithm("auto", "") == "fused3s"
+    assert choose.attention_algorithm("unfused", "no heads") == "unfused"
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "width", "value_width", "reason"),
+    [
+        (torch.float64, 2, 8, 8, "float64 on CUDA"),
+        (torch.float32, 0, 8, 8, "no heads"),
+        (torch.float32, 2, 0, 8, "heads of width 0, not 1 to 256"),
+        (torch.float32, 2, 8, 260, "heads of width 260, not 1 to 256"),
+        (torch.float16, 2, 12, 8, "heads of 24 bytes, not a multiple of 16"),
+        (torch.float32, 2, 12, 256, ""),
+        (torch.bfloat16, 1, 256, 8, ""),
+    ],
+)
+def test_obstacles_of_dot_product_kernels(dtype, heads, width, value_width, reason):
+    adj = Adjacency.from_coo(torch.tensor([0, 2]), torch.tensor([3, 1]), (3, 4))
+    q, k = (torch.ones(rows, heads * width, dtype=dtype) for rows in adj.shape)
+    assert _attention_bsb.obstacle(adj, q, k, k.new_ones(4, heads * value_width), heads) == reason
+
+
+def test_too_many_sources_are_an_obstacle_of_dot_product_kernels():
+    row = torch.tensor([0])
+    for shape in ((1, MOST_COLUMNS + 1), (MOST_COLUMNS + 1, 1)):
+        adj = Adjacency.from_coo(row, row, shape)
+        q, k = (torch.ones(1).expand(rows, 8) for rows in shape)
+        assert "more than 16777216 nodes" in _attention_bsb.obstacle(adj, q, k, k, 1)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_blocks_of_both_directions_are_tried_where_a_gradient_is_wanted(monkeypatch, backward):
+    adj = Adjacency.from_coo(torch.tensor([0, 2]), torch.tensor([3, 1]), (3, 4))
+
+    def no_memory() -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(adj.t(), "_bsb", no_memory)
+    assert _attention_bsb.has_blocks(adj, backward=backward) is not backward
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "slope", "reason"),
+    [
+        (torch.float64, 8, 0.2, "float64 on CUDA"),
+        (torch.float32, 257, 0.2, "heads of width 257, not 1 to 256"),
+        (torch.float32, 0, 0.2, "heads of width 0, not 1 to 256"),
+        (torch.float16, 8, 1.5, "negative_slope=1.5, not from 0 to 1, on CUDA"),
+        (torch.float16, 13, 0.2, ""),
+    ],
+)
+def test_obstacles_of_gatv2_kernels(dtype, width, slope, reason):
+    features = torch.ones(4, 2 * width, dtype=dtype)
+    assert _gatv2_attention_csr.obstacle(features, slope, 2) == reason
+
+
+def test_too_many_features_are_an_obstacle_of_additive_kernels():
+    heads = _additive_attention_csr.MAX_WIDTH // 256 + 1
+    features = torch.ones(1).expand(4, heads * 256)
+    assert "features of all heads, more than" in _additive_attention_csr.obstacle(features, heads)
 
 
 # ---------------------------------------------------------------- errors

@@ -210,6 +210,42 @@ def test_caller_order_with_replaced_loops(device, algorithm):
     assert sddmm(adj, x, x, algorithm=algorithm).tolist() == [3.0, 2.0, 0.0, 6.0, 1.0, 4.0, 9.0]
 
 
+def unsorted_rows(device: str, *, edge_id: bool) -> Adjacency:
+    """Rows whose columns come in any order, repeated ones too."""
+    generator = torch.Generator().manual_seed(0)
+    rowptr = torch.zeros(41, dtype=torch.int64)
+    torch.cumsum(torch.randint(0, 30, (40,), generator=generator), 0, out=rowptr[1:])
+    num_edges = int(rowptr[-1])
+    col = torch.randint(0, 50, (num_edges,), generator=generator)
+    order = torch.randperm(num_edges, generator=generator).to(device) if edge_id else None
+    return Adjacency.from_csr(rowptr.to(device), col.to(device), (40, 50), edge_id=order)
+
+
+@pytest.mark.parametrize("edge_id", [False, True])
+def test_ids_of_sorted_rows_are_those_of_the_blocks(device, edge_id):
+    """The kernel counts a row's entries as the blocks hold them, from the row's first one."""
+    adj = unsorted_rows(device, edge_id=edge_id)
+    vector, bit = adj.bsb.bits()
+    window = torch.searchsorted(adj.bsb.window_ptr, vector // 16, right=True) - 1
+    row = window * 8 + bit
+    if adj.bsb.window_row is not None:
+        row = adj.bsb.window_row.flatten()[row].long()
+    by_row = torch.sort(row, stable=True).indices
+    assert adj.sorted_edge_id is not None
+    assert torch.equal(adj.sorted_edge_id, adj.bsb_value_id[by_row])
+    edges = Adjacency.from_coo(adj.row().long(), adj.col.long(), adj.shape)
+    assert edges.sorted_edge_id is edges.edge_id
+
+
+@pytest.mark.parametrize("edge_id", [False, True])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_rows_with_unsorted_columns(device, algorithm, edge_id):
+    adj = unsorted_rows(device, edge_id=edge_id)
+    x_dst, x_src = (features(size, 16, torch.float32, "contiguous", device) for size in adj.shape)
+    out = sddmm(adj, x_dst, x_src, algorithm=algorithm)
+    assert error_in_terms(out, adj, x_dst, x_src) < 1e-6
+
+
 def test_gradients_and_double_backward(device):
     generator = torch.Generator().manual_seed(0)
     row, col = (torch.randint(0, n, (25,), generator=generator).to(device) for n in (5, 6))

@@ -163,12 +163,12 @@ def _sample(adj: Adjacency, window_row: Tensor | None, stride: int) -> tuple[Ten
 
 def _similar_order(adj: Adjacency) -> Tensor:
     """The rows by cluster, int32 or int64 (num_dst,)."""
-    from fastsparse_core.ops.spmm import _spmm_extremum  # the operators import the formats
+    from fastsparse_core.ops._spmm_extremum import spmm_extremum  # the operators import the formats
 
     num_rows, device = adj.num_dst, adj.device
     hashes, bits = _column_hashes(adj.num_src, device)
     # Not spmm itself: autocast would round the hashes.
-    signature = _spmm_extremum(hashes, None, num_rows, adj.handle, False, True)[0].int()
+    signature = spmm_extremum(hashes, None, num_rows, adj.handle, False, True)[0].int()
     del hashes
     empty = adj.in_degree() == 0
     signature.masked_fill_(empty[:, None], (1 << bits) - 1)

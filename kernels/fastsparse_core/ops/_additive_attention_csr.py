@@ -1,4 +1,4 @@
-"""Additive (GAT) attention on CUDA: what the kernels are given, and when they can serve."""
+"""Additive (GAT) attention on CUDA: what the kernels are given, and when they cannot serve."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.ops._common import DTYPE_CODE, address, unit_stride
+from fastsparse_core.ops._common import DTYPE_CODE, address, empty_values, unit_stride
 
 #: Widest head that the lanes of a warp hold, 8 features each.
 MAX_HEAD_WIDTH = 256
+#: Most features of all heads: the grid that adds partial results takes 32 at a time.
+MAX_WIDTH = 32 * 65_535
 
 
-def fits(v: Tensor, heads: int) -> bool:
-    """Whether the kernels serve this call.
+def obstacle(v: Tensor, heads: int) -> str:
+    """Why the kernels cannot serve this call, "" if they can.
 
     Args:
         v: (num_src, heads * D).
         heads: number of heads.
     """
-    return (
-        v.device.type == "cuda"
-        and v.dtype != torch.float64
-        and heads > 0
-        and 0 < v.size(1) // heads <= MAX_HEAD_WIDTH
-    )
+    if v.dtype == torch.float64:
+        return "float64 on CUDA"
+    if heads == 0 or not 0 < v.size(1) // heads <= MAX_HEAD_WIDTH:
+        return f"heads of width {v.size(1) // max(heads, 1)}, not 1 to {MAX_HEAD_WIDTH}"
+    if v.size(1) > MAX_WIDTH:
+        return f"{v.size(1)} features of all heads, more than {MAX_WIDTH}"
+    return ""
 
 
 def additive_forward(
@@ -46,8 +49,8 @@ def additive_forward(
         adj: structure (num_dst, num_src) on a CUDA device.
         score_dst: :math:`a`, (num_dst, heads).
         score_src: :math:`c`, (num_src, heads).
-        v: (num_src, heads * D), a call that :func:`fits`.
-        bias: :math:`b`, (num_values, heads or 1) in the caller's edge order, float32 or the dtype of ``v``.
+        v: (num_src, heads * D), there is no :func:`obstacle`.
+        bias: :math:`b`, (num_values, heads) in the caller's edge order, float32 or the dtype of ``v``.
         negative_slope: of the leaky ReLU.
         dropout_p: from 0 to below 1.
         seed: of the dropout mask.
@@ -62,7 +65,7 @@ def additive_forward(
     if adj.num_dst == 0:
         return out, lse
     score_dst, score_src, v = score_dst.float().contiguous(), score_src.float().contiguous(), unit_stride(v)
-    bias = _per_head(bias, heads)
+    bias = None if bias is None else bias.contiguous()
     partial, state = partials(adj, v.size(1), heads, v.device)
     index = device_index(v.device)
     _C.additive_attention(
@@ -114,15 +117,12 @@ def additive_backward(
         dtype; None if not wanted).
     """
     device = v.device
-    shape = None if bias is None else bias.shape
     score_dst, score_src = score_dst.float().contiguous(), score_src.float().contiguous()
-    v, grad, bias = unit_stride(v), unit_stride(grad), _per_head(bias, heads)
+    v, grad, lse = unit_stride(v), unit_stride(grad), lse.contiguous()
+    bias = None if bias is None else bias.contiguous()
     grad_dst, grad_src = torch.empty_like(score_dst), torch.empty_like(score_src)
     grad_v = v.new_empty(v.shape)
-    grad_bias = None
-    if bias is not None and want_bias:
-        # Values that no entry stands for (inserted loops replaced their edges) keep 0.
-        grad_bias = torch.empty_like(bias) if adj.num_values == adj.num_edges else torch.zeros_like(bias)
+    grad_bias = empty_values(adj, bias) if bias is not None and want_bias else None
 
     def floats(*size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=device)
@@ -151,8 +151,6 @@ def additive_backward(
         index,
         queue(index),
     )
-    if grad_bias is not None and grad_bias.shape != shape:
-        grad_bias = grad_bias.sum(1, keepdim=True)
     return grad_dst, grad_src, grad_v, grad_bias
 
 
@@ -167,10 +165,6 @@ def partials(
         torch.empty(slots, width, dtype=torch.float32, device=device),
         torch.empty(slots, heads, 2, dtype=torch.float32, device=device),
     )
-
-
-def _per_head(bias: Tensor | None, heads: int) -> Tensor | None:
-    return None if bias is None else bias.expand(bias.size(0), heads).contiguous()
 
 
 def _input(

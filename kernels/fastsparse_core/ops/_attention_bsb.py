@@ -1,4 +1,4 @@
-"""Dot-product attention on tensor cores: what the kernels are given, and when they can serve."""
+"""Dot-product attention on tensor cores: what the kernels are given, and when they cannot serve."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.formats.bsb import HEIGHT
-from fastsparse_core.ops._common import DTYPE_CODE, address, unit_stride
+from fastsparse_core.formats.bsb import HEIGHT, MOST_COLUMNS
+from fastsparse_core.ops._common import DTYPE_CODE, address, empty_values, unit_stride
 
 #: Widest head that a warp works on.
 MAX_HEAD_WIDTH = 256
-#: Nodes that a vector of the binary sparse blocks can name.
-_MOST_NODES = 1 << 24
 #: Bytes that one lane copies: rows and heads start at their multiples.
 _PIECE = 16
 
 
-def fits(adj: Adjacency, q: Tensor, k: Tensor, v: Tensor, heads: int) -> bool:
-    """Whether the kernels serve this call, and its backward pass over the transposed structure.
+def obstacle(adj: Adjacency, q: Tensor, k: Tensor, v: Tensor, heads: int) -> str:
+    """Why the kernels cannot serve this call or its backward pass, "" if they can.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -29,14 +27,30 @@ def fits(adj: Adjacency, q: Tensor, k: Tensor, v: Tensor, heads: int) -> bool:
         v: (num_src, heads * Dv).
         heads: number of heads.
     """
-    if v.device.type != "cuda" or v.dtype == torch.float64 or heads == 0:
-        return False
-    if max(adj.shape) > _MOST_NODES:
-        return False
-    return all(
-        0 < x.size(1) // heads <= MAX_HEAD_WIDTH and x.size(1) // heads * x.element_size() % _PIECE == 0
-        for x in (q, k, v)
-    )
+    if v.dtype == torch.float64:
+        return "float64 on CUDA"
+    if heads == 0:
+        return "no heads"
+    # The backward pass reads the transposed structure.
+    if max(adj.shape) > MOST_COLUMNS:
+        return f"more than {MOST_COLUMNS} nodes"
+    for x in (q, k, v):
+        width = x.size(1) // heads
+        if not 0 < width <= MAX_HEAD_WIDTH:
+            return f"heads of width {width}, not 1 to {MAX_HEAD_WIDTH}"
+        if width * x.element_size() % _PIECE:
+            return f"heads of {width * x.element_size()} bytes, not a multiple of {_PIECE}"
+    return ""
+
+
+def has_blocks(adj: Adjacency, *, backward: bool) -> bool:
+    """Builds the blocks that a call reads, its backward pass included, where memory allows.
+
+    Args:
+        adj: structure of the call.
+        backward: whether gradients are wanted, which need those of the transposed structure.
+    """
+    return adj.try_bsb() and (not backward or adj.t().try_bsb())
 
 
 def launch_forward(
@@ -54,10 +68,11 @@ def launch_forward(
 
     Args:
         adj: structure (num_dst, num_src) on a CUDA device.
-        q: (num_dst, heads * D), float32, float16 or bfloat16, as ``k`` and ``v``; a call that :func:`fits`.
+        q: (num_dst, heads * D), float32, float16 or bfloat16, as ``k`` and ``v``; there is no
+            :func:`obstacle`.
         k: (num_src, heads * D).
         v: (num_src, heads * Dv).
-        bias: :math:`b`, (num_values, heads or 1) in the caller's edge order, float32 or the dtype of ``v``.
+        bias: :math:`b`, (num_values, heads) in the caller's edge order, float32 or the dtype of ``v``.
         scale: :math:`s`.
         dropout_p: from 0 to below 1.
         seed: of the dropout mask.
@@ -72,7 +87,8 @@ def launch_forward(
     lse = torch.empty(adj.num_dst, heads, dtype=torch.float32, device=v.device)
     if adj.num_dst == 0:
         return out, lse
-    q, k, v, bias = _aligned(q), _aligned(k), _aligned(v), _per_head(bias, heads)
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    bias = None if bias is None else bias.contiguous()
     rows = adj.bsb_split.num_slots * HEIGHT
     partial = lse.new_empty(rows, v.size(1))
     partial_state = lse.new_empty(rows, heads, 2)
@@ -127,14 +143,11 @@ def launch_backward(
         Gradients of ``q``, ``k`` and ``v`` in their dtype, and of ``bias`` (its shape and dtype; None if not
         wanted).
     """
-    shape = None if bias is None else bias.shape
-    q, k, v, grad, bias = _aligned(q), _aligned(k), _aligned(v), _aligned(grad), _per_head(bias, heads)
+    q, k, v, grad = _aligned(q), _aligned(k), _aligned(v), _aligned(grad)
+    bias = None if bias is None else bias.contiguous()
     out, lse = out.contiguous(), lse.contiguous()
     grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    grad_bias = None
-    if bias is not None and want_bias:
-        # Values that no entry stands for (inserted loops replaced their edges) keep 0.
-        grad_bias = torch.empty_like(bias) if adj.num_values == adj.num_edges else torch.zeros_like(bias)
+    grad_bias = empty_values(adj, bias) if bias is not None and want_bias else None
     transposed = adj.t()
     rows, rows_t = adj.bsb_split.num_slots * HEIGHT, transposed.bsb_split.num_slots * HEIGHT
     row_state = lse.new_empty(adj.num_dst, heads, 2)
@@ -160,8 +173,6 @@ def launch_backward(
         index,
         queue(index),
     )
-    if grad_bias is not None and grad_bias.shape != shape:
-        grad_bias = grad_bias.sum(1, keepdim=True)
     return grad_q, grad_k, grad_v, grad_bias
 
 
@@ -171,10 +182,6 @@ def _aligned(x: Tensor) -> Tensor:
     if x.data_ptr() % _PIECE or x.stride(0) * x.element_size() % _PIECE:
         return x.clone(memory_format=torch.contiguous_format)
     return x
-
-
-def _per_head(bias: Tensor | None, heads: int) -> Tensor | None:
-    return None if bias is None else bias.expand(bias.size(0), heads).contiguous()
 
 
 def _input(

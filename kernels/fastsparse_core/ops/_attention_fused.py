@@ -21,6 +21,7 @@ from fastsparse_core.ops._common import (
     accumulation_dtype,
     address,
     below_autograd,
+    empty_values,
     is_plain_eager,
     keep_alive,
     library,
@@ -171,10 +172,7 @@ def _backward_csr(
     grad_dst, grad_src = dst.new_empty(dst.shape), src.new_empty(src.shape)
     grad_v = v.new_empty(v.shape if kind != _GATV2 else 0)
     grad_att = None if att is None else att.new_empty(att.shape)
-    grad_bias = None
-    if bias is not None and bias_wanted:
-        every_value_is_written = adj.num_values == adj.num_edges
-        grad_bias = (torch.empty_like if every_value_is_written else torch.zeros_like)(bias)
+    grad_bias = empty_values(adj, bias) if bias is not None and bias_wanted else None
     arguments = _csr_arguments(adj, kind, heads, dst, src, v, att, bias, scale, dropout_p, seed, out, lse)
     _C.attention_csr_backward(
         arguments,

@@ -64,6 +64,17 @@ def keep_alive(adjacency: int) -> Adjacency | None:
     return from_handle(adjacency) if isinstance(adjacency, int) else None
 
 
+def structure(adjacency: int, transpose: bool) -> Adjacency:
+    """The structure behind a handle, or its transpose."""
+    adj = from_handle(adjacency)
+    return adj.t() if transpose else adj
+
+
+def num_heads(value: Tensor | None) -> int:
+    """Columns of edge values, 1 where they have one dimension or are not given."""
+    return value.size(1) if value is not None and value.dim() == 2 else 1
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -77,6 +88,15 @@ def address(tensor: Tensor | None) -> int:
 def unit_stride(matrix: Tensor) -> Tensor:
     """The matrix itself where its column stride is 1, whatever its row stride; else a copy."""
     return matrix if matrix.stride(1) == 1 or matrix.size(1) <= 1 else matrix.contiguous()
+
+
+def empty_values(adj: Adjacency, like: Tensor) -> Tensor:
+    """Room for a result per edge value, for kernels that write those of stored entries.
+
+    Values of edges that inserted loops replaced, which no entry stands for, are 0.
+    """
+    every_value_is_written = adj.num_values == adj.num_edges
+    return (torch.empty_like if every_value_is_written else torch.zeros_like)(like)
 
 
 def autocast(*tensors: Tensor | None) -> list[Tensor | None]:

@@ -1,4 +1,4 @@
-"""GATv2 attention on CUDA: what the kernels are given, and when they can serve."""
+"""GATv2 attention on CUDA: what the kernels are given, and when they cannot serve."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ _LEAST_GROUPS, _MOST_GROUPS = 8192, 32768
 _GROUPS_PER_BLOCK = 32
 
 
-def fits(x_src: Tensor, negative_slope: float, heads: int) -> bool:
-    """Whether the kernels serve this call.
+def obstacle(x_src: Tensor, negative_slope: float, heads: int) -> str:
+    """Why the kernels cannot serve this call, "" if they can.
 
     Args:
         x_src: (num_src, heads * D).
         negative_slope: of the leaky ReLU, which the kernels take as the greater of z and slope z.
         heads: number of heads.
     """
-    return 0 <= negative_slope <= 1 and additive.fits(x_src, heads)
+    if not 0 <= negative_slope <= 1:
+        return f"negative_slope={negative_slope}, not from 0 to 1, on CUDA"
+    return additive.obstacle(x_src, heads)
 
 
 def gatv2_forward(
@@ -44,7 +46,7 @@ def gatv2_forward(
     Args:
         adj: structure (num_dst, num_src) on a CUDA device.
         x_dst: :math:`x`, (num_dst, heads * D).
-        x_src: :math:`z`, (num_src, heads * D), a call that :func:`fits`.
+        x_src: :math:`z`, (num_src, heads * D), there is no :func:`obstacle`.
         att: :math:`a`, (heads, D).
         negative_slope: of the leaky ReLU.
         dropout_p: from 0 to below 1.
@@ -109,7 +111,7 @@ def gatv2_backward(
     device = x_src.device
     shape = att.shape
     x_dst, x_src, att = unit_stride(x_dst), unit_stride(x_src), att.float().contiguous()
-    out, grad = unit_stride(out), unit_stride(grad)
+    out, grad, lse = unit_stride(out), unit_stride(grad), lse.contiguous()
     width = x_src.size(1)
     grad_dst, grad_src = x_dst.new_empty(x_dst.shape), x_src.new_empty(x_src.shape)
 

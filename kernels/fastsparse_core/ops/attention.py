@@ -56,13 +56,20 @@ def attention(
         TypeError: dtypes are not supported or differ.
         ValueError: a size, device or option does not fit.
     """
+    algorithm = choose.requested("attention", algorithm)
     q, k, v, scale, bias, flat = _check_dot_product(adj, q, k, v, scale, bias)
     seed = _draw_seed(dropout_p)
     heads, features = q.size(1), (q.flatten(1), k.flatten(1), v.flatten(1))
-    fits = v.device.type == "cpu" or (
-        _attention_bsb.fits(adj, *features, heads) and (torch.compiler.is_compiling() or adj.try_bsb())
-    )
-    if choose.attention_algorithm(algorithm, fits) == "fused3s":
+    obstacle = ""
+    if v.device.type == "cuda":
+        obstacle = _attention_bsb.obstacle(adj, *features, heads)
+        if not obstacle and algorithm != "unfused" and not torch.compiler.is_compiling():
+            wants_grad = torch.is_grad_enabled() and any(
+                x.requires_grad for x in (q, k, v, bias) if x is not None
+            )
+            if not _attention_bsb.has_blocks(adj, backward=wants_grad):
+                obstacle = "not enough memory for the binary sparse blocks"
+    if choose.attention_algorithm(algorithm, obstacle) == "fused3s":
         arguments = (_per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle)
         out = fused.call("attention", v, *features, *arguments)
         return out if flat else out.reshape(adj.num_dst, *v.shape[1:])
@@ -110,6 +117,7 @@ def additive_attention(
         TypeError: dtypes are not supported or differ.
         ValueError: a size, device or option does not fit.
     """
+    algorithm = choose.requested("attention", algorithm)
     check_features("v", v, adj.num_src, "num_src", adj)
     if v.dim() not in (2, 3):
         raise ValueError(f"v: expected (num_src, heads, D) or (num_src, D), got shape {tuple(v.shape)}")
@@ -121,8 +129,8 @@ def additive_attention(
     )
     seed = _draw_seed(dropout_p)
     features = v.flatten(1)
-    fits = v.device.type == "cpu" or _additive_attention_csr.fits(features, v.size(1))
-    if choose.attention_algorithm(algorithm, fits) == "fused3s":
+    obstacle = _additive_attention_csr.obstacle(features, v.size(1)) if v.device.type == "cuda" else ""
+    if choose.attention_algorithm(algorithm, obstacle) == "fused3s":
         arguments = (_per_head(bias, v.size(1)), negative_slope, dropout_p, seed, adj.handle)
         out = fused.call("additive_attention", v, score_dst, score_src, features, *arguments)
         return out if flat else out.reshape(adj.num_dst, *v.shape[1:])
@@ -168,11 +176,14 @@ def gatv2_attention(
         TypeError: dtypes are not supported or differ.
         ValueError: a size, device or option does not fit.
     """
+    algorithm = choose.requested("attention", algorithm)
     x_dst, x_src, att, flat = _check_gatv2(adj, x_dst, x_src, att, negative_slope)
     seed = _draw_seed(dropout_p)
     features = x_src.flatten(1)
-    fits = x_src.device.type == "cpu" or _gatv2_attention_csr.fits(features, negative_slope, x_src.size(1))
-    if choose.attention_algorithm(algorithm, fits) == "fused3s":
+    obstacle = ""
+    if x_src.device.type == "cuda":
+        obstacle = _gatv2_attention_csr.obstacle(features, negative_slope, x_src.size(1))
+    if choose.attention_algorithm(algorithm, obstacle) == "fused3s":
         arguments = (att, negative_slope, dropout_p, seed, adj.handle)
         out = fused.call("gatv2_attention", x_src, x_dst.flatten(1), features, *arguments)
         return out if flat else out.reshape(adj.num_dst, *x_src.shape[1:])

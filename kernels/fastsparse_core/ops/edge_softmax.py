@@ -15,6 +15,7 @@ from fastsparse_core.ops._common import (
     accumulation_dtype,
     address,
     below_autograd,
+    empty_values,
     keep_alive,
     library,
     register_autograd,
@@ -65,8 +66,7 @@ def _launch(adj: Adjacency, matrix: Tensor, grad: Tensor | None) -> Tensor:
     """Softmax of `matrix`, or, with `grad`, its gradient from the weights that `matrix` then holds."""
     matrix = matrix.contiguous()
     grad = None if grad is None else grad.contiguous()
-    every_value_is_written = adj.num_values == adj.num_edges
-    out = (torch.empty_like if every_value_is_written else torch.zeros_like)(matrix)
+    out = empty_values(adj, matrix)
     if out.numel() == 0 or adj.num_edges == 0:
         return out
     heads = matrix.size(1)

@@ -197,15 +197,15 @@ def _launch_bsb(
     as_vectors: bool,
 ) -> None:
     index = device_index(x_dst.device)
-    structure, slot_window, slot_entry = adj.sddmm_structure()
+    structure, slot_window, slot_entry, edge_id = adj.sddmm_structure()
     _C.sddmm_bsb(
         structure,
         adj.rowptr.data_ptr(),
         slot_window.data_ptr(),
         slot_entry.data_ptr(),
         adj.block_vector().data_ptr() if as_vectors else 0,
-        address(adj.edge_id),
-        adj.edge_id is not None and adj.edge_id.dtype == torch.int64,
+        address(edge_id),
+        edge_id is not None and edge_id.dtype == torch.int64,
         DTYPE_CODE[x_dst.dtype],
         heads,
         x_dst.size(1) // heads,

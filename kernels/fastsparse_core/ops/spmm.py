@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C, choose
-from fastsparse_core.adjacency import Adjacency, from_handle
+from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT
 from fastsparse_core.ops._common import (
@@ -22,26 +22,19 @@ from fastsparse_core.ops._common import (
     is_plain_eager,
     keep_alive,
     library,
+    num_heads,
     register_autograd,
+    structure,
     unit_stride,
 )
+from fastsparse_core.ops._spmm_extremum import extremum
 
 library.define(
     "spmm(Tensor x, Tensor? value, Tensor? scale_dst, Tensor? scale_src, Tensor? bias, SymInt num_dst, "
     "SymInt adjacency, bool transpose, str algorithm, bool relu) -> Tensor"
 )
-library.define(
-    "spmm_extremum(Tensor x, Tensor? value, SymInt num_dst, SymInt adjacency, bool transpose, bool minimum) "
-    "-> (Tensor, Tensor)"
-)
-library.define(
-    "spmm_extremum_backward(Tensor grad, Tensor arg, Tensor x, Tensor? value, SymInt adjacency, "
-    "bool transpose) -> (Tensor, Tensor)"
-)
 
 _spmm_op = torch.ops.fastsparse.spmm.default
-_spmm_extremum_op = torch.ops.fastsparse.spmm_extremum.default
-_spmm_extremum_backward_op = torch.ops.fastsparse.spmm_extremum_backward.default
 
 
 def spmm(
@@ -112,7 +105,7 @@ def spmm(
         mean = adj.inv_degree(accumulation_dtype(x.dtype))
         scale_dst = mean if scale_dst is None else scale_dst * mean
     elif reduce in ("max", "min"):
-        out = _extremum(adj, features, value, reduce == "min", scale_dst, scale_src, bias)
+        out = extremum(adj, features, value, reduce == "min", scale_dst, scale_src, bias)
         if relu:
             out = out.relu()
         return out if x.dim() == 2 else out.reshape(adj.num_dst, *trailing)
@@ -128,23 +121,6 @@ def spmm(
     else:
         out = _spmm(*arguments)
     return out if x.dim() == 2 else out.reshape(adj.num_dst, *trailing)
-
-
-def _extremum(
-    adj: Adjacency,
-    x: Tensor,
-    value: Tensor | None,
-    minimum: bool,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    bias: Tensor | None,
-) -> Tensor:
-    if scale_src is not None:
-        x = x * scale_src.to(x.dtype)[:, None]
-    out, _ = _spmm_extremum_op(x, value, adj.num_dst, adj.handle, False, minimum)
-    if scale_dst is not None:
-        out = out * scale_dst.to(x.dtype)[:, None]
-    return out if bias is None else out + bias
 
 
 def _check_value(value: Tensor, features: Tensor, adj: Adjacency) -> Tensor:
@@ -177,18 +153,6 @@ def _check_bias(bias: Tensor, features: Tensor) -> Tensor:
     return bias if bias.dtype == features.dtype else bias.to(features.dtype)
 
 
-def _structure(adjacency: int, transpose: bool) -> Adjacency:
-    adj = from_handle(adjacency)
-    return adj.t() if transpose else adj
-
-
-def _heads(value: Tensor | None) -> int:
-    return value.size(1) if value is not None and value.dim() == 2 else 1
-
-
-# ---------------------------------------------------------------- sum
-
-
 def _spmm(
     x: Tensor,
     value: Tensor | None,
@@ -201,7 +165,7 @@ def _spmm(
     algorithm: str,
     relu: bool,
 ) -> Tensor:
-    adj = _structure(adjacency, transpose)
+    adj = structure(adjacency, transpose)
     x = unit_stride(x)
     width = x.size(1)
     out = x.new_empty(num_dst, width)
@@ -213,7 +177,7 @@ def _spmm(
         bias = bias.contiguous()
     row_bytes = width * x.element_size()
     aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
-    if choose.spmm_algorithm(adj, algorithm, x.dtype, width, _heads(value), aligned) == "flashsparse":
+    if choose.spmm_algorithm(adj, algorithm, x.dtype, width, num_heads(value), aligned) == "flashsparse":
         _launch_bsb(adj, x, value, scale_dst, scale_src, bias, relu, out)
     else:
         _launch_csr(adj, x, value, scale_dst, scale_src, bias, relu, out)
@@ -243,7 +207,7 @@ def _launch_csr(
         x.stride(0),
         address(value),
         0 if value is None else DTYPE_CODE[value.dtype],
-        _heads(value),
+        num_heads(value),
         address(scale_dst),
         address(scale_src),
         address(bias),
@@ -286,7 +250,7 @@ def _launch_bsb(
         x.stride(0),
         address(value),
         0 if value is None else DTYPE_CODE[value.dtype],
-        _heads(value),
+        num_heads(value),
         address(vector_scale),
         address(scale_dst),
         address(bias),
@@ -355,7 +319,7 @@ class _Spmm(torch.autograd.Function):
             dst, src = (x, grad) if ctx.transpose else (grad, x)
             scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)
             grad_value = torch.ops.fastsparse.sddmm.default(
-                dst, src, *scales, value.size(0), _heads(value), value.dtype, ctx.adjacency, ctx.algorithm
+                dst, src, *scales, value.size(0), num_heads(value), value.dtype, ctx.adjacency, ctx.algorithm
             ).reshape(value.shape)
         if ctx.needs_input_grad[4]:
             grad_bias = grad.sum(0)
@@ -377,132 +341,7 @@ def _spmm_fake(
     return x.new_empty(num_dst, x.size(1))
 
 
-# ---------------------------------------------------------------- maximum and minimum
-
-
-def _spmm_extremum(
-    x: Tensor, value: Tensor | None, num_dst: int, adjacency: int, transpose: bool, minimum: bool
-) -> tuple[Tensor, Tensor]:
-    adj = _structure(adjacency, transpose)
-    x = unit_stride(x)
-    width = x.size(1)
-    out = x.new_empty(num_dst, width)
-    arg = torch.empty(num_dst, width, dtype=torch.int32, device=x.device)
-    if out.numel() == 0:
-        return out, arg
-    if value is not None:
-        value = value.contiguous()
-    index = device_index(x.device)
-    partial = partial_arg = None
-    if index >= 0 and adj.row_split.num_slots:
-        partial = x.new_empty(adj.row_split.num_slots, width, dtype=accumulation_dtype(x.dtype))
-        partial_arg = torch.empty(partial.shape, dtype=torch.int32, device=x.device)
-    _C.spmm_extremum(
-        adj.csr_structure,
-        DTYPE_CODE[x.dtype],
-        width,
-        x.data_ptr(),
-        x.stride(0),
-        address(value),
-        0 if value is None else DTYPE_CODE[value.dtype],
-        _heads(value),
-        minimum,
-        out.data_ptr(),
-        arg.data_ptr(),
-        address(partial),
-        address(partial_arg),
-        index,
-        queue(index),
-    )
-    return out, arg
-
-
-class _SpmmExtremum(torch.autograd.Function):
-    """The gradient goes to the entry that was chosen."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        value: Tensor | None,
-        num_dst: int,
-        adjacency: int,
-        transpose: bool,
-        minimum: bool,
-    ) -> tuple[Tensor, Tensor]:
-        with below_autograd():
-            out, arg = _spmm_extremum_op(x, value, num_dst, adjacency, transpose, minimum)
-        ctx.mark_non_differentiable(arg)
-        ctx.save_for_backward(arg, x, value)
-        ctx.adjacency, ctx.transpose = adjacency, transpose
-        ctx.keep_alive = keep_alive(adjacency)
-        return out, arg
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        arg, x, value = ctx.saved_tensors
-        grad_x, grad_value = _spmm_extremum_backward_op(grad, arg, x, value, ctx.adjacency, ctx.transpose)
-        return grad_x, grad_value if value is not None else None, None, None, None, None
-
-
-def _spmm_extremum_backward(
-    grad: Tensor, arg: Tensor, x: Tensor, value: Tensor | None, adjacency: int, transpose: bool
-) -> tuple[Tensor, Tensor]:
-    adj = _structure(adjacency, transpose)
-    heads = _heads(value)
-    # Sums of 16-bit gradients are accumulated in float32, as in the forward pass.
-    dtype = accumulation_dtype(x.dtype)
-    grad_x = torch.zeros(x.shape, dtype=dtype, device=x.device)
-    grad_value = torch.zeros(adj.num_values if value is not None else 0, heads, dtype=dtype, device=x.device)
-    if adj.num_edges and x.size(1):
-        entry = adj.rowptr[:-1, None] + arg.clamp(min=0)
-        chosen = grad.to(dtype).masked_fill(arg < 0, 0)
-        entry = torch.where(arg < 0, 0, entry)
-        source = adj.col[entry].long()
-        if value is not None:
-            position = entry if adj.edge_id is None else adj.edge_id[entry].long()
-            head = torch.arange(x.size(1), device=x.device) // (x.size(1) // heads)
-            flat = position * heads + head
-            weight = value.to(dtype).reshape(-1)[flat]
-            _scatter_add(
-                grad_value.view(-1), flat.reshape(-1), (chosen * x.to(dtype).gather(0, source)).reshape(-1)
-            )
-            chosen = chosen * weight
-        feature = torch.arange(x.size(1), device=x.device)
-        _scatter_add(grad_x.view(-1), (source * x.size(1) + feature).reshape(-1), chosen.reshape(-1))
-    value_shape = grad_value.shape if value is None else value.shape
-    value_dtype = dtype if value is None else value.dtype
-    return grad_x.to(x.dtype), grad_value.to(value_dtype).reshape(value_shape)
-
-
-def _scatter_add(out: Tensor, index: Tensor, source: Tensor) -> None:
-    if torch.are_deterministic_algorithms_enabled():
-        out.index_put_((index,), source, accumulate=True)  # sorts; scatter_add_ uses atomics
-    else:
-        out.scatter_add_(0, index, source)
-
-
-def _spmm_extremum_fake(
-    x: Tensor, value: Tensor | None, num_dst: int, adjacency: int, transpose: bool, minimum: bool
-) -> tuple[Tensor, Tensor]:
-    out = x.new_empty(num_dst, x.size(1))
-    return out, out.new_empty(out.shape, dtype=torch.int32)
-
-
-def _spmm_extremum_backward_fake(
-    grad: Tensor, arg: Tensor, x: Tensor, value: Tensor | None, adjacency: int, transpose: bool
-) -> tuple[Tensor, Tensor]:
-    if value is None:
-        return x.new_empty(x.shape), x.new_empty(0, 1, dtype=accumulation_dtype(x.dtype))
-    return x.new_empty(x.shape), value.new_empty(value.shape)
-
-
 for _key in ("CPU", "CUDA"):
     library.impl("spmm", _spmm, _key)
-    library.impl("spmm_extremum", _spmm_extremum, _key)
-    library.impl("spmm_extremum_backward", _spmm_extremum_backward, _key)
 torch.library.register_fake("fastsparse::spmm", _spmm_fake, lib=library)
-torch.library.register_fake("fastsparse::spmm_extremum", _spmm_extremum_fake, lib=library)
-torch.library.register_fake("fastsparse::spmm_extremum_backward", _spmm_extremum_backward_fake, lib=library)
 register_autograd("spmm", _Spmm)
-register_autograd("spmm_extremum", _SpmmExtremum)

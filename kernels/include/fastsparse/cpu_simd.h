@@ -128,12 +128,6 @@ FASTSPARSE_INLINE void load_vector<double>(const double* from, Vector<double>& t
   std::memcpy(&to, from, sizeof to);
 }
 
-FASTSPARSE_INLINE std::int64_t edge_position(const CsrView& a, std::int64_t entry) {
-  if (a.edge_id == nullptr) return entry;
-  return a.edge_id_is_64bit ? static_cast<const std::int64_t*>(a.edge_id)[entry]
-                            : static_cast<const std::int32_t*>(a.edge_id)[entry];
-}
-
 template <typename T>
 FASTSPARSE_INLINE Acc<T> edge_value(const EdgeValueView& value, Dtype features, std::int64_t index) {
   if (value.dtype == features) return widen(static_cast<const T*>(value.data)[index]);

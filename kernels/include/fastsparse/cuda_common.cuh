@@ -105,12 +105,6 @@ __device__ __forceinline__ Acc<T> load_value(const EdgeValueView& value, bool in
                           : static_cast<const Acc<T>*>(value.data)[index];
 }
 
-__device__ __forceinline__ std::int64_t edge_position(const CsrView& a, std::int64_t entry) {
-  if (a.edge_id == nullptr) return entry;
-  return a.edge_id_is_64bit ? static_cast<const std::int64_t*>(a.edge_id)[entry]
-                            : static_cast<const std::int32_t*>(a.edge_id)[entry];
-}
-
 // Slice of this group of lanes; groups beyond the list get an empty one so that whole warps stay together.
 __device__ __forceinline__ RowSlice load_slice(const RowSplitView& split, std::int64_t index) {
   RowSlice slice{0, 0, 0};

@@ -21,6 +21,13 @@ struct CsrView {
   std::int64_t num_edges;
 };
 
+// Position of an entry in the caller's edge order.
+FASTSPARSE_HOST_DEVICE std::int64_t edge_position(const CsrView& a, std::int64_t entry) {
+  if (a.edge_id == nullptr) return entry;
+  return a.edge_id_is_64bit ? static_cast<const std::int64_t*>(a.edge_id)[entry]
+                            : static_cast<const std::int32_t*>(a.edge_id)[entry];
+}
+
 // Consecutive entries of one row, short enough that no row serialises the grid.
 struct alignas(16) RowSlice {
   std::int64_t begin;   // first entry
@@ -156,7 +163,7 @@ struct SddmmBsbArgs {
   const std::int64_t* slot_entry;    // (num_slots, 8) CSR position of every row's first entry in the slice
   const std::int64_t* block_vector;  // (num_blocks) vectors with entries before the block; null: results go
                                      // to the edges' positions, else to (num_vectors, 8, heads), all written
-  const void* edge_id;               // as in CsrView
+  const void* edge_id;               // as in CsrView, with every row's entries sorted by column
   bool edge_id_is_64bit;
   DenseView x_dst;
   DenseView x_src;
