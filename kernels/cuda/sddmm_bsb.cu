@@ -14,8 +14,8 @@
 //
 // Of a block's 128 products only the entries are wanted, some 20 of them, scattered over the warp. A row's
 // entries follow each other in the vectors as in a CSR structure with sorted rows, so an entry's position
-// there is that of the row's first one plus the mask bits of the row before it. Results queue in shared memory by row and leave as
-// runs of neighbours, so that few store transactions reach the L2.
+// there is that of the row's first one plus the mask bits of the row before it. Results queue in shared
+// memory by row and leave as runs of neighbours, so that few store transactions reach the L2.
 //
 // Floors, V vectors, E entries, H heads of width D: V H D sizeof(T) bytes gathered, 4 V H bytes of blocks,
 // E H sizeof(out) bytes of results; 16 V H D useful flops.
