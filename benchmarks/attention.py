@@ -108,8 +108,8 @@ def run(options: argparse.Namespace) -> Path:
         " of the gradients the worst counts"
     )
     out.note(
-        "forward is the call without gradients; backward is the gradient of all operands, from what the forward"
-        " pass saved; structures are converted beforehand"
+        "forward is the call without gradients; backward is the gradient of all operands, from what the"
+        " forward pass saved; structures are converted beforehand"
     )
     out.note("extra memory is the allocator's peak during a call above what was there before, with results")
     for name in progress(options.graphs, "attention"):

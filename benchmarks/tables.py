@@ -534,7 +534,12 @@ def _spread(cell: Cell) -> str:
 
 def accuracy(result: dict[str, Any]) -> list[Table]:
     """FlashSparse's table 8: the framework's own layer in float32, and the drop-in in every precision."""
-    cells = result["cells"]
+    # Records of the GCN alone may lack the model's name.
+    cells = [{"model": "gcn", **cell} for cell in result["cells"]]
+    return [_scores(model, _by(cells, model=model)) for model in _ordered(c["model"] for c in cells)]
+
+
+def _scores(model: str, cells: list[Cell]) -> Table:
     precisions = _ordered(c["precision"] for c in cells if c["conv"] == "fast")
     rows = []
     for dataset, framework in _ordered((c["dataset"], c["framework"]) for c in cells):
@@ -566,7 +571,7 @@ def accuracy(result: dict[str, Any]) -> list[Table]:
             )
     columns = ["dataset", "framework", "metric", "original fp32", *(f"drop-in {name}" for name in precisions)]
     columns += ["largest loss", "all within one std"]
-    return [Table("GCN test scores, %, mean ± standard deviation", columns, rows)]
+    return Table(f"{model}: test scores, %, mean ± standard deviation", columns, rows)
 
 
 def _score(cell: Cell | None) -> str:
@@ -661,7 +666,7 @@ ABOUT = {
     " at 16x1 and at 8x1) and table 7 (ME-BCRS against SR-BCRS), and what grouping similar rows adds.",
     "host": "What the host spends on a call whose device work is next to nothing.",
     "cpu": "The same layers without a GPU.",
-    "accuracy": "FlashSparse's table 8: no precision may lose more than one standard deviation.",
+    "accuracy": "As FlashSparse's table 8: no precision may lose more than one standard deviation.",
     "choice": "Which algorithm wins where, and what `auto` picks; see docs/choosing.md.",
 }
 
