@@ -17,27 +17,30 @@ from .common import add_common
 COMMANDS = {
     "spmm": "sparse-dense product against cuSPARSE and stored rivals",
     "sddmm": "dot products per edge, csr and flashsparse",
-    "train": "training step, inference and memory of a GCN against PyG",
+    "attention": "attention forward and backward: time and memory, against stored rivals",
+    "train": "training step, inference and memory of small models against PyG",
     "adjacency": "building an Adjacency and its transpose",
     "formats": "vectors, zeros, instructions and bytes of the tensor-core formats, and their conversion",
     "host": "host time of a layer on a tiny graph",
     "cpu": "one layer on the CPU against PyG and torch.sparse",
-    "accuracy": "test accuracy of the GCN example in every precision, original against drop-in",
+    "accuracy": "test accuracy of the examples in several precisions, original against drop-in",
     "choice": "csr against flashsparse, what auto picks, and what the pick costs",
     "all": "every benchmark of this machine, then plots and tables",
     "tables": "stored results as Markdown tables",
     "plots": "stored results as plots",
 }
 
-#: What `all` runs where there is a GPU and where there is none.
+#: What `all` runs where there is a GPU and where there is none; first what matters most, in case time ends.
 ON_CUDA = (
-    "spmm",
+    "attention",
+    "train",
+    "accuracy --models gat agnn gt",
     "spmm --algorithm flashsparse --dtypes float16 bfloat16 float32",
     "sddmm",
-    "adjacency",
+    "spmm",
     "formats",
+    "adjacency",
     "host",
-    "train",
     "choice",
     "accuracy",
 )

@@ -171,24 +171,64 @@ def format_bars(result: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def training_bars(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Time of a training step and peak memory: bars per graph, a colour per implementation."""
+    """Time of a training step and peak memory: a panel per model, bars per graph, a colour per layer."""
     written = []
     for dtype in dict.fromkeys(cell["dtype"] for cell in result["cells"]):
-        group = [cell for cell in result["cells"] if cell["dtype"] == dtype]
-        graphs = list(dict.fromkeys(cell["graph"] for cell in group))
-        names = list(dict.fromkeys(cell["implementation"] for cell in group))
+        of_dtype = [cell for cell in result["cells"] if cell["dtype"] == dtype]
+        models = list(dict.fromkeys(cell["model"] for cell in of_dtype))
+        graphs = list(dict.fromkeys(cell["graph"] for cell in of_dtype))
         for field, label in (("median_ms", "training step, ms"), ("peak_gb", "peak memory, GB")):
-            if not any(cell.get(field) for cell in group):
+            if not any(cell.get(field) for cell in of_dtype):
                 continue
-            figure, axes = _axes(len(graphs))
-            for place, name in enumerate(names):
-                found = {cell["graph"]: cell.get(field) for cell in group if cell["implementation"] == name}
-                _bars(axes, place, len(names), [found.get(graph) or 0.0 for graph in graphs], name, "")
-            axes.set_yscale("log")
-            axes.set_ylabel(label)
-            axes.set_title(f"gcn3-128, {dtype} (no bar: {_missing(group)})")
+            size = (max(6.0, len(graphs) + 2.0), 3.6 * len(models))
+            figure, panels = pyplot.subplots(
+                len(models), 1, figsize=size, squeeze=False, constrained_layout=True
+            )
+            for axes, model in zip(panels[:, 0], models, strict=True):
+                group = [cell for cell in of_dtype if cell["model"] == model]
+                names = list(dict.fromkeys(cell["implementation"] for cell in group))
+                for place, name in enumerate(names):
+                    found = {
+                        cell["graph"]: cell.get(field) for cell in group if cell["implementation"] == name
+                    }
+                    _bars(axes, place, len(names), [found.get(graph) or 0.0 for graph in graphs], name, "")
+                axes.set_yscale("log")
+                axes.set_ylabel(label)
+                axes.set_title(f"{model}, {dtype} (no bar: {_missing(group)})")
+                _label(axes, graphs)
             path = folder / f"train_{'time' if field == 'median_ms' else 'memory'}_{dtype}.png"
-            written.append(_finish(figure, axes, graphs, path))
+            figure.savefig(path, dpi=130)
+            pyplot.close(figure)
+            written.append(path)
+    return written
+
+
+def attention_bars(result: dict[str, Any], folder: Path) -> list[Path]:
+    """One plot per implementation, feature type and direction: the fastest stored rival's time over ours."""
+    cells = [cell for cell in result["cells"] if cell["status"] == "ok"]
+    written = []
+    for name, dtype, direction in dict.fromkeys(
+        (cell["implementation"], cell["dtype"], cell["direction"]) for cell in cells
+    ):
+        speed = {}
+        for cell in cells:
+            if (cell["implementation"], cell["dtype"], cell["direction"]) == (name, dtype, direction):
+                stored = tables.stored_rivals(result, cell["stored"] or "", dtype, cell["graph"])
+                if stored:
+                    speed[cell["case"], cell["graph"]] = min(stored.values()) / cell["median_ms"]
+        if not speed:
+            continue
+        cases, graphs = (list(dict.fromkeys(key[place] for key in speed)) for place in (0, 1))
+        figure, axes = _axes(2 * len(graphs))
+        for place, case in enumerate(cases):
+            heights = [speed.get((case, graph), 0.0) for graph in graphs]
+            _bars(axes, place, len(cases), heights, case, "x")
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_ylabel("times faster than the fastest stored rival")
+        axes.set_title(f"{name} {direction}, {dtype} (no bar: no rival has a time)")
+        algorithm = name.split()[-1]
+        path = folder / f"attention_{algorithm}_speedup_{direction}_{dtype}.png"
+        written.append(_finish(figure, axes, graphs, path))
     return written
 
 
@@ -208,10 +248,14 @@ def _bars(axes: Axes, place: int, count: int, heights: list[float], label: str, 
     axes.bar_label(bars, [f"{h:.3g}{unit}" if h else "" for h in heights], fontsize=6, padding=1)
 
 
-def _finish(figure: Figure, axes: Axes, graphs: list[str], path: Path) -> Path:
+def _label(axes: Axes, graphs: list[str]) -> None:
     axes.set_xticks(range(len(graphs)), graphs, rotation=30, ha="right")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(fontsize=8)
+
+
+def _finish(figure: Figure, axes: Axes, graphs: list[str], path: Path) -> Path:
+    _label(axes, graphs)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
     return path
@@ -220,6 +264,7 @@ def _finish(figure: Figure, axes: Axes, graphs: list[str], path: Path) -> Path:
 #: benchmark -> what is drawn from its record
 PLOTS = {
     "spmm": (speed_up_bars, roofline_plots),
+    "attention": (attention_bars,),
     "train": (training_bars,),
     "formats": (format_bars,),
     "choice": (choice_heat_maps,),

@@ -208,6 +208,97 @@ def sddmm(result: dict[str, Any]) -> list[Table]:
     return tables
 
 
+def attention(result: dict[str, Any]) -> list[Table]:
+    """The rivals' times over ours in short, our times among each other, then every graph."""
+    cells = result["cells"]
+    summary, details = [], []
+    for name, dtype, case, direction in _ordered(
+        (c["implementation"], c["dtype"], c["case"], c["direction"]) for c in cells
+    ):
+        group = _by(cells, implementation=name, dtype=dtype, case=case, direction=direction)
+        known = {c["graph"]: stored_rivals(result, c["stored"] or "", dtype, c["graph"]) for c in group}
+        rivals = _ordered(rival for times in known.values() for rival in times)
+        ratios = {
+            rival: {
+                cell["graph"]: speed
+                for cell in group
+                if (speed := _quotient(known[cell["graph"]].get(rival), time_of(cell)))
+            }
+            for rival in rivals
+        }
+        for rival, speeds in ratios.items():
+            least = min(speeds, key=speeds.__getitem__, default=None)
+            summary.append(
+                [
+                    f"{case} {direction}, {dtype}, {name}",
+                    rival,
+                    ratio(geometric_mean(speeds.values())),
+                    f"{ratio(speeds[least])} {least}" if least else "-",
+                    str(len(speeds)),
+                ]
+            )
+        rows = [
+            [
+                cell["graph"],
+                _shown(cell) + _spread(cell),
+                number(cell.get("error"), 2),
+                number(cell["extra_bytes"] / 1e6 if cell.get("extra_bytes") is not None else None),
+                ratio(_quotient(cell.get("extra_bytes"), cell.get("result_bytes"))),
+                *(
+                    text
+                    for rival in rivals
+                    for text in (
+                        number(known[cell["graph"]].get(rival)),
+                        ratio(ratios[rival].get(cell["graph"])),
+                    )
+                ),
+            ]
+            for cell in group
+        ]
+        means = (text for speeds in ratios.values() for text in ("", ratio(geometric_mean(speeds.values()))))
+        rows.append(["geometric mean", "", "", "", "", *means])
+        columns = ["graph", "ms (20-80 %)", "error", "extra MB", "of the results"]
+        columns += [text for rival in rivals for text in (f"{rival} ms", "against it")]
+        details.append(Table(f"{case} {direction}, {dtype}, {name}", columns, rows))
+    columns = ["", "rival", "geometric mean", "least", "graphs"]
+    return [Table("Rival's time over ours", columns, summary), *_own_ratios(cells), *details]
+
+
+def _own_ratios(cells: list[Cell]) -> list[Table]:
+    """Backward over forward, and four heads of 32 over one of 128, a table per feature type."""
+    tables = []
+    for name, dtype in _ordered((c["implementation"], c["dtype"]) for c in cells):
+        group = _by(cells, implementation=name, dtype=dtype)
+        cases = _ordered(c["case"] for c in group)
+        rows = []
+        for graph in _ordered(c["graph"] for c in group):
+            shared = _by(group, graph=graph)
+            times = {(c["case"], c["direction"]): time_of(c) for c in shared}
+            rows.append(
+                [
+                    graph,
+                    f"{shared[0]['edges']:,}",
+                    *(
+                        ratio(_quotient(times.get((case, "backward")), times.get((case, "forward"))))
+                        for case in cases
+                    ),
+                    *(
+                        ratio(
+                            _quotient(
+                                times.get(("attention@4x32", direction)),
+                                times.get(("attention@1x128", direction)),
+                            )
+                        )
+                        for direction in ("forward", "backward")
+                    ),
+                ]
+            )
+        columns = ["graph", "edges", *cases, "attention 4x32 over 1x128, forward", "backward"]
+        title = f"Backward time over forward time, and what four heads cost, {dtype}, {name}"
+        tables.append(Table(title, columns, rows))
+    return tables
+
+
 def _percent(value: float) -> str:
     return f"{value:.0%}" if math.isfinite(value) else "-"
 
@@ -219,12 +310,14 @@ def _has_roofline(result: dict[str, Any]) -> bool:
 def train(result: dict[str, Any]) -> list[Table]:
     cells = result["cells"]
     tables = []
-    for dtype in _ordered(c["dtype"] for c in cells):
+    columns = ["graph", "implementation", "step ms", "time against ours", "inference ms", "peak GB", "memory"]
+    for model, dtype in _ordered((c["model"], c["dtype"]) for c in cells):
         rows = []
-        group = _by(cells, dtype=dtype)
+        group = _by(cells, model=model, dtype=dtype)
         for graph in _ordered(c["graph"] for c in group):
-            ours = _first(group, graph=graph, implementation="FastGCNConv")
-            for cell in _by(group, graph=graph):
+            measured = _by(group, graph=graph)
+            ours = next((c for c in measured if c["implementation"].startswith("Fast")), None)
+            for cell in measured:
                 peak = cell.get("peak_gb")
                 rows.append(
                     [
@@ -237,24 +330,17 @@ def train(result: dict[str, Any]) -> list[Table]:
                         ratio(_quotient(peak, ours.get("peak_gb") if ours else None)),
                     ]
                 )
-            rows += _stored_training(result, graph, dtype, ours)
-        columns = [
-            "graph",
-            "implementation",
-            "step ms",
-            "time against ours",
-            "inference ms",
-            "peak GB",
-            "memory",
-        ]
-        tables.append(Table(f"gcn3-128, {dtype}", columns, rows))
+            rows += _stored_training(result, measured, ours)
+        tables.append(Table(f"{model}, {dtype}", columns, rows))
     return tables
 
 
-def _stored_training(result: dict[str, Any], graph: str, dtype: str, ours: Cell | None) -> list[list[str]]:
-    """Rows of rivals that are not run here, from stored times on the same GPU model."""
+def _stored_training(result: dict[str, Any], measured: list[Cell], ours: Cell | None) -> list[list[str]]:
+    """Rows of what was not run beside the measured cells but is stored from the same GPU model."""
     if result["machine"].get("gpu") != peers()["gpu"]:
         return []
+    graph, model, dtype = (measured[0][key] for key in ("graph", "model", "dtype"))
+    here = {cell["implementation"] for cell in measured}
     return [
         [
             graph,
@@ -265,8 +351,8 @@ def _stored_training(result: dict[str, Any], graph: str, dtype: str, ours: Cell 
             number(rival["peak_gb"]),
             ratio(_quotient(rival["peak_gb"], ours.get("peak_gb") if ours else None)),
         ]
-        for rival in _by(peers()["training"], graph=graph, model="gcn3-128", dtype=dtype)
-        if not rival["implementation"].startswith("PyG")
+        for rival in _by(peers()["training"], graph=graph, model=model, dtype=dtype)
+        if rival["implementation"] not in here and "train_ms" in rival
     ]
 
 
@@ -448,7 +534,12 @@ def _spread(cell: Cell) -> str:
 
 def accuracy(result: dict[str, Any]) -> list[Table]:
     """FlashSparse's table 8: the framework's own layer in float32, and the drop-in in every precision."""
-    cells = result["cells"]
+    # Records of the GCN alone may lack the model's name.
+    cells = [{"model": "gcn", **cell} for cell in result["cells"]]
+    return [_scores(model, _by(cells, model=model)) for model in _ordered(c["model"] for c in cells)]
+
+
+def _scores(model: str, cells: list[Cell]) -> Table:
     precisions = _ordered(c["precision"] for c in cells if c["conv"] == "fast")
     rows = []
     for dataset, framework in _ordered((c["dataset"], c["framework"]) for c in cells):
@@ -480,7 +571,7 @@ def accuracy(result: dict[str, Any]) -> list[Table]:
             )
     columns = ["dataset", "framework", "metric", "original fp32", *(f"drop-in {name}" for name in precisions)]
     columns += ["largest loss", "all within one std"]
-    return [Table("GCN test scores, %, mean ± standard deviation", columns, rows)]
+    return Table(f"{model}: test scores, %, mean ± standard deviation", columns, rows)
 
 
 def _score(cell: Cell | None) -> str:
@@ -550,6 +641,7 @@ def _crossover(cell: Cell | None) -> str:
 TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "spmm": spmm,
     "sddmm": sddmm,
+    "attention": attention,
     "train": train,
     "adjacency": adjacency,
     "formats": formats,
@@ -565,13 +657,16 @@ ABOUT = {
     "spmm": "Sparse-dense product against cuSPARSE, and the best stored rival where there is one;"
     " 'of roofline' is the time of gathering the same rows at the measured bandwidth, over our time.",
     "sddmm": "A dot product per edge, and the best stored rival where there is one.",
-    "train": "Training step, inference and peak memory of a three-layer GCN.",
+    "attention": "Softmax attention over neighbours: dot products, GAT (additive) and GATv2, named by heads x"
+    " width, against stored rivals. 'Of the results' is the extra memory over that of the results: it stays"
+    " small, whatever the number of edges, if nothing has their size.",
+    "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
     "adjacency": "Building the structure from edges in arbitrary order.",
     "formats": "FlashSparse's table 2 (zeros in vectors of 16 and of 8 rows), figure 14 (matrix instructions"
     " at 16x1 and at 8x1) and table 7 (ME-BCRS against SR-BCRS), and what grouping similar rows adds.",
     "host": "What the host spends on a call whose device work is next to nothing.",
     "cpu": "The same layers without a GPU.",
-    "accuracy": "FlashSparse's table 8: no precision may lose more than one standard deviation.",
+    "accuracy": "As FlashSparse's table 8: no precision may lose more than one standard deviation.",
     "choice": "Which algorithm wins where, and what `auto` picks; see docs/choosing.md.",
 }
 

@@ -126,19 +126,28 @@ def graph_time(fn: Callable[[], Any], device: torch.device, *, calls: int = 20, 
     return summarise(times, f"graph of {calls} calls, warm cache")
 
 
-def step_time(fn: Callable[[], Any], device: torch.device, *, budget_ms: float = 1000.0) -> Timing:
+def step_time(
+    fn: Callable[[], Any],
+    device: torch.device,
+    *,
+    budget_ms: float = 1000.0,
+    warm_up: int = 4,
+    least: int = 5,
+) -> Timing:
     """Time per step of a loop: the host queues the next step while the device works, as training does.
 
     Args:
         fn: One step.
         device: Where it works.
-        budget_ms: About how long to measure; at least 5 and at most 100 steps are timed.
+        budget_ms: About how long to measure; at most 100 steps are timed.
+        warm_up: Steps before that, at least 1.
+        least: Fewest steps to time.
 
     Returns:
         Median and spread.
     """
     if device.type != "cuda":
-        return wall_time(fn, device, budget_ms=budget_ms)
+        return wall_time(fn, device, budget_ms=budget_ms, warm_up=warm_up, least=least)
 
     def steps(count: int) -> list[float]:
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
@@ -149,8 +158,8 @@ def step_time(fn: Callable[[], Any], device: torch.device, *, budget_ms: float =
         torch.cuda.synchronize(device)
         return [start.elapsed_time(end) for start, end in itertools.pairwise(marks)]
 
-    one_step_ms = steps(4)[-1]
-    return summarise(steps(_samples(one_step_ms, budget_ms, 5, 100)), "events, steps back to back")
+    one_step_ms = steps(warm_up)[-1]
+    return summarise(steps(_samples(one_step_ms, budget_ms, least, 100)), "events, steps back to back")
 
 
 def wall_time(

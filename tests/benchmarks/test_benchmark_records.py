@@ -413,3 +413,88 @@ def test_committed_results_can_be_read() -> None:
         pytest.skip("no results are stored yet")
     for path in RESULTS:
         assert tables.report(record.load(path))
+
+
+def attention_cells() -> list[dict[str, Any]]:
+    """Two cases on two graphs; ours takes 1 ms forward and 2 ms backward, four heads twice that."""
+    cells = []
+    cases = (
+        ("attention@1x128", ("attn@128", "attn_bwd@128"), 1.0),
+        ("attention@4x32", ("attn_fwd@4x32", "attn_bwd@4x32"), 2.0),
+    )
+    for case, names, factor in cases:
+        for graph in ("reddit", "yeast"):
+            for direction, time_ms, stored in (("forward", 1.0, names[0]), ("backward", 2.0, names[1])):
+                times = {f"{key}_ms": factor * time_ms for key in ("median", "p20", "p80")}
+                cells.append(
+                    {
+                        "graph": graph,
+                        "nodes": 1000,
+                        "edges": 10_000,
+                        "case": case,
+                        "dtype": "float16",
+                        "direction": direction,
+                        "implementation": "fastsparse fused3s",
+                        "stored": stored,
+                        "status": "ok",
+                        "error": 1e-4,
+                        "result_bytes": 1_000_000,
+                        "extra_bytes": 1_500_000,
+                        **times,
+                    }
+                )
+    return cells
+
+
+def test_attention_tables_hold_every_rival_apart() -> None:
+    summary, own, first, *_ = tables.attention(record_of("attention", attention_cells()))
+    known = roofline.peers()["kernels"]
+    rows = {(row[0].split(",")[0], row[1]): row[2:] for row in summary.rows}
+    fused3s, turbo = (known["attn@128"][name] for name in ("Fused3S fp16", "turbo-gnn fp16"))
+    mean = (fused3s["reddit"] * fused3s["yeast"]) ** 0.5
+    least = [f"{fused3s['yeast']:.2f}x yeast", "2"]
+    assert rows["attention@1x128 forward", "Fused3S fp16"] == [f"{mean:.2f}x", *least]
+    # turbo-gnn has no time on yeast.
+    speed = f"{turbo['reddit']:.2f}x"
+    assert rows["attention@1x128 forward", "turbo-gnn fp16"] == [speed, f"{speed} reddit", "1"]
+    backward = known["attn_bwd@4x32"]["turbo-gnn fp16"]["reddit"] / 4
+    assert rows["attention@4x32 backward", "turbo-gnn fp16"][0] == f"{backward:.2f}x"
+    assert own.rows[0] == ["reddit", "10,000", "2.00x", "2.00x", "2.00x", "2.00x"]
+    row = dict(zip(first.columns, first.rows[0], strict=True))
+    assert (row["extra MB"], row["of the results"]) == ("1.50", "1.50x")
+    elsewhere = {**record_of("attention", attention_cells()), "machine": {"cpu": "x", "gpu": "NVIDIA A100"}}
+    assert tables.attention(elsewhere)[0].rows == []
+
+
+def test_attention_is_drawn_where_rivals_are_known(tmp_path: Path) -> None:
+    plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
+    result = record_of("attention", attention_cells())
+    assert [path.name for path in plots.attention_bars(result, tmp_path)] == [
+        "attention_fused3s_speedup_forward_float16.png",
+        "attention_fused3s_speedup_backward_float16.png",
+    ]
+    result["machine"] = {"cpu": "x"}
+    assert plots.attention_bars(result, tmp_path) == []
+
+
+def training_cell(implementation: str, **fields: Any) -> dict[str, Any]:
+    shared = {"graph": "reddit", "model": "agnn2-32", "dtype": "bf16-amp", "status": "ok", "peak_gb": 2.0}
+    return {**shared, "implementation": implementation, "median_ms": 10.0, "infer_median_ms": 3.0, **fields}
+
+
+def test_training_table_fills_in_what_was_stored(tmp_path: Path) -> None:
+    result = record_of("train", [training_cell("FastAGNNConv")])
+    (table,) = tables.train(result)
+    assert [row[1:4] for row in table.rows] == [
+        ["FastAGNNConv", "10.0", "1.00x"],
+        ["PyG edge_index (stored)", "1110", "111.01x"],
+    ]
+    result["cells"].append(training_cell("PyG edge_index", median_ms=1000.0))
+    (table,) = tables.train(result)
+    assert [row[1:4] for row in table.rows][1:] == [["PyG edge_index", "1000", "100.00x"]]
+    # What is stored as out of memory is no row.
+    lone = [training_cell("FastAGNNConv", dtype="float32")]
+    assert len(tables.train(record_of("train", lone))[0].rows) == 1
+    plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
+    names = [path.name for path in plots.training_bars(result, tmp_path)]
+    assert names == ["train_time_bf16-amp.png", "train_memory_bf16-amp.png"]

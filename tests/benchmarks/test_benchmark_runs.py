@@ -74,6 +74,75 @@ def test_sddmm_checks_then_times_every_algorithm(tmp_path: Path, monkeypatch: py
         assert cell["status"].startswith("wrong") == (cell["implementation"] == "fastsparse auto")
 
 
+ATTENTION = "--graphs pubmed --cases attention@1x64 gatv2_attention@4x32 --budget-ms 1"
+
+
+def test_attention_checks_then_times_every_cell(tmp_path: Path) -> None:
+    arguments = "--graphs pubmed dd --dtypes float32 float16 --budget-ms 1 --algorithms fused3s unfused"
+    result = result_of(tmp_path, "attention", arguments)
+    assert len(result["cells"]) == 2 * 6 * 2 * 2 * 2
+    for cell in result["cells"]:
+        assert (cell["status"], cell["extra_bytes"]) == ("ok", None)
+        assert cell["error"] < (2e-6 if cell["dtype"] == "float32" else 1e-3)
+        assert cell["samples"] >= 5
+    (forward,) = (
+        cell["result_bytes"]
+        for cell in result["cells"]
+        if (cell["graph"], cell["case"]) == ("pubmed", "attention@4x32")
+        and (cell["dtype"], cell["direction"]) == ("float16", "forward")
+        and cell["implementation"] == "fastsparse unfused"
+    )
+    assert forward == 400 * 128 * 2
+    assert "gatv2_attention@4x32 backward, float16" in tables.report(result)
+
+
+def test_attention_on_sampled_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import attention
+
+    graph = suite.load("pubmed", "cpu")
+    degree = graph.rowptr.diff()
+    part = attention.sample(graph, 300)
+    assert degree.argmax() in part.dst
+    assert 300 - degree.max() < part.adj.num_edges <= 300
+    for place, row in enumerate(part.dst.tolist()):
+        mine = part.src[part.adj.col[part.adj.rowptr[place] : part.adj.rowptr[place + 1]].long()]
+        assert mine.tolist() == graph.col[graph.rowptr[row] : graph.rowptr[row + 1]].tolist()
+    monkeypatch.setattr(attention, "CHECKED", 300)
+    cells = result_of(tmp_path, "attention", ATTENTION, "--dtypes float32")["cells"]
+    assert all(cell["status"] == "ok" and cell["error"] < 2e-6 for cell in cells)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_attention_does_not_time_a_wrong_gradient(
+    tmp_path: Path, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import attention
+
+    right = torch.autograd.grad
+
+    def wrong(*arguments: object, **options: object) -> tuple[torch.Tensor, ...]:
+        gradients = list(right(*arguments, **options))
+        if options.get("retain_graph"):
+            gradients[place] = gradients[place] * 1.01
+        return tuple(gradients)
+
+    monkeypatch.setattr(attention.torch.autograd, "grad", wrong)
+    for cell in result_of(tmp_path, "attention", ATTENTION)["cells"]:
+        assert cell["status"].startswith("wrong") == (cell["direction"] == "backward")
+        assert ("median_ms" in cell) == (cell["direction"] == "forward")
+
+
+def test_gradients_outside_the_sample_must_be_zero() -> None:
+    from benchmarks import attention
+
+    found = torch.zeros(5, 2)
+    found[1:3] = 1
+    rows, expected = torch.tensor([1, 2]), torch.ones(2, 2, dtype=torch.float64)
+    assert attention._gradient_error(found, rows, expected) == 0
+    found[4] = 1e-9
+    assert attention._gradient_error(found, rows, expected) == float("inf")
+
+
 def test_spmm_does_not_time_a_wrong_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import spmm
 
@@ -105,11 +174,45 @@ def test_adjacency(tmp_path: Path) -> None:
 
 def test_train_reports_every_implementation(tmp_path: Path) -> None:
     pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
-    result = result_of(tmp_path, "train", "--graphs", "pubmed", "--budget-ms", "1", "--dtypes", "float32")
+    arguments = "--graphs pubmed --models gcn3-128 --budget-ms 1 --dtypes float32"
+    result = result_of(tmp_path, "train", arguments)
     found = {cell["implementation"]: cell["status"] for cell in result["cells"]}
     assert set(found) == {"FastGCNConv", "PyG edge_index", "PyG edge_index, cached", "PyG sparse_csr"}
     assert found["FastGCNConv"] == found["PyG edge_index"] == "ok"
     assert all(cell["infer_median_ms"] > 0 for cell in result["cells"] if cell["status"] == "ok")
+
+
+def test_train_with_attention_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = pytest.importorskip("benchmarks.train", exc_type=ImportError)
+    models = ["gat3-4x32", "gatv2-3-4x32", "gt3-4x32", "agnn2-32"]
+    arguments = f"--graphs pubmed --budget-ms 1 --dtypes float32 --models {' '.join(models)}"
+    result = result_of(tmp_path, "train", arguments)
+    assert [cell["model"] for cell in result["cells"]] == [name for name in models for _ in range(2)]
+    assert {cell["status"] for cell in result["cells"]} == {"ok"}
+    assert [table.title for table in tables.train(result)] == [f"{name}, float32" for name in models]
+    assert all(len(table.rows) == 2 for table in tables.train(result))
+
+    monkeypatch.setattr(train, "REFERENCE_EDGES", 1)
+    monkeypatch.setitem(
+        train.MODELS, "agnn2-32", (train.agnn, train._pair(train.FastAGNNConv, train.AGNNConv))
+    )
+    arguments = "--graphs pubmed --budget-ms 1 --dtypes float32 --models agnn2-32"
+    for extra, expected in (("", ["FastAGNNConv"]), ("--reference-all", ["FastAGNNConv", "PyG edge_index"])):
+        result = result_of(tmp_path, "train", arguments, extra)
+        assert [cell["implementation"] for cell in result["cells"]] == expected
+        assert any("--reference-all" in note for note in result["notes"]) == (not extra)
+
+
+@pytest.mark.parametrize("model", ["gcn3-128", "gat3-4x32", "gatv2-3-4x32", "gt3-4x32", "agnn2-32"])
+def test_models_compute_the_same_with_either_layer(model: str) -> None:
+    train = pytest.importorskip("benchmarks.train", exc_type=ImportError)
+    build, layers = train.MODELS[model]
+    graph = suite.load("pubmed", "cpu").edge_index()
+    x = torch.randn(400, train.IN_CHANNELS)
+    ours, original = (build(layers[name].layer, **layers[name].options) for name in list(layers)[:2])
+    ours.load_state_dict(original.state_dict())
+    torch.testing.assert_close(ours(x, graph), original(x, graph), rtol=1e-4, atol=1e-4)
+    assert ours(x, graph).shape == (400, train.CLASSES)
 
 
 def test_host(tmp_path: Path) -> None:
@@ -146,6 +249,40 @@ def test_accuracy_goes_through_the_example(
     assert all(cell["step_ms"] > 0 for cell in cells)
 
 
+@pytest.mark.parametrize("model", ["gat", "agnn", "gt"])
+def test_accuracy_of_attention(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    arguments = f"--models {model} --datasets karate --jobs 1 --runs 2 --epochs 3"
+    run(["accuracy", "--device", "cpu", "--out", str(tmp_path), *arguments.split()], Console(quiet=True))
+    result = record.load(next(tmp_path.glob(f"*/accuracy_{model}.json")))
+    trained = [(cell["model"], cell["conv"], cell["precision"], cell["status"]) for cell in result["cells"]]
+    assert trained == [
+        (model, conv, precision, "ok")
+        for conv, precision in (("reference", "fp32"), ("fast", "fp32"), ("fast", "bf16"))
+    ]
+    assert result["cells"][1]["implementation"] != result["cells"][0]["implementation"]
+    (table,) = tables.accuracy(result)
+    assert table.title.startswith(f"{model}: ")
+
+
+def test_each_model_has_its_own_defaults() -> None:
+    accuracy = pytest.importorskip("benchmarks.accuracy", exc_type=ImportError)
+    from benchmarks.__main__ import make_parser
+
+    options = make_parser("accuracy").parse_args(["accuracy", "--device", "cpu", "--models", "gat", "gt"])
+    tasks = accuracy._tasks(options)
+    assert {(task.model, task.dataset, task.runs) for task in tasks} == {
+        ("gat", "cora", 10),
+        ("gat", "minesweeper", 10),
+        ("gat", "actor", 10),
+        ("gt", "molhiv", 3),
+    }
+    assert len(tasks) == 4 * 3
+    options = make_parser("accuracy").parse_args(["accuracy", "--device", "cuda"])
+    assert len(accuracy._tasks(options)) == 5 * 2 * 5
+
+
 def test_accuracy_in_several_processes(tmp_path: Path) -> None:
     pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
     arguments = "--datasets karate --frameworks pyg --precisions fp32 --runs 2 --epochs 3 --jobs 2"
@@ -162,7 +299,7 @@ def test_accuracy_takes_dgls_own_layer_to_the_cpu(tmp_path: Path, monkeypatch: p
     pytest.importorskip("fastsparse_dgl", exc_type=ImportError)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(accuracy, "_dgl_has_cuda", lambda device: False)
-    task = accuracy.Task("karate", "dgl", "reference", "fp32", "cuda", "flashsparse", 1, 2)
+    task = accuracy.Task("gcn", "karate", "dgl", "reference", "fp32", "cuda", "flashsparse", 1, 2)
     cells = accuracy._train(task, timed=True)
     assert {(cell["device"], cell["algorithm"]) for cell in cells} == {("cpu", None)}
 
@@ -247,7 +384,13 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(command_line, "run", pretend)
     for device, expected in (
         ("cpu", ["cpu", "formats", "accuracy"]),
-        ("cuda", ["spmm", "spmm", "sddmm", "adjacency", "formats", "host", "train", "choice", "accuracy"]),
+        (
+            "cuda",
+            [
+                *("attention", "train", "accuracy", "spmm", "sddmm", "spmm"),
+                *("formats", "adjacency", "host", "choice", "accuracy"),
+            ],
+        ),
     ):
         ran.clear()
         pretend(["all", "--device", device, "--out", str(tmp_path), "--commit", "abc"], Console(quiet=True))
@@ -279,8 +422,11 @@ def test_benchmarks_on_the_gpu(tmp_path: Path) -> None:
         ("spmm", "--graphs pubmed --widths 64 --dtypes float32 float16"),
         ("sddmm", "--graphs pubmed --widths 32 --budget-ms 20"),
         ("adjacency", "--graphs pubmed"),
+        ("attention", "--graphs pubmed --dtypes float16 bfloat16 float32 --budget-ms 20"),
         ("train", "--graphs pubmed --budget-ms 20"),
     ):
         run([name, "--device", "cuda", "--out", str(tmp_path), *arguments.split()], Console(quiet=True))
         result = record.load(next(tmp_path.glob(f"*/{name}.json")))
         assert all(cell["status"] == "ok" for cell in result["cells"] if "ast" in cell["implementation"])
+        if name == "attention":
+            assert all(cell["extra_bytes"] >= cell["result_bytes"] for cell in result["cells"])

@@ -1,0 +1,275 @@
+"""Attention over neighbours, forward and backward: time, error and peak memory, against stored rivals.
+
+Every result is checked against float64 before it is timed. On large graphs a sample of rows is: the upstream
+gradient is zero outside them, so that their edges alone decide all gradients, which must be zero elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastsparse_core
+from fastsparse_core import Adjacency, reference
+
+from . import suite
+from .common import DTYPES, add_common, attempt, progress, recorder, relative_error, release
+from .record import Recorder
+from .spmm import TOLERANCE
+from .timing import kernel_time
+
+#: Edges of the rows that are compared with float64: all of them would take longer than the timings.
+CHECKED = 200_000
+
+#: A gradient's error over a result's: it is computed from the rounded result, and rounded in turn.
+GRADIENT_ROUNDINGS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator and the shape of its heads.
+
+    Attributes:
+        operator: Name in `fastsparse_core`.
+        heads: Number of heads.
+        width: Features per head.
+        stored: Names of the rivals' times in ``peers.json`` by direction; empty where there are none.
+    """
+
+    operator: str
+    heads: int
+    width: int
+    stored: dict[str, str]
+
+    def inputs(self, nodes: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        """Random operands on every node; scores of nodes and GATv2's vector stay in float32, as in layers."""
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=device)
+
+        def features() -> Tensor:
+            return draw(nodes, self.heads, self.width).to(dtype)
+
+        if self.operator == "attention":
+            return [features(), features(), features()]
+        if self.operator == "additive_attention":
+            return [draw(nodes, self.heads), draw(nodes, self.heads), features()]
+        return [features(), features(), draw(self.heads, self.width) / math.sqrt(self.width)]
+
+    def ends(self) -> tuple[str, str, str]:
+        """Which nodes each operand has rows for: destinations, sources or none."""
+        return ("dst", "src", "none" if self.operator == "gatv2_attention" else "src")
+
+    def call(self, adj: Adjacency, inputs: Sequence[Tensor], algorithm: str) -> Tensor:
+        return getattr(fastsparse_core, self.operator)(adj, *inputs, algorithm=algorithm)
+
+    def exact(self, adj: Adjacency, inputs: Sequence[Tensor]) -> Tensor:
+        """The float64 reference."""
+        return getattr(reference, self.operator)(adj, *inputs)
+
+
+def _stored(forward: str, backward: str) -> dict[str, str]:
+    return {"forward": forward, "backward": backward}
+
+
+CASES = {
+    "attention@1x64": Case("attention", 1, 64, _stored("attn@64", "attn_bwd@64")),
+    "attention@1x128": Case("attention", 1, 128, _stored("attn@128", "attn_bwd@128")),
+    "attention@4x32": Case("attention", 4, 32, _stored("attn_fwd@4x32", "attn_bwd@4x32")),
+    "additive_attention@1x64": Case("additive_attention", 1, 64, _stored("gat@64", "gat_bwd@64")),
+    "additive_attention@4x32": Case("additive_attention", 4, 32, {}),
+    "gatv2_attention@4x32": Case("gatv2_attention", 4, 32, _stored("gatv2_fwd@4x32", "gatv2_bwd@4x32")),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    parser.add_argument("--graphs", nargs="+", default=list(suite.PEER_GRAPHS), help=suite.NAMES)
+    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
+    parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=["float16"])
+    parser.add_argument("--algorithms", nargs="+", choices=("fused3s", "unfused"), default=["fused3s"])
+    parser.add_argument("--budget-ms", type=float, default=40.0, help="time to spend on each timing")
+
+
+def run(options: argparse.Namespace) -> Path:
+    """Runs the benchmark; returns the path of its record."""
+    out = recorder("attention", options)
+    out.note(
+        f"errors are against float64, on the row with most edges and random ones, {CHECKED} edges in all;"
+        " of the gradients the worst counts"
+    )
+    out.note(
+        "forward is the call without gradients; backward is the gradient of all operands, from what the"
+        " forward pass saved; structures are converted beforehand"
+    )
+    out.note("extra memory is the allocator's peak during a call above what was there before, with results")
+    for name in progress(options.graphs, "attention"):
+        _run_graph(name, options, out)
+        release()
+    return out.path
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows whose results are checked.
+
+    Attributes:
+        dst: int64 (rows,), ascending.
+        src: int64 (columns,), the sources of their edges, ascending.
+        adj: Their structure, (rows, columns).
+    """
+
+    dst: Tensor
+    src: Tensor
+    adj: Adjacency
+
+    def rows(self, end: str) -> Tensor | None:
+        return {"dst": self.dst, "src": self.src, "none": None}[end]
+
+
+def sample(graph: suite.Graph, edges: int) -> Sample:
+    """The row with most edges, and random ones up to so many edges."""
+    degree = (graph.rowptr[1:] - graph.rowptr[:-1]).long()
+    order = torch.randperm(graph.num_nodes, device=degree.device)
+    order = torch.cat([degree.argmax()[None], order[order != degree.argmax()]])
+    count = max(int((degree[order].cumsum(0) <= edges).sum()), 1)
+    dst = order[:count].sort().values
+    rowptr = torch.cat([degree.new_zeros(1), degree[dst].cumsum(0)])
+    place = torch.arange(int(rowptr[-1]), device=degree.device)
+    first = torch.repeat_interleave(graph.rowptr[dst].long() - rowptr[:-1], degree[dst])
+    src, col = torch.unique(graph.col[first + place], return_inverse=True)
+    return Sample(dst, src.long(), Adjacency.from_csr(rowptr, col, (count, src.numel())))
+
+
+def _run_graph(name: str, options: argparse.Namespace, out: Recorder) -> None:
+    """All cells of one graph; what it holds on the device ends with the call."""
+    device = torch.device(options.device)
+    graph = suite.load(name, device)
+    adj = Adjacency.from_csr(graph.rowptr, graph.col, (graph.num_nodes, graph.num_nodes)).prepare()
+    checked = sample(graph, CHECKED)
+    for key, dtype in itertools.product(options.cases, options.dtypes):
+        case = CASES[key]
+        inputs = case.inputs(graph.num_nodes, DTYPES[dtype], device)
+        for algorithm, direction in itertools.product(options.algorithms, ("forward", "backward")):
+            measure = partial(_forward if direction == "forward" else _backward, case, adj, inputs, algorithm)
+            out.add(
+                graph=name,
+                nodes=graph.num_nodes,
+                edges=graph.num_edges,
+                case=key,
+                dtype=dtype,
+                direction=direction,
+                implementation=f"fastsparse {algorithm}",
+                stored=case.stored.get(direction),
+                **attempt(partial(measure, checked, dtype, options.budget_ms)),
+            )
+
+
+def _forward(
+    case: Case,
+    adj: Adjacency,
+    inputs: list[Tensor],
+    algorithm: str,
+    checked: Sample,
+    dtype: str,
+    budget_ms: float,
+) -> dict[str, Any]:
+    def call() -> list[Tensor]:
+        return [case.call(adj, inputs, algorithm)]
+
+    expected = case.exact(checked.adj, _double(case, inputs, checked))
+    _poison([adj.num_dst, case.heads * case.width], DTYPES[dtype], adj.device)
+    (found,) = call()
+    error = math.inf if found.isnan().any() else relative_error(found[checked.dst], expected)
+    del found, expected
+    return _judge(call, error, TOLERANCE[dtype], adj.device, budget_ms)
+
+
+def _backward(
+    case: Case,
+    adj: Adjacency,
+    inputs: list[Tensor],
+    algorithm: str,
+    checked: Sample,
+    dtype: str,
+    budget_ms: float,
+) -> dict[str, Any]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    result = case.call(adj, leaves, algorithm)
+    dense = torch.randn(result.shape, device=adj.device).to(result.dtype)
+
+    def gradients(upstream: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(result, leaves, upstream, retain_graph=True))
+
+    exact = [tensor.requires_grad_() for tensor in _double(case, inputs, checked)]
+    upstream = dense[checked.dst].double()
+    expected = torch.autograd.grad(case.exact(checked.adj, exact), exact, upstream)
+    masked = torch.zeros_like(dense).index_copy_(0, checked.dst, dense[checked.dst])
+    for leaf in leaves:
+        _poison(list(leaf.shape), leaf.dtype, adj.device)
+    error = max(
+        _gradient_error(found, checked.rows(end), wanted)
+        for found, end, wanted in zip(gradients(masked), case.ends(), expected, strict=True)
+    )
+    del masked, exact, upstream, expected
+    tolerance = GRADIENT_ROUNDINGS * TOLERANCE[dtype]
+    return _judge(lambda: gradients(dense), error, tolerance, adj.device, budget_ms)
+
+
+def _double(case: Case, inputs: list[Tensor], checked: Sample) -> list[Tensor]:
+    """The operands of the sampled rows, in float64."""
+    places = [checked.rows(end) for end in case.ends()]
+    return [
+        (tensor if rows is None else tensor[rows]).double()
+        for tensor, rows in zip(inputs, places, strict=True)
+    ]
+
+
+def _poison(shape: list[int], dtype: torch.dtype, device: torch.device) -> None:
+    """The allocator hands out this memory for a result next: an element that nothing wrote shows as a nan."""
+    torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+def _gradient_error(found: Tensor, rows: Tensor | None, expected: Tensor) -> float:
+    """Relative error of the rows that the sampled edges reach; infinite if another row is not zero."""
+    if rows is None:
+        return relative_error(found, expected)
+    if found.index_fill(0, rows, 0).count_nonzero():
+        return math.inf
+    return relative_error(found[rows], expected)
+
+
+def _judge(
+    call: Callable[[], list[Tensor]], error: float, tolerance: float, device: torch.device, budget_ms: float
+) -> dict[str, Any]:
+    """Time and memory of a call whose result is right, else what is wrong with it."""
+    if error > tolerance:
+        return {"status": f"wrong: relative error {error:.1e}", "error": min(error, 1e300)}
+    return {
+        "error": error,
+        **_memory(call, device),
+        **kernel_time(call, device, budget_ms=budget_ms).as_cell(),
+    }
+
+
+def _memory(call: Callable[[], list[Tensor]], device: torch.device) -> dict[str, int | None]:
+    """Bytes of the results, and the most in use during the call above what was before."""
+    before = 0
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    results = call()
+    return {
+        "result_bytes": sum(tensor.numel() * tensor.element_size() for tensor in results),
+        "extra_bytes": torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None,
+    }
