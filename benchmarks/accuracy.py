@@ -143,11 +143,13 @@ def run(options: argparse.Namespace) -> Path:
 
 
 def _tasks(options: argparse.Namespace) -> list[Task]:
-    algorithm = "flashsparse" if torch.device(options.device).type == "cuda" else "csr"
-    on_cpu = algorithm == "csr"
+    on_cpu = torch.device(options.device).type == "cpu"
     tasks = []
     for name in options.models:
         model = MODELS[name]
+        products = "csr" if on_cpu else "flashsparse"
+        # Attention needs no request: auto takes the fused kernels from the first call.
+        algorithm = products if name == "gcn" else "auto"
         usual = [it for it in model.precisions if not on_cpu or it in ("fp32", "bf16")]
         layers = [("reference", "fp32"), *(("fast", it) for it in options.precisions or usual)]
         for dataset, framework, layer in itertools.product(

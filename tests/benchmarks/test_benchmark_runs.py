@@ -279,6 +279,7 @@ def test_each_model_has_its_own_defaults() -> None:
         ("gt", "molhiv", 3),
     }
     assert len(tasks) == 4 * 3
+    assert {task.algorithm for task in tasks} == {"auto"}
     options = make_parser("accuracy").parse_args(["accuracy", "--device", "cuda"])
     assert len(accuracy._tasks(options)) == 5 * 2 * 5
 
