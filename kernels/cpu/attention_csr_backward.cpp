@@ -92,7 +92,7 @@ FASTSPARSE_INLINE void add_score_gradients(const AttentionCsrArgs& args, const A
   const std::int64_t first = head * args.head_width;
   const Hidden<A> hidden{left.data() + first, nullptr, static_cast<A>(args.scale)};
   const Sum<A> sum{total.data() + first, compensation.data() + first};
-  const auto rows = gather<T>(right, first, block);
+  const auto rows = gather_again<T>(right, first, block);
   if (args.kind == AttentionScore::kGatv2) {
     accumulate<T, Term::kSlope>(grad, hidden, rows, args.head_width, sum);
   } else {
@@ -188,7 +188,7 @@ FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args,
           if (forward.kind == AttentionScore::kGatv2) {
             const std::int64_t first = head * forward.head_width;
             accumulate<T, Term::kHidden>(gradient, {left.data() + first, nullptr, slope},
-                                         gather<T>(forward.src, first, block), forward.head_width,
+                                         gather_again<T>(forward.src, first, block), forward.head_width,
                                          {att_total.data() + first, att_compensation.data() + first});
           }
         }
@@ -240,7 +240,7 @@ FASTSPARSE_INLINE void differentiate_columns(const AttentionCsrBackwardArgs& arg
         recompute<T>(forward, args.a_t, block, head, left, forward.dst, value, args.grad, terms);
         finish(delta, inverse, lanes, terms);
         accumulate<T, Term::kFeatures>(
-            terms.weight, {}, gather<T>(args.grad, head * value_width, block), value_width,
+            terms.weight, {}, gather_again<T>(args.grad, head * value_width, block), value_width,
             {value_total.data() + head * value_width, value_compensation.data() + head * value_width});
         add_score_gradients<T>(forward, terms.grad, block, head, left, forward.dst, total, compensation);
       }

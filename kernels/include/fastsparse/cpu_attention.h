@@ -59,11 +59,11 @@ using LaneMask = Lanes<LaneIndex<A>, kLanes>;
 FASTSPARSE_INLINE void add_neighbours(HalfVector<float>& a, const HalfVector<float>& b) {
 #ifdef __clang__
   a = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
-         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+      __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
 #else
   using Index = LaneMask<float, 8>;
   a = __builtin_shuffle(a, b, Index{0, 2, 4, 6, 8, 10, 12, 14}) +
-         __builtin_shuffle(a, b, Index{1, 3, 5, 7, 9, 11, 13, 15});
+      __builtin_shuffle(a, b, Index{1, 3, 5, 7, 9, 11, 13, 15});
 #endif
 }
 FASTSPARSE_INLINE void add_neighbours(HalfVector<double>& a, const HalfVector<double>& b) {
@@ -113,44 +113,50 @@ FASTSPARSE_INLINE int padded(int count) {
   return (count + kVectorWidth<A> - 1) / kVectorWidth<A> * kVectorWidth<A>;
 }
 
+// Lanes from `first` on. The last vector of a head ends with it, so that nothing is read beyond it and no
+// feature is left over; lanes that an earlier vector had count once.
 template <typename A, int kLanes>
-FASTSPARSE_INLINE void lanes_from(int first, LaneMask<A, kLanes>& lanes) {
+FASTSPARSE_INLINE void lanes_from(std::int64_t first, LaneMask<A, kLanes>& lanes) {
   for (int i = 0; i < kLanes; ++i) lanes[i] = i;
-  lanes = lanes >= first;
+  lanes = lanes >= static_cast<LaneIndex<A>>(first);
 }
 
-// Features from `f` on in steps of kLanes: f, and which of the features [f, f + kLanes) are new. The last step ends with
-// the row, so that nothing is read beyond it and no feature is left over; width >= kLanes.
-template <typename A, int kLanes, typename F>
-FASTSPARSE_INLINE void steps(std::int64_t f, std::int64_t width, F&& step) {
-  for (; f + kLanes <= width; f += kLanes) step(f, LaneMask<A, kLanes>{} == 0);
-  if (f < width) {
-    LaneMask<A, kLanes> fresh;
-    lanes_from<A, kLanes>(static_cast<int>(f - (width - kLanes)), fresh);
-    step(width - kLanes, fresh);
+// Products of features [f, f + kLanes).
+template <typename T, bool kHidden, int kLanes>
+FASTSPARSE_INLINE void multiply(const Hidden<Acc<T>>& hidden, const T* right, std::int64_t f,
+                                Lanes<Acc<T>, kLanes>& product) {
+  using A = Acc<T>;
+  Lanes<A, kLanes> l;
+  load_lanes<A, kLanes>(hidden.left + f, l);
+  load_lanes<T, kLanes>(right + f, product);
+  if constexpr (kHidden) {
+    Lanes<A, kLanes> att;
+    load_lanes<A, kLanes>(hidden.att + f, att);
+    product += l;
+    leaky_relu(product, hidden.slope);
+    product *= att;
+  } else {
+    product *= l;
   }
 }
 
-// Products of the features with those of one row, summed up to half a vector.
+// Products with the features of one row, summed up to half a vector; width >= kLanes.
 template <typename T, bool kHidden, int kLanes>
 FASTSPARSE_INLINE void row_products(const Hidden<Acc<T>>& hidden, const T* row, std::int64_t width,
                                     HalfVector<Acc<T>>& part) {
   using A = Acc<T>;
-  using V = Lanes<A, kLanes>;
-  V sum = {};
-  steps<A, kLanes>(0, width, [&](std::int64_t f, const LaneMask<A, kLanes>& fresh) FASTSPARSE_INLINE_LAMBDA {
-    V l, r;
-    load_lanes<A, kLanes>(hidden.left + f, l);
-    load_lanes<T, kLanes>(row + f, r);
-    if constexpr (kHidden) {
-      V att;
-      load_lanes<A, kLanes>(hidden.att + f, att);
-      r += l;
-      leaky_relu(r, hidden.slope);
-      l = att;
-    }
-    sum += fresh ? l * r : V{};
-  });
+  Lanes<A, kLanes> sum = {}, product;
+  std::int64_t f = 0;
+  for (; f + kLanes <= width; f += kLanes) {
+    multiply<T, kHidden, kLanes>(hidden, row, f, product);
+    sum += product;
+  }
+  if (f < width) {
+    LaneMask<A, kLanes> fresh;
+    lanes_from<A, kLanes>(f - (width - kLanes), fresh);
+    multiply<T, kHidden, kLanes>(hidden, row, width - kLanes, product);
+    sum += fresh ? product : Lanes<A, kLanes>{};
+  }
   if constexpr (kLanes == kVectorWidth<A>) {
     HalfVector<A> half[2];
     std::memcpy(half, &sum, sizeof sum);
@@ -277,6 +283,19 @@ FASTSPARSE_INLINE void accumulate_tile(const Acc<T>* weight, const Hidden<Acc<T>
   }
 }
 
+// The features from `first` on, one vector of them after the other; width >= kLanes.
+template <typename T, Term kTerm, int kLanes>
+FASTSPARSE_INLINE void accumulate_tiles(const Acc<T>* weight, const Hidden<Acc<T>>& hidden,
+                                        const Gather<T>& right, std::int64_t first, std::int64_t width,
+                                        const Sum<Acc<T>>& sum) {
+  for (std::int64_t f = first; f < width; f += kLanes) {
+    const std::int64_t at = std::min(f, width - kLanes);
+    LaneMask<Acc<T>, kLanes> fresh;
+    lanes_from<Acc<T>, kLanes>(f - at, fresh);
+    accumulate_tile<T, kTerm, 1, kLanes>(weight, hidden, right, at, fresh, sum);
+  }
+}
+
 // sum += sum over the entries of weight[e] * term(left, right_e).
 template <typename T, Term kTerm>
 FASTSPARSE_INLINE void accumulate(const Acc<T>* weight, const Hidden<Acc<T>>& hidden, const Gather<T>& right,
@@ -288,14 +307,10 @@ FASTSPARSE_INLINE void accumulate(const Acc<T>* weight, const Hidden<Acc<T>>& hi
     for (std::int64_t f = 0; f < tiled; f += 4 * kWidth) {
       accumulate_tile<T, kTerm, 4, kWidth>(weight, hidden, right, f, LaneMask<A, kWidth>{} == 0, sum);
     }
-    return steps<A, kWidth>(tiled, width, [&](std::int64_t f, const LaneMask<A, kWidth>& fresh) FASTSPARSE_INLINE_LAMBDA {
-      accumulate_tile<T, kTerm, 1, kWidth>(weight, hidden, right, f, fresh, sum);
-    });
+    return accumulate_tiles<T, kTerm, kWidth>(weight, hidden, right, tiled, width, sum);
   }
   if (width >= kWidth / 2) {
-    return steps<A, kWidth / 2>(0, width, [&](std::int64_t f, const LaneMask<A, kWidth / 2>& fresh) FASTSPARSE_INLINE_LAMBDA {
-      accumulate_tile<T, kTerm, 1, kWidth / 2>(weight, hidden, right, f, fresh, sum);
-    });
+    return accumulate_tiles<T, kTerm, kWidth / 2>(weight, hidden, right, 0, width, sum);
   }
   for (std::int64_t f = 0; f < width; ++f) {
     A block = 0;
@@ -385,6 +400,12 @@ template <typename T>
 FASTSPARSE_INLINE Gather<T> gather(const DenseView& matrix, std::int64_t feature, const Block& block) {
   return {static_cast<const T*>(matrix.data) + feature, matrix.stride, block.col, block.count,
           block.readable};
+}
+
+// The same rows once more: they are in a cache already.
+template <typename T>
+FASTSPARSE_INLINE Gather<T> gather_again(const DenseView& matrix, std::int64_t feature, const Block& block) {
+  return {static_cast<const T*>(matrix.data) + feature, matrix.stride, block.col, block.count, 0};
 }
 
 // Columns of dst and src.

@@ -14,7 +14,6 @@
 #define FASTSPARSE_MULTIVERSION
 #endif
 #define FASTSPARSE_INLINE inline __attribute__((always_inline))
-#define FASTSPARSE_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace fastsparse::cpu {
 
