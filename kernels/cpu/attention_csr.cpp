@@ -18,6 +18,7 @@ FASTSPARSE_INLINE void attend_rows(const AttentionCsrArgs& args, std::int64_t ro
   std::vector<A> left(score_columns(args)), total(width), compensation(width), maximum(heads);
   std::vector<double> sum(heads);
   A* lse = static_cast<A*>(args.lse);
+  const std::int64_t last = args.a.rowptr[row_end];
   for (std::int64_t row = row_begin; row < row_end; ++row) {
     load_score_row<T>(args, args.dst, row, left);
     std::fill(total.begin(), total.end(), A{0});
@@ -26,34 +27,37 @@ FASTSPARSE_INLINE void attend_rows(const AttentionCsrArgs& args, std::int64_t ro
     std::fill(sum.begin(), sum.end(), 0.0);
     const std::int64_t end = args.a.rowptr[row + 1];
     for (std::int64_t entry = args.a.rowptr[row]; entry < end; entry += kBlock) {
-      const Block block = block_at(args.a, entry, end);
+      const Block block = block_at(args.a, entry, end, last);
+      const int lanes = padded<A>(block.count);
       for (std::int64_t head = 0; head < heads; ++head) {
         Scores<A> scores;
         block_scores<T>(args, args.a, block, head, left.data(), args.src, scores);
-        for (int i = block.count; i < kBlock; ++i) scores.score[i] = -kInfinity;
-        const A block_highest = largest<A>(scores.score);
+        for (int i = block.count; i < lanes; ++i) scores.score[i] = -kInfinity;
+        const A block_highest = largest<A>(scores.score, lanes);
         const A highest = block_highest < maximum[head] ? maximum[head] : block_highest;  // NaN stays
         if (highest == -kInfinity) continue;  // nothing but masked entries so far
-        A block_sum = 0;
-        for (int i = 0; i < kBlock; i += kWidth) {
+        Vector<A> block_sum = {};
+        for (int i = 0; i < lanes; i += kWidth) {
           Vector<A> weight;
           load_vector<A>(scores.score + i, weight);
           weight -= highest;
           exponential(weight);
-          block_sum += sum_lanes<A, kWidth>(weight);
+          block_sum += weight;
           std::memcpy(scores.score + i, &weight, sizeof weight);
         }
         const Sum<A> out{total.data() + head * value_width, compensation.data() + head * value_width};
         if (highest != maximum[head]) {
-          const A rescale = std::exp(maximum[head] - highest);
-          sum[head] *= rescale;
-          for (std::int64_t f = 0; f < value_width; ++f) {
-            out.total[f] *= rescale;
-            out.compensation[f] *= rescale;
+          if (sum[head] != 0) {
+            const A rescale = std::exp(maximum[head] - highest);
+            sum[head] *= rescale;
+            for (std::int64_t f = 0; f < value_width; ++f) {
+              out.total[f] *= rescale;
+              out.compensation[f] *= rescale;
+            }
           }
           maximum[head] = highest;
         }
-        sum[head] += block_sum;
+        sum[head] += sum_lanes<A, kWidth>(block_sum);
         if (args.dropout.threshold != 0) {
           for (int i = 0; i < block.count; ++i) {
             scores.score[i] *= keep_factor<A>(args, row, block.col[i], head);

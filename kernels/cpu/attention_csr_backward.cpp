@@ -25,7 +25,7 @@ struct Scratch {
   A* grad_att;        // (tasks, heads * head_width)
 };
 
-// Numbers of the entries of a block, for one head; those beyond its end are 0.
+// Numbers of the entries of a block, for one head; those beyond its end, up to a whole vector, are 0.
 template <typename A>
 struct Terms {
   A weight[kBlock];  // p; then p times the dropout factor
@@ -47,16 +47,17 @@ FASTSPARSE_INLINE void recompute(const AttentionCsrArgs& args, const CsrView& a,
   constexpr int kWidth = kVectorWidth<A>;
   Scores<A> scores;
   block_scores<T>(args, a, block, head, left.data(), right, scores);
+  const int lanes = padded<A>(block.count);
   const std::int64_t first = head * args.value_width;
   products<T, false>({value.data() + first, nullptr, 0}, gather<T>(values, first, block), args.value_width,
                      terms.grad);
   for (int i = 0; i < block.count; ++i)
     terms.slope[i] = args.kind == AttentionScore::kAdditive ? scores.slope[i] : A{1};
-  for (int i = block.count; i < kBlock; ++i) {
+  for (int i = block.count; i < lanes; ++i) {
     scores.score[i] = terms.lse[i] = -kInfinity;
     terms.grad[i] = terms.factor[i] = terms.slope[i] = 0;
   }
-  for (int i = 0; i < kBlock; i += kWidth) {
+  for (int i = 0; i < lanes; i += kWidth) {
     Vector<A> p, lse;
     load_vector<A>(scores.score + i, p);
     load_vector<A>(terms.lse + i, lse);
@@ -69,8 +70,8 @@ FASTSPARSE_INLINE void recompute(const AttentionCsrArgs& args, const CsrView& a,
 
 // Turns weights into normalised ones with dropout, and dp into ds, for row states `delta` and `inverse_sum`.
 template <typename A>
-FASTSPARSE_INLINE void finish(const A* delta, const A* inverse_sum, Terms<A>& terms) {
-  for (int i = 0; i < kBlock; ++i) {
+FASTSPARSE_INLINE void finish(const A* delta, const A* inverse_sum, int count, Terms<A>& terms) {
+  for (int i = 0; i < count; ++i) {
     const A p = terms.weight[i] * inverse_sum[i];
     terms.weight[i] = p * terms.factor[i];
     terms.grad[i] = p * (terms.factor[i] * terms.grad[i] - delta[i]) * terms.slope[i];
@@ -85,15 +86,13 @@ FASTSPARSE_INLINE void add_score_gradients(const AttentionCsrArgs& args, const A
                                            std::vector<Acc<T>>& total, std::vector<Acc<T>>& compensation) {
   using A = Acc<T>;
   if (args.kind == AttentionScore::kAdditive) {
-    A sum = 0;
-    for (int i = 0; i < block.count; ++i) sum += grad[i];
-    add_compensated(sum, total[head], compensation[head]);
+    add_compensated(sum_of<A>(grad, padded<A>(block.count)), total[head], compensation[head]);
     return;
   }
   const std::int64_t first = head * args.head_width;
   const Hidden<A> hidden{left.data() + first, nullptr, static_cast<A>(args.scale)};
   const Sum<A> sum{total.data() + first, compensation.data() + first};
-  const auto rows = gather<T>(right, first, block);
+  const auto rows = gather_again<T>(right, first, block);
   if (args.kind == AttentionScore::kGatv2) {
     accumulate<T, Term::kSlope>(grad, hidden, rows, args.head_width, sum);
   } else {
@@ -135,6 +134,7 @@ FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args,
   std::vector<RowState<double>> sums(heads);
   std::vector<A> att_total(forward.kind == AttentionScore::kGatv2 ? left.size() : 0),
       att_compensation(att_total.size());
+  const std::int64_t last = forward.a.rowptr[row_end];
   for (std::int64_t row = row_begin; row < row_end; ++row) {
     load_score_row<T>(forward, forward.dst, row, left);
     load_row<T>(args.grad, row, grad);
@@ -146,7 +146,8 @@ FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args,
     // Twice over the row: its sums, then its gradients. The only block of a short row is still there.
     for (const bool summing : {true, false}) {
       for (std::int64_t entry = begin; entry < end; entry += kBlock) {
-        const Block block = block_at(forward.a, entry, end);
+        const Block block = block_at(forward.a, entry, end, last);
+        const int lanes = padded<A>(block.count);
         for (std::int64_t head = 0; head < heads; ++head) {
           if (summing || end - begin > kBlock) {
             std::fill(terms[head].lse, terms[head].lse + block.count, lse[head]);
@@ -156,13 +157,12 @@ FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args,
             recompute<T>(forward, forward.a, block, head, left, forward.src, grad, forward.v, terms[head]);
           }
           if (summing) {
-            A delta = 0, sum = 0;
-            for (int i = 0; i < block.count; ++i) {
-              sum += terms[head].weight[i];
-              delta += terms[head].weight[i] * terms[head].factor[i] * terms[head].grad[i];
+            A share[kBlock];
+            for (int i = 0; i < lanes; ++i) {
+              share[i] = terms[head].weight[i] * terms[head].factor[i] * terms[head].grad[i];
             }
-            sums[head].delta += delta;
-            sums[head].inverse_sum += sum;
+            sums[head].delta += sum_of<A>(share, lanes);
+            sums[head].inverse_sum += sum_of<A>(terms[head].weight, lanes);
             continue;
           }
           const double inverse_sum = sums[head].inverse_sum != 0 ? 1 / sums[head].inverse_sum : 0;
@@ -170,9 +170,9 @@ FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args,
                                   static_cast<A>(inverse_sum)};
           scratch.rows[row * heads + head] = state;
           A delta[kBlock], inverse[kBlock];
-          std::fill(delta, delta + kBlock, state.delta);
-          std::fill(inverse, inverse + kBlock, state.inverse_sum);
-          finish(delta, inverse, terms[head]);
+          std::fill(delta, delta + lanes, state.delta);
+          std::fill(inverse, inverse + lanes, state.inverse_sum);
+          finish(delta, inverse, lanes, terms[head]);
           const A* gradient = terms[head].grad;
           if (args.grad_bias != nullptr) {
             for (int i = 0; i < block.count; ++i) {
@@ -188,7 +188,7 @@ FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args,
           if (forward.kind == AttentionScore::kGatv2) {
             const std::int64_t first = head * forward.head_width;
             accumulate<T, Term::kHidden>(gradient, {left.data() + first, nullptr, slope},
-                                         gather<T>(forward.src, first, block), forward.head_width,
+                                         gather_again<T>(forward.src, first, block), forward.head_width,
                                          {att_total.data() + first, att_compensation.data() + first});
           }
         }
@@ -215,6 +215,7 @@ FASTSPARSE_INLINE void differentiate_columns(const AttentionCsrBackwardArgs& arg
   std::vector<A> left(score_columns(forward)), total(left.size()), compensation(left.size());
   std::vector<A> value(heads * value_width), value_total(value.size()), value_compensation(value.size());
   Terms<A> terms;
+  const std::int64_t last = args.a_t.rowptr[col_end];
   for (std::int64_t col = col_begin; col < col_end; ++col) {
     load_score_row<T>(forward, forward.src, col, left);
     load_row<T>(forward.v, col, value);
@@ -223,9 +224,12 @@ FASTSPARSE_INLINE void differentiate_columns(const AttentionCsrBackwardArgs& arg
     }
     const std::int64_t end = args.a_t.rowptr[col + 1];
     for (std::int64_t entry = args.a_t.rowptr[col]; entry < end; entry += kBlock) {
-      const Block block = block_at(args.a_t, entry, end);
+      const Block block = block_at(args.a_t, entry, end, last);
+      const int lanes = padded<A>(block.count);
       for (std::int64_t head = 0; head < heads; ++head) {
-        A delta[kBlock] = {}, inverse[kBlock] = {};
+        A delta[kBlock], inverse[kBlock];
+        std::fill(delta + block.count, delta + lanes, A{0});
+        std::fill(inverse + block.count, inverse + lanes, A{0});
         for (int i = 0; i < block.count; ++i) {
           const std::int64_t at = block.col[i] * heads + head;
           terms.lse[i] = static_cast<const A*>(forward.lse)[at];
@@ -234,9 +238,9 @@ FASTSPARSE_INLINE void differentiate_columns(const AttentionCsrBackwardArgs& arg
           terms.factor[i] = keep_factor<A>(forward, block.col[i], col, head);
         }
         recompute<T>(forward, args.a_t, block, head, left, forward.dst, value, args.grad, terms);
-        finish(delta, inverse, terms);
+        finish(delta, inverse, lanes, terms);
         accumulate<T, Term::kFeatures>(
-            terms.weight, {}, gather<T>(args.grad, head * value_width, block), value_width,
+            terms.weight, {}, gather_again<T>(args.grad, head * value_width, block), value_width,
             {value_total.data() + head * value_width, value_compensation.data() + head * value_width});
         add_score_gradients<T>(forward, terms.grad, block, head, left, forward.dst, total, compensation);
       }

@@ -1,6 +1,5 @@
 // What the passes of attention on the CPU share: entries are taken in blocks, scores and weights of a block
-// stay in the L1 cache, and products run over 64-byte vectors, then over halves and quarters of them (small
-// heads).
+// stay in the L1 cache, and products run over 64-byte vectors, or halves of them where heads are narrow.
 #pragma once
 
 #include <algorithm>
@@ -8,14 +7,15 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "fastsparse/cpu_simd.h"
 
 namespace fastsparse::cpu {
 
-constexpr int kBlock = 64;           // entries
-constexpr int kPrefetchEntries = 8;  // entries between a prefetch and its use
+constexpr int kBlock = 64;            // entries
+constexpr int kPrefetchEntries = 16;  // entries between a prefetch and its use
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 15;  // products below which waking threads costs more than it saves
 
@@ -48,6 +48,33 @@ FASTSPARSE_INLINE A sum_lanes(const Lanes<A, kLanes>& v) {
   }
 }
 
+template <typename A>
+using HalfVector = Lanes<A, kVectorWidth<A> / 2>;
+template <typename A>
+using LaneIndex = std::conditional_t<sizeof(A) == 4, std::int32_t, std::int64_t>;
+template <typename A, int kLanes>
+using LaneMask = Lanes<LaneIndex<A>, kLanes>;
+
+// Turns `a` into the sums of its lanes 0 and 1, 2 and 3, ..., then of those of `b`.
+FASTSPARSE_INLINE void add_neighbours(HalfVector<float>& a, const HalfVector<float>& b) {
+#ifdef __clang__
+  a = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
+      __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+  using Index = LaneMask<float, 8>;
+  a = __builtin_shuffle(a, b, Index{0, 2, 4, 6, 8, 10, 12, 14}) +
+      __builtin_shuffle(a, b, Index{1, 3, 5, 7, 9, 11, 13, 15});
+#endif
+}
+FASTSPARSE_INLINE void add_neighbours(HalfVector<double>& a, const HalfVector<double>& b) {
+#ifdef __clang__
+  a = __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+#else
+  using Index = LaneMask<double, 4>;
+  a = __builtin_shuffle(a, b, Index{0, 2, 4, 6}) + __builtin_shuffle(a, b, Index{1, 3, 5, 7});
+#endif
+}
+
 // Rows of a matrix, one for every entry of a block: base + col[e] * stride.
 template <typename T>
 struct Gather {
@@ -58,9 +85,9 @@ struct Gather {
   int readable;  // entries from col on whose rows may be prefetched
 
   FASTSPARSE_INLINE const T* row(int entry) const { return base + col[entry] * stride; }
-  FASTSPARSE_INLINE void prefetch(int entry, std::int64_t width) const {
+  FASTSPARSE_INLINE void prefetch(int entry, std::int64_t first, std::int64_t width) const {
     if (entry + kPrefetchEntries >= readable) return;
-    const auto* next = reinterpret_cast<const char*>(row(entry + kPrefetchEntries));
+    const auto* next = reinterpret_cast<const char*>(row(entry + kPrefetchEntries) + first);
     for (std::int64_t byte = 0; byte < width * static_cast<std::int64_t>(sizeof(T)); byte += 64) {
       __builtin_prefetch(next + byte);
     }
@@ -80,22 +107,88 @@ FASTSPARSE_INLINE void leaky_relu(V& z, A slope) {
   z = z > 0 ? z : z * slope;
 }
 
-// Adds the products of features [f, f + kLanes) to sum.
+// The entries of a block in whole vectors: numbers beyond its end are computed and left out.
+template <typename A>
+FASTSPARSE_INLINE int padded(int count) {
+  return (count + kVectorWidth<A> - 1) / kVectorWidth<A> * kVectorWidth<A>;
+}
+
+// Lanes from `first` on. The last vector of a head ends with it, so that nothing is read beyond it and no
+// feature is left over; lanes that an earlier vector had count once.
+template <typename A, int kLanes>
+FASTSPARSE_INLINE void lanes_from(std::int64_t first, LaneMask<A, kLanes>& lanes) {
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i;
+  lanes = lanes >= static_cast<LaneIndex<A>>(first);
+}
+
+// Products of features [f, f + kLanes).
 template <typename T, bool kHidden, int kLanes>
-FASTSPARSE_INLINE void add_products(const Hidden<Acc<T>>& hidden, const T* right, std::int64_t f,
-                                    Lanes<Acc<T>, kLanes>& sum) {
+FASTSPARSE_INLINE void multiply(const Hidden<Acc<T>>& hidden, const T* right, std::int64_t f,
+                                Lanes<Acc<T>, kLanes>& product) {
   using A = Acc<T>;
-  Lanes<A, kLanes> l, r;
+  Lanes<A, kLanes> l;
   load_lanes<A, kLanes>(hidden.left + f, l);
-  load_lanes<T, kLanes>(right + f, r);
+  load_lanes<T, kLanes>(right + f, product);
   if constexpr (kHidden) {
     Lanes<A, kLanes> att;
     load_lanes<A, kLanes>(hidden.att + f, att);
-    r += l;
-    leaky_relu(r, hidden.slope);
-    sum += att * r;
+    product += l;
+    leaky_relu(product, hidden.slope);
+    product *= att;
   } else {
-    sum += l * r;
+    product *= l;
+  }
+}
+
+// Products with the features of one row, summed up to half a vector; width >= kLanes.
+template <typename T, bool kHidden, int kLanes>
+FASTSPARSE_INLINE void row_products(const Hidden<Acc<T>>& hidden, const T* row, std::int64_t width,
+                                    HalfVector<Acc<T>>& part) {
+  using A = Acc<T>;
+  Lanes<A, kLanes> sum = {}, product;
+  std::int64_t f = 0;
+  for (; f + kLanes <= width; f += kLanes) {
+    multiply<T, kHidden, kLanes>(hidden, row, f, product);
+    sum += product;
+  }
+  if (f < width) {
+    LaneMask<A, kLanes> fresh;
+    lanes_from<A, kLanes>(f - (width - kLanes), fresh);
+    multiply<T, kHidden, kLanes>(hidden, row, width - kLanes, product);
+    sum += fresh ? product : Lanes<A, kLanes>{};
+  }
+  if constexpr (kLanes == kVectorWidth<A>) {
+    HalfVector<A> half[2];
+    std::memcpy(half, &sum, sizeof sum);
+    part = half[0] + half[1];
+  } else {
+    part = sum;
+  }
+}
+
+// As many rows as half a vector has lanes at a time: their sums then come out of adding neighbouring lanes,
+// which puts two vectors into one, a few times over.
+template <typename T, bool kHidden, int kLanes>
+FASTSPARSE_INLINE void wide_products(const Hidden<Acc<T>>& hidden, const Gather<T>& right, std::int64_t width,
+                                     Acc<T>* product) {
+  using A = Acc<T>;
+  constexpr int kRows = kVectorWidth<A> / 2;
+  for (int first = 0; first < right.count; first += kRows) {
+    const int count = std::min(kRows, right.count - first);
+    HalfVector<A> part[kRows] = {};
+    for (int i = 0; i < count; ++i) {
+      right.prefetch(first + i, 0, width);
+      row_products<T, kHidden, kLanes>(hidden, right.row(first + i), width, part[i]);
+    }
+#pragma GCC unroll 4
+    for (int left = kRows / 2; left > 0; left /= 2) {
+#pragma GCC unroll 4
+      for (int i = 0; i < left; ++i) {
+        add_neighbours(part[2 * i], part[2 * i + 1]);
+        part[i] = part[2 * i];
+      }
+    }
+    std::memcpy(product + first, part, sizeof part[0]);
   }
 }
 
@@ -105,30 +198,13 @@ FASTSPARSE_INLINE void products(const Hidden<Acc<T>>& hidden, const Gather<T>& r
                                 Acc<T>* product) {
   using A = Acc<T>;
   constexpr int kWidth = kVectorWidth<A>;
+  if (width >= kWidth) return wide_products<T, kHidden, kWidth>(hidden, right, width, product);
+  if (width >= kWidth / 2) return wide_products<T, kHidden, kWidth / 2>(hidden, right, width, product);
   for (int entry = 0; entry < right.count; ++entry) {
-    right.prefetch(entry, width);
+    right.prefetch(entry, 0, width);
     const T* row = right.row(entry);
-    std::int64_t f = 0;
     A total = 0;
-    if (width >= kWidth) {
-      Lanes<A, kWidth> even = {}, odd = {};
-      for (; f + 2 * kWidth <= width; f += 2 * kWidth) {
-        add_products<T, kHidden, kWidth>(hidden, row, f, even);
-        add_products<T, kHidden, kWidth>(hidden, row, f + kWidth, odd);
-      }
-      if (f + kWidth <= width) {
-        add_products<T, kHidden, kWidth>(hidden, row, f, even);
-        f += kWidth;
-      }
-      total = sum_lanes<A, kWidth>(even + odd);
-    }
-    if (f + kWidth / 2 <= width) {
-      Lanes<A, kWidth / 2> sum = {};
-      add_products<T, kHidden, kWidth / 2>(hidden, row, f, sum);
-      f += kWidth / 2;
-      total += sum_lanes<A, kWidth / 2>(sum);
-    }
-    for (; f < width; ++f) {
+    for (std::int64_t f = 0; f < width; ++f) {
       if constexpr (kHidden) {
         A z = hidden.left[f] + widen(row[f]);
         leaky_relu(z, hidden.slope);
@@ -178,7 +254,8 @@ FASTSPARSE_INLINE void add_compensated(const V& term, V& total, V& compensation)
 
 template <typename T, Term kTerm, int kVectors, int kLanes>
 FASTSPARSE_INLINE void accumulate_tile(const Acc<T>* weight, const Hidden<Acc<T>>& hidden,
-                                       const Gather<T>& right, std::int64_t f, const Sum<Acc<T>>& sum) {
+                                       const Gather<T>& right, std::int64_t f,
+                                       const LaneMask<Acc<T>, kLanes>& fresh, const Sum<Acc<T>>& sum) {
   using A = Acc<T>;
   using V = Lanes<A, kLanes>;
   V block[kVectors] = {}, left[kVectors] = {};
@@ -186,6 +263,7 @@ FASTSPARSE_INLINE void accumulate_tile(const Acc<T>* weight, const Hidden<Acc<T>
     for (int v = 0; v < kVectors; ++v) load_lanes<A, kLanes>(hidden.left + f + v * kLanes, left[v]);
   }
   for (int entry = 0; entry < right.count; ++entry) {
+    right.prefetch(entry, f, kVectors * kLanes);
     const T* row = right.row(entry) + f;
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
@@ -199,9 +277,22 @@ FASTSPARSE_INLINE void accumulate_tile(const Acc<T>* weight, const Hidden<Acc<T>
     V total, compensation;
     load_lanes<A, kLanes>(sum.total + f + v * kLanes, total);
     load_lanes<A, kLanes>(sum.compensation + f + v * kLanes, compensation);
-    add_compensated(block[v], total, compensation);
+    add_compensated(fresh ? block[v] : V{}, total, compensation);
     std::memcpy(sum.total + f + v * kLanes, &total, sizeof total);
     std::memcpy(sum.compensation + f + v * kLanes, &compensation, sizeof compensation);
+  }
+}
+
+// The features from `first` on, one vector of them after the other; width >= kLanes.
+template <typename T, Term kTerm, int kLanes>
+FASTSPARSE_INLINE void accumulate_tiles(const Acc<T>* weight, const Hidden<Acc<T>>& hidden,
+                                        const Gather<T>& right, std::int64_t first, std::int64_t width,
+                                        const Sum<Acc<T>>& sum) {
+  for (std::int64_t f = first; f < width; f += kLanes) {
+    const std::int64_t at = std::min(f, width - kLanes);
+    LaneMask<Acc<T>, kLanes> fresh;
+    lanes_from<Acc<T>, kLanes>(f - at, fresh);
+    accumulate_tile<T, kTerm, 1, kLanes>(weight, hidden, right, at, fresh, sum);
   }
 }
 
@@ -211,17 +302,17 @@ FASTSPARSE_INLINE void accumulate(const Acc<T>* weight, const Hidden<Acc<T>>& hi
                                   std::int64_t width, const Sum<Acc<T>>& sum) {
   using A = Acc<T>;
   constexpr int kWidth = kVectorWidth<A>;
-  std::int64_t f = 0;
-  for (; f + 4 * kWidth <= width; f += 4 * kWidth) {
-    accumulate_tile<T, kTerm, 4, kWidth>(weight, hidden, right, f, sum);
+  if (width >= kWidth) {
+    const std::int64_t tiled = width / (4 * kWidth) * (4 * kWidth);
+    for (std::int64_t f = 0; f < tiled; f += 4 * kWidth) {
+      accumulate_tile<T, kTerm, 4, kWidth>(weight, hidden, right, f, LaneMask<A, kWidth>{} == 0, sum);
+    }
+    return accumulate_tiles<T, kTerm, kWidth>(weight, hidden, right, tiled, width, sum);
   }
-  for (; f + kWidth <= width; f += kWidth)
-    accumulate_tile<T, kTerm, 1, kWidth>(weight, hidden, right, f, sum);
-  if (f + kWidth / 2 <= width) {
-    accumulate_tile<T, kTerm, 1, kWidth / 2>(weight, hidden, right, f, sum);
-    f += kWidth / 2;
+  if (width >= kWidth / 2) {
+    return accumulate_tiles<T, kTerm, kWidth / 2>(weight, hidden, right, 0, width, sum);
   }
-  for (; f < width; ++f) {
+  for (std::int64_t f = 0; f < width; ++f) {
     A block = 0;
     for (int entry = 0; entry < right.count; ++entry) {
       A features = widen(right.row(entry)[f]);
@@ -258,12 +349,12 @@ FASTSPARSE_INLINE void exponential(Vector<double>& x) {
   for (int i = 0; i < kVectorWidth<double>; ++i) x[i] = std::exp(x[i]);
 }
 
-// Largest of kBlock numbers; NaN if there is one.
+// Largest of `count` numbers, whole vectors of them; NaN if there is one.
 template <typename A>
-FASTSPARSE_INLINE A largest(const A* numbers) {
+FASTSPARSE_INLINE A largest(const A* numbers, int count) {
   Vector<A> most, next;
   load_vector<A>(numbers, most);
-  for (int i = kVectorWidth<A>; i < kBlock; i += kVectorWidth<A>) {
+  for (int i = kVectorWidth<A>; i < count; i += kVectorWidth<A>) {
     load_vector<A>(numbers + i, next);
     most = (next > most) | (next != next) ? next : most;
   }
@@ -272,6 +363,17 @@ FASTSPARSE_INLINE A largest(const A* numbers) {
     result = most[i] > result || most[i] != most[i] ? most[i] : result;
   }
   return result;
+}
+
+// Sum of `count` numbers, whole vectors of them.
+template <typename A>
+FASTSPARSE_INLINE A sum_of(const A* numbers, int count) {
+  Vector<A> sum = {}, next;
+  for (int i = 0; i < count; i += kVectorWidth<A>) {
+    load_vector<A>(numbers + i, next);
+    sum += next;
+  }
+  return sum_lanes<A, kVectorWidth<A>>(sum);
 }
 
 // ---------------------------------------------------------------- scores
@@ -288,15 +390,22 @@ struct Block {
   int readable;
 };
 
-FASTSPARSE_INLINE Block block_at(const CsrView& a, std::int64_t entry, std::int64_t end) {
+// The block from `entry` on in a row that ends at `end`; entries up to `last` may be prefetched.
+FASTSPARSE_INLINE Block block_at(const CsrView& a, std::int64_t entry, std::int64_t end, std::int64_t last) {
   return {entry, a.col + entry, static_cast<int>(std::min<std::int64_t>(kBlock, end - entry)),
-          static_cast<int>(std::min<std::int64_t>(kBlock + kPrefetchEntries, end - entry))};
+          static_cast<int>(std::min<std::int64_t>(kBlock + kPrefetchEntries, last - entry))};
 }
 
 template <typename T>
 FASTSPARSE_INLINE Gather<T> gather(const DenseView& matrix, std::int64_t feature, const Block& block) {
   return {static_cast<const T*>(matrix.data) + feature, matrix.stride, block.col, block.count,
           block.readable};
+}
+
+// The same rows once more: they are in a cache already.
+template <typename T>
+FASTSPARSE_INLINE Gather<T> gather_again(const DenseView& matrix, std::int64_t feature, const Block& block) {
+  return {static_cast<const T*>(matrix.data) + feature, matrix.stride, block.col, block.count, 0};
 }
 
 // Columns of dst and src.
