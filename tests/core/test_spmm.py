@@ -52,8 +52,9 @@ def test_equals_reference(
         heads = max(h for h in (1, 2, 4, 5) if width % h == 0)
         value = features(adj.num_values, heads, dtype, "contiguous", device, seed=1)
     if scaled:
-        scale_dst = torch.rand(adj.num_dst, device=device) + 0.5
-        scale_src = torch.rand(adj.num_src, device=device) + 0.5
+        generator = torch.Generator().manual_seed(3)
+        scale_dst = torch.rand(adj.num_dst, generator=generator).to(device) + 0.5
+        scale_src = torch.rand(adj.num_src, generator=generator).to(device) + 0.5
         if reduce in ("max", "min"):
             scale_src = scale_src.to(dtype)  # the maximum is taken of the products as they are rounded
     if biased:

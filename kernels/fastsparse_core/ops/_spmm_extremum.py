@@ -59,12 +59,19 @@ def extremum(
     Returns:
         (num_dst, width) in the dtype of ``x``.
     """
+    dtype = x.dtype
+    if scale_dst is not None or scale_src is not None or bias is not None:
+        # 16-bit features: rounded once, at the end, and not after every factor.
+        x = x.to(accumulation_dtype(dtype))
+        value = None if value is None else value.to(x.dtype)
     if scale_src is not None:
-        x = x * scale_src.to(x.dtype)[:, None]
+        x = x * scale_src[:, None]
     out, _ = _spmm_extremum_op(x, value, adj.num_dst, adj.handle, False, minimum)
     if scale_dst is not None:
-        out = out * scale_dst.to(x.dtype)[:, None]
-    return out if bias is None else out + bias
+        out = out * scale_dst[:, None]
+    if bias is not None:
+        out = out + bias
+    return out.to(dtype)
 
 
 def spmm_extremum(
