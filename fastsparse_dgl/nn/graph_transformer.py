@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastsparse_core import attention
+from fastsparse_core.graph_transformer import NORMS, GraphTransformer
 from fastsparse_dgl.graph import DGLError, GraphLike
 from fastsparse_dgl.nn.base import AggregationMixin, destination_features, source_features
 
-_NORMS = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm, None: nn.Identity}
 
-
-class GraphTransformerLayer(AggregationMixin, nn.Module):
+class GraphTransformerLayer(AggregationMixin, GraphTransformer):
     r"""Transformer layer whose attention follows the edges of a graph.
 
     From Dwivedi and Bresson, `A Generalization of Transformer Networks to Graphs
@@ -53,7 +51,6 @@ class GraphTransformerLayer(AggregationMixin, nn.Module):
         residual: bool = True,
         bias: bool = False,
     ) -> None:
-        super().__init__()
         if num_heads < 1 or out_feats % num_heads:
             raise DGLError(
                 f"out_feats: expected a multiple of num_heads={num_heads}, at least 1, got {out_feats}"
@@ -65,30 +62,9 @@ class GraphTransformerLayer(AggregationMixin, nn.Module):
             )
         if not 0 <= attn_drop < 1:
             raise DGLError(f"attn_drop: expected a probability in [0, 1), got {attn_drop}")
-        if norm not in _NORMS:
+        if norm not in NORMS:
             raise DGLError(f'norm: expected "batch", "layer" or None, got {norm!r}')
-        self.num_heads = num_heads
-        self.residual = residual
-        self.attn_drop = attn_drop
-        self.query = nn.Linear(in_feats, out_feats, bias=bias)
-        self.key = nn.Linear(in_feats, out_feats, bias=bias)
-        self.value = nn.Linear(in_feats, out_feats, bias=bias)
-        self.out = nn.Linear(out_feats, out_feats)
-        self.dropout = nn.Dropout(dropout)
-        self.norm1 = _NORMS[norm](out_feats)
-        self.feed_forward = nn.Sequential(
-            nn.Linear(out_feats, 2 * out_feats),
-            nn.ReLU(),
-            nn.Dropout(dropout),
-            nn.Linear(2 * out_feats, out_feats),
-        )
-        self.norm2 = _NORMS[norm](out_feats)
-
-    def reset_parameters(self) -> None:
-        """Draws all parameters anew."""
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.BatchNorm1d, nn.LayerNorm)):
-                module.reset_parameters()
+        super().__init__(in_feats, out_feats, num_heads, dropout, attn_drop, norm, residual, bias)
 
     def forward(self, graph: GraphLike, feat: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Computes the layer.
@@ -106,15 +82,4 @@ class GraphTransformerLayer(AggregationMixin, nn.Module):
         source, given = source_features(feat), destination_features(feat)
         adjacency = self._adjacency(graph, source)
         destination = self._destination(graph, adjacency, source, given)
-        heads = (self.num_heads, -1)
-        out = attention(
-            adjacency,
-            self.query(destination).unflatten(-1, heads),
-            self.key(source).unflatten(-1, heads),
-            self.value(source).unflatten(-1, heads),
-            dropout_p=self.attn_drop if self.training else 0.0,
-        ).flatten(1)
-        out = self.out(self.dropout(out))
-        out = self.norm1(destination + out if self.residual else out)
-        forward = self.feed_forward(out)
-        return self.norm2(out + forward if self.residual else forward)
+        return self.transform(adjacency, destination, source)

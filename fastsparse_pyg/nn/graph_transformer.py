@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastsparse_core import Adjacency, attention
+from fastsparse_core import Adjacency
+from fastsparse_core.graph_transformer import NORMS, GraphTransformer
 from fastsparse_pyg.graph import resolve
 
 # Compiled code builds no structures: an edge list breaks the graph here, an Adjacency does not.
 _resolve_uncompiled = torch.compiler.disable(resolve)
 
-_NORMS = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm, None: nn.Identity}
 
-
-class GraphTransformerLayer(nn.Module):
+class GraphTransformerLayer(GraphTransformer):
     r"""Transformer layer whose attention follows the edges of a graph.
 
     .. math::
@@ -66,7 +65,6 @@ class GraphTransformerLayer(nn.Module):
         bias: bool = False,
         flow: str = "source_to_target",
     ) -> None:
-        super().__init__()
         if heads < 1 or out_channels % heads:
             raise ValueError(
                 f"out_channels: expected a multiple of heads={heads}, at least 1, got {out_channels}"
@@ -78,33 +76,12 @@ class GraphTransformerLayer(nn.Module):
             )
         if not 0 <= attention_dropout < 1:
             raise ValueError(f"attention_dropout: expected a probability in [0, 1), got {attention_dropout}")
-        if norm not in _NORMS:
+        if norm not in NORMS:
             raise ValueError(f'norm: expected "batch", "layer" or None, got {norm!r}')
         if flow not in ("source_to_target", "target_to_source"):
             raise ValueError(f"flow: expected 'source_to_target' or 'target_to_source', got {flow!r}")
-        self.heads = heads
-        self.attention_dropout = attention_dropout
-        self.residual = residual
+        super().__init__(in_channels, out_channels, heads, dropout, attention_dropout, norm, residual, bias)
         self.flow = flow
-        self.query = nn.Linear(in_channels, out_channels, bias=bias)
-        self.key = nn.Linear(in_channels, out_channels, bias=bias)
-        self.value = nn.Linear(in_channels, out_channels, bias=bias)
-        self.out = nn.Linear(out_channels, out_channels)
-        self.dropout = nn.Dropout(dropout)
-        self.norm1 = _NORMS[norm](out_channels)
-        self.feed_forward = nn.Sequential(
-            nn.Linear(out_channels, 2 * out_channels),
-            nn.ReLU(),
-            nn.Dropout(dropout),
-            nn.Linear(2 * out_channels, out_channels),
-        )
-        self.norm2 = _NORMS[norm](out_channels)
-
-    def reset_parameters(self) -> None:
-        """Draws all parameters anew."""
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.BatchNorm1d, nn.LayerNorm)):
-                module.reset_parameters()
 
     def forward(self, x: Tensor | tuple[Tensor, Tensor], edge_index: Tensor | Adjacency | Any) -> Tensor:
         """Computes the layer.
@@ -120,15 +97,4 @@ class GraphTransformerLayer(nn.Module):
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         to_structure = resolve if isinstance(edge_index, Adjacency) else _resolve_uncompiled
         adj = to_structure(edge_index, x_src.size(0), x_dst.size(0), x_src.device, flow=self.flow).adj
-        heads = (self.heads, -1)
-        out = attention(
-            adj,
-            self.query(x_dst).unflatten(-1, heads),
-            self.key(x_src).unflatten(-1, heads),
-            self.value(x_src).unflatten(-1, heads),
-            dropout_p=self.attention_dropout if self.training else 0.0,
-        ).flatten(1)
-        out = self.out(self.dropout(out))
-        out = self.norm1(x_dst + out if self.residual else out)
-        forward = self.feed_forward(out)
-        return self.norm2(out + forward if self.residual else forward)
+        return self.transform(adj, x_dst, x_src)

@@ -35,7 +35,7 @@ class Reference(torch.nn.Module):
     def forward(self, graph, feat):
         layer = self.layer
         source, destination = feat if isinstance(feat, tuple) else (feat, feat[: graph.num_dst_nodes()])
-        split = (layer.num_heads, -1)
+        split = (layer.heads, -1)
         with graph.local_scope():
             graph.srcdata["k"] = layer.key(source).unflatten(-1, split)
             graph.srcdata["v"] = layer.value(source).unflatten(-1, split)
@@ -43,7 +43,7 @@ class Reference(torch.nn.Module):
             graph.apply_edges(dgl.function.u_dot_v("k", "q", "score"))
             width = graph.dstdata["q"].shape[-1]
             weight = dgl.nn.functional.edge_softmax(graph, graph.edata["score"] / width**0.5)
-            graph.edata["w"] = F.dropout(weight, layer.attn_drop, self.training)
+            graph.edata["w"] = F.dropout(weight, layer.attention_dropout, self.training)
             graph.update_all(dgl.function.u_mul_e("v", "w", "m"), dgl.function.sum("m", "out"))
             out = graph.dstdata["out"].flatten(1)
         out = layer.out(layer.dropout(out))
@@ -123,11 +123,11 @@ def test_running_statistics_and_evaluation(device):
         for module in layer.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
-    fast.attn_drop = reference.layer.attn_drop = 0.0
+    fast.attention_dropout = reference.layer.attention_dropout = 0.0
     for _ in range(3):
         fast(graph, feat.to(device))
         reference(graph, feat)
-    fast.attn_drop = reference.layer.attn_drop = 0.5
+    fast.attention_dropout = reference.layer.attention_dropout = 0.5
     found, expected = fast.eval()(graph, feat.to(device)), reference.eval()(graph, feat)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
 
