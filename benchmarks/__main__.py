@@ -19,6 +19,7 @@ COMMANDS = {
     "sddmm": "dot products per edge, csr and flashsparse",
     "attention": "attention forward and backward: time and memory, against stored rivals",
     "train": "training step, inference and memory of small models against PyG",
+    "breakdown": "where the time of a training step goes: kinds of device work, and waiting for the host",
     "adjacency": "building an Adjacency and its transpose",
     "formats": "vectors, zeros, instructions and bytes of the tensor-core formats, and their conversion",
     "host": "host time of a layer on a tiny graph",
@@ -34,6 +35,7 @@ COMMANDS = {
 ON_CUDA = (
     "attention",
     "train",
+    "breakdown",
     "accuracy --models gat agnn gt",
     "spmm --algorithm flashsparse --dtypes float16 bfloat16 float32",
     "sddmm",

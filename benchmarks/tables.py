@@ -356,6 +356,26 @@ def _stored_training(result: dict[str, Any], measured: list[Cell], ours: Cell | 
     ]
 
 
+def breakdown(result: dict[str, Any]) -> list[Table]:
+    """Per model and precision: milliseconds of every kind of work in a step."""
+    cells = result["cells"]
+    tables = []
+    for model, dtype in _ordered((c["model"], c["dtype"]) for c in cells):
+        group = _by(cells, model=model, dtype=dtype)
+        kinds = list(next((c["kinds_ms"] for c in group if c["status"] == "ok"), {}))
+        rows = [
+            [
+                cell["graph"],
+                _shown(cell),
+                *(number(cell.get("kinds_ms", {}).get(kind)) for kind in kinds),
+                number(cell.get("idle_ms")),
+            ]
+            for cell in group
+        ]
+        tables.append(Table(f"{model}, {dtype}, ms", ["graph", "step", *kinds, "device idle"], rows))
+    return tables
+
+
 def adjacency(result: dict[str, Any]) -> list[Table]:
     rows = [
         [
@@ -643,6 +663,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "sddmm": sddmm,
     "attention": attention,
     "train": train,
+    "breakdown": breakdown,
     "adjacency": adjacency,
     "formats": formats,
     "host": host,
@@ -661,6 +682,8 @@ ABOUT = {
     " width, against stored rivals. 'Of the results' is the extra memory over that of the results: it stays"
     " small, whatever the number of edges, if nothing has their size.",
     "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
+    "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
+    " for the host.",
     "adjacency": "Building the structure from edges in arbitrary order.",
     "formats": "FlashSparse's table 2 (zeros in vectors of 16 and of 8 rows), figure 14 (matrix instructions"
     " at 16x1 and at 8x1) and table 7 (ME-BCRS against SR-BCRS), and what grouping similar rows adds.",

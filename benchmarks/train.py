@@ -186,9 +186,7 @@ def _run_form(graph: suite.Graph, form: str, options: argparse.Namespace, out: R
     structure = graph.edge_index() if form == "edge_index" else graph.sparse_csr()
     name = graph.name
     del graph
-    generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(nodes, IN_CHANNELS, generator=generator, device=device)
-    y = torch.randint(CLASSES, (nodes,), generator=generator, device=device)
+    x, y = random_task(nodes, device)
     for (model, implementation), dtype in itertools.product(jobs, options.dtypes):
         clear_cache()
         release()
@@ -207,6 +205,37 @@ def _run_form(graph: suite.Graph, form: str, options: argparse.Namespace, out: R
         )
 
 
+def random_task(nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Features and classes of every node."""
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(nodes, IN_CHANNELS, generator=generator, device=device)
+    return x, torch.randint(CLASSES, (nodes,), generator=generator, device=device)
+
+
+def make_steps(
+    make_model: Callable[[], nn.Module], structure: Tensor, x: Tensor, y: Tensor, dtype: str
+) -> tuple[nn.Module, Callable[[], None], Callable[[], None]]:
+    """A new model, a training step of it and an inference step."""
+    device = x.device
+    amp = torch.autocast(device.type, torch.bfloat16) if dtype == "bf16-amp" else contextlib.nullcontext()
+    torch.manual_seed(0)
+    model = make_model().to(device)
+    optimiser = torch.optim.Adam(model.parameters())
+
+    def train() -> None:
+        optimiser.zero_grad()
+        with amp:
+            loss = F.cross_entropy(model(x, structure), y)
+        loss.backward()
+        optimiser.step()
+
+    def infer() -> None:
+        with torch.no_grad(), amp:
+            model(x, structure)
+
+    return model, train, infer
+
+
 def measure(
     make_model: Callable[[], nn.Module],
     structure: Tensor,
@@ -219,28 +248,12 @@ def measure(
     """Times training steps and inference of one model; the graph is cached after the first call."""
     device = x.device
     cuda = device.type == "cuda"
-    amp = torch.autocast(device.type, torch.bfloat16) if dtype == "bf16-amp" else contextlib.nullcontext()
     before = torch.cuda.memory_allocated(device) if cuda else 0
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    torch.manual_seed(0)
-    model = make_model().to(device)
-    optimiser = torch.optim.Adam(model.parameters())
-
-    def step() -> None:
-        optimiser.zero_grad()
-        with amp:
-            loss = F.cross_entropy(model(x, structure), y)
-        loss.backward()
-        optimiser.step()
-
-    def infer() -> None:
-        with torch.no_grad(), amp:
-            model(x, structure)
-
-    model.train()
-    train = step_time(step, device, budget_ms=budget_ms, warm_up=warm_up, least=3)
+    model, train, infer = make_steps(make_model, structure, x, y, dtype)
+    training = step_time(train, device, budget_ms=budget_ms, warm_up=warm_up, least=3)
     peak = (torch.cuda.max_memory_allocated(device) - before) / 1e9 if cuda else None
     model.eval()
     inference = step_time(infer, device, budget_ms=budget_ms / 2, warm_up=1, least=3)
-    return {**train.as_cell(), **inference.as_cell("infer_"), "peak_gb": peak}
+    return {**training.as_cell(), **inference.as_cell("infer_"), "peak_gb": peak}

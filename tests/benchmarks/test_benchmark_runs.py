@@ -215,6 +215,21 @@ def test_models_compute_the_same_with_either_layer(model: str) -> None:
     assert ours(x, graph).shape == (400, train.CLASSES)
 
 
+def test_breakdown(tmp_path: Path) -> None:
+    breakdown = pytest.importorskip("benchmarks.breakdown", exc_type=ImportError)
+    arguments = "--graphs pubmed --models gcn3-128 --dtypes float32"
+    (cell,) = (result := result_of(tmp_path, "breakdown", arguments))["cells"]
+    assert cell["status"] == "ok"
+    spent = cell["kinds_ms"]
+    for kind in ("aggregation", "dense products", "optimiser", "loss"):
+        assert spent[kind] > 0, kind
+    assert sum(spent.values()) > 0.2 * cell["median_ms"]
+    (table,) = tables.breakdown(result)
+    assert table.columns == ["graph", "step", *spent, "device idle"]
+    assert breakdown.kind_of("void at::native::vectorized_elementwise_kernel<4>") == "elementwise and copies"
+    assert breakdown.kind_of("nvjet_tst_64x8_64x16_1x4_v_bz_TNT") == "dense products"
+
+
 def test_host(tmp_path: Path) -> None:
     pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
     result = result_of(tmp_path, "host", "--calls", "3", "--rounds", "3")

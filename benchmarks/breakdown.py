@@ -1,0 +1,99 @@
+"""Where the time of a training step goes: device time by kind of work, and how long the device waits.
+
+The models are those of `benchmarks/train.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from fastsparse_pyg import clear_cache
+
+from . import suite
+from .common import add_common, attempt, progress, recorder, release
+from .timing import step_time
+from .train import DTYPES, MODELS, make_steps, random_task
+
+STEPS = 10
+
+#: kind -> what the names of its kernels (on a CPU: of its operators) contain; the first that fits counts
+KINDS = {
+    "aggregation": r"fastsparse",
+    "dense products": r"gemm|gemv|cutlass|nvjet|xmma|splitk|cublas|aten::(addmm|mm|bmm|linear)",
+    "optimiser": r"multi_tensor|adam|aten::_foreach",
+    "loss": r"softmax|nll_loss",
+    "reductions": r"reduce|aten::sum",
+    "elementwise and copies": r"elementwise|copy|memcpy|memset|fill|cat|aten::",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    parser.add_argument(
+        "--graphs", nargs="+", default=["pubmed", "ogbn-arxiv", "reddit", "ogbn-products"], help=suite.NAMES
+    )
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16-amp"])
+
+
+def run(options: argparse.Namespace) -> Path:
+    """Runs the benchmark; returns the path of its record."""
+    out = recorder("breakdown", options)
+    out.note(f"means of {STEPS} steps; the device is idle where the host cannot queue fast enough")
+    for name in progress(options.graphs, "breakdown"):
+        graph = suite.load(name, options.device)
+        for model, dtype in itertools.product(options.models, options.dtypes):
+            job = partial(_measure, graph, model, dtype, torch.device(options.device))
+            out.add(
+                graph=name,
+                nodes=graph.num_nodes,
+                edges=graph.num_edges,
+                model=model,
+                dtype=dtype,
+                **attempt(job),
+            )
+            clear_cache()
+            release()
+    return out.path
+
+
+def kind_of(name: str) -> str:
+    """The kind of work that a kernel or operator does."""
+    fits = (kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE))
+    return next(fits, "other")
+
+
+def _measure(graph: suite.Graph, model: str, dtype: str, device: torch.device) -> dict[str, Any]:
+    build, layers = MODELS[model]
+    ours = next(iter(layers.values()))
+    x, y = random_task(graph.num_nodes, device)
+    make = partial(build, ours.layer, **ours.options)
+    _, step, _ = make_steps(make, graph.edge_index(), x, y, dtype)
+    timing = step_time(step, device, budget_ms=100, warm_up=ours.warm_up, least=5)
+    on_device = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]) as trace:
+        for _ in range(STEPS):
+            step()
+        if on_device:
+            torch.cuda.synchronize(device)
+    spent = dict.fromkeys((*KINDS, "other"), 0.0)
+    for event in trace.key_averages():
+        if on_device and event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            spent[kind_of(event.key)] += event.self_device_time_total / 1e3 / STEPS
+        elif not on_device:
+            spent[kind_of(event.key)] += event.self_cpu_time_total / 1e3 / STEPS
+    busy = sum(spent.values())
+    return {
+        **timing.as_cell(),
+        "kinds_ms": {kind: round(time, 4) for kind, time in spent.items()},
+        "idle_ms": round(max(timing.median_ms - busy, 0.0), 4) if on_device else None,
+    }
