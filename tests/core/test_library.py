@@ -32,7 +32,7 @@ def test_opcheck_sddmm(device):
     adj = graph(device)
     x_dst = torch.randn(20, 8, device=device, requires_grad=True)
     x_src = torch.randn(30, 8, device=device, requires_grad=True)
-    arguments = (x_dst, x_src, None, None, 200, 2, torch.float32, adj.handle, "csr")
+    arguments = (x_dst, x_src, None, None, 200, 2, torch.float32, adj.handle, "csr", False)
     torch.library.opcheck(torch.ops.fastsparse.sddmm.default, arguments)
 
 
