@@ -46,7 +46,7 @@ _FEW_EDGES = 200_000
 #: Heads that a grid has room for.
 _MOST_HEADS = 65_535
 #: Products with a structure before `auto` converts it: a conversion costs about as much as 5 to 10 products.
-_REUSE = 16
+REUSE = 16
 
 
 #: What `algorithms` asks for in this thread or asynchronous task: operator -> algorithm.
@@ -238,7 +238,7 @@ def _is_converted(adj: Adjacency) -> bool:
     if adj.has_bsb:
         return True
     adj.uses += 1
-    reused = adj.uses > _REUSE and not torch.are_deterministic_algorithms_enabled()
+    reused = adj.uses > REUSE and not torch.are_deterministic_algorithms_enabled()
     return reused and not torch.cuda.is_current_stream_capturing() and adj.try_bsb()
 
 
