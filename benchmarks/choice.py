@@ -71,16 +71,16 @@ def _load(name: str, device: torch.device) -> dict[str, Any]:
     return {"adj": adj, "vectors": adj.bsb.num_vectors if adj.has_bsb else None}
 
 
-def runs_as(call: Callable[[], Tensor]) -> str:
-    """The algorithm that a call of spmm comes down to, asked of the call itself."""
+def runs_as(call: Callable[[], Tensor], operator: str = "spmm") -> str:
+    """The algorithm that a call of an operator comes down to, asked of the call itself."""
     resolved = []
-    original = choose.spmm_algorithm
+    original = getattr(choose, f"{operator}_algorithm")
 
     def listen(*args: Any, **kwargs: Any) -> str:
         resolved.append(original(*args, **kwargs))
         return resolved[-1]
 
-    with mock.patch.object(choose, "spmm_algorithm", listen):
+    with mock.patch.object(choose, f"{operator}_algorithm", listen):
         call()
     return resolved[-1]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from fastsparse_core import Adjacency, sddmm
 
 from . import roofline, suite
+from .choice import runs_as
 from .common import DTYPES, add_common, attempt, progress, recorder, relative_error, release
 from .record import Recorder
 from .spmm import TOLERANCE, rows_gathered
@@ -58,7 +59,6 @@ def _run_graph(name: str, options: argparse.Namespace, out: Recorder) -> None:
         )
         reference = (x_dst[row].double() * x_src[col].double()).sum(1)
         for algorithm in options.algorithms:
-            rows = rows_gathered(adj, f"fastsparse {algorithm}")
             measure = partial(
                 _measure, adj, x_dst, x_src, algorithm, edge, reference, dtype, options.budget_ms
             )
@@ -69,7 +69,6 @@ def _run_graph(name: str, options: argparse.Namespace, out: Recorder) -> None:
                 width=width,
                 dtype=dtype,
                 implementation=f"fastsparse {algorithm}",
-                gather_bytes=roofline.gather_bytes(rows, width, x_src.element_size()),
                 **attempt(measure),
             )
 
@@ -95,4 +94,8 @@ def _measure(
     if error > TOLERANCE[dtype] or bool(result.isnan().any()):
         return {"status": f"wrong: relative error {error:.1e}", "error": min(error, 1e300)}
     del result
-    return {"error": error, **kernel_time(call, adj.device, budget_ms=budget_ms).as_cell()}
+    pick = runs_as(call, "sddmm")
+    rows = rows_gathered(adj, f"fastsparse {pick}")
+    gathered = roofline.gather_bytes(rows, x_src.size(1), x_src.element_size())
+    timing = kernel_time(call, adj.device, budget_ms=budget_ms)
+    return {"error": error, "pick": pick, "gather_bytes": gathered, **timing.as_cell()}

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.nn import AGNNConv, GATConv, GATv2Conv, GCNConv, TransformerConv
 
+from fastsparse_core import choose
 from fastsparse_pyg import (
     FastAGNNConv,
     FastGATConv,
@@ -105,8 +106,9 @@ class Implementation:
     warm_up: int = 2
 
 
-#: Steps after which the structure is converted even of graphs whose layers wait to see it used often.
-CONVERTED = 4
+#: Steps after which every structure is converted, those of the fewest products a step too, of which there is
+#: one at least: the conversion must not fall into the timed steps.
+CONVERTED = choose.REUSE + 2
 
 
 def _pair(ours: type[nn.Module], original: type[nn.Module]) -> dict[str, Implementation]:

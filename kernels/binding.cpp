@@ -127,11 +127,12 @@ BsbView make_bsb(Address block, Address window_ptr, Address window_row, Address 
 }
 
 void spmm_bsb(const BsbView& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
-              Address value, int value_dtype, std::int64_t heads, Address vector_scale, Address scale_dst,
-              Address bias, bool relu, Address out, Address partial, int features_per_lane,
+              Address value, int value_dtype, std::int64_t heads, Address block_vector, Address vector_scale,
+              Address scale_dst, Address bias, bool relu, Address out, Address partial, int features_per_lane,
               int blocks_per_step, bool tf32, int device, Address queue) {
   const SpmmBsbArgs args{structure,
                          {at(value), static_cast<Dtype>(value_dtype), heads},
+                         at<std::int64_t>(block_vector),
                          at<float>(vector_scale),
                          {at(x), x_stride},
                          at(scale_dst),

@@ -127,6 +127,12 @@ __device__ __forceinline__ std::int64_t value_position(const BsbView& a, std::in
                              : static_cast<const std::int32_t*>(a.value_id)[entry];
 }
 
+// Where the values are dense vectors: that of a row in a vector of a block.
+__device__ __forceinline__ std::int64_t dense_position(const SpmmBsbArgs& args, std::int64_t block,
+                                                       int vector, int row) {
+  return (__ldg(args.block_vector + block) + vector) * kRows + row;
+}
+
 // Every 32-bit word of the pack as lane `source` has it.
 template <typename P>
 __device__ __forceinline__ void shuffle_pack(P& pack, int source) {
@@ -141,24 +147,33 @@ __device__ __forceinline__ void shuffle_pack(P& pack, int source) {
 // A zero of the bitmap times an infinite or NaN feature is NaN, though no edge says so. Where a result is not
 // finite, the blocks from `begin` to `end` are therefore summed again, entry by entry. target: a window, or
 // ~slot of a partial result.
-template <typename T, int kFeatures>
+template <typename T, int kFeatures, bool kValued>
 __device__ __noinline__ void sum_entry_by_entry(const SpmmBsbArgs& args, std::int64_t begin, std::int64_t end,
                                                 std::int32_t target, int t, std::int64_t feature,
                                                 std::int64_t head) {
   const Epilogue epilogue{args.scale_dst, args.bias, args.relu, args.out, args.width};
   for (int r = 2 * t; r < 2 * t + 2; ++r) {
     float sum[kFeatures] = {};
+#pragma unroll 1
     for (std::int64_t at = begin * kBlockVectors; at < end * kBlockVectors; ++at) {
       const std::uint32_t mask = mask_of(args.a, at);
       if (((mask >> r) & 1u) == 0) continue;
-      float weight = args.vector_scale != nullptr ? args.vector_scale[at] : 1.0f;
-      if (args.value.data != nullptr) {
-        std::int64_t entry = args.a.block_entry[at / kBlockVectors] + __popc(mask & ((1u << r) - 1));
-        for (std::int64_t before = at / kBlockVectors * kBlockVectors; before < at; ++before) {
-          entry += __popc(mask_of(args.a, before));
+      float weight = 1;
+      if constexpr (kValued) {
+        std::int64_t position;
+        if (args.block_vector != nullptr) {
+          position = dense_position(args, at / kBlockVectors, static_cast<int>(at % kBlockVectors), r);
+        } else {
+          std::int64_t entry = args.a.block_entry[at / kBlockVectors] + __popc(mask & ((1u << r) - 1));
+          for (std::int64_t before = at / kBlockVectors * kBlockVectors; before < at; ++before) {
+            entry += __popc(mask_of(args.a, before));
+          }
+          position = value_position(args.a, entry);
         }
-        weight = load_value<T>(args.value, args.value.dtype == args.dtype,
-                               value_position(args.a, entry) * args.value.heads + head);
+        weight =
+            load_value<T>(args.value, args.value.dtype == args.dtype, position * args.value.heads + head);
+      } else if (args.vector_scale != nullptr) {
+        weight = args.vector_scale[at];
       }
       const T* x = static_cast<const T*>(args.x.data) +
                    static_cast<std::int64_t>(column_of(args.a, at)) * args.x.stride + feature;
@@ -227,7 +242,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
       }
       return;
     }
-    // Values are stored by block, vector, row: an entry's place is a count of the bits before it.
+    if (args.block_vector != nullptr) {
+#pragma unroll
+      for (int v = 0; v < kOwned; ++v) {
+        block.value[v] = 0;
+        if (block.mask & (1u << (8 * v + g))) {
+          block.value[v] =
+              load_value<T>(args.value, args.value.dtype == args.dtype,
+                            dense_position(args, index, kOwned * t + v, g) * args.value.heads + head);
+        }
+      }
+      return;
+    }
+    // Entries count by block, vector, row: an entry's place is a count of the bits before it.
     const int own = __popc(block.mask);
     int before = own;
 #pragma unroll
@@ -393,7 +420,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
     const int begin = nth == 0 ? 0 : __shfl_sync(kFullWarp, window_end, nth - 1);
     const int end = __shfl_sync(kFullWarp, window_end, nth);
     if ((not_finite >> nth & 1u) != 0 && tile + g * kFeatures < args.width) {
-      sum_entry_by_entry<T, kFeatures>(
+      sum_entry_by_entry<T, kFeatures, kWeight == Weight::kValue>(
           args, static_cast<std::int64_t>(run.begin) + begin, static_cast<std::int64_t>(run.begin) + end,
           run.target < 0 ? run.target : run.target + nth, t, tile + g * kFeatures, head);
     }

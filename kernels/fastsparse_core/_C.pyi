@@ -137,6 +137,7 @@ def spmm_bsb(  # only in builds with the CUDA half
     value: int,
     value_dtype: int,
     heads: int,
+    block_vector: int,
     vector_scale: int,
     scale_dst: int,
     bias: int,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C, choose
-from fastsparse_core.formats.bsb import MOST_COLUMNS, Bsb
+from fastsparse_core.formats.bsb import HEIGHT, MOST_COLUMNS, Bsb
 from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.grouping import Method, check_method
 from fastsparse_core.formats.grouping import group_rows as similar_rows
@@ -509,12 +509,26 @@ class Adjacency:
         return order if self.edge_id is None else self.edge_id.index_select(0, order)
 
     @property
+    def dense_place(self) -> Tensor:
+        """Place of every entry among the values of dense vectors, (num_edges,), by block, vector, row."""
+        return self._row_memo.get("dense_place", self._dense_place)
+
+    def _dense_place(self) -> Tensor:
+        place = self.bsb.dense_place()
+        return place.int() if HEIGHT * self.bsb.num_vectors <= _INT32_MAX else place
+
+    @property
     def sddmm_split(self) -> RowSplit:
         """As `bsb_split`, in the shorter slices that sddmm takes: it has no partial results to add."""
         return self._row_memo.get(
             "sddmm_split",
             lambda: RowSplit.from_rowptr(self.bsb.window_ptr, choose.sddmm_slice_blocks(self.bsb.num_blocks)),
         )
+
+    @property
+    def has_sddmm_structure(self) -> bool:
+        """Whether `sddmm_structure` was built."""
+        return "sddmm_starts" in self._row_memo.results and "sorted_edge_id" in self._memo.results
 
     def sddmm_structure(self) -> tuple[Any, Tensor, Tensor, Tensor | None]:
         """The binary sparse blocks as the compiled sddmm takes them, and the starts of its slices.
@@ -547,7 +561,7 @@ class Adjacency:
         return order if self.edge_id is None else self.edge_id.index_select(0, order)
 
     def block_vector(self) -> Tensor:
-        """Number of vectors before every block, int64 (num_blocks,), for results as dense vectors."""
+        """Number of vectors before every block, int64 (num_blocks,), for values as dense vectors."""
         return self._row_memo.get("block_vector", self.bsb.block_vector)
 
     def _blocks(

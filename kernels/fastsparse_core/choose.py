@@ -41,10 +41,12 @@ ALGORITHMS = {"spmm": SPMM_ALGORITHMS, "sddmm": SDDMM_ALGORITHMS, "attention": A
 _RESIDENT_GROUPS = 132 * 96
 #: Warps that it keeps resident in the tensor-core kernels, about: 132 multiprocessors x 32 warps.
 _RESIDENT_WARPS = 132 * 32
+#: Edges below which a product takes about as long as its launch, so that what it reads hardly counts.
+_FEW_EDGES = 200_000
 #: Heads that a grid has room for.
 _MOST_HEADS = 65_535
 #: Products with a structure before `auto` converts it: a conversion costs about as much as 5 to 10 products.
-_REUSE = 16
+REUSE = 16
 
 
 #: What `algorithms` asks for in this thread or asynchronous task: operator -> algorithm.
@@ -173,7 +175,7 @@ def csr_tile(adj: Adjacency, item_size: int, *, weighted: bool) -> int:
     Eight lanes of 16 bytes, 128 bytes of a row, are the fastest gather. Where a pass costs more than its
     columns, because rows have few entries or entries have weights to look up, float32 takes 256 bytes.
     """
-    few_entries = adj.num_edges < 6 * adj.num_dst and adj.num_edges > 200_000
+    few_entries = adj.num_edges < 6 * adj.num_dst and adj.num_edges > _FEW_EDGES
     return (256 if item_size == 4 and (weighted or few_entries) else 128) // item_size
 
 
@@ -191,7 +193,13 @@ def blocks_per_step(num_blocks: int, num_windows: int) -> int:
 
 
 def spmm_algorithm(
-    adj: Adjacency, algorithm: str, dtype: torch.dtype, width: int, heads: int, aligned: bool
+    adj: Adjacency,
+    algorithm: str,
+    dtype: torch.dtype,
+    width: int,
+    heads: int,
+    aligned: bool,
+    dense: bool = False,
 ) -> str:
     """Resolves ``"auto"``, and a request that this call cannot serve, to ``"csr"`` or ``"flashsparse"``.
 
@@ -202,6 +210,7 @@ def spmm_algorithm(
         width: features per node.
         heads: values per edge, 1 without.
         aligned: features and result allow 16-byte accesses to whole rows.
+        dense: values are dense vectors, which only ``"flashsparse"`` reads as they are.
     """
     if algorithm == "csr":
         return algorithm
@@ -209,19 +218,28 @@ def spmm_algorithm(
         if algorithm == "flashsparse":
             info_once(_logger, _WHY_CSR)
         return "csr"
-    if algorithm == "flashsparse":
-        return algorithm
-    if not adj.has_bsb:
-        adj.uses += 1
-        reused = adj.uses > _REUSE and not torch.are_deterministic_algorithms_enabled()
-        if not reused or torch.cuda.is_current_stream_capturing() or not adj.try_bsb():
-            return "csr"
-    if dtype != torch.float32:
+    if algorithm == "flashsparse" or dense:
         return "flashsparse"
-    # In float32 the CSR kernel gathers as fast: tensor cores win by the rows that 8 destinations share.
+    if not _is_converted(adj):
+        return "csr"
+    if dtype != torch.float32 or (width <= 64 and adj.num_edges < _FEW_EDGES):
+        return "flashsparse"
+    # In float32 the CSR kernel gathers as fast: tensor cores win by the rows that 8 destinations share, and
+    # with rows of up to 64 bytes.
     if adj.num_edges < 4 * adj.num_dst and adj.num_edges < 1_000_000:
         return "csr"
+    if width <= 16 and adj.num_edges >= 4 * adj.num_dst:
+        return "flashsparse"
     return "flashsparse" if adj.bsb.num_vectors <= 0.85 * adj.num_edges else "csr"
+
+
+def _is_converted(adj: Adjacency) -> bool:
+    """Whether `auto` finds the structure in binary sparse blocks; counts a use, and converts after enough."""
+    if adj.has_bsb:
+        return True
+    adj.uses += 1
+    reused = adj.uses > REUSE and not torch.are_deterministic_algorithms_enabled()
+    return reused and not torch.cuda.is_current_stream_capturing() and adj.try_bsb()
 
 
 def attention_algorithm(algorithm: str, obstacle: str) -> str:
@@ -240,25 +258,42 @@ def attention_algorithm(algorithm: str, obstacle: str) -> str:
 
 
 def sddmm_algorithm(
-    adj: Adjacency, algorithm: str, dtype: torch.dtype, head_bytes: int, heads: int, aligned: bool
+    adj: Adjacency,
+    algorithm: str,
+    dtype: torch.dtype,
+    head_bytes: int,
+    heads: int,
+    aligned: bool,
+    dense: bool = False,
 ) -> str:
     """Resolves ``"auto"``, and a request that this call cannot serve, to ``"csr"`` or ``"flashsparse"``.
 
     Args:
-        adj: the structure.
-        algorithm: as the caller asked; ``"auto"`` is csr, see docs/choosing.md.
+        adj: the structure; counts its uses.
+        algorithm: as the caller asked.
         dtype: of the features.
         head_bytes: of one node's features in one head.
         heads: dot products per edge.
         aligned: rows of both features, and heads in them, start at multiples of 16 bytes.
+        dense: the result is dense vectors, which only ``"flashsparse"`` writes.
     """
-    if algorithm != "flashsparse":
-        return "csr"
+    if algorithm == "csr":
+        return algorithm
     fits = adj.device.type == "cuda" and dtype != torch.float64 and aligned and head_bytes > 0
-    if fits and heads <= _MOST_HEADS and adj.num_src <= MOST_COLUMNS:
+    if not fits or heads > _MOST_HEADS or adj.num_src > MOST_COLUMNS:
+        if algorithm == "flashsparse":
+            info_once(_logger, _WHY_SDDMM_CSR)
+        return "csr"
+    if algorithm == "flashsparse" or dense:
         return "flashsparse"
-    info_once(_logger, _WHY_SDDMM_CSR)
-    return "csr"
+    # Several heads were not measured: each reads the structure again, and writes every heads-th number.
+    if heads > 1 or not _is_converted(adj):
+        return "csr"
+    if not adj.has_sddmm_structure and torch.cuda.is_current_stream_capturing():
+        return "csr"  # what spmm converted may lack sddmm's work list, which a capture cannot build
+    # In float32 the tensor cores multiply three times: that shows where dot products are long.
+    narrow = dtype != torch.float32 or head_bytes <= 128 or adj.num_edges < _FEW_EDGES
+    return "flashsparse" if narrow else "csr"
 
 
 def _flashsparse_fits(adj: Adjacency, dtype: torch.dtype, width: int, heads: int, aligned: bool) -> bool:

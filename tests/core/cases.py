@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from hypothesis import strategies as st
@@ -78,3 +79,27 @@ def features(rows: int, width: int, dtype: torch.dtype, layout: str, device: str
     if layout == "expanded":
         return draw(1, width).expand(rows, width)
     return draw(rows, width)
+
+
+def as_vectors(adj: Adjacency, edges: Tensor) -> Tensor:
+    """Values of the edges as dense vectors, one entry after the other."""
+    bsb, device = adj.bsb, edges.device
+    edges = edges.cpu()
+    window_row = None if bsb.window_row is None else bsb.window_row.flatten().tolist()
+    left: dict[tuple[int, int], list[int]] = {}
+    edge_id = range(adj.num_edges) if adj.edge_id is None else adj.edge_id.tolist()
+    for row, col, edge in zip(adj.row().tolist(), adj.col.tolist(), edge_id, strict=True):
+        left.setdefault((row, col), []).append(edge)
+    out = edges.new_zeros(bsb.num_vectors, 8, *edges.shape[1:])
+    vector = 0
+    for window, (begin, end) in enumerate(pairwise(bsb.window_ptr.tolist())):
+        columns, masks = (part[begin:end].flatten().tolist() for part in (bsb.col, bsb.mask))
+        for col, mask in zip(columns, masks, strict=True):
+            for bit in range(8):
+                if mask >> bit & 1:
+                    place = window * 8 + bit
+                    row = place if window_row is None else window_row[place]
+                    out[vector, bit] = edges[left[row, col].pop(0)]
+            vector += mask != 0
+    assert vector == bsb.num_vectors
+    return out.to(device)

@@ -215,6 +215,29 @@ def test_unknown_names_are_refused(operator):
         algorithms(dense="csr")
 
 
+def structure(device: str = "cuda", num_edges: int = 1_000_000, **facts: Any) -> Any:
+    """What the choice reads of a structure: converted, on a device that need not be there."""
+    given: dict[str, Any] = {
+        "device": torch.device(device),
+        "num_src": 100_000,
+        "num_dst": 100_000,
+        "num_edges": num_edges,
+        "bsb": SimpleNamespace(num_vectors=num_edges),
+        "has_bsb": True,
+        "has_sddmm_structure": True,
+        "uses": 0,
+    }
+    return SimpleNamespace(**(given | facts))
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether a CUDA graph is being captured: the last element."""
+    state = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state[-1])
+    return state
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "head_bytes", "heads", "aligned", "num_src", "able"),
     [
@@ -228,12 +251,93 @@ def test_unknown_names_are_refused(operator):
         ("cpu", torch.float32, 128, 1, True, 1000, False),
     ],
 )
-def test_sddmm_takes_the_tensor_cores_by_name(device, dtype, head_bytes, heads, aligned, num_src, able):
-    adj: Any = SimpleNamespace(device=torch.device(device), num_src=num_src)
+def test_sddmm_takes_the_tensor_cores_where_they_serve(
+    device, dtype, head_bytes, heads, aligned, num_src, able
+):
+    adj = structure(device, num_src=num_src)
     arguments = (dtype, head_bytes, heads, aligned)
-    assert choose.sddmm_algorithm(adj, "auto", *arguments) == "csr"
+    served = "flashsparse" if able else "csr"
     assert choose.sddmm_algorithm(adj, "csr", *arguments) == "csr"
-    assert choose.sddmm_algorithm(adj, "flashsparse", *arguments) == ("flashsparse" if able else "csr")
+    assert choose.sddmm_algorithm(adj, "flashsparse", *arguments) == served
+    assert choose.sddmm_algorithm(adj, "auto", *arguments, True) == served  # dense vectors
+    if not able:
+        assert choose.sddmm_algorithm(adj, "auto", *arguments) == "csr"
+    assert adj.uses == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "heads", "num_edges", "picked"),
+    [
+        (torch.float16, 32, 1, 1_000_000, "flashsparse"),
+        (torch.bfloat16, 512, 1, 1_000_000, "flashsparse"),
+        (torch.float32, 32, 1, 1_000_000, "flashsparse"),
+        (torch.float32, 64, 1, 1_000_000, "csr"),
+        (torch.float32, 128, 1, 1_000_000, "csr"),
+        (torch.float32, 128, 1, 100_000, "flashsparse"),
+        (torch.float16, 32, 4, 1_000_000, "csr"),
+    ],
+)
+def test_sddmm_by_itself_takes_what_measured_faster(dtype, width, heads, num_edges, picked):
+    arguments = ("auto", dtype, width * dtype.itemsize, heads, True)
+    assert choose.sddmm_algorithm(structure(num_edges=num_edges), *arguments) == picked
+
+
+@pytest.mark.parametrize(
+    ("width", "num_edges", "vectors", "picked"),
+    [
+        (64, 1_000_000, 0.80, "flashsparse"),
+        (64, 1_000_000, 0.90, "csr"),
+        (64, 300_000, 0.80, "csr"),  # too few entries a row
+        (16, 300_000, 0.90, "csr"),
+        (16, 1_000_000, 0.90, "flashsparse"),
+        (64, 100_000, 0.90, "flashsparse"),
+        (100, 100_000, 0.90, "csr"),
+    ],
+)
+def test_spmm_in_float32_takes_what_measured_faster(width, num_edges, vectors, picked):
+    adj = structure(num_edges=num_edges, bsb=SimpleNamespace(num_vectors=int(vectors * num_edges)))
+    assert choose.spmm_algorithm(adj, "auto", torch.float32, width, 1, True) == picked
+    assert choose.spmm_algorithm(adj, "auto", torch.float32, width, 1, True, True) == "flashsparse"
+    assert choose.spmm_algorithm(adj, "auto", torch.float16, width, 1, True) == "flashsparse"
+
+
+def test_both_operators_count_towards_one_conversion(capturing):
+    converted = []
+
+    def try_bsb() -> bool:
+        converted.append(adj.uses)
+        adj.has_bsb = True
+        return True
+
+    adj = structure(has_bsb=False, try_bsb=try_bsb)
+
+    def pick(turn: int) -> str:
+        if turn % 2:
+            return choose.spmm_algorithm(adj, "auto", torch.float16, 64, 1, True)
+        return choose.sddmm_algorithm(adj, "auto", torch.float16, 128, 1, True)
+
+    assert [pick(turn) for turn in range(16)] == ["csr"] * 16
+    capturing.append(True)
+    assert pick(0) == "csr"
+    capturing.append(False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert pick(0) == "csr"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not converted
+    assert pick(0) == pick(1) == "flashsparse"
+    assert converted == [19]
+
+
+def test_sddmm_builds_no_work_list_under_capture(capturing):
+    adj = structure(has_sddmm_structure=False)
+    arguments = ("auto", torch.float16, 64, 1, True)
+    assert choose.sddmm_algorithm(adj, *arguments) == "flashsparse"
+    capturing.append(True)
+    assert choose.sddmm_algorithm(adj, *arguments) == "csr"
+    adj.has_sddmm_structure = True
+    assert choose.sddmm_algorithm(adj, *arguments) == "flashsparse"
 
 
 @pytest.mark.parametrize(

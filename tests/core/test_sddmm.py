@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, TOLERANCE, WIDTHS, edge_lists, features, relative_error
+from cases import DTYPES, LAYOUTS, TOLERANCE, WIDTHS, as_vectors, edge_lists, features, relative_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -43,30 +42,6 @@ def random_scales(adj: Adjacency) -> dict[str, Tensor]:
         "scale_dst": torch.rand(adj.num_dst, device=adj.device),
         "scale_src": torch.rand(adj.num_src, device=adj.device),
     }
-
-
-def as_vectors(adj: Adjacency, edges: Tensor) -> Tensor:
-    """Values of the edges as dense vectors, one entry after the other."""
-    bsb, device = adj.bsb, edges.device
-    edges = edges.cpu()
-    window_row = None if bsb.window_row is None else bsb.window_row.flatten().tolist()
-    left: dict[tuple[int, int], list[int]] = {}
-    edge_id = range(adj.num_edges) if adj.edge_id is None else adj.edge_id.tolist()
-    for row, col, edge in zip(adj.row().tolist(), adj.col.tolist(), edge_id, strict=True):
-        left.setdefault((row, col), []).append(edge)
-    out = edges.new_zeros(bsb.num_vectors, 8, *edges.shape[1:])
-    vector = 0
-    for window, (begin, end) in enumerate(pairwise(bsb.window_ptr.tolist())):
-        columns, masks = (part[begin:end].flatten().tolist() for part in (bsb.col, bsb.mask))
-        for col, mask in zip(columns, masks, strict=True):
-            for bit in range(8):
-                if mask >> bit & 1:
-                    place = window * 8 + bit
-                    row = place if window_row is None else window_row[place]
-                    out[vector, bit] = edges[left[row, col].pop(0)]
-            vector += mask != 0
-    assert vector == bsb.num_vectors
-    return out.to(device)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -167,9 +142,30 @@ def test_gradient_of_dense_vectors(device, algorithm):
     adj = Adjacency.from_coo(row, col, (9, 4), self_loops="replace")
     make = {"dtype": torch.float64, "device": device, "requires_grad": True}
     x_dst, x_src = torch.randn(9, 2, **make), torch.randn(4, 2, **make)
-    assert torch.autograd.gradcheck(
-        lambda a, b: sddmm(adj, a, b, algorithm=algorithm, layout="me_bcrs"), (x_dst, x_src)
-    )
+    scales = {"scale_dst": random_scales(adj)["scale_dst"].double()}
+
+    def function(x_dst: Tensor, x_src: Tensor) -> Tensor:
+        return sddmm(adj, x_dst, x_src, algorithm=algorithm, layout="me_bcrs", **scales)
+
+    assert torch.autograd.gradcheck(function, (x_dst, x_src))
+    assert torch.autograd.gradgradcheck(function, (x_dst, x_src))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_gradient_of_dense_vectors_is_that_of_the_edges(device, dtype, heads):
+    generator = torch.Generator().manual_seed(0)
+    row, col = (torch.randint(0, n, (500,), generator=generator).to(device) for n in (30, 50))
+    adj = Adjacency.from_coo(row, col, (30, 50))
+    x_dst, x_src = (torch.randn(n, heads, 64, generator=generator).to(device, dtype) for n in (30, 50))
+    weight = torch.randn(500, heads, generator=generator).to(device, dtype)
+    exact = [x.double().requires_grad_() for x in (x_dst, x_src)]
+    reference.sddmm(adj, *exact).backward(weight.double())
+    ours = [x.requires_grad_() for x in (x_dst, x_src)]
+    out = sddmm(adj, *ours, algorithm="flashsparse", layout="me_bcrs")
+    out.backward(as_vectors(adj, weight))
+    for actual, expected in zip(ours, exact, strict=True):
+        assert relative_error(actual.grad, expected.grad) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

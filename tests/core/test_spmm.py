@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, TOLERANCE, WIDTHS, EdgeList, edge_lists, features, relative_error
+from cases import (
+    DTYPES,
+    LAYOUTS,
+    TOLERANCE,
+    WIDTHS,
+    EdgeList,
+    as_vectors,
+    edge_lists,
+    features,
+    relative_error,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from fastsparse_core import Adjacency, reference, spmm
+from fastsparse_core import Adjacency, choose, reference, sddmm, spmm
 from fastsparse_core.formats.bsb import Bsb
 
 SETTINGS = settings(
@@ -159,6 +170,112 @@ def test_gradients_in_lower_precision(device, dtype, width, algorithm):
     assert value.grad.dtype == torch.float32
 
 
+def polluted_vectors(adj: Adjacency, value: Tensor) -> Tensor:
+    """Values of the edges as dense vectors, with NaN where the structure has no entry."""
+    vectors = as_vectors(adj, value)
+    stored = as_vectors(adj, torch.ones(adj.num_values, dtype=torch.bool, device=adj.device))
+    return vectors.masked_fill(~(stored if value.dim() == 1 else stored[..., None]), float("nan"))
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "csr", "flashsparse"])
+@given(
+    edges=edge_lists(),
+    width=st.sampled_from(WIDTHS),
+    dtype=st.sampled_from(DTYPES),
+    heads=st.sampled_from([None, 1, 2, 4, 5]),
+    wide=st.booleans(),
+    mean=st.booleans(),
+)
+@SETTINGS
+def test_dense_vectors(device, poisoned_memory, algorithm, edges, width, dtype, heads, wide, mean):
+    adj = edges.adjacency(device)
+    x = features(adj.num_src, width, dtype, "contiguous", device)
+    if width % (heads or 1):
+        heads = 1
+    value_dtype = torch.float32 if wide and dtype != torch.float64 else dtype
+    value = features(adj.num_values, heads or 1, value_dtype, "contiguous", device, seed=1)
+    value = value if heads else value[:, 0]
+    options = {"reduce": "mean" if mean else "sum", "algorithm": algorithm}
+    out = spmm(adj, x, polluted_vectors(adj, value), value_layout="me_bcrs", **options)
+    terms = reference.spmm(adj, x.abs(), value.abs(), options["reduce"])
+    difference = out.double() - reference.spmm(adj, x, value, options["reduce"])
+    assert out.dtype == dtype
+    assert difference.norm() <= TOLERANCE[dtype] * max(terms.norm().item(), 1e-30)
+
+
+@pytest.mark.parametrize("group_rows", ["none", "minhash"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("width", "heads"), [(16, 1), (32, 1), (40, 1), (64, 1), (128, 2), (256, 4)])
+def test_dense_vectors_on_tensor_cores(device, monkeypatch, group_rows, dtype, width, heads):
+    """Every shape of the kernel, slices of one window, runs of several; the bits are those of edge values."""
+    seen = []
+    original = choose.spmm_algorithm
+    monkeypatch.setattr(
+        choose, "spmm_algorithm", lambda *arguments: seen.append(original(*arguments)) or seen[-1]
+    )
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randint(0, 300, (6000,), generator=generator) // 3 * 3
+    row[:3000] = 150
+    row[(row >= 80) & (row < 120)] = 0
+    col = torch.randint(0, 2000, (6000,), generator=generator)
+    adj = Adjacency.from_coo(row.to(device), col.to(device), (303, 2000), group_rows=group_rows)
+    x = torch.randn(2000, width, generator=generator).to(device, dtype)
+    for value_dtype in (dtype, torch.float32):
+        value = torch.randn(6000, heads, generator=generator).to(device, value_dtype)
+        out = spmm(adj, x, polluted_vectors(adj, value), value_layout="me_bcrs")
+        assert relative_error(out, reference.spmm(adj, x, value)) <= TOLERANCE[dtype]
+        assert torch.equal(out, spmm(adj, x, value, algorithm="flashsparse"))
+    assert set(seen) == {"flashsparse" if device == "cuda" else "csr"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("heads", [None, 2])
+def test_gradients_of_dense_vectors(device, dtype, heads):
+    adj = random_graph().adjacency(device)
+    x = features(60, 128, dtype, "contiguous", device)
+    value = features(400, heads or 1, torch.float32, "contiguous", device, seed=1)
+    value = value if heads else value[:, 0]
+    weight = features(40, 128, dtype, "contiguous", device, seed=3)
+    exact = [tensor.double().requires_grad_() for tensor in (x, value)]
+    reference.spmm(adj, *exact).backward(weight.double())
+    x.requires_grad_()
+    vectors = polluted_vectors(adj, value).requires_grad_()
+    spmm(adj, x, vectors, value_layout="me_bcrs").backward(weight)
+    assert vectors.grad.dtype == torch.float32
+    assert relative_error(x.grad, exact[0].grad) <= TOLERANCE[dtype]
+    assert relative_error(vectors.grad, as_vectors(adj, exact[1].grad)) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("algorithm", ["csr", "flashsparse"])
+def test_second_derivatives_of_dense_vectors(device, algorithm):
+    row, col = torch.tensor([2, 0, 1, 1, 8, 1]), torch.tensor([0, 1, 1, 2, 3, 1])
+    adj = Adjacency.from_coo(row.to(device), col.to(device), (9, 4), self_loops="replace")
+    make = {"dtype": torch.float64, "device": device, "requires_grad": True}
+    x, vectors = torch.randn(4, 4, **make), torch.randn(adj.bsb.num_vectors, 8, 2, **make)
+
+    def function(x, vectors):
+        return spmm(adj, x, vectors, "mean", algorithm=algorithm, value_layout="me_bcrs")
+
+    assert torch.autograd.gradcheck(function, (x, vectors))
+    assert torch.autograd.gradgradcheck(function, (x, vectors))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_sddmm_hands_its_vectors_on(device, dtype, heads):
+    """Attention without softmax, in vectors throughout and over the edges: the same bits, and gradients."""
+    adj = random_graph().adjacency(device)
+    q, k = (torch.randn(n, heads, 32, device=device).to(dtype).requires_grad_() for n in (40, 60))
+    v = torch.randn(60, heads * 64, device=device).to(dtype)
+    results = []
+    for layout in ("me_bcrs", "edges"):
+        score = sddmm(adj, q, k, algorithm="flashsparse", layout=layout)
+        out = spmm(adj, v, score, algorithm="flashsparse", value_layout=layout)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), (q, k))))
+    for vectors, edges in zip(*results, strict=True):
+        assert torch.equal(vectors, edges)
+
+
 def test_ties_go_to_the_first_entry(device):
     adj = Adjacency.from_coo(torch.tensor([0, 0, 0]), torch.tensor([2, 0, 1]), (1, 3)).to(device)
     x = torch.ones(3, 2, device=device, requires_grad=True)
@@ -177,6 +294,11 @@ def test_nan_and_infinity_go_along_edges_only(device, algorithm, dtype):
             assert out[0].isnan().all(), reduce
             assert (out[1] == 1).all()
             assert (out[2] == float("inf")).all()
+    vectors = polluted_vectors(adj, torch.ones(4, device=device))
+    out = spmm(adj, x.contiguous(), vectors, algorithm=algorithm, value_layout="me_bcrs")
+    assert out[0].isnan().all()
+    assert (out[1] == 1).all()
+    assert (out[2] == float("inf")).all()
     out = spmm(adj, x.contiguous(), scale_src=torch.full((3,), 2.0, device=device), algorithm=algorithm)
     assert (out[1] == 2).all()
 
@@ -322,6 +444,21 @@ def test_result_outlives_the_structure(device):
         ({"scale_src": torch.ones(60, requires_grad=True)}, ValueError, "scale_src: is a constant"),
         ({"reduce": "prod"}, ValueError, "reduce: expected 'sum', 'mean', 'max' or 'min', got 'prod'"),
         ({"algorithm": "magic"}, ValueError, "algorithm: expected"),
+        (
+            {"value_layout": "dense"},
+            ValueError,
+            "value_layout: expected one of 'edges', 'me_bcrs', got 'dense'",
+        ),
+        (
+            {"value_layout": "me_bcrs", "value": torch.ones(400)},
+            ValueError,
+            r"value: expected shape \(\d+, 8\) or \(\d+, 8, heads\), got \(400,\)",
+        ),
+        (
+            {"value_layout": "me_bcrs", "reduce": "max"},
+            ValueError,
+            "value_layout: expected 'edges' for reduce='max', which runs from CSR, got 'me_bcrs'",
+        ),
     ],
 )
 def test_bad_input(change, error, message):

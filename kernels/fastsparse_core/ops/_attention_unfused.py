@@ -52,7 +52,8 @@ def aggregate(adj: Adjacency, score: Tensor, v: Tensor, dropout_p: float, seed: 
 def _edge_products(adj: Adjacency, x_dst: Tensor, x_src: Tensor) -> Tensor:
     heads = x_dst.size(1)
     dtype = accumulation_dtype(x_dst.dtype)
-    arguments = (None, None, adj.num_values, heads, dtype, adj.handle, "auto")
+    # csr, whose products and gradients are float32 throughout, not TF32 terms: for that it is asked for.
+    arguments = (None, None, adj.num_values, heads, dtype, adj.handle, "csr", False)
     return torch.ops.fastsparse.sddmm.default(x_dst.flatten(1), x_src.flatten(1), *arguments)
 
 

@@ -18,16 +18,17 @@ from fastsparse_core.ops._common import (
     below_autograd,
     check_features,
     check_scale,
-    is_plain_eager,
+    dense_from_edges,
     keep_alive,
     library,
     register_autograd,
     unit_stride,
 )
 
+#: The result is (length, heads), values of the edges, or where `dense` (length, 8, heads), dense vectors.
 library.define(
-    "sddmm(Tensor x_dst, Tensor x_src, Tensor? scale_dst, Tensor? scale_src, SymInt num_values, "
-    "SymInt heads, ScalarType dtype, SymInt adjacency, str algorithm) -> Tensor"
+    "sddmm(Tensor x_dst, Tensor x_src, Tensor? scale_dst, Tensor? scale_src, SymInt length, "
+    "SymInt heads, ScalarType dtype, SymInt adjacency, str algorithm, bool dense) -> Tensor"
 )
 
 _sddmm_op = torch.ops.fastsparse.sddmm.default
@@ -56,9 +57,13 @@ def sddmm(
         scale_src: constant :math:`t`, (num_src,).
         algorithm: ``"csr"`` (on CUDA cores); ``"flashsparse"`` (8x1 vectors on tensor cores, FlashSparse 3.5,
             in float32 with two TF32 terms, or one where ``torch.set_float32_matmul_precision`` allows TF32;
-            on CUDA and where rows and heads are multiples of 16 bytes, else csr); or ``"auto"``: csr.
+            on CUDA and where rows and heads are multiples of 16 bytes, else csr); or ``"auto"``: csr until
+            the structure was prepared, or used often enough to repay its conversion, and for several heads
+            and long dot products in float32.
         layout: ``"edges"``, or ``"me_bcrs"``: all values of the non-zero vectors in the order of
-            ``adj.bsb``, without padding, and zeros where the structure has no entry (FlashSparse, figure 9).
+            ``adj.bsb``, without padding, and zeros where the structure has no entry (FlashSparse, figure 9):
+            what ``spmm(value_layout="me_bcrs")`` takes. The tensor cores write it, so ``"auto"`` takes them
+            wherever they can serve the call; csr's values of the edges are copied.
 
     Returns:
         (num_values,) or, with heads, (num_values, H), in the caller's edge order and the dtype of the
@@ -85,36 +90,10 @@ def sddmm(
     scale_src = check_scale("scale_src", scale_src, adj.num_src, x_src)
     heads = x_dst.size(1) if x_dst.dim() == 3 else 1
     features = (x_dst.flatten(1), x_src.flatten(1), scale_dst, scale_src)
-    if layout == "me_bcrs":
-        out = _vectors(adj, *features, heads, algorithm)
-    else:
-        out = _sddmm_op(*features, adj.num_values, heads, x_dst.dtype, adj.handle, algorithm)
+    dense = layout == "me_bcrs"
+    length = adj.bsb.num_vectors if dense else adj.num_values
+    out = _sddmm_op(*features, length, heads, x_dst.dtype, adj.handle, algorithm, dense)
     return out if x_dst.dim() == 3 else out.squeeze(-1)
-
-
-def _vectors(
-    adj: Adjacency,
-    x_dst: Tensor,
-    x_src: Tensor,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    heads: int,
-    algorithm: str,
-) -> Tensor:
-    """The layout "me_bcrs": from the kernel or, for gradients or where it cannot serve, from the edges."""
-    size = (adj.bsb.num_vectors, HEIGHT, heads)
-    needs_grad = torch.is_grad_enabled() and (x_dst.requires_grad or x_src.requires_grad)
-    if is_plain_eager(x_dst) and not needs_grad and adj.num_edges:
-        x_dst, x_src = unit_stride(x_dst), unit_stride(x_src)
-        if _algorithm(adj, algorithm, x_dst, x_src, heads) == "flashsparse":
-            out = x_dst.new_empty(size)
-            _launch_bsb(adj, x_dst, x_src, scale_dst, scale_src, heads, out, as_vectors=True)
-            return out
-    values = _sddmm_op(
-        x_dst, x_src, scale_dst, scale_src, adj.num_values, heads, x_dst.dtype, adj.handle, algorithm
-    )
-    out = values.new_zeros(size[0] * HEIGHT, heads)
-    return out.index_copy(0, adj.bsb.dense_place(), values[adj.bsb_value_id.long()]).view(size)
 
 
 def _sddmm(
@@ -122,28 +101,34 @@ def _sddmm(
     x_src: Tensor,
     scale_dst: Tensor | None,
     scale_src: Tensor | None,
-    num_values: int,
+    length: int,
     heads: int,
     dtype: torch.dtype,
     adjacency: int,
     algorithm: str,
+    dense: bool,
 ) -> Tensor:
     adj = from_handle(adjacency)
     x_dst, x_src = unit_stride(x_dst), unit_stride(x_src)
-    every_value_is_written = num_values == adj.num_edges
-    out = (torch.empty if every_value_is_written else torch.zeros)(
-        num_values, heads, dtype=dtype, device=x_dst.device
-    )
-    if out.numel() == 0 or adj.num_edges == 0:
-        return out
-    if _algorithm(adj, algorithm, x_dst, x_src, heads) == "flashsparse":
-        _launch_bsb(adj, x_dst, x_src, scale_dst, scale_src, heads, out, as_vectors=False)
+    size = (length, HEIGHT, heads) if dense else (length, heads)
+    if length == 0 or heads == 0 or adj.num_edges == 0:
+        return x_dst.new_zeros(size, dtype=dtype)
+    kernel = _algorithm(adj, algorithm, x_dst, x_src, heads, dense)
+    if dense and kernel == "csr":
+        edges = _sddmm(
+            x_dst, x_src, scale_dst, scale_src, adj.num_values, heads, dtype, adjacency, kernel, False
+        )
+        return dense_from_edges(adj, edges)
+    every_value_is_written = dense or length == adj.num_edges
+    out = (x_dst.new_empty if every_value_is_written else x_dst.new_zeros)(size, dtype=dtype)
+    if kernel == "flashsparse":
+        _launch_bsb(adj, x_dst, x_src, scale_dst, scale_src, heads, out, dense=dense)
     else:
         _launch_csr(adj, x_dst, x_src, scale_dst, scale_src, heads, out)
     return out
 
 
-def _algorithm(adj: Adjacency, algorithm: str, x_dst: Tensor, x_src: Tensor, heads: int) -> str:
+def _algorithm(adj: Adjacency, algorithm: str, x_dst: Tensor, x_src: Tensor, heads: int, dense: bool) -> str:
     size = x_dst.element_size()
     head_bytes = x_dst.size(1) // heads * size
     bytes_apart = (
@@ -154,7 +139,7 @@ def _algorithm(adj: Adjacency, algorithm: str, x_dst: Tensor, x_src: Tensor, hea
         x_src.stride(0) * size,
     )
     aligned = all(each % 16 == 0 for each in bytes_apart)
-    return choose.sddmm_algorithm(adj, algorithm, x_dst.dtype, head_bytes, heads, aligned)
+    return choose.sddmm_algorithm(adj, algorithm, x_dst.dtype, head_bytes, heads, aligned, dense)
 
 
 def _launch_csr(
@@ -194,7 +179,7 @@ def _launch_bsb(
     heads: int,
     out: Tensor,
     *,
-    as_vectors: bool,
+    dense: bool,
 ) -> None:
     index = device_index(x_dst.device)
     structure, slot_window, slot_entry, edge_id = adj.sddmm_structure()
@@ -203,7 +188,7 @@ def _launch_bsb(
         adj.rowptr.data_ptr(),
         slot_window.data_ptr(),
         slot_entry.data_ptr(),
-        adj.block_vector().data_ptr() if as_vectors else 0,
+        adj.block_vector().data_ptr() if dense else 0,
         address(edge_id),
         edge_id is not None and edge_id.dtype == torch.int64,
         DTYPE_CODE[x_dst.dtype],
@@ -233,18 +218,19 @@ class _Sddmm(torch.autograd.Function):
         x_src: Tensor,
         scale_dst: Tensor | None,
         scale_src: Tensor | None,
-        num_values: int,
+        length: int,
         heads: int,
         dtype: torch.dtype,
         adjacency: int,
         algorithm: str,
+        dense: bool,
     ) -> Tensor:
         ctx.save_for_backward(x_dst, x_src, scale_dst, scale_src)
         ctx.adjacency, ctx.algorithm = adjacency, algorithm
         ctx.keep_alive = keep_alive(adjacency)
         with below_autograd():
             return _sddmm_op(
-                x_dst, x_src, scale_dst, scale_src, num_values, heads, dtype, adjacency, algorithm
+                x_dst, x_src, scale_dst, scale_src, length, heads, dtype, adjacency, algorithm, dense
             )
 
     @staticmethod
@@ -278,7 +264,7 @@ class _Sddmm(torch.autograd.Function):
                 ctx.algorithm,
                 False,
             )
-        return grad_dst, grad_src, None, None, None, None, None, None, None
+        return grad_dst, grad_src, None, None, None, None, None, None, None, None
 
 
 def _sddmm_fake(
@@ -286,13 +272,14 @@ def _sddmm_fake(
     x_src: Tensor,
     scale_dst: Tensor | None,
     scale_src: Tensor | None,
-    num_values: int,
+    length: int,
     heads: int,
     dtype: torch.dtype,
     adjacency: int,
     algorithm: str,
+    dense: bool,
 ) -> Tensor:
-    return x_dst.new_empty(num_values, heads, dtype=dtype)
+    return x_dst.new_empty((length, HEIGHT, heads) if dense else (length, heads), dtype=dtype)
 
 
 for _key in ("CPU", "CUDA"):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C, choose
-from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.adjacency import Adjacency, from_handle
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT
 from fastsparse_core.ops._common import (
@@ -19,6 +19,8 @@ from fastsparse_core.ops._common import (
     below_autograd,
     check_features,
     check_scale,
+    edges_from_dense,
+    is_dense,
     is_plain_eager,
     keep_alive,
     library,
@@ -29,6 +31,8 @@ from fastsparse_core.ops._common import (
 )
 from fastsparse_core.ops._spmm_extremum import extremum
 
+#: Values of three dimensions are dense vectors, (num_vectors, 8, heads), of the structure as it is before
+#: `transpose`.
 library.define(
     "spmm(Tensor x, Tensor? value, Tensor? scale_dst, Tensor? scale_src, Tensor? bias, SymInt num_dst, "
     "SymInt adjacency, bool transpose, str algorithm, bool relu) -> Tensor"
@@ -48,6 +52,7 @@ def spmm(
     bias: Tensor | None = None,
     relu: bool = False,
     algorithm: str = "auto",
+    value_layout: str = "edges",
 ) -> Tensor:
     r"""Aggregates the features of each row's neighbours.
 
@@ -76,6 +81,11 @@ def spmm(
             TF32 terms, or one where ``torch.set_float32_matmul_precision`` allows TF32; on CUDA and where the
             width allows 16-byte accesses, else csr); or ``"auto"``: csr until the structure was prepared, or
             used often enough to repay its conversion.
+        value_layout: ``"edges"``, or ``"me_bcrs"``: ``value`` is (num_vectors, 8) or (num_vectors, 8, H),
+            as ``sddmm(layout="me_bcrs")`` gives it, and so is its gradient (FlashSparse, figure 9). What it
+            holds where the structure has no entry is ignored, and gets the gradient 0. The tensor cores read
+            it as it lies, so ``"auto"`` takes them wherever they can serve the call; csr, and the gradient of
+            ``x``, need the values of the edges first, which are copied. Sums and means only.
 
     Returns:
         (num_dst, ...) in the dtype of ``x``; differentiable in ``x``, ``value`` and ``bias``, twice for sum
@@ -91,12 +101,17 @@ def spmm(
         [[0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
     """
     algorithm = choose.requested("spmm", algorithm)
+    choose.check_algorithm(value_layout, ("edges", "me_bcrs"), "value_layout")
+    if value_layout == "me_bcrs" and reduce in ("max", "min"):
+        raise ValueError(
+            f"value_layout: expected 'edges' for reduce={reduce!r}, which runs from CSR, got 'me_bcrs'"
+        )
     check_features("x", x, adj.num_src, "num_src", adj)
     x, bias = autocast(x, bias)  # type: ignore[assignment]
     trailing = x.shape[1:]
     features = x if x.dim() == 2 else x.reshape(x.size(0), trailing.numel())
     if value is not None:
-        value = _check_value(value, features, adj)
+        value = _check_value(value, features, adj, value_layout)
     scale_dst = check_scale("scale_dst", scale_dst, adj.num_dst, x)
     scale_src = check_scale("scale_src", scale_src, adj.num_src, x)
     if bias is not None:
@@ -123,25 +138,25 @@ def spmm(
     return out if x.dim() == 2 else out.reshape(adj.num_dst, *trailing)
 
 
-def _check_value(value: Tensor, features: Tensor, adj: Adjacency) -> Tensor:
+def _check_value(value: Tensor, features: Tensor, adj: Adjacency, layout: str) -> Tensor:
     if not isinstance(value, Tensor) or value.dtype not in DTYPE_CODE:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"value: expected a floating tensor, got {kind}")
-    if value.dim() not in (1, 2) or value.size(0) != adj.num_values:
-        raise ValueError(
-            f"value: expected shape ({adj.num_values},) or ({adj.num_values}, heads), "
-            f"got {tuple(value.shape)}"
-        )
-    if value.dim() == 2 and (value.size(1) == 0 or features.size(1) % value.size(1)):
+    size = (adj.bsb.num_vectors, HEIGHT) if layout == "me_bcrs" else (adj.num_values,)
+    has_heads = value.dim() == len(size) + 1
+    if value.shape[: len(size)] != size or not (has_heads or value.dim() == len(size)):
+        with_heads = f"({', '.join(map(str, size))}, heads)"
+        raise ValueError(f"value: expected shape {size} or {with_heads}, got {tuple(value.shape)}")
+    if has_heads and (value.size(-1) == 0 or features.size(1) % value.size(-1)):
         raise ValueError(
             f"value: expected a number of heads that divides the {features.size(1)} features, "
-            f"got {value.size(1)}"
+            f"got {value.size(-1)}"
         )
     if value.device != features.device:
         raise ValueError(f"value: expected device {features.device} like x, got {value.device}")
     if value.dtype not in (features.dtype, accumulation_dtype(features.dtype)):
         value = value.to(accumulation_dtype(features.dtype))
-    return value
+    return value if layout == "edges" or has_heads else value.unsqueeze(-1)
 
 
 def _check_bias(bias: Tensor, features: Tensor) -> Tensor:
@@ -171,15 +186,20 @@ def _spmm(
     out = x.new_empty(num_dst, width)
     if out.numel() == 0:
         return out
+    if is_dense(value) and transpose:
+        value = edges_from_dense(from_handle(adjacency), value)
     if value is not None:
         value = value.contiguous()
     if bias is not None:
         bias = bias.contiguous()
     row_bytes = width * x.element_size()
     aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
-    if choose.spmm_algorithm(adj, algorithm, x.dtype, width, num_heads(value), aligned) == "flashsparse":
+    dense, heads = is_dense(value), num_heads(value)
+    if choose.spmm_algorithm(adj, algorithm, x.dtype, width, heads, aligned, dense) == "flashsparse":
         _launch_bsb(adj, x, value, scale_dst, scale_src, bias, relu, out)
     else:
+        if is_dense(value):
+            value = edges_from_dense(adj, value)
         _launch_csr(adj, x, value, scale_dst, scale_src, bias, relu, out)
     return out
 
@@ -240,10 +260,10 @@ def _launch_bsb(
         x = (x * scale_src[:, None]).to(x.dtype)
     if bias is not None and bias.data_ptr() % 16:
         bias = bias.clone()  # read in 16-byte pieces
-    bsb, split = adj.bsb, adj.bsb_split
+    bsb, split, dense = adj.bsb, adj.bsb_split, is_dense(value)
     partial = x.new_empty(split.num_slots * HEIGHT, width, dtype=torch.float32) if split.num_slots else None
     _C.spmm_bsb(
-        adj.bsb_structure(valued=value is not None),
+        adj.bsb_structure(valued=value is not None and not dense),
         DTYPE_CODE[x.dtype],
         width,
         x.data_ptr(),
@@ -251,6 +271,7 @@ def _launch_bsb(
         address(value),
         0 if value is None else DTYPE_CODE[value.dtype],
         num_heads(value),
+        adj.block_vector().data_ptr() if dense else 0,
         address(vector_scale),
         address(scale_dst),
         address(bias),
@@ -319,7 +340,15 @@ class _Spmm(torch.autograd.Function):
             dst, src = (x, grad) if ctx.transpose else (grad, x)
             scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)
             grad_value = torch.ops.fastsparse.sddmm.default(
-                dst, src, *scales, value.size(0), num_heads(value), value.dtype, ctx.adjacency, ctx.algorithm
+                dst,
+                src,
+                *scales,
+                value.size(0),
+                num_heads(value),
+                value.dtype,
+                ctx.adjacency,
+                ctx.algorithm,
+                is_dense(value),
             ).reshape(value.shape)
         if ctx.needs_input_grad[4]:
             grad_bias = grad.sum(0)

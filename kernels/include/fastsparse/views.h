@@ -72,8 +72,8 @@ struct BsbView {
   std::int64_t num_runs;
 };
 
-// Values of the edges, in the caller's edge order: (num_values, heads), contiguous. Null data: every value
-// is 1.
+// Values of the edges, contiguous: (num_values, heads) in the caller's edge order where nothing else is said.
+// Null data: every value is 1.
 struct EdgeValueView {
   const void* data;
   Dtype dtype;  // the features' dtype or their accumulation type
@@ -107,6 +107,9 @@ struct SpmmArgs {
 struct SpmmBsbArgs {
   BsbView a;
   EdgeValueView value;
+  const std::int64_t* block_vector;  // (num_blocks) vectors with entries before the block: then values are
+                                     // (num_vectors, 8, heads), of which those of no entry are not read;
+                                     // null: they are in the caller's edge order
   const float* vector_scale;  // (num_blocks, 16) scale_src of every vector's column; null: 1; 16-bit features
                               // without values only
   DenseView x;
