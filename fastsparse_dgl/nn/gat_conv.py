@@ -77,15 +77,16 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         source = self.feat_drop(source)
         if given is None:
             destination = self._destination(graph, adjacency, source, None)
-            x_src = self.fc(source).unflatten(-1, heads)
+            x_src = self.fc(source)
             score_src, score_dst = head_scores(x_src, self.attn_l, self.attn_r)
             score_dst = self._destination(graph, adjacency, score_dst, None)
         else:
             destination = self._destination(graph, adjacency, source, self.feat_drop(given))
             fc_src, fc_dst = (self.fc_src, self.fc_dst) if hasattr(self, "fc_src") else (self.fc, self.fc)
-            x_src = fc_src(source).unflatten(-1, heads)
+            x_src = fc_src(source)
             (score_src,) = head_scores(x_src, self.attn_l)
-            (score_dst,) = head_scores(fc_dst(destination).unflatten(-1, heads), self.attn_r)
+            (score_dst,) = head_scores(fc_dst(destination), self.attn_r)
+        x_src = x_src.unflatten(-1, heads)
         # The operators count what stands between the nodes and the heads as more heads.
         operands = (adjacency, score_dst.flatten(1), score_src.flatten(1))
         slope = self.leaky_relu.negative_slope

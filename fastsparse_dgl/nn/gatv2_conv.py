@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastsparse_core import gatv2_attention, gatv2_attention_weights
+from fastsparse_core.joint_linear import joint_linear
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import GraphLike
 from fastsparse_dgl.nn.base import AggregationMixin, destination_features, dropout_p, source_features
@@ -68,11 +69,14 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
         destination = self._destination(
             graph, adjacency, source, None if given is None else self.feat_drop(given)
         )
-        x_src = self.fc_src(source).unflatten(-1, heads)
         if given is None and self.share_weights:
+            x_src = self.fc_src(source)
             x_dst = self._destination(graph, adjacency, x_src, None)
+        elif destination is source:
+            x_src, x_dst = joint_linear(source, (self.fc_src, self.fc_dst))
         else:
-            x_dst = self.fc_dst(destination).unflatten(-1, heads)
+            x_src, x_dst = self.fc_src(source), self.fc_dst(destination)
+        x_src, x_dst = x_src.unflatten(-1, heads), x_dst.unflatten(-1, heads)
         slope = self.leaky_relu.negative_slope
 
         p = dropout_p(self.attn_drop)

@@ -11,6 +11,8 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
 from fastsparse_core import Adjacency, spmm
+from fastsparse_core.joint_linear import is_plain_linear as is_plain
+from fastsparse_core.joint_linear import joint_linear
 from fastsparse_core.log import info_once
 from fastsparse_pyg.caching import logger
 from fastsparse_pyg.graph import Graph, is_sparse_matrix, resolve, to_edge_index
@@ -224,9 +226,12 @@ class AcceleratedConv(MessagePassing):
 
 def is_plain_linear(module: torch.nn.Module) -> bool:
     """Whether a linear layer is its weight and bias alone, free to move across a sum."""
-    return type(module) is Linear and not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    return is_plain(module, Linear)
+
+
+def project(x: Tensor, *modules: torch.nn.Module, jointly: bool = True) -> tuple[Tensor, ...]:
+    """Results of linear layers on the same features, ``jointly`` of one product where they are plain.
+
+    Then gradients that reach one of the results reach all layers, as zeros.
+    """
+    return joint_linear(x, modules, Linear) if jointly else tuple(module(x) for module in modules)

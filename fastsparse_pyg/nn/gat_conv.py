@@ -89,12 +89,13 @@ class FastGATConv(AttentionConv, GATConv):
         if return_attention_weights:
             alpha = additive_attention_weights(adj, score_dst, score_src, self.negative_slope, bias)
             alpha = F.dropout(alpha.to(self.att_src.dtype), self.dropout, self.training)
-            out = spmm(adj, value.flatten(1), alpha).view(-1, self.heads, self.out_channels)
+            out = spmm(adj, value, alpha)
         else:
             dropout = self.dropout if self.training else 0.0
             out = additive_attention(adj, score_dst, score_src, value, self.negative_slope, bias, dropout)
 
-        out = out.flatten(1) if self.concat else out.mean(dim=1)
+        if not self.concat:
+            out = out.view(-1, self.heads, self.out_channels).mean(dim=1)
         if residual is not None:
             out = out + residual
         if self.bias is not None:
@@ -114,17 +115,16 @@ class FastGATConv(AttentionConv, GATConv):
         return self._why_original_attention(x, edge_index, edge_attr, return_attention_weights)
 
     def _values_and_scores(self, x_src: Tensor, x_dst: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """(values, scores of the destinations, scores of the sources)."""
-        heads = (-1, self.heads, self.out_channels)
+        """(values with the heads side by side, scores of the destinations, scores of the sources)."""
         lin_src, lin_dst = (self.lin_src, self.lin_dst) if self.lin is None else (self.lin, self.lin)
-        value = lin_src(x_src).view(heads)
+        value = lin_src(x_src)
         if x_dst is x_src and lin_dst is lin_src:
             score_src, score_dst = head_scores(value, self.att_src, self.att_dst)
             return value, score_dst, score_src
         (score_src,) = head_scores(value, self.att_src)
         if x_dst is None:
             return value, None, score_src
-        (score_dst,) = head_scores(lin_dst(x_dst).view(heads), self.att_dst)
+        (score_dst,) = head_scores(lin_dst(x_dst), self.att_dst)
         return value, score_dst, score_src
 
     def _edge_scores(self, features: Tensor) -> Tensor:

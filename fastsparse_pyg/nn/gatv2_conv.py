@@ -10,6 +10,7 @@ from torch_geometric.nn import GATv2Conv
 from torch_geometric.typing import OptTensor, PairTensor, SparseTensor
 
 from fastsparse_core import Adjacency, edge_softmax, gatv2_attention, gatv2_attention_weights, spmm
+from fastsparse_pyg.nn.accelerated import project
 from fastsparse_pyg.nn.attention import AttentionConv, value_ends
 
 
@@ -53,11 +54,12 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
         graph = self._graph(pair, edge_index, None, add_self_loops=self.add_self_loops)
         adj = graph.adj
         residual = None if self.res is None else self.res(pair[1])
-        x_src = self.lin_l(pair[0]).view(-1, self.heads, self.out_channels)
-        if self.share_weights and pair[1] is pair[0]:
-            x_dst = x_src
+        if pair[0] is not pair[1]:
+            x_src, x_dst = self.lin_l(pair[0]), self.lin_r(pair[1])
+        elif self.share_weights:
+            x_src = x_dst = self.lin_l(pair[0])
         else:
-            x_dst = self.lin_r(pair[1]).view(-1, self.heads, self.out_channels)
+            x_src, x_dst = project(pair[0], self.lin_l, self.lin_r)
         att = self.att.view(self.heads, self.out_channels)
 
         alpha = None
@@ -71,9 +73,10 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
                 self._log_unfused("edge features")
                 alpha = self._weights_with_edges(adj, x_dst, x_src, self._edge_features(graph, edge_attr))
             alpha = F.dropout(alpha.to(self.att.dtype), self.dropout, self.training)
-            out = spmm(adj, x_src.flatten(1), alpha).view(-1, self.heads, self.out_channels)
+            out = spmm(adj, x_src, alpha)
 
-        out = out.flatten(1) if self.concat else out.mean(dim=1)
+        if not self.concat:
+            out = out.view(-1, self.heads, self.out_channels).mean(dim=1)
         if residual is not None:
             out = out + residual
         if self.bias is not None:
@@ -99,7 +102,7 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
     def _weights_with_edges(self, adj: Adjacency, x_dst: Tensor, x_src: Tensor, features: Tensor) -> Tensor:
         """Attention weights (num_values, heads) with edge features (num_values, D) in the scores."""
         dst, src = value_ends(adj)
-        projected = self.lin_edge(features).view(-1, self.heads, self.out_channels)
-        total = x_dst.index_select(0, dst) + x_src.index_select(0, src) + projected
-        score = (F.leaky_relu(total, self.negative_slope) * self.att).sum(dim=-1)
+        total = x_dst.index_select(0, dst) + x_src.index_select(0, src) + self.lin_edge(features)
+        hidden = F.leaky_relu(total, self.negative_slope).view(-1, self.heads, self.out_channels)
+        score = (hidden * self.att).sum(dim=-1)
         return edge_softmax(adj, score)

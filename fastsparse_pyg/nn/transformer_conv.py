@@ -12,6 +12,7 @@ from torch_geometric.nn import TransformerConv
 from torch_geometric.typing import OptTensor, PairTensor
 
 from fastsparse_core import Adjacency, attention, attention_weights, sddmm, spmm
+from fastsparse_pyg.nn.accelerated import project
 from fastsparse_pyg.nn.attention import AttentionConv, incidence
 
 
@@ -69,30 +70,36 @@ class FastTransformerConv(AttentionConv, TransformerConv):
         graph = self._graph(pair, edge_index, None)
         adj = graph.adj
         heads = (-1, self.heads, self.out_channels)
-        query = self.lin_query(pair[1]).view(heads)
-        key = self.lin_key(pair[0]).view(heads)
-        value = self.lin_value(pair[0]).view(heads)
+        of_dst = (self.lin_query, self.lin_skip) if self.root_weight else (self.lin_query,)
+        of_src = (self.lin_key, self.lin_value)
+        # The attention weights alone have no gradient in values and skip.
+        jointly = not with_weights
+        if pair[0] is pair[1]:
+            key, value, query, *skips = project(pair[0], *of_src, *of_dst, jointly=jointly)
+        else:
+            key, value = project(pair[0], *of_src, jointly=jointly)
+            query, *skips = project(pair[1], *of_dst, jointly=jointly)
 
         alpha = None
         if edge_attr is None and not with_weights:
             dropout = self.dropout if self.training else 0.0
-            out = attention(adj, query, key, value, dropout_p=dropout)
+            out = attention(adj, query, key, value, dropout_p=dropout, heads=self.heads)
         else:
             edges = bias = None
             if edge_attr is not None:
                 self._log_unfused("edge features")
                 edges = self.lin_edge(self._edge_features(graph, edge_attr)).view(heads)
-                bias = sddmm(incidence(adj), query, edges) / math.sqrt(self.out_channels)
-            alpha = attention_weights(adj, query, key, bias=bias)
+                bias = sddmm(incidence(adj), query.view(heads), edges) / math.sqrt(self.out_channels)
+            alpha = attention_weights(adj, query, key, bias=bias, heads=self.heads)
             dropped = F.dropout(alpha, self.dropout, self.training)
-            out = spmm(adj, value.flatten(1), dropped)
+            out = spmm(adj, value, dropped)
             if edges is not None:
                 out = out + spmm(incidence(adj), edges.flatten(1), dropped)
-            out = out.view(heads)
 
-        out = out.flatten(1) if self.concat else out.mean(dim=1)
+        if not self.concat:
+            out = out.view(heads).mean(dim=1)
         if self.root_weight:
-            skip = self.lin_skip(pair[1])
+            (skip,) = skips
             if self.lin_beta is None:
                 out = out + skip
             else:

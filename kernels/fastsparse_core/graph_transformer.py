@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.joint_linear import joint_linear
 from fastsparse_core.ops.attention import attention
 
 #: Name of a normalisation -> module.
@@ -55,14 +56,12 @@ class GraphTransformer(nn.Module):
 
     def transform(self, adj: Adjacency, x_dst: Tensor, x_src: Tensor) -> Tensor:
         """The layer on a structure: (num_dst, in_width) and (num_src, in_width) to (num_dst, out_width)."""
-        heads = (self.heads, -1)
-        out = attention(
-            adj,
-            self.query(x_dst).unflatten(-1, heads),
-            self.key(x_src).unflatten(-1, heads),
-            self.value(x_src).unflatten(-1, heads),
-            dropout_p=self.attention_dropout if self.training else 0.0,
-        ).flatten(1)
+        if x_src is x_dst:
+            key, value, query = joint_linear(x_src, (self.key, self.value, self.query))
+        else:
+            (key, value), query = joint_linear(x_src, (self.key, self.value)), self.query(x_dst)
+        dropout = self.attention_dropout if self.training else 0.0
+        out = attention(adj, query, key, value, dropout_p=dropout, heads=self.heads)
         out = self.out(self.dropout(out))
         out = self.norm1(x_dst + out if self.residual else out)
         forward = self.feed_forward(out)

@@ -211,6 +211,28 @@ def test_two_dimensions_are_one_head(device, kind, algorithm):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_two_dimensions_hold_heads_side_by_side(device, kind, algorithm):
+    """As columns of a wider tensor too, with gradients."""
+    adj = random_graph().adjacency(device)
+    case = problem(kind, adj, 3, 16, requires_grad=True)
+    expected = case.run(adj, algorithm=algorithm)
+    expected_gradients = torch.autograd.grad(expected.square().sum(), case.tensors)
+    features = [tensor.dim() == 3 for tensor in case.tensors]
+    wide = [
+        torch.cat([tensor.flatten(1), torch.full_like(tensor.flatten(1), torch.nan)], 1) if wide else tensor
+        for tensor, wide in zip(case.tensors, features, strict=True)
+    ]
+    flat = [tensor[:, :48] if wide else tensor for tensor, wide in zip(wide, features, strict=True)]
+    out = case.run(adj, flat, algorithm=algorithm, **({"heads": 3} if kind == "dot_product" else {}))
+    assert out.shape == (adj.num_dst, 48)
+    assert relative_error(out, expected.flatten(1)) < TOLERANCE[torch.float32]
+    gradients = torch.autograd.grad(out.square().sum(), case.tensors)
+    for got, want in zip(gradients, expected_gradients, strict=True):
+        assert relative_error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_rows_without_edges_give_zero(device, poisoned_memory, kind, algorithm):
     adj = Adjacency.from_coo(torch.tensor([1, 1]), torch.tensor([0, 2]), (10, 3)).to(device)
     case = problem(kind, adj, requires_grad=True)
@@ -688,6 +710,14 @@ def arguments(kind: str) -> dict[str, object]:
         ("dot_product", {"dropout_p": -0.1}, ValueError, "dropout_p: expected a probability"),
         ("dot_product", {"dropout_p": float("nan")}, ValueError, "dropout_p: expected a probability"),
         ("dot_product", {"dropout_p": "0.5"}, TypeError, "dropout_p: expected a number, got str"),
+        ("dot_product", {"heads": 3}, ValueError, r"heads: expected 2 for \(n, 2, D\)"),
+        ("dot_product", {"q": torch.ones(3, 8), "k": torch.ones(4, 8), "v": torch.ones(4, 9), "heads": 2},
+         ValueError, r"v: expected \(n, 2 \* D\) for 2 heads side by side, got \(4, 9\)"),
+        ("dot_product", {"q": torch.ones(3, 8), "k": torch.ones(4, 8), "v": torch.ones(4, 8), "heads": 0},
+         ValueError, r"q: expected \(n, 0 \* D\)"),
+        ("additive", {"v": torch.ones(4, 5)}, ValueError, r"v: expected \(n, 2 \* D\) for 2 heads"),
+        ("gatv2", {"x_dst": torch.ones(3, 9), "x_src": torch.ones(4, 9)}, ValueError,
+         r"att: expected shape of 9 entries, \(heads, D\), got \(2, 4\)"),
         ("additive", {"score_dst": torch.ones(3, 3)}, ValueError, r"score_dst: expected shape \(3, 2\)"),
         ("additive", {"score_src": torch.ones(3, 2)}, ValueError, "score_src: expected num_src = 4 rows"),
         ("additive", {"v": torch.ones(4)}, ValueError, r"v: expected \(num_src, heads, D\)"),

@@ -25,7 +25,7 @@ def test_scores_and_gradients(count, shape, dtype, autocast, device):
     upstream = [torch.randn(shape[:-1], generator=generator).to(device, wide) for _ in range(count)]
     leaves = [feat, *vectors]
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
-        found = head_scores(feat, *vectors)
+        found = head_scores(feat.flatten(-2), *vectors)
     gradients = torch.autograd.grad(found, leaves, upstream)
 
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -40,6 +40,6 @@ def test_scores_and_gradients(count, shape, dtype, autocast, device):
 
 
 def test_second_derivatives(device):
-    feat = torch.randn(5, 2, 3, dtype=torch.float64, device=device, requires_grad=True)
+    feat = torch.randn(5, 6, dtype=torch.float64, device=device, requires_grad=True)
     vector = torch.randn(1, 2, 3, dtype=torch.float64, device=device, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda *args: head_scores(*args)[0], (feat, vector))

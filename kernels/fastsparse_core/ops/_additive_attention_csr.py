@@ -8,7 +8,7 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.ops._common import DTYPE_CODE, address, empty_values, unit_stride
+from fastsparse_core.ops._common import DTYPE_CODE, address, empty_values, scratch, unit_stride
 
 #: Widest head that the lanes of a warp hold, 8 features each.
 MAX_HEAD_WIDTH = 256
@@ -66,15 +66,16 @@ def additive_forward(
         return out, lse
     score_dst, score_src, v = score_dst.float().contiguous(), score_src.float().contiguous(), unit_stride(v)
     bias = None if bias is None else bias.contiguous()
-    partial, state = partials(adj, v.size(1), heads, v.device)
+    slots = adj.row_split.num_slots
+    _room, (partial, partial_state) = scratch(v.device, slots * v.size(1), slots * heads * 2)
     index = device_index(v.device)
     _C.additive_attention(
         adj.csr_structure,
         _input(score_dst, score_src, v, bias, negative_slope, dropout_p, seed, heads),
         out.data_ptr(),
         lse.data_ptr(),
-        address(partial),
-        address(state),
+        partial,
+        partial_state,
         index,
         queue(index),
     )
@@ -123,15 +124,11 @@ def additive_backward(
     grad_dst, grad_src = torch.empty_like(score_dst), torch.empty_like(score_src)
     grad_v = v.new_empty(v.shape)
     grad_bias = empty_values(adj, bias) if bias is not None and want_bias else None
-
-    def floats(*size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.float32, device=device)
-
     transposed = adj.t()
     slots, slots_t = adj.row_split.num_slots, transposed.row_split.num_slots
-    row_state = floats(adj.num_dst, heads, 4)
-    partial_row = floats(slots, heads, 4)
-    partial_v, partial_score = floats(slots_t, v.size(1)), floats(slots_t, heads)
+    _room, (row_state, partial_row, partial_v, partial_score) = scratch(
+        device, adj.num_dst * heads * 4, slots * heads * 4, slots_t * v.size(1), slots_t * heads
+    )
     index = device_index(device)
     _C.additive_attention_backward(
         adj.csr_structure,
@@ -144,27 +141,14 @@ def additive_backward(
         grad_src.data_ptr(),
         grad_v.data_ptr(),
         address(grad_bias),
-        row_state.data_ptr(),
-        partial_row.data_ptr(),
-        partial_v.data_ptr(),
-        partial_score.data_ptr(),
+        row_state,
+        partial_row,
+        partial_v,
+        partial_score,
         index,
         queue(index),
     )
     return grad_dst, grad_src, grad_v, grad_bias
-
-
-def partials(
-    adj: Adjacency, width: int, heads: int, device: torch.device
-) -> tuple[Tensor | None, Tensor | None]:
-    """Room for the sums, and the (maximum, sum) pairs, of the slices of rows that have several."""
-    slots = adj.row_split.num_slots
-    if slots == 0:
-        return None, None
-    return (
-        torch.empty(slots, width, dtype=torch.float32, device=device),
-        torch.empty(slots, heads, 2, dtype=torch.float32, device=device),
-    )
 
 
 def _input(

@@ -22,6 +22,7 @@ from fastsparse_core.ops._common import (
     address,
     below_autograd,
     empty_values,
+    is_first_derivative,
     is_plain_eager,
     keep_alive,
     library,
@@ -76,6 +77,12 @@ def _run(name: str, watched: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         return _KERNELS[name](*arguments)
     with below_autograd():
         return getattr(torch.ops.fastsparse, name).default(*arguments)
+
+
+def _differentiate(name: str, grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    if is_first_derivative(grad):
+        return _KERNELS[name](grad, *arguments)
+    return getattr(torch.ops.fastsparse, name).default(grad, *arguments)
 
 
 def _number(seed: Tensor | None) -> int:
@@ -288,17 +295,19 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 9
         q, k, v, bias, out, lse, seed = ctx.saved_tensors
         bias_wanted = ctx.needs_input_grad[3]
-        grad_q, grad_k, grad_v, grad_bias = torch.ops.fastsparse.attention_backward.default(
-            grad, q, k, v, bias, out, lse, *ctx.options, seed, ctx.heads, ctx.adjacency, bias_wanted
-        )
+        arguments = (q, k, v, bias, out, lse, *ctx.options, seed, ctx.heads, ctx.adjacency, bias_wanted)
+        grad_q, grad_k, grad_v, grad_bias = _differentiate("attention_backward", grad, *arguments)
         return grad_q, grad_k, grad_v, grad_bias if bias_wanted else None, *(None,) * 5
 
 
 def _remember(ctx: Any, adjacency: int, lse: Tensor, *tensors: Tensor | None) -> None:
     ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)  # else the backward pass fills zeros for lse
     ctx.save_for_backward(*tensors)
     ctx.adjacency = adjacency
     ctx.keep_alive = keep_alive(adjacency)
@@ -398,11 +407,14 @@ class _AdditiveAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 8
         score_dst, score_src, v, bias, out, lse, seed = ctx.saved_tensors
         bias_wanted = ctx.needs_input_grad[3]
-        grad_dst, grad_src, grad_v, grad_bias = torch.ops.fastsparse.additive_attention_backward.default(
-            grad, score_dst, score_src, v, bias, out, lse, *ctx.options, seed, ctx.adjacency, bias_wanted
+        arguments = (score_dst, score_src, v, bias, out, lse, *ctx.options, seed, ctx.adjacency, bias_wanted)
+        grad_dst, grad_src, grad_v, grad_bias = _differentiate(
+            "additive_attention_backward", grad, *arguments
         )
         return grad_dst, grad_src, grad_v, grad_bias if bias_wanted else None, *(None,) * 4
 
@@ -484,10 +496,12 @@ class _Gatv2Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 7
         x_dst, x_src, att, out, lse, seed = ctx.saved_tensors
-        grads = torch.ops.fastsparse.gatv2_attention_backward.default(
-            grad, x_dst, x_src, att, out, lse, *ctx.options, seed, ctx.adjacency
+        grads = _differentiate(
+            "gatv2_attention_backward", grad, x_dst, x_src, att, out, lse, *ctx.options, seed, ctx.adjacency
         )
         return *grads, None, None, None, None
 

@@ -57,6 +57,14 @@ def is_plain_eager(x: Tensor) -> bool:
     )
 
 
+def is_first_derivative(grad: Tensor) -> bool:
+    """Whether a backward pass may call its kernel without PyTorch's dispatcher: nothing watches the gradient.
+
+    A second derivative, which ``create_graph=True`` asks for, goes through the operators' own formulas.
+    """
+    return is_plain_eager(grad) and not torch.is_grad_enabled()
+
+
 def keep_alive(adjacency: int) -> Adjacency | None:
     """The structure behind a handle, for an autograd context that outlives the caller's reference.
 
@@ -109,6 +117,26 @@ def address(tensor: Tensor | None) -> int:
 def unit_stride(matrix: Tensor) -> Tensor:
     """The matrix itself where its column stride is 1, whatever its row stride; else a copy."""
     return matrix if matrix.stride(1) == 1 or matrix.size(1) <= 1 else matrix.contiguous()
+
+
+def scratch(device: torch.device, *lengths: int) -> tuple[Tensor | None, list[int]]:
+    """Room that a launch needs for itself: float32 arrays in one allocation.
+
+    Args:
+        device: where.
+        lengths: numbers of each array.
+
+    Returns:
+        What has to live until the launch, and the address of every array, a multiple of 16 bytes.
+    """
+    starts, total = [], 0
+    for length in lengths:
+        starts.append(4 * total)
+        total += -(-length // 4) * 4
+    if total == 0:
+        return None, [0] * len(lengths)
+    room = torch.empty(total, dtype=torch.float32, device=device)
+    return room, [room.data_ptr() + start for start in starts]
 
 
 def empty_values(adj: Adjacency, like: Tensor) -> Tensor:

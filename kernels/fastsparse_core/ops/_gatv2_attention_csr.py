@@ -9,7 +9,7 @@ from fastsparse_core import _C
 from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops import _additive_attention_csr as additive
-from fastsparse_core.ops._common import DTYPE_CODE, address, unit_stride
+from fastsparse_core.ops._common import DTYPE_CODE, scratch, unit_stride
 
 #: Groups of lanes of the backward row pass: each keeps its own sum for the gradient of ``att``. About 8
 #: slices for each, but enough groups to fill the GPU, and no more than balance the load.
@@ -62,15 +62,16 @@ def gatv2_forward(
     if adj.num_dst == 0:
         return out, lse
     x_dst, x_src, att = unit_stride(x_dst), unit_stride(x_src), att.float().contiguous()
-    partial, state = additive.partials(adj, x_src.size(1), heads, x_src.device)
+    slots = adj.row_split.num_slots
+    _room, (partial, partial_state) = scratch(x_src.device, slots * x_src.size(1), slots * heads * 2)
     index = device_index(x_src.device)
     _C.gatv2_attention(
         adj.csr_structure,
         _input(x_dst, x_src, att, negative_slope, dropout_p, seed, heads),
         out.data_ptr(),
         lse.data_ptr(),
-        address(partial),
-        address(state),
+        partial,
+        partial_state,
         index,
         queue(index),
     )
@@ -114,16 +115,13 @@ def gatv2_backward(
     out, grad, lse = unit_stride(out), unit_stride(grad), lse.contiguous()
     width = x_src.size(1)
     grad_dst, grad_src = x_dst.new_empty(x_dst.shape), x_src.new_empty(x_src.shape)
-
-    def floats(*size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.float32, device=device)
-
     transposed = adj.t()
     att_rows = _att_rows(adj.row_split.slices.size(0))
-    grad_att = floats(att_rows, width)
-    row_state = floats(adj.num_dst, heads, 2)
-    partial_dst = floats(adj.row_split.num_slots, width)
-    partial_src = floats(transposed.row_split.num_slots, width)
+    grad_att = att.new_empty(att_rows, width)
+    slots, slots_t = adj.row_split.num_slots, transposed.row_split.num_slots
+    _room, (row_state, partial_dst, partial_src) = scratch(
+        device, adj.num_dst * heads * 2, slots * width, slots_t * width
+    )
     index = device_index(device)
     _C.gatv2_attention_backward(
         adj.csr_structure,
@@ -138,9 +136,9 @@ def gatv2_backward(
         grad_src.data_ptr(),
         grad_att.data_ptr(),
         att_rows,
-        row_state.data_ptr(),
-        partial_dst.data_ptr(),
-        partial_src.data_ptr(),
+        row_state,
+        partial_dst,
+        partial_src,
         index,
         queue(index),
     )

@@ -12,7 +12,13 @@ from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.ops import _additive_attention_csr, _attention_bsb, _gatv2_attention_csr
 from fastsparse_core.ops import _attention_fused as fused
 from fastsparse_core.ops import _attention_unfused as unfused
-from fastsparse_core.ops._common import DTYPE_CODE, accumulation_dtype, autocast, check_features
+from fastsparse_core.ops._common import (
+    DTYPE_CODE,
+    accumulation_dtype,
+    autocast,
+    check_features,
+    num_heads,
+)
 from fastsparse_core.ops.edge_softmax import edge_softmax
 
 
@@ -25,6 +31,7 @@ def attention(
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
     *,
+    heads: int | None = None,
     algorithm: str = "auto",
 ) -> Tensor:
     r"""Dot-product attention of every row over its neighbours.
@@ -38,28 +45,30 @@ def attention(
         adj: structure (num_dst, num_src).
         q: queries (num_dst, H, D), float64, float32, float16 or bfloat16.
         k: keys (num_src, H, D), in the dtype of ``q``.
-        v: values (num_src, H, Dv), in the dtype of ``q``. Tensors of two dimensions are one head.
+        v: values (num_src, H, Dv), in the dtype of ``q``. Tensors of two dimensions, (n, H * D), hold the
+            heads side by side.
         scale: :math:`s`; None: :math:`1 / \sqrt{D}`.
         bias: :math:`b`, (num_values,) for all heads or (num_values, H), in the caller's edge order; of the
             dtype of ``q`` or float32.
         dropout_p: probability with which a weight is dropped; the others are scaled by 1 / (1 - dropout_p).
             The mask follows ``torch.manual_seed``.
+        heads: :math:`H` of tensors of two dimensions; None: 1.
         algorithm: ``"fused3s"``: one pass without anything of the size of the edges in memory (Fused3S,
             section 3; its backward pass recomputes the scores, as FlashAttention-2 does); ``"unfused"``:
             sddmm, edge_softmax, dropout, spmm; or ``"auto"``: fused3s where it can serve the call.
 
     Returns:
-        (num_dst, H, Dv), or (num_dst, Dv) for two dimensions; 0 in rows without edges. Accumulated in float32
-        or wider, deterministic. Differentiable in ``q``, ``k``, ``v`` and ``bias``; twice if unfused.
+        (num_dst, H, Dv), or (num_dst, H * Dv) for two dimensions; 0 in rows without edges. Accumulated in
+        float32 or wider, deterministic. Differentiable in ``q``, ``k``, ``v`` and ``bias``; twice if unfused.
 
     Raises:
         TypeError: dtypes are not supported or differ.
         ValueError: a size, device or option does not fit.
     """
     algorithm = choose.requested("attention", algorithm)
-    q, k, v, scale, bias, flat = _check_dot_product(adj, q, k, v, scale, bias)
+    q, k, v, heads, scale, bias = _check_dot_product(adj, q, k, v, heads, scale, bias)
     seed = _draw_seed(dropout_p)
-    heads, features = q.size(1), (q.flatten(1), k.flatten(1), v.flatten(1))
+    features = (q.flatten(1), k.flatten(1), v.flatten(1))
     obstacle = ""
     if v.device.type == "cuda":
         obstacle = _attention_bsb.obstacle(adj, *features, heads)
@@ -72,10 +81,10 @@ def attention(
     if choose.attention_algorithm(algorithm, obstacle) == "fused3s":
         arguments = (_per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle)
         out = fused.call("attention", v, *features, *arguments)
-        return out if flat else out.reshape(adj.num_dst, *v.shape[1:])
-    score = unfused.dot_product_scores(adj, q, k, scale, bias)
-    out = unfused.aggregate(adj, score, v, dropout_p, seed)
-    return out.squeeze(1) if flat else out
+        return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
+    score = unfused.dot_product_scores(adj, _with_heads(q, heads), _with_heads(k, heads), scale, bias)
+    out = unfused.aggregate(adj, score, _with_heads(v, heads), dropout_p, seed)
+    return out.flatten(1) if v.dim() == 2 else out
 
 
 def additive_attention(
@@ -100,8 +109,8 @@ def additive_attention(
         adj: structure (num_dst, num_src).
         score_dst: :math:`a`, (num_dst, H), in the dtype of ``v`` or float32.
         score_src: :math:`c`, (num_src, H), like ``score_dst``.
-        v: values (num_src, H, Dv), float64, float32, float16 or bfloat16; (num_src, Dv) is one head, with
-            scores (n,) or (n, 1).
+        v: values (num_src, H, Dv), float64, float32, float16 or bfloat16, or with the heads side by side
+            (num_src, H * Dv), where scores (n,) are those of one head.
         negative_slope: of the leaky ReLU.
         bias: :math:`b`, what the edge itself contributes, (num_values,) for all heads or (num_values, H), in
             the caller's edge order; of the dtype of ``v`` or float32.
@@ -110,8 +119,8 @@ def additive_attention(
         algorithm: as for :func:`attention`.
 
     Returns:
-        (num_dst, H, Dv), or (num_dst, Dv) for two dimensions; 0 in rows without edges. Accumulated in float32
-        or wider, deterministic. Differentiable in all tensors; twice if unfused.
+        (num_dst, H, Dv), or (num_dst, H * Dv) for two dimensions; 0 in rows without edges. Accumulated in
+        float32 or wider, deterministic. Differentiable in all tensors; twice if unfused.
 
     Raises:
         TypeError: dtypes are not supported or differ.
@@ -121,22 +130,24 @@ def additive_attention(
     check_features("v", v, adj.num_src, "num_src", adj)
     if v.dim() not in (2, 3):
         raise ValueError(f"v: expected (num_src, heads, D) or (num_src, D), got shape {tuple(v.shape)}")
-    flat = v.dim() == 2
     (v,) = autocast(v)  # type: ignore[assignment]
-    v = v[:, None] if flat else v
+    heads = v.size(1)
+    if v.dim() == 2:
+        heads = num_heads(score_src) if isinstance(score_src, Tensor) else 1
     score_dst, score_src, bias = _check_additive(
-        adj, score_dst, score_src, v.size(1), v.dtype, negative_slope, bias
+        adj, score_dst, score_src, heads, v.dtype, negative_slope, bias
     )
+    _check_width("v", v, heads)
     seed = _draw_seed(dropout_p)
     features = v.flatten(1)
-    obstacle = _additive_attention_csr.obstacle(features, v.size(1)) if v.device.type == "cuda" else ""
+    obstacle = _additive_attention_csr.obstacle(features, heads) if v.device.type == "cuda" else ""
     if choose.attention_algorithm(algorithm, obstacle) == "fused3s":
-        arguments = (_per_head(bias, v.size(1)), negative_slope, dropout_p, seed, adj.handle)
+        arguments = (_per_head(bias, heads), negative_slope, dropout_p, seed, adj.handle)
         out = fused.call("additive_attention", v, score_dst, score_src, features, *arguments)
-        return out if flat else out.reshape(adj.num_dst, *v.shape[1:])
+        return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
     score = unfused.additive_scores(adj, score_dst, score_src, negative_slope, bias)
-    out = unfused.aggregate(adj, score, v, dropout_p, seed)
-    return out.squeeze(1) if flat else out
+    out = unfused.aggregate(adj, score, _with_heads(v, heads), dropout_p, seed)
+    return out.flatten(1) if v.dim() == 2 else out
 
 
 def gatv2_attention(
@@ -161,48 +172,57 @@ def gatv2_attention(
         adj: structure (num_dst, num_src).
         x_dst: :math:`\mathbf{x}`, (num_dst, H, D), float64, float32, float16 or bfloat16.
         x_src: :math:`\mathbf{z}`, (num_src, H, D), in the dtype of ``x_dst``; also the values.
-        att: :math:`\mathbf{a}`, (H, D), in the dtype of ``x_dst`` or float32. Features of two dimensions are
-            one head, with (D,) or (1, D).
+        att: :math:`\mathbf{a}`, (H, D), in the dtype of ``x_dst`` or float32. Features of two dimensions,
+            (n, H * D), hold the heads side by side; (D,) is one head.
         negative_slope: of the leaky ReLU.
         dropout_p: probability with which a weight is dropped; the others are scaled by 1 / (1 - dropout_p).
             The mask follows ``torch.manual_seed``.
         algorithm: as for :func:`attention`.
 
     Returns:
-        (num_dst, H, D), or (num_dst, D) for two dimensions; 0 in rows without edges. Accumulated in float32
-        or wider, deterministic. Differentiable in all tensors; twice if unfused.
+        (num_dst, H, D), or (num_dst, H * D) for two dimensions; 0 in rows without edges. Accumulated in
+        float32 or wider, deterministic. Differentiable in all tensors; twice if unfused.
 
     Raises:
         TypeError: dtypes are not supported or differ.
         ValueError: a size, device or option does not fit.
     """
     algorithm = choose.requested("attention", algorithm)
-    x_dst, x_src, att, flat = _check_gatv2(adj, x_dst, x_src, att, negative_slope)
+    x_dst, x_src, att = _check_gatv2(adj, x_dst, x_src, att, negative_slope)
+    heads = att.size(0)
     seed = _draw_seed(dropout_p)
     features = x_src.flatten(1)
     obstacle = ""
     if x_src.device.type == "cuda":
-        obstacle = _gatv2_attention_csr.obstacle(features, negative_slope, x_src.size(1))
+        obstacle = _gatv2_attention_csr.obstacle(features, negative_slope, heads)
     if choose.attention_algorithm(algorithm, obstacle) == "fused3s":
         arguments = (att, negative_slope, dropout_p, seed, adj.handle)
         out = fused.call("gatv2_attention", x_src, x_dst.flatten(1), features, *arguments)
-        return out if flat else out.reshape(adj.num_dst, *x_src.shape[1:])
-    score = unfused.gatv2_scores(adj, x_dst, x_src, att, negative_slope)
-    out = unfused.aggregate(adj, score, x_src, dropout_p, seed)
-    return out.squeeze(1) if flat else out
+        return out if x_src.dim() == 2 else out.reshape(adj.num_dst, *x_src.shape[1:])
+    source = _with_heads(x_src, heads)
+    score = unfused.gatv2_scores(adj, _with_heads(x_dst, heads), source, att, negative_slope)
+    out = unfused.aggregate(adj, score, source, dropout_p, seed)
+    return out.flatten(1) if x_src.dim() == 2 else out
 
 
 # ---------------------------------------------------------------- the weights themselves
 
 
 def attention_weights(
-    adj: Adjacency, q: Tensor, k: Tensor, scale: float | None = None, bias: Tensor | None = None
+    adj: Adjacency,
+    q: Tensor,
+    k: Tensor,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    *,
+    heads: int | None = None,
 ) -> Tensor:
     """The weights of :func:`attention` before dropout, for inspection: (num_values, H) in the caller's order.
 
     Arguments and errors are those of :func:`attention`. Float32, or float64 for float64; differentiable.
     """
-    q, k, _, scale, bias, _ = _check_dot_product(adj, q, k, k, scale, bias)
+    q, k, _, heads, scale, bias = _check_dot_product(adj, q, k, k, heads, scale, bias)
+    q, k = _with_heads(q, heads), _with_heads(k, heads)
     return edge_softmax(adj, unfused.dot_product_scores(adj, q, k, scale, bias))
 
 
@@ -219,7 +239,7 @@ def additive_attention_weights(
     differentiable.
     """
     check_features("score_src", score_src, adj.num_src, "num_src", adj)
-    heads = 1 if score_src.dim() == 1 else score_src.size(1)
+    heads = num_heads(score_src)
     score_dst, score_src, bias = _check_additive(
         adj, score_dst, score_src, heads, score_src.dtype, negative_slope, bias
     )
@@ -234,7 +254,8 @@ def gatv2_attention_weights(
     Arguments and errors are those of :func:`gatv2_attention`. Float32, or float64 for float64;
     differentiable.
     """
-    x_dst, x_src, att, _ = _check_gatv2(adj, x_dst, x_src, att, negative_slope)
+    x_dst, x_src, att = _check_gatv2(adj, x_dst, x_src, att, negative_slope)
+    x_dst, x_src = _with_heads(x_dst, att.size(0)), _with_heads(x_src, att.size(0))
     return edge_softmax(adj, unfused.gatv2_scores(adj, x_dst, x_src, att, negative_slope))
 
 
@@ -242,32 +263,54 @@ def gatv2_attention_weights(
 
 
 def _check_dot_product(
-    adj: Adjacency, q: Tensor, k: Tensor, v: Tensor, scale: float | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, float, Tensor | None, bool]:
-    """Queries, keys and values with heads, the scale, the bias, and whether the heads were added."""
+    adj: Adjacency,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int | None,
+    scale: float | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, int, float, Tensor | None]:
+    """Queries, keys and values of as many dimensions as they had, number of heads, scale and bias."""
     check_features("q", q, adj.num_dst, "num_dst", adj)
     check_features("k", k, adj.num_src, "num_src", adj)
     check_features("v", v, adj.num_src, "num_src", adj)
     if q.dim() not in (2, 3) or k.dim() != q.dim() or v.dim() != q.dim():
         raise ValueError(
-            "q, k and v: expected (n, heads, D) each, or (n, D) each, "
+            "q, k and v: expected (n, heads, D) each, or (n, heads * D) each, "
             f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
     q, k, v = autocast(q, k, v)  # type: ignore[assignment]
     if q.dtype != k.dtype or q.dtype != v.dtype:
         raise TypeError(f"q, k and v: expected one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    flat = q.dim() == 2
-    if flat:
-        q, k, v = q[:, None], k[:, None], v[:, None]
-    if q.size(1) != k.size(1) or q.size(1) != v.size(1):
-        raise ValueError(
-            f"q, k and v: expected as many heads each, got {q.size(1)}, {k.size(1)} and {v.size(1)}"
-        )
-    if q.size(2) != k.size(2):
-        raise ValueError(f"q and k: expected features of one width, got {q.size(2)} and {k.size(2)}")
+    found = 1 if q.dim() == 2 else q.size(1)
+    if q.dim() == 3 and (found != k.size(1) or found != v.size(1)):
+        raise ValueError(f"q, k and v: expected as many heads each, got {found}, {k.size(1)} and {v.size(1)}")
+    if heads is None:
+        heads = found
+    elif q.dim() == 3 and heads != found:
+        raise ValueError(f"heads: expected {found} for (n, {found}, D), or None, got {heads}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_width(name, x, heads)
+    if q.size(-1) != k.size(-1):
+        raise ValueError(f"q and k: expected features of one width, got {q.size(-1)} and {k.size(-1)}")
     if scale is None:
-        scale = q.size(2) ** -0.5 if q.size(2) else 1.0
-    return q, k, v, _check_number("scale", scale), _check_bias(adj, bias, q.size(1), q.dtype), flat
+        width = q.size(-1) if q.dim() == 3 else q.size(-1) // heads
+        scale = width**-0.5 if width else 1.0
+    return q, k, v, heads, _check_number("scale", scale), _check_bias(adj, bias, heads, q.dtype)
+
+
+def _check_width(name: str, x: Tensor, heads: int) -> None:
+    """Whether features of two dimensions can be heads side by side."""
+    if x.dim() == 2 and (heads < 1 or x.size(1) % heads):
+        raise ValueError(
+            f"{name}: expected (n, {heads} * D) for {heads} heads side by side, got {tuple(x.shape)}"
+        )
+
+
+def _with_heads(x: Tensor, heads: int) -> Tensor:
+    """(n, heads, D) of that or of (n, heads * D)."""
+    return x.unflatten(1, (heads, x.size(1) // heads)) if x.dim() == 2 else x
 
 
 def _check_additive(
@@ -300,32 +343,32 @@ def _check_additive(
 
 def _check_gatv2(
     adj: Adjacency, x_dst: Tensor, x_src: Tensor, att: Tensor, negative_slope: float
-) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Features with heads, the attention vectors in the accumulation dtype, whether the heads were added."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Features, and the attention vectors (heads, D) in the accumulation dtype."""
     check_features("x_dst", x_dst, adj.num_dst, "num_dst", adj)
     check_features("x_src", x_src, adj.num_src, "num_src", adj)
     if x_dst.dim() not in (2, 3) or x_dst.shape[1:] != x_src.shape[1:]:
         raise ValueError(
-            "x_dst and x_src: expected (n, heads, D) or (n, D) with equal heads and D, "
+            "x_dst and x_src: expected (n, heads, D) or (n, heads * D) with equal heads and D, "
             f"got {tuple(x_dst.shape)} and {tuple(x_src.shape)}"
         )
     x_dst, x_src = autocast(x_dst, x_src)  # type: ignore[assignment]
     if x_dst.dtype != x_src.dtype:
         raise TypeError(f"x_dst and x_src: expected one dtype, got {x_dst.dtype} and {x_src.dtype}")
-    flat = x_dst.dim() == 2
-    if flat:
-        x_dst, x_src = x_dst[:, None], x_src[:, None]
     if not isinstance(att, Tensor) or not att.is_floating_point():
         kind = att.dtype if isinstance(att, Tensor) else type(att).__name__
         raise TypeError(f"att: expected a floating tensor, got {kind}")
-    if flat and att.dim() == 1:
-        att = att[None]
-    if att.shape != x_dst.shape[1:]:
-        raise ValueError(f"att: expected shape {tuple(x_dst.shape[1:])}, (heads, D), got {tuple(att.shape)}")
+    if x_dst.dim() == 3:
+        expected, fits = str(tuple(x_dst.shape[1:])), att.shape == x_dst.shape[1:]
+    else:
+        att = att[None] if att.dim() == 1 else att
+        expected, fits = f"of {x_dst.size(1)} entries", att.dim() == 2 and att.numel() == x_dst.size(1)
+    if not fits:
+        raise ValueError(f"att: expected shape {expected}, (heads, D), got {tuple(att.shape)}")
     if att.device != x_dst.device:
         raise ValueError(f"att: expected device {x_dst.device} like the features, got {att.device}")
     _check_number("negative_slope", negative_slope)
-    return x_dst, x_src, att.to(accumulation_dtype(x_dst.dtype)), flat
+    return x_dst, x_src, att.to(accumulation_dtype(x_dst.dtype))
 
 
 def _check_bias(adj: Adjacency, bias: Tensor | None, heads: int, dtype: torch.dtype) -> Tensor | None:

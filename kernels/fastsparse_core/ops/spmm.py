@@ -21,6 +21,7 @@ from fastsparse_core.ops._common import (
     check_scale,
     edges_from_dense,
     is_dense,
+    is_first_derivative,
     is_plain_eager,
     keep_alive,
     library,
@@ -324,7 +325,8 @@ class _Spmm(torch.autograd.Function):
         if rectified is not None:
             grad = grad.masked_fill(rectified <= 0, 0)
         if ctx.needs_input_grad[0]:
-            grad_x = _spmm_op(
+            product = _spmm if is_first_derivative(grad) else _spmm_op
+            grad_x = product(
                 grad,
                 value,
                 scale_src,
