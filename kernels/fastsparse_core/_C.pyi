@@ -341,4 +341,39 @@ def sddmm_bsb(  # only in builds with the CUDA half
     device: int,
     queue: int,
 ) -> None: ...
+def maxk(
+    dtype: int,
+    num_rows: int,
+    width: int,
+    k: int,
+    x: int,
+    x_stride: int,
+    values: int,
+    ids: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def cbsr_to_dense(
+    dtype: int,
+    num_rows: int,
+    width: int,
+    k: int,
+    values: int,
+    ids: int,
+    out: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def cbsr_gather(
+    dtype: int,
+    num_rows: int,
+    width: int,
+    k: int,
+    dense: int,
+    dense_stride: int,
+    ids: int,
+    out: int,
+    device: int,
+    queue: int,
+) -> None: ...
 def build_info() -> dict[str, bool | str]: ...
