@@ -463,6 +463,49 @@ void cbsr_gather(int dtype, std::int64_t num_rows, std::int64_t width, std::int6
   FASTSPARSE_RUN(cbsr_gather, args, device, queue);
 }
 
+void ssd(const CsrStructure& structure, int dtype, std::int64_t width, std::int64_t k, Address values,
+         Address ids, Address value, int value_dtype, Address scale_dst, Address scale_src, Address bias,
+         Address out, Address partial, Address words, Address exponent, int id_bits, int device,
+         Address queue) {
+  const SsdArgs args{structure.a,
+                     structure.split,
+                     {at(value), static_cast<Dtype>(value_dtype), 1},
+                     at(values),
+                     at(ids),
+                     at(scale_dst),
+                     at(scale_src),
+                     at(bias),
+                     at(out),
+                     at(partial),
+                     {at<std::uint32_t>(words), at<std::uint8_t>(exponent), id_bits},
+                     width,
+                     k,
+                     static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(ssd, args, device, queue);
+}
+
+#ifdef FASTSPARSE_WITH_CUDA
+void ssd_slots(const CsrStructure& structure, int dtype, std::int64_t width, std::int64_t k, Address values,
+               Address ids, Address value, int value_dtype, Address scale_src, Address sum, int slots,
+               bool update_mode, bool coupled, int device, Address queue) {
+  const SsdSlotsArgs args{structure.a,
+                          structure.split,
+                          {at(value), static_cast<Dtype>(value_dtype), 1},
+                          at(values),
+                          at(ids),
+                          at(scale_src),
+                          at<float>(sum),
+                          slots,
+                          update_mode,
+                          coupled,
+                          width,
+                          k,
+                          static_cast<Dtype>(dtype)};
+  const DeviceGuard guard(device);
+  check(cuda::ssd_slots(args, at(queue)), "ssd_slots");
+}
+#endif
+
 py::dict build_info() {
   py::dict info;
 #ifdef FASTSPARSE_WITH_CUDA
@@ -519,5 +562,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("maxk", &maxk);
   m.def("cbsr_to_dense", &cbsr_to_dense);
   m.def("cbsr_gather", &cbsr_gather);
+  m.def("ssd", &ssd);
+#ifdef FASTSPARSE_WITH_CUDA
+  m.def("ssd_slots", &ssd_slots);
+#endif
   m.def("build_info", &build_info);
 }

@@ -199,3 +199,20 @@ def cbsr_to_dense(values: Tensor, ids: Tensor, width: int) -> Tensor:
     return values.new_zeros(values.size(0), width, dtype=torch.float64).scatter(
         1, ids.long(), values.double()
     )
+
+
+def ssd(
+    adj: Adjacency,
+    values: Tensor,
+    ids: Tensor,
+    width: int,
+    value: Tensor | None = None,
+    reduce: str = "sum",
+    *,
+    scale_dst: Tensor | None = None,
+    scale_src: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Float64 reference of :func:`fastsparse_core.ssd`, differentiable."""
+    dense = cbsr_to_dense(values, ids, width)
+    return spmm(adj, dense, value, reduce, scale_dst=scale_dst, scale_src=scale_src, bias=bias)

@@ -19,6 +19,7 @@ void attention_csr_backward(const AttentionCsrBackwardArgs& args, int threads);
 void maxk(const MaxkArgs& args, int threads);
 void cbsr_to_dense(const CbsrToDenseArgs& args, int threads);
 void cbsr_gather(const CbsrGatherArgs& args, int threads);
+void ssd(const SsdArgs& args, int threads);
 
 }  // namespace fastsparse::cpu
 
@@ -41,5 +42,7 @@ int sddmm_bsb(const SddmmBsbArgs& args, void* stream);
 int maxk(const MaxkArgs& args, void* stream);
 int cbsr_to_dense(const CbsrToDenseArgs& args, void* stream);
 int cbsr_gather(const CbsrGatherArgs& args, void* stream);
+int ssd(const SsdArgs& args, void* stream);
+int ssd_slots(const SsdSlotsArgs& args, void* stream);
 
 }  // namespace fastsparse::cuda
