@@ -445,6 +445,68 @@ void compress(const CompressArgs& args, Address scratch, std::size_t scratch_byt
 #endif
 }
 
+void maxk(int dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, Address x,
+          std::int64_t x_stride, Address values, Address ids, int device, Address queue) {
+  const MaxkArgs args{{at(x), x_stride}, at(values), at(ids), num_rows, width, k, static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(maxk, args, device, queue);
+}
+
+void cbsr_to_dense(int dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, Address values,
+                   Address ids, Address out, int device, Address queue) {
+  const CbsrToDenseArgs args{at(values), at(ids), at(out), num_rows, width, k, static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(cbsr_to_dense, args, device, queue);
+}
+
+void cbsr_gather(int dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, Address dense,
+                 std::int64_t dense_stride, Address ids, Address out, int device, Address queue) {
+  const CbsrGatherArgs args{{at(dense), dense_stride}, at(ids), at(out), num_rows, width, k,
+                            static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(cbsr_gather, args, device, queue);
+}
+
+void ssd(const CsrStructure& structure, int dtype, std::int64_t width, std::int64_t k, Address values,
+         Address ids, Address value, int value_dtype, Address scale_dst, Address scale_src, Address bias,
+         Address out, Address partial, Address words, Address exponent, int id_bits, int device,
+         Address queue) {
+  const SsdArgs args{structure.a,
+                     structure.split,
+                     {at(value), static_cast<Dtype>(value_dtype), 1},
+                     at(values),
+                     at(ids),
+                     at(scale_dst),
+                     at(scale_src),
+                     at(bias),
+                     at(out),
+                     at(partial),
+                     {at<std::uint32_t>(words), at<std::uint8_t>(exponent), id_bits},
+                     width,
+                     k,
+                     static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(ssd, args, device, queue);
+}
+
+#ifdef FASTSPARSE_WITH_CUDA
+void ssd_slots(const CsrStructure& structure, int dtype, std::int64_t width, std::int64_t k, Address values,
+               Address ids, Address value, int value_dtype, Address scale_src, Address sum, int slots,
+               bool update_mode, bool coupled, int device, Address queue) {
+  const SsdSlotsArgs args{structure.a,
+                          structure.split,
+                          {at(value), static_cast<Dtype>(value_dtype), 1},
+                          at(values),
+                          at(ids),
+                          at(scale_src),
+                          at<float>(sum),
+                          slots,
+                          update_mode,
+                          coupled,
+                          width,
+                          k,
+                          static_cast<Dtype>(dtype)};
+  const DeviceGuard guard(device);
+  check(cuda::ssd_slots(args, at(queue)), "ssd_slots");
+}
+#endif
+
 py::dict build_info() {
   py::dict info;
 #ifdef FASTSPARSE_WITH_CUDA
@@ -498,5 +560,12 @@ PYBIND11_MODULE(_C, m) {
   py::class_<AttentionCsrArgs>(m, "AttentionCsrArgs").def(py::init(&attention_csr_args));
   m.def("attention_csr", &attention_csr);
   m.def("attention_csr_backward", &attention_csr_backward);
+  m.def("maxk", &maxk);
+  m.def("cbsr_to_dense", &cbsr_to_dense);
+  m.def("cbsr_gather", &cbsr_gather);
+  m.def("ssd", &ssd);
+#ifdef FASTSPARSE_WITH_CUDA
+  m.def("ssd_slots", &ssd_slots);
+#endif
   m.def("build_info", &build_info);
 }

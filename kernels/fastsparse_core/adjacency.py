@@ -409,7 +409,24 @@ class Adjacency:
         return self._memo.get("csr_structure", self._csr_structure)
 
     def _csr_structure(self) -> Any:
-        split = self.row_split if self.device.type == "cuda" else None
+        return self._rows(self.row_split if self.device.type == "cuda" else None)
+
+    @property
+    def edge_groups(self) -> RowSplit:
+        """Work list of ssd: the entries of a row in groups of bounded length, and who shares a row."""
+        return self._row_memo.get(
+            "edge_groups", lambda: RowSplit.from_rowptr(self.rowptr, choose.edge_group_length(self.num_edges))
+        )
+
+    @property
+    def edge_group_structure(self) -> Any:
+        """The structure as the compiled ssd takes it."""
+        return self._memo.get(
+            "edge_group_structure",
+            lambda: self._rows(self.edge_groups if self.device.type == "cuda" else None),
+        )
+
+    def _rows(self, split: RowSplit | None) -> Any:
         addresses = (
             (
                 split.slices.data_ptr(),
@@ -609,6 +626,7 @@ class Adjacency:
             backward: also the transposed structure.
         """
         self.csr_structure  # noqa: B018
+        self.edge_group_structure  # noqa: B018
         if self.device.type == "cuda" and self.try_bsb():
             self.bsb_structure(valued=False)
             self.sddmm_structure()

@@ -31,11 +31,22 @@ _WHY_SDDMM_CSR = (
     "float64, for rows or heads that are not multiples of 16 bytes, for more than 65535 heads or 2^24 sources"
 )
 
+_WHY_DECOUPLED = (
+    "ssd with algorithm='maxk' runs as 'decoupled' where its atomics cannot serve it: on the CPU, in "
+    "float64, for more than 1024 features, and where PyTorch is told to use deterministic algorithms"
+)
+
 SPMM_ALGORITHMS = ("auto", "csr", "flashsparse")
 SDDMM_ALGORITHMS = ("auto", "csr", "flashsparse")
 ATTENTION_ALGORITHMS = ("auto", "fused3s", "unfused")
+SSD_ALGORITHMS = ("auto", "decoupled", "maxk", "densify")
 #: operator -> the names that its calls, and `algorithms`, take
-ALGORITHMS = {"spmm": SPMM_ALGORITHMS, "sddmm": SDDMM_ALGORITHMS, "attention": ATTENTION_ALGORITHMS}
+ALGORITHMS = {
+    "spmm": SPMM_ALGORITHMS,
+    "sddmm": SDDMM_ALGORITHMS,
+    "attention": ATTENTION_ALGORITHMS,
+    "ssd": SSD_ALGORITHMS,
+}
 
 #: Groups of lanes that an H200 keeps resident in the CSR kernels, about: 132 multiprocessors x 96 groups.
 _RESIDENT_GROUPS = 132 * 96
@@ -43,6 +54,8 @@ _RESIDENT_GROUPS = 132 * 96
 _RESIDENT_WARPS = 132 * 32
 #: Edges below which a product takes about as long as its launch, so that what it reads hardly counts.
 _FEW_EDGES = 200_000
+#: Features that a buffer of ssd has room for; wider rows are summed in tiles.
+MOST_SSD_FEATURES = 1024
 #: Heads that a grid has room for.
 _MOST_HEADS = 65_535
 #: Products with a structure before `auto` converts it: a conversion costs about as much as 5 to 10 products.
@@ -71,7 +84,11 @@ def check_algorithm(algorithm: str, known: tuple[str, ...], name: str = "algorit
 
 @contextlib.contextmanager
 def algorithms(
-    *, spmm: str | None = None, sddmm: str | None = None, attention: str | None = None
+    *,
+    spmm: str | None = None,
+    sddmm: str | None = None,
+    attention: str | None = None,
+    ssd: str | None = None,
 ) -> Iterator[None]:
     """Algorithms that stand in for ``"auto"`` in the calls within, of layers too; also a decorator.
 
@@ -84,6 +101,7 @@ def algorithms(
         spmm: one of `SPMM_ALGORITHMS`; None: as outside.
         sddmm: one of `SDDMM_ALGORITHMS`; None: as outside.
         attention: one of `ATTENTION_ALGORITHMS`; None: as outside.
+        ssd: one of `SSD_ALGORITHMS`; None: as outside.
 
     Raises:
         ValueError: There is no algorithm of that name.
@@ -93,11 +111,8 @@ def algorithms(
         >>> with algorithms(spmm="csr"):
         ...     y = spmm(adj, torch.eye(2))
     """
-    given = {
-        operator: algorithm
-        for operator, algorithm in (("spmm", spmm), ("sddmm", sddmm), ("attention", attention))
-        if algorithm is not None
-    }
+    asked = {"spmm": spmm, "sddmm": sddmm, "attention": attention, "ssd": ssd}
+    given = {operator: algorithm for operator, algorithm in asked.items() if algorithm is not None}
     for operator, algorithm in given.items():
         check_algorithm(algorithm, ALGORITHMS[operator], operator)
     requests = {**(_requests.get() or {}), **given}
@@ -143,6 +158,11 @@ def slice_length(num_edges: int) -> int:
     nothing in partial results (two rows written and read per 512 gathered).
     """
     return _power_of_two(num_edges // _RESIDENT_GROUPS, 32, 512)
+
+
+def edge_group_length(num_edges: int) -> int:
+    """Longest edge group of ssd, in entries: a power of two from 32 to 128, which its kernel has room for."""
+    return _power_of_two(num_edges // (4 * _RESIDENT_WARPS), 32, 128)
 
 
 def slice_blocks(num_blocks: int) -> int:
@@ -255,6 +275,31 @@ def attention_algorithm(algorithm: str, obstacle: str) -> str:
         info_once(_logger, f"attention runs as 'unfused', with memory for every edge: {obstacle}")
         return "unfused"
     return "fused3s"
+
+
+def ssd_algorithm(
+    algorithm: str, device: torch.device, dtype: torch.dtype, k: int, width: int, deterministic: bool
+) -> str:
+    """Resolves ``"auto"``, and a request that this call cannot serve, to the name of a kernel.
+
+    Args:
+        algorithm: as the caller asked.
+        device: of the values.
+        dtype: of the values.
+        k: entries in every row.
+        width: features per row.
+        deterministic: whether atomics on floats are ruled out.
+    """
+    if algorithm == "maxk":
+        obstacle = device.type != "cuda" or dtype == torch.float64 or width > MOST_SSD_FEATURES
+        if obstacle or deterministic:
+            info_once(_logger, _WHY_DECOUPLED)
+            return "decoupled"
+    if algorithm != "auto":
+        return algorithm
+    # Dense rows cost their width in bytes, kept entries their number in additions to shared memory.
+    most = width // 8 if dtype.itemsize == 2 else width // 4
+    return "decoupled" if k <= most or device.type == "cpu" else "densify"
 
 
 def sddmm_algorithm(

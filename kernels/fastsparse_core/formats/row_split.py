@@ -66,3 +66,18 @@ class RowSplit:
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by name."""
         return {"slices": self.slices, "split_row": self.split_row, "split_ptr": self.split_ptr}
+
+
+def shared_group_share(rowptr: Tensor, longest: int) -> float:
+    """Share of the edge groups that another group shares its row with ("Decoupled SSD", table I).
+
+    Args:
+        rowptr: int64 (num_rows + 1,).
+        longest: entries of a group, at most.
+
+    Returns:
+        from 0 to 1: of all groups with entries those that cannot store their row by themselves.
+    """
+    groups = (rowptr.diff() + (longest - 1)) // longest
+    shared = groups[groups > 1].sum()
+    return int(shared) / max(int(groups.sum()), 1)

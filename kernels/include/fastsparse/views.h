@@ -372,4 +372,83 @@ struct CompressArgs {
   bool order_is_64bit;
 };
 
+// The k largest entries of every row in ascending column order; of equal ones those in lower columns, and NaN
+// counts as largest.
+struct MaxkArgs {
+  DenseView x;   // (num_rows, width)
+  void* values;  // (num_rows, k)
+  void* ids;     // (num_rows, k) uint8 where width <= 256, else uint16
+  std::int64_t num_rows;
+  std::int64_t width;
+  std::int64_t k;
+  Dtype dtype;
+};
+
+// Dense rows from CBSR: 0 but for the values at their ids.
+struct CbsrToDenseArgs {
+  const void* values;  // (num_rows, k)
+  const void* ids;     // as in MaxkArgs
+  void* out;           // (num_rows, width)
+  std::int64_t num_rows;
+  std::int64_t width;
+  std::int64_t k;
+  Dtype dtype;
+};
+
+// The entries of dense rows at the ids of a CBSR.
+struct CbsrGatherArgs {
+  DenseView dense;  // (num_rows, width)
+  const void* ids;  // as in MaxkArgs
+  void* out;        // (num_rows, k)
+  std::int64_t num_rows;
+  std::int64_t width;
+  std::int64_t k;
+  Dtype dtype;
+};
+
+// The entries kept in every row of the sources, as the CUDA kernel of ssd gathers them: one word per entry
+// with a fixed-point value above `id_bits` bits of id, rows padded with zeros to multiples of 4 words; and a
+// bound of every row, 2^(exponent - 127) > |value|, 0 for rows of zeros, 255 where a value is not finite or
+// 2^127 on.
+struct PackedCbsr {
+  std::uint32_t* words;    // (num_cols, ceil(k / 4) * 4)
+  std::uint8_t* exponent;  // (num_cols)
+  int id_bits;
+};
+
+// As SpmmArgs with x in CBSR: k entries in every row of width features.
+struct SsdArgs {
+  CsrView a;
+  RowSplitView groups;  // edge groups; CUDA only
+  EdgeValueView value;  // one per edge
+  const void* values;   // (num_cols, k) in dtype
+  const void* ids;      // (num_cols, k) uint8 where width <= 256, else uint16; ascending
+  const void* scale_dst;
+  const void* scale_src;
+  const void* bias;
+  void* out;          // (num_rows, width)
+  void* partial;      // (num_slots, width) in the accumulation type; CUDA only
+  PackedCbsr packed;  // null: plain sums; CUDA only
+  std::int64_t width;
+  std::int64_t k;
+  Dtype dtype;
+};
+
+// The dataflow of MaxK and of the decoupled SSD paper, for comparison: float sums, 16-bit or float32 values.
+struct SsdSlotsArgs {
+  CsrView a;
+  RowSplitView groups;
+  EdgeValueView value;
+  const void* values;
+  const void* ids;
+  const void* scale_src;
+  float* sum;          // (num_rows, width) zeros
+  int slots;           // edge groups, and buffers, per warp: a power of two up to 32
+  bool update_mode;    // rows of one group are stored; else every group adds by atomics
+  bool coupled;        // a block waits for all its groups before it updates, as MaxK does
+  std::int64_t width;  // at most 1024
+  std::int64_t k;
+  Dtype dtype;
+};
+
 }  // namespace fastsparse

@@ -1,0 +1,376 @@
+"""Sparse rows times a sparse structure: aggregation of the entries that MaxK kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C, choose
+from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.formats.cbsr import CBSR, ids_dtype
+from fastsparse_core.ops._common import (
+    DTYPE_CODE,
+    accumulation_dtype,
+    address,
+    autocast,
+    below_autograd,
+    check_features,
+    check_scale,
+    is_plain_eager,
+    keep_alive,
+    library,
+    register_autograd,
+    structure,
+)
+
+library.define(
+    "ssd(Tensor values, Tensor ids, SymInt width, Tensor? value, Tensor? scale_dst, Tensor? scale_src, "
+    "Tensor? bias, SymInt num_dst, SymInt adjacency, bool transpose, str algorithm) -> Tensor"
+)
+
+_ssd_op = torch.ops.fastsparse.ssd.default
+
+
+def ssd(
+    adj: Adjacency,
+    cbsr: CBSR,
+    value: Tensor | None = None,
+    reduce: str = "sum",
+    *,
+    scale_dst: Tensor | None = None,
+    scale_src: Tensor | None = None,
+    bias: Tensor | None = None,
+    algorithm: str = "auto",
+) -> Tensor:
+    r"""Aggregates the kept entries of each row's neighbours into dense rows.
+
+    .. math::
+        \mathbf{y}_i = s_i \bigoplus_{j \in \mathcal{N}(i)} v_{ij} \, t_j \, \mathbf{x}_j + \mathbf{b}
+
+    with :math:`\mathbf{X}` = ``cbsr.to_dense()`` and :math:`\bigoplus` a sum or mean: what :func:`spmm` of
+    the dense rows gives, from k entries per edge instead of all features ("Decoupled SSD", sections III and
+    IV). The operands may come in any order of edges; float32 results are reproducible bit by bit with every
+    algorithm but ``"maxk"``.
+
+    Args:
+        adj: structure (num_dst, num_src).
+        cbsr: kept entries of the sources, num_src rows; float64, float32, float16 or bfloat16. Under autocast
+            its values are cast like the features of a matrix product.
+        value: :math:`v`, (num_values,) in the caller's edge order, in the dtype of the values or in its
+            accumulation dtype. None: 1.
+        reduce: ``"sum"`` or ``"mean"``.
+        scale_dst: constant :math:`s`, (num_dst,).
+        scale_src: constant :math:`t`, (num_src,).
+        bias: :math:`\mathbf{b}`, (width,).
+        algorithm: ``"decoupled"`` (edge groups summed in shared memory; on CUDA in fixed point, see below);
+            ``"maxk"`` (MaxK-GNN's coupled dataflow with atomic updates, on CUDA, for comparison);
+            ``"densify"`` (:func:`spmm` of the dense rows); or ``"auto"``: decoupled where few of the features
+            are kept, else densify.
+
+    Returns:
+        (num_dst, width) in the dtype of the values; differentiable in them, in ``value`` and in ``bias``.
+
+    Raises:
+        TypeError: a dtype is not supported, or ``cbsr`` is no CBSR.
+        ValueError: a size, device or option does not fit.
+
+    Note:
+        On CUDA ``"decoupled"`` sums up to 128 entries of a row in fixed point, with at least 22 bits relative
+        to the greatest of them: results have float32's accuracy relative to the greatest entry among the
+        neighbours, not relative to each feature's own size. Features of very different scales keep that with
+        ``algorithm="densify"``. Infinities, NaN and float64 are summed as floats.
+
+    Examples:
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0, 2]), torch.tensor([1, 2, 0]), (3, 3))
+        >>> ssd(adj, maxk(torch.eye(3), 1)).tolist()
+        [[0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
+    """
+    algorithm = choose.requested("ssd", algorithm)
+    _check_cbsr(cbsr, adj)
+    values, bias = autocast(cbsr.values, bias)
+    assert values is not None
+    if value is not None:
+        value = _check_value(value, values, adj)
+    scale_dst = check_scale("scale_dst", scale_dst, adj.num_dst, values)
+    scale_src = check_scale("scale_src", scale_src, adj.num_src, values)
+    if bias is not None:
+        bias = _check_bias(bias, values, cbsr.width)
+    if reduce == "mean":
+        mean = adj.inv_degree(accumulation_dtype(values.dtype))
+        scale_dst = mean if scale_dst is None else scale_dst * mean
+    elif reduce != "sum":
+        raise ValueError(f"reduce: expected 'sum' or 'mean', got {reduce!r}")
+    arguments = (values, cbsr.ids, cbsr.width, value, scale_dst, scale_src, bias)
+    place = (adj.num_dst, adj.handle, False, algorithm)
+    if not is_plain_eager(values):
+        return _ssd_op(*arguments, *place)
+    if torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (values, value, bias)
+    ):
+        return _Ssd.apply(*arguments, *place)
+    return _ssd(*arguments, *place)
+
+
+def _check_cbsr(cbsr: CBSR, adj: Adjacency) -> None:
+    if not isinstance(cbsr, CBSR):
+        raise TypeError(f"cbsr: expected a CBSR, as maxk() returns it, got {type(cbsr).__name__}")
+    check_features("cbsr", cbsr.values, adj.num_src, "num_src", adj)
+    expected = ids_dtype(cbsr.width)
+    if cbsr.ids.dtype != expected:
+        raise TypeError(f"cbsr: expected {expected} ids for width {cbsr.width}, got {cbsr.ids.dtype}")
+    if cbsr.values.dim() != 2 or cbsr.ids.shape != cbsr.values.shape:
+        raise ValueError(
+            f"cbsr: expected values and ids of one shape ({adj.num_src}, k), "
+            f"got {tuple(cbsr.values.shape)} and {tuple(cbsr.ids.shape)}"
+        )
+    if not 1 <= cbsr.k <= cbsr.width:
+        raise ValueError(f"cbsr: expected k from 1 to the width {cbsr.width}, got {cbsr.k}")
+    if cbsr.ids.device != cbsr.device:
+        raise ValueError(f"cbsr: expected ids on {cbsr.device} like the values, got {cbsr.ids.device}")
+
+
+def _check_value(value: Tensor, values: Tensor, adj: Adjacency) -> Tensor:
+    if not isinstance(value, Tensor) or value.dtype not in DTYPE_CODE:
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"value: expected a floating tensor, got {kind}")
+    if value.shape != (adj.num_values,):
+        raise ValueError(f"value: expected shape ({adj.num_values},), got {tuple(value.shape)}")
+    if value.device != values.device:
+        raise ValueError(f"value: expected device {values.device} like cbsr, got {value.device}")
+    accumulation = accumulation_dtype(values.dtype)
+    return value if value.dtype in (values.dtype, accumulation) else value.to(accumulation)
+
+
+def _check_bias(bias: Tensor, values: Tensor, width: int) -> Tensor:
+    if bias.numel() != width:
+        raise ValueError(f"bias: expected {width} entries, one per feature, got {bias.numel()}")
+    if bias.device != values.device:
+        raise ValueError(f"bias: expected device {values.device} like cbsr, got {bias.device}")
+    bias = bias if bias.dim() == 1 else bias.reshape(-1)
+    return bias if bias.dtype == values.dtype else bias.to(values.dtype)
+
+
+def _ssd(
+    values: Tensor,
+    ids: Tensor,
+    width: int,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    bias: Tensor | None,
+    num_dst: int,
+    adjacency: int,
+    transpose: bool,
+    algorithm: str,
+) -> Tensor:
+    adj = structure(adjacency, transpose)
+    values, ids = values.contiguous(), ids.contiguous()
+    out = values.new_empty(num_dst, width)
+    if out.numel() == 0:
+        return out
+    if value is not None:
+        value = value.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
+    chosen = choose.ssd_algorithm(
+        algorithm,
+        values.device,
+        values.dtype,
+        values.size(1),
+        width,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    if chosen == "densify":
+        with below_autograd():
+            dense = torch.ops.fastsparse.cbsr_to_dense.default(values, ids, width)
+            return torch.ops.fastsparse.spmm.default(
+                dense, value, scale_dst, scale_src, bias, num_dst, adjacency, transpose, "auto", False
+            )
+    if chosen == "maxk":
+        total = slotted_ssd(
+            adj, values, ids, width, value, scale_src, slots=1, update_mode=False, coupled=True
+        )
+        total = total if scale_dst is None else total * scale_dst[:, None]
+        return (total if bias is None else total + bias).to(values.dtype)
+    index = device_index(values.device)
+    partial = words = exponent = None
+    if index >= 0:
+        slots = adj.edge_groups.num_slots
+        if slots:
+            partial = values.new_empty(slots, width, dtype=accumulation_dtype(values.dtype))
+        if values.dtype != torch.float64 and width <= choose.MOST_SSD_FEATURES:
+            num_src, k = values.shape
+            words = values.new_empty(num_src, (k + 3) // 4 * 4, dtype=torch.int32)
+            exponent = values.new_empty(num_src, dtype=torch.uint8)
+    _C.ssd(
+        adj.edge_group_structure,
+        DTYPE_CODE[values.dtype],
+        width,
+        values.size(1),
+        values.data_ptr(),
+        ids.data_ptr(),
+        address(value),
+        0 if value is None else DTYPE_CODE[value.dtype],
+        address(scale_dst),
+        address(scale_src),
+        address(bias),
+        out.data_ptr(),
+        address(partial),
+        address(words),
+        address(exponent),
+        max((width - 1).bit_length(), 8),
+        index,
+        queue(index),
+    )
+    return out
+
+
+def slotted_ssd(
+    adj: Adjacency,
+    values: Tensor,
+    ids: Tensor,
+    width: int,
+    value: Tensor | None = None,
+    scale_src: Tensor | None = None,
+    *,
+    slots: int = 2,
+    update_mode: bool = True,
+    coupled: bool = False,
+) -> Tensor:
+    """The papers' own dataflows with float sums, on CUDA: what ``"decoupled"`` is measured against.
+
+    Args:
+        adj: structure (num_dst, num_src).
+        values: (num_src, k) float32, float16 or bfloat16, contiguous.
+        ids: (num_src, k) their columns, contiguous.
+        width: number of columns, at most 1024.
+        value: (num_values,) contiguous or None.
+        scale_src: (num_src,) float32 or None.
+        slots: edge groups that a warp sums at once, a buffer in shared memory for each: a power of two up to
+            32 ("Decoupled SSD", section IV-B).
+        update_mode: rows that one group has are stored, without atomics (section IV-C).
+        coupled: blocks wait for all their groups before they update, as MaxK-GNN's do.
+
+    Returns:
+        float32 (num_dst, width).
+    """
+    total = torch.zeros(adj.num_dst, width, device=values.device)
+    index = device_index(values.device)
+    _C.ssd_slots(
+        adj.edge_group_structure,
+        DTYPE_CODE[values.dtype],
+        width,
+        values.size(1),
+        values.data_ptr(),
+        ids.data_ptr(),
+        address(value),
+        0 if value is None else DTYPE_CODE[value.dtype],
+        address(scale_src),
+        total.data_ptr(),
+        slots,
+        update_mode,
+        coupled,
+        index,
+        queue(index),
+    )
+    return total
+
+
+class _Ssd(torch.autograd.Function):
+    """The gradients of the values, of the edge values and of the bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        ids: Tensor,
+        width: int,
+        value: Tensor | None,
+        scale_dst: Tensor | None,
+        scale_src: Tensor | None,
+        bias: Tensor | None,
+        num_dst: int,
+        adjacency: int,
+        transpose: bool,
+        algorithm: str,
+    ) -> Tensor:
+        ctx.adjacency, ctx.transpose = adjacency, transpose
+        ctx.keep_alive = keep_alive(adjacency)
+        arguments = (values, ids, width, value, scale_dst, scale_src, bias)
+        place = (num_dst, adjacency, transpose, algorithm)
+        ctx.save_for_backward(values if value is not None else None, ids, value, scale_dst, scale_src)
+        if is_plain_eager(values):
+            return _ssd(*arguments, *place)
+        with below_autograd():
+            return _ssd_op(*arguments, *place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        values, ids, value, scale_dst, scale_src = ctx.saved_tensors
+        grad_values = grad_value = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_values = _values_grad(grad, ids, value, scale_dst, scale_src, ctx.adjacency, ctx.transpose)
+        if ctx.needs_input_grad[3]:
+            grad_value = _value_grad(
+                grad, values, ids, value, scale_dst, scale_src, ctx.adjacency, ctx.transpose
+            )
+        if ctx.needs_input_grad[6]:
+            grad_bias = grad.sum(0)
+        return grad_values, None, None, grad_value, None, None, grad_bias, None, None, None, None
+
+
+def _values_grad(
+    grad: Tensor,
+    ids: Tensor,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    adjacency: int,
+    transpose: bool,
+) -> Tensor:
+    dense = torch.ops.fastsparse.spmm.default(
+        grad, value, scale_src, scale_dst, None, ids.size(0), adjacency, not transpose, "auto", False
+    )
+    return torch.ops.fastsparse.cbsr_gather.default(dense, ids)
+
+
+def _value_grad(
+    grad: Tensor,
+    values: Tensor,
+    ids: Tensor,
+    value: Tensor,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    adjacency: int,
+    transpose: bool,
+) -> Tensor:
+    dense = torch.ops.fastsparse.cbsr_to_dense.default(values, ids, grad.size(1))
+    ends = (dense, grad, scale_src, scale_dst) if transpose else (grad, dense, scale_dst, scale_src)
+    return torch.ops.fastsparse.sddmm.default(
+        *ends, value.size(0), 1, value.dtype, adjacency, "auto"
+    ).squeeze(-1)
+
+
+def _ssd_fake(
+    values: Tensor,
+    ids: Tensor,
+    width: int,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    bias: Tensor | None,
+    num_dst: int,
+    adjacency: int,
+    transpose: bool,
+    algorithm: str,
+) -> Tensor:
+    return values.new_empty(num_dst, width)
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("ssd", _ssd, _key)
+torch.library.register_fake("fastsparse::ssd", _ssd_fake, lib=library)
+register_autograd("ssd", _Ssd)

@@ -1,0 +1,471 @@
+"""ssd against the float64 reference, its gradients, numbers out of range, and its errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import DTYPES, TOLERANCE, edge_lists, features, relative_error
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastsparse_core import CBSR, Adjacency, algorithms, choose, maxk, reference, spmm, ssd
+from fastsparse_core.formats.row_split import shared_group_share
+from fastsparse_core.ops.ssd import slotted_ssd
+
+ALGORITHMS = ("decoupled", "maxk", "densify")
+#: On both sides of the id types, of four features a lane, of the buffers, and of the tiles of wide rows.
+WIDTHS = (1, 2, 5, 47, 64, 128, 255, 256, 257, 300, 1000, 1024, 1025, 2500)
+LOOSE = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def random_cbsr(rows: int, k: int, width: int, dtype: torch.dtype, device: str, seed: int = 0) -> CBSR:
+    """Random columns, in another layout than maxk's where k allows it: values with a row stride."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(rows, width, generator=generator).argsort(1)[:, :k].sort(1).values
+    values = features(rows, k, dtype, "row_stride" if k % 2 else "contiguous", device, seed)
+    return CBSR.from_parts(values, ids.to(device), width)
+
+
+def heavy(device: str) -> Adjacency:
+    """Rows of up to 2700 entries, repeated edges, empty rows."""
+    generator = torch.Generator().manual_seed(0)
+    row, col = (torch.randint(0, n, (5000,), generator=generator) for n in (60, 90))
+    row[:2700] = 7
+    row[2700:3000] = 50
+    row[row % 5 == 3] = 0
+    col[3000:3100] = col[3100:3200]
+    return Adjacency.from_coo(row.to(device), col.to(device), (60, 90))
+
+
+def expected_of(adj: Adjacency, cbsr: CBSR, *arguments: Any, **options: Any) -> Tensor:
+    return reference.ssd(adj, cbsr.values, cbsr.ids, cbsr.width, *arguments, **options)
+
+
+def error_in_terms(out: Tensor, adj: Adjacency, cbsr: CBSR, value: Tensor | None = None, **options) -> float:
+    """Frobenius error relative to the size of the terms: of a sum that cancels, little is left."""
+    magnitudes = {name: part if isinstance(part, str) else part.abs() for name, part in options.items()}
+    terms = expected_of(
+        adj,
+        cbsr.with_values(cbsr.values.detach().abs()),
+        None if value is None else value.detach().abs(),
+        **magnitudes,
+    )
+    difference = (out.double() - expected_of(adj, cbsr, value, **options)).norm()
+    return float(difference / max(terms.norm().item(), 1e-300))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@given(
+    edges=edge_lists(),
+    width=st.sampled_from(WIDTHS),
+    part=st.floats(0, 1),
+    dtype=st.sampled_from(DTYPES),
+    valued=st.sampled_from(["no", "same", "wide"]),
+    scaled=st.booleans(),
+    biased=st.booleans(),
+    reduce=st.sampled_from(["sum", "mean"]),
+)
+@LOOSE
+def test_equals_reference(
+    device, poisoned_memory, algorithm, edges, width, part, dtype, valued, scaled, biased, reduce
+):
+    adj = edges.adjacency(device)
+    k = max(1, round(part**2 * width))
+    cbsr = random_cbsr(adj.num_src, k, width, dtype, device)
+    value = None
+    if valued != "no":
+        accumulation = torch.float64 if dtype == torch.float64 else torch.float32
+        kind = dtype if valued == "same" else accumulation
+        value = features(1, adj.num_values, kind, "contiguous", device, seed=1)[0]
+    options: dict[str, Any] = {"reduce": reduce}
+    if scaled:
+        options["scale_dst"] = torch.rand(adj.num_dst, device=device)
+        options["scale_src"] = torch.rand(adj.num_src, device=device)
+    if biased:
+        options["bias"] = features(1, width, dtype, "contiguous", device, seed=2)[0]
+    out = ssd(adj, cbsr, value, algorithm=algorithm, **options)
+    assert out.dtype == dtype
+    assert out.shape == (adj.num_dst, width)
+    assert error_in_terms(out, adj, cbsr, value, **options) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("width", "k"),
+    [
+        *((64, 2), (64, 64), (512, 32), (512, 200), (1000, 17), (1024, 512), (1024, 1024), (3000, 40)),
+        *((256, k) for k in (1, 3, 8, 16, 30, 32, 64, 128, 256)),
+    ],
+)
+def test_every_shape_of_the_kernel(device, dtype, width, k):
+    adj = heavy(device)
+    cbsr = random_cbsr(90, k, width, dtype, device)
+    value = torch.randn(5000, device=device, dtype=torch.float64).to(dtype)
+    for weights in (None, value):
+        out = ssd(adj, cbsr, weights, algorithm="decoupled")
+        assert error_in_terms(out, adj, cbsr, weights) <= TOLERANCE[dtype]
+        assert relative_error(out, expected_of(adj, cbsr, weights)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("width", [200, 255])
+@pytest.mark.parametrize("offset", [1, 2])
+def test_misaligned_parts(device, width, offset):
+    adj = heavy(device)
+    cbsr = random_cbsr(90, 8, width, torch.float16, device)
+    values, ids = (
+        torch.cat([part.new_zeros(offset), part.flatten()])[offset:].view(90, 8)
+        for part in (cbsr.values, cbsr.ids)
+    )
+    shifted = CBSR(values, ids, width)
+    bias = torch.zeros(width + offset, device=device, dtype=torch.float16)[offset:]
+    out = ssd(adj, shifted, bias=bias, algorithm="decoupled")
+    assert torch.equal(out, ssd(adj, cbsr, algorithm="decoupled"))
+
+
+@pytest.mark.parametrize("valued", [False, True])
+def test_orders_of_magnitude(device, valued):
+    """Every row of the result is right by itself, though rows next to it are 1e60 times as large."""
+    generator = torch.Generator().manual_seed(0)
+    row, col = (torch.randint(0, 40, (600,), generator=generator) for _ in range(2))
+    col = col // 4 * 4 + row % 4  # rows of one size only meet sources of one size
+    adj = Adjacency.from_coo(row.to(device), col.to(device), (40, 40))
+    size = torch.tensor([1e-30, 1e-12, 1.0, 1e30]).repeat(10).to(device)
+    cbsr = random_cbsr(40, 16, 64, torch.float32, device)
+    cbsr = cbsr.with_values(cbsr.values * size[:, None])
+    value = torch.rand(600, generator=generator).to(device) if valued else None
+    out = ssd(adj, cbsr, value, algorithm="decoupled")
+    expected = expected_of(adj, cbsr, value)
+    for rows in (size == each for each in size[:4]):
+        assert relative_error(out[rows].double() * 1e6, expected[rows] * 1e6) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("least", [1e-37, 1e-40, 1e-44])
+def test_smallest_numbers(device, least):
+    """Down to subnormal numbers, alone and beside ordinary ones."""
+    adj = Adjacency.from_coo(
+        torch.tensor([0, 0, 1, 1, 2], device=device), torch.tensor([0, 1, 0, 2, 3], device=device), (3, 4)
+    )
+    values = torch.tensor([[1.0, 2.0], [3.0, -1.0], [1.0, 1.0], [0.0, 0.0]], device=device)
+    values[:2] *= least
+    cbsr = CBSR.from_parts(values, torch.tensor([[0, 2], [1, 2], [0, 1], [0, 1]], device=device), 3)
+    out = ssd(adj, cbsr, algorithm="decoupled")
+    assert torch.equal(out[:2], expected_of(adj, cbsr)[:2].float())
+    assert torch.equal(out[2], torch.zeros(3, device=device))
+
+
+@pytest.mark.parametrize("algorithm", ["decoupled", "maxk"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [64, 2000])
+def test_infinities_and_nan_stay_in_their_rows(device, algorithm, dtype, width):
+    adj = heavy(device)
+    cbsr = random_cbsr(90, 16, width, dtype, device)
+    values = cbsr.values.abs() + 1
+    values[3, 2] = float("inf")
+    values[11, 0] = float("nan")
+    values[20, 5] = float("-inf")
+    cbsr = cbsr.with_values(values)
+    expected = expected_of(adj, cbsr).cpu()
+    out = ssd(adj, cbsr, algorithm=algorithm).cpu()
+    reached = torch.zeros(adj.num_dst, 90, dtype=torch.bool)
+    reached[adj.row().cpu().long(), adj.col.cpu().long()] = True
+    assert torch.equal(out.isfinite().all(1), ~reached[:, [3, 11, 20]].any(1))
+    for source, column, test in ((3, 2, "isposinf"), (20, 5, "isneginf")):
+        others = reached[:, [each for each in (3, 11, 20) if each != source]].any(1)
+        rows = reached[:, source] & ~others
+        hit = out[rows][:, int(cbsr.ids[source, column])]
+        assert getattr(hit, test)().all()
+    fine = ~reached[:, [3, 11, 20]].any(1)
+    assert relative_error(out[fine], expected[fine]) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("weight", [float("inf"), float("nan"), 0.0])
+def test_weights_that_are_not_finite(device, dtype, weight):
+    adj = heavy(device)
+    cbsr = random_cbsr(90, 64, 64, dtype, device)
+    cbsr.values[5, :3] = float("inf")
+    cbsr.values[6] = 0
+    value = torch.ones(5000, device=device)
+    value[::500] = weight
+    out = ssd(adj, cbsr, value, algorithm="decoupled")
+    expected = expected_of(adj, cbsr, value)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.isposinf(), expected.isposinf())
+    assert torch.equal(out.isneginf(), expected.isneginf())
+    finite = expected.isfinite()
+    assert relative_error(out[finite], expected[finite]) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_bits_every_time(device, dtype):
+    adj = heavy(device)
+    cbsr = random_cbsr(90, 32, 256, dtype, device)
+    value = torch.rand(5000, device=device)
+    first = ssd(adj, cbsr, value, algorithm="decoupled")
+    for _ in range(10):
+        assert torch.equal(ssd(adj, cbsr, value, algorithm="decoupled"), first)
+
+
+@pytest.mark.gpu
+def test_order_of_edges_does_not_matter():
+    """Sums of integers: within a group, and rows here are one, results do not depend on the order."""
+    generator = torch.Generator().manual_seed(0)
+    row, col = (torch.randint(0, 300, (6000,), generator=generator).cuda() for _ in range(2))
+    order = torch.randperm(6000, generator=generator).cuda()
+    rowptr = torch.zeros(301, dtype=torch.int64, device="cuda")
+    rowptr[1:] = row.bincount(minlength=300).cumsum(0)
+    shuffled = order[row[order].argsort(stable=True)]
+    adj = Adjacency.from_coo(row, col, (300, 300))
+    other = Adjacency.from_csr(rowptr, col[shuffled], (300, 300))
+    assert adj.edge_groups.num_slots == 0
+    cbsr = random_cbsr(300, 32, 256, torch.float32, "cuda")
+    assert torch.equal(ssd(adj, cbsr, algorithm="decoupled"), ssd(other, cbsr, algorithm="decoupled"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("update_mode", [False, True])
+@pytest.mark.parametrize("coupled", [False, True])
+def test_dataflows_of_the_papers(slots, update_mode, coupled):
+    adj = heavy("cuda")
+    for width, k in ((256, 8), (300, 33)):
+        cbsr = random_cbsr(90, k, width, torch.float32, "cuda")
+        value = torch.rand(5000, device="cuda")
+        out = slotted_ssd(
+            adj,
+            cbsr.values.contiguous(),
+            cbsr.ids,
+            width,
+            value,
+            slots=slots,
+            update_mode=update_mode,
+            coupled=coupled,
+        )
+        assert error_in_terms(out, adj, cbsr, value) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_gradients(device, algorithm, k):
+    generator = torch.Generator().manual_seed(0)
+    row, col = (torch.randint(0, n, (25,), generator=generator).to(device) for n in (5, 6))
+    adj = Adjacency.from_coo(row, col, (5, 6), self_loops="replace")
+    make: dict[str, Any] = {"dtype": torch.float64, "device": device, "requires_grad": True}
+    cbsr = random_cbsr(6, k, 5, torch.float64, device)
+    values, value = torch.randn(6, k, **make), torch.randn(adj.num_values, **make)
+    bias = torch.randn(5, **make)
+    scales = {
+        "scale_dst": torch.rand(5, dtype=torch.float64, device=device),
+        "scale_src": torch.rand(6, dtype=torch.float64, device=device),
+    }
+
+    def weighted(values, value, bias):
+        return ssd(adj, cbsr.with_values(values), value, bias=bias, algorithm=algorithm, **scales)
+
+    assert torch.autograd.gradcheck(weighted, (values, value, bias))
+    assert torch.autograd.gradcheck(
+        lambda values: ssd(adj, cbsr.with_values(values), None, "mean", algorithm=algorithm), (values,)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gradients_in_every_dtype(device, dtype):
+    adj = heavy(device)
+    cbsr = random_cbsr(90, 16, 64, dtype, device)
+    grad = features(60, 64, dtype, "contiguous", device, seed=4)
+    results = []
+    for wide in (False, True):
+        kind = torch.float64 if wide else dtype
+        values = cbsr.values.to(kind).detach().requires_grad_()
+        value = torch.linspace(0.5, 1, 5000, device=device).to(kind).requires_grad_()
+        bias = torch.ones(64, device=device, dtype=kind, requires_grad=True)
+        call = expected_of if wide else ssd
+        out = call(adj, cbsr.with_values(values), value, bias=bias)
+        results.append(torch.autograd.grad(out, (values, value, bias), grad.to(out.dtype)))
+    for actual, wanted in zip(*results, strict=True):
+        assert actual.dtype == dtype
+        assert relative_error(actual, wanted) <= 2 * TOLERANCE[dtype]
+
+
+def test_maxk_and_ssd_train_together(device):
+    adj = heavy(device)
+    x = torch.randn(90, 64, device=device, requires_grad=True)
+    out = ssd(adj, maxk(x, 8), scale_src=adj.inv_sqrt_out_degree())
+    (grad,) = torch.autograd.grad(out.square().sum(), x)
+    dense = x * torch.zeros_like(x).scatter(1, x.topk(8).indices, 1)
+    expected = spmm(adj, dense, scale_src=adj.inv_sqrt_out_degree())
+    (expected_grad,) = torch.autograd.grad(expected.square().sum(), x)
+    assert relative_error(out, expected) < 1e-6
+    assert relative_error(grad, expected_grad) < 1e-5
+
+
+@pytest.mark.parametrize("valued", [False, True])
+def test_opcheck(device, valued):
+    adj = heavy(device)
+    cbsr = random_cbsr(90, 8, 64, torch.float32, device)
+    values = cbsr.values.clone().requires_grad_()
+    value = torch.randn(5000, device=device, requires_grad=True) if valued else None
+    scale = torch.rand(60, device=device)
+    arguments = (values, cbsr.ids, 64, value, scale, None, None, 60, adj.handle, False, "decoupled")
+    torch.library.opcheck(torch.ops.fastsparse.ssd.default, arguments)
+
+
+def test_compiles_without_graph_breaks(device):
+    adj = heavy(device).prepare()
+
+    def model(adj, x, value):
+        return ssd(adj, maxk(x.tanh(), 8), value, scale_src=adj.inv_sqrt_out_degree()).relu()
+
+    x = torch.randn(90, 64, device=device, requires_grad=True)
+    value = torch.randn(5000, device=device, requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    out, expected = compiled(adj, x, value), model(adj, x, value)
+    assert relative_error(out, expected) < 1e-6
+    for actual, wanted in zip(
+        torch.autograd.grad(out.square().sum(), (x, value)),
+        torch.autograd.grad(expected.square().sum(), (x, value)),
+        strict=True,
+    ):
+        assert relative_error(actual, wanted) < 1e-5
+
+
+@pytest.mark.gpu
+def test_captured_in_a_cuda_graph():
+    adj = heavy("cuda").prepare()
+    cbsr = random_cbsr(90, 16, 256, torch.float32, "cuda")
+    expected = ssd(adj, cbsr, algorithm="decoupled")
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        out = ssd(adj, cbsr, algorithm="decoupled")
+    out.zero_()
+    captured.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+
+
+def test_autocast(device):
+    adj = heavy(device)
+    cbsr = random_cbsr(90, 16, 64, torch.float32, device)
+    with torch.autocast(device, torch.bfloat16):
+        out = ssd(adj, cbsr)
+    assert out.dtype == torch.bfloat16
+    assert relative_error(out, expected_of(adj, cbsr)) <= TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "dtype", "k", "expected"),
+    [
+        ("auto", torch.float32, 64, "decoupled"),
+        ("auto", torch.float32, 65, "densify"),
+        ("auto", torch.float16, 32, "decoupled"),
+        ("auto", torch.float16, 33, "densify"),
+        ("densify", torch.float32, 8, "densify"),
+        ("decoupled", torch.float16, 256, "decoupled"),
+        ("maxk", torch.float16, 8, "maxk"),
+        ("maxk", torch.float64, 8, "decoupled"),
+    ],
+)
+def test_choice(algorithm, dtype, k, expected):
+    device = torch.device("cuda")
+    assert choose.ssd_algorithm(algorithm, device, dtype, k, 256, False) == expected
+    assert choose.ssd_algorithm("maxk", device, torch.float32, 8, 256, True) == "decoupled"
+    assert choose.ssd_algorithm("maxk", device, torch.float32, 8, 1025, False) == "decoupled"
+    assert choose.ssd_algorithm("auto", torch.device("cpu"), dtype, k, 256, False) == "decoupled"
+
+
+def test_algorithms_stand_in_for_auto(monkeypatch):
+    adj = heavy("cpu")
+    seen = []
+    original = choose.ssd_algorithm
+
+    def record(algorithm: str, *rest: Any) -> str:
+        seen.append(algorithm)
+        return original(algorithm, *rest)
+
+    monkeypatch.setattr(choose, "ssd_algorithm", record)
+    cbsr = random_cbsr(90, 8, 64, torch.float32, "cpu")
+    with algorithms(ssd="densify"):
+        ssd(adj, cbsr)
+        ssd(adj, cbsr, algorithm="decoupled")
+    ssd(adj, cbsr)
+    assert seen == ["densify", "decoupled", "auto"]
+
+
+def test_edge_groups(device):
+    adj = heavy(device)
+    length = choose.edge_group_length(adj.num_edges)
+    groups = adj.edge_groups
+    words = groups.slices.view(torch.int32)
+    assert int(words[:, 2].max()) <= length <= 128
+    assert int(words[:, 2].sum()) == adj.num_edges
+    degree = adj.rowptr.diff()
+    several = -(-degree[degree > length] // length)
+    assert groups.num_slots == int(several.sum())
+    groups_in_all = int(several.sum() + ((degree > 0) & (degree <= length)).sum())
+    assert shared_group_share(adj.rowptr, length) == pytest.approx(groups.num_slots / groups_in_all)
+    assert shared_group_share(adj.rowptr, 10_000) == 0
+
+
+def test_share_of_shared_groups():
+    rowptr = torch.tensor([0, 4, 4, 5, 15])  # rows of 4, 0, 1 and 10 entries
+    assert shared_group_share(rowptr, 4) == pytest.approx(3 / 5)
+    assert shared_group_share(rowptr, 2) == pytest.approx(7 / 8)
+    assert shared_group_share(torch.tensor([0]), 4) == 0
+
+
+class TestBadInput:
+    adj = Adjacency.from_coo(torch.tensor([0, 2]), torch.tensor([3, 1]), (3, 4))
+    cbsr = CBSR(torch.ones(4, 2), torch.tensor([[0, 1]] * 4, dtype=torch.uint8), 8)
+
+    @pytest.mark.parametrize(
+        ("cbsr", "error", "message"),
+        [
+            (torch.ones(4, 8), TypeError, r"cbsr: expected a CBSR, as maxk\(\) returns it, got Tensor"),
+            (CBSR(torch.ones(3, 2), cbsr.ids[:3], 8), ValueError, "cbsr: expected num_src = 4 rows"),
+            (CBSR(torch.ones(4, 2).int(), cbsr.ids, 8), TypeError, "cbsr: expected float64"),
+            (CBSR(torch.ones(4, 2), cbsr.ids.long(), 8), TypeError, "cbsr: expected torch.uint8 ids"),
+            (CBSR(torch.ones(4, 2), cbsr.ids, 300), TypeError, "cbsr: expected torch.uint16 ids"),
+            (CBSR(torch.ones(4, 3), cbsr.ids, 8), ValueError, r"cbsr: expected values and ids of one shape"),
+            (
+                CBSR(torch.ones(4, 2), cbsr.ids, 1),
+                ValueError,
+                "cbsr: expected k from 1 to the width 1, got 2",
+            ),
+        ],
+    )
+    def test_cbsr(self, cbsr, error, message):
+        with pytest.raises(error, match=message):
+            ssd(self.adj, cbsr)
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"value": torch.ones(3)}, ValueError, r"value: expected shape \(2,\), got \(3,\)"),
+            ({"value": torch.ones(2, 1)}, ValueError, r"value: expected shape \(2,\)"),
+            ({"value": torch.ones(2).int()}, TypeError, "value: expected a floating tensor"),
+            ({"value": [1.0, 2.0]}, TypeError, "value: expected a floating tensor, got list"),
+            ({"bias": torch.ones(7)}, ValueError, "bias: expected 8 entries"),
+            ({"scale_dst": torch.ones(4)}, ValueError, r"scale_dst: expected shape \(3,\)"),
+            ({"scale_src": torch.ones(3)}, ValueError, r"scale_src: expected shape \(4,\)"),
+            ({"reduce": "max"}, ValueError, "reduce: expected 'sum' or 'mean', got 'max'"),
+            ({"algorithm": "csr"}, ValueError, "algorithm: expected one of 'auto', 'decoupled'"),
+        ],
+    )
+    def test_options(self, options, error, message):
+        with pytest.raises(error, match=message):
+            ssd(self.adj, self.cbsr, **options)
+
+    @pytest.mark.gpu
+    def test_devices(self):
+        with pytest.raises(ValueError, match="cbsr: expected device cpu like the Adjacency"):
+            ssd(self.adj, CBSR(self.cbsr.values.cuda(), self.cbsr.ids.cuda(), 8))
+        with pytest.raises(ValueError, match="cbsr: expected ids on cpu like the values"):
+            ssd(self.adj, CBSR(self.cbsr.values, self.cbsr.ids.cuda(), 8))
+        with pytest.raises(ValueError, match="value: expected device cpu like cbsr"):
+            ssd(self.adj, self.cbsr, torch.ones(2, device="cuda"))
+        with pytest.raises(ValueError, match="bias: expected device cpu like cbsr"):
+            ssd(self.adj, self.cbsr, bias=torch.ones(8, device="cuda"))
