@@ -512,6 +512,25 @@ void compress(const CompressArgs& args, Address scratch, std::size_t scratch_byt
 #endif
 }
 
+void maxk(int dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, Address x,
+          std::int64_t x_stride, Address values, Address ids, int device, Address queue) {
+  const MaxkArgs args{{at(x), x_stride}, at(values), at(ids), num_rows, width, k, static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(maxk, args, device, queue);
+}
+
+void cbsr_to_dense(int dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, Address values,
+                   Address ids, Address out, int device, Address queue) {
+  const CbsrToDenseArgs args{at(values), at(ids), at(out), num_rows, width, k, static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(cbsr_to_dense, args, device, queue);
+}
+
+void cbsr_gather(int dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, Address dense,
+                 std::int64_t dense_stride, Address ids, Address out, int device, Address queue) {
+  const CbsrGatherArgs args{{at(dense), dense_stride}, at(ids), at(out), num_rows, width, k,
+                            static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(cbsr_gather, args, device, queue);
+}
+
 py::dict build_info() {
   py::dict info;
 #ifdef FASTSPARSE_WITH_CUDA
@@ -565,6 +584,9 @@ PYBIND11_MODULE(_C, m) {
   py::class_<AttentionCsrArgs>(m, "AttentionCsrArgs").def(py::init(&attention_csr_args));
   m.def("attention_csr", &attention_csr);
   m.def("attention_csr_backward", &attention_csr_backward);
+  m.def("maxk", &maxk);
+  m.def("cbsr_to_dense", &cbsr_to_dense);
+  m.def("cbsr_gather", &cbsr_gather);
   m.def("ssd_backward", &ssd_backward);
   m.def("ssd_value_grad", &ssd_value_grad);
 #ifdef FASTSPARSE_WITH_CUDA

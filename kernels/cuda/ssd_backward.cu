@@ -21,7 +21,7 @@
 namespace fastsparse::cuda {
 namespace {
 
-constexpr int kWindowThreads = 512;
+constexpr int kWindowThreads = 384;
 constexpr int kEntriesInFlight = 4;
 constexpr std::uint32_t kNoEntry = 0xffffffffu;  // its source is greater than that of any entry
 constexpr std::uint32_t kSole = 0x80000000u;     // all entries of the source lie in this strip
@@ -106,7 +106,7 @@ __device__ __forceinline__ void copy_rows(const DenseView& grad, std::int64_t fi
 }
 
 template <typename T, typename Id, int kVec>
-__global__ void __launch_bounds__(kWindowThreads, 2)
+__global__ void __launch_bounds__(kWindowThreads, 3)
     ssd_backward_windows_kernel(const SsdBackwardWindowsArgs args, bool in_pieces, int lanes) {
   extern __shared__ __align__(16) unsigned char shared[];
   const RowSlice slice = load_slice(args.a.split, blockIdx.x);

@@ -341,6 +341,41 @@ def sddmm_bsb(  # only in builds with the CUDA half
     device: int,
     queue: int,
 ) -> None: ...
+def maxk(
+    dtype: int,
+    num_rows: int,
+    width: int,
+    k: int,
+    x: int,
+    x_stride: int,
+    values: int,
+    ids: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def cbsr_to_dense(
+    dtype: int,
+    num_rows: int,
+    width: int,
+    k: int,
+    values: int,
+    ids: int,
+    out: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def cbsr_gather(
+    dtype: int,
+    num_rows: int,
+    width: int,
+    k: int,
+    dense: int,
+    dense_stride: int,
+    ids: int,
+    out: int,
+    device: int,
+    queue: int,
+) -> None: ...
 def ssd_backward(
     transposed: CsrStructure,
     dtype: int,

@@ -4,6 +4,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 __all__ = [
+    "CBSR",
     "Adjacency",
     "__version__",
     "additive_attention",
@@ -14,13 +15,16 @@ __all__ = [
     "edge_softmax",
     "gatv2_attention",
     "gatv2_attention_weights",
+    "maxk",
     "sddmm",
     "spmm",
+    "ssd",
 ]
 
 try:
     from fastsparse_core.adjacency import Adjacency
     from fastsparse_core.choose import algorithms
+    from fastsparse_core.formats import CBSR
     from fastsparse_core.ops import (
         additive_attention,
         additive_attention_weights,
@@ -29,8 +33,10 @@ try:
         edge_softmax,
         gatv2_attention,
         gatv2_attention_weights,
+        maxk,
         sddmm,
         spmm,
+        ssd,
     )
 except (ImportError, OSError) as error:
     # Torch or the extension is missing or broken: `python -m fastsparse_core.doctor` must still start and say

@@ -184,3 +184,18 @@ def gatv2_attention(
     row, col, _ = _edges(adj)
     hidden = F.leaky_relu(x_dst.double()[row] + x_src.double()[col], negative_slope)
     return _attend(adj, (hidden * att.double()).sum(-1), x_src, dropout_p, seed)
+
+
+def maxk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Float64 reference of :func:`fastsparse_core.maxk`: values and int64 columns, by a stable sort."""
+    # NaN sorts first, and entries that are equal keep their order.
+    order = x.detach().double().sort(dim=1, descending=True, stable=True).indices
+    ids = order[:, :k].sort(dim=1).values
+    return x.double().gather(1, ids), ids
+
+
+def cbsr_to_dense(values: Tensor, ids: Tensor, width: int) -> Tensor:
+    """Float64 reference of :meth:`fastsparse_core.CBSR.to_dense`."""
+    return values.new_zeros(values.size(0), width, dtype=torch.float64).scatter(
+        1, ids.long(), values.double()
+    )

@@ -9,8 +9,10 @@ from fastsparse_core.ops.attention import (
     gatv2_attention_weights,
 )
 from fastsparse_core.ops.edge_softmax import edge_softmax
+from fastsparse_core.ops.maxk import maxk
 from fastsparse_core.ops.sddmm import sddmm
 from fastsparse_core.ops.spmm import spmm
+from fastsparse_core.ops.ssd import ssd
 
 __all__ = [
     "additive_attention",
@@ -20,6 +22,8 @@ __all__ = [
     "edge_softmax",
     "gatv2_attention",
     "gatv2_attention_weights",
+    "maxk",
     "sddmm",
     "spmm",
+    "ssd",
 ]

@@ -16,6 +16,9 @@ void sddmm_csr(const SddmmArgs& args, int threads);
 void edge_softmax(const EdgeSoftmaxArgs& args, int threads);
 void attention_csr(const AttentionCsrArgs& args, int threads);
 void attention_csr_backward(const AttentionCsrBackwardArgs& args, int threads);
+void maxk(const MaxkArgs& args, int threads);
+void cbsr_to_dense(const CbsrToDenseArgs& args, int threads);
+void cbsr_gather(const CbsrGatherArgs& args, int threads);
 void ssd_backward(const SsdBackwardArgs& args, int threads);
 void ssd_value_grad(const SsdValueGradArgs& args, int threads);
 
@@ -37,6 +40,9 @@ int additive_attention_backward(const AdditiveAttentionBackwardArgs& args, void*
 int gatv2_attention(const Gatv2AttentionArgs& args, void* stream);
 int gatv2_attention_backward(const Gatv2AttentionBackwardArgs& args, void* stream);
 int sddmm_bsb(const SddmmBsbArgs& args, void* stream);
+int maxk(const MaxkArgs& args, void* stream);
+int cbsr_to_dense(const CbsrToDenseArgs& args, void* stream);
+int cbsr_gather(const CbsrGatherArgs& args, void* stream);
 int ssd_backward(const SsdBackwardArgs& args, void* stream);
 int ssd_backward_windows(const SsdBackwardWindowsArgs& args, void* stream);
 int ssd_value_grad(const SsdValueGradArgs& args, void* stream);

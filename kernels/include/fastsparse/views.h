@@ -434,4 +434,38 @@ struct CompressArgs {
   bool order_is_64bit;
 };
 
+// The k largest entries of every row in ascending column order; of equal ones those in lower columns, and NaN
+// counts as largest.
+struct MaxkArgs {
+  DenseView x;   // (num_rows, width)
+  void* values;  // (num_rows, k)
+  void* ids;     // (num_rows, k) uint8 where width <= 256, else uint16
+  std::int64_t num_rows;
+  std::int64_t width;
+  std::int64_t k;
+  Dtype dtype;
+};
+
+// Dense rows from CBSR: 0 but for the values at their ids.
+struct CbsrToDenseArgs {
+  const void* values;  // (num_rows, k)
+  const void* ids;     // as in MaxkArgs
+  void* out;           // (num_rows, width)
+  std::int64_t num_rows;
+  std::int64_t width;
+  std::int64_t k;
+  Dtype dtype;
+};
+
+// The entries of dense rows at the ids of a CBSR.
+struct CbsrGatherArgs {
+  DenseView dense;  // (num_rows, width)
+  const void* ids;  // as in MaxkArgs
+  void* out;        // (num_rows, k)
+  std::int64_t num_rows;
+  std::int64_t width;
+  std::int64_t k;
+  Dtype dtype;
+};
+
 }  // namespace fastsparse

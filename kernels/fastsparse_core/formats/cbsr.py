@@ -1,0 +1,147 @@
+"""CBSR: MaxK-GNN's compressed balanced sparse rows (section 3.2), as many kept entries in every row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Widest rows whose columns 16-bit ids can name.
+MAX_WIDTH = 65_536
+
+_FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def ids_dtype(width: int) -> torch.dtype:
+    """Type of the column ids of rows of this width: uint8 up to 256 columns, uint16 up to 65,536.
+
+    Raises:
+        ValueError: the rows are wider.
+    """
+    if width > MAX_WIDTH:
+        raise ValueError(f"width: expected at most {MAX_WIDTH} columns (ids have 16 bits), got {width}")
+    return torch.uint8 if width <= 256 else torch.uint16
+
+
+@dataclass(frozen=True)
+class CBSR:
+    """A matrix of shape (n, width) with k stored entries in every row.
+
+    :func:`fastsparse_core.maxk` makes one. The constructor takes its parts as they are;
+    :meth:`from_parts` checks them, which reads from the device.
+
+    Attributes:
+        values: (n, k) float64, float32, float16 or bfloat16; gradients flow through it.
+        ids: (n, k) column of every value, ascending in each row; uint8 where ``width`` is at most 256, else
+            uint16.
+        width: number of columns, at most 65,536.
+    """
+
+    values: Tensor
+    ids: Tensor
+    width: int
+
+    @classmethod
+    def from_parts(cls, values: Tensor, ids: Tensor, width: int) -> CBSR:
+        """Checks the parts and puts them together.
+
+        Args:
+            values: (n, k) floating.
+            ids: (n, k) of any integer type, ascending and without repetition in each row.
+            width: number of columns.
+
+        Raises:
+            TypeError: a type does not fit.
+            ValueError: a shape, a device, the width or an id does not fit.
+        """
+        if not isinstance(values, Tensor) or values.dtype not in _FLOAT_DTYPES:
+            kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
+            raise TypeError(f"values: expected float64, float32, float16 or bfloat16, got {kind}")
+        if not isinstance(ids, Tensor) or ids.dtype.is_floating_point or ids.dtype == torch.bool:
+            kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise TypeError(f"ids: expected an integer tensor, got {kind}")
+        if not isinstance(width, int) or isinstance(width, bool):
+            raise TypeError(f"width: expected an int, got {type(width).__name__}")
+        dtype = ids_dtype(width)
+        columns = ids.long()
+        if columns.numel() and (columns.min() < 0 or columns.max() >= width):  # before they are narrowed
+            raise ValueError(
+                f"ids: expected columns from 0 to {width - 1}, got {int(columns.min())} to "
+                f"{int(columns.max())}"
+            )
+        cbsr = cls(values, ids if ids.dtype == dtype else ids.to(dtype), width)
+        cbsr.check()
+        return cbsr
+
+    def check(self) -> None:
+        """Raises an error unless the parts fit together; reads from the device.
+
+        Raises:
+            TypeError: the ids have not the type that belongs to the width.
+            ValueError: shapes or devices differ, or a row's ids are not ascending, repeated or beyond the
+                width.
+        """
+        values, ids, width = self.values, self.ids, self.width
+        if ids.dtype != ids_dtype(width):
+            raise TypeError(f"ids: expected {ids_dtype(width)} for width {width}, got {ids.dtype}")
+        if values.dim() != 2 or ids.shape != values.shape:
+            raise ValueError(
+                f"values, ids: expected one shape (n, k), got {tuple(values.shape)} and {tuple(ids.shape)}"
+            )
+        if ids.device != values.device:
+            raise ValueError(f"ids: expected device {values.device} like values, got {ids.device}")
+        if not 1 <= self.k <= width:
+            raise ValueError(f"values: expected 1 to width = {width} entries in each row, got {self.k}")
+        columns = ids.long()
+        if columns.numel() and columns.max() >= width:
+            raise ValueError(f"ids: expected columns from 0 to {width - 1}, got {int(columns.max())}")
+        step = columns.diff(dim=1)
+        for wrong, what in ((step == 0, "a column twice"), (step < 0, "descending columns")):
+            if wrong.any():
+                row = int(wrong.any(1).nonzero()[0])
+                raise ValueError(
+                    f"ids: expected ascending columns in each row, got {what} in row {row}; "
+                    "sort each row's ids together with its values and add up repeated ones"
+                )
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self.values.size(0)
+
+    @property
+    def k(self) -> int:
+        """Number of entries in every row."""
+        return self.values.size(1)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the values."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of both tensors."""
+        return self.values.device
+
+    def with_values(self, values: Tensor) -> CBSR:
+        """The same columns with other values.
+
+        Raises:
+            ValueError: the shape or the device differs.
+        """
+        if values.shape != self.values.shape or values.device != self.device:
+            raise ValueError(
+                f"values: expected shape {tuple(self.values.shape)} on {self.device}, "
+                f"got {tuple(values.shape)} on {values.device}"
+            )
+        return CBSR(values, self.ids, self.width)
+
+    def to_dense(self) -> Tensor:
+        """The matrix (n, width), differentiable in the values."""
+        return torch.ops.fastsparse.cbsr_to_dense.default(self.values, self.ids, self.width)
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes of every stored tensor, by name."""
+        return {"values": self.values.nbytes, "ids": self.ids.nbytes}

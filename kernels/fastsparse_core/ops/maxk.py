@@ -1,0 +1,227 @@
+"""MaxK: the k largest entries of every row, and the way between CBSR and dense rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.formats.cbsr import CBSR, ids_dtype
+from fastsparse_core.ops._common import (
+    DTYPE_CODE,
+    below_autograd,
+    is_plain_eager,
+    library,
+    register_autograd,
+    unit_stride,
+)
+
+library.define("maxk(Tensor x, int k) -> (Tensor, Tensor)")
+library.define("cbsr_to_dense(Tensor values, Tensor ids, SymInt width) -> Tensor")
+library.define("cbsr_gather(Tensor dense, Tensor ids) -> Tensor")
+
+_maxk_op = torch.ops.fastsparse.maxk.default
+
+
+def maxk(x: Tensor, k: int) -> CBSR:
+    r"""Keeps the k largest entries of every row.
+
+    .. math::
+        \mathrm{MaxK}(\mathbf{X})_{ic} = \begin{cases} x_{ic} & c \in \operatorname{top}_k(\mathbf{x}_i) \\
+        0 & \text{else} \end{cases}
+
+    The nonlinearity of MaxK-GNN (section 3.1), in the place of ReLU. The selection is exact: of equal
+    entries those in lower columns are kept, and NaN counts as largest, as in :func:`torch.topk`.
+
+    Args:
+        x: (n, D), float64, float32, float16 or bfloat16, any row stride, D at most 65,536 (up to 1024 a row
+            stays in registers).
+        k: from 1 to D.
+
+    Returns:
+        The kept entries in their columns' order, :math:`n k` values and ids. The gradient goes to them and is
+        0 elsewhere.
+
+    Raises:
+        TypeError: the dtype is not supported, or ``k`` is not an int.
+        ValueError: ``x`` is not a matrix or too wide, or ``k`` is not from 1 to D.
+
+    Examples:
+        >>> kept = maxk(torch.tensor([[1.0, 5.0, -2.0, 3.0], [0.0, 0.0, 0.0, -1.0]]), 2)
+        >>> kept.ids.tolist(), kept.values.tolist()
+        ([[1, 3], [0, 1]], [[5.0, 3.0], [0.0, 0.0]])
+    """
+    check_k(k)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
+    if x.dtype not in DTYPE_CODE:
+        raise TypeError(f"x: expected float64, float32, float16 or bfloat16, got {x.dtype}")
+    if x.dim() != 2:
+        raise ValueError(f"x: expected a matrix (n, D), got shape {tuple(x.shape)}")
+    width = x.size(1)
+    ids_dtype(width)
+    if k > width:
+        raise ValueError(f"k: expected at most the width of x, {width}, got {k}")
+    if not is_plain_eager(x):
+        values, ids = _maxk_op(x, k)
+    elif x.requires_grad and torch.is_grad_enabled():
+        values, ids = _MaxK.apply(x, k)
+    else:
+        values, ids = _maxk(x, k)
+    return CBSR(values, ids, width)
+
+
+def check_k(k: int) -> None:
+    """Raises an error unless ``k`` is a positive int.
+
+    Raises:
+        TypeError: it is not an int.
+        ValueError: it is less than 1.
+    """
+    if not isinstance(k, int) or isinstance(k, bool):
+        raise TypeError(f"k: expected an int, got {type(k).__name__}")
+    if k < 1:
+        raise ValueError(f"k: expected at least 1 kept entry in each row, got {k}")
+
+
+def _maxk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    x = unit_stride(x)
+    num_rows, width = x.shape
+    values = x.new_empty(num_rows, k)
+    ids = x.new_empty(num_rows, k, dtype=ids_dtype(width))
+    if num_rows:
+        index = device_index(x.device)
+        _C.maxk(
+            DTYPE_CODE[x.dtype],
+            num_rows,
+            width,
+            k,
+            x.data_ptr(),
+            x.stride(0),
+            values.data_ptr(),
+            ids.data_ptr(),
+            index,
+            queue(index),
+        )
+    return values, ids
+
+
+def _cbsr_to_dense(values: Tensor, ids: Tensor, width: int) -> Tensor:
+    values, ids = values.contiguous(), ids.contiguous()
+    num_rows, k = values.shape
+    out = values.new_empty(num_rows, width)
+    if out.numel():
+        index = device_index(values.device)
+        _C.cbsr_to_dense(
+            DTYPE_CODE[values.dtype],
+            num_rows,
+            width,
+            k,
+            values.data_ptr(),
+            ids.data_ptr(),
+            out.data_ptr(),
+            index,
+            queue(index),
+        )
+    return out
+
+
+def _cbsr_gather(dense: Tensor, ids: Tensor) -> Tensor:
+    dense, ids = unit_stride(dense), ids.contiguous()
+    num_rows, width = dense.shape
+    k = ids.size(1)
+    out = dense.new_empty(num_rows, k)
+    if out.numel():
+        index = device_index(dense.device)
+        _C.cbsr_gather(
+            DTYPE_CODE[dense.dtype],
+            num_rows,
+            width,
+            k,
+            dense.data_ptr(),
+            dense.stride(0),
+            ids.data_ptr(),
+            out.data_ptr(),
+            index,
+            queue(index),
+        )
+    return out
+
+
+class _MaxK(torch.autograd.Function):
+    """dX = the values' gradients in their columns, 0 elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        if is_plain_eager(x):
+            values, ids = _maxk(x, k)
+        else:
+            with below_autograd():
+                values, ids = _maxk_op(x, k)
+        ctx.mark_non_differentiable(ids)
+        ctx.save_for_backward(ids)
+        ctx.width = x.size(1)
+        return values, ids
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        return torch.ops.fastsparse.cbsr_to_dense.default(grad, ids, ctx.width), None
+
+
+class _CbsrToDense(torch.autograd.Function):
+    """The adjoint of gathering the kept columns."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, ids: Tensor, width: int) -> Tensor:
+        ctx.save_for_backward(ids)
+        with below_autograd():
+            return torch.ops.fastsparse.cbsr_to_dense.default(values, ids, width)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        return torch.ops.fastsparse.cbsr_gather.default(grad, ids), None, None
+
+
+class _CbsrGather(torch.autograd.Function):
+    """The adjoint of writing values into their columns."""
+
+    @staticmethod
+    def forward(ctx: Any, dense: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.width = dense.size(1)
+        with below_autograd():
+            return torch.ops.fastsparse.cbsr_gather.default(dense, ids)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        return torch.ops.fastsparse.cbsr_to_dense.default(grad, ids, ctx.width), None
+
+
+def _maxk_fake(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.size(0), k), x.new_empty(x.size(0), k, dtype=ids_dtype(x.size(1)))
+
+
+def _cbsr_to_dense_fake(values: Tensor, ids: Tensor, width: int) -> Tensor:
+    return values.new_empty(values.size(0), width)
+
+
+def _cbsr_gather_fake(dense: Tensor, ids: Tensor) -> Tensor:
+    return dense.new_empty(ids.shape)
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("maxk", _maxk, _key)
+    library.impl("cbsr_to_dense", _cbsr_to_dense, _key)
+    library.impl("cbsr_gather", _cbsr_gather, _key)
+torch.library.register_fake("fastsparse::maxk", _maxk_fake, lib=library)
+torch.library.register_fake("fastsparse::cbsr_to_dense", _cbsr_to_dense_fake, lib=library)
+torch.library.register_fake("fastsparse::cbsr_gather", _cbsr_gather_fake, lib=library)
+register_autograd("maxk", _MaxK)
+register_autograd("cbsr_to_dense", _CbsrToDense)
+register_autograd("cbsr_gather", _CbsrGather)
