@@ -86,20 +86,22 @@ __global__ void zero_sources_kernel(const std::int32_t* source, std::int64_t cou
   store_pack(Pack<float, kVec>{}, out + source[nth] * k + (at - nth * per_source) * kVec);
 }
 
-// Copies `count` rows of the gradient side by side, 16 bytes at a time where their addresses allow it.
+// Copies `count` rows of the gradient side by side, a warp to a row, 16 bytes at a time where their addresses
+// allow it.
 template <typename T>
-__device__ __forceinline__ void copy_rows(const DenseView& grad, std::int64_t first_row, int count,
-                                          std::int64_t width, bool in_pieces, T* to) {
-  const T* from = static_cast<const T*>(grad.data) + first_row * grad.stride;
-  const int step = in_pieces ? 16 / static_cast<int>(sizeof(T)) : 1;
-  const int per_row = static_cast<int>(width) / step;
-  for (int at = threadIdx.x; at < count * per_row; at += kWindowThreads) {
-    const int row = at / per_row, f = (at - row * per_row) * step;
-    const T* piece = from + row * grad.stride + f;
+__device__ __forceinline__ void copy_rows(const DenseView& grad, std::int64_t first_row, int count, int width,
+                                          bool in_pieces, T* to) {
+  constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
+  const int lane = threadIdx.x % kWarp;
+  for (int row = threadIdx.x / kWarp; row < count; row += kWindowThreads / kWarp) {
+    const T* from = static_cast<const T*>(grad.data) + (first_row + row) * grad.stride;
+    T* own = to + row * width;
     if (in_pieces) {
-      __pipeline_memcpy_async(to + row * width + f, piece, 16);
+      for (int f = lane * kPiece; f < width; f += kWarp * kPiece) {
+        __pipeline_memcpy_async(own + f, from + f, 16);
+      }
     } else {
-      to[row * width + f] = *piece;
+      for (int f = lane; f < width; f += kWarp) own[f] = from[f];
     }
   }
   __pipeline_commit();

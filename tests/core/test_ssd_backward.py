@@ -78,7 +78,7 @@ def error_in_terms(out: Tensor, adj: Adjacency, grad: Tensor, ids: Tensor, **giv
     kind=st.sampled_from(["none", "value", "dst", "scales", "all"]),
     wide=st.booleans(),
 )
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_equals_reference(device, algorithm, poisoned_memory, use, edges, shape, dtype, layout, kind, wide):
     use("csr" if dtype == torch.float64 else algorithm)
     adj = edges.adjacency(device)
@@ -99,7 +99,7 @@ def test_equals_reference(device, algorithm, poisoned_memory, use, edges, shape,
     scaled=st.booleans(),
     wide=st.booleans(),
 )
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_edge_values_equal_reference(device, poisoned_memory, edges, shape, dtype, layout, scaled, wide):
     adj = edges.adjacency(device)
     width, k = shape
@@ -246,7 +246,7 @@ def window_ranges(adj: Adjacency) -> list[tuple[int, int]]:
 
 
 @given(edges=edge_lists(), strip=st.sampled_from([8, 16, 64]))
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_tall_windows(device, edges, strip):
     adj = edges.adjacency(device)
     windows = TallWindows.from_csr(adj.row(), adj.col, adj.shape, strip, 1024)
@@ -267,7 +267,7 @@ def test_tall_windows(device, edges, strip):
     sole = {each for each, places in strips.items() if len(places) == 1}
     assert [each in sole for each in source.tolist()] == (windows.entry < 0).tolist()
     assert windows.other_source.tolist() == [each for each in range(adj.num_src) if each not in sole]
-    begin, length = windows.split.slices[:, 0], windows.split.slices.view(torch.int32)[:, 2]
+    begin, length = windows.split.slices[:, 0].contiguous(), windows.split.slices.view(torch.int32)[:, 2]
     assert int(length.sum()) == adj.num_edges
     starts = torch.tensor([first for first, _ in window_ranges(adj)], device=device)
     if starts.numel():

@@ -84,18 +84,18 @@ def _ssd_backward(
 def _try_windows(adj: Adjacency) -> TallWindows | None:
     """The tall windows, or None where they need more memory than there is; that is not tried again."""
 
-    def build() -> tuple[TallWindows | None]:
+    def build() -> TallWindows | tuple[()]:
         strip = choose.tall_strip(adj.num_edges, -(-adj.num_dst // HEIGHT))
         longest = choose.tall_slice_length(adj.num_edges)
         try:
-            return (TallWindows.from_csr(adj.row(), adj.col, adj.shape, strip, longest),)
+            return TallWindows.from_csr(adj.row(), adj.col, adj.shape, strip, longest)
         except torch.OutOfMemoryError:
             _logger.warning(
                 "%r: not enough memory to convert it for the backward pass of ssd, which stays with csr", adj
             )
-            return (None,)
+            return ()
 
-    return adj.memo("tall_windows", build)[0]
+    return adj.memo("tall_windows", build) or None
 
 
 def _value_id(adj: Adjacency) -> Tensor:
