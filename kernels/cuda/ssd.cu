@@ -4,13 +4,15 @@
 //
 // The paper's slots exist because float sums in shared memory are a load, an addition and a store, which must
 // not meet. Integers need none of that: shared memory adds them natively, in any order with the same bits. So
-// sums are fixed-point. Each group takes the power of two that bounds its terms as its unit, terms have
-// `kTermBits` bits, and the most entries of a group cannot overflow 32. A first small kernel packs values, as
-// fixed-point numbers relative to their row, with their ids into words: 4 bytes a kept entry instead of 5 or
-// 6, in 16-byte loads, whatever k and the dtype.
+// sums are fixed-point: a term counts in units of the power of two that bounds all terms so far, divided by
+// 2^kTermBits. As the maximum of an online softmax, that power is raised, and the row shifted, when a greater
+// term comes, which is rare: the first terms' power bounds most others. Nothing is read twice.
 //
-// Groups with infinities, NaN, or numbers beyond the range of the units sum plainly, one entry at a time; so
-// do float64 and rows that are too wide.
+// Bounds per call, E edges of k kept entries: E k (sizeof(T) + sizeof(Id)) bytes gathered; 32 additions to
+// random places of shared memory meet about 3.5 times in a bank.
+//
+// Groups with infinities, NaN, or nothing but tiny numbers sum plainly, one entry at a time; so do float64
+// and rows that are too wide.
 #include "fastsparse/combine_partials.cuh"
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
@@ -20,15 +22,15 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kLongestGroup = 128;  // entries
-constexpr int kEntriesPerLane = kLongestGroup / kWarp;
-constexpr int kTermBits = 23;         // 2^23 * 128 < 2^31
+constexpr int kAtOnce = 2;            // sources that a lane has under way
+constexpr int kTermBits = 22;         // what adding kRound leaves of a float: 128 terms stay below 2^31
+constexpr int kLeastExponent = -100;  // smaller terms sum plainly: their units would not be normal floats
+constexpr unsigned kInfinity = 0x7f800000u;
+constexpr float kRound = 3 << 22;     // adding it leaves the rounded integer in a float's low bits
 constexpr int kPlainFeatures = 1024;  // of a plain sum: what a warp's buffer holds
 
 // 2^power, for powers of normal numbers.
 __device__ __forceinline__ float exp2_of(int power) { return __int_as_float((power + 127) << 23); }
-
-// ---------------------------------------------------------------- packing
 
 // Four entries of a row, zeros beyond its end.
 template <typename T, typename Id>
@@ -53,47 +55,6 @@ __device__ __forceinline__ void load_entries(const SsdArgs& args, bool vector, s
     }
   }
 }
-
-// 2^lanes_log lanes take a row, four entries each at a time.
-template <typename T, typename Id>
-__global__ void __launch_bounds__(kThreads) pack_kernel(const SsdArgs args, int lanes_log, bool vector) {
-  const int lanes = 1 << lanes_log;
-  const int lane = threadIdx.x & (lanes - 1);
-  const std::int64_t row = (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) >> lanes_log;
-  const bool live = row < args.a.num_cols;
-  float value[4];
-  unsigned id[4];
-  unsigned greatest = 0;  // of the magnitudes' bits: NaN above infinity above numbers
-  for (std::int64_t first = lane * 4; live && first < args.k; first += lanes * 4) {
-    load_entries<T, Id>(args, vector, row, first, value, id);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) greatest = max(greatest, __float_as_uint(fabsf(value[i])));
-  }
-  for (int other = 1; other < lanes; other *= 2) {
-    greatest = max(greatest, __shfl_xor_sync(kFullWarp, greatest, other));
-  }
-  if (!live) return;
-  const int exponent = greatest == 0 ? 0 : min((greatest >> 23) + 1, 255u);
-  if (lane == 0) args.packed.exponent[row] = static_cast<std::uint8_t>(exponent);
-  // In two factors: of subnormal numbers their product would be no float.
-  const float to_one = exp2_of(max(-126, min(127 - exponent, 126))),
-              to_fixed = exp2_of(31 - args.packed.id_bits);
-  const int most = (1 << (31 - args.packed.id_bits)) - 1;
-  const std::int64_t words = (args.k + 3) / 4;
-  for (std::int64_t first = lane * 4; first < args.k; first += lanes * 4) {
-    if (args.k > lanes * 4) load_entries<T, Id>(args, vector, row, first, value, id);
-    uint4 word;
-    unsigned* part = &word.x;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int fixed = max(-most, min(most, __float2int_rn(value[i] * to_one * to_fixed)));
-      part[i] = (static_cast<unsigned>(fixed) << args.packed.id_bits) | id[i];
-    }
-    reinterpret_cast<uint4*>(args.packed.words)[row * words + first / 4] = word;
-  }
-}
-
-// ---------------------------------------------------------------- sums
 
 template <typename T>
 __device__ __forceinline__ Acc<T> weight_of(const SsdArgs& args, std::int64_t entry, std::int64_t source) {
@@ -160,106 +121,120 @@ __device__ __forceinline__ void store_row(const SsdArgs& args, const RowSlice& s
                       : store_row<T, 1>(args, slice, buffer, unit);
 }
 
-struct Entry {
-  int source;
-  int weight;  // fixed-point: by which a word is multiplied, / 2^32, for a term in the group's unit
+// A row in shared memory, in fixed point, shared by the lanes of a warp.
+struct FixedRow {
+  int* sum;
+  int features;
+  int exponent = kLeastExponent;  // every term is below 2^exponent
+  unsigned greatest = 0;          // bits of the greatest magnitude
+
+  // Makes room for terms of magnitudes up to the one with the bits `most`, a number.
+  __device__ __forceinline__ void make_room(unsigned most) {
+    const unsigned limit = static_cast<unsigned>(exponent + 127) << 23;
+    if (most >= limit) {
+      const int raised = static_cast<int>(most >> 23) - 126;
+      if (greatest != 0) {
+        const int shift = min(raised - exponent, 31);
+        __syncwarp();
+        for (int i = threadIdx.x % kWarp; i < features; i += kWarp) {
+          sum[i] = (sum[i] + (1 << (shift - 1))) >> shift;
+        }
+        __syncwarp();
+      }
+      exponent = raised;
+    }
+    greatest = max(greatest, most);
+  }
+
+  __device__ __forceinline__ void add(unsigned id, float term) {
+    const float rounded = fmaf(term, exp2_of(kTermBits - exponent), kRound);
+    atomicAdd(sum + id, __float_as_int(rounded) - __float_as_int(kRound));
+  }
+
+  __device__ __forceinline__ float unit() const { return exp2_of(exponent - kTermBits); }
 };
 
-template <typename T, typename Id>
-__global__ void __launch_bounds__(kThreads) ssd_kernel(const SsdArgs args, int lanes_log) {
+// Adds the entries of a group; false if it has terms that fixed point cannot hold.
+template <typename T, typename Id, bool kWeighted>
+__device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& slice, int lanes_log,
+                                          bool vector, FixedRow& row) {
+  const int lane = threadIdx.x % kWarp;
+  // Lanes of a source, and sources at once.
+  const int lanes = 1 << lanes_log, step = kWarp >> lanes_log;
+  const int nth = lane >> lanes_log, lane_of_source = lane & (lanes - 1);
+  const int quads = static_cast<int>((args.k + 3) / 4);
+  for (int base = 0; base < slice.length; base += kWarp) {
+    const int inside = min(slice.length - base, kWarp);
+    const std::int64_t mine = slice.begin + base + lane;
+    const int source = lane < inside ? __ldg(args.a.col + mine) : 0;
+    float weight = 1;
+    if constexpr (kWeighted) weight = lane < inside ? weight_of<T>(args, mine, source) : 0.0f;
+    for (int first = 0; first < inside; first += kAtOnce * step) {
+      // With many kept entries a lane takes several quads of a source.
+      for (int quad0 = 0; quad0 < quads; quad0 += lanes) {
+        const int quad = quad0 + lane_of_source;
+        float term[kAtOnce][4] = {};
+        unsigned id[kAtOnce][4];
+        unsigned most = 0;
+#pragma unroll
+        for (int u = 0; u < kAtOnce; ++u) {
+          const int entry = first + u * step + nth;
+          const std::int64_t from = __shfl_sync(kFullWarp, source, entry % kWarp);
+          const float factor = kWeighted ? __shfl_sync(kFullWarp, weight, entry % kWarp) : 1.0f;
+          if (entry < inside && quad < quads) {
+            load_entries<T, Id>(args, vector, from, quad * 4, term[u], id[u]);
+            if constexpr (kWeighted) {
+#pragma unroll
+              for (int i = 0; i < 4; ++i) term[u][i] *= factor;
+            }
+          }
+        }
+#pragma unroll
+        for (int u = 0; u < kAtOnce; ++u) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) most = max(most, __float_as_uint(fabsf(term[u][i])));
+        }
+        most = __reduce_max_sync(kFullWarp, most);
+        if (most >= kInfinity) return false;
+        row.make_room(most);
+#pragma unroll
+        for (int u = 0; u < kAtOnce; ++u) {
+          if (first + u * step + nth < inside && quad < quads) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) row.add(id[u][i], term[u][i]);
+          }
+        }
+      }
+    }
+  }
+  return row.greatest == 0 || row.exponent > kLeastExponent;
+}
+
+template <typename T, typename Id, bool kWeighted>
+__global__ void __launch_bounds__(kThreads) ssd_kernel(const SsdArgs args, int lanes_log, bool vector) {
   extern __shared__ int4 shared[];
-  __shared__ Entry entries[kWarps][kLongestGroup];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const std::int64_t group = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp;
   if (group >= args.groups.num_slices) return;
   const RowSlice slice = load_slice(args.groups, group);
   const int vectors = static_cast<int>((args.width + 3) / 4);
-  int4* buffer4 = shared + warp * vectors;
-  int* buffer = reinterpret_cast<int*>(buffer4);
-
-  // Lanes of a source, and sources at once. With many kept entries the lanes take several words each.
-  const int lanes = 1 << lanes_log, step = kWarp >> lanes_log;
-  const int nth = lane >> lanes_log, lane_of_source = lane & (lanes - 1);
-  const int row_words = static_cast<int>((args.k + 3) / 4);
-  const uint4* words = reinterpret_cast<const uint4*>(args.packed.words);
-  const auto load_word = [&](int entry, int source, int place) {
-    const bool live = entry < slice.length && place < row_words;
-    return live ? __ldg(words + static_cast<std::int64_t>(source) * row_words + place) : uint4{0, 0, 0, 0};
+  int4* buffer = shared + warp * vectors;
+  const auto clear = [&] {
+    for (int i = lane; i < vectors; i += kWarp) buffer[i] = int4{0, 0, 0, 0};
+    __syncwarp();
   };
-
-  int source[kEntriesPerLane];
-#pragma unroll
-  for (int i = 0; i < kEntriesPerLane; ++i) {
-    const int entry = lane + i * kWarp;
-    source[i] = entry < slice.length ? __ldg(args.a.col + slice.begin + entry) : 0;
-  }
-  // The first words are under way before the group's unit is known.
-  const int first_source = __shfl_sync(kFullWarp, source[0], nth);
-  const int second_source =
-      __shfl_sync(kFullWarp, step == kWarp ? source[1] : source[0], (nth + step) % kWarp);
-  uint4 word = load_word(nth, first_source, lane_of_source);
-  uint4 next_word = load_word(nth + step, second_source, lane_of_source);
-  for (int i = lane; i < vectors; i += kWarp) buffer4[i] = int4{0, 0, 0, 0};
-
-  float bound[kEntriesPerLane];
-  unsigned greatest = 0;
-#pragma unroll
-  for (int i = 0; i < kEntriesPerLane; ++i) {
-    const int entry = lane + i * kWarp;
-    bound[i] = 0;
-    if (entry < slice.length) {
-      bound[i] = __uint_as_float(static_cast<unsigned>(__ldg(args.packed.exponent + source[i])) << 23);
-      bound[i] *= weight_of<T>(args, slice.begin + entry, source[i]);
-    }
-    greatest = max(greatest, __float_as_uint(fabsf(bound[i])));
-  }
-  greatest = __reduce_max_sync(kFullWarp, greatest);
-  const int exponent = static_cast<int>(greatest >> 23) - 127 + ((greatest & 0x7fffffu) != 0);
-  const bool in_range = greatest == 0 || (exponent >= -100 && exponent <= 127);
-  const float to_unit = greatest == 0 || !in_range ? 0.0f : exp2_of(kTermBits + 1 - exponent);
-  if (in_range) {
-#pragma unroll
-    for (int i = 0; i < kEntriesPerLane; ++i) {
-      entries[warp][lane + i * kWarp] = {source[i], __float2int_rn(bound[i] * to_unit)};
-    }
-  }
-  __syncwarp();
-
-  if (!in_range) {
+  clear();
+  FixedRow row{reinterpret_cast<int*>(buffer), 4 * vectors};
+  if (sum_fixed<T, Id, kWeighted>(args, slice, lanes_log, vector, row)) {
+    __syncwarp();
+    store_row<T>(args, slice, row.sum, row.unit());
+  } else {
+    __syncwarp();
+    clear();
     auto* sums = reinterpret_cast<float*>(buffer);
     sum_plainly<T, Id>(args, slice, 0, static_cast<int>(args.width), sums);
     store_row<T>(args, slice, sums, 1.0f);
-    return;
   }
-
-  const unsigned id_mask = (1u << args.packed.id_bits) - 1;
-  const auto add = [&](const uint4& four, int weight) {
-    const unsigned part[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const std::int64_t product = static_cast<std::int64_t>(static_cast<int>(part[i] & ~id_mask)) * weight;
-      atomicAdd(buffer + (part[i] & id_mask), static_cast<int>((product + (std::int64_t{1} << 31)) >> 32));
-    }
-  };
-  for (int place = lane_of_source; place < row_words; place += lanes) {
-    if (place != lane_of_source) {
-      word = load_word(nth, entries[warp][nth].source, place);
-      next_word = load_word(nth + step, entries[warp][(nth + step) % kLongestGroup].source, place);
-    }
-    for (int entry = nth; entry < slice.length; entry += 2 * step) {
-      const uint4 now[2] = {word, next_word};
-      const int ahead = entry + 2 * step;
-      if (ahead < slice.length) word = load_word(ahead, entries[warp][ahead].source, place);
-      if (ahead + step < slice.length) {
-        next_word = load_word(ahead + step, entries[warp][ahead + step].source, place);
-      }
-      add(now[0], entries[warp][entry].weight);
-      if (entry + step < slice.length) add(now[1], entries[warp][entry + step].weight);
-    }
-  }
-  __syncwarp();
-
-  store_row<T>(args, slice, buffer, exp2_of(greatest == 0 ? 0 : exponent - kTermBits));
 }
 
 // Any width and dtype: tiles of kPlainFeatures features, all entries of a group for each.
@@ -290,28 +265,27 @@ struct SameRow {
 };
 
 template <typename T, typename Id>
-void launch_packed(const SsdArgs& args, cudaStream_t stream) {
-  int lanes_log = 0;
-  while (lanes_log < 5 && (4 << lanes_log) < args.k) ++lanes_log;
-  const auto aligned = [](const void* address, std::size_t bytes) {
-    return reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
-  };
-  const bool vector =
-      args.k % 4 == 0 && aligned(args.values, 4 * sizeof(T)) && aligned(args.ids, 4 * sizeof(Id));
-  if (args.a.num_cols > 0) {
-    const unsigned blocks = ceil_div(args.a.num_cols << lanes_log, kThreads);
-    pack_kernel<T, Id><<<blocks, kThreads, 0, stream>>>(args, lanes_log, vector);
-  }
-  const auto buffers = static_cast<std::size_t>((args.width + 3) / 4 * 16 * kWarps);
-  ssd_kernel<T, Id><<<ceil_div(args.groups.num_slices, kWarps), kThreads, buffers, stream>>>(args, lanes_log);
-}
-
-template <typename T, typename Id>
 void launch(const SsdArgs& args, cudaStream_t stream) {
+  const unsigned blocks = ceil_div(args.groups.num_slices, kWarps);
   if constexpr (sizeof(T) <= 4) {
-    if (args.packed.words != nullptr) return launch_packed<T, Id>(args, stream);
+    if (args.width <= kPlainFeatures) {
+      int lanes_log = 0;
+      while (lanes_log < 5 && (4 << lanes_log) < args.k) ++lanes_log;
+      const auto aligned = [](const void* address, std::size_t bytes) {
+        return reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
+      };
+      const bool vector =
+          args.k % 4 == 0 && aligned(args.values, 4 * sizeof(T)) && aligned(args.ids, 4 * sizeof(Id));
+      const auto buffers = static_cast<std::size_t>((args.width + 3) / 4 * 16 * kWarps);
+      if (args.value.data != nullptr || args.scale_src != nullptr) {
+        ssd_kernel<T, Id, true><<<blocks, kThreads, buffers, stream>>>(args, lanes_log, vector);
+      } else {
+        ssd_kernel<T, Id, false><<<blocks, kThreads, buffers, stream>>>(args, lanes_log, vector);
+      }
+      return;
+    }
   }
-  ssd_plain_kernel<T, Id><<<ceil_div(args.groups.num_slices, kWarps), kThreads, 0, stream>>>(args);
+  ssd_plain_kernel<T, Id><<<blocks, kThreads, 0, stream>>>(args);
 }
 
 }  // namespace
