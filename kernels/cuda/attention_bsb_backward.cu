@@ -19,13 +19,18 @@ namespace {
 
 using namespace attention;
 
+// What the passes need of a row and head: x log-sum-exp, y delta. In float32 z is what the rounding of x left
+// out, 5e-4 for scores of 10,000.
+template <typename T>
+using RowState = std::conditional_t<std::is_same_v<T, float>, float4, float2>;
+
 // One pass as the kernel sees it. Transposed: own rows are sources, gathered ones destinations.
 struct Pass {
   BsbView a;
   AttentionBsbInput input;
   DenseView own_a, own_b;  // Q, dO; transposed: K, V
   DenseView x, y;          // K, V; transposed: Q, dO
-  const float2* row_state;
+  const void* row_state;
   void* grad_bias;
   void* grad_a;      // gradient of own_a's matrix
   void* grad_b;      // transposed: gradient of V
@@ -40,7 +45,8 @@ template <typename S, bool kTransposed>
 struct Layout {
   static constexpr bool kKeepOwn = 2 * S::kPieces + (kTransposed ? 8 : 4) * S::kTiles <= 128;
   static constexpr int kStageBytes = 2 * S::kTileBytes;
-  static constexpr int kStateBytes = kTransposed ? kBlockVectors * S::kHeads * 8 : 0;
+  static constexpr int kStateBytes =
+      kTransposed ? kBlockVectors * S::kHeads * static_cast<int>(sizeof(RowState<typename S::T>)) : 0;
   static constexpr int kOwnA = (kKeepOwn ? kStages - 1 : kStages) * kStageBytes;
   static constexpr int kOwnB = kOwnA + S::kOwnBytes;
   static constexpr int kState = kStages * kStageBytes + (kKeepOwn ? 0 : 2 * S::kOwnBytes);
@@ -52,7 +58,7 @@ struct Layout {
 
 // State of the 16 gathered rows, in the order of the block's vectors.
 template <typename S>
-__device__ __forceinline__ void copy_state(std::uint32_t to, const float2* state,
+__device__ __forceinline__ void copy_state(std::uint32_t to, const RowState<typename S::T>* state,
                                            const std::uint32_t (&column)[kOwned], std::int64_t first_head,
                                            std::int64_t heads, int lane) {
   const std::int64_t row = lane / 2 % 2 ? lane % 2 ? column[3] : column[2] : lane % 2 ? column[1] : column[0];
@@ -62,8 +68,9 @@ __device__ __forceinline__ void copy_state(std::uint32_t to, const float2* state
     const int head = h + lane / 4 % 2;
     const bool present = first_head + head < heads;
     if (head < S::kHeads) {
-      copy_async_8(to + (vector * S::kHeads + head) * 8,
-                   state + row * heads + (present ? first_head + head : 0), present ? 8 : 0);
+      constexpr int kBytes = static_cast<int>(sizeof *state);
+      copy_async<kBytes>(to + (vector * S::kHeads + head) * kBytes,
+                         state + row * heads + (present ? first_head + head : 0), present ? kBytes : 0);
     }
   }
 }
@@ -73,6 +80,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
                                   Layout<S, kTransposed>::kBlocksAtOnce)
     attention_backward_kernel(const __grid_constant__ Pass args) {
   using L = Layout<S, kTransposed>;
+  using State = RowState<typename S::T>;
   constexpr int kRowsOwned = Owned<S>::kRowsOwned;
   extern __shared__ __align__(128) unsigned char shared[];
   const AttentionBsbInput& input = args.input;
@@ -102,8 +110,8 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
       copy_tile<S>(memory + nth * L::kStageBytes + S::kTileBytes, y, column, lane);
       copy_block(memory + L::kBlocks + nth * kBlockBytes, blocks + index * kBlockWords, lane);
       if constexpr (kTransposed) {
-        copy_state<S>(memory + L::kState + nth * L::kStateBytes, args.row_state, column, first_head,
-                      input.heads, lane);
+        copy_state<S>(memory + L::kState + nth * L::kStateBytes, static_cast<const State*>(args.row_state),
+                      column, first_head, input.heads, lane);
       }
     }
     commit_copies();
@@ -118,7 +126,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
 #pragma unroll
   for (int index = 0; index + 1 < kStages; ++index) start(index);
   const float scale = input.scale * kLog2E;
-  float2 own_state[S::kHeads][kRowsOwned] = {};
+  State own_state[S::kHeads][kRowsOwned] = {};
   if constexpr (!kTransposed) {
 #pragma unroll
     for (int r = 0; r < kRowsOwned; ++r) {
@@ -126,7 +134,8 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
 #pragma unroll
       for (int h = 0; h < S::kHeads; ++h) {
         if (row >= 0 && first_head + h < input.heads) {
-          own_state[h][r] = __ldg(args.row_state + row * input.heads + first_head + h);
+          own_state[h][r] =
+              __ldg(static_cast<const State*>(args.row_state) + row * input.heads + first_head + h);
         }
       }
     }
@@ -156,17 +165,17 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
       multiply_rows<S, kTerms>(score, own_a, tile_x, h, lane);
       if constexpr (!L::kKeepOwn) load_own<S>(own_b, memory + L::kOwnB, lane);
       multiply_rows<S, kTerms>(product, own_b, tile_y, h, lane);
-      float2 gathered_state[Owned<S>::kVectors];
+      State gathered_state[Owned<S>::kVectors];
       if constexpr (kTransposed) {
 #pragma unroll
         for (int n = 0; n < Owned<S>::kVectors; ++n) {
-          gathered_state[n] = load_shared_pair(memory + L::kState + nth * L::kStateBytes +
-                                               (Owned<S>::vector(n, lane) * S::kHeads + h) * 8);
+          const int at = (Owned<S>::vector(n, lane) * S::kHeads + h) * static_cast<int>(sizeof(State));
+          load_shared(gathered_state[n], memory + L::kState + nth * L::kStateBytes + at);
         }
       }
 #pragma unroll
       for (int i = 0; i < kOwned; ++i) {
-        const float2 state = kTransposed ? gathered_state[i / kRowsOwned] : own_state[h][i % kRowsOwned];
+        const State state = kTransposed ? gathered_state[i / kRowsOwned] : own_state[h][i % kRowsOwned];
         // Rounded as in the forward pass, so that a row's only score has exactly the weight 1.
         float power = __fmul_rn(score[i], scale), factor = 1;
         if constexpr (kExtras) {
@@ -178,7 +187,9 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
                                     static_cast<std::uint32_t>(first_head + h));
           }
         }
-        const float p = entries.present(i) ? exp2_approx(power - state.x) : 0.0f;
+        power -= state.x;
+        if constexpr (S::kFloat) power -= state.z;
+        const float p = entries.present(i) ? exp2_approx(power) : 0.0f;
         score[i] = entries.present(i) ? p * (factor * product[i] - state.y) : 0.0f;
         product[i] = p * factor;
         if constexpr (kExtras && !kTransposed) {
@@ -219,7 +230,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
   }
 }
 
-// row_state = (lse, delta) of every row and head; 8 lanes take one. Rows without weights get 0 for minus
+// RowState of every row and head; 8 lanes take one. Rows without weights get 0 for minus
 // infinity, so that their scores, if any, keep the weight 0.
 template <typename T>
 __global__ void __launch_bounds__(128)
@@ -240,8 +251,10 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
   for (int distance = 1; distance < 8; distance *= 2) delta += __shfl_xor_sync(kFullWarp, delta, distance);
   if (!inside || threadIdx.x % 8 != 0) return;
-  const float lse = args.lse[item];
-  reinterpret_cast<float2*>(args.row_state)[item] = make_float2(lse == -INFINITY ? 0.0f : lse, delta);
+  const double lse = args.lse[item] == -INFINITY ? 0.0 : args.lse[item];
+  RowState<T> state{static_cast<float>(lse), delta};
+  if constexpr (std::is_same_v<T, float>) state.z = static_cast<float>(lse - state.x);
+  reinterpret_cast<RowState<T>*>(args.row_state)[item] = state;
 }
 
 struct Launch {
@@ -253,7 +266,7 @@ struct Launch {
   void run() {
     using T = typename S::T;
     const AttentionBsbInput& input = args.input;
-    const auto* state = reinterpret_cast<const float2*>(args.row_state);
+    const void* state = args.row_state;
     const std::int64_t items = args.a.num_rows * input.heads;
     if (items > 0) row_state_kernel<T><<<ceil_div(items, 128 / 8), 128, 0, stream>>>(args);
     run_pass<S, kTerms, false>({args.a, input, input.q, args.grad, input.k, input.v, state, args.grad_bias,

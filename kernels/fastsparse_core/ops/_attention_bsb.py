@@ -80,18 +80,19 @@ def launch_forward(
 
     Returns:
         Output (num_dst, heads * Dv) in the dtype of ``v``, and for the backward pass the log-sum-exp of the
-        rows' scores in powers of two (divided by log 2, so that nothing is lost between the passes), float32
-        (num_dst, heads), -inf for rows without edges.
+        rows' scores in powers of two (divided by log 2, so that nothing is lost between the passes), float64
+        (num_dst, heads), -inf for rows without edges. Rounded to float32 it would be off by 5e-4 for scores of
+        1e4, and so would all weights of its row.
     """
     out = v.new_empty(adj.num_dst, v.size(1))
-    lse = torch.empty(adj.num_dst, heads, dtype=torch.float32, device=v.device)
+    lse = torch.empty(adj.num_dst, heads, dtype=torch.float64, device=v.device)
     if adj.num_dst == 0:
         return out, lse
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     bias = None if bias is None else bias.contiguous()
     rows = adj.bsb_split.num_slots * HEIGHT
-    partial = lse.new_empty(rows, v.size(1))
-    partial_state = lse.new_empty(rows, heads, 2)
+    partial = torch.empty(rows, v.size(1), dtype=torch.float32, device=v.device)
+    partial_state = partial.new_empty(rows, heads, 2)
     index = device_index(v.device)
     _C.attention_bsb(
         adj.bsb_structure(valued=bias is not None),
@@ -150,9 +151,11 @@ def launch_backward(
     grad_bias = empty_values(adj, bias) if bias is not None and want_bias else None
     transposed = adj.t()
     rows, rows_t = adj.bsb_split.num_slots * HEIGHT, transposed.bsb_split.num_slots * HEIGHT
-    row_state = lse.new_empty(adj.num_dst, heads, 2)
-    partial_q = lse.new_empty(rows, q.size(1))
-    partial_k, partial_v = lse.new_empty(rows_t, k.size(1)), lse.new_empty(rows_t, v.size(1))
+    # Log-sum-exp and <grad, out>; in float32 also what the first leaves of a float64, and padding.
+    numbers = 4 if v.dtype == torch.float32 else 2
+    row_state = torch.empty(adj.num_dst, heads, numbers, dtype=torch.float32, device=v.device)
+    partial_q = row_state.new_empty(rows, q.size(1))
+    partial_k, partial_v = row_state.new_empty(rows_t, k.size(1)), row_state.new_empty(rows_t, v.size(1))
     index = device_index(v.device)
     _C.attention_bsb_backward(
         adj.bsb_structure(valued=bias is not None),

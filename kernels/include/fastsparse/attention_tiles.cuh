@@ -62,12 +62,14 @@ constexpr int blocks_at_once(int bytes_of_warp, int most_warps) {
 
 // ---------------------------------------------------------------- instructions
 
-// Copies 16 bytes of global memory to shared memory, or zeros where `bytes` is 0.
+// Copies kBytes, 16 or 8, of global memory to shared memory, or zeros where `bytes` is 0; 16 past the L1.
+template <int kBytes = kPieceBytes>
 __device__ __forceinline__ void copy_async(std::uint32_t to, const void* from, std::uint32_t bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_async_8(std::uint32_t to, const void* from, std::uint32_t bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  }
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
@@ -112,10 +114,14 @@ __device__ __forceinline__ std::uint32_t load_shared_byte(std::uint32_t from) {
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
   return v;
 }
-__device__ __forceinline__ float2 load_shared_pair(std::uint32_t from) {
-  float2 v;
+__device__ __forceinline__ void load_shared(float2& v, std::uint32_t from) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
-  return v;
+}
+__device__ __forceinline__ void load_shared(float4& v, std::uint32_t from) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(from)
+               : "memory");
 }
 __device__ __forceinline__ void store_shared(std::uint32_t to, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
@@ -280,7 +286,9 @@ __device__ __forceinline__ std::uint32_t matrix_address(std::uint32_t tile, int 
   return (first ^ piece % 8 * kPieceBytes) + piece / 8 * 8 * kPieceBytes;
 }
 
-// score[i] = <own row, gathered row> of the thread's i-th entry (Owned), over the features of `head`.
+// score[i] = <own row, gathered row> of the thread's i-th entry (Owned), over the features of `head`. To the
+// bit the same where own and gathered rows change places: the passes must agree on scores of 10,000, of which
+// a rounding is 1e-3 of a weight.
 template <typename S, int kTerms>
 __device__ __forceinline__ void multiply_rows(float (&score)[kOwned], const std::uint32_t (&own)[S::kPieces],
                                               std::uint32_t tile, int head, int lane) {
@@ -295,7 +303,7 @@ __device__ __forceinline__ void multiply_rows(float (&score)[kOwned], const std:
       mma_m16n8k16<typename S::T>(score, a, own[piece], own[piece + 1]);
     }
   } else {
-    float sum[2][4] = {};
+    float sum[2][4] = {}, low[2][4] = {};
 #pragma unroll
     for (int step = 0; step < S::kHeadPieces; step += 2) {
       const int piece = head * S::kHeadPieces + step;
@@ -306,18 +314,27 @@ __device__ __forceinline__ void multiply_rows(float (&score)[kOwned], const std:
 #pragma unroll
       for (int i = 0; i < 4; ++i) split_tf32<kTerms>(__uint_as_float(m[i]), b[i], b_low[i]);
       if constexpr (kTerms > 1) {
-        mma_m16n8k8_tf32(sum[0], a, b_low[0], b_low[1]);
-        mma_m16n8k8_tf32(sum[1], a, b_low[2], b_low[3]);
+        mma_m16n8k8_tf32(low[0], a, b_low[0], b_low[1]);
+        mma_m16n8k8_tf32(low[1], a, b_low[2], b_low[3]);
       }
       mma_m16n8k8_tf32(sum[0], a, b[0], b[1]);
       mma_m16n8k8_tf32(sum[1], a, b[2], b[3]);
-      // The tensor cores' sums are cut off, not rounded: every 16 features they move to ordinary additions.
+      // The tensor cores' sums are cut off, not rounded: every 16 features those of the first terms move to
+      // ordinary additions.
       if (step % 4 == 2) {
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) {
-          score[i] += sum[i / 2][i % 2] + sum[i / 2][i % 2 + 2];
-          sum[i / 2][i % 2] = sum[i / 2][i % 2 + 2] = 0;
+          score[i] += sum[i / 2][i % 2];
+          sum[i / 2][i % 2] = 0;
         }
+      }
+      // Else wide heads' loads are all moved to the front, where they find no registers.
+      if (S::kHeadPieces > 16 && step % 16 == 14) __syncwarp();
+    }
+    if constexpr (kTerms > 1) {
+#pragma unroll
+      for (int i = 0; i < kOwned; ++i) {
+        score[i] += (sum[i / 2][i % 2 + 2] + low[i / 2][i % 2]) + low[i / 2][i % 2 + 2];
       }
     }
   }
