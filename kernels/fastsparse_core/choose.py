@@ -42,7 +42,7 @@ _RESIDENT_GROUPS = 132 * 96
 #: Warps that it keeps resident in the tensor-core kernels, about: 132 multiprocessors x 32 warps.
 _RESIDENT_WARPS = 132 * 32
 #: Heads that a grid has room for.
-_MOST_HEADS = 65_535
+MOST_HEADS = 65_535
 #: Products with a structure before `auto` converts it: a conversion costs about as much as 5 to 10 products.
 _REUSE = 16
 
@@ -255,7 +255,7 @@ def sddmm_algorithm(
     if algorithm != "flashsparse":
         return "csr"
     fits = adj.device.type == "cuda" and dtype != torch.float64 and aligned and head_bytes > 0
-    if fits and heads <= _MOST_HEADS and adj.num_src <= MOST_COLUMNS:
+    if fits and heads <= MOST_HEADS and adj.num_src <= MOST_COLUMNS:
         return "flashsparse"
     info_once(_logger, _WHY_SDDMM_CSR)
     return "csr"
