@@ -117,14 +117,6 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
     commit_copies();
     next = load_columns(blocks + (index + 1) * kBlockWords, lane / 8);
   };
-  if (slice.length > 0) {
-    const Table<S> a(args.own_a, first_head, input.heads, input.head_width, lane);
-    copy_own<S>(memory + L::kOwnA, a, window_row, window, lane);
-    const Table<S> b(args.own_b, first_head, input.heads, input.value_width, lane);
-    copy_own<S>(memory + L::kOwnB, b, window_row, window, lane);
-  }
-#pragma unroll
-  for (int index = 0; index + 1 < kStages; ++index) start(index);
   const float scale = input.scale * kLog2E;
   State own_state[S::kHeads][kRowsOwned] = {};
   if constexpr (!kTransposed) {
@@ -141,73 +133,98 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
     }
   }
 
-  std::uint32_t own_a[S::kPieces], own_b[S::kPieces];
-  float sum_a[S::kTiles][4] = {}, sum_b[S::kTiles][4] = {};
-  for (int index = 0; index < slice.length; ++index) {
-    wait_for_copies<kStages - 2>();
-    if (index == 0 && L::kKeepOwn) {
-      load_own<S>(own_a, memory + L::kOwnA, lane);
-      load_own<S>(own_b, memory + L::kOwnB, lane);
-      __syncwarp();
-    }
-    start(index + kStages - 1);  // all lanes are here: the tile of the last turn is free
-    const int nth = index % kStages;
-    const std::uint32_t tile_x = memory + nth * L::kStageBytes, tile_y = tile_x + S::kTileBytes;
-    const Entries<S> entries(memory + L::kBlocks + nth * kBlockBytes, lane);
-    std::int64_t position[kOwned];
-    if constexpr (kExtras) {
-      if (input.bias.data != nullptr) entries.positions(position, args.a, slice.begin + index);
+  float sum_a[S::kTiles][4], sum_b[S::kTiles][4];
+  // Once more, entry by entry, where infinity or NaN came out.
+  for (bool by_entry = false;; by_entry = true) {
+    if (slice.length > 0) {
+      const Table<S> a(args.own_a, first_head, input.heads, input.head_width, lane);
+      copy_own<S>(memory + L::kOwnA, a, window_row, window, lane);
+      const Table<S> b(args.own_b, first_head, input.heads, input.value_width, lane);
+      copy_own<S>(memory + L::kOwnB, b, window_row, window, lane);
     }
 #pragma unroll
-    for (int h = 0; h < S::kHeads; ++h) {
-      float score[kOwned], product[kOwned];
-      if constexpr (!L::kKeepOwn) load_own<S>(own_a, memory + L::kOwnA, lane);
-      multiply_rows<S, kTerms>(score, own_a, tile_x, h, lane);
-      if constexpr (!L::kKeepOwn) load_own<S>(own_b, memory + L::kOwnB, lane);
-      multiply_rows<S, kTerms>(product, own_b, tile_y, h, lane);
-      State gathered_state[Owned<S>::kVectors];
-      if constexpr (kTransposed) {
+    for (int index = 0; index + 1 < kStages; ++index) start(index);
+    std::uint32_t own_a[S::kPieces], own_b[S::kPieces];
 #pragma unroll
-        for (int n = 0; n < Owned<S>::kVectors; ++n) {
-          const int at = (Owned<S>::vector(n, lane) * S::kHeads + h) * static_cast<int>(sizeof(State));
-          load_shared(gathered_state[n], memory + L::kState + nth * L::kStateBytes + at);
-        }
+    for (int f = 0; f < S::kTiles; ++f) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum_a[f][i] = sum_b[f][i] = 0;
+    }
+    for (int index = 0; index < slice.length; ++index) {
+      wait_for_copies<kStages - 2>();
+      if (index == 0 && L::kKeepOwn) {
+        load_own<S>(own_a, memory + L::kOwnA, lane);
+        load_own<S>(own_b, memory + L::kOwnB, lane);
+        __syncwarp();
+      }
+      start(index + kStages - 1);  // all lanes are here: the tile of the last turn is free
+      const int nth = index % kStages;
+      const std::uint32_t tile_x = memory + nth * L::kStageBytes, tile_y = tile_x + S::kTileBytes;
+      const std::uint32_t block = memory + L::kBlocks + nth * kBlockBytes;
+      const Entries<S> entries(block, lane);
+      std::int64_t position[kOwned];
+      if constexpr (kExtras) {
+        if (input.bias.data != nullptr) entries.positions(position, args.a, slice.begin + index);
       }
 #pragma unroll
-      for (int i = 0; i < kOwned; ++i) {
-        const State state = kTransposed ? gathered_state[i / kRowsOwned] : own_state[h][i % kRowsOwned];
-        // Rounded as in the forward pass, so that a row's only score has exactly the weight 1.
-        float power = __fmul_rn(score[i], scale), factor = 1;
-        if constexpr (kExtras) {
-          power += entries.bias(input, i, position[i], first_head + h);
-          if (entries.present(i)) {
-            const auto own = static_cast<std::uint32_t>(window_row(window, Owned<S>::row(i, lane)));
-            factor = dropout_factor(input.dropout, kTransposed ? entries.column(i) : own,
-                                    kTransposed ? own : entries.column(i),
-                                    static_cast<std::uint32_t>(first_head + h));
+      for (int h = 0; h < S::kHeads; ++h) {
+        float score[kOwned], product[kOwned];
+        if constexpr (!L::kKeepOwn) load_own<S>(own_a, memory + L::kOwnA, lane);
+        multiply_rows<S, kTerms>(score, own_a, tile_x, h, lane);
+        if constexpr (!L::kKeepOwn) load_own<S>(own_b, memory + L::kOwnB, lane);
+        multiply_rows<S, kTerms>(product, own_b, tile_y, h, lane);
+        State gathered_state[Owned<S>::kVectors];
+        if constexpr (kTransposed) {
+#pragma unroll
+          for (int n = 0; n < Owned<S>::kVectors; ++n) {
+            const int at = (Owned<S>::vector(n, lane) * S::kHeads + h) * static_cast<int>(sizeof(State));
+            load_shared(gathered_state[n], memory + L::kState + nth * L::kStateBytes + at);
           }
         }
-        power -= state.x;
-        if constexpr (S::kFloat) power -= state.z;
-        const float p = entries.present(i) ? exp2_approx(power) : 0.0f;
-        score[i] = entries.present(i) ? p * (factor * product[i] - state.y) : 0.0f;
-        product[i] = p * factor;
-        if constexpr (kExtras && !kTransposed) {
-          if (args.grad_bias != nullptr && entries.present(i) && first_head + h < input.heads) {
-            const std::int64_t at = position[i] * input.heads + first_head + h;
-            if (input.bias.dtype == input.dtype) {
-              static_cast<typename S::T*>(args.grad_bias)[at] = narrow<typename S::T>(score[i]);
-            } else {
-              static_cast<float*>(args.grad_bias)[at] = score[i];
+#pragma unroll
+        for (int i = 0; i < kOwned; ++i) {
+          const State state = kTransposed ? gathered_state[i / kRowsOwned] : own_state[h][i % kRowsOwned];
+          // Rounded as in the forward pass, so that a row's only score has exactly the weight 1.
+          float power = __fmul_rn(score[i], scale), factor = 1;
+          if constexpr (kExtras) {
+            power += entries.bias(input, i, position[i], first_head + h);
+            if (entries.present(i)) {
+              const auto own = static_cast<std::uint32_t>(window_row(window, Owned<S>::row(i, lane)));
+              factor = dropout_factor(input.dropout, kTransposed ? entries.column(i) : own,
+                                      kTransposed ? own : entries.column(i),
+                                      static_cast<std::uint32_t>(first_head + h));
+            }
+          }
+          power -= state.x;
+          if constexpr (S::kFloat) power -= state.z;
+          const float p = entries.present(i) ? exp2_approx(power) : 0.0f;
+          score[i] = entries.present(i) ? p * (factor * product[i] - state.y) : 0.0f;
+          product[i] = p * factor;
+          if constexpr (kExtras && !kTransposed) {
+            if (args.grad_bias != nullptr && entries.present(i) && first_head + h < input.heads) {
+              const std::int64_t at = position[i] * input.heads + first_head + h;
+              if (input.bias.dtype == input.dtype) {
+                static_cast<typename S::T*>(args.grad_bias)[at] = narrow<typename S::T>(score[i]);
+              } else {
+                static_cast<float*>(args.grad_bias)[at] = score[i];
+              }
             }
           }
         }
+        if (by_entry) {
+          add_entries<S>(sum_a, tile_x, block, score, h, lane);
+          if constexpr (kTransposed) add_entries<S>(sum_b, tile_y, block, product, h, lane);
+        } else {
+          add_columns<S, kTerms>(sum_a, tile_x, score, h, lane);
+          if constexpr (kTransposed) add_columns<S, kTerms>(sum_b, tile_y, product, h, lane);
+        }
       }
-      add_columns<S, kTerms>(sum_a, tile_x, score, h, lane);
-      if constexpr (kTransposed) add_columns<S, kTerms>(sum_b, tile_y, product, h, lane);
     }
-  }
 
+    if (by_entry || (finite<S>(sum_a) && (!kTransposed || finite<S>(sum_b)))) break;
+    next = load_columns(blocks, lane / 8);
+    __syncwarp();
+  }
 #pragma unroll
   for (int f = 0; f < S::kTiles; ++f) {
 #pragma unroll

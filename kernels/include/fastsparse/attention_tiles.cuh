@@ -114,6 +114,18 @@ __device__ __forceinline__ std::uint32_t load_shared_byte(std::uint32_t from) {
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
   return v;
 }
+template <typename T>
+__device__ __forceinline__ float load_element(std::uint32_t from) {
+  if constexpr (sizeof(T) == 4) {
+    return __uint_as_float(load_shared_word(from));
+  } else {
+    unsigned short bits;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(from) : "memory");
+    T v;
+    memcpy(&v, &bits, sizeof v);
+    return widen(v);
+  }
+}
 __device__ __forceinline__ void load_shared(float2& v, std::uint32_t from) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
 }
@@ -340,6 +352,12 @@ __device__ __forceinline__ void multiply_rows(float (&score)[kOwned], const std:
   }
 }
 
+// Feature of a tile's row that sum[f][i] belongs to; its own row is 2t + i % 2.
+template <typename S>
+__device__ __forceinline__ int feature_of(int f, int i, int g) {
+  return S::kFloat ? 32 * (f / 2) + 4 * g + 2 * (f % 2) + i / 2 : 16 * f + 8 * (i / 2) + g;
+}
+
 // sum[f] += gathered features x weights of rows 2t, 2t + 1 (feature_of says which), for the features of
 // `head`. weight[i] is that of the thread's i-th entry.
 template <typename S, int kTerms>
@@ -388,10 +406,58 @@ __device__ __forceinline__ void add_columns(float (&sum)[S::kTiles][4], std::uin
   }
 }
 
-// Feature of a tile's row that sum[f][i] belongs to; its own row is 2t + i % 2.
+// The same, entry by entry, for tiles that hold infinity or NaN: add_columns multiplies them by the weights 0
+// of rows without the entry. `block` is the address of the block's masks and columns.
 template <typename S>
-__device__ __forceinline__ int feature_of(int f, int i, int g) {
-  return S::kFloat ? 32 * (f / 2) + 4 * g + 2 * (f % 2) + i / 2 : 16 * f + 8 * (i / 2) + g;
+__device__ __forceinline__ void add_entries(float (&sum)[S::kTiles][4], std::uint32_t tile,
+                                            std::uint32_t block, const float (&weight)[kOwned], int head,
+                                            int lane) {
+  using T = typename S::T;
+  const int g = lane / 4, t = lane % 4;
+#pragma unroll 1
+  for (int vector = 0; vector < kBlockVectors; ++vector) {
+    const std::uint32_t mask = load_shared_byte(block + 4 * kMaskWord + vector);
+    float of_row[2];  // weights of rows 2t and 2t + 1, from the lanes that own the entries
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      if constexpr (S::kFloat) {
+        const float even = vector % 4 < 2 ? weight[0] : weight[2];
+        const float odd = vector % 4 < 2 ? weight[1] : weight[3];
+        const float mine = vector % 2 == 0 ? even : odd;
+        of_row[n] = __shfl_sync(kFullWarp, mine, 4 * (2 * t + n) + vector / 4);
+      } else {
+        const float mine = vector % 4 < 2 ? weight[n] : weight[2 + n];
+        of_row[n] = __shfl_sync(kFullWarp, mine, 4 * (vector / 4 * 2 + vector % 2) + t);
+      }
+    }
+    const int row = 8 * (vector / 2 % 2) + 2 * (vector / 4) + vector % 2;
+#pragma unroll
+    for (int f = head * S::kHeadTiles; f < (head + 1) * S::kHeadTiles; ++f) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int feature = feature_of<S>(f, 2 * half, g);
+        constexpr int kOfPiece = kPieceBytes / static_cast<int>(sizeof(T));
+        const float x = load_element<T>(tile + place<S>(row, feature / kOfPiece) +
+                                        feature % kOfPiece * static_cast<int>(sizeof(T)));
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          if (mask >> (2 * t + n) & 1u) sum[f][2 * half + n] += of_row[n] * x;
+        }
+      }
+    }
+  }
+}
+
+// Whether no lane's sums hold infinity or NaN.
+template <typename S>
+__device__ __forceinline__ bool finite(const float (&sum)[S::kTiles][4]) {
+  float zero = 0;
+#pragma unroll
+  for (int f = 0; f < S::kTiles; ++f) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) zero += 0 * sum[f][i];
+  }
+  return __all_sync(kFullWarp, zero == 0);
 }
 
 // ---------------------------------------------------------------- results
