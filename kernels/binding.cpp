@@ -170,7 +170,7 @@ AttentionBsbInput attention_bsb_input(int dtype, std::int64_t heads, std::int64_
 void attention_bsb(const BsbView& structure, const AttentionBsbInput& input, Address out, Address lse,
                    Address partial, Address partial_state, int device, Address queue) {
   const AttentionBsbArgs args{
-      structure, input, at(out), at<float>(lse), at<float>(partial), at<float>(partial_state)};
+      structure, input, at(out), at<double>(lse), at<float>(partial), at<float>(partial_state)};
   const DeviceGuard guard(device);
   check(cuda::attention_bsb(args, at(queue)), "attention_bsb");
 }
@@ -184,7 +184,7 @@ void attention_bsb_backward(const BsbView& structure, const BsbView& transposed,
                                       transposed,
                                       input,
                                       at(out),
-                                      at<float>(lse),
+                                      at<double>(lse),
                                       {at(grad), grad_stride},
                                       at(grad_q),
                                       at(grad_k),

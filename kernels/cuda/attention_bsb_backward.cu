@@ -19,13 +19,18 @@ namespace {
 
 using namespace attention;
 
+// What the passes need of a row and head: x log-sum-exp, y delta. In float32 z is what the rounding of x left
+// out, 5e-4 for scores of 10,000.
+template <typename T>
+using RowState = std::conditional_t<std::is_same_v<T, float>, float4, float2>;
+
 // One pass as the kernel sees it. Transposed: own rows are sources, gathered ones destinations.
 struct Pass {
   BsbView a;
   AttentionBsbInput input;
   DenseView own_a, own_b;  // Q, dO; transposed: K, V
   DenseView x, y;          // K, V; transposed: Q, dO
-  const float2* row_state;
+  const void* row_state;
   void* grad_bias;
   void* grad_a;      // gradient of own_a's matrix
   void* grad_b;      // transposed: gradient of V
@@ -40,7 +45,8 @@ template <typename S, bool kTransposed>
 struct Layout {
   static constexpr bool kKeepOwn = 2 * S::kPieces + (kTransposed ? 8 : 4) * S::kTiles <= 128;
   static constexpr int kStageBytes = 2 * S::kTileBytes;
-  static constexpr int kStateBytes = kTransposed ? kBlockVectors * S::kHeads * 8 : 0;
+  static constexpr int kStateBytes =
+      kTransposed ? kBlockVectors * S::kHeads * static_cast<int>(sizeof(RowState<typename S::T>)) : 0;
   static constexpr int kOwnA = (kKeepOwn ? kStages - 1 : kStages) * kStageBytes;
   static constexpr int kOwnB = kOwnA + S::kOwnBytes;
   static constexpr int kState = kStages * kStageBytes + (kKeepOwn ? 0 : 2 * S::kOwnBytes);
@@ -52,7 +58,7 @@ struct Layout {
 
 // State of the 16 gathered rows, in the order of the block's vectors.
 template <typename S>
-__device__ __forceinline__ void copy_state(std::uint32_t to, const float2* state,
+__device__ __forceinline__ void copy_state(std::uint32_t to, const RowState<typename S::T>* state,
                                            const std::uint32_t (&column)[kOwned], std::int64_t first_head,
                                            std::int64_t heads, int lane) {
   const std::int64_t row = lane / 2 % 2 ? lane % 2 ? column[3] : column[2] : lane % 2 ? column[1] : column[0];
@@ -62,8 +68,9 @@ __device__ __forceinline__ void copy_state(std::uint32_t to, const float2* state
     const int head = h + lane / 4 % 2;
     const bool present = first_head + head < heads;
     if (head < S::kHeads) {
-      copy_async_8(to + (vector * S::kHeads + head) * 8,
-                   state + row * heads + (present ? first_head + head : 0), present ? 8 : 0);
+      constexpr int kBytes = static_cast<int>(sizeof *state);
+      copy_async<kBytes>(to + (vector * S::kHeads + head) * kBytes,
+                         state + row * heads + (present ? first_head + head : 0), present ? kBytes : 0);
     }
   }
 }
@@ -73,6 +80,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
                                   Layout<S, kTransposed>::kBlocksAtOnce)
     attention_backward_kernel(const __grid_constant__ Pass args) {
   using L = Layout<S, kTransposed>;
+  using State = RowState<typename S::T>;
   constexpr int kRowsOwned = Owned<S>::kRowsOwned;
   extern __shared__ __align__(128) unsigned char shared[];
   const AttentionBsbInput& input = args.input;
@@ -102,23 +110,15 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
       copy_tile<S>(memory + nth * L::kStageBytes + S::kTileBytes, y, column, lane);
       copy_block(memory + L::kBlocks + nth * kBlockBytes, blocks + index * kBlockWords, lane);
       if constexpr (kTransposed) {
-        copy_state<S>(memory + L::kState + nth * L::kStateBytes, args.row_state, column, first_head,
-                      input.heads, lane);
+        copy_state<S>(memory + L::kState + nth * L::kStateBytes, static_cast<const State*>(args.row_state),
+                      column, first_head, input.heads, lane);
       }
     }
     commit_copies();
     next = load_columns(blocks + (index + 1) * kBlockWords, lane / 8);
   };
-  if (slice.length > 0) {
-    const Table<S> a(args.own_a, first_head, input.heads, input.head_width, lane);
-    copy_own<S>(memory + L::kOwnA, a, window_row, window, lane);
-    const Table<S> b(args.own_b, first_head, input.heads, input.value_width, lane);
-    copy_own<S>(memory + L::kOwnB, b, window_row, window, lane);
-  }
-#pragma unroll
-  for (int index = 0; index + 1 < kStages; ++index) start(index);
   const float scale = input.scale * kLog2E;
-  float2 own_state[S::kHeads][kRowsOwned] = {};
+  State own_state[S::kHeads][kRowsOwned] = {};
   if constexpr (!kTransposed) {
 #pragma unroll
     for (int r = 0; r < kRowsOwned; ++r) {
@@ -126,77 +126,105 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
 #pragma unroll
       for (int h = 0; h < S::kHeads; ++h) {
         if (row >= 0 && first_head + h < input.heads) {
-          own_state[h][r] = __ldg(args.row_state + row * input.heads + first_head + h);
+          own_state[h][r] =
+              __ldg(static_cast<const State*>(args.row_state) + row * input.heads + first_head + h);
         }
       }
     }
   }
 
-  std::uint32_t own_a[S::kPieces], own_b[S::kPieces];
-  float sum_a[S::kTiles][4] = {}, sum_b[S::kTiles][4] = {};
-  for (int index = 0; index < slice.length; ++index) {
-    wait_for_copies<kStages - 2>();
-    if (index == 0 && L::kKeepOwn) {
-      load_own<S>(own_a, memory + L::kOwnA, lane);
-      load_own<S>(own_b, memory + L::kOwnB, lane);
-      __syncwarp();
-    }
-    start(index + kStages - 1);  // all lanes are here: the tile of the last turn is free
-    const int nth = index % kStages;
-    const std::uint32_t tile_x = memory + nth * L::kStageBytes, tile_y = tile_x + S::kTileBytes;
-    const Entries<S> entries(memory + L::kBlocks + nth * kBlockBytes, lane);
-    std::int64_t position[kOwned];
-    if constexpr (kExtras) {
-      if (input.bias.data != nullptr) entries.positions(position, args.a, slice.begin + index);
+  float sum_a[S::kTiles][4], sum_b[S::kTiles][4];
+  // Once more, entry by entry, where infinity or NaN came out.
+  for (bool by_entry = false;; by_entry = true) {
+    if (slice.length > 0) {
+      const Table<S> a(args.own_a, first_head, input.heads, input.head_width, lane);
+      copy_own<S>(memory + L::kOwnA, a, window_row, window, lane);
+      const Table<S> b(args.own_b, first_head, input.heads, input.value_width, lane);
+      copy_own<S>(memory + L::kOwnB, b, window_row, window, lane);
     }
 #pragma unroll
-    for (int h = 0; h < S::kHeads; ++h) {
-      float score[kOwned], product[kOwned];
-      if constexpr (!L::kKeepOwn) load_own<S>(own_a, memory + L::kOwnA, lane);
-      multiply_rows<S, kTerms>(score, own_a, tile_x, h, lane);
-      if constexpr (!L::kKeepOwn) load_own<S>(own_b, memory + L::kOwnB, lane);
-      multiply_rows<S, kTerms>(product, own_b, tile_y, h, lane);
-      float2 gathered_state[Owned<S>::kVectors];
-      if constexpr (kTransposed) {
+    for (int index = 0; index + 1 < kStages; ++index) start(index);
+    std::uint32_t own_a[S::kPieces], own_b[S::kPieces];
 #pragma unroll
-        for (int n = 0; n < Owned<S>::kVectors; ++n) {
-          gathered_state[n] = load_shared_pair(memory + L::kState + nth * L::kStateBytes +
-                                               (Owned<S>::vector(n, lane) * S::kHeads + h) * 8);
-        }
+    for (int f = 0; f < S::kTiles; ++f) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum_a[f][i] = sum_b[f][i] = 0;
+    }
+    for (int index = 0; index < slice.length; ++index) {
+      wait_for_copies<kStages - 2>();
+      if (index == 0 && L::kKeepOwn) {
+        load_own<S>(own_a, memory + L::kOwnA, lane);
+        load_own<S>(own_b, memory + L::kOwnB, lane);
+        __syncwarp();
+      }
+      start(index + kStages - 1);  // all lanes are here: the tile of the last turn is free
+      const int nth = index % kStages;
+      const std::uint32_t tile_x = memory + nth * L::kStageBytes, tile_y = tile_x + S::kTileBytes;
+      const std::uint32_t block = memory + L::kBlocks + nth * kBlockBytes;
+      const Entries<S> entries(block, lane);
+      std::int64_t position[kOwned];
+      if constexpr (kExtras) {
+        if (input.bias.data != nullptr) entries.positions(position, args.a, slice.begin + index);
       }
 #pragma unroll
-      for (int i = 0; i < kOwned; ++i) {
-        const float2 state = kTransposed ? gathered_state[i / kRowsOwned] : own_state[h][i % kRowsOwned];
-        // Rounded as in the forward pass, so that a row's only score has exactly the weight 1.
-        float power = __fmul_rn(score[i], scale), factor = 1;
-        if constexpr (kExtras) {
-          power += entries.bias(input, i, position[i], first_head + h);
-          if (entries.present(i)) {
-            const auto own = static_cast<std::uint32_t>(window_row(window, Owned<S>::row(i, lane)));
-            factor = dropout_factor(input.dropout, kTransposed ? entries.column(i) : own,
-                                    kTransposed ? own : entries.column(i),
-                                    static_cast<std::uint32_t>(first_head + h));
+      for (int h = 0; h < S::kHeads; ++h) {
+        float score[kOwned], product[kOwned];
+        if constexpr (!L::kKeepOwn) load_own<S>(own_a, memory + L::kOwnA, lane);
+        multiply_rows<S, kTerms>(score, own_a, tile_x, h, lane);
+        if constexpr (!L::kKeepOwn) load_own<S>(own_b, memory + L::kOwnB, lane);
+        multiply_rows<S, kTerms>(product, own_b, tile_y, h, lane);
+        State gathered_state[Owned<S>::kVectors];
+        if constexpr (kTransposed) {
+#pragma unroll
+          for (int n = 0; n < Owned<S>::kVectors; ++n) {
+            const int at = (Owned<S>::vector(n, lane) * S::kHeads + h) * static_cast<int>(sizeof(State));
+            load_shared(gathered_state[n], memory + L::kState + nth * L::kStateBytes + at);
           }
         }
-        const float p = entries.present(i) ? exp2_approx(power - state.x) : 0.0f;
-        score[i] = entries.present(i) ? p * (factor * product[i] - state.y) : 0.0f;
-        product[i] = p * factor;
-        if constexpr (kExtras && !kTransposed) {
-          if (args.grad_bias != nullptr && entries.present(i) && first_head + h < input.heads) {
-            const std::int64_t at = position[i] * input.heads + first_head + h;
-            if (input.bias.dtype == input.dtype) {
-              static_cast<typename S::T*>(args.grad_bias)[at] = narrow<typename S::T>(score[i]);
-            } else {
-              static_cast<float*>(args.grad_bias)[at] = score[i];
+#pragma unroll
+        for (int i = 0; i < kOwned; ++i) {
+          const State state = kTransposed ? gathered_state[i / kRowsOwned] : own_state[h][i % kRowsOwned];
+          // Rounded as in the forward pass, so that a row's only score has exactly the weight 1.
+          float power = __fmul_rn(score[i], scale), factor = 1;
+          if constexpr (kExtras) {
+            power += entries.bias(input, i, position[i], first_head + h);
+            if (entries.present(i)) {
+              const auto own = static_cast<std::uint32_t>(window_row(window, Owned<S>::row(i, lane)));
+              factor = dropout_factor(input.dropout, kTransposed ? entries.column(i) : own,
+                                      kTransposed ? own : entries.column(i),
+                                      static_cast<std::uint32_t>(first_head + h));
+            }
+          }
+          power -= state.x;
+          if constexpr (S::kFloat) power -= state.z;
+          const float p = entries.present(i) ? exp2_approx(power) : 0.0f;
+          score[i] = entries.present(i) ? p * (factor * product[i] - state.y) : 0.0f;
+          product[i] = p * factor;
+          if constexpr (kExtras && !kTransposed) {
+            if (args.grad_bias != nullptr && entries.present(i) && first_head + h < input.heads) {
+              const std::int64_t at = position[i] * input.heads + first_head + h;
+              if (input.bias.dtype == input.dtype) {
+                static_cast<typename S::T*>(args.grad_bias)[at] = narrow<typename S::T>(score[i]);
+              } else {
+                static_cast<float*>(args.grad_bias)[at] = score[i];
+              }
             }
           }
         }
+        if (by_entry) {
+          add_entries<S>(sum_a, tile_x, block, score, h, lane);
+          if constexpr (kTransposed) add_entries<S>(sum_b, tile_y, block, product, h, lane);
+        } else {
+          add_columns<S, kTerms>(sum_a, tile_x, score, h, lane);
+          if constexpr (kTransposed) add_columns<S, kTerms>(sum_b, tile_y, product, h, lane);
+        }
       }
-      add_columns<S, kTerms>(sum_a, tile_x, score, h, lane);
-      if constexpr (kTransposed) add_columns<S, kTerms>(sum_b, tile_y, product, h, lane);
     }
-  }
 
+    if (by_entry || (finite<S>(sum_a) && (!kTransposed || finite<S>(sum_b)))) break;
+    next = load_columns(blocks, lane / 8);
+    __syncwarp();
+  }
 #pragma unroll
   for (int f = 0; f < S::kTiles; ++f) {
 #pragma unroll
@@ -219,7 +247,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
   }
 }
 
-// row_state = (lse, delta) of every row and head; 8 lanes take one. Rows without weights get 0 for minus
+// RowState of every row and head; 8 lanes take one. Rows without weights get 0 for minus
 // infinity, so that their scores, if any, keep the weight 0.
 template <typename T>
 __global__ void __launch_bounds__(128)
@@ -240,8 +268,10 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
   for (int distance = 1; distance < 8; distance *= 2) delta += __shfl_xor_sync(kFullWarp, delta, distance);
   if (!inside || threadIdx.x % 8 != 0) return;
-  const float lse = args.lse[item];
-  reinterpret_cast<float2*>(args.row_state)[item] = make_float2(lse == -INFINITY ? 0.0f : lse, delta);
+  const double lse = args.lse[item] == -INFINITY ? 0.0 : args.lse[item];
+  RowState<T> state{static_cast<float>(lse), delta};
+  if constexpr (std::is_same_v<T, float>) state.z = static_cast<float>(lse - state.x);
+  reinterpret_cast<RowState<T>*>(args.row_state)[item] = state;
 }
 
 struct Launch {
@@ -253,7 +283,7 @@ struct Launch {
   void run() {
     using T = typename S::T;
     const AttentionBsbInput& input = args.input;
-    const auto* state = reinterpret_cast<const float2*>(args.row_state);
+    const void* state = args.row_state;
     const std::int64_t items = args.a.num_rows * input.heads;
     if (items > 0) row_state_kernel<T><<<ceil_div(items, 128 / 8), 128, 0, stream>>>(args);
     run_pass<S, kTerms, false>({args.a, input, input.q, args.grad, input.k, input.v, state, args.grad_bias,

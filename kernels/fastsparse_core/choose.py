@@ -59,7 +59,7 @@ _FEW_EDGES = 200_000
 #: Features that a buffer of ssd has room for; wider rows are summed in tiles.
 MOST_SSD_FEATURES = 1024
 #: Heads that a grid has room for.
-_MOST_HEADS = 65_535
+MOST_HEADS = 65_535
 #: Products with a structure before `auto` converts it: a conversion costs about as much as 5 to 10 products.
 REUSE = 16
 
@@ -154,12 +154,12 @@ def requested(operator: str, algorithm: str) -> str:
 
 
 def slice_length(num_edges: int) -> int:
-    """Longest slice of a CSR row, in entries: a power of two from 32 to 512.
+    """Longest slice of a CSR row, in entries: a power of two from 32 to 1024.
 
     Small graphs need short slices to fill the GPU; beyond a few million edges 512 entries cost next to
-    nothing in partial results (two rows written and read per 512 gathered).
+    nothing in partial results (two rows written and read per 512 gathered), beyond 50 million 1024 cost less.
     """
-    return _power_of_two(num_edges // _RESIDENT_GROUPS, 32, 512)
+    return _power_of_two(num_edges // _RESIDENT_GROUPS, 32, 512 if num_edges < 50_000_000 else 1024)
 
 
 def edge_group_length(num_edges: int) -> int:
@@ -174,11 +174,10 @@ def slice_blocks(num_blocks: int) -> int:
 
 
 def sddmm_slice_blocks(num_blocks: int) -> int:
-    """The same for sddmm, whose slices leave no partial results: 8 to 256, short on small structures."""
-    for most, length in ((50_000, 8), (200_000, 16), (1_000_000, 64)):
-        if num_blocks < most:
-            return length
-    return 256
+    """The same for sddmm, whose slices leave no partial results: 8 to 64, short on small structures."""
+    if num_blocks < 50_000:
+        return 8
+    return 16 if num_blocks < 200_000 else 64
 
 
 def run_blocks(num_blocks: int) -> int:
@@ -187,8 +186,8 @@ def run_blocks(num_blocks: int) -> int:
 
 
 def sddmm_run_blocks(num_blocks: int) -> int:
-    """The same for sddmm, where joining saves less: up to 4, as far as every warp has many runs to take."""
-    return _power_of_two(num_blocks // (16 * _RESIDENT_WARPS), 1, 4)
+    """The same for sddmm, where joining saves less: up to 8, as far as every warp has runs to take."""
+    return _power_of_two(num_blocks // (2 * _RESIDENT_WARPS), 1, 8)
 
 
 def tall_strip(num_edges: int, num_windows: int) -> int:
@@ -344,7 +343,7 @@ def sddmm_algorithm(
     if algorithm == "csr":
         return algorithm
     fits = adj.device.type == "cuda" and dtype != torch.float64 and aligned and head_bytes > 0
-    if not fits or heads > _MOST_HEADS or adj.num_src > MOST_COLUMNS:
+    if not fits or heads > MOST_HEADS or adj.num_src > MOST_COLUMNS:
         if algorithm == "flashsparse":
             info_once(_logger, _WHY_SDDMM_CSR)
         return "csr"

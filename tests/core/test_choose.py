@@ -342,7 +342,7 @@ def test_sddmm_builds_no_work_list_under_capture(capturing):
 
 @pytest.mark.parametrize(
     ("rule", "values"),
-    [(choose.sddmm_slice_blocks, {8, 16, 64, 256}), (choose.sddmm_run_blocks, {1, 2, 4})],
+    [(choose.sddmm_slice_blocks, {8, 16, 64}), (choose.sddmm_run_blocks, {1, 2, 4, 8})],
 )
 def test_work_lists_of_sddmm_grow_with_the_structure(rule, values):
     lengths = [rule(1 << bits) for bits in range(30)]

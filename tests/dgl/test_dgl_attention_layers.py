@@ -255,10 +255,7 @@ def test_no_input_and_no_graph_is_changed(name):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_nan_features_reach_the_same_nodes(request, name, device):
-    if (device, name) == ("cuda", "dotgat"):
-        reason = "the tensor-core kernel multiplies NaN by weights of 0: it reaches the 8 rows of a window"
-        request.applymarker(pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason))
+def test_nan_features_reach_the_same_nodes(name, device):
     graph = homogeneous()
     fast, reference = layers(name)
     feat = inputs(name, graph, True)

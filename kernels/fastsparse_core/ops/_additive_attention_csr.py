@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.choose import MOST_HEADS
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops._common import DTYPE_CODE, address, empty_values, scratch, unit_stride
 
@@ -27,6 +28,8 @@ def obstacle(v: Tensor, heads: int) -> str:
         return "float64 on CUDA"
     if heads == 0 or not 0 < v.size(1) // heads <= MAX_HEAD_WIDTH:
         return f"heads of width {v.size(1) // max(heads, 1)}, not 1 to {MAX_HEAD_WIDTH}"
+    if heads > MOST_HEADS:
+        return f"{heads} heads, more than {MOST_HEADS}"
     if v.size(1) > MAX_WIDTH:
         return f"{v.size(1)} features of all heads, more than {MAX_WIDTH}"
     return ""

@@ -7,12 +7,15 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.choose import MOST_HEADS
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT, MOST_COLUMNS
 from fastsparse_core.ops._common import DTYPE_CODE, address, empty_values, unit_stride
 
 #: Widest head that a warp works on.
 MAX_HEAD_WIDTH = 256
+#: Most features of all heads: sums of slices are combined 128 at a time, by a grid of at most 65535 blocks.
+MAX_WIDTH = 128 * 65_535
 #: Bytes that one lane copies: rows and heads start at their multiples.
 _PIECE = 16
 
@@ -31,6 +34,8 @@ def obstacle(adj: Adjacency, q: Tensor, k: Tensor, v: Tensor, heads: int) -> str
         return "float64 on CUDA"
     if heads == 0:
         return "no heads"
+    if heads > MOST_HEADS:
+        return f"{heads} heads, more than {MOST_HEADS}"
     # The backward pass reads the transposed structure.
     if max(adj.shape) > MOST_COLUMNS:
         return f"more than {MOST_COLUMNS} nodes"
@@ -40,6 +45,8 @@ def obstacle(adj: Adjacency, q: Tensor, k: Tensor, v: Tensor, heads: int) -> str
             return f"heads of width {width}, not 1 to {MAX_HEAD_WIDTH}"
         if width * x.element_size() % _PIECE:
             return f"heads of {width * x.element_size()} bytes, not a multiple of {_PIECE}"
+        if x.size(1) > MAX_WIDTH:
+            return f"{x.size(1)} features of all heads, more than {MAX_WIDTH}"
     return ""
 
 
@@ -80,18 +87,19 @@ def launch_forward(
 
     Returns:
         Output (num_dst, heads * Dv) in the dtype of ``v``, and for the backward pass the log-sum-exp of the
-        rows' scores in powers of two (divided by log 2, so that nothing is lost between the passes), float32
-        (num_dst, heads), -inf for rows without edges.
+        rows' scores in powers of two (divided by log 2, so that nothing is lost between the passes), float64
+        (num_dst, heads), -inf for rows without edges. Rounded to float32 it would be off by 5e-4 for scores
+        of 1e4, and with it all weights of the row.
     """
     out = v.new_empty(adj.num_dst, v.size(1))
-    lse = torch.empty(adj.num_dst, heads, dtype=torch.float32, device=v.device)
+    lse = torch.empty(adj.num_dst, heads, dtype=torch.float64, device=v.device)
     if adj.num_dst == 0:
         return out, lse
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     bias = None if bias is None else bias.contiguous()
     rows = adj.bsb_split.num_slots * HEIGHT
-    partial = lse.new_empty(rows, v.size(1))
-    partial_state = lse.new_empty(rows, heads, 2)
+    partial = torch.empty(rows, v.size(1), dtype=torch.float32, device=v.device)
+    partial_state = partial.new_empty(rows, heads, 2)
     index = device_index(v.device)
     _C.attention_bsb(
         adj.bsb_structure(valued=bias is not None),
@@ -150,9 +158,11 @@ def launch_backward(
     grad_bias = empty_values(adj, bias) if bias is not None and want_bias else None
     transposed = adj.t()
     rows, rows_t = adj.bsb_split.num_slots * HEIGHT, transposed.bsb_split.num_slots * HEIGHT
-    row_state = lse.new_empty(adj.num_dst, heads, 2)
-    partial_q = lse.new_empty(rows, q.size(1))
-    partial_k, partial_v = lse.new_empty(rows_t, k.size(1)), lse.new_empty(rows_t, v.size(1))
+    # Log-sum-exp and <grad, out>; in float32 also what the first leaves of a float64, and padding.
+    numbers = 4 if v.dtype == torch.float32 else 2
+    row_state = torch.empty(adj.num_dst, heads, numbers, dtype=torch.float32, device=v.device)
+    partial_q = row_state.new_empty(rows, q.size(1))
+    partial_k, partial_v = row_state.new_empty(rows_t, k.size(1)), row_state.new_empty(rows_t, v.size(1))
     index = device_index(v.device)
     _C.attention_bsb_backward(
         adj.bsb_structure(valued=bias is not None),

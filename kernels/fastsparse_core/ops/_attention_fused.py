@@ -535,7 +535,8 @@ def _fake(v: Tensor, num_dst: int, heads: int) -> tuple[Tensor, Tensor]:
 
 
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return _fake(v, q.size(0), options[4])
+    out, lse = _fake(v, q.size(0), options[4])
+    return out, lse.double() if v.device.type == "cuda" else lse
 
 
 def _additive_attention_fake(

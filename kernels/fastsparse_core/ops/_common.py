@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core.adjacency import Adjacency, from_handle
+from fastsparse_core.choose import MOST_HEADS
 from fastsparse_core.formats.bsb import HEIGHT
 
 #: Namespace of the operators: ``torch.ops.fastsparse``. An operator takes the structure as the integer handle
@@ -173,6 +174,14 @@ def check_features(name: str, x: Tensor, rows: int, rows_name: str, adj: Adjacen
     if x.device != adj.device:
         raise ValueError(
             f"{name}: expected device {adj.device} like the Adjacency, got {x.device}; move one with .to()"
+        )
+
+
+def check_heads(heads: int, device: torch.device) -> None:
+    """Rejects more heads than the grid of a CUDA kernel has room for."""
+    if device.type == "cuda" and heads > MOST_HEADS:
+        raise ValueError(
+            f"expected at most {MOST_HEADS} heads on CUDA, got {heads}; pass them in several calls"
         )
 
 

@@ -15,6 +15,7 @@ from fastsparse_core.ops._common import (
     accumulation_dtype,
     address,
     below_autograd,
+    check_heads,
     empty_values,
     keep_alive,
     library,
@@ -44,7 +45,7 @@ def edge_softmax(adj: Adjacency, score: Tensor) -> Tensor:
 
     Raises:
         TypeError: the dtype is not supported.
-        ValueError: the shape or the device does not fit.
+        ValueError: the shape or the device does not fit, or there are more than 65535 heads on CUDA.
     """
     if not isinstance(score, Tensor) or score.dtype not in DTYPE_CODE:
         kind = score.dtype if isinstance(score, Tensor) else type(score).__name__
@@ -59,6 +60,7 @@ def edge_softmax(adj: Adjacency, score: Tensor) -> Tensor:
             f"score: expected device {adj.device} like the Adjacency, got {score.device}; move one with .to()"
         )
     matrix = score[:, None] if score.dim() == 1 else score
+    check_heads(matrix.size(1), score.device)
     return torch.ops.fastsparse.edge_softmax.default(matrix, adj.handle).reshape(score.shape)
 
 

@@ -17,6 +17,7 @@ from fastsparse_core.ops._common import (
     autocast,
     below_autograd,
     check_features,
+    check_heads,
     check_scale,
     dense_from_edges,
     keep_alive,
@@ -72,7 +73,7 @@ def sddmm(
 
     Raises:
         TypeError: dtypes are not supported or differ.
-        ValueError: a size, device or option does not fit.
+        ValueError: a size, device or option does not fit, or there are more than 65535 heads on CUDA.
     """
     algorithm = choose.requested("sddmm", algorithm)
     choose.check_algorithm(layout, ("edges", "me_bcrs"), "layout")
@@ -89,6 +90,7 @@ def sddmm(
     scale_dst = check_scale("scale_dst", scale_dst, adj.num_dst, x_dst)
     scale_src = check_scale("scale_src", scale_src, adj.num_src, x_src)
     heads = x_dst.size(1) if x_dst.dim() == 3 else 1
+    check_heads(heads, x_dst.device)
     features = (x_dst.flatten(1), x_src.flatten(1), scale_dst, scale_src)
     dense = layout == "me_bcrs"
     length = adj.bsb.num_vectors if dense else adj.num_values

@@ -62,12 +62,14 @@ constexpr int blocks_at_once(int bytes_of_warp, int most_warps) {
 
 // ---------------------------------------------------------------- instructions
 
-// Copies 16 bytes of global memory to shared memory, or zeros where `bytes` is 0.
+// Copies kBytes, 16 or 8, of global memory to shared memory, or zeros where `bytes` is 0; 16 past the L1.
+template <int kBytes = kPieceBytes>
 __device__ __forceinline__ void copy_async(std::uint32_t to, const void* from, std::uint32_t bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_async_8(std::uint32_t to, const void* from, std::uint32_t bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  }
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
@@ -112,10 +114,26 @@ __device__ __forceinline__ std::uint32_t load_shared_byte(std::uint32_t from) {
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
   return v;
 }
-__device__ __forceinline__ float2 load_shared_pair(std::uint32_t from) {
-  float2 v;
+template <typename T>
+__device__ __forceinline__ float load_element(std::uint32_t from) {
+  if constexpr (sizeof(T) == 4) {
+    return __uint_as_float(load_shared_word(from));
+  } else {
+    unsigned short bits;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(from) : "memory");
+    T v;
+    memcpy(&v, &bits, sizeof v);
+    return widen(v);
+  }
+}
+__device__ __forceinline__ void load_shared(float2& v, std::uint32_t from) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
-  return v;
+}
+__device__ __forceinline__ void load_shared(float4& v, std::uint32_t from) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(from)
+               : "memory");
 }
 __device__ __forceinline__ void store_shared(std::uint32_t to, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
@@ -280,7 +298,9 @@ __device__ __forceinline__ std::uint32_t matrix_address(std::uint32_t tile, int 
   return (first ^ piece % 8 * kPieceBytes) + piece / 8 * 8 * kPieceBytes;
 }
 
-// score[i] = <own row, gathered row> of the thread's i-th entry (Owned), over the features of `head`.
+// score[i] = <own row, gathered row> of the thread's i-th entry (Owned), over the features of `head`. To the
+// bit the same where own and gathered rows change places: the passes must agree on scores of 10,000, of which
+// a rounding is 1e-3 of a weight.
 template <typename S, int kTerms>
 __device__ __forceinline__ void multiply_rows(float (&score)[kOwned], const std::uint32_t (&own)[S::kPieces],
                                               std::uint32_t tile, int head, int lane) {
@@ -295,7 +315,7 @@ __device__ __forceinline__ void multiply_rows(float (&score)[kOwned], const std:
       mma_m16n8k16<typename S::T>(score, a, own[piece], own[piece + 1]);
     }
   } else {
-    float sum[2][4] = {};
+    float sum[2][4] = {}, low[2][4] = {};
 #pragma unroll
     for (int step = 0; step < S::kHeadPieces; step += 2) {
       const int piece = head * S::kHeadPieces + step;
@@ -306,21 +326,36 @@ __device__ __forceinline__ void multiply_rows(float (&score)[kOwned], const std:
 #pragma unroll
       for (int i = 0; i < 4; ++i) split_tf32<kTerms>(__uint_as_float(m[i]), b[i], b_low[i]);
       if constexpr (kTerms > 1) {
-        mma_m16n8k8_tf32(sum[0], a, b_low[0], b_low[1]);
-        mma_m16n8k8_tf32(sum[1], a, b_low[2], b_low[3]);
+        mma_m16n8k8_tf32(low[0], a, b_low[0], b_low[1]);
+        mma_m16n8k8_tf32(low[1], a, b_low[2], b_low[3]);
       }
       mma_m16n8k8_tf32(sum[0], a, b[0], b[1]);
       mma_m16n8k8_tf32(sum[1], a, b[2], b[3]);
-      // The tensor cores' sums are cut off, not rounded: every 16 features they move to ordinary additions.
+      // The tensor cores' sums are cut off, not rounded: every 16 features those of the first terms move to
+      // ordinary additions.
       if (step % 4 == 2) {
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) {
-          score[i] += sum[i / 2][i % 2] + sum[i / 2][i % 2 + 2];
-          sum[i / 2][i % 2] = sum[i / 2][i % 2 + 2] = 0;
+          score[i] += sum[i / 2][i % 2];
+          sum[i / 2][i % 2] = 0;
         }
+      }
+      // Else wide heads' loads are all moved to the front, where they find no registers.
+      if (S::kHeadPieces > 16 && step % 16 == 14) __syncwarp();
+    }
+    if constexpr (kTerms > 1) {
+#pragma unroll
+      for (int i = 0; i < kOwned; ++i) {
+        score[i] += (sum[i / 2][i % 2 + 2] + low[i / 2][i % 2]) + low[i / 2][i % 2 + 2];
       }
     }
   }
+}
+
+// Feature of a tile's row that sum[f][i] belongs to; its own row is 2t + i % 2.
+template <typename S>
+__device__ __forceinline__ int feature_of(int f, int i, int g) {
+  return S::kFloat ? 32 * (f / 2) + 4 * g + 2 * (f % 2) + i / 2 : 16 * f + 8 * (i / 2) + g;
 }
 
 // sum[f] += gathered features x weights of rows 2t, 2t + 1 (feature_of says which), for the features of
@@ -371,10 +406,58 @@ __device__ __forceinline__ void add_columns(float (&sum)[S::kTiles][4], std::uin
   }
 }
 
-// Feature of a tile's row that sum[f][i] belongs to; its own row is 2t + i % 2.
+// The same, entry by entry, for tiles that hold infinity or NaN: add_columns multiplies them by the weights 0
+// of rows without the entry. `block` is the address of the block's masks and columns.
 template <typename S>
-__device__ __forceinline__ int feature_of(int f, int i, int g) {
-  return S::kFloat ? 32 * (f / 2) + 4 * g + 2 * (f % 2) + i / 2 : 16 * f + 8 * (i / 2) + g;
+__device__ __forceinline__ void add_entries(float (&sum)[S::kTiles][4], std::uint32_t tile,
+                                            std::uint32_t block, const float (&weight)[kOwned], int head,
+                                            int lane) {
+  using T = typename S::T;
+  const int g = lane / 4, t = lane % 4;
+#pragma unroll 1
+  for (int vector = 0; vector < kBlockVectors; ++vector) {
+    const std::uint32_t mask = load_shared_byte(block + 4 * kMaskWord + vector);
+    float of_row[2];  // weights of rows 2t and 2t + 1, from the lanes that own the entries
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      if constexpr (S::kFloat) {
+        const float even = vector % 4 < 2 ? weight[0] : weight[2];
+        const float odd = vector % 4 < 2 ? weight[1] : weight[3];
+        const float mine = vector % 2 == 0 ? even : odd;
+        of_row[n] = __shfl_sync(kFullWarp, mine, 4 * (2 * t + n) + vector / 4);
+      } else {
+        const float mine = vector % 4 < 2 ? weight[n] : weight[2 + n];
+        of_row[n] = __shfl_sync(kFullWarp, mine, 4 * (vector / 4 * 2 + vector % 2) + t);
+      }
+    }
+    const int row = 8 * (vector / 2 % 2) + 2 * (vector / 4) + vector % 2;
+#pragma unroll
+    for (int f = head * S::kHeadTiles; f < (head + 1) * S::kHeadTiles; ++f) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int feature = feature_of<S>(f, 2 * half, g);
+        constexpr int kOfPiece = kPieceBytes / static_cast<int>(sizeof(T));
+        const float x = load_element<T>(tile + place<S>(row, feature / kOfPiece) +
+                                        feature % kOfPiece * static_cast<int>(sizeof(T)));
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          if (mask >> (2 * t + n) & 1u) sum[f][2 * half + n] += of_row[n] * x;
+        }
+      }
+    }
+  }
+}
+
+// Whether no lane's sums hold infinity or NaN.
+template <typename S>
+__device__ __forceinline__ bool finite(const float (&sum)[S::kTiles][4]) {
+  float zero = 0;
+#pragma unroll
+  for (int f = 0; f < S::kTiles; ++f) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) zero += 0 * sum[f][i];
+  }
+  return __all_sync(kFullWarp, zero == 0);
 }
 
 // ---------------------------------------------------------------- results

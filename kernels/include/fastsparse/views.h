@@ -284,7 +284,7 @@ struct AttentionBsbArgs {
   BsbView a;
   AttentionBsbInput input;
   void* out;             // (num_rows, heads * value_width)
-  float* lse;            // (num_rows, heads) log2 of the sum of exp(score); -inf without entries
+  double* lse;           // (num_rows, heads) log2 of the sum of exp(score); -inf without entries
   float* partial;        // (num_slots, 8, heads * value_width) not yet divided by the sum
   float* partial_state;  // (num_slots, 8, heads, 2) maximum of the scores, times log2(e), and sum
 };
@@ -294,13 +294,13 @@ struct AttentionBsbBackwardArgs {
   BsbView a_t;  // the transposed structure
   AttentionBsbInput input;
   const void* out;  // (num_rows, heads * value_width) of the forward pass
-  const float* lse;
+  const double* lse;
   DenseView grad;    // (num_rows, heads * value_width)
   void* grad_q;      // (num_rows, heads * head_width)
   void* grad_k;      // (num_cols, heads * head_width)
   void* grad_v;      // (num_cols, heads * value_width)
   void* grad_bias;   // (num_values, heads) in bias.dtype; null: not wanted
-  float* row_state;  // (num_rows, heads, 2)
+  float* row_state;  // (num_rows, heads, 2; float32: 4)
   float* partial_q;  // (num_slots, 8, heads * head_width)
   float* partial_k;  // (num_slots of the transposed structure, 8, heads * head_width)
   float* partial_v;  // (num_slots of the transposed structure, 8, heads * value_width)
