@@ -11,6 +11,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from fastsparse_core import Adjacency
+from fastsparse_pyg.acceleration import accelerate, restore
 from fastsparse_pyg.caching import cache_info, clear_cache
 from fastsparse_pyg.nn import (
     FastAGNNConv,
@@ -34,7 +35,9 @@ __all__ = [
     "FastSAGEConv",
     "FastTransformerConv",
     "GraphTransformerLayer",
+    "accelerate",
     "cache_info",
     "clear_cache",
     "prepare",
+    "restore",
 ]
