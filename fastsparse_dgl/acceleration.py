@@ -52,8 +52,8 @@ def _is_graph_layer(module: Module) -> bool:
     return any(klass.__module__.startswith("dgl.nn.pytorch.conv.") for klass in type(module).__mro__)
 
 
-def _why_not(layer: Any) -> str:
-    """Why DGL's own code would run whatever the layer is given."""
+def _why_not(layer: Any, drop_in: type[Module]) -> str:
+    """Why DGL's own code would run whatever the drop-in is given."""
     if getattr(layer, "_aggre_type", None) == "lstm":
         return "aggregator_type='lstm' has no kernel"
     return ""

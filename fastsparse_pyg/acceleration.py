@@ -61,19 +61,15 @@ def _is_graph_layer(module: Module) -> bool:
     return isinstance(module, MessagePassing)
 
 
-def _why_not(layer: Any) -> str:
-    """Why PyG's own code would run whatever the layer is given."""
+def _why_not(layer: Any, drop_in: type[Module]) -> str:
+    """Why PyG's own code would run whatever the drop-in is given."""
     replaced = [name for name in MESSAGE_METHODS if name != "propagate" and name in vars(layer)]
     if replaced:
         return f"{replaced[0]} is replaced on the instance"
-    aggregations = tuple(REDUCE) if issubclass(_drop_in(layer), _AGGREGATING) else (SumAggregation,)
+    aggregations = tuple(REDUCE) if drop_in in _AGGREGATING else (SumAggregation,)
     if type(layer.aggr_module) not in aggregations:
         return f"aggr={layer.aggr!r} has no kernel"
     return ""
-
-
-def _drop_in(layer: Module) -> type[Module]:
-    return next(drop_in for original, drop_in in DROP_INS.items() if isinstance(layer, original))
 
 
 def _is_generated(klass: type, name: str) -> bool:

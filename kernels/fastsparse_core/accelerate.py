@@ -95,7 +95,7 @@ class Report:
             table.add_row(*(Text(cell) for cell in (paths, row.original, now)))
         page = io.StringIO()
         Console(file=page, width=shutil.get_terminal_size((110, 24)).columns).print(table)
-        return page.getvalue().rstrip("\n")
+        return page.getvalue().rstrip()
 
     def __repr__(self) -> str:
         return f"Report({len(self.swapped)} of {len(self.rows)} graph layers swapped)"
@@ -106,7 +106,7 @@ def accelerate(
     drop_ins: DropIns,
     *,
     is_graph_layer: Callable[[Module], bool],
-    why_not: Callable[[Module], str],
+    why_not: Callable[[Module, type[Module]], str],
     is_generated: Callable[[type, str], bool] = lambda klass, name: False,
 ) -> Report:
     """Changes every layer of ``model`` that has a drop-in into it; a second call finds nothing to do.
@@ -118,7 +118,7 @@ def accelerate(
         model: any module, a layer itself included.
         drop_ins: the originals and their drop-ins.
         is_graph_layer: whether a layer without a drop-in belongs into the report.
-        why_not: why an original would run its own code even as a drop-in, "" if it would not.
+        why_not: why an original would run its own code even as that drop-in, "" if it would not.
         is_generated: whether the framework itself, at run time, put that name into that class.
 
     Raises:
@@ -138,10 +138,11 @@ def accelerate(
         elif isinstance(module, drop_ins[original]):
             rows.append(Row(paths, name, name, "is a drop-in already"))
         else:
-            reason = _why_left(module, original, is_generated) or why_not(module)
+            drop_in = drop_ins[original]
+            reason = _why_left(module, original, is_generated) or why_not(module, drop_in)
             if not reason:
-                _change_class(module, original, drop_ins[original], to_drop_in=True)
-            rows.append(Row(paths, name, "" if reason else drop_ins[original].__name__, reason))
+                _change_class(module, original, drop_in, to_drop_in=True)
+            rows.append(Row(paths, name, "" if reason else drop_in.__name__, reason))
     return Report(tuple(rows))
 
 

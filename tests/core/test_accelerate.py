@@ -91,7 +91,7 @@ class OfDropIn(DropIn):
     pass
 
 
-def run(model: nn.Module, why_not=lambda layer: "") -> tuple[Row, ...]:
+def run(model: nn.Module, why_not=lambda layer, drop_in: "") -> tuple[Row, ...]:
     return accelerate(
         model,
         {Original: DropIn},
@@ -222,7 +222,7 @@ def test_names_that_the_framework_generated_do_not_count():
         layer,
         {Original: DropIn},
         is_graph_layer=lambda module: False,
-        why_not=lambda module: "",
+        why_not=lambda *_: "",
         is_generated=lambda klass, name: name == "width",
     )
     assert report.swapped == report.rows
@@ -253,7 +253,7 @@ def test_replaced_forward_stays():
 
 def test_what_the_plugin_refuses_stays():
     model = nn.Sequential(Original(), Original())
-    rows = run(model, why_not=lambda layer: "no kernel" if layer is model[0] else "")
+    rows = run(model, why_not=lambda layer, drop_in: "no kernel" if layer is model[0] else "")
     assert [row.reason for row in rows] == ["no kernel", ""]
     assert [type(layer) for layer in model] == [Original, DropIn]
 
@@ -270,7 +270,7 @@ def test_scripted_layers_stay():
             return x
 
     model = nn.Sequential(torch.jit.script(Plain()))
-    report = accelerate(model, {Plain: DropIn}, is_graph_layer=lambda _: False, why_not=lambda _: "")
+    report = accelerate(model, {Plain: DropIn}, is_graph_layer=lambda _: False, why_not=lambda *_: "")
     assert report.rows == (Row(("0",), "Plain", "", "torch.jit compiled it; accelerate the model before"),)
 
 
@@ -286,7 +286,7 @@ def test_compiled_models_are_compiled_again():
     model = torch.compile(nn.Sequential(layer), backend="eager")
     x = torch.randn(3, 2)
     expected = model(x)
-    report = accelerate(model, {Original: Telling}, is_graph_layer=lambda _: False, why_not=lambda _: "")
+    report = accelerate(model, {Original: Telling}, is_graph_layer=lambda _: False, why_not=lambda *_: "")
     assert [row.paths for row in report.swapped] == [("_orig_mod.0",)]
     torch.testing.assert_close(model(x), expected)
     assert calls == ["drop-in"]
@@ -321,7 +321,7 @@ def test_report():
         model,
         {Original: DropIn},
         is_graph_layer=lambda layer: isinstance(layer, Unsupported),
-        why_not=lambda layer: "",
+        why_not=lambda layer, drop_in: "",
     )
     assert [row.original for row in report.swapped] == ["Original"]
     assert [row.original for row in report.left] == ["OwnMessage", "Unsupported"]
@@ -334,5 +334,5 @@ def test_report():
 
 
 def test_report_of_nothing():
-    report = accelerate(nn.ReLU(), {Original: DropIn}, is_graph_layer=lambda _: False, why_not=lambda _: "")
+    report = accelerate(nn.ReLU(), {Original: DropIn}, is_graph_layer=lambda _: False, why_not=lambda *_: "")
     assert str(report) == "no graph layers found"
