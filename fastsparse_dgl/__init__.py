@@ -7,6 +7,7 @@ Importing this package imports DGL, and makes that possible for DGL 2.x on newer
 """
 
 from fastsparse_core import CBSR, Adjacency, MaxK
+from fastsparse_dgl.acceleration import accelerate, restore
 from fastsparse_dgl.caching import cache_info, clear_cache, prepare
 from fastsparse_dgl.nn import (
     FastAGNNConv,
@@ -16,6 +17,7 @@ from fastsparse_dgl.nn import (
     FastGCNConv,
     FastGINConv,
     FastGraphConv,
+    FastHeteroGraphConv,
     FastMaxKGraphConv,
     FastMaxKSAGEConv,
     FastSAGEConv,
@@ -32,12 +34,15 @@ __all__ = [
     "FastGCNConv",
     "FastGINConv",
     "FastGraphConv",
+    "FastHeteroGraphConv",
     "FastMaxKGraphConv",
     "FastMaxKSAGEConv",
     "FastSAGEConv",
     "GraphTransformerLayer",
     "MaxK",
+    "accelerate",
     "cache_info",
     "clear_cache",
     "prepare",
+    "restore",
 ]

@@ -6,14 +6,19 @@ structure is the handle ``graph._graph`` of DGL's C++ object: DGL puts a new one
 structure changes, and shares it between wrappers only while they describe the same structure. The cache is
 keyed on that handle, weakly, so an entry goes with the last graph that uses it, and a changed graph is never
 found under its old entry.
+
+The slice ``graph[etype]`` of a heterogeneous graph gets a new handle whenever it is made, for the same C++
+object. :func:`relation` makes slices that share the first one, which lives as long as the whole graph's.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fastsparse_core import Adjacency
 from fastsparse_core.cache import AdjacencyCache, CacheInfo
@@ -34,18 +39,37 @@ _cache = AdjacencyCache("fastsparse_dgl")
 #: nothing is remembered.
 _HANDLE = "_graph"
 
+#: Handle of a graph -> edge type's number -> handle of that edge type's graph.
+_relations: Any = WeakIdKeyDictionary()
+_relations_lock = threading.Lock()
 
-def adjacency_of(graph: GraphLike, device: torch.device, etype: Any = None) -> Adjacency:
+
+def relation(graph: GraphLike, etype: Any) -> GraphLike:
+    """``graph[etype]`` such that its structure is found again when the slice is made again.
+
+    Args:
+        graph: DGLGraph.
+        etype: one edge type.
+    """
+    part = graph[etype]
+    handle = getattr(graph, _HANDLE, None)
+    if handle is not None:
+        number = graph.get_etype_id(etype)
+        with _relations_lock:
+            handles = _relations.setdefault(handle, {})
+            setattr(part, _HANDLE, handles.setdefault(number, getattr(part, _HANDLE)))
+    return part
+
+
+def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
     """The Adjacency of a graph on a device, remembered until the graph changes or is freed.
 
     Args:
         graph: DGLGraph, or an Adjacency, which is returned as it is.
         device: where the features lie, with an index for CUDA. A graph that lies elsewhere is moved, once.
-        etype: edge type; None where the graph has only one.
 
     Raises:
-        DGLError: ``graph`` is of another type, is an Adjacency on another device, or has several edge types
-            and ``etype`` names none.
+        DGLError: ``graph`` is of another type, is an Adjacency on another device, or has several edge types.
     """
     if isinstance(graph, Adjacency):
         if graph.device != device:
@@ -60,13 +84,13 @@ def adjacency_of(graph: GraphLike, device: torch.device, etype: Any = None) -> A
         info_once(
             _logger, "this DGL version has no DGLGraph._graph: structures are rebuilt in every forward pass"
         )
-        return adjacency_from_graph(graph, device, etype)
-    return _cache.lookup(handle, None, (etype, device), lambda: _build(graph, device, etype))
+        return adjacency_from_graph(graph, device)
+    return _cache.lookup(handle, None, device, lambda: _build(graph, device))
 
 
-def _build(graph: GraphLike, device: torch.device, etype: Any) -> Adjacency:
+def _build(graph: GraphLike, device: torch.device) -> Adjacency:
     check_graph(graph)
-    return adjacency_from_graph(graph, device, etype)
+    return adjacency_from_graph(graph, device)
 
 
 def prepare(
@@ -84,7 +108,8 @@ def prepare(
     Args:
         graph: DGLGraph (homogeneous, block, bipartite or batched), or an Adjacency.
         device: where the features will lie; None: the graph's device.
-        etype: edge type of a graph with several.
+        etype: edge type of a graph with several; :class:`fastsparse_dgl.FastHeteroGraphConv` finds it, and so
+            does a layer that is given the Adjacency.
         backward: also what training needs, the transposed structure.
 
     Returns:
@@ -98,10 +123,10 @@ def prepare(
     else:
         check_graph(graph)
         target = graph.device if device is None else _with_index(device)
-        # The layers ask for the only edge type as None; a name for it must lead to the same entry.
-        only = len(graph.canonical_etypes) == 1 and graph.get_etype_id(etype) == 0
-        canonical = None if only else graph.canonical_etypes[graph.get_etype_id(etype)]
-        adjacency = adjacency_of(graph, target, canonical)
+        number = graph.get_etype_id(etype)
+        if len(graph.canonical_etypes) > 1:
+            graph = relation(graph, graph.canonical_etypes[number])
+        adjacency = adjacency_of(graph, target)
     adjacency.has_empty_rows()
     adjacency.inv_out_degree()
     inv_degree_with_self(adjacency)

@@ -24,8 +24,8 @@ def check_graph(graph: GraphLike) -> None:
         )
 
 
-def adjacency_from_graph(graph: GraphLike, device: torch.device, etype: Any = None) -> Adjacency:
-    """Builds the Adjacency of one edge type: row = destination, values in the order of DGL's edge ids.
+def adjacency_from_graph(graph: GraphLike, device: torch.device) -> Adjacency:
+    """Builds the Adjacency of a graph: row = destination, values in the order of DGL's edge ids.
 
     The tensors are those that DGL holds, in its ``idtype``. They are moved to ``device`` first where the
     graph lies elsewhere, which is how a CPU-only build of DGL serves layers on a GPU.
@@ -33,17 +33,16 @@ def adjacency_from_graph(graph: GraphLike, device: torch.device, etype: Any = No
     Args:
         graph: DGLGraph; homogeneous, block, bipartite or batched.
         device: where the result lies.
-        etype: edge type; None where there is only one.
 
     Raises:
-        DGLError: the graph has several edge types and ``etype`` names none of them.
+        DGLError: the graph has several edge types.
     """
-    source_type, _, target_type = graph.canonical_etypes[graph.get_etype_id(etype)]
+    source_type, _, target_type = graph.canonical_etypes[graph.get_etype_id(None)]
     shape = (graph.num_dst_nodes(target_type), graph.num_src_nodes(source_type))
     # DGL makes any format when asked, unless the graph was restricted to some (``graph.formats(["coo"])``).
     allowed = {name for names in graph.formats().values() for name in names}
     layout = next(name for name in ("csc", "coo", "csr") if name in allowed)
-    tensors = [tensor.to(device) for tensor in graph.adj_tensors(layout, etype=etype)]
+    tensors = [tensor.to(device) for tensor in graph.adj_tensors(layout)]
     if layout == "coo":
         src, dst = tensors
         return Adjacency.from_coo(dst, src, shape)

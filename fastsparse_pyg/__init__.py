@@ -11,6 +11,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from fastsparse_core import CBSR, Adjacency, MaxK
+from fastsparse_pyg.acceleration import accelerate, restore
 from fastsparse_pyg.caching import cache_info, clear_cache
 from fastsparse_pyg.nn import (
     FastAGNNConv,
@@ -40,7 +41,9 @@ __all__ = [
     "FastTransformerConv",
     "GraphTransformerLayer",
     "MaxK",
+    "accelerate",
     "cache_info",
     "clear_cache",
     "prepare",
+    "restore",
 ]

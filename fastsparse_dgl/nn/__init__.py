@@ -7,10 +7,27 @@ from fastsparse_dgl.nn.gatv2_conv import FastGATv2Conv
 from fastsparse_dgl.nn.gin_conv import FastGINConv
 from fastsparse_dgl.nn.graph_conv import FastGCNConv, FastGraphConv
 from fastsparse_dgl.nn.graph_transformer import GraphTransformerLayer
+from fastsparse_dgl.nn.hetero_graph_conv import FastHeteroGraphConv
 from fastsparse_dgl.nn.maxk import FastMaxKGraphConv, FastMaxKSAGEConv
 from fastsparse_dgl.nn.sage_conv import FastSAGEConv
 
+#: DGL's layer -> the drop-in that can take its place in a model.
+DROP_INS = {
+    drop_in.__bases__[-1]: drop_in
+    for drop_in in (
+        FastAGNNConv,
+        FastDotGatConv,
+        FastGATConv,
+        FastGATv2Conv,
+        FastGINConv,
+        FastGraphConv,
+        FastHeteroGraphConv,
+        FastSAGEConv,
+    )
+}
+
 __all__ = [
+    "DROP_INS",
     "FastAGNNConv",
     "FastDotGatConv",
     "FastGATConv",
@@ -18,6 +35,7 @@ __all__ = [
     "FastGCNConv",
     "FastGINConv",
     "FastGraphConv",
+    "FastHeteroGraphConv",
     "FastMaxKGraphConv",
     "FastMaxKSAGEConv",
     "FastSAGEConv",

@@ -10,7 +10,22 @@ from fastsparse_pyg.nn.maxk import FastMaxKGCNConv, FastMaxKSAGEConv
 from fastsparse_pyg.nn.sage_conv import FastSAGEConv
 from fastsparse_pyg.nn.transformer_conv import FastTransformerConv
 
+#: PyG's layer -> the drop-in that can take its place in a model.
+DROP_INS = {
+    drop_in.__bases__[-1]: drop_in
+    for drop_in in (
+        FastAGNNConv,
+        FastGATConv,
+        FastGATv2Conv,
+        FastGCNConv,
+        FastGINConv,
+        FastSAGEConv,
+        FastTransformerConv,
+    )
+}
+
 __all__ = [
+    "DROP_INS",
     "FastAGNNConv",
     "FastGATConv",
     "FastGATv2Conv",

@@ -17,8 +17,8 @@ from fastsparse_core.log import info_once
 from fastsparse_pyg.caching import logger
 from fastsparse_pyg.graph import Graph, is_sparse_matrix, resolve, to_edge_index
 
-_REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max", MinAggregation: "min"}
-_MESSAGE_METHODS = (
+REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max", MinAggregation: "min"}
+MESSAGE_METHODS = (
     "propagate",
     "message",
     "aggregate",
@@ -62,7 +62,7 @@ class AcceleratedConv(MessagePassing):
                 # now.
                 found = klass._overridden
             else:
-                found = next((name for name in _MESSAGE_METHODS if name in klass.__dict__), "")
+                found = next((name for name in MESSAGE_METHODS if name in klass.__dict__), "")
             if found:
                 cls._overridden = found
                 return
@@ -108,7 +108,7 @@ class AcceleratedConv(MessagePassing):
         ):
             return "a message passing method is replaced on the instance"
         aggregation = state["_modules"].get("aggr_module")
-        if type(aggregation) not in _REDUCE:
+        if type(aggregation) not in REDUCE:
             return f"aggr={self.aggr!r} has no kernel"
         if aggregation._forward_hooks or aggregation._forward_pre_hooks:
             return "a hook on the aggregation"
@@ -135,7 +135,7 @@ class AcceleratedConv(MessagePassing):
         """The kernel's name for the layer's aggregation."""
         # Not self.aggr_module: for submodules that goes through nn.Module.__getattr__, half a microsecond
         # each time.
-        return _REDUCE[type(self._modules["aggr_module"])]
+        return REDUCE[type(self._modules["aggr_module"])]
 
     def _original_forward(self, reason: str, x: Any, edge_index: Any, *args: Any) -> Tensor:
         """PyG's forward; an Adjacency is written back as an edge list for it."""

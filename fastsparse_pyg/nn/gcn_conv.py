@@ -85,6 +85,9 @@ class _Cached:
     def __set__(self, layer: Any, value: Any) -> None:
         layer.__dict__[self.slot] = value
 
+    def __delete__(self, layer: Any) -> None:
+        layer.__dict__.pop(self.slot, None)
+
 
 _EDGE_INDEX_SLOT = "_held_cached_edge_index"
 _ADJ_T_SLOT = "_held_cached_adj_t"

@@ -1,0 +1,62 @@
+"""One layer per edge type of a heterogeneous graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastsparse_dgl.caching import relation
+from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.graph import GraphLike
+
+
+class FastHeteroGraphConv(dgl.nn.pytorch.HeteroGraphConv):
+    r"""Drop-in replacement of :class:`dgl.nn.pytorch.HeteroGraphConv`.
+
+    After Schlichtkrull et al., `Modeling Relational Data with Graph Convolutional Networks
+    <https://arxiv.org/abs/1703.06103>`_, section 2.1, with any layer :math:`f_r` per edge type:
+
+    .. math::
+        \mathbf{h}_i' = \mathrm{aggregate}_{r} f_r(\mathcal{G}_r, \mathbf{h})_i
+
+    Parameters, defaults, state_dict, repr and results are the original's, and it computes nothing else. DGL
+    makes the graph of an edge type anew in every forward pass, so that drop-in layers inside the original
+    would convert it every time; here they find what they remember. The layers inside may be drop-ins or not.
+
+    Args:
+        mods: layer of each edge type.
+        aggregate: ``"sum"``, ``"max"``, ``"min"``, ``"mean"``, ``"stack"`` or a function, over the results
+            for one node type.
+    """
+
+    def forward(
+        self,
+        g: GraphLike,
+        inputs: Any,
+        mod_args: dict[str, tuple[Any, ...]] | None = None,
+        mod_kwargs: dict[str, dict[str, Any]] | None = None,
+    ) -> dict[str, Any]:
+        """Computes the layers of all edge types.
+
+        Args:
+            g: DGLGraph or block.
+            inputs: features per node type, or a pair of those, of sources and of destinations.
+            mod_args: further positional arguments of the layers, per edge type.
+            mod_kwargs: further named arguments of the layers, per edge type.
+
+        Returns:
+            Results per node type.
+        """
+        return super().forward(_Relations(g), inputs, mod_args, mod_kwargs)
+
+
+class _Relations:
+    """A graph whose slices ``graph[edge type]`` are recognised when they are made again."""
+
+    def __init__(self, graph: GraphLike) -> None:
+        self._whole = graph
+
+    def __getitem__(self, etype: Any) -> GraphLike:
+        return relation(self._whole, etype)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
