@@ -45,10 +45,10 @@ def joint_linear(x: Tensor, modules: Sequence[Any], kind: type[nn.Module] = nn.L
     Returns:
         One tensor (..., width of the layer) for each layer: columns of one tensor where they were joined.
     """
-    biases = [module.bias for module in modules if module.bias is not None]
-    plain = all(is_plain_linear(module, kind) for module in modules)
-    if len(modules) == 1 or len(biases) not in (0, len(modules)) or not plain:
-        return tuple(module(x) for module in modules)
-    weights = [module.weight for module in modules]
-    joint = F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
-    return joint.split([weight.size(0) for weight in weights], dim=-1)
+    if len(modules) > 1 and all(is_plain_linear(module, kind) for module in modules):
+        weights = [module.weight for module in modules]
+        biases = [module.bias for module in modules if module.bias is not None]
+        if len(biases) in (0, len(modules)):
+            joint = F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+            return joint.split([weight.size(0) for weight in weights], dim=-1)
+    return tuple(module(x) for module in modules)

@@ -61,11 +61,15 @@ def doubled(modules):
     modules[1] = Doubled(7, 4)
 
 
+def wrapped(modules):
+    modules[1] = nn.Sequential(nn.Linear(7, 4), nn.ReLU())
+
+
 def without_bias(modules):
     modules[1] = nn.Linear(7, 4, bias=False)
 
 
-@pytest.mark.parametrize("change", [hooked, doubled, without_bias])
+@pytest.mark.parametrize("change", [hooked, doubled, wrapped, without_bias])
 def test_layers_that_cannot_be_joined_are_called(monkeypatch, device, change):
     modules = layers((4, 4, 4))
     change(modules)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import relative_error
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastsparse_core import Adjacency, sddmm, spmm
+from fastsparse_core import Adjacency, attention, sddmm, spmm
+from fastsparse_core.ops._common import scratch
 
 
 def graph(device: str, num_dst: int = 20, num_src: int = 30) -> Adjacency:
@@ -195,3 +197,38 @@ def test_more_than_two_to_the_31_edges():
     assert relative_error(out[-1000:], expected[-1000:]) < 1e-6
     value = sddmm(adj, torch.ones(num_rows, 4, device="cuda"), x)
     assert relative_error(value[-degree:], x.double().sum(1)) < 1e-6
+
+
+def test_scratch_is_one_aligned_allocation(device):
+    room, (first, _, second) = scratch(torch.device(device), 3, 0, 5)
+    assert room is not None
+    assert [first % 16, second % 16] == [0, 0]
+    assert room.data_ptr() <= first < first + 3 * 4 <= second
+    assert second + 5 * 4 <= room.data_ptr() + 4 * room.numel()
+    assert scratch(torch.device(device), 0, 0) == (None, [0, 0])
+
+
+class Seen(TorchDispatchMode):
+    """Notes the operators of this package that pass the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fastsparse":
+            self.names.append(func.name().removeprefix("fastsparse::"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_backward_passes_show_their_operators_to_modes(device):
+    """With a mode the operators run, without one the kernels alone: the same gradients."""
+    adj = graph(device).prepare()
+    x = torch.randn(30, 8, device=device, requires_grad=True)
+    q = torch.randn(20, 8, device=device, requires_grad=True)
+    out = attention(adj, q, spmm(adj.t(), q), x, heads=2)
+    expected = torch.autograd.grad(out.square().sum(), (q, x), retain_graph=True)
+    with Seen() as seen:
+        gradients = torch.autograd.grad(out.square().sum(), (q, x))
+    assert seen.names == ["attention_backward", "spmm"]
+    assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))

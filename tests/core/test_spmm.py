@@ -468,3 +468,14 @@ def test_bad_input(change, error, message):
         arguments["x"] = arguments["x"](torch.randn(60, 8))
     with pytest.raises(error, match=message):
         spmm(adj, **arguments)
+
+
+def test_gradient_of_a_bias_is_summed_in_its_dtype(device):
+    """Of 3000 ones: bfloat16 would round that to 2992."""
+    adj = Adjacency.from_coo(torch.tensor([0]), torch.tensor([0]), (3000, 1)).to(device)
+    bias = torch.zeros(8, device=device, requires_grad=True)
+    out = spmm(adj, torch.ones(1, 8, dtype=torch.bfloat16, device=device), bias=bias)
+    assert out.dtype == torch.bfloat16
+    out.backward(torch.ones_like(out))
+    assert bias.grad.dtype == torch.float32
+    assert bias.grad.tolist() == [3000.0] * 8

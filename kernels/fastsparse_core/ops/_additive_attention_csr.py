@@ -9,7 +9,14 @@ from fastsparse_core import _C
 from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.choose import MOST_HEADS
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.ops._common import DTYPE_CODE, address, empty_values, scratch, unit_stride
+from fastsparse_core.ops._common import (
+    DTYPE_CODE,
+    address,
+    contiguous_floats,
+    empty_values,
+    scratch,
+    unit_stride,
+)
 
 #: Widest head that the lanes of a warp hold, 8 features each.
 MAX_HEAD_WIDTH = 256
@@ -67,7 +74,7 @@ def additive_forward(
     lse = torch.empty(adj.num_dst, heads, dtype=torch.float32, device=v.device)
     if adj.num_dst == 0:
         return out, lse
-    score_dst, score_src, v = score_dst.float().contiguous(), score_src.float().contiguous(), unit_stride(v)
+    score_dst, score_src, v = contiguous_floats(score_dst), contiguous_floats(score_src), unit_stride(v)
     bias = None if bias is None else bias.contiguous()
     slots = adj.row_split.num_slots
     _room, (partial, partial_state) = scratch(v.device, slots * v.size(1), slots * heads * 2)
@@ -121,7 +128,7 @@ def additive_backward(
         dtype; None if not wanted).
     """
     device = v.device
-    score_dst, score_src = score_dst.float().contiguous(), score_src.float().contiguous()
+    score_dst, score_src = contiguous_floats(score_dst), contiguous_floats(score_src)
     v, grad, lse = unit_stride(v), unit_stride(grad), lse.contiguous()
     bias = None if bias is None else bias.contiguous()
     grad_dst, grad_src = torch.empty_like(score_dst), torch.empty_like(score_src)

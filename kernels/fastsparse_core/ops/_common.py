@@ -115,6 +115,11 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def contiguous_floats(tensor: Tensor) -> Tensor:
+    """The tensor itself where it is contiguous float32; else a copy that is."""
+    return tensor if tensor.dtype == torch.float32 and tensor.is_contiguous() else tensor.float().contiguous()
+
+
 def unit_stride(matrix: Tensor) -> Tensor:
     """The matrix itself where its column stride is 1, whatever its row stride; else a copy."""
     return matrix if matrix.stride(1) == 1 or matrix.size(1) <= 1 else matrix.contiguous()
@@ -157,7 +162,7 @@ def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     dtype = torch.get_autocast_dtype(device_type)
     return [
         tensor.to(dtype)
-        if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+        if tensor is not None and tensor.dtype not in (dtype, torch.float64) and tensor.is_floating_point()
         else tensor
         for tensor in tensors
     ]

@@ -9,7 +9,7 @@ from fastsparse_core import _C
 from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops import _additive_attention_csr as additive
-from fastsparse_core.ops._common import DTYPE_CODE, scratch, unit_stride
+from fastsparse_core.ops._common import DTYPE_CODE, contiguous_floats, scratch, unit_stride
 
 #: Groups of lanes of the backward row pass: each keeps its own sum for the gradient of ``att``. About 8
 #: slices for each, but enough groups to fill the GPU, and no more than balance the load.
@@ -61,7 +61,7 @@ def gatv2_forward(
     lse = torch.empty(adj.num_dst, heads, dtype=torch.float32, device=x_src.device)
     if adj.num_dst == 0:
         return out, lse
-    x_dst, x_src, att = unit_stride(x_dst), unit_stride(x_src), att.float().contiguous()
+    x_dst, x_src, att = unit_stride(x_dst), unit_stride(x_src), contiguous_floats(att)
     slots = adj.row_split.num_slots
     _room, (partial, partial_state) = scratch(x_src.device, slots * x_src.size(1), slots * heads * 2)
     index = device_index(x_src.device)
@@ -111,7 +111,7 @@ def gatv2_backward(
     """
     device = x_src.device
     shape = att.shape
-    x_dst, x_src, att = unit_stride(x_dst), unit_stride(x_src), att.float().contiguous()
+    x_dst, x_src, att = unit_stride(x_dst), unit_stride(x_src), contiguous_floats(att)
     out, grad, lse = unit_stride(out), unit_stride(grad), lse.contiguous()
     width = x_src.size(1)
     grad_dst, grad_src = x_dst.new_empty(x_dst.shape), x_src.new_empty(x_src.shape)

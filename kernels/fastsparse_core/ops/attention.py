@@ -336,7 +336,8 @@ def _check_additive(
                 f"{name}: expected shape ({rows}, {heads}), one score per head, got {tuple(score.shape)}"
             )
         # They are small, so they are kept in full precision even where the values are not.
-        scores.append(score.to(accumulation_dtype(dtype)))
+        precise = accumulation_dtype(dtype)
+        scores.append(score if score.dtype == precise else score.to(precise))
     _check_number("negative_slope", negative_slope)
     return scores[0], scores[1], _check_bias(adj, bias, heads, dtype)
 

@@ -108,7 +108,7 @@ def spmm(
             f"value_layout: expected 'edges' for reduce={reduce!r}, which runs from CSR, got 'me_bcrs'"
         )
     check_features("x", x, adj.num_src, "num_src", adj)
-    x, bias = autocast(x, bias)  # type: ignore[assignment]
+    (x,) = autocast(x)  # type: ignore[assignment]
     trailing = x.shape[1:]
     features = x if x.dim() == 2 else x.reshape(x.size(0), trailing.numel())
     if value is not None:
@@ -121,6 +121,7 @@ def spmm(
         mean = adj.inv_degree(accumulation_dtype(x.dtype))
         scale_dst = mean if scale_dst is None else scale_dst * mean
     elif reduce in ("max", "min"):
+        bias = None if bias is None else bias.to(features.dtype)
         out = extremum(adj, features, value, reduce == "min", scale_dst, scale_src, bias)
         if relu:
             out = out.relu()
@@ -165,8 +166,7 @@ def _check_bias(bias: Tensor, features: Tensor) -> Tensor:
         raise ValueError(f"bias: expected {features.size(1)} entries, one per feature, got {bias.numel()}")
     if bias.device != features.device:
         raise ValueError(f"bias: expected device {features.device} like x, got {bias.device}")
-    bias = bias if bias.dim() == 1 else bias.reshape(-1)
-    return bias if bias.dtype == features.dtype else bias.to(features.dtype)
+    return bias if bias.dim() == 1 else bias.reshape(-1)
 
 
 def _spmm(
@@ -192,7 +192,7 @@ def _spmm(
     if value is not None:
         value = value.contiguous()
     if bias is not None:
-        bias = bias.contiguous()
+        bias = bias.to(x.dtype).contiguous()
     row_bytes = width * x.element_size()
     aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
     dense, heads = is_dense(value), num_heads(value)
@@ -307,6 +307,7 @@ class _Spmm(torch.autograd.Function):
         ctx.num_src = x.size(0)
         ctx.adjacency, ctx.transpose, ctx.algorithm = adjacency, transpose, algorithm
         ctx.keep_alive = keep_alive(adjacency)
+        ctx.bias_dtype = None if bias is None else bias.dtype
         arguments = (x, value, scale_dst, scale_src, bias, num_dst, adjacency, transpose, algorithm, relu)
         if is_plain_eager(x):
             out = _spmm(*arguments)
@@ -353,7 +354,7 @@ class _Spmm(torch.autograd.Function):
                 is_dense(value),
             ).reshape(value.shape)
         if ctx.needs_input_grad[4]:
-            grad_bias = grad.sum(0)
+            grad_bias = grad.sum(0, dtype=ctx.bias_dtype)
         return grad_x, grad_value, None, None, grad_bias, None, None, None, None, None
 
 
