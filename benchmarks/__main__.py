@@ -17,6 +17,7 @@ from .common import add_common
 COMMANDS = {
     "spmm": "sparse-dense product against cuSPARSE and stored rivals",
     "sddmm": "dot products per edge, csr and flashsparse",
+    "ssd": "sparse rows times a structure against stored rivals, the papers' ablations, and maxk",
     "attention": "attention forward and backward: time and memory, against stored rivals",
     "train": "training step, inference and memory of small models against PyG",
     "adjacency": "building an Adjacency and its transpose",
@@ -32,6 +33,7 @@ COMMANDS = {
 
 #: What `all` runs where there is a GPU and where there is none; first what matters most, in case time ends.
 ON_CUDA = (
+    "ssd",
     "attention",
     "train",
     "accuracy --models gat agnn gt",
