@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> Path:
     out = recorder("ssd", options)
     out.note(
         "forward includes packing the kept entries for the kernel; backward is the gradient of the kept"
-        " values through autograd; densify writes the dense rows and multiplies them, with prepared structures"
+        " values through autograd; densify writes dense rows and multiplies them, with prepared structures"
     )
     out.note("errors are against the float64 product of the dense rows, on all rows")
     out.note(
