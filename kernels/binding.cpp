@@ -398,6 +398,74 @@ void attention_csr_backward(const AttentionCsrArgs& forward, const CsrStructure&
   cpu::attention_csr_backward(args, threads);
 }
 
+void ssd_backward(const CsrStructure& transposed, int dtype, Address grad, std::int64_t grad_stride,
+                  Address value, int value_dtype, Address ids, bool ids_are_16bit, std::int64_t k,
+                  Address scale_dst, Address scale_src, Address out, Address partial, int device,
+                  Address queue) {
+  const SsdBackwardArgs args{transposed.a,
+                             transposed.split,
+                             {at(value), static_cast<Dtype>(value_dtype), 1},
+                             {at(grad), grad_stride},
+                             {at(ids), ids_are_16bit, k},
+                             at(scale_dst),
+                             at(scale_src),
+                             at(out),
+                             at(partial),
+                             static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(ssd_backward, args, device, queue);
+}
+
+void ssd_value_grad(const CsrStructure& structure, int dtype, Address grad, std::int64_t grad_stride,
+                    std::int64_t width, Address kept, Address ids, bool ids_are_16bit, std::int64_t k,
+                    Address scale_dst, Address scale_src, Address out, int device, Address queue) {
+  const SsdValueGradArgs args{structure.a,
+                              structure.split,
+                              {at(grad), grad_stride},
+                              width,
+                              at(kept),
+                              {at(ids), ids_are_16bit, k},
+                              at(scale_dst),
+                              at(scale_src),
+                              at(out),
+                              static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(ssd_value_grad, args, device, queue);
+}
+
+#ifdef FASTSPARSE_WITH_CUDA
+TallWindowsView make_tall_windows(Address entry, Address value_id, bool value_id_is_64bit,
+                                  Address other_source, std::int64_t num_other, Address slices,
+                                  std::int64_t num_slices, Address split_row, Address split_ptr,
+                                  std::int64_t num_split_rows, int height, int strip, std::int64_t num_rows) {
+  return {at<std::uint32_t>(entry),
+          at(value_id),
+          value_id_is_64bit,
+          at<std::int32_t>(other_source),
+          num_other,
+          {at<RowSlice>(slices), num_slices, at<std::int32_t>(split_row), at<std::int64_t>(split_ptr),
+           num_split_rows},
+          height,
+          strip,
+          num_rows};
+}
+
+void ssd_backward_windows(const TallWindowsView& structure, int dtype, Address grad, std::int64_t grad_stride,
+                          std::int64_t width, Address value, int value_dtype, Address ids, bool ids_are_16bit,
+                          std::int64_t k, Address scale_dst, Address scale_src, Address out, int device,
+                          Address queue) {
+  const SsdBackwardWindowsArgs args{structure,
+                                    {at(value), static_cast<Dtype>(value_dtype), 1},
+                                    {at(grad), grad_stride},
+                                    width,
+                                    {at(ids), ids_are_16bit, k},
+                                    at<float>(scale_dst),
+                                    at<float>(scale_src),
+                                    at<float>(out),
+                                    static_cast<Dtype>(dtype)};
+  const DeviceGuard guard(device);
+  check(cuda::ssd_backward_windows(args, at(queue)), "ssd_backward_windows");
+}
+#endif
+
 CompressArgs compress_args(Address major, Address minor, bool index_is_64bit, std::int64_t num_edges,
                            std::int64_t num_major, std::int64_t num_minor, bool sort_minor, Address major_ptr,
                            Address minor_out, Address order, bool order_is_64bit) {
@@ -563,8 +631,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("cbsr_to_dense", &cbsr_to_dense);
   m.def("cbsr_gather", &cbsr_gather);
   m.def("ssd", &ssd);
+  m.def("ssd_backward", &ssd_backward);
+  m.def("ssd_value_grad", &ssd_value_grad);
 #ifdef FASTSPARSE_WITH_CUDA
   m.def("ssd_slots", &ssd_slots);
+  py::class_<TallWindowsView>(m, "TallWindowsStructure").def(py::init(&make_tall_windows));
+  m.def("ssd_backward_windows", &ssd_backward_windows);
 #endif
   m.def("build_info", &build_info);
 }

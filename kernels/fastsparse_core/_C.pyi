@@ -413,4 +413,73 @@ def ssd_slots(  # only in builds with the CUDA half
     device: int,
     queue: int,
 ) -> None: ...
+def ssd_backward(
+    transposed: CsrStructure,
+    dtype: int,
+    grad: int,
+    grad_stride: int,
+    value: int,
+    value_dtype: int,
+    ids: int,
+    ids_are_16bit: bool,
+    k: int,
+    scale_dst: int,
+    scale_src: int,
+    out: int,
+    partial: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def ssd_value_grad(
+    structure: CsrStructure,
+    dtype: int,
+    grad: int,
+    grad_stride: int,
+    width: int,
+    kept: int,
+    ids: int,
+    ids_are_16bit: bool,
+    k: int,
+    scale_dst: int,
+    scale_src: int,
+    out: int,
+    device: int,
+    queue: int,
+) -> None: ...
+
+class TallWindowsStructure:  # this and what takes it: only in builds with the CUDA half
+    def __init__(
+        self,
+        entry: int,
+        value_id: int,
+        value_id_is_64bit: bool,
+        other_source: int,
+        num_other: int,
+        slices: int,
+        num_slices: int,
+        split_row: int,
+        split_ptr: int,
+        num_split_rows: int,
+        height: int,
+        strip: int,
+        num_rows: int,
+    ) -> None: ...
+
+def ssd_backward_windows(
+    structure: TallWindowsStructure,
+    dtype: int,
+    grad: int,
+    grad_stride: int,
+    width: int,
+    value: int,
+    value_dtype: int,
+    ids: int,
+    ids_are_16bit: bool,
+    k: int,
+    scale_dst: int,
+    scale_src: int,
+    out: int,
+    device: int,
+    queue: int,
+) -> None: ...
 def build_info() -> dict[str, bool | str]: ...

@@ -6,6 +6,7 @@ The measurements behind the numbers are in docs/choosing.md.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fastsparse_core.formats import tall_windows
 from fastsparse_core.formats.bsb import MOST_COLUMNS
 from fastsparse_core.log import info_once
 
@@ -187,6 +189,23 @@ def sddmm_run_blocks(num_blocks: int) -> int:
     return _power_of_two(num_blocks // (16 * _RESIDENT_WARPS), 1, 4)
 
 
+def tall_strip(num_edges: int, num_windows: int) -> int:
+    """Entries of a tall window that one group of lanes sums together: a power of two from 8 to 64.
+
+    As few as it takes for a window to keep about 64 groups of lanes busy: on structures with several thousand
+    entries a window, more of a source's entries are then in one sum.
+    """
+    return _power_of_two(num_edges // max(64 * num_windows, 1), 8, 64)
+
+
+def tall_slice_length(num_edges: int) -> int:
+    """Longest slice of a tall window, in entries: a power of two from 1024 to 8192.
+
+    Every slice reads its window's features again.
+    """
+    return _power_of_two(num_edges // _RESIDENT_WARPS, 1024, 8192)
+
+
 def csr_tile(adj: Adjacency, item_size: int, *, weighted: bool) -> int:
     """Features that the CSR kernel gathers per pass over the structure.
 
@@ -304,6 +323,22 @@ def sddmm_algorithm(
         return "flashsparse"
     info_once(_logger, _WHY_SDDMM_CSR)
     return "csr"
+
+
+def ssd_backward_algorithm(adj: Adjacency, dtype: torch.dtype, width: int) -> str:
+    """``"windows"`` (atomic sums over tall windows) or ``"csr"`` (row by row of the transpose)."""
+    if adj.device.type != "cuda" or dtype == torch.float64 or torch.are_deterministic_algorithms_enabled():
+        return "csr"
+    # A window's features, and a scale for each of its rows.
+    window_bytes = tall_windows.HEIGHT * (width * dtype.itemsize + 4)
+    fits = window_bytes <= _shared_memory(adj.device) and adj.num_src <= tall_windows.MOST_SOURCES
+    return "windows" if fits else "csr"
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a block of threads may have, as far as PyTorch says."""
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 * 1024)
 
 
 def _flashsparse_fits(adj: Adjacency, dtype: torch.dtype, width: int, heads: int, aligned: bool) -> bool:

@@ -76,6 +76,42 @@ def sddmm(
     return out.index_copy(0, position, product)
 
 
+def ssd_backward(
+    adj: Adjacency,
+    grad: Tensor,
+    ids: Tensor,
+    value: Tensor | None = None,
+    *,
+    scale_dst: Tensor | None = None,
+    scale_src: Tensor | None = None,
+) -> Tensor:
+    """Float64 reference of the gradient of what an ssd's sources keep at ``ids``, (num_src, k)."""
+    row, col, position = _edges(adj)
+    term = grad.double()[row].gather(1, ids.long()[col])
+    for weight, index in ((value, position), (scale_dst, row), (scale_src, col)):
+        if weight is not None:
+            term = term * weight.double()[index, None]
+    return term.new_zeros(ids.shape).index_add(0, col, term)
+
+
+def ssd_value_grad(
+    adj: Adjacency,
+    grad: Tensor,
+    values: Tensor,
+    ids: Tensor,
+    *,
+    scale_dst: Tensor | None = None,
+    scale_src: Tensor | None = None,
+) -> Tensor:
+    """Float64 reference of the gradient of the edge values of an ssd, (num_values,)."""
+    row, col, position = _edges(adj)
+    product = (grad.double()[row].gather(1, ids.long()[col]) * values.double()[col]).sum(1)
+    for scale, index in ((scale_dst, row), (scale_src, col)):
+        if scale is not None:
+            product = product * scale.double()[index]
+    return product.new_zeros(adj.num_values).index_copy(0, position, product)
+
+
 # ---------------------------------------------------------------- attention
 
 

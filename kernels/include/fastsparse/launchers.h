@@ -20,6 +20,8 @@ void maxk(const MaxkArgs& args, int threads);
 void cbsr_to_dense(const CbsrToDenseArgs& args, int threads);
 void cbsr_gather(const CbsrGatherArgs& args, int threads);
 void ssd(const SsdArgs& args, int threads);
+void ssd_backward(const SsdBackwardArgs& args, int threads);
+void ssd_value_grad(const SsdValueGradArgs& args, int threads);
 
 }  // namespace fastsparse::cpu
 
@@ -44,5 +46,8 @@ int cbsr_to_dense(const CbsrToDenseArgs& args, void* stream);
 int cbsr_gather(const CbsrGatherArgs& args, void* stream);
 int ssd(const SsdArgs& args, void* stream);
 int ssd_slots(const SsdSlotsArgs& args, void* stream);
+int ssd_backward(const SsdBackwardArgs& args, void* stream);
+int ssd_backward_windows(const SsdBackwardWindowsArgs& args, void* stream);
+int ssd_value_grad(const SsdValueGradArgs& args, void* stream);
 
 }  // namespace fastsparse::cuda

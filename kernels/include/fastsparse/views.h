@@ -354,6 +354,71 @@ struct EdgeSoftmaxArgs {
   Dtype dtype;
 };
 
+// Windows of `height` rows, a power of two, with the entries of a window by source, then by row. Word:
+// height * source + row in the window; the highest bit says that all of the source's entries lie in one
+// strip.
+struct TallWindowsView {
+  const std::uint32_t* entry;  // (num_edges)
+  const void* value_id;        // (num_edges) position in the caller's edge order; null without values
+  bool value_id_is_64bit;
+  const std::int32_t* other_source;  // (num_other) sources without that bit, or without entries
+  std::int64_t num_other;
+  RowSplitView split;  // of windows, in entries
+  std::int32_t height;
+  std::int32_t strip;  // entries that one group of lanes sums; slices of a window are cut between strips
+  std::int64_t num_rows;
+};
+
+// The columns that the rows of a sparse feature matrix keep: (rows, k) contiguous, 8 or 16 bits each.
+struct KeptIdsView {
+  const void* data;
+  bool is_16bit;
+  std::int64_t k;
+};
+
+// out_j,c = scale_src_j sum_i scale_dst_i value_ij grad_i,ids(j,c), row by row of the transposed structure.
+// Scales are in the accumulation type, null: 1.
+struct SsdBackwardArgs {
+  CsrView a_t;
+  RowSplitView split_t;
+  EdgeValueView value;
+  DenseView grad;  // (num_dst, width)
+  KeptIdsView ids;
+  const void* scale_dst;
+  const void* scale_src;
+  void* out;      // (num_src, k)
+  void* partial;  // (num_slots, k) in the accumulation type; CUDA only
+  Dtype dtype;
+};
+
+// The same from tall windows, not for float64. CUDA only.
+struct SsdBackwardWindowsArgs {
+  TallWindowsView a;
+  EdgeValueView value;
+  DenseView grad;      // (num_dst, width)
+  std::int64_t width;  // height * width elements and height floats fit in the shared memory of a block
+  KeptIdsView ids;
+  const float* scale_dst;
+  const float* scale_src;
+  float* out;  // (num_src, k)
+  Dtype dtype;
+};
+
+// out_e = scale_dst_i scale_src_j sum_c grad_i,ids(j,c) kept_j,c for entry e = (i, j), written at the
+// caller's edge position.
+struct SsdValueGradArgs {
+  CsrView a;
+  RowSplitView split;
+  DenseView grad;  // (num_dst, width)
+  std::int64_t width;
+  const void* kept;  // (num_src, k) contiguous
+  KeptIdsView ids;
+  const void* scale_dst;
+  const void* scale_src;
+  void* out;  // (num_values) in the accumulation type
+  Dtype dtype;
+};
+
 // Sorts edges by (major, minor), or by major alone and otherwise stably, into compressed form.
 struct CompressArgs {
   const void* major;  // (num_edges) the index to be compressed

@@ -1,0 +1,371 @@
+// Backward of the product with sparse features (MaxK): gradients of the kept values and of the edge values.
+//
+// Kept values, from tall windows: a block of threads copies the window's rows of the gradient to shared
+// memory, and groups of lanes take strips of its entries, which are sorted by source. A lane owns up to 4
+// kept columns; it looks them up in the rows of a source's consecutive entries, sums in registers, and adds
+// once per source and strip to the output: with one 16-byte reduction on sm_90, or with a plain store where
+// the source has no other entries. Floors: 4 + k ids per entry from the L2, 4 k bytes reduced per source and
+// window, which is what bounds MaxK's own kernel (once per edge), the gradient read once, and 3.5
+// shared-memory cycles for 32 look-ups at random banks.
+//
+// Kept values, row by row of the transposed structure: always the same bits, but k scattered reads per entry.
+
+#include <cuda_pipeline.h>
+
+#include <algorithm>
+
+#include "fastsparse/combine_partials.cuh"
+#include "fastsparse/cuda_common.cuh"
+#include "fastsparse/launchers.h"
+
+namespace fastsparse::cuda {
+namespace {
+
+constexpr int kWindowThreads = 384;
+constexpr int kEntriesInFlight = 4;
+constexpr std::uint32_t kNoEntry = 0xffffffffu;  // its source is greater than that of any entry
+constexpr std::uint32_t kSole = 0x80000000u;     // all entries of the source lie in this strip
+
+// Lanes that share the k kept columns of a source, kVec each: a power of two.
+inline int lanes_for(std::int64_t k, int vec) {
+  int lanes = 1;
+  while (lanes < kWarp && lanes * vec < k) lanes *= 2;
+  return lanes;
+}
+
+template <typename Id, int kVec>
+__device__ __forceinline__ Pack<Id, kVec> load_ids(const KeptIdsView& ids, std::int64_t source, int first) {
+  const Id* from = static_cast<const Id*>(ids.data) + source * ids.k + first;
+  if constexpr (kVec == 1) {
+    return {{__ldg(from)}};
+  } else {
+    return load_pack<Id, kVec>(from);
+  }
+}
+
+// Calls f with the type of the ids and with the number of them that a lane takes: 4 where rows allow it.
+template <typename F>
+void with_ids(const KeptIdsView& ids, F&& f) {
+  const auto pick = [&](auto id, auto one, auto four) {
+    const bool aligned = reinterpret_cast<std::uintptr_t>(ids.data) % (4 * sizeof(id)) == 0;
+    ids.k % 4 == 0 && aligned ? f(id, four) : f(id, one);
+  };
+  const std::integral_constant<int, 1> one;
+  const std::integral_constant<int, 4> four;
+  ids.is_16bit ? pick(std::uint16_t{}, one, four) : pick(std::uint8_t{}, one, four);
+}
+
+// ---------------------------------------------------------------- kept values, from tall windows
+
+// Adds kVec neighbouring floats to global memory.
+template <int kVec>
+__device__ __forceinline__ void add_to(float* to, const float (&sum)[kVec]) {
+#if __CUDA_ARCH__ >= 900
+  constexpr bool kAtOnce = kVec == 4;
+#else
+  constexpr bool kAtOnce = false;
+#endif
+  if constexpr (kAtOnce) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(sum[0]), "f"(sum[1]),
+                 "f"(sum[2]), "f"(sum[3])
+                 : "memory");
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) atomicAdd(to + i, sum[i]);
+  }
+}
+
+// Zeroes the results of sources that are not written by one plain store.
+template <int kVec>
+__global__ void zero_sources_kernel(const std::int32_t* source, std::int64_t count, std::int64_t k,
+                                    float* out) {
+  const std::int64_t per_source = k / kVec;
+  const std::int64_t at = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (at >= count * per_source) return;
+  const std::int64_t nth = at / per_source;
+  store_pack(Pack<float, kVec>{}, out + source[nth] * k + (at - nth * per_source) * kVec);
+}
+
+// Copies `count` rows of the gradient side by side, a warp to a row, 16 bytes at a time where their addresses
+// allow it.
+template <typename T>
+__device__ __forceinline__ void copy_rows(const DenseView& grad, std::int64_t first_row, int count, int width,
+                                          bool in_pieces, T* to) {
+  constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
+  const int lane = threadIdx.x % kWarp;
+  for (int row = threadIdx.x / kWarp; row < count; row += kWindowThreads / kWarp) {
+    const T* from = static_cast<const T*>(grad.data) + (first_row + row) * grad.stride;
+    T* own = to + row * width;
+    if (in_pieces) {
+      for (int f = lane * kPiece; f < width; f += kWarp * kPiece) {
+        __pipeline_memcpy_async(own + f, from + f, 16);
+      }
+    } else {
+      for (int f = lane; f < width; f += kWarp) own[f] = from[f];
+    }
+  }
+  __pipeline_commit();
+}
+
+template <typename T, typename Id, int kVec>
+__global__ void __launch_bounds__(kWindowThreads, 3)
+    ssd_backward_windows_kernel(const SsdBackwardWindowsArgs args, bool in_pieces, int lanes) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  const RowSlice slice = load_slice(args.a.split, blockIdx.x);
+  if (slice.length == 0) return;
+  const std::int64_t window = row_of(args.a.split, slice);
+  const std::int64_t first_row = window * args.a.height;
+  const int count =
+      static_cast<int>(min(static_cast<std::int64_t>(args.a.height), args.a.num_rows - first_row));
+  const int width = static_cast<int>(args.width), k = static_cast<int>(args.ids.k);
+  float* row_scale = reinterpret_cast<float*>(shared);
+  T* rows = reinterpret_cast<T*>(shared + args.a.height * sizeof(float));
+  copy_rows(args.grad, first_row, count, width, in_pieces, rows);
+  if (threadIdx.x < count) {
+    row_scale[threadIdx.x] = args.scale_dst != nullptr ? args.scale_dst[first_row + threadIdx.x] : 1.0f;
+  }
+
+  const bool value_in_feature_dtype = args.value.dtype == args.dtype;
+  const bool weighted = args.value.data != nullptr || args.scale_dst != nullptr;
+  const std::uint32_t row_mask = args.a.height - 1;
+  const int source_shift = __popc(row_mask);
+  const int group = threadIdx.x / lanes, groups = kWindowThreads / lanes;
+  const int lane = threadIdx.x % lanes;
+  const int strip = args.a.strip;
+  const std::uint32_t* entry = args.a.entry + slice.begin;
+  __pipeline_wait_prior(0);
+  __syncthreads();
+
+  for (int begin = group * strip; begin < slice.length; begin += groups * strip) {
+    const int end = min(begin + strip, slice.length);
+    for (int c = lane * kVec; c < k; c += lanes * kVec) {
+      float sum[kVec] = {};
+      std::uint32_t next[kEntriesInFlight];
+#pragma unroll
+      for (int u = 0; u < kEntriesInFlight; ++u) {
+        next[u] = begin + u < end ? __ldg(entry + begin + u) : kNoEntry;
+      }
+      for (int base = begin; base < end; base += kEntriesInFlight) {
+        std::uint32_t word[kEntriesInFlight + 1];
+        Pack<Id, kVec> ids[kEntriesInFlight];
+#pragma unroll
+        for (int u = 0; u < kEntriesInFlight; ++u) {
+          word[u] = next[u];
+          ids[u] = Pack<Id, kVec>{};
+          if (word[u] != kNoEntry)
+            ids[u] = load_ids<Id, kVec>(args.ids, (word[u] & ~kSole) >> source_shift, c);
+        }
+#pragma unroll
+        for (int u = 0; u < kEntriesInFlight; ++u) {
+          const int ahead = base + kEntriesInFlight + u;
+          next[u] = ahead < end ? __ldg(entry + ahead) : kNoEntry;
+        }
+        word[kEntriesInFlight] = next[0];
+#pragma unroll
+        for (int u = 0; u < kEntriesInFlight; ++u) {
+          if (word[u] == kNoEntry) break;
+          const int row = static_cast<int>(word[u] & row_mask);
+          float weight = 1;
+          if (weighted) {
+            weight = row_scale[row];
+            if (args.value.data != nullptr) {
+              const std::int64_t at = slice.begin + base + u;
+              const std::int64_t position = args.a.value_id_is_64bit
+                                                ? static_cast<const std::int64_t*>(args.a.value_id)[at]
+                                                : static_cast<const std::int32_t*>(args.a.value_id)[at];
+              weight *= load_value<T>(args.value, value_in_feature_dtype, position);
+            }
+          }
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) sum[i] += weight * widen(rows[row * width + ids[u].lane[i]]);
+          if ((word[u] ^ word[u + 1]) > row_mask) {  // the last entry of its source
+            const std::int64_t source = (word[u] & ~kSole) >> source_shift;
+            float* to = args.out + source * k + c;
+            if (args.scale_src != nullptr) {
+              const float scale = __ldg(args.scale_src + source);
+#pragma unroll
+              for (int i = 0; i < kVec; ++i) sum[i] *= scale;
+            }
+            if (word[u] & kSole) {
+              Pack<float, kVec> pack;
+#pragma unroll
+              for (int i = 0; i < kVec; ++i) pack.lane[i] = sum[i];
+              store_pack(pack, to);
+            } else {
+              add_to(to, sum);
+            }
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) sum[i] = 0;
+          }
+        }
+      }
+    }
+  }
+}
+
+template <typename T, typename Id, int kVec>
+cudaError_t launch_windows(const SsdBackwardWindowsArgs& args, cudaStream_t stream) {
+  constexpr int kZeroThreads = 256;
+  const std::int64_t pieces = args.a.num_other * (args.ids.k / kVec);
+  if (pieces > 0) {
+    zero_sources_kernel<kVec><<<ceil_div(pieces, kZeroThreads), kZeroThreads, 0, stream>>>(
+        args.a.other_source, args.a.num_other, args.ids.k, args.out);
+  }
+  if (args.a.split.num_slices == 0) return cudaGetLastError();
+  const auto kernel = ssd_backward_windows_kernel<T, Id, kVec>;
+  const int bytes = static_cast<int>(args.a.height * (sizeof(float) + args.width * sizeof(T)));
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  const bool in_pieces = vector_width<T>({args.width, args.grad.stride}, {args.grad.data}) * sizeof(T) == 16;
+  kernel<<<static_cast<unsigned>(args.a.split.num_slices), kWindowThreads, bytes, stream>>>(
+      args, in_pieces, lanes_for(args.ids.k, kVec));
+  return cudaGetLastError();
+}
+
+// ---------------------------------------------------------------- kept values, row by row
+
+constexpr int kThreads = 128;
+constexpr int kEntriesPerSum = 32;  // then the sum moves to a total: rounding errors grow with 32
+
+// A group of lanes takes one slice of a row of the transposed structure, which is a source.
+template <typename T, typename Id>
+__global__ void __launch_bounds__(kThreads) ssd_backward_kernel(const SsdBackwardArgs args, int lanes) {
+  using A = Acc<T>;
+  const std::int64_t group = static_cast<std::int64_t>(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes;
+  if (group >= args.split_t.num_slices) return;
+  const RowSlice slice = load_slice(args.split_t, group);
+  const std::int64_t source = row_of(args.split_t, slice);
+  const T* grad = static_cast<const T*>(args.grad.data);
+  const bool value_in_feature_dtype = args.value.dtype == args.dtype;
+  const Epilogue epilogue{args.scale_src, nullptr, false, args.out, args.ids.k};
+  for (std::int64_t c = threadIdx.x % lanes; c < args.ids.k; c += lanes) {
+    const T* column = grad + static_cast<const Id*>(args.ids.data)[source * args.ids.k + c];
+    A total[1] = {};
+    for (int block = 0; block < slice.length; block += kEntriesPerSum) {
+      const int end = min(block + kEntriesPerSum, slice.length);
+      A sum = 0;
+#pragma unroll 4
+      for (int at = block; at < end; ++at) {
+        const std::int64_t row = __ldg(args.a_t.col + slice.begin + at);
+        A weight = 1;
+        if (args.value.data != nullptr) {
+          weight =
+              load_value<T>(args.value, value_in_feature_dtype, edge_position(args.a_t, slice.begin + at));
+        }
+        if (args.scale_dst != nullptr) weight *= static_cast<const A*>(args.scale_dst)[row];
+        sum += weight * widen(column[row * args.grad.stride]);
+      }
+      total[0] += sum;
+    }
+    if (slice.target < 0) {
+      static_cast<A*>(args.partial)[~slice.target * args.ids.k + c] = total[0];
+    } else {
+      store_pack(epilogue.finish<T>(total, source, c), static_cast<T*>(args.out) + source * args.ids.k + c);
+    }
+  }
+}
+
+struct SameRow {
+  __device__ __forceinline__ std::int64_t operator()(std::int64_t row, int) const { return row; }
+};
+
+template <typename T, typename Id>
+void launch_rows(const SsdBackwardArgs& args, cudaStream_t stream) {
+  const int lanes = lanes_for(args.ids.k, 1);
+  ssd_backward_kernel<T, Id>
+      <<<ceil_div(args.split_t.num_slices, kThreads / lanes), kThreads, 0, stream>>>(args, lanes);
+  const Epilogue epilogue{args.scale_src, nullptr, false, args.out, args.ids.k};
+  combine_partials<T, 1>(args.split_t, args.partial, epilogue, SameRow{}, stream);
+}
+
+// ---------------------------------------------------------------- edge values
+
+// A warp takes one slice of a row, copies the row of the gradient to shared memory, and groups of its lanes
+// take an entry each.
+template <typename T, typename Id, int kVec>
+__global__ void __launch_bounds__(kThreads)
+    ssd_value_grad_kernel(const SsdValueGradArgs args, bool in_shared, int lanes) {
+  using A = Acc<T>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
+  const RowSlice slice = load_slice(args.split, warp);
+  if (slice.length == 0) return;
+  const std::int64_t row = row_of(args.split, slice);
+  const T* grad = static_cast<const T*>(args.grad.data) + row * args.grad.stride;
+  if (in_shared) {
+    T* own = reinterpret_cast<T*>(shared) + threadIdx.x / kWarp * args.width;
+    for (std::int64_t f = threadIdx.x % kWarp; f < args.width; f += kWarp) own[f] = grad[f];
+    __syncwarp();
+    grad = own;
+  }
+  const A row_scale = args.scale_dst != nullptr ? static_cast<const A*>(args.scale_dst)[row] : A{1};
+  const int lane = threadIdx.x % lanes, group = threadIdx.x % kWarp / lanes;
+  const int k = static_cast<int>(args.ids.k), groups = kWarp / lanes;
+
+  // All groups of the warp loop together: they shuffle.
+  for (int base = 0; base < slice.length; base += groups) {
+    const bool live = base + group < slice.length;
+    const std::int64_t entry = slice.begin + base + group;
+    const std::int64_t source = live ? __ldg(args.a.col + entry) : 0;
+    A sum = 0;
+    if (live) {
+#pragma unroll 2
+      for (int c = lane * kVec; c < k; c += lanes * kVec) {
+        const Pack<Id, kVec> ids = load_ids<Id, kVec>(args.ids, source, c);
+        const T* kept = static_cast<const T*>(args.kept) + source * k + c;
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) sum += widen(grad[ids.lane[i]]) * widen(kept[i]);
+      }
+    }
+    for (int offset = lanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+    if (live && lane == 0) {
+      if (args.scale_src != nullptr) sum *= static_cast<const A*>(args.scale_src)[source];
+      static_cast<A*>(args.out)[edge_position(args.a, entry)] = sum * row_scale;
+    }
+  }
+}
+
+template <typename T, typename Id, int kVec>
+void launch_values(const SsdValueGradArgs& args, cudaStream_t stream) {
+  constexpr int kWarps = kThreads / kWarp, kMostBytes = 48 * 1024;
+  const std::int64_t bytes = kWarps * args.width * static_cast<std::int64_t>(sizeof(T));
+  const bool in_shared = bytes <= kMostBytes;
+  ssd_value_grad_kernel<T, Id, kVec>
+      <<<ceil_div(args.split.num_slices, kWarps), kThreads, in_shared ? bytes : 0, stream>>>(
+          args, in_shared, lanes_for(args.ids.k, kVec));
+}
+
+}  // namespace
+
+int ssd_backward_windows(const SsdBackwardWindowsArgs& args, void* stream) {
+  cudaError_t error = cudaErrorInvalidValue;
+  with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    if constexpr (sizeof(T) <= 4) {
+      with_ids(args.ids, [&](auto id, auto vec) {
+        error = launch_windows<T, decltype(id), vec.value>(args, static_cast<cudaStream_t>(stream));
+      });
+    }
+  });
+  return error;
+}
+
+int ssd_backward(const SsdBackwardArgs& args, void* stream) {
+  with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    args.ids.is_16bit ? launch_rows<T, std::uint16_t>(args, static_cast<cudaStream_t>(stream))
+                      : launch_rows<T, std::uint8_t>(args, static_cast<cudaStream_t>(stream));
+  });
+  return cudaGetLastError();
+}
+
+int ssd_value_grad(const SsdValueGradArgs& args, void* stream) {
+  with_type(args.dtype, [&](auto type) {
+    with_ids(args.ids, [&](auto id, auto vec) {
+      launch_values<decltype(type), decltype(id), vec.value>(args, static_cast<cudaStream_t>(stream));
+    });
+  });
+  return cudaGetLastError();
+}
+
+}  // namespace fastsparse::cuda

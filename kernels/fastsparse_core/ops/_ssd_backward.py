@@ -1,0 +1,288 @@
+"""Backward of the product with sparse features: gradients of the kept values and of the edge values."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C, choose
+from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.formats.tall_windows import HEIGHT, TallWindows
+from fastsparse_core.ops._common import (
+    DTYPE_CODE,
+    accumulation_dtype,
+    address,
+    library,
+    structure,
+    unit_stride,
+)
+
+library.define(
+    "ssd_backward(Tensor grad, Tensor ids, Tensor? value, Tensor? scale_dst, Tensor? scale_src, "
+    "SymInt adjacency, bool transpose) -> Tensor"
+)
+library.define(
+    "ssd_value_grad(Tensor grad, Tensor values, Tensor ids, Tensor? scale_dst, Tensor? scale_src, "
+    "SymInt num_values, SymInt adjacency, bool transpose) -> Tensor"
+)
+
+ssd_backward_op = torch.ops.fastsparse.ssd_backward.default
+ssd_value_grad_op = torch.ops.fastsparse.ssd_value_grad.default
+
+_logger = logging.getLogger("fastsparse_core")
+
+
+def _ssd_backward(
+    grad: Tensor,
+    ids: Tensor,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    adjacency: int,
+    transpose: bool,
+) -> Tensor:
+    r"""Gradient of the kept values of a product with sparse features (MaxK-GNN, section 3.2).
+
+    .. math::
+        d_{jc} = t_j \sum_{i : (i, j) \in E} s_i \, v_{ij} \, \mathbf{g}_i[\mathrm{ids}_{jc}]
+
+    On CUDA from tall windows: sums over the destinations of a window, added atomically, in an order that
+    differs from call to call. Under ``torch.use_deterministic_algorithms``, in float64, for rows too wide for
+    shared memory and for structures too large for the windows, row by row of the transposed structure.
+
+    Args:
+        grad: :math:`\mathbf{g}`, (num_dst, D), gradient of the product.
+        ids: (num_src, k) uint8 or uint16, the kept columns.
+        value: :math:`v`, (num_values,) in the caller's edge order, in the dtype of ``grad`` or its
+            accumulation dtype; None: 1.
+        scale_dst: :math:`s`, (num_dst,) in the accumulation dtype; None: 1.
+        scale_src: :math:`t`, (num_src,) in the accumulation dtype; None: 1.
+        adjacency: handle of the structure.
+        transpose: whether the product was with its transpose.
+
+    Returns:
+        (num_src, k) in the dtype of ``grad``, accumulated in float32 or wider.
+    """
+    adj = structure(adjacency, transpose)
+    out = grad.new_empty(ids.shape)
+    if out.numel() == 0:
+        return out
+    grad, ids = unit_stride(grad), ids.contiguous()
+    value = None if value is None else value.contiguous()
+    if choose.ssd_backward_algorithm(adj, grad.dtype, grad.size(1)) == "windows":
+        windows = _try_windows(adj)
+        if windows is not None:
+            return _launch_windows(adj, windows, grad, ids, value, scale_dst, scale_src, out)
+    _launch_rows(structure(adjacency, not transpose), grad, ids, value, scale_dst, scale_src, out)
+    return out
+
+
+def _try_windows(adj: Adjacency) -> TallWindows | None:
+    """The tall windows, or None where they need more memory than there is; that is not tried again."""
+
+    def build() -> TallWindows | tuple[()]:
+        strip = choose.tall_strip(adj.num_edges, -(-adj.num_dst // HEIGHT))
+        longest = choose.tall_slice_length(adj.num_edges)
+        try:
+            return TallWindows.from_csr(adj.row(), adj.col, adj.shape, strip, longest)
+        except torch.OutOfMemoryError:
+            _logger.warning(
+                "%r: not enough memory to convert it for the backward pass of ssd, which stays with csr", adj
+            )
+            return ()
+
+    return adj.memo("tall_windows", build) or None
+
+
+def _value_id(adj: Adjacency) -> Tensor:
+    """Position in the caller's edge order of every entry of the tall windows."""
+
+    def build() -> Tensor:
+        order = TallWindows.entry_order(adj.row(), adj.col, adj.shape)
+        return order if adj.edge_id is None else adj.edge_id.index_select(0, order)
+
+    return adj.memo("tall_windows_value_id", build)
+
+
+def _windows_structure(adj: Adjacency, windows: TallWindows, *, valued: bool) -> Any:
+    """The tall windows as the compiled kernel takes them."""
+
+    def build() -> Any:
+        value_id, split = _value_id(adj) if valued else None, windows.split
+        return _C.TallWindowsStructure(
+            windows.entry.data_ptr(),
+            address(value_id),
+            value_id is not None and value_id.dtype == torch.int64,
+            windows.other_source.data_ptr(),
+            windows.other_source.numel(),
+            split.slices.data_ptr(),
+            split.slices.size(0),
+            split.split_row.data_ptr(),
+            split.split_ptr.data_ptr(),
+            split.split_row.numel(),
+            HEIGHT,
+            windows.strip,
+            adj.num_dst,
+        )
+
+    return adj.memo(("tall_windows_structure", valued), build)
+
+
+def _launch_windows(
+    adj: Adjacency,
+    windows: TallWindows,
+    grad: Tensor,
+    ids: Tensor,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    out: Tensor,
+) -> Tensor:
+    index = device_index(grad.device)
+    total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    _C.ssd_backward_windows(
+        _windows_structure(adj, windows, valued=value is not None),
+        DTYPE_CODE[grad.dtype],
+        grad.data_ptr(),
+        grad.stride(0),
+        grad.size(1),
+        address(value),
+        0 if value is None else DTYPE_CODE[value.dtype],
+        ids.data_ptr(),
+        ids.dtype == torch.uint16,
+        ids.size(1),
+        address(scale_dst),
+        address(scale_src),
+        total.data_ptr(),
+        index,
+        queue(index),
+    )
+    return out if total is out else out.copy_(total)
+
+
+def _launch_rows(
+    transposed: Adjacency,
+    grad: Tensor,
+    ids: Tensor,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    out: Tensor,
+) -> None:
+    index = device_index(grad.device)
+    partial = None
+    if index >= 0 and transposed.row_split.num_slots:
+        partial = out.new_empty(
+            transposed.row_split.num_slots, ids.size(1), dtype=accumulation_dtype(grad.dtype)
+        )
+    _C.ssd_backward(
+        transposed.csr_structure,
+        DTYPE_CODE[grad.dtype],
+        grad.data_ptr(),
+        grad.stride(0),
+        address(value),
+        0 if value is None else DTYPE_CODE[value.dtype],
+        ids.data_ptr(),
+        ids.dtype == torch.uint16,
+        ids.size(1),
+        address(scale_dst),
+        address(scale_src),
+        out.data_ptr(),
+        address(partial),
+        index,
+        queue(index),
+    )
+
+
+def _ssd_value_grad(
+    grad: Tensor,
+    values: Tensor,
+    ids: Tensor,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    num_values: int,
+    adjacency: int,
+    transpose: bool,
+) -> Tensor:
+    r"""Gradient of the edge values of a product with sparse features.
+
+    .. math::
+        d_e = s_i \, t_j \sum_c \mathbf{g}_i[\mathrm{ids}_{jc}] \, \mathrm{values}_{jc}
+        \quad \text{for every edge } e = (i, j)
+
+    Args:
+        grad: :math:`\mathbf{g}`, (num_dst, D), gradient of the product.
+        values: (num_src, k) in the dtype of ``grad``, the kept values.
+        ids: (num_src, k) uint8 or uint16, their columns.
+        scale_dst: :math:`s`, (num_dst,) in the accumulation dtype; None: 1.
+        scale_src: :math:`t`, (num_src,) in the accumulation dtype; None: 1.
+        num_values: number of edge values.
+        adjacency: handle of the structure.
+        transpose: whether the product was with its transpose.
+
+    Returns:
+        (num_values,) in the accumulation dtype, float32 or float64, in the caller's edge order; 0 for edges
+        that self loops replaced.
+    """
+    adj = structure(adjacency, transpose)
+    every_value_is_written = num_values == adj.num_edges
+    out = (torch.empty if every_value_is_written else torch.zeros)(
+        num_values, dtype=accumulation_dtype(grad.dtype), device=grad.device
+    )
+    if num_values == 0 or adj.num_edges == 0:
+        return out
+    grad, values, ids = unit_stride(grad), values.contiguous(), ids.contiguous()
+    index = device_index(grad.device)
+    _C.ssd_value_grad(
+        adj.csr_structure,
+        DTYPE_CODE[grad.dtype],
+        grad.data_ptr(),
+        grad.stride(0),
+        grad.size(1),
+        values.data_ptr(),
+        ids.data_ptr(),
+        ids.dtype == torch.uint16,
+        ids.size(1),
+        address(scale_dst),
+        address(scale_src),
+        out.data_ptr(),
+        index,
+        queue(index),
+    )
+    return out
+
+
+def _ssd_backward_fake(
+    grad: Tensor,
+    ids: Tensor,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    adjacency: int,
+    transpose: bool,
+) -> Tensor:
+    return grad.new_empty(ids.shape)
+
+
+def _ssd_value_grad_fake(
+    grad: Tensor,
+    values: Tensor,
+    ids: Tensor,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    num_values: int,
+    adjacency: int,
+    transpose: bool,
+) -> Tensor:
+    return grad.new_empty(num_values, dtype=accumulation_dtype(grad.dtype))
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("ssd_backward", _ssd_backward, _key)
+    library.impl("ssd_value_grad", _ssd_value_grad, _key)
+torch.library.register_fake("fastsparse::ssd_backward", _ssd_backward_fake, lib=library)
+torch.library.register_fake("fastsparse::ssd_value_grad", _ssd_value_grad_fake, lib=library)

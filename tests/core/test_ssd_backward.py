@@ -1,0 +1,287 @@
+"""The backward kernels of ssd and the tall windows that one of them reads, against float64 references."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from cases import DTYPES, TOLERANCE, EdgeList, edge_lists, features, relative_error
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastsparse_core import Adjacency, choose, reference
+from fastsparse_core.formats.tall_windows import HEIGHT, MOST_SOURCES, TallWindows
+from fastsparse_core.ops._ssd_backward import ssd_backward_op, ssd_value_grad_op
+
+#: (width of a row, kept columns): one lane, lanes without work, several rounds, vectors of 4 ids and none.
+SHAPES = ((1, 1), (7, 3), (47, 47), (64, 8), (64, 16), (100, 24), (256, 32), (300, 33), (300, 64), (512, 200))
+ALGORITHMS = ("windows", "csr")
+KERNELS = [("cpu", "csr"), *(pytest.param("cuda", each, marks=pytest.mark.gpu) for each in ALGORITHMS)]
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets the algorithm, whatever would be chosen: poisoned memory counts as deterministic algorithms."""
+
+    def use(algorithm: str) -> None:
+        monkeypatch.setattr(choose, "ssd_backward_algorithm", lambda *arguments: algorithm)
+
+    return use
+
+
+def kept_ids(rows: int, width: int, k: int, device: str, *, wide: bool = False) -> Tensor:
+    """Random columns, ascending in every row; uint16 where 8 bits do not do, or where asked."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.rand(rows, width, generator=generator).argsort(1)[:, :k].sort(1).values
+    return ids.to(torch.uint16 if wide or width > 256 else torch.uint8).to(device)
+
+
+def weights(adj: Adjacency, dtype: torch.dtype, kind: str) -> dict[str, Tensor]:
+    """Edge values, scales or both, in the accumulation dtype; values also in that of the features."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    generator = torch.Generator().manual_seed(4)
+
+    def draw(count: int, dtype: torch.dtype) -> Tensor:
+        return torch.rand(count, generator=generator, dtype=torch.float64).to(dtype).to(adj.device)
+
+    drawn = {}
+    if kind in ("value", "all"):
+        drawn["value"] = draw(adj.num_values, dtype if kind == "value" else wide)
+    if kind in ("scales", "all"):
+        drawn["scale_src"] = draw(adj.num_src, wide)
+    if kind in ("dst", "scales", "all"):
+        drawn["scale_dst"] = draw(adj.num_dst, wide)
+    return drawn
+
+
+def backward(adj: Adjacency, grad: Tensor, ids: Tensor, **given: Tensor) -> Tensor:
+    names = ("value", "scale_dst", "scale_src")
+    return ssd_backward_op(grad, ids, *(given.get(name) for name in names), adj.handle, False)
+
+
+def error_in_terms(out: Tensor, adj: Adjacency, grad: Tensor, ids: Tensor, **given: Tensor) -> float:
+    """Frobenius error relative to the size of the terms: of a sum that cancels, little is left."""
+    terms = reference.ssd_backward(adj, grad.double().abs(), ids, **given)
+    difference = (out.double() - reference.ssd_backward(adj, grad, ids, **given)).norm()
+    return float(difference / max(terms.norm().item(), 1e-30))
+
+
+@pytest.mark.parametrize(("device", "algorithm"), KERNELS)
+@given(
+    edges=edge_lists(),
+    shape=st.sampled_from(SHAPES),
+    dtype=st.sampled_from(DTYPES),
+    layout=st.sampled_from(["contiguous", "row_stride", "misaligned", "transposed", "expanded"]),
+    kind=st.sampled_from(["none", "value", "dst", "scales", "all"]),
+    wide=st.booleans(),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_equals_reference(device, algorithm, poisoned_memory, use, edges, shape, dtype, layout, kind, wide):
+    use("csr" if dtype == torch.float64 else algorithm)
+    adj = edges.adjacency(device)
+    width, k = shape
+    grad = features(adj.num_dst, width, dtype, layout, device)
+    ids = kept_ids(adj.num_src, width, k, device, wide=wide)
+    given = weights(adj, dtype, kind)
+    out = backward(adj, grad, ids, **given)
+    assert out.dtype == dtype
+    assert error_in_terms(out, adj, grad, ids, **given) <= TOLERANCE[dtype]
+
+
+@given(
+    edges=edge_lists(),
+    shape=st.sampled_from(SHAPES),
+    dtype=st.sampled_from(DTYPES),
+    layout=st.sampled_from(["contiguous", "row_stride", "misaligned", "transposed", "expanded"]),
+    scaled=st.booleans(),
+    wide=st.booleans(),
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_edge_values_equal_reference(device, poisoned_memory, edges, shape, dtype, layout, scaled, wide):
+    adj = edges.adjacency(device)
+    width, k = shape
+    grad = features(adj.num_dst, width, dtype, layout, device)
+    values = features(adj.num_src, k, dtype, "contiguous", device, seed=1)
+    ids = kept_ids(adj.num_src, width, k, device, wide=wide)
+    scales = weights(adj, dtype, "scales") if scaled else {}
+    scale_dst, scale_src = scales.get("scale_dst"), scales.get("scale_src")
+    out = ssd_value_grad_op(grad, values, ids, scale_dst, scale_src, adj.num_values, adj.handle, False)
+    assert out.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    expected = reference.ssd_value_grad(adj, grad, values, ids, **scales)
+    terms = reference.ssd_value_grad(adj, grad.double().abs(), values.double().abs(), ids, **scales)
+    error = float((out.double() - expected).norm() / max(terms.norm().item(), 1e-30))
+    assert error <= TOLERANCE[out.dtype]
+
+
+def many_kinds(index: torch.dtype = torch.int64) -> EdgeList:
+    """Windows of one slice and of several, sources with entries in one strip, in one window and in many."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randint(0, 400, (20_000,), generator=generator)
+    row[:6000] = 150
+    col = torch.randint(0, 3000, (20_000,), generator=generator)
+    col[6000:7000] = 7
+    inside = torch.arange(400)
+    row, col = torch.cat([row, inside]), torch.cat([col, 3000 + inside // 5])
+    row[(row >= 192) & (row < 256)] = 0
+    return EdgeList(row.to(index), col.to(index), (400, 3100))
+
+
+@pytest.mark.parametrize(("device", "algorithm"), KERNELS)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(256, 16), (256, 32), (128, 4), (300, 64), (40, 5)])
+def test_every_kind_of_source(device, algorithm, use, index, dtype, shape):
+    use(algorithm)
+    adj = many_kinds(index).adjacency(device)
+    width, k = shape
+    grad = features(adj.num_dst, width, dtype, "contiguous", device)
+    ids = kept_ids(adj.num_src, width, k, device)
+    for kind in ("none", "all"):
+        given = weights(adj, dtype, kind)
+        out = backward(adj, grad, ids, **given)
+        assert error_in_terms(out, adj, grad, ids, **given) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("device", "algorithm"), KERNELS)
+def test_transpose_and_replaced_loops(device, algorithm, use):
+    use(algorithm)
+    generator = torch.Generator().manual_seed(0)
+    row, col = (torch.randint(0, 90, (900,), generator=generator).to(device) for _ in range(2))
+    adj = Adjacency.from_coo(row, col, (90, 90), self_loops="replace")
+    assert adj.num_values > adj.num_edges
+    grad = features(90, 64, torch.float32, "contiguous", device)
+    values = features(90, 8, torch.float32, "contiguous", device, seed=1)
+    ids = kept_ids(90, 64, 8, device)
+    given = weights(adj, torch.float32, "all")
+    out = ssd_backward_op(
+        grad, ids, *(given[n] for n in ("value", "scale_dst", "scale_src")), adj.handle, True
+    )
+    assert error_in_terms(out, adj.t(), grad, ids, **given) <= 1e-6
+    scales = {name: given[name] for name in ("scale_dst", "scale_src")}
+    out = ssd_value_grad_op(grad, values, ids, *scales.values(), adj.num_values, adj.handle, True)
+    assert relative_error(out, reference.ssd_value_grad(adj.t(), grad, values, ids, **scales)) <= 1e-6
+
+
+def test_gradients_of_the_dense_product(device):
+    """What autograd gives for the product of the dense rows, at the kept columns."""
+    adj = many_kinds().adjacency(device)
+    values = features(adj.num_src, 8, torch.float64, "contiguous", device).requires_grad_()
+    value = torch.rand(adj.num_values, dtype=torch.float64, device=device, requires_grad=True)
+    ids = kept_ids(adj.num_src, 64, 8, device)
+    dense = torch.zeros(adj.num_src, 64, dtype=torch.float64, device=device).scatter(1, ids.long(), values)
+    scale = torch.rand(adj.num_dst, dtype=torch.float64, device=device)
+    grad = features(adj.num_dst, 64, torch.float64, "contiguous", device, seed=2)
+    reference.spmm(adj, dense, value, scale_dst=scale).backward(grad)
+    out = ssd_backward_op(grad, ids, value.detach(), scale, None, adj.handle, False)
+    assert relative_error(out, values.grad) <= 1e-12
+    out = ssd_value_grad_op(grad, values.detach(), ids, scale, None, adj.num_values, adj.handle, False)
+    assert relative_error(out, value.grad) <= 1e-12
+
+
+def test_deterministic_algorithms_give_the_same_bits(device, poisoned_memory):
+    adj = many_kinds().adjacency(device)
+    grad = features(adj.num_dst, 256, torch.float32, "contiguous", device)
+    ids = kept_ids(adj.num_src, 256, 32, device)
+    first = backward(adj, grad, ids)
+    assert all(torch.equal(backward(adj, grad, ids), first) for _ in range(5))
+    assert not any("tall_windows" in name for name in adj.memory_usage())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("width", "dtype", "algorithm"),
+    [
+        (256, torch.float32, "windows"),
+        (256, torch.float16, "windows"),
+        (256, torch.float64, "csr"),
+        (4096, torch.float32, "csr"),
+    ],
+)
+def test_choice(width, dtype, algorithm):
+    adj = many_kinds().adjacency("cuda")
+    assert choose.ssd_backward_algorithm(adj, dtype, width) == algorithm
+    grad = features(adj.num_dst, width, dtype, "contiguous", "cuda")
+    ids = kept_ids(adj.num_src, width, 8, "cuda")
+    assert error_in_terms(backward(adj, grad, ids), adj, grad, ids) <= TOLERANCE[dtype]
+    assert any("tall_windows" in name for name in adj.memory_usage()) == (algorithm == "windows")
+
+
+@pytest.mark.gpu
+def test_without_memory_for_the_windows(monkeypatch, caplog):
+    def refuse(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(TallWindows, "from_csr", refuse)
+    adj = many_kinds().adjacency("cuda")
+    grad = features(adj.num_dst, 64, torch.float32, "contiguous", "cuda")
+    ids = kept_ids(adj.num_src, 64, 8, "cuda")
+    for _ in range(2):
+        assert error_in_terms(backward(adj, grad, ids), adj, grad, ids) <= 1e-6
+    assert len([each for each in caplog.records if "not enough memory" in each.message]) == 1
+
+
+@pytest.mark.parametrize(("device", "algorithm"), KERNELS)
+@pytest.mark.parametrize("valued", [False, True])
+def test_opcheck(device, algorithm, use, valued):
+    use(algorithm)
+    adj = EdgeList(torch.tensor([0, 0, 2, 1]), torch.tensor([3, 1, 1, 0]), (3, 4)).adjacency(device)
+    grad, values = torch.randn(3, 16, device=device), torch.randn(4, 8, device=device)
+    ids = kept_ids(4, 16, 8, device)
+    given = weights(adj, torch.float32, "all") if valued else {}
+    scales = given.get("scale_dst"), given.get("scale_src")
+    torch.library.opcheck(ssd_backward_op, (grad, ids, given.get("value"), *scales, adj.handle, False))
+    torch.library.opcheck(ssd_value_grad_op, (grad, values, ids, *scales, adj.num_values, adj.handle, False))
+
+
+# ---------------------------------------------------------------- tall windows
+
+
+def window_ranges(adj: Adjacency) -> list[tuple[int, int]]:
+    """The range of entries of every window."""
+    ends = [*range(0, adj.num_dst, HEIGHT), adj.num_dst]
+    return [(int(adj.rowptr[a]), int(adj.rowptr[b])) for a, b in pairwise(ends)]
+
+
+@given(edges=edge_lists(), strip=st.sampled_from([8, 16, 64]))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_tall_windows(device, edges, strip):
+    adj = edges.adjacency(device)
+    windows = TallWindows.from_csr(adj.row(), adj.col, adj.shape, strip, 1024)
+    order = TallWindows.entry_order(adj.row(), adj.col, adj.shape).long()
+    row, source = adj.row().long()[order], adj.col.long()[order]
+    entry = windows.entry.long() & 0x7FFFFFFF
+    assert torch.equal(entry, source * HEIGHT + row % HEIGHT)
+    assert torch.equal(order.sort().values, torch.arange(adj.num_edges, device=device))
+
+    strips: dict[int, set[tuple[int, int]]] = {}
+    for begin, end in window_ranges(adj):
+        assert (
+            bool((row[begin:end] // HEIGHT == row[begin:end].min() // HEIGHT).all()) if end > begin else True
+        )
+        assert torch.equal(entry[begin:end], entry[begin:end].sort().values)
+        for nth, each in enumerate(source[begin:end].tolist()):
+            strips.setdefault(each, set()).add((begin, nth // strip))
+    sole = {each for each, places in strips.items() if len(places) == 1}
+    assert [each in sole for each in source.tolist()] == (windows.entry < 0).tolist()
+    assert windows.other_source.tolist() == [each for each in range(adj.num_src) if each not in sole]
+    begin, length = windows.split.slices[:, 0].contiguous(), windows.split.slices.view(torch.int32)[:, 2]
+    assert int(length.sum()) == adj.num_edges
+    starts = torch.tensor([first for first, _ in window_ranges(adj)], device=device)
+    if starts.numel():
+        window = torch.searchsorted(starts, begin, right=True) - 1
+        assert bool(((begin - starts[window]) % strip == 0).all())
+
+
+def test_strips_and_slices_fit_together():
+    for num_edges in (0, 1, 10_000, 10**7, 10**9):
+        longest = choose.tall_slice_length(num_edges)
+        for num_windows in (0, 1, 300, 10**5):
+            assert longest % choose.tall_strip(num_edges, num_windows) == 0
+
+
+def test_too_many_sources():
+    with pytest.raises(ValueError, match="num_src: expected at most 33554431 for tall windows"):
+        TallWindows.from_csr(torch.tensor([0]).int(), torch.tensor([0]).int(), (1, MOST_SOURCES + 1), 8, 1024)
