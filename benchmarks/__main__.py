@@ -17,6 +17,7 @@ from .common import add_common
 COMMANDS = {
     "spmm": "sparse-dense product against cuSPARSE and stored rivals",
     "sddmm": "dot products per edge, csr and flashsparse",
+    "ssd": "sparse rows times a structure against stored rivals, the papers' ablations, and maxk",
     "attention": "attention forward and backward: time and memory, against stored rivals",
     "train": "training step, inference and memory of small models against PyG",
     "breakdown": "where the time of a training step goes: kinds of device work, and waiting for the host",
@@ -33,6 +34,7 @@ COMMANDS = {
 
 #: What `all` runs where there is a GPU and where there is none; first what matters most, in case time ends.
 ON_CUDA = (
+    "ssd",
     "attention",
     "train",
     "breakdown",

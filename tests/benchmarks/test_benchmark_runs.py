@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,26 @@ def test_sddmm_checks_then_times_every_algorithm(tmp_path: Path, monkeypatch: py
     result = result_of(tmp_path / "wrong", "sddmm", *arguments)
     for cell in result["cells"]:
         assert cell["status"].startswith("wrong") == (cell["implementation"] == "fastsparse auto")
+
+
+def test_ssd_checks_then_times_every_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import ssd
+
+    arguments = "--graphs pubmed dd --kept 4 8 --backward-kept 8 --width 32 --rows 50 --budget-ms 1"
+    result = result_of(tmp_path, "ssd", arguments)
+    assert all(cell["status"] == "ok" for cell in result["cells"])
+    count = Counter(cell["part"] for cell in result["cells"])
+    assert count == {"forward": 2 * 2 * 2 * 2, "backward": 2 * 2, "groups": 2, "maxk": 2 * 3}
+    shown = {table.title: table for table in tables.ssd(result)}
+    assert [row[0] for row in shown["ssd forward, float16, F = 32, k = 8"].rows] == ["pubmed", "dd"]
+    assert [row[1] for row in shown["Rival's time over ours"].rows] == ["densify"] * 4
+    assert shown["maxk, (50, 32), k = 32"].rows[0][0] == "float32"
+
+    right = ssd.ssd
+    monkeypatch.setattr(ssd, "ssd", lambda *x, algorithm="auto": right(*x) * (1 + (algorithm == "densify")))
+    result = result_of(tmp_path / "wrong", "ssd", arguments + " --parts forward")
+    for cell in result["cells"]:
+        assert cell["status"].startswith("wrong") == (cell["implementation"] == "densify")
 
 
 ATTENTION = "--graphs pubmed --cases attention@1x64 gatv2_attention@4x32 --budget-ms 1"

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fastsparse_core import _C, choose
 from fastsparse_core.adjacency import Adjacency
@@ -25,6 +26,7 @@ from fastsparse_core.ops._common import (
     register_autograd,
     structure,
 )
+from fastsparse_core.ops._ssd_backward import ssd_backward_op, ssd_value_grad_op
 
 library.define(
     "ssd(Tensor values, Tensor ids, SymInt width, Tensor? value, Tensor? scale_dst, Tensor? scale_src, "
@@ -71,7 +73,8 @@ def ssd(
             are kept, else densify.
 
     Returns:
-        (num_dst, width) in the dtype of the values; differentiable in them, in ``value`` and in ``bias``.
+        (num_dst, width) in the dtype of the values; differentiable once in them, in ``value`` and
+        in ``bias``.
 
     Raises:
         TypeError: a dtype is not supported, or ``cbsr`` is no CBSR.
@@ -308,50 +311,20 @@ class _Ssd(torch.autograd.Function):
             return _ssd_op(*arguments, *place)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         values, ids, value, scale_dst, scale_src = ctx.saved_tensors
         grad_values = grad_value = grad_bias = None
+        place = (ctx.adjacency, ctx.transpose)
         if ctx.needs_input_grad[0]:
-            grad_values = _values_grad(grad, ids, value, scale_dst, scale_src, ctx.adjacency, ctx.transpose)
+            grad_values = ssd_backward_op(grad, ids, value, scale_dst, scale_src, *place)
         if ctx.needs_input_grad[3]:
-            grad_value = _value_grad(
-                grad, values, ids, value, scale_dst, scale_src, ctx.adjacency, ctx.transpose
+            grad_value = ssd_value_grad_op(grad, values, ids, scale_dst, scale_src, value.size(0), *place).to(
+                value.dtype
             )
         if ctx.needs_input_grad[6]:
             grad_bias = grad.sum(0)
         return grad_values, None, None, grad_value, None, None, grad_bias, None, None, None, None
-
-
-def _values_grad(
-    grad: Tensor,
-    ids: Tensor,
-    value: Tensor | None,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    adjacency: int,
-    transpose: bool,
-) -> Tensor:
-    dense = torch.ops.fastsparse.spmm.default(
-        grad, value, scale_src, scale_dst, None, ids.size(0), adjacency, not transpose, "auto", False
-    )
-    return torch.ops.fastsparse.cbsr_gather.default(dense, ids)
-
-
-def _value_grad(
-    grad: Tensor,
-    values: Tensor,
-    ids: Tensor,
-    value: Tensor,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    adjacency: int,
-    transpose: bool,
-) -> Tensor:
-    dense = torch.ops.fastsparse.cbsr_to_dense.default(values, ids, grad.size(1))
-    ends = (dense, grad, scale_src, scale_dst) if transpose else (grad, dense, scale_dst, scale_src)
-    return torch.ops.fastsparse.sddmm.default(
-        *ends, value.size(0), 1, value.dtype, adjacency, "auto"
-    ).squeeze(-1)
 
 
 def _ssd_fake(
