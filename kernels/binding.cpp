@@ -534,8 +534,7 @@ void cbsr_gather(int dtype, std::int64_t num_rows, std::int64_t width, std::int6
 
 void ssd(const CsrStructure& structure, int dtype, std::int64_t width, std::int64_t k, Address values,
          Address ids, Address value, int value_dtype, Address scale_dst, Address scale_src, Address bias,
-         Address out, Address partial, Address words, Address exponent, int id_bits, int device,
-         Address queue) {
+         Address out, Address partial, int device, Address queue) {
   const SsdArgs args{structure.a,
                      structure.split,
                      {at(value), static_cast<Dtype>(value_dtype), 1},
@@ -546,7 +545,6 @@ void ssd(const CsrStructure& structure, int dtype, std::int64_t width, std::int6
                      at(bias),
                      at(out),
                      at(partial),
-                     {at<std::uint32_t>(words), at<std::uint8_t>(exponent), id_bits},
                      width,
                      k,
                      static_cast<Dtype>(dtype)};

@@ -391,9 +391,6 @@ def ssd(
     bias: int,
     out: int,
     partial: int,
-    words: int,
-    exponent: int,
-    id_bits: int,
     device: int,
     queue: int,
 ) -> None: ...

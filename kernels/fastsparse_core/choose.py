@@ -186,7 +186,7 @@ def run_blocks(num_blocks: int) -> int:
 
 
 def sddmm_run_blocks(num_blocks: int) -> int:
-    """The same for sddmm, where joining saves less: up to 8, as far as every warp has several runs to take."""
+    """The same for sddmm, where joining saves less: up to 8, as far as every warp has some to take."""
     return _power_of_two(num_blocks // (4 * _RESIDENT_WARPS), 1, 8)
 
 

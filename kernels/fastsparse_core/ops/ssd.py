@@ -81,9 +81,9 @@ def ssd(
         ValueError: a size, device or option does not fit.
 
     Note:
-        On CUDA ``"decoupled"`` sums up to 128 entries of a row in fixed point, with at least 22 bits relative
-        to the greatest of them: results have float32's accuracy relative to the greatest entry among the
-        neighbours, not relative to each feature's own size. Features of very different scales keep that with
+        On CUDA ``"decoupled"`` sums up to 128 entries of a row in fixed point, with 22 bits for the greatest
+        of them: results have float32's accuracy relative to the greatest entry among the neighbours, not
+        relative to each feature's own size. Features of very different scales keep that with
         ``algorithm="densify"``. Infinities, NaN and float64 are summed as floats.
 
     Examples:
@@ -199,15 +199,9 @@ def _ssd(
         total = total if scale_dst is None else total * scale_dst[:, None]
         return (total if bias is None else total + bias).to(values.dtype)
     index = device_index(values.device)
-    partial = words = exponent = None
-    if index >= 0:
-        slots = adj.edge_groups.num_slots
-        if slots:
-            partial = values.new_empty(slots, width, dtype=accumulation_dtype(values.dtype))
-        if values.dtype != torch.float64 and width <= choose.MOST_SSD_FEATURES:
-            num_src, k = values.shape
-            words = values.new_empty(num_src, (k + 3) // 4 * 4, dtype=torch.int32)
-            exponent = values.new_empty(num_src, dtype=torch.uint8)
+    partial = None
+    if index >= 0 and adj.edge_groups.num_slots:
+        partial = values.new_empty(adj.edge_groups.num_slots, width, dtype=accumulation_dtype(values.dtype))
     _C.ssd(
         adj.edge_group_structure,
         DTYPE_CODE[values.dtype],
@@ -222,9 +216,6 @@ def _ssd(
         address(bias),
         out.data_ptr(),
         address(partial),
-        address(words),
-        address(exponent),
-        max((width - 1).bit_length(), 8),
         index,
         queue(index),
     )

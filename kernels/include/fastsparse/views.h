@@ -471,16 +471,6 @@ struct CbsrGatherArgs {
   Dtype dtype;
 };
 
-// The entries kept in every row of the sources, as the CUDA kernel of ssd gathers them: one word per entry
-// with a fixed-point value above `id_bits` bits of id, rows padded with zeros to multiples of 4 words; and a
-// bound of every row, 2^(exponent - 127) > |value|, 0 for rows of zeros, 255 where a value is not finite or
-// 2^127 on.
-struct PackedCbsr {
-  std::uint32_t* words;    // (num_cols, ceil(k / 4) * 4)
-  std::uint8_t* exponent;  // (num_cols)
-  int id_bits;
-};
-
 // As SpmmArgs with x in CBSR: k entries in every row of width features.
 struct SsdArgs {
   CsrView a;
@@ -491,9 +481,8 @@ struct SsdArgs {
   const void* scale_dst;
   const void* scale_src;
   const void* bias;
-  void* out;          // (num_rows, width)
-  void* partial;      // (num_slots, width) in the accumulation type; CUDA only
-  PackedCbsr packed;  // null: plain sums; CUDA only
+  void* out;      // (num_rows, width)
+  void* partial;  // (num_slots, width) in the accumulation type; CUDA only
   std::int64_t width;
   std::int64_t k;
   Dtype dtype;
