@@ -114,7 +114,7 @@ BsbView make_bsb(Address block, Address window_ptr, Address window_row, Address 
                  Address split_row, Address split_ptr, std::int64_t num_split_rows, Address runs,
                  std::int64_t num_runs) {
   return {at<std::uint32_t>(block),
-          at<std::int64_t>(window_ptr),
+          at<std::int32_t>(window_ptr),
           at<std::int32_t>(window_row),
           at<std::int64_t>(block_entry),
           at(value_id),

@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kThreads, kMin)
   // Lane n: where the run's n-th window ends.
   int window_end = run.length;
   if (run.num_windows > 1 && lane < run.num_windows) {
-    window_end = static_cast<int>(__ldg(args.a.window_ptr + window + 1 + lane) - run.begin);
+    window_end = __ldg(args.a.window_ptr + window + 1 + lane) - run.begin;
   }
 
   const auto head_bytes = static_cast<std::uint32_t>(args.head_width * sizeof(T));

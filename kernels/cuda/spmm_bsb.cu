@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
   // Lane n: where the run's n-th window ends.
   int window_end = run.length;
   if (run.num_windows > 1 && lane < run.num_windows) {
-    window_end = static_cast<int>(__ldg(args.a.window_ptr + run.target + 1 + lane) - run.begin);
+    window_end = __ldg(args.a.window_ptr + run.target + 1 + lane) - run.begin;
   }
 
   const auto gather = [&](Block<T, kFeatures>& block, const PackedColumns& columns) {

@@ -106,7 +106,7 @@ def test_bsb_of_many_rows_and_columns(device):
     bsb = bsb_of(adj, None)
     assert bsb.num_vectors == count_vectors(adj) == sum(vectors_by_hand(adj, None, HEIGHT))
     vector, bit = bsb.bits()
-    found = (torch.searchsorted(bsb.window_ptr, vector // BLOCK, right=True) - 1) * HEIGHT + bit
+    found = (torch.searchsorted(bsb.window_ptr.long(), vector // BLOCK, right=True) - 1) * HEIGHT + bit
     order = bsb.entry_order(adj.row(), adj.col).long()
     assert torch.equal(order.sort().values, torch.arange(5000, device=device))
     assert torch.equal(found, adj.row()[order].long())
@@ -141,7 +141,7 @@ def test_bsb_entries(device, edges, kind):
     assert torch.equal(order.sort().values, torch.arange(adj.num_edges, device=device))
     vector, bit = bsb.bits()
     assert torch.equal(bsb.col.flatten()[vector], adj.col[order])
-    window = torch.searchsorted(bsb.window_ptr, vector // BLOCK, right=True) - 1
+    window = torch.searchsorted(bsb.window_ptr.long(), vector // BLOCK, right=True) - 1
     row = window * HEIGHT + bit
     if bsb.window_row is not None:
         row = bsb.window_row.flatten()[row].long()
@@ -450,7 +450,7 @@ def test_grouping_saves_vectors_on_real_graphs(device, data_folder, name, most):
         device
     )
     vector, bit = grouped.bits()
-    row = (torch.searchsorted(grouped.window_ptr, vector // BLOCK, right=True) - 1) * HEIGHT + bit
+    row = (torch.searchsorted(grouped.window_ptr.long(), vector // BLOCK, right=True) - 1) * HEIGHT + bit
     product = torch.zeros(adj.num_dst, 3, dtype=torch.float64, device=device)
     product.index_add_(0, window_row.flatten()[row].long(), x[grouped.col.flatten()[vector].long()])
     assert torch.allclose(product, spmm(adj, x), rtol=1e-12, atol=1e-12)

@@ -38,7 +38,7 @@ class Bsb:
 
     Attributes:
         shape: (num_dst, num_src).
-        window_ptr: int64 (num_windows + 1,), the range of blocks of every window.
+        window_ptr: int32 (num_windows + 1,), the range of blocks of every window.
         block: uint8 (num_blocks, 64): the columns of 16 vectors, 3 bytes each, low byte first, then their
             masks. Padding repeats the block's first column, with mask 0.
         window_row: int32 (num_windows, 8), the rows of every window, -1 for none; None: consecutive rows.
@@ -133,7 +133,7 @@ class Bsb:
         block = byte.new_empty(num_blocks + _OVERREAD, BLOCK_BYTES)
         block[:, :_COLUMN_BYTES].view(-1, BLOCK, 3).copy_(byte[:, :, :3])
         block[:, _COLUMN_BYTES:].copy_(byte[:, :, 3])
-        return cls(shape, window_ptr, block[:num_blocks], window_row, num_vectors)
+        return cls(shape, window_ptr.int(), block[:num_blocks], window_row, num_vectors)
 
     def entry_order(self, row: Tensor, col: Tensor) -> Tensor:
         """Position in the CSR structure of every entry, (num_edges,), ordered by block, vector, row.
@@ -178,7 +178,7 @@ class Bsb:
     def to_dense(self) -> Tensor:
         """How often every entry occurs, float32 (num_dst, num_src); for tests."""
         vector, bit = self.bits()
-        window = torch.searchsorted(self.window_ptr, vector // BLOCK, right=True) - 1
+        window = torch.searchsorted(self.window_ptr.long(), vector // BLOCK, right=True) - 1
         row = window * HEIGHT + bit
         if self.window_row is not None:
             row = self.window_row.flatten()[row].long()

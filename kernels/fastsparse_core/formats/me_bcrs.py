@@ -71,7 +71,7 @@ class MeBcrs:
         stored = bsb.mask.flatten() != 0
         before = torch.zeros(stored.numel() + 1, dtype=torch.int64, device=adj.device)
         torch.cumsum(stored, 0, out=before[1:])
-        window_ptr = before[bsb.window_ptr * BLOCK]
+        window_ptr = before[bsb.window_ptr.long() * BLOCK]
 
         entry = torch.ones(adj.num_edges, dtype=dtype, device=adj.device)
         if value is not None:

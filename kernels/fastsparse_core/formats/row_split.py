@@ -33,7 +33,7 @@ class RowSplit:
 
     @classmethod
     def from_rowptr(cls, rowptr: Tensor, longest: int) -> RowSplit:
-        """Cuts rows, ``rowptr`` int64 (num_rows + 1,), into slices of at most ``longest`` entries."""
+        """Cuts rows, ``rowptr`` (num_rows + 1,), into slices of at most ``longest`` entries."""
         length = rowptr.diff()
         num_rows = length.numel()
         per_row = ((length + (longest - 1)) // longest).clamp_(min=1)

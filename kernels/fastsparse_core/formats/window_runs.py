@@ -20,7 +20,7 @@ def window_runs(window_ptr: Tensor, split: RowSplit, blocks: int) -> Tensor:
     """Joins consecutive windows that one slice covers to runs of about ``blocks`` blocks.
 
     Args:
-        window_ptr: int64 (num_windows + 1,), the range of blocks of every window.
+        window_ptr: int32 or int64 (num_windows + 1,), the range of blocks of every window.
         split: the windows cut into slices; slices of windows that have several stay as they are.
         blocks: from 1, no joining but of windows without blocks, to 32.
 
@@ -79,7 +79,7 @@ def slot_starts(bsb: Bsb, rowptr: Tensor, split: RowSplit) -> tuple[Tensor, Tens
     target = split.slices.view(torch.int32)[:, 3]
     begin = torch.empty_like(entry[:, 0])
     begin[~target[target < 0].long()] = split.slices[target < 0, 0]
-    window_begin = bsb.window_ptr[window.long()]
+    window_begin = bsb.window_ptr[window.long()].long()
     before = torch.zeros(bsb.num_blocks + 1, dtype=torch.int64, device=rowptr.device)
     for bit in range(HEIGHT):
         torch.cumsum((bsb.mask >> bit & 1).sum(1, dtype=torch.int32), 0, out=before[1:])

@@ -60,7 +60,7 @@ struct alignas(16) WindowRun {
 struct BsbView {
   const std::uint32_t* block;       // (num_blocks, 16) words: 16 columns of 3 bytes, then 16 masks of a byte,
                                     // whose bit r says that row r of the window has an entry; 0: padding
-  const std::int64_t* window_ptr;   // (num_windows + 1) first block of every window
+  const std::int32_t* window_ptr;   // (num_windows + 1) first block of every window
   const std::int32_t* window_row;   // (num_windows, 8) rows of every window, -1: none; null: consecutive rows
   const std::int64_t* block_entry;  // (num_blocks) entries before the block; null without values
   const void* value_id;  // (num_edges) by block, vector, row: position in the caller's edge order; null
