@@ -4,10 +4,10 @@
 //
 // The paper's slots exist because float sums in shared memory are a load, an addition and a store, which must
 // not meet. Integers need none of that: shared memory adds them natively, in any order with the same bits. So
-// sums are fixed-point. Each group takes the power of two that bounds its terms as its unit, terms have
-// `kTermBits` bits, and the most entries of a group cannot overflow 32. A first small kernel packs values, as
-// fixed-point numbers relative to their row, with their ids into words: 4 bytes a kept entry instead of 5 or
-// 6, in 16-byte loads, whatever k and the dtype.
+// sums are fixed-point: a power of two bounds the terms of a group, and they get as many bits below it as
+// their number leaves of 31, 24 for 128 entries. A first small kernel packs values, as fixed-point numbers
+// relative to their row, with their ids into words: 4 bytes a kept entry instead of 5, in 16-byte loads,
+// whatever k and the dtype.
 //
 // Groups with infinities, NaN, or numbers beyond the range of the units sum plainly, one entry at a time; so
 // do float64 and rows that are too wide.
@@ -20,9 +20,10 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
+constexpr int kBlocksAtOnce = 12;   // per multiprocessor: leaves a thread 40 registers
 constexpr int kLongestGroup = 128;  // entries
 constexpr int kEntriesPerLane = kLongestGroup / kWarp;
-constexpr int kTermBits = 23;         // 2^23 * 128 < 2^31
+constexpr int kMostTermBits = 29;     // weights then stay below 2^31
 constexpr int kPlainFeatures = 1024;  // of a plain sum: what a warp's buffer holds
 
 // 2^power, for powers of normal numbers.
@@ -161,12 +162,12 @@ __device__ __forceinline__ void store_row(const SsdArgs& args, const RowSlice& s
 }
 
 struct Entry {
-  int source;
+  unsigned source;
   int weight;  // fixed-point: by which a word is multiplied, / 2^32, for a term in the group's unit
 };
 
 template <typename T, typename Id>
-__global__ void __launch_bounds__(kThreads) ssd_kernel(const SsdArgs args, int lanes_log) {
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce) ssd_kernel(const SsdArgs args, int lanes_log) {
   extern __shared__ int4 shared[];
   __shared__ Entry entries[kWarps][kLongestGroup];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -182,20 +183,21 @@ __global__ void __launch_bounds__(kThreads) ssd_kernel(const SsdArgs args, int l
   const int nth = lane >> lanes_log, lane_of_source = lane & (lanes - 1);
   const int row_words = static_cast<int>((args.k + 3) / 4);
   const uint4* words = reinterpret_cast<const uint4*>(args.packed.words);
-  const auto load_word = [&](int entry, int source, int place) {
+  const auto load_word = [&](int entry, unsigned source, int place) {
     const bool live = entry < slice.length && place < row_words;
-    return live ? __ldg(words + static_cast<std::int64_t>(source) * row_words + place) : uint4{0, 0, 0, 0};
+    const std::uint64_t row = std::uint64_t{source} * static_cast<unsigned>(row_words);
+    return live ? __ldg(words + row + place) : uint4{0, 0, 0, 0};
   };
 
-  int source[kEntriesPerLane];
+  unsigned source[kEntriesPerLane];
 #pragma unroll
   for (int i = 0; i < kEntriesPerLane; ++i) {
     const int entry = lane + i * kWarp;
     source[i] = entry < slice.length ? __ldg(args.a.col + slice.begin + entry) : 0;
   }
   // The first words are under way before the group's unit is known.
-  const int first_source = __shfl_sync(kFullWarp, source[0], nth);
-  const int second_source =
+  const unsigned first_source = __shfl_sync(kFullWarp, source[0], nth);
+  const unsigned second_source =
       __shfl_sync(kFullWarp, step == kWarp ? source[1] : source[0], (nth + step) % kWarp);
   uint4 word = load_word(nth, first_source, lane_of_source);
   uint4 next_word = load_word(nth + step, second_source, lane_of_source);
@@ -215,8 +217,10 @@ __global__ void __launch_bounds__(kThreads) ssd_kernel(const SsdArgs args, int l
   }
   greatest = __reduce_max_sync(kFullWarp, greatest);
   const int exponent = static_cast<int>(greatest >> 23) - 127 + ((greatest & 0x7fffffu) != 0);
-  const bool in_range = greatest == 0 || (exponent >= -100 && exponent <= 127);
-  const float to_unit = greatest == 0 || !in_range ? 0.0f : exp2_of(kTermBits + 1 - exponent);
+  const bool in_range = greatest == 0 || (exponent >= -90 && exponent <= 127);
+  // Sums of all terms stay below 2^31: a term is at most the bound less a unit of its row.
+  const int term_bits = min(kMostTermBits, 31 - (slice.length > 1 ? 32 - __clz(slice.length - 1) : 0));
+  const float to_unit = greatest == 0 || !in_range ? 0.0f : exp2_of(term_bits + 1 - exponent);
   if (in_range) {
 #pragma unroll
     for (int i = 0; i < kEntriesPerLane; ++i) {
@@ -237,7 +241,9 @@ __global__ void __launch_bounds__(kThreads) ssd_kernel(const SsdArgs args, int l
     const unsigned part[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const std::int64_t product = static_cast<std::int64_t>(static_cast<int>(part[i] & ~id_mask)) * weight;
+      const int fixed = static_cast<int>(part[i] & ~id_mask);
+      // Ties, which are many where units are powers of two, go by the sign: else they would add up to a bias.
+      const std::int64_t product = static_cast<std::int64_t>(fixed + (fixed >> 31)) * weight;
       atomicAdd(buffer + (part[i] & id_mask), static_cast<int>((product + (std::int64_t{1} << 31)) >> 32));
     }
   };
@@ -259,7 +265,7 @@ __global__ void __launch_bounds__(kThreads) ssd_kernel(const SsdArgs args, int l
   }
   __syncwarp();
 
-  store_row<T>(args, slice, buffer, exp2_of(greatest == 0 ? 0 : exponent - kTermBits));
+  store_row<T>(args, slice, buffer, exp2_of(greatest == 0 ? 0 : exponent - term_bits));
 }
 
 // Any width and dtype: tiles of kPlainFeatures features, all entries of a group for each.
