@@ -27,7 +27,7 @@ namespace fastsparse::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kBlocksPerSum = 16;  // float32: then the tensor cores' sums move to sums that round to nearest
+constexpr int kBlocksPerSum = 4;  // float32: then the tensor cores' sums move to sums that round to nearest
 
 __device__ __forceinline__ std::uint32_t one_bits(__half) { return 0x3c00u; }
 __device__ __forceinline__ std::uint32_t one_bits(__nv_bfloat16) { return 0x3f80u; }

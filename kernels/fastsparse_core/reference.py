@@ -224,8 +224,9 @@ def gatv2_attention(
 
 def maxk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Float64 reference of :func:`fastsparse_core.maxk`: values and int64 columns, by a stable sort."""
-    # NaN sorts first, and entries that are equal keep their order.
-    order = x.detach().double().sort(dim=1, descending=True, stable=True).indices
+    # NaN, of either sign, sorts first, and entries that are equal keep their order.
+    key = x.detach().double().nan_to_num(torch.nan, torch.inf, -torch.inf)
+    order = key.sort(dim=1, descending=True, stable=True).indices
     ids = order[:, :k].sort(dim=1).values
     return x.double().gather(1, ids), ids
 

@@ -152,7 +152,8 @@ def test_smallest_numbers(device, least):
     values[:2] *= least
     cbsr = CBSR.from_parts(values, torch.tensor([[0, 2], [1, 2], [0, 1], [0, 1]], device=device), 3)
     out = ssd(adj, cbsr, algorithm="decoupled")
-    assert torch.equal(out[:2], expected_of(adj, cbsr)[:2].float())
+    assert torch.equal(out[0], expected_of(adj, cbsr)[0].float())
+    assert relative_error(out[1], expected_of(adj, cbsr)[1]) <= TOLERANCE[torch.float32]
     assert torch.equal(out[2], torch.zeros(3, device=device))
 
 
@@ -245,6 +246,21 @@ def test_dataflows_of_the_papers(slots, update_mode, coupled):
             coupled=coupled,
         )
         assert error_in_terms(out, adj, cbsr, value) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_coupled_dataflow_of_maxk(device, dtype):
+    adj = heavy(device)
+    cbsr = random_cbsr(90, 16, 64, dtype, device)
+    value = torch.rand(5000, device=device)
+    options = {
+        "bias": features(1, 64, dtype, "contiguous", device, seed=2)[0],
+        "scale_dst": torch.rand(60, device=device),
+        "scale_src": torch.rand(90, device=device),
+    }
+    out = ssd(adj, cbsr, value, algorithm="maxk", **options)
+    assert out.dtype == dtype
+    assert relative_error(out, expected_of(adj, cbsr, value, **options)) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
