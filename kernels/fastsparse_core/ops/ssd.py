@@ -54,8 +54,7 @@ def ssd(
 
     with :math:`\mathbf{X}` = ``cbsr.to_dense()`` and :math:`\bigoplus` a sum or mean: what :func:`spmm` of
     the dense rows gives, from k entries per edge instead of all features ("Decoupled SSD", sections III and
-    IV). The operands may come in any order of edges; float32 results are reproducible bit by bit with every
-    algorithm but ``"maxk"``.
+    IV). Results are the same bits every time with every algorithm but ``"maxk"``.
 
     Args:
         adj: structure (num_dst, num_src).
