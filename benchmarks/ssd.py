@@ -64,8 +64,8 @@ def run(options: argparse.Namespace) -> Path:
     """Runs the benchmark; returns the path of its record."""
     out = recorder("ssd", options)
     out.note(
-        "forward includes packing the kept entries for the kernel; backward is the gradient of the kept"
-        " values through autograd; densify writes dense rows and multiplies them, with prepared structures"
+        "backward is the gradient of the kept values through autograd; densify writes dense rows and"
+        " multiplies them, with prepared structures"
     )
     out.note("errors are against the float64 product of the dense rows, on all rows")
     out.note(

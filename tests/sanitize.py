@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent / "core"))
 from cases import features
 from test_attention import problem
 
-from fastsparse_core import Adjacency, edge_softmax, sddmm, spmm
+from fastsparse_core import Adjacency, edge_softmax, maxk, sddmm, spmm, ssd
 
 ROWS, EDGES, HEAVY = 300, 3000, 2500
 WIDTHS = (8, 47, 64, 128)
@@ -74,10 +74,20 @@ def attentions(adj: Adjacency, dtype: torch.dtype, width: int) -> None:
     edge_softmax(adj, torch.randn(adj.num_edges, 2, device="cuda", requires_grad=True)).sum().backward()
 
 
+def sparse_activations(adj: Adjacency, dtype: torch.dtype, width: int) -> None:
+    """maxk and ssd, all dataflows, forward and backward, with and without values of the edges."""
+    x = features(adj.num_src, width, dtype, "contiguous", "cuda").requires_grad_()
+    for k, algorithm in itertools.product((3, 8), ("decoupled", "maxk", "densify")):
+        ssd(adj, maxk(x, k), algorithm=algorithm).sum().backward()
+        value = torch.rand(adj.num_edges, device="cuda", requires_grad=True)
+        ssd(adj, maxk(x, k), value, "mean", algorithm=algorithm).sum().backward()
+
+
 def main() -> None:
     for adj, dtype, width in itertools.product(structures(), DTYPES, WIDTHS):
         products(adj, dtype, width)
         attentions(adj, dtype, min(width, 64))
+        sparse_activations(adj, dtype, width)
     torch.cuda.synchronize()
     print("all kernels ran")
 
