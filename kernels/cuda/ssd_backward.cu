@@ -12,7 +12,7 @@
 
 #include <cuda_pipeline.h>
 
-#include <algorithm>
+#include <type_traits>
 
 #include "fastsparse/combine_partials.cuh"
 #include "fastsparse/cuda_common.cuh"
@@ -21,7 +21,9 @@
 namespace fastsparse::cuda {
 namespace {
 
-constexpr int kWindowThreads = 384;
+// Threads of a block that works on a window: few where shared memory has room for several blocks.
+constexpr int kFewThreads = 384;
+constexpr int kManyThreads = 768;
 constexpr int kEntriesInFlight = 4;
 constexpr std::uint32_t kNoEntry = 0xffffffffu;  // its source is greater than that of any entry
 constexpr std::uint32_t kSole = 0x80000000u;     // all entries of the source lie in this strip
@@ -88,7 +90,7 @@ __global__ void zero_sources_kernel(const std::int32_t* source, std::int64_t cou
 
 // Copies `count` rows of the gradient side by side, a warp to a row, 16 bytes at a time where their addresses
 // allow it.
-template <typename T>
+template <int kWindowThreads, typename T>
 __device__ __forceinline__ void copy_rows(const DenseView& grad, std::int64_t first_row, int count, int width,
                                           bool in_pieces, T* to) {
   constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
@@ -107,8 +109,8 @@ __device__ __forceinline__ void copy_rows(const DenseView& grad, std::int64_t fi
   __pipeline_commit();
 }
 
-template <typename T, typename Id, int kVec>
-__global__ void __launch_bounds__(kWindowThreads, 3)
+template <typename T, typename Id, int kVec, int kWindowThreads>
+__global__ void __launch_bounds__(kWindowThreads, kWindowThreads == kFewThreads ? 3 : 1)
     ssd_backward_windows_kernel(const SsdBackwardWindowsArgs args, bool in_pieces, int lanes) {
   extern __shared__ __align__(16) unsigned char shared[];
   const RowSlice slice = load_slice(args.a.split, blockIdx.x);
@@ -120,7 +122,7 @@ __global__ void __launch_bounds__(kWindowThreads, 3)
   const int width = static_cast<int>(args.width), k = static_cast<int>(args.ids.k);
   float* row_scale = reinterpret_cast<float*>(shared);
   T* rows = reinterpret_cast<T*>(shared + args.a.height * sizeof(float));
-  copy_rows(args.grad, first_row, count, width, in_pieces, rows);
+  copy_rows<kWindowThreads>(args.grad, first_row, count, width, in_pieces, rows);
   if (threadIdx.x < count) {
     row_scale[threadIdx.x] = args.scale_dst != nullptr ? args.scale_dst[first_row + threadIdx.x] : 1.0f;
   }
@@ -205,20 +207,27 @@ __global__ void __launch_bounds__(kWindowThreads, 3)
 
 template <typename T, typename Id, int kVec>
 cudaError_t launch_windows(const SsdBackwardWindowsArgs& args, cudaStream_t stream) {
-  constexpr int kZeroThreads = 256;
+  constexpr int kZeroThreads = 256, kReservedBytes = 1024;  // shared memory that a block costs besides
   const std::int64_t pieces = args.a.num_other * (args.ids.k / kVec);
   if (pieces > 0) {
     zero_sources_kernel<kVec><<<ceil_div(pieces, kZeroThreads), kZeroThreads, 0, stream>>>(
         args.a.other_source, args.a.num_other, args.ids.k, args.out);
   }
   if (args.a.split.num_slices == 0) return cudaGetLastError();
-  const auto kernel = ssd_backward_windows_kernel<T, Id, kVec>;
   const int bytes = static_cast<int>(args.a.height * (sizeof(float) + args.width * sizeof(T)));
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  int device = 0, shared_bytes = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  if (error != cudaSuccess) return error;
+  const bool alone = 2 * (bytes + kReservedBytes) > shared_bytes;
+  const auto kernel = alone ? ssd_backward_windows_kernel<T, Id, kVec, kManyThreads>
+                            : ssd_backward_windows_kernel<T, Id, kVec, kFewThreads>;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
   const bool in_pieces = vector_width<T>({args.width, args.grad.stride}, {args.grad.data}) * sizeof(T) == 16;
-  kernel<<<static_cast<unsigned>(args.a.split.num_slices), kWindowThreads, bytes, stream>>>(
-      args, in_pieces, lanes_for(args.ids.k, kVec));
+  kernel<<<static_cast<unsigned>(args.a.split.num_slices), alone ? kManyThreads : kFewThreads, bytes,
+           stream>>>(args, in_pieces, lanes_for(args.ids.k, kVec));
   return cudaGetLastError();
 }
 
