@@ -6,7 +6,7 @@ Importing this package imports DGL, and makes that possible for DGL 2.x on newer
 (:mod:`fastsparse_dgl.compat`).
 """
 
-from fastsparse_core import Adjacency
+from fastsparse_core import CBSR, Adjacency, MaxK
 from fastsparse_dgl.caching import cache_info, clear_cache, prepare
 from fastsparse_dgl.nn import (
     FastAGNNConv,
@@ -16,11 +16,14 @@ from fastsparse_dgl.nn import (
     FastGCNConv,
     FastGINConv,
     FastGraphConv,
+    FastMaxKGraphConv,
+    FastMaxKSAGEConv,
     FastSAGEConv,
     GraphTransformerLayer,
 )
 
 __all__ = [
+    "CBSR",
     "Adjacency",
     "FastAGNNConv",
     "FastDotGatConv",
@@ -29,8 +32,11 @@ __all__ = [
     "FastGCNConv",
     "FastGINConv",
     "FastGraphConv",
+    "FastMaxKGraphConv",
+    "FastMaxKSAGEConv",
     "FastSAGEConv",
     "GraphTransformerLayer",
+    "MaxK",
     "cache_info",
     "clear_cache",
     "prepare",

@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
         "fastsparse_pyg needs PyG, which is not installed: pip install 'fastsparse-gnn[pyg]'"
     ) from error
 
-from fastsparse_core import Adjacency
+from fastsparse_core import CBSR, Adjacency, MaxK
 from fastsparse_pyg.caching import cache_info, clear_cache
 from fastsparse_pyg.nn import (
     FastAGNNConv,
@@ -18,6 +18,8 @@ from fastsparse_pyg.nn import (
     FastGATv2Conv,
     FastGCNConv,
     FastGINConv,
+    FastMaxKGCNConv,
+    FastMaxKSAGEConv,
     FastSAGEConv,
     FastTransformerConv,
     GraphTransformerLayer,
@@ -25,15 +27,19 @@ from fastsparse_pyg.nn import (
 from fastsparse_pyg.preparation import prepare
 
 __all__ = [
+    "CBSR",
     "Adjacency",
     "FastAGNNConv",
     "FastGATConv",
     "FastGATv2Conv",
     "FastGCNConv",
     "FastGINConv",
+    "FastMaxKGCNConv",
+    "FastMaxKSAGEConv",
     "FastSAGEConv",
     "FastTransformerConv",
     "GraphTransformerLayer",
+    "MaxK",
     "cache_info",
     "clear_cache",
     "prepare",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,7 +40,9 @@ class MakeGraphModel(Protocol):
     ) -> tuple[nn.Module, str]: ...
 
 
-def _at_least(minimum: int) -> Callable[[str], int]:
+def at_least(minimum: int) -> Callable[[str], int]:
+    """A parser of whole numbers from `minimum` on."""
+
     def parse(text: str) -> int:
         try:
             value = int(text)
@@ -53,14 +55,26 @@ def _at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
-def parser(description: str, *, heads: bool = False) -> argparse.ArgumentParser:
-    """A parser with the options that all examples share, and ``--heads`` for those with attention heads."""
+def parser(description: str, *, heads: bool = False, conv: bool = True) -> argparse.ArgumentParser:
+    """A parser with the options that all examples share.
+
+    Args:
+        description: What the example does.
+        heads: Whether the layers have attention heads, so that there is ``--heads``.
+        conv: Whether the original and the drop-in layer are compared, so that there is ``--conv``.
+    """
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = options.add_argument
     add("--framework", choices=("pyg", "dgl"), default="pyg", help="whose layers to use")
-    add("--conv", choices=("fast", "reference", "both"), default="both", help="drop-in, original, or both")
+    if conv:
+        add(
+            "--conv",
+            choices=("fast", "reference", "both"),
+            default="both",
+            help="drop-in, original, or both",
+        )
     add("--dataset", default="planted", help="planted (embedded), a name, or the path of an .npz file")
     add("--root", type=Path, default=default_root(), help="folder of datasets; set by FASTSPARSE_DATA")
     add("--download", action="store_true", help="let the framework's loader fetch missing files")
@@ -72,17 +86,17 @@ def parser(description: str, *, heads: bool = False) -> argparse.ArgumentParser:
         default="fp32",
         help="fp32 is exact; bf16 and fp16 are autocast",
     )
-    add("--layers", type=_at_least(1), help="graph convolutions (default: the dataset's recipe)")
-    add("--hidden", type=_at_least(1), help="width between them (default: the dataset's recipe)")
+    add("--layers", type=at_least(1), help="graph convolutions (default: the dataset's recipe)")
+    add("--hidden", type=at_least(1), help="width between them (default: the dataset's recipe)")
     if heads:
-        add("--heads", type=_at_least(1), help="attention heads (default: the dataset's recipe)")
-    add("--epochs", type=_at_least(1), help="training steps (default: the dataset's recipe)")
+        add("--heads", type=at_least(1), help="attention heads (default: the dataset's recipe)")
+    add("--epochs", type=at_least(1), help="training steps (default: the dataset's recipe)")
     add(
         "--runs",
-        type=_at_least(1),
+        type=at_least(1),
         help="repetitions, each with the next seed (default: the dataset's recipe)",
     )
-    add("--seed", type=_at_least(0), default=0, help="first seed of weights, dropout and drawn splits")
+    add("--seed", type=at_least(0), default=0, help="first seed of weights, dropout and drawn splits")
     add("--json", type=Path, help="write settings, scores and curves of all runs here")
     add("--plot", type=Path, help="draw loss and score against epochs and time here (PNG)")
     return options
@@ -119,6 +133,9 @@ def train_and_report(
     recipe_of: Callable[[NodeDataset], Recipe],
     make_model: MakeModel,
     console: Console,
+    *,
+    convs: Sequence[str] | None = None,
+    extras: dict[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[LayerResult]]:
     """Runs a whole node-classification example.
 
@@ -127,6 +144,8 @@ def train_and_report(
         recipe_of: The hyper-parameters for a dataset.
         make_model: Builds the model for a layer.
         console: Where to print.
+        convs: What to compare; by default what --conv says.
+        extras: Further entries of the log, as they are after the training.
 
     Returns:
         The JSON log and the results.
@@ -168,19 +187,22 @@ def train_and_report(
         model, name = make_model(options.framework, conv, width, dataset.num_classes, recipe)
         return (LearnedFeatures(model, dataset.num_nodes, width) if x is None else model), name
 
-    convs = CONVS if options.conv == "both" else (options.conv,)
+    if convs is None:
+        convs = CONVS if options.conv == "both" else (options.conv,)
     results = compare(
         dataset.to(device),
         None if x is None else x.to(device),
         convs,
         model_for,
-        lambda conv: make_graph(options.framework, dataset, conv, device),
+        lambda conv: make_graph(
+            options.framework, dataset, "reference" if conv == "reference" else "fast", device
+        ),
         recipe,
         device=device,
         precision=options.precision,
         seed=options.seed,
     )
-    return report_results(options, device, data, recipe, results, console), results
+    return report_results(options, device, data, recipe, results, console, extras), results
 
 
 def train_graphs_and_report(
@@ -253,6 +275,7 @@ def report_results(
     recipe: Recipe,
     results: list[LayerResult],
     console: Console,
+    extras: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Prints the table, writes what --json and --plot ask for, and returns the log."""
     title = f"{data['name']}, {options.framework}, {options.precision}, {device}"
@@ -263,6 +286,7 @@ def report_results(
         data,
         results,
     )
+    log.update(extras or {})
     if options.json is not None:
         report.write_json(options.json, log)
         console.print(f"log written to {options.json}")

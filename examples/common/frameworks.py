@@ -25,6 +25,17 @@ LAYERS: dict[tuple[str, str], tuple[str, str, dict[str, Any]]] = {
     # cached=True: PyG keeps the normalised graph of a full-batch run, as its own GCN example does.
     ("pyg", "gcn"): ("torch_geometric.nn.GCNConv", "fastsparse_pyg.FastGCNConv", {"cached": True}),
     ("dgl", "gcn"): ("dgl.nn.GraphConv", "fastsparse_dgl.FastGraphConv", {}),
+    ("pyg", "sage"): ("torch_geometric.nn.SAGEConv", "fastsparse_pyg.FastSAGEConv", {}),
+    ("dgl", "sage"): ("dgl.nn.SAGEConv", "fastsparse_dgl.FastSAGEConv", {"aggregator_type": "mean"}),
+    # On MaxK's dense features the reference gives what the layer gives.
+    ("pyg", "maxk-gcn"): ("torch_geometric.nn.GCNConv", "fastsparse_pyg.FastMaxKGCNConv", {"cached": True}),
+    ("dgl", "maxk-gcn"): ("dgl.nn.GraphConv", "fastsparse_dgl.FastMaxKGraphConv", {}),
+    ("pyg", "maxk-sage"): ("torch_geometric.nn.SAGEConv", "fastsparse_pyg.FastMaxKSAGEConv", {}),
+    ("dgl", "maxk-sage"): (
+        "dgl.nn.SAGEConv",
+        "fastsparse_dgl.FastMaxKSAGEConv",
+        {"aggregator_type": "mean"},
+    ),
     ("pyg", "gat"): ("torch_geometric.nn.GATConv", "fastsparse_pyg.FastGATConv", {}),
     ("dgl", "gat"): ("dgl.nn.GATConv", "fastsparse_dgl.FastGATConv", {}),
     ("pyg", "gatv2"): ("torch_geometric.nn.GATv2Conv", "fastsparse_pyg.FastGATv2Conv", {}),
@@ -72,7 +83,7 @@ def layer(framework: str, operator: str, conv: str) -> tuple[str, Callable[..., 
 
     Args:
         framework: ``pyg`` or ``dgl``.
-        operator: ``gcn``, ``gat``, ``gatv2``, ``agnn`` or ``graph_transformer``.
+        operator: the second part of a key of `LAYERS`.
         conv: ``reference`` or ``fast``.
 
     Returns:

@@ -7,6 +7,7 @@ from fastsparse_dgl.nn.gatv2_conv import FastGATv2Conv
 from fastsparse_dgl.nn.gin_conv import FastGINConv
 from fastsparse_dgl.nn.graph_conv import FastGCNConv, FastGraphConv
 from fastsparse_dgl.nn.graph_transformer import GraphTransformerLayer
+from fastsparse_dgl.nn.maxk import FastMaxKGraphConv, FastMaxKSAGEConv
 from fastsparse_dgl.nn.sage_conv import FastSAGEConv
 
 __all__ = [
@@ -17,6 +18,8 @@ __all__ = [
     "FastGCNConv",
     "FastGINConv",
     "FastGraphConv",
+    "FastMaxKGraphConv",
+    "FastMaxKSAGEConv",
     "FastSAGEConv",
     "GraphTransformerLayer",
 ]

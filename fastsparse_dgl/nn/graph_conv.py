@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastsparse_core import Adjacency
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
 from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype, source_features
@@ -75,17 +76,7 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
                 " create the module with flag weight=False."
             )
 
-        scales: dict[str, Any] = {}
-        if self._norm != "none":
-            dtype = scale_dtype(source)
-            if self._norm == "both":
-                scales["scale_src"] = adjacency.inv_sqrt_out_degree(dtype)
-                scales["scale_dst"] = adjacency.inv_sqrt_degree(dtype)
-            elif self._norm == "right":
-                scales["scale_dst"] = adjacency.inv_degree(dtype)
-            else:
-                scales["scale_src"] = adjacency.inv_out_degree(dtype)
-
+        scales = self._scales(adjacency, source)
         if weight is None or self._in_feats > self._out_feats:  # aggregate the narrower of the two
             if weight is not None:
                 source = torch.matmul(source, weight)
@@ -102,6 +93,18 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
                 if self.bias is not None:
                     out = out + self.bias
         return out if self._activation is None else self._activation(out)
+
+    def _scales(self, adjacency: Adjacency, source: Tensor) -> dict[str, Any]:
+        """The normalisation, as arguments of the aggregation."""
+        dtype = scale_dtype(source)
+        if self._norm == "both":
+            return {
+                "scale_src": adjacency.inv_sqrt_out_degree(dtype),
+                "scale_dst": adjacency.inv_sqrt_degree(dtype),
+            }
+        if self._norm == "right":
+            return {"scale_dst": adjacency.inv_degree(dtype)}
+        return {} if self._norm == "none" else {"scale_src": adjacency.inv_out_degree(dtype)}
 
 
 #: The name that users of other frameworks look for.

@@ -6,6 +6,7 @@ from fastsparse_pyg.nn.gatv2_conv import FastGATv2Conv
 from fastsparse_pyg.nn.gcn_conv import FastGCNConv
 from fastsparse_pyg.nn.gin_conv import FastGINConv
 from fastsparse_pyg.nn.graph_transformer import GraphTransformerLayer
+from fastsparse_pyg.nn.maxk import FastMaxKGCNConv, FastMaxKSAGEConv
 from fastsparse_pyg.nn.sage_conv import FastSAGEConv
 from fastsparse_pyg.nn.transformer_conv import FastTransformerConv
 
@@ -15,6 +16,8 @@ __all__ = [
     "FastGATv2Conv",
     "FastGCNConv",
     "FastGINConv",
+    "FastMaxKGCNConv",
+    "FastMaxKSAGEConv",
     "FastSAGEConv",
     "FastTransformerConv",
     "GraphTransformerLayer",

@@ -147,7 +147,7 @@ class FastGCNConv(AcceleratedConv, GCNConv):
         adj, value, scale = self._propagation(x, edge_index, edge_weight)
 
         lin = self.lin
-        dtype = x.dtype if value is None else _message_dtype(x, value)
+        dtype = x.dtype if value is None else message_dtype(x, value)
         width = x.size(-1)
         if (
             # Gather the narrower side. Where both are as wide, features without gradient spare the backward
@@ -253,6 +253,6 @@ def _check_weight(edge_weight: Any, num_edges: int, x: Tensor) -> Tensor:
     return edge_weight.reshape(-1)
 
 
-def _message_dtype(x: Tensor, value: Tensor) -> torch.dtype:
+def message_dtype(x: Tensor, value: Tensor) -> torch.dtype:
     """PyG's product of messages and weights promotes: float16 times float32 is float32."""
     return x.dtype if torch.is_autocast_enabled(x.device.type) else torch.promote_types(x.dtype, value.dtype)

@@ -6,6 +6,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CBSR",
     "Adjacency",
+    "MaxK",
     "__version__",
     "additive_attention",
     "additive_attention_weights",
@@ -25,6 +26,7 @@ try:
     from fastsparse_core.adjacency import Adjacency
     from fastsparse_core.choose import algorithms
     from fastsparse_core.formats import CBSR
+    from fastsparse_core.maxk_activation import MaxK
     from fastsparse_core.ops import (
         additive_attention,
         additive_attention_weights,

@@ -1,0 +1,186 @@
+"""Layers on sparse activations: MaxK before the aggregation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import CBSR, Adjacency, MaxK
+from fastsparse_core.maxk_activation import aggregate_sparse
+from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
+from fastsparse_dgl.nn.base import scale_dtype, source_features
+from fastsparse_dgl.nn.graph_conv import FastGraphConv
+from fastsparse_dgl.nn.sage_conv import FastSAGEConv
+
+
+def _activation(k: int, in_feats: int | tuple[int, int]) -> MaxK:
+    activation = MaxK(k)
+    for width in (in_feats,) if isinstance(in_feats, int) else in_feats:
+        if k > width:
+            raise DGLError(f"k: expected at most the width of the input, {width}, got {k}")
+    return activation
+
+
+def _dense(feat: Any, activation: MaxK) -> Any:
+    """MaxK of features, dense; those in CBSR have passed it already."""
+    if isinstance(feat, tuple):
+        return tuple(_dense(part, activation) for part in feat)
+    if isinstance(feat, CBSR):
+        return feat.to_dense()
+    return activation(feat) if isinstance(feat, Tensor) else feat
+
+
+def _compressed(feat: Any, activation: MaxK) -> CBSR | None:
+    """The source features' activations; None where they are no matrix."""
+    source = feat[0] if isinstance(feat, tuple) and len(feat) == 2 else feat
+    if isinstance(source, CBSR):
+        return source
+    source = source_features(feat)
+    return activation.compress(source) if source.dim() == 2 else None
+
+
+def _one_value(edge_weight: Tensor | None, adjacency: Adjacency) -> bool:
+    """Whether no edge has more than one weight."""
+    return edge_weight is None or (
+        isinstance(edge_weight, Tensor)
+        and edge_weight.dim() in (1, 2)
+        and edge_weight.numel() == edge_weight.size(0) == adjacency.num_values
+        and edge_weight.device == adjacency.device
+    )
+
+
+class FastMaxKGraphConv(FastGraphConv):
+    r"""Graph convolution on MaxK's sparse activations.
+
+    .. math::
+        \mathbf{h}_i' = \sigma\Big(\mathbf{b} + \sum_{j \in \mathcal{N}(i)} \frac{e_{ji}}{c_{ji}}\,
+        \mathrm{MaxK}(\mathbf{h}_j) \mathbf{W}\Big)
+
+    After `MaxK-GNN <https://arxiv.org/abs/2312.08656>`_, section 3: ``FastMaxKGraphConv(F, G, k)`` gives what
+    ``GraphConv(F, G)`` gives for ``MaxK(k)(feat)``, so that in a stack of layers MaxK takes the place of the
+    activation; let a linear layer go before the first. The k kept entries of each row are all that is
+    gathered (:func:`fastsparse_core.ssd`), and all that is stored for the backward pass, which aggregates
+    them a second time. Parameters and state_dict are those of :class:`dgl.nn.pytorch.GraphConv`.
+
+    Args:
+        in_feats: width of the input.
+        out_feats: width of the output.
+        k: kept entries of each row, from 1 to ``in_feats``.
+        kwargs: further arguments of GraphConv.
+    """
+
+    def __init__(self, in_feats: int, out_feats: int, k: int, **kwargs: Any) -> None:
+        super().__init__(in_feats, out_feats, **kwargs)
+        self.maxk = _activation(k, in_feats)
+
+    def forward(
+        self,
+        graph: GraphLike,
+        feat: Any,
+        weight: Tensor | None = None,
+        edge_weight: Tensor | None = None,
+    ) -> Tensor:
+        """Computes the layer; see :meth:`FastGraphConv.forward`.
+
+        Args:
+            graph: DGLGraph with one edge type, block, or Adjacency.
+            feat: as there, or :class:`fastsparse_core.CBSR`, taken as the activations.
+            weight: (in_feats, out_feats), for a layer without its own.
+            edge_weight: as there; with more than one weight per edge the dense MaxK features are aggregated.
+
+        Returns:
+            (number of destinations, ..., out_feats).
+        """
+        cbsr = _compressed(feat, self.maxk)
+        if cbsr is None:
+            return super().forward(graph, _dense(feat, self.maxk), weight, edge_weight)
+        adjacency = self._adjacency(graph, cbsr.values)
+        matrix = self.weight if weight is None else weight
+        if (
+            matrix is None
+            or (weight is not None and self.weight is not None)
+            or not _one_value(edge_weight, adjacency)
+        ):
+            return super().forward(graph, cbsr.to_dense(), weight, edge_weight)
+        if not self._allow_zero_in_degree:
+            self._check_in_degree(adjacency)
+
+        def transform(out: Tensor, _: CBSR) -> Tensor:
+            return torch.matmul(out, matrix) if self.bias is None else torch.addmm(self.bias, out, matrix)
+
+        value = None if edge_weight is None else edge_weight.reshape(-1)
+        out = aggregate_sparse(adjacency, cbsr, transform, value, **self._scales(adjacency, cbsr.values))
+        return out if self._activation is None else self._activation(out)
+
+
+class FastMaxKSAGEConv(FastSAGEConv):
+    r"""GraphSAGE on MaxK's sparse activations.
+
+    .. math::
+        \mathbf{h}_i' = \sigma\big(\mathbf{W}_\text{self} \mathrm{MaxK}(\mathbf{h}_i) + \mathbf{b} +
+        \mathbf{W}_\text{neigh} \, \text{aggregate}_{j \in \mathcal{N}(i)} (e_{ji}
+        \mathrm{MaxK}(\mathbf{h}_j))\big)
+
+    After `MaxK-GNN <https://arxiv.org/abs/2312.08656>`_, section 3: ``FastMaxKSAGEConv(F, G, "mean", k)``
+    gives what ``SAGEConv(F, G, "mean")`` gives for ``MaxK(k)(feat)``; see :class:`FastMaxKGraphConv`. With
+    ``"mean"`` and ``"gcn"`` the sparse rows are aggregated, with ``"pool"`` and ``"lstm"`` the dense MaxK
+    features.
+
+    Args:
+        in_feats: width of the input, or a pair of widths (source, destination).
+        out_feats: width of the output.
+        aggregator_type: ``"mean"``, ``"gcn"``, ``"pool"`` or ``"lstm"``.
+        k: kept entries of each row, from 1 to the width of the input.
+        kwargs: further arguments of SAGEConv.
+    """
+
+    def __init__(
+        self, in_feats: int | tuple[int, int], out_feats: int, aggregator_type: str, k: int, **kwargs: Any
+    ) -> None:
+        super().__init__(in_feats, out_feats, aggregator_type, **kwargs)
+        self.maxk = _activation(k, in_feats)
+
+    def forward(self, graph: GraphLike, feat: Any, edge_weight: Tensor | None = None) -> Tensor:
+        """Computes the layer; see :meth:`FastSAGEConv.forward`.
+
+        Args:
+            graph: DGLGraph with one edge type, block, or Adjacency.
+            feat: as there, or :class:`fastsparse_core.CBSR`, taken as the activations, or a pair of either.
+            edge_weight: as there; with more than one weight per edge the dense MaxK features are aggregated.
+
+        Returns:
+            (number of destinations, out_feats).
+        """
+        cbsr = _compressed(feat, self.maxk) if self._aggre_type in ("mean", "gcn") else None
+        if cbsr is None:
+            return super().forward(graph, _dense(feat, self.maxk), edge_weight)
+        adjacency = self._adjacency(graph, cbsr.values)
+        other = _dense(feat[1], self.maxk) if isinstance(feat, tuple) else None
+        one_width = other is None or other.shape[1:] == (cbsr.width,)
+        if not _one_value(edge_weight, adjacency) or (self._aggre_type == "gcn" and not one_width):
+            return super().forward(graph, _dense(feat, self.maxk), edge_weight)
+        cbsr = cbsr.with_values(self.feat_drop(cbsr.values))
+        other = None if other is None else self.feat_drop(other)
+        value = None if edge_weight is None else edge_weight.reshape(-1)
+        # Checks its size here and not in the backward pass.
+        self._destination(graph, adjacency, cbsr.values, other)
+
+        def transform(out: Tensor, kept: CBSR) -> Tensor:
+            destination = self._destination(
+                graph, adjacency, kept.to_dense() if other is None else kept.values, other
+            )
+            if self._aggre_type == "mean":
+                return self.fc_self(destination) + self.fc_neigh(out)
+            out = self.fc_neigh(torch.addcmul(out, destination, scale[:, None].to(out.dtype)))
+            return out if self.bias is None else out + self.bias
+
+        if self._aggre_type == "mean":
+            out = aggregate_sparse(adjacency, cbsr, transform, value, "mean")
+        else:
+            scale = inv_degree_with_self(adjacency, scale_dtype(cbsr.values))
+            out = aggregate_sparse(adjacency, cbsr, transform, value, scale_dst=scale)
+        if self.activation is not None:
+            out = self.activation(out)
+        return out if self.norm is None else self.norm(out)

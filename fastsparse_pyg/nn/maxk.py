@@ -1,0 +1,163 @@
+"""Layers on sparse activations: MaxK before the aggregation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.typing import OptTensor, Size
+
+from fastsparse_core import CBSR, Adjacency, MaxK
+from fastsparse_core.maxk_activation import aggregate_sparse
+from fastsparse_pyg.nn.accelerated import is_plain_linear
+from fastsparse_pyg.nn.gcn_conv import FastGCNConv, message_dtype
+from fastsparse_pyg.nn.sage_conv import FastSAGEConv
+
+
+def _check_k(k: int, width: int) -> None:
+    if k > width > 0:  # a lazily initialised layer's width is not known yet
+        raise ValueError(f"k: expected at most the width of the input, {width}, got {k}")
+
+
+def _dense(x: Any, activation: MaxK) -> Any:
+    """MaxK of features, dense; those in CBSR have passed it already."""
+    if isinstance(x, (tuple, list)):
+        return tuple(_dense(part, activation) for part in x)
+    if isinstance(x, CBSR):
+        return x.to_dense()
+    return activation(x) if isinstance(x, Tensor) else x
+
+
+def _compressed(x: Tensor | CBSR, activation: MaxK) -> CBSR:
+    return x if isinstance(x, CBSR) else activation.compress(x)
+
+
+def _values(x: Tensor | CBSR) -> Tensor:
+    """A tensor that has the rows, dtype and device of the features."""
+    return x.values if isinstance(x, CBSR) else x
+
+
+class FastMaxKGCNConv(FastGCNConv):
+    r"""Graph convolution on MaxK's sparse activations.
+
+    .. math::
+        \mathbf{X}^{\prime} = \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2} \,
+        \mathrm{MaxK}(\mathbf{X}) \, \mathbf{\Theta}
+
+    after MaxK-GNN (arXiv:2312.08656, section 3): ``FastMaxKGCNConv(F, G, k=k)`` gives what
+    ``GCNConv(F, G)(MaxK(k)(x), ...)`` gives, so that in a stack of layers MaxK takes the place of ReLU; let a
+    linear layer go before the first. The k kept entries of each row are all that is gathered
+    (:func:`fastsparse_core.ssd`), and all that is stored for the backward pass, which aggregates them a
+    second time. Parameters and ``state_dict`` are those of
+    :class:`~torch_geometric.nn.conv.GCNConv`. Where PyG's own code must run (message hooks, explain mode),
+    it does so on the dense MaxK features.
+
+    Args:
+        in_channels: width of the input; -1: taken from the first call.
+        out_channels: width of the output.
+        k: kept entries of each row, from 1 to ``in_channels``.
+        kwargs: further arguments of GCNConv.
+
+    Shapes:
+        - **input:** as :class:`FastGCNConv`, or features as :class:`~fastsparse_core.CBSR`, which are taken
+          as the activations
+        - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, k: int, **kwargs: Any) -> None:
+        super().__init__(in_channels, out_channels, **kwargs)
+        self.maxk = MaxK(k)
+        _check_k(k, in_channels)
+
+    def forward(
+        self, x: Tensor | CBSR, edge_index: Tensor | Adjacency, edge_weight: OptTensor = None
+    ) -> Tensor:
+        """Computes the layer; see :meth:`FastGCNConv.forward`.
+
+        Raises:
+            ValueError: sizes, dtypes or devices do not fit together, or the features are narrower than k.
+            TypeError: features of another type.
+        """
+        # Every reason but the features' number of dimensions is the same for the values.
+        if isinstance(x, (tuple, list)) or _values(x).dim() != 2:
+            return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
+        like = _values(x)
+        if self._why_original_gcn(like, edge_index):
+            return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
+        adj, value, scale = self._propagation(like, edge_index, edge_weight)
+        if value is not None and message_dtype(like, value) != like.dtype:
+            return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
+        cbsr = _compressed(x, self.maxk)
+
+        def transform(out: Tensor, _: CBSR) -> Tensor:
+            if is_plain_linear(self.lin):
+                return F.linear(out, self.lin.weight, self.bias)
+            out = self.lin(out)
+            return out if self.bias is None else out + self.bias
+
+        return aggregate_sparse(adj, cbsr, transform, value, scale_dst=scale, scale_src=scale)
+
+
+class FastMaxKSAGEConv(FastSAGEConv):
+    r"""GraphSAGE on MaxK's sparse activations.
+
+    .. math::
+        \mathbf{x}^{\prime}_i = \mathbf{W}_1 \mathrm{MaxK}(\mathbf{x}_i) + \mathbf{W}_2 \cdot \mathrm{aggr}_{j
+        \in \mathcal{N}(i)} \mathrm{MaxK}(\mathbf{x}_j)
+
+    after MaxK-GNN (arXiv:2312.08656, section 3): ``FastMaxKSAGEConv(F, G, k=k)`` gives what
+    ``SAGEConv(F, G)(MaxK(k)(x), ...)`` gives; see :class:`FastMaxKGCNConv`. With ``aggr`` sum, add or mean
+    and without ``project`` the sparse rows are aggregated; otherwise, the dense MaxK features.
+
+    Args:
+        in_channels: width of the input, or a pair for sources and destinations; -1: taken from the first
+            call.
+        out_channels: width of the output.
+        k: kept entries of each row, from 1 to ``in_channels``.
+        kwargs: further arguments of SAGEConv.
+
+    Shapes:
+        - **input:** as :class:`FastSAGEConv`, each tensor of features or a :class:`~fastsparse_core.CBSR`,
+          which is taken as the activations
+        - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
+    """
+
+    def __init__(self, in_channels: int | tuple[int, int], out_channels: int, k: int, **kwargs: Any) -> None:
+        super().__init__(in_channels, out_channels, **kwargs)
+        self.maxk = MaxK(k)
+        for width in (in_channels,) if isinstance(in_channels, int) else in_channels:
+            _check_k(k, width)
+
+    def forward(self, x: Any, edge_index: Tensor | Adjacency, size: Size = None) -> Tensor:
+        """Computes the layer; see :meth:`FastSAGEConv.forward`.
+
+        Raises:
+            ValueError: sizes, dtypes or devices do not fit together, or features are narrower than k.
+            TypeError: features of another type.
+        """
+        x_src, x_dst = x if isinstance(x, (tuple, list)) else (x, x)
+        values = _values(x_src)
+        like = (values, None if x_dst is None else values if x_dst is x_src else _values(x_dst))
+        if (
+            values.dim() != 2
+            or self.project
+            or self._why_original_pair(like, edge_index)
+            or self._reduce() not in ("sum", "mean")
+            or self.node_dim % 2
+        ):
+            return super().forward(_dense(x, self.maxk), edge_index, size)
+        adj, value = self._resolve_pair(like, edge_index, size)
+        if value is not None and not value.is_floating_point():
+            value = value.to(values.dtype)
+        cbsr = _compressed(x_src, self.maxk)
+        other = None if x_dst is None or x_dst is x_src else _dense(x_dst, self.maxk)
+
+        def transform(out: Tensor, kept: CBSR) -> Tensor:
+            out = self.lin_l(out)
+            if not self.root_weight or x_dst is None:
+                return out
+            return out + self.lin_r(kept.to_dense() if other is None else other)
+
+        out = aggregate_sparse(adj, cbsr, transform, value, self._reduce())
+        return F.normalize(out, p=2.0, dim=-1) if self.normalize else out

@@ -1,0 +1,103 @@
+"""The MaxK layers of both plugins: the activation, and aggregation that stores sparse rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.formats.cbsr import CBSR
+from fastsparse_core.ops.maxk import check_k, maxk
+from fastsparse_core.ops.ssd import ssd
+
+
+class MaxK(nn.Module):
+    r"""Keeps the k largest entries of the last dimension and sets the others to 0, in the place of ReLU.
+
+    .. math::
+        \mathrm{MaxK}(\mathbf{x})_c = \begin{cases} x_c & c \in \operatorname{top}_k(\mathbf{x}) \\ 0 &
+        \text{else} \end{cases}
+
+    From MaxK-GNN (arXiv:2312.08656), section 3.1. Called, it gives dense features; :meth:`compress` gives the
+    kept entries as they are, which the FastMaxK layers take. For the backward pass either stores the kept
+    columns only, k bytes (2 k from 257 columns on) per row where ReLU stores its whole result.
+
+    Args:
+        k: number of kept entries, at most the width of the features.
+
+    Raises:
+        TypeError: ``k`` is not an int.
+        ValueError: ``k`` is less than 1.
+    """
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        check_k(k)
+        self.k = k
+
+    def forward(self, x: Tensor) -> Tensor:
+        """MaxK of (..., D), in the shape and dtype of ``x``.
+
+        Raises:
+            TypeError: the dtype is not supported.
+            ValueError: ``k`` is more than D.
+        """
+        if x.dim() == 2:
+            return self.compress(x).to_dense()
+        if x.dim() == 0:
+            raise ValueError("x: expected at least one dimension, got a tensor without")
+        return self.compress(x.reshape(-1, x.size(-1))).to_dense().reshape(x.shape)
+
+    def compress(self, x: Tensor) -> CBSR:
+        """MaxK of (n, D), its zeros left out.
+
+        Raises:
+            TypeError: the dtype is not supported.
+            ValueError: ``x`` is not a matrix, or ``k`` is more than D.
+        """
+        return maxk(x, self.k)
+
+    def extra_repr(self) -> str:
+        """``k`` as the module's repr shows it."""
+        return f"k={self.k}"
+
+
+def aggregate_sparse(
+    adj: Adjacency,
+    cbsr: CBSR,
+    transform: Callable[[Tensor, CBSR], Tensor],
+    value: Tensor | None = None,
+    reduce: str = "sum",
+    *,
+    scale_dst: Tensor | None = None,
+    scale_src: Tensor | None = None,
+) -> Tensor:
+    """``transform(ssd(adj, cbsr, ...), cbsr)``, of which autograd stores ``cbsr`` and ``value`` alone.
+
+    A linear map after the aggregation would store its dense input for its weight's gradient. Here the
+    backward pass aggregates the sparse rows once more instead.
+
+    Args:
+        adj: structure (num_dst, num_src).
+        cbsr: sparse features (num_src, D).
+        transform: from the aggregated features (num_dst, D), and sparse features with the values that its
+            gradient must go to, to the result. It must not draw random numbers.
+        value: edge values, see :func:`fastsparse_core.ssd`.
+        reduce: ``"sum"`` or ``"mean"``.
+        scale_dst: constant (num_dst,).
+        scale_src: constant (num_src,).
+    """
+
+    def run(values: Tensor, value: Tensor | None) -> Tensor:
+        kept = CBSR(values, cbsr.ids, cbsr.width)
+        out = ssd(adj, kept, value, reduce, scale_dst=scale_dst, scale_src=scale_src)
+        return transform(out, kept)
+
+    # A compiler decides for itself what it stores.
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return run(cbsr.values, value)
+    result: Tensor = checkpoint(run, cbsr.values, value, use_reentrant=False, preserve_rng_state=False)
+    return result

@@ -1,0 +1,197 @@
+"""FastMaxKGraphConv and FastMaxKSAGEConv against the originals on MaxK's dense features."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dgl_cases import (
+    GRAPHS,
+    SINGLE,
+    DGLError,
+    bipartite,
+    block,
+    check_parity,
+    dgl,
+    fastsparse_dgl,
+    features,
+    homogeneous,
+    pair,
+    weights,
+)
+from torch import nn
+
+from fastsparse_core import MaxK
+
+FastMaxKGraphConv = fastsparse_dgl.FastMaxKGraphConv
+FastMaxKSAGEConv = fastsparse_dgl.FastMaxKSAGEConv
+K = 3
+
+
+def dense(feat):
+    """MaxK by plain PyTorch, differentiable."""
+    if isinstance(feat, tuple):
+        return tuple(map(dense, feat))
+    kept = feat.topk(K, dim=-1).indices
+    return torch.zeros_like(feat).scatter(-1, kept, feat.gather(-1, kept))
+
+
+class OnMaxK(nn.Module):
+    """The original layer behind MaxK, with the original's parameter names."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, graph, feat, **options):
+        return self.conv(graph, dense(feat), **options)
+
+    def named_parameters(self, *args, **kwargs):
+        return self.conv.named_parameters(*args, **kwargs)
+
+
+def layers(family: str, *args, **options):
+    """Ours and the original, with equal parameters."""
+    original = dgl.nn.pytorch.GraphConv if family == "gcn" else dgl.nn.pytorch.SAGEConv
+    reference = original(*args, **options)
+    fast = (FastMaxKGraphConv if family == "gcn" else FastMaxKSAGEConv)(*args, k=K, **options)
+    fast.load_state_dict(reference.state_dict())
+    return fast, OnMaxK(reference)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("norm", ["both", "right", "left", "none"])
+@pytest.mark.parametrize("weighted", [None, (), (1,)])
+def test_graph_conv(name, norm, weighted, device):
+    graph = GRAPHS[name]()
+    feat = features(graph, 7) if name in SINGLE else pair(graph, 7, 7)
+    options = {} if weighted is None else {"edge_weight": weights(graph, *weighted)}
+    fast, reference = layers("gcn", 7, 4, norm=norm)
+    if name not in SINGLE:  # the original does not use the destinations' features: no gradient to compare
+        feat = feat[0]
+    check_parity((fast, reference), graph, feat, device, **options)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", [None, torch.relu])
+@pytest.mark.parametrize("sizes", [(7, 4), (4, 7)])
+def test_graph_conv_options(bias, activation, sizes, device):
+    graph = homogeneous()
+    check_parity(
+        layers("gcn", *sizes, bias=bias, activation=activation), graph, features(graph, sizes[0]), device
+    )
+
+
+def test_external_weight(device):
+    graph = homogeneous()
+    weight = torch.randn(7, 4)
+    check_parity(layers("gcn", 7, 4, weight=False), graph, features(graph, 7), device, weight=weight)
+    with pytest.raises(DGLError, match="External weight is provided"):
+        FastMaxKGraphConv(7, 4, K).to(device)(graph, features(graph, 7).to(device), weight.to(device))
+
+
+@pytest.mark.parametrize("aggregator", ["mean", "gcn", "pool", "lstm"])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_sage(name, aggregator, device):
+    if aggregator == "lstm" and device != "cpu":
+        pytest.skip("DGL's own code, and the wheel knows no CUDA")
+    graph = GRAPHS[name]()
+    feat = features(graph, 7) if name in SINGLE else pair(graph, 7, 7)
+    check_parity(layers("sage", 7, 4, aggregator), graph, feat, device)
+
+
+@pytest.mark.parametrize("aggregator", ["mean", "gcn"])
+@pytest.mark.parametrize("weighted", [(), (1,)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_sage_options(aggregator, weighted, bias, device):
+    graph = homogeneous()
+    both = layers(
+        "sage", 7, 4, aggregator, bias=bias, norm=nn.functional.normalize, activation=nn.functional.elu
+    )
+    check_parity(both, graph, features(graph, 7), device, edge_weight=weights(graph, *weighted))
+
+
+@pytest.mark.parametrize("graph", [bipartite(), block()])
+def test_different_widths(graph, device):
+    check_parity(layers("sage", (6, 5), 4, "mean"), graph, pair(graph, 6, 5), device)
+    with pytest.raises(DGLError, match="'gcn' expects source and destination features of one width"):
+        FastMaxKSAGEConv((6, 5), 4, "gcn", K)(graph, pair(graph, 6, 5))
+
+
+@pytest.mark.parametrize("family", ["gcn", "sage"])
+def test_several_weights_per_edge(family, device):
+    graph = homogeneous()
+    args = (4, 7) if family == "gcn" else (4, 7, "mean")
+    check_parity(layers(family, *args), graph, features(graph, 4), device, edge_weight=weights(graph, 4))
+
+
+@pytest.mark.parametrize("family", ["gcn", "sage"])
+def test_features_of_more_dimensions(family, device):
+    graph = homogeneous()
+    args = (7, 4) if family == "gcn" else (7, 4, "mean")
+    check_parity(layers(family, *args), graph, features(graph, 7, 2), device)
+
+
+@pytest.mark.parametrize("family", ["gcn", "sage"])
+@pytest.mark.parametrize("graph", [homogeneous(), block()])
+def test_takes_sparse_features_and_an_adjacency(family, graph, device):
+    args = (7, 4) if family == "gcn" else (7, 4, "mean")
+    fast, reference = layers(family, *args)
+    expected = reference(graph, features(graph, 7))
+    kept = MaxK(K).compress(features(graph, 7).to(device))
+    adjacency = fastsparse_dgl.prepare(graph, device)
+    torch.testing.assert_close(fast.to(device)(adjacency, kept).cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_is_of_the_kept_entries():
+    graph = homogeneous()
+    layer = FastMaxKSAGEConv(7, 4, "mean", K, feat_drop=0.5)
+    feat = features(graph, 7)
+    torch.manual_seed(0)
+    first = layer(graph, feat)
+    assert not torch.equal(first, layer(graph, feat))
+    torch.manual_seed(0)
+    assert torch.equal(first, layer(graph, feat))
+    reference = FastMaxKSAGEConv(7, 4, "mean", K)
+    reference.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer.eval()(graph, feat), reference(graph, feat))
+    # The sum over many masks comes near the result without dropout.
+    layer.train()
+    mean = torch.stack([layer(graph, feat) for _ in range(600)]).mean(0)
+    assert (mean - reference(graph, feat)).norm() < 0.1 * reference(graph, feat).norm()
+
+
+@pytest.mark.parametrize("family", ["gcn", "sage"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_dtypes(family, dtype, device):
+    graph = homogeneous()
+    args = (7, 4) if family == "gcn" else (7, 4, "mean")
+    fast, reference = layers(family, *args)
+    feat = features(graph, 7).to(dtype)
+    found = fast.to(device, dtype)(graph, feat.to(device))
+    assert found.dtype == dtype
+    tolerance = 1e-10 if dtype == torch.float64 else 0.05
+    expected = reference.double()(graph, feat.double())
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("family", ["gcn", "sage"])
+def test_bad_input(family):
+    graph = homogeneous()
+    cls, args = (FastMaxKGraphConv, (7, 4)) if family == "gcn" else (FastMaxKSAGEConv, (7, 4, "mean"))
+    with pytest.raises(ValueError, match="k: expected at least 1 kept entry"):
+        cls(*args, k=0)
+    with pytest.raises(DGLError, match="k: expected at most the width of the input, 7, got 8"):
+        cls(*args, k=8)
+    with pytest.raises(TypeError, match="k: expected an int, got float"):
+        cls(*args, k=2.0)
+    layer = cls(*args, k=K)
+    with pytest.raises(DGLError, match="feat: expected one row per source node, 30"):
+        layer(graph, torch.randn(31, 7))
+    with pytest.raises(DGLError, match="feat: expected a tensor"):
+        layer(graph, "features")
+    with pytest.raises(DGLError, match="edge_weight: expected one row per edge"):
+        layer(graph, features(graph, 7), edge_weight=torch.ones(3))
+    lonely = dgl.graph((torch.tensor([0]), torch.tensor([1])), num_nodes=3)
+    if family == "gcn":
+        with pytest.raises(DGLError, match="zero in-degree"):
+            layer(lonely, torch.randn(3, 7))

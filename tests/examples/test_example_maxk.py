@@ -1,0 +1,92 @@
+"""examples/maxk.py end to end on tiny inputs."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import maxk
+import pytest
+import torch
+from common import training
+from common.errors import ExampleError
+from rich.console import Console
+
+PACKAGES = {"pyg": "fastsparse_pyg", "dgl": "fastsparse_dgl"}
+NAMES = {
+    ("pyg", "gcn"): ("FastGCNConv", "FastMaxKGCNConv"),
+    ("pyg", "sage"): ("FastSAGEConv", "FastMaxKSAGEConv"),
+    ("dgl", "gcn"): ("FastGraphConv", "FastMaxKGraphConv"),
+    ("dgl", "sage"): ("FastSAGEConv", "FastMaxKSAGEConv"),
+}
+
+
+def run(*arguments: str, framework: str = "pyg") -> tuple[dict, list[training.LayerResult], str]:
+    pytest.importorskip(PACKAGES[framework], exc_type=ImportError)
+    out = io.StringIO()
+    console = Console(file=out, width=160)
+    log, results = maxk.main(
+        ["--framework", framework, "--dataset", "karate", "--device", "cpu", *arguments], console
+    )
+    return log, results, out.getvalue()
+
+
+@pytest.mark.parametrize("operator", ["gcn", "sage"])
+@pytest.mark.parametrize("framework", ["pyg", "dgl"])
+def test_relu_and_every_k_train(framework: str, operator: str) -> None:
+    log, results, out = run(
+        "--operator", operator, "--epochs", "3", "--runs", "2", "--k", "8", "32", framework=framework
+    )
+    relu, sparse = NAMES[framework, operator]
+    assert [result.layer for result in results] == [f"{relu}, ReLU", f"{sparse}, k = 8", f"{sparse}, k = 32"]
+    assert len({tuple(result.runs[0].loss) for result in results}) == 3
+    for text in ("test accuracy", "stored activations", "share of ReLU's", f"{sparse}, k = 32"):
+        assert text in out
+    # A kept entry takes 5 bytes, and on the CPU 4 more for the mask of the dropout.
+    stored = {name: sum(sizes) for name, sizes in log["stored_bytes"].items()}
+    assert all(len(sizes) == 3 for sizes in log["stored_bytes"].values())
+    assert stored["8"] == 3 * 34 * 8 * 9
+    assert stored["8"] < stored["relu"] / 8
+
+
+def test_stored_bytes_at_the_papers_width() -> None:
+    log, _, _ = run("--hidden", "256", "--epochs", "1", "--runs", "1", "--k", "32")
+    for sparse, relu in zip(log["stored_bytes"]["32"], log["stored_bytes"]["relu"], strict=True):
+        assert sparse <= relu / 4
+
+
+def test_relu_can_be_left_out() -> None:
+    log, results, _ = run("--epochs", "2", "--runs", "1", "--k", "64", "--no-relu")
+    assert [result.conv for result in results] == ["64"]
+    assert list(log["stored_bytes"]) == ["64"]
+
+
+def test_training_learns() -> None:
+    _, results, _ = run("--epochs", "40", "--runs", "1", "--no-relu", "--k", "16")
+    curve = results[0].runs[0].loss
+    assert curve[-1] < 0.6 * curve[0]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_runs(precision: str) -> None:
+    _, results, _ = run("--epochs", "2", "--runs", "1", "--no-relu", "--k", "16", "--precision", precision)
+    assert torch.isfinite(torch.tensor(results[0].runs[0].loss)).all()
+
+
+def test_json_and_plot_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path, picture = tmp_path / "log.json", tmp_path / "curves.png"
+    run("--epochs", "2", "--runs", "1", "--k", "8", "--json", str(path), "--plot", str(picture))
+    stored = json.loads(path.read_text())
+    assert list(stored["stored_bytes"]) == ["relu", "8"]
+    assert stored["layers"][1]["speed_up"] > 0
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_bad_k(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ExampleError, match="--k 65: the layers are only 64 wide"):
+        run("--k", "65", "--epochs", "1", "--no-relu")
+    with pytest.raises(SystemExit):
+        run("--k", "0")
+    assert "--k" in capsys.readouterr().err

@@ -1,0 +1,238 @@
+"""FastMaxKGCNConv and FastMaxKSAGEConv against the originals on MaxK's dense features."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pyg_cases import KINDS, as_kind, close, random_graph, same, simple_graph
+from torch import nn
+from torch_geometric.nn import GCNConv, SAGEConv
+
+from fastsparse_core import CBSR, MaxK
+from fastsparse_pyg import FastGCNConv, FastMaxKGCNConv, FastMaxKSAGEConv, FastSAGEConv, prepare
+
+
+def dense(x):
+    """MaxK with k = 5 by plain PyTorch, differentiable."""
+    if isinstance(x, tuple):
+        return tuple(None if part is None else dense(part) for part in x)
+    kept = x.topk(5, dim=-1).indices
+    return torch.zeros_like(x).scatter(-1, kept, x.gather(-1, kept))
+
+
+class OnMaxK(nn.Module):
+    """The original layer behind MaxK, with the original's parameter names."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x, *args, **kwargs):
+        return self.conv(dense(x), *args, **kwargs)
+
+    def state_dict(self):
+        return self.conv.state_dict()
+
+    def named_parameters(self, *args, **kwargs):
+        return self.conv.named_parameters(*args, **kwargs)
+
+
+def pair(family: str, num_in, num_out: int, device: str, **options) -> tuple[OnMaxK, nn.Module]:
+    original, fast = {"gcn": (GCNConv, FastMaxKGCNConv), "sage": (SAGEConv, FastMaxKSAGEConv)}[family]
+    reference = OnMaxK(original(num_in, num_out, **options)).to(device)
+    return reference, fast(num_in, num_out, k=5, **options).to(device)
+
+
+@pytest.fixture(params=["gcn", "sage"])
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": False},
+        {"improved": True},
+        {"add_self_loops": False},
+        {"normalize": False},
+        {"cached": True},
+        {"flow": "target_to_source"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("width", [(8, 4), (8, 8), (8, 20)], ids=str)
+@pytest.mark.usefixtures("kernels_only")
+def test_gcn(device, options, weighted, width):
+    edge_index = random_graph(device=device)
+    reference, layer = pair("gcn", *width, device, **options)
+    for requires_grad in (True, False):
+        x = torch.randn(40, width[0], device=device, requires_grad=requires_grad)
+        weight = None
+        if weighted:
+            weight = torch.rand(edge_index.size(1), device=device, requires_grad="cached" not in options)
+        inputs = [x] if weight is None else [x, weight]
+        same(reference, layer, lambda conv, x=x, weight=weight: conv(x, edge_index, weight), inputs)
+        if "cached" in options:
+            break
+
+
+@pytest.mark.parametrize("aggr", ["sum", "add", "mean", "max"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"normalize": True},
+        {"root_weight": False},
+        {"project": True},
+        {"bias": False},
+        {"flow": "target_to_source"},
+        {"node_dim": 0},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("kernels_only")
+def test_sage(device, options, aggr):
+    edge_index = random_graph(device=device)
+    reference, layer = pair("sage", 8, 6, device, aggr=aggr, **options)
+    for requires_grad in (True, False):
+        x = torch.randn(40, 8, device=device, requires_grad=requires_grad)
+        same(reference, layer, lambda conv, x=x: conv(x, edge_index), [x])
+
+
+@pytest.mark.parametrize("aggr", ["sum", "mean"])
+@pytest.mark.parametrize("with_dst", [True, False])
+@pytest.mark.usefixtures("kernels_only")
+def test_bipartite_sage(device, aggr, with_dst):
+    edge_index = random_graph(30, 20, device=device)
+    reference, layer = pair("sage", (8, 6), 4, device, aggr=aggr)
+    x_src = torch.randn(30, 8, device=device, requires_grad=True)
+    x_dst = torch.randn(20, 6, device=device, requires_grad=True) if with_dst else None
+    inputs = [x_src, *([x_dst] if with_dst else [])]
+    same(reference, layer, lambda conv: conv((x_src, x_dst), edge_index, size=(30, 20)), inputs)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "csc"])
+def test_input_kinds(device, family, kind):
+    """As our layers on dense features, whose input kinds are compared with the originals elsewhere."""
+    if (family, kind) == ("gcn", "csc"):
+        pytest.skip("neither GCNConv nor ours normalises this layout")
+    reference, layer = pair(family, 8, 4, device)
+    reference.conv = (FastGCNConv if family == "gcn" else FastSAGEConv)(8, 4).to(device)
+    x = torch.randn(40, 8, device=device, requires_grad=True)
+    graph = as_kind(kind, simple_graph(device=device), 40, 40)
+    same(reference, layer, lambda conv: conv(x, graph), [x])
+
+
+@pytest.mark.usefixtures("kernels_only")
+def test_takes_sparse_features(device, family):
+    edge_index = random_graph(device=device)
+    reference, layer = pair(family, 8, 4, device)
+    x = torch.randn(40, 8, device=device, requires_grad=True)
+    same(
+        reference,
+        layer,
+        lambda conv: conv(x, edge_index),
+        [x],
+        fast_call=lambda conv: conv(MaxK(5).compress(x), edge_index),
+    )
+
+
+def test_sparse_features_where_the_original_runs(family):
+    edge_index = random_graph()
+    reference, layer = pair(family, 8, 4, "cpu")
+    layer.load_state_dict(reference.state_dict())
+    calls = []
+    layer.register_propagate_forward_hook(lambda *_: calls.append(1))
+    x = torch.randn(40, 8)
+    close(layer(MaxK(5).compress(x), edge_index), reference(x, edge_index))
+    close(layer(x, edge_index), reference(x, edge_index))
+    assert len(calls) == 2
+
+
+def test_batched_features(device):
+    edge_index = random_graph(device=device)
+    reference, layer = pair("gcn", 8, 4, device)
+    x = torch.randn(3, 40, 8, device=device, requires_grad=True)
+    same(reference, layer, lambda conv: conv(x, edge_index), [x])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_dtypes(device, family, dtype):
+    edge_index = random_graph(device=device)
+    reference, layer = pair(family, 8, 4, device)
+    x = torch.randn(40, 8, device=device).to(dtype)
+    layer.load_state_dict(reference.state_dict())
+    got = layer.to(dtype)(x, edge_index)
+    assert got.dtype == dtype
+    expected = reference.double()(x.double(), edge_index)
+    close(got.double(), expected, 1e-10 if dtype == torch.float64 else 2e-2, 1.0)
+
+
+def test_autocast(device, family):
+    edge_index = random_graph(device=device)
+    reference, layer = pair(family, 8, 4, device)
+    x = torch.randn(40, 8, device=device, requires_grad=True)
+    layer.load_state_dict(reference.state_dict())
+    with torch.autocast(device, torch.bfloat16):
+        got = layer(x, edge_index)
+    assert got.dtype == torch.bfloat16
+    close(got.float(), reference(x, edge_index), 3e-2, 1.0)
+    got.float().sum().backward()
+    assert x.grad.norm() > 0
+
+
+def test_weights_of_a_wider_dtype(device):
+    edge_index = random_graph(device=device)
+    reference, layer = pair("gcn", 8, 4, device)
+    x = torch.randn(40, 8, device=device, requires_grad=True)
+    weight = torch.rand(edge_index.size(1), dtype=torch.float64, device=device)
+    same(reference, layer, lambda conv: conv(x, edge_index, weight), [x])
+
+
+def test_lazy_width(family):
+    layer = (FastMaxKGCNConv if family == "gcn" else FastMaxKSAGEConv)(-1, 4, k=5)
+    edge_index = random_graph()
+    x = torch.randn(40, 8)
+    out = layer(x, edge_index)
+    reference, _ = pair(family, 8, 4, "cpu")
+    reference.conv.load_state_dict(layer.state_dict())
+    close(out, reference(x, edge_index))
+    with pytest.raises(ValueError, match="k: expected at most the width of x, 3, got 5"):
+        layer(torch.randn(40, 3), edge_index)
+
+
+def test_parameters_are_the_originals(family):
+    reference, layer = pair(family, 8, 4, "cpu")
+    assert list(layer.state_dict()) == list(reference.state_dict())
+    assert isinstance(layer, GCNConv if family == "gcn" else SAGEConv)
+    assert repr(layer).startswith(type(layer).__name__)
+
+
+def test_compiles_with_an_adjacency(family):
+    torch._dynamo.reset()
+    _, layer = pair(family, 8, 4, "cpu")
+    graph = prepare(simple_graph(), 40, add_self_loops=family == "gcn").prepare()
+    x = torch.randn(40, 8, requires_grad=True)
+    expected = layer(x, graph)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    out = compiled(x, graph)
+    close(out, expected)
+    close(torch.autograd.grad(out.square().sum(), x)[0], torch.autograd.grad(expected.square().sum(), x)[0])
+
+
+def test_bad_input(family):
+    cls = FastMaxKGCNConv if family == "gcn" else FastMaxKSAGEConv
+    with pytest.raises(ValueError, match="k: expected at least 1 kept entry"):
+        cls(8, 4, k=0)
+    with pytest.raises(ValueError, match="k: expected at most the width of the input, 8, got 9"):
+        cls(8, 4, k=9)
+    with pytest.raises(TypeError, match="k: expected an int, got str"):
+        cls(8, 4, k="5")
+    layer, edge_index = cls(8, 4, k=5), random_graph()
+    with pytest.raises(IndexError):
+        layer(torch.randn(20, 8), edge_index)
+    kept = MaxK(5).compress(torch.randn(20, 8))
+    with pytest.raises(IndexError):
+        layer(CBSR(kept.values, kept.ids, 8), edge_index)
