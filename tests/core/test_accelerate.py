@@ -314,7 +314,8 @@ def test_not_a_module(function):
         function([Original()])
 
 
-def test_report():
+def test_report(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "110")
     model = nn.ModuleDict({"<a___b>": Original(), "[bold]": OwnMessage(), "other": Unsupported()})
     model["again"] = model["<a___b>"]
     report = accelerate(
