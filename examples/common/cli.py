@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from rich.console import Console
@@ -19,6 +19,8 @@ from .errors import ExampleError
 from .frameworks import CONVS, make_batch_graph, make_graph
 from .graph_data import GraphDataset
 from .training import PRECISIONS, LayerResult, LearnedFeatures, Recipe, compare
+
+AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 
 #: Width of features that are learned because the data have none.
 LEARNED_WIDTH = 64
@@ -40,7 +42,9 @@ class MakeGraphModel(Protocol):
     ) -> tuple[nn.Module, str]: ...
 
 
-def _at_least(minimum: int) -> Callable[[str], int]:
+def at_least(minimum: int) -> Callable[[str], int]:
+    """A type for argparse: whole numbers from `minimum` on."""
+
     def parse(text: str) -> int:
         try:
             value = int(text)
@@ -53,18 +57,32 @@ def _at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
-def parser(description: str, *, heads: bool = False) -> argparse.ArgumentParser:
-    """A parser with the options that all examples share, and ``--heads`` for those with attention heads."""
+def parser(description: str, *, heads: bool = False, datasets: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """A parser with the options that all examples share.
+
+    Args:
+        description: What the example does.
+        heads: Whether it has attention heads, so takes ``--heads``.
+        datasets: For an example that knows only these datasets, with the features they have, and trains one
+            layer at a time.
+    """
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = options.add_argument
     add("--framework", choices=("pyg", "dgl"), default="pyg", help="whose layers to use")
-    add("--conv", choices=("fast", "reference", "both"), default="both", help="drop-in, original, or both")
-    add("--dataset", default="planted", help="planted (embedded), a name, or the path of an .npz file")
+    if datasets:
+        add("--conv", choices=("fast", "reference"), default="fast", help="drop-in or original")
+        add("--dataset", choices=datasets, default=datasets[0], help="which dataset")
+    else:
+        add(
+            "--conv", choices=("fast", "reference", "both"), default="both", help="drop-in, original, or both"
+        )
+        add("--dataset", default="planted", help="planted (embedded), a name, or the path of an .npz file")
+        kinds = ("auto", "given", "degree", "learned")
+        add("--features", choices=kinds, default="auto", help="input features")
     add("--root", type=Path, default=default_root(), help="folder of datasets; set by FASTSPARSE_DATA")
-    add("--download", action="store_true", help="let the framework's loader fetch missing files")
-    add("--features", choices=("auto", "given", "degree", "learned"), default="auto", help="input features")
+    add("--download", action="store_true", help="let the dataset's loader fetch missing files")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:N")
     add(
         "--precision",
@@ -72,17 +90,17 @@ def parser(description: str, *, heads: bool = False) -> argparse.ArgumentParser:
         default="fp32",
         help="fp32 is exact; bf16 and fp16 are autocast",
     )
-    add("--layers", type=_at_least(1), help="graph convolutions (default: the dataset's recipe)")
-    add("--hidden", type=_at_least(1), help="width between them (default: the dataset's recipe)")
+    add("--layers", type=at_least(1), help="graph convolutions (default: the dataset's recipe)")
+    add("--hidden", type=at_least(1), help="width between them (default: the dataset's recipe)")
     if heads:
-        add("--heads", type=_at_least(1), help="attention heads (default: the dataset's recipe)")
-    add("--epochs", type=_at_least(1), help="training steps (default: the dataset's recipe)")
+        add("--heads", type=at_least(1), help="attention heads (default: the dataset's recipe)")
+    add("--epochs", type=at_least(1), help="training steps (default: the dataset's recipe)")
     add(
         "--runs",
-        type=_at_least(1),
+        type=at_least(1),
         help="repetitions, each with the next seed (default: the dataset's recipe)",
     )
-    add("--seed", type=_at_least(0), default=0, help="first seed of weights, dropout and drawn splits")
+    add("--seed", type=at_least(0), default=0, help="first seed of weights, dropout and drawn splits")
     add("--json", type=Path, help="write settings, scores and curves of all runs here")
     add("--plot", type=Path, help="draw loss and score against epochs and time here (PNG)")
     return options
@@ -107,9 +125,9 @@ def parse_device(name: str) -> torch.device:
     return device
 
 
-def override(recipe: Recipe, options: argparse.Namespace) -> Recipe:
+def override(recipe: AnyRecipe, options: argparse.Namespace) -> AnyRecipe:
     """The recipe with what the user set on the command line."""
-    names = ("layers", "hidden", "heads", "epochs", "runs")
+    names = [item.name for item in dataclasses.fields(recipe)]
     given = {name: getattr(options, name, None) for name in names}
     return dataclasses.replace(recipe, **{name: value for name, value in given.items() if value is not None})
 
