@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import graph_training
-from common.cli import at_least, override, parse_device, parser, report_results, run
+from common.cli import above_zero, at_least, override, parse_device, parser, report_results, run
 from common.frameworks import FRAMEWORKS, Framework, layer, make_batch_graph
 from common.graph_data import GraphBatch, batches
 from common.long_run import LongRecipe, Training, add_options, check_options, train_runs
@@ -180,7 +180,7 @@ def main(
     add = command_line.add_argument
     add("--model", choices=tuple(MODELS), default="gin", help="which model")
     add("--batch-size", type=at_least(2), help="graphs per batch (default: the model's recipe)")
-    add("--lr", type=float, help="learning rate (default: the model's recipe)")
+    add("--lr", type=above_zero, help="learning rate (default: the model's recipe)")
     add_options(command_line)
     options = command_line.parse_args(arguments)
     console = console or make_console()
@@ -196,8 +196,8 @@ def main(
         f" {graphs.edge_index.size(1):,} directed edges, OGB's split {sizes}",
         *(f"[dim]{note}[/dim]" for note in data.notes),
         f"{options.model}, {options.framework} on {device}, {options.precision}: {recipe.layers} layers,"
-        f" hidden {recipe.hidden}, dropout {recipe.dropout}, lr {recipe.lr}, {recipe.epochs} epochs in batches of"
-        f" {recipe.batch_size}, {recipe.runs} run(s), best epoch by validation {recipe.select_by}",
+        f" hidden {recipe.hidden}, dropout {recipe.dropout}, lr {recipe.lr}, {recipe.epochs} epochs in"
+        f" batches of {recipe.batch_size}, {recipe.runs} run(s), best epoch by validation {recipe.select_by}",
         sep="\n",
         highlight=False,
     )

@@ -9,20 +9,19 @@ Hyper-parameters are those of the leaderboard's example scripts where there are 
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from common.cli import at_least, override, parse_device, parser, report_results, run
+from common.cli import above_zero, at_least, override, parse_device, parser, report_results, run
 from common.errors import ExampleError
 from common.frameworks import make_graph
 from common.long_run import Training, add_options, check_options, train_runs
 from common.node_models import MODELS, NodeRecipe
 from common.ogb_tasks import OgbNodes, load_nodes
 from common.report import LayerResult, make_console
-from common.sampling import ALL, MiniBatch, Sampling
+from common.sampling import ALL, Batches, MiniBatch, PygBatches, Sampling
 from rich.console import Console
 from torch import Tensor
 
@@ -99,12 +98,22 @@ class NodeTask:
                 self_loops=self.kind.self_loops,
             )
             self.graphs = [graph] * self.recipe.layers
+        self.loaders: dict[str, Batches | PygBatches] = {}
         if self.options.batching == "neighbor":
-            sampling = Sampling(self.options.framework, self.data, self_loops=self.kind.self_loops)
-            self.batches = functools.partial(
-                sampling.batches, size=self.recipe.batch_size, workers=self.options.workers
+            self.sampling = Sampling(self.options.framework, self.data, self_loops=self.kind.self_loops)
+
+    def batches(self, part: str) -> Batches | PygBatches:
+        """Batches of a part of the split as in training; of ``all`` nodes with all their neighbours."""
+        if part not in self.loaders:
+            everyone = part == "all"
+            self.loaders[part] = self.sampling.batches(
+                [ALL] if everyone else self.recipe.fanouts,
+                torch.arange(self.data.num_nodes) if everyone else self.data.split[part],
+                self.recipe.batch_size,
+                shuffle=part == "train",
+                workers=self.options.workers,
             )
-            self.sampled = self.batches(self.recipe.fanouts, self.data.split["train"], shuffle=True)
+        return self.loaders[part]
 
     def training(self, run: int) -> tuple[Training, str]:
         """The model of a run, freshly drawn, and how to train it."""
@@ -113,9 +122,8 @@ class NodeTask:
         if self.options.batching == "full":
             training = Training(self.model, lambda: [None], 1, self.full_loss, self.evaluate)
         else:
-            training = Training(
-                self.model, lambda: self.sampled, len(self.sampled), self.batch_loss, self.evaluate
-            )
+            batches = self.batches("train")
+            training = Training(self.model, lambda: batches, len(batches), self.batch_loss, self.evaluate)
         return training, name
 
     def full_loss(self, batch: None) -> tuple[Tensor, int]:
@@ -133,24 +141,23 @@ class NodeTask:
         """Scores by OGB's Evaluator, with the logits that --inference asks for."""
         split = self.data.split
         if self.options.inference == "sampled":
-            return {part: self.data.score(self.sampled_logits(nodes), nodes) for part, nodes in split.items()}
+            return {part: self.sampled_score(part) for part in split}
         layerwise = self.options.inference == "layerwise"
         logits = self.layerwise_logits() if layerwise else self.model(self.graphs, self.x)
         return {part: self.data.score(logits[nodes], nodes) for part, nodes in split.items()}
 
-    def sampled_logits(self, nodes: Tensor) -> Tensor:
-        """Logits of some nodes from as many neighbours as in training."""
-        return torch.cat(
-            [self.batch_logits(batch).cpu() for batch in self.batches(self.recipe.fanouts, nodes)]
-        )
+    def sampled_score(self, part: str) -> float:
+        """The score with as many neighbours as in training."""
+        pairs = [(self.batch_logits(batch).cpu(), batch.seeds) for batch in self.batches(part)]
+        logits, nodes = (torch.cat(column) for column in zip(*pairs, strict=True))
+        return self.data.score(logits, nodes)
 
     def layerwise_logits(self) -> Tensor:
         """Logits of all nodes from all neighbours, one layer after the other for all nodes in batches."""
         x = self.data.x
-        everyone = torch.arange(self.data.num_nodes)
         for index in range(self.recipe.layers):
             parts = []
-            for batch in self.batches([ALL], everyone):
+            for batch in self.batches("all"):
                 (graph,) = batch.graphs_on(self.options.conv, self.device)
                 out = self.model.layer(index, graph, x[batch.nodes].to(self.device))
                 parts.append(out[: batch.seeds.numel()].cpu())
@@ -176,7 +183,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, NodeReci
     add("--inference", choices=("full", "layerwise", "sampled"), help="how to evaluate (default: full)")
     add("--batch-size", type=at_least(1), help="nodes per batch (default: the dataset's recipe)")
     add("--fanouts", type=fanouts, help="neighbours per hop, as 15,10,5 (default: the dataset's recipe)")
-    add("--lr", type=float, help="learning rate (default: the dataset's recipe)")
+    add("--lr", type=above_zero, help="learning rate (default: the dataset's recipe)")
     add("--workers", type=at_least(0), default=0, help="processes that draw neighbours")
     add_options(command_line)
     options = command_line.parse_args(arguments)
@@ -220,8 +227,9 @@ def main(
         f" {data.x.size(1)} features, {data.num_outputs} outputs, OGB's split {sizes}",
         *(f"[dim]{note}[/dim]" for note in data.notes),
         f"{options.model}, {options.framework} on {device}, {options.precision}: {recipe.layers} layers,"
-        f" hidden {recipe.hidden}, dropout {recipe.dropout}, lr {recipe.lr}, {recipe.epochs} epochs, {recipe.runs}"
-        f" run(s), best epoch by validation {recipe.select_by}; {batching}, {options.inference} inference",
+        f" hidden {recipe.hidden}, dropout {recipe.dropout}, lr {recipe.lr}, {recipe.epochs} epochs,"
+        f" {recipe.runs} run(s), best epoch by validation {recipe.select_by}",
+        f"trained on {batching}, {options.inference} inference",
         sep="\n",
         highlight=False,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,6 +56,17 @@ def at_least(minimum: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def above_zero(text: str) -> float:
+    """A type for argparse: finite numbers above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above zero, got {text!r}")
+    return value
 
 
 def parser(description: str, *, heads: bool = False, datasets: Sequence[str] = ()) -> argparse.ArgumentParser:

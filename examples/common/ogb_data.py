@@ -30,6 +30,8 @@ from .errors import ExampleError
 #: library -> (module of a loader below ``ogb.nodeproppred`` or ``ogb.graphproppred``, prefix of its class)
 LIBRARIES = {"plain": ("dataset", ""), "pyg": ("dataset_pyg", "Pyg"), "dgl": ("dataset_dgl", "Dgl")}
 
+_ABSENT: Any = object()
+
 #: Our names of the parts -> OGB's
 PARTS = {"train": "train", "val": "valid", "test": "test"}
 
@@ -89,10 +91,16 @@ def import_ogb(module: str) -> Any:
     # ogb imports DGL if it is installed; fastsparse_dgl mends what keeps DGL 2.1 from importing.
     with contextlib.suppress(ImportError):
         importlib.import_module("fastsparse_dgl")
-    with mock.patch.dict(sys.modules):
-        sys.modules["outdated"] = None  # type: ignore[assignment]
-        importlib.import_module("ogb")
-    return importlib.import_module(module)
+    # None in this table makes an import fail; ogb takes that for "not installed".
+    before = sys.modules.get("outdated", _ABSENT)
+    sys.modules["outdated"] = None  # type: ignore[assignment]
+    try:
+        return importlib.import_module(module)
+    finally:
+        if before is _ABSENT:
+            del sys.modules["outdated"]
+        else:
+            sys.modules["outdated"] = before
 
 
 def _level(name: str) -> str:

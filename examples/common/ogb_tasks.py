@@ -127,6 +127,7 @@ def load_nodes(name: str, root: Path, framework: str, *, download: bool) -> OgbN
     if x is None:
         x = mean_of_edges(edge_index[1], edge_feat, y.size(0))
         notes.append("features of a node are the mean of its incoming edges'")
+    edge_index = edge_index[:, edge_index[0] != edge_index[1]]
     if name == "ogbn-arxiv":
         edge_index = undirected(edge_index, y.size(0))
         notes.append("edges made undirected")
@@ -137,7 +138,7 @@ def load_nodes(name: str, root: Path, framework: str, *, download: bool) -> OgbN
     metric = METRICS[info["eval metric"]]
     return OgbNodes(
         name,
-        edge_index[:, edge_index[0] != edge_index[1]],
+        edge_index,
         x.float(),
         y,
         int(info["num classes"] if metric == "accuracy" else info["num tasks"]),

@@ -6,6 +6,7 @@ DGL's NeighborSampler. Whatever draws them, they come as `MiniBatch`.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -53,23 +54,21 @@ class NeighborSampler:
     Args:
         edge_index: int64 (2, E) on the CPU.
         num_nodes: Number of nodes.
-        fanouts: How many neighbours to draw in every hop; `ALL` for all.
     """
 
-    def __init__(self, edge_index: Tensor, num_nodes: int, fanouts: Sequence[int]) -> None:
+    def __init__(self, edge_index: Tensor, num_nodes: int) -> None:
         source, target = edge_index
         self.source = source[torch.argsort(target, stable=True)]
         degree = torch.bincount(target, minlength=num_nodes)
         self.ptr = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
-        self.fanouts = list(fanouts)
         self.place = torch.full((num_nodes,), -1)  # of a node in the batch being drawn; -1: not in it
 
-    def sample(self, seeds: Tensor) -> MiniBatch:
-        """The seeds with the neighbours of as many hops as there are fanouts, as one graph."""
+    def sample(self, seeds: Tensor, fanouts: Sequence[int]) -> MiniBatch:
+        """The seeds with ``fanouts[0]`` neighbours each, ``fanouts[1]`` of those, ...; as one graph."""
         nodes = frontier = seeds
         self.place[seeds] = torch.arange(seeds.numel())
         sources, targets = [], []
-        for fanout in self.fanouts:
+        for fanout in fanouts:
             edges, row = self._draw(frontier, fanout)
             neighbours = self.source[edges]
             targets.append(self.place[frontier][row])
@@ -79,7 +78,7 @@ class NeighborSampler:
             sources.append(self.place[neighbours])
         self.place[nodes] = -1
         edge_index = torch.stack([torch.cat(sources), torch.cat(targets)])
-        return MiniBatch([edge_index] * len(self.fanouts), nodes, seeds)
+        return MiniBatch([edge_index] * len(fanouts), nodes, seeds)
 
     def _draw(self, nodes: Tensor, fanout: int) -> tuple[Tensor, Tensor]:
         """Positions of drawn edges, and for each the place of its destination in `nodes`."""
@@ -184,11 +183,10 @@ class Sampling:
     def __init__(self, framework: str, data: Nodes, *, self_loops: bool) -> None:
         self.framework = framework
         self.data = data
-        self.graph = (
-            make_graph("dgl", data, "fast", torch.device("cpu"), self_loops=self_loops)
-            if framework == "dgl"
-            else None
-        )
+        if framework == "dgl":
+            self.graph = make_graph("dgl", data, "fast", torch.device("cpu"), self_loops=self_loops)
+        elif not pyg_can_sample():
+            self.sampler = NeighborSampler(data.edge_index, data.num_nodes)
 
     def batches(
         self, fanouts: Sequence[int], seeds: Tensor, size: int, *, shuffle: bool = False, workers: int = 0
@@ -198,8 +196,8 @@ class Sampling:
             return Batches(self._dgl(fanouts), seeds, size, shuffle, workers)
         if pyg_can_sample():
             return PygBatches(self.data, fanouts, seeds, size, shuffle, workers)
-        sampler = NeighborSampler(self.data.edge_index, self.data.num_nodes, fanouts)
-        return Batches(sampler.sample, seeds, size, shuffle, workers)
+        draw = functools.partial(self.sampler.sample, fanouts=fanouts)
+        return Batches(draw, seeds, size, shuffle, workers)
 
     def _dgl(self, fanouts: Sequence[int]) -> Callable[[Tensor], MiniBatch]:
         dgl = import_dgl()

@@ -1,6 +1,7 @@
-"""A training script in the style of OGB's leaderboard examples, for plain PyG: nothing in it knows FastSparse."""
+"""A training script in the style of OGB's leaderboard examples, for plain PyG; nothing in it is ours."""
 
 import argparse
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ class GNN(torch.nn.Module):
     def __init__(self, make_conv, in_channels, hidden_channels, out_channels, num_layers, dropout):
         super().__init__()
         widths = [in_channels] + [hidden_channels] * (num_layers - 1) + [out_channels]
-        self.convs = torch.nn.ModuleList(make_conv(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.convs = torch.nn.ModuleList(make_conv(a, b) for a, b in itertools.pairwise(widths))
         self.bns = torch.nn.ModuleList(torch.nn.BatchNorm1d(hidden_channels) for _ in range(num_layers - 1))
         self.dropout = dropout
 

@@ -85,7 +85,7 @@ def write_proteins(root: Path, nodes: int = 90, edges: int = 400) -> Path:
     return folder
 
 
-def write_papers(root: Path, nodes: int = 120, edges: int = 500) -> Path:
+def write_papers(root: Path, nodes: int = 200, edges: int = 900) -> Path:
     """ogbn-papers100M: arrays in .npz files; most nodes have no label and are in no part."""
     generator = np.random.default_rng(0)
     folder = start(root, "ogbn-papers100M")
