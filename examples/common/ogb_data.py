@@ -88,13 +88,13 @@ def split_masks(dataset: Any, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def import_ogb(module: str) -> Any:
     """Imports a part of ogb, hiding the package through which it would look for a newer version."""
-    # ogb imports DGL if it is installed; fastsparse_dgl mends what keeps DGL 2.1 from importing.
-    with contextlib.suppress(ImportError):
-        importlib.import_module("fastsparse_dgl")
     # None in this table makes an import fail; ogb takes that for "not installed".
     before = sys.modules.get("outdated", _ABSENT)
     sys.modules["outdated"] = None  # type: ignore[assignment]
     try:
+        # ogb and DGL import each other; fastsparse_dgl mends what keeps DGL 2.1 from importing.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("fastsparse_dgl")
         return importlib.import_module(module)
     finally:
         if before is _ABSENT:
