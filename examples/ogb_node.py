@@ -98,6 +98,8 @@ class NodeTask:
                 self_loops=self.kind.self_loops,
             )
             self.graphs = [graph] * self.recipe.layers
+        self.train = self.data.split["train"].to(self.device)
+        self.train_y = self.data.y[self.data.split["train"]].to(self.device)
         self.loaders: dict[str, Batches | PygBatches] = {}
         if self.options.batching == "neighbor":
             self.sampling = Sampling(self.options.framework, self.data, self_loops=self.kind.self_loops)
@@ -127,11 +129,11 @@ class NodeTask:
         return training, name
 
     def full_loss(self, batch: None) -> tuple[Tensor, int]:
-        nodes = self.data.split["train"]
-        return self.data.loss(self.model(self.graphs, self.x)[nodes], nodes), nodes.numel()
+        return self.data.loss(self.model(self.graphs, self.x)[self.train], self.train_y), self.train.numel()
 
     def batch_loss(self, batch: MiniBatch) -> tuple[Tensor, int]:
-        return self.data.loss(self.batch_logits(batch), batch.seeds), batch.seeds.numel()
+        y = self.data.y[batch.seeds].to(self.device)
+        return self.data.loss(self.batch_logits(batch), y), batch.seeds.numel()
 
     def batch_logits(self, batch: MiniBatch) -> Tensor:
         x = self.data.x[batch.nodes].to(self.device)

@@ -130,8 +130,9 @@ def _check_files(name: str, info: dict[str, str], folder: Path, download: bool) 
         shutil.rmtree(folder)  # what an interrupted download leaves
     missing = [str(path) for path in _needed(name, info, folder) if not path.is_file()]
     if missing and not download:
+        what = ", ".join(missing) if folder.is_dir() else f"the folder {folder}"
         raise ExampleError(
-            f"--dataset {name}: {', '.join(missing)} not there. Fetch {info['url']}, unpack it and name its"
+            f"--dataset {name}: {what} is not there. Fetch {info['url']}, unpack it and name its"
             f" folder {folder} (it comes as {info['download_name']}), set --root to the folder that holds it,"
             " or add --download to let OGB's loader fetch it."
         )

@@ -58,9 +58,13 @@ class OgbNodes:
     def num_edges(self) -> int:
         return self.edge_index.size(1)
 
-    def loss(self, logits: Tensor, nodes: Tensor) -> Tensor:
-        """Cross-entropy of the classes, or the mean of the tasks' binary ones, as in OGB's examples."""
-        y = self.y[nodes].to(logits.device)
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Cross-entropy of the classes, or the mean of the tasks' binary ones, as in OGB's examples.
+
+        Args:
+            logits: (n, num_outputs).
+            y: The rows of `self.y` that belong to them, on the same device.
+        """
         if self.metric == "accuracy":
             return F.cross_entropy(logits.float(), y[:, 0])
         return F.binary_cross_entropy_with_logits(logits.float(), y.float())

@@ -171,7 +171,7 @@ def test_nothing_is_fetched_unasked(tmp_path: Path, name: str, framework: str) -
 def test_a_file_that_is_missing_is_named(root: Path) -> None:
     need("pyg")
     (root / "ogbn_arxiv" / "split" / "time" / "valid.csv.gz").unlink()
-    with pytest.raises(ExampleError, match=r"split/time/valid\.csv\.gz not there"):
+    with pytest.raises(ExampleError, match=r"split/time/valid\.csv\.gz is not there"):
         node(root, "--epochs", "1")
 
 
@@ -409,6 +409,41 @@ def test_graph_training_learns(root: Path, framework: str, model: str) -> None:
     _, result = graph(root, *arguments, "--heads", "2")
     assert result.runs[0].scores["roc_auc"] > 0.75
     assert result.runs[0].loss[-1] < 0.8 * result.runs[0].loss[0]
+
+
+@pytest.mark.parametrize("main", [node, graph])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_training_under_autocast(root: Path, tmp_path: Path, main, precision: str) -> None:
+    """Resumed once, so that the gradient scaler's state is kept too."""
+    need("pyg")
+    keep = ["--checkpoint", str(tmp_path / "model.pt"), "--resume", "--precision", precision]
+    _, result = main(root, *keep, "--epochs", "2")
+    _, result = main(root, *keep, "--epochs", "8")
+    assert len(result.runs[0].loss) == 8
+    assert result.runs[0].loss[-1] < result.runs[0].loss[0]
+    assert bool(torch.load(tmp_path / "model.pt")["tensors"]["scaler"]) == (precision == "fp16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("batching", ["full", "neighbor"])
+@pytest.mark.parametrize("model", list(node_models.MODELS))
+def test_nodes_on_the_gpu(root: Path, framework: str, batching: str, model: str) -> None:
+    need(framework)
+    arguments = ["--framework", framework, "--batching", batching, "--model", model, "--epochs", "4"]
+    _, result = node(root, *arguments, "--device", "cuda", "--deterministic")
+    assert result.runs[0].loss[-1] < result.runs[0].loss[0]
+    assert result.runs[0].peak_bytes > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_graphs_on_the_gpu(root: Path, framework: str) -> None:
+    need(framework)
+    for model in ogb_graph.MODELS:
+        arguments = ["--framework", framework, "--model", model, "--epochs", "4", "--device", "cuda"]
+        _, result = graph(root, *arguments, "--heads", "2")
+        assert torch.tensor(result.runs[0].loss).isfinite().all()
 
 
 def test_what_is_left_behind(root: Path, tmp_path: Path) -> None:
