@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from common.cli import parser, run, train_and_report
 from common.data import NodeDataset
 from common.errors import ExampleError
-from common.frameworks import FRAMEWORKS, Framework, layer
+from common.frameworks import FRAMEWORKS, Framework, attention_layer, joined, layer
 from common.report import LayerResult, make_console
 from common.training import Recipe
 from rich.console import Console
@@ -44,28 +44,6 @@ RECIPES = {
 
 #: Constructor (in_channels, channels per head, heads, concat) of an attention layer.
 Attention = Callable[[int, int, int, bool], nn.Module]
-
-
-def attention_layer(
-    framework: str,
-    constructor: Callable[..., nn.Module],
-    dropout: float,
-    in_channels: int,
-    out_channels: int,
-    heads: int,
-    concat: bool,
-) -> nn.Module:
-    """A layer with the arguments in the framework's own words."""
-    if framework == "pyg":
-        return constructor(in_channels, out_channels, heads=heads, concat=concat, dropout=dropout)
-    return constructor(in_channels, out_channels, heads, attn_drop=dropout)
-
-
-def joined(x: Tensor, concat: bool) -> Tensor:
-    """Heads side by side or their mean; PyG's layers have done that already, DGL's return (N, heads, C)."""
-    if x.dim() == 2:
-        return x
-    return x.flatten(1) if concat else x.mean(1)
 
 
 class GAT(nn.Module):

@@ -8,6 +8,9 @@ Each module reads on its own:
 * ``frameworks``: which layer is the reference and which the drop-in, and how each framework holds a graph
 * ``training``: one training run, and repeated runs that give every layer the same weights and seeds
 * ``graph_data``, ``graph_training``: the same for many small graphs in batches
+* ``ogb_data``, ``ogb_tasks``: OGB's loaders on current software, and its tasks with their Evaluators
+* ``node_models``, ``sampling``: models that take whole graphs and batches, and the batches
+* ``long_run``: training with checkpoints, resumed bit by bit
 * ``reference_transformer``: the graph transformer layer in the frameworks' own message passing
 * ``report``: the table, the JSON log and the curves
 * ``cli``: the options every example takes

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from rich.console import Console
@@ -19,6 +20,8 @@ from .errors import ExampleError
 from .frameworks import CONVS, make_batch_graph, make_graph
 from .graph_data import GraphDataset
 from .training import PRECISIONS, LayerResult, LearnedFeatures, Recipe, compare
+
+AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 
 #: Width of features that are learned because the data have none.
 LEARNED_WIDTH = 64
@@ -41,7 +44,7 @@ class MakeGraphModel(Protocol):
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """A parser of whole numbers from `minimum` on."""
+    """A type for argparse: whole numbers from `minimum` on."""
 
     def parse(text: str) -> int:
         try:
@@ -55,13 +58,28 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
-def parser(description: str, *, heads: bool = False, conv: bool = True) -> argparse.ArgumentParser:
+def above_zero(text: str) -> float:
+    """A type for argparse: finite numbers above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above zero, got {text!r}")
+    return value
+
+
+def parser(
+    description: str, *, heads: bool = False, conv: bool = True, datasets: Sequence[str] = ()
+) -> argparse.ArgumentParser:
     """A parser with the options that all examples share.
 
     Args:
         description: What the example does.
-        heads: Whether the layers have attention heads, so that there is ``--heads``.
-        conv: Whether the original and the drop-in layer are compared, so that there is ``--conv``.
+        heads: Whether it has attention heads, so takes ``--heads``.
+        conv: Whether it trains the original and the drop-in layer, so takes ``--conv``.
+        datasets: For an example that knows only these datasets, with the features they have, and trains one
+            layer at a time.
     """
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -69,16 +87,16 @@ def parser(description: str, *, heads: bool = False, conv: bool = True) -> argpa
     add = options.add_argument
     add("--framework", choices=("pyg", "dgl"), default="pyg", help="whose layers to use")
     if conv:
-        add(
-            "--conv",
-            choices=("fast", "reference", "both"),
-            default="both",
-            help="drop-in, original, or both",
-        )
-    add("--dataset", default="planted", help="planted (embedded), a name, or the path of an .npz file")
+        convs = ("fast", "reference") if datasets else ("fast", "reference", "both")
+        add("--conv", choices=convs, default=convs[0 if datasets else -1], help="drop-in, original, or both")
+    if datasets:
+        add("--dataset", choices=datasets, default=datasets[0], help="which dataset")
+    else:
+        add("--dataset", default="planted", help="planted (embedded), a name, or the path of an .npz file")
+        kinds = ("auto", "given", "degree", "learned")
+        add("--features", choices=kinds, default="auto", help="input features")
     add("--root", type=Path, default=default_root(), help="folder of datasets; set by FASTSPARSE_DATA")
-    add("--download", action="store_true", help="let the framework's loader fetch missing files")
-    add("--features", choices=("auto", "given", "degree", "learned"), default="auto", help="input features")
+    add("--download", action="store_true", help="let the dataset's loader fetch missing files")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:N")
     add(
         "--precision",
@@ -121,9 +139,9 @@ def parse_device(name: str) -> torch.device:
     return device
 
 
-def override(recipe: Recipe, options: argparse.Namespace) -> Recipe:
+def override(recipe: AnyRecipe, options: argparse.Namespace) -> AnyRecipe:
     """The recipe with what the user set on the command line."""
-    names = ("layers", "hidden", "heads", "epochs", "runs")
+    names = [item.name for item in dataclasses.fields(recipe)]
     given = {name: getattr(options, name, None) for name in names}
     return dataclasses.replace(recipe, **{name: value for name, value in given.items() if value is not None})
 

@@ -7,8 +7,6 @@ disk or the user asked for the download; otherwise the error says what to fetch 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from . import ogb_data
 from .errors import ExampleError
 
 #: name -> (class in torch_geometric.datasets, its name argument)
@@ -170,40 +169,14 @@ def _from_dgl(name: str, root: Path, download: bool) -> Parts:
 
 
 def _from_ogb(name: str, root: Path, download: bool) -> Parts:
-    if importlib.util.find_spec("ogb") is None:
-        raise ExampleError(f"--dataset {name} needs the ogb package: pip install 'fastsparse-gnn[ogb]'.")
-    folder = root / name.replace("-", "_")
-    if not download and not (folder / "raw").is_dir():
-        _refuse(name, root, f"{folder / 'raw'}/", "ogb.nodeproppred.NodePropPredDataset")
-    if folder.is_dir() and not (folder / "RELEASE_v1.txt").is_file():
-        raise ExampleError(
-            f"{folder} has no RELEASE_v1.txt, which OGB puts beside raw/ and split/: fetch it anew."
-        )
-    # Without this entry ogb asks the network for its newest version while it is being imported.
-    sys.modules.setdefault("outdated", None)  # type: ignore[arg-type]
-    nodeproppred = importlib.import_module("ogb.nodeproppred")
-    # ogb asks before downloads of more than a gigabyte; --download has answered that.
-    loader_module: Any = importlib.import_module("ogb.nodeproppred.dataset")
-    loader_module.decide_download = lambda url: True
-    # ogb saves a pickle that torch.load refuses the second time; it is a cache of raw/, so drop it. And it
-    # expects the folder of that cache to be there, as it is in OGB's own archives.
-    (folder / "processed" / "data_processed").unlink(missing_ok=True)
-    if (folder / "raw").is_dir():
-        (folder / "processed").mkdir(exist_ok=True)
-    dataset = nodeproppred.NodePropPredDataset(name, root=str(root))
+    dataset = ogb_data.open_dataset(name, root, "plain", download=download)
     graph, labels = dataset[0]
-    masks = []
-    index = dataset.get_idx_split()
-    for part in ("train", "valid", "test"):
-        mask = torch.zeros(graph["num_nodes"], dtype=torch.bool)
-        mask[torch.tensor(index[part])] = True
-        masks.append(mask)
     label: Tensor = torch.tensor(labels).flatten()
     return {
         "edge_index": torch.from_numpy(graph["edge_index"]),
         "y": torch.where(label.isnan(), torch.full_like(label, -1), label).long(),
         "x": torch.from_numpy(graph["node_feat"]),
-        "masks": tuple(masks),
+        "masks": ogb_data.split_masks(dataset, graph["num_nodes"]),
         "directed": name == "ogbn-arxiv",
         "notes": ("loaded by ogb.nodeproppred.NodePropPredDataset",),
     }

@@ -10,12 +10,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from .data import NodeDataset
 from .errors import ExampleError
 from .framework_data import import_dgl
 from .graph_data import GraphBatch
@@ -36,6 +35,8 @@ LAYERS: dict[tuple[str, str], tuple[str, str, dict[str, Any]]] = {
         "fastsparse_dgl.FastMaxKSAGEConv",
         {"aggregator_type": "mean"},
     ),
+    ("pyg", "gin"): ("torch_geometric.nn.GINConv", "fastsparse_pyg.FastGINConv", {"train_eps": True}),
+    ("dgl", "gin"): ("dgl.nn.GINConv", "fastsparse_dgl.FastGINConv", {"learn_eps": True}),
     ("pyg", "gat"): ("torch_geometric.nn.GATConv", "fastsparse_pyg.FastGATConv", {}),
     ("dgl", "gat"): ("dgl.nn.GATConv", "fastsparse_dgl.FastGATConv", {}),
     ("pyg", "gatv2"): ("torch_geometric.nn.GATv2Conv", "fastsparse_pyg.FastGATv2Conv", {}),
@@ -57,6 +58,16 @@ LAYERS: dict[tuple[str, str], tuple[str, str, dict[str, Any]]] = {
 
 #: What --conv both runs, in this order.
 CONVS = ("reference", "fast")
+
+
+class Nodes(Protocol):
+    """What `make_graph` needs to know of a dataset."""
+
+    @property
+    def edge_index(self) -> Tensor: ...
+
+    @property
+    def num_nodes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -107,12 +118,36 @@ def layer(framework: str, operator: str, conv: str) -> tuple[str, Callable[..., 
     return name, lambda *args, **kwargs: cls(*args, **{**options, **kwargs})
 
 
-def make_graph(framework: str, dataset: NodeDataset, conv: str, device: torch.device) -> Any:
+def attention_layer(
+    framework: str,
+    constructor: Callable[..., nn.Module],
+    dropout: float,
+    in_channels: int,
+    out_channels: int,
+    heads: int,
+    concat: bool,
+) -> nn.Module:
+    """A layer with the arguments in the framework's own words."""
+    if framework == "pyg":
+        return constructor(in_channels, out_channels, heads=heads, concat=concat, dropout=dropout)
+    return constructor(in_channels, out_channels, heads, attn_drop=dropout)
+
+
+def joined(x: Tensor, concat: bool) -> Tensor:
+    """Heads side by side or their mean; PyG's layers have done that already, DGL's return (N, heads, C)."""
+    if x.dim() == 2:
+        return x
+    return x.flatten(1) if concat else x.mean(1)
+
+
+def make_graph(
+    framework: str, dataset: Nodes, conv: str, device: torch.device, *, self_loops: bool = True
+) -> Any:
     """The graph in the form that the framework's layers take.
 
-    PyG: the edge_index on `device`. DGL: a DGLGraph with self loops, since its layers add none; the wheel on
-    PyPI knows no CUDA, so for ``fast`` the graph may stay on the CPU (the layer moves the structure once),
-    while ``reference`` needs it on `device`.
+    PyG: the edge_index on `device`. DGL: a DGLGraph, with self loops unless they are not wanted, since its
+    layers add none; the wheel on PyPI knows no CUDA, so for ``fast`` the graph may stay on the CPU (the layer
+    moves the structure once), while ``reference`` needs it on `device`.
 
     Raises:
         ExampleError: DGL's own layer was asked to run on a device that the installed DGL does not support.
@@ -121,26 +156,27 @@ def make_graph(framework: str, dataset: NodeDataset, conv: str, device: torch.de
         return dataset.edge_index.to(device)
     dgl = import_dgl()
     source, target = dataset.edge_index.cpu()
-    graph = dgl.add_self_loop(dgl.graph((source, target), num_nodes=dataset.num_nodes))
-    return _moved(graph, conv, device)
+    graph = dgl.graph((source, target), num_nodes=dataset.num_nodes)
+    return move_graph(dgl.add_self_loop(graph) if self_loops else graph, conv, device)
 
 
-def make_batch_graph(framework: str, batch: GraphBatch, conv: str) -> Any:
+def make_batch_graph(framework: str, batch: GraphBatch, conv: str, *, self_loops: bool = False) -> Any:
     """A batch of small graphs as one graph, on the batch's device where that can be (see `make_graph`).
 
-    No self loops are added, in neither framework.
+    Self loops are added only for DGL and where they are wanted, for layers that add them in PyG.
     """
     if framework == "pyg":
         return batch.edge_index
     source, target = batch.edge_index.cpu()
-    graph = import_dgl().graph((source, target), num_nodes=batch.graph_of_node.numel())
-    return _moved(graph, conv, batch.edge_index.device)
+    dgl = import_dgl()
+    graph = dgl.graph((source, target), num_nodes=batch.graph_of_node.numel())
+    return move_graph(dgl.add_self_loop(graph) if self_loops else graph, conv, batch.edge_index.device)
 
 
-def _moved(graph: Any, conv: str, device: torch.device) -> Any:
-    """A DGLGraph on the device; for ``fast`` it stays on the CPU where the installed DGL knows no other."""
-    if device.type == "cpu":
-        return graph
+def move_graph(graph: Any, conv: str, device: torch.device) -> Any:
+    """A graph on the device; DGL's stays on the CPU for ``fast`` where the installed DGL knows no other."""
+    if device.type == "cpu" or isinstance(graph, Tensor):
+        return graph.to(device)
     try:
         return graph.to(device)
     except import_dgl().DGLError as error:

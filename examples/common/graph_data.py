@@ -59,8 +59,8 @@ class GraphDataset:
 
     def batch(self, graphs: Tensor) -> GraphBatch:
         """Some graphs as one: nodes and edges renumbered, in the order of `graphs`."""
-        nodes, graph_of_node = _ranges(self.node_ptr, graphs)
-        edges, graph_of_edge = _ranges(self.edge_ptr, graphs)
+        nodes, graph_of_node = ranges(self.node_ptr, graphs)
+        edges, graph_of_edge = ranges(self.edge_ptr, graphs)
         size = self.node_ptr[graphs + 1] - self.node_ptr[graphs]
         shift = size.cumsum(0) - size - self.node_ptr[graphs]
         return GraphBatch(
@@ -95,7 +95,7 @@ class GraphBatch:
         return GraphBatch(*(part.to(device) for part in parts))
 
 
-def _ranges(ptr: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+def ranges(ptr: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """All positions in the chosen ranges of `ptr`, and for each the place of its range in `chosen`."""
     start, length = ptr[chosen], ptr[chosen + 1] - ptr[chosen]
     place = torch.repeat_interleave(length)
@@ -137,26 +137,28 @@ def find_graphs(name: str, root: Path) -> GraphDataset | None:
     else:
         row = np.repeat(np.arange(num_nodes), np.diff(content["rowptr"]))
         edges = torch.from_numpy(np.stack([row, content["col"].astype(np.int64)]))
-    edge_index = undirected(edges, num_nodes)
-    node_ptr = torch.from_numpy(content["graph_ptr"].astype(np.int64))
     y = torch.from_numpy(content["graph_y"].astype(np.int64))
-    return GraphDataset(
-        path.stem,
-        edge_index,
-        torch.searchsorted(edge_index[1].contiguous(), node_ptr),
-        node_ptr,
-        _codes(content, edge_index, num_nodes),
-        y - y.min(),
-        _given_split(content),
+    node_ptr = torch.from_numpy(content["graph_ptr"].astype(np.int64))
+    return from_union(
+        path.stem, edges, node_ptr, _codes(content, edges, num_nodes), y - y.min(), _given_split(content)
     )
 
 
-def _codes(content: dict[str, np.ndarray], edge_index: Tensor, num_nodes: int) -> Tensor:
+def from_union(
+    name: str, edges: Tensor, node_ptr: Tensor, codes: Tensor, y: Tensor, given_split: Split | None
+) -> GraphDataset:
+    """The dataset from edges (2, E) of the disjoint union, in any order; both directions are made."""
+    edge_index = undirected(edges, codes.size(0))
+    edge_ptr = torch.searchsorted(edge_index[1].contiguous(), node_ptr)
+    return GraphDataset(name, edge_index, edge_ptr, node_ptr, codes, y, given_split)
+
+
+def _codes(content: dict[str, np.ndarray], edges: Tensor, num_nodes: int) -> Tensor:
     """Integer features; node degrees (at most 31) where the file has none."""
     for key in ("x", "node_label"):
         if key in content and np.issubdtype(content[key].dtype, np.integer):
             return torch.from_numpy(content[key].astype(np.int64)).reshape(num_nodes, -1)
-    return torch.bincount(edge_index[1], minlength=num_nodes).clamp(max=31)[:, None]
+    return torch.bincount(undirected(edges, num_nodes)[1], minlength=num_nodes).clamp(max=31)[:, None]
 
 
 def _given_split(content: dict[str, np.ndarray]) -> Split | None:

@@ -30,7 +30,7 @@ from .training import (
 GraphFactory = Callable[[GraphBatch], Any]
 
 
-class _Evaluation:
+class Evaluation:
     """A fixed part of the data, batched once: its structures are converted once and found again."""
 
     def __init__(
@@ -82,7 +82,7 @@ def train_run(
     split = dataset.split(seed)
     train = split.train.nonzero().flatten()
     parts = {
-        part: _Evaluation(dataset, getattr(split, part).nonzero().flatten(), 1024, device, make_graph)
+        part: Evaluation(dataset, getattr(split, part).nonzero().flatten(), 1024, device, make_graph)
         for part in ("val", "test")
     }
     optimiser = torch.optim.Adam(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)

@@ -57,10 +57,11 @@ class _GraphTransformerLayer(nn.Module):
         )
         self.norm2 = _NORMS[norm](out_channels)
 
-    def _layer(self, x: Tensor, graph: Any) -> Tensor:
-        query, key, value = (
-            linear(x).unflatten(-1, (self.heads, -1)) for linear in (self.query, self.key, self.value)
-        )
+    def _layer(self, x: Tensor, graph: Any, num_targets: int) -> Tensor:
+        """The first `num_targets` of the nodes are those that are computed."""
+        key, value = (linear(x).unflatten(-1, (self.heads, -1)) for linear in (self.key, self.value))
+        x = x[:num_targets]
+        query = self.query(x).unflatten(-1, (self.heads, -1))
         out = self._attention(graph, query / math.sqrt(query.size(-1)), key, value)
         x = self.norm1(x + self.out(self.dropout(out.flatten(1))))
         return self.norm2(x + self.feed_forward(x))
@@ -77,7 +78,7 @@ class PygGraphTransformerLayer(_GraphTransformerLayer):
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         """(num_nodes, out_channels) from (num_nodes, in_channels) and edges (2, E)."""
-        return self._layer(x, edge_index)
+        return self._layer(x, edge_index, x.size(0))
 
     def _attention(self, graph: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         utils = importlib.import_module("torch_geometric.utils")
@@ -91,8 +92,8 @@ class DglGraphTransformerLayer(_GraphTransformerLayer):
     """With DGL's sampled product, edge softmax and weighted sum; called as ``layer(graph, x)``."""
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
-        """(num_nodes, out_channels) from a DGLGraph and (num_nodes, in_channels)."""
-        return self._layer(x, graph)
+        """(num_nodes, out_channels) from a DGLGraph or block and (num_nodes, in_channels)."""
+        return self._layer(x, graph, graph.num_dst_nodes())
 
     def _attention(self, graph: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         ops = importlib.import_module("dgl.ops")

@@ -159,9 +159,10 @@ def plot(path: Path, title: str, metric: str, results: Sequence[LayerResult]) ->
             "linestyle": ("-", "--")[place % 2],
             "linewidth": 1.6,
         }
+        scored = [i for i, score in enumerate(run.test) if math.isfinite(score)]
         for column, across in enumerate((epochs, seconds)):
             axes[0, column].plot(across, run.loss, **style)
-            axes[1, column].plot(across, run.test, **style)
+            axes[1, column].plot([across[i] for i in scored], [run.test[i] for i in scored], **style)
     axes[0, 0].set_ylabel("training loss")
     axes[1, 0].set_ylabel(METRIC_TITLES[metric])
     for row in axes:

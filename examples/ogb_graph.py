@@ -1,0 +1,218 @@
+"""Trains OGB's molecule classification, with OGB's loaders and Evaluators.
+
+    python examples/ogb_graph.py --dataset ogbg-molhiv --root data --download --model gin --conv fast
+
+Hyper-parameters of gin and gcn are those of OGB's example scripts, without features of bonds, which the
+layers do not take: see docs/ogb.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import graph_training
+from common.cli import above_zero, at_least, override, parse_device, parser, report_results, run
+from common.frameworks import FRAMEWORKS, Framework, layer, make_batch_graph
+from common.graph_data import GraphBatch, batches
+from common.long_run import LongRecipe, Training, add_options, check_options, train_runs
+from common.ogb_tasks import OgbGraphs, load_graphs
+from common.report import LayerResult, make_console
+from graph_transformer import GraphTransformer, make_layers
+from rich.console import Console
+from torch import Tensor, nn
+
+DATASETS = ("ogbg-molhiv",)
+
+#: OGB's examples/graphproppred/mol: five layers of width 300.
+_OGB = LongRecipe(layers=5, hidden=300, dropout=0.5, lr=1e-3, epochs=100, batch_size=32, runs=1)
+
+#: The transformer's are those of graph_transformer.py.
+RECIPES = {
+    "gin": _OGB,
+    "gcn": _OGB,
+    "gt": replace(_OGB, layers=4, hidden=80, dropout=0.1, epochs=30, batch_size=512),
+}
+
+
+class GraphModel(nn.Module):
+    """Graph layers with batch norms on embedded atoms, then the mean over each graph's atoms.
+
+    Args:
+        framework: How to call the layers.
+        convs: The layers, all of width `recipe.hidden`.
+        code_sizes: Number of categories of each feature.
+        recipe: Width and dropout.
+    """
+
+    def __init__(
+        self, framework: Framework, convs: Sequence[nn.Module], code_sizes: Sequence[int], recipe: LongRecipe
+    ) -> None:
+        super().__init__()
+        self.framework = framework
+        self.dropout = recipe.dropout
+        self.embeddings = nn.ModuleList(nn.Embedding(size, recipe.hidden) for size in code_sizes)
+        for embedding in self.embeddings:
+            nn.init.xavier_uniform_(embedding.weight)
+        self.convs = nn.ModuleList(convs)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(recipe.hidden) for _ in convs)
+        self.lin_out = nn.Linear(recipe.hidden, 2)
+
+    def forward(self, graph: Any, batch: GraphBatch) -> Tensor:
+        """Logits (graphs, 2)."""
+        x = sum(embedding(code) for embedding, code in zip(self.embeddings, batch.codes.t(), strict=True))
+        last = len(self.convs) - 1
+        for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
+            x = norm(self.framework.call(conv, graph, x))
+            x = F.dropout(F.relu(x) if i < last else x, self.dropout, self.training)
+        total = x.new_zeros(batch.size.numel(), x.size(1)).index_add(0, batch.graph_of_node, x)
+        return self.lin_out(total / batch.size[:, None].to(x.dtype))
+
+
+def make_gin(options: argparse.Namespace, data: OgbGraphs, recipe: LongRecipe) -> tuple[nn.Module, str]:
+    """GIN with a perceptron of two layers in each."""
+    name, constructor = layer(options.framework, "gin", options.conv)
+    width = recipe.hidden
+
+    def perceptron() -> nn.Module:
+        wide = nn.Linear(width, 2 * width)
+        return nn.Sequential(wide, nn.BatchNorm1d(2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+
+    convs = [constructor(perceptron()) for _ in range(recipe.layers)]
+    return GraphModel(FRAMEWORKS[options.framework], convs, data.code_sizes, recipe), name
+
+
+def make_gcn(options: argparse.Namespace, data: OgbGraphs, recipe: LongRecipe) -> tuple[nn.Module, str]:
+    """GCN."""
+    name, constructor = layer(options.framework, "gcn", options.conv)
+    # Every batch is another graph: the layer must not keep one.
+    extra = {"cached": False} if options.framework == "pyg" else {}
+    convs = [constructor(recipe.hidden, recipe.hidden, **extra) for _ in range(recipe.layers)]
+    return GraphModel(FRAMEWORKS[options.framework], convs, data.code_sizes, recipe), name
+
+
+def make_gt(options: argparse.Namespace, data: OgbGraphs, recipe: LongRecipe) -> tuple[nn.Module, str]:
+    """The graph transformer of graph_transformer.py."""
+    convs, name, framework = make_layers(options.framework, options.conv, recipe, "batch")
+    return GraphTransformer(framework, convs, data.code_sizes, 2, recipe), name
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that ``--model`` names; `self_loops` says whether DGL's graphs need them."""
+
+    make: Callable[[argparse.Namespace, OgbGraphs, LongRecipe], tuple[nn.Module, str]]
+    self_loops: bool = False
+
+
+MODELS = {"gin": Model(make_gin), "gcn": Model(make_gcn, self_loops=True), "gt": Model(make_gt)}
+
+
+class GraphTask:
+    """What `Training` needs for many graphs: batches, loss and evaluation.
+
+    Args:
+        options: The command line.
+        data: The graphs, on the CPU.
+        recipe: Hyper-parameters.
+        device: Where to train.
+    """
+
+    def __init__(
+        self, options: argparse.Namespace, data: OgbGraphs, recipe: LongRecipe, device: torch.device
+    ) -> None:
+        self.options, self.data, self.recipe, self.device = options, data, recipe, device
+        self.kind = MODELS[options.model]
+        self.make_graph = functools.partial(
+            make_batch_graph, options.framework, conv=options.conv, self_loops=self.kind.self_loops
+        )
+        split = data.dataset.split(options.seed)
+        self.ids = {part: getattr(split, part).nonzero().flatten() for part in ("train", "val", "test")}
+        self.parts = {
+            part: graph_training.Evaluation(data.dataset, ids, 1024, device, self.make_graph)
+            for part, ids in self.ids.items()
+        }
+
+    def training(self, run: int) -> tuple[Training, str]:
+        """The model of a run, freshly drawn, and how to train it."""
+        model, name = self.kind.make(self.options, self.data, self.recipe)
+        self.model = model.to(self.device)
+        steps = -(-self.ids["train"].numel() // self.recipe.batch_size)
+        return Training(self.model, self.batches, steps, self.loss, self.evaluate), name
+
+    def batches(self) -> Any:
+        return batches(
+            self.data.dataset,
+            self.ids["train"],
+            self.recipe.batch_size,
+            generator=torch.default_generator,
+        )
+
+    def loss(self, batch: GraphBatch) -> tuple[Tensor, int]:
+        batch = batch.to(self.device)
+        logits = self.model(self.make_graph(batch), batch)
+        return F.cross_entropy(logits.float(), batch.y), batch.y.numel()
+
+    def evaluate(self) -> dict[str, float]:
+        """Scores by OGB's Evaluator."""
+        return {
+            part: self.data.score(evaluation.logits(self.model), self.ids[part])
+            for part, evaluation in self.parts.items()
+        }
+
+
+def main(
+    arguments: Sequence[str] | None = None, console: Console | None = None
+) -> tuple[dict, list[LayerResult]]:
+    """Runs the example; returns the log that --json writes, and the results.
+
+    Args:
+        arguments: Command line, by default the process's own.
+        console: Where to print, by default standard output.
+    """
+    command_line = parser(__doc__.split("\n\n", 1)[0], heads=True, datasets=DATASETS)
+    add = command_line.add_argument
+    add("--model", choices=tuple(MODELS), default="gin", help="which model")
+    add("--batch-size", type=at_least(2), help="graphs per batch (default: the model's recipe)")
+    add("--lr", type=above_zero, help="learning rate (default: the model's recipe)")
+    add_options(command_line)
+    options = command_line.parse_args(arguments)
+    console = console or make_console()
+    check_options(options)
+    device = parse_device(options.device)
+    data = load_graphs(options.dataset, options.root, options.framework, download=options.download)
+    recipe = replace(override(RECIPES[options.model], options), select_by=data.metric)
+    task = GraphTask(options, data, recipe, device)
+    sizes = "/".join(f"{ids.numel():,}" for ids in task.ids.values())
+    graphs = data.dataset
+    console.print(
+        f"[bold]{graphs.name}[/bold]: {graphs.num_graphs:,} graphs, {graphs.codes.size(0):,} nodes,"
+        f" {graphs.edge_index.size(1):,} directed edges, OGB's split {sizes}",
+        *(f"[dim]{note}[/dim]" for note in data.notes),
+        f"{options.model}, {options.framework} on {device}, {options.precision}: {recipe.layers} layers,"
+        f" hidden {recipe.hidden}, dropout {recipe.dropout}, lr {recipe.lr}, {recipe.epochs} epochs in"
+        f" batches of {recipe.batch_size}, {recipe.runs} run(s), best epoch by validation {recipe.select_by}",
+        sep="\n",
+        highlight=False,
+    )
+    settings = {name: getattr(options, name) for name in ("framework", "conv", "dataset", "model")}
+    result = train_runs(options, settings, task.training, recipe, device=device)
+    description = {
+        "name": graphs.name,
+        "graphs": graphs.num_graphs,
+        "nodes": graphs.codes.size(0),
+        "edges": graphs.edge_index.size(1),
+        "split": sizes,
+        "notes": list(data.notes),
+    }
+    return report_results(options, device, description, recipe, [result], console), [result]
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))
