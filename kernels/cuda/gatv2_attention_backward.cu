@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
     for (int i = 0; i < kLaneFeatures; ++i) delta += grad[i] * out[i];
     delta = sum_lanes<kHeadLanes>(delta);
 
+    float score_sum = 0;  // 0 but for rounding; NaN where a score is
     const auto column = [&](int entry) {
       return entry < slice.length ? __ldg(args.a.col + slice.begin + entry) : 0;
     };
@@ -80,6 +81,7 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
           dot = sum_lanes<kHeadLanes>(dot);
           const float p = has(u) ? __expf(score - lse) : 0.0f;
           const float grad_score = p * (__shfl_sync(kFullWarp, factor, step + u, kHeadLanes) * dot - delta);
+          score_sum += grad_score;
 #pragma unroll
           for (int i = 0; i < kLaneFeatures; ++i) {
             grad_att[i] += grad_score * activated[i];
@@ -90,8 +92,11 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
     }
 
     if (index >= args.split.num_slices || !lane.live) continue;
+    const float slope = input.negative_slope;
 #pragma unroll
-    for (int i = 0; i < kLaneFeatures; ++i) grad_x[i] *= (1.0f - input.negative_slope) * att[i];
+    for (int i = 0; i < kLaneFeatures; ++i) {
+      grad_x[i] = att[i] * (slope * score_sum + (1.0f - slope) * grad_x[i]);
+    }
     if (slice.target < 0) {
       lane.template store<float>(args.partial_dst, ~slice.target, width, grad_x);
     } else {

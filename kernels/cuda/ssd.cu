@@ -23,10 +23,9 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kAtOnce = 2;            // sources that a lane has under way
-constexpr int kTermBits = 22;         // what adding kRound leaves of a float: 128 terms stay below 2^31
+constexpr int kTermBits = 24;         // those of a float: 128 terms stay below 2^31
 constexpr int kLeastExponent = -100;  // smaller terms sum plainly: their units would not be normal floats
 constexpr unsigned kInfinity = 0x7f800000u;
-constexpr float kRound = 3 << 22;     // adding it leaves the rounded integer in a float's low bits
 constexpr int kPlainFeatures = 1024;  // of a plain sum: what a warp's buffer holds
 
 // 2^power, for powers of normal numbers.
@@ -137,7 +136,7 @@ struct FixedRow {
         const int shift = min(raised - exponent, 31);
         __syncwarp();
         for (int i = threadIdx.x % kWarp; i < features; i += kWarp) {
-          sum[i] = (sum[i] + (1 << (shift - 1))) >> shift;
+          sum[i] = ((sum[i] >> (shift - 1)) + 1) >> 1;
         }
         __syncwarp();
       }
@@ -147,8 +146,7 @@ struct FixedRow {
   }
 
   __device__ __forceinline__ void add(unsigned id, float term) {
-    const float rounded = fmaf(term, exp2_of(kTermBits - exponent), kRound);
-    atomicAdd(sum + id, __float_as_int(rounded) - __float_as_int(kRound));
+    atomicAdd(sum + id, __float2int_rn(term * exp2_of(kTermBits - exponent)));
   }
 
   __device__ __forceinline__ float unit() const { return exp2_of(exponent - kTermBits); }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastsparse_core import reference
 from fastsparse_core.adjacency import Adjacency
-from fastsparse_core.ops._common import accumulation_dtype
+from fastsparse_core.ops._common import accumulation_dtype, check_heads
 from fastsparse_core.ops.edge_softmax import edge_softmax
 from fastsparse_core.ops.spmm import spmm
 
@@ -51,6 +51,7 @@ def aggregate(adj: Adjacency, score: Tensor, v: Tensor, dropout_p: float, seed: 
 
 def _edge_products(adj: Adjacency, x_dst: Tensor, x_src: Tensor) -> Tensor:
     heads = x_dst.size(1)
+    check_heads(heads, x_dst.device)
     dtype = accumulation_dtype(x_dst.dtype)
     # csr, whose products and gradients are float32 throughout, not TF32 terms: for that it is asked for.
     arguments = (None, None, adj.num_values, heads, dtype, adj.handle, "csr", False)
