@@ -22,12 +22,12 @@ from .tables import REGRET_SEEN, csr_over_flashsparse
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def _stem(result: dict[str, Any]) -> str:
-    algorithm = result["settings"].get("algorithm", "csr")
-    return "spmm" if algorithm == "csr" else f"spmm_{algorithm}"
+def _plot_path(record_path: Path, *parts: str) -> Path:
+    """Where a plot of a record lies: beside it, under its name."""
+    return record_path.with_name("_".join((record_path.stem, *parts)) + ".png")
 
 
-def speed_up_bars(result: dict[str, Any], folder: Path) -> list[Path]:
+def speed_up_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
     """One plot per feature type and direction: the rival's time over ours, a colour per width."""
     cells = [cell for cell in result["cells"] if cell["status"] == "ok"]
     written = []
@@ -49,13 +49,11 @@ def speed_up_bars(result: dict[str, Any], folder: Path) -> list[Path]:
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_ylabel(f"times faster than {' / '.join(sorted(rivals))}")
         axes.set_title(f"spmm {direction}, {dtype}")
-        written.append(
-            _finish(figure, axes, graphs, folder / f"{_stem(result)}_speedup_{direction}_{dtype}.png")
-        )
+        written.append(_finish(figure, axes, graphs, _plot_path(record_path, "speedup", direction, dtype)))
     return written
 
 
-def roofline_plots(result: dict[str, Any], folder: Path) -> list[Path]:
+def roofline_plots(result: dict[str, Any], record_path: Path) -> list[Path]:
     """Rate of gathering against the size of the table, and the share of the bound on large graphs."""
     cells = [cell for cell in result["cells"] if cell["status"] == "ok" and cell["direction"] == "forward"]
     if result["machine"].get("gpu") != peers()["gpu"] or not cells:
@@ -93,7 +91,7 @@ def roofline_plots(result: dict[str, Any], folder: Path) -> list[Path]:
     bars.tick_params(axis="y", labelsize=6)
     bars.set_xlabel(f"share of the gather roofline; dashed: {TARGET:.0%}")
     bars.set_title(f"graphs over {LARGE_EDGES / 1e6:.0f} million edges")
-    path = folder / f"{_stem(result)}_roofline.png"
+    path = _plot_path(record_path, "roofline")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
     return [path]
@@ -103,7 +101,7 @@ def _is_large(cell: dict[str, Any]) -> bool:
     return cell["edges"] > LARGE_EDGES
 
 
-def choice_heat_maps(result: dict[str, Any], folder: Path) -> list[Path]:
+def choice_heat_maps(result: dict[str, Any], record_path: Path) -> list[Path]:
     """Time of csr over that of flashsparse by graph and width, a map per feature type."""
     cells = [cell for cell in result["cells"] if cell["status"] == "ok" and csr_over_flashsparse(cell)]
     dtypes = list(dict.fromkeys(cell["dtype"] for cell in cells))
@@ -136,13 +134,13 @@ def choice_heat_maps(result: dict[str, Any], folder: Path) -> list[Path]:
         axes.set_title(dtype)
     figure.colorbar(shown, ax=row[0], label="log2 of csr time over flashsparse time")
     figure.suptitle("where the tensor cores win (green); !: auto takes the slower one")
-    path = folder / "choice.png"
+    path = _plot_path(record_path)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
     return [path]
 
 
-def format_bars(result: dict[str, Any], folder: Path) -> list[Path]:
+def format_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
     """FlashSparse's figure 14 and table 2: instructions and zeros of 16x1 and of 8x1 vectors."""
     cells = [cell for cell in result["cells"] if cell["status"] == "ok" and cell["grouping"] == "none"]
     cells = [cell for cell in cells if cell["mma_8x1"]]
@@ -164,13 +162,13 @@ def format_bars(result: dict[str, Any], folder: Path) -> list[Path]:
     names = [cell["graph"] + ("" if cell["real"] else " (stand-in)") for cell in cells]
     row[0].set_yticks(places, names, fontsize=7)
     row[0].invert_yaxis()
-    path = folder / "formats.png"
+    path = _plot_path(record_path)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
     return [path]
 
 
-def training_bars(result: dict[str, Any], folder: Path) -> list[Path]:
+def training_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
     """Time of a training step and peak memory: a panel per model, bars per graph, a colour per layer."""
     written = []
     for dtype in dict.fromkeys(cell["dtype"] for cell in result["cells"]):
@@ -196,14 +194,14 @@ def training_bars(result: dict[str, Any], folder: Path) -> list[Path]:
                 axes.set_ylabel(label)
                 axes.set_title(f"{model}, {dtype} (no bar: {_missing(group)})")
                 _label(axes, graphs)
-            path = folder / f"train_{'time' if field == 'median_ms' else 'memory'}_{dtype}.png"
+            path = _plot_path(record_path, "time" if field == "median_ms" else "memory", dtype)
             figure.savefig(path, dpi=130)
             pyplot.close(figure)
             written.append(path)
     return written
 
 
-def attention_bars(result: dict[str, Any], folder: Path) -> list[Path]:
+def attention_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
     """One plot per implementation, feature type and direction: the fastest stored rival's time over ours."""
     cells = [cell for cell in result["cells"] if cell["status"] == "ok"]
     written = []
@@ -227,7 +225,7 @@ def attention_bars(result: dict[str, Any], folder: Path) -> list[Path]:
         axes.set_ylabel("times faster than the fastest stored rival")
         axes.set_title(f"{name} {direction}, {dtype} (no bar: no rival has a time)")
         algorithm = name.split()[-1]
-        path = folder / f"attention_{algorithm}_speedup_{direction}_{dtype}.png"
+        path = _plot_path(record_path, algorithm, "speedup", direction, dtype)
         written.append(_finish(figure, axes, graphs, path))
     return written
 
@@ -281,7 +279,7 @@ def run(options: argparse.Namespace) -> list[Path]:
     for path in tables.stored(options.results):
         result = record.load(path)
         for draw in PLOTS.get(result["name"], ()):
-            written += draw(result, path.parent)
+            written += draw(result, path)
     for path in written:
         print(path)
     return written

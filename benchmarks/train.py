@@ -153,7 +153,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Path:
     """Runs the benchmark; returns the path of its record."""
-    out = recorder("train", options)
+    chosen = "" if options.models == list(MODELS) else "_".join(options.models)
+    out = recorder("train", options, variant=chosen)
     if not options.reference_all:
         out.note(
             f"PyG's attention layers were not tried on graphs of over {REFERENCE_EDGES / 1e6:.0f} million"

@@ -378,18 +378,21 @@ def test_published_page_puts_plots_under_their_own_record(
 
 def test_choice_is_drawn_as_a_heat_map(tmp_path: Path) -> None:
     plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
-    (path,) = plots.choice_heat_maps(record_of("choice", choice_cells()), tmp_path)
+    (path,) = plots.choice_heat_maps(record_of("choice", choice_cells()), tmp_path / "choice.json")
     assert path.read_bytes()[:4] == b"\x89PNG"
-    assert plots.choice_heat_maps(record_of("choice", choice_cells()[2:]), tmp_path) == []
+    assert plots.choice_heat_maps(record_of("choice", choice_cells()[2:]), tmp_path / "choice.json") == []
 
 
 def test_formats_are_drawn_per_graph(tmp_path: Path) -> None:
     plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
     counts = {"mma_16x1": 4, "mma_8x1": 2, "zeros_16x1": 90, "zeros_8x1": 30}
     cell = {"graph": "cora", "real": True, "edges": 50, "grouping": "none", "status": "ok", **counts}
-    (path,) = plots.format_bars(record_of("formats", [cell]), tmp_path)
+    (path,) = plots.format_bars(record_of("formats", [cell]), tmp_path / "formats.json")
     assert path.name == "formats.png"
-    assert plots.format_bars(record_of("formats", [{**cell, "status": "failed"}]), tmp_path) == []
+    assert (
+        plots.format_bars(record_of("formats", [{**cell, "status": "failed"}]), tmp_path / "formats.json")
+        == []
+    )
 
 
 def test_roofline_tells_large_graphs_apart(tmp_path: Path) -> None:
@@ -398,10 +401,10 @@ def test_roofline_tells_large_graphs_apart(tmp_path: Path) -> None:
     assert not any(plots._is_large(cell) for cell in result["cells"])
     result["cells"] = [{**cell, "edges": 10_000_001} for cell in result["cells"]]
     assert all(plots._is_large(cell) for cell in result["cells"])
-    (path,) = plots.roofline_plots(result, tmp_path)
+    (path,) = plots.roofline_plots(result, tmp_path / "spmm.json")
     assert path.name == "spmm_roofline.png"
     result["machine"] = {**result["machine"], "gpu": "NVIDIA A100"}
-    assert plots.roofline_plots(result, tmp_path) == []
+    assert plots.roofline_plots(result, tmp_path / "spmm.json") == []
 
 
 def test_every_benchmark_is_introduced() -> None:
@@ -469,12 +472,12 @@ def test_attention_tables_hold_every_rival_apart() -> None:
 def test_attention_is_drawn_where_rivals_are_known(tmp_path: Path) -> None:
     plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
     result = record_of("attention", attention_cells())
-    assert [path.name for path in plots.attention_bars(result, tmp_path)] == [
+    assert [path.name for path in plots.attention_bars(result, tmp_path / "attention.json")] == [
         "attention_fused3s_speedup_forward_float16.png",
         "attention_fused3s_speedup_backward_float16.png",
     ]
     result["machine"] = {"cpu": "x"}
-    assert plots.attention_bars(result, tmp_path) == []
+    assert plots.attention_bars(result, tmp_path / "attention.json") == []
 
 
 def training_cell(implementation: str, **fields: Any) -> dict[str, Any]:
@@ -496,5 +499,5 @@ def test_training_table_fills_in_what_was_stored(tmp_path: Path) -> None:
     lone = [training_cell("FastAGNNConv", dtype="float32")]
     assert len(tables.train(record_of("train", lone))[0].rows) == 1
     plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
-    names = [path.name for path in plots.training_bars(result, tmp_path)]
+    names = [path.name for path in plots.training_bars(result, tmp_path / "train.json")]
     assert names == ["train_time_bf16-amp.png", "train_memory_bf16-amp.png"]

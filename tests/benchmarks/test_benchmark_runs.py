@@ -30,7 +30,7 @@ def small_suite(monkeypatch: pytest.MonkeyPatch) -> None:
 def result_of(tmp_path: Path, name: str, *arguments: str) -> dict:
     words = " ".join(arguments).split()
     run([name, "--device", "cpu", "--out", str(tmp_path), *words], Console(quiet=True))
-    return record.load(next(tmp_path.glob(f"*/{name}.json")))
+    return record.load(next(tmp_path.glob(f"*/{name}*.json")))
 
 
 def test_spmm_checks_then_times_every_cell(tmp_path: Path) -> None:
