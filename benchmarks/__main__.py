@@ -34,10 +34,10 @@ COMMANDS = {
 
 #: What `all` runs where there is a GPU and where there is none; first what matters most, in case time ends.
 ON_CUDA = (
-    "ssd",
     "attention",
     "train",
     "breakdown",
+    "ssd",
     "accuracy --models gat agnn gt",
     "spmm --algorithm flashsparse --dtypes float16 bfloat16 float32",
     "sddmm",

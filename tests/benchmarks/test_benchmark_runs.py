@@ -424,7 +424,7 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
         (
             "cuda",
             [
-                *("attention", "train", "accuracy", "spmm", "sddmm", "spmm"),
+                *("attention", "train", "breakdown", "ssd", "accuracy", "spmm", "sddmm", "spmm"),
                 *("formats", "adjacency", "host", "choice", "accuracy"),
             ],
         ),
