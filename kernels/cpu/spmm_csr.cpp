@@ -14,15 +14,6 @@ constexpr std::int64_t kEntriesPerSum = 32;  // then the sum moves to a compensa
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // products below which waking threads costs more than it saves
 
-// Kahan's addition. Rounding errors then grow with kEntriesPerSum and not with the degree of a row.
-template <typename V>
-FASTSPARSE_INLINE void add_compensated(const V& term, V& total, V& compensation) {
-  const V corrected = term - compensation;
-  const V next = total + corrected;
-  compensation = (next - total) - corrected;
-  total = next;
-}
-
 template <typename T>
 FASTSPARSE_INLINE Acc<T> weight_of(const SpmmArgs& args, std::int64_t entry, std::int64_t head) {
   Acc<T> weight = 1;

@@ -31,29 +31,43 @@ constexpr int kPlainFeatures = 1024;  // of a plain sum: what a warp's buffer ho
 // 2^power, for powers of normal numbers.
 __device__ __forceinline__ float exp2_of(int power) { return __int_as_float((power + 127) << 23); }
 
-// Four entries of a row, zeros beyond its end.
+// Four entries of a row as they are stored: turning them into numbers would wait for them.
 template <typename T, typename Id>
-__device__ __forceinline__ void load_entries(const SsdArgs& args, bool vector, std::int64_t row,
-                                             std::int64_t first, float (&value)[4], unsigned (&id)[4]) {
-  const T* values = static_cast<const T*>(args.values) + row * args.k + first;
-  const Id* ids = static_cast<const Id*>(args.ids) + row * args.k + first;
-  if (vector) {
-    const auto value_pack = load_pack<T, 4>(values);
-    const auto id_pack = load_pack<Id, 4>(ids);
+struct Quad {
+  Pack<T, 4> value;
+  Pack<Id, 4> id;
+};
+
+// The part of every row that a lane takes: entries from 4 * quad on.
+template <typename T, typename Id, bool kVector>
+struct QuadOfRows {
+  const T* values;
+  const Id* ids;
+  unsigned k;
+  int inside;  // entries before the row's end; zeros are loaded beyond it
+
+  __device__ __forceinline__ QuadOfRows(const SsdArgs& args, int quad)
+      : values(static_cast<const T*>(args.values) + quad * 4),
+        ids(static_cast<const Id*>(args.ids) + quad * 4),
+        k(static_cast<unsigned>(args.k)),
+        inside(static_cast<int>(args.k) - quad * 4) {}
+
+  __device__ __forceinline__ Quad<T, Id> load(unsigned row) const {
+    const std::uint64_t at = std::uint64_t{row} * k;  // one instruction
+    Quad<T, Id> quad;
+    if constexpr (kVector) {
+      quad.value = load_pack<T, 4>(values + at);
+      quad.id = load_pack<Id, 4>(ids + at);
+    } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      value[i] = widen(value_pack.lane[i]);
-      id[i] = id_pack.lane[i];
+      for (int i = 0; i < 4; ++i) {
+        quad.value.lane[i] = i < inside ? values[at + i] : narrow<T>(0.0f);
+        quad.id.lane[i] = i < inside ? ids[at + i] : Id{0};
+      }
     }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const bool inside = first + i < args.k;
-      value[i] = inside ? widen(values[i]) : 0.0f;
-      id[i] = inside ? ids[i] : 0u;
-    }
+    return quad;
   }
-}
+};
 
 template <typename T>
 __device__ __forceinline__ Acc<T> weight_of(const SsdArgs& args, std::int64_t entry, std::int64_t source) {
@@ -152,64 +166,88 @@ struct FixedRow {
   __device__ __forceinline__ float unit() const { return exp2_of(exponent - kTermBits); }
 };
 
+// Entries of a group that a lane takes at once: kAtOnce quads, `step` sources apart.
+template <typename T, typename Id>
+struct Chunk {
+  Quad<T, Id> quad[kAtOnce];
+  float weight[kAtOnce];
+};
+
 // Adds the entries of a group; false if it has terms that fixed point cannot hold.
-template <typename T, typename Id, bool kWeighted>
+template <typename T, typename Id, bool kVector, bool kWeighted>
 __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& slice, int lanes_log,
-                                          bool vector, FixedRow& row) {
+                                          FixedRow& row) {
   const int lane = threadIdx.x % kWarp;
   // Lanes of a source, and sources at once.
   const int lanes = 1 << lanes_log, step = kWarp >> lanes_log;
   const int nth = lane >> lanes_log, lane_of_source = lane & (lanes - 1);
   const int quads = static_cast<int>((args.k + 3) / 4);
-  for (int base = 0; base < slice.length; base += kWarp) {
-    const int inside = min(slice.length - base, kWarp);
-    const std::int64_t mine = slice.begin + base + lane;
-    const int source = lane < inside ? __ldg(args.a.col + mine) : 0;
-    float weight = 1;
-    if constexpr (kWeighted) weight = lane < inside ? weight_of<T>(args, mine, source) : 0.0f;
-    for (int first = 0; first < inside; first += kAtOnce * step) {
-      // With many kept entries a lane takes several quads of a source.
-      for (int quad0 = 0; quad0 < quads; quad0 += lanes) {
-        const int quad = quad0 + lane_of_source;
-        float term[kAtOnce][4] = {};
-        unsigned id[kAtOnce][4];
-        unsigned most = 0;
+
+  const int* sources = args.a.col + slice.begin + nth;
+  const int last = slice.length - 1 - nth;  // of this lane's entries, counted from `sources`
+
+  // Lanes without an entry load another: without branches all loads are under way at once.
+  const auto load_sources = [&](int first, unsigned (&source)[kAtOnce]) {
 #pragma unroll
-        for (int u = 0; u < kAtOnce; ++u) {
-          const int entry = first + u * step + nth;
-          const std::int64_t from = __shfl_sync(kFullWarp, source, entry % kWarp);
-          const float factor = kWeighted ? __shfl_sync(kFullWarp, weight, entry % kWarp) : 1.0f;
-          if (entry < inside && quad < quads) {
-            load_entries<T, Id>(args, vector, from, quad * 4, term[u], id[u]);
-            if constexpr (kWeighted) {
+    for (int u = 0; u < kAtOnce; ++u) {
+      source[u] = first + u * step <= last ? __ldg(sources + first + u * step) : 0;
+    }
+  };
+  const auto load_chunk = [&](int first, const QuadOfRows<T, Id, kVector>& rows,
+                              const unsigned (&source)[kAtOnce], Chunk<T, Id>& chunk) {
 #pragma unroll
-              for (int i = 0; i < 4; ++i) term[u][i] *= factor;
-            }
-          }
+    for (int u = 0; u < kAtOnce; ++u) {
+      chunk.quad[u] = rows.load(source[u]);
+      if constexpr (kWeighted) {
+        const int entry = max(min(first + u * step, last), -nth);
+        chunk.weight[u] = weight_of<T>(args, slice.begin + nth + entry, source[u]);
+      }
+    }
+  };
+
+  // With many kept entries a lane takes several quads of a source.
+  for (int quad0 = 0; quad0 < quads; quad0 += lanes) {
+    const int quad = quad0 + lane_of_source;
+    const int end = quad < quads ? last : -1;  // of the entries that this lane adds
+    const QuadOfRows<T, Id, kVector> rows(args, min(quad, quads - 1));
+    unsigned source[kAtOnce];
+    Chunk<T, Id> next;
+    load_sources(0, source);
+    if (slice.length > 0) load_chunk(0, rows, source, next);
+    load_sources(kAtOnce * step, source);
+    // One chunk ahead of the additions, two ahead for the sources: each load waits for the one before.
+    for (int first = 0; first < slice.length; first += kAtOnce * step) {
+      const Chunk<T, Id> chunk = next;
+      load_chunk(first + kAtOnce * step, rows, source, next);
+      load_sources(first + 2 * kAtOnce * step, source);
+
+      float term[kAtOnce][4];
+      unsigned most = 0;
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float value = widen(chunk.quad[u].value.lane[i]);
+          term[u][i] = first + u * step > end ? 0.0f : kWeighted ? value * chunk.weight[u] : value;
+          most = max(most, __float_as_uint(fabsf(term[u][i])));
         }
+      }
+      most = __reduce_max_sync(kFullWarp, most);
+      if (most >= kInfinity) return false;
+      row.make_room(most);
 #pragma unroll
-        for (int u = 0; u < kAtOnce; ++u) {
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (first + u * step > end) continue;
 #pragma unroll
-          for (int i = 0; i < 4; ++i) most = max(most, __float_as_uint(fabsf(term[u][i])));
-        }
-        most = __reduce_max_sync(kFullWarp, most);
-        if (most >= kInfinity) return false;
-        row.make_room(most);
-#pragma unroll
-        for (int u = 0; u < kAtOnce; ++u) {
-          if (first + u * step + nth < inside && quad < quads) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) row.add(id[u][i], term[u][i]);
-          }
-        }
+        for (int i = 0; i < 4; ++i) row.add(chunk.quad[u].id.lane[i], term[u][i]);
       }
     }
   }
   return row.greatest == 0 || row.exponent > kLeastExponent;
 }
 
-template <typename T, typename Id, bool kWeighted>
-__global__ void __launch_bounds__(kThreads) ssd_kernel(const SsdArgs args, int lanes_log, bool vector) {
+template <typename T, typename Id, bool kVector, bool kWeighted>
+__global__ void __launch_bounds__(kThreads) ssd_kernel(const SsdArgs args, int lanes_log) {
   extern __shared__ int4 shared[];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const std::int64_t group = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp;
@@ -223,7 +261,7 @@ __global__ void __launch_bounds__(kThreads) ssd_kernel(const SsdArgs args, int l
   };
   clear();
   FixedRow row{reinterpret_cast<int*>(buffer), 4 * vectors};
-  if (sum_fixed<T, Id, kWeighted>(args, slice, lanes_log, vector, row)) {
+  if (sum_fixed<T, Id, kVector, kWeighted>(args, slice, lanes_log, row)) {
     __syncwarp();
     store_row<T>(args, slice, row.sum, row.unit());
   } else {
@@ -262,23 +300,30 @@ struct SameRow {
   __device__ __forceinline__ std::int64_t operator()(std::int64_t row, int) const { return row; }
 };
 
+template <typename T, typename Id, bool kVector>
+void launch_fixed(const SsdArgs& args, unsigned blocks, cudaStream_t stream) {
+  int lanes_log = 0;
+  while (lanes_log < 5 && (4 << lanes_log) < args.k) ++lanes_log;
+  const auto buffers = static_cast<std::size_t>((args.width + 3) / 4 * 16 * kWarps);
+  if (args.value.data != nullptr || args.scale_src != nullptr) {
+    ssd_kernel<T, Id, kVector, true><<<blocks, kThreads, buffers, stream>>>(args, lanes_log);
+  } else {
+    ssd_kernel<T, Id, kVector, false><<<blocks, kThreads, buffers, stream>>>(args, lanes_log);
+  }
+}
+
 template <typename T, typename Id>
 void launch(const SsdArgs& args, cudaStream_t stream) {
   const unsigned blocks = ceil_div(args.groups.num_slices, kWarps);
   if constexpr (sizeof(T) <= 4) {
     if (args.width <= kPlainFeatures) {
-      int lanes_log = 0;
-      while (lanes_log < 5 && (4 << lanes_log) < args.k) ++lanes_log;
       const auto aligned = [](const void* address, std::size_t bytes) {
         return reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
       };
-      const bool vector =
-          args.k % 4 == 0 && aligned(args.values, 4 * sizeof(T)) && aligned(args.ids, 4 * sizeof(Id));
-      const auto buffers = static_cast<std::size_t>((args.width + 3) / 4 * 16 * kWarps);
-      if (args.value.data != nullptr || args.scale_src != nullptr) {
-        ssd_kernel<T, Id, true><<<blocks, kThreads, buffers, stream>>>(args, lanes_log, vector);
+      if (args.k % 4 == 0 && aligned(args.values, 4 * sizeof(T)) && aligned(args.ids, 4 * sizeof(Id))) {
+        launch_fixed<T, Id, true>(args, blocks, stream);
       } else {
-        ssd_kernel<T, Id, false><<<blocks, kThreads, buffers, stream>>>(args, lanes_log, vector);
+        launch_fixed<T, Id, false>(args, blocks, stream);
       }
       return;
     }

@@ -284,6 +284,20 @@ def test_ties_go_to_the_first_entry(device):
 
 
 @pytest.mark.parametrize("algorithm", ["csr", "flashsparse"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 16])
+def test_infinity_in_a_long_row(device, algorithm, dtype, width):
+    """Infinity stays infinity, one of either sign gives NaN, wherever they are in a row of many slices."""
+    row, col = torch.arange(3).repeat_interleave(1500), torch.arange(1500).repeat(3)
+    adj = Adjacency.from_coo(row, col % 700, (3, 700)).to(device)
+    x = torch.ones(700, width, dtype=dtype, device=device)
+    x[5] = float("inf")
+    assert (spmm(adj, x, algorithm=algorithm) == float("inf")).all()
+    x[400] = -float("inf")
+    assert spmm(adj, x, algorithm=algorithm).isnan().all()
+
+
+@pytest.mark.parametrize("algorithm", ["csr", "flashsparse"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_nan_and_infinity_go_along_edges_only(device, algorithm, dtype):
     adj = Adjacency.from_coo(torch.tensor([0, 0, 1, 2]), torch.tensor([0, 1, 1, 2]), (3, 3)).to(device)

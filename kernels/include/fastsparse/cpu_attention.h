@@ -244,14 +244,6 @@ struct Sum {
   A* compensation;
 };
 
-template <typename V>
-FASTSPARSE_INLINE void add_compensated(const V& term, V& total, V& compensation) {
-  const V corrected = term - compensation;
-  const V next = total + corrected;
-  compensation = (next - total) - corrected;
-  total = next;
-}
-
 template <typename T, Term kTerm, int kVectors, int kLanes>
 FASTSPARSE_INLINE void accumulate_tile(const Acc<T>* weight, const Hidden<Acc<T>>& hidden,
                                        const Gather<T>& right, std::int64_t f,

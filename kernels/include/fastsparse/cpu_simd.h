@@ -128,6 +128,17 @@ FASTSPARSE_INLINE void load_vector<double>(const double* from, Vector<double>& t
   std::memcpy(&to, from, sizeof to);
 }
 
+// Kahan's addition: rounding errors do not grow with the number of terms. V: a number or a vector of them.
+template <typename V>
+FASTSPARSE_INLINE void add_compensated(const V& term, V& total, V& compensation) {
+  const V corrected = term - compensation;
+  const V next = total + corrected;
+  compensation = (next - total) - corrected;
+  // Of an infinite total it would be NaN, and so would the total be with the next term.
+  compensation = compensation == compensation ? compensation : V{};
+  total = next;
+}
+
 template <typename T>
 FASTSPARSE_INLINE Acc<T> edge_value(const EdgeValueView& value, Dtype features, std::int64_t index) {
   if (value.dtype == features) return widen(static_cast<const T*>(value.data)[index]);
