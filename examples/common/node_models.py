@@ -114,6 +114,21 @@ def make_sage(options: Options, data: OgbNodes, recipe: NodeRecipe) -> tuple[nn.
     return NodeModel(FRAMEWORKS[options.framework], convs, between(recipe, nn.ReLU)), name
 
 
+def make_maxk_sage(options: Options, data: OgbNodes, recipe: NodeRecipe) -> tuple[nn.Module, str]:
+    """GraphSAGE behind a linear map, one of 8 features kept before every layer, as in MaxK-GNN."""
+    from fastsparse_core import MaxK
+
+    k = max(recipe.hidden // 8, 1)
+    name, constructor = layer(options.framework, "maxk-sage", options.conv)
+    keep: Callable[[], nn.Module] = functools.partial(MaxK, k)
+    if options.conv == "fast":  # whose layers begin with it
+        constructor, keep = functools.partial(constructor, k=k), nn.Identity
+    convs = [constructor(recipe.hidden, out) for _, out in widths_of(data, recipe)]
+    after = [nn.Sequential(each, keep()) for each in between(recipe, nn.Identity)[:-1]]
+    before = nn.Sequential(nn.Linear(data.x.size(1), recipe.hidden), keep())
+    return NodeModel(FRAMEWORKS[options.framework], convs, [*after, nn.Identity()], before=before), name
+
+
 def make_gat(options: Options, data: OgbNodes, recipe: NodeRecipe) -> tuple[nn.Module, str]:
     """GAT with linear skips, as in PyG's example for ogbn-products."""
     heads = _checked_heads(recipe)
@@ -163,6 +178,7 @@ MODELS = {
     # GCN weighs a neighbour by that neighbour's degree, which a part of the graph does not show.
     "gcn": Model(make_gcn, self_loops=True, whole_graph=True),
     "sage": Model(make_sage),
+    "maxk-sage": Model(make_maxk_sage),
     "gat": Model(make_gat, self_loops=True),
     "gt": Model(make_gt),
 }

@@ -278,7 +278,7 @@ def test_all_neighbours_give_the_whole_graphs_results(root: Path) -> None:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("model", ["sage", "gat", "gt"])
+@pytest.mark.parametrize("model", ["sage", "maxk-sage", "gat", "gt"])
 def test_layerwise_inference_equals_the_whole_graphs(root: Path, framework: str, model: str) -> None:
     need(framework)
     data = ogb_tasks.load_nodes("ogbn-products", root, framework, download=False)
