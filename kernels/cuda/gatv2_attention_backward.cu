@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
     for (int i = 0; i < kLaneFeatures; ++i) delta += grad[i] * out[i];
     delta = sum_lanes<kHeadLanes>(delta);
 
-    float score_sum = 0;  // 0 but for rounding; NaN where a score is
+    float score_sum = 0;
     const auto column = [&](int entry) {
       return entry < slice.length ? __ldg(args.a.col + slice.begin + entry) : 0;
     };
@@ -92,10 +92,11 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
     }
 
     if (index >= args.split.num_slices || !lane.live) continue;
-    const float slope = input.negative_slope;
+    // The slope's part of dx_dst sums to 0 and is left out, but for a score that is NaN.
+    const float zero_or_nan = 0.0f * score_sum;
 #pragma unroll
     for (int i = 0; i < kLaneFeatures; ++i) {
-      grad_x[i] = att[i] * (slope * score_sum + (1.0f - slope) * grad_x[i]);
+      grad_x[i] = (1.0f - input.negative_slope) * att[i] * grad_x[i] + zero_or_nan;
     }
     if (slice.target < 0) {
       lane.template store<float>(args.partial_dst, ~slice.target, width, grad_x);
