@@ -235,6 +235,59 @@ def _missing(cells: list[dict[str, Any]]) -> str:
     return " or ".join(reasons) or "not measured"
 
 
+def sparse_activation_plots(result: dict[str, Any], record_path: Path) -> list[Path]:
+    """The decoupled SSD paper's ablation, and its figures 14 (kept entries) and 16 (slots)."""
+    cells = [cell for cell in result["cells"] if cell["status"] == "ok"]
+    parts = {
+        name: [cell for cell in cells if cell["part"] == name] for name in ("ablation", "scaling", "slots")
+    }
+    written = []
+    if parts["ablation"]:
+        graphs = list(dict.fromkeys(cell["graph"] for cell in parts["ablation"]))
+        names = list(dict.fromkeys(cell["implementation"] for cell in parts["ablation"]))
+        figure, axes = _axes(2 * len(graphs))
+        for place, name in enumerate(names):
+            found = {c["graph"]: c["median_ms"] for c in parts["ablation"] if c["implementation"] == name}
+            _bars(axes, place, len(names), [found.get(graph, 0.0) for graph in graphs], name, "")
+        axes.set_yscale("log")
+        axes.set_ylabel("ms")
+        axes.set_title("ssd, 16 of 256 features kept, float32")
+        written.append(_finish(figure, axes, graphs, _plot_path(record_path, "ablation")))
+    for name, x, label in (("scaling", "k", "kept entries of 256"), ("slots", "slots", "slots per warp")):
+        if parts[name]:
+            written.append(_lines(parts[name], x, label, _plot_path(record_path, name)))
+    return written
+
+
+def _lines(cells: list[dict[str, Any]], x: str, label: str, path: Path) -> Path:
+    """Time against `x`, a panel per graph, a line per implementation or width."""
+    graphs = list(dict.fromkeys(cell["graph"] for cell in cells))
+    size = (5.0 * len(graphs), 4.0)
+    figure, panels = pyplot.subplots(1, len(graphs), figsize=size, squeeze=False, constrained_layout=True)
+    for axes, graph in zip(panels[0], graphs, strict=True):
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for cell in cells:
+            if cell["graph"] == graph:
+                line = cell.get("implementation", f"F = {cell['width']}")
+                lines.setdefault(line, []).append((cell[x], cell["median_ms"]))
+        for line, points in lines.items():
+            if len(points) == 1:  # does not depend on x
+                axes.axhline(points[0][1], linestyle="--", color="gray", linewidth=0.8)
+                axes.annotate(line, (0.02, points[0][1]), xycoords=("axes fraction", "data"), fontsize=7)
+            else:
+                axes.plot(*zip(*sorted(points), strict=True), marker="o", label=line)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel(label)
+        axes.set_ylabel("ms")
+        axes.set_title(graph)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return path
+
+
 def _axes(groups: int) -> tuple[Any, Axes]:
     return pyplot.subplots(figsize=(max(6.0, 1.0 * groups + 2), 4.5), constrained_layout=True)
 
@@ -265,6 +318,7 @@ PLOTS = {
     "attention": (attention_bars,),
     "train": (training_bars,),
     "formats": (format_bars,),
+    "ssd": (sparse_activation_plots,),
     "choice": (choice_heat_maps,),
 }
 

@@ -501,3 +501,20 @@ def test_training_table_fills_in_what_was_stored(tmp_path: Path) -> None:
     plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
     names = [path.name for path in plots.training_bars(result, tmp_path / "train.json")]
     assert names == ["train_time_bf16-amp.png", "train_memory_bf16-amp.png"]
+
+
+def test_plots_of_sparse_activations(tmp_path: Path) -> None:
+    plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
+    shared = {"graph": "yelp", "status": "ok", "edges": 10, "width": 256, "median_ms": 1.0}
+    cells = [
+        {**shared, "part": "ablation", "implementation": "maxk", "k": 16},
+        *({**shared, "part": "scaling", "implementation": "decoupled", "k": k} for k in (2, 4)),
+        {**shared, "part": "scaling", "implementation": "spmm, dense rows", "k": 256},
+        *({**shared, "part": "slots", "slots": slots} for slots in (1, 2)),
+    ]
+    result = record_of("ssd", cells)
+    names = [path.name for path in plots.sparse_activation_plots(result, tmp_path / "ssd.json")]
+    assert names == ["ssd_ablation.png", "ssd_scaling.png", "ssd_slots.png"]
+    assert all((tmp_path / name).stat().st_size > 1000 for name in names)
+    failed = record_of("ssd", [{**cells[0], "status": "failed"}])
+    assert plots.sparse_activation_plots(failed, tmp_path / "ssd.json") == []
