@@ -58,6 +58,8 @@ def products(adj: Adjacency, dtype: torch.dtype, width: int) -> None:
                 value = torch.rand(adj.num_edges, values, device="cuda").squeeze(1).requires_grad_()
             spmm(adj, x, value, "mean", algorithm=algorithm).sum().backward()
         sddmm(adj, y, x, algorithm=algorithm)
+    vectors = sddmm(adj, y, x, layout="me_bcrs")
+    spmm(adj, x, vectors, value_layout="me_bcrs").sum().backward()
     spmm(adj, x, None, "max").sum().backward()
 
 
