@@ -190,6 +190,30 @@ def check_heads(heads: int, device: torch.device) -> None:
         )
 
 
+def check_value(value: Tensor, x: Tensor, name: str) -> None:
+    """Values of edges, whatever their shape: floating, on the device of the features ``x`` called `name`."""
+    if not isinstance(value, Tensor) or value.dtype not in DTYPE_CODE:
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"value: expected a floating tensor, got {kind}")
+    if value.device != x.device:
+        raise ValueError(f"value: expected device {x.device} like {name}, got {value.device}")
+
+
+def widened_value(value: Tensor, x: Tensor) -> Tensor:
+    """The values of edges in a dtype that kernels take beside features ``x``."""
+    accumulation = accumulation_dtype(x.dtype)
+    return value if value.dtype in (x.dtype, accumulation) else value.to(accumulation)
+
+
+def check_bias(bias: Tensor, x: Tensor, width: int, name: str) -> Tensor:
+    """One number per feature, flat, on the device of the features ``x`` called `name`."""
+    if bias.numel() != width:
+        raise ValueError(f"bias: expected {width} entries, one per feature, got {bias.numel()}")
+    if bias.device != x.device:
+        raise ValueError(f"bias: expected device {x.device} like {name}, got {bias.device}")
+    return bias if bias.dim() == 1 else bias.reshape(-1)
+
+
 def check_scale(name: str, scale: Tensor | None, rows: int, x: Tensor) -> Tensor | None:
     """A constant factor per row, in the accumulation dtype."""
     if scale is None:

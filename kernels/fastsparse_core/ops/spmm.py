@@ -17,8 +17,10 @@ from fastsparse_core.ops._common import (
     address,
     autocast,
     below_autograd,
+    check_bias,
     check_features,
     check_scale,
+    check_value,
     edges_from_dense,
     is_dense,
     is_first_derivative,
@@ -29,6 +31,7 @@ from fastsparse_core.ops._common import (
     register_autograd,
     structure,
     unit_stride,
+    widened_value,
 )
 from fastsparse_core.ops._spmm_extremum import extremum
 
@@ -116,7 +119,7 @@ def spmm(
     scale_dst = check_scale("scale_dst", scale_dst, adj.num_dst, x)
     scale_src = check_scale("scale_src", scale_src, adj.num_src, x)
     if bias is not None:
-        bias = _check_bias(bias, features)
+        bias = check_bias(bias, features, features.size(1), "x")
     if reduce == "mean":
         mean = adj.inv_degree(accumulation_dtype(x.dtype))
         scale_dst = mean if scale_dst is None else scale_dst * mean
@@ -141,9 +144,7 @@ def spmm(
 
 
 def _check_value(value: Tensor, features: Tensor, adj: Adjacency, layout: str) -> Tensor:
-    if not isinstance(value, Tensor) or value.dtype not in DTYPE_CODE:
-        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"value: expected a floating tensor, got {kind}")
+    check_value(value, features, "x")
     size = (adj.bsb.num_vectors, HEIGHT) if layout == "me_bcrs" else (adj.num_values,)
     has_heads = value.dim() == len(size) + 1
     if value.shape[: len(size)] != size or not (has_heads or value.dim() == len(size)):
@@ -154,19 +155,8 @@ def _check_value(value: Tensor, features: Tensor, adj: Adjacency, layout: str) -
             f"value: expected a number of heads that divides the {features.size(1)} features, "
             f"got {value.size(-1)}"
         )
-    if value.device != features.device:
-        raise ValueError(f"value: expected device {features.device} like x, got {value.device}")
-    if value.dtype not in (features.dtype, accumulation_dtype(features.dtype)):
-        value = value.to(accumulation_dtype(features.dtype))
+    value = widened_value(value, features)
     return value if layout == "edges" or has_heads else value.unsqueeze(-1)
-
-
-def _check_bias(bias: Tensor, features: Tensor) -> Tensor:
-    if bias.numel() != features.size(1):
-        raise ValueError(f"bias: expected {features.size(1)} entries, one per feature, got {bias.numel()}")
-    if bias.device != features.device:
-        raise ValueError(f"bias: expected device {features.device} like x, got {bias.device}")
-    return bias if bias.dim() == 1 else bias.reshape(-1)
 
 
 def _spmm(

@@ -18,13 +18,16 @@ from fastsparse_core.ops._common import (
     address,
     autocast,
     below_autograd,
+    check_bias,
     check_features,
     check_scale,
+    check_value,
     is_plain_eager,
     keep_alive,
     library,
     register_autograd,
     structure,
+    widened_value,
 )
 from fastsparse_core.ops._ssd_backward import ssd_backward_op, ssd_value_grad_op
 
@@ -95,11 +98,14 @@ def ssd(
     values, bias = autocast(cbsr.values, bias)
     assert values is not None
     if value is not None:
-        value = _check_value(value, values, adj)
+        check_value(value, values, "cbsr")
+        if value.shape != (adj.num_values,):
+            raise ValueError(f"value: expected shape ({adj.num_values},), got {tuple(value.shape)}")
+        value = widened_value(value, values)
     scale_dst = check_scale("scale_dst", scale_dst, adj.num_dst, values)
     scale_src = check_scale("scale_src", scale_src, adj.num_src, values)
     if bias is not None:
-        bias = _check_bias(bias, values, cbsr.width)
+        bias = check_bias(bias, values, cbsr.width, "cbsr").to(values.dtype)
     if reduce == "mean":
         mean = adj.inv_degree(accumulation_dtype(values.dtype))
         scale_dst = mean if scale_dst is None else scale_dst * mean
@@ -132,27 +138,6 @@ def _check_cbsr(cbsr: CBSR, adj: Adjacency) -> None:
         raise ValueError(f"cbsr: expected k from 1 to the width {cbsr.width}, got {cbsr.k}")
     if cbsr.ids.device != cbsr.device:
         raise ValueError(f"cbsr: expected ids on {cbsr.device} like the values, got {cbsr.ids.device}")
-
-
-def _check_value(value: Tensor, values: Tensor, adj: Adjacency) -> Tensor:
-    if not isinstance(value, Tensor) or value.dtype not in DTYPE_CODE:
-        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"value: expected a floating tensor, got {kind}")
-    if value.shape != (adj.num_values,):
-        raise ValueError(f"value: expected shape ({adj.num_values},), got {tuple(value.shape)}")
-    if value.device != values.device:
-        raise ValueError(f"value: expected device {values.device} like cbsr, got {value.device}")
-    accumulation = accumulation_dtype(values.dtype)
-    return value if value.dtype in (values.dtype, accumulation) else value.to(accumulation)
-
-
-def _check_bias(bias: Tensor, values: Tensor, width: int) -> Tensor:
-    if bias.numel() != width:
-        raise ValueError(f"bias: expected {width} entries, one per feature, got {bias.numel()}")
-    if bias.device != values.device:
-        raise ValueError(f"bias: expected device {values.device} like cbsr, got {bias.device}")
-    bias = bias if bias.dim() == 1 else bias.reshape(-1)
-    return bias if bias.dtype == values.dtype else bias.to(values.dtype)
 
 
 def _ssd(
