@@ -58,8 +58,8 @@ _RESIDENT_WARPS = 132 * 32
 #: Edges below which a product takes about as long as its launch, so that what it reads hardly counts.
 _FEW_EDGES = 200_000
 #: Longest edge group of ssd, in entries: its fixed-point sums have room for as many terms. Shorter ones fill
-#: small structures better and still lose, to what their partial results cost (github at k = 8 0.032 ms with 128
-#: entries, 0.048 with 32).
+#: small structures better and still lose, to what their partial results cost (github, k = 8: 0.032 ms at 128
+#: entries, 0.048 at 32).
 EDGE_GROUP_LENGTH = 128
 #: Features that a buffer of ssd has room for; wider rows are summed in tiles.
 MOST_SSD_FEATURES = 1024
