@@ -71,7 +71,9 @@ def setup(app: Any) -> None:
         text[0] = between_pages(text[0], f"docs/{page}.md")
 
     def on_include(app: Any, path: Path, page: str, text: list[str]) -> None:
-        text[0] = between_pages(text[0], (CHECKOUT / "docs" / path).resolve().relative_to(CHECKOUT).as_posix())
+        text[0] = between_pages(
+            text[0], (CHECKOUT / "docs" / path).resolve().relative_to(CHECKOUT).as_posix()
+        )
 
     def on_bases(app: Any, name: str, obj: Any, options: Any, bases: list[type]) -> None:
         # A reader wants to know what a layer can stand in for, not from which mixins it is made.
