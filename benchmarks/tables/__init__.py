@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,25 @@ from rich.console import Console
 
 from .. import record
 from .accuracy import accuracy
-from .adjacency import adjacency
-from .attention import attention
+from .adjacency import adjacency, adjacency_in_short
+from .attention import attention, attention_in_short
 from .breakdown import breakdown
 from .cells import Table, number, ordered, ratio, stored_rivals, time_of
-from .choice import REGRET_SEEN, choice, csr_over_flashsparse
+from .choice import REGRET_SEEN, choice, choice_in_short, csr_over_flashsparse
 from .cpu import cpu
-from .formats import formats
+from .formats import formats, formats_in_short
 from .host import host
-from .sddmm import sddmm
-from .spmm import spmm
-from .ssd import ssd
-from .train import train
+from .sddmm import sddmm, sddmm_in_short
+from .spmm import spmm, spmm_in_short
+from .ssd import ssd, ssd_in_short
+from .train import train, train_in_short
 
 __all__ = [
     "ABOUT",
+    "CHAPTERS",
     "REGRET_SEEN",
     "TABLES",
+    "Chapter",
     "Table",
     "accuracy",
     "adjacency",
@@ -40,8 +43,10 @@ __all__ = [
     "formats",
     "host",
     "number",
+    "plots_of",
     "provenance",
     "ratio",
+    "relative",
     "report",
     "sddmm",
     "show",
@@ -90,6 +95,38 @@ ABOUT = {
     "cpu": "The same layers without a GPU.",
     "accuracy": "As FlashSparse's table 8: no precision may lose more than one standard deviation.",
     "choice": "Which algorithm wins where, and what `auto` picks; see docs/choosing.md.",
+}
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """What the results page says of a benchmark.
+
+    Attributes:
+        title: Its heading.
+        tables: Makes the short tables of a record.
+        plots: Ends of the names of the plots to show.
+    """
+
+    title: str
+    tables: Callable[[dict[str, Any]], list[Table]]
+    plots: tuple[str, ...] = ()
+
+
+#: benchmark -> its chapter of the results page, in the page's order
+CHAPTERS = {
+    "train": Chapter("Training steps", train_in_short, ("time_bf16-amp", "memory_bf16-amp")),
+    "spmm": Chapter("Aggregation (spmm)", spmm_in_short, ("forward_float16", "forward_float32", "roofline")),
+    "sddmm": Chapter("Dot products of edges (sddmm)", sddmm_in_short),
+    "attention": Chapter("Attention", attention_in_short, ("forward_float16", "backward_float16")),
+    "ssd": Chapter("Sparse activations (MaxK, ssd)", ssd_in_short, ("scaling",)),
+    "choice": Chapter("Choice of the algorithm", choice_in_short, ("choice",)),
+    "accuracy": Chapter("Accuracy of trained models", accuracy),
+    "adjacency": Chapter("Building a structure", adjacency_in_short),
+    "formats": Chapter("Formats", formats_in_short),
+    "breakdown": Chapter("Where the time of a step goes", breakdown),
+    "host": Chapter("Time of the host", host),
+    "cpu": Chapter("On the CPU", cpu),
 }
 
 INTRODUCTION = """# Benchmark results
@@ -164,7 +201,7 @@ def run(options: argparse.Namespace) -> None:
         for path in paths:
             if path.parent == folder:
                 parts.append(report(record.load(path), path.stem))
-                parts += [f"![{plot.stem}]({_relative(plot, target)})\n" for plot in _plots_of(path)]
+                parts += [f"![{plot.stem}]({relative(plot, target)})\n" for plot in plots_of(path)]
     text = "\n".join(parts)
     if options.out is None:
         print(text)
@@ -172,11 +209,12 @@ def run(options: argparse.Namespace) -> None:
         options.out.write_text(text)
 
 
-def _relative(path: Path, folder: Path) -> str:
+def relative(path: Path, folder: Path) -> str:
+    """A file's path as a link from a folder."""
     return Path(os.path.relpath(path.resolve(), folder)).as_posix()
 
 
-def _plots_of(path: Path) -> list[Path]:
+def plots_of(path: Path) -> list[Path]:
     """The plots drawn from a record: those whose name begins with its own, and with no longer one's."""
 
     def owner(plot: Path) -> str:

@@ -5,7 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from ..common import geometric_mean
-from .cells import Cell, Table, by, number, ordered, quotient, ratio, shown, spread, stored_rivals, time_of
+from .cells import (
+    COMPARED,
+    Cell,
+    Table,
+    by,
+    compared,
+    number,
+    ordered,
+    quotient,
+    ratio,
+    shown,
+    spread,
+    stored_rivals,
+    time_of,
+)
 
 
 def attention(result: dict[str, Any]) -> list[Table]:
@@ -97,3 +111,31 @@ def _own_ratios(cells: list[Cell]) -> list[Table]:
         title = f"Backward time over forward time, and what four heads cost, {dtype}, {name}"
         tables.append(Table(title, columns, rows))
     return tables
+
+
+def attention_in_short(result: dict[str, Any]) -> list[Table]:
+    """The rivals' times over ours, and the extra memory of a call over its results."""
+    cells = result["cells"]
+    rows, memory = [], []
+    for name, dtype, case, direction in ordered(
+        (c["implementation"], c["dtype"], c["case"], c["direction"]) for c in cells
+    ):
+        group = by(cells, implementation=name, dtype=dtype, case=case, direction=direction)
+        speeds: dict[str, dict[str, float]] = {}
+        for cell in group:
+            for rival, time in stored_rivals(result, cell["stored"] or "", dtype, cell["graph"]).items():
+                if speed := quotient(time, time_of(cell)):
+                    speeds.setdefault(rival, {})[cell["graph"]] = speed
+        what = f"{case} {direction}, {dtype}"
+        rows += [compared(what, rival, found) for rival, found in speeds.items()]
+        most = max((c for c in group if c.get("extra_bytes")), key=_of_results, default=None)
+        if most is not None:
+            memory.append([what, f"{ratio(_of_results(most))} {most['graph']}"])
+    return [
+        Table("Rival's time over ours", COMPARED, rows),
+        Table("Memory of a call over that of its results, at most", ["", "graph"], memory),
+    ]
+
+
+def _of_results(cell: Cell) -> float:
+    return cell["extra_bytes"] / cell["result_bytes"]

@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from ..common import geometric_mean
+from ..goals import SPEED_UPS, verdict
 from ..roofline import peers
 
 Cell = dict[str, Any]
@@ -112,3 +114,22 @@ def percent(value: float) -> str:
 
 def has_roofline(result: dict[str, Any]) -> bool:
     return result["machine"].get("gpu") == peers()["gpu"]
+
+
+#: Columns of the rows that `compared` makes.
+COMPARED = ("", "rival", "geometric mean", "least", "graphs", "asked")
+
+
+def compared(what: str, rival: str, speeds: dict[str, float]) -> list[str]:
+    """A rival's times over ours on several graphs in one row, with what was asked.
+
+    Args:
+        what: What is compared, as `goals.SPEED_UPS` names it.
+        rival: Its name.
+        speeds: Its time over ours, by graph; at least one.
+    """
+    mean = geometric_mean(speeds.values())
+    least = min(speeds, key=speeds.__getitem__)
+    goal = SPEED_UPS.get(what, {}).get(rival)
+    asked = "" if goal is None else verdict(mean >= goal, ratio(goal))
+    return [what, rival, ratio(mean), f"{ratio(speeds[least])} {least}", str(len(speeds)), asked]

@@ -66,3 +66,19 @@ def _crossover(cell: Cell | None) -> str:
 
 
 #: benchmark -> the tables of its record
+
+
+def choice_in_short(result: dict[str, Any]) -> list[Table]:
+    """What the picks of `auto` cost: the time of each over that of the better algorithm."""
+    rows = []
+    for dtype in ordered(c["dtype"] for c in result["cells"] if "dtype" in c):
+        regrets = {
+            f"{c['graph']}, F = {c['width']}": c["regret"]
+            for c in by(result["cells"], dtype=dtype, status="ok")
+        }
+        worst = max(regrets, key=regrets.__getitem__)
+        seen = sum(regret > REGRET_SEEN for regret in regrets.values())
+        mean = ratio(geometric_mean(regrets.values()))
+        rows.append([dtype, mean, f"{ratio(regrets[worst])} {worst}", f"{seen} of {len(regrets)}"])
+    columns = ["", "geometric mean", "maximum regret", f"over {REGRET_SEEN:.2f}x"]
+    return [Table("Time of what auto picks over the better of csr and flashsparse", columns, rows)]

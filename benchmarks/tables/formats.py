@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..common import geometric_mean
-from .cells import Table, by, first, number, percent, quotient, ratio
+from .cells import Cell, Table, by, first, number, percent, quotient, ratio
 
 
 def formats(result: dict[str, Any]) -> list[Table]:
@@ -129,3 +129,34 @@ def formats(result: dict[str, Any]) -> list[Table]:
             products,
         ),
     ]
+
+
+def formats_in_short(result: dict[str, Any]) -> list[Table]:
+    """What vectors of 8 save over 16, what similar rows in a window save, and the bytes."""
+    cells = [c for c in result["cells"] if c["status"] == "ok" and c["mma_8x1"]]
+    natural = by(cells, grouping="none")
+    grouped = [
+        (c, other)
+        for c in natural
+        if (other := first(cells, graph=c["graph"], real=c["real"], grouping="minhash")) and c["kept"]
+    ]
+    values = {
+        "matrix instructions, 16x1 over 8x1": {_named(c): c["mma_16x1"] / c["mma_8x1"] for c in natural},
+        "bytes of BSB over CSR, natural order": {_named(c): c["bsb_bytes"] / c["csr_bytes"] for c in natural},
+        "vectors grouped over natural, where kept": {
+            _named(c): other["vectors_8x1"] / c["vectors_8x1"] for c, other in grouped
+        },
+    }
+    rows = [_extremes(what, found) for what, found in values.items() if found]
+    columns = ["", "geometric mean", "least", "most", "graphs"]
+    return [Table("Tensor-core formats", columns, rows)]
+
+
+def _named(cell: Cell) -> str:
+    return cell["graph"] + ("" if cell["real"] else " (stand-in)")
+
+
+def _extremes(what: str, values: dict[str, float]) -> list[str]:
+    least, most = (end(values, key=values.__getitem__) for end in (min, max))
+    ends = (f"{ratio(values[graph])} {graph}" for graph in (least, most))
+    return [what, ratio(geometric_mean(values.values())), *ends, str(len(values))]

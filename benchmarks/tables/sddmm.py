@@ -5,7 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from ..common import geometric_mean
-from .cells import Table, by, first, number, ordered, quotient, ratio, shown, stored_rivals, time_of
+from .cells import (
+    COMPARED,
+    Table,
+    by,
+    compared,
+    first,
+    number,
+    ordered,
+    quotient,
+    ratio,
+    shown,
+    stored_rivals,
+    time_of,
+)
 
 
 def sddmm(result: dict[str, Any]) -> list[Table]:
@@ -34,3 +47,17 @@ def sddmm(result: dict[str, Any]) -> list[Table]:
         columns = ["graph", *(f"{name} ms" for name in names), "best stored rival ms", "auto against it"]
         tables.append(Table(f"sddmm, {dtype}, F = {width}", columns, rows))
     return tables
+
+
+def sddmm_in_short(result: dict[str, Any]) -> list[Table]:
+    """Our algorithms, and what `auto` ran, against the fastest stored rival."""
+    rows = []
+    for dtype, width, name in ordered((c["dtype"], c["width"], c["implementation"]) for c in result["cells"]):
+        speeds = {}
+        for cell in by(result["cells"], dtype=dtype, width=width, implementation=name):
+            stored = stored_rivals(result, f"sddmm@{width}", dtype, cell["graph"])
+            if speed := quotient(min(stored.values(), default=None), time_of(cell)):
+                speeds[cell["graph"]] = speed
+        if speeds:
+            rows.append(compared(f"{name.split()[-1]}, {dtype}, F = {width}", "the fastest stored", speeds))
+    return [Table("Rival's time over ours", COMPARED, rows)]

@@ -6,8 +6,10 @@ from typing import Any
 
 from ..common import geometric_mean
 from .cells import (
+    COMPARED,
     Table,
     by,
+    compared,
     first,
     has_roofline,
     number,
@@ -89,3 +91,30 @@ def spmm(result: dict[str, Any]) -> list[Table]:
         ]
         tables.append(Table(f"spmm {direction}, {dtype}, F = {width}", columns, rows))
     return tables
+
+
+#: Rivals of the same precision that something was asked of, beside the fastest.
+NAMED = ("FlashSparse fp16", "RoDe fp32")
+
+
+def spmm_in_short(result: dict[str, Any]) -> list[Table]:
+    """Against cuSPARSE in the same run, and against stored times."""
+    cells = result["cells"]
+    rows = []
+    for direction, dtype, width in ordered((c["direction"], c["dtype"], c["width"]) for c in cells):
+        group = by(cells, direction=direction, dtype=dtype, width=width)
+        ours = {c["graph"]: time_of(c) for c in group if c["implementation"].startswith("fast")}
+        algorithm = next(c["implementation"].split()[-1] for c in group if c["graph"] in ours)
+        what = f"{algorithm}, {direction}, {dtype}, F = {width}"
+        speeds: dict[str, dict[str, float]] = {"cuSPARSE": {}, "the fastest stored": {}}
+        for graph, mine in ours.items():
+            stored = stored_rivals(result, f"spmm@{width}", dtype, graph) if direction == "forward" else {}
+            rival = next(
+                (c for c in by(group, graph=graph) if not c["implementation"].startswith("fast")), None
+            )
+            times = {"cuSPARSE": time_of(rival), "the fastest stored": min(stored.values(), default=None)}
+            for name, time in {**times, **{n: stored[n] for n in NAMED if n in stored}}.items():
+                if speed := quotient(time, mine):
+                    speeds.setdefault(name, {})[graph] = speed
+        rows += [compared(what, name, found) for name, found in speeds.items() if found]
+    return [Table("Rival's time over ours", COMPARED, rows)]

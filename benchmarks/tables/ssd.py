@@ -6,10 +6,13 @@ import math
 from typing import Any
 
 from ..common import geometric_mean
+from ..goals import MAXK_OF_COPY, MAXK_OVER_TOPK, verdict
 from .cells import (
+    COMPARED,
     Cell,
     Table,
     by,
+    compared,
     first,
     number,
     ordered,
@@ -139,3 +142,34 @@ def _maxk(cells: list[Cell]) -> Table:
     shape = f"({cells[0]['rows']:,}, {cells[0]['width']}), k = {cells[0]['k']}" if cells else ""
     columns = ["", "maxk ms", "torch.topk ms", "speed-up", "copy ms", "of its bandwidth"]
     return Table(f"maxk, {shape}", columns, rows)
+
+
+def ssd_in_short(result: dict[str, Any]) -> list[Table]:
+    """The rivals' times over ours, and the selection of the k largest."""
+    rows = []
+    for part, operator in (("forward", "ssd"), ("backward", "ssd_bwd")):
+        group = by(result["cells"], part=part)
+        for dtype, k in ordered((c["dtype"], c["k"]) for c in group):
+            speeds: dict[str, dict[str, float]] = {}
+            for graph in ordered(c["graph"] for c in group):
+                ours = first(group, graph=graph, dtype=dtype, k=k)
+                if ours is None or ours["width"] != 256:
+                    continue
+                stored = stored_rivals(result, f"{operator}@{k}", dtype, graph)
+                for rival, time in stored.items():
+                    if speed := quotient(time, time_of(ours)):
+                        speeds.setdefault(rival, {})[graph] = speed
+            rows += [compared(f"{part}, {dtype}, k = {k}", *found) for found in speeds.items()]
+    cells = by(result["cells"], part="maxk")
+    selection = _maxk(cells)
+    asked = []
+    for dtype in ordered(c["dtype"] for c in cells):
+        ours, topk, copy = (time_of(cell) for cell in by(cells, dtype=dtype))
+        speed, share = quotient(topk, ours) or 0, quotient(copy, ours) or 0
+        reached = speed >= MAXK_OVER_TOPK and share >= MAXK_OF_COPY
+        asked.append(verdict(reached, f"{ratio(MAXK_OVER_TOPK)}, {MAXK_OF_COPY:.0%}"))
+    with_goals = [[*row, goal] for row, goal in zip(selection.rows, asked, strict=True)]
+    return [
+        Table("Rival's time over ours", COMPARED, rows),
+        Table(selection.title, [*selection.columns, "asked"], with_goals),
+    ]
