@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import runpy
 from pathlib import Path
 from typing import get_args
 
@@ -51,3 +52,11 @@ def test_the_site_shows_every_page():
     trees = re.findall(r"```{toctree}\n(.*?)```", (docs / "index.md").read_text(), re.DOTALL)
     shown = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
     assert sorted(shown) == sorted(pages - {"index"})
+
+
+def test_drawings_are_what_their_script_draws():
+    folder = CHECKOUT / "docs" / "drawings"
+    drawings = runpy.run_path(str(folder / "draw.py"))["DRAWINGS"]
+    assert {name: draw() for name, draw in drawings.items()} == {
+        path.stem: path.read_text() for path in folder.glob("*.svg")
+    }
