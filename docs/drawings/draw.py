@@ -253,12 +253,6 @@ def attention() -> str:
 
 
 DRAWINGS = {draw.__name__: draw for draw in (adjacency, slices, blocks, lanes, attention)}
-    "adjacency": adjacency,
-    "slices": slices,
-    "blocks": blocks,
-    "lanes": lanes,
-    "attention": attention,
-}
 
 if __name__ == "__main__":
     for name, draw in DRAWINGS.items():
