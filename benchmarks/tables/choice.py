@@ -76,6 +76,8 @@ def choice_in_short(result: dict[str, Any]) -> list[Table]:
             f"{c['graph']}, F = {c['width']}": c["regret"]
             for c in by(result["cells"], dtype=dtype, status="ok")
         }
+        if not regrets:
+            continue
         worst = max(regrets, key=regrets.__getitem__)
         seen = sum(regret > REGRET_SEEN for regret in regrets.values())
         mean = ratio(geometric_mean(regrets.values()))

@@ -104,10 +104,15 @@ def spmm_in_short(result: dict[str, Any]) -> list[Table]:
     for direction, dtype, width in ordered((c["direction"], c["dtype"], c["width"]) for c in cells):
         group = by(cells, direction=direction, dtype=dtype, width=width)
         ours = {c["graph"]: time_of(c) for c in group if c["implementation"].startswith("fast")}
-        algorithm = next(c["implementation"].split()[-1] for c in group if c["graph"] in ours)
+        if not ours:
+            continue
+        algorithm = next(
+            c["implementation"].split()[-1] for c in group if c["implementation"].startswith("fast")
+        )
         what = f"{algorithm}, {direction}, {dtype}, F = {width}"
         speeds: dict[str, dict[str, float]] = {"cuSPARSE": {}, "the fastest stored": {}}
-        for graph, mine in ours.items():
+        for cell in own:
+            graph, mine = cell["graph"], time_of(cell)
             stored = stored_rivals(result, f"spmm@{width}", dtype, graph) if direction == "forward" else {}
             rival = next(
                 (c for c in by(group, graph=graph) if not c["implementation"].startswith("fast")), None

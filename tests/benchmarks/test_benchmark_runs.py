@@ -463,6 +463,22 @@ def test_all_goes_on_after_a_failure_and_says_so_at_the_end(
     assert "2 of 6 failed" in printed
 
 
+def test_all_writes_what_did_not_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import __main__ as command_line
+
+    working = "formats --graphs pubmed --budget-ms 1", "adjacency --graphs pubmed --budget-ms 1"
+    monkeypatch.setattr(command_line, "ON_CPU", ("formats --graphs no-such-graph", *working))
+    with pytest.raises(SystemExit) as stopped:
+        main(["all", "--device", "cpu", "--out", str(tmp_path)])
+    assert stopped.value.code == 1
+    written = {path.relative_to(tmp_path).as_posix().split("/")[-1] for path in tmp_path.rglob("*.*")}
+    assert written == {"formats.json", "formats.png", "adjacency.json", "README.md", "summary.md"}
+    assert "## Building a structure\n\n### adjacency" in (tmp_path / "summary.md").read_text()
+    monkeypatch.setattr(command_line, "ON_CPU", working)
+    main(["all", "--device", "cpu", "--out", str(tmp_path)])  # no exit: nothing failed
+
+
 def test_unknown_graph_is_refused_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["adjacency", "--graphs", "redit"])
