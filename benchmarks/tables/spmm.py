@@ -103,13 +103,10 @@ def spmm_in_short(result: dict[str, Any]) -> list[Table]:
     rows = []
     for direction, dtype, width in ordered((c["direction"], c["dtype"], c["width"]) for c in cells):
         group = by(cells, direction=direction, dtype=dtype, width=width)
-        ours = {c["graph"]: time_of(c) for c in group if c["implementation"].startswith("fast")}
-        if not ours:
+        own = [c for c in group if c["implementation"].startswith("fast")]
+        if not own:
             continue
-        algorithm = next(
-            c["implementation"].split()[-1] for c in group if c["implementation"].startswith("fast")
-        )
-        what = f"{algorithm}, {direction}, {dtype}, F = {width}"
+        what = f"{own[0]['implementation'].split()[-1]}, {direction}, {dtype}, F = {width}"
         speeds: dict[str, dict[str, float]] = {"cuSPARSE": {}, "the fastest stored": {}}
         for cell in own:
             graph, mine = cell["graph"], time_of(cell)
