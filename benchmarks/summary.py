@@ -47,7 +47,7 @@ def page(results: Path, folder: Path) -> str:
         folder: Where the page will lie, for its links to plots.
     """
     records = [(path, record.load(path)) for path in tables.stored(results)]
-    parts = [INTRODUCTION]
+    parts = [INTRODUCTION, _goals(records)]
     for name, chapter in tables.CHAPTERS.items():
         parts.append(f"## {chapter.title}\n")
         mine = [(path, result) for path, result in records if result["name"] == name]
@@ -56,6 +56,23 @@ def page(results: Path, folder: Path) -> str:
         for path, result in mine:
             parts += [_one(path, result, chapter, folder)]
     return "\n".join(parts)
+
+
+def _goals(records: list[tuple[Path, dict[str, Any]]]) -> str:
+    """How many goals were reached, by record; nothing where none was set."""
+    rows = []
+    for path, result in records:
+        verdicts = [
+            row[table.columns.index("asked")]
+            for table in tables.CHAPTERS[result["name"]].tables(result)
+            if "asked" in table.columns
+            for row in table.rows
+        ]
+        asked = [verdict for verdict in verdicts if verdict]
+        missed = sum(verdict.endswith("missed") for verdict in asked)
+        if asked:
+            rows.append([f"{path.parent.name}, {path.stem}", str(len(asked) - missed), str(missed)])
+    return tables.Table("Goals", ["record", "reached", "missed"], rows).markdown() if rows else ""
 
 
 def _one(path: Path, result: dict[str, Any], chapter: tables.Chapter, folder: Path) -> str:

@@ -98,6 +98,20 @@ def test_speed_ups_are_held_against_their_goals() -> None:
         assert row[4:] == ["2", asked]
 
 
+def test_goals_are_counted(tmp_path: Path) -> None:
+    cells = [
+        step("yelp", "FastGCNConv", median_ms=8.0),
+        step("reddit", "FastGCNConv", median_ms=40.0),
+        step("ogbn-arxiv", "FastGCNConv", median_ms=3.0),
+        step("pubmed", "FastGCNConv", median_ms=1.0),  # nothing was asked here
+    ]
+    result = record.load(H200 / "train.json") | {"cells": cells}
+    path = tmp_path / "nvidia-h200" / "train_small.json"
+    path.parent.mkdir()
+    path.write_text(record.dumps(result))
+    assert "| nvidia-h200, train_small | 1 | 2 |" in summary.page(tmp_path, tmp_path)
+
+
 def test_spmm_compares_with_cusparse_of_the_same_run() -> None:
     shared = {"dtype": "float32", "width": 64, "direction": "backward", "status": "ok"}
     cells = [
