@@ -431,8 +431,52 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
     ):
         ran.clear()
         pretend(["all", "--device", device, "--out", str(tmp_path), "--commit", "abc"], Console(quiet=True))
-        assert [arguments[0] for arguments in ran] == [*expected, "plots", "tables"]
-        assert all(arguments[-2:] == ["--commit", "abc"] for arguments in ran[:-2])
+        assert [arguments[0] for arguments in ran] == [*expected, "plots", "tables", "summary"]
+        assert all(arguments[-2:] == ["--commit", "abc"] for arguments in ran[:-3])
+
+
+def test_all_goes_on_after_a_failure_and_says_so_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import __main__ as command_line
+
+    ran: list[str] = []
+    original = command_line.run
+
+    def pretend(arguments: list[str], console: Console) -> None:
+        if arguments[0] == "all":
+            original(arguments, console)
+            return
+        ran.append(arguments[0])
+        if arguments[0] == "cpu":
+            raise RuntimeError("the machine is on fire")
+        if arguments[0] == "formats":
+            raise SystemExit(2)
+
+    monkeypatch.setattr(command_line, "run", pretend)
+    with pytest.raises(SystemExit) as stopped:
+        main(["all", "--device", "cpu", "--out", str(tmp_path)])
+    assert stopped.value.code == 1
+    assert ran == ["cpu", "formats", "accuracy", "plots", "tables", "summary"]
+    printed = capsys.readouterr().out
+    assert "the machine is on fire" in printed
+    assert "2 of 6 failed" in printed
+
+
+def test_all_writes_what_did_not_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import __main__ as command_line
+
+    working = "formats --graphs pubmed --budget-ms 1", "adjacency --graphs pubmed --budget-ms 1"
+    monkeypatch.setattr(command_line, "ON_CPU", ("formats --graphs no-such-graph", *working))
+    with pytest.raises(SystemExit) as stopped:
+        main(["all", "--device", "cpu", "--out", str(tmp_path)])
+    assert stopped.value.code == 1
+    written = {path.relative_to(tmp_path).as_posix().split("/")[-1] for path in tmp_path.rglob("*.*")}
+    assert written == {"formats.json", "formats.png", "adjacency.json", "README.md", "summary.md"}
+    assert "## Building a structure\n\n### adjacency" in (tmp_path / "summary.md").read_text()
+    monkeypatch.setattr(command_line, "ON_CPU", working)
+    main(["all", "--device", "cpu", "--out", str(tmp_path)])  # no exit: nothing failed
 
 
 def test_unknown_graph_is_refused_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
