@@ -1,0 +1,7 @@
+"""One graph over several processes, each with its rows: full-graph training beyond one GPU."""
+
+from fastsparse_core.distributed.gradients import all_reduce_gradients
+from fastsparse_core.distributed.partitions import Partition, partition
+from fastsparse_core.distributed.partitioned_adjacency import PartitionedAdjacency, PartitionStatistics
+
+__all__ = ["Partition", "PartitionStatistics", "PartitionedAdjacency", "all_reduce_gradients", "partition"]
