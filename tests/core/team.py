@@ -22,13 +22,12 @@ def _member(pipe: Any, rank: int, size: int, backend: str, meeting: str) -> None
         torch.cuda.set_device(device)
     store = dist.FileStore(meeting, size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    while (job := pipe.recv()) is not None:
-        function, arguments = job
+    while True:
+        function, arguments = pipe.recv()
         try:
             pipe.send((True, function(rank, size, device, *arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-    dist.destroy_process_group()
 
 
 class Team:
@@ -53,24 +52,19 @@ class Team:
         """``function(rank, size, device, *arguments)`` on every process; returns what each returned."""
         for pipe in self.pipes:
             pipe.send((function, arguments))
-        results = []
+        answers = []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(seconds):
                 self.close()
                 raise TimeoutError(f"{function.__name__}: rank {rank} did not answer in {seconds} s")
-            done, result = pipe.recv()
+            answers.append(pipe.recv())
+        for rank, (done, result) in enumerate(answers):
             assert done, f"{function.__name__}, rank {rank}:\n{result}"
-            results.append(result)
-        return results
+        return [result for _, result in answers]
 
     def close(self) -> None:
         """Ends the processes."""
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
-            try:
-                pipe.send(None)
-            except OSError:
-                pass
-            process.join(5)
-            if process.is_alive():
-                process.kill()
+        for process in self.processes:
+            process.kill()  # they wait for a job, or for each other: nothing is lost
+            process.join()
         self.folder.cleanup()

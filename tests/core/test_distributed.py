@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from fastsparse_core import (
     spmm,
     ssd,
 )
+from fastsparse_core.distributed.exchange import HaloFeatures
 from fastsparse_core.distributed import Partition, PartitionedAdjacency, all_reduce_gradients, partition
 
 NODES, WIDTH = 60, 8
@@ -216,9 +218,6 @@ def test_same_bits_every_time_and_no_memory_kept(team: Team) -> None:
 
 
 def _repeat(rank: int, size: int, device: torch.device) -> None:
-    import gc
-    import weakref
-
     part = PartitionedAdjacency.from_coo(*random_graph(), owners("shuffled", size))
     grads = []
     for _ in range(3):
@@ -230,8 +229,9 @@ def _repeat(rank: int, size: int, device: torch.device) -> None:
     gc.disable()
     try:
         x = part.scatter(features(NODES, WIDTH)).clone().requires_grad_()
-        held = weakref.ref(spmm(part, x).square().sum().grad_fn)
-        assert held() is None, "autograd's graph survives its results"
+        spmm(part, x).square().sum().backward()
+        # A cycle through autograd's graph would hold the features until the collector runs.
+        assert not any(isinstance(held, HaloFeatures) for held in gc.get_objects())
     finally:
         gc.enable()
 
@@ -393,6 +393,8 @@ def _pyg_layers(rank: int, size: int, device: torch.device) -> None:
 
 def test_pyg_layers(team: Team) -> None:
     pytest.importorskip("torch_geometric")
+    if len(team.pipes) == 2:
+        pytest.skip("three processes cover it")
     team.run(_pyg_layers)
 
 
@@ -420,6 +422,8 @@ def _dgl_layers(rank: int, size: int, device: torch.device) -> None:
 
 
 def test_dgl_layers(team: Team) -> None:
+    if len(team.pipes) == 3:
+        pytest.skip("two processes cover it")
     try:
         import fastsparse_dgl  # noqa: F401
     except ImportError as error:
