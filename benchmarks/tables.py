@@ -474,6 +474,37 @@ def _stored_training(result: dict[str, Any], measured: list[Cell], ours: Cell | 
     ]
 
 
+def scaling(result: dict[str, Any]) -> list[Table]:
+    """Time and speed-up by number of GPUs, of divided graphs and of mini-batches."""
+    tables = []
+    columns = ["variant", "GPUs", "step ms", "speed-up", "exchange ms", "halo MB", "cut", "halo", "balance"]
+    columns += ["peak GB", "build ms", "error"]
+    full = _by(result["cells"], kind="full")
+    for graph, dtype in _ordered((c["graph"], c["dtype"]) for c in full):
+        rows = []
+        for cell in _by(full, graph=graph, dtype=dtype):
+            one = _first(full, graph=graph, dtype=dtype, gpus=1)
+            shares = [_percent(cell[key]) if key in cell else "-" for key in ("edge_cut", "halo_share")]
+            times = [_shown(cell), ratio(_quotient(time_of(one), time_of(cell)))]
+            exchange = [number(cell.get("exchange_ms")), number(cell.get("halo_mb"))]
+            facts = [number(cell.get(key)) for key in ("balance", "peak_gb", "build_ms")]
+            error = f"{cell['error']:.1e}" if cell["gpus"] > 1 else "-"
+            rows.append([cell["variant"], str(cell["gpus"]), *times, *exchange, *shares, *facts, error])
+        tables.append(Table(f"full graph, gcn3-256, {graph}, {dtype}", columns, rows))
+    batches = _by(result["cells"], kind="ddp")
+    for dtype in _ordered(c["dtype"] for c in batches):
+        rows = []
+        for cell in _by(batches, dtype=dtype):
+            one = _first(batches, dtype=dtype, gpus=1)
+            row = [str(cell["gpus"])]
+            for field in ("seeds_per_s", "seeds_per_s_without_sampling"):
+                row += [number(cell[field]), ratio(_quotient(cell[field], one[field] if one else None))]
+            rows.append(row)
+        names = ["GPUs", "nodes/s", "speed-up", "nodes/s without sampling", "speed-up"]
+        tables.append(Table(f"mini-batches, sage3-256, {batches[0]['graph']}, {dtype}", names, rows))
+    return tables
+
+
 def breakdown(result: dict[str, Any]) -> list[Table]:
     """Per model and precision: milliseconds of every kind of work in a step."""
     cells = result["cells"]
@@ -782,6 +813,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "ssd": ssd,
     "attention": attention,
     "train": train,
+    "scaling": scaling,
     "breakdown": breakdown,
     "adjacency": adjacency,
     "formats": formats,
@@ -805,6 +837,8 @@ ABOUT = {
     "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
     "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
     " for the host.",
+    "scaling": "Several GPUs of one machine (`benchmarks/scaling.py` defines the models); see"
+    " docs/multi_gpu.md for what bounds them.",
     "adjacency": "Building the structure from edges in arbitrary order.",
     "formats": "FlashSparse's table 2 (zeros in vectors of 16 and of 8 rows), figure 14 (matrix instructions"
     " at 16x1 and at 8x1) and table 7 (ME-BCRS against SR-BCRS), and what grouping similar rows adds.",

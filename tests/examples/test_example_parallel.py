@@ -58,8 +58,8 @@ def test_a_divided_graph_trains_as_the_whole_one(root: Path, tmp_path: Path) -> 
     assert printed.count("2 processes (fullgraph)") == 1 and "rank 0 of 2" in printed
     single = [str(part) for part in common]
     expected, _ = ogb_node.main([*single, "--device", "cpu"], Console(file=io.StringIO()))
-    ours = json.loads(log.read_text())["results"][0]["runs"][0]
-    theirs = expected["results"][0]["runs"][0]
+    ours = json.loads(log.read_text())["layers"][0]["runs"][0]
+    theirs = expected["layers"][0]["runs"][0]
     for part in ("loss", "train", "val", "test"):
         assert ours[part] == pytest.approx(theirs[part], rel=1e-4), part
     assert len(list(csv.DictReader(curve.open()))) == 3
@@ -67,7 +67,7 @@ def test_a_divided_graph_trains_as_the_whole_one(root: Path, tmp_path: Path) -> 
     resumed = tmp_path / "resumed.json"
     again = ["--json", resumed, "--checkpoint", checkpoint, "--resume"]
     torchrun(2, *longer, *again, "--parallel", "fullgraph")
-    continued = json.loads(resumed.read_text())["results"][0]["runs"][0]["loss"]
+    continued = json.loads(resumed.read_text())["layers"][0]["runs"][0]["loss"]
     assert continued[:3] == ours["loss"] and len(continued) == 4
 
 
@@ -78,7 +78,7 @@ def test_mini_batches_by_two_processes(root: Path, tmp_path: Path) -> None:
     arguments += ["--hidden", 16, "--layers", 2, "--fanouts", "5,5", "--batch-size", 10, "--epochs", 4]
     printed = torchrun(2, *arguments, "--json", log, "--parallel", "ddp")
     assert printed.count("2 processes (ddp)") == 1
-    run = json.loads(log.read_text())["results"][0]["runs"][0]
+    run = json.loads(log.read_text())["layers"][0]["runs"][0]
     assert len(run["loss"]) == 4 and run["loss"][-1] < run["loss"][0]
     assert all(0 <= score <= 1 for score in run["test"])
 
