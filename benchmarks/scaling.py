@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastsparse_core import Adjacency, choose
-from fastsparse_core.distributed import PartitionedAdjacency, all_reduce_gradients, partition
+from fastsparse_core.distributed import PartitionedAdjacency, all_reduce_gradients, exchange_group, partition
 from fastsparse_core.distributed.exchange import HaloFeatures
 from fastsparse_pyg import FastGCNConv, FastSAGEConv
 
@@ -147,7 +147,7 @@ def _process(
     store = dist.FileStore(str(Path(folder, "meeting")), counts[-1])
     patience = timedelta(minutes=10)
     dist.init_process_group(backend, store=store, rank=rank, world_size=counts[-1], timeout=patience)
-    teams = [Team(rank, size, device, dist.new_group(list(range(size)))) for size in counts]
+    teams = [Team(rank, size, device, exchange_group(list(range(size)))) for size in counts]
     out = recorder("scaling", options, device=device) if rank == 0 else None
     if out is not None:
         Path(folder, "record").write_text(str(out.path))

@@ -116,18 +116,24 @@ class NodeTask:
 
     def take_rows(self) -> None:
         """This process's rows of the graph, and of the data of nodes."""
-        from fastsparse_core.distributed import PartitionedAdjacency, partition
+        from fastsparse_core.distributed import PartitionedAdjacency, exchange_group, partition
 
         data, parallel = self.data, self.parallel
         # METIS, where it is installed, runs once; what the first process found goes to all.
-        found = [partition(data.edge_index, parallel.size, num_nodes=data.num_nodes)] if parallel.is_first else [None]
+        found = (
+            [partition(data.edge_index, parallel.size, num_nodes=data.num_nodes)]
+            if parallel.is_first
+            else [None]
+        )
         dist.broadcast_object_list(found, device=self.device)
         (parts,) = found
         mine = parts.owned_edges(data.edge_index[1], parallel.rank)
         source, target = (end[mine].to(self.device) for end in data.edge_index)
         # DGL's layers add no self loops.
         loops = "append" if self.kind.self_loops and self.options.framework == "dgl" else "keep"
-        self.part = PartitionedAdjacency.from_coo(target, source, parts, self_loops=loops)
+        self.part = PartitionedAdjacency.from_coo(
+            target, source, parts, group=exchange_group(), self_loops=loops
+        )
         self.graphs = [self.part] * self.recipe.layers
         self.x = parts.scatter(data.x, parallel.rank).to(self.device)
         is_train = torch.zeros(data.num_nodes, dtype=torch.bool)
@@ -255,9 +261,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, NodeReci
     if options.batching != wanted:
         raise ExampleError(f"--parallel {options.parallel}: expected --batching {wanted}.")
     if options.parallel == "fullgraph" and options.conv != "fast":
-        raise ExampleError(
-            "--parallel fullgraph: expected --conv fast; the originals cannot divide a graph."
-        )
+        raise ExampleError("--parallel fullgraph: expected --conv fast; the originals cannot divide a graph.")
     if options.parallel == "fullgraph" and options.model == "maxk-sage":
         raise ExampleError("--parallel fullgraph: expected gcn, sage, gat or gt, whose operators it has.")
     if options.batching == "full" and options.inference != "full":

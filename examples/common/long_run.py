@@ -312,9 +312,7 @@ def train_runs(
                 state.current.peak_bytes = max(peak, state.current.peak_bytes or 0)
             _write_row(log, len(state.finished), epoch - 1, state.current)
             wanted = is_first and options.checkpoint is not None
-            if wanted and (
-                epoch % options.checkpoint_every == 0 or epoch >= recipe.epochs
-            ):
+            if wanted and (epoch % options.checkpoint_every == 0 or epoch >= recipe.epochs):
                 save(options.checkpoint, settings, state)
 
         for run in range(len(state.finished), recipe.runs):

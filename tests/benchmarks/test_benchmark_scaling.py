@@ -16,7 +16,9 @@ pytest.importorskip("fastsparse_core", exc_type=ImportError)
 pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
 
 
-def test_scaling_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scaling_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = {
         name: dataclasses.replace(suite.SUITE[name], nodes=400, edges=3_000, max_degree=60)
         for name in ("ogbn-products", "pubmed")
@@ -38,7 +40,10 @@ def test_scaling_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     batches = [cell for cell in result["cells"] if cell["kind"] == "ddp"]
     assert [cell["gpus"] for cell in batches] == [1, 2] and all(cell["seeds_per_s"] > 0 for cell in batches)
     titles = [table.title for table in tables.scaling(result)]
-    assert titles == ["full graph, gcn3-256, pubmed, float32", "mini-batches, sage3-256, ogbn-products, float32"]
+    assert titles == [
+        "full graph, gcn3-256, pubmed, float32",
+        "mini-batches, sage3-256, ogbn-products, float32",
+    ]
     main(["plots", "--results", str(tmp_path)])
     assert "scaling_speedup.png" in capsys.readouterr().out
     assert next(tmp_path.glob("*/scaling_speedup.png")).stat().st_size > 0

@@ -40,9 +40,7 @@ class Team:
         self.pipes, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(
-                target=_member, args=(there, rank, size, backend, meeting), daemon=True
-            )
+            process = context.Process(target=_member, args=(there, rank, size, backend, meeting), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)

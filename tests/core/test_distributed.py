@@ -25,7 +25,13 @@ from fastsparse_core import (
     ssd,
 )
 from fastsparse_core.distributed.exchange import HaloFeatures
-from fastsparse_core.distributed import Partition, PartitionedAdjacency, all_reduce_gradients, partition
+from fastsparse_core.distributed import (
+    Partition,
+    PartitionedAdjacency,
+    all_reduce_gradients,
+    exchange_group,
+    partition,
+)
 
 NODES, WIDTH = 60, 8
 
@@ -66,7 +72,9 @@ def owners(kind: str, size: int) -> Partition:
     if kind == "blocks":
         return partition(torch.stack(random_graph()[::-1]), size, "contiguous", num_nodes=NODES)
     if kind == "shuffled":
-        return Partition.from_assignment(torch.randperm(NODES, generator=torch.Generator().manual_seed(1)) % size, size)
+        return Partition.from_assignment(
+            torch.randperm(NODES, generator=torch.Generator().manual_seed(1)) % size, size
+        )
     if kind == "empty_rank":
         return Partition.from_assignment(torch.zeros(NODES, dtype=torch.long), size)
     # By communities of 20, of which with two ranks the first has two.
@@ -135,13 +143,15 @@ def compare(
     kind: str,
     dtype: torch.dtype = torch.float64,
     tolerance: float = 1e-12,
+    in_group: bool = False,
     **options: Any,
 ) -> PartitionedAdjacency:
     """Results and gradients of all operations against those of one process."""
     row, col = (end.to(device) for end in random_graph(graph))
     parts = owners(kind, size)
     whole = Adjacency.from_coo(row, col, (NODES, NODES))
-    part = PartitionedAdjacency.from_coo(row, col, parts, **options)
+    group = exchange_group() if in_group else None
+    part = PartitionedAdjacency.from_coo(row, col, parts, group=group, **options)
     x = features(NODES, WIDTH, dtype=dtype).to(device)
     value = features(row.numel(), dtype=dtype, seed=1).to(device)
     weight = features(NODES, WIDTH, dtype=dtype, seed=2).to(device)
@@ -164,32 +174,41 @@ def compare(
     return part
 
 
-def _compare(rank: int, size: int, device: torch.device, graph: str, kind: str, options: dict[str, Any]) -> Any:
+def _compare(
+    rank: int, size: int, device: torch.device, graph: str, kind: str, options: dict[str, Any]
+) -> Any:
     part = compare(rank, size, device, graph, kind, **options)
     return part.statistics, part.num_halo, part.memory_usage(), repr(part)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("kind", ["blocks", "shuffled"])
-def test_operators_equal_one_process(team: Team, kind: str, overlap: bool) -> None:
-    results = team.run(_compare, "random", kind, {"overlap": overlap})
+@pytest.mark.parametrize(
+    ("kind", "send"), [("blocks", "needed"), ("shuffled", "needed"), ("shuffled", "all")]
+)
+def test_operators_equal_one_process(team: Team, kind: str, send: str, overlap: bool) -> None:
+    results = team.run(_compare, "random", kind, {"overlap": overlap, "send": send})
     facts = results[0][0]
     assert all(result[0] == facts for result in results)
     assert sum(facts.rows) == NODES and sum(facts.edges) == 500
     assert facts.halo_rows == [result[1] for result in results] and min(facts.halo_rows) > 0
+    assert send == "needed" or facts.halo_share == 1
     assert 0 < facts.edge_cut < 1 and facts.balance >= 1 and 0 < facts.halo_share <= 1
     assert ("local.col" in results[0][2]) == overlap
     assert f"rank 1 of {len(results)}" in results[1][3]
 
 
-@pytest.mark.parametrize(("graph", "kind"), [("random", "empty_rank"), ("no_halo", "communities"), ("all_halo", "communities")])
-def test_odd_divisions(team: Team, graph: str, kind: str) -> None:
-    results = team.run(_compare, graph, kind, {})
+ODD = [("random", "empty_rank"), ("no_halo", "communities"), ("all_halo", "communities")]
+
+
+@pytest.mark.parametrize("send", ["needed", "all"])
+@pytest.mark.parametrize(("graph", "kind"), ODD)
+def test_odd_divisions(team: Team, graph: str, kind: str, send: str) -> None:
+    results = team.run(_compare, graph, kind, {"send": send})
     facts = results[0][0]
     if kind == "empty_rank":
         assert facts.rows[1:] == [0] * (len(results) - 1) and facts.edges[0] == 500 and facts.edge_cut == 0
     elif graph == "no_halo":
-        assert facts.edge_cut == 0 and facts.halo_rows == [0] * len(results)
+        assert facts.edge_cut == 0 and (facts.halo_rows == [0] * len(results)) == (send == "needed")
     elif len(results) == 3:
         assert facts.edge_cut == 1
 
@@ -209,7 +228,13 @@ def _halo_error(rank: int, size: int, device: torch.device) -> float:
     out = spmm(part, own)
     assert out.dtype == torch.float32
     out.sum().backward()
-    assert relative_error(part.gather(own.grad), Adjacency.from_coo(row, col, (NODES, NODES)).out_degree()[:, None].expand_as(x)) < 8e-3
+    assert (
+        relative_error(
+            part.gather(own.grad),
+            Adjacency.from_coo(row, col, (NODES, NODES)).out_degree()[:, None].expand_as(x),
+        )
+        < 8e-3
+    )
     return relative_error(part.gather(out), spmm(Adjacency.from_coo(row, col, (NODES, NODES)), x))
 
 
@@ -234,6 +259,20 @@ def _repeat(rank: int, size: int, device: torch.device) -> None:
         assert not any(isinstance(held, HaloFeatures) for held in gc.get_objects())
     finally:
         gc.enable()
+
+
+def test_all_rows_are_sent_where_most_are_needed(team: Team) -> None:
+    for sends_all, share in team.run(_sends_all):
+        assert sends_all == (share >= 0.8)
+
+
+def _sends_all(rank: int, size: int, device: torch.device) -> tuple[bool, float]:
+    parts = owners("shuffled", size)
+    shares = [PartitionedAdjacency.from_coo(*random_graph(), parts, send="needed").statistics.halo_share]
+    few = [end[:40] for end in random_graph()]
+    few_part = PartitionedAdjacency.from_coo(few[0], few[1], parts, group=exchange_group())
+    assert not few_part.exchange.sends_all and 0 < few_part.statistics.halo_share < 0.8
+    return PartitionedAdjacency.from_coo(*random_graph(), parts).exchange.sends_all, shares[0]
 
 
 def test_construction_from_own_edges_and_from_csr(team: Team) -> None:
@@ -268,7 +307,10 @@ def _loops(rank: int, size: int, device: torch.device) -> None:
         whole = Adjacency.from_coo(row, col, (NODES, NODES), self_loops=kind)
         expected = spmm(whole, x, whole.extend_value(value, 2.0))
         without = PartitionedAdjacency.from_coo(row, col, parts)
-        for part in (PartitionedAdjacency.from_coo(row, col, parts, self_loops=kind), without.with_self_loops(kind)):
+        for part in (
+            PartitionedAdjacency.from_coo(row, col, parts, self_loops=kind),
+            without.with_self_loops(kind),
+        ):
             own = part.extend_value(value[mine], 2.0)
             assert relative_error(part.gather(spmm(part, part.scatter(x), own)), expected) < 1e-12
 
@@ -303,6 +345,8 @@ def _errors(rank: int, size: int, device: torch.device) -> None:
         PartitionedAdjacency.from_coo(row, col.float(), parts)
     with pytest.raises(ValueError, match="halo_dtype: expected a floating dtype or None, got torch.int8"):
         PartitionedAdjacency.from_coo(row, col, parts, halo_dtype=torch.int8)
+    with pytest.raises(ValueError, match="send: expected 'auto', 'needed' or 'all', got 'some'"):
+        PartitionedAdjacency.from_coo(row, col, parts, send="some")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"rowptr: expected num_nodes \\+ 1 = {NODES + 1} entries, got 3"):
         PartitionedAdjacency.from_csr(torch.zeros(3, dtype=torch.long), col, parts)
     part = PartitionedAdjacency.from_coo(row, col, parts)
@@ -328,7 +372,13 @@ def _errors(rank: int, size: int, device: torch.device) -> None:
 
 
 def train(
-    rank: int, size: int, device: torch.device, make: Callable[[], nn.Module], call: Any, whole: Any, part: PartitionedAdjacency
+    rank: int,
+    size: int,
+    device: torch.device,
+    make: Callable[[], nn.Module],
+    call: Any,
+    whole: Any,
+    part: PartitionedAdjacency,
 ) -> None:
     """Two layers of a kind: results, gradients of features and of parameters, after a step of training too."""
     torch.manual_seed(0)
@@ -377,8 +427,12 @@ def _pyg_layers(rank: int, size: int, device: torch.device) -> None:
     makers: dict[str, Callable[[], nn.Module]] = {
         "gcn": lambda: _Two(pyg.FastGCNConv(WIDTH, 16), pyg.FastGCNConv(16, WIDTH, cached=True)),
         "sage": lambda: _Two(pyg.FastSAGEConv(WIDTH, 16), pyg.FastSAGEConv(16, WIDTH, aggr="max")),
-        "gin": lambda: _Two(pyg.FastGINConv(nn.Linear(WIDTH, 4), train_eps=True), pyg.FastGINConv(nn.Linear(4, WIDTH))),
-        "gat": lambda: _Two(pyg.FastGATConv(WIDTH, 4, heads=2), pyg.FastGATConv(8, WIDTH, heads=2, concat=False)),
+        "gin": lambda: _Two(
+            pyg.FastGINConv(nn.Linear(WIDTH, 4), train_eps=True), pyg.FastGINConv(nn.Linear(4, WIDTH))
+        ),
+        "gat": lambda: _Two(
+            pyg.FastGATConv(WIDTH, 4, heads=2), pyg.FastGATConv(8, WIDTH, heads=2, concat=False)
+        ),
         "gatv2": lambda: _Two(pyg.FastGATv2Conv(WIDTH, 4, heads=2), pyg.FastGATv2Conv(8, WIDTH)),
         "transformer": lambda: _Two(
             pyg.FastTransformerConv(WIDTH, 4, heads=2), pyg.FastTransformerConv(8, WIDTH, beta=True)
@@ -388,7 +442,9 @@ def _pyg_layers(rank: int, size: int, device: torch.device) -> None:
     for make in makers.values():
         train(rank, size, device, make, _pyg_call, whole, part)
     with pytest.raises(NotImplementedError, match="PyG's and DGL's own code"):
-        pyg.FastSAGEConv(WIDTH, 4, aggr="median").double()(part.scatter(features(NODES, WIDTH)).to(device), part)
+        pyg.FastSAGEConv(WIDTH, 4, aggr="median").double()(
+            part.scatter(features(NODES, WIDTH)).to(device), part
+        )
 
 
 def test_pyg_layers(team: Team) -> None:
@@ -437,7 +493,10 @@ def test_two_gpus(gpu_team: Team) -> None:
         for overlap in (True, False):
             options = {"dtype": dtype, "tolerance": tolerance, "overlap": overlap}
             gpu_team.run(_compare, "random", "shuffled", options)
-    gpu_team.run(_compare, "random", "empty_rank", {})
+    for send in ("needed", "all"):
+        gpu_team.run(_compare, "random", "empty_rank", {"send": send})
+        gpu_team.run(_compare, "no_halo", "communities", {"send": send})
+        gpu_team.run(_compare, "random", "shuffled", {"send": send, "in_group": True})
     gpu_team.run(_pyg_layers)
 
 
@@ -465,7 +524,9 @@ def test_partition_of_an_assignment() -> None:
     assert parts.starts == (0, 2, 3, 5, 5)
     assert [parts.nodes(rank).tolist() for rank in range(4)] == [[1, 3], [4], [0, 2], []]
     x = torch.arange(5.0)
-    assert torch.equal(torch.cat([parts.scatter(x, rank) for rank in range(4)])[parts.position(torch.arange(5))], x)
+    assert torch.equal(
+        torch.cat([parts.scatter(x, rank) for rank in range(4)])[parts.position(torch.arange(5))], x
+    )
     assert parts.owned_edges(torch.tensor([4, 0, 3, 2]), 2).tolist() == [1, 3]
 
 

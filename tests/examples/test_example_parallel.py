@@ -101,7 +101,10 @@ def test_alone_is_the_first() -> None:
     [
         (["--parallel", "ddp"], "start it with torchrun"),
         (["--parallel", "ddp", "--batching", "full"], "--parallel ddp: expected --batching neighbor"),
-        (["--parallel", "fullgraph", "--batching", "neighbor"], "--parallel fullgraph: expected --batching full"),
+        (
+            ["--parallel", "fullgraph", "--batching", "neighbor"],
+            "--parallel fullgraph: expected --batching full",
+        ),
         (["--parallel", "fullgraph", "--conv", "reference"], "expected --conv fast"),
         (["--parallel", "fullgraph", "--model", "maxk-sage"], "expected gcn, sage, gat or gt"),
     ],

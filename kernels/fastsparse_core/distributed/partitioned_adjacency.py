@@ -28,7 +28,7 @@ class PartitionStatistics:
         rows: nodes.
         edges: edges of those nodes' rows.
         halo_edges: of them, edges from nodes of other ranks.
-        halo_rows: nodes of other ranks whose features must come.
+        halo_rows: nodes of other ranks whose features come.
     """
 
     rows: list[int]
@@ -127,6 +127,7 @@ class PartitionedAdjacency(Adjacency):
         group_rows: Method = "auto",
         halo_dtype: torch.dtype | None = None,
         overlap: bool = True,
+        send: Literal["auto", "needed", "all"] = "auto",
     ) -> PartitionedAdjacency:
         """Builds this process's part from edges in any order. Collective.
 
@@ -143,6 +144,8 @@ class PartitionedAdjacency(Adjacency):
                 of one process. A 16-bit one halves the bytes of float32 features and rounds them.
             overlap: whether the exchange runs beside the local product. False: one product over all columns
                 when all are there.
+            send: what goes to a rank: ``"needed"``, the rows it has for neighbours; ``"all"``, all; or
+                ``"auto"``: all where at least 80 % are needed.
 
         Raises:
             TypeError: an argument is not an integer tensor.
@@ -151,6 +154,8 @@ class PartitionedAdjacency(Adjacency):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if size != partition.num_parts:
             raise ValueError(f"partition: expected {size} parts, one per process, got {partition.num_parts}")
+        if send not in ("auto", "needed", "all"):
+            raise ValueError(f"send: expected 'auto', 'needed' or 'all', got {send!r}")
         if halo_dtype not in _HALO_DTYPES:
             raise ValueError(f"halo_dtype: expected a floating dtype or None, got {halo_dtype}")
         _check_ends(row, col, partition.num_nodes)
@@ -164,7 +169,8 @@ class PartitionedAdjacency(Adjacency):
         needed = torch.zeros(partition.num_nodes, dtype=torch.bool, device=row.device)
         needed[column.long()] = True
         needed[first:last] = False
-        halo = needed.nonzero().flatten()
+        exchange = HaloExchange(needed, partition.starts, rank, group, send)
+        halo = exchange.halo
         number = torch.empty(partition.num_nodes, dtype=torch.int64, device=row.device)
         number[first:last] = torch.arange(num_local, device=row.device)
         number[halo] = torch.arange(num_local, num_local + halo.numel(), device=row.device)
@@ -175,7 +181,6 @@ class PartitionedAdjacency(Adjacency):
             self_loops=self_loops,
             group_rows=group_rows,
         )
-        exchange = HaloExchange(halo, partition.starts, rank, group)
         return cls(rows, exchange, partition, rank, halo_dtype=halo_dtype, overlap=overlap)
 
     @classmethod
@@ -254,7 +259,7 @@ class PartitionedAdjacency(Adjacency):
 
     @property
     def num_halo(self) -> int:
-        """Nodes of other ranks that this one's rows have for neighbours."""
+        """Nodes of other ranks whose features come."""
         return self.exchange.num_halo
 
     @property
@@ -303,9 +308,9 @@ class PartitionedAdjacency(Adjacency):
 
     def _count_out_degree(self) -> Tensor:
         count = self.rows.out_degree()
-        received, work = self.exchange.from_halo(count[self.num_dst :].contiguous())
-        work.wait()
-        return count[: self.num_dst].index_add(0, self.exchange.send_index, received)
+        received, transfer = self.exchange.from_halo(count[self.num_dst :].contiguous())
+        transfer.wait()
+        return count[: self.num_dst] + self.exchange.add_up(received)
 
     def has_empty_rows(self) -> bool:
         """Whether some destination of the whole graph has no edge: the same on all ranks."""
@@ -362,7 +367,10 @@ class PartitionedAdjacency(Adjacency):
         flat = [x.reshape(x.size(0), x.shape[1:].numel()) for x in cast]
         ways = [HaloFeatures(self.exchange, x, None if exact else self.halo_dtype) for x in flat]
         whole = [torch.cat([x, way.wait()]) for x, way in zip(flat, ways, strict=True)]
-        return tuple(x.reshape(-1, *like.shape[1:]) if like.dim() != 2 else x for x, like in zip(whole, cast, strict=True))
+        return tuple(
+            x.reshape(-1, *like.shape[1:]) if like.dim() != 2 else x
+            for x, like in zip(whole, cast, strict=True)
+        )
 
     def spmm(
         self,
@@ -389,7 +397,9 @@ class PartitionedAdjacency(Adjacency):
         options: dict[str, Any] = {"scale_dst": scale_dst, "algorithm": algorithm}
         if reduce != "sum" or not self.overlap:
             (whole,) = self.sources(x)
-            return spmm(self.rows, whole, value, reduce, scale_src=scale_rows, bias=bias, relu=relu, **options)
+            return spmm(
+                self.rows, whole, value, reduce, scale_src=scale_rows, bias=bias, relu=relu, **options
+            )
         flat = x.reshape(x.size(0), x.shape[1:].numel())
         way = HaloFeatures(self.exchange, flat, self.halo_dtype)
         out = spmm(self.local, flat, value, scale_src=scale_src, bias=bias, **options)
@@ -422,7 +432,7 @@ class PartitionedAdjacency(Adjacency):
             self.halo.prepare(backward=backward)
         else:
             self.rows.prepare(backward=backward)
-        if backward:
+        if backward and not self.exchange.sends_all:
             self.exchange.returned.prepare(backward=False)
         return self
 
@@ -432,7 +442,9 @@ class PartitionedAdjacency(Adjacency):
         """Bytes held by this rank's part and what was derived from it, by name."""
         parts = {"rows": self.rows}
         parts |= {name: self._memo.results[name] for name in ("local", "halo") if name in self._memo.results}
-        sizes = {f"{name}.{key}": size for name, part in parts.items() for key, size in part.memory_usage().items()}
+        sizes = {
+            f"{name}.{key}": size for name, part in parts.items() for key, size in part.memory_usage().items()
+        }
         return sizes | self.exchange.memory_usage() | {"out_degree": self._out_degree.nbytes}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Adjacency:

@@ -150,11 +150,15 @@ def partition(
             raise ValueError(f"graph: expected as many destinations as sources, got shape {graph.shape}")
         num_nodes, num_edges = graph.num_dst, graph.num_edges
     elif num_nodes is None:
-        raise ValueError("num_nodes: expected the number of nodes where the graph is given as edges, got None")
+        raise ValueError(
+            "num_nodes: expected the number of nodes where the graph is given as edges, got None"
+        )
     else:
         num_edges = graph.size(1)
     if method == "auto":
-        method = "metis" if num_edges <= METIS_EDGES and _metis() is not None and num_parts > 1 else "contiguous"
+        method = (
+            "metis" if num_edges <= METIS_EDGES and _metis() is not None and num_parts > 1 else "contiguous"
+        )
     if method == "contiguous":
         degree = (
             graph.in_degree()
@@ -168,7 +172,9 @@ def partition(
             "method='metis': needs pymetis, pyg-lib or torch-sparse, and none of them can be imported; install "
             "one (pip install pymetis), or use method='contiguous'"
         )
-    ends = torch.stack([graph.row().long(), graph.col.long()]) if isinstance(graph, Adjacency) else graph.long()
+    ends = (
+        torch.stack([graph.row().long(), graph.col.long()]) if isinstance(graph, Adjacency) else graph.long()
+    )
     ends = ends[:, ends[0] != ends[1]]
     # METIS wants every edge in both directions, once.
     both = Adjacency.from_coo(
