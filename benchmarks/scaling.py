@@ -2,14 +2,15 @@
 
 One command starts a process per GPU. All graphs are drawn once, by the first process, and sent to the others.
 
-- ``full``: gcn3-256, GCNConv 100-256-256-47, cross entropy over all nodes, Adam; on one GPU with an Adjacency,
-  on more with a PartitionedAdjacency. The time of a step is that of the slowest process. Logits and gradients
+- ``full``: gcn3-256, GCNConv 100-256-256-47, cross entropy over all nodes, Adam; one GPU has an Adjacency,
+  more have a PartitionedAdjacency. The time of a step is that of the slowest process. Logits and gradients
   of the first step are compared with one GPU's. Variants: ``overlap`` (exchange beside the local product),
   ``in turn`` (exchange, then one product over all columns), ``16-bit halo`` (of float32 features).
 - ``ddp``: sage3-256 on batches of 1024 nodes for each GPU with 15, 10 and 5 neighbours, drawn on the GPU by
   PyTorch's operators, with replacement; throughput with sampling, and of batches that were drawn before.
 
-Where NVLink multicast must stay off, say so in the command: ``NCCL_NVLS_ENABLE=0 python -m benchmarks scaling``.
+Where NVLink multicast must stay off, say so in the command:
+``NCCL_NVLS_ENABLE=0 python -m benchmarks scaling``.
 """
 
 from __future__ import annotations

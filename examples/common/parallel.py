@@ -93,7 +93,7 @@ class Parallel:
         return dict(zip(parts, values.tolist(), strict=True))
 
     def share(self, seeds: Tensor) -> Tensor:
-        """This process's part of the nodes to train on: as many for each, some twice if they do not divide."""
+        """This process's part of the nodes to train on: as many for each, some twice if need be."""
         each = -(-seeds.numel() // self.size)
         padded = torch.cat([seeds, seeds[: each * self.size - seeds.numel()]])
         return padded[self.rank :: self.size]

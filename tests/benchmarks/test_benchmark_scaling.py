@@ -24,7 +24,7 @@ def test_scaling_on_the_cpu(
         for name in ("ogbn-products", "pubmed")
     }
     monkeypatch.setattr(suite, "SUITE", small)
-    arguments = "--gpus 2 --graphs pubmed --steps 2 --dtypes float32".split()
+    arguments = ["--gpus", "2", "--graphs", "pubmed", "--steps", "2", "--dtypes", "float32"]
     run(["scaling", "--device", "cpu", "--out", str(tmp_path), *arguments], Console(quiet=True))
     result = record.load(next(tmp_path.glob("*/scaling.json")))
     full = [cell for cell in result["cells"] if cell["kind"] == "full"]
@@ -38,7 +38,8 @@ def test_scaling_on_the_cpu(
     assert max(exact) < 1e-5 < rounded < 2e-2
     assert all(0 < cell["edge_cut"] < 1 and 0 < cell["halo_share"] <= 1 for cell in full[1:])
     batches = [cell for cell in result["cells"] if cell["kind"] == "ddp"]
-    assert [cell["gpus"] for cell in batches] == [1, 2] and all(cell["seeds_per_s"] > 0 for cell in batches)
+    assert [cell["gpus"] for cell in batches] == [1, 2]
+    assert all(cell["seeds_per_s"] > 0 for cell in batches)
     titles = [table.title for table in tables.scaling(result)]
     assert titles == [
         "full graph, gcn3-256, pubmed, float32",
@@ -55,16 +56,19 @@ def test_sampled_structures() -> None:
     sampler = scaling.Sampler(graph, torch.arange(graph.num_nodes))
     seeds = torch.tensor([7, 3, 250])
     batch = sampler.draw(seeds)
-    assert torch.equal(batch.y, seeds) and torch.equal(batch.nodes[:3], seeds)
+    assert torch.equal(batch.y, seeds)
+    assert torch.equal(batch.nodes[:3], seeds)
     assert batch.nodes.unique().numel() == batch.nodes.numel()
-    assert batch.layers[-1].num_dst == 3 and batch.layers[0].num_src == batch.nodes.numel()
+    assert batch.layers[-1].num_dst == 3
+    assert batch.layers[0].num_src == batch.nodes.numel()
     edges = set(zip(graph.row().tolist(), graph.col.tolist(), strict=True))
     for adj, fanouts in zip(batch.layers, ((15, 10, 5), (15, 10), (15,)), strict=True):
         ends = zip(batch.nodes[adj.row().long()].tolist(), batch.nodes[adj.col.long()].tolist(), strict=True)
         assert set(ends) <= edges
         degree = adj.in_degree()
         has_neighbours = graph.rowptr.diff()[batch.nodes[: adj.num_dst]] > 0
-        assert torch.equal(degree > 0, has_neighbours) and set(degree.tolist()) <= {0, *fanouts}
+        assert torch.equal(degree > 0, has_neighbours)
+        assert set(degree.tolist()) <= {0, *fanouts}
     assert (sampler.place == -1).all()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,11 +21,11 @@ from fastsparse_core import (
     attention,
     edge_softmax,
     gatv2_attention,
+    maxk,
     sddmm,
     spmm,
     ssd,
 )
-from fastsparse_core.distributed.exchange import HaloFeatures
 from fastsparse_core.distributed import (
     Partition,
     PartitionedAdjacency,
@@ -32,6 +33,7 @@ from fastsparse_core.distributed import (
     exchange_group,
     partition,
 )
+from fastsparse_core.distributed.exchange import HaloFeatures
 
 NODES, WIDTH = 60, 8
 
@@ -189,10 +191,14 @@ def test_operators_equal_one_process(team: Team, kind: str, send: str, overlap: 
     results = team.run(_compare, "random", kind, {"overlap": overlap, "send": send})
     facts = results[0][0]
     assert all(result[0] == facts for result in results)
-    assert sum(facts.rows) == NODES and sum(facts.edges) == 500
-    assert facts.halo_rows == [result[1] for result in results] and min(facts.halo_rows) > 0
+    assert sum(facts.rows) == NODES
+    assert sum(facts.edges) == 500
+    assert facts.halo_rows == [result[1] for result in results]
+    assert min(facts.halo_rows) > 0
     assert send == "needed" or facts.halo_share == 1
-    assert 0 < facts.edge_cut < 1 and facts.balance >= 1 and 0 < facts.halo_share <= 1
+    assert 0 < facts.edge_cut < 1
+    assert facts.balance >= 1
+    assert 0 < facts.halo_share <= 1
     assert ("local.col" in results[0][2]) == overlap
     assert f"rank 1 of {len(results)}" in results[1][3]
 
@@ -206,9 +212,12 @@ def test_odd_divisions(team: Team, graph: str, kind: str, send: str) -> None:
     results = team.run(_compare, graph, kind, {"send": send})
     facts = results[0][0]
     if kind == "empty_rank":
-        assert facts.rows[1:] == [0] * (len(results) - 1) and facts.edges[0] == 500 and facts.edge_cut == 0
+        assert facts.rows[1:] == [0] * (len(results) - 1)
+        assert facts.edges[0] == 500
+        assert facts.edge_cut == 0
     elif graph == "no_halo":
-        assert facts.edge_cut == 0 and (facts.halo_rows == [0] * len(results)) == (send == "needed")
+        assert facts.edge_cut == 0
+        assert (facts.halo_rows == [0] * len(results)) == (send == "needed")
     elif len(results) == 3:
         assert facts.edge_cut == 1
 
@@ -249,7 +258,8 @@ def _repeat(rank: int, size: int, device: torch.device) -> None:
         x = part.scatter(features(NODES, WIDTH, dtype=torch.float32)).clone().requires_grad_()
         spmm(part, x).square().sum().backward()
         grads.append(x.grad)
-    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+    assert torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[0], grads[2])
     gc.collect()
     gc.disable()
     try:
@@ -271,7 +281,8 @@ def _sends_all(rank: int, size: int, device: torch.device) -> tuple[bool, float]
     shares = [PartitionedAdjacency.from_coo(*random_graph(), parts, send="needed").statistics.halo_share]
     few = [end[:40] for end in random_graph()]
     few_part = PartitionedAdjacency.from_coo(few[0], few[1], parts, group=exchange_group())
-    assert not few_part.exchange.sends_all and 0 < few_part.statistics.halo_share < 0.8
+    assert not few_part.exchange.sends_all
+    assert 0 < few_part.statistics.halo_share < 0.8
     return PartitionedAdjacency.from_coo(*random_graph(), parts).exchange.sends_all, shares[0]
 
 
@@ -327,7 +338,8 @@ def _reduce(rank: int, size: int, device: torch.device) -> None:
     all_reduce_gradients(model)
     assert model[0].weight.grad.eq(size * (size + 1) / 2).all()
     assert model[0].bias.grad.tolist() == [0, size, 2 * size]
-    assert model[1].weight.grad.tolist() == [[size] * 3] and model[1].bias.grad is None
+    assert model[1].weight.grad.tolist() == [[size] * 3]
+    assert model[1].bias.grad is None
 
 
 def test_errors(team: Team) -> None:
@@ -362,10 +374,9 @@ def _errors(rank: int, size: int, device: torch.device) -> None:
     for refused in (part.t, part.row, lambda: part.col, lambda: part.to("meta"), lambda: copy.deepcopy(part)):
         with pytest.raises(NotImplementedError, match="a PartitionedAdjacency has no"):
             refused()
+    kept = maxk(x.float(), 2)
     with pytest.raises(NotImplementedError, match="ssd"):
-        from fastsparse_core import maxk
-
-        ssd(part, maxk(x.float(), 2))
+        ssd(part, kept)
 
 
 # ---------------------------------------------------------------- layers
@@ -380,7 +391,7 @@ def train(
     whole: Any,
     part: PartitionedAdjacency,
 ) -> None:
-    """Two layers of a kind: results, gradients of features and of parameters, after a step of training too."""
+    """Two layers of a kind: results, gradients of features and parameters, after a step of training too."""
     torch.manual_seed(0)
     model = make().to(device).double()
     ours = copy.deepcopy(model)
@@ -509,13 +520,16 @@ def test_blocks_have_about_as_many_edges() -> None:
     row = torch.repeat_interleave(torch.arange(1000), degree)
     for graph, nodes in ((torch.stack([row, row]), 1000), (Adjacency.from_coo(row, row, (1000, 1000)), None)):
         parts = partition(graph, 4, "contiguous", num_nodes=nodes)
-        assert parts.num_parts == 4 and parts.num_nodes == 1000 and parts.order is None
-        costs = [float((degree[a:b] + 16).sum()) for a, b in zip(parts.starts, parts.starts[1:])]
+        assert parts.num_parts == 4
+        assert parts.num_nodes == 1000
+        assert parts.order is None
+        costs = [float((degree[a:b] + 16).sum()) for a, b in pairwise(parts.starts)]
         assert max(costs) / min(costs) < 1.05
     empty = partition(torch.empty(2, 0, dtype=torch.long), 3, num_nodes=0)
     assert empty.starts == (0, 0, 0, 0)
     few = partition(torch.tensor([[0], [0]]), 3, "contiguous", num_nodes=1)
-    assert few.num_nodes == 1 and sum(few.size(rank) for rank in range(3)) == 1
+    assert few.num_nodes == 1
+    assert sum(few.size(rank) for rank in range(3)) == 1
 
 
 def test_partition_of_an_assignment() -> None:

@@ -1,4 +1,4 @@
-"""examples/ogb_node.py under torchrun: mini-batches by several processes, and one graph divided among them."""
+"""examples/ogb_node.py under torchrun: mini-batches by several processes, and one graph divided."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_a_divided_graph_trains_as_the_whole_one(root: Path, tmp_path: Path) -> 
     log, curve, checkpoint = (tmp_path / name for name in ("log.json", "curve.csv", "model.pt"))
     files = ["--json", log, "--csv", curve, "--checkpoint", checkpoint, "--checkpoint-every", 1]
     printed = torchrun(2, *common, *files, "--parallel", "fullgraph")
-    assert printed.count("2 processes (fullgraph)") == 1 and "rank 0 of 2" in printed
+    assert printed.count("2 processes (fullgraph)") == 1
+    assert "rank 0 of 2" in printed
     single = [str(part) for part in common]
     expected, _ = ogb_node.main([*single, "--device", "cpu"], Console(file=io.StringIO()))
     ours = json.loads(log.read_text())["layers"][0]["runs"][0]
@@ -68,7 +69,8 @@ def test_a_divided_graph_trains_as_the_whole_one(root: Path, tmp_path: Path) -> 
     again = ["--json", resumed, "--checkpoint", checkpoint, "--resume"]
     torchrun(2, *longer, *again, "--parallel", "fullgraph")
     continued = json.loads(resumed.read_text())["layers"][0]["runs"][0]["loss"]
-    assert continued[:3] == ours["loss"] and len(continued) == 4
+    assert continued[:3] == ours["loss"]
+    assert len(continued) == 4
 
 
 def test_mini_batches_by_two_processes(root: Path, tmp_path: Path) -> None:
@@ -79,7 +81,8 @@ def test_mini_batches_by_two_processes(root: Path, tmp_path: Path) -> None:
     printed = torchrun(2, *arguments, "--json", log, "--parallel", "ddp")
     assert printed.count("2 processes (ddp)") == 1
     run = json.loads(log.read_text())["layers"][0]["runs"][0]
-    assert len(run["loss"]) == 4 and run["loss"][-1] < run["loss"][0]
+    assert len(run["loss"]) == 4
+    assert run["loss"][-1] < run["loss"][0]
     assert all(0 <= score <= 1 for score in run["test"])
 
 
@@ -93,7 +96,8 @@ def test_every_process_gets_as_many_nodes(size: int) -> None:
 
 
 def test_alone_is_the_first() -> None:
-    assert ALONE.is_first and ALONE.mean_loss(6.0, 3) == 2.0
+    assert ALONE.is_first
+    assert ALONE.mean_loss(6.0, 3) == 2.0
 
 
 @pytest.mark.parametrize(

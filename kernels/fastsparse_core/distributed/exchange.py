@@ -15,7 +15,6 @@ from torch.autograd.function import once_differentiable
 from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.ops.spmm import spmm
 
-
 #: Above this share of all rows needed, all are sent: at most a quarter more bytes, and no copies.
 SEND_ALL = 0.8
 
@@ -76,7 +75,7 @@ class HaloExchange:
         """Tells every rank what it must send; all processes of the group must call it.
 
         Args:
-            needed: bool, for every position whether it is a neighbour of another rank's.
+            needed: bool, for every position whether it is another rank's and a neighbour of this one's rows.
             starts: position of every rank's first node.
             rank: of this process in the group.
             group: the processes; None: all.
@@ -100,8 +99,8 @@ class HaloExchange:
         wanted = bounds.diff()
         asked = torch.empty_like(wanted)
         dist.all_to_all_single(asked, wanted, group=group)
-        self.recv_counts: list[int] = wanted.tolist()
-        self.send_counts: list[int] = asked.tolist()
+        self.recv_counts = wanted.tolist()
+        self.send_counts = asked.tolist()
         self.send_index = halo.new_empty(sum(self.send_counts))
         dist.all_to_all_single(self.send_index, halo, self.send_counts, self.recv_counts, group=group)
         self.send_index -= starts[rank]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -62,8 +62,8 @@ class PartitionedAdjacency(Adjacency):
     with :math:`\mathbf{X}_r` the features of the rank's own nodes and :math:`\mathbf{X}_h` those of its halo:
     nodes of other ranks that its rows have for neighbours. To a layer it looks square, (local nodes, local
     nodes): features in and out are those of the rank's nodes. The operators (:func:`fastsparse_core.spmm`,
-    ``sddmm``, ``edge_softmax`` and the attentions) fetch the halo with ``all_to_all``, forward, and return its
-    gradients, backward. Degrees are those of the whole graph. Edge values are those of the rank's edges.
+    ``sddmm``, ``edge_softmax``, the attentions) fetch the halo in the forward pass and return its gradients
+    in the backward pass. Degrees are those of the whole graph. Edge values are those of the rank's edges.
 
     In ``spmm`` the exchange runs beside the product with :math:`\mathbf{A}_{rr}`, and that of the gradients
     beside the product with its transpose. Attention needs all of a row's neighbours at once: it waits for the
@@ -483,8 +483,8 @@ def _check_ends(row: Tensor, col: Tensor, num_nodes: int) -> None:
                 )
 
 
-def _unsupported(what: str) -> Any:
+def _unsupported(what: str) -> NoReturn:
     raise NotImplementedError(
         f"a PartitionedAdjacency has no {what}: it serves spmm, sddmm, edge_softmax and attention, and the "
-        "layers made of them. PyG's and DGL's own code, ssd (MaxK layers) and explanations need the whole graph"
+        "layers made of them. PyG's and DGL's own code, ssd (MaxK layers), explanations: they need all of it"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,7 +62,8 @@ class Partition:
         owner = owner.long()
         if owner.numel() and (int(owner.min()) < 0 or int(owner.max()) >= num_parts):
             raise ValueError(
-                f"owner: expected ranks from 0 to {num_parts - 1}, got {int(owner.min())} to {int(owner.max())}"
+                f"owner: expected ranks from 0 to {num_parts - 1}, "
+                f"got {int(owner.min())} to {int(owner.max())}"
             )
         sizes = torch.bincount(owner, minlength=num_parts).tolist()
         return cls((0, *accumulate(sizes)), torch.argsort(owner, stable=True), method)
@@ -169,8 +171,8 @@ def partition(
     found = _metis()
     if found is None:
         raise ImportError(
-            "method='metis': needs pymetis, pyg-lib or torch-sparse, and none of them can be imported; install "
-            "one (pip install pymetis), or use method='contiguous'"
+            "method='metis': needs pymetis, pyg-lib or torch-sparse, and none of them can be imported; "
+            "install one (pip install pymetis), or use method='contiguous'"
         )
     ends = (
         torch.stack([graph.row().long(), graph.col.long()]) if isinstance(graph, Adjacency) else graph.long()
@@ -216,7 +218,7 @@ def _metis() -> Callable[[Tensor, Tensor, int], Tensor] | None:
             module = importlib.import_module(name)
         except (ImportError, OSError):
             continue
-        return lambda rowptr, col, num_parts, call=call, module=module: call(module, rowptr, col, num_parts)
+        return functools.partial(call, module)
     return None
 
 
