@@ -135,9 +135,10 @@ def partition(
         graph: square structure, or edges (2, E): sources, destinations.
         num_parts: number of ranks.
         method: ``"contiguous"``: consecutive nodes, about as many edges each (a row counts as 16 edges
-            besides). Features need no other order then. ``"metis"``: few edges between ranks, nodes in about
-            equal numbers (Karypis and Kumar, 1998), through pymetis, pyg-lib or torch-sparse, whichever is
-            installed. ``"auto"``: METIS where one is and the graph has at most 20 million edges.
+            besides). Features need no other order then. ``"metis"``: few edges between ranks (Karypis and
+            Kumar, 1998), through pymetis 2025.2 or later, which balances edges too, pyg-lib or torch-sparse,
+            which balance nodes: the first that is installed. ``"auto"``: METIS where one is and the graph has
+            at most 20 million edges.
         num_nodes: number of nodes, needed for edges.
 
     Raises:
@@ -161,12 +162,11 @@ def partition(
         method = (
             "metis" if num_edges <= METIS_EDGES and _metis() is not None and num_parts > 1 else "contiguous"
         )
-    if method == "contiguous":
-        degree = (
-            graph.in_degree()
-            if isinstance(graph, Adjacency)
-            else torch.bincount(graph[1], minlength=num_nodes)
-        )
+    if isinstance(graph, Adjacency):
+        degree = graph.in_degree()
+    else:
+        degree = torch.bincount(graph[1], minlength=num_nodes)
+    if method == "contiguous" or num_parts == 1 or num_nodes == 0:
         return _blocks(degree, num_parts)
     found = _metis()
     if found is None:
@@ -185,9 +185,8 @@ def partition(
         (num_nodes, num_nodes),
         duplicates="sum",
     )
-    if num_parts == 1 or num_nodes == 0:
-        return _blocks(both.in_degree(), num_parts)
-    return Partition.from_assignment(found(both.rowptr, both.col.long(), num_parts), num_parts, "metis")
+    owner = found(both.rowptr, both.col.long(), degree.cpu() + ROW_EDGES, num_parts)
+    return Partition.from_assignment(owner, num_parts, "metis")
 
 
 def _blocks(degree: Tensor, num_parts: int) -> Partition:
@@ -200,16 +199,18 @@ def _blocks(degree: Tensor, num_parts: int) -> Partition:
     return Partition((0, *ends, degree.numel()), None, "contiguous")
 
 
-def _metis() -> Callable[[Tensor, Tensor, int], Tensor] | None:
-    """A function (rowptr, col, num_parts) -> owner of every node, None where no package has METIS."""
+def _metis() -> Callable[[Tensor, Tensor, Tensor, int], Tensor] | None:
+    """A function (rowptr, col, weight, num_parts) -> owner of every node; None where no package has METIS."""
 
-    def of_pymetis(module: Any, rowptr: Tensor, col: Tensor, num_parts: int) -> Tensor:
-        return torch.tensor(module.part_graph(num_parts, xadj=rowptr.tolist(), adjncy=col.tolist())[1])
+    def of_pymetis(module: Any, rowptr: Tensor, col: Tensor, weight: Tensor, num_parts: int) -> Tensor:
+        graph = module.CSRAdjacency(adj_starts=rowptr.numpy(), adjacent=col.numpy())
+        return torch.tensor(module.part_graph(num_parts, graph, vweights=weight.numpy())[1])
 
-    def of_pyg_lib(module: Any, rowptr: Tensor, col: Tensor, num_parts: int) -> Tensor:
+    # These two weigh all nodes alike.
+    def of_pyg_lib(module: Any, rowptr: Tensor, col: Tensor, weight: Tensor, num_parts: int) -> Tensor:
         return torch.ops.pyg.metis(rowptr, col, None, num_parts, False)
 
-    def of_torch_sparse(module: Any, rowptr: Tensor, col: Tensor, num_parts: int) -> Tensor:
+    def of_torch_sparse(module: Any, rowptr: Tensor, col: Tensor, weight: Tensor, num_parts: int) -> Tensor:
         return torch.ops.torch_sparse.partition(rowptr, col, None, num_parts, False)
 
     calls = {"pymetis": of_pymetis, "pyg_lib": of_pyg_lib, "torch_sparse": of_torch_sparse}
