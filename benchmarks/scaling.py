@@ -65,7 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--graphs", nargs="+", default=list(GRAPHS), help="of full-graph training")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=list(VARIANTS),
+        help="the first alone on further graphs",
+    )
     parser.add_argument("--steps", type=int, default=10, help="timed training steps")
 
 
@@ -211,7 +217,8 @@ def _full(name: str, teams: Sequence[Team], options: argparse.Namespace, out: Re
     for dtype in options.dtypes:
         first: FirstStep | None = None
         for team in teams:
-            variants = [v for v in options.variants if v != "16-bit halo" or dtype == "float32"]
+            variants = options.variants if name == options.graphs[0] else options.variants[:1]
+            variants = [v for v in variants if v != "16-bit halo" or dtype == "float32"]
             for variant in variants if team.size > 1 else ["one GPU"]:
                 if team.rank < team.size:
                     cell, found = _train_full(graph, team, dtype, variant, first, options.steps)

@@ -247,6 +247,29 @@ def _halo_error(rank: int, size: int, device: torch.device) -> float:
     return relative_error(part.gather(out), spmm(Adjacency.from_coo(row, col, (NODES, NODES)), x))
 
 
+def test_autocast_sends_16_bits(team: Team) -> None:
+    team.run(_autocast)
+
+
+def _autocast(rank: int, size: int, device: torch.device) -> None:
+    row, col = random_graph()
+    part = PartitionedAdjacency.from_coo(row, col, owners("shuffled", size))
+    whole = Adjacency.from_coo(row, col, (NODES, NODES))
+    x = features(NODES, WIDTH, dtype=torch.float32)
+    value = torch.ones(500)
+    mine = part.partition.owned_edges(row, rank)
+    for name in ("sum", "attention", "gatv2"):
+        expected = OPERATIONS[name](whole, x, value)
+        own = part.scatter(x).clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = OPERATIONS[name](part, own, value[mine])
+        assert out.dtype == torch.bfloat16
+        assert relative_error(part.gather(out), expected) < 2e-2, name
+        out.float().sum().backward()
+        assert own.grad.dtype == torch.float32
+        assert own.grad.isfinite().all()
+
+
 def test_same_bits_every_time_and_no_memory_kept(team: Team) -> None:
     team.run(_repeat)
 
@@ -452,6 +475,20 @@ def _pyg_layers(rank: int, size: int, device: torch.device) -> None:
     }
     for make in makers.values():
         train(rank, size, device, make, _pyg_call, whole, part)
+    weight = features(row.numel(), seed=6).abs().to(device)
+    mine = part.partition.owned_edges(row, rank)
+    torch.manual_seed(0)
+    conv = pyg.FastGCNConv(WIDTH, 4).to(device).double()
+    x = features(NODES, WIDTH).to(device)
+    for trained in (False, True):  # trained weights make degrees differentiable
+        all_weights = weight.clone().requires_grad_(trained)
+        own_weights = weight[mine].clone().requires_grad_(trained)
+        expected, actual = conv(x, whole, all_weights), conv(part.scatter(x), part, own_weights)
+        assert relative_error(part.gather(actual), expected) < 1e-12
+        if trained:
+            expected.square().sum().backward()
+            actual.square().sum().backward()
+            assert relative_error(own_weights.grad, all_weights.grad[mine]) < 1e-12
     with pytest.raises(NotImplementedError, match="PyG's and DGL's own code"):
         pyg.FastSAGEConv(WIDTH, 4, aggr="median").double()(
             part.scatter(features(NODES, WIDTH)).to(device), part
