@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -33,7 +34,7 @@ from fastsparse_core.distributed import (
     exchange_group,
     partition,
 )
-from fastsparse_core.distributed.exchange import HaloFeatures
+from fastsparse_core.distributed.exchange import HaloExchange, HaloFeatures, Transfer
 
 NODES, WIDTH = 60, 8
 
@@ -307,6 +308,36 @@ def _sends_all(rank: int, size: int, device: torch.device) -> tuple[bool, float]
     assert not few_part.exchange.sends_all
     assert 0 < few_part.statistics.halo_share < 0.8
     return PartitionedAdjacency.from_coo(*random_graph(), parts).exchange.sends_all, shares[0]
+
+
+def test_local_products_run_while_features_travel(team: Team) -> None:
+    for forward, backward in team.run(_order):
+        assert forward == ["start", "local", "wait", "halo"]
+        assert backward == ["halo", "start", "local", "wait"]
+
+
+def _order(rank: int, size: int, device: torch.device) -> tuple[list[str], list[str]]:
+    """What happens in which order in a product's forward and backward pass."""
+    module = sys.modules["fastsparse_core.ops.spmm"]
+    part = PartitionedAdjacency.from_coo(*random_graph(), owners("shuffled", size), send="all")
+    names = {part.local.handle: "local", part.halo.handle: "halo"}
+    events: list[str] = []
+
+    def logged(original: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            events.append(name(*arguments))
+            return original(*arguments)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_spmm", logged(module._spmm, lambda *arguments: names[arguments[6]]))
+        patch.setattr(HaloExchange, "_blocks", logged(HaloExchange._blocks, lambda *_: "start"))
+        patch.setattr(Transfer, "wait", logged(Transfer.wait, lambda *_: "wait"))
+        out = spmm(part, part.scatter(features(NODES, WIDTH)).clone().requires_grad_())
+        forward = events.copy()
+        out.sum().backward()
+    return forward, events[len(forward) :]
 
 
 def test_construction_from_own_edges_and_from_csr(team: Team) -> None:
