@@ -21,6 +21,7 @@ COMMANDS = {
     "ssd": "sparse rows times a structure against stored rivals, the papers' ablations, and maxk",
     "attention": "attention forward and backward: time and memory, against stored rivals",
     "train": "training step, inference and memory of small models against PyG",
+    "scaling": "full-graph training and mini-batches on several GPUs",
     "breakdown": "where the time of a training step goes: kinds of device work, and waiting for the host",
     "adjacency": "building an Adjacency and its transpose",
     "formats": "vectors, zeros, instructions and bytes of the tensor-core formats, and their conversion",
@@ -75,6 +76,8 @@ def run(arguments: Sequence[str], console: Console) -> None:
     options = parser.parse_args(arguments)
     if options.command == "all":
         names = ON_CUDA if torch.device(options.device).type == "cuda" else ON_CPU
+        if names is ON_CUDA and torch.cuda.device_count() > 1:
+            names = (*ON_CUDA, "scaling")
         shared = ["--device", options.device, "--out", str(options.out)]
         if options.commit:
             shared += ["--commit", options.commit]

@@ -21,6 +21,8 @@ from .choice import REGRET_SEEN, choice, choice_in_short, csr_over_flashsparse
 from .cpu import cpu
 from .formats import formats, formats_in_short
 from .host import host
+from .maxk import maxk
+from .scaling import scaling
 from .sddmm import sddmm, sddmm_in_short
 from .spmm import spmm, spmm_in_short
 from .ssd import ssd, ssd_in_short
@@ -42,12 +44,14 @@ __all__ = [
     "csr_over_flashsparse",
     "formats",
     "host",
+    "maxk",
     "number",
     "plots_of",
     "provenance",
     "ratio",
     "relative",
     "report",
+    "scaling",
     "sddmm",
     "show",
     "spmm",
@@ -65,6 +69,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "ssd": ssd,
     "attention": attention,
     "train": train,
+    "scaling": scaling,
+    "maxk": maxk,
     "breakdown": breakdown,
     "adjacency": adjacency,
     "formats": formats,
@@ -88,6 +94,10 @@ ABOUT = {
     "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
     "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
     " for the host.",
+    "scaling": "Several GPUs of one machine (`benchmarks/scaling.py` defines the models); see"
+    " docs/multi_gpu.md for what bounds them.",
+    "maxk": "examples/maxk.py: a model of three graph convolutions, 256 wide, with MaxK and with ReLU. Stored:"
+    " what autograd keeps for the backward pass of all three.",
     "adjacency": "Building the structure from edges in arbitrary order.",
     "formats": "FlashSparse's table 2 (zeros in vectors of 16 and of 8 rows), figure 14 (matrix instructions"
     " at 16x1 and at 8x1) and table 7 (ME-BCRS against SR-BCRS), and what grouping similar rows adds.",
@@ -120,6 +130,8 @@ CHAPTERS = {
     "sddmm": Chapter("Dot products of edges (sddmm)", sddmm_in_short),
     "attention": Chapter("Attention", attention_in_short, ("forward_float16", "backward_float16")),
     "ssd": Chapter("Sparse activations (MaxK, ssd)", ssd_in_short, ("scaling",)),
+    "maxk": Chapter("Training with MaxK", maxk),
+    "scaling": Chapter("Several GPUs", scaling, ("speedup",)),
     "choice": Chapter("Choice of the algorithm", choice_in_short, ("choice",)),
     "accuracy": Chapter("Accuracy of trained models", accuracy),
     "adjacency": Chapter("Building a structure", adjacency_in_short),

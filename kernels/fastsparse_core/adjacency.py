@@ -8,7 +8,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -79,6 +79,9 @@ class Adjacency:
             keep their order.
         handle: number by which the operators know this object.
     """
+
+    #: Whether it is one rank's part of a graph (:class:`fastsparse_core.distributed.PartitionedAdjacency`).
+    is_partitioned: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -24,6 +24,7 @@ from fastsparse_core.ops._common import (
     edges_from_dense,
     is_dense,
     is_first_derivative,
+    is_partitioned,
     is_plain_eager,
     keep_alive,
     library,
@@ -110,6 +111,11 @@ def spmm(
         raise ValueError(
             f"value_layout: expected 'edges' for reduce={reduce!r}, which runs from CSR, got 'me_bcrs'"
         )
+    if is_partitioned(adj):
+        if value_layout != "edges":
+            raise ValueError("value_layout: expected 'edges' for a PartitionedAdjacency, got 'me_bcrs'")
+        scales = {"scale_dst": scale_dst, "scale_src": scale_src}
+        return adj.spmm(x, value, reduce, bias=bias, relu=relu, algorithm=algorithm, **scales)
     check_features("x", x, adj.num_src, "num_src", adj)
     (x,) = autocast(x)  # type: ignore[assignment]
     trailing = x.shape[1:]
