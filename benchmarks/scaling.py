@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import itertools
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -182,6 +183,15 @@ def _explain(out: Recorder) -> None:
     out.note("error: relative Frobenius distance to one GPU, the larger of logits and gradients' of a step")
 
 
+def _add(out: Recorder | None, **cell: Any) -> None:
+    """Keeps and shows a cell, on the process that has the record."""
+    if out is None:
+        return
+    out.add(**cell)
+    names = (cell[key] for key in ("kind", "graph", "dtype", "variant"))
+    print(*names, f"on {cell['gpus']}: {cell['median_ms']:.1f} ms", file=sys.stderr)
+
+
 def _shared_graph(name: str, team: Team) -> suite.Graph:
     """The graph, drawn by the first process and sent to the others: each would draw others' rounding."""
     sizes = torch.zeros(2, dtype=torch.int64, device=team.device)
@@ -224,8 +234,7 @@ def _full(name: str, teams: Sequence[Team], options: argparse.Namespace, out: Re
                     cell, found = _train_full(graph, team, dtype, variant, first, options.steps)
                     if team.size == 1:
                         first = found
-                    if out is not None:
-                        out.add(**facts, dtype=dtype, gpus=team.size, variant=variant, **cell)
+                    _add(out, **facts, dtype=dtype, gpus=team.size, variant=variant, **cell)
                 release()
                 dist.barrier()
             if team.size == 1:
@@ -438,8 +447,7 @@ def _ddp(teams: Sequence[Team], options: argparse.Namespace, out: Recorder | Non
     for dtype, team in itertools.product(options.dtypes, teams):
         if team.rank < team.size:
             cell = _train_batches(sampler, x, team, dtype, options.steps)
-            if out is not None:
-                out.add(**facts, dtype=dtype, gpus=team.size, variant="ddp", **cell)
+            _add(out, **facts, dtype=dtype, gpus=team.size, variant="ddp", **cell)
         release()
         dist.barrier()
 
