@@ -31,6 +31,8 @@ std::size_t compress_scratch_bytes(const CompressArgs& args);
 int compress(const CompressArgs& args, void* scratch, std::size_t scratch_bytes, void* stream);
 int spmm_csr(const SpmmArgs& args, void* stream);
 int spmm_bsb(const SpmmBsbArgs& args, void* stream);
+int spmm_tca(const SpmmArgs& args, void* stream);
+int spmm_hr(const SpmmArgs& args, std::int64_t num_long, void* stream);
 int spmm_extremum(const SpmmExtremumArgs& args, void* stream);
 int sddmm_csr(const SddmmArgs& args, void* stream);
 int edge_softmax(const EdgeSoftmaxArgs& args, void* stream);
