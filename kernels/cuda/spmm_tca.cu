@@ -20,13 +20,14 @@
 namespace fastsparse::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int kLongRow = 512;              // entries per slot, from which on a whole block takes the row
 constexpr int kResidentWarps = 132 * 24;   // of an H200, about
 constexpr std::int64_t kPackedEntries = 8;  // mean row length up to which rows are packed, not split
 
 template <typename T, int kPieces, int kChunks>
-__global__ void __launch_bounds__(kThreads) spmm_tca_kernel(const SpmmArgs args, int parts) {
+__global__ void __launch_bounds__(kThreads, kPieces == 8 ? 5 : 4)
+    spmm_tca_kernel(const SpmmArgs args, int parts) {
   using Tile = TcaTile<T, kPieces, kChunks>;
   constexpr int kSlots = kThreads / Tile::kSlotLanes;
   __shared__ float shared[kSlots][Tile::kWidth];

@@ -93,16 +93,6 @@ struct TcaTile {
       int own[kOwn];
 #pragma unroll
       for (int j = 0; j < kOwn; ++j) own[j] = next[j];
-      float own_weight[kOwn];
-      if (weighted) {
-#pragma unroll
-        for (int j = 0; j < kOwn; ++j) {
-          own_weight[j] =
-              own[j] >= 0 ? entry_weight<T>(args, begin + first + offset(piece * kOwn + j), own[j]) : 0.0f;
-        }
-      }
-      load_columns(columns, first + stride, length, next);
-
       uint4 gathered[2 * kSteps];
 #pragma unroll
       for (int i = 0; i < 2 * kSteps; ++i) {
@@ -113,8 +103,16 @@ struct TcaTile {
         }
       }
 
+      load_columns(columns, first + stride, length, next);
+
       std::uint32_t weights[kSteps];
       if (weighted) {
+        float own_weight[kOwn];
+#pragma unroll
+        for (int j = 0; j < kOwn; ++j) {
+          own_weight[j] =
+              own[j] >= 0 ? entry_weight<T>(args, begin + first + offset(piece * kOwn + j), own[j]) : 0.0f;
+        }
         share_weights(own_weight, weights);
       } else {
 #pragma unroll
