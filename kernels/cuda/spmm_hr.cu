@@ -82,7 +82,8 @@ __global__ void __launch_bounds__(kThreads)
                            args.value.dtype == args.dtype};
   const std::int64_t feature0 = static_cast<std::int64_t>(blockIdx.y) * Tile::kWidth;
   if (blockIdx.x < long_blocks) {
-    const std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
+    const std::int64_t item =
+        static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
     if (item >= num_long) return;
     const Tile tile;
     const RowSlice slice = load_slice(args.split, item);
@@ -91,9 +92,9 @@ __global__ void __launch_bounds__(kThreads)
     const std::int64_t feature = feature0 + tile.feature();
     if (tile.has_result() && feature < args.width) store_sums<T>(args, slice, feature, sum);
   } else {
-    const std::int64_t item =
-        num_long + static_cast<std::int64_t>(blockIdx.x - long_blocks) * (kThreads / kPieces) +
-        threadIdx.x / kPieces;
+    const std::int64_t item = num_long +
+                              static_cast<std::int64_t>(blockIdx.x - long_blocks) * (kThreads / kPieces) +
+                              threadIdx.x / kPieces;
     const std::int64_t feature = feature0 + threadIdx.x % kPieces * 8;
     if (item >= args.split.num_slices || feature >= args.width) return;
     const RowSlice slice = load_slice(args.split, item);

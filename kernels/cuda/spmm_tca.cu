@@ -21,8 +21,8 @@ namespace fastsparse::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kLongRow = 512;              // entries per slot, from which on a whole block takes the row
-constexpr int kResidentWarps = 132 * 24;   // of an H200, about
+constexpr int kLongRow = 512;               // entries per slot, from which on a whole block takes the row
+constexpr int kResidentWarps = 132 * 24;    // of an H200, about
 constexpr std::int64_t kPackedEntries = 8;  // mean row length up to which rows are packed, not split
 
 template <typename T, int kPieces, int kChunks>

@@ -51,7 +51,7 @@ class HybridRows(RowSplit):
         starts = torch.zeros(4, length.numel() + 1, dtype=torch.int64, device=device)
         starts[:, 1:] = ends
         longs, shorts, num_shared, num_slots = starts[:, -1].tolist()
-        long_start, short_start, shared_start, slot_start = starts[:, :-1]
+        long_start, slot_start = starts[0], starts[3]
 
         slices = torch.empty(longs + shorts, 2, dtype=torch.int64, device=device)
         words = slices.view(torch.int32)

@@ -2,8 +2,8 @@
 //
 // A slot is 4 kPieces kChunks lanes, lane = 4 g + t of its warp. They sum the entries of one row for
 // 8 kPieces features, 8 kChunks entries at a time: the lanes of one g own the 8 entries of one chunk and one
-// piece of 8 features (16 bytes), lane t of them entries 2t and 2t + 1. Lanes of one chunk gather neighbouring
-// pieces, so that a row of x is read in runs of 16 kPieces bytes.
+// piece of 8 features (16 bytes), lane t of them entries 2t and 2t + 1. Lanes of one chunk gather
+// neighbouring pieces, so that a row of x is read in runs of 16 kPieces bytes.
 //
 // A product takes feature f in rows 0-7 of A and f + 1 in rows 8-15, one row for each g, and the weights of
 // the entries of g in column g of B. Entry (g, g) of the result is then the dot product of g's entries, all
@@ -176,8 +176,8 @@ struct TcaTile {
     const std::uint32_t b[4] = {odd.x, odd.y, odd.z, odd.w};
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
-      mma_m16n8k8<T>(sums[pair], __byte_perm(a[pair], b[pair], 0x5410),
-                     __byte_perm(a[pair], b[pair], 0x7632), weights);
+      mma_m16n8k8<T>(sums[pair], __byte_perm(a[pair], b[pair], 0x5410), __byte_perm(a[pair], b[pair], 0x7632),
+                     weights);
     }
   }
 
