@@ -180,6 +180,96 @@ def spmm(result: dict[str, Any]) -> list[Table]:
     return tables
 
 
+def dlmc(result: dict[str, Any]) -> list[Table]:
+    """Pruned matrices by dtype, and preprocessing by graph."""
+    cells = _by(result["cells"], part="matrices")
+    tables = []
+    for dtype, width in _ordered((c["dtype"], c["width"]) for c in cells):
+        tables += _dlmc_times(result, _by(cells, dtype=dtype, width=width), dtype, width)
+    return tables + _preprocessing(_by(result["cells"], part="preprocessing"))
+
+
+def _dlmc_times(result: dict[str, Any], cells: list[Cell], dtype: str, width: int) -> list[Table]:
+    """Times of everything, then ratios to stored rivals: those of the best of ours, of tca and of hr."""
+    names = _ordered(c["implementation"] for c in cells)
+    ours = [name for name in names if name.startswith("fast")]
+    times, ratios = [], []
+    means: dict[str, list[float]] = {}
+    for matrix in _ordered(c["matrix"] for c in cells):
+        row = {name: _first(cells, matrix=matrix, implementation=name) for name in names}
+        first = _first(cells, matrix=matrix)
+        assert first is not None
+        times.append(
+            [
+                matrix,
+                f"{first['rows']}x{first['columns']}",
+                f"{first['sparsity']:.3f}",
+                *(_in_microseconds(row[name], "median_ms") for name in names),
+                *(_in_microseconds(row[name], "warm_median_ms") for name in names),
+            ]
+        )
+        measured = {name: time for name in ours if (time := time_of(row[name])) is not None}
+        best = min(measured, key=measured.__getitem__, default=None)
+        fastest = measured[best] if best else None
+        stored = stored_rivals(result, f"dlmc@{width}", dtype, matrix)
+        rival = min(stored, key=stored.__getitem__, default=None)
+        quotients = {
+            "best stored rival / best": _quotient(stored[rival] if rival else None, fastest),
+            "TCA-SpMM / tca": _quotient(stored.get("TCA fp16"), measured.get("fastsparse tca")),
+            "Sputnik / hr": _quotient(stored.get("Sputnik fp32"), measured.get("fastsparse hr")),
+            "csr / best": _quotient(measured.get("fastsparse csr"), fastest),
+            "dense / best": _quotient(time_of(row.get("dense")), fastest),
+        }
+        for name, quotient in quotients.items():
+            means.setdefault(name, []).extend([quotient] if quotient else [])
+        ratios.append(
+            [
+                matrix,
+                best.removeprefix("fastsparse ") if best else "-",
+                f"{rival} {number(1e3 * stored[rival])}" if rival else "-",
+                *map(ratio, quotients.values()),
+            ]
+        )
+    ratios.append(["geometric mean", "", "", *(ratio(geometric_mean(it)) for it in means.values())])
+    columns = ["matrix", "shape", "sparsity", *names, *(f"{name} warm" for name in names)]
+    return [
+        Table(f"DLMC, {dtype}, N = {width}, microseconds", columns, times),
+        Table(
+            f"DLMC, {dtype}, N = {width}, ratios",
+            ["matrix", "best of ours", "best stored rival us", *means],
+            ratios,
+        ),
+    ]
+
+
+def _in_microseconds(cell: Cell | None, field: str) -> str:
+    """A time of a cell that has it, else what became of the cell."""
+    if cell is not None and field in cell:
+        return number(1e3 * cell[field])
+    return "-" if cell is None or cell["status"] == "ok" else cell["status"].split(":")[0]
+
+
+def _preprocessing(cells: list[Cell]) -> list[Table]:
+    """What hr and flashsparse build from CSR, against one product."""
+    if not cells:
+        return []
+    steps = _ordered(c["step"] for c in cells)
+    rows = []
+    for graph in _ordered(c["graph"] for c in cells):
+        row = {step: _first(cells, graph=graph, step=step) for step in steps}
+        work_list = time_of(row.get("hr work list"))
+        rows.append(
+            [
+                graph,
+                *(_shown(row[step]) for step in steps),
+                ratio(_quotient(work_list, time_of(row.get("spmm hr")))),
+                ratio(_quotient(work_list, time_of(row.get("flashsparse conversion")))),
+            ]
+        )
+    columns = ["graph", *(f"{step} ms" for step in steps), "list / spmm hr", "list / conversion"]
+    return [Table(f"Before a product, float16, F = {cells[0]['width']}", columns, rows)]
+
+
 def sddmm(result: dict[str, Any]) -> list[Table]:
     cells = result["cells"]
     tables = []
@@ -778,6 +868,7 @@ def _crossover(cell: Cell | None) -> str:
 #: benchmark -> the tables of its record
 TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "spmm": spmm,
+    "dlmc": dlmc,
     "sddmm": sddmm,
     "ssd": ssd,
     "attention": attention,
@@ -796,6 +887,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
 ABOUT = {
     "spmm": "Sparse-dense product against cuSPARSE, and the best stored rival where there is one;"
     " 'of roofline' is the time of gathering the same rows at the measured bandwidth, over our time.",
+    "dlmc": "Pruned weight matrices (DLMC) times dense columns, microseconds from a cold cache as the stored"
+    " rivals were timed; 'warm' is back to back in a CUDA graph. Then what has to be built before hr and"
+    " flashsparse can run on a graph, against one product with it.",
     "sddmm": "A dot product per edge, and the best stored rival where there is one.",
     "ssd": "Kept entries of sparse rows aggregated into dense ones, against the stored kernels of MaxK and a"
     " re-implementation of decoupled SSD, and the papers' own dataflows.",
