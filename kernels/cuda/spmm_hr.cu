@@ -74,10 +74,11 @@ __device__ __forceinline__ void sum_short(const TileArgs& args, const T* x, cons
   }
 }
 
-template <typename T, int kPieces>
-__global__ void __launch_bounds__(kThreads)
+template <typename T, int kLanePieces, int kRowPieces>
+__global__ void __launch_bounds__(kThreads, 4)
     spmm_hr_kernel(const SpmmArgs args, std::int64_t num_long, unsigned long_blocks) {
-  using Tile = TcaTile<T, kPieces, 8 / kPieces>;
+  using Tile = TcaTile<T, kLanePieces, kRowPieces, 8 / kRowPieces>;
+  constexpr int kPieces = Tile::kPieces;
   const TileArgs tile_args{args.a, args.value, static_cast<const float*>(args.scale_src), args.x,
                            args.value.dtype == args.dtype};
   const std::int64_t feature0 = static_cast<std::int64_t>(blockIdx.y) * Tile::kWidth;
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(kThreads)
     if (item >= num_long) return;
     const Tile tile;
     const RowSlice slice = load_slice(args.split, item);
-    float sum[2];
+    float sum[Tile::kResult];
     tile.sum(tile_args, feature0, args.width, slice.begin, 0, slice.length, Tile::kBatch, sum);
     const std::int64_t feature = feature0 + tile.feature();
     if (tile.has_result() && feature < args.width) store_sums<T>(args, slice, feature, sum);
@@ -108,24 +109,27 @@ struct SameRow {
   __device__ __forceinline__ std::int64_t operator()(std::int64_t row, int) const { return row; }
 };
 
-template <typename T, int kPieces>
+template <typename T, int kLanePieces, int kRowPieces>
 void launch_shape(const SpmmArgs& args, std::int64_t num_long, cudaStream_t stream) {
+  constexpr int kPieces = kLanePieces * kRowPieces;
   const unsigned long_blocks = ceil_div(num_long, kThreads / kWarp);
   const unsigned short_blocks = ceil_div(args.split.num_slices - num_long, kThreads / kPieces);
   const dim3 grid(long_blocks + short_blocks, ceil_div(args.width, 8 * kPieces));
-  spmm_hr_kernel<T, kPieces><<<grid, kThreads, 0, stream>>>(args, num_long, long_blocks);
+  spmm_hr_kernel<T, kLanePieces, kRowPieces><<<grid, kThreads, 0, stream>>>(args, num_long, long_blocks);
 }
 
 template <typename T>
 void launch(const SpmmArgs& args, std::int64_t num_long, cudaStream_t stream) {
-  if (args.width > 32) {
-    launch_shape<T, 8>(args, num_long, stream);
+  if (args.width > 64) {
+    launch_shape<T, 4, 4>(args, num_long, stream);
+  } else if (args.width > 32) {
+    launch_shape<T, 2, 4>(args, num_long, stream);
   } else if (args.width > 16) {
-    launch_shape<T, 4>(args, num_long, stream);
+    launch_shape<T, 2, 2>(args, num_long, stream);
   } else if (args.width > 8) {
-    launch_shape<T, 2>(args, num_long, stream);
+    launch_shape<T, 1, 2>(args, num_long, stream);
   } else {
-    launch_shape<T, 1>(args, num_long, stream);
+    launch_shape<T, 1, 1>(args, num_long, stream);
   }
   const Epilogue epilogue{args.scale_dst, args.bias, args.relu, args.out, args.width};
   combine_partials<T, 1>(args.split, args.partial, epilogue, SameRow{}, stream);

@@ -22,13 +22,12 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kLongRow = 512;               // entries per slot, from which on a whole block takes the row
-constexpr int kResidentWarps = 132 * 24;    // of an H200, about
+constexpr int kResidentWarps = 132 * 16;    // of an H200, about
 constexpr std::int64_t kPackedEntries = 8;  // mean row length up to which rows are packed, not split
 
-template <typename T, int kPieces, int kChunks>
-__global__ void __launch_bounds__(kThreads, kPieces == 8 ? 5 : 4)
-    spmm_tca_kernel(const SpmmArgs args, int parts) {
-  using Tile = TcaTile<T, kPieces, kChunks>;
+template <typename T, int kLanePieces, int kRowPieces, int kChunks>
+__global__ void __launch_bounds__(kThreads, 4) spmm_tca_kernel(const SpmmArgs args, int parts) {
+  using Tile = TcaTile<T, kLanePieces, kRowPieces, kChunks>;
   constexpr int kSlots = kThreads / Tile::kSlotLanes;
   __shared__ float shared[kSlots][Tile::kWidth];
 
@@ -57,19 +56,19 @@ __global__ void __launch_bounds__(kThreads, kPieces == 8 ? 5 : 4)
     const bool live = length >= 0 && (length > most) == (turn > 0);
     if (turn > 0 && !live) continue;
 
-    float sum[2];
+    float sum[Tile::kResult];
     tile.sum(tile_args, feature0, args.width, live ? args.a.rowptr[row] : 0, part * Tile::kBatch,
              live ? length : 0, sharing * Tile::kBatch, sum);
     if (sharing > 1) {
       if (tile.has_result()) {
-        shared[slot][tile.feature()] = sum[0];
-        shared[slot][tile.feature() + 1] = sum[1];
+#pragma unroll
+        for (int i = 0; i < Tile::kResult; ++i) shared[slot][tile.feature() + i] = sum[i];
       }
       __syncthreads();
       if (part == 0 && tile.has_result()) {
         for (int other = 1; other < sharing; ++other) {
-          sum[0] += shared[slot + other][tile.feature()];
-          sum[1] += shared[slot + other][tile.feature() + 1];
+#pragma unroll
+          for (int i = 0; i < Tile::kResult; ++i) sum[i] += shared[slot + other][tile.feature() + i];
         }
       }
       __syncthreads();
@@ -81,9 +80,9 @@ __global__ void __launch_bounds__(kThreads, kPieces == 8 ? 5 : 4)
   }
 }
 
-template <typename T, int kPieces, int kChunks>
+template <typename T, int kLanePieces, int kRowPieces, int kChunks>
 void launch_shape(const SpmmArgs& args, cudaStream_t stream) {
-  using Tile = TcaTile<T, kPieces, kChunks>;
+  using Tile = TcaTile<T, kLanePieces, kRowPieces, kChunks>;
   constexpr int kSlots = kThreads / Tile::kSlotLanes;
   const std::int64_t tiles = ceil_div(args.width, Tile::kWidth);
   const std::int64_t slots_wanted = static_cast<std::int64_t>(kResidentWarps) * kWarp / Tile::kSlotLanes;
@@ -93,28 +92,30 @@ void launch_shape(const SpmmArgs& args, cudaStream_t stream) {
     parts *= 2;
   }
   const dim3 grid(ceil_div(args.a.num_rows, kSlots / parts), static_cast<unsigned>(tiles));
-  spmm_tca_kernel<T, kPieces, kChunks><<<grid, kThreads, 0, stream>>>(args, parts);
+  spmm_tca_kernel<T, kLanePieces, kRowPieces, kChunks><<<grid, kThreads, 0, stream>>>(args, parts);
 }
 
-template <typename T, int kPieces>
+template <typename T, int kLanePieces, int kRowPieces>
 void launch_pieces(const SpmmArgs& args, cudaStream_t stream) {
   if (args.a.num_edges <= kPackedEntries * args.a.num_rows) {
-    launch_shape<T, kPieces, 1>(args, stream);
+    launch_shape<T, kLanePieces, kRowPieces, 1>(args, stream);
   } else {
-    launch_shape<T, kPieces, 8 / kPieces>(args, stream);
+    launch_shape<T, kLanePieces, kRowPieces, 8 / kRowPieces>(args, stream);
   }
 }
 
 template <typename T>
 void launch(const SpmmArgs& args, cudaStream_t stream) {
-  if (args.width > 32) {
-    launch_shape<T, 8, 1>(args, stream);
+  if (args.width > 64) {
+    launch_pieces<T, 4, 4>(args, stream);
+  } else if (args.width > 32) {
+    launch_pieces<T, 2, 4>(args, stream);
   } else if (args.width > 16) {
-    launch_pieces<T, 4>(args, stream);
+    launch_pieces<T, 2, 2>(args, stream);
   } else if (args.width > 8) {
-    launch_pieces<T, 2>(args, stream);
+    launch_pieces<T, 1, 2>(args, stream);
   } else {
-    launch_pieces<T, 1>(args, stream);
+    launch_pieces<T, 1, 1>(args, stream);
   }
 }
 

@@ -1,15 +1,18 @@
 // The matricised dot product of TCA-SpMM (section 4.1) on mma m16n8k8, straight from CSR.
 //
-// A slot is 4 kPieces kChunks lanes, lane = 4 g + t of its warp. They sum the entries of one row for
-// 8 kPieces features, 8 kChunks entries at a time: the lanes of one g own the 8 entries of one chunk and one
-// piece of 8 features (16 bytes), lane t of them entries 2t and 2t + 1. Lanes of one chunk gather
-// neighbouring pieces, so that a row of x is read in runs of 16 kPieces bytes.
+// An 8x8 matrix of a row's entries, times the features of those entries, has the row's dot product as its
+// trace. In registers (lane = 4 g + t): lane (g, t) gathers 16 bytes, 8 features, of two entries. A product
+// takes one of the features in rows 0-7 of A, the next in rows 8-15, and the entries' weights in B: row g of
+// A meets column g of B in entry (g, g) of the result, which is a dot product of 8 entries; other entries of
+// the result are of no use. Sums stay there until the row is done, and only then is the trace taken.
 //
-// A product takes feature f in rows 0-7 of A and f + 1 in rows 8-15, one row for each g, and the weights of
-// the entries of g in column g of B. Entry (g, g) of the result is then the dot product of g's entries, all
-// others are of no use. Sums stay there until the row is done; only then is the trace taken, over the g of
-// one slot that have the same piece. kPieces = 1, kChunks = 8 is the paper's 8x8 matrix of 64 non-zeros;
-// (2, 4), (4, 2) and (8, 1) are its packings of 32, 16 and 8 non-zeros; kPieces kChunks < 8 packs rows.
+// That leaves open which entries and features a lane gathers, as long as those of one g and k agree. Here the
+// lanes of one entry take neighbouring pieces of 8 features, so that rows of x are read in runs of up to 128
+// bytes per eight lanes: g names one of kChunks chunks of entries and one of kRowPieces pieces, and t, of
+// which the product takes the sum, one of kLanePieces pieces too. Those are kept apart by zeros in B: lane
+// (g, t) gives its weights only where its piece is the one that column g stands for. The packings of the
+// paper (section 4.2: 4, 8 or 16 features of 32, 16 or 8 entries) are the same idea in g alone; chunks of one
+// warp may also belong to several rows.
 #pragma once
 
 #include "fastsparse/cuda_common.cuh"
@@ -44,52 +47,59 @@ __device__ __forceinline__ std::uint32_t bits_of(float v) {
   return bits;
 }
 
-template <typename T, int kPieces, int kChunks>
+// kLanePieces <= kRowPieces. A slot, the lanes that sum one row, is 4 kRowPieces kChunks lanes of a warp.
+template <typename T, int kLanePieces, int kRowPieces, int kChunks>
 struct TcaTile {
-  static constexpr int kSlotLanes = 4 * kPieces * kChunks;
-  static constexpr int kStep = 8 * kChunks;  // entries per product
-  static constexpr int kSteps = 4;           // products per batch: eight 16-byte loads in flight per lane
-  static constexpr int kBatch = kStep * kSteps;
+  static constexpr int kPieces = kLanePieces * kRowPieces;
   static constexpr int kWidth = 8 * kPieces;  // features
-  // Of the 2 kSteps entries that the lanes of one chunk and one t share, each reads so many.
-  static constexpr int kOwn = 2 * kSteps / kPieces;
+  static constexpr int kSlotLanes = 4 * kRowPieces * kChunks;
+  static constexpr int kChunk = 8 / kLanePieces;  // entries of a chunk in one product
+  static constexpr int kStep = kChunk * kChunks;  // entries of a slot in one product
+  static constexpr int kSteps = 4;                // products per batch: eight 16-byte loads per lane
+  static constexpr int kBatch = kStep * kSteps;
+  static constexpr int kResult = 2 * kLanePieces;  // features that `sum` leaves in a lane
+  // Of the 2 kSteps entries that the lanes of one chunk gather together each reads the columns of so many.
+  static constexpr int kOwn = kPieces < 2 * kSteps ? 2 * kSteps / kPieces : 1;
   // Batches in a sum before it moves to a total: tensor cores round sums towards zero, so that their error
   // grows with the number of products.
-  static constexpr int kBatchesPerSum = 16;
+  static constexpr int kBatchesPerSum = 32;
 
-  int lane, t, piece, chunk;
+  int lane, piece, chunk, nth;  // nth: which pair of a chunk's entries
+  bool in_column;               // whether this lane's piece is the one that column g of B stands for
 
-  __device__ __forceinline__ TcaTile()
-      : lane(threadIdx.x % kWarp),
-        t(lane % 4),
-        piece(lane / 4 % kPieces),
-        chunk(lane / (4 * kPieces) % kChunks) {}
+  __device__ __forceinline__ TcaTile() : lane(threadIdx.x % kWarp) {
+    const int g = lane / 4, t = lane % 4;
+    piece = g % kRowPieces * kLanePieces + t % kLanePieces;
+    chunk = g / kRowPieces % kChunks;
+    nth = t / kLanePieces;
+    in_column = t % kLanePieces == g % kRowPieces;
+  }
 
-  // First of the two features that `sum` leaves in this lane, of the tile.
-  __device__ __forceinline__ int feature() const { return 8 * piece + 2 * t; }
+  // First of the features, of the tile, that `sum` leaves in this lane.
+  __device__ __forceinline__ int feature() const { return 8 * piece + kResult * nth; }
 
-  // Which lane of the slot has the result: one of every kChunks.
+  // Whether `sum` leaves anything in this lane: in those of one of every kChunks chunks.
   __device__ __forceinline__ bool has_result() const { return chunk == 0; }
 
   // Sums entries [begin + first, begin + length), kBatch of every `stride`, of the features from `feature0`
-  // on. Called by whole warps; slots may differ in all but `feature0` and `stride`.
+  // on. Called by whole warps; slots may differ in all but `feature0`, `width` and `stride`.
   __device__ __forceinline__ void sum(const TileArgs& args, std::int64_t feature0, std::int64_t width,
                                       std::int64_t begin, int first, int length, int stride,
-                                      float (&result)[2]) const {
+                                      float (&result)[kResult]) const {
     const std::int64_t my_feature = feature0 + 8 * piece;
     const bool inside = my_feature < width;
     const T* x = static_cast<const T*>(args.x.data) + (inside ? my_feature : 0);
     const int* columns = args.a.col + begin;
     const bool weighted = args.value.data != nullptr || args.scale_src != nullptr;
-    // Batches of this slot, and the most of any slot of the warp, which all take part in the products.
+    // Entries left to this slot, and the most of any slot of the warp: all take part in the products.
     int left = length - first;
     if constexpr (kSlotLanes < kWarp) left = __reduce_max_sync(kFullWarp, left);
 
     float sums[4][4] = {};
-    float total[8] = {};
+    float total[4][4] = {};
     int next[kOwn];
     load_columns(columns, first, length, next);
-    for (int batch = 0; left > 0; ++batch, left -= stride, first += stride) {
+    for (int batch = 1; left > 0; ++batch, left -= stride, first += stride) {
       int own[kOwn];
 #pragma unroll
       for (int j = 0; j < kOwn; ++j) own[j] = next[j];
@@ -102,7 +112,6 @@ struct TcaTile {
           gathered[i] = __ldg(reinterpret_cast<const uint4*>(x + col * args.x.stride));
         }
       }
-
       load_columns(columns, first + stride, length, next);
 
       std::uint32_t weights[kSteps];
@@ -110,8 +119,7 @@ struct TcaTile {
         float own_weight[kOwn];
 #pragma unroll
         for (int j = 0; j < kOwn; ++j) {
-          own_weight[j] =
-              own[j] >= 0 ? entry_weight<T>(args, begin + first + offset(piece * kOwn + j), own[j]) : 0.0f;
+          own_weight[j] = own[j] >= 0 ? entry_weight<T>(args, begin + first + owned(j), own[j]) : 0.0f;
         }
         share_weights(own_weight, weights);
       } else {
@@ -121,9 +129,9 @@ struct TcaTile {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         if (s > 0 && s * kStep >= left) break;
-        multiply(gathered[2 * s], gathered[2 * s + 1], weights[s], sums);
+        multiply(gathered[2 * s], gathered[2 * s + 1], in_column ? weights[s] : 0, sums);
       }
-      if (batch % kBatchesPerSum == kBatchesPerSum - 1) flush(sums, total);
+      if (batch % kBatchesPerSum == 0) flush(sums, total);
     }
     flush(sums, total);
     trace(total, result);
@@ -131,14 +139,19 @@ struct TcaTile {
 
  private:
   // Place in a batch of the i-th of the entries that this lane multiplies.
-  __device__ __forceinline__ int offset(int i) const { return i / 2 * kStep + 8 * chunk + 2 * t + i % 2; }
+  __device__ __forceinline__ int offset(int i) const {
+    return i / 2 * kStep + chunk * kChunk + 2 * nth + i % 2;
+  }
+
+  // The same of the j-th entry whose column and weight this lane reads.
+  __device__ __forceinline__ int owned(int j) const { return offset(piece * kOwn % (2 * kSteps) + j); }
 
   // Columns of the entries that this lane reads for all that share them; -1: none.
   __device__ __forceinline__ void load_columns(const int* columns, int first, int length,
                                                int (&own)[kOwn]) const {
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) {
-      const int entry = first + offset(piece * kOwn + j);
+      const int entry = first + owned(j);
       own[j] = entry < length ? __ldg(columns + entry) : -1;
     }
   }
@@ -147,16 +160,19 @@ struct TcaTile {
   template <typename V>
   __device__ __forceinline__ V from_owner(V own, int i) const {
     if constexpr (kPieces == 1) return own;
-    const int source = (lane & ~(4 * (kPieces - 1))) | (i / kOwn * 4);
+    const int owner = i / kOwn;
+    const int source = lane / (4 * kRowPieces) * (4 * kRowPieces) + owner / kLanePieces * 4 +
+                       nth * kLanePieces + owner % kLanePieces;
     return __shfl_sync(kFullWarp, own, source);
   }
 
-  // The weights of entries 2t and 2t + 1 of every step, rounded to 16 bits.
+  // The weights of a lane's two entries of every step, rounded to 16 bits.
   __device__ __forceinline__ void share_weights(const float (&own)[kOwn],
                                                 std::uint32_t (&weights)[kSteps]) const {
     if constexpr (kOwn == 1) {
+      static_assert(kLanePieces > 1, "the other entry of a pair is read by the next lane");
       const std::uint32_t mine = bits_of<T>(own[0]);
-      const std::uint32_t other = __shfl_xor_sync(kFullWarp, mine, 4);
+      const std::uint32_t other = __shfl_xor_sync(kFullWarp, mine, 1);
       const std::uint32_t pair = mine | other << 16;  // as even pieces need it, the only ones that are asked
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) weights[s] = from_owner(pair, 2 * s);
@@ -181,34 +197,36 @@ struct TcaTile {
     }
   }
 
-  // Adds the column of this lane's g to the totals: of use in one of its four lanes.
-  __device__ __forceinline__ void flush(float (&sums)[4][4], float (&total)[8]) const {
-    const bool odd = lane / 4 % 2 == 1;
+  __device__ __forceinline__ static void flush(float (&sums)[4][4], float (&total)[4][4]) {
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
-      total[2 * pair] += odd ? sums[pair][1] : sums[pair][0];
-      total[2 * pair + 1] += odd ? sums[pair][3] : sums[pair][2];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sums[pair][i] = 0;
+      for (int i = 0; i < 4; ++i) {
+        total[pair][i] += sums[pair][i];
+        sums[pair][i] = 0;
+      }
     }
   }
 
-  // Hands two features to each lane of a g, then adds the chunks.
-  __device__ __forceinline__ void trace(const float (&total)[8], float (&result)[2]) const {
-    const int diagonal = (lane & ~3) | (lane / 8);
+  // Fetches the results of row g, and of the column that stands for this lane's piece, then adds the chunks.
+  __device__ __forceinline__ void trace(const float (&total)[4][4], float (&result)[kResult]) const {
+    const int column = lane / (4 * kRowPieces) * kRowPieces + piece % kLanePieces;
+    const int source = (lane & ~3) | (column / 2);
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
-      const float even = __shfl_sync(kFullWarp, total[2 * pair], diagonal);
-      const float odd = __shfl_sync(kFullWarp, total[2 * pair + 1], diagonal);
-      if (t == pair) {
-        result[0] = even;
-        result[1] = odd;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float even = __shfl_sync(kFullWarp, total[pair][2 * half], source);
+        const float odd = __shfl_sync(kFullWarp, total[pair][2 * half + 1], source);
+        if (nth == 2 * pair / kResult) {
+          result[2 * pair % kResult + half] = column % 2 == 0 ? even : odd;
+        }
       }
     }
 #pragma unroll
-    for (int other = 4 * kPieces; other < kSlotLanes; other *= 2) {
-      result[0] += __shfl_xor_sync(kFullWarp, result[0], other);
-      result[1] += __shfl_xor_sync(kFullWarp, result[1], other);
+    for (int other = 4 * kRowPieces; other < kSlotLanes; other *= 2) {
+#pragma unroll
+      for (int i = 0; i < kResult; ++i) result[i] += __shfl_xor_sync(kFullWarp, result[i], other);
     }
   }
 };
