@@ -135,6 +135,37 @@ void spmm_hr(const CsrStructure& structure, std::int64_t num_long, int dtype, st
   check(cuda::spmm_hr(args, num_long, at(queue)), "spmm_hr");
 }
 
+void count_hybrid_rows(Address rowptr, std::int64_t num_rows, std::int32_t multiple, std::int32_t longest,
+                       Address sums, int device, Address queue) {
+  const HybridRowsArgs args{at<std::int64_t>(rowptr),
+                            num_rows,
+                            multiple,
+                            longest,
+                            at<std::int64_t>(sums),
+                            0,
+                            nullptr,
+                            nullptr,
+                            nullptr};
+  const DeviceGuard guard(device);
+  check(cuda::count_hybrid_rows(args, at(queue)), "count_hybrid_rows");
+}
+
+void fill_hybrid_rows(Address rowptr, std::int64_t num_rows, std::int32_t multiple, std::int32_t longest,
+                      Address sums, std::int64_t num_long, Address slices, Address split_row,
+                      Address split_ptr, int device, Address queue) {
+  const HybridRowsArgs args{at<std::int64_t>(rowptr),
+                            num_rows,
+                            multiple,
+                            longest,
+                            at<std::int64_t>(sums),
+                            num_long,
+                            at<RowSlice>(slices),
+                            at<std::int32_t>(split_row),
+                            at<std::int64_t>(split_ptr)};
+  const DeviceGuard guard(device);
+  check(cuda::fill_hybrid_rows(args, at(queue)), "fill_hybrid_rows");
+}
+
 BsbView make_bsb(Address block, Address window_ptr, Address window_row, Address block_entry, Address value_id,
                  bool value_id_is_64bit, std::int64_t num_rows, Address slices, std::int64_t num_slices,
                  Address split_row, Address split_ptr, std::int64_t num_split_rows, Address runs,
@@ -637,6 +668,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("spmm_bsb", &spmm_bsb);
   m.def("spmm_tca", &spmm_tca);
   m.def("spmm_hr", &spmm_hr);
+  m.def("count_hybrid_rows", &count_hybrid_rows);
+  m.def("fill_hybrid_rows", &fill_hybrid_rows);
   py::class_<AttentionBsbInput>(m, "AttentionBsbInput").def(py::init(&attention_bsb_input));
   m.def("attention_bsb", &attention_bsb);
   m.def("attention_bsb_backward", &attention_bsb_backward);

@@ -162,6 +162,28 @@ def spmm_hr(  # only in builds with the CUDA half
     device: int,
     queue: int,
 ) -> None: ...
+def count_hybrid_rows(  # only in builds with the CUDA half
+    rowptr: int,
+    num_rows: int,
+    multiple: int,
+    longest: int,
+    sums: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def fill_hybrid_rows(  # only in builds with the CUDA half
+    rowptr: int,
+    num_rows: int,
+    multiple: int,
+    longest: int,
+    sums: int,
+    num_long: int,
+    slices: int,
+    split_row: int,
+    split_ptr: int,
+    device: int,
+    queue: int,
+) -> None: ...
 def spmm_bsb(  # only in builds with the CUDA half
     structure: BsbStructure,
     dtype: int,

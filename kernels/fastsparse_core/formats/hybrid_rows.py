@@ -1,6 +1,7 @@
 """Rows cut for two kinds of units: multiples of 64 entries for tensor cores, what is left for CUDA cores.
 
 HR-SpMM, section 4.1. Everything follows from one prefix sum over the rows, in time linear in their number.
+On CUDA that takes a kernel before and one after; elsewhere PyTorch makes the same list.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastsparse_core import _C
+from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.row_split import RowSplit
 
 #: Entries that long items are multiples of: an 8 x 8 matrix.
@@ -41,6 +44,8 @@ class HybridRows(RowSplit):
             longest: most entries of a long item, a multiple of 64.
         """
         device = rowptr.device
+        if device.type == "cuda" and rowptr.numel() > 1:
+            return cls._on_cuda(rowptr, longest)
         length = rowptr.diff()
         rest = length % MULTIPLE
         num_long = (length - rest + (longest - 1)) // longest
@@ -72,3 +77,29 @@ class HybridRows(RowSplit):
         split_ptr = torch.full((num_shared + 1,), num_slots, dtype=torch.int64, device=device)
         split_ptr[:-1] = slot_start[split_row]
         return cls(slices, split_row.int(), split_ptr, num_slots, longs)
+
+    @classmethod
+    def _on_cuda(cls, rowptr: Tensor, longest: int) -> HybridRows:
+        device, num_rows = rowptr.device, rowptr.numel() - 1
+        index = device_index(device)
+        sums = torch.empty(2 * num_rows, dtype=torch.int64, device=device)
+        rows = (rowptr.data_ptr(), num_rows, MULTIPLE, longest)
+        _C.count_hybrid_rows(*rows, sums.data_ptr(), index, queue(index))
+        sums = sums.cumsum(0)
+        items, everything = sums[num_rows - 1 :: num_rows].tolist()
+        num_long, num_short = divmod(items, 1 << 32)
+        num_slots, num_shared = divmod(everything - items, 1 << 32)
+        slices = torch.empty(num_long + num_short, 2, dtype=torch.int64, device=device)
+        split_row = torch.empty(num_shared, dtype=torch.int32, device=device)
+        split_ptr = torch.empty(num_shared + 1, dtype=torch.int64, device=device)
+        _C.fill_hybrid_rows(
+            *rows,
+            sums.data_ptr(),
+            num_long,
+            slices.data_ptr(),
+            split_row.data_ptr(),
+            split_ptr.data_ptr(),
+            index,
+            queue(index),
+        )
+        return cls(slices, split_row, split_ptr, num_slots, num_long)

@@ -33,6 +33,8 @@ int spmm_csr(const SpmmArgs& args, void* stream);
 int spmm_bsb(const SpmmBsbArgs& args, void* stream);
 int spmm_tca(const SpmmArgs& args, void* stream);
 int spmm_hr(const SpmmArgs& args, std::int64_t num_long, void* stream);
+int count_hybrid_rows(const HybridRowsArgs& args, void* stream);
+int fill_hybrid_rows(const HybridRowsArgs& args, void* stream);
 int spmm_extremum(const SpmmExtremumArgs& args, void* stream);
 int sddmm_csr(const SddmmArgs& args, void* stream);
 int edge_softmax(const EdgeSoftmaxArgs& args, void* stream);

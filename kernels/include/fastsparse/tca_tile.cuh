@@ -92,6 +92,7 @@ struct TcaTile {
     const int* columns = args.a.col + begin;
     const bool weighted = args.value.data != nullptr || args.scale_src != nullptr;
     // Entries left to this slot, and the most of any slot of the warp: all take part in the products.
+    const int first_of_all = first;
     int left = length - first;
     if constexpr (kSlotLanes < kWarp) left = __reduce_max_sync(kFullWarp, left);
 
@@ -135,9 +136,35 @@ struct TcaTile {
     }
     flush(sums, total);
     trace(total, result);
+    if constexpr (kLanePieces > 1) {
+      // A zero in B times an infinity of another piece is not zero.
+      bool finite = true;
+#pragma unroll
+      for (int i = 0; i < kResult; ++i) finite = finite && isfinite(result[i]);
+      if (!finite) sum_plainly(args, feature0 + feature(), begin, first_of_all, length, stride, result);
+    }
   }
 
  private:
+  // The result of this lane alone, one entry after the other.
+  __device__ __forceinline__ static void sum_plainly(const TileArgs& args, std::int64_t feature,
+                                                     std::int64_t begin, int first, int length, int stride,
+                                                     float (&result)[kResult]) {
+#pragma unroll
+    for (int i = 0; i < kResult; ++i) result[i] = 0;
+#pragma unroll 1
+    for (; first < length; first += stride) {
+#pragma unroll 1
+      for (int entry = first; entry < min(first + kBatch, length); ++entry) {
+        const int col = args.a.col[begin + entry];
+        const float weight = widen(narrow<T>(entry_weight<T>(args, begin + entry, col)));
+        const T* x = static_cast<const T*>(args.x.data) + col * args.x.stride + feature;
+#pragma unroll
+        for (int i = 0; i < kResult; ++i) result[i] += weight * widen(x[i]);
+      }
+    }
+  }
+
   // Place in a batch of the i-th of the entries that this lane multiplies.
   __device__ __forceinline__ int offset(int i) const {
     return i / 2 * kStep + chunk * kChunk + 2 * nth + i % 2;
