@@ -195,6 +195,24 @@ def test_entries_beyond_a_row_are_not_multiplied(device, algorithm, dtype, width
         assert torch.equal(touched[4:], expected[4:])
 
 
+@pytest.mark.parametrize("algorithm", ["csr", "tca", "hr"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 16, 32, 64, 128, 200])
+def test_infinity_stays_in_its_feature(device, algorithm, dtype, width):
+    """Features that share a product with one that is not finite keep their sums."""
+    adj = rows_of([70, 3, 0, 300, 12, 1, 9, 64], 40, device)
+    x = features(40, width, dtype, "contiguous", device)
+    value = features(adj.num_values, 1, dtype, "contiguous", device, seed=1)[:, 0]
+    x[3, width // 2], x[5, 1], x[9, width - 1] = float("inf"), float("nan"), -float("inf")
+    for weights in (None, value):
+        out = spmm(adj, x, weights, algorithm=algorithm)
+        expected = reference.spmm(adj, x, weights)
+        finite = expected.isfinite()
+        assert torch.equal(out.isnan(), expected.isnan())
+        assert torch.equal(out.isfinite(), finite)
+        assert relative_error(out[finite], expected[finite]) <= TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("algorithm", ["tca", "hr"])
 def test_direct_algorithms_say_once_where_csr_serves(device, caplog, monkeypatch, algorithm):
     monkeypatch.setattr(log, "_seen", set())
