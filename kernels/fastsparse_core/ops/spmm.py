@@ -187,7 +187,8 @@ def _spmm(
     if bias is not None:
         bias = bias.to(x.dtype).contiguous()
     row_bytes = width * x.element_size()
-    aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    stride_bytes = x.stride(0) * x.element_size()
+    aligned = row_bytes % 16 == x.data_ptr() % 16 == stride_bytes % 16 == 0 and stride_bytes < 1 << 32
     dense, heads = is_dense(value), num_heads(value)
     chosen = choose.spmm_algorithm(adj, algorithm, x.dtype, width, heads, aligned, dense)
     if is_dense(value) and chosen != "flashsparse":

@@ -86,10 +86,15 @@ struct TcaTile {
   __device__ __forceinline__ void sum(const TileArgs& args, std::int64_t feature0, std::int64_t width,
                                       std::int64_t begin, int first, int length, int stride,
                                       float (&result)[kResult]) const {
+    // Lanes beyond the width gather other features, and entries beyond the row are its last one again, with a
+    // weight of zero: what they read is there, and nothing has to be tested between the loads.
     const std::int64_t my_feature = feature0 + 8 * piece;
-    const bool inside = my_feature < width;
-    const T* x = static_cast<const T*>(args.x.data) + (inside ? my_feature : 0);
+    const char* x = reinterpret_cast<const char*>(static_cast<const T*>(args.x.data) +
+                                                  (my_feature < width ? my_feature : 0));
+    // The caller sees to it that rows are less than 4 GB apart.
+    const auto row_bytes = static_cast<std::uint32_t>(args.x.stride * sizeof(T));
     const int* columns = args.a.col + begin;
+    const int padding = length > 0 ? __ldg(columns + length - 1) : 0;
     const bool weighted = args.value.data != nullptr || args.scale_src != nullptr;
     // Entries left to this slot, and the most of any slot of the warp: all take part in the products.
     const int first_of_all = first;
@@ -99,49 +104,54 @@ struct TcaTile {
     float sums[4][4] = {};
     float total[4][4] = {};
     int next[kOwn];
-    load_columns(columns, first, length, next);
+    load_columns(columns, first, length, padding, next);
     for (int batch = 1; left > 0; ++batch, left -= stride, first += stride) {
       int own[kOwn];
 #pragma unroll
       for (int j = 0; j < kOwn; ++j) own[j] = next[j];
+      std::uint32_t col[2 * kSteps];
+#pragma unroll
+      for (int i = 0; i < 2 * kSteps; ++i) col[i] = from_owner(own[i % kOwn], i);
       uint4 gathered[2 * kSteps];
 #pragma unroll
       for (int i = 0; i < 2 * kSteps; ++i) {
-        const int col = from_owner(own[i % kOwn], i);
-        gathered[i] = uint4{0, 0, 0, 0};  // of no entry: zero times a weight of zero
-        if (col >= 0 && inside) {
-          gathered[i] = __ldg(reinterpret_cast<const uint4*>(x + col * args.x.stride));
-        }
+        if (i / 2 * kStep >= left) break;
+        gathered[i] = __ldg(reinterpret_cast<const uint4*>(x + std::uint64_t{col[i]} * row_bytes));
       }
-      load_columns(columns, first + stride, length, next);
+      load_columns(columns, first + stride, length, padding, next);
 
       std::uint32_t weights[kSteps];
       if (weighted) {
         float own_weight[kOwn];
 #pragma unroll
         for (int j = 0; j < kOwn; ++j) {
-          own_weight[j] = own[j] >= 0 ? entry_weight<T>(args, begin + first + owned(j), own[j]) : 0.0f;
+          const int entry = first + owned(j);
+          own_weight[j] = entry < length ? entry_weight<T>(args, begin + entry, own[j]) : 0.0f;
         }
         share_weights(own_weight, weights);
       } else {
+        const std::uint32_t one = bits_of<T>(1.0f);
 #pragma unroll
-        for (int s = 0; s < kSteps; ++s) weights[s] = bits_of<T>(1.0f) * 0x10001u;
+        for (int s = 0; s < kSteps; ++s) {
+          weights[s] = (first + offset(2 * s) < length ? one : 0) |
+                       (first + offset(2 * s + 1) < length ? one << 16 : 0);
+        }
       }
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
-        if (s > 0 && s * kStep >= left) break;
+        if (s * kStep >= left) break;
         multiply(gathered[2 * s], gathered[2 * s + 1], in_column ? weights[s] : 0, sums);
       }
       if (batch % kBatchesPerSum == 0) flush(sums, total);
     }
     flush(sums, total);
     trace(total, result);
-    if constexpr (kLanePieces > 1) {
-      // A zero in B times an infinity of another piece is not zero.
-      bool finite = true;
+    // Zero in B times an infinity, of padding or of another piece, is not zero.
+    bool finite = true;
 #pragma unroll
-      for (int i = 0; i < kResult; ++i) finite = finite && isfinite(result[i]);
-      if (!finite) sum_plainly(args, feature0 + feature(), begin, first_of_all, length, stride, result);
+    for (int i = 0; i < kResult; ++i) finite = finite && isfinite(result[i]);
+    if (!finite && my_feature < width) {
+      sum_plainly(args, feature0 + feature(), begin, first_of_all, length, stride, result);
     }
   }
 
@@ -173,13 +183,13 @@ struct TcaTile {
   // The same of the j-th entry whose column and weight this lane reads.
   __device__ __forceinline__ int owned(int j) const { return offset(piece * kOwn % (2 * kSteps) + j); }
 
-  // Columns of the entries that this lane reads for all that share them; -1: none.
-  __device__ __forceinline__ void load_columns(const int* columns, int first, int length,
+  // Columns of the entries that this lane reads for all that share them.
+  __device__ __forceinline__ void load_columns(const int* columns, int first, int length, int padding,
                                                int (&own)[kOwn]) const {
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) {
       const int entry = first + owned(j);
-      own[j] = entry < length ? __ldg(columns + entry) : -1;
+      own[j] = entry < length ? __ldg(columns + entry) : padding;
     }
   }
 
