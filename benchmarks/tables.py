@@ -193,21 +193,16 @@ def _dlmc_times(result: dict[str, Any], cells: list[Cell], dtype: str, width: in
     """Times of everything, then ratios to stored rivals: those of the best of ours, of tca and of hr."""
     names = _ordered(c["implementation"] for c in cells)
     ours = [name for name in names if name.startswith("fast")]
-    times, ratios = [], []
+    times, warm, ratios = [], [], []
     means: dict[str, list[float]] = {}
     for matrix in _ordered(c["matrix"] for c in cells):
         row = {name: _first(cells, matrix=matrix, implementation=name) for name in names}
         first = _first(cells, matrix=matrix)
         assert first is not None
-        times.append(
-            [
-                matrix,
-                f"{first['rows']}x{first['columns']}",
-                f"{first['sparsity']:.3f}",
-                *(_in_microseconds(row[name], "median_ms") for name in names),
-                *(_in_microseconds(row[name], "warm_median_ms") for name in names),
-            ]
-        )
+        facts = [matrix, f"{first['rows']}x{first['columns']}", f"{first['sparsity']:.3f}"]
+        times.append([*facts, *(_in_microseconds(row[name], "median_ms") for name in names)])
+        if any(cell and "warm_median_ms" in cell for cell in row.values()):
+            warm.append([*facts, *(_in_microseconds(row[name], "warm_median_ms") for name in names)])
         measured = {name: time for name in ours if (time := time_of(row[name])) is not None}
         best = min(measured, key=measured.__getitem__, default=None)
         fastest = measured[best] if best else None
@@ -231,15 +226,13 @@ def _dlmc_times(result: dict[str, Any], cells: list[Cell], dtype: str, width: in
             ]
         )
     ratios.append(["geometric mean", "", "", *(ratio(geometric_mean(it)) for it in means.values())])
-    columns = ["matrix", "shape", "sparsity", *names, *(f"{name} warm" for name in names)]
-    return [
-        Table(f"DLMC, {dtype}, N = {width}, microseconds", columns, times),
-        Table(
-            f"DLMC, {dtype}, N = {width}, ratios",
-            ["matrix", "best of ours", "best stored rival us", *means],
-            ratios,
-        ),
+    title = f"DLMC, {dtype}, N = {width}"
+    columns = ["matrix", "shape", "sparsity", *(name.removeprefix("fastsparse ") for name in names)]
+    tables = [
+        Table(f"{title}, microseconds", columns, times),
+        Table(f"{title}, ratios", ["matrix", "best of ours", "best stored rival us", *means], ratios),
     ]
+    return [*tables, Table(f"{title}, microseconds back to back, warm", columns, warm)] if warm else tables
 
 
 def _in_microseconds(cell: Cell | None, field: str) -> str:
