@@ -133,6 +133,10 @@ def test_dlmc_ratios_use_the_stored_rivals_of_the_gpu() -> None:
     assert ratios["Sputnik / hr"] == f"{stored['Sputnik fp32'][matrix] / 0.025:.2f}x"
     assert ratios["csr / best"] == "1.50x"
     assert ratios["dense / best"] == "-"
+    assert len(tables.dlmc(result)) == 2
+    cells[1]["warm_median_ms"] = 0.0125
+    warm = tables.dlmc(result)[2]
+    assert dict(zip(warm.columns, warm.rows[0], strict=True))["tca"] == "12.5"
     elsewhere = tables.dlmc({"machine": {"gpu": "other"}, "cells": cells})[1].rows[0]
     assert elsewhere[2] == elsewhere[3] == "-"
 
