@@ -17,6 +17,7 @@ from .common import add_common
 
 COMMANDS = {
     "spmm": "sparse-dense product against cuSPARSE and stored rivals",
+    "dlmc": "pruned weight matrices: all kernels of spmm, cuSPARSE, dense, and stored rivals",
     "sddmm": "dot products per edge, csr and flashsparse",
     "ssd": "sparse rows times a structure against stored rivals, the papers' ablations, and maxk",
     "attention": "attention forward and backward: time and memory, against stored rivals",
@@ -47,6 +48,7 @@ ON_CUDA = (
     "spmm --algorithm flashsparse --dtypes float16 bfloat16 float32",
     "sddmm",
     "spmm",
+    "dlmc --parts matrices preprocessing",
     "formats",
     "adjacency",
     "host",

@@ -19,6 +19,7 @@ from .breakdown import breakdown
 from .cells import Table, number, ordered, ratio, stored_rivals, time_of
 from .choice import REGRET_SEEN, choice, choice_in_short, csr_over_flashsparse
 from .cpu import cpu
+from .dlmc import dlmc
 from .formats import formats, formats_in_short
 from .host import host
 from .maxk import maxk
@@ -42,6 +43,7 @@ __all__ = [
     "choice",
     "cpu",
     "csr_over_flashsparse",
+    "dlmc",
     "formats",
     "host",
     "maxk",
@@ -65,6 +67,7 @@ __all__ = [
 #: benchmark -> the tables of its record
 TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "spmm": spmm,
+    "dlmc": dlmc,
     "sddmm": sddmm,
     "ssd": ssd,
     "attention": attention,
@@ -85,6 +88,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
 ABOUT = {
     "spmm": "Sparse-dense product against cuSPARSE, and the best stored rival where there is one;"
     " 'of roofline' is the time of gathering the same rows at the measured bandwidth, over our time.",
+    "dlmc": "Pruned weight matrices (DLMC) times dense columns, microseconds from a cold cache as the stored"
+    " rivals were timed; 'warm' is back to back in a CUDA graph. Then what has to be built before hr and"
+    " flashsparse can run on a graph, against one product with it.",
     "sddmm": "A dot product per edge, and the best stored rival where there is one.",
     "ssd": "Kept entries of sparse rows aggregated into dense ones, against the stored kernels of MaxK and a"
     " re-implementation of decoupled SSD, and the papers' own dataflows.",
@@ -96,8 +102,8 @@ ABOUT = {
     " for the host.",
     "scaling": "Several GPUs of one machine (`benchmarks/scaling.py` defines the models); see"
     " docs/multi_gpu.md for what bounds them.",
-    "maxk": "examples/maxk.py: a model of three graph convolutions, 256 wide, with MaxK and with ReLU. Stored:"
-    " what autograd keeps for the backward pass of all three.",
+    "maxk": "examples/maxk.py: a model of three graph convolutions, 256 wide, with MaxK and with ReLU."
+    " Stored: what autograd keeps for the backward pass of all three.",
     "adjacency": "Building the structure from edges in arbitrary order.",
     "formats": "FlashSparse's table 2 (zeros in vectors of 16 and of 8 rows), figure 14 (matrix instructions"
     " at 16x1 and at 8x1) and table 7 (ME-BCRS against SR-BCRS), and what grouping similar rows adds.",
@@ -127,6 +133,7 @@ class Chapter:
 CHAPTERS = {
     "train": Chapter("Training steps", train_in_short, ("time_bf16-amp", "memory_bf16-amp")),
     "spmm": Chapter("Aggregation (spmm)", spmm_in_short, ("forward_float16", "forward_float32", "roofline")),
+    "dlmc": Chapter("Pruned weight matrices", dlmc),
     "sddmm": Chapter("Dot products of edges (sddmm)", sddmm_in_short),
     "attention": Chapter("Attention", attention_in_short, ("forward_float16", "backward_float16")),
     "ssd": Chapter("Sparse activations (MaxK, ssd)", ssd_in_short, ("scaling",)),
