@@ -391,6 +391,7 @@ def ssd(
     bias: int,
     out: int,
     partial: int,
+    num_long: int,
     device: int,
     queue: int,
 ) -> None: ...
