@@ -40,17 +40,13 @@ struct Team {
 
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
 
-  // What a lane adds for each entry that it counts, for sum().
-  static __device__ __forceinline__ unsigned one() {
-    return kLanes == kWarp / 2 ? 1u << (threadIdx.x & kLanes) : 1u;
-  }
-
   // Sums over the team, at most 0xffff.
   static __device__ __forceinline__ int sum(unsigned v) {
     if constexpr (kLanes == kWarp) {
       return static_cast<int>(__reduce_add_sync(kFullWarp, v));
     } else if constexpr (kLanes == kWarp / 2) {
-      return static_cast<int>(__reduce_add_sync(kFullWarp, v) >> (threadIdx.x & kLanes) & 0xffffu);
+      const unsigned half = threadIdx.x & kLanes;  // 0 or 16: each team has half of the bits
+      return static_cast<int>(__reduce_add_sync(kFullWarp, v << half) >> half & 0xffffu);
     } else {
 #pragma unroll
       for (int offset = kLanes / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(kFullWarp, v, offset);
@@ -118,12 +114,13 @@ template <typename T, int kLanes, int kChunks, int kPanels>
 struct Row {
   using A = Acc<T>;
   using OfTeam = Team<kLanes>;
+  static constexpr int kHeld = kPanels;
   A panels[kPanels][kChunks][kVec];
 
   template <typename F>
   __device__ __forceinline__ void for_each_panel(F&& f) const {
 #pragma unroll
-    for (int p = 0; p < kPanels; ++p) f(p * kChunks * OfTeam::kChunk, panels[p]);
+    for (int p = 0; p < kPanels; ++p) f(p, p * kChunks * OfTeam::kChunk, panels[p]);
   }
 };
 
@@ -132,6 +129,7 @@ template <typename T, int kLanes, int kChunks>
 struct Row<T, kLanes, kChunks, 0> {
   using A = Acc<T>;
   using OfTeam = Team<kLanes>;
+  static constexpr int kHeld = 0;
   const T* data;
   int width;
 
@@ -147,7 +145,7 @@ struct Row<T, kLanes, kChunks, 0> {
 #pragma unroll
         for (int j = 0; j < kVec; ++j) panel[chunk][j] = widen(raw[chunk][j]);
       }
-      f(begin, panel);
+      f(0, begin, panel);
     }
   }
 };
@@ -163,17 +161,31 @@ __device__ __forceinline__ void add_unless_below(double x, double pivot, unsigne
   found += x < pivot ? 0 : one;
 }
 
+// Numbers of a lane's entries, a byte for each chunk of a panel, which has up to 4.
+template <int kPanels>
+struct Counts {
+  unsigned packed[kPanels > 0 ? kPanels : 1];  // none of rows that are not held
+};
+
+// The numbers of a lane's entries that are not below the pivot, NaN among them.
+template <int kChunks, typename A>
+__device__ __forceinline__ unsigned counts_from(const Panel<A, kChunks>& panel, A pivot) {
+  unsigned counts = 0;
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) add_unless_below(panel[chunk][j], pivot, 1u << (8 * chunk), counts);
+  }
+  return counts;
+}
+
 // Entries of the row that are not below the pivot, NaN among them.
 template <int kChunks, typename R>
-__device__ __forceinline__ int count_from(const R& row, typename R::A pivot) {
-  const unsigned one = R::OfTeam::one();
+__device__ __forceinline__ int count_from(const R& row, typename R::A pivot, Counts<R::kHeld>& counts) {
   unsigned found = 0;
-  row.for_each_panel([&](int, const Panel<typename R::A, kChunks>& panel) {
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) add_unless_below(panel[chunk][j], pivot, one, found);
-    }
+  row.for_each_panel([&](int p, int, const Panel<typename R::A, kChunks>& panel) {
+    counts.packed[p] = counts_from<kChunks>(panel, pivot);
+    found = __dp4a(counts.packed[p], 0x01010101u, found);
   });
   return R::OfTeam::sum(found);
 }
@@ -181,13 +193,12 @@ __device__ __forceinline__ int count_from(const R& row, typename R::A pivot) {
 // Entries of the row that are above the threshold, NaN among them.
 template <int kChunks, typename R>
 __device__ __forceinline__ int count_above(const R& row, typename R::A threshold) {
-  const unsigned one = R::OfTeam::one();
   unsigned found = 0;
-  row.for_each_panel([&](int, const Panel<typename R::A, kChunks>& panel) {
+  row.for_each_panel([&](int, int, const Panel<typename R::A, kChunks>& panel) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) found += panel[chunk][j] <= threshold ? 0 : one;
+      for (int j = 0; j < kVec; ++j) found += panel[chunk][j] <= threshold ? 0 : 1;
     }
   });
   return R::OfTeam::sum(found);
@@ -206,7 +217,7 @@ template <typename T, int kChunks, typename R>
 __device__ Guess<Acc<T>> guess_from_range(const R& row, int width, int k) {
   using A = Acc<T>;
   A lowest = INFINITY, highest = -INFINITY;
-  row.for_each_panel([&](int, const Panel<A, kChunks>& panel) {
+  row.for_each_panel([&](int, int, const Panel<A, kChunks>& panel) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
@@ -232,16 +243,16 @@ __device__ __forceinline__ float quotient(float a, float b) {
 }
 __device__ __forceinline__ double quotient(double a, double b) { return a / b; }
 
-template <typename A>
+template <typename R>
 struct Threshold {
-  A value;
+  typename R::A value;
   bool exact;  // exactly k entries are not below it; else it is the k-th largest entry, one of several
+  Counts<R::kHeld> counts;  // of entries that are not below it
 };
 
 // A team that has its threshold goes on with the others of its warp, and keeps it.
 template <typename T, int kChunks, typename R>
-__device__ __forceinline__ Threshold<Acc<T>> find_threshold(const R& row, int width, int k,
-                                                            Guess<Acc<T>>& guess) {
+__device__ __forceinline__ Threshold<R> find_threshold(const R& row, int width, int k, Guess<Acc<T>>& guess) {
   using A = Acc<T>;
   using Key = typename Order<T>::Key;
   if (__any_sync(kFullWarp, guess.gap == A{0})) {
@@ -255,9 +266,10 @@ __device__ __forceinline__ Threshold<Acc<T>> find_threshold(const R& row, int wi
   A excess = 0, lack = 0;  // by how many; 0: not counted yet
   A pivot = widen(narrow<T>(guess.threshold)), gap = guess.gap;
   bool exact = false;
+  Counts<R::kHeld> counts;
 #pragma unroll 1
   for (int step = 0; step < kInterpolations; ++step) {
-    const int found = count_from<kChunks>(row, pivot);
+    const int found = count_from<kChunks>(row, pivot, counts);
     exact = found == k;
     const bool moving = !exact && low < pivot && pivot < high;
     if (!__any_sync(kFullWarp, moving)) break;
@@ -281,7 +293,7 @@ __device__ __forceinline__ Threshold<Acc<T>> find_threshold(const R& row, int wi
     const A distance = quotient(high - low, excess + lack);
     if (distance < static_cast<A>(INFINITY)) guess.gap += (distance - guess.gap) / 8;
   }
-  if (__all_sync(kFullWarp, exact)) return {pivot, true};
+  if (__all_sync(kFullWarp, exact)) return {pivot, true, counts};
 
   Key lowest = 0, highest = 0;
   if (!exact) {
@@ -294,7 +306,7 @@ __device__ __forceinline__ Threshold<Acc<T>> find_threshold(const R& row, int wi
   while (__any_sync(kFullWarp, highest - lowest > 1)) {
     const auto middle = static_cast<Key>(lowest + (highest - lowest) / 2);
     const A value = Order<T>::value(middle);
-    const int found = count_from<kChunks>(row, value);
+    const int found = count_from<kChunks>(row, value, counts);
     if (highest - lowest > 1) {
       if (found == k) {
         exact = true;
@@ -305,7 +317,9 @@ __device__ __forceinline__ Threshold<Acc<T>> find_threshold(const R& row, int wi
       }
     }
   }
-  return {exact ? pivot : Order<T>::value(lowest), exact};
+  if (!exact) pivot = Order<T>::value(lowest);
+  count_from<kChunks>(row, pivot, counts);
+  return {pivot, exact, counts};
 }
 
 // Numbers of a lane's entries in each of up to 4 chunks, a byte each, summed over the team's lanes before
@@ -426,17 +440,13 @@ struct Stage {
 
 // Writes the entries that are not below the threshold, in the order of columns.
 template <int kChunks, typename R, typename Sink>
-__device__ __forceinline__ void write_from(const R& row, typename R::A threshold, const Sink& sink) {
+__device__ __forceinline__ void write_from(const R& row, const Threshold<R>& threshold, const Sink& sink) {
   using Packed = Places<R::OfTeam::kChunk / kVec>;
   const int first = R::OfTeam::lane() * kVec;
   unsigned position = 0;
-  row.for_each_panel([&](int begin, const Panel<typename R::A, kChunks>& panel) {
-    unsigned counts = 0;
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) add_unless_below(panel[chunk][j], threshold, 1u << (8 * chunk), counts);
-    }
+  row.for_each_panel([&](int p, int begin, const Panel<typename R::A, kChunks>& panel) {
+    const unsigned counts =
+        R::kHeld > 0 ? threshold.counts.packed[p] : counts_from<kChunks>(panel, threshold.value);
     const Packed places(counts);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -444,7 +454,7 @@ __device__ __forceinline__ void write_from(const R& row, typename R::A threshold
       to.move(position + Packed::byte(places.before, chunk));
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
-        to.put_unless_below(threshold, panel[chunk][j], begin + chunk * R::OfTeam::kChunk + first + j);
+        to.put_unless_below(threshold.value, panel[chunk][j], begin + chunk * R::OfTeam::kChunk + first + j);
       }
       position += Packed::byte(places.total, chunk);
     }
@@ -454,7 +464,7 @@ __device__ __forceinline__ void write_from(const R& row, typename R::A threshold
 // Writes the entries above the threshold, and of those equal to it as many as there is room for, in the order
 // of columns. Where the entries that are NaN would fill a row, they are those equal to it.
 template <int kChunks, typename R, typename Sink>
-__device__ void write_tied(const R& row, Threshold<typename R::A> threshold, int k, const Sink& sink) {
+__device__ void write_tied(const R& row, const Threshold<R>& threshold, int k, const Sink& sink) {
   using A = typename R::A;
   constexpr int kLanes = R::OfTeam::kChunk / kVec;
   using Packed = Places<kLanes>;
@@ -463,7 +473,7 @@ __device__ void write_tied(const R& row, Threshold<typename R::A> threshold, int
   const bool only_nan = !threshold.exact && room <= 0;
   if (only_nan) room = k;
   unsigned position = 0;
-  row.for_each_panel([&](int begin, const Panel<A, kChunks>& panel) {
+  row.for_each_panel([&](int, int begin, const Panel<A, kChunks>& panel) {
     const A value = threshold.value;
     unsigned kept = bits_of<kChunks>(panel, [&](A x) { return !only_nan && !(x <= value); });
     const unsigned equal = bits_of<kChunks>(panel, [&](A x) { return only_nan ? x != x : x == value; });
@@ -484,10 +494,10 @@ __device__ void write_tied(const R& row, Threshold<typename R::A> threshold, int
 }
 
 template <int kChunks, typename R, typename Sink>
-__device__ __forceinline__ void write_kept(const R& row, Threshold<typename R::A> threshold, int k,
+__device__ __forceinline__ void write_kept(const R& row, const Threshold<R>& threshold, int k,
                                            const Sink& sink) {
   if (__all_sync(kFullWarp, threshold.exact)) {
-    write_from<kChunks>(row, threshold.value, sink);
+    write_from<kChunks>(row, threshold, sink);
   } else {
     write_tied<kChunks>(row, threshold, k, sink);
   }
