@@ -1,8 +1,6 @@
-// Sparse rows times a sparse structure (SSD; "Decoupled SSD", sections III and IV): a team of lanes takes an
-// edge group, adds the kept entries of its sources into a dense row in shared memory, then updates the output
-// at full width: a plain store, or a partial result where other groups share the row (the paper's
-// update_mode). A long group has a warp for its team; up to four short ones share a warp, which has to clear,
-// scale and store as many features for each, but issues the instructions in between once for all.
+// Sparse rows times a sparse structure (SSD; "Decoupled SSD", sections III and IV): a warp takes an edge
+// group, adds the kept entries of its sources into a dense row in shared memory, then updates the output at
+// warp width: a plain store, or a partial result where other groups share the row (the paper's update_mode).
 //
 // The paper's slots exist because float sums in shared memory are a load, an addition and a store, which must
 // not meet. Integers need none of that: shared memory adds them natively, in any order with the same bits. So
@@ -28,35 +26,10 @@ constexpr int kAtOnce = 2;            // sources that a lane has under way
 constexpr int kTermBits = 24;         // those of a float: 128 terms stay below 2^31
 constexpr int kLeastExponent = -100;  // smaller terms sum plainly: their units would not be normal floats
 constexpr unsigned kInfinity = 0x7f800000u;
-constexpr int kPlainFeatures = 1024;  // of a plain sum: what a warp's buffers hold
-constexpr int kMostTeams = 4;         // of a warp
+constexpr int kPlainFeatures = 1024;  // of a plain sum: what a warp's buffer holds
 
 // 2^power, for powers of normal numbers.
 __device__ __forceinline__ float exp2_of(int power) { return __int_as_float((power + 127) << 23); }
-
-// Lanes that work on one group: a warp, or an aligned part of it.
-struct Team {
-  int lane;
-  int lanes;
-
-  explicit __device__ __forceinline__ Team(int lanes)
-      : lane(static_cast<int>(threadIdx.x) & (lanes - 1)), lanes(lanes) {}
-
-  // Orders what its lanes read and write in shared memory. Other teams need not come.
-  __device__ __forceinline__ void sync() const {
-    const int first = static_cast<int>(threadIdx.x) % kWarp - lane;
-    __syncwarp(lanes == kWarp ? kFullWarp : ((1u << lanes) - 1) << first);
-  }
-
-  // The maximum over its lanes. All teams of a warp must come.
-  __device__ __forceinline__ unsigned max_of(unsigned v) const {
-    if (lanes == kWarp) return __reduce_max_sync(kFullWarp, v);
-    for (int offset = lanes / 2; offset > 0; offset /= 2) {
-      v = max(v, __shfl_xor_sync(kFullWarp, v, offset));
-    }
-    return v;
-  }
-};
 
 // Four entries of a row as they are stored: turning them into numbers would wait for them.
 template <typename T, typename Id>
@@ -109,18 +82,19 @@ __device__ __forceinline__ Acc<T> weight_of(const SsdArgs& args, std::int64_t en
 // Adds the entries of a group into `buffer`, features [feature0, feature0 + features), one source at a time:
 // its ids differ, so that lanes never meet.
 template <typename T, typename Id>
-__device__ void sum_plainly(const SsdArgs& args, const RowSlice& slice, const Team& team,
-                            std::int64_t feature0, int features, Acc<T>* buffer) {
+__device__ void sum_plainly(const SsdArgs& args, const RowSlice& slice, std::int64_t feature0, int features,
+                            Acc<T>* buffer) {
+  const int lane = threadIdx.x % kWarp;
   for (std::int64_t entry = slice.begin; entry < slice.begin + slice.length; ++entry) {
     const std::int64_t source = args.a.col[entry];
     const Acc<T> weight = weight_of<T>(args, entry, source);
-    for (std::int64_t c = team.lane; c < args.k; c += team.lanes) {
+    for (std::int64_t c = lane; c < args.k; c += kWarp) {
       const std::int64_t at = static_cast<const Id*>(args.ids)[source * args.k + c] - feature0;
       if (at >= 0 && at < features) {
         buffer[at] += weight * widen(static_cast<const T*>(args.values)[source * args.k + c]);
       }
     }
-    team.sync();
+    __syncwarp();
   }
 }
 
@@ -142,10 +116,9 @@ __device__ __forceinline__ void store_sums(const SsdArgs& args, const RowSlice& 
 
 // Stores the row in `buffer`, times `unit`.
 template <typename T, int kVec, typename Sum>
-__device__ __forceinline__ void store_row(const SsdArgs& args, const RowSlice& slice, const Team& team,
-                                          const Sum* buffer, float unit) {
-  const int width = static_cast<int>(args.width);
-  for (int feature = team.lane * kVec; feature < width; feature += team.lanes * kVec) {
+__device__ __forceinline__ void store_row(const SsdArgs& args, const RowSlice& slice, const Sum* buffer,
+                                          float unit) {
+  for (int feature = threadIdx.x % kWarp * kVec; feature < args.width; feature += kWarp * kVec) {
     const auto pack = *reinterpret_cast<const Pack<Sum, kVec>*>(buffer + feature);
     float sum[kVec];
 #pragma unroll
@@ -155,13 +128,13 @@ __device__ __forceinline__ void store_row(const SsdArgs& args, const RowSlice& s
 }
 
 template <typename T, typename Sum>
-__device__ __forceinline__ void store_row(const SsdArgs& args, const RowSlice& slice, const Team& team,
-                                          const Sum* buffer, float unit) {
-  args.width % 4 == 0 ? store_row<T, 4>(args, slice, team, buffer, unit)
-                      : store_row<T, 1>(args, slice, team, buffer, unit);
+__device__ __forceinline__ void store_row(const SsdArgs& args, const RowSlice& slice, const Sum* buffer,
+                                          float unit) {
+  args.width % 4 == 0 ? store_row<T, 4>(args, slice, buffer, unit)
+                      : store_row<T, 1>(args, slice, buffer, unit);
 }
 
-// A row in shared memory, in fixed point, shared by the lanes of a team.
+// A row in shared memory, in fixed point, shared by the lanes of a warp.
 struct FixedRow {
   int* sum;
   int features;
@@ -169,17 +142,20 @@ struct FixedRow {
   unsigned greatest = 0;          // bits of the greatest magnitude
 
   // Makes room for terms of magnitudes up to the one with the bits `most`, a number.
-  __device__ __forceinline__ void make_room(const Team& team, unsigned most) {
-    const int raised = max(static_cast<int>(most >> 23) - 126, exponent);
-    if (raised > exponent && greatest != 0) {
-      const int shift = min(raised - exponent, 31);
-      team.sync();
-      for (int i = team.lane; i < features; i += team.lanes) {
-        sum[i] = ((sum[i] >> (shift - 1)) + 1) >> 1;
+  __device__ __forceinline__ void make_room(unsigned most) {
+    const unsigned limit = static_cast<unsigned>(exponent + 127) << 23;
+    if (most >= limit) {
+      const int raised = static_cast<int>(most >> 23) - 126;
+      if (greatest != 0) {
+        const int shift = min(raised - exponent, 31);
+        __syncwarp();
+        for (int i = threadIdx.x % kWarp; i < features; i += kWarp) {
+          sum[i] = ((sum[i] >> (shift - 1)) + 1) >> 1;
+        }
+        __syncwarp();
       }
-      team.sync();
+      exponent = raised;
     }
-    exponent = raised;
     greatest = max(greatest, most);
   }
 
@@ -197,14 +173,14 @@ struct Chunk {
   float weight[kAtOnce];
 };
 
-// Adds the entries of a group, the longest of its warp's having `longest`; false if it has terms that fixed
-// point cannot hold.
+// Adds the entries of a group; false if it has terms that fixed point cannot hold.
 template <typename T, typename Id, bool kVector, bool kWeighted>
-__device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& slice, int longest,
-                                          const Team& team, int lanes_log, FixedRow& row) {
+__device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& slice, int lanes_log,
+                                          FixedRow& row) {
+  const int lane = threadIdx.x % kWarp;
   // Lanes of a source, and sources at once.
-  const int lanes = 1 << lanes_log, step = team.lanes >> lanes_log;
-  const int nth = team.lane >> lanes_log, lane_of_source = team.lane & (lanes - 1);
+  const int lanes = 1 << lanes_log, step = kWarp >> lanes_log;
+  const int nth = lane >> lanes_log, lane_of_source = lane & (lanes - 1);
   const int quads = static_cast<int>((args.k + 3) / 4);
 
   const int* sources = args.a.col + slice.begin + nth;
@@ -237,10 +213,10 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
     unsigned source[kAtOnce];
     Chunk<T, Id> next;
     load_sources(0, source);
-    if (longest > 0) load_chunk(0, rows, source, next);
+    if (slice.length > 0) load_chunk(0, rows, source, next);
     load_sources(kAtOnce * step, source);
     // One chunk ahead of the additions, two ahead for the sources: each load waits for the one before.
-    for (int first = 0; first < longest; first += kAtOnce * step) {
+    for (int first = 0; first < slice.length; first += kAtOnce * step) {
       const Chunk<T, Id> chunk = next;
       load_chunk(first + kAtOnce * step, rows, source, next);
       load_sources(first + 2 * kAtOnce * step, source);
@@ -256,7 +232,9 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
           most = max(most, __float_as_uint(fabsf(term[u][i])));
         }
       }
-      row.make_room(team, team.max_of(most));
+      most = __reduce_max_sync(kFullWarp, most);
+      if (most >= kInfinity) return false;
+      row.make_room(most);
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) {
         if (first + u * step > end) continue;
@@ -265,45 +243,33 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
       }
     }
   }
-  return row.greatest == 0 || (row.exponent > kLeastExponent && row.greatest < kInfinity);
+  return row.greatest == 0 || row.exponent > kLeastExponent;
 }
 
 template <typename T, typename Id, bool kVector, bool kWeighted>
-__global__ void __launch_bounds__(kThreads)
-    ssd_kernel(const SsdArgs args, int lanes_log, int teams, unsigned long_blocks) {
+__global__ void __launch_bounds__(kThreads) ssd_kernel(const SsdArgs args, int lanes_log) {
   extern __shared__ int4 shared[];
-  const bool alone = blockIdx.x < long_blocks;
-  const Team team(alone ? kWarp : kWarp / teams);
-  // Groups of this block, and which of its teams this is.
-  const std::int64_t first =
-      alone ? static_cast<std::int64_t>(blockIdx.x) * kWarps
-            : args.num_long + static_cast<std::int64_t>(blockIdx.x - long_blocks) * (kWarps * teams);
-  const int nth = static_cast<int>(threadIdx.x) / team.lanes;
-  const std::int64_t group = first + nth;
-  const bool present = group < (alone ? args.num_long : args.groups.num_slices);
-  RowSlice slice = load_slice(args.groups, group);
-  if (!present) slice.length = 0;
-  if (slice.length == 0) slice.begin = 0;  // an empty row's may lie behind the last entry
-  const int longest = static_cast<int>(__reduce_max_sync(kFullWarp, static_cast<unsigned>(slice.length)));
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const std::int64_t group = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp;
+  if (group >= args.groups.num_slices) return;
+  const RowSlice slice = load_slice(args.groups, group);
   const int vectors = static_cast<int>((args.width + 3) / 4);
-  int4* buffer = shared + nth * vectors;
+  int4* buffer = shared + warp * vectors;
   const auto clear = [&] {
-    for (int i = team.lane; i < vectors; i += team.lanes) buffer[i] = int4{0, 0, 0, 0};
-    team.sync();
+    for (int i = lane; i < vectors; i += kWarp) buffer[i] = int4{0, 0, 0, 0};
+    __syncwarp();
   };
   clear();
   FixedRow row{reinterpret_cast<int*>(buffer), 4 * vectors};
-  lanes_log = min(lanes_log, 31 - __clz(team.lanes));
-  const bool fixed = sum_fixed<T, Id, kVector, kWeighted>(args, slice, longest, team, lanes_log, row);
-  if (!present) return;
-  team.sync();
-  if (fixed) {
-    store_row<T>(args, slice, team, row.sum, row.unit());
+  if (sum_fixed<T, Id, kVector, kWeighted>(args, slice, lanes_log, row)) {
+    __syncwarp();
+    store_row<T>(args, slice, row.sum, row.unit());
   } else {
+    __syncwarp();
     clear();
     auto* sums = reinterpret_cast<float*>(buffer);
-    sum_plainly<T, Id>(args, slice, team, 0, static_cast<int>(args.width), sums);
-    store_row<T>(args, slice, team, sums, 1.0f);
+    sum_plainly<T, Id>(args, slice, 0, static_cast<int>(args.width), sums);
+    store_row<T>(args, slice, sums, 1.0f);
   }
 }
 
@@ -321,7 +287,7 @@ __global__ void __launch_bounds__(kThreads) ssd_plain_kernel(const SsdArgs args)
         static_cast<int>(min(args.width - feature0, static_cast<std::int64_t>(kPlainFeatures)));
     for (int i = lane; i < features; i += kWarp) buffer[i] = 0;
     __syncwarp();
-    sum_plainly<T, Id>(args, slice, Team(kWarp), feature0, features, buffer);
+    sum_plainly<T, Id>(args, slice, feature0, features, buffer);
     for (int i = lane; i < features; i += kWarp) {
       const Acc<T> sum[1] = {buffer[i]};
       store_sums<T, 1>(args, slice, feature0 + i, sum);
@@ -335,41 +301,34 @@ struct SameRow {
 };
 
 template <typename T, typename Id, bool kVector>
-void launch_fixed(const SsdArgs& args, cudaStream_t stream) {
+void launch_fixed(const SsdArgs& args, unsigned blocks, cudaStream_t stream) {
   int lanes_log = 0;
   while (lanes_log < 5 && (4 << lanes_log) < args.k) ++lanes_log;
-  int teams = kMostTeams;
-  while (teams > 1 && teams * args.width > kPlainFeatures) teams /= 2;
-  const unsigned long_blocks = ceil_div(args.num_long, kWarps);
-  const unsigned blocks = long_blocks + ceil_div(args.groups.num_slices - args.num_long,
-                                                 kWarps * static_cast<std::int64_t>(teams));
-  const int most_teams = blocks > long_blocks ? teams : 1;
-  const auto buffers = static_cast<std::size_t>((args.width + 3) / 4 * 16 * kWarps * most_teams);
+  const auto buffers = static_cast<std::size_t>((args.width + 3) / 4 * 16 * kWarps);
   if (args.value.data != nullptr || args.scale_src != nullptr) {
-    ssd_kernel<T, Id, kVector, true>
-        <<<blocks, kThreads, buffers, stream>>>(args, lanes_log, teams, long_blocks);
+    ssd_kernel<T, Id, kVector, true><<<blocks, kThreads, buffers, stream>>>(args, lanes_log);
   } else {
-    ssd_kernel<T, Id, kVector, false>
-        <<<blocks, kThreads, buffers, stream>>>(args, lanes_log, teams, long_blocks);
+    ssd_kernel<T, Id, kVector, false><<<blocks, kThreads, buffers, stream>>>(args, lanes_log);
   }
 }
 
 template <typename T, typename Id>
 void launch(const SsdArgs& args, cudaStream_t stream) {
+  const unsigned blocks = ceil_div(args.groups.num_slices, kWarps);
   if constexpr (sizeof(T) <= 4) {
     if (args.width <= kPlainFeatures) {
       const auto aligned = [](const void* address, std::size_t bytes) {
         return reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
       };
       if (args.k % 4 == 0 && aligned(args.values, 4 * sizeof(T)) && aligned(args.ids, 4 * sizeof(Id))) {
-        launch_fixed<T, Id, true>(args, stream);
+        launch_fixed<T, Id, true>(args, blocks, stream);
       } else {
-        launch_fixed<T, Id, false>(args, stream);
+        launch_fixed<T, Id, false>(args, blocks, stream);
       }
       return;
     }
   }
-  ssd_plain_kernel<T, Id><<<ceil_div(args.groups.num_slices, kWarps), kThreads, 0, stream>>>(args);
+  ssd_plain_kernel<T, Id><<<blocks, kThreads, 0, stream>>>(args);
 }
 
 }  // namespace

@@ -391,7 +391,6 @@ def ssd(
     bias: int,
     out: int,
     partial: int,
-    num_long: int,
     device: int,
     queue: int,
 ) -> None: ...

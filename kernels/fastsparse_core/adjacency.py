@@ -419,14 +419,6 @@ class Adjacency:
         )
 
     @property
-    def num_long_edge_groups(self) -> int:
-        """Edge groups that each take a warp of ssd; they come first. Shorter ones share warps."""
-        return self._row_memo.get(
-            "num_long_edge_groups",
-            lambda: int((self.edge_groups.slices.view(torch.int32)[:, 2] >= choose.LONG_EDGE_GROUP).sum()),
-        )
-
-    @property
     def edge_group_structure(self) -> Any:
         """The structure as the compiled ssd takes it."""
         return self._memo.get(
@@ -635,8 +627,6 @@ class Adjacency:
         """
         self.csr_structure  # noqa: B018
         self.edge_group_structure  # noqa: B018
-        if self.device.type == "cuda":
-            self.num_long_edge_groups  # noqa: B018
         if self.device.type == "cuda" and self.try_bsb():
             self.bsb_structure(valued=False)
             self.sddmm_structure()

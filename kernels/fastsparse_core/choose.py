@@ -56,9 +56,6 @@ _RESIDENT_GROUPS = 132 * 96
 _RESIDENT_WARPS = 132 * 32
 #: Edges below which a product takes about as long as its launch, so that what it reads hardly counts.
 _FEW_EDGES = 200_000
-#: Entries from which an edge group takes a warp of ssd for itself: a power of two, as groups are sorted by
-#: those.
-LONG_EDGE_GROUP = 16
 #: Features that a buffer of ssd has room for; wider rows are summed in tiles.
 MOST_SSD_FEATURES = 1024
 #: Heads that a grid has room for.

@@ -200,7 +200,6 @@ def _ssd(
         address(bias),
         out.data_ptr(),
         address(partial),
-        adj.num_long_edge_groups if index >= 0 else 0,
         index,
         queue(index),
     )

@@ -486,7 +486,6 @@ struct SsdArgs {
   std::int64_t width;
   std::int64_t k;
   Dtype dtype;
-  std::int64_t num_long;  // of the groups the first ones, each of which takes a warp; CUDA only
 };
 
 // The dataflow of MaxK and of the decoupled SSD paper, for comparison: float sums, 16-bit or float32 values.
