@@ -338,7 +338,8 @@ void spmm_extremum(const CsrStructure& structure, int dtype, std::int64_t width,
 
 void sddmm_csr(const CsrStructure& structure, int dtype, std::int64_t heads, std::int64_t head_width,
                Address x_dst, std::int64_t x_dst_stride, Address x_src, std::int64_t x_src_stride,
-               Address scale_dst, Address scale_src, Address out, int out_dtype, int device, Address queue) {
+               Address scale_dst, Address scale_src, Address out, int out_dtype, Address row, int device,
+               Address queue) {
   const SddmmArgs args{structure.a,
                        structure.split,
                        {at(x_dst), x_dst_stride},
@@ -349,7 +350,8 @@ void sddmm_csr(const CsrStructure& structure, int dtype, std::int64_t heads, std
                        static_cast<Dtype>(out_dtype),
                        heads,
                        head_width,
-                       static_cast<Dtype>(dtype)};
+                       static_cast<Dtype>(dtype),
+                       at<std::int32_t>(row)};
   FASTSPARSE_RUN(sddmm_csr, args, device, queue);
 }
 

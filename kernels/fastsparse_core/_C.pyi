@@ -180,6 +180,7 @@ def sddmm_csr(
     scale_src: int,
     out: int,
     out_dtype: int,
+    row: int,
     device: int,
     queue: int,
 ) -> None: ...

@@ -359,6 +359,14 @@ def sddmm_algorithm(
     return "flashsparse" if narrow else "csr"
 
 
+def sddmm_by_entry(adj: Adjacency, head_bytes: int) -> bool:
+    """Whether sddmm with ``"csr"`` works entry by entry on CUDA, else row by row.
+
+    Short dot products leave lanes idle row by row, and short rows leave whole groups of them idle.
+    """
+    return adj.device.type == "cuda" and (head_bytes <= 128 or adj.num_edges < 8 * adj.num_dst)
+
+
 def ssd_backward_algorithm(adj: Adjacency, dtype: torch.dtype, width: int) -> str:
     """``"windows"`` (atomic sums over tall windows) or ``"csr"`` (row by row of the transpose)."""
     if adj.device.type != "cuda" or dtype == torch.float64 or torch.are_deterministic_algorithms_enabled():

@@ -154,6 +154,7 @@ struct SddmmArgs {
   std::int64_t heads;
   std::int64_t head_width;
   Dtype dtype;
+  const std::int32_t* row;  // (num_edges), to work entry by entry; null: row by row; CUDA only
 };
 
 // As SddmmArgs, on tensor cores: dtype float16, bfloat16 or float32; rows and heads of the features start at
