@@ -253,16 +253,28 @@ __global__ void __launch_bounds__(kThreads) ssd_backward_kernel(const SsdBackwar
     for (int block = 0; block < slice.length; block += kEntriesPerSum) {
       const int end = min(block + kEntriesPerSum, slice.length);
       A sum = 0;
-#pragma unroll 4
-      for (int at = block; at < end; ++at) {
-        const std::int64_t row = __ldg(args.a_t.col + slice.begin + at);
-        A weight = 1;
-        if (args.value.data != nullptr) {
-          weight =
-              load_value<T>(args.value, value_in_feature_dtype, edge_position(args.a_t, slice.begin + at));
+      for (int base = block; base < end; base += kEntriesInFlight) {
+        std::int64_t row[kEntriesInFlight];
+        A look_up[kEntriesInFlight];
+        // Entries beyond the end stand for the last one: without branches all loads are under way at once,
+        // of short rows too.
+#pragma unroll
+        for (int u = 0; u < kEntriesInFlight; ++u) {
+          row[u] = __ldg(args.a_t.col + slice.begin + min(base + u, end - 1));
         }
-        if (args.scale_dst != nullptr) weight *= static_cast<const A*>(args.scale_dst)[row];
-        sum += weight * widen(column[row * args.grad.stride]);
+#pragma unroll
+        for (int u = 0; u < kEntriesInFlight; ++u) look_up[u] = widen(column[row[u] * args.grad.stride]);
+#pragma unroll
+        for (int u = 0; u < kEntriesInFlight; ++u) {
+          if (base + u >= end) break;
+          A weight = 1;
+          if (args.value.data != nullptr) {
+            weight = load_value<T>(args.value, value_in_feature_dtype,
+                                   edge_position(args.a_t, slice.begin + base + u));
+          }
+          if (args.scale_dst != nullptr) weight *= static_cast<const A*>(args.scale_dst)[row[u]];
+          sum += weight * look_up[u];
+        }
       }
       total[0] += sum;
     }
