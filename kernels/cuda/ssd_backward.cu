@@ -88,6 +88,22 @@ __global__ void zero_sources_kernel(const std::int32_t* source, std::int64_t cou
   store_pack(Pack<float, kVec>{}, out + source[nth] * k + (at - nth * per_source) * kVec);
 }
 
+// The gradient is read once or a few times, results are added to all the time: L2 lines of the gradient go
+// first.
+__device__ __forceinline__ std::uint64_t evict_first() {
+  std::uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Starts to copy 16 bytes to shared memory.
+__device__ __forceinline__ void copy_16_bytes(void* to, const void* from, std::uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(
+                   static_cast<unsigned>(__cvta_generic_to_shared(to))),
+               "l"(from), "l"(policy)
+               : "memory");
+}
+
 // Copies `count` rows of the gradient side by side, a warp to a row, 16 bytes at a time where their addresses
 // allow it.
 template <int kWindowThreads, typename T>
@@ -95,12 +111,13 @@ __device__ __forceinline__ void copy_rows(const DenseView& grad, std::int64_t fi
                                           bool in_pieces, T* to) {
   constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
   const int lane = threadIdx.x % kWarp;
+  const std::uint64_t policy = evict_first();
   for (int row = threadIdx.x / kWarp; row < count; row += kWindowThreads / kWarp) {
     const T* from = static_cast<const T*>(grad.data) + (first_row + row) * grad.stride;
     T* own = to + row * width;
     if (in_pieces) {
       for (int f = lane * kPiece; f < width; f += kWarp * kPiece) {
-        __pipeline_memcpy_async(own + f, from + f, 16);
+        copy_16_bytes(own + f, from + f, policy);
       }
     } else {
       for (int f = lane; f < width; f += kWarp) own[f] = from[f];
