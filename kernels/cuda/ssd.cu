@@ -13,6 +13,8 @@
 //
 // Groups with infinities, NaN, or nothing but tiny numbers sum plainly, one entry at a time; so do float64
 // and rows that are too wide.
+#include <cstddef>
+
 #include "fastsparse/combine_partials.cuh"
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
@@ -27,44 +29,81 @@ constexpr int kTermBits = 24;         // those of a float: 128 terms stay below 
 constexpr int kLeastExponent = -100;  // smaller terms sum plainly: their units would not be normal floats
 constexpr unsigned kInfinity = 0x7f800000u;
 constexpr int kPlainFeatures = 1024;  // of a plain sum: what a warp's buffer holds
+constexpr int kShortGroups = 4;  // groups of at most kShortGroupEntries entries that a warp takes together
+constexpr int kShortAhead = 4;   // their entries under way at once
+static_assert(kShortGroups * kShortGroupEntries <= kWarp);
 
 // 2^power, for powers of normal numbers.
-__device__ __forceinline__ float exp2_of(int power) { return __int_as_float((power + 127) << 23); }
+__device__ __forceinline__ unsigned exponent_bits(int power) {
+  return static_cast<unsigned>(power + 127) << 23;
+}
+__device__ __forceinline__ float exp2_of(int power) { return __uint_as_float(exponent_bits(power)); }
 
-// Four entries of a row as they are stored: turning them into numbers would wait for them.
+// Four entries of a row in the words that hold them: taking them apart would wait for the load.
 template <typename T, typename Id>
 struct Quad {
-  Pack<T, 4> value;
-  Pack<Id, 4> id;
+  unsigned values[sizeof(T)];
+  unsigned ids[sizeof(Id)];
+
+  __device__ __forceinline__ float value(int i) const {
+    if constexpr (sizeof(T) == 4) {
+      return __uint_as_float(values[i]);
+    } else {
+      const auto bits = static_cast<unsigned short>(values[i / 2] >> i % 2 * 16);
+      T value;
+      memcpy(&value, &bits, sizeof value);
+      return widen(value);
+    }
+  }
+
+  __device__ __forceinline__ unsigned id(int i) const {
+    if constexpr (sizeof(Id) == 1) {
+      return __byte_perm(ids[0], 0, 0x4440 + i);
+    } else {
+      return __byte_perm(ids[i / 2], 0, i % 2 ? 0x4432 : 0x4410);
+    }
+  }
 };
+
+// Four numbers from `address` on as words; zeros beyond the first `inside` of them.
+template <bool kVector, typename N>
+__device__ __forceinline__ void load_words(const std::byte* address, int inside,
+                                           unsigned (&word)[sizeof(N)]) {
+  if constexpr (kVector) {
+    const auto pack = load_pack<N, 4>(reinterpret_cast<const N*>(address));
+    memcpy(word, &pack, sizeof word);
+  } else {
+    Pack<N, 4> pack;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pack.lane[i] = i < inside ? reinterpret_cast<const N*>(address)[i] : N{};
+    memcpy(word, &pack, sizeof word);
+  }
+}
 
 // The part of every row that a lane takes: entries from 4 * quad on.
 template <typename T, typename Id, bool kVector>
 struct QuadOfRows {
-  const T* values;
-  const Id* ids;
+  const std::byte* values;
+  const std::byte* ids;
   unsigned k;
-  int inside;  // entries before the row's end; zeros are loaded beyond it
+  int inside;  // entries before the row's end
 
   __device__ __forceinline__ QuadOfRows(const SsdArgs& args, int quad)
-      : values(static_cast<const T*>(args.values) + quad * 4),
-        ids(static_cast<const Id*>(args.ids) + quad * 4),
+      : values(static_cast<const std::byte*>(args.values) + quad * (4 * sizeof(T))),
+        ids(static_cast<const std::byte*>(args.ids) + quad * (4 * sizeof(Id))),
         k(static_cast<unsigned>(args.k)),
-        inside(static_cast<int>(args.k) - quad * 4) {}
+        inside(static_cast<int>(args.k) - quad * 4) {
+    // Hides where the addresses come from, or every load would begin again from the arguments: half of the
+    // instructions around it.
+    asm("" : "+l"(values), "+l"(ids));
+  }
 
   __device__ __forceinline__ Quad<T, Id> load(unsigned row) const {
-    const std::uint64_t at = std::uint64_t{row} * k;  // one instruction
     Quad<T, Id> quad;
-    if constexpr (kVector) {
-      quad.value = load_pack<T, 4>(values + at);
-      quad.id = load_pack<Id, 4>(ids + at);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        quad.value.lane[i] = i < inside ? values[at + i] : narrow<T>(0.0f);
-        quad.id.lane[i] = i < inside ? ids[at + i] : Id{0};
-      }
-    }
+    load_words<kVector, T>(values + std::uint64_t{row} * (k * static_cast<unsigned>(sizeof(T))), inside,
+                           quad.values);
+    load_words<kVector, Id>(ids + std::uint64_t{row} * (k * static_cast<unsigned>(sizeof(Id))), inside,
+                            quad.ids);
     return quad;
   }
 };
@@ -134,33 +173,46 @@ __device__ __forceinline__ void store_row(const SsdArgs& args, const RowSlice& s
                       : store_row<T, 1>(args, slice, buffer, unit);
 }
 
+// The greater of `most` and |term|, NaN if one of them is.
+__device__ __forceinline__ float greater_magnitude(float most, float term) {
+  float greater;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(greater) : "f"(most), "f"(fabsf(term)));
+  return greater;
+}
+
 // A row in shared memory, in fixed point, shared by the lanes of a warp.
 struct FixedRow {
   int* sum;
   int features;
-  int exponent = kLeastExponent;  // every term is below 2^exponent
-  unsigned greatest = 0;          // bits of the greatest magnitude
+  int exponent = kLeastExponent;                // every term is below 2^exponent
+  unsigned limit = exponent_bits(exponent);     // the same as the bits of a float
+  float scale = exp2_of(kTermBits - exponent);  // units of a term
+  bool empty = true;
+
+  __device__ __forceinline__ FixedRow(int* sum, int features) : sum(sum), features(features) {}
 
   // Makes room for terms of magnitudes up to the one with the bits `most`, a number.
   __device__ __forceinline__ void make_room(unsigned most) {
-    const unsigned limit = static_cast<unsigned>(exponent + 127) << 23;
     if (most >= limit) {
       const int raised = static_cast<int>(most >> 23) - 126;
-      if (greatest != 0) {
+      if (!empty) {
         const int shift = min(raised - exponent, 31);
         __syncwarp();
+#pragma unroll 1
         for (int i = threadIdx.x % kWarp; i < features; i += kWarp) {
           sum[i] = ((sum[i] >> (shift - 1)) + 1) >> 1;
         }
         __syncwarp();
       }
       exponent = raised;
+      limit = exponent_bits(raised);
+      scale = exp2_of(kTermBits - raised);
     }
-    greatest = max(greatest, most);
+    if (most != 0) empty = false;
   }
 
   __device__ __forceinline__ void add(unsigned id, float term) {
-    atomicAdd(sum + id, __float2int_rn(term * exp2_of(kTermBits - exponent)));
+    atomicAdd(sum + id, __float2int_rn(term * scale));
   }
 
   __device__ __forceinline__ float unit() const { return exp2_of(exponent - kTermBits); }
@@ -173,15 +225,44 @@ struct Chunk {
   float weight[kAtOnce];
 };
 
+// Adds the first `count` quads of every lane's chunk; false if fixed point cannot hold them. A chunk that all
+// lanes have whole needs no questions, which are a third of the instructions.
+template <bool kWhole, bool kWeighted, typename T, typename Id>
+__device__ __forceinline__ bool add_chunk(const Chunk<T, Id>& chunk, int count, FixedRow& row) {
+  float term[kAtOnce][4];
+  float most = 0;
+#pragma unroll
+  for (int u = 0; u < kAtOnce; ++u) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float value = chunk.quad[u].value(i);
+      const float product = kWeighted ? value * chunk.weight[u] : value;
+      term[u][i] = kWhole || u < count ? product : 0.0f;
+      most = greater_magnitude(most, term[u][i]);
+    }
+  }
+  const unsigned most_of_warp = __reduce_max_sync(kFullWarp, __float_as_uint(most));
+  if (most_of_warp >= kInfinity) return false;
+  row.make_room(most_of_warp);
+#pragma unroll
+  for (int u = 0; u < kAtOnce; ++u) {
+    if (!kWhole && u >= count) continue;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) row.add(chunk.quad[u].id(i), term[u][i]);
+  }
+  return true;
+}
+
 // Adds the entries of a group; false if it has terms that fixed point cannot hold.
 template <typename T, typename Id, bool kVector, bool kWeighted>
 __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& slice, int lanes_log,
                                           FixedRow& row) {
   const int lane = threadIdx.x % kWarp;
   // Lanes of a source, and sources at once.
-  const int lanes = 1 << lanes_log, step = kWarp >> lanes_log;
+  const int lanes = 1 << lanes_log, step_log = 5 - lanes_log, step = 1 << step_log;
   const int nth = lane >> lanes_log, lane_of_source = lane & (lanes - 1);
   const int quads = static_cast<int>((args.k + 3) / 4);
+  const int per_chunk = kAtOnce * step;
 
   const int* sources = args.a.col + slice.begin + nth;
   const int last = slice.length - 1 - nth;  // of this lane's entries, counted from `sources`
@@ -213,37 +294,24 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
     unsigned source[kAtOnce];
     Chunk<T, Id> next;
     load_sources(0, source);
-    if (slice.length > 0) load_chunk(0, rows, source, next);
-    load_sources(kAtOnce * step, source);
+    load_chunk(0, rows, source, next);
+    if (per_chunk < slice.length) load_sources(per_chunk, source);
     // One chunk ahead of the additions, two ahead for the sources: each load waits for the one before.
-    for (int first = 0; first < slice.length; first += kAtOnce * step) {
+    for (int first = 0; first < slice.length; first += per_chunk) {
       const Chunk<T, Id> chunk = next;
-      load_chunk(first + kAtOnce * step, rows, source, next);
-      load_sources(first + 2 * kAtOnce * step, source);
-
-      float term[kAtOnce][4];
-      unsigned most = 0;
-#pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float value = widen(chunk.quad[u].value.lane[i]);
-          term[u][i] = first + u * step > end ? 0.0f : kWeighted ? value * chunk.weight[u] : value;
-          most = max(most, __float_as_uint(fabsf(term[u][i])));
-        }
+      if (first + per_chunk < slice.length) {
+        load_chunk(first + per_chunk, rows, source, next);
+        load_sources(first + 2 * per_chunk, source);
       }
-      most = __reduce_max_sync(kFullWarp, most);
-      if (most >= kInfinity) return false;
-      row.make_room(most);
-#pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        if (first + u * step > end) continue;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) row.add(chunk.quad[u].id.lane[i], term[u][i]);
+      const bool whole = first + per_chunk <= slice.length && quad0 + lanes <= quads;
+      const int count = (end - first + step) >> step_log;  // of this lane's quads that hold entries
+      if (!(whole ? add_chunk<true, kWeighted>(chunk, kAtOnce, row)
+                  : add_chunk<false, kWeighted>(chunk, count, row))) {
+        return false;
       }
     }
   }
-  return row.greatest == 0 || row.exponent > kLeastExponent;
+  return row.empty || row.exponent > kLeastExponent;
 }
 
 template <typename T, typename Id, bool kVector, bool kWeighted>
@@ -251,7 +319,7 @@ __global__ void __launch_bounds__(kThreads) ssd_kernel(const SsdArgs args, int l
   extern __shared__ int4 shared[];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const std::int64_t group = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp;
-  if (group >= args.groups.num_slices) return;
+  if (group >= args.num_long) return;
   const RowSlice slice = load_slice(args.groups, group);
   const int vectors = static_cast<int>((args.width + 3) / 4);
   int4* buffer = shared + warp * vectors;
@@ -260,7 +328,7 @@ __global__ void __launch_bounds__(kThreads) ssd_kernel(const SsdArgs args, int l
     __syncwarp();
   };
   clear();
-  FixedRow row{reinterpret_cast<int*>(buffer), 4 * vectors};
+  FixedRow row(reinterpret_cast<int*>(buffer), 4 * vectors);
   if (sum_fixed<T, Id, kVector, kWeighted>(args, slice, lanes_log, row)) {
     __syncwarp();
     store_row<T>(args, slice, row.sum, row.unit());
@@ -271,6 +339,93 @@ __global__ void __launch_bounds__(kThreads) ssd_kernel(const SsdArgs args, int l
     sum_plainly<T, Id>(args, slice, 0, static_cast<int>(args.width), sums);
     store_row<T>(args, slice, sums, 1.0f);
   }
+}
+
+// Groups of few entries: a warp takes kShortGroups of them at once, so that loads of one are under way while
+// another is added, and sums floats, one source at a time: for one or two sources fixed point costs more than
+// it saves.
+template <typename T, typename Id, int kPerLane, bool kWeighted>
+__global__ void __launch_bounds__(kThreads) ssd_short_kernel(const SsdArgs args) {
+  extern __shared__ int4 shared[];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const std::int64_t group0 =
+      args.num_long + (static_cast<std::int64_t>(blockIdx.x) * kWarps + warp) * kShortGroups;
+  const int groups =
+      static_cast<int>(min(args.groups.num_slices - group0, static_cast<std::int64_t>(kShortGroups)));
+  if (groups <= 0) return;
+  const int vectors = static_cast<int>((args.width + 3) / 4);
+  int4* buffer = shared + warp * vectors;
+  auto* sums = reinterpret_cast<float*>(buffer);
+  const auto clear = [&] {
+    for (int i = lane; i < vectors; i += kWarp) buffer[i] = int4{0, 0, 0, 0};
+    __syncwarp();
+  };
+
+  // Lane g knows group g and where its entries end among those of all groups; lane e loads the e-th of those.
+  RowSlice slice{0, 0, 0};
+  if (lane < groups) slice = load_slice(args.groups, group0 + lane);
+  int end = slice.length;
+#pragma unroll
+  for (int step = 1; step < kShortGroups; step *= 2) {
+    const int before = __shfl_up_sync(kFullWarp, end, step);
+    if (lane >= step) end += before;
+  }
+  const int total = __shfl_sync(kFullWarp, end, kShortGroups - 1);
+  const std::int64_t shift = slice.begin - (end - slice.length);
+  std::int64_t entry = -1;
+#pragma unroll
+  for (int g = 0; g < kShortGroups; ++g) {
+    const std::int64_t shift_of_group = __shfl_sync(kFullWarp, shift, g);
+    const int end_of_group = __shfl_sync(kFullWarp, end, g);
+    if (entry < 0 && lane < end_of_group) entry = shift_of_group + lane;
+  }
+  const unsigned source_of_lane = entry < 0 ? 0 : static_cast<unsigned>(__ldg(args.a.col + entry));
+  float weight_of_lane = 1;
+  if (kWeighted && entry >= 0) weight_of_lane = weight_of<T>(args, entry, source_of_lane);
+
+  int group = 0, end_of_group = __shfl_sync(kFullWarp, end, 0);
+  // Stores all groups that end before the entry `at`.
+  const auto finish_groups = [&](int at) {
+    while (group < groups && at == end_of_group) {
+      RowSlice finished;
+      finished.target = __shfl_sync(kFullWarp, slice.target, group);
+      store_row<T>(args, finished, sums, 1.0f);
+      __syncwarp();
+      clear();
+      ++group;
+      end_of_group = __shfl_sync(kFullWarp, end, min(group, kShortGroups - 1));
+    }
+  };
+
+  clear();
+  for (int first = 0; first < total; first += kShortAhead) {
+    T value[kShortAhead][kPerLane];
+    Id id[kShortAhead][kPerLane];
+#pragma unroll
+    for (int u = 0; u < kShortAhead; ++u) {
+      const unsigned source = __shfl_sync(kFullWarp, source_of_lane, first + u);
+      const std::uint64_t at = std::uint64_t{source} * static_cast<unsigned>(args.k);
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        const int place = lane + i * kWarp;
+        const bool inside = first + u < total && place < args.k;
+        value[u][i] = inside ? static_cast<const T*>(args.values)[at + place] : narrow<T>(0.0f);
+        id[u][i] = inside ? static_cast<const Id*>(args.ids)[at + place] : Id{0};
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kShortAhead; ++u) {
+      if (first + u >= total) break;
+      finish_groups(first + u);
+      const float weight = kWeighted ? __shfl_sync(kFullWarp, weight_of_lane, first + u) : 1.0f;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        if (lane + i * kWarp < args.k) sums[id[u][i]] += weight * widen(value[u][i]);
+      }
+      __syncwarp();
+    }
+  }
+  finish_groups(total);
 }
 
 // Any width and dtype: tiles of kPlainFeatures features, all entries of a group for each.
@@ -300,34 +455,54 @@ struct SameRow {
   __device__ __forceinline__ std::int64_t operator()(std::int64_t row, int) const { return row; }
 };
 
-template <typename T, typename Id, bool kVector>
-void launch_fixed(const SsdArgs& args, unsigned blocks, cudaStream_t stream) {
+template <typename T, typename Id, bool kVector, bool kWeighted>
+void launch_long(const SsdArgs& args, cudaStream_t stream) {
+  if (args.num_long == 0) return;
   int lanes_log = 0;
   while (lanes_log < 5 && (4 << lanes_log) < args.k) ++lanes_log;
   const auto buffers = static_cast<std::size_t>((args.width + 3) / 4 * 16 * kWarps);
-  if (args.value.data != nullptr || args.scale_src != nullptr) {
-    ssd_kernel<T, Id, kVector, true><<<blocks, kThreads, buffers, stream>>>(args, lanes_log);
+  ssd_kernel<T, Id, kVector, kWeighted>
+      <<<ceil_div(args.num_long, kWarps), kThreads, buffers, stream>>>(args, lanes_log);
+}
+
+template <typename T, typename Id, bool kWeighted>
+void launch_short(const SsdArgs& args, cudaStream_t stream) {
+  const std::int64_t groups = args.groups.num_slices - args.num_long;
+  if (groups == 0) return;
+  const auto buffers = static_cast<std::size_t>((args.width + 3) / 4 * 16 * kWarps);
+  const unsigned blocks = ceil_div(groups, kWarps * kShortGroups);
+  if (args.k <= kWarp) {
+    ssd_short_kernel<T, Id, 1, kWeighted><<<blocks, kThreads, buffers, stream>>>(args);
   } else {
-    ssd_kernel<T, Id, kVector, false><<<blocks, kThreads, buffers, stream>>>(args, lanes_log);
+    ssd_short_kernel<T, Id, 2, kWeighted><<<blocks, kThreads, buffers, stream>>>(args);
   }
+}
+
+template <typename T, typename Id, bool kWeighted>
+void launch_in_shared_memory(SsdArgs args, cudaStream_t stream) {
+  const auto aligned = [](const void* address, std::size_t bytes) {
+    return reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
+  };
+  if (args.k > 2 * kWarp) args.num_long = args.groups.num_slices;
+  if (args.k % 4 == 0 && aligned(args.values, 4 * sizeof(T)) && aligned(args.ids, 4 * sizeof(Id))) {
+    launch_long<T, Id, true, kWeighted>(args, stream);
+  } else {
+    launch_long<T, Id, false, kWeighted>(args, stream);
+  }
+  launch_short<T, Id, kWeighted>(args, stream);
 }
 
 template <typename T, typename Id>
 void launch(const SsdArgs& args, cudaStream_t stream) {
-  const unsigned blocks = ceil_div(args.groups.num_slices, kWarps);
   if constexpr (sizeof(T) <= 4) {
     if (args.width <= kPlainFeatures) {
-      const auto aligned = [](const void* address, std::size_t bytes) {
-        return reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
-      };
-      if (args.k % 4 == 0 && aligned(args.values, 4 * sizeof(T)) && aligned(args.ids, 4 * sizeof(Id))) {
-        launch_fixed<T, Id, true>(args, blocks, stream);
-      } else {
-        launch_fixed<T, Id, false>(args, blocks, stream);
-      }
+      const bool weighted = args.value.data != nullptr || args.scale_src != nullptr;
+      weighted ? launch_in_shared_memory<T, Id, true>(args, stream)
+               : launch_in_shared_memory<T, Id, false>(args, stream);
       return;
     }
   }
+  const unsigned blocks = ceil_div(args.groups.num_slices, kWarps);
   ssd_plain_kernel<T, Id><<<blocks, kThreads, 0, stream>>>(args);
 }
 

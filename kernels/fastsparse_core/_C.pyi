@@ -392,6 +392,7 @@ def ssd(
     bias: int,
     out: int,
     partial: int,
+    num_long: int,
     device: int,
     queue: int,
 ) -> None: ...

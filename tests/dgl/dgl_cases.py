@@ -139,7 +139,8 @@ def outputs_and_gradients(layer: Any, graph: Any, feat: Any, options: dict[str, 
         for leaf in _leaves(item):
             found[name] = leaf.grad
     for name, parameter in layer.named_parameters():
-        found[name] = parameter.grad
+        # A copy: moving a module moves the gradients that its parameters hold with it.
+        found[name] = None if parameter.grad is None else parameter.grad.clone()
     return found
 
 

@@ -186,7 +186,8 @@ def hetero_results(model: nn.Module, graph: Any, device: str) -> Results:
     sum(part.square().sum() for part in out.values()).backward()
     found: Results = {f"out[{name}]": part.detach() for name, part in out.items()}
     found.update({f"feat[{name}]": part.grad for name, part in feat.items()})
-    found.update({name: parameter.grad for name, parameter in model.named_parameters()})
+    # Copies: moving a module moves the gradients that its parameters hold with it.
+    found.update({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
     return found
 
 

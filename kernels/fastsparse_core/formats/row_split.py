@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 
+#: Slices from this length on are long: a power of two, so that they come before all others; those below may be
+#: worked on several at a time (kShortGroupEntries in views.h).
+LONG = 8
+
+
 @dataclass(frozen=True)
 class RowSplit:
     """Work list of the CSR kernels.
@@ -24,12 +29,14 @@ class RowSplit:
         split_row: int32 (num_split_rows,), the rows that have several slices.
         split_ptr: int64 (num_split_rows + 1,), their ranges of slots.
         num_slots: number of partial results, ``split_ptr[-1]``.
+        num_long: number of slices of at least `LONG` entries, which come first.
     """
 
     slices: Tensor
     split_row: Tensor
     split_ptr: Tensor
     num_slots: int
+    num_long: int
 
     @classmethod
     def from_rowptr(cls, rowptr: Tensor, longest: int) -> RowSplit:
@@ -61,7 +68,8 @@ class RowSplit:
         slices[:, 0] = begin[order]
         words[:, 2] = slice_len[order].int()
         words[:, 3] = target[order].int()
-        return cls(slices, split_row.int(), split_ptr, int(split_ptr[-1]))
+        num_slots, num_long = torch.stack([split_ptr[-1], (slice_len >= LONG).sum()]).tolist()
+        return cls(slices, split_row.int(), split_ptr, num_slots, num_long)
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by name."""

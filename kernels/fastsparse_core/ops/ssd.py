@@ -183,9 +183,10 @@ def _ssd(
         total = total if scale_dst is None else total * scale_dst[:, None]
         return (total if bias is None else total + bias).to(values.dtype)
     index = device_index(values.device)
+    groups = adj.edge_groups if index >= 0 else None
     partial = None
-    if index >= 0 and adj.edge_groups.num_slots:
-        partial = values.new_empty(adj.edge_groups.num_slots, width, dtype=accumulation_dtype(values.dtype))
+    if groups is not None and groups.num_slots:
+        partial = values.new_empty(groups.num_slots, width, dtype=accumulation_dtype(values.dtype))
     _C.ssd(
         adj.edge_group_structure,
         DTYPE_CODE[values.dtype],
@@ -200,6 +201,7 @@ def _ssd(
         address(bias),
         out.data_ptr(),
         address(partial),
+        groups.num_long if groups is not None else 0,
         index,
         queue(index),
     )

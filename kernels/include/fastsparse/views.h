@@ -473,12 +473,15 @@ struct CbsrGatherArgs {
 };
 
 // As SpmmArgs with x in CBSR: k entries in every row of width features.
+constexpr int kShortGroupEntries = 7;
+
 struct SsdArgs {
   CsrView a;
-  RowSplitView groups;  // edge groups; CUDA only
-  EdgeValueView value;  // one per edge
-  const void* values;   // (num_cols, k) in dtype
-  const void* ids;      // (num_cols, k) uint8 where width <= 256, else uint16; ascending
+  RowSplitView groups;    // edge groups; CUDA only
+  std::int64_t num_long;  // the first of them; the others have at most kShortGroupEntries entries
+  EdgeValueView value;    // one per edge
+  const void* values;     // (num_cols, k) in dtype
+  const void* ids;        // (num_cols, k) uint8 where width <= 256, else uint16; ascending
   const void* scale_dst;
   const void* scale_src;
   const void* bias;
