@@ -1,19 +1,19 @@
 // MaxK: the k largest entries of every row, exactly, on CUDA cores.
 //
-// One warp per row; the row is read once and stays in registers, 4 consecutive columns of every 128 to a
-// lane, so that ranks by column follow from one scan over the lanes. The threshold is found by counting: each
-// step counts the entries that are not below a pivot, and ends the search when they are k. Pivots come from
-// interpolation between counts, starting at the threshold of the row before, which rows of one layer nearly
-// share: 4.2 steps on average for 256 normal entries and k = 32 (12 if a row's scale is far from the
-// others'). Where interpolation fails, bisection on the bits of the pivot, an integer that orders as the
-// value does, ends after at most as many steps as the type has bits, at the k-th entry itself; then entries
-// equal to it are kept in column order as long as there is room. Comparisons "not below" make NaN the
-// largest.
+// A team of 8, 16 or 32 lanes per row; the row is read once and stays in registers, 4 consecutive columns of
+// every 32, 64 or 128 to a lane, so that ranks by column follow from one scan over the lanes. The threshold
+// is found by counting: each step counts the entries that are not below a pivot, and ends the search when
+// they are k. Pivots come from interpolation between counts, starting at the threshold of the row before,
+// which rows of one layer nearly share: 4.2 steps on average for 256 normal entries and k = 32 (12 if a row's
+// scale is far from the others'), somewhat more until all teams of a warp are done. Where interpolation
+// fails, bisection on the bits of the pivot, an integer that orders as the value does, ends after at most as
+// many steps as the type has bits, at the k-th entry itself; then entries equal to it are kept in column
+// order as long as there is room. Comparisons "not below" make NaN the largest.
 //
-// Instructions per row and warp, 256 float32, k = 32 (counted in the machine code for sm_90): 46 per step, 16
-// of them to compare, 32 to fetch, 85 to place and 50 to write the result and move on: 350 in all, which 132
-// SMs at 1.98 GHz issue for 200,000 rows in 67 us. The memory floor is num_rows * (width * sizeof(T) + k *
-// (sizeof(T) + id)) bytes, 55 us at 4.3 TB/s. Rows wider than 1024, and all of float64, are read again in
+// Instructions per warp for four rows, 256 float32, k = 32 (counted in the machine code for sm_90): 107 per
+// step, 64 of them to compare, 110 to fetch, 229 to place and 20 to write the result. A row to a warp takes
+// 46 per step and 167 besides, for one. The memory floor is num_rows * (width * sizeof(T) + k * (sizeof(T) +
+// id)) bytes, 55 us at 4.3 TB/s for 200,000 rows. Rows wider than 1024, and all of float64, are read again in
 // every step, from the L1 or L2 cache.
 
 #include <algorithm>

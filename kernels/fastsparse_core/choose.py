@@ -56,6 +56,9 @@ _RESIDENT_GROUPS = 132 * 96
 _RESIDENT_WARPS = 132 * 32
 #: Edges below which a product takes about as long as its launch, so that what it reads hardly counts.
 _FEW_EDGES = 200_000
+#: Entries per row, and the part of the features that is kept, up to which ssd's backward works row by row.
+_FEW_PER_ROW = 3
+_FEW_KEPT = 16
 #: Features that a buffer of ssd has room for; wider rows are summed in tiles.
 MOST_SSD_FEATURES = 1024
 #: Heads that a grid has room for.
@@ -191,20 +194,21 @@ def sddmm_run_blocks(num_blocks: int) -> int:
 
 
 def tall_strip(num_edges: int, num_windows: int) -> int:
-    """Entries of a tall window that one group of lanes sums together: a power of two from 8 to 64.
+    """Entries of a tall window that one group of lanes sums together: 8, or 16 where windows have many.
 
-    As few as it takes for a window to keep about 64 groups of lanes busy: on structures with several thousand
-    entries a window, more of a source's entries are then in one sum.
+    Measured on an H200: longer strips put more of a source's entries into one sum, but leave lanes idle even
+    where a window has 30,000 entries (reddit: 16 takes 0.85 of the time that 64 takes).
     """
-    return _power_of_two(num_edges // max(64 * num_windows, 1), 8, 64)
+    return _power_of_two(num_edges // max(64 * num_windows, 1), 8, 16)
 
 
 def tall_slice_length(num_edges: int) -> int:
-    """Longest slice of a tall window, in entries: a power of two from 1024 to 8192.
+    """Longest slice of a tall window, in entries: a power of two from 2048 to 32768.
 
-    Every slice reads its window's features again.
+    Every slice reads its window's features again, so they are as long as a full GPU allows (measured: 1024
+    costs 10 to 25 % on ogbn-arxiv and ppi, 8192 7 % on reddit).
     """
-    return _power_of_two(num_edges // _RESIDENT_WARPS, 1024, 8192)
+    return _power_of_two(num_edges // (_RESIDENT_WARPS // 2), 2048, 32768)
 
 
 def csr_tile(adj: Adjacency, item_size: int, *, weighted: bool) -> int:
@@ -367,9 +371,14 @@ def sddmm_by_entry(adj: Adjacency, head_bytes: int) -> bool:
     return adj.device.type == "cuda" and (head_bytes <= 128 or adj.num_edges < 8 * adj.num_dst)
 
 
-def ssd_backward_algorithm(adj: Adjacency, dtype: torch.dtype, width: int) -> str:
-    """``"windows"`` (atomic sums over tall windows) or ``"csr"`` (row by row of the transpose)."""
-    if adj.device.type != "cuda" or dtype == torch.float64 or torch.are_deterministic_algorithms_enabled():
+def ssd_backward_algorithm(adj: Adjacency, dtype: torch.dtype, width: int, k: int) -> str:
+    """``"windows"`` (atomic sums over tall windows) or ``"csr"`` (row by row of the transpose).
+
+    Windows read all features of a row, row by row only those that a neighbour kept: with two or three entries
+    per row that is less (measured with k = 16: yeast 0.84, peptides-batch 0.80 of the time; with k = 32 more).
+    """
+    few = adj.num_edges < _FEW_PER_ROW * adj.num_dst and _FEW_KEPT * k <= width
+    if few or adj.device.type != "cuda" or dtype == torch.float64 or torch.are_deterministic_algorithms_enabled():
         return "csr"
     # A window's features, and a scale for each of its rows.
     window_bytes = tall_windows.HEIGHT * (width * dtype.itemsize + 4)
