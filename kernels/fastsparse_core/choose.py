@@ -375,10 +375,11 @@ def ssd_backward_algorithm(adj: Adjacency, dtype: torch.dtype, width: int, k: in
     """``"windows"`` (atomic sums over tall windows) or ``"csr"`` (row by row of the transpose).
 
     Windows read all features of a row, row by row only those that a neighbour kept: with two or three entries
-    per row that is less (measured with k = 16: yeast 0.84, peptides-batch 0.80 of the time; with k = 32 more).
+    per row that is less (measured with k = 16: yeast 0.84, peptides-batch 0.80 of the time; k = 32: more).
     """
-    few = adj.num_edges < _FEW_PER_ROW * adj.num_dst and _FEW_KEPT * k <= width
-    if few or adj.device.type != "cuda" or dtype == torch.float64 or torch.are_deterministic_algorithms_enabled():
+    if adj.device.type != "cuda" or dtype == torch.float64 or torch.are_deterministic_algorithms_enabled():
+        return "csr"
+    if adj.num_edges < _FEW_PER_ROW * adj.num_dst and _FEW_KEPT * k <= width:
         return "csr"
     # A window's features, and a scale for each of its rows.
     window_bytes = tall_windows.HEIGHT * (width * dtype.itemsize + 4)
