@@ -24,7 +24,6 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kAtOnce = 2;            // sources that a lane has under way
 constexpr int kTermBits = 24;         // those of a float: 128 terms stay below 2^31
 constexpr int kLeastExponent = -100;  // smaller terms sum plainly: their units would not be normal floats
 constexpr unsigned kInfinity = 0x7f800000u;
@@ -219,7 +218,7 @@ struct FixedRow {
 };
 
 // Entries of a group that a lane takes at once: kAtOnce quads, `step` sources apart.
-template <typename T, typename Id>
+template <int kAtOnce, typename T, typename Id>
 struct Chunk {
   Quad<T, Id> quad[kAtOnce];
   float weight[kAtOnce];
@@ -227,8 +226,8 @@ struct Chunk {
 
 // Adds the first `count` quads of every lane's chunk; false if fixed point cannot hold them. A chunk that all
 // lanes have whole needs no questions, which are a third of the instructions.
-template <bool kWhole, bool kWeighted, typename T, typename Id>
-__device__ __forceinline__ bool add_chunk(const Chunk<T, Id>& chunk, int count, FixedRow& row) {
+template <bool kWhole, bool kWeighted, int kAtOnce, typename T, typename Id>
+__device__ __forceinline__ bool add_chunk(const Chunk<kAtOnce, T, Id>& chunk, int count, FixedRow& row) {
   float term[kAtOnce][4];
   float most = 0;
 #pragma unroll
@@ -254,7 +253,7 @@ __device__ __forceinline__ bool add_chunk(const Chunk<T, Id>& chunk, int count, 
 }
 
 // Adds the entries of a group; false if it has terms that fixed point cannot hold.
-template <typename T, typename Id, bool kVector, bool kWeighted>
+template <int kAtOnce, typename T, typename Id, bool kVector, bool kWeighted>
 __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& slice, int lanes_log,
                                           FixedRow& row) {
   const int lane = threadIdx.x % kWarp;
@@ -275,7 +274,7 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
     }
   };
   const auto load_chunk = [&](int first, const QuadOfRows<T, Id, kVector>& rows,
-                              const unsigned (&source)[kAtOnce], Chunk<T, Id>& chunk) {
+                              const unsigned (&source)[kAtOnce], Chunk<kAtOnce, T, Id>& chunk) {
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
       chunk.quad[u] = rows.load(source[u]);
@@ -292,13 +291,13 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
     const int end = quad < quads ? last : -1;  // of the entries that this lane adds
     const QuadOfRows<T, Id, kVector> rows(args, min(quad, quads - 1));
     unsigned source[kAtOnce];
-    Chunk<T, Id> next;
+    Chunk<kAtOnce, T, Id> next;
     load_sources(0, source);
-    load_chunk(0, rows, source, next);
+    if (slice.length > 0) load_chunk(0, rows, source, next);
     if (per_chunk < slice.length) load_sources(per_chunk, source);
     // One chunk ahead of the additions, two ahead for the sources: each load waits for the one before.
     for (int first = 0; first < slice.length; first += per_chunk) {
-      const Chunk<T, Id> chunk = next;
+      const Chunk<kAtOnce, T, Id> chunk = next;
       if (first + per_chunk < slice.length) {
         load_chunk(first + per_chunk, rows, source, next);
         load_sources(first + 2 * per_chunk, source);
@@ -314,8 +313,10 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
   return row.empty || row.exponent > kLeastExponent;
 }
 
-template <typename T, typename Id, bool kVector, bool kWeighted>
-__global__ void __launch_bounds__(kThreads) ssd_kernel(const SsdArgs args, int lanes_log) {
+// kAtOnce: quads that a lane has under way. One leaves registers for kBlocks more warps, which is faster
+// where a warp has many sources at once, that is, where few entries are kept.
+template <int kAtOnce, int kBlocks, typename T, typename Id, bool kVector, bool kWeighted>
+__global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs args, int lanes_log) {
   extern __shared__ int4 shared[];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const std::int64_t group = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp;
@@ -329,7 +330,7 @@ __global__ void __launch_bounds__(kThreads) ssd_kernel(const SsdArgs args, int l
   };
   clear();
   FixedRow row(reinterpret_cast<int*>(buffer), 4 * vectors);
-  if (sum_fixed<T, Id, kVector, kWeighted>(args, slice, lanes_log, row)) {
+  if (sum_fixed<kAtOnce, T, Id, kVector, kWeighted>(args, slice, lanes_log, row)) {
     __syncwarp();
     store_row<T>(args, slice, row.sum, row.unit());
   } else {
@@ -455,13 +456,13 @@ struct SameRow {
   __device__ __forceinline__ std::int64_t operator()(std::int64_t row, int) const { return row; }
 };
 
-template <typename T, typename Id, bool kVector, bool kWeighted>
+template <int kAtOnce, int kBlocks, bool kVector, bool kWeighted, typename T, typename Id>
 void launch_long(const SsdArgs& args, cudaStream_t stream) {
   if (args.num_long == 0) return;
   int lanes_log = 0;
   while (lanes_log < 5 && (4 << lanes_log) < args.k) ++lanes_log;
   const auto buffers = static_cast<std::size_t>((args.width + 3) / 4 * 16 * kWarps);
-  ssd_kernel<T, Id, kVector, kWeighted>
+  ssd_kernel<kAtOnce, kBlocks, T, Id, kVector, kWeighted>
       <<<ceil_div(args.num_long, kWarps), kThreads, buffers, stream>>>(args, lanes_log);
 }
 
@@ -485,9 +486,10 @@ void launch_in_shared_memory(SsdArgs args, cudaStream_t stream) {
   };
   if (args.k > 2 * kWarp) args.num_long = args.groups.num_slices;
   if (args.k % 4 == 0 && aligned(args.values, 4 * sizeof(T)) && aligned(args.ids, 4 * sizeof(Id))) {
-    launch_long<T, Id, true, kWeighted>(args, stream);
+    args.k <= 16 ? launch_long<1, kWeighted ? 8 : 12, true, kWeighted, T, Id>(args, stream)
+                 : launch_long<2, kWeighted ? 7 : 10, true, kWeighted, T, Id>(args, stream);
   } else {
-    launch_long<T, Id, false, kWeighted>(args, stream);
+    launch_long<2, 6, false, kWeighted, T, Id>(args, stream);
   }
   launch_short<T, Id, kWeighted>(args, stream);
 }

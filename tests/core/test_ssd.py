@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastsparse_core import CBSR, Adjacency, algorithms, choose, maxk, reference, spmm, ssd
-from fastsparse_core.formats.row_split import shared_group_share
+from fastsparse_core.formats.row_split import LONG, shared_group_share
 from fastsparse_core.ops.ssd import slotted_ssd
 
 ALGORITHMS = ("decoupled", "maxk", "densify")
@@ -397,17 +397,27 @@ def test_algorithms_stand_in_for_auto(monkeypatch):
 
 def test_edge_groups(device):
     adj = heavy(device)
-    length = choose.edge_group_length(adj.num_edges)
+    length = choose.EDGE_GROUP_LENGTH
     groups = adj.edge_groups
     words = groups.slices.view(torch.int32)
-    assert int(words[:, 2].max()) <= length <= 128
+    assert int(words[:, 2].max()) <= length
     assert int(words[:, 2].sum()) == adj.num_edges
     degree = adj.rowptr.diff()
     several = -(-degree[degree > length] // length)
     assert groups.num_slots == int(several.sum())
+    assert bool((words[: groups.num_long, 2] >= LONG).all())
+    assert bool((words[groups.num_long :, 2] < LONG).all())
     groups_in_all = int(several.sum() + ((degree > 0) & (degree <= length)).sum())
     assert shared_group_share(adj.rowptr, length) == pytest.approx(groups.num_slots / groups_in_all)
     assert shared_group_share(adj.rowptr, 10_000) == 0
+
+
+def test_groups_of_few_entries_share_warps_where_most_are_short():
+    few = Adjacency.from_coo(torch.arange(30), torch.arange(30), (30, 30)).edge_groups
+    assert choose.long_edge_groups(few, 30) == 0
+    row = torch.arange(30).repeat_interleave(5)
+    more = Adjacency.from_coo(row, torch.arange(5).repeat(30), (30, 30)).edge_groups
+    assert choose.long_edge_groups(more, 150) == 30
 
 
 def test_share_of_shared_groups():

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
-#: Slices from this length on are long: a power of two, so that they come before all others; those below may be
-#: worked on several at a time (kShortGroupEntries in views.h).
+#: Slices from this length on are long: a power of two, so that they come before all others. Of the others a
+#: warp may take several (kShortGroupEntries in views.h).
 LONG = 8
 
 

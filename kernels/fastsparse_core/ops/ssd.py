@@ -201,7 +201,7 @@ def _ssd(
         address(bias),
         out.data_ptr(),
         address(partial),
-        groups.num_long if groups is not None else 0,
+        0 if groups is None else choose.long_edge_groups(groups, adj.num_edges),
         index,
         queue(index),
     )
