@@ -393,6 +393,7 @@ def ssd(
     out: int,
     partial: int,
     num_long: int,
+    few_entries: bool,
     device: int,
     queue: int,
 ) -> None: ...

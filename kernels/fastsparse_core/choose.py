@@ -170,14 +170,18 @@ def slice_length(num_edges: int) -> int:
     return _power_of_two(num_edges // _RESIDENT_GROUPS, 32, 512 if num_edges < 50_000_000 else 1024)
 
 
-def long_edge_groups(groups: RowSplit, num_edges: int) -> int:
-    """Edge groups that each take a warp of ssd; the others share warps, by a launch of their own.
+def long_edge_groups(groups: RowSplit, num_edges: int, k: int) -> tuple[int, bool]:
+    """Edge groups that each take a warp of ssd, and whether the others, which share warps, have few entries.
 
-    That pays where most rows have two or three entries (yeast 0.91 to 0.57 ms, peptides 0.085 to 0.054 at
-    k = 8 on the H200), and costs where they have five (dd) or more.
+    The others have a launch of their own, so they should be many. On the H200 at k = 8 sharing pays where rows
+    have two or three entries (yeast 0.91 to 0.57 ms, peptides 0.085 to 0.054) by one kernel, and by another
+    where most have up to 31 (dd 0.163 to 0.132, igb-small 0.66 to 0.63): with many kept entries it does not.
     """
-    few = num_edges < 4 * groups.slices.size(0)
-    return groups.num_long if few else groups.slices.size(0)
+    num_groups = groups.slices.size(0)
+    if num_edges < 4 * num_groups:
+        return groups.num_long, True
+    most_are_middle = 2 * groups.num_longest < num_groups and k <= 32
+    return (groups.num_longest if most_are_middle else num_groups), False
 
 
 def slice_blocks(num_blocks: int) -> int:

@@ -478,7 +478,8 @@ constexpr int kShortGroupEntries = 7;
 struct SsdArgs {
   CsrView a;
   RowSplitView groups;    // edge groups; CUDA only
-  std::int64_t num_long;  // the first of them; the others have at most kShortGroupEntries entries
+  std::int64_t num_long;  // the first of them, a warp each; the others share warps
+  bool few_entries;       // the others have at most kShortGroupEntries entries
   EdgeValueView value;    // one per edge
   const void* values;     // (num_cols, k) in dtype
   const void* ids;        // (num_cols, k) uint8 where width <= 256, else uint16; ascending
