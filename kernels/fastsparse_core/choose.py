@@ -61,8 +61,8 @@ _FEW_EDGES = 200_000
 _FEW_PER_ROW = 3
 _FEW_KEPT = 16
 #: Longest edge group of ssd, in entries: its fixed-point sums have room for as many terms. Shorter ones fill
-#: small structures better and still lose, to what their partial results cost (github at k = 8 0.032 ms with 128
-#: entries, 0.048 with 32).
+#: small structures better and still lose, to what their partial results cost (github at k = 8 0.032 ms with
+#: 128 entries, 0.048 with 32).
 EDGE_GROUP_LENGTH = 128
 #: Features that a buffer of ssd has room for; wider rows are summed in tiles.
 MOST_SSD_FEATURES = 1024
@@ -173,9 +173,10 @@ def slice_length(num_edges: int) -> int:
 def long_edge_groups(groups: RowSplit, num_edges: int, k: int) -> tuple[int, bool]:
     """Edge groups that each take a warp of ssd, and whether the others, which share warps, have few entries.
 
-    The others have a launch of their own, so they should be many. On the H200 at k = 8 sharing pays where rows
-    have two or three entries (yeast 0.91 to 0.57 ms, peptides 0.085 to 0.054) by one kernel, and by another
-    where most have up to 31 (dd 0.163 to 0.132, igb-small 0.66 to 0.63): with many kept entries it does not.
+    The others have a launch of their own, so they should be many. On the H200 at k = 8 sharing pays where
+    rows have two or three entries (yeast 0.91 to 0.57 ms, peptides 0.085 to 0.054) by one kernel, and by
+    another where most have up to 31 (dd 0.163 to 0.132, igb-small 0.66 to 0.63, with an earlier form of its
+    chunks); with many kept entries it does not.
     """
     num_groups = groups.slices.size(0)
     if num_edges < 4 * num_groups:
