@@ -77,7 +77,7 @@ def run(arguments: Sequence[str], console: Console) -> None:
     parser = make_parser(arguments[0] if arguments else None)
     options = parser.parse_args(arguments)
     if options.command == "all":
-        names = ON_CUDA if torch.device(options.device).type == "cuda" else ON_CPU
+        names: tuple[str, ...] = ON_CUDA if torch.device(options.device).type == "cuda" else ON_CPU
         if names is ON_CUDA and torch.cuda.device_count() > 1:
             names = (*ON_CUDA, "scaling")
         shared = ["--device", options.device, "--out", str(options.out)]

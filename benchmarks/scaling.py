@@ -310,7 +310,9 @@ def _train_full(
 
     logits = forward()
     backward(logits)
-    found = FirstStep(logits.detach().float(), [p.grad.clone() for p in model.parameters()])
+    found = FirstStep(
+        logits.detach().float(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    )
     cell: dict[str, Any] = {"build_ms": build_ms, "error": 0.0}
     if first is not None and isinstance(adj, PartitionedAdjacency):
         cell["error"] = _error(found, first, adj, team)

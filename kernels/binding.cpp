@@ -395,7 +395,8 @@ void spmm_extremum(const CsrStructure& structure, int dtype, std::int64_t width,
 
 void sddmm_csr(const CsrStructure& structure, int dtype, std::int64_t heads, std::int64_t head_width,
                Address x_dst, std::int64_t x_dst_stride, Address x_src, std::int64_t x_src_stride,
-               Address scale_dst, Address scale_src, Address out, int out_dtype, int device, Address queue) {
+               Address scale_dst, Address scale_src, Address out, int out_dtype, Address row, int device,
+               Address queue) {
   const SddmmArgs args{structure.a,
                        structure.split,
                        {at(x_dst), x_dst_stride},
@@ -406,7 +407,8 @@ void sddmm_csr(const CsrStructure& structure, int dtype, std::int64_t heads, std
                        static_cast<Dtype>(out_dtype),
                        heads,
                        head_width,
-                       static_cast<Dtype>(dtype)};
+                       static_cast<Dtype>(dtype),
+                       at<std::int32_t>(row)};
   FASTSPARSE_RUN(sddmm_csr, args, device, queue);
 }
 
@@ -591,10 +593,11 @@ void cbsr_gather(int dtype, std::int64_t num_rows, std::int64_t width, std::int6
 
 void ssd(const CsrStructure& structure, int dtype, std::int64_t width, std::int64_t k, Address values,
          Address ids, Address value, int value_dtype, Address scale_dst, Address scale_src, Address bias,
-         Address out, Address partial, std::int64_t num_long, int device, Address queue) {
+         Address out, Address partial, std::int64_t num_long, bool few_entries, int device, Address queue) {
   const SsdArgs args{structure.a,
                      structure.split,
                      num_long,
+                     few_entries,
                      {at(value), static_cast<Dtype>(value_dtype), 1},
                      at(values),
                      at(ids),

@@ -1,19 +1,19 @@
 // MaxK: the k largest entries of every row, exactly, on CUDA cores.
 //
-// One warp per row; the row is read once and stays in registers, 4 consecutive columns of every 128 to a
-// lane, so that ranks by column follow from one scan over the lanes. The threshold is found by counting: each
-// step counts the entries that are not below a pivot, and ends the search when they are k. Pivots come from
-// interpolation between counts, starting at the threshold of the row before, which rows of one layer nearly
-// share: 4.2 steps on average for 256 normal entries and k = 32 (12 if a row's scale is far from the
-// others'). Where interpolation fails, bisection on the bits of the pivot, an integer that orders as the
-// value does, ends after at most as many steps as the type has bits, at the k-th entry itself; then entries
-// equal to it are kept in column order as long as there is room. Comparisons "not below" make NaN the
-// largest.
+// A team of 8, 16 or 32 lanes per row; the row is read once and stays in registers, 4 consecutive columns of
+// every 32, 64 or 128 to a lane, so that ranks by column follow from one scan over the lanes. The threshold
+// is found by counting: each step counts the entries that are not below a pivot, and ends the search when
+// they are k. Pivots come from interpolation between counts, starting at the threshold of the row before,
+// which rows of one layer nearly share: 4.2 steps on average for 256 normal entries and k = 32 (12 if a row's
+// scale is far from the others'), somewhat more until all teams of a warp are done. Where interpolation
+// fails, bisection on the bits of the pivot, an integer that orders as the value does, ends after at most as
+// many steps as the type has bits, at the k-th entry itself; then entries equal to it are kept in column
+// order as long as there is room. Comparisons "not below" make NaN the largest.
 //
-// Instructions per row and warp, 256 float32, k = 32 (counted in the machine code for sm_90): 46 per step, 16
-// of them to compare, 32 to fetch, 85 to place and 50 to write the result and move on: 350 in all, which 132
-// SMs at 1.98 GHz issue for 200,000 rows in 67 us. The memory floor is num_rows * (width * sizeof(T) + k *
-// (sizeof(T) + id)) bytes, 55 us at 4.3 TB/s. Rows wider than 1024, and all of float64, are read again in
+// Instructions per warp for four rows, 256 float32, k = 32 (counted in the machine code for sm_90): 107 per
+// step, 64 of them to compare, 110 to fetch, 229 to place and 20 to write the result. A row to a warp takes
+// 46 per step and 167 besides, for one. The memory floor is num_rows * (width * sizeof(T) + k * (sizeof(T) +
+// id)) bytes, 55 us at 4.3 TB/s for 200,000 rows. Rows wider than 1024, and all of float64, are read again in
 // every step, from the L1 or L2 cache.
 
 #include <algorithm>
@@ -27,10 +27,33 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kVec = 4;               // consecutive columns of a lane
-constexpr int kChunk = kWarp * kVec;  // columns of the warp
-constexpr int kInterpolations = 12;   // steps before bisection on the bits
-constexpr int kHalvings = 6;          // of those, steps before interpolation gives way to the middle
+constexpr int kVec = 4;              // consecutive columns of a lane
+constexpr int kMostChunks = 4;       // of a panel: their counts share a register
+constexpr int kInterpolations = 12;  // steps before bisection on the bits
+constexpr int kHalvings = 6;         // of those, steps before interpolation gives way to the middle
+
+// Lanes that share a row: a warp, or an aligned part of it. All teams of a warp walk the same way.
+template <int kLanes>
+struct Team {
+  static constexpr int kRows = kWarp / kLanes;  // of a warp
+  static constexpr int kChunk = kLanes * kVec;  // columns that the team reads at once
+
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
+
+  // Sums over the team, at most 0xffff.
+  static __device__ __forceinline__ int sum(unsigned v) {
+    if constexpr (kLanes == kWarp) {
+      return static_cast<int>(__reduce_add_sync(kFullWarp, v));
+    } else if constexpr (kLanes == kWarp / 2) {
+      const unsigned half = threadIdx.x & kLanes;  // 0 or 16: each team has half of the bits
+      return static_cast<int>(__reduce_add_sync(kFullWarp, v << half) >> half & 0xffffu);
+    } else {
+#pragma unroll
+      for (int offset = kLanes / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(kFullWarp, v, offset);
+      return static_cast<int>(v);
+    }
+  }
+};
 
 // Integers that order as the values of type T do, -0 just below +0. Not for NaN.
 template <typename T>
@@ -54,19 +77,19 @@ struct Order {
   }
 };
 
-// kChunks * 128 columns: those of this lane.
+// The columns of one lane, kVec of each of kChunks chunks.
 template <typename T, int kChunks>
 using Panel = T[kChunks][kVec];
 
 // Reads this lane's part of a panel: `from` and `left` are the address of its first column and the number of
 // columns from there to the row's end. Beyond that there is -infinity, which is never kept because ties go to
 // lower columns.
-template <typename T, int kChunks, bool kAligned>
+template <typename T, int kLanes, int kChunks, bool kAligned>
 __device__ __forceinline__ void load_panel(const T* from, int left, Panel<T, kChunks>& panel) {
   constexpr int kLoad = sizeof(T) == 8 ? 2 : kVec;  // elements per load
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk) {
-    const int first = chunk * kChunk;
+    const int first = chunk * Team<kLanes>::kChunk;
 #pragma unroll
     for (int j = 0; j < kVec; ++j) panel[chunk][j] = narrow<T>(-INFINITY);
     if constexpr (kAligned) {
@@ -87,39 +110,42 @@ __device__ __forceinline__ void load_panel(const T* from, int left, Panel<T, kCh
 }
 
 // A row in registers, kPanels panels.
-template <typename T, int kChunks, int kPanels>
+template <typename T, int kLanes, int kChunks, int kPanels>
 struct Row {
   using A = Acc<T>;
+  using OfTeam = Team<kLanes>;
+  static constexpr int kHeld = kPanels;
   A panels[kPanels][kChunks][kVec];
 
   template <typename F>
   __device__ __forceinline__ void for_each_panel(F&& f) const {
 #pragma unroll
-    for (int p = 0; p < kPanels; ++p) f(p * kChunks * kChunk, panels[p]);
+    for (int p = 0; p < kPanels; ++p) f(p, p * kChunks * OfTeam::kChunk, panels[p]);
   }
 };
 
 // A row that is read again whenever it is looked at.
-template <typename T, int kChunks>
-struct Row<T, kChunks, 0> {
+template <typename T, int kLanes, int kChunks>
+struct Row<T, kLanes, kChunks, 0> {
   using A = Acc<T>;
+  using OfTeam = Team<kLanes>;
+  static constexpr int kHeld = 0;
   const T* data;
   int width;
-  int lane;
 
   template <typename F>
   __device__ __forceinline__ void for_each_panel(F&& f) const {
-    for (int begin = 0; begin < width; begin += kChunks * kChunk) {
+    for (int begin = 0; begin < width; begin += kChunks * OfTeam::kChunk) {
       Panel<T, kChunks> raw;
-      const int column = begin + lane * kVec;
-      load_panel<T, kChunks, false>(data + column, width - column, raw);
+      const int column = begin + OfTeam::lane() * kVec;
+      load_panel<T, kLanes, kChunks, false>(data + column, width - column, raw);
       Panel<A, kChunks> panel;
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
         for (int j = 0; j < kVec; ++j) panel[chunk][j] = widen(raw[chunk][j]);
       }
-      f(begin, panel);
+      f(0, begin, panel);
     }
   }
 };
@@ -135,35 +161,50 @@ __device__ __forceinline__ void add_unless_below(double x, double pivot, unsigne
   found += x < pivot ? 0 : one;
 }
 
+// Numbers of a lane's entries, a byte for each chunk of a panel, which has up to 4.
+template <int kPanels>
+struct Counts {
+  unsigned packed[kPanels > 0 ? kPanels : 1];  // none of rows that are not held
+};
+
+// The numbers of a lane's entries that are not below the pivot, NaN among them.
+template <int kChunks, typename A>
+__device__ __forceinline__ unsigned counts_from(const Panel<A, kChunks>& panel, A pivot) {
+  unsigned counts = 0;
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) add_unless_below(panel[chunk][j], pivot, 1u << (8 * chunk), counts);
+  }
+  return counts;
+}
+
 // Entries of the row that are not below the pivot, NaN among them.
 template <int kChunks, typename R>
-__device__ __forceinline__ int count_from(const R& row, typename R::A pivot) {
+__device__ __forceinline__ int count_from(const R& row, typename R::A pivot, Counts<R::kHeld>& counts) {
   unsigned found = 0;
-  row.for_each_panel([&](int, const Panel<typename R::A, kChunks>& panel) {
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) add_unless_below(panel[chunk][j], pivot, 1, found);
-    }
+  row.for_each_panel([&](int p, int, const Panel<typename R::A, kChunks>& panel) {
+    counts.packed[p] = counts_from<kChunks>(panel, pivot);
+    found = __dp4a(counts.packed[p], 0x01010101u, found);
   });
-  return static_cast<int>(__reduce_add_sync(kFullWarp, found));
+  return R::OfTeam::sum(found);
 }
 
 // Entries of the row that are above the threshold, NaN among them.
 template <int kChunks, typename R>
 __device__ __forceinline__ int count_above(const R& row, typename R::A threshold) {
   unsigned found = 0;
-  row.for_each_panel([&](int, const Panel<typename R::A, kChunks>& panel) {
+  row.for_each_panel([&](int, int, const Panel<typename R::A, kChunks>& panel) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
       for (int j = 0; j < kVec; ++j) found += panel[chunk][j] <= threshold ? 0 : 1;
     }
   });
-  return static_cast<int>(__reduce_add_sync(kFullWarp, found));
+  return R::OfTeam::sum(found);
 }
 
-// What a warp knows from the rows before: their thresholds and the distance between entries there, both
+// What a team knows from its rows before: their thresholds and the distance between entries there, both
 // smoothed.
 template <typename A>
 struct Guess {
@@ -176,7 +217,7 @@ template <typename T, int kChunks, typename R>
 __device__ Guess<Acc<T>> guess_from_range(const R& row, int width, int k) {
   using A = Acc<T>;
   A lowest = INFINITY, highest = -INFINITY;
-  row.for_each_panel([&](int, const Panel<A, kChunks>& panel) {
+  row.for_each_panel([&](int, int, const Panel<A, kChunks>& panel) {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
@@ -187,7 +228,7 @@ __device__ Guess<Acc<T>> guess_from_range(const R& row, int width, int k) {
     }
   });
 #pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+  for (int offset = R::OfTeam::kChunk / kVec / 2; offset > 0; offset /= 2) {
     highest = max(highest, __shfl_xor_sync(kFullWarp, highest, offset));
     lowest = min(lowest, __shfl_xor_sync(kFullWarp, lowest, offset));
   }
@@ -202,66 +243,88 @@ __device__ __forceinline__ float quotient(float a, float b) {
 }
 __device__ __forceinline__ double quotient(double a, double b) { return a / b; }
 
-template <typename A>
+template <typename R>
 struct Threshold {
-  A value;
+  typename R::A value;
   bool exact;  // exactly k entries are not below it; else it is the k-th largest entry, one of several
+  Counts<R::kHeld> counts;  // of entries that are not below it
 };
 
+// A team that has its threshold goes on with the others of its warp, and keeps it.
 template <typename T, int kChunks, typename R>
-__device__ __forceinline__ Threshold<Acc<T>> find_threshold(const R& row, int width, int k,
-                                                            Guess<Acc<T>>& guess) {
+__device__ __forceinline__ Threshold<R> find_threshold(const R& row, int width, int k, Guess<Acc<T>>& guess) {
   using A = Acc<T>;
   using Key = typename Order<T>::Key;
-  if (guess.gap == A{0}) guess = guess_from_range<T, kChunks>(row, width, k);
+  if (__any_sync(kFullWarp, guess.gap == A{0})) {
+    const Guess<A> fresh = guess_from_range<T, kChunks>(row, width, k);
+    if (guess.gap == A{0}) guess = fresh;
+  }
 
   // Not fewer than k entries are not below `low`, fewer than k not below `high` (NaN aside, while it is
   // infinite).
   A low = -INFINITY, high = INFINITY;
   A excess = 0, lack = 0;  // by how many; 0: not counted yet
-  A pivot = guess.threshold, gap = guess.gap;
+  A pivot = widen(narrow<T>(guess.threshold)), gap = guess.gap;
+  bool exact = false;
+  Counts<R::kHeld> counts;
 #pragma unroll 1
   for (int step = 0; step < kInterpolations; ++step) {
-    pivot = widen(narrow<T>(pivot));
-    if (!(low < pivot && pivot < high)) break;
-    const int found = count_from<kChunks>(row, pivot);
+    const int found = count_from<kChunks>(row, pivot, counts);
+    exact = found == k;
+    const bool moving = !exact && low < pivot && pivot < high;
+    if (!__any_sync(kFullWarp, moving)) break;
+    // Without branches: all lanes of a team do the same, which the compiler does not know.
     const A surplus = static_cast<A>(found - k);
-    if (found == k) {
-      guess.threshold += (pivot - guess.threshold) / 2;
-      const A distance = quotient(high - low, excess + lack);
-      if (distance < static_cast<A>(INFINITY)) guess.gap += (distance - guess.gap) / 8;
-      return {pivot, true};
-    }
-    // Without branches: all lanes do the same, which the compiler does not know.
-    const bool above = found > k;
+    const bool above = moving && found > k, below = moving && found < k;
     low = above ? pivot : low;
     excess = above ? surplus : excess;
-    high = above ? high : pivot;
-    lack = above ? lack : -surplus;
-    if (step >= kHalvings) excess = lack;
+    high = below ? pivot : high;
+    lack = below ? -surplus : lack;
+    const A weight = step >= kHalvings ? lack : excess;
     const A outside = pivot + surplus * gap;
     const A inside =
-        low + (high - low) * quotient(excess, excess + lack);  // not finite while one of them is not
-    pivot = abs(inside) < static_cast<A>(INFINITY) ? inside : outside;
+        low + (high - low) * quotient(weight, weight + lack);  // not finite while one of them is not
+    const A next = abs(inside) < static_cast<A>(INFINITY) ? inside : outside;
+    pivot = moving ? widen(narrow<T>(next)) : pivot;
     gap *= 2;
   }
-
-  guess.gap = 0;
-  Key lowest = Order<T>::key(low), highest = Order<T>::key(high);
-  if (high == INFINITY) ++highest;  // infinity itself may be the k-th entry
-#pragma unroll 1
-  while (highest - lowest > 1) {
-    const auto middle = static_cast<Key>(lowest + (highest - lowest) / 2);
-    pivot = Order<T>::value(middle);
-    const int found = count_from<kChunks>(row, pivot);
-    if (found == k) return {pivot, true};
-    (found > k ? lowest : highest) = middle;
+  if (exact) {
+    guess.threshold += (pivot - guess.threshold) / 2;
+    const A distance = quotient(high - low, excess + lack);
+    if (distance < static_cast<A>(INFINITY)) guess.gap += (distance - guess.gap) / 8;
   }
-  return {Order<T>::value(lowest), false};
+  if (__all_sync(kFullWarp, exact)) return {pivot, true, counts};
+
+  Key lowest = 0, highest = 0;
+  if (!exact) {
+    guess.gap = 0;
+    lowest = Order<T>::key(low);
+    highest = Order<T>::key(high);
+    if (high == static_cast<A>(INFINITY)) ++highest;  // infinity itself may be the k-th entry
+  }
+#pragma unroll 1
+  while (__any_sync(kFullWarp, highest - lowest > 1)) {
+    const auto middle = static_cast<Key>(lowest + (highest - lowest) / 2);
+    const A value = Order<T>::value(middle);
+    const int found = count_from<kChunks>(row, value, counts);
+    if (highest - lowest > 1) {
+      if (found == k) {
+        exact = true;
+        pivot = value;
+        highest = lowest;
+      } else {
+        (found > k ? lowest : highest) = middle;
+      }
+    }
+  }
+  if (!exact) pivot = Order<T>::value(lowest);
+  count_from<kChunks>(row, pivot, counts);
+  return {pivot, exact, counts};
 }
 
-// Numbers of a lane's entries in each of up to 4 chunks, a byte each, summed over the lanes before this one,
-// and over all.
+// Numbers of a lane's entries in each of up to 4 chunks, a byte each, summed over the team's lanes before
+// this one, and over all.
+template <int kLanes>
 struct Places {
   unsigned before;
   unsigned total;
@@ -269,16 +332,16 @@ struct Places {
   explicit __device__ Places(unsigned counts) {
     unsigned sum = counts;
 #pragma unroll
-    for (int offset = 1; offset < kWarp; offset *= 2) {
+    for (int offset = 1; offset < kLanes; offset *= 2) {
       // The shuffle says itself whether there is a lane to add: five predicates less to keep.
       asm volatile(
-          "{ .reg .pred p; .reg .u32 other; shfl.sync.up.b32 other|p, %0, %1, 0, 0xffffffff;"
+          "{ .reg .pred p; .reg .u32 other; shfl.sync.up.b32 other|p, %0, %1, %2, 0xffffffff;"
           "  @p add.u32 %0, %0, other; }"
           : "+r"(sum)
-          : "r"(offset));
+          : "r"(offset), "n"((kWarp - kLanes) << 8));
     }
     before = sum - counts;
-    total = __shfl_sync(kFullWarp, sum, kWarp - 1);
+    total = __shfl_sync(kFullWarp, sum, kLanes - 1, kLanes);
   }
 
   static __device__ unsigned byte(unsigned packed, int chunk) { return packed >> (8 * chunk) & 0xffu; }
@@ -307,20 +370,21 @@ __device__ __forceinline__ unsigned counts_of(unsigned bits) {
   return counts;
 }
 
-// The first `room` of the set bits of all lanes, in the order of columns; takes them from `room`.
-template <int kChunks>
+// The first `room` of the set bits of the team's lanes, in the order of columns; takes them from `room`.
+template <int kLanes, int kChunks>
 __device__ unsigned first_bits(unsigned bits, int& room) {
-  const Places places(counts_of<kChunks>(bits));
+  using Packed = Places<kLanes>;
+  const Packed places(counts_of<kChunks>(bits));
   unsigned kept = 0;
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk) {
-    int left = room - static_cast<int>(Places::byte(places.before, chunk));
+    int left = room - static_cast<int>(Packed::byte(places.before, chunk));
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
       const unsigned bit = bits & 1u << (kVec * chunk + j);
       if (bit != 0 && left-- > 0) kept |= bit;
     }
-    room = max(room - static_cast<int>(Places::byte(places.total, chunk)), 0);
+    room = max(room - static_cast<int>(Packed::byte(places.total, chunk)), 0);
   }
   return kept;
 }
@@ -345,8 +409,8 @@ struct Result {
   }
 };
 
-// or to shared memory, in pairs of value and column, so that the warp writes them coalesced.
-struct Staged {
+// or to shared memory, in pairs of value and column, so that the team writes them coalesced.
+struct alignas(8) Staged {
   float value;
   int column;
 };
@@ -376,26 +440,23 @@ struct Stage {
 
 // Writes the entries that are not below the threshold, in the order of columns.
 template <int kChunks, typename R, typename Sink>
-__device__ __forceinline__ void write_from(const R& row, typename R::A threshold, int lane,
-                                           const Sink& sink) {
+__device__ __forceinline__ void write_from(const R& row, const Threshold<R>& threshold, const Sink& sink) {
+  using Packed = Places<R::OfTeam::kChunk / kVec>;
+  const int first = R::OfTeam::lane() * kVec;
   unsigned position = 0;
-  row.for_each_panel([&](int begin, const Panel<typename R::A, kChunks>& panel) {
-    unsigned counts = 0;
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) add_unless_below(panel[chunk][j], threshold, 1u << (8 * chunk), counts);
-    }
-    const Places places(counts);
+  row.for_each_panel([&](int p, int begin, const Panel<typename R::A, kChunks>& panel) {
+    const unsigned counts =
+        R::kHeld > 0 ? threshold.counts.packed[p] : counts_from<kChunks>(panel, threshold.value);
+    const Packed places(counts);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       Sink to = sink;
-      to.move(position + Places::byte(places.before, chunk));
+      to.move(position + Packed::byte(places.before, chunk));
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
-        to.put_unless_below(threshold, panel[chunk][j], begin + chunk * kChunk + lane * kVec + j);
+        to.put_unless_below(threshold.value, panel[chunk][j], begin + chunk * R::OfTeam::kChunk + first + j);
       }
-      position += Places::byte(places.total, chunk);
+      position += Packed::byte(places.total, chunk);
     }
   });
 }
@@ -403,128 +464,159 @@ __device__ __forceinline__ void write_from(const R& row, typename R::A threshold
 // Writes the entries above the threshold, and of those equal to it as many as there is room for, in the order
 // of columns. Where the entries that are NaN would fill a row, they are those equal to it.
 template <int kChunks, typename R, typename Sink>
-__device__ void write_tied(const R& row, typename R::A threshold, int k, int lane, const Sink& sink) {
+__device__ void write_tied(const R& row, const Threshold<R>& threshold, int k, const Sink& sink) {
   using A = typename R::A;
-  int room = k - count_above<kChunks>(row, threshold);
-  const bool only_nan = room <= 0;
+  constexpr int kLanes = R::OfTeam::kChunk / kVec;
+  using Packed = Places<kLanes>;
+  const int first = R::OfTeam::lane() * kVec;
+  int room = k - count_above<kChunks>(row, threshold.value);
+  const bool only_nan = !threshold.exact && room <= 0;
   if (only_nan) room = k;
   unsigned position = 0;
-  row.for_each_panel([&](int begin, const Panel<A, kChunks>& panel) {
-    unsigned kept = only_nan ? 0 : bits_of<kChunks>(panel, [&](A x) { return !(x <= threshold); });
-    const unsigned equal = bits_of<kChunks>(panel, [&](A x) { return only_nan ? x != x : x == threshold; });
-    kept |= first_bits<kChunks>(equal, room);
-    const Places places(counts_of<kChunks>(kept));
+  row.for_each_panel([&](int, int begin, const Panel<A, kChunks>& panel) {
+    const A value = threshold.value;
+    unsigned kept = bits_of<kChunks>(panel, [&](A x) { return !only_nan && !(x <= value); });
+    const unsigned equal = bits_of<kChunks>(panel, [&](A x) { return only_nan ? x != x : x == value; });
+    kept |= first_bits<kLanes, kChunks>(equal, room);
+    const Packed places(counts_of<kChunks>(kept));
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       Sink to = sink;
-      to.move(position + Places::byte(places.before, chunk));
+      to.move(position + Packed::byte(places.before, chunk));
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
         to.put_if((kept >> (kVec * chunk + j) & 1u) != 0, panel[chunk][j],
-                  begin + chunk * kChunk + lane * kVec + j);
+                  begin + chunk * R::OfTeam::kChunk + first + j);
       }
-      position += Places::byte(places.total, chunk);
+      position += Packed::byte(places.total, chunk);
     }
   });
 }
 
 template <int kChunks, typename R, typename Sink>
-__device__ __forceinline__ void write_kept(const R& row, Threshold<typename R::A> threshold, int k, int lane,
+__device__ __forceinline__ void write_kept(const R& row, const Threshold<R>& threshold, int k,
                                            const Sink& sink) {
-  if (threshold.exact) {
-    write_from<kChunks>(row, threshold.value, lane, sink);
+  if (__all_sync(kFullWarp, threshold.exact)) {
+    write_from<kChunks>(row, threshold, sink);
   } else {
-    write_tied<kChunks>(row, threshold.value, k, lane, sink);
+    write_tied<kChunks>(row, threshold, k, sink);
   }
 }
 
-// Blocks that an SM holds, for registers of a row of this many values per lane and of the next row.
-constexpr int blocks_per_sm(int values) { return values <= 8 ? 8 : values <= 16 ? 6 : 4; }
-
-template <typename T, typename Id, int kChunks, int kPanels, bool kAligned>
-__global__ void __launch_bounds__(kThreads, blocks_per_sm(kChunks * kVec * kPanels))
-    held_kernel(const MaxkArgs args) {
-  extern __shared__ Staged shared[];  // (kWarps, k)
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int k = static_cast<int>(args.k), left = static_cast<int>(args.width) - lane * kVec;
-  const Staged* staged = shared + warp * k;
-  const Stage stage{static_cast<unsigned>(__cvta_generic_to_shared(staged))};
-  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kWarps;
-  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp;
-  const T* ahead = static_cast<const T*>(args.x.data) + row * args.x.stride + lane * kVec;
-  T* values = static_cast<T*>(args.values) + row * k;
-  Id* ids = static_cast<Id*>(args.ids) + row * k;
-  const std::int64_t ahead_step = step * args.x.stride, out_step = step * k;
-  Guess<Acc<T>> guess{0, 0};
-  T next[kPanels][kChunks][kVec];
-  const auto fetch = [&] {
-#pragma unroll
-    for (int p = 0; p < kPanels; ++p) {
-      const int begin = p * kChunks * kChunk;
-      load_panel<T, kChunks, kAligned>(ahead + begin, left - begin, next[p]);
-    }
-    ahead += ahead_step;
-  };
-  int rows = row < args.num_rows ? static_cast<int>((args.num_rows - row + step - 1) / step) : 0;
-  if (rows > 0) fetch();
+// Writes a row's kept entries, kOut to a lane at once.
+template <int kLanes, int kOut, typename T, typename Id>
+__device__ __forceinline__ void write_out(const Staged* staged, int k, T* values, Id* ids) {
 #pragma unroll 1
-  for (; rows > 0; --rows) {
-    Row<T, kChunks, kPanels> held;
+  for (int i = Team<kLanes>::lane() * kOut; i < k; i += kLanes * kOut) {
+    Pack<Staged, kOut> entries;
+    if constexpr (kOut == 1) {
+      entries.lane[0] = staged[i];
+    } else {
 #pragma unroll
-    for (int p = 0; p < kPanels; ++p) {
-#pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) held.panels[p][chunk][j] = widen(next[p][chunk][j]);
+      for (int j = 0; j < kOut; j += 2) {
+        const auto pair = *reinterpret_cast<const int4*>(staged + i + j);
+        memcpy(entries.lane + j, &pair, sizeof pair);
       }
     }
-    if (rows > 1) fetch();
-    const auto threshold = find_threshold<T, kChunks>(held, static_cast<int>(args.width), k, guess);
-    write_kept<kChunks>(held, threshold, k, lane, stage);
-    __syncwarp();
-#pragma unroll 1
-    for (int i = lane; i < k; i += kWarp) {
-      const Staged entry = staged[i];
-      values[i] = narrow<T>(entry.value);
-      ids[i] = static_cast<Id>(entry.column);
+    Pack<T, kOut> value;
+    Pack<Id, kOut> id;
+#pragma unroll
+    for (int j = 0; j < kOut; ++j) {
+      value.lane[j] = narrow<T>(entries.lane[j].value);
+      id.lane[j] = static_cast<Id>(entries.lane[j].column);
     }
+    if constexpr (kOut == 1) {
+      values[i] = value.lane[0];
+      ids[i] = id.lane[0];
+    } else {
+      store_pack(value, values + i);
+      store_pack(id, ids + i);
+    }
+  }
+}
+
+// Blocks that an SM holds, for registers of a row of this many values per lane.
+constexpr int blocks_per_sm(int values) { return values <= 16 ? 8 : 6; }
+
+template <typename T, typename Id, int kLanes, int kPanels, bool kAligned>
+__global__ void __launch_bounds__(kThreads, blocks_per_sm(kMostChunks * kVec * kPanels))
+    held_kernel(const MaxkArgs args, bool in_quads) {
+  extern __shared__ int4 shared[];  // (teams of the block, k) staged entries
+  using OfTeam = Team<kLanes>;
+  constexpr int kTeams = kThreads / kLanes, kPanel = kMostChunks * OfTeam::kChunk;
+  const int k = static_cast<int>(args.k);
+  const int column = OfTeam::lane() * kVec, left = static_cast<int>(args.width) - column;
+  const Staged* staged = reinterpret_cast<const Staged*>(shared) + threadIdx.x / kLanes * k;
+  const Stage stage{static_cast<unsigned>(__cvta_generic_to_shared(staged))};
+  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kTeams;
+  Guess<Acc<T>> guess{0, 0};
+  // The row of the warp's first team decides: all teams go on, some of them with the last row once more.
+  const int nth = static_cast<int>(threadIdx.x) % kWarp / kLanes;
+#pragma unroll 1
+  for (std::int64_t first =
+           static_cast<std::int64_t>(blockIdx.x) * kTeams + threadIdx.x / kWarp * OfTeam::kRows;
+       first < args.num_rows; first += step) {
+    const std::int64_t row = min(first + nth, args.num_rows - 1);
+    const T* from = static_cast<const T*>(args.x.data) + row * args.x.stride + column;
+    T raw[kPanels][kMostChunks][kVec];
+#pragma unroll
+    for (int p = 0; p < kPanels; ++p) {
+      load_panel<T, kLanes, kMostChunks, kAligned>(from + p * kPanel, left - p * kPanel, raw[p]);
+    }
+    Row<T, kLanes, kMostChunks, kPanels> held;
+#pragma unroll
+    for (int p = 0; p < kPanels; ++p) {
+#pragma unroll
+      for (int chunk = 0; chunk < kMostChunks; ++chunk) {
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) held.panels[p][chunk][j] = widen(raw[p][chunk][j]);
+      }
+    }
+    const auto threshold = find_threshold<T, kMostChunks>(held, static_cast<int>(args.width), k, guess);
+    write_kept<kMostChunks>(held, threshold, k, stage);
     __syncwarp();
-    values += out_step;
-    ids += out_step;
+    T* values = static_cast<T*>(args.values) + row * k;
+    Id* ids = static_cast<Id*>(args.ids) + row * k;
+    in_quads ? write_out<kLanes, 4>(staged, k, values, ids) : write_out<kLanes, 1>(staged, k, values, ids);
+    __syncwarp();
   }
 }
 
 template <typename T, typename Id>
 __global__ void __launch_bounds__(kThreads) streamed_kernel(const MaxkArgs args) {
-  constexpr int kChunks = 4;
-  const int lane = threadIdx.x % kWarp;
   const std::int64_t index = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (index >= args.num_rows) return;
   const int width = static_cast<int>(args.width), k = static_cast<int>(args.k);
-  const Row<T, kChunks, 0> row{static_cast<const T*>(args.x.data) + index * args.x.stride, width, lane};
+  const Row<T, kWarp, kMostChunks, 0> row{static_cast<const T*>(args.x.data) + index * args.x.stride, width};
   Guess<Acc<T>> guess{0, 0};
-  const auto threshold = find_threshold<T, kChunks>(row, width, k, guess);
+  const auto threshold = find_threshold<T, kMostChunks>(row, width, k, guess);
   const Result<T, Id> result{static_cast<T*>(args.values) + index * args.k,
                              static_cast<Id*>(args.ids) + index * args.k};
-  write_kept<kChunks>(row, threshold, k, lane, result);
+  write_kept<kMostChunks>(row, threshold, k, result);
 }
 
-template <typename T, typename Id, int kChunks, int kPanels>
+template <typename T, typename Id, int kLanes, int kPanels>
 void launch_held(const MaxkArgs& args, cudaStream_t stream) {
+  constexpr int kTeams = kThreads / kLanes;
   int device = 0, num_sms = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-  const unsigned resident =
-      static_cast<unsigned>(num_sms) * blocks_per_sm(kChunks * kVec * kPanels);  // each takes several rows
-  const std::size_t shared = kWarps * static_cast<std::size_t>(args.k) * sizeof(Staged);
-  const unsigned grid = std::min(ceil_div(args.num_rows, kWarps), resident);
+  const unsigned resident = static_cast<unsigned>(num_sms) *
+                            blocks_per_sm(kMostChunks * kVec * kPanels);  // each takes several rows
+  const std::size_t shared = kTeams * static_cast<std::size_t>(args.k) * sizeof(Staged);
+  const unsigned grid = std::min(ceil_div(args.num_rows, kTeams), resident);
+  const auto divides = [](std::size_t bytes, const void* address) {
+    return reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
+  };
   constexpr std::size_t kAlignment = kVec * sizeof(T);
   const bool aligned = args.width % kVec == 0 && args.x.stride * sizeof(T) % kAlignment == 0 &&
-                       reinterpret_cast<std::uintptr_t>(args.x.data) % kAlignment == 0;
+                       divides(kAlignment, args.x.data);
+  const bool in_quads =
+      args.k % 4 == 0 && divides(4 * sizeof(T), args.values) && divides(4 * sizeof(Id), args.ids);
   if (aligned) {
-    held_kernel<T, Id, kChunks, kPanels, true><<<grid, kThreads, shared, stream>>>(args);
+    held_kernel<T, Id, kLanes, kPanels, true><<<grid, kThreads, shared, stream>>>(args, in_quads);
   } else {
-    held_kernel<T, Id, kChunks, kPanels, false><<<grid, kThreads, shared, stream>>>(args);
+    held_kernel<T, Id, kLanes, kPanels, false><<<grid, kThreads, shared, stream>>>(args, in_quads);
   }
 }
 
@@ -538,14 +630,14 @@ void launch(const MaxkArgs& args, cudaStream_t stream) {
   if constexpr (std::is_same_v<T, double>) {
     args.width <= 256 ? launch_streamed<T, std::uint8_t>(args, stream)
                       : launch_streamed<T, std::uint16_t>(args, stream);
-  } else if (args.width <= kChunk) {
-    launch_held<T, std::uint8_t, 1, 1>(args, stream);
-  } else if (args.width <= 2 * kChunk) {
-    launch_held<T, std::uint8_t, 2, 1>(args, stream);
-  } else if (args.width <= 4 * kChunk) {
-    launch_held<T, std::uint16_t, 4, 1>(args, stream);
-  } else if (args.width <= 8 * kChunk) {
-    launch_held<T, std::uint16_t, 4, 2>(args, stream);
+  } else if (args.width <= 128) {
+    launch_held<T, std::uint8_t, 8, 1>(args, stream);
+  } else if (args.width <= 256) {
+    launch_held<T, std::uint8_t, 8, 2>(args, stream);
+  } else if (args.width <= 512) {
+    launch_held<T, std::uint16_t, 16, 2>(args, stream);
+  } else if (args.width <= 1024) {
+    launch_held<T, std::uint16_t, 32, 2>(args, stream);
   } else {
     launch_streamed<T, std::uint16_t>(args, stream);
   }

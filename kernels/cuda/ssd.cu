@@ -31,12 +31,43 @@ constexpr int kPlainFeatures = 1024;  // of a plain sum: what a warp's buffer ho
 constexpr int kShortGroups = 4;  // groups of at most kShortGroupEntries entries that a warp takes together
 constexpr int kShortAhead = 4;   // their entries under way at once
 static_assert(kShortGroups * kShortGroupEntries <= kWarp);
+constexpr int kTeams = 4;  // groups of a middling number of entries that share a warp, a quarter each
 
 // 2^power, for powers of normal numbers.
 __device__ __forceinline__ unsigned exponent_bits(int power) {
   return static_cast<unsigned>(power + 127) << 23;
 }
 __device__ __forceinline__ float exp2_of(int power) { return __uint_as_float(exponent_bits(power)); }
+
+// Lanes that work on one group: a warp, or one of kTeams equal parts of it, which walk the same way.
+template <int kTeams>
+struct Team {
+  static constexpr int kLanes = kWarp / kTeams;
+
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
+
+  // Orders what the lanes read and write in shared memory.
+  static __device__ __forceinline__ void sync() {
+    if constexpr (kTeams == 1) {
+      __syncwarp();
+    } else {
+      __syncwarp(((1u << kLanes) - 1) << threadIdx.x % kWarp / kLanes * kLanes);
+    }
+  }
+
+  // The greatest number that a lane has. All teams of the warp come.
+  static __device__ __forceinline__ unsigned max_of(unsigned v) {
+    if constexpr (kTeams == 1) {
+      v = __reduce_max_sync(kFullWarp, v);
+    } else {
+#pragma unroll
+      for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+        v = max(v, __shfl_xor_sync(kFullWarp, v, offset));
+      }
+    }
+    return v;
+  }
+};
 
 // Four entries of a row in the words that hold them: taking them apart would wait for the load.
 template <typename T, typename Id>
@@ -119,20 +150,19 @@ __device__ __forceinline__ Acc<T> weight_of(const SsdArgs& args, std::int64_t en
 
 // Adds the entries of a group into `buffer`, features [feature0, feature0 + features), one source at a time:
 // its ids differ, so that lanes never meet.
-template <typename T, typename Id>
+template <typename T, typename Id, typename OfTeam = Team<1>>
 __device__ void sum_plainly(const SsdArgs& args, const RowSlice& slice, std::int64_t feature0, int features,
                             Acc<T>* buffer) {
-  const int lane = threadIdx.x % kWarp;
   for (std::int64_t entry = slice.begin; entry < slice.begin + slice.length; ++entry) {
     const std::int64_t source = args.a.col[entry];
     const Acc<T> weight = weight_of<T>(args, entry, source);
-    for (std::int64_t c = lane; c < args.k; c += kWarp) {
+    for (std::int64_t c = OfTeam::lane(); c < args.k; c += OfTeam::kLanes) {
       const std::int64_t at = static_cast<const Id*>(args.ids)[source * args.k + c] - feature0;
       if (at >= 0 && at < features) {
         buffer[at] += weight * widen(static_cast<const T*>(args.values)[source * args.k + c]);
       }
     }
-    __syncwarp();
+    OfTeam::sync();
   }
 }
 
@@ -153,10 +183,10 @@ __device__ __forceinline__ void store_sums(const SsdArgs& args, const RowSlice& 
 }
 
 // Stores the row in `buffer`, times `unit`.
-template <typename T, int kVec, typename Sum>
-__device__ __forceinline__ void store_row(const SsdArgs& args, const RowSlice& slice, const Sum* buffer,
-                                          float unit) {
-  for (int feature = threadIdx.x % kWarp * kVec; feature < args.width; feature += kWarp * kVec) {
+template <typename OfTeam, int kVec, typename T, typename Sum>
+__device__ __forceinline__ void store_vectors(const SsdArgs& args, const RowSlice& slice, const Sum* buffer,
+                                              float unit) {
+  for (int feature = OfTeam::lane() * kVec; feature < args.width; feature += OfTeam::kLanes * kVec) {
     const auto pack = *reinterpret_cast<const Pack<Sum, kVec>*>(buffer + feature);
     float sum[kVec];
 #pragma unroll
@@ -165,11 +195,11 @@ __device__ __forceinline__ void store_row(const SsdArgs& args, const RowSlice& s
   }
 }
 
-template <typename T, typename Sum>
+template <typename T, typename OfTeam = Team<1>, typename Sum>
 __device__ __forceinline__ void store_row(const SsdArgs& args, const RowSlice& slice, const Sum* buffer,
                                           float unit) {
-  args.width % 4 == 0 ? store_row<T, 4>(args, slice, buffer, unit)
-                      : store_row<T, 1>(args, slice, buffer, unit);
+  args.width % 4 == 0 ? store_vectors<OfTeam, 4, T>(args, slice, buffer, unit)
+                      : store_vectors<OfTeam, 1, T>(args, slice, buffer, unit);
 }
 
 // The greater of `most` and |term|, NaN if one of them is.
@@ -179,7 +209,8 @@ __device__ __forceinline__ float greater_magnitude(float most, float term) {
   return greater;
 }
 
-// A row in shared memory, in fixed point, shared by the lanes of a warp.
+// A row in shared memory, in fixed point, shared by the lanes of a team.
+template <typename OfTeam>
 struct FixedRow {
   int* sum;
   int features;
@@ -196,12 +227,12 @@ struct FixedRow {
       const int raised = static_cast<int>(most >> 23) - 126;
       if (!empty) {
         const int shift = min(raised - exponent, 31);
-        __syncwarp();
+        OfTeam::sync();
 #pragma unroll 1
-        for (int i = threadIdx.x % kWarp; i < features; i += kWarp) {
+        for (int i = OfTeam::lane(); i < features; i += OfTeam::kLanes) {
           sum[i] = ((sum[i] >> (shift - 1)) + 1) >> 1;
         }
-        __syncwarp();
+        OfTeam::sync();
       }
       exponent = raised;
       limit = exponent_bits(raised);
@@ -226,8 +257,9 @@ struct Chunk {
 
 // Adds the first `count` quads of every lane's chunk; false if fixed point cannot hold them. A chunk that all
 // lanes have whole needs no questions, which are a third of the instructions.
-template <bool kWhole, bool kWeighted, int kAtOnce, typename T, typename Id>
-__device__ __forceinline__ bool add_chunk(const Chunk<kAtOnce, T, Id>& chunk, int count, FixedRow& row) {
+template <bool kWhole, bool kWeighted, int kAtOnce, typename OfTeam, typename T, typename Id>
+__device__ __forceinline__ bool add_chunk(const Chunk<kAtOnce, T, Id>& chunk, int count,
+                                          FixedRow<OfTeam>& row) {
   float term[kAtOnce][4];
   float most = 0;
 #pragma unroll
@@ -240,9 +272,9 @@ __device__ __forceinline__ bool add_chunk(const Chunk<kAtOnce, T, Id>& chunk, in
       most = greater_magnitude(most, term[u][i]);
     }
   }
-  const unsigned most_of_warp = __reduce_max_sync(kFullWarp, __float_as_uint(most));
-  if (most_of_warp >= kInfinity) return false;
-  row.make_room(most_of_warp);
+  const unsigned most_of_team = OfTeam::max_of(__float_as_uint(most));
+  if (most_of_team >= kInfinity) return false;
+  row.make_room(most_of_team);
 #pragma unroll
   for (int u = 0; u < kAtOnce; ++u) {
     if (!kWhole && u >= count) continue;
@@ -252,14 +284,14 @@ __device__ __forceinline__ bool add_chunk(const Chunk<kAtOnce, T, Id>& chunk, in
   return true;
 }
 
-// Adds the entries of a group; false if it has terms that fixed point cannot hold.
-template <int kAtOnce, typename T, typename Id, bool kVector, bool kWeighted>
-__device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& slice, int lanes_log,
-                                          FixedRow& row) {
-  const int lane = threadIdx.x % kWarp;
+// Adds the entries of a group; false if it has terms that fixed point cannot hold. The groups of a warp have
+// from `shortest` to `longest` entries.
+template <int kAtOnce, typename T, typename Id, bool kVector, bool kWeighted, typename OfTeam>
+__device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& slice, int shortest,
+                                          int longest, int lanes_log, FixedRow<OfTeam>& row) {
   // Lanes of a source, and sources at once.
-  const int lanes = 1 << lanes_log, step_log = 5 - lanes_log, step = 1 << step_log;
-  const int nth = lane >> lanes_log, lane_of_source = lane & (lanes - 1);
+  const int lanes = 1 << lanes_log, step_log = 31 - __clz(OfTeam::kLanes) - lanes_log, step = 1 << step_log;
+  const int nth = OfTeam::lane() >> lanes_log, lane_of_source = OfTeam::lane() & (lanes - 1);
   const int quads = static_cast<int>((args.k + 3) / 4);
   const int per_chunk = kAtOnce * step;
 
@@ -285,6 +317,7 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
     }
   };
 
+  bool fits = true;
   // With many kept entries a lane takes several quads of a source.
   for (int quad0 = 0; quad0 < quads; quad0 += lanes) {
     const int quad = quad0 + lane_of_source;
@@ -293,24 +326,25 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
     unsigned source[kAtOnce];
     Chunk<kAtOnce, T, Id> next;
     load_sources(0, source);
-    if (slice.length > 0) load_chunk(0, rows, source, next);
-    if (per_chunk < slice.length) load_sources(per_chunk, source);
+    if (longest > 0) load_chunk(0, rows, source, next);
+    if (per_chunk < longest) load_sources(per_chunk, source);
     // One chunk ahead of the additions, two ahead for the sources: each load waits for the one before.
-    for (int first = 0; first < slice.length; first += per_chunk) {
+    for (int first = 0; first < longest; first += per_chunk) {
       const Chunk<kAtOnce, T, Id> chunk = next;
-      if (first + per_chunk < slice.length) {
+      if (first + per_chunk < longest) {
         load_chunk(first + per_chunk, rows, source, next);
         load_sources(first + 2 * per_chunk, source);
       }
-      const bool whole = first + per_chunk <= slice.length && quad0 + lanes <= quads;
+      const bool whole = first + per_chunk <= shortest && quad0 + lanes <= quads;
       const int count = (end - first + step) >> step_log;  // of this lane's quads that hold entries
       if (!(whole ? add_chunk<true, kWeighted>(chunk, kAtOnce, row)
                   : add_chunk<false, kWeighted>(chunk, count, row))) {
-        return false;
+        if (OfTeam::kLanes == kWarp) return false;
+        fits = false;  // the other teams of the warp go on
       }
     }
   }
-  return row.empty || row.exponent > kLeastExponent;
+  return fits && (row.empty || row.exponent > kLeastExponent);
 }
 
 // kAtOnce: quads that a lane has under way. One leaves registers for kBlocks more warps, which is faster
@@ -329,8 +363,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs ar
     __syncwarp();
   };
   clear();
-  FixedRow row(reinterpret_cast<int*>(buffer), 4 * vectors);
-  if (sum_fixed<kAtOnce, T, Id, kVector, kWeighted>(args, slice, lanes_log, row)) {
+  FixedRow<Team<1>> row(reinterpret_cast<int*>(buffer), 4 * vectors);
+  if (sum_fixed<kAtOnce, T, Id, kVector, kWeighted>(args, slice, slice.length, slice.length, lanes_log,
+                                                    row)) {
     __syncwarp();
     store_row<T>(args, slice, row.sum, row.unit());
   } else {
@@ -339,6 +374,39 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs ar
     auto* sums = reinterpret_cast<float*>(buffer);
     sum_plainly<T, Id>(args, slice, 0, static_cast<int>(args.width), sums);
     store_row<T>(args, slice, sums, 1.0f);
+  }
+}
+
+// Groups of up to 31 entries: kTeams of them to a warp, each with its own buffer. What a
+// group costs besides its entries, it costs four of them together.
+template <typename T, typename Id, bool kWeighted>
+__global__ void __launch_bounds__(kThreads) ssd_middle_kernel(const SsdArgs args, int lanes_log) {
+  extern __shared__ int4 shared[];
+  using OfTeam = Team<kTeams>;
+  const int nth = static_cast<int>(threadIdx.x) / OfTeam::kLanes;
+  const std::int64_t group = args.num_long + static_cast<std::int64_t>(blockIdx.x) * (kWarps * kTeams) + nth;
+  RowSlice slice = load_slice(args.groups, group);
+  if (slice.length == 0) slice.begin = 0;  // an empty row's may lie behind the last entry
+  const int longest = static_cast<int>(__reduce_max_sync(kFullWarp, static_cast<unsigned>(slice.length)));
+  const int shortest = static_cast<int>(__reduce_min_sync(kFullWarp, static_cast<unsigned>(slice.length)));
+  const int vectors = static_cast<int>((args.width + 3) / 4);
+  int4* buffer = shared + nth * vectors;
+  const auto clear = [&] {
+    for (int i = OfTeam::lane(); i < vectors; i += OfTeam::kLanes) buffer[i] = int4{0, 0, 0, 0};
+    OfTeam::sync();
+  };
+  clear();
+  FixedRow<OfTeam> row(reinterpret_cast<int*>(buffer), 4 * vectors);
+  const bool fixed = sum_fixed<2, T, Id, true, kWeighted>(args, slice, shortest, longest, lanes_log, row);
+  if (group >= args.groups.num_slices) return;
+  OfTeam::sync();
+  if (fixed) {
+    store_row<T, OfTeam>(args, slice, row.sum, row.unit());
+  } else {
+    clear();
+    auto* sums = reinterpret_cast<float*>(buffer);
+    sum_plainly<T, Id, OfTeam>(args, slice, 0, static_cast<int>(args.width), sums);
+    store_row<T, OfTeam>(args, slice, sums, 1.0f);
   }
 }
 
@@ -480,18 +548,38 @@ void launch_short(const SsdArgs& args, cudaStream_t stream) {
 }
 
 template <typename T, typename Id, bool kWeighted>
+void launch_middle(const SsdArgs& args, cudaStream_t stream) {
+  const std::int64_t groups = args.groups.num_slices - args.num_long;
+  if (groups == 0) return;
+  if constexpr (sizeof(Id) == 1) {  // wider rows would leave little room for other blocks
+    int lanes_log = 0;
+    while ((2 << lanes_log) <= Team<kTeams>::kLanes && (4 << lanes_log) < args.k) ++lanes_log;
+    const auto buffers = static_cast<std::size_t>((args.width + 3) / 4 * 16 * kWarps * kTeams);
+    ssd_middle_kernel<T, Id, kWeighted>
+        <<<ceil_div(groups, kWarps * kTeams), kThreads, buffers, stream>>>(args, lanes_log);
+  }
+}
+
+template <typename T, typename Id, bool kWeighted>
 void launch_in_shared_memory(SsdArgs args, cudaStream_t stream) {
   const auto aligned = [](const void* address, std::size_t bytes) {
     return reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
   };
-  if (args.k > 2 * kWarp) args.num_long = args.groups.num_slices;
-  if (args.k % 4 == 0 && aligned(args.values, 4 * sizeof(T)) && aligned(args.ids, 4 * sizeof(Id))) {
+  const bool vectors =
+      args.k % 4 == 0 && aligned(args.values, 4 * sizeof(T)) && aligned(args.ids, 4 * sizeof(Id));
+  const bool shared_warps = args.few_entries ? args.k <= 2 * kWarp : vectors && sizeof(Id) == 1;
+  if (!shared_warps) args.num_long = args.groups.num_slices;
+  if (vectors) {
     args.k <= 16 ? launch_long<1, kWeighted ? 8 : 12, true, kWeighted, T, Id>(args, stream)
                  : launch_long<2, kWeighted ? 7 : 10, true, kWeighted, T, Id>(args, stream);
   } else {
     launch_long<2, 6, false, kWeighted, T, Id>(args, stream);
   }
-  launch_short<T, Id, kWeighted>(args, stream);
+  if (args.few_entries) {
+    launch_short<T, Id, kWeighted>(args, stream);
+  } else {
+    launch_middle<T, Id, kWeighted>(args, stream);
+  }
 }
 
 template <typename T, typename Id>

@@ -88,6 +88,22 @@ __global__ void zero_sources_kernel(const std::int32_t* source, std::int64_t cou
   store_pack(Pack<float, kVec>{}, out + source[nth] * k + (at - nth * per_source) * kVec);
 }
 
+// The gradient is read once or a few times, results are added to all the time: L2 lines of the gradient go
+// first.
+__device__ __forceinline__ std::uint64_t evict_first() {
+  std::uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Starts to copy 16 bytes to shared memory.
+__device__ __forceinline__ void copy_16_bytes(void* to, const void* from, std::uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(
+                   static_cast<unsigned>(__cvta_generic_to_shared(to))),
+               "l"(from), "l"(policy)
+               : "memory");
+}
+
 // Copies `count` rows of the gradient side by side, a warp to a row, 16 bytes at a time where their addresses
 // allow it.
 template <int kWindowThreads, typename T>
@@ -95,12 +111,13 @@ __device__ __forceinline__ void copy_rows(const DenseView& grad, std::int64_t fi
                                           bool in_pieces, T* to) {
   constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
   const int lane = threadIdx.x % kWarp;
+  const std::uint64_t policy = evict_first();
   for (int row = threadIdx.x / kWarp; row < count; row += kWindowThreads / kWarp) {
     const T* from = static_cast<const T*>(grad.data) + (first_row + row) * grad.stride;
     T* own = to + row * width;
     if (in_pieces) {
       for (int f = lane * kPiece; f < width; f += kWarp * kPiece) {
-        __pipeline_memcpy_async(own + f, from + f, 16);
+        copy_16_bytes(own + f, from + f, policy);
       }
     } else {
       for (int f = lane; f < width; f += kWarp) own[f] = from[f];
@@ -253,16 +270,28 @@ __global__ void __launch_bounds__(kThreads) ssd_backward_kernel(const SsdBackwar
     for (int block = 0; block < slice.length; block += kEntriesPerSum) {
       const int end = min(block + kEntriesPerSum, slice.length);
       A sum = 0;
-#pragma unroll 4
-      for (int at = block; at < end; ++at) {
-        const std::int64_t row = __ldg(args.a_t.col + slice.begin + at);
-        A weight = 1;
-        if (args.value.data != nullptr) {
-          weight =
-              load_value<T>(args.value, value_in_feature_dtype, edge_position(args.a_t, slice.begin + at));
+      for (int base = block; base < end; base += kEntriesInFlight) {
+        std::int64_t row[kEntriesInFlight];
+        A look_up[kEntriesInFlight];
+        // Entries beyond the end stand for the last one: without branches all loads are under way at once,
+        // of short rows too.
+#pragma unroll
+        for (int u = 0; u < kEntriesInFlight; ++u) {
+          row[u] = __ldg(args.a_t.col + slice.begin + min(base + u, end - 1));
         }
-        if (args.scale_dst != nullptr) weight *= static_cast<const A*>(args.scale_dst)[row];
-        sum += weight * widen(column[row * args.grad.stride]);
+#pragma unroll
+        for (int u = 0; u < kEntriesInFlight; ++u) look_up[u] = widen(column[row[u] * args.grad.stride]);
+#pragma unroll
+        for (int u = 0; u < kEntriesInFlight; ++u) {
+          if (base + u >= end) break;
+          A weight = 1;
+          if (args.value.data != nullptr) {
+            weight = load_value<T>(args.value, value_in_feature_dtype,
+                                   edge_position(args.a_t, slice.begin + base + u));
+          }
+          if (args.scale_dst != nullptr) weight *= static_cast<const A*>(args.scale_dst)[row[u]];
+          sum += weight * look_up[u];
+        }
       }
       total[0] += sum;
     }

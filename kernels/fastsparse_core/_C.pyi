@@ -236,6 +236,7 @@ def sddmm_csr(
     scale_src: int,
     out: int,
     out_dtype: int,
+    row: int,
     device: int,
     queue: int,
 ) -> None: ...
@@ -448,6 +449,7 @@ def ssd(
     out: int,
     partial: int,
     num_long: int,
+    few_entries: bool,
     device: int,
     queue: int,
 ) -> None: ...

@@ -63,9 +63,12 @@ _RESIDENT_GROUPS = 132 * 96
 _RESIDENT_WARPS = 132 * 32
 #: Edges below which a product takes about as long as its launch, so that what it reads hardly counts.
 _FEW_EDGES = 200_000
+#: Entries per row, and the part of the features that is kept, up to which ssd's backward works row by row.
+_FEW_PER_ROW = 3
+_FEW_KEPT = 16
 #: Longest edge group of ssd, in entries: its fixed-point sums have room for as many terms. Shorter ones fill
-#: small structures better and still lose, to what their partial results cost (github, k = 8: 0.032 ms at 128
-#: entries, 0.048 at 32).
+#: small structures better and still lose, to what their partial results cost (github at k = 8 0.032 ms with
+#: 128 entries, 0.048 with 32).
 EDGE_GROUP_LENGTH = 128
 #: Features that a buffer of ssd has room for; wider rows are summed in tiles.
 MOST_SSD_FEATURES = 1024
@@ -173,14 +176,19 @@ def slice_length(num_edges: int) -> int:
     return _power_of_two(num_edges // _RESIDENT_GROUPS, 32, 512 if num_edges < 50_000_000 else 1024)
 
 
-def long_edge_groups(groups: RowSplit, num_edges: int) -> int:
-    """Edge groups that each take a warp of ssd; the others share warps, by a launch of their own.
+def long_edge_groups(groups: RowSplit, num_edges: int, k: int) -> tuple[int, bool]:
+    """Edge groups that each take a warp of ssd, and whether the others, which share warps, have few entries.
 
-    That pays where most rows have two or three entries (yeast 0.91 to 0.57 ms, peptides 0.085 to 0.054 at
-    k = 8 on the H200), and costs where they have five (dd) or more.
+    The others have a launch of their own, so they should be many. On the H200 at k = 8 sharing pays where
+    rows have two or three entries (yeast 0.91 to 0.57 ms, peptides 0.085 to 0.054) by one kernel, and by
+    another where most have up to 31 (dd 0.163 to 0.132, igb-small 0.66 to 0.63, with an earlier form of its
+    chunks); with many kept entries it does not.
     """
-    few = num_edges < 4 * groups.slices.size(0)
-    return groups.num_long if few else groups.slices.size(0)
+    num_groups = groups.slices.size(0)
+    if num_edges < 4 * num_groups:
+        return groups.num_long, True
+    most_are_middle = 2 * groups.num_longest < num_groups and k <= 32
+    return (groups.num_longest if most_are_middle else num_groups), False
 
 
 def slice_blocks(num_blocks: int) -> int:
@@ -207,20 +215,21 @@ def sddmm_run_blocks(num_blocks: int) -> int:
 
 
 def tall_strip(num_edges: int, num_windows: int) -> int:
-    """Entries of a tall window that one group of lanes sums together: a power of two from 8 to 64.
+    """Entries of a tall window that one group of lanes sums together: 8, or 16 where windows have many.
 
-    As few as it takes for a window to keep about 64 groups of lanes busy: on structures with several thousand
-    entries a window, more of a source's entries are then in one sum.
+    Measured on an H200: longer strips put more of a source's entries into one sum, but leave lanes idle even
+    where a window has 30,000 entries (reddit: 16 takes 0.85 of the time that 64 takes).
     """
-    return _power_of_two(num_edges // max(64 * num_windows, 1), 8, 64)
+    return _power_of_two(num_edges // max(64 * num_windows, 1), 8, 16)
 
 
 def tall_slice_length(num_edges: int) -> int:
-    """Longest slice of a tall window, in entries: a power of two from 1024 to 8192.
+    """Longest slice of a tall window, in entries: a power of two from 2048 to 32768.
 
-    Every slice reads its window's features again.
+    Every slice reads its window's features again, so they are as long as a full GPU allows (measured: 1024
+    costs 10 to 25 % on ogbn-arxiv and ppi, 8192 7 % on reddit).
     """
-    return _power_of_two(num_edges // _RESIDENT_WARPS, 1024, 8192)
+    return _power_of_two(num_edges // (_RESIDENT_WARPS // 2), 2048, 32768)
 
 
 def csr_tile(adj: Adjacency, item_size: int, *, weighted: bool) -> int:
@@ -380,9 +389,23 @@ def sddmm_algorithm(
     return "flashsparse" if narrow else "csr"
 
 
-def ssd_backward_algorithm(adj: Adjacency, dtype: torch.dtype, width: int) -> str:
-    """``"windows"`` (atomic sums over tall windows) or ``"csr"`` (row by row of the transpose)."""
+def sddmm_by_entry(adj: Adjacency, head_bytes: int) -> bool:
+    """Whether sddmm with ``"csr"`` works entry by entry on CUDA, else row by row.
+
+    Short dot products leave lanes idle row by row, and short rows leave whole groups of them idle.
+    """
+    return adj.device.type == "cuda" and (head_bytes <= 128 or adj.num_edges < 8 * adj.num_dst)
+
+
+def ssd_backward_algorithm(adj: Adjacency, dtype: torch.dtype, width: int, k: int) -> str:
+    """``"windows"`` (atomic sums over tall windows) or ``"csr"`` (row by row of the transpose).
+
+    Windows read all features of a row, row by row only those that a neighbour kept: with two or three entries
+    per row that is less (measured with k = 16: yeast 0.84, peptides-batch 0.80 of the time; k = 32: more).
+    """
     if adj.device.type != "cuda" or dtype == torch.float64 or torch.are_deterministic_algorithms_enabled():
+        return "csr"
+    if adj.num_edges < _FEW_PER_ROW * adj.num_dst and _FEW_KEPT * k <= width:
         return "csr"
     # A window's features, and a scale for each of its rows.
     window_bytes = tall_windows.HEIGHT * (width * dtype.itemsize + 4)

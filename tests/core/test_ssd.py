@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastsparse_core import CBSR, Adjacency, algorithms, choose, maxk, reference, spmm, ssd
-from fastsparse_core.formats.row_split import LONG, shared_group_share
+from fastsparse_core.formats.row_split import LONG, LONGEST, shared_group_share
 from fastsparse_core.ops.ssd import slotted_ssd
 
 ALGORITHMS = ("decoupled", "maxk", "densify")
@@ -407,6 +407,8 @@ def test_edge_groups(device):
     assert groups.num_slots == int(several.sum())
     assert bool((words[: groups.num_long, 2] >= LONG).all())
     assert bool((words[groups.num_long :, 2] < LONG).all())
+    assert bool((words[: groups.num_longest, 2] >= LONGEST).all())
+    assert bool((words[groups.num_longest :, 2] < LONGEST).all())
     groups_in_all = int(several.sum() + ((degree > 0) & (degree <= length)).sum())
     assert shared_group_share(adj.rowptr, length) == pytest.approx(groups.num_slots / groups_in_all)
     assert shared_group_share(adj.rowptr, 10_000) == 0
@@ -414,10 +416,14 @@ def test_edge_groups(device):
 
 def test_groups_of_few_entries_share_warps_where_most_are_short():
     few = Adjacency.from_coo(torch.arange(30), torch.arange(30), (30, 30)).edge_groups
-    assert choose.long_edge_groups(few, 30) == 0
+    assert choose.long_edge_groups(few, 30, 8) == (0, True)
     row = torch.arange(30).repeat_interleave(5)
     more = Adjacency.from_coo(row, torch.arange(5).repeat(30), (30, 30)).edge_groups
-    assert choose.long_edge_groups(more, 150) == 30
+    assert choose.long_edge_groups(more, 150, 8) == (0, False)
+    assert choose.long_edge_groups(more, 150, 64) == (30, False)
+    row = torch.arange(30).repeat_interleave(40)
+    most = Adjacency.from_coo(row, torch.arange(40).repeat(30), (30, 40)).edge_groups
+    assert choose.long_edge_groups(most, 1200, 8) == (30, False)
 
 
 def test_share_of_shared_groups():

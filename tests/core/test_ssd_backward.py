@@ -202,7 +202,7 @@ def test_deterministic_algorithms_give_the_same_bits(device, poisoned_memory):
 )
 def test_choice(width, dtype, algorithm):
     adj = many_kinds().adjacency("cuda")
-    assert choose.ssd_backward_algorithm(adj, dtype, width) == algorithm
+    assert choose.ssd_backward_algorithm(adj, dtype, width, 8) == algorithm
     grad = features(adj.num_dst, width, dtype, "contiguous", "cuda")
     ids = kept_ids(adj.num_src, width, 8, "cuda")
     assert error_in_terms(backward(adj, grad, ids), adj, grad, ids) <= TOLERANCE[dtype]
@@ -273,6 +273,18 @@ def test_tall_windows(device, edges, strip):
     if starts.numel():
         window = torch.searchsorted(starts, begin, right=True) - 1
         assert bool(((begin - starts[window]) % strip == 0).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("k", "algorithm"), [(16, "csr"), (17, "windows")])
+def test_choice_for_rows_of_few_entries(k, algorithm):
+    """Rows of two entries: few of many features are read row by row, more of them from windows."""
+    row = torch.arange(500).repeat(2)
+    adj = Adjacency.from_coo(row, torch.cat([row[:500].flip(0), row[:500].roll(1)]), (500, 500)).to("cuda")
+    assert choose.ssd_backward_algorithm(adj, torch.float32, 256, k) == algorithm
+    grad = features(500, 256, torch.float32, "contiguous", "cuda")
+    ids = kept_ids(500, 256, k, "cuda")
+    assert error_in_terms(backward(adj, grad, ids), adj, grad, ids) <= TOLERANCE[torch.float32]
 
 
 def test_strips_and_slices_fit_together():

@@ -15,6 +15,8 @@ from torch import Tensor
 #: Slices from this length on are long: a power of two, so that they come before all others. Of the others a
 #: warp may take several (kShortGroupEntries in views.h).
 LONG = 8
+#: Slices from this length on keep all lanes of a warp busy: a power of two for the same reason.
+LONGEST = 32
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class RowSplit:
         split_ptr: int64 (num_split_rows + 1,), their ranges of slots.
         num_slots: number of partial results, ``split_ptr[-1]``.
         num_long: number of slices of at least `LONG` entries, which come first.
+        num_longest: number of slices of at least `LONGEST` entries, which come first of those.
     """
 
     slices: Tensor
@@ -36,6 +39,7 @@ class RowSplit:
     split_ptr: Tensor
     num_slots: int
     num_long: int
+    num_longest: int
 
     @classmethod
     def from_rowptr(cls, rowptr: Tensor, longest: int) -> RowSplit:
@@ -67,8 +71,9 @@ class RowSplit:
         slices[:, 0] = begin[order]
         words[:, 2] = slice_len[order].int()
         words[:, 3] = target[order].int()
-        num_slots, num_long = torch.stack([split_ptr[-1], (slice_len >= LONG).sum()]).tolist()
-        return cls(slices, split_row.int(), split_ptr, num_slots, num_long)
+        sums = [split_ptr[-1], *((slice_len >= least).sum() for least in (LONG, LONGEST))]
+        num_slots, num_long, num_longest = torch.stack(sums).tolist()
+        return cls(slices, split_row.int(), split_ptr, num_slots, num_long, num_longest)
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by name."""

@@ -73,7 +73,7 @@ def _ssd_backward(
         return out
     grad, ids = unit_stride(grad), ids.contiguous()
     value = None if value is None else value.contiguous()
-    if choose.ssd_backward_algorithm(adj, grad.dtype, grad.size(1)) == "windows":
+    if choose.ssd_backward_algorithm(adj, grad.dtype, grad.size(1), ids.size(1)) == "windows":
         windows = _try_windows(adj)
         if windows is not None:
             return _launch_windows(adj, windows, grad, ids, value, scale_dst, scale_src, out)

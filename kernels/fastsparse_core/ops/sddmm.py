@@ -160,6 +160,7 @@ def _launch_csr(
     out: Tensor,
 ) -> None:
     index = device_index(x_dst.device)
+    by_entry = choose.sddmm_by_entry(adj, x_dst.size(1) // heads * x_dst.element_size())
     _C.sddmm_csr(
         adj.csr_structure,
         DTYPE_CODE[x_dst.dtype],
@@ -173,6 +174,7 @@ def _launch_csr(
         address(scale_src),
         out.data_ptr(),
         DTYPE_CODE[out.dtype],
+        adj.row().data_ptr() if by_entry else 0,
         index,
         queue(index),
     )

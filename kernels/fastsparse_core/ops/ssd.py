@@ -201,7 +201,7 @@ def _ssd(
         address(bias),
         out.data_ptr(),
         address(partial),
-        0 if groups is None else choose.long_edge_groups(groups, adj.num_edges),
+        *((0, False) if groups is None else choose.long_edge_groups(groups, adj.num_edges, values.size(1))),
         index,
         queue(index),
     )

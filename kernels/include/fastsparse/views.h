@@ -169,6 +169,7 @@ struct SddmmArgs {
   std::int64_t heads;
   std::int64_t head_width;
   Dtype dtype;
+  const std::int32_t* row;  // (num_edges), to work entry by entry; null: row by row; CUDA only
 };
 
 // As SddmmArgs, on tensor cores: dtype float16, bfloat16 or float32; rows and heads of the features start at
@@ -492,7 +493,8 @@ constexpr int kShortGroupEntries = 7;
 struct SsdArgs {
   CsrView a;
   RowSplitView groups;    // edge groups; CUDA only
-  std::int64_t num_long;  // the first of them; the others have at most kShortGroupEntries entries
+  std::int64_t num_long;  // the first of them, a warp each; the others share warps
+  bool few_entries;       // the others have at most kShortGroupEntries entries
   EdgeValueView value;    // one per edge
   const void* values;     // (num_cols, k) in dtype
   const void* ids;        // (num_cols, k) uint8 where width <= 256, else uint16; ascending
