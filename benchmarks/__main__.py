@@ -25,6 +25,7 @@ COMMANDS = {
     "formats": "vectors, zeros, instructions and bytes of the tensor-core formats, and their conversion",
     "host": "host time of a layer on a tiny graph",
     "cpu": "one layer on the CPU against PyG and torch.sparse",
+    "minibatch": "GraphSAGE on sampled blocks that are seen once, against the frameworks' own layers",
     "accuracy": "test accuracy of the examples in several precisions, original against drop-in",
     "choice": "csr against flashsparse, what auto picks, and what the pick costs",
     "all": "every benchmark of this machine, then plots and tables",
@@ -45,6 +46,7 @@ ON_CUDA = (
     "formats",
     "adjacency",
     "host",
+    "minibatch",
     "choice",
     "accuracy",
 )

@@ -666,6 +666,39 @@ def cpu(result: dict[str, Any]) -> list[Table]:
     return [Table("One GCN layer on the CPU, forward and backward, float32", columns, rows)]
 
 
+def minibatch(result: dict[str, Any]) -> list[Table]:
+    """Steps on new structures and their parts, compared with our layer of the same framework."""
+    tables = []
+    for graph in _ordered(c["graph"] for c in result["cells"]):
+        group = _by(result["cells"], graph=graph)
+        rows = []
+        for cell in group:
+            framework = "DGL" if "DGL" in cell["implementation"] else "PyG"
+            ours = time_of(_first(group, implementation=f"FastSAGEConv ({framework})"))
+            rows.append(
+                [
+                    cell["implementation"],
+                    _shown(cell) + _spread(cell),
+                    ratio(_quotient(time_of(cell), ours)),
+                    *(number(cell.get(f"{part}_ms")) for part in ("structure", "forward", "backward")),
+                    "-" if cell.get("launches") is None else str(cell["launches"]),
+                ]
+            )
+        columns = [
+            "implementation",
+            "ms per step (20-80 %)",
+            "time against ours",
+            "structure ms",
+            "forward ms",
+            "backward ms",
+            "launches",
+        ]
+        edges, width = group[0]["edges"], group[0]["width"]
+        title = f"{graph}: GraphSAGE on blocks of {edges:,} edges seen once, {width} wide, float32"
+        tables.append(Table(title, columns, rows))
+    return tables
+
+
 def _spread(cell: Cell) -> str:
     return f" ({number(cell['p20_ms'])}-{number(cell['p80_ms'])})" if cell["status"] == "ok" else ""
 
@@ -787,6 +820,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "formats": formats,
     "host": host,
     "cpu": cpu,
+    "minibatch": minibatch,
     "accuracy": accuracy,
     "choice": choice,
 }
@@ -810,6 +844,7 @@ ABOUT = {
     " at 16x1 and at 8x1) and table 7 (ME-BCRS against SR-BCRS), and what grouping similar rows adds.",
     "host": "What the host spends on a call whose device work is next to nothing.",
     "cpu": "The same layers without a GPU.",
+    "minibatch": "Structure, forward and backward of batches whose structures are new each time.",
     "accuracy": "As FlashSparse's table 8: no precision may lose more than one standard deviation.",
     "choice": "Which algorithm wins where, and what `auto` picks; see docs/choosing.md.",
 }

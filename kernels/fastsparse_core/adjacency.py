@@ -172,12 +172,12 @@ class Adjacency:
         if row.numel() and (found.most_row >= shape[0] or found.most_col >= shape[1]):
             _raise_range({"row": (row, shape[0], "num_dst"), "col": (col, shape[1], "num_src")})
         may_be_symmetric = square and found.checksum == 0
-        if duplicates == "keep" and self_loops == "keep" and not found.rows_descend:
-            if not (found.cols_descend and may_be_symmetric):
-                adjacency = cls(found.rowptr, found.col, shape, group_rows=group_rows)
-                adjacency._learn(found)
-                adjacency._differs_from_transpose = not may_be_symmetric
-                return adjacency
+        as_given = duplicates == "keep" and self_loops == "keep"
+        if as_given and not found.rows_descend and not (found.cols_descend and may_be_symmetric):
+            adjacency = cls(found.rowptr, found.col, shape, group_rows=group_rows)
+            adjacency._learn(found)
+            adjacency._differs_from_transpose = not may_be_symmetric
+            return adjacency
         del found  # its tensors, before the sort takes as much again
 
         num_given = num_values = row.numel()
