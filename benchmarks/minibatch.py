@@ -50,7 +50,8 @@ def run(options: argparse.Namespace) -> Path:
     out.note(
         "a step is the structures of all blocks, forward and backward to the weights, in float32, by the"
         " clock from a finished device to a finished device; sampling, gathering features and the optimiser"
-        " are not in it; parts are timed one by one with waiting between them, so they add up to more than the step"
+        " are not in it; parts are timed one by one with waiting between them, so they add up to more than"
+        " the step"
     )
     for name in progress(options.graphs, "minibatch"):
         graph = suite.load(name, device)
