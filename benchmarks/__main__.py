@@ -28,6 +28,7 @@ COMMANDS = {
     "minibatch": "GraphSAGE on sampled blocks that are seen once, against the frameworks' own layers",
     "accuracy": "test accuracy of the examples in several precisions, original against drop-in",
     "choice": "csr against flashsparse, what auto picks, and what the pick costs",
+    "regret": "what auto costs against the best algorithm, for structures seen once and often",
     "all": "every benchmark of this machine, then plots and tables",
     "tables": "stored results as Markdown tables",
     "plots": "stored results as plots",
@@ -48,6 +49,7 @@ ON_CUDA = (
     "host",
     "minibatch",
     "choice",
+    "regret",
     "accuracy",
 )
 ON_CPU = ("cpu", "formats", "accuracy")

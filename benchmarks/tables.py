@@ -21,6 +21,8 @@ Cell = dict[str, Any]
 
 #: A pick this much slower than the best is marked: less is within the spread of the timings.
 REGRET_SEEN = 1.03
+#: What a pick may cost against the best.
+ACCEPTED_REGRET = 1.10
 
 
 @dataclass(frozen=True)
@@ -794,6 +796,34 @@ def choice(result: dict[str, Any]) -> list[Table]:
     return tables
 
 
+def regret(result: dict[str, Any]) -> list[Table]:
+    """What auto picks and what that costs, by number of uses and dtype."""
+    tables = []
+    cells = [cell for cell in result["cells"] if "seen" in cell]
+    for seen, dtype in _ordered((cell["seen"], cell["dtype"]) for cell in cells):
+        group = _by(cells, seen=seen, dtype=dtype)
+        widths = _ordered(cell["width"] for cell in group)
+        rows = []
+        for structure in _ordered(cell["structure"] for cell in group):
+            shown = [_picked(_first(group, structure=structure, width=width)) for width in widths]
+            edges = next(cell["edges"] for cell in _by(group, structure=structure))
+            rows.append([structure, f"{edges:,}", *shown])
+        regrets = [cell["regret"] for cell in group if cell["status"] == "ok"]
+        within = sum(value <= ACCEPTED_REGRET for value in regrets)
+        worst = f"worst {ratio(max(regrets, default=None))}"
+        rows.append([f"within 10 %: {within} of {len(regrets)}", *[""] * len(widths), worst])
+        title = f"spmm, {dtype}, {'first use' if seen == 'first' else 'prepared'}: pick and its regret"
+        tables.append(Table(title, ["structure", "edges", *(f"F = {width}" for width in widths)], rows))
+    return tables
+
+
+def _picked(cell: Cell | None) -> str:
+    if cell is None or cell["status"] != "ok":
+        return "-" if cell is None else cell["status"].split(":")[0]
+    better = f" ({cell['best']})" if cell["regret"] > REGRET_SEEN else ""
+    return f"{cell['pick']} {ratio(cell['regret'])}{better}"
+
+
 def csr_over_flashsparse(cell: Cell) -> float | None:
     """Above 1 where the tensor cores win; None where one of the two has no time."""
     return _quotient(cell.get("csr_median_ms"), cell.get("flashsparse_median_ms"))
@@ -823,6 +853,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "minibatch": minibatch,
     "accuracy": accuracy,
     "choice": choice,
+    "regret": regret,
 }
 
 
@@ -846,6 +877,7 @@ ABOUT = {
     "cpu": "The same layers without a GPU.",
     "minibatch": "Structure, forward and backward of batches whose structures are new each time.",
     "accuracy": "As FlashSparse's table 8: no precision may lose more than one standard deviation.",
+    "regret": "What the picks of `auto` cost; the better algorithm in brackets where it is another.",
     "choice": "Which algorithm wins where, and what `auto` picks; see docs/choosing.md.",
 }
 
