@@ -29,6 +29,7 @@ COMMANDS = {
     "accuracy": "test accuracy of the examples in several precisions, original against drop-in",
     "choice": "csr against flashsparse, what auto picks, and what the pick costs",
     "regret": "what auto costs against the best algorithm, for structures seen once and often",
+    "sparse_linear": "pruned linear layers, sparse and dense products, and what auto picks",
     "all": "every benchmark of this machine, then plots and tables",
     "tables": "stored results as Markdown tables",
     "plots": "stored results as plots",
@@ -50,6 +51,7 @@ ON_CUDA = (
     "minibatch",
     "choice",
     "regret",
+    "sparse_linear",
     "accuracy",
 )
 ON_CPU = ("cpu", "formats", "accuracy")

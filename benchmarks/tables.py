@@ -824,6 +824,28 @@ def _picked(cell: Cell | None) -> str:
     return f"{cell['pick']} {ratio(cell['regret'])}{better}"
 
 
+def sparse_linear(result: dict[str, Any]) -> list[Table]:
+    """The time of the dense product over that of the sparse one."""
+    tables = []
+    for dtype, mode in _ordered((cell["dtype"], cell["mode"]) for cell in result["cells"]):
+        group = _by(result["cells"], dtype=dtype, mode=mode)
+        densities = _ordered(cell["density"] for cell in group)
+        rows = []
+        for shape, batch in _ordered((cell["shape"], cell["batch"]) for cell in group):
+            cells = [_first(group, shape=shape, batch=batch, density=density) for density in densities]
+            rows.append([f"{shape}, batch {batch}", *map(_dense_over_sparse, cells)])
+        title = f"{mode}, {dtype}: dense time over sparse time; picked: s sparse, d dense, ! the slower one"
+        tables.append(Table(title, ["layer", *(f"{density:.1%} kept" for density in densities)], rows))
+    return tables
+
+
+def _dense_over_sparse(cell: Cell | None) -> str:
+    if cell is None or cell["status"] != "ok":
+        return "-" if cell is None else cell["status"].split(":")[0]
+    mark = cell["pick"][0] + ("!" if cell["regret"] > REGRET_SEEN else "")
+    return f"{ratio(_quotient(cell['dense_ms'], cell['sparse_ms']))} {mark}"
+
+
 def csr_over_flashsparse(cell: Cell) -> float | None:
     """Above 1 where the tensor cores win; None where one of the two has no time."""
     return _quotient(cell.get("csr_median_ms"), cell.get("flashsparse_median_ms"))
@@ -854,6 +876,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "accuracy": accuracy,
     "choice": choice,
     "regret": regret,
+    "sparse_linear": sparse_linear,
 }
 
 
@@ -878,6 +901,7 @@ ABOUT = {
     "minibatch": "Structure, forward and backward of batches whose structures are new each time.",
     "accuracy": "As FlashSparse's table 8: no precision may lose more than one standard deviation.",
     "regret": "What the picks of `auto` cost; the better algorithm in brackets where it is another.",
+    "sparse_linear": "Pruned linear layers: spmm against a dense product with the zeros written out.",
     "choice": "Which algorithm wins where, and what `auto` picks; see docs/choosing.md.",
 }
 

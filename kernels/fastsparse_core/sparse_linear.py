@@ -222,7 +222,7 @@ class SparseLinear(nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_built": None}  # type: ignore[misc]
+        return {**super().__getstate__(), "_built": None}
 
 
 def _structure_of(mask: Tensor | Adjacency, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -367,6 +367,18 @@ def test_regret_covers_every_kind_of_structure(tmp_path: Path) -> None:
     assert "within 10 %: 3 of 3" in tables.report(result)
 
 
+def test_sparse_linear_times_both_sides(tmp_path: Path) -> None:
+    arguments = "--shapes 32x16 --densities 0.01 0.5 --batches 1 16 --dtypes float32"
+    result = result_of(tmp_path, "sparse_linear", arguments)
+    assert len(result["cells"]) == 2 * 2 * 2
+    for cell in result["cells"]:
+        assert cell["status"] == "ok"
+        few = cell["batch"] == 1 or cell["density"] == 0.01
+        assert cell["pick"] == ("sparse" if few else "dense")
+        assert cell["regret"] >= 1
+    assert "| 32x16, batch 16 |" in tables.report(result)
+
+
 def test_minibatch_compares_layers_that_agree(tmp_path: Path) -> None:
     pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
     arguments = "--graphs pubmed --seeds 16 --fanouts 4 3 --width 8 --batches 2 --rounds 1"

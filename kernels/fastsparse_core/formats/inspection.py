@@ -106,14 +106,16 @@ def _inspect(
     counts = count_slices(rowptr, longest, facts[-2:]) if index >= 0 else None
     words = facts.tolist()
     return Inspection(
-        rowptr,
-        col_out,
-        inv_degree,
-        *(word % _SIGNED_TO_UNSIGNED for word in words[:3]),
-        bool(words[3]),
-        bool(words[4]),
-        words[5],
-        bool(words[6]),
-        (words[7], words[8]),
-        None if counts is None else SliceCounts(longest, counts, words[9], words[10]),
+        rowptr=rowptr,
+        col=col_out,
+        inv_degree=inv_degree,
+        most_row=words[0] % _SIGNED_TO_UNSIGNED,
+        most_col=words[1] % _SIGNED_TO_UNSIGNED,
+        most_edge_id=words[2] % _SIGNED_TO_UNSIGNED,
+        rows_descend=bool(words[3]),
+        cols_descend=bool(words[4]),
+        checksum=words[5],
+        has_empty_rows=bool(words[6]),
+        ends=(words[7], words[8]),
+        slices=None if counts is None else SliceCounts(longest, counts, words[9], words[10]),
     )
