@@ -324,8 +324,8 @@ def ssd_algorithm(
 #: Share of weights from which a pruned layer is faster as a dense product, on CUDA: tensor cores leave little
 #: to win in 16 bit.
 _DENSE_FROM = {torch.float16: 0.005, torch.bfloat16: 0.005, torch.float32: 0.12, torch.float64: 0.12}
-#: The same on the CPU.
-_DENSE_FROM_ON_CPU = 0.12
+#: The same on the CPU, where training decides: inference alone has its crossover beyond one half.
+_DENSE_FROM_ON_CPU = 0.3
 #: Rows of a batch below which writing the dense matrix costs more than either product.
 _FEW_ROWS = 8
 #: Bytes of a dense matrix that no speed is worth: autograd keeps one per layer.
