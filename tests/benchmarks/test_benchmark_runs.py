@@ -492,7 +492,8 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
             "cuda",
             [
                 *("attention", "train", "breakdown", "ssd", "accuracy", "spmm", "sddmm", "spmm"),
-                *("formats", "adjacency", "host", "choice", "accuracy"),
+                *("formats", "adjacency", "host", "minibatch", "choice", "regret", "sparse_linear"),
+                "accuracy",
             ],
         ),
     ):
