@@ -28,9 +28,12 @@ COMMANDS = {
     "formats": "vectors, zeros, instructions and bytes of the tensor-core formats, and their conversion",
     "host": "host time of a layer on a tiny graph",
     "cpu": "one layer on the CPU against PyG and torch.sparse",
+    "minibatch": "GraphSAGE on sampled blocks that are seen once, against the frameworks' own layers",
     "accuracy": "test accuracy of the examples in several precisions, original against drop-in",
     "maxk": "MaxK against ReLU in training: accuracy, stored activations, time",
     "choice": "csr against flashsparse, what auto picks, and what the pick costs",
+    "regret": "what auto costs against the best algorithm, for structures seen once and often",
+    "sparse_linear": "pruned linear layers, sparse and dense products, and what auto picks",
     "all": "every benchmark of this machine, then plots, tables and summary",
     "tables": "stored results as Markdown tables",
     "summary": "stored results in short, the page docs/results.md",
@@ -52,7 +55,10 @@ ON_CUDA = (
     "formats",
     "adjacency",
     "host",
+    "minibatch",
     "choice",
+    "regret",
+    "sparse_linear",
     "accuracy",
 )
 ON_CPU = ("cpu", "formats", "accuracy")

@@ -39,9 +39,15 @@ def adjacency_from_graph(graph: GraphLike, device: torch.device) -> Adjacency:
     """
     source_type, _, target_type = graph.canonical_etypes[graph.get_etype_id(None)]
     shape = (graph.num_dst_nodes(target_type), graph.num_src_nodes(source_type))
-    # DGL makes any format when asked, unless the graph was restricted to some (``graph.formats(["coo"])``).
-    allowed = {name for names in graph.formats().values() for name in names}
-    layout = next(name for name in ("csc", "coo", "csr") if name in allowed)
+    # DGL makes any format when asked, unless the graph was restricted to some (``graph.formats(["coo"])``),
+    # and keeps it: what it has already costs neither that time nor that memory.
+    formats = graph.formats()
+    layout = next(
+        name
+        for state in ("created", "not created")
+        for name in ("csc", "coo", "csr")
+        if name in formats[state]
+    )
     tensors = [tensor.to(device) for tensor in graph.adj_tensors(layout)]
     if layout == "coo":
         src, dst = tensors

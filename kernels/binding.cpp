@@ -572,6 +572,48 @@ void compress(const CompressArgs& args, Address scratch, std::size_t scratch_byt
 #endif
 }
 
+void inspect(Address row, Address col, Address edge_id, bool index_is_64bit, bool edge_id_is_64bit,
+             std::int64_t num_edges, std::int64_t num_rows, bool square, Address rowptr, Address col_out,
+             Address inv_degree, Address facts, int device, Address queue) {
+  const InspectArgs args{at(row),
+                         at(col),
+                         at(edge_id),
+                         index_is_64bit,
+                         edge_id_is_64bit,
+                         num_edges,
+                         num_rows,
+                         square,
+                         at<std::int64_t>(rowptr),
+                         at<std::int32_t>(col_out),
+                         at<float>(inv_degree),
+                         at<std::int64_t>(facts)};
+  FASTSPARSE_RUN(inspect, args, device, queue);
+}
+
+#ifdef FASTSPARSE_WITH_CUDA
+void row_split_count(Address rowptr, std::int64_t num_rows, std::int64_t longest, Address counts,
+                     Address facts, int device, Address queue) {
+  const RowSplitArgs args{at<std::int64_t>(rowptr), num_rows, longest, at<std::int64_t>(counts),
+                          at<std::int64_t>(facts),  nullptr,  nullptr, nullptr};
+  const DeviceGuard guard(device);
+  check(cuda::row_split_count(args, at(queue)), "row_split_count");
+}
+
+void row_split_fill(Address rowptr, std::int64_t num_rows, std::int64_t longest, Address counts,
+                    Address slices, Address split_row, Address split_ptr, int device, Address queue) {
+  const RowSplitArgs args{at<std::int64_t>(rowptr),
+                          num_rows,
+                          longest,
+                          at<std::int64_t>(counts),
+                          nullptr,
+                          at<RowSlice>(slices),
+                          at<std::int32_t>(split_row),
+                          at<std::int64_t>(split_ptr)};
+  const DeviceGuard guard(device);
+  check(cuda::row_split_fill(args, at(queue)), "row_split_fill");
+}
+#endif
+
 void maxk(int dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, Address x,
           std::int64_t x_stride, Address values, Address ids, int device, Address queue) {
   const MaxkArgs args{{at(x), x_stride}, at(values), at(ids), num_rows, width, k, static_cast<Dtype>(dtype)};
@@ -666,8 +708,12 @@ PYBIND11_MODULE(_C, m) {
   py::class_<CompressArgs>(m, "CompressArgs").def(py::init(&compress_args));
   m.def("compress_scratch_bytes", &compress_scratch_bytes);
   m.def("compress", &compress);
+  m.def("inspect", &inspect);
   m.def("spmm_csr", &spmm_csr);
 #ifdef FASTSPARSE_WITH_CUDA
+  m.def("num_row_split_counts", &cuda::num_row_split_counts);
+  m.def("row_split_count", &row_split_count);
+  m.def("row_split_fill", &row_split_fill);
   py::class_<BsbView>(m, "BsbStructure").def(py::init(&make_bsb));
   m.def("spmm_bsb", &spmm_bsb);
   m.def("spmm_tca", &spmm_tca);

@@ -23,8 +23,11 @@ from .dlmc import dlmc
 from .formats import formats, formats_in_short
 from .host import host
 from .maxk import maxk
+from .minibatch import minibatch
+from .regret import regret
 from .scaling import scaling
 from .sddmm import sddmm, sddmm_in_short
+from .sparse_linear import sparse_linear
 from .spmm import spmm, spmm_in_short
 from .ssd import ssd, ssd_in_short
 from .train import train, train_in_short
@@ -47,15 +50,18 @@ __all__ = [
     "formats",
     "host",
     "maxk",
+    "minibatch",
     "number",
     "plots_of",
     "provenance",
     "ratio",
+    "regret",
     "relative",
     "report",
     "scaling",
     "sddmm",
     "show",
+    "sparse_linear",
     "spmm",
     "ssd",
     "stored",
@@ -81,6 +87,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "cpu": cpu,
     "accuracy": accuracy,
     "choice": choice,
+    "minibatch": minibatch,
+    "regret": regret,
+    "sparse_linear": sparse_linear,
 }
 
 
@@ -111,6 +120,9 @@ ABOUT = {
     "cpu": "The same layers without a GPU.",
     "accuracy": "As FlashSparse's table 8: no precision may lose more than one standard deviation.",
     "choice": "Which algorithm wins where, and what `auto` picks; see docs/choosing.md.",
+    "minibatch": "Structure, forward and backward of batches whose structures are new each time.",
+    "regret": "What the picks of `auto` cost; the better algorithm in brackets where it is another.",
+    "sparse_linear": "Pruned linear layers: spmm against a dense product with the zeros written out.",
 }
 
 
@@ -140,6 +152,9 @@ CHAPTERS = {
     "maxk": Chapter("Training with MaxK", maxk),
     "scaling": Chapter("Several GPUs", scaling, ("speedup",)),
     "choice": Chapter("Choice of the algorithm", choice_in_short, ("choice",)),
+    "minibatch": Chapter("Mini-batches", minibatch),
+    "regret": Chapter("Choice of the algorithm, by number of uses", regret),
+    "sparse_linear": Chapter("Pruned linear layers", sparse_linear),
     "accuracy": Chapter("Accuracy of trained models", accuracy),
     "adjacency": Chapter("Building a structure", adjacency_in_short),
     "formats": Chapter("Formats", formats_in_short),

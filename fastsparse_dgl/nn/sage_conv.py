@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastsparse_core import Adjacency
+from fastsparse_core.joint_linear import add_linear, is_plain_linear
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
 from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype, source_features
@@ -70,7 +71,7 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
             out = self._gcn(graph, adjacency, source, given, edge_weight)
         else:
             destination = self._destination(graph, adjacency, source, given)
-            out = self.fc_self(destination) + self._neighbours(adjacency, source, edge_weight)
+            out = self._plus_neighbours(self.fc_self(destination), adjacency, source, edge_weight)
 
         if self.activation is not None:
             out = self.activation(out)
@@ -83,14 +84,19 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
         """Whether to transform before aggregating: DGL's rule, which aggregates the narrower features."""
         return self._in_src_feats > self._out_feats
 
-    def _neighbours(self, adjacency: Adjacency, source: Tensor, edge_weight: Tensor | None) -> Tensor:
-        """The neighbours' part of the mean and pool layers."""
+    def _plus_neighbours(
+        self, out: Tensor, adjacency: Adjacency, source: Tensor, edge_weight: Tensor | None
+    ) -> Tensor:
+        """Adds the neighbours' part of the mean and pool layers to ``out``, what ``fc_self`` gave."""
         if self._aggre_type == "pool":
-            pooled = self._aggregate(adjacency, F.relu(self.fc_pool(source)), edge_weight, "max")
-            return self.fc_neigh(pooled)
-        if self._transform_first:
-            return self._aggregate(adjacency, self.fc_neigh(source), edge_weight, "mean")
-        return self.fc_neigh(self._aggregate(adjacency, source, edge_weight, "mean"))
+            neighbours = self._aggregate(adjacency, F.relu(self.fc_pool(source)), edge_weight, "max")
+        elif self._transform_first:
+            return out + self._aggregate(adjacency, self.fc_neigh(source), edge_weight, "mean")
+        else:
+            neighbours = self._aggregate(adjacency, source, edge_weight, "mean")
+        if is_plain_linear(self.fc_self):
+            return add_linear(out, neighbours, self.fc_neigh)
+        return out + self.fc_neigh(neighbours)  # a hook may have kept `out`, which must stay as it is
 
     def _gcn(
         self,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import SAGEConv
+from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency
+from fastsparse_core.joint_linear import add_linear
 from fastsparse_pyg.nn.accelerated import AcceleratedConv, is_plain_linear
 
 
@@ -61,5 +63,7 @@ class FastSAGEConv(AcceleratedConv, SAGEConv):
         else:
             out = lin(self._aggregate_neighbours(adj, x_src, value))
         if self.root_weight and x_dst is not None:
-            out = out + self.lin_r(x_dst)
+            # Hooks may have kept what a layer with hooks gave: that must stay as it is.
+            plain = is_plain_linear(lin)
+            out = add_linear(out, x_dst, self.lin_r, Linear) if plain else out + self.lin_r(x_dst)
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out

@@ -109,6 +109,37 @@ class CompressArgs:
 
 def compress_scratch_bytes(args: CompressArgs, device: int) -> int: ...
 def compress(args: CompressArgs, scratch: int, scratch_bytes: int, device: int, queue: int) -> None: ...
+def inspect(
+    row: int,
+    col: int,
+    edge_id: int,
+    index_is_64bit: bool,
+    edge_id_is_64bit: bool,
+    num_edges: int,
+    num_rows: int,
+    square: bool,
+    rowptr: int,
+    col_out: int,
+    inv_degree: int,
+    facts: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def num_row_split_counts(num_rows: int) -> int: ...  # only in builds with the CUDA half
+def row_split_count(
+    rowptr: int, num_rows: int, longest: int, counts: int, facts: int, device: int, queue: int
+) -> None: ...  # only in builds with the CUDA half
+def row_split_fill(
+    rowptr: int,
+    num_rows: int,
+    longest: int,
+    counts: int,
+    slices: int,
+    split_row: int,
+    split_ptr: int,
+    device: int,
+    queue: int,
+) -> None: ...  # only in builds with the CUDA half
 def spmm_csr(
     structure: CsrStructure,
     dtype: int,

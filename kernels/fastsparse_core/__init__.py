@@ -7,6 +7,7 @@ __all__ = [
     "CBSR",
     "Adjacency",
     "MaxK",
+    "SparseLinear",
     "__version__",
     "additive_attention",
     "additive_attention_weights",
@@ -40,6 +41,7 @@ try:
         spmm,
         ssd,
     )
+    from fastsparse_core.sparse_linear import SparseLinear
 except (ImportError, OSError) as error:
     # Torch or the extension is missing or broken: `python -m fastsparse_core.doctor` must still start and say
     # so.

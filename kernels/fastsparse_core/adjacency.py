@@ -19,7 +19,8 @@ from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.grouping import Method, check_method
 from fastsparse_core.formats.grouping import group_rows as similar_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
-from fastsparse_core.formats.row_split import RowSplit
+from fastsparse_core.formats.inspection import Inspection, inspect_edges, inspect_rows
+from fastsparse_core.formats.row_split import RowSplit, fill_slices, split_rows
 from fastsparse_core.formats.window_runs import slot_starts, window_runs
 
 _logger = logging.getLogger("fastsparse_core")
@@ -117,6 +118,7 @@ class Adjacency:
         self._parent: weakref.ref[Adjacency] | None = None
         self.uses = 0  # products so far, for the choice of algorithm
         self._bsb_refused = False
+        self._differs_from_transpose = False  # known to; else it is compared when the transpose is built
         self.handle: int = next(_next_handle)
         _registry[self.handle] = self
 
@@ -134,6 +136,10 @@ class Adjacency:
         group_rows: Method = "auto",
     ) -> Adjacency:
         """Builds the structure of an edge list in any order.
+
+        Entries are sorted by (row, column). Edges that come sorted by row, as samplers give them, keep the
+        order within rows, which saves the sort and `edge_id`; unless the structure may equal its transpose,
+        which only sorted columns let it share.
 
         Args:
             row: destinations, int32 or int64 (E,).
@@ -165,7 +171,18 @@ class Adjacency:
         if row.dtype != col.dtype:
             row, col = row.long(), col.long()
         row, col = row.detach().contiguous(), col.detach().contiguous()
-        _check_range({"row": (row, shape[0], "num_dst"), "col": (col, shape[1], "num_src")})
+        square = shape[0] == shape[1]
+        found = inspect_edges(row, col, shape[0], choose.slice_length(row.numel()), square=square)
+        if row.numel() and (found.most_row >= shape[0] or found.most_col >= shape[1]):
+            _raise_range({"row": (row, shape[0], "num_dst"), "col": (col, shape[1], "num_src")})
+        may_be_symmetric = square and found.checksum == 0
+        as_given = duplicates == "keep" and self_loops == "keep"
+        if as_given and not found.rows_descend and not (found.cols_descend and may_be_symmetric):
+            adjacency = cls(found.rowptr, found.col, shape, group_rows=group_rows)
+            adjacency._learn(found)
+            adjacency._differs_from_transpose = not may_be_symmetric
+            return adjacency
+        del found  # its tensors, before the sort takes as much again
 
         num_given = num_values = row.numel()
         position: Tensor | None = None
@@ -185,7 +202,7 @@ class Adjacency:
             edge_id = None
         elif num_values <= _INT32_MAX and edge_id is not None:
             edge_id = edge_id.int()
-        return cls(
+        adjacency = cls(
             rowptr,
             sorted_col,
             shape,
@@ -195,6 +212,15 @@ class Adjacency:
             loop_edge=loop_edge,
             group_rows=group_rows,
         )
+        adjacency._differs_from_transpose = not may_be_symmetric  # loops are their own reverse
+        return adjacency
+
+    def _learn(self, found: Inspection) -> None:
+        """Keeps what was found out while the structure was checked."""
+        self._row_memo.results[("inv_degree", torch.float32)] = found.inv_degree
+        self._row_memo.results["has_empty_rows"] = (found.has_empty_rows,)
+        if found.slices is not None:
+            self._row_memo.results["slices"] = found.slices
 
     @classmethod
     def _merged(
@@ -262,20 +288,25 @@ class Adjacency:
                 f"rowptr: expected num_dst + 1 = {shape[0] + 1} entries for shape {shape}, "
                 f"got {rowptr.numel()}"
             )
-        rowptr = _own(rowptr, torch.int64)
-        ends = torch.stack([rowptr[0], rowptr[-1], rowptr.diff().amin() if shape[0] else rowptr[0]]).tolist()
-        if ends[0] != 0 or ends[1] != col.numel() or ends[2] < 0:
+        if edge_id is not None and edge_id.numel() != col.numel():
+            raise ValueError(f"edge_id: expected one per entry, {col.numel()}, got {edge_id.numel()}")
+        rowptr, col = _own(rowptr, torch.int64), col.detach().contiguous()
+        edge_id = None if edge_id is None else edge_id.detach().contiguous()
+        found = inspect_rows(rowptr, col, edge_id, choose.slice_length(col.numel()))
+        if found.ends != (0, col.numel()) or found.rows_descend:
             raise ValueError(
                 f"rowptr: expected ascending values from 0 to {col.numel()}, the length of col; "
-                f"got {ends[0]} to {ends[1]}" + (", not ascending" if ends[2] < 0 else "")
+                f"got {found.ends[0]} to {found.ends[1]}" + (", not ascending" if found.rows_descend else "")
             )
-        _check_range({"col": (col, shape[1], "num_src")})
+        if col.numel() and found.most_col >= shape[1]:
+            _raise_range({"col": (col, shape[1], "num_src")})
         if edge_id is not None:
-            if edge_id.numel() != col.numel():
-                raise ValueError(f"edge_id: expected one per entry, {col.numel()}, got {edge_id.numel()}")
-            _check_range({"edge_id": (edge_id, col.numel(), "num_edges")})
+            if col.numel() and found.most_edge_id >= col.numel():
+                _raise_range({"edge_id": (edge_id, col.numel(), "num_edges")})
             edge_id = _own(edge_id, torch.int32 if col.numel() <= _INT32_MAX else torch.int64)
-        return cls(rowptr, _own(col, torch.int32), shape, edge_id=edge_id, group_rows=group_rows)
+        adjacency = cls(rowptr, found.col, shape, edge_id=edge_id, group_rows=group_rows)
+        adjacency._learn(found)
+        return adjacency
 
     @classmethod
     def from_csc(
@@ -377,7 +408,10 @@ class Adjacency:
     def _transpose(self) -> Adjacency:
         colptr, row, order = compress(self.col, self.row(), self.num_src, self.num_dst, sort_minor=False)
         symmetric = (
-            self.num_dst == self.num_src and torch.equal(colptr, self.rowptr) and torch.equal(row, self.col)
+            self.num_dst == self.num_src
+            and not self._differs_from_transpose
+            and torch.equal(colptr, self.rowptr)
+            and torch.equal(row, self.col)
         )
         transposed = Adjacency(
             self.rowptr if symmetric else colptr,
@@ -403,9 +437,13 @@ class Adjacency:
     @property
     def row_split(self) -> RowSplit:
         """Work list of the CSR kernels."""
-        return self._row_memo.get(
-            "row_split", lambda: RowSplit.from_rowptr(self.rowptr, choose.slice_length(self.num_edges))
-        )
+        return self._row_memo.get("row_split", self._row_split)
+
+    def _row_split(self) -> RowSplit:
+        counted = self._row_memo.results.pop("slices", None)
+        if counted is not None:
+            return fill_slices(self.rowptr, counted)
+        return split_rows(self.rowptr, choose.slice_length(self.num_edges))
 
     @property
     def csr_structure(self) -> Any:
@@ -863,15 +901,10 @@ def _check_index(name: str, index: Tensor) -> None:
         raise ValueError(f"{name}: expected a 1-D tensor, got shape {tuple(index.shape)}")
 
 
-def _check_range(indices: dict[str, tuple[Tensor, int, str]]) -> None:
-    """Checks 0 <= index < size for all, reading from the device once."""
-    present = {name: item for name, item in indices.items() if item[0].numel()}
-    if not present:
-        return
-    ends = torch.stack(
-        [torch.stack(torch.aminmax(index)).long() for index, _, _ in present.values()]
-    ).tolist()
-    for (name, (_, size, size_name)), (low, high) in zip(present.items(), ends, strict=True):
+def _raise_range(indices: dict[str, tuple[Tensor, int, str]]) -> None:
+    """Says which index is not 0 <= index < size."""
+    for name, (index, size, size_name) in indices.items():
+        low, high = (int(end) for end in torch.aminmax(index))
         if low < 0 or high >= size:
             raise ValueError(
                 f"{name}: expected indices from 0 to {size_name} - 1 = {size - 1}, "

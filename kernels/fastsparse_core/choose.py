@@ -49,6 +49,7 @@ SPMM_ALGORITHMS = ("auto", "csr", "flashsparse", "tca", "hr")
 SDDMM_ALGORITHMS = ("auto", "csr", "flashsparse")
 ATTENTION_ALGORITHMS = ("auto", "fused3s", "unfused")
 SSD_ALGORITHMS = ("auto", "decoupled", "maxk", "densify")
+SPARSE_LINEAR_ALGORITHMS = ("auto", "sparse", "dense")
 #: operator -> the names that its calls, and `algorithms`, take
 ALGORITHMS = {
     "spmm": SPMM_ALGORITHMS,
@@ -348,6 +349,44 @@ def ssd_algorithm(
     # Dense rows cost their width in bytes, kept entries their number in additions to shared memory.
     most = width // 8 if dtype.itemsize == 2 else width // 4
     return "decoupled" if k <= most or device.type == "cpu" else "densify"
+
+
+#: Share of weights from which a pruned layer is faster as a dense product, on CUDA: tensor cores leave little
+#: to win in 16 bit.
+_DENSE_FROM = {torch.float16: 0.005, torch.bfloat16: 0.005, torch.float32: 0.12, torch.float64: 0.12}
+#: The same on the CPU, where training decides: inference alone has its crossover beyond one half.
+_DENSE_FROM_ON_CPU = 0.3
+#: Rows of a batch below which writing the dense matrix costs more than either product.
+_FEW_ROWS = 8
+#: Bytes of a dense matrix that no speed is worth: autograd keeps one per layer.
+_MOST_DENSE_BYTES = 2**30
+
+
+def sparse_linear_algorithm(
+    algorithm: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    num_weights: int,
+    batch: int,
+) -> str:
+    """Resolves ``"auto"`` to ``"sparse"`` (spmm) or ``"dense"`` (a product with the zeros written out).
+
+    Args:
+        algorithm: as the caller asked.
+        device: of the weights.
+        dtype: that is computed in.
+        shape: of the weight matrix.
+        num_weights: that are left of it.
+        batch: rows that are multiplied.
+    """
+    if algorithm != "auto":
+        return algorithm
+    total = shape[0] * shape[1]
+    if batch < _FEW_ROWS or total * dtype.itemsize > _MOST_DENSE_BYTES:
+        return "sparse"
+    dense_from = _DENSE_FROM[dtype] if device.type == "cuda" else _DENSE_FROM_ON_CPU
+    return "dense" if num_weights >= dense_from * total else "sparse"
 
 
 def sddmm_algorithm(

@@ -1,4 +1,4 @@
-"""Several linear maps of the same features, as attention layers have them, in one product."""
+"""Linear maps that share features, as in attention layers, or a result, as in GraphSAGE: passes saved."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from fastsparse_core.ops._common import is_plain_eager
 
 
 def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
@@ -52,3 +54,30 @@ def joint_linear(x: Tensor, modules: Sequence[Any], kind: type[nn.Module] = nn.L
             joint = F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
             return joint.split([weight.size(0) for weight in weights], dim=-1)
     return tuple(module(x) for module in modules)
+
+
+def add_linear(out: Tensor, x: Tensor, module: Any, kind: type[nn.Module] = nn.Linear) -> Tensor:
+    r"""``out + module(x)``, added to ``out`` in place by the product itself where that can be.
+
+    .. math::
+        \mathbf{y} + \mathbf{x} \, \mathbf{W}^{\top}
+
+    Saves writing and reading a matrix of the result's size. Equal to the sum up to rounding.
+
+    Args:
+        out: (N, width of the layer), a result that nobody else sees and no backward pass needs.
+        x: features (N, F).
+        module: linear layer.
+        kind: the class of linear layers that the framework has.
+    """
+    if (
+        is_plain_linear(module, kind)
+        and module.bias is None
+        and out.dim() == x.dim() == 2
+        and out.dtype == x.dtype == module.weight.dtype
+        and is_plain_eager(x)
+        and is_plain_eager(out)
+        and not torch.is_autocast_enabled(x.device.type)
+    ):
+        return out.addmm_(x, module.weight.t())
+    return out + module(x)

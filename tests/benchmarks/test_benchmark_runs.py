@@ -438,6 +438,73 @@ def test_choice_times_what_can_run(tmp_path: Path) -> None:
     assert "| pubmed |" in tables.report(result)
 
 
+def test_regret_covers_every_kind_of_structure(tmp_path: Path) -> None:
+    arguments = "--structures pubmed block:dd pruned:0.9 dlmc:none --widths 8 --dtypes float32 --budget-ms 1"
+    result = result_of(tmp_path, "regret", arguments)
+    *cells, failed = result["cells"]
+    assert failed["structure"] == "dlmc:none"
+    assert failed["status"].startswith("failed")
+    assert [(cell["structure"], cell["seen"]) for cell in cells] == [
+        (name, seen) for name in ("pubmed", "block:dd", "pruned:0.9") for seen in ("first", "repeated")
+    ]
+    for cell in cells:
+        assert (cell["status"], cell["pick"], cell["best"], cell["regret"]) == ("ok", "csr", "csr", 1.0)
+        assert list(cell["times_ms"]) == ["csr"]
+    assert "within 10 %: 3 of 3" in tables.report(result)
+
+
+def test_sparse_linear_times_both_sides(tmp_path: Path) -> None:
+    arguments = "--shapes 32x16 --densities 0.01 0.5 --batches 1 16 --dtypes float32"
+    result = result_of(tmp_path, "sparse_linear", arguments)
+    assert len(result["cells"]) == 2 * 2 * 2
+    for cell in result["cells"]:
+        assert cell["status"] == "ok"
+        few = cell["batch"] == 1 or cell["density"] == 0.01
+        assert cell["pick"] == ("sparse" if few else "dense")
+        assert cell["regret"] >= 1
+    assert "| 32x16, batch 16 |" in tables.report(result)
+
+
+def test_minibatch_compares_layers_that_agree(tmp_path: Path) -> None:
+    pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
+    arguments = "--graphs pubmed --seeds 16 --fanouts 4 3 --width 8 --batches 2 --rounds 1"
+    result = result_of(tmp_path, "minibatch", arguments)
+    cells = {cell["implementation"]: cell for cell in result["cells"]}
+    assert {"FastSAGEConv (PyG)", "PyG SAGEConv"} <= cells.keys()
+    for cell in cells.values():
+        assert cell["status"] == "ok"
+        assert cell["error"] < 1e-6
+        assert cell["samples"] == 2
+        assert cell["forward_ms"] > 0
+        assert cell["backward_ms"] > 0
+        assert cell["launches"] is None
+    assert cells["FastSAGEConv (PyG)"]["structure_ms"] > 0
+    assert "structure_ms" not in cells["PyG SAGEConv"]
+    assert "| PyG SAGEConv |" in tables.report(result)
+
+
+def test_blocks_hold_different_neighbours_of_every_destination() -> None:
+    from benchmarks.blocks import sample
+
+    graph = suite.load("pubmed", "cpu")
+    generator = torch.Generator().manual_seed(0)
+    seeds = torch.randperm(graph.num_nodes, generator=generator)[:20]
+    blocks, nodes = sample(graph, seeds, (6, 4), generator)
+    assert nodes[:20].tolist() == seeds.tolist()
+    assert nodes.unique().numel() == nodes.numel() == blocks[0].num_src
+    assert blocks[0].num_dst == blocks[1].num_src
+    assert blocks[1].num_dst == 20
+    degree = graph.rowptr.diff()
+    for block, fanout in zip(blocks, (4, 6), strict=True):
+        source, target = block.edge_index
+        assert bool((target.diff() >= 0).all())
+        assert torch.unique(block.edge_index, dim=1).size(1) == source.numel()
+        expected = degree[nodes[: block.num_dst]].clamp(max=fanout)
+        assert torch.bincount(target, minlength=block.num_dst).tolist() == expected.tolist()
+        for src, dst in zip(nodes[source].tolist(), nodes[target].tolist(), strict=True):
+            assert src in graph.col[graph.rowptr[dst] : graph.rowptr[dst + 1]]
+
+
 def test_choice_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import choice
 
@@ -511,7 +578,8 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
             "cuda",
             [
                 *("attention", "train", "breakdown", "ssd", "accuracy", "spmm", "sddmm", "spmm"),
-                *("formats", "adjacency", "host", "choice", "accuracy"),
+                *("formats", "adjacency", "host", "minibatch", "choice", "regret", "sparse_linear"),
+                "accuracy",
             ],
         ),
     ):

@@ -19,7 +19,9 @@ from fastsparse_core.formats import grouping
 from fastsparse_core.formats.bsb import BLOCK, HEIGHT, Bsb
 from fastsparse_core.formats.grouping import choose_grouping, count_vectors, group_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
+from fastsparse_core.formats.inspection import inspect_edges, inspect_rows
 from fastsparse_core.formats.me_bcrs import MeBcrs
+from fastsparse_core.formats.row_split import RowSplit, split_rows
 from fastsparse_core.formats.statistics import statistics
 
 SETTINGS = settings(
@@ -495,3 +497,45 @@ def test_hybrid_rows_against_brute_force(device, lengths):
     assert rows.split_ptr.tolist() == split_ptr
     assert rows.num_slots == split_ptr[-1]
     assert rows.slices.device == rowptr.device
+
+
+@pytest.mark.parametrize("longest", [32, 256])
+@pytest.mark.parametrize("num_rows", [0, 1, 255, 256, 257, 3000])
+def test_slices_tile_the_rows(device, num_rows, longest):
+    generator = torch.Generator().manual_seed(0)
+    length = torch.randint(0, 2 * longest, (num_rows,), generator=generator)
+    length[::7] = 0
+    length[3::500] = 5 * longest + 1
+    rowptr = torch.cat([length.new_zeros(1), length.cumsum(0)])
+    split = split_rows(rowptr.to(device), longest)
+    again = split_rows(rowptr.to(device), longest)
+    for name, tensor in split.tensors().items():
+        assert torch.equal(tensor, again.tensors()[name])
+    expected = RowSplit.from_rowptr(rowptr, longest)
+    assert split.num_slots == expected.num_slots == int(split.split_ptr[-1])
+    assert split.split_row.tolist() == expected.split_row.tolist()
+    assert split.split_ptr.tolist() == expected.split_ptr.tolist()
+    assert sorted(split.slices.tolist()) == sorted(expected.slices.tolist())
+    kinds = [count.bit_length() for count in split.slices.cpu().view(torch.int32)[:, 2].tolist()]
+    assert kinds == sorted(kinds, reverse=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_inspection_finds_what_is_wrong(device, dtype):
+    row = torch.tensor([0, 1, 1, 3], dtype=dtype, device=device)
+    col = torch.tensor([2, 0, 5, 5], dtype=dtype, device=device)
+    found = inspect_edges(row, col, 4, 32, square=True)
+    assert (found.most_row, found.most_col) == (3, 5)
+    assert (found.rows_descend, found.cols_descend, found.has_empty_rows) == (False, False, True)
+    assert found.checksum != 0
+    assert found.rowptr.tolist() == [0, 1, 3, 3, 4]
+    assert found.col.tolist() == col.tolist()
+    assert found.inv_degree.tolist() == [1, 0.5, 0, 1]
+    assert inspect_edges(row.flip(0), col, 4, 32, square=False).rows_descend
+    assert inspect_edges(row, col.flip(0), 4, 32, square=False).cols_descend
+    assert inspect_edges(row - 1, col, 4, 32, square=False).most_row == 2**64 - 1
+    both = torch.cat([row, col]), torch.cat([col, row])
+    assert inspect_edges(*both, 6, 32, square=True).checksum == 0
+    rows = inspect_rows(torch.tensor([0, 3, 1, 4], device=device), col, row, 32)
+    assert rows.rows_descend
+    assert (rows.ends, rows.most_edge_id) == ((0, 4), 3)

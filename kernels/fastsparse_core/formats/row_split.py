@@ -7,10 +7,14 @@ that lie together share columns on most graphs, and so the cache).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from fastsparse_core import _C
+from fastsparse_core.device import device_index, queue
 
 #: Slices from this length on are long: a power of two, so that they come before all others. Of the others a
 #: warp may take several (kShortGroupEntries in views.h).
@@ -30,16 +34,12 @@ class RowSplit:
         split_row: int32 (num_split_rows,), the rows that have several slices.
         split_ptr: int64 (num_split_rows + 1,), their ranges of slots.
         num_slots: number of partial results, ``split_ptr[-1]``.
-        num_long: number of slices of at least `LONG` entries, which come first.
-        num_longest: number of slices of at least `LONGEST` entries, which come first of those.
     """
 
     slices: Tensor
     split_row: Tensor
     split_ptr: Tensor
     num_slots: int
-    num_long: int
-    num_longest: int
 
     @classmethod
     def from_rowptr(cls, rowptr: Tensor, longest: int) -> RowSplit:
@@ -71,13 +71,94 @@ class RowSplit:
         slices[:, 0] = begin[order]
         words[:, 2] = slice_len[order].int()
         words[:, 3] = target[order].int()
-        sums = [split_ptr[-1], *((slice_len >= least).sum() for least in (LONG, LONGEST))]
-        num_slots, num_long, num_longest = torch.stack(sums).tolist()
-        return cls(slices, split_row.int(), split_ptr, num_slots, num_long, num_longest)
+        return cls(slices, split_row.int(), split_ptr, int(split_ptr[-1]))
+
+    @functools.cached_property
+    def num_long(self) -> int:
+        """Number of slices of at least `LONG` entries, which come first; read from the device once."""
+        return self._num_of_at_least(LONG)
+
+    @functools.cached_property
+    def num_longest(self) -> int:
+        """Number of slices of at least `LONGEST` entries, which come first of those."""
+        return self._num_of_at_least(LONGEST)
+
+    def _num_of_at_least(self, length: int) -> int:
+        return int((self.slices.view(torch.int32)[:, 2] >= length).sum())
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by name."""
         return {"slices": self.slices, "split_row": self.split_row, "split_ptr": self.split_ptr}
+
+
+@dataclass(frozen=True)
+class SliceCounts:
+    """What `fill_slices` needs besides the rows.
+
+    Attributes:
+        longest: entries of a slice.
+        counts: int64, what the kernels keep from counting to filling.
+        num_split_rows: number of rows with several slices.
+        num_slots: number of their slices.
+    """
+
+    longest: int
+    counts: Tensor
+    num_split_rows: int
+    num_slots: int
+
+
+def count_slices(rowptr: Tensor, longest: int, totals: Tensor) -> Tensor:
+    """Counts slices on CUDA without waiting for the device; returns what `SliceCounts` calls counts.
+
+    Args:
+        rowptr: int64 (num_rows + 1,). Where it does not ascend, the counts mean nothing.
+        longest: entries of a slice, a power of two.
+        totals: int64 (2,), gets the numbers of split rows and of slots.
+    """
+    num_rows = rowptr.numel() - 1
+    counts = torch.empty(_C.num_row_split_counts(num_rows), dtype=torch.int64, device=rowptr.device)
+    index = device_index(rowptr.device)
+    _C.row_split_count(
+        rowptr.data_ptr(), num_rows, longest, counts.data_ptr(), totals.data_ptr(), index, queue(index)
+    )
+    return counts
+
+
+def fill_slices(rowptr: Tensor, counted: SliceCounts) -> RowSplit:
+    """The work list on CUDA of rows whose slices were counted, without waiting for the device.
+
+    As `RowSplit.from_rowptr`, but for the order: full slices of split rows come first.
+    """
+    num_rows, device = rowptr.numel() - 1, rowptr.device
+    num_slices = num_rows - counted.num_split_rows + counted.num_slots
+    slices = torch.empty(num_slices, 2, dtype=torch.int64, device=device)
+    split_row = torch.empty(counted.num_split_rows, dtype=torch.int32, device=device)
+    split_ptr = (torch.empty if num_rows else torch.zeros)(
+        counted.num_split_rows + 1, dtype=torch.int64, device=device
+    )
+    index = device_index(device)
+    _C.row_split_fill(
+        rowptr.data_ptr(),
+        num_rows,
+        counted.longest,
+        counted.counts.data_ptr(),
+        slices.data_ptr(),
+        split_row.data_ptr(),
+        split_ptr.data_ptr(),
+        index,
+        queue(index),
+    )
+    return RowSplit(slices, split_row, split_ptr, counted.num_slots)
+
+
+def split_rows(rowptr: Tensor, longest: int) -> RowSplit:
+    """The work list of rows: on CUDA in few launches and one read from the device."""
+    if rowptr.device.type != "cuda":
+        return RowSplit.from_rowptr(rowptr, longest)
+    totals = torch.empty(2, dtype=torch.int64, device=rowptr.device)
+    counts = count_slices(rowptr, longest, totals)
+    return fill_slices(rowptr, SliceCounts(longest, counts, *totals.tolist()))
 
 
 def shared_group_share(rowptr: Tensor, longest: int) -> float:

@@ -10,6 +10,7 @@
 namespace fastsparse::cpu {
 
 void compress(const CompressArgs& args);
+void inspect(const InspectArgs& args, int threads);
 void spmm_csr(const SpmmArgs& args, int threads);
 void spmm_extremum(const SpmmExtremumArgs& args, int threads);
 void sddmm_csr(const SddmmArgs& args, int threads);
@@ -29,6 +30,10 @@ namespace fastsparse::cuda {
 
 std::size_t compress_scratch_bytes(const CompressArgs& args);
 int compress(const CompressArgs& args, void* scratch, std::size_t scratch_bytes, void* stream);
+int inspect(const InspectArgs& args, void* stream);
+std::int64_t num_row_split_counts(std::int64_t num_rows);
+int row_split_count(const RowSplitArgs& args, void* stream);
+int row_split_fill(const RowSplitArgs& args, void* stream);
 int spmm_csr(const SpmmArgs& args, void* stream);
 int spmm_bsb(const SpmmBsbArgs& args, void* stream);
 int spmm_tca(const SpmmArgs& args, void* stream);

@@ -453,6 +453,52 @@ struct CompressArgs {
   bool order_is_64bit;
 };
 
+// What the host wants to know of edges before it builds a structure of them. Words that are maxima of
+// unsigned indices hold more than any index for a negative one.
+enum EdgeFact : int {
+  kMostRow,       // greatest row
+  kMostCol,       // greatest column
+  kMostEdgeId,    // greatest edge id
+  kRowsDescend,   // not 0: rows do not come in ascending order; for compressed rows, pointers descend
+  kColsDescend,   // not 0: the columns of some row do not
+  kChecksum,      // 0 where the structure equals its transpose, else very probably not 0
+  kEmptyRows,     // not 0: some row has no entry
+  kFirstEntry,    // rowptr[0]
+  kLastEntry,     // rowptr[num_rows]
+  kNumSplitRows,  // see RowSplitArgs
+  kNumSlots,
+  kNumEdgeFacts,
+};
+
+// One pass over edges (row and col) or compressed rows (rowptr and col), before their indices were checked:
+// nothing is addressed with them.
+struct InspectArgs {
+  const void* row;      // (num_edges); null: rowptr is given
+  const void* col;      // (num_edges)
+  const void* edge_id;  // (num_edges); null: none
+  bool index_is_64bit;  // of row and col
+  bool edge_id_is_64bit;
+  std::int64_t num_edges;
+  std::int64_t num_rows;
+  bool square;            // whether the checksum is wanted
+  std::int64_t* rowptr;   // (num_rows + 1); written where rows are given, meaningful where they ascend
+  std::int32_t* col_out;  // (num_edges)
+  float* inv_degree;      // (num_rows), 0 for rows without entries
+  std::int64_t* facts;    // (kNumEdgeFacts)
+};
+
+// Rows cut into slices, long slices first (RowSplitView): count first, then allocate, then fill.
+struct RowSplitArgs {
+  const std::int64_t* rowptr;  // (num_rows + 1)
+  std::int64_t num_rows;
+  std::int64_t longest;     // entries of a slice, a power of two
+  std::int64_t* counts;     // (num_row_split_counts(num_rows)) scratch from count to fill
+  std::int64_t* facts;      // (kNumEdgeFacts): count writes kNumSplitRows and kNumSlots
+  RowSlice* slices;         // out of fill, (num_rows - split rows + slots)
+  std::int32_t* split_row;  // out of fill, (split rows)
+  std::int64_t* split_ptr;  // out of fill, (split rows + 1)
+};
+
 // The k largest entries of every row in ascending column order; of equal ones those in lower columns, and NaN
 // counts as largest.
 struct MaxkArgs {

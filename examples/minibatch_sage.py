@@ -1,0 +1,269 @@
+"""Trains GraphSAGE on sampled neighbours with the framework's own layer and with its drop-in.
+
+    python examples/minibatch_sage.py --framework pyg --conv both --dataset planted --fanouts 10,5
+
+Every batch is a graph that nobody has seen before: what building its structure costs is part of every step.
+Drawing neighbours is timed by itself. See docs/minibatch.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common.cli import at_least, override, parse_device, parser, report_results, run
+from common.data import NodeDataset, Split, load_dataset, node_features
+from common.errors import ExampleError
+from common.frameworks import CONVS, make_graph
+from common.node_models import NodeModel, NodeRecipe, make_sage
+from common.report import LayerResult, check_plotting, check_writable, make_console
+from common.sampling import Batches, MiniBatch, PygBatches, Sampling
+from common.training import (
+    AUTOCAST,
+    PeakMemory,
+    RunResult,
+    matmul_precision,
+    metrics_of,
+    score,
+)
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+DEFAULT = NodeRecipe(layers=2, hidden=64, lr=0.01, epochs=20, runs=1, batch_size=256, fanouts=(10, 5))
+
+#: Hyper-parameters by dataset. Of ogbn-products, those of PyG's examples/ogbn_products_sage.py.
+RECIPES = {
+    "planted": replace(DEFAULT, epochs=5, runs=2),
+    "ogbn-arxiv": replace(DEFAULT, layers=3, hidden=256, lr=3e-3, batch_size=1024, fanouts=(15, 10, 5)),
+    "ogbn-products": replace(DEFAULT, layers=3, hidden=256, lr=3e-3, batch_size=1024, fanouts=(15, 10, 5)),
+}
+
+
+@dataclass
+class BatchTimes:
+    """Milliseconds of every batch.
+
+    Attributes:
+        sampling: Drawing neighbours.
+        step: Features and graphs to the device, forward, backward and optimiser.
+    """
+
+    sampling: list[float]
+    step: list[float]
+
+
+@dataclass
+class Task:
+    """One graph, and how to train on batches of it.
+
+    Attributes:
+        options: The command line.
+        dataset: The graph, on the CPU.
+        x: Its features.
+        recipe: Hyper-parameters.
+        device: Where to train.
+    """
+
+    options: argparse.Namespace
+    dataset: NodeDataset
+    x: Tensor
+    recipe: NodeRecipe
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.sampling = Sampling(self.options.framework, self.dataset, self_loops=False)
+        self.x_on_device = self.x.to(self.device)
+        self.y_on_device = self.dataset.y.to(self.device)
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of classes, as the models ask for it."""
+        return self.dataset.num_classes
+
+    def model(self, conv: str) -> tuple[NodeModel, str]:
+        """A freshly drawn model and its layer's name."""
+        words = argparse.Namespace(framework=self.options.framework, conv=conv, batching="neighbor")
+        model, name = make_sage(words, self, self.recipe)  # type: ignore[arg-type]
+        return model, name  # type: ignore[return-value]
+
+    def batches(self, nodes: Tensor) -> Batches | PygBatches:
+        """Shuffled batches of nodes with sampled neighbours."""
+        recipe, workers = self.recipe, self.options.workers
+        return self.sampling.batches(recipe.fanouts, nodes, recipe.batch_size, shuffle=True, workers=workers)
+
+    def loss(self, model: NodeModel, conv: str, batch: MiniBatch) -> Tensor:
+        """Mean cross entropy of the seeds."""
+        x = self.x_on_device[batch.nodes.to(self.device)]
+        logits = model(batch.graphs_on(conv, self.device), x)[: batch.seeds.numel()]
+        return F.cross_entropy(logits.float(), self.y_on_device[batch.seeds.to(self.device)])
+
+    def train(
+        self, model: NodeModel, conv: str, split: Split, progress: tqdm, times: BatchTimes
+    ) -> RunResult:
+        """Trains a model; scores come from all neighbours of all nodes."""
+        result, recipe, precision = RunResult(), self.recipe, self.options.precision
+        synchronise = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+        optimiser = torch.optim.Adam(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
+        scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        autocast = torch.autocast(self.device.type, AUTOCAST.get(precision), enabled=precision in AUTOCAST)
+        batches = self.batches(split.train.cpu().nonzero().flatten())
+        graph = make_graph(self.options.framework, self.dataset, conv, self.device, self_loops=False)
+        best = -1.0
+        for epoch in range(recipe.epochs):
+            model.train()
+            losses, spent, begin = [], 0.0, time.perf_counter()
+            for batch in batches:
+                drawn = time.perf_counter()
+                optimiser.zero_grad()
+                with autocast:
+                    loss = self.loss(model, conv, batch)
+                scaler.scale(loss).backward()
+                scaler.step(optimiser)
+                scaler.update()
+                losses.append(float(loss.detach()))
+                synchronise()
+                times.sampling.append((drawn - begin) * 1e3)
+                begin = time.perf_counter()
+                times.step.append((begin - drawn) * 1e3)
+                spent += times.step[-1]
+            result.step_ms.append(spent)
+            result.loss.append(statistics.fmean(losses))
+            model.eval()
+            with torch.no_grad(), autocast:
+                logits = model([graph] * recipe.layers, self.x_on_device)
+            self.keep_scores(result, logits, split)
+            if result.val[-1] > best:
+                best, result.best_epoch = result.val[-1], epoch
+                metrics = metrics_of(self.num_outputs)
+                y = self.y_on_device
+                result.scores = {metric: score(metric, logits, y, split.test) for metric in metrics}
+            progress.update()
+        return result
+
+    def keep_scores(self, result: RunResult, logits: Tensor, split: Split) -> None:
+        """Appends the scores of an epoch."""
+        for part in ("train", "val", "test"):
+            mask = getattr(split, part)
+            getattr(result, part).append(score(self.recipe.select_by, logits, self.y_on_device, mask))
+
+    def compare(self, convs: Sequence[str]) -> tuple[list[LayerResult], dict[str, BatchTimes]]:
+        """Trains with every layer: the same weights to begin with, the same batches, the same splits."""
+        results: dict[str, LayerResult] = {}
+        times = {conv: BatchTimes([], []) for conv in convs}
+        interval = 0.5 if sys.stderr.isatty() else 20.0
+        total = self.recipe.epochs * self.recipe.runs * len(convs)
+        with (
+            matmul_precision(self.options.precision),
+            tqdm(total=total, unit="epoch", dynamic_ncols=True, mininterval=interval) as bar,
+        ):
+            for number in range(self.recipe.runs):
+                split = self.dataset.to(self.device).split(number, self.options.seed)
+                for conv in convs:
+                    memory = PeakMemory(self.device)
+                    # The layers draw their weights alike, so one seed gives all models the same.
+                    torch.manual_seed(self.options.seed + number)
+                    model, name = self.model(conv)
+                    bar.set_description(f"{name}, run {number + 1}/{self.recipe.runs}")
+                    torch.manual_seed(self.options.seed + number)
+                    outcome = self.train(model.to(self.device), conv, split, bar, times[conv])
+                    outcome.peak_bytes = memory.read()
+                    results.setdefault(conv, LayerResult(conv, name)).runs.append(outcome)
+        return list(results.values()), times
+
+
+def print_batches(console: Console, results: Sequence[LayerResult], times: dict[str, BatchTimes]) -> None:
+    """Prints medians per batch."""
+    table = Table(title="milliseconds per batch", title_justify="left")
+    table.add_column("layer", no_wrap=True)
+    for column in ("sampling", "step", "speed-up of the step"):
+        table.add_column(column, justify="right")
+    reference = statistics.median(times["reference"].step) if "reference" in times else None
+    for result in results:
+        step = statistics.median(times[result.conv].step)
+        table.add_row(
+            result.layer,
+            f"{statistics.median(times[result.conv].sampling):.2f}",
+            f"{step:.2f}",
+            "-" if reference is None else f"{reference / step:.2f}x",
+        )
+    console.print(table)
+
+
+def fanouts(text: str) -> tuple[int, ...]:
+    """A list of numbers of neighbours, for argparse."""
+    return tuple(at_least(1)(part) for part in text.split(","))
+
+
+def main(
+    arguments: Sequence[str] | None = None, console: Console | None = None
+) -> tuple[dict[str, Any], list[LayerResult]]:
+    """Runs the example; returns the log that --json writes, and the results.
+
+    Args:
+        arguments: Command line, by default the process's own.
+        console: Where to print, by default standard output.
+
+    Raises:
+        ExampleError: Something the user can put right.
+    """
+    command_line = parser(__doc__.split("\n\n", 1)[0])
+    add = command_line.add_argument
+    add("--batch-size", type=at_least(1), help="nodes per batch (default: the dataset's recipe)")
+    add("--fanouts", type=fanouts, help="neighbours per hop, as 15,10,5 (default: the dataset's recipe)")
+    add("--workers", type=at_least(0), default=0, help="processes that draw neighbours")
+    options = command_line.parse_args(arguments)
+    console = console or make_console()
+    check_writable(options.json, "--json")
+    check_plotting(options.plot)
+    device = parse_device(options.device)
+    dataset = load_dataset(
+        options.dataset, options.root, options.framework, seed=options.seed, download=options.download
+    )
+    recipe = override(RECIPES.get(dataset.name.lower().replace("_", "-"), DEFAULT), options)
+    if options.fanouts is not None and options.layers is None:
+        recipe = replace(recipe, layers=len(options.fanouts))
+    if len(recipe.fanouts) != recipe.layers:
+        given = ",".join(map(str, recipe.fanouts))
+        raise ExampleError(f"--fanouts {given}: expected one number for each of --layers {recipe.layers}.")
+    x, note = node_features(dataset, options.features, normalise=recipe.normalise_features)
+    if x is None:
+        raise ExampleError("--features learned: expected features to gather, choose given or degree.")
+    data = {
+        "name": dataset.name,
+        "nodes": dataset.num_nodes,
+        "edges": dataset.num_edges,
+        "classes": dataset.num_classes,
+        "features": note,
+        "split": dataset.split_description(options.seed),
+        "notes": list(dataset.notes),
+    }
+    console.print(
+        f"[bold]{dataset.name}[/bold]: {dataset.num_nodes:,} nodes, {dataset.num_edges:,} directed edges,"
+        f" {dataset.num_classes} classes; {note}; {data['split']}",
+        f"{options.framework} on {device}, {options.precision}: {recipe.layers} layers of width"
+        f" {recipe.hidden}, batches of {recipe.batch_size} nodes with {list(recipe.fanouts)} neighbours,"
+        f" {recipe.epochs} epochs, {recipe.runs} run(s)",
+        sep="\n",
+    )
+    convs = CONVS if options.conv == "both" else (options.conv,)
+    results, times = Task(options, dataset, x, recipe, device).compare(convs)
+    medians = {
+        conv: {"sampling_ms": statistics.median(of.sampling), "step_ms": statistics.median(of.step)}
+        for conv, of in times.items()
+    }
+    log = report_results(options, device, data, recipe, results, console, {"batches": medians})
+    print_batches(console, results, times)
+    return log, results
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))

@@ -1,0 +1,121 @@
+"""What must be known of edges before a structure is made of them: one pass, and one read from the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.formats.row_split import SliceCounts, count_slices
+
+#: Words that the kernels write, in the order of EdgeFact in kernels/include/fastsparse/views.h.
+_NUM_FACTS = 11
+_SIGNED_TO_UNSIGNED = 2**64
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Facts about edges or compressed rows, and what a structure of them consists of if they are sorted.
+
+    Attributes:
+        rowptr: int64 (num_rows + 1,); of edges: meaningful where `rows_descend` is False.
+        col: int32 (num_edges,), the columns, meaningful where they are in range.
+        inv_degree: float32 (num_rows,), as `Adjacency.inv_degree`.
+        most_row: greatest row, beyond all valid ones where one is negative.
+        most_col: the same of columns.
+        most_edge_id: the same of edge ids.
+        rows_descend: whether rows (compressed: pointers) come in another order than ascending.
+        cols_descend: whether the columns of some row do.
+        checksum: of a square structure given as edges: 0 where it equals its transpose, and with a chance of
+            2^-64 where it does not.
+        has_empty_rows: whether some row has no entry.
+        ends: first and last of the row pointers.
+        slices: numbers of slices, on CUDA.
+    """
+
+    rowptr: Tensor
+    col: Tensor
+    inv_degree: Tensor
+    most_row: int
+    most_col: int
+    most_edge_id: int
+    rows_descend: bool
+    cols_descend: bool
+    checksum: int
+    has_empty_rows: bool
+    ends: tuple[int, int]
+    slices: SliceCounts | None
+
+
+def inspect_edges(row: Tensor, col: Tensor, num_rows: int, longest: int, *, square: bool) -> Inspection:
+    """Looks at edges whose indices may be anything.
+
+    Args:
+        row: int32 or int64 (num_edges,), contiguous.
+        col: like ``row``.
+        num_rows: number of rows.
+        longest: entries of a slice, for `Inspection.slices`.
+        square: whether there are as many columns as rows.
+    """
+    # An empty tensor has no address, which says that pointers are given: without edges all of them are 0.
+    rowptr = (torch.empty if row.numel() else torch.zeros)(num_rows + 1, dtype=torch.int64, device=row.device)
+    return _inspect(row, col, None, rowptr, longest, square)
+
+
+def inspect_rows(rowptr: Tensor, col: Tensor, edge_id: Tensor | None, longest: int) -> Inspection:
+    """Looks at compressed rows whose pointers and indices may be anything.
+
+    Args:
+        rowptr: int64 (num_rows + 1,), contiguous.
+        col: int32 or int64 (num_edges,), contiguous.
+        edge_id: int32 or int64 (num_edges,), contiguous, or None.
+        longest: entries of a slice, for `Inspection.slices`.
+    """
+    return _inspect(None, col, edge_id, rowptr, longest, False)
+
+
+def _inspect(
+    row: Tensor | None, col: Tensor, edge_id: Tensor | None, rowptr: Tensor, longest: int, square: bool
+) -> Inspection:
+    device, num_rows = col.device, rowptr.numel() - 1
+    col_out = torch.empty(col.numel(), dtype=torch.int32, device=device)
+    with torch.inference_mode(False):  # kept: it must serve autograd later
+        inv_degree = torch.empty(num_rows, dtype=torch.float32, device=device)
+    facts = torch.empty(_NUM_FACTS, dtype=torch.int64, device=device)
+    index = device_index(device)
+    _C.inspect(
+        0 if row is None else row.data_ptr(),
+        col.data_ptr(),
+        0 if edge_id is None else edge_id.data_ptr(),
+        col.dtype == torch.int64,
+        edge_id is not None and edge_id.dtype == torch.int64,
+        col.numel(),
+        num_rows,
+        square,
+        rowptr.data_ptr(),
+        col_out.data_ptr(),
+        inv_degree.data_ptr(),
+        facts.data_ptr(),
+        index,
+        queue(index),
+    )
+    # Counted before it is known whether the rows are sorted, so that the host reads from the device once.
+    counts = count_slices(rowptr, longest, facts[-2:]) if index >= 0 else None
+    words = facts.tolist()
+    return Inspection(
+        rowptr=rowptr,
+        col=col_out,
+        inv_degree=inv_degree,
+        most_row=words[0] % _SIGNED_TO_UNSIGNED,
+        most_col=words[1] % _SIGNED_TO_UNSIGNED,
+        most_edge_id=words[2] % _SIGNED_TO_UNSIGNED,
+        rows_descend=bool(words[3]),
+        cols_descend=bool(words[4]),
+        checksum=words[5],
+        has_empty_rows=bool(words[6]),
+        ends=(words[7], words[8]),
+        slices=None if counts is None else SliceCounts(longest, counts, words[9], words[10]),
+    )

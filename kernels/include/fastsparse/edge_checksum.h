@@ -1,0 +1,23 @@
+// A checksum that tells structures that differ from their transpose, without comparing them.
+#pragma once
+
+#include <cstdint>
+
+#include "fastsparse/philox.h"  // FASTSPARSE_HOST_DEVICE
+
+namespace fastsparse {
+
+// Finaliser of splitmix64 (Steele, Lea and Flood, 2014): every bit of the argument reaches every bit.
+FASTSPARSE_HOST_DEVICE std::uint64_t mixed(std::uint64_t bits) {
+  bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9u;
+  bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebu;
+  return bits ^ (bits >> 31);
+}
+
+// What an edge adds: summed over all edges, whatever their order, modulo 2^64, it is 0 where every edge has
+// its reverse.
+FASTSPARSE_HOST_DEVICE std::uint64_t edge_checksum(std::uint64_t row, std::uint64_t col) {
+  return mixed(row << 32 | (col & 0xffffffffu)) - mixed(col << 32 | (row & 0xffffffffu));
+}
+
+}  // namespace fastsparse

@@ -1,0 +1,96 @@
+"""Graphs seen once: what is built for them, and that results do not depend on it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch_geometric.nn import GATConv, GCNConv, SAGEConv
+
+from fastsparse_core import adjacency as core_adjacency
+from fastsparse_core.formats.bsb import Bsb
+from fastsparse_pyg import FastGATConv, FastGCNConv, FastSAGEConv, clear_cache
+
+
+def sampled_blocks(device: str, seed: int = 0) -> list[tuple[torch.Tensor, int, int]]:
+    """(edge_index sorted by destination, sources, destinations) of three layers, first layer first."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [8, 60, 300, 800]
+    blocks = []
+    for num_dst, num_src, fanout in zip(sizes, sizes[1:], (15, 10, 5), strict=False):
+        row = torch.arange(num_dst).repeat_interleave(fanout)
+        col = torch.randint(0, num_src, row.shape, generator=generator)
+        blocks.append((torch.stack([col, row]).to(device), num_src, num_dst))
+    return blocks[::-1]
+
+
+def train_step(layers: nn.ModuleList, x: torch.Tensor, seed: int) -> list[torch.Tensor]:
+    blocks = sampled_blocks(x.device.type, seed)
+    for layer, (edge_index, _, num_dst) in zip(layers, blocks, strict=True):
+        x = layer((x, x[:num_dst]), edge_index).relu()
+    x.square().sum().backward()
+    gradients = [parameter.grad.clone() for parameter in layers.parameters()]
+    layers.zero_grad()
+    return [x.detach(), *gradients]
+
+
+@pytest.fixture
+def sorts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of edges of every sort."""
+    counted: list[int] = []
+    original = core_adjacency.compress
+
+    def count(major, *args, **kwargs):
+        counted.append(major.numel())
+        return original(major, *args, **kwargs)
+
+    monkeypatch.setattr(core_adjacency, "compress", count)
+    return counted
+
+
+@pytest.fixture
+def no_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args, **kwargs):
+        raise AssertionError("a structure that was seen once is converted")
+
+    monkeypatch.setattr(Bsb, "from_csr", refuse)
+
+
+@pytest.mark.parametrize(("fast", "original"), [(FastSAGEConv, SAGEConv), (FastGATConv, GATConv)])
+def test_sampled_blocks_sort_nothing_but_transposes(device, sorts, no_conversion, fast, original):
+    torch.manual_seed(0)
+    options = {"add_self_loops": False} if fast is FastGATConv else {}
+    layers = nn.ModuleList(fast(16, 16, **options) for _ in range(3)).to(device)
+    reference = nn.ModuleList(original(16, 16, **options) for _ in range(3)).to(device)
+    reference.load_state_dict(layers.state_dict())
+    x = torch.randn(800, 16, device=device)
+    # Many more batches than a structure is used for before it is converted.
+    for seed in range(12):
+        sorts.clear()
+        results = train_step(layers, x, seed)
+        # GAT's first layer transforms the features: their gradient passes its structure too.
+        assert len(sorts) == (2 if fast is FastSAGEConv else 3)
+        for ours, theirs in zip(results, train_step(reference, x, seed), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_square_batches_are_not_converted(device, no_conversion):
+    torch.manual_seed(0)
+    layer = FastGCNConv(16, 16).to(device)
+    reference = GCNConv(16, 16).to(device)
+    reference.load_state_dict(layer.state_dict())
+    x = torch.randn(300, 16, device=device)
+    for _ in range(20):
+        row = torch.arange(300, device=device).repeat_interleave(4)
+        edge_index = torch.stack([torch.randint(0, 300, row.shape, device=device), row])
+        torch.testing.assert_close(layer(x, edge_index), reference(x, edge_index), rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_seen_again_is_found_again(device, sorts):
+    clear_cache()
+    layer = FastSAGEConv(16, 16).to(device)
+    edge_index, num_src, num_dst = sampled_blocks(device)[0]
+    x = torch.randn(num_src, 16, device=device, requires_grad=True)
+    for _ in range(3):
+        layer((x, x[:num_dst]), edge_index).sum().backward()
+    assert len(sorts) == 1
