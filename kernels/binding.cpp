@@ -592,9 +592,9 @@ void inspect(Address row, Address col, Address edge_id, bool index_is_64bit, boo
 
 #ifdef FASTSPARSE_WITH_CUDA
 void row_split_count(Address rowptr, std::int64_t num_rows, std::int64_t longest, Address counts,
-                     Address facts, int device, Address queue) {
+                     Address totals, int device, Address queue) {
   const RowSplitArgs args{at<std::int64_t>(rowptr), num_rows, longest, at<std::int64_t>(counts),
-                          at<std::int64_t>(facts),  nullptr,  nullptr, nullptr};
+                          at<std::int64_t>(totals), nullptr,  nullptr, nullptr};
   const DeviceGuard guard(device);
   check(cuda::row_split_count(args, at(queue)), "row_split_count");
 }

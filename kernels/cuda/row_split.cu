@@ -125,8 +125,8 @@ __global__ void place_kernel(const RowSplitArgs args, std::int64_t blocks) {
       starts[kind] = start;
       start += totals[kind];
     }
-    args.facts[kNumSplitRows] = totals[kSplitRows];
-    args.facts[kNumSlots] = totals[kSlots];
+    args.totals[0] = totals[kSplitRows];
+    args.totals[1] = totals[kSlots];
   }
   __syncthreads();
   for (std::int64_t block = lane; block < blocks; block += kWarp) {

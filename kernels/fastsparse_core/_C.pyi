@@ -127,7 +127,7 @@ def inspect(
 ) -> None: ...
 def num_row_split_counts(num_rows: int) -> int: ...  # only in builds with the CUDA half
 def row_split_count(
-    rowptr: int, num_rows: int, longest: int, counts: int, facts: int, device: int, queue: int
+    rowptr: int, num_rows: int, longest: int, counts: int, totals: int, device: int, queue: int
 ) -> None: ...  # only in builds with the CUDA half
 def row_split_fill(
     rowptr: int,

@@ -465,7 +465,7 @@ enum EdgeFact : int {
   kEmptyRows,     // not 0: some row has no entry
   kFirstEntry,    // rowptr[0]
   kLastEntry,     // rowptr[num_rows]
-  kNumSplitRows,  // see RowSplitArgs
+  kNumSplitRows,  // this and the next are the totals of RowSplitArgs
   kNumSlots,
   kNumEdgeFacts,
 };
@@ -493,7 +493,7 @@ struct RowSplitArgs {
   std::int64_t num_rows;
   std::int64_t longest;     // entries of a slice, a power of two
   std::int64_t* counts;     // (num_row_split_counts(num_rows)) scratch from count to fill
-  std::int64_t* facts;      // (kNumEdgeFacts): count writes kNumSplitRows and kNumSlots
+  std::int64_t* totals;     // (2) out of count: numbers of split rows and of slots
   RowSlice* slices;         // out of fill, (num_rows - split rows + slots)
   std::int32_t* split_row;  // out of fill, (split rows)
   std::int64_t* split_ptr;  // out of fill, (split rows + 1)
