@@ -5,21 +5,24 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 
 import torch
 from rich.console import Console
 
-from . import suite, tables
+from . import record, suite, summary, tables
 from .common import add_common
 
 COMMANDS = {
     "spmm": "sparse-dense product against cuSPARSE and stored rivals",
+    "dlmc": "pruned weight matrices: all kernels of spmm, cuSPARSE, dense, and stored rivals",
     "sddmm": "dot products per edge, csr and flashsparse",
     "ssd": "sparse rows times a structure against stored rivals, the papers' ablations, and maxk",
     "attention": "attention forward and backward: time and memory, against stored rivals",
     "train": "training step, inference and memory of small models against PyG",
+    "scaling": "full-graph training and mini-batches on several GPUs",
     "breakdown": "where the time of a training step goes: kinds of device work, and waiting for the host",
     "adjacency": "building an Adjacency and its transpose",
     "formats": "vectors, zeros, instructions and bytes of the tensor-core formats, and their conversion",
@@ -28,8 +31,9 @@ COMMANDS = {
     "accuracy": "test accuracy of the examples in several precisions, original against drop-in",
     "maxk": "MaxK against ReLU in training: accuracy, stored activations, time",
     "choice": "csr against flashsparse, what auto picks, and what the pick costs",
-    "all": "every benchmark of this machine, then plots and tables",
+    "all": "every benchmark of this machine, then plots, tables and summary",
     "tables": "stored results as Markdown tables",
+    "summary": "stored results in short, the page docs/results.md",
     "plots": "stored results as plots",
 }
 
@@ -44,6 +48,7 @@ ON_CUDA = (
     "spmm --algorithm flashsparse --dtypes float16 bfloat16 float32",
     "sddmm",
     "spmm",
+    "dlmc --parts matrices preprocessing",
     "formats",
     "adjacency",
     "host",
@@ -58,8 +63,8 @@ def make_parser(chosen: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Benchmarks of FastSparse.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     shape = argparse.ArgumentDefaultsHelpFormatter
-    for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary, formatter_class=shape)
+    for name, about in COMMANDS.items():
+        command = commands.add_parser(name, help=about, description=about, formatter_class=shape)
         if name == "all":
             add_common(command)
         elif name == chosen:
@@ -73,21 +78,52 @@ def run(arguments: Sequence[str], console: Console) -> None:
     options = parser.parse_args(arguments)
     if options.command == "all":
         names = ON_CUDA if torch.device(options.device).type == "cuda" else ON_CPU
+        if names is ON_CUDA and torch.cuda.device_count() > 1:
+            names = (*ON_CUDA, "scaling")
         shared = ["--device", options.device, "--out", str(options.out)]
         if options.commit:
             shared += ["--commit", options.commit]
+        steps = []
         for name in names:
-            run([*name.split(), *shared], console)
-        run(["plots", "--results", str(options.out)], console)
-        run(["tables", "--results", str(options.out), "--out", str(options.out / "README.md")], console)
+            steps.append([*name.split(), *shared])
+        stored = ["--results", str(options.out)]
+        page = summary.PAGE if options.out.resolve() == record.RESULTS else options.out / "summary.md"
+        steps += [
+            ["plots", *stored],
+            ["tables", *stored, "--out", str(options.out / "README.md")],
+            ["summary", *stored, "--out", str(page)],
+        ]
+        _run_all(steps, console)
         return
     try:
         suite.check(getattr(options, "graphs", ()))
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     result = importlib.import_module(f"benchmarks.{options.command}").run(options)
-    if options.command not in ("tables", "plots"):
+    if options.command not in ("tables", "plots", "summary"):
         tables.show(result, console)
+
+
+def _run_all(steps: Sequence[Sequence[str]], console: Console) -> None:
+    """Runs commands one after the other; one that fails does not keep the others from running.
+
+    Raises:
+        SystemExit: With code 1, at the end, if one failed.
+    """
+    failed = []
+    for place, step in enumerate(steps, 1):
+        console.rule(f"{place} of {len(steps)}: {' '.join(step)}")
+        start = time.perf_counter()
+        try:
+            run(step, console)
+        except (Exception, SystemExit):
+            # Whatever stopped it, even a parser's exit: what the others measure is worth hours.
+            console.print_exception()
+            failed.append(" ".join(step))
+        console.print(f"{time.perf_counter() - start:.0f} s")
+    if failed:
+        console.print(f"[bold red]{len(failed)} of {len(steps)} failed[/]: {'; '.join(failed)}")
+        raise SystemExit(1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -259,6 +259,35 @@ def sparse_activation_plots(result: dict[str, Any], record_path: Path) -> list[P
     return written
 
 
+def scaling_curves(result: dict[str, Any], record_path: Path) -> list[Path]:
+    """Speed-up against the number of GPUs, and what would be ideal."""
+    cells = [cell for cell in result["cells"] if cell["status"] == "ok"]
+    most = max((cell["gpus"] for cell in cells), default=1)
+    if most == 1:
+        return []
+    figure, axes = pyplot.subplots(figsize=(7.0, 5.0), constrained_layout=True)
+    axes.plot([1, most], [1, most], color="black", linewidth=0.8, linestyle="--", label="ideal")
+    for kind, graph, dtype in dict.fromkeys((c["kind"], c["graph"], c["dtype"]) for c in cells):
+        group = [c for c in cells if (c["kind"], c["graph"], c["dtype"]) == (kind, graph, dtype)]
+        (one,) = [c for c in group if c["gpus"] == 1]
+        for variant in dict.fromkeys(c["variant"] for c in group if c["gpus"] > 1):
+            points = [(1, 1.0)]
+            for cell in group:
+                if cell["variant"] == variant and cell["gpus"] > 1:
+                    # A step of mini-batches handles as many nodes more as there are GPUs more.
+                    work = cell["gpus"] if kind == "ddp" else 1
+                    points.append((cell["gpus"], work * one["median_ms"] / cell["median_ms"]))
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=f"{graph}, {dtype}, {variant}")
+    axes.set_xlabel("GPUs")
+    axes.set_ylabel("times faster than one")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    path = _plot_path(record_path, "speedup")
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return [path]
+
+
 def _lines(cells: list[dict[str, Any]], x: str, label: str, path: Path) -> Path:
     """Time against `x`, a panel per graph, a line per implementation or width."""
     graphs = list(dict.fromkeys(cell["graph"] for cell in cells))
@@ -317,6 +346,7 @@ PLOTS = {
     "spmm": (speed_up_bars, roofline_plots),
     "attention": (attention_bars,),
     "train": (training_bars,),
+    "scaling": (scaling_curves,),
     "formats": (format_bars,),
     "ssd": (sparse_activation_plots,),
     "choice": (choice_heat_maps,),

@@ -2,6 +2,7 @@
 
     python examples/ogb_node.py --dataset ogbn-arxiv --root data --download --model gcn --conv fast
     python examples/ogb_node.py --dataset ogbn-products --model sage --batching neighbor --framework dgl
+    torchrun --nproc-per-node 4 examples/ogb_node.py --dataset ogbn-products --parallel fullgraph
 
 Hyper-parameters are those of the leaderboard's example scripts where there are any: see docs/ogb.md.
 """
@@ -9,21 +10,25 @@ Hyper-parameters are those of the leaderboard's example scripts where there are 
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from common.cli import above_zero, at_least, override, parse_device, parser, report_results, run
 from common.errors import ExampleError
 from common.frameworks import make_graph
 from common.long_run import Training, add_options, check_options, train_runs
 from common.node_models import MODELS, NodeRecipe
 from common.ogb_tasks import OgbNodes, load_nodes
+from common.parallel import ALONE, KINDS, Parallel, processes
 from common.report import LayerResult, make_console
 from common.sampling import ALL, Batches, MiniBatch, PygBatches, Sampling
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 DATASETS = ("ogbn-arxiv", "ogbn-products", "ogbn-proteins", "ogbn-papers100M")
 
@@ -78,17 +83,22 @@ class NodeTask:
         data: The graph, on the CPU.
         recipe: Hyper-parameters.
         device: Where to train.
+        parallel: The processes that train together.
     """
 
     options: argparse.Namespace
     data: OgbNodes
     recipe: NodeRecipe
     device: torch.device
+    parallel: Parallel = ALONE
 
     def __post_init__(self) -> None:
         self.kind = MODELS[self.options.model]
-        self.needs_graph = "full" in (self.options.batching, self.options.inference)
-        if self.needs_graph:
+        if self.parallel.kind == "fullgraph":
+            self.take_rows()
+            return
+        # With DDP the first process evaluates.
+        if "full" in (self.options.batching, self.options.inference) and self.parallel.is_first:
             self.x = self.data.x.to(self.device)
             graph = make_graph(
                 self.options.framework,
@@ -104,40 +114,90 @@ class NodeTask:
         if self.options.batching == "neighbor":
             self.sampling = Sampling(self.options.framework, self.data, self_loops=self.kind.self_loops)
 
+    def take_rows(self) -> None:
+        """This process's rows of the graph, and of the data of nodes."""
+        from fastsparse_core.distributed import PartitionedAdjacency, exchange_group, partition
+
+        data, parallel = self.data, self.parallel
+        # METIS, where it is installed, runs once; what the first process found goes to all.
+        found = (
+            [partition(data.edge_index, parallel.size, num_nodes=data.num_nodes)]
+            if parallel.is_first
+            else [None]
+        )
+        dist.broadcast_object_list(found, device=self.device)
+        (parts,) = found
+        mine = parts.owned_edges(data.edge_index[1], parallel.rank)
+        source, target = (end[mine].to(self.device) for end in data.edge_index)
+        # DGL's layers add no self loops.
+        loops = "append" if self.kind.self_loops and self.options.framework == "dgl" else "keep"
+        self.part = PartitionedAdjacency.from_coo(
+            target, source, parts, group=exchange_group(), self_loops=loops
+        )
+        self.graphs = [self.part] * self.recipe.layers
+        self.x = parts.scatter(data.x, parallel.rank).to(self.device)
+        is_train = torch.zeros(data.num_nodes, dtype=torch.bool)
+        is_train[data.split["train"]] = True
+        own = parts.scatter(is_train, parallel.rank)
+        self.train = own.nonzero().flatten().to(self.device)
+        self.train_y = parts.scatter(data.y, parallel.rank)[own].to(self.device)
+
     def batches(self, part: str) -> Batches | PygBatches:
-        """Batches of a part of the split as in training; of ``all`` nodes with all their neighbours."""
+        """Batches of a part of the split; of ``own`` nodes, to train on; of ``all`` with all neighbours."""
         if part not in self.loaders:
             everyone = part == "all"
             self.loaders[part] = self.sampling.batches(
                 [ALL] if everyone else self.recipe.fanouts,
-                torch.arange(self.data.num_nodes) if everyone else self.data.split[part],
+                torch.arange(self.data.num_nodes) if everyone else self.seeds(part),
                 self.recipe.batch_size,
-                shuffle=part == "train",
+                shuffle=part == "own",
                 workers=self.options.workers,
             )
         return self.loaders[part]
 
+    def seeds(self, part: str) -> Tensor:
+        """The nodes of a part of the split; ``own``: this process's of those to train on."""
+        split = self.data.split
+        return self.parallel.share(split["train"]) if part == "own" else split[part]
+
     def training(self, run: int) -> tuple[Training, str]:
         """The model of a run, freshly drawn, and how to train it."""
         model, name = self.kind.make(self.options, self.data, self.recipe)
-        self.model = model.to(self.device)
-        if self.options.batching == "full":
+        self.model = self.called = model.to(self.device)
+        parallel = self.parallel
+        if parallel.kind == "fullgraph":
+            if self.device.type == "cuda":  # PyTorch's works there only
+                self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
+            training = Training(self.model, lambda: [None], 1, self.share_of_loss, self.evaluate, parallel)
+        elif self.options.batching == "full":
             training = Training(self.model, lambda: [None], 1, self.full_loss, self.evaluate)
         else:
-            batches = self.batches("train")
-            training = Training(self.model, lambda: batches, len(batches), self.batch_loss, self.evaluate)
+            if parallel.kind == "ddp":
+                self.called = DistributedDataParallel(self.model)
+            batches = self.batches("own")
+            training = Training(
+                self.model, lambda: batches, len(batches), self.batch_loss, self.evaluate, parallel
+            )
         return training, name
+
+    def share_of_loss(self, batch: None) -> tuple[Tensor, int]:
+        """This process's share of the mean loss over all nodes to train on, and how many those are."""
+        logits = self.model(self.graphs, self.x)[self.train]
+        everyone = self.data.split["train"].numel()
+        if self.train.numel() == 0:  # the gradients of the others' losses come through here all the same
+            return logits.sum() * 0.0, everyone
+        return self.data.loss(logits, self.train_y) * (self.train.numel() / everyone), everyone
 
     def full_loss(self, batch: None) -> tuple[Tensor, int]:
         return self.data.loss(self.model(self.graphs, self.x)[self.train], self.train_y), self.train.numel()
 
     def batch_loss(self, batch: MiniBatch) -> tuple[Tensor, int]:
         y = self.data.y[batch.seeds].to(self.device)
-        return self.data.loss(self.batch_logits(batch), y), batch.seeds.numel()
+        return self.data.loss(self.batch_logits(batch, self.called), y), batch.seeds.numel()
 
-    def batch_logits(self, batch: MiniBatch) -> Tensor:
+    def batch_logits(self, batch: MiniBatch, model: nn.Module) -> Tensor:
         x = self.data.x[batch.nodes].to(self.device)
-        return self.model(batch.graphs_on(self.options.conv, self.device), x)[: batch.seeds.numel()]
+        return model(batch.graphs_on(self.options.conv, self.device), x)[: batch.seeds.numel()]
 
     def evaluate(self) -> dict[str, float]:
         """Scores by OGB's Evaluator, with the logits that --inference asks for."""
@@ -146,11 +206,13 @@ class NodeTask:
             return {part: self.sampled_score(part) for part in split}
         layerwise = self.options.inference == "layerwise"
         logits = self.layerwise_logits() if layerwise else self.model(self.graphs, self.x)
+        if self.parallel.kind == "fullgraph":
+            logits = self.part.gather(logits)
         return {part: self.data.score(logits[nodes], nodes) for part, nodes in split.items()}
 
     def sampled_score(self, part: str) -> float:
         """The score with as many neighbours as in training."""
-        pairs = [(self.batch_logits(batch).cpu(), batch.seeds) for batch in self.batches(part)]
+        pairs = [(self.batch_logits(batch, self.model).cpu(), batch.seeds) for batch in self.batches(part)]
         logits, nodes = (torch.cat(column) for column in zip(*pairs, strict=True))
         return self.data.score(logits, nodes)
 
@@ -186,13 +248,22 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, NodeReci
     add("--batch-size", type=at_least(1), help="nodes per batch (default: the dataset's recipe)")
     add("--fanouts", type=fanouts, help="neighbours per hop, as 15,10,5 (default: the dataset's recipe)")
     add("--lr", type=above_zero, help="learning rate (default: the dataset's recipe)")
+    add("--parallel", choices=KINDS, help="several GPUs, under torchrun: batches each, or rows of one graph")
     add("--workers", type=at_least(0), default=0, help="processes that draw neighbours")
     add_options(command_line)
     options = command_line.parse_args(arguments)
     huge = options.dataset == "ogbn-papers100M"
-    options.batching = options.batching or ("neighbor" if huge else "full")
+    sampled = huge or options.parallel == "ddp"
+    options.batching = options.batching or ("neighbor" if sampled else "full")
     options.inference = options.inference or ("sampled" if huge else "full")
     recipe = override(recipe_of(options.dataset, options.model, options.batching), options)
+    wanted = {"ddp": "neighbor", "fullgraph": "full"}.get(options.parallel, options.batching)
+    if options.batching != wanted:
+        raise ExampleError(f"--parallel {options.parallel}: expected --batching {wanted}.")
+    if options.parallel == "fullgraph" and options.conv != "fast":
+        raise ExampleError("--parallel fullgraph: expected --conv fast; the originals cannot divide a graph.")
+    if options.parallel == "fullgraph" and options.model == "maxk-sage":
+        raise ExampleError("--parallel fullgraph: expected gcn, sage, gat or gt, whose operators it has.")
     if options.batching == "full" and options.inference != "full":
         raise ExampleError(f"--inference {options.inference}: expected full where --batching is full.")
     if options.batching == "neighbor" and len(recipe.fanouts) != recipe.layers:
@@ -216,13 +287,29 @@ def main(
         console: Where to print, by default standard output.
     """
     options, recipe = parse(arguments)
-    console = console or make_console()
     check_options(options)
-    device = parse_device(options.device)
-    data = load_nodes(options.dataset, options.root, options.framework, download=options.download)
+    with processes(options.parallel, parse_device(options.device)) as (parallel, device):
+        if not parallel.is_first:
+            options.json = options.plot = None
+            console = Console(file=io.StringIO())
+        return train(options, recipe, device, parallel, console or make_console())
+
+
+def train(
+    options: argparse.Namespace,
+    recipe: NodeRecipe,
+    device: torch.device,
+    parallel: Parallel,
+    console: Console,
+) -> tuple[dict, list[LayerResult]]:
+    """Loads the data, trains and reports; as `main` returns."""
+    with parallel.first_alone():
+        data = load_nodes(options.dataset, options.root, options.framework, download=options.download)
     recipe = replace(recipe, select_by=data.metric)
     drawn = f"batches of {recipe.batch_size} nodes with {list(recipe.fanouts)} neighbours"
     batching = "the whole graph" if options.batching == "full" else drawn
+    if parallel.kind:
+        batching += f", {parallel.size} processes ({parallel.kind})"
     sizes = "/".join(f"{nodes.numel():,}" for nodes in data.split.values())
     console.print(
         f"[bold]{data.name}[/bold]: {data.num_nodes:,} nodes, {data.num_edges:,} directed edges,"
@@ -237,8 +324,11 @@ def main(
     )
     names = ("framework", "conv", "dataset", "model", "batching", "inference")
     settings = {name: getattr(options, name) for name in names}
-    task = NodeTask(options, data, recipe, device)
-    result = train_runs(options, settings, task.training, recipe, device=device)
+    settings |= {"parallel": parallel.kind, "processes": parallel.size} if parallel.kind else {}
+    task = NodeTask(options, data, recipe, device, parallel)
+    if parallel.kind == "fullgraph":
+        console.print(f"[dim]{task.part}[/dim]", highlight=False)
+    result = train_runs(options, settings, task.training, recipe, device=device, parallel=parallel)
     description = {
         "name": data.name,
         "nodes": data.num_nodes,

@@ -10,6 +10,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.typing import SparseTensor
 
 from fastsparse_core import Adjacency
+from fastsparse_core.distributed import PartitionedAdjacency
 from fastsparse_core.log import info_once
 from fastsparse_pyg.caching import has_unit_values, logger, lookup
 
@@ -270,6 +271,8 @@ def caller_edges(adj: Adjacency) -> tuple[Tensor, Tensor]:
 
 def with_self_loops(adj: Adjacency, kind: str) -> Adjacency:
     """The structure with a self loop on every node; edge values keep the order they had."""
+    if isinstance(adj, PartitionedAdjacency):
+        return adj.with_self_loops(kind)  # type: ignore[arg-type]
     row, col = caller_edges(adj)
     return Adjacency.from_coo(row, col, adj.shape, self_loops=kind)  # type: ignore[arg-type]
 

@@ -88,27 +88,84 @@ class DeviceGuard {
   } while (false)
 #endif
 
+SpmmArgs spmm_args(const CsrStructure& structure, int dtype, std::int64_t width, Address x,
+                   std::int64_t x_stride, Address value, int value_dtype, std::int64_t heads,
+                   Address scale_dst, Address scale_src, Address bias, bool relu, Address out,
+                   Address partial, std::int64_t tile) {
+  return {structure.a,
+          structure.split,
+          {at(value), static_cast<Dtype>(value_dtype), heads},
+          {at(x), x_stride},
+          at(scale_dst),
+          at(scale_src),
+          at(bias),
+          relu,
+          at(out),
+          at(partial),
+          width,
+          tile,
+          static_cast<Dtype>(dtype)};
+}
+
 void spmm_csr(const CsrStructure& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
               Address value, int value_dtype, std::int64_t heads, Address scale_dst, Address scale_src,
               Address bias, bool relu, Address out, Address partial, std::int64_t tile, int device,
               Address queue) {
-  const SpmmArgs args{structure.a,
-                      structure.split,
-                      {at(value), static_cast<Dtype>(value_dtype), heads},
-                      {at(x), x_stride},
-                      at(scale_dst),
-                      at(scale_src),
-                      at(bias),
-                      relu,
-                      at(out),
-                      at(partial),
-                      width,
-                      tile,
-                      static_cast<Dtype>(dtype)};
+  const SpmmArgs args = spmm_args(structure, dtype, width, x, x_stride, value, value_dtype, heads, scale_dst,
+                                  scale_src, bias, relu, out, partial, tile);
   FASTSPARSE_RUN(spmm_csr, args, device, queue);
 }
 
 #ifdef FASTSPARSE_WITH_CUDA
+void spmm_tca(const CsrStructure& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
+              Address value, int value_dtype, Address scale_dst, Address scale_src, Address bias, bool relu,
+              Address out, int device, Address queue) {
+  const SpmmArgs args = spmm_args(structure, dtype, width, x, x_stride, value, value_dtype, 1, scale_dst,
+                                  scale_src, bias, relu, out, 0, width);
+  const DeviceGuard guard(device);
+  check(cuda::spmm_tca(args, at(queue)), "spmm_tca");
+}
+
+void spmm_hr(const CsrStructure& structure, std::int64_t num_long, int dtype, std::int64_t width, Address x,
+             std::int64_t x_stride, Address value, int value_dtype, Address scale_dst, Address scale_src,
+             Address bias, bool relu, Address out, Address partial, int device, Address queue) {
+  const SpmmArgs args = spmm_args(structure, dtype, width, x, x_stride, value, value_dtype, 1, scale_dst,
+                                  scale_src, bias, relu, out, partial, width);
+  const DeviceGuard guard(device);
+  check(cuda::spmm_hr(args, num_long, at(queue)), "spmm_hr");
+}
+
+void count_hybrid_rows(Address rowptr, std::int64_t num_rows, std::int32_t multiple, std::int32_t longest,
+                       Address sums, int device, Address queue) {
+  const HybridRowsArgs args{at<std::int64_t>(rowptr),
+                            num_rows,
+                            multiple,
+                            longest,
+                            at<std::int64_t>(sums),
+                            0,
+                            nullptr,
+                            nullptr,
+                            nullptr};
+  const DeviceGuard guard(device);
+  check(cuda::count_hybrid_rows(args, at(queue)), "count_hybrid_rows");
+}
+
+void fill_hybrid_rows(Address rowptr, std::int64_t num_rows, std::int32_t multiple, std::int32_t longest,
+                      Address sums, std::int64_t num_long, Address slices, Address split_row,
+                      Address split_ptr, int device, Address queue) {
+  const HybridRowsArgs args{at<std::int64_t>(rowptr),
+                            num_rows,
+                            multiple,
+                            longest,
+                            at<std::int64_t>(sums),
+                            num_long,
+                            at<RowSlice>(slices),
+                            at<std::int32_t>(split_row),
+                            at<std::int64_t>(split_ptr)};
+  const DeviceGuard guard(device);
+  check(cuda::fill_hybrid_rows(args, at(queue)), "fill_hybrid_rows");
+}
+
 BsbView make_bsb(Address block, Address window_ptr, Address window_row, Address block_entry, Address value_id,
                  bool value_id_is_64bit, std::int64_t num_rows, Address slices, std::int64_t num_slices,
                  Address split_row, Address split_ptr, std::int64_t num_split_rows, Address runs,
@@ -613,6 +670,10 @@ PYBIND11_MODULE(_C, m) {
 #ifdef FASTSPARSE_WITH_CUDA
   py::class_<BsbView>(m, "BsbStructure").def(py::init(&make_bsb));
   m.def("spmm_bsb", &spmm_bsb);
+  m.def("spmm_tca", &spmm_tca);
+  m.def("spmm_hr", &spmm_hr);
+  m.def("count_hybrid_rows", &count_hybrid_rows);
+  m.def("fill_hybrid_rows", &fill_hybrid_rows);
   py::class_<AttentionBsbInput>(m, "AttentionBsbInput").def(py::init(&attention_bsb_input));
   m.def("attention_bsb", &attention_bsb);
   m.def("attention_bsb_backward", &attention_bsb_backward);

@@ -23,7 +23,7 @@ from test_attention import problem
 from fastsparse_core import Adjacency, edge_softmax, maxk, sddmm, spmm, ssd
 
 ROWS, EDGES, HEAVY = 300, 3000, 2500
-WIDTHS = (8, 47, 64, 128)
+WIDTHS = (8, 16, 32, 47, 64, 128)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -47,16 +47,17 @@ def structures() -> list[Adjacency]:
 
 
 def products(adj: Adjacency, dtype: torch.dtype, width: int) -> None:
-    """spmm and sddmm, both algorithms, forward and backward."""
+    """spmm and sddmm, all algorithms, forward and backward."""
     x = features(adj.num_src, width, dtype, "contiguous", "cuda").requires_grad_()
     y = features(adj.num_dst, width, dtype, "contiguous", "cuda")
     heads = 2 if width % 2 == 0 else 1
-    for algorithm in ("csr", "flashsparse"):
+    for algorithm in ("csr", "flashsparse", "tca", "hr"):
         for values in (None, 1, heads):
             value = None
             if values is not None:
                 value = torch.rand(adj.num_edges, values, device="cuda").squeeze(1).requires_grad_()
             spmm(adj, x, value, "mean", algorithm=algorithm).sum().backward()
+    for algorithm in ("csr", "flashsparse"):
         sddmm(adj, y, x, algorithm=algorithm)
     vectors = sddmm(adj, y, x, layout="me_bcrs")
     spmm(adj, x, vectors, value_layout="me_bcrs").sum().backward()

@@ -28,6 +28,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from . import report
 from .cli import at_least
 from .errors import ExampleError
+from .parallel import ALONE, Parallel
 from .training import AUTOCAST, LayerResult, PeakMemory, Recipe, RunResult, matmul_precision
 
 #: The columns of --csv.
@@ -56,6 +57,7 @@ class Training:
         loss: The mean loss over a batch, and over how many examples it is.
         evaluate: The scores of ``train``, ``val`` and ``test``; called without gradients, the model in
             evaluation mode.
+        parallel: The processes that train together.
     """
 
     model: nn.Module
@@ -63,6 +65,7 @@ class Training:
     steps: int
     loss: Callable[[Any], tuple[Tensor, int]]
     evaluate: Callable[[], dict[str, float]]
+    parallel: Parallel = ALONE
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
@@ -164,9 +167,9 @@ def load(path: Path, settings: dict[str, Any]) -> State:
     return state
 
 
-def seed_everything(seed: int, run: int, epoch: int) -> None:
-    """Seeds all generators for one epoch of one run."""
-    value = (seed + run) * 1_000_003 + epoch
+def seed_everything(seed: int, run: int, epoch: int, rank: int = 0) -> None:
+    """Seeds all generators for one epoch of one run, on every rank otherwise."""
+    value = (seed + run) * 1_000_003 + epoch + (rank << 40)
     torch.manual_seed(value)
     random.seed(value)
 
@@ -187,12 +190,13 @@ def train_epoch(
         with autocast:
             loss, count = training.loss(batch)
         scaler.scale(loss).backward()
+        training.parallel.after_backward(training.model)
         scaler.step(optimiser)
         scaler.update()
         total = total + loss.detach() * count
         examples += count
         progress.update()
-    return float(total) / examples
+    return training.parallel.mean_loss(total, examples)
 
 
 def train_run(
@@ -235,7 +239,7 @@ def train_run(
             part.load_state_dict(state.tensors[name])
     shown: dict[str, str] = {}
     for epoch in range(len(result.loss), recipe.epochs):
-        seed_everything(seed, run, epoch)
+        seed_everything(seed, run, epoch, training.parallel.rank)
         synchronise()
         start = time.perf_counter()
         loss = train_epoch(training, optimiser, scaler, autocast, progress)
@@ -251,7 +255,7 @@ def train_run(
         if (epoch + 1) % recipe.eval_every == 0 or epoch + 1 == recipe.epochs:
             model.eval()
             with torch.no_grad(), autocast:
-                scores = training.evaluate()
+                scores = training.parallel.scores(training.evaluate, device)
             best = result.val[result.best_epoch] if result.best_epoch >= 0 else -math.inf
             if scores["val"] > best:
                 result.best_epoch, result.scores = epoch, {recipe.select_by: scores["test"]}
@@ -271,6 +275,7 @@ def train_runs(
     recipe: LongRecipe,
     *,
     device: torch.device,
+    parallel: Parallel = ALONE,
 ) -> LayerResult:
     """Trains `recipe.runs` models one after the other, keeping the log and the checkpoint.
 
@@ -281,6 +286,7 @@ def train_runs(
             and the layer's name.
         recipe: Hyper-parameters.
         device: Where to train.
+        parallel: The processes that train together; the first one shows and writes.
 
     Returns:
         All runs.
@@ -290,13 +296,14 @@ def train_runs(
     state = State([], RunResult())
     if options.resume and options.checkpoint.is_file():
         state = load(options.checkpoint, settings)
+    is_first = parallel.is_first
     interval = 0.5 if sys.stderr.isatty() else 20.0
     name = ""
     with (
         deterministic(options.deterministic),
         matmul_precision(options.precision),
-        _open_csv(options.csv, state) as log,
-        tqdm(unit="step", dynamic_ncols=True, mininterval=interval) as bar,
+        _open_csv(options.csv if is_first else None, state) as log,
+        tqdm(unit="step", dynamic_ncols=True, mininterval=interval, disable=not is_first) as bar,
     ):
 
         def after_epoch(state: State) -> None:
@@ -304,9 +311,8 @@ def train_runs(
             if (peak := memory.read()) is not None:
                 state.current.peak_bytes = max(peak, state.current.peak_bytes or 0)
             _write_row(log, len(state.finished), epoch - 1, state.current)
-            if options.checkpoint is not None and (
-                epoch % options.checkpoint_every == 0 or epoch >= recipe.epochs
-            ):
+            wanted = is_first and options.checkpoint is not None
+            if wanted and (epoch % options.checkpoint_every == 0 or epoch >= recipe.epochs):
                 save(options.checkpoint, settings, state)
 
         for run in range(len(state.finished), recipe.runs):

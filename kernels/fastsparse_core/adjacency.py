@@ -8,7 +8,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from fastsparse_core.formats.bsb import HEIGHT, MOST_COLUMNS, Bsb
 from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.grouping import Method, check_method
 from fastsparse_core.formats.grouping import group_rows as similar_rows
+from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_split import RowSplit
 from fastsparse_core.formats.window_runs import slot_starts, window_runs
 
@@ -79,6 +80,9 @@ class Adjacency:
             keep their order.
         handle: number by which the operators know this object.
     """
+
+    #: Whether it is one rank's part of a graph (:class:`fastsparse_core.distributed.PartitionedAdjacency`).
+    is_partitioned: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -412,6 +416,21 @@ class Adjacency:
         return self._rows(self.row_split if self.device.type == "cuda" else None)
 
     @property
+    def plain_structure(self) -> Any:
+        """The structure without any work list, as kernels take it that need none."""
+        return self._memo.get("plain_structure", lambda: self._rows(None))
+
+    @property
+    def hybrid_rows(self) -> HybridRows:
+        """Work list of spmm on both kinds of units, see `HybridRows`."""
+        return self._row_memo.get("hybrid_rows", lambda: HybridRows.from_rowptr(self.rowptr))
+
+    @property
+    def hybrid_structure(self) -> Any:
+        """The structure with that work list, as the compiled kernel takes it."""
+        return self._memo.get("hybrid_structure", lambda: self._rows(self.hybrid_rows))
+
+    @property
     def edge_groups(self) -> RowSplit:
         """Work list of ssd: the entries of a row in groups of bounded length, and who shares a row."""
         return self._row_memo.get(
@@ -626,6 +645,7 @@ class Adjacency:
             backward: also the transposed structure.
         """
         self.csr_structure  # noqa: B018
+        self.plain_structure  # noqa: B018
         self.edge_group_structure  # noqa: B018
         if self.device.type == "cuda" and self.try_bsb():
             self.bsb_structure(valued=False)

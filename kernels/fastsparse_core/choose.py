@@ -34,12 +34,18 @@ _WHY_SDDMM_CSR = (
     "float64, for rows or heads that are not multiples of 16 bytes, for more than 65535 heads or 2^24 sources"
 )
 
+_WHY_NOT_DIRECT = (
+    "spmm with algorithm='tca' or 'hr' runs as 'csr' where tensor cores cannot serve it straight from CSR: "
+    "on the CPU, in float64 and float32, for rows that are not multiples of 16 bytes, for several values per "
+    "edge"
+)
+
 _WHY_DECOUPLED = (
     "ssd with algorithm='maxk' runs as 'decoupled' where its atomics cannot serve it: on the CPU, in "
     "float64, for more than 1024 features, and where PyTorch is told to use deterministic algorithms"
 )
 
-SPMM_ALGORITHMS = ("auto", "csr", "flashsparse")
+SPMM_ALGORITHMS = ("auto", "csr", "flashsparse", "tca", "hr")
 SDDMM_ALGORITHMS = ("auto", "csr", "flashsparse")
 ATTENTION_ALGORITHMS = ("auto", "fused3s", "unfused")
 SSD_ALGORITHMS = ("auto", "decoupled", "maxk", "densify")
@@ -61,8 +67,8 @@ _FEW_EDGES = 200_000
 _FEW_PER_ROW = 3
 _FEW_KEPT = 16
 #: Longest edge group of ssd, in entries: its fixed-point sums have room for as many terms. Shorter ones fill
-#: small structures better and still lose, to what their partial results cost (github at k = 8 0.032 ms with
-#: 128 entries, 0.048 with 32).
+#: small structures better and still lose, to what their partial results cost (github, k = 8: 0.032 ms at 128
+#: entries, 0.048 at 32).
 EDGE_GROUP_LENGTH = 128
 #: Features that a buffer of ssd has room for; wider rows are summed in tiles.
 MOST_SSD_FEATURES = 1024
@@ -258,7 +264,7 @@ def spmm_algorithm(
     aligned: bool,
     dense: bool = False,
 ) -> str:
-    """Resolves ``"auto"``, and a request that this call cannot serve, to ``"csr"`` or ``"flashsparse"``.
+    """Resolves ``"auto"``, and a request that this call cannot serve, to the name of a kernel.
 
     Args:
         adj: the structure; counts its uses.
@@ -271,6 +277,11 @@ def spmm_algorithm(
     """
     if algorithm == "csr":
         return algorithm
+    if algorithm in ("tca", "hr"):
+        if adj.device.type == "cuda" and dtype.itemsize == 2 and aligned and width > 0 and heads == 1:
+            return algorithm
+        info_once(_logger, _WHY_NOT_DIRECT)
+        return "csr"
     if not _flashsparse_fits(adj, dtype, width, heads, aligned):
         if algorithm == "flashsparse":
             info_once(_logger, _WHY_CSR)

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 _OLDEST_ARCH = 80
 _REBUILD = "python -m pip install --force-reinstall --no-deps fastsparse-gnn (or, in a checkout, -e .)"
@@ -32,17 +32,37 @@ _NUM_DST, _NUM_SRC, _NUM_EDGES = 24, 32, 400
 #: Shapes of an operator's tensors.
 Shapes = Sequence[tuple[int, ...]]
 
+#: Kinds of problems; docs/troubleshooting.md has a section for each, under this name.
+Key = Literal[
+    "torch-broken",
+    "torch-old",
+    "import-failed",
+    "no-framework",
+    "extension-missing",
+    "gpu-unusable",
+    "gpu-old",
+    "cuda-half-missing",
+    "gpu-not-covered",
+    "driver-old",
+    "no-kernel-image",
+    "out-of-memory",
+    "check-failed",
+    "rich-missing",
+]
+
 
 @dataclass(frozen=True)
 class Problem:
     """Something that is not as it should be.
 
     Attributes:
+        key: Its kind.
         what: The finding.
         cure: What to do about it, in one line.
         breaks: Whether the product cannot be used until it is cured.
     """
 
+    key: Key
     what: str
     cure: str
     breaks: bool = False
@@ -142,9 +162,11 @@ def main() -> int:
     try:
         _print_tables(report)
     except ImportError:
-        report.problems.append(Problem("rich is missing", "python -m pip install rich", breaks=True))
+        report.problems.append(
+            Problem("rich-missing", "rich is missing", "python -m pip install rich", breaks=True)
+        )
         for problem in report.problems:
-            print(f"{problem.what}\n    cure: {problem.cure}")
+            print(f"{problem.what} [{problem.key}]\n    cure: {problem.cure}")
     return 0 if report.usable else 1
 
 
@@ -194,6 +216,7 @@ def _examine_torch(report: Report) -> Any | None:
         report.versions.append(("PyTorch", installed or "-", "broken" if installed else "not installed"))
         report.problems.append(
             Problem(
+                "torch-broken",
                 f"PyTorch cannot be imported: {_first_line(error)}",
                 "python -m pip install --force-reinstall 'torch>=2.6'",
                 breaks=True,
@@ -206,6 +229,7 @@ def _examine_torch(report: Report) -> Any | None:
     if (major, minor) < (2, 6):
         report.problems.append(
             Problem(
+                "torch-old",
                 f"PyTorch {torch.__version__} is older than 2.6, the oldest this package is made for",
                 "python -m pip install --upgrade 'torch>=2.6'",
             )
@@ -245,12 +269,13 @@ def _examine_components(report: Report) -> None:
         elif reason:
             report.versions.append((component.title, version, "broken"))
             what = f"{component.title} {version} cannot be imported: {reason}"
-            report.problems.append(Problem(what, component.cure, component.breaks))
+            report.problems.append(Problem("import-failed", what, component.cure, component.breaks))
         else:
             report.versions.append((component.title, version, "ok"))
     if not {"PyG", "DGL"} & reasons.keys():
         report.problems.append(
             Problem(
+                "no-framework",
                 "neither PyG nor DGL is installed, so there is no layer to swap",
                 "python -m pip install 'fastsparse-gnn[pyg]' or 'fastsparse-gnn[dgl]'",
             )
@@ -269,7 +294,7 @@ def _examine_extension(report: Report) -> dict[str, Any] | None:
         report.build.append(("CPU half", "missing"))
         report.build.append(("CUDA half", "missing"))
         what = f"the extension fastsparse_core._C cannot be imported: {_first_line(error)}"
-        report.problems.append(Problem(what, _REBUILD, breaks=True))
+        report.problems.append(Problem("extension-missing", what, _REBUILD, breaks=True))
         return None
     threads = "OpenMP" if info["openmp"] else "one thread: its compiler had no OpenMP"
     report.build.append(("CPU half", f"built ({info['compiler']}, {threads})"))
@@ -321,7 +346,8 @@ def _examine_gpus(report: Report, torch: Any, build_info: dict[str, Any] | None)
             report.gpus.append((name, arch, "-", "not usable by this PyTorch"))
         if report.gpus:
             cure = "install a PyTorch built for CUDA that this driver supports (nvidia-smi shows the version)"
-            report.problems.append(Problem("there is a GPU, but torch.cuda.is_available() is False", cure))
+            what = "there is a GPU, but torch.cuda.is_available() is False"
+            report.problems.append(Problem("gpu-unusable", what, cure))
         return
     archs = set()
     for index in range(torch.cuda.device_count()):
@@ -339,12 +365,13 @@ def _examine_gpus(report: Report, torch: Any, build_info: dict[str, Any] | None)
     too_old = sorted(arch for arch in archs if int(arch) < _OLDEST_ARCH)
     if too_old:
         what = f"the kernels need GPUs of architecture {_OLDEST_ARCH} or newer, not {';'.join(too_old)}"
-        report.problems.append(Problem(what, "keep tensors on the CPU or on another GPU"))
+        report.problems.append(Problem("gpu-old", what, "keep tensors on the CPU or on another GPU"))
     archs.difference_update(too_old)
     wanted = ";".join(sorted(archs, key=int))
     if not build_info["cuda"] and archs:
         report.problems.append(
             Problem(
+                "cuda-half-missing",
                 "there is a GPU, but only the CPU half was built because nvcc was not found",
                 f"python -m pip install nvidia-cuda-nvcc nvidia-cuda-cccl (or nvcc on PATH), then {_REBUILD}",
             )
@@ -352,7 +379,7 @@ def _examine_gpus(report: Report, torch: Any, build_info: dict[str, Any] | None)
     elif not all(covers(build_info["cuda_archs"], arch) for arch in archs):
         what = f"built for architectures {build_info['cuda_archs']}, but the GPUs here are {wanted}"
         cure = f"FASTSPARSE_CUDA_ARCHS='{wanted}' {_REBUILD}"
-        report.problems.append(Problem(what, cure, breaks=True))
+        report.problems.append(Problem("gpu-not-covered", what, cure, breaks=True))
 
 
 # ------------------------------------------------------------------------------------------- operators
@@ -375,18 +402,21 @@ def _examine_operators(report: Report, torch: Any, build_info: dict[str, Any]) -
             what += check.message
         else:
             what += f"differs from the reference by {check.error:.1e}"
-        report.problems.append(Problem(what, _cure_of_failure(check), breaks=True))
+        key, cure = _kind_of_failure(check)
+        report.problems.append(Problem(key, what, cure, breaks=True))
 
 
-def _cure_of_failure(check: Check) -> str:
-    """One line on what to do about a self-check that failed."""
+def _kind_of_failure(check: Check) -> tuple[Key, str]:
+    """Kind of problem that a failed self-check is, and one line on what to do about it."""
     if "driver version is insufficient" in check.message:
-        return "update the NVIDIA driver, or rebuild with an nvcc that is no newer than the driver"
+        cure = "update the NVIDIA driver, or rebuild with an nvcc that is no newer than the driver"
+        return "driver-old", cure
     if "no kernel image" in check.message:
-        return f"FASTSPARSE_CUDA_ARCHS= (this GPU's architecture) {_REBUILD}"
+        return "no-kernel-image", f"FASTSPARSE_CUDA_ARCHS= (this GPU's architecture) {_REBUILD}"
     if "out of memory" in check.message:
-        return "free some GPU memory (nvidia-smi shows who holds it) and run the doctor again"
-    return f"{_REBUILD}; if that does not help, report this output"
+        cure = "free some GPU memory (nvidia-smi shows who holds it) and run the doctor again"
+        return "out-of-memory", cure
+    return "check-failed", f"{_REBUILD}; if that does not help, report this output"
 
 
 def check_operators(device: str) -> list[Check]:
@@ -494,8 +524,11 @@ def _print_tables(report: Report) -> None:
         table("Self-check, forward and backward", ("operator", "device", "result", "error", "ms"), rows)
     for problem in report.problems:
         kind = "[bold red]broken[/]" if problem.breaks else "[bold yellow]note[/]"
-        console.print(f"{kind}: {escape(problem.what)}", soft_wrap=True, highlight=False)
+        named = escape(f"{problem.what} [{problem.key}]")
+        console.print(f"{kind}: {named}", soft_wrap=True, highlight=False)
         console.print(f"    cure: {escape(problem.cure)}", soft_wrap=True, highlight=False)
+    if report.problems:
+        console.print("more in docs/troubleshooting.md, under the names in brackets")
     if report.usable:
         console.print("[bold green]usable[/]")
     else:

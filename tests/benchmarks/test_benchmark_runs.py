@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -53,6 +54,91 @@ def test_spmm_checks_then_times_every_cell(tmp_path: Path) -> None:
     assert all(cell["error"] < (1e-6 if cell["dtype"] == "float32" else 4e-3) for cell in ours)
     assert [cell for cell in result["cells"] if cell["implementation"] == "torch.sparse CSR"]
     assert result["settings"]["widths"] == [8]
+
+
+@pytest.fixture
+def pruned_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder with one small pruned matrix; its name."""
+    pattern = torch.rand(48, 32, generator=torch.Generator().manual_seed(0)) < 0.2
+    rowptr = torch.cat([torch.zeros(1, dtype=torch.int64), pattern.sum(1).cumsum(0)])
+    col = pattern.nonzero()[:, 1]
+    folder = tmp_path / "data"
+    folder.mkdir()
+    shape = np.array([48, 32])
+    np.savez(folder / "dlmc_small.npz", rowptr=rowptr.int().numpy(), col=col.int().numpy(), shape=shape)
+    monkeypatch.setenv("FASTSPARSE_DATA", str(folder))
+    return "small"
+
+
+def test_dlmc_checks_then_times_every_implementation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pruned_matrix: str
+) -> None:
+    from benchmarks import dlmc
+
+    assert dlmc.at_hand() == [pruned_matrix]
+    arguments = ["--parts", "matrices", "preprocessing", "--graphs", "pubmed", "--budget-ms", "1"]
+    result = result_of(tmp_path, "dlmc", *arguments, "--width", "16")
+    cells = [cell for cell in result["cells"] if cell["part"] == "matrices"]
+    assert len(cells) == 6 + 4
+    # PyTorch on the CPU has no sparse product in float16.
+    others = [cell for cell in result["cells"] if cell.get("implementation") != "torch.sparse CSR"]
+    assert len(others) == 6 + 4 - 2 + 6
+    assert all(cell["status"] == "ok" and cell["samples"] >= 5 for cell in others)
+    assert {cell["implementation"] for cell in cells if cell["dtype"] == "float16"} > {
+        "fastsparse tca",
+        "fastsparse hr",
+        "dense",
+    }
+    shown = tables.dlmc(result)
+    assert [table.rows[0][0] for table in shown] == [*["small"] * 4, "pubmed"]
+    assert all(len(row) == len(table.columns) for table in shown for row in table.rows)
+
+    right = dlmc.spmm
+    monkeypatch.setattr(dlmc, "spmm", lambda *x, algorithm: right(*x) * (1.1 if algorithm == "tca" else 1))
+    result = result_of(tmp_path / "wrong", "dlmc", "--width", "16", "--budget-ms", "1")
+    for cell in result["cells"]:
+        assert cell["status"].startswith("wrong") == (cell["implementation"] == "fastsparse tca")
+
+
+def test_dlmc_names_the_file_that_is_missing(pruned_matrix: str) -> None:
+    from benchmarks import dlmc
+
+    with pytest.raises(FileNotFoundError, match=r"dlmc_other\.npz.*FASTSPARSE_DATA"):
+        dlmc.load("other", torch.device("cpu"))
+
+
+def test_dlmc_ratios_use_the_stored_rivals_of_the_gpu() -> None:
+    from benchmarks.roofline import peers
+
+    known = peers()
+    matrix = "transformer_mag_0.9_body_decoder_layer_0_ffn_conv1"
+    stored = known["kernels"]["dlmc@256"]
+    place = {
+        "part": "matrices",
+        "matrix": matrix,
+        "rows": 2048,
+        "columns": 512,
+        "sparsity": 0.9,
+        "width": 256,
+    }
+    cells = [
+        {**place, "dtype": "float16", "implementation": f"fastsparse {name}", "status": "ok", "median_ms": ms}
+        for name, ms in (("csr", 0.03), ("tca", 0.02), ("hr", 0.025))
+    ]
+    result = {"machine": {"gpu": known["gpu"]}, "cells": cells}
+    table = tables.dlmc(result)[1]
+    ratios = dict(zip(table.columns, table.rows[0], strict=True))
+    assert ratios["best of ours"] == "tca"
+    assert ratios["TCA-SpMM / tca"] == f"{stored['TCA fp16'][matrix] / 0.02:.2f}x"
+    assert ratios["Sputnik / hr"] == f"{stored['Sputnik fp32'][matrix] / 0.025:.2f}x"
+    assert ratios["csr / best"] == "1.50x"
+    assert ratios["dense / best"] == "-"
+    assert len(tables.dlmc(result)) == 2
+    cells[1]["warm_median_ms"] = 0.0125
+    warm = tables.dlmc(result)[2]
+    assert dict(zip(warm.columns, warm.rows[0], strict=True))["tca"] == "12.5"
+    elsewhere = tables.dlmc({"machine": {"gpu": "other"}, "cells": cells})[1].rows[0]
+    assert elsewhere[2] == elsewhere[3] == "-"
 
 
 def test_sddmm_checks_then_times_every_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,8 +517,52 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
     ):
         ran.clear()
         pretend(["all", "--device", device, "--out", str(tmp_path), "--commit", "abc"], Console(quiet=True))
-        assert [arguments[0] for arguments in ran] == [*expected, "plots", "tables"]
-        assert all(arguments[-2:] == ["--commit", "abc"] for arguments in ran[:-2])
+        assert [arguments[0] for arguments in ran] == [*expected, "plots", "tables", "summary"]
+        assert all(arguments[-2:] == ["--commit", "abc"] for arguments in ran[:-3])
+
+
+def test_all_goes_on_after_a_failure_and_says_so_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import __main__ as command_line
+
+    ran: list[str] = []
+    original = command_line.run
+
+    def pretend(arguments: list[str], console: Console) -> None:
+        if arguments[0] == "all":
+            original(arguments, console)
+            return
+        ran.append(arguments[0])
+        if arguments[0] == "cpu":
+            raise RuntimeError("the machine is on fire")
+        if arguments[0] == "formats":
+            raise SystemExit(2)
+
+    monkeypatch.setattr(command_line, "run", pretend)
+    with pytest.raises(SystemExit) as stopped:
+        main(["all", "--device", "cpu", "--out", str(tmp_path)])
+    assert stopped.value.code == 1
+    assert ran == ["cpu", "formats", "accuracy", "plots", "tables", "summary"]
+    printed = capsys.readouterr().out
+    assert "the machine is on fire" in printed
+    assert "2 of 6 failed" in printed
+
+
+def test_all_writes_what_did_not_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import __main__ as command_line
+
+    working = "formats --graphs pubmed --budget-ms 1", "adjacency --graphs pubmed --budget-ms 1"
+    monkeypatch.setattr(command_line, "ON_CPU", ("formats --graphs no-such-graph", *working))
+    with pytest.raises(SystemExit) as stopped:
+        main(["all", "--device", "cpu", "--out", str(tmp_path)])
+    assert stopped.value.code == 1
+    written = {path.relative_to(tmp_path).as_posix().split("/")[-1] for path in tmp_path.rglob("*.*")}
+    assert written == {"formats.json", "formats.png", "adjacency.json", "README.md", "summary.md"}
+    assert "## Building a structure\n\n### adjacency" in (tmp_path / "summary.md").read_text()
+    monkeypatch.setattr(command_line, "ON_CPU", working)
+    main(["all", "--device", "cpu", "--out", str(tmp_path)])  # no exit: nothing failed
 
 
 def test_unknown_graph_is_refused_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:

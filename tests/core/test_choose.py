@@ -265,6 +265,27 @@ def test_sddmm_takes_the_tensor_cores_where_they_serve(
     assert adj.uses == 0
 
 
+@pytest.mark.parametrize("algorithm", ["tca", "hr"])
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "heads", "aligned", "able"),
+    [
+        ("cuda", torch.float16, 64, 1, True, True),
+        ("cuda", torch.bfloat16, 8, 1, True, True),
+        ("cuda", torch.float16, 64, 2, True, False),
+        ("cuda", torch.float16, 64, 1, False, False),
+        ("cuda", torch.float16, 0, 1, True, False),
+        ("cuda", torch.float32, 64, 1, True, False),
+        ("cuda", torch.float64, 64, 1, True, False),
+        ("cpu", torch.float16, 64, 1, True, False),
+    ],
+)
+def test_direct_kernels_serve_where_they_can(algorithm, device, dtype, width, heads, aligned, able):
+    adj = structure(device)
+    picked = choose.spmm_algorithm(adj, algorithm, dtype, width, heads, aligned)
+    assert picked == (algorithm if able else "csr")
+    assert adj.uses == 0
+
+
 @pytest.mark.parametrize(
     ("dtype", "width", "heads", "num_edges", "picked"),
     [

@@ -109,21 +109,22 @@ def test_a_wrong_gradient_is_found(report, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("message", "cure"),
+    ("message", "key", "cure"),
     [
-        ("CUDA driver version is insufficient for CUDA runtime version", "update the NVIDIA driver"),
-        ("no kernel image is available for execution on the device", "FASTSPARSE_CUDA_ARCHS="),
-        ("out of memory", "free some GPU memory"),
-        ("something else", "force-reinstall"),
+        ("CUDA driver version is insufficient for CUDA runtime version", "driver-old", "update the NVIDIA"),
+        ("no kernel image is available for execution on the device", "no-kernel-image", "FASTSPARSE_CUDA_"),
+        ("out of memory", "out-of-memory", "free some GPU memory"),
+        ("something else", "check-failed", "force-reinstall"),
     ],
 )
-def test_a_failing_operator_is_a_result(report, monkeypatch, message, cure):
+def test_a_failing_operator_is_a_result(report, monkeypatch, message, key, cure):
     def fail(*args, **options):
         raise RuntimeError(f"spmm_csr failed: {message}")
 
     monkeypatch.setattr(fastsparse_core, "spmm", fail)
     doctor._examine_operators(report, torch, {"cuda": False})
     assert report.problems[0].what == f"spmm sum on cpu: RuntimeError: spmm_csr failed: {message}"
+    assert report.problems[0].key == key
     assert cure in report.problems[0].cure
     assert not report.usable
 
@@ -266,9 +267,9 @@ def test_torch_broken(tmp_path):
     (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: cannot open shared object file')\n")
     done = run_doctor(tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert (
-        "broken: PyTorch cannot be imported: libtorch_cpu.so: cannot open shared object file" in done.stdout
-    )
+    reason = "libtorch_cpu.so: cannot open shared object file"
+    assert f"broken: PyTorch cannot be imported: {reason} [torch-broken]" in done.stdout
+    assert "docs/troubleshooting.md" in done.stdout
     assert "cure: python -m pip install --force-reinstall 'torch>=2.6'" in done.stdout
 
 
@@ -305,4 +306,4 @@ def test_rich_missing(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "examine", doctor.Report)
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert doctor.main() == 1
-    assert "rich is missing\n    cure: python -m pip install rich" in capsys.readouterr().out
+    assert "rich is missing [rich-missing]\n    cure: python -m pip install rich" in capsys.readouterr().out

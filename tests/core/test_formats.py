@@ -18,6 +18,7 @@ from fastsparse_core import Adjacency, spmm
 from fastsparse_core.formats import grouping
 from fastsparse_core.formats.bsb import BLOCK, HEIGHT, Bsb
 from fastsparse_core.formats.grouping import choose_grouping, count_vectors, group_rows
+from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.me_bcrs import MeBcrs
 from fastsparse_core.formats.statistics import statistics
 
@@ -459,3 +460,38 @@ def test_grouping_saves_vectors_on_real_graphs(device, data_folder, name, most):
 @pytest.mark.parametrize("name", ["delaunay_n15", "minesweeper"])
 def test_grouping_leaves_good_real_graphs_alone(device, data_folder, name):
     assert choose_grouping(real_graph(data_folder, name).to(device)) is None
+
+
+@given(
+    lengths=st.lists(
+        st.one_of(st.integers(0, 80), st.sampled_from([63, 64, 65, 255, 256, 257, 320, 512, 1000])),
+        max_size=40,
+    )
+)
+@SETTINGS
+def test_hybrid_rows_against_brute_force(device, lengths):
+    """Long items in the order of rows, then short ones; what several share has slots in that order."""
+    longs, shorts, split_row, split_ptr = [], [], [], [0]
+    begin = 0
+    for row, length in enumerate(lengths):
+        whole = length // 64 * 64
+        items = [(begin + at, min(256, whole - at)) for at in range(0, whole, 256)]
+        count = len(items) + (length % 64 > 0 or length == 0)
+        target = [row] if count == 1 else [~(split_ptr[-1] + nth) for nth in range(count)]
+        longs += [(*item, at) for item, at in zip(items, target, strict=False)]
+        if count > len(items):
+            shorts.append((begin + whole, length % 64, target[-1]))
+        if count > 1:
+            split_row.append(row)
+            split_ptr.append(split_ptr[-1] + count)
+        begin += length
+    rowptr = torch.tensor([0, *lengths]).cumsum(0).to(device)
+    rows = HybridRows.from_rowptr(rowptr)
+    words = rows.slices.view(torch.int32)
+    slices = zip(rows.slices[:, 0].tolist(), words[:, 2].tolist(), words[:, 3].tolist(), strict=True)
+    assert list(slices) == longs + shorts
+    assert rows.num_long == len(longs)
+    assert rows.split_row.tolist() == split_row
+    assert rows.split_ptr.tolist() == split_ptr
+    assert rows.num_slots == split_ptr[-1]
+    assert rows.slices.device == rowptr.device

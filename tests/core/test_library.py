@@ -18,12 +18,16 @@ def graph(device: str, num_dst: int = 20, num_src: int = 30) -> Adjacency:
 
 
 @pytest.mark.parametrize("valued", [False, True])
-def test_opcheck_spmm(device, valued):
+@pytest.mark.parametrize(
+    ("algorithm", "dtype"),
+    [("csr", torch.float32), ("flashsparse", torch.float32), ("tca", torch.float16), ("hr", torch.float16)],
+)
+def test_opcheck_spmm(device, valued, algorithm, dtype):
     adj = graph(device)
-    x = torch.randn(30, 8, device=device, requires_grad=True)
+    x = torch.randn(30, 8, device=device, dtype=dtype, requires_grad=True)
     value = torch.randn(200, device=device, requires_grad=True) if valued else None
     scale = torch.rand(20, device=device)
-    arguments = (x, value, scale, None, None, 20, adj.handle, False, "csr", valued)
+    arguments = (x, value, scale, None, None, 20, adj.handle, False, algorithm, valued)
     torch.library.opcheck(torch.ops.fastsparse.spmm.default, arguments)
     torch.library.opcheck(
         torch.ops.fastsparse.spmm_extremum.default, (x, value, 20, adj.handle, False, False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from cases import (
@@ -19,12 +21,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastsparse_core import Adjacency, choose, reference, sddmm, spmm
+from fastsparse_core import Adjacency, choose, log, reference, sddmm, spmm
 from fastsparse_core.formats.bsb import Bsb
 
 SETTINGS = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+
+
+ALGORITHMS = ["csr", "flashsparse", "tca", "hr"]
 
 
 def random_graph(num_dst: int = 40, num_src: int = 60, num_edges: int = 400) -> EdgeList:
@@ -46,7 +51,7 @@ def random_graph(num_dst: int = 40, num_src: int = 60, num_edges: int = 400) -> 
     scaled=st.booleans(),
     biased=st.booleans(),
     relu=st.booleans(),
-    algorithm=st.sampled_from(["csr", "flashsparse"]),
+    algorithm=st.sampled_from(ALGORITHMS),
 )
 @SETTINGS
 def test_equals_reference(
@@ -91,7 +96,7 @@ def test_equals_reference(
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [16, 47, 64, 100, 128])
-@pytest.mark.parametrize("algorithm", ["csr", "flashsparse"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_relative_error_on_a_random_graph(device, reduce, dtype, width, algorithm):
     adj = random_graph().adjacency(device)
     x = features(60, width, dtype, "contiguous", device)
@@ -107,7 +112,7 @@ def test_trailing_shapes(device, shape):
     assert relative_error(spmm(adj, x), reference.spmm(adj, x)) < 1e-6
 
 
-@pytest.mark.parametrize("algorithm", ["csr", "flashsparse"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_heavy_row_is_split_and_summed_in_float32(device, algorithm):
     num_edges = 200_000
     row = torch.zeros(num_edges, dtype=torch.int64, device=device)
@@ -121,7 +126,102 @@ def test_heavy_row_is_split_and_summed_in_float32(device, algorithm):
                 out = spmm(adj, x, reduce=reduce, algorithm=algorithm)
                 assert relative_error(out, reference.spmm(adj, x, reduce=reduce)) < TOLERANCE[dtype]
     if device == "cuda":
-        assert (adj.row_split if algorithm == "csr" else adj.bsb_split).num_slots > 1
+        assert (adj.bsb_split if algorithm == "flashsparse" else adj.row_split).num_slots > 1
+        assert adj.hybrid_rows.num_slots > 1
+
+
+#: Around every unit of the kernels: products of 8 entries, matrices of 64, items of 256, batches, long rows.
+ROW_LENGTHS = (0, 1, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 128, 255, 256, 257, 5000)
+
+
+def rows_of(lengths: Sequence[int], num_src: int, device: str) -> Adjacency:
+    """Rows of these lengths with random sources, the caller's edges in random order."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    row = row[torch.randperm(len(row), generator=generator)]
+    col = torch.randint(0, num_src, (len(row),), generator=generator)
+    return Adjacency.from_coo(row.to(device), col.to(device), (len(lengths), num_src))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", ROW_LENGTHS)
+def test_row_lengths(device, poisoned_memory, algorithm, dtype, length):
+    """Alone, where several warps share a row, and among others, where rows share a warp."""
+    for lengths in ([length], [length, 3, 0, length, 1, 5]):
+        adj = rows_of(lengths, 500, device)
+        value = features(adj.num_values, 1, dtype, "contiguous", device, seed=1)[:, 0]
+        for width in (8, 16, 32, 40, 64, 136):
+            x = features(500, width, dtype, "contiguous", device)
+            for weights in (None, value):
+                out = spmm(adj, x, weights, algorithm=algorithm)
+                expected = reference.spmm(adj, x, weights)
+                assert (out[adj.in_degree() == 0] == 0).all()
+                assert relative_error(out, expected) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [8, 16, 32, 64, 200])
+def test_mixed_row_lengths(device, poisoned_memory, algorithm, dtype, width):
+    """Rows of all lengths side by side, few and many of them: packed rows, shared rows, long ones between."""
+    for repeats, lengths in ((1, ROW_LENGTHS), (40, ROW_LENGTHS[:4]), (30, (5, 0, 2, 63, 1, 8, 9, 70, 300))):
+        adj = rows_of([*lengths, 1, 4] * repeats, 700, device)
+        x = features(700, width, dtype, "contiguous", device)
+        scale_src = torch.rand(700, device=device) + 0.5
+        out = spmm(adj, x, reduce="mean", scale_src=scale_src, algorithm=algorithm)
+        expected = reference.spmm(adj, x, reduce="mean", scale_src=scale_src)
+        assert relative_error(out, expected) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 16, 32, 64])
+@pytest.mark.parametrize("algorithm", ["csr", "tca", "hr"])
+def test_entries_beyond_a_row_are_not_multiplied(device, algorithm, dtype, width):
+    """Source 0 is not finite: what pads a product must not read it, and rows in one warp must not meet."""
+    lengths = [7, 1, 0, 65, 9, 3, 300, 2] * 6
+    adj = rows_of(lengths, 400, device)
+    adj = Adjacency.from_csr(adj.rowptr, adj.col.clamp(min=1), adj.shape)
+    x = features(400, width, dtype, "contiguous", device)
+    expected = spmm(adj, x, algorithm=algorithm)
+    for poison in (float("inf"), float("nan")):
+        x[0] = poison
+        assert torch.equal(spmm(adj, x, algorithm=algorithm), expected)
+        col = adj.col.clone()
+        col[adj.rowptr[3]] = 0
+        touched = spmm(Adjacency.from_csr(adj.rowptr, col, adj.shape), x, algorithm=algorithm)
+        assert not touched[3].isfinite().any()
+        assert torch.equal(touched[:3], expected[:3])
+        assert torch.equal(touched[4:], expected[4:])
+
+
+@pytest.mark.parametrize("algorithm", ["csr", "tca", "hr"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 16, 32, 64, 128, 200])
+def test_infinity_stays_in_its_feature(device, algorithm, dtype, width):
+    """Features that share a product with one that is not finite keep their sums."""
+    adj = rows_of([70, 3, 0, 300, 12, 1, 9, 64], 40, device)
+    x = features(40, width, dtype, "contiguous", device)
+    value = features(adj.num_values, 1, dtype, "contiguous", device, seed=1)[:, 0]
+    x[3, width // 2], x[5, 1], x[9, width - 1] = float("inf"), float("nan"), -float("inf")
+    for weights in (None, value):
+        out = spmm(adj, x, weights, algorithm=algorithm)
+        expected = reference.spmm(adj, x, weights)
+        finite = expected.isfinite()
+        assert torch.equal(out.isnan(), expected.isnan())
+        assert torch.equal(out.isfinite(), finite)
+        assert relative_error(out[finite], expected[finite]) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("algorithm", ["tca", "hr"])
+def test_direct_algorithms_say_once_where_csr_serves(device, caplog, monkeypatch, algorithm):
+    monkeypatch.setattr(log, "_seen", set())
+    caplog.set_level("INFO", logger="fastsparse_core")
+    adj = random_graph().adjacency(device)
+    x = torch.randn(60, 16, device=device)
+    for _ in range(2):
+        assert torch.equal(spmm(adj, x, algorithm=algorithm), spmm(adj, x, algorithm="csr"))
+    assert sum("runs as 'csr'" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("heads", [None, 1, 2])
@@ -156,7 +256,7 @@ def test_gradients_of_extrema(device, reduce, heads):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [40, 47, 128])
-@pytest.mark.parametrize("algorithm", ["csr", "flashsparse"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_gradients_in_lower_precision(device, dtype, width, algorithm):
     adj = random_graph().adjacency(device)
     x = features(60, width, dtype, "contiguous", device).requires_grad_()
@@ -177,7 +277,7 @@ def polluted_vectors(adj: Adjacency, value: Tensor) -> Tensor:
     return vectors.masked_fill(~(stored if value.dim() == 1 else stored[..., None]), float("nan"))
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "csr", "flashsparse"])
+@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS])
 @given(
     edges=edge_lists(),
     width=st.sampled_from(WIDTHS),
@@ -246,7 +346,7 @@ def test_gradients_of_dense_vectors(device, dtype, heads):
     assert relative_error(vectors.grad, as_vectors(adj, exact[1].grad)) <= TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("algorithm", ["csr", "flashsparse"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_second_derivatives_of_dense_vectors(device, algorithm):
     row, col = torch.tensor([2, 0, 1, 1, 8, 1]), torch.tensor([0, 1, 1, 2, 3, 1])
     adj = Adjacency.from_coo(row.to(device), col.to(device), (9, 4), self_loops="replace")
@@ -283,7 +383,7 @@ def test_ties_go_to_the_first_entry(device):
     assert x.grad.tolist() == [[1, 1], [0, 0], [0, 0]]
 
 
-@pytest.mark.parametrize("algorithm", ["csr", "flashsparse"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 16])
 def test_infinity_in_a_long_row(device, algorithm, dtype, width):
@@ -297,7 +397,7 @@ def test_infinity_in_a_long_row(device, algorithm, dtype, width):
     assert spmm(adj, x, algorithm=algorithm).isnan().all()
 
 
-@pytest.mark.parametrize("algorithm", ["csr", "flashsparse"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_nan_and_infinity_go_along_edges_only(device, algorithm, dtype):
     adj = Adjacency.from_coo(torch.tensor([0, 0, 1, 2]), torch.tensor([0, 1, 1, 2]), (3, 3)).to(device)
@@ -336,7 +436,7 @@ def test_float32_matmul_precision(device, precision):
     assert error < (1e-6 if precision == "highest" or device == "cpu" else 1e-3)
 
 
-@pytest.mark.parametrize("algorithm", ["csr", "flashsparse"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_half_overflow_gives_infinity(device, algorithm):
     adj = Adjacency.from_coo(torch.tensor([0, 0]), torch.tensor([0, 1]), (1, 2)).to(device)
     x = torch.full((2, 8), 60_000.0, dtype=torch.float16, device=device)
@@ -358,7 +458,7 @@ def test_half_rounds_to_nearest_everywhere(device):
     assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
 
 
-@pytest.mark.parametrize("algorithm", ["csr", "flashsparse"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_bitwise_reproducible(device, algorithm):
     edges = random_graph(50, 60, 20_000)
     adj = edges.adjacency(device)

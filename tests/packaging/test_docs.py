@@ -1,9 +1,14 @@
 """Links and paths in the documents lead somewhere."""
 
+import importlib
 import re
+import runpy
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from fastsparse_core import doctor
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [*sorted(CHECKOUT.glob("*.md")), *sorted(CHECKOUT.glob("docs/**/*.md"))]
@@ -18,3 +23,40 @@ def test_document(document):
     assert [link for link in local if not (document.parent / link).exists()] == []
     paths = re.findall(rf"`({TOP_FOLDERS}/[\w./-]*)`", text)
     assert [path for path in paths if not (CHECKOUT / path).exists()] == []
+
+
+def test_every_problem_that_the_doctor_names_is_explained():
+    sections = re.findall(r"^## (.*)$", (CHECKOUT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    keys = get_args(doctor.Key)
+    assert sorted(sections[:-1]) == sorted(keys)  # the last is on what the doctor cannot see
+    code = Path(doctor.__file__).read_text()
+    # Once where the keys are listed, and at least once where a problem is made.
+    assert [key for key in keys if code.count(f'"{key}"') < 2] == []
+
+
+@pytest.mark.parametrize("package", ["fastsparse_core", "fastsparse_pyg", "fastsparse_dgl"])
+def test_the_reference_has_every_public_name(package):
+    module = pytest.importorskip(package, exc_type=ImportError)
+    page = (CHECKOUT / "docs" / "api" / f"{package}.md").read_text()
+    documented = re.findall(rf"^\.\. auto(?:class|function):: {package}\.(\w+)$", page, re.MULTILINE)
+    public = {name for name in module.__all__ if not name.startswith("__")}
+    if package != "fastsparse_core":
+        public -= set(importlib.import_module("fastsparse_core").__all__)
+    assert sorted(set(documented) & public) == sorted(public)
+    assert len(documented) == len(set(documented))
+
+
+def test_the_site_shows_every_page():
+    docs = CHECKOUT / "docs"
+    pages = {path.relative_to(docs).with_suffix("").as_posix() for path in docs.glob("**/*.md")}
+    trees = re.findall(r"```{toctree}\n(.*?)```", (docs / "index.md").read_text(), re.DOTALL)
+    shown = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    assert sorted(shown) == sorted(pages - {"index"})
+
+
+def test_drawings_are_what_their_script_draws():
+    folder = CHECKOUT / "docs" / "drawings"
+    drawings = runpy.run_path(str(folder / "draw.py"))["DRAWINGS"]
+    assert {name: draw() for name, draw in drawings.items()} == {
+        path.stem: path.read_text() for path in folder.glob("*.svg")
+    }

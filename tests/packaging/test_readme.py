@@ -1,4 +1,4 @@
-"""The README's Python blocks run, and so do its commands."""
+"""The Python blocks of the README and of the quick start run, and so do their commands."""
 
 import os
 import re
@@ -10,9 +10,15 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (CHECKOUT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+BLOCKS = [
+    block
+    for name in ("README.md", "docs/quick_start.md")
+    for block in re.findall(r"^```(\w+)\n(.*?)^```", (CHECKOUT / name).read_text(), re.MULTILINE | re.DOTALL)
+]
 PYTHON_BLOCKS = [text for language, text in BLOCKS if language == "python"]
-COMMANDS = [line for language, text in BLOCKS if language == "bash" for line in text.splitlines()]
+COMMANDS = list(
+    dict.fromkeys(line for language, text in BLOCKS if language == "bash" for line in text.splitlines())
+)
 
 
 def test_the_readme_leads_with_the_two_commands():
@@ -28,7 +34,7 @@ def test_python_block(code, capsys):
         pytest.importorskip("torch_geometric")
     if "fastsparse_dgl" in code:
         pytest.importorskip("fastsparse_dgl", exc_type=ImportError)
-    exec(compile(code, "README.md", "exec"), {})
+    exec(compile(code, "block", "exec"), {})
 
 
 def run(*command, cwd):

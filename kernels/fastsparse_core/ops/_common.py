@@ -66,6 +66,11 @@ def is_first_derivative(grad: Tensor) -> bool:
     return is_plain_eager(grad) and not torch.is_grad_enabled()
 
 
+def is_partitioned(adj: Adjacency) -> TypeGuard[Any]:
+    """Whether a structure is one rank's part of a graph, a ``PartitionedAdjacency``."""
+    return adj.is_partitioned
+
+
 def keep_alive(adjacency: int) -> Adjacency | None:
     """The structure behind a handle, for an autograd context that outlives the caller's reference.
 

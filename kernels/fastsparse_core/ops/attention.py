@@ -17,6 +17,7 @@ from fastsparse_core.ops._common import (
     accumulation_dtype,
     autocast,
     check_features,
+    is_partitioned,
     num_heads,
 )
 from fastsparse_core.ops.edge_softmax import edge_softmax
@@ -66,6 +67,9 @@ def attention(
         ValueError: a size, device or option does not fit.
     """
     algorithm = choose.requested("attention", algorithm)
+    if is_partitioned(adj):
+        k, v = adj.sources(k, v)
+        adj = adj.rows
     q, k, v, heads, scale, bias = _check_dot_product(adj, q, k, v, heads, scale, bias)
     seed = _draw_seed(dropout_p)
     features = (q.flatten(1), k.flatten(1), v.flatten(1))
@@ -127,6 +131,9 @@ def additive_attention(
         ValueError: a size, device or option does not fit.
     """
     algorithm = choose.requested("attention", algorithm)
+    if is_partitioned(adj):
+        (v,), (score_src,) = adj.sources(v), adj.sources(score_src, exact=True)
+        adj = adj.rows
     check_features("v", v, adj.num_src, "num_src", adj)
     if v.dim() not in (2, 3):
         raise ValueError(f"v: expected (num_src, heads, D) or (num_src, D), got shape {tuple(v.shape)}")
@@ -188,6 +195,9 @@ def gatv2_attention(
         ValueError: a size, device or option does not fit.
     """
     algorithm = choose.requested("attention", algorithm)
+    if is_partitioned(adj):
+        (x_src,) = adj.sources(x_src)
+        adj = adj.rows
     x_dst, x_src, att = _check_gatv2(adj, x_dst, x_src, att, negative_slope)
     heads = att.size(0)
     seed = _draw_seed(dropout_p)
@@ -221,6 +231,9 @@ def attention_weights(
 
     Arguments and errors are those of :func:`attention`. Float32, or float64 for float64; differentiable.
     """
+    if is_partitioned(adj):
+        (k,) = adj.sources(k)
+        adj = adj.rows
     q, k, _, heads, scale, bias = _check_dot_product(adj, q, k, k, heads, scale, bias)
     q, k = _with_heads(q, heads), _with_heads(k, heads)
     return edge_softmax(adj, unfused.dot_product_scores(adj, q, k, scale, bias))
@@ -238,6 +251,9 @@ def additive_attention_weights(
     Arguments and errors are those of :func:`additive_attention`. Float32, or float64 for float64;
     differentiable.
     """
+    if is_partitioned(adj):
+        (score_src,) = adj.sources(score_src, exact=True)
+        adj = adj.rows
     check_features("score_src", score_src, adj.num_src, "num_src", adj)
     heads = num_heads(score_src)
     score_dst, score_src, bias = _check_additive(
@@ -254,6 +270,9 @@ def gatv2_attention_weights(
     Arguments and errors are those of :func:`gatv2_attention`. Float32, or float64 for float64;
     differentiable.
     """
+    if is_partitioned(adj):
+        (x_src,) = adj.sources(x_src)
+        adj = adj.rows
     x_dst, x_src, att = _check_gatv2(adj, x_dst, x_src, att, negative_slope)
     x_dst, x_src = _with_heads(x_dst, att.size(0)), _with_heads(x_src, att.size(0))
     return edge_softmax(adj, unfused.gatv2_scores(adj, x_dst, x_src, att, negative_slope))

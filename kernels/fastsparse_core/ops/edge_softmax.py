@@ -17,6 +17,7 @@ from fastsparse_core.ops._common import (
     below_autograd,
     check_heads,
     empty_values,
+    is_partitioned,
     keep_alive,
     library,
     register_autograd,
@@ -59,6 +60,8 @@ def edge_softmax(adj: Adjacency, score: Tensor) -> Tensor:
         raise ValueError(
             f"score: expected device {adj.device} like the Adjacency, got {score.device}; move one with .to()"
         )
+    if is_partitioned(adj):
+        adj = adj.rows
     matrix = score[:, None] if score.dim() == 1 else score
     check_heads(matrix.size(1), score.device)
     return torch.ops.fastsparse.edge_softmax.default(matrix, adj.handle).reshape(score.shape)

@@ -20,6 +20,7 @@ from fastsparse_core.ops._common import (
     check_heads,
     check_scale,
     dense_from_edges,
+    is_partitioned,
     keep_alive,
     library,
     register_autograd,
@@ -79,6 +80,11 @@ def sddmm(
     choose.check_algorithm(layout, ("edges", "me_bcrs"), "layout")
     check_features("x_dst", x_dst, adj.num_dst, "num_dst", adj)
     check_features("x_src", x_src, adj.num_src, "num_src", adj)
+    if is_partitioned(adj):
+        if scale_src is not None:
+            scale_src = adj.scales(scale_src, x_src)[1]
+        (x_src,) = adj.sources(x_src)
+        adj = adj.rows
     if x_dst.dim() not in (2, 3) or x_dst.shape[1:] != x_src.shape[1:]:
         raise ValueError(
             "x_dst and x_src: expected (n, F) or (n, heads, D) with equal F, heads and D, "

@@ -24,6 +24,7 @@ from fastsparse_core.ops._common import (
     edges_from_dense,
     is_dense,
     is_first_derivative,
+    is_partitioned,
     is_plain_eager,
     keep_alive,
     library,
@@ -83,8 +84,11 @@ def spmm(
         algorithm: ``"csr"`` (rows cut into slices of bounded length on CUDA cores, after HR-SpMM 4.1 and
             RoDe); ``"flashsparse"`` (8x1 vectors on tensor cores, FlashSparse 3.2-3.4, in float32 with two
             TF32 terms, or one where ``torch.set_float32_matmul_precision`` allows TF32; on CUDA and where the
-            width allows 16-byte accesses, else csr); or ``"auto"``: csr until the structure was prepared, or
-            used often enough to repay its conversion.
+            width allows 16-byte accesses, else csr); ``"tca"`` (matricised dot products on tensor cores, from
+            CSR as it lies, TCA-SpMM 4.1-4.2) or ``"hr"`` (those for multiples of 64 entries of a row, CUDA
+            cores for the rest, HR-SpMM 4.1-4.3), both for float16 and bfloat16 on CUDA, weights rounded to
+            the dtype of ``x``, and csr where they cannot serve; or ``"auto"``: csr until the structure was
+            prepared, or used often enough to repay its conversion.
         value_layout: ``"edges"``, or ``"me_bcrs"``: ``value`` is (num_vectors, 8) or (num_vectors, 8, H),
             as ``sddmm(layout="me_bcrs")`` gives it, and so is its gradient (FlashSparse, figure 9). What it
             holds where the structure has no entry is ignored, and gets the gradient 0. The tensor cores read
@@ -110,6 +114,11 @@ def spmm(
         raise ValueError(
             f"value_layout: expected 'edges' for reduce={reduce!r}, which runs from CSR, got 'me_bcrs'"
         )
+    if is_partitioned(adj):
+        if value_layout != "edges":
+            raise ValueError("value_layout: expected 'edges' for a PartitionedAdjacency, got 'me_bcrs'")
+        scales = {"scale_dst": scale_dst, "scale_src": scale_src}
+        return adj.spmm(x, value, reduce, bias=bias, relu=relu, algorithm=algorithm, **scales)
     check_features("x", x, adj.num_src, "num_src", adj)
     (x,) = autocast(x)  # type: ignore[assignment]
     trailing = x.shape[1:]
@@ -184,14 +193,13 @@ def _spmm(
     if bias is not None:
         bias = bias.to(x.dtype).contiguous()
     row_bytes = width * x.element_size()
-    aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    stride_bytes = x.stride(0) * x.element_size()
+    aligned = row_bytes % 16 == x.data_ptr() % 16 == stride_bytes % 16 == 0 and stride_bytes < 1 << 32
     dense, heads = is_dense(value), num_heads(value)
-    if choose.spmm_algorithm(adj, algorithm, x.dtype, width, heads, aligned, dense) == "flashsparse":
-        _launch_bsb(adj, x, value, scale_dst, scale_src, bias, relu, out)
-    else:
-        if is_dense(value):
-            value = edges_from_dense(adj, value)
-        _launch_csr(adj, x, value, scale_dst, scale_src, bias, relu, out)
+    chosen = choose.spmm_algorithm(adj, algorithm, x.dtype, width, heads, aligned, dense)
+    if is_dense(value) and chosen != "flashsparse":
+        value = edges_from_dense(adj, value)
+    _LAUNCH[chosen](adj, x, value, scale_dst, scale_src, bias, relu, out)
     return out
 
 
@@ -277,6 +285,71 @@ def _launch_bsb(
     )
 
 
+def _launch_tca(
+    adj: Adjacency,
+    x: Tensor,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    bias: Tensor | None,
+    relu: bool,
+    out: Tensor,
+) -> None:
+    index = device_index(x.device)
+    _C.spmm_tca(
+        adj.plain_structure,
+        DTYPE_CODE[x.dtype],
+        x.size(1),
+        x.data_ptr(),
+        x.stride(0),
+        address(value),
+        0 if value is None else DTYPE_CODE[value.dtype],
+        address(scale_dst),
+        address(scale_src),
+        address(bias),
+        relu,
+        out.data_ptr(),
+        index,
+        queue(index),
+    )
+
+
+def _launch_hr(
+    adj: Adjacency,
+    x: Tensor,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    bias: Tensor | None,
+    relu: bool,
+    out: Tensor,
+) -> None:
+    index = device_index(x.device)
+    width, rows = x.size(1), adj.hybrid_rows
+    partial = x.new_empty(rows.num_slots, width, dtype=torch.float32) if rows.num_slots else None
+    _C.spmm_hr(
+        adj.hybrid_structure,
+        rows.num_long,
+        DTYPE_CODE[x.dtype],
+        width,
+        x.data_ptr(),
+        x.stride(0),
+        address(value),
+        0 if value is None else DTYPE_CODE[value.dtype],
+        address(scale_dst),
+        address(scale_src),
+        address(bias),
+        relu,
+        out.data_ptr(),
+        address(partial),
+        index,
+        queue(index),
+    )
+
+
+_LAUNCH = {"csr": _launch_csr, "flashsparse": _launch_bsb, "tca": _launch_tca, "hr": _launch_hr}
+
+
 class _Spmm(torch.autograd.Function):
     """dX = A^T dY with the scales swapped; dv = sddmm(dY, X); db = sum of dY. All of them operators again."""
 
@@ -340,7 +413,7 @@ class _Spmm(torch.autograd.Function):
                 num_heads(value),
                 value.dtype,
                 ctx.adjacency,
-                ctx.algorithm,
+                ctx.algorithm if ctx.algorithm in choose.SDDMM_ALGORITHMS else "csr",
                 is_dense(value),
             ).reshape(value.shape)
         if ctx.needs_input_grad[4]:

@@ -29,6 +29,25 @@ __device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&c)[4], const
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// C (16 x 8, float32) += A (16 x 8) B (8 x 8) of 16-bit elements.
+template <typename T>
+__device__ __forceinline__ void mma_m16n8k8(float (&c)[4], std::uint32_t a0, std::uint32_t a1,
+                                            std::uint32_t b);
+template <>
+__device__ __forceinline__ void mma_m16n8k8<__half>(float (&c)[4], std::uint32_t a0, std::uint32_t a1,
+                                                    std::uint32_t b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(b));
+}
+template <>
+__device__ __forceinline__ void mma_m16n8k8<__nv_bfloat16>(float (&c)[4], std::uint32_t a0, std::uint32_t a1,
+                                                           std::uint32_t b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(b));
+}
+
 // C (16 x 8, float32) += A (16 x 8) B (8 x 8) of TF32 elements: float32 bits of which the low 13 are ignored.
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
                                                  std::uint32_t b1) {

@@ -125,6 +125,21 @@ struct SpmmBsbArgs {
   Dtype dtype;
 };
 
+// Rows cut into long items, multiples of `multiple` entries, and short ones; the results are the parts of a
+// RowSplitView, the long items first. CUDA only.
+struct HybridRowsArgs {
+  const std::int64_t* rowptr;  // (num_rows + 1)
+  std::int64_t num_rows;
+  std::int32_t multiple;
+  std::int32_t longest;
+  std::int64_t* sums;  // (2, num_rows): per row the numbers of long and of short items, then those of slots
+                       // and of rows that own any, 32 bits each; to fill, the running sums of all of them
+  std::int64_t num_long;  // long items of all rows
+  RowSlice* slices;
+  std::int32_t* split_row;
+  std::int64_t* split_ptr;
+};
+
 // out_i = max_j or min_j of value_ij x_j; arg: offset of the chosen entry within its row, -1 for empty rows.
 struct SpmmExtremumArgs {
   CsrView a;

@@ -1,0 +1,498 @@
+"""Several GPUs of one machine: full-graph training with divided rows, and mini-batches with DDP.
+
+One command starts a process per GPU. All graphs are drawn once, by the first process, and sent to the others.
+
+- ``full``: gcn3-256, GCNConv 100-256-256-47, cross entropy over all nodes, Adam; one GPU has an Adjacency,
+  more have a PartitionedAdjacency. The time of a step is that of the slowest process. Logits and gradients
+  of the first step are compared with one GPU's. Variants: ``overlap`` (exchange beside the local product),
+  ``in turn`` (exchange, then one product over all columns), ``16-bit halo`` (of float32 features).
+- ``ddp``: sage3-256 on batches of 1024 nodes for each GPU with 15, 10 and 5 neighbours, drawn on the GPU by
+  PyTorch's operators, with replacement; throughput with sampling, and of batches that were drawn before.
+
+Where NVLink multicast must stay off, say so in the command:
+``NCCL_NVLS_ENABLE=0 python -m benchmarks scaling``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fastsparse_core import Adjacency, choose
+from fastsparse_core.distributed import PartitionedAdjacency, all_reduce_gradients, exchange_group, partition
+from fastsparse_core.distributed.exchange import HaloFeatures
+from fastsparse_pyg import FastGCNConv, FastSAGEConv
+
+from . import suite
+from .common import add_common, recorder, release
+from .record import Recorder
+from .train import DTYPES, Stack
+
+GRAPHS = ("ogbn-products", "amazonproducts")
+DDP_GRAPH = "ogbn-products"
+PARTS = ("full", "ddp")
+VARIANTS = ("overlap", "in turn", "16-bit halo")
+
+#: Features and classes of ogbn-products.
+IN_CHANNELS, HIDDEN, CLASSES = 100, 256, 47
+FANOUTS = (15, 10, 5)
+BATCH = 1024
+
+#: Steps after which every structure is converted for its kernels.
+WARM_UP = choose.REUSE + 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    here = torch.cuda.device_count()
+    default = [count for count in (1, 2, 4, 8) if count <= here] or [1, 2]
+    parser.add_argument("--gpus", nargs="+", type=int, default=default, help="numbers of GPUs, or processes")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--graphs", nargs="+", default=list(GRAPHS), help="of full-graph training")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=list(VARIANTS),
+        help="the first alone on further graphs",
+    )
+    parser.add_argument("--steps", type=int, default=10, help="timed training steps")
+
+
+def run(options: argparse.Namespace) -> Path:
+    """Runs the benchmark; returns the path of its record.
+
+    Raises:
+        ValueError: There are fewer GPUs than asked for.
+    """
+    counts = sorted({1, *options.gpus})
+    if torch.device(options.device).type == "cuda" and counts[-1] > torch.cuda.device_count():
+        raise ValueError(f"--gpus {counts[-1]}: this machine has {torch.cuda.device_count()}")
+    names = {*options.graphs, DDP_GRAPH} & set(suite.SUITE)
+    specs = {name: suite.SUITE[name] for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (counts, folder, options, specs)
+        torch.multiprocessing.spawn(_process, arguments, nprocs=counts[-1])
+        return Path(Path(folder, "record").read_text())
+
+
+@dataclass
+class Team:
+    """The processes of one measurement.
+
+    Attributes:
+        rank: Of this process.
+        size: How many take part: those of the lowest ranks.
+        device: Of this process.
+        group: Their group.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    group: Any
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """The largest of every number over the processes."""
+        tensor = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return tensor.tolist()
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """The sum of every number over the processes."""
+        tensor = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, group=self.group)
+        return tensor.tolist()
+
+    def step_ms(self, step: Callable[[], None], count: int) -> list[float]:
+        """Milliseconds of each of some steps back to back, of the slowest process."""
+        dist.barrier(group=self.group)
+        if self.device.type != "cuda":
+            marks = [time.perf_counter()]
+            for _ in range(count):
+                step()
+                marks.append(time.perf_counter())
+            return self.largest([(end - start) * 1e3 for start, end in itertools.pairwise(marks)])
+        torch.cuda.synchronize(self.device)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for event in events[1:]:
+            step()
+            event.record()
+        torch.cuda.synchronize(self.device)
+        return self.largest([start.elapsed_time(end) for start, end in itertools.pairwise(events)])
+
+
+def _process(
+    rank: int, counts: list[int], folder: str, options: argparse.Namespace, specs: dict[str, suite.Spec]
+) -> None:
+    """One process: takes part in every measurement that has as many."""
+    suite.SUITE.update(specs)
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store = dist.FileStore(str(Path(folder, "meeting")), counts[-1])
+    patience = timedelta(minutes=10)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=counts[-1], timeout=patience)
+    teams = [Team(rank, size, device, exchange_group(list(range(size)))) for size in counts]
+    out = recorder("scaling", options, device=device) if rank == 0 else None
+    if out is not None:
+        Path(folder, "record").write_text(str(out.path))
+        _explain(out)
+        out.write()
+    for name in options.graphs if "full" in options.parts else ():
+        _full(name, teams, options, out)
+        release()
+    if "ddp" in options.parts:
+        _ddp(teams, options, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _explain(out: Recorder) -> None:
+    out.note(
+        "times are those of the slowest process, medians over steps back to back; one GPU computes with an"
+        " Adjacency, several with a PartitionedAdjacency of consecutive nodes with about as many edges each"
+    )
+    out.note(
+        "the stand-ins draw most edges across the whole graph, so that nearly every row is halo for every"
+        " rank: 'cut' is the share of edges between ranks, 'halo' that of the rows that arrive, of all that"
+        " could; exchange: features of width 256 to the halo and nothing else, and its bytes into a GPU"
+    )
+    out.note("error: relative Frobenius distance to one GPU, the larger of logits and gradients' of a step")
+
+
+def _add(out: Recorder | None, **cell: Any) -> None:
+    """Keeps and shows a cell, on the process that has the record."""
+    if out is None:
+        return
+    out.add(**cell)
+    names = (cell[key] for key in ("kind", "graph", "dtype", "variant"))
+    print(*names, f"on {cell['gpus']}: {cell['median_ms']:.1f} ms", file=sys.stderr)
+
+
+def _shared_graph(name: str, team: Team) -> suite.Graph:
+    """The graph, drawn by the first process and sent to the others: each would draw others' rounding."""
+    sizes = torch.zeros(2, dtype=torch.int64, device=team.device)
+    graph = None
+    if team.rank == 0:
+        graph = suite.load(name, team.device)
+        sizes = torch.tensor([graph.num_nodes, graph.num_edges], device=team.device)
+    dist.broadcast(sizes, 0)
+    nodes, edges = sizes.tolist()
+    if graph is None:
+        lengths = (nodes + 1, edges)
+        graph = suite.Graph(name, *(torch.empty(n, dtype=torch.int32, device=team.device) for n in lengths))
+    for part in (graph.rowptr, graph.col):
+        dist.broadcast(part, 0)
+    return graph
+
+
+# ---------------------------------------------------------------- the whole graph
+
+
+@dataclass
+class FirstStep:
+    """What one GPU computes, to compare with: logits, and the parameters' gradients."""
+
+    logits: Tensor
+    gradients: list[Tensor]
+
+
+def _full(name: str, teams: Sequence[Team], options: argparse.Namespace, out: Recorder | None) -> None:
+    """All cells of full-graph training on one graph."""
+    graph = _shared_graph(name, teams[-1])
+    facts = {"kind": "full", "graph": name, "nodes": graph.num_nodes, "edges": graph.num_edges}
+    for dtype in options.dtypes:
+        first: FirstStep | None = None
+        for team in teams:
+            variants = options.variants if name == options.graphs[0] else options.variants[:1]
+            variants = [v for v in variants if v != "16-bit halo" or dtype == "float32"]
+            for variant in variants if team.size > 1 else ["one GPU"]:
+                if team.rank < team.size:
+                    cell, found = _train_full(graph, team, dtype, variant, first, options.steps)
+                    if team.size == 1:
+                        first = found
+                    _add(out, **facts, dtype=dtype, gpus=team.size, variant=variant, **cell)
+                release()
+                dist.barrier()
+            if team.size == 1:
+                first = _sent(first, graph.num_nodes, teams[-1])
+
+
+def _sent(first: FirstStep | None, nodes: int, team: Team) -> FirstStep:
+    """What the first process computed, on all."""
+    if first is None:
+        logits = torch.empty(nodes, CLASSES, device=team.device)
+        first = FirstStep(logits, [torch.empty_like(p) for p in _gcn().to(team.device).parameters()])
+    for tensor in (first.logits, *first.gradients):
+        dist.broadcast(tensor, 0)
+    return first
+
+
+def _gcn() -> nn.Module:
+    widths = (IN_CHANNELS, HIDDEN, HIDDEN, CLASSES)
+    return Stack([FastGCNConv(wide, narrow) for wide, narrow in itertools.pairwise(widths)])
+
+
+def _train_full(
+    graph: suite.Graph, team: Team, dtype: str, variant: str, first: FirstStep | None, steps: int
+) -> tuple[dict[str, Any], FirstStep]:
+    """Time, memory and error of training steps on one team; what the first step gave."""
+    device, cuda = team.device, team.device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if cuda else 0
+    if cuda:
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    shape = (graph.num_nodes, graph.num_nodes)
+    adj: Adjacency
+    if team.size == 1:
+        adj = Adjacency.from_coo(graph.row(), graph.col, shape, self_loops="append")
+    else:
+        parts = partition(Adjacency(graph.rowptr.long(), graph.col, shape), team.size, "contiguous")
+        adj = PartitionedAdjacency.from_csr(
+            graph.rowptr,
+            graph.col,
+            parts,
+            group=team.group,
+            self_loops="append",
+            overlap=variant != "in turn",
+            halo_dtype=torch.bfloat16 if variant == "16-bit halo" else None,
+        )
+    if cuda:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    (build_ms,) = team.largest([(time.perf_counter() - begin) * 1e3])
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(graph.num_nodes, IN_CHANNELS, generator=generator, device=device)
+    y = torch.randint(CLASSES, (graph.num_nodes,), generator=generator, device=device)
+    if isinstance(adj, PartitionedAdjacency):
+        x, y = adj.scatter(x).clone(), adj.scatter(y).clone()
+    torch.manual_seed(0)
+    model = _gcn().to(device)
+    optimiser = torch.optim.Adam(model.parameters())
+
+    def forward() -> Tensor:
+        amp = torch.autocast(device.type, torch.bfloat16) if dtype == "bf16-amp" else contextlib.nullcontext()
+        with amp:
+            return model(x, adj)
+
+    def backward(logits: Tensor) -> None:
+        optimiser.zero_grad()
+        (F.cross_entropy(logits.float(), y, reduction="sum") / graph.num_nodes).backward()
+        if team.size > 1:
+            all_reduce_gradients(model, team.group)
+
+    def step() -> None:
+        backward(forward())
+        optimiser.step()
+
+    logits = forward()
+    backward(logits)
+    found = FirstStep(logits.detach().float(), [p.grad.clone() for p in model.parameters()])
+    cell: dict[str, Any] = {"build_ms": build_ms, "error": 0.0}
+    if first is not None and isinstance(adj, PartitionedAdjacency):
+        cell["error"] = _error(found, first, adj, team)
+    del logits
+    for _ in range(WARM_UP):
+        step()
+    times = team.step_ms(step, steps)
+    fifths = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else times
+    cell |= {"median_ms": statistics.median(times), "p20_ms": fifths[0], "p80_ms": fifths[-1]}
+    cell |= {"samples": len(times)}
+    if cuda:
+        peak = torch.cuda.max_memory_allocated(device) - before
+        (cell["peak_gb"],) = team.largest([peak / 1e9])
+    if isinstance(adj, PartitionedAdjacency):
+        cell |= _exchange(adj, team, dtype)
+    return cell, found
+
+
+def _error(found: FirstStep, first: FirstStep, adj: PartitionedAdjacency, team: Team) -> float:
+    """Distance to what one GPU computed, the larger of logits' and gradients'."""
+    logits = adj.scatter(first.logits)
+    squares = team.total(
+        [(found.logits.double() - logits).square().sum().item(), logits.double().square().sum().item()]
+    )
+    errors = [(squares[0] / squares[1]) ** 0.5]
+    for ours, theirs in zip(found.gradients, first.gradients, strict=True):
+        errors.append(((ours.double() - theirs).norm() / theirs.double().norm().clamp(min=1e-300)).item())
+    return max(errors)
+
+
+def _exchange(adj: PartitionedAdjacency, team: Team, dtype: str) -> dict[str, Any]:
+    """Statistics of the division, and an exchange of the hidden width alone."""
+    features = torch.bfloat16 if dtype == "bf16-amp" else torch.float32
+    x = torch.randn(adj.num_dst, HIDDEN, device=team.device, dtype=features)
+    sent = adj.halo_dtype or features
+
+    def exchange() -> None:
+        HaloFeatures(adj.exchange, x, adj.halo_dtype).wait()
+
+    exchange()
+    times = team.step_ms(exchange, 5)
+    facts = adj.statistics
+    return {
+        "edge_cut": facts.edge_cut,
+        "halo_share": facts.halo_share,
+        "balance": facts.balance,
+        "halo_mb": max(facts.halo_rows) * HIDDEN * torch.empty(0, dtype=sent).element_size() / 1e6,
+        "exchange_ms": statistics.median(times),
+    }
+
+
+# ---------------------------------------------------------------- mini-batches
+
+
+@dataclass
+class Batch:
+    """Nodes to train on with drawn neighbours.
+
+    Attributes:
+        nodes: int64, whose features the first layer takes; the seeds come first.
+        layers: Per layer the structure, whose destinations are the first of its sources.
+        y: Classes of the seeds.
+    """
+
+    nodes: Tensor
+    layers: list[Adjacency]
+    y: Tensor
+
+
+class Sampler:
+    """Draws neighbours on the device, with replacement.
+
+    As in GraphSAGE (Hamilton et al., 2017, section 3.1), each node once however many reach it.
+    """
+
+    def __init__(self, graph: suite.Graph, y: Tensor) -> None:
+        self.rowptr, self.col, self.y = graph.rowptr.long(), graph.col, y
+        self.place = torch.full((graph.num_nodes,), -1, device=y.device)
+
+    def draw(self, seeds: Tensor) -> Batch:
+        """The seeds, their neighbours, and the structures between them."""
+        device, place = seeds.device, self.place
+        nodes = frontier = seeds
+        place[seeds] = torch.arange(seeds.numel(), device=device)
+        rows, cols, sizes, edges = [], [], [seeds.numel()], []
+        for fanout in FANOUTS:
+            begin = self.rowptr[frontier]
+            degree = self.rowptr[frontier + 1] - begin
+            drawn = (torch.rand(frontier.numel(), fanout, device=device) * degree[:, None]).long()
+            drawn = torch.minimum(drawn, degree[:, None] - 1)
+            kept = (degree > 0)[:, None].expand_as(drawn)
+            source = self.col[(begin[:, None] + drawn)[kept]].long()
+            rows.append(place[frontier][:, None].expand_as(drawn)[kept])
+            frontier = torch.unique(source[place[source] < 0])
+            place[frontier] = torch.arange(nodes.numel(), nodes.numel() + frontier.numel(), device=device)
+            nodes = torch.cat([nodes, frontier])
+            cols.append(place[source])
+            sizes.append(nodes.numel())
+            edges.append(sum(part.numel() for part in rows))
+        place[nodes] = -1
+        row, col = torch.cat(rows), torch.cat(cols)
+        # The edges of a hop's destinations come before the next hop's: a layer's are a beginning of all.
+        layers = [
+            Adjacency.from_coo(row[: edges[hop]], col[: edges[hop]], (sizes[hop], sizes[hop + 1]))
+            for hop in reversed(range(len(FANOUTS)))
+        ]
+        return Batch(nodes, layers, self.y[seeds])
+
+
+class Sage(nn.Module):
+    """SAGEConv 100-256-256-47 on the structures of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (IN_CHANNELS, HIDDEN, HIDDEN, CLASSES)
+        self.convs = nn.ModuleList(FastSAGEConv(a, b) for a, b in itertools.pairwise(widths))
+
+    def forward(self, x: Tensor, layers: Sequence[Adjacency]) -> Tensor:
+        for place, (conv, adj) in enumerate(zip(self.convs, layers, strict=True)):
+            x = conv((x, x[: adj.num_dst]), adj)
+            x = F.relu(x) if place + 1 < len(self.convs) else x
+        return x
+
+
+def _ddp(teams: Sequence[Team], options: argparse.Namespace, out: Recorder | None) -> None:
+    """All cells of mini-batch training."""
+    graph = _shared_graph(DDP_GRAPH, teams[-1])
+    device = teams[-1].device
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(graph.num_nodes, IN_CHANNELS, generator=generator, device=device)
+    y = torch.randint(CLASSES, (graph.num_nodes,), generator=generator, device=device)
+    sampler = Sampler(graph, y)
+    facts = {"kind": "ddp", "graph": DDP_GRAPH, "nodes": graph.num_nodes, "edges": graph.num_edges}
+    for dtype, team in itertools.product(options.dtypes, teams):
+        if team.rank < team.size:
+            cell = _train_batches(sampler, x, team, dtype, options.steps)
+            _add(out, **facts, dtype=dtype, gpus=team.size, variant="ddp", **cell)
+        release()
+        dist.barrier()
+
+
+def _train_batches(sampler: Sampler, x: Tensor, team: Team, dtype: str, steps: int) -> dict[str, Any]:
+    """Throughput of training on batches, sampling included and not."""
+    device = team.device
+    torch.manual_seed(0)
+    model: nn.Module = Sage().to(device)
+    if team.size > 1:
+        ids = [device.index] if device.type == "cuda" else None
+        model = DistributedDataParallel(model, device_ids=ids, process_group=team.group)
+    optimiser = torch.optim.Adam(model.parameters())
+    generator = torch.Generator(device).manual_seed(1 + team.rank)
+    batch = min(BATCH, x.size(0) // 4)
+
+    def draw() -> Batch:
+        # Distinct seeds without a permutation of all nodes: of random ones a prefix of the unique.
+        found = torch.unique(torch.randint(x.size(0), (2 * batch,), generator=generator, device=device))
+        chosen = torch.randperm(found.numel(), generator=generator, device=device)[:batch]
+        return sampler.draw(found[chosen])
+
+    def train(drawn: Batch) -> None:
+        amp = torch.autocast(device.type, torch.bfloat16) if dtype == "bf16-amp" else contextlib.nullcontext()
+        optimiser.zero_grad()
+        with amp:
+            logits = model(x[drawn.nodes], drawn.layers)
+        F.cross_entropy(logits.float(), drawn.y).backward()
+        optimiser.step()
+
+    def both() -> None:
+        train(draw())
+
+    for _ in range(3):
+        both()
+    with_sampling = statistics.median(team.step_ms(both, 2 * steps))
+    # Each once: a structure that comes again would be converted for the tensor cores.
+    ready = iter([draw() for _ in range(2 * steps + 2)])
+    for _ in range(2):
+        train(next(ready))
+    without = statistics.median(team.step_ms(lambda: train(next(ready)), 2 * steps))
+    return {
+        "median_ms": with_sampling,
+        "train_ms": without,
+        "seeds_per_s": team.size * batch / with_sampling * 1e3,
+        "seeds_per_s_without_sampling": team.size * batch / without * 1e3,
+        "samples": 2 * steps,
+    }

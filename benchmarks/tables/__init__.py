@@ -1,0 +1,243 @@
+"""Tables from stored results: Markdown for the documentation, rich tables for the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from .. import record
+from .accuracy import accuracy
+from .adjacency import adjacency, adjacency_in_short
+from .attention import attention, attention_in_short
+from .breakdown import breakdown
+from .cells import Table, number, ordered, ratio, stored_rivals, time_of
+from .choice import REGRET_SEEN, choice, choice_in_short, csr_over_flashsparse
+from .cpu import cpu
+from .dlmc import dlmc
+from .formats import formats, formats_in_short
+from .host import host
+from .maxk import maxk
+from .scaling import scaling
+from .sddmm import sddmm, sddmm_in_short
+from .spmm import spmm, spmm_in_short
+from .ssd import ssd, ssd_in_short
+from .train import train, train_in_short
+
+__all__ = [
+    "ABOUT",
+    "CHAPTERS",
+    "REGRET_SEEN",
+    "TABLES",
+    "Chapter",
+    "Table",
+    "accuracy",
+    "adjacency",
+    "attention",
+    "breakdown",
+    "choice",
+    "cpu",
+    "csr_over_flashsparse",
+    "dlmc",
+    "formats",
+    "host",
+    "maxk",
+    "number",
+    "plots_of",
+    "provenance",
+    "ratio",
+    "relative",
+    "report",
+    "scaling",
+    "sddmm",
+    "show",
+    "spmm",
+    "ssd",
+    "stored",
+    "stored_rivals",
+    "time_of",
+    "train",
+]
+
+#: benchmark -> the tables of its record
+TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
+    "spmm": spmm,
+    "dlmc": dlmc,
+    "sddmm": sddmm,
+    "ssd": ssd,
+    "attention": attention,
+    "train": train,
+    "scaling": scaling,
+    "maxk": maxk,
+    "breakdown": breakdown,
+    "adjacency": adjacency,
+    "formats": formats,
+    "host": host,
+    "cpu": cpu,
+    "accuracy": accuracy,
+    "choice": choice,
+}
+
+
+#: benchmark -> what a reader of its tables should know first
+ABOUT = {
+    "spmm": "Sparse-dense product against cuSPARSE, and the best stored rival where there is one;"
+    " 'of roofline' is the time of gathering the same rows at the measured bandwidth, over our time.",
+    "dlmc": "Pruned weight matrices (DLMC) times dense columns, microseconds from a cold cache as the stored"
+    " rivals were timed; 'warm' is back to back in a CUDA graph. Then what has to be built before hr and"
+    " flashsparse can run on a graph, against one product with it.",
+    "sddmm": "A dot product per edge, and the best stored rival where there is one.",
+    "ssd": "Kept entries of sparse rows aggregated into dense ones, against the stored kernels of MaxK and a"
+    " re-implementation of decoupled SSD, and the papers' own dataflows.",
+    "attention": "Softmax attention over neighbours: dot products, GAT (additive) and GATv2, named by heads x"
+    " width, against stored rivals. 'Of the results' is the extra memory over that of the results: it stays"
+    " small, whatever the number of edges, if nothing has their size.",
+    "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
+    "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
+    " for the host.",
+    "scaling": "Several GPUs of one machine (`benchmarks/scaling.py` defines the models); see"
+    " docs/multi_gpu.md for what bounds them.",
+    "maxk": "examples/maxk.py: a model of three graph convolutions, 256 wide, with MaxK and with ReLU."
+    " Stored: what autograd keeps for the backward pass of all three.",
+    "adjacency": "Building the structure from edges in arbitrary order.",
+    "formats": "FlashSparse's table 2 (zeros in vectors of 16 and of 8 rows), figure 14 (matrix instructions"
+    " at 16x1 and at 8x1) and table 7 (ME-BCRS against SR-BCRS), and what grouping similar rows adds.",
+    "host": "What the host spends on a call whose device work is next to nothing.",
+    "cpu": "The same layers without a GPU.",
+    "accuracy": "As FlashSparse's table 8: no precision may lose more than one standard deviation.",
+    "choice": "Which algorithm wins where, and what `auto` picks; see docs/choosing.md.",
+}
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """What the results page says of a benchmark.
+
+    Attributes:
+        title: Its heading.
+        tables: Makes the short tables of a record.
+        plots: Ends of the names of the plots to show.
+    """
+
+    title: str
+    tables: Callable[[dict[str, Any]], list[Table]]
+    plots: tuple[str, ...] = ()
+
+
+#: benchmark -> its chapter of the results page, in the page's order
+CHAPTERS = {
+    "train": Chapter("Training steps", train_in_short, ("time_bf16-amp", "memory_bf16-amp")),
+    "spmm": Chapter("Aggregation (spmm)", spmm_in_short, ("forward_float16", "forward_float32", "roofline")),
+    "dlmc": Chapter("Pruned weight matrices", dlmc),
+    "sddmm": Chapter("Dot products of edges (sddmm)", sddmm_in_short),
+    "attention": Chapter("Attention", attention_in_short, ("forward_float16", "backward_float16")),
+    "ssd": Chapter("Sparse activations (MaxK, ssd)", ssd_in_short, ("scaling",)),
+    "maxk": Chapter("Training with MaxK", maxk),
+    "scaling": Chapter("Several GPUs", scaling, ("speedup",)),
+    "choice": Chapter("Choice of the algorithm", choice_in_short, ("choice",)),
+    "accuracy": Chapter("Accuracy of trained models", accuracy),
+    "adjacency": Chapter("Building a structure", adjacency_in_short),
+    "formats": Chapter("Formats", formats_in_short),
+    "breakdown": Chapter("Where the time of a step goes", breakdown),
+    "host": Chapter("Time of the host", host),
+    "cpu": Chapter("On the CPU", cpu),
+}
+
+INTRODUCTION = """# Benchmark results
+
+Written by `python -m benchmarks tables --out benchmarks/results/README.md` from the records (`.json`) beside
+this file; run it again after a benchmark instead of editing. Times are medians; a record holds the spread,
+the machine, the software and a digest of the kernels' sources. Graphs are seeded stand-ins for published
+graphs of that name (`benchmarks/suite.py`) or, in `formats`, `choice` and `accuracy`, also the real ones.
+"""
+
+
+def provenance(result: dict[str, Any]) -> str:
+    """One sentence: which machine, when, from which commit."""
+    facts, versions = result["machine"], result["software"]
+    place = (
+        facts.get("gpu")
+        or f"{facts['cpu']}, {facts['threads']} threads, load {facts.get('load_average', '-')}"
+    )
+    if facts.get("gpu"):
+        place += f" (driver {facts.get('driver')}, CUDA {facts.get('cuda')})"
+    commit = result["source"].get("commit") or "unknown"
+    commit = commit[:12] + "+" * commit.endswith("+")  # "+": files differed from the commit
+    digest = result["source"]["kernels_digest"][:12]
+    parts = [place, f"torch {versions.get('torch', '-')}", result["date"][:10], f"commit {commit}"]
+    return ", ".join([*parts, f"kernels {digest}"]) + "."
+
+
+def report(result: dict[str, Any], heading: str | None = None) -> str:
+    """A record as Markdown: what it is, provenance, tables, notes.
+
+    Args:
+        result: The record.
+        heading: Instead of its name.
+    """
+    parts = [f"### {heading or result['name']}", "", ABOUT[result["name"]], "", provenance(result), ""]
+    for table in TABLES[result["name"]](result):
+        parts += [table.markdown()]
+    parts += [f"- {note}" for note in result["notes"]]
+    return "\n".join(parts) + "\n"
+
+
+def show(path: Path, console: Console) -> None:
+    """Prints a record's tables on the terminal."""
+    result = record.load(path)
+    for table in TABLES[result["name"]](result):
+        table.print(console)
+    console.print(f"[dim]{provenance(result)} {path}[/dim]")
+
+
+def stored(root: Path) -> list[Path]:
+    """Records below a folder of results that there are tables for, in the order of `TABLES`."""
+    return [
+        path
+        for name in TABLES
+        for pattern in (f"*/{name}.json", f"*/{name}_*.json")
+        for path in sorted(root.glob(pattern))
+    ]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of results")
+    parser.add_argument("--out", type=Path, help="file to write; by default the terminal")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Writes the tables of all stored results as Markdown, with the plots that lie beside them."""
+    target = Path.cwd() if options.out is None else options.out.resolve().parent
+    paths = stored(options.results)
+    parts = [INTRODUCTION]
+    for folder in ordered(sorted(path.parent for path in paths)):
+        parts.append(f"## {folder.name}\n")
+        for path in paths:
+            if path.parent == folder:
+                parts.append(report(record.load(path), path.stem))
+                parts += [f"![{plot.stem}]({relative(plot, target)})\n" for plot in plots_of(path)]
+    text = "\n".join(parts)
+    if options.out is None:
+        print(text)
+    else:
+        options.out.write_text(text)
+
+
+def relative(path: Path, folder: Path) -> str:
+    """A file's path as a link from a folder."""
+    return Path(os.path.relpath(path.resolve(), folder)).as_posix()
+
+
+def plots_of(path: Path) -> list[Path]:
+    """The plots drawn from a record: those whose name begins with its own, and with no longer one's."""
+
+    def owner(plot: Path) -> str:
+        stems = (other.stem for other in path.parent.glob("*.json"))
+        return max((s for s in stems if f"{plot.stem}_".startswith(f"{s}_")), key=len, default="")
+
+    return [plot for plot in sorted(path.parent.glob("*.png")) if owner(plot) == path.stem]

@@ -1,0 +1,147 @@
+// SpMM from CSR on tensor cores and CUDA cores, after HR-SpMM (section 4): multiples of 64 entries of a row,
+// at most 256 at once, are summed by matricised dot products (tca_tile.cuh), a warp each; what is left of a
+// row, fewer than 64 entries, by sub-warps of one lane per 16 bytes of features, in float32.
+//
+// Floors as in spmm_tca.cu. Long items fill whole products and short ones pad nothing: the row lengths cost
+// no lane. Rows with several items leave partial sums, which a second kernel adds in order. The paper's
+// atomics would send as many bytes to the same lines, and could not serve 16-bit results without a buffer of
+// floats either.
+
+#include "fastsparse/combine_partials.cuh"
+#include "fastsparse/cuda_common.cuh"
+#include "fastsparse/launchers.h"
+#include "fastsparse/tca_tile.cuh"
+
+namespace fastsparse::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kAtOnce = 8;  // entries of a short item that a lane has under way
+
+// Stores sums of kVec features from `feature` on: the row, or a partial result.
+template <typename T, int kVec>
+__device__ __forceinline__ void store_sums(const SpmmArgs& args, const RowSlice& slice, std::int64_t feature,
+                                           const float (&sum)[kVec]) {
+  if (slice.target < 0) {
+    constexpr int kStore = kVec < 4 ? kVec : 4;
+    float* partial = static_cast<float*>(args.partial) + ~slice.target * args.width + feature;
+#pragma unroll
+    for (int i = 0; i < kVec; i += kStore) {
+      Pack<float, kStore> pack;
+#pragma unroll
+      for (int k = 0; k < kStore; ++k) pack.lane[k] = sum[i + k];
+      store_pack(pack, partial + i);
+    }
+  } else {
+    const Epilogue epilogue{args.scale_dst, args.bias, args.relu, args.out, args.width};
+    store_pack(epilogue.finish<T>(sum, slice.target, feature),
+               static_cast<T*>(args.out) + slice.target * args.width + feature);
+  }
+}
+
+// Eight features, from `x` on, of a short item.
+template <typename T>
+__device__ __forceinline__ void sum_short(const TileArgs& args, const T* x, const RowSlice& slice,
+                                          float (&sum)[8]) {
+  const bool weighted = args.value.data != nullptr || args.scale_src != nullptr;
+  for (int first = 0; first < slice.length; first += kAtOnce) {
+    int col[kAtOnce];
+    Pack<T, 8> pack[kAtOnce];
+    float weight[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      col[u] = first + u < slice.length ? __ldg(args.a.col + slice.begin + first + u) : -1;
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      pack[u] = Pack<T, 8>{};
+      if (col[u] >= 0) pack[u] = load_pack<T, 8>(x + col[u] * args.x.stride);
+    }
+    if (weighted) {
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        weight[u] = col[u] >= 0 ? entry_weight<T>(args, slice.begin + first + u, col[u]) : 0.0f;
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float feature = widen(pack[u].lane[i]);
+        sum[i] += weighted ? weight[u] * feature : feature;
+      }
+    }
+  }
+}
+
+template <typename T, int kLanePieces, int kRowPieces>
+__global__ void __launch_bounds__(kThreads, 4)
+    spmm_hr_kernel(const SpmmArgs args, std::int64_t num_long, unsigned long_blocks) {
+  using Tile = TcaTile<T, kLanePieces, kRowPieces, 8 / kRowPieces>;
+  constexpr int kPieces = Tile::kPieces;
+  const TileArgs tile_args{args.a, args.value, static_cast<const float*>(args.scale_src), args.x,
+                           args.value.dtype == args.dtype};
+  const std::int64_t feature0 = static_cast<std::int64_t>(blockIdx.y) * Tile::kWidth;
+  if (blockIdx.x < long_blocks) {
+    const std::int64_t item =
+        static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
+    if (item >= num_long) return;
+    const Tile tile;
+    const RowSlice slice = load_slice(args.split, item);
+    float sum[Tile::kResult];
+    tile.sum(tile_args, feature0, args.width, slice.begin, 0, slice.length, Tile::kBatch, sum);
+    const std::int64_t feature = feature0 + tile.feature();
+    if (tile.has_result() && feature < args.width) store_sums<T>(args, slice, feature, sum);
+  } else {
+    const std::int64_t item = num_long +
+                              static_cast<std::int64_t>(blockIdx.x - long_blocks) * (kThreads / kPieces) +
+                              threadIdx.x / kPieces;
+    const std::int64_t feature = feature0 + threadIdx.x % kPieces * 8;
+    if (item >= args.split.num_slices || feature >= args.width) return;
+    const RowSlice slice = load_slice(args.split, item);
+    float sum[8] = {};
+    sum_short<T>(tile_args, static_cast<const T*>(args.x.data) + feature, slice, sum);
+    store_sums<T>(args, slice, feature, sum);
+  }
+}
+
+struct SameRow {
+  __device__ __forceinline__ std::int64_t operator()(std::int64_t row, int) const { return row; }
+};
+
+template <typename T, int kLanePieces, int kRowPieces>
+void launch_shape(const SpmmArgs& args, std::int64_t num_long, cudaStream_t stream) {
+  constexpr int kPieces = kLanePieces * kRowPieces;
+  const unsigned long_blocks = ceil_div(num_long, kThreads / kWarp);
+  const unsigned short_blocks = ceil_div(args.split.num_slices - num_long, kThreads / kPieces);
+  const dim3 grid(long_blocks + short_blocks, ceil_div(args.width, 8 * kPieces));
+  spmm_hr_kernel<T, kLanePieces, kRowPieces><<<grid, kThreads, 0, stream>>>(args, num_long, long_blocks);
+}
+
+template <typename T>
+void launch(const SpmmArgs& args, std::int64_t num_long, cudaStream_t stream) {
+  if (args.width > 64) {
+    launch_shape<T, 4, 4>(args, num_long, stream);
+  } else if (args.width > 32) {
+    launch_shape<T, 2, 4>(args, num_long, stream);
+  } else if (args.width > 16) {
+    launch_shape<T, 2, 2>(args, num_long, stream);
+  } else if (args.width > 8) {
+    launch_shape<T, 1, 2>(args, num_long, stream);
+  } else {
+    launch_shape<T, 1, 1>(args, num_long, stream);
+  }
+  const Epilogue epilogue{args.scale_dst, args.bias, args.relu, args.out, args.width};
+  combine_partials<T, 1>(args.split, args.partial, epilogue, SameRow{}, stream);
+}
+
+}  // namespace
+
+int spmm_hr(const SpmmArgs& args, std::int64_t num_long, void* stream) {
+  const auto queue = static_cast<cudaStream_t>(stream);
+  args.dtype == Dtype::kFloat16 ? launch<__half>(args, num_long, queue)
+                                : launch<__nv_bfloat16>(args, num_long, queue);
+  return cudaGetLastError();
+}
+
+}  // namespace fastsparse::cuda

@@ -1,0 +1,15 @@
+"""One graph over several processes, each with its rows: full-graph training beyond one GPU."""
+
+from fastsparse_core.distributed.exchange import exchange_group
+from fastsparse_core.distributed.gradients import all_reduce_gradients
+from fastsparse_core.distributed.partitioned_adjacency import PartitionedAdjacency, PartitionStatistics
+from fastsparse_core.distributed.partitions import Partition, partition
+
+__all__ = [
+    "Partition",
+    "PartitionStatistics",
+    "PartitionedAdjacency",
+    "all_reduce_gradients",
+    "exchange_group",
+    "partition",
+]

@@ -1,0 +1,490 @@
+"""The rows of a graph that one of several processes holds, as the layers take them."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.distributed.exchange import HaloExchange, HaloFeatures
+from fastsparse_core.distributed.partitions import Partition
+from fastsparse_core.formats.grouping import Method
+from fastsparse_core.ops._common import accumulation_dtype, autocast, check_features, check_scale
+from fastsparse_core.ops.spmm import spmm
+
+_HALO_DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class PartitionStatistics:
+    """How well a graph is divided; lists have an entry per rank.
+
+    Attributes:
+        rows: nodes.
+        edges: edges of those nodes' rows.
+        halo_edges: of them, edges from nodes of other ranks.
+        halo_rows: nodes of other ranks whose features come.
+    """
+
+    rows: list[int]
+    edges: list[int]
+    halo_edges: list[int]
+    halo_rows: list[int]
+
+    @property
+    def edge_cut(self) -> float:
+        """Share of all edges that go from one rank to another."""
+        return sum(self.halo_edges) / max(sum(self.edges), 1)
+
+    @property
+    def halo_share(self) -> float:
+        """Rows that arrive in an exchange, of those that would if every rank got all others' rows."""
+        most = (len(self.rows) - 1) * sum(self.rows)
+        return sum(self.halo_rows) / max(most, 1)
+
+    @property
+    def balance(self) -> float:
+        """Most edges of a rank over their mean; 1 is even."""
+        return max(self.edges) * len(self.edges) / max(sum(self.edges), 1)
+
+
+class PartitionedAdjacency(Adjacency):
+    r"""A graph's rows of one rank, which layers take as they take an :class:`~fastsparse_core.Adjacency`.
+
+    .. math::
+        \mathbf{Y}_r = \mathbf{A}_{rr} \mathbf{X}_r + \mathbf{A}_{rh} \mathbf{X}_h
+
+    with :math:`\mathbf{X}_r` the features of the rank's own nodes and :math:`\mathbf{X}_h` those of its halo:
+    nodes of other ranks that its rows have for neighbours. To a layer it looks square, (local nodes, local
+    nodes): features in and out are those of the rank's nodes. The operators (:func:`fastsparse_core.spmm`,
+    ``sddmm``, ``edge_softmax``, the attentions) fetch the halo in the forward pass and return its gradients
+    in the backward pass. Degrees are those of the whole graph. Edge values are those of the rank's edges.
+
+    In ``spmm`` the exchange runs beside the product with :math:`\mathbf{A}_{rr}`, and that of the gradients
+    beside the product with its transpose. Attention needs all of a row's neighbours at once: it waits for the
+    exchange, and computes with the concatenated rows. Results are those of one process up to the rounding of
+    sums in another order, and the same from run to run: nothing is added atomically.
+
+    Every operator on it, and its construction, are collective: all processes must call them in one order. It
+    cannot be transposed, saved or moved, and PyG's and DGL's own code cannot run on it, nor ``ssd``.
+
+    Attributes:
+        rows: structure (local nodes, local nodes + halo), columns renumbered: own nodes, then the halo.
+        exchange: who sends which rows to whom.
+        partition: owners of all nodes.
+        rank: of this process in the group.
+        halo_dtype: dtype of features and gradients on the way; None: their own.
+        overlap: whether spmm computes with local columns while the others' features travel.
+        statistics: how well the graph is divided.
+    """
+
+    is_partitioned = True
+
+    def __init__(
+        self,
+        rows: Adjacency,
+        exchange: HaloExchange,
+        partition: Partition,
+        rank: int,
+        *,
+        halo_dtype: torch.dtype | None = None,
+        overlap: bool = True,
+    ) -> None:
+        """Wraps checked parts as they are; the ``from_*`` constructors check and convert. Collective."""
+        self.rows = rows
+        self.exchange = exchange
+        self.partition = partition
+        self.rank = rank
+        self.halo_dtype = halo_dtype
+        self.overlap = overlap
+        self.shape = (rows.num_dst, rows.num_dst)
+        self.num_values = rows.num_values
+        self._num_given = rows._num_given
+        self._loop_edge = rows._loop_edge
+        self._merge = None
+        self.group_rows = rows.group_rows
+        self._scale: tuple[weakref.ref[Tensor], int, Tensor, Tensor] | None = None
+        self._start()
+        self._out_degree = self._count_out_degree()
+        self.statistics, self._has_empty_rows = self._survey()
+
+    # ---------------------------------------------------------------- construction
+
+    @classmethod
+    def from_coo(  # type: ignore[override]
+        cls,
+        row: Tensor,
+        col: Tensor,
+        partition: Partition,
+        *,
+        group: dist.ProcessGroup | None = None,
+        self_loops: Literal["keep", "append", "replace"] = "keep",
+        group_rows: Method = "auto",
+        halo_dtype: torch.dtype | None = None,
+        overlap: bool = True,
+        send: Literal["auto", "needed", "all"] = "auto",
+    ) -> PartitionedAdjacency:
+        """Builds this process's part from edges in any order. Collective.
+
+        Args:
+            row: destinations, ids of the whole graph, int32 or int64 (E,), on the device where it shall lie.
+                The rank keeps the edges whose destination it owns (:meth:`Partition.owned_edges`): every
+                rank may give all edges, or its own only.
+            col: sources, like ``row``.
+            partition: owners of the nodes, the same on all ranks.
+            group: the processes, as many as the partition has parts; None: all.
+            self_loops: as for :meth:`Adjacency.from_coo`. Values follow the kept edges, then the loops.
+            group_rows: as for :meth:`Adjacency.from_coo`.
+            halo_dtype: dtype of features and gradients on the way; None: their own, so that results are those
+                of one process. A 16-bit one halves the bytes of float32 features and rounds them.
+            overlap: whether the exchange runs beside the local product. False: one product over all columns
+                when all are there.
+            send: what goes to a rank: ``"needed"``, the rows it has for neighbours; ``"all"``, all; or
+                ``"auto"``: all where at least 80 % are needed.
+
+        Raises:
+            TypeError: an argument is not an integer tensor.
+            ValueError: lengths, devices or ranges do not fit, or the group has another size.
+        """
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if size != partition.num_parts:
+            raise ValueError(f"partition: expected {size} parts, one per process, got {partition.num_parts}")
+        if send not in ("auto", "needed", "all"):
+            raise ValueError(f"send: expected 'auto', 'needed' or 'all', got {send!r}")
+        if halo_dtype not in _HALO_DTYPES:
+            raise ValueError(f"halo_dtype: expected a floating dtype or None, got {halo_dtype}")
+        _check_ends(row, col, partition.num_nodes)
+        mine = partition.owned_edges(row, rank)
+        if mine.numel() != row.numel():
+            row, col = row[mine], col[mine]
+        first, last = partition.starts[rank], partition.starts[rank + 1]
+        num_local = last - first
+        column = partition.position(col)
+        # Marks instead of sorted ids: a pass over the nodes costs less than sorting the edges.
+        needed = torch.zeros(partition.num_nodes, dtype=torch.bool, device=row.device)
+        needed[column.long()] = True
+        needed[first:last] = False
+        exchange = HaloExchange(needed, partition.starts, rank, group, send)
+        halo = exchange.halo
+        number = torch.empty(partition.num_nodes, dtype=torch.int64, device=row.device)
+        number[first:last] = torch.arange(num_local, device=row.device)
+        number[halo] = torch.arange(num_local, num_local + halo.numel(), device=row.device)
+        rows = Adjacency.from_coo(
+            partition.position(row).long() - first,
+            number[column.long()],
+            (num_local, num_local + halo.numel()),
+            self_loops=self_loops,
+            group_rows=group_rows,
+        )
+        return cls(rows, exchange, partition, rank, halo_dtype=halo_dtype, overlap=overlap)
+
+    @classmethod
+    def from_csr(  # type: ignore[override]
+        cls,
+        rowptr: Tensor,
+        col: Tensor,
+        partition: Partition,
+        *,
+        device: torch.device | str | None = None,
+        group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> PartitionedAdjacency:
+        """Builds this process's part from the whole graph in compressed rows. Collective.
+
+        Only the rank's rows are read and moved to ``device``, so that the whole may lie in host memory, or in
+        a file that all processes of a machine map.
+
+        Args:
+            rowptr: int32 or int64 (num_nodes + 1,).
+            col: sources, int32 or int64 (num_edges,).
+            partition: owners of the nodes.
+            device: where to build it; None: where ``col`` lies.
+            group: the processes; None: all.
+            **options: further ones of :meth:`from_coo`.
+
+        Raises:
+            ValueError: sizes do not fit.
+        """
+        if rowptr.numel() != partition.num_nodes + 1:
+            raise ValueError(
+                f"rowptr: expected num_nodes + 1 = {partition.num_nodes + 1} entries, got {rowptr.numel()}"
+            )
+        device = col.device if device is None else torch.empty(0, device=device).device
+        rank = dist.get_rank(group)
+        node = partition.nodes(rank).to(rowptr.device)
+        begin, end = rowptr[node].long(), rowptr[node + 1].long()
+        count = end - begin
+        total = int(count.sum())
+        if partition.order is None:
+            start = int(begin[0]) if node.numel() else 0
+            part = col[start : start + total]
+        else:
+            before = torch.cumsum(count, 0) - count
+            entry = torch.arange(total, device=rowptr.device)
+            part = col[entry + torch.repeat_interleave(begin - before, count, output_size=total)]
+        row = torch.repeat_interleave(node.to(device), count.to(device), output_size=total)
+        return cls.from_coo(row.to(col.dtype), part.to(device), partition, group=group, **options)
+
+    def with_self_loops(self, kind: Literal["append", "replace"]) -> PartitionedAdjacency:
+        """The same part with a self loop on every node, see :meth:`Adjacency.from_coo`. Collective."""
+        row, col = self.rows.row(), self.rows.col
+        if self.rows.edge_id is not None:
+            order = self.rows.edge_id.argsort()
+            row, col = row[order], col[order]
+        rows = Adjacency.from_coo(row, col, self.rows.shape, self_loops=kind, group_rows=self.group_rows)
+        options: dict[str, Any] = {"halo_dtype": self.halo_dtype, "overlap": self.overlap}
+        return PartitionedAdjacency(rows, self.exchange, self.partition, self.rank, **options)
+
+    # ---------------------------------------------------------------- facts
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("rowptr", "col", "edge_id"):
+            _unsupported(f"its {name} alone")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def num_edges(self) -> int:
+        """Number of stored entries of this rank's rows."""
+        return self.rows.num_edges
+
+    @property
+    def device(self) -> torch.device:
+        """Where the structure lies."""
+        return self.rows.device
+
+    @property
+    def num_halo(self) -> int:
+        """Nodes of other ranks whose features come."""
+        return self.exchange.num_halo
+
+    @property
+    def local(self) -> Adjacency:
+        """The entries whose column is one of the rank's own nodes, (local nodes, local nodes)."""
+        return self._memo.get("local", lambda: self._columns(True))
+
+    @property
+    def halo(self) -> Adjacency:
+        """The entries whose column is another rank's node, (local nodes, halo)."""
+        return self._memo.get("halo", lambda: self._columns(False))
+
+    def _columns(self, own: bool) -> Adjacency:
+        rows, num_local = self.rows, self.num_dst
+        kept = rows.col < num_local if own else rows.col >= num_local
+        before = torch.zeros(rows.num_edges + 1, dtype=torch.int64, device=self.device)
+        torch.cumsum(kept, 0, out=before[1:])
+        edge_id = rows.edge_id
+        if edge_id is None:
+            edge_id = torch.arange(rows.num_edges, dtype=torch.int32, device=self.device)
+        col = rows.col[kept]
+        return Adjacency(
+            before[rows.rowptr],
+            col if own else col - num_local,
+            (num_local, num_local if own else self.num_halo),
+            edge_id=edge_id[kept],
+            num_values=rows.num_values,
+            group_rows=rows.group_rows,
+        )
+
+    def row(self) -> Tensor:
+        """Refused: entries name nodes of other ranks, which nothing but the operators can use."""
+        _unsupported("the ends of its edges")
+
+    def t(self) -> Adjacency:
+        """Refused: the transpose's rows lie on other ranks."""
+        _unsupported("its transpose")
+
+    def in_degree(self) -> Tensor:
+        """Number of entries per row, int64 (num_dst,)."""
+        return self.rows.in_degree()
+
+    def out_degree(self) -> Tensor:
+        """Number of edges of the whole graph that leave each of the rank's nodes, int64."""
+        return self._out_degree
+
+    def _count_out_degree(self) -> Tensor:
+        count = self.rows.out_degree()
+        received, transfer = self.exchange.from_halo(count[self.num_dst :].contiguous())
+        transfer.wait()
+        return count[: self.num_dst] + self.exchange.add_up(received)
+
+    def has_empty_rows(self) -> bool:
+        """Whether some destination of the whole graph has no edge: the same on all ranks."""
+        return self._has_empty_rows
+
+    def _survey(self) -> tuple[PartitionStatistics, bool]:
+        halo_edges = int((self.rows.col >= self.num_dst).sum())
+        empty = int((self.in_degree() == 0).any()) if self.num_dst else 0
+        own = torch.tensor(
+            [self.num_dst, self.num_edges, halo_edges, self.num_halo, empty], device=self.device
+        )
+        every = [torch.empty_like(own) for _ in range(self.partition.num_parts)]
+        dist.all_gather(every, own, group=self.exchange.group)
+        rows, edges, cut, halo, without = torch.stack(every, 1).tolist()
+        return PartitionStatistics(rows, edges, cut, halo), any(without)
+
+    # ---------------------------------------------------------------- data of nodes
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """This rank's rows of data of all nodes (num_nodes, ...)."""
+        return self.partition.scatter(x, self.rank)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Data of all nodes in their own order, on every rank, from each one's rows. Collective.
+
+        Args:
+            x: (local nodes, ...); no gradient flows through.
+        """
+        if x.size(0) != self.num_dst:
+            raise ValueError(f"x: expected {self.num_dst} rows, one per own node, got {tuple(x.shape)}")
+        sizes = self.statistics.rows
+        # Equal pieces: gloo gathers no others.
+        piece = x.new_zeros(max(sizes), *x.shape[1:])
+        piece[: x.size(0)] = x.detach()
+        pieces = [torch.empty_like(piece) for _ in sizes]
+        dist.all_gather(pieces, piece, group=self.exchange.group)
+        together = torch.cat([part[:size] for part, size in zip(pieces, sizes, strict=True)])
+        place = self.partition.place
+        return together if place is None else together[place.to(x.device)]
+
+    # ---------------------------------------------------------------- operators
+
+    def sources(self, *features: Tensor | None, exact: bool = False) -> tuple[Tensor, ...]:
+        """Features of the own nodes and of the halo, the columns of ``rows``. Collective, differentiable.
+
+        Args:
+            features: (local nodes, ...) each; cast where autocast is on, unless ``exact``.
+            exact: whether they travel in their own dtype whatever ``halo_dtype`` says.
+        """
+        given = [x for x in features if x is not None]
+        for x in given:
+            check_features("features", x, self.num_dst, "the own nodes", self)
+        cast = given if exact else [x for x in autocast(*given) if x is not None]
+        flat = [x.reshape(x.size(0), x.shape[1:].numel()) for x in cast]
+        ways = [HaloFeatures(self.exchange, x, None if exact else self.halo_dtype) for x in flat]
+        whole = [torch.cat([x, way.wait()]) for x, way in zip(flat, ways, strict=True)]
+        return tuple(
+            x.reshape(-1, *like.shape[1:]) if like.dim() != 2 else x
+            for x, like in zip(whole, cast, strict=True)
+        )
+
+    def spmm(
+        self,
+        x: Tensor,
+        value: Tensor | None,
+        reduce: str,
+        *,
+        scale_dst: Tensor | None,
+        scale_src: Tensor | None,
+        bias: Tensor | None,
+        relu: bool,
+        algorithm: str,
+    ) -> Tensor:
+        """:func:`fastsparse_core.spmm` over the ranks' rows; arguments as there. Collective."""
+        check_features("x", x, self.num_src, "num_src", self)
+        (x,) = autocast(x)  # type: ignore[assignment]
+        scale_dst = check_scale("scale_dst", scale_dst, self.num_dst, x)
+        scale_halo = scale_rows = None
+        if scale_src is not None:
+            scale_halo, scale_rows = self.scales(scale_src, x)
+        if reduce == "mean":
+            mean = self.inv_degree(accumulation_dtype(x.dtype))
+            scale_dst, reduce = mean if scale_dst is None else scale_dst * mean, "sum"
+        options: dict[str, Any] = {"scale_dst": scale_dst, "algorithm": algorithm}
+        if reduce != "sum" or not self.overlap:
+            (whole,) = self.sources(x)
+            return spmm(
+                self.rows, whole, value, reduce, scale_src=scale_rows, bias=bias, relu=relu, **options
+            )
+        flat = x.reshape(x.size(0), x.shape[1:].numel())
+        way = HaloFeatures(self.exchange, flat, self.halo_dtype)
+        out = spmm(self.local, flat, value, scale_src=scale_src, bias=bias, **options)
+        out = out + spmm(self.halo, way.wait(), value, scale_src=scale_halo, **options)
+        if relu:
+            out = out.relu()
+        return out if x.dim() == 2 else out.reshape(self.num_dst, *x.shape[1:])
+
+    def scales(self, scale_src: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors of the halo's nodes and of all columns of ``rows``; kept for the last ``scale_src``."""
+        version = 0 if scale_src.is_inference() else scale_src._version
+        kept = self._scale
+        if kept is None or kept[0]() is not scale_src or kept[1] != version:
+            checked = check_scale("scale_src", scale_src, self.num_src, x)
+            assert checked is not None
+            with torch.inference_mode(False):
+                halo = self.exchange.halo_of(checked)
+                kept = (weakref.ref(scale_src), version, halo, torch.cat([checked, halo]))
+            self._scale = kept
+        return kept[2], kept[3]
+
+    def prepare(self, *, backward: bool = True) -> PartitionedAdjacency:
+        """Builds now what the operators need later; returns self.
+
+        Args:
+            backward: also what training needs.
+        """
+        if self.overlap:
+            self.local.prepare(backward=backward)
+            self.halo.prepare(backward=backward)
+        else:
+            self.rows.prepare(backward=backward)
+        if backward and not self.exchange.sends_all:
+            self.exchange.returned.prepare(backward=False)
+        return self
+
+    # ---------------------------------------------------------------- memory, devices, pickling
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes held by this rank's part and what was derived from it, by name."""
+        parts = {"rows": self.rows}
+        parts |= {name: self._memo.results[name] for name in ("local", "halo") if name in self._memo.results}
+        sizes = {
+            f"{name}.{key}": size for name, part in parts.items() for key, size in part.memory_usage().items()
+        }
+        return sizes | self.exchange.memory_usage() | {"out_degree": self._out_degree.nbytes}
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Adjacency:
+        """Itself, if it lies there; else refused."""
+        if torch.empty(0, device=device).device == self.device:
+            return self
+        _unsupported("a move to another device (build it from edges that lie there)")
+
+    def __getstate__(self) -> dict[str, Any]:
+        _unsupported("pickling (build it on every rank)")
+
+    def __repr__(self) -> str:
+        facts = self.statistics
+        return (
+            f"PartitionedAdjacency(rank {self.rank} of {self.partition.num_parts}: {self.num_dst} of "
+            f"{self.partition.num_nodes} nodes, num_edges={self.num_edges}, halo={self.num_halo}; all ranks: "
+            f"edge_cut={facts.edge_cut:.3f}, balance={facts.balance:.3f}, device={str(self.device)!r})"
+        )
+
+
+def _check_ends(row: Tensor, col: Tensor, num_nodes: int) -> None:
+    for name, index in (("row", row), ("col", col)):
+        if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
+            kind = index.dtype if isinstance(index, Tensor) else type(index).__name__
+            raise TypeError(f"{name}: expected an int32 or int64 tensor, got {kind}")
+        if index.dim() != 1 or index.numel() != row.numel() or index.device != row.device:
+            raise ValueError(
+                f"{name}: expected {row.numel()} entries on {row.device} like row, got shape "
+                f"{tuple(index.shape)} on {index.device}"
+            )
+        if index.numel():
+            low, high = (int(end) for end in torch.aminmax(index))
+            if low < 0 or high >= num_nodes:
+                raise ValueError(
+                    f"{name}: expected nodes from 0 to {num_nodes - 1}, got values from {low} to {high}"
+                )
+
+
+def _unsupported(what: str) -> NoReturn:
+    raise NotImplementedError(
+        f"a PartitionedAdjacency has no {what}: it serves spmm, sddmm, edge_softmax and attention, and the "
+        "layers made of them. PyG's and DGL's own code, ssd (MaxK layers), explanations: they need all of it"
+    )

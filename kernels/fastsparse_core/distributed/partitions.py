@@ -1,0 +1,228 @@
+"""Which process owns which nodes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fastsparse_core.adjacency import Adjacency
+
+Method = Literal["auto", "metis", "contiguous"]
+
+#: What a row costs beside its edges, in edges. Its 256 x 256 matrix products, forward and backward, take some
+#: 10 ns of a GPU of today, an edge's features of 1 KB about 0.5 ns.
+ROW_EDGES = 16
+
+#: ``method="auto"`` takes METIS up to here: a minute or so on one core; beyond, blocks.
+METIS_EDGES = 20_000_000
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Owners of the nodes of a graph.
+
+    The nodes stand in an order in which every rank owns consecutive ones.
+
+    Attributes:
+        starts: position of the first node of every rank, and the number of nodes; (num_parts + 1).
+        order: node at every position, int64 (num_nodes,); None: the nodes' own order.
+        method: how it was found, for people.
+    """
+
+    starts: tuple[int, ...]
+    order: Tensor | None = None
+    method: str = "given"
+
+    @classmethod
+    def from_assignment(cls, owner: Tensor, num_parts: int, method: str = "given") -> Partition:
+        """The partition in which node i belongs to rank ``owner[i]``.
+
+        Args:
+            owner: integers (num_nodes,) from 0 to num_parts - 1, of any partitioner, such as
+                ``dgl.metis_partition_assignment``.
+            num_parts: number of ranks; some may own nothing.
+            method: how it was found, for people.
+
+        Raises:
+            ValueError: an owner is not a rank.
+        """
+        _check_parts(num_parts)
+        if owner.dim() != 1 or owner.is_floating_point():
+            raise ValueError(
+                f"owner: expected integers (num_nodes,), got {owner.dtype} of shape {tuple(owner.shape)}"
+            )
+        owner = owner.long()
+        if owner.numel() and (int(owner.min()) < 0 or int(owner.max()) >= num_parts):
+            raise ValueError(
+                f"owner: expected ranks from 0 to {num_parts - 1}, "
+                f"got {int(owner.min())} to {int(owner.max())}"
+            )
+        sizes = torch.bincount(owner, minlength=num_parts).tolist()
+        return cls((0, *accumulate(sizes)), torch.argsort(owner, stable=True), method)
+
+    @property
+    def num_parts(self) -> int:
+        """Number of ranks."""
+        return len(self.starts) - 1
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes of the whole graph."""
+        return self.starts[-1]
+
+    def size(self, rank: int) -> int:
+        """Number of nodes that a rank owns."""
+        return self.starts[rank + 1] - self.starts[rank]
+
+    @cached_property
+    def place(self) -> Tensor | None:
+        """Position of every node, int64 (num_nodes,): the inverse of ``order``."""
+        if self.order is None:
+            return None
+        place = torch.empty_like(self.order)
+        place[self.order] = torch.arange(self.num_nodes, device=self.order.device)
+        return place
+
+    def position(self, node: Tensor) -> Tensor:
+        """Positions of nodes."""
+        return node if self.place is None else self.place.to(node.device)[node.long()]
+
+    def nodes(self, rank: int) -> Tensor:
+        """Ids of the nodes that a rank owns, int64, in the order of its rows."""
+        first, last = self.starts[rank], self.starts[rank + 1]
+        return torch.arange(first, last) if self.order is None else self.order[first:last]
+
+    def scatter(self, x: Tensor, rank: int) -> Tensor:
+        """The rows of a rank's nodes from data of all nodes (num_nodes, ...).
+
+        Raises:
+            ValueError: not one row per node.
+        """
+        if x.size(0) != self.num_nodes:
+            raise ValueError(f"x: expected {self.num_nodes} rows, one per node, got shape {tuple(x.shape)}")
+        if self.order is None:
+            return x[self.starts[rank] : self.starts[rank + 1]]
+        return x[self.nodes(rank).to(x.device)]
+
+    def owned_edges(self, row: Tensor, rank: int) -> Tensor:
+        """Which of some edges a rank owns, by their destinations: positions among them, int64."""
+        position = self.position(row)
+        return ((position >= self.starts[rank]) & (position < self.starts[rank + 1])).nonzero().flatten()
+
+    def __repr__(self) -> str:
+        sizes = [last - first for first, last in pairwise(self.starts)]
+        shown = sizes if len(sizes) <= 8 else f"{min(sizes)} to {max(sizes)} nodes each"
+        return f"Partition(method={self.method!r}, num_parts={self.num_parts}, nodes={shown})"
+
+
+def partition(
+    graph: Adjacency | Tensor, num_parts: int, method: Method = "auto", *, num_nodes: int | None = None
+) -> Partition:
+    """Divides the nodes of a graph among ranks.
+
+    It is computed by the caller alone, without communication: METIS on one rank, which then sends it to the
+    others (``torch.distributed.broadcast_object_list``); blocks on each.
+
+    Args:
+        graph: square structure, or edges (2, E): sources, destinations.
+        num_parts: number of ranks.
+        method: ``"contiguous"``: consecutive nodes, about as many edges each (a row counts as 16 edges
+            besides). Features need no other order then. ``"metis"``: few edges between ranks (Karypis and
+            Kumar, 1998), through pymetis 2025.2 or later, which balances edges too, pyg-lib or torch-sparse,
+            which balance nodes: the first that is installed. ``"auto"``: METIS where one is and the graph has
+            at most 20 million edges.
+        num_nodes: number of nodes, needed for edges.
+
+    Raises:
+        ValueError: the graph is not square, or an argument is out of range.
+        ImportError: ``"metis"`` without a package that has it.
+    """
+    _check_parts(num_parts)
+    if method not in ("auto", "metis", "contiguous"):
+        raise ValueError(f"method: expected 'auto', 'metis' or 'contiguous', got {method!r}")
+    if isinstance(graph, Adjacency):
+        if graph.num_dst != graph.num_src:
+            raise ValueError(f"graph: expected as many destinations as sources, got shape {graph.shape}")
+        num_nodes, num_edges = graph.num_dst, graph.num_edges
+    elif num_nodes is None:
+        raise ValueError(
+            "num_nodes: expected the number of nodes where the graph is given as edges, got None"
+        )
+    else:
+        num_edges = graph.size(1)
+    if method == "auto":
+        method = (
+            "metis" if num_edges <= METIS_EDGES and _metis() is not None and num_parts > 1 else "contiguous"
+        )
+    if isinstance(graph, Adjacency):
+        degree = graph.in_degree()
+    else:
+        degree = torch.bincount(graph[1], minlength=num_nodes)
+    if method == "contiguous" or num_parts == 1 or num_nodes == 0:
+        return _blocks(degree, num_parts)
+    found = _metis()
+    if found is None:
+        raise ImportError(
+            "method='metis': needs pymetis, pyg-lib or torch-sparse, and none of them can be imported; "
+            "install one (pip install pymetis), or use method='contiguous'"
+        )
+    ends = (
+        torch.stack([graph.row().long(), graph.col.long()]) if isinstance(graph, Adjacency) else graph.long()
+    )
+    ends = ends[:, ends[0] != ends[1]]
+    # METIS wants every edge in both directions, once.
+    both = Adjacency.from_coo(
+        torch.cat([ends[0], ends[1]]).cpu(),
+        torch.cat([ends[1], ends[0]]).cpu(),
+        (num_nodes, num_nodes),
+        duplicates="sum",
+    )
+    owner = found(both.rowptr, both.col.long(), degree.cpu() + ROW_EDGES, num_parts)
+    return Partition.from_assignment(owner, num_parts, "metis")
+
+
+def _blocks(degree: Tensor, num_parts: int) -> Partition:
+    """Consecutive nodes of about equal cost."""
+    cost = torch.cumsum(degree.long() + ROW_EDGES, 0)
+    total = int(cost[-1]) if cost.numel() else 0
+    wanted = torch.tensor([total * part // num_parts for part in range(1, num_parts)], device=cost.device)
+    # Row i ends at cost[i]: a block ends with the row whose end is nearest below what is wanted, or at it.
+    ends = torch.searchsorted(cost, wanted.long(), right=True).tolist()
+    return Partition((0, *ends, degree.numel()), None, "contiguous")
+
+
+def _metis() -> Callable[[Tensor, Tensor, Tensor, int], Tensor] | None:
+    """A function (rowptr, col, weight, num_parts) -> owner of every node; None where no package has METIS."""
+
+    def of_pymetis(module: Any, rowptr: Tensor, col: Tensor, weight: Tensor, num_parts: int) -> Tensor:
+        graph = module.CSRAdjacency(adj_starts=rowptr.numpy(), adjacent=col.numpy())
+        return torch.tensor(module.part_graph(num_parts, graph, vweights=weight.numpy())[1])
+
+    # These two weigh all nodes alike.
+    def of_pyg_lib(module: Any, rowptr: Tensor, col: Tensor, weight: Tensor, num_parts: int) -> Tensor:
+        return torch.ops.pyg.metis(rowptr, col, None, num_parts, False)
+
+    def of_torch_sparse(module: Any, rowptr: Tensor, col: Tensor, weight: Tensor, num_parts: int) -> Tensor:
+        return torch.ops.torch_sparse.partition(rowptr, col, None, num_parts, False)
+
+    calls = {"pymetis": of_pymetis, "pyg_lib": of_pyg_lib, "torch_sparse": of_torch_sparse}
+    for name, call in calls.items():
+        try:
+            module = importlib.import_module(name)
+        except (ImportError, OSError):
+            continue
+        return functools.partial(call, module)
+    return None
+
+
+def _check_parts(num_parts: int) -> None:
+    if num_parts < 1:
+        raise ValueError(f"num_parts: expected at least 1, got {num_parts}")

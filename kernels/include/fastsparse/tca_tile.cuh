@@ -1,0 +1,271 @@
+// The matricised dot product of TCA-SpMM (section 4.1) on mma m16n8k8, straight from CSR.
+//
+// An 8x8 matrix of a row's entries, times the features of those entries, has the row's dot product as its
+// trace. In registers (lane = 4 g + t): lane (g, t) gathers 16 bytes, 8 features, of two entries. A product
+// takes one of the features in rows 0-7 of A, the next in rows 8-15, and the entries' weights in B: row g of
+// A meets column g of B in entry (g, g) of the result, which is a dot product of 8 entries; other entries of
+// the result are of no use. Sums stay there until the row is done, and only then is the trace taken.
+//
+// That leaves open which entries and features a lane gathers, as long as those of one g and k agree. Here the
+// lanes of one entry take neighbouring pieces of 8 features, so that rows of x are read in runs of up to 128
+// bytes per eight lanes: g names one of kChunks chunks of entries and one of kRowPieces pieces, and t, of
+// which the product takes the sum, one of kLanePieces pieces too. Those are kept apart by zeros in B: lane
+// (g, t) gives its weights only where its piece is the one that column g stands for. The packings of the
+// paper (section 4.2: 4, 8 or 16 features of 32, 16 or 8 entries) are the same idea in g alone; chunks of one
+// warp may also belong to several rows.
+#pragma once
+
+#include "fastsparse/cuda_common.cuh"
+#include "fastsparse/mma.cuh"
+
+namespace fastsparse::cuda {
+
+// What a tile needs to know of a call.
+struct TileArgs {
+  CsrView a;
+  EdgeValueView value;
+  const float* scale_src;  // null: 1
+  DenseView x;
+  bool value_in_feature_dtype;
+};
+
+template <typename T>
+__device__ __forceinline__ float entry_weight(const TileArgs& args, std::int64_t entry, int col) {
+  float weight = 1;
+  if (args.value.data != nullptr) {
+    weight = load_value<T>(args.value, args.value_in_feature_dtype, edge_position(args.a, entry));
+  }
+  if (args.scale_src != nullptr) weight *= __ldg(args.scale_src + col);
+  return weight;
+}
+
+template <typename T>
+__device__ __forceinline__ std::uint32_t bits_of(float v) {
+  const T narrowed = narrow<T>(v);
+  std::uint16_t bits;
+  memcpy(&bits, &narrowed, sizeof bits);
+  return bits;
+}
+
+// kLanePieces <= kRowPieces. A slot, the lanes that sum one row, is 4 kRowPieces kChunks lanes of a warp.
+template <typename T, int kLanePieces, int kRowPieces, int kChunks>
+struct TcaTile {
+  static constexpr int kPieces = kLanePieces * kRowPieces;
+  static constexpr int kWidth = 8 * kPieces;  // features
+  static constexpr int kSlotLanes = 4 * kRowPieces * kChunks;
+  static constexpr int kChunk = 8 / kLanePieces;  // entries of a chunk in one product
+  static constexpr int kStep = kChunk * kChunks;  // entries of a slot in one product
+  static constexpr int kSteps = 4;                // products per batch: eight 16-byte loads per lane
+  static constexpr int kBatch = kStep * kSteps;
+  static constexpr int kResult = 2 * kLanePieces;  // features that `sum` leaves in a lane
+  // Of the 2 kSteps entries that the lanes of one chunk gather together each reads the columns of so many.
+  static constexpr int kOwn = kPieces < 2 * kSteps ? 2 * kSteps / kPieces : 1;
+  // Batches in a sum before it moves to a total: tensor cores round sums towards zero, so that their error
+  // grows with the number of products.
+  static constexpr int kBatchesPerSum = 32;
+
+  int lane, piece, chunk, nth;  // nth: which pair of a chunk's entries
+  bool in_column;               // whether this lane's piece is the one that column g of B stands for
+
+  __device__ __forceinline__ TcaTile() : lane(threadIdx.x % kWarp) {
+    const int g = lane / 4, t = lane % 4;
+    piece = g % kRowPieces * kLanePieces + t % kLanePieces;
+    chunk = g / kRowPieces % kChunks;
+    nth = t / kLanePieces;
+    in_column = t % kLanePieces == g % kRowPieces;
+  }
+
+  // First of the features, of the tile, that `sum` leaves in this lane.
+  __device__ __forceinline__ int feature() const { return 8 * piece + kResult * nth; }
+
+  // Whether `sum` leaves anything in this lane: in those of one of every kChunks chunks.
+  __device__ __forceinline__ bool has_result() const { return chunk == 0; }
+
+  // Sums entries [begin + first, begin + length), kBatch of every `stride`, of the features from `feature0`
+  // on. Called by whole warps; slots may differ in all but `feature0`, `width` and `stride`.
+  __device__ __forceinline__ void sum(const TileArgs& args, std::int64_t feature0, std::int64_t width,
+                                      std::int64_t begin, int first, int length, int stride,
+                                      float (&result)[kResult]) const {
+    // Lanes beyond the width gather other features, and entries beyond the row are its last one again, with a
+    // weight of zero: what they read is there, and nothing has to be tested between the loads.
+    const std::int64_t my_feature = feature0 + 8 * piece;
+    const char* x = reinterpret_cast<const char*>(static_cast<const T*>(args.x.data) +
+                                                  (my_feature < width ? my_feature : 0));
+    // The caller sees to it that rows are less than 4 GB apart.
+    const auto row_bytes = static_cast<std::uint32_t>(args.x.stride * sizeof(T));
+    const int* columns = args.a.col + begin;
+    const int padding = length > 0 ? __ldg(columns + length - 1) : 0;
+    const bool weighted = args.value.data != nullptr || args.scale_src != nullptr;
+    // Entries left to this slot, and the most of any slot of the warp: all take part in the products.
+    const int first_of_all = first;
+    int left = length - first;
+    if constexpr (kSlotLanes < kWarp) left = __reduce_max_sync(kFullWarp, left);
+
+    float sums[4][4] = {};
+    float total[4][4] = {};
+    int next[kOwn];
+    load_columns(columns, first, length, padding, next);
+    for (int batch = 1; left > 0; ++batch, left -= stride, first += stride) {
+      int own[kOwn];
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j) own[j] = next[j];
+      std::uint32_t col[2 * kSteps];
+#pragma unroll
+      for (int i = 0; i < 2 * kSteps; ++i) col[i] = from_owner(own[i % kOwn], i);
+      uint4 gathered[2 * kSteps];
+#pragma unroll
+      for (int i = 0; i < 2 * kSteps; ++i) {
+        if (i / 2 * kStep >= left) break;
+        gathered[i] = __ldg(reinterpret_cast<const uint4*>(x + std::uint64_t{col[i]} * row_bytes));
+      }
+      load_columns(columns, first + stride, length, padding, next);
+
+      std::uint32_t weights[kSteps];
+      if (weighted) {
+        float own_weight[kOwn];
+#pragma unroll
+        for (int j = 0; j < kOwn; ++j) {
+          const int entry = first + owned(j);
+          own_weight[j] = entry < length ? entry_weight<T>(args, begin + entry, own[j]) : 0.0f;
+        }
+        share_weights(own_weight, weights);
+      } else {
+        const std::uint32_t one = bits_of<T>(1.0f);
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+          weights[s] = (first + offset(2 * s) < length ? one : 0) |
+                       (first + offset(2 * s + 1) < length ? one << 16 : 0);
+        }
+      }
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        if (s * kStep >= left) break;
+        multiply(gathered[2 * s], gathered[2 * s + 1], in_column ? weights[s] : 0, sums);
+      }
+      if (batch % kBatchesPerSum == 0) flush(sums, total);
+    }
+    flush(sums, total);
+    trace(total, result);
+    // Zero in B times an infinity, of padding or of another piece, is not zero.
+    bool finite = true;
+#pragma unroll
+    for (int i = 0; i < kResult; ++i) finite = finite && isfinite(result[i]);
+    if (!finite && my_feature < width) {
+      sum_plainly(args, feature0 + feature(), begin, first_of_all, length, stride, result);
+    }
+  }
+
+ private:
+  // The result of this lane alone, one entry after the other.
+  __device__ __forceinline__ static void sum_plainly(const TileArgs& args, std::int64_t feature,
+                                                     std::int64_t begin, int first, int length, int stride,
+                                                     float (&result)[kResult]) {
+#pragma unroll
+    for (int i = 0; i < kResult; ++i) result[i] = 0;
+#pragma unroll 1
+    for (; first < length; first += stride) {
+#pragma unroll 1
+      for (int entry = first; entry < min(first + kBatch, length); ++entry) {
+        const int col = args.a.col[begin + entry];
+        const float weight = widen(narrow<T>(entry_weight<T>(args, begin + entry, col)));
+        const T* x = static_cast<const T*>(args.x.data) + col * args.x.stride + feature;
+#pragma unroll
+        for (int i = 0; i < kResult; ++i) result[i] += weight * widen(x[i]);
+      }
+    }
+  }
+
+  // Place in a batch of the i-th of the entries that this lane multiplies.
+  __device__ __forceinline__ int offset(int i) const {
+    return i / 2 * kStep + chunk * kChunk + 2 * nth + i % 2;
+  }
+
+  // The same of the j-th entry whose column and weight this lane reads.
+  __device__ __forceinline__ int owned(int j) const { return offset(piece * kOwn % (2 * kSteps) + j); }
+
+  // Columns of the entries that this lane reads for all that share them.
+  __device__ __forceinline__ void load_columns(const int* columns, int first, int length, int padding,
+                                               int (&own)[kOwn]) const {
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) {
+      const int entry = first + owned(j);
+      own[j] = entry < length ? __ldg(columns + entry) : padding;
+    }
+  }
+
+  // What the lane that reads the i-th entry has of it.
+  template <typename V>
+  __device__ __forceinline__ V from_owner(V own, int i) const {
+    if constexpr (kPieces == 1) return own;
+    const int owner = i / kOwn;
+    const int source = lane / (4 * kRowPieces) * (4 * kRowPieces) + owner / kLanePieces * 4 +
+                       nth * kLanePieces + owner % kLanePieces;
+    return __shfl_sync(kFullWarp, own, source);
+  }
+
+  // The weights of a lane's two entries of every step, rounded to 16 bits.
+  __device__ __forceinline__ void share_weights(const float (&own)[kOwn],
+                                                std::uint32_t (&weights)[kSteps]) const {
+    if constexpr (kOwn == 1) {
+      static_assert(kLanePieces > 1, "the other entry of a pair is read by the next lane");
+      const std::uint32_t mine = bits_of<T>(own[0]);
+      const std::uint32_t other = __shfl_xor_sync(kFullWarp, mine, 1);
+      const std::uint32_t pair = mine | other << 16;  // as even pieces need it, the only ones that are asked
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) weights[s] = from_owner(pair, 2 * s);
+    } else {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const int j = 2 * s % kOwn;
+        weights[s] = from_owner(bits_of<T>(own[j]) | bits_of<T>(own[j + 1]) << 16, 2 * s);
+      }
+    }
+  }
+
+  // Eight features of two entries.
+  __device__ __forceinline__ static void multiply(const uint4& even, const uint4& odd, std::uint32_t weights,
+                                                  float (&sums)[4][4]) {
+    const std::uint32_t a[4] = {even.x, even.y, even.z, even.w};
+    const std::uint32_t b[4] = {odd.x, odd.y, odd.z, odd.w};
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+      mma_m16n8k8<T>(sums[pair], __byte_perm(a[pair], b[pair], 0x5410), __byte_perm(a[pair], b[pair], 0x7632),
+                     weights);
+    }
+  }
+
+  __device__ __forceinline__ static void flush(float (&sums)[4][4], float (&total)[4][4]) {
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        total[pair][i] += sums[pair][i];
+        sums[pair][i] = 0;
+      }
+    }
+  }
+
+  // Fetches the results of row g, and of the column that stands for this lane's piece, then adds the chunks.
+  __device__ __forceinline__ void trace(const float (&total)[4][4], float (&result)[kResult]) const {
+    const int column = lane / (4 * kRowPieces) * kRowPieces + piece % kLanePieces;
+    const int source = (lane & ~3) | (column / 2);
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float even = __shfl_sync(kFullWarp, total[pair][2 * half], source);
+        const float odd = __shfl_sync(kFullWarp, total[pair][2 * half + 1], source);
+        if (nth == 2 * pair / kResult) {
+          result[2 * pair % kResult + half] = column % 2 == 0 ? even : odd;
+        }
+      }
+    }
+#pragma unroll
+    for (int other = 4 * kRowPieces; other < kSlotLanes; other *= 2) {
+#pragma unroll
+      for (int i = 0; i < kResult; ++i) result[i] += __shfl_xor_sync(kFullWarp, result[i], other);
+    }
+  }
+};
+
+}  // namespace fastsparse::cuda

@@ -1,0 +1,80 @@
+"""The benchmark of several GPUs, tiny, with processes on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import record, suite, tables
+from benchmarks.__main__ import main, run
+
+pytest.importorskip("fastsparse_core", exc_type=ImportError)
+pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
+
+
+def test_scaling_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {
+        name: dataclasses.replace(suite.SUITE[name], nodes=400, edges=3_000, max_degree=60)
+        for name in ("ogbn-products", "pubmed")
+    }
+    monkeypatch.setattr(suite, "SUITE", small)
+    arguments = ["--gpus", "2", "--graphs", "pubmed", "--steps", "2", "--dtypes", "float32"]
+    run(["scaling", "--device", "cpu", "--out", str(tmp_path), *arguments], Console(quiet=True))
+    result = record.load(next(tmp_path.glob("*/scaling.json")))
+    full = [cell for cell in result["cells"] if cell["kind"] == "full"]
+    assert [(cell["gpus"], cell["variant"]) for cell in full] == [
+        (1, "one GPU"),
+        (2, "overlap"),
+        (2, "in turn"),
+        (2, "16-bit halo"),
+    ]
+    exact, rounded = (cell["error"] for cell in full[1:3]), full[3]["error"]
+    assert max(exact) < 1e-5 < rounded < 2e-2
+    assert all(0 < cell["edge_cut"] < 1 and 0 < cell["halo_share"] <= 1 for cell in full[1:])
+    batches = [cell for cell in result["cells"] if cell["kind"] == "ddp"]
+    assert [cell["gpus"] for cell in batches] == [1, 2]
+    assert all(cell["seeds_per_s"] > 0 for cell in batches)
+    titles = [table.title for table in tables.scaling(result)]
+    assert titles == [
+        "full graph, gcn3-256, pubmed, float32",
+        "mini-batches, sage3-256, ogbn-products, float32",
+    ]
+    main(["plots", "--results", str(tmp_path)])
+    assert "scaling_speedup.png" in capsys.readouterr().out
+    assert next(tmp_path.glob("*/scaling_speedup.png")).stat().st_size > 0
+
+
+def test_sampled_structures() -> None:
+    scaling = pytest.importorskip("benchmarks.scaling")
+    graph = suite.load("pubmed", "cpu", nodes=400, edges=3_000, max_degree=60)
+    sampler = scaling.Sampler(graph, torch.arange(graph.num_nodes))
+    seeds = torch.tensor([7, 3, 250])
+    batch = sampler.draw(seeds)
+    assert torch.equal(batch.y, seeds)
+    assert torch.equal(batch.nodes[:3], seeds)
+    assert batch.nodes.unique().numel() == batch.nodes.numel()
+    assert batch.layers[-1].num_dst == 3
+    assert batch.layers[0].num_src == batch.nodes.numel()
+    edges = set(zip(graph.row().tolist(), graph.col.tolist(), strict=True))
+    for adj, fanouts in zip(batch.layers, ((15, 10, 5), (15, 10), (15,)), strict=True):
+        ends = zip(batch.nodes[adj.row().long()].tolist(), batch.nodes[adj.col.long()].tolist(), strict=True)
+        assert set(ends) <= edges
+        degree = adj.in_degree()
+        has_neighbours = graph.rowptr.diff()[batch.nodes[: adj.num_dst]] > 0
+        assert torch.equal(degree > 0, has_neighbours)
+        assert set(degree.tolist()) <= {0, *fanouts}
+    assert (sampler.place == -1).all()
+
+
+def test_more_gpus_than_there_are(tmp_path: Path) -> None:
+    scaling = pytest.importorskip("benchmarks.scaling")
+    import argparse
+
+    with pytest.raises(ValueError, match=f"this machine has {torch.cuda.device_count()}"):
+        scaling.run(argparse.Namespace(device="cuda", gpus=[1000], out=tmp_path))

@@ -1,0 +1,132 @@
+"""The results page: what it says is in the records, and it leaves out nothing that a reader must know."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import record, summary, tables
+
+H200 = record.RESULTS / "nvidia-h200"
+MACHINES = {"ours": {"gpu": "NVIDIA H200"}, "other": {"gpu": "NVIDIA A100"}}
+
+
+def rows_of(name: str, cells: list[dict[str, Any]], machine: str = "ours") -> list[list[str]]:
+    """The rows of all tables of a chapter."""
+    result = {"name": name, "machine": MACHINES[machine], "cells": cells, "notes": []}
+    return [list(row) for table in tables.CHAPTERS[name].tables(result) for row in table.rows]
+
+
+def test_the_committed_page_is_what_the_records_say() -> None:
+    if not summary.PAGE.exists():
+        pytest.skip("no documents beside the sources")
+    assert summary.PAGE.read_text() == summary.page(record.RESULTS, summary.PAGE.parent), (
+        "docs/results.md is not current: run python -m benchmarks summary --out docs/results.md"
+    )
+
+
+def test_every_benchmark_has_a_chapter() -> None:
+    assert tables.CHAPTERS.keys() == tables.TABLES.keys()
+
+
+def test_benchmarks_without_a_record_are_named(tmp_path: Path) -> None:
+    page = summary.page(tmp_path, tmp_path)
+    assert page.count("Not measured: no record of") == len(tables.CHAPTERS)
+
+
+@pytest.mark.parametrize("path", sorted(H200.glob("*.json")), ids=lambda path: path.stem)
+def test_stored_times_count_on_their_own_gpu_model_only(path: Path) -> None:
+    result = record.load(path)
+
+    def text() -> str:
+        chapter = tables.CHAPTERS[result["name"]]
+        return "".join(table.markdown() for table in chapter.tables(result))
+
+    names = ("stored", "RoDe", "Fused3S", "turbo-gnn", "DF-GNN", "MaxK fp32")
+    if result["name"] in ("spmm", "sddmm", "attention", "ssd", "train"):
+        assert any(name in text() for name in names)
+    result["machine"]["gpu"] = "NVIDIA A100"
+    assert not any(name in text() for name in names)
+
+
+def step(graph: str, implementation: str, **facts: Any) -> dict[str, Any]:
+    shared = {"graph": graph, "edges": 10, "model": "gcn3-128", "dtype": "bf16-amp", "status": "ok"}
+    return {**shared, "implementation": implementation, "peak_gb": 1.0, **facts}
+
+
+def test_training_names_what_does_not_run_and_what_misses_its_goal() -> None:
+    cells = [
+        step("yelp", "FastGCNConv", median_ms=8.0),
+        step("yelp", "PyG edge_index", median_ms=32.0),
+        step("reddit", "FastGCNConv", median_ms=40.0),
+        step("reddit", "PyG edge_index", status="out of memory"),
+        step("ogbn-arxiv", "FastGCNConv", status="out of memory"),
+    ]
+    mean, *_, yelp, reddit, arxiv = rows_of("train", cells, "other")
+    assert mean == [
+        "gcn3-128, bf16-amp",
+        "PyG edge_index",
+        "4.00x",
+        "4.00x yelp",
+        "1",
+        "reddit (out of memory)",
+    ]
+    assert yelp == ["yelp", "8.00, 1.00 GB", "9.00 ms", "32.0, 4.00x, 1.00 GB"]
+    assert reddit == ["reddit", "40.0, 1.00 GB", "35.0 ms: missed", "out of memory"]
+    assert arxiv == ["ogbn-arxiv", "out of memory", "2.50 ms: missed", "not run"]
+
+
+def test_speed_ups_are_held_against_their_goals() -> None:
+    stored = {
+        graph: tables.stored_rivals({"machine": MACHINES["ours"]}, "sddmm@32", "float16", graph)
+        for graph in ("reddit", "yelp")
+    }
+    for speed, asked in ((2.0, "1.80x"), (1.5, "1.80x: missed")):
+        cells = [
+            {
+                "graph": graph,
+                "width": 32,
+                "dtype": "float16",
+                "implementation": "fastsparse auto",
+                "status": "ok",
+                "median_ms": min(times.values()) / speed,
+            }
+            for graph, times in stored.items()
+        ]
+        (row,) = rows_of("sddmm", cells)
+        assert row[:3] == ["auto, float16, F = 32", "the fastest stored", f"{speed:.2f}x"]
+        assert row[4:] == ["2", asked]
+
+
+def test_goals_are_counted(tmp_path: Path) -> None:
+    cells = [
+        step("yelp", "FastGCNConv", median_ms=8.0),
+        step("reddit", "FastGCNConv", median_ms=40.0),
+        step("ogbn-arxiv", "FastGCNConv", median_ms=3.0),
+        step("pubmed", "FastGCNConv", median_ms=1.0),  # nothing was asked here
+    ]
+    result = record.load(H200 / "train.json") | {"cells": cells}
+    path = tmp_path / "nvidia-h200" / "train_small.json"
+    path.parent.mkdir()
+    path.write_text(record.dumps(result))
+    assert "| nvidia-h200, train_small | 1 | 2 |" in summary.page(tmp_path, tmp_path)
+
+
+def test_spmm_compares_with_cusparse_of_the_same_run() -> None:
+    shared = {"dtype": "float32", "width": 64, "direction": "backward", "status": "ok"}
+    cells = [
+        {**shared, "graph": graph, "implementation": name, "median_ms": time}
+        for graph, times in (("reddit", (1.0, 4.0)), ("yelp", (2.0, 2.0)))
+        for name, time in zip(("fastsparse csr", "torch.sparse.mm (cuSPARSE)"), times, strict=True)
+    ]
+    expected = ["csr, backward, float32, F = 64", "cuSPARSE", "2.00x", "1.00x yelp", "2", ""]
+    assert rows_of("spmm", cells) == [expected]
+
+
+def test_regret_is_the_mean_and_the_worst() -> None:
+    cells = [
+        {"graph": "ppi", "width": 16, "dtype": "float32", "status": "ok", "regret": 1.0},
+        {"graph": "dd", "width": 64, "dtype": "float32", "status": "ok", "regret": 1.21},
+        {"graph": "dd", "width": 16, "dtype": "float32", "status": "out of memory"},
+    ]
+    assert rows_of("choice", cells) == [["float32", "1.10x", "1.21x dd, F = 64", "1 of 2"]]
