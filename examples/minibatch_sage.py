@@ -156,7 +156,10 @@ class Task:
             getattr(result, part).append(score(self.recipe.select_by, logits, self.y_on_device, mask))
 
     def compare(self, convs: Sequence[str]) -> tuple[list[LayerResult], dict[str, BatchTimes]]:
-        """Trains with every layer: the same weights to begin with, the same batches, the same splits."""
+        """Trains with every layer: the same weights to begin with, the same splits, batches from one seed.
+
+        DGL draws on several threads, each with numbers of its own: its batches repeat only on one.
+        """
         results: dict[str, LayerResult] = {}
         times = {conv: BatchTimes([], []) for conv in convs}
         interval = 0.5 if sys.stderr.isatty() else 20.0

@@ -19,7 +19,12 @@ def run_example(framework: str, *arguments: str) -> tuple[dict, list]:
 
 
 @pytest.mark.parametrize("framework", ["pyg", "dgl"])
-def test_both_layers_train_alike(framework: str, tmp_path: Path) -> None:
+def test_both_layers_train_alike(framework: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if framework == "dgl":  # whose sampler repeats its batches only on one thread
+        compat = pytest.importorskip("fastsparse_dgl.compat", exc_type=ImportError)
+        threads = compat.dgl.utils.get_num_threads()
+        compat.dgl.utils.set_num_threads(1)
+        request.addfinalizer(lambda: compat.dgl.utils.set_num_threads(threads))
     path = tmp_path / "log.json"
     log, results = run_example(framework, "--fanouts", "5,3", "--json", str(path))
     assert [result.conv for result in results] == ["reference", "fast"]
@@ -31,7 +36,7 @@ def test_both_layers_train_alike(framework: str, tmp_path: Path) -> None:
     for times in log["batches"].values():
         assert times["sampling_ms"] > 0
         assert times["step_ms"] > 0
-    assert json.loads(path.read_text())["batches"] == pytest.approx(log["batches"])
+    assert json.loads(path.read_text())["batches"] == log["batches"]
 
 
 def test_as_many_layers_as_fanouts() -> None:
