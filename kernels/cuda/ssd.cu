@@ -44,7 +44,7 @@ template <int kTeams>
 struct Team {
   static constexpr int kLanes = kWarp / kTeams;
 
-  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % kLanes); }
 
   // Orders what the lanes read and write in shared memory.
   static __device__ __forceinline__ void sync() {

@@ -623,7 +623,8 @@ class Adjacency:
     def sorted_edge_id(self) -> Tensor | None:
         """As `edge_id`, with the entries of every row sorted by column, as the blocks hold them.
 
-        Only :meth:`from_csr` and layers' own structures keep other orders within rows.
+        Other orders within rows come from :meth:`from_csr`, from :meth:`from_coo` of edges whose rows ascend,
+        and from layers' own structures.
         """
         return self._memo.get("sorted_edge_id", lambda: (self._sorted_edge_id(),))[0]
 

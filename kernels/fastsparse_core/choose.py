@@ -64,6 +64,8 @@ _RESIDENT_GROUPS = 132 * 96
 _RESIDENT_WARPS = 132 * 32
 #: Edges below which a product takes about as long as its launch, so that what it reads hardly counts.
 _FEW_EDGES = 200_000
+#: Bytes of a node's features in one head up to which a dot product of an edge is short.
+_SHORT_PRODUCT_BYTES = 128
 #: Entries per row, and the part of the features that is kept, up to which ssd's backward works row by row.
 _FEW_PER_ROW = 3
 _FEW_KEPT = 16
@@ -180,12 +182,14 @@ def slice_length(num_edges: int) -> int:
 def long_edge_groups(groups: RowSplit, num_edges: int, k: int) -> tuple[int, bool]:
     """Edge groups that each take a warp of ssd, and whether the others, which share warps, have few entries.
 
-    The others have a launch of their own, so they should be many. On the H200 at k = 8 sharing pays where
-    rows have two or three entries (yeast 0.91 to 0.57 ms, peptides 0.085 to 0.054) by one kernel, and by
-    another where most have up to 31 (dd 0.163 to 0.132, igb-small 0.66 to 0.63, with an earlier form of its
-    chunks); with many kept entries it does not.
+    The others have a launch of their own, so they should be many (pubmed lost a third by it). On the H200 at
+    k = 8 sharing pays where rows have two or three entries (yeast 0.91 to 0.57 ms, peptides 0.085 to 0.054)
+    by one kernel, and by another where most have up to 31 (dd 0.168 to 0.129, 0.162 to 0.096 in float16);
+    with many kept entries it does not.
     """
     num_groups = groups.slices.size(0)
+    if num_edges < _FEW_EDGES:
+        return num_groups, False
     if num_edges < 4 * num_groups:
         return groups.num_long, True
     most_are_middle = 2 * groups.num_longest < num_groups and k <= 32
@@ -424,9 +428,11 @@ def sddmm_algorithm(
         return "csr"
     if not adj.has_sddmm_structure and torch.cuda.is_current_stream_capturing():
         return "csr"  # what spmm converted may lack sddmm's work list, which a capture cannot build
+    if head_bytes <= _SHORT_PRODUCT_BYTES:
+        # csr works entry by entry. Vectors save a gather where rows are long enough to share columns.
+        return "flashsparse" if adj.num_edges >= 32 * adj.num_dst else "csr"
     # In float32 the tensor cores multiply three times: that shows where dot products are long.
-    narrow = dtype != torch.float32 or head_bytes <= 128 or adj.num_edges < _FEW_EDGES
-    return "flashsparse" if narrow else "csr"
+    return "csr" if dtype == torch.float32 or adj.num_edges < _FEW_EDGES else "flashsparse"
 
 
 def sddmm_by_entry(adj: Adjacency, head_bytes: int) -> bool:
@@ -434,7 +440,8 @@ def sddmm_by_entry(adj: Adjacency, head_bytes: int) -> bool:
 
     Short dot products leave lanes idle row by row, and short rows leave whole groups of them idle.
     """
-    return adj.device.type == "cuda" and (head_bytes <= 128 or adj.num_edges < 8 * adj.num_dst)
+    short = head_bytes <= _SHORT_PRODUCT_BYTES or adj.num_edges < 8 * adj.num_dst
+    return adj.device.type == "cuda" and short
 
 
 def ssd_backward_algorithm(adj: Adjacency, dtype: torch.dtype, width: int, k: int) -> str:

@@ -289,12 +289,15 @@ def test_direct_kernels_serve_where_they_can(algorithm, device, dtype, width, he
 @pytest.mark.parametrize(
     ("dtype", "width", "heads", "num_edges", "picked"),
     [
-        (torch.float16, 32, 1, 1_000_000, "flashsparse"),
+        (torch.float16, 32, 1, 1_000_000, "csr"),
+        (torch.float16, 32, 1, 5_000_000, "flashsparse"),
+        (torch.float16, 128, 1, 1_000_000, "flashsparse"),
+        (torch.float16, 128, 1, 100_000, "csr"),
         (torch.bfloat16, 512, 1, 1_000_000, "flashsparse"),
-        (torch.float32, 32, 1, 1_000_000, "flashsparse"),
-        (torch.float32, 64, 1, 1_000_000, "csr"),
+        (torch.float32, 32, 1, 1_000_000, "csr"),
+        (torch.float32, 32, 1, 5_000_000, "flashsparse"),
+        (torch.float32, 64, 1, 5_000_000, "csr"),
         (torch.float32, 128, 1, 1_000_000, "csr"),
-        (torch.float32, 128, 1, 100_000, "flashsparse"),
         (torch.float16, 32, 4, 1_000_000, "csr"),
     ],
 )
@@ -335,7 +338,7 @@ def test_both_operators_count_towards_one_conversion(capturing):
     def pick(turn: int) -> str:
         if turn % 2:
             return choose.spmm_algorithm(adj, "auto", torch.float16, 64, 1, True)
-        return choose.sddmm_algorithm(adj, "auto", torch.float16, 128, 1, True)
+        return choose.sddmm_algorithm(adj, "auto", torch.float16, 256, 1, True)
 
     assert [pick(turn) for turn in range(16)] == ["csr"] * 16
     capturing.append(True)
@@ -353,7 +356,7 @@ def test_both_operators_count_towards_one_conversion(capturing):
 
 def test_sddmm_builds_no_work_list_under_capture(capturing):
     adj = structure(has_sddmm_structure=False)
-    arguments = ("auto", torch.float16, 64, 1, True)
+    arguments = ("auto", torch.float16, 256, 1, True)
     assert choose.sddmm_algorithm(adj, *arguments) == "flashsparse"
     capturing.append(True)
     assert choose.sddmm_algorithm(adj, *arguments) == "csr"

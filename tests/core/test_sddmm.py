@@ -229,7 +229,8 @@ def test_ids_of_sorted_rows_are_those_of_the_blocks(device, edge_id):
     by_row = torch.sort(row, stable=True).indices
     assert adj.sorted_edge_id is not None
     assert torch.equal(adj.sorted_edge_id, adj.bsb_value_id[by_row])
-    edges = Adjacency.from_coo(adj.row().long(), adj.col.long(), adj.shape)
+    order = torch.argsort(adj.row() * adj.num_src + adj.col)
+    edges = Adjacency.from_coo(adj.row()[order], adj.col[order], adj.shape)
     assert edges.sorted_edge_id is edges.edge_id
 
 

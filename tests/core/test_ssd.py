@@ -40,6 +40,14 @@ def heavy(device: str) -> Adjacency:
     return Adjacency.from_coo(row.to(device), col.to(device), (60, 90))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def groups_share_warps():
+    """Small structures would take one launch: the kernels for groups of few entries are to be tested too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "_FEW_EDGES", 0)
+        yield
+
+
 def expected_of(adj: Adjacency, cbsr: CBSR, *arguments: Any, **options: Any) -> Tensor:
     return reference.ssd(adj, cbsr.values, cbsr.ids, cbsr.width, *arguments, **options)
 
@@ -424,6 +432,12 @@ def test_groups_of_few_entries_share_warps_where_most_are_short():
     row = torch.arange(30).repeat_interleave(40)
     most = Adjacency.from_coo(row, torch.arange(40).repeat(30), (30, 40)).edge_groups
     assert choose.long_edge_groups(most, 1200, 8) == (30, False)
+
+
+def test_small_structures_take_one_launch(monkeypatch):
+    monkeypatch.setattr(choose, "_FEW_EDGES", 1000)
+    few = Adjacency.from_coo(torch.arange(30), torch.arange(30), (30, 30)).edge_groups
+    assert choose.long_edge_groups(few, 30, 8) == (30, False)
 
 
 def test_share_of_shared_groups():
