@@ -33,7 +33,8 @@ napoleon_custom_sections = ["Shapes", "Source"]
 
 # A reference to a name of ours must exist. Other projects' inventories would have to be fetched.
 nitpicky = True
-nitpick_ignore_regex = [(r"py:.*", r"(?!fastsparse_).*|fastsparse_core\.(adjacency\._T|formats\..*)")]
+_INTERNAL = r"fastsparse_core\.(adjacency\._T|formats\..*|distributed\.exchange\.HaloExchange)"
+nitpick_ignore_regex = [(r"py:.*", rf"(?!fastsparse_).*|{_INTERNAL}")]
 
 #: Files of the repository that pages of the site include -> those pages.
 INCLUDED = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, ClassVar, Literal, TypeVar
@@ -13,15 +12,14 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from fastsparse_core import _C, choose
-from fastsparse_core.formats.bsb import HEIGHT, MOST_COLUMNS, Bsb
+from fastsparse_core import choose
+from fastsparse_core.formats.bsb import Bsb
 from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.grouping import Method, check_method
-from fastsparse_core.formats.grouping import group_rows as similar_rows
-from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.inspection import Inspection, inspect_edges, inspect_rows
-from fastsparse_core.formats.row_split import RowSplit, fill_slices, split_rows
-from fastsparse_core.formats.window_runs import slot_starts, window_runs
+from fastsparse_core.formats.row_split import RowSplit
+from fastsparse_core.kernel_formats import KernelFormats, expand_rows
+from fastsparse_core.memo import Memo
 
 _logger = logging.getLogger("fastsparse_core")
 _INT32_MAX = 2**31 - 1
@@ -31,34 +29,7 @@ _registry: weakref.WeakValueDictionary[int, Adjacency] = weakref.WeakValueDictio
 _next_handle = itertools.count(1)
 
 
-class _Memo:
-    """Named results, each built once; safe to use from several threads."""
-
-    def __init__(self) -> None:
-        self.results: dict[Any, Any] = {}
-        self._lock = threading.RLock()
-
-    def get(self, key: Any, build: Callable[[], _T]) -> _T:
-        result = self.results.get(key)
-        if result is None:
-            with self._lock:
-                result = self.results.get(key)
-                if result is None:
-                    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                        # What a captured graph records is not computed yet: kept, it would be read too early.
-                        raise RuntimeError(
-                            f"{key}: must be built before a CUDA graph is captured; run the model once, "
-                            "forward and backward, before the capture, or call Adjacency.prepare() where "
-                            "edges have no values and no bias"
-                        )
-                    # A model may be evaluated before it is trained: what is kept must also serve autograd
-                    # later.
-                    with torch.inference_mode(False):
-                        result = self.results[key] = build()
-        return result
-
-
-class Adjacency:
+class Adjacency(KernelFormats):
     r"""Sparse structure of shape ``(num_dst, num_src)``: rows are destinations, columns are sources.
 
     A message flows from column to row, so aggregation is :math:`A X`. The structure is immutable; whatever is
@@ -113,8 +84,8 @@ class Adjacency:
         self._start()
 
     def _start(self) -> None:
-        self._memo = _Memo()
-        self._row_memo = _Memo()  # what depends on rowptr alone; a symmetric transpose shares it
+        self._memo = Memo()
+        self._row_memo = Memo()  # what depends on rowptr alone; a symmetric transpose shares it
         self._parent: weakref.ref[Adjacency] | None = None
         self.uses = 0  # products so far, for the choice of algorithm
         self._bsb_refused = False
@@ -234,7 +205,7 @@ class Adjacency:
         group_rows: Method,
     ) -> Adjacency:
         """Merges equal neighbours of a structure sorted by (row, col)."""
-        row = _expand_rows(rowptr, col.numel())
+        row = expand_rows(rowptr, col.numel())
         first = torch.ones(col.numel(), dtype=torch.bool, device=col.device)
         first[1:] = (row[1:] != row[:-1]) | (col[1:] != col[:-1])
         merged = first.cumsum(0) - 1
@@ -340,37 +311,9 @@ class Adjacency:
         return self._memo.get(("user", key), build)
 
     @property
-    def num_dst(self) -> int:
-        """Number of rows."""
-        return self.shape[0]
-
-    @property
-    def num_src(self) -> int:
-        """Number of columns."""
-        return self.shape[1]
-
-    @property
-    def num_edges(self) -> int:
-        """Number of stored entries."""
-        return self.col.numel()
-
-    @property
-    def device(self) -> torch.device:
-        """Where the structure lies."""
-        return self.col.device
-
-    def row(self) -> Tensor:
-        """Destination of every stored entry, int32 (num_edges,)."""
-        return self._row_memo.get("row", lambda: _expand_rows(self.rowptr, self.num_edges))
-
-    @property
     def has_inserted_loops(self) -> bool:
         """Whether self loops were inserted at construction (``self_loops="append"`` or ``"replace"``)."""
         return self._loop_edge is not None
-
-    def in_degree(self) -> Tensor:
-        """Number of entries per row, int64 (num_dst,)."""
-        return self._row_memo.get("in_degree", self.rowptr.diff)
 
     def out_degree(self) -> Tensor:
         """Number of entries per column, int64 (num_src,); needs no transpose."""
@@ -434,247 +377,6 @@ class Adjacency:
         """Whether A equals its transpose. Builds it; rows with unsorted columns count as not symmetric."""
         return self.t().col is self.col
 
-    @property
-    def row_split(self) -> RowSplit:
-        """Work list of the CSR kernels."""
-        return self._row_memo.get("row_split", self._row_split)
-
-    def _row_split(self) -> RowSplit:
-        counted = self._row_memo.results.pop("slices", None)
-        if counted is not None:
-            return fill_slices(self.rowptr, counted)
-        return split_rows(self.rowptr, choose.slice_length(self.num_edges))
-
-    @property
-    def csr_structure(self) -> Any:
-        """The structure as the compiled kernels take it."""
-        return self._memo.get("csr_structure", self._csr_structure)
-
-    def _csr_structure(self) -> Any:
-        return self._rows(self.row_split if self.device.type == "cuda" else None)
-
-    @property
-    def plain_structure(self) -> Any:
-        """The structure without any work list, as kernels take it that need none."""
-        return self._memo.get("plain_structure", lambda: self._rows(None))
-
-    @property
-    def hybrid_rows(self) -> HybridRows:
-        """Work list of spmm on both kinds of units, see `HybridRows`."""
-        return self._row_memo.get("hybrid_rows", lambda: HybridRows.from_rowptr(self.rowptr))
-
-    @property
-    def hybrid_structure(self) -> Any:
-        """The structure with that work list, as the compiled kernel takes it."""
-        return self._memo.get("hybrid_structure", lambda: self._rows(self.hybrid_rows))
-
-    @property
-    def edge_groups(self) -> RowSplit:
-        """Work list of ssd: the entries of a row in groups of bounded length, and who shares a row."""
-        return self._row_memo.get(
-            "edge_groups", lambda: RowSplit.from_rowptr(self.rowptr, choose.EDGE_GROUP_LENGTH)
-        )
-
-    @property
-    def edge_group_structure(self) -> Any:
-        """The structure as the compiled ssd takes it."""
-        return self._memo.get(
-            "edge_group_structure",
-            lambda: self._rows(self.edge_groups if self.device.type == "cuda" else None),
-        )
-
-    def _rows(self, split: RowSplit | None) -> Any:
-        addresses = (
-            (
-                split.slices.data_ptr(),
-                split.slices.size(0),
-                split.split_row.data_ptr(),
-                split.split_ptr.data_ptr(),
-                split.split_row.numel(),
-            )
-            if split is not None
-            else (0, 0, 0, 0, 0)
-        )
-        return _C.CsrStructure(
-            self.rowptr.data_ptr(),
-            self.col.data_ptr(),
-            0 if self.edge_id is None else self.edge_id.data_ptr(),
-            self.edge_id is not None and self.edge_id.dtype == torch.int64,
-            *self.shape,
-            self.num_edges,
-            *addresses,
-        )
-
-    @property
-    def has_bsb(self) -> bool:
-        """Whether the binary sparse blocks were built."""
-        return "bsb" in self._row_memo.results
-
-    def try_bsb(self) -> bool:
-        """Builds the binary sparse blocks where memory allows; returns whether they are there.
-
-        Without the memory the CSR kernels go on, which is said once and not tried again. They also serve
-        structures with more sources than the blocks can name.
-        """
-        if not self.has_bsb and not self._bsb_refused and self.num_src <= MOST_COLUMNS:
-            try:
-                self.bsb  # noqa: B018
-            except torch.OutOfMemoryError:
-                self._bsb_refused = True
-                _logger.warning(
-                    "%r: not enough memory to convert it for the tensor cores; it stays with the CSR kernels",
-                    self,
-                )
-        return self.has_bsb
-
-    @property
-    def bsb(self) -> Bsb:
-        """The structure in binary sparse blocks, for the tensor cores."""
-        return self._row_memo.get("bsb", self._bsb)
-
-    def _bsb(self) -> Bsb:
-        window_row: Tensor | None = None
-        try:
-            window_row = similar_rows(self, self.group_rows)
-        except torch.OutOfMemoryError:
-            _logger.warning("%r: not enough memory to group similar rows; their order stays", self)
-        return Bsb.from_csr(self.row(), self.col, self.shape, window_row)
-
-    @property
-    def bsb_split(self) -> RowSplit:
-        """Work list of the tensor-core kernels: windows cut into slices of blocks."""
-        return self._row_memo.get(
-            "bsb_split",
-            lambda: RowSplit.from_rowptr(self.bsb.window_ptr, choose.slice_blocks(self.bsb.num_blocks)),
-        )
-
-    @property
-    def bsb_runs(self) -> Tensor:
-        """The same, with short windows joined to runs."""
-        return self._row_memo.get(
-            "bsb_runs",
-            lambda: window_runs(self.bsb.window_ptr, self.bsb_split, choose.run_blocks(self.bsb.num_blocks)),
-        )
-
-    def bsb_structure(self, *, valued: bool) -> Any:
-        """The binary sparse blocks as the compiled kernels take them.
-
-        Args:
-            valued: with the place of every entry among the edge values.
-        """
-        return self._memo.get(("bsb_structure", valued), lambda: self._bsb_structure(valued))
-
-    def _bsb_structure(self, valued: bool) -> Any:
-        return self._blocks(
-            self.bsb_split,
-            self.bsb_runs,
-            # Found only now: most structures never meet edge values, and the places take 4 bytes an edge.
-            self._row_memo.get("block_entry", self.bsb.block_entry) if valued else None,
-            self.bsb_value_id if valued else None,
-        )
-
-    @property
-    def bsb_value_id(self) -> Tensor:
-        """Position in the caller's edge order of every entry, (num_edges,), by block, vector, row."""
-        return self._memo.get("bsb_value_id", self._bsb_value_id)
-
-    def _bsb_value_id(self) -> Tensor:
-        order = self.bsb.entry_order(self.row(), self.col)
-        return order if self.edge_id is None else self.edge_id.index_select(0, order)
-
-    @property
-    def dense_place(self) -> Tensor:
-        """Place of every entry among the values of dense vectors, (num_edges,), by block, vector, row."""
-        return self._row_memo.get("dense_place", self._dense_place)
-
-    def _dense_place(self) -> Tensor:
-        place = self.bsb.dense_place()
-        return place.int() if HEIGHT * self.bsb.num_vectors <= _INT32_MAX else place
-
-    @property
-    def sddmm_split(self) -> RowSplit:
-        """As `bsb_split`, in the shorter slices that sddmm takes: it has no partial results to add."""
-        return self._row_memo.get(
-            "sddmm_split",
-            lambda: RowSplit.from_rowptr(self.bsb.window_ptr, choose.sddmm_slice_blocks(self.bsb.num_blocks)),
-        )
-
-    @property
-    def has_sddmm_structure(self) -> bool:
-        """Whether `sddmm_structure` was built."""
-        return "sddmm_starts" in self._row_memo.results and "sorted_edge_id" in self._memo.results
-
-    def sddmm_structure(self) -> tuple[Any, Tensor, Tensor, Tensor | None]:
-        """The binary sparse blocks as the compiled sddmm takes them, and the starts of its slices.
-
-        Returns:
-            the structure; int32 (num_slots,) and int64 (num_slots, 8), see `slot_starts`; `sorted_edge_id`.
-        """
-        split = self.sddmm_split
-        runs = self._row_memo.get(
-            "sddmm_runs",
-            lambda: window_runs(self.bsb.window_ptr, split, choose.sddmm_run_blocks(self.bsb.num_blocks)),
-        )
-        structure = self._row_memo.get("sddmm_structure", lambda: self._blocks(split, runs))
-        starts = self._row_memo.get("sddmm_starts", lambda: slot_starts(self.bsb, self.rowptr, split))
-        return structure, *starts, self.sorted_edge_id
-
-    @property
-    def sorted_edge_id(self) -> Tensor | None:
-        """As `edge_id`, with the entries of every row sorted by column, as the blocks hold them.
-
-        Other orders within rows come from :meth:`from_csr`, from :meth:`from_coo` of edges whose rows ascend,
-        and from layers' own structures.
-        """
-        return self._memo.get("sorted_edge_id", lambda: (self._sorted_edge_id(),))[0]
-
-    def _sorted_edge_id(self) -> Tensor | None:
-        row = self.row()
-        if bool(((self.col[1:] >= self.col[:-1]) | (row[1:] != row[:-1])).all()):
-            return self.edge_id
-        order = compress(row, self.col, *self.shape, sort_minor=True)[2]
-        return order if self.edge_id is None else self.edge_id.index_select(0, order)
-
-    def block_vector(self) -> Tensor:
-        """Number of vectors before every block, int64 (num_blocks,), for values as dense vectors."""
-        return self._row_memo.get("block_vector", self.bsb.block_vector)
-
-    def _blocks(
-        self, split: RowSplit, runs: Tensor, block_entry: Tensor | None = None, value_id: Tensor | None = None
-    ) -> Any:
-        bsb = self.bsb
-        return _C.BsbStructure(
-            # Of the storage: an empty view has no address, yet the kernels read ahead, behind its end.
-            bsb.block.untyped_storage().data_ptr(),
-            bsb.window_ptr.data_ptr(),
-            0 if bsb.window_row is None else bsb.window_row.data_ptr(),
-            0 if block_entry is None else block_entry.data_ptr(),
-            0 if value_id is None else value_id.data_ptr(),
-            value_id is not None and value_id.dtype == torch.int64,
-            self.num_dst,
-            split.slices.data_ptr(),
-            split.slices.size(0),
-            split.split_row.data_ptr(),
-            split.split_ptr.data_ptr(),
-            split.split_row.numel(),
-            runs.data_ptr(),
-            runs.size(0),
-        )
-
-    def vector_scale(self, scale_src: Tensor) -> Tensor:
-        """Factor of every vector's column, float32 (num_blocks, 16); kept for the last ``scale_src``."""
-        kept = self._memo.results.get("vector_scale")
-        # Inference tensors have no version, and cannot be written outside inference mode either.
-        version = 0 if scale_src.is_inference() else scale_src._version
-        if kept is not None and kept[0]() is scale_src and kept[1] == version:
-            return kept[2]
-        with torch.inference_mode(False):
-            result = scale_src.float()[self.bsb.col.long()]
-        if torch.cuda.is_current_stream_capturing():
-            return result  # recorded with the graph, and computed by every replay
-        self._memo.results["vector_scale"] = (weakref.ref(scale_src), version, result)
-        return result
-
     def prepare(self, *, backward: bool = True) -> Adjacency:
         """Builds now what the operators need later, so that no call has to; returns self.
 
@@ -686,6 +388,10 @@ class Adjacency:
         self.csr_structure  # noqa: B018
         self.plain_structure  # noqa: B018
         self.edge_group_structure  # noqa: B018
+        if self.device.type == "cuda":
+            choose.long_edge_groups(
+                self.edge_groups, self.num_edges, 1
+            )  # reads what it needs from the device
         if self.device.type == "cuda" and self.try_bsb():
             self.bsb_structure(valued=False)
             self.sddmm_structure()
@@ -849,11 +555,6 @@ def _own(index: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _power(degree: Tensor, exponent: float, dtype: torch.dtype) -> Tensor:
     return degree.to(dtype).pow(exponent).masked_fill_(degree == 0, 0)
-
-
-def _expand_rows(rowptr: Tensor, num_edges: int) -> Tensor:
-    row = torch.arange(rowptr.numel() - 1, dtype=torch.int32, device=rowptr.device)
-    return torch.repeat_interleave(row, rowptr.diff(), output_size=num_edges)
 
 
 def _insert_loops(

@@ -16,7 +16,7 @@ from fastsparse_core.formats.bsb import HEIGHT, place_of_row, sort_vectors
 from fastsparse_core.formats.compress import compress
 
 if TYPE_CHECKING:
-    from fastsparse_core.adjacency import Adjacency
+    from fastsparse_core.kernel_formats import KernelFormats
 
 #: How the rows of a window are chosen.
 Method = Literal["auto", "none", "minhash"]
@@ -58,7 +58,7 @@ def check_method(method: str) -> None:
         raise ValueError(f"group_rows: expected 'auto', 'none' or 'minhash', got {method!r}")
 
 
-def group_rows(adj: Adjacency, method: Method = "minhash") -> Tensor | None:
+def group_rows(adj: KernelFormats, method: Method = "minhash") -> Tensor | None:
     """Rows of every window such that rows with many common columns share one.
 
     Min-wise hashing: the share of equal entries in the signatures of two rows, the minima of 16 hashes over
@@ -98,7 +98,7 @@ def group_rows(adj: Adjacency, method: Method = "minhash") -> Tensor | None:
     return window_row.view(num_windows, HEIGHT)
 
 
-def choose_grouping(adj: Adjacency) -> Tensor | None:
+def choose_grouping(adj: KernelFormats) -> Tensor | None:
     """The grouping by min-hash where products are faster with it, else None: the natural order.
 
     That is where rows have 8 entries or more and grouping saves at least 10 % of the vectors. Large
@@ -122,7 +122,7 @@ def choose_grouping(adj: Adjacency) -> Tensor | None:
     return window_row if grouped_share <= (1 - _LEAST_SAVING) * share else None
 
 
-def count_vectors(adj: Adjacency, window_row: Tensor | None = None, *, height: int = HEIGHT) -> int:
+def count_vectors(adj: KernelFormats, window_row: Tensor | None = None, *, height: int = HEIGHT) -> int:
     """Number of non-zero vectors, without building blocks; a repeated edge needs a vector of its own.
 
     Args:
@@ -133,7 +133,9 @@ def count_vectors(adj: Adjacency, window_row: Tensor | None = None, *, height: i
     return int(vectors_per_window(adj, window_row, height=height).sum())
 
 
-def vectors_per_window(adj: Adjacency, window_row: Tensor | None = None, *, height: int = HEIGHT) -> Tensor:
+def vectors_per_window(
+    adj: KernelFormats, window_row: Tensor | None = None, *, height: int = HEIGHT
+) -> Tensor:
     """Number of non-zero vectors of every window, int64 (num_windows,); see :func:`count_vectors`."""
     row = adj.row()
     place = row if window_row is None else place_of_row(window_row, adj.num_dst).index_select(0, row)
@@ -141,7 +143,7 @@ def vectors_per_window(adj: Adjacency, window_row: Tensor | None = None, *, heig
     return torch.searchsorted(head_entry, window_entry).diff()
 
 
-def _sample(adj: Adjacency, window_row: Tensor | None, stride: int) -> tuple[Tensor, Tensor, int]:
+def _sample(adj: KernelFormats, window_row: Tensor | None, stride: int) -> tuple[Tensor, Tensor, int]:
     """Place and column of every entry in each ``stride``-th window, and the number of places."""
     if window_row is None:
         if stride == 1:
@@ -161,7 +163,7 @@ def _sample(adj: Adjacency, window_row: Tensor | None, stride: int) -> tuple[Ten
     return place, adj.col[position], rows.numel()
 
 
-def _similar_order(adj: Adjacency) -> Tensor:
+def _similar_order(adj: KernelFormats) -> Tensor:
     """The rows by cluster, int32 or int64 (num_dst,)."""
     from fastsparse_core.ops._spmm_extremum import spmm_extremum  # the operators import the formats
 
