@@ -56,9 +56,16 @@ def _dlmc_times(result: dict[str, Any], cells: list[Cell], dtype: str, width: in
     ratios.append(["geometric mean", "", "", *(ratio(geometric_mean(it)) for it in means.values())])
     title = f"DLMC, {dtype}, N = {width}"
     columns = ["matrix", "shape", "sparsity", *(name.removeprefix("fastsparse ") for name in names)]
+    names_of_ratios = ["matrix", "best of ours", "best stored rival us", *means]
+    # Without rivals of this GPU model there is nothing to compare with.
+    filled = [i for i in range(len(names_of_ratios)) if any(row[i] not in ("", "-") for row in ratios)]
     tables = [
         Table(f"{title}, microseconds", columns, times),
-        Table(f"{title}, ratios", ["matrix", "best of ours", "best stored rival us", *means], ratios),
+        Table(
+            f"{title}, ratios",
+            [names_of_ratios[i] for i in filled],
+            [[row[i] for i in filled] for row in ratios],
+        ),
     ]
     return [*tables, Table(f"{title}, microseconds back to back, warm", columns, warm)] if warm else tables
 

@@ -30,7 +30,7 @@ def maxk(result: dict[str, Any]) -> list[Table]:
             group[0]["metric"] + ", %",
             "loss",
             "within one std",
-            "stored MB",
+            "activations MB",
             "of ReLU's",
         ]
         columns.append("step ms")

@@ -86,7 +86,8 @@ def test_wheel_holds_the_three_packages_and_nothing_else(wheel, checkout_copy):
 def test_wheel_metadata(wheel):
     text = zipfile.ZipFile(wheel).read("fastsparse_gnn-0.1.0.dist-info/METADATA").decode()
     metadata = email.message_from_string(text)
-    assert set(metadata.get_all("Provides-Extra")) == {"pyg", "dgl", "ogb", "scatter", "bench", "test", "all"}
+    extras = {"pyg", "dgl", "ogb", "scatter", "bench", "docs", "test", "all"}
+    assert set(metadata.get_all("Provides-Extra")) == extras
     assert metadata["Requires-Python"] == "<3.14,>=3.10"
     requires = [line for line in metadata.get_all("Requires-Dist") if "extra" not in line]
     assert sorted(requires) == ["numpy", "rich", "torch>=2.6"]
