@@ -184,7 +184,7 @@ def _models(width: int, depth: int, device: torch.device) -> dict[str, Model]:
         return Model(layers, lambda block: block.edge_index.clone(), _call_pyg, structure)
 
     models = {"FastSAGEConv (PyG)": pyg(FastSAGEConv, _adjacency), "PyG SAGEConv": pyg(SAGEConv)}
-    if device.type == "cpu":  # the wheel of DGL on PyPI knows no CUDA
+    if device.type == "cpu":  # the wheel of DGL knows no CUDA
         try:
             dgl_nn = importlib.import_module("fastsparse_dgl.compat").dgl.nn
             fast = importlib.import_module("fastsparse_dgl")
