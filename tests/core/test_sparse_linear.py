@@ -49,14 +49,12 @@ def test_forward_and_backward(device, out_features, in_features, batch, dtype, d
     exact_bias = layer.bias.detach().double().requires_grad_() if bias else None
     expected = F.linear(exact_x, weight, exact_bias)
     expected.backward(gradient.double())
-    # A bias is added to a rounded product.
-    tolerance = 2 * TOLERANCE[dtype]
     assert out.dtype == dtype
-    assert relative_error(out, expected) < tolerance
-    assert relative_error(x.grad, exact_x.grad) < tolerance
-    assert relative_error(layer.values.grad, weight.grad[mask]) < tolerance
+    assert relative_error(out, expected) < TOLERANCE[dtype]
+    assert relative_error(x.grad, exact_x.grad) < TOLERANCE[dtype]
+    assert relative_error(layer.values.grad, weight.grad[mask]) < TOLERANCE[dtype]
     if bias:
-        assert relative_error(layer.bias.grad, exact_bias.grad) < tolerance
+        assert relative_error(layer.bias.grad, exact_bias.grad) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("algorithm", ["sparse", "dense"])
