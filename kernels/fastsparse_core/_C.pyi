@@ -479,6 +479,8 @@ def ssd(
     bias: int,
     out: int,
     partial: int,
+    packed: int,
+    num_sources: int,
     num_long: int,
     few_entries: bool,
     device: int,

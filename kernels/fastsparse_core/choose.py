@@ -69,6 +69,8 @@ _SHORT_PRODUCT_BYTES = 128
 #: Entries per row, and the part of the features that is kept, up to which ssd's backward works row by row.
 _FEW_PER_ROW = 3
 _FEW_KEPT = 16
+#: Edges per source from which ssd packs kept entries.
+_GATHERED_OFTEN = 8
 #: Longest edge group of ssd, in entries: its fixed-point sums have room for as many terms. Shorter ones fill
 #: small structures better and still lose, to what their partial results cost (github, k = 8: 0.032 ms at 128
 #: entries, 0.048 at 32).
@@ -194,6 +196,15 @@ def long_edge_groups(groups: RowSplit, num_edges: int, k: int) -> tuple[int, boo
         return groups.num_long, True
     most_are_middle = 2 * groups.num_longest < num_groups and k <= 32
     return (groups.num_longest if most_are_middle else num_groups), False
+
+
+def packs_ssd_rows(adj: Adjacency, dtype: torch.dtype, k: int, width: int) -> bool:
+    """Whether ssd packs kept entries, four to 16 bytes, before it gathers them.
+
+    The pass moves 9 k bytes per source in float32 and is a launch more, so a source should be gathered often.
+    """
+    often = adj.num_edges >= _FEW_EDGES and adj.num_edges >= _GATHERED_OFTEN * adj.num_src
+    return often and dtype != torch.float64 and k % 4 == 0 and width <= 256
 
 
 def slice_blocks(num_blocks: int) -> int:

@@ -48,6 +48,12 @@ def groups_share_warps():
         yield
 
 
+@pytest.fixture(params=["as stored", "packed"])
+def gathered(request, monkeypatch):
+    """How CUDA gathers the entries of sources that have few neighbours and of those that have many."""
+    monkeypatch.setattr(choose, "_GATHERED_OFTEN", 0 if request.param == "packed" else 2**31)
+
+
 def expected_of(adj: Adjacency, cbsr: CBSR, *arguments: Any, **options: Any) -> Tensor:
     return reference.ssd(adj, cbsr.values, cbsr.ids, cbsr.width, *arguments, **options)
 
@@ -100,6 +106,7 @@ def test_equals_reference(
     assert error_in_terms(out, adj, cbsr, value, **options) <= TOLERANCE[dtype]
 
 
+@pytest.mark.usefixtures("gathered")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("width", "k"),
@@ -133,6 +140,7 @@ def test_misaligned_parts(device, width, offset):
     assert torch.equal(out, ssd(adj, cbsr, algorithm="decoupled"))
 
 
+@pytest.mark.usefixtures("gathered")
 @pytest.mark.parametrize("valued", [False, True])
 def test_orders_of_magnitude(device, valued):
     """Every row of the result is right by itself, though rows next to it are 1e60 times as large."""
@@ -165,6 +173,7 @@ def test_smallest_numbers(device, least):
     assert torch.equal(out[2], torch.zeros(3, device=device))
 
 
+@pytest.mark.usefixtures("gathered")
 @pytest.mark.parametrize("algorithm", ["decoupled", "maxk"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", [64, 2000])
@@ -190,6 +199,7 @@ def test_infinities_and_nan_stay_in_their_rows(device, algorithm, dtype, width):
     assert relative_error(out[fine], expected[fine]) <= TOLERANCE[dtype]
 
 
+@pytest.mark.usefixtures("gathered")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("weight", [float("inf"), float("nan"), 0.0])
 def test_weights_that_are_not_finite(device, dtype, weight):
@@ -432,6 +442,17 @@ def test_groups_of_few_entries_share_warps_where_most_are_short():
     row = torch.arange(30).repeat_interleave(40)
     most = Adjacency.from_coo(row, torch.arange(40).repeat(30), (30, 40)).edge_groups
     assert choose.long_edge_groups(most, 1200, 8) == (30, False)
+
+
+def test_entries_are_packed_where_sources_are_gathered_often():
+    row, col = (torch.randint(0, 30, (30 * choose._GATHERED_OFTEN,)) for _ in range(2))
+    adj = Adjacency.from_coo(row, col, (30, 30))
+    assert choose.packs_ssd_rows(adj, torch.float32, 8, 256)
+    assert not choose.packs_ssd_rows(adj, torch.float64, 8, 256)
+    assert not choose.packs_ssd_rows(adj, torch.float32, 6, 256)
+    assert not choose.packs_ssd_rows(adj, torch.float32, 8, 257)
+    few = Adjacency.from_coo(row[1:], col[1:], (30, 30))
+    assert not choose.packs_ssd_rows(few, torch.float32, 8, 256)
 
 
 def test_small_structures_take_one_launch(monkeypatch):

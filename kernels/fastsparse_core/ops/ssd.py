@@ -187,6 +187,9 @@ def _ssd(
     partial = None
     if groups is not None and groups.num_slots:
         partial = values.new_empty(groups.num_slots, width, dtype=accumulation_dtype(values.dtype))
+    packed = None
+    if index >= 0 and choose.packs_ssd_rows(adj, values.dtype, values.size(1), width):
+        packed = ids.new_empty(ids.shape, dtype=torch.int32)
     _C.ssd(
         adj.edge_group_structure,
         DTYPE_CODE[values.dtype],
@@ -201,6 +204,8 @@ def _ssd(
         address(bias),
         out.data_ptr(),
         address(partial),
+        address(packed),
+        values.size(0),
         *((0, False) if groups is None else choose.long_edge_groups(groups, adj.num_edges, values.size(1))),
         index,
         queue(index),

@@ -549,6 +549,8 @@ struct SsdArgs {
   const void* bias;
   void* out;      // (num_rows, width)
   void* partial;  // (num_slots, width) in the accumulation type; CUDA only
+  void* packed;   // (num_sources, k) words to pack the entries in, null: they are not packed; CUDA only
+  std::int64_t num_sources;
   std::int64_t width;
   std::int64_t k;
   Dtype dtype;
