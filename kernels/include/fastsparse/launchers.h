@@ -12,6 +12,7 @@ namespace fastsparse::cpu {
 void compress(const CompressArgs& args);
 void inspect(const InspectArgs& args, int threads);
 void spmm_csr(const SpmmArgs& args, int threads);
+void spmm_csr_transposed(const SpmmTransposedArgs& args, int threads);
 void spmm_extremum(const SpmmExtremumArgs& args, int threads);
 void sddmm_csr(const SddmmArgs& args, int threads);
 void edge_softmax(const EdgeSoftmaxArgs& args, int threads);
@@ -35,6 +36,7 @@ std::int64_t num_row_split_counts(std::int64_t num_rows);
 int row_split_count(const RowSplitArgs& args, void* stream);
 int row_split_fill(const RowSplitArgs& args, void* stream);
 int spmm_csr(const SpmmArgs& args, void* stream);
+int spmm_csr_transposed(const SpmmTransposedArgs& args, void* stream);
 int spmm_bsb(const SpmmBsbArgs& args, void* stream);
 int spmm_tca(const SpmmArgs& args, void* stream);
 int spmm_hr(const SpmmArgs& args, std::int64_t num_long, void* stream);
