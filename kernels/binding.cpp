@@ -116,6 +116,22 @@ void spmm_csr(const CsrStructure& structure, int dtype, std::int64_t width, Addr
   FASTSPARSE_RUN(spmm_csr, args, device, queue);
 }
 
+void spmm_csr_transposed(const CsrStructure& structure, int dtype, std::int64_t width, Address x,
+                         std::int64_t x_stride, Address value, int value_dtype, Address scale_dst,
+                         Address scale_src, Address sum, std::int64_t num_given, int device, Address queue) {
+  const SpmmTransposedArgs args{structure.a,
+                                structure.split,
+                                {at(value), static_cast<Dtype>(value_dtype), 1},
+                                {at(x), x_stride},
+                                at<float>(scale_dst),
+                                at<float>(scale_src),
+                                at<float>(sum),
+                                num_given,
+                                width,
+                                static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(spmm_csr_transposed, args, device, queue);
+}
+
 #ifdef FASTSPARSE_WITH_CUDA
 void spmm_tca(const CsrStructure& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
               Address value, int value_dtype, Address scale_dst, Address scale_src, Address bias, bool relu,
@@ -133,6 +149,13 @@ void spmm_hr(const CsrStructure& structure, std::int64_t num_long, int dtype, st
                                   scale_src, bias, relu, out, partial, width);
   const DeviceGuard guard(device);
   check(cuda::spmm_hr(args, num_long, at(queue)), "spmm_hr");
+}
+
+void csr_to_dense(const CsrStructure& structure, int dtype, Address value, Address out, int device,
+                  Address queue) {
+  const CsrToDenseArgs args{structure.a, at(value), at(out), static_cast<Dtype>(dtype)};
+  const DeviceGuard guard(device);
+  check(cuda::csr_to_dense(args, at(queue)), "csr_to_dense");
 }
 
 void count_hybrid_rows(Address rowptr, std::int64_t num_rows, std::int32_t multiple, std::int32_t longest,
@@ -572,9 +595,11 @@ void compress(const CompressArgs& args, Address scratch, std::size_t scratch_byt
 #endif
 }
 
-void inspect(Address row, Address col, Address edge_id, bool index_is_64bit, bool edge_id_is_64bit,
-             std::int64_t num_edges, std::int64_t num_rows, bool square, Address rowptr, Address col_out,
-             Address inv_degree, Address facts, int device, Address queue) {
+// Returns the facts, which on CUDA waits for the device: `scratch` is room for them there.
+py::tuple inspect(Address row, Address col, Address edge_id, bool index_is_64bit, bool edge_id_is_64bit,
+                  std::int64_t num_edges, std::int64_t num_rows, bool square, Address rowptr, Address col_out,
+                  Address inv_degree, Address slices, Address scratch, int device, Address queue) {
+  std::int64_t facts[kNumEdgeFacts];
   const InspectArgs args{at(row),
                          at(col),
                          at(edge_id),
@@ -586,8 +611,21 @@ void inspect(Address row, Address col, Address edge_id, bool index_is_64bit, boo
                          at<std::int64_t>(rowptr),
                          at<std::int32_t>(col_out),
                          at<float>(inv_degree),
-                         at<std::int64_t>(facts)};
+                         at<RowSlice>(slices),
+                         device < 0 ? facts : at<std::int64_t>(scratch)};
   FASTSPARSE_RUN(inspect, args, device, queue);
+#ifdef FASTSPARSE_WITH_CUDA
+  if (device >= 0) {
+    const py::gil_scoped_release release;
+    const DeviceGuard guard(device);
+    auto* stream = static_cast<cudaStream_t>(at(queue));
+    check(cudaMemcpyAsync(facts, args.facts, sizeof facts, cudaMemcpyDeviceToHost, stream), "inspect");
+    check(cudaStreamSynchronize(stream), "inspect");
+  }
+#endif
+  py::tuple result(static_cast<std::size_t>(kNumEdgeFacts));
+  for (int fact = 0; fact < kNumEdgeFacts; ++fact) result[fact] = facts[fact];
+  return result;
 }
 
 #ifdef FASTSPARSE_WITH_CUDA
@@ -713,6 +751,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("compress", &compress);
   m.def("inspect", &inspect);
   m.def("spmm_csr", &spmm_csr);
+  m.def("spmm_csr_transposed", &spmm_csr_transposed);
 #ifdef FASTSPARSE_WITH_CUDA
   m.def("num_row_split_counts", &cuda::num_row_split_counts);
   m.def("row_split_count", &row_split_count);
@@ -721,6 +760,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("spmm_bsb", &spmm_bsb);
   m.def("spmm_tca", &spmm_tca);
   m.def("spmm_hr", &spmm_hr);
+  m.def("csr_to_dense", &csr_to_dense);
   m.def("count_hybrid_rows", &count_hybrid_rows);
   m.def("fill_hybrid_rows", &fill_hybrid_rows);
   py::class_<AttentionBsbInput>(m, "AttentionBsbInput").def(py::init(&attention_bsb_input));

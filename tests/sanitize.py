@@ -21,6 +21,7 @@ from cases import features
 from test_attention import problem
 
 from fastsparse_core import Adjacency, choose, edge_softmax, maxk, sddmm, spmm, ssd
+from fastsparse_core.ops.spmm import add_transposed
 
 ROWS, EDGES, HEAVY = 300, 3000, 2500
 #: Kernels for structures of many edges run on these small ones too.
@@ -60,6 +61,8 @@ def products(adj: Adjacency, dtype: torch.dtype, width: int) -> None:
             if values is not None:
                 value = torch.rand(adj.num_edges, values, device="cuda").squeeze(1).requires_grad_()
             spmm(adj, x, value, "mean", algorithm=algorithm).sum().backward()
+    for value in (None, torch.rand(adj.num_edges, device="cuda")):
+        add_transposed(adj, y, value, None, None, torch.empty(adj.num_src, width, device="cuda"))
     for algorithm in ("csr", "flashsparse"):
         sddmm(adj, y, x, algorithm=algorithm)
     vectors = sddmm(adj, y, x, layout="me_bcrs")

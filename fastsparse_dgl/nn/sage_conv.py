@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastsparse_core import Adjacency
+from fastsparse_core.aggregate_linear import aggregate_linear, can_aggregate_linear
 from fastsparse_core.joint_linear import add_linear, is_plain_linear
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
@@ -71,7 +72,10 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
             out = self._gcn(graph, adjacency, source, given, edge_weight)
         else:
             destination = self._destination(graph, adjacency, source, given)
-            out = self._plus_neighbours(self.fc_self(destination), adjacency, source, edge_weight)
+            whole = self._in_one_step(adjacency, source, destination, edge_weight)
+            if whole is None:
+                whole = self._plus_neighbours(self.fc_self(destination), adjacency, source, edge_weight)
+            out = whole
 
         if self.activation is not None:
             out = self.activation(out)
@@ -83,6 +87,23 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
     def _transform_first(self) -> bool:
         """Whether to transform before aggregating: DGL's rule, which aggregates the narrower features."""
         return self._in_src_feats > self._out_feats
+
+    def _in_one_step(
+        self, adjacency: Adjacency, source: Tensor, destination: Tensor, edge_weight: Tensor | None
+    ) -> Tensor | None:
+        """The mean layer as one operator, or None where that cannot serve it."""
+        own, neigh = self.fc_self, self.fc_neigh
+        if (
+            self._aggre_type == "mean"
+            and edge_weight is None
+            and not self._transform_first
+            and is_plain_linear(own)
+            and is_plain_linear(neigh)
+            and neigh.bias is None
+            and can_aggregate_linear(adjacency, source, destination, neigh.weight, own.bias, own.weight)
+        ):
+            return aggregate_linear(adjacency, source, neigh.weight, own.bias, own.weight, "mean")
+        return None
 
     def _plus_neighbours(
         self, out: Tensor, adjacency: Adjacency, source: Tensor, edge_weight: Tensor | None

@@ -9,6 +9,7 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency
+from fastsparse_core.aggregate_linear import aggregate_linear, can_aggregate_linear
 from fastsparse_core.joint_linear import add_linear
 from fastsparse_pyg.nn.accelerated import AcceleratedConv, is_plain_linear
 
@@ -55,9 +56,24 @@ class FastSAGEConv(AcceleratedConv, SAGEConv):
             x_src = self.lin(x_src).relu()
 
         lin = self.lin_l
+        reduce = self._reduce()
         # A sum is linear: gather whichever side of the product is narrower. Rows without edges get the bias
         # alone.
-        narrower_after = x_src.size(-1) > self.out_channels and self._reduce() in ("sum", "mean")
+        narrower_after = x_src.size(-1) > self.out_channels and reduce in ("sum", "mean")
+        if (
+            self.root_weight
+            and x_dst is not None
+            and value is None
+            and not narrower_after
+            and reduce in ("sum", "mean")
+            and self.node_dim in (-2, 0)
+            and is_plain_linear(lin)
+            and is_plain_linear(self.lin_r)
+            and self.lin_r.bias is None
+            and can_aggregate_linear(adj, x_src, x_dst, lin.weight, lin.bias, self.lin_r.weight)
+        ):
+            out = aggregate_linear(adj, x_src, lin.weight, lin.bias, self.lin_r.weight, reduce)
+            return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
         if narrower_after and is_plain_linear(lin) and self.node_dim % x_src.dim() != x_src.dim() - 1:
             out = self._aggregate_neighbours(adj, F.linear(x_src, lin.weight), value, bias=lin.bias)
         else:

@@ -81,6 +81,7 @@ void inspect(const InspectArgs& args, int threads) {
     const std::int64_t degree = args.rowptr[r + 1] - args.rowptr[r];
     if (degree < 0) args.facts[kRowsDescend] = 1;
     if (degree == 0) args.facts[kEmptyRows] = 1;
+    args.facts[kMostEntries] = std::max(args.facts[kMostEntries], degree);
     args.inv_degree[r] = degree > 0 ? 1.0f / static_cast<float>(degree) : 0.0f;
   }
 }

@@ -121,10 +121,11 @@ def inspect(
     rowptr: int,
     col_out: int,
     inv_degree: int,
-    facts: int,
+    slices: int,
+    scratch: int,
     device: int,
     queue: int,
-) -> None: ...
+) -> tuple[int, ...]: ...
 def num_row_split_counts(num_rows: int) -> int: ...  # only in builds with the CUDA half
 def row_split_count(
     rowptr: int, num_rows: int, longest: int, counts: int, totals: int, device: int, queue: int
@@ -156,6 +157,21 @@ def spmm_csr(
     out: int,
     partial: int,
     tile: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def spmm_csr_transposed(
+    structure: CsrStructure,
+    dtype: int,
+    width: int,
+    x: int,
+    x_stride: int,
+    value: int,
+    value_dtype: int,
+    scale_dst: int,
+    scale_src: int,
+    sum: int,
+    num_given: int,
     device: int,
     queue: int,
 ) -> None: ...
@@ -192,6 +208,9 @@ def spmm_hr(  # only in builds with the CUDA half
     partial: int,
     device: int,
     queue: int,
+) -> None: ...
+def csr_to_dense(  # only in builds with the CUDA half
+    structure: CsrStructure, dtype: int, value: int, out: int, device: int, queue: int
 ) -> None: ...
 def count_hybrid_rows(  # only in builds with the CUDA half
     rowptr: int,

@@ -88,6 +88,8 @@ class Adjacency(KernelFormats):
         self._row_memo = Memo()  # what depends on rowptr alone; a symmetric transpose shares it
         self._parent: weakref.ref[Adjacency] | None = None
         self.uses = 0  # products so far, for the choice of algorithm
+        self.scatters_left: int | None = None  # gradients that may come by atomics, see choose.scatters
+        self._unsorted_uses_left = 0
         self._bsb_refused = False
         self._differs_from_transpose = False  # known to; else it is compared when the transpose is built
         self.handle: int = next(_next_handle)
@@ -141,7 +143,7 @@ class Adjacency(KernelFormats):
             raise ValueError(f"self_loops: expected 'keep', 'append' or 'replace', got {self_loops!r}")
         if row.dtype != col.dtype:
             row, col = row.long(), col.long()
-        row, col = row.detach().contiguous(), col.detach().contiguous()
+        row, col = row.contiguous(), col.contiguous()
         square = shape[0] == shape[1]
         found = inspect_edges(row, col, shape[0], choose.slice_length(row.numel()), square=square)
         if row.numel() and (found.most_row >= shape[0] or found.most_col >= shape[1]):
@@ -190,8 +192,10 @@ class Adjacency(KernelFormats):
         """Keeps what was found out while the structure was checked."""
         self._row_memo.results[("inv_degree", torch.float32)] = found.inv_degree
         self._row_memo.results["has_empty_rows"] = (found.has_empty_rows,)
-        if found.slices is not None:
-            self._row_memo.results["slices"] = found.slices
+        if found.row_split is not None:
+            self._row_memo.results["row_split"] = found.row_split
+            self._unsorted_uses_left = choose.UNSORTED_USES
+        self.scatters_left = choose.SCATTERS
 
     @classmethod
     def _merged(
@@ -343,6 +347,11 @@ class Adjacency(KernelFormats):
 
     # ---------------------------------------------------------------- derived structures
 
+    @property
+    def has_transpose(self) -> bool:
+        """Whether the transposed structure was built, and still lives."""
+        return "t" in self._memo.results or (self._parent is not None and self._parent() is not None)
+
     def t(self) -> Adjacency:
         """The transposed structure, in the same caller's edge order; shares tensors where A is symmetric."""
         parent = self._parent() if self._parent is not None else None
@@ -385,6 +394,8 @@ class Adjacency(KernelFormats):
         Args:
             backward: also the transposed structure.
         """
+        self.sort_slices()
+        self.scatters_left = None
         self.csr_structure  # noqa: B018
         self.plain_structure  # noqa: B018
         self.edge_group_structure  # noqa: B018

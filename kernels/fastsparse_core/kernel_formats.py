@@ -15,7 +15,7 @@ from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.grouping import Method
 from fastsparse_core.formats.grouping import group_rows as similar_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
-from fastsparse_core.formats.row_split import RowSplit, fill_slices, split_rows
+from fastsparse_core.formats.row_split import RowSplit, split_rows
 from fastsparse_core.formats.window_runs import slot_starts, window_runs
 from fastsparse_core.memo import Memo
 
@@ -44,6 +44,7 @@ class KernelFormats:
     _memo: Memo
     _row_memo: Memo
     _bsb_refused: bool
+    _unsorted_uses_left: int
 
     @property
     def num_dst(self) -> int:
@@ -81,15 +82,30 @@ class KernelFormats:
         return self._row_memo.get("row_split", self._row_split)
 
     def _row_split(self) -> RowSplit:
-        counted = self._row_memo.results.pop("slices", None)
-        if counted is not None:
-            return fill_slices(self.rowptr, counted)
         return split_rows(self.rowptr, choose.slice_length(self.num_edges))
 
     @property
     def csr_structure(self) -> Any:
         """The structure as the compiled kernels take it."""
+        if self._unsorted_uses_left:
+            self._count_unsorted_use()
         return self._memo.get("csr_structure", self._csr_structure)
+
+    def _count_unsorted_use(self) -> None:
+        """Replaces slices in row order, which cost nothing, by sorted ones where a structure is used on."""
+        if self._unsorted_uses_left > 1:
+            self._unsorted_uses_left -= 1
+        elif not torch.cuda.is_current_stream_capturing():
+            self.sort_slices()
+
+    def sort_slices(self) -> None:
+        """Puts slices of like length together, if they are in row order so far."""
+        if self._unsorted_uses_left:
+            self._unsorted_uses_left = 0
+            results = self._row_memo.results
+            # Kept, for CUDA graphs were perhaps captured with it.
+            results["unsorted_row_split"] = results.pop("row_split", ())
+            self._memo.results.pop("csr_structure", None)
 
     def _csr_structure(self) -> Any:
         return self._rows(self.row_split if self.device.type == "cuda" else None)

@@ -29,7 +29,7 @@ class Memo:
             with self._lock:
                 result = self.results.get(key)
                 if result is None:
-                    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                         # What a captured graph records is not computed yet: kept, it would be read too early.
                         raise RuntimeError(
                             f"{key}: must be built before a CUDA graph is captured; run the model once, "

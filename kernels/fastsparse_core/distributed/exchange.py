@@ -127,7 +127,9 @@ class HaloExchange:
         assert self.send_index is not None
         sent = self.send_index.numel()
         column = torch.arange(sent, device=self.send_index.device)
-        return Adjacency.from_coo(self.send_index, column, (self.num_local, sent))
+        returned = Adjacency.from_coo(self.send_index, column, (self.num_local, sent))
+        returned.scatters_left = None  # used again and again: the same bits every time
+        return returned
 
     def pack(self, x: Tensor) -> Tensor:
         """The rows to send of data (num_local, ...)."""

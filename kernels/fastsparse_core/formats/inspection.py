@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.formats.row_split import SliceCounts, count_slices
+from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 
 #: Words that the kernels write, in the order of EdgeFact in kernels/include/fastsparse/views.h.
-_NUM_FACTS = 11
+_NUM_FACTS = 10
 _SIGNED_TO_UNSIGNED = 2**64
 
 
-@dataclass(frozen=True)
-class Inspection:
+class Inspection(NamedTuple):
     """Facts about edges or compressed rows, and what a structure of them consists of if they are sorted.
 
     Attributes:
@@ -33,7 +32,8 @@ class Inspection:
             2^-64 where it does not.
         has_empty_rows: whether some row has no entry.
         ends: first and last of the row pointers.
-        slices: numbers of slices, on CUDA.
+        row_split: on CUDA the work list of rows that no slice has to cut, in row order; None where some row
+            is longer than a slice.
     """
 
     rowptr: Tensor
@@ -47,7 +47,7 @@ class Inspection:
     checksum: int
     has_empty_rows: bool
     ends: tuple[int, int]
-    slices: SliceCounts | None
+    row_split: RowSplit | None
 
 
 def inspect_edges(row: Tensor, col: Tensor, num_rows: int, longest: int, *, square: bool) -> Inspection:
@@ -57,7 +57,7 @@ def inspect_edges(row: Tensor, col: Tensor, num_rows: int, longest: int, *, squa
         row: int32 or int64 (num_edges,), contiguous.
         col: like ``row``.
         num_rows: number of rows.
-        longest: entries of a slice, for `Inspection.slices`.
+        longest: entries of a slice, for `Inspection.row_split`.
         square: whether there are as many columns as rows.
     """
     # An empty tensor has no address, which says that pointers are given: without edges all of them are 0.
@@ -72,7 +72,7 @@ def inspect_rows(rowptr: Tensor, col: Tensor, edge_id: Tensor | None, longest: i
         rowptr: int64 (num_rows + 1,), contiguous.
         col: int32 or int64 (num_edges,), contiguous.
         edge_id: int32 or int64 (num_edges,), contiguous, or None.
-        longest: entries of a slice, for `Inspection.slices`.
+        longest: entries of a slice, for `Inspection.row_split`.
     """
     return _inspect(None, col, edge_id, rowptr, longest, False)
 
@@ -81,12 +81,16 @@ def _inspect(
     row: Tensor | None, col: Tensor, edge_id: Tensor | None, rowptr: Tensor, longest: int, square: bool
 ) -> Inspection:
     device, num_rows = col.device, rowptr.numel() - 1
+    index = device_index(device)
     col_out = torch.empty(col.numel(), dtype=torch.int32, device=device)
     with torch.inference_mode(False):  # kept: it must serve autograd later
         inv_degree = torch.empty(num_rows, dtype=torch.float32, device=device)
-    facts = torch.empty(_NUM_FACTS, dtype=torch.int64, device=device)
-    index = device_index(device)
-    _C.inspect(
+    # Two words for every row's slice, and behind them room for the facts.
+    room = (
+        torch.empty(num_rows + _NUM_FACTS // 2, 2, dtype=torch.int64, device=device) if index >= 0 else None
+    )
+    slices = 0 if room is None else room.data_ptr()
+    words = _C.inspect(
         0 if row is None else row.data_ptr(),
         col.data_ptr(),
         0 if edge_id is None else edge_id.data_ptr(),
@@ -98,13 +102,11 @@ def _inspect(
         rowptr.data_ptr(),
         col_out.data_ptr(),
         inv_degree.data_ptr(),
-        facts.data_ptr(),
+        slices,
+        slices + 16 * num_rows,
         index,
         queue(index),
     )
-    # Counted before it is known whether the rows are sorted, so that the host reads from the device once.
-    counts = count_slices(rowptr, longest, facts[-2:]) if index >= 0 else None
-    words = facts.tolist()
     return Inspection(
         rowptr=rowptr,
         col=col_out,
@@ -117,5 +119,5 @@ def _inspect(
         checksum=words[5],
         has_empty_rows=bool(words[6]),
         ends=(words[7], words[8]),
-        slices=None if counts is None else SliceCounts(longest, counts, words[9], words[10]),
+        row_split=unsplit_rows(room[:num_rows]) if room is not None and words[9] <= longest else None,
     )

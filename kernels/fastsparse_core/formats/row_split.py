@@ -91,6 +91,20 @@ class RowSplit:
         return {"slices": self.slices, "split_row": self.split_row, "split_ptr": self.split_ptr}
 
 
+def unsplit_rows(slices: Tensor) -> RowSplit:
+    """The work list of rows that no slice cuts, whose ``slices`` (num_rows, 2) come in row order."""
+    none, start = _no_split_rows(slices.device)
+    return RowSplit(slices, none, start, 0)
+
+
+@functools.cache
+def _no_split_rows(device: torch.device) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.int32, device=device), torch.zeros(
+            1, dtype=torch.int64, device=device
+        )
+
+
 @dataclass(frozen=True)
 class SliceCounts:
     """What `fill_slices` needs besides the rows.

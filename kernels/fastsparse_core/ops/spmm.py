@@ -66,7 +66,9 @@ def spmm(
 
     with :math:`\bigoplus` a sum, mean, maximum or minimum. Rows without edges give 0 (plus the bias). Sums
     are accumulated in float32 (float64 for float64 features) in a fixed order: results are bitwise
-    reproducible.
+    reproducible. So are gradients, but for those of ``x`` that the first products with a structure that came
+    sorted add by atomics on CUDA, instead of a transpose (`choose.scatters`); where
+    ``torch.use_deterministic_algorithms(True)`` is set they are too.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -347,6 +349,43 @@ def _launch_hr(
     )
 
 
+def add_transposed(
+    adj: Adjacency,
+    x: Tensor,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    total: Tensor,
+    num_given: int = 0,
+) -> Tensor:
+    """Adds the transposed product to ``total``, contiguous float32 (num_src, width), without a transpose.
+
+    On CUDA by atomics, in any order. The arguments are those of the product itself, ``x`` is (num_dst,
+    width), and of ``total`` only the first ``num_given`` rows hold something yet. Where this may be called,
+    `choose.scatters` says.
+    """
+    x = unit_stride(x)
+    if value is not None:
+        value = value.contiguous()
+    index = device_index(x.device)
+    _C.spmm_csr_transposed(
+        adj.csr_structure,
+        DTYPE_CODE[x.dtype],
+        x.size(1),
+        x.data_ptr(),
+        x.stride(0),
+        address(value),
+        0 if value is None else DTYPE_CODE[value.dtype],
+        address(scale_dst),
+        address(scale_src),
+        total.data_ptr(),
+        num_given,
+        index,
+        queue(index),
+    )
+    return total
+
+
 _LAUNCH = {"csr": _launch_csr, "flashsparse": _launch_bsb, "tca": _launch_tca, "hr": _launch_hr}
 
 
@@ -389,19 +428,23 @@ class _Spmm(torch.autograd.Function):
         if rectified is not None:
             grad = grad.masked_fill(rectified <= 0, 0)
         if ctx.needs_input_grad[0]:
-            product = _spmm if is_first_derivative(grad) else _spmm_op
-            grad_x = product(
-                grad,
-                value,
-                scale_src,
-                scale_dst,
-                None,
-                ctx.num_src,
-                ctx.adjacency,
-                not ctx.transpose,
-                ctx.algorithm,
-                False,
-            )
+            plain, adj = is_first_derivative(grad), ctx.keep_alive
+            if plain and not ctx.transpose and choose.scatters(adj, ctx.algorithm, grad.dtype, value):
+                total = grad.new_empty(ctx.num_src, grad.size(1), dtype=torch.float32)
+                grad_x = add_transposed(adj, grad, value, scale_dst, scale_src, total).to(grad.dtype)
+            else:
+                grad_x = (_spmm if plain else _spmm_op)(
+                    grad,
+                    value,
+                    scale_src,
+                    scale_dst,
+                    None,
+                    ctx.num_src,
+                    ctx.adjacency,
+                    not ctx.transpose,
+                    ctx.algorithm,
+                    False,
+                )
         if ctx.needs_input_grad[1]:
             dst, src = (x, grad) if ctx.transpose else (grad, x)
             scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)

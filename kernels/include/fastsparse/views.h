@@ -103,6 +103,21 @@ struct SpmmArgs {
   Dtype dtype;
 };
 
+// sum_j += scale_dst_i value_ij scale_src_j x_i over the entries (i, j): the transposed product, added onto
+// what the first rows of `sum` hold, straight from the rows of the structure as it is. Not for float64.
+struct SpmmTransposedArgs {
+  CsrView a;
+  RowSplitView split;      // CUDA only
+  EdgeValueView value;     // one per edge
+  DenseView x;             // (num_rows, width)
+  const float* scale_dst;  // (num_rows), null: 1
+  const float* scale_src;  // (num_cols), null: 1
+  float* sum;              // (num_cols, width) contiguous
+  std::int64_t num_given;  // rows of it that hold something; the others begin as 0
+  std::int64_t width;
+  Dtype dtype;  // of x
+};
+
 // As SpmmArgs, on tensor cores: dtype float16, bfloat16 or float32.
 struct SpmmBsbArgs {
   BsbView a;
@@ -122,6 +137,14 @@ struct SpmmBsbArgs {
   int features_per_lane;  // a tile is 8 times as many; the width, x.stride and alignments allow it
   int blocks_per_step;    // 1 or 2
   bool tf32;              // float32: one TF32 term instead of two
+  Dtype dtype;
+};
+
+// The dense matrix of a structure: 0 but for the sums of its entries' values. CUDA only.
+struct CsrToDenseArgs {
+  CsrView a;
+  const void* value;  // in the caller's edge order
+  void* out;          // (num_rows, num_cols)
   Dtype dtype;
 };
 
@@ -456,17 +479,16 @@ struct CompressArgs {
 // What the host wants to know of edges before it builds a structure of them. Words that are maxima of
 // unsigned indices hold more than any index for a negative one.
 enum EdgeFact : int {
-  kMostRow,       // greatest row
-  kMostCol,       // greatest column
-  kMostEdgeId,    // greatest edge id
-  kRowsDescend,   // not 0: rows do not come in ascending order; for compressed rows, pointers descend
-  kColsDescend,   // not 0: the columns of some row do not
-  kChecksum,      // 0 where the structure equals its transpose, else very probably not 0
-  kEmptyRows,     // not 0: some row has no entry
-  kFirstEntry,    // rowptr[0]
-  kLastEntry,     // rowptr[num_rows]
-  kNumSplitRows,  // this and the next are the totals of RowSplitArgs
-  kNumSlots,
+  kMostRow,      // greatest row
+  kMostCol,      // greatest column
+  kMostEdgeId,   // greatest edge id
+  kRowsDescend,  // not 0: rows do not come in ascending order; for compressed rows, pointers descend
+  kColsDescend,  // not 0: the columns of some row do not
+  kChecksum,     // 0 where the structure equals its transpose, else very probably not 0
+  kEmptyRows,    // not 0: some row has no entry
+  kFirstEntry,   // rowptr[0]
+  kLastEntry,    // rowptr[num_rows]
+  kMostEntries,  // length of the longest row
   kNumEdgeFacts,
 };
 
@@ -484,7 +506,8 @@ struct InspectArgs {
   std::int64_t* rowptr;   // (num_rows + 1); written where rows are given, meaningful where they ascend
   std::int32_t* col_out;  // (num_edges)
   float* inv_degree;      // (num_rows), 0 for rows without entries
-  std::int64_t* facts;    // (kNumEdgeFacts)
+  RowSlice* slices;       // (num_rows) every row in one slice, in row order; CUDA only
+  std::int64_t* facts;    // (kNumEdgeFacts) in the device's memory
 };
 
 // Rows cut into slices, long slices first (RowSplitView): count first, then allocate, then fill.

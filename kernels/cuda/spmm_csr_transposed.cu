@@ -1,0 +1,116 @@
+// The transposed product from the rows of the structure as it is: sums of columns by float atomics, which
+// saves the sort of a structure that is used once. Bytes: a row of x read per slice, E * F * 4 bytes added in
+// the L2, 16 at a time where the architecture can (sm_90). A group of 8 or 32 lanes takes a slice of a row
+// for one tile of features, reads the row once and adds it to the sums of all columns.
+
+#include <type_traits>
+
+#include "fastsparse/cuda_common.cuh"
+#include "fastsparse/launchers.h"
+
+namespace fastsparse::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+
+__device__ __forceinline__ void add(float* to, const float (&v)[1]) { atomicAdd(to, v[0]); }
+
+__device__ __forceinline__ void add(float* to, const float (&v)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]),
+               "f"(v[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) atomicAdd(to + i, v[i]);
+#endif
+}
+
+template <typename T, int kVec, int kLanes, bool kWeighted>
+__global__ void __launch_bounds__(kThreads) spmm_csr_transposed_kernel(const SpmmTransposedArgs args) {
+  const int lane = threadIdx.x % kLanes;
+  const std::int64_t group =
+      static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
+  const RowSlice slice = load_slice(args.split, group);
+  // Groups of a warp loop together, so that shuffles need no divergent branches.
+  const int longest = __reduce_max_sync(kFullWarp, slice.length);
+  const std::int64_t feature = (static_cast<std::int64_t>(blockIdx.y) * kLanes + lane) * kVec;
+  const bool inside = feature < args.width;
+
+  float scaled[kVec] = {};
+  if (slice.length > 0 && inside) {
+    const std::int64_t row = row_of(args.split, slice);
+    const float scale = args.scale_dst != nullptr ? args.scale_dst[row] : 1.0f;
+    const Pack<T, kVec> pack =
+        load_pack<T, kVec>(static_cast<const T*>(args.x.data) + row * args.x.stride + feature);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) scaled[i] = scale * widen(pack.lane[i]);
+  }
+  for (int base = 0; base < longest; base += kLanes) {
+    const int mine = base + lane;
+    int my_col = 0;
+    float my_weight = 1;
+    if (mine < slice.length) {
+      my_col = __ldg(args.a.col + slice.begin + mine);
+      if constexpr (kWeighted) {
+        if (args.value.data != nullptr) {
+          my_weight = load_value<T>(args.value, args.value.dtype == args.dtype,
+                                    edge_position(args.a, slice.begin + mine));
+        }
+        if (args.scale_src != nullptr) my_weight *= args.scale_src[my_col];
+      }
+    }
+    const int steps = min(kLanes, longest - base);
+    for (int step = 0; step < steps; ++step) {
+      const std::int64_t col = __shfl_sync(kFullWarp, my_col, step, kLanes);
+      float weight = 1;
+      if constexpr (kWeighted) weight = __shfl_sync(kFullWarp, my_weight, step, kLanes);
+      if (!inside || base + step >= slice.length) continue;
+      float term[kVec];
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) term[i] = kWeighted ? weight * scaled[i] : scaled[i];
+      add(args.sum + col * args.width + feature, term);
+    }
+  }
+}
+
+template <typename T, int kVec, int kLanes>
+void launch_shape(const SpmmTransposedArgs& args, cudaStream_t stream) {
+  const dim3 grid(ceil_div(args.split.num_slices, kThreads / kLanes), ceil_div(args.width, kLanes * kVec));
+  if (args.value.data != nullptr || args.scale_src != nullptr) {
+    spmm_csr_transposed_kernel<T, kVec, kLanes, true><<<grid, kThreads, 0, stream>>>(args);
+  } else {
+    spmm_csr_transposed_kernel<T, kVec, kLanes, false><<<grid, kThreads, 0, stream>>>(args);
+  }
+}
+
+template <typename T>
+void launch(const SpmmTransposedArgs& args, cudaStream_t stream) {
+  const auto aligned = [](const void* address, std::size_t bytes) {
+    return reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
+  };
+  const bool vectors = args.width % 4 == 0 && args.x.stride % 4 == 0 && aligned(args.x.data, 4 * sizeof(T)) &&
+                       aligned(args.sum, 16);
+  if (!vectors) return launch_shape<T, 1, 32>(args, stream);
+  args.width <= 32 ? launch_shape<T, 4, 8>(args, stream) : launch_shape<T, 4, 32>(args, stream);
+}
+
+}  // namespace
+
+int spmm_csr_transposed(const SpmmTransposedArgs& args, void* stream) {
+  auto* queue = static_cast<cudaStream_t>(stream);
+  const std::int64_t num_zeros = (args.a.num_cols - args.num_given) * args.width;
+  if (num_zeros > 0) {
+    float* zeros = args.sum + args.num_given * args.width;
+    const cudaError_t error = cudaMemsetAsync(zeros, 0, num_zeros * sizeof *zeros, queue);
+    if (error != cudaSuccess) return error;
+  }
+  if (args.split.num_slices == 0 || args.width == 0) return cudaSuccess;
+  with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    if constexpr (!std::is_same_v<T, double>) launch<T>(args, queue);
+  });
+  return cudaGetLastError();
+}
+
+}  // namespace fastsparse::cuda

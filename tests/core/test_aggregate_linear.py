@@ -1,0 +1,267 @@
+"""GraphSAGE's aggregation and linear maps in one, and gradients of new structures without a transpose."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import DTYPES, LAYOUTS, TOLERANCE, WIDTHS, edge_lists, features, relative_error
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from fastsparse_core import Adjacency, choose, reference, spmm
+from fastsparse_core.aggregate_linear import aggregate_linear, can_aggregate_linear, starts_with
+from fastsparse_core.ops.spmm import add_transposed
+
+SETTINGS = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+NUM_DST, NUM_SRC, FANOUT = 300, 900, 7
+
+
+def block(device: str, num_dst: int = NUM_DST, num_src: int = NUM_SRC, fanout: int = FANOUT) -> Adjacency:
+    """A structure as samplers give it: sorted by destination, columns of a row in any order."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.arange(num_dst).repeat_interleave(fanout)
+    col = torch.randint(0, num_src, row.shape, generator=generator)
+    return Adjacency.from_coo(row.to(device), col.to(device), (num_dst, num_src))
+
+
+# ---------------------------------------------------------------- the transposed product
+
+
+@given(
+    edges=edge_lists(),
+    width=st.sampled_from(WIDTHS),
+    dtype=st.sampled_from([dtype for dtype in DTYPES if dtype != torch.float64]),
+    layout=st.sampled_from(LAYOUTS),
+    valued=st.sampled_from(["none", "features", "float32"]),
+    scaled=st.booleans(),
+    given_rows=st.sampled_from([0, 1, 7]),
+)
+@SETTINGS
+def test_add_transposed_equals_reference(
+    device, poisoned_memory, edges, width, dtype, layout, valued, scaled, given_rows
+):
+    adj = edges.adjacency(device)
+    assume(adj.num_edges <= choose.MOST_PER_SUM * adj.num_src)  # longer sums lose digits one by one
+    x = features(adj.num_dst, width, dtype, layout, device)
+    value = scale_dst = scale_src = None
+    if valued != "none":
+        of = dtype if valued == "features" else torch.float32
+        value = features(adj.num_values, 1, of, "contiguous", device, seed=1)[:, 0]
+    if scaled:
+        generator = torch.Generator().manual_seed(3)
+        scale_dst = torch.rand(adj.num_dst, generator=generator).to(device) + 0.5
+        scale_src = torch.rand(adj.num_src, generator=generator).to(device) + 0.5
+    given_rows = min(given_rows, adj.num_src)
+    total = torch.empty(adj.num_src, width, device=device)
+    before = torch.randn(given_rows, width, device=device)
+    total[:given_rows] = before
+    out = add_transposed(adj, x, value, scale_dst, scale_src, total, given_rows)
+    assert out is total
+    swapped = {"scale_dst": scale_src, "scale_src": scale_dst}
+    expected = reference.spmm(adj.t(), x, value, **swapped)
+    expected[:given_rows] += before.double()
+    terms = reference.spmm(adj.t(), x.abs(), None if value is None else value.abs(), **swapped)
+    assert (out.double() - expected).norm() <= 1e-6 * max((terms.norm() + before.norm()).item(), 1e-30)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("valued", [False, True])
+def test_gradient_of_a_new_structure(device, dtype, reduce, valued):
+    adj = block(device)
+    x = features(NUM_SRC, 48, dtype, "contiguous", device).requires_grad_()
+    value = features(adj.num_values, 1, dtype, "contiguous", device, seed=1)[:, 0] if valued else None
+    grad = features(NUM_DST, 48, dtype, "contiguous", device, seed=2)
+    scale = adj.inv_degree(torch.float64) if reduce == "mean" else None
+    expected = reference.spmm(adj.t(), grad, value, scale_src=scale)
+    adj = block(device)
+    for nth in range(choose.SCATTERS + 1):
+        (got,) = torch.autograd.grad(spmm(adj, x, value, reduce), x, grad)
+        assert got.dtype == dtype
+        assert relative_error(got, expected) <= TOLERANCE[dtype]
+        # float64 is for checks that ask for the same bits.
+        assert adj.has_transpose == (nth == choose.SCATTERS or dtype == torch.float64)
+
+
+def test_who_gets_a_transpose(device):
+    x = torch.randn(NUM_SRC, 8, device=device, requires_grad=True)
+
+    def has_transpose(adj, algorithm="auto"):
+        spmm(adj, x[: adj.num_src], algorithm=algorithm).sum().backward()
+        return adj.has_transpose
+
+    assert not has_transpose(block(device))
+    assert has_transpose(block(device), "csr")
+    assert has_transpose(block(device, num_src=50))  # 42 entries in every sum
+    assert has_transpose(block(device).prepare())
+    new = block(device)
+    row, col = new.row().flip(0), new.col.flip(0)
+    assert has_transpose(Adjacency.from_coo(row, col, new.shape))  # is sorted anyway
+
+
+def test_same_bits_where_pytorch_is_told_so(device):
+    """On the CPU always; the number of threads does not matter either."""
+    x = torch.randn(NUM_SRC, 64, device=device, requires_grad=True)
+    grad = torch.randn(NUM_DST, 64, device=device)
+    before, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    torch.use_deterministic_algorithms(device == "cuda")
+    try:
+        found = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            adj = block(device)
+            found.append(torch.autograd.grad(spmm(adj, x), x, grad)[0])
+            assert adj.has_transpose == (device == "cuda")
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warm_ups", [1, 2, 3])
+def test_capture_needs_no_transpose(warm_ups):
+    adj = block("cuda")
+    x = torch.randn(NUM_SRC, 64, device="cuda", requires_grad=True)
+    grad = torch.randn(NUM_DST, 64, device="cuda")
+
+    def gradient():
+        return torch.autograd.grad(spmm(adj, x), x, grad)[0]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(warm_ups):
+            expected = gradient()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradient()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert relative_error(found, expected) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.gpu
+def test_slices_are_sorted_where_a_structure_is_used_on():
+    generator = torch.Generator().manual_seed(0)
+    length = torch.randint(0, 20, (5000,), generator=generator)
+    row = torch.arange(5000).repeat_interleave(length).cuda()
+    col = torch.randint(0, 5000, row.shape, generator=generator).cuda()
+    adj = Adjacency.from_coo(row, col, (5000, 5000))
+    x = torch.randn(5000, 64, device="cuda")
+    expected = reference.spmm(adj, x)
+    first = spmm(adj, x, algorithm="csr")
+    assert adj.row_split.slices[:, 0].tolist() == adj.rowptr[:-1].tolist()
+    for _ in range(choose.UNSORTED_USES + 1):
+        assert torch.equal(spmm(adj, x, algorithm="csr"), first)
+    lengths = adj.row_split.slices.view(torch.int32)[:, 2].tolist()
+    kinds = [count.bit_length() for count in lengths]
+    assert kinds == sorted(kinds, reverse=True)
+    assert relative_error(first, expected) <= TOLERANCE[torch.float32]
+
+
+# ---------------------------------------------------------------- with the linear maps
+
+
+def parameters(dtype: torch.dtype, device: str, width: int = 24, out: int = 40, bias: bool = True):
+    parts = [features(out, width, dtype, "contiguous", device, seed=4), None]
+    if bias:
+        parts[1] = features(1, out, dtype, "contiguous", device, seed=5)[0]
+    parts.append(features(out, width, dtype, "contiguous", device, seed=6))
+    return [None if part is None else part.requires_grad_() for part in parts]
+
+
+def by_hand(adj: Adjacency, x, weight, bias, root_weight, reduce):
+    aggregated = spmm(adj, x, reduce=reduce, algorithm="csr")
+    out = aggregated @ weight.t() + x[: adj.num_dst] @ root_weight.t()
+    return out if bias is None else out + bias
+
+
+#: Products of matrices round to the features' dtype twice on the way, sums and gradients once each.
+LINEAR_TOLERANCE = {**TOLERANCE, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("square", [True, False])
+def test_results_and_gradients(device, poisoned_memory, dtype, reduce, bias, square):
+    torch.use_deterministic_algorithms(False)
+    adj = block(device, NUM_SRC if square else NUM_DST)
+    x = features(NUM_SRC, 24, dtype, "contiguous", device).requires_grad_()
+    leaves = [x, *parameters(dtype, device, bias=bias)]
+    grad = features(adj.num_dst, 40, dtype, "contiguous", device, seed=7)
+    exact = [None if leaf is None else leaf.detach().double().requires_grad_() for leaf in leaves]
+    want = by_hand(block(device, adj.num_dst), *exact, reduce)
+    given_leaves = [leaf for leaf in exact if leaf is not None]
+    expected = [want, *torch.autograd.grad(want, given_leaves, grad.double())]
+    for _ in range(choose.SCATTERS + 1):
+        assert can_aggregate_linear(adj, x, x[: adj.num_dst], *leaves[1:])
+        out = aggregate_linear(adj, *leaves, reduce)
+        found = [out, *torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad)]
+        for got, exactly in zip(found, expected, strict=True):
+            assert got.dtype == dtype
+            assert relative_error(got, exactly) <= LINEAR_TOLERANCE[dtype]
+    assert adj.has_transpose
+
+
+@pytest.mark.parametrize("frozen", range(4))
+def test_gradients_that_nobody_wants(device, frozen):
+    adj = block(device)
+    leaves = [torch.randn(NUM_SRC, 24, device=device).requires_grad_(), *parameters(torch.float32, device)]
+    leaves[frozen] = leaves[frozen].detach()
+    aggregate_linear(adj, *leaves, "mean").sum().backward()
+    assert [leaf.grad is None for leaf in leaves] == [nth == frozen for nth in range(4)]
+
+
+def test_double_backward(device):
+    adj = block(device, 5, 9, 3)
+    x = torch.randn(9, 4, dtype=torch.float64, device=device, requires_grad=True)
+    leaves = [x, *parameters(torch.float64, device, 4, 3)]
+
+    def function(*inputs):
+        return aggregate_linear(adj, *inputs, "mean")
+
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
+
+
+def test_who_starts_with_whom():
+    base = torch.randn(9, 4, requires_grad=True)
+    x = base * 2
+    assert starts_with(x, x)
+    assert starts_with(x, x[:3])
+    assert starts_with(x[:5], x[:3])
+    assert not starts_with(x, x[1:3])
+    assert not starts_with(x[:3], x)
+    assert not starts_with(x, x[:6:2])
+    assert not starts_with(x, x[:3].clone())
+    assert not starts_with(x, x[:3].detach())
+    with torch.no_grad():
+        assert not starts_with(x, x[:3])
+    watched = x[:3]
+    watched.retain_grad()
+    assert not starts_with(x, watched)
+    hooked = x[:3]
+    hooked.register_hook(lambda grad: grad)
+    assert not starts_with(x, hooked)
+
+
+def test_what_it_does_not_serve(device):
+    adj = block(device)
+    x = torch.randn(NUM_SRC, 24, device=device)
+    weights = parameters(torch.float32, device)
+
+    def serves(x, *weights):
+        return can_aggregate_linear(adj, x, x[:NUM_DST], *weights)
+
+    assert serves(x, *weights)
+    assert not serves(x[:, :20], *weights)
+    assert not serves(x[1:], *weights)
+    assert not serves(x.half(), *weights)
+    assert not serves(x, *(weight.half() for weight in weights))
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert not serves(x, *weights)
