@@ -673,8 +673,8 @@ void cbsr_gather(int dtype, std::int64_t num_rows, std::int64_t width, std::int6
 
 void ssd(const CsrStructure& structure, int dtype, std::int64_t width, std::int64_t k, Address values,
          Address ids, Address value, int value_dtype, Address scale_dst, Address scale_src, Address bias,
-         Address out, Address partial, Address packed, std::int64_t num_sources, std::int64_t num_long,
-         bool few_entries, int device, Address queue) {
+         Address out, Address partial, Address packed, std::int64_t num_long, bool few_entries, int device,
+         Address queue) {
   const SsdArgs args{structure.a,
                      structure.split,
                      num_long,
@@ -688,7 +688,6 @@ void ssd(const CsrStructure& structure, int dtype, std::int64_t width, std::int6
                      at(out),
                      at(partial),
                      at(packed),
-                     num_sources,
                      width,
                      k,
                      static_cast<Dtype>(dtype)};

@@ -10,7 +10,7 @@
 //
 // Where a source has many neighbours, its entries are packed first: four entries in 16 bytes, as fixed point
 // below a power of two of their own. A source is then one run of 4 k bytes instead of two runs in two tables,
-// in every dtype, and an entry takes half as many instructions.
+// in every dtype, and an entry takes fewer instructions.
 //
 // Bounds per call, E edges of k kept entries: E k (sizeof(T) + sizeof(Id)) bytes gathered, packed 4 E k; 32
 // additions to random places of shared memory meet about 3.5 times in a bank.
@@ -36,6 +36,9 @@ constexpr int kPlainFeatures = 1024;  // of a plain sum: what a warp's buffer ho
 constexpr int kShortGroups = 4;  // groups of at most kShortGroupEntries entries that a warp takes together
 constexpr int kShortAhead = 4;   // their entries under way at once
 static_assert(kShortGroups * kShortGroupEntries <= kWarp);
+// Entries per row from which most groups are full, so that four packed quads under way pay (reddit, k = 32:
+// 3.61 ms against 3.93 with two) for the partial chunk at a group's end.
+constexpr std::int64_t kManyPerRow = 256;
 constexpr int kTeams = 4;  // groups of a middling number of entries that share a warp, a quarter each
 
 // 2^power, for powers of normal numbers.
@@ -119,6 +122,7 @@ __device__ __forceinline__ void load_words(const std::byte* address, int inside,
 template <typename T, typename Id, bool kVector>
 struct QuadOfRows {
   using Entries = Quad<T, Id>;
+  static constexpr bool kPacked = false;
   const std::byte* values;
   const std::byte* ids;
   unsigned k;
@@ -160,6 +164,7 @@ struct PackedQuad {
 // The same part of packed rows.
 struct QuadOfPackedRows {
   using Entries = PackedQuad;
+  static constexpr bool kPacked = true;
   const uint4* quads;
   unsigned per_row;
 
@@ -275,13 +280,13 @@ __device__ __forceinline__ float greater_magnitude(float most, float term) {
 template <typename OfTeam>
 struct FixedRow {
   int* sum;
-  int features;
+  int vectors;                                  // of four sums
   int exponent = kLeastExponent;                // every term is below 2^exponent
   unsigned limit = exponent_bits(exponent);     // the same as the bits of a float
   float scale = exp2_of(kTermBits - exponent);  // units of a term
   bool empty = true;
 
-  __device__ __forceinline__ FixedRow(int* sum, int features) : sum(sum), features(features) {}
+  __device__ __forceinline__ FixedRow(int* sum, int vectors) : sum(sum), vectors(vectors) {}
 
   // Makes room for terms of magnitudes up to the one with the bits `most`, a number.
   __device__ __forceinline__ void make_room(unsigned most) {
@@ -291,7 +296,7 @@ struct FixedRow {
         const int shift = min(raised - exponent, 31);
         OfTeam::sync();
 #pragma unroll 1
-        for (int i = OfTeam::lane(); i < features; i += OfTeam::kLanes) {
+        for (int i = OfTeam::lane(); i < 4 * vectors; i += OfTeam::kLanes) {
           sum[i] = ((sum[i] >> (shift - 1)) + 1) >> 1;
         }
         OfTeam::sync();
@@ -358,10 +363,11 @@ __device__ __forceinline__ bool add_chunk(const Chunk<kAtOnce, Quad<T, Id>>& chu
   return true;
 }
 
-// The same for packed entries, whose bounds take the place of the terms.
-template <bool kWhole, bool kWeighted, int kAtOnce, typename OfTeam>
-__device__ __forceinline__ bool add_chunk(const Chunk<kAtOnce, PackedQuad>& chunk, int count,
-                                          FixedRow<OfTeam>& row) {
+// The same for packed entries, whose bounds take the place of the terms. It always asks which lanes have an
+// entry: a copy for whole chunks takes registers from other warps.
+template <bool kWeighted, int kAtOnce, typename OfTeam>
+__device__ __forceinline__ bool add_packed_chunk(const Chunk<kAtOnce, PackedQuad>& chunk, int count,
+                                                 FixedRow<OfTeam>& row) {
   unsigned most = 0;
 #pragma unroll
   for (int u = 0; u < kAtOnce; ++u) {
@@ -369,14 +375,16 @@ __device__ __forceinline__ bool add_chunk(const Chunk<kAtOnce, PackedQuad>& chun
     unsigned bound = __float_as_uint(power);
     // Twice the power is beyond the entries; a bound that is lost below the smallest number is still no zero.
     if (kWeighted) bound = __float_as_uint(fabsf(2 * power * chunk.weight[u])) | (power != 0);
-    if (kWhole || u < count) most = max(most, bound);
+    if (u < count) most = max(most, bound);
   }
-  const unsigned most_of_team = OfTeam::max_of(most);
-  if (most_of_team >= kInfinity) return false;
-  row.make_room(most_of_team);
+  if (__any_sync(kFullWarp, most >= (row.empty ? 1 : row.limit))) {
+    const unsigned most_of_team = OfTeam::max_of(most);
+    if (most_of_team >= kInfinity) return false;
+    row.make_room(most_of_team);
+  }
 #pragma unroll
   for (int u = 0; u < kAtOnce; ++u) {
-    if (kWhole || u < count) row.add(chunk.quad[u], kWeighted ? chunk.weight[u] : 1.0f);
+    if (u < count) row.add(chunk.quad[u], kWeighted ? chunk.weight[u] : 1.0f);
   }
   return true;
 }
@@ -432,14 +440,21 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
         load_chunk(first + per_chunk, rows, source, next);
         load_sources(first + 2 * per_chunk, source);
       }
-      const bool whole = first + per_chunk <= shortest && quad0 + lanes <= quads;
       const int count = (end - first + step) >> step_log;  // of this lane's quads that hold entries
-      if (!(whole ? add_chunk<true, kWeighted>(chunk, kAtOnce, row)
-                  : add_chunk<false, kWeighted>(chunk, count, row))) {
+      bool added;
+      if constexpr (Rows::kPacked) {
+        added = add_packed_chunk<kWeighted>(chunk, count, row);
+      } else {
+        const bool whole = first + per_chunk <= shortest && quad0 + lanes <= quads;
+        added = whole ? add_chunk<true, kWeighted>(chunk, kAtOnce, row)
+                      : add_chunk<false, kWeighted>(chunk, count, row);
+      }
+      if (!added) {
         if (OfTeam::kLanes == kWarp) return false;
         fits = false;  // the other teams of the warp go on
       }
     }
+    if (Rows::kPacked) break;  // rows of at most 32 entries: there is no other
   }
   return fits && (row.empty || row.exponent > kLeastExponent);
 }
@@ -460,7 +475,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs ar
     __syncwarp();
   };
   clear();
-  FixedRow<Team<1>> row(reinterpret_cast<int*>(buffer), 4 * vectors);
+  FixedRow<Team<1>> row(reinterpret_cast<int*>(buffer), vectors);
   if (sum_fixed<kAtOnce, T, Rows, kWeighted>(args, slice, slice.length, slice.length, lanes_log, row)) {
     __syncwarp();
     store_row<T>(args, slice, row.sum, row.unit());
@@ -474,9 +489,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs ar
 }
 
 // Groups of up to 31 entries: kTeams of them to a warp, each with its own buffer. What a
-// group costs besides its entries, it costs four of them together.
+// group costs besides its entries, it costs four of them together. Weighted, eight blocks would spill
+// registers.
 template <typename T, typename Id, typename Rows, bool kWeighted>
-__global__ void __launch_bounds__(kThreads, kWeighted ? 7 : 8)
+__global__ void __launch_bounds__(kThreads, kWeighted ? 7 : 0)
     ssd_middle_kernel(const SsdArgs args, int lanes_log) {
   extern __shared__ int4 shared[];
   using OfTeam = Team<kTeams>;
@@ -493,7 +509,7 @@ __global__ void __launch_bounds__(kThreads, kWeighted ? 7 : 8)
     OfTeam::sync();
   };
   clear();
-  FixedRow<OfTeam> row(reinterpret_cast<int*>(buffer), 4 * vectors);
+  FixedRow<OfTeam> row(reinterpret_cast<int*>(buffer), vectors);
   const bool fixed = sum_fixed<2, T, Rows, kWeighted>(args, slice, shortest, longest, lanes_log, row);
   if (group >= args.groups.num_slices) return;
   OfTeam::sync();
@@ -511,7 +527,7 @@ __global__ void __launch_bounds__(kThreads, kWeighted ? 7 : 8)
 // another is added, and sums floats, one source at a time: for one or two sources fixed point costs more than
 // it saves.
 template <typename T, typename Id, int kPerLane, bool kWeighted>
-__global__ void __launch_bounds__(kThreads, kWeighted ? 6 : 8) ssd_short_kernel(const SsdArgs args) {
+__global__ void __launch_bounds__(kThreads) ssd_short_kernel(const SsdArgs args) {
   extern __shared__ int4 shared[];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const std::int64_t group0 =
@@ -666,27 +682,30 @@ void launch_in_shared_memory(SsdArgs args, cudaStream_t stream) {
       args.k % 4 == 0 && aligned(args.values, 4 * sizeof(T)) && aligned(args.ids, 4 * sizeof(Id));
   const bool shared_warps = args.few_entries ? args.k <= 2 * kWarp : vectors && sizeof(Id) == 1;
   if (!shared_warps) args.num_long = args.groups.num_slices;
-  const auto launch_with = [&](auto rows_of) {
-    using Rows = typename decltype(rows_of)::type;
-    args.k <= 16 ? launch_long<1, kWeighted ? 8 : 12, T, Id, Rows, kWeighted>(args, stream)
-                 : launch_long<2, kWeighted ? 7 : 10, T, Id, Rows, kWeighted>(args, stream);
-    if (!args.few_entries) launch_middle<T, Id, Rows, kWeighted>(args, stream);
+  const auto launch_others = [&](auto rows) {
+    args.few_entries ? launch_short<T, Id, kWeighted>(args, stream)
+                     : launch_middle<T, Id, typename decltype(rows)::type, kWeighted>(args, stream);
   };
   if constexpr (sizeof(Id) == 1) {
     if (vectors && args.packed != nullptr) {
-      const std::int64_t num_quads = args.num_sources * args.k / 4;
+      using Rows = QuadOfPackedRows;
+      const std::int64_t num_quads = args.a.num_cols * args.k / 4;
       pack_kernel<T><<<ceil_div(num_quads, kThreads), kThreads, 0, stream>>>(args, num_quads);
-      launch_with(std::common_type<QuadOfPackedRows>{});
-      if (args.few_entries) launch_short<T, Id, kWeighted>(args, stream);
+      const bool long_rows = args.a.num_edges >= kManyPerRow * args.a.num_rows;
+      long_rows ? launch_long<4, kWeighted ? 6 : 8, T, Id, Rows, kWeighted>(args, stream)
+                : launch_long<2, kWeighted ? 9 : 12, T, Id, Rows, kWeighted>(args, stream);
+      launch_others(std::common_type<Rows>{});
       return;
     }
   }
+  using Rows = QuadOfRows<T, Id, true>;
   if (vectors) {
-    launch_with(std::common_type<QuadOfRows<T, Id, true>>{});
+    args.k <= 16 ? launch_long<1, kWeighted ? 8 : 12, T, Id, Rows, kWeighted>(args, stream)
+                 : launch_long<2, kWeighted ? 7 : 10, T, Id, Rows, kWeighted>(args, stream);
   } else {
     launch_long<2, 6, T, Id, QuadOfRows<T, Id, false>, kWeighted>(args, stream);
   }
-  if (args.few_entries) launch_short<T, Id, kWeighted>(args, stream);
+  launch_others(std::common_type<Rows>{});
 }
 
 template <typename T, typename Id>

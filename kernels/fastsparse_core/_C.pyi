@@ -499,7 +499,6 @@ def ssd(
     out: int,
     partial: int,
     packed: int,
-    num_sources: int,
     num_long: int,
     few_entries: bool,
     device: int,

@@ -112,7 +112,7 @@ def test_equals_reference(
     ("width", "k"),
     [
         *((64, 2), (64, 64), (512, 32), (512, 200), (1000, 17), (1024, 512), (1024, 1024), (3000, 40)),
-        *((256, k) for k in (1, 3, 8, 16, 30, 32, 64, 128, 256)),
+        *((200, 28), *((256, k) for k in (1, 3, 8, 16, 20, 30, 32, 64, 128, 256))),
     ],
 )
 def test_every_shape_of_the_kernel(device, dtype, width, k):
@@ -202,9 +202,10 @@ def test_infinities_and_nan_stay_in_their_rows(device, algorithm, dtype, width):
 @pytest.mark.usefixtures("gathered")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("weight", [float("inf"), float("nan"), 0.0])
-def test_weights_that_are_not_finite(device, dtype, weight):
+@pytest.mark.parametrize("k", [32, 64])
+def test_weights_that_are_not_finite(device, dtype, weight, k):
     adj = heavy(device)
-    cbsr = random_cbsr(90, 64, 64, dtype, device)
+    cbsr = random_cbsr(90, k, k, dtype, device)
     cbsr.values[5, :3] = float("inf")
     cbsr.values[6] = 0
     value = torch.ones(5000, device=device)
@@ -218,6 +219,50 @@ def test_weights_that_are_not_finite(device, dtype, weight):
     assert relative_error(out[finite], expected[finite]) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("rows", [4, 60])  # on both sides of the rows that are very long
+@pytest.mark.parametrize("k", [16, 20, 32])
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        (torch.float32, 1.0),
+        (torch.float32, 1e35),
+        (torch.float32, 1e-28),
+        (torch.float32, 1e-40),
+        (torch.float16, 1.0),
+        (torch.float16, 1e-4),
+        (torch.bfloat16, 1.0),
+    ],
+)
+def test_packed_entries(device, monkeypatch, dtype, size, k, rows):
+    """Of every size, down to subnormal numbers, and with others that are no numbers among them."""
+    monkeypatch.setattr(choose, "_GATHERED_OFTEN", 0)
+    adj = heavy(device)
+    adj = Adjacency.from_coo(adj.row() % rows, adj.col, (rows, 90))
+    assert choose.packs_ssd_rows(adj, dtype, k, 256)
+    cbsr = random_cbsr(90, k, 256, dtype, device)
+    values = (cbsr.values.double() * size).to(dtype)
+    values[::7] = 0
+    cbsr = cbsr.with_values(values)
+    options = {
+        "scale_dst": torch.rand(rows, device=device),
+        "bias": torch.zeros(256, device=device).to(dtype),
+    }
+    value = torch.randn(5000, device=device)
+    # Products with subnormal numbers have fewer digits than the entries, however they are summed.
+    for weights, scales in ((None, {}), (value, {}), (value, options))[: 1 if size < 1e-30 else 3]:
+        out = ssd(adj, cbsr, weights, algorithm="decoupled", **scales)
+        expected = expected_of(adj, cbsr, weights, **scales)
+        assert relative_error(out.double() / size, expected / size) <= TOLERANCE[dtype]
+
+    values[5, 3], values[13, 1] = float("inf"), float("nan")
+    out = ssd(adj, cbsr.with_values(values), algorithm="decoupled")
+    monkeypatch.setattr(choose, "_GATHERED_OFTEN", 2**31)
+    plain = ssd(adj, cbsr.with_values(values), algorithm="decoupled")
+    assert torch.equal(out.isnan(), plain.isnan())
+    assert torch.equal(out.isinf(), plain.isinf())
+
+
+@pytest.mark.usefixtures("gathered")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_same_bits_every_time(device, dtype):
     adj = heavy(device)
@@ -444,15 +489,17 @@ def test_groups_of_few_entries_share_warps_where_most_are_short():
     assert choose.long_edge_groups(most, 1200, 8) == (30, False)
 
 
-def test_entries_are_packed_where_sources_are_gathered_often():
+def test_entries_are_packed_where_sources_are_gathered_often(monkeypatch):
     row, col = (torch.randint(0, 30, (30 * choose._GATHERED_OFTEN,)) for _ in range(2))
     adj = Adjacency.from_coo(row, col, (30, 30))
-    assert choose.packs_ssd_rows(adj, torch.float32, 8, 256)
-    assert not choose.packs_ssd_rows(adj, torch.float64, 8, 256)
-    assert not choose.packs_ssd_rows(adj, torch.float32, 6, 256)
-    assert not choose.packs_ssd_rows(adj, torch.float32, 8, 257)
+    for k, packed in ((8, False), (16, True), (18, False), (20, True), (32, True), (36, False), (64, False)):
+        assert choose.packs_ssd_rows(adj, torch.float32, k, 256) == packed
+    assert not choose.packs_ssd_rows(adj, torch.float64, 16, 256)
+    assert not choose.packs_ssd_rows(adj, torch.float32, 16, 257)
     few = Adjacency.from_coo(row[1:], col[1:], (30, 30))
-    assert not choose.packs_ssd_rows(few, torch.float32, 8, 256)
+    assert not choose.packs_ssd_rows(few, torch.float32, 16, 256)
+    monkeypatch.setattr(choose, "_FEW_EDGES", 1000)
+    assert not choose.packs_ssd_rows(adj, torch.float32, 16, 256)
 
 
 def test_small_structures_take_one_launch(monkeypatch):

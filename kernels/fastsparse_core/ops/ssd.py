@@ -205,7 +205,6 @@ def _ssd(
         out.data_ptr(),
         address(partial),
         address(packed),
-        values.size(0),
         *((0, False) if groups is None else choose.long_edge_groups(groups, adj.num_edges, values.size(1))),
         index,
         queue(index),

@@ -572,8 +572,7 @@ struct SsdArgs {
   const void* bias;
   void* out;      // (num_rows, width)
   void* partial;  // (num_slots, width) in the accumulation type; CUDA only
-  void* packed;   // (num_sources, k) words to pack the entries in, null: they are not packed; CUDA only
-  std::int64_t num_sources;
+  void* packed;   // (num_cols of a, k) words to pack up to 32 entries in; null: they are not; CUDA only
   std::int64_t width;
   std::int64_t k;
   Dtype dtype;
