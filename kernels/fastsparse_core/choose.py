@@ -429,19 +429,18 @@ def sddmm_algorithm(
     if not adj.has_sddmm_structure and torch.cuda.is_current_stream_capturing():
         return "csr"  # what spmm converted may lack sddmm's work list, which a capture cannot build
     if head_bytes <= _SHORT_PRODUCT_BYTES:
-        # csr works entry by entry. Vectors save a gather where rows are long enough to share columns.
+        # Vectors save a gather where rows are long enough to share columns.
         return "flashsparse" if adj.num_edges >= 32 * adj.num_dst else "csr"
     # In float32 the tensor cores multiply three times: that shows where dot products are long.
     return "csr" if dtype == torch.float32 or adj.num_edges < _FEW_EDGES else "flashsparse"
 
 
-def sddmm_by_entry(adj: Adjacency, head_bytes: int) -> bool:
+def sddmm_by_entry(adj: Adjacency, aligned: bool) -> bool:
     """Whether sddmm with ``"csr"`` works entry by entry on CUDA, else row by row.
 
-    Short dot products leave lanes idle row by row, and short rows leave whole groups of them idle.
+    It loads 16 bytes a lane, and needs the row of every entry: 4 bytes an entry that stay with the structure.
     """
-    short = head_bytes <= _SHORT_PRODUCT_BYTES or adj.num_edges < 8 * adj.num_dst
-    return adj.device.type == "cuda" and short
+    return adj.device.type == "cuda" and aligned
 
 
 def ssd_backward_algorithm(adj: Adjacency, dtype: torch.dtype, width: int, k: int) -> str:
