@@ -1,43 +1,45 @@
-// Sampled dense-dense product from CSR. Floors: E * H * D * sizeof(T) bytes gathered, E * H * sizeof(out)
-// written, 4 E or 8 E read (columns, and rows where they are short), 2 E H D flops.
+// Sampled dense-dense product from CSR on CUDA cores. Floors: E * H * D * sizeof(T) bytes gathered, E * H *
+// sizeof(out) written, 4 E or 8 E read (columns, and rows where they are short), 2 E H D flops.
 //
-// Entry by entry, where features start at multiples of 16 bytes: a warp takes a tile of consecutive entries,
-// whatever their rows, and has the features of all their sources in flight at once, 16 bytes a lane. Nothing
-// is looked up before the entries, and results leave coalesced. A row's own features are read once a tile
-// where rows are long, else once an entry, mostly from the L1. Sums over lanes are transposed: each half of
-// the lanes goes on with half of the sums, so 8 sums over 8 lanes take 7 shuffles instead of 24.
-//   - On CUDA cores 4 to 32 lanes take 8 entries, or 4 where rows are short or features wide.
-//   - On tensor cores, for 16-bit heads of 64 or 128 bytes: see sddmm_tensor_kernel.
-//
-// In large structures blocks are as large as a multiprocessor holds and stay with consecutive entries, so
-// that sources that neighbouring rows share are found in its L1.
+// Entry by entry, where features start at multiples of 16 bytes: 4 to 32 lanes take 4 or 8 consecutive
+// entries, whatever their rows, and have the features of all their sources in flight at once, 16 bytes a
+// lane. Nothing is looked up before the entries, no lanes are idle on short rows, and results leave
+// coalesced. Sums over lanes are transposed: each half of the lanes goes on with half of the sums, so 8 sums
+// over 8 lanes take 7 shuffles instead of 24.
+//   - Where a row has as many entries as a warp takes, these often share it: its features are read once.
+//   - In shorter rows each entry reads those of its row, mostly from the L1.
 //
 // Row by row otherwise: a group of 8 or 32 lanes takes one slice of a row, reads the row's features (they
 // stay in the L1) and gathers 4 neighbours at a time.
 
-#include <algorithm>
 #include <initializer_list>
 #include <type_traits>
 
 #include "fastsparse/bsb.cuh"
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
-#include "fastsparse/mma.cuh"
 
 namespace fastsparse::cuda {
 namespace {
 
 constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / kWarp;
 constexpr int kEntriesInFlight = 4;
-// Blocks that keep an H200 evenly busy: 8 for each of 132 multiprocessors.
-constexpr std::int64_t kManyBlocks = 132 * 8;
-constexpr int kMostRounds = 16;
-// Of a block that has a multiprocessor to itself: as many as the features in flight leave registers for.
-template <typename T>
-constexpr int kMostThreads = sizeof(T) == 4 ? 768 : 640;
+// Entries that a group of lanes takes. More would lack registers in heads that take several turns, and take
+// longer in short rows of 16-bit features.
+template <typename T, bool kLoop, bool kLong>
+constexpr int kEntries = kLoop || sizeof(T) == 8 || (sizeof(T) == 2 && !kLong) ? 4 : 8;
+// Blocks of a multiprocessor that leave each the registers for it.
+template <typename T, bool kLong>
+constexpr int kResident = sizeof(T) == 2 ? (kLong ? 7 : 8) : (sizeof(T) == 4 && kLong ? 8 : 5);
+// In structures of more entries than this, blocks stay with consecutive entries for several rounds, so that
+// sources that neighbouring rows share are found in the L1 (float32, F = 128, 115 million entries: 6.4 ms
+// instead of 7.6); in smaller ones that leaves multiprocessors idle.
+constexpr std::int64_t kManyEntries = 50'000'000;
+constexpr int kRounds = 8;
 
 template <typename T, int kVec, int kLanes>
-__global__ void __launch_bounds__(kThreads) sddmm_csr_kernel(const SddmmArgs args) {
+__global__ void __launch_bounds__(kThreads, 8) sddmm_csr_kernel(const SddmmArgs args) {
   using A = Acc<T>;
   const int lane = threadIdx.x % kLanes;
   const std::int64_t group =
@@ -135,240 +137,136 @@ __device__ __forceinline__ void sum_over_lanes(A (&number)[kCount], int lane) {
   }
 }
 
-// Writes kCount results of consecutive entries; those beyond the last entry are dropped.
-template <typename T, int kCount>
-__device__ __forceinline__ void store_run(const SddmmArgs& args, std::int64_t first, Acc<T>* result) {
+// kPlain: one head, no scales, results in the order of the entries and in the dtype of the features.
+template <typename T, bool kPlain>
+__device__ __forceinline__ void store_result(const SddmmArgs& args, std::int64_t entry, Acc<T> value) {
   using A = Acc<T>;
-  if constexpr (kCount == 2) {
-    const bool apart = args.heads > 1 || args.a.edge_id != nullptr || args.out_dtype != args.dtype;
-    const bool scaled = args.scale_dst != nullptr || args.scale_src != nullptr;
-    if (!apart && !scaled && first + 1 < args.a.num_edges) {
-      const Pack<T, 2> pair{narrow<T>(result[0]), narrow<T>(result[1])};
-      store_pack<T, 2>(pair, static_cast<T*>(args.out) + first);
-      return;
-    }
+  if constexpr (kPlain) {
+    static_cast<T*>(args.out)[entry] = narrow<T>(value);
+    return;
   }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const std::int64_t entry = first + i;
-    if (entry >= args.a.num_edges) return;
-    A value = result[i];
-    if (args.scale_dst != nullptr) value *= static_cast<const A*>(args.scale_dst)[args.row[entry]];
-    if (args.scale_src != nullptr) value *= static_cast<const A*>(args.scale_src)[args.a.col[entry]];
-    const std::int64_t at = edge_position(args.a, entry) * args.heads + blockIdx.y;
-    if (args.out_dtype == args.dtype) {
-      static_cast<T*>(args.out)[at] = narrow<T>(value);
-    } else {
-      static_cast<A*>(args.out)[at] = value;
-    }
+  if (args.scale_dst != nullptr) value *= static_cast<const A*>(args.scale_dst)[args.row[entry]];
+  if (args.scale_src != nullptr) value *= static_cast<const A*>(args.scale_src)[args.a.col[entry]];
+  const std::int64_t at = edge_position(args.a, entry) * args.heads + blockIdx.y;
+  if (args.out_dtype == args.dtype) {
+    static_cast<T*>(args.out)[at] = narrow<T>(value);
+  } else {
+    static_cast<A*>(args.out)[at] = value;
   }
 }
 
-// Tiles of this warp: one in each round of its block.
-struct Tiles {
-  std::int64_t next;
-  int left, step;
-  __device__ __forceinline__ explicit Tiles(int rounds) {
-    step = blockDim.x / kWarp;
-    next = static_cast<std::int64_t>(blockIdx.x) * rounds * step + threadIdx.x / kWarp;
-    left = rounds;
-  }
-};
-
-// kLoop: heads of more than kLanes * 16 bytes. kLong: rows are long, so that the entries of a tile often
-// share theirs.
-template <typename T, int kLanes, int kEntries, bool kLoop, bool kLong>
-__global__ void __launch_bounds__(kMostThreads<T>)
+// kLoop: heads of more than kLanes * 16 bytes. kLong: rows are long, so that the entries of a warp often
+// share theirs. kPlain: as above, and the head fills its lanes.
+template <typename T, int kLanes, bool kLoop, bool kLong, bool kPlain>
+__global__ void __launch_bounds__(kThreads, kResident<T, kLong>)
     sddmm_entries_kernel(const __grid_constant__ SddmmArgs args, const int rounds) {
   using A = Acc<T>;
-  constexpr int kVec = 16 / static_cast<int>(sizeof(T)), kTile = kWarp / kLanes * kEntries;
-  using Features = Pack<T, kVec>;
-  const int lane = threadIdx.x % kLanes;
+  constexpr int kVec = 16 / static_cast<int>(sizeof(T)), kOwn = kEntries<T, kLoop, kLong>;
+  constexpr int kTile = kWarp / kLanes * kOwn;
+  const int lane = threadIdx.x % kLanes, group = threadIdx.x % kWarp / kLanes;
   const std::int64_t last = args.a.num_edges - 1;
   const auto head_bytes = static_cast<std::uint32_t>(args.head_width * sizeof(T));
   const auto src_bytes = static_cast<std::uint32_t>(args.x_src.stride * sizeof(T));
   const auto dst_bytes = static_cast<std::uint32_t>(args.x_dst.stride * sizeof(T));
-  const auto load = [&](const DenseView& x, std::uint32_t bytes, std::int32_t row, std::uint32_t at) {
-    // Lanes beyond the head read its last features and do not add them.
-    const std::uint32_t inside = blockIdx.y * head_bytes + min(at, head_bytes - 16);
-    const char* from = static_cast<const char*>(x.data) + inside;
-    return load_pack<T, kVec>(reinterpret_cast<const T*>(row_address(from, row, bytes)));
+  const std::uint32_t own_bytes = blockIdx.y * head_bytes + lane * 16;
+  const char* dst = static_cast<const char*>(args.x_dst.data) + own_bytes;
+  const char* src = static_cast<const char*>(args.x_src.data) + own_bytes;
+  // Words as they lie in memory: taken apart before all have come, 16-bit features would fill twice the
+  // registers.
+  const auto load = [&](const char* base, std::int32_t index, std::uint32_t bytes, std::uint32_t step) {
+    const bool inside = kPlain || step + lane * 16 < head_bytes;
+    return inside ? __ldg(reinterpret_cast<const uint4*>(row_address(base, index, bytes) + step)) : uint4{};
   };
-  const auto multiply = [](const Features& left, const Features& right, A& sum) {
+  const auto multiply = [](const uint4& left_words, const uint4& right_words, A& sum) {
+    Pack<T, kVec> left, right;
+    memcpy(&left, &left_words, 16);
+    memcpy(&right, &right_words, 16);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) sum += widen(left.lane[i]) * widen(right.lane[i]);
   };
 
-  for (Tiles tile(rounds); tile.left > 0 && tile.next * kTile <= last; --tile.left, tile.next += tile.step) {
-    const std::int64_t begin = tile.next * kTile;
-    const std::int64_t first = begin + threadIdx.x % kWarp / kLanes * kEntries;
-    std::int32_t row = 0, last_row = 0, rows[kEntries], col[kEntries];
-    load_run(args.a.col, first, last, col);
+  std::int64_t tile = static_cast<std::int64_t>(blockIdx.x) * rounds * kWarps + threadIdx.x / kWarp;
+  for (int round = 0; round < rounds && tile * kTile <= last; ++round, tile += kWarps) {
+    const std::int64_t first = tile * kTile + group * kOwn;
+    std::int32_t row = 0, last_row = 0, rows[kOwn], col[kOwn];
     if constexpr (kLong) {
-      row = __ldg(args.row + begin);
-      last_row = __ldg(args.row + min(begin + kTile - 1, last));
+      row = __ldg(args.row + tile * kTile);
+      last_row = __ldg(args.row + min(tile * kTile + kTile - 1, last));
     } else {
       load_run(args.row, first, last, rows);
     }
-    A sum[kEntries] = {};
-    const auto add = [&](std::uint32_t at) {
-      Features right[kEntries];
+    load_run(args.a.col, first, last, col);
+    A sum[kOwn] = {};
+    const auto add = [&](std::uint32_t step) {
+      uint4 right[kOwn];
 #pragma unroll
-      for (int u = 0; u < kEntries; ++u) right[u] = load(args.x_src, src_bytes, col[u], at);
-      const bool inside = at < head_bytes;
+      for (int u = 0; u < kOwn; ++u) right[u] = load(src, col[u], src_bytes, step);
       if (kLong && row == last_row) {
-        const Features left = load(args.x_dst, dst_bytes, row, at);
-        if (inside) {
+        const uint4 left = load(dst, row, dst_bytes, step);
 #pragma unroll
-          for (int u = 0; u < kEntries; ++u) multiply(left, right[u], sum[u]);
-        }
+        for (int u = 0; u < kOwn; ++u) multiply(left, right[u], sum[u]);
         return;
       }
       // By four, for lack of registers.
 #pragma unroll
-      for (int base = 0; base < kEntries; base += 4) {
+      for (int base = 0; base < kOwn; base += 4) {
         std::int32_t own[4];
         if constexpr (kLong) load_run(args.row, first + base, last, own);
-        Features left[4];
+        uint4 left[4];
 #pragma unroll
-        for (int u = 0; u < 4; ++u)
-          left[u] = load(args.x_dst, dst_bytes, kLong ? own[u] : rows[base + u], at);
-        if (inside) {
+        for (int u = 0; u < 4; ++u) left[u] = load(dst, kLong ? own[u] : rows[base + u], dst_bytes, step);
 #pragma unroll
-          for (int u = 0; u < 4; ++u) multiply(left[u], right[base + u], sum[base + u]);
-        }
+        for (int u = 0; u < 4; ++u) multiply(left[u], right[base + u], sum[base + u]);
       }
     };
     if constexpr (kLoop) {
 #pragma unroll 1
-      for (std::uint32_t step = 0; step < head_bytes; step += kLanes * 16) add(step + lane * 16);
+      for (std::uint32_t step = 0; step < head_bytes; step += kLanes * 16) add(step);
     } else {
-      add(lane * 16);
+      add(0);
     }
-    sum_over_lanes<kEntries, kLanes>(sum, lane);
-    if constexpr (kEntries >= kLanes) {
-      store_run<T, kEntries / kLanes>(args, first + lane * (kEntries / kLanes), sum);
-    } else {
-      constexpr int kCopies = kLanes / kEntries;
-      if (lane % kCopies == 0) store_run<T, 1>(args, first + lane / kCopies, sum);
+    sum_over_lanes<kOwn, kLanes>(sum, lane);
+    // Where there are more lanes than sums, neighbours have the same one.
+    constexpr int kSums = kOwn > kLanes ? kOwn / kLanes : 1, kCopies = kOwn < kLanes ? kLanes / kOwn : 1;
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      const std::int64_t entry = first + lane / kCopies * kSums + i;
+      if (lane % kCopies == 0 && entry <= last) store_result<T, kPlain>(args, entry, sum[i]);
     }
   }
 }
 
-// The same for 16-bit heads of 64 kChunks bytes: without conversions, and with few shuffles. A quad loads the
-// sources of kOwn entries, and the words of a source are operand A as they are (lane = 4 g + t): its row g is
-// half of the features, its row g + 8 the other half. Columns 2j and 2j + 1 of operand B are the same halves
-// of the j-th of four rows of X_dst. So element (g, 2j) plus element (g + 8, 2j + 1), both in lane 4 g + j,
-// is the product of that row with the source of quad g. Entries that span more than four rows take another
-// turn.
-template <typename T, int kChunks, int kOwn>
-__global__ void __launch_bounds__(kMostThreads<T>)
-    sddmm_tensor_kernel(const __grid_constant__ SddmmArgs args, const int rounds) {
-  constexpr int kTile = 8 * kOwn;
-  const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
-  const std::int64_t last = args.a.num_edges - 1;
-  const auto num_rows = static_cast<std::int32_t>(args.a.num_rows);
-  const auto src_bytes = static_cast<std::uint32_t>(args.x_src.stride * sizeof(T));
-  const auto dst_bytes = static_cast<std::uint32_t>(args.x_dst.stride * sizeof(T));
-  const std::uint32_t own_bytes = blockIdx.y * kChunks * 64 + t * 16;
-  const char* src = static_cast<const char*>(args.x_src.data) + own_bytes;
-  const char* dst = static_cast<const char*>(args.x_dst.data) + own_bytes;
-  const auto load = [](const char* from, int chunk) {
-    return __ldg(reinterpret_cast<const uint4*>(from + chunk * 64));
+template <typename T, int kLanes, bool kLoop, bool kLong>
+void launch_long(const SddmmArgs& args, cudaStream_t stream) {
+  constexpr std::int64_t kOfBlock = kThreads / kLanes * kEntries<T, kLoop, kLong>;
+  const int rounds = kLong && args.a.num_edges > kManyEntries ? kRounds : 1;
+  const dim3 grid(ceil_div(args.a.num_edges, kOfBlock * rounds), static_cast<unsigned>(args.heads));
+  const auto launch = [&](auto plain) {
+    constexpr bool kPlain = decltype(plain)::value;
+    sddmm_entries_kernel<T, kLanes, kLoop, kLong, kPlain><<<grid, kThreads, 0, stream>>>(args, rounds);
   };
-
-  for (Tiles tile(rounds); tile.left > 0 && tile.next * kTile <= last; --tile.left, tile.next += tile.step) {
-    const std::int64_t begin = tile.next * kTile, first = begin + g * kOwn;
-    std::int32_t row = __ldg(args.row + begin), col[kOwn];
-    load_run(args.a.col, first, last, col);
-    uint4 words[kOwn][kChunks];
-#pragma unroll
-    for (int u = 0; u < kOwn; ++u) {
-      const char* from = row_address(src, col[u], src_bytes);
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) words[u][c] = load(from, c);
-    }
-    float sum[kOwn] = {};
-    while (true) {
-      const char* from = row_address(dst, min(row + g / 2, num_rows - 1), dst_bytes);
-      std::uint32_t b[kChunks][2];
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        const uint4 left = load(from, c);
-        b[c][0] = g % 2 == 0 ? left.x : left.y;
-        b[c][1] = g % 2 == 0 ? left.z : left.w;
-      }
-      // Where a row begins, counted from the quad's first entry.
-      const auto row_begin = [&](int r) {
-        const std::int64_t at = __ldg(args.a.rowptr + min(r, num_rows)) - first;
-        return at > kTile ? kTile : static_cast<int>(at);
-      };
-      const int row_from = row_begin(row + t), row_to = row_begin(row + t + 1);
-#pragma unroll
-      for (int u = 0; u < kOwn; ++u) {
-        float product[4] = {};
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-          const std::uint32_t a[4] = {words[u][c].x, words[u][c].y, words[u][c].z, words[u][c].w};
-          mma_m16n8k16<T>(product, a, b[c][0], b[c][1]);
-        }
-        sum[u] += u >= row_from && u < row_to ? product[0] + product[3] : 0.0f;
-      }
-      const int end = __shfl_sync(kFullWarp, row_to, 3);  // of the four rows, counted from the tile's first
-      if (end >= kTile || begin + end > last) break;
-      row = __ldg(args.row + begin + end);
-    }
-    sum_over_lanes<kOwn, 4>(sum, t);
-    store_run<T, kOwn / 4>(args, first + t * (kOwn / 4), sum);
+  if constexpr (!kLoop) {
+    const bool scaled = args.scale_dst != nullptr || args.scale_src != nullptr;
+    const bool in_order = args.heads == 1 && args.a.edge_id == nullptr && args.out_dtype == args.dtype;
+    if (in_order && !scaled && args.head_width * sizeof(T) == kLanes * 16) return launch(std::true_type{});
   }
+  launch(std::false_type{});
 }
 
-// Calls launch(grid, threads of a block, rounds): small blocks of one round where there are few entries, else
-// the largest.
-template <typename F>
-void with_grid(const SddmmArgs& args, int tile, int most_threads, F&& launch) {
-  const std::int64_t of_round = static_cast<std::int64_t>(tile) * most_threads / kWarp;
-  const std::int64_t rounds = args.a.num_edges / (of_round * kManyBlocks);
-  const int threads = rounds > 0 ? most_threads : kThreads;
-  const int most_rounds = static_cast<int>(std::clamp<std::int64_t>(rounds, 1, kMostRounds));
-  const std::int64_t of_block = static_cast<std::int64_t>(tile) * threads / kWarp * most_rounds;
-  launch(dim3(ceil_div(args.a.num_edges, of_block), static_cast<unsigned>(args.heads)), threads, most_rounds);
-}
-
-template <typename T, int kLanes, bool kLoop>
+template <typename T, int kLanes, bool kLoop = false>
 void launch_entries(const SddmmArgs& args, cudaStream_t stream) {
-  const auto launch = [&](auto is_long) {
-    constexpr bool kLong = decltype(is_long)::value;
-    constexpr int kEntries = kLong && !kLoop && sizeof(T) < 8 ? 8 : 4;
-    with_grid(args, kWarp / kLanes * kEntries, kMostThreads<T>, [&](dim3 grid, int threads, int rounds) {
-      sddmm_entries_kernel<T, kLanes, kEntries, kLoop, kLong><<<grid, threads, 0, stream>>>(args, rounds);
-    });
-  };
-  args.a.num_edges < 8 * args.a.num_rows ? launch(std::false_type{}) : launch(std::true_type{});
-}
-
-template <typename T, int kChunks>
-void launch_tensor(const SddmmArgs& args, cudaStream_t stream) {
-  constexpr int kOwn = 8 / kChunks;
-  with_grid(args, 8 * kOwn, kMostThreads<T>, [&](dim3 grid, int threads, int rounds) {
-    sddmm_tensor_kernel<T, kChunks, kOwn><<<grid, threads, 0, stream>>>(args, rounds);
-  });
+  constexpr int kTile = kWarp / kLanes * kEntries<T, kLoop, true>;
+  args.a.num_edges >= kTile* args.a.num_rows ? launch_long<T, kLanes, kLoop, true>(args, stream)
+                                             : launch_long<T, kLanes, kLoop, false>(args, stream);
 }
 
 template <typename T>
 void launch_by_entry(const SddmmArgs& args, cudaStream_t stream) {
   const std::int64_t bytes = args.head_width * static_cast<std::int64_t>(sizeof(T));
-  if constexpr (sizeof(T) == 2) {
-    // In shorter rows a tile takes many turns.
-    if (args.a.num_edges >= 8 * args.a.num_rows) {
-      if (bytes == 64) return launch_tensor<T, 1>(args, stream);
-      if (bytes == 128) return launch_tensor<T, 2>(args, stream);
-    }
-  }
-  bytes <= 64    ? launch_entries<T, 4, false>(args, stream)
-  : bytes <= 128 ? launch_entries<T, 8, false>(args, stream)
-  : bytes <= 256 ? launch_entries<T, 16, false>(args, stream)
-  : bytes <= 512 ? launch_entries<T, 32, false>(args, stream)
+  bytes <= 64    ? launch_entries<T, 4>(args, stream)
+  : bytes <= 128 ? launch_entries<T, 8>(args, stream)
+  : bytes <= 256 ? launch_entries<T, 16>(args, stream)
+  : bytes <= 512 ? launch_entries<T, 32>(args, stream)
                  : launch_entries<T, 32, true>(args, stream);
 }
 
@@ -385,8 +283,6 @@ void launch(const SddmmArgs& args, cudaStream_t stream) {
   const bool aligned_lists = vector_width<std::int32_t>({}, {args.a.col, args.row}) == 4;
   if (vec * sizeof(T) == 16 && args.row != nullptr && aligned_lists && args.head_width > 0) {
     launch_by_entry<T>(args, stream);
-  } else if (vec * sizeof(T) == 16) {
-    launch_shape<T, 16 / sizeof(T), 8>(args, stream);
   } else if constexpr (sizeof(T) < 4) {
     vec > 1 ? launch_shape<T, 4 / sizeof(T), 32>(args, stream) : launch_shape<T, 1, 32>(args, stream);
   } else {

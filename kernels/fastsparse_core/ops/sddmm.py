@@ -59,9 +59,9 @@ def sddmm(
         scale_src: constant :math:`t`, (num_src,).
         algorithm: ``"csr"`` (on CUDA cores); ``"flashsparse"`` (8x1 vectors on tensor cores, FlashSparse 3.5,
             in float32 with two TF32 terms, or one where ``torch.set_float32_matmul_precision`` allows TF32;
-            on CUDA and where rows and heads are multiples of 16 bytes, else csr); or ``"auto"``: csr until
-            the structure was prepared, or used often enough to repay its conversion, and for several heads
-            and long dot products in float32.
+            on CUDA and where rows and heads are multiples of 16 bytes, else csr); or ``"auto"``: flashsparse
+            for one head of 16-bit features of more than 64 bytes, once the structure was prepared, or used
+            often enough to repay its conversion, and unless it is small; else csr.
         layout: ``"edges"``, or ``"me_bcrs"``: all values of the non-zero vectors in the order of
             ``adj.bsb``, without padding, and zeros where the structure has no entry (FlashSparse, figure 9):
             what ``spmm(value_layout="me_bcrs")`` takes. The tensor cores write it, so ``"auto"`` takes them
