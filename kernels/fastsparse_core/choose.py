@@ -65,9 +65,10 @@ _RESIDENT_WARPS = 132 * 32
 #: Edges below which a product takes about as long as its launch, so that what it reads hardly counts.
 _FEW_EDGES = 200_000
 #: Bytes of a node's features in one head up to which a dot product of an edge is short.
-_SHORT_PRODUCT_BYTES = 128
-#: Entries per row, and the part of the features that is kept, up to which ssd's backward works row by row.
+_SHORT_PRODUCT_BYTES = 64
+#: Entries per row below which sddmm and ssd's backward work from CSR.
 _FEW_PER_ROW = 3
+#: The part of the features that is kept, up to which ssd's backward does.
 _FEW_KEPT = 16
 #: Longest edge group of ssd, in entries: its fixed-point sums have room for as many terms. Shorter ones fill
 #: small structures better and still lose, to what their partial results cost (github, k = 8: 0.032 ms at 128
@@ -459,25 +460,24 @@ def sddmm_algorithm(
         return "csr"
     if algorithm == "flashsparse" or dense:
         return "flashsparse"
-    # Several heads were not measured: each reads the structure again, and writes every heads-th number.
-    if heads > 1 or not _is_converted(adj):
+    # csr gathers a source for every edge, the tensor cores for every vector of 8 rows: it shows where there
+    # is much to gather. In float32 they multiply three times. Several heads were not measured: each reads the
+    # structure again, and writes every heads-th number.
+    if dtype == torch.float32 or head_bytes <= _SHORT_PRODUCT_BYTES or heads > 1:
+        return "csr"
+    if adj.num_edges < max(_FEW_EDGES, _FEW_PER_ROW * adj.num_dst) or not _is_converted(adj):
         return "csr"
     if not adj.has_sddmm_structure and torch.cuda.is_current_stream_capturing():
         return "csr"  # what spmm converted may lack sddmm's work list, which a capture cannot build
-    if head_bytes <= _SHORT_PRODUCT_BYTES:
-        # csr works entry by entry. Vectors save a gather where rows are long enough to share columns.
-        return "flashsparse" if adj.num_edges >= 32 * adj.num_dst else "csr"
-    # In float32 the tensor cores multiply three times: that shows where dot products are long.
-    return "csr" if dtype == torch.float32 or adj.num_edges < _FEW_EDGES else "flashsparse"
+    return "flashsparse"
 
 
-def sddmm_by_entry(adj: Adjacency, head_bytes: int) -> bool:
+def sddmm_by_entry(adj: Adjacency, aligned: bool) -> bool:
     """Whether sddmm with ``"csr"`` works entry by entry on CUDA, else row by row.
 
-    Short dot products leave lanes idle row by row, and short rows leave whole groups of them idle.
+    It loads 16 bytes a lane, and needs the row of every entry: 4 bytes an entry that stay with the structure.
     """
-    short = head_bytes <= _SHORT_PRODUCT_BYTES or adj.num_edges < 8 * adj.num_dst
-    return adj.device.type == "cuda" and short
+    return adj.device.type == "cuda" and aligned
 
 
 def ssd_backward_algorithm(adj: Adjacency, dtype: torch.dtype, width: int, k: int) -> str:

@@ -289,21 +289,21 @@ def test_direct_kernels_serve_where_they_can(algorithm, device, dtype, width, he
 @pytest.mark.parametrize(
     ("dtype", "width", "heads", "num_edges", "picked"),
     [
-        (torch.float16, 32, 1, 1_000_000, "csr"),
-        (torch.float16, 32, 1, 5_000_000, "flashsparse"),
+        (torch.float16, 32, 1, 5_000_000, "csr"),
+        (torch.float16, 64, 1, 1_000_000, "flashsparse"),
         (torch.float16, 128, 1, 1_000_000, "flashsparse"),
-        (torch.float16, 128, 1, 100_000, "csr"),
+        (torch.float16, 128, 1, 250_000, "csr"),  # fewer than three entries a row
         (torch.bfloat16, 512, 1, 1_000_000, "flashsparse"),
-        (torch.float32, 32, 1, 1_000_000, "csr"),
-        (torch.float32, 32, 1, 5_000_000, "flashsparse"),
-        (torch.float32, 64, 1, 5_000_000, "csr"),
-        (torch.float32, 128, 1, 1_000_000, "csr"),
-        (torch.float16, 32, 4, 1_000_000, "csr"),
+        (torch.float32, 32, 1, 5_000_000, "csr"),
+        (torch.float32, 128, 1, 5_000_000, "csr"),
+        (torch.float16, 128, 4, 1_000_000, "csr"),
     ],
 )
 def test_sddmm_by_itself_takes_what_measured_faster(dtype, width, heads, num_edges, picked):
     arguments = ("auto", dtype, width * dtype.itemsize, heads, True)
     assert choose.sddmm_algorithm(structure(num_edges=num_edges), *arguments) == picked
+    few = structure(num_dst=10_000, num_edges=100_000)
+    assert choose.sddmm_algorithm(few, *arguments) == "csr"
 
 
 @pytest.mark.parametrize(
