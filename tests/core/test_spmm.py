@@ -213,6 +213,34 @@ def test_infinity_stays_in_its_feature(device, algorithm, dtype, width):
         assert relative_error(out[finite], expected[finite]) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("width", "num_src", "repeats"),
+    [(24, 90, 40), (64, 90, 40), (72, 1000, 60), (256, 500, 30), (72, 1900, 45)],
+)
+def test_few_sources_that_many_rows_gather(device, dtype, width, num_src, repeats):
+    """Shapes of pruned weights: a tile of x fits into shared memory, and warps share rows of all lengths."""
+    lengths = [7, 1, 0, 65, 90, 3, 0, 0, 31, 33, num_src, 2, 64, 32] * repeats
+    adj = rows_of(lengths, num_src, device)
+    x = features(num_src, width, dtype, "contiguous", device)
+    value = features(adj.num_values, 1, dtype, "contiguous", device, seed=1)[:, 0]
+    bias = features(1, width, dtype, "contiguous", device, seed=2)[0]
+    scales = {
+        "scale_dst": torch.rand(adj.num_dst, device=device) + 0.5,
+        "scale_src": torch.rand(num_src, device=device) + 0.5,
+    }
+    for weights, options in ((None, {}), (value, {**scales, "bias": bias, "relu": True})):
+        out = spmm(adj, x, weights, algorithm="tca", **options)
+        assert relative_error(out, reference.spmm(adj, x, weights, **options)) <= TOLERANCE[dtype]
+        assert torch.equal(out, spmm(adj, x, weights, algorithm="tca", **options))
+    x[3, width // 2], x[5, 1], x[9, width - 1] = float("inf"), float("nan"), -float("inf")
+    out, expected = spmm(adj, x, value, algorithm="tca"), reference.spmm(adj, x, value)
+    finite = expected.isfinite()
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.isfinite(), finite)
+    assert relative_error(out[finite], expected[finite]) <= TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("algorithm", ["tca", "hr"])
 def test_direct_algorithms_say_once_where_csr_serves(device, caplog, monkeypatch, algorithm):
     monkeypatch.setattr(log, "_seen", set())
