@@ -3,6 +3,7 @@
 All models have 128 input features and 40 classes, ReLU between layers, cross entropy over all nodes and Adam:
 
 - gcn3-128: GCNConv 128-128-40.
+- sage3-128: SAGEConv of the same widths.
 - gat3-4x32: GATConv with 4 heads of 32, twice, then one head of 40.
 - gatv2-3-4x32, gt3-4x32: the same with GATv2Conv and with TransformerConv.
 - agnn2-32: a linear map to width 32, two AGNNConv, a linear map.
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch_geometric.nn import AGNNConv, GATConv, GATv2Conv, GCNConv, TransformerConv
+from torch_geometric.nn import AGNNConv, GATConv, GATv2Conv, GCNConv, SAGEConv, TransformerConv
 
 from fastsparse_core import choose
 from fastsparse_pyg import (
@@ -32,6 +33,7 @@ from fastsparse_pyg import (
     FastGATConv,
     FastGATv2Conv,
     FastGCNConv,
+    FastSAGEConv,
     FastTransformerConv,
     clear_cache,
 )
@@ -41,7 +43,7 @@ from .common import add_common, attempt, progress, recorder, release
 from .record import Recorder
 from .timing import step_time
 
-GRAPHS = ("pubmed", "ogbn-arxiv", "yelp", "reddit", "ogbn-products")
+GRAPHS = ("pubmed", "ogbn-arxiv", "yelp", "reddit", "ogbn-proteins", "ogbn-products")
 IN_CHANNELS, CLASSES = 128, 40
 DTYPES = ("float32", "bf16-amp")
 
@@ -74,7 +76,7 @@ class Stack(nn.Module):
 Layer = Callable[..., nn.Module]
 
 
-def gcn(layer: Layer, **options: Any) -> nn.Module:
+def three_layers(layer: Layer, **options: Any) -> nn.Module:
     widths = (IN_CHANNELS, 128, 128, CLASSES)
     return Stack([layer(wide, narrow, **options) for wide, narrow in itertools.pairwise(widths)])
 
@@ -121,12 +123,20 @@ def _pair(ours: type[nn.Module], original: type[nn.Module]) -> dict[str, Impleme
 #: model -> how to build it, and with which layers, ours first
 MODELS: dict[str, tuple[Callable[..., nn.Module], dict[str, Implementation]]] = {
     "gcn3-128": (
-        gcn,
+        three_layers,
         {
             "FastGCNConv": Implementation(FastGCNConv, warm_up=CONVERTED),
             "PyG edge_index": Implementation(GCNConv),
             "PyG edge_index, cached": Implementation(GCNConv, {"cached": True}),
             "PyG sparse_csr": Implementation(GCNConv, form="sparse_csr"),
+        },
+    ),
+    "sage3-128": (
+        three_layers,
+        {
+            "FastSAGEConv": Implementation(FastSAGEConv, warm_up=CONVERTED),
+            "PyG edge_index": Implementation(SAGEConv),
+            "PyG sparse_csr": Implementation(SAGEConv, form="sparse_csr"),
         },
     ),
     "gat3-4x32": (heads_4x32, _pair(FastGATConv, GATConv)),

@@ -135,6 +135,13 @@ void spmm_hr(const CsrStructure& structure, std::int64_t num_long, int dtype, st
   check(cuda::spmm_hr(args, num_long, at(queue)), "spmm_hr");
 }
 
+void csr_to_dense(const CsrStructure& structure, int dtype, Address value, Address out, int device,
+                  Address queue) {
+  const CsrToDenseArgs args{structure.a, at(value), at(out), static_cast<Dtype>(dtype)};
+  const DeviceGuard guard(device);
+  check(cuda::csr_to_dense(args, at(queue)), "csr_to_dense");
+}
+
 void count_hybrid_rows(Address rowptr, std::int64_t num_rows, std::int32_t multiple, std::int32_t longest,
                        Address sums, int device, Address queue) {
   const HybridRowsArgs args{at<std::int64_t>(rowptr),
@@ -718,6 +725,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("spmm_bsb", &spmm_bsb);
   m.def("spmm_tca", &spmm_tca);
   m.def("spmm_hr", &spmm_hr);
+  m.def("csr_to_dense", &csr_to_dense);
   m.def("count_hybrid_rows", &count_hybrid_rows);
   m.def("fill_hybrid_rows", &fill_hybrid_rows);
   py::class_<AttentionBsbInput>(m, "AttentionBsbInput").def(py::init(&attention_bsb_input));

@@ -193,6 +193,9 @@ def spmm_hr(  # only in builds with the CUDA half
     device: int,
     queue: int,
 ) -> None: ...
+def csr_to_dense(  # only in builds with the CUDA half
+    structure: CsrStructure, dtype: int, value: int, out: int, device: int, queue: int
+) -> None: ...
 def count_hybrid_rows(  # only in builds with the CUDA half
     rowptr: int,
     num_rows: int,

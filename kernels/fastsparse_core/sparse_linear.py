@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.ops._common import DTYPE_CODE
+from fastsparse_core.ops.csr_to_dense import csr_to_dense
 from fastsparse_core.ops.spmm import spmm
 
 
@@ -125,7 +126,7 @@ class SparseLinear(nn.Module):
             dtype=weight.dtype,
         )
         with torch.no_grad():
-            layer.values.copy_(weight.flatten()[layer._places()])
+            layer.values.copy_(weight[layer.adjacency.row().long(), layer.col.long()])
             if layer.bias is not None:
                 layer.bias.copy_(linear.bias)
         return layer
@@ -150,18 +151,9 @@ class SparseLinear(nn.Module):
             self._built = (stamp, Adjacency.from_csr(*parts, shape, group_rows="none"))
         return self._built[1]
 
-    def _places(self) -> Tensor:
-        """Place of every weight in the dense matrix, row by row: int64 (num_weights,)."""
-        adjacency = self.adjacency
-        return adjacency.memo(
-            "fastsparse_core.dense_places",
-            lambda: adjacency.row().long() * self.in_features + adjacency.col,
-        )
-
     def to_dense(self) -> Tensor:
         """The weight matrix with its zeros, (out_features, in_features); differentiable."""
-        flat = self.values.new_zeros(self.out_features * self.in_features)
-        return flat.index_add(0, self._places(), self.values).view(self.out_features, self.in_features)
+        return csr_to_dense(self.adjacency, self.values)
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies the layer.
@@ -198,7 +190,7 @@ class SparseLinear(nn.Module):
             )
         batch = x.numel() // self.in_features if self.in_features else 0
         if self._algorithm(dtype, batch) == "dense":
-            return F.linear(x, self.to_dense(), self.bias)
+            return F.linear(x, csr_to_dense(self.adjacency, self.values.to(dtype)), self.bias)
         rows = x.reshape(x.shape[:-1].numel(), self.in_features)
         out = spmm(self.adjacency, rows.t(), self.values).t()
         if self.bias is not None:

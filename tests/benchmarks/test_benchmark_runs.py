@@ -79,10 +79,10 @@ def test_dlmc_checks_then_times_every_implementation(
     arguments = ["--parts", "matrices", "preprocessing", "--graphs", "pubmed", "--budget-ms", "1"]
     result = result_of(tmp_path, "dlmc", *arguments, "--width", "16")
     cells = [cell for cell in result["cells"] if cell["part"] == "matrices"]
-    assert len(cells) == 6 + 4
+    assert len(cells) == 7 + 5
     # PyTorch on the CPU has no sparse product in float16.
     others = [cell for cell in result["cells"] if cell.get("implementation") != "torch.sparse CSR"]
-    assert len(others) == 6 + 4 - 2 + 6
+    assert len(others) == 7 + 5 - 2 + 6
     assert all(cell["status"] == "ok" and cell["samples"] >= 5 for cell in others)
     assert {cell["implementation"] for cell in cells if cell["dtype"] == "float16"} > {
         "fastsparse tca",

@@ -125,6 +125,14 @@ struct SpmmBsbArgs {
   Dtype dtype;
 };
 
+// The dense matrix of a structure: 0 but for the sums of its entries' values. CUDA only.
+struct CsrToDenseArgs {
+  CsrView a;
+  const void* value;  // in the caller's edge order
+  void* out;          // (num_rows, num_cols)
+  Dtype dtype;
+};
+
 // Rows cut into long items, multiples of `multiple` entries, and short ones; the results are the parts of a
 // RowSplitView, the long items first. CUDA only.
 struct HybridRowsArgs {
