@@ -10,14 +10,13 @@
 // them the rows that are far longer than the mean, one after the other. Their sums meet in shared memory and
 // are added in order: the same bits every time, no atomics, no second kernel.
 //
-// Where x has so few rows that a tile of it fits into shared memory, resident_tile.cuh gathers from there.
+// Where x has few rows, choose.spmm_resident sends the call to spmm_resident.cu.
 
 #include <algorithm>
 
 #include "fastsparse/combine_partials.cuh"
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
-#include "fastsparse/resident_tile.cuh"
 #include "fastsparse/tca_tile.cuh"
 
 namespace fastsparse::cuda {
@@ -109,8 +108,6 @@ void launch_pieces(const SpmmArgs& args, cudaStream_t stream) {
 
 template <typename T>
 void launch(const SpmmArgs& args, cudaStream_t stream) {
-  if (args.width > 32 && launch_resident<ResidentTca<T, 2, 4, 2>>(args, stream)) return;
-  if (args.width > 16 && launch_resident<ResidentTca<T, 2, 2, 4>>(args, stream)) return;
   if (args.width > 64) {
     launch_pieces<T, 4, 4>(args, stream);
   } else if (args.width > 32) {

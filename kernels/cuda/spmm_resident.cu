@@ -1,12 +1,12 @@
-// SpMM with a tile of x resident in shared memory: all rows of x, some of its features. For matrices of few
+// SpMM with a tile of x resident in shared memory: all rows of x, 256 bytes of each. For matrices of few
 // columns, as pruned weights are, that many rows gather again and again: a block loads its tile once and sums
-// many rows out of it, so that the L2 delivers tiles and entries and no gathers.
+// many rows out of it, so that the L2 delivers tiles and entries and no gathers. Floor per call, E entries of
+// width F: E * F * sizeof(T) bytes out of shared memory, 128 bytes per clock and multiprocessor.
 //
 // Features are cut into tiles (the slow grid dimension), rows into groups of about equal work, one block
 // each. Within a block every warp takes as many entries as any other, wherever rows begin and end: a row that
 // several warps share is open at the end of the first, which after a barrier adds what the others carry, in
-// order: the same bits every time, no atomics.
-#pragma once
+// order: the same bits every time, no atomics. choose.spmm_resident says where a tile fits.
 
 #include <cuda_pipeline.h>
 
@@ -14,53 +14,67 @@
 
 #include "fastsparse/combine_partials.cuh"
 #include "fastsparse/cuda_common.cuh"
+#include "fastsparse/launchers.h"
 #include "fastsparse/tca_tile.cuh"
 
 namespace fastsparse::cuda {
+namespace {
 
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kPieces = 16;  // of 16 bytes of a row of x
 // Entries that lanes of a warp read together, and those of them that are gathered before the first is summed.
-constexpr int kResidentBatch = 32;
-constexpr int kResidentHalf = 16;
-// What the end of a row costs, in entries.
-constexpr int kResidentRowCost = 16;
-constexpr int kResidentThreads = 512;
+constexpr int kBatch = 32;
+constexpr int kHalf = 16;
+// In entries, what the end of a row costs, and loading a row of the tile.
+constexpr int kRowCost = 16;
+constexpr int kSourceCost = 4;
 
-// Sums on CUDA cores: lane = kPieces * group + piece, a group sums every kGroups-th entry, a lane 16 bytes.
-template <typename T, int kRowPieces>
-struct ResidentFma {
-  static constexpr int kPieces = kRowPieces;
+// Sums on CUDA cores: one half of a warp takes even entries, the other odd ones; lane = 16 half + piece.
+template <typename T>
+struct CudaCores {
   using Element = T;
   static constexpr bool kTensorCores = false;
-  static constexpr int kSwizzle = 0;
   static constexpr int kVec = 16 / sizeof(T);
   static constexpr int kWidth = kVec * kPieces;
-  static constexpr int kGroups = kWarp / kPieces;
-  static constexpr int kResult =
-      kVec > kGroups ? kVec / kGroups : 1;  // features that `finish` leaves in a lane
+  static constexpr int kResult = kVec / 2;  // features that `finish` leaves in a lane
+  // Then sums move to totals: rounding errors grow with 32 entries of a lane, not with the row.
+  static constexpr int kBatchesPerSum = 2;
 
-  int lane, piece;
-  float sums[kVec];
+  int piece, half, batches;
+  float sums[kVec], total[kVec];
 
-  __device__ __forceinline__ ResidentFma() : lane(threadIdx.x % kWarp), piece(lane % kPieces) { clear(); }
+  __device__ __forceinline__ CudaCores() : piece(threadIdx.x % kPieces), half(threadIdx.x / kPieces % 2) {
+    clear();
+  }
 
   __device__ __forceinline__ void clear() {
+    batches = 0;
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) sums[i] = 0;
+    for (int i = 0; i < kVec; ++i) sums[i] = total[i] = 0;
+  }
+
+  __device__ __forceinline__ void flush() {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      total[i] += sums[i];
+      sums[i] = 0;
+    }
   }
 
   // `row`, the place of its piece 0 in the tile, and `weight` are those of this lane's entry of a batch,
   // `left` is how many entries it has.
   __device__ __forceinline__ void add(const uint4* tile, int row, float weight, int left) {
 #pragma unroll
-    for (int half = 0; half < kResidentBatch; half += kResidentHalf) {
-      if (half >= left) break;
-      constexpr int kSteps = kResidentHalf / kGroups;
+    for (int first = 0; first < kBatch; first += kHalf) {
+      if (first >= left) break;
+      constexpr int kSteps = kHalf / 2;
       Pack<T, kVec> gathered[kSteps];
       float weights[kSteps];
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
-        const int entry = half + s * kGroups + lane / kPieces;
-        const uint4 raw = tile[__shfl_sync(kFullWarp, row, entry) ^ piece];
+        const int entry = first + 2 * s + half;
+        const uint4 raw = tile[__shfl_sync(kFullWarp, row, entry) + piece];
         memcpy(&gathered[s], &raw, sizeof raw);
         weights[s] = __shfl_sync(kFullWarp, weight, entry);
       }
@@ -70,57 +84,32 @@ struct ResidentFma {
         for (int i = 0; i < kVec; ++i) sums[i] += weights[s] * widen(gathered[s].lane[i]);
       }
     }
+    if (++batches % kBatchesPerSum == 0) flush();
   }
 
-  __device__ __forceinline__ int feature() const {
-    int first = kVec * piece, count = kVec;
-#pragma unroll
-    for (int other = kWarp / 2; other >= kPieces; other /= 2) {
-      count /= 2;
-      if (lane & other) first += count;
-    }
-    return first;
-  }
+  // First of the features, of the tile, that `finish` leaves in this lane.
+  __device__ __forceinline__ int feature() const { return kVec * piece + kResult * half; }
+  __device__ __forceinline__ bool has_result() const { return true; }
 
-  // Where there are more groups than features of a lane, the last ones have copies.
-  __device__ __forceinline__ bool has_result() const {
-    return lane / kPieces % (kGroups * kResult / kVec) == 0;
-  }
-
-  // Adds the groups; a group keeps half of what it has at every step.
+  // Adds the halves of the warp, each of which keeps half of the features.
   __device__ __forceinline__ void finish(float (&result)[kResult]) {
-    int count = kVec;
+    flush();
 #pragma unroll
-    for (int other = kWarp / 2; other >= kPieces; other /= 2) {
-      if (count == 1) {
-        sums[0] += __shfl_xor_sync(kFullWarp, sums[0], other);
-        continue;
-      }
-      count /= 2;
-      const bool upper = lane & other;
-#pragma unroll
-      for (int i = 0; i < kVec / 2; ++i) {
-        if (i >= count) break;
-        const float give = upper ? sums[i] : sums[i + count];
-        const float keep = upper ? sums[i + count] : sums[i];
-        sums[i] = keep + __shfl_xor_sync(kFullWarp, give, other);
-      }
+    for (int i = 0; i < kResult; ++i) {
+      const float give = half ? total[i] : total[i + kResult];
+      const float keep = half ? total[i + kResult] : total[i];
+      result[i] = keep + __shfl_xor_sync(kFullWarp, give, kPieces);
     }
-#pragma unroll
-    for (int i = 0; i < kResult; ++i) result[i] = sums[i];
   }
 };
 
 // Sums on tensor cores, as tca_tile.cuh says; a warp is one slot.
-template <typename T, int kLanePieces, int kRowPieces, int kChunks>
-struct ResidentTca {
+template <typename T>
+struct TensorCores {
   using Element = T;
-  using Tile = TcaTile<T, kLanePieces, kRowPieces, kChunks>;
+  using Tile = TcaTile<T, 4, 4, 2>;
   static constexpr bool kTensorCores = true;
-  // Eight lanes that read 64 bytes each of two rows: odd rows have their halves swapped.
-  static constexpr int kSwizzle = Tile::kPieces == 8 ? 4 : 0;
-  static_assert(Tile::kSlotLanes == kWarp);
-  static constexpr int kPieces = Tile::kPieces;
+  static_assert(Tile::kSlotLanes == kWarp && Tile::kPieces == kPieces);
   static constexpr int kWidth = Tile::kWidth;
   static constexpr int kResult = Tile::kResult;
   static constexpr int kVec = 8;
@@ -129,7 +118,7 @@ struct ResidentTca {
   int batches;
   float sums[4][4], total[4][4];
 
-  __device__ __forceinline__ ResidentTca() { clear(); }
+  __device__ __forceinline__ TensorCores() { clear(); }
 
   __device__ __forceinline__ void clear() {
     batches = 0;
@@ -144,16 +133,16 @@ struct ResidentTca {
     const std::uint32_t mine = bits_of<T>(weight);
     const std::uint32_t pair = mine | __shfl_down_sync(kFullWarp, mine, 1) << 16;  // of use in even lanes
 #pragma unroll
-    for (int half = 0; half < kResidentBatch; half += kResidentHalf) {
-      if (half >= left) break;
-      constexpr int kSteps = kResidentHalf / Tile::kStep;
+    for (int first = 0; first < kBatch; first += kHalf) {
+      if (first >= left) break;
+      constexpr int kSteps = kHalf / Tile::kStep;
       uint4 gathered[2 * kSteps];
       std::uint32_t weights[kSteps];
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
-        const int entry = half + s * Tile::kStep + tile.chunk * Tile::kChunk + 2 * tile.nth;
-        gathered[2 * s] = x[__shfl_sync(kFullWarp, row, entry) ^ tile.piece];
-        gathered[2 * s + 1] = x[__shfl_sync(kFullWarp, row, entry + 1) ^ tile.piece];
+        const int entry = first + s * Tile::kStep + tile.chunk * Tile::kChunk + 2 * tile.nth;
+        gathered[2 * s] = x[__shfl_sync(kFullWarp, row, entry) + tile.piece];
+        gathered[2 * s + 1] = x[__shfl_sync(kFullWarp, row, entry + 1) + tile.piece];
         weights[s] = __shfl_sync(kFullWarp, pair, entry);
       }
 #pragma unroll
@@ -187,7 +176,7 @@ __device__ __forceinline__ void find_cuts(const CsrView& a, std::int64_t part, s
   const int lane = threadIdx.x % kWarp, which = lane / kLanes;
   const std::int64_t block_first = part / block_parts * block_parts;
   const std::int64_t mine = which < 2 ? part + which : block_first + (which - 2) * block_parts;
-  const std::int64_t target = (a.num_edges + a.num_rows * kResidentRowCost) * mine / parts;
+  const std::int64_t target = (a.num_edges + a.num_rows * kRowCost) * mine / parts;
   // The last row of which entries and ends before it cost at most `target`.
   std::int64_t row = 0;
   for (std::int64_t size = a.num_rows; size > 0;) {
@@ -196,7 +185,7 @@ __device__ __forceinline__ void find_cuts(const CsrView& a, std::int64_t part, s
 #pragma unroll
     for (int p = 0; p < kProbes; ++p) {
       const std::int64_t probe = row + (p * kLanes + lane % kLanes + 1) * step;
-      const bool fits = probe <= a.num_rows && __ldg(a.rowptr + probe) + probe * kResidentRowCost <= target;
+      const bool fits = probe <= a.num_rows && __ldg(a.rowptr + probe) + probe * kRowCost <= target;
       below += __popc(__ballot_sync(kFullWarp, fits) >> (which * kLanes) & 0xff);
     }
     row += below * step;
@@ -206,7 +195,7 @@ __device__ __forceinline__ void find_cuts(const CsrView& a, std::int64_t part, s
   const std::int64_t last = row < a.num_rows ? __ldg(a.rowptr + row + 1) : first;
   Cut cut{row, first};
   if (mine % block_parts != 0) {
-    const std::int64_t offset = (target - first - row * kResidentRowCost) / kResidentBatch * kResidentBatch;
+    const std::int64_t offset = (target - first - row * kRowCost) / kBatch * kBatch;
     cut = first + offset < last ? Cut{row, first + offset} : Cut{row + 1, last};
   }
   const auto of = [&](int i) {
@@ -232,11 +221,8 @@ __device__ __forceinline__ void prefetch_part(const void* data, std::int64_t siz
 }
 
 template <typename Sum>
-__global__ void __launch_bounds__(kResidentThreads, 1) spmm_resident_kernel(const SpmmArgs args) {
+__global__ void __launch_bounds__(kThreads, 1) spmm_resident_kernel(const SpmmArgs args) {
   using T = typename Sum::Element;
-  constexpr int kThreads = kResidentThreads;
-  constexpr int kWarps = kThreads / kWarp;
-  constexpr int kPieces = Sum::kPieces;
   extern __shared__ uint4 tile[];  // (num_cols + 1, kPieces); the last row is zero
   __shared__ float carry[kWarps][Sum::kWidth];
   __shared__ Cut begins[kWarps];
@@ -255,7 +241,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1) spmm_resident_kernel(cons
     const std::int64_t feature = feature0 + i % kPieces * Sum::kVec;
     const bool there = i < num_pieces && feature < args.width;
     const T* x = static_cast<const T*>(args.x.data) + (there ? i / kPieces * args.x.stride + feature : 0);
-    __pipeline_memcpy_async(tile + (i ^ (i / kPieces % 2 * Sum::kSwizzle)), x, 16, there ? 0 : 16);
+    __pipeline_memcpy_async(tile + i, x, 16, there ? 0 : 16);
   }
   __pipeline_commit();
 
@@ -307,12 +293,11 @@ __global__ void __launch_bounds__(kResidentThreads, 1) spmm_resident_kernel(cons
     while (from < to) {
       const bool of_row = from + lane < to;
       const int col = of_row ? next_col : static_cast<int>(a.num_cols);
-      const int row = col * kPieces + col % 2 * Sum::kSwizzle;
       const float weight = of_row ? next_weight : 0;
       const int left = to - from;
-      from = min(from + kResidentBatch, to);
+      from = min(from + kBatch, to);
       load(from);
-      sum.add(tile, row, weight, left);
+      sum.add(tile, col * kPieces, weight, left);
     }
     sum.finish(result);
     // Zero in B of the tensor cores, times an infinity of another piece, is not zero.
@@ -327,8 +312,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1) spmm_resident_kernel(cons
         for (std::int64_t e = begin.entry + row_from; e < begin.entry + to; ++e) {
           const int col = a.col[e];
           const float weight = widen(narrow<T>(entry_weight<T>(tile_args, e, col)));
-          const int piece = (col * kPieces + col % 2 * Sum::kSwizzle) ^ (sum.feature() / Sum::kVec);
-          const T* x = reinterpret_cast<const T*>(tile + piece) + sum.feature() % Sum::kVec;
+          const T* x = reinterpret_cast<const T*>(tile + col * kPieces) + sum.feature();
 #pragma unroll
           for (int i = 0; i < Sum::kResult; ++i) result[i] += weight * widen(x[i]);
         }
@@ -355,25 +339,46 @@ __global__ void __launch_bounds__(kResidentThreads, 1) spmm_resident_kernel(cons
   if (open) store(end.row);
 }
 
-// Launches the kernel where a tile fits into shared memory, every block has a row and there are more entries
-// to gather than rows of x to load; says whether.
-template <typename Sum>
-bool launch_resident(const SpmmArgs& args, cudaStream_t stream) {
-  int device = 0, num_sms = 0, shared_bytes = 0;
+// Blocks for each tile of features: what takes least where a wave of blocks takes as long as one of them, its
+// share of the rows and its tile.
+std::int64_t row_groups(const CsrView& a, std::int64_t tiles) {
+  int device = 0, num_sms = 1;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-  cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  constexpr std::int64_t kFixedBytes = kResidentThreads / kWarp * (Sum::kWidth * sizeof(float) + sizeof(Cut));
-  const std::int64_t bytes = (args.a.num_cols + 1) * Sum::kPieces * sizeof(uint4);
-  const auto tiles = static_cast<std::int64_t>(ceil_div(args.width, Sum::kWidth));
-  const std::int64_t groups = std::max<std::int64_t>(1, num_sms / tiles);
-  if (bytes + kFixedBytes > shared_bytes || args.a.num_rows < groups) return false;
-  if (args.a.num_edges < groups * args.a.num_cols) return false;
+  constexpr int kMostWaves = 8;
+  const std::int64_t work = a.num_edges + a.num_rows * kRowCost, load = a.num_cols * kSourceCost;
+  std::int64_t best = 1, least = 0;
+  for (int waves = 1; waves <= kMostWaves; ++waves) {
+    const std::int64_t groups = waves * num_sms / tiles;
+    if (groups == 0) continue;
+    const std::int64_t cost = waves * (work / groups + load);
+    if (least == 0 || cost < least) best = groups, least = cost;
+  }
+  return best;
+}
+
+template <typename Sum>
+int launch(const SpmmArgs& args, cudaStream_t stream) {
   const auto kernel = spmm_resident_kernel<Sum>;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-  const dim3 grid(static_cast<unsigned>(groups), static_cast<unsigned>(tiles));
-  kernel<<<grid, kResidentThreads, bytes, stream>>>(args);
-  return true;
+  const auto bytes = static_cast<int>((args.a.num_cols + 1) * kPieces * sizeof(uint4));
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  const unsigned tiles = ceil_div(args.width, Sum::kWidth);
+  const dim3 grid(static_cast<unsigned>(row_groups(args.a, tiles)), tiles);
+  kernel<<<grid, kThreads, bytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+int spmm_resident(const SpmmArgs& args, bool tensor_cores, void* stream) {
+  const auto queue = static_cast<cudaStream_t>(stream);
+  if (args.dtype == Dtype::kFloat32) return launch<CudaCores<float>>(args, queue);
+  if (args.dtype == Dtype::kFloat16) {
+    return tensor_cores ? launch<TensorCores<__half>>(args, queue) : launch<CudaCores<__half>>(args, queue);
+  }
+  return tensor_cores ? launch<TensorCores<__nv_bfloat16>>(args, queue)
+                      : launch<CudaCores<__nv_bfloat16>>(args, queue);
 }
 
 }  // namespace fastsparse::cuda
