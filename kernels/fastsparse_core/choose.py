@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -76,6 +77,12 @@ _FEW_KEPT = 16
 EDGE_GROUP_LENGTH = 128
 #: Features that a buffer of ssd has room for; wider rows are summed in tiles.
 MOST_SSD_FEATURES = 1024
+#: Bytes of every source's row that a block of spmm keeps in shared memory where x has few rows, and what else
+#: it keeps there: see spmm_resident.cu.
+_RESIDENT_TILE_BYTES = 256
+_RESIDENT_OTHER_BYTES = 16 * (512 + 16)
+#: Shortest slice of a window, in entries at most.
+_LEAST_SLICE = 32 * 16
 #: Heads that a grid has room for.
 MOST_HEADS = 65_535
 #: Products with a structure before `auto` converts it: a conversion costs about as much as 5 to 10 products.
@@ -302,6 +309,8 @@ def spmm_algorithm(
         return "csr"
     if algorithm == "flashsparse" or dense:
         return "flashsparse"
+    if spmm_resident(adj, "csr", dtype, width, heads, aligned) or _has_few_windows(adj, dtype, width):
+        return "csr"
     if not _is_converted(adj):
         return "csr"
     if dtype != torch.float32 or (width <= 64 and adj.num_edges < _FEW_EDGES):
@@ -313,6 +322,40 @@ def spmm_algorithm(
     if width <= 16 and adj.num_edges >= 4 * adj.num_dst:
         return "flashsparse"
     return "flashsparse" if adj.bsb.num_vectors <= 0.85 * adj.num_edges else "csr"
+
+
+def spmm_resident(
+    adj: Adjacency, algorithm: str, dtype: torch.dtype, width: int, heads: int, aligned: bool
+) -> bool:
+    """Whether csr or tca gathers from a tile of all sources in shared memory (spmm_resident.cu).
+
+    That takes a GPU whose blocks have room for the tile, sources that rows gather several times, and features
+    that fill half a tile. On pruned matrices csr gains 1.1 to 1.5 times with as many rows as sources, tca
+    nothing, and with four times as many rows both gain (docs/choosing.md).
+
+    Args:
+        adj: the structure.
+        algorithm: ``"csr"`` or ``"tca"``; the others have no such form.
+        dtype: of the features.
+        width: features per node.
+        heads: values per edge, 1 without.
+        aligned: features allow 16-byte accesses to whole rows.
+    """
+    rows_per_source = {"csr": 1, "tca": 2}.get(algorithm, 0)
+    if not 0 < rows_per_source * adj.num_src <= adj.num_dst:
+        return False
+    if adj.device.type != "cuda" or dtype == torch.float64 or heads > 1 or not aligned:
+        return False
+    tile_bytes = (adj.num_src + 1) * _RESIDENT_TILE_BYTES
+    fits = tile_bytes + _RESIDENT_OTHER_BYTES <= _shared_memory(adj.device)
+    return fits and 2 * width * dtype.itemsize > _RESIDENT_TILE_BYTES
+
+
+def _has_few_windows(adj: Adjacency, dtype: torch.dtype, width: int) -> bool:
+    """Whether flashsparse would leave most of an H200 idle, while few warps go through long windows."""
+    tiles = math.ceil(width / (8 * features_per_lane(width, dtype.itemsize)))
+    most_slices = adj.num_dst / 8 + adj.num_edges / _LEAST_SLICE
+    return most_slices * tiles < _RESIDENT_WARPS and adj.num_edges >= 8 * adj.num_dst
 
 
 def _is_converted(adj: Adjacency) -> bool:
