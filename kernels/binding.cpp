@@ -142,6 +142,16 @@ void spmm_tca(const CsrStructure& structure, int dtype, std::int64_t width, Addr
   check(cuda::spmm_tca(args, at(queue)), "spmm_tca");
 }
 
+void spmm_resident(const CsrStructure& structure, int dtype, std::int64_t width, Address x,
+                   std::int64_t x_stride, Address value, int value_dtype, Address scale_dst,
+                   Address scale_src, Address bias, bool relu, Address out, bool tensor_cores, int device,
+                   Address queue) {
+  const SpmmArgs args = spmm_args(structure, dtype, width, x, x_stride, value, value_dtype, 1, scale_dst,
+                                  scale_src, bias, relu, out, 0, width);
+  const DeviceGuard guard(device);
+  check(cuda::spmm_resident(args, tensor_cores, at(queue)), "spmm_resident");
+}
+
 void spmm_hr(const CsrStructure& structure, std::int64_t num_long, int dtype, std::int64_t width, Address x,
              std::int64_t x_stride, Address value, int value_dtype, Address scale_dst, Address scale_src,
              Address bias, bool relu, Address out, Address partial, int device, Address queue) {
@@ -758,6 +768,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<BsbView>(m, "BsbStructure").def(py::init(&make_bsb));
   m.def("spmm_bsb", &spmm_bsb);
   m.def("spmm_tca", &spmm_tca);
+  m.def("spmm_resident", &spmm_resident);
   m.def("spmm_hr", &spmm_hr);
   m.def("csr_to_dense", &csr_to_dense);
   m.def("count_hybrid_rows", &count_hybrid_rows);

@@ -32,7 +32,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def structures() -> list[Adjacency]:
-    """One with a heavy row (several slices) and one whose rows are grouped."""
+    """One with a heavy row (several slices), one whose rows are grouped and one of few sources."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(count: int) -> torch.Tensor:
@@ -45,9 +45,10 @@ def structures() -> list[Adjacency]:
     grouped = Adjacency.from_coo(
         cluster, (cluster % 13) * 20 + draw(EDGES) % 20, (ROWS, ROWS), group_rows="minhash"
     )
-    for adj in (heavy, grouped):
+    few_sources = Adjacency.from_coo(row, col // 3, (ROWS, ROWS // 3))
+    for adj in (heavy, grouped, few_sources):
         adj.prepare()
-    return [heavy, grouped]
+    return [heavy, grouped, few_sources]
 
 
 def products(adj: Adjacency, dtype: torch.dtype, width: int) -> None:

@@ -1,15 +1,21 @@
 // Sampled dense-dense product from CSR on CUDA cores. Floors: E * H * D * sizeof(T) bytes gathered, E * H *
-// sizeof(out) written, 2 E H D flops.
+// sizeof(out) written, 4 E or 8 E read (columns, and rows where they are short), 2 E H D flops.
 //
-// Row by row: a group of 8 or 32 lanes takes one slice of a row, reads the row's features (they stay in the
-// L1) and gathers 4 neighbours at a time.
+// Entry by entry, where features start at multiples of 16 bytes: 4 to 32 lanes take 4 or 8 consecutive
+// entries, whatever their rows, and have the features of all their sources in flight at once, 16 bytes a
+// lane. Nothing is looked up before the entries, no lanes are idle on short rows, and results leave
+// coalesced. Sums over lanes are transposed: each half of the lanes goes on with half of the sums, so 8 sums
+// over 8 lanes take 7 shuffles instead of 24.
+//   - Where a row has as many entries as a warp takes, these often share it: its features are read once.
+//   - In shorter rows each entry reads those of its row, mostly from the L1.
 //
-// Entry by entry: a group of 4 to 16 lanes takes 4 entries, whatever their rows, 16 bytes a lane. Rows of two
-// to five entries leave no lanes idle, nothing is looked up before the entries, and results leave coalesced;
-// it reads 4 bytes more per entry, and features of the row for each of its entries, mostly from the L1.
+// Row by row otherwise: a group of 8 or 32 lanes takes one slice of a row, reads the row's features (they
+// stay in the L1) and gathers 4 neighbours at a time.
 
 #include <initializer_list>
+#include <type_traits>
 
+#include "fastsparse/bsb.cuh"
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
 
@@ -17,10 +23,23 @@ namespace fastsparse::cuda {
 namespace {
 
 constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / kWarp;
 constexpr int kEntriesInFlight = 4;
+// Entries that a group of lanes takes. More would lack registers in heads that take several turns, and take
+// longer in short rows of 16-bit features.
+template <typename T, bool kLoop, bool kLong>
+constexpr int kEntries = kLoop || sizeof(T) == 8 || (sizeof(T) == 2 && !kLong) ? 4 : 8;
+// Blocks of a multiprocessor that leave each the registers for it.
+template <typename T, bool kLong>
+constexpr int kResident = sizeof(T) == 2 ? (kLong ? 7 : 8) : (sizeof(T) == 4 && kLong ? 8 : 5);
+// In structures of more entries than this, blocks stay with consecutive entries for several rounds, so that
+// sources that neighbouring rows share are found in the L1 (float32, F = 128, 115 million entries: 6.4 ms
+// instead of 7.6); in smaller ones that leaves multiprocessors idle.
+constexpr std::int64_t kManyEntries = 50'000'000;
+constexpr int kRounds = 8;
 
 template <typename T, int kVec, int kLanes>
-__global__ void __launch_bounds__(kThreads) sddmm_csr_kernel(const SddmmArgs args) {
+__global__ void __launch_bounds__(kThreads, 8) sddmm_csr_kernel(const SddmmArgs args) {
   using A = Acc<T>;
   const int lane = threadIdx.x % kLanes;
   const std::int64_t group =
@@ -77,62 +96,58 @@ __global__ void __launch_bounds__(kThreads) sddmm_csr_kernel(const SddmmArgs arg
   }
 }
 
-template <typename T, int kLanes>
-__global__ void __launch_bounds__(kThreads) sddmm_entries_kernel(const SddmmArgs args) {
+// kCount consecutive numbers of a list; those beyond its end repeat the last one.
+template <int kCount>
+__device__ __forceinline__ void load_run(const std::int32_t* list, std::int64_t first, std::int64_t last,
+                                         std::int32_t (&to)[kCount]) {
+  static_assert(kCount % 4 == 0);
+  if (first + kCount - 1 <= last) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      // Read once, so it must not push features out of the L1.
+      asm volatile("ld.global.nc.L1::no_allocate.v4.s32 {%0,%1,%2,%3}, [%4];"
+                   : "=r"(to[i]), "=r"(to[i + 1]), "=r"(to[i + 2]), "=r"(to[i + 3])
+                   : "l"(list + first + i));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = __ldg(list + min(first + i, last));
+  }
+}
+
+// Sums each of kCount numbers over kLanes lanes. Lane l gets those from number l * kCount / kLanes on, one
+// where there are fewer numbers than lanes.
+template <int kCount, int kLanes, typename A>
+__device__ __forceinline__ void sum_over_lanes(A (&number)[kCount], int lane) {
+  int count = kCount;
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+    if (count == 1) {
+      number[0] += __shfl_xor_sync(kFullWarp, number[0], offset);
+      continue;
+    }
+    count /= 2;
+    const bool upper = (lane & offset) != 0;
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      if (i >= count) break;
+      const A kept = upper ? number[count + i] : number[i], given = upper ? number[i] : number[count + i];
+      number[i] = kept + __shfl_xor_sync(kFullWarp, given, offset);
+    }
+  }
+}
+
+// kPlain: one head, no scales, results in the order of the entries and in the dtype of the features.
+template <typename T, bool kPlain>
+__device__ __forceinline__ void store_result(const SddmmArgs& args, std::int64_t entry, Acc<T> value) {
   using A = Acc<T>;
-  static_assert(kEntriesInFlight == 4 && kLanes >= 4);
-  constexpr int kVec = 16 / static_cast<int>(sizeof(T)), kGroups = kWarp / kLanes;
-  const int lane = threadIdx.x % kLanes;
-  const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
-  // Neighbouring groups take neighbouring entries, kGroups apart are those of one group.
-  const std::int64_t first = warp * (kEntriesInFlight * kGroups) + threadIdx.x % kWarp / kLanes;
-  const std::int64_t last = args.a.num_edges - 1;
-  const std::int64_t head = blockIdx.y;
-  const T* dst = static_cast<const T*>(args.x_dst.data) + head * args.head_width;
-  const T* src = static_cast<const T*>(args.x_src.data) + head * args.head_width;
-  const T* left_row[kEntriesInFlight];
-  const T* right_row[kEntriesInFlight];
-#pragma unroll
-  for (int u = 0; u < kEntriesInFlight; ++u) {
-    const std::int64_t entry = min(first + u * kGroups, last);
-    left_row[u] = dst + __ldg(args.row + entry) * args.x_dst.stride;
-    right_row[u] = src + __ldg(args.a.col + entry) * args.x_src.stride;
+  if constexpr (kPlain) {
+    static_cast<T*>(args.out)[entry] = narrow<T>(value);
+    return;
   }
-
-  A sum[kEntriesInFlight] = {};
-  const int head_width = static_cast<int>(args.head_width);
-  for (int f = lane * kVec; f < head_width; f += kLanes * kVec) {
-    Pack<T, kVec> left[kEntriesInFlight], right[kEntriesInFlight];
-#pragma unroll
-    for (int u = 0; u < kEntriesInFlight; ++u) {
-      left[u] = load_pack<T, kVec>(left_row[u] + f);
-      right[u] = load_pack<T, kVec>(right_row[u] + f);
-    }
-#pragma unroll
-    for (int u = 0; u < kEntriesInFlight; ++u) {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) sum[u] += widen(left[u].lane[i]) * widen(right[u].lane[i]);
-    }
-  }
-
-  // Each half of the lanes goes on with half of the sums, twice; then every lane has one.
-  const bool upper = (lane & kLanes / 2) != 0, upper_half = (lane & kLanes / 4) != 0;
-  A half[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const A kept = upper ? sum[2 + i] : sum[i], given = upper ? sum[i] : sum[2 + i];
-    half[i] = kept + __shfl_xor_sync(kFullWarp, given, kLanes / 2);
-  }
-  const A given = upper_half ? half[0] : half[1];
-  A value = (upper_half ? half[1] : half[0]) + __shfl_xor_sync(kFullWarp, given, kLanes / 4);
-#pragma unroll
-  for (int offset = kLanes / 8; offset > 0; offset /= 2) value += __shfl_xor_sync(kFullWarp, value, offset);
-
-  const std::int64_t entry = first + (2 * upper + upper_half) * kGroups;
-  if (lane % (kLanes / 4) != 0 || entry > last) return;
   if (args.scale_dst != nullptr) value *= static_cast<const A*>(args.scale_dst)[args.row[entry]];
   if (args.scale_src != nullptr) value *= static_cast<const A*>(args.scale_src)[args.a.col[entry]];
-  const std::int64_t at = edge_position(args.a, entry) * args.heads + head;
+  const std::int64_t at = edge_position(args.a, entry) * args.heads + blockIdx.y;
   if (args.out_dtype == args.dtype) {
     static_cast<T*>(args.out)[at] = narrow<T>(value);
   } else {
@@ -140,11 +155,119 @@ __global__ void __launch_bounds__(kThreads) sddmm_entries_kernel(const SddmmArgs
   }
 }
 
-template <typename T, int kLanes>
+// kLoop: heads of more than kLanes * 16 bytes. kLong: rows are long, so that the entries of a warp often
+// share theirs. kPlain: as above, and the head fills its lanes.
+template <typename T, int kLanes, bool kLoop, bool kLong, bool kPlain>
+__global__ void __launch_bounds__(kThreads, kResident<T, kLong>)
+    sddmm_entries_kernel(const __grid_constant__ SddmmArgs args, const int rounds) {
+  using A = Acc<T>;
+  constexpr int kVec = 16 / static_cast<int>(sizeof(T)), kOwn = kEntries<T, kLoop, kLong>;
+  constexpr int kTile = kWarp / kLanes * kOwn;
+  const int lane = threadIdx.x % kLanes, group = threadIdx.x % kWarp / kLanes;
+  const std::int64_t last = args.a.num_edges - 1;
+  const auto head_bytes = static_cast<std::uint32_t>(args.head_width * sizeof(T));
+  const auto src_bytes = static_cast<std::uint32_t>(args.x_src.stride * sizeof(T));
+  const auto dst_bytes = static_cast<std::uint32_t>(args.x_dst.stride * sizeof(T));
+  const std::uint32_t own_bytes = blockIdx.y * head_bytes + lane * 16;
+  const char* dst = static_cast<const char*>(args.x_dst.data) + own_bytes;
+  const char* src = static_cast<const char*>(args.x_src.data) + own_bytes;
+  // Words as they lie in memory: taken apart before all have come, 16-bit features would fill twice the
+  // registers.
+  const auto load = [&](const char* base, std::int32_t index, std::uint32_t bytes, std::uint32_t step) {
+    const bool inside = kPlain || step + lane * 16 < head_bytes;
+    return inside ? __ldg(reinterpret_cast<const uint4*>(row_address(base, index, bytes) + step)) : uint4{};
+  };
+  const auto multiply = [](const uint4& left_words, const uint4& right_words, A& sum) {
+    Pack<T, kVec> left, right;
+    memcpy(&left, &left_words, 16);
+    memcpy(&right, &right_words, 16);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) sum += widen(left.lane[i]) * widen(right.lane[i]);
+  };
+
+  std::int64_t tile = static_cast<std::int64_t>(blockIdx.x) * rounds * kWarps + threadIdx.x / kWarp;
+  for (int round = 0; round < rounds && tile * kTile <= last; ++round, tile += kWarps) {
+    const std::int64_t first = tile * kTile + group * kOwn;
+    std::int32_t row = 0, last_row = 0, rows[kOwn], col[kOwn];
+    if constexpr (kLong) {
+      row = __ldg(args.row + tile * kTile);
+      last_row = __ldg(args.row + min(tile * kTile + kTile - 1, last));
+    } else {
+      load_run(args.row, first, last, rows);
+    }
+    load_run(args.a.col, first, last, col);
+    A sum[kOwn] = {};
+    const auto add = [&](std::uint32_t step) {
+      uint4 right[kOwn];
+#pragma unroll
+      for (int u = 0; u < kOwn; ++u) right[u] = load(src, col[u], src_bytes, step);
+      if (kLong && row == last_row) {
+        const uint4 left = load(dst, row, dst_bytes, step);
+#pragma unroll
+        for (int u = 0; u < kOwn; ++u) multiply(left, right[u], sum[u]);
+        return;
+      }
+      // By four, for lack of registers.
+#pragma unroll
+      for (int base = 0; base < kOwn; base += 4) {
+        std::int32_t own[4];
+        if constexpr (kLong) load_run(args.row, first + base, last, own);
+        uint4 left[4];
+#pragma unroll
+        for (int u = 0; u < 4; ++u) left[u] = load(dst, kLong ? own[u] : rows[base + u], dst_bytes, step);
+#pragma unroll
+        for (int u = 0; u < 4; ++u) multiply(left[u], right[base + u], sum[base + u]);
+      }
+    };
+    if constexpr (kLoop) {
+#pragma unroll 1
+      for (std::uint32_t step = 0; step < head_bytes; step += kLanes * 16) add(step);
+    } else {
+      add(0);
+    }
+    sum_over_lanes<kOwn, kLanes>(sum, lane);
+    // Where there are more lanes than sums, neighbours have the same one.
+    constexpr int kSums = kOwn > kLanes ? kOwn / kLanes : 1, kCopies = kOwn < kLanes ? kLanes / kOwn : 1;
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      const std::int64_t entry = first + lane / kCopies * kSums + i;
+      if (lane % kCopies == 0 && entry <= last) store_result<T, kPlain>(args, entry, sum[i]);
+    }
+  }
+}
+
+template <typename T, int kLanes, bool kLoop, bool kLong>
+void launch_long(const SddmmArgs& args, cudaStream_t stream) {
+  constexpr std::int64_t kOfBlock = kThreads / kLanes * kEntries<T, kLoop, kLong>;
+  const int rounds = kLong && args.a.num_edges > kManyEntries ? kRounds : 1;
+  const dim3 grid(ceil_div(args.a.num_edges, kOfBlock * rounds), static_cast<unsigned>(args.heads));
+  const auto launch = [&](auto plain) {
+    constexpr bool kPlain = decltype(plain)::value;
+    sddmm_entries_kernel<T, kLanes, kLoop, kLong, kPlain><<<grid, kThreads, 0, stream>>>(args, rounds);
+  };
+  if constexpr (!kLoop) {
+    const bool scaled = args.scale_dst != nullptr || args.scale_src != nullptr;
+    const bool in_order = args.heads == 1 && args.a.edge_id == nullptr && args.out_dtype == args.dtype;
+    if (in_order && !scaled && args.head_width * sizeof(T) == kLanes * 16) return launch(std::true_type{});
+  }
+  launch(std::false_type{});
+}
+
+template <typename T, int kLanes, bool kLoop = false>
 void launch_entries(const SddmmArgs& args, cudaStream_t stream) {
-  const dim3 grid(ceil_div(args.a.num_edges, kEntriesInFlight * kThreads / kLanes),
-                  static_cast<unsigned>(args.heads));
-  sddmm_entries_kernel<T, kLanes><<<grid, kThreads, 0, stream>>>(args);
+  constexpr int kTile = kWarp / kLanes * kEntries<T, kLoop, true>;
+  args.a.num_edges >= kTile* args.a.num_rows ? launch_long<T, kLanes, kLoop, true>(args, stream)
+                                             : launch_long<T, kLanes, kLoop, false>(args, stream);
+}
+
+template <typename T>
+void launch_by_entry(const SddmmArgs& args, cudaStream_t stream) {
+  const std::int64_t bytes = args.head_width * static_cast<std::int64_t>(sizeof(T));
+  bytes <= 64    ? launch_entries<T, 4>(args, stream)
+  : bytes <= 128 ? launch_entries<T, 8>(args, stream)
+  : bytes <= 256 ? launch_entries<T, 16>(args, stream)
+  : bytes <= 512 ? launch_entries<T, 32>(args, stream)
+                 : launch_entries<T, 32, true>(args, stream);
 }
 
 template <typename T, int kVec, int kLanes>
@@ -157,13 +280,9 @@ template <typename T>
 void launch(const SddmmArgs& args, cudaStream_t stream) {
   const int vec = vector_width<T>({args.head_width, args.x_dst.stride, args.x_src.stride},
                                   {args.x_dst.data, args.x_src.data});
-  if (vec * sizeof(T) == 16 && args.row != nullptr) {
-    const std::int64_t bytes = args.head_width * static_cast<std::int64_t>(sizeof(T));
-    bytes <= 64    ? launch_entries<T, 4>(args, stream)
-    : bytes <= 128 ? launch_entries<T, 8>(args, stream)
-                   : launch_entries<T, 16>(args, stream);
-  } else if (vec * sizeof(T) == 16) {
-    launch_shape<T, 16 / sizeof(T), 8>(args, stream);
+  const bool aligned_lists = vector_width<std::int32_t>({}, {args.a.col, args.row}) == 4;
+  if (vec * sizeof(T) == 16 && args.row != nullptr && aligned_lists && args.head_width > 0) {
+    launch_by_entry<T>(args, stream);
   } else if constexpr (sizeof(T) < 4) {
     vec > 1 ? launch_shape<T, 4 / sizeof(T), 32>(args, stream) : launch_shape<T, 1, 32>(args, stream);
   } else {

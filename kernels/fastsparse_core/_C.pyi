@@ -191,6 +191,23 @@ def spmm_tca(  # only in builds with the CUDA half
     device: int,
     queue: int,
 ) -> None: ...
+def spmm_resident(  # only in builds with the CUDA half
+    structure: CsrStructure,
+    dtype: int,
+    width: int,
+    x: int,
+    x_stride: int,
+    value: int,
+    value_dtype: int,
+    scale_dst: int,
+    scale_src: int,
+    bias: int,
+    relu: bool,
+    out: int,
+    tensor_cores: bool,
+    device: int,
+    queue: int,
+) -> None: ...
 def spmm_hr(  # only in builds with the CUDA half
     structure: CsrStructure,
     num_long: int,

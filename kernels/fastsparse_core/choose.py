@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -65,9 +66,10 @@ _RESIDENT_WARPS = 132 * 32
 #: Edges below which a product takes about as long as its launch, so that what it reads hardly counts.
 _FEW_EDGES = 200_000
 #: Bytes of a node's features in one head up to which a dot product of an edge is short.
-_SHORT_PRODUCT_BYTES = 128
-#: Entries per row, and the part of the features that is kept, up to which ssd's backward works row by row.
+_SHORT_PRODUCT_BYTES = 64
+#: Entries per row below which sddmm and ssd's backward work from CSR.
 _FEW_PER_ROW = 3
+#: The part of the features that is kept, up to which ssd's backward does.
 _FEW_KEPT = 16
 #: Edges per source from which ssd packs kept entries.
 _GATHERED_OFTEN = 8
@@ -77,6 +79,12 @@ _GATHERED_OFTEN = 8
 EDGE_GROUP_LENGTH = 128
 #: Features that a buffer of ssd has room for; wider rows are summed in tiles.
 MOST_SSD_FEATURES = 1024
+#: Bytes of every source's row that a block of spmm keeps in shared memory where x has few rows, and what else
+#: it keeps there: see spmm_resident.cu.
+_RESIDENT_TILE_BYTES = 256
+_RESIDENT_OTHER_BYTES = 16 * (512 + 16)
+#: Shortest slice of a window, in entries at most.
+_LEAST_SLICE = 32 * 16
 #: Heads that a grid has room for.
 MOST_HEADS = 65_535
 #: Products with a structure before `auto` converts it: a conversion costs about as much as 5 to 10 products.
@@ -314,6 +322,8 @@ def spmm_algorithm(
         return "csr"
     if algorithm == "flashsparse" or dense:
         return "flashsparse"
+    if spmm_resident(adj, "csr", dtype, width, heads, aligned) or _has_few_windows(adj, dtype, width):
+        return "csr"
     if not _is_converted(adj):
         return "csr"
     if dtype != torch.float32 or (width <= 64 and adj.num_edges < _FEW_EDGES):
@@ -325,6 +335,40 @@ def spmm_algorithm(
     if width <= 16 and adj.num_edges >= 4 * adj.num_dst:
         return "flashsparse"
     return "flashsparse" if adj.bsb.num_vectors <= 0.85 * adj.num_edges else "csr"
+
+
+def spmm_resident(
+    adj: Adjacency, algorithm: str, dtype: torch.dtype, width: int, heads: int, aligned: bool
+) -> bool:
+    """Whether csr or tca gathers from a tile of all sources in shared memory (spmm_resident.cu).
+
+    That takes a GPU whose blocks have room for the tile, sources that rows gather several times, and features
+    that fill half a tile. On pruned matrices csr gains 1.1 to 1.5 times with as many rows as sources, tca
+    nothing, and with four times as many rows both gain (docs/choosing.md).
+
+    Args:
+        adj: the structure.
+        algorithm: ``"csr"`` or ``"tca"``; the others have no such form.
+        dtype: of the features.
+        width: features per node.
+        heads: values per edge, 1 without.
+        aligned: features allow 16-byte accesses to whole rows.
+    """
+    rows_per_source = {"csr": 1, "tca": 2}.get(algorithm, 0)
+    if not 0 < rows_per_source * adj.num_src <= adj.num_dst:
+        return False
+    if adj.device.type != "cuda" or dtype == torch.float64 or heads > 1 or not aligned:
+        return False
+    tile_bytes = (adj.num_src + 1) * _RESIDENT_TILE_BYTES
+    fits = tile_bytes + _RESIDENT_OTHER_BYTES <= _shared_memory(adj.device)
+    return fits and 2 * width * dtype.itemsize > _RESIDENT_TILE_BYTES
+
+
+def _has_few_windows(adj: Adjacency, dtype: torch.dtype, width: int) -> bool:
+    """Whether flashsparse would leave most of an H200 idle, while few warps go through long windows."""
+    tiles = math.ceil(width / (8 * features_per_lane(width, dtype.itemsize)))
+    most_slices = adj.num_dst / 8 + adj.num_edges / _LEAST_SLICE
+    return most_slices * tiles < _RESIDENT_WARPS and adj.num_edges >= 8 * adj.num_dst
 
 
 def _is_converted(adj: Adjacency) -> bool:
@@ -472,25 +516,24 @@ def sddmm_algorithm(
         return "csr"
     if algorithm == "flashsparse" or dense:
         return "flashsparse"
-    # Several heads were not measured: each reads the structure again, and writes every heads-th number.
-    if heads > 1 or not _is_converted(adj):
+    # csr gathers a source for every edge, the tensor cores for every vector of 8 rows: it shows where there
+    # is much to gather. In float32 they multiply three times. Several heads were not measured: each reads the
+    # structure again, and writes every heads-th number.
+    if dtype == torch.float32 or head_bytes <= _SHORT_PRODUCT_BYTES or heads > 1:
+        return "csr"
+    if adj.num_edges < max(_FEW_EDGES, _FEW_PER_ROW * adj.num_dst) or not _is_converted(adj):
         return "csr"
     if not adj.has_sddmm_structure and torch.cuda.is_current_stream_capturing():
         return "csr"  # what spmm converted may lack sddmm's work list, which a capture cannot build
-    if head_bytes <= _SHORT_PRODUCT_BYTES:
-        # csr works entry by entry. Vectors save a gather where rows are long enough to share columns.
-        return "flashsparse" if adj.num_edges >= 32 * adj.num_dst else "csr"
-    # In float32 the tensor cores multiply three times: that shows where dot products are long.
-    return "csr" if dtype == torch.float32 or adj.num_edges < _FEW_EDGES else "flashsparse"
+    return "flashsparse"
 
 
-def sddmm_by_entry(adj: Adjacency, head_bytes: int) -> bool:
+def sddmm_by_entry(adj: Adjacency, aligned: bool) -> bool:
     """Whether sddmm with ``"csr"`` works entry by entry on CUDA, else row by row.
 
-    Short dot products leave lanes idle row by row, and short rows leave whole groups of them idle.
+    It loads 16 bytes a lane, and needs the row of every entry: 4 bytes an entry that stay with the structure.
     """
-    short = head_bytes <= _SHORT_PRODUCT_BYTES or adj.num_edges < 8 * adj.num_dst
-    return adj.device.type == "cuda" and short
+    return adj.device.type == "cuda" and aligned
 
 
 def ssd_backward_algorithm(adj: Adjacency, dtype: torch.dtype, width: int, k: int) -> str:

@@ -265,6 +265,14 @@ def test_sddmm_takes_the_tensor_cores_where_they_serve(
     assert adj.uses == 0
 
 
+@pytest.fixture(autouse=True)
+def shared_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of shared memory that a block may have: the last element, at first an H200's."""
+    state = [227 * 1024]
+    monkeypatch.setattr(choose, "_shared_memory", lambda device: state[-1])
+    return state
+
+
 @pytest.mark.parametrize("algorithm", ["tca", "hr"])
 @pytest.mark.parametrize(
     ("device", "dtype", "width", "heads", "aligned", "able"),
@@ -289,21 +297,21 @@ def test_direct_kernels_serve_where_they_can(algorithm, device, dtype, width, he
 @pytest.mark.parametrize(
     ("dtype", "width", "heads", "num_edges", "picked"),
     [
-        (torch.float16, 32, 1, 1_000_000, "csr"),
-        (torch.float16, 32, 1, 5_000_000, "flashsparse"),
+        (torch.float16, 32, 1, 5_000_000, "csr"),
+        (torch.float16, 64, 1, 1_000_000, "flashsparse"),
         (torch.float16, 128, 1, 1_000_000, "flashsparse"),
-        (torch.float16, 128, 1, 100_000, "csr"),
+        (torch.float16, 128, 1, 250_000, "csr"),  # fewer than three entries a row
         (torch.bfloat16, 512, 1, 1_000_000, "flashsparse"),
-        (torch.float32, 32, 1, 1_000_000, "csr"),
-        (torch.float32, 32, 1, 5_000_000, "flashsparse"),
-        (torch.float32, 64, 1, 5_000_000, "csr"),
-        (torch.float32, 128, 1, 1_000_000, "csr"),
-        (torch.float16, 32, 4, 1_000_000, "csr"),
+        (torch.float32, 32, 1, 5_000_000, "csr"),
+        (torch.float32, 128, 1, 5_000_000, "csr"),
+        (torch.float16, 128, 4, 1_000_000, "csr"),
     ],
 )
 def test_sddmm_by_itself_takes_what_measured_faster(dtype, width, heads, num_edges, picked):
     arguments = ("auto", dtype, width * dtype.itemsize, heads, True)
     assert choose.sddmm_algorithm(structure(num_edges=num_edges), *arguments) == picked
+    few = structure(num_dst=10_000, num_edges=100_000)
+    assert choose.sddmm_algorithm(few, *arguments) == "csr"
 
 
 @pytest.mark.parametrize(
@@ -323,6 +331,67 @@ def test_spmm_in_float32_takes_what_measured_faster(width, num_edges, vectors, p
     assert choose.spmm_algorithm(adj, "auto", torch.float32, width, 1, True) == picked
     assert choose.spmm_algorithm(adj, "auto", torch.float32, width, 1, True, True) == "flashsparse"
     assert choose.spmm_algorithm(adj, "auto", torch.float16, width, 1, True) == "flashsparse"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("shape", "width", "in_csr", "in_tca"),
+    [
+        ((2048, 512), 256, True, True),
+        ((2048, 512), 32, False, False),
+        ((512, 512), 256, True, False),
+        ((511, 512), 256, False, False),
+        ((256, 1024), 256, False, False),
+        ((9000, 874), 256, True, True),
+        ((9000, 875), 256, False, False),
+        ((2, 1), 256, True, True),
+        ((2, 0), 256, False, False),
+    ],
+)
+def test_spmm_gathers_from_shared_memory_where_sources_fit(shape, width, dtype, in_csr, in_tca):
+    adj = structure(num_dst=shape[0], num_src=shape[1], has_bsb=False)
+    arguments = (dtype, width, 1, True)
+    assert choose.spmm_resident(adj, "csr", *arguments) == in_csr
+    assert choose.spmm_resident(adj, "tca", *arguments) == in_tca
+    assert not choose.spmm_resident(adj, "flashsparse", *arguments)
+    assert not choose.spmm_resident(adj, "hr", *arguments)
+    if in_csr:
+        assert choose.spmm_algorithm(adj, "auto", *arguments) == "csr"
+        assert choose.spmm_algorithm(adj, "flashsparse", *arguments) == "flashsparse"
+        assert choose.spmm_algorithm(adj, "auto", *arguments, True) == "flashsparse"  # dense vectors
+        assert adj.uses == 0
+
+
+def test_what_cannot_gather_from_shared_memory(shared_memory):
+    adj = structure(num_dst=2048, num_src=512)
+    for algorithm in ("csr", "tca"):
+        assert choose.spmm_resident(adj, algorithm, torch.float16, 256, 1, True)
+        assert not choose.spmm_resident(adj, algorithm, torch.float16, 256, 2, True)
+        assert not choose.spmm_resident(adj, algorithm, torch.float16, 256, 1, False)
+        assert not choose.spmm_resident(adj, algorithm, torch.float64, 256, 1, True)
+        cpu = structure("cpu", num_dst=2048, num_src=512)
+        assert not choose.spmm_resident(cpu, algorithm, torch.float16, 256, 1, True)
+    shared_memory.append(99 * 1024)
+    assert not choose.spmm_resident(adj, "csr", torch.float16, 256, 1, True)
+    small = structure(num_dst=2048, num_src=362)
+    assert choose.spmm_resident(small, "csr", torch.float16, 256, 1, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("num_dst", "num_edges", "width", "picked"),
+    [
+        (512, 209_715, 256, "csr"),
+        (256, 52_428, 256, "csr"),
+        (256, 1_000_000, 256, "flashsparse"),  # slices of long rows are many
+        (19_717, 88_651, 32, "flashsparse"),  # pubmed
+        (2708, 10_556, 64, "flashsparse"),  # cora: rows are short
+    ],
+)
+def test_spmm_of_few_windows_leaves_the_tensor_cores(dtype, num_dst, num_edges, width, picked):
+    vectors = SimpleNamespace(num_vectors=num_edges // 2)
+    adj = structure(num_dst=num_dst, num_edges=num_edges, bsb=vectors)
+    assert choose.spmm_algorithm(adj, "auto", dtype, width, 1, True) == picked
 
 
 def test_both_operators_count_towards_one_conversion(capturing):

@@ -102,9 +102,47 @@ def test_tf32_where_pytorch_allows_it(device):
     assert torch.equal(exact, rounded) == (device == "cpu")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("num_rows", [40, 3000])
+@pytest.mark.parametrize("shape", [(1, 8), (1, 32), (3, 16), (2, 40), (2, 64), (1, 128), (1, 264), (1, 520)])
+def test_entry_by_entry(device, dtype, num_rows, shape):
+    """Long rows and short ones, gaps between them, edges in any order, a last tile that is not full."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randint(0, num_rows, (6001,), generator=generator)
+    row[(row >= 10) & (row < 20)] = 7
+    row[: num_rows // 2] = 30
+    col = torch.randint(0, 500, (6001,), generator=generator)
+    x_dst = torch.randn(num_rows, *shape, generator=generator).to(device, dtype)
+    x_src = torch.randn(500, *shape, generator=generator).to(device, dtype)
+    for rows in (row, row.sort().values):
+        adj = Adjacency.from_coo(rows.to(device), col.to(device), (num_rows, 500))
+        for scales in ({}, {name: each.to(x_dst) for name, each in random_scales(adj).items()}):
+            out = sddmm(adj, x_dst, x_src, algorithm="csr", **scales)
+            assert error_in_terms(out, adj, x_dst, x_src, **scales) <= TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("width", [16, 64, 512])
-def test_infinities_stay_on_their_edges(device, dtype, width):
+@pytest.mark.parametrize("width", [32, 128])
+def test_several_rounds_of_a_block(poisoned_memory, dtype, width):
+    """So many entries that blocks go on to the next ones."""
+    num_rows, length = 100_001, 511
+    col = torch.randint(0, 100_000, (num_rows * length,), device="cuda", dtype=torch.int32)
+    rowptr = torch.arange(num_rows + 1, device="cuda") * length
+    adj = Adjacency.from_csr(rowptr, col, (num_rows, 100_000))
+    x_dst, x_src = (torch.randn(n, width, device="cuda", dtype=dtype) for n in (num_rows, 100_000))
+    out = sddmm(adj, x_dst, x_src, algorithm="csr")
+    assert out.isfinite().all()
+    sample = torch.randint(0, num_rows * length, (100_000,), device="cuda")
+    sample[:1000] = torch.arange(1000, device="cuda") - 1000 + num_rows * length
+    expected = (x_dst[sample // length].double() * x_src[col[sample]].double()).sum(1)
+    assert relative_error(out[sample], expected) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("width", [16, 32, 64, 512])
+def test_infinities_stay_on_their_edges(device, dtype, width, algorithm):
     generator = torch.Generator().manual_seed(0)
     row, col = (torch.randint(0, n, (400,), generator=generator).to(device) for n in (30, 50))
     adj = Adjacency.from_coo(row, col, (30, 50))
@@ -113,7 +151,7 @@ def test_infinities_stay_on_their_edges(device, dtype, width):
     x_src[3, 5] = float("inf")
     x_dst[7, 1] = torch.finfo(dtype).max
     x_src[9, 1] = 2
-    out = sddmm(adj, x_dst, x_src, algorithm="flashsparse")
+    out = sddmm(adj, x_dst, x_src, algorithm=algorithm)
     infinite = (col == 3) | (row == 7) & (x_src[col, 1] * x_dst[7, 1]).isinf()
     fine = (col != 3) & (row != 7)
     assert out[infinite].isinf().all()

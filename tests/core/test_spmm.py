@@ -213,6 +213,76 @@ def test_infinity_stays_in_its_feature(device, algorithm, dtype, width):
         assert relative_error(out[finite], expected[finite]) <= TOLERANCE[dtype]
 
 
+def few_sources(num_src: int, device: str) -> Adjacency:
+    """Shapes of pruned weights: warps share rows of all lengths; rows without entries; duplicates."""
+    lengths = [7, 1, 0, 65, 90, 3, 0, 0, 31, 33, num_src, 2, 64, 32]
+    return rows_of(lengths * (2 * num_src // len(lengths) + 1), num_src, device)
+
+
+@pytest.mark.parametrize("algorithm", ["csr", "tca"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_src", [1, 90, 350])
+@pytest.mark.parametrize("width", [8, 72, 128, 256, 300])
+def test_few_sources_that_many_rows_gather(device, poisoned_memory, algorithm, dtype, num_src, width):
+    """A tile of x, all sources of it, fits into shared memory."""
+    adj = few_sources(num_src, device)
+    value = features(adj.num_values, 1, dtype, "contiguous", device, seed=1)[:, 0]
+    wide_value = value.to(torch.float64 if dtype == torch.float64 else torch.float32) * 1.1
+    scales = {
+        "scale_dst": torch.rand(adj.num_dst, device=device) + 0.5,
+        "scale_src": torch.rand(num_src, device=device) + 0.5,
+    }
+    bias = features(1, width, dtype, "contiguous", device, seed=2)[0]
+    wide = features(num_src, width + 16, dtype, "contiguous", device)
+    for x, weights, options in (
+        (wide[:, :width].contiguous(), None, {}),
+        (wide[:, 8 : width + 8], value, {"bias": bias, "relu": True}),
+        (wide[:1, :width].expand(num_src, width), wide_value, {**scales, "bias": bias}),
+        (wide[:, :width], None, {"scale_src": scales["scale_src"], "reduce": "mean"}),
+    ):
+        out = spmm(adj, x, weights, algorithm=algorithm, **options)
+        assert relative_error(out, reference.spmm(adj, x, weights, **options)) <= TOLERANCE[dtype]
+        assert torch.equal(out, spmm(adj, x, weights, algorithm=algorithm, **options))
+    assert device == "cpu" or choose.spmm_resident(adj, algorithm, torch.float32, 256, 1, aligned=True)
+
+
+@pytest.mark.parametrize("algorithm", ["csr", "tca"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [72, 256])
+def test_few_sources_that_are_not_finite(device, algorithm, dtype, width):
+    adj = few_sources(90, device)
+    x = features(90, width, dtype, "contiguous", device)
+    value = features(adj.num_values, 1, dtype, "contiguous", device, seed=1)[:, 0]
+    x[3, width // 2], x[5, 1], x[9, width - 1] = float("inf"), float("nan"), -float("inf")
+    out, expected = spmm(adj, x, value, algorithm=algorithm), reference.spmm(adj, x, value)
+    finite = expected.isfinite()
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.isfinite(), finite)
+    assert relative_error(out[finite], expected[finite]) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("width", [2000, 40_000])
+def test_few_sources_of_many_features(device, width):
+    """More tiles than a GPU has multiprocessors."""
+    adj = few_sources(40, device)
+    x = features(40, width, torch.float32, "contiguous", device)
+    out = spmm(adj, x, algorithm="csr")
+    assert relative_error(out, reference.spmm(adj, x)) <= TOLERANCE[torch.float32]
+
+
+def test_duplicates_of_few_sources_are_summed_in_float32(device):
+    """Sums of 100,000 positive terms, in one row of 20."""
+    num_edges = 100_000
+    row = torch.zeros(num_edges, dtype=torch.int64)
+    row[:19] = torch.arange(1, 20)
+    col = torch.randint(0, 10, (num_edges,), generator=torch.Generator().manual_seed(0))
+    adj = Adjacency.from_coo(row.to(device), col.to(device), (20, 10))
+    for dtype, algorithm in ((torch.float32, "csr"), (torch.float16, "csr"), (torch.float16, "tca")):
+        x = features(10, 128, dtype, "contiguous", device).abs()
+        out = spmm(adj, x, reduce="mean", algorithm=algorithm)
+        assert relative_error(out, reference.spmm(adj, x, reduce="mean")) <= TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("algorithm", ["tca", "hr"])
 def test_direct_algorithms_say_once_where_csr_serves(device, caplog, monkeypatch, algorithm):
     monkeypatch.setattr(log, "_seen", set())
@@ -470,13 +540,13 @@ def test_bitwise_reproducible(device, algorithm):
 
 
 def test_auto_converts_what_is_reused(device):
-    adj = random_graph().adjacency(device)
+    adj = random_graph(num_edges=200).adjacency(device)
     x = torch.randn(60, 64, device=device).half()
     results = [spmm(adj, x) for _ in range(20)]
     assert adj.has_bsb == (device == "cuda")
     torch.testing.assert_close(results[0], results[-1], rtol=1e-2, atol=1e-2)
     assert ("bsb.block" in adj.memory_usage()) == (device == "cuda")
-    deterministic = random_graph().adjacency(device)
+    deterministic = random_graph(num_edges=200).adjacency(device)
     torch.use_deterministic_algorithms(True)
     try:
         results = [spmm(deterministic, x) for _ in range(20)]

@@ -59,9 +59,9 @@ def sddmm(
         scale_src: constant :math:`t`, (num_src,).
         algorithm: ``"csr"`` (on CUDA cores); ``"flashsparse"`` (8x1 vectors on tensor cores, FlashSparse 3.5,
             in float32 with two TF32 terms, or one where ``torch.set_float32_matmul_precision`` allows TF32;
-            on CUDA and where rows and heads are multiples of 16 bytes, else csr); or ``"auto"``: csr until
-            the structure was prepared, or used often enough to repay its conversion, and for several heads
-            and long dot products in float32.
+            on CUDA and where rows and heads are multiples of 16 bytes, else csr); or ``"auto"``: flashsparse
+            for one head of 16-bit features of more than 64 bytes, once the structure was prepared, or used
+            often enough to repay its conversion, and unless it is small; else csr.
         layout: ``"edges"``, or ``"me_bcrs"``: all values of the non-zero vectors in the order of
             ``adj.bsb``, without padding, and zeros where the structure has no entry (FlashSparse, figure 9):
             what ``spmm(value_layout="me_bcrs")`` takes. The tensor cores write it, so ``"auto"`` takes them
@@ -137,17 +137,22 @@ def _sddmm(
 
 
 def _algorithm(adj: Adjacency, algorithm: str, x_dst: Tensor, x_src: Tensor, heads: int, dense: bool) -> str:
+    head_bytes = x_dst.size(1) // heads * x_dst.element_size()
+    aligned = _is_aligned(x_dst, x_src, heads)
+    return choose.sddmm_algorithm(adj, algorithm, x_dst.dtype, head_bytes, heads, aligned, dense)
+
+
+def _is_aligned(x_dst: Tensor, x_src: Tensor, heads: int) -> bool:
+    """Whether every head of every node starts at a multiple of 16 bytes."""
     size = x_dst.element_size()
-    head_bytes = x_dst.size(1) // heads * size
     bytes_apart = (
-        head_bytes,
+        x_dst.size(1) // heads * size,
         x_dst.data_ptr(),
         x_dst.stride(0) * size,
         x_src.data_ptr(),
         x_src.stride(0) * size,
     )
-    aligned = all(each % 16 == 0 for each in bytes_apart)
-    return choose.sddmm_algorithm(adj, algorithm, x_dst.dtype, head_bytes, heads, aligned, dense)
+    return all(each % 16 == 0 for each in bytes_apart)
 
 
 def _launch_csr(
@@ -160,7 +165,7 @@ def _launch_csr(
     out: Tensor,
 ) -> None:
     index = device_index(x_dst.device)
-    by_entry = choose.sddmm_by_entry(adj, x_dst.size(1) // heads * x_dst.element_size())
+    by_entry = choose.sddmm_by_entry(adj, _is_aligned(x_dst, x_src, heads))
     _C.sddmm_csr(
         adj.csr_structure,
         DTYPE_CODE[x_dst.dtype],

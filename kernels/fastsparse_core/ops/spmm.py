@@ -84,13 +84,14 @@ def spmm(
         bias: :math:`\mathbf{b}`, as many entries as features per node.
         relu: whether negative results become 0, which saves a pass over them.
         algorithm: ``"csr"`` (rows cut into slices of bounded length on CUDA cores, after HR-SpMM 4.1 and
-            RoDe); ``"flashsparse"`` (8x1 vectors on tensor cores, FlashSparse 3.2-3.4, in float32 with two
-            TF32 terms, or one where ``torch.set_float32_matmul_precision`` allows TF32; on CUDA and where the
-            width allows 16-byte accesses, else csr); ``"tca"`` (matricised dot products on tensor cores, from
-            CSR as it lies, TCA-SpMM 4.1-4.2) or ``"hr"`` (those for multiples of 64 entries of a row, CUDA
-            cores for the rest, HR-SpMM 4.1-4.3), both for float16 and bfloat16 on CUDA, weights rounded to
-            the dtype of ``x``, and csr where they cannot serve; or ``"auto"``: csr until the structure was
-            prepared, or used often enough to repay its conversion.
+            RoDe, or gathered from shared memory where all sources fit there); ``"flashsparse"`` (8x1 vectors
+            on tensor cores, FlashSparse 3.2-3.4, in float32 with two TF32 terms, or one where
+            ``torch.set_float32_matmul_precision`` allows TF32; on CUDA and where the width allows 16-byte
+            accesses, else csr); ``"tca"`` (matricised dot products on tensor cores, from CSR as it lies,
+            TCA-SpMM 4.1-4.2) or ``"hr"`` (those for multiples of 64 entries of a row, CUDA cores for the
+            rest, HR-SpMM 4.1-4.3), both for float16 and bfloat16 on CUDA, weights rounded to the dtype of
+            ``x``, and csr where they cannot serve; or ``"auto"``: csr until the structure was prepared, or
+            used often enough to repay its conversion, and where there are few sources or few rows.
         value_layout: ``"edges"``, or ``"me_bcrs"``: ``value`` is (num_vectors, 8) or (num_vectors, 8, H),
             as ``sddmm(layout="me_bcrs")`` gives it, and so is its gradient (FlashSparse, figure 9). What it
             holds where the structure has no entry is ignored, and gets the gradient 0. The tensor cores read
@@ -201,7 +202,11 @@ def _spmm(
     chosen = choose.spmm_algorithm(adj, algorithm, x.dtype, width, heads, aligned, dense)
     if is_dense(value) and chosen != "flashsparse":
         value = edges_from_dense(adj, value)
-    _LAUNCH[chosen](adj, x, value, scale_dst, scale_src, bias, relu, out)
+    operands = (adj, x, value, scale_dst, scale_src, bias, relu, out)
+    if choose.spmm_resident(adj, chosen, x.dtype, width, heads, aligned):
+        _launch_resident(*operands, tensor_cores=chosen == "tca")
+    else:
+        _LAUNCH[chosen](*operands)
     return out
 
 
@@ -311,6 +316,38 @@ def _launch_tca(
         address(bias),
         relu,
         out.data_ptr(),
+        index,
+        queue(index),
+    )
+
+
+def _launch_resident(
+    adj: Adjacency,
+    x: Tensor,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    bias: Tensor | None,
+    relu: bool,
+    out: Tensor,
+    *,
+    tensor_cores: bool,
+) -> None:
+    index = device_index(x.device)
+    _C.spmm_resident(
+        adj.plain_structure,
+        DTYPE_CODE[x.dtype],
+        x.size(1),
+        x.data_ptr(),
+        x.stride(0),
+        address(value),
+        0 if value is None else DTYPE_CODE[value.dtype],
+        address(scale_dst),
+        address(scale_src),
+        address(bias),
+        relu,
+        out.data_ptr(),
+        tensor_cores,
         index,
         queue(index),
     )

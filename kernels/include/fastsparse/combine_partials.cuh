@@ -38,6 +38,21 @@ struct Epilogue {
   }
 };
 
+// Said by every block of a kernel: once all blocks have said it, the combining kernel behind may be launched,
+// so that its launch, which is most of its time on small structures, overlaps with this kernel's end.
+__device__ __forceinline__ void allow_combining() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Waits until the kernel before has ended and what it wrote can be read.
+__device__ __forceinline__ void wait_for_partials() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 constexpr int kCombineWarps = 8;
 constexpr int kCombineFeatures = 4;  // per lane: independent sums, so that loads overlap
 
@@ -57,12 +72,13 @@ __global__ void __launch_bounds__(kWarp* kCombineWarps)
       static_cast<std::int64_t>(blockIdx.y) * (kWarp * kCombineFeatures) + threadIdx.x;
   const std::int64_t end = split.split_ptr[blockIdx.x + 1];
   A sum[kCombineFeatures] = {};
+  wait_for_partials();
   for (std::int64_t slot = split.split_ptr[blockIdx.x] + slot_lane; slot < end; slot += kSlotLanes) {
     const A* row = static_cast<const A*>(partial) + (slot * kHeight + r) * width;
 #pragma unroll
     for (int i = 0; i < kCombineFeatures; ++i) {
       const std::int64_t feature = feature0 + i * kWarp;
-      if (feature < width) sum[i] += __ldg(row + feature);
+      if (feature < width) sum[i] += __ldcg(row + feature);  // not __ldg: written while this kernel waits
     }
   }
   if constexpr (kSlotLanes > 1) {
@@ -96,8 +112,21 @@ void combine_partials(const RowSplitView& split, const void* partial, const Epil
   if (split.num_split_rows == 0) return;
   const dim3 grid(static_cast<unsigned>(split.num_split_rows),
                   ceil_div(epilogue.width, kWarp * kCombineFeatures));
-  combine_partials_kernel<T, kHeight>
-      <<<grid, dim3(kWarp, kCombineWarps), 0, stream>>>(split, partial, epilogue, row_of_unit);
+  // Overlapping launches came with architecture 9.0.
+  int device = 0, major = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(kWarp, kCombineWarps);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = major >= 9 ? 1 : 0;
+  cudaLaunchKernelEx(&config, combine_partials_kernel<T, kHeight, RowOfUnit>, split, partial, epilogue,
+                     row_of_unit);
 }
 
 }  // namespace fastsparse::cuda

@@ -39,6 +39,7 @@ int spmm_csr(const SpmmArgs& args, void* stream);
 int spmm_csr_transposed(const SpmmTransposedArgs& args, void* stream);
 int spmm_bsb(const SpmmBsbArgs& args, void* stream);
 int spmm_tca(const SpmmArgs& args, void* stream);
+int spmm_resident(const SpmmArgs& args, bool tensor_cores, void* stream);
 int spmm_hr(const SpmmArgs& args, std::int64_t num_long, void* stream);
 int csr_to_dense(const CsrToDenseArgs& args, void* stream);
 int count_hybrid_rows(const HybridRowsArgs& args, void* stream);

@@ -155,7 +155,8 @@ struct TcaTile {
     }
   }
 
- private:
+  // What follows are the parts of `sum`.
+
   // The result of this lane alone, one entry after the other.
   __device__ __forceinline__ static void sum_plainly(const TileArgs& args, std::int64_t feature,
                                                      std::int64_t begin, int first, int length, int stride,
