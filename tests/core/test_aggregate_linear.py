@@ -180,10 +180,6 @@ def by_hand(adj: Adjacency, x, weight, bias, root_weight, reduce):
     return out if bias is None else out + bias
 
 
-#: Products of matrices round to the features' dtype twice on the way, sums and gradients once each.
-LINEAR_TOLERANCE = {**TOLERANCE, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 @pytest.mark.parametrize("bias", [True, False])
@@ -204,7 +200,7 @@ def test_results_and_gradients(device, poisoned_memory, dtype, reduce, bias, squ
         found = [out, *torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad)]
         for got, exactly in zip(found, expected, strict=True):
             assert got.dtype == dtype
-            assert relative_error(got, exactly) <= LINEAR_TOLERANCE[dtype]
+            assert relative_error(got, exactly) <= TOLERANCE[dtype]
     assert adj.has_transpose
 
 
