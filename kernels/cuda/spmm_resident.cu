@@ -38,11 +38,13 @@ struct CudaCores {
   static constexpr int kVec = 16 / sizeof(T);
   static constexpr int kWidth = kVec * kPieces;
   static constexpr int kResult = kVec / 2;  // features that `finish` leaves in a lane
-  // Then sums move to totals: rounding errors grow with 32 entries of a lane, not with the row.
+  // Then sums move to totals of up to 32 sums, and those to totals of totals: rounding errors grow with 32
+  // terms at a time, not with the row, which may repeat a source 100,000 times, so that errors have one sign.
   static constexpr int kBatchesPerSum = 2;
+  static constexpr int kBatchesPerTotal = 32 * kBatchesPerSum;
 
   int piece, half, batches;
-  float sums[kVec], total[kVec];
+  float sums[kVec], totals[kVec], total[kVec];
 
   __device__ __forceinline__ CudaCores() : piece(threadIdx.x % kPieces), half(threadIdx.x / kPieces % 2) {
     clear();
@@ -51,14 +53,14 @@ struct CudaCores {
   __device__ __forceinline__ void clear() {
     batches = 0;
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) sums[i] = total[i] = 0;
+    for (int i = 0; i < kVec; ++i) sums[i] = totals[i] = total[i] = 0;
   }
 
-  __device__ __forceinline__ void flush() {
+  __device__ __forceinline__ void flush(float (&from)[kVec], float (&to)[kVec]) {
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      total[i] += sums[i];
-      sums[i] = 0;
+      to[i] += from[i];
+      from[i] = 0;
     }
   }
 
@@ -84,7 +86,8 @@ struct CudaCores {
         for (int i = 0; i < kVec; ++i) sums[i] += weights[s] * widen(gathered[s].lane[i]);
       }
     }
-    if (++batches % kBatchesPerSum == 0) flush();
+    if (++batches % kBatchesPerSum == 0) flush(sums, totals);
+    if (batches % kBatchesPerTotal == 0) flush(totals, total);
   }
 
   // First of the features, of the tile, that `finish` leaves in this lane.
@@ -93,7 +96,8 @@ struct CudaCores {
 
   // Adds the halves of the warp, each of which keeps half of the features.
   __device__ __forceinline__ void finish(float (&result)[kResult]) {
-    flush();
+    flush(sums, totals);
+    flush(totals, total);
 #pragma unroll
     for (int i = 0; i < kResult; ++i) {
       const float give = half ? total[i] : total[i + kResult];
