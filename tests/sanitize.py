@@ -26,6 +26,7 @@ from fastsparse_core.ops.spmm import add_transposed
 ROWS, EDGES, HEAVY = 300, 3000, 2500
 #: Kernels for structures of many edges run on these small ones too.
 choose._FEW_EDGES = 0
+choose._MANY_SOURCES = 0
 
 WIDTHS = (8, 16, 32, 47, 64, 128)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

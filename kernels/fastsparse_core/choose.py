@@ -65,14 +65,20 @@ _RESIDENT_GROUPS = 132 * 96
 _RESIDENT_WARPS = 132 * 32
 #: Edges below which a product takes about as long as its launch, so that what it reads hardly counts.
 _FEW_EDGES = 200_000
+#: Edges up to which building csr's work list costs more than tca, which needs none, takes longer.
+_SMALL_EDGES = 600_000
+#: Rows, times tiles of 64 features, up to which tca beats flashsparse where windows are few.
+_FEW_ROW_TILES = 2048
 #: Bytes of a node's features in one head up to which a dot product of an edge is short.
 _SHORT_PRODUCT_BYTES = 64
 #: Entries per row below which sddmm and ssd's backward work from CSR.
 _FEW_PER_ROW = 3
 #: The part of the features that is kept, up to which ssd's backward does.
 _FEW_KEPT = 16
-#: Edges per source from which ssd packs kept entries.
+#: Edges per source, on the average, from which ssd packs kept entries.
 _GATHERED_OFTEN = 8
+#: Sources from which their kept entries outgrow the L2.
+_MANY_SOURCES = 500_000
 #: Longest edge group of ssd, in entries: its fixed-point sums have room for as many terms. Shorter ones fill
 #: small structures better and still lose, to what their partial results cost (github, k = 8: 0.032 ms at 128
 #: entries, 0.048 at 32).
@@ -192,8 +198,12 @@ def slice_length(num_edges: int) -> int:
 
     Small graphs need short slices to fill the GPU; beyond a few million edges 512 entries cost next to
     nothing in partial results (two rows written and read per 512 gathered), beyond 50 million 1024 cost less.
+    Up to 128 the length is rounded up (github on an H200, F = 128: 0.050 ms with 32, 0.0475 with 64).
     """
-    return _power_of_two(num_edges // _RESIDENT_GROUPS, 32, 512 if num_edges < 50_000_000 else 1024)
+    target = num_edges // _RESIDENT_GROUPS
+    if target <= 128:
+        return _power_of_two(2 * target - 1, 32, 128)
+    return _power_of_two(target, 32, 512 if num_edges < 50_000_000 else 1024)
 
 
 def long_edge_groups(groups: RowSplit, num_edges: int, k: int) -> tuple[int, bool]:
@@ -216,11 +226,11 @@ def long_edge_groups(groups: RowSplit, num_edges: int, k: int) -> tuple[int, boo
 def packs_ssd_rows(adj: Adjacency, dtype: torch.dtype, k: int, width: int) -> bool:
     """Whether ssd packs kept entries, four to 16 bytes, before it gathers them.
 
-    The pass moves 9 k bytes per source in float32 and is a launch more, so a source should be gathered often:
-    on the H200 at k = 16 it pays from igb-small's 13 edges per source (0.74 to 0.62 ms) to ogbn-products' 50
-    (4.4 to 3.1), and pubmed loses by the launch (0.018 to 0.020).
+    The pass moves 9 k bytes per source in float32 and is a launch more, so a source should be gathered often,
+    and from far: on the H200 at k = 32 igb-small takes 0.92 ms without it and 0.81 with, yelp 0.80 and 0.72,
+    ogbn-products 5.25 and 4.60; ppi, whose rows lie in the L2, 0.079 and 0.086, reddit 3.93 and 4.05.
     """
-    often = adj.num_edges >= max(_FEW_EDGES, _GATHERED_OFTEN * adj.num_src)
+    often = adj.num_edges >= _GATHERED_OFTEN * adj.num_src and adj.num_src >= _MANY_SOURCES
     return often and dtype != torch.float64 and 16 <= k <= 32 and k % 4 == 0 and width <= 256
 
 
@@ -297,6 +307,8 @@ def spmm_algorithm(
     heads: int,
     aligned: bool,
     dense: bool = False,
+    *,
+    weighted: bool = True,
 ) -> str:
     """Resolves ``"auto"``, and a request that this call cannot serve, to the name of a kernel.
 
@@ -308,6 +320,7 @@ def spmm_algorithm(
         heads: values per edge, 1 without.
         aligned: features and result allow 16-byte accesses to whole rows.
         dense: values are dense vectors, which only ``"flashsparse"`` reads as they are.
+        weighted: edges have values.
     """
     if algorithm == "csr":
         return algorithm
@@ -322,10 +335,17 @@ def spmm_algorithm(
         return "csr"
     if algorithm == "flashsparse" or dense:
         return "flashsparse"
+    takes_tca = dtype != torch.float32 and heads == 1
     if spmm_resident(adj, "csr", dtype, width, heads, aligned) or _has_few_windows(adj, dtype, width):
-        return "csr"
+        if weighted or not takes_tca:
+            return "csr"
+        # Tensor cores look up nothing for an edge without a value, and need warps all the same.
+        if adj.num_dst * math.ceil(width / 64) <= _FEW_ROW_TILES:
+            return "tca"
     if not _is_converted(adj):
-        return "csr"
+        # As long as nobody needed it, a work list costs more than what it saves on a small structure.
+        small = 4 * adj.num_dst <= adj.num_edges <= _SMALL_EDGES
+        return "tca" if takes_tca and small and not adj.has_row_split else "csr"
     if dtype != torch.float32 or (width <= 64 and adj.num_edges < _FEW_EDGES):
         return "flashsparse"
     # In float32 the CSR kernel gathers as fast: tensor cores win by the rows that 8 destinations share, and
@@ -451,7 +471,7 @@ def ssd_algorithm(
 
 #: Share of weights from which a pruned layer is faster as a dense product, on CUDA: tensor cores leave little
 #: to win in 16 bit.
-_DENSE_FROM = {torch.float16: 0.005, torch.bfloat16: 0.005, torch.float32: 0.12, torch.float64: 0.12}
+_DENSE_FROM = {torch.float16: 0.005, torch.bfloat16: 0.005, torch.float32: 0.08, torch.float64: 0.08}
 #: The same on the CPU, where training decides: inference alone has its crossover beyond one half.
 _DENSE_FROM_ON_CPU = 0.3
 #: Rows of a batch below which writing the dense matrix costs more than either product.

@@ -81,6 +81,11 @@ class KernelFormats:
         """Work list of the CSR kernels."""
         return self._row_memo.get("row_split", self._row_split)
 
+    @property
+    def has_row_split(self) -> bool:
+        """Whether `row_split` was built."""
+        return "row_split" in self._row_memo.results
+
     def _row_split(self) -> RowSplit:
         return split_rows(self.rowptr, choose.slice_length(self.num_edges))
 

@@ -27,9 +27,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     original = choose.spmm_algorithm
 
-    def record(adj: Adjacency, algorithm: str, *rest: Any) -> str:
+    def record(adj: Adjacency, algorithm: str, *rest: Any, **options: Any) -> str:
         seen.append(algorithm)
-        return original(adj, algorithm, *rest)
+        return original(adj, algorithm, *rest, **options)
 
     monkeypatch.setattr(choose, "spmm_algorithm", record)
     return seen
@@ -224,6 +224,7 @@ def structure(device: str = "cuda", num_edges: int = 1_000_000, **facts: Any) ->
         "num_edges": num_edges,
         "bsb": SimpleNamespace(num_vectors=num_edges),
         "has_bsb": True,
+        "has_row_split": True,
         "has_sddmm_structure": True,
         "uses": 0,
     }
@@ -392,6 +393,41 @@ def test_spmm_of_few_windows_leaves_the_tensor_cores(dtype, num_dst, num_edges, 
     vectors = SimpleNamespace(num_vectors=num_edges // 2)
     adj = structure(num_dst=num_dst, num_edges=num_edges, bsb=vectors)
     assert choose.spmm_algorithm(adj, "auto", dtype, width, 1, True) == picked
+
+
+@pytest.mark.parametrize(
+    ("num_dst", "width", "picked"),
+    [
+        (2048, 64, "tca"),
+        (2048, 128, "flashsparse"),
+        (512, 256, "tca"),
+        (512, 320, "flashsparse"),
+    ],
+)
+def test_few_windows_without_weights_stay_on_tensor_cores_in_16_bit(num_dst, width, picked):
+    adj = structure(num_dst=num_dst, num_src=512, num_edges=100 * num_dst)
+    arguments = ("auto", torch.float16, width, 1, True)
+    assert choose.spmm_algorithm(adj, *arguments, weighted=False) == picked
+    assert choose.spmm_algorithm(adj, *arguments, weighted=True) == "csr"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_edges", "heads", "has_row_split", "picked"),
+    [
+        (torch.float16, 500_000, 1, False, "tca"),
+        (torch.bfloat16, 500_000, 1, False, "tca"),
+        (torch.float32, 500_000, 1, False, "csr"),
+        (torch.float16, 500_000, 1, True, "csr"),
+        (torch.float16, 500_000, 2, False, "csr"),
+        (torch.float16, 700_000, 1, False, "csr"),
+        (torch.float16, 300_000, 1, False, "csr"),  # too few entries a row
+    ],
+)
+def test_small_structures_seen_first_take_what_needs_no_work_list(
+    capturing, dtype, num_edges, heads, has_row_split, picked
+):
+    adj = structure(num_edges=num_edges, has_bsb=False, has_row_split=has_row_split)
+    assert choose.spmm_algorithm(adj, "auto", dtype, 64, heads, True) == picked
 
 
 def test_both_operators_count_towards_one_conversion(capturing):

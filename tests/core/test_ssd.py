@@ -45,6 +45,7 @@ def groups_share_warps():
     """Small structures would take one launch: the kernels for groups of few entries are to be tested too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "_FEW_EDGES", 0)
+        patch.setattr(choose, "_MANY_SOURCES", 0)
         yield
 
 
@@ -498,7 +499,7 @@ def test_entries_are_packed_where_sources_are_gathered_often(monkeypatch):
     assert not choose.packs_ssd_rows(adj, torch.float32, 16, 257)
     few = Adjacency.from_coo(row[1:], col[1:], (30, 30))
     assert not choose.packs_ssd_rows(few, torch.float32, 16, 256)
-    monkeypatch.setattr(choose, "_FEW_EDGES", 1000)
+    monkeypatch.setattr(choose, "_MANY_SOURCES", 31)
     assert not choose.packs_ssd_rows(adj, torch.float32, 16, 256)
 
 
