@@ -343,9 +343,11 @@ def spmm_algorithm(
         if adj.num_dst * math.ceil(width / 64) <= _FEW_ROW_TILES:
             return "tca"
     if not _is_converted(adj):
-        # As long as nobody needed it, a work list costs more than what it saves on a small structure.
+        # As long as nobody needed it, a work list costs more than what it saves on a small structure. When that
+        # is depends on the calls before, which must not change the bits of deterministic algorithms.
         small = 4 * adj.num_dst <= adj.num_edges <= _SMALL_EDGES
-        return "tca" if takes_tca and small and not adj.has_row_split else "csr"
+        spared = takes_tca and small and not adj.has_row_split
+        return "tca" if spared and not torch.are_deterministic_algorithms_enabled() else "csr"
     if dtype != torch.float32 or (width <= 64 and adj.num_edges < _FEW_EDGES):
         return "flashsparse"
     # In float32 the CSR kernel gathers as fast: tensor cores win by the rows that 8 destinations share, and
@@ -470,8 +472,11 @@ def ssd_algorithm(
 
 
 #: Share of weights from which a pruned layer is faster as a dense product, on CUDA: tensor cores leave little
-#: to win in 16 bit.
-_DENSE_FROM = {torch.float16: 0.005, torch.bfloat16: 0.005, torch.float32: 0.08, torch.float64: 0.08}
+#: to win in 16 bit. In 32 bit that of matrices whose sources fit into shared memory, and that of larger ones.
+_DENSE_FROM_IN_16_BIT = 0.005
+_DENSE_FROM_OF_SMALL, _DENSE_FROM_OF_LARGE = 0.4, 0.08
+#: Weights, with the zeros, up to which a matrix is small in this sense.
+_SMALL_MATRIX = 2**21
 #: The same on the CPU, where training decides: inference alone has its crossover beyond one half.
 _DENSE_FROM_ON_CPU = 0.3
 #: Rows of a batch below which writing the dense matrix costs more than either product.
@@ -503,7 +508,12 @@ def sparse_linear_algorithm(
     total = shape[0] * shape[1]
     if batch < _FEW_ROWS or total * dtype.itemsize > _MOST_DENSE_BYTES:
         return "sparse"
-    dense_from = _DENSE_FROM[dtype] if device.type == "cuda" else _DENSE_FROM_ON_CPU
+    if device.type != "cuda":
+        dense_from = _DENSE_FROM_ON_CPU
+    elif dtype.itemsize == 2:
+        dense_from = _DENSE_FROM_IN_16_BIT
+    else:
+        dense_from = _DENSE_FROM_OF_SMALL if total <= _SMALL_MATRIX else _DENSE_FROM_OF_LARGE
     return "dense" if num_weights >= dense_from * total else "sparse"
 
 

@@ -428,6 +428,11 @@ def test_small_structures_seen_first_take_what_needs_no_work_list(
 ):
     adj = structure(num_edges=num_edges, has_bsb=False, has_row_split=has_row_split)
     assert choose.spmm_algorithm(adj, "auto", dtype, 64, heads, True) == picked
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert choose.spmm_algorithm(adj, "auto", dtype, 64, heads, True) == "csr"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_both_operators_count_towards_one_conversion(capturing):
