@@ -403,6 +403,8 @@ class Adjacency(KernelFormats):
             choose.long_edge_groups(
                 self.edge_groups, self.num_edges, 1
             )  # reads what it needs from the device
+        if self.device.type == "cuda":
+            self.row()
         if self.device.type == "cuda" and self.try_bsb():
             self.bsb_structure(valued=False)
             self.sddmm_structure()

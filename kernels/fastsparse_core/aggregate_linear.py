@@ -24,7 +24,9 @@ def starts_with(x: Tensor, root: Tensor) -> bool:
     if root is x:
         return True
     return (
-        root._is_view()
+        # A sibling would have its gradient added to that of x: who watches x would see it.
+        (not x._is_view() or (x._backward_hooks is None and not x.retains_grad))
+        and root._is_view()
         and root._base is (x._base if x._is_view() else x)
         and root.data_ptr() == x.data_ptr()
         and root.stride() == x.stride()
@@ -52,7 +54,9 @@ def can_aggregate_linear(
     (num_dst, num_src), dtype, device = adj.shape, x.dtype, x.device
     width = weight.shape[1]
     return (
-        not adj.is_partitioned
+        is_plain_eager(x)
+        and torch.autograd.forward_ad._current_level < 0
+        and not adj.is_partitioned
         and x.shape == (num_src, width)
         and root.shape == (num_dst, width)
         and root_weight.shape == weight.shape
@@ -61,7 +65,6 @@ def can_aggregate_linear(
         and (bias is None or bias.dtype == dtype)
         and device == adj.device
         and starts_with(x, root)
-        and is_plain_eager(x)
         and not torch.is_autocast_enabled(device.type)
     )
 
@@ -116,28 +119,57 @@ class _AggregateLinear(torch.autograd.Function):
         sums = _spmm(x, None, scale, None, None, num_dst, adj.handle, False, algorithm, False)
         out = torch.mm(sums, weight.t()) if bias is None else torch.addmm(bias, sums, weight.t())
         out.addmm_(x[:num_dst], root_weight.t())
-        ctx.adj, ctx.algorithm = adj, algorithm
-        ctx.save_for_backward(x, sums, weight, bias, root_weight, scale)
+        ctx.adj, ctx.algorithm, ctx.num_src = adj, algorithm, x.size(0)
+        # What no gradient needs may be written before the backward pass, as with separate operators.
+        needs_x, needs_weight, _, needs_root = ctx.needs_input_grad[:4]
+        ctx.save_for_backward(
+            x if needs_weight or needs_root else None,
+            sums if needs_weight else None,
+            weight if needs_x else None,
+            root_weight if needs_x else None,
+            scale,
+        )
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, sums, weight, bias, root_weight, scale = ctx.saved_tensors
-        if not is_first_derivative(grad):
-            return _differentiable(ctx, grad, x, weight, bias, root_weight, scale)
-        needs_x, needs_weight, needs_bias, needs_root = ctx.needs_input_grad[:4]
-        num_dst = grad.size(0)
-        by_column = grad.t()
-        grad_x = _grad_x(ctx, grad, x.size(0), weight, root_weight, scale) if needs_x else None
-        return (
-            grad_x,
-            torch.mm(by_column, sums) if needs_weight else None,
-            grad.sum(0) if needs_bias else None,
-            torch.mm(by_column, x[:num_dst]) if needs_root else None,
-            None,
-            None,
-            None,
-        )
+        gradients = _gradients if is_first_derivative(grad) else _differentiable
+        device = grad.device.type
+        if not torch.is_autocast_enabled(device):
+            return (*gradients(ctx, grad), None, None, None)
+        with torch.autocast(device, enabled=False):  # as it was in the forward pass
+            return (*gradients(ctx, grad), None, None, None)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, sums, weight, root_weight, scale = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, needs_root = ctx.needs_input_grad[:4]
+    by_column = grad.t()
+    return (
+        _grad_x(ctx, grad, ctx.num_src, weight, root_weight, scale) if needs_x else None,
+        torch.mm(by_column, sums) if needs_weight else None,
+        grad.sum(0) if needs_bias else None,
+        torch.mm(by_column, x[: grad.size(0)]) if needs_root else None,
+    )
+
+
+def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The same gradients of operators that have gradients again."""
+    x, _, weight, root_weight, scale = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, needs_root = ctx.needs_input_grad[:4]
+    adj, num_dst = ctx.adj, grad.size(0)
+    grad_x = grad_weight = None
+    if needs_x:
+        grad_x = spmm(adj.t(), grad @ weight, scale_src=scale, algorithm=ctx.algorithm)
+        grad_x = grad_x + F.pad(grad @ root_weight, (0, 0, 0, ctx.num_src - num_dst))
+    if needs_weight:
+        grad_weight = grad.t() @ spmm(adj, x, scale_dst=scale, algorithm=ctx.algorithm)
+    return (
+        grad_x,
+        grad_weight,
+        grad.sum(0) if needs_bias else None,
+        grad.t() @ x[:num_dst] if needs_root else None,
+    )
 
 
 def _grad_x(
@@ -156,25 +188,3 @@ def _grad_x(
     total = add_transposed(adj, grad_sums, None, scale, None, total).to(grad.dtype)
     total[:num_dst].addmm_(grad, root_weight)
     return total
-
-
-def _differentiable(
-    ctx: Any,
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    root_weight: Tensor,
-    scale: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """The same gradients of operators that have gradients again."""
-    with torch.enable_grad():
-        adj, num_dst = ctx.adj, grad.size(0)
-        inputs = [it for it in (x, weight, bias, root_weight) if it is not None and it.requires_grad]
-        out = F.linear(spmm(adj, x, scale_dst=scale, algorithm=ctx.algorithm), weight, bias)
-        out = out + F.linear(x[:num_dst], root_weight)
-        found = iter(torch.autograd.grad(out, inputs, grad, create_graph=True))
-    grads = [
-        next(found) if it is not None and it.requires_grad else None for it in (x, weight, bias, root_weight)
-    ]
-    return (*grads, None, None, None)

@@ -65,6 +65,8 @@ _RESIDENT_GROUPS = 132 * 96
 _RESIDENT_WARPS = 132 * 32
 #: Edges below which a product takes about as long as its launch, so that what it reads hardly counts.
 _FEW_EDGES = 200_000
+#: Edges up to which a gradient is scattered: batches have no more, and a full graph is used on.
+_MOST_SCATTERED = 4_000_000
 #: Edges up to which building csr's work list costs more than tca, which needs none, takes longer.
 _SMALL_EDGES = 600_000
 #: Rows, times tiles of 64 features, up to which tca beats flashsparse where windows are few.
@@ -320,7 +322,7 @@ def spmm_algorithm(
         heads: values per edge, 1 without.
         aligned: features and result allow 16-byte accesses to whole rows.
         dense: values are dense vectors, which only ``"flashsparse"`` reads as they are.
-        weighted: edges have values.
+        weighted: edges or sources have factors, which ``"tca"`` rounds to the dtype of the features.
     """
     if algorithm == "csr":
         return algorithm
@@ -339,14 +341,14 @@ def spmm_algorithm(
     if spmm_resident(adj, "csr", dtype, width, heads, aligned) or _has_few_windows(adj, dtype, width):
         if weighted or not takes_tca:
             return "csr"
-        # Tensor cores look up nothing for an edge without a value, and need warps all the same.
+        # Tensor cores look up nothing for an edge without a factor, and need warps all the same.
         if adj.num_dst * math.ceil(width / 64) <= _FEW_ROW_TILES:
             return "tca"
     if not _is_converted(adj):
-        # As long as nobody needed it, a work list costs more than what it saves on a small structure. When that
-        # is depends on the calls before, which must not change the bits of deterministic algorithms.
+        # As long as nobody needed it, a work list costs more than what it saves on a small structure. When
+        # that is depends on the calls before, which must not change the bits of deterministic algorithms.
         small = 4 * adj.num_dst <= adj.num_edges <= _SMALL_EDGES
-        spared = takes_tca and small and not adj.has_row_split
+        spared = takes_tca and not weighted and small and not adj.has_row_split
         return "tca" if spared and not torch.are_deterministic_algorithms_enabled() else "csr"
     if dtype != torch.float32 or (width <= 64 and adj.num_edges < _FEW_EDGES):
         return "flashsparse"
@@ -420,11 +422,13 @@ def scatters(adj: Adjacency, algorithm: str, dtype: torch.dtype, value: torch.Te
         or dtype == torch.float64
         or (value is not None and (value.dim() > 2 or value.numel() != adj.num_values))
         or adj.num_edges > MOST_PER_SUM * adj.num_src
+        or adj.num_edges > _MOST_SCATTERED
         or adj.has_transpose
-        or (adj.device.type == "cuda" and torch.are_deterministic_algorithms_enabled())
+        # On the CPU every run gives the same bits, but a transpose, which later gradients take, gives others.
+        or torch.are_deterministic_algorithms_enabled()
     ):
         return False
-    if adj.scatters_left == 0:
+    if adj.scatters_left <= 0:
         # A transpose cannot be built while a CUDA graph is captured.
         return adj.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     adj.scatters_left -= 1

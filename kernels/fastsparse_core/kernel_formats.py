@@ -108,8 +108,8 @@ class KernelFormats:
         if self._unsorted_uses_left:
             self._unsorted_uses_left = 0
             results = self._row_memo.results
-            # Kept, for CUDA graphs were perhaps captured with it.
-            results["unsorted_row_split"] = results.pop("row_split", ())
+            # Kept, for CUDA graphs were perhaps captured with it; another thread may have been here before.
+            results.setdefault("unsorted_row_split", results.pop("row_split", ()))
             self._memo.results.pop("csr_structure", None)
 
     def _csr_structure(self) -> Any:

@@ -101,24 +101,35 @@ def test_who_gets_a_transpose(device):
     assert has_transpose(Adjacency.from_coo(row, col, new.shape))  # is sorted anyway
 
 
-def test_same_bits_where_pytorch_is_told_so(device):
-    """On the CPU always; the number of threads does not matter either."""
-    x = torch.randn(NUM_SRC, 64, device=device, requires_grad=True)
-    grad = torch.randn(NUM_DST, 64, device=device)
-    before, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    torch.use_deterministic_algorithms(device == "cuda")
+def test_same_bits_with_any_number_of_threads():
+    x = torch.randn(NUM_SRC, 64, requires_grad=True)
+    grad = torch.randn(NUM_DST, 64)
+    threads = torch.get_num_threads()
+    found = []
     try:
-        found = []
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            adj = block(device)
+            adj = block("cpu")
             found.append(torch.autograd.grad(spmm(adj, x), x, grad)[0])
-            assert adj.has_transpose == (device == "cuda")
+            assert not adj.has_transpose
     finally:
-        torch.use_deterministic_algorithms(before)
         torch.set_num_threads(threads)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+def test_same_bits_of_every_gradient_where_pytorch_is_told_so(device):
+    x = torch.randn(NUM_SRC, 64, device=device, requires_grad=True)
+    grad = torch.randn(NUM_DST, 64, device=device)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        adj = block(device)
+        first, *others = (torch.autograd.grad(spmm(adj, x), x, grad)[0] for _ in range(choose.SCATTERS + 2))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert adj.has_transpose
+    assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.gpu
@@ -223,6 +234,53 @@ def test_double_backward(device):
 
     assert torch.autograd.gradcheck(function, leaves)
     assert torch.autograd.gradgradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_double_backward_of_a_layer_that_is_applied_twice(device, tied):
+    """One input's gradient must not hold what reaches it through another input."""
+    adj = block(device, 9, 9, 3)
+    x = torch.randn(9, 4, dtype=torch.float64, device=device, requires_grad=True)
+    weight, bias, root_weight = parameters(torch.float64, device, 4, 4)
+    root_weight = weight if tied else root_weight
+
+    def gradients(layer):
+        out = layer(
+            adj, layer(adj, x, weight, bias, root_weight, "mean").tanh(), weight, bias, root_weight, "mean"
+        )
+        first = torch.autograd.grad(out.square().sum(), [x, weight, bias], create_graph=True)
+        return [*first, *torch.autograd.grad(sum(it.square().sum() for it in first), [x, weight, bias])]
+
+    for got, expected in zip(gradients(aggregate_linear), gradients(by_hand), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_backward_under_another_autocast(device):
+    adj = block(device, 9, 9, 3)
+    x = torch.randn(9, 4, device=device, requires_grad=True)
+    leaves = parameters(torch.float32, device, 4, 4)
+    expected = torch.autograd.grad(aggregate_linear(adj, x, *leaves, "mean").sum(), [x, *leaves])
+    with torch.autocast(device, torch.bfloat16):
+        for _ in range(choose.SCATTERS + 1):
+            with torch.autocast(device, enabled=False):
+                out = aggregate_linear(adj, x, *leaves, "mean")
+            for got, wanted in zip(torch.autograd.grad(out.sum(), [x, *leaves]), expected, strict=True):
+                torch.testing.assert_close(got, wanted)
+
+
+def test_what_no_gradient_needs_may_be_written(device):
+    adj = block(device, 9, 9, 3)
+    x = torch.randn(9, 4, device=device)
+    leaves = parameters(torch.float32, device, 4, 4)
+    out = aggregate_linear(adj, x, *leaves, "sum")
+    with torch.no_grad():
+        for leaf in leaves:
+            leaf.mul_(2)
+    out.sum().backward()  # of constant features
+    frozen = [leaf.detach() for leaf in leaves]
+    x.requires_grad_()
+    out = aggregate_linear(adj, x * 1, *frozen, "sum")
+    out.sum().backward()
 
 
 def test_who_starts_with_whom():

@@ -427,10 +427,10 @@ def test_small_structures_seen_first_take_what_needs_no_work_list(
     capturing, dtype, num_edges, heads, has_row_split, picked
 ):
     adj = structure(num_edges=num_edges, has_bsb=False, has_row_split=has_row_split)
-    assert choose.spmm_algorithm(adj, "auto", dtype, 64, heads, True) == picked
+    assert choose.spmm_algorithm(adj, "auto", dtype, 64, heads, True, weighted=False) == picked
     torch.use_deterministic_algorithms(True)
     try:
-        assert choose.spmm_algorithm(adj, "auto", dtype, 64, heads, True) == "csr"
+        assert choose.spmm_algorithm(adj, "auto", dtype, 64, heads, True, weighted=False) == "csr"
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -14,6 +14,7 @@ from fastsparse_core.ops._common import (
     DTYPE_CODE,
     accumulation_dtype,
     below_autograd,
+    is_plain_eager,
     keep_alive,
     library,
     register_autograd,
@@ -34,6 +35,10 @@ def csr_to_dense(adj: Adjacency, value: Tensor) -> Tensor:
     Returns:
         (num_dst, num_src) in the dtype of ``value``; differentiable in it, twice.
     """
+    if not torch.compiler.is_compiling() and not is_plain_eager(value):
+        # Function transforms know PyTorch's own operators only.
+        flat = value.new_zeros(adj.num_dst * adj.num_src)
+        return flat.index_add(0, _places(adj), value).view(adj.shape)
     return torch.ops.fastsparse.csr_to_dense.default(value, adj.num_dst, adj.num_src, adj.handle)
 
 

@@ -199,9 +199,8 @@ def _spmm(
     stride_bytes = x.stride(0) * x.element_size()
     aligned = row_bytes % 16 == x.data_ptr() % 16 == stride_bytes % 16 == 0 and stride_bytes < 1 << 32
     dense, heads = is_dense(value), num_heads(value)
-    chosen = choose.spmm_algorithm(
-        adj, algorithm, x.dtype, width, heads, aligned, dense, weighted=value is not None
-    )
+    weighted = value is not None or scale_src is not None
+    chosen = choose.spmm_algorithm(adj, algorithm, x.dtype, width, heads, aligned, dense, weighted=weighted)
     if is_dense(value) and chosen != "flashsparse":
         value = edges_from_dense(adj, value)
     operands = (adj, x, value, scale_dst, scale_src, bias, relu, out)
