@@ -143,8 +143,10 @@ def _algorithm(adj: Adjacency, algorithm: str, x_dst: Tensor, x_src: Tensor, hea
 
 
 def _is_aligned(x_dst: Tensor, x_src: Tensor, heads: int) -> bool:
-    """Whether every head of every node starts at a multiple of 16 bytes."""
+    """Whether every head of every node starts at a multiple of 16 bytes, and a row's stride fits 32 bits."""
     size = x_dst.element_size()
+    if max(x_dst.stride(0), x_src.stride(0)) * size >= 1 << 32:
+        return False
     bytes_apart = (
         x_dst.size(1) // heads * size,
         x_dst.data_ptr(),

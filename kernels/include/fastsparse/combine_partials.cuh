@@ -112,10 +112,9 @@ void combine_partials(const RowSplitView& split, const void* partial, const Epil
   if (split.num_split_rows == 0) return;
   const dim3 grid(static_cast<unsigned>(split.num_split_rows),
                   ceil_div(epilogue.width, kWarp * kCombineFeatures));
-  // Overlapping launches came with architecture 9.0.
-  int device = 0, major = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  // Overlapping launches, and the kernel's wait, came with architecture 9.0.
+  cudaFuncAttributes compiled{};
+  cudaFuncGetAttributes(&compiled, combine_partials_kernel<T, kHeight, RowOfUnit>);
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -124,7 +123,7 @@ void combine_partials(const RowSplitView& split, const void* partial, const Epil
   config.blockDim = dim3(kWarp, kCombineWarps);
   config.stream = stream;
   config.attrs = &overlap;
-  config.numAttrs = major >= 9 ? 1 : 0;
+  config.numAttrs = compiled.ptxVersion >= 90 ? 1 : 0;
   cudaLaunchKernelEx(&config, combine_partials_kernel<T, kHeight, RowOfUnit>, split, partial, epilogue,
                      row_of_unit);
 }
