@@ -1,5 +1,5 @@
-// A dense matrix from CSR and a value per edge, on CUDA cores: for structures so small and full that the dense
-// product is the fastest one.
+// A dense matrix from CSR and a value per edge, on CUDA cores: for structures so small and full that the
+// dense product is the fastest one.
 //
 // A block of threads lays out one row in shared memory, a tile at a time, and writes it in 16-byte pieces, so
 // that every byte of the result goes out once and coalesced: num_rows * num_cols * sizeof(T) bytes. Entries

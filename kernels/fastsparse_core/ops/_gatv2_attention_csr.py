@@ -117,7 +117,7 @@ def gatv2_backward(
     grad_dst, grad_src = x_dst.new_empty(x_dst.shape), x_src.new_empty(x_src.shape)
     transposed = adj.t()
     if not torch.cuda.is_current_stream_capturing():
-        adj.sort_slices()  # their order is that in which the gradient of att is summed: it must not change later
+        adj.sort_slices()  # the gradient of att is summed in their order, which must not change later
     att_rows = _att_rows(adj.row_split.slices.size(0))
     grad_att = att.new_empty(att_rows, width)
     slots, slots_t = adj.row_split.num_slots, transposed.row_split.num_slots
