@@ -381,7 +381,7 @@ def test_dense_vectors_on_tensor_cores(device, monkeypatch, group_rows, dtype, w
     seen = []
     original = choose.spmm_algorithm
     monkeypatch.setattr(
-        choose, "spmm_algorithm", lambda *arguments: seen.append(original(*arguments)) or seen[-1]
+        choose, "spmm_algorithm", lambda *them, **named: seen.append(original(*them, **named)) or seen[-1]
     )
     generator = torch.Generator().manual_seed(0)
     row = torch.randint(0, 300, (6000,), generator=generator) // 3 * 3
