@@ -54,6 +54,9 @@ IN_CHANNELS, HIDDEN, CLASSES = 100, 256, 47
 FANOUTS = (15, 10, 5)
 BATCH = 1024
 
+#: Times that mini-batches are timed, some steps each.
+ROUNDS = 5
+
 #: Steps after which every structure is converted for its kernels.
 WARM_UP = choose.REUSE + 2
 
@@ -123,14 +126,13 @@ class Team:
 
     def step_ms(self, step: Callable[[], None], count: int) -> list[float]:
         """Milliseconds of each of some steps back to back, of the slowest process."""
-        dist.barrier(group=self.group)
+        self.barrier()
         if self.device.type != "cuda":
             marks = [time.perf_counter()]
             for _ in range(count):
                 step()
                 marks.append(time.perf_counter())
             return self.largest([(end - start) * 1e3 for start, end in itertools.pairwise(marks)])
-        torch.cuda.synchronize(self.device)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         events[0].record()
         for event in events[1:]:
@@ -138,6 +140,28 @@ class Team:
             event.record()
         torch.cuda.synchronize(self.device)
         return self.largest([start.elapsed_time(end) for start, end in itertools.pairwise(events)])
+
+
+    def mean_ms(self, step: Callable[[], None], count: int) -> float:
+        """Milliseconds of a step, as the whole of some steps back to back takes the slowest process.
+
+        Throughput counts from this: processes wait for one another in every step, so a step's slowest
+        process is another every time, and the slowest of each step add up to more than what passed.
+        """
+        self.barrier()
+        begin = time.perf_counter()
+        for _ in range(count):
+            step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        (passed,) = self.largest([time.perf_counter() - begin])
+        return passed * 1e3 / count
+
+    def barrier(self) -> None:
+        """Waits for the others, and for all that the device has to do."""
+        dist.barrier(group=self.group)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def _process(
@@ -485,16 +509,20 @@ def _train_batches(sampler: Sampler, x: Tensor, team: Team, dtype: str, steps: i
 
     for _ in range(3):
         both()
-    with_sampling = statistics.median(team.step_ms(both, 2 * steps))
+    with_sampling = [team.mean_ms(both, steps) for _ in range(ROUNDS)]
     # Each once: a structure that comes again would be converted for the tensor cores.
-    ready = iter([draw() for _ in range(2 * steps + 2)])
+    ready = iter([draw() for _ in range(ROUNDS * steps + 2)])
     for _ in range(2):
         train(next(ready))
-    without = statistics.median(team.step_ms(lambda: train(next(ready)), 2 * steps))
+    without = [team.mean_ms(lambda: train(next(ready)), steps) for _ in range(ROUNDS)]
+    median, train_ms = statistics.median(with_sampling), statistics.median(without)
+    fifths = statistics.quantiles(with_sampling, n=5, method="inclusive")
     return {
-        "median_ms": with_sampling,
-        "train_ms": without,
-        "seeds_per_s": team.size * batch / with_sampling * 1e3,
-        "seeds_per_s_without_sampling": team.size * batch / without * 1e3,
-        "samples": 2 * steps,
+        "median_ms": median,
+        "p20_ms": fifths[0],
+        "p80_ms": fifths[-1],
+        "train_ms": train_ms,
+        "seeds_per_s": team.size * batch / median * 1e3,
+        "seeds_per_s_without_sampling": team.size * batch / train_ms * 1e3,
+        "samples": ROUNDS,
     }
