@@ -199,14 +199,14 @@ void fill_hybrid_rows(Address rowptr, std::int64_t num_rows, std::int32_t multip
   check(cuda::fill_hybrid_rows(args, at(queue)), "fill_hybrid_rows");
 }
 
-BsbView make_bsb(Address block, Address window_ptr, Address window_row, Address block_entry, Address value_id,
+BsbView make_bsb(Address quad, Address window_ptr, Address window_row, Address quad_entry, Address value_id,
                  bool value_id_is_64bit, std::int64_t num_rows, Address slices, std::int64_t num_slices,
                  Address split_row, Address split_ptr, std::int64_t num_split_rows, Address runs,
                  std::int64_t num_runs) {
-  return {at<std::uint32_t>(block),
+  return {at<std::uint32_t>(quad),
           at<std::int32_t>(window_ptr),
           at<std::int32_t>(window_row),
-          at<std::int64_t>(block_entry),
+          at<std::int64_t>(quad_entry),
           at(value_id),
           value_id_is_64bit,
           num_rows,
@@ -217,12 +217,12 @@ BsbView make_bsb(Address block, Address window_ptr, Address window_row, Address 
 }
 
 void spmm_bsb(const BsbView& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
-              Address value, int value_dtype, std::int64_t heads, Address block_vector, Address vector_scale,
+              Address value, int value_dtype, std::int64_t heads, Address quad_vector, Address vector_scale,
               Address scale_dst, Address bias, bool relu, Address out, Address partial, int features_per_lane,
               int blocks_per_step, bool tf32, int device, Address queue) {
   const SpmmBsbArgs args{structure,
                          {at(value), static_cast<Dtype>(value_dtype), heads},
-                         at<std::int64_t>(block_vector),
+                         at<std::int64_t>(quad_vector),
                          at<float>(vector_scale),
                          {at(x), x_stride},
                          at(scale_dst),
@@ -382,7 +382,7 @@ void gatv2_attention_backward(const CsrStructure& structure, const CsrStructure&
 }
 
 void sddmm_bsb(const BsbView& structure, Address rowptr, Address slot_window, Address slot_entry,
-               Address block_vector, Address edge_id, bool edge_id_is_64bit, int dtype, std::int64_t heads,
+               Address quad_vector, Address edge_id, bool edge_id_is_64bit, int dtype, std::int64_t heads,
                std::int64_t head_width, Address x_dst, std::int64_t x_dst_stride, Address x_src,
                std::int64_t x_src_stride, Address scale_dst, Address scale_src, Address out, int out_dtype,
                bool tf32, int device, Address queue) {
@@ -390,7 +390,7 @@ void sddmm_bsb(const BsbView& structure, Address rowptr, Address slot_window, Ad
                           at<std::int64_t>(rowptr),
                           at<std::int32_t>(slot_window),
                           at<std::int64_t>(slot_entry),
-                          at<std::int64_t>(block_vector),
+                          at<std::int64_t>(quad_vector),
                           at(edge_id),
                           edge_id_is_64bit,
                           {at(x_dst), x_dst_stride},

@@ -164,7 +164,7 @@ def blocks() -> str:
             filled = (i, j) in entries
             drawing.box(290 + place * 34, 64 + i * CELL, int(filled), COLOURS[place] if filled else "white")
     drawing.line((400, 168), (440, 168))
-    drawing.text(455, 26, "block of 16 vectors, 64 bytes", bold=True)
+    drawing.text(455, 26, "quad of 4 vectors, 16 bytes", bold=True)
     drawing.text(455, 62, "columns, 3 bytes each")
     drawing.text(455, 142, "bitmaps, 1 byte each")
     for k in range(4):
@@ -173,11 +173,10 @@ def blocks() -> str:
         fill = COLOURS[k] if known else FAINT
         drawing.box(455 + k * 50, 72, vectors[k] if known else vectors[0], fill, 50)
         drawing.box(455 + k * 50, 152, f"0x{mask:02x}", fill, 50)
-    for y in (90, 170):
-        drawing.text(662, y, "...")
     drawing.text(455, 215, "grey: padding, repeats the first")
     drawing.text(455, 233, "column with an empty bitmap")
-    drawing.text(455, 262, "no value, no row index is stored")
+    drawing.text(455, 262, "no value, no row index is stored; up to")
+    drawing.text(455, 280, "four quads of a window make a block")
     return drawing.svg()
 
 

@@ -59,21 +59,25 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
 
   const Table<S> k(input.k, first_head, input.heads, input.head_width, lane);
   const Table<S> v(input.v, first_head, input.heads, input.value_width, lane);
-  const std::uint32_t* blocks = args.a.block + slice.begin * kBlockWords;
-  PackedColumns next = load_columns(blocks, lane / 8);
-  // Starts the copies of a block whose columns are in `next`, and reads those of the block behind it; the
+  const std::uint32_t* quads = args.a.quad + slice.begin * kQuadWords;
+  const int num_blocks = (slice.length + kBlockQuads - 1) / kBlockQuads;
+  uint4 next = load_quad(quads, lane / 8);
+  // Starts the copies of a block whose quads are in `next`, and reads those of the block behind it; the
   // array is padded, so that this may be behind the slice.
   const auto start = [&](int index) {
     const std::uint32_t stage = memory + index % kStages * L::kStageBytes;
-    if (index < slice.length) {
+    if (index < num_blocks) {
+      const int left = slice.length - index * kBlockQuads;
+      cut_columns(next, left);
       std::uint32_t column[kOwned];
       unpack(next, column);
       copy_tile<S>(stage, k, column, lane);
       copy_tile<S>(stage + S::kTileBytes, v, column, lane);
-      copy_block(memory + L::kBlocks + index % kStages * kBlockBytes, blocks + index * kBlockWords, lane);
+      copy_block(memory + L::kBlocks + index % kStages * kBlockBytes,
+                 quads + index * (kBlockQuads * kQuadWords), left, lane);
     }
     commit_copies();
-    next = load_columns(blocks + (index + 1) * kBlockWords, lane / 8);
+    next = load_quad(quads, (index + 1) * kBlockQuads + lane / 8);
   };
   const float scale = input.scale * kLog2E;
   float sum[S::kTiles][4], maximum[S::kHeads][kRowsOwned], total[S::kHeads][kRowsOwned];
@@ -100,7 +104,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
         total[h][r] = 0;
       }
     }
-    for (int index = 0; index < slice.length; ++index) {
+    for (int index = 0; index < num_blocks; ++index) {
       wait_for_copies<kStages - 2>();
       if (index == 0) {
         load_own<S>(q, memory + L::kOwn, lane);
@@ -112,7 +116,9 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
       const Entries<S> entries(block, lane);
       std::int64_t position[kOwned];
       if constexpr (kExtras) {
-        if (input.bias.data != nullptr) entries.positions(position, args.a, slice.begin + index);
+        if (input.bias.data != nullptr) {
+          entries.positions(position, args.a, slice.begin + index * kBlockQuads);
+        }
       }
 
       float score[S::kHeads][kOwned], highest[S::kHeads][kRowsOwned];
@@ -170,7 +176,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
     }
 
     if (by_entry || finite<S>(sum)) break;
-    next = load_columns(blocks, lane / 8);
+    next = load_quad(quads, lane / 8);
     __syncwarp();
   }
 #pragma unroll

@@ -97,25 +97,29 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
 
   const Table<S> x(args.x, first_head, input.heads, input.head_width, lane);
   const Table<S> y(args.y, first_head, input.heads, input.value_width, lane);
-  const std::uint32_t* blocks = args.a.block + slice.begin * kBlockWords;
-  PackedColumns next = load_columns(blocks, lane / 8);
-  // Starts the copies of a block whose columns are in `next`, and reads those of the block behind it; the
+  const std::uint32_t* quads = args.a.quad + slice.begin * kQuadWords;
+  const int num_blocks = (slice.length + kBlockQuads - 1) / kBlockQuads;
+  uint4 next = load_quad(quads, lane / 8);
+  // Starts the copies of a block whose quads are in `next`, and reads those of the block behind it; the
   // array is padded, so that this may be behind the slice.
   const auto start = [&](int index) {
     const int nth = index % kStages;
-    if (index < slice.length) {
+    if (index < num_blocks) {
+      const int left = slice.length - index * kBlockQuads;
+      cut_columns(next, left);
       std::uint32_t column[kOwned];
       unpack(next, column);
       copy_tile<S>(memory + nth * L::kStageBytes, x, column, lane);
       copy_tile<S>(memory + nth * L::kStageBytes + S::kTileBytes, y, column, lane);
-      copy_block(memory + L::kBlocks + nth * kBlockBytes, blocks + index * kBlockWords, lane);
+      copy_block(memory + L::kBlocks + nth * kBlockBytes, quads + index * (kBlockQuads * kQuadWords), left,
+                 lane);
       if constexpr (kTransposed) {
         copy_state<S>(memory + L::kState + nth * L::kStateBytes, static_cast<const State*>(args.row_state),
                       column, first_head, input.heads, lane);
       }
     }
     commit_copies();
-    next = load_columns(blocks + (index + 1) * kBlockWords, lane / 8);
+    next = load_quad(quads, (index + 1) * kBlockQuads + lane / 8);
   };
   const float scale = input.scale * kLog2E;
   State own_state[S::kHeads][kRowsOwned] = {};
@@ -150,7 +154,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
 #pragma unroll
       for (int i = 0; i < 4; ++i) sum_a[f][i] = sum_b[f][i] = 0;
     }
-    for (int index = 0; index < slice.length; ++index) {
+    for (int index = 0; index < num_blocks; ++index) {
       wait_for_copies<kStages - 2>();
       if (index == 0 && L::kKeepOwn) {
         load_own<S>(own_a, memory + L::kOwnA, lane);
@@ -164,7 +168,9 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
       const Entries<S> entries(block, lane);
       std::int64_t position[kOwned];
       if constexpr (kExtras) {
-        if (input.bias.data != nullptr) entries.positions(position, args.a, slice.begin + index);
+        if (input.bias.data != nullptr) {
+          entries.positions(position, args.a, slice.begin + index * kBlockQuads);
+        }
       }
 #pragma unroll
       for (int h = 0; h < S::kHeads; ++h) {
@@ -222,7 +228,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
     }
 
     if (by_entry || (finite<S>(sum_a) && (!kTransposed || finite<S>(sum_b)))) break;
-    next = load_columns(blocks, lane / 8);
+    next = load_quad(quads, lane / 8);
     __syncwarp();
   }
 #pragma unroll

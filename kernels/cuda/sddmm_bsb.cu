@@ -126,39 +126,15 @@ class Products {
 // The columns that this lane gathers from: of a block's 4 loads (kLanes = 8) its quarter warp takes vector 4q
 // + load, of a block's 2 loads (kLanes = 4) its quad takes 2g + load.
 template <int kLanes>
-class Columns;
-template <>
-class Columns<8> {
- public:
-  __device__ __forceinline__ void read(const std::uint32_t* block, int lane) {
-    packed_ = load_columns(block, lane / 8);
+__device__ __forceinline__ void own_columns(std::uint32_t (&column)[kLanes / 2], const uint4& quad,
+                                            int lane) {
+  std::uint32_t all[kOwned];
+  unpack(quad, all);
+#pragma unroll
+  for (int v = 0; v < kLanes / 2; ++v) {
+    column[v] = kLanes == 4 && (lane & 4) != 0 ? all[(v + 2) % kOwned] : all[v];
   }
-  __device__ __forceinline__ void unpack_to(std::uint32_t (&column)[4], int) const {
-    unpack(packed_, column);
-  }
-
- private:
-  PackedColumns packed_;
-};
-template <>
-class Columns<4> {
- public:
-  // 6 bytes, which for odd quads start in the middle of a word.
-  __device__ __forceinline__ void read(const std::uint32_t* block, int lane) {
-    const std::uint32_t* at = block + lane / 4 * 3 / 2;
-    low_ = __ldg(at);
-    high_ = __ldg(at + 1);
-  }
-  __device__ __forceinline__ void unpack_to(std::uint32_t (&column)[2], int lane) const {
-    const int shift = lane & 4 ? 16 : 0;
-    const std::uint32_t low = __funnelshift_r(low_, high_, shift);
-    column[0] = low & 0xffffffu;
-    column[1] = __funnelshift_r(low, high_ >> shift, 24) & 0xffffffu;
-  }
-
- private:
-  std::uint32_t low_, high_;
-};
+}
 
 template <typename T>
 __device__ __forceinline__ void store_result(const SddmmBsbArgs& args, std::int64_t at, float result) {
@@ -253,12 +229,12 @@ __device__ __noinline__ float multiply_again(const SddmmBsbArgs& args, std::uint
   return sum;
 }
 
-// columns: of the results.
+// quad: of the results.
 __device__ __forceinline__ void scale(const SddmmBsbArgs& args, float (&result)[kOwned], std::uint32_t row,
-                                      const PackedColumns& columns) {
+                                      const uint4& quad) {
   if (args.scale_src != nullptr) {
     std::uint32_t column[kOwned];
-    unpack(columns, column);
+    unpack(quad, column);
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
       result[i] *= __ldg(static_cast<const float*>(args.scale_src) + column[i]);
@@ -286,12 +262,9 @@ __global__ void __launch_bounds__(kThreads, kMin)
   const int4 raw_run = __ldg(reinterpret_cast<const int4*>(args.a.runs) + warp);
   const WindowRun run{raw_run.x, raw_run.y, raw_run.z, raw_run.w};
   if (run.length == 0) return;
-  // Columns are read one block ahead; the array is padded, so that this may run past the run.
-  const std::uint32_t* blocks = args.a.block + static_cast<std::int64_t>(run.begin) * kBlockWords;
-  Columns<kLanes> next;
-  std::uint32_t next_mask;
-  next.read(blocks, lane);
-  next_mask = load_masks(blocks, t);
+  // Quads are read one block ahead; the array is padded, so that this may run past the run.
+  const std::uint32_t* quads = args.a.quad + static_cast<std::int64_t>(run.begin) * kQuadWords;
+  uint4 next = load_quad(quads, lane / 8);
   Queue<T> queue(args, slots[threadIdx.x / kWarp], lane);
 
   const bool whole = run.target >= 0;
@@ -324,7 +297,7 @@ __global__ void __launch_bounds__(kThreads, kMin)
                        : args.slot_entry + static_cast<std::int64_t>(~run.target) * kRows + g);
   };
 
-  int nth = -1, end = 0;  // the window of the block, and where it ends
+  int nth = -1, end = 0;  // the window of the block, and the quad where it ends
   std::uint32_t row = 0;  // row g of it
   Rows rows[kSteps > 0 ? kSteps : 1];
   for (int index = 0; index < run.length;) {
@@ -336,19 +309,21 @@ __global__ void __launch_bounds__(kThreads, kMin)
       for (int s = 0; s < kSteps; ++s) rows[s] = load_rows(row, s);
       queue.start(first_entry(row));
     }
+    const int left = end - index;  // of the window's quads
+    std::uint32_t mask = __shfl_sync(kFullWarp, next.w, 8 * t);
+    if (t >= left) mask = 0;
+    cut_columns(next, left);
     std::uint32_t column[kLoads];
-    next.unpack_to(column, lane);
-    const std::uint32_t mask = next_mask;
+    own_columns<kLanes>(column, next, lane);
     uint4 words[kLoads][kSteps > 0 ? kSteps : 1];
 #pragma unroll
     for (int v = 0; v < kLoads; ++v) {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) words[v][s] = load_src(column[v], s);
     }
-    const std::uint32_t* block = blocks;
-    blocks += kBlockWords;
-    next.read(blocks, lane);
-    next_mask = load_masks(blocks, t);
+    const int own = index + min(t, left - 1);  // the quad of this thread's results
+    index = min(index + kBlockQuads, end);
+    next = load_quad(quads, index + lane / 8);
     __syncwarp();  // so that all loads start here, and not one after the other where they are needed
 
     Products<T, kTerms, kLanes> products[kLoads];
@@ -376,18 +351,18 @@ __global__ void __launch_bounds__(kThreads, kMin)
     }
     if constexpr (kTerms > 1) {
       if ((result[0] + result[1] + result[2] + result[3]) * 0.0f != 0) {  // NaN: one is not finite
-        std::uint32_t own[kOwned];
-        unpack(load_columns(block, t), own);
+        std::uint32_t of_result[kOwned];
+        unpack(load_quad(quads, own), of_result);
 #pragma unroll
-        for (int i = 0; i < kOwned; ++i) result[i] = multiply_again(args, row, own[i]);
+        for (int i = 0; i < kOwned; ++i) result[i] = multiply_again(args, row, of_result[i]);
       }
     }
     const std::uint32_t present = (mask >> g) & 0x01010101u;
-    if constexpr (!kPlain) scale(args, result, row, load_columns(block, t));
-    if (kPlain || args.block_vector == nullptr) {
+    if constexpr (!kPlain) scale(args, result, row, load_quad(quads, own));
+    if (kPlain || args.quad_vector == nullptr) {
       queue.put(result, present, t);
     } else {
-      const std::int64_t first = __ldg(args.block_vector + run.begin + index) + kOwned * t;
+      const std::int64_t first = __ldg(args.quad_vector + run.begin + own);
 #pragma unroll
       for (int i = 0; i < kOwned; ++i) {
         if (((mask >> 8 * i) & 0xffu) == 0) continue;
@@ -395,7 +370,7 @@ __global__ void __launch_bounds__(kThreads, kMin)
                         present & (1u << 8 * i) ? result[i] : 0.0f);
       }
     }
-    if (++index == end) queue.leave();
+    if (index == end) queue.leave();
   }
 }
 
@@ -404,7 +379,7 @@ void launch_shape(const SddmmBsbArgs& args, cudaStream_t stream) {
   const dim3 grid(ceil_div(args.a.num_runs, kThreads / kWarp), static_cast<unsigned>(args.heads));
   if constexpr (kSteps > 0) {
     if (args.head_width * sizeof(T) == kSteps * kLanes * 16 && args.scale_dst == nullptr &&
-        args.scale_src == nullptr && args.block_vector == nullptr) {
+        args.scale_src == nullptr && args.quad_vector == nullptr) {
       sddmm_bsb_kernel<T, kTerms, kLanes, kSteps, true, kMin><<<grid, kThreads, 0, stream>>>(args);
       return;
     }

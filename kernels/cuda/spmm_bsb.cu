@@ -5,7 +5,8 @@
 // features. Operands are swapped and transposed as in FlashSparse: C^T (features x 8 rows) = X^T (features x
 // vectors) A^T (vectors x 8 rows), so a row of X that several of the 8 rows need is gathered once. Fragments
 // are built in registers, without shared memory (lane = 4 g + t):
-//   - thread t of a quad owns 4 of the block's 16 vectors, lane g owns kFeatures neighbouring features of the
+//   - thread t owns one of the block's four quads of vectors, lane g owns kFeatures neighbouring features of
+//   the
 //     tile: 8 lanes cover one contiguous piece of a gathered row;
 //   - the 16 rows of an mma are features 2r and 2r + 1 of the 8 lanes. Any order of features is free, as
 //     results come out in the same one;
@@ -127,10 +128,10 @@ __device__ __forceinline__ std::int64_t value_position(const BsbView& a, std::in
                              : static_cast<const std::int32_t*>(a.value_id)[entry];
 }
 
-// Where the values are dense vectors: that of a row in a vector of a block.
-__device__ __forceinline__ std::int64_t dense_position(const SpmmBsbArgs& args, std::int64_t block,
-                                                       int vector, int row) {
-  return (__ldg(args.block_vector + block) + vector) * kRows + row;
+// Where the values are dense vectors: that of a row in a vector of a quad.
+__device__ __forceinline__ std::int64_t dense_position(const SpmmBsbArgs& args, std::int64_t quad, int vector,
+                                                       int row) {
+  return (__ldg(args.quad_vector + quad) + vector) * kRows + row;
 }
 
 // Every 32-bit word of the pack as lane `source` has it.
@@ -145,7 +146,7 @@ __device__ __forceinline__ void shuffle_pack(P& pack, int source) {
 }
 
 // A zero of the bitmap times an infinite or NaN feature is NaN, though no edge says so. Where a result is not
-// finite, the blocks from `begin` to `end` are therefore summed again, entry by entry. target: a window, or
+// finite, the quads from `begin` to `end` are therefore summed again, entry by entry. target: a window, or
 // ~slot of a partial result.
 template <typename T, int kFeatures, bool kValued>
 __device__ __noinline__ void sum_entry_by_entry(const SpmmBsbArgs& args, std::int64_t begin, std::int64_t end,
@@ -155,21 +156,16 @@ __device__ __noinline__ void sum_entry_by_entry(const SpmmBsbArgs& args, std::in
   for (int r = 2 * t; r < 2 * t + 2; ++r) {
     float sum[kFeatures] = {};
 #pragma unroll 1
-    for (std::int64_t at = begin * kBlockVectors; at < end * kBlockVectors; ++at) {
-      const std::uint32_t mask = mask_of(args.a, at);
-      if (((mask >> r) & 1u) == 0) continue;
+    for (std::int64_t at = begin * kOwned; at < end * kOwned; ++at) {
+      const std::int64_t quad = at / kOwned;
+      const std::uint32_t masks = masks_of(args.a, quad), bit = 1u << (8 * (at % kOwned) + r);
+      if ((masks & bit) == 0) continue;
       float weight = 1;
       if constexpr (kValued) {
-        std::int64_t position;
-        if (args.block_vector != nullptr) {
-          position = dense_position(args, at / kBlockVectors, static_cast<int>(at % kBlockVectors), r);
-        } else {
-          std::int64_t entry = args.a.block_entry[at / kBlockVectors] + __popc(mask & ((1u << r) - 1));
-          for (std::int64_t before = at / kBlockVectors * kBlockVectors; before < at; ++before) {
-            entry += __popc(mask_of(args.a, before));
-          }
-          position = value_position(args.a, entry);
-        }
+        const std::int64_t position =
+            args.quad_vector != nullptr
+                ? dense_position(args, quad, static_cast<int>(at % kOwned), r)
+                : value_position(args.a, args.a.quad_entry[quad] + __popc(masks & (bit - 1)));
         weight =
             load_value<T>(args.value, args.value.dtype == args.dtype, position * args.value.heads + head);
       } else if (args.vector_scale != nullptr) {
@@ -216,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
   // load.
   const char* x = reinterpret_cast<const char*>(static_cast<const T*>(args.x.data) + (inside ? feature : 0));
   const auto row_bytes = static_cast<std::uint32_t>(args.x.stride * sizeof(T));
-  const std::uint32_t* blocks = args.a.block + static_cast<std::int64_t>(run.begin) * kBlockWords;
+  const std::uint32_t* quads = args.a.quad + static_cast<std::int64_t>(run.begin) * kQuadWords;
   const std::int64_t head = kWeight == Weight::kValue ? tile / (args.width / args.value.heads) : 0;
   // Lane n: where the run's n-th window ends.
   int window_end = run.length;
@@ -224,18 +220,23 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
     window_end = __ldg(args.a.window_ptr + run.target + 1 + lane) - run.begin;
   }
 
-  const auto gather = [&](Block<T, kFeatures>& block, const PackedColumns& columns) {
+  // Every quarter warp has read one quad; of them `left` are the window's, at least one.
+  const auto gather = [&](Block<T, kFeatures>& block, uint4 quad, int left) {
+    block.mask = __shfl_sync(kFullWarp, quad.w, 8 * t);
+    if (t >= left) block.mask = 0;
+    cut_columns(quad, left);
     std::uint32_t source[kOwned];
-    unpack(columns, source);
+    unpack(quad, source);
 #pragma unroll
     for (int v = 0; v < kOwned; ++v) {
       block.pack[v] =
           load_pack<T, kFeatures>(reinterpret_cast<const T*>(row_address(x, source[v], row_bytes)));
     }
   };
-  const auto load_weights = [&](Block<T, kFeatures>& block, std::int64_t index) {
+  // own: the quad of thread t, the window's last one where it has none.
+  const auto load_weights = [&](Block<T, kFeatures>& block, std::int64_t own) {
     if constexpr (kWeight == Weight::kVectorScale) {
-      const float4 scale = __ldg(reinterpret_cast<const float4*>(args.vector_scale) + index * 4 + t);
+      const float4 scale = __ldg(reinterpret_cast<const float4*>(args.vector_scale) + own);
       const float of_vector[kOwned] = {scale.x, scale.y, scale.z, scale.w};
 #pragma unroll
       for (int v = 0; v < kOwned; ++v) {
@@ -243,27 +244,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
       }
       return;
     }
-    if (args.block_vector != nullptr) {
+    if (args.quad_vector != nullptr) {
 #pragma unroll
       for (int v = 0; v < kOwned; ++v) {
         block.value[v] = 0;
         if (block.mask & (1u << (8 * v + g))) {
-          block.value[v] =
-              load_value<T>(args.value, args.value.dtype == args.dtype,
-                            dense_position(args, index, kOwned * t + v, g) * args.value.heads + head);
+          block.value[v] = load_value<T>(args.value, args.value.dtype == args.dtype,
+                                         dense_position(args, own, v, g) * args.value.heads + head);
         }
       }
       return;
     }
-    // Entries count by block, vector, row: an entry's place is a count of the bits before it.
-    const int own = __popc(block.mask);
-    int before = own;
-#pragma unroll
-    for (int offset = 1; offset < 4; offset *= 2) {
-      const int left = __shfl_up_sync(kFullWarp, before, offset, 4);
-      if (t >= offset) before += left;
-    }
-    const std::int64_t first = args.a.block_entry[index] + before - own;
+    // Entries count by quad, vector, row: an entry's place is a count of the bits before it.
+    const std::int64_t first = __ldg(args.a.quad_entry + own);
 #pragma unroll
     for (int v = 0; v < kOwned; ++v) {
       block.value[v] = 0;
@@ -277,13 +270,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
   };
 
   float sum[kFeatures / 2][4] = {}, total[kFeatures / 2][4] = {};
-  const auto accumulate = [&](Block<T, kFeatures>& block, int index) {
-    if constexpr (kWeight != Weight::kOne) load_weights(block, run.begin + index);
+  int num_summed = 0;  // blocks in `sum`
+  const auto accumulate = [&](Block<T, kFeatures>& block, int index, int left) {
+    if constexpr (kWeight != Weight::kOne) load_weights(block, run.begin + index + min(t, left - 1));
 #pragma unroll
     for (int v = 0; v < kOwned; ++v) shuffle_pack(block.pack[v], 8 * t + g);
     if constexpr (kFloat) {
       multiply_float<kFeatures, kWeight, kTerms>(sum, block, g);
-      if (index % kBlocksPerSum == kBlocksPerSum - 1) {
+      if (++num_summed == kBlocksPerSum) {
+        num_summed = 0;
 #pragma unroll
         for (int r = 0; r < kFeatures / 2; ++r) {
 #pragma unroll
@@ -377,42 +372,35 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
     }
   };
 
-  // Vectors are read one step ahead, across the ends of windows; the array is padded, so that this may run
-  // past the run.
-  PackedColumns next[kBlocks];
-  std::uint32_t next_mask[kBlocks];
-  const auto load_next = [&] {
+  // Quads are read one step ahead, across the ends of windows; the array is padded, so that this may run past
+  // the run.
+  uint4 next[kBlocks];
+  const auto load_next = [&](int index) {
 #pragma unroll
-    for (int u = 0; u < kBlocks; ++u) {
-      next[u] = load_columns(blocks + u * kBlockWords, quarter);
-      next_mask[u] = load_masks(blocks + u * kBlockWords, t);
-    }
+    for (int u = 0; u < kBlocks; ++u) next[u] = load_quad(quads, index + u * kBlockQuads + quarter);
   };
-  load_next();
+  load_next(0);
   int index = 0;
   for (int nth = 0; nth < run.num_windows; ++nth) {
     const int end = __shfl_sync(kFullWarp, window_end, nth);
-    while (index + kBlocks <= end) {
+    while (index + (kBlocks - 1) * kBlockQuads < end) {
       Block<T, kFeatures> block[kBlocks];
 #pragma unroll
-      for (int u = 0; u < kBlocks; ++u) {
-        block[u].mask = next_mask[u];
-        gather(block[u], next[u]);
-      }
-      blocks += kBlocks * kBlockWords;
-      load_next();
+      for (int u = 0; u < kBlocks; ++u) gather(block[u], next[u], end - index - u * kBlockQuads);
+      const int after = min(index + kBlocks * kBlockQuads, end);
+      load_next(after);
 #pragma unroll
-      for (int u = 0; u < kBlocks; ++u) accumulate(block[u], index + u);
-      index += kBlocks;
+      for (int u = 0; u < kBlocks; ++u) {
+        accumulate(block[u], index + u * kBlockQuads, end - index - u * kBlockQuads);
+      }
+      index = after;
     }
     if (kBlocks > 1 && index < end) {
       Block<T, kFeatures> block;
-      block.mask = next_mask[0];
-      gather(block, next[0]);
-      blocks += kBlockWords;
-      load_next();
-      accumulate(block, index);
-      ++index;
+      gather(block, next[0], end - index);
+      load_next(end);
+      accumulate(block, index, end - index);
+      index = end;
     }
     finish(nth);
   }

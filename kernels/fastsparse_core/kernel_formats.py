@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C, choose
-from fastsparse_core.formats.bsb import HEIGHT, MOST_COLUMNS, Bsb
+from fastsparse_core.formats.bsb import BLOCK, HEIGHT, MOST_COLUMNS, QUAD, Bsb
 from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.grouping import Method
 from fastsparse_core.formats.grouping import group_rows as similar_rows
@@ -206,11 +206,12 @@ class KernelFormats:
 
     @property
     def bsb_split(self) -> RowSplit:
-        """Work list of the tensor-core kernels: windows cut into slices of blocks."""
-        return self._row_memo.get(
-            "bsb_split",
-            lambda: RowSplit.from_rowptr(self.bsb.window_ptr, choose.slice_blocks(self.bsb.num_blocks)),
-        )
+        """Work list of the tensor-core kernels: windows cut into slices of quads, whole blocks but the last."""
+        return self._row_memo.get("bsb_split", lambda: self._slices(choose.slice_blocks(self.bsb.num_blocks)))
+
+    def _slices(self, blocks: int) -> RowSplit:
+        quads = BLOCK // QUAD
+        return RowSplit.from_rowptr(self.bsb.window_ptr, quads * blocks, step=quads)
 
     @property
     def bsb_runs(self) -> Tensor:
@@ -233,13 +234,13 @@ class KernelFormats:
             self.bsb_split,
             self.bsb_runs,
             # Found only now: most structures never meet edge values, and the places take 4 bytes an edge.
-            self._row_memo.get("block_entry", self.bsb.block_entry) if valued else None,
+            self._row_memo.get("quad_entry", self.bsb.quad_entry) if valued else None,
             self.bsb_value_id if valued else None,
         )
 
     @property
     def bsb_value_id(self) -> Tensor:
-        """Position in the caller's edge order of every entry, (num_edges,), by block, vector, row."""
+        """Position in the caller's edge order of every entry, (num_edges,), by quad, vector, row."""
         return self._memo.get("bsb_value_id", self._bsb_value_id)
 
     def _bsb_value_id(self) -> Tensor:
@@ -248,7 +249,7 @@ class KernelFormats:
 
     @property
     def dense_place(self) -> Tensor:
-        """Place of every entry among the values of dense vectors, (num_edges,), by block, vector, row."""
+        """Place of every entry among the values of dense vectors, (num_edges,), by quad, vector, row."""
         return self._row_memo.get("dense_place", self._dense_place)
 
     def _dense_place(self) -> Tensor:
@@ -260,7 +261,7 @@ class KernelFormats:
         """As `bsb_split`, in the shorter slices that sddmm takes: it has no partial results to add."""
         return self._row_memo.get(
             "sddmm_split",
-            lambda: RowSplit.from_rowptr(self.bsb.window_ptr, choose.sddmm_slice_blocks(self.bsb.num_blocks)),
+            lambda: self._slices(choose.sddmm_slice_blocks(self.bsb.num_blocks)),
         )
 
     @property
@@ -299,20 +300,20 @@ class KernelFormats:
         order = compress(row, self.col, *self.shape, sort_minor=True)[2]
         return order if self.edge_id is None else self.edge_id.index_select(0, order)
 
-    def block_vector(self) -> Tensor:
-        """Number of vectors before every block, int64 (num_blocks,), for values as dense vectors."""
-        return self._row_memo.get("block_vector", self.bsb.block_vector)
+    def quad_vector(self) -> Tensor:
+        """Number of vectors before every quad, int64 (num_quads,), for values as dense vectors."""
+        return self._row_memo.get("quad_vector", self.bsb.quad_vector)
 
     def _blocks(
-        self, split: RowSplit, runs: Tensor, block_entry: Tensor | None = None, value_id: Tensor | None = None
+        self, split: RowSplit, runs: Tensor, quad_entry: Tensor | None = None, value_id: Tensor | None = None
     ) -> Any:
         bsb = self.bsb
         return _C.BsbStructure(
             # Of the storage: an empty view has no address, yet the kernels read ahead, behind its end.
-            bsb.block.untyped_storage().data_ptr(),
+            bsb.quad.untyped_storage().data_ptr(),
             bsb.window_ptr.data_ptr(),
             0 if bsb.window_row is None else bsb.window_row.data_ptr(),
-            0 if block_entry is None else block_entry.data_ptr(),
+            0 if quad_entry is None else quad_entry.data_ptr(),
             0 if value_id is None else value_id.data_ptr(),
             value_id is not None and value_id.dtype == torch.int64,
             self.num_dst,
@@ -326,7 +327,7 @@ class KernelFormats:
         )
 
     def vector_scale(self, scale_src: Tensor) -> Tensor:
-        """Factor of every vector's column, float32 (num_blocks, 16); kept for the last ``scale_src``."""
+        """Factor of every vector's column, float32 (num_quads, 4); kept for the last ``scale_src``."""
         kept = self._memo.results.get("vector_scale")
         # Inference tensors have no version, and cannot be written outside inference mode either.
         version = 0 if scale_src.is_inference() else scale_src._version

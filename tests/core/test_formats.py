@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.formats import grouping
-from fastsparse_core.formats.bsb import BLOCK, HEIGHT, Bsb
+from fastsparse_core.formats.bsb import BLOCK, HEIGHT, QUAD, Bsb
 from fastsparse_core.formats.grouping import choose_grouping, count_vectors, group_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.inspection import inspect_edges, inspect_rows
@@ -79,19 +79,20 @@ def test_bsb_holds_every_entry(device, edges, kind):
     bsb = bsb_of(adj, window_rows(adj, kind))
     assert torch.equal(bsb.to_dense().cpu(), dense_of(edges))
     assert bsb.num_windows == math.ceil(adj.num_dst / HEIGHT)
-    assert bsb.block.dtype == torch.uint8
-    assert bsb.block.shape == (bsb.num_blocks, 64)
-    behind = bsb.block.untyped_storage().nbytes() - bsb.block.nbytes
+    assert bsb.quad.dtype == torch.uint8
+    assert bsb.quad.shape == (bsb.num_quads, 16)
+    behind = bsb.quad.untyped_storage().nbytes() - bsb.quad.nbytes
     assert behind == 4 * 64, "the kernels read four blocks ahead"
     assert bsb.num_vectors == int((bsb.mask != 0).sum())
-    assert int(bsb.window_ptr[-1]) == bsb.num_blocks
+    assert int(bsb.window_ptr[-1]) == bsb.num_quads
+    assert bsb.num_blocks == sum(-(-quads * QUAD // BLOCK) for quads in bsb.window_ptr.diff().tolist())
 
 
 def test_bsb_holds_as_many_columns_as_fit(device):
     row, col = torch.zeros(3, dtype=torch.int32), torch.tensor([0, 1, 2**24 - 1], dtype=torch.int32)
     widest = Bsb.from_csr(row.to(device), col.to(device), (1, 2**24))
     assert widest.col[0, :3].tolist() == col.tolist()
-    assert widest.mask[0, :4].tolist() == [1, 1, 1, 0]
+    assert widest.mask[0].tolist() == [1, 1, 1, 0]
     with pytest.raises(
         ValueError, match=r"num_src: expected at most 2\^24 .* got 16777217; .* stays with csr"
     ):
@@ -109,7 +110,7 @@ def test_bsb_of_many_rows_and_columns(device):
     bsb = bsb_of(adj, None)
     assert bsb.num_vectors == count_vectors(adj) == sum(vectors_by_hand(adj, None, HEIGHT))
     vector, bit = bsb.bits()
-    found = (torch.searchsorted(bsb.window_ptr.long(), vector // BLOCK, right=True) - 1) * HEIGHT + bit
+    found = (torch.searchsorted(bsb.window_ptr.long(), vector // QUAD, right=True) - 1) * HEIGHT + bit
     order = bsb.entry_order(adj.row(), adj.col).long()
     assert torch.equal(order.sort().values, torch.arange(5000, device=device))
     assert torch.equal(found, adj.row()[order].long())
@@ -119,7 +120,7 @@ def test_bsb_of_many_rows_and_columns(device):
 @given(edges=edge_lists(), kind=st.sampled_from(GROUPINGS))
 @SETTINGS
 def test_bsb_layout(device, edges, kind):
-    """Vectors ascend by column, padding is last and repeats a column, no block is all padding."""
+    """Vectors ascend by column, padding is last and repeats a column, no quad is all padding."""
     adj = edges.adjacency(device)
     bsb = bsb_of(adj, window_rows(adj, kind))
     stored = bsb.mask != 0
@@ -129,13 +130,13 @@ def test_bsb_layout(device, edges, kind):
     for begin, end in zip(bsb.window_ptr[:-1].tolist(), bsb.window_ptr[1:].tolist(), strict=True):
         columns = bsb.col[begin:end][stored[begin:end]]
         assert bool((columns.diff() >= 0).all())
-        assert columns.numel() > BLOCK * (end - begin - 1)
+        assert columns.numel() > QUAD * (end - begin - 1)
 
 
 @given(edges=edge_lists(), kind=st.sampled_from(GROUPINGS))
 @SETTINGS
 def test_bsb_entries(device, edges, kind):
-    """The k-th set bit stands for the entry `entry_order[k]`; blocks know their range of them."""
+    """The k-th set bit stands for the entry `entry_order[k]`; quads know how many come before."""
     adj = edges.adjacency(device)
     bsb = bsb_of(adj, window_rows(adj, kind))
     order = bsb.entry_order(adj.row(), adj.col)
@@ -144,15 +145,15 @@ def test_bsb_entries(device, edges, kind):
     assert torch.equal(order.sort().values, torch.arange(adj.num_edges, device=device))
     vector, bit = bsb.bits()
     assert torch.equal(bsb.col.flatten()[vector], adj.col[order])
-    window = torch.searchsorted(bsb.window_ptr.long(), vector // BLOCK, right=True) - 1
+    window = torch.searchsorted(bsb.window_ptr.long(), vector // QUAD, right=True) - 1
     row = window * HEIGHT + bit
     if bsb.window_row is not None:
         row = bsb.window_row.flatten()[row].long()
     assert torch.equal(row, adj.row()[order].long())
-    entries = torch.bincount(vector // BLOCK, minlength=bsb.num_blocks)
-    block_entry = bsb.block_entry()
-    assert block_entry[0] == 0
-    assert torch.equal(block_entry.diff(), entries)
+    entries = torch.bincount(vector // QUAD, minlength=bsb.num_quads)
+    assert torch.equal(bsb.quad_entry(), entries.cumsum(0) - entries)
+    vectors = (bsb.mask != 0).sum(1)
+    assert torch.equal(bsb.quad_vector(), vectors.cumsum(0) - vectors)
 
 
 @pytest.mark.gpu
@@ -453,7 +454,7 @@ def test_grouping_saves_vectors_on_real_graphs(device, data_folder, name, most):
         device
     )
     vector, bit = grouped.bits()
-    row = (torch.searchsorted(grouped.window_ptr.long(), vector // BLOCK, right=True) - 1) * HEIGHT + bit
+    row = (torch.searchsorted(grouped.window_ptr.long(), vector // QUAD, right=True) - 1) * HEIGHT + bit
     product = torch.zeros(adj.num_dst, 3, dtype=torch.float64, device=device)
     product.index_add_(0, window_row.flatten()[row].long(), x[grouped.col.flatten()[vector].long()])
     assert torch.allclose(product, spmm(adj, x), rtol=1e-12, atol=1e-12)

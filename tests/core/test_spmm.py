@@ -545,7 +545,7 @@ def test_auto_converts_what_is_reused(device):
     results = [spmm(adj, x) for _ in range(20)]
     assert adj.has_bsb == (device == "cuda")
     torch.testing.assert_close(results[0], results[-1], rtol=1e-2, atol=1e-2)
-    assert ("bsb.block" in adj.memory_usage()) == (device == "cuda")
+    assert ("bsb.quad" in adj.memory_usage()) == (device == "cuda")
     deterministic = random_graph(num_edges=200).adjacency(device)
     torch.use_deterministic_algorithms(True)
     try:

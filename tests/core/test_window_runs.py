@@ -1,4 +1,4 @@
-"""Runs of short windows, which hold every block once and cut no window further, and where slices start."""
+"""Runs of short windows, which hold every quad once and cut no window further, and where slices start."""
 
 from __future__ import annotations
 
@@ -8,55 +8,62 @@ from cases import edge_lists
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastsparse_core.formats.bsb import Bsb
+from fastsparse_core.formats.bsb import BLOCK, QUAD, Bsb
 from fastsparse_core.formats.row_split import RowSplit
 from fastsparse_core.formats.window_runs import MOST_WINDOWS, slot_starts, window_runs
 
 
+STEP = BLOCK // QUAD
+
+
 def runs_of(lengths: list[int], longest: int, blocks: int) -> tuple[list[list[int]], RowSplit]:
+    """Runs of windows of so many quads each; ``longest`` and ``blocks`` count blocks."""
     window_ptr = torch.tensor([0, *lengths]).cumsum(0)
-    split = RowSplit.from_rowptr(window_ptr, longest)
+    split = RowSplit.from_rowptr(window_ptr, STEP * longest, step=STEP)
     return window_runs(window_ptr, split, blocks).tolist(), split
 
 
 @given(
-    lengths=st.lists(st.sampled_from([0, 0, 1, 1, 2, 3, 7, 40]), max_size=80),
+    lengths=st.lists(st.sampled_from([0, 0, 1, 1, 2, 3, 4, 5, 7, 30, 160]), max_size=80),
     longest=st.sampled_from([4, 16]),
     blocks=st.sampled_from([1, 2, 8, MOST_WINDOWS]),
 )
 @settings(max_examples=200, deadline=None)
 def test_runs_cover_every_window_once(lengths, longest, blocks):
     runs, split = runs_of(lengths, longest, blocks)
-    first_block = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    first_quad = torch.tensor([0, *lengths]).cumsum(0).tolist()
     whole, slots = [], []
     for begin, length, target, num_windows in runs:
         assert 1 <= num_windows <= MOST_WINDOWS
         if target < 0:
             assert num_windows == 1
-            assert 1 <= length <= longest
+            assert 1 <= length <= STEP * longest
             slots.append((~target, begin, length))
             continue
-        assert first_block[target] == begin
-        assert first_block[target + num_windows] == begin + length
-        assert num_windows == 1 or length < 2 * max(blocks, longest)
+        assert first_quad[target] == begin
+        assert first_quad[target + num_windows] == begin + length
+        assert num_windows == 1 or length < 2 * STEP * max(blocks, longest)
         whole += range(target, target + num_windows)
     cut = split.split_row.tolist()
     assert sorted(whole + cut) == list(range(len(lengths)))
     # Slots follow each other as the cut windows do, and tile them.
-    expected = [block for window in cut for block in range(first_block[window], first_block[window + 1])]
-    assert [block for _, begin, length in sorted(slots) for block in range(begin, begin + length)] == expected
+    expected = [quad for window in cut for quad in range(first_quad[window], first_quad[window + 1])]
+    assert [quad for _, begin, length in sorted(slots) for quad in range(begin, begin + length)] == expected
+    # Only the last slice of a window may end within a block.
+    ends = {first_quad[window + 1] for window in cut}
+    assert all(length % STEP == 0 or begin + length in ends for _, begin, length in slots)
     assert len(slots) == split.num_slots
 
 
 def test_long_runs_come_first():
-    lengths = [length for _, length, _, _ in runs_of([1, 1, 30, 9, 0, 2, 100], 64, 4)[0]]
-    buckets = [length.bit_length() for length in lengths]
+    lengths = [length for _, length, _, _ in runs_of([1, 1, 119, 35, 0, 7, 400], 64, 4)[0]]
+    buckets = [(-(-length // STEP)).bit_length() for length in lengths]
     assert buckets == sorted(buckets, reverse=True)
 
 
 @pytest.mark.parametrize(("blocks", "count"), [(1, 64), (4, 16), (MOST_WINDOWS, 2)])
 def test_joins_as_many_blocks_as_asked(blocks, count):
-    assert len(runs_of([1] * 64, 64, blocks)[0]) == count
+    assert len(runs_of([3] * 64, 64, blocks)[0]) == count
 
 
 def test_joins_windows_without_blocks():

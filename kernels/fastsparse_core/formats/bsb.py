@@ -14,17 +14,19 @@ from fastsparse_core.formats.compress import compress, compress_pairs
 
 #: Rows of a window.
 HEIGHT = 8
-#: Vectors of a block.
+#: Vectors of a block: as many as one instruction of the tensor cores sums over.
 BLOCK = 16
+#: Vectors of a quad, which are stored together.
+QUAD = 4
 #: Bits of a vector's column.
 COLUMN_BITS = 24
-#: Bytes of a block: its columns, then its masks.
-BLOCK_BYTES = BLOCK * (COLUMN_BITS // 8 + 1)
-_COLUMN_BYTES = BLOCK * COLUMN_BITS // 8
+#: Bytes of a quad: its columns, then its masks.
+QUAD_BYTES = QUAD * (COLUMN_BITS // 8 + 1)
+_COLUMN_BYTES = QUAD * COLUMN_BITS // 8
 #: Source nodes that a vector can name.
 MOST_COLUMNS = 1 << COLUMN_BITS
-#: Blocks behind the last one that the kernels may read (and ignore), so that they can read ahead.
-_OVERREAD = 4
+#: Quads behind the last one that the kernels may read (and ignore), so that they can read ahead.
+_OVERREAD = 16
 
 
 @dataclass(frozen=True)
@@ -33,39 +35,44 @@ class Bsb:
 
     The rows are grouped in windows of 8. A column that has an entry in one of a window's rows is a *non-zero
     vector*: a column index and a mask whose bit r says that row r of the window has the entry. Vectors of a
-    window are stored by ascending column, 16 to a block; the last block is padded with vectors of mask 0. An
+    window are stored by ascending column, four to a quad; the last quad is padded with vectors of mask 0. An
     edge that occurs twice starts a second vector of the same column.
+
+    The kernels take a window in *blocks* of up to four quads, 16 vectors: what the last block of a window
+    lacks is not stored. They fill it with vectors of mask 0 as they read.
 
     Attributes:
         shape: (num_dst, num_src).
-        window_ptr: int32 (num_windows + 1,), the range of blocks of every window.
-        block: uint8 (num_blocks, 64): the columns of 16 vectors, 3 bytes each, low byte first, then their
-            masks. Padding repeats the block's first column, with mask 0.
+        window_ptr: int32 (num_windows + 1,), the range of quads of every window.
+        quad: uint8 (num_quads, 16): the columns of 4 vectors, 3 bytes each, low byte first, then their
+            masks. Padding repeats the quad's first column, with mask 0.
         window_row: int32 (num_windows, 8), the rows of every window, -1 for none; None: consecutive rows.
         num_vectors: non-zero vectors, without padding.
+        num_blocks: blocks of all windows.
     """
 
     shape: tuple[int, int]
     window_ptr: Tensor
-    block: Tensor
+    quad: Tensor
     window_row: Tensor | None
     num_vectors: int
+    num_blocks: int
 
     @property
     def col(self) -> Tensor:
-        """The column of every vector, int32 (num_blocks, 16); computed at every call."""
-        byte = self.block[:, :_COLUMN_BYTES].reshape(-1, BLOCK, 3).int()
+        """The column of every vector, int32 (num_quads, 4); computed at every call."""
+        byte = self.quad[:, :_COLUMN_BYTES].reshape(-1, QUAD, 3).int()
         return byte[:, :, 0] | byte[:, :, 1] << 8 | byte[:, :, 2] << 16
 
     @property
     def mask(self) -> Tensor:
-        """The mask of every vector, uint8 (num_blocks, 16); a view."""
-        return self.block[:, _COLUMN_BYTES:]
+        """The mask of every vector, uint8 (num_quads, 4); a view."""
+        return self.quad[:, _COLUMN_BYTES:]
 
     @property
-    def num_blocks(self) -> int:
-        """Number of blocks of 16 vectors."""
-        return self.block.size(0)
+    def num_quads(self) -> int:
+        """Number of quads of 4 vectors."""
+        return self.quad.size(0)
 
     @property
     def num_windows(self) -> int:
@@ -102,41 +109,42 @@ class Bsb:
         bits_through = torch.cumsum(1 << (entry & (HEIGHT - 1)), 0, dtype=torch.uint8)
         mask = bits_through[head_entry[1:] - 1]
         mask = torch.diff(mask, prepend=mask.new_zeros(1)).int() << COLUMN_BITS
-        # Behind the last vector, what the last block may read.
-        packed = entry.new_zeros(num_vectors + BLOCK)
+        # Behind the last vector, what the last quad may read.
+        packed = entry.new_zeros(num_vectors + QUAD)
         torch.bitwise_or(entry[head_entry[:-1]] // HEIGHT, mask, out=packed[:num_vectors])
         del bits_through, mask, entry
 
         window_vector = torch.searchsorted(head_entry, window_entry)
         vectors = window_vector.diff()
-        blocks = (vectors + (BLOCK - 1)) // BLOCK
+        quads = (vectors + (QUAD - 1)) // QUAD
         window_ptr = torch.zeros(num_windows + 1, dtype=torch.int64, device=device)
-        torch.cumsum(blocks, 0, out=window_ptr[1:])
-        num_blocks = int(window_ptr[-1])
-        shift = window_vector[:-1] - BLOCK * window_ptr[:-1]
-        first_vector = torch.arange(0, BLOCK * num_blocks, BLOCK, device=device) + torch.repeat_interleave(
-            shift, blocks, output_size=num_blocks
+        torch.cumsum(quads, 0, out=window_ptr[1:])
+        blocks = ((vectors + (BLOCK - 1)) // BLOCK).sum()
+        num_quads, num_blocks = torch.stack([window_ptr[-1], blocks]).tolist()
+        shift = window_vector[:-1] - QUAD * window_ptr[:-1]
+        first_vector = torch.arange(0, QUAD * num_quads, QUAD, device=device) + torch.repeat_interleave(
+            shift, quads, output_size=num_quads
         )
-        place = first_vector[:, None] + torch.arange(BLOCK, device=device)
-        vector = packed.new_zeros(num_blocks + _OVERREAD, BLOCK)
-        torch.take(packed, place, out=vector[:num_blocks])
+        place = first_vector[:, None] + torch.arange(QUAD, device=device)
+        vector = packed.new_zeros(num_quads + _OVERREAD, QUAD)
+        torch.take(packed, place, out=vector[:num_quads])
         del packed, place
-        # A window's last block ran on into the next window. Padding repeats a column that is read anyway: a
+        # A window's last quad ran on into the next window. Padding repeats a column that is read anyway: a
         # load from the cache is cheaper than a predicate.
-        window = torch.nonzero(blocks).flatten()
+        window = torch.nonzero(quads).flatten()
         last = window_ptr[window + 1] - 1
-        stored = vectors[window] - BLOCK * (blocks[window] - 1)
-        last_block = vector[last]
-        padding = torch.arange(BLOCK, device=device) >= stored[:, None]
-        vector[last] = torch.where(padding, last_block[:, :1] & (MOST_COLUMNS - 1), last_block)
-        byte = vector.view(torch.uint8).view(-1, BLOCK, 4)
-        block = byte.new_empty(num_blocks + _OVERREAD, BLOCK_BYTES)
-        block[:, :_COLUMN_BYTES].view(-1, BLOCK, 3).copy_(byte[:, :, :3])
-        block[:, _COLUMN_BYTES:].copy_(byte[:, :, 3])
-        return cls(shape, window_ptr.int(), block[:num_blocks], window_row, num_vectors)
+        stored = vectors[window] - QUAD * (quads[window] - 1)
+        last_quad = vector[last]
+        padding = torch.arange(QUAD, device=device) >= stored[:, None]
+        vector[last] = torch.where(padding, last_quad[:, :1] & (MOST_COLUMNS - 1), last_quad)
+        byte = vector.view(torch.uint8).view(-1, QUAD, 4)
+        quad = byte.new_empty(num_quads + _OVERREAD, QUAD_BYTES)
+        quad[:, :_COLUMN_BYTES].view(-1, QUAD, 3).copy_(byte[:, :, :3])
+        quad[:, _COLUMN_BYTES:].copy_(byte[:, :, 3])
+        return cls(shape, window_ptr.int(), quad[:num_quads], window_row, num_vectors, num_blocks)
 
     def entry_order(self, row: Tensor, col: Tensor) -> Tensor:
-        """Position in the CSR structure of every entry, (num_edges,), ordered by block, vector, row.
+        """Position in the CSR structure of every entry, (num_edges,), ordered by quad, vector, row.
 
         Only products with edge values need it. It takes another sort.
 
@@ -153,24 +161,22 @@ class Bsb:
         window, entry = _window_and_entry(place, col, self.shape[1], HEIGHT)
         return compress(window, entry, self.num_windows, HEIGHT * self.shape[1], sort_minor=True)[2]
 
-    def block_entry(self) -> Tensor:
-        """The range of entries of every block, int64 (num_blocks + 1,); computed at every call."""
-        # Bits of four masks at a time, summed in parallel: in pairs, in fours, in eights.
-        count = self.block.view(torch.int32)[:, _COLUMN_BYTES // 4 :]
+    def quad_entry(self) -> Tensor:
+        """Number of entries before every quad, int64 (num_quads,); computed at every call."""
+        # Bits of four masks at a time, summed in parallel: in pairs, in fours, in eights, and of all.
+        count = self.quad.view(torch.int32)[:, _COLUMN_BYTES // 4]
         for width, ones in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F)):
             count = (count & ones) + (count >> width & ones)
-        count = (count.contiguous().view(torch.uint8)).sum(1)
-        ranges = torch.zeros(self.num_blocks + 1, dtype=torch.int64, device=count.device)
-        torch.cumsum(count, 0, out=ranges[1:])
-        return ranges
+        count = count * 0x01010101 >> 24
+        return count.cumsum(0) - count
 
-    def block_vector(self) -> Tensor:
-        """Number of vectors, without padding, before every block, int64 (num_blocks,)."""
+    def quad_vector(self) -> Tensor:
+        """Number of vectors, without padding, before every quad, int64 (num_quads,)."""
         count = (self.mask != 0).sum(1)
         return count.cumsum(0) - count
 
     def dense_place(self) -> Tensor:
-        """Place of every entry among (num_vectors, 8) values, int64 (num_edges,), by block, vector, row."""
+        """Place of every entry among (num_vectors, 8) values, int64 (num_edges,), by quad, vector, row."""
         vector, bit = self.bits()
         number = (self.mask.flatten() != 0).cumsum(0) - 1
         return number[vector] * HEIGHT + bit
@@ -178,17 +184,17 @@ class Bsb:
     def to_dense(self) -> Tensor:
         """How often every entry occurs, float32 (num_dst, num_src); for tests."""
         vector, bit = self.bits()
-        window = torch.searchsorted(self.window_ptr.long(), vector // BLOCK, right=True) - 1
+        window = torch.searchsorted(self.window_ptr.long(), vector // QUAD, right=True) - 1
         row = window * HEIGHT + bit
         if self.window_row is not None:
             row = self.window_row.flatten()[row].long()
-        dense = torch.zeros(self.shape, device=self.block.device)
+        dense = torch.zeros(self.shape, device=self.quad.device)
         column = self.col.flatten()[vector].long()
         return dense.index_put_((row, column), dense.new_ones(()), accumulate=True)
 
     def bits(self) -> tuple[Tensor, Tensor]:
-        """Vector and row in the window of every entry, int64 (num_edges,), by block, vector, row."""
-        row = torch.arange(HEIGHT, dtype=torch.uint8, device=self.block.device)
+        """Vector and row in the window of every entry, int64 (num_edges,), by quad, vector, row."""
+        row = torch.arange(HEIGHT, dtype=torch.uint8, device=self.quad.device)
         vector, bit = torch.nonzero((self.mask.reshape(-1, 1) >> row) & 1, as_tuple=True)
         return vector, bit
 
@@ -198,7 +204,7 @@ class Bsb:
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by name."""
-        named = {"window_ptr": self.window_ptr, "block": self.block}
+        named = {"window_ptr": self.window_ptr, "quad": self.quad}
         return named if self.window_row is None else named | {"window_row": self.window_row}
 
 

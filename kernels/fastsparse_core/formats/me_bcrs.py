@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fastsparse_core.formats.bsb import BLOCK, HEIGHT, Bsb
+from fastsparse_core.formats.bsb import HEIGHT, QUAD, Bsb
 
 if TYPE_CHECKING:
     from fastsparse_core.adjacency import Adjacency
@@ -71,7 +71,7 @@ class MeBcrs:
         stored = bsb.mask.flatten() != 0
         before = torch.zeros(stored.numel() + 1, dtype=torch.int64, device=adj.device)
         torch.cumsum(stored, 0, out=before[1:])
-        window_ptr = before[bsb.window_ptr.long() * BLOCK]
+        window_ptr = before[bsb.window_ptr.long() * QUAD]
 
         entry = torch.ones(adj.num_edges, dtype=dtype, device=adj.device)
         if value is not None:

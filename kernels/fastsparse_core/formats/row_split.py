@@ -42,8 +42,14 @@ class RowSplit:
     num_slots: int
 
     @classmethod
-    def from_rowptr(cls, rowptr: Tensor, longest: int) -> RowSplit:
-        """Cuts rows, ``rowptr`` (num_rows + 1,), into slices of at most ``longest`` entries."""
+    def from_rowptr(cls, rowptr: Tensor, longest: int, step: int = 1) -> RowSplit:
+        """Cuts rows into slices.
+
+        Args:
+            rowptr: (num_rows + 1,).
+            longest: entries of a slice at most.
+            step: entries that a kernel takes at a time: slices of as many steps are of like length.
+        """
         length = rowptr.diff()
         num_rows = length.numel()
         per_row = ((length + (longest - 1)) // longest).clamp_(min=1)
@@ -63,8 +69,8 @@ class RowSplit:
         first_slot[split_row] = split_ptr[:-1]
         target = torch.where(per_row[row] > 1, -1 - (first_slot[row] + nth), row)
 
-        # floor(log2(length)) + 1: slices of one bucket differ in length by less than two.
-        bucket = torch.frexp(slice_len.float()).exponent
+        # floor(log2(steps)) + 1: slices of one bucket differ in length by less than two.
+        bucket = torch.frexp(((slice_len + (step - 1)) // step).float()).exponent
         order = torch.sort(bucket.to(torch.int8), stable=True, descending=True).indices
         slices = torch.empty(num_slices, 2, dtype=torch.int64, device=rowptr.device)
         words = slices.view(torch.int32)

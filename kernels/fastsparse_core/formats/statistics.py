@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fastsparse_core.formats.bsb import BLOCK, HEIGHT
+from fastsparse_core.formats.bsb import BLOCK, HEIGHT, QUAD, QUAD_BYTES
 from fastsparse_core.formats.grouping import vectors_per_window
 
 if TYPE_CHECKING:
@@ -73,7 +73,6 @@ def statistics(adj: Adjacency, window_row: Tensor | None = None) -> FormatStatis
     high = vectors_per_window(adj, window_row, height=2 * HEIGHT)
     num_edges, num_windows = adj.num_edges, low.numel()
     vectors, tall_vectors = int(low.sum()), int(high.sum())
-    blocks = _rounded(low, BLOCK)
     padded = _rounded(low, _PADDING) * _PADDING
     grouping = 0 if window_row is None else window_row.nbytes
     return FormatStatistics(
@@ -82,9 +81,9 @@ def statistics(adj: Adjacency, window_row: Tensor | None = None) -> FormatStatis
         vectors_16x1=tall_vectors,
         zeros_8x1=HEIGHT * vectors - num_edges,
         zeros_16x1=2 * HEIGHT * tall_vectors - num_edges,
-        mma_8x1=blocks,
+        mma_8x1=_rounded(low, BLOCK),
         mma_16x1=2 * _rounded(high, BLOCK),
-        bsb_bytes=4 * (num_windows + 1) + 4 * BLOCK * blocks + grouping,
+        bsb_bytes=4 * (num_windows + 1) + QUAD_BYTES * _rounded(low, QUAD) + grouping,
         me_bcrs_bytes=4 * (num_windows + 1) + (4 + 2 * HEIGHT) * vectors + grouping,
         sr_bcrs_bytes=4 * 2 * num_windows + (4 + 2 * HEIGHT) * padded + grouping,
         csr_bytes=4 * (adj.num_dst + 1) + (4 + 2) * num_edges,

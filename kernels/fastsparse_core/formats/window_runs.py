@@ -9,23 +9,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastsparse_core.formats.bsb import HEIGHT, Bsb
+from fastsparse_core.formats.bsb import BLOCK, HEIGHT, QUAD, Bsb
 from fastsparse_core.formats.row_split import RowSplit
 
 #: Most windows of a run: as many as a warp has lanes to keep their ends.
 MOST_WINDOWS = 32
+_BLOCK_QUADS = BLOCK // QUAD
 
 
 def window_runs(window_ptr: Tensor, split: RowSplit, blocks: int) -> Tensor:
     """Joins consecutive windows that one slice covers to runs of about ``blocks`` blocks.
 
     Args:
-        window_ptr: int32 or int64 (num_windows + 1,), the range of blocks of every window.
+        window_ptr: int32 or int64 (num_windows + 1,), the range of quads of every window.
         split: the windows cut into slices; slices of windows that have several stay as they are.
         blocks: from 1, no joining but of windows without blocks, to 32.
 
     Returns:
-        int32 (num_runs, 4), long runs first: first block, number of blocks, target (the first window, or
+        int32 (num_runs, 4), long runs first: first quad, number of quads, target (the first window, or
         ``~slot`` for a slice of a window), number of windows.
     """
     assert 1 <= blocks <= MOST_WINDOWS
@@ -37,7 +38,7 @@ def window_runs(window_ptr: Tensor, split: RowSplit, blocks: int) -> Tensor:
     cut = torch.zeros(num_windows, dtype=torch.bool, device=device)
     cut[split.split_row.long()] = True
     # A window counts one block at least: storing its rows is work too, and bounds the windows of a run.
-    weight = length.clamp(min=1).masked_fill(cut, 0)
+    weight = _blocks(length).clamp(min=1).masked_fill(cut, 0)
     group = (weight.cumsum(0) - weight) // blocks
     starts = torch.ones(num_windows, dtype=torch.bool, device=device)
     starts[1:] = (group[1:] != group[:-1]) | cut[1:] | cut[:-1]
@@ -52,9 +53,13 @@ def window_runs(window_ptr: Tensor, split: RowSplit, blocks: int) -> Tensor:
     slices = words[words[:, 3] < 0]
     slices = torch.stack([slices[:, 0], slices[:, 2], slices[:, 3], torch.ones_like(slices[:, 3])], 1)
     runs = torch.cat([slices, joined])
-    # floor(log2(length)) + 1: runs of one bucket differ in length by less than two.
-    bucket = torch.frexp(runs[:, 1].float()).exponent
+    # floor(log2(blocks)) + 1: runs of one bucket differ in length by less than two.
+    bucket = torch.frexp(_blocks(runs[:, 1]).float()).exponent
     return runs[torch.sort(bucket.to(torch.int8), stable=True, descending=True).indices]
+
+
+def _blocks(quads: Tensor) -> Tensor:
+    return (quads + (_BLOCK_QUADS - 1)) // _BLOCK_QUADS
 
 
 def slot_starts(bsb: Bsb, rowptr: Tensor, split: RowSplit) -> tuple[Tensor, Tensor]:
@@ -80,7 +85,7 @@ def slot_starts(bsb: Bsb, rowptr: Tensor, split: RowSplit) -> tuple[Tensor, Tens
     begin = torch.empty_like(entry[:, 0])
     begin[~target[target < 0].long()] = split.slices[target < 0, 0]
     window_begin = bsb.window_ptr[window.long()].long()
-    before = torch.zeros(bsb.num_blocks + 1, dtype=torch.int64, device=rowptr.device)
+    before = torch.zeros(bsb.num_quads + 1, dtype=torch.int64, device=rowptr.device)
     for bit in range(HEIGHT):
         torch.cumsum((bsb.mask >> bit & 1).sum(1, dtype=torch.int32), 0, out=before[1:])
         row = window.long() * HEIGHT + bit

@@ -205,7 +205,7 @@ def _launch_bsb(
         adj.rowptr.data_ptr(),
         slot_window.data_ptr(),
         slot_entry.data_ptr(),
-        adj.block_vector().data_ptr() if dense else 0,
+        adj.quad_vector().data_ptr() if dense else 0,
         address(edge_id),
         edge_id is not None and edge_id.dtype == torch.int64,
         DTYPE_CODE[x_dst.dtype],

@@ -278,7 +278,7 @@ def _launch_bsb(
         address(value),
         0 if value is None else DTYPE_CODE[value.dtype],
         num_heads(value),
-        adj.block_vector().data_ptr() if dense else 0,
+        adj.quad_vector().data_ptr() if dense else 0,
         address(vector_scale),
         address(scale_dst),
         address(bias),

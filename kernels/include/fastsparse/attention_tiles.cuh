@@ -21,8 +21,10 @@
 namespace fastsparse::cuda::attention {
 
 constexpr int kPieceBytes = 16;  // what one lane copies at once
-constexpr int kBlockBytes = 4 * kBlockWords;
-constexpr int kStages = 2;  // blocks in shared memory: one in use, the other on its way
+constexpr int kBlockBytes = 4 * kQuadWords * kBlockQuads;
+constexpr int kQuadBytes = 4 * kQuadWords;
+constexpr int kMaskByte = kQuadBytes - 4;  // of a quad, the first of its masks
+constexpr int kStages = 2;                 // blocks in shared memory: one in use, the other on its way
 
 constexpr float kLog2E = 1.4426950408889634f;
 // Maximum of a row before its first entry: finite, so that differences with it are never NaN.
@@ -249,9 +251,12 @@ __device__ __forceinline__ void copy_tile(std::uint32_t tile, const Table<S>& ta
   }
 }
 
-// The block itself, for its masks.
-__device__ __forceinline__ void copy_block(std::uint32_t to, const std::uint32_t* block, int lane) {
-  if (lane < kBlockBytes / kPieceBytes) copy_async(to + lane * kPieceBytes, block + 4 * lane, kPieceBytes);
+// The block itself, for its masks; `left` quads of it are there, the others become 0.
+__device__ __forceinline__ void copy_block(std::uint32_t to, const std::uint32_t* quads, int left, int lane) {
+  static_assert(kQuadBytes == kPieceBytes);
+  if (lane < kBlockQuads) {
+    copy_async(to + lane * kPieceBytes, quads + lane * kQuadWords, lane < left ? kPieceBytes : 0);
+  }
 }
 
 // Calls f(row of the window, part, place) for what this lane copies of a window's own rows.
@@ -407,7 +412,7 @@ __device__ __forceinline__ void add_columns(float (&sum)[S::kTiles][4], std::uin
 }
 
 // The same, entry by entry, for tiles that hold infinity or NaN: add_columns multiplies them by the weights 0
-// of rows without the entry. `block` is the address of the block's masks and columns.
+// of rows without the entry. `block` is the address of the block's quads.
 template <typename S>
 __device__ __forceinline__ void add_entries(float (&sum)[S::kTiles][4], std::uint32_t tile,
                                             std::uint32_t block, const float (&weight)[kOwned], int head,
@@ -416,7 +421,8 @@ __device__ __forceinline__ void add_entries(float (&sum)[S::kTiles][4], std::uin
   const int g = lane / 4, t = lane % 4;
 #pragma unroll 1
   for (int vector = 0; vector < kBlockVectors; ++vector) {
-    const std::uint32_t mask = load_shared_byte(block + 4 * kMaskWord + vector);
+    const std::uint32_t mask =
+        load_shared_byte(block + vector / kOwned * kQuadBytes + kMaskByte + vector % kOwned);
     float of_row[2];  // weights of rows 2t and 2t + 1, from the lanes that own the entries
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -588,33 +594,28 @@ template <typename S>
 class Entries {
  public:
   __device__ __forceinline__ Entries(std::uint32_t block, int lane) : block_(block), lane_(lane) {
-    const std::uint32_t word = load_shared_word(block + 4 * (kMaskWord + (S::kFloat ? lane % 4 : lane / 8)));
-    bits_ = word >> (S::kFloat ? lane / 4 : lane / 4 % 2 * 8 + lane % 4 * 2);
+    masks_ = load_shared_word(block + quad() * kQuadBytes + kMaskByte);
   }
   __device__ __forceinline__ bool present(int i) const {
-    return (bits_ >> (S::kFloat ? 8 * i : 16 * (i / 2) + i % 2)) & 1u;
+    return (masks_ >> (first_bit() + (S::kFloat ? 8 * i : 16 * (i / 2) + i % 2))) & 1u;
   }
   __device__ __forceinline__ std::uint32_t column(int i) const {
-    const std::uint32_t at = block_ + 3 * Owned<S>::vector(i / Owned<S>::kRowsOwned, lane_);
+    const int vector = Owned<S>::vector(i / Owned<S>::kRowsOwned, lane_);
+    const std::uint32_t at = block_ + vector / kOwned * kQuadBytes + vector % kOwned * 3;
     return load_shared_byte(at) | load_shared_byte(at + 1) << 8 | load_shared_byte(at + 2) << 16;
   }
-  // Positions of the entries among the edge values. Entries are numbered by block, vector and row, so a
-  // number is a count of the mask bits before its own.
+  // Positions of the entries among the edge values. Entries are numbered by quad, vector and row, so a number
+  // is a count of the mask bits before its own. first_quad: of the block.
   __device__ __forceinline__ void positions(std::int64_t (&position)[kOwned], const BsbView& a,
-                                            std::int64_t block) const {
-    const uint4 masks = load_shared(block_ + 4 * kMaskWord);
-    const std::uint32_t word[4] = {masks.x, masks.y, masks.z, masks.w};
-    const std::int64_t first = a.block_entry[block];
+                                            std::int64_t first_quad) const {
+    if (masks_ == 0) return;  // so has a quad that is not there
+    const std::int64_t first = a.quad_entry[first_quad + quad()];
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
       if (!present(i)) continue;
-      const int vector = Owned<S>::vector(i / Owned<S>::kRowsOwned, lane_);
-      std::int64_t at = first;
-#pragma unroll
-      for (int part = 0; part < 4; ++part) {
-        const std::uint32_t before = (1u << (vector % 4 * 8 + Owned<S>::row(i, lane_))) - 1;
-        if (part <= vector / 4) at += __popc(part < vector / 4 ? word[part] : word[part] & before);
-      }
+      const int vector = Owned<S>::vector(i / Owned<S>::kRowsOwned, lane_) % kOwned;
+      const std::uint32_t before = (1u << (vector * 8 + Owned<S>::row(i, lane_))) - 1;
+      const std::int64_t at = first + __popc(masks_ & before);
       position[i] = a.value_id_is_64bit ? static_cast<const std::int64_t*>(a.value_id)[at]
                                         : static_cast<const std::int32_t*>(a.value_id)[at];
     }
@@ -628,8 +629,14 @@ class Entries {
   }
 
  private:
+  // The quad of the block that has the thread's entries, and of its 32 bits that of their first.
+  __device__ __forceinline__ int quad() const { return S::kFloat ? lane_ % 4 : lane_ / 8; }
+  __device__ __forceinline__ int first_bit() const {
+    return S::kFloat ? lane_ / 4 : lane_ / 4 % 2 * 8 + lane_ % 4 * 2;
+  }
+
   std::uint32_t block_;
-  std::uint32_t bits_;
+  std::uint32_t masks_;
   int lane_;
 };
 

@@ -1,6 +1,5 @@
-// Reading binary sparse blocks. A block is 64 bytes: the columns of its 16 vectors, 3 bytes each, then their
-// masks, a byte each. Four vectors' columns are three words and their masks one, which takes the L1 four
-// passes for a warp; columns of four bytes would take it five.
+// Reading binary sparse blocks. A quad is 16 bytes: the columns of its 4 vectors, 3 bytes each, then their
+// masks, a byte each. A warp takes up to four quads of a window at a time, a block of 16 vectors.
 #pragma once
 
 #include <cstdint>
@@ -11,40 +10,42 @@ namespace fastsparse::cuda {
 
 constexpr int kRows = 8;           // rows of a window
 constexpr int kBlockVectors = 16;  // vectors of a block
-constexpr int kBlockWords = 16;    // 32-bit words of a block
-constexpr int kOwned = 4;          // neighbouring vectors of a block that are read together
-constexpr int kMaskWord = 12;      // the first word of masks
+constexpr int kOwned = 4;          // vectors of a quad
+constexpr int kBlockQuads = kBlockVectors / kOwned;
+constexpr int kQuadWords = 4;  // 32-bit words of a quad: three of columns, one of masks
 
-// Columns of kOwned vectors as they are stored.
-struct PackedColumns {
-  std::uint32_t word[3];
-};
-
-// part: 0 .. 3, which vectors of the block.
-__device__ __forceinline__ PackedColumns load_columns(const std::uint32_t* block, int part) {
-  const std::uint32_t* at = block + 3 * part;
-  return {{__ldg(at), __ldg(at + 1), __ldg(at + 2)}};
-}
-__device__ __forceinline__ std::uint32_t load_masks(const std::uint32_t* block, int part) {
-  return __ldg(block + kMaskWord + part);
+// x, y, z: columns; w: masks.
+__device__ __forceinline__ uint4 load_quad(const std::uint32_t* quads, int nth) {
+  return __ldg(reinterpret_cast<const uint4*>(quads) + nth);
 }
 
-__device__ __forceinline__ void unpack(const PackedColumns& packed, std::uint32_t (&column)[kOwned]) {
-  column[0] = packed.word[0] & 0xffffffu;
-  column[1] = __funnelshift_r(packed.word[0], packed.word[1], 24) & 0xffffffu;
-  column[2] = __funnelshift_r(packed.word[1], packed.word[2], 16) & 0xffffffu;
-  column[3] = packed.word[2] >> 8;
+__device__ __forceinline__ void unpack(const uint4& quad, std::uint32_t (&column)[kOwned]) {
+  column[0] = quad.x & 0xffffffu;
+  column[1] = __funnelshift_r(quad.x, quad.y, 24) & 0xffffffu;
+  column[2] = __funnelshift_r(quad.y, quad.z, 16) & 0xffffffu;
+  column[3] = quad.z >> 8;
+}
+
+// What the last block of a window lacks, `left` quads being there: lanes that read a quad behind the window
+// get the first one's columns, which are gathered anyway, so that they need no predicate; its masks they are
+// to ignore. Every quarter warp has read one quad.
+__device__ __forceinline__ void cut_columns(uint4& quad, int left) {
+  if (left >= kBlockQuads) return;  // the same in all lanes
+  const bool behind = static_cast<int>(threadIdx.x % kWarp / 8) >= left;
+  const std::uint32_t x = __shfl_sync(kFullWarp, quad.x, 0), y = __shfl_sync(kFullWarp, quad.y, 0),
+                      z = __shfl_sync(kFullWarp, quad.z, 0);
+  if (behind) quad = make_uint4(x, y, z, quad.w);
 }
 
 // One vector at a time, for paths where time does not matter.
 __device__ __forceinline__ std::uint32_t column_of(const BsbView& a, std::int64_t vector) {
-  const auto* byte = reinterpret_cast<const std::uint8_t*>(a.block + vector / kBlockVectors * kBlockWords) +
-                     vector % kBlockVectors * 3;
+  const auto* byte =
+      reinterpret_cast<const std::uint8_t*>(a.quad + vector / kOwned * kQuadWords) + vector % kOwned * 3;
   return byte[0] | byte[1] << 8 | byte[2] << 16;
 }
-__device__ __forceinline__ std::uint32_t mask_of(const BsbView& a, std::int64_t vector) {
-  return reinterpret_cast<const std::uint8_t*>(a.block + vector / kBlockVectors * kBlockWords +
-                                               kMaskWord)[vector % kBlockVectors];
+// Bits of the quad's four masks, a byte each.
+__device__ __forceinline__ std::uint32_t masks_of(const BsbView& a, std::int64_t quad) {
+  return a.quad[quad * kQuadWords + kQuadWords - 1];
 }
 
 // The rows of windows. A window has 8 consecutive rows, or those that row grouping gave it.

@@ -46,28 +46,28 @@ struct RowSplitView {
   std::int64_t num_split_rows;
 };
 
-// Consecutive blocks of one window, or all blocks of several consecutive windows.
+// Consecutive quads of one window, or all quads of several consecutive windows.
 struct alignas(16) WindowRun {
-  std::int32_t begin;        // first block
-  std::int32_t length;       // number of blocks
+  std::int32_t begin;        // first quad
+  std::int32_t length;       // number of quads
   std::int32_t target;       // >= 0: the first window, this run has all of it; < 0: ~target is the slot of a
                              // partial result of one window
   std::int32_t num_windows;  // 1 where target < 0
 };
 
-// Binary sparse blocks: windows of 8 rows, each a list of non-zero 8x1 vectors, 16 to a block, the last block
-// of a window padded with empty vectors.
+// Binary sparse blocks: windows of 8 rows, each a list of non-zero 8x1 vectors, four to a quad, the last quad
+// of a window padded with empty vectors. Kernels take up to four quads of a window at a time, a block.
 struct BsbView {
-  const std::uint32_t* block;       // (num_blocks, 16) words: 16 columns of 3 bytes, then 16 masks of a byte,
-                                    // whose bit r says that row r of the window has an entry; 0: padding
-  const std::int32_t* window_ptr;   // (num_windows + 1) first block of every window
-  const std::int32_t* window_row;   // (num_windows, 8) rows of every window, -1: none; null: consecutive rows
-  const std::int64_t* block_entry;  // (num_blocks) entries before the block; null without values
-  const void* value_id;  // (num_edges) by block, vector, row: position in the caller's edge order; null
+  const std::uint32_t* quad;  // (num_quads, 4) words: 4 columns of 3 bytes, then 4 masks of a byte, whose
+                              // bit r says that row r of the window has an entry; 0: padding
+  const std::int32_t* window_ptr;  // (num_windows + 1) first quad of every window
+  const std::int32_t* window_row;  // (num_windows, 8) rows of every window, -1: none; null: consecutive rows
+  const std::int64_t* quad_entry;  // (num_quads) entries before the quad; null without values
+  const void* value_id;  // (num_edges) by quad, vector, row: position in the caller's edge order; null
                          // without values
   bool value_id_is_64bit;
   std::int64_t num_rows;
-  RowSplitView split;     // of windows, in blocks
+  RowSplitView split;     // of windows, in quads; slices of several are whole blocks but for the last
   const WindowRun* runs;  // the same slices, but short windows joined to runs
   std::int64_t num_runs;
 };
@@ -122,10 +122,10 @@ struct SpmmTransposedArgs {
 struct SpmmBsbArgs {
   BsbView a;
   EdgeValueView value;
-  const std::int64_t* block_vector;  // (num_blocks) vectors with entries before the block: then values are
-                                     // (num_vectors, 8, heads), of which those of no entry are not read;
-                                     // null: they are in the caller's edge order
-  const float* vector_scale;  // (num_blocks, 16) scale_src of every vector's column; null: 1; 16-bit features
+  const std::int64_t* quad_vector;  // (num_quads) vectors with entries before the quad: then values are
+                                    // (num_vectors, 8, heads), of which those of no entry are not read;
+                                    // null: they are in the caller's edge order
+  const float* vector_scale;  // (num_quads, 4) scale_src of every vector's column; null: 1; 16-bit features
                               // without values only
   DenseView x;
   const void* scale_dst;
@@ -200,12 +200,12 @@ struct SddmmArgs {
 // mask bits from the first one of its row.
 struct SddmmBsbArgs {
   BsbView a;
-  const std::int64_t* rowptr;        // (num_rows + 1) as in CsrView
-  const std::int32_t* slot_window;   // (num_slots) window of every slice of a window that has several
-  const std::int64_t* slot_entry;    // (num_slots, 8) CSR position of every row's first entry in the slice
-  const std::int64_t* block_vector;  // (num_blocks) vectors with entries before the block; null: results go
-                                     // to the edges' positions, else to (num_vectors, 8, heads), all written
-  const void* edge_id;               // as in CsrView, with every row's entries sorted by column
+  const std::int64_t* rowptr;       // (num_rows + 1) as in CsrView
+  const std::int32_t* slot_window;  // (num_slots) window of every slice of a window that has several
+  const std::int64_t* slot_entry;   // (num_slots, 8) CSR position of every row's first entry in the slice
+  const std::int64_t* quad_vector;  // (num_quads) vectors with entries before the quad; null: results go to
+                                    // the edges' positions, else to (num_vectors, 8, heads), all written
+  const void* edge_id;              // as in CsrView, with every row's entries sorted by column
   bool edge_id_is_64bit;
   DenseView x_dst;
   DenseView x_src;
