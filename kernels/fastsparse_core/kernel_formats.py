@@ -206,7 +206,7 @@ class KernelFormats:
 
     @property
     def bsb_split(self) -> RowSplit:
-        """Work list of the tensor-core kernels: windows cut into slices of quads, whole blocks but the last."""
+        """Work list of the tensor-core kernels: windows cut into slices, of whole blocks but for the last."""
         return self._row_memo.get("bsb_split", lambda: self._slices(choose.slice_blocks(self.bsb.num_blocks)))
 
     def _slices(self, blocks: int) -> RowSplit:

@@ -12,7 +12,6 @@ from fastsparse_core.formats.bsb import BLOCK, QUAD, Bsb
 from fastsparse_core.formats.row_split import RowSplit
 from fastsparse_core.formats.window_runs import MOST_WINDOWS, slot_starts, window_runs
 
-
 STEP = BLOCK // QUAD
 
 
