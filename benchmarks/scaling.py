@@ -141,7 +141,6 @@ class Team:
         torch.cuda.synchronize(self.device)
         return self.largest([start.elapsed_time(end) for start, end in itertools.pairwise(events)])
 
-
     def mean_ms(self, step: Callable[[], None], count: int) -> float:
         """Milliseconds of a step, as the whole of some steps back to back takes the slowest process.
 
