@@ -61,14 +61,14 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
   const Table<S> v(input.v, first_head, input.heads, input.value_width, lane);
   const std::uint32_t* quads = args.a.quad + slice.begin * kQuadWords;
   const int num_blocks = (slice.length + kBlockQuads - 1) / kBlockQuads;
-  uint4 next = load_quad(quads, lane / 8);
-  // Starts the copies of a block whose quads are in `next`, and reads those of the block behind it; the
+  PackedColumns next = load_columns(quads, lane / 8);
+  // Starts the copies of a block whose columns are in `next`, and reads those of the block behind it; the
   // array is padded, so that this may be behind the slice.
   const auto start = [&](int index) {
     const std::uint32_t stage = memory + index % kStages * L::kStageBytes;
     if (index < num_blocks) {
       const int left = slice.length - index * kBlockQuads;
-      cut_columns(next, left);
+      cut_words(next.word, left);
       std::uint32_t column[kOwned];
       unpack(next, column);
       copy_tile<S>(stage, k, column, lane);
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
                  quads + index * (kBlockQuads * kQuadWords), left, lane);
     }
     commit_copies();
-    next = load_quad(quads, (index + 1) * kBlockQuads + lane / 8);
+    next = load_columns(quads, (index + 1) * kBlockQuads + lane / 8);
   };
   const float scale = input.scale * kLog2E;
   float sum[S::kTiles][4], maximum[S::kHeads][kRowsOwned], total[S::kHeads][kRowsOwned];
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
     }
 
     if (by_entry || finite<S>(sum)) break;
-    next = load_quad(quads, lane / 8);
+    next = load_columns(quads, lane / 8);
     __syncwarp();
   }
 #pragma unroll

@@ -99,14 +99,14 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
   const Table<S> y(args.y, first_head, input.heads, input.value_width, lane);
   const std::uint32_t* quads = args.a.quad + slice.begin * kQuadWords;
   const int num_blocks = (slice.length + kBlockQuads - 1) / kBlockQuads;
-  uint4 next = load_quad(quads, lane / 8);
-  // Starts the copies of a block whose quads are in `next`, and reads those of the block behind it; the
+  PackedColumns next = load_columns(quads, lane / 8);
+  // Starts the copies of a block whose columns are in `next`, and reads those of the block behind it; the
   // array is padded, so that this may be behind the slice.
   const auto start = [&](int index) {
     const int nth = index % kStages;
     if (index < num_blocks) {
       const int left = slice.length - index * kBlockQuads;
-      cut_columns(next, left);
+      cut_words(next.word, left);
       std::uint32_t column[kOwned];
       unpack(next, column);
       copy_tile<S>(memory + nth * L::kStageBytes, x, column, lane);
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
       }
     }
     commit_copies();
-    next = load_quad(quads, (index + 1) * kBlockQuads + lane / 8);
+    next = load_columns(quads, (index + 1) * kBlockQuads + lane / 8);
   };
   const float scale = input.scale * kLog2E;
   State own_state[S::kHeads][kRowsOwned] = {};
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
     }
 
     if (by_entry || (finite<S>(sum_a) && (!kTransposed || finite<S>(sum_b)))) break;
-    next = load_quad(quads, lane / 8);
+    next = load_columns(quads, lane / 8);
     __syncwarp();
   }
 #pragma unroll

@@ -126,15 +126,41 @@ class Products {
 // The columns that this lane gathers from: of a block's 4 loads (kLanes = 8) its quarter warp takes vector 4q
 // + load, of a block's 2 loads (kLanes = 4) its quad takes 2g + load.
 template <int kLanes>
-__device__ __forceinline__ void own_columns(std::uint32_t (&column)[kLanes / 2], const uint4& quad,
-                                            int lane) {
-  std::uint32_t all[kOwned];
-  unpack(quad, all);
-#pragma unroll
-  for (int v = 0; v < kLanes / 2; ++v) {
-    column[v] = kLanes == 4 && (lane & 4) != 0 ? all[(v + 2) % kOwned] : all[v];
+class Columns;
+template <>
+class Columns<8> {
+ public:
+  __device__ __forceinline__ void read(const std::uint32_t* quads, int lane) {
+    packed_ = load_columns(quads, lane / 8);
   }
-}
+  __device__ __forceinline__ void cut(int left) { cut_words(packed_.word, left); }
+  __device__ __forceinline__ void unpack_to(std::uint32_t (&column)[4], int) const {
+    unpack(packed_, column);
+  }
+
+ private:
+  PackedColumns packed_;
+};
+template <>
+class Columns<4> {
+ public:
+  // 6 bytes, which for odd quads of lanes start in the middle of a word.
+  __device__ __forceinline__ void read(const std::uint32_t* quads, int lane) {
+    const std::uint32_t* at = quads + lane / 8 * kQuadWords + lane / 4 % 2;
+    word_[0] = __ldg(at);
+    word_[1] = __ldg(at + 1);
+  }
+  __device__ __forceinline__ void cut(int left) { cut_words(word_, left); }
+  __device__ __forceinline__ void unpack_to(std::uint32_t (&column)[2], int lane) const {
+    const int shift = lane & 4 ? 16 : 0;
+    const std::uint32_t low = __funnelshift_r(word_[0], word_[1], shift);
+    column[0] = low & 0xffffffu;
+    column[1] = __funnelshift_r(low, word_[1] >> shift, 24) & 0xffffffu;
+  }
+
+ private:
+  std::uint32_t word_[2];
+};
 
 template <typename T>
 __device__ __forceinline__ void store_result(const SddmmBsbArgs& args, std::int64_t at, float result) {
@@ -229,12 +255,12 @@ __device__ __noinline__ float multiply_again(const SddmmBsbArgs& args, std::uint
   return sum;
 }
 
-// quad: of the results.
+// columns: of the results.
 __device__ __forceinline__ void scale(const SddmmBsbArgs& args, float (&result)[kOwned], std::uint32_t row,
-                                      const uint4& quad) {
+                                      const PackedColumns& columns) {
   if (args.scale_src != nullptr) {
     std::uint32_t column[kOwned];
-    unpack(quad, column);
+    unpack(columns, column);
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
       result[i] *= __ldg(static_cast<const float*>(args.scale_src) + column[i]);
@@ -264,7 +290,9 @@ __global__ void __launch_bounds__(kThreads, kMin)
   if (run.length == 0) return;
   // Quads are read one block ahead; the array is padded, so that this may run past the run.
   const std::uint32_t* quads = args.a.quad + static_cast<std::int64_t>(run.begin) * kQuadWords;
-  uint4 next = load_quad(quads, lane / 8);
+  Columns<kLanes> next;
+  next.read(quads, lane);
+  std::uint32_t next_mask = load_masks(quads, t);
   Queue<T> queue(args, slots[threadIdx.x / kWarp], lane);
 
   const bool whole = run.target >= 0;
@@ -310,11 +338,10 @@ __global__ void __launch_bounds__(kThreads, kMin)
       queue.start(first_entry(row));
     }
     const int left = end - index;  // of the window's quads
-    std::uint32_t mask = __shfl_sync(kFullWarp, next.w, 8 * t);
-    if (t >= left) mask = 0;
-    cut_columns(next, left);
+    const std::uint32_t mask = t < left ? next_mask : 0;
+    next.cut(left);
     std::uint32_t column[kLoads];
-    own_columns<kLanes>(column, next, lane);
+    next.unpack_to(column, lane);
     uint4 words[kLoads][kSteps > 0 ? kSteps : 1];
 #pragma unroll
     for (int v = 0; v < kLoads; ++v) {
@@ -323,7 +350,8 @@ __global__ void __launch_bounds__(kThreads, kMin)
     }
     const int own = index + min(t, left - 1);  // the quad of this thread's results
     index = min(index + kBlockQuads, end);
-    next = load_quad(quads, index + lane / 8);
+    next.read(quads + index * kQuadWords, lane);
+    next_mask = load_masks(quads, index + t);
     __syncwarp();  // so that all loads start here, and not one after the other where they are needed
 
     Products<T, kTerms, kLanes> products[kLoads];
@@ -352,13 +380,13 @@ __global__ void __launch_bounds__(kThreads, kMin)
     if constexpr (kTerms > 1) {
       if ((result[0] + result[1] + result[2] + result[3]) * 0.0f != 0) {  // NaN: one is not finite
         std::uint32_t of_result[kOwned];
-        unpack(load_quad(quads, own), of_result);
+        unpack(load_columns(quads, own), of_result);
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) result[i] = multiply_again(args, row, of_result[i]);
       }
     }
     const std::uint32_t present = (mask >> g) & 0x01010101u;
-    if constexpr (!kPlain) scale(args, result, row, load_quad(quads, own));
+    if constexpr (!kPlain) scale(args, result, row, load_columns(quads, own));
     if (kPlain || args.quad_vector == nullptr) {
       queue.put(result, present, t);
     } else {

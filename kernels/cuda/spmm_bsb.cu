@@ -220,13 +220,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
     window_end = __ldg(args.a.window_ptr + run.target + 1 + lane) - run.begin;
   }
 
-  // Every quarter warp has read one quad; of them `left` are the window's, at least one.
-  const auto gather = [&](Block<T, kFeatures>& block, uint4 quad, int left) {
-    block.mask = __shfl_sync(kFullWarp, quad.w, 8 * t);
-    if (t >= left) block.mask = 0;
-    cut_columns(quad, left);
+  // left: quads from the block's first one to the end of the window, at least one.
+  const auto gather = [&](Block<T, kFeatures>& block, PackedColumns columns, std::uint32_t mask, int left) {
+    block.mask = t < left ? mask : 0;
+    cut_words(columns.word, left);
     std::uint32_t source[kOwned];
-    unpack(quad, source);
+    unpack(columns, source);
 #pragma unroll
     for (int v = 0; v < kOwned; ++v) {
       block.pack[v] =
@@ -270,15 +269,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
   };
 
   float sum[kFeatures / 2][4] = {}, total[kFeatures / 2][4] = {};
-  int num_summed = 0;  // blocks in `sum`
   const auto accumulate = [&](Block<T, kFeatures>& block, int index, int left) {
     if constexpr (kWeight != Weight::kOne) load_weights(block, run.begin + index + min(t, left - 1));
 #pragma unroll
     for (int v = 0; v < kOwned; ++v) shuffle_pack(block.pack[v], 8 * t + g);
     if constexpr (kFloat) {
       multiply_float<kFeatures, kWeight, kTerms>(sum, block, g);
-      if (++num_summed == kBlocksPerSum) {
-        num_summed = 0;
+      if (index / kBlockQuads % kBlocksPerSum == kBlocksPerSum - 1) {
 #pragma unroll
         for (int r = 0; r < kFeatures / 2; ++r) {
 #pragma unroll
@@ -374,10 +371,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
 
   // Quads are read one step ahead, across the ends of windows; the array is padded, so that this may run past
   // the run.
-  uint4 next[kBlocks];
+  PackedColumns next[kBlocks];
+  std::uint32_t next_mask[kBlocks];
   const auto load_next = [&](int index) {
 #pragma unroll
-    for (int u = 0; u < kBlocks; ++u) next[u] = load_quad(quads, index + u * kBlockQuads + quarter);
+    for (int u = 0; u < kBlocks; ++u) {
+      next[u] = load_columns(quads, index + u * kBlockQuads + quarter);
+      next_mask[u] = load_masks(quads, index + u * kBlockQuads + t);
+    }
   };
   load_next(0);
   int index = 0;
@@ -386,7 +387,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
     while (index + (kBlocks - 1) * kBlockQuads < end) {
       Block<T, kFeatures> block[kBlocks];
 #pragma unroll
-      for (int u = 0; u < kBlocks; ++u) gather(block[u], next[u], end - index - u * kBlockQuads);
+      for (int u = 0; u < kBlocks; ++u) {
+        gather(block[u], next[u], next_mask[u], end - index - u * kBlockQuads);
+      }
       const int after = min(index + kBlocks * kBlockQuads, end);
       load_next(after);
 #pragma unroll
@@ -397,7 +400,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
     }
     if (kBlocks > 1 && index < end) {
       Block<T, kFeatures> block;
-      gather(block, next[0], end - index);
+      gather(block, next[0], next_mask[0], end - index);
       load_next(end);
       accumulate(block, index, end - index);
       index = end;

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.formats import grouping
-from fastsparse_core.formats.bsb import BLOCK, HEIGHT, QUAD, Bsb
+from fastsparse_core.formats.bsb import BLOCK, HEIGHT, QUAD, Bsb, vectors_together
 from fastsparse_core.formats.grouping import choose_grouping, count_vectors, group_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.inspection import inspect_edges, inspect_rows
@@ -88,6 +88,16 @@ def test_bsb_holds_every_entry(device, edges, kind):
     assert bsb.num_blocks == sum(-(-quads * QUAD // BLOCK) for quads in bsb.window_ptr.diff().tolist())
 
 
+@pytest.mark.parametrize(("last", "quads"), [(120, [33, 2, 0, 30]), (121, [36, 4, 0, 32])])
+def test_bsb_pads_long_windows_to_blocks(device, last, quads):
+    """From 64 vectors a window on average they take whole blocks, below that whole quads."""
+    counts = [130, 5, 0, last]
+    row = torch.tensor([8 * window for window, n in enumerate(counts) for _ in range(n)])
+    col = torch.tensor([i for n in counts for i in range(n)])
+    adj = Adjacency.from_coo(row.to(device), col.to(device), (29, 200))
+    assert bsb_of(adj, None).window_ptr.diff().tolist() == quads
+
+
 def test_bsb_holds_as_many_columns_as_fit(device):
     row, col = torch.zeros(3, dtype=torch.int32), torch.tensor([0, 1, 2**24 - 1], dtype=torch.int32)
     widest = Bsb.from_csr(row.to(device), col.to(device), (1, 2**24))
@@ -120,17 +130,19 @@ def test_bsb_of_many_rows_and_columns(device):
 @given(edges=edge_lists(), kind=st.sampled_from(GROUPINGS))
 @SETTINGS
 def test_bsb_layout(device, edges, kind):
-    """Vectors ascend by column, padding is last and repeats a column, no quad is all padding."""
+    """Vectors ascend by column, padding is last and repeats a column, no quad or block is all padding."""
     adj = edges.adjacency(device)
     bsb = bsb_of(adj, window_rows(adj, kind))
-    stored = bsb.mask != 0
+    together = vectors_together(bsb.num_vectors, bsb.num_windows)
+    stored, col = (bsb.mask != 0).view(-1, together), bsb.col.view(-1, together)
     assert bool(stored[:, 0].all())
     assert bool((stored[:, :-1] | ~stored[:, 1:]).all())
-    assert torch.equal(bsb.col[~stored], bsb.col[:, :1].expand_as(bsb.col)[~stored])
-    for begin, end in zip(bsb.window_ptr[:-1].tolist(), bsb.window_ptr[1:].tolist(), strict=True):
-        columns = bsb.col[begin:end][stored[begin:end]]
+    assert torch.equal(col[~stored], col[:, :1].expand_as(col)[~stored])
+    ends = bsb.window_ptr.long() * QUAD // together
+    for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        columns = col[begin:end][stored[begin:end]]
         assert bool((columns.diff() >= 0).all())
-        assert columns.numel() > QUAD * (end - begin - 1)
+        assert columns.numel() > together * (end - begin - 1)
 
 
 @given(edges=edge_lists(), kind=st.sampled_from(GROUPINGS))

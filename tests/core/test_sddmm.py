@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastsparse_core import Adjacency, choose, reference, sddmm, spmm
+from fastsparse_core.formats.bsb import QUAD
 
 ALGORITHMS = ("csr", "flashsparse")
 
@@ -260,7 +261,7 @@ def test_ids_of_sorted_rows_are_those_of_the_blocks(device, edge_id):
     """The kernel counts a row's entries as the blocks hold them, from the row's first one."""
     adj = unsorted_rows(device, edge_id=edge_id)
     vector, bit = adj.bsb.bits()
-    window = torch.searchsorted(adj.bsb.window_ptr.long(), vector // 16, right=True) - 1
+    window = torch.searchsorted(adj.bsb.window_ptr.long(), vector // QUAD, right=True) - 1
     row = window * 8 + bit
     if adj.bsb.window_row is not None:
         row = adj.bsb.window_row.flatten()[row].long()

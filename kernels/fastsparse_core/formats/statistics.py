@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fastsparse_core.formats.bsb import BLOCK, HEIGHT, QUAD, QUAD_BYTES
+from fastsparse_core.formats.bsb import BLOCK, HEIGHT, QUAD, QUAD_BYTES, vectors_together
 from fastsparse_core.formats.grouping import vectors_per_window
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ def statistics(adj: Adjacency, window_row: Tensor | None = None) -> FormatStatis
     num_edges, num_windows = adj.num_edges, low.numel()
     vectors, tall_vectors = int(low.sum()), int(high.sum())
     padded = _rounded(low, _PADDING) * _PADDING
+    together = vectors_together(vectors, num_windows)
+    quads = _rounded(low, together) * (together // QUAD)
     grouping = 0 if window_row is None else window_row.nbytes
     return FormatStatistics(
         num_edges=num_edges,
@@ -83,7 +85,7 @@ def statistics(adj: Adjacency, window_row: Tensor | None = None) -> FormatStatis
         zeros_16x1=2 * HEIGHT * tall_vectors - num_edges,
         mma_8x1=_rounded(low, BLOCK),
         mma_16x1=2 * _rounded(high, BLOCK),
-        bsb_bytes=4 * (num_windows + 1) + QUAD_BYTES * _rounded(low, QUAD) + grouping,
+        bsb_bytes=4 * (num_windows + 1) + QUAD_BYTES * quads + grouping,
         me_bcrs_bytes=4 * (num_windows + 1) + (4 + 2 * HEIGHT) * vectors + grouping,
         sr_bcrs_bytes=4 * 2 * num_windows + (4 + 2 * HEIGHT) * padded + grouping,
         csr_bytes=4 * (adj.num_dst + 1) + (4 + 2) * num_edges,

@@ -23,8 +23,8 @@ namespace fastsparse::cuda::attention {
 constexpr int kPieceBytes = 16;  // what one lane copies at once
 constexpr int kBlockBytes = 4 * kQuadWords * kBlockQuads;
 constexpr int kQuadBytes = 4 * kQuadWords;
-constexpr int kMaskByte = kQuadBytes - 4;  // of a quad, the first of its masks
-constexpr int kStages = 2;                 // blocks in shared memory: one in use, the other on its way
+constexpr int kMaskByte = 4 * kMaskWord;  // of a quad, the first of its masks
+constexpr int kStages = 2;                // blocks in shared memory: one in use, the other on its way
 
 constexpr float kLog2E = 1.4426950408889634f;
 // Maximum of a row before its first entry: finite, so that differences with it are never NaN.
@@ -594,10 +594,10 @@ template <typename S>
 class Entries {
  public:
   __device__ __forceinline__ Entries(std::uint32_t block, int lane) : block_(block), lane_(lane) {
-    masks_ = load_shared_word(block + quad() * kQuadBytes + kMaskByte);
+    bits_ = masks() >> (S::kFloat ? lane / 4 : lane / 4 % 2 * 8 + lane % 4 * 2);
   }
   __device__ __forceinline__ bool present(int i) const {
-    return (masks_ >> (first_bit() + (S::kFloat ? 8 * i : 16 * (i / 2) + i % 2))) & 1u;
+    return (bits_ >> (S::kFloat ? 8 * i : 16 * (i / 2) + i % 2)) & 1u;
   }
   __device__ __forceinline__ std::uint32_t column(int i) const {
     const int vector = Owned<S>::vector(i / Owned<S>::kRowsOwned, lane_);
@@ -608,14 +608,15 @@ class Entries {
   // is a count of the mask bits before its own. first_quad: of the block.
   __device__ __forceinline__ void positions(std::int64_t (&position)[kOwned], const BsbView& a,
                                             std::int64_t first_quad) const {
-    if (masks_ == 0) return;  // so has a quad that is not there
+    const std::uint32_t masks = this->masks();
+    if (masks == 0) return;  // so has a quad that is not there
     const std::int64_t first = a.quad_entry[first_quad + quad()];
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
       if (!present(i)) continue;
       const int vector = Owned<S>::vector(i / Owned<S>::kRowsOwned, lane_) % kOwned;
       const std::uint32_t before = (1u << (vector * 8 + Owned<S>::row(i, lane_))) - 1;
-      const std::int64_t at = first + __popc(masks_ & before);
+      const std::int64_t at = first + __popc(masks & before);
       position[i] = a.value_id_is_64bit ? static_cast<const std::int64_t*>(a.value_id)[at]
                                         : static_cast<const std::int32_t*>(a.value_id)[at];
     }
@@ -629,14 +630,14 @@ class Entries {
   }
 
  private:
-  // The quad of the block that has the thread's entries, and of its 32 bits that of their first.
+  // The quad of the block that has the thread's entries, and its masks.
   __device__ __forceinline__ int quad() const { return S::kFloat ? lane_ % 4 : lane_ / 8; }
-  __device__ __forceinline__ int first_bit() const {
-    return S::kFloat ? lane_ / 4 : lane_ / 4 % 2 * 8 + lane_ % 4 * 2;
+  __device__ __forceinline__ std::uint32_t masks() const {
+    return load_shared_word(block_ + quad() * kQuadBytes + kMaskByte);
   }
 
   std::uint32_t block_;
-  std::uint32_t masks_;
+  std::uint32_t bits_;  // from that of the thread's first entry on
   int lane_;
 };
 

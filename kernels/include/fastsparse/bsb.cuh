@@ -1,5 +1,7 @@
 // Reading binary sparse blocks. A quad is 16 bytes: the columns of its 4 vectors, 3 bytes each, then their
-// masks, a byte each. A warp takes up to four quads of a window at a time, a block of 16 vectors.
+// masks, a byte each. A warp takes up to four quads of a window at a time, a block of 16 vectors. Columns are
+// three words and masks one, each for another lane: where a block lies within a line of the cache, that takes
+// the L1 four passes. A load of 16 bytes takes as many, and brings the masks to lanes that need others.
 #pragma once
 
 #include <cstdint>
@@ -13,28 +15,40 @@ constexpr int kBlockVectors = 16;  // vectors of a block
 constexpr int kOwned = 4;          // vectors of a quad
 constexpr int kBlockQuads = kBlockVectors / kOwned;
 constexpr int kQuadWords = 4;  // 32-bit words of a quad: three of columns, one of masks
+constexpr int kMaskWord = 3;
 
-// x, y, z: columns; w: masks.
-__device__ __forceinline__ uint4 load_quad(const std::uint32_t* quads, int nth) {
-  return __ldg(reinterpret_cast<const uint4*>(quads) + nth);
+// A quad's columns as they are stored.
+struct PackedColumns {
+  std::uint32_t word[3];
+};
+
+__device__ __forceinline__ PackedColumns load_columns(const std::uint32_t* quads, int nth) {
+  const std::uint32_t* at = quads + kQuadWords * nth;
+  return {{__ldg(at), __ldg(at + 1), __ldg(at + 2)}};
+}
+__device__ __forceinline__ std::uint32_t load_masks(const std::uint32_t* quads, int nth) {
+  return __ldg(quads + kQuadWords * nth + kMaskWord);
 }
 
-__device__ __forceinline__ void unpack(const uint4& quad, std::uint32_t (&column)[kOwned]) {
-  column[0] = quad.x & 0xffffffu;
-  column[1] = __funnelshift_r(quad.x, quad.y, 24) & 0xffffffu;
-  column[2] = __funnelshift_r(quad.y, quad.z, 16) & 0xffffffu;
-  column[3] = quad.z >> 8;
+__device__ __forceinline__ void unpack(const PackedColumns& packed, std::uint32_t (&column)[kOwned]) {
+  column[0] = packed.word[0] & 0xffffffu;
+  column[1] = __funnelshift_r(packed.word[0], packed.word[1], 24) & 0xffffffu;
+  column[2] = __funnelshift_r(packed.word[1], packed.word[2], 16) & 0xffffffu;
+  column[3] = packed.word[2] >> 8;
 }
 
-// What the last block of a window lacks, `left` quads being there: lanes that read a quad behind the window
-// get the first one's columns, which are gathered anyway, so that they need no predicate; its masks they are
-// to ignore. Every quarter warp has read one quad.
-__device__ __forceinline__ void cut_columns(uint4& quad, int left) {
+// What the last block of a window lacks, `left` quads being there: quarters of the warp that have read words
+// of a quad behind the window get the first quarter's, whose columns are gathered anyway, so that they need
+// no predicate.
+template <int kWords>
+__device__ __forceinline__ void cut_words(std::uint32_t (&word)[kWords], int left) {
   if (left >= kBlockQuads) return;  // the same in all lanes
-  const bool behind = static_cast<int>(threadIdx.x % kWarp / 8) >= left;
-  const std::uint32_t x = __shfl_sync(kFullWarp, quad.x, 0), y = __shfl_sync(kFullWarp, quad.y, 0),
-                      z = __shfl_sync(kFullWarp, quad.z, 0);
-  if (behind) quad = make_uint4(x, y, z, quad.w);
+  const int lane = static_cast<int>(threadIdx.x % kWarp);
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    const std::uint32_t first = __shfl_sync(kFullWarp, word[i], lane % 8);
+    if (lane / 8 >= left) word[i] = first;
+  }
 }
 
 // One vector at a time, for paths where time does not matter.
@@ -45,7 +59,7 @@ __device__ __forceinline__ std::uint32_t column_of(const BsbView& a, std::int64_
 }
 // Bits of the quad's four masks, a byte each.
 __device__ __forceinline__ std::uint32_t masks_of(const BsbView& a, std::int64_t quad) {
-  return a.quad[quad * kQuadWords + kQuadWords - 1];
+  return a.quad[quad * kQuadWords + kMaskWord];
 }
 
 // The rows of windows. A window has 8 consecutive rows, or those that row grouping gave it.
