@@ -5,7 +5,8 @@ One command starts a process per GPU. All graphs are drawn once, by the first pr
 - ``full``: gcn3-256, GCNConv 100-256-256-47, cross entropy over all nodes, Adam; one GPU has an Adjacency,
   more have a PartitionedAdjacency. The time of a step is that of the slowest process. Logits and gradients
   of the first step are compared with one GPU's. Variants: ``overlap`` (exchange beside the local product),
-  ``in turn`` (exchange, then one product over all columns), ``16-bit halo`` (of float32 features).
+  ``in turn`` (exchange, then one product over all columns), ``16-bit halo`` (of float32 features); the first
+  and the last also with a given number of tiles of columns in place of the chosen one.
 - ``ddp``: sage3-256 on batches of 1024 nodes for each GPU with 15, 10 and 5 neighbours, drawn on the GPU by
   PyTorch's operators, with replacement; throughput with sampling, and of batches that were drawn before.
 
@@ -47,7 +48,18 @@ from .train import DTYPES, Stack
 GRAPHS = ("ogbn-products", "amazonproducts")
 DDP_GRAPH = "ogbn-products"
 PARTS = ("full", "ddp")
-VARIANTS = ("overlap", "in turn", "16-bit halo")
+#: What each variant of full-graph training asks of its PartitionedAdjacency.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "overlap": {},
+    "in turn": {"overlap": False},
+    "16-bit halo": {"halo_dtype": torch.bfloat16},
+}
+DEFAULT_VARIANTS = tuple(VARIANTS)
+VARIANTS |= {
+    f"{name}, {tiles}": VARIANTS[name] | {"tiles": count}
+    for name in ("overlap", "16-bit halo")
+    for tiles, count in (("1 tile", 1), ("2 tiles", 2), ("4 tiles", 4))
+}
 
 #: Features and classes of ogbn-products.
 IN_CHANNELS, HIDDEN, CLASSES = 100, 256, 47
@@ -73,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--variants",
         nargs="+",
         choices=VARIANTS,
-        default=list(VARIANTS),
+        default=list(DEFAULT_VARIANTS),
         help="the first alone on further graphs",
     )
     parser.add_argument("--steps", type=int, default=10, help="timed training steps")
@@ -140,7 +152,6 @@ class Team:
             event.record()
         torch.cuda.synchronize(self.device)
         return self.largest([start.elapsed_time(end) for start, end in itertools.pairwise(events)])
-
 
     def mean_ms(self, step: Callable[[], None], count: int) -> float:
         """Milliseconds of a step, as the whole of some steps back to back takes the slowest process.
@@ -252,7 +263,7 @@ def _full(name: str, teams: Sequence[Team], options: argparse.Namespace, out: Re
         first: FirstStep | None = None
         for team in teams:
             variants = options.variants if name == options.graphs[0] else options.variants[:1]
-            variants = [v for v in variants if v != "16-bit halo" or dtype == "float32"]
+            variants = [v for v in variants if "halo_dtype" not in VARIANTS[v] or dtype == "float32"]
             for variant in variants if team.size > 1 else ["one GPU"]:
                 if team.rank < team.size:
                     cell, found = _train_full(graph, team, dtype, variant, first, options.steps)
@@ -301,8 +312,7 @@ def _train_full(
             parts,
             group=team.group,
             self_loops="append",
-            overlap=variant != "in turn",
-            halo_dtype=torch.bfloat16 if variant == "16-bit halo" else None,
+            **VARIANTS[variant],
         )
     if cuda:
         torch.cuda.synchronize(device)
@@ -372,9 +382,11 @@ def _exchange(adj: PartitionedAdjacency, team: Team, dtype: str) -> dict[str, An
     features = torch.bfloat16 if dtype == "bf16-amp" else torch.float32
     x = torch.randn(adj.num_dst, HIDDEN, device=team.device, dtype=features)
     sent = adj.halo_dtype or features
+    tiles = adj.num_tiles(HIDDEN, features)
 
     def exchange() -> None:
-        HaloFeatures(adj.exchange, x, adj.halo_dtype).wait()
+        for _ in HaloFeatures(adj.exchange, x, adj.halo_dtype, tiles).tiles():
+            pass
 
     exchange()
     times = team.step_ms(exchange, 5)
@@ -383,7 +395,8 @@ def _exchange(adj: PartitionedAdjacency, team: Team, dtype: str) -> dict[str, An
         "edge_cut": facts.edge_cut,
         "halo_share": facts.halo_share,
         "balance": facts.balance,
-        "halo_mb": max(facts.halo_rows) * HIDDEN * torch.empty(0, dtype=sent).element_size() / 1e6,
+        "halo_mb": max(facts.halo_rows) * HIDDEN * sent.itemsize / 1e6,
+        "tiles": tiles,
         "exchange_ms": statistics.median(times),
     }
 
