@@ -8,7 +8,8 @@ One command starts a process per GPU. All graphs are drawn once, by the first pr
   ``in turn`` (exchange, then one product over all columns), ``16-bit halo`` (of float32 features); the first
   and the last also with a given number of tiles of columns in place of the chosen one.
 - ``ddp``: sage3-256 on batches of 1024 nodes for each GPU with 15, 10 and 5 neighbours, drawn on the GPU by
-  PyTorch's operators, with replacement; throughput with sampling, and of batches that were drawn before.
+  PyTorch's operators, with replacement; throughput with sampling, which is a batch ahead of training, and of
+  batches that were drawn before.
 
 Where NVLink multicast must stay off, say so in the command:
 ``NCCL_NVLS_ENABLE=0 python -m benchmarks scaling``.
@@ -459,6 +460,44 @@ class Sampler:
         return Batch(nodes, layers, self.y[seeds])
 
 
+class Prefetch:
+    """Trains on a batch while the next one is drawn, on CUDA in a stream of its own.
+
+    Drawing waits for its stream several times, for the sizes of what was found. In the stream of the training
+    that would be a wait for the gradients' all-reduce too, and so, every step, for the slowest process.
+    """
+
+    def __init__(
+        self, draw: Callable[[], Batch], train: Callable[[Batch], None], device: torch.device
+    ) -> None:
+        self.draw, self.train = draw, train
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            # Kernels of drawing are short and each is waited for: they go before those of training.
+            self.stream = torch.cuda.Stream(device, priority=-1)
+            self.stream.wait_stream(torch.cuda.current_stream(device))
+            self.trained = torch.cuda.current_stream(device).record_event()
+        self.next = self._drawn()
+
+    def step(self) -> None:
+        """Launches the training on the batch that is ready, and draws another."""
+        batch = self.next
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+        self.train(batch)
+        self.next = self._drawn()
+        # `batch` lives until here: what was drawn above must not have got its memory.
+
+    def _drawn(self) -> Batch:
+        if self.stream is None:
+            return self.draw()
+        # Memory of the batch before this one's belongs to the stream and is free: once it was trained on.
+        before, self.trained = self.trained, torch.cuda.current_stream().record_event()
+        self.stream.wait_event(before)
+        with torch.cuda.stream(self.stream):
+            return self.draw()
+
+
 class Sage(nn.Module):
     """SAGEConv 100-256-256-47 on the structures of a batch."""
 
@@ -498,7 +537,10 @@ def _train_batches(sampler: Sampler, x: Tensor, team: Team, dtype: str, steps: i
     model: nn.Module = Sage().to(device)
     if team.size > 1:
         ids = [device.index] if device.type == "cuda" else None
-        model = DistributedDataParallel(model, device_ids=ids, process_group=team.group)
+        # Gradients lie in what is reduced, which saves copying them back.
+        model = DistributedDataParallel(
+            model, device_ids=ids, process_group=team.group, gradient_as_bucket_view=True
+        )
     optimiser = torch.optim.Adam(model.parameters())
     generator = torch.Generator(device).manual_seed(1 + team.rank)
     batch = min(BATCH, x.size(0) // 4)
@@ -517,12 +559,11 @@ def _train_batches(sampler: Sampler, x: Tensor, team: Team, dtype: str, steps: i
         F.cross_entropy(logits.float(), drawn.y).backward()
         optimiser.step()
 
-    def both() -> None:
-        train(draw())
-
+    ahead = Prefetch(draw, train, device)
     for _ in range(3):
-        both()
-    with_sampling = [team.mean_ms(both, steps) for _ in range(ROUNDS)]
+        ahead.step()
+    with_sampling = [team.mean_ms(ahead.step, steps) for _ in range(ROUNDS)]
+    del ahead
     # Each once: a structure that comes again would be converted for the tensor cores.
     ready = iter([draw() for _ in range(ROUNDS * steps + 2)])
     for _ in range(2):
