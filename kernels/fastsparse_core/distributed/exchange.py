@@ -251,18 +251,19 @@ class HaloFeatures:
         """
         self.exchange = exchange
         self.dtype = dtype or x.dtype
+        self.feature_dtype = x.dtype
         self.columns = column_tiles(x.size(1), tiles)
         self.transfers: list[Transfer | None] = [None] * len(self.columns)
         self.arriving: Sequence[Tensor] = _Leave.apply(x, self)
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """Columns, and the halo's features in them as they travelled, of every tile that arrived; once.
+        """Columns, and the halo's features in them, of every tile that arrived; once.
 
-        The features are (num_halo, columns), contiguous and differentiable.
+        The features are (num_halo, columns), contiguous, differentiable and in the local ones' dtype.
         """
         arriving, self.arriving = self.arriving, ()  # kept, it would close a cycle through autograd's graph
         for tile, columns in enumerate(self.columns):
-            yield columns, _Arrive.apply(arriving[tile], self, tile)
+            yield columns, _Arrive.apply(arriving[tile], self, tile).to(self.feature_dtype)
 
     def whole(self) -> Tensor:
         """The halo's features (num_halo, F) where they travel in one tile."""
@@ -316,12 +317,12 @@ class _Arrive(torch.autograd.Function):
 
 
 class AddColumns(torch.autograd.Function):
-    """Adds a part, in a dtype of its own, to some columns of a total, in place: nothing wide is copied."""
+    """Adds a part to some columns of a total, in place: nothing wide is copied."""
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, part: Tensor, columns: slice) -> Tensor:
         """The total."""
-        ctx.columns, ctx.dtype = columns, part.dtype
+        ctx.columns = columns
         ctx.mark_dirty(total)
         total[:, columns].add_(part)
         return total
@@ -329,4 +330,4 @@ class AddColumns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the total and of the part."""
-        return grad, grad[:, ctx.columns].to(ctx.dtype), None
+        return grad, grad[:, ctx.columns], None

@@ -156,9 +156,7 @@ class PartitionedAdjacency(Adjacency):
             self_loops: as for :meth:`Adjacency.from_coo`. Values follow the kept edges, then the loops.
             group_rows: as for :meth:`Adjacency.from_coo`.
             halo_dtype: dtype of features and gradients on the way; None: their own, so that results are those
-                of one process. A 16-bit one halves the bytes of float32 features and rounds them; with
-                ``overlap``, spmm multiplies the halo's in it too: sums in float32, rounded before they are
-                added to those of the own columns. In float16 they must stay below 65504.
+                of one process. A 16-bit one halves the bytes of float32 features and rounds them.
             overlap: whether the exchange runs beside the local product. False: one product over all columns
                 when all are there.
             tiles: in how many tiles of columns features travel then, at most; None: as many as are worth it,
@@ -394,7 +392,7 @@ class PartitionedAdjacency(Adjacency):
         cast = given if exact else [x for x in autocast(*given) if x is not None]
         flat = [x.reshape(x.size(0), x.shape[1:].numel()) for x in cast]
         ways = [HaloFeatures(self.exchange, x, None if exact else self.halo_dtype) for x in flat]
-        whole = [torch.cat([x, way.whole().to(x.dtype)]) for x, way in zip(flat, ways, strict=True)]
+        whole = [torch.cat([x, way.whole()]) for x, way in zip(flat, ways, strict=True)]
         return tuple(
             x.reshape(-1, *like.shape[1:]) if like.dim() != 2 else x
             for x, like in zip(whole, cast, strict=True)
