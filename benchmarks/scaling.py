@@ -5,9 +5,11 @@ One command starts a process per GPU. All graphs are drawn once, by the first pr
 - ``full``: gcn3-256, GCNConv 100-256-256-47, cross entropy over all nodes, Adam; one GPU has an Adjacency,
   more have a PartitionedAdjacency. The time of a step is that of the slowest process. Logits and gradients
   of the first step are compared with one GPU's. Variants: ``overlap`` (exchange beside the local product),
-  ``in turn`` (exchange, then one product over all columns), ``16-bit halo`` (of float32 features).
+  ``in turn`` (exchange, then one product over all columns), ``16-bit halo`` (of float32 features); the first
+  and the last also with a given number of tiles of columns in place of the chosen one.
 - ``ddp``: sage3-256 on batches of 1024 nodes for each GPU with 15, 10 and 5 neighbours, drawn on the GPU by
-  PyTorch's operators, with replacement; throughput with sampling, and of batches that were drawn before.
+  PyTorch's operators, with replacement; throughput with sampling, which is a batch ahead of training, and of
+  batches that were drawn before.
 
 Where NVLink multicast must stay off, say so in the command:
 ``NCCL_NVLS_ENABLE=0 python -m benchmarks scaling``.
@@ -47,7 +49,18 @@ from .train import DTYPES, Stack
 GRAPHS = ("ogbn-products", "amazonproducts")
 DDP_GRAPH = "ogbn-products"
 PARTS = ("full", "ddp")
-VARIANTS = ("overlap", "in turn", "16-bit halo")
+#: What each variant of full-graph training asks of its PartitionedAdjacency.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "overlap": {},
+    "in turn": {"overlap": False},
+    "16-bit halo": {"halo_dtype": torch.bfloat16},
+}
+DEFAULT_VARIANTS = tuple(VARIANTS)
+VARIANTS |= {
+    f"{name}, {tiles}": VARIANTS[name] | {"tiles": count}
+    for name in ("overlap", "16-bit halo")
+    for tiles, count in (("1 tile", 1), ("2 tiles", 2), ("4 tiles", 4))
+}
 
 #: Features and classes of ogbn-products.
 IN_CHANNELS, HIDDEN, CLASSES = 100, 256, 47
@@ -73,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--variants",
         nargs="+",
         choices=VARIANTS,
-        default=list(VARIANTS),
+        default=list(DEFAULT_VARIANTS),
         help="the first alone on further graphs",
     )
     parser.add_argument("--steps", type=int, default=10, help="timed training steps")
@@ -251,7 +264,7 @@ def _full(name: str, teams: Sequence[Team], options: argparse.Namespace, out: Re
         first: FirstStep | None = None
         for team in teams:
             variants = options.variants if name == options.graphs[0] else options.variants[:1]
-            variants = [v for v in variants if v != "16-bit halo" or dtype == "float32"]
+            variants = [v for v in variants if "halo_dtype" not in VARIANTS[v] or dtype == "float32"]
             for variant in variants if team.size > 1 else ["one GPU"]:
                 if team.rank < team.size:
                     cell, found = _train_full(graph, team, dtype, variant, first, options.steps)
@@ -300,8 +313,7 @@ def _train_full(
             parts,
             group=team.group,
             self_loops="append",
-            overlap=variant != "in turn",
-            halo_dtype=torch.bfloat16 if variant == "16-bit halo" else None,
+            **VARIANTS[variant],
         )
     if cuda:
         torch.cuda.synchronize(device)
@@ -371,9 +383,11 @@ def _exchange(adj: PartitionedAdjacency, team: Team, dtype: str) -> dict[str, An
     features = torch.bfloat16 if dtype == "bf16-amp" else torch.float32
     x = torch.randn(adj.num_dst, HIDDEN, device=team.device, dtype=features)
     sent = adj.halo_dtype or features
+    tiles = adj.num_tiles(HIDDEN, features)
 
     def exchange() -> None:
-        HaloFeatures(adj.exchange, x, adj.halo_dtype).wait()
+        for _ in HaloFeatures(adj.exchange, x, adj.halo_dtype, tiles).tiles():
+            pass
 
     exchange()
     times = team.step_ms(exchange, 5)
@@ -382,7 +396,8 @@ def _exchange(adj: PartitionedAdjacency, team: Team, dtype: str) -> dict[str, An
         "edge_cut": facts.edge_cut,
         "halo_share": facts.halo_share,
         "balance": facts.balance,
-        "halo_mb": max(facts.halo_rows) * HIDDEN * torch.empty(0, dtype=sent).element_size() / 1e6,
+        "halo_mb": max(facts.halo_rows) * HIDDEN * sent.itemsize / 1e6,
+        "tiles": tiles,
         "exchange_ms": statistics.median(times),
     }
 
@@ -445,6 +460,44 @@ class Sampler:
         return Batch(nodes, layers, self.y[seeds])
 
 
+class Prefetch:
+    """Trains on a batch while the next one is drawn, on CUDA in a stream of its own.
+
+    Drawing waits for its stream several times, for the sizes of what was found. In the stream of the training
+    that would be a wait for the gradients' all-reduce too, and so, every step, for the slowest process.
+    """
+
+    def __init__(
+        self, draw: Callable[[], Batch], train: Callable[[Batch], None], device: torch.device
+    ) -> None:
+        self.draw, self.train = draw, train
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            # Kernels of drawing are short and each is waited for: they go before those of training.
+            self.stream = torch.cuda.Stream(device, priority=-1)
+            self.stream.wait_stream(torch.cuda.current_stream(device))
+            self.trained = torch.cuda.current_stream(device).record_event()
+        self.next = self._drawn()
+
+    def step(self) -> None:
+        """Launches the training on the batch that is ready, and draws another."""
+        batch = self.next
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+        self.train(batch)
+        self.next = self._drawn()
+        # `batch` lives until here: what was drawn above must not have got its memory.
+
+    def _drawn(self) -> Batch:
+        if self.stream is None:
+            return self.draw()
+        # Memory of the batch before this one's belongs to the stream and is free: once it was trained on.
+        before, self.trained = self.trained, torch.cuda.current_stream().record_event()
+        self.stream.wait_event(before)
+        with torch.cuda.stream(self.stream):
+            return self.draw()
+
+
 class Sage(nn.Module):
     """SAGEConv 100-256-256-47 on the structures of a batch."""
 
@@ -484,7 +537,10 @@ def _train_batches(sampler: Sampler, x: Tensor, team: Team, dtype: str, steps: i
     model: nn.Module = Sage().to(device)
     if team.size > 1:
         ids = [device.index] if device.type == "cuda" else None
-        model = DistributedDataParallel(model, device_ids=ids, process_group=team.group)
+        # Gradients lie in what is reduced, which saves copying them back.
+        model = DistributedDataParallel(
+            model, device_ids=ids, process_group=team.group, gradient_as_bucket_view=True
+        )
     optimiser = torch.optim.Adam(model.parameters())
     generator = torch.Generator(device).manual_seed(1 + team.rank)
     batch = min(BATCH, x.size(0) // 4)
@@ -503,12 +559,11 @@ def _train_batches(sampler: Sampler, x: Tensor, team: Team, dtype: str, steps: i
         F.cross_entropy(logits.float(), drawn.y).backward()
         optimiser.step()
 
-    def both() -> None:
-        train(draw())
-
+    ahead = Prefetch(draw, train, device)
     for _ in range(3):
-        both()
-    with_sampling = [team.mean_ms(both, steps) for _ in range(ROUNDS)]
+        ahead.step()
+    with_sampling = [team.mean_ms(ahead.step, steps) for _ in range(ROUNDS)]
+    del ahead
     # Each once: a structure that comes again would be converted for the tensor cores.
     ready = iter([draw() for _ in range(ROUNDS * steps + 2)])
     for _ in range(2):

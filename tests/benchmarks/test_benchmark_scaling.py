@@ -78,3 +78,33 @@ def test_more_gpus_than_there_are(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match=f"this machine has {torch.cuda.device_count()}"):
         scaling.run(argparse.Namespace(device="cuda", gpus=[1000], out=tmp_path))
+
+
+def test_next_batch_is_drawn_after_training_was_launched() -> None:
+    scaling = pytest.importorskip("benchmarks.scaling")
+    numbers, events = iter(range(10)), []
+
+    def draw() -> int:
+        number = next(numbers)
+        events.append(("draw", number))
+        return number
+
+    ahead = scaling.Prefetch(draw, lambda batch: events.append(("train", batch)), torch.device("cpu"))
+    for _ in range(2):
+        ahead.step()
+    assert events == [("draw", 0), ("train", 0), ("draw", 1), ("train", 1), ("draw", 2)]
+
+
+@pytest.mark.gpu
+def test_a_batch_keeps_its_memory_until_it_was_trained_on() -> None:
+    scaling = pytest.importorskip("benchmarks.scaling")
+    device, numbers, found = torch.device("cuda"), iter(range(40)), []
+
+    def train(batch: torch.Tensor) -> None:
+        torch.cuda._sleep(2_000_000)  # so that drawing would overtake it
+        found.append(batch.sum(dtype=torch.float64))
+
+    ahead = scaling.Prefetch(lambda: torch.full((1 << 20,), next(numbers), device=device), train, device)
+    for _ in range(20):
+        ahead.step()
+    assert [int(total) >> 20 for total in found] == list(range(20))

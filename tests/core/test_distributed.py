@@ -6,6 +6,7 @@ import copy
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -34,7 +35,7 @@ from fastsparse_core.distributed import (
     exchange_group,
     partition,
 )
-from fastsparse_core.distributed.exchange import HaloExchange, HaloFeatures, Transfer
+from fastsparse_core.distributed.exchange import HaloExchange, HaloFeatures, Transfer, column_tiles
 
 NODES, WIDTH = 60, 8
 
@@ -223,6 +224,108 @@ def test_odd_divisions(team: Team, graph: str, kind: str, send: str) -> None:
         assert facts.edge_cut == 1
 
 
+WIDTHS = (1, 47, 100, 256)
+
+
+@pytest.mark.parametrize("send", ["needed", "all"])
+def test_tiles_of_columns(team: Team, send: str) -> None:
+    for tiles in (1, 2, 3, 4):
+        options = {"send": send, "tiles": tiles}
+        team.run(_tiles, "shuffled", torch.float64, 1e-12, options)
+        team.run(_tiles, "shuffled", torch.float32, 2e-6, options)
+        team.run(_tiles, "shuffled", torch.float32, 1e-2, options | {"halo_dtype": torch.bfloat16})
+    team.run(_tiles, "empty_rank", torch.float64, 1e-12, {"send": send, "tiles": 4})
+
+
+def _tiles(
+    rank: int, size: int, device: torch.device, kind: str, dtype: torch.dtype, tolerance: float, options: Any
+) -> None:
+    """Results and gradients of features, values and bias at several widths, in several tiles of columns."""
+    row, col = (end.to(device) for end in random_graph())
+    part = PartitionedAdjacency.from_coo(row, col, owners(kind, size), **options)
+    whole = Adjacency.from_coo(row, col, (NODES, NODES))
+    mine = part.partition.owned_edges(row, rank)
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    for width in WIDTHS:
+        x, weight = (features(NODES, width, dtype=dtype, seed=seed).to(device) for seed in (0, 2))
+        value, bias = (features(n, dtype=dtype, seed=n).to(device) for n in (row.numel(), width))
+        tensors = [[x, value, bias], [part.scatter(x), value[mine], bias]]
+        results = []
+        for adj, given in zip((whole, part), tensors, strict=True):
+            x_, value_, bias_ = (tensor.clone().requires_grad_() for tensor in given)
+            scales = {"scale_dst": adj.inv_sqrt_degree(exact), "scale_src": adj.inv_sqrt_out_degree(exact)}
+            plain = spmm(adj, x_, bias=bias_, **scales)
+            weighted = spmm(adj, x_, value_, "mean")
+            assert plain.dtype == weighted.dtype == dtype
+            seed = weight if adj is whole else part.scatter(weight)
+            ((plain + weighted) * seed).sum().backward()
+            results.append((plain, weighted, x_.grad, value_.grad, bias_.grad))
+        expected, actual = results
+        for one, other in zip(expected[:3], actual[:3], strict=True):
+            assert relative_error(part.gather(other), one) < tolerance, width
+        if mine.numel():
+            assert relative_error(actual[3], expected[3][mine]) < tolerance, width
+        dist.all_reduce(actual[4])
+        assert relative_error(actual[4], expected[4]) < tolerance, width
+
+
+def test_widths_of_tiles() -> None:
+    def widths(width: int, count: int) -> list[int]:
+        columns = column_tiles(width, count)
+        assert [tile.start for tile in columns[1:]] == [tile.stop for tile in columns[:-1]]
+        return [tile.stop - tile.start for tile in columns]
+
+    assert widths(256, 4) == [64, 64, 64, 64]
+    assert widths(256, 1) == [256]
+    assert widths(300, 4) == [128, 128, 44]
+    assert widths(100, 2) == [64, 36]
+    assert widths(47, 3) == [16, 16, 15]
+    assert widths(1, 4) == [1]
+    assert widths(0, 2) == [0]
+
+
+def test_number_of_tiles(team: Team) -> None:
+    for counts in team.run(_number_of_tiles):
+        assert counts == {
+            "given": 3,
+            "in turn": 1,
+            "small": 1,
+            "large": [1, 1, 2, 4, 4],
+            "bf16": 2,
+            "hidden": 1,
+        }
+
+
+def _number_of_tiles(rank: int, size: int, device: torch.device) -> dict[str, Any]:
+    part = PartitionedAdjacency.from_coo(*random_graph(), owners("shuffled", size), tiles=3)
+    counts: dict[str, Any] = {"given": part.num_tiles(256, torch.float32)}
+    part.overlap = False
+    counts["in turn"] = part.num_tiles(256, torch.float32)
+    part.overlap, part.tiles = True, None
+    counts["small"] = part.num_tiles(256, torch.float32)
+    facts = part.statistics
+    part.statistics = replace(facts, halo_rows=[0] * (size - 1) + [1 << 20])
+    counts["large"] = [part.num_tiles(width, torch.float32) for width in (1, 47, 100, 256, 1024)]
+    part.statistics = replace(facts, halo_rows=[1 << 17] * size)
+    counts["bf16"] = part.num_tiles(256, torch.bfloat16)
+    part.statistics = replace(facts, halo_rows=[1 << 20] * size, edges=[1 << 24] * size)
+    counts["hidden"] = part.num_tiles(256, torch.float32)
+    return counts
+
+
+def test_second_derivatives_are_refused(team: Team) -> None:
+    team.run(_second_derivative)
+
+
+def _second_derivative(rank: int, size: int, device: torch.device) -> None:
+    part = PartitionedAdjacency.from_coo(*random_graph(), owners("shuffled", size), tiles=2)
+    x = part.scatter(features(NODES, 47)).clone().requires_grad_()
+    (grad,) = torch.autograd.grad(spmm(part, x).square().sum(), x, create_graph=True)
+    assert grad.isfinite().all()
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_float32_and_halo_in_16_bits(team: Team) -> None:
     team.run(_compare, "random", "shuffled", {"dtype": torch.float32, "tolerance": 1e-6})
     results = team.run(_halo_error)
@@ -276,10 +379,10 @@ def test_same_bits_every_time_and_no_memory_kept(team: Team) -> None:
 
 
 def _repeat(rank: int, size: int, device: torch.device) -> None:
-    part = PartitionedAdjacency.from_coo(*random_graph(), owners("shuffled", size))
+    part = PartitionedAdjacency.from_coo(*random_graph(), owners("shuffled", size), tiles=3)
     grads = []
     for _ in range(3):
-        x = part.scatter(features(NODES, WIDTH, dtype=torch.float32)).clone().requires_grad_()
+        x = part.scatter(features(NODES, 47, dtype=torch.float32)).clone().requires_grad_()
         spmm(part, x).square().sum().backward()
         grads.append(x.grad)
     assert torch.equal(grads[0], grads[1])
@@ -287,7 +390,7 @@ def _repeat(rank: int, size: int, device: torch.device) -> None:
     gc.collect()
     gc.disable()
     try:
-        x = part.scatter(features(NODES, WIDTH)).clone().requires_grad_()
+        x = part.scatter(features(NODES, 47)).clone().requires_grad_()
         spmm(part, x).square().sum().backward()
         # A cycle through autograd's graph would hold the features until the collector runs.
         assert not any(isinstance(held, HaloFeatures) for held in gc.get_objects())
@@ -312,14 +415,14 @@ def _sends_all(rank: int, size: int, device: torch.device) -> tuple[bool, float]
 
 def test_local_products_run_while_features_travel(team: Team) -> None:
     for forward, backward in team.run(_order):
-        assert forward == ["start", "local", "wait", "halo"]
-        assert backward == ["halo", "start", "local", "wait"]
+        assert forward == ["start", "start", "local", "wait", "halo", "wait", "halo"]
+        assert backward == ["halo", "start", "halo", "start", "local", "wait", "wait"]
 
 
 def _order(rank: int, size: int, device: torch.device) -> tuple[list[str], list[str]]:
     """What happens in which order in a product's forward and backward pass."""
     module = sys.modules["fastsparse_core.ops.spmm"]
-    part = PartitionedAdjacency.from_coo(*random_graph(), owners("shuffled", size), send="all")
+    part = PartitionedAdjacency.from_coo(*random_graph(), owners("shuffled", size), send="all", tiles=2)
     names = {part.local.handle: "local", part.halo.handle: "halo"}
     events: list[str] = []
 
@@ -334,7 +437,7 @@ def _order(rank: int, size: int, device: torch.device) -> tuple[list[str], list[
         patch.setattr(module, "_spmm", logged(module._spmm, lambda *arguments: names[arguments[6]]))
         patch.setattr(HaloExchange, "_blocks", logged(HaloExchange._blocks, lambda *_: "start"))
         patch.setattr(Transfer, "wait", logged(Transfer.wait, lambda *_: "wait"))
-        out = spmm(part, part.scatter(features(NODES, WIDTH)).clone().requires_grad_())
+        out = spmm(part, part.scatter(features(NODES, 32)).clone().requires_grad_())
         forward = events.copy()
         out.sum().backward()
     return forward, events[len(forward) :]
@@ -413,6 +516,8 @@ def _errors(rank: int, size: int, device: torch.device) -> None:
         PartitionedAdjacency.from_coo(row, col, parts, halo_dtype=torch.int8)
     with pytest.raises(ValueError, match="send: expected 'auto', 'needed' or 'all', got 'some'"):
         PartitionedAdjacency.from_coo(row, col, parts, send="some")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tiles: expected at least 1 or None, got 0"):
+        PartitionedAdjacency.from_coo(row, col, parts, tiles=0)
     with pytest.raises(ValueError, match=f"rowptr: expected num_nodes \\+ 1 = {NODES + 1} entries, got 3"):
         PartitionedAdjacency.from_csr(torch.zeros(3, dtype=torch.long), col, parts)
     part = PartitionedAdjacency.from_coo(row, col, parts)
@@ -576,6 +681,10 @@ def test_two_gpus(gpu_team: Team) -> None:
         gpu_team.run(_compare, "random", "empty_rank", {"send": send})
         gpu_team.run(_compare, "no_halo", "communities", {"send": send})
         gpu_team.run(_compare, "random", "shuffled", {"send": send, "in_group": True})
+        for tiles in (1, 3, 4):
+            options = {"send": send, "tiles": tiles}
+            gpu_team.run(_tiles, "shuffled", torch.float32, 2e-6, options)
+            gpu_team.run(_tiles, "shuffled", torch.float32, 1e-2, options | {"halo_dtype": torch.bfloat16})
     gpu_team.run(_pyg_layers)
 
 

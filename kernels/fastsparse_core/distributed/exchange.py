@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -37,14 +38,23 @@ def exchange_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
 
 @dataclass
 class Transfer:
-    """Messages on their way."""
+    """Rows on their way.
 
+    Attributes:
+        received: where they arrive.
+        sent: what leaves, which must live until then.
+        works: the messages.
+    """
+
+    received: Tensor
+    sent: Tensor
     works: list[dist.Work]
 
-    def wait(self) -> None:
-        """Waits for all of them; on CUDA it is the current stream that waits."""
+    def wait(self) -> Tensor:
+        """The rows that arrived; on CUDA it is the current stream that waits."""
         for work in self.works:
             work.wait()
+        return self.received
 
 
 class HaloExchange:
@@ -131,39 +141,56 @@ class HaloExchange:
         returned.scatters_left = None  # used again and again: the same bits every time
         return returned
 
-    def pack(self, x: Tensor) -> Tensor:
-        """The rows to send of data (num_local, ...)."""
-        return x.contiguous() if self.send_index is None else x.index_select(0, self.send_index)
+    def pack(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows to send of data (num_local, ...), contiguous."""
+        if self.send_index is not None:
+            return x.index_select(0, self.send_index).to(dtype)
+        x = x.to(dtype)
+        strided = not x.is_contiguous() and x.dim() == 2 and x.stride(1) == 1
+        lengths = (x.size(1), x.stride(0), x.storage_offset()) if strided else ()
+        if strided and all(length * dtype.itemsize % 8 == 0 for length in lengths):
+            # PyTorch copies columns of a wider matrix element by element: fewer and larger ones go faster.
+            return x.view(torch.int64).contiguous().view(dtype)
+        return x.contiguous()
 
-    def add_up(self, received: Tensor) -> Tensor:
-        """(num_local, F): what came back for each row, added in the order of the ranks."""
+    def add_up(self, received: Tensor, out: Tensor) -> Tensor:
+        """Sums what came back for each row, in the order of the ranks.
+
+        Args:
+            received: in any dtype; the sums are those of the dtype of ``out``.
+            out: where to, (num_local, ...); may be columns of a wider matrix.
+
+        Returns:
+            ``out``.
+        """
         if self.send_index is None:
-            return received.view(len(self.sizes) - 1, self.num_local, *received.shape[1:]).sum(0)
+            blocks = received.view(len(self.sizes) - 1, self.num_local, *received.shape[1:])
+            return torch.sum(blocks, 0, dtype=out.dtype, out=out)
         if not received.is_floating_point():
-            zeros = received.new_zeros(self.num_local, *received.shape[1:])
-            return zeros.index_add(0, self.send_index, received)
-        return spmm(self.returned, received)
+            return out.zero_().index_add_(0, self.send_index, received)
+        return out.copy_(spmm(self.returned, received.to(out.dtype)))
 
-    def to_halo(self, rows: Tensor) -> tuple[Tensor, Transfer]:
-        """Starts to send packed rows; returns where the halo's arrive, and what to wait for."""
-        out = rows.new_empty(self.num_halo, *rows.shape[1:])
-        if self.sends_all:
-            sent = [rows if other != self.rank else rows[:0] for other in range(len(self.sizes))]
-            return out, self._blocks(list(out.split(self.recv_counts)), sent)
-        return out, self._send(out, rows, self.recv_counts, self.send_counts)
+    def to_halo(self, rows: Tensor) -> Transfer:
+        """Starts to send packed rows to those whose halo they are."""
+        received = rows.new_empty(self.num_halo, *rows.shape[1:])
+        if not self.sends_all:
+            return self._send(received, rows, self.recv_counts, self.send_counts)
+        sent = [rows if other != self.rank else rows[:0] for other in range(len(self.sizes))]
+        return Transfer(received, rows, self._blocks(received.split(self.recv_counts), sent))
 
-    def from_halo(self, rows: Tensor) -> tuple[Tensor, Transfer]:
+    def from_halo(self, rows: Tensor) -> Transfer:
         """Starts to send rows (num_halo, ...) back to the halo's owners."""
-        out = rows.new_empty(sum(self.send_counts), *rows.shape[1:])
-        if self.sends_all:
-            return out, self._blocks(list(out.split(self.send_counts)), list(rows.split(self.recv_counts)))
-        return out, self._send(out, rows, self.send_counts, self.recv_counts)
+        received = rows.new_empty(sum(self.send_counts), *rows.shape[1:])
+        if not self.sends_all:
+            return self._send(received, rows, self.send_counts, self.recv_counts)
+        out, sent = received.split(self.send_counts), rows.split(self.recv_counts)
+        return Transfer(received, rows, self._blocks(out, sent))
 
     def _send(self, out: Tensor, rows: Tensor, out_counts: list[int], counts: list[int]) -> Transfer:
         work = dist.all_to_all_single(out, rows, out_counts, counts, group=self.group, async_op=True)
-        return Transfer([work])
+        return Transfer(out, rows, [work])
 
-    def _blocks(self, out: list[Tensor], sent: list[Tensor]) -> Transfer:
+    def _blocks(self, out: Sequence[Tensor], sent: Sequence[Tensor]) -> list[dist.Work]:
         """One message for each other rank and back; the same rows may go to several without copies."""
         operations = []
         for other in range(len(self.sizes)):
@@ -173,14 +200,11 @@ class HaloExchange:
                     operations.append(dist.P2POp(dist.isend, sent[other], peer, self.group))
                 if out[other].numel():
                     operations.append(dist.P2POp(dist.irecv, out[other], peer, self.group))
-        return Transfer(dist.batch_isend_irecv(operations) if operations else [])
+        return dist.batch_isend_irecv(operations) if operations else []
 
     def halo_of(self, x: Tensor) -> Tensor:
         """The halo's rows of constants (num_local, ...), without gradient."""
-        rows = self.pack(x.detach())
-        received, transfer = self.to_halo(rows)
-        transfer.wait()
-        return received
+        return self.to_halo(self.pack(x.detach(), x.dtype)).wait()
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes of what is kept, by name."""
@@ -192,74 +216,118 @@ class HaloExchange:
         return sizes
 
 
-class HaloFeatures:
-    """Features of the halo on their way: between start and :meth:`wait` the local product runs.
+def column_tiles(width: int, count: int) -> list[slice]:
+    """Columns in up to ``count`` tiles of one width, but for the last.
 
-    The backward pass mirrors that. Autograd calls the last function first: the gradient of the halo's product
-    comes first, leaves for its owners in :class:`_Arrive`, and is waited for in :class:`_Leave`, after the
-    gradient of the local product.
+    That width is a multiple of 64, which kernels gather per pass over a structure, or of 16 where tiles are
+    narrower: rows of whole tiles then start at multiples of 32 bytes in every dtype.
+    """
+    step = -(-width // count)
+    unit = 64 if step >= 64 else 16
+    step = max(-(-step // unit) * unit, 1)
+    return [slice(first, min(first + step, width)) for first in range(0, max(width, 1), step)]
+
+
+class HaloFeatures:
+    """Features of the halo on their way, in tiles of columns, each a transfer of its own.
+
+    Between start and the first of :meth:`tiles` the local product runs, and the halo's product of a tile
+    while the next one travels. The backward pass mirrors that. Autograd calls the last function first: the
+    gradient of the halo's last product comes first, leaves for its owners in :class:`_Arrive`, and travels
+    while that of the tile before is computed. All are waited for in :class:`_Leave`, after the gradient of
+    the local product.
     """
 
-    def __init__(self, exchange: HaloExchange, x: Tensor, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, exchange: HaloExchange, x: Tensor, dtype: torch.dtype | None = None, tiles: int = 1
+    ) -> None:
         """Starts to send features (num_local, F).
 
         Args:
             exchange: who gets which.
             x: the features.
             dtype: on the way, gradients too; None: that of the features.
+            tiles: how many, at most; the same on all ranks.
         """
         self.exchange = exchange
-        self.dtype = x.dtype
-        self.sent_dtype = dtype or x.dtype
-        self.transfer: Transfer | None = None
-        self.kept: Any = None  # tensors that the transfer uses
-        self.arriving = _Leave.apply(x, self)
+        self.dtype = dtype or x.dtype
+        self.feature_dtype = x.dtype
+        self.columns = column_tiles(x.size(1), tiles)
+        self.transfers: list[Transfer | None] = [None] * len(self.columns)
+        self.arriving: Sequence[Tensor] = _Leave.apply(x, self)
 
-    def wait(self) -> Tensor:
-        """The halo's features, (num_halo, F), in the dtype of the local ones; differentiable."""
-        arriving, self.arriving = self.arriving, None  # kept, it would close a cycle through autograd's graph
-        return _Arrive.apply(arriving, self).to(self.dtype)
+    def tiles(self) -> Iterator[tuple[slice, Tensor]]:
+        """Columns, and the halo's features in them, of every tile that arrived; once.
 
-    def finish(self) -> Any:
-        """Waits for the transfer; on CUDA it is the stream that waits."""
-        assert self.transfer is not None
-        self.transfer.wait()
-        kept, self.transfer, self.kept = self.kept, None, None
-        return kept
+        The features are (num_halo, columns), contiguous, differentiable and in the local ones' dtype.
+        """
+        arriving, self.arriving = self.arriving, ()  # kept, it would close a cycle through autograd's graph
+        for tile, columns in enumerate(self.columns):
+            yield columns, _Arrive.apply(arriving[tile], self, tile).to(self.feature_dtype)
+
+    def whole(self) -> Tensor:
+        """The halo's features (num_halo, F) where they travel in one tile."""
+        ((_, rows),) = self.tiles()
+        return rows
+
+    def finish(self, tile: int) -> Tensor:
+        """The rows of a tile that arrived; on CUDA it is the stream that waits."""
+        transfer, self.transfers[tile] = self.transfers[tile], None
+        assert transfer is not None
+        return transfer.wait()
 
 
 class _Leave(torch.autograd.Function):
     """Starts the exchange; backward: ends the exchange of the gradients and adds them up."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, way: HaloFeatures) -> Tensor:
+    def forward(ctx: Any, x: Tensor, way: HaloFeatures) -> tuple[Tensor, ...]:
         ctx.way, ctx.dtype = way, x.dtype
-        rows = way.exchange.pack(x).to(way.sent_dtype)
-        received, way.transfer = way.exchange.to_halo(rows)
-        way.kept = rows
-        return received
+        exchange = way.exchange
+        started = [exchange.to_halo(exchange.pack(x[:, tile], way.dtype)) for tile in way.columns]
+        way.transfers[:] = started
+        return tuple(transfer.received for transfer in started)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        received = ctx.way.finish()[1]
-        return ctx.way.exchange.add_up(received.to(ctx.dtype)), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        way = ctx.way
+        total = grads[0].new_empty(way.exchange.num_local, way.columns[-1].stop, dtype=ctx.dtype)
+        for tile in reversed(range(len(way.columns))):  # as they left
+            way.exchange.add_up(way.finish(tile), total[:, way.columns[tile]])
+        return total, None
 
 
 class _Arrive(torch.autograd.Function):
-    """Ends the exchange; backward: starts that of the gradients."""
+    """Ends the exchange of a tile; backward: starts that of its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, arriving: Tensor, way: HaloFeatures) -> Tensor:
-        ctx.way = way
-        way.finish()
+    def forward(ctx: Any, arriving: Tensor, way: HaloFeatures, tile: int) -> Tensor:
+        ctx.way, ctx.tile = way, tile
+        way.finish(tile)
         return arriving.view_as(arriving)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad = grad.contiguous()
-        received, ctx.way.transfer = ctx.way.exchange.from_halo(grad)
-        ctx.way.kept = (grad, received)
+        ctx.way.transfers[ctx.tile] = ctx.way.exchange.from_halo(grad)
         # Its place in the graph keeps the order; what it holds is not what `_Leave` goes on with.
-        return grad, None
+        return grad, None, None
+
+
+class AddColumns(torch.autograd.Function):
+    """Adds a part to some columns of a total, in place: nothing wide is copied."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, part: Tensor, columns: slice) -> Tensor:
+        """The total."""
+        ctx.columns = columns
+        ctx.mark_dirty(total)
+        total[:, columns].add_(part)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the total and of the part."""
+        return grad, grad[:, ctx.columns], None

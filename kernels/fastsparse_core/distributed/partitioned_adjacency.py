@@ -11,13 +11,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastsparse_core.adjacency import Adjacency
-from fastsparse_core.distributed.exchange import HaloExchange, HaloFeatures
+from fastsparse_core.distributed.exchange import AddColumns, HaloExchange, HaloFeatures
 from fastsparse_core.distributed.partitions import Partition
 from fastsparse_core.formats.grouping import Method
 from fastsparse_core.ops._common import accumulation_dtype, autocast, check_features, check_scale
 from fastsparse_core.ops.spmm import spmm
 
 _HALO_DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+#: Columns that kernels gather per pass over a structure: narrower tiles would cost further passes.
+_TILE_COLUMNS = 64
+#: Bytes that a tile brings at least: about 0.1 ms on the links of an H200, as long as its launches take.
+_TILE_BYTES = 32 << 20
+#: Bytes that a product gathers while an exchange brings one, about, on H200s of one host (4.4 and 0.34 TB/s).
+_GATHERED_PER_RECEIVED = 12
+#: What nothing hides is the last tile's product: a quarter of the halo's, and more tiles save little of it.
+_MOST_TILES = 4
 
 
 @dataclass(frozen=True)
@@ -66,9 +75,11 @@ class PartitionedAdjacency(Adjacency):
     in the backward pass. Degrees are those of the whole graph. Edge values are those of the rank's edges.
 
     In ``spmm`` the exchange runs beside the product with :math:`\mathbf{A}_{rr}`, and that of the gradients
-    beside the product with its transpose. Attention needs all of a row's neighbours at once: it waits for the
-    exchange, and computes with the concatenated rows. Results are those of one process up to the rounding of
-    sums in another order, and the same from run to run: nothing is added atomically.
+    beside the product with its transpose. Wide features travel in tiles of columns: the product of
+    :math:`\mathbf{A}_{rh}` with a tile that arrived runs while the next one travels. Attention needs all of a
+    row's neighbours at once: it waits for the exchange, and computes with the concatenated rows. Results are
+    those of one process up to the rounding of sums in another order, and the same from run to run: nothing is
+    added atomically.
 
     Every operator on it, and its construction, are collective: all processes must call them in one order. It
     cannot be transposed, saved or moved, and PyG's and DGL's own code cannot run on it, nor ``ssd``.
@@ -80,6 +91,7 @@ class PartitionedAdjacency(Adjacency):
         rank: of this process in the group.
         halo_dtype: dtype of features and gradients on the way; None: their own.
         overlap: whether spmm computes with local columns while the others' features travel.
+        tiles: in how many tiles of columns they travel then; None: :meth:`num_tiles` chooses.
         statistics: how well the graph is divided.
     """
 
@@ -94,6 +106,7 @@ class PartitionedAdjacency(Adjacency):
         *,
         halo_dtype: torch.dtype | None = None,
         overlap: bool = True,
+        tiles: int | None = None,
     ) -> None:
         """Wraps checked parts as they are; the ``from_*`` constructors check and convert. Collective."""
         self.rows = rows
@@ -102,6 +115,7 @@ class PartitionedAdjacency(Adjacency):
         self.rank = rank
         self.halo_dtype = halo_dtype
         self.overlap = overlap
+        self.tiles = tiles
         self.shape = (rows.num_dst, rows.num_dst)
         self.num_values = rows.num_values
         self._num_given = rows._num_given
@@ -127,6 +141,7 @@ class PartitionedAdjacency(Adjacency):
         group_rows: Method = "auto",
         halo_dtype: torch.dtype | None = None,
         overlap: bool = True,
+        tiles: int | None = None,
         send: Literal["auto", "needed", "all"] = "auto",
     ) -> PartitionedAdjacency:
         """Builds this process's part from edges in any order. Collective.
@@ -144,6 +159,8 @@ class PartitionedAdjacency(Adjacency):
                 of one process. A 16-bit one halves the bytes of float32 features and rounds them.
             overlap: whether the exchange runs beside the local product. False: one product over all columns
                 when all are there.
+            tiles: in how many tiles of columns features travel then, at most; None: as many as are worth it,
+                see :meth:`num_tiles`. The same on all ranks.
             send: what goes to a rank: ``"needed"``, the rows it has for neighbours; ``"all"``, all; or
                 ``"auto"``: all where at least 80 % are needed.
 
@@ -158,6 +175,8 @@ class PartitionedAdjacency(Adjacency):
             raise ValueError(f"send: expected 'auto', 'needed' or 'all', got {send!r}")
         if halo_dtype not in _HALO_DTYPES:
             raise ValueError(f"halo_dtype: expected a floating dtype or None, got {halo_dtype}")
+        if tiles is not None and tiles < 1:
+            raise ValueError(f"tiles: expected at least 1 or None, got {tiles}")
         _check_ends(row, col, partition.num_nodes)
         mine = partition.owned_edges(row, rank)
         if mine.numel() != row.numel():
@@ -181,7 +200,7 @@ class PartitionedAdjacency(Adjacency):
             self_loops=self_loops,
             group_rows=group_rows,
         )
-        return cls(rows, exchange, partition, rank, halo_dtype=halo_dtype, overlap=overlap)
+        return cls(rows, exchange, partition, rank, halo_dtype=halo_dtype, overlap=overlap, tiles=tiles)
 
     @classmethod
     def from_csr(  # type: ignore[override]
@@ -237,8 +256,15 @@ class PartitionedAdjacency(Adjacency):
             order = self.rows.edge_id.argsort()
             row, col = row[order], col[order]
         rows = Adjacency.from_coo(row, col, self.rows.shape, self_loops=kind, group_rows=self.group_rows)
-        options: dict[str, Any] = {"halo_dtype": self.halo_dtype, "overlap": self.overlap}
-        return PartitionedAdjacency(rows, self.exchange, self.partition, self.rank, **options)
+        return PartitionedAdjacency(
+            rows,
+            self.exchange,
+            self.partition,
+            self.rank,
+            halo_dtype=self.halo_dtype,
+            overlap=self.overlap,
+            tiles=self.tiles,
+        )
 
     # ---------------------------------------------------------------- facts
 
@@ -308,9 +334,9 @@ class PartitionedAdjacency(Adjacency):
 
     def _count_out_degree(self) -> Tensor:
         count = self.rows.out_degree()
-        received, transfer = self.exchange.from_halo(count[self.num_dst :].contiguous())
-        transfer.wait()
-        return count[: self.num_dst] + self.exchange.add_up(received)
+        received = self.exchange.from_halo(count[self.num_dst :].contiguous()).wait()
+        own = count[: self.num_dst]
+        return own + self.exchange.add_up(received, torch.empty_like(own))
 
     def has_empty_rows(self) -> bool:
         """Whether some destination of the whole graph has no edge: the same on all ranks."""
@@ -366,7 +392,7 @@ class PartitionedAdjacency(Adjacency):
         cast = given if exact else [x for x in autocast(*given) if x is not None]
         flat = [x.reshape(x.size(0), x.shape[1:].numel()) for x in cast]
         ways = [HaloFeatures(self.exchange, x, None if exact else self.halo_dtype) for x in flat]
-        whole = [torch.cat([x, way.wait()]) for x, way in zip(flat, ways, strict=True)]
+        whole = [torch.cat([x, way.whole()]) for x, way in zip(flat, ways, strict=True)]
         return tuple(
             x.reshape(-1, *like.shape[1:]) if like.dim() != 2 else x
             for x, like in zip(whole, cast, strict=True)
@@ -401,12 +427,42 @@ class PartitionedAdjacency(Adjacency):
                 self.rows, whole, value, reduce, scale_src=scale_rows, bias=bias, relu=relu, **options
             )
         flat = x.reshape(x.size(0), x.shape[1:].numel())
-        way = HaloFeatures(self.exchange, flat, self.halo_dtype)
+        # Several heads have columns of their own each, which tiles would cut.
+        tiles = 1 if value is not None and value.dim() > 1 else self.num_tiles(flat.size(1), flat.dtype)
+        way = HaloFeatures(self.exchange, flat, self.halo_dtype, tiles)
         out = spmm(self.local, flat, value, scale_src=scale_src, bias=bias, **options)
-        out = out + spmm(self.halo, way.wait(), value, scale_src=scale_halo, **options)
+        for columns, arrived in way.tiles():
+            part = spmm(self.halo, arrived, value, scale_src=scale_halo, **options)
+            out = AddColumns.apply(out, part, columns)
         if relu:
             out = out.relu()
         return out if x.dim() == 2 else out.reshape(self.num_dst, *x.shape[1:])
+
+    def num_tiles(self, width: int, dtype: torch.dtype) -> int:
+        """In how many tiles of columns spmm sends features, the same on all ranks.
+
+        The halo's product of a tile runs while the next one travels, so that only the last tile's is left
+        when all have arrived. Where ``tiles`` is not given: one without ``overlap``, or where by a rough
+        estimate the local product takes as long as the exchange on every rank: then tiles would hide nothing,
+        and they are copied together and added up in strides. Else one for each 64 columns, at most 4, and
+        each of 32 MiB or more for some rank.
+
+        Args:
+            width: features per node.
+            dtype: of the features.
+        """
+        if not self.overlap:
+            return 1
+        if self.tiles is not None:
+            return self.tiles
+        facts, sent = self.statistics, (self.halo_dtype or dtype).itemsize
+        if not any(
+            _GATHERED_PER_RECEIVED * rows * sent > (edges - halo_edges) * dtype.itemsize
+            for rows, edges, halo_edges in zip(facts.halo_rows, facts.edges, facts.halo_edges, strict=True)
+        ):
+            return 1
+        received = max(facts.halo_rows) * width * sent
+        return max(1, min(_MOST_TILES, -(-width // _TILE_COLUMNS), received // _TILE_BYTES))
 
     def scales(self, scale_src: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Factors of the halo's nodes and of all columns of ``rows``; kept for the last ``scale_src``."""
