@@ -69,6 +69,15 @@ def error_in_terms(out: Tensor, adj: Adjacency, grad: Tensor, ids: Tensor, **giv
     return float(difference / max(terms.norm().item(), 1e-30))
 
 
+def tolerance(adj: Adjacency, dtype: torch.dtype, algorithm: str) -> float:
+    """Windows add a source's strips in float32 one after the other: equal ones round by 2^-25 each at most."""
+    if algorithm != "windows" or adj.num_edges == 0:
+        return TOLERANCE[dtype]
+    most = int(torch.bincount(adj.col.long()).max())
+    strips = -(-most // choose.tall_strip(adj.num_edges, -(-adj.num_dst // HEIGHT)))
+    return max(TOLERANCE[dtype], strips * 2.0**-25)
+
+
 @pytest.mark.parametrize(("device", "algorithm"), KERNELS)
 @given(
     edges=edge_lists(),
@@ -88,7 +97,7 @@ def test_equals_reference(device, algorithm, poisoned_memory, use, edges, shape,
     given = weights(adj, dtype, kind)
     out = backward(adj, grad, ids, **given)
     assert out.dtype == dtype
-    assert error_in_terms(out, adj, grad, ids, **given) <= TOLERANCE[dtype]
+    assert error_in_terms(out, adj, grad, ids, **given) <= tolerance(adj, dtype, algorithm)
 
 
 @given(
