@@ -34,6 +34,7 @@ COMMANDS = {
     "choice": "csr against flashsparse, what auto picks, and what the pick costs",
     "regret": "what auto costs against the best algorithm, for structures seen once and often",
     "sparse_linear": "pruned linear layers, sparse and dense products, and what auto picks",
+    "sanitizer": "every CUDA kernel under compute-sanitizer; not part of `all`, as it measures nothing",
     "all": "every benchmark of this machine, then plots, tables and summary",
     "tables": "stored results as Markdown tables",
     "summary": "stored results in short, the page docs/results.md",

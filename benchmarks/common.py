@@ -47,10 +47,10 @@ def recorder(
     return out
 
 
-def progress(items: Iterable[T], description: str) -> tqdm[T]:
-    """A progress bar over items; a log file gets few updates of it."""
+def progress(items: Iterable[T], description: str, total: int | None = None) -> tqdm[T]:
+    """A progress bar over items, whose number may have to be told; a log file gets few updates of it."""
     interval = 0.2 if sys.stderr.isatty() else 10.0
-    return tqdm(items, desc=description, mininterval=interval, dynamic_ncols=True)
+    return tqdm(items, desc=description, total=total, mininterval=interval, dynamic_ncols=True)
 
 
 def release() -> None:

@@ -1,106 +1,543 @@
-"""Every CUDA kernel once or twice on small structures, for compute-sanitizer.
+"""Every instance of every CUDA kernel once or twice on small structures, for compute-sanitizer.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitize.py
-    compute-sanitizer --tool racecheck python tests/sanitize.py
+    python tests/sanitize.py                       all parts, without a sanitizer
+    python tests/sanitize.py --part maxk-float32   some of them
+    python tests/sanitize.py --kernels             all, and which compiled kernels none of them reached
+    python -m benchmarks sanitizer                 all, each in a process of its own under compute-sanitizer
 
-The GPU tests compare numbers; this drives the kernels through their paths (types, widths, weights, slices
-of heavy rows, grouped rows), because the whole tests take hours under a sanitizer.
+The GPU tests compare numbers; this drives the kernels through their paths, because the whole tests take hours
+under a sanitizer. What takes its time there is the first launch of every instance of a template. So parts
+share next to no kernels, which is why they call operators without autograd, and widths are those that a
+launcher tells apart; structures, which decide what a kernel does at run time, alternate.
 """
 
 from __future__ import annotations
 
-import itertools
-import sys
-from pathlib import Path
+import argparse
+import functools
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent / "core"))
-
-from cases import features
-from test_attention import problem
-
-from fastsparse_core import Adjacency, choose, edge_softmax, maxk, sddmm, spmm, ssd
+from fastsparse_core import (
+    _C,
+    CBSR,
+    Adjacency,
+    additive_attention,
+    attention,
+    choose,
+    edge_softmax,
+    gatv2_attention,
+    maxk,
+    sddmm,
+    spmm,
+    ssd,
+)
+from fastsparse_core.formats.compress import compress, compress_pairs
+from fastsparse_core.formats.hybrid_rows import HybridRows
+from fastsparse_core.formats.row_split import split_rows
+from fastsparse_core.ops.csr_to_dense import csr_to_dense
 from fastsparse_core.ops.spmm import add_transposed
+from fastsparse_core.ops.ssd import slotted_ssd
 
-ROWS, EDGES, HEAVY = 300, 3000, 2500
-#: Kernels for structures of many edges run on these small ones too.
-choose._FEW_EDGES = 0
-choose._MANY_SOURCES = 0
+#: Where parts run; the tests, which only want to know that the calls are right, take the CPU.
+DEVICE = "cuda"
+#: Last line of a run in which nothing failed.
+DONE = "all kernels ran"
 
-WIDTHS = (8, 16, 32, 47, 64, 128)
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: Bounds of `choose`, as small as the structures here: kernels and work lists for large ones run on them too.
+BOUNDS = {"_FEW_EDGES": 0, "_MANY_SOURCES": 0, "_RESIDENT_WARPS": 4}
+
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+_ops = torch.ops.fastsparse
 
 
-def structures() -> list[Adjacency]:
-    """One with a heavy row (several slices), one whose rows are grouped and one of few sources."""
-    generator = torch.Generator("cuda").manual_seed(0)
+@dataclass(frozen=True)
+class Part:
+    """Kernels that one process drives under a sanitizer.
 
-    def draw(count: int) -> torch.Tensor:
-        return torch.randint(ROWS, (count,), generator=generator, device="cuda")
+    Attributes:
+        files: the stems of the sources in ``kernels/cuda`` whose kernels it is there for.
+        calls: what to call.
+    """
 
-    row, col = draw(EDGES), draw(EDGES)
-    row[:HEAVY] = 7
-    heavy = Adjacency.from_coo(row, col, (ROWS, ROWS + 5))
-    cluster = draw(EDGES)
-    grouped = Adjacency.from_coo(
-        cluster, (cluster % 13) * 20 + draw(EDGES) % 20, (ROWS, ROWS), group_rows="minhash"
+    files: tuple[str, ...]
+    calls: tuple[Callable[[], None], ...]
+
+    def run(self) -> None:
+        """Drives the kernels and waits for them."""
+        before = {name: getattr(choose, name) for name in BOUNDS}
+        vars(choose).update(BOUNDS)
+        try:
+            with torch.no_grad():
+                for call in self.calls:
+                    call()
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+        finally:
+            vars(choose).update(before)
+
+
+# ---------------------------------------------------------------- operands, drawn on the CPU
+
+
+def _edges(rows: int, cols: int, count: int, in_row: int = 0, in_col: int = 0) -> tuple[Tensor, Tensor]:
+    """Random edges, the first of them in one row, the last in one column."""
+    generator = torch.Generator().manual_seed(rows + cols + count)
+    row, col = (torch.randint(size, (count,), generator=generator) for size in (rows, cols))
+    row[:in_row] = 7
+    col[count - in_col :] = 11
+    return row, col
+
+
+def _sorted(row: Tensor, col: Tensor, shape: tuple[int, int]) -> Adjacency:
+    """A structure in its own edge order."""
+    order = torch.argsort(row * shape[1] + col)
+    return Adjacency.from_coo(row[order], col[order], shape).to(DEVICE)
+
+
+@functools.cache
+def heavy() -> Adjacency:
+    """A row and a column with most entries, which every work list cuts; edges in another order."""
+    return Adjacency.from_coo(*_edges(300, 305, 5000, 2000, 2000), (300, 305)).to(DEVICE)
+
+
+@functools.cache
+def sparse() -> Adjacency:
+    """Two or three entries in most rows, in their own order."""
+    return _sorted(*_edges(600, 605, 1500, 300, 100), (600, 605))
+
+
+@functools.cache
+def long() -> Adjacency:
+    """300 entries in every row, in their own order."""
+    return _sorted(*_edges(10, 48, 3000), (10, 48))
+
+
+@functools.cache
+def few_sources() -> Adjacency:
+    """So few sources that they fit into shared memory, and more than twice as many rows."""
+    return Adjacency.from_coo(*_edges(300, 100, 3000, 2500), (300, 100)).to(DEVICE)
+
+
+@functools.cache
+def grouped() -> Adjacency:
+    """Similar rows that lie apart and share a window."""
+    cluster, col = _edges(300, 20, 3000)
+    col = (cluster % 13) * 20 + col
+    return Adjacency.from_coo(cluster, col, (300, 300), group_rows="minhash").to(DEVICE)
+
+
+def draw(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    """Random numbers."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=F64).to(dtype).to(DEVICE)
+
+
+def features(rows: int, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Random features, of one row infinite: kernels have a path of their own for what is not finite."""
+    x = draw(rows, *shape, dtype=dtype)
+    x[min(3, rows - 1)] = float("inf")
+    return x
+
+
+def kept(rows: int, width: int, k: int, dtype: torch.dtype) -> CBSR:
+    """Random entries in k columns of every row."""
+    generator = torch.Generator().manual_seed(width + k)
+    ids = torch.rand(rows, width, generator=generator).argsort(1)[:, :k].sort(1).values
+    return CBSR.from_parts(features(rows, k, dtype=dtype), ids.to(DEVICE), width)
+
+
+def elements(bytes_: int, dtype: torch.dtype) -> int:
+    return bytes_ // dtype.itemsize
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """Whether float32 is one TF32 term on the tensor cores, not two."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+# ---------------------------------------------------------------- products
+
+
+def spmm_rows(dtype: torch.dtype) -> None:
+    """From CSR by rows: loads of 16 and 4 bytes and of one element, few lanes and many, kinds of values."""
+    vectors = {F64: (8, 16), F32: (16, 32, 64)}.get(dtype, (32, 64, 4, 20))
+    adj = heavy()
+    one = draw(adj.num_edges)
+    for width, heads in (*((width, 2) for width in vectors), (3, 3), (9, 3)):
+        x = features(adj.num_src, width, dtype=dtype)
+        spmm(adj, x, bias=draw(width, dtype=dtype), relu=True, algorithm="csr")
+        spmm(adj, x, one.to(dtype), "mean", scale_src=draw(adj.num_src), algorithm="csr")
+        spmm(adj, x, draw(adj.num_edges, heads, dtype=dtype), algorithm="csr")
+    spmm(sparse(), features(605, 64, dtype=dtype), algorithm="csr")
+    for width in (8, 33):
+        x = features(adj.num_src, width, dtype=dtype)
+        spmm(adj, x, None, "max")
+        spmm(adj, x, one.to(dtype), "min")
+    if dtype == F64:
+        return
+    for width in (32, 64, 3):
+        y = features(adj.num_dst, width, dtype=dtype)
+        for value in (None, one):
+            total = torch.zeros(adj.num_src, width, device=DEVICE)
+            add_transposed(adj, y, value, None, None, total, num_given=5)
+
+
+def spmm_resident(dtype: torch.dtype) -> None:
+    """A tile of all sources in shared memory; the last of two tiles is not full."""
+    adj = few_sources()
+    x = features(adj.num_src, elements(288, dtype), dtype=dtype)
+    for algorithm in ("csr", "tca") if dtype != F32 else ("csr",):
+        spmm(adj, x, algorithm=algorithm)
+        spmm(adj, x, draw(adj.num_edges), "mean", bias=draw(x.size(1), dtype=dtype), algorithm=algorithm)
+
+
+def spmm_direct(dtype: torch.dtype) -> None:
+    """Tensor cores straight from CSR: five widths of tiles, long rows and packed short ones."""
+    for width in (8, 16, 32, 64, 136):
+        for adj in (sparse(), heavy()):
+            x = features(adj.num_src, width, dtype=dtype)
+            spmm(adj, x, algorithm="tca")
+            spmm(adj, x, draw(adj.num_edges), "mean", algorithm="tca")
+        spmm(adj, x, algorithm="hr")
+        spmm(adj, x, draw(adj.num_edges), "mean", algorithm="hr")
+
+
+def spmm_blocks(dtype: torch.dtype) -> None:
+    """Binary sparse blocks: features per lane, one block or two at a time, kinds of values, TF32 terms."""
+    widths = (40, 8) if dtype == F32 else (72, 24, 8)
+    for one_term in (False, True) if dtype == F32 else (False,):
+        for width, adj in ((width, adj) for width in widths for adj in (heavy(), sparse())):
+            x = features(adj.num_src, width, dtype=dtype)
+            with tf32(one_term):
+                spmm(adj, x, bias=draw(width, dtype=dtype), relu=True, algorithm="flashsparse")
+                spmm(adj, x, scale_src=draw(adj.num_src), algorithm="flashsparse")
+                spmm(adj, x, draw(adj.num_edges), "mean", algorithm="flashsparse")
+    adj = grouped()
+    x = features(adj.num_src, widths[0], dtype=dtype)
+    spmm(adj, x, algorithm="flashsparse")
+    spmm(adj, x, draw(adj.bsb.num_vectors, 8), value_layout="me_bcrs", algorithm="flashsparse")
+    x = features(adj.num_src, elements(256, dtype), dtype=dtype)
+    spmm(adj, x, draw(adj.num_edges, 2), algorithm="flashsparse")
+
+
+def sddmm_rows(dtype: torch.dtype) -> None:
+    """By entry: lanes, long and short rows, plain results and others. By row: loads of 4 bytes and less."""
+    for adj in (long(), sparse()):
+        for bytes_ in (64, 128, 256, 512, 1024):
+            width = elements(bytes_, dtype)
+            y, x = (features(rows, width, dtype=dtype) for rows in adj.shape)
+            sddmm(adj, y, x, algorithm="csr")
+            y, x = (features(rows, 2, width, dtype=dtype) for rows in adj.shape)
+            sddmm(adj, y, x, algorithm="csr")
+    adj = heavy()
+    dst, src = draw(adj.num_dst), draw(adj.num_src)
+    for width in (3, 10 if dtype.itemsize == 2 else 9, elements(48, dtype)):
+        y, x = (features(rows, width, dtype=dtype) for rows in adj.shape)
+        sddmm(adj, y, x, scale_dst=dst, scale_src=src, algorithm="csr")
+
+
+def sddmm_blocks(dtype: torch.dtype) -> None:
+    """Binary sparse blocks: steps that hold a head, plain results and others, TF32 terms."""
+    for one_term in (False, True) if dtype == F32 else (False,):
+        with tf32(one_term):
+            adj = heavy()
+            for bytes_ in (64, 128, 256, 512):
+                y, x = (features(rows, elements(bytes_, dtype), dtype=dtype) for rows in adj.shape)
+                sddmm(adj, y, x, algorithm="flashsparse")
+            sddmm(adj, y, x, layout="me_bcrs", algorithm="flashsparse")
+            adj = grouped()
+            for bytes_ in (48, 112, 240, 496, 528):
+                y, x = (features(rows, 2, elements(bytes_, dtype), dtype=dtype) for rows in adj.shape)
+                sddmm(adj, y, x, algorithm="flashsparse")
+            dst, src = draw(adj.num_dst), draw(adj.num_src)
+            sddmm(adj, y, x, scale_dst=dst, scale_src=src, algorithm="flashsparse")
+
+
+# ---------------------------------------------------------------- attention
+
+
+def _shapes(dtype: torch.dtype) -> Iterable[tuple[int, int]]:
+    """Heads and widths for every shape of a tile, some of them not full."""
+    if dtype == F32:
+        return (3, 20), (1, 32), (1, 48), (1, 128), (1, 200)
+    return (5, 16), (3, 24), (1, 32), (3, 40), (1, 64), (1, 104), (1, 256)
+
+
+def dot_product(dtype: torch.dtype) -> None:
+    """Fused attention: shapes of tiles, TF32 terms, with a bias and dropout and without."""
+    for one_term in (False, True) if dtype == F32 else (False,):
+        for heads, width in _shapes(dtype):
+            for adj, biased in ((heavy(), False), (grouped(), True)):
+                rows, cols = adj.shape
+                q, k, v = (features(size, heads, width, dtype=dtype) for size in (rows, cols, cols))
+                bias = draw(adj.num_edges, heads) if biased else None
+                with tf32(one_term):
+                    attention(adj, q, k, v, None, bias, 0.3 if biased else 0.0, algorithm="fused3s")
+
+
+def dot_product_backward(dtype: torch.dtype, one_term: bool = False) -> None:
+    """Its gradients, of made-up results: the kernels of the forward pass have parts of their own."""
+    with tf32(one_term):
+        for heads, width in _shapes(dtype):
+            for adj, biased in ((heavy(), False), (grouped(), True)):
+                rows, cols = adj.shape
+                q, out, grad = (features(rows, heads * width, dtype=dtype) for _ in range(3))
+                k, v = (features(cols, heads * width, dtype=dtype) for _ in range(2))
+                lse = draw(rows, heads, dtype=F64 if DEVICE == "cuda" else F32)
+                bias, seed = (draw(adj.num_edges, heads), torch.tensor(1)) if biased else (None, None)
+                options = (0.1, 0.3 if biased else 0.0, seed, heads, adj.handle, biased)
+                _ops.attention_backward(grad, q, k, v, bias, out, lse, *options)
+
+
+#: Widths of heads that 4, 8, 16 and 32 lanes hold, and one that they read by single elements.
+LANE_WIDTHS = (24, 64, 104, 200, 5)
+
+
+def additive(dtype: torch.dtype) -> None:
+    """GAT's attention, forward and backward."""
+    adj = heavy()
+    for width in LANE_WIDTHS:
+        v, out, grad = (features(n, 2 * width, dtype=dtype) for n in (adj.num_src, adj.num_dst, adj.num_dst))
+        dst, src, bias = draw(adj.num_dst, 2), draw(adj.num_src, 2), draw(adj.num_edges, 2)
+        additive_attention(adj, dst, src, v, 0.2, bias, 0.3, algorithm="fused3s")
+        additive_attention(adj, dst, src, v, algorithm="fused3s")
+        for given, dropout_p, seed in ((bias, 0.3, torch.tensor(1)), (None, 0.0, None)):
+            place = (0.2, dropout_p, seed, adj.handle, given is not None)
+            _ops.additive_attention_backward(grad, dst, src, v, given, out, draw(adj.num_dst, 2), *place)
+
+
+def gatv2(dtype: torch.dtype) -> None:
+    """GATv2's attention, forward and backward."""
+    adj = heavy()
+    for width in LANE_WIDTHS:
+        dst, out, grad = (features(adj.num_dst, 2 * width, dtype=dtype) for _ in range(3))
+        src, att = features(adj.num_src, 2 * width, dtype=dtype), draw(2, width)
+        gatv2_attention(adj, dst, src, att, 0.2, 0.3, algorithm="fused3s")
+        lse = draw(adj.num_dst, 2)
+        _ops.gatv2_attention_backward(grad, dst, src, att, out, lse, 0.2, 0.3, torch.tensor(1), adj.handle)
+
+
+def softmax_of_edges(dtype: torch.dtype) -> None:
+    """edge_softmax and its gradient."""
+    adj = heavy()
+    weight = edge_softmax(adj, draw(adj.num_edges, 2, dtype=dtype))
+    _ops.edge_softmax_backward(weight, draw(adj.num_edges, 2, dtype=dtype), adj.handle)
+
+
+# ---------------------------------------------------------------- sparse activations
+
+
+def largest_entries(dtype: torch.dtype) -> None:
+    """MaxK: rows in registers and streamed ones, aligned or not, with ties. CBSR to dense rows and back."""
+    widths = (64, 300) if dtype == F64 else (128, 63, 256, 255, 512, 511, 1024, 1023, 1028)
+    for width in widths:
+        x = features(70, width, dtype=dtype)
+        x[::2] = x[::2].round()
+        maxk(x, 8)
+        maxk(x, 3)
+    for width in (64, 65, 512, 513):
+        cbsr = kept(70, width, 8, dtype)
+        cbsr.to_dense()
+        _ops.cbsr_gather(features(70, width, dtype=dtype), cbsr.ids)
+
+
+def sparse_products(dtype: torch.dtype) -> None:
+    """ssd: a warp, a part of one or a share of one to an edge group; packed entries; ids of 8 and 16 bits."""
+    cases = [
+        *((heavy, width, k) for width in (64, 512) for k in (8, 20, 3)),
+        *((sparse, 64, k) for k in (8, 20, 40)),
+        *((sparse, 512, k) for k in (8, 40)),
+        (long, 64, 20),
+        (heavy, 1100, 8),
+    ]
+    if dtype == F64:
+        cases = [(heavy, 64, 8), (heavy, 512, 8)]
+    for structure, width, k in cases:
+        adj = structure()
+        cbsr = kept(adj.num_src, width, k, dtype)
+        ssd(adj, cbsr, bias=draw(width, dtype=dtype), algorithm="decoupled")
+        ssd(adj, cbsr, draw(adj.num_edges, dtype=dtype), "mean", algorithm="decoupled")
+    if dtype == F64 or DEVICE != "cuda":
+        return
+    for width in (64, 512):
+        adj = heavy()
+        cbsr = kept(adj.num_src, width, 8, dtype)
+        operands = (adj, cbsr.values, cbsr.ids, width)
+        slotted_ssd(*operands)
+        slotted_ssd(*operands, draw(adj.num_edges), slots=1, update_mode=False, coupled=True)
+
+
+def sparse_gradients(dtype: torch.dtype) -> None:
+    """ssd's gradients: windows in blocks of few and many threads, row by row, and those of edge values."""
+    adj, wide = heavy(), {F32: 600, F64: 2000}.get(dtype, 1200)
+    for width, k in ((width, k) for width in (64, 300, wide) for k in (8, 3)):
+        cbsr = kept(adj.num_src, width, k, dtype)
+        grad, value = features(adj.num_dst, width, dtype=dtype), draw(adj.num_edges, dtype=dtype)
+        place = (adj.handle, False)
+        scales = (None, None) if dtype == F64 else (draw(adj.num_dst), draw(adj.num_src))
+        _ops.ssd_backward(grad, cbsr.ids, None, None, None, *place)
+        _ops.ssd_backward(grad, cbsr.ids, value, *scales, *place)
+        _ops.ssd_value_grad(grad, cbsr.values, cbsr.ids, *scales, adj.num_edges, *place)
+    adj = sparse()
+    for width, k in ((64, 4), (512, 8)):
+        cbsr, grad = kept(adj.num_src, width, k, dtype), features(adj.num_dst, width, dtype=dtype)
+        _ops.ssd_backward(grad, cbsr.ids, None, None, None, adj.handle, False)
+        _ops.ssd_backward(grad, cbsr.ids, draw(adj.num_edges, dtype=dtype), None, None, adj.handle, False)
+
+
+# ---------------------------------------------------------------- structures
+
+
+def structures() -> None:
+    """Checks, sorts and work lists of edges with indices of both sizes, and keys of both sizes."""
+    for dtype in (torch.int32, torch.int64):
+        row, col = (index.to(DEVICE, dtype) for index in _edges(300, 305, 3000, 2500))
+        for size in (305, 1 << 17):
+            compress(row, col, size, size, sort_minor=True)
+            compress_pairs(row, col, size, size)
+        compress(row, col, 300, 305, sort_minor=False)
+        adj = Adjacency.from_coo(row, col, (300, 305))
+        Adjacency.from_coo(row, col % 300, (300, 300), self_loops="replace")
+        Adjacency.from_csr(adj.rowptr.to(dtype), adj.col.to(dtype), adj.shape, edge_id=adj.edge_id)
+    split_rows(adj.rowptr, 32)
+    HybridRows.from_rowptr(adj.rowptr)
+    adj.prepare()
+    grouped().prepare()
+
+
+def written_out(dtype: torch.dtype) -> None:
+    """The dense matrix of a structure, in vectors and by elements."""
+    for adj in (heavy(), long()):
+        csr_to_dense(adj, draw(adj.num_edges, dtype=dtype))
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _by_dtype(
+    name: str,
+    files: str,
+    groups: Mapping[str, tuple[torch.dtype, ...]],
+    *calls: Callable[[torch.dtype], None],
+) -> dict[str, Part]:
+    """A part for every group of dtypes."""
+    return {
+        f"{name}-{group}": Part(
+            tuple(files.split()),
+            tuple(functools.partial(call, dtype) for call in calls for dtype in dtypes),
+        )
+        for group, dtypes in groups.items()
+    }
+
+
+_EACH = {"float32": (F32,), "float16": (F16,), "bfloat16": (BF16,)}
+_HALVES = {"float16": (F16,), "bfloat16": (BF16,)}
+_ALL = {"float32": (F32, F64), **_HALVES}
+_TWO = {"float32": (F32, F64), "16bit": (F16, BF16)}
+_TWO_ON_TENSOR_CORES = {"float32": (F32,), "16bit": (F16, BF16)}
+
+#: name -> what one process drives
+PARTS: dict[str, Part] = {
+    **_by_dtype("spmm", "spmm_csr spmm_csr_transposed spmm_extremum", _ALL, spmm_rows),
+    **_by_dtype("spmm-direct", "spmm_tca spmm_hr", _HALVES, spmm_direct),
+    **_by_dtype("spmm-resident", "spmm_resident", {"all": (F32, F16, BF16)}, spmm_resident),
+    **_by_dtype("spmm-blocks", "spmm_bsb", _EACH, spmm_blocks),
+    **_by_dtype("sddmm", "sddmm_csr", _TWO, sddmm_rows),
+    **_by_dtype("sddmm-blocks", "sddmm_bsb", _TWO_ON_TENSOR_CORES, sddmm_blocks),
+    **_by_dtype("attention", "attention_bsb", _TWO_ON_TENSOR_CORES, dot_product),
+    **_by_dtype("attention-backward", "attention_bsb_backward", _EACH, dot_product_backward),
+    **_by_dtype(
+        "attention-backward",
+        "attention_bsb_backward",
+        {"tf32": (F32,)},
+        functools.partial(dot_product_backward, one_term=True),
+    ),
+    **_by_dtype(
+        "attention-additive",
+        "additive_attention additive_attention_backward gatv2_attention gatv2_attention_backward",
+        _EACH,
+        additive,
+        gatv2,
+    ),
+    **_by_dtype("maxk", "maxk cbsr", _TWO, largest_entries),
+    **_by_dtype("ssd", "ssd ssd_slots", _ALL, sparse_products),
+    **_by_dtype("ssd-backward", "ssd_backward", _TWO, sparse_gradients),
+    "structures": Part(
+        ("inspect", "compress", "row_split", "hybrid_rows", "edge_softmax", "csr_to_dense"),
+        (
+            structures,
+            *(
+                functools.partial(call, d)
+                for call in (softmax_of_edges, written_out)
+                for d in (F64, F32, F16, BF16)
+            ),
+        ),
+    ),
+}
+
+
+# ---------------------------------------------------------------- what was reached
+
+
+def _launched(run: Callable[[], None]) -> set[str]:
+    """Names of our kernels that a call launches."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+    return {_plain(event.key) for event in profile.key_averages() if "fastsparse::cuda" in event.key}
+
+
+def _compiled() -> set[str]:
+    """Names of our kernels in the extension; none where there is no cuobjdump to tell them."""
+    if shutil.which("cuobjdump") is None or shutil.which("c++filt") is None:
+        return set()
+    listed = subprocess.run(
+        ["cuobjdump", "-symbols", _C.__file__], capture_output=True, text=True, check=True
     )
-    few_sources = Adjacency.from_coo(row, col // 3, (ROWS, ROWS // 3))
-    for adj in (heavy, grouped, few_sources):
-        adj.prepare()
-    return [heavy, grouped, few_sources]
+    mangled = set(re.findall(r"STO_ENTRY\s+(_ZN10fastsparse4cuda\w+)", listed.stdout))
+    names = subprocess.run(["c++filt"], input="\n".join(mangled), capture_output=True, text=True, check=True)
+    return {_plain(name) for name in names.stdout.splitlines()}
 
 
-def products(adj: Adjacency, dtype: torch.dtype, width: int) -> None:
-    """spmm and sddmm, all algorithms, forward and backward."""
-    x = features(adj.num_src, width, dtype, "contiguous", "cuda").requires_grad_()
-    y = features(adj.num_dst, width, dtype, "contiguous", "cuda")
-    heads = 2 if width % 2 == 0 else 1
-    for algorithm in ("csr", "flashsparse", "tca", "hr"):
-        for values in (None, 1, heads):
-            value = None
-            if values is not None:
-                value = torch.rand(adj.num_edges, values, device="cuda").squeeze(1).requires_grad_()
-            spmm(adj, x, value, "mean", algorithm=algorithm).sum().backward()
-    for value in (None, torch.rand(adj.num_edges, device="cuda")):
-        add_transposed(adj, y, value, None, None, torch.empty(adj.num_src, width, device="cuda"))
-    for algorithm in ("csr", "flashsparse"):
-        sddmm(adj, y, x, algorithm=algorithm)
-    vectors = sddmm(adj, y, x, layout="me_bcrs")
-    spmm(adj, x, vectors, value_layout="me_bcrs").sum().backward()
-    spmm(adj, x, None, "max").sum().backward()
-
-
-def attentions(adj: Adjacency, dtype: torch.dtype, width: int) -> None:
-    """The fused operators and the softmax, forward and backward, with dropout."""
-    for kind, biased in (
-        ("dot_product", True),
-        ("dot_product", False),
-        ("additive", False),
-        ("gatv2", False),
-    ):
-        case = problem(kind, adj, 2, width, dtype=dtype, biased=biased, requires_grad=True)
-        case.run(adj, dropout_p=0.3, algorithm="fused3s").sum().backward()
-    edge_softmax(adj, torch.randn(adj.num_edges, 2, device="cuda", requires_grad=True)).sum().backward()
-
-
-def sparse_activations(adj: Adjacency, dtype: torch.dtype, width: int) -> None:
-    """maxk and ssd, all dataflows, forward and backward, with and without values of the edges."""
-    x = features(adj.num_src, width, dtype, "contiguous", "cuda").requires_grad_()
-    for k, algorithm in itertools.product((3, 8), ("decoupled", "maxk", "densify")):
-        ssd(adj, maxk(x, k), algorithm=algorithm).sum().backward()
-        value = torch.rand(adj.num_edges, device="cuda", requires_grad=True)
-        ssd(adj, maxk(x, k), value, "mean", algorithm=algorithm).sum().backward()
+def _plain(name: str) -> str:
+    """A kernel's name with its template arguments, without its result and parameters."""
+    name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    return re.sub(r"(?<=>)\([^<>]*\)$|^([\w:]+)\(.*", r"\1", name)
 
 
 def main() -> None:
-    for adj, dtype, width in itertools.product(structures(), DTYPES, WIDTHS):
-        products(adj, dtype, width)
-        attentions(adj, dtype, min(width, 64))
-        sparse_activations(adj, dtype, width)
-    torch.cuda.synchronize()
-    print("all kernels ran")
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="only print the names of the parts")
+    parser.add_argument("--kernels", action="store_true", help="print what was launched and what was not")
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(PARTS))
+        return
+    seen: set[str] = set()
+    for name in options.part:
+        start = time.perf_counter()
+        if options.kernels:
+            seen |= _launched(PARTS[name].run)
+        else:
+            PARTS[name].run()
+        print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
+    if options.kernels:
+        print("\n".join(["launched:", *sorted(seen), "not launched:", *sorted(_compiled() - seen)]))
+    print(DONE)
 
 
 if __name__ == "__main__":

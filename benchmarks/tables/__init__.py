@@ -25,6 +25,7 @@ from .host import host
 from .maxk import maxk
 from .minibatch import minibatch
 from .regret import regret
+from .sanitizer import sanitizer, sanitizer_in_short
 from .scaling import scaling
 from .sddmm import sddmm, sddmm_in_short
 from .sparse_linear import sparse_linear
@@ -58,6 +59,7 @@ __all__ = [
     "regret",
     "relative",
     "report",
+    "sanitizer",
     "scaling",
     "sddmm",
     "show",
@@ -90,6 +92,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "minibatch": minibatch,
     "regret": regret,
     "sparse_linear": sparse_linear,
+    "sanitizer": sanitizer,
 }
 
 
@@ -123,6 +126,8 @@ ABOUT = {
     "minibatch": "Structure, forward and backward of batches whose structures are new each time.",
     "regret": "What the picks of `auto` cost; the better algorithm in brackets where it is another.",
     "sparse_linear": "Pruned linear layers: spmm against a dense product with the zeros written out.",
+    "sanitizer": "Every kernel on small structures under compute-sanitizer; the parts are those of"
+    " `tests/sanitize.py`.",
 }
 
 
@@ -161,6 +166,7 @@ CHAPTERS = {
     "breakdown": Chapter("Where the time of a step goes", breakdown),
     "host": Chapter("Time of the host", host),
     "cpu": Chapter("On the CPU", cpu),
+    "sanitizer": Chapter("Memory and races", sanitizer_in_short),
 }
 
 INTRODUCTION = """# Benchmark results

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradient_terms import gradient_terms
 from torch import Tensor
 
 if importlib.util.find_spec("dgl") is None:
@@ -130,8 +131,7 @@ def outputs_and_gradients(layer: Any, graph: Any, feat: Any, options: dict[str, 
     feat = _leaf(feat, device)
     options = {name: _leaf(item, device) for name, item in options.items()}
     out = layer(graph, feat, **options)
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    (out * upstream.to(out)).sum().backward()
+    (out * _upstream(out)).sum().backward()
     found: Results = {"output": out.detach()}
     for index, leaf in enumerate(_leaves(feat)):
         found[f"feat[{index}]"] = leaf.grad
@@ -144,7 +144,27 @@ def outputs_and_gradients(layer: Any, graph: Any, feat: Any, options: dict[str, 
     return found
 
 
-def assert_close(found: Results, expected: Results, tolerance: float) -> None:
+def _upstream(out: Tensor) -> Tensor:
+    """The gradient of an output that is always taken."""
+    return torch.randn(out.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64).to(out)
+
+
+def terms_of_gradients(layer: Any, graph: Any, feat: Any, options: dict[str, Any]) -> dict[str, float]:
+    """What the gradients of parameters of one number sum up, on the CPU: see `gradient_terms`."""
+    layer = layer.to("cpu")
+
+    def output() -> Tensor:
+        return layer(graph, feat, **options)
+
+    with torch.no_grad():
+        upstream = _upstream(output())
+    return gradient_terms(layer, output, upstream)
+
+
+def assert_close(
+    found: Results, expected: Results, tolerance: float, terms: dict[str, float] | None = None
+) -> None:
+    """Equal to ``tolerance`` of the largest entry, or of the terms that an entry is the sum of."""
     assert found.keys() == expected.keys()
     for name, want in expected.items():
         got = found[name]
@@ -153,7 +173,7 @@ def assert_close(found: Results, expected: Results, tolerance: float) -> None:
             continue
         assert got.shape == want.shape, name
         assert got.dtype == want.dtype, name
-        scale = want.abs().max().item() if want.numel() else 0.0
+        scale = max(want.abs().max().item() if want.numel() else 0.0, (terms or {}).get(name, 0.0))
         torch.testing.assert_close(got.cpu(), want, rtol=0, atol=tolerance * max(scale, 1e-30), msg=name)
 
 
@@ -170,5 +190,6 @@ def check_parity(
     """Our layer on ``device`` and DGL's on the CPU give the same result and the same gradients."""
     fast, reference = layers
     expected = outputs_and_gradients(reference, graph, feat, options, "cpu")
+    terms = terms_of_gradients(reference, graph, feat, options)
     found = outputs_and_gradients(fast, graph if fast_graph is None else fast_graph, feat, options, device)
-    assert_close(found, expected, tolerance)
+    assert_close(found, expected, tolerance, terms)

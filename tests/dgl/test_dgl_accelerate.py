@@ -20,6 +20,7 @@ from dgl_cases import (
     homogeneous,
     outputs_and_gradients,
     random_edges,
+    terms_of_gradients,
 )
 from torch import Tensor, nn
 
@@ -67,13 +68,14 @@ def test_every_layer(name, device):
     graph, layer = homogeneous(), LAYERS[name]()
     feat = features(graph, 6)
     expected = outputs_and_gradients(layer, graph, feat, {}, "cpu")
+    terms = terms_of_gradients(layer, graph, feat, {})
     layer.to(device)
     parameters, names = list(layer.parameters()), list(layer.state_dict())
     (row,) = accelerate(layer, show=False).rows
     assert (row.original, row.drop_in, row.reason) == (name, f"Fast{name}", "")
     assert all(a is b for a, b in zip(layer.parameters(), parameters, strict=True))
     assert list(layer.state_dict()) == names
-    assert_close(outputs_and_gradients(layer, graph, feat, {}, device), expected, TOLERANCE)
+    assert_close(outputs_and_gradients(layer, graph, feat, {}, device), expected, TOLERANCE, terms)
     assert fastsparse_dgl.cache_info().misses == 1
     restore(layer)
     assert type(layer) is getattr(original, name)

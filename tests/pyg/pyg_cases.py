@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradient_terms import gradient_terms
 from torch import Tensor
 
 from fastsparse_core import Adjacency
@@ -87,9 +88,12 @@ def close(got: Tensor, expected: Tensor, tolerance: float = 1e-5, floor: float =
 
 def gradients(output: Tensor, inputs: list[Tensor], seed: int = 1) -> list[Tensor]:
     """Gradients of a fixed random functional of the output."""
-    generator = torch.Generator().manual_seed(seed)
-    cotangent = torch.randn(output.shape, generator=generator).to(output)
-    return list(torch.autograd.grad(output, inputs, cotangent, allow_unused=True))
+    return list(torch.autograd.grad(output, inputs, cotangent(output, seed), allow_unused=True))
+
+
+def cotangent(output: Tensor, seed: int = 1) -> Tensor:
+    """The gradient of an output that `gradients` takes."""
+    return torch.randn(output.shape, generator=torch.Generator().manual_seed(seed)).to(output)
 
 
 def same(
@@ -104,7 +108,8 @@ def same(
 ) -> None:
     """Output and gradients of every parameter and every tensor in `inputs` agree.
 
-    Raise `floor` to the size of usual gradients where some are zero but for rounding.
+    Raise `floor` to the size of usual gradients where some are zero but for rounding. Gradients of parameters
+    of one number are compared with the terms that they sum up (`gradient_terms`).
     """
     layer.load_state_dict(reference.state_dict())
     expected = call(reference)
@@ -116,10 +121,12 @@ def same(
         expected, [dict(reference.named_parameters())[name] for name in names] + tensors
     )
     got_gradients = gradients(got, [dict(layer.named_parameters())[name] for name in names] + tensors)
-    for got_gradient, expected_gradient in zip(got_gradients, expected_gradients, strict=True):
+    terms = gradient_terms(reference, lambda: call(reference), cotangent(expected))
+    floors = [max(floor, terms.get(name, 0.0)) for name in names] + [floor] * len(tensors)
+    for got_gradient, expected_gradient, least in zip(got_gradients, expected_gradients, floors, strict=True):
         assert (got_gradient is None) == (expected_gradient is None)
         if got_gradient is not None:
-            close(got_gradient, expected_gradient, tolerance, floor)
+            close(got_gradient, expected_gradient, tolerance, least)
 
 
 def no_original(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from pyg_cases import close, gradients, no_original, random_graph
+from gradient_terms import gradient_terms
+from pyg_cases import close, cotangent, gradients, no_original, random_graph
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch_geometric import nn as pyg
@@ -52,6 +53,9 @@ def results(model: nn.Module, call: Call, inputs: list[Tensor]) -> list[Tensor]:
 def check(model: nn.Module, call: Call, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """Output and gradients before, after, and restored; parameters and state_dict are the same objects."""
     expected = results(model, call, inputs)
+    terms = gradient_terms(model, lambda: call(model), cotangent(expected[0].detach()))
+    sums = [terms.get(name, 0.0) for name, _ in model.named_parameters()]
+    floors = [max(1e-1, each) for each in (0.0, *sums, *(0.0 for _ in inputs))]
     parameters, names = list(model.parameters()), list(model.state_dict())
     classes = [type(module) for module in model.modules()]
     report = accelerate(model, show=False)
@@ -62,12 +66,12 @@ def check(model: nn.Module, call: Call, inputs: list[Tensor], monkeypatch: pytes
     assert list(model.state_dict()) == names
     with monkeypatch.context() as patch:
         no_original(patch)
-        for got, want in zip(results(model, call, inputs), expected, strict=True):
-            close(got, want, floor=1e-1)
+        for got, want, floor in zip(results(model, call, inputs), expected, floors, strict=True):
+            close(got, want, floor=floor)
     restore(model)
     assert [type(module) for module in model.modules()] == classes
-    for got, want in zip(results(model, call, inputs), expected, strict=True):
-        close(got, want, floor=1e-1)
+    for got, want, floor in zip(results(model, call, inputs), expected, floors, strict=True):
+        close(got, want, floor=floor)
 
 
 def test_the_table_is_complete() -> None:

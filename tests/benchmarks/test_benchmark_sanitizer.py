@@ -1,0 +1,143 @@
+"""Kernels under compute-sanitizer: parts name all sources and run, and a record says what became of each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import sanitize
+from rich.console import Console
+
+from benchmarks import record, sanitizer, tables
+from benchmarks.__main__ import run
+
+#: Stands for compute-sanitizer: runs nothing, and says or does what the name of the part asks for.
+STAND_IN = """#!{python}
+import sys, time
+print("Version 1.2.3.4") if "--version" in sys.argv else None
+part, tool = sys.argv[-1], sys.argv[sys.argv.index("--tool") + 1] if "--tool" in sys.argv else ""
+if part == "spmm-float32":
+    print("all kernels ran")
+    if tool == "racecheck":
+        print("========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)")
+    else:
+        print("========= ERROR SUMMARY: 0 errors")
+if part == "spmm-float16":
+    print("ValueError: no such thing")
+    print("========= ERROR SUMMARY: 1 error")
+if part == "structures":
+    time.sleep(60)
+"""
+
+
+def test_every_source_of_kernels_is_in_a_part() -> None:
+    sources = {path.stem for path in (record.REPOSITORY / "kernels" / "cuda").glob("*.cu")}
+    named = {name for part in sanitize.PARTS.values() for name in part.files}
+    assert named == sources, "tests/sanitize.py: every kernel has a part, which names its source"
+
+
+@pytest.mark.parametrize("name", sanitize.PARTS)
+def test_calls_of_a_part_are_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitize, "DEVICE", "cpu")
+    sanitize.PARTS[name].run()
+
+
+def test_parts_leave_the_choice_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitize, "DEVICE", "cpu")
+    before = dict(vars(sanitize.choose))
+    sanitize.PARTS["spmm-resident-all"].run()
+    assert {name: vars(sanitize.choose)[name] for name in before} == before
+
+
+@pytest.mark.parametrize(
+    ("compiled", "plain"),
+    [
+        (
+            "void fastsparse::cuda::(anonymous namespace)::a<float, 3>(float*)",
+            "fastsparse::cuda::a<float, 3>",
+        ),
+        ("fastsparse::cuda::(anonymous namespace)::b(fastsparse::cuda::Args)", "fastsparse::cuda::b"),
+        (
+            "void fastsparse::cuda::c<(fastsparse::cuda::Weight)1>(int)",
+            "fastsparse::cuda::c<(fastsparse::cuda::Weight)1>",
+        ),
+    ],
+)
+def test_names_of_kernels_without_parameters(compiled: str, plain: str) -> None:
+    assert sanitize._plain(compiled) == plain
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> str:
+    path = tmp_path / "compute-sanitizer"
+    path.write_text(STAND_IN.format(python=sys.executable))
+    path.chmod(0o755)
+    return str(path)
+
+
+def arguments(tmp_path: Path, stand_in: str, *more: str) -> list[str]:
+    folders = ["--out", str(tmp_path / "out"), "--log", str(tmp_path / "log")]
+    return ["sanitizer", "--device", "cpu", "--program", stand_in, *folders, "--jobs", "2", *more]
+
+
+def stored(tmp_path: Path) -> dict[tuple[str, str], dict]:
+    result = record.load(next((tmp_path / "out").glob("*/sanitizer.json")))
+    return {(cell["part"], cell["tool"]): cell for cell in result["cells"]}
+
+
+def test_errors_failures_and_parts_without_an_end_are_told_apart(tmp_path: Path, stand_in: str) -> None:
+    parts = ["--parts", "spmm-float32", "spmm-float16", "spmm-bfloat16", "structures"]
+    with pytest.raises(SystemExit, match="7 of 8 not clean"):
+        run(arguments(tmp_path, stand_in, *parts, "--limit", "3"), Console(quiet=True))
+    cells = stored(tmp_path)
+    race = cells["spmm-float32", "racecheck"]
+    assert (race["status"], race["errors"], race["warnings"]) == ("ok", 2, 1)
+    assert cells["spmm-float32", "memcheck"]["errors"] == 0
+    failed = cells["spmm-float16", "memcheck"]
+    assert (failed["status"], failed["errors"]) == ("failed: the driver did not come to its end", 1)
+    assert cells["spmm-bfloat16", "memcheck"]["status"] == "failed: no summary; no output"
+    assert cells["structures", "racecheck"]["status"] == "not finished"
+    assert cells["structures", "racecheck"]["seconds"] >= 3
+    assert "RACECHECK" in (tmp_path / "log" / "spmm-float32-racecheck.log").read_text()
+
+    path = next((tmp_path / "out").glob("*/sanitizer.json"))
+    table = tables.sanitizer(record.load(path))[0]
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert list(table.columns) == ["part", "memcheck", "racecheck"]
+    assert rows["all 4 parts"][1].startswith("3 errors, 1 warnings, 3 ")
+    assert rows["structures"] == ["not finished", "not finished"]
+    assert rows["spmm-float32"][0].startswith("0 errors, 0 warnings, ")
+
+
+def test_a_clean_part_ends_well_and_is_kept(tmp_path: Path, stand_in: str) -> None:
+    clean = ["--parts", "spmm-float32", "--tools", "memcheck"]
+    run(arguments(tmp_path, stand_in, *clean), Console(quiet=True))
+    result = record.load(next((tmp_path / "out").glob("*/sanitizer.json")))
+    assert result["notes"][0].startswith("compute-sanitizer 1.2.3.4;")
+    (row, *others) = tables.CHAPTERS["sanitizer"].tables(result)[0].rows
+    assert row[1] == "0 errors, 0 warnings"
+    assert not others
+    more = ["--parts", "spmm-float32", "--tools", "racecheck", "--keep"]
+    with pytest.raises(SystemExit, match="1 of 1 not clean"):
+        run(arguments(tmp_path, stand_in, *more), Console(quiet=True))
+    assert stored(tmp_path).keys() == {("spmm-float32", "memcheck"), ("spmm-float32", "racecheck")}
+
+
+def test_no_part_starts_after_the_end(tmp_path: Path, stand_in: str) -> None:
+    with pytest.raises(SystemExit, match="2 of 2 not clean"):
+        run(arguments(tmp_path, stand_in, "--parts", "structures", "--total", "0"), Console(quiet=True))
+    assert {cell["status"] for cell in stored(tmp_path).values()} == {"not started"}
+
+
+def test_what_is_missing_or_unknown_is_said(tmp_path: Path, stand_in: str) -> None:
+    with pytest.raises(SystemExit, match="no-such-program is not on the PATH"):
+        run(arguments(tmp_path, "no-such-program"), Console(quiet=True))
+    with pytest.raises(SystemExit, match="no such part: spmm; expected some of spmm-float32"):
+        run(arguments(tmp_path, stand_in, "--parts", "spmm"), Console(quiet=True))
+
+
+def test_drivers_find_this_checkout() -> None:
+    assert str(record.REPOSITORY / "kernels") in sanitizer._environment()["PYTHONPATH"].split(os.pathsep)
+    assert sanitizer.DONE == sanitize.DONE
