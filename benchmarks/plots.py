@@ -267,8 +267,9 @@ def scaling_curves(result: dict[str, Any], record_path: Path) -> list[Path]:
         return []
     figure, axes = pyplot.subplots(figsize=(7.0, 5.0), constrained_layout=True)
     axes.plot([1, most], [1, most], color="black", linewidth=0.8, linestyle="--", label="ideal")
-    for kind, graph, dtype in dict.fromkeys((c["kind"], c["graph"], c["dtype"]) for c in cells):
-        group = [c for c in cells if (c["kind"], c["graph"], c["dtype"]) == (kind, graph, dtype)]
+    keys = [(c["kind"], c["graph"], c["dtype"], c.get("batch")) for c in cells]
+    for kind, graph, dtype, batch in dict.fromkeys(keys):
+        group = [c for c, key in zip(cells, keys, strict=True) if key == (kind, graph, dtype, batch)]
         (one,) = [c for c in group if c["gpus"] == 1]
         for variant in dict.fromkeys(c["variant"] for c in group if c["gpus"] > 1):
             points = [(1, 1.0)]

@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> Path:
     end = time.monotonic() + (float("inf") if options.total is None else options.total)
     with ThreadPoolExecutor(options.jobs) as pool:
         running = [
-            pool.submit(check, program, tool, part, FIRST_PORT + nth * PORTS, options.log, options.limit, end)
+            pool.submit(check, program, tool, part, nth, options.log, options.limit, end)
             for nth, (part, tool) in enumerate(pairs)
         ]
         cells = [out.add(**done.result()) for done in progress(as_completed(running), "parts", len(running))]
@@ -125,7 +125,7 @@ def earlier(out: record.Recorder, pairs: Iterable[tuple[str, str]]) -> list[dict
 
 
 def check(
-    program: str, tool: str, part: str, port: int, log_folder: Path, limit: float, end: float
+    program: str, tool: str, part: str, nth: int, log_folder: Path, limit: float, end: float
 ) -> dict[str, Any]:
     """Runs one part under one tool; a cell of the record.
 
@@ -133,17 +133,29 @@ def check(
         program: compute-sanitizer.
         tool: One of `TOOLS`.
         part: One of the driver's.
-        port: First of `PORTS` that nobody else uses.
+        nth: Number among those that run at the same time: each has ports of its own, and takes a GPU in turn.
         log_folder: Where the output goes, under the part's and the tool's name.
         limit: Seconds that it may take.
         end: When it is ended at the latest, by the monotonic clock.
     """
     command = [program, "--tool", tool, "--kernel-name", f"kernel_substring={OUR_KERNELS}"]
-    command += ["--launch-timeout", "0", "--port", str(port), "--max-connections", str(PORTS)]
+    command += [
+        "--launch-timeout",
+        "0",
+        "--port",
+        str(FIRST_PORT + nth * PORTS),
+        "--max-connections",
+        str(PORTS),
+    ]
     if tool == "memcheck":
         command += ["--report-api-errors", "explicit"]
     command += [sys.executable, str(DRIVER), "--part", part]
     environment = _environment()
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if gpus == [""]:
+        gpus = [str(index) for index in range(torch.cuda.device_count())]
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[nth % len(gpus)]
     if tool in ("memcheck", "initcheck"):
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     start = time.monotonic()

@@ -7,7 +7,7 @@ One command starts a process per GPU. All graphs are drawn once, by the first pr
   of the first step are compared with one GPU's. Variants: ``overlap`` (exchange beside the local product),
   ``in turn`` (exchange, then one product over all columns), ``16-bit halo`` (of float32 features); the first
   and the last also with a given number of tiles of columns in place of the chosen one.
-- ``ddp``: sage3-256 on batches of 1024 nodes for each GPU with 15, 10 and 5 neighbours, drawn on the GPU by
+- ``ddp``: sage3-256 on batches of 1024 and of 8192 nodes for each GPU with 15, 10 and 5 neighbours, drawn on the GPU by
   PyTorch's operators, with replacement; throughput with sampling, which is a batch ahead of training, and of
   batches that were drawn before.
 
@@ -65,7 +65,6 @@ VARIANTS |= {
 #: Features and classes of ogbn-products.
 IN_CHANNELS, HIDDEN, CLASSES = 100, 256, 47
 FANOUTS = (15, 10, 5)
-BATCH = 1024
 
 #: Times that mini-batches are timed, some steps each.
 ROUNDS = 5
@@ -88,6 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=VARIANTS,
         default=list(DEFAULT_VARIANTS),
         help="the first alone on further graphs",
+    )
+    parser.add_argument(
+        "--batches", nargs="+", type=int, default=[1024, 8192], help="nodes of a mini-batch, for each GPU"
     )
     parser.add_argument("--steps", type=int, default=10, help="timed training steps")
 
@@ -522,15 +524,25 @@ def _ddp(teams: Sequence[Team], options: argparse.Namespace, out: Recorder | Non
     y = torch.randint(CLASSES, (graph.num_nodes,), generator=generator, device=device)
     sampler = Sampler(graph, y)
     facts = {"kind": "ddp", "graph": DDP_GRAPH, "nodes": graph.num_nodes, "edges": graph.num_edges}
-    for dtype, team in itertools.product(options.dtypes, teams):
+    for batch, dtype, team in itertools.product(options.batches, options.dtypes, teams):
         if team.rank < team.size:
-            cell = _train_batches(sampler, x, team, dtype, options.steps)
-            _add(out, **facts, dtype=dtype, gpus=team.size, variant="ddp", **cell)
+            cell = _train_batches(sampler, x, team, dtype, batch, options.steps)
+            _add(
+                out,
+                **facts,
+                dtype=dtype,
+                gpus=team.size,
+                variant=f"mini-batches of {batch}",
+                batch=batch,
+                **cell,
+            )
         release()
         dist.barrier()
 
 
-def _train_batches(sampler: Sampler, x: Tensor, team: Team, dtype: str, steps: int) -> dict[str, Any]:
+def _train_batches(
+    sampler: Sampler, x: Tensor, team: Team, dtype: str, batch: int, steps: int
+) -> dict[str, Any]:
     """Throughput of training on batches, sampling included and not."""
     device = team.device
     torch.manual_seed(0)
@@ -543,7 +555,7 @@ def _train_batches(sampler: Sampler, x: Tensor, team: Team, dtype: str, steps: i
         )
     optimiser = torch.optim.Adam(model.parameters())
     generator = torch.Generator(device).manual_seed(1 + team.rank)
-    batch = min(BATCH, x.size(0) // 4)
+    batch = min(batch, x.size(0) // 4)
 
     def draw() -> Batch:
         # Distinct seeds without a permutation of all nodes: of random ones a prefix of the unique.

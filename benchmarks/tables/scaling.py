@@ -25,14 +25,15 @@ def scaling(result: dict[str, Any]) -> list[Table]:
             rows.append([cell["variant"], str(cell["gpus"]), *times, *exchange, *shares, *facts, error])
         tables.append(Table(f"full graph, gcn3-256, {graph}, {dtype}", columns, rows))
     batches = by(result["cells"], kind="ddp")
-    for dtype in ordered(c["dtype"] for c in batches):
+    for batch, dtype in ordered((c["batch"], c["dtype"]) for c in batches):
         rows = []
-        for cell in by(batches, dtype=dtype):
-            one = first(batches, dtype=dtype, gpus=1)
+        for cell in by(batches, batch=batch, dtype=dtype):
+            one = first(batches, batch=batch, dtype=dtype, gpus=1)
             row = [str(cell["gpus"])]
             for field in ("seeds_per_s", "seeds_per_s_without_sampling"):
                 row += [number(cell[field]), ratio(quotient(cell[field], one[field] if one else None))]
             rows.append(row)
         names = ["GPUs", "nodes/s", "speed-up", "nodes/s without sampling", "speed-up"]
-        tables.append(Table(f"mini-batches, sage3-256, {batches[0]['graph']}, {dtype}", names, rows))
+        title = f"mini-batches of {batch}, sage3-256, {batches[0]['graph']}, {dtype}"
+        tables.append(Table(title, names, rows))
     return tables

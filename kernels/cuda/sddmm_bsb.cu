@@ -337,9 +337,12 @@ __global__ void __launch_bounds__(kThreads, kMin)
       for (int s = 0; s < kSteps; ++s) rows[s] = load_rows(row, s);
       queue.start(first_entry(row));
     }
-    const int left = end - index;  // of the window's quads
-    const std::uint32_t mask = t < left ? next_mask : 0;
-    next.cut(left);
+    std::uint32_t mask = next_mask;
+    const int left = min(end - index, kBlockQuads);
+    if (left < kBlockQuads) {
+      if (t >= left) mask = 0;
+      next.cut(left);
+    }
     std::uint32_t column[kLoads];
     next.unpack_to(column, lane);
     uint4 words[kLoads][kSteps > 0 ? kSteps : 1];
@@ -348,10 +351,11 @@ __global__ void __launch_bounds__(kThreads, kMin)
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) words[v][s] = load_src(column[v], s);
     }
-    const int own = index + min(t, left - 1);  // the quad of this thread's results
-    index = min(index + kBlockQuads, end);
-    next.read(quads + index * kQuadWords, lane);
-    next_mask = load_masks(quads, index + t);
+    const std::uint32_t* block = quads;
+    quads += left * kQuadWords;
+    index += left;
+    next.read(quads, lane);
+    next_mask = load_masks(quads, t);
     __syncwarp();  // so that all loads start here, and not one after the other where they are needed
 
     Products<T, kTerms, kLanes> products[kLoads];
@@ -380,17 +384,17 @@ __global__ void __launch_bounds__(kThreads, kMin)
     if constexpr (kTerms > 1) {
       if ((result[0] + result[1] + result[2] + result[3]) * 0.0f != 0) {  // NaN: one is not finite
         std::uint32_t of_result[kOwned];
-        unpack(load_columns(quads, own), of_result);
+        unpack(load_columns(block, min(t, left - 1)), of_result);
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) result[i] = multiply_again(args, row, of_result[i]);
       }
     }
     const std::uint32_t present = (mask >> g) & 0x01010101u;
-    if constexpr (!kPlain) scale(args, result, row, load_columns(quads, own));
+    if constexpr (!kPlain) scale(args, result, row, load_columns(block, min(t, left - 1)));
     if (kPlain || args.quad_vector == nullptr) {
       queue.put(result, present, t);
     } else {
-      const std::int64_t first = __ldg(args.quad_vector + run.begin + own);
+      const std::int64_t first = __ldg(args.quad_vector + run.begin + index - left + min(t, left - 1));
 #pragma unroll
       for (int i = 0; i < kOwned; ++i) {
         if (((mask >> 8 * i) & 0xffu) == 0) continue;

@@ -220,10 +220,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
     window_end = __ldg(args.a.window_ptr + run.target + 1 + lane) - run.begin;
   }
 
-  // left: quads from the block's first one to the end of the window, at least one.
-  const auto gather = [&](Block<T, kFeatures>& block, PackedColumns columns, std::uint32_t mask, int left) {
-    block.mask = t < left ? mask : 0;
-    cut_words(columns.word, left);
+  const auto gather = [&](Block<T, kFeatures>& block, const PackedColumns& columns) {
     std::uint32_t source[kOwned];
     unpack(columns, source);
 #pragma unroll
@@ -373,37 +370,40 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
   // the run.
   PackedColumns next[kBlocks];
   std::uint32_t next_mask[kBlocks];
-  const auto load_next = [&](int index) {
+  const auto load_next = [&] {
 #pragma unroll
     for (int u = 0; u < kBlocks; ++u) {
-      next[u] = load_columns(quads, index + u * kBlockQuads + quarter);
-      next_mask[u] = load_masks(quads, index + u * kBlockQuads + t);
+      next[u] = load_columns(quads, u * kBlockQuads + quarter);
+      next_mask[u] = load_masks(quads, u * kBlockQuads + t);
     }
   };
-  load_next(0);
+  load_next();
   int index = 0;
   for (int nth = 0; nth < run.num_windows; ++nth) {
     const int end = __shfl_sync(kFullWarp, window_end, nth);
-    while (index + (kBlocks - 1) * kBlockQuads < end) {
+    while (index + kBlocks * kBlockQuads <= end) {
       Block<T, kFeatures> block[kBlocks];
 #pragma unroll
       for (int u = 0; u < kBlocks; ++u) {
-        gather(block[u], next[u], next_mask[u], end - index - u * kBlockQuads);
+        block[u].mask = next_mask[u];
+        gather(block[u], next[u]);
       }
-      const int after = min(index + kBlocks * kBlockQuads, end);
-      load_next(after);
+      quads += kBlocks * kBlockQuads * kQuadWords;
+      load_next();
 #pragma unroll
-      for (int u = 0; u < kBlocks; ++u) {
-        accumulate(block[u], index + u * kBlockQuads, end - index - u * kBlockQuads);
-      }
-      index = after;
+      for (int u = 0; u < kBlocks; ++u) accumulate(block[u], index + u * kBlockQuads, kBlockQuads);
+      index += kBlocks * kBlockQuads;
     }
-    if (kBlocks > 1 && index < end) {
+    while (index < end) {
+      const int left = min(end - index, kBlockQuads);
+      cut_words(next[0].word, left);
       Block<T, kFeatures> block;
-      gather(block, next[0], next_mask[0], end - index);
-      load_next(end);
-      accumulate(block, index, end - index);
-      index = end;
+      block.mask = t < left ? next_mask[0] : 0;
+      gather(block, next[0]);
+      quads += left * kQuadWords;
+      load_next();
+      accumulate(block, index, left);
+      index += left;
     }
     finish(nth);
   }

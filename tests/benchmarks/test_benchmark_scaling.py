@@ -24,7 +24,18 @@ def test_scaling_on_the_cpu(
         for name in ("ogbn-products", "pubmed")
     }
     monkeypatch.setattr(suite, "SUITE", small)
-    arguments = ["--gpus", "2", "--graphs", "pubmed", "--steps", "2", "--dtypes", "float32"]
+    arguments = [
+        "--gpus",
+        "2",
+        "--graphs",
+        "pubmed",
+        "--steps",
+        "2",
+        "--dtypes",
+        "float32",
+        "--batches",
+        "50",
+    ]
     run(["scaling", "--device", "cpu", "--out", str(tmp_path), *arguments], Console(quiet=True))
     result = record.load(next(tmp_path.glob("*/scaling.json")))
     full = [cell for cell in result["cells"] if cell["kind"] == "full"]
@@ -43,7 +54,7 @@ def test_scaling_on_the_cpu(
     titles = [table.title for table in tables.scaling(result)]
     assert titles == [
         "full graph, gcn3-256, pubmed, float32",
-        "mini-batches, sage3-256, ogbn-products, float32",
+        "mini-batches of 50, sage3-256, ogbn-products, float32",
     ]
     main(["plots", "--results", str(tmp_path)])
     assert "scaling_speedup.png" in capsys.readouterr().out
