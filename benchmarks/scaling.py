@@ -7,9 +7,9 @@ One command starts a process per GPU. All graphs are drawn once, by the first pr
   of the first step are compared with one GPU's. Variants: ``overlap`` (exchange beside the local product),
   ``in turn`` (exchange, then one product over all columns), ``16-bit halo`` (of float32 features); the first
   and the last also with a given number of tiles of columns in place of the chosen one.
-- ``ddp``: sage3-256 on batches of 1024 and of 8192 nodes for each GPU with 15, 10 and 5 neighbours, drawn on the GPU by
-  PyTorch's operators, with replacement; throughput with sampling, which is a batch ahead of training, and of
-  batches that were drawn before.
+- ``ddp``: sage3-256 on batches of 1024 and of 8192 nodes for each GPU with 15, 10 and 5 neighbours, drawn on
+  the GPU by PyTorch's operators, with replacement; throughput with sampling, which is a batch ahead of
+  training, and of batches that were drawn before.
 
 Where NVLink multicast must stay off, say so in the command:
 ``NCCL_NVLS_ENABLE=0 python -m benchmarks scaling``.

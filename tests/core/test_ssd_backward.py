@@ -70,7 +70,7 @@ def error_in_terms(out: Tensor, adj: Adjacency, grad: Tensor, ids: Tensor, **giv
 
 
 def tolerance(adj: Adjacency, dtype: torch.dtype, algorithm: str) -> float:
-    """Windows add a source's strips in float32 one after the other: equal ones round by 2^-25 each at most."""
+    """Windows add a source's strips in float32 one after the other: equal ones are off by 2^-25 each."""
     if algorithm != "windows" or adj.num_edges == 0:
         return TOLERANCE[dtype]
     most = int(torch.bincount(adj.col.long()).max())

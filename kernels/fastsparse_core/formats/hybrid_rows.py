@@ -36,7 +36,9 @@ class HybridRows(RowSplit):
     num_long: int
 
     @classmethod
-    def from_rowptr(cls, rowptr: Tensor, longest: int = LONGEST) -> HybridRows:
+    def from_rowptr(  # type: ignore[override]
+        cls, rowptr: Tensor, longest: int = LONGEST
+    ) -> HybridRows:
         """Cuts rows.
 
         Args:
