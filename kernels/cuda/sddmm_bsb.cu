@@ -337,12 +337,9 @@ __global__ void __launch_bounds__(kThreads, kMin)
       for (int s = 0; s < kSteps; ++s) rows[s] = load_rows(row, s);
       queue.start(first_entry(row));
     }
-    std::uint32_t mask = next_mask;
     const int left = min(end - index, kBlockQuads);
-    if (left < kBlockQuads) {
-      if (t >= left) mask = 0;
-      next.cut(left);
-    }
+    const std::uint32_t mask = t < left ? next_mask : 0;
+    next.cut(left);
     std::uint32_t column[kLoads];
     next.unpack_to(column, lane);
     uint4 words[kLoads][kSteps > 0 ? kSteps : 1];

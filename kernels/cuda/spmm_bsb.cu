@@ -28,7 +28,9 @@ namespace fastsparse::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kBlocksPerSum = 4;  // float32: then the tensor cores' sums move to sums that round to nearest
+// float32: every 4 blocks the tensor cores' sums move to sums that round to nearest. These bits of a block's
+// first quad say that it is the last of 4.
+constexpr int kLastOfSum = 3 * kBlockQuads;
 
 __device__ __forceinline__ std::uint32_t one_bits(__half) { return 0x3c00u; }
 __device__ __forceinline__ std::uint32_t one_bits(__nv_bfloat16) { return 0x3f80u; }
@@ -212,12 +214,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
   // load.
   const char* x = reinterpret_cast<const char*>(static_cast<const T*>(args.x.data) + (inside ? feature : 0));
   const auto row_bytes = static_cast<std::uint32_t>(args.x.stride * sizeof(T));
-  const std::uint32_t* quads = args.a.quad + static_cast<std::int64_t>(run.begin) * kQuadWords;
   const std::int64_t head = kWeight == Weight::kValue ? tile / (args.width / args.value.heads) : 0;
   // Lane n: where the run's n-th window ends.
-  int window_end = run.length;
+  int window_end = run.begin + run.length;
   if (run.num_windows > 1 && lane < run.num_windows) {
-    window_end = __ldg(args.a.window_ptr + run.target + 1 + lane) - run.begin;
+    window_end = __ldg(args.a.window_ptr + run.target + 1 + lane);
   }
 
   const auto gather = [&](Block<T, kFeatures>& block, const PackedColumns& columns) {
@@ -267,12 +268,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
 
   float sum[kFeatures / 2][4] = {}, total[kFeatures / 2][4] = {};
   const auto accumulate = [&](Block<T, kFeatures>& block, int index, int left) {
-    if constexpr (kWeight != Weight::kOne) load_weights(block, run.begin + index + min(t, left - 1));
+    if constexpr (kWeight != Weight::kOne) load_weights(block, index + min(t, left - 1));
 #pragma unroll
     for (int v = 0; v < kOwned; ++v) shuffle_pack(block.pack[v], 8 * t + g);
     if constexpr (kFloat) {
       multiply_float<kFeatures, kWeight, kTerms>(sum, block, g);
-      if (index / kBlockQuads % kBlocksPerSum == kBlocksPerSum - 1) {
+      if ((~index & kLastOfSum) == 0) {
 #pragma unroll
         for (int r = 0; r < kFeatures / 2; ++r) {
 #pragma unroll
@@ -370,29 +371,29 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
   // the run.
   PackedColumns next[kBlocks];
   std::uint32_t next_mask[kBlocks];
+  int index = run.begin;
   const auto load_next = [&] {
 #pragma unroll
     for (int u = 0; u < kBlocks; ++u) {
-      next[u] = load_columns(quads, u * kBlockQuads + quarter);
-      next_mask[u] = load_masks(quads, u * kBlockQuads + t);
+      next[u] = load_columns(args.a.quad, index + u * kBlockQuads + quarter);
+      next_mask[u] = load_masks(args.a.quad, index + u * kBlockQuads + t);
     }
   };
   load_next();
-  int index = 0;
   for (int nth = 0; nth < run.num_windows; ++nth) {
     const int end = __shfl_sync(kFullWarp, window_end, nth);
-    while (index + kBlocks * kBlockQuads <= end) {
+    while (kBlocks > 1 && index + kBlocks * kBlockQuads <= end) {
       Block<T, kFeatures> block[kBlocks];
 #pragma unroll
       for (int u = 0; u < kBlocks; ++u) {
         block[u].mask = next_mask[u];
         gather(block[u], next[u]);
       }
-      quads += kBlocks * kBlockQuads * kQuadWords;
+      index += kBlocks * kBlockQuads;
       load_next();
 #pragma unroll
-      for (int u = 0; u < kBlocks; ++u) accumulate(block[u], index + u * kBlockQuads, kBlockQuads);
-      index += kBlocks * kBlockQuads;
+      for (int u = 0; u < kBlocks; ++u)
+        accumulate(block[u], index - (kBlocks - u) * kBlockQuads, kBlockQuads);
     }
     while (index < end) {
       const int left = min(end - index, kBlockQuads);
@@ -400,21 +401,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
       Block<T, kFeatures> block;
       block.mask = t < left ? next_mask[0] : 0;
       gather(block, next[0]);
-      quads += left * kQuadWords;
-      load_next();
-      accumulate(block, index, left);
       index += left;
+      load_next();
+      accumulate(block, index - left, left);
     }
     finish(nth);
   }
   for (std::uint32_t left = __reduce_or_sync(kFullWarp, not_finite); left != 0; left &= left - 1) {
     const int nth = __ffs(static_cast<int>(left)) - 1;
-    const int begin = nth == 0 ? 0 : __shfl_sync(kFullWarp, window_end, nth - 1);
+    const int begin = nth == 0 ? run.begin : __shfl_sync(kFullWarp, window_end, nth - 1);
     const int end = __shfl_sync(kFullWarp, window_end, nth);
     if ((not_finite >> nth & 1u) != 0 && tile + g * kFeatures < args.width) {
       sum_entry_by_entry<T, kFeatures, kWeight == Weight::kValue>(
-          args, static_cast<std::int64_t>(run.begin) + begin, static_cast<std::int64_t>(run.begin) + end,
-          run.target < 0 ? run.target : run.target + nth, t, tile + g * kFeatures, head);
+          args, begin, end, run.target < 0 ? run.target : run.target + nth, t, tile + g * kFeatures, head);
     }
   }
 }

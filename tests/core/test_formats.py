@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 from pathlib import Path
@@ -88,14 +89,21 @@ def test_bsb_holds_every_entry(device, edges, kind):
     assert bsb.num_blocks == sum(-(-quads * QUAD // BLOCK) for quads in bsb.window_ptr.diff().tolist())
 
 
-@pytest.mark.parametrize(("last", "quads"), [(120, [33, 2, 0, 30]), (121, [36, 4, 0, 32])])
-def test_bsb_pads_long_windows_to_blocks(device, last, quads):
-    """From 64 vectors a window on average they take whole blocks, below that whole quads."""
-    counts = [130, 5, 0, last]
-    row = torch.tensor([8 * window for window, n in enumerate(counts) for _ in range(n)])
-    col = torch.tensor([i for n in counts for i in range(n)])
-    adj = Adjacency.from_coo(row.to(device), col.to(device), (29, 200))
-    assert bsb_of(adj, None).window_ptr.diff().tolist() == quads
+@pytest.mark.parametrize(
+    ("count", "rows", "quads"),
+    [
+        pytest.param(5, 1, 2, id="two quads where a block would be half empty"),
+        pytest.param(5, 8, 4, id="a block where CSR is much larger"),
+        pytest.param(14, 1, 4, id="a block where it is nearly full"),
+        pytest.param(18, 1, 5, id="a block and a quad"),
+    ],
+)
+def test_bsb_pads_to_blocks_where_that_is_cheap(device, count, rows, quads):
+    """Windows of so many vectors with so many entries each, and one without."""
+    row, col = torch.tensor(list(itertools.product(range(rows), range(count)))).t()
+    row = torch.cat([row, row + 8, row + 24]).to(device)
+    adj = Adjacency.from_coo(row, col.repeat(3).to(device), (32, 40))
+    assert bsb_of(adj, None).window_ptr.diff().tolist() == [quads, quads, 0, quads]
 
 
 def test_bsb_holds_as_many_columns_as_fit(device):
@@ -133,7 +141,8 @@ def test_bsb_layout(device, edges, kind):
     """Vectors ascend by column, padding is last and repeats a column, no quad or block is all padding."""
     adj = edges.adjacency(device)
     bsb = bsb_of(adj, window_rows(adj, kind))
-    together = vectors_together(bsb.num_vectors, bsb.num_windows)
+    quads = sum(-(-int(n) // QUAD) for n in vectors_by_hand(adj, bsb.window_row, HEIGHT))
+    together = vectors_together(quads, bsb.num_blocks, adj.num_dst, adj.num_edges)
     stored, col = (bsb.mask != 0).view(-1, together), bsb.col.view(-1, together)
     assert bool(stored[:, 0].all())
     assert bool((stored[:, :-1] | ~stored[:, 1:]).all())

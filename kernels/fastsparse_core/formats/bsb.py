@@ -25,8 +25,10 @@ QUAD_BYTES = QUAD * (COLUMN_BITS // 8 + 1)
 _COLUMN_BYTES = QUAD * COLUMN_BITS // 8
 #: Source nodes that a vector can name.
 MOST_COLUMNS = 1 << COLUMN_BITS
-#: Vectors of a window on average from which on windows begin where a block does, see `vectors_together`.
-_LONG_WINDOW = 64
+#: Whole blocks are stored up to this share of the size of CSR, with 16-bit values ...
+_SHARE_OF_CSR = 0.6
+#: ... or where they take at most so many times the bytes of whole quads.
+_BLOCKS_OVER_QUADS = 1.2
 #: Quads behind the last one that the kernels may read (and ignore), so that they can read ahead.
 _OVERREAD = 16
 
@@ -40,9 +42,9 @@ class Bsb:
     window are stored by ascending column, four to a quad; the last quad is padded with vectors of mask 0. An
     edge that occurs twice starts a second vector of the same column.
 
-    The kernels take a window in *blocks* of up to four quads, 16 vectors. Where windows are short, what the
-    last block of a window lacks is not stored: they fill it with vectors of mask 0 as they read. Where
-    windows are long, the last block is stored as a whole, so that all blocks begin at multiples of 64 bytes.
+    The kernels take a window in *blocks* of up to four quads, 16 vectors. Where padding windows to whole
+    blocks costs little, that is done, so that all blocks begin at multiples of 64 bytes. Elsewhere what the
+    last block of a window lacks is not stored: kernels fill it with vectors of mask 0 as they read.
 
     Attributes:
         shape: (num_dst, num_src).
@@ -114,7 +116,12 @@ class Bsb:
         mask = torch.diff(mask, prepend=mask.new_zeros(1)).int() << COLUMN_BITS
         window_vector = torch.searchsorted(head_entry, window_entry)
         vectors = window_vector.diff()
-        together = vectors_together(num_vectors, num_windows)
+        quads = ((vectors + (QUAD - 1)) // QUAD).sum()
+        blocks = ((vectors + (BLOCK - 1)) // BLOCK).sum()
+        num_quads, num_blocks = torch.stack([quads, blocks]).tolist()
+        together = vectors_together(num_quads, num_blocks, shape[0], col.numel())
+        if together == BLOCK:
+            num_quads = num_blocks * (BLOCK // QUAD)
         # Behind the last vector, what the last window may read.
         packed = entry.new_zeros(num_vectors + together)
         torch.bitwise_or(entry[head_entry[:-1]] // HEIGHT, mask, out=packed[:num_vectors])
@@ -123,13 +130,11 @@ class Bsb:
         groups = (vectors + (together - 1)) // together
         first_group = torch.zeros(num_windows + 1, dtype=torch.int64, device=device)
         torch.cumsum(groups, 0, out=first_group[1:])
-        blocks = ((vectors + (BLOCK - 1)) // BLOCK).sum()
-        num_groups, num_blocks = torch.stack([first_group[-1], blocks]).tolist()
+        num_groups = num_quads * QUAD // together
         shift = window_vector[:-1] - together * first_group[:-1]
         first_vector = torch.arange(0, together * num_groups, together, device=device)
         first_vector += torch.repeat_interleave(shift, groups, output_size=num_groups)
         place = first_vector[:, None] + torch.arange(together, device=device)
-        num_quads = num_groups * (together // QUAD)
         vector = packed.new_zeros(num_quads + _OVERREAD, QUAD)
         group = vector[:num_quads].view(num_groups, together)
         torch.take(packed, place, out=group)
@@ -214,13 +219,22 @@ class Bsb:
         return named if self.window_row is None else named | {"window_row": self.window_row}
 
 
-def vectors_together(num_vectors: int, num_windows: int) -> int:
-    """Vectors of which windows take a multiple, the rest padded: those of a quad, or of a block.
+def vectors_together(num_quads: int, num_blocks: int, num_dst: int, num_edges: int) -> int:
+    """Vectors of which windows take a multiple, the rest padded: those of a block, or of a quad.
 
-    A block whose 64 bytes lie in one line of the cache is read faster. Where windows have many vectors, that
-    costs 6 more of them on average.
+    A block whose 64 bytes lie in one line of the cache is read faster, but a window of few vectors is padded
+    to several times its size.
+
+    Args:
+        num_quads: of all windows, padded to quads.
+        num_blocks: of all windows.
+        num_dst: rows.
+        num_edges: entries.
     """
-    return BLOCK if num_vectors >= _LONG_WINDOW * num_windows else QUAD
+    of_blocks, of_quads = num_blocks * BLOCK // QUAD * QUAD_BYTES, num_quads * QUAD_BYTES
+    of_csr = 4 * (num_dst + 1) + 6 * num_edges
+    small = of_blocks <= _SHARE_OF_CSR * of_csr or of_blocks <= _BLOCKS_OVER_QUADS * of_quads
+    return BLOCK if small else QUAD
 
 
 def place_of_row(window_row: Tensor, num_rows: int) -> Tensor:

@@ -74,8 +74,9 @@ def statistics(adj: Adjacency, window_row: Tensor | None = None) -> FormatStatis
     num_edges, num_windows = adj.num_edges, low.numel()
     vectors, tall_vectors = int(low.sum()), int(high.sum())
     padded = _rounded(low, _PADDING) * _PADDING
-    together = vectors_together(vectors, num_windows)
-    quads = _rounded(low, together) * (together // QUAD)
+    blocks, quads = _rounded(low, BLOCK), _rounded(low, QUAD)
+    if vectors_together(quads, blocks, adj.num_dst, num_edges) == BLOCK:
+        quads = blocks * (BLOCK // QUAD)
     grouping = 0 if window_row is None else window_row.nbytes
     return FormatStatistics(
         num_edges=num_edges,
@@ -83,7 +84,7 @@ def statistics(adj: Adjacency, window_row: Tensor | None = None) -> FormatStatis
         vectors_16x1=tall_vectors,
         zeros_8x1=HEIGHT * vectors - num_edges,
         zeros_16x1=2 * HEIGHT * tall_vectors - num_edges,
-        mma_8x1=_rounded(low, BLOCK),
+        mma_8x1=blocks,
         mma_16x1=2 * _rounded(high, BLOCK),
         bsb_bytes=4 * (num_windows + 1) + QUAD_BYTES * quads + grouping,
         me_bcrs_bytes=4 * (num_windows + 1) + (4 + 2 * HEIGHT) * vectors + grouping,

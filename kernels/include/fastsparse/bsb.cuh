@@ -22,12 +22,16 @@ struct PackedColumns {
   std::uint32_t word[3];
 };
 
+// The nth quad: with an index that is wide already the address takes several instructions more.
+__device__ __forceinline__ const std::uint32_t* quad_at(const std::uint32_t* quads, int nth) {
+  return reinterpret_cast<const std::uint32_t*>(reinterpret_cast<const uint4*>(quads) + nth);
+}
 __device__ __forceinline__ PackedColumns load_columns(const std::uint32_t* quads, int nth) {
-  const std::uint32_t* at = quads + kQuadWords * nth;
+  const std::uint32_t* at = quad_at(quads, nth);
   return {{__ldg(at), __ldg(at + 1), __ldg(at + 2)}};
 }
 __device__ __forceinline__ std::uint32_t load_masks(const std::uint32_t* quads, int nth) {
-  return __ldg(quads + kQuadWords * nth + kMaskWord);
+  return __ldg(quad_at(quads, nth) + kMaskWord);
 }
 
 __device__ __forceinline__ void unpack(const PackedColumns& packed, std::uint32_t (&column)[kOwned]) {
@@ -38,16 +42,13 @@ __device__ __forceinline__ void unpack(const PackedColumns& packed, std::uint32_
 }
 
 // What the last block of a window lacks, `left` quads being there: quarters of the warp that have read words
-// of a quad behind the window get the first quarter's, whose columns are gathered anyway, so that they need
-// no predicate.
+// of a quad behind the window get column 0. All of them gather the same row, which stays in the cache: that
+// is cheaper than a predicate on every load.
 template <int kWords>
 __device__ __forceinline__ void cut_words(std::uint32_t (&word)[kWords], int left) {
-  if (left >= kBlockQuads) return;  // the same in all lanes
-  const int lane = static_cast<int>(threadIdx.x % kWarp);
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
-    const std::uint32_t first = __shfl_sync(kFullWarp, word[i], lane % 8);
-    if (lane / 8 >= left) word[i] = first;
+    if (static_cast<int>(threadIdx.x % kWarp / 8) >= left) word[i] = 0;
   }
 }
 
