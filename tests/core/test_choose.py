@@ -363,6 +363,24 @@ def test_spmm_gathers_from_shared_memory_where_sources_fit(shape, width, dtype, 
         assert adj.uses == 0
 
 
+@pytest.mark.parametrize(
+    ("edges", "vectors", "width", "has_bsb", "picked"),
+    [
+        (524_288, 0.25, 128, True, "flashsparse"),
+        (524_288, 0.25, 96, True, "csr"),
+        (524_288, 0.6, 256, True, "csr"),
+        (524_288, 0.25, 256, False, "csr"),
+    ],
+)
+def test_shared_memory_gives_way_to_much_sharing_in_float32(edges, vectors, width, has_bsb, picked):
+    bsb = SimpleNamespace(num_vectors=int(vectors * edges))
+    adj = structure(num_dst=2048, num_src=512, num_edges=edges, has_bsb=has_bsb, bsb=bsb)
+    arguments = ("auto", torch.float32, width, 1, True)
+    assert choose.spmm_algorithm(adj, *arguments, weighted=False) == picked
+    assert choose.spmm_algorithm(adj, *arguments, weighted=True) == "csr"
+    assert adj.uses == 0
+
+
 def test_what_cannot_gather_from_shared_memory(shared_memory):
     adj = structure(num_dst=2048, num_src=512)
     for algorithm in ("csr", "tca"):
