@@ -6,7 +6,8 @@ One command starts a process per GPU. All graphs are drawn once, by the first pr
   more have a PartitionedAdjacency. The time of a step is that of the slowest process. Logits and gradients
   of the first step are compared with one GPU's. Variants: ``overlap`` (exchange beside the local product),
   ``in turn`` (exchange, then one product over all columns), ``16-bit halo`` (of float32 features); the first
-  and the last also with a given number of tiles of columns in place of the chosen one.
+  and the last also with a given number of tiles of columns in place of the chosen one, or with ``cached
+  inputs``, whose halo travels in the first step only.
 - ``ddp``: sage3-256 on batches of 1024 and of 8192 nodes for each GPU with 15, 10 and 5 neighbours, drawn on
   the GPU by PyTorch's operators, with replacement; throughput with sampling, which is a batch ahead of
   training, and of batches that were drawn before.
@@ -54,6 +55,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "overlap": {},
     "in turn": {"overlap": False},
     "16-bit halo": {"halo_dtype": torch.bfloat16},
+    "cached inputs": {"cache_inputs": True},
+    "16-bit halo, cached inputs": {"halo_dtype": torch.bfloat16, "cache_inputs": True},
 }
 DEFAULT_VARIANTS = tuple(VARIANTS)
 VARIANTS |= {

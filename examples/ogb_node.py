@@ -132,7 +132,7 @@ class NodeTask:
         # DGL's layers add no self loops.
         loops = "append" if self.kind.self_loops and self.options.framework == "dgl" else "keep"
         self.part = PartitionedAdjacency.from_coo(
-            target, source, parts, group=exchange_group(), self_loops=loops
+            target, source, parts, group=exchange_group(), self_loops=loops, cache_inputs=True
         )
         self.graphs = [self.part] * self.recipe.layers
         self.x = parts.scatter(data.x, parallel.rank).to(self.device)

@@ -269,6 +269,51 @@ def _tiles(
         assert relative_error(actual[4], expected[4]) < tolerance, width
 
 
+def test_inputs_travel_once(team: Team) -> None:
+    for options in ({"send": "needed"}, {"send": "all"}, {"halo_dtype": torch.bfloat16}):
+        team.run(_inputs, options)
+
+
+def _inputs(rank: int, size: int, device: torch.device, options: Any) -> None:
+    """Features without gradient are sent again only if they changed, and always where they need one."""
+    row, col = (end.to(device) for end in random_graph())
+    parts = [
+        PartitionedAdjacency.from_coo(row, col, owners("shuffled", size), cache_inputs=cached, **options)
+        for cached in (True, False)
+    ]
+    sent = []
+    exchange = parts[0].exchange
+    original = exchange.to_halo
+    exchange.to_halo = lambda rows: sent.append(rows.shape) or original(rows)  # type: ignore[method-assign]
+    x = parts[0].scatter(features(NODES, 20, dtype=torch.float32).to(device)).clone()
+    weight = features(20, 3, dtype=torch.float32, seed=1).to(device).requires_grad_()
+
+    def products() -> None:
+        ours, theirs = (spmm(part, x, reduce="mean") @ weight for part in parts)
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+        grads = [torch.autograd.grad(out.square().sum(), weight)[0] for out in (ours, theirs)]
+        torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+
+    for _ in range(3):
+        products()
+    assert len(sent) == 1
+    assert parts[0].memory_usage()["inputs"] == exchange.num_halo * 20 * 4
+    x.mul_(2)
+    products()
+    assert len(sent) == 2
+    x = x.clone()
+    products()
+    assert len(sent) == 3
+    with torch.autocast(device.type, torch.bfloat16):
+        products()
+        products()
+    assert len(sent) == 4
+    x.requires_grad_()
+    products()
+    products()
+    assert len(sent) == 6
+
+
 def test_widths_of_tiles() -> None:
     def widths(width: int, count: int) -> list[int]:
         columns = column_tiles(width, count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -92,6 +93,7 @@ class PartitionedAdjacency(Adjacency):
         halo_dtype: dtype of features and gradients on the way; None: their own.
         overlap: whether spmm computes with local columns while the others' features travel.
         tiles: in how many tiles of columns they travel then; None: :meth:`num_tiles` chooses.
+        cache_inputs: whether the others' rows of features that need no gradient travel once.
         statistics: how well the graph is divided.
     """
 
@@ -107,6 +109,7 @@ class PartitionedAdjacency(Adjacency):
         halo_dtype: torch.dtype | None = None,
         overlap: bool = True,
         tiles: int | None = None,
+        cache_inputs: bool = False,
     ) -> None:
         """Wraps checked parts as they are; the ``from_*`` constructors check and convert. Collective."""
         self.rows = rows
@@ -116,6 +119,8 @@ class PartitionedAdjacency(Adjacency):
         self.halo_dtype = halo_dtype
         self.overlap = overlap
         self.tiles = tiles
+        self.cache_inputs = cache_inputs
+        self._inputs: tuple[weakref.ref[Tensor], tuple[int, torch.dtype], Tensor] | None = None
         self.shape = (rows.num_dst, rows.num_dst)
         self.num_values = rows.num_values
         self._num_given = rows._num_given
@@ -142,6 +147,7 @@ class PartitionedAdjacency(Adjacency):
         halo_dtype: torch.dtype | None = None,
         overlap: bool = True,
         tiles: int | None = None,
+        cache_inputs: bool = False,
         send: Literal["auto", "needed", "all"] = "auto",
     ) -> PartitionedAdjacency:
         """Builds this process's part from edges in any order. Collective.
@@ -161,6 +167,10 @@ class PartitionedAdjacency(Adjacency):
                 when all are there.
             tiles: in how many tiles of columns features travel then, at most; None: as many as are worth it,
                 see :meth:`num_tiles`. The same on all ranks.
+            cache_inputs: whether the others' rows of the last features without gradient are kept for spmm:
+                what a first layer aggregates is the same in every step of full-graph training, and travels
+                once then. Takes the memory of these rows. Where one rank changes its features, as an object
+                or in place, all must.
             send: what goes to a rank: ``"needed"``, the rows it has for neighbours; ``"all"``, all; or
                 ``"auto"``: all where at least 80 % are needed.
 
@@ -200,7 +210,16 @@ class PartitionedAdjacency(Adjacency):
             self_loops=self_loops,
             group_rows=group_rows,
         )
-        return cls(rows, exchange, partition, rank, halo_dtype=halo_dtype, overlap=overlap, tiles=tiles)
+        return cls(
+            rows,
+            exchange,
+            partition,
+            rank,
+            halo_dtype=halo_dtype,
+            overlap=overlap,
+            tiles=tiles,
+            cache_inputs=cache_inputs,
+        )
 
     @classmethod
     def from_csr(  # type: ignore[override]
@@ -264,6 +283,7 @@ class PartitionedAdjacency(Adjacency):
             halo_dtype=self.halo_dtype,
             overlap=self.overlap,
             tiles=self.tiles,
+            cache_inputs=self.cache_inputs,
         )
 
     # ---------------------------------------------------------------- facts
@@ -412,6 +432,7 @@ class PartitionedAdjacency(Adjacency):
     ) -> Tensor:
         """:func:`fastsparse_core.spmm` over the ranks' rows; arguments as there. Collective."""
         check_features("x", x, self.num_src, "num_src", self)
+        given = x
         (x,) = autocast(x)  # type: ignore[assignment]
         scale_dst = check_scale("scale_dst", scale_dst, self.num_dst, x)
         scale_halo = scale_rows = None
@@ -427,11 +448,15 @@ class PartitionedAdjacency(Adjacency):
                 self.rows, whole, value, reduce, scale_src=scale_rows, bias=bias, relu=relu, **options
             )
         flat = x.reshape(x.size(0), x.shape[1:].numel())
-        # Several heads have columns of their own each, which tiles would cut.
-        tiles = 1 if value is not None and value.dim() > 1 else self.num_tiles(flat.size(1), flat.dtype)
-        way = HaloFeatures(self.exchange, flat, self.halo_dtype, tiles)
+        arriving: Iterable[tuple[slice, Tensor]]
+        if self.cache_inputs and not given.requires_grad:
+            arriving = [(slice(None), self._halo_of_inputs(given, flat))]
+        else:
+            # Several heads have columns of their own each, which tiles would cut.
+            tiles = 1 if value is not None and value.dim() > 1 else self.num_tiles(flat.size(1), flat.dtype)
+            arriving = HaloFeatures(self.exchange, flat, self.halo_dtype, tiles).tiles()
         out = spmm(self.local, flat, value, scale_src=scale_src, bias=bias, **options)
-        for columns, arrived in way.tiles():
+        for columns, arrived in arriving:
             part = spmm(self.halo, arrived, value, scale_src=scale_halo, **options)
             out = AddColumns.apply(out, part, columns)
         if relu:
@@ -463,6 +488,18 @@ class PartitionedAdjacency(Adjacency):
             return 1
         received = max(facts.halo_rows) * width * sent
         return max(1, min(_MOST_TILES, -(-width // _TILE_COLUMNS), received // _TILE_BYTES))
+
+    def _halo_of_inputs(self, given: Tensor, flat: Tensor) -> Tensor:
+        """The halo's rows of features without gradient; kept for the last ones, as they were given."""
+        version = 0 if given.is_inference() else given._version
+        kept = self._inputs
+        if kept is None or kept[0]() is not given or kept[1] != (version, flat.dtype):
+            self._inputs = None  # its memory is free before the next one's is taken
+            with torch.inference_mode(False):
+                rows = self.exchange.pack(flat.detach(), self.halo_dtype or flat.dtype)
+                arrived = self.exchange.to_halo(rows).wait().to(flat.dtype)
+            self._inputs = kept = (weakref.ref(given), (version, flat.dtype), arrived)
+        return kept[2]
 
     def scales(self, scale_src: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Factors of the halo's nodes and of all columns of ``rows``; kept for the last ``scale_src``."""
@@ -501,7 +538,8 @@ class PartitionedAdjacency(Adjacency):
         sizes = {
             f"{name}.{key}": size for name, part in parts.items() for key, size in part.memory_usage().items()
         }
-        return sizes | self.exchange.memory_usage() | {"out_degree": self._out_degree.nbytes}
+        sizes |= self.exchange.memory_usage() | {"out_degree": self._out_degree.nbytes}
+        return sizes if self._inputs is None else sizes | {"inputs": self._inputs[2].nbytes}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Adjacency:
         """Itself, if it lies there; else refused."""
