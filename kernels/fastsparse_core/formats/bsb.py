@@ -126,7 +126,7 @@ class Bsb:
             num_quads = num_blocks * (BLOCK // QUAD)
         if num_quads > _MOST_QUADS:
             raise ValueError(
-                f"expected at most {_MOST_QUADS} groups of four vectors for binary sparse blocks, got {num_quads}"
+                f"binary sparse blocks: expected at most {_MOST_QUADS} quads of vectors, got {num_quads}"
             )
         # Behind the last vector, what the last window may read.
         packed = entry.new_zeros(num_vectors + together)
