@@ -40,6 +40,16 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture
+def stored_in_quads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Binary sparse blocks in quads, however cheap whole blocks are, and runs of several windows.
+
+    The kernels then cut the last block of nearly every window, which small structures would not need.
+    """
+    monkeypatch.setattr("fastsparse_core.formats.bsb.vectors_together", lambda *_: 4)
+    monkeypatch.setattr("fastsparse_core.choose._RESIDENT_WARPS", 4)
+
+
+@pytest.fixture
 def data_folder() -> Path:
     """Folder with real graphs as .npz files, named by FASTSPARSE_DATA."""
     folder = os.environ.get("FASTSPARSE_DATA")

@@ -40,6 +40,7 @@ from fastsparse_core import (
     spmm,
     ssd,
 )
+from fastsparse_core.formats import bsb
 from fastsparse_core.formats.compress import compress, compress_pairs
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_split import split_rows
@@ -54,6 +55,10 @@ DONE = "all kernels ran"
 
 #: Bounds of `choose`, as small as the structures here: kernels and work lists for large ones run on them too.
 BOUNDS = {"_FEW_EDGES": 0, "_MANY_SOURCES": 0, "_RESIDENT_WARPS": 4}
+#: Those of `bsb`: windows are stored in quads however cheap whole blocks are, so that kernels cut the last.
+QUADS = {"_SHARE_OF_CSR": 0, "_BLOCKS_OVER_QUADS": 0}
+
+_CHANGED = ((choose, BOUNDS), (bsb, QUADS))
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 _ops = torch.ops.fastsparse
@@ -73,8 +78,9 @@ class Part:
 
     def run(self) -> None:
         """Drives the kernels and waits for them."""
-        before = {name: getattr(choose, name) for name in BOUNDS}
-        vars(choose).update(BOUNDS)
+        before = [{name: getattr(module, name) for name in bounds} for module, bounds in _CHANGED]
+        for module, bounds in _CHANGED:
+            vars(module).update(bounds)
         try:
             with torch.no_grad():
                 for call in self.calls:
@@ -82,7 +88,8 @@ class Part:
             if DEVICE == "cuda":
                 torch.cuda.synchronize()
         finally:
-            vars(choose).update(before)
+            for (module, _), kept in zip(_CHANGED, before, strict=True):
+                vars(module).update(kept)
 
 
 # ---------------------------------------------------------------- operands, drawn on the CPU

@@ -175,21 +175,23 @@ class KernelFormats:
         return "bsb" in self._row_memo.results
 
     def try_bsb(self) -> bool:
-        """Builds the binary sparse blocks where memory allows; returns whether they are there.
+        """Builds the binary sparse blocks where they can be; returns whether they are there.
 
-        Without the memory the CSR kernels go on, which is said once and not tried again. They also serve
-        structures with more sources than the blocks can name.
+        Without the memory the CSR kernels go on, and with more vectors than can be counted, which is said
+        once and not tried again. They also serve structures with more sources than the blocks can name.
         """
         if not self.has_bsb and not self._bsb_refused and self.num_src <= MOST_COLUMNS:
             try:
                 self.bsb  # noqa: B018
             except torch.OutOfMemoryError:
-                self._bsb_refused = True
-                _logger.warning(
-                    "%r: not enough memory to convert it for the tensor cores; it stays with the CSR kernels",
-                    self,
-                )
+                self._refuse_bsb("not enough memory to convert it for the tensor cores")
+            except ValueError as error:
+                self._refuse_bsb(str(error))
         return self.has_bsb
+
+    def _refuse_bsb(self, reason: str) -> None:
+        self._bsb_refused = True
+        _logger.warning("%r: %s; it stays with the CSR kernels", self, reason)
 
     @property
     def bsb(self) -> Bsb:

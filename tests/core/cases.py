@@ -63,6 +63,24 @@ def edge_lists(draw: st.DrawFn) -> EdgeList:
     return EdgeList(row, col, (num_dst, num_src))
 
 
+#: Sizes and groupings of `ragged` that the tests take.
+RAGGED = ((600, "none"), (4000, "minhash"))
+
+
+def ragged(num_edges: int, device: str, group_rows: str = "none") -> Adjacency:
+    """Windows of any number of quads, cut ones, empty ones; node 0 has no edges, node 9 most of them."""
+    nodes = 605
+    generator = torch.Generator().manual_seed(0)
+    row, col = (torch.randint(1, nodes, (num_edges,), generator=generator) for _ in range(2))
+    many = torch.randperm(nodes - 1, generator=generator)[:600] + 1
+    hub = torch.full_like(many, 9)
+    row, col = torch.cat([row, hub, many]), torch.cat([col, many, hub])
+    kept = ((row < 80) | (row >= 120)) & ((col < 80) | (col >= 120))
+    return Adjacency.from_coo(
+        row[kept].to(device), col[kept].to(device), (nodes, nodes), group_rows=group_rows
+    )
+
+
 def features(rows: int, width: int, dtype: torch.dtype, layout: str, device: str, seed: int = 0) -> Tensor:
     """Random features in a memory layout that a user might have."""
     generator = torch.Generator().manual_seed(seed)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cases import DTYPES, TOLERANCE, EdgeList, edge_lists, features, relative_error
+from cases import DTYPES, TOLERANCE, EdgeList, edge_lists, features, ragged, relative_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -425,6 +425,31 @@ def test_gradients_in_lower_precision(device, kind, dtype, heads, width, dropout
     for tensor, grad, want in zip(case.tensors, grads, wanted, strict=True):
         assert grad.dtype == tensor.dtype
         assert relative_error(grad, want) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("first", [1.0, float("nan")])
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "width"), [(5, 16), (3, 32), (1, 64), (1, 256)])
+def test_blocks_that_are_cut(device, poisoned_memory, stored_in_quads, heads, width, dtype, extras, first):
+    """What a last block lacks reads node 0, which has no edges: whatever it holds, nothing of it shows."""
+    adj = ragged(4000, device)
+    case = problem("dot_product", adj, heads, width, None, dtype, biased=extras, requires_grad=True)
+    weight = features(adj.num_dst, heads * width, dtype, "contiguous", device, 7).unflatten(1, (heads, width))
+    doubled, dropout_p, seed = case.doubled(), 0.3 if extras else 0.0, next_seed(2)
+    expected = case.expected(adj, doubled, dropout_p, seed)
+    wanted = torch.autograd.grad(expected, doubled, weight.double())
+    with torch.no_grad():
+        for each in (weight, *case.tensors[:3]):
+            each[0] = first
+    torch.manual_seed(2)
+    out = case.run(adj, dropout_p=dropout_p, algorithm="fused3s")
+    assert adj.has_bsb == (device == "cuda")
+    grads = torch.autograd.grad(out, case.tensors, weight)
+    assert adj.t().has_bsb == (device == "cuda")
+    bound = TOLERANCE[dtype] / (1 - dropout_p)
+    for actual, exact in zip((out, *grads), (expected, *wanted), strict=True):
+        assert relative_error(actual, exact) <= bound
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -83,7 +83,7 @@ def test_bsb_holds_every_entry(device, edges, kind):
     assert bsb.quad.dtype == torch.uint8
     assert bsb.quad.shape == (bsb.num_quads, 16)
     behind = bsb.quad.untyped_storage().nbytes() - bsb.quad.nbytes
-    assert behind == 4 * 64, "the kernels read four blocks ahead"
+    assert behind == 4 * 64, "the kernels read up to 11 quads ahead"
     assert bsb.num_vectors == int((bsb.mask != 0).sum())
     assert int(bsb.window_ptr[-1]) == bsb.num_quads
     assert bsb.num_blocks == sum(-(-quads * QUAD // BLOCK) for quads in bsb.window_ptr.diff().tolist())
@@ -115,6 +115,18 @@ def test_bsb_holds_as_many_columns_as_fit(device):
         ValueError, match=r"num_src: expected at most 2\^24 .* got 16777217; .* stays with csr"
     ):
         Bsb.from_csr(row.to(device), col.to(device), (1, 2**24 + 1))
+
+
+def test_bsb_refuses_more_quads_than_kernels_count(device, monkeypatch, caplog):
+    monkeypatch.setattr("fastsparse_core.formats.bsb._MOST_QUADS", 2)
+    row = torch.arange(24, device=device)
+    few, many = (Adjacency.from_coo(row[:n], row[:n] // 8, (n, 3)) for n in (16, 24))
+    assert few.try_bsb()
+    with pytest.raises(ValueError, match="expected at most 2 quads of vectors, got 3"):
+        bsb_of(many, None)
+    assert not many.try_bsb()
+    assert not many.try_bsb()
+    assert sum("got 3; it stays with the CSR" in record.message for record in caplog.records) == 1
 
 
 def test_bsb_of_many_rows_and_columns(device):

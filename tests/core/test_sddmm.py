@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, TOLERANCE, WIDTHS, as_vectors, edge_lists, features, relative_error
+from cases import (
+    DTYPES,
+    LAYOUTS,
+    RAGGED,
+    TOLERANCE,
+    WIDTHS,
+    as_vectors,
+    edge_lists,
+    features,
+    ragged,
+    relative_error,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -83,6 +94,28 @@ def test_tensor_cores(device, kernels, group_rows, dtype, shape):
         out = sddmm(adj, x_dst, x_src, algorithm="flashsparse", **scales)
         assert out.shape == (6000, shape[0])
         assert error_in_terms(out, adj, x_dst, x_src, **scales) <= TOLERANCE[dtype]
+        vectors = sddmm(adj, x_dst, x_src, algorithm="flashsparse", layout="me_bcrs", **scales)
+        assert torch.equal(vectors, as_vectors(adj, out))
+    assert set(kernels) == {"flashsparse" if device == "cuda" else "csr"}
+
+
+@pytest.mark.parametrize("first", [1.0, float("nan")])
+@pytest.mark.parametrize(("num_edges", "group_rows"), RAGGED)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 8), (3, 16), (1, 64), (2, 128), (1, 256), (1, 520)])
+def test_blocks_that_are_cut(
+    device, poisoned_memory, stored_in_quads, kernels, shape, dtype, num_edges, group_rows, first
+):
+    """What a last block lacks reads source 0, which has no edges: whatever it holds, nothing of it shows."""
+    adj = ragged(num_edges, device, group_rows)
+    generator = torch.Generator().manual_seed(0)
+    x_dst, known = (torch.randn(n, *shape, generator=generator).to(device, dtype) for n in adj.shape)
+    for known_scales in ({}, random_scales(adj)):
+        x_src, scales = known.clone(), {name: scale.clone() for name, scale in known_scales.items()}
+        for each in (x_src, *scales.values()):
+            each[0] = first
+        out = sddmm(adj, x_dst, x_src, algorithm="flashsparse", **scales)
+        assert error_in_terms(out, adj, x_dst, known, **known_scales) <= TOLERANCE[dtype]
         vectors = sddmm(adj, x_dst, x_src, algorithm="flashsparse", layout="me_bcrs", **scales)
         assert torch.equal(vectors, as_vectors(adj, out))
     assert set(kernels) == {"flashsparse" if device == "cuda" else "csr"}

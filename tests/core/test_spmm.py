@@ -9,12 +9,14 @@ import torch
 from cases import (
     DTYPES,
     LAYOUTS,
+    RAGGED,
     TOLERANCE,
     WIDTHS,
     EdgeList,
     as_vectors,
     edge_lists,
     features,
+    ragged,
     relative_error,
 )
 from hypothesis import HealthCheck, given, settings
@@ -414,6 +416,32 @@ def test_gradients_of_dense_vectors(device, dtype, heads):
     assert vectors.grad.dtype == torch.float32
     assert relative_error(x.grad, exact[0].grad) <= TOLERANCE[dtype]
     assert relative_error(vectors.grad, as_vectors(adj, exact[1].grad)) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("first", [1.0, float("nan")])
+@pytest.mark.parametrize(("num_edges", "group_rows"), RAGGED)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [8, 24, 72, 128])
+def test_blocks_that_are_cut(
+    device, poisoned_memory, stored_in_quads, width, dtype, num_edges, group_rows, first
+):
+    """What a last block lacks reads source 0, which has no edges: whatever it holds, nothing of it shows."""
+    adj = ragged(num_edges, device, group_rows)
+    known = features(adj.num_src, width, dtype, "contiguous", device)
+    known_scale = torch.rand(adj.num_src, device=device) + 0.5
+    x, scale_src = known.clone(), known_scale.clone()
+    x[0], scale_src[0] = first, first
+    value = features(adj.num_values, 2, dtype, "contiguous", device, seed=1)
+    out = spmm(adj, x, scale_src=scale_src, algorithm="flashsparse")
+    assert adj.has_bsb == (device == "cuda")
+    assert relative_error(out, reference.spmm(adj, known, scale_src=known_scale)) <= TOLERANCE[dtype]
+    for weights in (None, value[:, 0].contiguous(), value):
+        out = spmm(adj, x, weights, algorithm="flashsparse")
+        expected = reference.spmm(adj, known, weights)
+        assert relative_error(out, expected) <= TOLERANCE[dtype]
+        if weights is not None:
+            vectors = polluted_vectors(adj, weights)
+            assert torch.equal(out, spmm(adj, x, vectors, algorithm="flashsparse", value_layout="me_bcrs"))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import edge_lists
+from cases import RAGGED, edge_lists, ragged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastsparse_core import choose
 from fastsparse_core.formats.bsb import BLOCK, QUAD, Bsb
 from fastsparse_core.formats.row_split import RowSplit
 from fastsparse_core.formats.window_runs import MOST_WINDOWS, slot_starts, window_runs
@@ -79,7 +80,7 @@ def test_slices_start_where_the_masks_before_them_end(edges, longest, grouped):
         window_row[: adj.num_dst] = torch.randperm(adj.num_dst).int()
         window_row = window_row.view(-1, 8)
     bsb = Bsb.from_csr(adj.row(), adj.col, adj.shape, window_row)
-    split = RowSplit.from_rowptr(bsb.window_ptr, longest)
+    split = RowSplit.from_rowptr(bsb.window_ptr, STEP * longest, step=STEP)
     window, entry = slot_starts(bsb, adj.rowptr, split)
     assert window.dtype == torch.int32
     assert entry.shape == (split.num_slots, 8)
@@ -97,3 +98,22 @@ def test_slices_start_where_the_masks_before_them_end(edges, longest, grouped):
                 continue
             passed = int((bsb.mask[first:begin] >> bit & 1).sum())
             assert int(entry[slot, bit]) == int(adj.rowptr[row]) + passed
+
+
+@pytest.mark.parametrize(("num_edges", "group_rows"), RAGGED)
+def test_ragged_structures_have_what_kernels_cut(stored_in_quads, num_edges, group_rows):
+    """What the operators' tests of cut blocks rely on, in both directions."""
+    adj = ragged(num_edges, "cpu", group_rows)
+    for each in (adj, adj.t()):
+        quads = each.bsb.window_ptr.diff()
+        assert set((quads % STEP).tolist()) == set(range(STEP))
+        assert (quads == 0).any()
+        assert ((quads > STEP) & (quads % STEP != 0)).any(), "whole blocks before one that is cut"
+        assert choose.blocks_per_step(each.bsb.num_blocks, each.bsb.num_windows) == 1 + (num_edges == 4000)
+        for split in (each.bsb_split, each.sddmm_split):
+            assert split.num_slots > 1
+            words = split.slices.view(torch.int32)
+            assert (words[words[:, 3] < 0, 2] % STEP != 0).any()
+        blocks = choose.sddmm_run_blocks(each.bsb.num_blocks)
+        runs = window_runs(each.bsb.window_ptr, each.sddmm_split, blocks)
+        assert all((work[:, 3] > 1).any() for work in (each.bsb_runs, runs))

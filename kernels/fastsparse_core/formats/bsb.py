@@ -31,6 +31,8 @@ _SHARE_OF_CSR = 0.6
 _BLOCKS_OVER_QUADS = 1.2
 #: Quads behind the last one that the kernels may read (and ignore), so that they can read ahead.
 _OVERREAD = 16
+#: Quads that kernels can count in 32 bits, with those that they read ahead.
+_MOST_QUADS = 2**31 - 1 - _OVERREAD
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Bsb:
                 rows.
 
         Raises:
-            ValueError: there are too many sources for the 24 bits of a column.
+            ValueError: there are too many sources for the 24 bits of a column, or too many vectors.
         """
         device = col.device
         place = row if window_row is None else place_of_row(window_row, shape[0]).index_select(0, row)
@@ -122,6 +124,10 @@ class Bsb:
         together = vectors_together(num_quads, num_blocks, shape[0], col.numel())
         if together == BLOCK:
             num_quads = num_blocks * (BLOCK // QUAD)
+        if num_quads > _MOST_QUADS:
+            raise ValueError(
+                f"binary sparse blocks: expected at most {_MOST_QUADS} quads of vectors, got {num_quads}"
+            )
         # Behind the last vector, what the last window may read.
         packed = entry.new_zeros(num_vectors + together)
         torch.bitwise_or(entry[head_entry[:-1]] // HEIGHT, mask, out=packed[:num_vectors])
