@@ -15,8 +15,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,30 @@ SUMMARY = re.compile(
 DONE = "all kernels ran"
 #: compute-sanitizer talks to its target through a port; processes side by side need some each.
 FIRST_PORT, PORTS = 49152, 16
+#: What asks this process to end, whose processes, in sessions of their own, no terminal or `timeout` reaches.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class End:
+    """When all processes are ended at the latest, by the monotonic clock."""
+
+    at: float
+
+    def now(self, *_: object) -> None:
+        """Ends all that run and starts no other; a handler of signals, and so without a lock."""
+        self.at = float("-inf")
+
+    @contextmanager
+    def by_signals(self) -> Iterator[None]:
+        """Signals bring the end, as what leaves this does; the record is written all the same."""
+        before = {number: signal.signal(number, self.now) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            self.now()
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +85,8 @@ def run(options: argparse.Namespace) -> Path:
     """Runs the parts; returns the path of the record.
 
     Raises:
-        SystemExit: An error was found, or a part failed or did not finish; the record says which.
+        SystemExit: An error was found, or a part failed or did not finish, as where a signal ends this; the
+            record says which.
     """
     program = shutil.which(options.program)
     if program is None:
@@ -79,10 +106,12 @@ def run(options: argparse.Namespace) -> Path:
         for cell in earlier(out, pairs):
             out.add(**cell)
     options.log.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + (float("inf") if options.total is None else options.total)
-    with ThreadPoolExecutor(options.jobs) as pool:
+    end = End(time.monotonic() + (float("inf") if options.total is None else options.total))
+    with ThreadPoolExecutor(options.jobs) as pool, end.by_signals():
         running = [
-            pool.submit(check, program, tool, part, nth, options.log, options.limit, end)
+            pool.submit(
+                check, program, tool, part, nth, nth // len(options.tools), options.log, options.limit, end
+            )
             for nth, (part, tool) in enumerate(pairs)
         ]
         cells = [out.add(**done.result()) for done in progress(as_completed(running), "parts", len(running))]
@@ -125,7 +154,7 @@ def earlier(out: record.Recorder, pairs: Iterable[tuple[str, str]]) -> list[dict
 
 
 def check(
-    program: str, tool: str, part: str, nth: int, log_folder: Path, limit: float, end: float
+    program: str, tool: str, part: str, nth: int, turn: int, log_folder: Path, limit: float, end: End
 ) -> dict[str, Any]:
     """Runs one part under one tool; a cell of the record.
 
@@ -133,10 +162,11 @@ def check(
         program: compute-sanitizer.
         tool: One of `TOOLS`.
         part: One of the driver's.
-        nth: Number among those that run at the same time: each has ports of its own, and takes a GPU in turn.
+        nth: Number among those that run at the same time: each has ports of its own.
+        turn: GPUs take turns by this.
         log_folder: Where the output goes, under the part's and the tool's name.
         limit: Seconds that it may take.
-        end: When it is ended at the latest, by the monotonic clock.
+        end: When it is ended at the latest.
     """
     command = [program, "--tool", tool, "--kernel-name", f"kernel_substring={OUR_KERNELS}"]
     command += [
@@ -155,13 +185,12 @@ def check(
     if gpus == [""]:
         gpus = [str(index) for index in range(torch.cuda.device_count())]
     if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = gpus[nth % len(gpus)]
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[turn % len(gpus)]
     if tool in ("memcheck", "initcheck"):
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     start = time.monotonic()
-    seconds = min(limit, end - start)
     cell: dict[str, Any] = {"part": part, "tool": tool}
-    if seconds <= 0:
+    if start >= end.at:
         return {**cell, "status": "not started"}
     log = log_folder / f"{part}-{tool}.log"
     with log.open("wb") as output:
@@ -169,9 +198,9 @@ def check(
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        while process.poll() is None and time.monotonic() < min(start + limit, end.at):
+            time.sleep(0.1)  # and not until the limit: a signal may bring the end forward
+        if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             cell["status"] = "not finished"

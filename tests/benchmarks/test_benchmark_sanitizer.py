@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +31,8 @@ if part == "spmm-float16":
     print("ValueError: no such thing")
     print("========= ERROR SUMMARY: 1 error")
 if part == "structures":
+    import os
+    print(os.getpid(), flush=True)
     time.sleep(60)
 """
 
@@ -129,6 +134,28 @@ def test_no_part_starts_after_the_end(tmp_path: Path, stand_in: str) -> None:
     with pytest.raises(SystemExit, match="2 of 2 not clean"):
         run(arguments(tmp_path, stand_in, "--parts", "structures", "--total", "0"), Console(quiet=True))
     assert {cell["status"] for cell in stored(tmp_path).values()} == {"not started"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_parts_and_leaves_a_record(tmp_path: Path, stand_in: str, number: int) -> None:
+    parts = ["--parts", "spmm-float32", "structures", "maxk-float32", "--tools", "memcheck", "--jobs", "1"]
+    command = [sys.executable, "-m", "benchmarks", *arguments(tmp_path, stand_in, *parts)]
+    process = subprocess.Popen(command, cwd=record.REPOSITORY, env=sanitizer._environment())
+    log = tmp_path / "log" / "structures-memcheck.log"
+    try:
+        until = time.monotonic() + 90
+        while not (log.exists() and log.read_text().strip()) and time.monotonic() < until:
+            time.sleep(0.1)
+        (child,) = log.read_text().split()
+        process.send_signal(number)
+        assert process.wait(20) != 0
+    finally:
+        process.kill()
+        process.wait()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(child), 0)
+    statuses = {part: cell["status"] for (part, _), cell in stored(tmp_path).items()}
+    assert statuses == {"spmm-float32": "ok", "structures": "not finished", "maxk-float32": "not started"}
 
 
 def test_what_is_missing_or_unknown_is_said(tmp_path: Path, stand_in: str) -> None:

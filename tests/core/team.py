@@ -56,8 +56,9 @@ class Team:
                 self.close()
                 raise TimeoutError(f"{function.__name__}: rank {rank} did not answer in {seconds} s")
             answers.append(pipe.recv())
-        for rank, (done, result) in enumerate(answers):
-            assert done, f"{function.__name__}, rank {rank}:\n{result}"
+        # All of them: where one fails, the others' errors are those of waiting for it.
+        failed = [f"rank {rank}:\n{result}" for rank, (done, result) in enumerate(answers) if not done]
+        assert not failed, "\n".join([function.__name__, *failed])
         return [result for _, result in answers]
 
     def close(self) -> None:

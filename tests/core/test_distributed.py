@@ -443,6 +443,45 @@ def _repeat(rank: int, size: int, device: torch.device) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("send", ["needed", "all"])
+def test_a_product_that_fails_leaves_nothing_on_its_way(team: Team, send: str) -> None:
+    team.run(_failure, send)
+
+
+def _failure(rank: int, size: int, device: torch.device, send: Any) -> None:
+    part = PartitionedAdjacency.from_coo(*random_graph(), owners("shuffled", size), tiles=3, send=send)
+    x = part.scatter(features(NODES, 47))
+    expected = spmm(part, x)
+    for trained in (False, True):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="bias: expected 47 entries"):
+                spmm(part, x.clone().requires_grad_(trained), bias=features(3))
+    gc.collect()
+    held = [each for each in gc.get_objects() if type(each) in (HaloFeatures, Transfer)]
+    assert not held
+    assert torch.equal(spmm(part, x), expected)
+
+
+def test_repeated_and_crossed_backward_passes(team: Team) -> None:
+    team.run(_backward_again)
+
+
+def _backward_again(rank: int, size: int, device: torch.device) -> None:
+    """A graph that is kept, and two products whose gradients travel at once."""
+    row, col = random_graph()
+    part = PartitionedAdjacency.from_coo(row, col, owners("shuffled", size), tiles=3)
+    whole = Adjacency.from_coo(row, col, (NODES, NODES))
+    x = features(NODES, 47)
+    results = []
+    for adj, own in ((whole, x), (part, part.scatter(x))):
+        own = own.clone().requires_grad_()
+        loss = (spmm(adj, own, relu=True) * spmm(adj, own.cos()).sin()).sum()
+        first = torch.autograd.grad(loss, own, retain_graph=True)[0]
+        assert torch.equal(torch.autograd.grad(loss, own)[0], first)
+        results.append(first)
+    assert relative_error(part.gather(results[1]), results[0]) < 1e-12
+
+
 def test_all_rows_are_sent_where_most_are_needed(team: Team) -> None:
     for sends_all, share in team.run(_sends_all):
         assert sends_all == (share >= 0.8)

@@ -146,7 +146,7 @@ class HaloExchange:
         if self.send_index is not None:
             return x.index_select(0, self.send_index).to(dtype)
         x = x.to(dtype)
-        strided = not x.is_contiguous() and x.dim() == 2 and x.stride(1) == 1
+        strided = not x.is_contiguous() and x.dim() == 2 and x.stride(1) == 1 and x.data_ptr() % 8 == 0
         lengths = (x.size(1), x.stride(0), x.storage_offset()) if strided else ()
         if strided and all(length * dtype.itemsize % 8 == 0 for length in lengths):
             # PyTorch copies columns of a wider matrix element by element: fewer and larger ones go faster.
@@ -236,6 +236,10 @@ class HaloFeatures:
     gradient of the halo's last product comes first, leaves for its owners in :class:`_Arrive`, and travels
     while that of the tile before is computed. All are waited for in :class:`_Leave`, after the gradient of
     the local product.
+
+    It is a context: where one of those products fails, what is still on its way ends before the exception
+    leaves it. Else the features would be kept for ever, in a cycle through autograd's graph, or a message
+    in flight would lose its memory, after which gloo gives up the connection.
     """
 
     def __init__(
@@ -255,6 +259,15 @@ class HaloFeatures:
         self.columns = column_tiles(x.size(1), tiles)
         self.transfers: list[Transfer | None] = [None] * len(self.columns)
         self.arriving: Sequence[Tensor] = _Leave.apply(x, self)
+
+    def __enter__(self) -> HaloFeatures:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.arriving = ()
+        for tile, transfer in enumerate(self.transfers):
+            if transfer is not None:
+                self.finish(tile)
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
         """Columns, and the halo's features in them, of every tile that arrived; once.

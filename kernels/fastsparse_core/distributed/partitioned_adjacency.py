@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -411,8 +411,10 @@ class PartitionedAdjacency(Adjacency):
             check_features("features", x, self.num_dst, "the own nodes", self)
         cast = given if exact else [x for x in autocast(*given) if x is not None]
         flat = [x.reshape(x.size(0), x.shape[1:].numel()) for x in cast]
-        ways = [HaloFeatures(self.exchange, x, None if exact else self.halo_dtype) for x in flat]
-        whole = [torch.cat([x, way.whole()]) for x, way in zip(flat, ways, strict=True)]
+        dtype = None if exact else self.halo_dtype
+        with ExitStack() as stack:
+            ways = [stack.enter_context(HaloFeatures(self.exchange, x, dtype)) for x in flat]
+            whole = [torch.cat([x, way.whole()]) for x, way in zip(flat, ways, strict=True)]
         return tuple(
             x.reshape(-1, *like.shape[1:]) if like.dim() != 2 else x
             for x, like in zip(whole, cast, strict=True)
@@ -448,17 +450,18 @@ class PartitionedAdjacency(Adjacency):
                 self.rows, whole, value, reduce, scale_src=scale_rows, bias=bias, relu=relu, **options
             )
         flat = x.reshape(x.size(0), x.shape[1:].numel())
-        arriving: Iterable[tuple[slice, Tensor]]
+        local: dict[str, Any] = {"scale_src": scale_src, "bias": bias, **options}
+        halo: dict[str, Any] = {"scale_src": scale_halo, **options}
         if self.cache_inputs and not given.requires_grad:
-            arriving = [(slice(None), self._halo_of_inputs(given, flat))]
+            arrived = self._halo_of_inputs(given, flat)
+            out = spmm(self.local, flat, value, **local) + spmm(self.halo, arrived, value, **halo)
         else:
             # Several heads have columns of their own each, which tiles would cut.
             tiles = 1 if value is not None and value.dim() > 1 else self.num_tiles(flat.size(1), flat.dtype)
-            arriving = HaloFeatures(self.exchange, flat, self.halo_dtype, tiles).tiles()
-        out = spmm(self.local, flat, value, scale_src=scale_src, bias=bias, **options)
-        for columns, arrived in arriving:
-            part = spmm(self.halo, arrived, value, scale_src=scale_halo, **options)
-            out = AddColumns.apply(out, part, columns)
+            with HaloFeatures(self.exchange, flat, self.halo_dtype, tiles) as way:
+                out = spmm(self.local, flat, value, **local)
+                for columns, arrived in way.tiles():
+                    out = AddColumns.apply(out, spmm(self.halo, arrived, value, **halo), columns)
         if relu:
             out = out.relu()
         return out if x.dim() == 2 else out.reshape(self.num_dst, *x.shape[1:])
