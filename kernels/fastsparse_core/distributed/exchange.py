@@ -153,22 +153,26 @@ class HaloExchange:
             return x.view(torch.int64).contiguous().view(dtype)
         return x.contiguous()
 
-    def add_up(self, received: Tensor, out: Tensor) -> Tensor:
+    def add_up(self, received: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """Sums what came back for each row, in the order of the ranks.
 
         Args:
-            received: in any dtype; the sums are those of the dtype of ``out``.
-            out: where to, (num_local, ...); may be columns of a wider matrix.
+            received: in any dtype.
+            dtype: of the sums.
+            out: where to, (num_local, ...); may be columns of a wider matrix. None: a tensor of its own.
 
         Returns:
-            ``out``.
+            The sums.
         """
         if self.send_index is None:
             blocks = received.view(len(self.sizes) - 1, self.num_local, *received.shape[1:])
-            return torch.sum(blocks, 0, dtype=out.dtype, out=out)
-        if not received.is_floating_point():
-            return out.zero_().index_add_(0, self.send_index, received)
-        return out.copy_(spmm(self.returned, received.to(out.dtype)))
+            return torch.sum(blocks, 0, dtype=dtype, out=out)
+        if received.is_floating_point():
+            sums = spmm(self.returned, received.to(dtype))
+        else:
+            zeros = received.new_zeros(self.num_local, *received.shape[1:], dtype=dtype)
+            sums = zeros.index_add_(0, self.send_index, received)
+        return sums if out is None else out.copy_(sums)
 
     def to_halo(self, rows: Tensor) -> Transfer:
         """Starts to send packed rows to those whose halo they are."""
@@ -305,9 +309,11 @@ class _Leave(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         way = ctx.way
+        if len(way.columns) == 1:
+            return way.exchange.add_up(way.finish(0), ctx.dtype), None
         total = grads[0].new_empty(way.exchange.num_local, way.columns[-1].stop, dtype=ctx.dtype)
         for tile in reversed(range(len(way.columns))):  # as they left
-            way.exchange.add_up(way.finish(tile), total[:, way.columns[tile]])
+            way.exchange.add_up(way.finish(tile), ctx.dtype, total[:, way.columns[tile]])
         return total, None
 
 

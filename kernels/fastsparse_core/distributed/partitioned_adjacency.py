@@ -356,7 +356,7 @@ class PartitionedAdjacency(Adjacency):
         count = self.rows.out_degree()
         received = self.exchange.from_halo(count[self.num_dst :].contiguous()).wait()
         own = count[: self.num_dst]
-        return own + self.exchange.add_up(received, torch.empty_like(own))
+        return own + self.exchange.add_up(received, own.dtype)
 
     def has_empty_rows(self) -> bool:
         """Whether some destination of the whole graph has no edge: the same on all ranks."""
