@@ -379,10 +379,9 @@ __global__ void __launch_bounds__(kThreads, kMin)
       result[i] = kLanes == 8 ? products[i % kLoads].get(0) : products[i % kLoads].get(i / kLoads);
     }
     if constexpr (kTerms > 1) {
-      // NaN: one is not finite. What the window lacks of the block is not wanted.
-      if (t < left && (result[0] + result[1] + result[2] + result[3]) * 0.0f != 0) {
+      if ((result[0] + result[1] + result[2] + result[3]) * 0.0f != 0) {  // NaN: one is not finite
         std::uint32_t of_result[kOwned];
-        unpack(load_columns(block, t), of_result);
+        unpack(load_columns(block, min(t, left - 1)), of_result);
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) result[i] = multiply_again(args, row, of_result[i]);
       }

@@ -5,9 +5,8 @@
 // features. Operands are swapped and transposed as in FlashSparse: C^T (features x 8 rows) = X^T (features x
 // vectors) A^T (vectors x 8 rows), so a row of X that several of the 8 rows need is gathered once. Fragments
 // are built in registers, without shared memory (lane = 4 g + t):
-//   - thread t owns one of the block's four quads of vectors, lane g owns kFeatures neighbouring features of
-//   the
-//     tile: 8 lanes cover one contiguous piece of a gathered row;
+//   - thread t owns one of the block's four quads of vectors, lane g owns kFeatures neighbouring features
+//     of the tile: 8 lanes cover one contiguous piece of a gathered row;
 //   - the 16 rows of an mma are features 2r and 2r + 1 of the 8 lanes. Any order of features is free, as
 //     results come out in the same one;
 //   - B, 16 vectors x 8 rows, is the bitmap itself: bit g of the vector's mask, as 0 or 1 (or as the edge's

@@ -1,7 +1,6 @@
 // Reading binary sparse blocks. A quad is 16 bytes: the columns of its 4 vectors, 3 bytes each, then their
 // masks, a byte each. A warp takes up to four quads of a window at a time, a block of 16 vectors. Columns are
-// three words and masks one, each for another lane: where a block lies within a line of the cache, that takes
-// the L1 four passes. A load of 16 bytes takes as many, and brings the masks to lanes that need others.
+// three words and masks one, as other lanes need a quad's masks than its columns.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +21,7 @@ struct PackedColumns {
   std::uint32_t word[3];
 };
 
-// The nth quad: with an index that is wide already the address takes several instructions more.
+// The nth quad. The index stays an int until it is scaled, which is one instruction.
 __device__ __forceinline__ const std::uint32_t* quad_at(const std::uint32_t* quads, int nth) {
   return reinterpret_cast<const std::uint32_t*>(reinterpret_cast<const uint4*>(quads) + nth);
 }
@@ -42,8 +41,7 @@ __device__ __forceinline__ void unpack(const PackedColumns& packed, std::uint32_
 }
 
 // What the last block of a window lacks, `left` quads being there: quarters of the warp that have read words
-// of a quad behind the window get column 0. All of them gather the same row, which stays in the cache: that
-// is cheaper than a predicate on every load.
+// of a quad behind the window get column 0. All of them gather the same row, without a predicate on loads.
 template <int kWords>
 __device__ __forceinline__ void cut_words(std::uint32_t (&word)[kWords], int left) {
 #pragma unroll
