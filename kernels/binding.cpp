@@ -683,10 +683,11 @@ void cbsr_gather(int dtype, std::int64_t num_rows, std::int64_t width, std::int6
 
 void ssd(const CsrStructure& structure, int dtype, std::int64_t width, std::int64_t k, Address values,
          Address ids, Address value, int value_dtype, Address scale_dst, Address scale_src, Address bias,
-         Address out, Address partial, Address packed, std::int64_t num_long, bool few_entries, int device,
-         Address queue) {
+         Address out, Address partial, Address packed, int longest_group, std::int64_t num_long,
+         bool few_entries, int device, Address queue) {
   const SsdArgs args{structure.a,
                      structure.split,
+                     longest_group,
                      num_long,
                      few_entries,
                      {at(value), static_cast<Dtype>(value_dtype), 1},

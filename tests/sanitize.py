@@ -54,7 +54,7 @@ DEVICE = "cuda"
 DONE = "all kernels ran"
 
 #: Bounds of `choose`, as small as the structures here: kernels and work lists for large ones run on them too.
-BOUNDS = {"_FEW_EDGES": 0, "_MANY_SOURCES": 0, "_RESIDENT_WARPS": 4}
+BOUNDS = {"_FEW_EDGES": 0, "_MANY_SOURCES": 0, "_LONG_GROUP_EDGES": 0, "_RESIDENT_WARPS": 4}
 #: Those of `bsb`: windows are stored in quads however cheap whole blocks are, so that kernels cut the last.
 QUADS = {"_SHARE_OF_CSR": 0, "_BLOCKS_OVER_QUADS": 0}
 

@@ -29,10 +29,12 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kTermBits = 24;         // those of a float: 128 terms stay below 2^31
+constexpr int kTermBits = 24;         // those of a float: kPieceEntries terms stay below 2^31
+constexpr int kPieceEntries = 128;    // of a group, summed in fixed point before floats take over
 constexpr int kLeastExponent = -100;  // smaller terms sum plainly: their units would not be normal floats
 constexpr unsigned kInfinity = 0x7f800000u;
-constexpr int kPlainFeatures = 1024;  // of a plain sum: what a warp's buffer holds
+constexpr int kSharedFeatures = 1024;  // widest rows that are summed in shared memory whole
+constexpr int kPlainFeatures = 512;    // of a plain sum, beside its totals
 constexpr int kShortGroups = 4;  // groups of at most kShortGroupEntries entries that a warp takes together
 constexpr int kShortAhead = 4;   // their entries under way at once
 static_assert(kShortGroups * kShortGroupEntries <= kWarp);
@@ -460,31 +462,64 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
 }
 
 // kAtOnce: quads that a lane has under way. One leaves registers for kBlocks more warps, which is faster
-// where a warp has many sources at once, that is, where few entries are kept.
-template <int kAtOnce, int kBlocks, typename T, typename Id, typename Rows, bool kWeighted>
+// where a warp has many sources at once, that is, where few entries are kept. kInPieces: there are groups of
+// more than kPieceEntries entries.
+template <int kAtOnce, int kBlocks, typename T, typename Id, typename Rows, bool kWeighted, bool kInPieces>
 __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs args, int lanes_log) {
   extern __shared__ int4 shared[];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const std::int64_t group = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp;
+  std::int64_t group = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp;
   if (group >= args.num_long) return;
-  const RowSlice slice = load_slice(args.groups, group);
+  const auto load_group = [&] {
+    // Loaded for every piece again, from the L1: kept in registers, slices would cost warps.
+    if constexpr (kInPieces) asm volatile("" : "+l"(group));
+    return load_slice(args.groups, group);
+  };
   const int vectors = static_cast<int>((args.width + 3) / 4);
   int4* buffer = shared + warp * vectors;
-  const auto clear = [&] {
-    for (int i = lane; i < vectors; i += kWarp) buffer[i] = int4{0, 0, 0, 0};
+  const auto clear = [&](int4* row) {
+    for (int i = lane; i < vectors; i += kWarp) row[i] = int4{0, 0, 0, 0};
     __syncwarp();
   };
-  clear();
-  FixedRow<Team<1>> row(reinterpret_cast<int*>(buffer), vectors);
-  if (sum_fixed<kAtOnce, T, Rows, kWeighted>(args, slice, slice.length, slice.length, lanes_log, row)) {
+  // Adds the entries of a piece into the buffer; the unit of its sums, 0 where they are floats.
+  const auto sum_piece = [&](const RowSlice& piece) {
+    clear(buffer);
+    FixedRow<Team<1>> row(reinterpret_cast<int*>(buffer), vectors);
+    const bool fixed =
+        sum_fixed<kAtOnce, T, Rows, kWeighted>(args, piece, piece.length, piece.length, lanes_log, row);
+    const float unit = fixed ? row.unit() : 0.0f;
     __syncwarp();
-    store_row<T>(args, slice, row.sum, row.unit());
+    if (!fixed) {
+      clear(buffer);
+      sum_plainly<T, Id>(args, piece, 0, static_cast<int>(args.width), reinterpret_cast<float*>(buffer));
+    }
+    return unit;
+  };
+  const auto store_piece = [&](const RowSlice& slice, float unit) {
+    unit != 0 ? store_row<T>(args, slice, reinterpret_cast<const int*>(buffer), unit)
+              : store_row<T>(args, slice, reinterpret_cast<const float*>(buffer), 1.0f);
+  };
+  if constexpr (!kInPieces) {
+    const RowSlice slice = load_group();
+    store_piece(slice, sum_piece(slice));
   } else {
-    __syncwarp();
-    clear();
-    auto* sums = reinterpret_cast<float*>(buffer);
-    sum_plainly<T, Id>(args, slice, 0, static_cast<int>(args.width), sums);
-    store_row<T>(args, slice, sums, 1.0f);
+    int4* totals = buffer + kWarps * vectors;
+    auto* total = reinterpret_cast<float*>(totals);
+    for (int done = 0;; done += kPieceEntries) {
+      RowSlice piece = load_group();
+      if (done == 0 && piece.length > kPieceEntries) clear(totals);
+      piece.begin += done;
+      piece.length = min(piece.length - done, kPieceEntries);
+      const float unit = sum_piece(piece);
+      const RowSlice slice = load_group();
+      if (slice.length <= kPieceEntries) return store_piece(slice, unit);
+      for (int i = lane; i < 4 * vectors; i += kWarp) {
+        const int sum = reinterpret_cast<const int*>(buffer)[i];
+        total[i] += unit != 0 ? static_cast<float>(sum) * unit : __int_as_float(sum);
+      }
+      __syncwarp();
+      if (done + kPieceEntries >= slice.length) return store_row<T>(args, slice, total, 1.0f);
+    }
   }
 }
 
@@ -613,23 +648,30 @@ __global__ void __launch_bounds__(kThreads) ssd_short_kernel(const SsdArgs args)
 // Any width and dtype: tiles of kPlainFeatures features, all entries of a group for each.
 template <typename T, typename Id>
 __global__ void __launch_bounds__(kThreads) ssd_plain_kernel(const SsdArgs args) {
-  __shared__ Acc<T> buffers[kWarps][kPlainFeatures];
+  __shared__ Acc<T> buffers[kWarps][kPlainFeatures], totals[kWarps][kPlainFeatures];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const std::int64_t group = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp;
   if (group >= args.groups.num_slices) return;
   const RowSlice slice = load_slice(args.groups, group);
-  Acc<T>* buffer = buffers[warp];
+  Acc<T>*buffer = buffers[warp], *total = totals[warp];
   for (std::int64_t feature0 = 0; feature0 < args.width; feature0 += kPlainFeatures) {
     const int features =
         static_cast<int>(min(args.width - feature0, static_cast<std::int64_t>(kPlainFeatures)));
-    for (int i = lane; i < features; i += kWarp) buffer[i] = 0;
-    __syncwarp();
-    sum_plainly<T, Id>(args, slice, feature0, features, buffer);
+    for (int i = lane; i < features; i += kWarp) total[i] = 0;
+    RowSlice piece = slice;
+    for (int left = slice.length; left > 0; left -= kPieceEntries) {
+      piece.length = min(left, kPieceEntries);
+      for (int i = lane; i < features; i += kWarp) buffer[i] = 0;
+      __syncwarp();
+      sum_plainly<T, Id>(args, piece, feature0, features, buffer);
+      for (int i = lane; i < features; i += kWarp) total[i] += buffer[i];
+      __syncwarp();
+      piece.begin += kPieceEntries;
+    }
     for (int i = lane; i < features; i += kWarp) {
-      const Acc<T> sum[1] = {buffer[i]};
+      const Acc<T> sum[1] = {total[i]};
       store_sums<T, 1>(args, slice, feature0 + i, sum);
     }
-    __syncwarp();
   }
 }
 
@@ -643,8 +685,14 @@ void launch_long(const SsdArgs& args, cudaStream_t stream) {
   int lanes_log = 0;
   while (lanes_log < 5 && (4 << lanes_log) < args.k) ++lanes_log;
   const auto buffers = static_cast<std::size_t>((args.width + 3) / 4 * 16 * kWarps);
-  ssd_kernel<kAtOnce, kBlocks, T, Id, Rows, kWeighted>
-      <<<ceil_div(args.num_long, kWarps), kThreads, buffers, stream>>>(args, lanes_log);
+  const unsigned blocks = ceil_div(args.num_long, kWarps);
+  if (args.longest_group <= kPieceEntries) {
+    ssd_kernel<kAtOnce, kBlocks, T, Id, Rows, kWeighted, false>
+        <<<blocks, kThreads, buffers, stream>>>(args, lanes_log);
+  } else {
+    ssd_kernel<kAtOnce, kBlocks, T, Id, Rows, kWeighted, true>
+        <<<blocks, kThreads, 2 * buffers, stream>>>(args, lanes_log);
+  }
 }
 
 template <typename T, typename Id, bool kWeighted>
@@ -711,7 +759,7 @@ void launch_in_shared_memory(SsdArgs args, cudaStream_t stream) {
 template <typename T, typename Id>
 void launch(const SsdArgs& args, cudaStream_t stream) {
   if constexpr (sizeof(T) <= 4) {
-    if (args.width <= kPlainFeatures) {
+    if (args.width <= kSharedFeatures) {
       const bool weighted = args.value.data != nullptr || args.scale_src != nullptr;
       weighted ? launch_in_shared_memory<T, Id, true>(args, stream)
                : launch_in_shared_memory<T, Id, false>(args, stream);

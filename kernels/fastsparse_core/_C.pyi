@@ -516,6 +516,7 @@ def ssd(
     out: int,
     partial: int,
     packed: int,
+    longest_group: int,
     num_long: int,
     few_entries: bool,
     device: int,

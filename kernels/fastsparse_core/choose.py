@@ -81,10 +81,8 @@ _FEW_KEPT = 16
 _GATHERED_OFTEN = 8
 #: Sources from which their kept entries outgrow the L2.
 _MANY_SOURCES = 500_000
-#: Longest edge group of ssd, in entries: its fixed-point sums have room for as many terms. Shorter ones fill
-#: small structures better and still lose, to what their partial results cost (github, k = 8: 0.032 ms at 128
-#: entries, 0.048 at 32).
-EDGE_GROUP_LENGTH = 128
+#: Edges from which ssd's edge groups are long: enough of them are left to fill the GPU.
+_LONG_GROUP_EDGES = 10_000_000
 #: Features that a buffer of ssd has room for; wider rows are summed in tiles.
 MOST_SSD_FEATURES = 1024
 #: Bytes of every source's row that a block of spmm keeps in shared memory where x has few rows, and what else
@@ -209,6 +207,16 @@ def slice_length(num_edges: int) -> int:
     if target <= 128:
         return _power_of_two(2 * target - 1, 32, 128)
     return _power_of_two(target, 32, 512 if num_edges < 50_000_000 else 1024)
+
+
+def edge_group_length(num_edges: int) -> int:
+    """Longest edge group of ssd, in entries: 128, which a warp sums in fixed point, or several times that.
+
+    Shorter groups fill small structures better and still lose, to what their partial results cost (github on
+    an H200, k = 8: 0.032 ms with 128, 0.048 with 32), as groups of 128 do where most rows have several
+    (reddit, k = 32: 4.04 ms with 128, 3.18 with 512, 2.94 with 1024).
+    """
+    return 1024 if num_edges >= _LONG_GROUP_EDGES else 128
 
 
 def long_edge_groups(groups: RowSplit, num_edges: int, k: int) -> tuple[int, bool]:

@@ -134,7 +134,8 @@ class KernelFormats:
     def edge_groups(self) -> RowSplit:
         """Work list of ssd: the entries of a row in groups of bounded length, and who shares a row."""
         return self._row_memo.get(
-            "edge_groups", lambda: RowSplit.from_rowptr(self.rowptr, choose.EDGE_GROUP_LENGTH)
+            "edge_groups",
+            lambda: RowSplit.from_rowptr(self.rowptr, choose.edge_group_length(self.num_edges)),
         )
 
     @property

@@ -49,10 +49,11 @@ def groups_share_warps():
         yield
 
 
-@pytest.fixture(params=["as stored", "packed"])
+@pytest.fixture(params=["as stored", "packed", "in pieces", "packed, in pieces"])
 def gathered(request, monkeypatch):
-    """How CUDA gathers the entries of sources that have few neighbours and of those that have many."""
-    monkeypatch.setattr(choose, "_GATHERED_OFTEN", 0 if request.param == "packed" else 2**31)
+    """How CUDA gathers entries, of sources with few neighbours and with many, and how it sums long groups."""
+    monkeypatch.setattr(choose, "_GATHERED_OFTEN", 0 if "packed" in request.param else 2**31)
+    monkeypatch.setattr(choose, "_LONG_GROUP_EDGES", 0 if "in pieces" in request.param else 2**31)
 
 
 def expected_of(adj: Adjacency, cbsr: CBSR, *arguments: Any, **options: Any) -> Tensor:
@@ -461,7 +462,7 @@ def test_algorithms_stand_in_for_auto(monkeypatch):
 
 def test_edge_groups(device):
     adj = heavy(device)
-    length = choose.EDGE_GROUP_LENGTH
+    length = choose.edge_group_length(adj.num_edges)
     groups = adj.edge_groups
     words = groups.slices.view(torch.int32)
     assert int(words[:, 2].max()) <= length

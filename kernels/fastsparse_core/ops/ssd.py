@@ -83,7 +83,7 @@ def ssd(
         ValueError: a size, device or option does not fit.
 
     Note:
-        On CUDA ``"decoupled"`` sums up to 128 entries of a row in fixed point, with 24 bits for the greatest
+        On CUDA ``"decoupled"`` sums 128 entries of a row at a time in fixed point, with 24 bits for the greatest
         of them: results have float32's accuracy relative to the greatest entry among the neighbours, not
         relative to each feature's own size. Features of very different scales keep that with
         ``algorithm="densify"``. Infinities, NaN and float64 are summed as floats.
@@ -205,6 +205,7 @@ def _ssd(
         out.data_ptr(),
         address(partial),
         address(packed),
+        choose.edge_group_length(adj.num_edges),
         *((0, False) if groups is None else choose.long_edge_groups(groups, adj.num_edges, values.size(1))),
         index,
         queue(index),

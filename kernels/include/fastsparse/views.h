@@ -562,6 +562,7 @@ constexpr int kShortGroupEntries = 7;
 struct SsdArgs {
   CsrView a;
   RowSplitView groups;    // edge groups; CUDA only
+  int longest_group;      // entries that they have at most
   std::int64_t num_long;  // the first of them, a warp each; the others share warps
   bool few_entries;       // the others have at most kShortGroupEntries entries
   EdgeValueView value;    // one per edge
