@@ -32,7 +32,6 @@ from fastsparse_core import (
     Adjacency,
     additive_attention,
     attention,
-    choose,
     edge_softmax,
     gatv2_attention,
     maxk,
@@ -40,6 +39,8 @@ from fastsparse_core import (
     spmm,
     ssd,
 )
+from fastsparse_core.choose import bounds
+from fastsparse_core.choose import ssd as ssd_rules
 from fastsparse_core.formats import bsb
 from fastsparse_core.formats.compress import compress, compress_pairs
 from fastsparse_core.formats.hybrid_rows import HybridRows
@@ -53,12 +54,14 @@ DEVICE = "cuda"
 #: Last line of a run in which nothing failed.
 DONE = "all kernels ran"
 
-#: Bounds of `choose`, as small as the structures here: kernels and work lists for large ones run on them too.
-BOUNDS = {"_FEW_EDGES": 0, "_MANY_SOURCES": 0, "_LONG_GROUP_EDGES": 0, "_RESIDENT_WARPS": 4}
-#: Those of `bsb`: windows are stored in quads however cheap whole blocks are, so that kernels cut the last.
-QUADS = {"_SHARE_OF_CSR": 0, "_BLOCKS_OVER_QUADS": 0}
-
-_CHANGED = ((choose, BOUNDS), (bsb, QUADS))
+#: What modules are told while a part runs. Bounds of `choose` are as small as the structures here: kernels
+#: and lists of work for large ones run too. Windows are stored in quads however cheap whole blocks are, so
+#: that kernels cut the last.
+CHANGED = (
+    (bounds, {"FEW_EDGES": 0, "RESIDENT_WARPS": 4}),
+    (ssd_rules, {"_MANY_SOURCES": 0, "_LONG_GROUP_EDGES": 0}),
+    (bsb, {"_SHARE_OF_CSR": 0, "_BLOCKS_OVER_QUADS": 0}),
+)
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 _ops = torch.ops.fastsparse
@@ -78,9 +81,9 @@ class Part:
 
     def run(self) -> None:
         """Drives the kernels and waits for them."""
-        before = [{name: getattr(module, name) for name in bounds} for module, bounds in _CHANGED]
-        for module, bounds in _CHANGED:
-            vars(module).update(bounds)
+        before = [{name: getattr(module, name) for name in small} for module, small in CHANGED]
+        for module, small in CHANGED:
+            vars(module).update(small)
         try:
             with torch.no_grad():
                 for call in self.calls:
@@ -88,7 +91,7 @@ class Part:
             if DEVICE == "cuda":
                 torch.cuda.synchronize()
         finally:
-            for (module, _), kept in zip(_CHANGED, before, strict=True):
+            for (module, _), kept in zip(CHANGED, before, strict=True):
                 vars(module).update(kept)
 
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fastsparse_core import Adjacency, algorithms, choose, sddmm, spmm
+from fastsparse_core.choose import bounds, requests
 
 
 def ring(device: str = "cpu", num_nodes: int = 16) -> Adjacency:
@@ -166,11 +167,11 @@ def test_contexts_left_out_of_order_do_not_stick():
     with first:
         thread.start()
         assert entered.wait(10)
-        assert choose._last_opened == {"spmm": "flashsparse"}
-    assert choose._last_opened == {"spmm": "flashsparse"}
+        assert requests._last_opened == {"spmm": "flashsparse"}
+    assert requests._last_opened == {"spmm": "flashsparse"}
     leave.set()
     thread.join()
-    assert choose._last_opened is None
+    assert requests._last_opened is None
 
 
 def test_compiled_code_follows_the_context(device, asked):
@@ -270,7 +271,7 @@ def test_sddmm_takes_the_tensor_cores_where_they_serve(
 def shared_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of shared memory that a block may have: the last element, at first an H200's."""
     state = [227 * 1024]
-    monkeypatch.setattr(choose, "_shared_memory", lambda device: state[-1])
+    monkeypatch.setattr(bounds, "shared_memory", lambda device: state[-1])
     return state
 
 

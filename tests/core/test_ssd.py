@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastsparse_core import CBSR, Adjacency, algorithms, choose, maxk, reference, spmm, ssd
+from fastsparse_core.choose import bounds
+from fastsparse_core.choose import ssd as ssd_rules
 from fastsparse_core.formats.row_split import LONG, LONGEST, shared_group_share
 from fastsparse_core.ops.ssd import slotted_ssd
 
@@ -44,16 +46,16 @@ def heavy(device: str) -> Adjacency:
 def groups_share_warps():
     """Small structures would take one launch: the kernels for groups of few entries are to be tested too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choose, "_FEW_EDGES", 0)
-        patch.setattr(choose, "_MANY_SOURCES", 0)
+        patch.setattr(bounds, "FEW_EDGES", 0)
+        patch.setattr(ssd_rules, "_MANY_SOURCES", 0)
         yield
 
 
 @pytest.fixture(params=["as stored", "packed", "in pieces", "packed, in pieces"])
 def gathered(request, monkeypatch):
     """How CUDA gathers entries, of sources with few neighbours and with many, and how it sums long groups."""
-    monkeypatch.setattr(choose, "_GATHERED_OFTEN", 0 if "packed" in request.param else 2**31)
-    monkeypatch.setattr(choose, "_LONG_GROUP_EDGES", 0 if "in pieces" in request.param else 2**31)
+    monkeypatch.setattr(ssd_rules, "_GATHERED_OFTEN", 0 if "packed" in request.param else 2**31)
+    monkeypatch.setattr(ssd_rules, "_LONG_GROUP_EDGES", 0 if "in pieces" in request.param else 2**31)
 
 
 def expected_of(adj: Adjacency, cbsr: CBSR, *arguments: Any, **options: Any) -> Tensor:
@@ -237,7 +239,7 @@ def test_weights_that_are_not_finite(device, dtype, weight, k):
 )
 def test_packed_entries(device, monkeypatch, dtype, size, k, rows):
     """Of every size, down to subnormal numbers, and with others that are no numbers among them."""
-    monkeypatch.setattr(choose, "_GATHERED_OFTEN", 0)
+    monkeypatch.setattr(ssd_rules, "_GATHERED_OFTEN", 0)
     adj = heavy(device)
     adj = Adjacency.from_coo(adj.row() % rows, adj.col, (rows, 90))
     assert choose.packs_ssd_rows(adj, dtype, k, 256)
@@ -258,7 +260,7 @@ def test_packed_entries(device, monkeypatch, dtype, size, k, rows):
 
     values[5, 3], values[13, 1] = float("inf"), float("nan")
     out = ssd(adj, cbsr.with_values(values), algorithm="decoupled")
-    monkeypatch.setattr(choose, "_GATHERED_OFTEN", 2**31)
+    monkeypatch.setattr(ssd_rules, "_GATHERED_OFTEN", 2**31)
     plain = ssd(adj, cbsr.with_values(values), algorithm="decoupled")
     assert torch.equal(out.isnan(), plain.isnan())
     assert torch.equal(out.isinf(), plain.isinf())
@@ -492,7 +494,7 @@ def test_groups_of_few_entries_share_warps_where_most_are_short():
 
 
 def test_entries_are_packed_where_sources_are_gathered_often(monkeypatch):
-    row, col = (torch.randint(0, 30, (30 * choose._GATHERED_OFTEN,)) for _ in range(2))
+    row, col = (torch.randint(0, 30, (30 * ssd_rules._GATHERED_OFTEN,)) for _ in range(2))
     adj = Adjacency.from_coo(row, col, (30, 30))
     for k, packed in ((8, False), (16, True), (18, False), (20, True), (32, True), (36, False), (64, False)):
         assert choose.packs_ssd_rows(adj, torch.float32, k, 256) == packed
@@ -500,12 +502,12 @@ def test_entries_are_packed_where_sources_are_gathered_often(monkeypatch):
     assert not choose.packs_ssd_rows(adj, torch.float32, 16, 257)
     few = Adjacency.from_coo(row[1:], col[1:], (30, 30))
     assert not choose.packs_ssd_rows(few, torch.float32, 16, 256)
-    monkeypatch.setattr(choose, "_MANY_SOURCES", 31)
+    monkeypatch.setattr(ssd_rules, "_MANY_SOURCES", 31)
     assert not choose.packs_ssd_rows(adj, torch.float32, 16, 256)
 
 
 def test_small_structures_take_one_launch(monkeypatch):
-    monkeypatch.setattr(choose, "_FEW_EDGES", 1000)
+    monkeypatch.setattr(bounds, "FEW_EDGES", 1000)
     few = Adjacency.from_coo(torch.arange(30), torch.arange(30), (30, 30)).edge_groups
     assert choose.long_edge_groups(few, 30, 8) == (30, False)
 

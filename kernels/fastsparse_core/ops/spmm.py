@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -203,60 +203,73 @@ def _spmm(
     chosen = choose.spmm_algorithm(adj, algorithm, x.dtype, width, heads, aligned, dense, weighted=weighted)
     if is_dense(value) and chosen != "flashsparse":
         value = edges_from_dense(adj, value)
-    operands = (adj, x, value, scale_dst, scale_src, bias, relu, out)
+    operands = _Operands(adj, x, value, scale_dst, scale_src, bias, relu, out, weighted)
     if choose.spmm_resident(adj, chosen, x.dtype, width, heads, aligned):
-        _launch_resident(*operands, tensor_cores=chosen == "tca")
+        _launch_resident(operands, tensor_cores=chosen == "tca")
     else:
-        _LAUNCH[chosen](*operands)
+        _LAUNCH[chosen](operands)
     return out
 
 
-def _launch_csr(
-    adj: Adjacency,
-    x: Tensor,
-    value: Tensor | None,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    bias: Tensor | None,
-    relu: bool,
-    out: Tensor,
-) -> None:
-    index = device_index(x.device)
-    width = x.size(1)
-    partial = None
-    if index >= 0 and adj.row_split.num_slots:
-        partial = x.new_empty(adj.row_split.num_slots, width, dtype=accumulation_dtype(x.dtype))
-    _C.spmm_csr(
-        adj.csr_structure,
+class _Operands(NamedTuple):
+    """What a launch reads and writes, under the names of `spmm`; ``weighted``: edges or sources have factors.
+
+    All is contiguous but ``x``, whose rows may lie apart.
+    """
+
+    adj: Adjacency
+    x: Tensor
+    value: Tensor | None
+    scale_dst: Tensor | None
+    scale_src: Tensor | None
+    bias: Tensor | None
+    relu: bool
+    out: Tensor
+    weighted: bool
+
+    def factors_and_result(self) -> tuple[int, int, int, bool, int]:
+        """What most bindings take after the features and values, in their order."""
+        return (
+            address(self.scale_dst),
+            address(self.scale_src),
+            address(self.bias),
+            self.relu,
+            self.out.data_ptr(),
+        )
+
+
+def _features_and_values(x: Tensor, value: Tensor | None) -> tuple[int, int, int, int, int, int]:
+    """What every binding takes after the structure, in its order."""
+    return (
         DTYPE_CODE[x.dtype],
-        width,
+        x.size(1),
         x.data_ptr(),
         x.stride(0),
         address(value),
         0 if value is None else DTYPE_CODE[value.dtype],
+    )
+
+
+def _launch_csr(operands: _Operands) -> None:
+    adj, x, value = operands.adj, operands.x, operands.value
+    index = device_index(x.device)
+    partial = None
+    if index >= 0 and adj.row_split.num_slots:
+        partial = x.new_empty(adj.row_split.num_slots, x.size(1), dtype=accumulation_dtype(x.dtype))
+    _C.spmm_csr(
+        adj.csr_structure,
+        *_features_and_values(x, value),
         num_heads(value),
-        address(scale_dst),
-        address(scale_src),
-        address(bias),
-        relu,
-        out.data_ptr(),
+        *operands.factors_and_result(),
         address(partial),
-        choose.csr_tile(adj, x.element_size(), weighted=value is not None or scale_src is not None),
+        choose.csr_tile(adj, x.element_size(), weighted=operands.weighted),
         index,
         queue(index),
     )
 
 
-def _launch_bsb(
-    adj: Adjacency,
-    x: Tensor,
-    value: Tensor | None,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    bias: Tensor | None,
-    relu: bool,
-    out: Tensor,
-) -> None:
+def _launch_bsb(operands: _Operands) -> None:
+    adj, x, value, scale_dst, scale_src, bias, relu, out, _ = operands
     index = device_index(x.device)
     width = x.size(1)
     vector_scale = None
@@ -271,12 +284,7 @@ def _launch_bsb(
     partial = x.new_empty(split.num_slots * HEIGHT, width, dtype=torch.float32) if split.num_slots else None
     _C.spmm_bsb(
         adj.bsb_structure(valued=value is not None and not dense),
-        DTYPE_CODE[x.dtype],
-        width,
-        x.data_ptr(),
-        x.stride(0),
-        address(value),
-        0 if value is None else DTYPE_CODE[value.dtype],
+        *_features_and_values(x, value),
         num_heads(value),
         adj.quad_vector().data_ptr() if dense else 0,
         address(vector_scale),
@@ -293,98 +301,45 @@ def _launch_bsb(
     )
 
 
-def _launch_tca(
-    adj: Adjacency,
-    x: Tensor,
-    value: Tensor | None,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    bias: Tensor | None,
-    relu: bool,
-    out: Tensor,
-) -> None:
-    index = device_index(x.device)
+def _launch_tca(operands: _Operands) -> None:
+    index = device_index(operands.x.device)
     _C.spmm_tca(
-        adj.plain_structure,
-        DTYPE_CODE[x.dtype],
-        x.size(1),
-        x.data_ptr(),
-        x.stride(0),
-        address(value),
-        0 if value is None else DTYPE_CODE[value.dtype],
-        address(scale_dst),
-        address(scale_src),
-        address(bias),
-        relu,
-        out.data_ptr(),
+        operands.adj.plain_structure,
+        *_features_and_values(operands.x, operands.value),
+        *operands.factors_and_result(),
         index,
         queue(index),
     )
 
 
-def _launch_resident(
-    adj: Adjacency,
-    x: Tensor,
-    value: Tensor | None,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    bias: Tensor | None,
-    relu: bool,
-    out: Tensor,
-    *,
-    tensor_cores: bool,
-) -> None:
-    index = device_index(x.device)
+def _launch_resident(operands: _Operands, *, tensor_cores: bool) -> None:
+    index = device_index(operands.x.device)
     _C.spmm_resident(
-        adj.plain_structure,
-        DTYPE_CODE[x.dtype],
-        x.size(1),
-        x.data_ptr(),
-        x.stride(0),
-        address(value),
-        0 if value is None else DTYPE_CODE[value.dtype],
-        address(scale_dst),
-        address(scale_src),
-        address(bias),
-        relu,
-        out.data_ptr(),
+        operands.adj.plain_structure,
+        *_features_and_values(operands.x, operands.value),
+        *operands.factors_and_result(),
         tensor_cores,
         index,
         queue(index),
     )
 
 
-def _launch_hr(
-    adj: Adjacency,
-    x: Tensor,
-    value: Tensor | None,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    bias: Tensor | None,
-    relu: bool,
-    out: Tensor,
-) -> None:
+def _launch_hr(operands: _Operands) -> None:
+    x, rows = operands.x, operands.adj.hybrid_rows
     index = device_index(x.device)
-    width, rows = x.size(1), adj.hybrid_rows
-    partial = x.new_empty(rows.num_slots, width, dtype=torch.float32) if rows.num_slots else None
+    partial = x.new_empty(rows.num_slots, x.size(1), dtype=torch.float32) if rows.num_slots else None
     _C.spmm_hr(
-        adj.hybrid_structure,
+        operands.adj.hybrid_structure,
         rows.num_long,
-        DTYPE_CODE[x.dtype],
-        width,
-        x.data_ptr(),
-        x.stride(0),
-        address(value),
-        0 if value is None else DTYPE_CODE[value.dtype],
-        address(scale_dst),
-        address(scale_src),
-        address(bias),
-        relu,
-        out.data_ptr(),
+        *_features_and_values(x, operands.value),
+        *operands.factors_and_result(),
         address(partial),
         index,
         queue(index),
     )
+
+
+_LAUNCH = {"csr": _launch_csr, "flashsparse": _launch_bsb, "tca": _launch_tca, "hr": _launch_hr}
 
 
 def add_transposed(
@@ -408,12 +363,7 @@ def add_transposed(
     index = device_index(x.device)
     _C.spmm_csr_transposed(
         adj.csr_structure,
-        DTYPE_CODE[x.dtype],
-        x.size(1),
-        x.data_ptr(),
-        x.stride(0),
-        address(value),
-        0 if value is None else DTYPE_CODE[value.dtype],
+        *_features_and_values(x, value),
         address(scale_dst),
         address(scale_src),
         total.data_ptr(),
@@ -422,9 +372,6 @@ def add_transposed(
         queue(index),
     )
     return total
-
-
-_LAUNCH = {"csr": _launch_csr, "flashsparse": _launch_bsb, "tca": _launch_tca, "hr": _launch_hr}
 
 
 class _Spmm(torch.autograd.Function):

@@ -99,7 +99,7 @@ struct SpmmArgs {
   void* out;              // (num_rows, width) contiguous
   void* partial;          // (num_slots, width) in the accumulation type; CUDA only
   std::int64_t width;
-  std::int64_t tile;  // features per pass over the structure, at least about: see choose.py; CUDA only
+  std::int64_t tile;  // features per pass over the structure, at least about: choose.csr_tile; CUDA only
   Dtype dtype;
 };
 

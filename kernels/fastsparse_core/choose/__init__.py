@@ -1,0 +1,79 @@
+"""Choice of algorithm and tuning parameters, from structure statistics and crossovers measured on an H200.
+
+`requests` says what a call asks for; a module per operator says which kernel serves it; `slices` and `tiles`
+say how that kernel cuts its work, and `reuse` when another form of the structure is worth building. The
+measurements behind the numbers are in docs/choosing.md.
+"""
+
+from fastsparse_core.choose.attention import attention_algorithm
+from fastsparse_core.choose.bounds import MOST_HEADS
+from fastsparse_core.choose.requests import (
+    ALGORITHMS,
+    ATTENTION_ALGORITHMS,
+    SDDMM_ALGORITHMS,
+    SPMM_ALGORITHMS,
+    SSD_ALGORITHMS,
+    algorithms,
+    check_algorithm,
+    requested,
+)
+from fastsparse_core.choose.reuse import MOST_PER_SUM, REUSE, SCATTERS, UNSORTED_USES, scatters
+from fastsparse_core.choose.sddmm import sddmm_algorithm, sddmm_by_entry
+from fastsparse_core.choose.slices import (
+    run_blocks,
+    sddmm_run_blocks,
+    sddmm_slice_blocks,
+    slice_blocks,
+    slice_length,
+    tall_slice_length,
+    tall_strip,
+)
+from fastsparse_core.choose.sparse_linear import SPARSE_LINEAR_ALGORITHMS, sparse_linear_algorithm
+from fastsparse_core.choose.spmm import spmm_algorithm, spmm_resident
+from fastsparse_core.choose.ssd import (
+    edge_group_length,
+    long_edge_groups,
+    packs_ssd_rows,
+    ssd_algorithm,
+    ssd_backward_algorithm,
+)
+from fastsparse_core.choose.tiles import blocks_per_step, csr_tile, features_per_lane
+
+__all__ = [
+    "ALGORITHMS",
+    "ATTENTION_ALGORITHMS",
+    "MOST_HEADS",
+    "MOST_PER_SUM",
+    "REUSE",
+    "SCATTERS",
+    "SDDMM_ALGORITHMS",
+    "SPARSE_LINEAR_ALGORITHMS",
+    "SPMM_ALGORITHMS",
+    "SSD_ALGORITHMS",
+    "UNSORTED_USES",
+    "algorithms",
+    "attention_algorithm",
+    "blocks_per_step",
+    "check_algorithm",
+    "csr_tile",
+    "edge_group_length",
+    "features_per_lane",
+    "long_edge_groups",
+    "packs_ssd_rows",
+    "requested",
+    "run_blocks",
+    "scatters",
+    "sddmm_algorithm",
+    "sddmm_by_entry",
+    "sddmm_run_blocks",
+    "sddmm_slice_blocks",
+    "slice_blocks",
+    "slice_length",
+    "sparse_linear_algorithm",
+    "spmm_algorithm",
+    "spmm_resident",
+    "ssd_algorithm",
+    "ssd_backward_algorithm",
+    "tall_slice_length",
+    "tall_strip",
+]

@@ -1,0 +1,110 @@
+"""The algorithm that a call asks for: by its name, or through the context `algorithms`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+
+import torch
+
+SPMM_ALGORITHMS = ("auto", "csr", "flashsparse", "tca", "hr")
+SDDMM_ALGORITHMS = ("auto", "csr", "flashsparse")
+ATTENTION_ALGORITHMS = ("auto", "fused3s", "unfused")
+SSD_ALGORITHMS = ("auto", "decoupled", "maxk", "densify")
+#: operator -> the names that its calls, and `algorithms`, take
+ALGORITHMS = {
+    "spmm": SPMM_ALGORITHMS,
+    "sddmm": SDDMM_ALGORITHMS,
+    "attention": ATTENTION_ALGORITHMS,
+    "ssd": SSD_ALGORITHMS,
+}
+
+#: What `algorithms` asks for in this thread or asynchronous task: operator -> algorithm.
+_requests: ContextVar[Mapping[str, str] | None] = ContextVar("requests", default=None)
+#: The requests of all contexts that are open anywhere, in the order of entry, and the last of them: what
+#: traced code reads, because torch.compile guards on a global but cannot read a context variable.
+_open: dict[int, Mapping[str, str]] = {}
+_last_opened: Mapping[str, str] | None = None
+_open_lock = threading.Lock()
+
+
+def check_algorithm(algorithm: str, known: tuple[str, ...], name: str = "algorithm") -> None:
+    """Rejects unknown names.
+
+    Raises:
+        ValueError: ``algorithm`` is not among ``known``.
+    """
+    if algorithm not in known:
+        names = ", ".join(repr(it) for it in known)
+        raise ValueError(f"{name}: expected one of {names}, got {algorithm!r}")
+
+
+@contextlib.contextmanager
+def algorithms(
+    *,
+    spmm: str | None = None,
+    sddmm: str | None = None,
+    attention: str | None = None,
+    ssd: str | None = None,
+) -> Iterator[None]:
+    """Algorithms that stand in for ``"auto"`` in the calls within, of layers too; also a decorator.
+
+    A call keeps its algorithm for its gradients, wherever ``backward()`` is called. An algorithm that a call
+    names itself wins. Contexts nest; each applies to its own thread or asynchronous task. Code under
+    ``torch.compile`` is compiled again where the context asks for something else; it goes by the context
+    entered last in any thread.
+
+    Args:
+        spmm: one of `SPMM_ALGORITHMS`; None: as outside.
+        sddmm: one of `SDDMM_ALGORITHMS`; None: as outside.
+        attention: one of `ATTENTION_ALGORITHMS`; None: as outside.
+        ssd: one of `SSD_ALGORITHMS`; None: as outside.
+
+    Raises:
+        ValueError: There is no algorithm of that name.
+
+    Examples:
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 1]), torch.tensor([1, 0]), (2, 2))
+        >>> with algorithms(spmm="csr"):
+        ...     y = spmm(adj, torch.eye(2))
+    """
+    asked = {"spmm": spmm, "sddmm": sddmm, "attention": attention, "ssd": ssd}
+    given = {operator: algorithm for operator, algorithm in asked.items() if algorithm is not None}
+    for operator, algorithm in given.items():
+        check_algorithm(algorithm, ALGORITHMS[operator], operator)
+    requests = {**(_requests.get() or {}), **given}
+    token = _requests.set(requests)
+    _show_to_traces(id(requests), requests)
+    try:
+        yield
+    finally:
+        _requests.reset(token)
+        _show_to_traces(id(requests), None)
+
+
+def _show_to_traces(context: int, requests: Mapping[str, str] | None) -> None:
+    """Notes that a context was entered or, without requests, left."""
+    global _last_opened
+    with _open_lock:
+        if requests is None:
+            del _open[context]
+        else:
+            _open[context] = requests
+        _last_opened = next(reversed(_open.values()), None)
+
+
+def requested(operator: str, algorithm: str) -> str:
+    """The algorithm that a call asks for, by itself or, where it says ``"auto"``, through `algorithms`.
+
+    Operators call it once, in the forward pass: backward runs in other threads, which know no context.
+
+    Raises:
+        ValueError: The operator has no algorithm of that name.
+    """
+    if algorithm != "auto":
+        check_algorithm(algorithm, ALGORITHMS[operator])
+        return algorithm
+    requests = _last_opened if torch.compiler.is_compiling() else _requests.get()
+    return algorithm if requests is None else requests.get(operator, algorithm)

@@ -1,0 +1,62 @@
+"""How often a structure is used before another form of it is built: blocks, sorted slices, its transpose."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from fastsparse_core.adjacency import Adjacency
+
+#: Products with a structure before `auto` converts it: a conversion costs about as much as 5 to 10 products.
+REUSE = 16
+#: Products with a structure whose slices lie in row order, as they do at first, before they are sorted.
+UNSORTED_USES = 8
+#: Gradients of a new structure that are added by atomics before its transpose is built: a structure that is
+#: seen once gives one to each layer that uses it.
+SCATTERS = 2
+#: Edges per source up to which they are: longer sums lose digits one by one, and atomics meet.
+MOST_PER_SUM = 32
+#: Edges up to which a gradient is scattered: batches have no more, and a full graph is used on.
+_MOST_SCATTERED = 4_000_000
+
+
+def is_converted(adj: Adjacency) -> bool:
+    """Whether `auto` finds the structure in binary sparse blocks; counts a use, and converts after enough."""
+    if adj.has_bsb:
+        return True
+    adj.uses += 1
+    reused = adj.uses > REUSE and not torch.are_deterministic_algorithms_enabled()
+    return reused and not torch.cuda.is_current_stream_capturing() and adj.try_bsb()
+
+
+def scatters(adj: Adjacency, algorithm: str, dtype: torch.dtype, value: torch.Tensor | None) -> bool:
+    """Whether a gradient comes straight from the rows of a structure, by atomics; counts it if so.
+
+    Only of structures that came sorted and were used little, as samplers give them; the others are worth
+    their transpose. Not in float64, which is for checks that ask for the same bits.
+
+    Args:
+        adj: the structure of the forward pass.
+        algorithm: as the caller of the forward pass asked.
+        dtype: of the gradient.
+        value: values of edges.
+    """
+    if (
+        adj.scatters_left is None
+        or algorithm != "auto"
+        or dtype == torch.float64
+        or (value is not None and (value.dim() > 2 or value.numel() != adj.num_values))
+        or adj.num_edges > MOST_PER_SUM * adj.num_src
+        or adj.num_edges > _MOST_SCATTERED
+        or adj.has_transpose
+        # On the CPU every run gives the same bits, but a transpose, which later gradients take, gives others.
+        or torch.are_deterministic_algorithms_enabled()
+    ):
+        return False
+    if adj.scatters_left <= 0:
+        # A transpose cannot be built while a CUDA graph is captured.
+        return adj.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    adj.scatters_left -= 1
+    return True
