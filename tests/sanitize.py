@@ -54,7 +54,13 @@ DEVICE = "cuda"
 DONE = "all kernels ran"
 
 #: Bounds of `choose`, as small as the structures here: kernels and work lists for large ones run on them too.
-BOUNDS = {"_FEW_EDGES": 0, "_MANY_SOURCES": 0, "_RESIDENT_WARPS": 4}
+BOUNDS = {
+    "_FEW_EDGES": 0,
+    "_MANY_SOURCES": 0,
+    "_RESIDENT_WARPS": 4,
+    "_FEW_WINDOWS": 0,
+    "_KEPT_RESULT_BYTES": 2048,
+}
 #: Those of `bsb`: windows are stored in quads however cheap whole blocks are, so that kernels cut the last.
 QUADS = {"_SHARE_OF_CSR": 0, "_BLOCKS_OVER_QUADS": 0}
 
@@ -388,7 +394,11 @@ def sparse_products(dtype: torch.dtype) -> None:
 
 
 def sparse_gradients(dtype: torch.dtype) -> None:
-    """ssd's gradients: windows in blocks of few and many threads, row by row, and those of edge values."""
+    """ssd's gradients: windows in blocks of few and many threads, row by row, and those of edge values.
+
+    Narrow rows make several blocks of sources. Windows have 64 rows, so that wide ones need many threads.
+    Sums of 16-bit results are cast.
+    """
     adj, wide = heavy(), {F32: 600, F64: 2000}.get(dtype, 1200)
     for width, k in ((width, k) for width in (64, 300, wide) for k in (8, 3)):
         cbsr = kept(adj.num_src, width, k, dtype)
