@@ -527,24 +527,25 @@ void ssd_value_grad(const CsrStructure& structure, int dtype, Address grad, std:
 #ifdef FASTSPARSE_WITH_CUDA
 TallWindowsView make_tall_windows(Address entry, Address value_id, bool value_id_is_64bit,
                                   Address other_source, std::int64_t num_other, Address slices,
-                                  std::int64_t num_slices, Address split_row, Address split_ptr,
-                                  std::int64_t num_split_rows, int height, int strip, std::int64_t num_rows) {
+                                  std::int64_t num_slices, int height, int strip, std::int64_t num_rows,
+                                  std::int64_t num_cols) {
   return {at<std::uint32_t>(entry),
           at(value_id),
           value_id_is_64bit,
           at<std::int32_t>(other_source),
           num_other,
-          {at<RowSlice>(slices), num_slices, at<std::int32_t>(split_row), at<std::int64_t>(split_ptr),
-           num_split_rows},
+          at<RowSlice>(slices),
+          num_slices,
           height,
           strip,
-          num_rows};
+          num_rows,
+          num_cols};
 }
 
 void ssd_backward_windows(const TallWindowsView& structure, int dtype, Address grad, std::int64_t grad_stride,
                           std::int64_t width, Address value, int value_dtype, Address ids, bool ids_are_16bit,
-                          std::int64_t k, Address scale_dst, Address scale_src, Address out, int device,
-                          Address queue) {
+                          std::int64_t k, Address scale_dst, Address scale_src, Address sum, Address out,
+                          int device, Address queue) {
   const SsdBackwardWindowsArgs args{structure,
                                     {at(value), static_cast<Dtype>(value_dtype), 1},
                                     {at(grad), grad_stride},
@@ -552,7 +553,8 @@ void ssd_backward_windows(const TallWindowsView& structure, int dtype, Address g
                                     {at(ids), ids_are_16bit, k},
                                     at<float>(scale_dst),
                                     at<float>(scale_src),
-                                    at<float>(out),
+                                    at<float>(sum),
+                                    at(out),
                                     static_cast<Dtype>(dtype)};
   const DeviceGuard guard(device);
   check(cuda::ssd_backward_windows(args, at(queue)), "ssd_backward_windows");

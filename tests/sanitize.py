@@ -41,6 +41,7 @@ from fastsparse_core import (
 )
 from fastsparse_core.choose import bounds
 from fastsparse_core.choose import ssd as ssd_rules
+from fastsparse_core.choose import tall_windows as tall_rules
 from fastsparse_core.formats import bsb
 from fastsparse_core.formats.compress import compress, compress_pairs
 from fastsparse_core.formats.hybrid_rows import HybridRows
@@ -60,6 +61,7 @@ DONE = "all kernels ran"
 CHANGED = (
     (bounds, {"FEW_EDGES": 0, "RESIDENT_WARPS": 4}),
     (ssd_rules, {"_MANY_SOURCES": 0, "_LONG_GROUP_EDGES": 0}),
+    (tall_rules, {"_FEW_WINDOWS": 0, "_KEPT_RESULT_BYTES": 2048}),
     (bsb, {"_SHARE_OF_CSR": 0, "_BLOCKS_OVER_QUADS": 0}),
 )
 
@@ -391,7 +393,11 @@ def sparse_products(dtype: torch.dtype) -> None:
 
 
 def sparse_gradients(dtype: torch.dtype) -> None:
-    """ssd's gradients: windows in blocks of few and many threads, row by row, and those of edge values."""
+    """ssd's gradients: windows in blocks of few and many threads, row by row, and those of edge values.
+
+    Narrow rows make several blocks of sources. Windows have 64 rows, so that wide ones need many threads.
+    Sums of 16-bit results are cast.
+    """
     adj, wide = heavy(), {F32: 600, F64: 2000}.get(dtype, 1200)
     for width, k in ((width, k) for width in (64, 300, wide) for k in (8, 3)):
         cbsr = kept(adj.num_src, width, k, dtype)

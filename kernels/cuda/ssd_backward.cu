@@ -4,7 +4,8 @@
 // memory, and groups of lanes take strips of its entries, which are sorted by source. A lane owns up to 4
 // kept columns; it looks them up in the rows of a source's consecutive entries, sums in registers, and adds
 // once per source and strip to the output: with one 16-byte reduction on sm_90, or with a plain store where
-// the source has no other entries. Floors: 4 + k ids per entry from the L2, 4 k bytes reduced per source and
+// the source has no other entries. Where the results are too many for the L2, the list of slices takes one
+// block of sources after the other. Floors: 4 + k ids per entry from the L2, 4 k bytes reduced per source and
 // window, which is what bounds MaxK's own kernel (once per edge), the gradient read once, and 3.5
 // shared-memory cycles for 32 look-ups at random banks.
 //
@@ -16,6 +17,7 @@
 
 #include "fastsparse/combine_partials.cuh"
 #include "fastsparse/cuda_common.cuh"
+#include "fastsparse/dependent_launch.cuh"
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
@@ -25,6 +27,8 @@ namespace {
 constexpr int kFewThreads = 384;
 constexpr int kManyThreads = 768;
 constexpr int kEntriesInFlight = 4;
+constexpr int kRowBits = 6;  // of an entry: its row in the window, below the source
+constexpr std::uint32_t kRowMask = (1u << kRowBits) - 1;
 constexpr std::uint32_t kNoEntry = 0xffffffffu;  // its source is greater than that of any entry
 constexpr std::uint32_t kSole = 0x80000000u;     // all entries of the source lie in this strip
 
@@ -80,12 +84,13 @@ __device__ __forceinline__ void add_to(float* to, const float (&sum)[kVec]) {
 // Zeroes the results of sources that are not written by one plain store.
 template <int kVec>
 __global__ void zero_sources_kernel(const std::int32_t* source, std::int64_t count, std::int64_t k,
-                                    float* out) {
+                                    float* sum) {
+  allow_next_kernel();
   const std::int64_t per_source = k / kVec;
   const std::int64_t at = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (at >= count * per_source) return;
   const std::int64_t nth = at / per_source;
-  store_pack(Pack<float, kVec>{}, out + source[nth] * k + (at - nth * per_source) * kVec);
+  store_pack(Pack<float, kVec>{}, sum + source[nth] * k + (at - nth * per_source) * kVec);
 }
 
 // The gradient is read once or a few times, results are added to all the time: L2 lines of the gradient go
@@ -126,93 +131,93 @@ __device__ __forceinline__ void copy_rows(const DenseView& grad, std::int64_t fi
   __pipeline_commit();
 }
 
-template <typename T, typename Id, int kVec, int kWindowThreads>
+// Factor of an entry of a row: its value, and the row's scale.
+template <typename T>
+__device__ __forceinline__ float weight_of(const SsdBackwardWindowsArgs& args, std::int64_t entry,
+                                           float row_scale) {
+  if (args.value.data == nullptr) return row_scale;
+  const std::int64_t position = args.a.value_id_is_64bit
+                                    ? static_cast<const std::int64_t*>(args.a.value_id)[entry]
+                                    : static_cast<const std::int32_t*>(args.a.value_id)[entry];
+  return row_scale * load_value<T>(args.value, args.value.dtype == args.dtype, position);
+}
+
+// Adds a strip's sum to its source, or stores it where the source has no other.
+template <int kVec>
+__device__ __forceinline__ void finish_source(const SsdBackwardWindowsArgs& args, std::uint32_t source,
+                                              bool sole, int first, float (&sum)[kVec]) {
+  if (args.scale_src != nullptr) {
+    const float scale = __ldg(args.scale_src + source);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) sum[i] *= scale;
+  }
+  float* to = args.sum + source * args.ids.k + first;
+  if (sole) {
+    Pack<float, kVec> pack;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) pack.lane[i] = sum[i];
+    store_pack(pack, to);
+  } else {
+    add_to(to, sum);
+  }
+}
+
+// Weighted: entries have values or rows have scales; without either, their registers are free.
+template <typename T, typename Id, int kVec, int kWindowThreads, bool kWeighted>
 __global__ void __launch_bounds__(kWindowThreads, kWindowThreads == kFewThreads ? 3 : 1)
     ssd_backward_windows_kernel(const SsdBackwardWindowsArgs args, bool in_pieces, int lanes) {
   extern __shared__ __align__(16) unsigned char shared[];
-  const RowSlice slice = load_slice(args.a.split, blockIdx.x);
-  if (slice.length == 0) return;
-  const std::int64_t window = row_of(args.a.split, slice);
-  const std::int64_t first_row = window * args.a.height;
+  allow_next_kernel();
+  const RowSlice slice = args.a.slices[blockIdx.x];
+  const std::int64_t first_row = static_cast<std::int64_t>(slice.target) * args.a.height;
   const int count =
       static_cast<int>(min(static_cast<std::int64_t>(args.a.height), args.a.num_rows - first_row));
   const int width = static_cast<int>(args.width), k = static_cast<int>(args.ids.k);
   float* row_scale = reinterpret_cast<float*>(shared);
   T* rows = reinterpret_cast<T*>(shared + args.a.height * sizeof(float));
   copy_rows<kWindowThreads>(args.grad, first_row, count, width, in_pieces, rows);
-  if (threadIdx.x < count) {
+  if (kWeighted && threadIdx.x < count) {
     row_scale[threadIdx.x] = args.scale_dst != nullptr ? args.scale_dst[first_row + threadIdx.x] : 1.0f;
   }
 
-  const bool value_in_feature_dtype = args.value.dtype == args.dtype;
-  const bool weighted = args.value.data != nullptr || args.scale_dst != nullptr;
-  const std::uint32_t row_mask = args.a.height - 1;
-  const int source_shift = __popc(row_mask);
-  const int group = threadIdx.x / lanes, groups = kWindowThreads / lanes;
-  const int lane = threadIdx.x % lanes;
   const int strip = args.a.strip;
-  const std::uint32_t* entry = args.a.entry + slice.begin;
   __pipeline_wait_prior(0);
   __syncthreads();
+  wait_for_kernel_before();  // it zeroes what the sums are added to
 
-  for (int begin = group * strip; begin < slice.length; begin += groups * strip) {
-    const int end = min(begin + strip, slice.length);
-    for (int c = lane * kVec; c < k; c += lanes * kVec) {
+  for (int c = threadIdx.x % lanes * kVec; c < k; c += lanes * kVec) {
+    for (int begin = threadIdx.x / lanes * strip; begin < slice.length;
+         begin += kWindowThreads / lanes * strip) {
+      const std::uint32_t* entry = args.a.entry + slice.begin + begin;
+      int left = min(strip, slice.length - begin);
       float sum[kVec] = {};
       std::uint32_t next[kEntriesInFlight];
 #pragma unroll
-      for (int u = 0; u < kEntriesInFlight; ++u) {
-        next[u] = begin + u < end ? __ldg(entry + begin + u) : kNoEntry;
-      }
-      for (int base = begin; base < end; base += kEntriesInFlight) {
+      for (int u = 0; u < kEntriesInFlight; ++u) next[u] = u < left ? __ldg(entry + u) : kNoEntry;
+      for (; left > 0; left -= kEntriesInFlight, entry += kEntriesInFlight) {
         std::uint32_t word[kEntriesInFlight + 1];
         Pack<Id, kVec> ids[kEntriesInFlight];
 #pragma unroll
         for (int u = 0; u < kEntriesInFlight; ++u) {
           word[u] = next[u];
           ids[u] = Pack<Id, kVec>{};
-          if (word[u] != kNoEntry)
-            ids[u] = load_ids<Id, kVec>(args.ids, (word[u] & ~kSole) >> source_shift, c);
+          if (word[u] != kNoEntry) ids[u] = load_ids<Id, kVec>(args.ids, (word[u] & ~kSole) >> kRowBits, c);
         }
 #pragma unroll
         for (int u = 0; u < kEntriesInFlight; ++u) {
-          const int ahead = base + kEntriesInFlight + u;
-          next[u] = ahead < end ? __ldg(entry + ahead) : kNoEntry;
+          next[u] = kEntriesInFlight + u < left ? __ldg(entry + kEntriesInFlight + u) : kNoEntry;
         }
         word[kEntriesInFlight] = next[0];
 #pragma unroll
         for (int u = 0; u < kEntriesInFlight; ++u) {
           if (word[u] == kNoEntry) break;
-          const int row = static_cast<int>(word[u] & row_mask);
+          const int row = static_cast<int>(word[u] & kRowMask);
           float weight = 1;
-          if (weighted) {
-            weight = row_scale[row];
-            if (args.value.data != nullptr) {
-              const std::int64_t at = slice.begin + base + u;
-              const std::int64_t position = args.a.value_id_is_64bit
-                                                ? static_cast<const std::int64_t*>(args.a.value_id)[at]
-                                                : static_cast<const std::int32_t*>(args.a.value_id)[at];
-              weight *= load_value<T>(args.value, value_in_feature_dtype, position);
-            }
-          }
+          if constexpr (kWeighted) weight = weight_of<T>(args, entry + u - args.a.entry, row_scale[row]);
 #pragma unroll
           for (int i = 0; i < kVec; ++i) sum[i] += weight * widen(rows[row * width + ids[u].lane[i]]);
-          if ((word[u] ^ word[u + 1]) > row_mask) {  // the last entry of its source
-            const std::int64_t source = (word[u] & ~kSole) >> source_shift;
-            float* to = args.out + source * k + c;
-            if (args.scale_src != nullptr) {
-              const float scale = __ldg(args.scale_src + source);
-#pragma unroll
-              for (int i = 0; i < kVec; ++i) sum[i] *= scale;
-            }
-            if (word[u] & kSole) {
-              Pack<float, kVec> pack;
-#pragma unroll
-              for (int i = 0; i < kVec; ++i) pack.lane[i] = sum[i];
-              store_pack(pack, to);
-            } else {
-              add_to(to, sum);
-            }
+          if ((word[u] ^ word[u + 1]) > kRowMask) {  // the last entry of its source
+            finish_source(args, (word[u] & ~kSole) >> kRowBits, (word[u] & kSole) != 0, c, sum);
 #pragma unroll
             for (int i = 0; i < kVec; ++i) sum[i] = 0;
           }
@@ -222,30 +227,72 @@ __global__ void __launch_bounds__(kWindowThreads, kWindowThreads == kFewThreads 
   }
 }
 
+// Casts the sums, 16 bytes of results a thread.
+template <typename T>
+__global__ void cast_sums_kernel(const float* sum, std::int64_t count, T* out) {
+  constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
+  wait_for_kernel_before();
+  const std::int64_t first = (static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kPiece;
+  if (first + kPiece <= count) {
+    Pack<float, 4> in[kPiece / 4];
+#pragma unroll
+    for (int i = 0; i < kPiece / 4; ++i) {
+      const float4 raw = __ldcg(reinterpret_cast<const float4*>(sum + first) + i);
+      memcpy(&in[i], &raw, sizeof raw);
+    }
+    Pack<T, kPiece> pack;
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) pack.lane[i] = narrow<T>(in[i / 4].lane[i % 4]);
+    store_pack(pack, out + first);
+  } else {
+    for (std::int64_t at = first; at < count; ++at) out[at] = narrow<T>(__ldcg(sum + at));
+  }
+}
+
+// Of the three kernels the last two begin while the one before them runs. The first one is launched as usual,
+// so it begins when everything before it is over, the gradient's kernel too; without it the second one is.
 template <typename T, typename Id, int kVec>
 cudaError_t launch_windows(const SsdBackwardWindowsArgs& args, cudaStream_t stream) {
-  constexpr int kZeroThreads = 256, kReservedBytes = 1024;  // shared memory that a block costs besides
-  const std::int64_t pieces = args.a.num_other * (args.ids.k / kVec);
-  if (pieces > 0) {
-    zero_sources_kernel<kVec><<<ceil_div(pieces, kZeroThreads), kZeroThreads, 0, stream>>>(
-        args.a.other_source, args.a.num_other, args.ids.k, args.out);
+  constexpr int kSmallThreads = 256, kReservedBytes = 1024;  // shared memory that a block costs besides
+  const std::int64_t zeroed = args.a.num_other * (args.ids.k / kVec);
+  if (zeroed > 0) {
+    zero_sources_kernel<kVec><<<ceil_div(zeroed, kSmallThreads), kSmallThreads, 0, stream>>>(
+        args.a.other_source, args.a.num_other, args.ids.k, args.sum);
   }
-  if (args.a.split.num_slices == 0) return cudaGetLastError();
-  const int bytes = static_cast<int>(args.a.height * (sizeof(float) + args.width * sizeof(T)));
-  int device = 0, shared_bytes = 0;
-  cudaError_t error = cudaGetDevice(&device);
+  cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-  if (error != cudaSuccess) return error;
-  const bool alone = 2 * (bytes + kReservedBytes) > shared_bytes;
-  const auto kernel = alone ? ssd_backward_windows_kernel<T, Id, kVec, kManyThreads>
-                            : ssd_backward_windows_kernel<T, Id, kVec, kFewThreads>;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
-  const bool in_pieces = vector_width<T>({args.width, args.grad.stride}, {args.grad.data}) * sizeof(T) == 16;
-  kernel<<<static_cast<unsigned>(args.a.split.num_slices), alone ? kManyThreads : kFewThreads, bytes,
-           stream>>>(args, in_pieces, lanes_for(args.ids.k, kVec));
-  return cudaGetLastError();
+
+  if (args.a.num_slices > 0) {
+    const int bytes = static_cast<int>(args.a.height * (sizeof(float) + args.width * sizeof(T)));
+    int device = 0, shared_bytes = 0;
+    error = cudaGetDevice(&device);
+    if (error != cudaSuccess) return error;
+    error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    if (error != cudaSuccess) return error;
+    const bool alone = 2 * (bytes + kReservedBytes) > shared_bytes;
+    const bool weighted = args.value.data != nullptr || args.scale_dst != nullptr;
+    const auto pick = [&](auto is_weighted) {
+      constexpr bool kWeighted = is_weighted.value;
+      return alone ? ssd_backward_windows_kernel<T, Id, kVec, kManyThreads, kWeighted>
+                   : ssd_backward_windows_kernel<T, Id, kVec, kFewThreads, kWeighted>;
+    };
+    const auto kernel = weighted ? pick(std::true_type{}) : pick(std::false_type{});
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
+    const bool in_pieces =
+        vector_width<T>({args.width, args.grad.stride}, {args.grad.data}) * sizeof(T) == 16;
+    error = launch_dependent(kernel, zeroed > 0, dim3(static_cast<unsigned>(args.a.num_slices)),
+                             dim3(alone ? kManyThreads : kFewThreads), bytes, stream, args, in_pieces,
+                             lanes_for(args.ids.k, kVec));
+    if (error != cudaSuccess) return error;
+  }
+
+  if constexpr (sizeof(T) == 2) {
+    const std::int64_t results = args.a.num_cols * args.ids.k;
+    error = launch_dependent(cast_sums_kernel<T>, true, dim3(ceil_div(results, kSmallThreads * 8)),
+                             dim3(kSmallThreads), 0, stream, args.sum, results, static_cast<T*>(args.out));
+  }
+  return error;
 }
 
 // ---------------------------------------------------------------- kept values, row by row

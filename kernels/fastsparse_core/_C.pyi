@@ -583,12 +583,10 @@ class TallWindowsStructure:  # this and what takes it: only in builds with the C
         num_other: int,
         slices: int,
         num_slices: int,
-        split_row: int,
-        split_ptr: int,
-        num_split_rows: int,
         height: int,
         strip: int,
         num_rows: int,
+        num_cols: int,
     ) -> None: ...
 
 def ssd_backward_windows(
@@ -604,6 +602,7 @@ def ssd_backward_windows(
     k: int,
     scale_dst: int,
     scale_src: int,
+    sum: int,
     out: int,
     device: int,
     queue: int,

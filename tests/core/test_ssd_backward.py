@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastsparse_core import Adjacency, choose, reference
-from fastsparse_core.formats.tall_windows import HEIGHT, MOST_SOURCES, TallWindows
+from fastsparse_core.formats.tall_windows import HEIGHT, MOST_SOURCES, TallLayout, TallWindows
 from fastsparse_core.ops._ssd_backward import ssd_backward_op, ssd_value_grad_op
 
 #: (width of a row, kept columns): one lane, lanes without work, several rounds, vectors of 4 ids and none.
@@ -74,7 +73,7 @@ def tolerance(adj: Adjacency, dtype: torch.dtype, algorithm: str) -> float:
     if algorithm != "windows" or adj.num_edges == 0:
         return TOLERANCE[dtype]
     most = int(torch.bincount(adj.col.long()).max())
-    strips = -(-most // choose.tall_strip(adj.num_edges, -(-adj.num_dst // HEIGHT)))
+    strips = -(-most // choose.tall_layout(adj.shape, adj.num_edges, 4, 1).strip)
     return max(TOLERANCE[dtype], strips * 2.0**-25)
 
 
@@ -248,40 +247,115 @@ def test_opcheck(device, algorithm, use, valued):
 # ---------------------------------------------------------------- tall windows
 
 
-def window_ranges(adj: Adjacency) -> list[tuple[int, int]]:
-    """The range of entries of every window."""
-    ends = [*range(0, adj.num_dst, HEIGHT), adj.num_dst]
-    return [(int(adj.rowptr[a]), int(adj.rowptr[b])) for a, b in pairwise(ends)]
+LAYOUTS = st.builds(
+    TallLayout,
+    height=st.sampled_from([32, HEIGHT]),
+    num_blocks=st.sampled_from([1, 2, 5]),
+    strip=st.sampled_from([4, 8, 64]),
+    longest=st.sampled_from([64, 1024]),
+)
 
 
-@given(edges=edge_lists(), strip=st.sampled_from([8, 16, 64]))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_tall_windows(device, edges, strip):
-    adj = edges.adjacency(device)
-    windows = TallWindows.from_csr(adj.row(), adj.col, adj.shape, strip, 1024)
-    order = TallWindows.entry_order(adj.row(), adj.col, adj.shape).long()
-    row, source = adj.row().long()[order], adj.col.long()[order]
-    entry = windows.entry.long() & 0x7FFFFFFF
-    assert torch.equal(entry, source * HEIGHT + row % HEIGHT)
-    assert torch.equal(order.sort().values, torch.arange(adj.num_edges, device=device))
+def one_source() -> EdgeList:
+    """Rows of up to three entries, all of one source."""
+    row = torch.arange(300).repeat_interleave(torch.arange(300) % 4)
+    return EdgeList(row, torch.zeros_like(row), (300, 1))
 
+
+def blocks_without_entries() -> EdgeList:
+    """Sources from 40 to 60 of 103 alone: of 5 blocks of 21 sources the first and the last two have none."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randint(0, 200, (1500,), generator=generator)
+    return EdgeList(row, torch.randint(40, 61, (1500,), generator=generator), (200, 103))
+
+
+def segments(adj: Adjacency, layout: TallLayout) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """The entries (source, row of the window) of every window and block of sources that has any, in order."""
+    size = -(-adj.num_src // layout.num_blocks)
+    edges = sorted(
+        zip(adj.row().tolist(), adj.col.tolist(), strict=True),
+        key=lambda edge: (edge[0] // layout.height, edge[1], edge[0]),
+    )
+    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for row, source in edges:
+        window, within = divmod(row, layout.height)
+        found.setdefault((window, source // size), []).append((source, within))
+    return found
+
+
+def check_windows(adj: Adjacency, layout: TallLayout) -> None:
+    """Compares the conversion with lists of segments, strips and slices."""
+    windows = TallWindows.from_csr(adj.row(), adj.col, adj.shape, layout)
+    expected = segments(adj, layout)
+    entries = [entry for segment in expected.values() for entry in segment]
     strips: dict[int, set[tuple[int, int]]] = {}
-    for begin, end in window_ranges(adj):
-        assert (
-            bool((row[begin:end] // HEIGHT == row[begin:end].min() // HEIGHT).all()) if end > begin else True
-        )
-        assert torch.equal(entry[begin:end], entry[begin:end].sort().values)
-        for nth, each in enumerate(source[begin:end].tolist()):
-            strips.setdefault(each, set()).add((begin, nth // strip))
-    sole = {each for each, places in strips.items() if len(places) == 1}
-    assert [each in sole for each in source.tolist()] == (windows.entry < 0).tolist()
+    slices, begin = [], 0
+    for nth, ((window, block), segment) in enumerate(expected.items()):
+        for at, (source, _) in enumerate(segment):
+            strips.setdefault(source, set()).add((nth, at // layout.strip))
+        for at in range(0, len(segment), layout.longest):
+            slices.append((block, begin + at, min(len(segment) - at, layout.longest), window))
+        begin += len(segment)
+    sole = {source for source, places in strips.items() if len(places) == 1}
+
+    words = [source * HEIGHT + within for source, within in entries]
+    assert (windows.entry.long() & 0x7FFFFFFF).tolist() == words
+    assert (windows.entry < 0).tolist() == [source in sole for source, _ in entries]
     assert windows.other_source.tolist() == [each for each in range(adj.num_src) if each not in sole]
-    begin, length = windows.split.slices[:, 0].contiguous(), windows.split.slices.view(torch.int32)[:, 2]
-    assert int(length.sum()) == adj.num_edges
-    starts = torch.tensor([first for first, _ in window_ranges(adj)], device=device)
-    if starts.numel():
-        window = torch.searchsorted(starts, begin, right=True) - 1
-        assert bool(((begin - starts[window]) % strip == 0).all())
+    # Block by block; long slices of a block first, by powers of two.
+    slices.sort(key=lambda each: (each[0], -each[2].bit_length(), each[1]))
+    begins, rest = windows.slices[:, 0], windows.slices.view(torch.int32)
+    found = zip(begins.tolist(), rest[:, 2].tolist(), rest[:, 3].tolist(), strict=True)
+    assert list(found) == [each[1:] for each in slices]
+
+    order = TallWindows.entry_order(adj.row(), adj.col, adj.shape, layout.height).long()
+    assert torch.equal(order.sort().values, torch.arange(adj.num_edges, device=adj.device))
+    row, source = adj.row().long()[order], adj.col.long()[order]
+    assert (source * HEIGHT + row % layout.height).tolist() == words
+
+
+@given(edges=edge_lists(), layout=LAYOUTS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_tall_windows(device, edges, layout):
+    check_windows(edges.adjacency(device), layout)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 5])
+@pytest.mark.parametrize("edges", [many_kinds, one_source, blocks_without_entries])
+def test_blocks_of_sources(device, edges, num_blocks):
+    check_windows(edges().adjacency(device), TallLayout(HEIGHT, num_blocks, 8, 64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("strip", [4, 16])
+@pytest.mark.parametrize("height", [32, HEIGHT])
+@pytest.mark.parametrize("num_blocks", [1, 2, 5])
+@pytest.mark.parametrize("edges", [many_kinds, one_source, blocks_without_entries])
+def test_layouts(monkeypatch, poisoned_memory, edges, num_blocks, height, strip, dtype):
+    layout = TallLayout(height, num_blocks, strip, 1024)
+    monkeypatch.setattr(choose, "tall_layout", lambda *statistics: layout)
+    monkeypatch.setattr(choose, "ssd_backward_algorithm", lambda *call: "windows")
+    adj = edges().adjacency("cuda")
+    for width, k in ((256, 16), (47, 7), (640, 200)):
+        grad = features(adj.num_dst, width, dtype, "contiguous", "cuda")
+        ids = kept_ids(adj.num_src, width, k, "cuda")
+        for kind in ("none", "dst", "all"):
+            given = weights(adj, dtype, kind)
+            out = backward(adj, grad, ids, **given)
+            assert error_in_terms(out, adj, grad, ids, **given) <= TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_launches_that_overlap(dtype):
+    """Calls right behind the kernels that write their gradient, in memory that the calls before have used."""
+    adj = many_kinds().adjacency("cuda")
+    grad = features(adj.num_dst, 256, dtype, "contiguous", "cuda")
+    ids = kept_ids(adj.num_src, 256, 16, "cuda")
+    backward(adj, grad, ids)
+    outs = [backward(adj, grad * factor, ids).float() / factor for factor in (1, 2, 4, 8) * 10]
+    assert all(error_in_terms(out, adj, grad, ids) <= TOLERANCE[dtype] for out in outs)
 
 
 @pytest.mark.gpu
@@ -298,11 +372,29 @@ def test_choice_for_rows_of_few_entries(k, algorithm):
 
 def test_strips_and_slices_fit_together():
     for num_edges in (0, 1, 10_000, 10**7, 10**9):
-        longest = choose.tall_slice_length(num_edges)
-        for num_windows in (0, 1, 300, 10**5):
-            assert longest % choose.tall_strip(num_edges, num_windows) == 0
+        for num_nodes in (0, 1, 20_000, 10**7):
+            layout = choose.tall_layout((num_nodes, num_nodes), num_edges, 512, 16)
+            assert layout.longest % layout.strip == 0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "edges", "row_bytes", "height", "several", "strip"),
+    [
+        (56_944, 1_600_000, 512, 32, False, 8),  # ppi
+        (169_343, 1_170_000, 512, 64, False, 8),  # ogbn-arxiv
+        (232_965, 115_000_000, 512, 64, False, 16),  # reddit
+        (335_000, 1_700_000, 512, 64, False, 4),  # dd
+        (1_000_000, 13_500_000, 512, 64, True, 8),  # igb-small
+        (1_000_000, 13_500_000, 8192, 64, False, 8),  # rows so wide that they cost more than additions
+        (2_449_029, 124_000_000, 1024, 64, True, 8),  # ogbn-products
+    ],
+)
+def test_layout_at_16_kept_columns(nodes, edges, row_bytes, height, several, strip):
+    layout = choose.tall_layout((nodes, nodes), edges, row_bytes, 16)
+    assert (layout.height, layout.num_blocks > 1, layout.strip) == (height, several, strip)
 
 
 def test_too_many_sources():
+    edge = torch.tensor([0]).int()
     with pytest.raises(ValueError, match="num_src: expected at most 33554431 for tall windows"):
-        TallWindows.from_csr(torch.tensor([0]).int(), torch.tensor([0]).int(), (1, MOST_SOURCES + 1), 8, 1024)
+        TallWindows.from_csr(edge, edge, (1, MOST_SOURCES + 1), TallLayout(64, 1, 8, 1024))

@@ -25,8 +25,6 @@ from fastsparse_core.choose.slices import (
     sddmm_slice_blocks,
     slice_blocks,
     slice_length,
-    tall_slice_length,
-    tall_strip,
 )
 from fastsparse_core.choose.sparse_linear import SPARSE_LINEAR_ALGORITHMS, sparse_linear_algorithm
 from fastsparse_core.choose.spmm import spmm_algorithm, spmm_resident
@@ -37,6 +35,7 @@ from fastsparse_core.choose.ssd import (
     ssd_algorithm,
     ssd_backward_algorithm,
 )
+from fastsparse_core.choose.tall_windows import tall_layout
 from fastsparse_core.choose.tiles import blocks_per_step, csr_tile, features_per_lane
 
 __all__ = [
@@ -74,6 +73,5 @@ __all__ = [
     "spmm_resident",
     "ssd_algorithm",
     "ssd_backward_algorithm",
-    "tall_slice_length",
-    "tall_strip",
+    "tall_layout",
 ]

@@ -14,14 +14,14 @@ def slice_length(num_edges: int) -> int:
     """
     target = num_edges // bounds.RESIDENT_GROUPS
     if target <= 128:
-        return _power_of_two(2 * target - 1, 32, 128)
-    return _power_of_two(target, 32, 512 if num_edges < 50_000_000 else 1024)
+        return power_of_two(2 * target - 1, 32, 128)
+    return power_of_two(target, 32, 512 if num_edges < 50_000_000 else 1024)
 
 
 def slice_blocks(num_blocks: int) -> int:
     """Longest slice of a window, in blocks of 16 vectors: a power of two from 32 to 256."""
     least = 32 if num_blocks < 90_000 else 64
-    return _power_of_two(num_blocks // (2 * bounds.RESIDENT_WARPS), least, 256)
+    return power_of_two(num_blocks // (2 * bounds.RESIDENT_WARPS), least, 256)
 
 
 def sddmm_slice_blocks(num_blocks: int) -> int:
@@ -33,33 +33,14 @@ def sddmm_slice_blocks(num_blocks: int) -> int:
 
 def run_blocks(num_blocks: int) -> int:
     """Blocks of a run of short windows: up to 16, as far as the GPU stays full."""
-    return _power_of_two(num_blocks // bounds.RESIDENT_WARPS, 1, 16)
+    return power_of_two(num_blocks // bounds.RESIDENT_WARPS, 1, 16)
 
 
 def sddmm_run_blocks(num_blocks: int) -> int:
     """The same for sddmm, where joining saves less: up to 8, as far as every warp has some to take."""
-    return _power_of_two(num_blocks // (4 * bounds.RESIDENT_WARPS), 1, 8)
+    return power_of_two(num_blocks // (4 * bounds.RESIDENT_WARPS), 1, 8)
 
 
-def tall_strip(num_edges: int, num_windows: int) -> int:
-    """Entries of a tall window that one group of lanes sums together: 8, or 16 where windows have many.
-
-    Longer strips put more of a source's entries into one sum, but leave lanes idle even where a window has
-    30,000 entries (reddit on an H200, k = 16, slices of 8192: 2.00 ms with 64, 1.93 with 32, 1.81 with 8).
-    """
-    return _power_of_two(num_edges // max(64 * num_windows, 1), 8, 16)
-
-
-def tall_slice_length(num_edges: int) -> int:
-    """Longest slice of a tall window, in entries: a power of two from 2048 to 32768.
-
-    Every slice reads its window's features again, so they are as long as a full GPU allows (k = 16 on an
-    H200: ogbn-arxiv 0.112 ms with 1024, 0.102 with 2048; reddit 1.81 with strips of 8 and slices of 8192,
-    1.69 with 16 and 32768).
-    """
-    return _power_of_two(num_edges // (bounds.RESIDENT_WARPS // 2), 2048, 32768)
-
-
-def _power_of_two(target: int, least: int, most: int) -> int:
+def power_of_two(target: int, least: int, most: int) -> int:
     """Greatest power of two up to ``target``, within bounds that are powers of two."""
     return min(max(1 << max(target, 1).bit_length() - 1, least), most)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastsparse_core import _C, choose
 from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.formats.tall_windows import HEIGHT, TallWindows
+from fastsparse_core.formats.tall_windows import TallLayout, TallWindows
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
     accumulation_dtype,
@@ -74,62 +74,59 @@ def _ssd_backward(
     grad, ids = unit_stride(grad), ids.contiguous()
     value = None if value is None else value.contiguous()
     if choose.ssd_backward_algorithm(adj, grad.dtype, grad.size(1), ids.size(1)) == "windows":
-        windows = _try_windows(adj)
+        row_bytes = grad.size(1) * grad.dtype.itemsize
+        windows = _try_windows(adj, choose.tall_layout(adj.shape, adj.num_edges, row_bytes, ids.size(1)))
         if windows is not None:
             return _launch_windows(adj, windows, grad, ids, value, scale_dst, scale_src, out)
     _launch_rows(structure(adjacency, not transpose), grad, ids, value, scale_dst, scale_src, out)
     return out
 
 
-def _try_windows(adj: Adjacency) -> TallWindows | None:
+def _try_windows(adj: Adjacency, layout: TallLayout) -> TallWindows | None:
     """The tall windows, or None where they need more memory than there is; that is not tried again."""
 
     def build() -> TallWindows | tuple[()]:
-        strip = choose.tall_strip(adj.num_edges, -(-adj.num_dst // HEIGHT))
-        longest = choose.tall_slice_length(adj.num_edges)
         try:
-            return TallWindows.from_csr(adj.row(), adj.col, adj.shape, strip, longest)
+            return TallWindows.from_csr(adj.row(), adj.col, adj.shape, layout)
         except torch.OutOfMemoryError:
             _logger.warning(
                 "%r: not enough memory to convert it for the backward pass of ssd, which stays with csr", adj
             )
             return ()
 
-    return adj.memo("tall_windows", build) or None
+    return adj.memo(("tall_windows", *layout), build) or None
 
 
-def _value_id(adj: Adjacency) -> Tensor:
+def _value_id(adj: Adjacency, height: int) -> Tensor:
     """Position in the caller's edge order of every entry of the tall windows."""
 
     def build() -> Tensor:
-        order = TallWindows.entry_order(adj.row(), adj.col, adj.shape)
+        order = TallWindows.entry_order(adj.row(), adj.col, adj.shape, height)
         return order if adj.edge_id is None else adj.edge_id.index_select(0, order)
 
-    return adj.memo("tall_windows_value_id", build)
+    return adj.memo(("tall_windows_value_id", height), build)
 
 
 def _windows_structure(adj: Adjacency, windows: TallWindows, *, valued: bool) -> Any:
     """The tall windows as the compiled kernel takes them."""
+    layout = windows.layout
 
     def build() -> Any:
-        value_id, split = _value_id(adj) if valued else None, windows.split
+        value_id = _value_id(adj, layout.height) if valued else None
         return _C.TallWindowsStructure(
             windows.entry.data_ptr(),
             address(value_id),
             value_id is not None and value_id.dtype == torch.int64,
             windows.other_source.data_ptr(),
             windows.other_source.numel(),
-            split.slices.data_ptr(),
-            split.slices.size(0),
-            split.split_row.data_ptr(),
-            split.split_ptr.data_ptr(),
-            split.split_row.numel(),
-            HEIGHT,
-            windows.strip,
-            adj.num_dst,
+            windows.slices.data_ptr(),
+            windows.slices.size(0),
+            layout.height,
+            layout.strip,
+            *adj.shape,
         )
 
-    return adj.memo(("tall_windows_structure", valued), build)
+    return adj.memo(("tall_windows_structure", *layout, valued), build)
 
 
 def _launch_windows(
@@ -158,10 +155,11 @@ def _launch_windows(
         address(scale_dst),
         address(scale_src),
         total.data_ptr(),
+        out.data_ptr(),
         index,
         queue(index),
     )
-    return out if total is out else out.copy_(total)
+    return out
 
 
 def _launch_rows(

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "fastsparse/cuda_common.cuh"
+#include "fastsparse/dependent_launch.cuh"
 
 namespace fastsparse::cuda {
 
@@ -38,20 +39,9 @@ struct Epilogue {
   }
 };
 
-// Said by every block of a kernel: once all blocks have said it, the combining kernel behind may be launched,
-// so that its launch, which is most of its time on small structures, overlaps with this kernel's end.
-__device__ __forceinline__ void allow_combining() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
-// Waits until the kernel before has ended and what it wrote can be read.
-__device__ __forceinline__ void wait_for_partials() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
+// Said by every block of a kernel whose partial sums combine_partials adds: its launch, which is most of its
+// time on small structures, overlaps with this kernel's end.
+__device__ __forceinline__ void allow_combining() { allow_next_kernel(); }
 
 constexpr int kCombineWarps = 8;
 constexpr int kCombineFeatures = 4;  // per lane: independent sums, so that loads overlap
@@ -72,7 +62,7 @@ __global__ void __launch_bounds__(kWarp* kCombineWarps)
       static_cast<std::int64_t>(blockIdx.y) * (kWarp * kCombineFeatures) + threadIdx.x;
   const std::int64_t end = split.split_ptr[blockIdx.x + 1];
   A sum[kCombineFeatures] = {};
-  wait_for_partials();
+  wait_for_kernel_before();
   for (std::int64_t slot = split.split_ptr[blockIdx.x] + slot_lane; slot < end; slot += kSlotLanes) {
     const A* row = static_cast<const A*>(partial) + (slot * kHeight + r) * width;
 #pragma unroll
@@ -112,20 +102,8 @@ void combine_partials(const RowSplitView& split, const void* partial, const Epil
   if (split.num_split_rows == 0) return;
   const dim3 grid(static_cast<unsigned>(split.num_split_rows),
                   ceil_div(epilogue.width, kWarp * kCombineFeatures));
-  // Overlapping launches, and the kernel's wait, came with architecture 9.0.
-  cudaFuncAttributes compiled{};
-  cudaFuncGetAttributes(&compiled, combine_partials_kernel<T, kHeight, RowOfUnit>);
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(kWarp, kCombineWarps);
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = compiled.ptxVersion >= 90 ? 1 : 0;
-  cudaLaunchKernelEx(&config, combine_partials_kernel<T, kHeight, RowOfUnit>, split, partial, epilogue,
-                     row_of_unit);
+  launch_dependent(combine_partials_kernel<T, kHeight, RowOfUnit>, true, grid, dim3(kWarp, kCombineWarps), 0,
+                   stream, split, partial, epilogue, row_of_unit);
 }
 
 }  // namespace fastsparse::cuda

@@ -396,19 +396,22 @@ struct EdgeSoftmaxArgs {
   Dtype dtype;
 };
 
-// Windows of `height` rows, a power of two, with the entries of a window by source, then by row. Word:
-// height * source + row in the window; the highest bit says that all of the source's entries lie in one
-// strip.
+// Windows of `height` rows, at most 64, with the entries of a window by source, then by row. Word: 64 *
+// source
+// + row in the window; the highest bit says that all of the source's entries lie in one strip. The slices
+// come block of sources by block of sources.
 struct TallWindowsView {
   const std::uint32_t* entry;  // (num_edges)
   const void* value_id;        // (num_edges) position in the caller's edge order; null without values
   bool value_id_is_64bit;
   const std::int32_t* other_source;  // (num_other) sources without that bit, or without entries
   std::int64_t num_other;
-  RowSplitView split;  // of windows, in entries
+  const RowSlice* slices;  // entries of one window that a block of threads takes; the target is the window
+  std::int64_t num_slices;
   std::int32_t height;
   std::int32_t strip;  // entries that one group of lanes sums; slices of a window are cut between strips
   std::int64_t num_rows;
+  std::int64_t num_cols;
 };
 
 // The columns that the rows of a sparse feature matrix keep: (rows, k) contiguous, 8 or 16 bits each.
@@ -442,7 +445,8 @@ struct SsdBackwardWindowsArgs {
   KeptIdsView ids;
   const float* scale_dst;
   const float* scale_src;
-  float* out;  // (num_src, k)
+  float* sum;  // (num_src, k), 16-byte aligned; in float32 it is `out`
+  void* out;   // (num_src, k), 16-byte aligned
   Dtype dtype;
 };
 

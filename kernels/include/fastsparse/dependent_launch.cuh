@@ -1,0 +1,51 @@
+// Launches that overlap: a kernel may be launched while the one before it in its stream still runs, so that
+// its launch, which is most of its time on small structures, and what it does before it waits cost nothing.
+//
+// Only a kernel whose launch asks for it starts early, and only relative to the one right before it in the
+// stream: the latter must wait in all threads, or have been launched as usual, so that what came before it is
+// over too.
+#pragma once
+
+#include <cstddef>
+
+#include "fastsparse/cuda_common.cuh"
+
+namespace fastsparse::cuda {
+
+// Said by every block of a kernel: once all blocks have said it or ended, the next kernel may be launched.
+__device__ __forceinline__ void allow_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Waits until the kernel before has ended and what it wrote can be read, though not through __ldg.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Launches a kernel, behind the one before it or, where `overlap` says so and the architecture can, during
+// it; then the kernel calls wait_for_kernel_before in every thread.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_dependent(void (*kernel)(Parameters...), bool overlap, dim3 grid, dim3 block,
+                             std::size_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
+  // Overlapping launches, and the kernel's wait, came with architecture 9.0.
+  cudaFuncAttributes compiled{};
+  const cudaError_t error = cudaFuncGetAttributes(&compiled, kernel);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = overlap && compiled.ptxVersion >= 90 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+}  // namespace fastsparse::cuda
