@@ -396,10 +396,9 @@ struct EdgeSoftmaxArgs {
   Dtype dtype;
 };
 
-// Windows of `height` rows, at most 64, with the entries of a window by source, then by row. Word: 64 *
-// source
-// + row in the window; the highest bit says that all of the source's entries lie in one strip. The slices
-// come block of sources by block of sources.
+// Windows of `height` rows, at most 64, with the entries of a window by source, then by row. Word:
+// 64 * source + row in the window; the highest bit says that all of the source's entries lie in one strip.
+// The slices come block of sources by block of sources.
 struct TallWindowsView {
   const std::uint32_t* entry;  // (num_edges)
   const void* value_id;        // (num_edges) position in the caller's edge order; null without values
