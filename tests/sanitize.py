@@ -60,7 +60,7 @@ DONE = "all kernels ran"
 #: that kernels cut the last.
 CHANGED = (
     (bounds, {"FEW_EDGES": 0, "RESIDENT_WARPS": 4}),
-    (ssd_rules, {"_MANY_SOURCES": 0, "_LONG_GROUP_EDGES": 0}),
+    (ssd_rules, {"_MANY_SOURCES": 0, "_LONG_GROUP_EDGES": 0, "_LONG_GROUP_ROWS": 0}),
     (tall_rules, {"_FEW_WINDOWS": 0, "_KEPT_RESULT_BYTES": 2048}),
     (bsb, {"_SHARE_OF_CSR": 0, "_BLOCKS_OVER_QUADS": 0}),
 )

@@ -22,6 +22,7 @@
 
 #include "fastsparse/combine_partials.cuh"
 #include "fastsparse/cuda_common.cuh"
+#include "fastsparse/dependent_launch.cuh"
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
@@ -467,6 +468,7 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
 template <int kAtOnce, int kBlocks, typename T, typename Id, typename Rows, bool kWeighted, bool kInPieces>
 __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs args, int lanes_log) {
   extern __shared__ int4 shared[];
+  allow_next_kernel();
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   std::int64_t group = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp;
   if (group >= args.num_long) return;
@@ -523,6 +525,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs ar
   }
 }
 
+// The kernels of the other groups run beside ssd_kernel, of which they need nothing, and fill the GPU where
+// it has few blocks left. What follows them has to wait for both: so their last block, which has no groups,
+// waits.
+__device__ __forceinline__ bool is_last_block_of_others() {
+  if (blockIdx.x + 1 < gridDim.x) return false;
+  wait_for_kernel_before();
+  return true;
+}
+
 // Groups of up to 31 entries: kTeams of them to a warp, each with its own buffer. What a
 // group costs besides its entries, it costs four of them together. Weighted, eight blocks would spill
 // registers.
@@ -530,6 +541,8 @@ template <typename T, typename Id, typename Rows, bool kWeighted>
 __global__ void __launch_bounds__(kThreads, kWeighted ? 7 : 0)
     ssd_middle_kernel(const SsdArgs args, int lanes_log) {
   extern __shared__ int4 shared[];
+  allow_next_kernel();
+  if (is_last_block_of_others()) return;
   using OfTeam = Team<kTeams>;
   const int nth = static_cast<int>(threadIdx.x) / OfTeam::kLanes;
   const std::int64_t group = args.num_long + static_cast<std::int64_t>(blockIdx.x) * (kWarps * kTeams) + nth;
@@ -564,6 +577,8 @@ __global__ void __launch_bounds__(kThreads, kWeighted ? 7 : 0)
 template <typename T, typename Id, int kPerLane, bool kWeighted>
 __global__ void __launch_bounds__(kThreads) ssd_short_kernel(const SsdArgs args) {
   extern __shared__ int4 shared[];
+  allow_next_kernel();
+  if (is_last_block_of_others()) return;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const std::int64_t group0 =
       args.num_long + (static_cast<std::int64_t>(blockIdx.x) * kWarps + warp) * kShortGroups;
@@ -700,12 +715,10 @@ void launch_short(const SsdArgs& args, cudaStream_t stream) {
   const std::int64_t groups = args.groups.num_slices - args.num_long;
   if (groups == 0) return;
   const auto buffers = static_cast<std::size_t>((args.width + 3) / 4 * 16 * kWarps);
-  const unsigned blocks = ceil_div(groups, kWarps * kShortGroups);
-  if (args.k <= kWarp) {
-    ssd_short_kernel<T, Id, 1, kWeighted><<<blocks, kThreads, buffers, stream>>>(args);
-  } else {
-    ssd_short_kernel<T, Id, 2, kWeighted><<<blocks, kThreads, buffers, stream>>>(args);
-  }
+  const dim3 blocks(ceil_div(groups, kWarps * kShortGroups) + 1);
+  const auto kernel =
+      args.k <= kWarp ? ssd_short_kernel<T, Id, 1, kWeighted> : ssd_short_kernel<T, Id, 2, kWeighted>;
+  launch_dependent(kernel, args.num_long > 0, blocks, dim3(kThreads), buffers, stream, args);
 }
 
 template <typename T, typename Id, typename Rows, bool kWeighted>
@@ -716,8 +729,9 @@ void launch_middle(const SsdArgs& args, cudaStream_t stream) {
     int lanes_log = 0;
     while ((2 << lanes_log) <= Team<kTeams>::kLanes && (4 << lanes_log) < args.k) ++lanes_log;
     const auto buffers = static_cast<std::size_t>((args.width + 3) / 4 * 16 * kWarps * kTeams);
-    ssd_middle_kernel<T, Id, Rows, kWeighted>
-        <<<ceil_div(groups, kWarps * kTeams), kThreads, buffers, stream>>>(args, lanes_log);
+    launch_dependent(ssd_middle_kernel<T, Id, Rows, kWeighted>, args.num_long > 0,
+                     dim3(ceil_div(groups, kWarps * kTeams) + 1), dim3(kThreads), buffers, stream, args,
+                     lanes_log);
   }
 }
 

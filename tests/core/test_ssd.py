@@ -56,6 +56,7 @@ def gathered(request, monkeypatch):
     """How CUDA gathers entries, of sources with few neighbours and with many, and how it sums long groups."""
     monkeypatch.setattr(ssd_rules, "_GATHERED_OFTEN", 0 if "packed" in request.param else 2**31)
     monkeypatch.setattr(ssd_rules, "_LONG_GROUP_EDGES", 0 if "in pieces" in request.param else 2**31)
+    monkeypatch.setattr(ssd_rules, "_LONG_GROUP_ROWS", 0)
 
 
 def expected_of(adj: Adjacency, cbsr: CBSR, *arguments: Any, **options: Any) -> Tensor:
@@ -464,7 +465,7 @@ def test_algorithms_stand_in_for_auto(monkeypatch):
 
 def test_edge_groups(device):
     adj = heavy(device)
-    length = choose.edge_group_length(adj.num_edges)
+    length = choose.edge_group_length(adj.num_edges, adj.num_dst)
     groups = adj.edge_groups
     words = groups.slices.view(torch.int32)
     assert int(words[:, 2].max()) <= length

@@ -384,7 +384,9 @@ def test_strips_and_slices_fit_together():
         (169_343, 1_170_000, 512, 64, False, 8),  # ogbn-arxiv
         (232_965, 115_000_000, 512, 64, False, 16),  # reddit
         (335_000, 1_700_000, 512, 64, False, 4),  # dd
+        (19_717, 90_892, 512, 64, False, 4),  # pubmed
         (1_000_000, 13_500_000, 512, 64, True, 8),  # igb-small
+        (1_000_000, 13_500_000, 1024, 64, False, 8),  # in float32
         (1_000_000, 13_500_000, 8192, 64, False, 8),  # rows so wide that they cost more than additions
         (2_449_029, 124_000_000, 1024, 64, True, 8),  # ogbn-products
     ],

@@ -24,6 +24,8 @@ _WHY_DECOUPLED = (
 
 #: Edges from which ssd's edge groups are long: enough of them are left to fill the GPU.
 _LONG_GROUP_EDGES = 10_000_000
+#: And entries per row from which enough rows are longer than short groups.
+_LONG_GROUP_ROWS = 40
 #: Features that a buffer of ssd has room for; wider rows are summed in tiles.
 _MOST_FEATURES = 1024
 #: Features per kept one from which ssd's backward works from CSR where rows have few entries.
@@ -75,14 +77,16 @@ def ssd_backward_algorithm(adj: Adjacency, dtype: torch.dtype, width: int, k: in
     return "windows" if fits else "csr"
 
 
-def edge_group_length(num_edges: int) -> int:
+def edge_group_length(num_edges: int, num_dst: int) -> int:
     """Longest edge group of ssd, in entries: 128, which a warp sums in fixed point, or several times that.
 
     Shorter groups fill small structures better and still lose, to what their partial results cost (github on
     an H200, k = 8: 0.032 ms with 128, 0.048 with 32), as groups of 128 do where most rows have several
-    (reddit, k = 32: 4.04 ms with 128, 3.18 with 512, 2.94 with 1024).
+    (reddit, k = 32: 3.93 ms with 128, 3.18 with 512, 2.93 with 1024). Where few rows have several, what long
+    groups keep besides costs more (igb-small, k = 64: 1.34 ms with 128, 1.50 with 1024).
     """
-    return 1024 if num_edges >= _LONG_GROUP_EDGES else 128
+    long = num_edges >= _LONG_GROUP_EDGES and num_edges >= _LONG_GROUP_ROWS * num_dst
+    return 1024 if long else 128
 
 
 def long_edge_groups(groups: RowSplit, num_edges: int, k: int) -> tuple[int, bool]:

@@ -6,17 +6,23 @@ from fastsparse_core.choose import bounds
 from fastsparse_core.choose.slices import power_of_two
 from fastsparse_core.formats.tall_windows import HEIGHT, TallLayout
 
-#: Windows below which they are half as tall: an H200 keeps 132 x 3 blocks of threads resident.
-_FEW_WINDOWS = 4 * 132 * 3
-#: Groups of lanes of such a block, 384 threads, at 16 kept columns: 4 lanes each.
-_WINDOW_GROUPS = 96
-#: Bytes of results that stay in an H200's L2 (60 MB) while the gradient streams through it, about.
+#: Blocks of threads that an H200 keeps resident: 132 multiprocessors x 3.
+_RESIDENT_WINDOWS = 132 * 3
+#: Windows below which they are half as tall.
+_FEW_WINDOWS = 4 * _RESIDENT_WINDOWS
+#: Threads of such a block. Four kept columns take one.
+_WINDOW_THREADS = 384
+#: Bytes of results up to which all of them stay in an H200's L2 (60 MB) while the gradient streams through.
 _KEPT_RESULT_BYTES = 32e6
-#: Bytes a millisecond that the gradient is read at, about its bandwidth.
-_GRADIENT_RATE = 4.0e9
-#: Bytes a millisecond that reductions lose where they miss the L2: 14 million of 64 bytes take 0.37 ms into
-#: 46 MB, which stay there, and 0.85 ms into 157 MB.
-_MISS_RATE = 1.3e9
+#: What of a block of sources stays there where not all of it does. This and the three rates below were fitted
+#: to igb-small, yelp and ogbn-products with 1 to 8 blocks, k = 16 and 32, float16 and float32.
+_SURELY_KEPT_BYTES = 24e6
+#: Bytes a millisecond that reductions lose where they miss the L2.
+_MISS_RATE = 1.18e9
+#: Bytes a millisecond that the gradient is read at.
+_GRADIENT_RATE = 4.1e9
+#: Milliseconds that a window costs besides.
+_WINDOW_MS = 5e-6
 
 
 def tall_layout(shape: tuple[int, int], num_edges: int, row_bytes: int, k: int) -> TallLayout:
@@ -31,53 +37,53 @@ def tall_layout(shape: tuple[int, int], num_edges: int, row_bytes: int, k: int) 
     longest = tall_slice_length(num_edges)
     height = tall_height(shape[0], num_edges, longest)
     num_blocks = tall_blocks(shape, num_edges, row_bytes, k)
-    strip = tall_strip(num_edges, num_blocks * -(-shape[0] // height))
+    strip = tall_strip(num_edges, num_blocks * -(-shape[0] // height), k)
     return TallLayout(height, num_blocks, strip, longest)
 
 
 def tall_height(num_dst: int, num_edges: int, longest: int) -> int:
     """Rows of a tall window: 64, or 32 where windows are few and too short to be cut into slices.
 
-    Taller ones share more additions, but ppi has 890 windows of 64 rows for 396 places: 0.068 ms with k = 16
-    on an H200, with 32 rows 0.058.
+    Taller ones share more additions, but leave a part of the GPU idle where windows fill it a few times and
+    not many (ppi has 890 windows of 64 rows for 396 places; float16, k = 16, H200: 0.064 ms, with 32 rows
+    0.055). Where all of them run at once that does not matter (pubmed 0.0154 ms, with 32 rows 0.0161).
     """
     num_windows = -(-num_dst // HEIGHT)
-    few = num_windows < _FEW_WINDOWS and num_edges < longest * num_windows
+    few = _RESIDENT_WINDOWS < num_windows < _FEW_WINDOWS and num_edges < longest * num_windows
     return HEIGHT // 2 if few else HEIGHT
 
 
 def tall_blocks(shape: tuple[int, int], num_edges: int, row_bytes: int, k: int) -> int:
-    """Blocks of sources that ssd's backward works on one after the other: a power of two up to 16.
+    """Blocks of sources that ssd's backward works on one after the other, up to 6.
 
     Of results beyond what the L2 keeps, an addition misses it and takes longer; but every window copies its
-    rows of the gradient once more for every further block. It counts an addition per edge, of k floats. That
-    is too many where rows of a window share sources; there a window meets few of the blocks, or has so many
-    entries that copies hardly count.
-
-    A driver saved 0.22 ms on igb-small, 0.11 on yelp and 1.9 on ogbn-products (k = 16, float16, H200); the
-    costs here differ by 0.20, 0.12 and 2.8.
+    rows of the gradient once more for every further block. Counted is an addition per edge, of k floats. On
+    the H200, k = 16 in float16: igb-small 0.85 ms with one block and 0.66 with the 2 chosen here, yelp 0.59
+    and 0.50 (2), ogbn-products 5.79 and 3.97 (4).
     """
     added, results = 4.0 * k * num_edges, 4.0 * k * shape[1]
     if results <= _KEPT_RESULT_BYTES:
         return 1
+    block_ms = row_bytes * shape[0] / _GRADIENT_RATE + _WINDOW_MS * shape[0] / HEIGHT
 
     def cost(num_blocks: int) -> float:
-        missed = max(1 - num_blocks * _KEPT_RESULT_BYTES / results, 0)
-        return added * missed / _MISS_RATE + num_blocks * row_bytes * shape[0] / _GRADIENT_RATE
+        missed = max(1 - num_blocks * _SURELY_KEPT_BYTES / results, 0) ** 2
+        return added * missed / _MISS_RATE + num_blocks * block_ms
 
-    return min((1, 2, 4, 8, 16), key=cost)
+    return min((1, 2, 3, 4, 6), key=cost)
 
 
-def tall_strip(num_edges: int, num_segments: int) -> int:
+def tall_strip(num_edges: int, num_segments: int, k: int) -> int:
     """Entries of a window and block of sources that one group of lanes sums together: 4, 8 or 16.
 
     Longer strips put more of a source's entries into one sum, but leave lanes idle even where a window has
     30,000 entries (reddit on an H200, k = 16, slices of 8192: 2.00 ms with 64, 1.93 with 32, 1.81 with 8).
     Where all entries of a segment fit into strips of 4, one to each group of lanes, shorter strips end sooner
-    (a driver: dd, yeast and peptides-batch, of 2 to 5 entries per row).
+    (float16, k = 16: dd 0.102 ms with 4, 0.108 with 8).
     """
     entries = num_edges // max(num_segments, 1)
-    return 4 if entries <= 4 * _WINDOW_GROUPS else power_of_two(entries // 64, 8, 16)
+    groups = _WINDOW_THREADS * 4 // max(k, 4)
+    return 4 if entries <= 4 * groups else power_of_two(entries // 64, 8, 16)
 
 
 def tall_slice_length(num_edges: int) -> int:

@@ -205,7 +205,7 @@ def _ssd(
         out.data_ptr(),
         address(partial),
         address(packed),
-        choose.edge_group_length(adj.num_edges),
+        choose.edge_group_length(adj.num_edges, adj.num_dst),
         *((0, False) if groups is None else choose.long_edge_groups(groups, adj.num_edges, values.size(1))),
         index,
         queue(index),
