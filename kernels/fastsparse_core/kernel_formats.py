@@ -135,9 +135,7 @@ class KernelFormats:
         """Work list of ssd: the entries of a row in groups of bounded length, and who shares a row."""
         return self._row_memo.get(
             "edge_groups",
-            lambda: RowSplit.from_rowptr(
-                self.rowptr, choose.edge_group_length(self.num_edges, self.num_dst)
-            ),
+            lambda: RowSplit.from_rowptr(self.rowptr, choose.edge_group_length(self.num_edges, self.num_dst)),
         )
 
     @property
