@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import re
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -32,6 +34,7 @@ from fastsparse_core import (
     Adjacency,
     additive_attention,
     attention,
+    choose,
     edge_softmax,
     gatv2_attention,
     maxk,
@@ -41,11 +44,11 @@ from fastsparse_core import (
 )
 from fastsparse_core.choose import bounds
 from fastsparse_core.choose import ssd as ssd_rules
-from fastsparse_core.choose import tall_windows as tall_rules
 from fastsparse_core.formats import bsb
 from fastsparse_core.formats.compress import compress, compress_pairs
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_split import split_rows
+from fastsparse_core.formats.tall_windows import TallLayout
 from fastsparse_core.ops.csr_to_dense import csr_to_dense
 from fastsparse_core.ops.spmm import add_transposed
 from fastsparse_core.ops.ssd import slotted_ssd
@@ -60,10 +63,14 @@ DONE = "all kernels ran"
 #: that kernels cut the last.
 CHANGED = (
     (bounds, {"FEW_EDGES": 0, "RESIDENT_WARPS": 4}),
-    (ssd_rules, {"_MANY_SOURCES": 0, "_LONG_GROUP_EDGES": 0, "_LONG_GROUP_ROWS": 0}),
-    (tall_rules, {"_FEW_WINDOWS": 0, "_KEPT_RESULT_BYTES": 2048}),
+    (ssd_rules, {"_MANY_SOURCES": 0}),
     (bsb, {"_SHARE_OF_CSR": 0, "_BLOCKS_OVER_QUADS": 0}),
 )
+
+#: Longest edge groups of ssd that a call is made with each.
+EDGE_GROUPS = (128, 1024)
+#: Layouts of tall windows likewise.
+TALL_LAYOUTS = (TallLayout(64, 1, 8, 2048), TallLayout(32, 3, 4, 256))
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 _ops = torch.ops.fastsparse
@@ -367,7 +374,10 @@ def largest_entries(dtype: torch.dtype) -> None:
 
 
 def sparse_products(dtype: torch.dtype) -> None:
-    """ssd: a warp, a part of one or a share of one to an edge group; packed entries; ids of 8 and 16 bits."""
+    """ssd: a warp, a part of one or a share of one to an edge group; packed entries; ids of 8 and 16 bits.
+
+    Edge groups are summed at once or in pieces.
+    """
     cases = [
         *((heavy, width, k) for width in (64, 512) for k in (8, 20, 3)),
         *((sparse, 64, k) for k in (8, 20, 40)),
@@ -377,11 +387,12 @@ def sparse_products(dtype: torch.dtype) -> None:
     ]
     if dtype == F64:
         cases = [(heavy, 64, 8), (heavy, 512, 8)]
-    for structure, width, k in cases:
+    for (structure, width, k), longest in itertools.product(cases, EDGE_GROUPS):
         adj = structure()
         cbsr = kept(adj.num_src, width, k, dtype)
-        ssd(adj, cbsr, bias=draw(width, dtype=dtype), algorithm="decoupled")
-        ssd(adj, cbsr, draw(adj.num_edges, dtype=dtype), "mean", algorithm="decoupled")
+        with mock.patch.object(choose, "edge_group_length", return_value=longest):
+            ssd(adj, cbsr, bias=draw(width, dtype=dtype), algorithm="decoupled")
+            ssd(adj, cbsr, draw(adj.num_edges, dtype=dtype), "mean", algorithm="decoupled")
     if dtype == F64 or DEVICE != "cuda":
         return
     for width in (64, 512):
@@ -395,17 +406,17 @@ def sparse_products(dtype: torch.dtype) -> None:
 def sparse_gradients(dtype: torch.dtype) -> None:
     """ssd's gradients: windows in blocks of few and many threads, row by row, and those of edge values.
 
-    Narrow rows make several blocks of sources. Windows have 64 rows, so that wide ones need many threads.
-    Sums of 16-bit results are cast.
+    Windows of 64 wide rows need many threads. Sums of 16-bit results are cast.
     """
     adj, wide = heavy(), {F32: 600, F64: 2000}.get(dtype, 1200)
-    for width, k in ((width, k) for width in (64, 300, wide) for k in (8, 3)):
+    for width, k, layout in itertools.product((64, 300, wide), (8, 3), TALL_LAYOUTS):
         cbsr = kept(adj.num_src, width, k, dtype)
         grad, value = features(adj.num_dst, width, dtype=dtype), draw(adj.num_edges, dtype=dtype)
         place = (adj.handle, False)
         scales = (None, None) if dtype == F64 else (draw(adj.num_dst), draw(adj.num_src))
-        _ops.ssd_backward(grad, cbsr.ids, None, None, None, *place)
-        _ops.ssd_backward(grad, cbsr.ids, value, *scales, *place)
+        with mock.patch.object(choose, "tall_layout", return_value=layout):
+            _ops.ssd_backward(grad, cbsr.ids, None, None, None, *place)
+            _ops.ssd_backward(grad, cbsr.ids, value, *scales, *place)
         _ops.ssd_value_grad(grad, cbsr.values, cbsr.ids, *scales, adj.num_edges, *place)
     adj = sparse()
     for width, k in ((64, 4), (512, 8)):

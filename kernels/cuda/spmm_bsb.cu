@@ -196,7 +196,7 @@ template <typename T, int kFeatures, int kBlocks, Weight kWeight, int kTerms>
 __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
     spmm_bsb_kernel(const __grid_constant__ SpmmBsbArgs args) {
   constexpr bool kFloat = std::is_same_v<T, float>;
-  allow_combining();
+  allow_next_kernel();
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   const auto warp = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
   if (warp >= args.a.num_runs) return;

@@ -30,7 +30,7 @@ template <typename T, int kVec, int kLanes, int kChunks, Weight kWeight>
 __global__ void __launch_bounds__(kThreads) spmm_csr_kernel(const SpmmArgs args) {
   using A = Acc<T>;
   constexpr int kChunkWidth = kLanes * kVec;
-  allow_combining();
+  allow_next_kernel();
   const int lane = threadIdx.x % kLanes;
   const std::int64_t group =
       static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;

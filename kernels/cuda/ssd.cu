@@ -35,7 +35,7 @@ constexpr int kPieceEntries = 128;    // of a group, summed in fixed point befor
 constexpr int kLeastExponent = -100;  // smaller terms sum plainly: their units would not be normal floats
 constexpr unsigned kInfinity = 0x7f800000u;
 constexpr int kSharedFeatures = 1024;  // widest rows that are summed in shared memory whole
-constexpr int kPlainFeatures = 512;    // of a plain sum, beside its totals
+constexpr int kPlainFeatures = 1024;   // of a plain sum: what a warp's buffer holds, or half of it
 constexpr int kShortGroups = 4;  // groups of at most kShortGroupEntries entries that a warp takes together
 constexpr int kShortAhead = 4;   // their entries under way at once
 static_assert(kShortGroups * kShortGroupEntries <= kWarp);
@@ -528,7 +528,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs ar
 // The kernels of the other groups run beside ssd_kernel, of which they need nothing, and fill the GPU where
 // it has few blocks left. What follows them has to wait for both: so their last block, which has no groups,
 // waits.
-__device__ __forceinline__ bool is_last_block_of_others() {
+__device__ __forceinline__ bool waited_as_last_block() {
   if (blockIdx.x + 1 < gridDim.x) return false;
   wait_for_kernel_before();
   return true;
@@ -542,7 +542,7 @@ __global__ void __launch_bounds__(kThreads, kWeighted ? 7 : 0)
     ssd_middle_kernel(const SsdArgs args, int lanes_log) {
   extern __shared__ int4 shared[];
   allow_next_kernel();
-  if (is_last_block_of_others()) return;
+  if (waited_as_last_block()) return;
   using OfTeam = Team<kTeams>;
   const int nth = static_cast<int>(threadIdx.x) / OfTeam::kLanes;
   const std::int64_t group = args.num_long + static_cast<std::int64_t>(blockIdx.x) * (kWarps * kTeams) + nth;
@@ -578,7 +578,7 @@ template <typename T, typename Id, int kPerLane, bool kWeighted>
 __global__ void __launch_bounds__(kThreads) ssd_short_kernel(const SsdArgs args) {
   extern __shared__ int4 shared[];
   allow_next_kernel();
-  if (is_last_block_of_others()) return;
+  if (waited_as_last_block()) return;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const std::int64_t group0 =
       args.num_long + (static_cast<std::int64_t>(blockIdx.x) * kWarps + warp) * kShortGroups;
@@ -660,33 +660,41 @@ __global__ void __launch_bounds__(kThreads) ssd_short_kernel(const SsdArgs args)
   finish_groups(total);
 }
 
-// Any width and dtype: tiles of kPlainFeatures features, all entries of a group for each.
-template <typename T, typename Id>
+// Any width and dtype: tiles of features, all entries of a group for each. Groups of several pieces have
+// totals in the second half of the buffer.
+template <typename T, typename Id, bool kInPieces>
 __global__ void __launch_bounds__(kThreads) ssd_plain_kernel(const SsdArgs args) {
-  __shared__ Acc<T> buffers[kWarps][kPlainFeatures], totals[kWarps][kPlainFeatures];
+  constexpr int kTile = kInPieces ? kPlainFeatures / 2 : kPlainFeatures;
+  __shared__ Acc<T> buffers[kWarps][kPlainFeatures];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const std::int64_t group = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp;
   if (group >= args.groups.num_slices) return;
   const RowSlice slice = load_slice(args.groups, group);
-  Acc<T>*buffer = buffers[warp], *total = totals[warp];
-  for (std::int64_t feature0 = 0; feature0 < args.width; feature0 += kPlainFeatures) {
-    const int features =
-        static_cast<int>(min(args.width - feature0, static_cast<std::int64_t>(kPlainFeatures)));
+  Acc<T>* buffer = buffers[warp];
+  Acc<T>* total = kInPieces ? buffer + kTile : buffer;
+  for (std::int64_t feature0 = 0; feature0 < args.width; feature0 += kTile) {
+    const int features = static_cast<int>(min(args.width - feature0, static_cast<std::int64_t>(kTile)));
     for (int i = lane; i < features; i += kWarp) total[i] = 0;
-    RowSlice piece = slice;
-    for (int left = slice.length; left > 0; left -= kPieceEntries) {
-      piece.length = min(left, kPieceEntries);
-      for (int i = lane; i < features; i += kWarp) buffer[i] = 0;
-      __syncwarp();
-      sum_plainly<T, Id>(args, piece, feature0, features, buffer);
-      for (int i = lane; i < features; i += kWarp) total[i] += buffer[i];
-      __syncwarp();
-      piece.begin += kPieceEntries;
+    __syncwarp();
+    if constexpr (kInPieces) {
+      RowSlice piece = slice;
+      for (int left = slice.length; left > 0; left -= kPieceEntries) {
+        piece.length = min(left, kPieceEntries);
+        for (int i = lane; i < features; i += kWarp) buffer[i] = 0;
+        __syncwarp();
+        sum_plainly<T, Id>(args, piece, feature0, features, buffer);
+        for (int i = lane; i < features; i += kWarp) total[i] += buffer[i];
+        __syncwarp();
+        piece.begin += kPieceEntries;
+      }
+    } else {
+      sum_plainly<T, Id>(args, slice, feature0, features, buffer);
     }
     for (int i = lane; i < features; i += kWarp) {
       const Acc<T> sum[1] = {total[i]};
       store_sums<T, 1>(args, slice, feature0 + i, sum);
     }
+    __syncwarp();
   }
 }
 
@@ -781,7 +789,9 @@ void launch(const SsdArgs& args, cudaStream_t stream) {
     }
   }
   const unsigned blocks = ceil_div(args.groups.num_slices, kWarps);
-  ssd_plain_kernel<T, Id><<<blocks, kThreads, 0, stream>>>(args);
+  const auto kernel =
+      args.longest_group > kPieceEntries ? ssd_plain_kernel<T, Id, true> : ssd_plain_kernel<T, Id, false>;
+  kernel<<<blocks, kThreads, 0, stream>>>(args);
 }
 
 }  // namespace

@@ -398,11 +398,12 @@ class Adjacency(KernelFormats):
         self.scatters_left = None
         self.csr_structure  # noqa: B018
         self.plain_structure  # noqa: B018
-        self.edge_group_structure  # noqa: B018
+        longest = choose.edge_group_length(self.num_edges, self.num_dst)
+        self.edge_group_structure(longest)
         if self.device.type == "cuda":
-            choose.long_edge_groups(
-                self.edge_groups, self.num_edges, 1
-            )  # reads what it needs from the device
+            # These read what they need from the device, once.
+            choose.long_edge_groups(self.edge_groups(longest), self.num_edges, 1)
+            self.edge_groups(longest).longest  # noqa: B018
         if self.device.type == "cuda":
             self.row()
         if self.device.type == "cuda" and self.try_bsb():
@@ -497,15 +498,20 @@ class Adjacency(KernelFormats):
         yield from self._own_tensors().items()
         for key, result in (self._row_memo.results | self._memo.results).items():
             name = "_".join(map(str, key)) if isinstance(key, tuple) else key
-            parts = result if isinstance(result, tuple) else (result,)
+            yield from self._tensors_of(name, result, visited)
+
+    def _tensors_of(self, name: str, result: Any, visited: set[int]) -> Iterator[tuple[str, Tensor]]:
+        """Those of one result that is kept under that name."""
+        if isinstance(result, Tensor):
+            yield name, result
+        elif isinstance(result, (RowSplit, Bsb)):
+            yield from ((f"{name}.{item}", tensor) for item, tensor in result.tensors().items())
+        elif isinstance(result, Adjacency) and result.handle not in visited:
+            yield from ((f"{name}.{item}", tensor) for item, tensor in result._tensors(visited))
+        elif isinstance(result, (tuple, dict)):
+            parts = result.values() if isinstance(result, dict) else result
             for nth, part in enumerate(parts):
-                part_name = name if len(parts) == 1 else f"{name}.{nth}"
-                if isinstance(part, Tensor):
-                    yield part_name, part
-                elif isinstance(part, (RowSplit, Bsb)):
-                    yield from ((f"{part_name}.{item}", tensor) for item, tensor in part.tensors().items())
-                elif isinstance(part, Adjacency) and part.handle not in visited:
-                    yield from ((f"{part_name}.{item}", tensor) for item, tensor in part._tensors(visited))
+                yield from self._tensors_of(name if len(parts) == 1 else f"{name}.{nth}", part, visited)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Adjacency:
         """The same structure on another device (self where it is there); derived structures are rebuilt."""

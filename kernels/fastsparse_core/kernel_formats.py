@@ -130,20 +130,17 @@ class KernelFormats:
         """The structure with that work list, as the compiled kernel takes it."""
         return self._memo.get("hybrid_structure", lambda: self._rows(self.hybrid_rows))
 
-    @property
-    def edge_groups(self) -> RowSplit:
-        """Work list of ssd: the entries of a row in groups of bounded length, and who shares a row."""
+    def edge_groups(self, longest: int) -> RowSplit:
+        """Work list of ssd: the entries of a row in groups of at most ``longest``, and who shares a row."""
         return self._row_memo.get(
-            "edge_groups",
-            lambda: RowSplit.from_rowptr(self.rowptr, choose.edge_group_length(self.num_edges, self.num_dst)),
+            ("edge_groups", longest), lambda: RowSplit.from_rowptr(self.rowptr, longest)
         )
 
-    @property
-    def edge_group_structure(self) -> Any:
-        """The structure as the compiled ssd takes it."""
+    def edge_group_structure(self, longest: int) -> Any:
+        """The structure as the compiled ssd takes it; on the CPU there are no groups."""
         return self._memo.get(
-            "edge_group_structure",
-            lambda: self._rows(self.edge_groups if self.device.type == "cuda" else None),
+            ("edge_group_structure", longest),
+            lambda: self._rows(self.edge_groups(longest) if self.device.type == "cuda" else None),
         )
 
     def _rows(self, split: RowSplit | None) -> Any:

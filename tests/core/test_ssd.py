@@ -415,6 +415,41 @@ def test_captured_in_a_cuda_graph():
     assert torch.equal(out, expected)
 
 
+def two_kinds_of_rows(many: int, few: int, rows: int) -> Adjacency:
+    """Three rows of ``many`` entries and ``rows`` of ``few``."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.cat([torch.arange(3).repeat(many), torch.arange(3, 3 + rows).repeat(few)])
+    col = torch.randint(0, 1000, row.shape, generator=generator)
+    return Adjacency.from_coo(row.cuda(), col.cuda(), (3 + rows, 1000))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("many", "few", "rows", "few_entries"), [(30_000, 2, 60_000, True), (300_000, 20, 20_000, False)]
+)
+@pytest.mark.parametrize("captured", [False, True])
+def test_kernels_that_run_side_by_side(poisoned_memory, many, few, rows, few_entries, captured):
+    """What follows them waits for the one that takes long: results are read at once, poisoned before."""
+    adj = two_kinds_of_rows(many, few, rows).prepare()
+    groups = adj.edge_groups(choose.edge_group_length(adj.num_edges, adj.num_dst))
+    num_long, others_have_few = choose.long_edge_groups(groups, adj.num_edges, 16)
+    assert 0 < num_long < groups.slices.size(0)
+    assert others_have_few == few_entries
+    cbsr = random_cbsr(1000, 16, 128, torch.float32, "cuda")
+    expected = expected_of(adj, cbsr)
+    if captured:
+        ssd(adj, cbsr, algorithm="decoupled")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = [ssd(adj, cbsr, algorithm="decoupled").double() for _ in range(5)]
+        graph.replay()
+    else:
+        outs = [ssd(adj, cbsr, algorithm="decoupled").double() for _ in range(20)]
+    for out in outs:
+        assert relative_error(out, expected) <= TOLERANCE[torch.float32]
+        assert relative_error(out[:3], expected[:3]) <= TOLERANCE[torch.float32]
+
+
 def test_autocast(device):
     adj = heavy(device)
     cbsr = random_cbsr(90, 16, 64, torch.float32, device)
@@ -463,12 +498,12 @@ def test_algorithms_stand_in_for_auto(monkeypatch):
     assert seen == ["densify", "decoupled", "auto"]
 
 
-def test_edge_groups(device):
+@pytest.mark.parametrize("length", [128, 1024])
+def test_edge_groups(device, length):
     adj = heavy(device)
-    length = choose.edge_group_length(adj.num_edges, adj.num_dst)
-    groups = adj.edge_groups
+    groups = adj.edge_groups(length)
     words = groups.slices.view(torch.int32)
-    assert int(words[:, 2].max()) <= length
+    assert groups.longest == int(words[:, 2].max()) <= length
     assert int(words[:, 2].sum()) == adj.num_edges
     degree = adj.rowptr.diff()
     several = -(-degree[degree > length] // length)
@@ -482,15 +517,35 @@ def test_edge_groups(device):
     assert shared_group_share(adj.rowptr, 10_000) == 0
 
 
+@pytest.mark.parametrize(
+    ("nodes", "edges", "longest"),
+    [
+        (232_965, 114_551_868, 1024),  # reddit
+        (2_449_029, 123_601_200, 1024),  # ogbn-products
+        (1_000_000, 13_460_082, 128),  # igb-small: few long rows
+        (2_708, 9_999_999, 128),  # long rows, but few of them
+        (0, 0, 128),
+    ],
+)
+def test_groups_are_long_where_many_rows_are(nodes, edges, longest):
+    assert choose.edge_group_length(edges, nodes) == longest
+
+
+def test_no_groups():
+    assert (
+        Adjacency.from_coo(torch.zeros(0).long(), torch.zeros(0).long(), (0, 3)).edge_groups(128).longest == 0
+    )
+
+
 def test_groups_of_few_entries_share_warps_where_most_are_short():
-    few = Adjacency.from_coo(torch.arange(30), torch.arange(30), (30, 30)).edge_groups
+    few = Adjacency.from_coo(torch.arange(30), torch.arange(30), (30, 30)).edge_groups(128)
     assert choose.long_edge_groups(few, 30, 8) == (0, True)
     row = torch.arange(30).repeat_interleave(5)
-    more = Adjacency.from_coo(row, torch.arange(5).repeat(30), (30, 30)).edge_groups
+    more = Adjacency.from_coo(row, torch.arange(5).repeat(30), (30, 30)).edge_groups(128)
     assert choose.long_edge_groups(more, 150, 8) == (0, False)
     assert choose.long_edge_groups(more, 150, 64) == (30, False)
     row = torch.arange(30).repeat_interleave(40)
-    most = Adjacency.from_coo(row, torch.arange(40).repeat(30), (30, 40)).edge_groups
+    most = Adjacency.from_coo(row, torch.arange(40).repeat(30), (30, 40)).edge_groups(128)
     assert choose.long_edge_groups(most, 1200, 8) == (30, False)
 
 
@@ -509,7 +564,7 @@ def test_entries_are_packed_where_sources_are_gathered_often(monkeypatch):
 
 def test_small_structures_take_one_launch(monkeypatch):
     monkeypatch.setattr(bounds, "FEW_EDGES", 1000)
-    few = Adjacency.from_coo(torch.arange(30), torch.arange(30), (30, 30)).edge_groups
+    few = Adjacency.from_coo(torch.arange(30), torch.arange(30), (30, 30)).edge_groups(128)
     assert choose.long_edge_groups(few, 30, 8) == (30, False)
 
 

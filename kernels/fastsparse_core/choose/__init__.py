@@ -29,6 +29,7 @@ from fastsparse_core.choose.slices import (
 from fastsparse_core.choose.sparse_linear import SPARSE_LINEAR_ALGORITHMS, sparse_linear_algorithm
 from fastsparse_core.choose.spmm import spmm_algorithm, spmm_resident
 from fastsparse_core.choose.ssd import (
+    SHORT_EDGE_GROUP,
     edge_group_length,
     long_edge_groups,
     packs_ssd_rows,
@@ -46,6 +47,7 @@ __all__ = [
     "REUSE",
     "SCATTERS",
     "SDDMM_ALGORITHMS",
+    "SHORT_EDGE_GROUP",
     "SPARSE_LINEAR_ALGORITHMS",
     "SPMM_ALGORITHMS",
     "SSD_ALGORITHMS",

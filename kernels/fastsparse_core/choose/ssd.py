@@ -22,6 +22,8 @@ _WHY_DECOUPLED = (
     "float64, for more than 1024 features, and where PyTorch is told to use deterministic algorithms"
 )
 
+#: Longest edge group, in entries, of most structures: ssd sums as many in fixed point at a time.
+SHORT_EDGE_GROUP = 128
 #: Edges from which ssd's edge groups are long: enough of them are left to fill the GPU.
 _LONG_GROUP_EDGES = 10_000_000
 #: And entries per row from which enough rows are longer than short groups.
@@ -78,7 +80,7 @@ def ssd_backward_algorithm(adj: Adjacency, dtype: torch.dtype, width: int, k: in
 
 
 def edge_group_length(num_edges: int, num_dst: int) -> int:
-    """Longest edge group of ssd, in entries: 128, which a warp sums in fixed point, or several times that.
+    """Longest edge group of ssd, in entries: `SHORT_EDGE_GROUP`, or 8 times that.
 
     Shorter groups fill small structures better and still lose, to what their partial results cost (github on
     an H200, k = 8: 0.032 ms with 128, 0.048 with 32), as groups of 128 do where most rows have several
@@ -86,7 +88,7 @@ def edge_group_length(num_edges: int, num_dst: int) -> int:
     groups keep besides costs more (igb-small, k = 64: 1.34 ms with 128, 1.50 with 1024).
     """
     long = num_edges >= _LONG_GROUP_EDGES and num_edges >= _LONG_GROUP_ROWS * num_dst
-    return 1024 if long else 128
+    return 8 * SHORT_EDGE_GROUP if long else SHORT_EDGE_GROUP
 
 
 def long_edge_groups(groups: RowSplit, num_edges: int, k: int) -> tuple[int, bool]:

@@ -10,7 +10,7 @@ from fastsparse_core.formats.tall_windows import HEIGHT, TallLayout
 _RESIDENT_WINDOWS = 132 * 3
 #: Windows below which they are half as tall.
 _FEW_WINDOWS = 4 * _RESIDENT_WINDOWS
-#: Threads of such a block. Four kept columns take one.
+#: Threads of such a block.
 _WINDOW_THREADS = 384
 #: Bytes of results up to which all of them stay in an H200's L2 (60 MB) while the gradient streams through.
 _KEPT_RESULT_BYTES = 32e6
@@ -82,7 +82,9 @@ def tall_strip(num_edges: int, num_segments: int, k: int) -> int:
     (float16, k = 16: dd 0.102 ms with 4, 0.108 with 8).
     """
     entries = num_edges // max(num_segments, 1)
-    groups = _WINDOW_THREADS * 4 // max(k, 4)
+    # A lane takes four kept columns where their number allows it; lanes of a group are a power of two.
+    lanes = 1 << min((k // 4 if k % 4 == 0 else k) - 1, 31).bit_length()
+    groups = _WINDOW_THREADS // lanes
     return 4 if entries <= 4 * groups else power_of_two(entries // 64, 8, 16)
 
 

@@ -89,6 +89,11 @@ class RowSplit:
         """Number of slices of at least `LONGEST` entries, which come first of those."""
         return self._num_of_at_least(LONGEST)
 
+    @functools.cached_property
+    def longest(self) -> int:
+        """Entries of the longest slice, 0 without slices; read from the device once."""
+        return int(self.slices.view(torch.int32)[:, 2].max()) if self.slices.size(0) else 0
+
     def _num_of_at_least(self, length: int) -> int:
         return int((self.slices.view(torch.int32)[:, 2] >= length).sum())
 

@@ -75,26 +75,34 @@ def _ssd_backward(
     value = None if value is None else value.contiguous()
     if choose.ssd_backward_algorithm(adj, grad.dtype, grad.size(1), ids.size(1)) == "windows":
         row_bytes = grad.size(1) * grad.dtype.itemsize
-        windows = _try_windows(adj, choose.tall_layout(adj.shape, adj.num_edges, row_bytes, ids.size(1)))
+        windows = _windows(adj, choose.tall_layout(adj.shape, adj.num_edges, row_bytes, ids.size(1)))
         if windows is not None:
             return _launch_windows(adj, windows, grad, ids, value, scale_dst, scale_src, out)
     _launch_rows(structure(adjacency, not transpose), grad, ids, value, scale_dst, scale_src, out)
     return out
 
 
-def _try_windows(adj: Adjacency, layout: TallLayout) -> TallWindows | None:
-    """The tall windows, or None where they need more memory than there is; that is not tried again."""
+def _windows(adj: Adjacency, layout: TallLayout) -> TallWindows | None:
+    """The tall windows of a layout, kept once built.
 
-    def build() -> TallWindows | tuple[()]:
-        try:
-            return TallWindows.from_csr(adj.row(), adj.col, adj.shape, layout)
-        except torch.OutOfMemoryError:
-            _logger.warning(
-                "%r: not enough memory to convert it for the backward pass of ssd, which stays with csr", adj
-            )
-            return ()
-
-    return adj.memo(("tall_windows", *layout), build) or None
+    All layouts give right results. Where this one is not built yet and cannot be, because a CUDA graph is
+    captured or there is too little memory, it is one that is; None where there is none, which is csr's case.
+    """
+    built: dict[TallLayout, TallWindows | None] = adj.memo("tall_windows", dict)
+    if layout in built:
+        return built[layout]
+    other = next((windows for windows in built.values() if windows is not None), None)
+    if other is not None and adj.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return other
+    try:
+        built[layout] = TallWindows.from_csr(adj.row(), adj.col, adj.shape, layout)
+    except torch.OutOfMemoryError:
+        built[layout] = other  # and is not tried again
+        kept = "csr" if other is None else "an earlier conversion"
+        _logger.warning(
+            "%r: not enough memory to convert it for the backward pass of ssd, which stays with %s", adj, kept
+        )
+    return built[layout]
 
 
 def _value_id(adj: Adjacency, height: int) -> Tensor:

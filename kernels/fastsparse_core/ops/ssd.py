@@ -183,7 +183,8 @@ def _ssd(
         total = total if scale_dst is None else total * scale_dst[:, None]
         return (total if bias is None else total + bias).to(values.dtype)
     index = device_index(values.device)
-    groups = adj.edge_groups if index >= 0 else None
+    longest = choose.edge_group_length(adj.num_edges, adj.num_dst)
+    groups = adj.edge_groups(longest) if index >= 0 else None
     partial = None
     if groups is not None and groups.num_slots:
         partial = values.new_empty(groups.num_slots, width, dtype=accumulation_dtype(values.dtype))
@@ -191,7 +192,7 @@ def _ssd(
     if index >= 0 and choose.packs_ssd_rows(adj, values.dtype, values.size(1), width):
         packed = ids.new_empty(ids.shape, dtype=torch.int32)
     _C.ssd(
-        adj.edge_group_structure,
+        adj.edge_group_structure(longest),
         DTYPE_CODE[values.dtype],
         width,
         values.size(1),
@@ -205,7 +206,7 @@ def _ssd(
         out.data_ptr(),
         address(partial),
         address(packed),
-        choose.edge_group_length(adj.num_edges, adj.num_dst),
+        0 if groups is None else groups.longest,
         *((0, False) if groups is None else choose.long_edge_groups(groups, adj.num_edges, values.size(1))),
         index,
         queue(index),
@@ -245,7 +246,7 @@ def slotted_ssd(
     total = torch.zeros(adj.num_dst, width, device=values.device)
     index = device_index(values.device)
     _C.ssd_slots(
-        adj.edge_group_structure,
+        adj.edge_group_structure(choose.SHORT_EDGE_GROUP),
         DTYPE_CODE[values.dtype],
         width,
         values.size(1),

@@ -39,10 +39,6 @@ struct Epilogue {
   }
 };
 
-// Said by every block of a kernel whose partial sums combine_partials adds: its launch, which is most of its
-// time on small structures, overlaps with this kernel's end.
-__device__ __forceinline__ void allow_combining() { allow_next_kernel(); }
-
 constexpr int kCombineWarps = 8;
 constexpr int kCombineFeatures = 4;  // per lane: independent sums, so that loads overlap
 

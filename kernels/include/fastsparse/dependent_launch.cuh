@@ -2,8 +2,8 @@
 // its launch, which is most of its time on small structures, and what it does before it waits cost nothing.
 //
 // Only a kernel whose launch asks for it starts early, and only relative to the one right before it in the
-// stream: the latter must wait in all threads, or have been launched as usual, so that what came before it is
-// over too.
+// stream: what came before that one must be over by then, because it was launched as usual, or when it ends,
+// because some of its threads wait until it is.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,8 @@ __device__ __forceinline__ void wait_for_kernel_before() {
 }
 
 // Launches a kernel, behind the one before it or, where `overlap` says so and the architecture can, during
-// it; then the kernel calls wait_for_kernel_before in every thread.
+// it; then every thread that needs what that one writes, and one thread at least, calls
+// wait_for_kernel_before.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_dependent(void (*kernel)(Parameters...), bool overlap, dim3 grid, dim3 block,
                              std::size_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
