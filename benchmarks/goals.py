@@ -9,7 +9,10 @@ SPEED_UPS: dict[str, dict[str, float]] = {
         for dtype in ("float16", "bfloat16")
         for width, speed in ((64, 3.7), (128, 2.5))
     },
-    **{f"csr, forward, float32, F = {width}": {"RoDe fp32": 1.15} for width in (64, 128)},
+    **{
+        f"the faster of csr and flashsparse, forward, float32, F = {width}": {"RoDe fp32": 1.15}
+        for width in (64, 128)
+    },
     **{f"auto, float16, F = {width}": {"the fastest stored": 1.8} for width in (32, 128)},
     "attention@1x64 forward, float16": {"Fused3S fp16": 3.5, "turbo-gnn fp16": 3.3},
     "attention@1x128 forward, float16": {"Fused3S fp16": 2.3, "turbo-gnn fp16": 2.3},

@@ -55,23 +55,48 @@ def page(results: Path, folder: Path) -> str:
             parts.append(f"Not measured: no record of `python -m benchmarks {name}` is stored.\n")
         for path, result in mine:
             parts += [_one(path, result, chapter, folder)]
+        for machine, found in _together(mine, chapter):
+            parts += [f"### {name}, {machine}, records together\n", *(table.markdown() for table in found)]
     return "\n".join(parts)
+
+
+def _together(
+    records: list[tuple[Path, dict[str, Any]]], chapter: tables.Chapter
+) -> list[tuple[str, list[tables.Table]]]:
+    """The tables that several records of a machine make together, by machine; none where there are none."""
+    if chapter.together is None:
+        return []
+    machines = tables.ordered(path.parent.name for path, _ in records)
+    made = [
+        (machine, chapter.together([result for path, result in records if path.parent.name == machine]))
+        for machine in machines
+    ]
+    return [(machine, found) for machine, found in made if found]
 
 
 def _goals(records: list[tuple[Path, dict[str, Any]]]) -> str:
     """How many goals were reached, by record; nothing where none was set."""
+    made = [
+        (f"{path.parent.name}, {path.stem}", tables.CHAPTERS[result["name"]].tables(result))
+        for path, result in records
+    ]
+    for name, chapter in tables.CHAPTERS.items():
+        mine = [(path, result) for path, result in records if result["name"] == name]
+        made += [
+            (f"{machine}, {name}, records together", found) for machine, found in _together(mine, chapter)
+        ]
     rows = []
-    for path, result in records:
+    for what, found in made:
         verdicts = [
             row[table.columns.index("asked")]
-            for table in tables.CHAPTERS[result["name"]].tables(result)
+            for table in found
             if "asked" in table.columns
             for row in table.rows
         ]
         asked = [verdict for verdict in verdicts if verdict]
         missed = sum(verdict.endswith("missed") for verdict in asked)
         if asked:
-            rows.append([f"{path.parent.name}, {path.stem}", str(len(asked) - missed), str(missed)])
+            rows.append([what, str(len(asked) - missed), str(missed)])
     return tables.Table("Goals", ["record", "reached", "missed"], rows).markdown() if rows else ""
 
 

@@ -29,7 +29,7 @@ from .sanitizer import sanitizer, sanitizer_in_short
 from .scaling import scaling
 from .sddmm import sddmm, sddmm_in_short
 from .sparse_linear import sparse_linear
-from .spmm import spmm, spmm_in_short
+from .spmm import spmm, spmm_in_short, spmm_together
 from .ssd import ssd, ssd_in_short
 from .train import train, train_in_short
 
@@ -139,17 +139,24 @@ class Chapter:
         title: Its heading.
         tables: Makes the short tables of a record.
         plots: Ends of the names of the plots to show.
+        together: Makes tables of all records of one machine, where one of them alone does not tell.
     """
 
     title: str
     tables: Callable[[dict[str, Any]], list[Table]]
     plots: tuple[str, ...] = ()
+    together: Callable[[list[dict[str, Any]]], list[Table]] | None = None
 
 
 #: benchmark -> its chapter of the results page, in the page's order
 CHAPTERS = {
     "train": Chapter("Training steps", train_in_short, ("time_bf16-amp", "memory_bf16-amp")),
-    "spmm": Chapter("Aggregation (spmm)", spmm_in_short, ("forward_float16", "forward_float32", "roofline")),
+    "spmm": Chapter(
+        "Aggregation (spmm)",
+        spmm_in_short,
+        ("forward_float16", "forward_float32", "roofline"),
+        spmm_together,
+    ),
     "dlmc": Chapter("Pruned weight matrices", dlmc),
     "sddmm": Chapter("Dot products of edges (sddmm)", sddmm_in_short),
     "attention": Chapter("Attention", attention_in_short, ("forward_float16", "backward_float16")),

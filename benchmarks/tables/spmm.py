@@ -94,7 +94,8 @@ def spmm(result: dict[str, Any]) -> list[Table]:
 
 
 #: Rivals of the same precision that something was asked of, beside the fastest.
-NAMED = ("FlashSparse fp16", "RoDe fp32")
+RODE = "RoDe fp32"
+NAMED = ("FlashSparse fp16", RODE)
 
 
 def spmm_in_short(result: dict[str, Any]) -> list[Table]:
@@ -120,3 +121,42 @@ def spmm_in_short(result: dict[str, Any]) -> list[Table]:
                     speeds.setdefault(name, {})[graph] = speed
         rows += [compared(what, name, found) for name, found in speeds.items() if found]
     return [Table("Rival's time over ours", COMPARED, rows)]
+
+
+def spmm_together(results: list[dict[str, Any]]) -> list[Table]:
+    """The faster of our algorithms on every graph against stored float32 times.
+
+    What serves a float32 product best differs from graph to graph, and each algorithm has a record of its
+    own; in 16 bit one serves all.
+
+    Args:
+        results: Records of one GPU model.
+    """
+    cells = [
+        {**cell, "stored": stored_rivals(result, f"spmm@{cell['width']}", "float32", cell["graph"])}
+        for result in results
+        for cell in by(result["cells"], dtype="float32", direction="forward")
+    ]
+    rows = []
+    for width in ordered(c["width"] for c in cells):
+        speeds: dict[str, dict[str, float]] = {RODE: {}, f"the faster of {RODE} and cuSPARSE": {}}
+        group = by(cells, width=width)
+        names = ordered(
+            c["implementation"].split()[-1] for c in group if c["implementation"].startswith("fast")
+        )
+        if len(names) < 2:
+            continue
+        for graph in ordered(c["graph"] for c in group):
+            here = by(group, graph=graph)
+            ours, cusparse = (
+                [time for c in here if c["implementation"].startswith("fast") == own and (time := time_of(c))]
+                for own in (True, False)
+            )
+            rode = here[0]["stored"].get(RODE)
+            if not ours or rode is None:
+                continue
+            for rival, time in zip(speeds, (rode, min([rode, *cusparse])), strict=True):
+                speeds[rival][graph] = time / min(ours)
+        what = f"the faster of {' and '.join(names)}, forward, float32, F = {width}"
+        rows += [compared(what, rival, found) for rival, found in speeds.items() if found]
+    return [Table("Rival's time over the faster of ours", COMPARED, rows)] if rows else []

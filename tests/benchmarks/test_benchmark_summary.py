@@ -123,6 +123,36 @@ def test_spmm_compares_with_cusparse_of_the_same_run() -> None:
     assert rows_of("spmm", cells) == [expected]
 
 
+def test_float32_takes_the_faster_of_two_records() -> None:
+    """RoDe's stored times are known; cuSPARSE's are of the same run."""
+    rode = {
+        graph: tables.stored_rivals({"machine": MACHINES["ours"]}, "spmm@64", "float32", graph)["RoDe fp32"]
+        for graph in ("reddit", "yelp")
+    }
+    shared = {"dtype": "float32", "width": 64, "direction": "forward", "status": "ok"}
+
+    def result(name: str, speeds: dict[str, float]) -> dict[str, Any]:
+        cells = [
+            {**shared, "graph": graph, "implementation": name, "median_ms": rode[graph] / speed}
+            for graph, speed in speeds.items()
+        ]
+        return {"name": "spmm", "machine": MACHINES["ours"], "cells": cells}
+
+    ours = [
+        result("fastsparse csr", {"reddit": 2.0, "yelp": 1.0}),
+        result("fastsparse flashsparse", {"reddit": 1.0, "yelp": 2.0}),
+    ]
+    what = "the faster of csr and flashsparse, forward, float32, F = 64"
+    together = tables.CHAPTERS["spmm"].together
+    assert together is not None
+    (table,) = together([*ours, result("torch.sparse.mm (cuSPARSE)", {"yelp": 1.6})])
+    assert [list(row) for row in table.rows] == [
+        [what, "RoDe fp32", "2.00x", "2.00x reddit", "2", "1.15x"],
+        [what, "the faster of RoDe fp32 and cuSPARSE", "1.58x", "1.25x yelp", "2", ""],
+    ]
+    assert together(ours[:1]) == []
+
+
 def test_regret_is_the_mean_and_the_worst() -> None:
     cells = [
         {"graph": "ppi", "width": 16, "dtype": "float32", "status": "ok", "regret": 1.0},
