@@ -51,7 +51,14 @@ def groups_share_warps():
         yield
 
 
-@pytest.fixture(params=["as stored", "packed", "in pieces", "packed, in pieces"])
+#: The CPU has one way.
+WAYS = (
+    "as stored",
+    *(pytest.param(way, marks=pytest.mark.gpu) for way in ("packed", "in pieces", "packed, in pieces")),
+)
+
+
+@pytest.fixture(params=WAYS)
 def gathered(request, monkeypatch):
     """How CUDA gathers entries, of sources with few neighbours and with many, and how it sums long groups."""
     monkeypatch.setattr(ssd_rules, "_GATHERED_OFTEN", 0 if "packed" in request.param else 2**31)
