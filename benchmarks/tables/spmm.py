@@ -93,8 +93,8 @@ def spmm(result: dict[str, Any]) -> list[Table]:
     return tables
 
 
-#: Rivals of the same precision that something was asked of, beside the fastest.
 RODE = "RoDe fp32"
+#: Rivals of the same precision that something was asked of, beside the fastest.
 NAMED = ("FlashSparse fp16", RODE)
 
 
@@ -127,7 +127,7 @@ def spmm_together(results: list[dict[str, Any]]) -> list[Table]:
     """The faster of our algorithms on every graph against stored float32 times.
 
     What serves a float32 product best differs from graph to graph, and each algorithm has a record of its
-    own; in 16 bit one serves all.
+    own.
 
     Args:
         results: Records of one GPU model.

@@ -473,7 +473,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs ar
   std::int64_t group = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp;
   if (group >= args.num_long) return;
   const auto load_group = [&] {
-    // Loaded for every piece again, from the L1: kept in registers, slices would cost warps.
+    // Loaded for every piece again: a slice that is kept makes the compiler spill more.
     if constexpr (kInPieces) asm volatile("" : "+l"(group));
     return load_slice(args.groups, group);
   };

@@ -1,5 +1,5 @@
 // Launches that overlap: a kernel may be launched while the one before it in its stream still runs, so that
-// its launch, which is most of its time on small structures, and what it does before it waits cost nothing.
+// its launch, and what it does before it waits, fall into the end of that one.
 //
 // Only a kernel whose launch asks for it starts early, and only relative to the one right before it in the
 // stream: what came before that one must be over by then, because it was launched as usual, or when it ends,
