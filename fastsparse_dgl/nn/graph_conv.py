@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import Adjacency
+from fastsparse_core.graph_convolution import aggregates_first, can_convolve, graph_convolution
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
 from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype, source_features
@@ -77,10 +78,25 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
             )
 
         scales = self._scales(adjacency, source)
-        if weight is None or self._in_feats > self._out_feats:  # aggregate the narrower of the two
+        relu = self._activation in (torch.relu, torch.nn.functional.relu)
+        if weight is not None and edge_weight is None:
+            aggregate_first = aggregates_first(self._in_feats, self._out_feats, source)
+            if can_convolve(adjacency, source, weight, self.bias, aggregate_first=aggregate_first):
+                out = graph_convolution(
+                    adjacency,
+                    source,
+                    weight,
+                    self.bias,
+                    out_by_in=False,
+                    aggregate_first=aggregate_first,
+                    relu=relu,
+                    **scales,
+                )
+                return out if relu or self._activation is None else self._activation(out)
+        # DGL's own order: where weights of edges are broadcast, the two orders differ.
+        if weight is None or self._in_feats > self._out_feats:
             if weight is not None:
                 source = torch.matmul(source, weight)
-            relu = self._activation in (torch.relu, torch.nn.functional.relu)
             out = self._aggregate(adjacency, source, edge_weight, bias=self.bias, relu=relu, **scales)
             if relu:
                 return out

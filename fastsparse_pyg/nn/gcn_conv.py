@@ -12,6 +12,7 @@ from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.typing import OptTensor, SparseTensor
 
 from fastsparse_core import Adjacency, sddmm, spmm
+from fastsparse_core.graph_convolution import aggregates_first, can_convolve, graph_convolution
 from fastsparse_pyg.graph import Graph, caller_edges, is_sparse_matrix, resolve, to_edge_index
 from fastsparse_pyg.nn.accelerated import AcceleratedConv, is_plain_linear
 
@@ -149,23 +150,31 @@ class FastGCNConv(AcceleratedConv, GCNConv):
             return self._original_forward(reason, x, edge_index, edge_weight)
         adj, value, scale = self._propagation(x, edge_index, edge_weight)
 
-        lin = self.lin
-        dtype = x.dtype if value is None else message_dtype(x, value)
-        width = x.size(-1)
+        lin, bias = self.lin, self.bias
+        aggregate_first = aggregates_first(x.size(-1), self.out_channels, x)
+        plain = is_plain_linear(lin) and lin.bias is None
         if (
-            # Gather the narrower side. Where both are as wide, features without gradient spare the backward
-            # pass.
-            (width < self.out_channels or (width == self.out_channels and not x.requires_grad))
-            and x.layout is torch.strided
-            and dtype == x.dtype
-            and is_plain_linear(lin)
-            and lin.bias is None
+            plain
+            and value is None
+            and can_convolve(adj, x, lin.weight, bias, aggregate_first=aggregate_first)
         ):
-            return F.linear(self._aggregate_neighbours(adj, x, value, scale=scale), lin.weight, self.bias)
+            return graph_convolution(
+                adj,
+                x,
+                lin.weight,
+                bias,
+                scale_dst=scale,
+                scale_src=scale,
+                out_by_in=True,
+                aggregate_first=aggregate_first,
+            )
+        dtype = x.dtype if value is None else message_dtype(x, value)
+        if aggregate_first and plain and x.layout is torch.strided and dtype == x.dtype:
+            return F.linear(self._aggregate_neighbours(adj, x, value, scale=scale), lin.weight, bias)
         x = lin(x)
         if value is not None and dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             x = x.to(dtype)
-        return self._aggregate_neighbours(adj, x, value, scale=scale, bias=self.bias)
+        return self._aggregate_neighbours(adj, x, value, scale=scale, bias=bias)
 
     def _why_original_gcn(self, x: Tensor, edge_index: object) -> str:
         dim = x.dim()

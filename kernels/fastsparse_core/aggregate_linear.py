@@ -11,7 +11,7 @@ from torch import Tensor
 from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.ops._common import DTYPE_CODE, is_first_derivative, is_plain_eager
-from fastsparse_core.ops.spmm import _spmm, add_transposed, spmm
+from fastsparse_core.ops.spmm import _spmm, add_transposed, grad_of_features, spmm
 
 
 def starts_with(x: Tensor, root: Tensor) -> bool:
@@ -177,14 +177,10 @@ def _grad_x(
 ) -> Tensor:
     adj, num_dst = ctx.adj, grad.size(0)
     grad_sums = torch.mm(grad, weight)
-    if not choose.scatters(adj, ctx.algorithm, grad.dtype, None):
-        total = _spmm(grad_sums, None, None, scale, None, num_src, adj.handle, True, ctx.algorithm, False)
-        total[:num_dst].addmm_(grad, root_weight)
-        return total
-    total = torch.empty(num_src, grad_sums.size(1), dtype=torch.float32, device=grad.device)
-    if grad.dtype == torch.float32:
+    if grad.dtype == torch.float32 and choose.scatters(adj, ctx.algorithm, grad.dtype, None):
+        total = torch.empty(num_src, grad_sums.size(1), dtype=torch.float32, device=grad.device)
         torch.mm(grad, root_weight, out=total[:num_dst])
         return add_transposed(adj, grad_sums, None, scale, None, total, num_dst)
-    total = add_transposed(adj, grad_sums, None, scale, None, total).to(grad.dtype)
+    total = grad_of_features(adj, grad_sums, None, scale, None, ctx.algorithm)
     total[:num_dst].addmm_(grad, root_weight)
     return total

@@ -374,6 +374,24 @@ def add_transposed(
     return total
 
 
+def grad_of_features(
+    adj: Adjacency,
+    grad: Tensor,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    algorithm: str,
+) -> Tensor:
+    """The transposed product: what reaches the features of a product with ``adj``, nothing being recorded.
+
+    The arguments are those of the product itself, and ``grad`` is the gradient of its result.
+    """
+    if choose.scatters(adj, algorithm, grad.dtype, value):
+        total = grad.new_empty(adj.num_src, grad.size(1), dtype=torch.float32)
+        return add_transposed(adj, grad, value, scale_dst, scale_src, total).to(grad.dtype)
+    return _spmm(grad, value, scale_src, scale_dst, None, adj.num_src, adj.handle, True, algorithm, False)
+
+
 class _Spmm(torch.autograd.Function):
     """dX = A^T dY with the scales swapped; dv = sddmm(dY, X); db = sum of dY. All of them operators again."""
 
@@ -413,10 +431,9 @@ class _Spmm(torch.autograd.Function):
         if rectified is not None:
             grad = grad.masked_fill(rectified <= 0, 0)
         if ctx.needs_input_grad[0]:
-            plain, adj = is_first_derivative(grad), ctx.keep_alive
-            if plain and not ctx.transpose and choose.scatters(adj, ctx.algorithm, grad.dtype, value):
-                total = grad.new_empty(ctx.num_src, grad.size(1), dtype=torch.float32)
-                grad_x = add_transposed(adj, grad, value, scale_dst, scale_src, total).to(grad.dtype)
+            plain = is_first_derivative(grad)
+            if plain and not ctx.transpose:
+                grad_x = grad_of_features(ctx.keep_alive, grad, value, scale_dst, scale_src, ctx.algorithm)
             else:
                 grad_x = (_spmm if plain else _spmm_op)(
                     grad,

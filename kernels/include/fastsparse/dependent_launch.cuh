@@ -26,15 +26,34 @@ __device__ __forceinline__ void wait_for_kernel_before() {
 #endif
 }
 
+// Whether a kernel may start early on the current device: overlapping launches, and the kernel's wait, came
+// with architecture 9.0. All kernels are compiled for the same architectures, so that one answers for all of
+// them, and asking at every launch would cost the host half as much as the launch.
+inline cudaError_t can_overlap(const void* kernel, bool& can) {
+  thread_local int known_device = -1;
+  thread_local bool known = false;
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess && device != known_device) {
+    cudaFuncAttributes compiled{};
+    error = cudaFuncGetAttributes(&compiled, kernel);
+    if (error == cudaSuccess) {
+      known = compiled.ptxVersion >= 90;
+      known_device = device;
+    }
+  }
+  can = known;
+  return error;
+}
+
 // Launches a kernel, behind the one before it or, where `overlap` says so and the architecture can, during
 // it; then every thread that needs what that one writes, and one thread at least, calls
 // wait_for_kernel_before.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_dependent(void (*kernel)(Parameters...), bool overlap, dim3 grid, dim3 block,
                              std::size_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
-  // Overlapping launches, and the kernel's wait, came with architecture 9.0.
-  cudaFuncAttributes compiled{};
-  const cudaError_t error = cudaFuncGetAttributes(&compiled, kernel);
+  bool can = false;
+  const cudaError_t error = can_overlap(reinterpret_cast<const void*>(kernel), can);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -45,7 +64,7 @@ cudaError_t launch_dependent(void (*kernel)(Parameters...), bool overlap, dim3 g
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = overlap && compiled.ptxVersion >= 90 ? 1 : 0;
+  config.numAttrs = overlap && can ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 

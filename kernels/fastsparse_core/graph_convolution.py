@@ -1,0 +1,212 @@
+"""Linear map and aggregation of GCN as one node of autograd's graph, which costs the host less."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fastsparse_core import choose
+from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.ops._common import DTYPE_CODE, is_first_derivative, is_plain_eager
+from fastsparse_core.ops.spmm import _spmm, grad_of_features, spmm
+
+_PLAIN = (Parameter, Tensor)
+#: What autocast casts, or leaves as it is.
+_CAST = (torch.float32, torch.bfloat16, torch.float16)
+#: Whether products of 16-bit matrices give float32 without a cast (torch 2.8 and later, on CUDA).
+_GIVES_FLOAT32 = "dtype" in torch.ops.aten.mm.overloads()
+
+
+def aggregates_first(in_width: int, out_width: int, x: Tensor) -> bool:
+    """Whether a graph convolution gathers its input, not what the linear map makes of it.
+
+    It gathers the narrower side. Where both are as wide, features without gradient spare the backward pass.
+
+    Args:
+        in_width: features per node before the linear map.
+        out_width: features per node after it.
+        x: the input.
+    """
+    return in_width < out_width or (in_width == out_width and not x.requires_grad)
+
+
+def can_convolve(
+    adj: Adjacency, x: Tensor, weight: Tensor, bias: Tensor | None, *, aggregate_first: bool
+) -> bool:
+    """Whether :func:`graph_convolution` serves a call: plain matrices, watched by nothing but autograd.
+
+    Args:
+        adj: structure.
+        x: features of the sources.
+        weight: of the linear map, (out width, in width) or its transpose.
+        bias: of the result, or None.
+        aggregate_first: as for :func:`graph_convolution`.
+    """
+    device, dtype = x.device, x.dtype
+    if not (
+        is_plain_eager(x)
+        and type(weight) in _PLAIN
+        and torch.autograd.forward_ad._current_level < 0
+        and not adj.is_partitioned
+        and x.dim() == 2 == weight.dim()
+        and x.layout is torch.strided
+        and x.shape[0] == adj.num_src
+        and device == adj.device == weight.device
+        and (bias is None or (type(bias) in _PLAIN and bias.device == device and bias.dtype == weight.dtype))
+    ):
+        return False
+    needs_grad = x.requires_grad
+    if aggregate_first and needs_grad:
+        return False
+    if not torch.is_autocast_enabled(device.type):
+        return dtype == weight.dtype and dtype in DTYPE_CODE
+    if needs_grad and dtype != torch.get_autocast_dtype(device.type):
+        return False  # they would have to be kept as they came, for second derivatives
+    return dtype in _CAST and weight.dtype in _CAST
+
+
+class _Convolution(NamedTuple):
+    """What a graph convolution is, besides its tensors with gradients."""
+
+    adj: Adjacency
+    scale_dst: Tensor | None
+    scale_src: Tensor | None
+    out_by_in: bool
+    aggregate_first: bool
+    relu: bool
+    algorithm: str
+    dtype: torch.dtype
+
+
+def graph_convolution(
+    adj: Adjacency,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    out_by_in: bool,
+    aggregate_first: bool,
+    scale_dst: Tensor | None = None,
+    scale_src: Tensor | None = None,
+    relu: bool = False,
+) -> Tensor:
+    r"""Transforms the neighbours' features and aggregates them, in the order that the caller says.
+
+    .. math::
+        \mathbf{y}_i = s_i \sum_{j \in \mathcal{N}(i)} t_j \, \mathbf{x}_j \mathbf{W} + \mathbf{b}
+
+    Equal to ``spmm`` and a linear map up to rounding, under autocast too. There the gradients of weight and
+    bias are sums in float32 that never were rounded to 16 bits.
+
+    Args:
+        adj: structure (num_dst, num_src).
+        x: features (num_src, in width), as `can_convolve` asks for.
+        weight: (out width, in width) or (in width, out width).
+        bias: (out width,) or None.
+        out_by_in: whether the weight is (out width, in width).
+        aggregate_first: whether neighbours are summed before the linear map; see `aggregates_first`. Only for
+            features without gradient.
+        scale_dst: constant s, (num_dst,), in the accumulation dtype; None: 1.
+        scale_src: constant t, (num_src,), likewise.
+        relu: whether negative results become 0.
+
+    Returns:
+        (num_dst, out width), in the autocast dtype where that is on; differentiable, twice too.
+    """
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    algorithm = choose.requested("spmm", "auto")
+    how = _Convolution(adj, scale_dst, scale_src, out_by_in, aggregate_first, relu, algorithm, dtype)
+    if torch.is_grad_enabled():
+        return _GraphConvolution.apply(x, weight, bias, how)
+    return _convolve(how, x, weight, bias)[0]
+
+
+def _convolve(
+    how: _Convolution, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and the features and the weight as they were multiplied."""
+    features, matrix = x.to(how.dtype), weight.to(how.dtype)
+    right = matrix.t() if how.out_by_in else matrix
+    if not how.aggregate_first:
+        return _aggregated(how, torch.mm(features, right), bias, relu=how.relu), features, matrix
+    features = _aggregated(how, features)
+    out = torch.mm(features, right) if bias is None else torch.addmm(bias.to(how.dtype), features, right)
+    return out.relu_() if how.relu else out, features, matrix
+
+
+class _GraphConvolution(torch.autograd.Function):
+    """dW = X^T A^T dY, dX = (A^T dY) W^T, db = sum of dY; dW = (A X)^T dY where A X came first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _Convolution) -> Tensor:
+        out, features, matrix = _convolve(how, x, weight, bias)
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        ctx.how, ctx.weight_dtype = how, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        # The weight as it was given is for second derivatives. What no gradient needs may be written before
+        # the backward pass, as with separate operators.
+        ctx.save_for_backward(
+            features if needs_weight else None,
+            weight if needs_x else None,
+            matrix if needs_x and matrix is not weight else None,
+            out if how.relu else None,
+        )
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        device = grad.device.type
+        if not torch.is_autocast_enabled(device):
+            return (*_gradients(ctx, grad), None)
+        with torch.autocast(device, enabled=False):  # the forward pass has decided every dtype
+            return (*_gradients(ctx, grad), None)
+
+
+def _aggregated(how: _Convolution, x: Tensor, bias: Tensor | None = None, *, relu: bool = False) -> Tensor:
+    adj = how.adj
+    return _spmm(
+        x,
+        None,
+        how.scale_dst,
+        how.scale_src,
+        bias,
+        adj.num_dst,
+        adj.handle,
+        False,
+        how.algorithm,
+        relu,
+    )
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    how, (features, weight, matrix, rectified) = ctx.how, ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    # Else all of it is made of operators that have gradients again.
+    once = is_first_derivative(grad)
+    if rectified is not None:
+        grad = grad.masked_fill(rectified <= 0, 0)
+    grad_x = grad_weight = None
+    grad_bias = grad.sum(0, dtype=ctx.bias_dtype) if needs_bias else None
+    if not how.aggregate_first and (needs_x or needs_weight):
+        if once:
+            grad = grad_of_features(how.adj, grad, None, how.scale_dst, how.scale_src, how.algorithm)
+        else:
+            scales = {"scale_dst": how.scale_src, "scale_src": how.scale_dst}
+            grad = spmm(how.adj.t(), grad, **scales, algorithm=how.algorithm)
+    if needs_weight:
+        left, right = (grad.t(), features) if how.out_by_in else (features.t(), grad)
+        grad_weight = _product(left, right, ctx.weight_dtype, once)
+    if needs_x:
+        matrix = matrix if once and matrix is not None else weight.to(how.dtype)
+        grad_x = torch.mm(grad, matrix if how.out_by_in else matrix.t())
+    return grad_x, grad_weight, grad_bias
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool) -> Tensor:
+    if once and left.is_cuda and dtype == torch.float32 != left.dtype and _GIVES_FLOAT32:
+        return torch.mm(left, right, out_dtype=dtype)
+    return torch.mm(left, right).to(dtype)
