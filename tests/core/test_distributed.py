@@ -604,6 +604,19 @@ def _errors(rank: int, size: int, device: torch.device) -> None:
         PartitionedAdjacency.from_coo(row, col, parts, tiles=0)
     with pytest.raises(ValueError, match=f"rowptr: expected num_nodes \\+ 1 = {NODES + 1} entries, got 3"):
         PartitionedAdjacency.from_csr(torch.zeros(3, dtype=torch.long), col, parts)
+    last = size - 1
+    for name, usual, other in (
+        ("tiles", None, 2),
+        ("halo_dtype", torch.float16, torch.bfloat16),
+        ("send", "all", "needed"),
+        ("cache_inputs", False, True),
+    ):
+        mine = other if rank == last else usual
+        with pytest.raises(ValueError, match=rf"{name}: expected the same on all ranks, .*\[{last}\] differ"):
+            PartitionedAdjacency.from_coo(row, col, parts, **{name: mine})
+    unlike = owners("blocks", size) if rank else owners("empty_rank", size)
+    with pytest.raises(ValueError, match=r"partition.starts: expected the same on all ranks"):
+        PartitionedAdjacency.from_coo(row, col, unlike)
     part = PartitionedAdjacency.from_coo(row, col, parts)
     x = part.scatter(features(NODES, WIDTH))
     with pytest.raises(ValueError, match=f"x: expected num_src = {part.num_dst} rows"):

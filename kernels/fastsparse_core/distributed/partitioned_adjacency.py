@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.distributed.agreement import check_agreement
 from fastsparse_core.distributed.exchange import AddColumns, HaloExchange, HaloFeatures
 from fastsparse_core.distributed.partitions import Partition
 from fastsparse_core.formats.grouping import Method
@@ -150,7 +151,7 @@ class PartitionedAdjacency(Adjacency):
         cache_inputs: bool = False,
         send: Literal["auto", "needed", "all"] = "auto",
     ) -> PartitionedAdjacency:
-        """Builds this process's part from edges in any order. Collective.
+        """Builds this process's part from edges in any order. Collective; all ranks give the same options.
 
         Args:
             row: destinations, ids of the whole graph, int32 or int64 (E,), on the device where it shall lie.
@@ -166,7 +167,7 @@ class PartitionedAdjacency(Adjacency):
             overlap: whether the exchange runs beside the local product. False: one product over all columns
                 when all are there.
             tiles: in how many tiles of columns features travel then, at most; None: as many as are worth it,
-                see :meth:`num_tiles`. The same on all ranks.
+                see :meth:`num_tiles`.
             cache_inputs: whether the others' rows of the last features without gradient are kept for spmm:
                 what a first layer aggregates is the same in every step of full-graph training, and travels
                 once then. Takes the memory of these rows. Where one rank changes its features, as an object
@@ -176,7 +177,8 @@ class PartitionedAdjacency(Adjacency):
 
         Raises:
             TypeError: an argument is not an integer tensor.
-            ValueError: lengths, devices or ranges do not fit, or the group has another size.
+            ValueError: lengths, devices or ranges do not fit, the group has another size, or an option is not
+                the same on all ranks.
         """
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if size != partition.num_parts:
@@ -188,6 +190,16 @@ class PartitionedAdjacency(Adjacency):
         if tiles is not None and tiles < 1:
             raise ValueError(f"tiles: expected at least 1 or None, got {tiles}")
         _check_ends(row, col, partition.num_nodes)
+        alike = {
+            "partition.starts": partition.starts,
+            "self_loops": self_loops,
+            "halo_dtype": halo_dtype,
+            "overlap": overlap,
+            "tiles": tiles,
+            "cache_inputs": cache_inputs,
+            "send": send,
+        }
+        check_agreement(alike, row.device, rank, group)
         mine = partition.owned_edges(row, rank)
         if mine.numel() != row.numel():
             row, col = row[mine], col[mine]

@@ -193,7 +193,7 @@ def _spmm(
         value = edges_from_dense(from_handle(adjacency), value)
     if value is not None:
         value = value.contiguous()
-    if bias is not None:
+    if bias is not None and not (bias.dtype == x.dtype and bias.is_contiguous()):
         bias = bias.to(x.dtype).contiguous()
     row_bytes = width * x.element_size()
     stride_bytes = x.stride(0) * x.element_size()
