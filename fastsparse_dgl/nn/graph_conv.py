@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import Adjacency
-from fastsparse_core.graph_convolution import aggregates_first, can_convolve, graph_convolution
+from fastsparse_core.graph_convolution import can_convolve, graph_convolution
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
 from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype, source_features
@@ -79,22 +79,18 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
 
         scales = self._scales(adjacency, source)
         relu = self._activation in (torch.relu, torch.nn.functional.relu)
-        if weight is not None and edge_weight is None:
-            aggregate_first = aggregates_first(self._in_feats, self._out_feats, source)
-            if can_convolve(adjacency, source, weight, self.bias, aggregate_first=aggregate_first):
-                out = graph_convolution(
-                    adjacency,
-                    source,
-                    weight,
-                    self.bias,
-                    out_by_in=False,
-                    aggregate_first=aggregate_first,
-                    relu=relu,
-                    **scales,
-                )
-                return out if relu or self._activation is None else self._activation(out)
-        # DGL's own order: where weights of edges are broadcast, the two orders differ.
-        if weight is None or self._in_feats > self._out_feats:
+        # DGL's own order: it decides what broadcast edge weights mean, and what may be written in place.
+        aggregate_first = self._in_feats <= self._out_feats
+        order = {"out_by_in": False, "aggregate_first": aggregate_first}
+        if (
+            weight is not None
+            and edge_weight is None
+            and can_convolve(adjacency, source, weight, self.bias, **order)
+        ):
+            out = graph_convolution(adjacency, source, weight, self.bias, **order, **scales, relu=relu)
+            if relu:
+                return out
+        elif weight is None or not aggregate_first:
             if weight is not None:
                 source = torch.matmul(source, weight)
             out = self._aggregate(adjacency, source, edge_weight, bias=self.bias, relu=relu, **scales)

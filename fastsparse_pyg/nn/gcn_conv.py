@@ -12,7 +12,7 @@ from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.typing import OptTensor, SparseTensor
 
 from fastsparse_core import Adjacency, sddmm, spmm
-from fastsparse_core.graph_convolution import aggregates_first, can_convolve, graph_convolution
+from fastsparse_core.graph_convolution import can_convolve, graph_convolution
 from fastsparse_pyg.graph import Graph, caller_edges, is_sparse_matrix, resolve, to_edge_index
 from fastsparse_pyg.nn.accelerated import AcceleratedConv, is_plain_linear
 
@@ -150,24 +150,13 @@ class FastGCNConv(AcceleratedConv, GCNConv):
             return self._original_forward(reason, x, edge_index, edge_weight)
         adj, value, scale = self._propagation(x, edge_index, edge_weight)
 
-        lin, bias = self.lin, self.bias
-        aggregate_first = aggregates_first(x.size(-1), self.out_channels, x)
+        lin, bias, width = self.lin, self.bias, x.size(-1)
+        # Gather the narrower side. Where both are as wide, features without gradient spare the backward pass.
+        aggregate_first = width < self.out_channels or (width == self.out_channels and not x.requires_grad)
         plain = is_plain_linear(lin) and lin.bias is None
-        if (
-            plain
-            and value is None
-            and can_convolve(adj, x, lin.weight, bias, aggregate_first=aggregate_first)
-        ):
-            return graph_convolution(
-                adj,
-                x,
-                lin.weight,
-                bias,
-                scale_dst=scale,
-                scale_src=scale,
-                out_by_in=True,
-                aggregate_first=aggregate_first,
-            )
+        order = {"out_by_in": True, "aggregate_first": aggregate_first}
+        if plain and value is None and can_convolve(adj, x, lin.weight, bias, **order):
+            return graph_convolution(adj, x, lin.weight, bias, **order, scale_dst=scale, scale_src=scale)
         dtype = x.dtype if value is None else message_dtype(x, value)
         if aggregate_first and plain and x.layout is torch.strided and dtype == x.dtype:
             return F.linear(self._aggregate_neighbours(adj, x, value, scale=scale), lin.weight, bias)

@@ -10,39 +10,33 @@ from torch.nn import Parameter
 
 from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency
-from fastsparse_core.ops._common import DTYPE_CODE, is_first_derivative, is_plain_eager
+from fastsparse_core.ops._common import DTYPE_CODE, check_scale, is_first_derivative, is_plain_eager
 from fastsparse_core.ops.spmm import _spmm, grad_of_features, spmm
 
 _PLAIN = (Parameter, Tensor)
-#: What autocast casts, or leaves as it is.
+#: Dtypes that autocast brings to its own.
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 #: Whether products of 16-bit matrices give float32 without a cast (torch 2.8 and later, on CUDA).
 _GIVES_FLOAT32 = "dtype" in torch.ops.aten.mm.overloads()
 
 
-def aggregates_first(in_width: int, out_width: int, x: Tensor) -> bool:
-    """Whether a graph convolution gathers its input, not what the linear map makes of it.
-
-    It gathers the narrower side. Where both are as wide, features without gradient spare the backward pass.
-
-    Args:
-        in_width: features per node before the linear map.
-        out_width: features per node after it.
-        x: the input.
-    """
-    return in_width < out_width or (in_width == out_width and not x.requires_grad)
-
-
 def can_convolve(
-    adj: Adjacency, x: Tensor, weight: Tensor, bias: Tensor | None, *, aggregate_first: bool
+    adj: Adjacency,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    out_by_in: bool,
+    aggregate_first: bool,
 ) -> bool:
-    """Whether :func:`graph_convolution` serves a call: plain matrices, watched by nothing but autograd.
+    """Whether :func:`graph_convolution` serves a call: plain matrices on one device, nothing being traced.
 
     Args:
         adj: structure.
         x: features of the sources.
-        weight: of the linear map, (out width, in width) or its transpose.
+        weight: of the linear map.
         bias: of the result, or None.
+        out_by_in: as for :func:`graph_convolution`.
         aggregate_first: as for :func:`graph_convolution`.
     """
     device, dtype = x.device, x.dtype
@@ -52,10 +46,16 @@ def can_convolve(
         and torch.autograd.forward_ad._current_level < 0
         and not adj.is_partitioned
         and x.dim() == 2 == weight.dim()
-        and x.layout is torch.strided
+        and x.layout is torch.strided is weight.layout
         and x.shape[0] == adj.num_src
         and device == adj.device == weight.device
-        and (bias is None or (type(bias) in _PLAIN and bias.device == device and bias.dtype == weight.dtype))
+    ):
+        return False
+    if bias is not None and not (
+        type(bias) in _PLAIN
+        and bias.device == device
+        and bias.dtype == weight.dtype
+        and bias.shape == (weight.shape[0 if out_by_in else 1],)
     ):
         return False
     needs_grad = x.requires_grad
@@ -98,8 +98,8 @@ def graph_convolution(
     .. math::
         \mathbf{y}_i = s_i \sum_{j \in \mathcal{N}(i)} t_j \, \mathbf{x}_j \mathbf{W} + \mathbf{b}
 
-    Equal to ``spmm`` and a linear map up to rounding, under autocast too. There the gradients of weight and
-    bias are sums in float32 that never were rounded to 16 bits.
+    Equal to ``spmm`` and a linear map up to rounding, under autocast too. There the bias' gradient is a sum
+    in its own dtype and, on CUDA and with torch 2.8 or later, so is that of a float32 weight.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -107,22 +107,29 @@ def graph_convolution(
         weight: (out width, in width) or (in width, out width).
         bias: (out width,) or None.
         out_by_in: whether the weight is (out width, in width).
-        aggregate_first: whether neighbours are summed before the linear map; see `aggregates_first`. Only for
-            features without gradient.
-        scale_dst: constant s, (num_dst,), in the accumulation dtype; None: 1.
-        scale_src: constant t, (num_src,), likewise.
+        aggregate_first: whether neighbours are summed before the linear map. Only for features without
+            gradient, whose sums alone are kept then.
+        scale_dst: constant s, (num_dst,); None: 1.
+        scale_src: constant t, (num_src,); None: 1.
         relu: whether negative results become 0.
 
     Returns:
         (num_dst, out width), in the autocast dtype where that is on; differentiable, twice too.
+
+    Raises:
+        ValueError: features that are aggregated first require a gradient.
     """
+    scale_dst = check_scale("scale_dst", scale_dst, adj.num_dst, x)
+    scale_src = check_scale("scale_src", scale_src, adj.num_src, x)
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     algorithm = choose.requested("spmm", "auto")
     how = _Convolution(adj, scale_dst, scale_src, out_by_in, aggregate_first, relu, algorithm, dtype)
-    if torch.is_grad_enabled():
-        return _GraphConvolution.apply(x, weight, bias, how)
-    return _convolve(how, x, weight, bias)[0]
+    if not torch.is_grad_enabled():
+        return _convolve(how, x, weight, bias)[0]
+    if aggregate_first and x.requires_grad:
+        raise ValueError("x: expected features without gradient where they are aggregated first")
+    return _GraphConvolution.apply(x, weight, bias, how)
 
 
 def _convolve(
@@ -147,13 +154,12 @@ class _GraphConvolution(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.how, ctx.weight_dtype = how, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        # The weight as it was given is for second derivatives. What no gradient needs may be written before
-        # the backward pass, as with separate operators.
+        # Where the weight was cast, only second derivatives need it as it came. It may be written before the
+        # backward pass, as may all that no gradient needs: so it is with separate operators.
+        is_cast = needs_x and matrix is not weight
+        ctx.weight, ctx.version = (weight, weight._version) if is_cast else (None, 0)
         ctx.save_for_backward(
-            features if needs_weight else None,
-            weight if needs_x else None,
-            matrix if needs_x and matrix is not weight else None,
-            out if how.relu else None,
+            features if needs_weight else None, matrix if needs_x else None, out if how.relu else None
         )
         return out
 
@@ -183,7 +189,7 @@ def _aggregated(how: _Convolution, x: Tensor, bias: Tensor | None = None, *, rel
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    how, (features, weight, matrix, rectified) = ctx.how, ctx.saved_tensors
+    how, (features, matrix, rectified) = ctx.how, ctx.saved_tensors
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     # Else all of it is made of operators that have gradients again.
     once = is_first_derivative(grad)
@@ -201,9 +207,19 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         left, right = (grad.t(), features) if how.out_by_in else (features.t(), grad)
         grad_weight = _product(left, right, ctx.weight_dtype, once)
     if needs_x:
-        matrix = matrix if once and matrix is not None else weight.to(how.dtype)
+        matrix = matrix if once or ctx.weight is None else _cast_again(ctx)
         grad_x = torch.mm(grad, matrix if how.out_by_in else matrix.t())
     return grad_x, grad_weight, grad_bias
+
+
+def _cast_again(ctx: Any) -> Tensor:
+    """The weight in the dtype of the products, by a cast that has a gradient."""
+    if ctx.weight._version != ctx.version:
+        raise RuntimeError(
+            "weight: modified by an inplace operation between the forward pass and a backward pass with "
+            "create_graph=True, which needs it as it was"
+        )
+    return ctx.weight.to(ctx.how.dtype)
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool) -> Tensor:

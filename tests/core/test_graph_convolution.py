@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import compress
+
 import pytest
 import torch
 from cases import DTYPES, TOLERANCE, WIDTHS, edge_lists, features, relative_error
@@ -9,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastsparse_core import Adjacency, choose, reference, spmm
-from fastsparse_core.graph_convolution import aggregates_first, can_convolve, graph_convolution
+from fastsparse_core.graph_convolution import _GIVES_FLOAT32, can_convolve, graph_convolution
 
 NUM_DST, NUM_SRC = 90, 120
 
@@ -48,6 +50,14 @@ def exactly(adj, x, weight, bias, grad, *, out_by_in, relu, factors):
     return out, back @ matrix.t(), grad_weight.t() if out_by_in else grad_weight, grad.sum(0)
 
 
+def sizes(adj, x, weight, bias, grad, *, out_by_in, factors):
+    """The same of absolute values: what is summed, whatever cancels."""
+    bias = None if bias is None else bias.abs()
+    return exactly(
+        adj, x.abs(), weight.abs(), bias, grad.abs(), out_by_in=out_by_in, relu=False, factors=factors
+    )
+
+
 @given(
     edges=edge_lists(),
     width=st.sampled_from([w for w in WIDTHS if 0 < w < 300]),
@@ -66,25 +76,25 @@ def test_equals_reference(
     adj = edges.adjacency(device)
     x = features(adj.num_src, width, dtype, "contiguous", device).requires_grad_(not aggregate_first)
     leaves = parameters(dtype, device, width, out, bias=bias, out_by_in=out_by_in)
-    how = {"aggregate_first": aggregate_first, "out_by_in": out_by_in, "relu": relu}
     factors = scales(adj, dtype) if scaled else {}
     grad = features(adj.num_dst, out, dtype, "contiguous", device, seed=7)
-    assert can_convolve(adj, x, *leaves, aggregate_first=aggregate_first)
-    y = graph_convolution(adj, x, *leaves, **how, **factors)
+    order = {"aggregate_first": aggregate_first, "out_by_in": out_by_in}
+    assert can_convolve(adj, x, *leaves, **order)
+    y = graph_convolution(adj, x, *leaves, **order, relu=relu, **factors)
     wanted = [leaf for leaf in (x, *leaves) if leaf is not None and leaf.requires_grad]
-    found = torch.autograd.grad(y, wanted, grad)
-    want, *gradients = exactly(adj, x, *leaves, grad, out_by_in=out_by_in, relu=relu, factors=factors)
-    gradients = gradients[aggregate_first:][: len(wanted)]
-    assert y.dtype == dtype
-    assert [it.dtype for it in found] == [dtype] * len(wanted)
-    # Both orders round once more than the reference, to the dtype, between the two products; the linear maps'
-    # own sums of `width` products, and of as many as nodes, are PyTorch's.
-    bound = 2 * TOLERANCE[dtype]
-    # Where a rounded result is 0 and the exact one is not, rectified gradients differ as a whole.
-    assert relative_error(y, want) <= bound
-    if not relu:
-        for got, expected in zip(found, gradients, strict=True):
-            assert relative_error(got, expected) <= bound
+    found = [y, *torch.autograd.grad(y, wanted, grad)]
+    assert [it.dtype for it in found] == [dtype] * len(found)
+    want = exactly(adj, x, *leaves, grad, out_by_in=out_by_in, relu=relu, factors=factors)
+    size = sizes(adj, x, *leaves, grad, out_by_in=out_by_in, factors=factors)
+    named = ("y", "x", "weight", "bias")
+    asked = [True, *(leaf is not None and leaf.requires_grad for leaf in (x, *leaves))]
+    for name, got, exact, terms in zip(
+        compress(named, asked), found, compress(want, asked), compress(size, asked), strict=True
+    ):
+        # Where a rounded result is 0 and the exact one is not, rectified gradients differ as a whole.
+        if name == "y" or not relu:
+            # Two products: what the first one rounds, to the dtype, the second one sums.
+            assert (got.double() - exact).norm() <= 2 * TOLERANCE[dtype] * terms.norm()
 
 
 @pytest.mark.parametrize("aggregate_first", [False, True])
@@ -110,7 +120,7 @@ def test_gradients_of_rectified_results(device, aggregate_first, out_by_in):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("relu", [False, True])
 def test_autocast(device, aggregate_first, dtype, relu):
-    """Casts are part of the layer: gradients of float32 parameters come as float32, never rounded on CUDA."""
+    """Casts are part of the layer: gradients of float32 parameters come as float32."""
     adj = structure(device, NUM_SRC)
     x = torch.randn(NUM_SRC, 24, device=device)
     x = x if aggregate_first else x.to(dtype).requires_grad_()
@@ -118,7 +128,7 @@ def test_autocast(device, aggregate_first, dtype, relu):
     how = {"aggregate_first": aggregate_first, "out_by_in": True, "relu": relu}
     factors = scales(adj, torch.float32)
     with torch.autocast(device, dtype):
-        assert can_convolve(adj, x, weight, bias, aggregate_first=aggregate_first)
+        assert can_convolve(adj, x, weight, bias, out_by_in=True, aggregate_first=aggregate_first)
         y = graph_convolution(adj, x, weight, bias, **how, **factors)
     assert y.dtype == dtype
     grad = torch.randn(NUM_SRC, 40, device=device).to(dtype)
@@ -135,6 +145,8 @@ def test_autocast(device, aggregate_first, dtype, relu):
             assert got.dtype == leaf.dtype
             assert relative_error(got, exact) <= 2 * TOLERANCE[dtype]
     assert relative_error(found[-1], expected[-1]) <= TOLERANCE[torch.float32]  # the bias' sum of dY
+    if device == "cuda" and _GIVES_FLOAT32:
+        assert not torch.equal(found[-2], found[-2].to(dtype).float())  # not rounded on the way
 
 
 @pytest.mark.parametrize("aggregate_first", [False, True])
@@ -183,7 +195,7 @@ def test_gradients_that_nobody_wants(device, frozen):
     assert [leaf.grad is None for leaf in leaves] == [nth == frozen for nth in range(3)]
 
 
-def test_no_gradient_keeps_nothing(device):
+def test_without_gradients(device):
     adj = structure(device)
     x = torch.randn(NUM_SRC, 24, device=device)
     leaves = parameters(torch.float32, device, 24, 40)
@@ -200,15 +212,81 @@ def test_what_the_backward_pass_needs_must_stay(device):
     adj = structure(device)
     x = torch.randn(NUM_SRC, 24, device=device)
     weight, bias = parameters(torch.float32, device, 24, 40)
-    out = graph_convolution(adj, x, weight, bias, out_by_in=True, aggregate_first=False)
-    with torch.no_grad():
-        weight.mul_(2)  # no gradient of constant features needs it
-        bias.mul_(2)
+
+    def result(x=x, weight=weight):
+        return graph_convolution(adj, x, weight, bias, out_by_in=True, aggregate_first=False)
+
+    def write(*tensors):
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.mul_(2)
+
+    out = result()
+    write(weight, bias)  # no gradient of constant features needs them
     out.sum().backward()
-    out = graph_convolution(adj, x, weight, bias, out_by_in=True, aggregate_first=False)
-    x.mul_(2)
+    out = result()
+    write(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+    wanted = x.detach().clone().requires_grad_()
+    out = result(wanted * 1, weight.detach())
+    write(wanted)
+    out.sum().backward()
+    given = wanted * 1
+    out = result(given, weight.detach())
+    write(given)  # nothing but the gradient of the weight needs it
+    out.sum().backward()
+    out = result(wanted)
+    write(weight)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_weight_that_was_cast_may_be_written(device):
+    """As with a linear layer, which keeps what autocast cast; second derivatives say what they miss."""
+    adj = structure(device)
+    x = torch.randn(NUM_SRC, 24, device=device).bfloat16().requires_grad_()
+    weight, _ = parameters(torch.float32, device, 24, 40)
+
+    def gradient(changes: bool, **options):
+        with torch.autocast(device, torch.bfloat16):
+            y = graph_convolution(adj, x, weight, None, out_by_in=True, aggregate_first=False)
+        if changes:
+            with torch.no_grad():
+                weight.mul_(2)
+        return torch.autograd.grad(y.float().sum(), x, **options)[0]
+
+    assert torch.equal(gradient(False), gradient(True))
+    with pytest.raises(RuntimeError, match="weight: modified by an inplace operation"):
+        gradient(True, create_graph=True)
+
+
+def test_backward_under_another_autocast(device):
+    adj = structure(device)
+    x = torch.randn(NUM_SRC, 24, device=device, requires_grad=True)
+    leaves = parameters(torch.float32, device, 24, 40)
+
+    def gradients(under: bool, **options):
+        y = graph_convolution(adj, x, *leaves, out_by_in=True, aggregate_first=False)
+        with torch.autocast(device, torch.bfloat16, enabled=under):
+            return torch.autograd.grad(y.square().sum(), [x, *leaves], **options)
+
+    for options in ({}, {"create_graph": True}):
+        for got, expected in zip(gradients(True, **options), gradients(False, **options), strict=True):
+            torch.testing.assert_close(got, expected)
+
+
+def test_scales_of_another_dtype(device):
+    """A layer that keeps its normalisation may change its dtype."""
+    adj = structure(device)
+    x = torch.randn(NUM_SRC, 24, device=device, dtype=torch.float64)
+    leaves = parameters(torch.float64, device, 24, 40)
+    how = {"out_by_in": True, "aggregate_first": False}
+    found = graph_convolution(adj, x, *leaves, **how, **scales(adj, torch.float32))
+    expected = graph_convolution(adj, x, *leaves, **how, **scales(adj, torch.float64))
+    assert relative_error(found, expected) <= TOLERANCE[torch.float32]
+    with pytest.raises(ValueError, match=r"scale_dst: expected shape"):
+        graph_convolution(adj, x, *leaves, **how, scale_dst=adj.inv_sqrt_out_degree(torch.float64))
 
 
 def test_context_asks_for_an_algorithm(device):
@@ -220,12 +298,11 @@ def test_context_asks_for_an_algorithm(device):
     assert torch.equal(out, torch.mm(spmm(adj, x, algorithm="csr"), weight.t()))
 
 
-def test_the_narrower_side_is_gathered():
-    x = torch.randn(3, 8)
-    assert aggregates_first(8, 16, x)
-    assert not aggregates_first(16, 8, x)
-    assert aggregates_first(8, 8, x)
-    assert not aggregates_first(8, 8, x.requires_grad_())
+def test_features_with_gradient_are_not_aggregated_first(device):
+    x = torch.randn(NUM_SRC, 24, device=device, requires_grad=True)
+    leaves = parameters(torch.float32, device, 24, 40)
+    with pytest.raises(ValueError, match="x: expected features without gradient"):
+        graph_convolution(structure(device), x, *leaves, out_by_in=True, aggregate_first=True)
 
 
 def test_calls_that_others_serve(device):
@@ -233,8 +310,8 @@ def test_calls_that_others_serve(device):
     x = torch.randn(NUM_SRC, 24, device=device)
     weight, bias = parameters(torch.float32, device, 24, 40)
 
-    def serves(x=x, weight=weight, bias=bias, aggregate_first=False):
-        return can_convolve(adj, x, weight, bias, aggregate_first=aggregate_first)
+    def serves(x=x, weight=weight, bias=bias, out_by_in=True, aggregate_first=False):
+        return can_convolve(adj, x, weight, bias, out_by_in=out_by_in, aggregate_first=aggregate_first)
 
     class Watched(torch.Tensor):
         pass
@@ -250,6 +327,15 @@ def test_calls_that_others_serve(device):
     assert not serves(x=x.as_subclass(Watched))
     assert not serves(weight=weight.detach().as_subclass(Watched))
     assert not serves(bias=bias.double())
+    assert not serves(bias=bias[:1])
+    assert not serves(bias=bias[None])
+    assert not serves(out_by_in=False)
+    assert serves(weight=weight.t().contiguous(), out_by_in=False)
+    assert not serves(weight=weight.detach().to_sparse())
+    seen = []
+    torch.func.grad(lambda x: (seen.append(serves(x=x)), x.sum())[1])(x)
+    torch.func.vmap(lambda x: (seen.append(serves(x=x)), x)[1])(x[None])
+    assert seen == [False, False]
     assert not serves(x=torch.randint(9, x.shape, device=device))
     with torch.autocast(device, torch.bfloat16):
         assert serves()

@@ -340,3 +340,46 @@ def test_bipartite_with_one_tensor(device):
     """Only the source features matter here, so DGL takes them alone."""
     graph = bipartite()
     check_parity(twin(FastGraphConv, 4, 3, norm="left"), graph, features(graph, 4), device)
+
+
+# ---------------------------------------------------------------- linear map and aggregation in one
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("activation", [None, torch.relu, torch.tanh])
+def test_one_node_of_the_graph(sizes, activation, device):
+    """Without edge weights; features with gradient that are aggregated first take two."""
+    graph = homogeneous()
+    layer = FastGraphConv(*sizes, activation=activation).to(device)
+    feat = features(graph, sizes[0]).to(device).detach()
+    node = layer(graph, feat).grad_fn
+    node = node.next_functions[0][0] if activation is torch.tanh else node
+    assert node.name() == "_GraphConvolutionBackward"
+    name = layer(graph, feat.requires_grad_()).grad_fn.name()
+    assert (name == "_GraphConvolutionBackward") == (sizes[0] > sizes[1] and activation is not torch.tanh)
+
+
+@pytest.mark.parametrize(("sizes", "weight"), [((5, 1), (5, 3)), ((5, 2), (5, 1)), ((7, 4), (7, 1))])
+def test_external_weight_of_another_width(sizes, weight, device):
+    """The bias broadcasts as DGL's does."""
+    graph = homogeneous()
+    layers = twin(FastGraphConv, *sizes, weight=False)
+    torch.nn.init.normal_(layers[1].bias)
+    layers[0].load_state_dict(layers[1].state_dict())
+    check_parity(layers, graph, features(graph, sizes[0]), device, weight=torch.randn(*weight))
+
+
+def test_external_weight_that_fits_no_bias(device):
+    graph = homogeneous()
+    layer = FastGraphConv(5, 4, weight=False).to(device)
+    with pytest.raises((RuntimeError, ValueError), match="bias|size"):
+        layer(graph, features(graph, 5).to(device), weight=torch.randn(5, 400, device=device))
+
+
+def test_features_may_be_written_where_dgl_keeps_their_sums(device):
+    graph = homogeneous()
+    layer, before = FastGraphConv(6, 6).to(device), torch.nn.Linear(6, 6).to(device)
+    feat = before(features(graph, 6).to(device))
+    feat += layer(graph, feat)
+    feat.sum().backward()
+    assert before.weight.grad is not None

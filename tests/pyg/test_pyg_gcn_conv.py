@@ -379,3 +379,76 @@ def test_no_warnings(device):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         FastGCNConv(4, 6).to(device)(torch.randn(40, 4, device=device), edge_index)
+
+
+# ---------------------------------------------------------------- linear map and aggregation in one
+
+
+@pytest.mark.parametrize("width", [(8, 5), (5, 8), (8, 8)], ids=str)
+def test_one_node_of_the_graph(device, width):
+    """Without edge weights; features with gradient that are aggregated first take two."""
+    layer = FastGCNConv(*width).to(device)
+    edge_index = random_graph(device=device)
+    x = torch.randn(40, width[0], device=device)
+    assert layer(x, edge_index).grad_fn.name() == "_GraphConvolutionBackward"
+    name = layer(x.requires_grad_(), edge_index).grad_fn.name()
+    assert name == ("AddmmBackward0" if width[0] < width[1] else "_GraphConvolutionBackward")
+    weight = torch.rand(edge_index.size(1), device=device)
+    assert layer(x, edge_index, weight).grad_fn.name() != "_GraphConvolutionBackward"
+
+
+@pytest.mark.parametrize("width", [(8, 4), (4, 8)], ids=str)
+@pytest.mark.parametrize("dtypes", [("float32", "float64"), ("float64", "float32")], ids=str)
+@pytest.mark.usefixtures("kernels_only")
+def test_cached_normalisation_serves_another_dtype(device, width, dtypes):
+    first, second = (getattr(torch, name) for name in dtypes)
+    edge_index = random_graph(device=device)
+    fresh, layer = FastGCNConv(*width).to(device), FastGCNConv(*width, cached=True).to(device)
+    layer.load_state_dict(fresh.state_dict())
+    x = torch.randn(40, width[0], device=device)
+    layer.to(first)(x.to(first), edge_index)
+    layer, fresh = layer.to(second), fresh.to(second)
+    torch.testing.assert_close(
+        layer(x.to(second), edge_index), fresh(x.to(second), edge_index), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("width", [(8, 4), (4, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(1, -1), (1,), (), (40, 1)], ids=str)
+def test_bias_of_another_shape(device, width, shape):
+    """What the original adds to its result is added, or refused with a message."""
+    reference, layer = (conv(*width).to(device) for conv in (GCNConv, FastGCNConv))
+    layer.load_state_dict(reference.state_dict())
+    bias = torch.randn([width[1] if size == -1 else size for size in shape], device=device)
+    reference.bias, layer.bias = torch.nn.Parameter(bias.clone()), torch.nn.Parameter(bias.clone())
+    edge_index, x = random_graph(device=device), torch.randn(40, width[0], device=device)
+    expected = reference(x, edge_index)
+    try:
+        got = layer(x, edge_index)
+    except ValueError as error:
+        assert "bias: expected" in str(error)  # noqa: PT017
+        return
+    close(got, expected)
+    got.sum().backward()
+    expected.sum().backward()
+    close(layer.bias.grad, reference.bias.grad)
+
+
+@pytest.mark.parametrize("width", [(8, 4), (4, 8)], ids=str)
+@pytest.mark.parametrize("change", ["forward", "global hook"])
+def test_linear_layers_that_are_watched_are_called(device, width, change):
+    layer = FastGCNConv(*width).to(device)
+    edge_index, x = random_graph(device=device), torch.randn(40, width[0], device=device)
+    expected, seen = layer(x, edge_index), []
+    if change == "forward":
+        original = layer.lin.forward
+        layer.lin.forward = lambda x: 3 * original(x)
+        torch.nn.init.zeros_(layer.bias)
+        close(layer(x, edge_index), 3 * expected)
+        return
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        close(layer(x, edge_index), expected)
+    finally:
+        handle.remove()
+    assert layer.lin in seen
