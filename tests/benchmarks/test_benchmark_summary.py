@@ -76,6 +76,16 @@ def test_training_names_what_does_not_run_and_what_misses_its_goal() -> None:
     assert arxiv == ["ogbn-arxiv", "out of memory", "2.50 ms: missed", "not run"]
 
 
+def test_training_shows_what_a_cuda_graph_takes() -> None:
+    cells = [
+        step("yelp", "FastGCNConv", median_ms=8.0, captured_median_ms=7.0),
+        step("reddit", "FastGCNConv", median_ms=40.0),
+    ]
+    *_, yelp, reddit = rows_of("train", cells, "other")
+    assert yelp == ["yelp", "8.00, 1.00 GB", "9.00 ms", "7.00"]
+    assert reddit == ["reddit", "40.0, 1.00 GB", "35.0 ms: missed", "-"]
+
+
 def test_speed_ups_are_held_against_their_goals() -> None:
     stored = {
         graph: tables.stored_rivals({"machine": MACHINES["ours"]}, "sddmm@32", "float16", graph)

@@ -452,3 +452,43 @@ def test_linear_layers_that_are_watched_are_called(device, width, change):
     finally:
         handle.remove()
     assert layer.lin in seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("amp", [False, True])
+def test_a_training_step_as_a_cuda_graph(amp):
+    """Replays train as steps do."""
+    edge_index, generator = random_graph(device="cuda"), torch.Generator().manual_seed(0)
+    x = torch.randn(40, 16, generator=generator).cuda()
+    y = torch.randint(4, (40,), generator=generator).cuda()
+    models = []
+    for captures in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList([FastGCNConv(16, 16), FastGCNConv(16, 4)]).cuda()
+        optimiser = torch.optim.Adam(model.parameters(), capturable=True)
+
+        def step(model=model, optimiser=optimiser):
+            optimiser.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16, enabled=amp):
+                out = model[1](model[0](x, edge_index).relu(), edge_index)
+                loss = torch.nn.functional.cross_entropy(out, y)
+            loss.backward()
+            optimiser.step()
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(20):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        if captures:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            step = graph.replay
+        for _ in range(5):
+            step()
+        models.append(model)
+    torch.cuda.synchronize()
+    for eager, replayed in zip(*(list(model.parameters()) for model in models), strict=True):
+        torch.testing.assert_close(replayed, eager, rtol=1e-5, atol=1e-6)
