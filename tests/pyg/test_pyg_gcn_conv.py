@@ -457,17 +457,18 @@ def test_linear_layers_that_are_watched_are_called(device, width, change):
 @pytest.mark.gpu
 @pytest.mark.parametrize("amp", [False, True])
 def test_a_training_step_as_a_cuda_graph(amp):
-    """Replays train as steps do."""
+    """Replays train as steps do, up to the order in which products of matrices are summed."""
     edge_index, generator = random_graph(device="cuda"), torch.Generator().manual_seed(0)
     x = torch.randn(40, 16, generator=generator).cuda()
     y = torch.randint(4, (40,), generator=generator).cuda()
-    models = []
-    for captures in (False, True):
+
+    def moved(captures: bool) -> torch.Tensor:
+        """By how much the parameters move in ten steps after the first twenty."""
         torch.manual_seed(0)
         model = torch.nn.ModuleList([FastGCNConv(16, 16), FastGCNConv(16, 4)]).cuda()
-        optimiser = torch.optim.Adam(model.parameters(), capturable=True)
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
 
-        def step(model=model, optimiser=optimiser):
+        def step():
             optimiser.zero_grad()
             with torch.autocast("cuda", torch.bfloat16, enabled=amp):
                 out = model[1](model[0](x, edge_index).relu(), edge_index)
@@ -481,14 +482,17 @@ def test_a_training_step_as_a_cuda_graph(amp):
             for _ in range(20):
                 step()
         torch.cuda.current_stream().wait_stream(side)
+        before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
         if captures:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 step()
             step = graph.replay
-        for _ in range(5):
+        for _ in range(10):
             step()
-        models.append(model)
-    torch.cuda.synchronize()
-    for eager, replayed in zip(*(list(model.parameters()) for model in models), strict=True):
-        torch.testing.assert_close(replayed, eager, rtol=1e-5, atol=1e-6)
+        torch.cuda.synchronize()
+        return torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
+
+    eager, replayed = moved(False), moved(True)
+    assert eager.norm() > 0
+    assert (replayed - eager).norm() <= (8e-3 if amp else 1e-5) * eager.norm()
