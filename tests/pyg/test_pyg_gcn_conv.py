@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from cuda_graphs import moved
 from pyg_cases import KINDS, as_kind, close, gradients, random_graph, same, simple_graph
 from torch_geometric.nn import GCNConv
 
@@ -460,39 +461,19 @@ def test_a_training_step_as_a_cuda_graph(amp):
     """Replays train as steps do, up to the order in which products of matrices are summed."""
     edge_index, generator = random_graph(device="cuda"), torch.Generator().manual_seed(0)
     x = torch.randn(40, 16, generator=generator).cuda()
-    y = torch.randint(4, (40,), generator=generator).cuda()
+    label = torch.randint(4, (40,), generator=generator).cuda()
 
-    def moved(captures: bool) -> torch.Tensor:
-        """By how much the parameters move in ten steps after the first twenty."""
+    def movement(captures):
         torch.manual_seed(0)
         model = torch.nn.ModuleList([FastGCNConv(16, 16), FastGCNConv(16, 4)]).cuda()
-        optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
 
-        def step():
-            optimiser.zero_grad()
+        def loss():
             with torch.autocast("cuda", torch.bfloat16, enabled=amp):
                 out = model[1](model[0](x, edge_index).relu(), edge_index)
-                loss = torch.nn.functional.cross_entropy(out, y)
-            loss.backward()
-            optimiser.step()
+                return torch.nn.functional.cross_entropy(out, label)
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(20):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-        if captures:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step()
-            step = graph.replay
-        for _ in range(10):
-            step()
-        torch.cuda.synchronize()
-        return torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
+        return moved(model, loss, captures=captures)
 
-    eager, replayed = moved(False), moved(True)
-    assert eager.norm() > 0
-    assert (replayed - eager).norm() <= (8e-3 if amp else 1e-5) * eager.norm()
+    steps, replays = movement(False), movement(True)
+    assert steps.norm() > 0
+    assert (replays - steps).norm() <= (8e-3 if amp else 1e-5) * steps.norm()
