@@ -44,7 +44,7 @@ from fastsparse_pyg import (
 from . import suite
 from .common import add_common, attempt, progress, recorder, release
 from .record import Recorder
-from .timing import step_time
+from .timing import as_cuda_graph, step_time
 
 GRAPHS = ("pubmed", "ogbn-arxiv", "yelp", "reddit", "ogbn-proteins", "ogbn-products")
 IN_CHANNELS, CLASSES = 128, 40
@@ -262,20 +262,6 @@ def make_steps(
     return model, train, infer
 
 
-def captured(step: Callable[[], None], warm_up: int) -> Callable[[], None]:
-    """A step as a CUDA graph: what replays it. It runs ``warm_up`` times before the capture."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(warm_up):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 def measure(
     make_model: Callable[[], nn.Module],
     structure: Tensor,
@@ -284,7 +270,7 @@ def measure(
     dtype: str,
     budget_ms: float,
     warm_up: int,
-    capture: bool = False,
+    capture: bool,
 ) -> dict[str, Any]:
     """Times training steps and inference of one model; the graph is cached after the first call."""
     device = x.device
@@ -300,6 +286,6 @@ def measure(
     cell = {**training.as_cell(), **inference.as_cell("infer_"), "peak_gb": peak}
     if capture and cuda:
         _, step, _ = make_steps(make_model, structure, x, y, dtype, capturable=True)
-        replay = captured(step, warm_up)
+        replay = as_cuda_graph(step, device, warm_up=warm_up)
         cell |= step_time(replay, device, budget_ms=budget_ms, warm_up=1, least=3).as_cell("captured_")
     return cell
