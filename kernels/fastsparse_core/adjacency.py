@@ -44,6 +44,8 @@ class Adjacency(KernelFormats):
         edge_id: (num_edges,) position of every entry in the caller's edge order, int32 where that fits, else
             int64; None where it is the identity.
         shape: (num_dst, num_src).
+        num_dst: number of rows.
+        num_src: number of columns.
         num_values: length of an edge-value tensor. It differs from ``num_edges`` where self loops were
             inserted or replaced (:meth:`extend_value`).
         group_rows: which rows share a window of the binary sparse blocks: ``"none"``, consecutive ones;
@@ -84,9 +86,11 @@ class Adjacency(KernelFormats):
         self._start()
 
     def _start(self) -> None:
+        self.num_dst, self.num_src = self.shape
         self._memo = Memo()
         self._row_memo = Memo()  # what depends on rowptr alone; a symmetric transpose shares it
         self._parent: weakref.ref[Adjacency] | None = None
+        self.spmm_blocks = {}
         self.uses = 0  # products so far, for the choice of algorithm
         self.scatters_left: int | None = None  # gradients that may come by atomics, see choose.scatters
         self._unsorted_uses_left = 0

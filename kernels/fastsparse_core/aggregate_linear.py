@@ -11,7 +11,8 @@ from torch import Tensor
 from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.ops._common import DTYPE_CODE, is_first_derivative, is_plain_eager
-from fastsparse_core.ops.spmm import _spmm, add_transposed, grad_of_features, spmm
+from fastsparse_core.ops._spmm_launch import add_transposed, grad_of_features, product
+from fastsparse_core.ops.spmm import spmm
 
 
 def starts_with(x: Tensor, root: Tensor) -> bool:
@@ -116,7 +117,7 @@ class _AggregateLinear(torch.autograd.Function):
         algorithm: str,
     ) -> Tensor:
         num_dst = adj.num_dst
-        sums = _spmm(x, None, scale, None, None, num_dst, adj.handle, False, algorithm, False)
+        sums = product(adj, x, None, scale, None, None, algorithm)
         out = torch.mm(sums, weight.t()) if bias is None else torch.addmm(bias, sums, weight.t())
         out.addmm_(x[:num_dst], root_weight.t())
         ctx.adj, ctx.algorithm, ctx.num_src = adj, algorithm, x.size(0)

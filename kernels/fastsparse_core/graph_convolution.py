@@ -5,13 +5,21 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
 from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency
-from fastsparse_core.ops._common import DTYPE_CODE, check_scale, is_first_derivative, is_plain_eager
-from fastsparse_core.ops.spmm import _spmm, grad_of_features, spmm
+from fastsparse_core.ops._common import (
+    DTYPE_CODE,
+    autocast_dtype,
+    check_scale,
+    is_first_derivative,
+    is_plain_eager,
+)
+from fastsparse_core.ops._spmm_launch import grad_of_features, product
+from fastsparse_core.ops.spmm import spmm
 
 _PLAIN = (Parameter, Tensor)
 #: Dtypes that autocast brings to its own.
@@ -61,9 +69,10 @@ def can_convolve(
     needs_grad = x.requires_grad
     if aggregate_first and needs_grad:
         return False
-    if not torch.is_autocast_enabled(device.type):
+    autocast = autocast_dtype(x)
+    if autocast is None:
         return dtype == weight.dtype and dtype in DTYPE_CODE
-    if needs_grad and dtype != torch.get_autocast_dtype(device.type):
+    if needs_grad and dtype != autocast:
         return False  # they would have to be kept as they came, for second derivatives
     return dtype in _CAST and weight.dtype in _CAST
 
@@ -119,10 +128,10 @@ def graph_convolution(
     Raises:
         ValueError: features that are aggregated first require a gradient.
     """
+    one_scale = scale_src is scale_dst and adj.num_src == adj.num_dst
     scale_dst = check_scale("scale_dst", scale_dst, adj.num_dst, x)
-    scale_src = check_scale("scale_src", scale_src, adj.num_src, x)
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    scale_src = scale_dst if one_scale else check_scale("scale_src", scale_src, adj.num_src, x)
+    dtype = autocast_dtype(x) or x.dtype
     algorithm = choose.requested("spmm", "auto")
     how = _Convolution(adj, scale_dst, scale_src, out_by_in, aggregate_first, relu, algorithm, dtype)
     if not torch.is_grad_enabled():
@@ -136,13 +145,20 @@ def _convolve(
     how: _Convolution, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, and the features and the weight as they were multiplied."""
-    features, matrix = x.to(how.dtype), weight.to(how.dtype)
-    right = matrix.t() if how.out_by_in else matrix
+    dtype = how.dtype
+    features = x if x.dtype == dtype else x.to(dtype)
+    matrix = weight if weight.dtype == dtype else weight.to(dtype)
     if not how.aggregate_first:
-        return _aggregated(how, torch.mm(features, right), bias, relu=how.relu), features, matrix
+        return _aggregated(how, _linear(how, features, matrix), bias, how.relu), features, matrix
     features = _aggregated(how, features)
-    out = torch.mm(features, right) if bias is None else torch.addmm(bias.to(how.dtype), features, right)
+    out = _linear(how, features, matrix, None if bias is None else bias.to(dtype))
     return out.relu_() if how.relu else out, features, matrix
+
+
+def _linear(how: _Convolution, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    if how.out_by_in:
+        return F.linear(x, matrix, bias)
+    return torch.mm(x, matrix) if bias is None else torch.addmm(bias, x, matrix)
 
 
 class _GraphConvolution(torch.autograd.Function):
@@ -165,27 +181,14 @@ class _GraphConvolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        device = grad.device.type
-        if not torch.is_autocast_enabled(device):
+        if autocast_dtype(grad) is None:
             return (*_gradients(ctx, grad), None)
-        with torch.autocast(device, enabled=False):  # the forward pass has decided every dtype
+        with torch.autocast(grad.device.type, enabled=False):  # the forward pass has decided every dtype
             return (*_gradients(ctx, grad), None)
 
 
-def _aggregated(how: _Convolution, x: Tensor, bias: Tensor | None = None, *, relu: bool = False) -> Tensor:
-    adj = how.adj
-    return _spmm(
-        x,
-        None,
-        how.scale_dst,
-        how.scale_src,
-        bias,
-        adj.num_dst,
-        adj.handle,
-        False,
-        how.algorithm,
-        relu,
-    )
+def _aggregated(how: _Convolution, x: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
+    return product(how.adj, x, None, how.scale_dst, how.scale_src, bias, how.algorithm, relu)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -31,30 +31,26 @@ class KernelFormats:
         col: int32 (num_edges,), the source of every entry.
         edge_id: (num_edges,) position of every entry in the caller's edge order; None: the identity.
         shape: (num_dst, num_src).
+        num_dst: number of rows.
+        num_src: number of columns.
         group_rows: which rows share a window of the binary sparse blocks.
         handle: number by which the operators know the object.
+        spmm_blocks: what the tensor cores take of it, of the calls without edge values that they have served.
     """
 
     rowptr: Tensor
     col: Tensor
     edge_id: Tensor | None
     shape: tuple[int, int]
+    num_dst: int
+    num_src: int
     group_rows: Method
     handle: int
+    spmm_blocks: dict[Any, Any]
     _memo: Memo
     _row_memo: Memo
     _bsb_refused: bool
     _unsorted_uses_left: int
-
-    @property
-    def num_dst(self) -> int:
-        """Number of rows."""
-        return self.shape[0]
-
-    @property
-    def num_src(self) -> int:
-        """Number of columns."""
-        return self.shape[1]
 
     @property
     def num_edges(self) -> int:

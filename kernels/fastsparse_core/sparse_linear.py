@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency
-from fastsparse_core.ops._common import DTYPE_CODE
+from fastsparse_core.ops._common import DTYPE_CODE, autocast_dtype
 from fastsparse_core.ops.csr_to_dense import csr_to_dense
 from fastsparse_core.ops.spmm import spmm
 
@@ -182,9 +182,9 @@ class SparseLinear(nn.Module):
                 f"x: expected device {self.values.device} like the weights, got {x.device}; "
                 "move one with .to()"
             )
-        autocast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-        dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
-        if dtype != self.values.dtype and not autocast:
+        autocast = None if x.dtype == torch.float64 else autocast_dtype(x)
+        dtype = autocast or x.dtype
+        if dtype != self.values.dtype and autocast is None:
             raise ValueError(
                 f"x: expected {self.values.dtype} like the weights, got {x.dtype}; convert one with .to()"
             )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fastsparse_core import Adjacency, choose, reference, spmm
 from fastsparse_core.aggregate_linear import aggregate_linear, can_aggregate_linear, starts_with
-from fastsparse_core.ops.spmm import add_transposed
+from fastsparse_core.ops._spmm_launch import add_transposed
 
 SETTINGS = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -505,9 +505,10 @@ def test_local_products_run_while_features_travel(team: Team) -> None:
 
 def _order(rank: int, size: int, device: torch.device) -> tuple[list[str], list[str]]:
     """What happens in which order in a product's forward and backward pass."""
-    module = sys.modules["fastsparse_core.ops.spmm"]
+    modules = [sys.modules[f"fastsparse_core.ops.{name}"] for name in ("spmm", "_spmm_launch")]
     part = PartitionedAdjacency.from_coo(*random_graph(), owners("shuffled", size), send="all", tiles=2)
-    names = {part.local.handle: "local", part.halo.handle: "halo"}
+    structures = {"local": part.local, "halo": part.halo}
+    names = {adj.handle: name for name, both in structures.items() for adj in (both, both.t())}
     events: list[str] = []
 
     def logged(original: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
@@ -518,7 +519,8 @@ def _order(rank: int, size: int, device: torch.device) -> tuple[list[str], list[
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_spmm", logged(module._spmm, lambda *arguments: names[arguments[6]]))
+        for module in modules:
+            patch.setattr(module, "product", logged(module.product, lambda adj, *_: names[adj.handle]))
         patch.setattr(HaloExchange, "_blocks", logged(HaloExchange._blocks, lambda *_: "start"))
         patch.setattr(Transfer, "wait", logged(Transfer.wait, lambda *_: "wait"))
         out = spmm(part, part.scatter(features(NODES, 32)).clone().requires_grad_())

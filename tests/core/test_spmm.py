@@ -558,6 +558,38 @@ def test_half_rounds_to_nearest_everywhere(device):
     assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [40, 64])
+def test_calls_that_differ_from_those_before(device, poisoned_memory, dtype, width):
+    # What a call with the blocks found out serves later ones of its dtype and width: with another bias, other
+    # factors, rows that lie elsewhere, values, the transpose, or a request for another kernel.
+    adj = ragged(4000, device)
+    generator = torch.Generator().manual_seed(5)
+    scale = torch.rand(adj.num_dst, generator=generator).to(device) + 0.5
+    bias = features(1, width, dtype, "contiguous", device, seed=2)[0]
+    value = features(adj.num_values, 1, dtype, "contiguous", device, seed=1)[:, 0]
+    calls = [
+        {},
+        {"relu": True},
+        {"bias": bias, "scale_dst": scale},
+        {"scale_src": scale},
+        {"scale_src": 2 * scale},
+        {"scale_src": scale, "bias": features(1, width + 1, dtype, "contiguous", device, seed=3)[0, 1:]},
+        {"value": value},
+        {"bias": bias.double()},
+        {"algorithm": "csr"},
+    ]
+    for structure in (adj, adj, adj.t(), adj):
+        for layout in ("contiguous", "row_stride", "misaligned", "transposed"):
+            x = features(structure.num_src, width, dtype, layout, device)
+            for call in calls:
+                out = spmm(structure, x, **{"algorithm": "flashsparse", **call})
+                terms = {name: term for name, term in call.items() if name != "algorithm"}
+                assert relative_error(out, reference.spmm(structure, x, **terms)) <= TOLERANCE[dtype], call
+    if device == "cuda":
+        assert adj.spmm_blocks and adj.t().spmm_blocks
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_bitwise_reproducible(device, algorithm):
     edges = random_graph(50, 60, 20_000)

@@ -159,12 +159,18 @@ def empty_values(adj: Adjacency, like: Tensor) -> Tensor:
     return (torch.empty_like if every_value_is_written else torch.zeros_like)(like)
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that matrix products of ``x`` take under autocast; None where it is off."""
+    # The name of a device is a new string each time, which takes longer than both questions.
+    device_type = "cuda" if x.is_cuda else x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
 def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     """Casts float32 features to the autocast dtype where autocast is on, as for a matrix product."""
-    device_type = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not torch.is_autocast_enabled(device_type):
+    dtype = autocast_dtype(next(tensor for tensor in tensors if tensor is not None))
+    if dtype is None:
         return list(tensors)
-    dtype = torch.get_autocast_dtype(device_type)
     return [
         tensor.to(dtype)
         if tensor is not None and tensor.dtype not in (dtype, torch.float64) and tensor.is_floating_point()

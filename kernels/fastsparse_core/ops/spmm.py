@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastsparse_core import _C, choose
+from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency, from_handle
-from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT
 from fastsparse_core.ops._common import (
-    DTYPE_CODE,
     accumulation_dtype,
-    address,
     autocast,
     below_autograd,
     check_bias,
@@ -30,11 +27,10 @@ from fastsparse_core.ops._common import (
     library,
     num_heads,
     register_autograd,
-    structure,
-    unit_stride,
     widened_value,
 )
 from fastsparse_core.ops._spmm_extremum import extremum
+from fastsparse_core.ops._spmm_launch import grad_of_features, product
 
 #: Values of three dimensions are dense vectors, (num_vectors, 8, heads), of the structure as it is before
 #: `transpose`.
@@ -183,213 +179,11 @@ def _spmm(
     algorithm: str,
     relu: bool,
 ) -> Tensor:
-    adj = structure(adjacency, transpose)
-    x = unit_stride(x)
-    width = x.size(1)
-    out = x.new_empty(num_dst, width)
-    if out.numel() == 0:
-        return out
-    if is_dense(value) and transpose:
-        value = edges_from_dense(from_handle(adjacency), value)
-    if value is not None:
-        value = value.contiguous()
-    if bias is not None and not (bias.dtype == x.dtype and bias.is_contiguous()):
-        bias = bias.to(x.dtype).contiguous()
-    row_bytes = width * x.element_size()
-    stride_bytes = x.stride(0) * x.element_size()
-    aligned = row_bytes % 16 == x.data_ptr() % 16 == stride_bytes % 16 == 0 and stride_bytes < 1 << 32
-    dense, heads = is_dense(value), num_heads(value)
-    weighted = value is not None or scale_src is not None
-    chosen = choose.spmm_algorithm(adj, algorithm, x.dtype, width, heads, aligned, dense, weighted=weighted)
-    if is_dense(value) and chosen != "flashsparse":
-        value = edges_from_dense(adj, value)
-    operands = _Operands(adj, x, value, scale_dst, scale_src, bias, relu, out, weighted)
-    if choose.spmm_resident(adj, chosen, x.dtype, width, heads, aligned):
-        _launch_resident(operands, tensor_cores=chosen == "tca")
-    else:
-        _LAUNCH[chosen](operands)
-    return out
-
-
-class _Operands(NamedTuple):
-    """What a launch reads and writes, under the names of `spmm`; ``weighted``: edges or sources have factors.
-
-    All is contiguous but ``x``, whose rows may lie apart.
-    """
-
-    adj: Adjacency
-    x: Tensor
-    value: Tensor | None
-    scale_dst: Tensor | None
-    scale_src: Tensor | None
-    bias: Tensor | None
-    relu: bool
-    out: Tensor
-    weighted: bool
-
-    def factors_and_result(self) -> tuple[int, int, int, bool, int]:
-        """What most bindings take after the features and values, in their order."""
-        return (
-            address(self.scale_dst),
-            address(self.scale_src),
-            address(self.bias),
-            self.relu,
-            self.out.data_ptr(),
-        )
-
-
-def _features_and_values(x: Tensor, value: Tensor | None) -> tuple[int, int, int, int, int, int]:
-    """What every binding takes after the structure, in its order."""
-    return (
-        DTYPE_CODE[x.dtype],
-        x.size(1),
-        x.data_ptr(),
-        x.stride(0),
-        address(value),
-        0 if value is None else DTYPE_CODE[value.dtype],
-    )
-
-
-def _launch_csr(operands: _Operands) -> None:
-    adj, x, value = operands.adj, operands.x, operands.value
-    index = device_index(x.device)
-    partial = None
-    if index >= 0 and adj.row_split.num_slots:
-        partial = x.new_empty(adj.row_split.num_slots, x.size(1), dtype=accumulation_dtype(x.dtype))
-    _C.spmm_csr(
-        adj.csr_structure,
-        *_features_and_values(x, value),
-        num_heads(value),
-        *operands.factors_and_result(),
-        address(partial),
-        choose.csr_tile(adj, x.element_size(), weighted=operands.weighted),
-        index,
-        queue(index),
-    )
-
-
-def _launch_bsb(operands: _Operands) -> None:
-    adj, x, value, scale_dst, scale_src, bias, relu, out, _ = operands
-    index = device_index(x.device)
-    width = x.size(1)
-    vector_scale = None
-    if scale_src is not None and value is None and x.dtype != torch.float32:
-        vector_scale = adj.vector_scale(scale_src)
-    elif scale_src is not None:
-        # In float32 a weight costs a third product on the tensor cores: more than scaling the features once.
-        x = (x * scale_src[:, None]).to(x.dtype)
-    if bias is not None and bias.data_ptr() % 16:
-        bias = bias.clone()  # read in 16-byte pieces
-    bsb, split, dense = adj.bsb, adj.bsb_split, is_dense(value)
-    partial = x.new_empty(split.num_slots * HEIGHT, width, dtype=torch.float32) if split.num_slots else None
-    _C.spmm_bsb(
-        adj.bsb_structure(valued=value is not None and not dense),
-        *_features_and_values(x, value),
-        num_heads(value),
-        adj.quad_vector().data_ptr() if dense else 0,
-        address(vector_scale),
-        address(scale_dst),
-        address(bias),
-        relu,
-        out.data_ptr(),
-        address(partial),
-        choose.features_per_lane(width, x.element_size()),
-        choose.blocks_per_step(bsb.num_blocks, bsb.num_windows),
-        torch.get_float32_matmul_precision() != "highest",
-        index,
-        queue(index),
-    )
-
-
-def _launch_tca(operands: _Operands) -> None:
-    index = device_index(operands.x.device)
-    _C.spmm_tca(
-        operands.adj.plain_structure,
-        *_features_and_values(operands.x, operands.value),
-        *operands.factors_and_result(),
-        index,
-        queue(index),
-    )
-
-
-def _launch_resident(operands: _Operands, *, tensor_cores: bool) -> None:
-    index = device_index(operands.x.device)
-    _C.spmm_resident(
-        operands.adj.plain_structure,
-        *_features_and_values(operands.x, operands.value),
-        *operands.factors_and_result(),
-        tensor_cores,
-        index,
-        queue(index),
-    )
-
-
-def _launch_hr(operands: _Operands) -> None:
-    x, rows = operands.x, operands.adj.hybrid_rows
-    index = device_index(x.device)
-    partial = x.new_empty(rows.num_slots, x.size(1), dtype=torch.float32) if rows.num_slots else None
-    _C.spmm_hr(
-        operands.adj.hybrid_structure,
-        rows.num_long,
-        *_features_and_values(x, operands.value),
-        *operands.factors_and_result(),
-        address(partial),
-        index,
-        queue(index),
-    )
-
-
-_LAUNCH = {"csr": _launch_csr, "flashsparse": _launch_bsb, "tca": _launch_tca, "hr": _launch_hr}
-
-
-def add_transposed(
-    adj: Adjacency,
-    x: Tensor,
-    value: Tensor | None,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    total: Tensor,
-    num_given: int = 0,
-) -> Tensor:
-    """Adds the transposed product to ``total``, contiguous float32 (num_src, width), without a transpose.
-
-    On CUDA by atomics, in any order. The arguments are those of the product itself, ``x`` is (num_dst,
-    width), and of ``total`` only the first ``num_given`` rows hold something yet. Where this may be called,
-    `choose.scatters` says.
-    """
-    x = unit_stride(x)
-    if value is not None:
-        value = value.contiguous()
-    index = device_index(x.device)
-    _C.spmm_csr_transposed(
-        adj.csr_structure,
-        *_features_and_values(x, value),
-        address(scale_dst),
-        address(scale_src),
-        total.data_ptr(),
-        num_given,
-        index,
-        queue(index),
-    )
-    return total
-
-
-def grad_of_features(
-    adj: Adjacency,
-    grad: Tensor,
-    value: Tensor | None,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    algorithm: str,
-) -> Tensor:
-    """The transposed product: what reaches the features of a product with ``adj``, nothing being recorded.
-
-    The arguments are those of the product itself, and ``grad`` is the gradient of its result.
-    """
-    if choose.scatters(adj, algorithm, grad.dtype, value):
-        total = grad.new_empty(adj.num_src, grad.size(1), dtype=torch.float32)
-        return add_transposed(adj, grad, value, scale_dst, scale_src, total).to(grad.dtype)
-    return _spmm(grad, value, scale_src, scale_dst, None, adj.num_src, adj.handle, True, algorithm, False)
+    adj = from_handle(adjacency)
+    if transpose:
+        value = edges_from_dense(adj, value) if is_dense(value) else value
+        adj = adj.t()
+    return product(adj, x, value, scale_dst, scale_src, bias, algorithm, relu)
 
 
 class _Spmm(torch.autograd.Function):
