@@ -1,7 +1,7 @@
 """Training step and inference of small models with our layers and with PyG's own.
 
-All models have 128 input features and 40 classes, ReLU between layers, cross entropy over all nodes and Adam, on
-CUDA PyTorch's fused form of it:
+All models have 128 input features and 40 classes, ReLU between layers, cross entropy over all nodes and Adam
+(on CUDA PyTorch's fused form of it):
 
 - gcn3-128: GCNConv 128-128-40.
 - sage3-128: SAGEConv of the same widths.

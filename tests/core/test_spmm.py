@@ -587,7 +587,8 @@ def test_calls_that_differ_from_those_before(device, poisoned_memory, dtype, wid
                 terms = {name: term for name, term in call.items() if name != "algorithm"}
                 assert relative_error(out, reference.spmm(structure, x, **terms)) <= TOLERANCE[dtype], call
     if device == "cuda":
-        assert adj.spmm_blocks and adj.t().spmm_blocks
+        assert adj.spmm_blocks
+        assert adj.t().spmm_blocks
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
