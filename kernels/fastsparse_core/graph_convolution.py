@@ -17,6 +17,7 @@ from fastsparse_core.ops._common import (
     check_scale,
     is_first_derivative,
     is_plain_eager,
+    recorder,
 )
 from fastsparse_core.ops._spmm_launch import grad_of_features, product
 from fastsparse_core.ops.spmm import spmm
@@ -138,7 +139,7 @@ def graph_convolution(
         return _convolve(how, x, weight, bias)[0]
     if aggregate_first and x.requires_grad:
         raise ValueError("x: expected features without gradient where they are aggregated first")
-    return _GraphConvolution.apply(x, weight, bias, how)
+    return _record(x, weight, bias, how)
 
 
 def _convolve(
@@ -185,6 +186,9 @@ class _GraphConvolution(torch.autograd.Function):
             return (*_gradients(ctx, grad), None)
         with torch.autocast(grad.device.type, enabled=False):  # the forward pass has decided every dtype
             return (*_gradients(ctx, grad), None)
+
+
+_record = recorder(_GraphConvolution)
 
 
 def _aggregated(how: _Convolution, x: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:

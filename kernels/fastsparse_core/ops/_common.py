@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
@@ -64,6 +65,14 @@ def is_first_derivative(grad: Tensor) -> bool:
     A second derivative, which ``create_graph=True`` asks for, goes through the operators' own formulas.
     """
     return is_plain_eager(grad) and not torch.is_grad_enabled()
+
+
+def recorder(formula: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``formula.apply`` for calls of which `is_plain_eager` holds.
+
+    What is left out searches every argument for wrappers of functorch, a quarter of what ``apply`` takes.
+    """
+    return super(torch.autograd.Function, formula).apply  # type: ignore[misc]
 
 
 def is_partitioned(adj: Adjacency) -> TypeGuard[Any]:

@@ -47,12 +47,15 @@ def product(
     Returns:
         (num_dst, width) in the dtype of ``x``.
     """
-    x = unit_stride(x)
+    row_stride, column_stride = x.stride()
+    if column_stride != 1:
+        x = unit_stride(x)
+        row_stride = x.stride(0)
     dtype, width, item_size = x.dtype, x.size(1), x.element_size()
     out = x.new_empty(adj.num_dst, width)
     if bias is not None and not (bias.dtype == dtype and bias.is_contiguous()):
         bias = bias.to(dtype).contiguous()
-    stride_bytes = x.stride(0) * item_size
+    stride_bytes = row_stride * item_size
     aligned = width * item_size % 16 == x.data_ptr() % 16 == stride_bytes % 16 == 0 and stride_bytes < 1 << 32
     key = (dtype, width, algorithm, scale_src is None)
     if value is None and aligned:

@@ -26,6 +26,7 @@ from fastsparse_core.ops._common import (
     keep_alive,
     library,
     num_heads,
+    recorder,
     register_autograd,
     widened_value,
 )
@@ -145,7 +146,7 @@ def spmm(
     elif torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (features, value, bias)
     ):
-        out = _Spmm.apply(*arguments)
+        out = _record(*arguments)
     else:
         out = _spmm(*arguments)
     return out if x.dim() == 2 else out.reshape(adj.num_dst, *trailing)
@@ -258,6 +259,9 @@ class _Spmm(torch.autograd.Function):
         if ctx.needs_input_grad[4]:
             grad_bias = grad.sum(0, dtype=ctx.bias_dtype)
         return grad_x, grad_value, None, None, grad_bias, None, None, None, None, None
+
+
+_record = recorder(_Spmm)
 
 
 def _spmm_fake(
