@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import timeit
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -26,13 +28,15 @@ def ring(device: str = "cpu", num_nodes: int = 16) -> Adjacency:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the products asked for, in order, forward and backward."""
     seen: list[str] = []
-    original = choose.spmm_algorithm
+    launch = sys.modules["fastsparse_core.ops._spmm_launch"]
+    original = launch.product
 
-    def record(adj: Adjacency, algorithm: str, *rest: Any, **options: Any) -> str:
-        seen.append(algorithm)
-        return original(adj, algorithm, *rest, **options)
+    def record(*arguments: Any) -> Tensor:
+        seen.append(next(each for each in arguments if isinstance(each, str)))
+        return original(*arguments)
 
-    monkeypatch.setattr(choose, "spmm_algorithm", record)
+    for module in (launch, sys.modules["fastsparse_core.ops.spmm"]):
+        monkeypatch.setattr(module, "product", record)
     return seen
 
 
