@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency
-from fastsparse_core.ops._common import DTYPE_CODE, is_first_derivative, is_plain_eager, recorder
+from fastsparse_core.ops._common import DTYPE_CODE, is_first_derivative, is_plain_eager
 from fastsparse_core.ops._spmm_launch import add_transposed, grad_of_features, product
 from fastsparse_core.ops.spmm import spmm
 
@@ -56,7 +56,6 @@ def can_aggregate_linear(
     width = weight.shape[1]
     return (
         is_plain_eager(x)
-        and torch.autograd.forward_ad._current_level < 0
         and not adj.is_partitioned
         and x.shape == (num_src, width)
         and root.shape == (num_dst, width)
@@ -99,7 +98,7 @@ def aggregate_linear(
     if reduce == "mean":
         scale = adj.inv_degree(torch.float64 if x.dtype == torch.float64 else torch.float32)
     algorithm = choose.requested("spmm", "auto")
-    return _record(x, weight, bias, root_weight, scale, adj, algorithm)
+    return _AggregateLinear.apply(x, weight, bias, root_weight, scale, adj, algorithm)
 
 
 class _AggregateLinear(torch.autograd.Function):
@@ -140,9 +139,6 @@ class _AggregateLinear(torch.autograd.Function):
             return (*gradients(ctx, grad), None, None, None)
         with torch.autocast(device, enabled=False):  # as it was in the forward pass
             return (*gradients(ctx, grad), None, None, None)
-
-
-_record = recorder(_AggregateLinear)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -17,7 +17,6 @@ from fastsparse_core.ops._common import (
     check_scale,
     is_first_derivative,
     is_plain_eager,
-    recorder,
 )
 from fastsparse_core.ops._spmm_launch import grad_of_features, product
 from fastsparse_core.ops.spmm import spmm
@@ -52,7 +51,6 @@ def can_convolve(
     if not (
         is_plain_eager(x)
         and type(weight) in _PLAIN
-        and torch.autograd.forward_ad._current_level < 0
         and not adj.is_partitioned
         and x.dim() == 2 == weight.dim()
         and x.layout is torch.strided is weight.layout
@@ -139,7 +137,7 @@ def graph_convolution(
         return _convolve(how, x, weight, bias)[0]
     if aggregate_first and x.requires_grad:
         raise ValueError("x: expected features without gradient where they are aggregated first")
-    return _record(x, weight, bias, how)
+    return _GraphConvolution.apply(x, weight, bias, how)
 
 
 def _convolve(
@@ -186,9 +184,6 @@ class _GraphConvolution(torch.autograd.Function):
             return (*_gradients(ctx, grad), None)
         with torch.autocast(grad.device.type, enabled=False):  # the forward pass has decided every dtype
             return (*_gradients(ctx, grad), None)
-
-
-_record = recorder(_GraphConvolution)
 
 
 def _aggregated(how: _Convolution, x: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:

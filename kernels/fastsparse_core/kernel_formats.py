@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_split import RowSplit, split_rows
 from fastsparse_core.formats.window_runs import slot_starts, window_runs
 from fastsparse_core.memo import Memo
+
+if TYPE_CHECKING:
+    from fastsparse_core.ops._spmm_launch import SpmmBlocks
 
 _logger = logging.getLogger("fastsparse_core")
 _INT32_MAX = 2**31 - 1
@@ -46,7 +49,7 @@ class KernelFormats:
     num_src: int
     group_rows: Method
     handle: int
-    spmm_blocks: dict[Any, Any]
+    spmm_blocks: dict[tuple[Any, ...], SpmmBlocks]
     _memo: Memo
     _row_memo: Memo
     _bsb_refused: bool

@@ -35,8 +35,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(next(each for each in arguments if isinstance(each, str)))
         return original(*arguments)
 
-    for module in (launch, sys.modules["fastsparse_core.ops.spmm"]):
-        monkeypatch.setattr(module, "product", record)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fastsparse_core.") and vars(module).get("product") is original:
+            monkeypatch.setattr(module, "product", record)
     return seen
 
 

@@ -591,6 +591,43 @@ def test_calls_that_differ_from_those_before(device, poisoned_memory, dtype, wid
         assert adj.t().spmm_blocks
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128, 136])
+def test_factors_live_as_long_as_a_captured_product_reads_them(width):
+    # What is gathered of new factors during a capture is not kept, and partial results may take its place.
+    adj = ragged(4000, "cuda")
+    x = features(adj.num_src, width, torch.float16, "contiguous", "cuda")
+    scale = torch.rand(adj.num_src, device="cuda") + 0.5
+    spmm(adj, x, scale_src=torch.ones_like(scale), algorithm="flashsparse")
+    assert adj.bsb_split.num_slots > 0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = spmm(adj, x, scale_src=scale, algorithm="flashsparse")
+    for _ in range(3):
+        graph.replay()
+        expected = reference.spmm(adj, x, scale_src=scale)
+        assert relative_error(out, expected) <= TOLERANCE[torch.float16]
+
+
+def test_negative_views(device):
+    adj = random_graph().adjacency(device)
+    x = torch.randn(60, 8, device=device)
+    assert torch.equal(spmm(adj, torch._neg_view(x)), -spmm(adj, x))
+    leaf = x.clone().requires_grad_()
+    spmm(adj, torch._neg_view(leaf)).sum().backward()
+    assert torch.equal(leaf.grad, reference.spmm(adj.t(), -torch.ones(40, 8, device=device)).float())
+
+
+def test_forward_mode_is_refused(device):
+    adj = random_graph().adjacency(device)
+    x = torch.randn(60, 8, device=device)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match="spmm: expected tensors without tangents"):
+            spmm(adj, dual)
+        assert torch.equal(spmm(adj, x), spmm(adj, x.clone()))
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_bitwise_reproducible(device, algorithm):
     edges = random_graph(50, 60, 20_000)

@@ -44,7 +44,8 @@ def run_build():
     """Runs a Python command that builds the CPU half (unless `archs` says more); returns what it printed."""
 
     def run(*arguments, cwd, archs="none"):
-        env = {**os.environ, "FASTSPARSE_CUDA_ARCHS": archs}
+        # What is built here only has to load: without optimisation the files compile in a fifth of the time.
+        env = {**os.environ, "FASTSPARSE_CUDA_ARCHS": archs, "CXXFLAGS": "-O0"}
         command = [sys.executable, *map(str, arguments)]
         done = subprocess.run(command, cwd=cwd, env=env, text=True, capture_output=True)
         assert done.returncode == 0, done.stdout + done.stderr

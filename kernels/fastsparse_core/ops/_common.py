@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastsparse_core.adjacency import Adjacency, from_handle
 from fastsparse_core.choose import MOST_HEADS
@@ -35,6 +35,8 @@ def register_autograd(name: str, formula: type[torch.autograd.Function]) -> None
     operator = getattr(torch.ops.fastsparse, name).default
 
     def dispatch(*arguments: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(name, arguments)
         if torch.is_grad_enabled():
             for argument in arguments:
                 if isinstance(argument, Tensor) and argument.requires_grad:
@@ -45,8 +47,18 @@ def register_autograd(name: str, formula: type[torch.autograd.Function]) -> None
     library.impl(name, dispatch, "Autograd")
 
 
+def _refuse_tangents(name: str, arguments: tuple[Any, ...]) -> None:
+    """Raises where forward-mode differentiation would lose what depends on an operator's result."""
+    for argument in arguments:
+        if isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None:
+            raise NotImplementedError(
+                f"{name}: expected tensors without tangents, got one of forward-mode differentiation; "
+                "gradients come by backward()"
+            )
+
+
 def is_plain_eager(x: Tensor) -> bool:
-    """Whether nothing but autograd watches a call: no trace, no fake or wrapped tensor, no mode.
+    """Whether nothing but autograd watches a call: no trace, no fake or wrapped tensor, no mode, no tangents.
 
     Then the kernel (or its autograd formula) may be called without PyTorch's dispatcher, which would cost
     more host time than all else around a kernel launch.
@@ -56,6 +68,8 @@ def is_plain_eager(x: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and not x.is_neg()
     )
 
 
@@ -65,14 +79,6 @@ def is_first_derivative(grad: Tensor) -> bool:
     A second derivative, which ``create_graph=True`` asks for, goes through the operators' own formulas.
     """
     return is_plain_eager(grad) and not torch.is_grad_enabled()
-
-
-def recorder(formula: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``formula.apply`` for calls of which `is_plain_eager` holds.
-
-    What is left out searches every argument for wrappers of functorch, a quarter of what ``apply`` takes.
-    """
-    return super(torch.autograd.Function, formula).apply  # type: ignore[misc]
 
 
 def is_partitioned(adj: Adjacency) -> TypeGuard[Any]:

@@ -126,9 +126,9 @@ def _launch_bsb(
 ) -> None:
     structure, num_partial, features_per_lane, blocks_per_step = blocks
     dtype, width = x.dtype, x.size(1)
-    vector_scale = 0
+    vector_scale = None  # a name until after the launch: while a CUDA graph is captured nothing else keeps it
     if scale_src is not None and value is None and dtype != torch.float32:
-        vector_scale = adj.vector_scale(scale_src).data_ptr()
+        vector_scale = adj.vector_scale(scale_src)
     elif scale_src is not None:
         # In float32 a weight costs a third product on the tensor cores: more than scaling the features once.
         x = (x * scale_src[:, None]).to(dtype)
@@ -146,7 +146,7 @@ def _launch_bsb(
         0 if value is None else DTYPE_CODE[value.dtype],
         1 if value is None else num_heads(value),
         adj.quad_vector().data_ptr() if is_dense(value) else 0,
-        vector_scale,
+        0 if vector_scale is None else vector_scale.data_ptr(),
         0 if scale_dst is None else scale_dst.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         relu,

@@ -26,7 +26,6 @@ from fastsparse_core.ops._common import (
     keep_alive,
     library,
     num_heads,
-    recorder,
     register_autograd,
     widened_value,
 )
@@ -34,7 +33,7 @@ from fastsparse_core.ops._spmm_extremum import extremum
 from fastsparse_core.ops._spmm_launch import grad_of_features, product
 
 #: Values of three dimensions are dense vectors, (num_vectors, 8, heads), of the structure as it is before
-#: `transpose`.
+#: `transpose`. `num_dst` repeats what the structure says, for traces, which have none.
 library.define(
     "spmm(Tensor x, Tensor? value, Tensor? scale_dst, Tensor? scale_src, Tensor? bias, SymInt num_dst, "
     "SymInt adjacency, bool transpose, str algorithm, bool relu) -> Tensor"
@@ -146,7 +145,7 @@ def spmm(
     elif torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (features, value, bias)
     ):
-        out = _record(*arguments)
+        out = _Spmm.apply(*arguments)
     else:
         out = _spmm(*arguments)
     return out if x.dim() == 2 else out.reshape(adj.num_dst, *trailing)
@@ -259,9 +258,6 @@ class _Spmm(torch.autograd.Function):
         if ctx.needs_input_grad[4]:
             grad_bias = grad.sum(0, dtype=ctx.bias_dtype)
         return grad_x, grad_value, None, None, grad_bias, None, None, None, None, None
-
-
-_record = recorder(_Spmm)
 
 
 def _spmm_fake(
