@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
+from fastsparse_core import CapturedStep
+
 
 def moved(model: nn.Module, loss: Callable[[], Tensor], *, captures: bool) -> Tensor:
     """By how much a model's parameters move in ten steps after the first twenty.
@@ -24,18 +26,10 @@ def moved(model: nn.Module, loss: Callable[[], Tensor], *, captures: bool) -> Te
         loss().backward()
         optimiser.step()
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(20):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
+    run = CapturedStep(step, warm_up=20) if captures else step
+    for _ in range(20):
+        run()
     before = parameters_to_vector(model.parameters()).detach().clone()
-    if captures:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
     for _ in range(10):
-        graph.replay() if captures else step()
-    torch.cuda.synchronize()
+        run()
     return parameters_to_vector(model.parameters()).detach() - before

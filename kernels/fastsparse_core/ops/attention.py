@@ -428,4 +428,12 @@ def _draw_seed(dropout_p: float) -> Tensor | None:
         raise TypeError(f"dropout_p: expected a number, got {type(dropout_p).__name__}")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p: expected a probability from 0 to below 1, got {dropout_p}")
-    return torch.randint(2**63 - 1, ()) if dropout_p > 0 else None
+    if dropout_p == 0:
+        return None
+    traced = torch.compiler.is_compiling()
+    if not traced and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"dropout_p: expected 0 while a CUDA graph is captured, got {dropout_p}: the host draws the "
+            "mask, so that every replay would drop the same weights"
+        )
+    return torch.randint(2**63 - 1, ())

@@ -1,0 +1,105 @@
+"""Training steps as CUDA graphs, for models so small that the host is slower than the GPU."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+from fastsparse_core import choose
+from fastsparse_core.log import info_once
+
+_logger = logging.getLogger("fastsparse_core")
+_T = TypeVar("_T")
+
+#: Calls after which every structure that a step uses is converted, those of one product a step too.
+_WARM_UP = choose.REUSE + 4
+
+
+class CapturedStep(Generic[_T]):
+    """A training step that becomes one CUDA graph, which costs the host a single launch.
+
+    The first calls run the step as it is, while structures are converted; then one call is recorded, and it
+    and all later ones replay the record. What the step reads must stay where it is: the graph, the model and
+    the tensors that the step was recorded with. New features or labels are written into those tensors
+    (``x.copy_(...)``); what the host decides, such as a learning rate that is not a tensor or a mask of
+    dropout on attention weights, does not change any more, so the latter is refused. PyTorch's own rules for
+    CUDA graphs hold: no result may be read by the host within the step (no ``loss.item()``), and the
+    optimizer must be capturable (``torch.optim.Adam(..., capturable=True)``).
+
+    Where there is no GPU the step runs as it is. A step that works on the CPU beside one is refused.
+
+    Args:
+        step: takes no arguments; its result, tensors in general, is overwritten by the next replay.
+        warm_up: calls before the one that is recorded.
+
+    Raises:
+        ValueError: ``warm_up`` is not positive.
+        RuntimeError: the step cannot be recorded, when it is called for the first time after ``warm_up``
+            calls.
+
+    Examples:
+        >>> counter = torch.zeros(())
+        >>> step = CapturedStep(lambda: counter.add_(1))
+        >>> for _ in range(30):
+        ...     result = step()
+        >>> result.item()
+        30.0
+    """
+
+    def __init__(self, step: Callable[[], _T], *, warm_up: int = _WARM_UP) -> None:
+        if warm_up < 1:
+            raise ValueError(f"warm_up: expected at least 1, got {warm_up}")
+        self._step = step
+        self._warm_up = warm_up
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the record: after ``warm_up`` more calls the step is recorded as it is then."""
+        self._calls = 0
+        self._side: torch.cuda.Stream | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._result: _T | None = None
+
+    def __call__(self) -> _T:
+        """Trains one step; returns the step's result."""
+        if self._graph is None:
+            if not torch.cuda.is_available():
+                info_once(_logger, "CapturedStep: there is no GPU, so the step runs as it is")
+                return self._step()
+            if self._calls < self._warm_up:
+                self._calls += 1
+                return self._on_side_stream()
+            self._graph, self._result = self._record()
+        self._graph.replay()
+        return self._result  # type: ignore[return-value]
+
+    def _on_side_stream(self) -> _T:
+        """One step as it is; on a stream of its own, as PyTorch asks of what precedes a capture."""
+        if self._side is None:
+            self._side = torch.cuda.Stream()
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            result = self._step()
+        torch.cuda.current_stream().wait_stream(self._side)
+        return result
+
+    def _record(self) -> tuple[torch.cuda.CUDAGraph, _T]:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # The stream is restored here because `torch.cuda.graph` does not do it where recording fails.
+            with warnings.catch_warnings(), torch.cuda.stream(torch.cuda.current_stream()):
+                # That of a step on the CPU: its replays would do nothing.
+                warnings.filterwarnings("error", message="The CUDA Graph is empty")
+                with torch.cuda.graph(graph):
+                    result = self._step()
+        except (RuntimeError, UserWarning) as error:
+            raise RuntimeError(
+                f"step: cannot be recorded as a CUDA graph: {error}; it must work on the GPU alone and read "
+                "no results on the host (loss.item(), bool(mask.any())), and its optimizer must be "
+                "capturable, as torch.optim.Adam(..., capturable=True)"
+            ) from error
+        return graph, result

@@ -1,0 +1,102 @@
+"""Training steps as CUDA graphs."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from fastsparse_core import Adjacency, CapturedStep, attention, log, spmm
+
+
+def test_without_a_gpu_the_step_runs_as_it_is(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(log, "_seen", set())
+    seen = []
+    step = CapturedStep(lambda: seen.append(len(seen)) or len(seen), warm_up=2)
+    with caplog.at_level(logging.INFO, logger="fastsparse_core"):
+        assert [step() for _ in range(5)] == [1, 2, 3, 4, 5]
+    assert [record.message for record in caplog.records] == [
+        "CapturedStep: there is no GPU, so the step runs as it is"
+    ]
+
+
+def test_warm_up_is_positive():
+    with pytest.raises(ValueError, match="warm_up: expected at least 1, got 0"):
+        CapturedStep(lambda: None, warm_up=0)
+
+
+class Task:
+    """A linear model of summed neighbours, and its training step."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        row, col = torch.randint(0, 50, (2, 600), generator=generator).cuda()
+        self.adj = Adjacency.from_coo(row, col, (50, 50))
+        self.x = torch.randn(50, 16, generator=generator).cuda()
+        self.weight = torch.randn(16, 16, generator=generator).cuda().requires_grad_()
+        self.optimizer = torch.optim.Adam([self.weight], lr=0.01, capturable=True)
+        self.runs = 0
+
+    def step(self) -> torch.Tensor:
+        self.runs += 1
+        self.optimizer.zero_grad()
+        loss = spmm(self.adj, self.x @ self.weight).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+@pytest.mark.gpu
+def test_replays_train_as_steps_do():
+    plain, task = Task(), Task()
+    captured = CapturedStep(task.step)
+    for nth in range(40):
+        if nth == 30:  # what is written into the tensors is read by the replays
+            plain.x.mul_(2)
+            task.x.mul_(2)
+        expected, loss = plain.step(), captured()
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(task.weight, plain.weight, rtol=1e-3, atol=1e-4)
+    assert task.adj.has_bsb == plain.adj.has_bsb
+    assert task.runs == 21  # later calls replay
+
+
+@pytest.mark.gpu
+def test_reset_records_anew():
+    task = Task()
+    captured = CapturedStep(task.step, warm_up=20)
+    for _ in range(25):
+        captured()
+    before = task.x
+    task.x = torch.zeros_like(before)
+    assert captured().item() > 0  # the record knows nothing of another tensor
+    captured.reset()
+    for _ in range(25):
+        loss = captured()
+    assert loss.item() == 0
+    assert task.runs == 42
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", ["reads", "cpu"])
+def test_what_cannot_be_recorded_is_an_error(fault):
+    task, tensor = Task(), torch.zeros(3)
+    step = {"reads": lambda: task.step().item(), "cpu": lambda: tensor.add_(1)}[fault]
+    captured = CapturedStep(step, warm_up=20)
+    for _ in range(20):
+        captured()
+    with pytest.raises(RuntimeError, match="step: cannot be recorded as a CUDA graph"):
+        captured()
+
+
+@pytest.mark.gpu
+def test_dropout_of_attention_weights_is_refused():
+    task = Task()
+    heads = task.x.view(50, 2, 8)
+    captured = CapturedStep(lambda: attention(task.adj, heads, heads, heads, dropout_p=0.5), warm_up=20)
+    for _ in range(20):
+        captured()
+    with pytest.raises(RuntimeError, match="dropout_p: expected 0 while a CUDA graph is captured, got 0.5"):
+        captured()
