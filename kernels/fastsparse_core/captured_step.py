@@ -89,17 +89,22 @@ class CapturedStep(Generic[_T]):
 
     def _record(self) -> tuple[torch.cuda.CUDAGraph, _T]:
         graph = torch.cuda.CUDAGraph()
+        failure: RuntimeError | UserWarning | None = None
         try:
             # The stream is restored here because `torch.cuda.graph` does not do it where recording fails.
             with warnings.catch_warnings(), torch.cuda.stream(torch.cuda.current_stream()):
                 # That of a step on the CPU: its replays would do nothing.
                 warnings.filterwarnings("error", message="The CUDA Graph is empty")
                 with torch.cuda.graph(graph):
-                    result = self._step()
+                    try:
+                        return graph, self._step()
+                    except RuntimeError as error:
+                        failure = error  # the end of the capture fails too, and would hide it
+                        raise
         except (RuntimeError, UserWarning) as error:
+            failure = failure or error
             raise RuntimeError(
-                f"step: cannot be recorded as a CUDA graph: {error}; it must work on the GPU alone and read "
-                "no results on the host (loss.item(), bool(mask.any())), and its optimizer must be "
+                f"step: cannot be recorded as a CUDA graph: {failure}; it must work on the GPU alone and "
+                "read no results on the host (loss.item(), bool(mask.any())), and its optimizer must be "
                 "capturable, as torch.optim.Adam(..., capturable=True)"
-            ) from error
-        return graph, result
+            ) from failure

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +27,55 @@ def test_without_a_gpu_the_step_runs_as_it_is(monkeypatch, caplog):
 def test_warm_up_is_positive():
     with pytest.raises(ValueError, match="warm_up: expected at least 1, got 0"):
         CapturedStep(lambda: None, warm_up=0)
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """A GPU on which a capture runs the step, and a replay says so; an empty capture ends with an error."""
+    events = []
+
+    @contextlib.contextmanager
+    def capture(graph):
+        try:
+            yield
+        finally:
+            if "empty" in events:
+                raise UserWarning("The CUDA Graph is empty")
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    graph = SimpleNamespace(replay=lambda: events.append("replay"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    return events
+
+
+def test_runs_then_records_then_replays(pretended_gpu):
+    captured = CapturedStep(lambda: pretended_gpu.append("step"), warm_up=2)
+    for _ in range(4):
+        captured()
+    assert pretended_gpu == ["step", "step", "step", "replay", "replay"]
+    captured.reset()
+    captured()
+    assert pretended_gpu[5:] == ["step"]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_says_why_a_step_cannot_be_recorded(pretended_gpu, own):
+    def step():
+        pretended_gpu.append("step")
+        if own and len(pretended_gpu) > 2:
+            raise RuntimeError("what went wrong")
+
+    captured = CapturedStep(step, warm_up=1)
+    captured()
+    pretended_gpu.append("empty")
+    reason = "what went wrong" if own else "The CUDA Graph is empty"
+    with pytest.raises(RuntimeError, match=f"step: cannot be recorded as a CUDA graph: {reason}; it must"):
+        captured()
 
 
 class Task:
