@@ -582,8 +582,8 @@ def test_calls_that_differ_from_those_before(device, poisoned_memory, dtype, wid
         {"bias": bias.double()},
         {"algorithm": "csr"},
     ]
-    for structure in (adj, adj, adj.t(), adj):
-        for layout in ("contiguous", "row_stride", "misaligned", "transposed"):
+    for structure in (adj, adj.t(), adj):
+        for layout in ("contiguous", "row_stride", "misaligned"):
             x = features(structure.num_src, width, dtype, layout, device)
             for call in calls:
                 out = spmm(structure, x, **{"algorithm": "flashsparse", **call})
