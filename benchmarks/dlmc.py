@@ -170,7 +170,7 @@ def _measure(
         return {"status": f"wrong: relative error {error:.1e}", "error": min(error, 1e300)}
     cell = {"error": error, **kernel_time(fn, device, budget_ms=budget_ms).as_cell()}
     if device.type == "cuda" and implementation != "cuSPARSE":  # which PyTorch may not let a graph capture
-        cell |= graph_time(fn, device, replays=10).as_cell("warm_")
+        cell |= graph_time(fn, replays=10).as_cell("warm_")
     return cell
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from fastsparse_core import CapturedStep
+
 #: Bytes written between two calls: more than the last-level cache of any GPU of today.
 FLUSH_BYTES = 256 * 2**20
 
@@ -92,44 +94,25 @@ def kernel_time(fn: Callable[[], Any], device: torch.device, *, budget_ms: float
     return summarise([s.elapsed_time(e) for s, e in zip(starts, ends, strict=True)], "events, cold cache")
 
 
-def as_cuda_graph(
-    fn: Callable[[], Any], device: torch.device, *, warm_up: int, calls: int = 1
-) -> Callable[[], None]:
-    """What replays a CUDA graph of calls.
-
-    Args:
-        fn: A call that can be captured: no synchronisation.
-        device: A CUDA device.
-        warm_up: Calls before the capture.
-        calls: Calls in the graph.
-    """
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        for _ in range(warm_up):
-            fn()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            fn()
-    return graph.replay
-
-
-def graph_time(fn: Callable[[], Any], device: torch.device, *, calls: int = 20, replays: int = 20) -> Timing:
+def graph_time(fn: Callable[[], Any], *, calls: int = 20, replays: int = 20) -> Timing:
     """Device time of a small call without launch gaps: `calls` captured in one CUDA graph, inputs warm.
 
     Args:
         fn: A call that can be captured: no synchronisation.
-        device: A CUDA device.
         calls: Calls per captured graph.
         replays: Replays that are timed.
 
     Returns:
         Milliseconds per call.
     """
-    replay = as_cuda_graph(fn, device, warm_up=3, calls=calls)
-    replay()
+
+    def all_calls() -> None:
+        for _ in range(calls):
+            fn()
+
+    replay = CapturedStep(all_calls, warm_up=1)
+    for _ in range(2):  # one as it is, one recorded
+        replay()
     times = []
     for _ in range(replays):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

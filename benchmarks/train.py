@@ -248,7 +248,7 @@ def make_steps(
     amp = torch.autocast(device.type, torch.bfloat16) if dtype == "bf16-amp" else contextlib.nullcontext()
     torch.manual_seed(0)
     model = make_model().to(device)
-    # A small model's step takes as long as the host needs, and of Adam's forms the fused one needs least.
+    # A small model's step takes as long as the host needs, which is less than for Adam's default form.
     optimiser = torch.optim.Adam(model.parameters(), fused=device.type == "cuda", capturable=capturable)
 
     def train() -> None:

@@ -30,7 +30,8 @@ class CapturedStep(Generic[_T]):
     CUDA graphs hold: no result may be read by the host within the step (no ``loss.item()``), and the
     optimizer must be capturable (``torch.optim.Adam(..., capturable=True)``).
 
-    Where there is no GPU the step runs as it is. A step that works on the CPU beside one is refused.
+    Where there is no GPU the step runs as it is. Where there is one, a step that gives it nothing to do is
+    refused; of a step that works on both, replays repeat the GPU's part alone.
 
     Args:
         step: takes no arguments; its result, tensors in general, is overwritten by the next replay.
