@@ -33,7 +33,7 @@ RECIPES = {
     "cora": PLANETOID,
     "citeseer": PLANETOID,
     "pubmed": PLANETOID,
-    "amazon-computers": Recipe(layers=3, hidden=256, lr=0.002, epochs=100, runs=3),
+    "amazon-computers": Recipe(layers=3, hidden=256, lr=0.002, epochs=300, runs=5),
     "ogbn-arxiv": Recipe(layers=3, hidden=256, lr=0.005, epochs=500),
 }
 

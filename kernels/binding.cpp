@@ -640,6 +640,28 @@ py::tuple inspect(Address row, Address col, Address edge_id, bool index_is_64bit
   return result;
 }
 
+void row_signatures(Address rowptr, Address col, std::int64_t num_rows, int column_bits, int num_bands,
+                    Address signature, Address keys, int device, Address queue) {
+  const RowSignaturesArgs args{
+      at<std::int64_t>(rowptr),    at<std::int32_t>(col), num_rows, column_bits, num_bands,
+      at<std::uint8_t>(signature), at<std::int32_t>(keys)};
+  FASTSPARSE_RUN(row_signatures, args, device, queue);
+}
+
+void similar_rows(Address signature, Address order, std::int64_t num_rows, std::int64_t num_bands,
+                  Address best, int device, Address queue) {
+  const SimilarRowsArgs args{at<std::uint8_t>(signature), at<std::int32_t>(order), num_rows, num_bands,
+                             at<std::int64_t>(best)};
+  FASTSPARSE_RUN(similar_rows, args, device, queue);
+}
+
+void link_rows(Address rowptr, Address best, std::int64_t num_rows, Address root, Address counts, int device,
+               Address queue) {
+  const LinkRowsArgs args{at<std::int64_t>(rowptr), at<std::int64_t>(best), num_rows, at<std::int32_t>(root),
+                          at<std::int64_t>(counts)};
+  FASTSPARSE_RUN(link_rows, args, device, queue);
+}
+
 #ifdef FASTSPARSE_WITH_CUDA
 void row_split_count(Address rowptr, std::int64_t num_rows, std::int64_t longest, Address counts,
                      Address totals, int device, Address queue) {
@@ -762,6 +784,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("compress_scratch_bytes", &compress_scratch_bytes);
   m.def("compress", &compress);
   m.def("inspect", &inspect);
+  m.def("row_signatures", &row_signatures);
+  m.def("similar_rows", &similar_rows);
+  m.def("link_rows", &link_rows);
   m.def("spmm_csr", &spmm_csr);
   m.def("spmm_csr_transposed", &spmm_csr_transposed);
 #ifdef FASTSPARSE_WITH_CUDA

@@ -46,6 +46,7 @@ from fastsparse_core.choose import bounds
 from fastsparse_core.choose import ssd as ssd_rules
 from fastsparse_core.formats import bsb
 from fastsparse_core.formats.compress import compress, compress_pairs
+from fastsparse_core.formats.grouping import group_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_split import split_rows
 from fastsparse_core.formats.tall_windows import TallLayout
@@ -442,6 +443,7 @@ def structures() -> None:
     split_rows(adj.rowptr, 32)
     HybridRows.from_rowptr(adj.rowptr)
     adj.prepare()
+    group_rows(heavy())
     grouped().prepare()
 
 
@@ -503,7 +505,7 @@ PARTS: dict[str, Part] = {
     **_by_dtype("ssd", "ssd ssd_slots", _ALL, sparse_products),
     **_by_dtype("ssd-backward", "ssd_backward", _TWO, sparse_gradients),
     "structures": Part(
-        ("inspect", "compress", "row_split", "hybrid_rows", "edge_softmax", "csr_to_dense"),
+        ("inspect", "compress", "row_split", "hybrid_rows", "group_rows", "edge_softmax", "csr_to_dense"),
         (
             structures,
             *(

@@ -126,6 +126,23 @@ def inspect(
     device: int,
     queue: int,
 ) -> tuple[int, ...]: ...
+def row_signatures(
+    rowptr: int,
+    col: int,
+    num_rows: int,
+    column_bits: int,
+    num_bands: int,
+    signature: int,
+    keys: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def similar_rows(
+    signature: int, order: int, num_rows: int, num_bands: int, best: int, device: int, queue: int
+) -> None: ...
+def link_rows(
+    rowptr: int, best: int, num_rows: int, root: int, counts: int, device: int, queue: int
+) -> None: ...
 def num_row_split_counts(num_rows: int) -> int: ...  # only in builds with the CUDA half
 def row_split_count(
     rowptr: int, num_rows: int, longest: int, counts: int, totals: int, device: int, queue: int

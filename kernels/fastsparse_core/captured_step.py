@@ -74,7 +74,8 @@ class CapturedStep(Generic[_T]):
             if self._calls < self._warm_up:
                 self._calls += 1
                 return self._on_side_stream()
-            self._graph, self._result = self._record()
+            assert self._side is not None  # since there is a warm-up
+            self._graph, self._result = self._record(self._side)
         self._graph.replay()
         return self._result  # type: ignore[return-value]
 
@@ -88,7 +89,7 @@ class CapturedStep(Generic[_T]):
         torch.cuda.current_stream().wait_stream(self._side)
         return result
 
-    def _record(self) -> tuple[torch.cuda.CUDAGraph, _T]:
+    def _record(self, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, _T]:
         graph = torch.cuda.CUDAGraph()
         failure: RuntimeError | UserWarning | None = None
         try:
@@ -96,7 +97,8 @@ class CapturedStep(Generic[_T]):
             with warnings.catch_warnings(), torch.cuda.stream(torch.cuda.current_stream()):
                 # That of a step on the CPU: its replays would do nothing.
                 warnings.filterwarnings("error", message="The CUDA Graph is empty")
-                with torch.cuda.graph(graph):
+                # On the stream that autograd knows from the steps before: it would wait for another one.
+                with torch.cuda.graph(graph, stream=stream):
                     try:
                         return graph, self._step()
                     except RuntimeError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import time
 from pathlib import Path
@@ -81,7 +82,7 @@ def test_recorder_writes_a_valid_record_after_each_cell(tmp_path: Path) -> None:
     assert loaded["cells"][0] == {"graph": "reddit", "median_ms": 1.0, "status": "ok"}
     assert loaded["settings"] == {"widths": [64]}
     assert {"cpu", "cores", "threads"} <= loaded["machine"].keys()
-    assert loaded["software"]["torch"] == torch.__version__
+    assert loaded["software"]["torch"] == importlib.metadata.version("torch")
     assert len(loaded["source"]["kernels_digest"]) == 64
     assert not list(tmp_path.rglob("*.partial"))
 

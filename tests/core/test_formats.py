@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import pickle
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from cases import TOLERANCE, EdgeList, edge_lists, relative_error
+from cases import EdgeList, edge_lists
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastsparse_core import Adjacency, spmm
-from fastsparse_core.formats import grouping
+from fastsparse_core import Adjacency
 from fastsparse_core.formats.bsb import BLOCK, HEIGHT, QUAD, Bsb, vectors_together
-from fastsparse_core.formats.grouping import choose_grouping, count_vectors, group_rows
+from fastsparse_core.formats.grouping import count_vectors, group_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.inspection import inspect_edges, inspect_rows
 from fastsparse_core.formats.me_bcrs import MeBcrs
@@ -283,219 +279,6 @@ def test_statistics_against_brute_force(device, edges, kind):
     padded = sum(8 * math.ceil(n / 8) for n in low)
     assert found.sr_bcrs_bytes == 8 * len(low) + padded * (4 + 8 * 2) + indices
     assert found.csr_bytes == 4 * (adj.num_dst + 1) + adj.num_edges * (4 + 2)
-
-
-@given(edges=edge_lists())
-@SETTINGS
-def test_grouping_is_a_permutation(device, edges):
-    adj = edges.adjacency(device)
-    window_row = group_rows(adj)
-    assert window_row is not None
-    assert window_row.dtype == torch.int32
-    assert window_row.shape == (math.ceil(adj.num_dst / HEIGHT), HEIGHT)
-    rows = window_row.flatten()
-    assert torch.equal(rows[: adj.num_dst].sort().values.cpu(), torch.arange(adj.num_dst, dtype=torch.int32))
-    assert bool((rows[adj.num_dst :] == -1).all())
-    empty = (adj.in_degree() == 0)[rows[: adj.num_dst].long()]
-    assert torch.equal(empty, empty.sort().values), "rows without edges come last"
-    assert torch.equal(group_rows(edges.adjacency(device)), window_row), "deterministic"
-    assert torch.equal(group_rows(edges.adjacency("cpu")), window_row.cpu()), "the same on every device"
-    assert group_rows(adj, "none") is None
-    chosen = group_rows(adj, "auto")
-    assert chosen is None or torch.equal(chosen, window_row)
-
-
-def test_grouping_refuses_an_unknown_method(device):
-    adj = Adjacency.from_coo(torch.tensor([0], device=device), torch.tensor([0], device=device), (1, 1))
-    with pytest.raises(ValueError, match="group_rows: expected 'auto', 'none' or 'minhash', got 'louvain'"):
-        group_rows(adj, "louvain")
-
-
-@pytest.mark.parametrize("num_src", [512, 4096])
-def test_grouping_finds_shuffled_communities(device, num_src):
-    """Rows that drew their columns from the same 24 share windows again, in a rectangular structure."""
-    generator = torch.Generator().manual_seed(1)
-    community = torch.randperm(512, generator=generator) // 32
-    drawn = torch.rand(512, 24, generator=generator).argsort(1)[:, :16]
-    palette = torch.stack([torch.randperm(num_src, generator=generator)[:24] for _ in range(16)])
-    col = palette[community][torch.arange(512)[:, None], drawn]
-    row = torch.arange(512)[:, None].expand_as(col)
-    adj = Adjacency.from_coo(row.flatten().to(device), col.flatten().to(device), (512, num_src))
-    window_row = choose_grouping(adj)
-    assert window_row is not None
-    assert count_vectors(adj, window_row) < 0.6 * count_vectors(adj)
-    assert count_vectors(adj, window_row) < 1.4 * 64 * 24
-
-
-def shuffled_communities(device: str, group_rows: str, *, symmetric: bool = False) -> Adjacency:
-    """512 rows in shuffled communities of 32, which draw 16 of 24 columns."""
-    generator = torch.Generator().manual_seed(1)
-    community = torch.randperm(512, generator=generator) // 32
-    drawn = torch.rand(512, 24, generator=generator).argsort(1)[:, :16]
-    palette = torch.stack([torch.randperm(512, generator=generator)[:24] for _ in range(16)])
-    col = palette[community][torch.arange(512)[:, None], drawn].flatten()
-    row = torch.arange(512).repeat_interleave(16)
-    if symmetric:
-        row, col = torch.cat([row, col]), torch.cat([col, row])
-    return Adjacency.from_coo(row.to(device), col.to(device), (512, 512), group_rows=group_rows)
-
-
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_adjacency_groups_its_blocks(device, symmetric):
-    plain, auto, always = (
-        shuffled_communities(device, method, symmetric=symmetric) for method in ("none", "auto", "minhash")
-    )
-    assert plain.bsb.window_row is None
-    assert auto.bsb.num_vectors < 0.8 * plain.bsb.num_vectors
-    assert auto.bsb.window_row is not None
-    assert torch.equal(auto.bsb.window_row, always.bsb.window_row)
-    assert torch.equal(auto.bsb.to_dense(), plain.bsb.to_dense())
-    assert "bsb.window_row" in auto.memory_usage()
-    assert auto.is_symmetric == symmetric
-    assert (auto.t().bsb is auto.bsb) == symmetric
-    assert torch.equal(auto.t().bsb.to_dense(), plain.bsb.to_dense().t())
-    assert plain.t().bsb.window_row is None
-
-
-def test_grouping_survives_pickling_moving_and_transposing(device):
-    adj = shuffled_communities(device, "none")
-    for copy in (pickle.loads(pickle.dumps(adj)), adj.to("cpu"), adj.t(), adj.t().t()):
-        assert copy.group_rows == "none"
-        assert copy.bsb.window_row is None
-    merged = Adjacency.from_coo(adj.row(), adj.col, adj.shape, duplicates="sum", group_rows="minhash")
-    by_row = Adjacency.from_csr(adj.rowptr, adj.col, adj.shape, group_rows="minhash")
-    by_column = Adjacency.from_csc(adj.t().rowptr, adj.t().col, adj.shape, group_rows="minhash")
-    for built in (merged, by_row, by_column):
-        assert torch.equal(built.bsb.window_row, merged.bsb.window_row)
-    with pytest.raises(ValueError, match="group_rows: expected 'auto', 'none' or 'minhash', got 'all'"):
-        shuffled_communities(device, "all")
-    with pytest.raises(ValueError, match="group_rows: expected 'auto', 'none' or 'minhash', got 'all'"):
-        Adjacency.from_csr(adj.rowptr, adj.col, adj.shape, group_rows="all")
-
-
-def test_autocast_does_not_round_hashes(device):
-    adj, other = (shuffled_communities(device, "minhash") for _ in range(2))
-    with torch.autocast(device, dtype=torch.bfloat16):
-        assert adj.bsb.window_row is not None
-    assert torch.equal(adj.bsb.window_row, other.bsb.window_row)
-
-
-def test_no_memory_to_group_leaves_the_natural_order(device, monkeypatch, caplog):
-    def fail(*args: object) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(grouping, "_similar_order", fail)
-    adj = shuffled_communities(device, "auto")
-    assert adj.try_bsb()
-    assert adj.bsb.window_row is None
-    assert "not enough memory to group similar rows" in caplog.text
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("valued", [False, True])
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_grouped_products_equal_plain_ones(valued, symmetric, dtype):
-    """Forward and backward: only the order of the sums differs."""
-    results = []
-    for method in ("none", "minhash"):
-        adj = shuffled_communities("cuda", method, symmetric=symmetric)
-        generator = torch.Generator("cuda").manual_seed(5)
-        x = torch.randn(512, 64, generator=generator, device="cuda").to(dtype).requires_grad_()
-        value = torch.randn(adj.num_values, generator=generator, device="cuda").to(dtype).requires_grad_()
-        out = spmm(adj, x, value if valued else None, algorithm="flashsparse")
-        out.backward(torch.randn(512, 64, generator=generator, device="cuda").to(dtype))
-        assert (adj.bsb.window_row is None) == (method == "none")
-        results.append([out.detach(), x.grad] + ([value.grad] if valued else []))
-    for plain, grouped in zip(*results, strict=True):
-        assert relative_error(grouped, plain.double()) <= TOLERANCE[dtype]
-
-
-def test_natural_order_is_kept_where_it_is_good(device):
-    """A band matrix: consecutive rows share all they can; and nothing can be shared in an identity."""
-    row = torch.arange(4000).repeat_interleave(9)
-    col = (row + torch.arange(-4, 5).repeat(4000)).clamp(0, 3999)
-    for edges in ((row, col), (torch.arange(100), torch.arange(100)), (torch.empty(0).long(),) * 2):
-        adj = Adjacency.from_coo(edges[0].to(device), edges[1].to(device), (4000, 4000), duplicates="sum")
-        assert choose_grouping(adj) is None
-
-
-def test_large_structures_are_judged_by_a_sample(device, monkeypatch):
-    generator = torch.Generator().manual_seed(2)
-    # The last window is not full: only the grouping's sample has it.
-    row = torch.arange(4099).repeat_interleave(12)
-    shuffled = torch.randperm(4099, generator=generator)
-    col = (shuffled[row] // 16 * 16 + torch.randint(0, 16, row.shape, generator=generator)).clamp(max=4098)
-    adj = Adjacency.from_coo(row.to(device), col.to(device), (4099, 4099))
-    full = choose_grouping(adj)
-    monkeypatch.setattr(grouping, "_SAMPLE", 64)
-    sampled = choose_grouping(adj)
-    assert full is not None
-    assert sampled is not None
-    assert torch.equal(full, sampled)
-
-
-def test_grouping_splits_its_scratch_memory(device, monkeypatch):
-    generator = torch.Generator().manual_seed(3)
-    row, col = torch.randint(0, 200, (2, 4000), generator=generator).to(device)
-    adj = Adjacency.from_coo(row, col, (200, 200))
-    whole = group_rows(adj)
-    monkeypatch.setattr(grouping, "_PAIRS", 600)
-    assert torch.equal(group_rows(adj), whole)
-
-
-@given(edges=edge_lists())
-@SETTINGS
-def test_columns_hash_to_different_numbers(edges):
-    hashes, bits = grouping._column_hashes(edges.shape[1], torch.device("cpu"))
-    assert bool((hashes < 2**bits).all())
-    for column in hashes.t():
-        assert column.unique().numel() == edges.shape[1]
-
-
-def real_graph(folder: Path, name: str) -> Adjacency:
-    """The graph made symmetric, without repeated edges and self loops."""
-    path = folder / f"{name}.npz"
-    if not path.is_file():
-        pytest.skip(f"needs {path.name} in FASTSPARSE_DATA")
-    with np.load(path, allow_pickle=False) as archive:
-        num_nodes = int(archive["num_nodes"])
-        ends = torch.from_numpy(archive["edge_index"].astype(np.int64))
-    ends = ends[:, ends[0] != ends[1]]
-    both = torch.cat([ends, ends.flip(0)], 1)
-    return Adjacency.from_coo(both[0], both[1], (num_nodes, num_nodes), duplicates="sum")
-
-
-@pytest.mark.parametrize(
-    ("name", "most"),
-    [
-        ("facebook", 0.60),
-        ("coauthor_physics", 0.75),
-        ("amazon_computers", 0.68),
-        ("fb_newsites", 0.72),
-        ("github", 0.86),
-    ],
-)
-def test_grouping_saves_vectors_on_real_graphs(device, data_folder, name, most):
-    adj = real_graph(data_folder, name).to(device)
-    window_row = choose_grouping(adj)
-    assert window_row is not None
-    assert count_vectors(adj, window_row) / adj.num_edges <= most
-    grouped = bsb_of(adj, window_row)
-    assert grouped.num_vectors == count_vectors(adj, window_row)
-    x = torch.randn(adj.num_src, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
-        device
-    )
-    vector, bit = grouped.bits()
-    row = (torch.searchsorted(grouped.window_ptr.long(), vector // QUAD, right=True) - 1) * HEIGHT + bit
-    product = torch.zeros(adj.num_dst, 3, dtype=torch.float64, device=device)
-    product.index_add_(0, window_row.flatten()[row].long(), x[grouped.col.flatten()[vector].long()])
-    assert torch.allclose(product, spmm(adj, x), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["delaunay_n15", "minesweeper"])
-def test_grouping_leaves_good_real_graphs_alone(device, data_folder, name):
-    assert choose_grouping(real_graph(data_folder, name).to(device)) is None
 
 
 @given(

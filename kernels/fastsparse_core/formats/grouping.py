@@ -6,12 +6,13 @@ the format knows the window: features, results and edge order stay the caller's.
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from fastsparse_core import _C
+from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT, place_of_row, sort_vectors
 from fastsparse_core.formats.compress import compress
 
@@ -20,23 +21,14 @@ if TYPE_CHECKING:
 
 #: How the rows of a window are chosen.
 Method = Literal["auto", "none", "minhash"]
-#: Hashes of a row's signature.
+#: Hashes of a row's signature (group_rows.h).
 _HASHES = 16
 #: Sorted orders in which a row meets its neighbours.
 _BANDS = 8
-#: Bits of the keys that rows are sorted by; with those of the order, at most 32.
+#: Bits of the keys that rows are sorted by (group_rows.h); with those of the band, at most 32.
 _KEY_BITS = 28
-_random = random.Random(0)
-#: Odd factors of every hash: two multiplications make one.
-_FACTORS = [[2 * _random.randrange(2**20, 2**23) + 1 for _ in range(_HASHES)] for _ in range(2)]
-#: Equal hashes from which on two rows count as similar (so an estimated Jaccard similarity of 3/16).
-_AGREEMENT = 3
-#: Rounds of pointer doubling: rows up to 2^5 links from their cluster's root find it, more are rare.
-_DOUBLINGS = 5
-#: Rows closer than this in natural order are neighbours in it.
-_NEAR = 64
-#: Pairs of rows compared at a time, which bounds the scratch memory (about 90 bytes a pair).
-_PAIRS = 2**24
+#: Pairs of rows compared at a time, which bounds the scratch memory (about 30 bytes a pair).
+_PAIRS = 2**25
 #: Share of the vectors that a grouping has to save: it costs locality, and gathers heavy rows into windows
 #: that take long. Measured on an H200 over 27 graphs, products became faster from here on.
 _LEAST_SAVING = 0.1
@@ -44,7 +36,6 @@ _LEAST_SAVING = 0.1
 _LEAST_ENTRIES = 8
 #: Windows that are counted to estimate a saving.
 _SAMPLE = 4096
-_BYTE_ONES = 0x0101_0101_0101_0101
 _INT32_MAX = 2**31 - 1
 
 
@@ -165,93 +156,54 @@ def _sample(adj: KernelFormats, window_row: Tensor | None, stride: int) -> tuple
 
 def _similar_order(adj: KernelFormats) -> Tensor:
     """The rows by cluster, int32 or int64 (num_dst,)."""
-    from fastsparse_core.ops._spmm_extremum import spmm_extremum  # the operators import the formats
-
     num_rows, device = adj.num_dst, adj.device
-    hashes, bits = _column_hashes(adj.num_src, device)
-    # Not spmm itself: autocast would round the hashes.
-    signature = spmm_extremum(hashes, None, num_rows, adj.handle, False, True)[0].int()
-    del hashes
-    empty = adj.in_degree() == 0
-    signature.masked_fill_(empty[:, None], (1 << bits) - 1)
+    index = device_index(device)
     # A row of few entries has as few different minima; so the sorts stay within the order of the edges.
     bands = min(max(adj.num_edges // max(num_rows, 1), 3), _BANDS)
-    keys = _keys(signature[:, : bands + 1], bits)
-    best = _most_similar(signature, keys)
-
-    row = torch.arange(num_rows, device=device)
-    is_linked = (best >= _AGREEMENT << 32) & ~empty
-    link = torch.where(is_linked, best & (2**32 - 1), row)
-    near = ((link - row).abs() <= _NEAR) & is_linked
-    in_order = 2 * near.sum() > is_linked.sum()
-
-    # Links lead to ever better pairs, equal ones to higher rows: a tree ends in a pair, whose lower row is
-    # made the root.
-    root = torch.where((link[link] == row) & (row < link), row, link)
-    for _ in range(_DOUBLINGS):
-        root = root[root]
-    # Rows by cluster, inside a cluster by hash, or in natural order.
-    key = torch.where(in_order, row, keys[:, 0]).int()
-    cluster_ptr, key, order = compress(root.int(), key, num_rows, _INT32_MAX, sort_minor=True)
-    # Clusters by the least of these; empty rows behind all others.
-    least = key[cluster_ptr[root[order]]].masked_fill_(empty[order], _INT32_MAX)
-    return order[torch.sort(least, stable=True).indices]
-
-
-def _column_hashes(num_src: int, device: torch.device) -> tuple[Tensor, int]:
-    """Seeded hashes of the columns, float32 (num_src, 16), and their number of bits.
-
-    Each is a permutation of [0, 2^bits) with 2^bits >= num_src, made of multiplications by odd numbers and
-    shifts; float32 holds 24 bits exactly, and of more the upper 24 are kept.
-    """
-    bits = max((num_src - 1).bit_length(), 1)
-    value = torch.arange(num_src, dtype=torch.int32, device=device)[:, None].repeat(1, _HASHES)
-    for factor in torch.tensor(_FACTORS, dtype=torch.int32, device=device):
-        # Products may wrap: only their lower bits are kept.
-        value.mul_(factor).bitwise_and_((1 << bits) - 1)
-        value ^= value >> (bits + 1) // 2
-    return (value >> max(bits - 24, 0)).float(), min(bits, 24)
-
-
-def _keys(signature: Tensor, bits: int) -> Tensor:
-    """All hashes but the last, each followed by bits of the next: int32, 28 bits, (num_rows, hashes - 1)."""
-    free = _KEY_BITS - bits
-    return signature[:, :-1] << free | signature[:, 1:] & ((1 << free) - 1)
-
-
-def _most_similar(signature: Tensor, keys: Tensor) -> Tensor:
-    """Of a row's neighbours, when rows are sorted by each column of ``keys``, the most similar one.
-
-    Returns:
-        int64 (num_rows,): its number of equal hashes in the upper, its row in the lower 32 bits; negative
-        where there is no neighbour.
-    """
-    num_rows, device = signature.size(0), signature.device
-    # Eight bits of each hash, eight hashes to a word: unequal hashes pass for equal once in 256 times.
-    words = signature.to(torch.uint8).view(torch.int64)
+    column_bits = max((adj.num_src - 1).bit_length(), 1)
+    signature = torch.empty(num_rows, _HASHES, dtype=torch.uint8, device=device)
+    keys = torch.empty(bands, num_rows, dtype=torch.int32, device=device)
+    _C.row_signatures(
+        adj.rowptr.data_ptr(),
+        adj.col.data_ptr(),
+        num_rows,
+        column_bits,
+        bands,
+        signature.data_ptr(),
+        keys.data_ptr(),
+        index,
+        queue(index),
+    )
     best = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
-    for some in keys.split(max(_PAIRS // max(num_rows, 1), 1), 1):
-        count = some.size(1)
-        band = torch.arange(count, dtype=torch.int32, device=device).repeat_interleave(num_rows)
-        key = some.t().reshape(-1)
-        order = compress(band, key, count, 1 << _KEY_BITS, sort_minor=True)[2]
-        row = (
-            order.view(count, num_rows) - torch.arange(0, count * num_rows, num_rows, device=device)[:, None]
+    for some in keys.split(max(_PAIRS // max(num_rows, 1), 1)):
+        band = torch.arange(some.size(0), dtype=torch.int32, device=device)[:, None].expand_as(some)
+        order = compress(band.reshape(-1), some.view(-1), some.size(0), 1 << _KEY_BITS, sort_minor=True)[2]
+        _C.similar_rows(
+            signature.data_ptr(),
+            order.data_ptr(),
+            num_rows,
+            some.size(0),
+            best.data_ptr(),
+            index,
+            queue(index),
         )
-        word = words[row]
-        unequal = _unequal_bytes(word[:, 1:] ^ word[:, :-1])
-        agreement = (_HASHES - unequal) << 32
-        score = torch.full_like(row, -1)
-        torch.bitwise_or(agreement, row[:, 1:], out=score[:, :-1])
-        score[:, 1:] = torch.maximum(score[:, 1:], agreement | row[:, :-1])
-        best.scatter_reduce_(0, row.flatten(), score.flatten(), "amax")
-    return best
-
-
-def _unequal_bytes(difference: Tensor) -> Tensor:
-    """Number of bytes that are not 0 in each row's words, int64 (..., words) -> (...,); overwrites these."""
-    # Adding 127 carries into the highest bit of a byte unless the byte's other bits are all 0.
-    carried = (difference & 0x7F7F_7F7F_7F7F_7F7F).add_(0x7F7F_7F7F_7F7F_7F7F)
-    ones = difference.bitwise_or_(carried).bitwise_right_shift_(7).bitwise_and_(_BYTE_ONES)
-    # The product's highest byte is the sum of all bytes.
-    return ones.sum(-1).mul_(_BYTE_ONES).bitwise_right_shift_(56)
+    root = torch.empty(num_rows, dtype=torch.int32, device=device)
+    counts = torch.zeros(2, dtype=torch.int64, device=device)
+    _C.link_rows(
+        adj.rowptr.data_ptr(),
+        best.data_ptr(),
+        num_rows,
+        root.data_ptr(),
+        counts.data_ptr(),
+        index,
+        queue(index),
+    )
+    # Rows by cluster, inside a cluster by hash; where similar rows lie near each other, in natural order.
+    num_linked, num_near = counts
+    row = torch.arange(num_rows, dtype=torch.int32, device=device)
+    key = torch.where(2 * num_near > num_linked, row, keys[0])
+    cluster_ptr, key, order = compress(root, key, num_rows, _INT32_MAX, sort_minor=True)
+    # Clusters by the least of these; empty rows behind all others.
+    least = key[cluster_ptr[root[order]]]
+    is_empty = (adj.rowptr[1:] == adj.rowptr[:-1])[order]
+    return order[torch.sort(least.masked_fill_(is_empty, _INT32_MAX), stable=True).indices]

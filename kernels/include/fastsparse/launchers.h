@@ -11,6 +11,9 @@ namespace fastsparse::cpu {
 
 void compress(const CompressArgs& args);
 void inspect(const InspectArgs& args, int threads);
+void row_signatures(const RowSignaturesArgs& args, int threads);
+void similar_rows(const SimilarRowsArgs& args, int threads);
+void link_rows(const LinkRowsArgs& args, int threads);
 void spmm_csr(const SpmmArgs& args, int threads);
 void spmm_csr_transposed(const SpmmTransposedArgs& args, int threads);
 void spmm_extremum(const SpmmExtremumArgs& args, int threads);
@@ -32,6 +35,9 @@ namespace fastsparse::cuda {
 std::size_t compress_scratch_bytes(const CompressArgs& args);
 int compress(const CompressArgs& args, void* scratch, std::size_t scratch_bytes, void* stream);
 int inspect(const InspectArgs& args, void* stream);
+int row_signatures(const RowSignaturesArgs& args, void* stream);
+int similar_rows(const SimilarRowsArgs& args, void* stream);
+int link_rows(const LinkRowsArgs& args, void* stream);
 std::int64_t num_row_split_counts(std::int64_t num_rows);
 int row_split_count(const RowSplitArgs& args, void* stream);
 int row_split_fill(const RowSplitArgs& args, void* stream);

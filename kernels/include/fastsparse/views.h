@@ -513,6 +513,35 @@ struct InspectArgs {
   std::int64_t* facts;    // (kNumEdgeFacts) in the device's memory
 };
 
+// Min-wise hashes of every row's columns (group_rows.h).
+struct RowSignaturesArgs {
+  const std::int64_t* rowptr;  // (num_rows + 1)
+  const std::int32_t* col;     // (num_edges)
+  std::int64_t num_rows;
+  int column_bits;          // of a column's number, at most 31
+  int num_bands;            // orders to sort rows by, fewer than there are hashes
+  std::uint8_t* signature;  // (num_rows, 16) eight bits of every hash
+  std::int32_t* keys;       // (num_bands, num_rows) what an order sorts by
+};
+
+// Compares rows with their neighbours in several orders (group_rows.h).
+struct SimilarRowsArgs {
+  const std::uint8_t* signature;  // (num_rows, 16)
+  const std::int32_t* order;      // (num_bands, num_rows): band * num_rows + row, by the keys of the band
+  std::int64_t num_rows;
+  std::int64_t num_bands;
+  std::int64_t* best;  // (num_rows) in and out: the greatest similarity to any neighbour
+};
+
+// Follows the links from rows to their most similar ones (group_rows.h).
+struct LinkRowsArgs {
+  const std::int64_t* rowptr;  // (num_rows + 1)
+  const std::int64_t* best;    // (num_rows)
+  std::int64_t num_rows;
+  std::int32_t* root;    // (num_rows) of the row's cluster
+  std::int64_t* counts;  // (2) in: 0; out: rows that are linked, and those linked to a row near by
+};
+
 // Rows cut into slices, long slices first (RowSplitView): count first, then allocate, then fill.
 struct RowSplitArgs {
   const std::int64_t* rowptr;  // (num_rows + 1)

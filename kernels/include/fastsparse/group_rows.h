@@ -1,0 +1,121 @@
+// Row grouping, what its CPU and GPU kernels share. Min-wise hashing (Broder, 1997): the share of equal
+// minima in two rows' signatures estimates the Jaccard similarity of their column sets; every row is linked
+// to the most similar one that it was compared with. Integers only, so that every device agrees.
+#pragma once
+
+#include <cstdint>
+
+#include "fastsparse/philox.h"  // FASTSPARSE_HOST_DEVICE
+
+namespace fastsparse {
+
+// Hashes of a signature.
+constexpr int kHashes = 16;
+// Most bits of a hash.
+constexpr int kHashBits = 24;
+// Bits of the keys that rows are sorted by.
+constexpr int kKeyBits = 28;
+// Equal hashes from which on two rows count as similar (so an estimated Jaccard similarity of 3/16).
+constexpr int kAgreement = 3;
+// Links that are followed to a cluster's root; longer chains are rare.
+constexpr int kMostLinks = 32;
+// Rows closer than this in natural order are neighbours in it.
+constexpr int kNearRows = 64;
+
+// Random odd factors of every hash. Passed to kernels by value: device code has no host constants.
+struct HashFactors {
+  std::uint32_t first[kHashes];
+  std::uint32_t second[kHashes];
+};
+constexpr HashFactors kHashFactors = {
+    {16264199, 8560495, 14813517, 9153173, 2776367, 6441055, 10674919, 10249665, 8890819, 15247111, 16019773,
+     7185895, 10093123, 8104223, 11884679, 5762013},
+    {10564393, 4433777, 6825607, 4441697, 14777443, 3688149, 12471663, 15508901, 6299951, 11032087, 13927979,
+     15690341, 12195393, 4562755, 7300565, 3754125}};
+
+// Permutations of the columns' numbers below 2^column_bits, made of multiplications by odd numbers and
+// shifts. Of more than 24 bits the upper 24 are kept.
+struct ColumnHash {
+  std::uint32_t mask;  // products may wrap: only their lower bits are kept
+  int shift;
+  int dropped;
+
+  FASTSPARSE_HOST_DEVICE std::uint32_t operator()(std::int32_t column, std::uint32_t first,
+                                                  std::uint32_t second) const {
+    std::uint32_t value = (static_cast<std::uint32_t>(column) * first) & mask;
+    value ^= value >> shift;
+    value = (value * second) & mask;
+    value ^= value >> shift;
+    return value >> dropped;
+  }
+
+  // The greatest hash, which is also the minimum over no column.
+  FASTSPARSE_HOST_DEVICE std::uint32_t most() const { return mask >> dropped; }
+};
+
+FASTSPARSE_HOST_DEVICE ColumnHash column_hash(int column_bits) {
+  return {(1u << column_bits) - 1, (column_bits + 1) / 2,
+          column_bits > kHashBits ? column_bits - kHashBits : 0};
+}
+
+// One hash followed by bits of the next.
+FASTSPARSE_HOST_DEVICE std::int32_t sort_key(std::uint32_t hash, std::uint32_t next, int column_bits) {
+  const int free = kKeyBits - (column_bits > kHashBits ? kHashBits : column_bits);
+  return static_cast<std::int32_t>(hash << free | (next & ((1u << free) - 1)));
+}
+
+// Eight bits of each hash of a signature: unequal hashes pass for equal once in 256 times.
+struct alignas(16) Signature {
+  std::uint64_t half[2];
+};
+
+// Number of bytes that are 0.
+FASTSPARSE_HOST_DEVICE int zero_bytes(std::uint64_t word) {
+  constexpr std::uint64_t kSeven = 0x7f7f7f7f7f7f7f7fu, kOnes = 0x0101010101010101u;
+  // Adding 127 carries into the highest bit of a byte unless the byte's other bits are all 0.
+  const std::uint64_t nonzero = ((((word & kSeven) + kSeven) | word) >> 7) & kOnes;
+  // The product's highest byte is the sum of all bytes.
+  return 8 - static_cast<int>(nonzero * kOnes >> 56);
+}
+
+// How similar a row is to another: its number of equal hashes in the upper, the other row in the lower 32
+// bits, so that of equally similar rows the higher one wins.
+FASTSPARSE_HOST_DEVICE std::int64_t similarity(const Signature& row, const Signature& other,
+                                               std::int64_t other_row) {
+  const int equal = zero_bytes(row.half[0] ^ other.half[0]) + zero_bytes(row.half[1] ^ other.half[1]);
+  return static_cast<std::int64_t>(equal) << 32 | other_row;
+}
+
+// The links from every row to its most similar one, itself where none is similar enough.
+struct RowLinks {
+  const std::int64_t* rowptr;
+  const std::int64_t* best;  // similarity() of the most similar row, negative where there is none
+
+  FASTSPARSE_HOST_DEVICE bool is_linked(std::int64_t row) const {
+    return best[row] >= static_cast<std::int64_t>(kAgreement) << 32 && rowptr[row] != rowptr[row + 1];
+  }
+
+  FASTSPARSE_HOST_DEVICE std::int64_t next(std::int64_t row) const {
+    return is_linked(row) ? best[row] & 0xffffffff : row;
+  }
+
+  FASTSPARSE_HOST_DEVICE bool is_near(std::int64_t row) const {
+    const std::int64_t distance = next(row) - row;
+    return is_linked(row) && distance <= kNearRows && -distance <= kNearRows;
+  }
+
+  // Links lead to ever better pairs, equal ones to higher rows: a tree ends in a pair, whose lower row is the
+  // root.
+  FASTSPARSE_HOST_DEVICE std::int64_t root(std::int64_t row) const {
+    std::int64_t linked = next(row);
+    for (int links = 0; links < kMostLinks; ++links) {
+      const std::int64_t after = next(linked);
+      if (after == row && row <= linked) return row;
+      row = linked;
+      linked = after;
+    }
+    return row;
+  }
+};
+
+}  // namespace fastsparse
