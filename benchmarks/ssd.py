@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastsparse_core import CBSR, Adjacency, maxk, spmm, ssd
 from fastsparse_core.formats.row_split import shared_group_share
-from fastsparse_core.ops.ssd import slotted_ssd
+from fastsparse_core.ops._ssd_launch import slotted_ssd
 
 from . import suite
 from .common import DTYPES, add_common, attempt, progress, recorder, relative_error, release

@@ -51,8 +51,8 @@ from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_split import split_rows
 from fastsparse_core.formats.tall_windows import TallLayout
 from fastsparse_core.ops._spmm_launch import add_transposed
+from fastsparse_core.ops._ssd_launch import slotted_ssd
 from fastsparse_core.ops.csr_to_dense import csr_to_dense
-from fastsparse_core.ops.ssd import slotted_ssd
 
 #: Where parts run; the tests, which only want to know that the calls are right, take the CPU.
 DEVICE = "cuda"

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import CBSR, Adjacency, MaxK
-from fastsparse_core.maxk_activation import aggregate_sparse
+from fastsparse_core.aggregate_sparse import (
+    aggregate_sparse,
+    aggregate_sparse_linear,
+    can_aggregate_sparse_linear,
+)
+from fastsparse_core.joint_linear import is_plain_linear
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
 from fastsparse_dgl.nn.base import scale_dtype, source_features
 from fastsparse_dgl.nn.graph_conv import FastGraphConv
@@ -107,11 +112,18 @@ class FastMaxKGraphConv(FastGraphConv):
         if not self._allow_zero_in_degree:
             self._check_in_degree(adjacency)
 
-        def transform(out: Tensor, _: CBSR) -> Tensor:
-            return torch.matmul(out, matrix) if self.bias is None else torch.addmm(self.bias, out, matrix)
-
         value = None if edge_weight is None else edge_weight.reshape(-1)
-        out = aggregate_sparse(adjacency, cbsr, transform, value, **self._scales(adjacency, cbsr.values))
+        scales = self._scales(adjacency, cbsr.values)
+        if can_aggregate_sparse_linear(adjacency, cbsr, matrix, self.bias, out_by_in=False):
+            out = aggregate_sparse_linear(
+                adjacency, cbsr, matrix, self.bias, value=value, out_by_in=False, **scales
+            )
+        else:
+
+            def transform(out: Tensor, _: CBSR) -> Tensor:
+                return torch.matmul(out, matrix) if self.bias is None else torch.addmm(self.bias, out, matrix)
+
+            out = aggregate_sparse(adjacency, cbsr, transform, value, **scales)
         return out if self._activation is None else self._activation(out)
 
 
@@ -176,7 +188,12 @@ class FastMaxKSAGEConv(FastSAGEConv):
             out = self.fc_neigh(torch.addcmul(out, destination, scale[:, None].to(out.dtype)))
             return out if self.bias is None else out + self.bias
 
-        if self._aggre_type == "mean":
+        if self._aggre_type == "mean" and self._is_one_map(adjacency, cbsr, other):
+            own, neigh = self.fc_self, self.fc_neigh
+            out = aggregate_sparse_linear(
+                adjacency, cbsr, neigh.weight, own.bias, own.weight, value, "mean", out_by_in=True
+            )
+        elif self._aggre_type == "mean":
             out = aggregate_sparse(adjacency, cbsr, transform, value, "mean")
         else:
             scale = inv_degree_with_self(adjacency, scale_dtype(cbsr.values))
@@ -184,3 +201,16 @@ class FastMaxKSAGEConv(FastSAGEConv):
         if self.activation is not None:
             out = self.activation(out)
         return out if self.norm is None else self.norm(out)
+
+    def _is_one_map(self, adjacency: Adjacency, cbsr: CBSR, other: Tensor | None) -> bool:
+        """Whether the mean layer's linear maps can be taken together with the aggregation."""
+        own, neigh = self.fc_self, self.fc_neigh
+        return (
+            other is None
+            and is_plain_linear(own)
+            and is_plain_linear(neigh)
+            and neigh.bias is None
+            and can_aggregate_sparse_linear(
+                adjacency, cbsr, neigh.weight, own.bias, own.weight, out_by_in=True
+            )
+        )

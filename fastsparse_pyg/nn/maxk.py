@@ -9,7 +9,11 @@ from torch import Tensor
 from torch_geometric.typing import OptTensor, Size
 
 from fastsparse_core import CBSR, Adjacency, MaxK
-from fastsparse_core.maxk_activation import aggregate_sparse
+from fastsparse_core.aggregate_sparse import (
+    aggregate_sparse,
+    aggregate_sparse_linear,
+    can_aggregate_sparse_linear,
+)
 from fastsparse_pyg.nn.accelerated import is_plain_linear
 from fastsparse_pyg.nn.gcn_conv import FastGCNConv, message_dtype
 from fastsparse_pyg.nn.sage_conv import FastSAGEConv
@@ -88,12 +92,23 @@ class FastMaxKGCNConv(FastGCNConv):
         adj, value, scale = self._propagation(like, edge_index, edge_weight)
         if value is not None and message_dtype(like, value) != like.dtype:
             return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
-        cbsr = _compressed(x, self.maxk)
+        cbsr, lin = _compressed(x, self.maxk), self.lin
+        if is_plain_linear(lin) and can_aggregate_sparse_linear(
+            adj, cbsr, lin.weight, self.bias, out_by_in=True
+        ):
+            return aggregate_sparse_linear(
+                adj,
+                cbsr,
+                lin.weight,
+                self.bias,
+                value=value,
+                out_by_in=True,
+                scale_dst=scale,
+                scale_src=scale,
+            )
 
         def transform(out: Tensor, _: CBSR) -> Tensor:
-            if is_plain_linear(self.lin):
-                return F.linear(out, self.lin.weight, self.bias)
-            out = self.lin(out)
+            out = lin(out)
             return out if self.bias is None else out + self.bias
 
         return aggregate_sparse(adj, cbsr, transform, value, scale_dst=scale, scale_src=scale)
@@ -150,14 +165,25 @@ class FastMaxKSAGEConv(FastSAGEConv):
         adj, value = self._resolve_pair(like, edge_index, size)
         if value is not None and not value.is_floating_point():
             value = value.to(values.dtype)
-        cbsr = _compressed(x_src, self.maxk)
+        cbsr, lin = _compressed(x_src, self.maxk), self.lin_l
+        has_root = self.root_weight and x_dst is not None
+        root = self.lin_r if has_root else None
+        if (
+            (x_dst is x_src or not has_root)
+            and is_plain_linear(lin)
+            and (root is None or (is_plain_linear(root) and root.bias is None))
+        ):
+            weights = (lin.weight, lin.bias, None if root is None else root.weight)
+            if can_aggregate_sparse_linear(adj, cbsr, *weights, out_by_in=True):
+                out = aggregate_sparse_linear(adj, cbsr, *weights, value, self._reduce(), out_by_in=True)
+                return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
         other = None if x_dst is None or x_dst is x_src else _dense(x_dst, self.maxk)
 
         def transform(out: Tensor, kept: CBSR) -> Tensor:
-            out = self.lin_l(out)
-            if not self.root_weight or x_dst is None:
+            out = lin(out)
+            if root is None:
                 return out
-            return out + self.lin_r(kept.to_dense() if other is None else other)
+            return out + root(kept.to_dense() if other is None else other)
 
         out = aggregate_sparse(adj, cbsr, transform, value, self._reduce())
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out

@@ -17,6 +17,7 @@ from fastsparse_core.ops._common import (
     check_scale,
     is_first_derivative,
     is_plain_eager,
+    product_in,
 )
 from fastsparse_core.ops._spmm_launch import grad_of_features, product
 from fastsparse_core.ops.spmm import spmm
@@ -24,8 +25,6 @@ from fastsparse_core.ops.spmm import spmm
 _PLAIN = (Parameter, Tensor)
 #: Dtypes that autocast brings to its own.
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
-#: Whether products of 16-bit matrices give float32 without a cast (torch 2.8 and later, on CUDA).
-_GIVES_FLOAT32 = "dtype" in torch.ops.aten.mm.overloads()
 
 
 def can_convolve(
@@ -207,7 +206,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             grad = spmm(how.adj.t(), grad, **scales, algorithm=how.algorithm)
     if needs_weight:
         left, right = (grad.t(), features) if how.out_by_in else (features.t(), grad)
-        grad_weight = _product(left, right, ctx.weight_dtype, once)
+        grad_weight = product_in(left, right, ctx.weight_dtype, once)
     if needs_x:
         matrix = matrix if once or ctx.weight is None else _cast_again(ctx)
         grad_x = torch.mm(grad, matrix if how.out_by_in else matrix.t())
@@ -222,9 +221,3 @@ def _cast_again(ctx: Any) -> Tensor:
             "create_graph=True, which needs it as it was"
         )
     return ctx.weight.to(ctx.how.dtype)
-
-
-def _product(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool) -> Tensor:
-    if once and left.is_cuda and dtype == torch.float32 != left.dtype and _GIVES_FLOAT32:
-        return torch.mm(left, right, out_dtype=dtype)
-    return torch.mm(left, right).to(dtype)

@@ -1,17 +1,11 @@
-"""The MaxK layers of both plugins: the activation, and aggregation that stores sparse rows alone."""
+"""MaxK as an activation module."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.formats.cbsr import CBSR
 from fastsparse_core.ops.maxk import check_k, maxk
-from fastsparse_core.ops.ssd import ssd
 
 
 class MaxK(nn.Module):
@@ -63,41 +57,3 @@ class MaxK(nn.Module):
     def extra_repr(self) -> str:
         """``k`` as the module's repr shows it."""
         return f"k={self.k}"
-
-
-def aggregate_sparse(
-    adj: Adjacency,
-    cbsr: CBSR,
-    transform: Callable[[Tensor, CBSR], Tensor],
-    value: Tensor | None = None,
-    reduce: str = "sum",
-    *,
-    scale_dst: Tensor | None = None,
-    scale_src: Tensor | None = None,
-) -> Tensor:
-    """``transform(ssd(adj, cbsr, ...), cbsr)``, of which autograd stores ``cbsr`` and ``value`` alone.
-
-    A linear map after the aggregation would store its dense input for its weight's gradient. Here the
-    backward pass aggregates the sparse rows once more instead.
-
-    Args:
-        adj: structure (num_dst, num_src).
-        cbsr: sparse features (num_src, D).
-        transform: from the aggregated features (num_dst, D), and sparse features with the values that its
-            gradient must go to, to the result. It must not draw random numbers.
-        value: edge values, see :func:`fastsparse_core.ssd`.
-        reduce: ``"sum"`` or ``"mean"``.
-        scale_dst: constant (num_dst,).
-        scale_src: constant (num_src,).
-    """
-
-    def run(values: Tensor, value: Tensor | None) -> Tensor:
-        kept = CBSR(values, cbsr.ids, cbsr.width)
-        out = ssd(adj, kept, value, reduce, scale_dst=scale_dst, scale_src=scale_src)
-        return transform(out, kept)
-
-    # A compiler decides for itself what it stores.
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return run(cbsr.values, value)
-    result: Tensor = checkpoint(run, cbsr.values, value, use_reentrant=False, preserve_rng_state=False)
-    return result

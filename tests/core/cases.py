@@ -121,3 +121,19 @@ def as_vectors(adj: Adjacency, edges: Tensor) -> Tensor:
             vector += mask != 0
     assert vector == bsb.num_vectors
     return out.to(device)
+
+
+def saved_bytes(run, *parameters: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A result and the bytes that autograd stores for it, those of parameters aside."""
+    held = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    sizes = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in held:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = run()
+    return out, sum(sizes.values())

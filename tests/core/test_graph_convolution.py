@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastsparse_core import Adjacency, choose, reference, spmm
-from fastsparse_core.graph_convolution import _GIVES_FLOAT32, can_convolve, graph_convolution
+from fastsparse_core.graph_convolution import can_convolve, graph_convolution
+from fastsparse_core.ops._common import _GIVES_FLOAT32
 
 NUM_DST, NUM_SRC = 90, 120
 

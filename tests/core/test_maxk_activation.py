@@ -1,30 +1,13 @@
-"""The MaxK module, and aggregation that stores sparse rows alone."""
+"""The MaxK module."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from cases import TOLERANCE, features, relative_error
+from cases import saved_bytes
 from torch import nn
 
-from fastsparse_core import CBSR, Adjacency, MaxK, reference, spmm
-from fastsparse_core.maxk_activation import aggregate_sparse
-
-
-def saved_bytes(run, *parameters: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A result and the bytes that autograd stores for it, those of parameters aside."""
-    held = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    sizes = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in held:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = run()
-    return out, sum(sizes.values())
+from fastsparse_core import CBSR, MaxK, reference
 
 
 @pytest.mark.parametrize("shape", [(7, 20), (20,), (3, 4, 20), (0, 20)])
@@ -80,34 +63,3 @@ def test_bad_input():
         MaxK(1)(torch.tensor(1.0))
     with pytest.raises(TypeError, match=r"got torch.int64"):
         MaxK(1)(torch.ones(2, 4, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("reduce", ["sum", "mean"])
-@pytest.mark.parametrize("valued", [False, True])
-def test_aggregate_sparse_equals_dense_aggregation(device, reduce, valued):
-    generator = torch.Generator().manual_seed(0)
-    row, col = (torch.randint(0, n, (200,), generator=generator).to(device) for n in (20, 30))
-    adj = Adjacency.from_coo(row, col, (20, 30))
-    x = features(30, 256, torch.float32, "contiguous", device).requires_grad_()
-    weight = features(256, 8, torch.float32, "contiguous", device, 1).requires_grad_()
-    value = torch.rand(200, device=device, requires_grad=True) if valued else None
-    scale = torch.rand(30, device=device)
-    out, stored = saved_bytes(
-        lambda: aggregate_sparse(
-            adj, MaxK(32).compress(x), lambda out, _: out @ weight, value, reduce, scale_src=scale
-        ),
-        weight,
-        *([value] if valued else []),
-    )
-    if device == "cpu":  # 4 bytes of each value and 1 of its column
-        assert stored == 30 * 32 * 5
-    expected = spmm(adj, MaxK(32)(x), value, reduce, scale_src=scale) @ weight
-    assert relative_error(out, expected) <= TOLERANCE[torch.float32]
-    upstream = torch.randn_like(out)
-    inputs = [x, weight, *([value] if valued else [])]
-    for got, wanted in zip(
-        torch.autograd.grad(out, inputs, upstream),
-        torch.autograd.grad(expected, inputs, upstream),
-        strict=True,
-    ):
-        assert relative_error(got, wanted) <= TOLERANCE[torch.float32]

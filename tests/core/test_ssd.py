@@ -15,7 +15,7 @@ from fastsparse_core import CBSR, Adjacency, algorithms, choose, maxk, reference
 from fastsparse_core.choose import bounds
 from fastsparse_core.choose import ssd as ssd_rules
 from fastsparse_core.formats.row_split import LONG, LONGEST, shared_group_share
-from fastsparse_core.ops.ssd import slotted_ssd
+from fastsparse_core.ops._ssd_launch import slotted_ssd
 
 ALGORITHMS = ("decoupled", "maxk", "densify")
 #: On both sides of the id types, of four features a lane, of the buffers, and of the tiles of wide rows.

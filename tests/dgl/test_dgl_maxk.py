@@ -142,6 +142,17 @@ def test_takes_sparse_features_and_an_adjacency(family, graph, device):
     torch.testing.assert_close(fast.to(device)(adjacency, kept).cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["fc_self", "fc_neigh"])
+def test_hooks_of_the_linear_layers_run(name, device):
+    """Then the linear maps are not taken together with the aggregation; results stay."""
+    graph = homogeneous()
+    fast, reference = layers("sage", 7, 4, "mean")
+    seen = []
+    getattr(fast, name).register_forward_hook(lambda _, inputs, out: seen.append(out.shape))
+    check_parity((fast, reference), graph, features(graph, 7), device)
+    assert seen[0] == (graph.num_nodes(), 4)
+
+
 def test_dropout_is_of_the_kept_entries():
     graph = homogeneous()
     layer = FastMaxKSAGEConv(7, 4, "mean", K, feat_drop=0.5)

@@ -151,6 +151,18 @@ def test_sparse_features_where_the_original_runs(family):
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("name", ["lin_l", "lin_r", "lin"])
+def test_hooks_of_the_linear_layers_run(device, name):
+    """Then the linear maps are not taken together with the aggregation; results stay."""
+    edge_index = random_graph(device=device)
+    reference, layer = pair("gcn" if name == "lin" else "sage", 8, 4, device)
+    seen = []
+    getattr(layer, name).register_forward_hook(lambda _, inputs, out: seen.append(out.shape))
+    x = torch.randn(40, 8, device=device, requires_grad=True)
+    same(reference, layer, lambda conv: conv(x, edge_index), [x])
+    assert seen[0] == (40, 4)
+
+
 def test_batched_features(device):
     edge_index = random_graph(device=device)
     reference, layer = pair("gcn", 8, 4, device)

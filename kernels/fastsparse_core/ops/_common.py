@@ -21,6 +21,10 @@ library = torch.library.Library("fastsparse", "DEF")
 DTYPE_CODE = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
+#: Whether products of 16-bit matrices give float32 without a cast (torch 2.8 and later, on CUDA).
+_GIVES_FLOAT32 = "dtype" in torch.ops.aten.mm.overloads()
+
+
 def below_autograd() -> Any:
     """Context in which operators run their kernels, not their autograd formulas."""
     return torch._C._AutoDispatchBelowAutograd()
@@ -79,6 +83,20 @@ def is_first_derivative(grad: Tensor) -> bool:
     A second derivative, which ``create_graph=True`` asks for, goes through the operators' own formulas.
     """
     return is_plain_eager(grad) and not torch.is_grad_enabled()
+
+
+def product_in(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool = True) -> Tensor:
+    """The product of two matrices in a dtype that need not be theirs, as a weight's gradient under autocast.
+
+    Args:
+        left: matrix.
+        right: matrix of its dtype.
+        dtype: of the result.
+        once: whether nobody asks for the product's own gradient.
+    """
+    if once and left.is_cuda and dtype == torch.float32 != left.dtype and _GIVES_FLOAT32:
+        return torch.mm(left, right, out_dtype=dtype)
+    return torch.mm(left, right).to(dtype)
 
 
 def is_partitioned(adj: Adjacency) -> TypeGuard[Any]:

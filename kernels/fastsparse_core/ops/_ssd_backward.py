@@ -36,7 +36,7 @@ ssd_value_grad_op = torch.ops.fastsparse.ssd_value_grad.default
 _logger = logging.getLogger("fastsparse_core")
 
 
-def _ssd_backward(
+def grad_of_values(
     grad: Tensor,
     ids: Tensor,
     value: Tensor | None,
@@ -204,7 +204,7 @@ def _launch_rows(
     )
 
 
-def _ssd_value_grad(
+def grad_of_edge_values(
     grad: Tensor,
     values: Tensor,
     ids: Tensor,
@@ -288,7 +288,7 @@ def _ssd_value_grad_fake(
 
 
 for _key in ("CPU", "CUDA"):
-    library.impl("ssd_backward", _ssd_backward, _key)
-    library.impl("ssd_value_grad", _ssd_value_grad, _key)
+    library.impl("ssd_backward", grad_of_values, _key)
+    library.impl("ssd_value_grad", grad_of_edge_values, _key)
 torch.library.register_fake("fastsparse::ssd_backward", _ssd_backward_fake, lib=library)
 torch.library.register_fake("fastsparse::ssd_value_grad", _ssd_value_grad_fake, lib=library)

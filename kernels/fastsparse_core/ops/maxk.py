@@ -13,6 +13,7 @@ from fastsparse_core.formats.cbsr import CBSR, ids_dtype
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
     below_autograd,
+    is_first_derivative,
     is_plain_eager,
     library,
     register_autograd,
@@ -109,7 +110,8 @@ def _maxk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, ids
 
 
-def _cbsr_to_dense(values: Tensor, ids: Tensor, width: int) -> Tensor:
+def write_out(values: Tensor, ids: Tensor, width: int) -> Tensor:
+    """Dense rows (n, width) of kept entries, below PyTorch's dispatcher."""
     values, ids = values.contiguous(), ids.contiguous()
     num_rows, k = values.shape
     out = values.new_empty(num_rows, width)
@@ -129,7 +131,8 @@ def _cbsr_to_dense(values: Tensor, ids: Tensor, width: int) -> Tensor:
     return out
 
 
-def _cbsr_gather(dense: Tensor, ids: Tensor) -> Tensor:
+def gather(dense: Tensor, ids: Tensor) -> Tensor:
+    """The kept columns of dense rows, (n, k), below PyTorch's dispatcher."""
     dense, ids = unit_stride(dense), ids.contiguous()
     num_rows, width = dense.shape
     k = ids.size(1)
@@ -169,6 +172,8 @@ class _MaxK(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
+        if is_first_derivative(grad):
+            return write_out(grad, ids, ctx.width), None
         return torch.ops.fastsparse.cbsr_to_dense.default(grad, ids, ctx.width), None
 
 
@@ -217,8 +222,8 @@ def _cbsr_gather_fake(dense: Tensor, ids: Tensor) -> Tensor:
 
 for _key in ("CPU", "CUDA"):
     library.impl("maxk", _maxk, _key)
-    library.impl("cbsr_to_dense", _cbsr_to_dense, _key)
-    library.impl("cbsr_gather", _cbsr_gather, _key)
+    library.impl("cbsr_to_dense", write_out, _key)
+    library.impl("cbsr_gather", gather, _key)
 torch.library.register_fake("fastsparse::maxk", _maxk_fake, lib=library)
 torch.library.register_fake("fastsparse::cbsr_to_dense", _cbsr_to_dense_fake, lib=library)
 torch.library.register_fake("fastsparse::cbsr_gather", _cbsr_gather_fake, lib=library)

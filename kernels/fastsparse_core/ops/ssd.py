@@ -8,14 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastsparse_core import _C, choose
+from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency
-from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.cbsr import CBSR, ids_dtype
 from fastsparse_core.ops._common import (
-    DTYPE_CODE,
     accumulation_dtype,
-    address,
     autocast,
     below_autograd,
     check_bias,
@@ -26,10 +23,10 @@ from fastsparse_core.ops._common import (
     keep_alive,
     library,
     register_autograd,
-    structure,
     widened_value,
 )
 from fastsparse_core.ops._ssd_backward import ssd_backward_op, ssd_value_grad_op
+from fastsparse_core.ops._ssd_launch import product
 
 library.define(
     "ssd(Tensor values, Tensor ids, SymInt width, Tensor? value, Tensor? scale_dst, Tensor? scale_src, "
@@ -94,23 +91,11 @@ def ssd(
         [[0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
     """
     algorithm = choose.requested("ssd", algorithm)
-    _check_cbsr(cbsr, adj)
-    values, bias = autocast(cbsr.values, bias)
-    assert values is not None
-    if value is not None:
-        check_value(value, values, "cbsr")
-        if value.shape != (adj.num_values,):
-            raise ValueError(f"value: expected shape ({adj.num_values},), got {tuple(value.shape)}")
-        value = widened_value(value, values)
-    scale_dst = check_scale("scale_dst", scale_dst, adj.num_dst, values)
-    scale_src = check_scale("scale_src", scale_src, adj.num_src, values)
+    values, value, scale_dst, scale_src = operands(adj, cbsr, value, reduce, scale_dst, scale_src)
     if bias is not None:
+        (bias,) = autocast(bias)
+        assert bias is not None
         bias = check_bias(bias, values, cbsr.width, "cbsr").to(values.dtype)
-    if reduce == "mean":
-        mean = adj.inv_degree(accumulation_dtype(values.dtype))
-        scale_dst = mean if scale_dst is None else scale_dst * mean
-    elif reduce != "sum":
-        raise ValueError(f"reduce: expected 'sum' or 'mean', got {reduce!r}")
     arguments = (values, cbsr.ids, cbsr.width, value, scale_dst, scale_src, bias)
     place = (adj.num_dst, adj.handle, False, algorithm)
     if not is_plain_eager(values):
@@ -119,7 +104,39 @@ def ssd(
         tensor is not None and tensor.requires_grad for tensor in (values, value, bias)
     ):
         return _Ssd.apply(*arguments, *place)
-    return _ssd(*arguments, *place)
+    return product(*arguments, *place)
+
+
+def operands(
+    adj: Adjacency,
+    cbsr: CBSR,
+    value: Tensor | None,
+    reduce: str,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The arguments of :func:`ssd`, checked, as its kernels take them: values, edge values and both scales.
+
+    Raises:
+        TypeError: a dtype is not supported, or ``cbsr`` is no CBSR.
+        ValueError: a size, device or option does not fit.
+    """
+    _check_cbsr(cbsr, adj)
+    (values,) = autocast(cbsr.values)
+    assert values is not None
+    if value is not None:
+        check_value(value, values, "cbsr")
+        if value.shape != (adj.num_values,):
+            raise ValueError(f"value: expected shape ({adj.num_values},), got {tuple(value.shape)}")
+        value = widened_value(value, values)
+    scale_dst = check_scale("scale_dst", scale_dst, adj.num_dst, values)
+    scale_src = check_scale("scale_src", scale_src, adj.num_src, values)
+    if reduce == "mean":
+        mean = adj.inv_degree(accumulation_dtype(values.dtype))
+        scale_dst = mean if scale_dst is None else scale_dst * mean
+    elif reduce != "sum":
+        raise ValueError(f"reduce: expected 'sum' or 'mean', got {reduce!r}")
+    return values, value, scale_dst, scale_src
 
 
 def _check_cbsr(cbsr: CBSR, adj: Adjacency) -> None:
@@ -138,131 +155,6 @@ def _check_cbsr(cbsr: CBSR, adj: Adjacency) -> None:
         raise ValueError(f"cbsr: expected k from 1 to the width {cbsr.width}, got {cbsr.k}")
     if cbsr.ids.device != cbsr.device:
         raise ValueError(f"cbsr: expected ids on {cbsr.device} like the values, got {cbsr.ids.device}")
-
-
-def _ssd(
-    values: Tensor,
-    ids: Tensor,
-    width: int,
-    value: Tensor | None,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    bias: Tensor | None,
-    num_dst: int,
-    adjacency: int,
-    transpose: bool,
-    algorithm: str,
-) -> Tensor:
-    adj = structure(adjacency, transpose)
-    values, ids = values.contiguous(), ids.contiguous()
-    out = values.new_empty(num_dst, width)
-    if out.numel() == 0:
-        return out
-    if value is not None:
-        value = value.contiguous()
-    if bias is not None:
-        bias = bias.contiguous()
-    chosen = choose.ssd_algorithm(
-        algorithm,
-        values.device,
-        values.dtype,
-        values.size(1),
-        width,
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    if chosen == "densify":
-        with below_autograd():
-            dense = torch.ops.fastsparse.cbsr_to_dense.default(values, ids, width)
-            return torch.ops.fastsparse.spmm.default(
-                dense, value, scale_dst, scale_src, bias, num_dst, adjacency, transpose, "auto", False
-            )
-    if chosen == "maxk":
-        total = slotted_ssd(
-            adj, values, ids, width, value, scale_src, slots=1, update_mode=False, coupled=True
-        )
-        total = total if scale_dst is None else total * scale_dst[:, None]
-        return (total if bias is None else total + bias).to(values.dtype)
-    index = device_index(values.device)
-    longest = choose.edge_group_length(adj.num_edges, adj.num_dst)
-    groups = adj.edge_groups(longest) if index >= 0 else None
-    partial = None
-    if groups is not None and groups.num_slots:
-        partial = values.new_empty(groups.num_slots, width, dtype=accumulation_dtype(values.dtype))
-    packed = None
-    if index >= 0 and choose.packs_ssd_rows(adj, values.dtype, values.size(1), width):
-        packed = ids.new_empty(ids.shape, dtype=torch.int32)
-    _C.ssd(
-        adj.edge_group_structure(longest),
-        DTYPE_CODE[values.dtype],
-        width,
-        values.size(1),
-        values.data_ptr(),
-        ids.data_ptr(),
-        address(value),
-        0 if value is None else DTYPE_CODE[value.dtype],
-        address(scale_dst),
-        address(scale_src),
-        address(bias),
-        out.data_ptr(),
-        address(partial),
-        address(packed),
-        0 if groups is None else groups.longest,
-        *((0, False) if groups is None else choose.long_edge_groups(groups, adj.num_edges, values.size(1))),
-        index,
-        queue(index),
-    )
-    return out
-
-
-def slotted_ssd(
-    adj: Adjacency,
-    values: Tensor,
-    ids: Tensor,
-    width: int,
-    value: Tensor | None = None,
-    scale_src: Tensor | None = None,
-    *,
-    slots: int = 2,
-    update_mode: bool = True,
-    coupled: bool = False,
-) -> Tensor:
-    """The papers' own dataflows with float sums, on CUDA: what ``"decoupled"`` is measured against.
-
-    Args:
-        adj: structure (num_dst, num_src).
-        values: (num_src, k) float32, float16 or bfloat16, contiguous.
-        ids: (num_src, k) their columns, contiguous.
-        width: number of columns, at most 1024.
-        value: (num_values,) contiguous or None.
-        scale_src: (num_src,) float32 or None.
-        slots: edge groups that a warp sums at once, a buffer in shared memory for each: a power of two up to
-            32 ("Decoupled SSD", section IV-B).
-        update_mode: rows that one group has are stored, without atomics (section IV-C).
-        coupled: blocks wait for all their groups before they update, as MaxK-GNN's do.
-
-    Returns:
-        float32 (num_dst, width).
-    """
-    total = torch.zeros(adj.num_dst, width, device=values.device)
-    index = device_index(values.device)
-    _C.ssd_slots(
-        adj.edge_group_structure(choose.SHORT_EDGE_GROUP),
-        DTYPE_CODE[values.dtype],
-        width,
-        values.size(1),
-        values.data_ptr(),
-        ids.data_ptr(),
-        address(value),
-        0 if value is None else DTYPE_CODE[value.dtype],
-        address(scale_src),
-        total.data_ptr(),
-        slots,
-        update_mode,
-        coupled,
-        index,
-        queue(index),
-    )
-    return total
 
 
 class _Ssd(torch.autograd.Function):
@@ -289,7 +181,7 @@ class _Ssd(torch.autograd.Function):
         place = (num_dst, adjacency, transpose, algorithm)
         ctx.save_for_backward(values if value is not None else None, ids, value, scale_dst, scale_src)
         if is_plain_eager(values):
-            return _ssd(*arguments, *place)
+            return product(*arguments, *place)
         with below_autograd():
             return _ssd_op(*arguments, *place)
 
@@ -327,6 +219,6 @@ def _ssd_fake(
 
 
 for _key in ("CPU", "CUDA"):
-    library.impl("ssd", _ssd, _key)
+    library.impl("ssd", product, _key)
 torch.library.register_fake("fastsparse::ssd", _ssd_fake, lib=library)
 register_autograd("ssd", _Ssd)

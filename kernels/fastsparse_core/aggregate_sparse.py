@@ -1,0 +1,273 @@
+"""Aggregation of MaxK's sparse rows with what follows it, of which autograd stores sparse rows alone.
+
+A linear map after the aggregation would store its dense input for its weight's gradient. Here the backward
+pass aggregates the sparse rows once more instead, which takes k of D entries per edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
+from torch.utils.checkpoint import checkpoint
+
+from fastsparse_core import choose
+from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.formats.cbsr import CBSR
+from fastsparse_core.ops import _ssd_launch
+from fastsparse_core.ops._common import DTYPE_CODE, autocast_dtype, is_plain_eager, product_in
+from fastsparse_core.ops._ssd_backward import grad_of_edge_values, grad_of_values
+from fastsparse_core.ops.maxk import gather, write_out
+from fastsparse_core.ops.ssd import operands, ssd
+
+_PLAIN = (Parameter, Tensor)
+#: Dtypes that autocast brings to its own.
+_CAST = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def aggregate_sparse(
+    adj: Adjacency,
+    cbsr: CBSR,
+    transform: Callable[[Tensor, CBSR], Tensor],
+    value: Tensor | None = None,
+    reduce: str = "sum",
+    *,
+    scale_dst: Tensor | None = None,
+    scale_src: Tensor | None = None,
+) -> Tensor:
+    """``transform(ssd(adj, cbsr, ...), cbsr)``, of which autograd stores ``cbsr`` and ``value`` alone.
+
+    For any map. Where it is linear, :func:`aggregate_sparse_linear` costs the host less.
+
+    Args:
+        adj: structure (num_dst, num_src).
+        cbsr: sparse features (num_src, D).
+        transform: from the aggregated features (num_dst, D), and sparse features with the values that its
+            gradient must go to, to the result. It must not draw random numbers.
+        value: edge values, see :func:`fastsparse_core.ssd`.
+        reduce: ``"sum"`` or ``"mean"``.
+        scale_dst: constant (num_dst,).
+        scale_src: constant (num_src,).
+    """
+
+    def run(values: Tensor, value: Tensor | None) -> Tensor:
+        kept = CBSR(values, cbsr.ids, cbsr.width)
+        out = ssd(adj, kept, value, reduce, scale_dst=scale_dst, scale_src=scale_src)
+        return transform(out, kept)
+
+    # A compiler decides for itself what it stores.
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return run(cbsr.values, value)
+    result: Tensor = checkpoint(run, cbsr.values, value, use_reentrant=False, preserve_rng_state=False)
+    return result
+
+
+def can_aggregate_sparse_linear(
+    adj: Adjacency,
+    cbsr: CBSR,
+    weight: Tensor,
+    bias: Tensor | None,
+    root_weight: Tensor | None = None,
+    *,
+    out_by_in: bool,
+) -> bool:
+    """Whether :func:`aggregate_sparse_linear` serves a call: plain matrices, nothing being traced.
+
+    Args:
+        adj: structure.
+        cbsr: sparse features of the sources.
+        weight: of the aggregated neighbours.
+        bias: of the result, or None.
+        root_weight: of the destinations, which are the first sources; or None.
+        out_by_in: as for :func:`aggregate_sparse_linear`.
+    """
+    values, device = cbsr.values, cbsr.values.device
+    if not (
+        is_plain_eager(values)
+        and not adj.is_partitioned
+        and type(weight) in _PLAIN
+        and weight.dim() == 2
+        and weight.shape[1 if out_by_in else 0] == cbsr.width
+        and device == adj.device
+    ):
+        return False
+    if root_weight is not None and not (root_weight.shape == weight.shape and adj.num_dst <= adj.num_src):
+        return False
+    if bias is not None and bias.shape != (weight.shape[0 if out_by_in else 1],):
+        return False
+    parameters = [parameter for parameter in (weight, bias, root_weight) if parameter is not None]
+    if any(
+        type(parameter) not in _PLAIN or parameter.dtype != weight.dtype or parameter.device != device
+        for parameter in parameters
+    ):
+        return False
+    if autocast_dtype(values) is None:
+        return values.dtype == weight.dtype and values.dtype in DTYPE_CODE
+    return values.dtype in _CAST and weight.dtype in _CAST
+
+
+class _Aggregation(NamedTuple):
+    """What an aggregation of sparse rows with a linear map is, besides its tensors with gradients."""
+
+    adj: Adjacency
+    ids: Tensor
+    width: int
+    scale_dst: Tensor | None
+    scale_src: Tensor | None
+    out_by_in: bool
+    algorithm: str
+
+    def sums(self, values: Tensor, value: Tensor | None) -> Tensor:
+        """The aggregated rows (num_dst, width)."""
+        adj = self.adj
+        scales = (self.scale_dst, self.scale_src)
+        return _ssd_launch.product(
+            values, self.ids, self.width, value, *scales, None, adj.num_dst, adj.handle, False, self.algorithm
+        )
+
+    def roots(self, values: Tensor) -> Tensor:
+        """The destinations' own rows (num_dst, width)."""
+        num_dst = self.adj.num_dst
+        return write_out(values[:num_dst], self.ids[:num_dst], self.width)
+
+    def by_in(self, weight: Tensor) -> Tensor:
+        """A weight as (in width, out width)."""
+        return weight.t() if self.out_by_in else weight
+
+
+def aggregate_sparse_linear(
+    adj: Adjacency,
+    cbsr: CBSR,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    root_weight: Tensor | None = None,
+    value: Tensor | None = None,
+    reduce: str = "sum",
+    *,
+    out_by_in: bool,
+    scale_dst: Tensor | None = None,
+    scale_src: Tensor | None = None,
+) -> Tensor:
+    r"""Aggregates the neighbours' sparse rows and transforms them and, where asked, the node's own.
+
+    .. math::
+        \mathbf{y}_i = \mathbf{W} \, s_i \bigoplus_{j \in \mathcal{N}(i)} v_{ij} \, t_j \, \mathbf{x}_j
+        + \mathbf{W}_r \mathbf{x}_i + \mathbf{b}
+
+    with :math:`\mathbf{X}` = ``cbsr.to_dense()``. Equal to :func:`fastsparse_core.ssd` and linear maps up to
+    rounding, under autocast too, as one node of autograd's graph that stores ``cbsr`` and ``value``.
+
+    Args:
+        adj: structure (num_dst, num_src).
+        cbsr: sparse features (num_src, in width), as `can_aggregate_sparse_linear` asks for.
+        weight: :math:`\mathbf{W}`, (out width, in width) or (in width, out width).
+        bias: :math:`\mathbf{b}`, (out width,) or None.
+        root_weight: :math:`\mathbf{W}_r`, shaped as ``weight``, or None: without the node's own row.
+        value: edge values, see :func:`fastsparse_core.ssd`.
+        reduce: ``"sum"`` or ``"mean"``.
+        out_by_in: whether weights are (out width, in width).
+        scale_dst: constant :math:`s`, (num_dst,); None: 1.
+        scale_src: constant :math:`t`, (num_src,); None: 1.
+
+    Returns:
+        (num_dst, out width), in the autocast dtype where that is on; differentiable once.
+    """
+    algorithm = choose.requested("ssd", "auto")
+    values, value, scale_dst, scale_src = operands(adj, cbsr, value, reduce, scale_dst, scale_src)
+    how = _Aggregation(adj, cbsr.ids, cbsr.width, scale_dst, scale_src, out_by_in, algorithm)
+    if not torch.is_grad_enabled():
+        return _aggregate(how, values, value, weight, bias, root_weight)[0]
+    return _AggregateSparseLinear.apply(values, value, weight, bias, root_weight, how)
+
+
+def _aggregate(
+    how: _Aggregation,
+    values: Tensor,
+    value: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    root_weight: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The result, and the weights as they were multiplied."""
+    dtype = values.dtype
+    weight = weight.to(dtype)
+    sums, by_in = how.sums(values, value), how.by_in(weight)
+    out = torch.mm(sums, by_in) if bias is None else torch.addmm(bias.to(dtype), sums, by_in)
+    if root_weight is not None:
+        root_weight = root_weight.to(dtype)
+        out.addmm_(how.roots(values), how.by_in(root_weight))
+    return out, weight, root_weight
+
+
+class _AggregateSparseLinear(torch.autograd.Function):
+    """dV = what dY W sums up to in the kept columns, dW = dY^T (A X), db = sum of dY; the same for W_r."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        value: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        root_weight: Tensor | None,
+        how: _Aggregation,
+    ) -> Tensor:
+        out, matrix, root_matrix = _aggregate(how, values, value, weight, bias, root_weight)
+        ctx.how = how
+        ctx.dtypes = tuple(None if given is None else given.dtype for given in (value, weight, bias))
+        # What no gradient needs may be written before the backward pass, as with separate operators.
+        needs_values, needs_value, needs_weight, _, needs_root = ctx.needs_input_grad[:5]
+        ctx.save_for_backward(
+            values if needs_value or needs_weight or needs_root else None,
+            value,
+            matrix if needs_values or needs_value else None,
+            root_matrix if needs_values else None,
+        )
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if autocast_dtype(grad) is None:
+            return (*_gradients(ctx, grad), None)
+        with torch.autocast(grad.device.type, enabled=False):  # the forward pass has decided every dtype
+            return (*_gradients(ctx, grad), None)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    how, (values, value, matrix, root_matrix) = ctx.how, ctx.saved_tensors
+    needs_values, needs_value, needs_weight, needs_bias, needs_root = ctx.needs_input_grad[:5]
+    value_dtype, weight_dtype, bias_dtype = ctx.dtypes
+    scales, place = (how.scale_dst, how.scale_src), (how.adj.handle, False)
+    num_dst = how.adj.num_dst
+    grad_values = grad_value = grad_weight = grad_root = None
+    if needs_values or needs_value:
+        grad_sums = torch.mm(grad, how.by_in(matrix).t())
+        if needs_values:
+            grad_values = grad_of_values(grad_sums, how.ids, value, *scales, *place)
+            if root_matrix is not None:
+                grad_roots = torch.mm(grad, how.by_in(root_matrix).t())
+                grad_values[:num_dst] += gather(grad_roots, how.ids[:num_dst])
+        if needs_value:
+            grad_value = grad_of_edge_values(grad_sums, values, how.ids, *scales, value.size(0), *place)
+            grad_value = grad_value.to(value_dtype)
+    if needs_weight:
+        grad_weight = _weight_gradient(how, how.sums(values, value), grad, weight_dtype)
+    if needs_root:
+        grad_root = _weight_gradient(how, how.roots(values), grad, weight_dtype)
+    return (
+        grad_values,
+        grad_value,
+        grad_weight,
+        grad.sum(0, dtype=bias_dtype) if needs_bias else None,
+        grad_root,
+    )
+
+
+def _weight_gradient(how: _Aggregation, rows: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    left, right = (grad.t(), rows) if how.out_by_in else (rows.t(), grad)
+    return product_in(left, right, dtype)
