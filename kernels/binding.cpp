@@ -8,6 +8,7 @@
 #include <cuda_runtime_api.h>
 #endif
 
+#include "fastsparse/group_rows.h"
 #include "fastsparse/launchers.h"
 
 namespace py = pybind11;
@@ -784,6 +785,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("compress_scratch_bytes", &compress_scratch_bytes);
   m.def("compress", &compress);
   m.def("inspect", &inspect);
+  m.attr("HASHES") = kHashes;
+  m.attr("KEY_BITS") = kKeyBits;
   m.def("row_signatures", &row_signatures);
   m.def("similar_rows", &similar_rows);
   m.def("link_rows", &link_rows);

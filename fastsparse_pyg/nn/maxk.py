@@ -93,8 +93,10 @@ class FastMaxKGCNConv(FastGCNConv):
         if value is not None and message_dtype(like, value) != like.dtype:
             return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
         cbsr, lin = _compressed(x, self.maxk), self.lin
-        if is_plain_linear(lin) and can_aggregate_sparse_linear(
-            adj, cbsr, lin.weight, self.bias, out_by_in=True
+        if (
+            is_plain_linear(lin)
+            and lin.bias is None
+            and can_aggregate_sparse_linear(adj, cbsr, lin.weight, self.bias, out_by_in=True)
         ):
             return aggregate_sparse_linear(
                 adj,

@@ -7,6 +7,9 @@
 // each. Within a block every warp takes as many entries as any other, wherever rows begin and end: a row that
 // several warps share is open at the end of the first, which after a barrier adds what the others carry, in
 // order: the same bits every time, no atomics. choose.spmm_resident says where a tile fits.
+//
+// Small matrices take less time for their products than for what comes before: so 64-bit divisions are left
+// to the host, and entries are read 128 at a time, ahead, into shared memory.
 
 #include <cuda_pipeline.h>
 
@@ -23,12 +26,19 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kPieces = 16;  // of 16 bytes of a row of x
-// Entries that lanes of a warp read together, and those of them that are gathered before the first is summed.
+// Entries that are added in one call, and those of them that are gathered before the first is summed.
 constexpr int kBatch = 32;
 constexpr int kHalf = 16;
+constexpr int kStage = 128;  // entries of a warp in shared memory
 // In entries, what the end of a row costs, and loading a row of the tile.
 constexpr int kRowCost = 16;
 constexpr int kSourceCost = 4;
+
+// An entry in shared memory: the place of its source's piece 0 in the tile, and its weight.
+struct alignas(8) Entry {
+  int row;
+  float weight;
+};
 
 // Sums on CUDA cores: one half of a warp takes even entries, the other odd ones; lane = 16 half + piece.
 template <typename T>
@@ -168,38 +178,61 @@ struct TensorCores {
 
 // A place between two entries: `entry` is in `row`, or is its first.
 struct Cut {
-  std::int64_t row, entry;
+  int row, entry;
 };
 
-// Places that cut rows and entries into `parts` of about equal work, for this warp's part and its block's:
-// lanes 8 i to 8 i + 7 find cut i of {part, part + 1, block's first part, next block's}. Blocks begin with a
-// row, warps with a row or a multiple of a batch within it. 64 probes at a time: two steps for 4096 rows.
-__device__ __forceinline__ void find_cuts(const CsrView& a, std::int64_t part, std::int64_t block_parts,
-                                          std::int64_t parts, Cut& begin, Cut& end, std::int64_t& row_begin) {
-  constexpr int kProbes = 8, kLanes = 8;
-  const int lane = threadIdx.x % kWarp, which = lane / kLanes;
-  const std::int64_t block_first = part / block_parts * block_parts;
-  const std::int64_t mine = which < 2 ? part + which : block_first + (which - 2) * block_parts;
-  const std::int64_t target = (a.num_edges + a.num_rows * kRowCost) * mine / parts;
-  // The last row of which entries and ends before it cost at most `target`.
-  std::int64_t row = 0;
-  for (std::int64_t size = a.num_rows; size > 0;) {
-    const std::int64_t step = (size + kProbes * kLanes - 1) / (kProbes * kLanes);
-    int below = 0;
+// How rows and entries are shared out, worked out on the host: 64-bit divisions take a block longer than its
+// tile.
+struct Partition {
+  int work, more;     // of a warp, in entries; one more for the first `more` warps
+  int rows, entries;  // of a block, about
+  int sample_step;    // rows from one of the sample to the next
+  int last_sample;
+
+  // What the warps before a warp do.
+  __device__ __forceinline__ int before(int warp) const { return warp * work + min(warp, more); }
+};
+
+// The last row of which entries and ends before it cost at most `target`; eight neighbouring lanes have one
+// target. `sample` has the costs before every sample_step-th row.
+__device__ __forceinline__ int find_row(const CsrView& a, const Partition& partition, const int* sample,
+                                        int target) {
+  constexpr int kLanes = 8;
+  const int lane = threadIdx.x % kWarp, which = lane / kLanes, probe = lane % kLanes + 1;
+  const auto how_many = [&](bool fits) {
+    return __popc(__ballot_sync(kFullWarp, fits) >> (which * kLanes) & ((1u << kLanes) - 1));
+  };
+  int at = 0;
 #pragma unroll
-    for (int p = 0; p < kProbes; ++p) {
-      const std::int64_t probe = row + (p * kLanes + lane % kLanes + 1) * step;
-      const bool fits = probe <= a.num_rows && __ldg(a.rowptr + probe) + probe * kRowCost <= target;
-      below += __popc(__ballot_sync(kFullWarp, fits) >> (which * kLanes) & 0xff);
-    }
-    row += below * step;
+  for (int step = kThreads / kLanes; step > 0; step /= kLanes) {
+    const int place = at + probe * step;
+    at += how_many(place <= partition.last_sample && sample[place] <= target) * step;
+  }
+  int row = at * partition.sample_step;
+  for (int size = partition.sample_step - 1; size > 0;) {
+    const int step = (size + kLanes - 1) / kLanes;
+    const std::int64_t place = row + static_cast<std::int64_t>(probe) * step;
+    row += how_many(place <= a.num_rows && __ldg(a.rowptr + place) + place * kRowCost <= target) * step;
     size = step - 1;
   }
-  const std::int64_t first = __ldg(a.rowptr + row);
-  const std::int64_t last = row < a.num_rows ? __ldg(a.rowptr + row + 1) : first;
+  return row;
+}
+
+// Where this warp's part of the work begins and ends, and the first entry of its first row. Blocks begin with
+// a row, warps with a row or a multiple of a batch within it. Lanes 8 i to 8 i + 7 find cut i of {this warp,
+// the next one, block's first warp, next block's}.
+__device__ __forceinline__ void find_cuts(const CsrView& a, const Partition& partition, const int* sample,
+                                          Cut& begin, Cut& end, int& row_begin) {
+  constexpr int kLanes = 8;
+  const int which = threadIdx.x % kWarp / kLanes, warp = threadIdx.x / kWarp;
+  const int part = which < 2 ? warp + which : (which - 2) * kWarps;  // from the block's first
+  const int target = partition.before(blockIdx.x * kWarps + part);
+  const int row = find_row(a, partition, sample, target);
+  const int first = static_cast<int>(__ldg(a.rowptr + row));
+  const int last = row < a.num_rows ? static_cast<int>(__ldg(a.rowptr + row + 1)) : first;
   Cut cut{row, first};
-  if (mine % block_parts != 0) {
-    const std::int64_t offset = (target - first - row * kRowCost) / kBatch * kBatch;
+  if (part % kWarps != 0) {
+    const int offset = (target - first - row * kRowCost) / kBatch * kBatch;
     cut = first + offset < last ? Cut{row, first + offset} : Cut{row + 1, last};
   }
   const auto of = [&](int i) {
@@ -211,68 +244,130 @@ __device__ __forceinline__ void find_cuts(const CsrView& a, std::int64_t part, s
   };
   begin = within(of(0));
   end = within(of(1));
-  row_begin = begin.row < a.num_rows ? __ldg(a.rowptr + begin.row) : begin.entry;
+  row_begin = begin.row < a.num_rows ? static_cast<int>(__ldg(a.rowptr + begin.row)) : begin.entry;
+}
+
+// The value of an entry as it is stored, and the entry's weight made of it: in two steps, so that a load need
+// not be waited for at once.
+template <typename T>
+__device__ __forceinline__ std::uint32_t value_bits(const TileArgs& args, std::int64_t entry) {
+  if (args.value.data == nullptr) return 0;
+  const std::int64_t position = edge_position(args.a, entry);
+  if (sizeof(T) == 2 && args.value_in_feature_dtype) {
+    return __ldg(static_cast<const unsigned short*>(args.value.data) + position);
+  }
+  return __ldg(static_cast<const unsigned*>(args.value.data) + position);
+}
+
+template <typename T>
+__device__ __forceinline__ float weight_from(const TileArgs& args, std::uint32_t value, int col) {
+  float weight = 1;
+  if (args.value.data != nullptr) {
+    weight = __uint_as_float(value);
+    if constexpr (sizeof(T) == 2) {
+      const auto low = static_cast<std::uint16_t>(value);
+      T narrow_value;
+      memcpy(&narrow_value, &low, sizeof low);
+      if (args.value_in_feature_dtype) weight = widen(narrow_value);
+    }
+  }
+  if (args.scale_src != nullptr) weight *= __ldg(args.scale_src + col);
+  return weight;
 }
 
 // Brings this block's part of an array, about, towards the L2 while it still looks for its rows: a line per
 // thread.
-__device__ __forceinline__ void prefetch_part(const void* data, std::int64_t size, int element_bytes) {
+__device__ __forceinline__ void prefetch_part(const void* data, std::int64_t size, int of_block,
+                                              int element_bytes) {
   constexpr int kLine = 128;
-  const std::int64_t at = size * blockIdx.x / gridDim.x * element_bytes + threadIdx.x * kLine;
-  if (at < size * (blockIdx.x + 1) / gridDim.x * element_bytes) {
+  const std::int64_t begin = static_cast<std::int64_t>(blockIdx.x) * of_block;
+  const std::int64_t at = begin * element_bytes + threadIdx.x * kLine;
+  if (at < min(begin + of_block, size) * element_bytes) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(data) + at));
   }
 }
 
 template <typename Sum>
-__global__ void __launch_bounds__(kThreads, 1) spmm_resident_kernel(const SpmmArgs args) {
+__global__ void __launch_bounds__(kThreads, 1)
+    spmm_resident_kernel(const SpmmArgs args, const Partition partition) {
   using T = typename Sum::Element;
   extern __shared__ uint4 tile[];  // (num_cols + 1, kPieces); the last row is zero
   __shared__ float carry[kWarps][Sum::kWidth];
   __shared__ Cut begins[kWarps];
+  __shared__ Entry stages[kWarps][kStage];
+  __shared__ int sample[kThreads];
 
   const CsrView& a = args.a;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const std::int64_t feature0 = static_cast<std::int64_t>(blockIdx.y) * Sum::kWidth;
-  prefetch_part(a.rowptr, a.num_rows + 1, sizeof *a.rowptr);
-  prefetch_part(a.col, a.num_edges, sizeof *a.col);
+  const int sampled_row = static_cast<int>(threadIdx.x) * partition.sample_step;
+  int cost = 0;
+  if (threadIdx.x <= partition.last_sample) cost = static_cast<int>(__ldg(a.rowptr + sampled_row));
+  prefetch_part(a.rowptr, a.num_rows + 1, partition.rows, sizeof *a.rowptr);
+  prefetch_part(a.col, a.num_edges, partition.entries, sizeof *a.col);
   if (args.value.data != nullptr && a.edge_id == nullptr) {
     const int bytes = args.value.dtype == args.dtype ? sizeof(T) : sizeof(float);
-    prefetch_part(args.value.data, a.num_edges, bytes);
+    prefetch_part(args.value.data, a.num_edges, partition.entries, bytes);
   }
-  const int num_pieces = static_cast<int>(a.num_cols) * kPieces;
-  for (int i = threadIdx.x; i < num_pieces + kPieces; i += kThreads) {
-    const std::int64_t feature = feature0 + i % kPieces * Sum::kVec;
-    const bool there = i < num_pieces && feature < args.width;
-    const T* x = static_cast<const T*>(args.x.data) + (there ? i / kPieces * args.x.stride + feature : 0);
-    __pipeline_memcpy_async(tile + i, x, 16, there ? 0 : 16);
+
+  const int num_cols = static_cast<int>(a.num_cols), piece = threadIdx.x % kPieces;
+  const std::int64_t piece_feature = feature0 + piece * Sum::kVec;
+  const std::size_t unread = piece_feature < args.width ? 0 : sizeof(uint4);
+  const T* x = static_cast<const T*>(args.x.data) + (unread ? 0 : piece_feature);
+#pragma unroll 4
+  for (int col = static_cast<int>(threadIdx.x) / kPieces; col < num_cols; col += kThreads / kPieces) {
+    __pipeline_memcpy_async(tile + col * kPieces + piece, x + col * args.x.stride, sizeof(uint4), unread);
   }
   __pipeline_commit();
+  sample[threadIdx.x] = cost + sampled_row * kRowCost;
+  __syncthreads();
 
   Cut begin, end;
-  std::int64_t row_begin;
-  find_cuts(a, static_cast<std::int64_t>(blockIdx.x) * kWarps + warp, kWarps,
-            static_cast<std::int64_t>(gridDim.x) * kWarps, begin, end, row_begin);
-  const int count = static_cast<int>(end.entry - begin.entry);
-  const int rows = static_cast<int>(end.row - begin.row);
+  int row_begin;
+  find_cuts(a, partition, sample, begin, end, row_begin);
+  const int count = end.entry - begin.entry, rows = end.row - begin.row;
   // The warp begins within a row of which an earlier warp has the first entries.
   const bool within = begin.entry > row_begin;
 
   const TileArgs tile_args{a, args.value, static_cast<const float*>(args.scale_src), args.x,
                            args.value.dtype == args.dtype};
-  int next_col = 0;
-  float next_weight = 0;
-  const auto load = [&](int first) {
-    if (first + lane < count) {
-      next_col = __ldg(a.col + begin.entry + first + lane);
-      next_weight = entry_weight<T>(tile_args, begin.entry + first + lane, next_col);
+  constexpr int kOwn = kStage / kWarp;
+  const Entry none{num_cols * kPieces, 0.0f};
+  int next_col[kOwn] = {};
+  std::uint32_t next_value[kOwn] = {};
+  Entry* stage = stages[warp];
+  // Loads alone, so that nothing waits for them before `put`.
+  const auto fetch = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int entry = first + i * kWarp + lane;
+      if (entry < count) {
+        next_col[i] = __ldg(a.col + begin.entry + entry);
+        next_value[i] = value_bits<T>(tile_args, begin.entry + entry);
+      }
     }
   };
-  load(0);
-
-  Sum sum;
+  const auto put = [&] {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const float weight = weight_from<T>(tile_args, next_value[i], next_col[i]);
+      stage[i * kWarp + lane] = {next_col[i] * kPieces, weight};
+    }
+    __syncwarp();
+  };
+  const auto row_ends_from = [&](int first) {
+    const std::int64_t row = min(static_cast<std::int64_t>(begin.row + first + lane + 1), a.num_rows);
+    return static_cast<int>(__ldg(a.rowptr + row)) - begin.entry;
+  };
+  fetch(0);
+  if (threadIdx.x < kPieces) tile[none.row + threadIdx.x] = uint4{};
+  int row_ends = row_ends_from(0);
   if (lane == 0) begins[warp] = begin;
   for (int i = lane; i < Sum::kWidth; i += kWarp) carry[warp][i] = 0;
+  put();
+  fetch(kStage);
+
+  Sum sum;
   __pipeline_wait_prior(0);
   __syncthreads();
 
@@ -285,23 +380,24 @@ __global__ void __launch_bounds__(kThreads, 1) spmm_resident_kernel(const SpmmAr
                  static_cast<T*>(args.out) + row * args.width + feature);
     }
   };
-  int row_ends = 0;
+  int staged = 0;  // first entry in shared memory
   bool open = false;
   for (int r = 0, from = 0; r < rows || (r == rows && from < count); ++r) {
-    if (r % kWarp == 0) {
-      row_ends = static_cast<int>(__ldg(a.rowptr + min(begin.row + r + lane + 1, a.num_rows)) - begin.entry);
-    }
+    if (r > 0 && r % kWarp == 0) row_ends = row_ends_from(r);
     const int to = min(__shfl_sync(kFullWarp, row_ends, r % kWarp), count);
     const int row_from = from;
     sum.clear();
     while (from < to) {
-      const bool of_row = from + lane < to;
-      const int col = of_row ? next_col : static_cast<int>(a.num_cols);
-      const float weight = of_row ? next_weight : 0;
-      const int left = to - from;
-      from = min(from + kBatch, to);
-      load(from);
-      sum.add(tile, col * kPieces, weight, left);
+      if (from == staged + kStage) {
+        staged = from;
+        __syncwarp();
+        put();
+        fetch(staged + kStage);
+      }
+      const int together = min(min(to, staged + kStage) - from, kBatch);
+      const Entry mine = lane < together ? stage[from - staged + lane] : none;
+      sum.add(tile, mine.row, mine.weight, together);
+      from += together;
     }
     sum.finish(result);
     // Zero in B of the tensor cores, times an infinity of another piece, is not zero.
@@ -361,6 +457,17 @@ std::int64_t row_groups(const CsrView& a, std::int64_t tiles) {
   return best;
 }
 
+Partition share_out(const CsrView& a, std::int64_t blocks) {
+  const std::int64_t warps = blocks * kWarps, work = a.num_edges + a.num_rows * kRowCost;
+  const int sample_step = std::max(static_cast<int>(ceil_div(a.num_rows, kThreads - 1)), 1);
+  return {static_cast<int>(work / warps),
+          static_cast<int>(work % warps),
+          static_cast<int>(ceil_div(a.num_rows, blocks)),
+          static_cast<int>(ceil_div(a.num_edges, blocks)),
+          sample_step,
+          static_cast<int>(a.num_rows / sample_step)};
+}
+
 template <typename Sum>
 int launch(const SpmmArgs& args, cudaStream_t stream) {
   const auto kernel = spmm_resident_kernel<Sum>;
@@ -368,8 +475,9 @@ int launch(const SpmmArgs& args, cudaStream_t stream) {
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
   const unsigned tiles = ceil_div(args.width, Sum::kWidth);
-  const dim3 grid(static_cast<unsigned>(row_groups(args.a, tiles)), tiles);
-  kernel<<<grid, kThreads, bytes, stream>>>(args);
+  const std::int64_t blocks = row_groups(args.a, tiles);
+  const dim3 grid(static_cast<unsigned>(blocks), tiles);
+  kernel<<<grid, kThreads, bytes, stream>>>(args, share_out(args.a, blocks));
   return cudaGetLastError();
 }
 

@@ -126,6 +126,10 @@ def inspect(
     device: int,
     queue: int,
 ) -> tuple[int, ...]: ...
+
+HASHES: int
+KEY_BITS: int
+
 def row_signatures(
     rowptr: int,
     col: int,

@@ -10,23 +10,26 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.formats.cbsr import CBSR
 from fastsparse_core.ops import _ssd_launch
-from fastsparse_core.ops._common import DTYPE_CODE, autocast_dtype, is_plain_eager, product_in
+from fastsparse_core.ops._common import (
+    CAST,
+    DTYPE_CODE,
+    PLAIN,
+    autocast_dtype,
+    is_first_derivative,
+    is_plain_eager,
+    product_in,
+)
 from fastsparse_core.ops._ssd_backward import grad_of_edge_values, grad_of_values
 from fastsparse_core.ops.maxk import gather, write_out
 from fastsparse_core.ops.ssd import operands, ssd
-
-_PLAIN = (Parameter, Tensor)
-#: Dtypes that autocast brings to its own.
-_CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def aggregate_sparse(
@@ -89,7 +92,7 @@ def can_aggregate_sparse_linear(
     if not (
         is_plain_eager(values)
         and not adj.is_partitioned
-        and type(weight) in _PLAIN
+        and type(weight) in PLAIN
         and weight.dim() == 2
         and weight.shape[1 if out_by_in else 0] == cbsr.width
         and device == adj.device
@@ -101,41 +104,46 @@ def can_aggregate_sparse_linear(
         return False
     parameters = [parameter for parameter in (weight, bias, root_weight) if parameter is not None]
     if any(
-        type(parameter) not in _PLAIN or parameter.dtype != weight.dtype or parameter.device != device
+        type(parameter) not in PLAIN
+        or parameter.layout is not torch.strided
+        or parameter.dtype != weight.dtype
+        or parameter.device != device
         for parameter in parameters
     ):
         return False
     if autocast_dtype(values) is None:
         return values.dtype == weight.dtype and values.dtype in DTYPE_CODE
-    return values.dtype in _CAST and weight.dtype in _CAST
+    return values.dtype in CAST and weight.dtype in CAST
 
 
 class _Aggregation(NamedTuple):
     """What an aggregation of sparse rows with a linear map is, besides its tensors with gradients."""
 
     adj: Adjacency
-    ids: Tensor
     width: int
     scale_dst: Tensor | None
     scale_src: Tensor | None
     out_by_in: bool
     algorithm: str
+    dtype: torch.dtype
 
-    def sums(self, values: Tensor, value: Tensor | None) -> Tensor:
+    def sums(self, values: Tensor, ids: Tensor, value: Tensor | None) -> Tensor:
         """The aggregated rows (num_dst, width)."""
-        adj = self.adj
-        scales = (self.scale_dst, self.scale_src)
-        return _ssd_launch.product(
-            values, self.ids, self.width, value, *scales, None, adj.num_dst, adj.handle, False, self.algorithm
-        )
+        return _ssd_launch.product(*self.arguments(values, ids, value))
 
-    def roots(self, values: Tensor) -> Tensor:
+    def arguments(self, values: Tensor, ids: Tensor, value: Tensor | None) -> tuple[Any, ...]:
+        """What the operator ``ssd`` takes."""
+        adj = self.adj
+        factors = (value, self.scale_dst, self.scale_src, None)
+        return (values, ids, self.width, *factors, adj.num_dst, adj.handle, False, self.algorithm)
+
+    def roots(self, values: Tensor, ids: Tensor) -> Tensor:
         """The destinations' own rows (num_dst, width)."""
-        num_dst = self.adj.num_dst
-        return write_out(values[:num_dst], self.ids[:num_dst], self.width)
+        return write_out(values[: self.adj.num_dst], ids[: self.adj.num_dst], self.width)
 
     def by_in(self, weight: Tensor) -> Tensor:
-        """A weight as (in width, out width)."""
+        """A weight as (in width, out width), in the dtype of the products."""
+        weight = weight.to(self.dtype)
         return weight.t() if self.out_by_in else weight
 
 
@@ -159,7 +167,8 @@ def aggregate_sparse_linear(
         + \mathbf{W}_r \mathbf{x}_i + \mathbf{b}
 
     with :math:`\mathbf{X}` = ``cbsr.to_dense()``. Equal to :func:`fastsparse_core.ssd` and linear maps up to
-    rounding, under autocast too, as one node of autograd's graph that stores ``cbsr`` and ``value``.
+    rounding, under autocast too, as one node of autograd's graph that stores ``cbsr`` and ``value``; weights
+    are cast once more in the backward pass.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -174,14 +183,14 @@ def aggregate_sparse_linear(
         scale_src: constant :math:`t`, (num_src,); None: 1.
 
     Returns:
-        (num_dst, out width), in the autocast dtype where that is on; differentiable once.
+        (num_dst, out width), in the autocast dtype where that is on; twice differentiable as ``ssd`` and
+        linear maps are: in the weights and the bias, not through the sparse rows.
     """
     algorithm = choose.requested("ssd", "auto")
     values, value, scale_dst, scale_src = operands(adj, cbsr, value, reduce, scale_dst, scale_src)
-    how = _Aggregation(adj, cbsr.ids, cbsr.width, scale_dst, scale_src, out_by_in, algorithm)
-    if not torch.is_grad_enabled():
-        return _aggregate(how, values, value, weight, bias, root_weight)[0]
-    return _AggregateSparseLinear.apply(values, value, weight, bias, root_weight, how)
+    how = _Aggregation(adj, cbsr.width, scale_dst, scale_src, out_by_in, algorithm, values.dtype)
+    inputs = (values, value, weight, bias, root_weight, cbsr.ids)
+    return _AggregateSparseLinear.apply(*inputs, how) if torch.is_grad_enabled() else _aggregate(how, *inputs)
 
 
 def _aggregate(
@@ -191,20 +200,15 @@ def _aggregate(
     weight: Tensor,
     bias: Tensor | None,
     root_weight: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The result, and the weights as they were multiplied."""
-    dtype = values.dtype
-    weight = weight.to(dtype)
-    sums, by_in = how.sums(values, value), how.by_in(weight)
-    out = torch.mm(sums, by_in) if bias is None else torch.addmm(bias.to(dtype), sums, by_in)
-    if root_weight is not None:
-        root_weight = root_weight.to(dtype)
-        out.addmm_(how.roots(values), how.by_in(root_weight))
-    return out, weight, root_weight
+    ids: Tensor,
+) -> Tensor:
+    sums, by_in = how.sums(values, ids, value), how.by_in(weight)
+    out = torch.mm(sums, by_in) if bias is None else torch.addmm(bias.to(how.dtype), sums, by_in)
+    return out if root_weight is None else out.addmm_(how.roots(values, ids), how.by_in(root_weight))
 
 
 class _AggregateSparseLinear(torch.autograd.Function):
-    """dV = what dY W sums up to in the kept columns, dW = dY^T (A X), db = sum of dY; the same for W_r."""
+    """dV = what dY W^T sums up to in the kept columns, dW = (A X)^T dY, db = sum of dY; the same for W_r."""
 
     @staticmethod
     def forward(
@@ -214,60 +218,95 @@ class _AggregateSparseLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         root_weight: Tensor | None,
+        ids: Tensor,
         how: _Aggregation,
     ) -> Tensor:
-        out, matrix, root_matrix = _aggregate(how, values, value, weight, bias, root_weight)
         ctx.how = how
         ctx.dtypes = tuple(None if given is None else given.dtype for given in (value, weight, bias))
         # What no gradient needs may be written before the backward pass, as with separate operators.
         needs_values, needs_value, needs_weight, _, needs_root = ctx.needs_input_grad[:5]
         ctx.save_for_backward(
             values if needs_value or needs_weight or needs_root else None,
-            value,
-            matrix if needs_values or needs_value else None,
-            root_matrix if needs_values else None,
+            value if needs_values or needs_weight else None,
+            weight if needs_values or needs_value else None,
+            root_weight if needs_values else None,
+            ids,
         )
-        return out
+        return _aggregate(how, values, value, weight, bias, root_weight, ids)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = _gradients if is_first_derivative(grad) else _by_operators
         if autocast_dtype(grad) is None:
-            return (*_gradients(ctx, grad), None)
+            return (*gradients(ctx, grad), None, None)
         with torch.autocast(grad.device.type, enabled=False):  # the forward pass has decided every dtype
-            return (*_gradients(ctx, grad), None)
+            return (*gradients(ctx, grad), None, None)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    how, (values, value, matrix, root_matrix) = ctx.how, ctx.saved_tensors
+    how, (values, value, weight, root_weight, ids) = ctx.how, ctx.saved_tensors
     needs_values, needs_value, needs_weight, needs_bias, needs_root = ctx.needs_input_grad[:5]
     value_dtype, weight_dtype, bias_dtype = ctx.dtypes
-    scales, place = (how.scale_dst, how.scale_src), (how.adj.handle, False)
-    num_dst = how.adj.num_dst
-    grad_values = grad_value = grad_weight = grad_root = None
+    adj = how.adj
+    scales, place = (how.scale_dst, how.scale_src), (adj.handle, False)
+    grad_values = grad_value = None
     if needs_values or needs_value:
-        grad_sums = torch.mm(grad, how.by_in(matrix).t())
-        if needs_values:
-            grad_values = grad_of_values(grad_sums, how.ids, value, *scales, *place)
-            if root_matrix is not None:
-                grad_roots = torch.mm(grad, how.by_in(root_matrix).t())
-                grad_values[:num_dst] += gather(grad_roots, how.ids[:num_dst])
-        if needs_value:
-            grad_value = grad_of_edge_values(grad_sums, values, how.ids, *scales, value.size(0), *place)
-            grad_value = grad_value.to(value_dtype)
-    if needs_weight:
-        grad_weight = _weight_gradient(how, how.sums(values, value), grad, weight_dtype)
-    if needs_root:
-        grad_root = _weight_gradient(how, how.roots(values), grad, weight_dtype)
+        grad_sums = torch.mm(grad, how.by_in(weight).t())
+    if needs_values:
+        grad_values = grad_of_values(grad_sums, ids, value, *scales, *place)
+        if root_weight is not None:
+            grad_roots = torch.mm(grad, how.by_in(root_weight).t())
+            grad_values[: adj.num_dst] += gather(grad_roots, ids[: adj.num_dst])
+    if needs_value:
+        grad_value = grad_of_edge_values(grad_sums, values, ids, *scales, adj.num_values, *place)
+        grad_value = grad_value.to(value_dtype)
     return (
         grad_values,
         grad_value,
-        grad_weight,
+        _weight_gradient(how, how.sums(values, ids, value), grad, weight_dtype) if needs_weight else None,
         grad.sum(0, dtype=bias_dtype) if needs_bias else None,
-        grad_root,
+        _weight_gradient(how, how.roots(values, ids), grad, weight_dtype) if needs_root else None,
     )
 
 
-def _weight_gradient(how: _Aggregation, rows: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+def _weight_gradient(
+    how: _Aggregation, rows: Tensor, grad: Tensor, dtype: torch.dtype, *, once: bool = True
+) -> Tensor:
     left, right = (grad.t(), rows) if how.out_by_in else (rows.t(), grad)
-    return product_in(left, right, dtype)
+    return product_in(left, right, dtype, once)
+
+
+def _by_operators(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The same gradients for those who watch: of operators, which have gradients again, but for ssd's own."""
+    how, (values, value, weight, root_weight, ids) = ctx.how, ctx.saved_tensors
+    needs_values, needs_value, needs_weight, needs_bias, needs_root = ctx.needs_input_grad[:5]
+    value_dtype, weight_dtype, bias_dtype = ctx.dtypes
+    num_dst, create_graph = how.adj.num_dst, torch.is_grad_enabled()
+    if values is None:
+        values = grad.new_zeros(ids.shape)  # of which no gradient depends
+    grad_values = grad_value = grad_weight = grad_root = None
+    if needs_values or needs_value:
+        grad_sums = torch.mm(grad, how.by_in(weight).t())
+        with torch.enable_grad():
+            # Views, so that hooks of the tensors themselves do not run twice.
+            kept = values.view_as(values) if values.requires_grad else values.detach().requires_grad_()
+            factor = value.view_as(value) if needs_value else value
+            sums = torch.ops.fastsparse.ssd.default(*how.arguments(kept, ids, factor))
+        wanted = [kept] * needs_values + [factor] * needs_value
+        found = list(torch.autograd.grad(sums, wanted, grad_sums, create_graph=create_graph))
+        if needs_values:
+            grad_values = found.pop(0)
+            if root_weight is not None:
+                grad_roots = torch.mm(grad, how.by_in(root_weight).t())
+                grad_roots = torch.ops.fastsparse.cbsr_gather.default(grad_roots, ids[:num_dst])
+                grad_values = grad_values + F.pad(grad_roots, (0, 0, 0, ids.size(0) - num_dst))
+        if needs_value:
+            grad_value = found.pop().to(value_dtype)
+    if needs_weight:
+        sums = torch.ops.fastsparse.ssd.default(*how.arguments(values, ids, value))
+        grad_weight = _weight_gradient(how, sums, grad, weight_dtype, once=False)
+    if needs_root:
+        roots = torch.ops.fastsparse.cbsr_to_dense.default(values[:num_dst], ids[:num_dst], how.width)
+        grad_root = _weight_gradient(how, roots, grad, weight_dtype, once=False)
+    grad_bias = grad.sum(0, dtype=bias_dtype) if needs_bias else None
+    return grad_values, grad_value, grad_weight, grad_bias, grad_root

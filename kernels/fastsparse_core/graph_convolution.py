@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
 from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.ops._common import (
+    CAST,
     DTYPE_CODE,
+    PLAIN,
     autocast_dtype,
     check_scale,
     is_first_derivative,
@@ -21,10 +22,6 @@ from fastsparse_core.ops._common import (
 )
 from fastsparse_core.ops._spmm_launch import grad_of_features, product
 from fastsparse_core.ops.spmm import spmm
-
-_PLAIN = (Parameter, Tensor)
-#: Dtypes that autocast brings to its own.
-_CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def can_convolve(
@@ -49,7 +46,7 @@ def can_convolve(
     device, dtype = x.device, x.dtype
     if not (
         is_plain_eager(x)
-        and type(weight) in _PLAIN
+        and type(weight) in PLAIN
         and not adj.is_partitioned
         and x.dim() == 2 == weight.dim()
         and x.layout is torch.strided is weight.layout
@@ -58,7 +55,7 @@ def can_convolve(
     ):
         return False
     if bias is not None and not (
-        type(bias) in _PLAIN
+        type(bias) in PLAIN
         and bias.device == device
         and bias.dtype == weight.dtype
         and bias.shape == (weight.shape[0 if out_by_in else 1],)
@@ -72,7 +69,7 @@ def can_convolve(
         return dtype == weight.dtype and dtype in DTYPE_CODE
     if needs_grad and dtype != autocast:
         return False  # they would have to be kept as they came, for second derivatives
-    return dtype in _CAST and weight.dtype in _CAST
+    return dtype in CAST and weight.dtype in CAST
 
 
 class _Convolution(NamedTuple):

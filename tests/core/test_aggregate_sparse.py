@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import DTYPES, TOLERANCE, edge_lists, features, relative_error, saved_bytes
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from fastsparse_core import CBSR, Adjacency, MaxK, maxk, spmm
+from fastsparse_core import CBSR, Adjacency, MaxK, maxk, spmm, ssd
 from fastsparse_core.aggregate_sparse import (
     aggregate_sparse,
     aggregate_sparse_linear,
@@ -59,10 +60,10 @@ class Operands:
         shape = (out, width) if out_by_in else (width, out)
 
         def draw(*size, seed):
-            of = features(size[0], size[1], dtype, "contiguous", device, seed) if len(size) > 1 else None
+            if len(size) == 2:
+                return features(*size, dtype, "contiguous", device, seed).requires_grad_()
             generator = torch.Generator().manual_seed(seed)
-            vector = torch.rand(size[0], generator=generator).to(device, dtype) if of is None else None
-            return (of if of is not None else vector).requires_grad_()
+            return torch.rand(size, generator=generator).to(device, dtype).requires_grad_()
 
         self.x = draw(adj.num_src, width, seed=0)
         self.weight = draw(*shape, seed=1)
@@ -86,9 +87,11 @@ class Operands:
             self.adj, kept, *weights, self.value, reduce, out_by_in=self.out_by_in, scale_dst=self.scale
         )
 
-    def expected(self, reduce):
-        """In float64, by dense rows of the same kept columns."""
-        given = [tensor.detach().double().requires_grad_() for tensor in self.inputs]
+    def expected(self, reduce, *, sizes=False):
+        """In float64, by dense rows of the same kept columns; of the operands or of their absolute values."""
+        given = [
+            (tensor.abs() if sizes else tensor).detach().double().requires_grad_() for tensor in self.inputs
+        ]
         rest = iter(given)
         x, weight = next(rest), next(rest)
         bias = next(rest) if self.bias is not None else None
@@ -116,9 +119,18 @@ class Operands:
         return out, given
 
 
-def close(actual, expected, dtype):
-    """Two products and their gradients: rounded twice to the dtype."""
-    assert relative_error(actual, expected) <= 2 * TOLERANCE[dtype]
+def check(operands, reduce, result, upstream, dtype):
+    """Result and gradients are within twice the tolerance, for two products, of the sizes of their terms."""
+    expected, exact_inputs = operands.expected(reduce)
+    sizes, size_inputs = operands.expected(reduce, sizes=True)
+    found = [result, *torch.autograd.grad(result, operands.inputs, upstream)]
+    exact = [expected, *torch.autograd.grad(expected, exact_inputs, upstream.double())]
+    terms = [sizes, *torch.autograd.grad(sizes, size_inputs, upstream.double().abs())]
+    for actual, wanted, size in zip(found, exact, terms, strict=True):
+        assert actual.shape == wanted.shape
+        assert (actual.double() - wanted).norm() <= 2 * TOLERANCE[dtype] * size.norm().clamp(min=1e-30)
+    for actual, of in zip(found[1:], operands.inputs, strict=True):
+        assert actual.dtype == of.dtype
 
 
 @given(
@@ -153,16 +165,8 @@ def test_equals_dense_products(
         out_by_in=out_by_in,
     )
     result = operands.result(reduce)
-    expected, given_tensors = operands.expected(reduce)
     assert result.dtype == dtype
-    close(result, expected, dtype)
-    upstream = features(adj.num_dst, out, dtype, "contiguous", device, 7)
-    gradients = torch.autograd.grad(result, operands.inputs, upstream)
-    wanted = torch.autograd.grad(expected, given_tensors, upstream.double())
-    for actual, exact, of in zip(gradients, wanted, operands.inputs, strict=True):
-        assert actual.shape == of.shape
-        assert actual.dtype == of.dtype
-        close(actual, exact, dtype)
+    check(operands, reduce, result, features(adj.num_dst, out, dtype, "contiguous", device, 7), dtype)
 
 
 def square(device):
@@ -201,10 +205,12 @@ def test_gradcheck(device):
     assert torch.autograd.gradcheck(run, (values, *operands.inputs[1:]), fast_mode=device == "cuda")
 
 
-def test_stores_sparse_rows_alone():
+@pytest.mark.parametrize("autocast", [False, True])
+def test_stores_sparse_rows_alone(autocast):
     operands = operands_on("cpu")
-    out, stored = saved_bytes(lambda: operands.result("mean"), operands.weight, operands.root_weight)
-    assert stored == 30 * 32 * (4 + 1)  # a value, and its column's number that MaxK keeps
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out, stored = saved_bytes(lambda: operands.result("mean"), operands.weight, operands.root_weight)
+    assert stored == 30 * 32 * ((2 if autocast else 4) + 1)  # a value, and its column's number
     assert out.requires_grad
 
 
@@ -239,22 +245,67 @@ def test_under_autocast(device, dtype):
     operands = operands_on(device)
     with torch.autocast(device, dtype=dtype):
         result = operands.result("mean")
-    expected, given_tensors = operands.expected("mean")
     assert result.dtype == dtype
-    assert relative_error(result, expected) <= 2 * TOLERANCE[dtype]
-    upstream = torch.randn_like(result)
-    gradients = torch.autograd.grad(result, operands.inputs, upstream)
-    wanted = torch.autograd.grad(expected, given_tensors, upstream.double())
-    for actual, exact in zip(gradients, wanted, strict=True):
-        assert actual.dtype == torch.float32
-        assert relative_error(actual, exact) <= 2 * TOLERANCE[dtype]
+    check(operands, "mean", result, torch.randn_like(result), dtype)
 
 
-def test_second_derivatives_are_refused(device):
-    operands = operands_on(device)
+def plain(operands, reduce):
+    """ssd and linear maps, one after the other."""
+    kept = maxk(operands.x, operands.k)
+    sums = ssd(operands.adj, kept, operands.value, reduce, scale_dst=operands.scale)
+    out = F.linear(sums, operands.weight, operands.bias)
+    return out + F.linear(kept.to_dense(), operands.root_weight)
+
+
+def test_second_derivatives_are_those_of_operators(device):
+    """In the weights and the bias; through the sparse rows they are refused."""
+    operands = operands_on(device, valued=True)
+    parameters = [operands.weight, operands.bias, operands.root_weight]
+    for tensor in (operands.x, operands.value):
+        tensor.requires_grad_(False)
+
+    def products(run):
+        loss = run().pow(3).sum()
+        gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+        norm = sum(gradient.square().sum() for gradient in gradients)
+        return torch.autograd.grad(norm, parameters)
+
+    expected = products(lambda: plain(operands, "mean"))
+    for actual, wanted in zip(products(lambda: operands.result("mean")), expected, strict=True):
+        assert relative_error(actual, wanted.double()) <= 1e-5
+    operands.x.requires_grad_()
     (grad,) = torch.autograd.grad(operands.result("sum").square().sum(), operands.x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
+
+
+def test_gradients_in_batches(device):
+    operands = operands_on(device, valued=True)
+    upstream = torch.randn(3, 30, 8, device=device)
+    batches = [
+        torch.autograd.grad(run(operands), operands.inputs, upstream, is_grads_batched=True)
+        for run in (lambda of: of.result("sum"), lambda of: plain(of, "sum"))
+    ]
+    for actual, wanted in zip(*batches, strict=True):
+        assert relative_error(actual, wanted.double()) <= 1e-5
+
+
+def test_watched_gradients_run_hooks_once(device):
+    operands = operands_on(device, valued=True)
+    seen = []
+    for tensor in operands.inputs:
+        tensor.register_hook(lambda grad: seen.append(grad.shape))
+    torch.autograd.grad(operands.result("sum").sum(), operands.inputs, create_graph=True)
+    assert sorted(seen) == sorted(tensor.shape for tensor in operands.inputs)
+
+
+def test_a_weight_written_before_the_backward_pass_is_an_error(device):
+    operands = operands_on(device)
+    out = operands.result("sum")
+    with torch.no_grad():
+        operands.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 def test_what_it_cannot_serve(device):

@@ -36,16 +36,17 @@ def pretended_gpu(monkeypatch):
 
     @contextlib.contextmanager
     def capture(graph, *, stream):
+        assert stream is side
         try:
             yield
         finally:
             if "empty" in events:
                 raise UserWarning("The CUDA Graph is empty")
 
-    stream = SimpleNamespace(wait_stream=lambda other: None)
+    stream, side = (SimpleNamespace(wait_stream=lambda other: None) for _ in range(2))
     graph = SimpleNamespace(replay=lambda: events.append("replay"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)

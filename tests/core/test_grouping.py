@@ -268,12 +268,14 @@ def test_large_structures_are_judged_by_a_sample(device, monkeypatch):
     assert torch.equal(full, sampled)
 
 
-def test_grouping_splits_its_scratch_memory(device, monkeypatch):
+@pytest.mark.parametrize("pairs", [1, 200, 400, 600, 1400])
+def test_grouping_splits_its_scratch_memory(device, monkeypatch, pairs):
+    """In chunks of one, two, three and seven of the eight orders, with and without a rest."""
     generator = torch.Generator().manual_seed(3)
     row, col = torch.randint(0, 200, (2, 4000), generator=generator).to(device)
     adj = Adjacency.from_coo(row, col, (200, 200))
     whole = group_rows(adj)
-    monkeypatch.setattr(grouping, "_PAIRS", 600)
+    monkeypatch.setattr(grouping, "_PAIRS", pairs)
     assert torch.equal(group_rows(adj), whole)
 
 

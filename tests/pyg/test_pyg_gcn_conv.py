@@ -477,3 +477,21 @@ def test_a_training_step_as_a_cuda_graph(amp):
     steps, replays = movement(False), movement(True)
     assert steps.norm() > 0
     assert (replays - steps).norm() <= (8e-3 if amp else 1e-5) * steps.norm()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_in_batches(device, weighted):
+    edge_index = random_graph(device=device)
+    reference, layer = GCNConv(8, 4).to(device), FastGCNConv(8, 4).to(device)
+    layer.load_state_dict(reference.state_dict())
+    x = torch.randn(40, 8, device=device, requires_grad=True)
+    weight = torch.rand(edge_index.size(1), device=device) if weighted else None
+    upstream = torch.randn(3, 40, 4, device=device)
+    batches = [
+        torch.autograd.grad(
+            conv(x, edge_index, weight), [x, *conv.parameters()], upstream, is_grads_batched=True
+        )
+        for conv in (reference, layer)
+    ]
+    for expected, actual in zip(*batches, strict=True):
+        close(actual, expected)

@@ -37,7 +37,7 @@ _FEW_ROW_TILES = 2048
 #: Bytes of every source's row that a block of spmm keeps in shared memory where x has few rows, and what else
 #: it keeps there: see spmm_resident.cu.
 _RESIDENT_TILE_BYTES = 256
-_RESIDENT_OTHER_BYTES = 16 * (512 + 16)
+_RESIDENT_OTHER_BYTES = 16 * (512 + 8) + 16 * 128 * 8 + 512 * 4
 #: Edges times features from which flashsparse beats csr's tile in shared memory, in float32, where windows
 #: share half of their gathers.
 _MUCH_GATHERED = 60_000_000
@@ -131,7 +131,8 @@ def spmm_resident(
         return False
     tile_bytes = (adj.num_src + 1) * _RESIDENT_TILE_BYTES
     fits = tile_bytes + _RESIDENT_OTHER_BYTES <= bounds.shared_memory(adj.device)
-    return fits and 2 * width * dtype.itemsize > _RESIDENT_TILE_BYTES
+    counted_in_32_bits = adj.num_edges + 16 * adj.num_dst < 2**31
+    return fits and counted_in_32_bits and 2 * width * dtype.itemsize > _RESIDENT_TILE_BYTES
 
 
 def _flashsparse_fits(adj: Adjacency, dtype: torch.dtype, width: int, heads: int, aligned: bool) -> bool:

@@ -43,6 +43,8 @@ def compress_pairs(major: Tensor, minor: Tensor, num_major: int, num_minor: int)
 def _compress(
     major: Tensor, minor: Tensor, num_major: int, num_minor: int, order: Tensor | None, sort_minor: bool
 ) -> tuple[Tensor, Tensor]:
+    assert major.is_contiguous()
+    assert minor.is_contiguous()
     num_edges = major.numel()
     device = major.device
     major_ptr = torch.empty(num_major + 1, dtype=torch.int64, device=device)

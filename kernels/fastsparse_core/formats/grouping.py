@@ -21,12 +21,9 @@ if TYPE_CHECKING:
 
 #: How the rows of a window are chosen.
 Method = Literal["auto", "none", "minhash"]
-#: Hashes of a row's signature (group_rows.h).
-_HASHES = 16
-#: Sorted orders in which a row meets its neighbours.
+#: Sorted orders in which a row meets its neighbours: fewer than there are hashes, and their number's bits
+#: beside those of a key make at most 32.
 _BANDS = 8
-#: Bits of the keys that rows are sorted by (group_rows.h); with those of the band, at most 32.
-_KEY_BITS = 28
 #: Pairs of rows compared at a time, which bounds the scratch memory (about 30 bytes a pair).
 _PAIRS = 2**25
 #: Share of the vectors that a grouping has to save: it costs locality, and gathers heavy rows into windows
@@ -155,13 +152,13 @@ def _sample(adj: KernelFormats, window_row: Tensor | None, stride: int) -> tuple
 
 
 def _similar_order(adj: KernelFormats) -> Tensor:
-    """The rows by cluster, int32 or int64 (num_dst,)."""
+    """The rows by cluster, int32 (num_dst,)."""
     num_rows, device = adj.num_dst, adj.device
     index = device_index(device)
     # A row of few entries has as few different minima; so the sorts stay within the order of the edges.
     bands = min(max(adj.num_edges // max(num_rows, 1), 3), _BANDS)
     column_bits = max((adj.num_src - 1).bit_length(), 1)
-    signature = torch.empty(num_rows, _HASHES, dtype=torch.uint8, device=device)
+    signature = torch.empty(num_rows, _C.HASHES, dtype=torch.uint8, device=device)
     keys = torch.empty(bands, num_rows, dtype=torch.int32, device=device)
     _C.row_signatures(
         adj.rowptr.data_ptr(),
@@ -176,8 +173,8 @@ def _similar_order(adj: KernelFormats) -> Tensor:
     )
     best = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
     for some in keys.split(max(_PAIRS // max(num_rows, 1), 1)):
-        band = torch.arange(some.size(0), dtype=torch.int32, device=device)[:, None].expand_as(some)
-        order = compress(band.reshape(-1), some.view(-1), some.size(0), 1 << _KEY_BITS, sort_minor=True)[2]
+        band = torch.arange(some.size(0), dtype=torch.int32, device=device).repeat_interleave(num_rows)
+        order = compress(band, some.view(-1), some.size(0), 1 << _C.KEY_BITS, sort_minor=True)[2]
         _C.similar_rows(
             signature.data_ptr(),
             order.data_ptr(),

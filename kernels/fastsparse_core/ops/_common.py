@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from fastsparse_core.adjacency import Adjacency, from_handle
 from fastsparse_core.choose import MOST_HEADS
@@ -21,6 +22,10 @@ library = torch.library.Library("fastsparse", "DEF")
 DTYPE_CODE = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
+#: Classes of tensors whose operators nobody has changed.
+PLAIN = (Parameter, Tensor)
+#: Dtypes that autocast brings to its own.
+CAST = (torch.float32, torch.bfloat16, torch.float16)
 #: Whether products of 16-bit matrices give float32 without a cast (torch 2.8 and later, on CUDA).
 _GIVES_FLOAT32 = "dtype" in torch.ops.aten.mm.overloads()
 
@@ -72,6 +77,7 @@ def is_plain_eager(x: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch._C._functorch.is_legacy_batchedtensor(x)  # of is_grads_batched=True
         and forward_ad._current_level < 0
         and not x.is_neg()
     )
