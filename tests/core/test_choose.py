@@ -346,7 +346,7 @@ def test_spmm_in_float32_takes_what_measured_faster(width, num_edges, vectors, p
     [
         ((2048, 512), 256, True, True),
         ((2048, 512), 32, False, False),
-        ((512, 512), 256, True, False),
+        ((512, 512), 256, True, True),
         ((511, 512), 256, False, False),
         ((256, 1024), 256, False, False),
         ((9000, 802), 256, True, True),

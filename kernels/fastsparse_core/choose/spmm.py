@@ -38,6 +38,8 @@ _FEW_ROW_TILES = 2048
 #: it keeps there: see spmm_resident.cu.
 _RESIDENT_TILE_BYTES = 256
 _RESIDENT_OTHER_BYTES = 16 * (512 + 8) + 16 * 128 * 8 + 512 * 4
+#: Entries per row from which tca is faster without the tile where rows are as few as sources.
+_LONG_ROW = 128
 #: Edges times features from which flashsparse beats csr's tile in shared memory, in float32, where windows
 #: share half of their gathers.
 _MUCH_GATHERED = 60_000_000
@@ -113,8 +115,9 @@ def spmm_resident(
     """Whether csr or tca gathers from a tile of all sources in shared memory (spmm_resident.cu).
 
     That takes a GPU whose blocks have room for the tile, sources that rows gather several times, and features
-    that fill half a tile. On pruned matrices csr gains 1.1 to 1.5 times with as many rows as sources, tca
-    nothing, and with four times as many rows both gain (docs/choosing.md).
+    that fill half a tile. On pruned matrices with four times as many rows as sources both gain 1.1 to 1.9
+    times; with as many rows csr gains up to 1.3 times, tca 1.05 to 1.15 but for rows of 256 entries
+    (docs/choosing.md).
 
     Args:
         adj: the structure.
@@ -124,7 +127,8 @@ def spmm_resident(
         heads: values per edge, 1 without.
         aligned: features allow 16-byte accesses to whole rows.
     """
-    rows_per_source = {"csr": 1, "tca": 2}.get(algorithm, 0)
+    long_rows = adj.num_edges > _LONG_ROW * adj.num_dst
+    rows_per_source = {"csr": 1, "tca": 2 if long_rows else 1}.get(algorithm, 0)
     if not 0 < rows_per_source * adj.num_src <= adj.num_dst:
         return False
     if adj.device.type != "cuda" or dtype == torch.float64 or heads > 1 or not aligned:
