@@ -74,30 +74,38 @@ struct CudaCores {
     }
   }
 
-  // `row`, the place of its piece 0 in the tile, and `weight` are those of this lane's entry of a batch,
-  // `left` is how many entries it has.
-  __device__ __forceinline__ void add(const uint4* tile, int row, float weight, int left) {
+  // Adds up to kBatch entries; `none` has a row of zeros.
+  __device__ __forceinline__ void add(const uint4* tile, const Entry* entries, int count, Entry none) {
 #pragma unroll
     for (int first = 0; first < kBatch; first += kHalf) {
-      if (first >= left) break;
-      constexpr int kSteps = kHalf / 2;
-      Pack<T, kVec> gathered[kSteps];
-      float weights[kSteps];
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        const int entry = first + 2 * s + half;
-        const uint4 raw = tile[__shfl_sync(kFullWarp, row, entry) + piece];
-        memcpy(&gathered[s], &raw, sizeof raw);
-        weights[s] = __shfl_sync(kFullWarp, weight, entry);
-      }
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) sums[i] += weights[s] * widen(gathered[s].lane[i]);
+      if (first + kHalf <= count) {
+        add_half<true>(tile, entries + first, kHalf, none);
+      } else if (first < count) {
+        add_half<false>(tile, entries + first, count - first, none);
       }
     }
     if (++batches % kBatchesPerSum == 0) flush(sums, totals);
     if (batches % kBatchesPerTotal == 0) flush(totals, total);
+  }
+
+  template <bool kFull>
+  __device__ __forceinline__ void add_half(const uint4* tile, const Entry* entries, int count, Entry none) {
+    constexpr int kSteps = kHalf / 2;
+    Pack<T, kVec> gathered[kSteps];
+    float weights[kSteps];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int at = 2 * s + half;
+      const Entry entry = kFull || at < count ? entries[at] : none;
+      const uint4 raw = tile[entry.row + piece];
+      memcpy(&gathered[s], &raw, sizeof raw);
+      weights[s] = entry.weight;
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) sums[i] += weights[s] * widen(gathered[s].lane[i]);
+    }
   }
 
   // First of the features, of the tile, that `finish` leaves in this lane.
@@ -143,12 +151,14 @@ struct TensorCores {
     }
   }
 
-  __device__ __forceinline__ void add(const uint4* x, int row, float weight, int left) {
-    const std::uint32_t mine = bits_of<T>(weight);
+  __device__ __forceinline__ void add(const uint4* x, const Entry* entries, int count, Entry none) {
+    const Entry own = tile.lane < count ? entries[tile.lane] : none;
+    const int row = own.row;
+    const std::uint32_t mine = bits_of<T>(own.weight);
     const std::uint32_t pair = mine | __shfl_down_sync(kFullWarp, mine, 1) << 16;  // of use in even lanes
 #pragma unroll
     for (int first = 0; first < kBatch; first += kHalf) {
-      if (first >= left) break;
+      if (first >= count) break;
       constexpr int kSteps = kHalf / Tile::kStep;
       uint4 gathered[2 * kSteps];
       std::uint32_t weights[kSteps];
@@ -395,8 +405,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         fetch(staged + kStage);
       }
       const int together = min(min(to, staged + kStage) - from, kBatch);
-      const Entry mine = lane < together ? stage[from - staged + lane] : none;
-      sum.add(tile, mine.row, mine.weight, together);
+      sum.add(tile, stage + (from - staged), together, none);
       from += together;
     }
     sum.finish(result);

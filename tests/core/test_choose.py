@@ -346,7 +346,7 @@ def test_spmm_in_float32_takes_what_measured_faster(width, num_edges, vectors, p
     [
         ((2048, 512), 256, True, True),
         ((2048, 512), 32, False, False),
-        ((512, 512), 256, True, True),
+        ((512, 512), 256, True, False),
         ((511, 512), 256, False, False),
         ((256, 1024), 256, False, False),
         ((9000, 802), 256, True, True),
@@ -385,6 +385,13 @@ def test_shared_memory_gives_way_to_much_sharing_in_float32(edges, vectors, widt
     assert choose.spmm_algorithm(adj, *arguments, weighted=False) == picked
     assert choose.spmm_algorithm(adj, *arguments, weighted=True) == "csr"
     assert adj.uses == 0
+
+
+def test_tca_of_long_rows_gathers_from_the_l2():
+    """Where rows are as few as sources."""
+    short, long = (structure(num_dst=512, num_src=512, num_edges=128 * 512 + more) for more in (0, 1))
+    for algorithm, adj, gathers in (("tca", short, True), ("tca", long, False), ("csr", long, True)):
+        assert choose.spmm_resident(adj, algorithm, torch.float16, 256, 1, True) == gathers
 
 
 def test_what_cannot_gather_from_shared_memory(shared_memory):
