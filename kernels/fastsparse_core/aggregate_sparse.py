@@ -27,7 +27,7 @@ from fastsparse_core.ops._common import (
     is_plain_eager,
     product_in,
 )
-from fastsparse_core.ops._ssd_backward import grad_of_edge_values, grad_of_values
+from fastsparse_core.ops._ssd_backward import derivatives
 from fastsparse_core.ops.maxk import gather, write_out
 from fastsparse_core.ops.ssd import operands, ssd
 
@@ -127,19 +127,21 @@ class _Aggregation(NamedTuple):
     algorithm: str
     dtype: torch.dtype
 
-    def sums(self, values: Tensor, ids: Tensor, value: Tensor | None) -> Tensor:
-        """The aggregated rows (num_dst, width)."""
-        return _ssd_launch.product(*self.arguments(values, ids, value))
-
-    def arguments(self, values: Tensor, ids: Tensor, value: Tensor | None) -> tuple[Any, ...]:
-        """What the operator ``ssd`` takes."""
+    def sums(self, values: Tensor, ids: Tensor, value: Tensor | None, once: bool = True) -> Tensor:
+        """The aggregated rows (num_dst, width); those of the operator unless ``once``."""
         adj = self.adj
         factors = (value, self.scale_dst, self.scale_src, None)
-        return (values, ids, self.width, *factors, adj.num_dst, adj.handle, False, self.algorithm)
+        place = (adj.num_dst, adj.handle, False, self.algorithm)
+        product = _ssd_launch.product if once else torch.ops.fastsparse.ssd.default
+        out: Tensor = product(values, ids, self.width, *factors, *place)
+        return out
 
-    def roots(self, values: Tensor, ids: Tensor) -> Tensor:
-        """The destinations' own rows (num_dst, width)."""
-        return write_out(values[: self.adj.num_dst], ids[: self.adj.num_dst], self.width)
+    def roots(self, values: Tensor, ids: Tensor, once: bool = True) -> Tensor:
+        """The destinations' own rows (num_dst, width); those of the operator unless ``once``."""
+        num_dst = self.adj.num_dst
+        dense = write_out if once else torch.ops.fastsparse.cbsr_to_dense.default
+        out: Tensor = dense(values[:num_dst], ids[:num_dst], self.width)
+        return out
 
     def by_in(self, weight: Tensor) -> Tensor:
         """A weight as (in width, out width), in the dtype of the products."""
@@ -183,8 +185,7 @@ def aggregate_sparse_linear(
         scale_src: constant :math:`t`, (num_src,); None: 1.
 
     Returns:
-        (num_dst, out width), in the autocast dtype where that is on; twice differentiable as ``ssd`` and
-        linear maps are: in the weights and the bias, not through the sparse rows.
+        (num_dst, out width), in the autocast dtype where that is on; differentiable, twice too.
     """
     algorithm = choose.requested("ssd", "auto")
     values, value, scale_dst, scale_src = operands(adj, cbsr, value, reduce, scale_dst, scale_src)
@@ -236,11 +237,10 @@ class _AggregateSparseLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = _gradients if is_first_derivative(grad) else _by_operators
         if autocast_dtype(grad) is None:
-            return (*gradients(ctx, grad), None, None)
+            return (*_gradients(ctx, grad), None, None)
         with torch.autocast(grad.device.type, enabled=False):  # the forward pass has decided every dtype
-            return (*gradients(ctx, grad), None, None)
+            return (*_gradients(ctx, grad), None, None)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -248,65 +248,36 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_values, needs_value, needs_weight, needs_bias, needs_root = ctx.needs_input_grad[:5]
     value_dtype, weight_dtype, bias_dtype = ctx.dtypes
     adj = how.adj
+    once = is_first_derivative(grad)  # else all of it is made of operators, which have gradients again
+    of_values, of_edge_values = derivatives(grad)
     scales, place = (how.scale_dst, how.scale_src), (adj.handle, False)
-    grad_values = grad_value = None
-    if needs_values or needs_value:
-        grad_sums = torch.mm(grad, how.by_in(weight).t())
-    if needs_values:
-        grad_values = grad_of_values(grad_sums, ids, value, *scales, *place)
-        if root_weight is not None:
-            grad_roots = torch.mm(grad, how.by_in(root_weight).t())
-            grad_values[: adj.num_dst] += gather(grad_roots, ids[: adj.num_dst])
-    if needs_value:
-        grad_value = grad_of_edge_values(grad_sums, values, ids, *scales, adj.num_values, *place)
-        grad_value = grad_value.to(value_dtype)
-    return (
-        grad_values,
-        grad_value,
-        _weight_gradient(how, how.sums(values, ids, value), grad, weight_dtype) if needs_weight else None,
-        grad.sum(0, dtype=bias_dtype) if needs_bias else None,
-        _weight_gradient(how, how.roots(values, ids), grad, weight_dtype) if needs_root else None,
-    )
-
-
-def _weight_gradient(
-    how: _Aggregation, rows: Tensor, grad: Tensor, dtype: torch.dtype, *, once: bool = True
-) -> Tensor:
-    left, right = (grad.t(), rows) if how.out_by_in else (rows.t(), grad)
-    return product_in(left, right, dtype, once)
-
-
-def _by_operators(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The same gradients for those who watch: of operators, which have gradients again, but for ssd's own."""
-    how, (values, value, weight, root_weight, ids) = ctx.how, ctx.saved_tensors
-    needs_values, needs_value, needs_weight, needs_bias, needs_root = ctx.needs_input_grad[:5]
-    value_dtype, weight_dtype, bias_dtype = ctx.dtypes
-    num_dst, create_graph = how.adj.num_dst, torch.is_grad_enabled()
-    if values is None:
-        values = grad.new_zeros(ids.shape)  # of which no gradient depends
     grad_values = grad_value = grad_weight = grad_root = None
     if needs_values or needs_value:
         grad_sums = torch.mm(grad, how.by_in(weight).t())
-        with torch.enable_grad():
-            # Views, so that hooks of the tensors themselves do not run twice.
-            kept = values.view_as(values) if values.requires_grad else values.detach().requires_grad_()
-            factor = value.view_as(value) if needs_value else value
-            sums = torch.ops.fastsparse.ssd.default(*how.arguments(kept, ids, factor))
-        wanted = [kept] * needs_values + [factor] * needs_value
-        found = list(torch.autograd.grad(sums, wanted, grad_sums, create_graph=create_graph))
-        if needs_values:
-            grad_values = found.pop(0)
-            if root_weight is not None:
-                grad_roots = torch.mm(grad, how.by_in(root_weight).t())
-                grad_roots = torch.ops.fastsparse.cbsr_gather.default(grad_roots, ids[:num_dst])
-                grad_values = grad_values + F.pad(grad_roots, (0, 0, 0, ids.size(0) - num_dst))
-        if needs_value:
-            grad_value = found.pop().to(value_dtype)
+    if needs_values:
+        grad_values = of_values(grad_sums, ids, value, *scales, *place)
+        if root_weight is not None:
+            grad_roots = torch.mm(grad, how.by_in(root_weight).t())
+            grad_values = _add_roots(grad_values, grad_roots, ids[: adj.num_dst], once)
+    if needs_value:
+        grad_value = of_edge_values(grad_sums, values, ids, *scales, adj.num_values, *place).to(value_dtype)
     if needs_weight:
-        sums = torch.ops.fastsparse.ssd.default(*how.arguments(values, ids, value))
-        grad_weight = _weight_gradient(how, sums, grad, weight_dtype, once=False)
+        grad_weight = _weight_gradient(how, how.sums(values, ids, value, once), grad, weight_dtype, once)
     if needs_root:
-        roots = torch.ops.fastsparse.cbsr_to_dense.default(values[:num_dst], ids[:num_dst], how.width)
-        grad_root = _weight_gradient(how, roots, grad, weight_dtype, once=False)
+        grad_root = _weight_gradient(how, how.roots(values, ids, once), grad, weight_dtype, once)
     grad_bias = grad.sum(0, dtype=bias_dtype) if needs_bias else None
     return grad_values, grad_value, grad_weight, grad_bias, grad_root
+
+
+def _add_roots(grad_values: Tensor, grad_roots: Tensor, ids: Tensor, once: bool) -> Tensor:
+    """Adds the kept columns of the destinations' gradients to those of the first sources."""
+    if once:
+        grad_values[: ids.size(0)] += gather(grad_roots, ids)
+        return grad_values
+    kept = torch.ops.fastsparse.cbsr_gather.default(grad_roots, ids)
+    return grad_values + F.pad(kept, (0, 0, 0, grad_values.size(0) - ids.size(0)))
+
+
+def _weight_gradient(how: _Aggregation, rows: Tensor, grad: Tensor, dtype: torch.dtype, once: bool) -> Tensor:
+    left, right = (grad.t(), rows) if how.out_by_in else (rows.t(), grad)
+    return product_in(left, right, dtype, once)

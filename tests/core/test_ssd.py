@@ -340,10 +340,13 @@ def test_gradients(device, algorithm, k):
     def weighted(values, value, bias):
         return ssd(adj, cbsr.with_values(values), value, bias=bias, algorithm=algorithm, **scales)
 
+    def mean(values):
+        return ssd(adj, cbsr.with_values(values), None, "mean", algorithm=algorithm)
+
     assert torch.autograd.gradcheck(weighted, (values, value, bias))
-    assert torch.autograd.gradcheck(
-        lambda values: ssd(adj, cbsr.with_values(values), None, "mean", algorithm=algorithm), (values,)
-    )
+    assert torch.autograd.gradcheck(mean, (values,))
+    assert torch.autograd.gradgradcheck(weighted, (values, value, bias))
+    assert torch.autograd.gradgradcheck(lambda values: mean(values).square(), (values,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

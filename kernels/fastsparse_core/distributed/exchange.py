@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.ops.spmm import spmm
@@ -294,6 +293,15 @@ class HaloFeatures:
         return transfer.wait()
 
 
+def _refuse_second_derivatives() -> None:
+    # PyTorch's once_differentiable raises in `backward()` alone: `autograd.grad` would leave terms out.
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "create_graph: expected False, got True; features that travel between processes have first "
+            "derivatives only"
+        )
+
+
 class _Leave(torch.autograd.Function):
     """Starts the exchange; backward: ends the exchange of the gradients and adds them up."""
 
@@ -306,8 +314,8 @@ class _Leave(torch.autograd.Function):
         return tuple(transfer.received for transfer in started)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
         way = ctx.way
         if len(way.columns) == 1:
             return way.exchange.add_up(way.finish(0), ctx.dtype), None
@@ -327,8 +335,8 @@ class _Arrive(torch.autograd.Function):
         return arriving.view_as(arriving)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
         grad = grad.contiguous()
         ctx.way.transfers[ctx.tile] = ctx.way.exchange.from_halo(grad)
         # Its place in the graph keeps the order; what it holds is not what `_Leave` goes on with.

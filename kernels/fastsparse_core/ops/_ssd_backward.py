@@ -16,7 +16,12 @@ from fastsparse_core.ops._common import (
     DTYPE_CODE,
     accumulation_dtype,
     address,
+    below_autograd,
+    is_first_derivative,
+    is_plain_eager,
+    keep_alive,
     library,
+    register_autograd,
     structure,
     unit_stride,
 )
@@ -287,8 +292,93 @@ def _ssd_value_grad_fake(
     return grad.new_empty(num_values, dtype=accumulation_dtype(grad.dtype))
 
 
+class _GradOfValues(torch.autograd.Function):
+    """The kept values' gradient is linear in the product's gradient, and in the edge values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grad: Tensor,
+        ids: Tensor,
+        value: Tensor | None,
+        scale_dst: Tensor | None,
+        scale_src: Tensor | None,
+        adjacency: int,
+        transpose: bool,
+    ) -> Tensor:
+        ctx.shape, ctx.place = grad.shape, (adjacency, transpose)
+        ctx.keep_alive = keep_alive(adjacency)
+        ctx.save_for_backward(grad if value is not None else None, ids, value, scale_dst, scale_src)
+        arguments = (grad, ids, value, scale_dst, scale_src, adjacency, transpose)
+        if is_plain_eager(grad):
+            return grad_of_values(*arguments)
+        with below_autograd():
+            return ssd_backward_op(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        grad, ids, value, *scales = ctx.saved_tensors
+        num_dst, width = ctx.shape
+        of_grad = of_value = None
+        if ctx.needs_input_grad[0]:
+            of_grad = _ssd_op()(upstream, ids, width, value, *scales, None, num_dst, *ctx.place, "auto")
+        if ctx.needs_input_grad[2]:
+            of_value = ssd_value_grad_op(grad, upstream, ids, *scales, value.size(0), *ctx.place)
+            of_value = of_value.to(value.dtype)
+        return of_grad, None, of_value, None, None, None, None
+
+
+class _GradOfEdgeValues(torch.autograd.Function):
+    """The edge values' gradient is linear in the product's gradient, and in the kept values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grad: Tensor,
+        values: Tensor,
+        ids: Tensor,
+        scale_dst: Tensor | None,
+        scale_src: Tensor | None,
+        num_values: int,
+        adjacency: int,
+        transpose: bool,
+    ) -> Tensor:
+        ctx.place = (adjacency, transpose)
+        ctx.keep_alive = keep_alive(adjacency)
+        ctx.save_for_backward(grad, values, ids, scale_dst, scale_src)
+        arguments = (grad, values, ids, scale_dst, scale_src, num_values, adjacency, transpose)
+        if is_plain_eager(grad):
+            return grad_of_edge_values(*arguments)
+        with below_autograd():
+            return ssd_value_grad_op(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        grad, values, ids, *scales = ctx.saved_tensors
+        num_dst, width = grad.shape
+        of_grad = of_values = None
+        if ctx.needs_input_grad[0]:
+            of_grad = _ssd_op()(values, ids, width, upstream, *scales, None, num_dst, *ctx.place, "auto")
+        if ctx.needs_input_grad[1]:
+            of_values = ssd_backward_op(grad, ids, upstream, *scales, *ctx.place)
+        return of_grad, of_values, None, None, None, None, None, None
+
+
+def _ssd_op() -> Any:
+    return torch.ops.fastsparse.ssd.default  # defined by the module that imports this one
+
+
+def derivatives(grad: Tensor) -> tuple[Any, Any]:
+    """The gradients of kept values and of edge values: kernels, or operators for those who watch."""
+    if is_first_derivative(grad):
+        return grad_of_values, grad_of_edge_values
+    return ssd_backward_op, ssd_value_grad_op
+
+
 for _key in ("CPU", "CUDA"):
     library.impl("ssd_backward", grad_of_values, _key)
     library.impl("ssd_value_grad", grad_of_edge_values, _key)
 torch.library.register_fake("fastsparse::ssd_backward", _ssd_backward_fake, lib=library)
 torch.library.register_fake("fastsparse::ssd_value_grad", _ssd_value_grad_fake, lib=library)
+register_autograd("ssd_backward", _GradOfValues)
+register_autograd("ssd_value_grad", _GradOfEdgeValues)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency
@@ -25,7 +24,7 @@ from fastsparse_core.ops._common import (
     register_autograd,
     widened_value,
 )
-from fastsparse_core.ops._ssd_backward import ssd_backward_op, ssd_value_grad_op
+from fastsparse_core.ops._ssd_backward import derivatives
 from fastsparse_core.ops._ssd_launch import product
 
 library.define(
@@ -72,8 +71,8 @@ def ssd(
             are kept, else densify.
 
     Returns:
-        (num_dst, width) in the dtype of the values; differentiable once in them, in ``value`` and
-        in ``bias``.
+        (num_dst, width) in the dtype of the values; differentiable in them, in ``value`` and in ``bias``,
+        twice too.
 
     Raises:
         TypeError: a dtype is not supported, or ``cbsr`` is no CBSR.
@@ -186,17 +185,16 @@ class _Ssd(torch.autograd.Function):
             return _ssd_op(*arguments, *place)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         values, ids, value, scale_dst, scale_src = ctx.saved_tensors
+        of_values, of_edge_values = derivatives(grad)
         grad_values = grad_value = grad_bias = None
         place = (ctx.adjacency, ctx.transpose)
         if ctx.needs_input_grad[0]:
-            grad_values = ssd_backward_op(grad, ids, value, scale_dst, scale_src, *place)
+            grad_values = of_values(grad, ids, value, scale_dst, scale_src, *place)
         if ctx.needs_input_grad[3]:
-            grad_value = ssd_value_grad_op(grad, values, ids, scale_dst, scale_src, value.size(0), *place).to(
-                value.dtype
-            )
+            grad_value = of_edge_values(grad, values, ids, scale_dst, scale_src, value.size(0), *place)
+            grad_value = grad_value.to(value.dtype)
         if ctx.needs_input_grad[6]:
             grad_bias = grad.sum(0)
         return grad_values, None, None, grad_value, None, None, grad_bias, None, None, None, None
