@@ -114,15 +114,15 @@ class FastMaxKGraphConv(FastGraphConv):
 
         value = None if edge_weight is None else edge_weight.reshape(-1)
         scales = self._scales(adjacency, cbsr.values)
+
+        def transform(out: Tensor, _: CBSR) -> Tensor:
+            return torch.matmul(out, matrix) if self.bias is None else torch.addmm(self.bias, out, matrix)
+
         if can_aggregate_sparse_linear(adjacency, cbsr, matrix, self.bias, out_by_in=False):
             out = aggregate_sparse_linear(
                 adjacency, cbsr, matrix, self.bias, value=value, out_by_in=False, **scales
             )
         else:
-
-            def transform(out: Tensor, _: CBSR) -> Tensor:
-                return torch.matmul(out, matrix) if self.bias is None else torch.addmm(self.bias, out, matrix)
-
             out = aggregate_sparse(adjacency, cbsr, transform, value, **scales)
         return out if self._activation is None else self._activation(out)
 

@@ -4,9 +4,9 @@
 // width F: E * F * sizeof(T) bytes out of shared memory, 128 bytes per clock and multiprocessor.
 //
 // Features are cut into tiles (the slow grid dimension), rows into groups of about equal work, one block
-// each. Within a block every warp takes as many entries as any other, wherever rows begin and end: a row that
-// several warps share is open at the end of the first, which after a barrier adds what the others carry, in
-// order: the same bits every time, no atomics. choose.spmm_resident says where a tile fits.
+// each. The warps of a block share its entries wherever rows begin and end: a row that several warps share is
+// open at the end of the first, which after a barrier adds what the others carry, in order: the same bits
+// every time, no atomics. choose.spmm_resident says where a tile fits.
 //
 // Small matrices take less time for their products than for what comes before: so 64-bit divisions are left
 // to the host, and entries are read 128 at a time, ahead, into shared memory.
@@ -191,8 +191,7 @@ struct Cut {
   int row, entry;
 };
 
-// How rows and entries are shared out, worked out on the host: 64-bit divisions take a block longer than its
-// tile.
+// How rows and entries are shared out, worked out on the host, so that no thread divides 64-bit numbers.
 struct Partition {
   int work, more;     // of a warp, in entries; one more for the first `more` warps
   int rows, entries;  // of a block, about

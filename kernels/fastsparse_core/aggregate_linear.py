@@ -10,7 +10,12 @@ from torch import Tensor
 
 from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency
-from fastsparse_core.ops._common import DTYPE_CODE, is_first_derivative, is_plain_eager
+from fastsparse_core.ops._common import (
+    DTYPE_CODE,
+    is_first_derivative,
+    is_plain_eager,
+    without_autocast,
+)
 from fastsparse_core.ops._spmm_launch import add_transposed, grad_of_features, product
 from fastsparse_core.ops.spmm import spmm
 
@@ -134,11 +139,7 @@ class _AggregateLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gradients = _gradients if is_first_derivative(grad) else _differentiable
-        device = grad.device.type
-        if not torch.is_autocast_enabled(device):
-            return (*gradients(ctx, grad), None, None, None)
-        with torch.autocast(device, enabled=False):  # as it was in the forward pass
-            return (*gradients(ctx, grad), None, None, None)
+        return (*without_autocast(gradients, ctx, grad), None, None, None)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

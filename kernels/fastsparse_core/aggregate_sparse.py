@@ -26,6 +26,7 @@ from fastsparse_core.ops._common import (
     is_first_derivative,
     is_plain_eager,
     product_in,
+    without_autocast,
 )
 from fastsparse_core.ops._ssd_backward import derivatives
 from fastsparse_core.ops.maxk import gather, write_out
@@ -237,10 +238,7 @@ class _AggregateSparseLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if autocast_dtype(grad) is None:
-            return (*_gradients(ctx, grad), None, None)
-        with torch.autocast(grad.device.type, enabled=False):  # the forward pass has decided every dtype
-            return (*_gradients(ctx, grad), None, None)
+        return (*without_autocast(_gradients, ctx, grad), None, None)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -19,6 +19,7 @@ from fastsparse_core.ops._common import (
     is_first_derivative,
     is_plain_eager,
     product_in,
+    without_autocast,
 )
 from fastsparse_core.ops._spmm_launch import grad_of_features, product
 from fastsparse_core.ops.spmm import spmm
@@ -176,10 +177,7 @@ class _GraphConvolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if autocast_dtype(grad) is None:
-            return (*_gradients(ctx, grad), None)
-        with torch.autocast(grad.device.type, enabled=False):  # the forward pass has decided every dtype
-            return (*_gradients(ctx, grad), None)
+        return (*without_autocast(_gradients, ctx, grad), None)
 
 
 def _aggregated(how: _Convolution, x: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
@@ -89,6 +90,14 @@ def is_first_derivative(grad: Tensor) -> bool:
     A second derivative, which ``create_graph=True`` asks for, goes through the operators' own formulas.
     """
     return is_plain_eager(grad) and not torch.is_grad_enabled()
+
+
+def without_autocast(gradients: Callable[[Any, Tensor], tuple[Any, ...]], ctx: Any, grad: Tensor) -> Any:
+    """``gradients(ctx, grad)`` with autocast off: the forward pass has decided every dtype."""
+    if autocast_dtype(grad) is None:
+        return gradients(ctx, grad)
+    with torch.autocast(grad.device.type, enabled=False):
+        return gradients(ctx, grad)
 
 
 def product_in(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool = True) -> Tensor:
