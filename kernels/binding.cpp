@@ -608,11 +608,11 @@ void compress(const CompressArgs& args, Address scratch, std::size_t scratch_byt
 #endif
 }
 
-// Returns the facts, which on CUDA waits for the device: `scratch` is room for them there.
-py::tuple inspect(Address row, Address col, Address edge_id, bool index_is_64bit, bool edge_id_is_64bit,
-                  std::int64_t num_edges, std::int64_t num_rows, bool square, Address rowptr, Address col_out,
-                  Address inv_degree, Address slices, Address scratch, int device, Address queue) {
-  std::int64_t facts[kNumEdgeFacts];
+// Writes facts where `args` says and does not wait for them.
+void inspect_unread(Address row, Address col, Address edge_id, bool index_is_64bit, bool edge_id_is_64bit,
+                    std::int64_t num_edges, std::int64_t num_rows, bool square, Address rowptr,
+                    Address col_out, Address inv_degree, Address slices, Address facts, int device,
+                    Address queue) {
   const InspectArgs args{at(row),
                          at(col),
                          at(edge_id),
@@ -625,14 +625,24 @@ py::tuple inspect(Address row, Address col, Address edge_id, bool index_is_64bit
                          at<std::int32_t>(col_out),
                          at<float>(inv_degree),
                          at<RowSlice>(slices),
-                         device < 0 ? facts : at<std::int64_t>(scratch)};
+                         at<std::int64_t>(facts)};
   FASTSPARSE_RUN(inspect, args, device, queue);
+}
+
+// Returns the facts, which on CUDA waits for the device: `scratch` is room for them there.
+py::tuple inspect(Address row, Address col, Address edge_id, bool index_is_64bit, bool edge_id_is_64bit,
+                  std::int64_t num_edges, std::int64_t num_rows, bool square, Address rowptr, Address col_out,
+                  Address inv_degree, Address slices, Address scratch, int device, Address queue) {
+  std::int64_t facts[kNumEdgeFacts];
+  const Address written = device < 0 ? reinterpret_cast<Address>(facts) : scratch;
+  inspect_unread(row, col, edge_id, index_is_64bit, edge_id_is_64bit, num_edges, num_rows, square, rowptr,
+                 col_out, inv_degree, slices, written, device, queue);
 #ifdef FASTSPARSE_WITH_CUDA
   if (device >= 0) {
     const py::gil_scoped_release release;
     const DeviceGuard guard(device);
     auto* stream = static_cast<cudaStream_t>(at(queue));
-    check(cudaMemcpyAsync(facts, args.facts, sizeof facts, cudaMemcpyDeviceToHost, stream), "inspect");
+    check(cudaMemcpyAsync(facts, at(scratch), sizeof facts, cudaMemcpyDeviceToHost, stream), "inspect");
     check(cudaStreamSynchronize(stream), "inspect");
   }
 #endif
@@ -785,6 +795,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("compress_scratch_bytes", &compress_scratch_bytes);
   m.def("compress", &compress);
   m.def("inspect", &inspect);
+  m.def("inspect_unread", &inspect_unread);
   m.attr("HASHES") = kHashes;
   m.attr("KEY_BITS") = kKeyBits;
   m.def("row_signatures", &row_signatures);

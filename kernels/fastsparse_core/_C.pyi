@@ -126,6 +126,23 @@ def inspect(
     device: int,
     queue: int,
 ) -> tuple[int, ...]: ...
+def inspect_unread(
+    row: int,
+    col: int,
+    edge_id: int,
+    index_is_64bit: bool,
+    edge_id_is_64bit: bool,
+    num_edges: int,
+    num_rows: int,
+    square: bool,
+    rowptr: int,
+    col_out: int,
+    inv_degree: int,
+    slices: int,
+    facts: int,
+    device: int,
+    queue: int,
+) -> None: ...
 
 HASHES: int
 KEY_BITS: int

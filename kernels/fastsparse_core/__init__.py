@@ -6,6 +6,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CBSR",
     "Adjacency",
+    "CapturedBatches",
     "CapturedStep",
     "MaxK",
     "SparseLinear",
@@ -26,6 +27,7 @@ __all__ = [
 
 try:
     from fastsparse_core.adjacency import Adjacency
+    from fastsparse_core.captured_batches import CapturedBatches
     from fastsparse_core.captured_step import CapturedStep
     from fastsparse_core.choose import algorithms
     from fastsparse_core.formats import CBSR

@@ -133,6 +133,8 @@ def spmm_resident(
         return False
     if adj.device.type != "cuda" or dtype == torch.float64 or heads > 1 or not aligned:
         return False
+    if adj.is_padded:  # its blocks share out the entries by their number
+        return False
     tile_bytes = (adj.num_src + 1) * _RESIDENT_TILE_BYTES
     fits = tile_bytes + _RESIDENT_OTHER_BYTES <= bounds.shared_memory(adj.device)
     counted_in_32_bits = adj.num_edges + 16 * adj.num_dst < 2**31

@@ -12,7 +12,7 @@ from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 
 #: Words that the kernels write, in the order of EdgeFact in kernels/include/fastsparse/views.h.
-_NUM_FACTS = 10
+NUM_FACTS = 10
 _SIGNED_TO_UNSIGNED = 2**64
 
 
@@ -86,9 +86,7 @@ def _inspect(
     with torch.inference_mode(False):  # kept: it must serve autograd later
         inv_degree = torch.empty(num_rows, dtype=torch.float32, device=device)
     # Two words for every row's slice, and behind them room for the facts.
-    room = (
-        torch.empty(num_rows + _NUM_FACTS // 2, 2, dtype=torch.int64, device=device) if index >= 0 else None
-    )
+    room = torch.empty(num_rows + NUM_FACTS // 2, 2, dtype=torch.int64, device=device) if index >= 0 else None
     slices = 0 if room is None else room.data_ptr()
     words = _C.inspect(
         0 if row is None else row.data_ptr(),
@@ -121,3 +119,61 @@ def _inspect(
         ends=(words[7], words[8]),
         row_split=unsplit_rows(room[:num_rows]) if room is not None and words[9] <= longest else None,
     )
+
+
+class EdgeRoom(NamedTuple):
+    """Memory that compressed rows are written into, again and again; there may be more of it than edges.
+
+    Attributes:
+        rowptr: int64 (num_rows + 1,); rows beyond those of the edges are empty.
+        col: int32, at least one per edge.
+        inv_degree: float32 (num_rows,).
+        slices: int64 (num_rows, 2), the slices of uncut rows on CUDA; untouched on the CPU.
+    """
+
+    rowptr: Tensor
+    col: Tensor
+    inv_degree: Tensor
+    slices: Tensor
+
+
+def inspect_into(row: Tensor, col: Tensor, room: EdgeRoom, facts: Tensor) -> None:
+    """Compresses edges that come sorted by row, into given memory; does not wait for the device.
+
+    Args:
+        row: int32 or int64 (num_edges,), contiguous, not empty.
+        col: like ``row``.
+        room: for at least as many edges and rows.
+        facts: int64 (NUM_FACTS,) on the device of the edges, for `are_compressed`.
+    """
+    index = device_index(col.device)
+    _C.inspect_unread(
+        row.data_ptr(),
+        col.data_ptr(),
+        0,
+        col.dtype == torch.int64,
+        False,
+        col.numel(),
+        room.inv_degree.numel(),
+        False,
+        room.rowptr.data_ptr(),
+        room.col.data_ptr(),
+        room.inv_degree.data_ptr(),
+        room.slices.data_ptr(),
+        facts.data_ptr(),
+        index,
+        queue(index),
+    )
+
+
+def are_compressed(facts: list[int], shape: tuple[int, int], longest: int) -> bool:
+    """Whether `inspect_into` met sorted edges within ``shape`` and no row beyond ``longest`` entries.
+
+    Args:
+        facts: what it wrote, on the host.
+        shape: (num_dst, num_src) that the edges belong to.
+        longest: entries of a slice.
+    """
+    most_row, most_col = (word % _SIGNED_TO_UNSIGNED for word in facts[:2])
+    rows_descend, most_entries = facts[3], facts[9]
+    return most_row < shape[0] and most_col < shape[1] and not rows_descend and most_entries <= longest

@@ -1,0 +1,268 @@
+"""Steps on sampled batches as CUDA graphs: batches are padded to the sizes of the record."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.captured_step import CapturedStep
+from fastsparse_core.formats.inspection import NUM_FACTS
+from fastsparse_core.log import info_once
+from fastsparse_core.padded_adjacency import PaddedAdjacency
+
+_logger = logging.getLogger("fastsparse_core")
+_T = TypeVar("_T")
+
+#: Destinations, sources, and the numbers of both: what `Adjacency.from_coo` takes.
+Edges = tuple[Tensor, Tensor, tuple[int, int]]
+
+#: Sizes of one batch: edges, destinations and sources of every level, then the rows of every tensor.
+Sizes = tuple[int, ...]
+
+#: Room beyond the greatest size seen, as a share of it; where sizes vary by more, as much as they vary.
+_ROOM = 1 / 64
+#: Steps on padded batches before the one that is recorded, so that libraries have what they allocate once.
+_WARM_UP = 2
+
+
+class _Record(NamedTuple, Generic[_T]):
+    """What a step was, or is about to be, recorded with.
+
+    Attributes:
+        room: how much of everything there is room for.
+        exact: which of these sizes a batch must have to fit.
+        structures: of every level.
+        tensors: what the step takes besides, by name.
+        step: reads these.
+    """
+
+    room: Sizes
+    exact: tuple[bool, ...]
+    structures: list[PaddedAdjacency]
+    tensors: dict[str, Tensor]
+    step: CapturedStep[_T]
+
+
+class CapturedBatches(Generic[_T]):
+    """A step on sampled batches that becomes one CUDA graph, though every batch has other sizes.
+
+    A step on a batch is dozens of short kernels, which the host launches more slowly than the GPU runs them.
+    The first batches run as they are. Then memory is set aside for batches of slightly more than the greatest
+    size seen, the step is recorded on it, and every later batch is copied there and the record replayed. A
+    batch that does not fit runs as it is; if it was too large, the step is recorded anew with more room.
+
+    The step therefore sees padded batches: behind the nodes of the batch there may be more, which have no
+    edges, and ``fill`` says what their rows of every tensor hold. They come last, on every level, so that
+    seeds stay the first nodes; the step must look at nothing but its seeds when it computes the loss
+    (``out[:num_seeds]``), and mix no rows elsewhere, as `BatchNorm` would. What never varies is not padded,
+    nor are tensors that ``fill`` does not name, such as the labels of the seeds, and levels of as many nodes;
+    batches that have another number of them, as the last one of an epoch, run as they are. Structures are
+    :class:`fastsparse_core.Adjacency` objects that serve sums and means of neighbours and the layers made of
+    them (GraphSAGE, GIN, graph convolutions without self loops); attention needs more than a padded structure
+    has. Otherwise the rules of :class:`CapturedStep` hold: the optimizer belongs into the step.
+
+    Without a GPU, and under deterministic algorithms, all batches run as they are.
+
+    Args:
+        step: called as ``step(structures, **tensors)``; its result, tensors in general, is overwritten by the
+            next call.
+        fill: for tensors whose number of rows varies, the value of rows behind those of the batch: 0 for
+            features and for indices into a table, -100 for labels that ``cross_entropy`` ignores.
+        observe: batches that run as they are, to learn how sizes vary.
+
+    Raises:
+        ValueError: ``observe`` is not positive; in calls: a tensor's rows vary from batch to batch and
+            ``fill`` does not name it, a tensor requires a gradient, or is a number.
+        RuntimeError: the step cannot be recorded.
+
+    Examples:
+        >>> weight = torch.ones(3, 2)
+        >>> def step(structures, x):
+        ...     (adjacency,) = structures
+        ...     return (fastsparse_core.spmm(adjacency, x) @ weight)[:1]
+        >>> batches = CapturedBatches(step, fill={"x": 0.0})
+        >>> row, col = torch.tensor([0, 0]), torch.tensor([1, 2])
+        >>> batches([(row, col, (1, 3))], x=torch.ones(3, 3))
+        tensor([[6., 6.]])
+    """
+
+    def __init__(
+        self, step: Callable[..., _T], *, fill: Mapping[str, float] | None = None, observe: int = 8
+    ) -> None:
+        if observe < 1:
+            raise ValueError(f"observe: expected at least 1, got {observe}")
+        self._step = step
+        self._fill = dict(fill or {})
+        self._observe = observe
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets sizes and record: as if no batch had been seen."""
+        self._seen: list[Sizes] = []
+        self._record: _Record[_T] | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether memory is set aside, so that batches that fit are replayed or about to be."""
+        return self._record is not None
+
+    def __call__(self, edges: Sequence[Edges], **tensors: Tensor) -> _T:
+        """Runs the step on one batch.
+
+        Args:
+            edges: of every level, in the order of the layers, what :meth:`Adjacency.from_coo` takes:
+                destinations, sources, ``(num_dst, num_src)``. Edges should come sorted by destination, as
+                samplers give them: other batches run as they are.
+            tensors: what the step takes besides, by name.
+        """
+        on_gpu = all(row.is_cuda for row, _, _ in edges)
+        if not on_gpu or torch.are_deterministic_algorithms_enabled():
+            info_once(
+                _logger,
+                "CapturedBatches: batches run as they are on the CPU and under deterministic algorithms",
+            )
+            return self._as_it_is(edges, tensors)
+        sizes = _sizes(edges, tensors)
+        if self._seen and len(sizes) != len(self._seen[0]):
+            raise ValueError(
+                f"expected batches of the same levels and tensors, {len(self._seen[0])} sizes, got "
+                f"{len(sizes)}; call reset() before batches of another kind"
+            )
+        record = self._record
+        if record is None:
+            self._seen.append(sizes)
+            if len(self._seen) <= self._observe:
+                return self._as_it_is(edges, tensors)
+            record = self._record = self._set_aside(edges, tensors)
+        elif not self._fits(record, sizes):
+            return self._as_it_is(edges, tensors)
+        if not _write(record, self._fill, edges, tensors):
+            info_once(
+                _logger,
+                "CapturedBatches: a batch runs as it is: its edges are not sorted by destination, or a "
+                "destination has very many",
+            )
+            return self._as_it_is(edges, tensors)
+        return record.step()
+
+    def gather(self, name: str, table: Tensor, index: Tensor) -> Tensor:
+        """``table[index]`` as the tensor of that name of the next batch, written where the step reads it.
+
+        Passing the result to the call spares a copy of it.
+
+        Args:
+            name: of the tensor.
+            table: (N, ...) without gradient.
+            index: integer (rows,), on the same device.
+        """
+        room = None if self._record is None else self._record.tensors.get(name)
+        rows = index.numel()
+        fits = room is not None and rows <= room.size(0) and room.shape[1:] == table.shape[1:]
+        if not fits or room.dtype != table.dtype or room.device != table.device:  # type: ignore[union-attr]
+            return table[index]
+        return torch.index_select(table, 0, index, out=room[:rows])  # type: ignore[index]
+
+    def _as_it_is(self, edges: Sequence[Edges], tensors: Mapping[str, Tensor]) -> _T:
+        return self._step([Adjacency.from_coo(row, col, shape) for row, col, shape in edges], **tensors)
+
+    def _set_aside(self, edges: Sequence[Edges], tensors: Mapping[str, Tensor]) -> _Record[_T]:
+        """Memory for batches like those seen so far, and a step that reads it."""
+        room, exact = self._plan(list(tensors))
+        structures = []
+        for level, (row, _, _) in enumerate(edges):
+            num_edges, num_dst, num_src = room[3 * level : 3 * level + 3]
+            structures.append(PaddedAdjacency((num_dst, num_src), num_edges, row.device))
+        rows = dict(zip(tensors, room[3 * len(edges) :], strict=True))
+        held = {
+            name: tensor.new_full((rows[name], *tensor.shape[1:]), self._fill.get(name, 0))
+            for name, tensor in tensors.items()
+        }
+        step = CapturedStep(lambda: self._step(structures, **held), warm_up=_WARM_UP)
+        return _Record(room, exact, structures, held, step)
+
+    def _plan(self, names: list[str]) -> tuple[Sizes, tuple[bool, ...]]:
+        """How much room there should be of everything, and what has to be as much exactly.
+
+        Equal sizes stay equal, as levels that follow each other ask for.
+        """
+        columns = list(zip(*self._seen, strict=True))
+        fixed = set()
+        for name, column in zip(names, columns[len(columns) - len(names) :], strict=True):
+            if name not in self._fill:
+                fixed.add(column)
+                if 2 * column.count(statistics.mode(column)) < len(column):
+                    raise ValueError(
+                        f"{name}: its number of rows varies from batch to batch ({min(column)} to "
+                        f"{max(column)}): fill must say what the rows behind those of a batch hold, for "
+                        f"example fill={{{name!r}: 0}} for features, or -100 for labels of cross_entropy"
+                    )
+        room, exact = [], []
+        for column in columns:
+            least, most = min(column), max(column)
+            exact.append(column in fixed or least == most)
+            room.append(statistics.mode(column) if exact[-1] else most + max(most - least, int(most * _ROOM)))
+        return tuple(room), tuple(exact)
+
+    def _fits(self, record: _Record[_T], sizes: Sizes) -> bool:
+        """Whether a batch fits; forgets the record where it should have had more room."""
+        fits = True
+        for size, room, exact in zip(sizes, record.room, record.exact, strict=True):
+            if exact and size != room:
+                return False
+            fits = fits and size <= room
+        if not fits:
+            self._seen.append(sizes)
+            self._record = None
+            _logger.info("CapturedBatches: a batch is larger than all before it; the step is recorded anew")
+        return fits
+
+
+def _sizes(edges: Sequence[Edges], tensors: Mapping[str, Tensor]) -> Sizes:
+    sizes = [size for row, _, shape in edges for size in (row.numel(), *shape)]
+    for name, tensor in tensors.items():
+        if tensor.dim() == 0 or tensor.requires_grad:
+            raise ValueError(
+                f"{name}: expected a tensor of one or more dimensions without gradient, got shape "
+                f"{tuple(tensor.shape)}, requires_grad={tensor.requires_grad}"
+            )
+        sizes.append(tensor.size(0))
+    return tuple(sizes)
+
+
+def _write(
+    record: _Record[_T], fill: Mapping[str, float], edges: Sequence[Edges], tensors: Mapping[str, Tensor]
+) -> bool:
+    """Copies a batch to where the step reads it; returns whether the step may read it."""
+    device = edges[0][0].device
+    facts = torch.empty(len(edges), NUM_FACTS, dtype=torch.int64, device=device)
+    for structure, own_facts, (row, col, _) in zip(record.structures, facts, edges, strict=True):
+        if not (
+            row.numel() == col.numel() > 0
+            and row.dtype == col.dtype
+            and row.dtype in (torch.int64, torch.int32)
+            and row.device == col.device == device
+        ):
+            return False
+        structure.write(row.contiguous(), col.contiguous(), own_facts)
+    for name, tensor in tensors.items():
+        held = record.tensors[name]
+        if tensor.dtype != held.dtype or tensor.shape[1:] != held.shape[1:]:
+            raise ValueError(
+                f"{name}: expected {held.dtype} of shape (rows, {', '.join(map(str, held.shape[1:]))}) as in "
+                f"the batches before, got {tensor.dtype} of shape {tuple(tensor.shape)}"
+            )
+        rows = tensor.size(0)
+        if tensor.data_ptr() != held.data_ptr():
+            held[:rows].copy_(tensor)
+        if rows < held.size(0):
+            held[rows:].fill_(fill[name])
+    return all(
+        structure.holds(words, shape)
+        for structure, words, (_, _, shape) in zip(record.structures, facts.tolist(), edges, strict=True)
+    )
