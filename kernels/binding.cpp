@@ -169,35 +169,20 @@ void csr_to_dense(const CsrStructure& structure, int dtype, Address value, Addre
   check(cuda::csr_to_dense(args, at(queue)), "csr_to_dense");
 }
 
-void count_hybrid_rows(Address rowptr, std::int64_t num_rows, std::int32_t multiple, std::int32_t longest,
-                       Address sums, int device, Address queue) {
+void hybrid_rows(Address rowptr, std::int64_t num_rows, std::int32_t multiple, std::int32_t longest,
+                 Address counts, std::int64_t most_long, Address slices, Address split_row, Address split_ptr,
+                 int device, Address queue) {
   const HybridRowsArgs args{at<std::int64_t>(rowptr),
                             num_rows,
                             multiple,
                             longest,
-                            at<std::int64_t>(sums),
-                            0,
-                            nullptr,
-                            nullptr,
-                            nullptr};
-  const DeviceGuard guard(device);
-  check(cuda::count_hybrid_rows(args, at(queue)), "count_hybrid_rows");
-}
-
-void fill_hybrid_rows(Address rowptr, std::int64_t num_rows, std::int32_t multiple, std::int32_t longest,
-                      Address sums, std::int64_t num_long, Address slices, Address split_row,
-                      Address split_ptr, int device, Address queue) {
-  const HybridRowsArgs args{at<std::int64_t>(rowptr),
-                            num_rows,
-                            multiple,
-                            longest,
-                            at<std::int64_t>(sums),
-                            num_long,
+                            at<HybridRowsCounts>(counts),
+                            most_long,
                             at<RowSlice>(slices),
                             at<std::int32_t>(split_row),
                             at<std::int64_t>(split_ptr)};
   const DeviceGuard guard(device);
-  check(cuda::fill_hybrid_rows(args, at(queue)), "fill_hybrid_rows");
+  check(cuda::hybrid_rows(args, at(queue)), "hybrid_rows");
 }
 
 BsbView make_bsb(Address quad, Address window_ptr, Address window_row, Address quad_entry, Address value_id,
@@ -813,8 +798,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("spmm_resident", &spmm_resident);
   m.def("spmm_hr", &spmm_hr);
   m.def("csr_to_dense", &csr_to_dense);
-  m.def("count_hybrid_rows", &count_hybrid_rows);
-  m.def("fill_hybrid_rows", &fill_hybrid_rows);
+  m.def("num_hybrid_rows_counts", &cuda::num_hybrid_rows_counts);
+  m.def("hybrid_rows", &hybrid_rows);
   py::class_<AttentionBsbInput>(m, "AttentionBsbInput").def(py::init(&attention_bsb_input));
   m.def("attention_bsb", &attention_bsb);
   m.def("attention_bsb_backward", &attention_bsb_backward);

@@ -441,7 +441,7 @@ def structures() -> None:
         Adjacency.from_coo(row, col % 300, (300, 300), self_loops="replace")
         Adjacency.from_csr(adj.rowptr.to(dtype), adj.col.to(dtype), adj.shape, edge_id=adj.edge_id)
     split_rows(adj.rowptr, 32)
-    HybridRows.from_rowptr(adj.rowptr)
+    HybridRows.from_rowptr(adj.rowptr, adj.num_edges)
     adj.prepare()
     group_rows(heavy())
     grouped().prepare()

@@ -1,13 +1,31 @@
-// The work list of spmm_hr (HR-SpMM, section 4.1, algorithm 1): what a row adds to it, then, after a prefix
-// sum, the list. A thread per row: a row of n entries writes n / 256 items.
+// The work list of spmm_hr (HR-SpMM, section 4.1, algorithm 1) in two launches, and nothing to wait for: each
+// block counts what its rows add to the list, then each sums the counts of the blocks before it and writes
+// the items of its rows. Blocks are few, whatever the number of rows, so that those sums stay small: time in
+// proportion to rows and items. A thread per row: a row of n entries writes n / 256 items.
+
+#include <algorithm>
+#include <cub/block/block_scan.cuh>
 
 #include "fastsparse/cuda_common.cuh"
+#include "fastsparse/dependent_launch.cuh"
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr std::int64_t kMostBlocks = 1024;  // about what an H100 or H200 has under way at once
+
+// Rows that a block takes: as many whole tiles of a row per thread as keep the number of blocks low.
+std::int64_t rows_of_block(std::int64_t num_rows) {
+  return kThreads * std::max<std::int64_t>(1, ceil_div(num_rows, kThreads * kMostBlocks));
+}
+
+unsigned num_blocks(std::int64_t num_rows) { return ceil_div(num_rows, rows_of_block(num_rows)); }
+
+__device__ __forceinline__ HybridRowsCounts operator+(const HybridRowsCounts& a, const HybridRowsCounts& b) {
+  return {a.long_items + b.long_items, a.split_rows + b.split_rows, a.slots + b.slots};
+}
 
 // How a row is cut, see HybridRows in formats/hybrid_rows.py.
 struct RowCut {
@@ -15,68 +33,94 @@ struct RowCut {
   int rest;
   int whole;  // entries in long items
   int num_long;
-  int num_short;
+  bool has_short;
 
-  __device__ __forceinline__ RowCut(const HybridRowsArgs& args, std::int64_t row) : begin(args.rowptr[row]) {
-    const int length = static_cast<int>(args.rowptr[row + 1] - begin);
-    rest = length % args.multiple;
-    whole = length - rest;
-    num_long = (whole + args.longest - 1) / args.longest;
-    num_short = rest > 0 || length == 0;
+  __device__ __forceinline__ int items() const { return num_long + has_short; }
+  __device__ __forceinline__ bool split() const { return items() > 1; }
+  __device__ __forceinline__ HybridRowsCounts counts() const {
+    return {num_long, split(), split() ? items() : 0};
   }
-
-  __device__ __forceinline__ int items() const { return num_long + num_short; }
-  __device__ __forceinline__ bool shared() const { return items() > 1; }
 };
 
-__device__ __forceinline__ std::int64_t two(std::int64_t high, std::int64_t low) { return high << 32 | low; }
-__device__ __forceinline__ std::int64_t high(std::int64_t both) { return both >> 32; }
-__device__ __forceinline__ std::int64_t low(std::int64_t both) { return both & 0xffffffff; }
-
-__global__ void __launch_bounds__(kThreads) count_kernel(const HybridRowsArgs args) {
-  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (row >= args.num_rows) return;
-  const RowCut cut(args, row);
-  args.sums[row] = two(cut.num_long, cut.num_short);
-  args.sums[args.num_rows + row] = cut.shared() ? two(cut.items(), 1) : 0;
+__device__ __forceinline__ RowCut cut_row(const HybridRowsArgs& args, std::int64_t row) {
+  RowCut cut;
+  cut.begin = args.rowptr[row];
+  const int length = static_cast<int>(args.rowptr[row + 1] - cut.begin);
+  cut.rest = length % args.multiple;
+  cut.whole = length - cut.rest;
+  cut.num_long = (cut.whole + args.longest - 1) / args.longest;
+  cut.has_short = cut.rest > 0 || length == 0;
+  return cut;
 }
 
-__global__ void __launch_bounds__(kThreads) fill_kernel(const HybridRowsArgs args) {
-  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (row >= args.num_rows) return;
-  const RowCut cut(args, row);
-  // The sums run on from the last row's first number to the first row's second.
-  const std::int64_t counted = args.sums[row];
-  const std::int64_t slots_counted = args.sums[args.num_rows + row] - args.sums[args.num_rows - 1];
-  const std::int64_t first_slot = high(slots_counted) - cut.items();
-  const auto target = [&](int nth) {
-    return static_cast<std::int32_t>(cut.shared() ? ~(first_slot + nth) : row);
-  };
-  RowSlice* item = args.slices + (high(counted) - cut.num_long);
-  for (int nth = 0; nth < cut.num_long; ++nth) {
-    const int first = nth * args.longest;
-    item[nth] = {cut.begin + first, min(args.longest, cut.whole - first), target(nth)};
+// Sum of `value` over the threads before this one; `total` gets that of all, in every thread.
+__device__ HybridRowsCounts sum_before(const HybridRowsCounts& value, HybridRowsCounts& total) {
+  using Scan = cub::BlockScan<HybridRowsCounts, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+  __shared__ typename Scan::TempStorage storage;
+  HybridRowsCounts before;
+  const auto add = [](const HybridRowsCounts& a, const HybridRowsCounts& b) { return a + b; };
+  Scan(storage).ExclusiveScan(value, before, HybridRowsCounts{}, add, total);
+  __syncthreads();  // the next call writes it again
+  return before;
+}
+
+__global__ void __launch_bounds__(kThreads) count_kernel(const HybridRowsArgs args, std::int64_t block_rows) {
+  allow_next_kernel();
+  const std::int64_t first = blockIdx.x * block_rows, end = min(first + block_rows, args.num_rows);
+  HybridRowsCounts counts{}, total;
+  for (std::int64_t row = first + threadIdx.x; row < end; row += kThreads) {
+    counts = counts + cut_row(args, row).counts();
   }
-  if (cut.num_short > 0) {
-    args.slices[args.num_long + low(counted) - 1] = {cut.begin + cut.whole, cut.rest, target(cut.num_long)};
+  sum_before(counts, total);
+  if (threadIdx.x == 0) args.counts[blockIdx.x] = total;
+}
+
+__global__ void __launch_bounds__(kThreads) fill_kernel(const HybridRowsArgs args, std::int64_t block_rows) {
+  wait_for_kernel_before();
+  const std::int64_t first = blockIdx.x * block_rows, end = min(first + block_rows, args.num_rows);
+  HybridRowsCounts counts{}, so_far;
+  for (unsigned block = threadIdx.x; block < blockIdx.x; block += kThreads) {
+    counts = counts + args.counts[block];
   }
-  if (cut.shared()) {
-    const std::int64_t nth = low(slots_counted) - 1;
-    args.split_row[nth] = static_cast<std::int32_t>(row);
-    args.split_ptr[nth + 1] = high(slots_counted);
+  sum_before(counts, so_far);
+  for (std::int64_t tile = first; tile < end; tile += kThreads) {
+    const std::int64_t row = tile + threadIdx.x;
+    const RowCut cut = row < end ? cut_row(args, row) : RowCut{};
+    HybridRowsCounts of_tile;
+    const HybridRowsCounts at = so_far + sum_before(cut.counts(), of_tile);
+    so_far = so_far + of_tile;
+    if (row >= end) continue;
+    const auto target = [&](int nth) {
+      return static_cast<std::int32_t>(cut.split() ? ~(at.slots + nth) : row);
+    };
+    for (int nth = 0; nth < cut.num_long; ++nth) {
+      const int before = nth * args.longest;
+      args.slices[at.long_items + nth] = {cut.begin + before, min(args.longest, cut.whole - before),
+                                          target(nth)};
+    }
+    args.slices[args.most_long + row] = {cut.begin + cut.whole, cut.has_short ? cut.rest : -1,
+                                         target(cut.num_long)};
+    if (cut.split()) {
+      args.split_row[at.split_rows] = static_cast<std::int32_t>(row);
+      args.split_ptr[at.split_rows] = at.slots;
+    }
   }
-  if (row == 0) args.split_ptr[0] = 0;
+  if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) {
+    args.split_ptr[so_far.split_rows] = so_far.slots;
+    args.counts[gridDim.x] = so_far;
+  }
 }
 
 }  // namespace
 
-int count_hybrid_rows(const HybridRowsArgs& args, void* stream) {
-  count_kernel<<<ceil_div(args.num_rows, kThreads), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
-  return cudaGetLastError();
-}
+std::int64_t num_hybrid_rows_counts(std::int64_t num_rows) { return num_blocks(num_rows) + 1; }
 
-int fill_hybrid_rows(const HybridRowsArgs& args, void* stream) {
-  fill_kernel<<<ceil_div(args.num_rows, kThreads), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
+int hybrid_rows(const HybridRowsArgs& args, void* stream) {
+  auto* queue = static_cast<cudaStream_t>(stream);
+  const std::int64_t block_rows = rows_of_block(args.num_rows);
+  const unsigned blocks = num_blocks(args.num_rows);
+  count_kernel<<<blocks, kThreads, 0, queue>>>(args, block_rows);
+  launch_dependent(fill_kernel, true, dim3(blocks), dim3(kThreads), 0, queue, args, block_rows);
   return cudaGetLastError();
 }
 

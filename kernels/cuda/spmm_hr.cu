@@ -93,12 +93,12 @@ __global__ void __launch_bounds__(kThreads, 4)
     const std::int64_t feature = feature0 + tile.feature();
     if (tile.has_result() && feature < args.width) store_sums<T>(args, slice, feature, sum);
   } else {
-    const std::int64_t item = num_long +
-                              static_cast<std::int64_t>(blockIdx.x - long_blocks) * (kThreads / kPieces) +
-                              threadIdx.x / kPieces;
+    const std::int64_t row =
+        static_cast<std::int64_t>(blockIdx.x - long_blocks) * (kThreads / kPieces) + threadIdx.x / kPieces;
     const std::int64_t feature = feature0 + threadIdx.x % kPieces * 8;
-    if (item >= args.split.num_slices || feature >= args.width) return;
-    const RowSlice slice = load_slice(args.split, item);
+    if (row >= args.a.num_rows || feature >= args.width) return;
+    const RowSlice slice = load_slice(args.split, args.split.num_slices - args.a.num_rows + row);
+    if (slice.length < 0) return;  // long items have all of this row
     float sum[8] = {};
     sum_short<T>(tile_args, static_cast<const T*>(args.x.data) + feature, slice, sum);
     store_sums<T>(args, slice, feature, sum);
@@ -113,7 +113,7 @@ template <typename T, int kLanePieces, int kRowPieces>
 void launch_shape(const SpmmArgs& args, std::int64_t num_long, cudaStream_t stream) {
   constexpr int kPieces = kLanePieces * kRowPieces;
   const unsigned long_blocks = ceil_div(num_long, kThreads / kWarp);
-  const unsigned short_blocks = ceil_div(args.split.num_slices - num_long, kThreads / kPieces);
+  const unsigned short_blocks = ceil_div(args.a.num_rows, kThreads / kPieces);
   const dim3 grid(long_blocks + short_blocks, ceil_div(args.width, 8 * kPieces));
   spmm_hr_kernel<T, kLanePieces, kRowPieces><<<grid, kThreads, 0, stream>>>(args, num_long, long_blocks);
 }

@@ -267,22 +267,14 @@ def spmm_hr(  # only in builds with the CUDA half
 def csr_to_dense(  # only in builds with the CUDA half
     structure: CsrStructure, dtype: int, value: int, out: int, device: int, queue: int
 ) -> None: ...
-def count_hybrid_rows(  # only in builds with the CUDA half
+def num_hybrid_rows_counts(num_rows: int) -> int: ...  # only in builds with the CUDA half
+def hybrid_rows(  # only in builds with the CUDA half
     rowptr: int,
     num_rows: int,
     multiple: int,
     longest: int,
-    sums: int,
-    device: int,
-    queue: int,
-) -> None: ...
-def fill_hybrid_rows(  # only in builds with the CUDA half
-    rowptr: int,
-    num_rows: int,
-    multiple: int,
-    longest: int,
-    sums: int,
-    num_long: int,
+    counts: int,
+    most_long: int,
     slices: int,
     split_row: int,
     split_ptr: int,

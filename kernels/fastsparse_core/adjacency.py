@@ -16,6 +16,7 @@ from fastsparse_core import choose
 from fastsparse_core.formats.bsb import Bsb
 from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.grouping import Method, check_method
+from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.inspection import Inspection, inspect_edges, inspect_rows
 from fastsparse_core.formats.row_split import RowSplit
 from fastsparse_core.kernel_formats import KernelFormats, expand_rows
@@ -510,7 +511,7 @@ class Adjacency(KernelFormats):
         """Those of one result that is kept under that name."""
         if isinstance(result, Tensor):
             yield name, result
-        elif isinstance(result, (RowSplit, Bsb)):
+        elif isinstance(result, (RowSplit, HybridRows, Bsb)):
             yield from ((f"{name}.{item}", tensor) for item, tensor in result.tensors().items())
         elif isinstance(result, Adjacency) and result.handle not in visited:
             yield from ((f"{name}.{item}", tensor) for item, tensor in result._tensors(visited))

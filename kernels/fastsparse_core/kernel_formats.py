@@ -122,12 +122,12 @@ class KernelFormats:
     @property
     def hybrid_rows(self) -> HybridRows:
         """Work list of spmm on both kinds of units, see `HybridRows`."""
-        return self._row_memo.get("hybrid_rows", lambda: HybridRows.from_rowptr(self.rowptr))
+        return self._row_memo.get("hybrid_rows", lambda: HybridRows.from_rowptr(self.rowptr, self.num_edges))
 
     @property
     def hybrid_structure(self) -> Any:
-        """The structure with that work list, as the compiled kernel takes it."""
-        return self._memo.get("hybrid_structure", lambda: self._rows(self.hybrid_rows))
+        """The structure with that work list, as the compiled kernel takes it; the first use waits for it."""
+        return self._memo.get("hybrid_structure", lambda: self._rows(self.hybrid_rows.row_split()))
 
     def edge_groups(self, longest: int) -> RowSplit:
         """Work list of ssd: the entries of a row in groups of at most ``longest``, and who shares a row."""

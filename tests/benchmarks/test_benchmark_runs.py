@@ -82,7 +82,7 @@ def test_dlmc_checks_then_times_every_implementation(
     assert len(cells) == 7 + 5
     # PyTorch on the CPU has no sparse product in float16.
     others = [cell for cell in result["cells"] if cell.get("implementation") != "torch.sparse CSR"]
-    assert len(others) == 7 + 5 - 2 + 6
+    assert len(others) == 7 + 5 - 2 + 8
     assert all(cell["status"] == "ok" and cell["samples"] >= 5 for cell in others)
     assert {cell["implementation"] for cell in cells if cell["dtype"] == "float16"} > {
         "fastsparse tca",
@@ -92,12 +92,30 @@ def test_dlmc_checks_then_times_every_implementation(
     shown = tables.dlmc(result)
     assert [table.rows[0][0] for table in shown] == [*["small"] * 4, "pubmed"]
     assert all(len(row) == len(table.columns) for table in shown for row in table.rows)
+    time = {cell["step"]: cell["median_ms"] for cell in result["cells"] if cell["part"] == "preprocessing"}
+    row = dict(zip(shown[-1].columns, shown[-1].rows[0], strict=True))
+    assert row["list / spmm hr, device"] == f"{time['hr work list, device'] / time['spmm hr']:.2f}x"
+    assert row["list / spmm hr, wall clock"] == f"{time['hr work list'] / time['spmm hr, wall clock']:.2f}x"
 
     right = dlmc.spmm
     monkeypatch.setattr(dlmc, "spmm", lambda *x, algorithm: right(*x) * (1.1 if algorithm == "tca" else 1))
     result = result_of(tmp_path / "wrong", "dlmc", "--width", "16", "--budget-ms", "1")
     for cell in result["cells"]:
         assert cell["status"].startswith("wrong") == (cell["implementation"] == "fastsparse tca")
+
+
+def test_preprocessing_of_older_records_is_still_shown() -> None:
+    steps = {"hr work list": 0.08, "flashsparse conversion": 1.6, "spmm csr": 0.02, "spmm hr": 0.04}
+    place = {"part": "preprocessing", "graph": "pubmed", "width": 64, "status": "ok"}
+    cells = [{**place, "step": step, "median_ms": ms} for step, ms in steps.items()]
+    (table,) = tables.dlmc({"machine": {"gpu": "any"}, "cells": cells})
+    assert table.columns == [
+        "graph",
+        *(f"{step} ms" for step in steps),
+        "list / spmm hr",
+        "list / conversion",
+    ]
+    assert table.rows == [["pubmed", "0.08", "1.60", "0.02", "0.04", "2.00x", "0.05x"]]
 
 
 def test_dlmc_names_the_file_that_is_missing(pruned_matrix: str) -> None:

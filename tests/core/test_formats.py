@@ -289,7 +289,10 @@ def test_statistics_against_brute_force(device, edges, kind):
 )
 @SETTINGS
 def test_hybrid_rows_against_brute_force(device, lengths):
-    """Long items in the order of rows, then short ones; what several share has slots in that order."""
+    """Long items in the order of rows, then short ones; what several share has slots in that order.
+
+    Behind the long items there may be unused ones, and rows without a short item have one of length -1.
+    """
     longs, shorts, split_row, split_ptr = [], [], [], [0]
     begin = 0
     for row, length in enumerate(lengths):
@@ -305,15 +308,90 @@ def test_hybrid_rows_against_brute_force(device, lengths):
             split_ptr.append(split_ptr[-1] + count)
         begin += length
     rowptr = torch.tensor([0, *lengths]).cumsum(0).to(device)
-    rows = HybridRows.from_rowptr(rowptr)
+    rows = HybridRows.from_rowptr(rowptr, begin)
     words = rows.slices.view(torch.int32)
-    slices = zip(rows.slices[:, 0].tolist(), words[:, 2].tolist(), words[:, 3].tolist(), strict=True)
-    assert list(slices) == longs + shorts
+    slices = list(zip(rows.slices[:, 0].tolist(), words[:, 2].tolist(), words[:, 3].tolist(), strict=True))
     assert rows.num_long == len(longs)
-    assert rows.split_row.tolist() == split_row
-    assert rows.split_ptr.tolist() == split_ptr
+    assert slices[: len(longs)] == longs
+    by_row = slices[len(slices) - len(lengths) :]
+    assert [length for _, length, _ in by_row] == [n % 64 if n % 64 or n == 0 else -1 for n in lengths]
+    assert [item for item in by_row if item[1] >= 0] == shorts
+    assert rows.num_split_rows == len(split_row)
     assert rows.num_slots == split_ptr[-1]
-    assert rows.slices.device == rowptr.device
+    split = rows.row_split()
+    assert split.slices is rows.slices
+    assert split.split_row.tolist() == split_row
+    assert split.split_ptr.tolist() == split_ptr
+    assert split.num_slots == split_ptr[-1]
+    assert all(tensor.device == rowptr.device for tensor in rows.tensors().values())
+
+
+def hybrid_lengths(kind: str) -> Tensor:
+    """Row lengths around every unit of `HybridRows`, by name, or as many random ones as the name says."""
+    if kind == "units":
+        return torch.tensor([63, 64, 65, 0, 255, 256, 257, 100_000, 0, 1, 128, 320])
+    if kind == "empty":
+        return torch.zeros(300, dtype=torch.int64)
+    length = torch.randint(0, 600, (int(kind),), generator=torch.Generator().manual_seed(0))
+    length[::7] = 0
+    length[3::5] = 64
+    return length
+
+
+# The kernels take tiles of 256 rows, and with more than 1024 tiles several to a block.
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "kind",
+    ["units", "empty", "0", "1", "255", "256", "257", "3000", "262143", "262144", "262145", "600000"],
+)
+def test_hybrid_rows_of_both_devices_are_equal(poisoned_memory, kind):
+    length = hybrid_lengths(kind)
+    num_rows = length.numel()
+    rowptr = torch.cat([length.new_zeros(1), length.cumsum(0)])
+    num_entries = int(rowptr[-1])
+    expected = HybridRows.from_rowptr(rowptr, num_entries)
+    rows = HybridRows.from_rowptr(rowptr.cuda(), num_entries)
+    assert rows.totals.tolist() == expected.totals.tolist()
+    assert rows.slices.shape == expected.slices.shape
+    slices = rows.slices.cpu()
+    assert torch.equal(slices[: rows.num_long], expected.slices[: rows.num_long])
+    first_short = slices.size(0) - num_rows
+    assert torch.equal(slices[first_short:], expected.slices[first_short:])
+    split, expected_split = rows.row_split(), expected.row_split()
+    assert torch.equal(split.split_row.cpu(), expected_split.split_row)
+    assert torch.equal(split.split_ptr.cpu(), expected_split.split_ptr)
+
+
+@pytest.mark.parametrize("lengths", [[64] * 9, [65] * 9, [1, 64], [64, 320], [256, 257], [100_000]])
+def test_hybrid_rows_reserve_enough(lengths):
+    """The most items of either kind are as many as there are, where rows are as bad as can be."""
+    rowptr = torch.tensor([0, *lengths]).cumsum(0)
+    rows = HybridRows.from_rowptr(rowptr, sum(lengths))
+    most_long = rows.slices.size(0) - len(lengths)
+    assert rows.num_long <= most_long <= sum(lengths) // 64
+    assert rows.num_split_rows <= rows.split_row.numel() == rows.split_ptr.numel() - 1
+    if len(set(lengths)) == 1:
+        assert rows.num_long == most_long
+        assert rows.num_split_rows == rows.split_row.numel() or lengths[0] == 64
+
+
+@pytest.mark.gpu
+def test_hybrid_rows_are_built_without_waiting():
+    length = hybrid_lengths("3000")
+    rowptr = torch.cat([length.new_zeros(1), length.cumsum(0)])
+    num_entries = int(rowptr[-1])
+    on_device = rowptr.cuda()
+    HybridRows.from_rowptr(on_device, num_entries)  # loads the kernels, which may wait
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rows = HybridRows.from_rowptr(on_device, num_entries)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            rows.num_long  # noqa: B018
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    assert rows.num_long == HybridRows.from_rowptr(rowptr, num_entries).num_long
 
 
 @pytest.mark.parametrize("longest", [32, 256])

@@ -165,6 +165,25 @@ def test_capture_never_keeps_what_it_only_recorded(prepared):
 
 
 @pytest.mark.gpu
+def test_the_work_list_of_hr_is_read_before_a_capture():
+    adj = graph("cuda", 30)
+    x = torch.randn(30, 64, device="cuda", dtype=torch.float16)
+    adj.hybrid_rows  # noqa: B018  # built, but nobody has asked how long it is
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(RuntimeError, match="must be built before a CUDA graph"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        spmm(adj, x, algorithm="hr")
+    expected = spmm(adj, x, algorithm="hr")
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        out = spmm(adj, x, algorithm="hr")
+    captured.replay()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
 def test_runs_on_the_current_stream():
     adj = graph("cuda").prepare()
     x = torch.randn(30, 64, device="cuda")

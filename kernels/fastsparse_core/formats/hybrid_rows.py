@@ -1,11 +1,12 @@
 """Rows cut for two kinds of units: multiples of 64 entries for tensor cores, what is left for CUDA cores.
 
-HR-SpMM, section 4.1. Everything follows from one prefix sum over the rows, in time linear in their number.
-On CUDA that takes a kernel before and one after; elsewhere PyTorch makes the same list.
+HR-SpMM, section 4.1, in time linear in the number of rows. On CUDA two kernels make the list and the host
+waits for neither; elsewhere PyTorch makes the same list.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -22,86 +23,136 @@ LONGEST = 256
 
 
 @dataclass(frozen=True)
-class HybridRows(RowSplit):
-    """Work list: the long items in the order of rows, then the short ones.
+class HybridRows:
+    """Work list: the long items in the order of rows, then a place for the short item of every row.
 
     A row of n entries has ceil(floor(n / 64) / 4) long items of 256 entries, the last one of 64, 128, 192 or
     256, and a short one of n % 64 entries; an empty row has a short item, so that it is written. Rows with
     several items own as many slots for partial results, as in `RowSplit`, the short item the last.
 
+    How many long items, split rows and slots there are is known on the device first. So that building need
+    not wait for that, the tensors are as long as they can get, and the numbers are read when they are asked
+    for.
+
     Attributes:
-        num_long: how many of ``slices`` are long.
+        slices: int64 (most long items + num_rows, 2), packed as in `RowSplit`. The first `num_long` are
+            the long items, what follows them means nothing, and the last num_rows are the short items by
+            row, of length -1 where a row has none.
+        split_row: int32, the rows with several items in its first `num_split_rows` elements.
+        split_ptr: int64, their ranges of slots in its first `num_split_rows` + 1 elements.
+        totals: int32 (3,), `num_long`, `num_split_rows` and `num_slots`.
     """
 
-    num_long: int
+    slices: Tensor
+    split_row: Tensor
+    split_ptr: Tensor
+    totals: Tensor
 
     @classmethod
-    def from_rowptr(  # type: ignore[override]
-        cls, rowptr: Tensor, longest: int = LONGEST
-    ) -> HybridRows:
+    def from_rowptr(cls, rowptr: Tensor, num_entries: int) -> HybridRows:
         """Cuts rows.
 
         Args:
             rowptr: int64 (num_rows + 1,).
-            longest: most entries of a long item, a multiple of 64.
+            num_entries: ``rowptr[-1]``.
         """
-        device = rowptr.device
-        if device.type == "cuda" and rowptr.numel() > 1:
-            return cls._on_cuda(rowptr, longest)
-        length = rowptr.diff()
-        rest = length % MULTIPLE
-        num_long = (length - rest + (longest - 1)) // longest
-        num_short = ((rest > 0) | (length == 0)).long()
-        items = num_long + num_short
-        shared = (items > 1).long()
-        ends = torch.stack([num_long, num_short, shared, shared * items]).cumsum(1)
-        starts = torch.zeros(4, length.numel() + 1, dtype=torch.int64, device=device)
-        starts[:, 1:] = ends
-        longs, shorts, num_shared, num_slots = starts[:, -1].tolist()
-        long_start, slot_start = starts[0], starts[3]
+        num_rows = rowptr.numel() - 1
+        # A long item has 64 entries at least, and of a row only the last may have fewer than 256.
+        most_long = min(num_entries // MULTIPLE, (num_entries + num_rows * (LONGEST - MULTIPLE)) // LONGEST)
+        most_split = min(num_entries // (MULTIPLE + 1), num_rows)
+        slices = rowptr.new_empty(most_long + num_rows, 2)
+        split_row = rowptr.new_empty(most_split, dtype=torch.int32)
+        split_ptr = rowptr.new_empty(most_split + 1)
+        fill = _fill_on_cuda if rowptr.is_cuda and num_rows else _fill
+        return cls(slices, split_row, split_ptr, fill(rowptr, slices, split_row, split_ptr))
 
-        slices = torch.empty(longs + shorts, 2, dtype=torch.int64, device=device)
-        words = slices.view(torch.int32)
-        all_rows = torch.arange(length.numel(), device=device)
+    @functools.cached_property
+    def _numbers(self) -> tuple[int, int, int]:
+        num_long, num_split_rows, num_slots = self.totals.tolist()
+        return num_long, num_split_rows, num_slots
 
-        row = torch.repeat_interleave(all_rows, num_long, output_size=longs)
-        nth = torch.arange(longs, device=device) - long_start[row]
-        slices[:longs, 0] = rowptr[row] + nth * longest
-        words[:longs, 2] = torch.clamp(length[row] - rest[row] - nth * longest, max=longest).int()
-        words[:longs, 3] = torch.where(shared[row] > 0, -1 - (slot_start[row] + nth), row).int()
+    @property
+    def num_long(self) -> int:
+        """Number of long items; the first of the three numbers to be asked for waits for the device."""
+        return self._numbers[0]
 
-        row = torch.repeat_interleave(all_rows, num_short, output_size=shorts)
-        slices[longs:, 0] = rowptr[row + 1] - rest[row]
-        words[longs:, 2] = rest[row].int()
-        words[longs:, 3] = torch.where(shared[row] > 0, -1 - (slot_start[row] + num_long[row]), row).int()
+    @property
+    def num_split_rows(self) -> int:
+        """Number of rows with several items."""
+        return self._numbers[1]
 
-        split_row = torch.repeat_interleave(all_rows, shared, output_size=num_shared)
-        split_ptr = torch.full((num_shared + 1,), num_slots, dtype=torch.int64, device=device)
-        split_ptr[:-1] = slot_start[split_row]
-        return cls(slices, split_row.int(), split_ptr, num_slots, longs)
+    @property
+    def num_slots(self) -> int:
+        """Number of partial results."""
+        return self._numbers[2]
 
-    @classmethod
-    def _on_cuda(cls, rowptr: Tensor, longest: int) -> HybridRows:
-        device, num_rows = rowptr.device, rowptr.numel() - 1
-        index = device_index(device)
-        sums = torch.empty(2 * num_rows, dtype=torch.int64, device=device)
-        rows = (rowptr.data_ptr(), num_rows, MULTIPLE, longest)
-        _C.count_hybrid_rows(*rows, sums.data_ptr(), index, queue(index))
-        sums = sums.cumsum(0)
-        items, everything = sums[num_rows - 1 :: num_rows].tolist()
-        num_long, num_short = divmod(items, 1 << 32)
-        num_slots, num_shared = divmod(everything - items, 1 << 32)
-        slices = torch.empty(num_long + num_short, 2, dtype=torch.int64, device=device)
-        split_row = torch.empty(num_shared, dtype=torch.int32, device=device)
-        split_ptr = torch.empty(num_shared + 1, dtype=torch.int64, device=device)
-        _C.fill_hybrid_rows(
-            *rows,
-            sums.data_ptr(),
-            num_long,
-            slices.data_ptr(),
-            split_row.data_ptr(),
-            split_ptr.data_ptr(),
-            index,
-            queue(index),
-        )
-        return cls(slices, split_row, split_ptr, num_slots, num_long)
+    def row_split(self) -> RowSplit:
+        """The list with all its ``slices``, and of the other tensors what is filled."""
+        count = self.num_split_rows
+        return RowSplit(self.slices, self.split_row[:count], self.split_ptr[: count + 1], self.num_slots)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The stored tensors by name."""
+        return {
+            "slices": self.slices,
+            "split_row": self.split_row,
+            "split_ptr": self.split_ptr,
+            "totals": self.totals,
+        }
+
+
+def _fill_on_cuda(rowptr: Tensor, slices: Tensor, split_row: Tensor, split_ptr: Tensor) -> Tensor:
+    """Writes the list; returns the totals."""
+    index = device_index(rowptr.device)
+    num_rows = rowptr.numel() - 1
+    counts = rowptr.new_empty(_C.num_hybrid_rows_counts(num_rows), 3, dtype=torch.int32)
+    _C.hybrid_rows(
+        rowptr.data_ptr(),
+        num_rows,
+        MULTIPLE,
+        LONGEST,
+        counts.data_ptr(),
+        slices.size(0) - num_rows,
+        slices.data_ptr(),
+        split_row.data_ptr(),
+        split_ptr.data_ptr(),
+        index,
+        queue(index),
+    )
+    return counts[-1]
+
+
+def _fill(rowptr: Tensor, slices: Tensor, split_row: Tensor, split_ptr: Tensor) -> Tensor:
+    """As `_fill_on_cuda`, by PyTorch."""
+    length = rowptr.diff()
+    num_rows = length.numel()
+    rest = length % MULTIPLE
+    whole = length - rest
+    num_long = (whole + (LONGEST - 1)) // LONGEST
+    has_short = (rest > 0) | (length == 0)
+    items = num_long + has_short
+    split = items > 1
+    slots = torch.where(split, items, 0)
+    first_slot = slots.cumsum(0) - slots
+    all_rows = torch.arange(num_rows, device=rowptr.device)
+
+    row = torch.repeat_interleave(all_rows, num_long)
+    nth = torch.arange(row.numel(), device=rowptr.device) - (num_long.cumsum(0) - num_long)[row]
+    longs = slices[: row.numel()]
+    words = longs.view(torch.int32)
+    longs[:, 0] = rowptr[row] + nth * LONGEST
+    words[:, 2] = torch.clamp(whole[row] - nth * LONGEST, max=LONGEST).int()
+    words[:, 3] = torch.where(split[row], -1 - (first_slot[row] + nth), row).int()
+
+    shorts = slices[slices.size(0) - num_rows :]
+    words = shorts.view(torch.int32)
+    shorts[:, 0] = rowptr[:-1] + whole
+    words[:, 2] = torch.where(has_short, rest, -1).int()
+    words[:, 3] = torch.where(split, -1 - (first_slot + num_long), all_rows).int()
+
+    rows = split.nonzero().flatten()
+    num_slots = slots.sum()
+    split_row[: rows.numel()] = rows.int()
+    split_ptr[: rows.numel()] = first_slot[rows]
+    split_ptr[rows.numel()] = num_slots
+    return torch.stack([num_long.sum(), split.sum(), num_slots]).int()

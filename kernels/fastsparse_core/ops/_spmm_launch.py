@@ -241,11 +241,13 @@ def _launch_resident(operands: _Operands, *, tensor_cores: bool) -> None:
 
 
 def _launch_hr(operands: _Operands) -> None:
-    x, rows = operands.x, operands.adj.hybrid_rows
+    x, adj = operands.x, operands.adj
+    # The structure first: where a CUDA graph is captured it says what is missing, before a number is read.
+    structure, rows = adj.hybrid_structure, adj.hybrid_rows
     index = device_index(x.device)
     partial = x.new_empty(rows.num_slots, x.size(1), dtype=torch.float32) if rows.num_slots else None
     _C.spmm_hr(
-        operands.adj.hybrid_structure,
+        structure,
         rows.num_long,
         *_features_and_values(x, operands.value),
         *operands.factors_and_result(),

@@ -148,19 +148,27 @@ struct CsrToDenseArgs {
   Dtype dtype;
 };
 
-// Rows cut into long items, multiples of `multiple` entries, and short ones; the results are the parts of a
-// RowSplitView, the long items first. CUDA only.
+// What rows add to the work list of spmm_hr.
+struct HybridRowsCounts {
+  std::int32_t long_items;
+  std::int32_t split_rows;  // rows with several items
+  std::int32_t slots;       // items of those
+};
+
+// Rows cut into long items, multiples of `multiple` entries, and short ones. The host knows only the most
+// that there can be: the list is not waited for. CUDA only.
 struct HybridRowsArgs {
-  const std::int64_t* rowptr;  // (num_rows + 1)
+  const std::int64_t* rowptr;  // (num_rows + 1), not of 0 rows
   std::int64_t num_rows;
   std::int32_t multiple;
   std::int32_t longest;
-  std::int64_t* sums;  // (2, num_rows): per row the numbers of long and of short items, then those of slots
-                       // and of rows that own any, 32 bits each; to fill, the running sums of all of them
-  std::int64_t num_long;  // long items of all rows
-  RowSlice* slices;
-  std::int32_t* split_row;
-  std::int64_t* split_ptr;
+  HybridRowsCounts*
+      counts;  // (num_hybrid_rows_counts(num_rows)) scratch, the last one out: those of all rows
+  std::int64_t most_long;
+  RowSlice* slices;         // out (most_long + num_rows): the long items, then the short one of every row,
+                            // of length -1 where there is none
+  std::int32_t* split_row;  // out, as in RowSplitView
+  std::int64_t* split_ptr;  // out, as in RowSplitView
 };
 
 // out_i = max_j or min_j of value_ij x_j; arg: offset of the chosen entry within its row, -1 for empty rows.
