@@ -21,7 +21,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch_geometric.nn import SAGEConv
 
-from fastsparse_core import Adjacency
+from fastsparse_core import Adjacency, CapturedBatches
 from fastsparse_pyg import FastSAGEConv
 
 from . import suite
@@ -29,8 +29,9 @@ from .blocks import Block, sample
 from .common import add_common, attempt, progress, recorder, relative_error
 from .timing import summarise
 
-#: What the results of the implementations may differ by, in float32.
-TOLERANCE = 1e-5
+#: What the results of the implementations may differ by. "tf32": float32 with products of dense matrices in
+#: TF32; "bf16-amp": bfloat16 autocast.
+TOLERANCE = {"float32": 1e-5, "tf32": 5e-3, "bf16-amp": 3e-2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=128, help="width of features and layers")
     parser.add_argument("--batches", type=int, default=8, help="different batches")
     parser.add_argument("--rounds", type=int, default=5, help="how often each batch is timed")
+    parser.add_argument(
+        "--precisions",
+        nargs="+",
+        choices=list(TOLERANCE),
+        help="by default all on the GPU, float32 on the CPU",
+    )
 
 
 def run(options: argparse.Namespace) -> Path:
@@ -48,11 +55,16 @@ def run(options: argparse.Namespace) -> Path:
     device = torch.device(options.device)
     out = recorder("minibatch", options)
     out.note(
-        "a step is the structures of all blocks, forward and backward to the weights, in float32, by the"
+        "a step is the structures of all blocks, forward and backward to the weights, by the"
         " clock from a finished device to a finished device; sampling, gathering features and the optimiser"
         " are not in it; parts are timed one by one with waiting between them, so they add up to more than"
         " the step"
     )
+    if device.type == "cuda":
+        out.note(
+            "with CapturedBatches a step compresses and checks the edges in memory set aside, then replays one"
+            " CUDA graph of forward and backward"
+        )
     for name in progress(options.graphs, "minibatch"):
         graph = suite.load(name, device)
         generator = torch.Generator(device=device).manual_seed(0)
@@ -61,30 +73,51 @@ def run(options: argparse.Namespace) -> Path:
             for _ in range(options.batches)
         ]
         del graph
-        torch.manual_seed(0)
-        models = _models(options.width, len(options.fanouts), device)
-        reference = models["PyG SAGEConv"]
-        for model in models.values():
-            model.share(reference)
         shared = {
             "graph": name,
             "edges": round(sum(batch.num_edges for batch in batches) / len(batches)),
             "sources": round(sum(batch.x.size(0) for batch in batches) / len(batches)),
             "width": options.width,
         }
+        default = list(TOLERANCE) if device.type == "cuda" else ["float32"]
+        for precision in options.precisions or default:
+            _measure(out, shared, batches, precision, options, device)
+    return out.path
+
+
+def _measure(
+    out: Any,
+    shared: dict[str, Any],
+    batches: Sequence[Batch],
+    precision: str,
+    options: argparse.Namespace,
+    device: torch.device,
+) -> None:
+    """Adds the cells of one precision."""
+    torch.manual_seed(0)
+    models = _models(options.width, len(options.fanouts), device)
+    reference = models["PyG SAGEConv"]
+    for model in models.values():
+        model.share(reference)
+        model.autocast = precision == "bf16-amp"
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
         checks = {
-            key: attempt(partial(_check, model, reference, batches[0])) for key, model in models.items()
+            key: attempt(partial(_check, model, reference, batches, TOLERANCE[precision]))
+            for key, model in models.items()
         }
         sound = {key: model for key, model in models.items() if checks[key]["status"] == "ok"}
         times = _alternating(sound, batches, options.rounds, device)
-        for key in models:
+        for key, model in models.items():
             cell: dict[str, Any] = dict(checks[key])
             if key in sound:
                 cell |= summarise(times[key], "wall clock, alternating, new structures").as_cell()
-                cell |= {"launches": _launches(models[key], batches[0], device)}
-                cell |= _parts(models[key], batches, device)
-            out.add(**shared, implementation=key, **cell)
-    return out.path
+                cell |= {"launches": _launches(model, batches[0], device)}
+                cell |= _parts(model, batches, device)
+            out.add(**shared, precision=precision, implementation=key, **cell)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class Batch:
@@ -133,6 +166,14 @@ class Model:
     ) -> None:
         self.layers = nn.ModuleList(layers)
         self.fresh, self.call, self.structure = fresh, call, structure
+        self.autocast = False
+
+    def warm(self, batches: Sequence[Batch]) -> None:
+        """What has to happen once before steps are timed."""
+
+    def place(self, batch: Batch) -> Tensor:
+        """The batch's features, where the step wants them."""
+        return batch.x
 
     def share(self, other: Model) -> None:
         """Takes the weights of another model, which may have PyG's names for them."""
@@ -141,26 +182,64 @@ class Model:
             state = {_dgl_name(key): value for key, value in state.items()}
         self.layers.load_state_dict(state)
 
-    def forward(self, structures: Sequence[Any], batch: Batch) -> Tensor:
-        x = batch.x
-        for place, (layer, structure, block) in enumerate(
-            zip(self.layers, structures, batch.blocks, strict=True)
-        ):
-            x = self.call(layer, structure, F.relu(x) if place else x, block.num_dst)
+    def forward(self, structures: Sequence[Any], sizes: Sequence[int], x: Tensor) -> Tensor:
+        """The layers' result.
+
+        Args:
+            structures: of every level.
+            sizes: numbers of their destinations.
+            x: features.
+        """
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
+            for place, (layer, structure, num_dst) in enumerate(
+                zip(self.layers, structures, sizes, strict=True)
+            ):
+                x = self.call(layer, structure, F.relu(x) if place else x, num_dst)
         return x
 
-    def step(self, structures: Sequence[Any], batch: Batch) -> Tensor:
+    def step(self, structures: Sequence[Any], batch: Batch, x: Tensor) -> Tensor:
         """Forward and backward; the result."""
+        return self._train(structures, [block.num_dst for block in batch.blocks], x, batch.gradient)
+
+    def _train(self, structures: Sequence[Any], sizes: Sequence[int], x: Tensor, gradient: Tensor) -> Tensor:
         for parameter in self.layers.parameters():
             parameter.grad = None
-        out = self.forward(structures, batch)
-        out.backward(batch.gradient)
+        out = self.forward(structures, sizes, x)
+        out.backward(gradient.to(out.dtype))
         return out.detach()
 
     def gradients(self) -> dict[str, Tensor]:
         """By PyG's names."""
         grads = {name: p.grad.double() for name, p in self.layers.named_parameters() if p.grad is not None}
         return {_pyg_name(name): grad for name, grad in grads.items()}
+
+
+class CapturedModel(Model):
+    """The same layers in a step that `CapturedBatches` records."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(list(model.layers), model.fresh, model.call)
+        self.batches = CapturedBatches(self._padded_step, fill={"x": 0.0})
+
+    def _padded_step(self, structures: Sequence[Adjacency], x: Tensor, gradient: Tensor) -> Tensor:
+        return self._train(structures, [structure.num_dst for structure in structures], x, gradient)
+
+    def warm(self, batches: Sequence[Batch]) -> None:
+        for _ in range(3):
+            for batch in batches:
+                self.step([self.fresh(block) for block in batch.blocks], batch, self.place(batch))
+        if batches[0].x.is_cuda and not self.batches.is_recorded:
+            raise RuntimeError("the step was not recorded: expected more batches")
+
+    def place(self, batch: Batch) -> Tensor:
+        return self.batches.gather("x", batch.x, torch.arange(batch.x.size(0), device=batch.x.device))
+
+    def step(self, structures: Sequence[Any], batch: Batch, x: Tensor) -> Tensor:
+        edges = [
+            (edge_index[1], edge_index[0], (block.num_dst, block.num_src))
+            for edge_index, block in zip(structures, batch.blocks, strict=True)
+        ]
+        return self.batches(edges, x=x, gradient=batch.gradient)
 
 
 #: PyG's names of SAGEConv's parameters -> DGL's
@@ -184,6 +263,8 @@ def _models(width: int, depth: int, device: torch.device) -> dict[str, Model]:
         return Model(layers, lambda block: block.edge_index.clone(), _call_pyg, structure)
 
     models = {"FastSAGEConv (PyG)": pyg(FastSAGEConv, _adjacency), "PyG SAGEConv": pyg(SAGEConv)}
+    if device.type == "cuda":
+        models["FastSAGEConv (PyG), CapturedBatches"] = CapturedModel(pyg(FastSAGEConv))
     if device.type == "cpu":  # the wheel of DGL knows no CUDA
         try:
             dgl_nn = importlib.import_module("fastsparse_dgl.compat").dgl.nn
@@ -214,13 +295,15 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _check(model: Model, reference: Model, batch: Batch) -> dict[str, Any]:
+def _check(model: Model, reference: Model, batches: Sequence[Batch], tolerance: float) -> dict[str, Any]:
     def results(of: Model) -> list[Tensor]:
-        out = of.step([of.fresh(block) for block in batch.blocks], batch).double()
+        batch = batches[0]
+        out = of.step([of.fresh(block) for block in batch.blocks], batch, of.place(batch)).double()
         return [out, *(grad for _, grad in sorted(of.gradients().items()))]
 
+    model.warm(batches)
     error = max(map(relative_error, results(model), results(reference)))
-    if error > TOLERANCE:
+    if error > tolerance:
         return {"status": f"wrong: relative difference {error:.1e}", "error": min(error, 1e300)}
     return {"error": error}
 
@@ -233,10 +316,10 @@ def _alternating(
     for turn in range(rounds + 1):
         for batch in batches:
             for key, model in models.items():
-                structures = [model.fresh(block) for block in batch.blocks]
+                structures, x = [model.fresh(block) for block in batch.blocks], model.place(batch)
                 _wait(device)
                 begin = time.perf_counter()
-                model.step(structures, batch)
+                model.step(structures, batch, x)
                 _wait(device)
                 if turn:
                     times[key].append((time.perf_counter() - begin) * 1e3)
@@ -247,10 +330,10 @@ def _launches(model: Model, batch: Batch, device: torch.device) -> int | None:
     """Kernels, copies and fills that one step gives the device; None without a device."""
     if device.type != "cuda":
         return None
-    structures = [model.fresh(block) for block in batch.blocks]
+    structures, x = [model.fresh(block) for block in batch.blocks], model.place(batch)
     _wait(device)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        model.step(structures, batch)
+        model.step(structures, batch, x)
         _wait(device)
     return sum(
         event.count
@@ -261,6 +344,8 @@ def _launches(model: Model, batch: Batch, device: torch.device) -> int | None:
 
 def _parts(model: Model, batches: Sequence[Batch], device: torch.device) -> dict[str, float]:
     """Medians of structure (where the layer makes one), forward and backward, each waited for."""
+    if isinstance(model, CapturedModel):
+        return {}  # one graph
     parts: dict[str, list[float]] = {"structure_ms": [], "forward_ms": [], "backward_ms": []}
 
     def timed(part: str, job: Callable[[], Any]) -> Any:
@@ -277,6 +362,7 @@ def _parts(model: Model, batches: Sequence[Batch], device: torch.device) -> dict
             make = model.structure
             pairs = list(zip(fresh, batch.blocks, strict=True))
             fresh = timed("structure_ms", lambda make=make, pairs=pairs: [make(*pair) for pair in pairs])
-        out = timed("forward_ms", partial(model.forward, fresh, batch))
-        timed("backward_ms", partial(out.backward, batch.gradient))
+        sizes = [block.num_dst for block in batch.blocks]
+        out = timed("forward_ms", partial(model.forward, fresh, sizes, batch.x))
+        timed("backward_ms", partial(out.backward, batch.gradient.to(out.dtype)))
     return {part: round(statistics.median(values), 4) for part, values in parts.items() if values}

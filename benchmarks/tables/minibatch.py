@@ -8,14 +8,18 @@ from .cells import Table, by, first, number, ordered, quotient, ratio, shown, sp
 
 
 def minibatch(result: dict[str, Any]) -> list[Table]:
-    """Steps on new structures and their parts, compared with our layer of the same framework."""
+    """Steps on new structures and their parts, compared with our layer, in a captured step where there is one."""
     tables = []
-    for graph in ordered(c["graph"] for c in result["cells"]):
-        group = by(result["cells"], graph=graph)
+    groups = ordered((c["graph"], c.get("precision", "float32")) for c in result["cells"])
+    for graph, precision in groups:
+        group = [c for c in by(result["cells"], graph=graph) if c.get("precision", "float32") == precision]
         rows = []
         for cell in group:
             framework = "DGL" if "DGL" in cell["implementation"] else "PyG"
-            ours = time_of(first(group, implementation=f"FastSAGEConv ({framework})"))
+            ours = time_of(
+                first(group, implementation=f"FastSAGEConv ({framework}), CapturedBatches")
+                or first(group, implementation=f"FastSAGEConv ({framework})")
+            )
             rows.append(
                 [
                     cell["implementation"],
@@ -35,6 +39,6 @@ def minibatch(result: dict[str, Any]) -> list[Table]:
             "launches",
         ]
         edges, width = group[0]["edges"], group[0]["width"]
-        title = f"{graph}: GraphSAGE on blocks of {edges:,} edges seen once, {width} wide, float32"
+        title = f"{graph}: GraphSAGE on blocks of {edges:,} edges seen once, {width} wide, {precision}"
         tables.append(Table(title, columns, rows))
     return tables

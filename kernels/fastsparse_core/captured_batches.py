@@ -121,8 +121,7 @@ class CapturedBatches(Generic[_T]):
                 samplers give them: other batches run as they are.
             tensors: what the step takes besides, by name.
         """
-        on_gpu = all(row.is_cuda for row, _, _ in edges)
-        if not on_gpu or torch.are_deterministic_algorithms_enabled():
+        if not _can_record(edges):
             info_once(
                 _logger,
                 "CapturedBatches: batches run as they are on the CPU and under deterministic algorithms",
@@ -221,6 +220,11 @@ class CapturedBatches(Generic[_T]):
             self._record = None
             _logger.info("CapturedBatches: a batch is larger than all before it; the step is recorded anew")
         return fits
+
+
+def _can_record(edges: Sequence[Edges]) -> bool:
+    on_gpu = len(edges) > 0 and all(row.is_cuda for row, _, _ in edges)
+    return on_gpu and not torch.are_deterministic_algorithms_enabled()
 
 
 def _sizes(edges: Sequence[Edges], tensors: Mapping[str, Tensor]) -> Sizes:
