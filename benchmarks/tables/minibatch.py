@@ -8,7 +8,7 @@ from .cells import Table, by, first, number, ordered, quotient, ratio, shown, sp
 
 
 def minibatch(result: dict[str, Any]) -> list[Table]:
-    """Steps on new structures and their parts, compared with our layer, in a captured step where there is one."""
+    """Steps on new structures and their parts, compared with our layer, captured where it was."""
     tables = []
     groups = ordered((c["graph"], c.get("precision", "float32")) for c in result["cells"])
     for graph, precision in groups:

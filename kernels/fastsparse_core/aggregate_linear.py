@@ -14,6 +14,7 @@ from fastsparse_core.ops._common import (
     DTYPE_CODE,
     is_first_derivative,
     is_plain_eager,
+    sum_of_rows,
     without_autocast,
 )
 from fastsparse_core.ops._spmm_launch import add_transposed, grad_of_features, product
@@ -149,7 +150,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (
         _grad_x(ctx, grad, ctx.num_src, weight, root_weight, scale) if needs_x else None,
         torch.mm(by_column, sums) if needs_weight else None,
-        grad.sum(0) if needs_bias else None,
+        sum_of_rows(grad) if needs_bias else None,
         torch.mm(by_column, x[: grad.size(0)]) if needs_root else None,
     )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core.adjacency import Adjacency
-from fastsparse_core.captured_step import CapturedStep
+from fastsparse_core.captured_step import CapturedStep, on_stream
 from fastsparse_core.formats.inspection import NUM_FACTS
 from fastsparse_core.log import info_once
 from fastsparse_core.padded_adjacency import PaddedAdjacency
@@ -100,6 +100,7 @@ class CapturedBatches(Generic[_T]):
         self._step = step
         self._fill = dict(fill or {})
         self._observe = observe
+        self._stream: torch.cuda.Stream | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -168,7 +169,17 @@ class CapturedBatches(Generic[_T]):
         return torch.index_select(table, 0, index, out=room[:rows])  # type: ignore[index]
 
     def _as_it_is(self, edges: Sequence[Edges], tensors: Mapping[str, Tensor]) -> _T:
-        return self._step([Adjacency.from_coo(row, col, shape) for row, col, shape in edges], **tensors)
+        def run() -> _T:
+            return self._step([Adjacency.from_coo(row, col, shape) for row, col, shape in edges], **tensors)
+
+        on_gpu = len(edges) > 0 and edges[0][0].is_cuda
+        return on_stream(self._side_stream(), run) if on_gpu else run()
+
+    def _side_stream(self) -> torch.cuda.Stream:
+        """Where all batches run that are not replayed."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        return self._stream
 
     def _set_aside(self, edges: Sequence[Edges], tensors: Mapping[str, Tensor]) -> _Record[_T]:
         """Memory for batches like those seen so far, and a step that reads it."""
@@ -182,7 +193,8 @@ class CapturedBatches(Generic[_T]):
             name: tensor.new_full((rows[name], *tensor.shape[1:]), self._fill.get(name, 0))
             for name, tensor in tensors.items()
         }
-        step = CapturedStep(lambda: self._step(structures, **held), warm_up=_WARM_UP)
+        stream = self._side_stream() if edges[0][0].is_cuda else None
+        step = CapturedStep(lambda: self._step(structures, **held), warm_up=_WARM_UP, stream=stream)
         return _Record(room, exact, structures, held, step)
 
     def _plan(self, names: list[str]) -> tuple[Sizes, tuple[bool, ...]]:

@@ -36,6 +36,7 @@ class CapturedStep(Generic[_T]):
     Args:
         step: takes no arguments; its result, tensors in general, is overwritten by the next replay.
         warm_up: calls before the one that is recorded.
+        stream: where the step runs until it is recorded; by default one of its own.
 
     Raises:
         ValueError: ``warm_up`` is not positive.
@@ -51,17 +52,19 @@ class CapturedStep(Generic[_T]):
         30.0
     """
 
-    def __init__(self, step: Callable[[], _T], *, warm_up: int = _WARM_UP) -> None:
+    def __init__(
+        self, step: Callable[[], _T], *, warm_up: int = _WARM_UP, stream: torch.cuda.Stream | None = None
+    ) -> None:
         if warm_up < 1:
             raise ValueError(f"warm_up: expected at least 1, got {warm_up}")
         self._step = step
         self._warm_up = warm_up
+        self._side = stream
         self.reset()
 
     def reset(self) -> None:
         """Forgets the record: after ``warm_up`` more calls the step is recorded as it is then."""
         self._calls = 0
-        self._side: torch.cuda.Stream | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: _T | None = None
 
@@ -73,21 +76,13 @@ class CapturedStep(Generic[_T]):
                 return self._step()
             if self._calls < self._warm_up:
                 self._calls += 1
-                return self._on_side_stream()
+                if self._side is None:
+                    self._side = torch.cuda.Stream()
+                return on_stream(self._side, self._step)
             assert self._side is not None  # since there is a warm-up
             self._graph, self._result = self._record(self._side)
         self._graph.replay()
         return self._result  # type: ignore[return-value]
-
-    def _on_side_stream(self) -> _T:
-        """One step as it is; on a stream of its own, as PyTorch asks of what precedes a capture."""
-        if self._side is None:
-            self._side = torch.cuda.Stream()
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            result = self._step()
-        torch.cuda.current_stream().wait_stream(self._side)
-        return result
 
     def _record(self, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, _T]:
         graph = torch.cuda.CUDAGraph()
@@ -111,3 +106,15 @@ class CapturedStep(Generic[_T]):
                 "read no results on the host (loss.item(), bool(mask.any())), and its optimizer must be "
                 "capturable, as torch.optim.Adam(..., capturable=True)"
             ) from failure
+
+
+def on_stream(stream: torch.cuda.Stream, job: Callable[[], _T]) -> _T:
+    """Runs a job on a stream, between what the current stream did before and what it does next.
+
+    PyTorch asks that what precedes a capture runs on the stream of the capture: autograd remembers streams.
+    """
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        result = job()
+    torch.cuda.current_stream().wait_stream(stream)
+    return result

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fastsparse_core import Adjacency, choose, reference, spmm
 from fastsparse_core.aggregate_linear import aggregate_linear, can_aggregate_linear, starts_with
+from fastsparse_core.ops._common import sum_of_rows
 from fastsparse_core.ops._spmm_launch import add_transposed
 
 SETTINGS = settings(
@@ -319,3 +320,13 @@ def test_what_it_does_not_serve(device):
     assert not serves(x, *(weight.half() for weight in weights))
     with torch.autocast(device, dtype=torch.bfloat16):
         assert not serves(x, *weights)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (1025, 47), (200_000, 128)])
+def test_sum_of_rows(device, shape):
+    matrix = torch.rand(shape, device=device)
+    for given in (matrix, matrix.t().contiguous().t(), matrix[:, ::2]):
+        expected = given.double().sum(0)
+        error = (sum_of_rows(given).double() - expected).norm() / expected.norm().clamp(min=1e-30)
+        assert error <= 1e-6

@@ -246,6 +246,7 @@ def test_errors(pretended_gpu):
     for number in range(3):
         edges, tensors = task.batch(number)
         unnamed(edges, **tensors)
+    edges, tensors = task.batch(3)
     with pytest.raises(ValueError, match=r"x: its number of rows varies .* fill=\{'x': 0\} for features"):
         unnamed(edges, **tensors)
     captured = CapturedBatches(task.step, fill={"x": 0.0}, observe=1)
@@ -272,6 +273,7 @@ def test_batches_on_the_cpu_run_as_they_are(monkeypatch, caplog):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("error:The AccumulateGrad node's stream")
 def test_replays_train_like_batches_as_they_are():
     def batches(task):
         for number in range(40):
