@@ -326,7 +326,7 @@ def test_what_it_does_not_serve(device):
 @pytest.mark.parametrize("shape", [(0, 3), (1, 1), (1025, 47), (200_000, 128)])
 def test_sum_of_rows(device, shape):
     matrix = torch.rand(shape, device=device)
-    for given in (matrix, matrix.t().contiguous().t(), matrix[:, ::2]):
-        expected = given.double().sum(0)
-        error = (sum_of_rows(given).double() - expected).norm() / expected.norm().clamp(min=1e-30)
+    for layout in (matrix, matrix.t().contiguous().t(), matrix[:, ::2]):
+        expected = layout.double().sum(0)
+        error = (sum_of_rows(layout).double() - expected).norm() / expected.norm().clamp(min=1e-30)
         assert error <= 1e-6

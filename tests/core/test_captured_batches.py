@@ -132,7 +132,7 @@ class Task:
     def batch(self, seed, seeds=16):
         generator = torch.Generator().manual_seed(seed)
         first, second = (int(torch.randint(self.margin, (), generator=generator)) for _ in range(2))
-        counts = (seeds, 60 + first, 200 + second)
+        counts = (seeds, 60 + first, 200 + first + second)
         edges = []
         for num_dst, num_src in ((counts[1], counts[2]), (counts[0], counts[1])):
             row, col = draw_edges(generator, num_dst, num_src, 3 * num_dst + first)

@@ -291,7 +291,7 @@ def check_scale(name: str, scale: Tensor | None, rows: int, x: Tensor) -> Tensor
 
 
 def sum_of_rows(matrix: Tensor) -> Tensor:
-    """``matrix.sum(0)``; as a product, since PyTorch's sum of a tall matrix takes six times as long (H200)."""
+    """``matrix.sum(0)``; as a product, because PyTorch's sum of a tall matrix takes six times as long."""
     if not matrix.is_cuda or matrix.dtype != torch.float32:
         return matrix.sum(0)
     return torch.mv(matrix.t(), matrix.new_ones(matrix.size(0)))
