@@ -9,8 +9,9 @@ from torch import Tensor
 
 from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.inspection import EdgeRoom, are_compressed, inspect_into
-from fastsparse_core.formats.row_split import unsplit_rows
+from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 from fastsparse_core.memo import Unkept
 
 #: Gradients that may come by atomics: all of them, for there is no transpose.
@@ -79,6 +80,15 @@ class PaddedAdjacency(Adjacency):
     def row(self) -> Tensor:
         """Refused: entries that were not written have no row."""
         self._refuse("entry by entry")
+
+    @property
+    def hybrid_rows(self) -> HybridRows:
+        """Refused, as all work lists that the host takes numbers of."""
+        self._refuse("by the algorithm 'hr'")
+
+    def edge_groups(self, longest: int) -> RowSplit:
+        """Refused, as all work lists that the host takes numbers of."""
+        self._refuse("in edge groups")
 
     def _transpose(self) -> Adjacency:
         self._refuse(

@@ -98,7 +98,13 @@ def test_what_must_not_be_used_is_noticed(device):
 
 def test_what_a_padded_structure_cannot_do_is_refused():
     structure = PaddedAdjacency((5, 5), 20, torch.device("cpu"))
-    for read in (structure.t, structure.row, lambda: structure.bsb):
+    for read in (
+        structure.t,
+        structure.row,
+        lambda: structure.bsb,
+        lambda: structure.hybrid_structure,
+        lambda: structure.edge_groups(32),
+    ):
         with pytest.raises(RuntimeError, match="a padded structure cannot be read .*such as GraphSAGE"):
             read()
 
