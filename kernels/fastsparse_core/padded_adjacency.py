@@ -92,8 +92,8 @@ class PaddedAdjacency(Adjacency):
 
     def _transpose(self) -> Adjacency:
         self._refuse(
-            "by its transpose (as gradients need of 64-bit features, of much longer columns than rows, and "
-            "under deterministic algorithms)"
+            "by its transpose, as gradients need of attention, of 64-bit features, of columns much longer "
+            "than rows and under deterministic algorithms"
         )
 
     def _bsb(self) -> Any:

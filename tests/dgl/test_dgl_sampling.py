@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from dgl_cases import dgl, fastsparse_dgl, homogeneous
+from padded import WIDTH, check_layer
 
 LAYERS = {
     "graph_conv": (fastsparse_dgl.FastGraphConv, dgl.nn.GraphConv, {"allow_zero_in_degree": True}),
@@ -126,3 +127,11 @@ def test_relations_of_a_heterograph(device):
         results.append(model(graph, {name: item.to(target) for name, item in feat.items()}))
     for name, expected in results[1].items():
         torch.testing.assert_close(results[0][name].cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["graph_conv", "sage_mean", "sage_gcn", "sage_pool"])
+def test_layers_on_padded_structures(name, device):
+    layer_class, _, options = LAYERS[name]
+    layer = layer_class(WIDTH, 5, **options).to(device)
+    check_layer(layer, lambda structure, x: layer(structure, (x, x[: structure.num_dst])), device)

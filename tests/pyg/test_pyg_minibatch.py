@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from padded import WIDTH, check_layer
 from torch import nn
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 from fastsparse_core import adjacency as core_adjacency
 from fastsparse_core.formats.bsb import Bsb
-from fastsparse_pyg import FastGATConv, FastGCNConv, FastSAGEConv, clear_cache
+from fastsparse_pyg import FastGATConv, FastGCNConv, FastGINConv, FastSAGEConv, clear_cache
 
 
 def sampled_blocks(device: str, seed: int = 0) -> list[tuple[torch.Tensor, int, int]]:
@@ -93,3 +94,17 @@ def test_a_batch_seen_again_is_found_again(device, sorts):
     for _ in range(3):
         layer((x, x[:num_dst]), edge_index).sum().backward()
     assert len(sorts) == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", ["mean", "sum", "max", "gin"])
+def test_layers_on_padded_structures(kind, device):
+    layer = FastGINConv(nn.Linear(WIDTH, 5)) if kind == "gin" else FastSAGEConv(WIDTH, 5, aggr=kind)
+    layer = layer.to(device)
+    check_layer(layer, lambda structure, x: layer((x, x[: structure.num_dst]), structure), device)
+
+
+def test_attention_refuses_padded_structures():
+    layer = FastGATConv(WIDTH, 5, add_self_loops=False)
+    with pytest.raises(RuntimeError, match="a padded structure cannot be read by its transpose"):
+        check_layer(layer, lambda structure, x: layer((x, x[: structure.num_dst]), structure), "cpu")
