@@ -60,9 +60,9 @@ class CapturedBatches(Generic[_T]):
     The step therefore sees padded batches: behind the nodes of the batch there may be more, which have no
     edges, and ``fill`` says what their rows of every tensor hold. They come last, on every level, so that
     seeds stay the first nodes; the step must look at nothing but its seeds when it computes the loss
-    (``out[:num_seeds]``), and mix no rows elsewhere, as `BatchNorm` would. What never varies is not padded,
+    (``out[:num_seeds]``), and mix no rows elsewhere, as `BatchNorm` would. What never varied is not padded,
     nor are tensors that ``fill`` does not name, such as the labels of the seeds, and levels of as many nodes;
-    batches that have another number of them, as the last one of an epoch, run as they are. Structures are
+    batches that have another number of seeds, as the last one of an epoch, run as they are. Structures are
     :class:`fastsparse_core.Adjacency` objects that serve sums and means of neighbours and the layers made of
     them (GraphSAGE, GIN, graph convolutions without self loops); attention needs more than a padded structure
     has. Otherwise the rules of :class:`CapturedStep` hold: the optimizer belongs into the step.
@@ -154,7 +154,8 @@ class CapturedBatches(Generic[_T]):
     def gather(self, name: str, table: Tensor, index: Tensor) -> Tensor:
         """``table[index]`` as the tensor of that name of the next batch, written where the step reads it.
 
-        Passing the result to the call spares a copy of it.
+        Passing the result to the call spares a copy of it. Gather for a batch after the call for the one
+        before: both may be written to the same place.
 
         Args:
             name: of the tensor.
@@ -213,11 +214,15 @@ class CapturedBatches(Generic[_T]):
                         f"{max(column)}): fill must say what the rows behind those of a batch hold, for "
                         f"example fill={{{name!r}: 0}} for features, or -100 for labels of cross_entropy"
                     )
+        num_seeds = columns[len(columns) - len(names) - 2]  # destinations of the last level
+        if len(set(num_seeds)) == 1:
+            fixed.add(num_seeds)
         room, exact = [], []
         for column in columns:
             least, most = min(column), max(column)
-            exact.append(column in fixed or least == most)
-            room.append(statistics.mode(column) if exact[-1] else most + max(most - least, int(most * _ROOM)))
+            more = max(most - least, int(most * _ROOM)) if least < most else 0
+            exact.append(column in fixed)
+            room.append(statistics.mode(column) if exact[-1] else most + more)
         return tuple(room), tuple(exact)
 
     def _fits(self, record: _Record[_T], sizes: Sizes) -> bool:

@@ -202,6 +202,25 @@ def test_a_larger_batch_makes_room(pretended_gpu, caplog):
     assert task.shapes[-1][0][1] > task.shapes[4][0][1]
 
 
+def test_fewer_edges_than_ever_fit(pretended_gpu):
+    def batches(task):
+        for number in range(9):
+            edges, tensors = task.batch(0)
+            if number > 6:
+                edges = [(row[:-2], col[:-2], shape) for row, col, shape in edges]
+            yield edges, tensors
+
+    seen = []
+    task = Task()
+    captured = CapturedBatches(task.step, fill={"x": 0.0}, observe=2)
+    for edges, tensors in batches(task):
+        captured(edges, **tensors)
+        seen.append(captured.is_recorded)
+    assert seen == [False] * 2 + [True] * 7
+    assert len({tuple(shapes) for shapes in task.shapes}) == 1
+    check_training("cpu", batches)
+
+
 def test_unsorted_edges_run_as_they_are(pretended_gpu, caplog):
     def batches(task):
         for number in range(7):
