@@ -231,6 +231,7 @@ def structure(device: str = "cuda", num_edges: int = 1_000_000, **facts: Any) ->
         "bsb": SimpleNamespace(num_vectors=num_edges),
         "has_bsb": True,
         "has_row_split": True,
+        "is_padded": False,
         "has_sddmm_structure": True,
         "uses": 0,
     }
@@ -403,6 +404,8 @@ def test_what_cannot_gather_from_shared_memory(shared_memory):
         assert not choose.spmm_resident(adj, algorithm, torch.float64, 256, 1, True)
         cpu = structure("cpu", num_dst=2048, num_src=512)
         assert not choose.spmm_resident(cpu, algorithm, torch.float16, 256, 1, True)
+        padded = structure(num_dst=2048, num_src=512, is_padded=True)
+        assert not choose.spmm_resident(padded, algorithm, torch.float16, 256, 1, True)
     shared_memory.append(99 * 1024)
     assert not choose.spmm_resident(adj, "csr", torch.float16, 256, 1, True)
     small = structure(num_dst=2048, num_src=290)
