@@ -58,7 +58,7 @@ class Adjacency(KernelFormats):
 
     #: Whether it is one rank's part of a graph (:class:`fastsparse_core.distributed.PartitionedAdjacency`).
     is_partitioned: ClassVar[bool] = False
-    #: Whether there is more room than entries (:class:`fastsparse_core.padded_adjacency.PaddedAdjacency`).
+    #: Whether there is more room than entries (``padded_adjacency.PaddedAdjacency``).
     is_padded: ClassVar[bool] = False
 
     def __init__(
