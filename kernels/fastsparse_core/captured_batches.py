@@ -128,6 +128,7 @@ class CapturedBatches(Generic[_T]):
                 "CapturedBatches: batches run as they are on the CPU and under deterministic algorithms",
             )
             return self._as_it_is(edges, tensors)
+        tensors = dict(sorted(tensors.items()))  # calls may name them in any order
         sizes = _sizes(edges, tensors)
         if self._seen and len(sizes) != len(self._seen[0]):
             raise ValueError(
@@ -140,7 +141,7 @@ class CapturedBatches(Generic[_T]):
             if len(self._seen) <= self._observe:
                 return self._as_it_is(edges, tensors)
             record = self._record = self._set_aside(edges, tensors)
-        elif not self._fits(record, sizes):
+        if not self._fits(record, sizes):
             return self._as_it_is(edges, tensors)
         if not _write(record, self._fill, edges, tensors):
             info_once(
@@ -230,6 +231,9 @@ class CapturedBatches(Generic[_T]):
         fits = True
         for size, room, exact in zip(sizes, record.room, record.exact, strict=True):
             if exact and size != room:
+                info_once(
+                    _logger, "CapturedBatches: a batch with another number of seeds than usual runs as it is"
+                )
                 return False
             fits = fits and size <= room
         if not fits:
