@@ -230,8 +230,8 @@ class CapturedModel(Model):
 
     def step(self, structures: Sequence[Any], batch: Batch, x: Tensor) -> Tensor:
         edges = [
-            (edge_index[1], edge_index[0], (block.num_dst, block.num_src))
-            for edge_index, block in zip(structures, batch.blocks, strict=True)
+            (row, col, (block.num_dst, block.num_src))
+            for (col, row), block in zip(map(Tensor.unbind, structures), batch.blocks, strict=True)
         ]
         return self.batches(edges, x=x, gradient=batch.gradient)
 

@@ -1,8 +1,11 @@
 // The only file that knows pybind11. Tensors arrive as addresses, sizes and strides; Python has checked them.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <vector>
 
 #ifdef FASTSPARSE_WITH_CUDA
 #include <cuda_runtime_api.h>
@@ -119,7 +122,8 @@ void spmm_csr(const CsrStructure& structure, int dtype, std::int64_t width, Addr
 
 void spmm_csr_transposed(const CsrStructure& structure, int dtype, std::int64_t width, Address x,
                          std::int64_t x_stride, Address value, int value_dtype, Address scale_dst,
-                         Address scale_src, Address sum, std::int64_t num_given, int device, Address queue) {
+                         Address scale_src, Address sum, std::int64_t num_given, Address count, Address out,
+                         int device, Address queue) {
   const SpmmTransposedArgs args{structure.a,
                                 structure.split,
                                 {at(value), static_cast<Dtype>(value_dtype), 1},
@@ -128,6 +132,8 @@ void spmm_csr_transposed(const CsrStructure& structure, int dtype, std::int64_t 
                                 at<float>(scale_src),
                                 at<float>(sum),
                                 num_given,
+                                at<std::int32_t>(count),
+                                at(out),
                                 width,
                                 static_cast<Dtype>(dtype)};
   FASTSPARSE_RUN(spmm_csr_transposed, args, device, queue);
@@ -593,25 +599,65 @@ void compress(const CompressArgs& args, Address scratch, std::size_t scratch_byt
 #endif
 }
 
-// Writes facts where `args` says and does not wait for them.
-void inspect_unread(Address row, Address col, Address edge_id, bool index_is_64bit, bool edge_id_is_64bit,
-                    std::int64_t num_edges, std::int64_t num_rows, bool square, Address rowptr,
-                    Address col_out, Address inv_degree, Address slices, Address facts, int device,
+// Edges that come sorted by row, and where what a structure of them consists of is written: row, col, whether
+// their indices have 64 bits, num_edges, num_rows, rowptr, col_out, inv_degree, slices.
+using SortedEdges =
+    std::tuple<Address, Address, bool, std::int64_t, std::int64_t, Address, Address, Address, Address>;
+
+// The facts are those of the levels one behind the other. On CUDA they are on their way to `received`, memory
+// of the host that the device can write to, when this returns.
+void inspect_levels(const std::vector<SortedEdges>& edges, Address facts, Address received, int device,
                     Address queue) {
-  const InspectArgs args{at(row),
-                         at(col),
-                         at(edge_id),
-                         index_is_64bit,
-                         edge_id_is_64bit,
-                         num_edges,
-                         num_rows,
-                         square,
-                         at<std::int64_t>(rowptr),
-                         at<std::int32_t>(col_out),
-                         at<float>(inv_degree),
-                         at<RowSlice>(slices),
-                         at<std::int64_t>(facts)};
-  FASTSPARSE_RUN(inspect, args, device, queue);
+  InspectLevels levels{};
+  const std::size_t bytes = edges.size() * kNumEdgeFacts * sizeof(std::int64_t);
+  const Address all_facts = facts;
+  const auto run = [&] { FASTSPARSE_RUN(inspect, levels, device, queue); };
+  for (const auto& [row, col, is_64bit, num_edges, num_rows, rowptr, col_out, inv_degree, slices] : edges) {
+    if (levels.num_levels == InspectLevels::kMost) {
+      run();
+      levels.num_levels = 0;
+    }
+    levels.level[levels.num_levels++] = {at(row),
+                                         at(col),
+                                         nullptr,
+                                         is_64bit,
+                                         false,
+                                         num_edges,
+                                         num_rows,
+                                         false,
+                                         at<std::int64_t>(rowptr),
+                                         at<std::int32_t>(col_out),
+                                         at<float>(inv_degree),
+                                         at<RowSlice>(slices),
+                                         at<std::int64_t>(facts)};
+    facts += kNumEdgeFacts * sizeof(std::int64_t);
+  }
+  run();
+#ifdef FASTSPARSE_WITH_CUDA
+  if (device >= 0) {
+    const DeviceGuard guard(device);
+    check(cudaMemcpyAsync(at(received), at(all_facts), bytes, cudaMemcpyDeviceToHost,
+                          static_cast<cudaStream_t>(at(queue))),
+          "inspect_levels");
+  }
+#else
+  (void)received;
+  (void)bytes;
+  (void)all_facts;
+#endif
+}
+
+// Waits until a queue has done all it was given so far.
+void wait(int device, Address queue) {
+#ifdef FASTSPARSE_WITH_CUDA
+  if (device < 0) return;
+  const py::gil_scoped_release release;
+  const DeviceGuard guard(device);
+  check(cudaStreamSynchronize(static_cast<cudaStream_t>(at(queue))), "wait");
+#else
+  (void)device;
+  (void)queue;
+#endif
 }
 
 // Returns the facts, which on CUDA waits for the device: `scratch` is room for them there.
@@ -620,8 +666,11 @@ py::tuple inspect(Address row, Address col, Address edge_id, bool index_is_64bit
                   Address inv_degree, Address slices, Address scratch, int device, Address queue) {
   std::int64_t facts[kNumEdgeFacts];
   const Address written = device < 0 ? reinterpret_cast<Address>(facts) : scratch;
-  inspect_unread(row, col, edge_id, index_is_64bit, edge_id_is_64bit, num_edges, num_rows, square, rowptr,
-                 col_out, inv_degree, slices, written, device, queue);
+  const InspectLevels levels{{{at(row), at(col), at(edge_id), index_is_64bit, edge_id_is_64bit, num_edges,
+                               num_rows, square, at<std::int64_t>(rowptr), at<std::int32_t>(col_out),
+                               at<float>(inv_degree), at<RowSlice>(slices), at<std::int64_t>(written)}},
+                             1};
+  FASTSPARSE_RUN(inspect, levels, device, queue);
 #ifdef FASTSPARSE_WITH_CUDA
   if (device >= 0) {
     const py::gil_scoped_release release;
@@ -780,7 +829,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("compress_scratch_bytes", &compress_scratch_bytes);
   m.def("compress", &compress);
   m.def("inspect", &inspect);
-  m.def("inspect_unread", &inspect_unread);
+  m.def("inspect_levels", &inspect_levels);
+  m.def("wait", &wait);
   m.attr("HASHES") = kHashes;
   m.attr("KEY_BITS") = kKeyBits;
   m.def("row_signatures", &row_signatures);

@@ -8,10 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from fastsparse_core import Adjacency
-from fastsparse_core.formats.inspection import NUM_FACTS
-from fastsparse_core.padded_adjacency import PaddedAdjacency
+from fastsparse_core.formats.inspection import Facts
+from fastsparse_core.padded_adjacency import PaddedAdjacency, write
 
 WIDTH = 8
+
+
+def fill(structure: PaddedAdjacency, row: Tensor, col: Tensor) -> list[int]:
+    """Writes edges into a padded structure; the facts about them."""
+    facts = Facts(1, structure.device)
+    write([structure], [(row, col)], facts)
+    return facts.wait()[0]
 
 
 def check_layer(layer: nn.Module, call: Callable[[Adjacency, Tensor], Tensor], device: str) -> None:
@@ -27,9 +34,7 @@ def check_layer(layer: nn.Module, call: Callable[[Adjacency, Tensor], Tensor], d
     row = torch.randint(0, shape[0], (25,), generator=generator).sort().values.to(device)
     col = torch.randint(0, shape[1], (25,), generator=generator).to(device)
     padded = PaddedAdjacency((12, 20), 32, torch.device(device))
-    facts = torch.empty(NUM_FACTS, dtype=torch.int64, device=device)
-    padded.write(row, col, facts)
-    assert padded.holds(facts.tolist(), shape)
+    assert padded.holds(fill(padded, row, col), shape)
 
     x = torch.randn(padded.num_src, WIDTH, generator=generator).to(device)
     results = []

@@ -213,6 +213,9 @@ def spmm_rows(dtype: torch.dtype) -> None:
         for value in (None, one):
             total = torch.zeros(adj.num_src, width, device=DEVICE)
             add_transposed(adj, y, value, None, None, total, num_given=5)
+            with mock.patch.object(choose, "counts_sources", return_value=True):
+                for given in (5, 0):
+                    add_transposed(adj, y, value, None, None, total, num_given=given)
 
 
 def spmm_resident(dtype: torch.dtype) -> None:

@@ -1,6 +1,6 @@
 // Checks of edges and compressed rows on the GPU, and what a structure of sorted edges consists of, in one
-// launch: some blocks pass over edges, the others over rows. The host reads the answers once. Bytes: indices
-// read once, 4 per edge and 28 per row written.
+// launch for all structures of a batch: some blocks pass over edges, the others over rows. The host reads the
+// answers once. Bytes: indices read once, 4 per edge and 28 per row written.
 #include <algorithm>
 
 #include "fastsparse/cuda_common.cuh"
@@ -54,6 +54,7 @@ __device__ void inspect_edges(const InspectArgs& args, std::int64_t block, std::
   const auto* row = static_cast<const Index*>(args.row);
   const auto* col = static_cast<const Index*>(args.col);
   Word most_row = 0, most_col = 0, most_id = 0, checksum = 0, descends = 0;
+#pragma unroll 4
   for (std::int64_t e = block * kThreads + threadIdx.x; e < args.num_edges; e += blocks * kThreads) {
     const Index c = col[e];
     most_col = greater(most_col, as_unsigned(c));
@@ -92,12 +93,25 @@ __device__ void inspect_edges(const InspectArgs& args, std::int64_t block, std::
   if (threadIdx.x == 0) atomicAdd(reinterpret_cast<Word*>(args.facts + kChecksum), checksum);
 }
 
-// Number of edges in rows below `r`, if rows ascend; some number from 0 to num_edges if they do not.
+// The first of the edges low .. high whose row is at least `r`, if rows ascend; one of low .. high if they do
+// not. A warp asks at 32 places at a time: of a million edges it waits for memory four times, not twenty.
 template <typename Index>
-__device__ std::int64_t begin_of(const InspectArgs& args, std::int64_t r) {
-  if (args.row == nullptr) return args.rowptr[r];
-  const auto* row = static_cast<const Index*>(args.row);
-  std::int64_t low = 0, high = args.num_edges;
+__device__ std::int64_t search_warp(const Index* row, std::int64_t low, std::int64_t high, std::int64_t r) {
+  const int lane = threadIdx.x % kWarp;
+  while (low < high) {
+    const std::int64_t step = (high - low + kWarp - 1) / kWarp, at = low + lane * step;
+    const bool below = at < high && static_cast<std::int64_t>(row[at]) < r;
+    const int num_below = __popc(__ballot_sync(kFullWarp, below));
+    if (num_below == 0) return low;
+    high = std::min(high, low + num_below * step);
+    low += (num_below - 1) * step + 1;
+  }
+  return low;
+}
+
+// The same by one thread.
+template <typename Index>
+__device__ std::int64_t search(const Index* row, std::int64_t low, std::int64_t high, std::int64_t r) {
   while (low < high) {
     const std::int64_t middle = (low + high) / 2;
     if (static_cast<std::int64_t>(row[middle]) < r) {
@@ -111,17 +125,30 @@ __device__ std::int64_t begin_of(const InspectArgs& args, std::int64_t r) {
 
 template <typename Index>
 __device__ void inspect_rows(const InspectArgs& args, std::int64_t block) {
+  // Where this block's rows begin and end: its threads search between them, in the cache.
+  __shared__ std::int64_t ends[2];
+  const auto* row = static_cast<const Index*>(args.row);
+  const int warp = threadIdx.x / kWarp;
+  if (row != nullptr && warp < 2) {
+    const std::int64_t at = std::min((block + warp) * kThreads, args.num_rows);
+    const std::int64_t end = search_warp(row, 0, args.num_edges, at);
+    if (threadIdx.x % kWarp == 0) ends[warp] = end;
+  }
+  __syncthreads();
+  const auto begin_of = [&](std::int64_t r) {
+    return row == nullptr ? args.rowptr[r] : search(row, ends[0], ends[1], r);
+  };
   const std::int64_t r = block * kThreads + threadIdx.x;
-  const std::int64_t begin = r <= args.num_rows ? begin_of<Index>(args, r) : 0;
+  const std::int64_t begin = r <= args.num_rows ? begin_of(r) : 0;
   std::int64_t end = __shfl_down_sync(kFullWarp, begin, 1);
   std::int64_t degree = 0;
   if (r <= args.num_rows) {
-    if (args.row != nullptr) args.rowptr[r] = begin;
+    if (row != nullptr) args.rowptr[r] = begin;
     if (r == 0) args.facts[kFirstEntry] = begin;
     if (r == args.num_rows) args.facts[kLastEntry] = begin;
   }
   if (r < args.num_rows) {
-    if (threadIdx.x % kWarp == kWarp - 1) end = begin_of<Index>(args, r + 1);
+    if (threadIdx.x % kWarp == kWarp - 1) end = begin_of(r + 1);
     degree = end - begin;
     if (degree < 0) raise(args.facts + kRowsDescend, 1);
     if (degree == 0) args.facts[kEmptyRows] = 1;
@@ -132,30 +159,50 @@ __device__ void inspect_rows(const InspectArgs& args, std::int64_t block) {
   if (threadIdx.x == 0) raise(args.facts + kMostEntries, longest);
 }
 
-template <typename Index>
-__global__ void inspect_kernel(const InspectArgs args, std::int64_t edge_blocks) {
-  if (blockIdx.x < edge_blocks) {
-    inspect_edges<Index>(args, blockIdx.x, edge_blocks);
-  } else {
-    inspect_rows<Index>(args, blockIdx.x - edge_blocks);
-  }
-}
+// How a launch's blocks are shared out: level after level, and of a level first those that look for rows,
+// which wait for memory while others pass over edges.
+struct Blocks {
+  std::int64_t of_edges[InspectLevels::kMost];
+  std::int64_t of_rows[InspectLevels::kMost];
+  std::int64_t upto[InspectLevels::kMost];
+};
 
 template <typename Index>
-void launch(const InspectArgs& args, cudaStream_t stream) {
-  const std::int64_t edge_blocks =
-      std::min(static_cast<std::int64_t>(ceil_div(args.num_edges, kThreads)), kMostBlocks);
-  const auto blocks = static_cast<unsigned>(edge_blocks) + ceil_div(args.num_rows + 1, kThreads);
-  inspect_kernel<Index><<<blocks, kThreads, 0, stream>>>(args, edge_blocks);
+__device__ void inspect_level(const InspectArgs& args, std::int64_t block, std::int64_t row_blocks,
+                              std::int64_t edge_blocks) {
+  block < row_blocks ? inspect_rows<Index>(args, block)
+                     : inspect_edges<Index>(args, block - row_blocks, edge_blocks);
+}
+
+__global__ void inspect_kernel(const __grid_constant__ InspectLevels levels,
+                               const __grid_constant__ Blocks blocks) {
+  int k = 0;
+  while (blockIdx.x >= blocks.upto[k]) ++k;
+  const InspectArgs& args = levels.level[k];
+  const std::int64_t block = blockIdx.x - (k > 0 ? blocks.upto[k - 1] : 0);
+  args.index_is_64bit ? inspect_level<std::int64_t>(args, block, blocks.of_rows[k], blocks.of_edges[k])
+                      : inspect_level<std::int32_t>(args, block, blocks.of_rows[k], blocks.of_edges[k]);
 }
 
 }  // namespace
 
-int inspect(const InspectArgs& args, void* stream) {
+int inspect(const InspectLevels& levels, void* stream) {
+  if (levels.num_levels == 0) return cudaSuccess;
   auto* queue = static_cast<cudaStream_t>(stream);
-  const cudaError_t error = cudaMemsetAsync(args.facts, 0, kNumEdgeFacts * sizeof *args.facts, queue);
+  std::int64_t* facts = levels.level[0].facts;
+  const cudaError_t error =
+      cudaMemsetAsync(facts, 0, levels.num_levels * kNumEdgeFacts * sizeof *facts, queue);
   if (error != cudaSuccess) return error;
-  args.index_is_64bit ? launch<std::int64_t>(args, queue) : launch<std::int32_t>(args, queue);
+  Blocks blocks{};
+  std::int64_t num_blocks = 0;
+  for (int k = 0; k < levels.num_levels; ++k) {
+    const InspectArgs& args = levels.level[k];
+    blocks.of_edges[k] = std::min(static_cast<std::int64_t>(ceil_div(args.num_edges, kThreads)), kMostBlocks);
+    blocks.of_rows[k] = ceil_div(args.num_rows + 1, kThreads);
+    num_blocks += blocks.of_rows[k] + blocks.of_edges[k];
+    blocks.upto[k] = num_blocks;
+  }
+  inspect_kernel<<<static_cast<unsigned>(num_blocks), kThreads, 0, queue>>>(levels, blocks);
   return cudaGetLastError();
 }
 

@@ -1,6 +1,8 @@
 # Interface of the compiled extension (kernels/binding.cpp). Addresses are those of tensors that the caller
 # keeps alive; device -1 is the CPU and `queue` its number of threads, else `queue` is a CUDA stream.
 
+from collections.abc import Sequence
+
 class CsrStructure:
     def __init__(
         self,
@@ -126,23 +128,14 @@ def inspect(
     device: int,
     queue: int,
 ) -> tuple[int, ...]: ...
-def inspect_unread(
-    row: int,
-    col: int,
-    edge_id: int,
-    index_is_64bit: bool,
-    edge_id_is_64bit: bool,
-    num_edges: int,
-    num_rows: int,
-    square: bool,
-    rowptr: int,
-    col_out: int,
-    inv_degree: int,
-    slices: int,
+def inspect_levels(
+    edges: Sequence[tuple[int, int, bool, int, int, int, int, int, int]],
     facts: int,
+    received: int,
     device: int,
     queue: int,
 ) -> None: ...
+def wait(device: int, queue: int) -> None: ...
 
 HASHES: int
 KEY_BITS: int
@@ -210,6 +203,8 @@ def spmm_csr_transposed(
     scale_src: int,
     sum: int,
     num_given: int,
+    count: int,
+    out: int,
     device: int,
     queue: int,
 ) -> None: ...

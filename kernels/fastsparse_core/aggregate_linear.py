@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.captured_step import fork
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
     is_first_derivative,
@@ -147,12 +148,19 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, sums, weight, root_weight, scale = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, needs_root = ctx.needs_input_grad[:4]
     by_column = grad.t()
-    return (
-        _grad_x(ctx, grad, ctx.num_src, weight, root_weight, scale) if needs_x else None,
-        torch.mm(by_column, sums) if needs_weight else None,
-        sum_of_rows(grad) if needs_bias else None,
-        torch.mm(by_column, x[: grad.size(0)]) if needs_root else None,
-    )
+
+    def of_parameters() -> tuple[Tensor | None, ...]:
+        return (
+            torch.mm(by_column, sums) if needs_weight else None,
+            sum_of_rows(grad) if needs_bias else None,
+            torch.mm(by_column, x[: grad.size(0)]) if needs_root else None,
+        )
+
+    if not needs_x:
+        return (None, *of_parameters())
+    parameters = fork(of_parameters)
+    grad_x = _grad_x(ctx, grad, ctx.num_src, weight, root_weight, scale)
+    return (grad_x, *parameters())
 
 
 def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
@@ -12,9 +13,9 @@ from torch import Tensor
 
 from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.captured_step import CapturedStep, on_stream
-from fastsparse_core.formats.inspection import NUM_FACTS
+from fastsparse_core.formats.inspection import Facts
 from fastsparse_core.log import info_once
-from fastsparse_core.padded_adjacency import PaddedAdjacency
+from fastsparse_core.padded_adjacency import PaddedAdjacency, write
 
 _logger = logging.getLogger("fastsparse_core")
 _T = TypeVar("_T")
@@ -36,15 +37,17 @@ class _Record(NamedTuple, Generic[_T]):
 
     Attributes:
         room: how much of everything there is room for.
-        exact: which of these sizes a batch must have to fit.
+        exact: the places of those sizes that a batch must have exactly to fit.
         structures: of every level.
+        facts: about them.
         tensors: what the step takes besides, by name.
         step: reads these.
     """
 
     room: Sizes
-    exact: tuple[bool, ...]
+    exact: tuple[int, ...]
     structures: list[PaddedAdjacency]
+    facts: Facts
     tensors: dict[str, Tensor]
     step: CapturedStep[_T]
 
@@ -197,9 +200,10 @@ class CapturedBatches(Generic[_T]):
         }
         stream = self._side_stream() if edges[0][0].is_cuda else None
         step = CapturedStep(lambda: self._step(structures, **held), warm_up=_WARM_UP, stream=stream)
-        return _Record(room, exact, structures, held, step)
+        facts = Facts(len(edges), edges[0][0].device)
+        return _Record(room, exact, structures, facts, held, step)
 
-    def _plan(self, names: list[str]) -> tuple[Sizes, tuple[bool, ...]]:
+    def _plan(self, names: list[str]) -> tuple[Sizes, tuple[int, ...]]:
         """How much room there should be of everything, and what has to be as much exactly.
 
         Equal sizes stay equal, as levels that follow each other ask for.
@@ -218,24 +222,21 @@ class CapturedBatches(Generic[_T]):
         num_seeds = columns[len(columns) - len(names) - 2]  # destinations of the last level
         if len(set(num_seeds)) == 1:
             fixed.add(num_seeds)
-        room, exact = [], []
+        room = []
         for column in columns:
             least, most = min(column), max(column)
             more = max(most - least, int(most * _ROOM)) if least < most else 0
-            exact.append(column in fixed)
-            room.append(statistics.mode(column) if exact[-1] else most + more)
-        return tuple(room), tuple(exact)
+            room.append(statistics.mode(column) if column in fixed else most + more)
+        return tuple(room), tuple(place for place, column in enumerate(columns) if column in fixed)
 
     def _fits(self, record: _Record[_T], sizes: Sizes) -> bool:
         """Whether a batch fits; forgets the record where it should have had more room."""
-        fits = True
-        for size, room, exact in zip(sizes, record.room, record.exact, strict=True):
-            if exact and size != room:
-                info_once(
-                    _logger, "CapturedBatches: a batch with another number of seeds than usual runs as it is"
-                )
-                return False
-            fits = fits and size <= room
+        if any(sizes[place] != record.room[place] for place in record.exact):
+            info_once(
+                _logger, "CapturedBatches: a batch with another number of seeds than usual runs as it is"
+            )
+            return False
+        fits = all(map(operator.le, sizes, record.room))
         if not fits:
             self._seen.append(sizes)
             self._record = None
@@ -264,17 +265,10 @@ def _write(
     record: _Record[_T], fill: Mapping[str, float], edges: Sequence[Edges], tensors: Mapping[str, Tensor]
 ) -> bool:
     """Copies a batch to where the step reads it; returns whether the step may read it."""
-    device = edges[0][0].device
-    facts = torch.empty(len(edges), NUM_FACTS, dtype=torch.int64, device=device)
-    for structure, own_facts, (row, col, _) in zip(record.structures, facts, edges, strict=True):
-        if not (
-            row.numel() == col.numel() > 0
-            and row.dtype == col.dtype
-            and row.dtype in (torch.int64, torch.int32)
-            and row.device == col.device == device
-        ):
-            return False
-        structure.write(row.contiguous(), col.contiguous(), own_facts)
+    pairs = [(row.contiguous(), col.contiguous()) for row, col, _ in edges]
+    if not all(_can_compress(row, col, record.facts.written.device) for row, col in pairs):
+        return False
+    write(record.structures, pairs, record.facts)
     for name, tensor in tensors.items():
         held = record.tensors[name]
         if tensor.dtype != held.dtype or tensor.shape[1:] != held.shape[1:]:
@@ -289,5 +283,14 @@ def _write(
             held[rows:].fill_(fill[name])
     return all(
         structure.holds(words, shape)
-        for structure, words, (_, _, shape) in zip(record.structures, facts.tolist(), edges, strict=True)
+        for structure, words, (_, _, shape) in zip(record.structures, record.facts.wait(), edges, strict=True)
+    )
+
+
+def _can_compress(row: Tensor, col: Tensor, device: torch.device) -> bool:
+    return (
+        row.numel() == col.numel() > 0
+        and row.dtype == col.dtype
+        and row.dtype in (torch.int64, torch.int32)
+        and row.device == col.device == device
     )

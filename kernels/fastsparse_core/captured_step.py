@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable
@@ -118,3 +119,34 @@ def on_stream(stream: torch.cuda.Stream, job: Callable[[], _T]) -> _T:
         result = job()
     torch.cuda.current_stream().wait_stream(stream)
     return result
+
+
+def fork(job: Callable[[], _T]) -> Callable[[], _T]:
+    """Starts a job beside what comes next, until the function that is returned is called for its result.
+
+    In a CUDA graph that is being recorded, the two are branches, which small kernels share the GPU by.
+    Otherwise the job is done at once: the host launches one kernel after the other.
+
+    Args:
+        job: reads nothing that the caller may free before it has the result.
+    """
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        result = job()
+        return lambda: result
+    main = torch.cuda.current_stream()
+    side = _branch(main.device_index)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        result = job()
+
+    def join() -> _T:
+        main.wait_stream(side)
+        return result
+
+    return join
+
+
+@functools.cache
+def _branch(device: int) -> torch.cuda.Stream:
+    """One for all graphs: cuBLAS sets memory aside for every stream that it meets."""
+    return torch.cuda.Stream(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.formats.hybrid_rows import HybridRows
-from fastsparse_core.formats.inspection import EdgeRoom, are_compressed, inspect_into
+from fastsparse_core.formats.inspection import EdgeRoom, Facts, are_compressed, inspect_levels
 from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 from fastsparse_core.memo import Unkept
 
@@ -19,7 +20,7 @@ _NO_LIMIT = 1 << 62
 
 
 class PaddedAdjacency(Adjacency):
-    """A structure with room for a number of edges, whose content `write` replaces.
+    """A structure with room for a number of edges, whose content :func:`write` replaces.
 
     Rows beyond those written are empty, and entries beyond those written belong to no row. Products and the
     gradients of their features work on it (:func:`fastsparse_core.spmm` with sum or mean), and so do layers
@@ -30,6 +31,9 @@ class PaddedAdjacency(Adjacency):
         shape: (num_dst, num_src) at most.
         num_edges: entries at most.
         device: where it lies.
+
+    Attributes:
+        room: where the content lies.
     """
 
     is_padded = True
@@ -43,7 +47,7 @@ class PaddedAdjacency(Adjacency):
             slices=torch.zeros(num_dst, 2, dtype=torch.int64, device=device),
         )
         super().__init__(room.rowptr, room.col, shape, group_rows="none")
-        self._room = room
+        self.room = room
         self._longest = choose.slice_length(num_edges)
         self._bsb_refused = True
         self.scatters_left = _NO_LIMIT
@@ -52,21 +56,11 @@ class PaddedAdjacency(Adjacency):
         self._row_memo.results["inv_degree", torch.float32] = room.inv_degree
         self._memo.results["csr_structure"] = self._csr_structure()
 
-    def write(self, row: Tensor, col: Tensor, facts: Tensor) -> None:
-        """Replaces the content by edges sorted by row, without waiting for the device.
-
-        Args:
-            row: destinations, int32 or int64, contiguous, not empty, at most as many as there is room for.
-            col: sources, like ``row``.
-            facts: int64 (NUM_FACTS,) on the device, for `holds`.
-        """
-        inspect_into(row, col, self._room, facts)
-
     def holds(self, facts: list[int], shape: tuple[int, int]) -> bool:
-        """Whether what was written may be used: sorted edges within ``shape``, and no very long row.
+        """Whether what `write` left may be used: sorted edges within ``shape``, and no very long row.
 
         Args:
-            facts: what `write` left, on the host.
+            facts: what `write` found in it, on the host.
             shape: (num_dst, num_src) of the edges that were written.
         """
         return are_compressed(facts, shape, self._longest)
@@ -104,3 +98,17 @@ class PaddedAdjacency(Adjacency):
             f"a padded structure cannot be read {how}: it serves spmm with sum or mean and layers made of "
             "it, such as GraphSAGE; run the step without CapturedBatches, or only these layers in it"
         )
+
+
+def write(
+    structures: Sequence[PaddedAdjacency], edges: Sequence[tuple[Tensor, Tensor]], facts: Facts
+) -> None:
+    """Replaces the content of structures by edges sorted by row, without waiting for the device.
+
+    Args:
+        structures: on one device.
+        edges: destinations and sources for every structure, int32 or int64, contiguous, not empty, at most as
+            many as there is room for.
+        facts: about the edges, for :meth:`PaddedAdjacency.holds`.
+    """
+    inspect_levels(edges, [structure.room for structure in structures], facts)

@@ -38,10 +38,11 @@ def block(device: str, num_dst: int = NUM_DST, num_src: int = NUM_SRC, fanout: i
     valued=st.sampled_from(["none", "features", "float32"]),
     scaled=st.booleans(),
     given_rows=st.sampled_from([0, 1, 7]),
+    counted=st.booleans(),
 )
 @SETTINGS
 def test_add_transposed_equals_reference(
-    device, poisoned_memory, edges, width, dtype, layout, valued, scaled, given_rows
+    device, poisoned_memory, monkeypatch, edges, width, dtype, layout, valued, scaled, given_rows, counted
 ):
     adj = edges.adjacency(device)
     assume(adj.num_edges <= choose.MOST_PER_SUM * adj.num_src)  # longer sums lose digits one by one
@@ -58,13 +59,32 @@ def test_add_transposed_equals_reference(
     total = torch.empty(adj.num_src, width, device=device)
     before = torch.randn(given_rows, width, device=device)
     total[:given_rows] = before
+    # The CPU has no use for counts.
+    monkeypatch.setattr(choose, "counts_sources", lambda *_: counted and device == "cuda")
     out = add_transposed(adj, x, value, scale_dst, scale_src, total, given_rows)
-    assert out is total
+    is_converted = counted and device == "cuda" and dtype != torch.float32 and given_rows == 0
+    assert (out is total) != is_converted
+    assert out.dtype == (dtype if is_converted else torch.float32)
     swapped = {"scale_dst": scale_src, "scale_src": scale_dst}
     expected = reference.spmm(adj.t(), x, value, **swapped)
     expected[:given_rows] += before.double()
     terms = reference.spmm(adj.t(), x.abs(), None if value is None else value.abs(), **swapped)
-    assert (out.double() - expected).norm() <= 1e-6 * max((terms.norm() + before.norm()).item(), 1e-30)
+    tolerance = TOLERANCE[out.dtype]
+    assert (out.double() - expected).norm() <= tolerance * max((terms.norm() + before.norm()).item(), 1e-30)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float64])
+def test_sources_of_sampled_blocks_are_counted(dtype):
+    adj = block("cuda", 8000, 60_000)
+    grad = features(8000, 128, dtype, "contiguous", "cuda")
+    assert choose.counts_sources(adj, 128)
+    assert not choose.counts_sources(adj, 8)  # too little to gain
+    assert not choose.counts_sources(block("cuda", 8000, 20_000), 1024)  # several edges to a source
+    x = features(60_000, 128, dtype, "contiguous", "cuda").requires_grad_()
+    (got,) = torch.autograd.grad(spmm(adj, x), x, grad)
+    assert not adj.has_transpose
+    assert relative_error(got, reference.spmm(adj.t(), grad)) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

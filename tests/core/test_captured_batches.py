@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from cases import TOLERANCE, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from padded import fill
 
 from fastsparse_core import Adjacency, CapturedBatches, captured_batches, log, spmm
-from fastsparse_core.formats.inspection import NUM_FACTS
-from fastsparse_core.padded_adjacency import PaddedAdjacency
+from fastsparse_core.formats.inspection import Facts
+from fastsparse_core.padded_adjacency import PaddedAdjacency, write
 from fastsparse_core.reference import spmm as reference_spmm
 
 WIDTH = 8
@@ -22,12 +23,6 @@ WIDTH = 8
 def draw_edges(generator, num_dst, num_src, num_edges, dtype=torch.int64):
     row = torch.randint(0, num_dst, (num_edges,), generator=generator).sort().values
     return row.to(dtype), torch.randint(0, num_src, (num_edges,), generator=generator).to(dtype)
-
-
-def write(structure, row, col):
-    facts = torch.empty(NUM_FACTS, dtype=torch.int64, device=structure.device)
-    structure.write(row, col, facts)
-    return facts.tolist()
 
 
 def check_products(structure, row, col, shape, device):
@@ -63,7 +58,7 @@ def test_padded_structures_hold_what_was_written_last(data):
         num_edges = data.draw(st.integers(1, 32))  # no row is longer than a slice
         dtype = data.draw(st.sampled_from([torch.int64, torch.int32]))
         row, col = draw_edges(generator, num_dst, num_src, num_edges, dtype)
-        assert structure.holds(write(structure, row, col), (num_dst, num_src))
+        assert structure.holds(fill(structure, row, col), (num_dst, num_src))
         check_products(structure, row, col, (num_dst, num_src), "cpu")
 
 
@@ -74,8 +69,32 @@ def test_padded_structures_on_the_gpu(sizes):
     structure = PaddedAdjacency((5003, 5010), 9500, torch.device("cuda"))
     for num_dst, num_src, num_edges in ((5003, 5010, 9500), sizes):
         row, col = (part.cuda() for part in draw_edges(generator, num_dst, num_src, num_edges))
-        assert structure.holds(write(structure, row, col), (num_dst, num_src))
+        assert structure.holds(fill(structure, row, col), (num_dst, num_src))
         check_products(structure, row, col, (num_dst, num_src), "cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_any_number_of_structures_is_written_at_once(device):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3 + 40 * k, 5 + 70 * k) for k in range(11)]  # more than one launch takes
+    structures = [
+        PaddedAdjacency(shape, 90 * (k + 1), torch.device(device)) for k, shape in enumerate(shapes)
+    ]
+    edges = [
+        tuple(
+            part.to(device)
+            for part in draw_edges(generator, *shape, 80 * (k + 1), (torch.int64, torch.int32)[k % 2])
+        )
+        for k, shape in enumerate(shapes)
+    ]
+    facts = Facts(len(shapes), torch.device(device))
+    write(structures, edges, facts)
+    for structure, shape, (row, col), words in zip(structures, shapes, edges, facts.wait(), strict=True):
+        assert structure.holds(words, shape) == (int(row.bincount().max()) <= structure._longest)
+        exact = Adjacency.from_coo(row, col, shape)
+        assert torch.equal(structure.rowptr, exact.rowptr)
+        assert torch.equal(structure.col[: col.numel()], exact.col)
+        assert torch.equal(structure.inv_degree(), exact.inv_degree())
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -94,7 +113,7 @@ def test_what_must_not_be_used_is_noticed(device):
         (good.new_zeros(longest), good.new_zeros(longest), True),
         (good.new_zeros(longest + 1), good.new_zeros(longest + 1), False),
     ]:
-        assert structure.holds(write(structure, row, col), shape) == holds
+        assert structure.holds(fill(structure, row, col), shape) == holds
 
 
 def test_what_a_padded_structure_cannot_do_is_refused():

@@ -17,7 +17,14 @@ from fastsparse_core.choose.requests import (
     check_algorithm,
     requested,
 )
-from fastsparse_core.choose.reuse import MOST_PER_SUM, REUSE, SCATTERS, UNSORTED_USES, scatters
+from fastsparse_core.choose.reuse import (
+    MOST_PER_SUM,
+    REUSE,
+    SCATTERS,
+    UNSORTED_USES,
+    counts_sources,
+    scatters,
+)
 from fastsparse_core.choose.sddmm import sddmm_algorithm, sddmm_by_entry
 from fastsparse_core.choose.slices import (
     run_blocks,
@@ -56,6 +63,7 @@ __all__ = [
     "attention_algorithm",
     "blocks_per_step",
     "check_algorithm",
+    "counts_sources",
     "csr_tile",
     "edge_group_length",
     "features_per_lane",

@@ -20,6 +20,11 @@ SCATTERS = 2
 MOST_PER_SUM = 32
 #: Edges up to which a gradient is scattered: batches have no more, and a full graph is used on.
 _MOST_SCATTERED = 4_000_000
+#: Edges per source up to which those of every source are counted before sums are scattered: of a sampled
+#: batch most sources have one, whose sum is stored instead of cleared and added to.
+_MOST_COUNTED = 2
+#: Bytes of float32 sums from which counting saves more than its launches take.
+_LEAST_COUNTED_BYTES = 16 << 20
 
 
 def is_converted(adj: Adjacency) -> bool:
@@ -60,3 +65,17 @@ def scatters(adj: Adjacency, algorithm: str, dtype: torch.dtype, value: torch.Te
         return adj.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     adj.scatters_left -= 1
     return True
+
+
+def counts_sources(adj: Adjacency, width: int) -> bool:
+    """Whether edges are counted by source before their sums are scattered.
+
+    Args:
+        adj: the structure of the forward pass.
+        width: features.
+    """
+    return (
+        adj.device.type == "cuda"
+        and adj.num_edges <= _MOST_COUNTED * adj.num_src
+        and 4 * adj.num_src * width >= _LEAST_COUNTED_BYTES
+    )

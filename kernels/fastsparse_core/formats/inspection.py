@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -137,40 +138,71 @@ class EdgeRoom(NamedTuple):
     slices: Tensor
 
 
-def inspect_into(row: Tensor, col: Tensor, room: EdgeRoom, facts: Tensor) -> None:
-    """Compresses edges that come sorted by row, into given memory; does not wait for the device.
+class Facts:
+    """What is found out about several structures; on CUDA it is copied to the host while that does other work.
 
     Args:
-        row: int32 or int64 (num_edges,), contiguous, not empty.
-        col: like ``row``.
-        room: for at least as many edges and rows.
-        facts: int64 (NUM_FACTS,) on the device of the edges, for `are_compressed`.
+        num_structures: number of structures.
+        device: where they lie.
+
+    Attributes:
+        written: int64 (num_structures, NUM_FACTS) on the device.
     """
-    index = device_index(col.device)
-    _C.inspect_unread(
-        row.data_ptr(),
-        col.data_ptr(),
-        0,
-        col.dtype == torch.int64,
-        False,
-        col.numel(),
-        room.inv_degree.numel(),
-        False,
-        room.rowptr.data_ptr(),
-        room.col.data_ptr(),
-        room.inv_degree.data_ptr(),
-        room.slices.data_ptr(),
-        facts.data_ptr(),
+
+    def __init__(self, num_structures: int, device: torch.device) -> None:
+        self.written = torch.empty(num_structures, NUM_FACTS, dtype=torch.int64, device=device)
+        # The CPU writes where it reads.
+        self.received = (
+            torch.empty_like(self.written, device="cpu", pin_memory=True)
+            if device.type == "cuda"
+            else self.written
+        )
+
+    def wait(self) -> list[list[int]]:
+        """For every structure what `are_compressed` asks for, once the current stream has done its work."""
+        index = device_index(self.written.device)
+        _C.wait(index, queue(index))
+        return self.received.tolist()  # type: ignore[no-any-return]
+
+
+def inspect_levels(edges: Sequence[tuple[Tensor, Tensor]], rooms: Sequence[EdgeRoom], facts: Facts) -> None:
+    """Compresses edges of several structures, sorted by row, into given memory; does not wait for the device.
+
+    On CUDA in one launch, however many structures there are.
+
+    Args:
+        edges: rows and columns of every structure, int32 or int64 (num_edges,), contiguous, not empty.
+        rooms: for at least as many edges and rows.
+        facts: about them.
+    """
+    index = device_index(facts.written.device)
+    _C.inspect_levels(
+        [
+            (
+                row.data_ptr(),
+                col.data_ptr(),
+                col.dtype == torch.int64,
+                col.numel(),
+                room.inv_degree.numel(),
+                room.rowptr.data_ptr(),
+                room.col.data_ptr(),
+                room.inv_degree.data_ptr(),
+                room.slices.data_ptr(),
+            )
+            for (row, col), room in zip(edges, rooms, strict=True)
+        ],
+        facts.written.data_ptr(),
+        facts.received.data_ptr(),
         index,
         queue(index),
     )
 
 
 def are_compressed(facts: list[int], shape: tuple[int, int], longest: int) -> bool:
-    """Whether `inspect_into` met sorted edges within ``shape`` and no row beyond ``longest`` entries.
+    """Whether `inspect_levels` met sorted edges within ``shape`` and no row beyond ``longest`` entries.
 
     Args:
-        facts: what it wrote, on the host.
+        facts: what it wrote of one structure, on the host.
         shape: (num_dst, num_src) that the edges belong to.
         longest: entries of a slice.
     """

@@ -274,11 +274,20 @@ def add_transposed(
     On CUDA by atomics, in any order. The arguments are those of the product itself, ``x`` is (num_dst,
     width), and of ``total`` only the first ``num_given`` rows hold something yet. Where this may be called,
     `choose.scatters` says.
+
+    Returns:
+        ``total``; or where there is nothing in it yet, `choose.counts_sources` and ``x`` has 16 bits, the
+        result in the dtype of ``x``, and ``total`` served the sums.
     """
     x = unit_stride(x)
     if value is not None:
         value = value.contiguous()
     index = device_index(x.device)
+    count = out = None
+    is_float = x.dtype == torch.float32
+    if (is_float or num_given == 0) and choose.counts_sources(adj, x.size(1)):
+        count = torch.empty(adj.num_src, dtype=torch.int32, device=x.device)
+        out = None if is_float else torch.empty_like(total, dtype=x.dtype)
     _C.spmm_csr_transposed(
         adj.csr_structure,
         *_features_and_values(x, value),
@@ -286,10 +295,12 @@ def add_transposed(
         address(scale_src),
         total.data_ptr(),
         num_given,
+        address(count),
+        address(out),
         index,
         queue(index),
     )
-    return total
+    return total if out is None else out
 
 
 def grad_of_features(

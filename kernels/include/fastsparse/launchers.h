@@ -10,7 +10,7 @@
 namespace fastsparse::cpu {
 
 void compress(const CompressArgs& args);
-void inspect(const InspectArgs& args, int threads);
+void inspect(const InspectLevels& levels, int threads);
 void row_signatures(const RowSignaturesArgs& args, int threads);
 void similar_rows(const SimilarRowsArgs& args, int threads);
 void link_rows(const LinkRowsArgs& args, int threads);
@@ -34,7 +34,7 @@ namespace fastsparse::cuda {
 
 std::size_t compress_scratch_bytes(const CompressArgs& args);
 int compress(const CompressArgs& args, void* scratch, std::size_t scratch_bytes, void* stream);
-int inspect(const InspectArgs& args, void* stream);
+int inspect(const InspectLevels& levels, void* stream);
 int row_signatures(const RowSignaturesArgs& args, void* stream);
 int similar_rows(const SimilarRowsArgs& args, void* stream);
 int link_rows(const LinkRowsArgs& args, void* stream);

@@ -114,6 +114,9 @@ struct SpmmTransposedArgs {
   const float* scale_src;  // (num_cols), null: 1
   float* sum;              // (num_cols, width) contiguous
   std::int64_t num_given;  // rows of it that hold something; the others begin as 0
+  std::int32_t* count;     // (num_cols) scratch to count entries by column first; null: without. CUDA only
+  void* out;  // with counts, of 16-bit x: (num_cols, width) contiguous in its dtype, gets the result, and
+              // `sum` is scratch; else null
   std::int64_t width;
   Dtype dtype;  // of x
 };
@@ -519,6 +522,13 @@ struct InspectArgs {
   float* inv_degree;      // (num_rows), 0 for rows without entries
   RowSlice* slices;       // (num_rows) every row in one slice, in row order; CUDA only
   std::int64_t* facts;    // (kNumEdgeFacts) in the device's memory
+};
+
+// Several structures that are looked at together, as those of a sampled batch.
+struct InspectLevels {
+  static constexpr int kMost = 8;
+  InspectArgs level[kMost];  // whose facts lie one behind the other
+  int num_levels;
 };
 
 // Min-wise hashes of every row's columns (group_rows.h).
