@@ -12,9 +12,14 @@ from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.captured_step import fork
 from fastsparse_core.ops._common import (
+    CAST,
     DTYPE_CODE,
+    Uncast,
+    autocast_dtype,
+    cast,
     is_first_derivative,
     is_plain_eager,
+    product_in,
     sum_of_rows,
     without_autocast,
 )
@@ -51,6 +56,8 @@ def can_aggregate_linear(
 ) -> bool:
     """Whether :func:`aggregate_linear` serves a call: matrices of one dtype, watched by nothing but autograd.
 
+    Under autocast each may be float32 too.
+
     Args:
         adj: structure.
         x: features of the sources.
@@ -59,20 +66,26 @@ def can_aggregate_linear(
         bias: of the result, or None.
         root_weight: of the destinations.
     """
-    (num_dst, num_src), dtype, device = adj.shape, x.dtype, x.device
-    width = weight.shape[1]
-    return (
+    (num_dst, num_src), width = adj.shape, weight.shape[1]
+    if not (
         is_plain_eager(x)
         and not adj.is_partitioned
         and x.shape == (num_src, width)
         and root.shape == (num_dst, width)
         and root_weight.shape == weight.shape
-        and dtype in DTYPE_CODE
-        and weight.dtype == dtype == root_weight.dtype
-        and (bias is None or bias.dtype == dtype)
-        and device == adj.device
+        and x.device == adj.device
         and starts_with(x, root)
-        and not torch.is_autocast_enabled(device.type)
+    ):
+        return False
+    autocast = autocast_dtype(x)
+    given = (x.dtype,) if autocast is None else (autocast, torch.float32)
+    return (
+        x.dtype in DTYPE_CODE
+        and autocast in (None, *CAST)
+        and x.dtype in given
+        and weight.dtype in given
+        and root_weight.dtype in given
+        and (bias is None or bias.dtype in given)
     )
 
 
@@ -90,6 +103,11 @@ def aggregate_linear(
     themselves. The gradient of the features of a structure that is new comes without its transpose
     (`choose.scatters`), on CUDA by atomics.
 
+    Under autocast the linear maps are products in its dtype, as those of two linear layers. Neighbours are
+    summed in that dtype or, where that moves fewer bytes (`choose.casts_first`), in float32, as PyG does.
+    Gradients come in the dtypes of what they are of; those of a float32 bias are summed in float32, and so,
+    on CUDA with torch 2.8 or later, are those of float32 weights.
+
     Args:
         adj: structure (num_dst, num_src), with num_dst <= num_src.
         x: features (num_src, width), as `can_aggregate_linear` asks for.
@@ -99,13 +117,14 @@ def aggregate_linear(
         reduce: ``"sum"`` or ``"mean"``.
 
     Returns:
-        (num_dst, out width); differentiable, twice too.
+        (num_dst, out width), in the autocast dtype where that is on; differentiable, twice too.
     """
     scale = None
     if reduce == "mean":
         scale = adj.inv_degree(torch.float64 if x.dtype == torch.float64 else torch.float32)
     algorithm = choose.requested("spmm", "auto")
-    return _AggregateLinear.apply(x, weight, bias, root_weight, scale, adj, algorithm)
+    dtype = autocast_dtype(x) or x.dtype
+    return _AggregateLinear.apply(x, weight, bias, root_weight, scale, adj, algorithm, dtype)
 
 
 class _AggregateLinear(torch.autograd.Function):
@@ -121,19 +140,32 @@ class _AggregateLinear(torch.autograd.Function):
         scale: Tensor | None,
         adj: Adjacency,
         algorithm: str,
+        dtype: torch.dtype,
     ) -> Tensor:
-        num_dst = adj.num_dst
-        sums = product(adj, x, None, scale, None, None, algorithm)
-        out = torch.mm(sums, weight.t()) if bias is None else torch.addmm(bias, sums, weight.t())
-        out.addmm_(x[:num_dst], root_weight.t())
-        ctx.adj, ctx.algorithm, ctx.num_src = adj, algorithm, x.size(0)
+        # Everything that is multiplied has one dtype, so autocast, where it is on, casts nothing more.
+        num_dst, num_src = adj.shape
+        features = cast(x, dtype) if choose.casts_first(num_dst, num_src, adj.num_edges) else x
+        sums = cast(product(adj, features, None, scale, None, None, algorithm), dtype)
+        own = cast(features[:num_dst], dtype)
+        matrix, root_matrix = cast(weight, dtype), cast(root_weight, dtype)
+        if bias is None:
+            out = torch.mm(sums, matrix.t())
+        else:
+            out = torch.addmm(cast(bias, dtype), sums, matrix.t())
+        out.addmm_(own, root_matrix.t())
+        ctx.adj, ctx.algorithm, ctx.dtype = adj, algorithm, dtype
+        ctx.given = [None if tensor is None else tensor.dtype for tensor in (x, weight, bias, root_weight)]
         # What no gradient needs may be written before the backward pass, as with separate operators.
         needs_x, needs_weight, _, needs_root = ctx.needs_input_grad[:4]
+        ctx.uncast = ctx.root_uncast = None
+        if needs_x:
+            ctx.uncast, ctx.root_uncast = Uncast.of(weight, matrix), Uncast.of(root_weight, root_matrix)
         ctx.save_for_backward(
-            x if needs_weight or needs_root else None,
+            x if needs_x and (needs_weight or needs_root) else None,  # of second derivatives
+            own if needs_root else None,
             sums if needs_weight else None,
-            weight if needs_x else None,
-            root_weight if needs_x else None,
+            matrix if needs_x else None,
+            root_matrix if needs_x else None,
             scale,
         )
         return out
@@ -141,56 +173,64 @@ class _AggregateLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gradients = _gradients if is_first_derivative(grad) else _differentiable
-        return (*without_autocast(gradients, ctx, grad), None, None, None)
+        return (*without_autocast(gradients, ctx, grad), None, None, None, None)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, sums, weight, root_weight, scale = ctx.saved_tensors
+    _, own, sums, matrix, root_matrix, scale = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, needs_root = ctx.needs_input_grad[:4]
+    _, weight_dtype, bias_dtype, root_dtype = ctx.given
     by_column = grad.t()
 
     def of_parameters() -> tuple[Tensor | None, ...]:
         return (
-            torch.mm(by_column, sums) if needs_weight else None,
-            sum_of_rows(grad) if needs_bias else None,
-            torch.mm(by_column, x[: grad.size(0)]) if needs_root else None,
+            product_in(by_column, sums, weight_dtype) if needs_weight else None,
+            sum_of_rows(grad, bias_dtype) if needs_bias else None,
+            product_in(by_column, own, root_dtype) if needs_root else None,
         )
 
     if not needs_x:
         return (None, *of_parameters())
     parameters = fork(of_parameters)
-    grad_x = _grad_x(ctx, grad, ctx.num_src, weight, root_weight, scale)
+    grad_x = _grad_x(ctx, grad, matrix, root_matrix, scale)
     return (grad_x, *parameters())
 
 
 def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The same gradients of operators that have gradients again."""
-    x, _, weight, root_weight, scale = ctx.saved_tensors
+    x, own, sums, matrix, root_matrix, scale = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, needs_root = ctx.needs_input_grad[:4]
-    adj, num_dst = ctx.adj, grad.size(0)
-    grad_x = grad_weight = None
+    x_dtype, weight_dtype, bias_dtype, root_dtype = ctx.given
+    (num_dst, num_src), adj, dtype = ctx.adj.shape, ctx.adj, ctx.dtype
+    grad_x = None
     if needs_x:
-        grad_x = spmm(adj.t(), grad @ weight, scale_src=scale, algorithm=ctx.algorithm)
-        grad_x = grad_x + F.pad(grad @ root_weight, (0, 0, 0, ctx.num_src - num_dst))
-    if needs_weight:
-        grad_weight = grad.t() @ spmm(adj, x, scale_dst=scale, algorithm=ctx.algorithm)
+        matrix = matrix if ctx.uncast is None else ctx.uncast.cast_again(dtype)
+        root_matrix = root_matrix if ctx.root_uncast is None else ctx.root_uncast.cast_again(dtype)
+        grad_x = spmm(adj.t(), grad @ matrix, scale_src=scale, algorithm=ctx.algorithm)
+        grad_x = (grad_x + F.pad(grad @ root_matrix, (0, 0, 0, num_src - num_dst))).to(x_dtype)
+    if x is not None:  # else what was saved of it is constant
+        features = cast(x, dtype)
+        own = features[:num_dst]
+        sums = spmm(adj, features, scale_dst=scale, algorithm=ctx.algorithm) if needs_weight else None
     return (
         grad_x,
-        grad_weight,
-        grad.sum(0) if needs_bias else None,
-        grad.t() @ x[:num_dst] if needs_root else None,
+        product_in(grad.t(), sums, weight_dtype, once=False) if needs_weight else None,
+        grad.sum(0, dtype=bias_dtype) if needs_bias else None,
+        product_in(grad.t(), own, root_dtype, once=False) if needs_root else None,
     )
 
 
-def _grad_x(
-    ctx: Any, grad: Tensor, num_src: int, weight: Tensor, root_weight: Tensor, scale: Tensor | None
-) -> Tensor:
-    adj, num_dst = ctx.adj, grad.size(0)
-    grad_sums = torch.mm(grad, weight)
-    if grad.dtype == torch.float32 and choose.scatters(adj, ctx.algorithm, grad.dtype, None):
-        total = torch.empty(num_src, grad_sums.size(1), dtype=torch.float32, device=grad.device)
-        torch.mm(grad, root_weight, out=total[:num_dst])
+def _grad_x(ctx: Any, grad: Tensor, matrix: Tensor, root_matrix: Tensor, scale: Tensor | None) -> Tensor:
+    (num_dst, num_src), adj, dtype = ctx.adj.shape, ctx.adj, ctx.given[0]
+    grad_sums = torch.mm(grad, matrix)
+    if dtype == torch.float32 and choose.scatters(adj, ctx.algorithm, grad.dtype, None):
+        total = torch.empty(num_src, grad_sums.size(1), dtype=dtype, device=grad.device)
+        own = total[:num_dst]
+        if grad.dtype == dtype:
+            torch.mm(grad, root_matrix, out=own)
+        else:
+            own.copy_(torch.mm(grad, root_matrix))
         return add_transposed(adj, grad_sums, None, scale, None, total, num_dst)
     total = grad_of_features(adj, grad_sums, None, scale, None, ctx.algorithm)
-    total[:num_dst].addmm_(grad, root_weight)
-    return total
+    total[:num_dst].addmm_(grad, root_matrix)
+    return cast(total, dtype)

@@ -14,11 +14,14 @@ from fastsparse_core.ops._common import (
     CAST,
     DTYPE_CODE,
     PLAIN,
+    Uncast,
     autocast_dtype,
+    cast,
     check_scale,
     is_first_derivative,
     is_plain_eager,
     product_in,
+    sum_of_rows,
     without_autocast,
 )
 from fastsparse_core.ops._spmm_launch import grad_of_features, product
@@ -142,8 +145,7 @@ def _convolve(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, and the features and the weight as they were multiplied."""
     dtype = how.dtype
-    features = x if x.dtype == dtype else x.to(dtype)
-    matrix = weight if weight.dtype == dtype else weight.to(dtype)
+    features, matrix = cast(x, dtype), cast(weight, dtype)
     if not how.aggregate_first:
         return _aggregated(how, _linear(how, features, matrix), bias, how.relu), features, matrix
     features = _aggregated(how, features)
@@ -166,10 +168,8 @@ class _GraphConvolution(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.how, ctx.weight_dtype = how, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        # Where the weight was cast, only second derivatives need it as it came. It may be written before the
-        # backward pass, as may all that no gradient needs: so it is with separate operators.
-        is_cast = needs_x and matrix is not weight
-        ctx.weight, ctx.version = (weight, weight._version) if is_cast else (None, 0)
+        # What no gradient needs may be written before the backward pass, as with separate operators.
+        ctx.uncast = Uncast.of(weight, matrix) if needs_x else None
         ctx.save_for_backward(
             features if needs_weight else None, matrix if needs_x else None, out if how.relu else None
         )
@@ -192,7 +192,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if rectified is not None:
         grad = grad.masked_fill(rectified <= 0, 0)
     grad_x = grad_weight = None
-    grad_bias = grad.sum(0, dtype=ctx.bias_dtype) if needs_bias else None
+    grad_bias = sum_of_rows(grad, ctx.bias_dtype) if needs_bias else None
     if not how.aggregate_first and (needs_x or needs_weight):
         if once:
             grad = grad_of_features(how.adj, grad, None, how.scale_dst, how.scale_src, how.algorithm)
@@ -203,16 +203,6 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         left, right = (grad.t(), features) if how.out_by_in else (features.t(), grad)
         grad_weight = product_in(left, right, ctx.weight_dtype, once)
     if needs_x:
-        matrix = matrix if once or ctx.weight is None else _cast_again(ctx)
+        matrix = matrix if once or ctx.uncast is None else ctx.uncast.cast_again(how.dtype)
         grad_x = torch.mm(grad, matrix if how.out_by_in else matrix.t())
     return grad_x, grad_weight, grad_bias
-
-
-def _cast_again(ctx: Any) -> Tensor:
-    """The weight in the dtype of the products, by a cast that has a gradient."""
-    if ctx.weight._version != ctx.version:
-        raise RuntimeError(
-            "weight: modified by an inplace operation between the forward pass and a backward pass with "
-            "create_graph=True, which needs it as it was"
-        )
-    return ctx.weight.to(ctx.how.dtype)

@@ -501,6 +501,44 @@ def test_minibatch_compares_layers_that_agree(tmp_path: Path) -> None:
     assert "| PyG SAGEConv |" in tables.report(result)
 
 
+def test_minibatch_in_every_precision(tmp_path: Path) -> None:
+    """Two PyG layers and, where DGL is installed, two of DGL, whose own code lacks some dtypes on the CPU."""
+    pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
+    from benchmarks.minibatch import PRECISIONS
+
+    arguments = "--graphs pubmed --seeds 16 --fanouts 4 3 --width 8 --batches 2 --rounds 1"
+    result = result_of(tmp_path, "minibatch", arguments, "--precisions", *PRECISIONS)
+    assert any("twice that of PyG's layers" in note for note in result["notes"])
+    report = tables.report(result)
+    for name, precision in PRECISIONS.items():
+        cells = {c["implementation"]: c for c in result["cells"] if c["precision"] == name}
+        for implementation in ("FastSAGEConv (PyG)", "PyG SAGEConv"):
+            cell = cells[implementation]
+            assert cell["status"] == "ok"
+            assert cell["error"] <= precision.tolerance
+            rounds = precision.amp is not None or precision.dtype.itemsize == 2
+            assert (cell["error"] > 1e-4) == rounds  # so it was computed in that dtype
+        assert f"8 wide, {name}" in report
+
+
+def test_minibatch_finds_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    minibatch = pytest.importorskip("benchmarks.minibatch", exc_type=ImportError)
+
+    class Wrong(minibatch.FastSAGEConv):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs) * 1.1
+
+    monkeypatch.setattr(minibatch, "FastSAGEConv", Wrong)
+    arguments = "--graphs pubmed --seeds 16 --fanouts 4 3 --width 8 --batches 2 --rounds 1"
+    result = result_of(tmp_path, "minibatch", arguments, "--precisions float32 bfloat16")
+    for cell in result["cells"]:
+        if cell["implementation"] == "FastSAGEConv (PyG)":
+            assert cell["status"].startswith("wrong: relative error ")
+            assert "median_ms" not in cell
+        elif cell["implementation"] == "PyG SAGEConv":
+            assert cell["status"] == "ok"
+
+
 def test_blocks_hold_different_neighbours_of_every_destination() -> None:
     from benchmarks.blocks import sample
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product as combinations
+
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import DTYPES, LAYOUTS, TOLERANCE, WIDTHS, edge_lists, features, relative_error
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -338,15 +341,171 @@ def test_what_it_does_not_serve(device):
     assert not serves(x[1:], *weights)
     assert not serves(x.half(), *weights)
     assert not serves(x, *(weight.half() for weight in weights))
+    assert not serves(x.int(), *(weight.int() for weight in weights))
     with torch.autocast(device, dtype=torch.bfloat16):
-        assert not serves(x, *weights)
+        assert serves(x, *weights)
+        assert serves(x.bfloat16(), *weights)
+        assert serves(x, weights[0].bfloat16(), *weights[1:])
+        assert not serves(x.half(), *weights)
+        assert not serves(x.double(), *(weight.double() for weight in weights))
+        assert not serves(x, weights[0].half(), *weights[1:])
+        assert not serves(x, weights[0], weights[1].double(), weights[2])
+        assert not serves(x, *weights[:2], weights[2].double())
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (1025, 47), (200_000, 128)])
-def test_sum_of_rows(device, shape):
-    matrix = torch.rand(shape, device=device)
+# ---------------------------------------------------------------- under autocast
+
+AUTOCAST = [torch.bfloat16, torch.float16]
+#: Destinations of blocks whose features are cast before the sum, and after.
+NUM_DST_CAST_FIRST, NUM_DST_CAST_AFTER = NUM_DST, 100
+
+
+def apart(adj: Adjacency, x, weight, bias, root_weight, reduce):
+    """What layers do without `aggregate_linear`."""
+    return F.linear(spmm(adj, x, reduce=reduce), weight, bias) + F.linear(x[: adj.num_dst], root_weight)
+
+
+def mixed(device: str, x_dtype: torch.dtype, weight_dtype: torch.dtype, bias: bool = True):
+    x = features(NUM_SRC, 24, x_dtype, "contiguous", device).requires_grad_()
+    return [x, *parameters(weight_dtype, device, bias=bias)]
+
+
+def test_both_sides_of_the_byte_rule(device):
+    sides = {NUM_DST_CAST_FIRST: True, NUM_DST_CAST_AFTER: False}
+    for num_dst, first in sides.items():
+        adj = block(device, num_dst)
+        assert choose.casts_first(*adj.shape, adj.num_edges) == first
+    assert not choose.casts_first(160_000, 721_000, 800_000)  # of a sampled batch
+    assert choose.casts_first(169_000, 169_000, 2_300_000)  # a whole graph
+
+
+@pytest.mark.parametrize("dtype", AUTOCAST)
+@pytest.mark.parametrize("casts_x", [True, False])
+@pytest.mark.parametrize("casts_weights", [True, False])
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("num_dst", [NUM_DST_CAST_FIRST, NUM_DST_CAST_AFTER])
+def test_autocast(device, poisoned_memory, dtype, casts_x, casts_weights, reduce, bias, num_dst):
+    torch.use_deterministic_algorithms(False)
+    adj = block(device, num_dst)
+    leaves = mixed(
+        device, torch.float32 if casts_x else dtype, torch.float32 if casts_weights else dtype, bias
+    )
+    wanted = [leaf for leaf in leaves if leaf is not None]
+    grad = features(num_dst, 40, dtype, "contiguous", device, seed=7)
+    exact = [None if leaf is None else leaf.detach().double().requires_grad_() for leaf in leaves]
+    want = by_hand(block(device, num_dst), *exact, reduce)
+    exact = [leaf for leaf in exact if leaf is not None]
+    expected = [want, *torch.autograd.grad(want, exact, grad.double())]
+    with torch.autocast(device, dtype):
+        generic = apart(block(device, num_dst), *leaves, reduce)
+    dtypes = [it.dtype for it in (generic, *torch.autograd.grad(generic, wanted, grad))]
+    for nth in range(choose.SCATTERS + 1):
+        with torch.autocast(device, dtype):
+            assert can_aggregate_linear(adj, leaves[0], leaves[0][:num_dst], *leaves[1:])
+            out = aggregate_linear(adj, *leaves, reduce)
+        with torch.autocast(device, dtype, enabled=nth > 0):
+            found = [out, *torch.autograd.grad(out, wanted, grad)]
+        assert [it.dtype for it in found] == dtypes
+        for got, exactly in zip(found, expected, strict=True):
+            assert relative_error(got, exactly) <= TOLERANCE[dtype]
+        if bias and casts_weights:
+            assert relative_error(found[3], expected[3]) <= TOLERANCE[torch.float32]
+    assert adj.has_transpose
+
+
+@pytest.mark.parametrize("under", [torch.bfloat16, None])
+@pytest.mark.parametrize("needed", [it for it in combinations([True, False], repeat=4) if any(it)], ids=str)
+def test_every_subset_of_gradients(device, under, needed):
+    """Alone or with others, once or twice differentiable, a gradient is the same."""
+    adj = block(device)
+    leaves = mixed(device, torch.float32, torch.float32)
+
+    def gradients(leaves, **options):
+        with torch.autocast(device, under, enabled=under is not None):
+            out = aggregate_linear(adj, *leaves, "mean")
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        return torch.autograd.grad(out, wanted, torch.ones_like(out), **options)
+
+    expected = gradients(leaves)
+    some = [leaf.detach().requires_grad_(needs) for leaf, needs in zip(leaves, needed, strict=True)]
+    kept = [gradient for gradient, needs in zip(expected, needed, strict=True) if needs]
+    for options in ({}, {"create_graph": True}):
+        for got, wanted in zip(gradients(some, **options), kept, strict=True):
+            assert got.dtype == wanted.dtype
+            assert relative_error(got, wanted) <= (TOLERANCE[under] if under else 1e-6)
+
+
+@pytest.mark.parametrize("casts_x", [True, False])
+@pytest.mark.parametrize("needs_x", [True, False])
+@pytest.mark.parametrize("num_dst", [NUM_DST_CAST_FIRST, NUM_DST_CAST_AFTER])
+def test_double_backward_under_autocast(device, casts_x, needs_x, num_dst):
+    """The gradient of a gradient reaches features and weights through the casts."""
+    leaves = mixed(device, torch.float32 if casts_x else torch.bfloat16, torch.float32)
+    leaves[0].requires_grad_(needs_x)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+
+    def second(layer):
+        with torch.autocast(device, torch.bfloat16):
+            out = layer(block(device, num_dst), *leaves, "mean")
+        first = torch.autograd.grad(out.float().square().sum(), wanted, create_graph=True)
+        return torch.autograd.grad(sum(it.float().square().sum() for it in first), wanted)
+
+    for got, expected in zip(second(aggregate_linear), second(apart), strict=True):
+        assert got.dtype == expected.dtype
+        assert relative_error(got, expected) <= 4 * TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("under", [torch.bfloat16, None])
+def test_gradients_in_batches(device, under):
+    adj = block(device)
+    leaves = mixed(device, torch.float32, torch.float32)
+    with torch.autocast(device, under, enabled=under is not None):
+        out = aggregate_linear(adj, *leaves, "mean")
+    grads = torch.randn(3, *out.shape, device=device).to(out.dtype)
+    together = torch.autograd.grad(out, leaves, grads, retain_graph=True, is_grads_batched=True)
+    for nth, grad in enumerate(grads):
+        one = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+        for got, wanted in zip(together, one, strict=True):
+            assert relative_error(got[nth], wanted) <= (TOLERANCE[under] if under else 1e-6)
+
+
+def test_constant_features_are_not_kept_as_they_came(device):
+    leaves = mixed(device, torch.float32, torch.float32)
+    with torch.autocast(device, torch.bfloat16):
+        out = aggregate_linear(block(device), leaves[0].detach(), *leaves[1:], "sum")
+    kept = [tensor for tensor in out.grad_fn.saved_tensors if tensor is not None]
+    assert [(tensor.shape, tensor.dtype) for tensor in kept] == 2 * [((NUM_DST, 24), torch.bfloat16)]
+
+
+def test_weights_that_were_cast_may_be_written(device):
+    """As with linear layers, which keep what autocast cast; second derivatives say what they miss."""
+    x, *weights = mixed(device, torch.float32, torch.float32)
+
+    def gradient(changes: bool, **options):
+        with torch.autocast(device, torch.bfloat16):
+            out = aggregate_linear(block(device), x, *weights, "mean")
+        if changes:
+            with torch.no_grad():
+                for weight in weights:
+                    weight.mul_(2)
+        return torch.autograd.grad(out.float().sum(), x, **options)[0]
+
+    assert torch.equal(gradient(False), gradient(True))
+    with pytest.raises(RuntimeError, match="weight: modified by an inplace operation"):
+        gradient(True, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (1025, 47), (200_000, 128), (300_001, 128)])
+def test_sum_of_rows(device, dtype, shape):
+    matrix = (torch.rand(shape, device=device) / 8).to(dtype)  # sums are finite in float16
     for layout in (matrix, matrix.t().contiguous().t(), matrix[:, ::2]):
         expected = layout.double().sum(0)
-        error = (sum_of_rows(layout).double() - expected).norm() / expected.norm().clamp(min=1e-30)
-        assert error <= 1e-6
+        for result in {dtype, torch.float32}:
+            with torch.no_grad():
+                got = sum_of_rows(layout, result)
+            assert got.dtype == result
+            # That of 16 bits is rounded once.
+            tolerance = 1e-6 if result.itemsize >= 4 else torch.finfo(result).eps
+            assert (got.double() - expected).norm() <= tolerance * expected.norm().clamp(min=1e-30)

@@ -150,6 +150,22 @@ def test_autocast(aggregator, sizes, device):
     assert leaf.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("under", [torch.bfloat16, None])
+@pytest.mark.parametrize("graph", [homogeneous(), block()])
+def test_mean_is_one_step(graph, under, device):
+    """One node of autograd's graph, under autocast too."""
+    fast, reference = twin(FastSAGEConv, 5, 5, "mean")
+    feat = features(graph, 5)
+    expected = reference(graph, feat)
+    leaf = feat.to(device).requires_grad_()
+    with torch.autocast(device, under, enabled=under is not None):
+        found = fast.to(device)(graph, leaf)
+    assert found.grad_fn.name() == "_AggregateLinearBackward"
+    assert found.dtype == (under or torch.float32)
+    tolerance = 0.05 if under else 1e-5
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("aggregator", [*AGGREGATORS, "lstm"])
 def test_state_dict_both_ways(aggregator):
     fast = FastSAGEConv(4, 3, aggregator)

@@ -49,6 +49,18 @@ def test_adjacency_compiles_to_one_graph_once(device, name):
     assert len(frames) == 1
 
 
+def test_sage_compiles_under_autocast(device):
+    """A trace sees the operators themselves, not what serves eager calls in one step."""
+    layer = FastSAGEConv(6, 9).to(device)
+    adj = prepare(random_graph(device=device), 40)
+    x = torch.randn(40, 6, device=device)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with torch.autocast(device, torch.bfloat16):
+        got, expected = compiled(x, adj), layer(x, adj)
+    assert got.dtype == expected.dtype == torch.bfloat16
+    close(got.float(), expected.float(), 2e-2)
+
+
 @pytest.mark.slow
 def test_inductor_trains(device):
     adj = prepare(random_graph(device=device), 40, add_self_loops=True)

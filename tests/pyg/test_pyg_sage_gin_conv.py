@@ -217,6 +217,28 @@ def test_autocast(device, family):
 
 
 @pytest.mark.usefixtures("kernels_only")
+@pytest.mark.parametrize("under", [torch.bfloat16, None])
+@pytest.mark.parametrize("aggr", ["sum", "mean"])
+def test_sage_is_one_step(device, under, aggr):
+    """One node of autograd's graph, under autocast too, for float32 features and for a layer's result."""
+    edge_index = random_graph(device=device)
+    reference, layer = pair("sage", 6, 6, device, aggr=aggr)
+    layer.load_state_dict(reference.state_dict())
+    x = torch.randn(40, 6, device=device, requires_grad=True)
+    with torch.autocast(device, under, enabled=under is not None):
+        hidden = layer(x, edge_index)
+        found, expected = layer(hidden.relu(), edge_index), reference(hidden.relu(), edge_index)
+    for out in (hidden, found):
+        assert out.grad_fn.name() == "_AggregateLinearBackward"
+        assert out.dtype == (under or torch.float32)
+    tolerance = 2e-2 if under else 1e-5
+    inputs = [x, *layer.parameters()]
+    close(found.float(), expected.float(), tolerance)
+    grads = gradients(found, inputs)
+    assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.usefixtures("kernels_only")
 def test_lazy(device):
     edge_index = random_graph(30, 20, device=device)
     reference, layer = pair("sage", (-1, -1), 4, device)

@@ -5,6 +5,7 @@ say how that kernel cuts its work, and `reuse` when another form of the structur
 measurements behind the numbers are in docs/choosing.md.
 """
 
+from fastsparse_core.choose.aggregate_linear import casts_first
 from fastsparse_core.choose.attention import attention_algorithm
 from fastsparse_core.choose.bounds import MOST_HEADS
 from fastsparse_core.choose.requests import (
@@ -62,6 +63,7 @@ __all__ = [
     "algorithms",
     "attention_algorithm",
     "blocks_per_step",
+    "casts_first",
     "check_algorithm",
     "counts_sources",
     "csr_tile",

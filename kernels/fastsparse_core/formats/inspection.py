@@ -139,7 +139,7 @@ class EdgeRoom(NamedTuple):
 
 
 class Facts:
-    """What is found out about several structures; on CUDA it is copied to the host while that does other work.
+    """What is found out about several structures; on CUDA it is copied to the host, which works meanwhile.
 
     Args:
         num_structures: number of structures.
@@ -162,7 +162,7 @@ class Facts:
         """For every structure what `are_compressed` asks for, once the current stream has done its work."""
         index = device_index(self.written.device)
         _C.wait(index, queue(index))
-        return self.received.tolist()  # type: ignore[no-any-return]
+        return self.received.tolist()
 
 
 def inspect_levels(edges: Sequence[tuple[Tensor, Tensor]], rooms: Sequence[EdgeRoom], facts: Facts) -> None:

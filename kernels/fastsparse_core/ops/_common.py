@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -100,6 +100,40 @@ def without_autocast(gradients: Callable[[Any, Tensor], tuple[Any, ...]], ctx: A
         return gradients(ctx, grad)
 
 
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)``, which takes the host 1 us even where it gives the tensor itself."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+class Uncast(NamedTuple):
+    """A weight as it came, of which a forward pass under autocast multiplied another dtype.
+
+    Second derivatives alone need it, so it may be written before the backward pass, as with a linear layer,
+    which keeps what autocast cast: saved by autograd, it could not.
+    """
+
+    weight: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, weight: Tensor, multiplied: Tensor) -> Uncast | None:
+        """None where nothing was cast."""
+        return None if multiplied is weight else cls(weight, weight._version)
+
+    def cast_again(self, dtype: torch.dtype) -> Tensor:
+        """The weight in the dtype of the products, by a cast that has a gradient.
+
+        Raises:
+            RuntimeError: it was written since.
+        """
+        if self.weight._version != self.version:
+            raise RuntimeError(
+                "weight: modified by an inplace operation between the forward pass and a backward pass with "
+                "create_graph=True, which needs it as it was"
+            )
+        return self.weight.to(dtype)
+
+
 def product_in(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool = True) -> Tensor:
     """The product of two matrices in a dtype that need not be theirs, as a weight's gradient under autocast.
 
@@ -111,7 +145,7 @@ def product_in(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool = Tru
     """
     if once and left.is_cuda and dtype == torch.float32 != left.dtype and _GIVES_FLOAT32:
         return torch.mm(left, right, out_dtype=dtype)
-    return torch.mm(left, right).to(dtype)
+    return cast(torch.mm(left, right), dtype)
 
 
 def is_partitioned(adj: Adjacency) -> TypeGuard[Any]:
@@ -290,8 +324,37 @@ def check_scale(name: str, scale: Tensor | None, rows: int, x: Tensor) -> Tensor
     return scale if scale.dtype == dtype and scale.is_contiguous() else scale.to(dtype).contiguous()
 
 
-def sum_of_rows(matrix: Tensor) -> Tensor:
-    """``matrix.sum(0)``; as a product, because PyTorch's sum of a tall matrix takes six times as long."""
-    if not matrix.is_cuda or matrix.dtype != torch.float32:
-        return matrix.sum(0)
-    return torch.mv(matrix.t(), matrix.new_ones(matrix.size(0)))
+#: Bytes of a 16-bit matrix from which two sums are faster than a product.
+_LARGE_SUM = 64 << 20
+#: Parts that such a matrix is summed in.
+_PARTS = 512
+
+
+def sum_of_rows(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """``matrix.sum(0, dtype=dtype)``, added up in float32 where the numbers have 32 or 16 bits.
+
+    PyTorch's sum of a tall matrix leaves most of a GPU idle: that of (160,000, 128) takes 125 us in 16 bits
+    on an H200, where a product with ones takes 23. Of matrices beyond the cache sums of parts are faster.
+
+    Args:
+        matrix: of numbers; a gradient whose own gradient somebody wants is summed by PyTorch.
+        dtype: of the result.
+    """
+    is_half = matrix.itemsize == 2
+    if (
+        not matrix.is_cuda
+        or matrix.dtype == torch.float64
+        or (is_half and not _GIVES_FLOAT32)
+        or not is_first_derivative(matrix)
+        or autocast_dtype(matrix) is not None  # would make other products of these
+    ):
+        return matrix.sum(0, dtype=dtype)
+    if not is_half:
+        return cast(torch.mv(matrix.t(), matrix.new_ones(matrix.size(0))), dtype)
+    if matrix.nbytes < _LARGE_SUM or not matrix.is_contiguous():
+        ones = matrix.new_ones(1, matrix.size(0))
+        return cast(torch.mm(ones, matrix, out_dtype=torch.float32)[0], dtype)
+    length = matrix.size(0) // _PARTS
+    parts = matrix[: length * _PARTS].view(_PARTS, length, -1).sum(1, dtype=torch.float32)
+    rest = matrix[length * _PARTS :].sum(0, dtype=torch.float32)
+    return cast(parts.sum(0) + rest, dtype)

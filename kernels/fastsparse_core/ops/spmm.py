@@ -27,6 +27,7 @@ from fastsparse_core.ops._common import (
     library,
     num_heads,
     register_autograd,
+    sum_of_rows,
     widened_value,
 )
 from fastsparse_core.ops._spmm_extremum import extremum
@@ -256,7 +257,7 @@ class _Spmm(torch.autograd.Function):
                 is_dense(value),
             ).reshape(value.shape)
         if ctx.needs_input_grad[4]:
-            grad_bias = grad.sum(0, dtype=ctx.bias_dtype)
+            grad_bias = sum_of_rows(grad, ctx.bias_dtype)
         return grad_x, grad_value, None, None, grad_bias, None, None, None, None, None
 
 

@@ -22,6 +22,7 @@ from fastsparse_core.ops._common import (
     keep_alive,
     library,
     register_autograd,
+    sum_of_rows,
     widened_value,
 )
 from fastsparse_core.ops._ssd_backward import derivatives
@@ -196,7 +197,7 @@ class _Ssd(torch.autograd.Function):
             grad_value = of_edge_values(grad, values, ids, scale_dst, scale_src, value.size(0), *place)
             grad_value = grad_value.to(value.dtype)
         if ctx.needs_input_grad[6]:
-            grad_bias = grad.sum(0)
+            grad_bias = sum_of_rows(grad, grad.dtype)
         return grad_values, None, None, grad_value, None, None, grad_bias, None, None, None, None
 
 
