@@ -32,6 +32,53 @@ _ROOM = 1 / 64
 _WARM_UP = 2
 
 
+class _TensorRoom:
+    """Memory for one tensor of every batch, and what its rows behind those of a batch hold.
+
+    Args:
+        name: of the tensor.
+        like: one of the batches' tensors.
+        rows: number of rows there is room for.
+        fill: value of the rows behind those of a batch.
+
+    Attributes:
+        held: what the step reads.
+    """
+
+    def __init__(self, name: str, like: Tensor, rows: int, fill: float) -> None:
+        self._name, self._fill = name, fill
+        self._row_shape = like.shape[1:]
+        self.held = like.new_full((rows, *self._row_shape), fill)
+
+    def takes(self, tensor: Tensor, rows: int) -> bool:
+        """Whether so many rows like those of a tensor belong here."""
+        held = self.held
+        return (
+            rows <= held.size(0)
+            and tensor.dtype == held.dtype
+            and tensor.device == held.device
+            and tensor.shape[1:] == self._row_shape
+        )
+
+    def write(self, tensor: Tensor) -> None:
+        """Copies the rows of a tensor, unless they are here, and fills those behind them.
+
+        Raises:
+            ValueError: rows are of another kind than those of the batches before.
+        """
+        rows, held = tensor.size(0), self.held
+        if tensor.dtype != held.dtype or tensor.shape[1:] != self._row_shape:
+            raise ValueError(
+                f"{self._name}: expected {held.dtype} of shape (rows, "
+                f"{', '.join(map(str, self._row_shape))}) as in the batches before, got {tensor.dtype} of "
+                f"shape {tuple(tensor.shape)}"
+            )
+        if tensor.data_ptr() != held.data_ptr():
+            (held if rows == held.size(0) else held[:rows]).copy_(tensor)
+        if rows < held.size(0):
+            held[rows:].fill_(self._fill)  # anew for every batch: the step may have written there
+
+
 class _Record(NamedTuple, Generic[_T]):
     """What a step was, or is about to be, recorded with.
 
@@ -48,7 +95,7 @@ class _Record(NamedTuple, Generic[_T]):
     exact: tuple[int, ...]
     structures: list[PaddedAdjacency]
     facts: Facts
-    tensors: dict[str, Tensor]
+    tensors: dict[str, _TensorRoom]
     step: CapturedStep[_T]
 
 
@@ -146,7 +193,7 @@ class CapturedBatches(Generic[_T]):
             record = self._record = self._set_aside(edges, tensors)
         if not self._fits(record, sizes):
             return self._as_it_is(edges, tensors)
-        if not _write(record, self._fill, edges, tensors):
+        if not _write(record, edges, tensors):
             info_once(
                 _logger,
                 "CapturedBatches: a batch runs as it is: its edges are not sorted by destination, or a "
@@ -167,11 +214,9 @@ class CapturedBatches(Generic[_T]):
             index: integer (rows,), on the same device.
         """
         room = None if self._record is None else self._record.tensors.get(name)
-        rows = index.numel()
-        fits = room is not None and rows <= room.size(0) and room.shape[1:] == table.shape[1:]
-        if not fits or room.dtype != table.dtype or room.device != table.device:  # type: ignore[union-attr]
+        if room is None or not room.takes(table, index.numel()):
             return table[index]
-        return torch.index_select(table, 0, index, out=room[:rows])  # type: ignore[index]
+        return torch.index_select(table, 0, index, out=room.held[: index.numel()])
 
     def _as_it_is(self, edges: Sequence[Edges], tensors: Mapping[str, Tensor]) -> _T:
         def run() -> _T:
@@ -194,14 +239,15 @@ class CapturedBatches(Generic[_T]):
             num_edges, num_dst, num_src = room[3 * level : 3 * level + 3]
             structures.append(PaddedAdjacency((num_dst, num_src), num_edges, row.device))
         rows = dict(zip(tensors, room[3 * len(edges) :], strict=True))
-        held = {
-            name: tensor.new_full((rows[name], *tensor.shape[1:]), self._fill.get(name, 0))
+        rooms = {
+            name: _TensorRoom(name, tensor, rows[name], self._fill.get(name, 0.0))
             for name, tensor in tensors.items()
         }
+        held = {name: room.held for name, room in rooms.items()}
         stream = self._side_stream() if edges[0][0].is_cuda else None
         step = CapturedStep(lambda: self._step(structures, **held), warm_up=_WARM_UP, stream=stream)
         facts = Facts(len(edges), edges[0][0].device)
-        return _Record(room, exact, structures, facts, held, step)
+        return _Record(room, exact, structures, facts, rooms, step)
 
     def _plan(self, names: list[str]) -> tuple[Sizes, tuple[int, ...]]:
         """How much room there should be of everything, and what has to be as much exactly.
@@ -261,26 +307,14 @@ def _sizes(edges: Sequence[Edges], tensors: Mapping[str, Tensor]) -> Sizes:
     return tuple(sizes)
 
 
-def _write(
-    record: _Record[_T], fill: Mapping[str, float], edges: Sequence[Edges], tensors: Mapping[str, Tensor]
-) -> bool:
+def _write(record: _Record[_T], edges: Sequence[Edges], tensors: Mapping[str, Tensor]) -> bool:
     """Copies a batch to where the step reads it; returns whether the step may read it."""
     pairs = [(row.contiguous(), col.contiguous()) for row, col, _ in edges]
     if not all(_can_compress(row, col, record.facts.written.device) for row, col in pairs):
         return False
     write(record.structures, pairs, record.facts)
     for name, tensor in tensors.items():
-        held = record.tensors[name]
-        if tensor.dtype != held.dtype or tensor.shape[1:] != held.shape[1:]:
-            raise ValueError(
-                f"{name}: expected {held.dtype} of shape (rows, {', '.join(map(str, held.shape[1:]))}) as in "
-                f"the batches before, got {tensor.dtype} of shape {tuple(tensor.shape)}"
-            )
-        rows = tensor.size(0)
-        if tensor.data_ptr() != held.data_ptr():
-            held[:rows].copy_(tensor)
-        if rows < held.size(0):
-            held[rows:].fill_(fill[name])
+        record.tensors[name].write(tensor)
     return all(
         structure.holds(words, shape)
         for structure, words, (_, _, shape) in zip(record.structures, record.facts.wait(), edges, strict=True)

@@ -506,6 +506,6 @@ def test_sum_of_rows(device, dtype, shape):
             with torch.no_grad():
                 got = sum_of_rows(layout, result)
             assert got.dtype == result
-            # That of 16 bits is rounded once.
-            tolerance = 1e-6 if result.itemsize >= 4 else torch.finfo(result).eps
+            # A result of 16 bits is rounded once. Tensor cores cut off digits where they add in float32.
+            tolerance = torch.finfo(result).eps if result.itemsize == 2 else 1e-6 if dtype == result else 1e-5
             assert (got.double() - expected).norm() <= tolerance * expected.norm().clamp(min=1e-30)
