@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastsparse_core import Adjacency, additive_attention, additive_attention_weights
+from fastsparse_core.bias import add_bias
 from fastsparse_core.head_scores import head_scores
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
@@ -106,7 +107,7 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         if self.res_fc is not None:
             out = out + self.res_fc(destination).unflatten(-1, heads)
         if self.bias is not None:
-            out = out + self.bias.view(heads).to(out.dtype)
+            out = add_bias(out, self.bias.view(heads))
         if self.activation:
             out = self.activation(out)
         return (out, weight.to(source.dtype)) if get_attention and weight is not None else out

@@ -11,6 +11,7 @@ from torch_geometric.nn import GATConv
 from torch_geometric.typing import OptPairTensor, OptTensor, Size, SparseTensor
 
 from fastsparse_core import Adjacency, additive_attention, additive_attention_weights, spmm
+from fastsparse_core.bias import add_bias
 from fastsparse_core.head_scores import head_scores
 from fastsparse_pyg.nn.accelerated import is_plain_linear
 from fastsparse_pyg.nn.attention import AttentionConv
@@ -99,7 +100,7 @@ class FastGATConv(AttentionConv, GATConv):
         if residual is not None:
             out = out + residual
         if self.bias is not None:
-            out = out + self.bias.to(out.dtype)
+            out = add_bias(out, self.bias)
         if alpha is None:
             return out
         num_loops = min(adj.shape) if self.add_self_loops else None

@@ -10,6 +10,7 @@ from torch_geometric.nn import GATv2Conv
 from torch_geometric.typing import OptTensor, PairTensor, SparseTensor
 
 from fastsparse_core import Adjacency, edge_softmax, gatv2_attention, gatv2_attention_weights, spmm
+from fastsparse_core.bias import add_bias
 from fastsparse_pyg.nn.accelerated import project
 from fastsparse_pyg.nn.attention import AttentionConv, value_ends
 
@@ -80,7 +81,7 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
         if residual is not None:
             out = out + residual
         if self.bias is not None:
-            out = out + self.bias.to(out.dtype)
+            out = add_bias(out, self.bias)
         if alpha is None or not return_attention_weights:
             return out
         num_loops = min(adj.shape) if self.add_self_loops else None

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from fastsparse_core.bias import linear
 from fastsparse_core.ops._common import is_plain_eager
 
 
@@ -54,7 +54,7 @@ def joint_linear(x: Tensor, modules: Sequence[Any], kind: type[nn.Module] = nn.L
         weights = [module.weight for module in modules]
         biases = [module.bias for module in modules if module.bias is not None]
         if len(biases) in (0, len(modules)):
-            joint = F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+            joint = linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
             return joint.split([weight.size(0) for weight in weights], dim=-1)
     return tuple(module(x) for module in modules)
 

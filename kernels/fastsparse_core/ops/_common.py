@@ -347,6 +347,7 @@ def sum_of_rows(matrix: Tensor, dtype: torch.dtype) -> Tensor:
         or (is_half and not _GIVES_FLOAT32)
         or not is_first_derivative(matrix)
         or autocast_dtype(matrix) is not None  # would make other products of these
+        or torch.are_deterministic_algorithms_enabled()  # which products promise with an environment variable
     ):
         return matrix.sum(0, dtype=dtype)
     if not is_half:

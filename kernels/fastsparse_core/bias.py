@@ -1,0 +1,75 @@
+"""Biases of tall results, whose gradients PyTorch would sum slowly (`sum_of_rows`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastsparse_core.ops._common import is_plain_eager, sum_of_rows
+
+#: Rows from which the sum is worth a node of its own in autograd's graph, which takes the host 10 us.
+_TALL = 32_768
+
+
+def add_bias(out: Tensor, bias: Tensor) -> Tensor:
+    """``out + bias``, in the dtype of ``out``.
+
+    Args:
+        out: (N, ...).
+        bias: of the shape of one row, or of one that is broadcast to it.
+    """
+    if out.shape[1:] == bias.shape and _sums_by_itself(out, bias):
+        return _AddBias.apply(out, bias)
+    return out + bias.to(out.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``torch.nn.functional.linear``, whose result is not to be written in place.
+
+    Args:
+        x: features (..., F).
+        weight: (out width, F).
+        bias: (out width,) or None.
+    """
+    if bias is None or x.dim() != 2 or not _sums_by_itself(x, bias):
+        return F.linear(x, weight, bias)
+    return _GradientOfBias.apply(F.linear(x, weight, bias.detach()), bias)
+
+
+def _sums_by_itself(rows: Tensor, bias: Tensor) -> bool:
+    return (
+        rows.is_cuda
+        and rows.size(0) >= _TALL
+        and bias.requires_grad
+        and torch.is_grad_enabled()
+        and is_plain_eager(rows)
+        and is_plain_eager(bias.detach())
+    )
+
+
+class _GradientOfBias(torch.autograd.Function):
+    """The result, to which the bias was added without autograd's knowledge; db = sum of dY."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, bias: Tensor) -> Tensor:
+        ctx.bias_dtype, ctx.bias_shape = bias.dtype, bias.shape
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not ctx.needs_input_grad[1]:
+            return grad, None
+        rows = grad.reshape(grad.size(0), ctx.bias_shape.numel())
+        return grad, sum_of_rows(rows, ctx.bias_dtype).reshape(ctx.bias_shape)
+
+
+class _AddBias(_GradientOfBias):
+    """The same for a result without the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, bias: Tensor) -> Tensor:
+        ctx.bias_dtype, ctx.bias_shape = bias.dtype, bias.shape
+        return out + bias.to(out.dtype)
