@@ -146,7 +146,8 @@ class _AggregateLinear(torch.autograd.Function):
         num_dst, num_src = adj.shape
         features = cast(x, dtype) if choose.casts_first(num_dst, num_src, adj.num_edges) else x
         sums = cast(product(adj, features, None, scale, None, None, algorithm), dtype)
-        own = cast(features[:num_dst], dtype)
+        # A part of what was cast would keep all of it until the backward pass.
+        own = cast(x[:num_dst], dtype) if num_dst < num_src else cast(features, dtype)
         matrix, root_matrix = cast(weight, dtype), cast(root_weight, dtype)
         if bias is None:
             out = torch.mm(sums, matrix.t())
@@ -191,7 +192,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
     if not needs_x:
         return (None, *of_parameters())
-    parameters = fork(of_parameters)
+    parameters = fork(of_parameters, grad)
     grad_x = _grad_x(ctx, grad, matrix, root_matrix, scale)
     return (grad_x, *parameters())
 

@@ -60,19 +60,22 @@ class _TensorRoom:
             and tensor.shape[1:] == self._row_shape
         )
 
-    def write(self, tensor: Tensor) -> None:
-        """Copies the rows of a tensor, unless they are here, and fills those behind them.
+    def check(self, tensor: Tensor) -> None:
+        """Refuses rows of another kind.
 
         Raises:
-            ValueError: rows are of another kind than those of the batches before.
+            ValueError: they are not like those of the batches before.
         """
-        rows, held = tensor.size(0), self.held
-        if tensor.dtype != held.dtype or tensor.shape[1:] != self._row_shape:
+        if tensor.dtype != self.held.dtype or tensor.shape[1:] != self._row_shape:
             raise ValueError(
-                f"{self._name}: expected {held.dtype} of shape (rows, "
+                f"{self._name}: expected {self.held.dtype} of shape (rows, "
                 f"{', '.join(map(str, self._row_shape))}) as in the batches before, got {tensor.dtype} of "
                 f"shape {tuple(tensor.shape)}"
             )
+
+    def write(self, tensor: Tensor) -> None:
+        """Copies the rows of a tensor, unless they are here, and fills those behind them."""
+        rows, held = tensor.size(0), self.held
         if tensor.data_ptr() != held.data_ptr():
             (held if rows == held.size(0) else held[:rows]).copy_(tensor)
         if rows < held.size(0):
@@ -312,6 +315,8 @@ def _write(record: _Record[_T], edges: Sequence[Edges], tensors: Mapping[str, Te
     pairs = [(row.contiguous(), col.contiguous()) for row, col, _ in edges]
     if not all(_can_compress(row, col, record.facts.written.device) for row, col in pairs):
         return False
+    for name, tensor in tensors.items():
+        record.tensors[name].check(tensor)
     write(record.structures, pairs, record.facts)
     for name, tensor in tensors.items():
         record.tensors[name].write(tensor)

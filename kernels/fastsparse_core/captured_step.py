@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from fastsparse_core import choose
 from fastsparse_core.log import info_once
@@ -121,7 +122,7 @@ def on_stream(stream: torch.cuda.Stream, job: Callable[[], _T]) -> _T:
     return result
 
 
-def fork(job: Callable[[], _T]) -> Callable[[], _T]:
+def fork(job: Callable[[], _T], like: Tensor) -> Callable[[], _T]:
     """Starts a job beside what comes next, until the function that is returned is called for its result.
 
     In a CUDA graph that is being recorded, the two are branches, which small kernels share the GPU by.
@@ -129,15 +130,20 @@ def fork(job: Callable[[], _T]) -> Callable[[], _T]:
 
     Args:
         job: reads nothing that the caller may free before it has the result.
+        like: a tensor of the device that it works on.
     """
-    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
         result = job()
         return lambda: result
-    main = torch.cuda.current_stream()
-    side = _branch(main.device_index)
+    main = torch.cuda.current_stream(like.device)
+    side = _branch(main.device_index, main.cuda_stream)
     side.wait_stream(main)
-    with torch.cuda.stream(side):
-        result = job()
+    try:
+        with torch.cuda.stream(side):
+            result = job()
+    except BaseException:
+        main.wait_stream(side)
+        raise
 
     def join() -> _T:
         main.wait_stream(side)
@@ -147,6 +153,9 @@ def fork(job: Callable[[], _T]) -> Callable[[], _T]:
 
 
 @functools.cache
-def _branch(device: int) -> torch.cuda.Stream:
-    """One for all graphs: cuBLAS sets memory aside for every stream that it meets."""
+def _branch(device: int, stream: int) -> torch.cuda.Stream:
+    """That of a stream that graphs are recorded on: cuBLAS sets memory aside for every stream that it meets.
+
+    Graphs recorded on different streams may be replayed at the same time, so theirs is not the same.
+    """
     return torch.cuda.Stream(device)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fastsparse_core import Adjacency, choose, reference, spmm
 from fastsparse_core.aggregate_linear import aggregate_linear, can_aggregate_linear, starts_with
+from fastsparse_core.ops import _common
 from fastsparse_core.ops._common import sum_of_rows
 from fastsparse_core.ops._spmm_launch import add_transposed
 
@@ -144,16 +145,20 @@ def test_same_bits_with_any_number_of_threads():
 
 def test_same_bits_of_every_gradient_where_pytorch_is_told_so(device):
     x = torch.randn(NUM_SRC, 64, device=device, requires_grad=True)
+    bias = torch.randn(64, device=device, requires_grad=True)
     grad = torch.randn(NUM_DST, 64, device=device)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         adj = block(device)
-        first, *others = (torch.autograd.grad(spmm(adj, x), x, grad)[0] for _ in range(choose.SCATTERS + 2))
+        first, *others = (
+            torch.autograd.grad(spmm(adj, x, bias=bias), [x, bias], grad) for _ in range(choose.SCATTERS + 2)
+        )
     finally:
         torch.use_deterministic_algorithms(before)
     assert adj.has_transpose
-    assert all(torch.equal(first, other) for other in others)
+    for other in others:
+        assert all(map(torch.equal, first, other))
 
 
 @pytest.mark.gpu
@@ -470,12 +475,26 @@ def test_gradients_in_batches(device, under):
             assert relative_error(got[nth], wanted) <= (TOLERANCE[under] if under else 1e-6)
 
 
-def test_constant_features_are_not_kept_as_they_came(device):
+@pytest.mark.parametrize("fanout", [2, 40])
+def test_constant_features_are_not_kept_as_they_came(device, fanout):
     leaves = mixed(device, torch.float32, torch.float32)
+    adj = block(device, fanout=fanout)
+    assert choose.casts_first(*adj.shape, adj.num_edges) == (fanout == 40)
     with torch.autocast(device, torch.bfloat16):
-        out = aggregate_linear(block(device), leaves[0].detach(), *leaves[1:], "sum")
+        out = aggregate_linear(adj, leaves[0].detach(), *leaves[1:], "sum")
     kept = [tensor for tensor in out.grad_fn.saved_tensors if tensor is not None]
     assert [(tensor.shape, tensor.dtype) for tensor in kept] == 2 * [((NUM_DST, 24), torch.bfloat16)]
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in kept)
+
+
+def test_weights_made_for_inference(device):
+    x, *weights = mixed(device, torch.float32, torch.float32)
+    with torch.inference_mode():
+        frozen = [weight.clone() for weight in weights]
+    with torch.autocast(device, torch.bfloat16):
+        outs = [aggregate_linear(block(device), x, *given, "sum") for given in (weights, frozen)]
+    gradients = [torch.autograd.grad(out.float().sum(), x)[0] for out in outs]
+    assert torch.equal(*gradients)
 
 
 def test_weights_that_were_cast_may_be_written(device):
@@ -497,10 +516,12 @@ def test_weights_that_were_cast_may_be_written(device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (1025, 47), (200_000, 128), (300_001, 128)])
-def test_sum_of_rows(device, dtype, shape):
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 1), (100, 400), (1025, 47), (200_000, 128)])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_sum_of_rows(monkeypatch, device, dtype, shape, in_parts):
+    monkeypatch.setattr(_common, "_LARGE_SUM", 0 if in_parts else 1 << 40)
     matrix = (torch.rand(shape, device=device) / 8).to(dtype)  # sums are finite in float16
-    for layout in (matrix, matrix.t().contiguous().t(), matrix[:, ::2]):
+    for layout in (matrix, matrix.t().contiguous().t(), matrix[:, ::2], matrix[:1].expand(shape)):
         expected = layout.double().sum(0)
         for result in {dtype, torch.float32}:
             with torch.no_grad():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fastsparse_core import Adjacency, CapturedStep, attention, log, spmm
+from fastsparse_core.captured_step import fork
 
 
 def test_without_a_gpu_the_step_runs_as_it_is(monkeypatch, caplog):
@@ -154,3 +155,34 @@ def test_dropout_of_attention_weights_is_refused():
         captured()
     with pytest.raises(RuntimeError, match="dropout_p: expected 0 while a CUDA graph is captured, got 0.5"):
         captured()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_fork_gives_the_result_of_its_job(device):
+    x = torch.ones(300, 300, device=device)
+
+    def step():
+        squared = fork(lambda: x @ x, x)
+        cubed = fork(lambda: (x + 1) ** 3, x)
+        return x.sum() + squared().sum() + cubed().sum()
+
+    captured = CapturedStep(step, warm_up=1)
+    for value in range(1, 6):
+        x.fill_(value)
+        assert captured().item() == pytest.approx(300**2 * (value + 300 * value**2 + (value + 1) ** 3))
+
+
+@pytest.mark.gpu
+def test_a_forked_job_that_fails_leaves_the_rest_of_the_step():
+    x = torch.zeros(5, device="cuda")
+
+    def fail():
+        raise KeyError("job")
+
+    def step():
+        with contextlib.suppress(KeyError):
+            fork(fail, x)
+        return x.add_(1)
+
+    captured = CapturedStep(step, warm_up=1)
+    assert [captured()[0].item() for _ in range(4)] == [1, 2, 3, 4]

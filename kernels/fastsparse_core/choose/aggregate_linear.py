@@ -17,5 +17,5 @@ def casts_first(num_dst: int, num_src: int, num_edges: int) -> bool:
     """
     cast = 4 + 2  # bytes of a number that is read in 32 bits and written in 16
     first = cast * num_src + 2 * num_edges + 2 * num_dst
-    after = 4 * num_edges + 4 * num_dst + 2 * cast * num_dst  # of the sums, and of the own features
+    after = 4 * num_edges + 4 * num_dst + cast * num_dst
     return first <= after

@@ -118,7 +118,7 @@ class Uncast(NamedTuple):
     @classmethod
     def of(cls, weight: Tensor, multiplied: Tensor) -> Uncast | None:
         """None where nothing was cast."""
-        return None if multiplied is weight else cls(weight, weight._version)
+        return None if multiplied is weight else cls(weight, _version(weight))
 
     def cast_again(self, dtype: torch.dtype) -> Tensor:
         """The weight in the dtype of the products, by a cast that has a gradient.
@@ -126,12 +126,17 @@ class Uncast(NamedTuple):
         Raises:
             RuntimeError: it was written since.
         """
-        if self.weight._version != self.version:
+        if _version(self.weight) != self.version:
             raise RuntimeError(
                 "weight: modified by an inplace operation between the forward pass and a backward pass with "
                 "create_graph=True, which needs it as it was"
             )
         return self.weight.to(dtype)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written, which those made for inference do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def product_in(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool = True) -> Tensor:
@@ -348,11 +353,12 @@ def sum_of_rows(matrix: Tensor, dtype: torch.dtype) -> Tensor:
         or not is_first_derivative(matrix)
         or autocast_dtype(matrix) is not None  # would make other products of these
         or torch.are_deterministic_algorithms_enabled()  # which products promise with an environment variable
+        or 0 in matrix.stride()  # one row for all, as after out.sum(): a product would write them out first
     ):
         return matrix.sum(0, dtype=dtype)
     if not is_half:
         return cast(torch.mv(matrix.t(), matrix.new_ones(matrix.size(0))), dtype)
-    if matrix.nbytes < _LARGE_SUM or not matrix.is_contiguous():
+    if matrix.nbytes < _LARGE_SUM or matrix.size(0) < _PARTS or not matrix.is_contiguous():
         ones = matrix.new_ones(1, matrix.size(0))
         return cast(torch.mm(ones, matrix, out_dtype=torch.float32)[0], dtype)
     length = matrix.size(0) // _PARTS
