@@ -146,8 +146,10 @@ class _AggregateLinear(torch.autograd.Function):
         num_dst, num_src = adj.shape
         features = cast(x, dtype) if choose.casts_first(num_dst, num_src, adj.num_edges) else x
         sums = cast(product(adj, features, None, scale, None, None, algorithm), dtype)
+        needs_x, needs_weight, _, needs_root = ctx.needs_input_grad[:4]
         # A part of what was cast would keep all of it until the backward pass.
-        own = cast(x[:num_dst], dtype) if num_dst < num_src else cast(features, dtype)
+        is_part = needs_root and num_dst < num_src
+        own = cast((x if is_part else features)[:num_dst], dtype)
         matrix, root_matrix = cast(weight, dtype), cast(root_weight, dtype)
         if bias is None:
             out = torch.mm(sums, matrix.t())
@@ -157,7 +159,6 @@ class _AggregateLinear(torch.autograd.Function):
         ctx.adj, ctx.algorithm, ctx.dtype = adj, algorithm, dtype
         ctx.given = [None if tensor is None else tensor.dtype for tensor in (x, weight, bias, root_weight)]
         # What no gradient needs may be written before the backward pass, as with separate operators.
-        needs_x, needs_weight, _, needs_root = ctx.needs_input_grad[:4]
         ctx.uncast = ctx.root_uncast = None
         if needs_x:
             ctx.uncast, ctx.root_uncast = Uncast.of(weight, matrix), Uncast.of(root_weight, root_matrix)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastsparse_core.ops._common import is_plain_eager, sum_of_rows
+from fastsparse_core.ops._common import is_first_derivative, is_plain_eager, sum_of_rows
 
 #: Rows from which the sum is worth a node of its own in autograd's graph, which takes the host 10 us.
 _TALL = 32_768
@@ -42,10 +42,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _sums_by_itself(rows: Tensor, bias: Tensor) -> bool:
     return (
         rows.is_cuda
+        and is_plain_eager(rows)  # before the size, which a trace would remember
         and rows.size(0) >= _TALL
         and bias.requires_grad
         and torch.is_grad_enabled()
-        and is_plain_eager(rows)
         and is_plain_eager(bias.detach())
     )
 
@@ -55,14 +55,17 @@ class _GradientOfBias(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, bias: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.bias_dtype, ctx.bias_shape = bias.dtype, bias.shape
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        if not ctx.needs_input_grad[1]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        if grad is None or not ctx.needs_input_grad[1]:
             return grad, None
-        rows = grad.reshape(grad.size(0), ctx.bias_shape.numel())
+        if not is_first_derivative(grad) or 0 in grad.stride():
+            return grad, grad.sum(0, dtype=ctx.bias_dtype)
+        rows = grad.reshape(grad.size(0), -1)
         return grad, sum_of_rows(rows, ctx.bias_dtype).reshape(ctx.bias_shape)
 
 
@@ -71,5 +74,6 @@ class _AddBias(_GradientOfBias):
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, bias: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.bias_dtype, ctx.bias_shape = bias.dtype, bias.shape
         return out + bias.to(out.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import warnings
@@ -142,7 +143,8 @@ def fork(job: Callable[[], _T], like: Tensor) -> Callable[[], _T]:
         with torch.cuda.stream(side):
             result = job()
     except BaseException:
-        main.wait_stream(side)
+        with contextlib.suppress(RuntimeError):  # of a capture that the job has ended
+            main.wait_stream(side)
         raise
 
     def join() -> _T:
@@ -154,8 +156,10 @@ def fork(job: Callable[[], _T], like: Tensor) -> Callable[[], _T]:
 
 @functools.cache
 def _branch(device: int, stream: int) -> torch.cuda.Stream:
-    """That of a stream that graphs are recorded on: cuBLAS sets memory aside for every stream that it meets.
+    """One for every stream that graphs are recorded on: cuBLAS sets memory aside for every stream it meets.
 
-    Graphs recorded on different streams may be replayed at the same time, so theirs is not the same.
+    Graphs of different streams may be replayed at once, and do better apart. PyTorch has 32 streams in all.
     """
-    return torch.cuda.Stream(device)
+    while (branch := torch.cuda.Stream(device)).cuda_stream == stream:
+        pass
+    return branch

@@ -98,4 +98,40 @@ def test_tall_results_sum_by_themselves(monkeypatch, rows, given):
     upstream = torch.randn_like(out)
     out.backward(upstream)
     assert len(calls) == (rows >= biases._TALL)
+    with torch.no_grad():
+        assert not add_bias(x, bias).requires_grad
+    assert not biases._sums_by_itself(x, bias.detach())
+    assert len(calls) == (rows >= biases._TALL)
     assert relative_error(bias.grad, upstream.double().sum(0)) <= TOLERANCE[torch.float32]
+
+
+def test_no_gradient_is_none(how):
+    """As where a function after it gives none: an optimizer must not see zeros."""
+
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    out, bias = draw(ROWS, 3, device="cpu"), draw(3, device="cpu")
+    Stop.apply(add_bias(out, bias)).sum().backward()
+    assert out.grad is None
+    assert bias.grad is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(6,), (3, 64)])
+def test_one_row_for_all_is_not_written_out(shape):
+    out = draw(200_000, *shape, device="cuda", dtype=torch.float32)
+    bias = draw(*shape, device="cuda", dtype=torch.float32)
+    result = add_bias(out, bias)
+    upstream = torch.randn(shape, device="cuda").expand(result.shape)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    (gradient,) = torch.autograd.grad(result, bias, upstream)
+    assert torch.cuda.max_memory_allocated() - before < out.nbytes / 4
+    assert relative_error(gradient, upstream.double().sum(0)) <= TOLERANCE[torch.float32]
