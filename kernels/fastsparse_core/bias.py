@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastsparse_core.ops._common import is_first_derivative, is_plain_eager, sum_of_rows
+from fastsparse_core.ops._common import is_plain_eager, sum_of_rows
 
 #: Rows from which the sum is worth a node of its own in autograd's graph, which takes the host 10 us.
 _TALL = 32_768
@@ -22,7 +22,7 @@ def add_bias(out: Tensor, bias: Tensor) -> Tensor:
         bias: of the shape of one row, or of one that is broadcast to it.
     """
     if out.shape[1:] == bias.shape and _sums_by_itself(out, bias):
-        return _AddBias.apply(out, bias)
+        return _Bias.apply(out, bias, False)
     return out + bias.to(out.dtype)
 
 
@@ -36,7 +36,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     if bias is None or x.dim() != 2 or not _sums_by_itself(x, bias):
         return F.linear(x, weight, bias)
-    return _GradientOfBias.apply(F.linear(x, weight, bias.detach()), bias)
+    return _Bias.apply(F.linear(x, weight, bias.detach()), bias, True)
 
 
 def _sums_by_itself(rows: Tensor, bias: Tensor) -> bool:
@@ -50,30 +50,17 @@ def _sums_by_itself(rows: Tensor, bias: Tensor) -> bool:
     )
 
 
-class _GradientOfBias(torch.autograd.Function):
-    """The result, to which the bias was added without autograd's knowledge; db = sum of dY."""
+class _Bias(torch.autograd.Function):
+    """A bias that is in the result without autograd's knowledge, or is to be added to it; db = sum of dY."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, out: Tensor, bias: Tensor, is_added: bool) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.bias_dtype, ctx.bias_shape = bias.dtype, bias.shape
-        return out.view_as(out)
+        ctx.bias_dtype = bias.dtype
+        return out.view_as(out) if is_added else out + bias.to(out.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         if grad is None or not ctx.needs_input_grad[1]:
-            return grad, None
-        if not is_first_derivative(grad) or 0 in grad.stride():
-            return grad, grad.sum(0, dtype=ctx.bias_dtype)
-        rows = grad.reshape(grad.size(0), -1)
-        return grad, sum_of_rows(rows, ctx.bias_dtype).reshape(ctx.bias_shape)
-
-
-class _AddBias(_GradientOfBias):
-    """The same for a result without the bias."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, bias: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.bias_dtype, ctx.bias_shape = bias.dtype, bias.shape
-        return out + bias.to(out.dtype)
+            return grad, None, None
+        return grad, sum_of_rows(grad, ctx.bias_dtype), None
