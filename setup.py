@@ -37,6 +37,8 @@ KERNELS = ROOT / "kernels"
 SYSTEM_TOOLKIT = Path("/usr/local/cuda")
 OLDEST_ARCH = 80  # the kernels use warp-wide reductions that came with it
 DEFAULT_ARCHS = ("80", "86", "89", "90", "100", "120")
+#: Whose machine code may use what no later architecture has: the kernels use Hopper's wgmma.
+WITH_OWN_FEATURES = {"90"}
 HEADER_SUFFIXES = {".h", ".hpp", ".cuh"}
 
 
@@ -173,7 +175,8 @@ class Cuda:
     @property
     def gencode(self) -> list[str]:
         """Options that make nvcc compile for these architectures."""
-        flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.machine_code]
+        exact = [arch + ("a" if arch in WITH_OWN_FEATURES else "") for arch in self.machine_code]
+        flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in exact]
         return flags + [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in self.ptx]
 
 

@@ -140,6 +140,43 @@ void spmm_csr_transposed(const CsrStructure& structure, int dtype, std::int64_t 
 }
 
 #ifdef FASTSPARSE_WITH_CUDA
+void aggregate_linear(const CsrStructure& structure, bool sums_given, Address scale_dst, std::int64_t width,
+                      Address x, std::int64_t x_stride, std::int64_t out_width, Address weight,
+                      Address root_weight, Address bias, Address sums, Address out, int num_terms, int device,
+                      Address queue) {
+  AggregateLinearArgs args{structure.a,
+                           at<const float>(scale_dst),
+                           {at(x), x_stride},
+                           at<const float>(weight),
+                           at<const float>(root_weight),
+                           at<const float>(bias),
+                           at<float>(sums),
+                           at<float>(out),
+                           width,
+                           out_width,
+                           num_terms};
+  if (sums_given) args.a.num_edges = -1;
+  const DeviceGuard guard(device);
+  check(cuda::aggregate_linear(args, at(queue)), "aggregate_linear");
+}
+
+void aggregate_linear_backward(std::int64_t num_rows, Address grad, std::int64_t out_width, Address sums,
+                               Address x, std::int64_t x_stride, std::int64_t width, std::int64_t num_slabs,
+                               Address weights, Address bias, int num_terms, int device, Address queue) {
+  const AggregateLinearBackwardArgs args{at<const float>(grad),
+                                         at<const float>(sums),
+                                         {at(x), x_stride},
+                                         at<float>(weights),
+                                         at<float>(bias),
+                                         num_rows,
+                                         num_slabs,
+                                         width,
+                                         out_width,
+                                         num_terms};
+  const DeviceGuard guard(device);
+  check(cuda::aggregate_linear_backward(args, at(queue)), "aggregate_linear_backward");
+}
+
 void spmm_tca(const CsrStructure& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
               Address value, int value_dtype, Address scale_dst, Address scale_src, Address bias, bool relu,
               Address out, int device, Address queue) {
@@ -848,6 +885,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("spmm_resident", &spmm_resident);
   m.def("spmm_hr", &spmm_hr);
   m.def("csr_to_dense", &csr_to_dense);
+  m.def("aggregate_linear", &aggregate_linear);
+  m.def("aggregate_linear_backward", &aggregate_linear_backward);
   m.def("num_hybrid_rows_counts", &cuda::num_hybrid_rows_counts);
   m.def("hybrid_rows", &hybrid_rows);
   py::class_<AttentionBsbInput>(m, "AttentionBsbInput").def(py::init(&attention_bsb_input));

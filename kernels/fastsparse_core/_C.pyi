@@ -259,6 +259,38 @@ def spmm_hr(  # only in builds with the CUDA half
     device: int,
     queue: int,
 ) -> None: ...
+def aggregate_linear(  # only in builds with the CUDA half
+    structure: CsrStructure,
+    sums_given: bool,
+    scale_dst: int,
+    width: int,
+    x: int,
+    x_stride: int,
+    out_width: int,
+    weight: int,
+    root_weight: int,
+    bias: int,
+    sums: int,
+    out: int,
+    num_terms: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def aggregate_linear_backward(  # only in builds with the CUDA half
+    num_rows: int,
+    grad: int,
+    out_width: int,
+    sums: int,
+    x: int,
+    x_stride: int,
+    width: int,
+    num_slabs: int,
+    weights: int,
+    bias: int,
+    num_terms: int,
+    device: int,
+    queue: int,
+) -> None: ...
 def csr_to_dense(  # only in builds with the CUDA half
     structure: CsrStructure, dtype: int, value: int, out: int, device: int, queue: int
 ) -> None: ...

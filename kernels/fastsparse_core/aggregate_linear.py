@@ -11,6 +11,11 @@ from torch import Tensor
 from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.captured_step import fork
+from fastsparse_core.ops._aggregate_linear_launch import (
+    aggregate_and_transform,
+    gradients_of_parameters,
+    is_laid_out,
+)
 from fastsparse_core.ops._common import (
     CAST,
     DTYPE_CODE,
@@ -144,18 +149,24 @@ class _AggregateLinear(torch.autograd.Function):
     ) -> Tensor:
         # Everything that is multiplied has one dtype, so autocast, where it is on, casts nothing more.
         num_dst, num_src = adj.shape
-        features = cast(x, dtype) if choose.casts_first(num_dst, num_src, adj.num_edges) else x
-        sums = cast(product(adj, features, None, scale, None, None, algorithm), dtype)
         needs_x, needs_weight, _, needs_root = ctx.needs_input_grad[:4]
+        features = cast(x, dtype) if choose.casts_first(num_dst, num_src, adj.num_edges) else x
         # A part of what was cast would keep all of it until the backward pass.
         is_part = needs_root and num_dst < num_src
         own = cast((x if is_part else features)[:num_dst], dtype)
         matrix, root_matrix = cast(weight, dtype), cast(root_weight, dtype)
-        if bias is None:
-            out = torch.mm(sums, matrix.t())
+        if _is_one_kernel(own, *matrix.shape) and is_laid_out(features, matrix, root_matrix):
+            bias = None if bias is None else bias.contiguous()
+            out, sums = aggregate_and_transform(
+                adj, features, matrix, bias, root_matrix, scale, algorithm, needs_weight
+            )
         else:
-            out = torch.addmm(cast(bias, dtype), sums, matrix.t())
-        out.addmm_(own, root_matrix.t())
+            sums = cast(product(adj, features, None, scale, None, None, algorithm), dtype)
+            if bias is None:
+                out = torch.mm(sums, matrix.t())
+            else:
+                out = torch.addmm(cast(bias, dtype), sums, matrix.t())
+            out.addmm_(own, root_matrix.t())
         ctx.adj, ctx.algorithm, ctx.dtype = adj, algorithm, dtype
         ctx.given = [None if tensor is None else tensor.dtype for tensor in (x, weight, bias, root_weight)]
         # What no gradient needs may be written before the backward pass, as with separate operators.
@@ -178,6 +189,10 @@ class _AggregateLinear(torch.autograd.Function):
         return (*without_autocast(gradients, ctx, grad), None, None, None, None)
 
 
+def _is_one_kernel(own: Tensor, out_width: int, width: int) -> bool:
+    return choose.transforms_on_tensor_cores(own.device, own.dtype, own.size(0), width, out_width)
+
+
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     _, own, sums, matrix, root_matrix, scale = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, needs_root = ctx.needs_input_grad[:4]
@@ -185,6 +200,13 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     by_column = grad.t()
 
     def of_parameters() -> tuple[Tensor | None, ...]:
+        if (
+            needs_weight
+            and needs_root
+            and _is_one_kernel(own, grad.size(1), own.size(1))
+            and is_laid_out(own)
+        ):
+            return gradients_of_parameters(grad, sums, own, needs_bias)
         return (
             product_in(by_column, sums, weight_dtype) if needs_weight else None,
             sum_of_rows(grad, bias_dtype) if needs_bias else None,

@@ -133,7 +133,7 @@ def test_find_cuda_reads_nvccs_own_plan(setup_py, tmp_path, monkeypatch, library
     assert cuda.archs == "80;90+PTX"
     assert cuda.gencode == [
         "-gencode=arch=compute_80,code=sm_80",
-        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_90a,code=sm_90a",
         "-gencode=arch=compute_90,code=compute_90",
     ]
 

@@ -5,7 +5,11 @@ say how that kernel cuts its work, and `reuse` when another form of the structur
 measurements behind the numbers are in docs/choosing.md.
 """
 
-from fastsparse_core.choose.aggregate_linear import casts_first
+from fastsparse_core.choose.aggregate_linear import (
+    casts_first,
+    gathers_and_transforms,
+    transforms_on_tensor_cores,
+)
 from fastsparse_core.choose.attention import attention_algorithm
 from fastsparse_core.choose.bounds import MOST_HEADS
 from fastsparse_core.choose.requests import (
@@ -69,6 +73,7 @@ __all__ = [
     "csr_tile",
     "edge_group_length",
     "features_per_lane",
+    "gathers_and_transforms",
     "long_edge_groups",
     "packs_ssd_rows",
     "requested",
@@ -86,4 +91,5 @@ __all__ = [
     "ssd_algorithm",
     "ssd_backward_algorithm",
     "tall_layout",
+    "transforms_on_tensor_cores",
 ]

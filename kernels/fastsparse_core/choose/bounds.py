@@ -9,6 +9,8 @@ import functools
 
 import torch
 
+from fastsparse_core import _C
+
 #: Groups of lanes that an H200 keeps resident in the CSR kernels, about: 132 multiprocessors x 96 groups.
 RESIDENT_GROUPS = 132 * 96
 #: Warps that it keeps resident in the tensor-core kernels, about: 132 multiprocessors x 32 warps.
@@ -25,3 +27,10 @@ FEW_PER_ROW = 3
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a block of threads may have, as far as PyTorch says."""
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 * 1024)
+
+
+@functools.cache
+def has_wgmma(device: torch.device) -> bool:
+    """Whether a GPU, and this build for it, have products of warpgroups, as only architecture 9.0 has."""
+    built = str(_C.build_info()["cuda_archs"]).replace("+PTX", "").split(";")
+    return "90" in built and torch.cuda.get_device_capability(device) == (9, 0)

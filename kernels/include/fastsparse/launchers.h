@@ -41,6 +41,8 @@ int link_rows(const LinkRowsArgs& args, void* stream);
 std::int64_t num_row_split_counts(std::int64_t num_rows);
 int row_split_count(const RowSplitArgs& args, void* stream);
 int row_split_fill(const RowSplitArgs& args, void* stream);
+int aggregate_linear(const AggregateLinearArgs& args, void* stream);
+int aggregate_linear_backward(const AggregateLinearBackwardArgs& args, void* stream);
 int spmm_csr(const SpmmArgs& args, void* stream);
 int spmm_csr_transposed(const SpmmTransposedArgs& args, void* stream);
 int spmm_bsb(const SpmmBsbArgs& args, void* stream);

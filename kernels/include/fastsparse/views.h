@@ -121,6 +121,37 @@ struct SpmmTransposedArgs {
   Dtype dtype;  // of x
 };
 
+// out_i = W sum_i + W_r x_i + bias with sum_i = scale_dst_i * sum_j x_j, in float32 on Hopper's tensor cores;
+// the destinations are the first sources. Widths are multiples of 4, up to 128; rows of x and all pointers
+// allow 16-byte accesses. CUDA only.
+struct AggregateLinearArgs {
+  CsrView a;               // num_edges < 0: the sums are given
+  const float* scale_dst;  // (num_rows), null: 1; of sums that are not given
+  DenseView x;             // (num_cols, width)
+  const float* weight;     // (out_width, width) contiguous
+  const float* root_weight;
+  const float* bias;  // (out_width), null: 0
+  float* sums;        // (num_rows, width) contiguous: out, null: not asked for; or given
+  float* out;         // (num_rows, out_width) contiguous
+  std::int64_t width;
+  std::int64_t out_width;
+  int num_terms;  // bfloat16 terms of a number: 3, or 2 for half of the digits
+};
+
+// Gradients of the parameters of aggregate_linear, a part for every slab of rows. Alignments as there.
+struct AggregateLinearBackwardArgs {
+  const float* grad;  // (num_rows, out_width) contiguous
+  const float* sums;  // (num_rows, width) contiguous
+  DenseView x;        // (num_rows, width)
+  float* weights;     // out (num_slabs, 2, out_width, width): of W, then of W_r
+  float* bias;        // out (num_slabs, out_width), null: not asked for
+  std::int64_t num_rows;
+  std::int64_t num_slabs;
+  std::int64_t width;
+  std::int64_t out_width;
+  int num_terms;  // as above
+};
+
 // As SpmmArgs, on tensor cores: dtype float16, bfloat16 or float32.
 struct SpmmBsbArgs {
   BsbView a;

@@ -1,0 +1,328 @@
+// Neighbours summed and transformed in one kernel, with the node's own features: GraphSAGE's layer in
+// float32.
+//
+// Floors per call, E entries, n rows of width K to N features: 4 K E bytes gathered, 4 n (K + N) read and
+// written and 4 n K for sums that the backward pass wants; 4 n K N flops, which as ordinary float32 take
+// twice as long as the bytes. So they run on tensor cores: a float32 number is three bfloat16 terms exactly,
+// and of the nine products the six above 2^-24 are summed (two terms and three products where
+// torch.set_float32_matmul_precision asks for less).
+//
+// Both weights lie in shared memory all the time, as terms; the warps of a block share nothing else and never
+// wait for each other, so that some gather while others multiply. A warp takes 16 rows: a quad of lanes
+// gathers two of them straight into the registers that are operand A, lane t of it features 16 j + 4 t .. + 3
+// of every group j of 16. A product sums over a group in any order, so that these four, which are both parts
+// of a lane's operand B too, are 8 contiguous bytes of every term. Outputs are dealt out likewise: a quad
+// stores 64 contiguous bytes of a row.
+
+#include <algorithm>
+
+#include "fastsparse/bfloat16_terms.cuh"
+#include "fastsparse/cuda_common.cuh"
+#include "fastsparse/launchers.h"
+#include "fastsparse/wgmma.cuh"
+
+namespace fastsparse::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarpgroup = 128;
+constexpr int kWarpgroups = kThreads / kWarpgroup;
+constexpr int kRows = 16;  // of a warp
+constexpr int kTileRows = kWarpgroup / kWarp * kRows;
+constexpr int kGroup = 16;  // features of a product
+constexpr int kGroupsPerTotal =
+    4;  // then sums move to ordinary float32 additions: tensor cores cut off digits
+
+// Rows g and g + 8 of a tile, this lane's features.
+template <int kGroups>
+struct Rows {
+  float4 piece[2][kGroups] = {};
+};
+
+__device__ __forceinline__ void add(float4& to, const float4& what) {
+  to.x += what.x;
+  to.y += what.y;
+  to.z += what.z;
+  to.w += what.w;
+}
+
+// Adds this lane's pieces of two rows; null: nothing.
+template <int kGroups>
+__device__ __forceinline__ void add_rows(Rows<kGroups>& rows, const float* const (&from)[2], int feature,
+                                         int width) {
+  Rows<kGroups> read;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+      if (from[h] != nullptr && feature + j * kGroup < width)
+        read.piece[h][j] = __ldg(reinterpret_cast<const float4*>(from[h] + j * kGroup));
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) add(rows.piece[h][j], read.piece[h][j]);
+  }
+}
+
+// A weight (outputs x features) as terms in shared memory: panels of 64 features of all outputs, term by
+// term.
+template <int kGroups, int kOutputs, int kTerms>
+struct Weight {
+  static constexpr int kPanelBytes = kOutputs * kSwizzledRowBytes;
+  static constexpr int kGroupsPerPanel = 4;
+  static constexpr int kPanels = kGroups / kGroupsPerPanel;
+  static constexpr int kBytes = kTerms * kPanels * kPanelBytes;
+
+  char* shared;
+
+  // Row 16 p + 8 h + c of the operand is output 16 p + 4 (c / 2) + 2 h + c % 2.
+  __device__ void load(const float* weight, int width, int out_width) const {
+    constexpr int kPieces = kOutputs * kGroups * 4;
+    static_assert(kPieces % kThreads == 0);
+#pragma unroll 8  // so many loads are under way
+    for (int step = 0; step < kPieces / kThreads; ++step) {
+      const int piece = step * kThreads + static_cast<int>(threadIdx.x);
+      const int n = piece / (kGroups * 4), group = piece / 4 % kGroups, t = piece % 4;
+      const int feature = group * kGroup + 4 * t;
+      float4 w{};
+      if (n < out_width && feature < width) {
+        w = __ldg(reinterpret_cast<const float4*>(weight + static_cast<std::int64_t>(n) * width + feature));
+      }
+      std::uint32_t low[kTerms], high[kTerms];
+      split_pair<kTerms>(w.x, w.y, low);
+      split_pair<kTerms>(w.z, w.w, high);
+      const int row = n / 16 * 16 + n / 2 % 2 * 8 + n / 4 % 4 * 2 + n % 2;
+      const int byte = group % kGroupsPerPanel * 32 + 4 * t;
+#pragma unroll
+      for (int term = 0; term < kTerms; ++term) {
+        char* const panel = at(term, group / kGroupsPerPanel);
+        *reinterpret_cast<std::uint32_t*>(panel + swizzled(row, byte)) = low[term];
+        *reinterpret_cast<std::uint32_t*>(panel + swizzled(row, byte + 16)) = high[term];
+      }
+    }
+  }
+
+  __device__ __forceinline__ char* at(int term, int panel) const {
+    return shared + (term * kPanels + panel) * kPanelBytes;
+  }
+
+  __device__ __forceinline__ std::uint64_t operand(int term, int group) const {
+    return operand_b(at(term, group / kGroupsPerPanel) + group % kGroupsPerPanel * 32, kAtomBytes, 16);
+  }
+};
+
+// total += rows * weight^T.
+template <int kGroups, int kOutputs, int kTerms>
+__device__ __forceinline__ void multiply(float (&total)[kOutputs / 8][4], const Rows<kGroups>& rows,
+                                         const Weight<kGroups, kOutputs, kTerms>& weight) {
+#pragma unroll
+  for (int first = 0; first < kGroups; first += kGroupsPerTotal) {
+    float sum[kOutputs / 8][4];
+    std::uint32_t a[kGroupsPerTotal][kTerms][4];
+#pragma unroll
+    for (int j = 0; j < kGroupsPerTotal; ++j) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const float4& piece = rows.piece[row][first + j];
+        std::uint32_t low[kTerms], high[kTerms];
+        split_pair<kTerms>(piece.x, piece.y, low);
+        split_pair<kTerms>(piece.z, piece.w, high);
+#pragma unroll
+        for (int i = 0; i < kTerms; ++i) {
+          a[j][i][row] = low[i];
+          a[j][i][2 + row] = high[i];
+        }
+      }
+    }
+    wgmma_fence();
+    bool adds = false;
+    // Small products first.
+#pragma unroll
+    for (int order = kTerms - 1; order >= 0; --order) {
+#pragma unroll
+      for (int term = 0; term <= order; ++term) {
+#pragma unroll
+        for (int j = 0; j < kGroupsPerTotal; ++j) {
+          wgmma_bf16<false>(sum, a[j][term], weight.operand(order - term, first + j), adds);
+          adds = true;
+        }
+      }
+    }
+    wgmma_commit();
+    wgmma_wait();
+#pragma unroll
+    for (int tile = 0; tile < kOutputs / 8; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) total[tile][i] += sum[tile][i];
+    }
+  }
+}
+
+// Sums of the neighbours of rows g and g + 8.
+template <int kGroups>
+__device__ __forceinline__ void gather(Rows<kGroups>& rows, const AggregateLinearArgs& args,
+                                       std::int64_t first_row, int feature) {
+  const int width = static_cast<int>(args.width);
+  const float* x = static_cast<const float*>(args.x.data) + feature;
+  const std::int32_t* col[2];
+  int count[2];
+  float scale[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const std::int64_t row = first_row + 8 * h;
+    const bool inside = row < args.a.num_rows;
+    const std::int64_t begin = inside ? __ldg(args.a.rowptr + row) : 0;
+    count[h] = inside ? static_cast<int>(__ldg(args.a.rowptr + row + 1) - begin) : 0;
+    col[h] = args.a.col + begin;
+    scale[h] = inside && args.scale_dst != nullptr ? __ldg(args.scale_dst + row) : 1.0f;
+  }
+  int next[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) next[h] = count[h] > 0 ? __ldg(col[h]) : 0;
+  for (int entry = 0; entry < max(count[0], count[1]); ++entry) {
+    const float* from[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      from[h] = entry < count[h] ? x + next[h] * args.x.stride : nullptr;
+      next[h] = entry + 1 < count[h] ? __ldg(col[h] + entry + 1) : 0;
+    }
+    add_rows(rows, from, feature, width);
+  }
+  if (args.scale_dst != nullptr) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j) {
+        rows.piece[h][j].x *= scale[h];
+        rows.piece[h][j].y *= scale[h];
+        rows.piece[h][j].z *= scale[h];
+        rows.piece[h][j].w *= scale[h];
+      }
+    }
+  }
+}
+
+template <int kGroups, int kOutputs, int kTerms>
+__global__ void __launch_bounds__(kThreads) aggregate_linear_kernel(const AggregateLinearArgs args) {
+  using Weights = Weight<kGroups, kOutputs, kTerms>;
+  extern __shared__ __align__(kAtomBytes) char shared[];
+  const Weights weight{shared}, root_weight{shared + Weights::kBytes};
+  const int width = static_cast<int>(args.width), out_width = static_cast<int>(args.out_width);
+  weight.load(args.weight, width, out_width);
+  root_weight.load(args.root_weight, width, out_width);
+  shared_to_wgmma();
+  __syncthreads();
+
+  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+  const bool given = args.a.num_edges < 0;
+  // The warps of a warpgroup multiply together.
+  const int warpgroup = threadIdx.x / kWarpgroup;
+  std::int64_t tile_row = (static_cast<std::int64_t>(blockIdx.x) * kWarpgroups + warpgroup) * kTileRows;
+  for (; tile_row < args.a.num_rows;
+       tile_row += static_cast<std::int64_t>(gridDim.x) * kWarpgroups * kTileRows) {
+    const std::int64_t first_row = tile_row + threadIdx.x % kWarpgroup / kWarp * kRows;
+    float total[kOutputs / 8][4];
+#pragma unroll
+    for (int tile = 0; tile < kOutputs / 8; ++tile) {
+      const int n = tile / 2 * 16 + 4 * t + 2 * (tile % 2);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool has_bias = args.bias != nullptr && n < out_width;
+        total[tile][i] = has_bias ? __ldg(args.bias + n + i % 2) : 0.0f;
+      }
+    }
+    {
+      Rows<kGroups> sums;
+      if (given) {
+        const float* from[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const std::int64_t row = first_row + g + 8 * h;
+          from[h] = row < args.a.num_rows ? args.sums + row * width + 4 * t : nullptr;
+        }
+        add_rows(sums, from, 4 * t, width);
+      } else {
+        gather(sums, args, first_row + g, 4 * t);
+        if (args.sums != nullptr) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const std::int64_t row = first_row + g + 8 * h;
+#pragma unroll
+            for (int j = 0; j < kGroups; ++j) {
+              const int feature = j * kGroup + 4 * t;
+              if (row < args.a.num_rows && feature < width)
+                *reinterpret_cast<float4*>(args.sums + row * width + feature) = sums.piece[h][j];
+            }
+          }
+        }
+      }
+      multiply(total, sums, weight);
+    }
+    {
+      Rows<kGroups> own;
+      const float* from[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const std::int64_t row = first_row + g + 8 * h;
+        const float* x = static_cast<const float*>(args.x.data) + row * args.x.stride + 4 * t;
+        from[h] = row < args.a.num_rows ? x : nullptr;
+      }
+      add_rows(own, from, 4 * t, width);
+      multiply(total, own, root_weight);
+    }
+#pragma unroll
+    for (int pair = 0; pair < kOutputs / 16; ++pair) {
+      const int n = pair * 16 + 4 * t;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const std::int64_t row = first_row + g + 8 * h;
+        if (row >= args.a.num_rows || n >= out_width) continue;
+        *reinterpret_cast<float4*>(args.out + row * out_width + n) =
+            float4{total[2 * pair][2 * h], total[2 * pair][2 * h + 1], total[2 * pair + 1][2 * h],
+                   total[2 * pair + 1][2 * h + 1]};
+      }
+    }
+  }
+}
+
+template <int kGroups, int kOutputs, int kTerms>
+cudaError_t launch(const AggregateLinearArgs& args, cudaStream_t stream) {
+  const auto kernel = aggregate_linear_kernel<kGroups, kOutputs, kTerms>;
+  constexpr int kBytes = 2 * Weight<kGroups, kOutputs, kTerms>::kBytes;
+  int device = 0, processors = 0, blocks = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  }
+  if (error == cudaSuccess) {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, kBytes);
+  }
+  if (error != cudaSuccess) return error;
+  const unsigned tiles = ceil_div(args.a.num_rows, kTileRows * kWarpgroups);
+  const unsigned grid = std::min(tiles, static_cast<unsigned>(std::max(blocks, 1) * processors));
+  kernel<<<grid, kThreads, kBytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
+template <int kTerms>
+cudaError_t launch_shape(const AggregateLinearArgs& args, cudaStream_t stream) {
+  if (args.width > 128 || args.out_width > 128) return cudaErrorInvalidValue;
+  if (args.width <= 64) {
+    return args.out_width <= 64 ? launch<4, 64, kTerms>(args, stream) : launch<4, 128, kTerms>(args, stream);
+  }
+  return args.out_width <= 64 ? launch<8, 64, kTerms>(args, stream) : launch<8, 128, kTerms>(args, stream);
+}
+
+}  // namespace
+
+int aggregate_linear(const AggregateLinearArgs& args, void* stream) {
+  const auto queue = static_cast<cudaStream_t>(stream);
+  return args.num_terms > 2 ? launch_shape<3>(args, queue) : launch_shape<2>(args, queue);
+}
+
+}  // namespace fastsparse::cuda

@@ -1,0 +1,228 @@
+// Gradients of the parameters of aggregate_linear: dW = dY^T S, dW_r = dY^T X and the sums of dY's columns,
+// in one pass over the rows, in float32.
+//
+// Floors per call, n rows: 4 n (2 K + N) bytes, 4 n K N flops, as bfloat16 terms on tensor cores as in
+// aggregate_linear.cu. A block sums a slab of rows for a tile of 128 x 128 gradients in registers, its two
+// warpgroups 64 of dY's columns each. Rows come in stages of 64: dY as it is, into shared memory, of which
+// every lane makes terms of its part of operand A, by columns; S or X through registers into terms in shared
+// memory, operand B, while the tensor cores work on the stage before. Slabs are summed by the caller, in
+// order: the same bits every time.
+
+#include <cuda_pipeline.h>
+
+#include "fastsparse/bfloat16_terms.cuh"
+#include "fastsparse/cuda_common.cuh"
+#include "fastsparse/launchers.h"
+#include "fastsparse/wgmma.cuh"
+
+namespace fastsparse::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kTile = 128;          // gradients in each direction
+constexpr int kRows = 64;           // of a stage
+constexpr int kGroup = 16;          // rows of a product
+constexpr int kStride = kTile + 4;  // of dY's rows: rows 2 t of a group share no bank
+constexpr int kPanelBytes = kRows * kSwizzledRowBytes;
+constexpr int kPanels = kTile * 2 / kSwizzledRowBytes;
+constexpr int kPieces = kTile / 4;                       // of four features of a row
+constexpr int kRowsTogether = kThreads / kPieces;        // whose pieces the threads have at a time
+constexpr int kPiecesPerThread = kRows / kRowsTogether;  // of a stage
+constexpr int kBiasRows = kThreads / kTile;              // rows of dY that are added at a time
+
+template <int kTerms>
+struct alignas(kAtomBytes) Stage {
+  char features[kTerms][kPanels][kPanelBytes];
+  float grad[kRows][kStride];
+};
+
+// Pieces of a matrix that this thread has: the same four columns of every kRowsTogether-th row of a slab.
+struct Pieces {
+  const float* from;
+  std::int64_t stride;
+  int row, column, rows;
+  bool inside;
+
+  __device__ __forceinline__ Pieces(const float* matrix, std::int64_t row_stride, std::int64_t first_row,
+                                    int num_rows, int first_column, int columns)
+      : stride(row_stride),
+        row(static_cast<int>(threadIdx.x) / kPieces),
+        column(static_cast<int>(threadIdx.x) % kPieces * 4),
+        rows(num_rows) {
+    inside = first_column + column < columns;
+    from = inside ? matrix + (first_row + row) * stride + first_column + column : matrix;
+  }
+
+  __device__ __forceinline__ bool exists(int place) const { return inside && row + place < rows; }
+  __device__ __forceinline__ const float4* at(int place) const {
+    return reinterpret_cast<const float4*>(exists(place) ? from + place * stride : from);
+  }
+};
+
+template <int kTerms>
+__device__ __forceinline__ void multiply(float (&sum)[kTile / 8][4], const Stage<kTerms>& stage, int output) {
+  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+  std::uint32_t a[kRows / kGroup][kTerms][4];
+#pragma unroll
+  for (int group = 0; group < kRows / kGroup; ++group) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = group * kGroup + 8 * half + 2 * t;
+      const float2 even = *reinterpret_cast<const float2*>(&stage.grad[row][output + 2 * g]);
+      const float2 odd = *reinterpret_cast<const float2*>(&stage.grad[row + 1][output + 2 * g]);
+      std::uint32_t first[kTerms], second[kTerms];  // columns 2 g and 2 g + 1: rows g and g + 8 of operand A
+      split_pair<kTerms>(even.x, odd.x, first);
+      split_pair<kTerms>(even.y, odd.y, second);
+#pragma unroll
+      for (int term = 0; term < kTerms; ++term) {
+        a[group][term][2 * half] = first[term];
+        a[group][term][2 * half + 1] = second[term];
+      }
+    }
+  }
+  wgmma_fence();
+  bool adds = false;
+#pragma unroll
+  for (int order = kTerms - 1; order >= 0; --order) {  // small products first
+#pragma unroll
+    for (int term = 0; term <= order; ++term) {
+#pragma unroll
+      for (int group = 0; group < kRows / kGroup; ++group) {
+        const char* rows = &stage.features[order - term][0][group * kGroup * kSwizzledRowBytes];
+        wgmma_bf16<true>(sum, a[group][term], operand_b(rows, kAtomBytes, kPanelBytes), adds);
+        adds = true;
+      }
+    }
+  }
+  wgmma_commit();
+}
+
+// Grid: slabs, tiles of features of both factors, tiles of outputs.
+template <int kTerms>
+__global__ void __launch_bounds__(kThreads)
+    aggregate_linear_backward_kernel(const AggregateLinearBackwardArgs args) {
+  extern __shared__ __align__(kAtomBytes) char shared[];
+  auto* const stages = reinterpret_cast<Stage<kTerms>*>(shared);
+  const int tiles = static_cast<int>(gridDim.y) / 2;
+  const bool is_root = static_cast<int>(blockIdx.y) >= tiles;
+  const int first_feature = (static_cast<int>(blockIdx.y) - (is_root ? tiles : 0)) * kTile;
+  const int first_output = static_cast<int>(blockIdx.z) * kTile;
+  const int width = static_cast<int>(args.width), out_width = static_cast<int>(args.out_width);
+
+  // Slabs are whole stages, but for the last row's, and differ by one at most.
+  const std::int64_t all = (args.num_rows + kRows - 1) / kRows;
+  const std::int64_t begin = all * blockIdx.x / args.num_slabs * kRows;
+  const std::int64_t end = min(all * (blockIdx.x + 1) / args.num_slabs * kRows, args.num_rows);
+  const int rows = static_cast<int>(end - begin), count = (rows + kRows - 1) / kRows;
+  const Pieces grads(args.grad, out_width, begin, rows, first_output, out_width);
+  const Pieces features(is_root ? static_cast<const float*>(args.x.data) : args.sums,
+                        is_root ? args.x.stride : args.width, begin, rows, first_feature, width);
+
+  // A stage's dY is copied and its features are read, into registers; then those become terms.
+  float4 piece[kPiecesPerThread];
+  const auto start = [&](int index) {
+    Stage<kTerms>& stage = stages[index % 2];
+#pragma unroll
+    for (int i = 0; i < kPiecesPerThread; ++i) {
+      const int place = index * kRows + i * kRowsTogether;
+      __pipeline_memcpy_async(&stage.grad[grads.row + i * kRowsTogether][grads.column], grads.at(place),
+                              sizeof(float4), grads.exists(place) ? 0 : sizeof(float4));
+      piece[i] = features.exists(place) ? __ldg(features.at(place)) : float4{};
+    }
+    __pipeline_commit();
+  };
+  const auto finish = [&](int index) {
+    Stage<kTerms>& stage = stages[index % 2];
+#pragma unroll
+    for (int i = 0; i < kPiecesPerThread; ++i) {
+      std::uint32_t low[kTerms], high[kTerms];
+      split_pair<kTerms>(piece[i].x, piece[i].y, low);
+      split_pair<kTerms>(piece[i].z, piece[i].w, high);
+      const int row = features.row + i * kRowsTogether;
+      const int place = swizzled(row, features.column % 64 * 2);
+#pragma unroll
+      for (int term = 0; term < kTerms; ++term) {
+        *reinterpret_cast<uint2*>(&stage.features[term][features.column / 64][place]) =
+            uint2{low[term], high[term]};
+      }
+    }
+    shared_to_wgmma();
+    __pipeline_wait_prior(0);
+    __syncthreads();
+  };
+
+  const int warp = threadIdx.x / kWarp, output = warp * 16;
+  const bool sums_bias = args.bias != nullptr && blockIdx.y == 0;
+  float total[kTile / 8][4] = {}, bias = 0;
+  if (count > 0) {
+    start(0);
+    finish(0);
+  }
+  for (int index = 0; index < count; ++index) {
+    const Stage<kTerms>& stage = stages[index % 2];
+    if (index + 1 < count) start(index + 1);
+    float sum[kTile / 8][4];
+    multiply(sum, stage, output);
+    if (sums_bias) {
+      float part = 0;
+#pragma unroll
+      for (int row = 0; row < kRows; row += kBiasRows)
+        part += stage.grad[row + threadIdx.x / kTile][threadIdx.x % kTile];
+      bias += part;
+    }
+    wgmma_wait();
+#pragma unroll
+    for (int tile = 0; tile < kTile / 8; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) total[tile][i] += sum[tile][i];
+    }
+    if (index + 1 < count) finish(index + 1);
+  }
+
+  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+  float* const out =
+      args.weights + (2 * static_cast<std::int64_t>(blockIdx.x) + (is_root ? 1 : 0)) * out_width * width;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int n = first_output + output + 2 * g + half;
+#pragma unroll
+    for (int tile = 0; tile < kTile / 8; ++tile) {
+      const int k = first_feature + tile * 8 + 2 * t;
+      if (n >= out_width || k >= width) continue;
+      *reinterpret_cast<float2*>(out + static_cast<std::int64_t>(n) * width + k) =
+          float2{total[tile][2 * half], total[tile][2 * half + 1]};
+    }
+  }
+  if (!sums_bias) return;
+  __syncthreads();
+  float* const parts = reinterpret_cast<float*>(shared);
+  parts[threadIdx.x] = bias;
+  __syncthreads();
+  const int n = first_output + static_cast<int>(threadIdx.x);
+  if (threadIdx.x >= kTile || n >= out_width) return;
+  float sum = 0;
+#pragma unroll
+  for (int part = 0; part < kBiasRows; ++part) sum += parts[part * kTile + threadIdx.x];
+  args.bias[static_cast<std::int64_t>(blockIdx.x) * out_width + n] = sum;
+}
+
+template <int kTerms>
+cudaError_t launch(const AggregateLinearBackwardArgs& args, cudaStream_t stream) {
+  const auto kernel = aggregate_linear_backward_kernel<kTerms>;
+  constexpr int kBytes = 2 * static_cast<int>(sizeof(Stage<kTerms>));
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  const dim3 grid(static_cast<unsigned>(args.num_slabs), 2 * ceil_div(args.width, kTile),
+                  ceil_div(args.out_width, kTile));
+  kernel<<<grid, kThreads, kBytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+int aggregate_linear_backward(const AggregateLinearBackwardArgs& args, void* stream) {
+  const auto queue = static_cast<cudaStream_t>(stream);
+  return args.num_terms > 2 ? launch<3>(args, queue) : launch<2>(args, queue);
+}
+
+}  // namespace fastsparse::cuda

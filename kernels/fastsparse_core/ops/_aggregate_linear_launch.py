@@ -1,0 +1,123 @@
+"""Launches of the kernels that aggregate neighbours and transform them at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C, choose
+from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.ops._common import address
+from fastsparse_core.ops._spmm_launch import product
+
+#: Rows of a slab at least, and slabs at most: two blocks of threads for each fill an H200.
+_SLAB_ROWS = 128
+_MOST_SLABS = 66
+
+
+def is_laid_out(x: Tensor, *parameters: Tensor) -> bool:
+    """Whether rows of ``x`` and contiguous parameters can be read 16 bytes at a time."""
+    return (
+        x.stride(1) == 1
+        and x.stride(0) % 4 == x.data_ptr() % 16 == 0
+        and all(parameter.is_contiguous() and parameter.data_ptr() % 16 == 0 for parameter in parameters)
+    )
+
+
+def aggregate_and_transform(
+    adj: Adjacency,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    root_weight: Tensor,
+    scale_dst: Tensor | None,
+    algorithm: str,
+    keeps_sums: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The result of `aggregate_linear` where `choose.transforms_on_tensor_cores` and `is_laid_out` allow it.
+
+    Args:
+        adj: structure.
+        x: float32 features of the sources.
+        weight: of the neighbours' sums.
+        bias: contiguous, or None.
+        root_weight: of the destinations.
+        scale_dst: float32 (num_dst,), factors of the sums; None: 1.
+        algorithm: of the sum, as the caller asked.
+        keeps_sums: whether the neighbours' sums are wanted too.
+
+    Returns:
+        (num_dst, out width), and the sums or None.
+    """
+    out = x.new_empty(adj.num_dst, weight.size(0))
+    gathers = choose.gathers_and_transforms(adj, algorithm)
+    sums = None
+    if not gathers:
+        sums = product(adj, x, None, scale_dst, None, None, algorithm)
+    elif keeps_sums:
+        sums = x.new_empty(adj.num_dst, x.size(1))
+    index = device_index(x.device)
+    _C.aggregate_linear(
+        adj.csr_structure,
+        not gathers,
+        address(scale_dst),
+        x.size(1),
+        x.data_ptr(),
+        x.stride(0),
+        weight.size(0),
+        weight.data_ptr(),
+        root_weight.data_ptr(),
+        address(bias),
+        address(sums),
+        out.data_ptr(),
+        _num_terms(),
+        index,
+        queue(index),
+    )
+    return out, sums if keeps_sums else None
+
+
+def gradients_of_parameters(
+    grad: Tensor, sums: Tensor, own: Tensor, needs_bias: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients of what `aggregate_and_transform` takes as parameters, on the same conditions.
+
+    Args:
+        grad: of its result.
+        sums: of the neighbours.
+        own: features of the destinations.
+        needs_bias: whether the gradient of the bias is wanted.
+
+    Returns:
+        Gradients of ``weight``, ``bias`` or None, and ``root_weight``.
+    """
+    grad = grad.contiguous()
+    num_rows, out_width = grad.shape
+    width = own.size(1)
+    num_slabs = min(-(-num_rows // _SLAB_ROWS), _MOST_SLABS)
+    weights = grad.new_empty(num_slabs, 2, out_width, width)
+    bias = grad.new_empty(num_slabs, out_width) if needs_bias else None
+    index = device_index(grad.device)
+    _C.aggregate_linear_backward(
+        num_rows,
+        grad.data_ptr(),
+        out_width,
+        sums.data_ptr(),
+        own.data_ptr(),
+        own.stride(0),
+        width,
+        num_slabs,
+        weights.data_ptr(),
+        address(bias),
+        _num_terms(),
+        index,
+        queue(index),
+    )
+    grad_weight, grad_root = weights.sum(0)
+    return grad_weight, None if bias is None else bias.sum(0), grad_root
+
+
+def _num_terms() -> int:
+    """Terms of a float32 number: all of its digits, or the first 16 where PyTorch may use fewer."""
+    return 3 if torch.get_float32_matmul_precision() == "highest" else 2

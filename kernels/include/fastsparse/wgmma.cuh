@@ -1,0 +1,111 @@
+// Products of a warpgroup (128 threads) on Hopper's tensor cores: operand A in registers, as mma.sync has it,
+// operand B in shared memory. Only in code for architecture 9.0a.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+namespace fastsparse::cuda {
+
+// Bytes of a row of an operand in shared memory; 8 rows are a swizzle atom: piece c of 16 bytes of row r lies
+// at c ^ r % 8. Atoms begin at multiples of kAtomBytes.
+constexpr int kSwizzledRowBytes = 128;
+constexpr int kAtomBytes = 8 * kSwizzledRowBytes;
+
+__device__ __forceinline__ int swizzled(int row, int byte) {
+  return row * kSwizzledRowBytes + (byte ^ (row % 8 * 16));
+}
+
+// Where operand B lies. Rows are outputs and hold 64 elements of the sum's direction: `next_atom` is the
+// distance of 8 rows, `next_panel` is not used. Or rows are the sum's and hold 64 outputs: `next_atom` is the
+// distance of 8 rows, `next_panel` that of 64 outputs.
+__device__ __forceinline__ std::uint64_t operand_b(const void* shared, int next_atom, int next_panel) {
+  const auto address = static_cast<std::uint64_t>(__cvta_generic_to_shared(shared));
+  return (address & 0x3ffff) >> 4 | static_cast<std::uint64_t>(next_panel >> 4) << 16 |
+         static_cast<std::uint64_t>(next_atom >> 4) << 32 | std::uint64_t{1} << 62;
+}
+
+// C (64 x 8 kTiles, float32) = A (64 x 16) B (16 x 8 kTiles), plus C where `adds`, of bfloat16: enqueued, a
+// group of products at a time, between a fence and a wait. c[i] and a are a warp's 16 rows, as mma.sync has
+// them. kByRow: the rows of B in shared memory are the sum's.
+template <bool kByRow>
+__device__ __forceinline__ void wgmma_bf16(float (&c)[16][4], const std::uint32_t (&a)[4], std::uint64_t b,
+                                           bool adds);
+template <bool kByRow>
+__device__ __forceinline__ void wgmma_bf16(float (&c)[8][4], const std::uint32_t (&a)[4], std::uint64_t b,
+                                           bool adds);
+// Before the first product of a group: A and C are in their registers.
+__device__ __forceinline__ void wgmma_fence();
+// Ends a group.
+__device__ __forceinline__ void wgmma_commit();
+// Until all groups are done.
+__device__ __forceinline__ void wgmma_wait();
+// What threads wrote to shared memory is there for products behind this and a barrier.
+__device__ __forceinline__ void shared_to_wgmma();
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// clang-format off
+#define FASTSPARSE_C4(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
+#define FASTSPARSE_C16(i) FASTSPARSE_C4(i), FASTSPARSE_C4(i + 1), FASTSPARSE_C4(i + 2), FASTSPARSE_C4(i + 3)
+
+template <bool kByRow>
+__device__ __forceinline__ void wgmma_bf16(float (&c)[16][4], const std::uint32_t (&a)[4], std::uint64_t b,
+                                           bool adds) {
+  asm volatile(
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%64, %65, %66, %67}, %68, adds, 1, 1, %70;\n}\n"
+      : FASTSPARSE_C16(0), FASTSPARSE_C16(4), FASTSPARSE_C16(8), FASTSPARSE_C16(12)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(adds)), "n"(kByRow ? 1 : 0));
+}
+
+template <bool kByRow>
+__device__ __forceinline__ void wgmma_bf16(float (&c)[8][4], const std::uint32_t (&a)[4], std::uint64_t b,
+                                           bool adds) {
+  asm volatile(
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, adds, 1, 1, %38;\n}\n"
+      : FASTSPARSE_C16(0), FASTSPARSE_C16(4)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(adds)), "n"(kByRow ? 1 : 0));
+}
+
+#undef FASTSPARSE_C16
+#undef FASTSPARSE_C4
+// clang-format on
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+__device__ __forceinline__ void shared_to_wgmma() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+#else
+// Other architectures have none: choose.linear_on_tensor_cores keeps the kernels from them.
+template <bool kByRow>
+__device__ __forceinline__ void wgmma_bf16(float (&)[16][4], const std::uint32_t (&)[4], std::uint64_t,
+                                           bool) {
+  __trap();
+}
+template <bool kByRow>
+__device__ __forceinline__ void wgmma_bf16(float (&)[8][4], const std::uint32_t (&)[4], std::uint64_t, bool) {
+  __trap();
+}
+__device__ __forceinline__ void wgmma_fence() {}
+__device__ __forceinline__ void wgmma_commit() {}
+__device__ __forceinline__ void wgmma_wait() {}
+__device__ __forceinline__ void shared_to_wgmma() {}
+#endif
+
+}  // namespace fastsparse::cuda
