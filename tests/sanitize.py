@@ -219,12 +219,14 @@ def spmm_rows(dtype: torch.dtype) -> None:
 
 
 def spmm_resident(dtype: torch.dtype) -> None:
-    """A tile of all sources in shared memory; the last of two tiles is not full."""
+    """A tile of all sources in shared memory; the last of two tiles is not full; one half full."""
     adj = few_sources()
-    x = features(adj.num_src, elements(288, dtype), dtype=dtype)
-    for algorithm in ("csr", "tca") if dtype != F32 else ("csr",):
-        spmm(adj, x, algorithm=algorithm)
-        spmm(adj, x, draw(adj.num_edges), "mean", bias=draw(x.size(1), dtype=dtype), algorithm=algorithm)
+    for row_bytes in (288, 128):
+        x = features(adj.num_src, elements(row_bytes, dtype), dtype=dtype)
+        bias = draw(x.size(1), dtype=dtype)
+        for algorithm in ("csr", "tca") if dtype != F32 else ("csr",):
+            spmm(adj, x, algorithm=algorithm)
+            spmm(adj, x, draw(adj.num_edges), "mean", bias=bias, algorithm=algorithm)
 
 
 def spmm_direct(dtype: torch.dtype) -> None:

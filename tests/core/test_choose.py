@@ -332,6 +332,8 @@ def test_sddmm_by_itself_takes_what_measured_faster(dtype, width, heads, num_edg
         (16, 1_000_000, 0.90, "flashsparse"),
         (64, 100_000, 0.90, "flashsparse"),
         (100, 100_000, 0.90, "csr"),
+        (100, 1_000_000, 0.65, "flashsparse"),
+        (100, 1_000_000, 0.75, "csr"),  # csr's gather is faster with long rows
     ],
 )
 def test_spmm_in_float32_takes_what_measured_faster(width, num_edges, vectors, picked):
@@ -346,7 +348,6 @@ def test_spmm_in_float32_takes_what_measured_faster(width, num_edges, vectors, p
     ("shape", "width", "in_csr", "in_tca"),
     [
         ((2048, 512), 256, True, True),
-        ((2048, 512), 32, False, False),
         ((512, 512), 256, True, False),
         ((511, 512), 256, False, False),
         ((256, 1024), 256, False, False),
@@ -371,17 +372,41 @@ def test_spmm_gathers_from_shared_memory_where_sources_fit(shape, width, dtype, 
 
 
 @pytest.mark.parametrize(
-    ("edges", "vectors", "width", "has_bsb", "picked"),
+    ("dtype", "width", "resident"),
     [
-        (524_288, 0.25, 128, True, "flashsparse"),
-        (524_288, 0.25, 96, True, "csr"),
-        (524_288, 0.6, 256, True, "csr"),
-        (524_288, 0.25, 256, False, "csr"),
+        (torch.float32, 28, False),
+        (torch.float32, 32, True),
+        (torch.float16, 56, False),
+        (torch.float16, 64, True),
+        (torch.bfloat16, 64, True),
     ],
 )
-def test_shared_memory_gives_way_to_much_sharing_in_float32(edges, vectors, width, has_bsb, picked):
+def test_shared_memory_wants_half_a_tile_of_features(dtype, width, resident):
+    adj = structure(num_dst=2048, num_src=512, has_bsb=False)
+    for algorithm in ("csr", "tca"):
+        assert choose.spmm_resident(adj, algorithm, dtype, width, 1, True) == resident
+
+
+@pytest.mark.parametrize(
+    ("num_dst", "num_src", "edges", "vectors", "width", "has_bsb", "picked"),
+    [
+        (2048, 512, 524_288, 0.25, 128, True, "flashsparse"),
+        (2048, 512, 524_288, 0.25, 96, True, "csr"),
+        (2048, 512, 524_288, 0.55, 256, True, "flashsparse"),
+        (2048, 512, 524_288, 0.65, 256, True, "csr"),
+        (2048, 512, 524_288, 0.25, 256, False, "csr"),
+        (2048, 512, 209_715, 0.52, 256, True, "csr"),
+        (512, 2048, 209_715, 0.52, 256, True, "flashsparse"),  # csr gathers from the L2
+        (512, 2048, 209_715, 0.65, 256, True, "csr"),
+        (512, 2048, 209_715, 0.52, 128, True, "csr"),
+        (512, 2048, 209_715, 0.52, 256, False, "csr"),
+    ],
+)
+def test_csr_of_few_windows_gives_way_to_much_sharing_in_float32(
+    num_dst, num_src, edges, vectors, width, has_bsb, picked
+):
     bsb = SimpleNamespace(num_vectors=int(vectors * edges))
-    adj = structure(num_dst=2048, num_src=512, num_edges=edges, has_bsb=has_bsb, bsb=bsb)
+    adj = structure(num_dst=num_dst, num_src=num_src, num_edges=edges, has_bsb=has_bsb, bsb=bsb)
     arguments = ("auto", torch.float32, width, 1, True)
     assert choose.spmm_algorithm(adj, *arguments, weighted=False) == picked
     assert choose.spmm_algorithm(adj, *arguments, weighted=True) == "csr"
@@ -429,20 +454,69 @@ def test_spmm_of_few_windows_leaves_the_tensor_cores(dtype, num_dst, num_edges, 
     assert choose.spmm_algorithm(adj, "auto", dtype, width, 1, True) == picked
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("num_dst", "width", "picked"),
+    ("shape", "num_edges", "width", "picked"),
     [
-        (2048, 64, "tca"),
-        (2048, 128, "flashsparse"),
-        (512, 256, "tca"),
-        (512, 320, "flashsparse"),
+        ((2048, 512), 104_857, 128, "csr"),
+        ((2048, 512), 104_857, 256, "csr"),
+        ((2048, 512), 104_857, 32, "tca"),  # nothing in shared memory
+        ((2048, 512), 262_144, 128, "csr"),
+        ((2048, 512), 314_572, 128, "flashsparse"),  # much is gathered
+        ((2048, 512), 209_715, 256, "flashsparse"),
+        ((2048, 512), 20_923, 256, "flashsparse"),  # short rows
+        ((2048, 512), 20_923, 128, "csr"),
+        ((2048, 512), 40_960, 256, "csr"),
+        ((512, 512), 52_428, 256, "csr"),
+        ((512, 512), 131_072, 256, "tca"),  # long rows, which tca gathers from the L2
+        ((512, 512), 131_072, 64, "tca"),
+        ((800, 800), 125_000, 256, "csr"),  # many row tiles
+        ((1200, 512), 262_144, 64, "csr"),  # tca would gather from shared memory too
     ],
 )
-def test_few_windows_without_weights_stay_on_tensor_cores_in_16_bit(num_dst, width, picked):
-    adj = structure(num_dst=num_dst, num_src=512, num_edges=100 * num_dst)
-    arguments = ("auto", torch.float16, width, 1, True)
+def test_16_bit_features_in_shared_memory_go_to_csr(dtype, shape, num_edges, width, picked):
+    adj = structure(num_dst=shape[0], num_src=shape[1], num_edges=num_edges)
+    arguments = ("auto", dtype, width, 1, True)
     assert choose.spmm_algorithm(adj, *arguments, weighted=False) == picked
     assert choose.spmm_algorithm(adj, *arguments, weighted=True) == "csr"
+    assert adj.uses == 0
+
+
+def test_what_gathers_from_shared_memory_needs_no_work_list(capturing):
+    """Short rows and many gathers, which wait for flashsparse, and what never does."""
+    for num_edges, width, uses in ((104_857, 128, 0), (20_923, 256, 1), (209_715, 256, 1)):
+        adj = structure(num_dst=2048, num_src=512, num_edges=num_edges, has_bsb=False, has_row_split=False)
+        assert choose.spmm_algorithm(adj, "auto", torch.float16, width, 1, True, weighted=False) == "csr"
+        assert adj.uses == uses
+
+
+@pytest.mark.parametrize(
+    ("num_dst", "num_edges", "width", "picked", "picked_first"),
+    [
+        (512, 104_857, 64, "tca", "tca"),
+        (512, 104_857, 128, "csr", "tca"),
+        (512, 104_857, 256, "csr", "tca"),
+        (512, 104_857, 320, "flashsparse", "tca"),  # many row tiles
+        (512, 209_715, 128, "csr", "tca"),
+        (512, 209_715, 256, "flashsparse", "tca"),  # much is gathered
+        (512, 700_000, 48, "tca", "tca"),
+    ],
+)
+def test_few_windows_in_16_bit(capturing, num_dst, num_edges, width, picked, picked_first):
+    """Of structures whose sources do not fit into shared memory."""
+    arguments = ("auto", torch.float16, width, 1, True)
+    adj = structure(num_dst=num_dst, num_src=2048, num_edges=num_edges)
+    assert choose.spmm_algorithm(adj, *arguments, weighted=False) == picked
+    assert choose.spmm_algorithm(adj, *arguments, weighted=True) == "csr"
+    facts = {"has_bsb": False, "has_row_split": False}
+    new = structure(num_dst=num_dst, num_src=2048, num_edges=num_edges, **facts)
+    assert choose.spmm_algorithm(new, *arguments, weighted=False) == picked_first
+    torch.use_deterministic_algorithms(True)
+    try:
+        always_tca = picked == picked_first
+        assert choose.spmm_algorithm(new, *arguments, weighted=False) == ("tca" if always_tca else "csr")
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(
@@ -454,7 +528,7 @@ def test_few_windows_without_weights_stay_on_tensor_cores_in_16_bit(num_dst, wid
         (torch.float16, 500_000, 1, True, "csr"),
         (torch.float16, 500_000, 2, False, "csr"),
         (torch.float16, 700_000, 1, False, "csr"),
-        (torch.float16, 300_000, 1, False, "csr"),  # too few entries a row
+        (torch.float16, 300_000, 1, False, "csr"),  # too few entries a row, too many rows
     ],
 )
 def test_small_structures_seen_first_take_what_needs_no_work_list(
@@ -467,6 +541,16 @@ def test_small_structures_seen_first_take_what_needs_no_work_list(
         assert choose.spmm_algorithm(adj, "auto", dtype, 64, heads, True, weighted=False) == "csr"
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("num_dst", "width", "picked"),
+    [(2048, 32, "tca"), (2048, 512, "tca"), (2048, 520, "csr"), (16_384, 64, "tca"), (16_385, 64, "csr")],
+)
+def test_few_rows_seen_first_take_what_needs_no_work_list(capturing, num_dst, width, picked):
+    """However few entries they have."""
+    adj = structure(num_dst=num_dst, num_edges=1000, has_bsb=False, has_row_split=False)
+    assert choose.spmm_algorithm(adj, "auto", torch.float16, width, 1, True, weighted=False) == picked
 
 
 def test_both_operators_count_towards_one_conversion(capturing):

@@ -227,7 +227,7 @@ def few_sources(num_src: int, device: str) -> Adjacency:
 @pytest.mark.parametrize("algorithm", ["csr", "tca"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_src", [1, 90, 350])
-@pytest.mark.parametrize("width", [8, 72, 128, 256, 300])
+@pytest.mark.parametrize("width", [8, 32, 64, 72, 128, 256, 300])
 def test_few_sources_that_many_rows_gather(device, poisoned_memory, algorithm, dtype, num_src, width):
     """A tile of x, all sources of it, fits into shared memory."""
     adj = few_sources(num_src, device)

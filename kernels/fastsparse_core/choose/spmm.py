@@ -30,8 +30,12 @@ _WHY_NOT_DIRECT = (
     "edge"
 )
 
-#: Edges up to which building csr's work list costs more than tca, which needs none, takes longer.
+#: Edges up to which building csr's work list costs more than tca, which needs none, takes longer: the list
+#: about 70 us on an H200.
 _SMALL_EDGES = 600_000
+#: Rows, times tiles of 64 features, that cost tca up to 4 us more than csr however few entries they have:
+#: 0.2 ns each on batches of peptides, with two entries per row.
+_SMALL_ROW_TILES = 16_384
 #: Rows, times tiles of 64 features, up to which tca beats flashsparse where windows are few.
 _FEW_ROW_TILES = 2048
 #: Bytes of every source's row that a block of spmm keeps in shared memory where x has few rows, and what else
@@ -40,9 +44,20 @@ _RESIDENT_TILE_BYTES = 256
 _RESIDENT_OTHER_BYTES = 16 * (512 + 8) + 16 * 128 * 8 + 512 * 4
 #: Entries per row from which tca is faster without the tile where rows are as few as sources.
 _LONG_ROW = 128
-#: Edges times features from which flashsparse beats csr's tile in shared memory, in float32, where windows
-#: share half of their gathers.
-_MUCH_GATHERED = 60_000_000
+#: Entries per row below which the end of a row counts as much as what it sums: csr with its tile then takes
+#: longer for a second tile of features than flashsparse (9.3 and 7.8 us with 10 entries, 256 features).
+_SHORT_ROW = 16
+#: Edges times features from which flashsparse beats csr where windows are few: in float32 with csr's tile in
+#: shared memory and without, and in 16 bits.
+_MUCH_GATHERED_RESIDENT = 60_000_000
+_MUCH_GATHERED = 40_000_000
+_MUCH_GATHERED_16_BIT = 35_000_000
+#: Vectors per edge up to which that holds in float32.
+_MUCH_SHARED = 0.6
+#: Vectors per edge up to which flashsparse beats csr in float32 on large graphs, with rows of at most 256
+#: bytes and with longer ones, of which csr's gather is faster (reddit, 0.77: slower from 100 features on).
+_SHARED = 0.85
+_SHARED_LONG = 0.7
 #: Shortest slice of a window, in entries at most.
 _LEAST_SLICE = 32 * 16
 
@@ -83,21 +98,26 @@ def spmm_algorithm(
         return "csr"
     if algorithm == "flashsparse" or dense:
         return "flashsparse"
-    takes_tca = dtype != torch.float32 and heads == 1
-    if spmm_resident(adj, "csr", dtype, width, heads, aligned) or _has_few_windows(adj, dtype, width):
-        if dtype == torch.float32 and not weighted and _gathers_much_once(adj, width):
+    # Tensor cores straight from CSR look up nothing for an edge without a factor.
+    takes_tca = dtype != torch.float32 and heads == 1 and not weighted
+    resident = spmm_resident(adj, "csr", dtype, width, heads, aligned)
+    spared = takes_tca and not resident and _spares_work_list(adj, width)
+    if resident or _has_few_windows(adj, dtype, width):
+        if dtype == torch.float32 and not weighted and _gathers_much_once(adj, width, resident):
             return "flashsparse"
-        if weighted or not takes_tca:
+        if not takes_tca:
             return "csr"
-        # Tensor cores look up nothing for an edge without a factor, and need warps all the same.
-        if adj.num_dst * math.ceil(width / 64) <= _FEW_ROW_TILES:
-            return "tca"
+        few_rows = _row_tiles(adj, width) <= _FEW_ROW_TILES
+        short_rows = width > 128 and adj.num_edges < _SHORT_ROW * adj.num_dst
+        if adj.num_edges * width < _MUCH_GATHERED_16_BIT and not (resident and short_rows):
+            if resident:
+                # Of long rows tca gathers from the L2, and is faster so.
+                tile_in_tca = spmm_resident(adj, "tca", dtype, width, heads, aligned)
+                return "tca" if few_rows and not tile_in_tca else "csr"
+            if few_rows:
+                return "tca" if width <= 64 or spared else "csr"
     if not is_converted(adj):
-        # As long as nobody needed it, a work list costs more than what it saves on a small structure. When
-        # that is depends on the calls before, which must not change the bits of deterministic algorithms.
-        small = 4 * adj.num_dst <= adj.num_edges <= _SMALL_EDGES
-        spared = takes_tca and not weighted and small and not adj.has_row_split
-        return "tca" if spared and not torch.are_deterministic_algorithms_enabled() else "csr"
+        return "tca" if spared else "csr"
     if dtype != torch.float32 or (width <= 64 and adj.num_edges < bounds.FEW_EDGES):
         return "flashsparse"
     # In float32 the CSR kernel gathers as fast: tensor cores win by the rows that 8 destinations share, and
@@ -106,7 +126,8 @@ def spmm_algorithm(
         return "csr"
     if width <= 16 and adj.num_edges >= 4 * adj.num_dst:
         return "flashsparse"
-    return "flashsparse" if adj.bsb.num_vectors <= 0.85 * adj.num_edges else "csr"
+    shared = _SHARED if width <= 64 else _SHARED_LONG
+    return "flashsparse" if adj.bsb.num_vectors <= shared * adj.num_edges else "csr"
 
 
 def spmm_resident(
@@ -115,8 +136,8 @@ def spmm_resident(
     """Whether csr or tca gathers from a tile of all sources in shared memory (spmm_resident.cu).
 
     That takes a GPU whose blocks have room for the tile, sources that rows gather several times, and features
-    that fill half a tile. On pruned matrices with four times as many rows as sources both gain 1.1 to 1.9
-    times; with as many rows csr gains up to 1.3 times, tca 1.05 to 1.15 but for rows of 256 entries
+    that fill at least half a tile. On pruned matrices with four times as many rows as sources both gain 1.1
+    to 1.9 times; with as many rows csr gains up to 1.3 times, tca 1.05 to 1.15 but for rows of 256 entries
     (docs/choosing.md).
 
     Args:
@@ -138,7 +159,7 @@ def spmm_resident(
     tile_bytes = (adj.num_src + 1) * _RESIDENT_TILE_BYTES
     fits = tile_bytes + _RESIDENT_OTHER_BYTES <= bounds.shared_memory(adj.device)
     counted_in_32_bits = adj.num_edges + 16 * adj.num_dst < 2**31
-    return fits and counted_in_32_bits and 2 * width * dtype.itemsize > _RESIDENT_TILE_BYTES
+    return fits and counted_in_32_bits and 2 * width * dtype.itemsize >= _RESIDENT_TILE_BYTES
 
 
 def _flashsparse_fits(adj: Adjacency, dtype: torch.dtype, width: int, heads: int, aligned: bool) -> bool:
@@ -159,12 +180,31 @@ def _has_few_windows(adj: Adjacency, dtype: torch.dtype, width: int) -> bool:
     return most_slices * tiles < bounds.RESIDENT_WARPS and adj.num_edges >= 8 * adj.num_dst
 
 
-def _gathers_much_once(adj: Adjacency, width: int) -> bool:
-    """Whether a converted structure saves tensor cores so many gathers that few windows do not matter.
+def _gathers_much_once(adj: Adjacency, width: int, resident: bool) -> bool:
+    """Whether few windows do not matter in float32, so many gathers does a converted structure save.
 
-    On a pruned matrix of 2048 rows, half of it kept, an H200 takes 39.8 us with csr in float32 at 256
-    features, which come from shared memory, and 26.0 with flashsparse.
+    At 256 features an H200 takes 34.5 us with csr, which gathers from shared memory, and 23.0 us with
+    flashsparse on a pruned matrix of 2048 x 512, half of it kept; on one of 512 x 2048, a fifth of it kept,
+    whose sources do not fit, 30.6 and 25.7 us.
     """
+    much = _MUCH_GATHERED_RESIDENT if resident else _MUCH_GATHERED
     return (
-        adj.has_bsb and adj.num_edges * width >= _MUCH_GATHERED and 2 * adj.bsb.num_vectors <= adj.num_edges
+        adj.has_bsb and adj.num_edges * width >= much and adj.bsb.num_vectors <= _MUCH_SHARED * adj.num_edges
     )
+
+
+def _spares_work_list(adj: Adjacency, width: int) -> bool:
+    """Whether tca takes a structure that csr would first have to build a work list for.
+
+    As long as nobody needed it, that costs more than it saves on a small structure. When that is depends on
+    the calls before, which must not change the bits of deterministic algorithms.
+    """
+    if adj.has_row_split or torch.are_deterministic_algorithms_enabled():
+        return False
+    few_ends = _row_tiles(adj, width) <= _SMALL_ROW_TILES or 4 * adj.num_dst <= adj.num_edges
+    return few_ends and adj.num_edges <= _SMALL_EDGES
+
+
+def _row_tiles(adj: Adjacency, width: int) -> int:
+    """Rows times tiles of 64 features: what tca spreads over its warps."""
+    return adj.num_dst * math.ceil(width / 64)
