@@ -497,6 +497,7 @@ def test_what_gathers_from_shared_memory_needs_no_work_list(capturing):
         (512, 104_857, 128, "csr", "tca"),
         (512, 104_857, 256, "csr", "tca"),
         (512, 104_857, 320, "flashsparse", "tca"),  # many row tiles
+        (512, 6144, 256, "csr", "tca"),  # short rows
         (512, 209_715, 128, "csr", "tca"),
         (512, 209_715, 256, "flashsparse", "tca"),  # much is gathered
         (512, 700_000, 48, "tca", "tca"),
