@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastsparse_core.choose import bounds
-from fastsparse_core.choose.reuse import is_converted
+from fastsparse_core.choose.reuse import REUSE, is_converted
 from fastsparse_core.choose.tiles import features_per_lane
 from fastsparse_core.formats.bsb import MOST_COLUMNS
 from fastsparse_core.log import info_once
@@ -115,7 +115,10 @@ def spmm_algorithm(
                 tile_in_tca = spmm_resident(adj, "tca", dtype, width, heads, aligned)
                 return "tca" if few_rows and not tile_in_tca else "csr"
             if few_rows:
-                return "tca" if width <= 64 or spared else "csr"
+                if width <= 64:
+                    return "tca"
+                adj.uses += 1
+                return "tca" if spared and adj.uses <= REUSE else "csr"
     if not is_converted(adj):
         return "tca" if spared else "csr"
     if dtype != torch.float32 or (width <= 64 and adj.num_edges < bounds.FEW_EDGES):
@@ -136,8 +139,10 @@ def spmm_resident(
     """Whether csr or tca gathers from a tile of all sources in shared memory (spmm_resident.cu).
 
     That takes a GPU whose blocks have room for the tile, sources that rows gather several times, and features
-    that fill at least half a tile. On pruned matrices with four times as many rows as sources both gain 1.1
-    to 1.9 times; with as many rows csr gains up to 1.3 times, tca 1.05 to 1.15 but for rows of 256 entries
+    that fill half a tile in float32, in 16 bits more: tca gathers rows of 128 bytes from the L2 as fast (9.0
+    us against 13.6 on 512 x 512, half of it kept; 12.4 against 13.0 on 2048 x 512, a fifth). On pruned
+    matrices with four times as many rows as sources both gain 1.1 to 1.9 times; with as many rows csr gains
+    up to 1.3 times, tca 1.05 to 1.15 but for rows of 256 entries
     (docs/choosing.md).
 
     Args:
@@ -159,7 +164,10 @@ def spmm_resident(
     tile_bytes = (adj.num_src + 1) * _RESIDENT_TILE_BYTES
     fits = tile_bytes + _RESIDENT_OTHER_BYTES <= bounds.shared_memory(adj.device)
     counted_in_32_bits = adj.num_edges + 16 * adj.num_dst < 2**31
-    return fits and counted_in_32_bits and 2 * width * dtype.itemsize >= _RESIDENT_TILE_BYTES
+    half_tile = _RESIDENT_TILE_BYTES // 2
+    row_bytes = width * dtype.itemsize
+    fills = row_bytes > half_tile or (row_bytes == half_tile and dtype == torch.float32)
+    return fits and counted_in_32_bits and fills
 
 
 def _flashsparse_fits(adj: Adjacency, dtype: torch.dtype, width: int, heads: int, aligned: bool) -> bool:
