@@ -7,12 +7,11 @@
 // and of the nine products the six above 2^-24 are summed (two terms and three products where
 // torch.set_float32_matmul_precision asks for less).
 //
-// Both weights lie in shared memory all the time, as terms; the warps of a block share nothing else and never
-// wait for each other, so that some gather while others multiply. A warp takes 16 rows: a quad of lanes
-// gathers two of them straight into the registers that are operand A, lane t of it features 16 j + 4 t .. + 3
-// of every group j of 16. A product sums over a group in any order, so that these four, which are both parts
-// of a lane's operand B too, are 8 contiguous bytes of every term. Outputs are dealt out likewise: a quad
-// stores 64 contiguous bytes of a row.
+// Both weights lie in shared memory all the time, as terms; the two warpgroups of a block share nothing else
+// and never wait for each other, so that one gathers while the other multiplies. A warp takes 16 rows: a quad
+// of lanes gathers two of them straight into the registers that become operand A, lane t of it features
+// 16 j + 4 t .. + 3 of every group j of 16, one of which is what a product sums over, in any order. Outputs
+// are dealt out likewise: a quad stores 64 contiguous bytes of a row.
 
 #include <algorithm>
 
@@ -30,8 +29,8 @@ constexpr int kWarpgroups = kThreads / kWarpgroup;
 constexpr int kRows = 16;  // of a warp
 constexpr int kTileRows = kWarpgroup / kWarp * kRows;
 constexpr int kGroup = 16;  // features of a product
-constexpr int kGroupsPerTotal =
-    4;  // then sums move to ordinary float32 additions: tensor cores cut off digits
+// Then sums move to ordinary float32 additions: tensor cores cut off digits.
+constexpr int kGroupsPerTotal = 4;
 
 // Rows g and g + 8 of a tile, this lane's features.
 template <int kGroups>
@@ -46,24 +45,38 @@ __device__ __forceinline__ void add(float4& to, const float4& what) {
   to.w += what.w;
 }
 
-// Adds this lane's pieces of two rows; null: nothing.
+__device__ __forceinline__ void scale_by(float4& what, float factor) {
+  what.x *= factor;
+  what.y *= factor;
+  what.z *= factor;
+  what.w *= factor;
+}
+
+// This lane's pieces of two rows; null: zeros.
 template <int kGroups>
-__device__ __forceinline__ void add_rows(Rows<kGroups>& rows, const float* const (&from)[2], int feature,
-                                         int width) {
-  Rows<kGroups> read;
+__device__ __forceinline__ Rows<kGroups> read_rows(const float* const (&from)[2], int feature, int width) {
+  Rows<kGroups> rows;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {
       if (from[h] != nullptr && feature + j * kGroup < width)
-        read.piece[h][j] = __ldg(reinterpret_cast<const float4*>(from[h] + j * kGroup));
+        rows.piece[h][j] = __ldg(reinterpret_cast<const float4*>(from[h] + j * kGroup));
     }
   }
+  return rows;
+}
+
+// The same of rows `row` and `row` + 8 of a matrix.
+template <int kGroups>
+__device__ __forceinline__ Rows<kGroups> read_rows(const float* matrix, std::int64_t stride, std::int64_t row,
+                                                   std::int64_t num_rows, int feature, int width) {
+  const float* from[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-#pragma unroll
-    for (int j = 0; j < kGroups; ++j) add(rows.piece[h][j], read.piece[h][j]);
+    from[h] = row + 8 * h < num_rows ? matrix + (row + 8 * h) * stride + feature : nullptr;
   }
+  return read_rows<kGroups>(from, feature, width);
 }
 
 // A weight (outputs x features) as terms in shared memory: panels of 64 features of all outputs, term by
@@ -151,7 +164,7 @@ __device__ __forceinline__ void multiply(float (&total)[kOutputs / 8][4], const 
       }
     }
     wgmma_commit();
-    wgmma_wait();
+    wgmma_wait(sum);
 #pragma unroll
     for (int tile = 0; tile < kOutputs / 8; ++tile) {
 #pragma unroll
@@ -160,27 +173,22 @@ __device__ __forceinline__ void multiply(float (&total)[kOutputs / 8][4], const 
   }
 }
 
-// Sums of the neighbours of rows g and g + 8.
+// Sums of the neighbours of rows `row` and `row` + 8.
 template <int kGroups>
-__device__ __forceinline__ void gather(Rows<kGroups>& rows, const AggregateLinearArgs& args,
-                                       std::int64_t first_row, int feature) {
-  const int width = static_cast<int>(args.width);
+__device__ __forceinline__ Rows<kGroups> gather(const AggregateLinearArgs& args, std::int64_t row,
+                                                int feature) {
   const float* x = static_cast<const float*>(args.x.data) + feature;
   const std::int32_t* col[2];
-  int count[2];
-  float scale[2];
+  int count[2], next[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const std::int64_t row = first_row + 8 * h;
-    const bool inside = row < args.a.num_rows;
-    const std::int64_t begin = inside ? __ldg(args.a.rowptr + row) : 0;
-    count[h] = inside ? static_cast<int>(__ldg(args.a.rowptr + row + 1) - begin) : 0;
+    const bool inside = row + 8 * h < args.a.num_rows;
+    const std::int64_t begin = inside ? __ldg(args.a.rowptr + row + 8 * h) : 0;
+    count[h] = inside ? static_cast<int>(__ldg(args.a.rowptr + row + 8 * h + 1) - begin) : 0;
     col[h] = args.a.col + begin;
-    scale[h] = inside && args.scale_dst != nullptr ? __ldg(args.scale_dst + row) : 1.0f;
+    next[h] = count[h] > 0 ? __ldg(col[h]) : 0;
   }
-  int next[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) next[h] = count[h] > 0 ? __ldg(col[h]) : 0;
+  Rows<kGroups> sums;
   for (int entry = 0; entry < max(count[0], count[1]); ++entry) {
     const float* from[2];
 #pragma unroll
@@ -188,18 +196,35 @@ __device__ __forceinline__ void gather(Rows<kGroups>& rows, const AggregateLinea
       from[h] = entry < count[h] ? x + next[h] * args.x.stride : nullptr;
       next[h] = entry + 1 < count[h] ? __ldg(col[h] + entry + 1) : 0;
     }
-    add_rows(rows, from, feature, width);
+    const auto source = read_rows<kGroups>(from, feature, static_cast<int>(args.width));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j) add(sums.piece[h][j], source.piece[h][j]);
+    }
   }
   if (args.scale_dst != nullptr) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      const float scale = row + 8 * h < args.a.num_rows ? __ldg(args.scale_dst + row + 8 * h) : 0.0f;
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
-        rows.piece[h][j].x *= scale[h];
-        rows.piece[h][j].y *= scale[h];
-        rows.piece[h][j].z *= scale[h];
-        rows.piece[h][j].w *= scale[h];
-      }
+      for (int j = 0; j < kGroups; ++j) scale_by(sums.piece[h][j], scale);
+    }
+  }
+  return sums;
+}
+
+// Writes rows `row` and `row` + 8.
+template <int kGroups>
+__device__ __forceinline__ void write_rows(const Rows<kGroups>& rows, float* matrix, std::int64_t row,
+                                           std::int64_t num_rows, int feature, int width) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+      const int column = feature + j * kGroup;
+      if (row + 8 * h < num_rows && column < width)
+        *reinterpret_cast<float4*>(matrix + (row + 8 * h) * width + column) = rows.piece[h][j];
     }
   }
 }
@@ -216,13 +241,14 @@ __global__ void __launch_bounds__(kThreads) aggregate_linear_kernel(const Aggreg
   __syncthreads();
 
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+  const int feature = 4 * t;  // of the first group
   const bool given = args.a.num_edges < 0;
+  const std::int64_t num_rows = args.a.num_rows;
   // The warps of a warpgroup multiply together.
   const int warpgroup = threadIdx.x / kWarpgroup;
   std::int64_t tile_row = (static_cast<std::int64_t>(blockIdx.x) * kWarpgroups + warpgroup) * kTileRows;
-  for (; tile_row < args.a.num_rows;
-       tile_row += static_cast<std::int64_t>(gridDim.x) * kWarpgroups * kTileRows) {
-    const std::int64_t first_row = tile_row + threadIdx.x % kWarpgroup / kWarp * kRows;
+  for (; tile_row < num_rows; tile_row += static_cast<std::int64_t>(gridDim.x) * kWarpgroups * kTileRows) {
+    const std::int64_t row = tile_row + threadIdx.x % kWarpgroup / kWarp * kRows + g;
     float total[kOutputs / 8][4];
 #pragma unroll
     for (int tile = 0; tile < kOutputs / 8; ++tile) {
@@ -236,50 +262,22 @@ __global__ void __launch_bounds__(kThreads) aggregate_linear_kernel(const Aggreg
     {
       Rows<kGroups> sums;
       if (given) {
-        const float* from[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const std::int64_t row = first_row + g + 8 * h;
-          from[h] = row < args.a.num_rows ? args.sums + row * width + 4 * t : nullptr;
-        }
-        add_rows(sums, from, 4 * t, width);
+        sums = read_rows<kGroups>(args.sums, width, row, num_rows, feature, width);
       } else {
-        gather(sums, args, first_row + g, 4 * t);
-        if (args.sums != nullptr) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const std::int64_t row = first_row + g + 8 * h;
-#pragma unroll
-            for (int j = 0; j < kGroups; ++j) {
-              const int feature = j * kGroup + 4 * t;
-              if (row < args.a.num_rows && feature < width)
-                *reinterpret_cast<float4*>(args.sums + row * width + feature) = sums.piece[h][j];
-            }
-          }
-        }
+        sums = gather<kGroups>(args, row, feature);
+        if (args.sums != nullptr) write_rows(sums, args.sums, row, num_rows, feature, width);
       }
       multiply(total, sums, weight);
     }
-    {
-      Rows<kGroups> own;
-      const float* from[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const std::int64_t row = first_row + g + 8 * h;
-        const float* x = static_cast<const float*>(args.x.data) + row * args.x.stride + 4 * t;
-        from[h] = row < args.a.num_rows ? x : nullptr;
-      }
-      add_rows(own, from, 4 * t, width);
-      multiply(total, own, root_weight);
-    }
+    const float* const x = static_cast<const float*>(args.x.data);
+    multiply(total, read_rows<kGroups>(x, args.x.stride, row, num_rows, feature, width), root_weight);
 #pragma unroll
     for (int pair = 0; pair < kOutputs / 16; ++pair) {
       const int n = pair * 16 + 4 * t;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const std::int64_t row = first_row + g + 8 * h;
-        if (row >= args.a.num_rows || n >= out_width) continue;
-        *reinterpret_cast<float4*>(args.out + row * out_width + n) =
+        if (row + 8 * h >= num_rows || n >= out_width) continue;
+        *reinterpret_cast<float4*>(args.out + (row + 8 * h) * out_width + n) =
             float4{total[2 * pair][2 * h], total[2 * pair][2 * h + 1], total[2 * pair + 1][2 * h],
                    total[2 * pair + 1][2 * h + 1]};
       }
@@ -291,7 +289,7 @@ template <int kGroups, int kOutputs, int kTerms>
 cudaError_t launch(const AggregateLinearArgs& args, cudaStream_t stream) {
   const auto kernel = aggregate_linear_kernel<kGroups, kOutputs, kTerms>;
   constexpr int kBytes = 2 * Weight<kGroups, kOutputs, kTerms>::kBytes;
-  int device = 0, processors = 0, blocks = 0;
+  int device = 0, processors = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
@@ -299,13 +297,10 @@ cudaError_t launch(const AggregateLinearArgs& args, cudaStream_t stream) {
   if (error == cudaSuccess) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   }
-  if (error == cudaSuccess) {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, kBytes);
-  }
   if (error != cudaSuccess) return error;
-  const unsigned tiles = ceil_div(args.a.num_rows, kTileRows * kWarpgroups);
-  const unsigned grid = std::min(tiles, static_cast<unsigned>(std::max(blocks, 1) * processors));
-  kernel<<<grid, kThreads, kBytes, stream>>>(args);
+  // A multiprocessor has registers for one block.
+  const unsigned blocks = ceil_div(args.a.num_rows, kTileRows * kWarpgroups);
+  kernel<<<std::min(blocks, static_cast<unsigned>(processors)), kThreads, kBytes, stream>>>(args);
   return cudaGetLastError();
 }
 

@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kThreads)
         part += stage.grad[row + threadIdx.x / kTile][threadIdx.x % kTile];
       bias += part;
     }
-    wgmma_wait();
+    wgmma_wait(sum);
 #pragma unroll
     for (int tile = 0; tile < kTile / 8; ++tile) {
 #pragma unroll

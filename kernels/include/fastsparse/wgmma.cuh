@@ -39,8 +39,9 @@ __device__ __forceinline__ void wgmma_bf16(float (&c)[8][4], const std::uint32_t
 __device__ __forceinline__ void wgmma_fence();
 // Ends a group.
 __device__ __forceinline__ void wgmma_commit();
-// Until all groups are done.
-__device__ __forceinline__ void wgmma_wait();
+// Until all groups are done, and c, which they wrote, can be read.
+template <int kTiles>
+__device__ __forceinline__ void wgmma_wait(float (&c)[kTiles][4]);
 // What threads wrote to shared memory is there for products behind this and a barrier.
 __device__ __forceinline__ void shared_to_wgmma();
 
@@ -85,8 +86,14 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void wgmma_wait() {
+template <int kTiles>
+__device__ __forceinline__ void wgmma_wait(float (&c)[kTiles][4]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  // The compiler knows of no other reason to read c after the wait.
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    asm volatile("" : "+f"(c[tile][0]), "+f"(c[tile][1]), "+f"(c[tile][2]), "+f"(c[tile][3])::"memory");
+  }
 }
 __device__ __forceinline__ void shared_to_wgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -104,7 +111,8 @@ __device__ __forceinline__ void wgmma_bf16(float (&)[8][4], const std::uint32_t 
 }
 __device__ __forceinline__ void wgmma_fence() {}
 __device__ __forceinline__ void wgmma_commit() {}
-__device__ __forceinline__ void wgmma_wait() {}
+template <int kTiles>
+__device__ __forceinline__ void wgmma_wait(float (&)[kTiles][4]) {}
 __device__ __forceinline__ void shared_to_wgmma() {}
 #endif
 
