@@ -2,10 +2,10 @@
 // float32.
 //
 // Floors per call, E entries, n rows of width K to N features: 4 K E bytes gathered, 4 n (K + N) read and
-// written and 4 n K for sums that the backward pass wants; 4 n K N flops, which as ordinary float32 take
-// twice as long as the bytes. So they run on tensor cores: a float32 number is three bfloat16 terms exactly,
-// and of the nine products the six above 2^-24 are summed (two terms and three products where
-// torch.set_float32_matmul_precision asks for less).
+// written and 4 n K for sums that the backward pass wants; 4 n K N flops. On an H200 both take about as long,
+// one after the other, so the flops go to the tensor cores: a float32 number is three bfloat16 terms,
+// exactly, and of nine products six are summed; the others are below 2^-22 of the first (two terms and three
+// products where torch.set_float32_matmul_precision asks for less).
 //
 // Both weights lie in shared memory all the time, as terms; the two warpgroups of a block share nothing else
 // and never wait for each other, so that one gathers while the other multiplies. A warp takes 16 rows: a quad
