@@ -54,10 +54,6 @@ _MUCH_GATHERED = 40_000_000
 _MUCH_GATHERED_16_BIT = 35_000_000
 #: Vectors per edge up to which that holds in float32.
 _MUCH_SHARED = 0.6
-#: Vectors per edge up to which flashsparse beats csr in float32 on large graphs, with rows of at most 256
-#: bytes and with longer ones, of which csr's gather is faster (reddit, 0.77: slower from 100 features on).
-_SHARED = 0.85
-_SHARED_LONG = 0.7
 #: Shortest slice of a window, in entries at most.
 _LEAST_SLICE = 32 * 16
 
@@ -129,8 +125,7 @@ def spmm_algorithm(
         return "csr"
     if width <= 16 and adj.num_edges >= 4 * adj.num_dst:
         return "flashsparse"
-    shared = _SHARED if width <= 64 else _SHARED_LONG
-    return "flashsparse" if adj.bsb.num_vectors <= shared * adj.num_edges else "csr"
+    return "flashsparse" if adj.bsb.num_vectors <= 0.85 * adj.num_edges else "csr"
 
 
 def spmm_resident(
