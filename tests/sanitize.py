@@ -50,6 +50,7 @@ from fastsparse_core.formats.grouping import group_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_split import split_rows
 from fastsparse_core.formats.tall_windows import TallLayout
+from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
 from fastsparse_core.ops._spmm_launch import add_transposed
 from fastsparse_core.ops._ssd_launch import slotted_ssd
 from fastsparse_core.ops.csr_to_dense import csr_to_dense
@@ -133,6 +134,13 @@ def heavy() -> Adjacency:
 def sparse() -> Adjacency:
     """Two or three entries in most rows, in their own order."""
     return _sorted(*_edges(600, 605, 1500, 300, 100), (600, 605))
+
+
+@functools.cache
+def short() -> Adjacency:
+    """None to five entries in a row, in their own order."""
+    row = torch.arange(300).repeat_interleave(torch.arange(300) % 6)
+    return _sorted(row, torch.randperm(605).repeat(2)[: row.numel()], (300, 605))
 
 
 @functools.cache
@@ -289,6 +297,28 @@ def sddmm_blocks(dtype: torch.dtype) -> None:
                 sddmm(adj, y, x, algorithm="flashsparse")
             dst, src = draw(adj.num_dst), draw(adj.num_src)
             sddmm(adj, y, x, scale_dst=dst, scale_src=src, algorithm="flashsparse")
+
+
+def layers_in_one() -> None:
+    """GraphSAGE's layer: one panel of features and two, full ones and others, two terms and three.
+
+    Neighbours that the kernel gathers, and sums that it is given; sums that are kept, and none.
+    """
+    if not choose.transforms_on_tensor_cores(torch.device(DEVICE), F32, 1 << 20, 128, 128):
+        return  # only Hopper has what the kernels need
+    for fewer_digits, width, out_width in itertools.product((False, True), (20, 64, 100, 128), (20, 128)):
+        x = features(605, width, dtype=F32)
+        weight, root_weight = (draw(out_width, width, dtype=F32) for _ in range(2))
+        bias = draw(out_width)
+        with tf32(fewer_digits):
+            for adj, scaled in ((short(), True), (short(), False), (sparse(), True)):
+                operands = (x, weight, bias if scaled else None, root_weight)
+                scale = adj.inv_degree() if scaled else None
+                aggregate_and_transform(adj, *operands, scale, "auto", keeps_sums=False)
+                _, sums = aggregate_and_transform(adj, *operands, scale, "auto", keeps_sums=True)
+                assert sums is not None
+                grad = features(adj.num_dst, out_width, dtype=F32)
+                gradients_of_parameters(grad, sums, x[: adj.num_dst], needs_bias=scaled)
 
 
 # ---------------------------------------------------------------- attention
@@ -489,6 +519,7 @@ PARTS: dict[str, Part] = {
     **_by_dtype("spmm-direct", "spmm_tca spmm_hr", _HALVES, spmm_direct),
     **_by_dtype("spmm-resident", "spmm_resident", {"all": (F32, F16, BF16)}, spmm_resident),
     **_by_dtype("spmm-blocks", "spmm_bsb", _EACH, spmm_blocks),
+    "aggregate-linear": Part(("aggregate_linear", "aggregate_linear_backward"), (layers_in_one,)),
     **_by_dtype("sddmm", "sddmm_csr", _TWO, sddmm_rows),
     **_by_dtype("sddmm-blocks", "sddmm_bsb", _TWO_ON_TENSOR_CORES, sddmm_blocks),
     **_by_dtype("attention", "attention_bsb", _TWO_ON_TENSOR_CORES, dot_product),

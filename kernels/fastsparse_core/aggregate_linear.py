@@ -13,6 +13,7 @@ from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.captured_step import fork
 from fastsparse_core.ops._aggregate_linear_launch import (
     aggregate_and_transform,
+    are_plain,
     gradients_of_parameters,
     is_laid_out,
 )
@@ -155,7 +156,11 @@ class _AggregateLinear(torch.autograd.Function):
         is_part = needs_root and num_dst < num_src
         own = cast((x if is_part else features)[:num_dst], dtype)
         matrix, root_matrix = cast(weight, dtype), cast(root_weight, dtype)
-        if _is_one_kernel(own, *matrix.shape) and is_laid_out(features, matrix, root_matrix):
+        if (
+            _is_one_kernel(own, *matrix.shape)
+            and are_plain(features, matrix, bias, root_matrix)
+            and is_laid_out(features, matrix, root_matrix)
+        ):
             bias = None if bias is None else bias.contiguous()
             out, sums = aggregate_and_transform(
                 adj, features, matrix, bias, root_matrix, scale, algorithm, needs_weight
@@ -204,7 +209,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             needs_weight
             and needs_root
             and _is_one_kernel(own, grad.size(1), own.size(1))
-            and is_laid_out(own)
+            and is_laid_out(own, sums)
         ):
             return gradients_of_parameters(grad, sums, own, needs_bias)
         return (

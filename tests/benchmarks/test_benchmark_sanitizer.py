@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import sanitize
+from hopper import KERNELS, prepare
 from rich.console import Console
 
 from benchmarks import record, sanitizer, tables
 from benchmarks.__main__ import run
+from fastsparse_core import choose
 
 #: Stands for compute-sanitizer: runs nothing, and says or does what the name of the part asks for.
 STAND_IN = """#!{python}
@@ -47,6 +49,15 @@ def test_every_source_of_kernels_is_in_a_part() -> None:
 def test_calls_of_a_part_are_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sanitize, "DEVICE", "cpu")
     sanitize.PARTS[name].run()
+
+
+def test_calls_of_the_part_that_needs_hopper_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitize, "DEVICE", "cpu")
+    hopper = prepare("cpu", monkeypatch)
+    sanitize.PARTS["aggregate-linear"].run()
+    assert set(hopper.launched) == set(KERNELS)
+    assert choose.gathers_and_transforms(sanitize.short(), "auto")
+    assert not choose.gathers_and_transforms(sanitize.sparse(), "auto")
 
 
 def test_parts_leave_the_choice_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,23 @@ from itertools import product as combinations
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DTYPES, LAYOUTS, TOLERANCE, WIDTHS, edge_lists, features, relative_error
+from cases import DTYPES, LAYOUTS, TOLERANCE, WIDTHS, EdgeList, edge_lists, features, relative_error
+from hopper import Hopper, prepare
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from padded import WIDTH, check_layer
 
-from fastsparse_core import Adjacency, choose, reference, spmm
+from fastsparse_core import _C, Adjacency, algorithms, choose, reference, spmm
 from fastsparse_core.aggregate_linear import aggregate_linear, can_aggregate_linear, starts_with
+from fastsparse_core.choose import bounds
 from fastsparse_core.ops import _common
-from fastsparse_core.ops._common import sum_of_rows
+from fastsparse_core.ops._aggregate_linear_launch import (
+    aggregate_and_transform,
+    are_plain,
+    gradients_of_parameters,
+    is_laid_out,
+)
+from fastsparse_core.ops._common import allows_tf32, sum_of_rows
 from fastsparse_core.ops._spmm_launch import add_transposed
 
 SETTINGS = settings(
@@ -530,3 +539,486 @@ def test_sum_of_rows(monkeypatch, device, dtype, shape, in_parts):
             # A result of 16 bits is rounded once. Tensor cores cut off digits where they add in float32.
             tolerance = torch.finfo(result).eps if result.itemsize == 2 else 1e-6 if dtype == result else 1e-5
             assert (got.double() - expected).norm() <= tolerance * expected.norm().clamp(min=1e-30)
+
+
+# ---------------------------------------------------------------- as one kernel on Hopper's tensor cores
+
+FORWARD, BACKWARD = "aggregate_linear", "aggregate_linear_backward"
+#: Widths on both sides of the kernels' groups of 16, panels of 64 and tiles of 128.
+SERVED_WIDTHS = (4, 8, 20, 64, 68, 100, 128)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def hopper(request, monkeypatch) -> Hopper:
+    """The kernels, which serve any number of rows here; on the CPU what is as strict stands for them."""
+    return prepare(request.param, monkeypatch)
+
+
+@pytest.fixture
+def float32_precision():
+    """`torch.set_float32_matmul_precision`, which is put back."""
+    before = torch.get_float32_matmul_precision()
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)
+
+
+def drawn(layer_rows: int, width: int, out_width: int, device: str, bias: bool = True):
+    x = features(layer_rows, width, torch.float32, "contiguous", device).requires_grad_()
+    return [x, *parameters(torch.float32, device, width, out_width, bias=bias)]
+
+
+def results(layer, adj, leaves, grad, reduce):
+    """A layer's result and the gradients of what needs one."""
+    out = layer(adj, *leaves, reduce)
+    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    return [out, *(torch.autograd.grad(out, wanted, grad) if wanted else ())]
+
+
+def exactly(adj, leaves, grad, reduce, change=torch.Tensor.double):
+    """The same in float64."""
+    exact = [
+        None if leaf is None else change(leaf.detach().double()).requires_grad_(leaf.requires_grad)
+        for leaf in leaves
+    ]
+    return results(by_hand, adj, exact, change(grad.double()), reduce)
+
+
+def grouped_by(adj: Adjacency, gathers: bool) -> None:
+    """Checks that a structure's neighbours are summed by the kernel itself or before."""
+    assert choose.gathers_and_transforms(adj, "auto") == gathers
+
+
+@given(
+    edges=edge_lists(),
+    width=st.sampled_from(SERVED_WIDTHS),
+    out_width=st.sampled_from(SERVED_WIDTHS),
+    bias=st.booleans(),
+    reduce=st.sampled_from(["sum", "mean"]),
+    layout=st.sampled_from([*LAYOUTS, "aligned_stride"]),
+    algorithm=st.sampled_from(["auto", "csr"]),
+)
+@SETTINGS
+def test_one_kernel_equals_reference(
+    hopper, poisoned_memory, edges, width, out_width, bias, reduce, layout, algorithm
+):
+    num_dst, num_src = edges.shape
+    adj = EdgeList(edges.row, edges.col, (num_dst, max(num_dst, num_src))).adjacency(hopper.device)
+    leaves = drawn(adj.num_src, width, out_width, hopper.device, bias)
+    if layout == "aligned_stride":
+        x = features(adj.num_src, width + 4, torch.float32, "contiguous", hopper.device)[:, :width]
+    else:
+        x = features(adj.num_src, width, torch.float32, layout, hopper.device)
+    leaves[0] = x.requires_grad_()
+    grad = features(num_dst, out_width, torch.float32, "contiguous", hopper.device, seed=7)
+    hopper.launched.clear()
+    with algorithms(spmm=algorithm):
+        found = results(aggregate_linear, adj, leaves, grad, reduce)
+    served = num_dst > 0 and is_laid_out(x)
+    assert hopper.launched == ([FORWARD, BACKWARD] if served else [])
+    # Sums of few terms may cancel: errors are relative to those of the same terms without signs.
+    expected, terms = (exactly(adj, leaves, grad, reduce, change) for change in (lambda it: it, torch.abs))
+    for got, exact, term in zip(found, expected, terms, strict=True):
+        error = (got.double() - exact).norm().item()
+        assert error <= TOLERANCE[torch.float32] * max(term.norm().item(), 1e-30)
+
+
+@pytest.mark.parametrize("num_dst", [1, 15, 64, 129, 300, 1000])
+@pytest.mark.parametrize(
+    ("width", "out_width"), [(4, 8), (8, 4), (20, 64), (64, 68), (100, 100), (128, 4), (68, 128), (128, 128)]
+)
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_kernel_is_as_accurate_as_float32(
+    hopper, poisoned_memory, num_dst, width, out_width, reduce, gathers, bias
+):
+    adj = block(hopper.device, num_dst, 2 * num_dst, 5 if gathers else 14)
+    grouped_by(adj, gathers)
+    leaves = drawn(adj.num_src, width, out_width, hopper.device, bias)
+    grad = features(num_dst, out_width, torch.float32, "contiguous", hopper.device, seed=7)
+    found = results(aggregate_linear, adj, leaves, grad, reduce)
+    assert hopper.launched == [FORWARD, BACKWARD]
+    for got, expected in zip(found, exactly(adj, leaves, grad, reduce), strict=True):
+        assert relative_error(got, expected) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("keeps_sums", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("num_dst", [1, 17, 200, 9000])  # of the last there are more stages than slabs
+def test_launches(hopper, poisoned_memory, gathers, keeps_sums, scaled, num_dst):
+    adj = block(hopper.device, num_dst, num_dst + 50, 3)
+    x, weight, bias, root_weight = (leaf.detach() for leaf in drawn(adj.num_src, 68, 20, hopper.device))
+    scale = adj.inv_degree() if scaled else None
+    algorithm = "auto" if gathers else "csr"
+    assert choose.gathers_and_transforms(adj, algorithm) == gathers
+    out, sums = aggregate_and_transform(
+        adj, x, weight, bias, root_weight, scale, algorithm, keeps_sums=keeps_sums
+    )
+    exact = reference.spmm(adj, x, scale_dst=None if scale is None else scale.double())
+    own = x[:num_dst]
+    expected = exact @ weight.double().t() + own.double() @ root_weight.double().t() + bias.double()
+    assert relative_error(out, expected) <= TOLERANCE[torch.float32]
+    assert (sums is not None) == keeps_sums
+    if sums is None:
+        return
+    assert relative_error(sums, exact) <= TOLERANCE[torch.float32]
+    grad = features(num_dst, 20, torch.float32, "contiguous", hopper.device, seed=7)
+    for needs_bias in (True, False):
+        found = gradients_of_parameters(grad, sums, own, needs_bias)
+        wanted = (sums, None, own)
+        for got, factor in zip(found, wanted, strict=True):
+            if factor is not None:
+                assert relative_error(got, grad.double().t() @ factor.double()) <= TOLERANCE[torch.float32]
+        assert (found[1] is not None) == needs_bias
+        if needs_bias:
+            assert relative_error(found[1], grad.double().sum(0)) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("num_edges", [0, 3])
+def test_one_kernel_with_empty_rows(hopper, poisoned_memory, num_edges):
+    row, col = torch.tensor([2, 2, 90])[:num_edges], torch.tensor([5, 99, 0])[:num_edges]
+    adj = Adjacency.from_coo(row.to(hopper.device), col.to(hopper.device), (100, 100))
+    leaves = drawn(100, 8, 12, hopper.device)
+    grad = features(100, 12, torch.float32, "contiguous", hopper.device, seed=7)
+    for reduce in ("sum", "mean"):
+        found = results(aggregate_linear, adj, leaves, grad, reduce)
+        for got, expected in zip(found, exactly(adj, leaves, grad, reduce), strict=True):
+            assert relative_error(got, expected) <= TOLERANCE[torch.float32]
+    assert hopper.launched == 2 * [FORWARD, BACKWARD]
+
+
+def test_one_kernel_is_not_for_no_rows(hopper):
+    none = torch.zeros(0, dtype=torch.int64, device=hopper.device)
+    for num_src in (0, 9):
+        leaves = drawn(num_src, 8, 12, hopper.device)
+        out = aggregate_linear(Adjacency.from_coo(none, none, (0, num_src)), *leaves, "mean")
+        assert out.shape == (0, 12)
+        for gradient, leaf in zip(torch.autograd.grad(out.sum(), leaves), leaves, strict=True):
+            assert gradient.shape == leaf.shape
+            assert not gradient.any()
+    assert hopper.launched == []
+
+
+def misaligned(like: torch.Tensor) -> torch.Tensor:
+    """The same numbers where no 16 bytes begin."""
+    return torch.cat([like.new_zeros(1), like.flatten()])[1:].view(like.shape)
+
+
+@pytest.mark.parametrize("which", ["x", "weight", "root_weight", "bias", "grad"])
+@pytest.mark.parametrize("layout", ["misaligned", "transposed", "odd_stride", "aligned_stride", "expanded"])
+def test_one_kernel_and_layouts(hopper, which, layout):
+    """What the kernels cannot read is copied or left to PyTorch."""
+    adj = block(hopper.device)
+    given = dict(
+        zip(("x", "weight", "bias", "root_weight"), drawn(NUM_SRC, 64, 64, hopper.device), strict=True)
+    )
+    given["grad"] = features(NUM_DST, 64, torch.float32, "contiguous", hopper.device, seed=7)
+    plain = given[which].detach()
+    if layout == "misaligned":
+        other = misaligned(plain)
+    elif layout == "transposed" and plain.dim() > 1:
+        other = plain.t().contiguous().t()
+    elif layout == "expanded":
+        other = plain[:1].expand(plain.shape)
+    else:
+        gap = 4 if layout == "aligned_stride" else 3
+        other = torch.stack([plain] * gap, -1)[..., 0] if plain.dim() == 1 else F.pad(plain, (0, gap))[:, :64]
+    given[which] = other.requires_grad_(which != "grad")
+    leaves = [given[name] for name in ("x", "weight", "bias", "root_weight")]
+    found = results(aggregate_linear, adj, leaves, given["grad"], "mean")
+    for got, expected in zip(found, exactly(adj, leaves, given["grad"], "mean"), strict=True):
+        assert relative_error(got, expected) <= TOLERANCE[torch.float32]
+    reads_x = which == "x" and layout in ("aligned_stride", "expanded")
+    assert (FORWARD in hopper.launched) == (reads_x or which in ("bias", "grad"))
+    assert (BACKWARD in hopper.launched) == (reads_x or which != "x")
+
+
+@pytest.mark.parametrize("needed", list(combinations([True, False], repeat=4)), ids=str)
+def test_one_kernel_and_every_subset_of_gradients(hopper, needed):
+    leaves = [
+        leaf.detach().requires_grad_(needs)
+        for leaf, needs in zip(drawn(NUM_SRC, 20, 68, hopper.device), needed, strict=True)
+    ]
+    grad = features(NUM_DST, 68, torch.float32, "contiguous", hopper.device, seed=7)
+    adj = block(hopper.device)
+    found = results(aggregate_linear, adj, leaves, grad, "mean")
+    assert hopper.launched == [FORWARD] + [BACKWARD] * (needed[1] and needed[3])
+    for got, expected in zip(found, exactly(adj, leaves, grad, "mean"), strict=True):
+        assert relative_error(got, expected) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_one_kernel_and_fewer_digits(hopper, float32_precision, gathers):
+    adj = block(hopper.device, fanout=5 if gathers else 14)
+    leaves = drawn(NUM_SRC, 128, 128, hopper.device)
+    grad = features(NUM_DST, 128, torch.float32, "contiguous", hopper.device, seed=7)
+    expected = exactly(adj, leaves, grad, "mean")
+    errors = []
+    for precision in ("highest", "high"):
+        float32_precision(precision)
+        found = results(
+            aggregate_linear, adj, [leaf.detach().requires_grad_() for leaf in leaves], grad, "mean"
+        )
+        errors.append(max(map(relative_error, (found[0], *found[2:]), (expected[0], *expected[2:]))))
+    assert errors[0] <= TOLERANCE[torch.float32] < errors[1] < 1e-4
+
+
+def test_who_may_have_fewer_digits(float32_precision):
+    for precision in ("high", "medium", "highest"):
+        float32_precision(precision)
+        assert allows_tf32() == (precision != "highest")
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this PyTorch has one way to say it")
+    try:
+        for precision in ("tf32", "ieee"):
+            torch.backends.cuda.matmul.fp32_precision = precision
+            assert allows_tf32() == (precision == "tf32")
+    finally:
+        float32_precision("highest")
+    assert not allows_tf32()
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_one_kernel_where_all_errors_have_one_sign(hopper, gathers):
+    """Tensor cores cut digits off: of sums of positive numbers always in one direction."""
+    num_dst = 5000
+    adj = block(hopper.device, num_dst, 2 * num_dst, 5 if gathers else 14)
+    leaves = [leaf.detach().abs().requires_grad_() for leaf in drawn(2 * num_dst, 128, 128, hopper.device)]
+    grad = features(num_dst, 128, torch.float32, "contiguous", hopper.device, seed=7).abs()
+    found = results(aggregate_linear, adj, leaves, grad, "sum")
+    assert hopper.launched == [FORWARD, BACKWARD]
+    for got, expected in zip(found, exactly(adj, leaves, grad, "sum"), strict=True):
+        assert relative_error(got, expected) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("strange", [float("nan"), float("inf"), -float("inf")])
+def test_one_kernel_and_what_is_not_finite(hopper, gathers, strange):
+    adj = block(hopper.device, fanout=5 if gathers else 14)
+    x, weight, bias, root_weight = (leaf.detach() for leaf in drawn(NUM_SRC, 20, 68, hopper.device))
+    source = 7
+    x[source, 3] = strange
+    out = aggregate_linear(adj, x, weight, bias, root_weight, "mean")
+    users = adj.row()[adj.col == source]
+    assert len(users) > 0
+    reached = torch.zeros(NUM_DST, dtype=torch.bool, device=hopper.device)
+    reached[users] = reached[source] = True
+    # Infinity less infinity, which is its second term, is NaN.
+    assert out[reached].isnan().all()
+    x[source] = 0
+    finite = aggregate_linear(adj, x, weight, bias, root_weight, "mean")
+    assert torch.equal(out[~reached], finite[~reached])
+    grad = torch.ones(NUM_DST, 68, device=hopper.device)
+    leaves = [leaf.requires_grad_() for leaf in (weight, bias, root_weight)]
+    grad[9, 5] = strange
+    gradients = torch.autograd.grad(aggregate_linear(adj, x, *leaves, "mean"), leaves, grad)
+    for gradient in gradients:
+        assert (~gradient[5].isfinite()).all()
+        gradient[5] = 0
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e15])
+def test_one_kernel_and_very_small_and_large_numbers(hopper, scale):
+    adj = block(hopper.device)
+    leaves = drawn(NUM_SRC, 64, 64, hopper.device, bias=False)
+    leaves[0] = (leaves[0].detach() * scale).requires_grad_()
+    grad = features(NUM_DST, 64, torch.float32, "contiguous", hopper.device, seed=7)
+    found = results(aggregate_linear, adj, leaves, grad, "mean")
+    for got, expected in zip(found, exactly(adj, leaves, grad, "mean"), strict=True):
+        assert relative_error(got.double() / scale, expected / scale) <= TOLERANCE[torch.float32]
+
+
+def test_one_kernel_and_double_backward(hopper):
+    adj = block(hopper.device)
+    leaves = drawn(NUM_SRC, 20, 12, hopper.device)
+
+    def second(layer, leaves):
+        first = torch.autograd.grad(layer(adj, *leaves, "mean").square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(it.square().sum() for it in first), leaves)
+
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    for got, expected in zip(second(aggregate_linear, leaves), second(by_hand, exact), strict=True):
+        assert relative_error(got, expected) <= 4 * TOLERANCE[torch.float32]
+    # The first gradients came from other operators; the kernel's own pass ended the second ones.
+    assert hopper.launched == [FORWARD, BACKWARD]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("gathers", [True, False])
+def test_one_kernel_gives_the_same_bits_twice(hopper, deterministic, gathers):
+    leaves = drawn(2000, 100, 68, hopper.device)
+    grad = features(1000, 68, torch.float32, "contiguous", hopper.device, seed=7)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        adj = block(hopper.device, 1000, 2000, 5 if gathers else 14)
+        first, *others = (results(aggregate_linear, adj, leaves, grad, "mean") for _ in range(4))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert hopper.launched == 4 * [FORWARD, BACKWARD]
+    for other in others:
+        for place, (got, expected) in enumerate(zip(other, first, strict=True)):
+            # Those of x come by atomics, or from the transpose on from the third.
+            assert torch.equal(got, expected) or (place == 1 and not deterministic)
+
+
+def test_one_kernel_gives_gradients_that_may_be_written(hopper):
+    """Both weights' gradients are added up in one array; who gets them need not know."""
+    adj = block(hopper.device)
+    leaves = drawn(NUM_SRC, 20, 12, hopper.device)
+    gradients = torch.autograd.grad(aggregate_linear(adj, *leaves, "mean").sum(), leaves)
+    kept = [gradient.clone() for gradient in gradients]
+    gradients[1].mul_(leaves[1])  # with autograd watching
+    assert torch.equal(gradients[3], kept[3])
+    for _ in range(2):
+        aggregate_linear(adj, *leaves, "mean").sum().backward()
+    for leaf, gradient in zip(leaves[1:], kept[1:], strict=True):
+        assert torch.equal(leaf.grad, 2 * gradient)
+    weight = leaves[1]
+    tied = torch.autograd.grad(
+        aggregate_linear(adj, leaves[0], weight, leaves[2], weight, "mean").sum(), weight
+    )
+    exact = leaves[1].detach().double().requires_grad_()
+    own = [leaf.detach().double() for leaf in (leaves[0], leaves[2])]
+    (expected,) = torch.autograd.grad(by_hand(adj, own[0], exact, own[1], exact, "mean").sum(), exact)
+    assert relative_error(tied[0], expected) <= TOLERANCE[torch.float32]
+
+
+def test_one_kernel_is_not_for_autocast_nor_other_dtypes(hopper):
+    adj = block(hopper.device)
+    leaves = drawn(NUM_SRC, 20, 12, hopper.device)
+    with torch.autocast(hopper.device, torch.bfloat16):
+        aggregate_linear(adj, *leaves, "mean").float().sum().backward()
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        other = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
+        aggregate_linear(adj, *other, "mean").sum().backward()
+    assert hopper.launched == []
+    with torch.autocast(hopper.device, torch.bfloat16), torch.autocast(hopper.device, enabled=False):
+        out = aggregate_linear(adj, *leaves, "mean")
+    with torch.autocast(hopper.device, torch.bfloat16):
+        out.sum().backward()
+    assert hopper.launched == [FORWARD, BACKWARD]
+
+
+def test_one_kernel_asks_for_no_work_list(hopper):
+    """Slices are put together after some products: those of the kernel do not count."""
+    adj = block(hopper.device)
+    x, *weights = (leaf.detach() for leaf in drawn(NUM_SRC, 20, 12, hopper.device))
+    left = adj._unsorted_uses_left
+    for _ in range(3):
+        aggregate_linear(adj, x, *weights, "mean")
+    assert hopper.launched == 3 * [FORWARD]
+    assert adj._unsorted_uses_left == left
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_one_kernel_on_padded_structures(hopper, reduce):
+    """Rows behind those of the batch are empty, and so are their gradients."""
+    layer = torch.nn.Module()
+    for name, parameter in zip(
+        ("weight", "bias", "root_weight"), parameters(torch.float32, hopper.device, WIDTH, 12), strict=True
+    ):
+        layer.register_parameter(name, torch.nn.Parameter(parameter.detach()))
+
+    def call(adj, x):
+        assert choose.gathers_and_transforms(adj, "auto")
+        return aggregate_linear(adj, x, layer.weight, layer.bias, layer.root_weight, reduce)
+
+    check_layer(layer, call, hopper.device)
+    assert hopper.launched == 2 * [FORWARD, BACKWARD]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", [1, 2, 3])
+def test_one_kernel_leaves_other_devices_to_pytorch(monkeypatch, which):
+    """An address on the host would end the process's use of the GPU."""
+    hopper = prepare("cuda", monkeypatch)
+    leaves = [leaf.detach() for leaf in drawn(NUM_SRC, 20, 12, "cuda")]
+    leaves[which] = leaves[which].cpu()
+    with pytest.raises(RuntimeError, match="same device"):
+        aggregate_linear(block("cuda"), *leaves, "mean")
+    assert hopper.launched == []
+
+
+def test_which_parameters_are_plain():
+    class Wrapped(torch.Tensor):
+        pass
+
+    x, weight, bias, root_weight = drawn(NUM_SRC, 20, 12, "cpu")
+    assert are_plain(x, weight, bias, root_weight)
+    assert are_plain(x, torch.nn.Parameter(weight.detach()), None, root_weight)
+    for wrong in (weight.detach().as_subclass(Wrapped), weight.to("meta")):
+        assert not are_plain(x, wrong, bias, root_weight)
+        assert not are_plain(x, weight, bias, wrong)
+    for wrong in (bias.detach().as_subclass(Wrapped), bias.to("meta"), bias[:1], bias[None]):
+        assert not are_plain(x, weight, wrong, root_weight)
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "has"),
+    [
+        ("90", (9, 0), True),
+        ("80;90", (9, 0), True),
+        ("80;90+PTX", (9, 0), True),
+        ("90+PTX", (9, 0), True),
+        ("80", (9, 0), False),
+        ("80+PTX", (9, 0), False),
+        ("", (9, 0), False),
+        ("80;90", (8, 0), False),
+        ("80;90", (8, 9), False),
+        ("90+PTX", (10, 0), False),  # which runs the PTX, without what Hopper alone has
+        ("100;120", (12, 0), False),
+    ],
+)
+def test_who_has_products_of_warpgroups(monkeypatch, archs, capability, has):
+    monkeypatch.setattr(_C, "build_info", lambda: {"cuda": bool(archs), "cuda_archs": archs})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert bounds.has_wgmma.__wrapped__(torch.device("cuda", 0)) == has
+
+
+@pytest.mark.parametrize(
+    ("change", "served"),
+    [
+        ({}, True),
+        ({"device": torch.device("cpu")}, False),
+        ({"dtype": torch.float16}, False),
+        ({"dtype": torch.float64}, False),
+        ({"num_rows": 4095}, False),
+        ({"num_rows": 4096}, True),
+        ({"width": 4, "out_width": 128}, True),
+        ({"width": 100}, True),
+        ({"width": 102}, False),
+        ({"out_width": 47}, False),
+        ({"width": 132}, False),
+        ({"out_width": 132}, False),
+        ({"width": 0}, False),
+        ({"out_width": 0}, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("has_wgmma", [True, False])
+def test_when_both_linear_maps_are_one_kernel(monkeypatch, change, served, has_wgmma):
+    monkeypatch.setattr(bounds, "has_wgmma", lambda device: has_wgmma)
+    call = {
+        "device": torch.device("cuda", 0),
+        "dtype": torch.float32,
+        "num_rows": 160_000,
+        "width": 128,
+        "out_width": 128,
+    }
+    assert choose.transforms_on_tensor_cores(**(call | change)) == (served and has_wgmma)
+
+
+def test_when_that_kernel_gathers():
+    def structure(fanout: int, more_in_one_row: int = 0) -> Adjacency:
+        row = torch.cat([torch.arange(100).repeat_interleave(fanout), torch.full((more_in_one_row,), 3)])
+        return Adjacency.from_coo(row, torch.randint(100, row.shape), (100, 100))
+
+    assert choose.gathers_and_transforms(structure(0), "auto")
+    assert choose.gathers_and_transforms(structure(8), "auto")
+    assert not choose.gathers_and_transforms(structure(9), "auto")
+    assert not choose.gathers_and_transforms(structure(2, more_in_one_row=500), "auto")
+    for algorithm in ("csr", "flashsparse", "tca", "hr"):
+        assert not choose.gathers_and_transforms(structure(2), algorithm)

@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import TOLERANCE, relative_error
+from hopper import prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from padded import fill
 
 from fastsparse_core import Adjacency, CapturedBatches, captured_batches, log, spmm
+from fastsparse_core.aggregate_linear import aggregate_linear
 from fastsparse_core.formats.inspection import Facts
 from fastsparse_core.padded_adjacency import PaddedAdjacency, write
 from fastsparse_core.reference import spmm as reference_spmm
@@ -147,13 +149,16 @@ class Task:
     def step(self, structures, x, y):
         self.shapes.append([structure.shape for structure in structures])
         for structure, weight in zip(structures, self.weight, strict=True):
-            own = x[: structure.num_dst]
-            x = (spmm(structure, x @ weight, scale_dst=structure.inv_degree()) + own).relu()
+            x = self.aggregate(structure, x, weight).relu()
         loss = F.cross_entropy(x[: y.size(0)], y)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
         return loss
+
+    def aggregate(self, structure, x, weight):
+        own = x[: structure.num_dst]
+        return spmm(structure, x @ weight, scale_dst=structure.inv_degree()) + own
 
     def batch(self, seed, seeds=16):
         generator = torch.Generator().manual_seed(seed)
@@ -167,9 +172,20 @@ class Task:
         return edges, {"x": x, "y": torch.randint(WIDTH, (seeds,), generator=generator).to(self.device)}
 
 
-def check_training(device, batches):
+class LayerTask(Task):
+    """GraphSAGE's layers, one weight for both maps."""
+
+    def __init__(self, device="cpu", margin=40):
+        super().__init__(device, margin)
+        self.bias = torch.zeros(WIDTH, device=device)
+
+    def aggregate(self, structure, x, weight):
+        return aggregate_linear(structure, x, weight, self.bias, weight, "mean")
+
+
+def check_training(device, batches, kind=Task):
     """Losses and weights of padded batches equal those of batches as they are."""
-    plain, task = Task(device), Task(device)
+    plain, task = kind(device), kind(device)
     captured = CapturedBatches(task.step, fill={"x": 0.0}, observe=4)
     for edges, tensors in batches(task):
         expected = plain.step([Adjacency.from_coo(*part) for part in edges], **tensors)
@@ -195,6 +211,21 @@ def test_padded_batches_train_like_batches_as_they_are(pretended_gpu):
     for first, second in padded:
         assert first[0] == second[1]
         assert second[0] == 16  # seeds do not vary
+
+
+def test_padded_batches_of_layers_that_are_one_kernel(pretended_gpu, monkeypatch):
+    hopper = prepare("cpu", monkeypatch)
+    _, captured = check_training("cpu", lambda task: map(task.batch, range(12)), LayerTask)
+    assert captured.is_recorded
+    assert len(hopper.launched) == 2 * 12 * 2 * 2  # both trainings, forward and backward of two layers
+
+
+@pytest.mark.gpu
+def test_recorded_layers_that_are_one_kernel(monkeypatch):
+    hopper = prepare("cuda", monkeypatch)
+    _, captured = check_training("cuda", lambda task: map(task.batch, range(24)), LayerTask)
+    assert captured.is_recorded
+    assert len(hopper.launched) < 2 * 24 * 2 * 2  # most batches are replays
 
 
 @pytest.mark.parametrize("short", [(3, 7), (4, 8)])  # 4: the first batch that is not run as it is

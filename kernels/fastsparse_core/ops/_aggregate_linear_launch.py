@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fastsparse_core import _C, choose
 from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.ops._common import address
+from fastsparse_core.ops._common import PLAIN, address, allows_tf32
 from fastsparse_core.ops._spmm_launch import product
 
 #: Rows of a slab at least, and slabs at most: two blocks of threads for each fill an H200.
@@ -16,12 +15,32 @@ _SLAB_ROWS = 128
 _MOST_SLABS = 66
 
 
-def is_laid_out(x: Tensor, *parameters: Tensor) -> bool:
-    """Whether rows of ``x`` and contiguous parameters can be read 16 bytes at a time."""
+def is_laid_out(x: Tensor, *contiguous: Tensor) -> bool:
+    """Whether rows of ``x``, and matrices without gaps, can be read 16 bytes at a time.
+
+    Of float32 numbers, more than one to a row.
+    """
     return (
         x.stride(1) == 1
         and x.stride(0) % 4 == x.data_ptr() % 16 == 0
-        and all(parameter.is_contiguous() and parameter.data_ptr() % 16 == 0 for parameter in parameters)
+        and all(matrix.is_contiguous() and matrix.data_ptr() % 16 == 0 for matrix in contiguous)
+    )
+
+
+def are_plain(x: Tensor, weight: Tensor, bias: Tensor | None, root_weight: Tensor) -> bool:
+    """Whether parameters lie in memory as they say, beside ``x``: an address is all that a kernel gets.
+
+    Others are PyTorch's to multiply, or to refuse.
+    """
+    device = x.device
+    return (
+        type(weight) in PLAIN
+        and type(root_weight) in PLAIN
+        and weight.device == device
+        and root_weight.device == device
+        and (
+            bias is None or (type(bias) in PLAIN and bias.device == device and bias.shape == weight.shape[:1])
+        )
     )
 
 
@@ -35,7 +54,9 @@ def aggregate_and_transform(
     algorithm: str,
     keeps_sums: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The result of `aggregate_linear` where `choose.transforms_on_tensor_cores` and `is_laid_out` allow it.
+    """The result of `aggregate_linear` where the launch can serve it.
+
+    That is where `choose.transforms_on_tensor_cores`, `is_laid_out` and `are_plain` say so.
 
     Args:
         adj: structure.
@@ -59,7 +80,7 @@ def aggregate_and_transform(
         sums = x.new_empty(adj.num_dst, x.size(1))
     index = device_index(x.device)
     _C.aggregate_linear(
-        adj.csr_structure,
+        adj.plain_structure,  # no work list: none is needed, and asking for one counts as a use of it
         not gathers,
         address(scale_dst),
         x.size(1),
@@ -81,18 +102,20 @@ def aggregate_and_transform(
 def gradients_of_parameters(
     grad: Tensor, sums: Tensor, own: Tensor, needs_bias: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Gradients of what `aggregate_and_transform` takes as parameters, on the same conditions.
+    """Gradients of what `aggregate_and_transform` takes as parameters, where that could be called.
 
     Args:
         grad: of its result.
-        sums: of the neighbours.
-        own: features of the destinations.
+        sums: of the neighbours, laid out without gaps.
+        own: features of the destinations, laid out as those of the sources.
         needs_bias: whether the gradient of the bias is wanted.
 
     Returns:
         Gradients of ``weight``, ``bias`` or None, and ``root_weight``.
     """
     grad = grad.contiguous()
+    if grad.data_ptr() % 16:
+        grad = grad.clone()  # read in 16-byte pieces
     num_rows, out_width = grad.shape
     width = own.size(1)
     num_slabs = min(-(-num_rows // _SLAB_ROWS), _MOST_SLABS)
@@ -114,10 +137,11 @@ def gradients_of_parameters(
         index,
         queue(index),
     )
-    grad_weight, grad_root = weights.sum(0)
+    # As no views: those of a backward pass may not be written in place while autograd watches.
+    grad_weight, grad_root = (part.data for part in weights.sum(0))
     return grad_weight, None if bias is None else bias.sum(0), grad_root
 
 
 def _num_terms() -> int:
     """Terms of a float32 number: all of its digits, or the first 16 where PyTorch may use fewer."""
-    return 3 if torch.get_float32_matmul_precision() == "highest" else 2
+    return 2 if allows_tf32() else 3

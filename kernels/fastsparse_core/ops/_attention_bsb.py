@@ -10,7 +10,7 @@ from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.choose import MOST_HEADS
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT, MOST_COLUMNS
-from fastsparse_core.ops._common import DTYPE_CODE, address, empty_values, unit_stride
+from fastsparse_core.ops._common import DTYPE_CODE, address, allows_tf32, empty_values, unit_stride
 
 #: Widest head that a warp works on.
 MAX_HEAD_WIDTH = 256
@@ -220,5 +220,5 @@ def _input(
         scale,
         dropout_p,
         seed,
-        torch.get_float32_matmul_precision() != "highest",
+        allows_tf32(),
     )

@@ -177,6 +177,14 @@ def num_heads(value: Tensor | None) -> int:
     return value.size(-1) if value is not None and value.dim() > 1 else 1
 
 
+def allows_tf32() -> bool:
+    """Whether products of float32 matrices may have fewer digits, as PyTorch's own were told."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # it was told by a setting of torch 2.9, after which that question is an error
+        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
 def is_dense(value: Tensor | None) -> TypeGuard[Tensor]:
     """Whether an operator's values are dense vectors, (num_vectors, 8, heads), not one per edge and head."""
     return value is not None and value.dim() == 3

@@ -15,6 +15,7 @@ from fastsparse_core.ops._common import (
     DTYPE_CODE,
     accumulation_dtype,
     address,
+    allows_tf32,
     edges_from_dense,
     is_dense,
     num_heads,
@@ -154,7 +155,7 @@ def _launch_bsb(
         0 if partial is None else partial.data_ptr(),
         features_per_lane,
         blocks_per_step,
-        dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest",
+        dtype == torch.float32 and allows_tf32(),
         index,
         queue(index),
     )

@@ -14,6 +14,7 @@ from fastsparse_core.formats.bsb import HEIGHT
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
     address,
+    allows_tf32,
     autocast,
     below_autograd,
     check_features,
@@ -219,7 +220,7 @@ def _launch_bsb(
         address(scale_src),
         out.data_ptr(),
         DTYPE_CODE[out.dtype],
-        torch.get_float32_matmul_precision() != "highest",
+        allows_tf32(),
         index,
         queue(index),
     )

@@ -1,0 +1,156 @@
+"""The kernels behind `aggregate_linear` on Hopper, and what stands for them where there is no such GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C, choose
+from fastsparse_core.choose import aggregate_linear as rules
+from fastsparse_core.choose import bounds
+from fastsparse_core.kernel_formats import KernelFormats
+
+KERNELS = ("aggregate_linear", "aggregate_linear_backward")
+
+
+@dataclass
+class Hopper:
+    """Where the kernels run, and which of them did."""
+
+    device: str
+    launched: list[str] = field(default_factory=list)
+
+
+def prepare(device: str, monkeypatch: pytest.MonkeyPatch) -> Hopper:
+    """Lets structures of any number of rows have the kernels; on the CPU those below."""
+    monkeypatch.setattr(rules, "_LEAST_ROWS", 1)
+    if device == "cpu":
+        _pretend(monkeypatch)
+    elif not bounds.has_wgmma(torch.device(device)):
+        pytest.skip("needs a GPU of architecture 9.0 and a build for it")
+    hopper = Hopper(device)
+    for name in KERNELS:
+        monkeypatch.setattr(_C, name, _recorded(name, getattr(_C, name), hopper.launched))
+    return hopper
+
+
+def _recorded(name: str, kernel: Callable[..., None], launched: list[str]) -> Callable[..., None]:
+    def launch(*arguments: Any) -> None:
+        launched.append(name)
+        kernel(*arguments)
+
+    return launch
+
+
+def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same sums of bfloat16 terms on the CPU, at the addresses that a launch is given."""
+    served = choose.transforms_on_tensor_cores
+    monkeypatch.setattr(bounds, "has_wgmma", lambda device: True)
+    monkeypatch.setattr(
+        choose, "transforms_on_tensor_cores", lambda device, *sizes: served(torch.device("cuda"), *sizes)
+    )
+    monkeypatch.setattr(KernelFormats, "plain_structure", property(lambda adj: adj))
+    for name, kernel in zip(KERNELS, (_forward, _backward), strict=True):
+        monkeypatch.setattr(_C, name, kernel, raising=False)
+
+
+def _matrix(address: int, rows: int, width: int, stride: int) -> Tensor:
+    """What lies at an address, as the kernels read it."""
+    assert rows > 0, "an empty grid cannot be launched"
+    assert address > 0
+    assert address % 16 == 0
+    assert width % 4 == stride % 4 == 0
+    numbers = (ctypes.c_float * ((rows - 1) * stride + width)).from_address(address)
+    return torch.frombuffer(numbers, dtype=torch.float32).as_strided((rows, width), (stride, 1))
+
+
+def _vector(address: int, length: int) -> Tensor:
+    """Likewise, by single numbers."""
+    return torch.frombuffer((ctypes.c_float * length).from_address(address), dtype=torch.float32)
+
+
+def _terms(x: Tensor, count: int) -> list[Tensor]:
+    """bfloat16 terms of float32 numbers, each what the upper half of the bits left holds."""
+    terms = []
+    for _ in range(count):
+        terms.append((x.contiguous().view(torch.int32) & -(1 << 16)).view(torch.float32))
+        x = x - terms[-1]
+    return terms
+
+
+def _product(left: Tensor, right: Tensor, num_terms: int) -> Tensor:
+    lefts, rights = _terms(left, num_terms), _terms(right, num_terms)
+    total = torch.zeros(left.size(0), right.size(1), dtype=torch.float64)
+    for order in reversed(range(num_terms)):
+        for term in range(order + 1):
+            total += lefts[term].double() @ rights[order - term].double()
+    return total
+
+
+def _forward(
+    adj: Any,
+    sums_given: bool,
+    scale_dst: int,
+    width: int,
+    x: int,
+    x_stride: int,
+    out_width: int,
+    weight: int,
+    root_weight: int,
+    bias: int,
+    sums: int,
+    out: int,
+    num_terms: int,
+    *_: Any,
+) -> None:
+    num_dst, num_src = adj.shape
+    features = _matrix(x, num_src, width, x_stride)
+    matrices = [_matrix(address, out_width, width, width) for address in (weight, root_weight)]
+    if sums_given:
+        summed = _matrix(sums, num_dst, width, width)
+    else:
+        row = torch.arange(num_dst).repeat_interleave(adj.rowptr.diff())  # what is padded has no more
+        summed = torch.zeros(num_dst, width).index_add_(0, row, features[adj.col[: row.numel()].long()])
+        if scale_dst:
+            summed *= _vector(scale_dst, num_dst)[:, None]
+        if sums:
+            _matrix(sums, num_dst, width, width).copy_(summed)
+    total = _product(summed, matrices[0].t(), num_terms)
+    total += _product(features[:num_dst], matrices[1].t(), num_terms)
+    if bias:
+        total += _vector(bias, out_width)
+    _matrix(out, num_dst, out_width, out_width).copy_(total)
+
+
+def _backward(
+    num_rows: int,
+    grad: int,
+    out_width: int,
+    sums: int,
+    x: int,
+    x_stride: int,
+    width: int,
+    num_slabs: int,
+    weights: int,
+    bias: int,
+    num_terms: int,
+    *_: Any,
+) -> None:
+    assert num_slabs > 0
+    grads = _matrix(grad, num_rows, out_width, out_width)
+    factors = (_matrix(sums, num_rows, width, width), _matrix(x, num_rows, width, x_stride))
+    results = _matrix(weights, num_slabs * 2 * out_width, width, width).view(num_slabs, 2, out_width, width)
+    stages = -(-num_rows // 64)
+    for slab in range(num_slabs):
+        begin, end = (min(stages * place // num_slabs * 64, num_rows) for place in (slab, slab + 1))
+        part = grads[begin:end]
+        for result, factor in zip(results[slab], factors, strict=True):
+            result.copy_(_product(part.t(), factor[begin:end], num_terms))
+        if bias:
+            _vector(bias + 4 * slab * out_width, out_width).copy_(part.double().sum(0))
