@@ -452,6 +452,20 @@ def test_spmm_of_few_windows_leaves_the_tensor_cores(dtype, num_dst, num_edges, 
     assert choose.spmm_algorithm(adj, "auto", dtype, width, 1, True) == picked
 
 
+@pytest.mark.parametrize(
+    ("num_dst", "width", "weighted", "picked"),
+    [
+        (2048, 16, False, "flashsparse"),
+        (2048, 16, True, "csr"),
+        (2048, 20, False, "csr"),
+        (1000, 16, False, "csr"),
+    ],
+)
+def test_few_windows_of_narrow_features_in_float32(num_dst, width, weighted, picked):
+    adj = structure(num_dst=num_dst, num_src=1024, num_edges=60 * num_dst)
+    assert choose.spmm_algorithm(adj, "auto", torch.float32, width, 1, True, weighted=weighted) == picked
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("shape", "num_edges", "width", "picked"),

@@ -82,7 +82,10 @@ __device__ __forceinline__ void wgmma_bf16(float (&c)[8][4], const std::uint32_t
 #undef FASTSPARSE_C4
 // clang-format on
 
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() {
+  __syncwarp();  // loops over rows of different lengths end here
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
@@ -99,7 +102,7 @@ __device__ __forceinline__ void shared_to_wgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 #else
-// Other architectures have none: choose.linear_on_tensor_cores keeps the kernels from them.
+// Other architectures have none: choose.transforms_on_tensor_cores keeps the kernels from them.
 template <bool kByRow>
 __device__ __forceinline__ void wgmma_bf16(float (&)[16][4], const std::uint32_t (&)[4], std::uint64_t,
                                            bool) {
