@@ -182,8 +182,34 @@ def wall_time(
     Returns:
         Median and spread.
     """
+    one = {"": fn}
+    return wall_times(one, device, budget_ms=budget_ms, warm_up=warm_up, least=least, most=most)[""]
 
-    def once() -> float:
+
+def wall_times(
+    calls: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    *,
+    budget_ms: float = 1000.0,
+    warm_up: int = 2,
+    least: int = 5,
+    most: int = 200,
+) -> dict[str, Timing]:
+    """`wall_time` of several calls in turn, so that other work on the machine slows all alike.
+
+    Args:
+        calls: The calls, by name.
+        device: As there, like what follows; the budget is that of each call.
+        budget_ms: About how long to measure, if the calls took equally long.
+        warm_up: Rounds before that.
+        least: Fewest rounds to time.
+        most: Most rounds to time.
+
+    Returns:
+        Median and spread by name.
+    """
+
+    def once(fn: Callable[[], Any]) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         begin = time.perf_counter()
@@ -192,11 +218,15 @@ def wall_time(
             torch.cuda.synchronize(device)
         return (time.perf_counter() - begin) * 1e3
 
+    def one_round() -> dict[str, float]:
+        return {name: once(fn) for name, fn in calls.items()}
+
     for _ in range(warm_up):
-        once()
-    first = once()
-    times = [once() for _ in range(_samples(first, budget_ms, least, most))]
-    return summarise(times, "wall clock")
+        one_round()
+    count = _samples(sum(one_round().values()), budget_ms * len(calls), least, most)
+    rounds = [one_round() for _ in range(count)]
+    method = "wall clock, alternating" if len(calls) > 1 else "wall clock"
+    return {name: summarise([times[name] for times in rounds], method) for name in calls}
 
 
 def alternating(calls: Mapping[str, Callable[[], Any]], *, rounds: int) -> dict[str, Timing]:
