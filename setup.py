@@ -217,12 +217,15 @@ def find_cuda(env: Mapping[str, str]) -> Cuda | str:
     if static_runtime is None:
         return f"{nvcc} comes without libcudart_static.a"
 
+    version = output_of(nvcc, "--version")
     listed = re.findall(r"compute_(\d+)", output_of(nvcc, "--list-gpu-arch"))
+    if re.search(r"release 11\.", version):  # which knows architecture 9.0 without its own features
+        listed = [arch for arch in listed if arch not in WITH_OWN_FEATURES]
     supported = sorted((arch for arch in listed if int(arch) >= OLDEST_ARCH), key=int)
     if not supported:
         return f"{nvcc} builds for no architecture from {OLDEST_ARCH} on"
     machine_code, ptx = choose_archs(requested, visible_gpu_archs(), supported)
-    return Cuda(nvcc, output_of(nvcc, "--version"), include_dirs, static_runtime, machine_code, ptx)
+    return Cuda(nvcc, version, include_dirs, static_runtime, machine_code, ptx)
 
 
 # ---------------------------------------------------------------------------------- compiling, with a cache

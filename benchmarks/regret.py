@@ -72,8 +72,8 @@ def run(options: argparse.Namespace) -> Path:
     out = recorder("regret", options)
     out.note(
         "forward without values; 'first' is construction from compressed rows, what the algorithm converts"
-        " and one product, by the clock, algorithms in turn; 'repeated' is one product of a prepared structure;"
-        " regret is the time of what auto picks over the best time"
+        " and one product, by the clock, algorithms in turn; 'repeated' is one product of a prepared"
+        " structure; regret is the time of what auto picks over the best time"
     )
     device = torch.device(options.device)
     for name in progress(options.structures, "regret"):

@@ -29,7 +29,7 @@ constexpr int kWarpgroups = kThreads / kWarpgroup;
 constexpr int kRows = 16;  // of a warp
 constexpr int kTileRows = kWarpgroup / kWarp * kRows;
 constexpr int kGroup = 16;  // features of a product
-// Then sums move to ordinary float32 additions: tensor cores cut off digits.
+// Groups that tensor cores sum, before sums move to ordinary float32 additions: they cut off digits.
 constexpr int kGroupsPerTotal = 4;
 
 // Rows g and g + 8 of a tile, this lane's features.

@@ -130,7 +130,8 @@ def aggregate_linear(
         scale = adj.inv_degree(torch.float64 if x.dtype == torch.float64 else torch.float32)
     algorithm = choose.requested("spmm", "auto")
     dtype = autocast_dtype(x) or x.dtype
-    return _AggregateLinear.apply(x, weight, bias, root_weight, scale, adj, algorithm, dtype)
+    recorded = torch.is_grad_enabled()  # which nobody can ask within apply
+    return _AggregateLinear.apply(x, weight, bias, root_weight, scale, adj, algorithm, dtype, recorded)
 
 
 class _AggregateLinear(torch.autograd.Function):
@@ -147,6 +148,7 @@ class _AggregateLinear(torch.autograd.Function):
         adj: Adjacency,
         algorithm: str,
         dtype: torch.dtype,
+        recorded: bool,
     ) -> Tensor:
         # Everything that is multiplied has one dtype, so autocast, where it is on, casts nothing more.
         num_dst, num_src = adj.shape
@@ -157,13 +159,13 @@ class _AggregateLinear(torch.autograd.Function):
         own = cast((x if is_part else features)[:num_dst], dtype)
         matrix, root_matrix = cast(weight, dtype), cast(root_weight, dtype)
         if (
-            _is_one_kernel(own, *matrix.shape)
+            _is_one_kernel(own, *matrix.t().shape)
             and are_plain(features, matrix, bias, root_matrix)
             and is_laid_out(features, matrix, root_matrix)
         ):
             bias = None if bias is None else bias.contiguous()
             out, sums = aggregate_and_transform(
-                adj, features, matrix, bias, root_matrix, scale, algorithm, needs_weight
+                adj, features, matrix, bias, root_matrix, scale, algorithm, recorded and needs_weight
             )
         else:
             sums = cast(product(adj, features, None, scale, None, None, algorithm), dtype)
@@ -191,10 +193,10 @@ class _AggregateLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gradients = _gradients if is_first_derivative(grad) else _differentiable
-        return (*without_autocast(gradients, ctx, grad), None, None, None, None)
+        return (*without_autocast(gradients, ctx, grad), None, None, None, None, None)
 
 
-def _is_one_kernel(own: Tensor, out_width: int, width: int) -> bool:
+def _is_one_kernel(own: Tensor, width: int, out_width: int) -> bool:
     return choose.transforms_on_tensor_cores(own.device, own.dtype, own.size(0), width, out_width)
 
 
@@ -208,7 +210,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if (
             needs_weight
             and needs_root
-            and _is_one_kernel(own, grad.size(1), own.size(1))
+            and _is_one_kernel(own, own.size(1), grad.size(1))
             and is_laid_out(own, sums)
         ):
             return gradients_of_parameters(grad, sums, own, needs_bias)

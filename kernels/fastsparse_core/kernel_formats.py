@@ -85,6 +85,23 @@ class KernelFormats:
         """Whether `row_split` was built."""
         return "row_split" in self._row_memo.results
 
+    @property
+    def has_short_rows(self) -> bool:
+        """Whether no row is longer than a slice.
+
+        Where no work list says so the device is read once; False while a CUDA graph is captured.
+        """
+        is_known = not self._row_memo.results.keys().isdisjoint(("row_split", "has_short_rows"))
+        if not is_known and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        return self._row_memo.get("has_short_rows", self._has_short_rows)
+
+    def _has_short_rows(self) -> bool:
+        if self.has_row_split:
+            return self.row_split.num_slots == 0
+        longest = int(self.rowptr.diff().max()) if self.num_dst else 0
+        return longest <= choose.slice_length(self.num_edges)
+
     def _row_split(self) -> RowSplit:
         return split_rows(self.rowptr, choose.slice_length(self.num_edges))
 

@@ -913,6 +913,34 @@ def test_one_kernel_asks_for_no_work_list(hopper):
     assert adj._unsorted_uses_left == left
 
 
+def test_one_kernel_builds_no_work_list(hopper):
+    row, col = block(hopper.device).row().flip(0), block(hopper.device).col.flip(0)
+    adj = Adjacency.from_coo(row, col, (NUM_DST, NUM_SRC))
+    assert not adj.has_row_split  # as of all structures that came in another order
+    x, *weights = (leaf.detach() for leaf in drawn(NUM_SRC, 20, 12, hopper.device))
+    aggregate_linear(adj, x, *weights, "mean")
+    assert hopper.launched == [FORWARD]
+    assert not adj.has_row_split
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_one_kernel_writes_no_sums_that_nobody_wants(hopper, monkeypatch, context):
+    written = []
+
+    def launch(*arguments):
+        written.append(bool(arguments[10]))  # the address of the sums
+        forward(*arguments)
+
+    forward = _C.aggregate_linear
+    monkeypatch.setattr(_C, "aggregate_linear", launch)
+    adj = block(hopper.device)
+    x, *weights = drawn(NUM_SRC, 20, 12, hopper.device)
+    aggregate_linear(adj, x, *weights, "mean")
+    with context():
+        aggregate_linear(adj, x, *weights, "mean")
+    assert written == [True, False]
+
+
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 def test_one_kernel_on_padded_structures(hopper, reduce):
     """Rows behind those of the batch are empty, and so are their gradients."""

@@ -225,7 +225,7 @@ def test_recorded_layers_that_are_one_kernel(monkeypatch):
     hopper = prepare("cuda", monkeypatch)
     _, captured = check_training("cuda", lambda task: map(task.batch, range(24)), LayerTask)
     assert captured.is_recorded
-    assert len(hopper.launched) < 2 * 24 * 2 * 2  # most batches are replays
+    assert 24 * 2 * 2 < len(hopper.launched) < 2 * 24 * 2 * 2  # one training is plain; replays launch nothing
 
 
 @pytest.mark.parametrize("short", [(3, 7), (4, 8)])  # 4: the first batch that is not run as it is

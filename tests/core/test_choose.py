@@ -527,6 +527,9 @@ def test_few_windows_in_16_bit(capturing, num_dst, num_edges, width, picked, pic
     picks = [choose.spmm_algorithm(new, *arguments, weighted=False) for _ in range(choose.REUSE)]
     assert picks == [picked_first] * choose.REUSE
     if picked == "csr":  # which builds its work list after as many uses as others are converted after
+        capturing.append(True)  # but not now
+        assert choose.spmm_algorithm(new, *arguments, weighted=False) == "tca"
+        capturing.append(False)
         assert choose.spmm_algorithm(new, *arguments, weighted=False) == "csr"
     torch.use_deterministic_algorithms(True)
     try:

@@ -137,6 +137,10 @@ def test_find_cuda_reads_nvccs_own_plan(setup_py, tmp_path, monkeypatch, library
         "-gencode=arch=compute_90,code=compute_90",
     ]
 
+    # Before CUDA 12 nvcc does not know what only architecture 9.0 has.
+    nvcc.write_text(nvcc.read_text().replace("release 99", "release 11.8"))
+    assert setup_py.find_cuda({"CUDA_HOME": str(toolkit)}).archs == "80+PTX"
+
 
 def test_visible_gpu_archs(setup_py, monkeypatch):
     monkeypatch.setattr(setup_py, "output_of", lambda *command: "9.0\n12.0\n")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _LEAST_ROWS = 4096
 #: Widths up to which the terms of both weights fit into shared memory.
 _MOST_WIDTH = 128
-#: Edges per row up to which that kernel gathers them as well, which saves writing sums and reading them: 219
+#: Edges per row up to which that kernel gathers them as well, which saves writing sums and reading them: 218
 #: us against 255 for 5 edges a row, 361 against 295 for 14.
 _MOST_GATHERED = 8
 
@@ -51,9 +51,7 @@ def gathers_and_transforms(adj: Adjacency, algorithm: str) -> bool:
         adj: the structure.
         algorithm: of the sum, as the caller asked.
     """
-    return (
-        algorithm == "auto" and adj.num_edges <= _MOST_GATHERED * adj.num_dst and adj.row_split.num_slots == 0
-    )
+    return algorithm == "auto" and adj.num_edges <= _MOST_GATHERED * adj.num_dst and adj.has_short_rows
 
 
 def casts_first(num_dst: int, num_src: int, num_edges: int) -> bool:

@@ -29,11 +29,17 @@ _LEAST_COUNTED_BYTES = 16 << 20
 
 def is_converted(adj: Adjacency) -> bool:
     """Whether `auto` finds the structure in binary sparse blocks; counts a use, and converts after enough."""
-    if adj.has_bsb:
-        return True
+    return adj.has_bsb or (is_reused(adj) and adj.try_bsb())
+
+
+def is_reused(adj: Adjacency) -> bool:
+    """Counts a use, and says whether there were enough for another form of the structure to be built now.
+
+    Not for deterministic algorithms, whose bits must not change, and not in a CUDA graph.
+    """
     adj.uses += 1
-    reused = adj.uses > REUSE and not torch.are_deterministic_algorithms_enabled()
-    return reused and not torch.cuda.is_current_stream_capturing() and adj.try_bsb()
+    enough = adj.uses > REUSE and not torch.are_deterministic_algorithms_enabled()
+    return enough and not torch.cuda.is_current_stream_capturing()
 
 
 def scatters(adj: Adjacency, algorithm: str, dtype: torch.dtype, value: torch.Tensor | None) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastsparse_core.choose import bounds
-from fastsparse_core.choose.reuse import REUSE, is_converted
+from fastsparse_core.choose.reuse import is_converted, is_reused
 from fastsparse_core.choose.tiles import features_per_lane
 from fastsparse_core.formats.bsb import MOST_COLUMNS
 from fastsparse_core.log import info_once
@@ -45,7 +45,8 @@ _RESIDENT_OTHER_BYTES = 16 * (512 + 8) + 16 * 128 * 8 + 512 * 4
 #: Entries per row from which tca is faster without the tile where rows are as few as sources.
 _LONG_ROW = 128
 #: Entries per row below which the end of a row counts as much as what it sums: csr with its tile then takes
-#: longer for a second tile of features than flashsparse (9.3 and 7.8 us with 10 entries, 256 features).
+#: longer for a second tile of features than flashsparse (10 entries, 256 features: 9.4 and 8.1 us where they
+#: are random, 9.4 and 9.5 where the greatest were kept).
 _SHORT_ROW = 16
 #: Edges times features from which flashsparse beats csr where windows are few: in float32 with csr's tile in
 #: shared memory and without, and in 16 bits.
@@ -54,6 +55,8 @@ _MUCH_GATHERED = 40_000_000
 _MUCH_GATHERED_16_BIT = 35_000_000
 #: Vectors per edge up to which that holds in float32.
 _MUCH_SHARED = 0.6
+#: Vectors per edge up to which flashsparse beats csr in float32 on large graphs.
+_SHARED = 0.85
 #: Features up to which csr's gather in float32 moves half of what it could, and rows from which flashsparse
 #: then is faster even where windows are few: 1.1 to 1.6 times on pruned matrices of 2048 x 512.
 _NARROW = 16
@@ -101,26 +104,16 @@ def spmm_algorithm(
     # Tensor cores straight from CSR look up nothing for an edge without a factor.
     takes_tca = dtype != torch.float32 and heads == 1 and not weighted
     resident = spmm_resident(adj, "csr", dtype, width, heads, aligned)
-    spared = takes_tca and not resident and _spares_work_list(adj, width)
     if resident or _has_few_windows(adj, dtype, width, weighted):
         if dtype == torch.float32 and not weighted and _gathers_much_once(adj, width, resident):
             return "flashsparse"
         if not takes_tca:
             return "csr"
-        few_rows = _row_tiles(adj, width) <= _FEW_ROW_TILES
-        short_rows = width > 128 and adj.num_edges < _SHORT_ROW * adj.num_dst
-        if adj.num_edges * width < _MUCH_GATHERED_16_BIT and not (resident and short_rows):
-            if resident:
-                # Of long rows tca gathers from the L2, and is faster so.
-                tile_in_tca = spmm_resident(adj, "tca", dtype, width, heads, aligned)
-                return "tca" if few_rows and not tile_in_tca else "csr"
-            if few_rows:
-                if width <= 64:
-                    return "tca"
-                adj.uses += 1
-                return "tca" if spared and adj.uses <= REUSE else "csr"
+        picked = _of_few_windows(adj, dtype, width, aligned, resident)
+        if picked is not None:
+            return picked
     if not is_converted(adj):
-        return "tca" if spared else "csr"
+        return "tca" if takes_tca and not resident and _spares_work_list(adj, width) else "csr"
     if dtype != torch.float32 or (width <= 64 and adj.num_edges < bounds.FEW_EDGES):
         return "flashsparse"
     # In float32 the CSR kernel gathers as fast: tensor cores win by the rows that 8 destinations share, and
@@ -129,7 +122,26 @@ def spmm_algorithm(
         return "csr"
     if width <= _NARROW and adj.num_edges >= 4 * adj.num_dst:
         return "flashsparse"
-    return "flashsparse" if adj.bsb.num_vectors <= 0.85 * adj.num_edges else "csr"
+    return "flashsparse" if adj.bsb.num_vectors <= _SHARED * adj.num_edges else "csr"
+
+
+def _of_few_windows(
+    adj: Adjacency, dtype: torch.dtype, width: int, aligned: bool, resident: bool
+) -> str | None:
+    """What takes 16-bit features without factors where windows or sources are few; None: as elsewhere."""
+    short_rows = width > 128 and adj.num_edges < _SHORT_ROW * adj.num_dst
+    if adj.num_edges * width >= _MUCH_GATHERED_16_BIT or (resident and short_rows):
+        return None
+    few_rows = _row_tiles(adj, width) <= _FEW_ROW_TILES
+    if resident:
+        # Of long rows tca gathers from the L2, and is faster so.
+        tile_in_tca = spmm_resident(adj, "tca", dtype, width, 1, aligned)
+        return "tca" if few_rows and not tile_in_tca else "csr"
+    if not few_rows:
+        return None
+    if width <= 64:
+        return "tca"
+    return "tca" if _spares_work_list(adj, width) and not is_reused(adj) else "csr"
 
 
 def spmm_resident(

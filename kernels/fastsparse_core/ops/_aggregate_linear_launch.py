@@ -10,7 +10,7 @@ from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops._common import PLAIN, address, allows_tf32
 from fastsparse_core.ops._spmm_launch import product
 
-#: Rows of a slab at least, and slabs at most: two blocks of threads for each fill an H200.
+#: Rows of a slab at least, and slabs at most: each is two blocks of threads, which fill an H200 together.
 _SLAB_ROWS = 128
 _MOST_SLABS = 66
 
@@ -18,7 +18,7 @@ _MOST_SLABS = 66
 def is_laid_out(x: Tensor, *contiguous: Tensor) -> bool:
     """Whether rows of ``x``, and matrices without gaps, can be read 16 bytes at a time.
 
-    Of float32 numbers, more than one to a row.
+    Of float32 numbers.
     """
     return (
         x.stride(1) == 1

@@ -135,7 +135,7 @@ struct AggregateLinearArgs {
   float* out;         // (num_rows, out_width) contiguous
   std::int64_t width;
   std::int64_t out_width;
-  int num_terms;  // bfloat16 terms of a number: 3, or 2 for half of the digits
+  int num_terms;  // bfloat16 terms of a number: 3, or 2 for the first 16 of 24 digits
 };
 
 // Gradients of the parameters of aggregate_linear, a part for every slab of rows. Alignments as there.
