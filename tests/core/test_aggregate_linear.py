@@ -977,7 +977,7 @@ def test_which_parameters_are_plain():
     x, weight, bias, root_weight = drawn(NUM_SRC, 20, 12, "cpu")
     assert are_plain(x, weight, bias, root_weight)
     assert are_plain(x, torch.nn.Parameter(weight.detach()), None, root_weight)
-    for wrong in (weight.detach().as_subclass(Wrapped), weight.to("meta")):
+    for wrong in (weight.detach().as_subclass(Wrapped), weight.to("meta"), weight.detach().to_sparse_csr()):
         assert not are_plain(x, wrong, bias, root_weight)
         assert not are_plain(x, weight, bias, wrong)
     for wrong in (bias.detach().as_subclass(Wrapped), bias.to("meta"), bias[:1], bias[None]):

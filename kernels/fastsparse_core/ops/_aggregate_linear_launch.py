@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fastsparse_core import _C, choose
@@ -38,6 +39,7 @@ def are_plain(x: Tensor, weight: Tensor, bias: Tensor | None, root_weight: Tenso
         and type(root_weight) in PLAIN
         and weight.device == device
         and root_weight.device == device
+        and weight.layout == root_weight.layout == torch.strided
         and (
             bias is None or (type(bias) in PLAIN and bias.device == device and bias.shape == weight.shape[:1])
         )
