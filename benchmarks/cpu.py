@@ -17,7 +17,7 @@ from fastsparse_pyg import FastGCNConv
 
 from . import suite
 from .common import add_common, attempt, progress, recorder, relative_error
-from .timing import alternating
+from .timing import wall_times
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> Path:
         reference = [tensor.double() for tensor in steps["PyG edge_index"]()]
         checks = {key: attempt(partial(_check, step, reference)) for key, step in steps.items()}
         sound = {key: step for key, step in steps.items() if checks[key]["status"] == "ok"}
-        timings = alternating(sound, rounds=options.rounds)
+        timings = wall_times(sound, device, least=options.rounds, most=options.rounds)
         for implementation, check in checks.items():
             timing = timings[implementation].as_cell() if implementation in timings else {}
             out.add(

@@ -13,7 +13,7 @@ import torch
 from fastsparse_core import SparseLinear
 
 from .common import DTYPES, add_common, attempt, progress, recorder
-from .timing import alternating, step_time
+from .timing import step_time, wall_times
 
 #: (outputs, inputs) of a transformer's and of a large language model's layers.
 SHAPES = ("2048x512", "512x2048", "4096x4096")
@@ -62,7 +62,7 @@ def _measure(mask: torch.Tensor, dtype: str, batch: int, training: bool, budget_
         if mask.device.type == "cuda":
             timings = {key: step_time(call, mask.device, budget_ms=budget_ms) for key, call in calls.items()}
         else:
-            timings = alternating(calls, rounds=5)
+            timings = wall_times(calls, mask.device, least=5, most=5)
     layer.algorithm = "auto"
     pick = layer._algorithm(x.dtype, batch)
     times = {key: timing.median_ms for key, timing in timings.items()}

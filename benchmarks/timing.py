@@ -229,26 +229,6 @@ def wall_times(
     return {name: summarise([times[name] for times in rounds], method) for name in calls}
 
 
-def alternating(calls: Mapping[str, Callable[[], Any]], *, rounds: int) -> dict[str, Timing]:
-    """Wall-clock times of several host-side calls in turn, so that other work on the machine slows all alike.
-
-    Args:
-        calls: What to time, by name.
-        rounds: How often each is timed, after two rounds of warm-up.
-
-    Returns:
-        Median and spread by name.
-    """
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 2):
-        for name, fn in calls.items():
-            begin = time.perf_counter()
-            fn()
-            if turn >= 2:
-                times[name].append((time.perf_counter() - begin) * 1e3)
-    return {name: summarise(values, "wall clock, alternating") for name, values in times.items()}
-
-
 def host_us(
     fn: Callable[[], Any], device: torch.device, *, calls: int = 200, rounds: int = 15
 ) -> tuple[float, float, float]:

@@ -40,13 +40,10 @@ def test_wall_times_take_turns() -> None:
     found = timing.wall_times(calls, CPU, budget_ms=1, warm_up=1, least=3, most=4)
     assert order == ["a", "b"] * (1 + 1 + found["a"].samples)  # one round says how many follow
     assert 3 <= found["a"].samples == found["b"].samples <= 4
-    slow = timing.wall_times({"short": sleeper(0.5), "long": sleeper(2.0)}, CPU, budget_ms=5)
-    assert slow["long"].p20_ms >= 2.0
-    assert slow["short"].p20_ms >= 0.5
 
 
-def test_alternating_and_host_clock_measure_known_delays() -> None:
-    found = timing.alternating({"short": sleeper(0.5), "long": sleeper(2.0)}, rounds=4)
+def test_wall_times_and_host_clock_measure_known_delays() -> None:
+    found = timing.wall_times({"short": sleeper(0.5), "long": sleeper(2.0)}, CPU, least=4, most=4)
     assert found["short"].samples == 4
     assert found["long"].p20_ms >= 2.0
     assert found["short"].p20_ms >= 0.5

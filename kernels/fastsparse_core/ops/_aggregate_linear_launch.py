@@ -17,10 +17,7 @@ _MOST_SLABS = 66
 
 
 def is_laid_out(x: Tensor, *contiguous: Tensor) -> bool:
-    """Whether rows of ``x``, and matrices without gaps, can be read 16 bytes at a time.
-
-    Of float32 numbers.
-    """
+    """Whether rows of ``x``, and matrices without gaps, all float32, can be read 16 bytes at a time."""
     return (
         x.stride(1) == 1
         and x.stride(0) % 4 == x.data_ptr() % 16 == 0
