@@ -39,6 +39,8 @@ SUMMARY = re.compile(
 )
 #: What the driver prints when all its calls returned.
 DONE = "all kernels ran"
+#: How its line begins that says why this GPU has no such kernels.
+NOT_RUN = "not run: "
 #: compute-sanitizer talks to its target through a port; processes side by side need some each.
 FIRST_PORT, PORTS = 49152, 16
 #: What asks this process to end, whose processes, in sessions of their own, no terminal or `timeout` reaches.
@@ -115,7 +117,11 @@ def run(options: argparse.Namespace) -> Path:
             for nth, (part, tool) in enumerate(pairs)
         ]
         cells = [out.add(**done.result()) for done in progress(as_completed(running), "parts", len(running))]
-    bad = [cell for cell in cells if cell["status"] != "ok" or cell["errors"]]
+    bad = [
+        cell
+        for cell in cells
+        if not cell["status"].startswith(NOT_RUN) and (cell["status"] != "ok" or cell["errors"])
+    ]
     if bad:
         tables.show(out.path, Console())
         names = ", ".join(f"{cell['part']} ({cell['tool']})" for cell in bad)
@@ -210,6 +216,9 @@ def check(
 
 def found_in(log: str) -> dict[str, Any]:
     """What a log says of errors and warnings, and whether the driver came to its end."""
+    for line in log.splitlines():
+        if line.startswith(NOT_RUN):
+            return {"status": line}
     summaries = list(SUMMARY.finditer(log))
     if not summaries:
         lines = log.strip().splitlines()

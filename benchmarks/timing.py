@@ -197,6 +197,9 @@ def wall_times(
 ) -> dict[str, Timing]:
     """`wall_time` of several calls in turn, so that other work on the machine slows all alike.
 
+    Before each timed call of several the same call is made once more: it meets the caches as it left them
+    itself, and not as another, longer one did.
+
     Args:
         calls: The calls, by name.
         device: As there, like what follows; the budget is that of each call.
@@ -218,8 +221,13 @@ def wall_times(
             torch.cuda.synchronize(device)
         return (time.perf_counter() - begin) * 1e3
 
+    def again(fn: Callable[[], Any]) -> float:
+        if len(calls) > 1:
+            fn()
+        return once(fn)
+
     def one_round() -> dict[str, float]:
-        return {name: once(fn) for name, fn in calls.items()}
+        return {name: again(fn) for name, fn in calls.items()}
 
     for _ in range(warm_up):
         one_round()

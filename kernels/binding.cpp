@@ -144,18 +144,18 @@ void aggregate_linear(const CsrStructure& structure, bool sums_given, Address sc
                       Address x, std::int64_t x_stride, std::int64_t out_width, Address weight,
                       Address root_weight, Address bias, Address sums, Address out, int num_terms, int device,
                       Address queue) {
-  AggregateLinearArgs args{structure.a,
-                           at<const float>(scale_dst),
-                           {at(x), x_stride},
-                           at<const float>(weight),
-                           at<const float>(root_weight),
-                           at<const float>(bias),
-                           at<float>(sums),
-                           at<float>(out),
-                           width,
-                           out_width,
-                           num_terms};
-  if (sums_given) args.a.num_edges = -1;
+  const AggregateLinearArgs args{structure.a,
+                                 sums_given,
+                                 at<const float>(scale_dst),
+                                 {at(x), x_stride},
+                                 at<const float>(weight),
+                                 at<const float>(root_weight),
+                                 at<const float>(bias),
+                                 at<float>(sums),
+                                 at<float>(out),
+                                 width,
+                                 out_width,
+                                 num_terms};
   const DeviceGuard guard(device);
   check(cuda::aggregate_linear(args, at(queue)), "aggregate_linear");
 }

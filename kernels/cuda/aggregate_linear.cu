@@ -242,7 +242,6 @@ __global__ void __launch_bounds__(kThreads) aggregate_linear_kernel(const Aggreg
 
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   const int feature = 4 * t;  // of the first group
-  const bool given = args.a.num_edges < 0;
   const std::int64_t num_rows = args.a.num_rows;
   // The warps of a warpgroup multiply together.
   const int warpgroup = threadIdx.x / kWarpgroup;
@@ -261,7 +260,7 @@ __global__ void __launch_bounds__(kThreads) aggregate_linear_kernel(const Aggreg
     }
     {
       Rows<kGroups> sums;
-      if (given) {
+      if (args.sums_given) {
         sums = read_rows<kGroups>(args.sums, width, row, num_rows, feature, width);
       } else {
         sums = gather<kGroups>(args, row, feature);

@@ -2,11 +2,11 @@
 // in one pass over the rows, in float32.
 //
 // Floors per call, n rows: 4 n (2 K + N) bytes, 4 n K N flops, as bfloat16 terms on tensor cores as in
-// aggregate_linear.cu. A block sums a slab of rows for a tile of 128 x 128 gradients in registers, its two
-// warpgroups 64 of dY's columns each. Rows come in stages of 64: dY as it is, into shared memory, of which
-// every lane makes terms of its part of operand A, by columns; S or X through registers into terms in shared
-// memory, operand B, while the tensor cores work on the stage before. Slabs are summed by the caller, in
-// order: the same bits every time.
+// aggregate_linear.cu. A block sums a slab of rows for the up to 128 x 128 gradients of W or W_r in
+// registers, its two warpgroups 64 of dY's columns each. Rows come in stages of 64: dY as it is, into shared
+// memory, of which every lane makes terms of its part of operand A, by columns; S or X through registers into
+// terms in shared memory, operand B, while the tensor cores work on the stage before. Slabs are summed by the
+// caller, in order: the same bits every time.
 
 #include <cuda_pipeline.h>
 
@@ -19,7 +19,7 @@ namespace fastsparse::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kTile = 128;          // gradients in each direction
+constexpr int kTile = 128;          // gradients in each direction, the greatest width
 constexpr int kRows = 64;           // of a stage
 constexpr int kGroup = 16;          // rows of a product
 constexpr int kStride = kTile + 4;  // of dY's rows: rows 2 t of a group share no bank
@@ -44,13 +44,13 @@ struct Pieces {
   bool inside;
 
   __device__ __forceinline__ Pieces(const float* matrix, std::int64_t row_stride, std::int64_t first_row,
-                                    int num_rows, int first_column, int columns)
+                                    int num_rows, int columns)
       : stride(row_stride),
         row(static_cast<int>(threadIdx.x) / kPieces),
         column(static_cast<int>(threadIdx.x) % kPieces * 4),
         rows(num_rows) {
-    inside = first_column + column < columns;
-    from = inside ? matrix + (first_row + row) * stride + first_column + column : matrix;
+    inside = column < columns;
+    from = inside ? matrix + (first_row + row) * stride + column : matrix;
   }
 
   __device__ __forceinline__ bool exists(int place) const { return inside && row + place < rows; }
@@ -97,16 +97,13 @@ __device__ __forceinline__ void multiply(float (&sum)[kTile / 8][4], const Stage
   wgmma_commit();
 }
 
-// Grid: slabs, tiles of features of both factors, tiles of outputs.
+// Grid: slabs, factors.
 template <int kTerms>
 __global__ void __launch_bounds__(kThreads)
     aggregate_linear_backward_kernel(const AggregateLinearBackwardArgs args) {
   extern __shared__ __align__(kAtomBytes) char shared[];
   auto* const stages = reinterpret_cast<Stage<kTerms>*>(shared);
-  const int tiles = static_cast<int>(gridDim.y) / 2;
-  const bool is_root = static_cast<int>(blockIdx.y) >= tiles;
-  const int first_feature = (static_cast<int>(blockIdx.y) - (is_root ? tiles : 0)) * kTile;
-  const int first_output = static_cast<int>(blockIdx.z) * kTile;
+  const bool is_root = blockIdx.y == 1;
   const int width = static_cast<int>(args.width), out_width = static_cast<int>(args.out_width);
 
   // Slabs are whole stages, but for the last row's, and differ by one at most.
@@ -114,9 +111,9 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t begin = all * blockIdx.x / args.num_slabs * kRows;
   const std::int64_t end = min(all * (blockIdx.x + 1) / args.num_slabs * kRows, args.num_rows);
   const int rows = static_cast<int>(end - begin), count = (rows + kRows - 1) / kRows;
-  const Pieces grads(args.grad, out_width, begin, rows, first_output, out_width);
+  const Pieces grads(args.grad, out_width, begin, rows, out_width);
   const Pieces features(is_root ? static_cast<const float*>(args.x.data) : args.sums,
-                        is_root ? args.x.stride : args.width, begin, rows, first_feature, width);
+                        is_root ? args.x.stride : args.width, begin, rows, width);
 
   // A stage's dY is copied and its features are read, into registers; then those become terms.
   float4 piece[kPiecesPerThread];
@@ -152,7 +149,7 @@ __global__ void __launch_bounds__(kThreads)
   };
 
   const int warp = threadIdx.x / kWarp, output = warp * 16;
-  const bool sums_bias = args.bias != nullptr && blockIdx.y == 0;
+  const bool sums_bias = args.bias != nullptr && !is_root;
   float total[kTile / 8][4] = {}, bias = 0;
   if (count > 0) {
     start(0);
@@ -184,10 +181,10 @@ __global__ void __launch_bounds__(kThreads)
       args.weights + (2 * static_cast<std::int64_t>(blockIdx.x) + (is_root ? 1 : 0)) * out_width * width;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int n = first_output + output + 2 * g + half;
+    const int n = output + 2 * g + half;
 #pragma unroll
     for (int tile = 0; tile < kTile / 8; ++tile) {
-      const int k = first_feature + tile * 8 + 2 * t;
+      const int k = tile * 8 + 2 * t;
       if (n >= out_width || k >= width) continue;
       *reinterpret_cast<float2*>(out + static_cast<std::int64_t>(n) * width + k) =
           float2{total[tile][2 * half], total[tile][2 * half + 1]};
@@ -198,7 +195,7 @@ __global__ void __launch_bounds__(kThreads)
   float* const parts = reinterpret_cast<float*>(shared);
   parts[threadIdx.x] = bias;
   __syncthreads();
-  const int n = first_output + static_cast<int>(threadIdx.x);
+  const int n = static_cast<int>(threadIdx.x);
   if (threadIdx.x >= kTile || n >= out_width) return;
   float sum = 0;
 #pragma unroll
@@ -208,13 +205,12 @@ __global__ void __launch_bounds__(kThreads)
 
 template <int kTerms>
 cudaError_t launch(const AggregateLinearBackwardArgs& args, cudaStream_t stream) {
+  if (args.width > kTile || args.out_width > kTile) return cudaErrorInvalidValue;
   const auto kernel = aggregate_linear_backward_kernel<kTerms>;
   constexpr int kBytes = 2 * static_cast<int>(sizeof(Stage<kTerms>));
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  const dim3 grid(static_cast<unsigned>(args.num_slabs), 2 * ceil_div(args.width, kTile),
-                  ceil_div(args.out_width, kTile));
-  kernel<<<grid, kThreads, kBytes, stream>>>(args);
+  kernel<<<dim3(static_cast<unsigned>(args.num_slabs), 2), kThreads, kBytes, stream>>>(args);
   return cudaGetLastError();
 }
 

@@ -38,7 +38,8 @@ def test_wall_times_take_turns() -> None:
     order: list[str] = []
     calls = {name: lambda name=name: order.append(name) for name in ("a", "b")}
     found = timing.wall_times(calls, CPU, budget_ms=1, warm_up=1, least=3, most=4)
-    assert order == ["a", "b"] * (1 + 1 + found["a"].samples)  # one round says how many follow
+    # Each is called once more before it is timed, and one round says how many follow.
+    assert order == ["a", "a", "b", "b"] * (1 + 1 + found["a"].samples)
     assert 3 <= found["a"].samples == found["b"].samples <= 4
 
 

@@ -18,6 +18,9 @@ from benchmarks import record, sanitizer, tables
 from benchmarks.__main__ import run
 from fastsparse_core import choose
 
+#: The part whose kernels other GPUs have not.
+HOPPER = "aggregate-linear"
+
 #: Stands for compute-sanitizer: runs nothing, and says or does what the name of the part asks for.
 STAND_IN = """#!{python}
 import sys, time
@@ -29,6 +32,10 @@ if part == "spmm-float32":
         print("========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)")
     else:
         print("========= ERROR SUMMARY: 0 errors")
+if part == "aggregate-linear":
+    print("not run: aggregate-linear: needs another GPU")
+    print("all kernels ran")
+    print("========= ERROR SUMMARY: 0 errors")
 if part == "spmm-float16":
     print("ValueError: no such thing")
     print("========= ERROR SUMMARY: 1 error")
@@ -45,16 +52,18 @@ def test_every_source_of_kernels_is_in_a_part() -> None:
     assert named == sources, "tests/sanitize.py: every kernel has a part, which names its source"
 
 
-@pytest.mark.parametrize("name", sanitize.PARTS)
+@pytest.mark.parametrize("name", [name for name in sanitize.PARTS if name != HOPPER])
 def test_calls_of_a_part_are_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sanitize, "DEVICE", "cpu")
     sanitize.PARTS[name].run()
 
 
-def test_calls_of_the_part_that_needs_hopper_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_part_that_needs_hopper_reaches_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sanitize, "DEVICE", "cpu")
+    with pytest.raises(sanitize.NotHere, match="architecture 9.0"):
+        sanitize.PARTS[HOPPER].run()
     hopper = prepare("cpu", monkeypatch)
-    sanitize.PARTS["aggregate-linear"].run()
+    sanitize.PARTS[HOPPER].run()
     assert set(hopper.launched) == set(KERNELS)
     assert choose.gathers_and_transforms(sanitize.short(), "auto")
     assert not choose.gathers_and_transforms(sanitize.sparse(), "auto")
@@ -127,6 +136,13 @@ def test_errors_failures_and_parts_without_an_end_are_told_apart(tmp_path: Path,
     assert rows["spmm-float32"][0].startswith("0 errors, 0 warnings, ")
 
 
+def test_a_part_that_this_gpu_has_not_is_no_error_and_not_clean(tmp_path: Path, stand_in: str) -> None:
+    run(arguments(tmp_path, stand_in, "--parts", HOPPER, "--tools", "memcheck"), Console(quiet=True))
+    assert stored(tmp_path)[HOPPER, "memcheck"]["status"] == "not run: aggregate-linear: needs another GPU"
+    path = next((tmp_path / "out").glob("*/sanitizer.json"))
+    assert tables.sanitizer(record.load(path))[0].rows[1] == [HOPPER, "not run"]
+
+
 def test_a_clean_part_ends_well_and_is_kept(tmp_path: Path, stand_in: str) -> None:
     clean = ["--parts", "spmm-float32", "--tools", "memcheck"]
     run(arguments(tmp_path, stand_in, *clean), Console(quiet=True))
@@ -178,4 +194,4 @@ def test_what_is_missing_or_unknown_is_said(tmp_path: Path, stand_in: str) -> No
 
 def test_drivers_find_this_checkout() -> None:
     assert str(record.REPOSITORY / "kernels") in sanitizer._environment()["PYTHONPATH"].split(os.pathsep)
-    assert sanitizer.DONE == sanitize.DONE
+    assert (sanitizer.DONE, sanitizer.NOT_RUN) == (sanitize.DONE, sanitize.NOT_RUN)

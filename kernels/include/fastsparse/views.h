@@ -125,7 +125,8 @@ struct SpmmTransposedArgs {
 // the destinations are the first sources. Widths are multiples of 4, up to 128; rows of x and all pointers
 // allow 16-byte accesses. CUDA only.
 struct AggregateLinearArgs {
-  CsrView a;               // num_edges < 0: the sums are given
+  CsrView a;
+  bool sums_given;         // then `a` says the number of rows alone
   const float* scale_dst;  // (num_rows), null: 1; of sums that are not given
   DenseView x;             // (num_cols, width)
   const float* weight;     // (out_width, width) contiguous
