@@ -203,7 +203,7 @@ def wall_times(
     Args:
         calls: The calls, by name.
         device: As there, like what follows; the budget is that of each call.
-        budget_ms: About how long to measure, if the calls took equally long.
+        budget_ms: About how long to measure, if the calls took equally long, what is not timed aside.
         warm_up: Rounds before that.
         least: Fewest rounds to time.
         most: Most rounds to time.

@@ -76,13 +76,12 @@ EDGE_GROUPS = (128, 1024)
 #: Layouts of tall windows likewise.
 TALL_LAYOUTS = (TallLayout(64, 1, 8, 2048), TallLayout(32, 3, 4, 256))
 
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+_ops = torch.ops.fastsparse
+
 
 class NotHere(Exception):
     """This device has no such kernels."""
-
-
-F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-_ops = torch.ops.fastsparse
 
 
 @dataclass(frozen=True)
