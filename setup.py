@@ -40,6 +40,7 @@ DEFAULT_ARCHS = ("80", "86", "89", "90", "100", "120")
 #: Whose machine code may use what no later architecture has: the kernels use Hopper's wgmma.
 WITH_OWN_FEATURES = {"90"}
 HEADER_SUFFIXES = {".h", ".hpp", ".cuh"}
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
 
 # --------------------------------------------------------------------------------------------- CUDA toolkit
@@ -248,21 +249,31 @@ class Job:
     include_dirs: list[str] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
 
-    def digest(self, headers: bytes) -> str:
-        """Returns the name under which the object is cached.
+    def files(self) -> list[Path]:
+        """Returns the source and the headers of this repository that it includes, directly or not."""
+        found = [self.source]
+        for file in found:
+            for name in INCLUDE.findall(file.read_text(encoding="utf-8")):
+                candidates = [(folder / name).resolve() for folder in (file.parent, KERNELS / "include")]
+                header = next((path for path in candidates if path.is_file()), None)
+                if header and header not in found:
+                    found.append(header)
+        return found
 
-        Args:
-            headers: Digest of all headers of this repository, see `digest_of`.
-        """
+    def weight(self) -> tuple[bool, int]:
+        """Returns what sorts jobs by the time that they take: CUDA last, then by the text of `files`."""
+        return self.source.suffix == ".cu", sum(file.stat().st_size for file in self.files())
+
+    def object_name(self) -> str:
+        """Returns the name under which the object is cached: a digest of all that decides what it holds."""
         parts = [
-            self.source.relative_to(ROOT).as_posix().encode(),
-            self.source.read_bytes(),
-            headers,
+            digest_of(self.files()),
             *(part.encode() for part in self.command),
             b"versions",
             *(version.encode() for version in self.versions),
         ]
-        return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
+        digest = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts))
+        return f"{self.source.stem}-{digest.hexdigest()[:32]}.o"
 
     def compile(self, target: Path) -> float:
         """Compiles to `target`, which appears only when it is complete.
@@ -307,12 +318,11 @@ def headers() -> list[Path]:
 def sources(cuda: bool) -> list[Path]:
     """Returns the files to compile."""
     found = [*sorted(KERNELS.glob("cpu/*.cpp")), KERNELS / "binding.cpp"]
-    # The CUDA files take longest: first in line, so that no core waits for one of them at the end.
     return [*sorted(KERNELS.glob("cuda/*.cu")), *found] if cuda else found
 
 
 def compile_all(jobs: Sequence[Job], cache: Path, workers: int) -> list[Path]:
-    """Compiles what the cache does not have yet, several files at a time.
+    """Compiles what the cache does not have yet, several files at a time, the longest first.
 
     Args:
         jobs: The files.
@@ -323,19 +333,19 @@ def compile_all(jobs: Sequence[Job], cache: Path, workers: int) -> list[Path]:
         The objects, in the order of the jobs.
     """
     cache.mkdir(parents=True, exist_ok=True)
-    header_digest = digest_of(headers())
-    objects = [cache / f"{job.source.stem}-{job.digest(header_digest)}.o" for job in jobs]
+    objects = [cache / job.object_name() for job in jobs]
+    missing = [(job, target) for job, target in zip(jobs, objects, strict=True) if not target.exists()]
+    # No core shall wait at the end for a long file that another began last.
+    missing.sort(key=lambda pair: pair[0].weight(), reverse=True)
 
-    def build(job: Job, target: Path) -> bool:
-        if target.exists():
-            return False
+    def build(missing: tuple[Job, Path]) -> None:
+        job, target = missing
         seconds = job.compile(target)
         print(f"  {job.source.relative_to(ROOT)}: {seconds:.1f} s", flush=True)
-        return True
 
     with ThreadPoolExecutor(workers) as pool:
-        compiled = sum(pool.map(build, jobs, objects))
-    report(f"{compiled} files compiled, {len(jobs) - compiled} from the cache")
+        list(pool.map(build, missing))  # which raises what a compilation raised, and starts no more of them
+    report(f"{len(missing)} files compiled, {len(jobs) - len(missing)} from the cache")
     return objects
 
 
@@ -367,8 +377,6 @@ def plan(cxx: Sequence[str], cuda: Cuda | None, env: Mapping[str, str]) -> list[
     import pybind11
 
     common = ["-std=c++17", "-O3", "-DNDEBUG", "-Ikernels/include"]
-    if cuda:
-        common.append("-DFASTSPARSE_WITH_CUDA")
     # No -march: the CPU kernels carry clones for AVX2 and AVX-512 and choose at load time.
     host = [*cxx, *common, "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", *openmp_flags(cxx)]
     host += shlex.split(env.get("CXXFLAGS", ""))
@@ -385,14 +393,13 @@ def plan(cxx: Sequence[str], cuda: Cuda | None, env: Mapping[str, str]) -> list[
             jobs.append(Job(source, command, versions=[cuda.version, cxx_version, *extra]))
             continue
         command, include_dirs, versions = list(host), [], [cxx_version]
-        if cuda:
-            include_dirs += cuda.include_dirs
-            versions.append(cuda.version)
         if source.name == "binding.cpp":
             include_dirs += [pybind11.get_include(), sysconfig.get_paths()["include"]]
             versions += [pybind11.__version__, sys.version]
             if cuda:
-                command.append(f'-DFASTSPARSE_CUDA_ARCHS="{cuda.archs}"')
+                include_dirs += cuda.include_dirs
+                versions.append(cuda.version)
+                command += ["-DFASTSPARSE_WITH_CUDA", f'-DFASTSPARSE_CUDA_ARCHS="{cuda.archs}"']
         jobs.append(Job(source, command, include_dirs, versions))
     return jobs
 

@@ -1,6 +1,7 @@
 """The functions of setup.py: architectures, finding nvcc, compiling with a cache by content."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -151,11 +152,12 @@ def test_visible_gpu_archs(setup_py, monkeypatch):
 
 @pytest.fixture
 def small_project(setup_py, tmp_path, monkeypatch):
-    """A project of two sources and a header in place of this one."""
+    """A project of three sources and two headers in place of this one; only one source includes them."""
     kernels = tmp_path / "kernels"
     for name, text in {
-        "include/answer.h": "constexpr int answer = 42;\n",
-        "cpu/one.cpp": '#include "../include/answer.h"\nint one() { return answer; }\n',
+        "include/project/answer.h": "#pragma once\nconstexpr int answer = 42;\n",
+        "include/project/outer.h": '#include <cmath>\n  # include "project/answer.h"  // as in a novel\n',
+        "cpu/one.cpp": '#include "project/outer.h"\n#include "math.h"\nint one() { return answer; }\n',
         "cpu/two.cpp": "int two() { return 2; }\n",
         "binding.cpp": "int binding() { return 0; }\n",
     }.items():
@@ -169,7 +171,7 @@ def small_project(setup_py, tmp_path, monkeypatch):
 def test_objects_are_cached_by_content(setup_py, small_project, tmp_path, capsys):
     def build(flags="", version="1"):
         jobs = [
-            setup_py.Job(source, ["c++", *flags.split()], versions=[version])
+            setup_py.Job(source, ["c++", "-Ikernels/include", *flags.split()], versions=[version])
             for source in setup_py.sources(cuda=False)
         ]
         objects = setup_py.compile_all(jobs, tmp_path / "objects", workers=2)
@@ -181,13 +183,44 @@ def test_objects_are_cached_by_content(setup_py, small_project, tmp_path, capsys
     assert build() == 0
     (small_project / "cpu" / "two.cpp").write_text("int two() { return 3; }\n")
     assert build() == 1
-    (small_project / "include" / "answer.h").write_text("constexpr int answer = 43;\n")
-    assert build() == 3
+    answer = small_project / "include" / "project" / "answer.h"
+    answer.write_text("constexpr int answer = 43;\n")
+    assert build() == 1, "only one file includes that header, and through another"
     assert build("-O1") == 3
     assert build("-O1", version="2") == 3
     assert build() == 0
     os.utime(small_project / "cpu" / "two.cpp", (0, 0))
     assert build() == 0
+
+
+def test_a_source_depends_on_the_headers_that_it_includes(setup_py):
+    """The scan agrees with the compiler, which needs nothing but the C++ library for these files."""
+    for source in setup_py.KERNELS.glob("cpu/*.cpp"):
+        command = ["c++", "-std=c++17", "-Ikernels/include", "-MM", str(source)]
+        listed = subprocess.run(command, cwd=setup_py.ROOT, text=True, capture_output=True, check=True).stdout
+        names = listed.replace("\\\n", " ").split()[1:]
+        assert set(setup_py.Job(source, []).files()) == {(setup_py.ROOT / name).resolve() for name in names}
+    attention = setup_py.Job(setup_py.KERNELS / "cuda" / "attention_bsb.cu", []).files()
+    assert {"attention_tiles.cuh", "mma.cuh", "philox.h"} <= {file.name for file in attention}
+    assert "wgmma.cuh" not in {file.name for file in attention}
+
+
+def test_the_longest_file_is_compiled_first(setup_py, small_project, tmp_path, monkeypatch):
+    (small_project / "cuda").mkdir()
+    (small_project / "cuda" / "three.cu").write_text("int three() { return 3; }\n")
+    (small_project / "cpu" / "two.cpp").write_text("int two() { return 2; }\n" + "// long\n" * 99)
+    order = []
+
+    def compile(job, target):
+        order.append(job.source.name)
+        target.touch()
+        return 0.0
+
+    monkeypatch.setattr(setup_py.Job, "compile", compile)
+    jobs = [setup_py.Job(source, []) for source in reversed(setup_py.sources(cuda=True))]
+    objects = setup_py.compile_all(jobs, tmp_path / "objects", workers=1)
+    assert order == ["three.cu", "two.cpp", "one.cpp", "binding.cpp"]
+    assert [path.name.partition("-")[0] for path in objects] == [job.source.stem for job in jobs]
 
 
 def test_a_failing_compilation_shows_the_compilers_words_and_leaves_no_object(
@@ -221,3 +254,7 @@ def test_plan_gives_each_source_what_it_needs(setup_py, tmp_path):
     without = {job.source.name: job for job in setup_py.plan(["c++"], None, {})}
     assert not any(name.endswith(".cu") for name in without)
     assert "-DFASTSPARSE_WITH_CUDA" not in without["binding.cpp"].command
+    # Only the binding knows of CUDA: the other objects of the CPU half serve both builds.
+    flags = {"CXXFLAGS": "-Werror -g"}
+    for job in setup_py.plan(["c++"], None, flags):
+        assert (job.object_name() == jobs[job.source.name].object_name()) == (job.source != binding.source)
