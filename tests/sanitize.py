@@ -371,13 +371,13 @@ def additive(dtype: torch.dtype) -> None:
     """GAT's attention, forward and backward."""
     adj = heavy()
     for width in LANE_WIDTHS:
-        v, out, grad = (features(n, 2 * width, dtype=dtype) for n in (adj.num_src, adj.num_dst, adj.num_dst))
+        v, grad = (features(n, 2 * width, dtype=dtype) for n in (adj.num_src, adj.num_dst))
         dst, src, bias = draw(adj.num_dst, 2), draw(adj.num_src, 2), draw(adj.num_edges, 2)
         additive_attention(adj, dst, src, v, 0.2, bias, 0.3, algorithm="fused3s")
         additive_attention(adj, dst, src, v, algorithm="fused3s")
         for given, dropout_p, seed in ((bias, 0.3, torch.tensor(1)), (None, 0.0, None)):
             place = (0.2, dropout_p, seed, adj.handle, given is not None)
-            _ops.additive_attention_backward(grad, dst, src, v, given, out, draw(adj.num_dst, 2), *place)
+            _ops.additive_attention_backward(grad, dst, src, v, given, draw(adj.num_dst, 2), *place)
 
 
 def gatv2(dtype: torch.dtype) -> None:

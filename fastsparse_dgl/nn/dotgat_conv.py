@@ -68,8 +68,8 @@ class FastDotGatConv(AggregationMixin, dgl.nn.pytorch.DotGatConv):
             x_src = x_dst if self._has_one_frame(graph) else self.fc_src(source).unflatten(-1, heads)
 
         query, key = x_dst.flatten(1, -2), x_src.flatten(1, -2)
-        if get_attention:
-            weight = attention_weights(adjacency, query, key)
-            weight = weight.reshape(adjacency.num_values, *x_src.shape[1:-1], 1)
-            return self._aggregate(adjacency, x_src, weight), weight.to(source.dtype)
-        return attention(adjacency, query, key, key).reshape(adjacency.num_dst, *x_src.shape[1:])
+        out = attention(adjacency, query, key, key).reshape(adjacency.num_dst, *x_src.shape[1:])
+        if not get_attention:
+            return out
+        weight = attention_weights(adjacency, query, key)
+        return out, weight.reshape(adjacency.num_values, *x_src.shape[1:-1], 1).to(source.dtype)

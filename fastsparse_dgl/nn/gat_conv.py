@@ -99,7 +99,8 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
             weight = self.attn_drop(weight.reshape(adjacency.num_values, *score_src.shape[1:], 1))
             if edge_weight is not None:
                 weight = weight * _edge_factor(adjacency, weight, edge_weight)
-            out = self._aggregate(adjacency, x_src, weight)
+        if weight is not None and (p or edge_weight is not None):
+            out = self._aggregate(adjacency, x_src, weight)  # by the very weights that are returned
         else:
             out = additive_attention(*operands, x_src.flatten(1, -2), slope, dropout_p=p)
             out = out.reshape(adjacency.num_dst, *x_src.shape[1:])

@@ -85,7 +85,8 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
         if get_attention or p == 1:
             weight = gatv2_attention_weights(*operands)
             weight = self.attn_drop(weight.reshape(adjacency.num_values, *x_src.shape[1:-1], 1))
-            out = self._aggregate(adjacency, x_src, weight)
+        if weight is not None and p:
+            out = self._aggregate(adjacency, x_src, weight)  # by the very weights that are returned
         else:
             out = gatv2_attention(*operands, dropout_p=p).reshape(adjacency.num_dst, *x_src.shape[1:])
 

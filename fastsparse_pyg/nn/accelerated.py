@@ -14,6 +14,7 @@ from fastsparse_core import Adjacency, spmm
 from fastsparse_core.joint_linear import is_plain_linear as is_plain
 from fastsparse_core.joint_linear import joint_linear
 from fastsparse_core.log import info_once
+from fastsparse_core.ops._common import is_plain_eager, why_watched
 from fastsparse_pyg.caching import logger
 from fastsparse_pyg.graph import Graph, is_sparse_matrix, resolve, to_edge_index
 
@@ -120,7 +121,7 @@ class AcceleratedConv(MessagePassing):
             return "torch.compile without an Adjacency"
         if torch.jit.is_tracing():
             return "torch.jit.trace"
-        return ""
+        return "" if is_plain_eager(x) else why_watched(x)
 
     def _why_original_pair(self, x: tuple[Tensor, Tensor | None], edge_index: object) -> str:
         """:meth:`_why_original` for the layers whose sources and destinations may differ."""
@@ -229,9 +230,9 @@ def is_plain_linear(module: torch.nn.Module) -> bool:
     return is_plain(module, Linear)
 
 
-def project(x: Tensor, *modules: torch.nn.Module, jointly: bool = True) -> tuple[Tensor, ...]:
-    """Results of linear layers on the same features, ``jointly`` of one product where they are plain.
+def project(x: Tensor, *modules: torch.nn.Module) -> tuple[Tensor, ...]:
+    """Results of linear layers on the same features, of one product where they are plain.
 
-    Then gradients that reach one of the results reach all layers, as zeros.
+    Gradients that reach one of the results then reach all layers, as zeros.
     """
-    return joint_linear(x, modules, Linear) if jointly else tuple(module(x) for module in modules)
+    return joint_linear(x, modules, Linear)

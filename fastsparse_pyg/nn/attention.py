@@ -88,13 +88,13 @@ class AttentionConv(AcceleratedConv):
                 f"edge_attr: expected device {adj.device} like the graph, got {edge_attr.device}; move it "
                 f"with .to('{adj.device}')"
             )
+        features = edge_attr if edge_attr.dim() == 2 else edge_attr[:, None]
         if not adj.has_inserted_loops:
-            return edge_attr.reshape(expected, -1)
-        loops = self._loop_features(adj, edge_attr)
-        return adj.extend_value(edge_attr.reshape(expected, -1), loops, keep_existing=False)
+            return features
+        return adj.extend_value(features, self._loop_features(adj, features), keep_existing=False)
 
     def _loop_features(self, adj: Adjacency, edge_attr: Tensor) -> Tensor:
-        """Features (min(shape), D) of the inserted self loops, by the layer's `fill_value`."""
+        """Features (min(shape), D) of the inserted self loops, by `fill_value`, from those of the edges."""
         count = min(adj.shape)
         if not hasattr(self, "fill_value"):
             raise ValueError(
@@ -103,18 +103,17 @@ class AttentionConv(AcceleratedConv):
             )
         fill_value = self.fill_value
         if not isinstance(fill_value, str):
-            return compute_loop_attr(None, edge_attr, count, False, fill_value).reshape(count, -1)
+            return compute_loop_attr(None, edge_attr, count, False, fill_value).view(count, edge_attr.size(1))
         if fill_value not in _LINEAR_FILLS:
             raise ValueError(
                 "fill_value: expected 'mean', 'add', 'sum', a number or a tensor for an Adjacency with self "
                 f"loops inserted, got {fill_value!r}; pass edge_index instead"
             )
-        features = edge_attr.reshape(edge_attr.size(0), -1)
         # PyG aggregates over the second row of edge_index: the destinations unless the flow is reversed.
         by_row = adj if self.flow == "source_to_target" else adj.t()
         with torch.autocast(adj.device.type, enabled=False):
-            ones = features.new_ones(by_row.num_src, features.size(1))
-            total = spmm(by_row, ones, adj.extend_value(features, 0.0, keep_existing=False))[:count]
+            ones = edge_attr.new_ones(by_row.num_src, edge_attr.size(1))
+            total = spmm(by_row, ones, adj.extend_value(edge_attr, 0.0, keep_existing=False))[:count]
             if fill_value != "mean":
                 return total
             others = (by_row.in_degree()[:count] - 1).clamp(min=1)

@@ -86,13 +86,14 @@ class FastGATConv(AttentionConv, GATConv):
             score_dst = score_src.new_zeros(adj.num_dst, self.heads)
         bias = None if edge_attr is None else self._edge_scores(self._edge_features(graph, edge_attr))
 
+        dropout = self.dropout if self.training else 0.0
         alpha = None
         if return_attention_weights:
             alpha = additive_attention_weights(adj, score_dst, score_src, self.negative_slope, bias)
-            alpha = F.dropout(alpha.to(self.att_src.dtype), self.dropout, self.training)
-            out = spmm(adj, value, alpha)
+            alpha = F.dropout(alpha.to(self.att_src.dtype), dropout)
+        if alpha is not None and dropout:
+            out = spmm(adj, value, alpha)  # by the very weights that are returned
         else:
-            dropout = self.dropout if self.training else 0.0
             out = additive_attention(adj, score_dst, score_src, value, self.negative_slope, bias, dropout)
 
         if not self.concat:

@@ -63,18 +63,19 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
             x_src, x_dst = project(pair[0], self.lin_l, self.lin_r)
         att = self.att.view(self.heads, self.out_channels)
 
+        dropout = self.dropout if self.training else 0.0
         alpha = None
-        if edge_attr is None and not return_attention_weights:
-            dropout = self.dropout if self.training else 0.0
-            out = gatv2_attention(adj, x_dst, x_src, att, self.negative_slope, dropout)
+        if edge_attr is not None:
+            self._log_unfused("edge features")
+            alpha = self._weights_with_edges(adj, x_dst, x_src, self._edge_features(graph, edge_attr))
+        elif return_attention_weights:
+            alpha = gatv2_attention_weights(adj, x_dst, x_src, att, self.negative_slope)
+        if alpha is not None:
+            alpha = F.dropout(alpha.to(self.att.dtype), dropout)
+        if alpha is not None and (dropout or edge_attr is not None):
+            out = spmm(adj, x_src, alpha)  # by the very weights that are returned
         else:
-            if edge_attr is None:
-                alpha = gatv2_attention_weights(adj, x_dst, x_src, att, self.negative_slope)
-            else:
-                self._log_unfused("edge features")
-                alpha = self._weights_with_edges(adj, x_dst, x_src, self._edge_features(graph, edge_attr))
-            alpha = F.dropout(alpha.to(self.att.dtype), self.dropout, self.training)
-            out = spmm(adj, x_src, alpha)
+            out = gatv2_attention(adj, x_dst, x_src, att, self.negative_slope, dropout)
 
         if not self.concat:
             out = out.view(-1, self.heads, self.out_channels).mean(dim=1)

@@ -72,17 +72,21 @@ class FastTransformerConv(AttentionConv, TransformerConv):
         heads = (-1, self.heads, self.out_channels)
         of_dst = (self.lin_query, self.lin_skip) if self.root_weight else (self.lin_query,)
         of_src = (self.lin_key, self.lin_value)
-        # The attention weights alone have no gradient in values and skip.
-        jointly = not with_weights
         if pair[0] is pair[1]:
-            key, value, query, *skips = project(pair[0], *of_src, *of_dst, jointly=jointly)
+            key, value, query, *skips = project(pair[0], *of_src, *of_dst)
         else:
-            key, value = project(pair[0], *of_src, jointly=jointly)
-            query, *skips = project(pair[1], *of_dst, jointly=jointly)
+            key, value = project(pair[0], *of_src)
+            query, *skips = project(pair[1], *of_dst)
 
+        dropout = self.dropout if self.training else 0.0
         alpha = None
-        if edge_attr is None and not with_weights:
-            dropout = self.dropout if self.training else 0.0
+        if edge_attr is None and not dropout:
+            out = attention(adj, query, key, value, heads=self.heads)
+            if with_weights:
+                # Of products of their own: a gradient of the weights alone does not reach values and skip.
+                ends = self.lin_query(pair[1]), self.lin_key(pair[0])
+                alpha = attention_weights(adj, *ends, heads=self.heads)
+        elif edge_attr is None and not with_weights:
             out = attention(adj, query, key, value, dropout_p=dropout, heads=self.heads)
         else:
             edges = bias = None
@@ -91,7 +95,7 @@ class FastTransformerConv(AttentionConv, TransformerConv):
                 edges = self.lin_edge(self._edge_features(graph, edge_attr)).view(heads)
                 bias = sddmm(incidence(adj), query.view(heads), edges) / math.sqrt(self.out_channels)
             alpha = attention_weights(adj, query, key, bias=bias, heads=self.heads)
-            dropped = F.dropout(alpha, self.dropout, self.training)
+            dropped = F.dropout(alpha, dropout)
             out = spmm(adj, value, dropped)
             if edges is not None:
                 out = out + spmm(incidence(adj), edges.flatten(1), dropped)

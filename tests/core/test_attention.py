@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from cases import DTYPES, TOLERANCE, EdgeList, edge_lists, features, ragged, rel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fastsparse_core import (
     Adjacency,
@@ -27,7 +29,12 @@ from fastsparse_core import (
     spmm,
 )
 from fastsparse_core.formats.bsb import HEIGHT, MOST_COLUMNS
-from fastsparse_core.ops import _additive_attention_csr, _attention_bsb, _gatv2_attention_csr
+from fastsparse_core.ops import (
+    _additive_attention_csr,
+    _attention_bsb,
+    _attention_fused,
+    _gatv2_attention_csr,
+)
 from fastsparse_core.ops._common import check_heads
 
 ALGORITHMS = ("fused3s", "unfused")
@@ -452,20 +459,81 @@ def test_blocks_that_are_cut(device, poisoned_memory, stored_in_quads, heads, wi
         assert relative_error(actual, exact) <= bound
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_second_derivatives(device, kind):
+def test_second_derivatives(device, kind, algorithm):
     adj = with_loops(device)
     case = problem(kind, adj, 1, 2, 2, torch.float64, biased=True, requires_grad=True)
     assert torch.autograd.gradgradcheck(
-        lambda *tensors: case.run(adj, tensors, algorithm="unfused"), case.tensors
+        lambda *tensors: case.run(adj, tensors, algorithm=algorithm), case.tensors
     )
-    case = problem(kind, adj, 1, 8, requires_grad=True)
-    grad = torch.autograd.grad(
-        case.run(adj, algorithm="fused3s").square().sum(), case.tensors[0], create_graph=True
-    )
-    if device == "cpu":
-        with pytest.raises(NotImplementedError, match="algorithm='unfused'"):
-            grad[0].sum().backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_see_the_dropout_of_the_forward_pass(device, kind):
+    adj = with_loops(device)
+    found = []
+    for algorithm in ALGORITHMS:
+        case = problem(kind, adj, 2, 8, biased=True, requires_grad=True)
+        torch.manual_seed(1)
+        out = case.run(adj, algorithm=algorithm, dropout_p=0.4)
+        first = torch.autograd.grad(out.square().sum(), case.tensors, create_graph=True)
+        second = torch.autograd.grad(sum(each.square().sum() for each in first), case.tensors)
+        found.append((*first, *second))
+    for fused, unfused in zip(*found, strict=True):
+        assert relative_error(fused, unfused) <= 1e-4
+
+
+@pytest.mark.parametrize("same", ["k and v", "all"])
+def test_second_derivatives_of_one_tensor_given_twice(device, same):
+    adj = random_graph(20, 20, 90).adjacency(device)
+    q, k = (torch.randn(20, 2, 4, device=device, requires_grad=True) for _ in range(2))
+    found = []
+    for algorithm in ALGORITHMS:
+        out = attention(adj, k if same == "all" else q, k, k, algorithm=algorithm)
+        (first,) = torch.autograd.grad(out.square().sum(), k, create_graph=True)
+        found.append((first, *torch.autograd.grad(first.square().sum(), k)))
+    for fused, unfused in zip(*found, strict=True):
+        assert relative_error(fused, unfused) <= 1e-4
+
+
+@pytest.mark.parametrize("kept", ["by autograd", "by hooks", "by a checkpoint"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_result_that_is_written_to(device, kind, kept):
+    """As by ``torch.relu_(conv(x, graph))``, through a view too, once and in the middle of a model."""
+    adj = with_loops(device)
+    found = []
+    for in_place in (False, True):
+        case = problem(kind, adj, 2, 8, requires_grad=True)
+
+        def run(*tensors, case=case, in_place=in_place):
+            out = case.run(adj, tensors, algorithm="fused3s")
+            if not in_place:
+                return (2 * out.relu()).square()
+            out.flatten().relu_()
+            return out.mul_(2).square()
+
+        if kept == "by hooks":
+            with torch.autograd.graph.save_on_cpu():
+                out = run(*case.tensors)
+        elif kept == "by a checkpoint":
+            out = checkpoint(run, *case.tensors, use_reentrant=False)
+        else:
+            out = run(*case.tensors)
+        found.append(torch.autograd.grad(out.sum(), case.tensors))
+    for plain, written in zip(*found, strict=True):
+        assert torch.equal(plain, written)
+
+
+def test_what_is_kept_of_a_result():
+    """No memory of its own, and whether it was written to since."""
+    ctx, out = SimpleNamespace(), torch.randn(30, 4)
+    kept = _attention_fused._alias_of(ctx, out)
+    assert kept.data_ptr() == out.data_ptr()
+    assert ctx.written[0].untyped_storage().nbytes() == 0
+    assert not _attention_fused._was_written(ctx)
+    out.flatten()[0] = 1
+    assert _attention_fused._was_written(ctx)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -567,7 +635,8 @@ def test_opcheck(device, kind, biased):
     torch.library.opcheck(operator, (*leaves, *options))
     out, lse = operator(*flat, *options)
     backward = getattr(torch.ops.fastsparse, f"{name}_backward").default
-    arguments = (torch.randn_like(out), *flat, out, lse, *options)
+    result = () if kind == "additive" else (out,)
+    arguments = (torch.randn_like(out), *flat, *result, lse, *options)
     torch.library.opcheck(backward, arguments if kind == "gatv2" else (*arguments, biased))
 
 

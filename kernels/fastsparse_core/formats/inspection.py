@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
+from fastsparse_core.content import check_content
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 
@@ -86,6 +87,7 @@ def _inspect(
     col_out = torch.empty(col.numel(), dtype=torch.int32, device=device)
     with torch.inference_mode(False):  # kept: it must serve autograd later
         inv_degree = torch.empty(num_rows, dtype=torch.float32, device=device)
+    check_content("edges", row, col, edge_id, rowptr, col_out)
     # Two words for every row's slice, and behind them room for the facts.
     room = torch.empty(num_rows + NUM_FACTS // 2, 2, dtype=torch.int64, device=device) if index >= 0 else None
     slices = 0 if room is None else room.data_ptr()

@@ -1,12 +1,14 @@
 """The fused attention operators as PyTorch sees them: schemas, kernels, gradients.
 
-Nothing of the size of the edges is kept: the forward pass saves its result and the log-sum-exp of every row,
-and the backward pass recomputes the scores (FlashAttention-2, section 3). ``lse`` and ``seed`` get no
-gradient.
+Nothing of the size of the edges is kept: the forward pass saves the log-sum-exp of every row and, where the
+backward kernels read it, its result, and the backward pass recomputes the scores (FlashAttention-2, section
+3). Second derivatives come from the unfused operators. ``lse`` and ``seed`` get no gradient.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from fastsparse_core import _C
 from fastsparse_core.adjacency import Adjacency, from_handle
 from fastsparse_core.device import queue
 from fastsparse_core.ops import _additive_attention_csr, _attention_bsb, _gatv2_attention_csr
+from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
     accumulation_dtype,
@@ -38,7 +41,7 @@ library.define(
     "SymInt heads, SymInt adjacency) -> (Tensor, Tensor)"
 )
 library.define(
-    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor out, Tensor lse, "
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? out, Tensor lse, "
     "float scale, float dropout_p, Tensor? seed, SymInt heads, SymInt adjacency, bool bias_wanted) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
@@ -48,15 +51,15 @@ library.define(
 )
 library.define(
     "additive_attention_backward(Tensor grad, Tensor score_dst, Tensor score_src, Tensor v, Tensor? bias, "
-    "Tensor out, Tensor lse, float negative_slope, float dropout_p, Tensor? seed, SymInt adjacency, "
-    "bool bias_wanted) -> (Tensor, Tensor, Tensor, Tensor)"
+    "Tensor lse, float negative_slope, float dropout_p, Tensor? seed, SymInt adjacency, bool bias_wanted) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 library.define(
     "gatv2_attention(Tensor x_dst, Tensor x_src, Tensor att, float negative_slope, float dropout_p, "
     "Tensor? seed, SymInt adjacency) -> (Tensor, Tensor)"
 )
 library.define(
-    "gatv2_attention_backward(Tensor grad, Tensor x_dst, Tensor x_src, Tensor att, Tensor out, Tensor lse, "
+    "gatv2_attention_backward(Tensor grad, Tensor x_dst, Tensor x_src, Tensor att, Tensor? out, Tensor lse, "
     "float negative_slope, float dropout_p, Tensor? seed, SymInt adjacency) -> (Tensor, Tensor, Tensor)"
 )
 
@@ -104,7 +107,7 @@ def _csr_arguments(
     scale: float,
     dropout_p: float,
     seed: Tensor | None,
-    out: Tensor,
+    out: Tensor | None,
     lse: Tensor,
 ) -> _C.AttentionCsrArgs:
     return _C.AttentionCsrArgs(
@@ -126,7 +129,7 @@ def _csr_arguments(
         scale,
         dropout_p,
         _number(seed),
-        out.data_ptr(),
+        address(out),
         lse.data_ptr(),
     )
 
@@ -164,23 +167,22 @@ def _backward_csr(
     v: Tensor,
     att: Tensor | None,
     bias: Tensor | None,
-    out: Tensor,
     lse: Tensor,
     scale: float,
     dropout_p: float,
     seed: Tensor | None,
     bias_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of dst, src, v (GATv2: in that of src), att and bias."""
+    """Gradients of dst, src, v (GATv2: in that of src), att and bias; the result is not read."""
     grad, dst, src, v = unit_stride(grad), unit_stride(dst), unit_stride(src), unit_stride(v)
-    out, lse = out.contiguous(), lse.contiguous()
+    lse = lse.contiguous()
     att = None if att is None else att.contiguous()
     bias = None if bias is None else bias.contiguous()
     grad_dst, grad_src = dst.new_empty(dst.shape), src.new_empty(src.shape)
     grad_v = v.new_empty(v.shape if kind != _GATV2 else 0)
     grad_att = None if att is None else att.new_empty(att.shape)
     grad_bias = empty_values(adj, bias) if bias is not None and bias_wanted else None
-    arguments = _csr_arguments(adj, kind, heads, dst, src, v, att, bias, scale, dropout_p, seed, out, lse)
+    arguments = _csr_arguments(adj, kind, heads, dst, src, v, att, bias, scale, dropout_p, seed, None, lse)
     _C.attention_csr_backward(
         arguments,
         adj.t().csr_structure,
@@ -222,7 +224,7 @@ def _attention_backward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
-    out: Tensor,
+    out: Tensor | None,
     lse: Tensor,
     scale: float,
     dropout_p: float,
@@ -233,6 +235,7 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     adj = from_handle(adjacency)
     if v.device.type == "cuda":
+        assert out is not None
         grad_q, grad_k, grad_v, grad_bias = _attention_bsb.launch_backward(
             adj,
             q,
@@ -259,7 +262,6 @@ def _attention_backward(
             v,
             None,
             bias,
-            out,
             lse,
             scale,
             dropout_p,
@@ -289,7 +291,7 @@ class _Attention(torch.autograd.Function):
         adjacency: int,
     ) -> tuple[Tensor, Tensor]:
         out, lse = _run("attention", v, q, k, v, bias, scale, dropout_p, seed, heads, adjacency)
-        _remember(ctx, adjacency, lse, q, k, v, bias, out, lse, seed)
+        _remember(ctx, adjacency, lse, q, k, v, bias, _kept_result(ctx, out), lse, seed)
         ctx.options = (scale, dropout_p)
         ctx.heads = heads
         return out, lse
@@ -299,6 +301,17 @@ class _Attention(torch.autograd.Function):
         if grad is None:
             return (None,) * 9
         q, k, v, bias, out, lse, seed = ctx.saved_tensors
+        scale, dropout_p = ctx.options
+        if torch.is_grad_enabled():
+
+            def compute(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+                q, k, v = (unfused.with_heads(x, ctx.heads) for x in (q, k, v))
+                score = unfused.dot_product_scores(ctx.keep_alive, q, k, scale, bias)
+                return unfused.aggregate(ctx.keep_alive, score, v, dropout_p, seed).flatten(1)
+
+            return *_unfused_gradients(compute, grad, (q, k, v, bias), ctx.needs_input_grad), *(None,) * 5
+        if _was_written(ctx):
+            out, _ = _run("attention", v, q, k, v, bias, scale, dropout_p, seed, ctx.heads, ctx.adjacency)
         bias_wanted = ctx.needs_input_grad[3]
         arguments = (q, k, v, bias, out, lse, *ctx.options, seed, ctx.heads, ctx.adjacency, bias_wanted)
         grad_q, grad_k, grad_v, grad_bias = _differentiate("attention_backward", grad, *arguments)
@@ -311,6 +324,56 @@ def _remember(ctx: Any, adjacency: int, lse: Tensor, *tensors: Tensor | None) ->
     ctx.save_for_backward(*tensors)
     ctx.adjacency = adjacency
     ctx.keep_alive = keep_alive(adjacency)
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def _kept_result(ctx: Any, out: Tensor) -> Tensor | None:
+    """What of a result the backward pass keeps."""
+    ctx.written = None
+    if out.device.type != "cuda":
+        return None  # the CPU's kernels sum <grad, out> from the entries
+    if not is_plain_eager(out):
+        return out  # a trace has no versions to compare
+    return _alias_of(ctx, out)
+
+
+def _alias_of(ctx: Any, out: Tensor) -> Tensor:
+    """A result that may be written to before the backward pass, as by ``relu_(conv(x, graph))``.
+
+    Saved as it is, autograd would refuse the backward pass. Saved is an alias with a version counter of its
+    own instead, which autograd frees like any saved tensor, and beside it an empty tensor that shares the
+    result's counter: where that has moved, the backward pass computes the result again.
+    """
+    counter = out.detach()
+    counter.data = _nothing(out.dtype, out.device)
+    ctx.written = (counter, counter._version)
+    return out.data
+
+
+def _was_written(ctx: Any) -> bool:
+    return ctx.written is not None and ctx.written[0]._version != ctx.written[1]
+
+
+def _unfused_gradients(
+    compute: Callable[..., Tensor], grad: Tensor, inputs: Sequence[Tensor | None], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients that have gradients themselves: those of the unfused operators, with memory for every edge.
+
+    Args:
+        compute: the result from ``inputs``, by unfused operators.
+        grad: of the result.
+        inputs: of the operator.
+        needed: which of them want a gradient.
+    """
+    # Aliases: one tensor may be several inputs, of which each has a gradient of its own.
+    inputs = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
+    wanted = [tensor for tensor, wants in zip(inputs, needed, strict=False) if wants]
+    found = iter(torch.autograd.grad(compute(*inputs), wanted, grad, create_graph=True))
+    return [next(found) if wants else None for _, wants in zip(inputs, needed, strict=False)]
 
 
 # ---------------------------------------------------------------- additive
@@ -342,7 +405,6 @@ def _additive_attention_backward(
     score_src: Tensor,
     v: Tensor,
     bias: Tensor | None,
-    out: Tensor,
     lse: Tensor,
     negative_slope: float,
     dropout_p: float,
@@ -377,7 +439,6 @@ def _additive_attention_backward(
             v,
             None,
             bias,
-            out,
             lse,
             negative_slope,
             dropout_p,
@@ -402,7 +463,7 @@ class _AdditiveAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         arguments = (score_dst, score_src, v, bias, negative_slope, dropout_p, seed, adjacency)
         out, lse = _run("additive_attention", v, *arguments)
-        _remember(ctx, adjacency, lse, score_dst, score_src, v, bias, out, lse, seed)
+        _remember(ctx, adjacency, lse, score_dst, score_src, v, bias, lse, seed)
         ctx.options = (negative_slope, dropout_p)
         return out, lse
 
@@ -410,9 +471,19 @@ class _AdditiveAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * 8
-        score_dst, score_src, v, bias, out, lse, seed = ctx.saved_tensors
+        score_dst, score_src, v, bias, lse, seed = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            negative_slope, dropout_p = ctx.options
+
+            def compute(score_dst: Tensor, score_src: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+                score = unfused.additive_scores(ctx.keep_alive, score_dst, score_src, negative_slope, bias)
+                v = unfused.with_heads(v, score.size(1))
+                return unfused.aggregate(ctx.keep_alive, score, v, dropout_p, seed).flatten(1)
+
+            inputs = (score_dst, score_src, v, bias)
+            return *_unfused_gradients(compute, grad, inputs, ctx.needs_input_grad), *(None,) * 4
         bias_wanted = ctx.needs_input_grad[3]
-        arguments = (score_dst, score_src, v, bias, out, lse, *ctx.options, seed, ctx.adjacency, bias_wanted)
+        arguments = (score_dst, score_src, v, bias, lse, *ctx.options, seed, ctx.adjacency, bias_wanted)
         grad_dst, grad_src, grad_v, grad_bias = _differentiate(
             "additive_attention_backward", grad, *arguments
         )
@@ -444,7 +515,7 @@ def _gatv2_attention_backward(
     x_dst: Tensor,
     x_src: Tensor,
     att: Tensor,
-    out: Tensor,
+    out: Tensor | None,
     lse: Tensor,
     negative_slope: float,
     dropout_p: float,
@@ -453,6 +524,7 @@ def _gatv2_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     adj, heads = from_handle(adjacency), att.size(0)
     if x_src.device.type == "cuda":
+        assert out is not None
         return _gatv2_attention_csr.gatv2_backward(
             adj, x_dst, x_src, att, out, lse, grad, negative_slope, dropout_p, _number(seed), heads
         )
@@ -466,7 +538,6 @@ def _gatv2_attention_backward(
         x_src,
         att,
         None,
-        out,
         lse,
         negative_slope,
         dropout_p,
@@ -491,7 +562,7 @@ class _Gatv2Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         arguments = (x_dst, x_src, att, negative_slope, dropout_p, seed, adjacency)
         out, lse = _run("gatv2_attention", x_src, *arguments)
-        _remember(ctx, adjacency, lse, x_dst, x_src, att, out, lse, seed)
+        _remember(ctx, adjacency, lse, x_dst, x_src, att, _kept_result(ctx, out), lse, seed)
         ctx.options = (negative_slope, dropout_p)
         return out, lse
 
@@ -500,6 +571,18 @@ class _Gatv2Attention(torch.autograd.Function):
         if grad is None:
             return (None,) * 7
         x_dst, x_src, att, out, lse, seed = ctx.saved_tensors
+        negative_slope, dropout_p = ctx.options
+        if torch.is_grad_enabled():
+
+            def compute(x_dst: Tensor, x_src: Tensor, att: Tensor) -> Tensor:
+                x_dst, x_src = (unfused.with_heads(x, att.size(0)) for x in (x_dst, x_src))
+                score = unfused.gatv2_scores(ctx.keep_alive, x_dst, x_src, att, negative_slope)
+                return unfused.aggregate(ctx.keep_alive, score, x_src, dropout_p, seed).flatten(1)
+
+            return *_unfused_gradients(compute, grad, (x_dst, x_src, att), ctx.needs_input_grad), *(None,) * 4
+        if _was_written(ctx):
+            arguments = (x_dst, x_src, att, negative_slope, dropout_p, seed, ctx.adjacency)
+            out, _ = _run("gatv2_attention", x_src, *arguments)
         grads = _differentiate(
             "gatv2_attention_backward", grad, x_dst, x_src, att, out, lse, *ctx.options, seed, ctx.adjacency
         )
@@ -521,7 +604,8 @@ def _once(name: str) -> type[torch.autograd.Function]:
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
             raise NotImplementedError(
-                "attention: the fused operators have no second derivative; pass algorithm='unfused' for one"
+                f"{name}: has no derivative when it is called by itself; differentiate the attention "
+                "operator, whose gradients have gradients"
             )
 
     return Formula

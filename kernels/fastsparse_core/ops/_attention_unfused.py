@@ -49,6 +49,11 @@ def aggregate(adj: Adjacency, score: Tensor, v: Tensor, dropout_p: float, seed: 
     return spmm(adj, v.flatten(1), weight).unflatten(1, v.shape[1:])
 
 
+def with_heads(x: Tensor, heads: int) -> Tensor:
+    """Features (n, heads, D), whether they came so or side by side, (n, heads * D)."""
+    return x.unflatten(1, (heads, x.size(1) // max(heads, 1))) if x.dim() == 2 else x
+
+
 def _edge_products(adj: Adjacency, x_dst: Tensor, x_src: Tensor) -> Tensor:
     heads = x_dst.size(1)
     check_heads(heads, x_dst.device)

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from fastsparse_core.adjacency import Adjacency, from_handle
 from fastsparse_core.choose import MOST_HEADS
+from fastsparse_core.content import has_content
 from fastsparse_core.formats.bsb import HEIGHT
 
 #: Namespace of the operators: ``torch.ops.fastsparse``. An operator takes the structure as the integer handle
@@ -75,6 +76,8 @@ def is_plain_eager(x: Tensor) -> bool:
     """
     return (
         type(x) is Tensor
+        and not x.is_meta
+        and not torch._is_functional_tensor(x)
         and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -82,6 +85,24 @@ def is_plain_eager(x: Tensor) -> bool:
         and forward_ad._current_level < 0
         and not x.is_neg()
     )
+
+
+def why_watched(x: Tensor) -> str:
+    """Why a call on tensors like ``x`` is PyTorch's to run, operator by operator; "" if it is not.
+
+    Function transforms, forward-mode differentiation and traces of operators know PyTorch's own operators,
+    and there is no structure to look up, or to build, where tensors have no content. ``torch.compile`` traces
+    our operators with their structure as they are.
+    """
+    if torch.compiler.is_compiling():
+        return ""
+    if torch._C._len_torch_dispatch_stack():
+        return "a mode that watches operators (fake tensors, make_fx)"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a function transform of torch.func"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    return "tensors without content" if not has_content(x) else ""
 
 
 def is_first_derivative(grad: Tensor) -> bool:

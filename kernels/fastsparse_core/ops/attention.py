@@ -60,7 +60,7 @@ def attention(
 
     Returns:
         (num_dst, H, Dv), or (num_dst, H * Dv) for two dimensions; 0 in rows without edges. Accumulated in
-        float32 or wider, deterministic. Differentiable in ``q``, ``k``, ``v`` and ``bias``; twice if unfused.
+        float32 or wider, deterministic. Differentiable in ``q``, ``k``, ``v`` and ``bias``, twice too.
 
     Raises:
         TypeError: dtypes are not supported or differ.
@@ -86,8 +86,10 @@ def attention(
         arguments = (_per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle)
         out = fused.call("attention", v, *features, *arguments)
         return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
-    score = unfused.dot_product_scores(adj, _with_heads(q, heads), _with_heads(k, heads), scale, bias)
-    out = unfused.aggregate(adj, score, _with_heads(v, heads), dropout_p, seed)
+    score = unfused.dot_product_scores(
+        adj, unfused.with_heads(q, heads), unfused.with_heads(k, heads), scale, bias
+    )
+    out = unfused.aggregate(adj, score, unfused.with_heads(v, heads), dropout_p, seed)
     return out.flatten(1) if v.dim() == 2 else out
 
 
@@ -124,7 +126,7 @@ def additive_attention(
 
     Returns:
         (num_dst, H, Dv), or (num_dst, H * Dv) for two dimensions; 0 in rows without edges. Accumulated in
-        float32 or wider, deterministic. Differentiable in all tensors; twice if unfused.
+        float32 or wider, deterministic. Differentiable in all tensors, twice too.
 
     Raises:
         TypeError: dtypes are not supported or differ.
@@ -153,7 +155,7 @@ def additive_attention(
         out = fused.call("additive_attention", v, score_dst, score_src, features, *arguments)
         return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
     score = unfused.additive_scores(adj, score_dst, score_src, negative_slope, bias)
-    out = unfused.aggregate(adj, score, _with_heads(v, heads), dropout_p, seed)
+    out = unfused.aggregate(adj, score, unfused.with_heads(v, heads), dropout_p, seed)
     return out.flatten(1) if v.dim() == 2 else out
 
 
@@ -188,7 +190,7 @@ def gatv2_attention(
 
     Returns:
         (num_dst, H, D), or (num_dst, H * D) for two dimensions; 0 in rows without edges. Accumulated in
-        float32 or wider, deterministic. Differentiable in all tensors; twice if unfused.
+        float32 or wider, deterministic. Differentiable in all tensors, twice too.
 
     Raises:
         TypeError: dtypes are not supported or differ.
@@ -209,8 +211,8 @@ def gatv2_attention(
         arguments = (att, negative_slope, dropout_p, seed, adj.handle)
         out = fused.call("gatv2_attention", x_src, x_dst.flatten(1), features, *arguments)
         return out if x_src.dim() == 2 else out.reshape(adj.num_dst, *x_src.shape[1:])
-    source = _with_heads(x_src, heads)
-    score = unfused.gatv2_scores(adj, _with_heads(x_dst, heads), source, att, negative_slope)
+    source = unfused.with_heads(x_src, heads)
+    score = unfused.gatv2_scores(adj, unfused.with_heads(x_dst, heads), source, att, negative_slope)
     out = unfused.aggregate(adj, score, source, dropout_p, seed)
     return out.flatten(1) if x_src.dim() == 2 else out
 
@@ -235,7 +237,7 @@ def attention_weights(
         (k,) = adj.sources(k)
         adj = adj.rows
     q, k, _, heads, scale, bias = _check_dot_product(adj, q, k, k, heads, scale, bias)
-    q, k = _with_heads(q, heads), _with_heads(k, heads)
+    q, k = unfused.with_heads(q, heads), unfused.with_heads(k, heads)
     return edge_softmax(adj, unfused.dot_product_scores(adj, q, k, scale, bias))
 
 
@@ -274,7 +276,7 @@ def gatv2_attention_weights(
         (x_src,) = adj.sources(x_src)
         adj = adj.rows
     x_dst, x_src, att = _check_gatv2(adj, x_dst, x_src, att, negative_slope)
-    x_dst, x_src = _with_heads(x_dst, att.size(0)), _with_heads(x_src, att.size(0))
+    x_dst, x_src = unfused.with_heads(x_dst, att.size(0)), unfused.with_heads(x_src, att.size(0))
     return edge_softmax(adj, unfused.gatv2_scores(adj, x_dst, x_src, att, negative_slope))
 
 
@@ -325,11 +327,6 @@ def _check_width(name: str, x: Tensor, heads: int) -> None:
         raise ValueError(
             f"{name}: expected (n, {heads} * D) for {heads} heads side by side, got {tuple(x.shape)}"
         )
-
-
-def _with_heads(x: Tensor, heads: int) -> Tensor:
-    """(n, heads, D) of that or of (n, heads * D)."""
-    return x.unflatten(1, (heads, x.size(1) // heads)) if x.dim() == 2 else x
 
 
 def _check_additive(

@@ -1,0 +1,30 @@
+"""The guard between tensors and the extension, which takes addresses and cannot know what lies there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def has_content(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own that a kernel may read: not fake, meta, functional or a wrapper."""
+    return (
+        not tensor.is_meta
+        and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        and not torch._is_functional_tensor(tensor)
+    )
+
+
+def check_content(what: str, *tensors: Tensor | None) -> None:
+    """Rejects tensors without content, which would hand the extension an address of nothing.
+
+    Raises:
+        TypeError: one is fake, on the meta device, functional, or a wrapper of others.
+    """
+    for tensor in tensors:
+        if tensor is not None and not has_content(tensor):
+            kind = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__} without content"
+            raise TypeError(
+                f"{what}: expected tensors with content, got one {kind}; build the structure outside "
+                "FakeTensorMode and other modes, from tensors of the CPU or a GPU"
+            )
