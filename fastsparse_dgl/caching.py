@@ -14,7 +14,6 @@ object. :func:`relation` makes slices that share the first one, which lives as l
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fastsparse_core import Adjacency
 from fastsparse_core.cache import AdjacencyCache, CacheInfo
+from fastsparse_core.locks import ForkSafeLock
 from fastsparse_core.log import info_once
 from fastsparse_dgl.graph import (
     DGLError,
@@ -41,7 +41,7 @@ _HANDLE = "_graph"
 
 #: Handle of a graph -> edge type's number -> handle of that edge type's graph.
 _relations: Any = WeakIdKeyDictionary()
-_relations_lock = threading.Lock()
+_relations_lock = ForkSafeLock()
 
 
 def relation(graph: GraphLike, etype: Any) -> GraphLike:

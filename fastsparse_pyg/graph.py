@@ -144,10 +144,10 @@ def _build_from_edge_list(
     edges = edge_index._data if isinstance(edge_index, EdgeIndex) else edge_index
     if edges.dim() != 2 or edges.size(0) != 2:
         raise ValueError(f"edge_index: expected shape (2, num_edges), got {tuple(edges.shape)}")
+    if edges.is_floating_point() or edges.is_complex():
+        raise ValueError(f"edge_index: expected integers, got {edges.dtype}; convert it with .long()")
     if edges.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"edge_index: expected dtype int64 or int32, got {edges.dtype}; convert it with .long()"
-        )
+        edges = edges.long()
     dst, src = (1, 0) if flow == "source_to_target" else (0, 1)
     try:
         return Adjacency.from_coo(
@@ -227,8 +227,10 @@ def _from_torch_sparse(matrix: Tensor, self_loops: str) -> Graph:
 
     adj = lookup(matrix, (first, second), self_loops, build)
     value = matrix.values()
-    unit = not value.requires_grad and has_unit_values(matrix, value)
-    return Graph(adj, None if unit else value, True, True)
+    if not value.requires_grad and has_unit_values(matrix, value):
+        return Graph(adj, None, True, True)
+    # A copy: PyG's layers count up the version of a COO matrix, which would end our backward pass.
+    return Graph(adj, value.clone() if layout is torch.sparse_coo else value, True, True)
 
 
 def _from_sparse_tensor(matrix: SparseTensor, add_self_loops: bool) -> Graph:

@@ -12,6 +12,7 @@ from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import is_torch_sparse_tensor
 
 from fastsparse_core import Adjacency
+from fastsparse_core.content import check_content
 from fastsparse_pyg.graph import resolve
 
 
@@ -60,6 +61,8 @@ def prepare(
         raise ValueError(f"flow: expected 'source_to_target' or 'target_to_source', got {flow!r}")
     if isinstance(graph, Data):
         return _prepare_data(graph, num_nodes, add_self_loops=add_self_loops, flow=flow, backward=backward)
+    if type(graph) is not EdgeIndex and isinstance(graph, Tensor) and graph.layout is torch.strided:
+        check_content("edge_index", graph)
     num_src, num_dst = _sizes(graph, num_nodes, flow)
     resolved = resolve(graph, num_src, num_dst, _device(graph), flow=flow, add_self_loops=add_self_loops)
     with torch.inference_mode(False):

@@ -212,6 +212,22 @@ void csr_to_dense(const CsrStructure& structure, int dtype, Address value, Addre
   check(cuda::csr_to_dense(args, at(queue)), "csr_to_dense");
 }
 
+void sum_of_rows(Address rows, std::int64_t num_rows, std::int64_t width, std::int64_t row_stride, int dtype,
+                 Address partial, std::int64_t num_parts, Address out, int out_dtype, int device,
+                 Address queue) {
+  const SumOfRowsArgs args{at(rows),
+                           num_rows,
+                           width,
+                           row_stride,
+                           at<double>(partial),
+                           num_parts,
+                           at(out),
+                           static_cast<Dtype>(dtype),
+                           static_cast<Dtype>(out_dtype)};
+  const DeviceGuard guard(device);
+  check(cuda::sum_of_rows(args, at(queue)), "sum_of_rows");
+}
+
 void hybrid_rows(Address rowptr, std::int64_t num_rows, std::int32_t multiple, std::int32_t longest,
                  Address counts, std::int64_t most_long, Address slices, Address split_row, Address split_ptr,
                  int device, Address queue) {
@@ -885,6 +901,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("spmm_resident", &spmm_resident);
   m.def("spmm_hr", &spmm_hr);
   m.def("csr_to_dense", &csr_to_dense);
+  m.def("sum_of_rows", &sum_of_rows);
   m.def("aggregate_linear", &aggregate_linear);
   m.def("aggregate_linear_backward", &aggregate_linear_backward);
   m.def("num_hybrid_rows_counts", &cuda::num_hybrid_rows_counts);

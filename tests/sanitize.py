@@ -51,6 +51,7 @@ from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_split import split_rows
 from fastsparse_core.formats.tall_windows import TallLayout
 from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
+from fastsparse_core.ops._common import sum_of_rows
 from fastsparse_core.ops._spmm_launch import add_transposed
 from fastsparse_core.ops._ssd_launch import slotted_ssd
 from fastsparse_core.ops.csr_to_dense import csr_to_dense
@@ -494,6 +495,15 @@ def written_out(dtype: torch.dtype) -> None:
         csr_to_dense(adj, draw(adj.num_edges, dtype=dtype))
 
 
+def column_sums(dtype: torch.dtype) -> None:
+    """Rows in vectors and by elements, few columns and many, parts that end early and empty ones."""
+    for num_rows, width in ((5000, 8), (4100, 1), (4099, 47), (6000, 2100)):
+        rows = draw(num_rows, width + 1, dtype=dtype)
+        with torch.no_grad():
+            sum_of_rows(rows[:, :width], dtype)
+            sum_of_rows(rows[:, :width].contiguous(), torch.float32)
+
+
 # ---------------------------------------------------------------- parts
 
 
@@ -547,12 +557,15 @@ PARTS: dict[str, Part] = {
     **_by_dtype("ssd", "ssd ssd_slots", _ALL, sparse_products),
     **_by_dtype("ssd-backward", "ssd_backward", _TWO, sparse_gradients),
     "structures": Part(
-        ("inspect", "compress", "row_split", "hybrid_rows", "group_rows", "edge_softmax", "csr_to_dense"),
+        (
+            *("inspect", "compress", "row_split", "hybrid_rows", "group_rows", "edge_softmax"),
+            *("csr_to_dense", "sum_of_rows"),
+        ),
         (
             structures,
             *(
                 functools.partial(call, d)
-                for call in (softmax_of_edges, written_out)
+                for call in (softmax_of_edges, written_out, column_sums)
                 for d in (F64, F32, F16, BF16)
             ),
         ),

@@ -65,6 +65,8 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
             DGLError: sizes, devices or options do not fit, or a node has no incoming edge.
         """
         source = source_features(feat)
+        if self._norm in ("both", "left") and not source.is_floating_point():
+            source = source.to(torch.get_default_dtype())  # as DGL's factors of the sources make them
         adjacency = self._adjacency(graph, source)
         if not self._allow_zero_in_degree:
             self._check_in_degree(adjacency)

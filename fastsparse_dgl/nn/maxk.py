@@ -123,7 +123,7 @@ class FastMaxKGraphConv(FastGraphConv):
                 adjacency, cbsr, matrix, self.bias, value=value, out_by_in=False, **scales
             )
         else:
-            out = aggregate_sparse(adjacency, cbsr, transform, value, **scales)
+            out = aggregate_sparse(adjacency, cbsr, transform, value, weights=[matrix], **scales)
         return out if self._activation is None else self._activation(out)
 
 
@@ -194,10 +194,12 @@ class FastMaxKSAGEConv(FastSAGEConv):
                 adjacency, cbsr, neigh.weight, own.bias, own.weight, value, "mean", out_by_in=True
             )
         elif self._aggre_type == "mean":
-            out = aggregate_sparse(adjacency, cbsr, transform, value, "mean")
+            out = aggregate_sparse(adjacency, cbsr, transform, value, "mean", weights=self.parameters())
         else:
             scale = inv_degree_with_self(adjacency, scale_dtype(cbsr.values))
-            out = aggregate_sparse(adjacency, cbsr, transform, value, scale_dst=scale)
+            out = aggregate_sparse(
+                adjacency, cbsr, transform, value, weights=self.parameters(), scale_dst=scale
+            )
         if self.activation is not None:
             out = self.activation(out)
         return out if self.norm is None else self.norm(out)

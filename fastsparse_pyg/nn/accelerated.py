@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -75,6 +77,25 @@ class AcceleratedConv(MessagePassing):
         # would be silently ignored. (Seen in PyG 2.8.1.)
         if self._overridden != "propagate":
             type(self)._orig_propagate = _plain_propagate
+
+    def __prepare_scriptable__(self) -> MessagePassing:
+        """PyG's layer on the same parameters: what ``torch.jit.script`` compiles in place of a drop-in.
+
+        Raises:
+            NotImplementedError: there is no layer of PyG's that computes the same.
+        """
+        from fastsparse_pyg import acceleration  # which imports the layers
+
+        layer: MessagePassing = copy.copy(self)
+        acceleration.restore(layer)
+        if isinstance(layer, AcceleratedConv):
+            raise NotImplementedError(
+                f"torch.jit.script: {type(self).__name__} has no original that TorchScript could compile; "
+                "use torch.compile"
+            )
+        layer._set_jittable_templates()  # of a class that perhaps nobody has constructed yet
+        info_once(logger, f"{type(self).__name__}: torch.jit.script compiles PyG's own layer")
+        return layer
 
     # ---------------------------------------------------------------- PyG's own code
 
@@ -211,7 +232,7 @@ class AcceleratedConv(MessagePassing):
         x: Tensor,
         value: Tensor | None,
         *,
-        scale: Tensor | None = None,
+        scales: Sequence[Tensor | None] = (None, None),
         bias: Tensor | None = None,
     ) -> Tensor:
         """Sum, mean, maximum or minimum over neighbours, along `node_dim`, of features of any dimension."""
@@ -220,8 +241,9 @@ class AcceleratedConv(MessagePassing):
         reduce = self._reduce()
         dim = self.node_dim
         if x.dim() == 2 and (dim == -2 or dim == 0):
-            return spmm(adj, x, value, reduce, scale_dst=scale, scale_src=scale, bias=bias)
-        out = spmm(adj, x.movedim(dim, 0), value, reduce, scale_dst=scale, scale_src=scale).movedim(0, dim)
+            return spmm(adj, x, value, reduce, scale_dst=scales[0], scale_src=scales[1], bias=bias)
+        out = spmm(adj, x.movedim(dim, 0), value, reduce, scale_dst=scales[0], scale_src=scales[1])
+        out = out.movedim(0, dim)
         return out if bias is None else out + bias
 
 

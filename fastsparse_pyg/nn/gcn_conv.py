@@ -18,42 +18,56 @@ from fastsparse_pyg.nn.accelerated import AcceleratedConv, is_plain_linear
 
 
 class Propagation(NamedTuple):
-    r"""The matrix that GCN multiplies by, :math:`\mathrm{diag}(s) \, V \, \mathrm{diag}(s)`.
+    r"""The matrix that GCN multiplies by, :math:`\mathrm{diag}(s) \, V \, \mathrm{diag}(t)`.
 
     Attributes:
         adj: structure of V.
         value: its values in the structure's value order; None: all 1.
-        scale: s, a constant (num_nodes,); None: all 1.
+        scale_dst: s, a constant (num_nodes,); None: all 1.
+        scale_src: t, like s, of which it differs where nothing is gathered.
     """
 
     adj: Adjacency
     value: Tensor | None
-    scale: Tensor | None
+    scale_dst: Tensor | None = None
+    scale_src: Tensor | None = None
 
-    def edge_weight(self) -> Tensor:
-        """The matrix' values, s multiplied in, in the order of ``caller_edges(adj)``."""
+    def edge_weight(self, dtype: torch.dtype) -> Tensor:
+        """The matrix' values, the scales multiplied in, in the order of ``caller_edges(adj)``.
+
+        Args:
+            adj: structure.
+            dtype: of the weights where the matrix has no values of its own.
+        """
         adj = self.adj
         dst, src = caller_edges(adj)
         if self.value is None:
-            dtype = torch.float32 if self.scale is None else self.scale.dtype
             weight = torch.ones(adj.num_edges, dtype=dtype, device=adj.device)
         elif adj.edge_id is None:
             weight = self.value
         else:
             weight = self.value[adj.edge_id.sort().values.long()]
-        return weight if self.scale is None else self.scale[src] * weight * self.scale[dst]
+        if self.scale_dst is None or self.scale_src is None:
+            return weight
+        return (self.scale_src[src] * weight * self.scale_dst[dst]).to(weight.dtype)
 
     def to(self, device: torch.device) -> Propagation:
         """The same on another device."""
-        value, scale = (None if part is None else part.to(device) for part in (self.value, self.scale))
-        return Propagation(self.adj.to(device), value, scale)
+        return Propagation(*(None if part is None else part.to(device) for part in self))  # type: ignore[arg-type]
 
 
 class _Held(NamedTuple):
-    """What a layer with `cached=True` keeps: the matrix, and whether PyG would keep it as a sparse matrix."""
+    """What a layer with `cached=True` keeps.
+
+    Attributes:
+        propagation: the matrix.
+        as_matrix: whether PyG would keep it as a sparse matrix.
+        dtype: of the features, which is that of PyG's weights where edges have none.
+    """
 
     propagation: Propagation
     as_matrix: bool
+    dtype: torch.dtype
 
 
 class _Cached:
@@ -73,7 +87,7 @@ class _Cached:
         held = layer.__dict__.get(self.slot)
         if not isinstance(held, _Held):
             return held
-        adj, weight = held.propagation.adj, held.propagation.edge_weight()
+        adj, weight = held.propagation.adj, held.propagation.edge_weight(held.dtype)
         if not held.as_matrix:
             return to_edge_index(adj, layer.flow), weight
         dst, src = caller_edges(adj)
@@ -146,9 +160,9 @@ class FastGCNConv(AcceleratedConv, GCNConv):
                 # In the order in which the edges are written back for PyG, inserted loops included.
                 graph = resolve(edge_index, edge_index.num_src, edge_index.num_dst, edge_index.device)
                 value = self._value(graph, x, edge_index, edge_weight)
-                edge_weight = Propagation(edge_index, value, None).edge_weight()
+                edge_weight = Propagation(edge_index, value).edge_weight(x.dtype)
             return self._original_forward(reason, x, edge_index, edge_weight)
-        adj, value, scale = self._propagation(x, edge_index, edge_weight)
+        adj, value, *scales = self._propagation(x, edge_index, edge_weight)
 
         lin, bias, width = self.lin, self.bias, x.size(-1)
         # Gather the narrower side. Where both are as wide, features without gradient spare the backward pass.
@@ -156,14 +170,16 @@ class FastGCNConv(AcceleratedConv, GCNConv):
         plain = is_plain_linear(lin) and lin.bias is None
         order = {"out_by_in": True, "aggregate_first": aggregate_first}
         if plain and value is None and can_convolve(adj, x, lin.weight, bias, **order):
-            return graph_convolution(adj, x, lin.weight, bias, **order, scale_dst=scale, scale_src=scale)
+            return graph_convolution(
+                adj, x, lin.weight, bias, **order, scale_dst=scales[0], scale_src=scales[1]
+            )
         dtype = x.dtype if value is None else message_dtype(x, value)
         if aggregate_first and plain and x.layout is torch.strided and dtype == x.dtype:
-            return F.linear(self._aggregate_neighbours(adj, x, value, scale=scale), lin.weight, bias)
+            return F.linear(self._aggregate_neighbours(adj, x, value, scales=scales), lin.weight, bias)
         x = lin(x)
         if value is not None and dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             x = x.to(dtype)
-        return self._aggregate_neighbours(adj, x, value, scale=scale, bias=bias)
+        return self._aggregate_neighbours(adj, x, value, scales=scales, bias=bias)
 
     def _why_original_gcn(self, x: Tensor, edge_index: object) -> str:
         dim = x.dim()
@@ -178,18 +194,18 @@ class FastGCNConv(AcceleratedConv, GCNConv):
         if not self.normalize:
             num_src = x.size(-2)
             graph = resolve(edge_index, num_src, None, x.device, flow=self.flow)
-            return Propagation(graph.adj, self._value(graph, x, edge_index, edge_weight), None)
+            return Propagation(graph.adj, self._value(graph, x, edge_index, edge_weight))
         slot = _ADJ_T_SLOT if isinstance(edge_index, SparseTensor) else _EDGE_INDEX_SLOT
         held = self.__dict__.get(slot)
         if held is None:
             propagation = self._normalised(x, edge_index, edge_weight)
             if self.cached:
-                self.__dict__[slot] = _Held(propagation, is_sparse_matrix(edge_index))
+                self.__dict__[slot] = _Held(propagation, is_sparse_matrix(edge_index), x.dtype)
             return propagation
         if not isinstance(held, _Held):  # PyG's own code ran first and filled the cache
             edges, weight = (held, None) if slot == _ADJ_T_SLOT else held
             graph = resolve(edges, x.size(-2), x.size(-2), x.device, flow=self.flow)
-            return Propagation(graph.adj, graph.value if weight is None else weight, None)
+            return Propagation(graph.adj, graph.value if weight is None else weight)
         if held.propagation.adj.device != x.device:
             held = self.__dict__[slot] = held._replace(propagation=held.propagation.to(x.device))
         return held.propagation
@@ -207,9 +223,8 @@ class FastGCNConv(AcceleratedConv, GCNConv):
         adj = graph.adj
         value = self._value(graph, x, edge_index, edge_weight)
         if value is None:
-            return Propagation(
-                adj, None, adj.inv_sqrt_degree(torch.float64 if x.dtype == torch.float64 else torch.float32)
-            )
+            scale = adj.inv_sqrt_degree(torch.float64 if x.dtype == torch.float64 else torch.float32)
+            return Propagation(adj, None, scale, scale)
         # Degrees are sums of many terms: never in 16 bits, whatever autocast says.
         with torch.autocast(x.device.type, enabled=False):
             dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
@@ -217,9 +232,12 @@ class FastGCNConv(AcceleratedConv, GCNConv):
             scale = degree.pow(-0.5)
             scale = scale.masked_fill(scale == float("inf"), 0)
             if not scale.requires_grad:
-                return Propagation(adj, value, scale.squeeze(1))
+                scale = scale.squeeze(1)
+                # Weights below 0 may add up to a degree whose root is NaN, which must not meet a node's empty
+                # sum: without an outgoing edge its gradient is 0.
+                return Propagation(adj, value, scale, scale.masked_fill(_has_no_outgoing(adj), 0))
             # The product s_i s_j of every edge, differentiable in s.
-            return Propagation(adj, value * sddmm(adj, scale, scale).to(value.dtype), None)
+            return Propagation(adj, value * sddmm(adj, scale, scale).to(value.dtype))
 
     def _value(self, graph: Graph, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> Tensor | None:
         """Values of the structure, those of its self loops included; None: all 1."""
@@ -237,6 +255,10 @@ class FastGCNConv(AcceleratedConv, GCNConv):
         if not graph.adj.has_inserted_loops:
             return value
         return graph.adj.extend_value(value, fill_value, keep_existing=graph.keep_existing)
+
+
+def _has_no_outgoing(adj: Adjacency) -> Tensor:
+    return adj.memo("fastsparse_pyg.has_no_outgoing", lambda: adj.out_degree() == 0)
 
 
 def _check_weight(edge_weight: Any, num_edges: int, x: Tensor) -> Tensor:

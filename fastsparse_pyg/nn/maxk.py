@@ -89,7 +89,7 @@ class FastMaxKGCNConv(FastGCNConv):
         like = _values(x)
         if self._why_original_gcn(like, edge_index):
             return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
-        adj, value, scale = self._propagation(like, edge_index, edge_weight)
+        adj, value, scale_dst, scale_src = self._propagation(like, edge_index, edge_weight)
         if value is not None and message_dtype(like, value) != like.dtype:
             return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
         cbsr, lin = _compressed(x, self.maxk), self.lin
@@ -105,15 +105,17 @@ class FastMaxKGCNConv(FastGCNConv):
                 self.bias,
                 value=value,
                 out_by_in=True,
-                scale_dst=scale,
-                scale_src=scale,
+                scale_dst=scale_dst,
+                scale_src=scale_src,
             )
 
         def transform(out: Tensor, _: CBSR) -> Tensor:
             out = lin(out)
             return out if self.bias is None else out + self.bias
 
-        return aggregate_sparse(adj, cbsr, transform, value, scale_dst=scale, scale_src=scale)
+        return aggregate_sparse(
+            adj, cbsr, transform, value, weights=self.parameters(), scale_dst=scale_dst, scale_src=scale_src
+        )
 
 
 class FastMaxKSAGEConv(FastSAGEConv):
@@ -187,5 +189,5 @@ class FastMaxKSAGEConv(FastSAGEConv):
                 return out
             return out + root(kept.to_dense() if other is None else other)
 
-        out = aggregate_sparse(adj, cbsr, transform, value, self._reduce())
+        out = aggregate_sparse(adj, cbsr, transform, value, self._reduce(), weights=self.parameters())
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out

@@ -291,6 +291,19 @@ def aggregate_linear_backward(  # only in builds with the CUDA half
     device: int,
     queue: int,
 ) -> None: ...
+def sum_of_rows(  # only in builds with the CUDA half
+    rows: int,
+    num_rows: int,
+    width: int,
+    row_stride: int,
+    dtype: int,
+    partial: int,
+    num_parts: int,
+    out: int,
+    out_dtype: int,
+    device: int,
+    queue: int,
+) -> None: ...
 def csr_to_dense(  # only in builds with the CUDA half
     structure: CsrStructure, dtype: int, value: int, out: int, device: int, queue: int
 ) -> None: ...

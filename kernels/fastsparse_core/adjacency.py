@@ -285,6 +285,11 @@ class Adjacency(KernelFormats):
         if edge_id is not None:
             if col.numel() and found.most_edge_id >= col.numel():
                 _raise_range({"edge_id": (edge_id, col.numel(), "num_edges")})
+            if not torch.zeros_like(edge_id, dtype=torch.bool).index_fill_(0, edge_id.long(), True).all():
+                raise ValueError(
+                    f"edge_id: expected a permutation of 0 to {col.numel() - 1}, the position of every entry "
+                    "in the caller's edge order; got a position twice"
+                )
             edge_id = _own(edge_id, torch.int32 if col.numel() <= _INT32_MAX else torch.int64)
         adjacency = cls(rowptr, found.col, shape, edge_id=edge_id, group_rows=group_rows)
         adjacency._learn(found)

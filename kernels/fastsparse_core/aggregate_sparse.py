@@ -6,7 +6,7 @@ pass aggregates the sparse rows once more instead, which takes k of D entries pe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from fastsparse_core.ops._common import (
     is_first_derivative,
     is_plain_eager,
     product_in,
+    version_of,
     without_autocast,
 )
 from fastsparse_core.ops._ssd_backward import derivatives
@@ -40,6 +41,7 @@ def aggregate_sparse(
     value: Tensor | None = None,
     reduce: str = "sum",
     *,
+    weights: Iterable[Tensor] = (),
     scale_dst: Tensor | None = None,
     scale_src: Tensor | None = None,
 ) -> Tensor:
@@ -54,11 +56,22 @@ def aggregate_sparse(
             gradient must go to, to the result. It must not draw random numbers.
         value: edge values, see :func:`fastsparse_core.ssd`.
         reduce: ``"sum"`` or ``"mean"``.
+        weights: what ``transform`` multiplies by. The backward pass transforms once more, so a write in
+            between is an error where it would change a gradient, as it is for what autograd saves.
         scale_dst: constant (num_dst,).
         scale_src: constant (num_src,).
     """
+    reaches_values = cbsr.values.requires_grad or (value is not None and value.requires_grad)
+    versions = [(weight, version_of(weight)) for weight in weights if reaches_values and weight.dim() > 1]
 
     def run(values: Tensor, value: Tensor | None) -> Tensor:
+        for weight, version in versions:
+            if version_of(weight) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace "
+                    f"operation: a weight of shape {tuple(weight.shape)} is at version "
+                    f"{version_of(weight)}; expected version {version} instead"
+                )
         kept = CBSR(values, cbsr.ids, cbsr.width)
         out = ssd(adj, kept, value, reduce, scale_dst=scale_dst, scale_src=scale_src)
         return transform(out, kept)

@@ -7,7 +7,6 @@ is unchanged.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.locks import ForkSafeLock
 
 #: Different options (self loops, direction, device, ...) kept per graph object; the oldest goes first.
 MAX_OPTIONS = 8
@@ -49,7 +49,7 @@ class AdjacencyCache:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._lock = threading.RLock()
+        self._lock = ForkSafeLock()
         self._graphs: Any = WeakIdKeyDictionary()
         self._hits = self._misses = self._stale = 0
         self._latest: tuple[Any, Hashable, Hashable, Adjacency] | None = None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def has_content(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own that a kernel may read: not fake, meta, functional or a wrapper."""
+    """Whether a tensor has memory that a kernel may read: not fake, meta, functional or a wrapper."""
     return (
         not tensor.is_meta
         and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__

@@ -60,6 +60,7 @@ def can_convolve(
         return False
     if bias is not None and not (
         type(bias) in PLAIN
+        and not bias.is_neg()
         and bias.device == device
         and bias.dtype == weight.dtype
         and bias.shape == (weight.shape[0 if out_by_in else 1],)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
 
 import torch
 
-_lock = threading.Lock()
+from fastsparse_core.locks import ForkSafeLock
+
+_lock = ForkSafeLock()
 _seen: set[tuple[str, str]] = set()
 
 

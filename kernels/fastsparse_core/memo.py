@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+
+from fastsparse_core.locks import ForkSafeLock
 
 _T = TypeVar("_T")
 
@@ -16,7 +17,7 @@ class Memo:
 
     def __init__(self) -> None:
         self.results: dict[Any, Any] = {}
-        self._lock = threading.RLock()
+        self._lock = ForkSafeLock()
 
     def get(self, key: Any, build: Callable[[], _T]) -> _T:
         """The result of that name; ``build`` makes it the first time, and must not return None.

@@ -16,14 +16,13 @@ from padded import WIDTH, check_layer
 from fastsparse_core import _C, Adjacency, algorithms, choose, reference, spmm
 from fastsparse_core.aggregate_linear import aggregate_linear, can_aggregate_linear, starts_with
 from fastsparse_core.choose import bounds
-from fastsparse_core.ops import _common
 from fastsparse_core.ops._aggregate_linear_launch import (
     aggregate_and_transform,
     are_plain,
     gradients_of_parameters,
     is_laid_out,
 )
-from fastsparse_core.ops._common import allows_tf32, sum_of_rows
+from fastsparse_core.ops._common import allows_tf32
 from fastsparse_core.ops._spmm_launch import add_transposed
 
 SETTINGS = settings(
@@ -522,23 +521,6 @@ def test_weights_that_were_cast_may_be_written(device):
     assert torch.equal(gradient(False), gradient(True))
     with pytest.raises(RuntimeError, match="weight: modified by an inplace operation"):
         gradient(True, create_graph=True)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 1), (100, 400), (1025, 47), (200_000, 128)])
-@pytest.mark.parametrize("in_parts", [False, True])
-def test_sum_of_rows(monkeypatch, device, dtype, shape, in_parts):
-    monkeypatch.setattr(_common, "_LARGE_SUM", 0 if in_parts else 1 << 40)
-    matrix = (torch.rand(shape, device=device) / 8).to(dtype)  # sums are finite in float16
-    for layout in (matrix, matrix.t().contiguous().t(), matrix[:, ::2], matrix[:1].expand(shape)):
-        expected = layout.double().sum(0)
-        for result in {dtype, torch.float32}:
-            with torch.no_grad():
-                got = sum_of_rows(layout, result)
-            assert got.dtype == result
-            # A result of 16 bits is rounded once. Tensor cores cut off digits where they add in float32.
-            tolerance = torch.finfo(result).eps if result.itemsize == 2 else 1e-6 if dtype == result else 1e-5
-            assert (got.double() - expected).norm() <= tolerance * expected.norm().clamp(min=1e-30)
 
 
 # ---------------------------------------------------------------- as one kernel on Hopper's tensor cores

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 
 import torch
+
+from fastsparse_core.locks import ForkSafeLock
 
 SPMM_ALGORITHMS = ("auto", "csr", "flashsparse", "tca", "hr")
 SDDMM_ALGORITHMS = ("auto", "csr", "flashsparse")
@@ -27,7 +28,7 @@ _requests: ContextVar[Mapping[str, str] | None] = ContextVar("requests", default
 #: traced code reads, because torch.compile guards on a global but cannot read a context variable.
 _open: dict[int, Mapping[str, str]] = {}
 _last_opened: Mapping[str, str] | None = None
-_open_lock = threading.Lock()
+_open_lock = ForkSafeLock()
 
 
 def check_algorithm(algorithm: str, known: tuple[str, ...], name: str = "algorithm") -> None:

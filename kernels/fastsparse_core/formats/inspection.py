@@ -82,12 +82,13 @@ def inspect_rows(rowptr: Tensor, col: Tensor, edge_id: Tensor | None, longest: i
 def _inspect(
     row: Tensor | None, col: Tensor, edge_id: Tensor | None, rowptr: Tensor, longest: int, square: bool
 ) -> Inspection:
+    check_content("edges", row, col, edge_id, rowptr)
     device, num_rows = col.device, rowptr.numel() - 1
     index = device_index(device)
     col_out = torch.empty(col.numel(), dtype=torch.int32, device=device)
     with torch.inference_mode(False):  # kept: it must serve autograd later
         inv_degree = torch.empty(num_rows, dtype=torch.float32, device=device)
-    check_content("edges", row, col, edge_id, rowptr, col_out)
+    check_content("edges", col_out)  # a mode may give fake memory to real edges
     # Two words for every row's slice, and behind them room for the facts.
     room = torch.empty(num_rows + NUM_FACTS // 2, 2, dtype=torch.int64, device=device) if index >= 0 else None
     slices = 0 if room is None else room.data_ptr()

@@ -311,7 +311,8 @@ class _Attention(torch.autograd.Function):
 
             return *_unfused_gradients(compute, grad, (q, k, v, bias), ctx.needs_input_grad), *(None,) * 5
         if _was_written(ctx):
-            out, _ = _run("attention", v, q, k, v, bias, scale, dropout_p, seed, ctx.heads, ctx.adjacency)
+            place = (ctx.heads, ctx.adjacency)
+            out = _run("attention", v, q, k, v, bias, scale, dropout_p, seed, *place)[0]
         bias_wanted = ctx.needs_input_grad[3]
         arguments = (q, k, v, bias, out, lse, *ctx.options, seed, ctx.heads, ctx.adjacency, bias_wanted)
         grad_q, grad_k, grad_v, grad_bias = _differentiate("attention_backward", grad, *arguments)
@@ -370,10 +371,11 @@ def _unfused_gradients(
         needed: which of them want a gradient.
     """
     # Aliases: one tensor may be several inputs, of which each has a gradient of its own.
-    inputs = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
-    wanted = [tensor for tensor, wants in zip(inputs, needed, strict=False) if wants]
-    found = iter(torch.autograd.grad(compute(*inputs), wanted, grad, create_graph=True))
-    return [next(found) if wants else None for _, wants in zip(inputs, needed, strict=False)]
+    aliases = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
+    wants = [tensor is not None and needs for tensor, needs in zip(aliases, needed, strict=False)]
+    wanted = [tensor for tensor, each in zip(aliases, wants, strict=True) if tensor is not None and each]
+    found = iter(torch.autograd.grad(compute(*aliases), wanted, grad, create_graph=True))
+    return [next(found) if each else None for each in wants]
 
 
 # ---------------------------------------------------------------- additive
@@ -582,7 +584,7 @@ class _Gatv2Attention(torch.autograd.Function):
             return *_unfused_gradients(compute, grad, (x_dst, x_src, att), ctx.needs_input_grad), *(None,) * 4
         if _was_written(ctx):
             arguments = (x_dst, x_src, att, negative_slope, dropout_p, seed, ctx.adjacency)
-            out, _ = _run("gatv2_attention", x_src, *arguments)
+            out = _run("gatv2_attention", x_src, *arguments)[0]
         grads = _differentiate(
             "gatv2_attention_backward", grad, x_dst, x_src, att, out, lse, *ctx.options, seed, ctx.adjacency
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeGuard
 
@@ -10,9 +11,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from fastsparse_core import _C
 from fastsparse_core.adjacency import Adjacency, from_handle
 from fastsparse_core.choose import MOST_HEADS
 from fastsparse_core.content import has_content
+from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT
 
 #: Namespace of the operators: ``torch.ops.fastsparse``. An operator takes the structure as the integer handle
@@ -139,7 +142,7 @@ class Uncast(NamedTuple):
     @classmethod
     def of(cls, weight: Tensor, multiplied: Tensor) -> Uncast | None:
         """None where nothing was cast."""
-        return None if multiplied is weight else cls(weight, _version(weight))
+        return None if multiplied is weight else cls(weight, version_of(weight))
 
     def cast_again(self, dtype: torch.dtype) -> Tensor:
         """The weight in the dtype of the products, by a cast that has a gradient.
@@ -147,7 +150,7 @@ class Uncast(NamedTuple):
         Raises:
             RuntimeError: it was written since.
         """
-        if _version(self.weight) != self.version:
+        if version_of(self.weight) != self.version:
             raise RuntimeError(
                 "weight: modified by an inplace operation between the forward pass and a backward pass with "
                 "create_graph=True, which needs it as it was"
@@ -155,7 +158,7 @@ class Uncast(NamedTuple):
         return self.weight.to(dtype)
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     """How often a tensor was written, which those made for inference do not count."""
     return 0 if tensor.is_inference() else tensor._version
 
@@ -175,8 +178,19 @@ def product_in(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool = Tru
 
 
 def is_partitioned(adj: Adjacency) -> TypeGuard[Any]:
-    """Whether a structure is one rank's part of a graph, a ``PartitionedAdjacency``."""
-    return adj.is_partitioned
+    """Whether a structure is one rank's part of a graph; operators ask this first.
+
+    Raises:
+        TypeError: it is no structure at all.
+    """
+    try:
+        return adj.is_partitioned
+    except AttributeError:
+        raise TypeError(
+            f"adj: expected an Adjacency, got {type(adj).__name__}; make one with "
+            "Adjacency.from_coo(row, col, (num_dst, num_src)), rows being destinations, or with "
+            "prepare(graph) of fastsparse_pyg or fastsparse_dgl"
+        ) from None
 
 
 def keep_alive(adjacency: int) -> Adjacency | None:
@@ -283,16 +297,26 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Casts float32 features to the autocast dtype where autocast is on, as for a matrix product."""
+    """Casts float32 features to the autocast dtype where autocast is on, as for a matrix product.
+
+    Negative views are written out.
+    """
     dtype = autocast_dtype(next(tensor for tensor in tensors if tensor is not None))
     if dtype is None:
-        return list(tensors)
+        return [
+            tensor if tensor is None or not tensor.is_neg() else written_out(tensor) for tensor in tensors
+        ]
     return [
         tensor.to(dtype)
         if tensor is not None and tensor.dtype not in (dtype, torch.float64) and tensor.is_floating_point()
-        else tensor
+        else written_out(tensor)
         for tensor in tensors
     ]
+
+
+def written_out(tensor: Tensor | None) -> Tensor | None:
+    """The tensor with its sign in memory: that of ``z.conj().imag`` is a flag, which no kernel sees."""
+    return tensor.resolve_neg() if tensor is not None and tensor.is_neg() else tensor
 
 
 def check_features(name: str, x: Tensor, rows: int, rows_name: str, adj: Adjacency) -> None:
@@ -329,6 +353,7 @@ def check_value(value: Tensor, x: Tensor, name: str) -> None:
 def widened_value(value: Tensor, x: Tensor) -> Tensor:
     """The values of edges in a dtype that kernels take beside features ``x``."""
     accumulation = accumulation_dtype(x.dtype)
+    value = value.resolve_neg() if value.is_neg() else value
     return value if value.dtype in (x.dtype, accumulation) else value.to(accumulation)
 
 
@@ -338,6 +363,7 @@ def check_bias(bias: Tensor, x: Tensor, width: int, name: str) -> Tensor:
         raise ValueError(f"bias: expected {width} entries, one per feature, got {bias.numel()}")
     if bias.device != x.device:
         raise ValueError(f"bias: expected device {x.device} like {name}, got {bias.device}")
+    bias = bias.resolve_neg() if bias.is_neg() else bias
     return bias if bias.dim() == 1 else bias.reshape(-1)
 
 
@@ -355,44 +381,46 @@ def check_scale(name: str, scale: Tensor | None, rows: int, x: Tensor) -> Tensor
             "multiply the features (scale_src) or the result (scale_dst) by it instead"
         )
     dtype = accumulation_dtype(x.dtype)
-    return scale if scale.dtype == dtype and scale.is_contiguous() else scale.to(dtype).contiguous()
+    if scale.dtype == dtype and scale.is_contiguous() and not scale.is_neg():
+        return scale
+    return scale.to(dtype).contiguous().resolve_neg()
 
 
-#: Bytes of a 16-bit matrix from which two sums are faster than a product.
-_LARGE_SUM = 64 << 20
-#: Parts that such a matrix is summed in.
-_PARTS = 512
+#: Rows up to which PyTorch's sum, one launch instead of two, is as fast as any.
+_FEW_ROWS = 4096
+#: Parts of a matrix for each multiprocessor: enough blocks of threads to keep its memory busy.
+_PARTS = 4
+
+
+@functools.cache
+def _num_parts(device: torch.device) -> int:
+    return _PARTS * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def sum_of_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """``rows.sum(0, dtype=dtype)``, added up in float32 where the numbers have 32 or 16 bits.
+    """``rows.sum(0, dtype=dtype)``, added up in float64 where a tall matrix lies on a GPU.
 
     PyTorch's sum of a tall matrix leaves most of a GPU idle: that of (160,000, 128) takes 125 us in 16 bits
-    on an H200, where a product with ones takes 23. Of matrices beyond the cache sums of parts are faster.
+    on an H200.
 
     Args:
         rows: (N, ...); a gradient whose own gradient somebody wants is summed by PyTorch.
         dtype: of the result.
     """
-    is_half = rows.itemsize == 2
     if (
         not rows.is_cuda
-        or rows.dtype == torch.float64
-        or (is_half and not _GIVES_FLOAT32)
+        or rows.size(0) <= _FEW_ROWS
         or not is_first_derivative(rows)
-        or autocast_dtype(rows) is not None  # would make other products of these
-        or torch.are_deterministic_algorithms_enabled()  # which products promise with an environment variable
-        or 0 in rows.stride()  # one row for all, as after out.sum(): a product would write them out first
+        or 0 in rows.stride()  # one row for all, as after out.sum()
     ):
         return rows.sum(0, dtype=dtype)
     matrix = rows.flatten(1)
-    num_rows = matrix.size(0)
-    if not is_half:
-        total = torch.mv(matrix.t(), matrix.new_ones(num_rows))
-    elif matrix.nbytes < _LARGE_SUM or num_rows < _PARTS or not matrix.is_contiguous():
-        total = torch.mm(matrix.new_ones(1, num_rows), matrix, out_dtype=torch.float32)
-    else:
-        length = num_rows // _PARTS
-        parts = matrix[: length * _PARTS].view(_PARTS, length, -1).sum(1, dtype=torch.float32)
-        total = parts.sum(0) + matrix[length * _PARTS :].sum(0, dtype=torch.float32)
-    return cast(total, dtype).view(rows.shape[1:])
+    num_rows, width = matrix.shape
+    if width == 0 or (width > 1 and matrix.stride(1) != 1):
+        return rows.sum(0, dtype=dtype)
+    index, num_parts = device_index(rows.device), _num_parts(rows.device)
+    partial = rows.new_empty(num_parts, width, dtype=torch.float64)
+    out = rows.new_empty(rows.shape[1:], dtype=dtype)
+    place = (partial.data_ptr(), num_parts, out.data_ptr(), DTYPE_CODE[dtype], index, queue(index))
+    _C.sum_of_rows(matrix.data_ptr(), num_rows, width, matrix.stride(0), DTYPE_CODE[matrix.dtype], *place)
+    return out

@@ -64,6 +64,8 @@ def _csr_to_dense_cpu(value: Tensor, num_dst: int, num_src: int, adjacency: int)
 
 
 def _csr_to_dense_cuda(value: Tensor, num_dst: int, num_src: int, adjacency: int) -> Tensor:
+    if torch.are_deterministic_algorithms_enabled():  # the kernel adds repeated entries by atomics
+        return _csr_to_dense_cpu(value, num_dst, num_src, adjacency)
     value = value.contiguous()
     out = value.new_empty(num_dst, num_src)
     if out.numel():

@@ -183,6 +183,19 @@ struct CsrToDenseArgs {
   Dtype dtype;
 };
 
+// Sums of the columns of a matrix. CUDA only.
+struct SumOfRowsArgs {
+  const void* rows;  // (num_rows, width)
+  std::int64_t num_rows;
+  std::int64_t width;
+  std::int64_t row_stride;
+  double* partial;  // (num_parts, width)
+  std::int64_t num_parts;
+  void* out;  // (width)
+  Dtype dtype;
+  Dtype out_dtype;
+};
+
 // What rows add to the work list of spmm_hr.
 struct HybridRowsCounts {
   std::int32_t long_items;
