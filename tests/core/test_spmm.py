@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -26,7 +27,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastsparse_core import Adjacency, choose, log, reference, sddmm, spmm
+from fastsparse_core import (
+    Adjacency,
+    additive_attention,
+    additive_attention_weights,
+    attention,
+    attention_weights,
+    choose,
+    edge_softmax,
+    gatv2_attention,
+    gatv2_attention_weights,
+    log,
+    maxk,
+    reference,
+    sddmm,
+    spmm,
+    ssd,
+)
 from fastsparse_core.formats.bsb import Bsb
 
 SETTINGS = settings(
@@ -769,3 +786,88 @@ def test_gradient_of_a_bias_is_summed_in_its_dtype(device):
     out.backward(torch.ones_like(out))
     assert bias.grad.dtype == torch.float32
     assert bias.grad.tolist() == [3000.0] * 8
+
+
+@pytest.mark.parametrize("reduce", ["max", "min"])
+def test_second_derivatives_of_extrema(device, reduce):
+    adj = rows_of([3, 0, 5, 1, 7], 6, device)
+    x = torch.randperm(18, device=device).double().reshape(6, 3).requires_grad_()
+    value = (torch.randperm(adj.num_values, device=device).double() + 1).requires_grad_()
+    bias = torch.randn(3, device=device, dtype=torch.float64, requires_grad=True)
+    scale = torch.rand(6, device=device, dtype=torch.float64)
+
+    def run(*tensors):
+        x, value, bias = tensors
+        return spmm(adj, x, value, reduce, scale_src=scale, bias=bias).square()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.autograd.gradgradcheck(run, (x, value, bias))
+
+
+def test_the_gradient_of_a_wide_bias_keeps_its_digits(device):
+    adj = rows_of([2, 3] * 400, 30, device)
+    x = torch.randn(30, 8, device=device).half()
+    bias = torch.randn(8, device=device, requires_grad=True)
+    upstream = torch.randn(800, 8, device=device).half()
+    for reduce in ("max", "sum"):
+        (gradient,) = torch.autograd.grad(spmm(adj, x, reduce=reduce, bias=bias), bias, upstream)
+        assert relative_error(gradient, upstream.double().sum(0)) <= 1e-6
+
+
+@pytest.mark.parametrize("operand", ["x", "value", "scale_dst", "scale_src", "bias"])
+def test_operands_whose_sign_is_a_flag(device, operand):
+    """As of ``z.conj().imag``; gradients too, which read what was saved."""
+    adj = rows_of([2, 3, 0, 9], 5, device)
+    shapes = {"x": (5, 8), "value": (adj.num_values,), "scale_dst": (4,), "scale_src": (5,), "bias": (8,)}
+    operands = {name: torch.randn(shape, device=device) for name, shape in shapes.items()}
+    flagged = {**operands, operand: torch._neg_view(operands[operand])}
+    assert flagged[operand].is_neg()
+    results = []
+    for chosen in ({**operands, operand: -operands[operand]}, flagged):
+        leaves = {
+            name: chosen[name].clone().requires_grad_() for name in ("x", "value", "bias") if name != operand
+        }
+        x, value, bias = (leaves.get(name, chosen[name]) for name in ("x", "value", "bias"))
+        scales = {name: chosen[name] for name in ("scale_dst", "scale_src")}
+        out = spmm(adj, x, value, **scales, bias=bias)
+        results.append((out, *torch.autograd.grad(out.square().sum(), tuple(leaves.values()))))
+    for plain, found in zip(*results, strict=True):
+        assert torch.equal(plain, found)
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda adj, x: spmm(adj, x),
+        lambda adj, x: spmm(adj, x, reduce="max"),
+        lambda adj, x: sddmm(adj, x, x),
+        lambda adj, x: ssd(adj, maxk(x, 2)),
+        lambda adj, x: edge_softmax(adj, x[:, 0]),
+        lambda adj, x: attention(adj, x, x, x),
+        lambda adj, x: attention_weights(adj, x, x),
+        lambda adj, x: additive_attention(adj, x[:, :1], x[:, :1], x),
+        lambda adj, x: additive_attention_weights(adj, x[:, :1], x[:, :1]),
+        lambda adj, x: gatv2_attention(adj, x, x, x[0]),
+        lambda adj, x: gatv2_attention_weights(adj, x, x, x[0]),
+    ],
+)
+def test_an_edge_list_is_no_structure(operator):
+    with pytest.raises(
+        TypeError, match=r"adj: expected an Adjacency, got Tensor; make one with Adjacency\.from_coo"
+    ):
+        operator(torch.tensor([[0, 1], [1, 0]]), torch.randn(2, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exponent", [-100, -113, -120, -124])
+def test_subnormal_numbers_on_tensor_cores(exponent):
+    """docs/precision_determinism.md: a feature is off by up to 2^-126, and so is a sum when it is stored."""
+    adj = ragged(4000, "cuda")
+    x = torch.randn(adj.num_src, 64, device="cuda").double() * 2.0**exponent
+    x = x.float()
+    error = (spmm(adj, x, algorithm="flashsparse").double() - reference.spmm(adj, x)).abs()
+    bound = (adj.in_degree()[:, None] + 1) * 2.0**-126
+    terms = reference.spmm(adj, x.abs())
+    assert (error <= bound + 1e-5 * terms).all()
+    assert (spmm(adj, x, algorithm="csr").double() - reference.spmm(adj, x)).norm() <= 1e-6 * terms.norm()

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastsparse_pyg
 from fastsparse_core import Adjacency, attention, sddmm, spmm
-from fastsparse_pyg import FastMaxKGCNConv, GraphTransformerLayer, accelerate, prepare
+from fastsparse_pyg import FastMaxKGCNConv, FastMaxKSAGEConv, GraphTransformerLayer, accelerate, prepare
 
 LAYERS = ("GCNConv", "SAGEConv", "GINConv", "GATConv", "GATv2Conv", "AGNNConv", "TransformerConv")
 X, EDGES = torch.randn(12, 16), torch.randint(0, 12, (2, 30))
@@ -166,7 +166,7 @@ def test_torch_script_of_a_layer_without_an_original():
 def test_layers_without_an_original_take_fake_tensors_too():
     with FakeTensorMode(allow_non_fake_inputs=True):
         x, edges = torch.randn(12, 16), torch.randint(0, 12, (2, 5))
-        assert FastMaxKGCNConv(16, 8, k=4)(x, edges).shape == (12, 8)
+        assert FastMaxKSAGEConv(16, 8, k=4)(x, edges).shape == (12, 8)
     layer = GraphTransformerLayer(16, 16, 2)
     adj = prepare(EDGES, 12)
     traced = make_fx(lambda x: layer(x, adj))(X)

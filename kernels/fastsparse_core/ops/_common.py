@@ -177,20 +177,27 @@ def product_in(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool = Tru
     return cast(torch.mm(left, right), dtype)
 
 
-def is_partitioned(adj: Adjacency) -> TypeGuard[Any]:
-    """Whether a structure is one rank's part of a graph; operators ask this first.
+def check_structure(adj: Adjacency) -> None:
+    """Rejects whatever is no structure: operators look at it before anything else.
 
     Raises:
-        TypeError: it is no structure at all.
+        TypeError: with what to pass.
     """
-    try:
-        return adj.is_partitioned
-    except AttributeError:
+    if not hasattr(adj, "is_partitioned"):
         raise TypeError(
             f"adj: expected an Adjacency, got {type(adj).__name__}; make one with "
             "Adjacency.from_coo(row, col, (num_dst, num_src)), rows being destinations, or with "
             "prepare(graph) of fastsparse_pyg or fastsparse_dgl"
-        ) from None
+        )
+
+
+def is_partitioned(adj: Adjacency) -> TypeGuard[Any]:
+    """Whether a structure is one rank's part of a graph; `check_structure` where it is none at all."""
+    try:
+        return adj.is_partitioned
+    except AttributeError:
+        check_structure(adj)
+        raise
 
 
 def keep_alive(adjacency: int) -> Adjacency | None:

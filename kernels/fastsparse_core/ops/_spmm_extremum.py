@@ -54,7 +54,7 @@ def extremum(
         minimum: instead of the maximum.
         scale_dst: (num_dst,).
         scale_src: (num_src,).
-        bias: (width,).
+        bias: (width,), in any floating dtype.
 
     Returns:
         (num_dst, width) in the dtype of ``x``.
@@ -198,3 +198,15 @@ for _key in ("CPU", "CUDA"):
 torch.library.register_fake("fastsparse::spmm_extremum", _spmm_extremum_fake, lib=library)
 torch.library.register_fake("fastsparse::spmm_extremum_backward", _spmm_extremum_backward_fake, lib=library)
 register_autograd("spmm_extremum", _SpmmExtremum)
+
+
+def _differentiable_backward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The kernel is made of PyTorch's operators, which have gradients; only then are they recorded."""
+    if torch.is_grad_enabled() and any(isinstance(it, Tensor) and it.requires_grad for it in arguments):
+        return _spmm_extremum_backward(*arguments)
+    with below_autograd():
+        out: tuple[Tensor, Tensor] = _spmm_extremum_backward_op(*arguments)
+    return out
+
+
+library.impl("spmm_extremum_backward", _differentiable_backward, "Autograd")

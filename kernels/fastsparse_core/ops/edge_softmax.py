@@ -16,6 +16,7 @@ from fastsparse_core.ops._common import (
     address,
     below_autograd,
     check_heads,
+    check_structure,
     empty_values,
     is_partitioned,
     keep_alive,
@@ -48,6 +49,7 @@ def edge_softmax(adj: Adjacency, score: Tensor) -> Tensor:
         TypeError: the dtype is not supported.
         ValueError: the shape or the device does not fit, or there are more than 65535 heads on CUDA.
     """
+    check_structure(adj)
     if not isinstance(score, Tensor) or score.dtype not in DTYPE_CODE:
         kind = score.dtype if isinstance(score, Tensor) else type(score).__name__
         raise TypeError(f"score: expected a floating tensor, got {kind}")

@@ -20,6 +20,7 @@ from fastsparse_core.ops._common import (
     check_features,
     check_heads,
     check_scale,
+    check_structure,
     dense_from_edges,
     is_partitioned,
     keep_alive,
@@ -79,6 +80,7 @@ def sddmm(
     """
     algorithm = choose.requested("sddmm", algorithm)
     choose.check_algorithm(layout, ("edges", "me_bcrs"), "layout")
+    check_structure(adj)
     check_features("x_dst", x_dst, adj.num_dst, "num_dst", adj)
     check_features("x_src", x_src, adj.num_src, "num_src", adj)
     if is_partitioned(adj):

@@ -133,7 +133,6 @@ def spmm(
         mean = adj.inv_degree(accumulation_dtype(x.dtype))
         scale_dst = mean if scale_dst is None else scale_dst * mean
     elif reduce in ("max", "min"):
-        bias = None if bias is None else bias.to(features.dtype)
         out = extremum(adj, features, value, reduce == "min", scale_dst, scale_src, bias)
         if relu:
             out = out.relu()

@@ -17,6 +17,7 @@ from fastsparse_core.ops._common import (
     check_bias,
     check_features,
     check_scale,
+    check_structure,
     check_value,
     is_plain_eager,
     keep_alive,
@@ -121,6 +122,7 @@ def operands(
         TypeError: a dtype is not supported, or ``cbsr`` is no CBSR.
         ValueError: a size, device or option does not fit.
     """
+    check_structure(adj)
     _check_cbsr(cbsr, adj)
     (values,) = autocast(cbsr.values)
     assert values is not None
