@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import common  # noqa: F401, first: Ctrl-C during the other imports ends quietly
 import torch.nn.functional as F
 from common.cli import parser, run, train_and_report
 from common.data import NodeDataset

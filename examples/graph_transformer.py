@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import common  # noqa: F401, first: Ctrl-C during the other imports ends quietly
 import torch.nn.functional as F
 from common.cli import parser, run, train_and_report, train_graphs_and_report
 from common.data import NodeDataset

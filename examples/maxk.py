@@ -7,11 +7,13 @@ All models start from the same weights; with ReLU they have our drop-in layers, 
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import common  # noqa: F401, first: Ctrl-C during the other imports ends quietly
 import torch
 import torch.nn.functional as F
 from common.cli import at_least, parser, run, train_and_report
@@ -36,6 +38,8 @@ RECIPES = {
     "amazon-computers": Recipe(layers=3, hidden=256, lr=0.002, epochs=300, runs=5),
     "ogbn-arxiv": Recipe(layers=3, hidden=256, lr=0.005, epochs=500),
 }
+
+DEFAULT_KEPT = (8, 16, 32, 64, 128)
 
 
 class SparseActivationGNN(nn.Module):
@@ -161,6 +165,21 @@ def make_model(
     return model, title
 
 
+def check_kept(options: argparse.Namespace) -> None:
+    """Refuses more kept entries than the layers are wide before anything is loaded or trained.
+
+    Raises:
+        ExampleError: with the width that the recipe or --hidden says.
+    """
+    known = RECIPES.get(options.dataset.lower().replace("_", "-"), Recipe(layers=3, hidden=256))
+    width = options.hidden or known.hidden
+    if options.k is None:
+        options.k = [k for k in DEFAULT_KEPT if k <= width]
+    for k in options.k:
+        if k > width:
+            raise ExampleError(f"--k {k}: the layers are only {width} wide; see --hidden.")
+
+
 def print_stored(console: Console, stored: dict[str, list[int]], results: Sequence[LayerResult]) -> None:
     """Prints what each layer stores for the backward pass."""
     table = Table(title="stored activations of each layer", title_justify="left")
@@ -192,11 +211,15 @@ def main(
         "--operator", choices=("sage", "gcn"), default="sage", help="which graph convolution"
     )
     command_line.add_argument(
-        "--k", type=at_least(1), nargs="+", default=[8, 16, 32, 64, 128], help="kept entries per row"
+        "--k",
+        type=at_least(1),
+        nargs="+",
+        help=f"kept entries per row (default: those of {', '.join(map(str, DEFAULT_KEPT))} that fit)",
     )
     command_line.add_argument("--no-relu", action="store_true", help="leave the comparison with ReLU out")
     options = command_line.parse_args(arguments)
     console = console or make_console()
+    check_kept(options)
     activations = [*([] if options.no_relu else ["relu"]), *map(str, dict.fromkeys(options.k))]
     stored: dict[str, list[int]] = {activation: [] for activation in activations}
 

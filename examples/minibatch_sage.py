@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import common  # noqa: F401, first: Ctrl-C during the other imports ends quietly
 import torch
 import torch.nn.functional as F
 from common.cli import at_least, override, parse_device, parser, report_results, run

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import common  # noqa: F401, first: Ctrl-C during the other imports ends quietly
 import torch
 import torch.nn.functional as F
 from common import graph_training

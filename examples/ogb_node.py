@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import common  # noqa: F401, first: Ctrl-C during the other imports ends quietly
 import torch
 import torch.distributed as dist
 from common.cli import above_zero, at_least, override, parse_device, parser, report_results, run

@@ -6,7 +6,7 @@ Importing this package imports DGL, and makes that possible for DGL 2.x on newer
 (:mod:`fastsparse_dgl.compat`).
 """
 
-from fastsparse_core import CBSR, Adjacency, MaxK
+from fastsparse_core import CBSR, Adjacency, MaxK, __version__
 from fastsparse_dgl.acceleration import accelerate, restore
 from fastsparse_dgl.caching import cache_info, clear_cache, prepare
 from fastsparse_dgl.nn import (
@@ -45,4 +45,5 @@ __all__ = [
     "clear_cache",
     "prepare",
     "restore",
+    "__version__",
 ]

@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
         "fastsparse_pyg needs PyG, which is not installed: pip install 'fastsparse-gnn[pyg]'"
     ) from error
 
-from fastsparse_core import CBSR, Adjacency, MaxK
+from fastsparse_core import CBSR, Adjacency, MaxK, __version__
 from fastsparse_pyg.acceleration import accelerate, restore
 from fastsparse_pyg.caching import cache_info, clear_cache
 from fastsparse_pyg.nn import (
@@ -41,6 +41,7 @@ __all__ = [
     "FastTransformerConv",
     "GraphTransformerLayer",
     "MaxK",
+    "__version__",
     "accelerate",
     "cache_info",
     "clear_cache",

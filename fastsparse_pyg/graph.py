@@ -164,9 +164,10 @@ def _raise_index_error(edges: Tensor, sizes: dict[int, int], cause: ValueError) 
         if edges.size(1):
             low, high = (int(end) for end in torch.aminmax(edges[row]))
             if low < 0 or high >= size:
+                expected = f"indices from 0 to {size - 1}" if size else "no edges"
                 raise IndexError(
-                    f"edge_index: expected indices from 0 to {size - 1} in row {row} for {size} nodes, got "
-                    f"values from {low} to {high}; check that x has a row for every node"
+                    f"edge_index: expected {expected} in row {row} for {size} nodes, got values from {low} "
+                    f"to {high}; check that x has a row for every node"
                 ) from cause
 
 

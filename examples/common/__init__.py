@@ -15,3 +15,17 @@ Each module reads on its own:
 * ``report``: the table, the JSON log and the curves
 * ``cli``: the options every example takes
 """
+
+import sys
+from types import TracebackType
+
+
+def _end_quietly(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Ctrl-C needs no traceback, during the seconds that imports take either."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+sys.excepthook = _end_quietly

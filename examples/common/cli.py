@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from . import graph_training, report
+from . import framework_data, graph_training, report
 from .data import NodeDataset, default_root, load_dataset, node_features
 from .errors import ExampleError
 from .frameworks import CONVS, make_batch_graph, make_graph
@@ -69,6 +69,23 @@ def above_zero(text: str) -> float:
     return value
 
 
+#: What --dataset takes.
+DATASETS = (
+    "planted (embedded) or karate (comes with the framework); the path of an .npz file; a file of that name "
+    "in --root; or a name that the framework's loader knows, with its files in --root: "
+    + ", ".join(name for name in framework_data.known_names("pyg") if name != "karate")
+)
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds defaults, but not a second one where the help names it, and none where there is none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False or "(default" in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
+
+
 def parser(
     description: str, *, heads: bool = False, conv: bool = True, datasets: Sequence[str] = ()
 ) -> argparse.ArgumentParser:
@@ -81,9 +98,7 @@ def parser(
         datasets: For an example that knows only these datasets, with the features they have, and trains one
             layer at a time.
     """
-    options = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    options = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
     add = options.add_argument
     add("--framework", choices=("pyg", "dgl"), default="pyg", help="whose layers to use")
     if conv:
@@ -92,7 +107,7 @@ def parser(
     if datasets:
         add("--dataset", choices=datasets, default=datasets[0], help="which dataset")
     else:
-        add("--dataset", default="planted", help="planted (embedded), a name, or the path of an .npz file")
+        add("--dataset", default="planted", help=DATASETS)
         kinds = ("auto", "given", "degree", "learned")
         add("--features", choices=kinds, default="auto", help="input features")
     add("--root", type=Path, default=default_root(), help="folder of datasets; set by FASTSPARSE_DATA")

@@ -156,7 +156,10 @@ def load(path: Path, settings: dict[str, Any]) -> State:
             content["tensors"],
         )
     except Exception as error:
-        raise ExampleError(f"--resume: {path} could not be read as a checkpoint of ours: {error}") from error
+        raise ExampleError(
+            f"--resume: {path} is not a checkpoint that --checkpoint wrote; name another file, or leave "
+            f"--resume out ({type(error).__name__})."
+        ) from error
     other = sorted(key for key in settings if settings[key] != before.get(key))
     # A single run may be continued for longer than was planned: no setting depends on its length.
     if other == ["epochs"] and settings["runs"] == 1 and settings["epochs"] >= len(state.current.loss):

@@ -27,10 +27,29 @@ def make_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
+#: Training steps of a layer below which a table says that its times may be noise.
+_FEW_STEPS = 20
+
+
 def check_writable(path: Path | None, option: str) -> None:
     """Refuses an output path before the training starts, not after."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        problem = "is a folder" if path.is_dir() else f"lies in {path.parent}, which does not exist"
+    if path is None:
+        return
+    problem = ""
+    if path.is_dir():
+        problem = "is a folder"
+    elif not path.parent.is_dir():
+        problem = f"lies in {path.parent}, which does not exist"
+    else:
+        try:
+            is_new = not path.exists()
+            with path.open("ab"):  # permissions alone do not say it: a file system may be read-only or full
+                pass
+            if is_new:
+                path.unlink()
+        except OSError as error:
+            problem = f"cannot be written ({error.strerror})"
+    if problem:
         raise ExampleError(f"{option} {path}: expected the path of a file to write, but it {problem}.")
 
 
@@ -88,6 +107,11 @@ def print_table(console: Console, title: str, results: Sequence[LayerResult]) ->
             _bytes(result.peak_bytes()),
         )
     console.print(table)
+    if len(results) > 1 and results[0].num_steps() < _FEW_STEPS:
+        console.print(
+            f"[dim]Times are medians of {results[0].num_steps()} steps, so the speed-up may be noise; "
+            f"--epochs {_FEW_STEPS} or more tells more.[/dim]"
+        )
 
 
 def _run_log(run: RunResult) -> dict[str, Any]:

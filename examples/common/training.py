@@ -104,6 +104,10 @@ class LayerResult:
         """Median over all epochs but each run's first, which builds what later ones reuse."""
         return statistics.median(ms for run in self.runs for ms in (run.step_ms[1:] or run.step_ms))
 
+    def num_steps(self) -> int:
+        """Training steps behind `step_ms`."""
+        return sum(max(len(run.step_ms) - 1, 1) for run in self.runs)
+
     def first_step_ms(self) -> float:
         return statistics.median(run.step_ms[0] for run in self.runs)
 

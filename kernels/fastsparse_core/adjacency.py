@@ -639,7 +639,7 @@ def _raise_range(indices: dict[str, tuple[Tensor, int, str]]) -> None:
     for name, (index, size, size_name) in indices.items():
         low, high = (int(end) for end in torch.aminmax(index))
         if low < 0 or high >= size:
-            raise ValueError(
-                f"{name}: expected indices from 0 to {size_name} - 1 = {size - 1}, "
-                f"got values from {low} to {high}"
+            expected = (
+                f"indices from 0 to {size_name} - 1 = {size - 1}" if size else f"none for {size_name} = 0"
             )
+            raise ValueError(f"{name}: expected {expected}, got values from {low} to {high}")

@@ -42,6 +42,7 @@ class CapturedStep(Generic[_T]):
         stream: where the step runs until it is recorded; by default one of its own.
 
     Raises:
+        TypeError: ``step`` cannot be called.
         ValueError: ``warm_up`` is not positive.
         RuntimeError: the step cannot be recorded, when it is called for the first time after ``warm_up``
             calls.
@@ -58,6 +59,8 @@ class CapturedStep(Generic[_T]):
     def __init__(
         self, step: Callable[[], _T], *, warm_up: int = _WARM_UP, stream: torch.cuda.Stream | None = None
     ) -> None:
+        if not callable(step):
+            raise TypeError(f"step: expected a function without arguments, got {type(step).__name__}")
         if warm_up < 1:
             raise ValueError(f"warm_up: expected at least 1, got {warm_up}")
         self._step = step

@@ -444,6 +444,7 @@ def check_operators(device: str) -> list[Check]:
         ("attention", "attention", (rows_dst, rows_src, rows_src), {}),
         ("additive_attention", "additive_attention", ((num_dst, heads), (num_src, heads), rows_src), {}),
         ("gatv2_attention", "gatv2_attention", (rows_dst, rows_src, (heads, width)), {}),
+        ("maxk and ssd", "ssd", ((num_src, width), (num_edges,)), {"k": width // 4}),
     ]
     return [_check(*operator, device) for operator in operators]
 
@@ -469,8 +470,16 @@ def _check(title: str, name: str, shapes: Shapes, options: dict[str, Any], devic
 
         # The reference has one algorithm.
         formula = {key: option for key, option in options.items() if key != "algorithm"}
-        expected = outputs(getattr(reference, name), [tensor.double() for tensor in inputs], formula)
-        operator = getattr(fastsparse_core, name)
+        operator, exact = getattr(fastsparse_core, name), getattr(reference, name)
+        if name == "ssd":  # whose sparse rows are those that maxk keeps
+
+            def operator(adj: Any, x: Any, value: Any, k: int) -> Any:
+                return fastsparse_core.ssd(adj, fastsparse_core.maxk(x, k), value)
+
+            def exact(adj: Any, x: Any, value: Any, k: int) -> Any:
+                return reference.ssd(adj, *reference.maxk(x, k), x.size(1), value)
+
+        expected = outputs(exact, [tensor.double() for tensor in inputs], formula)
         # The first call builds what is kept.
         outputs(operator, [tensor.clone() for tensor in inputs], options)
         start = time.perf_counter()

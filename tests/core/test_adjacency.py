@@ -358,3 +358,15 @@ def test_more_sources_than_blocks_can_name_stay_with_csr(device, caplog):
         _ = adj.bsb
     adj.prepare(backward=False)
     assert not adj.has_bsb
+
+
+def test_edges_between_no_nodes():
+    with pytest.raises(ValueError, match=r"row: expected none for num_dst = 0, got values from 0 to 0"):
+        Adjacency.from_coo(torch.tensor([0]), torch.tensor([0]), (0, 3))
+
+
+@pytest.mark.parametrize("edge_id", [[0, 0], [1, 1]])
+def test_edge_ids_are_a_permutation(device, edge_id):
+    rowptr, col = torch.tensor([0, 1, 2], device=device), torch.tensor([0, 1], device=device)
+    with pytest.raises(ValueError, match="edge_id: expected a permutation of 0 to 1"):
+        Adjacency.from_csr(rowptr, col, (2, 2), edge_id=torch.tensor(edge_id, device=device))

@@ -189,3 +189,8 @@ def test_a_forked_job_that_fails_leaves_the_rest_of_the_step():
 
     captured = CapturedStep(step, warm_up=1)
     assert [captured()[0].item() for _ in range(4)] == [1, 2, 3, 4]
+
+
+def test_what_is_no_step_is_refused():
+    with pytest.raises(TypeError, match="step: expected a function without arguments, got int"):
+        CapturedStep(3)

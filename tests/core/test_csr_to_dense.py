@@ -54,3 +54,16 @@ def test_a_wide_row_on_the_gpu_is_laid_out_in_tiles(device):
     dense = csr_to_dense(adj, torch.ones(3000, device=device))
     assert dense.sum() == 3000
     assert dense[0, ::7].all()
+
+
+def test_repeated_entries_add_up_alike_every_time(device):
+    row = torch.zeros(4000, dtype=torch.long, device=device)
+    adj = Adjacency.from_coo(row, row, (1, 3))
+    value = torch.randn(4000, dtype=torch.float64, device=device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = csr_to_dense(adj, value)
+        assert all(torch.equal(csr_to_dense(adj, value), first) for _ in range(20))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert abs(first[0, 0] - value.sum()) < 1e-10

@@ -166,6 +166,8 @@ def test_real_graph_through_the_command_line(data_folder: Path) -> None:
         (["--json", "/no/such/folder/log.json"], "--json .* does not exist"),
         (["--plot", "/no/such/folder/plot.png"], "--plot .* does not exist"),
         (["--json", "/"], "--json / *: expected the path of a file"),
+        (["--json", "/proc/log.json"], r"--json /proc/log\.json: expected .* cannot be written"),
+        (["--plot", "/proc/plot.png"], r"--plot /proc/plot\.png: expected .* cannot be written"),
         (["--dataset", "nothing"], "Known names"),
     ],
 )
@@ -302,3 +304,38 @@ def test_training_on_the_gpu(framework: str) -> None:
         first, second = (torch.tensor(result.runs[0].loss) for result in results)
         torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-4)
     assert log["versions"]["gpu"]
+
+
+def test_the_help_names_datasets_and_no_default_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gcn.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(default: None)" not in text
+    assert "(default: False)" not in text
+    for name in ("planted", "karate", ".npz", "cora", "ogbn-arxiv"):
+        assert name in text
+    assert "(default: 0)" in text
+
+
+def test_a_short_comparison_is_called_noise() -> None:
+    for epochs, is_noise in (("3", True), ("25", False)):
+        out = io.StringIO()
+        gcn.main(
+            ["--dataset", "karate", "--device", "cpu", "--runs", "1", "--epochs", epochs],
+            Console(file=out, width=200),
+        )
+        assert ("may be noise" in out.getvalue()) == is_noise
+
+
+def test_control_c_during_imports_ends_quietly(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")  # as if it came while torch is imported
+    script = Path(gcn.__file__)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{script.parents[1]}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == "interrupted\n"
+    assert done.returncode

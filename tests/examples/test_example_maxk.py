@@ -90,3 +90,18 @@ def test_bad_k(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("--k", "0")
     assert "--k" in capsys.readouterr().err
+
+
+def test_more_kept_entries_than_columns_are_refused_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(maxk, "train_and_report", lambda *_, **__: pytest.fail("training began"))
+    with pytest.raises(ExampleError, match="--k 64: the layers are only 32 wide"):
+        run("--hidden", "32", "--k", "64")
+    with pytest.raises(ExampleError, match="--k 65: the layers are only 64 wide"):
+        run("--k", "65")
+
+
+def test_default_numbers_of_kept_entries_follow_the_width() -> None:
+    _, results, _ = run("--hidden", "16", "--epochs", "1", "--runs", "1")
+    assert [result.conv for result in results] == ["relu", "8", "16"]

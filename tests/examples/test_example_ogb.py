@@ -546,8 +546,8 @@ def test_checkpoints_are_neither_overwritten_nor_mixed_up(root: Path, tmp_path: 
         node(root, *keep)
     with pytest.raises(ExampleError, match=r"hidden 16 \(now 8\), seed 0 \(now 3\)"):
         node(root, *keep, "--resume", "--hidden", "8", "--seed", "3")
-    path.write_bytes(b"nothing of the kind")
-    with pytest.raises(ExampleError, match="could not be read"):
+    path.write_text("notes of somebody's, not a model\n")
+    with pytest.raises(ExampleError, match="is not a checkpoint that --checkpoint wrote"):
         node(root, *keep, "--resume")
     with pytest.raises(ExampleError, match="say with --checkpoint"):
         node(root, "--resume")
