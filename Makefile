@@ -58,6 +58,7 @@ lint: setup
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 format: setup
 	$(PY) -m ruff check --fix

@@ -32,7 +32,7 @@ def checkout_copy(tmp_path_factory):
     for name in ("kernels", "fastsparse_pyg", "fastsparse_dgl", "examples", "benchmarks", "tests", "docs"):
         if (CHECKOUT / name).is_dir():
             shutil.copytree(CHECKOUT / name, copy / name, ignore=unwanted)
-    for name in ("setup.py", "pyproject.toml", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(CHECKOUT / name, copy)
     if (CHECKOUT / "build" / "objects").is_dir():
         shutil.copytree(CHECKOUT / "build" / "objects", copy / "build" / "objects")
