@@ -8,6 +8,8 @@ All models have 128 input features and 40 classes, ReLU between layers, cross en
 - gat3-4x32: GATConv with 4 heads of 32, twice, then one head of 40.
 - gatv2-3-4x32, gt3-4x32: the same with GATv2Conv and with TransformerConv.
 - agnn2-32: a linear map to width 32, two AGNNConv, a linear map.
+- maxk-sage3-256, maxk-gcn3-256: a linear map to width 256, three convolutions of that width with ReLU or MaxK
+  (MaxK-GNN, arXiv:2312.08656) before each, a linear map. All layers are ours: the gain is MaxK's alone.
 
 Peak memory is the allocator's, above edge list and features (so what our layer caches counts).
 
@@ -37,6 +39,8 @@ from fastsparse_pyg import (
     FastGATConv,
     FastGATv2Conv,
     FastGCNConv,
+    FastMaxKGCNConv,
+    FastMaxKSAGEConv,
     FastSAGEConv,
     FastTransformerConv,
     clear_cache,
@@ -93,6 +97,28 @@ def agnn(layer: Layer) -> nn.Module:
     return Stack([layer(), layer()], nn.Linear(IN_CHANNELS, 32), nn.Linear(32, CLASSES))
 
 
+class Activated(nn.Module):
+    """Convolutions of one width with an activation before each, between two linear maps.
+
+    Args:
+        layer: a convolution; with ``k`` one that begins with MaxK itself.
+        k: kept entries of a row; None: ReLU.
+    """
+
+    def __init__(self, layer: Layer, k: int | None = None) -> None:
+        super().__init__()
+        width, options = 256, {} if k is None else {"k": k}
+        self.before, self.after = nn.Linear(IN_CHANNELS, width), nn.Linear(width, CLASSES)
+        self.convs = nn.ModuleList([layer(width, width, **options) for _ in range(3)])
+        self.rectified = k is None
+
+    def forward(self, x: Tensor, graph: Tensor) -> Tensor:
+        x = self.before(x)
+        for conv in self.convs:
+            x = conv(F.relu(x) if self.rectified else x, graph)
+        return self.after(x)
+
+
 @dataclass(frozen=True)
 class Implementation:
     """A layer to build a model with.
@@ -126,6 +152,17 @@ def _pair(ours: type[nn.Module], original: type[nn.Module]) -> dict[str, Impleme
     }
 
 
+#: Kept entries of a row in the models with MaxK.
+KEPT = (16, 32, 64)
+
+
+def _activations(layer: type[nn.Module], sparse: type[nn.Module]) -> dict[str, Implementation]:
+    return {
+        layer.__name__ + ", ReLU": Implementation(layer, warm_up=CONVERTED),
+        **{f"{sparse.__name__}, k = {k}": Implementation(sparse, {"k": k}, warm_up=CONVERTED) for k in KEPT},
+    }
+
+
 #: model -> how to build it, and with which layers, ours first
 MODELS: dict[str, tuple[Callable[..., nn.Module], dict[str, Implementation]]] = {
     "gcn3-128": (
@@ -149,13 +186,18 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], dict[str, Implementation]]] = 
     "gatv2-3-4x32": (heads_4x32, _pair(FastGATv2Conv, GATv2Conv)),
     "gt3-4x32": (heads_4x32, _pair(FastTransformerConv, TransformerConv)),
     "agnn2-32": (agnn, _pair(FastAGNNConv, AGNNConv)),
+    "maxk-sage3-256": (Activated, _activations(FastSAGEConv, FastMaxKSAGEConv)),
+    "maxk-gcn3-256": (Activated, _activations(FastGCNConv, FastMaxKGCNConv)),
 }
+#: Models that compare our own layers; they run where `--models` names them.
+OWN = ("maxk-sage3-256", "maxk-gcn3-256")
+RIVALLED = tuple(model for model in MODELS if model not in OWN)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
     parser.add_argument("--graphs", nargs="+", default=list(GRAPHS), help=suite.NAMES)
-    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(RIVALLED))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     names = tuple(dict.fromkeys(name for _, layers in MODELS.values() for name in layers))
     parser.add_argument("--implementations", nargs="+", choices=names, default=list(names))
@@ -169,7 +211,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Path:
     """Runs the benchmark; returns the path of its record."""
-    chosen = "" if options.models == list(MODELS) else "_".join(options.models)
+    chosen = "" if options.models == list(RIVALLED) else "_".join(options.models)
     out = recorder("train", options, variant=chosen)
     out.note("the optimiser is Adam, for every implementation, on CUDA with fused=True")
     if not options.reference_all:

@@ -12,6 +12,7 @@ from fastsparse_core.aggregate_sparse import (
     aggregate_sparse,
     aggregate_sparse_linear,
     can_aggregate_sparse_linear,
+    densifies,
 )
 from fastsparse_core.joint_linear import is_plain_linear
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
@@ -38,12 +39,14 @@ def _dense(feat: Any, activation: MaxK) -> Any:
 
 
 def _compressed(feat: Any, activation: MaxK) -> CBSR | None:
-    """The source features' activations; None where they are no matrix."""
+    """The source features' activations; None where they are no matrix, or where dense rows are faster."""
     source = feat[0] if isinstance(feat, tuple) and len(feat) == 2 else feat
     if isinstance(source, CBSR):
-        return source
+        return None if densifies(source.values, source.values.size(1), source.width) else source
     source = source_features(feat)
-    return activation.compress(source) if source.dim() == 2 else None
+    if source.dim() != 2 or densifies(source, activation.k, source.size(1)):
+        return None
+    return activation.compress(source)
 
 
 def _one_value(edge_weight: Tensor | None, adjacency: Adjacency) -> bool:

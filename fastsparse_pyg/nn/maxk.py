@@ -13,6 +13,7 @@ from fastsparse_core.aggregate_sparse import (
     aggregate_sparse,
     aggregate_sparse_linear,
     can_aggregate_sparse_linear,
+    densifies,
 )
 from fastsparse_pyg.nn.accelerated import is_plain_linear
 from fastsparse_pyg.nn.gcn_conv import FastGCNConv, message_dtype
@@ -35,6 +36,12 @@ def _dense(x: Any, activation: MaxK) -> Any:
 
 def _compressed(x: Tensor | CBSR, activation: MaxK) -> CBSR:
     return x if isinstance(x, CBSR) else activation.compress(x)
+
+
+def _densifies(x: Tensor | CBSR, activation: MaxK) -> bool:
+    if isinstance(x, CBSR):
+        return densifies(x.values, x.values.size(1), x.width)
+    return densifies(x, activation.k, x.size(1))
 
 
 def _values(x: Tensor | CBSR) -> Tensor:
@@ -87,7 +94,7 @@ class FastMaxKGCNConv(FastGCNConv):
         if isinstance(x, (tuple, list)) or _values(x).dim() != 2:
             return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
         like = _values(x)
-        if self._why_original_gcn(like, edge_index):
+        if _densifies(x, self.maxk) or self._why_original_gcn(like, edge_index):
             return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
         adj, value, scale_dst, scale_src = self._propagation(like, edge_index, edge_weight)
         if value is not None and message_dtype(like, value) != like.dtype:
@@ -160,6 +167,7 @@ class FastMaxKSAGEConv(FastSAGEConv):
         like = (values, None if x_dst is None else values if x_dst is x_src else _values(x_dst))
         if (
             values.dim() != 2
+            or _densifies(x_src, self.maxk)
             or self.project
             or self._why_original_pair(like, edge_index)
             or self._reduce() not in ("sum", "mean")

@@ -83,6 +83,24 @@ def aggregate_sparse(
     return result
 
 
+def densifies(values: Tensor, k: int, width: int) -> bool:
+    """Whether the layer of the dense activations is the faster one, as ``auto`` of :func:`ssd` says.
+
+    That layer aggregates the dense rows once in the forward pass and their gradient once in the backward one,
+    in whichever order with its linear map is cheaper. Sparse rows that `ssd` would write out first would be
+    aggregated a second time, for the weight's gradient.
+
+    Args:
+        values: features, or the kept entries of sparse ones.
+        k: kept entries of each row.
+        width: columns.
+    """
+    dtype = autocast_dtype(values) or values.dtype
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    algorithm = choose.requested("ssd", "auto")
+    return choose.ssd_algorithm(algorithm, values.device, dtype, k, width, deterministic) == "densify"
+
+
 def can_aggregate_sparse_linear(
     adj: Adjacency,
     cbsr: CBSR,

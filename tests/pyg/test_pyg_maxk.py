@@ -8,7 +8,7 @@ from pyg_cases import KINDS, as_kind, close, random_graph, same, simple_graph
 from torch import nn
 from torch_geometric.nn import GCNConv, SAGEConv
 
-from fastsparse_core import CBSR, MaxK
+from fastsparse_core import CBSR, MaxK, algorithms
 from fastsparse_pyg import FastGCNConv, FastMaxKGCNConv, FastMaxKSAGEConv, FastSAGEConv, prepare
 
 
@@ -248,3 +248,14 @@ def test_bad_input(family):
     kept = MaxK(5).compress(torch.randn(20, 8))
     with pytest.raises(IndexError):
         layer(CBSR(kept.values, kept.ids, 8), edge_index)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["features", "CBSR"])
+@pytest.mark.parametrize("layer", [FastMaxKGCNConv, FastMaxKSAGEConv])
+def test_rows_that_ssd_would_write_out_take_the_dense_layer(layer, given):
+    x, edge_index = torch.randn(20, 16), torch.randint(20, (2, 60))
+    conv = layer(16, 8, k=4)
+    dense = conv.maxk(x)
+    with algorithms(ssd="densify"):
+        out = conv(conv.maxk.compress(x) if given else x, edge_index)
+    assert torch.equal(out, super(layer, conv).forward(dense, edge_index))
