@@ -3,23 +3,64 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+#: Number of tests for GPUs that were left out, and why.
+_left_out = pytest.StashKey[tuple[int, str]]()
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips tests marked `gpu` where they cannot run; a test draws the same numbers alone as among others."""
+
+def _why_no_gpu() -> str:
+    from fastsparse_core import _C
+
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    return "" if _C.build_info()["cuda"] else "fastsparse_core was built without its CUDA half"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the tests marked `gpu` where they cannot run."""
+    reason = _why_no_gpu()
+    if reason:
+        without = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=without)
+        config.stash[_left_out] = (len(without), reason)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hands the number to the process that prints the summary, where pytest-xdist runs several."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(_left_out, (0, ""))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes it there; every worker collects all tests."""
+    if "left_out" in getattr(node, "workeroutput", {}):
+        node.config.stash[_left_out] = tuple(node.workeroutput["left_out"])
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Ends with one line of what was left out and why."""
+    left_out, reason = config.stash.get(_left_out, (0, ""))
+    parts = [f"{left_out} for GPUs ({reason})"] if left_out else []
+    skipped = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())
+    )
+    parts += [f"{count} skipped ({why})" for why, count in skipped.most_common()]
+    if parts:
+        terminalreporter.write_line(f"left out: {', '.join(parts)}")
+
+
+def pytest_runtest_setup() -> None:
+    """A test draws the same numbers alone as among others."""
     torch.manual_seed(0)
-    if item.get_closest_marker("gpu"):
-        from fastsparse_core import _C
-
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
-        if not _C.build_info()["cuda"]:
-            pytest.skip("fastsparse_core was built without its CUDA half")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

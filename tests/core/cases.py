@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,6 +20,19 @@ DTYPES = list(TOLERANCE)
 #: Widths on both sides of every vector, tile and lane boundary of the kernels.
 WIDTHS = (0, 1, 2, 3, 4, 5, 8, 16, 17, 31, 32, 40, 47, 64, 65, 100, 128, 130, 256, 1025)
 LAYOUTS = ("contiguous", "row_stride", "misaligned", "transposed", "expanded")
+
+
+def each_kernel(*algorithms: str) -> pytest.MarkDecorator:
+    """Every algorithm on CUDA; on the CPU, which has one kernel for all of them, the first."""
+    on_cuda = [pytest.param("cuda", algorithm, marks=pytest.mark.gpu) for algorithm in algorithms]
+    return pytest.mark.parametrize(("device", "algorithm"), [("cpu", algorithms[0]), *on_cuda])
+
+
+def each_shape(names: str, on_cuda: Sequence[Any], *, on_cpu: Sequence[Any]) -> pytest.MarkDecorator:
+    """Every shape that the CUDA kernels tell apart; on the CPU, whose kernel is one loop, some of them."""
+    cases = [("cpu", shape) for shape in on_cpu]
+    cases += [pytest.param("cuda", shape, marks=pytest.mark.gpu) for shape in on_cuda]
+    return pytest.mark.parametrize(("device", names), cases)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

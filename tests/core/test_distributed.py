@@ -37,6 +37,7 @@ from fastsparse_core.distributed import (
 )
 from fastsparse_core.distributed.exchange import HaloExchange, HaloFeatures, Transfer, column_tiles
 
+pytestmark = pytest.mark.slow
 NODES, WIDTH = 60, 8
 
 

@@ -42,6 +42,7 @@ def report():
     return doctor.Report()
 
 
+@pytest.mark.slow
 def test_a_healthy_environment_is_usable():
     done = run_doctor()
     assert done.returncode == 0, done.stdout + done.stderr
@@ -273,6 +274,7 @@ def test_torch_broken(tmp_path):
     assert "cure: python -m pip install --force-reinstall 'torch>=2.6'" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_frameworks")
 def test_extension_missing(tmp_path):
     ignore = shutil.ignore_patterns("*.so", "*.pyd", "__pycache__")
@@ -286,6 +288,7 @@ def test_extension_missing(tmp_path):
     assert "cure: python -m pip install --force-reinstall --no-deps fastsparse-gnn" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_frameworks")
 def test_extension_of_another_python_or_damaged(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "fastsparse_core", ignore=shutil.ignore_patterns("__pycache__"))

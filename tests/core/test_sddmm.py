@@ -13,6 +13,8 @@ from cases import (
     TOLERANCE,
     WIDTHS,
     as_vectors,
+    each_kernel,
+    each_shape,
     edge_lists,
     features,
     ragged,
@@ -56,7 +58,7 @@ def random_scales(adj: Adjacency) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each_kernel(*ALGORITHMS)
 @given(
     edges=edge_lists(),
     width=st.sampled_from(WIDTHS),
@@ -77,8 +79,10 @@ def test_equals_reference(device, poisoned_memory, algorithm, edges, width, dtyp
 
 @pytest.mark.parametrize("group_rows", ["none", "minhash"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    "shape", [(1, 8), (1, 32), (3, 16), (2, 40), (1, 64), (4, 32), (2, 128), (1, 256), (1, 264), (1, 1024)]
+@each_shape(
+    "shape",
+    [(1, 8), (1, 32), (3, 16), (2, 40), (1, 64), (4, 32), (2, 128), (1, 256), (1, 264), (1, 1024)],
+    on_cpu=[(2, 40), (1, 264)],
 )
 def test_tensor_cores(device, kernels, group_rows, dtype, shape):
     """Every shape of the kernel; slices of one window, runs of several, windows and rows without entries."""
@@ -102,7 +106,7 @@ def test_tensor_cores(device, kernels, group_rows, dtype, shape):
 @pytest.mark.parametrize("first", [1.0, float("nan")])
 @pytest.mark.parametrize(("num_edges", "group_rows"), RAGGED)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(1, 8), (3, 16), (1, 64), (2, 128), (1, 256), (1, 520)])
+@each_shape("shape", [(1, 8), (3, 16), (1, 64), (2, 128), (1, 256), (1, 520)], on_cpu=[(3, 16)])
 def test_blocks_that_are_cut(
     device, poisoned_memory, stored_in_quads, kernels, shape, dtype, num_edges, group_rows, first
 ):
@@ -138,7 +142,11 @@ def test_tf32_where_pytorch_allows_it(device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("num_rows", [40, 3000])
-@pytest.mark.parametrize("shape", [(1, 8), (1, 32), (3, 16), (2, 40), (2, 64), (1, 128), (1, 264), (1, 520)])
+@each_shape(
+    "shape",
+    [(1, 8), (1, 32), (3, 16), (2, 40), (2, 64), (1, 128), (1, 264), (1, 520)],
+    on_cpu=[(1, 8), (2, 40), (1, 264)],
+)
 def test_entry_by_entry(device, dtype, num_rows, shape):
     """Long rows and short ones, gaps between them, edges in any order, a last tile that is not full."""
     generator = torch.Generator().manual_seed(0)
@@ -174,7 +182,7 @@ def test_several_rounds_of_a_block(poisoned_memory, dtype, width):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each_kernel(*ALGORITHMS)
 @pytest.mark.parametrize("width", [16, 32, 64, 512])
 def test_infinities_stay_on_their_edges(device, dtype, width, algorithm):
     generator = torch.Generator().manual_seed(0)
@@ -193,7 +201,7 @@ def test_infinities_stay_on_their_edges(device, dtype, width, algorithm):
     assert not out.isnan().any()
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each_kernel(*ALGORITHMS)
 @pytest.mark.parametrize("heads", [None, 2])
 @given(edges=edge_lists())
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -207,7 +215,7 @@ def test_dense_vectors(device, poisoned_memory, algorithm, heads, edges):
     assert torch.equal(out, as_vectors(adj, sddmm(adj, x_dst, x_src, algorithm=algorithm)))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each_kernel(*ALGORITHMS)
 def test_gradient_of_dense_vectors(device, algorithm):
     row = torch.tensor([2, 0, 1, 1, 8, 1], device=device)
     col = torch.tensor([0, 1, 1, 2, 3, 1], device=device)
@@ -254,7 +262,7 @@ def test_values_of_spmm_get_their_gradient(device, dtype):
     assert error <= TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each_kernel(*ALGORITHMS)
 @pytest.mark.parametrize("heads", [1, 3, 8])
 @pytest.mark.parametrize("head_width", [1, 8, 20, 47])
 def test_heads(device, algorithm, heads, head_width):
@@ -268,7 +276,7 @@ def test_heads(device, algorithm, heads, head_width):
     assert relative_error(out, reference.sddmm(adj, x_dst, x_src)) < 1e-6
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each_kernel(*ALGORITHMS)
 def test_caller_order_with_replaced_loops(device, algorithm):
     row = torch.tensor([2, 0, 1, 1], device=device)
     col = torch.tensor([0, 1, 1, 2], device=device)
@@ -307,7 +315,7 @@ def test_ids_of_sorted_rows_are_those_of_the_blocks(device, edge_id):
 
 
 @pytest.mark.parametrize("edge_id", [False, True])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each_kernel(*ALGORITHMS)
 def test_rows_with_unsorted_columns(device, algorithm, edge_id):
     adj = unsorted_rows(device, edge_id=edge_id)
     x_dst, x_src = (features(size, 16, torch.float32, "contiguous", device) for size in adj.shape)

@@ -18,6 +18,8 @@ from cases import (
     WIDTHS,
     EdgeList,
     as_vectors,
+    each_kernel,
+    each_shape,
     edge_lists,
     features,
     ragged,
@@ -118,7 +120,7 @@ def test_equals_reference(
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [16, 47, 64, 100, 128])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each_kernel(*ALGORITHMS)
 def test_relative_error_on_a_random_graph(device, reduce, dtype, width, algorithm):
     adj = random_graph().adjacency(device)
     x = features(60, width, dtype, "contiguous", device)
@@ -134,7 +136,7 @@ def test_trailing_shapes(device, shape):
     assert relative_error(spmm(adj, x), reference.spmm(adj, x)) < 1e-6
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each_kernel(*ALGORITHMS)
 def test_heavy_row_is_split_and_summed_in_float32(device, algorithm):
     num_edges = 200_000
     row = torch.zeros(num_edges, dtype=torch.int64, device=device)
@@ -156,6 +158,19 @@ def test_heavy_row_is_split_and_summed_in_float32(device, algorithm):
 ROW_LENGTHS = (0, 1, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 128, 255, 256, 257, 5000)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_cpu_has_one_kernel_for_all_algorithms(dtype):
+    """So the other tests need to run the first of them there alone."""
+    adj = rows_of([7, 0, 300, 1, 64], 50, "cpu")
+    x = features(50, 40, dtype, "contiguous", "cpu")
+    value = features(adj.num_values, 1, dtype, "contiguous", "cpu", seed=1)[:, 0]
+    for weights in (None, value):
+        expected = spmm(adj, x, weights, algorithm="csr")
+        for algorithm in ("auto", *ALGORITHMS):
+            assert torch.equal(spmm(adj, x, weights, algorithm=algorithm), expected)
+            assert torch.equal(sddmm(adj, x[:5], x, algorithm="flashsparse"), sddmm(adj, x[:5], x))
+
+
 def rows_of(lengths: Sequence[int], num_src: int, device: str) -> Adjacency:
     """Rows of these lengths with random sources, the caller's edges in random order."""
     generator = torch.Generator().manual_seed(0)
@@ -165,7 +180,7 @@ def rows_of(lengths: Sequence[int], num_src: int, device: str) -> Adjacency:
     return Adjacency.from_coo(row.to(device), col.to(device), (len(lengths), num_src))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each_kernel(*ALGORITHMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", ROW_LENGTHS)
 def test_row_lengths(device, poisoned_memory, algorithm, dtype, length):
@@ -182,7 +197,7 @@ def test_row_lengths(device, poisoned_memory, algorithm, dtype, length):
                 assert relative_error(out, expected) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each_kernel(*ALGORITHMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [8, 16, 32, 64, 200])
 def test_mixed_row_lengths(device, poisoned_memory, algorithm, dtype, width):
@@ -198,7 +213,7 @@ def test_mixed_row_lengths(device, poisoned_memory, algorithm, dtype, width):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [8, 16, 32, 64])
-@pytest.mark.parametrize("algorithm", ["csr", "tca", "hr"])
+@each_kernel("csr", "tca", "hr")
 def test_entries_beyond_a_row_are_not_multiplied(device, algorithm, dtype, width):
     """Source 0 is not finite: what pads a product must not read it, and rows in one warp must not meet."""
     lengths = [7, 1, 0, 65, 9, 3, 300, 2] * 6
@@ -217,7 +232,7 @@ def test_entries_beyond_a_row_are_not_multiplied(device, algorithm, dtype, width
         assert torch.equal(touched[4:], expected[4:])
 
 
-@pytest.mark.parametrize("algorithm", ["csr", "tca", "hr"])
+@each_kernel("csr", "tca", "hr")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [8, 16, 32, 64, 128, 200])
 def test_infinity_stays_in_its_feature(device, algorithm, dtype, width):
@@ -244,7 +259,7 @@ def few_sources(num_src: int, device: str) -> Adjacency:
 @pytest.mark.parametrize("algorithm", ["csr", "tca"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_src", [1, 90, 350])
-@pytest.mark.parametrize("width", [8, 32, 64, 72, 128, 256, 300])
+@each_shape("width", [8, 32, 64, 72, 128, 256, 300], on_cpu=[72])
 def test_few_sources_that_many_rows_gather(device, poisoned_memory, algorithm, dtype, num_src, width):
     """A tile of x, all sources of it, fits into shared memory."""
     adj = few_sources(num_src, device)
@@ -268,7 +283,7 @@ def test_few_sources_that_many_rows_gather(device, poisoned_memory, algorithm, d
     assert device == "cpu" or choose.spmm_resident(adj, algorithm, torch.float32, 256, 1, aligned=True)
 
 
-@pytest.mark.parametrize("algorithm", ["csr", "tca"])
+@each_kernel("csr", "tca")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [72, 256])
 def test_few_sources_that_are_not_finite(device, algorithm, dtype, width):
@@ -305,7 +320,7 @@ def test_duplicates_of_few_sources_are_summed_in_float32(device):
         assert relative_error(out, reference.spmm(adj, x, reduce="mean")) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("algorithm", ["tca", "hr"])
+@each_kernel("tca", "hr")
 def test_direct_algorithms_say_once_where_csr_serves(device, caplog, monkeypatch, algorithm):
     monkeypatch.setattr(log, "_seen", set())
     caplog.set_level("INFO", logger="fastsparse_core")
@@ -348,7 +363,7 @@ def test_gradients_of_extrema(device, reduce, heads):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [40, 47, 128])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each_kernel(*ALGORITHMS)
 def test_gradients_in_lower_precision(device, dtype, width, algorithm):
     adj = random_graph().adjacency(device)
     x = features(60, width, dtype, "contiguous", device).requires_grad_()
@@ -397,9 +412,10 @@ def test_dense_vectors(device, poisoned_memory, algorithm, edges, width, dtype, 
 
 @pytest.mark.parametrize("group_rows", ["none", "minhash"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("width", "heads"), [(16, 1), (32, 1), (40, 1), (64, 1), (128, 2), (256, 4)])
-def test_dense_vectors_on_tensor_cores(device, monkeypatch, group_rows, dtype, width, heads):
+@each_shape("shape", [(16, 1), (32, 1), (40, 1), (64, 1), (128, 2), (256, 4)], on_cpu=[(40, 1), (128, 2)])
+def test_dense_vectors_on_tensor_cores(device, monkeypatch, group_rows, dtype, shape):
     """Every shape of the kernel, slices of one window, runs of several; the bits are those of edge values."""
+    width, heads = shape
     seen = []
     original = choose.spmm_algorithm
     monkeypatch.setattr(
@@ -441,7 +457,7 @@ def test_gradients_of_dense_vectors(device, dtype, heads):
 @pytest.mark.parametrize("first", [1.0, float("nan")])
 @pytest.mark.parametrize(("num_edges", "group_rows"), RAGGED)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("width", [8, 24, 72, 128])
+@each_shape("width", [8, 24, 72, 128], on_cpu=[24])
 def test_blocks_that_are_cut(
     device, poisoned_memory, stored_in_quads, width, dtype, num_edges, group_rows, first
 ):
@@ -464,7 +480,7 @@ def test_blocks_that_are_cut(
             assert torch.equal(out, spmm(adj, x, vectors, algorithm="flashsparse", value_layout="me_bcrs"))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each_kernel(*ALGORITHMS)
 def test_second_derivatives_of_dense_vectors(device, algorithm):
     row, col = torch.tensor([2, 0, 1, 1, 8, 1]), torch.tensor([0, 1, 1, 2, 3, 1])
     adj = Adjacency.from_coo(row.to(device), col.to(device), (9, 4), self_loops="replace")
@@ -503,7 +519,7 @@ def test_ties_go_to_the_first_entry(device, row, winner):
     assert x.grad.sum() == 2
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each_kernel(*ALGORITHMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 16])
 def test_infinity_in_a_long_row(device, algorithm, dtype, width):
@@ -517,7 +533,7 @@ def test_infinity_in_a_long_row(device, algorithm, dtype, width):
     assert spmm(adj, x, algorithm=algorithm).isnan().all()
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each_kernel(*ALGORITHMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_nan_and_infinity_go_along_edges_only(device, algorithm, dtype):
     adj = Adjacency.from_coo(torch.tensor([0, 0, 1, 2]), torch.tensor([0, 1, 1, 2]), (3, 3)).to(device)
@@ -556,7 +572,7 @@ def test_float32_matmul_precision(device, precision):
     assert error < (1e-6 if precision == "highest" or device == "cpu" else 1e-3)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each_kernel(*ALGORITHMS)
 def test_half_overflow_gives_infinity(device, algorithm):
     adj = Adjacency.from_coo(torch.tensor([0, 0]), torch.tensor([0, 1]), (1, 2)).to(device)
     x = torch.full((2, 8), 60_000.0, dtype=torch.float16, device=device)
@@ -651,7 +667,7 @@ def test_forward_mode_is_refused(device):
         assert torch.equal(spmm(adj, x), spmm(adj, x.clone()))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each_kernel(*ALGORITHMS)
 def test_bitwise_reproducible(device, algorithm):
     edges = random_graph(50, 60, 20_000)
     adj = edges.adjacency(device)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DTYPES, TOLERANCE, edge_lists, features, relative_error
+from cases import DTYPES, TOLERANCE, each_shape, edge_lists, features, relative_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -120,14 +120,16 @@ def test_equals_reference(
 
 @pytest.mark.usefixtures("gathered")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("width", "k"),
+@each_shape(
+    "width_k",
     [
         *((64, 2), (64, 64), (512, 32), (512, 200), (1000, 17), (1024, 512), (1024, 1024), (3000, 40)),
         *((200, 28), *((256, k) for k in (1, 3, 8, 16, 20, 30, 32, 64, 128, 256))),
     ],
+    on_cpu=[(64, 2), (64, 64), (1000, 17), (256, 1), (256, 32)],
 )
-def test_every_shape_of_the_kernel(device, dtype, width, k):
+def test_every_shape_of_the_kernel(device, dtype, width_k):
+    width, k = width_k
     adj = heavy(device)
     cbsr = random_cbsr(90, k, width, dtype, device)
     value = torch.randn(5000, device=device, dtype=torch.float64).to(dtype)

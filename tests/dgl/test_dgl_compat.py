@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from dgl_cases import fastsparse_dgl
 
+pytestmark = pytest.mark.slow
 compat = fastsparse_dgl.compat
 
 NEEDS_STUB = compat.graphbolt_problem() is not None

@@ -32,8 +32,7 @@ def run(*arguments: str, framework: str = "pyg") -> tuple[dict, list[training.La
     return log, results, out.getvalue()
 
 
-@pytest.mark.parametrize("operator", ["gcn", "sage"])
-@pytest.mark.parametrize("framework", ["pyg", "dgl"])
+@pytest.mark.parametrize(("framework", "operator"), [("pyg", "gcn"), ("dgl", "sage")])
 def test_relu_and_every_k_train(framework: str, operator: str) -> None:
     log, results, out = run(
         "--operator", operator, "--epochs", "3", "--runs", "2", "--k", "8", "32", framework=framework

@@ -11,6 +11,7 @@ from torch import nn
 
 from fastsparse_pyg import FastGCNConv, FastGINConv, FastSAGEConv, prepare
 
+pytestmark = pytest.mark.slow
 LAYERS = {
     "gcn_narrowing": (lambda: FastGCNConv(6, 4), True),
     "gcn_widening": (lambda: FastGCNConv(6, 9), True),
