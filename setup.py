@@ -379,7 +379,9 @@ def plan(cxx: Sequence[str], cuda: Cuda | None, env: Mapping[str, str]) -> list[
     common = ["-std=c++17", "-O3", "-DNDEBUG", "-Ikernels/include"]
     # No -march: the CPU kernels carry clones for AVX2 and AVX-512 and choose at load time.
     host = [*cxx, *common, "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", *openmp_flags(cxx)]
-    host += shlex.split(env.get("CXXFLAGS", ""))
+    # The binding only fills in structures: -O1 saves a third of its compilation and costs 0.05 us per call.
+    binding = [*host, "-O1"]
+    cxx_flags = shlex.split(env.get("CXXFLAGS", ""))
     cxx_version = output_of(*cxx, "--version")
 
     jobs = []
@@ -392,8 +394,9 @@ def plan(cxx: Sequence[str], cuda: Cuda | None, env: Mapping[str, str]) -> list[
             extra = [env.get("NVCC_PREPEND_FLAGS", ""), env.get("NVCC_APPEND_FLAGS", "")]
             jobs.append(Job(source, command, versions=[cuda.version, cxx_version, *extra]))
             continue
-        command, include_dirs, versions = list(host), [], [cxx_version]
+        command, include_dirs, versions = [*host, *cxx_flags], [], [cxx_version]
         if source.name == "binding.cpp":
+            command = [*binding, *cxx_flags]
             include_dirs += [pybind11.get_include(), sysconfig.get_paths()["include"]]
             versions += [pybind11.__version__, sys.version]
             if cuda:

@@ -8,11 +8,9 @@
 namespace fastsparse::cpu {
 namespace {
 
-template <typename T>
+template <typename A>
 FASTSPARSE_INLINE void attend_rows(const AttentionCsrArgs& args, std::int64_t row_begin,
                                    std::int64_t row_end) {
-  using A = Acc<T>;
-  constexpr int kWidth = kVectorWidth<A>;
   constexpr A kInfinity = std::numeric_limits<A>::infinity();
   const std::int64_t heads = args.heads, value_width = args.value_width, width = heads * value_width;
   std::vector<A> left(score_columns(args)), total(width), compensation(width), maximum(heads);
@@ -20,7 +18,7 @@ FASTSPARSE_INLINE void attend_rows(const AttentionCsrArgs& args, std::int64_t ro
   A* lse = static_cast<A*>(args.lse);
   const std::int64_t last = args.a.rowptr[row_end];
   for (std::int64_t row = row_begin; row < row_end; ++row) {
-    load_score_row<T>(args, args.dst, row, left);
+    widen_row(args.dst, score_dtype(args), row, left.size(), left.data());
     std::fill(total.begin(), total.end(), A{0});
     std::fill(compensation.begin(), compensation.end(), A{0});
     std::fill(maximum.begin(), maximum.end(), -kInfinity);
@@ -31,20 +29,12 @@ FASTSPARSE_INLINE void attend_rows(const AttentionCsrArgs& args, std::int64_t ro
       const int lanes = padded<A>(block.count);
       for (std::int64_t head = 0; head < heads; ++head) {
         Scores<A> scores;
-        block_scores<T>(args, args.a, block, head, left.data(), args.src, scores);
+        block_scores<A>(args, args.a, block, head, left.data(), args.src, scores);
         for (int i = block.count; i < lanes; ++i) scores.score[i] = -kInfinity;
         const A block_highest = largest<A>(scores.score, lanes);
         const A highest = block_highest < maximum[head] ? maximum[head] : block_highest;  // NaN stays
         if (highest == -kInfinity) continue;  // nothing but masked entries so far
-        Vector<A> block_sum = {};
-        for (int i = 0; i < lanes; i += kWidth) {
-          Vector<A> weight;
-          load_vector<A>(scores.score + i, weight);
-          weight -= highest;
-          exponential(weight);
-          block_sum += weight;
-          std::memcpy(scores.score + i, &weight, sizeof weight);
-        }
+        for (int i = 0; i < lanes; ++i) scores.score[i] = exponential(scores.score[i] - highest);
         const Sum<A> out{total.data() + head * value_width, compensation.data() + head * value_width};
         if (highest != maximum[head]) {
           if (sum[head] != 0) {
@@ -57,29 +47,27 @@ FASTSPARSE_INLINE void attend_rows(const AttentionCsrArgs& args, std::int64_t ro
           }
           maximum[head] = highest;
         }
-        sum[head] += sum_lanes<A, kWidth>(block_sum);
+        sum[head] += sum_of(scores.score, lanes);
         if (args.dropout.threshold != 0) {
           for (int i = 0; i < block.count; ++i) {
             scores.score[i] *= keep_factor<A>(args, row, block.col[i], head);
           }
         }
-        const auto v = gather<T>(args.v, head * value_width, block);
-        accumulate<T, Term::kFeatures>(scores.score, {}, v, value_width, out);
+        const Gather v = gather(args.v, args.dtype, head * value_width, block);
+        accumulate(Term::kFeatures, scores.score, {}, v, value_width, out);
       }
     }
-    T* out = static_cast<T*>(args.out) + row * width;
     for (std::int64_t head = 0; head < heads; ++head) {
       const bool empty = maximum[head] == -kInfinity;
       const A inverse = empty ? A{0} : static_cast<A>(1 / sum[head]);
-      for (std::int64_t f = head * value_width; f < (head + 1) * value_width; ++f) {
-        narrow(total[f] * inverse, out + f);
-      }
+      const std::int64_t first = head * value_width;
+      narrow_row(total.data() + first, inverse, value_width, args.out, args.dtype, row * width + first);
       lse[row * heads + head] = empty ? -kInfinity : static_cast<A>(maximum[head] + std::log(sum[head]));
     }
   }
 }
 
-// One plain function per type: the compiler multi-versions functions, not templates.
+// Plain functions: the compiler multi-versions functions, not templates.
 FASTSPARSE_MULTIVERSION void rows(double, const AttentionCsrArgs& args, std::int64_t begin,
                                   std::int64_t end) {
   attend_rows<double>(args, begin, end);
@@ -87,18 +75,11 @@ FASTSPARSE_MULTIVERSION void rows(double, const AttentionCsrArgs& args, std::int
 FASTSPARSE_MULTIVERSION void rows(float, const AttentionCsrArgs& args, std::int64_t begin, std::int64_t end) {
   attend_rows<float>(args, begin, end);
 }
-FASTSPARSE_MULTIVERSION void rows(Half, const AttentionCsrArgs& args, std::int64_t begin, std::int64_t end) {
-  attend_rows<Half>(args, begin, end);
-}
-FASTSPARSE_MULTIVERSION void rows(BFloat16, const AttentionCsrArgs& args, std::int64_t begin,
-                                  std::int64_t end) {
-  attend_rows<BFloat16>(args, begin, end);
-}
 
 }  // namespace
 
 void attention_csr(const AttentionCsrArgs& args, int threads) {
-  with_type(args.dtype, [&](auto type) {
+  with_sum_type(args.dtype, [&](auto type) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (work(args) > kSerialWork)
     for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
       rows(type, args, row, std::min(row + kRowsPerTask, args.a.num_rows));

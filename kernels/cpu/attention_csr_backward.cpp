@@ -37,34 +37,26 @@ struct Terms {
 
 // Fills in weights, up to the sum of each row, dp and slopes. `left` and `value` are the row's own, of dst
 // and dO, or in the transposed structure of src and v; `right` and `values` are gathered.
-template <typename T>
+template <typename A>
 FASTSPARSE_INLINE void recompute(const AttentionCsrArgs& args, const CsrView& a, const Block& block,
-                                 std::int64_t head, const std::vector<Acc<T>>& left, const DenseView& right,
-                                 const std::vector<Acc<T>>& value, const DenseView& values,
-                                 Terms<Acc<T>>& terms) {
-  using A = Acc<T>;
+                                 std::int64_t head, const std::vector<A>& left, const DenseView& right,
+                                 const std::vector<A>& value, const DenseView& values, Terms<A>& terms) {
   constexpr A kInfinity = std::numeric_limits<A>::infinity();
-  constexpr int kWidth = kVectorWidth<A>;
   Scores<A> scores;
-  block_scores<T>(args, a, block, head, left.data(), right, scores);
+  block_scores<A>(args, a, block, head, left.data(), right, scores);
   const int lanes = padded<A>(block.count);
   const std::int64_t first = head * args.value_width;
-  products<T, false>({value.data() + first, nullptr, 0}, gather<T>(values, first, block), args.value_width,
-                     terms.grad);
+  products({value.data() + first, nullptr, 0}, gather(values, args.dtype, first, block), args.value_width,
+           terms.grad);
   for (int i = 0; i < block.count; ++i)
     terms.slope[i] = args.kind == AttentionScore::kAdditive ? scores.slope[i] : A{1};
   for (int i = block.count; i < lanes; ++i) {
     scores.score[i] = terms.lse[i] = -kInfinity;
     terms.grad[i] = terms.factor[i] = terms.slope[i] = 0;
   }
-  for (int i = 0; i < lanes; i += kWidth) {
-    Vector<A> p, lse;
-    load_vector<A>(scores.score + i, p);
-    load_vector<A>(terms.lse + i, lse);
-    p -= lse;
-    exponential(p);
-    p = lse == -kInfinity ? Vector<A>{} : p;  // beyond the end, or nothing but masked entries
-    std::memcpy(terms.weight + i, &p, sizeof p);
+  for (int i = 0; i < lanes; ++i) {
+    const A p = exponential(scores.score[i] - terms.lse[i]);
+    terms.weight[i] = terms.lse[i] == -kInfinity ? 0 : p;  // beyond the end, or nothing but masked entries
   }
 }
 
@@ -79,12 +71,11 @@ FASTSPARSE_INLINE void finish(const A* delta, const A* inverse_sum, int count, T
 }
 
 // Adds what the entries of a block give to the gradient of `left`, up to a constant factor.
-template <typename T>
-FASTSPARSE_INLINE void add_score_gradients(const AttentionCsrArgs& args, const Acc<T>* grad,
-                                           const Block& block, std::int64_t head,
-                                           const std::vector<Acc<T>>& left, const DenseView& right,
-                                           std::vector<Acc<T>>& total, std::vector<Acc<T>>& compensation) {
-  using A = Acc<T>;
+template <typename A>
+FASTSPARSE_INLINE void add_score_gradients(const AttentionCsrArgs& args, const A* grad, const Block& block,
+                                           std::int64_t head, const std::vector<A>& left,
+                                           const DenseView& right, std::vector<A>& total,
+                                           std::vector<A>& compensation) {
   if (args.kind == AttentionScore::kAdditive) {
     add_compensated(sum_of<A>(grad, padded<A>(block.count)), total[head], compensation[head]);
     return;
@@ -92,38 +83,28 @@ FASTSPARSE_INLINE void add_score_gradients(const AttentionCsrArgs& args, const A
   const std::int64_t first = head * args.head_width;
   const Hidden<A> hidden{left.data() + first, nullptr, static_cast<A>(args.scale)};
   const Sum<A> sum{total.data() + first, compensation.data() + first};
-  const auto rows = gather_again<T>(right, first, block);
-  if (args.kind == AttentionScore::kGatv2) {
-    accumulate<T, Term::kSlope>(grad, hidden, rows, args.head_width, sum);
-  } else {
-    accumulate<T, Term::kFeatures>(grad, hidden, rows, args.head_width, sum);
-  }
+  const Term term = args.kind == AttentionScore::kGatv2 ? Term::kSlope : Term::kFeatures;
+  accumulate(term, grad, hidden, gather_again(right, args.dtype, first, block), args.head_width, sum);
 }
 
-template <typename T, typename A>
-FASTSPARSE_INLINE void write_row(const std::vector<A>& total, A scale, void* to, std::int64_t row) {
-  T* out = static_cast<T*>(to) + row * static_cast<std::int64_t>(total.size());
-  for (std::size_t f = 0; f < total.size(); ++f) narrow(total[f] * scale, out + f);
+template <typename A>
+FASTSPARSE_INLINE void write_row(const std::vector<A>& total, A scale, void* to, Dtype dtype,
+                                 std::int64_t row) {
+  const auto width = static_cast<std::int64_t>(total.size());
+  narrow_row(total.data(), scale, width, to, dtype, row * width);
 }
 
 // Writes the gradient of a row of dst or src.
-template <typename T>
-FASTSPARSE_INLINE void write_score_row(const AttentionCsrArgs& args, const std::vector<Acc<T>>& total,
-                                       void* to, std::int64_t row) {
-  using A = Acc<T>;
-  if (args.kind == AttentionScore::kAdditive) {
-    write_row<A>(total, A{1}, to, row);
-  } else {
-    const A scale = args.kind == AttentionScore::kDotProduct ? static_cast<A>(args.scale) : A{1};
-    write_row<T>(total, scale, to, row);
-  }
+template <typename A>
+FASTSPARSE_INLINE void write_score_row(const AttentionCsrArgs& args, const std::vector<A>& total, void* to,
+                                       std::int64_t row) {
+  const A scale = args.kind == AttentionScore::kDotProduct ? static_cast<A>(args.scale) : A{1};
+  write_row(total, scale, to, score_dtype(args), row);
 }
 
-template <typename T>
-FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args,
-                                          const Scratch<Acc<T>>& scratch, std::int64_t row_begin,
-                                          std::int64_t row_end) {
-  using A = Acc<T>;
+template <typename A>
+FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args, const Scratch<A>& scratch,
+                                          std::int64_t row_begin, std::int64_t row_end) {
   const AttentionCsrArgs& forward = args.forward;
   const std::int64_t heads = forward.heads;
   const auto slope = static_cast<A>(forward.scale);
@@ -136,8 +117,8 @@ FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args,
       att_compensation(att_total.size());
   const std::int64_t last = forward.a.rowptr[row_end];
   for (std::int64_t row = row_begin; row < row_end; ++row) {
-    load_score_row<T>(forward, forward.dst, row, left);
-    load_row<T>(args.grad, row, grad);
+    widen_row(forward.dst, score_dtype(forward), row, left.size(), left.data());
+    widen_row(args.grad, forward.dtype, row, grad.size(), grad.data());
     std::fill(total.begin(), total.end(), A{0});
     std::fill(compensation.begin(), compensation.end(), A{0});
     const A* lse = static_cast<const A*>(forward.lse) + row * heads;
@@ -154,10 +135,10 @@ FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args,
             for (int i = 0; i < block.count; ++i) {
               terms[head].factor[i] = keep_factor<A>(forward, row, block.col[i], head);
             }
-            recompute<T>(forward, forward.a, block, head, left, forward.src, grad, forward.v, terms[head]);
+            recompute<A>(forward, forward.a, block, head, left, forward.src, grad, forward.v, terms[head]);
           }
           if (summing) {
-            A share[kBlock];
+            A share[kBlock] = {};
             for (int i = 0; i < lanes; ++i) {
               share[i] = terms[head].weight[i] * terms[head].factor[i] * terms[head].grad[i];
             }
@@ -177,19 +158,15 @@ FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args,
           if (args.grad_bias != nullptr) {
             for (int i = 0; i < block.count; ++i) {
               const std::int64_t at = edge_position(forward.a, block.entry + i) * heads + head;
-              if (forward.bias.dtype == forward.dtype) {
-                narrow(gradient[i], static_cast<T*>(args.grad_bias) + at);
-              } else {
-                static_cast<A*>(args.grad_bias)[at] = gradient[i];
-              }
+              set_number(args.grad_bias, forward.bias.dtype, at, gradient[i]);
             }
           }
-          add_score_gradients<T>(forward, gradient, block, head, left, forward.src, total, compensation);
+          add_score_gradients<A>(forward, gradient, block, head, left, forward.src, total, compensation);
           if (forward.kind == AttentionScore::kGatv2) {
             const std::int64_t first = head * forward.head_width;
-            accumulate<T, Term::kHidden>(gradient, {left.data() + first, nullptr, slope},
-                                         gather_again<T>(forward.src, first, block), forward.head_width,
-                                         {att_total.data() + first, att_compensation.data() + first});
+            accumulate(Term::kHidden, gradient, {left.data() + first, nullptr, slope},
+                       gather_again(forward.src, forward.dtype, first, block), forward.head_width,
+                       {att_total.data() + first, att_compensation.data() + first});
           }
         }
       }
@@ -197,18 +174,17 @@ FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args,
     if (forward.kind == AttentionScore::kGatv2) {
       for (std::size_t f = 0; f < total.size(); ++f) total[f] *= att[f];
     }
-    write_score_row<T>(forward, total, args.grad_dst, row);
+    write_score_row(forward, total, args.grad_dst, row);
   }
   if (forward.kind == AttentionScore::kGatv2) {
-    write_row<A>(att_total, A{1}, scratch.grad_att, row_begin / kRowsPerTask);
+    const std::int64_t task = row_begin / kRowsPerTask;
+    std::copy(att_total.begin(), att_total.end(), scratch.grad_att + task * left.size());
   }
 }
 
-template <typename T>
-FASTSPARSE_INLINE void differentiate_columns(const AttentionCsrBackwardArgs& args,
-                                             const Scratch<Acc<T>>& scratch, std::int64_t col_begin,
-                                             std::int64_t col_end) {
-  using A = Acc<T>;
+template <typename A>
+FASTSPARSE_INLINE void differentiate_columns(const AttentionCsrBackwardArgs& args, const Scratch<A>& scratch,
+                                             std::int64_t col_begin, std::int64_t col_end) {
   const AttentionCsrArgs& forward = args.forward;
   const std::int64_t heads = forward.heads, value_width = forward.value_width;
   const auto* att = static_cast<const A*>(forward.att);
@@ -217,8 +193,8 @@ FASTSPARSE_INLINE void differentiate_columns(const AttentionCsrBackwardArgs& arg
   Terms<A> terms;
   const std::int64_t last = args.a_t.rowptr[col_end];
   for (std::int64_t col = col_begin; col < col_end; ++col) {
-    load_score_row<T>(forward, forward.src, col, left);
-    load_row<T>(forward.v, col, value);
+    widen_row(forward.src, score_dtype(forward), col, left.size(), left.data());
+    widen_row(forward.v, forward.dtype, col, value.size(), value.data());
     for (auto* sum : {&total, &compensation, &value_total, &value_compensation}) {
       std::fill(sum->begin(), sum->end(), A{0});
     }
@@ -237,24 +213,24 @@ FASTSPARSE_INLINE void differentiate_columns(const AttentionCsrBackwardArgs& arg
           inverse[i] = scratch.rows[at].inverse_sum;
           terms.factor[i] = keep_factor<A>(forward, block.col[i], col, head);
         }
-        recompute<T>(forward, args.a_t, block, head, left, forward.dst, value, args.grad, terms);
+        recompute<A>(forward, args.a_t, block, head, left, forward.dst, value, args.grad, terms);
         finish(delta, inverse, lanes, terms);
-        accumulate<T, Term::kFeatures>(
-            terms.weight, {}, gather_again<T>(args.grad, head * value_width, block), value_width,
-            {value_total.data() + head * value_width, value_compensation.data() + head * value_width});
-        add_score_gradients<T>(forward, terms.grad, block, head, left, forward.dst, total, compensation);
+        accumulate(Term::kFeatures, terms.weight, {},
+                   gather_again(args.grad, forward.dtype, head * value_width, block), value_width,
+                   {value_total.data() + head * value_width, value_compensation.data() + head * value_width});
+        add_score_gradients<A>(forward, terms.grad, block, head, left, forward.dst, total, compensation);
       }
     }
     if (forward.kind == AttentionScore::kGatv2) {
       for (std::size_t f = 0; f < total.size(); ++f) total[f] = total[f] * att[f] + value_total[f];
     } else {
-      write_row<T>(value_total, A{1}, args.grad_v, col);
+      write_row(value_total, A{1}, args.grad_v, forward.dtype, col);
     }
-    write_score_row<T>(forward, total, args.grad_src, col);
+    write_score_row(forward, total, args.grad_src, col);
   }
 }
 
-// One plain function per pass and type: the compiler multi-versions functions, not templates.
+// Plain functions: the compiler multi-versions functions, not templates.
 FASTSPARSE_MULTIVERSION void rows(double, const AttentionCsrBackwardArgs& args,
                                   const Scratch<double>& scratch, std::int64_t begin, std::int64_t end) {
   differentiate_rows<double>(args, scratch, begin, end);
@@ -271,28 +247,11 @@ FASTSPARSE_MULTIVERSION void columns(float, const AttentionCsrBackwardArgs& args
                                      const Scratch<float>& scratch, std::int64_t begin, std::int64_t end) {
   differentiate_columns<float>(args, scratch, begin, end);
 }
-FASTSPARSE_MULTIVERSION void rows(Half, const AttentionCsrBackwardArgs& args, const Scratch<float>& scratch,
-                                  std::int64_t begin, std::int64_t end) {
-  differentiate_rows<Half>(args, scratch, begin, end);
-}
-FASTSPARSE_MULTIVERSION void columns(Half, const AttentionCsrBackwardArgs& args,
-                                     const Scratch<float>& scratch, std::int64_t begin, std::int64_t end) {
-  differentiate_columns<Half>(args, scratch, begin, end);
-}
-FASTSPARSE_MULTIVERSION void rows(BFloat16, const AttentionCsrBackwardArgs& args,
-                                  const Scratch<float>& scratch, std::int64_t begin, std::int64_t end) {
-  differentiate_rows<BFloat16>(args, scratch, begin, end);
-}
-FASTSPARSE_MULTIVERSION void columns(BFloat16, const AttentionCsrBackwardArgs& args,
-                                     const Scratch<float>& scratch, std::int64_t begin, std::int64_t end) {
-  differentiate_columns<BFloat16>(args, scratch, begin, end);
-}
-
 }  // namespace
 
 void attention_csr_backward(const AttentionCsrBackwardArgs& args, int threads) {
-  with_type(args.forward.dtype, [&](auto type) {
-    using A = Acc<decltype(type)>;
+  with_sum_type(args.forward.dtype, [&](auto type) {
+    using A = decltype(type);
     const AttentionCsrArgs& forward = args.forward;
     const std::int64_t num_rows = forward.a.num_rows, num_cols = forward.a.num_cols;
     const std::int64_t tasks = (num_rows + kRowsPerTask - 1) / kRowsPerTask;

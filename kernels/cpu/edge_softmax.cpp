@@ -30,14 +30,8 @@ FASTSPARSE_INLINE void normalise_rows(const EdgeSoftmaxArgs& args, std::int64_t 
       if (highest == -kInfinity) {
         std::fill(weight.begin(), weight.end(), A{0});
       } else {
-        for (std::size_t i = 0; i < weight.size(); i += kWidth) {
-          Vector<A> terms;
-          load_vector<A>(weight.data() + i, terms);
-          terms -= highest;
-          exponential(terms);
-          std::memcpy(weight.data() + i, &terms, sizeof terms);
-          sum += sum_lanes<A, kWidth>(terms);
-        }
+        for (A& term : weight) term = exponential(term - highest);
+        for (std::size_t i = 0; i < weight.size(); i += kWidth) sum += sum_of(weight.data() + i, kWidth);
       }
       const A inverse = sum == 0 ? A{0} : static_cast<A>(1 / sum);
       for (std::int64_t i = 0; i < count; ++i) {

@@ -5,6 +5,9 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
+#include <type_traits>
+#include <utility>
 
 #include "fastsparse/views.h"
 
@@ -97,35 +100,65 @@ FASTSPARSE_INLINE void narrow(float v, Half* out) {
   out->bits = sign | half;
 }
 
+// A vector of kLanes numbers.
+template <typename A, int kLanes>
+struct LanesOf {
+  typedef A type __attribute__((vector_size(kLanes * sizeof(A))));
+};
+template <typename A, int kLanes>
+using Lanes = typename LanesOf<A, kLanes>::type;
+
 // 64 bytes of accumulators.
 template <typename A>
-struct VectorOf;
-template <>
-struct VectorOf<float> {
-  using type = float __attribute__((vector_size(64)));
-};
-template <>
-struct VectorOf<double> {
-  using type = double __attribute__((vector_size(64)));
-};
-template <typename A>
-using Vector = typename VectorOf<A>::type;
-template <typename A>
 inline constexpr int kVectorWidth = 64 / static_cast<int>(sizeof(A));
+template <typename A>
+using Vector = Lanes<A, kVectorWidth<A>>;
 
+// Where one of two results is wanted, masks of bits choose it below, and no comparison: compilers take a
+// comparison of vectors apart into one lane after the other where the machine has none as wide.
+
+// `widen` of consecutive numbers.
+template <typename T, int kLanes>
+FASTSPARSE_INLINE void load_lanes(const T* from, Lanes<Acc<T>, kLanes>& to) {
+  if constexpr (sizeof(T) == sizeof(Acc<T>)) {
+    std::memcpy(&to, from, sizeof to);
+  } else {
+    using Bits = Lanes<std::uint32_t, kLanes>;
+    std::uint32_t lanes[kLanes];
+    for (int i = 0; i < kLanes; ++i) lanes[i] = from[i].bits;
+    Bits bits;
+    std::memcpy(&bits, lanes, sizeof bits);
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      bits <<= 16;
+    } else {
+      Bits magnitude = (bits & 0x7fffu) << 13;
+      Lanes<float, kLanes> rescaled;
+      std::memcpy(&rescaled, &magnitude, sizeof rescaled);
+      rescaled *= 0x1p112f;
+      std::memcpy(&magnitude, &rescaled, sizeof magnitude);
+      const Bits not_finite = ((bits & 0x7c00u) + 0x400u) >> 15;  // 1 where the exponent has all its bits
+      bits = magnitude | ((bits & 0x8000u) << 16) | (-not_finite & 0x7f800000u);
+    }
+    std::memcpy(&to, &bits, sizeof to);
+  }
+}
 template <typename T>
 FASTSPARSE_INLINE void load_vector(const T* from, Vector<Acc<T>>& to) {
-  Acc<T> lanes[kVectorWidth<Acc<T>>];
-  for (int i = 0; i < kVectorWidth<Acc<T>>; ++i) lanes[i] = widen(from[i]);
-  std::memcpy(&to, lanes, sizeof to);
+  load_lanes<T, kVectorWidth<Acc<T>>>(from, to);
 }
-template <>
-FASTSPARSE_INLINE void load_vector<float>(const float* from, Vector<float>& to) {
-  std::memcpy(&to, from, sizeof to);
-}
-template <>
-FASTSPARSE_INLINE void load_vector<double>(const double* from, Vector<double>& to) {
-  std::memcpy(&to, from, sizeof to);
+
+// The lanes of a vector as whole numbers.
+template <typename V>
+using Element = std::remove_reference_t<decltype(std::declval<V&>()[0])>;
+template <typename V>
+using BitsOf = Lanes<std::conditional_t<sizeof(Element<V>) == 4, std::int32_t, std::int64_t>,
+                     sizeof(V) / sizeof(Element<V>)>;
+
+// Replaces lanes by those of `from`, where `mask` has all bits and not none.
+template <typename V>
+FASTSPARSE_INLINE void replace(V& lanes, const BitsOf<V>& mask, const V& from) {
+  const auto bits = reinterpret_cast<BitsOf<V>>(lanes);
+  lanes = reinterpret_cast<V>(bits ^ ((bits ^ reinterpret_cast<BitsOf<V>>(from)) & mask));
 }
 
 // Kahan's addition: rounding errors do not grow with the number of terms. V: a number or a vector of them.
@@ -135,7 +168,15 @@ FASTSPARSE_INLINE void add_compensated(const V& term, V& total, V& compensation)
   const V next = total + corrected;
   compensation = (next - total) - corrected;
   // Of an infinite total it would be NaN, and so would the total be with the next term.
-  compensation = compensation == compensation ? compensation : V{};
+  if constexpr (std::is_arithmetic_v<V>) {
+    compensation = compensation == compensation ? compensation : V{0};
+  } else {
+    using Bits = BitsOf<V>;
+    constexpr int kBits = 8 * sizeof(Element<V>);
+    const V infinity = V{} + std::numeric_limits<Element<V>>::infinity();
+    const Bits magnitude = reinterpret_cast<Bits>(compensation) & std::numeric_limits<Element<Bits>>::max();
+    replace(compensation, (reinterpret_cast<Bits>(infinity) - magnitude) >> (kBits - 1), V{});
+  }
   total = next;
 }
 
@@ -143,6 +184,25 @@ template <typename T>
 FASTSPARSE_INLINE Acc<T> edge_value(const EdgeValueView& value, Dtype features, std::int64_t index) {
   if (value.dtype == features) return widen(static_cast<const T*>(value.data)[index]);
   return static_cast<const Acc<T>*>(value.data)[index];
+}
+
+// An element of an array of `dtype`, which A has sums of.
+template <typename A>
+FASTSPARSE_INLINE A number_at(const void* data, Dtype dtype, std::int64_t index) {
+  if (dtype == Dtype::kFloat16) return widen(static_cast<const Half*>(data)[index]);
+  if (dtype == Dtype::kBFloat16) return widen(static_cast<const BFloat16*>(data)[index]);
+  return static_cast<const A*>(data)[index];
+}
+
+template <typename A>
+FASTSPARSE_INLINE void set_number(void* data, Dtype dtype, std::int64_t index, A number) {
+  if (dtype == Dtype::kFloat16) {
+    narrow(static_cast<float>(number), static_cast<Half*>(data) + index);
+  } else if (dtype == Dtype::kBFloat16) {
+    narrow(static_cast<float>(number), static_cast<BFloat16*>(data) + index);
+  } else {
+    static_cast<A*>(data)[index] = number;
+  }
 }
 
 // Calls f with a value of the C++ type behind `dtype`.
@@ -158,6 +218,12 @@ void with_type(Dtype dtype, F&& f) {
     case Dtype::kBFloat16:
       return f(BFloat16{});
   }
+}
+
+// Calls f with a value of the type in which numbers of `dtype` are summed.
+template <typename F>
+void with_sum_type(Dtype dtype, F&& f) {
+  dtype == Dtype::kFloat64 ? f(double{}) : f(float{});
 }
 
 }  // namespace fastsparse::cpu
