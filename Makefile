@@ -12,11 +12,6 @@ TORCH ?= torch==2.13.0
 PINS := torch_geometric==2.8.1 ogb==1.3.6 packaging==26.3 \
 	"dgl==2.1.0; python_version < '3.13'" "pandas==3.1.1; python_version >= '3.11'"
 
-# Without a GPU the CUDA half could not run: it is left out unless architectures are named.
-ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
-export FASTSPARSE_CUDA_ARCHS ?= none
-endif
-
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install -qq --disable-pip-version-check
 CXX_FILES := $(shell find kernels -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
@@ -36,12 +31,15 @@ help:
 setup: $(VENV)/.stamp-installed
 
 $(VENV)/.stamp-torch:
+	@echo "installing $(TORCH) into $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) $(TORCH) "setuptools>=77" "pybind11>=2.13"
 	@touch $@
 
 $(VENV)/.stamp-installed: $(VENV)/.stamp-torch Makefile pyproject.toml setup.py $(CXX_FILES)
-	$(INSTALL) --no-build-isolation $(PINS) -e ".[pyg,dgl,ogb,bench,docs,test]"
+	@echo "installing FastSparse, PyG, DGL and what the tests need"
+	@FASTSPARSE_PROGRESS=/proc/$$$$/fd/1 \
+		$(INSTALL) --no-build-isolation $(PINS) -e ".[pyg,dgl,ogb,bench,docs,test]"
 	@$(PY) -c "import fastsparse_core._C as C; print('built:', C.build_info())"
 	@touch $@
 

@@ -6,14 +6,18 @@ content; this file has plain functions for the three and a small ``build_ext`` t
 
 What can be set from outside:
 
-- ``FASTSPARSE_CUDA_ARCHS``: CUDA architectures, as ``90``, ``80;90`` or ``80;90+PTX``; ``none`` builds the
-  CPU half only. Default: those of the visible GPUs, else ``DEFAULT_ARCHS`` with PTX of the last.
+- ``FASTSPARSE_CUDA_ARCHS``: CUDA architectures, as ``90``, ``80;90`` or ``80;90+PTX``; ``all`` is
+  ``DEFAULT_ARCHS`` with PTX of the last, ``none`` builds the CPU half only. Default: those of the visible
+  GPUs, without any the CPU half only.
+- ``FASTSPARSE_PROGRESS``: a file that the lines about the build go to as well, for pip hides what is printed.
 - ``CUDA_HOME``, ``CXX``, ``CXXFLAGS``, ``LDFLAGS``, ``NVCC_APPEND_FLAGS``, ``MAX_JOBS``: as everywhere.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import os
 import re
 import shlex
@@ -39,6 +43,7 @@ OLDEST_ARCH = 80  # the kernels use warp-wide reductions that came with it
 DEFAULT_ARCHS = ("80", "86", "89", "90", "100", "120")
 #: Whose machine code may use what no later architecture has: the kernels use Hopper's wgmma.
 WITH_OWN_FEATURES = {"90"}
+CUDA_SECONDS = 9  # that one core takes for one CUDA file and one architecture, in the mean
 HEADER_SUFFIXES = {".h", ".hpp", ".cuh"}
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
@@ -73,8 +78,12 @@ def site_dirs() -> list[str]:
 
 
 def report(message: str) -> None:
-    """Prints one line about the build; pip shows it with -v."""
-    print(f"fastsparse-gnn: {message}", flush=True)
+    """Prints one line about the build; ``FASTSPARSE_PROGRESS`` gets it too, as pip shows it with -v only."""
+    line = f"fastsparse-gnn: {message}"
+    print(line, flush=True)
+    if os.environ.get("FASTSPARSE_PROGRESS"):
+        with contextlib.suppress(OSError), open(os.environ["FASTSPARSE_PROGRESS"], "a") as progress:
+            progress.write(line + "\n")
 
 
 def output_of(*command: str | Path) -> str:
@@ -105,7 +114,7 @@ def parse_archs(text: str) -> tuple[list[str], list[str]]:
         if not match:
             raise ValueError(
                 f"FASTSPARSE_CUDA_ARCHS={text!r}: expected architectures such as '90' or '80;90+PTX', "
-                f"or 'none' for a build without CUDA; got {entry!r}"
+                f"'all', or 'none' for a build without CUDA; got {entry!r}"
             )
         arch = match[1] + match[2]
         machine_code.add(arch)
@@ -125,7 +134,7 @@ def choose_archs(
         supported: What this nvcc and these kernels can be built for; at least one.
 
     Returns:
-        (architectures for machine code, architectures for PTX).
+        (architectures for machine code, architectures for PTX); both empty where no GPU here can run them.
 
     Raises:
         ValueError: An architecture was asked for that is not supported.
@@ -134,6 +143,9 @@ def choose_archs(
     def known(archs: Iterable[str]) -> list[str]:
         return [arch for arch in archs if arch in supported]
 
+    if requested.lower() == "all":
+        machine_code = known(DEFAULT_ARCHS) or [max(supported, key=int)]
+        return machine_code, machine_code[-1:]
     if requested:
         machine_code, ptx = parse_archs(requested)
         unknown = [arch for arch in machine_code if arch not in supported]
@@ -143,12 +155,11 @@ def choose_archs(
                 f"{';'.join(supported)}, not for {';'.join(unknown)}; leave those out or install another nvcc"
             )
         return machine_code, ptx
-    machine_code = known(sorted(set(visible), key=int))
-    if machine_code and len(machine_code) == len(set(visible)):
-        return machine_code, []
-    # No GPU here, or one that this nvcc does not know: PTX lets the driver compile for a newer one.
-    machine_code = known(DEFAULT_ARCHS) or [max(supported, key=int)]
-    return machine_code, machine_code[-1:]
+    machine_code = set(known(visible))
+    # For a GPU that this nvcc does not know the driver compiles from the PTX of the last one before it.
+    older = [[arch for arch in supported if int(arch) < int(gpu)] for gpu in visible if gpu not in supported]
+    ptx = {max(archs, key=int) for archs in older if archs}
+    return sorted(machine_code | ptx, key=int), sorted(ptx, key=int)
 
 
 def visible_gpu_archs() -> list[str]:
@@ -225,7 +236,11 @@ def find_cuda(env: Mapping[str, str]) -> Cuda | str:
     supported = sorted((arch for arch in listed if int(arch) >= OLDEST_ARCH), key=int)
     if not supported:
         return f"{nvcc} builds for no architecture from {OLDEST_ARCH} on"
-    machine_code, ptx = choose_archs(requested, visible_gpu_archs(), supported)
+    visible = visible_gpu_archs()
+    machine_code, ptx = choose_archs(requested, visible, supported)
+    if not machine_code:
+        gpus = f"the GPUs here are too old ({', '.join(visible)})" if visible else "no GPU here"
+        return f"{gpus}; FASTSPARSE_CUDA_ARCHS names architectures to build for all the same, as 90 or all"
     return Cuda(nvcc, version, include_dirs, static_runtime, machine_code, ptx)
 
 
@@ -263,6 +278,12 @@ class Job:
     def weight(self) -> tuple[bool, int]:
         """Returns what sorts jobs by the time that they take: CUDA last, then by the text of `files`."""
         return self.source.suffix == ".cu", sum(file.stat().st_size for file in self.files())
+
+    def expected_seconds(self) -> float:
+        """Returns roughly how long one core takes: what the files took in the mean when that was measured."""
+        if self.source.suffix != ".cu":
+            return 2.5
+        return CUDA_SECONDS * sum(flag.startswith("-gencode") for flag in self.command)
 
     def object_name(self) -> str:
         """Returns the name under which the object is cached: a digest of all that decides what it holds."""
@@ -338,10 +359,16 @@ def compile_all(jobs: Sequence[Job], cache: Path, workers: int) -> list[Path]:
     # No core shall wait at the end for a long file that another began last.
     missing.sort(key=lambda pair: pair[0].weight(), reverse=True)
 
-    def build(missing: tuple[Job, Path]) -> None:
-        job, target = missing
+    if missing:
+        minutes = sum(job.expected_seconds() for job, _ in missing) / 60 / max(1, min(workers, len(missing)))
+        at_a_time = f"{workers} at a time" if workers > 1 else "one after the other"
+        report(f"compiling {len(missing)} files, {at_a_time}: about {max(1, round(minutes))} min")
+    done = itertools.count(1)
+
+    def build(missing_one: tuple[Job, Path]) -> None:
+        job, target = missing_one
         seconds = job.compile(target)
-        print(f"  {job.source.relative_to(ROOT)}: {seconds:.1f} s", flush=True)
+        report(f"{next(done)}/{len(missing)} {job.source.relative_to(ROOT)} ({seconds:.0f} s)")
 
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(build, missing))  # which raises what a compilation raised, and starts no more of them
@@ -415,17 +442,24 @@ def link(
     Raises:
         CompileError: The linker failed; the message has its output.
     """
-    command = [*cxx, *map(str, objects), "-o", str(target), *openmp_flags(cxx)]
-    if sys.platform == "darwin":
-        command += ["-bundle", "-undefined", "dynamic_lookup"]
-    else:
-        # --exclude-libs keeps the static CUDA runtime's symbols from meeting those of torch's own runtime.
-        command += ["-shared", "-Wl,--exclude-libs,ALL", "-Wl,--as-needed"]
-    if cuda:
-        command += [str(cuda.static_runtime), "-ldl", "-lrt", "-lpthread"]
-    command += shlex.split(env.get("LDFLAGS", ""))
     target.parent.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    command = [*cxx, *map(str, objects), "-o", str(target)]
+    if "clang" in output_of(*cxx, "--version"):
+        command += openmp_flags(cxx)
+    # GCC's OpenMP runtime is not linked: PyTorch brings one, under a name of its own, and has loaded it for
+    # all to see before the extension comes. One that is linked would be a second one in the process.
+    with tempfile.TemporaryDirectory() as folder:
+        if sys.platform == "darwin":
+            command += ["-bundle", "-undefined", "dynamic_lookup"]
+        else:
+            # Nothing but the entry: the static CUDA runtime's symbols shall not meet those of torch's own.
+            exports = Path(folder, "exports")
+            exports.write_text("{ global: PyInit_*; local: *; };\n")
+            command += ["-shared", f"-Wl,--version-script={exports}", "-Wl,--as-needed"]
+        if cuda:
+            command += [str(cuda.static_runtime), "-ldl", "-lrt", "-lpthread"]
+        command += shlex.split(env.get("LDFLAGS", ""))
+        done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:
         raise CompileError(f"{shlex.join(command)}\n{done.stdout}")
 
@@ -445,7 +479,7 @@ class BuildExt(build_ext):
         found = find_cuda(env)
         cuda = found if isinstance(found, Cuda) else None
         if cuda:
-            report(f"building the CPU and the CUDA half ({cuda.nvcc}, architectures {cuda.archs})")
+            report(f"building the CPU half and the CUDA half for {cuda.archs} with {cuda.nvcc}")
         else:
             report(f"building the CPU half only: {found}")
         workers = int(env.get("MAX_JOBS") or os.cpu_count() or 1)

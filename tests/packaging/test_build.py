@@ -2,6 +2,7 @@
 
 import email
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +18,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 # In a process of its own: loads an extension from a file, without its package and so without torch.
 LOAD = """
-import importlib.machinery, importlib.util, sys
+import ctypes, importlib.machinery, importlib.util, sys
+ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)  # which comes with torch, else
 loader = importlib.machinery.ExtensionFileLoader("fastsparse_core._C", sys.argv[1])
 module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
 loader.exec_module(module)
@@ -34,9 +37,7 @@ def elf(*command):
 def assert_torch_free(extension):
     needed = re.findall(r"\(NEEDED\).*\[(.+)\]", elf("readelf", "--dynamic", "--wide", extension))
     assert needed
-    allowed = re.compile(
-        r"(libstdc\+\+|libm|libgcc_s|libgomp|libomp|libc|libdl|librt|libpthread|ld-linux.*)\.so"
-    )
+    allowed = re.compile(r"(libstdc\+\+|libm|libgcc_s|libomp|libc|libdl|librt|libpthread|ld-linux.*)\.so")
     assert [name for name in needed if not allowed.match(name)] == []
     wanted = elf("nm", "--dynamic", "--undefined-only", "--demangle", extension)
     assert re.findall(r"\b(?:torch|c10|at::|cudaLaunch|THP)\S*", wanted) == []
@@ -49,6 +50,34 @@ def test_the_extension_in_use_is_torch_free_and_exports_only_its_entry_point():
     # Weak and unique symbols of the C++ library's templates are shared by the language's rules.
     names = [line.split()[0] for line in exported.splitlines() if line.split()[1] not in "VWu"]
     assert names == ["PyInit__C"]
+
+
+def test_there_is_one_openmp_runtime_and_it_is_the_one_of_torch():
+    """With its number of threads: as many are busy in a kernel as `torch.set_num_threads` says."""
+    code = """
+import os, re
+import torch
+from fastsparse_core import Adjacency, spmm
+def runtimes():
+    return sorted(set(re.findall(r"/\\S*lib(?:gomp|omp|iomp5)[-.]\\S*", open("/proc/self/maps").read())))
+before = runtimes()
+torch.set_num_threads(1)
+row = torch.arange(4096).repeat_interleave(32)
+adjacency = Adjacency.from_coo(row, (row * 7919 + torch.arange(row.numel())) % 4096, (4096, 4096))
+x = torch.randn(4096, 64)
+tasks = lambda: len(os.listdir("/proc/self/task"))
+spmm(adjacency, x)
+alone = tasks()
+torch.set_num_threads(3)
+spmm(adjacency, x)
+assert runtimes() == before, (before, runtimes())
+assert len(before) == 1, before
+assert tasks() - alone == 2, (alone, tasks())
+"""
+    kernels = Path(importlib.util.find_spec("fastsparse_core").origin).parents[1]
+    env = {**os.environ, "PYTHONPATH": str(kernels)}
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, env=env)
+    assert done.returncode == 0, done.stderr
 
 
 def test_build_in_place_says_that_it_is_cpu_only_and_compiles_nothing_twice(checkout_copy, run_build):

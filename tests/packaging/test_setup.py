@@ -38,13 +38,16 @@ def test_parse_archs_says_what_was_expected(setup_py, text):
         ("90", ["80"], KNOWN, (["90"], [])),
         ("", ["90", "90"], KNOWN, (["90"], [])),
         ("", ["90", "80"], KNOWN, (["80", "90"], [])),
-        ("", [], KNOWN, (["80", "86", "89", "90", "100", "120"], ["120"])),
-        ("", [], KNOWN[:4], (["80", "86", "89", "90"], ["90"])),
+        ("all", ["90"], KNOWN, (["80", "86", "89", "90", "100", "120"], ["120"])),
+        ("ALL", [], KNOWN[:4], (["80", "86", "89", "90"], ["90"])),
+        ("all", [], ["87", "88"], (["88"], ["88"])),
         # a GPU newer than nvcc, alone or beside one that it knows: PTX must cover it
-        ("", ["120"], KNOWN[:4], (["80", "86", "89", "90"], ["90"])),
-        ("", ["90", "120"], KNOWN[:4], (["80", "86", "89", "90"], ["90"])),
-        ("", ["75"], KNOWN[:4], (["80", "86", "89", "90"], ["90"])),
-        ("", [], ["87", "88"], (["88"], ["88"])),
+        ("", ["120"], KNOWN[:4], (["90"], ["90"])),
+        ("", ["80", "120"], KNOWN[:4], (["80", "90"], ["90"])),
+        ("", ["88"], KNOWN, (["86"], ["86"])),
+        # nothing that could run here
+        ("", [], KNOWN, ([], [])),
+        ("", ["75"], KNOWN, ([], [])),
     ],
 )
 def test_choose_archs(setup_py, requested, visible, known, expected):
@@ -126,7 +129,10 @@ def test_find_cuda_reads_nvccs_own_plan(setup_py, tmp_path, monkeypatch, library
     runtime.touch()
     monkeypatch.setattr(setup_py, "visible_gpu_archs", list)
 
-    cuda = setup_py.find_cuda({"CUDA_HOME": str(toolkit)})
+    reason = setup_py.find_cuda({"CUDA_HOME": str(toolkit)})
+    assert reason.startswith("no GPU here; FASTSPARSE_CUDA_ARCHS names")
+    everywhere = {"CUDA_HOME": str(toolkit), "FASTSPARSE_CUDA_ARCHS": "all"}
+    cuda = setup_py.find_cuda(everywhere)
     assert cuda.nvcc == nvcc
     assert cuda.static_runtime == runtime
     assert cuda.include_dirs == [f"{toolkit}/include", f"{toolkit}/include/cccl"]
@@ -140,7 +146,7 @@ def test_find_cuda_reads_nvccs_own_plan(setup_py, tmp_path, monkeypatch, library
 
     # Before CUDA 12 nvcc does not know what only architecture 9.0 has.
     nvcc.write_text(nvcc.read_text().replace("release 99", "release 11.8"))
-    assert setup_py.find_cuda({"CUDA_HOME": str(toolkit)}).archs == "80+PTX"
+    assert setup_py.find_cuda(everywhere).archs == "80+PTX"
 
 
 def test_visible_gpu_archs(setup_py, monkeypatch):
@@ -168,7 +174,9 @@ def small_project(setup_py, tmp_path, monkeypatch):
     return kernels
 
 
-def test_objects_are_cached_by_content(setup_py, small_project, tmp_path, capsys):
+def test_objects_are_cached_by_content(setup_py, small_project, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FASTSPARSE_PROGRESS", str(tmp_path / "progress"))
+
     def build(flags="", version="1"):
         jobs = [
             setup_py.Job(source, ["c++", "-Ikernels/include", *flags.split()], versions=[version])
@@ -177,6 +185,7 @@ def test_objects_are_cached_by_content(setup_py, small_project, tmp_path, capsys
         objects = setup_py.compile_all(jobs, tmp_path / "objects", workers=2)
         assert all(path.is_file() for path in objects)
         printed = capsys.readouterr().out
+        assert (tmp_path / "progress").read_text().endswith(printed[printed.index("fastsparse-gnn: ") :])
         return int(printed.split(" files compiled")[0].split()[-1])
 
     assert build() == 3
