@@ -16,7 +16,7 @@ PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install -qq --disable-pip-version-check
 CXX_FILES := $(shell find kernels -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: help setup demo test lint format typecheck docs doctor clean
+.PHONY: help setup demo test lint format typecheck docs doctor wheel wheel-check clean
 
 help:
 	@echo "make demo       train GCN with PyG's own layer and with FastGCNConv, print a table, save demo.png"
@@ -25,6 +25,8 @@ help:
 	@echo "make lint       ruff and clang-format, checking only; make format applies them"
 	@echo "make typecheck  mypy on the packages"
 	@echo "make docs       build the documentation as build/site/index.html (needs DGL, so no Python 3.13)"
+	@echo "make wheel      build dist/: an sdist, and a wheel for each Python 3.10 to 3.13 (WHEEL_PYTHONS) that runs everywhere"
+	@echo "make wheel-check  install the wheel for $(PYTHON) beside several PyTorch versions and try it"
 	@echo "make clean      remove builds and caches (the virtual environment stays)"
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) ARGS (for pytest), FASTSPARSE_CUDA_ARCHS"
 
@@ -68,6 +70,12 @@ typecheck: setup
 
 docs: setup
 	$(PY) -m sphinx -b html -d build/site-cache --fail-on-warning --keep-going --quiet docs build/site
+
+wheel:
+	.ci/wheel
+
+wheel-check:
+	PYTHON=$(PYTHON) .ci/wheel-check
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache kernels/fastsparse_core/_C*.so
