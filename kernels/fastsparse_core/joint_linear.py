@@ -7,10 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as nn_module
 
 from fastsparse_core.bias import linear
 from fastsparse_core.ops._common import is_plain_eager
+
+# Hooks for all modules. (PyTorch 2.6 has no function that asks for them.)
+_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    nn_module._global_forward_hooks,
+    nn_module._global_forward_pre_hooks,
+    nn_module._global_backward_hooks,
+    nn_module._global_backward_pre_hooks,
+)
 
 
 def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
@@ -26,7 +34,7 @@ def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> boo
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in module.__dict__
-        or _has_any_global_hook()
+        or any(_GLOBAL_HOOKS)
     )
 
 
