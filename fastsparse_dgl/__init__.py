@@ -40,10 +40,10 @@ __all__ = [
     "FastSAGEConv",
     "GraphTransformerLayer",
     "MaxK",
+    "__version__",
     "accelerate",
     "cache_info",
     "clear_cache",
     "prepare",
     "restore",
-    "__version__",
 ]

@@ -77,28 +77,30 @@ class FastTransformerConv(AttentionConv, TransformerConv):
         else:
             key, value = project(pair[0], *of_src)
             query, *skips = project(pair[1], *of_dst)
+        edges = None
+        if edge_attr is not None:
+            self._log_unfused("edge features")
+            edges = self.lin_edge(self._edge_features(graph, edge_attr)).view(heads)
+
+        def weights(query: Tensor, key: Tensor) -> Tensor:
+            bias = None
+            if edges is not None:
+                bias = sddmm(incidence(adj), query.view(heads), edges) / math.sqrt(self.out_channels)
+            return attention_weights(adj, query, key, bias=bias, heads=self.heads)
 
         dropout = self.dropout if self.training else 0.0
         alpha = None
-        if edge_attr is None and not dropout:
-            out = attention(adj, query, key, value, heads=self.heads)
-            if with_weights:
-                # Of products of their own: a gradient of the weights alone does not reach values and skip.
-                ends = self.lin_query(pair[1]), self.lin_key(pair[0])
-                alpha = attention_weights(adj, *ends, heads=self.heads)
-        elif edge_attr is None and not with_weights:
+        if with_weights:
+            # Of products of their own: a gradient of the weights alone does not reach values and skip.
+            alpha = weights(self.lin_query(pair[1]), self.lin_key(pair[0]))
+        if edges is None and not (alpha is not None and dropout):
             out = attention(adj, query, key, value, dropout_p=dropout, heads=self.heads)
         else:
-            edges = bias = None
-            if edge_attr is not None:
-                self._log_unfused("edge features")
-                edges = self.lin_edge(self._edge_features(graph, edge_attr)).view(heads)
-                bias = sddmm(incidence(adj), query.view(heads), edges) / math.sqrt(self.out_channels)
-            alpha = attention_weights(adj, query, key, bias=bias, heads=self.heads)
-            dropped = F.dropout(alpha, dropout)
-            out = spmm(adj, value, dropped)
+            # Where weights are dropped, by the very ones that are returned.
+            used = F.dropout(alpha if alpha is not None and dropout else weights(query, key), dropout)
+            out = spmm(adj, value, used)
             if edges is not None:
-                out = out + spmm(incidence(adj), edges.flatten(1), dropped)
+                out = out + spmm(incidence(adj), edges.flatten(1), used)
 
         if not self.concat:
             out = out.view(heads).mean(dim=1)

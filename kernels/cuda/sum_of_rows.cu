@@ -1,11 +1,11 @@
 // Sums of the columns of a tall matrix, as the gradient of a bias asks for: one pass over the matrix in
 // float64, where PyTorch's sum leaves most of the GPU idle and a product with ones adds in float32.
 //
-// Rows are divided into parts, a few for each multiprocessor. In a block of threads, lane x of `columns` takes
-// kVec columns, one 16-byte load each, and line y every (kThreads / columns)-th row of the part. Four rows are
-// loaded ahead and added in the accumulation type, pairwise; everything behind that is float64, and in an order
-// that depends on the sizes alone: lines of a block one after the other, then parts (combine_kernel). So sums
-// of terms that cancel keep their digits, and repeat to the bit.
+// Rows are divided into parts, a few for each multiprocessor. In a block of threads, lane x of `columns`
+// takes kVec columns, one 16-byte load each, and line y every (kThreads / columns)-th row of the part. Four
+// rows are loaded ahead and added in the accumulation type, pairwise; everything behind that is float64, and
+// in an order that depends on the sizes alone: lines of a block one after the other, then parts
+// (combine_kernel). So sums of terms that cancel keep their digits, and repeat to the bit.
 //
 // Floor: num_rows * width * sizeof(T) bytes, once: 19 us for 160,000 x 128 in float32 at 4.3 TB/s.
 

@@ -62,7 +62,9 @@ def aggregate_sparse(
         scale_src: constant (num_src,).
     """
     reaches_values = cbsr.values.requires_grad or (value is not None and value.requires_grad)
-    versions = [(weight, version_of(weight)) for weight in weights if reaches_values and weight.dim() > 1]
+    versions = []
+    if reaches_values and not torch.compiler.is_compiling():
+        versions = [(weight, version_of(weight)) for weight in weights if weight.dim() > 1]
 
     def run(values: Tensor, value: Tensor | None) -> Tensor:
         for weight, version in versions:

@@ -509,9 +509,9 @@ def test_a_result_that_is_written_to(device, kind, kept):
         def run(*tensors, case=case, in_place=in_place):
             out = case.run(adj, tensors, algorithm="fused3s")
             if not in_place:
-                return (2 * out.relu()).square()
-            out.flatten().relu_()
-            return out.mul_(2).square()
+                return (2 * out).relu().square()
+            out.flatten().mul_(2)
+            return out.relu_().square()
 
         if kept == "by hooks":
             with torch.autograd.graph.save_on_cpu():

@@ -306,9 +306,20 @@ def test_not_features(feat):
         FastGraphConv(4, 3)(homogeneous(), feat)
 
 
-def test_integer_features():
+@pytest.mark.parametrize("weight", [True, False])
+@pytest.mark.parametrize("norm", ["both", "left", "right", "none"])
+def test_integer_features(norm, weight):
+    """DGL takes them where its normalisation makes them floats."""
+    graph, feat = homogeneous(), torch.randint(9, (30, 4))
+    reference, fast = (layer(4, 4, norm=norm, weight=weight) for layer in (dgl.nn.GraphConv, FastGraphConv))
+    fast.load_state_dict(reference.state_dict())
+    if norm in ("both", "left"):
+        torch.testing.assert_close(fast(graph, feat), reference(graph, feat))
+        return
+    with pytest.raises(DGLError):
+        reference(graph, feat)
     with pytest.raises(TypeError, match="x: expected float64"):
-        FastGraphConv(3, 4)(homogeneous(), torch.ones(30, 3, dtype=torch.int64))
+        fast(graph, feat)
 
 
 def test_several_edge_types():

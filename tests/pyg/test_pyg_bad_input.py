@@ -41,7 +41,14 @@ def test_index_out_of_range(device, layers, row, value):
     close(layers[1](x, edge_index), layers[0](x, edge_index))  # the device is not poisoned
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8, torch.int16])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool])
+def test_edge_index_of_other_integers(device, layers, dtype):
+    edges = torch.tensor([[0, 1, 1, 0], [1, 0, 1, 0]], device=device)
+    x = torch.randn(2, 4, device=device)
+    close(layers[1](x, edges.to(dtype)), layers[1](x, edges))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 def test_edge_index_dtype(device, layers, dtype):
     with pytest.raises(ValueError, match=f"edge_index.*{dtype}"):
         layers[1](torch.randn(12, 4, device=device), torch.zeros(2, 3, dtype=dtype, device=device))

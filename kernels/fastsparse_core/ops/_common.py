@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, overload
 
 import torch
 from torch import Tensor
@@ -79,9 +79,9 @@ def is_plain_eager(x: Tensor) -> bool:
     """
     return (
         type(x) is Tensor
+        and not torch.compiler.is_compiling()
         and not x.is_meta
         and not torch._is_functional_tensor(x)
-        and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and not torch._C._functorch.is_legacy_batchedtensor(x)  # of is_grads_batched=True
@@ -310,9 +310,7 @@ def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     """
     dtype = autocast_dtype(next(tensor for tensor in tensors if tensor is not None))
     if dtype is None:
-        return [
-            tensor if tensor is None or not tensor.is_neg() else written_out(tensor) for tensor in tensors
-        ]
+        return [written_out(tensor) for tensor in tensors]
     return [
         tensor.to(dtype)
         if tensor is not None and tensor.dtype not in (dtype, torch.float64) and tensor.is_floating_point()
@@ -321,9 +319,20 @@ def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     ]
 
 
+@overload
+def written_out(tensor: Tensor) -> Tensor: ...
+@overload
+def written_out(tensor: None) -> None: ...
+@overload
+def written_out(tensor: Tensor | None) -> Tensor | None: ...
 def written_out(tensor: Tensor | None) -> Tensor | None:
-    """The tensor with its sign in memory: that of ``z.conj().imag`` is a flag, which no kernel sees."""
-    return tensor.resolve_neg() if tensor is not None and tensor.is_neg() else tensor
+    """The tensor with its sign in memory: that of ``z.conj().imag`` is a flag, which no kernel sees.
+
+    Traces, which cannot ask for it, end in PyTorch's dispatcher, which writes such operands out.
+    """
+    if tensor is None or torch.compiler.is_compiling() or not tensor.is_neg():
+        return tensor
+    return tensor.resolve_neg()
 
 
 def check_features(name: str, x: Tensor, rows: int, rows_name: str, adj: Adjacency) -> None:
@@ -360,7 +369,7 @@ def check_value(value: Tensor, x: Tensor, name: str) -> None:
 def widened_value(value: Tensor, x: Tensor) -> Tensor:
     """The values of edges in a dtype that kernels take beside features ``x``."""
     accumulation = accumulation_dtype(x.dtype)
-    value = value.resolve_neg() if value.is_neg() else value
+    value = written_out(value)
     return value if value.dtype in (x.dtype, accumulation) else value.to(accumulation)
 
 
@@ -370,7 +379,7 @@ def check_bias(bias: Tensor, x: Tensor, width: int, name: str) -> Tensor:
         raise ValueError(f"bias: expected {width} entries, one per feature, got {bias.numel()}")
     if bias.device != x.device:
         raise ValueError(f"bias: expected device {x.device} like {name}, got {bias.device}")
-    bias = bias.resolve_neg() if bias.is_neg() else bias
+    bias = written_out(bias)
     return bias if bias.dim() == 1 else bias.reshape(-1)
 
 
@@ -388,9 +397,8 @@ def check_scale(name: str, scale: Tensor | None, rows: int, x: Tensor) -> Tensor
             "multiply the features (scale_src) or the result (scale_dst) by it instead"
         )
     dtype = accumulation_dtype(x.dtype)
-    if scale.dtype == dtype and scale.is_contiguous() and not scale.is_neg():
-        return scale
-    return scale.to(dtype).contiguous().resolve_neg()
+    scale = written_out(scale)
+    return scale if scale.dtype == dtype and scale.is_contiguous() else scale.to(dtype).contiguous()
 
 
 #: Rows up to which PyTorch's sum, one launch instead of two, is as fast as any.

@@ -19,6 +19,7 @@ from fastsparse_core.ops._common import (
     check_features,
     is_partitioned,
     num_heads,
+    written_out,
 )
 from fastsparse_core.ops.edge_softmax import edge_softmax
 
@@ -353,7 +354,7 @@ def _check_additive(
             )
         # They are small, so they are kept in full precision even where the values are not.
         precise = accumulation_dtype(dtype)
-        score = score.resolve_neg() if score.is_neg() else score
+        score = written_out(score)
         scores.append(score if score.dtype == precise else score.to(precise))
     _check_number("negative_slope", negative_slope)
     return scores[0], scores[1], _check_bias(adj, bias, heads, dtype)
@@ -386,7 +387,7 @@ def _check_gatv2(
     if att.device != x_dst.device:
         raise ValueError(f"att: expected device {x_dst.device} like the features, got {att.device}")
     _check_number("negative_slope", negative_slope)
-    return x_dst, x_src, att.to(accumulation_dtype(x_dst.dtype)).resolve_neg()
+    return x_dst, x_src, written_out(att.to(accumulation_dtype(x_dst.dtype)))
 
 
 def _check_bias(adj: Adjacency, bias: Tensor | None, heads: int, dtype: torch.dtype) -> Tensor | None:
@@ -405,7 +406,7 @@ def _check_bias(adj: Adjacency, bias: Tensor | None, heads: int, dtype: torch.dt
         raise ValueError(f"bias: expected device {adj.device} like the features, got {bias.device}")
     if bias.dtype not in (dtype, accumulation_dtype(dtype)):
         bias = bias.to(accumulation_dtype(dtype))
-    bias = bias.resolve_neg() if bias.is_neg() else bias
+    bias = written_out(bias)
     return bias[:, None] if bias.dim() == 1 else bias
 
 
