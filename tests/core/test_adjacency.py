@@ -284,7 +284,7 @@ LONG, SHORT = torch.tensor([0, 1, 2]), torch.tensor([0, 1])
         (
             lambda: Adjacency.from_coo(LONG, LONG, (0, 3)),
             ValueError,
-            "row: expected indices from 0 to num_dst - 1 = -1",
+            "row: expected none for num_dst = 0",
         ),
         (
             lambda: Adjacency.from_coo(LONG.float(), LONG, (3, 3)),

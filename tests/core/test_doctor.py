@@ -25,6 +25,7 @@ OPERATORS = [
     "attention",
     "additive_attention",
     "gatv2_attention",
+    "maxk and ssd",
 ]
 
 
@@ -310,3 +311,11 @@ def test_rich_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert doctor.main() == 1
     assert "rich is missing [rich-missing]\n    cure: python -m pip install rich" in capsys.readouterr().out
+
+
+def test_every_public_operator_is_checked():
+    """What the README says; the weights are what their operators compute with."""
+    from fastsparse_core import ops
+
+    checked = " ".join(check.operator for check in doctor.check_operators("cpu"))
+    assert [name for name in ops.__all__ if name not in checked and not name.endswith("_weights")] == []
