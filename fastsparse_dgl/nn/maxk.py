@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fastsparse_core import CBSR, Adjacency, MaxK
+from fastsparse_core import CBSR, Adjacency, MaxK, ssd
 from fastsparse_core.aggregate_sparse import (
     aggregate_sparse,
     aggregate_sparse_linear,
@@ -117,16 +117,13 @@ class FastMaxKGraphConv(FastGraphConv):
 
         value = None if edge_weight is None else edge_weight.reshape(-1)
         scales = self._scales(adjacency, cbsr.values)
-
-        def transform(out: Tensor, _: CBSR) -> Tensor:
-            return torch.matmul(out, matrix) if self.bias is None else torch.addmm(self.bias, out, matrix)
-
         if can_aggregate_sparse_linear(adjacency, cbsr, matrix, self.bias, out_by_in=False):
             out = aggregate_sparse_linear(
                 adjacency, cbsr, matrix, self.bias, value=value, out_by_in=False, **scales
             )
         else:
-            out = aggregate_sparse(adjacency, cbsr, transform, value, weights=[matrix], **scales)
+            out = ssd(adjacency, cbsr, value, **scales)
+            out = torch.matmul(out, matrix) if self.bias is None else torch.addmm(self.bias, out, matrix)
         return out if self._activation is None else self._activation(out)
 
 
@@ -179,43 +176,56 @@ class FastMaxKSAGEConv(FastSAGEConv):
         cbsr = cbsr.with_values(self.feat_drop(cbsr.values))
         other = None if other is None else self.feat_drop(other)
         value = None if edge_weight is None else edge_weight.reshape(-1)
-        # Checks its size here and not in the backward pass.
+        # Checks its size before anything is computed.
         self._destination(graph, adjacency, cbsr.values, other)
 
-        def transform(out: Tensor, kept: CBSR) -> Tensor:
-            destination = self._destination(
+        def destination(kept: CBSR) -> Tensor:
+            return self._destination(
                 graph, adjacency, kept.to_dense() if other is None else kept.values, other
             )
-            if self._aggre_type == "mean":
-                return self.fc_self(destination) + self.fc_neigh(out)
-            out = self.fc_neigh(torch.addcmul(out, destination, scale[:, None].to(out.dtype)))
-            return out if self.bias is None else out + self.bias
 
-        if self._aggre_type == "mean" and self._is_one_map(adjacency, cbsr, other):
+        if self._aggre_type == "gcn":
+            scale = inv_degree_with_self(adjacency, scale_dtype(cbsr.values))
+
+            def transform(out: Tensor, kept: CBSR) -> Tensor:
+                out = self.fc_neigh(torch.addcmul(out, destination(kept), scale[:, None].to(out.dtype)))
+                return out if self.bias is None else out + self.bias
+
+            if other is None and is_plain_linear(self.fc_neigh):
+                out = aggregate_sparse(
+                    adjacency, cbsr, transform, self.fc_neigh.weight, value, scale_dst=scale
+                )
+            else:
+                out = transform(ssd(adjacency, cbsr, value, scale_dst=scale), cbsr)
+        elif other is None and self._is_one_map(adjacency, cbsr, self.fc_self):
             own, neigh = self.fc_self, self.fc_neigh
             out = aggregate_sparse_linear(
                 adjacency, cbsr, neigh.weight, own.bias, own.weight, value, "mean", out_by_in=True
             )
-        elif self._aggre_type == "mean":
-            out = aggregate_sparse(adjacency, cbsr, transform, value, "mean", weights=self.parameters())
-        else:
-            scale = inv_degree_with_self(adjacency, scale_dtype(cbsr.values))
-            out = aggregate_sparse(
-                adjacency, cbsr, transform, value, weights=self.parameters(), scale_dst=scale
+        elif self._is_one_map(adjacency, cbsr):
+            out = aggregate_sparse_linear(
+                adjacency, cbsr, self.fc_neigh.weight, value=value, reduce="mean", out_by_in=True
             )
+            out = self.fc_self(destination(cbsr)) + out
+        else:
+            out = self.fc_self(destination(cbsr)) + self.fc_neigh(ssd(adjacency, cbsr, value, "mean"))
         if self.activation is not None:
             out = self.activation(out)
         return out if self.norm is None else self.norm(out)
 
-    def _is_one_map(self, adjacency: Adjacency, cbsr: CBSR, other: Tensor | None) -> bool:
-        """Whether the mean layer's linear maps can be taken together with the aggregation."""
-        own, neigh = self.fc_self, self.fc_neigh
+    def _is_one_map(self, adjacency: Adjacency, cbsr: CBSR, own: nn.Linear | None = None) -> bool:
+        """Whether the mean layer's linear maps, ``own`` among them, can be taken with the aggregation."""
+        neigh = self.fc_neigh
         return (
-            other is None
-            and is_plain_linear(own)
+            (own is None or is_plain_linear(own))
             and is_plain_linear(neigh)
             and neigh.bias is None
             and can_aggregate_sparse_linear(
-                adjacency, cbsr, neigh.weight, own.bias, own.weight, out_by_in=True
+                adjacency,
+                cbsr,
+                neigh.weight,
+                None if own is None else own.bias,
+                None if own is None else own.weight,
+                out_by_in=True,
             )
         )

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.typing import OptTensor, Size
 
-from fastsparse_core import CBSR, Adjacency, MaxK
+from fastsparse_core import CBSR, Adjacency, MaxK, ssd
 from fastsparse_core.aggregate_sparse import (
-    aggregate_sparse,
     aggregate_sparse_linear,
     can_aggregate_sparse_linear,
     densifies,
@@ -115,14 +114,8 @@ class FastMaxKGCNConv(FastGCNConv):
                 scale_dst=scale_dst,
                 scale_src=scale_src,
             )
-
-        def transform(out: Tensor, _: CBSR) -> Tensor:
-            out = lin(out)
-            return out if self.bias is None else out + self.bias
-
-        return aggregate_sparse(
-            adj, cbsr, transform, value, weights=self.parameters(), scale_dst=scale_dst, scale_src=scale_src
-        )
+        out = lin(ssd(adj, cbsr, value, scale_dst=scale_dst, scale_src=scale_src))
+        return out if self.bias is None else out + self.bias
 
 
 class FastMaxKSAGEConv(FastSAGEConv):
@@ -180,22 +173,19 @@ class FastMaxKSAGEConv(FastSAGEConv):
         cbsr, lin = _compressed(x_src, self.maxk), self.lin_l
         has_root = self.root_weight and x_dst is not None
         root = self.lin_r if has_root else None
-        if (
-            (x_dst is x_src or not has_root)
-            and is_plain_linear(lin)
-            and (root is None or (is_plain_linear(root) and root.bias is None))
+        # The destinations' own rows are multiplied with the sums where they are the sources'.
+        root_weight = None
+        if root is not None and x_dst is x_src and is_plain_linear(root) and root.bias is None:
+            root_weight = root.weight
+        if is_plain_linear(lin) and can_aggregate_sparse_linear(
+            adj, cbsr, lin.weight, lin.bias, root_weight, out_by_in=True
         ):
-            weights = (lin.weight, lin.bias, None if root is None else root.weight)
-            if can_aggregate_sparse_linear(adj, cbsr, *weights, out_by_in=True):
-                out = aggregate_sparse_linear(adj, cbsr, *weights, value, self._reduce(), out_by_in=True)
-                return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
-        other = None if x_dst is None or x_dst is x_src else _dense(x_dst, self.maxk)
-
-        def transform(out: Tensor, kept: CBSR) -> Tensor:
-            out = lin(out)
-            if root is None:
-                return out
-            return out + root(kept.to_dense() if other is None else other)
-
-        out = aggregate_sparse(adj, cbsr, transform, value, self._reduce(), weights=self.parameters())
+            out = aggregate_sparse_linear(
+                adj, cbsr, lin.weight, lin.bias, root_weight, value, self._reduce(), out_by_in=True
+            )
+        else:
+            root_weight = None
+            out = lin(ssd(adj, cbsr, value, self._reduce()))
+        if root is not None and root_weight is None:
+            out = out + root(cbsr.to_dense() if x_dst is x_src else _dense(x_dst, self.maxk))
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out

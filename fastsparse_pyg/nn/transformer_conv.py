@@ -12,7 +12,7 @@ from torch_geometric.nn import TransformerConv
 from torch_geometric.typing import OptTensor, PairTensor
 
 from fastsparse_core import Adjacency, attention, attention_weights, sddmm, spmm
-from fastsparse_pyg.nn.accelerated import project
+from fastsparse_pyg.nn.accelerated import is_plain_linear, project
 from fastsparse_pyg.nn.attention import AttentionConv, incidence
 
 
@@ -91,8 +91,12 @@ class FastTransformerConv(AttentionConv, TransformerConv):
         dropout = self.dropout if self.training else 0.0
         alpha = None
         if with_weights:
-            # Of products of their own: a gradient of the weights alone does not reach values and skip.
-            alpha = weights(self.lin_query(pair[1]), self.lin_key(pair[0]))
+            ends = query, key
+            if is_plain_linear(self.lin_query) and is_plain_linear(self.lin_key):
+                # Products of their own: a gradient of the weights alone does not reach values and skip.
+                # Layers with hooks have made them already, and run once.
+                ends = self.lin_query(pair[1]), self.lin_key(pair[0])
+            alpha = weights(*ends)
         if edges is None and not (alpha is not None and dropout):
             out = attention(adj, query, key, value, dropout_p=dropout, heads=self.heads)
         else:

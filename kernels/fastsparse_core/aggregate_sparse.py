@@ -6,7 +6,7 @@ pass aggregates the sparse rows once more instead, which takes k of D entries pe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,6 @@ from fastsparse_core.ops._common import (
     is_first_derivative,
     is_plain_eager,
     product_in,
-    version_of,
     without_autocast,
 )
 from fastsparse_core.ops._ssd_backward import derivatives
@@ -38,50 +37,45 @@ def aggregate_sparse(
     adj: Adjacency,
     cbsr: CBSR,
     transform: Callable[[Tensor, CBSR], Tensor],
+    weight: Tensor,
     value: Tensor | None = None,
     reduce: str = "sum",
     *,
-    weights: Iterable[Tensor] = (),
     scale_dst: Tensor | None = None,
     scale_src: Tensor | None = None,
 ) -> Tensor:
     """``transform(ssd(adj, cbsr, ...), cbsr)``, of which autograd stores ``cbsr`` and ``value`` alone.
 
-    For any map. Where it is linear, :func:`aggregate_sparse_linear` costs the host less.
+    For maps that :func:`aggregate_sparse_linear`, which costs the host less, does not cover.
 
     Args:
         adj: structure (num_dst, num_src).
         cbsr: sparse features (num_src, D).
         transform: from the aggregated features (num_dst, D), and sparse features with the values that its
-            gradient must go to, to the result. It must not draw random numbers.
+            gradient must go to, to the result. It must not draw random numbers, and its gradients must need
+            no tensor but its arguments, ``weight`` and constants: it runs again in the backward pass, where
+            nothing would tell that another one was written since. So it runs no hooks.
+        weight: what it multiplies the features by. As with a linear layer it must not be written before the
+            backward pass where the features have a gradient.
         value: edge values, see :func:`fastsparse_core.ssd`.
         reduce: ``"sum"`` or ``"mean"``.
-        weights: what ``transform`` multiplies by. The backward pass transforms once more, so a write in
-            between is an error where it would change a gradient, as it is for what autograd saves.
         scale_dst: constant (num_dst,).
         scale_src: constant (num_src,).
     """
-    reaches_values = cbsr.values.requires_grad or (value is not None and value.requires_grad)
-    versions = []
-    if reaches_values and not torch.compiler.is_compiling():
-        versions = [(weight, version_of(weight)) for weight in weights if weight.dim() > 1]
 
-    def run(values: Tensor, value: Tensor | None) -> Tensor:
-        for weight, version in versions:
-            if version_of(weight) != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace "
-                    f"operation: a weight of shape {tuple(weight.shape)} is at version "
-                    f"{version_of(weight)}; expected version {version} instead"
-                )
-        kept = CBSR(values, cbsr.ids, cbsr.width)
+    def run(values: Tensor, ids: Tensor, value: Tensor | None, *_: Tensor) -> Tensor:
+        kept = CBSR(values, ids, cbsr.width)
         out = ssd(adj, kept, value, reduce, scale_dst=scale_dst, scale_src=scale_src)
         return transform(out, kept)
 
+    inputs = (cbsr.values, cbsr.ids, value)
     # A compiler decides for itself what it stores.
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return run(cbsr.values, value)
-    result: Tensor = checkpoint(run, cbsr.values, value, use_reentrant=False, preserve_rng_state=False)
+    if not torch.is_grad_enabled() or not is_plain_eager(cbsr.values):
+        return run(*inputs)
+    # Autograd saves a checkpoint's arguments, and notices writes to them.
+    needs_weight = cbsr.values.requires_grad or (value is not None and value.requires_grad)
+    noticed = (weight,) if needs_weight else ()
+    result: Tensor = checkpoint(run, *inputs, *noticed, use_reentrant=False, preserve_rng_state=False)
     return result
 
 

@@ -33,7 +33,7 @@ def test_aggregate_sparse_equals_dense_aggregation(device, reduce, valued):
     scale = torch.rand(30, device=device)
     out, stored = saved_bytes(
         lambda: aggregate_sparse(
-            adj, MaxK(32).compress(x), lambda out, _: out @ weight, value, reduce, scale_src=scale
+            adj, MaxK(32).compress(x), lambda out, _: out @ weight, weight, value, reduce, scale_src=scale
         ),
         weight,
         *([value] if valued else []),
@@ -50,6 +50,23 @@ def test_aggregate_sparse_equals_dense_aggregation(device, reduce, valued):
         strict=True,
     ):
         assert relative_error(got, wanted) <= TOLERANCE[torch.float32]
+
+
+def test_a_weight_written_before_the_sums_are_repeated_is_an_error():
+    """Where it is needed: those of features without gradient may be written, as with a linear layer."""
+    adj = Adjacency.from_coo(torch.tensor([0, 1, 1]), torch.tensor([1, 0, 1]), (2, 2))
+    weight = torch.randn(6, 3, requires_grad=True)
+    for needed in (True, False):
+        x = torch.randn(2, 6, requires_grad=needed)
+        out = aggregate_sparse(adj, maxk(x, 2), lambda out, _: out @ weight, weight)
+        expected = ssd(adj, maxk(x, 2)).t().sum(1, keepdim=True).expand(6, 3)
+        with torch.no_grad():
+            weight.mul_(3)
+        if needed:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
+        else:
+            torch.testing.assert_close(torch.autograd.grad(out.sum(), weight)[0], expected)
 
 
 class Operands:

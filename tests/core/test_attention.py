@@ -497,6 +497,21 @@ def test_second_derivatives_of_one_tensor_given_twice(device, same):
         assert relative_error(fused, unfused) <= 1e-4
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_under_autocast_are_not_rounded(device, kind):
+    """The forward pass, without autocast, has decided every dtype, as for the first derivatives."""
+    adj = with_loops(device)
+    case = problem(kind, adj, 2, 8, biased=True, requires_grad=True)
+    found = []
+    for enabled in (False, True):
+        loss = case.run(adj, algorithm="fused3s").square().sum()
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            first = torch.autograd.grad(loss, case.tensors, create_graph=True)
+            found.append((*first, *torch.autograd.grad(sum(each.sum() for each in first), case.tensors)))
+    for plain, under_autocast in zip(*found, strict=True):
+        assert torch.equal(plain, under_autocast)
+
+
 @pytest.mark.parametrize("kept", ["by autograd", "by hooks", "by a checkpoint"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_result_that_is_written_to(device, kind, kept):

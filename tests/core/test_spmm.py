@@ -361,6 +361,15 @@ def test_gradients_of_extrema(device, reduce, heads):
     assert torch.autograd.gradcheck(lambda x: spmm(adj, x, None, reduce), (x,))
 
 
+def test_empty_rows_add_no_nan_to_gradients_of_extrema(device):
+    adj = Adjacency.from_coo(torch.tensor([0, 0]), torch.tensor([0, 1]), (2, 2)).to(device)
+    x = torch.tensor([[torch.inf], [1.0]], device=device, requires_grad=True)
+    value = torch.ones(2, device=device, requires_grad=True)
+    spmm(adj, x, value, "min").sum().backward()
+    assert value.grad.tolist() == [0, 1]
+    assert x.grad.tolist() == [[0], [1]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [40, 47, 128])
 @each_kernel(*ALGORITHMS)

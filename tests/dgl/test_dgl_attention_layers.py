@@ -22,6 +22,7 @@ from dgl_cases import (
     restricted,
     twin,
 )
+from torch import nn
 
 from fastsparse_core import Adjacency
 
@@ -54,6 +55,39 @@ def test_attention(name, graph_name, device):
     assert out.shape == (graph.num_dst_nodes(), 3, 4)
     assert attention.shape == (graph.num_edges(), 3, 1)
     torch.testing.assert_close(out, fast(graph, on_device))
+
+
+@pytest.mark.parametrize("name", WITH_ATTENTION)
+def test_returning_the_attention_changes_no_bit(name, device):
+    graph, layer = homogeneous(), layers(name)[0].to(device)
+    feat = inputs(name, graph, True).to(device)
+    assert torch.equal(layer(graph, feat, get_attention=True)[0], layer(graph, feat))
+
+
+class InPlace(nn.Module):
+    """A layer whose result is written to, and used again."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, graph, feat):
+        return torch.relu_(self.layer(graph, feat)) * 2
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_result_may_be_written_to(name, device):
+    graph = homogeneous()
+    options = {"bias": False} if name == "gat" else {}
+    fast, reference = layers(name, **options)
+    check((InPlace(fast), InPlace(reference)), graph, inputs(name, graph, True), device)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_second_derivatives(name, device):
+    graph, layer = homogeneous(), layers(name)[0].to(device).double()
+    feat = inputs(name, graph, True).to(device).double().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda feat: layer(graph, feat), (feat,), fast_mode=True)
 
 
 @pytest.mark.parametrize("layout", ["coo", "csc", "csr"])

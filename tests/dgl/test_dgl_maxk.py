@@ -153,6 +153,20 @@ def test_hooks_of_the_linear_layers_run(name, device):
     assert seen[0] == (graph.num_nodes(), 4)
 
 
+@pytest.mark.parametrize("case", ["pair", "hook", "gcn"])
+def test_a_weight_written_before_the_backward_pass_is_an_error(case, device):
+    graph = homogeneous().to(device) if device == "cpu" else fastsparse_dgl.prepare(homogeneous(), device)
+    layer = FastMaxKSAGEConv(7, 4, "gcn" if case == "gcn" else "mean", K).to(device)
+    if case == "hook":
+        layer.fc_neigh.register_forward_hook(lambda *_: None)
+    feat = features(homogeneous(), 7).to(device).requires_grad_()
+    out = layer(graph, (feat, feat.detach().clone()) if case == "pair" else feat)
+    with torch.no_grad():
+        layer.fc_neigh.weight.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_dropout_is_of_the_kept_entries():
     graph = homogeneous()
     layer = FastMaxKSAGEConv(7, 4, "mean", K, feat_drop=0.5)

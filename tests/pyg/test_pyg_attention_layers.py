@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import pickle
 import types
@@ -282,6 +283,51 @@ def test_dropout_has_the_gradient_of_the_mask_it_used(device, name):
         return layer(x, edge_index)
 
     assert torch.autograd.gradcheck(seeded, (x,))
+
+
+def without_terms(family: Family) -> dict[str, bool]:
+    """Options with which a layer's result is the attention's, with nothing added."""
+    names = inspect.signature(family.original.__init__).parameters
+    return {name: False for name in ("bias", "root_weight") if name in names}
+
+
+@pytest.mark.usefixtures("kernels_only")
+def test_result_may_be_written_to(device, family):
+    edge_index = random_graph(device=device)
+    reference, layer = family.pair(device, **without_terms(family))
+    x = torch.randn(40, 6, device=device, requires_grad=True)
+    same(reference, layer, lambda conv: torch.relu_(conv(x, edge_index)) * 2, [x])
+
+
+@pytest.mark.usefixtures("kernels_only")
+def test_second_derivatives(device, family):
+    edge_index = random_graph(9, num_edges=25, device=device)
+    layer = family.make(family.fast, device).double()
+    x = torch.randn(9, 6, device=device, dtype=torch.float64, requires_grad=True)
+    parameters = [parameter for parameter in layer.parameters() if parameter.dim() > 1][:1]
+    assert torch.autograd.gradgradcheck(lambda x, *_: layer(x, edge_index), (x, *parameters), fast_mode=True)
+
+
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.usefixtures("kernels_only")
+def test_returning_the_weights_changes_no_bit(device, name, hooked):
+    """Nor how often hooks of the linear layers run; the weights have gradients of their own."""
+    edge_index = random_graph(400, num_edges=6000, device=device)
+    reference, layer = FAMILIES[name].pair(device)
+    x = torch.randn(400, 6, device=device, requires_grad=True)
+    runs: list[nn.Module] = []
+    linear = [module for module in layer.children() if hasattr(module, "weight")]
+    for module in linear if hooked else ():
+        module.register_forward_hook(lambda module, *_: runs.append(module))
+    plain, times = layer(x, edge_index), len(runs)
+    out, (_, weights) = layer(x, edge_index, return_attention_weights=True)
+    assert torch.equal(out, plain)
+    assert len(runs) == 2 * times
+    assert (times > 0) == hooked
+    _, (_, expected) = reference(x, edge_index, return_attention_weights=True)
+    got, wanted = (torch.autograd.grad(each.square().sum(), x)[0] for each in (weights, expected))
+    close(got, wanted, 1e-4)
 
 
 @pytest.mark.parametrize("name", WITH_DROPOUT)

@@ -163,6 +163,47 @@ def test_hooks_of_the_linear_layers_run(device, name):
     assert seen[0] == (40, 4)
 
 
+@pytest.mark.parametrize("case", ["pair", "hook on lin_l", "hook on lin"])
+def test_a_weight_written_before_the_backward_pass_is_an_error(device, case):
+    family, width = ("gcn", 8) if case == "hook on lin" else ("sage", (8, 8) if case == "pair" else 8)
+    _, layer = pair(family, width, 4, device)
+    linear = layer.lin if family == "gcn" else layer.lin_l
+    if case != "pair":
+        linear.register_forward_hook(lambda *_: None)
+    x = torch.randn(40, 8, device=device, requires_grad=True)
+    out = layer((x, x.detach().clone()) if case == "pair" else x, random_graph(device=device))
+    with torch.no_grad():
+        linear.weight.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_what_a_hook_reads_is_noticed_too(device, family):
+    """The hook runs once, in the forward pass, and autograd saves what it reads."""
+    _, layer = pair(family, 8, 4, device)
+    linear = layer.lin if family == "gcn" else layer.lin_l
+    scale, runs = torch.rand(8, device=device), []
+    linear.register_forward_pre_hook(lambda _, inputs: runs.append(1) or inputs[0] * scale)
+    x = torch.randn(40, 8, device=device, requires_grad=True)
+    layer(x, random_graph(device=device)).sum().backward()
+    assert len(runs) == 1
+    out = layer(x, random_graph(device=device))
+    scale.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_pairs_store_no_dense_rows_of_the_sources():
+    _, layer = pair("sage", (64, 6), 4, "cpu")
+    x_src, x_dst = torch.randn(30, 64, requires_grad=True), torch.randn(20, 6)
+    shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: shapes.append(saved.shape) or saved, id):
+        layer((MaxK(5).compress(x_src), x_dst), random_graph(30, 20), size=(30, 20))
+    assert (30, 5) in shapes
+    assert (20, 64) not in shapes
+    assert (30, 64) not in shapes
+
+
 def test_batched_features(device):
     edge_index = random_graph(device=device)
     reference, layer = pair("gcn", 8, 4, device)

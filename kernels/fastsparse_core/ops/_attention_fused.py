@@ -374,7 +374,8 @@ def _unfused_gradients(
     aliases = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
     wants = [tensor is not None and needs for tensor, needs in zip(aliases, needed, strict=False)]
     wanted = [tensor for tensor, each in zip(aliases, wants, strict=True) if tensor is not None and each]
-    found = iter(torch.autograd.grad(compute(*aliases), wanted, grad, create_graph=True))
+    with torch.autocast(grad.device.type, enabled=False):  # the forward pass has decided every dtype
+        found = iter(torch.autograd.grad(compute(*aliases), wanted, grad, create_graph=True))
     return [next(found) if each else None for each in wants]
 
 

@@ -159,10 +159,10 @@ def _spmm_extremum_backward(
             head = torch.arange(x.size(1), device=x.device) // (x.size(1) // heads)
             flat = position * heads + head
             weight = value.to(dtype).reshape(-1)[flat]
-            _scatter_add(
-                grad_value.view(-1), flat.reshape(-1), (chosen * x.to(dtype).gather(0, source)).reshape(-1)
-            )
-            chosen = chosen * weight
+            # Of an empty row they are 0 times entry 0's numbers, which may be infinity.
+            term = (chosen * x.to(dtype).gather(0, source)).masked_fill(arg < 0, 0)
+            _scatter_add(grad_value.view(-1), flat.reshape(-1), term.reshape(-1))
+            chosen = (chosen * weight).masked_fill(arg < 0, 0)
         feature = torch.arange(x.size(1), device=x.device)
         _scatter_add(grad_x.view(-1), (source * x.size(1) + feature).reshape(-1), chosen.reshape(-1))
     value_shape = grad_value.shape if value is None else value.shape

@@ -146,7 +146,8 @@ class _EdgeSoftmaxBackward(torch.autograd.Function):
             sums = spmm(adj, ones, value)
             return sddmm(adj, sums[:, :, None], ones[:, :, None])
 
-        grad_weight = outer * (grad - row_sums(weight * grad)) - grad * row_sums(weight * outer)
+        with torch.autocast(weight.device.type, enabled=False):
+            grad_weight = outer * (grad - row_sums(weight * grad)) - grad * row_sums(weight * outer)
         return (
             grad_weight,
             torch.ops.fastsparse.edge_softmax_backward.default(weight, outer, ctx.adjacency),
