@@ -433,6 +433,7 @@ def check_operators(device: str) -> list[Check]:
     num_dst, num_src, num_edges, heads, width = _NUM_DST, _NUM_SRC, _NUM_EDGES, 2, 16
     matrices = ((num_dst, width), (num_src, width))
     rows_dst, rows_src = (num_dst, heads, width), (num_src, heads, width)
+    scores = ((num_dst, heads), (num_src, heads))
     operators: list[tuple[str, str, Shapes, dict[str, Any]]] = [
         *(
             (f"spmm {reduce}", "spmm", ((num_src, width), (num_edges,)), {"reduce": reduce})
@@ -442,8 +443,11 @@ def check_operators(device: str) -> list[Check]:
         ("sddmm flashsparse", "sddmm", matrices, {"algorithm": "flashsparse"}),
         ("edge_softmax", "edge_softmax", ((num_edges, heads),), {}),
         ("attention", "attention", (rows_dst, rows_src, rows_src), {}),
-        ("additive_attention", "additive_attention", ((num_dst, heads), (num_src, heads), rows_src), {}),
+        ("additive_attention", "additive_attention", (*scores, rows_src), {}),
         ("gatv2_attention", "gatv2_attention", (rows_dst, rows_src, (heads, width)), {}),
+        ("attention_weights", "attention_weights", (rows_dst, rows_src), {}),
+        ("additive_attention_weights", "additive_attention_weights", scores, {}),
+        ("gatv2_attention_weights", "gatv2_attention_weights", (rows_dst, rows_src, (heads, width)), {}),
         ("maxk and ssd", "ssd", ((num_src, width), (num_edges,)), {"k": width // 4}),
     ]
     return [_check(*operator, device) for operator in operators]

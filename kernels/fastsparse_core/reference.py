@@ -21,6 +21,12 @@ def _matrix(x: Tensor) -> Tensor:
     return x[:, None] if x.dim() == 1 else x.flatten(1)
 
 
+def _in_callers_order(adj: Adjacency, entry: Tensor) -> Tensor:
+    """Values of the stored entries, each at its edge's position in the caller's list."""
+    _, _, position = _edges(adj)
+    return entry.new_zeros(adj.num_values, *entry.shape[1:]).index_copy(0, position, entry)
+
+
 def spmm(
     adj: Adjacency,
     x: Tensor,
@@ -66,14 +72,13 @@ def sddmm(
     scale_src: Tensor | None = None,
 ) -> Tensor:
     """Float64 reference of :func:`fastsparse_core.sddmm`, differentiable."""
-    row, col, position = _edges(adj)
+    row, col, _ = _edges(adj)
     product = (x_dst.double()[row] * x_src.double()[col]).sum(-1)
     for scale, index in ((scale_dst, row), (scale_src, col)):
         if scale is not None:
             weight = scale.double()[index]
             product = product * (weight if product.dim() == 1 else weight[:, None])
-    out = product.new_zeros(adj.num_values, *product.shape[1:])
-    return out.index_copy(0, position, product)
+    return _in_callers_order(adj, product)
 
 
 def ssd_backward(
@@ -146,7 +151,7 @@ def edge_softmax(adj: Adjacency, score: Tensor) -> Tensor:
     """Float64 reference of :func:`fastsparse_core.edge_softmax`, differentiable."""
     _, _, position = _edges(adj)
     entry = _softmax(adj, _matrix(score.double())[position])
-    return entry.new_zeros(adj.num_values, entry.size(1)).index_copy(0, position, entry).reshape(score.shape)
+    return _in_callers_order(adj, entry).reshape(score.shape)
 
 
 def _softmax(adj: Adjacency, score: Tensor) -> Tensor:
@@ -189,6 +194,11 @@ def attention(
     return _attend(adj, score, v, dropout_p, seed)
 
 
+def attention_weights(adj: Adjacency, q: Tensor, k: Tensor) -> Tensor:
+    """Float64 reference of :func:`fastsparse_core.attention_weights` on (n, heads, width), differentiable."""
+    return edge_softmax(adj, q.size(2) ** -0.5 * sddmm(adj, q, k))
+
+
 def additive_attention(
     adj: Adjacency,
     score_dst: Tensor,
@@ -207,6 +217,15 @@ def additive_attention(
     return _attend(adj, F.leaky_relu(score, negative_slope), v, dropout_p, seed)
 
 
+def additive_attention_weights(
+    adj: Adjacency, score_dst: Tensor, score_src: Tensor, negative_slope: float = 0.2
+) -> Tensor:
+    """Float64 reference of :func:`fastsparse_core.additive_attention_weights`, differentiable."""
+    row, col, _ = _edges(adj)
+    score = F.leaky_relu(score_dst.double()[row] + score_src.double()[col], negative_slope)
+    return _in_callers_order(adj, _softmax(adj, score))
+
+
 def gatv2_attention(
     adj: Adjacency,
     x_dst: Tensor,
@@ -220,6 +239,15 @@ def gatv2_attention(
     row, col, _ = _edges(adj)
     hidden = F.leaky_relu(x_dst.double()[row] + x_src.double()[col], negative_slope)
     return _attend(adj, (hidden * att.double()).sum(-1), x_src, dropout_p, seed)
+
+
+def gatv2_attention_weights(
+    adj: Adjacency, x_dst: Tensor, x_src: Tensor, att: Tensor, negative_slope: float = 0.2
+) -> Tensor:
+    """Float64 reference of :func:`fastsparse_core.gatv2_attention_weights`, differentiable."""
+    row, col, _ = _edges(adj)
+    hidden = F.leaky_relu(x_dst.double()[row] + x_src.double()[col], negative_slope)
+    return _in_callers_order(adj, _softmax(adj, (hidden * att.double()).sum(-1)))
 
 
 def maxk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,11 @@
-"""What the README and the pages show: every Python block runs, every command is one that exists."""
+"""What the README and the pages show: every Python block runs, every command is understood."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,8 @@ import pytest
 import fastsparse_core
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
+PAGES = [CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
+LANGUAGES = {"python", "bash", "{eval-rst}", "{include}", "{toctree}"}
 #: Before a block that cannot run here: <!-- not run: why -->
 BLOCK = re.compile(r"^(?:<!-- not run: (.+?) -->\n)?```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCKS = [(page, *found) for page in PAGES for found in BLOCK.findall(page.read_text())]
@@ -30,25 +33,38 @@ for name, code in json.load(sys.stdin):
 print("\\n".join(failed), file=sys.stderr)
 sys.exit(bool(failed))
 """
+PARSE = """
+import argparse, json, os, runpy, sys
+
+class Parsed(BaseException):
+    pass
+
+understand = argparse.ArgumentParser.parse_args
+
+def parse_args(self, *args, **options):
+    understand(self, *args, **options)
+    raise Parsed
+
+argparse.ArgumentParser.parse_args = parse_args
+for command in json.load(sys.stdin):
+    print(command)
+    sys.argv = command
+    by_path = command[0].endswith(".py")
+    sys.path.insert(0, os.path.dirname(command[0]))  # as Python does
+    try:
+        (runpy.run_path if by_path else runpy.run_module)(command[0], run_name="__main__")
+    except Parsed:
+        continue
+    sys.exit("no options were read")
+"""
 
 
-@pytest.mark.parametrize("framework", ["dgl", "others"])
-def test_python_blocks(framework):
-    """All of them in one process for each framework, as importing takes longest."""
-    import json
-
-    if framework == "dgl":
-        pytest.importorskip("fastsparse_dgl", exc_type=ImportError)
-    chosen = [
-        (f"{page.name}, block {number}", code)
-        for number, (page, excuse, language, code) in enumerate(BLOCKS)
-        if language == "python" and not excuse and ("dgl" in code) == (framework == "dgl")
-    ]
-    assert chosen
+def run(program, what):
+    """Runs a program that reads JSON, in a process of its own."""
     path = os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "kernels"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", RUN],
-        input=json.dumps(chosen),
+        [sys.executable, "-c", program],
+        input=json.dumps(what),
         env={**os.environ, "PYTHONPATH": path},
         text=True,
         capture_output=True,
@@ -58,26 +74,58 @@ def test_python_blocks(framework):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_python_lies_in_blocks_that_are_run():
-    """Code by indentation would be run by nobody."""
+@pytest.mark.parametrize("framework", ["dgl", "others"])
+def test_python_blocks(framework):
+    """All of them in one process for each framework, as importing takes longest."""
+    if framework == "dgl":
+        pytest.importorskip("fastsparse_dgl", exc_type=ImportError)
+    chosen = [
+        (f"{page.name}, block {number}", code)
+        for number, (page, excuse, language, code) in enumerate(BLOCKS)
+        if language == "python" and not excuse and ("dgl" in code) == (framework == "dgl")
+    ]
+    assert chosen
+    run(RUN, chosen)
+
+
+def test_no_code_hides_from_these_tests():
+    """In blocks of another language, indented, or excused: one needs two processes with a GPU each."""
     for page in PAGES:
-        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-        assert not re.search(r"^ {4}(import|from \w+ import) ", text, re.MULTILINE), page
+        text = page.read_text()
+        assert set(re.findall(r"^ *```(\S+)", text, re.MULTILINE)) <= LANGUAGES, page
+        rest = re.sub(r"^```(?:python|bash)\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        code = r"^ *(>>> |import |from \S+ import |python |make |pip |torchrun )|^    +\w+ = \w+\(.*\)$"
+        assert not re.search(code, rest, re.MULTILINE), page
+    assert len([excuse for _, excuse, _, _ in BLOCKS if excuse]) == 1
 
 
-def test_commands_name_files_and_modules_that_exist():
+def test_commands():
+    """What the pages tell to run is understood up to the last option; test_readme.py runs some to the end."""
+    chosen = []
     for page, _, language, code in BLOCKS:
         if language != "bash":
             continue
         for command in code.splitlines():
-            for script in re.findall(
-                r"(?<!\S)(?:python|torchrun)\b.*?\s((?:examples|tests)/\S+\.py)", command
-            ):
-                assert (CHECKOUT / script).is_file(), (page, command)
-            for module in re.findall(r"python -m (fastsparse_\w+\.\w+|benchmarks)\b", command):
-                top, _, name = module.partition(".")
-                folder = CHECKOUT / ("kernels" if top == "fastsparse_core" else "") / top
-                assert (folder / f"{name or '__main__'}.py").is_file(), (page, command)
+            match shlex.split(command, comments=True):
+                case ["make", *targets]:
+                    known = set(re.findall(r"^([a-z-]+):", (CHECKOUT / "Makefile").read_text(), re.MULTILINE))
+                    assert set(targets) <= known, (page, command)
+                case ["pip", "install", target]:
+                    (extras,) = re.fullmatch(r"\.\[([\w,]+)\]", target).groups()
+                    for extra in extras.split(","):
+                        assert f"\n{extra} = [" in (CHECKOUT / "pyproject.toml").read_text(), (page, command)
+                case ["FASTSPARSE_CUDA_ARCHS=none", "python", "setup.py", "build_ext", "--inplace"]:
+                    pass  # test_setup.py builds
+                case ["python", "-m", "fastsparse_core.doctor"]:
+                    pass  # tests/core/test_doctor.py runs it
+                case ["python", "-m", "benchmarks", *options]:
+                    chosen.append(["benchmarks", *options])
+                case ["torchrun", "--nproc-per-node", _, script, *options] | ["python", script, *options]:
+                    chosen.append([str(CHECKOUT / script), *options])
+                case _:
+                    pytest.fail(f"{page}: teach this test what {command!r} is")
+    assert len(chosen) >= 10
+    run(PARSE, chosen)
 
 
 def test_one_version():

@@ -41,6 +41,11 @@ def test_index_out_of_range(device, layers, row, value):
     close(layers[1](x, edge_index), layers[0](x, edge_index))  # the device is not poisoned
 
 
+def test_edges_between_no_nodes():
+    with pytest.raises(IndexError, match="expected no edges in row 0 for 0 nodes, got values from 0 to 0"):
+        FastGCNConv(3, 2)(torch.zeros(0, 3), torch.zeros(2, 1, dtype=torch.long))
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool])
 def test_edge_index_of_other_integers(device, layers, dtype):
     edges = torch.tensor([[0, 1, 1, 0], [1, 0, 1, 0]], device=device)
