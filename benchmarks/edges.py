@@ -120,7 +120,8 @@ class TritonLayer(nn.Module):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
-    parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
+    # Not `graphs`, which are the suite's.
+    parser.add_argument("--graphs", dest="drawn", nargs="+", choices=GRAPHS, default=list(GRAPHS))
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--heads", nargs="+", type=int, default=[4, 16])
     parser.add_argument("--dtypes", nargs="+", choices=tuple(TOLERANCE), default=["float32", "float16"])
@@ -133,7 +134,7 @@ def run(options: argparse.Namespace) -> Path:
     out = recorder("edges", options)
     out.note(f"layers are {WIDTH} wide with {FEATURES} features per edge; a step is forward and backward")
     out.note("operator starts from projected queries, keys and values; Triton's projects the edges, too")
-    for name in progress(options.graphs, "edges"):
+    for name in progress(options.drawn, "edges"):
         _run_graph(draw_graph(name, torch.device(options.device)), options, out)
         release()
     return out.path
