@@ -12,6 +12,8 @@ from fastsparse_dgl.caching import cache_info, clear_cache, prepare
 from fastsparse_dgl.nn import (
     FastAGNNConv,
     FastDotGatConv,
+    FastEdgeGATConv,
+    FastEGATConv,
     FastGATConv,
     FastGATv2Conv,
     FastGCNConv,
@@ -29,6 +31,8 @@ __all__ = [
     "Adjacency",
     "FastAGNNConv",
     "FastDotGatConv",
+    "FastEGATConv",
+    "FastEdgeGATConv",
     "FastGATConv",
     "FastGATv2Conv",
     "FastGCNConv",

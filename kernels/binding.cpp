@@ -536,6 +536,83 @@ void attention_csr_backward(const AttentionCsrArgs& forward, const CsrStructure&
   cpu::attention_csr_backward(args, threads);
 }
 
+EdgeAttentionInput edge_attention_input(bool gatv2, int dtype, std::int64_t heads, std::int64_t head_width,
+                                        std::int64_t edge_width, Address q, std::int64_t q_stride, Address k,
+                                        std::int64_t k_stride, Address v, std::int64_t v_stride,
+                                        Address q_edge, Address edge, Address att, Address weight,
+                                        Address bias, int bias_dtype, double scale, double dropout_p,
+                                        std::int64_t seed) {
+  return {gatv2,
+          {at(q), q_stride},
+          {at(k), k_stride},
+          {at(v), v_stride},
+          at(q_edge),
+          at(edge),
+          at(att),
+          at(weight),
+          {at(bias), static_cast<Dtype>(bias_dtype), heads},
+          scale,
+          make_dropout(dropout_p, seed),
+          1 / (1 - dropout_p),
+          heads,
+          head_width,
+          edge_width,
+          static_cast<Dtype>(dtype)};
+}
+
+void edge_attention(const CsrStructure& structure, const EdgeAttentionInput& input, Address out,
+                    Address out_edge, Address lse, Address partial, Address partial_edge,
+                    Address partial_state, int device, Address queue) {
+  const EdgeAttentionArgs args{structure.a,
+                               structure.split,
+                               input,
+                               at(out),
+                               at(out_edge),
+                               at(lse),
+                               at<float>(partial),
+                               at<float>(partial_edge),
+                               at<float>(partial_state)};
+  FASTSPARSE_RUN(edge_attention, args, device, queue);
+}
+
+void edge_attention_backward(const CsrStructure& structure, const CsrStructure& transposed,
+                             const EdgeAttentionInput& input, Address out, std::int64_t out_stride,
+                             Address grad, std::int64_t grad_stride, Address grad_edge, Address lse,
+                             Address work, Address positive, std::int64_t sign_bytes, std::int64_t num_values,
+                             Address grad_q, Address grad_k, Address grad_v, Address grad_q_edge,
+                             Address grad_features, Address grad_att, Address grad_weight,
+                             std::int64_t att_rows, std::int64_t weight_rows, Address partial_q,
+                             Address partial_q_edge, Address partial_k, Address partial_v, int device,
+                             Address queue) {
+  const EdgeAttentionBackwardArgs args{structure.a,
+                                       structure.split,
+                                       transposed.a,
+                                       transposed.split,
+                                       input,
+                                       {at(out), out_stride},
+                                       {at(grad), grad_stride},
+                                       at(grad_edge),
+                                       at(lse),
+                                       at(work),
+                                       at<std::uint8_t>(positive),
+                                       sign_bytes,
+                                       num_values,
+                                       at(grad_q),
+                                       at(grad_k),
+                                       at(grad_v),
+                                       at(grad_q_edge),
+                                       at(grad_features),
+                                       at(grad_att),
+                                       at(grad_weight),
+                                       att_rows,
+                                       weight_rows,
+                                       at<float>(partial_q),
+                                       at<float>(partial_q_edge),
+                                       at<float>(partial_k),
+                                       at<float>(partial_v)};
+  FASTSPARSE_RUN(edge_attention_backward, args, device, queue);
+}
+
 void ssd_backward(const CsrStructure& transposed, int dtype, Address grad, std::int64_t grad_stride,
                   Address value, int value_dtype, Address ids, bool ids_are_16bit, std::int64_t k,
                   Address scale_dst, Address scale_src, Address out, Address partial, int device,
@@ -923,6 +1000,9 @@ PYBIND11_MODULE(_C, m) {
   py::class_<AttentionCsrArgs>(m, "AttentionCsrArgs").def(py::init(&attention_csr_args));
   m.def("attention_csr", &attention_csr);
   m.def("attention_csr_backward", &attention_csr_backward);
+  py::class_<EdgeAttentionInput>(m, "EdgeAttentionInput").def(py::init(&edge_attention_input));
+  m.def("edge_attention", &edge_attention);
+  m.def("edge_attention_backward", &edge_attention_backward);
   m.def("maxk", &maxk);
   m.def("cbsr_to_dense", &cbsr_to_dense);
   m.def("cbsr_gather", &cbsr_gather);

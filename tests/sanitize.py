@@ -392,6 +392,24 @@ def gatv2(dtype: torch.dtype) -> None:
         _ops.gatv2_attention_backward(grad, dst, src, att, out, lse, 0.2, 0.3, torch.tensor(1), adj.handle)
 
 
+def with_edge_features(dtype: torch.dtype) -> None:
+    """Attention and GATv2 with edge features, forward and backward: many lanes, slices, groups of heads."""
+    adj = heavy()
+    for heads, width, edge_width in ((2, 16, 8), (3, 64, 3), (1, 8, 32), (16, 24, 8)):
+        q, k, v = (
+            features(rows, heads * width, dtype=dtype).requires_grad_()
+            for rows in (adj.num_dst, adj.num_src, adj.num_src)
+        )
+        att = draw(heads, width).requires_grad_()
+        edges = {
+            "edge_attr": draw(adj.num_edges, edge_width, dtype=dtype).requires_grad_(),
+            "edge_weight": draw(heads * width, edge_width, dtype=dtype).requires_grad_(),
+        }
+        bias = draw(adj.num_edges, heads).requires_grad_()
+        attention(adj, q, k, v, 0.5, bias, 0.3, heads=heads, **edges).sum().backward()
+        gatv2_attention(adj, q, k, att, 0.2, 0.3, **edges).sum().backward()
+
+
 def softmax_of_edges(dtype: torch.dtype) -> None:
     """edge_softmax and its gradient."""
     adj = heavy()
@@ -553,6 +571,7 @@ PARTS: dict[str, Part] = {
         additive,
         gatv2,
     ),
+    **_by_dtype("attention-edges", "edge_attention edge_attention_backward", _EACH, with_edge_features),
     **_by_dtype("maxk", "maxk cbsr", _TWO, largest_entries),
     **_by_dtype("ssd", "ssd ssd_slots", _ALL, sparse_products),
     **_by_dtype("ssd-backward", "ssd_backward", _TWO, sparse_gradients),

@@ -20,6 +20,7 @@ from .cells import Table, number, ordered, ratio, stored_rivals, time_of
 from .choice import REGRET_SEEN, choice, choice_in_short, csr_over_flashsparse
 from .cpu import cpu
 from .dlmc import dlmc
+from .edges import edges
 from .formats import formats, formats_in_short
 from .host import host
 from .maxk import maxk
@@ -48,6 +49,7 @@ __all__ = [
     "cpu",
     "csr_over_flashsparse",
     "dlmc",
+    "edges",
     "formats",
     "host",
     "maxk",
@@ -79,6 +81,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "sddmm": sddmm,
     "ssd": ssd,
     "attention": attention,
+    "edges": edges,
     "train": train,
     "scaling": scaling,
     "maxk": maxk,
@@ -109,6 +112,8 @@ ABOUT = {
     "attention": "Softmax attention over neighbours: dot products, GAT (additive) and GATv2, named by heads x"
     " width, against stored rivals. 'Of the results' is the extra memory over that of the results: it stays"
     " small, whatever the number of edges, if nothing has their size.",
+    "edges": "Layers 256 wide with 8 features per edge, forward and backward with all gradients, and the"
+    " attention operator alone, against PyG and a weather model's Triton kernel.",
     "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
     "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
     " for the host.",
@@ -160,6 +165,7 @@ CHAPTERS = {
     "dlmc": Chapter("Pruned weight matrices", dlmc),
     "sddmm": Chapter("Dot products of edges (sddmm)", sddmm_in_short),
     "attention": Chapter("Attention", attention_in_short, ("forward_float16", "backward_float16")),
+    "edges": Chapter("Edge features", edges),
     "ssd": Chapter("Sparse activations (MaxK, ssd)", ssd_in_short, ("scaling",)),
     "maxk": Chapter("Training with MaxK", maxk),
     "scaling": Chapter("Several GPUs", scaling, ("speedup",)),

@@ -2,6 +2,7 @@
 
 from fastsparse_dgl.nn.agnn_conv import FastAGNNConv
 from fastsparse_dgl.nn.dotgat_conv import FastDotGatConv
+from fastsparse_dgl.nn.edge_attention import FastEdgeGATConv, FastEGATConv
 from fastsparse_dgl.nn.gat_conv import FastGATConv
 from fastsparse_dgl.nn.gatv2_conv import FastGATv2Conv
 from fastsparse_dgl.nn.gin_conv import FastGINConv
@@ -17,6 +18,8 @@ DROP_INS = {
     for drop_in in (
         FastAGNNConv,
         FastDotGatConv,
+        FastEGATConv,
+        FastEdgeGATConv,
         FastGATConv,
         FastGATv2Conv,
         FastGINConv,
@@ -30,6 +33,8 @@ __all__ = [
     "DROP_INS",
     "FastAGNNConv",
     "FastDotGatConv",
+    "FastEGATConv",
+    "FastEdgeGATConv",
     "FastGATConv",
     "FastGATv2Conv",
     "FastGCNConv",

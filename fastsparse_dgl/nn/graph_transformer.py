@@ -35,6 +35,8 @@ class GraphTransformerLayer(AggregationMixin, GraphTransformer):
         norm: ``"batch"``, ``"layer"`` or None.
         residual: whether each of the two parts adds its input.
         bias: whether queries, keys and values have biases.
+        edge_feats: number of features of an edge, None: edges have none. Their linear map, without a bias,
+            is added to keys and values, as in TransformerConv.
 
     Raises:
         DGLError: widths or options do not fit.
@@ -50,6 +52,7 @@ class GraphTransformerLayer(AggregationMixin, GraphTransformer):
         norm: str | None = "batch",
         residual: bool = True,
         bias: bool = False,
+        edge_feats: int | None = None,
     ) -> None:
         if num_heads < 1 or out_feats % num_heads:
             raise DGLError(
@@ -64,14 +67,18 @@ class GraphTransformerLayer(AggregationMixin, GraphTransformer):
             raise DGLError(f"attn_drop: expected a probability in [0, 1), got {attn_drop}")
         if norm not in NORMS:
             raise DGLError(f'norm: expected "batch", "layer" or None, got {norm!r}')
-        super().__init__(in_feats, out_feats, num_heads, dropout, attn_drop, norm, residual, bias)
+        options = (dropout, attn_drop, norm, residual, bias, edge_feats)
+        super().__init__(in_feats, out_feats, num_heads, *options)
 
-    def forward(self, graph: GraphLike, feat: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    def forward(
+        self, graph: GraphLike, feat: Tensor | tuple[Tensor, Tensor], edge_feat: Tensor | None = None
+    ) -> Tensor:
         """Computes the layer.
 
         Args:
             graph: DGLGraph with one edge type (homogeneous, block, bipartite or batched), or Adjacency.
             feat: (N, in_feats), or a pair of source and destination features.
+            edge_feat: (E, edge_feats), in the order of the edge ids; required with ``edge_feats``.
 
         Returns:
             (number of destinations, out_feats).
@@ -79,7 +86,11 @@ class GraphTransformerLayer(AggregationMixin, GraphTransformer):
         Raises:
             DGLError: sizes do not fit.
         """
+        if (edge_feat is None) != (self.edge is None):
+            raise DGLError(
+                "edge_feat: expected features of the edges in a layer with edge_feats, none in one without"
+            )
         source, given = source_features(feat), destination_features(feat)
         adjacency = self._adjacency(graph, source)
         destination = self._destination(graph, adjacency, source, given)
-        return self.transform(adjacency, destination, source)
+        return self.transform(adjacency, destination, source, edge_feat)

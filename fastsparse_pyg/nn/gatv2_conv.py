@@ -11,7 +11,7 @@ from torch_geometric.typing import OptTensor, PairTensor, SparseTensor
 
 from fastsparse_core import Adjacency, edge_softmax, gatv2_attention, gatv2_attention_weights, spmm
 from fastsparse_core.bias import add_bias
-from fastsparse_pyg.nn.accelerated import project
+from fastsparse_pyg.nn.accelerated import is_plain_linear, project
 from fastsparse_pyg.nn.attention import AttentionConv, value_ends
 
 
@@ -27,8 +27,9 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
     after "How Attentive are Graph Attention Networks?" (https://arxiv.org/abs/2105.14491), section 3.
     Arguments, parameters, ``state_dict`` and results are the original's. Scores, softmax, dropout and sum are
     one operator (:func:`fastsparse_core.gatv2_attention`) that stores nothing of the size of the edges. Edge
-    features stand inside the non-linearity and run the unfused operators. The dropped attention weights are
-    other random ones than the original's. Under autocast the result has the autocast dtype.
+    features stand inside the non-linearity: up to 32 of them are projected inside the operator, more run the
+    unfused operators. The dropped attention weights are other random ones than the original's. Under autocast
+    the result has the autocast dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -65,17 +66,22 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
 
         dropout = self.dropout if self.training else 0.0
         alpha = None
-        if edge_attr is not None:
-            self._log_unfused("edge features")
+        features = weight = None
+        if edge_attr is not None and is_plain_linear(self.lin_edge):
+            features, weight = self._edge_features(graph, edge_attr), self.lin_edge.weight
+        fused = edge_attr is None or features is not None
+        operands = (adj, x_dst, x_src, att, self.negative_slope)
+        if not fused:
+            self._log_unfused("edge features of a layer with hooks")
             alpha = self._weights_with_edges(adj, x_dst, x_src, self._edge_features(graph, edge_attr))
         elif return_attention_weights:
-            alpha = gatv2_attention_weights(adj, x_dst, x_src, att, self.negative_slope)
+            alpha = gatv2_attention_weights(*operands, edge_attr=features, edge_weight=weight)
         if alpha is not None:
             alpha = F.dropout(alpha.to(self.att.dtype), dropout)
-        if alpha is not None and (dropout or edge_attr is not None):
+        if alpha is not None and (dropout or not fused):
             out = spmm(adj, x_src, alpha)  # by the very weights that are returned
         else:
-            out = gatv2_attention(adj, x_dst, x_src, att, self.negative_slope, dropout)
+            out = gatv2_attention(*operands, dropout, edge_attr=features, edge_weight=weight)
 
         if not self.concat:
             out = out.view(-1, self.heads, self.out_channels).mean(dim=1)

@@ -42,6 +42,8 @@ class GraphTransformerLayer(GraphTransformer):
         residual: whether each of the two parts adds its input.
         bias: whether queries, keys and values have biases.
         flow: ``"source_to_target"`` or ``"target_to_source"``, for edge lists.
+        edge_dim: number of features of an edge, None: edges have none. Their linear map, without a bias, is
+            added to keys and values, as in TransformerConv.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, or :math:`((|\mathcal{V_s}|, F_{in}),
@@ -64,6 +66,7 @@ class GraphTransformerLayer(GraphTransformer):
         residual: bool = True,
         bias: bool = False,
         flow: str = "source_to_target",
+        edge_dim: int | None = None,
     ) -> None:
         if heads < 1 or out_channels % heads:
             raise ValueError(
@@ -80,21 +83,33 @@ class GraphTransformerLayer(GraphTransformer):
             raise ValueError(f'norm: expected "batch", "layer" or None, got {norm!r}')
         if flow not in ("source_to_target", "target_to_source"):
             raise ValueError(f"flow: expected 'source_to_target' or 'target_to_source', got {flow!r}")
-        super().__init__(in_channels, out_channels, heads, dropout, attention_dropout, norm, residual, bias)
+        options = (dropout, attention_dropout, norm, residual, bias, edge_dim)
+        super().__init__(in_channels, out_channels, heads, *options)
         self.flow = flow
 
-    def forward(self, x: Tensor | tuple[Tensor, Tensor], edge_index: Tensor | Adjacency | Any) -> Tensor:
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        edge_index: Tensor | Adjacency | Any,
+        edge_attr: Tensor | None = None,
+    ) -> Tensor:
         """Computes the layer.
 
         Args:
             x: node features, or (source features, destination features).
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
+            edge_attr: features of the edges (number of edges, edge_dim), in the order of the edges or, of an
+                Adjacency, of its values; required with ``edge_dim``.
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit together.
             IndexError: an index points to no node.
         """
+        if (edge_attr is None) != (self.edge is None):
+            raise ValueError(
+                "edge_attr: expected features of the edges in a layer with edge_dim, and none in one without"
+            )
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         to_structure = resolve if isinstance(edge_index, Adjacency) else _resolve_uncompiled
         adj = to_structure(edge_index, x_src.size(0), x_dst.size(0), x_src.device, flow=self.flow).adj
-        return self.transform(adj, x_dst, x_src)
+        return self.transform(adj, x_dst, x_src, edge_attr)

@@ -28,9 +28,9 @@ class FastTransformerConv(AttentionConv, TransformerConv):
     after "Masked Label Prediction: Unified Message Passing Model for Semi-Supervised Classification"
     (https://arxiv.org/abs/2009.03509), section 3.1. Arguments, parameters, ``state_dict`` and results are the
     original's. Scores, softmax, dropout and sum are one operator (:func:`fastsparse_core.attention`) that
-    stores nothing of the size of the edges. Edge features join keys and values and run the unfused operators.
-    The dropped attention weights are other random ones than the original's. Under autocast the attention
-    runs in the autocast dtype.
+    stores nothing of the size of the edges. Edge features join keys and values without a projected row for
+    any edge: :math:`\mathbf{W}_6` moves to the queries and behind the sum. The dropped attention weights are
+    other random ones than the original's. Under autocast the attention runs in the autocast dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -77,16 +77,21 @@ class FastTransformerConv(AttentionConv, TransformerConv):
         else:
             key, value = project(pair[0], *of_src)
             query, *skips = project(pair[1], *of_dst)
-        edges = None
+        features = weight = edges = None
         if edge_attr is not None:
-            self._log_unfused("edge features")
-            edges = self.lin_edge(self._edge_features(graph, edge_attr)).view(heads)
+            features = self._edge_features(graph, edge_attr)
+            if is_plain_linear(self.lin_edge):
+                weight = self.lin_edge.weight
+            else:
+                self._log_unfused("edge features of a linear map with hooks")
+                edges = self.lin_edge(features).view(heads)
+        of_edges: Any = {} if weight is None else {"edge_attr": features, "edge_weight": weight}
 
         def weights(query: Tensor, key: Tensor) -> Tensor:
             bias = None
             if edges is not None:
                 bias = sddmm(incidence(adj), query.view(heads), edges) / math.sqrt(self.out_channels)
-            return attention_weights(adj, query, key, bias=bias, heads=self.heads)
+            return attention_weights(adj, query, key, bias=bias, heads=self.heads, **of_edges)
 
         dropout = self.dropout if self.training else 0.0
         alpha = None
@@ -98,12 +103,13 @@ class FastTransformerConv(AttentionConv, TransformerConv):
                 ends = self.lin_query(pair[1]), self.lin_key(pair[0])
             alpha = weights(*ends)
         if edges is None and not (alpha is not None and dropout):
-            out = attention(adj, query, key, value, dropout_p=dropout, heads=self.heads)
+            out = attention(adj, query, key, value, None, None, dropout, heads=self.heads, **of_edges)
         else:
             # Where weights are dropped, by the very ones that are returned.
             used = F.dropout(alpha if alpha is not None and dropout else weights(query, key), dropout)
             out = spmm(adj, value, used)
-            if edges is not None:
+            if features is not None:
+                edges = self.lin_edge(features).view(heads) if edges is None else edges
                 out = out + spmm(incidence(adj), edges.flatten(1), used)
 
         if not self.concat:

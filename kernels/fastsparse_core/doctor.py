@@ -450,11 +450,17 @@ def check_operators(device: str) -> list[Check]:
         ("gatv2_attention_weights", "gatv2_attention_weights", (rows_dst, rows_src, (heads, width)), {}),
         ("maxk and ssd", "ssd", ((num_src, width), (num_edges,)), {"k": width // 4}),
     ]
+    features = {"edge_attr": (num_edges, 8), "edge_weight": (heads * width, 8)}
+    operators += [
+        (f"{name} edge_attr", name, (*shapes, *features.values()), {"named": tuple(features)})
+        for _, name, shapes, _ in operators
+        if name in ("attention", "gatv2_attention")
+    ]
     return [_check(*operator, device) for operator in operators]
 
 
 def _check(title: str, name: str, shapes: Shapes, options: dict[str, Any], device: str) -> Check:
-    """Runs one operator's self-check, on random tensors of the given shapes."""
+    """Runs one operator's self-check, on random tensors of the given shapes; the last may be ``named``."""
     try:
         import torch
 
@@ -469,7 +475,11 @@ def _check(title: str, name: str, shapes: Shapes, options: dict[str, Any], devic
         inputs = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
 
         def outputs(operator: Callable[..., Any], copies: list[Any], options: dict[str, Any]) -> list[Any]:
-            out = operator(adj, *(copy.requires_grad_() for copy in copies), **options)
+            wanted = [copy.requires_grad_() for copy in copies]
+            names = options.get("named", ())
+            options = {key: option for key, option in options.items() if key != "named"}
+            options |= dict(zip(names, wanted[len(wanted) - len(names) :], strict=True))
+            out = operator(adj, *wanted[: len(wanted) - len(names)], **options)
             return [out.detach(), *torch.autograd.grad(out.square().sum(), copies)]
 
         # The reference has one algorithm.

@@ -29,6 +29,7 @@ class GraphTransformer(nn.Module):
         norm: str | None,
         residual: bool,
         bias: bool,
+        edge_width: int | None = None,
     ) -> None:
         super().__init__()
         self.heads = heads
@@ -47,6 +48,7 @@ class GraphTransformer(nn.Module):
             nn.Linear(2 * out_width, out_width),
         )
         self.norm2 = NORMS[norm](out_width)
+        self.edge = None if edge_width is None else nn.Linear(edge_width, out_width, bias=False)
 
     def reset_parameters(self) -> None:
         """Draws all parameters anew."""
@@ -54,14 +56,29 @@ class GraphTransformer(nn.Module):
             if isinstance(module, (nn.Linear, nn.BatchNorm1d, nn.LayerNorm)):
                 module.reset_parameters()
 
-    def transform(self, adj: Adjacency, x_dst: Tensor, x_src: Tensor) -> Tensor:
-        """The layer on a structure: (num_dst, in_width) and (num_src, in_width) to (num_dst, out_width)."""
+    def transform(
+        self, adj: Adjacency, x_dst: Tensor, x_src: Tensor, edge_attr: Tensor | None = None
+    ) -> Tensor:
+        """The layer on a structure: (num_dst, in_width) and (num_src, in_width) to (num_dst, out_width).
+
+        ``edge_attr``, (num_values, edge_width), joins keys and values where the layer has an ``edge_width``.
+        """
         if x_src is x_dst:
             key, value, query = joint_linear(x_src, (self.key, self.value, self.query))
         else:
             (key, value), query = joint_linear(x_src, (self.key, self.value)), self.query(x_dst)
         dropout = self.attention_dropout if self.training else 0.0
-        out = attention(adj, query, key, value, dropout_p=dropout, heads=self.heads)
+        weight = None if self.edge is None or edge_attr is None else self.edge.weight
+        out = attention(
+            adj,
+            query,
+            key,
+            value,
+            dropout_p=dropout,
+            heads=self.heads,
+            edge_attr=None if weight is None else edge_attr,
+            edge_weight=weight,
+        )
         out = self.out(self.dropout(out))
         out = self.norm1(x_dst + out if self.residual else out)
         forward = self.feed_forward(out)

@@ -166,13 +166,19 @@ def _softmax(adj: Adjacency, score: Tensor) -> Tensor:
     return exponential / total.masked_fill(total == 0, 1)[row]
 
 
-def _attend(adj: Adjacency, score: Tensor, v: Tensor, dropout_p: float, seed: int) -> Tensor:
-    """Sum of the rows of v (num_src, heads, width), weighted by the softmax of scores in stored order."""
+def _attend(
+    adj: Adjacency, score: Tensor, v: Tensor, dropout_p: float, seed: int, edges: Tensor | None = None
+) -> Tensor:
+    """Sum of the rows of v (num_src, heads, width), weighted by the softmax of scores in stored order.
+
+    ``edges``: what every entry adds to its value, (num_edges, heads, width).
+    """
     row, col, _ = _edges(adj)
     keep = dropout_keep(adj, score.size(1), dropout_p, seed)
     weight = _softmax(adj, score) * keep / (1 - dropout_p)
     out = v.new_zeros(adj.num_dst, *v.shape[1:], dtype=torch.float64)
-    return out.index_add(0, row, weight[:, :, None] * v.double()[col])
+    value = v.double()[col] if edges is None else v.double()[col] + edges
+    return out.index_add(0, row, weight[:, :, None] * value)
 
 
 def attention(
@@ -184,14 +190,26 @@ def attention(
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
+    *,
+    edge_attr: Tensor | None = None,
+    edge_weight: Tensor | None = None,
 ) -> Tensor:
     """Float64 reference of :func:`fastsparse_core.attention` on (n, heads, width), differentiable."""
     row, col, position = _edges(adj)
     scale = q.size(2) ** -0.5 if scale is None else scale
-    score = scale * (q.double()[row] * k.double()[col]).sum(-1)
+    keys, edges = k.double()[col], None
+    if edge_attr is not None and edge_weight is not None:
+        edges = _projected(edge_attr, edge_weight, q.size(1))[position]
+        keys = keys + edges
+    score = scale * (q.double()[row] * keys).sum(-1)
     if bias is not None:
         score = score + _matrix(bias.double())[position]
-    return _attend(adj, score, v, dropout_p, seed)
+    return _attend(adj, score, v, dropout_p, seed, edges)
+
+
+def _projected(edge_attr: Tensor, edge_weight: Tensor, heads: int) -> Tensor:
+    """``W a`` of every value, (num_values, heads, width)."""
+    return (_matrix(edge_attr.double()) @ edge_weight.double().t()).unflatten(1, (heads, -1))
 
 
 def attention_weights(adj: Adjacency, q: Tensor, k: Tensor) -> Tensor:
@@ -234,10 +252,16 @@ def gatv2_attention(
     negative_slope: float = 0.2,
     dropout_p: float = 0.0,
     seed: int = 0,
+    *,
+    edge_attr: Tensor | None = None,
+    edge_weight: Tensor | None = None,
 ) -> Tensor:
     """Float64 reference of :func:`fastsparse_core.gatv2_attention`, differentiable."""
-    row, col, _ = _edges(adj)
-    hidden = F.leaky_relu(x_dst.double()[row] + x_src.double()[col], negative_slope)
+    row, col, position = _edges(adj)
+    hidden = x_dst.double()[row] + x_src.double()[col]
+    if edge_attr is not None and edge_weight is not None:
+        hidden = hidden + _projected(edge_attr, edge_weight, x_dst.size(1))[position]
+    hidden = F.leaky_relu(hidden, negative_slope)
     return _attend(adj, (hidden * att.double()).sum(-1), x_src, dropout_p, seed)
 
 

@@ -29,6 +29,8 @@ OPERATORS = [
     "additive_attention_weights",
     "gatv2_attention_weights",
     "maxk and ssd",
+    "attention edge_attr",
+    "gatv2_attention edge_attr",
 ]
 
 
@@ -109,12 +111,15 @@ def test_a_wrong_result_is_found(report, monkeypatch, name, wrong):
 def test_a_wrong_gradient_is_found(report, monkeypatch):
     right = fastsparse_core.attention
 
-    def without_gradient_of_keys(adj, q, k, v):
-        return right(adj, q, k.detach(), v) + 0 * k.sum()
+    def without_gradient_of_keys(adj, q, k, v, **edges):
+        return right(adj, q, k.detach(), v, **edges) + 0 * k.sum()
 
     monkeypatch.setattr(fastsparse_core, "attention", without_gradient_of_keys)
     doctor._examine_operators(report, torch, {"cuda": False})
-    assert [check.operator for check in report.checks if not check.passed] == ["attention"]
+    assert [check.operator for check in report.checks if not check.passed] == [
+        "attention",
+        "attention edge_attr",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,9 @@ LAYERS: dict[str, Callable[[], Any]] = {
     "SAGEConv": lambda: original.SAGEConv(6, 4, "pool"),
 }
 
+#: Layers that take edge features, too: test_dgl_edge_attention.py runs them.
+WITH_EDGES = ("EGATConv", "EdgeGATConv")
+
 
 def drop_ins_of(model: nn.Module) -> list[str]:
     return [type(module).__name__ for module in model.modules() if type(module) in DROP_INS.values()]
@@ -59,7 +62,7 @@ def test_the_table_is_complete():
     exported = {getattr(fastsparse_dgl, name) for name in fastsparse_dgl.__all__ if name.startswith("Fast")}
     replacing = {klass for klass in exported if klass.__bases__[-1].__module__.startswith("dgl.")}
     assert set(DROP_INS.values()) == replacing
-    assert {klass.__name__ for klass in DROP_INS} == {*LAYERS, "HeteroGraphConv"}
+    assert {klass.__name__ for klass in DROP_INS} == {*LAYERS, *WITH_EDGES, "HeteroGraphConv"}
     assert all(drop_in.__name__ == f"Fast{klass.__name__}" for klass, drop_in in DROP_INS.items())
 
 

@@ -69,13 +69,17 @@ def test_edge_features(device, options, dtype):
         )
 
 
-def test_edge_features_are_logged_once(monkeypatch, caplog):
+def test_edge_features_run_fused_but_for_hooks_on_their_map(monkeypatch, caplog):
     monkeypatch.setattr(log, "_seen", set())
-    caplog.set_level(logging.INFO, logger="fastsparse_pyg")
+    caplog.set_level(logging.INFO)
     edge_index = random_graph()
-    layer = FastTransformerConv(6, 5, edge_dim=3)
+    x, edge_attr = torch.randn(40, 6), torch.randn(edge_index.size(1), 3)
+    layer = FastTransformerConv(6, 5, heads=2, edge_dim=3)
+    expected = layer(x, edge_index, edge_attr)
+    assert "unfused" not in caplog.text
+    layer.lin_edge.register_forward_hook(lambda module, inputs, out: out)
     for _ in range(2):
-        layer(torch.randn(40, 6), edge_index, torch.randn(edge_index.size(1), 3))
+        close(layer(x, edge_index, edge_attr), expected)
     assert caplog.text.count("unfused") == 1
 
 
@@ -193,6 +197,28 @@ def test_graph_transformer_layer(device, options):
     tensors = [x, *layer.parameters()]
     for one, other in zip(gradients(got, tensors), gradients(expected, tensors), strict=True):
         close(one, other, 1e-9, floor=1)
+
+
+def test_graph_transformer_layer_with_edge_features(device):
+    """Its attention is TransformerConv's, which knows edge features."""
+    edge_index = random_graph(device=device)
+    layer = GraphTransformerLayer(8, 8, 2, norm=None, edge_dim=3).to(device, torch.float64)
+    conv = TransformerConv(8, 4, heads=2, edge_dim=3, root_weight=False, bias=False).to(device, torch.float64)
+    conv.lin_query, conv.lin_key, conv.lin_value = layer.query, layer.key, layer.value
+    conv.lin_edge = layer.edge
+    x = torch.randn(40, 8, device=device, dtype=torch.float64, requires_grad=True)
+    edge_attr = torch.randn(edge_index.size(1), 3, device=device, dtype=torch.float64, requires_grad=True)
+    expected = x + layer.out(conv(x, edge_index, edge_attr))
+    expected = expected + layer.feed_forward(expected)
+    tensors = [x, edge_attr, *layer.parameters()]
+    wanted = gradients(expected, tensors)
+    for graph in (edge_index, prepare(edge_index, 40)):
+        got = layer(x, graph, edge_attr)
+        close(got, expected, 1e-10)
+        for one, other in zip(gradients(got, tensors), wanted, strict=True):
+            close(one, other, 1e-9, floor=1)
+    with pytest.raises(ValueError, match="edge_attr: expected features of the edges"):
+        layer(x, edge_index)
 
 
 def test_graph_transformer_layer_bipartite_and_narrowing(device):

@@ -42,10 +42,20 @@ def gatv2_scores(adj: Adjacency, x_dst: Tensor, x_src: Tensor, att: Tensor, nega
 
 def aggregate(adj: Adjacency, score: Tensor, v: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
     """Weighted sum of the rows of ``v`` (num_src, heads, width): (num_dst, heads, width)."""
+    return weighted_sum(adj, dropped_weights(adj, score, dropout_p, seed), v)
+
+
+def dropped_weights(adj: Adjacency, score: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
+    """Softmax of the scores over every row, after dropout: (num_values, heads)."""
     weight = edge_softmax(adj, score)
     if seed is not None:
         keep = reference.dropout_keep(adj, weight.size(1), dropout_p, seed)
         weight = weight * _to_caller_order(adj, keep.to(weight.dtype)) / (1 - dropout_p)
+    return weight
+
+
+def weighted_sum(adj: Adjacency, weight: Tensor, v: Tensor) -> Tensor:
+    """Sum of the rows of ``v`` (num_src, heads, width) by weights (num_values, heads)."""
     return spmm(adj, v.flatten(1), weight).unflatten(1, v.shape[1:])
 
 

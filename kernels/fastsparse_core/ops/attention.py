@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastsparse_core import choose
 from fastsparse_core.adjacency import Adjacency
-from fastsparse_core.ops import _additive_attention_csr, _attention_bsb, _gatv2_attention_csr
+from fastsparse_core.ops import _additive_attention_csr, _attention_bsb, _edge_attention, _gatv2_attention_csr
 from fastsparse_core.ops import _attention_fused as fused
 from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops._common import (
@@ -35,6 +35,8 @@ def attention(
     *,
     heads: int | None = None,
     algorithm: str = "auto",
+    edge_attr: Tensor | None = None,
+    edge_weight: Tensor | None = None,
 ) -> Tensor:
     r"""Dot-product attention of every row over its neighbours.
 
@@ -42,6 +44,9 @@ def attention(
         \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)}
         \operatorname{softmax}_j(s \langle \mathbf{q}_i, \mathbf{k}_j \rangle + b_{ij}) \, \mathbf{v}_j
         \quad \text{for every head}
+
+    With features :math:`\mathbf{a}_{ij}` of the edges, :math:`\mathbf{k}_j` and :math:`\mathbf{v}_j` are
+    those of the source plus :math:`\mathbf{W} \mathbf{a}_{ij}`, which is not stored (docs/edge_features.md).
 
     Args:
         adj: structure (num_dst, num_src).
@@ -58,6 +63,10 @@ def attention(
         algorithm: ``"fused3s"``: one pass without anything of the size of the edges in memory (Fused3S,
             section 3; its backward pass recomputes the scores, as FlashAttention-2 does); ``"unfused"``:
             sddmm, edge_softmax, dropout, spmm; or ``"auto"``: fused3s where it can serve the call.
+        edge_attr: :math:`\mathbf{a}`, (num_values, A) in the caller's edge order, or (num_values,) where A is
+            1; a floating tensor, cast to the dtype of ``q``.
+        edge_weight: :math:`\mathbf{W}`, (H * D, A), the weight of a linear layer; goes with ``edge_attr``,
+            and then Dv is D.
 
     Returns:
         (num_dst, H, Dv), or (num_dst, H * Dv) for two dimensions; 0 in rows without edges. Accumulated in
@@ -72,8 +81,17 @@ def attention(
         k, v = adj.sources(k, v)
         adj = adj.rows
     q, k, v, heads, scale, bias = _check_dot_product(adj, q, k, v, heads, scale, bias)
+    edges = _check_edges(adj, edge_attr, edge_weight, q)
     seed = _draw_seed(dropout_p)
     features = (q.flatten(1), k.flatten(1), v.flatten(1))
+    if edges is not None:
+        if features[0].size(1) != features[2].size(1):
+            raise ValueError(
+                "v: expected the width of q and k where edges have features, which join keys and values, "
+                f"got shape {tuple(v.shape)}"
+            )
+        out = _attention_with_edges(adj, features, edges, bias, scale, dropout_p, seed, heads, algorithm)
+        return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
     obstacle = ""
     if v.device.type == "cuda":
         obstacle = _attention_bsb.obstacle(adj, *features, heads)
@@ -169,6 +187,8 @@ def gatv2_attention(
     dropout_p: float = 0.0,
     *,
     algorithm: str = "auto",
+    edge_attr: Tensor | None = None,
+    edge_weight: Tensor | None = None,
 ) -> Tensor:
     r"""Attention of GATv2 (Brody, Alon and Yahav, 2022).
 
@@ -188,6 +208,9 @@ def gatv2_attention(
         dropout_p: probability with which a weight is dropped; the others are scaled by 1 / (1 - dropout_p).
             The mask follows ``torch.manual_seed``.
         algorithm: as for :func:`attention`.
+        edge_attr: features :math:`\mathbf{e}_{ij}` of the edges, as for :func:`attention`: the sum inside the
+            leaky ReLU has a third term, :math:`\mathbf{W} \mathbf{e}_{ij}`.
+        edge_weight: :math:`\mathbf{W}`, (H * D, A), with ``edge_attr``.
 
     Returns:
         (num_dst, H, D), or (num_dst, H * D) for two dimensions; 0 in rows without edges. Accumulated in
@@ -202,9 +225,19 @@ def gatv2_attention(
         (x_src,) = adj.sources(x_src)
         adj = adj.rows
     x_dst, x_src, att = _check_gatv2(adj, x_dst, x_src, att, negative_slope)
+    edges = _check_edges(adj, edge_attr, edge_weight, x_dst)
     heads = att.size(0)
     seed = _draw_seed(dropout_p)
     features = x_src.flatten(1)
+    if edges is not None:
+        obstacle = _edge_attention.gatv2_obstacle(adj, features, edges[0], negative_slope, heads)
+        ends = (x_dst.flatten(1), features)
+        if choose.attention_algorithm(algorithm, obstacle) == "fused3s":
+            of_kernel = (att, *edges, negative_slope, dropout_p, seed, adj.handle)
+            out = fused.call("gatv2_edge_attention", x_src, *ends, *of_kernel)
+        else:
+            out = _edge_attention.unfused_gatv2(adj, *ends, att, *edges, negative_slope, dropout_p, seed)
+        return out if x_src.dim() == 2 else out.reshape(adj.num_dst, *x_src.shape[1:])
     obstacle = ""
     if x_src.device.type == "cuda":
         obstacle = _gatv2_attention_csr.obstacle(features, negative_slope, heads)
@@ -229,6 +262,8 @@ def attention_weights(
     bias: Tensor | None = None,
     *,
     heads: int | None = None,
+    edge_attr: Tensor | None = None,
+    edge_weight: Tensor | None = None,
 ) -> Tensor:
     """The weights of :func:`attention` before dropout, for inspection: (num_values, H) in the caller's order.
 
@@ -238,6 +273,10 @@ def attention_weights(
         (k,) = adj.sources(k)
         adj = adj.rows
     q, k, _, heads, scale, bias = _check_dot_product(adj, q, k, k, heads, scale, bias)
+    edges = _check_edges(adj, edge_attr, edge_weight, q)
+    if edges is not None:
+        ends = (q.flatten(1), k.flatten(1))
+        return edge_softmax(adj, _edge_attention.dot_product_scores(adj, *ends, *edges, bias, scale, heads))
     q, k = unfused.with_heads(q, heads), unfused.with_heads(k, heads)
     return edge_softmax(adj, unfused.dot_product_scores(adj, q, k, scale, bias))
 
@@ -266,7 +305,14 @@ def additive_attention_weights(
 
 
 def gatv2_attention_weights(
-    adj: Adjacency, x_dst: Tensor, x_src: Tensor, att: Tensor, negative_slope: float = 0.2
+    adj: Adjacency,
+    x_dst: Tensor,
+    x_src: Tensor,
+    att: Tensor,
+    negative_slope: float = 0.2,
+    *,
+    edge_attr: Tensor | None = None,
+    edge_weight: Tensor | None = None,
 ) -> Tensor:
     """The weights of :func:`gatv2_attention` before dropout: (num_values, H) in the caller's order.
 
@@ -277,6 +323,10 @@ def gatv2_attention_weights(
         (x_src,) = adj.sources(x_src)
         adj = adj.rows
     x_dst, x_src, att = _check_gatv2(adj, x_dst, x_src, att, negative_slope)
+    edges = _check_edges(adj, edge_attr, edge_weight, x_dst)
+    if edges is not None:
+        ends = (x_dst.flatten(1), x_src.flatten(1))
+        return edge_softmax(adj, _edge_attention.gatv2_scores(adj, *ends, att, *edges, negative_slope))
     x_dst, x_src = unfused.with_heads(x_dst, att.size(0)), unfused.with_heads(x_src, att.size(0))
     return edge_softmax(adj, unfused.gatv2_scores(adj, x_dst, x_src, att, negative_slope))
 
@@ -388,6 +438,51 @@ def _check_gatv2(
         raise ValueError(f"att: expected device {x_dst.device} like the features, got {att.device}")
     _check_number("negative_slope", negative_slope)
     return x_dst, x_src, written_out(att.to(accumulation_dtype(x_dst.dtype)))
+
+
+def _check_edges(
+    adj: Adjacency, edge_attr: Tensor | None, edge_weight: Tensor | None, x: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Features of the edges as (num_values, A) and their linear map, in the dtype of the features ``x``."""
+    if edge_attr is None and edge_weight is None:
+        return None
+    if edge_attr is None or edge_weight is None:
+        raise ValueError("edge_attr and edge_weight: expected both or neither, got one of them")
+    for name, tensor in (("edge_attr", edge_attr), ("edge_weight", edge_weight)):
+        if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPE_CODE:
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{name}: expected a floating tensor, got {kind}")
+        if tensor.device != adj.device:
+            raise ValueError(f"{name}: expected device {adj.device} like the features, got {tensor.device}")
+    edge_attr = edge_attr[:, None] if edge_attr.dim() == 1 else edge_attr
+    if edge_attr.dim() != 2 or edge_attr.size(0) != adj.num_values:
+        raise ValueError(f"edge_attr: expected shape ({adj.num_values}, A), got {tuple(edge_attr.shape)}")
+    expected = (x[0].numel() if x.size(0) else x.flatten(1).size(1), edge_attr.size(1))
+    if tuple(edge_weight.shape) != expected:
+        raise ValueError(
+            f"edge_weight: expected shape {expected}, all heads' features by those of an edge, "
+            f"got {tuple(edge_weight.shape)}"
+        )
+    return edge_attr.to(x.dtype), edge_weight.to(x.dtype)
+
+
+def _attention_with_edges(
+    adj: Adjacency,
+    features: tuple[Tensor, Tensor, Tensor],
+    edges: tuple[Tensor, Tensor],
+    bias: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    heads: int,
+    algorithm: str,
+) -> Tensor:
+    """Attention whose edges have features, of queries, keys and values (n, heads * D)."""
+    obstacle = _edge_attention.obstacle(adj, features[2], edges[0], heads)
+    if choose.attention_algorithm(algorithm, obstacle) == "fused3s":
+        arguments = (_per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle)
+        return fused.call("edge_attention", features[2], *features, *edges, *arguments)
+    return _edge_attention.unfused_attention(adj, *features, *edges, bias, scale, dropout_p, seed, heads)
 
 
 def _check_bias(adj: Adjacency, bias: Tensor | None, heads: int, dtype: torch.dtype) -> Tensor | None:

@@ -439,6 +439,74 @@ struct AttentionCsrBackwardArgs {
   void* grad_bias;  // (num_values, heads) zeros where not every value has an entry; null: not wanted
 };
 
+// Attention whose edges have features a_ij of their own width, in the caller's edge order.
+//   Dot products: s_ij,h = scale (<q_i,h , k_j,h> + <q_edge_i,h , a_ij>) + bias_ij,h, out_i,h = sum_j w v_j,h
+//   and out_edge_i,h = sum_j w a_ij, with w the softmax of s over the row, after dropout. GATv2: s_ij,h =
+//   <att_h , leaky_relu(q_i,h + k_j,h + W_h a_ij)>, out_i,h = sum_j w v_j,h, v = k.
+// On CUDA head_width and edge_width are multiples of 16 bytes and of 4 features.
+struct EdgeAttentionInput {
+  bool gatv2;
+  DenseView q;         // (num_rows, heads * head_width)
+  DenseView k;         // (num_cols, heads * head_width)
+  DenseView v;         // (num_cols, heads * head_width)
+  const void* q_edge;  // (num_rows, heads, edge_width) in dtype; dot products on the CPU only
+  const void* edge;    // (num_values, edge_width) in dtype
+  const void* att;     // (heads * head_width) in the accumulation type; GATv2 only
+  const void* weight;  // (edge_width, heads * head_width): W transposed; GATv2: in the accumulation type; dot
+                       // products: in dtype, on CUDA only, where the kernels add W's part to what they return
+  EdgeValueView bias;  // null data: 0; dot products only
+  double scale;        // of dot products; else the slope of the leaky ReLU
+  Dropout dropout;
+  double keep_scale;  // 1 / (1 - dropout probability)
+  std::int64_t heads;
+  std::int64_t head_width;
+  std::int64_t edge_width;
+  Dtype dtype;
+};
+
+struct EdgeAttentionArgs {
+  CsrView a;
+  RowSplitView split;
+  EdgeAttentionInput input;
+  void* out;             // (num_rows, heads * head_width)
+  void* out_edge;        // (num_rows, heads, edge_width); dot products only
+  void* lse;             // (num_rows, heads) in the accumulation type: log-sum-exp, -inf in empty rows
+  float* partial;        // (num_slots, heads * head_width), CUDA only, as all partial results
+  float* partial_edge;   // (num_slots, heads, edge_width)
+  float* partial_state;  // (num_slots, heads, 2)
+};
+
+// The row pass keeps a pair of numbers for every edge and head, so that the column pass is a weighted sum:
+// work = {w, dS}, and for GATv2 the signs of what the leaky ReLU saw, a bit per feature.
+struct EdgeAttentionBackwardArgs {
+  CsrView a;
+  RowSplitView split;
+  CsrView a_t;
+  RowSplitView split_t;
+  EdgeAttentionInput input;
+  DenseView out;          // of the layer: dot products with what the edges' features add
+  DenseView grad;         // (num_rows, heads * head_width)
+  const void* grad_edge;  // (num_rows, heads, edge_width) of out_edge; dot products on the CPU only
+  const void* lse;
+  void* work;              // (num_values, heads, 2) in the accumulation type
+  std::uint8_t* positive;  // (num_values, heads, sign_bytes); GATv2 only
+  std::int64_t sign_bytes;
+  std::int64_t num_values;
+  void* grad_q;
+  void* grad_k;
+  void* grad_v;         // null for GATv2, where it is part of that of k
+  void* grad_q_edge;    // dot products only
+  void* grad_features;  // (parts, num_values, edge_width) in the accumulation type, null: not wanted
+  void* grad_att;       // (att_rows, heads * head_width), likewise: the gradient is the sum of its rows
+  void* grad_weight;    // (weight_rows, edge_width, heads * head_width), likewise, null: not wanted
+  std::int64_t att_rows;
+  std::int64_t weight_rows;
+  float* partial_q;
+  float* partial_q_edge;
+  float* partial_k;
+  float* partial_v;
+};
+
 // Softmax of edge values over the entries of every row; with `grad` its gradient, and `input` are the
 // weights.
 struct EdgeSoftmaxArgs {

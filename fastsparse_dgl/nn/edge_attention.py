@@ -1,0 +1,248 @@
+"""Graph attention with edge features: DGL's EdgeGATConv and EGATConv."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastsparse_core import Adjacency, attention, edge_softmax, spmm
+from fastsparse_core.bias import add_bias
+from fastsparse_core.head_scores import head_scores
+from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.graph import DGLError, GraphLike
+from fastsparse_dgl.nn.base import (
+    AggregationMixin,
+    destination_features,
+    dropout_p,
+    source_features,
+)
+
+
+def _ends(adjacency: Adjacency) -> tuple[Adjacency, Adjacency]:
+    """Structures (E, num_src) and (E, num_dst) in which every edge has its source and its destination.
+
+    A product with one gathers, and its gradient adds up in the same order every time.
+    """
+
+    def build() -> tuple[Adjacency, Adjacency]:
+        count, device = adjacency.num_values, adjacency.device
+        rowptr = torch.arange(count + 1, dtype=torch.int64, device=device)
+
+        def structure(ends: Tensor, size: int) -> Adjacency:
+            if adjacency.edge_id is not None:
+                ends = torch.empty_like(ends).index_copy_(0, adjacency.edge_id.long(), ends)
+            return Adjacency.from_csr(rowptr, ends.int(), (count, size))
+
+        return (
+            structure(adjacency.col, adjacency.num_src),
+            structure(adjacency.row(), adjacency.num_dst),
+        )
+
+    found: tuple[Adjacency, Adjacency] = adjacency.memo("fastsparse_dgl.ends", build)
+    return found
+
+
+def _on_edges(adjacency: Adjacency, x_src: Tensor, x_dst: Tensor) -> Tensor:
+    """``x_src_j + x_dst_i`` of every edge, (E, D), in the order of the edge ids."""
+    of_src, of_dst = _ends(adjacency)
+    return spmm(of_src, x_src) + spmm(of_dst, x_dst)
+
+
+def _check_edges(name: str, feat: Any, adjacency: Adjacency, width: int) -> Tensor:
+    """Features of the edges, (E, width).
+
+    Raises:
+        DGLError: they are not that.
+    """
+    if not isinstance(feat, Tensor):
+        raise DGLError(f"{name}: expected a tensor, got {type(feat).__name__}")
+    if tuple(feat.shape) != (adjacency.num_values, width):
+        raise DGLError(
+            f"{name}: expected shape ({adjacency.num_values}, {width}), one row per edge, "
+            f"got {tuple(feat.shape)}"
+        )
+    if feat.device != adjacency.device:
+        raise DGLError(f"{name}: expected device {adjacency.device} like the features, got {feat.device}")
+    return feat
+
+
+class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
+    r"""Drop-in replacement of :class:`dgl.nn.pytorch.EdgeGATConv`.
+
+    From Monninger et al., `SCENE <https://arxiv.org/abs/2301.03512>`_, for each head:
+
+    .. math::
+        \mathbf{v}_i' = \mathbf{\Theta}_s \mathbf{v}_i + \sum_{j \in \mathcal{N}(i)} \alpha_{ij}
+        (\mathbf{\Theta}_n \mathbf{v}_j + \mathbf{\Theta}_e \mathbf{e}_{ij}), \qquad
+        \alpha_{ij} = \mathrm{softmax}_j\big(\mathrm{LeakyReLU}(\mathbf{a}^\top [\mathbf{\Theta}_n
+        \mathbf{v}_i \Vert \mathbf{\Theta}_n \mathbf{v}_j \Vert \mathbf{\Theta}_e \mathbf{e}_{ij}])\big)
+
+    Parameters, defaults, state_dict, repr and errors are the original's. The scores are a number per edge and
+    head; softmax, dropout and both sums are one operator, :func:`fastsparse_core.attention`, and
+    :math:`\mathbf{\Theta}_e` stands before and behind it: no edge gets ``num_heads * out_feats`` numbers.
+    ``get_attention`` needs the attention of every edge and stores the projected edges, as the original does.
+    Beyond the original, ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may lie on a GPU
+    while the graph lies on the CPU. Features are matrices: more dimensions are not supported, nor does the
+    original take them without edge features of equal dimensions.
+
+    Args:
+        in_feats: width of the input, or a pair of widths (source, destination).
+        edge_feats: width of the edges' features.
+        out_feats: width of each head's output.
+        num_heads: number of heads.
+        feat_drop: dropout of the input.
+        attn_drop: dropout of the attention.
+        negative_slope: of the LeakyReLU.
+        residual: whether the input is added to the result, through a linear layer.
+        activation: applied to the result.
+        allow_zero_in_degree: whether nodes without incoming edges are accepted; their attention sums to 0.
+        bias: whether the layer has a bias.
+    """
+
+    def forward(
+        self,
+        graph: GraphLike,
+        feat: Tensor | tuple[Tensor, Tensor],
+        edge_feat: Tensor,
+        get_attention: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Computes the layer.
+
+        Args:
+            graph: DGLGraph with one edge type, block, or Adjacency.
+            feat: (N, in_feats), or a pair of source and destination features.
+            edge_feat: (E, edge_feats), in the order of the edge ids.
+            get_attention: whether to return the attention too.
+
+        Returns:
+            (number of destinations, num_heads, out_feats); with ``get_attention`` a pair of that and the
+            attention (E, num_heads, 1) in the order of the edge ids, after dropout.
+
+        Raises:
+            DGLError: sizes or devices do not fit, or a node has no incoming edge.
+        """
+        source, given = source_features(feat), destination_features(feat)
+        if source.dim() != 2:
+            raise DGLError(f"feat: expected a matrix, (N, in_feats), got shape {tuple(source.shape)}")
+        adjacency = self._adjacency(graph, source)
+        edge_feat = _check_edges("edge_feat", edge_feat, adjacency, self._edge_feats)
+        if not self._allow_zero_in_degree:
+            self._check_in_degree(adjacency)
+
+        heads = (self._num_heads, self._out_feats)
+        source = self.feat_drop(source)
+        if given is None:
+            destination = self._destination(graph, adjacency, source, None)
+            x_src = self.fc(source)
+            score_src, score_dst = head_scores(x_src, self.attn_l, self.attn_r)
+            score_dst = self._destination(graph, adjacency, score_dst, None)
+        else:
+            destination = self._destination(graph, adjacency, source, self.feat_drop(given))
+            fc_src, fc_dst = (self.fc_src, self.fc_dst) if hasattr(self, "fc_src") else (self.fc, self.fc)
+            x_src = fc_src(source)
+            (score_src,) = head_scores(x_src, self.attn_l)
+            (score_dst,) = head_scores(fc_dst(destination), self.attn_r)
+        # Both factors are linear: their product is taken first, so that no edge gets a row.
+        weight = self.fc_edge.weight
+        of_edge = (weight.view(*heads, -1) * self.attn_edge.view(*heads, 1)).sum(1)
+        score_edge = F.linear(edge_feat, of_edge)
+        score = F.leaky_relu(
+            _on_edges(adjacency, score_src, score_dst) + score_edge, self.leaky_relu.negative_slope
+        )
+
+        p = dropout_p(self.attn_drop)
+        alpha = None
+        if get_attention or p == 1:
+            alpha = self.attn_drop(edge_softmax(adjacency, score))
+            _, of_dst = _ends(adjacency)
+            messages = self.fc_edge(edge_feat).unflatten(1, heads) * alpha[:, :, None]
+            out = spmm(adjacency, x_src, alpha) + spmm(of_dst.t(), messages.flatten(1).to(x_src.dtype))
+        else:
+            # Without queries the scores are the bias alone.
+            query = x_src.new_zeros(adjacency.num_dst, x_src.size(1))
+            edges: Any = {"edge_attr": edge_feat, "edge_weight": weight}
+            out = attention(adjacency, query, x_src, x_src, 1.0, score, p, heads=heads[0], **edges)
+        out = out.unflatten(1, heads)
+
+        if self.res_fc is not None:
+            out = out + self.res_fc(destination).unflatten(1, heads)
+        if self.bias is not None:
+            out = add_bias(out, self.bias.view(heads))
+        if self.activation:
+            out = self.activation(out)
+        return (out, alpha[:, :, None].to(source.dtype)) if get_attention and alpha is not None else out
+
+
+class FastEGATConv(AggregationMixin, dgl.nn.pytorch.EGATConv):
+    r"""Drop-in replacement of :class:`dgl.nn.pytorch.EGATConv`.
+
+    From Kamiński et al., `Rossmann-Toolbox <https://doi.org/10.1093/bib/bbab371>`_, for each head:
+
+    .. math::
+        \mathbf{f}_{ij}' = \mathrm{LeakyReLU}\big(\mathbf{A} [\mathbf{h}_j \Vert \mathbf{f}_{ij} \Vert
+        \mathbf{h}_i]\big), \qquad \mathbf{h}_i' = \sum_{j \in \mathcal{N}(i)} \mathrm{softmax}_j(
+        \mathbf{a}^\top \mathbf{f}_{ij}') \, \mathbf{W} \mathbf{h}_j
+
+    Parameters, defaults, state_dict, repr and errors are the original's. New edge features
+    :math:`\mathbf{f}'` are a result, so they are stored; softmax and sum are
+    :func:`fastsparse_core.edge_softmax` and :func:`fastsparse_core.spmm`, which store a number per edge and
+    head. Beyond the original, ``graph`` may be an :class:`fastsparse_core.Adjacency` or a block with one
+    feature tensor, and features may lie on a GPU while the graph lies on the CPU.
+
+    Args:
+        in_node_feats: width of the nodes' features, or a pair of widths (source, destination).
+        in_edge_feats: width of the edges' features.
+        out_node_feats: width of each head's result for nodes.
+        out_edge_feats: width of each head's result for edges.
+        num_heads: number of heads.
+        bias: whether new edge features have a bias.
+    """
+
+    def forward(
+        self,
+        graph: GraphLike,
+        nfeats: Tensor | tuple[Tensor, Tensor],
+        efeats: Tensor,
+        edge_weight: Tensor | None = None,
+        get_attention: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Computes the layer.
+
+        Args:
+            graph: DGLGraph with one edge type, block, or Adjacency.
+            nfeats: (N, in_node_feats), or a pair of source and destination features.
+            efeats: (E, in_edge_feats), in the order of the edge ids.
+            edge_weight: (E,), multiplies the attention.
+            get_attention: whether to return the attention too.
+
+        Returns:
+            Nodes (number of destinations, num_heads, out_node_feats), edges (E, num_heads, out_edge_feats),
+            and with ``get_attention`` the attention (E, num_heads, 1), after ``edge_weight``.
+
+        Raises:
+            DGLError: sizes or devices do not fit, or a node has no incoming edge.
+        """
+        source, given = source_features(nfeats), destination_features(nfeats)
+        adjacency = self._adjacency(graph, source)
+        efeats = _check_edges("efeats", efeats, adjacency, self.fc_fij.in_features)
+        self._check_in_degree(adjacency)
+        destination = self._destination(graph, adjacency, source, given)
+
+        total = _on_edges(adjacency, self.fc_ni(source), self.fc_nj(destination)) + self.fc_fij(efeats)
+        if self.bias is not None:
+            total = total + self.bias
+        edges = F.leaky_relu(total).unflatten(1, (self._num_heads, self._out_edge_feats))
+        alpha = edge_softmax(adjacency, (edges * self.attn).sum(-1))
+        if edge_weight is not None:
+            if not isinstance(edge_weight, Tensor) or edge_weight.numel() != adjacency.num_values:
+                raise DGLError(
+                    f"edge_weight: expected one value per edge, ({adjacency.num_values},), "
+                    f"got {edge_weight if not isinstance(edge_weight, Tensor) else tuple(edge_weight.shape)}"
+                )
+            alpha = alpha * edge_weight.reshape(-1, 1)
+        nodes = spmm(adjacency, self.fc_node_src(source), alpha)
+        nodes = nodes.unflatten(1, (self._num_heads, self._out_node_feats))
+        return (nodes, edges, alpha[:, :, None]) if get_attention else (nodes, edges)

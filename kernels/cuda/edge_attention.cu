@@ -1,0 +1,185 @@
+// Attention with edge features, forward, from CSR on CUDA cores: one kernel with a policy for the score, dot
+// products (kEdge features of an edge per lane) or GATv2 (kEdge = 0).
+//
+// Dot products: with W_h the edges' linear map, <q_i, W_h a_ij> = <W_h^T q_i, a_ij> and sum_j w W_h a_ij =
+// W_h sum_j w a_ij, so that an edge costs its own A features and A products per head, never a row of H D.
+// GATv2: W a_ij stands inside the leaky ReLU and is computed here, from W in the L1; it is not stored either.
+// Floors, E entries of width F = H D: 2 E F sizeof(T) bytes gathered (GATv2: half, the key is the value) and
+// E A sizeof(T) read. Without edge features (A = 0) the policies are those of attention and of
+// gatv2_attention.
+
+#include "fastsparse/additive_score.cuh"
+#include "fastsparse/edge_attention.cuh"
+#include "fastsparse/launchers.h"
+
+namespace fastsparse::cuda {
+namespace {
+
+template <typename T, int kEdge>
+__global__ void __launch_bounds__(kHeadThreads, kEdge == 0 ? 3 : 4)
+    edge_attention_kernel(const __grid_constant__ EdgeAttentionArgs args, int head_lanes,
+                          int heads_per_group) {
+  constexpr bool kGatv2 = kEdge == 0;
+  constexpr int kInFlight = kEdgesInFlight<T, kEdge>;
+  constexpr int kPart = kGatv2 ? 4 : kEdge;
+  const EdgeAttentionInput& input = args.input;
+  const EdgeLane lane(input, head_lanes, heads_per_group);
+  const RowSlice slice = load_slice(args.split, lane.group);
+  const int longest = __reduce_max_sync(kFullWarp, slice.length);
+  const std::int64_t row = row_of(args.split, slice), row_head = row * input.heads + lane.head;
+  const float scale = static_cast<float>(input.scale);
+  Entries<kInFlight> next;
+  next.read(args.a, slice, 0);
+
+  const auto weight_rows = lane.gather<T>({input.weight, input.heads * input.head_width});
+  float q[kLaneFeatures], att[kLaneFeatures], q_edge[kPart];
+  lane.load<T>(q, input.q, row, kGatv2 ? 1.0f : scale);
+  if constexpr (kGatv2) {
+    lane.load_vector<T>(att, static_cast<const float*>(input.att));
+  } else {
+    float of_row[1][kPart], x[1][kLaneFeatures];
+#pragma unroll
+    for (int i = 0; i < kLaneFeatures; ++i) x[0][i] = q[i];
+    to_edge_width<T, kPart, 1>(of_row, lane, weight_rows, x);
+#pragma unroll
+    for (int i = 0; i < kPart; ++i) q_edge[i] = of_row[0][i];
+  }
+  const auto k_rows = lane.gather<T>(input.k), v_rows = lane.gather<T>(input.v);
+
+  float max = -kInfinity, sum = 0;
+  float acc[kLaneFeatures] = {}, acc_edge[kPart] = {};
+  for (int base = 0; base < longest; base += kInFlight) {
+    const Entries<kInFlight> entries = next;
+    bool has[kInFlight];
+    LaneFeatures<T> k[kInFlight], v[kInFlight];
+    EdgePart<T, kPart> edge[kInFlight];
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      has[u] = base + u < slice.length;
+      k[u] = k_rows.load(entries.col[u], has[u]);
+      if constexpr (!kGatv2) {
+        v[u] = v_rows.load(entries.col[u], has[u]);
+        edge[u] = EdgePart<T, kPart>(lane, input.edge, entries.position[u], has[u]);
+      }
+    }
+    next.read(args.a, slice, base + kInFlight);
+
+    float score[kInFlight] = {};
+    if constexpr (kGatv2) {
+      float z[kInFlight][kLaneFeatures];
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+#pragma unroll
+        for (int i = 0; i < kLaneFeatures; ++i) z[u][i] = q[i] + k[u][i];
+      }
+      add_projected<T>(z, lane, input, entries.position, has);
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+#pragma unroll
+        for (int i = 0; i < kLaneFeatures; ++i) {
+          score[u] += att[i] * leaky_relu_up_to_1(z[u][i], scale);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+#pragma unroll
+        for (int i = 0; i < kLaneFeatures; ++i) score[u] += q[i] * k[u][i];
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) score[u] += q_edge[i] * edge[u][i];
+      }
+    }
+    sum_over(score, lane.lanes);
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      k[u].stay_packed();
+      if constexpr (!kGatv2) {
+        v[u].stay_packed();
+        edge[u].stay_packed();
+      }
+    }
+    float new_max = max;
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      if (!kGatv2 && input.bias.data != nullptr && has[u]) {
+        score[u] += load_value<T>(input.bias, input.bias.dtype == input.dtype,
+                                  static_cast<std::int64_t>(entries.position[u]) * input.heads + lane.head);
+      }
+      if (!has[u]) score[u] = -kInfinity;
+      new_max = fmaxf(new_max, score[u]);
+    }
+    const float reference = reference_score(new_max);
+    const float rescale = __expf(max - reference);
+    max = new_max;
+    sum *= rescale;
+#pragma unroll
+    for (int i = 0; i < kLaneFeatures; ++i) acc[i] *= rescale;
+    if constexpr (!kGatv2) {
+#pragma unroll
+      for (int i = 0; i < kPart; ++i) acc_edge[i] *= rescale;
+    }
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      float weight = __expf(score[u] - reference);
+      sum += weight;
+      if (input.dropout.threshold != 0) {
+        weight *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
+      }
+#pragma unroll
+      for (int i = 0; i < kLaneFeatures; ++i) acc[i] += weight * (kGatv2 ? k[u][i] : v[u][i]);
+      if constexpr (!kGatv2) {
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) acc_edge[i] += weight * edge[u][i];
+      }
+    }
+  }
+
+  if constexpr (!kGatv2) add_from_edge_width<T, kPart>(acc, lane, weight_rows, acc_edge);
+  if (lane.group >= args.split.num_slices || !lane.live) return;
+  const std::int64_t width = input.heads * input.head_width;
+  if (slice.target < 0) {
+    const std::int64_t slot = ~slice.target;
+    lane.store<T, float>(args.partial, slot, width, acc);
+    if constexpr (!kGatv2) lane.store_edge<float>(args.partial_edge, slot, input.heads, acc_edge);
+    if (lane.sub == 0) {
+      reinterpret_cast<float2*>(args.partial_state)[slot * input.heads + lane.head] = make_float2(max, sum);
+    }
+    return;
+  }
+  const float normal = normaliser(sum);
+  lane.store<T, T>(args.out, row, width, acc, normal);
+  if constexpr (!kGatv2) lane.store_edge<T>(args.out_edge, row, input.heads, acc_edge, normal);
+  if (lane.sub == 0) static_cast<float*>(args.lse)[row_head] = log_sum_exp(max, sum);
+}
+
+}  // namespace
+
+int edge_attention(const EdgeAttentionArgs& args, void* stream_address) {
+  auto* stream = static_cast<cudaStream_t>(stream_address);
+  const EdgeAttentionInput& input = args.input;
+  if (args.split.num_slices == 0) return cudaSuccess;
+  const int lanes = edge_head_lanes(input);
+  const int per_group = heads_per_group(input.heads, lanes);
+  const dim3 grid = head_grid(args.split.num_slices, input.heads, lanes);
+  with_edge_type(input.dtype, [&](auto type) {
+    using T = decltype(type);
+    const auto run = [&](auto kernel) { kernel<<<grid, kHeadThreads, 0, stream>>>(args, lanes, per_group); };
+    if (input.gatv2) {
+      run(edge_attention_kernel<T, 0>);
+    } else if (input.edge_width <= 4 * lanes) {
+      run(edge_attention_kernel<T, 4>);
+    } else {
+      run(edge_attention_kernel<T, kMostEdge>);
+    }
+    auto* lse = static_cast<float*>(args.lse);
+    combine_softmax<T>(args.split, args.partial, args.partial_state, input.heads, input.head_width, args.out,
+                       lse, stream);
+    if (!input.gatv2) {
+      combine_softmax<T>(args.split, args.partial_edge, args.partial_state, input.heads, input.edge_width,
+                         args.out_edge, lse, stream);
+    }
+  });
+  return cudaGetLastError();
+}
+
+}  // namespace fastsparse::cuda

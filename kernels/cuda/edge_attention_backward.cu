@@ -1,0 +1,497 @@
+// Attention with edge features, backward, from CSR on CUDA cores, with the policies of edge_attention.cu.
+//
+// With p = exp(s - lse_i), m the dropout factor, w = m p, dP = <dO_i, v_j> + <dO_edge_i, a_ij>, delta_i =
+// <dO_i, out_i> (out with what the edges add) and dS = p (m dP - delta_i), per head:
+//   dot products: dq_i = scale sum_j dS k_j, dq_edge_i = scale sum_j dS a_ij, dk_j = scale sum_i dS q_i, dv_j
+//   = sum_i w dO_i, da_ij = sum_h scale dS q_edge_i + w dO_edge_i; GATv2, z = x_i + x_j + W a_ij, dz = dS att
+//   leaky_relu'(z): dx_i = sum_j dz, dx_j = sum_i dz + w dO_i, datt = sum_ij dS leaky_relu(z), dW = sum_ij dz
+//   a_ij^T, da_ij = W^T dz.
+//   - The row pass gathers k_j and v_j (GATv2: x_j) and keeps {w, dS} of every edge and head, and GATv2's
+//     signs of z, a bit per feature.
+//   - The column pass is then two weighted sums of gathered rows without a product between lanes: q_i and
+//   dO_i
+//     (GATv2: dO_i alone, for the signs say what leaky_relu' was).
+//   - GATv2's dW is one pass over the edges that gathers nothing.
+// Floors, E entries of width F: 4 E F sizeof(T) bytes gathered (GATv2: 2), 16 E H bytes of pairs written and
+// read. Sums of rows with several slices are combined in slot order, sums over groups of lanes by the caller:
+// no atomics.
+
+#include "fastsparse/additive_score.cuh"
+#include "fastsparse/combine_partials.cuh"
+#include "fastsparse/edge_attention.cuh"
+#include "fastsparse/launchers.h"
+
+namespace fastsparse::cuda {
+namespace {
+
+// Where a pair {w, dS} lies.
+__device__ __forceinline__ float2* pair_at(void* work, std::int64_t position, std::int64_t heads,
+                                           std::int64_t head) {
+  return static_cast<float2*>(work) + position * heads + head;
+}
+
+// Row of the features' gradients that this block's heads write.
+__device__ __forceinline__ float* features_at(const EdgeAttentionBackwardArgs& args, std::int64_t position) {
+  return static_cast<float*>(args.grad_features) +
+         (static_cast<std::int64_t>(blockIdx.y) * args.num_values + position) * args.input.edge_width;
+}
+
+template <typename T, int kEdge>
+__global__ void __launch_bounds__(kHeadThreads, 4)
+    dot_row_kernel(const __grid_constant__ EdgeAttentionBackwardArgs args, int head_lanes,
+                   int heads_per_group) {
+  constexpr int kInFlight = kEdgesInFlight<T, kEdge>;
+  const EdgeAttentionInput& input = args.input;
+  const EdgeLane lane(input, head_lanes, heads_per_group);
+  const RowSlice slice = load_slice(args.split, lane.group);
+  const int longest = __reduce_max_sync(kFullWarp, slice.length);
+  const std::int64_t row = row_of(args.split, slice), row_head = row * input.heads + lane.head;
+  const float scale = static_cast<float>(input.scale);
+  Entries<kInFlight> next;
+  next.read(args.a, slice, 0);
+
+  const auto weight_rows = lane.gather<T>({input.weight, input.heads * input.head_width});
+  float q[kLaneFeatures], grad[kLaneFeatures], grad_q[kLaneFeatures] = {};
+  float q_edge[kEdge], grad_edge[kEdge], grad_q_edge[kEdge] = {};
+  lane.load<T>(q, input.q, row, scale);
+  lane.load<T>(grad, args.grad, row);
+  {
+    float of_row[2][kEdge], x[2][kLaneFeatures];
+#pragma unroll
+    for (int i = 0; i < kLaneFeatures; ++i) {
+      x[0][i] = q[i];
+      x[1][i] = grad[i];
+    }
+    to_edge_width<T, kEdge, 2>(of_row, lane, weight_rows, x);
+#pragma unroll
+    for (int i = 0; i < kEdge; ++i) {
+      q_edge[i] = of_row[0][i];
+      grad_edge[i] = of_row[1][i];
+    }
+  }
+  float delta[1] = {};
+  {
+    float out[kLaneFeatures];
+    lane.load<T>(out, args.out, row);
+#pragma unroll
+    for (int i = 0; i < kLaneFeatures; ++i) delta[0] += grad[i] * out[i];
+  }
+  sum_over(delta, lane.lanes);
+  const float lse = finite_lse(static_cast<const float*>(args.lse)[row_head]);
+  const auto k_rows = lane.gather<T>(input.k), v_rows = lane.gather<T>(input.v);
+
+  for (int base = 0; base < longest; base += kInFlight) {
+    const Entries<kInFlight> entries = next;
+    LaneFeatures<T> k[kInFlight], v[kInFlight];
+    EdgePart<T, kEdge> edge[kInFlight];
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      const bool has = base + u < slice.length;
+      k[u] = k_rows.load(entries.col[u], has);
+      v[u] = v_rows.load(entries.col[u], has);
+      edge[u] = EdgePart<T, kEdge>(lane, input.edge, entries.position[u], has);
+    }
+    next.read(args.a, slice, base + kInFlight);
+
+    float products[2 * kInFlight] = {};  // scores, then dP
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+#pragma unroll
+      for (int i = 0; i < kLaneFeatures; ++i) {
+        products[u] += q[i] * k[u][i];
+        products[kInFlight + u] += grad[i] * v[u][i];
+      }
+#pragma unroll
+      for (int i = 0; i < kEdge; ++i) {
+        products[u] += q_edge[i] * edge[u][i];
+        products[kInFlight + u] += grad_edge[i] * edge[u][i];
+      }
+    }
+    sum_over(products, lane.lanes);
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      k[u].stay_packed();
+      edge[u].stay_packed();
+    }
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      const bool has = base + u < slice.length;
+      float score = products[u];
+      if (input.bias.data != nullptr && has) {
+        score += load_value<T>(input.bias, input.bias.dtype == input.dtype,
+                               static_cast<std::int64_t>(entries.position[u]) * input.heads + lane.head);
+      }
+      const float p = has ? __expf(score - lse) : 0.0f;
+      float weight = p;
+      if (input.dropout.threshold != 0) {
+        weight *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
+      }
+      const float grad_score = weight * products[kInFlight + u] - p * delta[0];
+      if (has && lane.live && lane.sub == 0) {
+        *pair_at(args.work, entries.position[u], input.heads, lane.head) = make_float2(weight, grad_score);
+      }
+#pragma unroll
+      for (int i = 0; i < kLaneFeatures; ++i) grad_q[i] += grad_score * k[u][i];
+#pragma unroll
+      for (int i = 0; i < kEdge; ++i) grad_q_edge[i] += grad_score * edge[u][i];
+      if (args.grad_features != nullptr) {
+        float part[kEdge];
+#pragma unroll
+        for (int i = 0; i < kEdge; ++i) {
+          part[i] = lane.live ? grad_score * q_edge[i] + weight * grad_edge[i] : 0.0f;
+        }
+        sum_over(part, lane.group_lanes, lane.lanes);  // over the heads
+        if (has && (threadIdx.x & (lane.group_lanes - 1)) < lane.lanes) {
+          float* at = features_at(args, entries.position[u]);
+#pragma unroll
+          for (int c = 0; c < kEdge / 4; ++c) {
+            if (lane.edge_place(c) >= lane.edge_width) continue;
+            *reinterpret_cast<float4*>(at + lane.edge_place(c)) =
+                make_float4(part[c * 4], part[c * 4 + 1], part[c * 4 + 2], part[c * 4 + 3]);
+          }
+        }
+      }
+    }
+  }
+
+  add_from_edge_width<T, kEdge>(grad_q, lane, weight_rows, grad_q_edge);
+  if (lane.group >= args.split.num_slices || !lane.live) return;
+  const std::int64_t width = input.heads * input.head_width;
+  if (slice.target < 0) {
+    lane.store<T, float>(args.partial_q, ~slice.target, width, grad_q, scale);
+    lane.store_edge<float>(args.partial_q_edge, ~slice.target, input.heads, grad_q_edge, scale);
+  } else {
+    lane.store<T, T>(args.grad_q, row, width, grad_q, scale);
+    lane.store_edge<T>(args.grad_q_edge, row, input.heads, grad_q_edge, scale);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kHeadThreads, 5)
+    dot_column_kernel(const __grid_constant__ EdgeAttentionBackwardArgs args, int head_lanes,
+                      int heads_per_group) {
+  constexpr int kInFlight = kEdgesInFlight<T>;
+  const EdgeAttentionInput& input = args.input;
+  const EdgeLane lane(input, head_lanes, heads_per_group);
+  const RowSlice slice = load_slice(args.split_t, lane.group);
+  if (lane.group >= args.split_t.num_slices) return;
+  const auto q_rows = lane.gather<T>(input.q), grad_rows = lane.gather<T>(args.grad);
+  Entries<kInFlight> next;
+  next.read(args.a_t, slice, 0);
+
+  float grad_k[kLaneFeatures] = {}, grad_v[kLaneFeatures] = {};
+  for (int base = 0; base < slice.length; base += kInFlight) {
+    const Entries<kInFlight> entries = next;
+    LaneFeatures<T> q[kInFlight], grad[kInFlight];
+    float2 pair[kInFlight];
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      const bool has = base + u < slice.length;
+      q[u] = q_rows.load(entries.col[u], has);
+      grad[u] = grad_rows.load(entries.col[u], has);
+      pair[u] = make_float2(0, 0);
+      if (has) pair[u] = __ldg(pair_at(args.work, entries.position[u], input.heads, lane.head));
+    }
+    next.read(args.a_t, slice, base + kInFlight);
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+#pragma unroll
+      for (int i = 0; i < kLaneFeatures; ++i) {
+        grad_k[i] += pair[u].y * q[u][i];
+        grad_v[i] += pair[u].x * grad[u][i];
+      }
+    }
+  }
+
+  if (!lane.live) return;
+  const std::int64_t width = input.heads * input.head_width;
+  const float scale = static_cast<float>(input.scale);
+  if (slice.target < 0) {
+    lane.store<T, float>(args.partial_k, ~slice.target, width, grad_k, scale);
+    lane.store<T, float>(args.partial_v, ~slice.target, width, grad_v);
+  } else {
+    lane.store<T, T>(args.grad_k, slice.target, width, grad_k, scale);
+    lane.store<T, T>(args.grad_v, slice.target, width, grad_v);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kHeadThreads, 3)
+    gatv2_row_kernel(const __grid_constant__ EdgeAttentionBackwardArgs args, int head_lanes,
+                     int heads_per_group) {
+  constexpr int kInFlight = kEdgesInFlight<T>;
+  const EdgeAttentionInput& input = args.input;
+  const EdgeLane lane(input, head_lanes, heads_per_group);
+  const std::int64_t width = input.heads * input.head_width;
+  const float slope = static_cast<float>(input.scale);
+  float att[kLaneFeatures], grad_att[kLaneFeatures] = {};
+  lane.load_vector<T>(att, static_cast<const float*>(input.att));
+  const auto rows = lane.gather<T>(input.k);
+
+  for (std::int64_t first = 0; first < args.split.num_slices; first += args.att_rows) {
+    const std::int64_t index = first + lane.group;
+    const RowSlice slice = load_slice(args.split, index);
+    const int longest = __reduce_max_sync(kFullWarp, slice.length);
+    const std::int64_t row = row_of(args.split, slice), row_head = row * input.heads + lane.head;
+    Entries<kInFlight> next;
+    next.read(args.a, slice, 0);
+    float x_dst[kLaneFeatures], grad[kLaneFeatures], grad_x[kLaneFeatures] = {};
+    lane.load<T>(x_dst, input.q, row);
+    lane.load<T>(grad, args.grad, row);
+    float delta[1] = {};
+    {
+      float out[kLaneFeatures];
+      lane.load<T>(out, args.out, row);
+#pragma unroll
+      for (int i = 0; i < kLaneFeatures; ++i) delta[0] += grad[i] * out[i];
+    }
+    sum_over(delta, lane.lanes);
+    const float lse = finite_lse(static_cast<const float*>(args.lse)[row_head]);
+
+    for (int base = 0; base < longest; base += kInFlight) {
+      const Entries<kInFlight> entries = next;
+      bool has[kInFlight];
+      LaneFeatures<T> x_src[kInFlight];
+      float z[kInFlight][kLaneFeatures];
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        has[u] = base + u < slice.length;
+        x_src[u] = rows.load(entries.col[u], has[u]);
+      }
+      next.read(args.a, slice, base + kInFlight);
+      float products[2 * kInFlight] = {};  // scores, then dP
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+#pragma unroll
+        for (int i = 0; i < kLaneFeatures; ++i) {
+          z[u][i] = x_dst[i] + x_src[u][i];
+          products[kInFlight + u] += grad[i] * x_src[u][i];
+        }
+      }
+      add_projected<T>(z, lane, input, entries.position, has);
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+#pragma unroll
+        for (int i = 0; i < kLaneFeatures; ++i) {
+          products[u] += att[i] * leaky_relu_up_to_1(z[u][i], slope);
+        }
+      }
+      sum_over(products, lane.lanes);
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        const float p = has[u] ? __expf(products[u] - lse) : 0.0f;
+        float weight = p;
+        if (input.dropout.threshold != 0) {
+          weight *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
+        }
+        float grad_score = weight * products[kInFlight + u] - p * delta[0];
+        if (!lane.live) grad_score = 0;
+        unsigned positive = 0;
+#pragma unroll
+        for (int i = 0; i < kLaneFeatures; ++i) {
+          grad_att[i] += grad_score * leaky_relu_up_to_1(z[u][i], slope);
+          positive |= z[u][i] > 0 ? 1u << i : 0u;
+          z[u][i] = grad_score * att[i] * leaky_relu_slope(z[u][i], slope);  // now its gradient
+          grad_x[i] += z[u][i];
+        }
+        if (has[u] && lane.live) {
+          const std::int64_t of_head =
+              static_cast<std::int64_t>(entries.position[u]) * input.heads + lane.head;
+          args.positive[of_head * lane.lanes + lane.sub] = static_cast<std::uint8_t>(positive);
+          if (lane.sub == 0) static_cast<float2*>(args.work)[of_head] = make_float2(weight, grad_score);
+        }
+      }
+      if (args.grad_features != nullptr) {
+        const float* weight = static_cast<const float*>(input.weight);
+        const int lane_of_group = threadIdx.x & (lane.group_lanes - 1);
+#pragma unroll 1
+        for (int a = 0; a < lane.edge_width; a += 4) {
+          float part[4 * kInFlight] = {};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float w[kLaneFeatures];
+            lane.load_vector<T>(w, weight + (a + i) * width);
+#pragma unroll
+            for (int u = 0; u < kInFlight; ++u) {
+#pragma unroll
+              for (int f = 0; f < kLaneFeatures; ++f) part[u * 4 + i] += w[f] * z[u][f];
+            }
+          }
+          if (lane.group_lanes >= 4 * kInFlight) {
+            const float number = scatter_sum(part, lane.group_lanes);
+            const int mine = lane_of_group / 4;
+            if (lane_of_group < 4 * kInFlight && base + mine < slice.length) {
+              std::uint32_t position = entries.position[0];
+#pragma unroll
+              for (int u = 1; u < kInFlight; ++u) position = mine == u ? entries.position[u] : position;
+              features_at(args, position)[a + lane_of_group % 4] = number;
+            }
+          } else {
+            sum_over(part, lane.group_lanes);
+            if (lane_of_group == 0) {
+#pragma unroll
+              for (int u = 0; u < kInFlight; ++u) {
+                if (!has[u]) continue;
+                *reinterpret_cast<float4*>(features_at(args, entries.position[u]) + a) =
+                    make_float4(part[u * 4], part[u * 4 + 1], part[u * 4 + 2], part[u * 4 + 3]);
+              }
+            }
+          }
+        }
+      }
+    }
+
+    if (index >= args.split.num_slices || !lane.live) continue;
+    if (slice.target < 0) {
+      lane.store<T, float>(args.partial_q, ~slice.target, width, grad_x);
+    } else {
+      lane.store<T, T>(args.grad_q, row, width, grad_x);
+    }
+  }
+  if (lane.live) lane.store<T, float>(args.grad_att, lane.group, width, grad_att);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kHeadThreads, 5)
+    gatv2_column_kernel(const __grid_constant__ EdgeAttentionBackwardArgs args, int head_lanes,
+                        int heads_per_group) {
+  constexpr int kInFlight = kEdgesInFlight<T>;
+  const EdgeAttentionInput& input = args.input;
+  const EdgeLane lane(input, head_lanes, heads_per_group);
+  const RowSlice slice = load_slice(args.split_t, lane.group);
+  if (lane.group >= args.split_t.num_slices) return;
+  const auto grad_rows = lane.gather<T>(args.grad);
+  Entries<kInFlight> next;
+  next.read(args.a_t, slice, 0);
+
+  float value_part[kLaneFeatures] = {}, positive_part[kLaneFeatures] = {}, score_sum = 0;
+  for (int base = 0; base < slice.length; base += kInFlight) {
+    const Entries<kInFlight> entries = next;
+    LaneFeatures<T> grad[kInFlight];
+    float2 pair[kInFlight];
+    unsigned positive[kInFlight];
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      const bool has = base + u < slice.length;
+      grad[u] = grad_rows.load(entries.col[u], has);
+      pair[u] = make_float2(0, 0);
+      positive[u] = 0;
+      if (has) {
+        const std::int64_t of_head = static_cast<std::int64_t>(entries.position[u]) * input.heads + lane.head;
+        pair[u] = __ldg(static_cast<const float2*>(args.work) + of_head);
+        positive[u] = __ldg(args.positive + of_head * lane.lanes + lane.sub);
+      }
+    }
+    next.read(args.a_t, slice, base + kInFlight);
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      score_sum += pair[u].y;
+#pragma unroll
+      for (int i = 0; i < kLaneFeatures; ++i) {
+        value_part[i] += pair[u].x * grad[u][i];
+        if (positive[u] >> i & 1u) positive_part[i] += pair[u].y;
+      }
+    }
+  }
+
+  if (!lane.live) return;
+  float att[kLaneFeatures];
+  lane.load_vector<T>(att, static_cast<const float*>(input.att));
+  const float slope = static_cast<float>(input.scale);
+#pragma unroll
+  for (int i = 0; i < kLaneFeatures; ++i) {
+    value_part[i] += att[i] * (slope * score_sum + (1.0f - slope) * positive_part[i]);
+  }
+  const std::int64_t width = input.heads * input.head_width;
+  if (slice.target < 0) {
+    lane.store<T, float>(args.partial_k, ~slice.target, width, value_part);
+  } else {
+    lane.store<T, T>(args.grad_k, slice.target, width, value_part);
+  }
+}
+
+// Features of an edge whose part of dW a lane keeps in registers; more of them are more blocks.
+constexpr int kWeightFeatures = 8;
+
+// dW of the edges of every weight_rows-th group: one row of grad_weight for each.
+template <typename T>
+__global__ void __launch_bounds__(kHeadThreads, 4)
+    gatv2_weight_kernel(const __grid_constant__ EdgeAttentionBackwardArgs args, int head_lanes,
+                        int heads_per_group) {
+  const EdgeAttentionInput& input = args.input;
+  const EdgeLane lane(input, head_lanes, heads_per_group);
+  const int first = static_cast<int>(blockIdx.z) * kWeightFeatures;
+  const bool second = first + 4 < lane.edge_width;
+  const float slope = static_cast<float>(input.scale);
+  float acc[kWeightFeatures][kLaneFeatures] = {};
+#pragma unroll 2
+  for (std::int64_t edge = lane.group; edge < args.num_values; edge += args.weight_rows) {
+    const std::int64_t of_head = edge * input.heads + lane.head;
+    const float grad_score = __ldg(static_cast<const float2*>(args.work) + of_head).y;
+    const unsigned positive = __ldg(args.positive + of_head * lane.lanes + lane.sub);
+    const T* from = static_cast<const T*>(input.edge) + edge * lane.edge_width + first;
+    Words<T, 4> features[2];
+    features[0].load(from, true);
+    features[1].load(from + 4, second);
+    const float negative = slope * grad_score;
+#pragma unroll
+    for (int f = 0; f < kLaneFeatures; ++f) {
+      const float term = positive >> f & 1u ? grad_score : negative;
+#pragma unroll
+      for (int a = 0; a < kWeightFeatures; ++a) acc[a][f] += term * features[a / 4][a % 4];
+    }
+  }
+  if (!lane.live) return;
+  float att[kLaneFeatures];
+  lane.load_vector<T>(att, static_cast<const float*>(input.att));
+  const std::int64_t width = input.heads * input.head_width;
+#pragma unroll
+  for (int a = 0; a < kWeightFeatures; ++a) {
+    if (first + a >= lane.edge_width) break;
+#pragma unroll
+    for (int f = 0; f < kLaneFeatures; ++f) acc[a][f] *= att[f];
+    lane.store<T, float>(args.grad_weight, lane.group * lane.edge_width + first + a, width, acc[a]);
+  }
+}
+
+template <typename T>
+void launch(const EdgeAttentionBackwardArgs& args, cudaStream_t stream) {
+  const EdgeAttentionInput& input = args.input;
+  const int lanes = edge_head_lanes(input);
+  const int per_group = heads_per_group(input.heads, lanes);
+  const std::int64_t width = input.heads * input.head_width, edge_width = input.heads * input.edge_width;
+  const auto run = [&](auto kernel, std::int64_t groups, unsigned z = 1) {
+    dim3 grid = head_grid(groups, input.heads, lanes);
+    grid.z = z;
+    kernel<<<grid, kHeadThreads, 0, stream>>>(args, lanes, per_group);
+  };
+  const auto combine = [&](const RowSplitView& split, const float* partial, void* to, std::int64_t columns) {
+    combine_partials<T, 1>(split, partial, Epilogue::only(to, columns), SameRow{}, stream);
+  };
+  if (input.gatv2) {
+    run(gatv2_row_kernel<T>, args.att_rows);  // groups without a slice write their zeros of datt, too
+  } else if (args.split.num_slices != 0) {
+    run(input.edge_width <= 4 * lanes ? dot_row_kernel<T, 4> : dot_row_kernel<T, kMostEdge>,
+        args.split.num_slices);
+    combine(args.split, args.partial_q_edge, args.grad_q_edge, edge_width);
+  }
+  combine(args.split, args.partial_q, args.grad_q, width);
+  if (args.split_t.num_slices != 0) {
+    run(input.gatv2 ? gatv2_column_kernel<T> : dot_column_kernel<T>, args.split_t.num_slices);
+    combine(args.split_t, args.partial_k, args.grad_k, width);
+    if (!input.gatv2) combine(args.split_t, args.partial_v, args.grad_v, width);
+  }
+  if (input.gatv2 && args.grad_weight != nullptr) {
+    run(gatv2_weight_kernel<T>, args.weight_rows, ceil_div(input.edge_width, kWeightFeatures));
+  }
+}
+
+}  // namespace
+
+int edge_attention_backward(const EdgeAttentionBackwardArgs& args, void* stream_address) {
+  auto* stream = static_cast<cudaStream_t>(stream_address);
+  with_edge_type(args.input.dtype, [&](auto type) { launch<decltype(type)>(args, stream); });
+  return cudaGetLastError();
+}
+
+}  // namespace fastsparse::cuda

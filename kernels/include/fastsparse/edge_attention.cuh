@@ -1,0 +1,399 @@
+// How the kernels of attention with edge features lay rows, heads and features over lanes.
+//
+// `lanes` neighbouring lanes take one head of one slice of a row, 8 features each, and of an edge's own
+// features every lanes-th four. A group of neighbouring heads takes the same slice, so that together they
+// gather contiguous pieces of a row. The number of lanes is known at run time: one kernel serves every width.
+// Columns and positions of the next entries are read one step ahead by every lane of the group, which is one
+// transaction and no shuffle.
+#pragma once
+
+#include <type_traits>
+
+#include "fastsparse/head_lanes.cuh"
+
+namespace fastsparse::cuda {
+
+// Entries that a group gathers at once: with keys and values 4 KB for a warp whose rows are 512 (1024) bytes;
+// fewer where the edges' own features take the registers.
+template <typename T, int kEdge = 0>
+constexpr int kEdgesInFlight = (sizeof(T) == 2 ? 4 : 2) / (kEdge > 4 ? 2 : 1);
+template <typename T>
+constexpr int kEdgeVec = 16 / static_cast<int>(sizeof(T));
+
+// Some neighbouring elements as loaded, in whole registers: left to itself, the compiler widens them once for
+// all their uses, or keeps halves of registers, and spills what that needs.
+template <typename T, int kCount>
+struct Words {
+  static constexpr int kWords = kCount * static_cast<int>(sizeof(T)) / 4;
+  std::uint32_t word[kWords];
+
+  // Zeros unless `wanted`.
+  __device__ __forceinline__ void load(const T* from, bool wanted) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) word[i] = 0;
+    if (!wanted) return;
+    if constexpr (kWords % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < kWords; i += 4) {
+        const uint4 raw = __ldg(reinterpret_cast<const uint4*>(from) + i / 4);
+        word[i] = raw.x;
+        word[i + 1] = raw.y;
+        word[i + 2] = raw.z;
+        word[i + 3] = raw.w;
+      }
+    } else {
+      const uint2 raw = __ldg(reinterpret_cast<const uint2*>(from));
+      word[0] = raw.x;
+      word[1] = raw.y;
+    }
+  }
+  __device__ __forceinline__ void stay_packed() {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(word[i]));
+  }
+  __device__ __forceinline__ float operator[](int i) const {
+    if constexpr (sizeof(T) == 4) {
+      return __uint_as_float(word[i]);
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      return __uint_as_float(i % 2 == 0 ? word[i / 2] << 16 : word[i / 2] & 0xffff0000u);
+    } else {
+      return __half2float(__ushort_as_half(static_cast<unsigned short>(word[i / 2] >> 16 * (i % 2))));
+    }
+  }
+};
+
+// The features of one lane.
+template <typename T>
+struct LaneFeatures {
+  Words<T, kEdgeVec<T>> chunk[kLaneFeatures / kEdgeVec<T>];
+
+  __device__ __forceinline__ void stay_packed() {
+#pragma unroll
+    for (int c = 0; c < kLaneFeatures / kEdgeVec<T>; ++c) chunk[c].stay_packed();
+  }
+  __device__ __forceinline__ float operator[](int i) const { return chunk[i / kEdgeVec<T>][i % kEdgeVec<T>]; }
+};
+
+// Where a lane finds its features in the rows of a matrix.
+template <typename T>
+struct LaneRows {
+  const char* from[kLaneFeatures / kEdgeVec<T>];
+  std::uint32_t row_bytes;
+
+  __device__ __forceinline__ LaneFeatures<T> load(std::uint32_t row, bool wanted = true) const {
+    LaneFeatures<T> features;
+#pragma unroll
+    for (int c = 0; c < kLaneFeatures / kEdgeVec<T>; ++c) {
+      features.chunk[c].load(
+          reinterpret_cast<const T*>(from[c] + static_cast<std::uint64_t>(row) * row_bytes), wanted);
+    }
+    return features;
+  }
+};
+
+struct EdgeLane {
+  std::int64_t group;  // index of the slice
+  std::int64_t head;   // valid even where not live
+  bool live;           // lanes beyond the last head are not
+  int sub;             // lane within its head
+  int lanes;           // of a head
+  int group_lanes;     // of a slice
+  std::int64_t first;  // the head's first feature in a row of all heads
+  int head_width;
+  int edge_width;
+
+  __device__ __forceinline__ EdgeLane(const EdgeAttentionInput& input, int head_lanes, int heads_per_group) {
+    const int lane = threadIdx.x % kWarp;
+    lanes = head_lanes;
+    group_lanes = head_lanes * heads_per_group;
+    const int of_warp = lane / lanes;
+    const int slices_per_warp = kWarp / group_lanes;
+    const std::int64_t warp =
+        static_cast<std::int64_t>(blockIdx.x) * (kHeadThreads / kWarp) + threadIdx.x / kWarp;
+    group = warp * slices_per_warp + of_warp / heads_per_group;
+    sub = lane % lanes;
+    head = static_cast<std::int64_t>(blockIdx.y) * heads_per_group + of_warp % heads_per_group;
+    live = head < input.heads;
+    if (!live) head = input.heads - 1;
+    head_width = static_cast<int>(input.head_width);
+    edge_width = static_cast<int>(input.edge_width);
+    first = head * head_width;
+  }
+
+  // First feature of a chunk, within the head.
+  template <int kVec>
+  __device__ __forceinline__ int place(int chunk) const {
+    return (chunk * lanes + sub) * kVec;
+  }
+
+  template <typename T>
+  __device__ __forceinline__ LaneRows<T> gather(const DenseView& x) const {
+    constexpr int kVec = kEdgeVec<T>;
+    LaneRows<T> rows;
+    rows.row_bytes = static_cast<std::uint32_t>(x.stride * sizeof(T));
+#pragma unroll
+    for (int c = 0; c < kLaneFeatures / kVec; ++c) {
+      const int at = place<kVec>(c);
+      rows.from[c] =
+          reinterpret_cast<const char*>(static_cast<const T*>(x.data) + first + (at < head_width ? at : 0));
+    }
+    return rows;
+  }
+
+  // Features of a row times `factor`, zeros where the head has none.
+  template <typename T>
+  __device__ __forceinline__ void load(float (&to)[kLaneFeatures], const DenseView& x, std::int64_t row,
+                                       float factor = 1.0f) const {
+    constexpr int kVec = kEdgeVec<T>;
+    const LaneFeatures<T> features = gather<T>(x).load(static_cast<std::uint32_t>(row));
+#pragma unroll
+    for (int i = 0; i < kLaneFeatures; ++i) {
+      to[i] = place<kVec>(i / kVec) < head_width ? features[i] * factor : 0.0f;
+    }
+  }
+
+  // The same of a float32 vector, (heads * head_width), laid out as the features of T are.
+  template <typename T>
+  __device__ __forceinline__ void load_vector(float (&to)[kLaneFeatures], const float* x) const {
+    constexpr int kVec = kEdgeVec<T>;
+#pragma unroll
+    for (int c = 0; c < kLaneFeatures / kVec; ++c) {
+      const int at = place<kVec>(c);
+#pragma unroll
+      for (int i = 0; i < kVec; i += 4) {
+        float4 four = make_float4(0, 0, 0, 0);
+        if (at < head_width) four = __ldg(reinterpret_cast<const float4*>(x + first + at + i));
+        to[c * kVec + i] = four.x;
+        to[c * kVec + i + 1] = four.y;
+        to[c * kVec + i + 2] = four.z;
+        to[c * kVec + i + 3] = four.w;
+      }
+    }
+  }
+
+  // Writes features of row `row` of a contiguous (rows, width) matrix of U.
+  template <typename T, typename U>
+  __device__ __forceinline__ void store(void* to, std::int64_t row, std::int64_t width,
+                                        const float (&x)[kLaneFeatures], float factor = 1.0f) const {
+    constexpr int kVec = kEdgeVec<T>;
+    U* at = static_cast<U*>(to) + row * width + first;
+#pragma unroll
+    for (int c = 0; c < kLaneFeatures / kVec; ++c) {
+      if (place<kVec>(c) >= head_width) continue;
+      Pack<U, kVec> pack;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) pack.lane[i] = narrow<U>(x[c * kVec + i] * factor);
+      *reinterpret_cast<Pack<U, kVec>*>(at + place<kVec>(c)) = pack;
+    }
+  }
+
+  // First of the edge's features in chunk `chunk` of four.
+  __device__ __forceinline__ int edge_place(int chunk) const { return (chunk * lanes + sub) * 4; }
+
+  // Writes the lane's part of one head's edge features.
+  template <typename U, int kEdge>
+  __device__ __forceinline__ void store_edge(void* to, std::int64_t row, std::int64_t heads,
+                                             const float (&x)[kEdge], float factor = 1.0f) const {
+    U* at = static_cast<U*>(to) + (row * heads + head) * edge_width;
+#pragma unroll
+    for (int c = 0; c < kEdge / 4; ++c) {
+      if (edge_place(c) >= edge_width) continue;
+      Pack<U, 4> pack;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pack.lane[i] = narrow<U>(x[c * 4 + i] * factor);
+      *reinterpret_cast<Pack<U, 4>*>(at + edge_place(c)) = pack;
+    }
+  }
+};
+
+// Row of a contiguous matrix of edge features.
+template <typename T>
+__device__ __forceinline__ const T* edge_row(const void* from, std::uint32_t row, int edge_width) {
+  return static_cast<const T*>(from) +
+         static_cast<std::uint64_t>(row) * static_cast<std::uint32_t>(edge_width);
+}
+
+// A lane's part of the features of one edge, or of what belongs to them.
+template <typename T, int kEdge>
+struct EdgePart {
+  Words<T, 4> four[kEdge / 4];
+
+  __device__ __forceinline__ EdgePart() = default;
+  __device__ __forceinline__ EdgePart(const EdgeLane& lane, const void* from, std::uint32_t row,
+                                      bool wanted) {
+    const T* at = edge_row<T>(from, row, lane.edge_width);
+#pragma unroll
+    for (int c = 0; c < kEdge / 4; ++c) {
+      four[c].load(at + lane.edge_place(c), wanted && lane.edge_place(c) < lane.edge_width);
+    }
+  }
+  __device__ __forceinline__ void stay_packed() {
+#pragma unroll
+    for (int c = 0; c < kEdge / 4; ++c) four[c].stay_packed();
+  }
+  __device__ __forceinline__ float operator[](int i) const { return four[i / 4][i % 4]; }
+};
+
+// Column and position in the caller's edge order of some entries of a slice.
+template <int kCount>
+struct Entries {
+  std::uint32_t col[kCount];
+  std::uint32_t position[kCount];  // the caller has fewer values than 2^32
+
+  __device__ __forceinline__ void read(const CsrView& a, const RowSlice& slice, int base) {
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      col[u] = 0;
+      position[u] = 0;
+      if (base + u < slice.length) {
+        const std::int64_t entry = slice.begin + base + u;
+        col[u] = static_cast<std::uint32_t>(__ldg(a.col + entry));
+        position[u] = static_cast<std::uint32_t>(edge_position(a, entry));
+      }
+    }
+  }
+};
+
+// Sums over the lanes from `from` to below `to` of a group, the same bits in all of them.
+template <int kCount>
+__device__ __forceinline__ void sum_over(float (&v)[kCount], int to, int from = 1) {
+#pragma unroll 1
+  for (int offset = from; offset < to; offset *= 2) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) v[i] += __shfl_xor_sync(kFullWarp, v[i], offset);
+  }
+}
+
+// Sums each of kCount numbers over the lanes of a group of at least kCount: lane l of the group gets number l
+// % kCount. Half of the numbers change sides at each step, so that it takes about as many shuffles as
+// numbers.
+template <int kCount>
+__device__ __forceinline__ float scatter_sum(float (&v)[kCount], int group_lanes) {
+#pragma unroll
+  for (int half = kCount / 2; half > 0; half /= 2) {
+    const bool upper = (threadIdx.x & half) != 0;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float given = upper ? v[i] : v[i + half];
+      const float kept = upper ? v[i + half] : v[i];
+      v[i] = kept + __shfl_xor_sync(kFullWarp, given, half);
+    }
+  }
+  for (int offset = kCount; offset < group_lanes; offset *= 2)
+    v[0] += __shfl_xor_sync(kFullWarp, v[0], offset);
+  return v[0];
+}
+
+// Adds W_h^T x of every lane's head to the lane's part of an edge's features; `weight` is W transposed,
+// (edge_width, heads * head_width). kCount vectors share what is read of it.
+template <typename T, int kEdge, int kCount>
+__device__ __forceinline__ void to_edge_width(float (&to)[kCount][kEdge], const EdgeLane& lane,
+                                              const LaneRows<T>& weight,
+                                              const float (&x)[kCount][kLaneFeatures]) {
+#pragma unroll
+  for (int c = 0; c < kEdge / 4; ++c) {
+#pragma unroll
+    for (int i = 0; i < kCount * 4; ++i) to[i / 4][c * 4 + i % 4] = 0;
+#pragma unroll 1
+    for (int owner = 0; owner < lane.lanes; ++owner) {
+      const int first = (c * lane.lanes + owner) * 4;
+      if (first >= lane.edge_width) break;
+      float sum[kCount * 4] = {};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const LaneFeatures<T> w = weight.load(first + i);
+#pragma unroll
+        for (int n = 0; n < kCount; ++n) {
+#pragma unroll
+          for (int f = 0; f < kLaneFeatures; ++f) sum[n * 4 + i] += w[f] * x[n][f];
+        }
+      }
+      sum_over(sum, lane.lanes);
+#pragma unroll
+      for (int i = 0; i < kCount * 4; ++i) {
+        float& number = to[i / 4][c * 4 + i % 4];
+        number = owner == lane.sub ? sum[i] : number;
+      }
+    }
+  }
+}
+
+// Adds W_h e of every lane's head to the lane's features: the transpose of `to_edge_width`.
+template <typename T, int kEdge>
+__device__ __forceinline__ void add_from_edge_width(float (&to)[kLaneFeatures], const EdgeLane& lane,
+                                                    const LaneRows<T>& weight, const float (&e)[kEdge]) {
+#pragma unroll
+  for (int c = 0; c < kEdge / 4; ++c) {
+#pragma unroll 1
+    for (int owner = 0; owner < lane.lanes; ++owner) {
+      const int first = (c * lane.lanes + owner) * 4;
+      if (first >= lane.edge_width) break;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float number = __shfl_sync(kFullWarp, e[c * 4 + i], owner, lane.lanes);
+        const LaneFeatures<T> w = weight.load(first + i);
+#pragma unroll
+        for (int f = 0; f < kLaneFeatures; ++f) to[f] += w[f] * number;
+      }
+    }
+  }
+}
+
+// What GATv2's leaky ReLU sees of some edges: x_dst_i + x_src_j + W a_ij. Every weight that is read serves
+// all edges in flight.
+template <typename T, int kCount>
+__device__ __forceinline__ void add_projected(float (&z)[kCount][kLaneFeatures], const EdgeLane& lane,
+                                              const EdgeAttentionInput& input,
+                                              const std::uint32_t (&position)[kCount],
+                                              const bool (&has)[kCount]) {
+  const std::int64_t width = input.heads * input.head_width;
+  const float* weight = static_cast<const float*>(input.weight);
+#pragma unroll 1
+  for (int first = 0; first < lane.edge_width; first += 4) {
+    Words<T, 4> edge[kCount];
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      edge[u].load(edge_row<T>(input.edge, position[u], lane.edge_width) + first, has[u]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float w[kLaneFeatures];
+      lane.load_vector<T>(w, weight + (first + i) * width);
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+        const float a = edge[u][i];
+#pragma unroll
+        for (int f = 0; f < kLaneFeatures; ++f) z[u][f] += w[f] * a;
+      }
+    }
+  }
+}
+
+// Edge features that a lane has room for, with dot products.
+constexpr int kMostEdge = 16;
+
+// Lanes of a head: as many as hold 8 features each, and with dot products the edge's, a power of two.
+inline int edge_head_lanes(const EdgeAttentionInput& input) {
+  int lanes = 1;
+  while (lanes * kLaneFeatures < input.head_width || (!input.gatv2 && lanes * kMostEdge < input.edge_width)) {
+    lanes *= 2;
+  }
+  return lanes;
+}
+
+// Calls f with the element type.
+template <typename F>
+void with_edge_type(Dtype dtype, F&& f) {
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return f(float{});
+    case Dtype::kFloat16:
+      return f(__half{});
+    case Dtype::kBFloat16:
+      return f(__nv_bfloat16{});
+    case Dtype::kFloat64:
+      return;  // the caller takes the unfused operators
+  }
+}
+
+}  // namespace fastsparse::cuda
