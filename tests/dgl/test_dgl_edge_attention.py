@@ -72,7 +72,7 @@ def test_matches_the_original(name, kind, attention, device):
 @pytest.mark.parametrize(
     "options",
     [{"residual": False}, {"bias": False}, {"activation": torch.tanh}, {"negative_slope": 0.0}],
-    ids=str,
+    ids=lambda options: next(iter(options)),
 )
 def test_options_of_edge_gat(options, device):
     graph = homogeneous()
