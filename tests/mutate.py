@@ -171,7 +171,7 @@ FAULTS = (
         "kernels/fastsparse_core/cache.py",
         " and latest[1] == stamp",
         "",
-        ("tests/core/test_cache.py",),
+        ("tests/core/test_cache.py::test_the_latest_entry_needs_all_three_too",),
     ),
     Fault(
         "locks are not renewed after a fork",
