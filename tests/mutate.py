@@ -397,7 +397,7 @@ class Copy:
             return Outcome(True, "the tests hang")
         if done.returncode < 0:
             return Outcome(True, f"the tests crash (signal {-done.returncode})")
-        failed = re.search(r"^FAILED (?:\S*/)?(\S+)", done.stdout, re.MULTILINE)
+        failed = re.search(r"^FAILED (?:\S*?tests/)?(.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
         if done.returncode == TESTS_FAILED and failed:
             return Outcome(True, failed[1])
         return Outcome(False, "" if done.returncode == 0 else done.stdout[-2000:])
@@ -413,7 +413,8 @@ def main() -> int:
     if not all(1 <= number <= len(FAULTS) for number in numbers):
         parser.error(f"numbers: expected 1 to {len(FAULTS)}, got {numbers}")
     console = Console(markup=False)
-    table = Table("", "fault", "file", "noticed by")
+    table = Table("", "fault")
+    table.add_column("noticed by", overflow="fold")
     missed = 0
     with tempfile.TemporaryDirectory() as folder, Progress(console=console) as progress:
         bar = progress.add_task("build", total=len(numbers) + 1)
@@ -431,7 +432,7 @@ def main() -> int:
             outcome = copy.outcome(fault)
             missed += not outcome.caught
             verdict = outcome.by if outcome.caught else f"NOT caught {outcome.by}"
-            table.add_row(str(number), fault.what, fault.file, verdict)
+            table.add_row(str(number), f"{fault.file}: {fault.what}", verdict)
             console.print(f"{number:3}  {verdict}", highlight=False)
         progress.update(bar, advance=1, description="done")
     console.print(table)
