@@ -365,3 +365,17 @@ def test_edge_ids_are_a_permutation(device, edge_id):
     rowptr, col = torch.tensor([0, 1, 2], device=device), torch.tensor([0, 1], device=device)
     with pytest.raises(ValueError, match="edge_id: expected a permutation of 0 to 1"):
         Adjacency.from_csr(rowptr, col, (2, 2), edge_id=torch.tensor(edge_id, device=device))
+
+
+def test_columns_of_more_than_16_bits(device):
+    """The CPU sorts them 16 bits at a time."""
+    col = torch.tensor([131_071, 70_000, 65_535, 3, 65_536, 1], device=device)
+    adj = Adjacency.from_coo(torch.tensor([1, 1, 1, 1, 1, 0], device=device), col, (2, 131_072))
+    assert adj.col.tolist() == [1, 3, 65_535, 65_536, 70_000, 131_071]
+    assert adj.edge_id.tolist() == [5, 3, 2, 4, 1, 0]
+
+
+def test_equal_degrees_make_no_symmetric_structure(device):
+    ring = Adjacency.from_csr(torch.arange(4, device=device), torch.tensor([1, 2, 0], device=device), (3, 3))
+    assert not ring.is_symmetric
+    assert ring.t().col.tolist() == [2, 0, 1]

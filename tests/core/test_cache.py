@@ -29,6 +29,13 @@ def test_hit_needs_same_object_stamp_and_options():
     assert (info.hits, info.misses, info.stale) == (1, 4, 1)
 
 
+def test_the_latest_entry_needs_all_three_too():
+    cache, graph = AdjacencyCache("test"), Graph()
+    for key, stamp, options in ((graph, 2, "a"), (graph, 1, "b"), (Graph(), 1, "a")):
+        latest = cache.lookup(graph, 1, "a", build)
+        assert cache.lookup(key, stamp, options, build) is not latest
+
+
 def test_entry_dies_with_its_graph():
     cache, graph = AdjacencyCache("test"), Graph()
     cache.lookup(graph, 0, None, build)

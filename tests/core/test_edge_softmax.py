@@ -72,6 +72,11 @@ def test_extreme_scores(device):
     out = edge_softmax(adj, score)
     assert out[:2].isnan().all()
     assert out[2:].tolist() == [0, 1, 1, 0, 0]
+    # Of such scores alone exp gives only 0 and infinity.
+    out = edge_softmax(adj, torch.tensor([1000.0, 999, 0, 0, 0, -1000, -1001], device=device))
+    expected = torch.tensor([0.0, -1], device=device).softmax(0)
+    torch.testing.assert_close(out[:2], expected)
+    torch.testing.assert_close(out[5:], expected)
 
 
 def test_values_without_an_entry_are_zero(device, poisoned_memory):

@@ -734,6 +734,7 @@ def test_autocast_casts_features_as_a_matrix_product_does(device):
     x = torch.randn(60, 16, device=device, requires_grad=True)
     with torch.autocast(device, dtype=torch.bfloat16):
         out = spmm(adj, x, bias=torch.zeros(16, device=device))
+        assert spmm(adj, x.double()).dtype == torch.float64
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     assert x.grad.dtype == torch.float32

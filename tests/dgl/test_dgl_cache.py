@@ -14,6 +14,7 @@ from dgl_cases import DGLError, block, dgl, fastsparse_dgl, features, homogeneou
 
 import fastsparse_core.adjacency
 from fastsparse_core import Adjacency
+from fastsparse_dgl.caching import adjacency_of
 
 FastGraphConv = fastsparse_dgl.FastGraphConv
 
@@ -328,6 +329,17 @@ def test_structure_follows_edge_ids():
         )
         assert torch.equal(adjacency.col.long(), src.long()[position])
         assert torch.equal(adjacency.row().long(), dst.long()[position])
+
+
+def test_every_device_has_its_own_structure(monkeypatch):
+    monkeypatch.setattr(
+        "fastsparse_dgl.caching.adjacency_from_graph",
+        lambda graph, device: Adjacency(*torch.zeros(2, 1, dtype=torch.int64, device=device), (0, 0)),
+    )
+    graph = homogeneous()
+    for device in map(torch.device, ("cpu", "meta", "cpu")):
+        assert adjacency_of(graph, device).device == device
+    assert fastsparse_dgl.cache_info().misses == 2
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ import gcn
 import pytest
 import torch
 from common import cli, frameworks, report, training
-from common.data import planted_partition
+from common.data import Split, planted_partition
 from common.errors import ExampleError
 from common.training import Recipe
 from rich.console import Console
@@ -217,6 +217,37 @@ def test_loss_that_is_no_number_stops_the_run() -> None:
             precision="fp32",
             seed=0,
         )
+
+
+class Scripted(torch.nn.Module):
+    """Answers rightly, epoch by epoch, for the nodes that a script names."""
+
+    def __init__(self, right: list[list[bool]]) -> None:
+        super().__init__()
+        self.right = iter(torch.tensor(right))
+        self.bias = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self, graph: None, x: None) -> torch.Tensor:
+        right = torch.ones(3, dtype=torch.bool) if self.training else next(self.right)
+        return torch.stack([right, ~right], dim=1).float() + self.bias
+
+
+def test_the_first_epoch_with_the_best_validation_score_counts() -> None:
+    #       train  val    test
+    right = [[True, False, True], [False, True, False], [True, True, True], [True, False, True]]
+    result = training.train_run(
+        Scripted(right),
+        None,
+        None,
+        torch.zeros(3, dtype=torch.int64),
+        Split(*torch.eye(3, dtype=torch.bool)),
+        Recipe(epochs=4),
+        precision="fp32",
+        metrics=["accuracy"],
+        progress=training.tqdm(disable=True),
+    )
+    assert result.best_epoch == 1
+    assert result.scores == {"accuracy": 0.0}
 
 
 def test_first_layer_alone_is_decayed_where_the_recipe_says_so() -> None:

@@ -1,0 +1,444 @@
+"""Do the tests notice a fault? Plants single faults in kernels (CPU) and Python, one at a time.
+
+    python tests/mutate.py          all of them
+    python tests/mutate.py 3 17     some of them
+
+Works in a copy of the checkout: changes one file, builds the extension if it is C++ (objects are cached, so
+one file compiles), runs the tests that are named beside the fault, and puts the file back. A fault that no
+test notices needs a test. Run it after a change to how the tests are cut or parametrised. It takes about a
+quarter of an hour on two cores and is no part of ``make test``; `tests/packaging/test_mutate.py` checks that
+the list still fits the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+#: What the tests need of the checkout.
+COPIED = (
+    *("kernels", "fastsparse_pyg", "fastsparse_dgl", "examples", "benchmarks", "tests"),
+    *("setup.py", "pyproject.toml", "README.md", "LICENSE"),
+)
+SECONDS = 900  # after which tests count as hanging
+TESTS_FAILED = 1  # pytest's exit status; others above 0 mean that it could not run them
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        what: What is wrong then, for the table.
+        file: Where, from the checkout on.
+        text: What stands there, exactly once.
+        replacement: What is put in its place.
+        tests: Tests of which at least one must fail, as pytest names them, without parameters.
+    """
+
+    what: str
+    file: str
+    text: str
+    replacement: str
+    tests: tuple[str, ...]
+
+
+FAULTS = (
+    # ------------------------------------------------------------------------------------ kernels
+    Fault(
+        "the last entries of a long row are left out",
+        "kernels/cpu/spmm_csr.cpp",
+        "block < end; block += kEntriesPerSum) {\n    const std::int64_t block_end",
+        "block == begin || block + kEntriesPerSum <= end; block += kEntriesPerSum) {\n"
+        "    const std::int64_t block_end",
+        ("tests/core/test_spmm.py::test_row_lengths",),
+    ),
+    Fault(
+        "the scale of destinations is dropped in the last features",
+        "kernels/cpu/spmm_csr.cpp",
+        "if (args.scale_dst != nullptr) total *= static_cast<const A*>(args.scale_dst)[row];",
+        "",
+        ("tests/core/test_spmm.py::test_equals_reference",),
+    ),
+    Fault(
+        "the transposed product overwrites what it is to be added to",
+        "kernels/cpu/spmm_csr_transposed.cpp",
+        "std::max(col_begin, args.num_given)",
+        "col_begin",
+        ("tests/core/test_aggregate_linear.py::test_add_transposed_equals_reference",),
+    ),
+    Fault(
+        "ties of the maximum go to the last entry",
+        "kernels/cpu/spmm_extremum.cpp",
+        "candidate > best[f]",
+        "candidate >= best[f]",
+        ("tests/core/test_spmm.py::test_ties_go_to_the_first_entry",),
+    ),
+    Fault(
+        "softmax without subtraction of the maximum",
+        "kernels/cpu/edge_softmax.cpp",
+        "exponential(term - highest)",
+        "exponential(term)",
+        ("tests/core/test_edge_softmax.py::test_extreme_scores",),
+    ),
+    Fault(
+        "wrong sign in the gradient of softmax",
+        "kernels/cpu/edge_softmax.cpp",
+        "widen(grad[at]) - sum",
+        "widen(grad[at]) + sum",
+        ("tests/core/test_edge_softmax.py::test_gradients_and_double_backward",),
+    ),
+    Fault(
+        "the sum of weights is not rescaled where a later block has a larger maximum",
+        "kernels/cpu/attention_csr.cpp",
+        "sum[head] *= rescale;",
+        "",
+        ("tests/core/test_attention.py::test_hub_row",),
+    ),
+    Fault(
+        "an empty row is divided by its sum",
+        "kernels/cpu/attention_csr.cpp",
+        "empty ? A{0} : static_cast<A>(1 / sum[head])",
+        "static_cast<A>(1 / sum[head])",
+        ("tests/core/test_attention.py::test_rows_without_edges_give_zero",),
+    ),
+    Fault(
+        "the backward pass over columns drops the transposed edges",
+        "kernels/cpu/attention_csr_backward.cpp",
+        "keep_factor<A>(forward, block.col[i], col, head)",
+        "keep_factor<A>(forward, col, block.col[i], head)",
+        ("tests/core/test_attention.py::test_gradients",),
+    ),
+    Fault(
+        "features where two vectors overlap are summed twice",
+        "kernels/cpu/attention_blocks.cpp",
+        "if (skip > 0) clear_lanes<A, kLanes>(skip, block[v]);",
+        "",
+        ("tests/core/test_attention.py::test_equals_reference",),
+    ),
+    Fault(
+        "MaxK keeps too few of equal entries",
+        "kernels/cpu/maxk.cpp",
+        "ties -= keys[c] > least;",
+        "ties -= keys[c] >= least;",
+        ("tests/core/test_maxk.py::test_ties_go_to_the_lower_column",),
+    ),
+    Fault(
+        "columns beyond 65,536 are not sorted",
+        "kernels/cpu/compress.cpp",
+        "shift == 0 || (num_minor - 1) >> shift > 0;",
+        "shift == 0;",
+        ("tests/core/test_adjacency.py::test_columns_of_more_than_16_bits",),
+    ),
+    # ------------------------------------------------------------------------------------ core
+    Fault(
+        "the transpose ignores the caller's edge order",
+        "kernels/fastsparse_core/adjacency.py",
+        "edge_id=order if self.edge_id is None else self.edge_id[order.long()],",
+        "edge_id=order,",
+        ("tests/core/test_adjacency.py::test_transpose",),
+    ),
+    Fault(
+        "a structure with the degrees of its transpose is taken for symmetric",
+        "kernels/fastsparse_core/adjacency.py",
+        "            and torch.equal(row, self.col)\n",
+        "",
+        ("tests/core/test_adjacency.py::test_equal_degrees_make_no_symmetric_structure",),
+    ),
+    Fault(
+        "wrong exponent of out-degrees",
+        "kernels/fastsparse_core/adjacency.py",
+        "_power(self.out_degree(), -0.5, dtype)",
+        "_power(self.out_degree(), -1.0, dtype)",
+        ("tests/core/test_adjacency.py::test_degree_powers",),
+    ),
+    Fault(
+        "the cache's latest entry serves a graph that was changed",
+        "kernels/fastsparse_core/cache.py",
+        " and latest[1] == stamp",
+        "",
+        ("tests/core/test_cache.py::test_the_latest_entry_needs_all_three_too",),
+    ),
+    Fault(
+        "locks are not renewed after a fork",
+        "kernels/fastsparse_core/locks.py",
+        "after_in_child=_renew_all",
+        "after_in_child=lambda: None",
+        ("tests/core/test_locks.py",),
+    ),
+    Fault(
+        "a mean with scales does not divide by the degree",
+        "kernels/fastsparse_core/ops/spmm.py",
+        "else scale_dst * mean",
+        "else scale_dst",
+        ("tests/core/test_spmm.py::test_equals_reference",),
+    ),
+    Fault(
+        "scales are exchanged in the second derivative of a product",
+        "kernels/fastsparse_core/ops/spmm.py",
+        "scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)",
+        "scales = (scale_dst, scale_src)",
+        ("tests/core/test_spmm.py::test_gradients_and_double_backward",),
+    ),
+    Fault(
+        "wrong sign in the second derivative of softmax",
+        "kernels/fastsparse_core/ops/edge_softmax.py",
+        "- grad * row_sums(weight * outer)",
+        "+ grad * row_sums(weight * outer)",
+        ("tests/core/test_edge_softmax.py::test_gradients_and_double_backward",),
+    ),
+    Fault(
+        "autocast lowers float64",
+        "kernels/fastsparse_core/ops/_common.py",
+        "tensor.dtype not in (dtype, torch.float64)",
+        "tensor.dtype != dtype",
+        ("tests/core/test_spmm.py::test_autocast_casts_features_as_a_matrix_product_does",),
+    ),
+    Fault(
+        "rows are summed in 16 bits",
+        "kernels/fastsparse_core/ops/_common.py",
+        "# one row for all, as after out.sum()\n    ):\n        return rows.sum(0, dtype=dtype)",
+        "# one row for all, as after out.sum()\n    ):\n        return rows.sum(0).to(dtype)",
+        (
+            "tests/core/test_sum_of_rows.py",
+            "tests/core/test_spmm.py::test_gradient_of_a_bias_is_summed_in_its_dtype",
+        ),
+    ),
+    # ------------------------------------------------------------------------------------ plugins
+    Fault(
+        "edges edited in place are not seen",
+        "fastsparse_pyg/caching.py",
+        "return tensor._version, tensor.data_ptr()",
+        "return tensor.data_ptr()",
+        ("tests/pyg/test_pyg_cache.py::test_edges_edited_in_place_are_seen",),
+    ),
+    Fault(
+        "one structure for all devices",
+        "fastsparse_dgl/caching.py",
+        "_cache.lookup(handle, None, device, lambda",
+        "_cache.lookup(handle, None, None, lambda",
+        ("tests/dgl/test_dgl_cache.py::test_every_device_has_its_own_structure",),
+    ),
+    Fault(
+        "the graph's own self loops stay beside those of the layer",
+        "fastsparse_pyg/graph.py",
+        'self_loops="replace" if add_self_loops else "keep"',
+        'self_loops="append" if add_self_loops else "keep"',
+        ("tests/pyg/test_pyg_gcn_conv.py::test_matches_the_original",),
+    ),
+    Fault(
+        "a cached layer gives its edge weights in another order",
+        "fastsparse_pyg/nn/gcn_conv.py",
+        "self.value[adj.edge_id.sort().values.long()]",
+        "self.value[adj.edge_id.long()]",
+        ("tests/pyg/test_pyg_gcn_conv.py::test_cached_form_is_the_original_s",),
+    ),
+    Fault(
+        "the bias is forgotten where the linear map comes first",
+        "fastsparse_pyg/nn/sage_conv.py",
+        "value, bias=lin.bias)",
+        "value)",
+        ("tests/pyg/test_pyg_sage_gin_conv.py::test_sage_matches_the_original",),
+    ),
+    Fault(
+        "heads are summed, not averaged",
+        "fastsparse_pyg/nn/gat_conv.py",
+        "self.out_channels).mean(dim=1)",
+        "self.out_channels).sum(dim=1)",
+        ("tests/pyg/test_pyg_gat_conv.py::test_matches_the_original",),
+    ),
+    Fault(
+        "the mean of edge features that fills self loops counts the loop",
+        "fastsparse_pyg/nn/attention.py",
+        "(by_row.in_degree()[:count] - 1)",
+        "by_row.in_degree()[:count]",
+        ("tests/pyg/test_pyg_gat_conv.py::test_edge_features",),
+    ),
+    Fault(
+        'norm="left" divides by in-degrees',
+        "fastsparse_dgl/nn/graph_conv.py",
+        '{"scale_src": adjacency.inv_out_degree(dtype)}',
+        '{"scale_src": adjacency.inv_degree(dtype)}',
+        ("tests/dgl/test_dgl_graph_conv.py::test_parity",),
+    ),
+    Fault(
+        "the residual takes the sources of a pair",
+        "fastsparse_dgl/nn/gat_conv.py",
+        "self.res_fc(destination)",
+        "self.res_fc(source[: adjacency.num_dst])",
+        ("tests/dgl/test_dgl_gat_conv.py::test_residual_of_a_pair",),
+    ),
+    Fault(
+        "nodes of zero in-degree are accepted",
+        "fastsparse_dgl/nn/base.py",
+        "if adjacency.has_empty_rows():",
+        "if False:",
+        ("tests/dgl/test_dgl_graph_conv.py::test_zero_in_degree_raises_dgls_kind_of_error",),
+    ),
+    # ------------------------------------------------------------------------------------ examples
+    Fault(
+        "layers that are compared drop different numbers",
+        "examples/common/training.py",
+        'run {run + 1}/{recipe.runs}")\n                torch.manual_seed(seed + run)',
+        'run {run + 1}/{recipe.runs}")\n                torch.seed()',
+        ("tests/examples/test_example_gcn.py::test_both_layers_train_alike",),
+    ),
+    Fault(
+        "the best epoch is chosen by the test score",
+        "examples/common/training.py",
+        "if result.val[-1] > best:\n            best = result.val[-1]",
+        "if result.test[-1] > best:\n            best = result.test[-1]",
+        ("tests/examples/test_example_gcn.py::test_the_first_epoch_with_the_best_validation_score_counts",),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the tests said.
+
+    Attributes:
+        caught: Whether they noticed.
+        by: The first test that failed, or what went wrong.
+    """
+
+    caught: bool
+    by: str
+
+
+class Copy:
+    """A copy of the checkout in which faults are planted."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        unwanted = shutil.ignore_patterns("__pycache__", "results")
+        for name in COPIED:
+            source = CHECKOUT / name
+            if source.is_dir():
+                shutil.copytree(source, root / name, ignore=unwanted)
+            else:
+                shutil.copy(source, root)
+        objects = CHECKOUT / "build" / "objects"
+        objects.mkdir(parents=True, exist_ok=True)
+        (root / "build").mkdir()
+        (root / "build" / "objects").symlink_to(objects.resolve(), target_is_directory=True)
+        self._env = {
+            **os.environ,
+            "FASTSPARSE_CUDA_ARCHS": "none",
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
+            "PYTHONDONTWRITEBYTECODE": "1",  # bytecode of a fault must not outlive it
+            "PYTHONPATH": os.pathsep.join([str(root), str(root / "kernels")]),
+        }
+
+    def python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Runs Python in the copy, both streams in one."""
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=self.root,
+            env=self._env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=SECONDS,
+        )
+
+    def build(self) -> None:
+        """Builds the extension where it is imported from.
+
+        Raises:
+            RuntimeError: with the compiler's words.
+        """
+        done = self.python("setup.py", "build_ext", "--inplace")
+        if done.returncode:
+            raise RuntimeError(done.stdout[-4000:])
+
+    def test(self, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Runs tests up to the first that fails."""
+        return self.python("-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests)
+
+    @contextmanager
+    def planted(self, fault: Fault) -> Iterator[None]:
+        """The copy with one fault in it, built."""
+        path = self.root / fault.file
+        right = path.read_text()
+        extensions = {
+            built: built.read_bytes() for built in (self.root / "kernels/fastsparse_core").glob("_C*.so")
+        }
+        try:
+            path.write_text(right.replace(fault.text, fault.replacement))
+            if path.suffix == ".cpp":
+                self.build()
+            yield
+        finally:
+            path.write_text(right)
+            for built, content in extensions.items():
+                built.write_bytes(content)
+
+    def outcome(self, fault: Fault) -> Outcome:
+        """Plants a fault and runs its tests."""
+        try:
+            with self.planted(fault):
+                done = self.test(fault.tests)
+        except subprocess.TimeoutExpired:
+            return Outcome(True, "the tests hang")
+        if done.returncode < 0:
+            return Outcome(True, f"the tests crash (signal {-done.returncode})")
+        failed = re.search(r"^FAILED (?:\S*?tests/)?(.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+        if done.returncode == TESTS_FAILED and failed:
+            return Outcome(True, failed[1])
+        return Outcome(False, "" if done.returncode == 0 else done.stdout[-2000:])
+
+
+def main() -> int:
+    """Plants the faults that were asked for; returns how many were not noticed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("numbers", nargs="*", type=int, help=f"which faults, from 1 to {len(FAULTS)}")
+    numbers = parser.parse_args().numbers or range(1, len(FAULTS) + 1)
+    if not all(1 <= number <= len(FAULTS) for number in numbers):
+        parser.error(f"numbers: expected 1 to {len(FAULTS)}, got {numbers}")
+    console = Console(markup=False)
+    table = Table("", "fault")
+    table.add_column("noticed by", overflow="fold")
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder, Progress(console=console) as progress:
+        bar = progress.add_task("build", total=len(numbers) + 1)
+        copy = Copy(Path(folder))
+        copy.build()
+        progress.update(bar, description="the tests without a fault")
+        done = copy.test(sorted({test for number in numbers for test in FAULTS[number - 1].tests}))
+        if done.returncode:
+            console.print(done.stdout[-4000:])
+            console.print("the tests fail without any fault")
+            return 1
+        for number in numbers:
+            fault = FAULTS[number - 1]
+            progress.update(bar, advance=1, description=f"{number}: {fault.what}")
+            outcome = copy.outcome(fault)
+            missed += not outcome.caught
+            verdict = outcome.by if outcome.caught else f"NOT caught {outcome.by}"
+            table.add_row(str(number), f"{fault.file}: {fault.what}", verdict)
+            console.print(f"{number:3}  {verdict}", highlight=False)
+        progress.update(bar, advance=1, description="done")
+    console.print(table)
+    console.print(f"{len(numbers) - missed} of {len(numbers)} faults caught")
+    return min(missed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
