@@ -5,9 +5,9 @@
 
 Works in a copy of the checkout: changes one file, builds the extension if it is C++ (objects are cached, so
 one file compiles), runs the tests that are named beside the fault, and puts the file back. A fault that no
-test notices needs a test. Run it after a change to how the tests are cut or parametrised. It takes about a
-quarter of an hour on two cores and is no part of ``make test``; `tests/packaging/test_mutate.py` checks that
-the list still fits the code.
+test notices needs a test. Run it after a change to how the tests are cut or parametrised. It takes about five
+minutes on two idle cores and is no part of ``make test``; `tests/packaging/test_mutate.py` checks that the
+list still fits the code.
 """
 
 from __future__ import annotations
@@ -433,7 +433,7 @@ def main() -> int:
             missed += not outcome.caught
             verdict = outcome.by if outcome.caught else f"NOT caught {outcome.by}"
             table.add_row(str(number), f"{fault.file}: {fault.what}", verdict)
-            console.print(f"{number:3}  {verdict}", highlight=False)
+            console.print(f"{number:3}  {verdict}", highlight=False, soft_wrap=True)
         progress.update(bar, advance=1, description="done")
     console.print(table)
     console.print(f"{len(numbers) - missed} of {len(numbers)} faults caught")
