@@ -11,7 +11,6 @@ pass keeps two numbers for every edge and head (GATv2: and a bit per feature).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -101,42 +100,59 @@ def gatv2_obstacle(
 # ---------------------------------------------------------------- products with the edges' linear map
 
 
+def _blocks(weight: Tensor, heads: int) -> Tensor:
+    """(heads * D, A) as a block of every head on the diagonal of (heads * D, heads * A)."""
+    per_head = weight.view(heads, -1, 1, weight.size(1))
+    diagonal = torch.eye(heads, dtype=weight.dtype, device=weight.device).view(heads, 1, heads, 1)
+    return (per_head * diagonal).view(weight.size(0), heads * weight.size(1))
+
+
 def _per_head(x: Tensor, heads: int) -> Tensor:
     """(n, heads * D) as (n, heads, D), a view."""
     return x.unflatten(1, (heads, x.size(1) // max(heads, 1)))
 
 
+def _as_one_product(x: Tensor) -> bool:
+    """Whether one product with zeros between the heads is faster than one per head: on tensor cores."""
+    return x.is_cuda and x.itemsize == 2
+
+
 def _to_edge_width(x: Tensor, weight: Tensor, heads: int) -> Tensor:
-    """``W_h^T x_i`` of every head: (n, heads * D) to (n, heads, A). CUDA kernels compute it themselves."""
+    """``W_h^T x_i`` of every head: (n, heads * D) to (n, heads, A)."""
+    if _as_one_product(x):
+        return torch.mm(x, _blocks(weight, heads)).view(x.size(0), heads, weight.size(1))
     out = x.new_empty(x.size(0), heads, weight.size(1))
-    per_head = weight.view(heads, -1, weight.size(1))
-    torch.bmm(_per_head(x, heads).transpose(0, 1), per_head, out=out.transpose(0, 1))
+    per_head = _per_head(x, heads).transpose(0, 1)
+    torch.bmm(per_head, weight.view(heads, -1, weight.size(1)), out=out.transpose(0, 1))
     return out
 
 
 def _add_from_edge_width(out: Tensor, e: Tensor, weight: Tensor, heads: int) -> None:
-    """``out_i += W_h e_i`` of every head: e (n, heads, A), out (n, heads * D) contiguous. Likewise."""
+    """``out_i += W_h e_i`` of every head: e (n, heads, A), out (n, heads * D) contiguous."""
+    if _as_one_product(out):
+        out.addmm_(e.flatten(1), _blocks(weight, heads).t())
+        return
     per_head = weight.view(heads, -1, weight.size(1)).transpose(1, 2)
     _per_head(out, heads).transpose(0, 1).baddbmm_(e.transpose(0, 1), per_head)
 
 
-def _weight_gradient(pairs: Sequence[tuple[Tensor, Tensor]], heads: int) -> Tensor:
-    """``sum_i x_i,h e_i,h^T`` over pairs of x (n, heads * D) and e (n, heads, A): (heads * D, A)."""
-    if pairs[0][0].is_cuda:
-        # One product with all pairs of heads, of which those of a head with itself count: a product per head
-        # has too few results to fill a GPU.
-        (x, e), *others = pairs
-        full = torch.mm(x.t(), e.flatten(1))
-        for x, e in others:
-            full.addmm_(x.t(), e.flatten(1))
-        width, edge_width = x.size(1), e.size(2)
-        diagonal = full.view(heads, -1, heads, edge_width).diagonal(dim1=0, dim2=2)
-        return diagonal.permute(2, 0, 1).reshape(width, edge_width)
-    total = sum(
-        torch.matmul(_per_head(x, heads).permute(1, 2, 0), e.transpose(0, 1)).flatten(0, 1) for x, e in pairs
-    )
-    assert isinstance(total, Tensor)
-    return total
+def _weight_gradient(x: Tensor, e: Tensor, heads: int) -> Tensor:
+    """``sum_i x_i,h e_i,h^T``, (heads * D, A), of x (n, heads * D) and e (n, heads, A)."""
+    width, edge_width = x.size(1), e.size(2)
+    if _as_one_product(x):
+        full = torch.mm(x.t(), e.flatten(1)).view(heads, -1, heads, edge_width)
+        return full.diagonal(dim1=0, dim2=2).permute(2, 0, 1).reshape(width, edge_width)
+    parts = max(1, min(64, x.size(0) // 1024)) if x.is_cuda else 1
+    length = x.size(0) // parts
+    total = x.new_zeros(heads, width // heads, edge_width)
+    for begin, count, rows in ((0, parts, length), (parts * length, 1, x.size(0) - parts * length)):
+        if rows == 0:
+            continue
+        end = begin + count * rows
+        left = x[begin:end].unflatten(0, (count, rows)).unflatten(2, (heads, -1)).permute(0, 2, 3, 1)
+        right = e[begin:end].unflatten(0, (count, rows)).permute(0, 2, 1, 3)
+        total += torch.matmul(left, right).sum(0)
+    return total.view(width, edge_width)
 
 
 # ---------------------------------------------------------------- padding
@@ -359,14 +375,10 @@ def _edge_attention(
     out = v.new_empty(adj.num_dst, v.size(1))
     out_edge = v.new_empty(adj.num_dst, heads, edge.size(1))
     lse = v.new_empty(adj.num_dst, heads, dtype=accumulation_dtype(v.dtype))
-    if out.is_cuda:
-        of_rows, of_kernel = None, weight.t().contiguous()
-    else:
-        of_rows, of_kernel = _to_edge_width(q, weight, heads), None
-    arguments = _input(heads, q, k, v, of_rows, edge, None, of_kernel, bias, scale, dropout_p, seed)
+    q_edge = _to_edge_width(q, weight, heads)
+    arguments = _input(heads, q, k, v, q_edge, edge, None, None, bias, scale, dropout_p, seed)
     _run_forward(adj, arguments, out, out_edge, lse)
-    if not out.is_cuda:
-        _add_from_edge_width(out, out_edge, weight, heads)
+    _add_from_edge_width(out, out_edge, weight, heads)
     return _unpadded(out, heads, width), lse, out_edge
 
 
@@ -395,27 +407,22 @@ def _edge_attention_backward(
     edge = _padded_edges(edge_attr)
     weight = _padded_weight(edge_weight, heads, v.size(1), edge.size(1))
     bias = None if bias is None else bias.contiguous()
-    q_edge = grad_edge = of_kernel = None
-    if out.is_cuda:
-        of_kernel = weight.t().contiguous()
-    else:
-        q_edge, grad_edge = _to_edge_width(q, weight, heads), _to_edge_width(grad, weight, heads)
+    q_edge, grad_edge = _to_edge_width(q, weight, heads), _to_edge_width(grad, weight, heads)
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
-    grad_q_edge = torch.empty_like(out_edge)
+    grad_q_edge = torch.empty_like(q_edge)
     work = _edge_room(adj, adj.num_values, heads, 2, dtype=lse.dtype)
     features = None
     if edge_wanted:
         lanes = max(_sign_bytes(v.size(1) // heads), _sign_bytes(-(-edge.size(1) // 2)))
         features = _features_room(adj, v, heads, lanes, edge.size(1))
-    arguments = _input(heads, q, k, v, q_edge, edge, None, of_kernel, bias, scale, dropout_p, seed)
+    arguments = _input(heads, q, k, v, q_edge, edge, None, None, bias, scale, dropout_p, seed)
     grads = (grad_q, grad_k, grad_v, grad_q_edge)
     parts = (min(_CPU_PARTS, max(adj.num_dst, 1)), 0)
     _run_backward(
         adj, arguments, heads, out, grad, grad_edge, lse, work, None, grads, features, None, None, parts
     )
-    if not out.is_cuda:
-        _add_from_edge_width(grad_q, grad_q_edge, weight, heads)
-    grad_weight = _weight_gradient(((q, grad_q_edge), (grad, out_edge)), heads)
+    _add_from_edge_width(grad_q, grad_q_edge, weight, heads)
+    grad_weight = _weight_gradient(q, grad_q_edge, heads) + _weight_gradient(grad, out_edge, heads)
     grad_weight = grad_weight.unflatten(0, (heads, -1))[:, : width // max(heads, 1), : edge_attr.size(1)]
     return (
         _unpadded(grad_q, heads, width),
