@@ -3,7 +3,7 @@ r"""Attention with edge features as PyTorch sees it: schemas, launches on both d
 Dot products: with :math:`W_h` the rows of the edges' linear map that belong to head h,
 :math:`\langle q_i, W_h a_{ij} \rangle = \langle W_h^\top q_i, a_{ij} \rangle` and
 :math:`\sum_j w_{ij} W_h a_{ij} = W_h \sum_j w_{ij} a_{ij}`. Both products with :math:`W` have a row per node
-and not one per edge; CUDA kernels compute them themselves, the CPU's are given them.
+and not one per edge: PyTorch computes them, before and behind the kernels.
 :math:`\sum_j w_{ij} a_{ij}`, (num_dst, heads, A), is kept for the gradient of :math:`W`. GATv2's linear map
 stands inside the leaky ReLU, so its kernels compute :math:`W a_{ij}` and store nothing of it. The backward
 pass keeps two numbers for every edge and head (GATv2: and a bit per feature).
