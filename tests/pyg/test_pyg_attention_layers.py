@@ -648,3 +648,19 @@ def test_nan_features_stay_where_they_belong(device, family):
     assert expected.isnan().any()
     assert not expected.isnan().all()
     close(got, expected, 2e-5)
+
+
+@pytest.mark.parametrize("name", ["GATConv", "GATv2Conv", "TransformerConv"])
+def test_edge_features_without_edges(name, device):
+    """As in a batch of single atoms."""
+    pairs = {
+        "GATConv": (FastGATConv, GATConv),
+        "GATv2Conv": (FastGATv2Conv, GATv2Conv),
+        "TransformerConv": (FastTransformerConv, TransformerConv),
+    }
+    layer, reference = (each(4, 2, edge_dim=5).to(device) for each in pairs[name])
+    reference.load_state_dict(layer.state_dict())
+    x = torch.randn(3, 4, device=device)
+    edges, features = torch.zeros(2, 0, dtype=torch.long, device=device), torch.zeros(0, 5, device=device)
+    torch.testing.assert_close(layer(x, edges, features), reference(x, edges, features))
+    assert layer(x[:0], edges, features).shape == (0, 2)

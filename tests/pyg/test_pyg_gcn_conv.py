@@ -11,10 +11,10 @@ import pytest
 import torch
 from cuda_graphs import moved
 from pyg_cases import KINDS, as_kind, close, gradients, random_graph, same, simple_graph
-from torch_geometric.nn import GCNConv
+from torch_geometric.nn import GCNConv, SAGEConv
 
 from fastsparse_core import Adjacency
-from fastsparse_pyg import FastGCNConv, cache_info, prepare
+from fastsparse_pyg import FastGCNConv, FastSAGEConv, cache_info, prepare, restore
 
 OPTIONS = [
     {},
@@ -495,3 +495,47 @@ def test_gradients_in_batches(device, weighted):
     ]
     for expected, actual in zip(*batches, strict=True):
         close(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("way", ["restore", "hook"])
+def test_the_cache_of_16_bit_features_keeps_their_dtype(dtype, way):
+    """Where PyG's code reads it: it would have kept weights in the features' dtype."""
+    edge_index, x = random_graph(), torch.randn(40, 6).to(dtype)
+    layer = FastGCNConv(6, 5, cached=True).to(dtype)
+    expected = layer(x, edge_index)
+    if way == "restore":
+        restore(layer)
+    else:
+        layer.register_message_forward_hook(lambda *_: None)
+    out = layer(x, edge_index)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, expected, rtol=0.05, atol=0.05)
+
+
+def test_layers_of_both_kinds_on_one_weighted_matrix():
+    """PyG's count up the version of a COO matrix whose values they leave as they are."""
+    edge_index = random_graph().unique(dim=1)
+    matrix = torch.sparse_coo_tensor(edge_index, torch.rand(edge_index.size(1)), (40, 40)).coalesce()
+    x = torch.randn(40, 6)
+    results = []
+    for first, second in ((FastSAGEConv, GCNConv), (SAGEConv, GCNConv)):
+        torch.manual_seed(0)
+        layers = first(6, 5), second(6, 5)
+        sum(layer(x, matrix).square().sum() for layer in layers).backward()
+        results.append([parameter.grad for layer in layers for parameter in layer.parameters()])
+    for ours, theirs in zip(*results, strict=True):
+        close(ours, theirs)
+
+
+def test_a_negative_degree_gives_no_nan_to_a_node_that_nobody_gathers():
+    edge_index = torch.tensor([[0, 1, 2, 0], [1, 2, 3, 2]])
+    edge_weight = torch.tensor([1.0, 1.0, -2.0, 1.0])  # node 3: degree -2, and no outgoing edge
+    gradients = []
+    for layer in (GCNConv(6, 5, add_self_loops=False), FastGCNConv(6, 5, add_self_loops=False)):
+        torch.manual_seed(0)
+        x = torch.randn(4, 6, requires_grad=True)
+        layer(x, edge_index, edge_weight)[:3].sum().backward()
+        gradients.append(x.grad[3])
+    assert torch.equal(gradients[0], torch.zeros(6))
+    assert torch.equal(gradients[1], gradients[0])
