@@ -50,6 +50,7 @@ from fastsparse_core.formats.grouping import group_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_split import split_rows
 from fastsparse_core.formats.tall_windows import TallLayout
+from fastsparse_core.ops import _edge_attention
 from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
 from fastsparse_core.ops._common import sum_of_rows
 from fastsparse_core.ops._spmm_launch import add_transposed
@@ -406,8 +407,9 @@ def with_edge_features(dtype: torch.dtype) -> None:
             "edge_weight": draw(heads * width, edge_width, dtype=dtype).requires_grad_(),
         }
         bias = draw(adj.num_edges, heads).requires_grad_()
-        attention(adj, q, k, v, 0.5, bias, 0.3, heads=heads, **edges).sum().backward()
-        gatv2_attention(adj, q, k, att, 0.2, 0.3, **edges).sum().backward()
+        with torch.enable_grad(), mock.patch.object(_edge_attention, "GATV2_ON_CUDA", True):
+            attention(adj, q, k, v, 0.5, bias, 0.3, heads=heads, **edges).sum().backward()
+            gatv2_attention(adj, q, k, att, 0.2, 0.3, **edges).sum().backward()
 
 
 def softmax_of_edges(dtype: torch.dtype) -> None:

@@ -633,8 +633,18 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
         (
             "cuda",
             [
-                *("attention", "train", "breakdown", "ssd", "accuracy", "maxk", "spmm", "sddmm", "spmm"),
-                *("dlmc", "formats", "adjacency", "host", "minibatch", "choice", "regret", "sparse_linear"),
+                *("attention", "edges", "train", "breakdown", "ssd", "accuracy", "maxk", "spmm", "sddmm"),
+                *(
+                    "spmm",
+                    "dlmc",
+                    "formats",
+                    "adjacency",
+                    "host",
+                    "minibatch",
+                    "choice",
+                    "regret",
+                    "sparse_linear",
+                ),
                 "accuracy",
             ],
         ),
