@@ -218,7 +218,7 @@ template <typename T, int kEdge>
 struct EdgePart {
   Words<T, 4> four[kEdge / 4];
 
-  __device__ __forceinline__ EdgePart() = default;
+  EdgePart() = default;
   __device__ __forceinline__ EdgePart(const EdgeLane& lane, const void* from, std::uint32_t row,
                                       bool wanted) {
     const T* at = edge_row<T>(from, row, lane.edge_width);
