@@ -16,11 +16,12 @@ PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install -qq --disable-pip-version-check
 CXX_FILES := $(shell find kernels -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: help setup demo test lint format typecheck docs doctor wheel wheel-check clean
+.PHONY: help setup demo test test-quick lint format typecheck docs doctor wheel wheel-check clean
 
 help:
 	@echo "make demo       train GCN with PyG's own layer and with FastGCNConv, print a table, save demo.png"
-	@echo "make test       run the tests (those marked gpu are skipped where there is no GPU)"
+	@echo "make test       run the tests; those for GPUs are left out where there is no GPU"
+	@echo "make test-quick the same of the core and both plugins, without what takes long"
 	@echo "make doctor     show versions, GPUs, what was built, and check every operator"
 	@echo "make lint       ruff and clang-format, checking only; make format applies them"
 	@echo "make typecheck  mypy on the packages"
@@ -50,6 +51,9 @@ demo: setup
 
 test: setup
 	$(PY) -m pytest -n auto $(ARGS)
+
+test-quick: setup
+	$(PY) -m pytest -n auto -q -m "not slow" tests/core tests/pyg tests/dgl $(ARGS)
 
 doctor: setup
 	$(PY) -m fastsparse_core.doctor
