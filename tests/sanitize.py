@@ -50,7 +50,6 @@ from fastsparse_core.formats.grouping import group_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_split import split_rows
 from fastsparse_core.formats.tall_windows import TallLayout
-from fastsparse_core.ops import _edge_attention
 from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
 from fastsparse_core.ops._common import sum_of_rows
 from fastsparse_core.ops._spmm_launch import add_transposed
@@ -394,22 +393,22 @@ def gatv2(dtype: torch.dtype) -> None:
 
 
 def with_edge_features(dtype: torch.dtype) -> None:
-    """Attention and GATv2 with edge features, forward and backward: many lanes, slices, groups of heads."""
-    adj = heavy()
-    for heads, width, edge_width in ((2, 16, 8), (3, 64, 3), (1, 8, 32), (16, 24, 8)):
-        q, k, v = (
-            features(rows, heads * width, dtype=dtype).requires_grad_()
-            for rows in (adj.num_dst, adj.num_src, adj.num_src)
-        )
-        att = draw(heads, width).requires_grad_()
-        edges = {
-            "edge_attr": draw(adj.num_edges, edge_width, dtype=dtype).requires_grad_(),
-            "edge_weight": draw(heads * width, edge_width, dtype=dtype).requires_grad_(),
-        }
-        bias = draw(adj.num_edges, heads).requires_grad_()
-        with torch.enable_grad(), mock.patch.object(_edge_attention, "GATV2_ON_CUDA", True):
-            attention(adj, q, k, v, 0.5, bias, 0.3, heads=heads, **edges).sum().backward()
-            gatv2_attention(adj, q, k, att, 0.2, 0.3, **edges).sum().backward()
+    """Attention and GATv2 with edge features, forward and backward: many lanes, one, slices, many heads."""
+    for heads, width, edge_width in ((2, 16, 8), (3, 64, 3), (1, 5, 32), (16, 24, 8)):
+        for adj in (heavy(), sparse()):
+            q, k, v = (
+                features(rows, heads * width, dtype=dtype).requires_grad_()
+                for rows in (adj.num_dst, adj.num_src, adj.num_src)
+            )
+            att = draw(heads, width).requires_grad_()
+            edges = {
+                "edge_attr": draw(adj.num_edges, edge_width, dtype=dtype).requires_grad_(),
+                "edge_weight": draw(heads * width, edge_width, dtype=dtype).requires_grad_(),
+            }
+            bias = draw(adj.num_edges, heads).requires_grad_()
+            with torch.enable_grad():
+                attention(adj, q, k, v, 0.5, bias, 0.3, heads=heads, **edges).sum().backward()
+                gatv2_attention(adj, q, k, att, 0.2, 0.3, **edges).sum().backward()
 
 
 def softmax_of_edges(dtype: torch.dtype) -> None:

@@ -31,14 +31,18 @@ __global__ void __launch_bounds__(kHeadThreads, kEdge == 0 ? 3 : 4)
   Entries<kInFlight> next;
   next.read(args.a, slice, 0);
 
+  const auto weight_rows = lane.gather<T>({input.weight, input.heads * input.head_width});
   float q[kLaneFeatures], att[kLaneFeatures], q_edge[kPart];
   lane.load<T>(q, input.q, row, kGatv2 ? 1.0f : scale);
   if constexpr (kGatv2) {
     lane.load_vector<T>(att, static_cast<const float*>(input.att));
   } else {
-    const EdgePart<T, kPart> part(lane, input.q_edge, row_head, true);
+    float of_row[1][kPart], x[1][kLaneFeatures];
 #pragma unroll
-    for (int i = 0; i < kPart; ++i) q_edge[i] = part[i] * scale;
+    for (int i = 0; i < kLaneFeatures; ++i) x[0][i] = q[i];
+    to_edge_width<T, kPart, 1>(of_row, lane, weight_rows, x);
+#pragma unroll
+    for (int i = 0; i < kPart; ++i) q_edge[i] = of_row[0][i];
   }
   const auto k_rows = lane.gather<T>(input.k), v_rows = lane.gather<T>(input.v);
 
@@ -130,6 +134,7 @@ __global__ void __launch_bounds__(kHeadThreads, kEdge == 0 ? 3 : 4)
     }
   }
 
+  if constexpr (!kGatv2) add_from_edge_width<T, kPart>(acc, lane, weight_rows, acc_edge);
   if (lane.group >= args.split.num_slices || !lane.live) return;
   const std::int64_t width = input.heads * input.head_width;
   if (slice.target < 0) {

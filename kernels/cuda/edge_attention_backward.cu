@@ -50,17 +50,23 @@ __global__ void __launch_bounds__(kHeadThreads, 4)
   Entries<kInFlight> next;
   next.read(args.a, slice, 0);
 
+  const auto weight_rows = lane.gather<T>({input.weight, input.heads * input.head_width});
   float q[kLaneFeatures], grad[kLaneFeatures], grad_q[kLaneFeatures] = {};
   float q_edge[kEdge], grad_edge[kEdge], grad_q_edge[kEdge] = {};
   lane.load<T>(q, input.q, row, scale);
   lane.load<T>(grad, args.grad, row);
   {
-    const EdgePart<T, kEdge> of_q(lane, input.q_edge, row_head, true);
-    const EdgePart<T, kEdge> of_grad(lane, args.grad_edge, row_head, lane.live);
+    float of_row[2][kEdge], x[2][kLaneFeatures];
+#pragma unroll
+    for (int i = 0; i < kLaneFeatures; ++i) {
+      x[0][i] = q[i];
+      x[1][i] = grad[i];
+    }
+    to_edge_width<T, kEdge, 2>(of_row, lane, weight_rows, x);
 #pragma unroll
     for (int i = 0; i < kEdge; ++i) {
-      q_edge[i] = of_q[i] * scale;
-      grad_edge[i] = of_grad[i];
+      q_edge[i] = of_row[0][i];
+      grad_edge[i] = of_row[1][i];
     }
   }
   float delta[1] = {};
@@ -148,6 +154,7 @@ __global__ void __launch_bounds__(kHeadThreads, 4)
     }
   }
 
+  add_from_edge_width<T, kEdge>(grad_q, lane, weight_rows, grad_q_edge);
   if (lane.group >= args.split.num_slices || !lane.live) return;
   const std::int64_t width = input.heads * input.head_width;
   if (slice.target < 0) {
@@ -215,6 +222,7 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
   constexpr int kInFlight = kEdgesInFlight<T>;
   const EdgeAttentionInput& input = args.input;
   const EdgeLane lane(input, head_lanes, heads_per_group);
+  if (lane.group >= args.att_rows) return;  // whole warps: a block has up to 128 groups, a warp up to 32
   const std::int64_t width = input.heads * input.head_width;
   const float slope = static_cast<float>(input.scale);
   float att[kLaneFeatures], grad_att[kLaneFeatures] = {};
@@ -277,7 +285,8 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
         if (input.dropout.threshold != 0) {
           weight *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
         }
-        const float grad_score = weight * products[kInFlight + u] - p * delta[0];
+        float grad_score = weight * products[kInFlight + u] - p * delta[0];
+        if (!lane.live) grad_score = 0;
         unsigned positive = 0;
 #pragma unroll
         for (int i = 0; i < kLaneFeatures; ++i) {
@@ -295,20 +304,38 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
       }
       if (args.grad_features != nullptr) {
         const float* weight = static_cast<const float*>(input.weight);
+        const int lane_of_group = threadIdx.x & (lane.group_lanes - 1);
 #pragma unroll 1
-        for (int a = 0; a < lane.edge_width; ++a) {
-          float w[kLaneFeatures], part[kInFlight] = {};
-          lane.load_vector<T>(w, weight + a * width);
+        for (int a = 0; a < lane.edge_width; a += 4) {
+          float part[4 * kInFlight] = {};
 #pragma unroll
-          for (int u = 0; u < kInFlight; ++u) {
-#pragma unroll
-            for (int i = 0; i < kLaneFeatures; ++i) part[u] += lane.live ? w[i] * z[u][i] : 0.0f;
-          }
-          sum_over(part, lane.group_lanes);
-          if ((threadIdx.x & (lane.group_lanes - 1)) == 0) {
+          for (int i = 0; i < 4; ++i) {
+            float w[kLaneFeatures];
+            lane.load_vector<T>(w, weight + (a + i) * width);
 #pragma unroll
             for (int u = 0; u < kInFlight; ++u) {
-              if (has[u]) features_at(args, entries.position[u])[a] = part[u];
+#pragma unroll
+              for (int f = 0; f < kLaneFeatures; ++f) part[u * 4 + i] += w[f] * z[u][f];
+            }
+          }
+          if (lane.group_lanes >= 4 * kInFlight) {
+            const float number = scatter_sum(part, lane.group_lanes);
+            const int mine = lane_of_group / 4;
+            if (lane_of_group < 4 * kInFlight && base + mine < slice.length) {
+              std::uint32_t position = entries.position[0];
+#pragma unroll
+              for (int u = 1; u < kInFlight; ++u) position = mine == u ? entries.position[u] : position;
+              features_at(args, position)[a + lane_of_group % 4] = number;
+            }
+          } else {
+            sum_over(part, lane.group_lanes);
+            if (lane_of_group == 0) {
+#pragma unroll
+              for (int u = 0; u < kInFlight; ++u) {
+                if (!has[u]) continue;
+                *reinterpret_cast<float4*>(features_at(args, entries.position[u]) + a) =
+                    make_float4(part[u * 4], part[u * 4 + 1], part[u * 4 + 2], part[u * 4 + 3]);
+              }
             }
           }
         }

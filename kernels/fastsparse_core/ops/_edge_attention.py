@@ -3,7 +3,7 @@ r"""Attention with edge features as PyTorch sees it: schemas, launches on both d
 Dot products: with :math:`W_h` the rows of the edges' linear map that belong to head h,
 :math:`\langle q_i, W_h a_{ij} \rangle = \langle W_h^\top q_i, a_{ij} \rangle` and
 :math:`\sum_j w_{ij} W_h a_{ij} = W_h \sum_j w_{ij} a_{ij}`. Both products with :math:`W` have a row per node
-and not one per edge: PyTorch computes them, before and behind the kernels.
+and not one per edge; CUDA kernels compute them themselves, the CPU's are given them.
 :math:`\sum_j w_{ij} a_{ij}`, (num_dst, heads, A), is kept for the gradient of :math:`W`. GATv2's linear map
 stands inside the leaky ReLU, so its kernels compute :math:`W a_{ij}` and store nothing of it. The backward
 pass keeps two numbers for every edge and head (GATv2: and a bit per feature).
@@ -11,6 +11,7 @@ pass keeps two numbers for every edge and head (GATv2: and a bit per feature).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,8 +37,6 @@ from fastsparse_core.ops._common import (
 )
 from fastsparse_core.ops._gatv2_attention_csr import _att_rows as att_rows
 
-#: Whether GATv2 with edge features may use its CUDA kernels, see `gatv2_obstacle`.
-GATV2_ON_CUDA = False
 #: Most features of an edge that the kernels of GATv2 take: more are projected to rows once.
 MOST_GATV2_FEATURES = 32
 #: Most features of an edge that the lanes of a head have room for, 16 each.
@@ -89,17 +88,11 @@ def obstacle(adj: Adjacency, v: Tensor, edge_attr: Tensor, heads: int) -> str:
 def gatv2_obstacle(
     adj: Adjacency, x_src: Tensor, edge_attr: Tensor, negative_slope: float, heads: int
 ) -> str:
-    """The same for GATv2, whose slope has to be from 0 to 1 as without edge features.
-
-    On CUDA its kernels with edge features wait for a clean run of compute-sanitizer: a layer's test met
-    memory that somebody had overwritten. ``algorithm="fused3s"`` does not reach them either.
-    """
+    """The same for GATv2, whose slope has to be from 0 to 1 as without edge features."""
     if edge_attr.size(1) > MOST_GATV2_FEATURES:
         return f"{edge_attr.size(1)} features of an edge, more than {MOST_GATV2_FEATURES}"
     if x_src.device.type != "cuda":
         return ""
-    if not GATV2_ON_CUDA:
-        return "GATv2's kernels with edge features are not released on CUDA yet"
     if not 0 <= negative_slope <= 1:
         return f"negative_slope={negative_slope}, not from 0 to 1, on CUDA"
     return obstacle(adj, x_src, edge_attr, heads)
@@ -108,59 +101,42 @@ def gatv2_obstacle(
 # ---------------------------------------------------------------- products with the edges' linear map
 
 
-def _blocks(weight: Tensor, heads: int) -> Tensor:
-    """(heads * D, A) as a block of every head on the diagonal of (heads * D, heads * A)."""
-    per_head = weight.view(heads, -1, 1, weight.size(1))
-    diagonal = torch.eye(heads, dtype=weight.dtype, device=weight.device).view(heads, 1, heads, 1)
-    return (per_head * diagonal).view(weight.size(0), heads * weight.size(1))
-
-
 def _per_head(x: Tensor, heads: int) -> Tensor:
     """(n, heads * D) as (n, heads, D), a view."""
     return x.unflatten(1, (heads, x.size(1) // max(heads, 1)))
 
 
-def _as_one_product(x: Tensor) -> bool:
-    """Whether one product with zeros between the heads is faster than one per head: on tensor cores."""
-    return x.is_cuda and x.itemsize == 2
-
-
 def _to_edge_width(x: Tensor, weight: Tensor, heads: int) -> Tensor:
-    """``W_h^T x_i`` of every head: (n, heads * D) to (n, heads, A)."""
-    if _as_one_product(x):
-        return torch.mm(x, _blocks(weight, heads)).view(x.size(0), heads, weight.size(1))
+    """``W_h^T x_i`` of every head: (n, heads * D) to (n, heads, A). CUDA kernels compute it themselves."""
     out = x.new_empty(x.size(0), heads, weight.size(1))
-    per_head = _per_head(x, heads).transpose(0, 1)
-    torch.bmm(per_head, weight.view(heads, -1, weight.size(1)), out=out.transpose(0, 1))
+    per_head = weight.view(heads, -1, weight.size(1))
+    torch.bmm(_per_head(x, heads).transpose(0, 1), per_head, out=out.transpose(0, 1))
     return out
 
 
 def _add_from_edge_width(out: Tensor, e: Tensor, weight: Tensor, heads: int) -> None:
-    """``out_i += W_h e_i`` of every head: e (n, heads, A), out (n, heads * D) contiguous."""
-    if _as_one_product(out):
-        out.addmm_(e.flatten(1), _blocks(weight, heads).t())
-        return
+    """``out_i += W_h e_i`` of every head: e (n, heads, A), out (n, heads * D) contiguous. Likewise."""
     per_head = weight.view(heads, -1, weight.size(1)).transpose(1, 2)
     _per_head(out, heads).transpose(0, 1).baddbmm_(e.transpose(0, 1), per_head)
 
 
-def _weight_gradient(x: Tensor, e: Tensor, heads: int) -> Tensor:
-    """``sum_i x_i,h e_i,h^T``, (heads * D, A), of x (n, heads * D) and e (n, heads, A)."""
-    width, edge_width = x.size(1), e.size(2)
-    if _as_one_product(x):
-        full = torch.mm(x.t(), e.flatten(1)).view(heads, -1, heads, edge_width)
-        return full.diagonal(dim1=0, dim2=2).permute(2, 0, 1).reshape(width, edge_width)
-    parts = max(1, min(64, x.size(0) // 1024)) if x.is_cuda else 1
-    length = x.size(0) // parts
-    total = x.new_zeros(heads, width // heads, edge_width)
-    for begin, count, rows in ((0, parts, length), (parts * length, 1, x.size(0) - parts * length)):
-        if rows == 0:
-            continue
-        end = begin + count * rows
-        left = x[begin:end].unflatten(0, (count, rows)).unflatten(2, (heads, -1)).permute(0, 2, 3, 1)
-        right = e[begin:end].unflatten(0, (count, rows)).permute(0, 2, 1, 3)
-        total += torch.matmul(left, right).sum(0)
-    return total.view(width, edge_width)
+def _weight_gradient(pairs: Sequence[tuple[Tensor, Tensor]], heads: int) -> Tensor:
+    """``sum_i x_i,h e_i,h^T`` over pairs of x (n, heads * D) and e (n, heads, A): (heads * D, A)."""
+    if pairs[0][0].is_cuda:
+        # One product with all pairs of heads, of which those of a head with itself count: a product per head
+        # has too few results to fill a GPU.
+        (x, e), *others = pairs
+        full = torch.mm(x.t(), e.flatten(1))
+        for x, e in others:
+            full.addmm_(x.t(), e.flatten(1))
+        width, edge_width = x.size(1), e.size(2)
+        diagonal = full.view(heads, -1, heads, edge_width).diagonal(dim1=0, dim2=2)
+        return diagonal.permute(2, 0, 1).reshape(width, edge_width)
+    total = sum(
+        torch.matmul(_per_head(x, heads).permute(1, 2, 0), e.transpose(0, 1)).flatten(0, 1) for x, e in pairs
+    )
+    assert isinstance(total, Tensor)
+    return total
 
 
 # ---------------------------------------------------------------- padding
@@ -383,10 +359,14 @@ def _edge_attention(
     out = v.new_empty(adj.num_dst, v.size(1))
     out_edge = v.new_empty(adj.num_dst, heads, edge.size(1))
     lse = v.new_empty(adj.num_dst, heads, dtype=accumulation_dtype(v.dtype))
-    q_edge = _to_edge_width(q, weight, heads)
-    arguments = _input(heads, q, k, v, q_edge, edge, None, None, bias, scale, dropout_p, seed)
+    if out.is_cuda:
+        of_rows, of_kernel = None, weight.t().contiguous()
+    else:
+        of_rows, of_kernel = _to_edge_width(q, weight, heads), None
+    arguments = _input(heads, q, k, v, of_rows, edge, None, of_kernel, bias, scale, dropout_p, seed)
     _run_forward(adj, arguments, out, out_edge, lse)
-    _add_from_edge_width(out, out_edge, weight, heads)
+    if not out.is_cuda:
+        _add_from_edge_width(out, out_edge, weight, heads)
     return _unpadded(out, heads, width), lse, out_edge
 
 
@@ -415,22 +395,27 @@ def _edge_attention_backward(
     edge = _padded_edges(edge_attr)
     weight = _padded_weight(edge_weight, heads, v.size(1), edge.size(1))
     bias = None if bias is None else bias.contiguous()
-    q_edge, grad_edge = _to_edge_width(q, weight, heads), _to_edge_width(grad, weight, heads)
+    q_edge = grad_edge = of_kernel = None
+    if out.is_cuda:
+        of_kernel = weight.t().contiguous()
+    else:
+        q_edge, grad_edge = _to_edge_width(q, weight, heads), _to_edge_width(grad, weight, heads)
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
-    grad_q_edge = torch.empty_like(q_edge)
+    grad_q_edge = torch.empty_like(out_edge)
     work = _edge_room(adj, adj.num_values, heads, 2, dtype=lse.dtype)
     features = None
     if edge_wanted:
         lanes = max(_sign_bytes(v.size(1) // heads), _sign_bytes(-(-edge.size(1) // 2)))
         features = _features_room(adj, v, heads, lanes, edge.size(1))
-    arguments = _input(heads, q, k, v, q_edge, edge, None, None, bias, scale, dropout_p, seed)
+    arguments = _input(heads, q, k, v, q_edge, edge, None, of_kernel, bias, scale, dropout_p, seed)
     grads = (grad_q, grad_k, grad_v, grad_q_edge)
     parts = (min(_CPU_PARTS, max(adj.num_dst, 1)), 0)
     _run_backward(
         adj, arguments, heads, out, grad, grad_edge, lse, work, None, grads, features, None, None, parts
     )
-    _add_from_edge_width(grad_q, grad_q_edge, weight, heads)
-    grad_weight = _weight_gradient(q, grad_q_edge, heads) + _weight_gradient(grad, out_edge, heads)
+    if not out.is_cuda:
+        _add_from_edge_width(grad_q, grad_q_edge, weight, heads)
+    grad_weight = _weight_gradient(((q, grad_q_edge), (grad, out_edge)), heads)
     grad_weight = grad_weight.unflatten(0, (heads, -1))[:, : width // max(heads, 1), : edge_attr.size(1)]
     return (
         _unpadded(grad_q, heads, width),

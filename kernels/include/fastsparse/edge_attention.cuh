@@ -264,6 +264,81 @@ __device__ __forceinline__ void sum_over(float (&v)[kCount], int to, int from = 
   }
 }
 
+// Sums each of kCount numbers over the lanes of a group of at least kCount: lane l of the group gets number l
+// % kCount. Half of the numbers change sides at each step, so that it takes about as many shuffles as
+// numbers.
+template <int kCount>
+__device__ __forceinline__ float scatter_sum(float (&v)[kCount], int group_lanes) {
+#pragma unroll
+  for (int half = kCount / 2; half > 0; half /= 2) {
+    const bool upper = (threadIdx.x & half) != 0;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float given = upper ? v[i] : v[i + half];
+      const float kept = upper ? v[i + half] : v[i];
+      v[i] = kept + __shfl_xor_sync(kFullWarp, given, half);
+    }
+  }
+  for (int offset = kCount; offset < group_lanes; offset *= 2)
+    v[0] += __shfl_xor_sync(kFullWarp, v[0], offset);
+  return v[0];
+}
+
+// Adds W_h^T x of every lane's head to the lane's part of an edge's features; `weight` is W transposed,
+// (edge_width, heads * head_width). kCount vectors share what is read of it.
+template <typename T, int kEdge, int kCount>
+__device__ __forceinline__ void to_edge_width(float (&to)[kCount][kEdge], const EdgeLane& lane,
+                                              const LaneRows<T>& weight,
+                                              const float (&x)[kCount][kLaneFeatures]) {
+#pragma unroll
+  for (int c = 0; c < kEdge / 4; ++c) {
+#pragma unroll
+    for (int i = 0; i < kCount * 4; ++i) to[i / 4][c * 4 + i % 4] = 0;
+#pragma unroll 1
+    for (int owner = 0; owner < lane.lanes; ++owner) {
+      const int first = (c * lane.lanes + owner) * 4;
+      if (first >= lane.edge_width) break;
+      float sum[kCount * 4] = {};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const LaneFeatures<T> w = weight.load(first + i);
+#pragma unroll
+        for (int n = 0; n < kCount; ++n) {
+#pragma unroll
+          for (int f = 0; f < kLaneFeatures; ++f) sum[n * 4 + i] += w[f] * x[n][f];
+        }
+      }
+      sum_over(sum, lane.lanes);
+#pragma unroll
+      for (int i = 0; i < kCount * 4; ++i) {
+        float& number = to[i / 4][c * 4 + i % 4];
+        number = owner == lane.sub ? sum[i] : number;
+      }
+    }
+  }
+}
+
+// Adds W_h e of every lane's head to the lane's features: the transpose of `to_edge_width`.
+template <typename T, int kEdge>
+__device__ __forceinline__ void add_from_edge_width(float (&to)[kLaneFeatures], const EdgeLane& lane,
+                                                    const LaneRows<T>& weight, const float (&e)[kEdge]) {
+#pragma unroll
+  for (int c = 0; c < kEdge / 4; ++c) {
+#pragma unroll 1
+    for (int owner = 0; owner < lane.lanes; ++owner) {
+      const int first = (c * lane.lanes + owner) * 4;
+      if (first >= lane.edge_width) break;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float number = __shfl_sync(kFullWarp, e[c * 4 + i], owner, lane.lanes);
+        const LaneFeatures<T> w = weight.load(first + i);
+#pragma unroll
+        for (int f = 0; f < kLaneFeatures; ++f) to[f] += w[f] * number;
+      }
+    }
+  }
+}
+
 // What GATv2's leaky ReLU sees of some edges: x_dst_i + x_src_j + W a_ij. Every weight that is read serves
 // all edges in flight.
 template <typename T, int kCount>

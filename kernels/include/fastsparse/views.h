@@ -449,10 +449,11 @@ struct EdgeAttentionInput {
   DenseView q;         // (num_rows, heads * head_width)
   DenseView k;         // (num_cols, heads * head_width)
   DenseView v;         // (num_cols, heads * head_width)
-  const void* q_edge;  // (num_rows, heads, edge_width) in dtype; dot products only
+  const void* q_edge;  // (num_rows, heads, edge_width) in dtype; dot products on the CPU only
   const void* edge;    // (num_values, edge_width) in dtype
   const void* att;     // (heads * head_width) in the accumulation type; GATv2 only
-  const void* weight;  // (edge_width, heads * head_width): W transposed, in the accumulation type; GATv2 only
+  const void* weight;  // (edge_width, heads * head_width): W transposed; GATv2: in the accumulation type; dot
+                       // products: in dtype, on CUDA only, where the kernels add W's part to what they return
   EdgeValueView bias;  // null data: 0; dot products only
   double scale;        // of dot products; else the slope of the leaky ReLU
   Dropout dropout;
@@ -485,7 +486,7 @@ struct EdgeAttentionBackwardArgs {
   EdgeAttentionInput input;
   DenseView out;          // of the layer: dot products with what the edges' features add
   DenseView grad;         // (num_rows, heads * head_width)
-  const void* grad_edge;  // (num_rows, heads, edge_width) of out_edge, in dtype; dot products only
+  const void* grad_edge;  // (num_rows, heads, edge_width) of out_edge; dot products on the CPU only
   const void* lse;
   void* work;              // (num_values, heads, 2) in the accumulation type
   std::uint8_t* positive;  // (num_values, heads, sign_bytes); GATv2 only
