@@ -230,6 +230,33 @@ def attention_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
     return written
 
 
+def edge_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
+    """One plot per layer and feature type: a rival's time of the whole layer over ours."""
+    cells = [cell for cell in result["cells"] if cell["status"] == "ok" and cell["part"] == "layer"]
+    times = {
+        (c["layer"], c["dtype"], c["implementation"], f"{c['graph']}, {c['heads']} heads"): c["median_ms"]
+        for c in cells
+    }
+    written = []
+    for layer, dtype in dict.fromkeys(key[:2] for key in times):
+        graphs = list(dict.fromkeys(key[3] for key in times if key[:2] == (layer, dtype)))
+        rivals = {"pyg": f"PyG's {layer}", "triton": "a Triton kernel"}
+        rivals = {name: label for name, label in rivals.items() if any(key[2] == name for key in times)}
+        figure, axes = _axes(len(graphs) + 2)
+        for place, (name, label) in enumerate(rivals.items()):
+            heights = [
+                times.get((layer, dtype, name, graph), 0.0) / times[layer, dtype, "fastsparse", graph]
+                for graph in graphs
+            ]
+            if any(heights):
+                _bars(axes, place, len(rivals), heights, label, "x")
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_ylabel("times faster, forward and backward")
+        axes.set_title(f"{layer} with edge features, {dtype} (no bar: out of memory)")
+        written.append(_finish(figure, axes, graphs, _plot_path(record_path, layer.lower(), dtype)))
+    return written
+
+
 def _missing(cells: list[dict[str, Any]]) -> str:
     reasons = dict.fromkeys(cell["status"].split(":")[0] for cell in cells if cell["status"] != "ok")
     return " or ".join(reasons) or "not measured"
@@ -346,6 +373,7 @@ def _finish(figure: Figure, axes: Axes, graphs: list[str], path: Path) -> Path:
 PLOTS = {
     "spmm": (speed_up_bars, roofline_plots),
     "attention": (attention_bars,),
+    "edges": (edge_bars,),
     "train": (training_bars,),
     "scaling": (scaling_curves,),
     "formats": (format_bars,),
