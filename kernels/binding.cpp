@@ -228,6 +228,27 @@ void sum_of_rows(Address rows, std::int64_t num_rows, std::int64_t width, std::i
   check(cuda::sum_of_rows(args, at(queue)), "sum_of_rows");
 }
 
+void head_outer(Address x, std::int64_t x_stride, Address y, std::int64_t y_stride, Address x_edge,
+                Address y_edge, std::int64_t num_rows, std::int64_t heads, std::int64_t head_width,
+                std::int64_t edge_width, Address partial, std::int64_t num_parts, int dtype, int device,
+                Address queue) {
+  const HeadOuterArgs args{at(x),
+                           x_stride,
+                           at(y),
+                           y_stride,
+                           at(x_edge),
+                           at(y_edge),
+                           num_rows,
+                           heads,
+                           head_width,
+                           edge_width,
+                           at<float>(partial),
+                           num_parts,
+                           static_cast<Dtype>(dtype)};
+  const DeviceGuard guard(device);
+  check(cuda::head_outer(args, at(queue)), "head_outer");
+}
+
 void hybrid_rows(Address rowptr, std::int64_t num_rows, std::int32_t multiple, std::int32_t longest,
                  Address counts, std::int64_t most_long, Address slices, Address split_row, Address split_ptr,
                  int device, Address queue) {
@@ -979,6 +1000,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("spmm_hr", &spmm_hr);
   m.def("csr_to_dense", &csr_to_dense);
   m.def("sum_of_rows", &sum_of_rows);
+  m.def("head_outer", &head_outer);
   m.def("aggregate_linear", &aggregate_linear);
   m.def("aggregate_linear_backward", &aggregate_linear_backward);
   m.def("num_hybrid_rows_counts", &cuda::num_hybrid_rows_counts);

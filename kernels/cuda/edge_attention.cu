@@ -19,7 +19,7 @@ namespace {
 constexpr int kKept = -1;
 
 template <typename T, int kEdge>
-__global__ void __launch_bounds__(kHeadThreads, kEdge <= 0 ? 3 : 4)
+__global__ void __launch_bounds__(kHeadThreads, kEdge <= 0 ? 3 : kDotBlocks<T, kEdge>)
     edge_attention_kernel(const __grid_constant__ EdgeAttentionArgs args, int head_lanes,
                           int heads_per_group) {
   constexpr bool kGatv2 = kEdge <= 0;
@@ -183,7 +183,7 @@ int edge_attention(const EdgeAttentionArgs& args, void* stream_address) {
     auto* lse = static_cast<float*>(args.lse);
     combine_softmax<T>(args.split, args.partial, args.partial_state, input.heads, input.head_width, args.out,
                        lse, stream);
-    if (!input.gatv2) {
+    if (!input.gatv2 && input.edge_width > 0) {
       combine_softmax<T>(args.split, args.partial_edge, args.partial_state, input.heads, input.edge_width,
                          args.out_edge, lse, stream);
     }

@@ -37,7 +37,7 @@ __device__ __forceinline__ float* features_at(const EdgeAttentionBackwardArgs& a
 }
 
 template <typename T, int kEdge>
-__global__ void __launch_bounds__(kHeadThreads, 4)
+__global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
     dot_row_kernel(const __grid_constant__ EdgeAttentionBackwardArgs args, int head_lanes,
                    int heads_per_group) {
   constexpr int kInFlight = kEdgesInFlight<T, kEdge>;
@@ -167,10 +167,10 @@ __global__ void __launch_bounds__(kHeadThreads, 4)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kHeadThreads, 5)
+__global__ void __launch_bounds__(kHeadThreads, sizeof(T) == 2 ? 8 : 5)
     dot_column_kernel(const __grid_constant__ EdgeAttentionBackwardArgs args, int head_lanes,
                       int heads_per_group) {
-  constexpr int kInFlight = kEdgesInFlight<T>;
+  constexpr int kInFlight = kEdgesInFlight<T, 4>;
   const EdgeAttentionInput& input = args.input;
   const EdgeLane lane(input, head_lanes, heads_per_group);
   const RowSlice slice = load_slice(args.split_t, lane.group);
@@ -529,7 +529,7 @@ void launch(const EdgeAttentionBackwardArgs& args, cudaStream_t stream) {
   } else if (args.split.num_slices != 0) {
     run(input.edge_width <= 4 * lanes ? dot_row_kernel<T, 4> : dot_row_kernel<T, kMostEdge>,
         args.split.num_slices);
-    combine(args.split, args.partial_q_edge, args.grad_q_edge, edge_width);
+    if (edge_width > 0) combine(args.split, args.partial_q_edge, args.grad_q_edge, edge_width);
   }
   combine(args.split, args.partial_q, args.grad_q, width);
   if (args.split_t.num_slices != 0) {

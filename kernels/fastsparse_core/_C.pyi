@@ -304,6 +304,23 @@ def sum_of_rows(  # only in builds with the CUDA half
     device: int,
     queue: int,
 ) -> None: ...
+def head_outer(  # only in builds with the CUDA half
+    x: int,
+    x_stride: int,
+    y: int,
+    y_stride: int,
+    x_edge: int,
+    y_edge: int,
+    num_rows: int,
+    heads: int,
+    head_width: int,
+    edge_width: int,
+    partial: int,
+    num_parts: int,
+    dtype: int,
+    device: int,
+    queue: int,
+) -> None: ...
 def csr_to_dense(  # only in builds with the CUDA half
     structure: CsrStructure, dtype: int, value: int, out: int, device: int, queue: int
 ) -> None: ...

@@ -13,10 +13,16 @@
 
 namespace fastsparse::cuda {
 
-// Entries that a group gathers at once: with keys and values 4 KB for a warp whose rows are 512 (1024) bytes;
-// fewer where the edges' own features take the registers.
+// Entries that a group gathers at once. With dot products, whose keys and values make it twice the bytes,
+// two: the registers of two more would take a third of the warps (16 bits, H100: 8 to 10 % of forward and
+// backward).
 template <typename T, int kEdge = 0>
-constexpr int kEdgesInFlight = (sizeof(T) == 2 ? 4 : 2) / (kEdge > 4 ? 2 : 1);
+constexpr int kEdgesInFlight = kEdge > 4                     ? 1
+                               : kEdge > 0 || sizeof(T) == 4 ? 2
+                                                             : 4;
+// Blocks of a multiprocessor that the registers shall suffice for: float32 rows need twice those of 16 bits.
+template <typename T, int kEdge>
+constexpr int kDotBlocks = sizeof(T) == 2 && kEdge == 4 ? 6 : 4;
 template <typename T>
 constexpr int kEdgeVec = 16 / static_cast<int>(sizeof(T));
 

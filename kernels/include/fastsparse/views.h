@@ -196,6 +196,23 @@ struct SumOfRowsArgs {
   Dtype out_dtype;
 };
 
+// Sums over rows of the outer products of every head's features with its edges' features. CUDA only.
+struct HeadOuterArgs {
+  const void* x;  // (num_rows, heads * head_width), widths that are multiples of 4
+  std::int64_t x_stride;
+  const void* y;  // likewise
+  std::int64_t y_stride;
+  const void* x_edge;  // (num_rows, heads, edge_width), what x is multiplied with
+  const void* y_edge;  // likewise
+  std::int64_t num_rows;
+  std::int64_t heads;
+  std::int64_t head_width;
+  std::int64_t edge_width;
+  float* partial;  // (num_parts, heads * head_width, edge_width)
+  std::int64_t num_parts;
+  Dtype dtype;
+};
+
 // What rows add to the work list of spmm_hr.
 struct HybridRowsCounts {
   std::int32_t long_items;
