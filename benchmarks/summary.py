@@ -13,8 +13,8 @@ PAGE = record.REPOSITORY / "docs" / "results.md"
 INTRODUCTION = """# Results
 
 Written by `python -m benchmarks summary --out docs/results.md` from the records in `benchmarks/results/`; run
-it again after a benchmark instead of editing. [All tables](../benchmarks/results/README.md) have every graph,
-with spreads and errors.
+it again after a benchmark instead of editing. `python -m benchmarks tables` prints
+every record in full, with spreads and errors.
 
 Graphs are seeded stand-ins with the size and the degrees of the published graph of that name, unless a table
 says real. "2.00x" is a rival's time over ours: above 1, ours is faster. *Stored* times of rivals were

@@ -11,8 +11,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 from fastsparse_core import CBSR, Adjacency, MaxK, __version__
-from fastsparse_pyg.acceleration import accelerate, restore
 from fastsparse_pyg.caching import cache_info, clear_cache
+from fastsparse_pyg.layer_swap import accelerate, restore
 from fastsparse_pyg.nn import (
     FastAGNNConv,
     FastGATConv,

@@ -205,13 +205,6 @@ void spmm_hr(const CsrStructure& structure, std::int64_t num_long, int dtype, st
   check(cuda::spmm_hr(args, num_long, at(queue)), "spmm_hr");
 }
 
-void csr_to_dense(const CsrStructure& structure, int dtype, Address value, Address out, int device,
-                  Address queue) {
-  const CsrToDenseArgs args{structure.a, at(value), at(out), static_cast<Dtype>(dtype)};
-  const DeviceGuard guard(device);
-  check(cuda::csr_to_dense(args, at(queue)), "csr_to_dense");
-}
-
 void sum_of_rows(Address rows, std::int64_t num_rows, std::int64_t width, std::int64_t row_stride, int dtype,
                  Address partial, std::int64_t num_parts, Address out, int out_dtype, int device,
                  Address queue) {
@@ -668,10 +661,9 @@ void ssd_value_grad(const CsrStructure& structure, int dtype, Address grad, std:
 }
 
 #ifdef FASTSPARSE_WITH_CUDA
-TallWindowsView make_tall_windows(Address entry, Address value_id, bool value_id_is_64bit,
-                                  Address other_source, std::int64_t num_other, Address slices,
-                                  std::int64_t num_slices, int height, int strip, std::int64_t num_rows,
-                                  std::int64_t num_cols) {
+RowPanelsView make_row_panels(Address entry, Address value_id, bool value_id_is_64bit, Address other_source,
+                              std::int64_t num_other, Address slices, std::int64_t num_slices, int height,
+                              int strip, std::int64_t num_rows, std::int64_t num_cols) {
   return {at<std::uint32_t>(entry),
           at(value_id),
           value_id_is_64bit,
@@ -685,7 +677,7 @@ TallWindowsView make_tall_windows(Address entry, Address value_id, bool value_id
           num_cols};
 }
 
-void ssd_backward_windows(const TallWindowsView& structure, int dtype, Address grad, std::int64_t grad_stride,
+void ssd_backward_windows(const RowPanelsView& structure, int dtype, Address grad, std::int64_t grad_stride,
                           std::int64_t width, Address value, int value_dtype, Address ids, bool ids_are_16bit,
                           std::int64_t k, Address scale_dst, Address scale_src, Address sum, Address out,
                           int device, Address queue) {
@@ -998,7 +990,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("spmm_tca", &spmm_tca);
   m.def("spmm_resident", &spmm_resident);
   m.def("spmm_hr", &spmm_hr);
-  m.def("csr_to_dense", &csr_to_dense);
   m.def("sum_of_rows", &sum_of_rows);
   m.def("head_outer", &head_outer);
   m.def("aggregate_linear", &aggregate_linear);
@@ -1033,7 +1024,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("ssd_value_grad", &ssd_value_grad);
 #ifdef FASTSPARSE_WITH_CUDA
   m.def("ssd_slots", &ssd_slots);
-  py::class_<TallWindowsView>(m, "TallWindowsStructure").def(py::init(&make_tall_windows));
+  py::class_<RowPanelsView>(m, "RowPanelsStructure").def(py::init(&make_row_panels));
   m.def("ssd_backward_windows", &ssd_backward_windows);
 #endif
   m.def("build_info", &build_info);

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core import Adjacency, attention, edge_softmax, spmm
-from fastsparse_core.bias import add_bias
-from fastsparse_core.head_scores import head_scores
+from fastsparse_core.fused.bias import add_bias
+from fastsparse_core.fused.head_scores import head_scores
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
 from fastsparse_dgl.nn.base import (

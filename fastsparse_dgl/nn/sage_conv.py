@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastsparse_core import Adjacency
-from fastsparse_core.aggregate_linear import aggregate_linear, can_aggregate_linear
-from fastsparse_core.joint_linear import add_linear, is_plain_linear
+from fastsparse_core.fused.aggregate_linear import aggregate_linear, can_aggregate_linear
+from fastsparse_core.fused.joint_linear import add_linear, is_plain_linear
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
 from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype, source_features

@@ -14,14 +14,14 @@ from fastsparse_core import Adjacency, spmm
 from fastsparse_core.log import info_once
 from fastsparse_pyg.caching import logger
 from fastsparse_pyg.graph import Graph, is_sparse_matrix, to_edge_index
-from fastsparse_pyg.nn.accelerated import AcceleratedConv
+from fastsparse_pyg.nn.base import FastConv
 
 #: Reductions over edge features, for those of self loops, that are a product with the structure.
 _LINEAR_FILLS = ("mean", "add", "sum")
 
 
-class AttentionConv(AcceleratedConv):
-    """Base of the attention layers, to be named before the PyG layer as :class:`AcceleratedConv`."""
+class AttentionConv(FastConv):
+    """Base of the attention layers, to be named before the PyG layer as :class:`FastConv`."""
 
     _fusible: ClassVar[bool] = False
 

@@ -321,9 +321,6 @@ def head_outer(  # only in builds with the CUDA half
     device: int,
     queue: int,
 ) -> None: ...
-def csr_to_dense(  # only in builds with the CUDA half
-    structure: CsrStructure, dtype: int, value: int, out: int, device: int, queue: int
-) -> None: ...
 def num_hybrid_rows_counts(num_rows: int) -> int: ...  # only in builds with the CUDA half
 def hybrid_rows(  # only in builds with the CUDA half
     rowptr: int,
@@ -728,7 +725,7 @@ def ssd_value_grad(
     queue: int,
 ) -> None: ...
 
-class TallWindowsStructure:  # this and what takes it: only in builds with the CUDA half
+class RowPanelsStructure:  # this and what takes it: only in builds with the CUDA half
     def __init__(
         self,
         entry: int,
@@ -745,7 +742,7 @@ class TallWindowsStructure:  # this and what takes it: only in builds with the C
     ) -> None: ...
 
 def ssd_backward_windows(
-    structure: TallWindowsStructure,
+    structure: RowPanelsStructure,
     dtype: int,
     grad: int,
     grad_stride: int,

@@ -9,7 +9,6 @@ __all__ = [
     "CapturedBatches",
     "CapturedStep",
     "MaxK",
-    "SparseLinear",
     "__version__",
     "additive_attention",
     "additive_attention_weights",
@@ -26,10 +25,8 @@ __all__ = [
 ]
 
 try:
-    from fastsparse_core.adjacency import Adjacency
-    from fastsparse_core.captured_batches import CapturedBatches
-    from fastsparse_core.captured_step import CapturedStep
-    from fastsparse_core.choose import algorithms
+    from fastsparse_core.capture.batches import CapturedBatches
+    from fastsparse_core.capture.step import CapturedStep
     from fastsparse_core.formats import CBSR
     from fastsparse_core.maxk_activation import MaxK
     from fastsparse_core.ops import (
@@ -45,7 +42,8 @@ try:
         spmm,
         ssd,
     )
-    from fastsparse_core.sparse_linear import SparseLinear
+    from fastsparse_core.policy import algorithms
+    from fastsparse_core.structure.adjacency import Adjacency
 except (ImportError, OSError) as error:
     # Torch or the extension is missing or broken: `python -m fastsparse_core.doctor` must still start and say
     # so.

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.structure.adjacency import Adjacency
 
 
 def _edges(adj: Adjacency) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.adjacency import Adjacency, from_handle
 from fastsparse_core.device import queue
 from fastsparse_core.ops import _additive_attention_csr, _attention_bsb, _gatv2_attention_csr
 from fastsparse_core.ops import _attention_unfused as unfused
@@ -32,6 +31,7 @@ from fastsparse_core.ops._common import (
     register_autograd,
     unit_stride,
 )
+from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 # AttentionScore in kernels/include/fastsparse/views.h.
 _DOT_PRODUCT, _ADDITIVE, _GATV2 = 0, 1, 2

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.adjacency import Adjacency, from_handle
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops import _additive_attention_csr as additive
 from fastsparse_core.ops import _attention_fused as fused
@@ -36,6 +35,7 @@ from fastsparse_core.ops._common import (
     unit_stride,
 )
 from fastsparse_core.ops._gatv2_attention_csr import _att_rows as att_rows
+from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 #: Most features of an edge that the kernels of GATv2 take: more are projected to rows once.
 MOST_GATV2_FEATURES = 32

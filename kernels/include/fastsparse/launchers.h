@@ -51,7 +51,6 @@ int spmm_bsb(const SpmmBsbArgs& args, void* stream);
 int spmm_tca(const SpmmArgs& args, void* stream);
 int spmm_resident(const SpmmArgs& args, bool tensor_cores, void* stream);
 int spmm_hr(const SpmmArgs& args, std::int64_t num_long, void* stream);
-int csr_to_dense(const CsrToDenseArgs& args, void* stream);
 int sum_of_rows(const SumOfRowsArgs& args, void* stream);
 int head_outer(const HeadOuterArgs& args, void* stream);
 std::int64_t num_hybrid_rows_counts(std::int64_t num_rows);

@@ -99,7 +99,7 @@ struct SpmmArgs {
   void* out;              // (num_rows, width) contiguous
   void* partial;          // (num_slots, width) in the accumulation type; CUDA only
   std::int64_t width;
-  std::int64_t tile;  // features per pass over the structure, at least about: choose.csr_tile; CUDA only
+  std::int64_t tile;  // features per pass over the structure, at least about: policy.csr_tile; CUDA only
   Dtype dtype;
 };
 
@@ -172,14 +172,6 @@ struct SpmmBsbArgs {
   int features_per_lane;  // a tile is 8 times as many; the width, x.stride and alignments allow it
   int blocks_per_step;    // 1 or 2
   bool tf32;              // float32: one TF32 term instead of two
-  Dtype dtype;
-};
-
-// The dense matrix of a structure: 0 but for the sums of its entries' values. CUDA only.
-struct CsrToDenseArgs {
-  CsrView a;
-  const void* value;  // in the caller's edge order
-  void* out;          // (num_rows, num_cols)
   Dtype dtype;
 };
 
@@ -540,7 +532,7 @@ struct EdgeSoftmaxArgs {
 // Windows of `height` rows, at most 64, with the entries of a window by source, then by row. Word:
 // 64 * source + row in the window; the highest bit says that all of the source's entries lie in one strip.
 // The slices come block of sources by block of sources.
-struct TallWindowsView {
+struct RowPanelsView {
   const std::uint32_t* entry;  // (num_edges)
   const void* value_id;        // (num_edges) position in the caller's edge order; null without values
   bool value_id_is_64bit;
@@ -576,9 +568,9 @@ struct SsdBackwardArgs {
   Dtype dtype;
 };
 
-// The same from tall windows, not for float64. CUDA only.
+// The same from row panels, not for float64. CUDA only.
 struct SsdBackwardWindowsArgs {
-  TallWindowsView a;
+  RowPanelsView a;
   EdgeValueView value;
   DenseView grad;      // (num_dst, width)
   std::int64_t width;  // height * width elements and height floats fit in the shared memory of a block
