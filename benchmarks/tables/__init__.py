@@ -127,7 +127,7 @@ ABOUT = {
     "host": "What the host spends on a call whose device work is next to nothing.",
     "cpu": "The same layers without a GPU.",
     "accuracy": "As FlashSparse's table 8: no precision may lose more than one standard deviation.",
-    "choice": "Which algorithm wins where, and what `auto` picks; see docs/choosing.md.",
+    "choice": "Which algorithm wins where, and what `auto` picks; see docs/dev/choosing.md.",
     "minibatch": "Structure, forward and backward of batches whose structures are new each time.",
     "regret": "What the picks of `auto` cost; the better algorithm in brackets where it is another.",
     "sparse_linear": "Pruned linear layers: spmm against a dense product with the zeros written out.",
