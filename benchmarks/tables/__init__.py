@@ -32,7 +32,7 @@ from .sddmm import sddmm, sddmm_in_short
 from .sparse_linear import sparse_linear
 from .spmm import spmm, spmm_in_short, spmm_together
 from .ssd import ssd, ssd_in_short
-from .train import train, train_in_short
+from .train import train, train_at_a_glance, train_in_short
 
 __all__ = [
     "ABOUT",
@@ -72,6 +72,7 @@ __all__ = [
     "stored_rivals",
     "time_of",
     "train",
+    "train_at_a_glance",
 ]
 
 #: benchmark -> the tables of its record
