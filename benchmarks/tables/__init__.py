@@ -31,7 +31,7 @@ from .scaling import scaling
 from .sddmm import sddmm, sddmm_in_short
 from .spmm import spmm, spmm_in_short, spmm_together
 from .ssd import ssd, ssd_in_short
-from .train import train, train_in_short
+from .train import train, train_at_a_glance, train_in_short
 
 __all__ = [
     "ABOUT",
@@ -70,6 +70,7 @@ __all__ = [
     "stored_rivals",
     "time_of",
     "train",
+    "train_at_a_glance",
 ]
 
 #: benchmark -> the tables of its record
@@ -124,7 +125,7 @@ ABOUT = {
     "host": "What the host spends on a call whose device work is next to nothing.",
     "cpu": "The same layers without a GPU.",
     "accuracy": "As FlashSparse's table 8: no precision may lose more than one standard deviation.",
-    "choice": "Which algorithm wins where, and what `auto` picks; see docs/choosing.md.",
+    "choice": "Which algorithm wins where, and what `auto` picks; see docs/dev/choosing.md.",
     "minibatch": "Structure, forward and backward of batches whose structures are new each time.",
     "regret": "What the picks of `auto` cost; the better algorithm in brackets where it is another.",
     "sanitizer": "Every kernel on small structures under compute-sanitizer; the parts are those of"

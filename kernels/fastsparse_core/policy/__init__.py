@@ -2,7 +2,7 @@
 
 `algorithm_context` says what a call asks for; a module per operator says which kernel serves it; `slices` and
 `tiles` say how that kernel cuts its work, and `conversion` when another form of the structure is worth
-building. The measurements behind the numbers are in docs/choosing.md.
+building. The measurements behind the numbers are in docs/dev/choosing.md.
 """
 
 from fastsparse_core.policy.aggregate_linear import (

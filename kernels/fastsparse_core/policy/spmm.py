@@ -154,7 +154,7 @@ def spmm_resident(
     us against 13.6 on 512 x 512, half of it kept; 12.4 against 13.0 on 2048 x 512, a fifth). On pruned
     matrices with four times as many rows as sources both gain 1.1 to 1.9 times; with as many rows csr gains
     up to 1.3 times, tca 1.05 to 1.15 but for rows of 256 entries
-    (docs/choosing.md).
+    (docs/dev/choosing.md).
 
     Args:
         adj: the structure.
