@@ -17,10 +17,15 @@ __all__ = [
     "attention",
     "attention_weights",
     "edge_softmax",
+    "gather_csr",
     "gatv2_attention",
     "gatv2_attention_weights",
     "maxk",
+    "scatter",
+    "scatter_softmax",
     "sddmm",
+    "segment_reduce",
+    "segment_softmax",
     "spmm",
     "ssd",
 ]
@@ -44,6 +49,13 @@ try:
         sddmm,
         spmm,
         ssd,
+    )
+    from fastsparse_core.segment import (
+        gather_csr,
+        scatter,
+        scatter_softmax,
+        segment_reduce,
+        segment_softmax,
     )
     from fastsparse_core.sparse_linear import SparseLinear
 except (ImportError, OSError) as error:
