@@ -434,12 +434,12 @@ def softmax_of_edges(dtype: torch.dtype) -> None:
 
 
 def segments(dtype: torch.dtype) -> None:
-    """Every reduction with 1, 4, 8 and 32 lanes, in wide and single loads, of cut segments and sorted ones."""
+    """Every reduction with 1, 4, 8 and 32 lanes, in wide and single loads, of cut and of ascending segments."""
     index = torch.cat([torch.full((3000,), 7), torch.arange(1500) * 37 % 300]).to(DEVICE)
     index[0] = 8  # else it would ascend in the cut segment, where any order is right
     lanes = 16 // dtype.itemsize
     for reduce in ("sum", "mean", "max", "min", "mul", "var", "std"):
-        for width in (1, 3, 7, lanes, 3 * lanes, 7 * lanes, 31 * lanes):
+        for width in (1, 3, 7, 33, lanes, 3 * lanes, 7 * lanes, 31 * lanes):
             scatter(draw(index.numel(), width, dtype=dtype), index, 301, reduce)
         scatter(draw(index.numel(), 3, dtype=dtype), index.sort().values, 301, reduce)
 
