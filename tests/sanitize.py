@@ -434,7 +434,7 @@ def softmax_of_edges(dtype: torch.dtype) -> None:
 
 
 def segments(dtype: torch.dtype) -> None:
-    """Every reduction with 1, 4, 8 and 32 lanes, in wide and single loads, of cut and of ascending segments."""
+    """Every reduction with 1, 4, 8 and 32 lanes, in wide and single loads, of cut and sorted segments."""
     index = torch.cat([torch.full((3000,), 7), torch.arange(1500) * 37 % 300]).to(DEVICE)
     index[0] = 8  # else it would ascend in the cut segment, where any order is right
     lanes = 16 // dtype.itemsize
