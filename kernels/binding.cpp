@@ -511,6 +511,21 @@ void edge_softmax(const CsrStructure& structure, int dtype, std::int64_t heads, 
   FASTSPARSE_RUN(edge_softmax, args, device, queue);
 }
 
+void segment_reduce(const CsrStructure& structure, int dtype, int reduction, std::int64_t width, Address x,
+                    std::int64_t x_stride, Address out, Address extra, Address partial, int device,
+                    Address queue) {
+  const SegmentReduceArgs args{structure.a,
+                               structure.split,
+                               {at(x), x_stride},
+                               at(out),
+                               at(extra),
+                               at(partial),
+                               width,
+                               static_cast<Reduction>(reduction),
+                               static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(segment_reduce, args, device, queue);
+}
+
 AttentionCsrArgs attention_csr_args(const CsrStructure& structure, int kind, int dtype, std::int64_t heads,
                                     std::int64_t head_width, std::int64_t value_width, Address dst,
                                     std::int64_t dst_stride, Address src, std::int64_t src_stride, Address v,
@@ -1010,6 +1025,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("spmm_extremum", &spmm_extremum);
   m.def("sddmm_csr", &sddmm_csr);
   m.def("edge_softmax", &edge_softmax);
+  m.def("segment_reduce", &segment_reduce);
   py::class_<AttentionCsrArgs>(m, "AttentionCsrArgs").def(py::init(&attention_csr_args));
   m.def("attention_csr", &attention_csr);
   m.def("attention_csr_backward", &attention_csr_backward);

@@ -38,6 +38,7 @@ from fastsparse_core import (
     gatv2_attention,
     maxk,
     policy,
+    scatter,
     sddmm,
     spmm,
     ssd,
@@ -431,6 +432,17 @@ def softmax_of_edges(dtype: torch.dtype) -> None:
     _ops.edge_softmax_backward(weight, draw(adj.num_edges, 2, dtype=dtype), adj.handle)
 
 
+def segments(dtype: torch.dtype) -> None:
+    """Every reduction with 1, 4, 8 and 32 lanes, in wide and single loads, of cut and sorted segments."""
+    index = torch.cat([torch.full((3000,), 7), torch.arange(1500) * 37 % 300]).to(DEVICE)
+    index[0] = 8  # else it would ascend in the cut segment, where any order is right
+    lanes = 16 // dtype.itemsize
+    for reduce in ("sum", "mean", "max", "min", "mul", "var", "std"):
+        for width in (1, 3, 7, 33, lanes, 3 * lanes, 7 * lanes, 31 * lanes):
+            scatter(draw(index.numel(), width, dtype=dtype), index, 301, reduce)
+        scatter(draw(index.numel(), 3, dtype=dtype), index.sort().values, 301, reduce)
+
+
 # ---------------------------------------------------------------- sparse activations
 
 
@@ -562,6 +574,7 @@ PARTS: dict[str, Part] = {
     **_by_dtype("spmm-resident", "spmm_resident", {"all": (F32, F16, BF16)}, spmm_resident),
     **_by_dtype("spmm-blocks", "spmm_bsb", _EACH, spmm_blocks),
     "aggregate-linear": Part(("aggregate_linear", "aggregate_linear_backward"), (layers_in_one,)),
+    **_by_dtype("segments", "segment_reduce", _TWO, segments),
     **_by_dtype("sddmm", "sddmm_csr", _TWO, sddmm_rows),
     **_by_dtype("sddmm-blocks", "sddmm_bsb", _TWO_ON_TENSOR_CORES, sddmm_blocks),
     **_by_dtype("attention", "attention_bsb", _TWO_ON_TENSOR_CORES, dot_product),

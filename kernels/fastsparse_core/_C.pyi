@@ -477,6 +477,20 @@ def gatv2_attention_backward(
     device: int,
     queue: int,
 ) -> None: ...
+def segment_reduce(
+    structure: CsrStructure,
+    dtype: int,
+    reduction: int,
+    width: int,
+    x: int,
+    x_stride: int,
+    out: int,
+    extra: int,
+    partial: int,
+    device: int,
+    queue: int,
+    /,
+) -> None: ...
 def edge_softmax(
     structure: CsrStructure,
     dtype: int,

@@ -16,10 +16,15 @@ __all__ = [
     "attention",
     "attention_weights",
     "edge_softmax",
+    "gather_csr",
     "gatv2_attention",
     "gatv2_attention_weights",
     "maxk",
+    "scatter",
+    "scatter_softmax",
     "sddmm",
+    "segment_reduce",
+    "segment_softmax",
     "spmm",
     "ssd",
 ]
@@ -43,6 +48,13 @@ try:
         ssd,
     )
     from fastsparse_core.policy import algorithms
+    from fastsparse_core.segment import (
+        gather_csr,
+        scatter,
+        scatter_softmax,
+        segment_reduce,
+        segment_softmax,
+    )
     from fastsparse_core.structure.adjacency import Adjacency
 except (ImportError, OSError) as error:
     # Torch or the extension is missing or broken: `python -m fastsparse_core.doctor` must still start and say

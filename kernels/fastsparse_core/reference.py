@@ -305,3 +305,33 @@ def ssd(
     """Float64 reference of :func:`fastsparse_core.ssd`, differentiable."""
     dense = cbsr_to_dense(values, ids, width)
     return spmm(adj, dense, value, reduce, scale_dst=scale_dst, scale_src=scale_src, bias=bias)
+
+
+def scatter(src: Tensor, index: Tensor, dim_size: int, reduce: str = "sum") -> Tensor:
+    """Float64 reference of :func:`fastsparse_core.scatter`; of equal extrema the first row is chosen."""
+    src, index = src.double(), index.long()
+    wide = index.view(-1, *[1] * (src.dim() - 1)).expand(src.shape)
+    zeros = src.new_zeros(dim_size, *src.shape[1:])
+    if reduce == "mul":
+        return torch.ones_like(zeros).scatter_reduce(0, wide, src, "prod")
+    if reduce in ("sum", "mean"):
+        return zeros.scatter_reduce(0, wide, src, reduce, include_self=False)
+    if reduce in ("max", "min"):
+        best = zeros.scatter_reduce(0, wide, src.detach(), f"a{reduce}", include_self=False)
+        row = torch.arange(src.size(0), device=src.device).view(-1, *[1] * (src.dim() - 1))
+        chosen = torch.where(src.detach() == best.gather(0, wide), row, src.size(0))
+        arg = torch.full_like(zeros, src.size(0), dtype=torch.int64).scatter_reduce(0, wide, chosen, "amin")
+        return torch.cat([src, zeros[:1]]).gather(0, arg) if dim_size else src[:0]
+    deviation = src - scatter(src, index, dim_size, "mean").index_select(0, index)
+    variance = scatter(deviation.square(), index, dim_size, "mean")
+    if reduce == "var":
+        return variance
+    # The derivative of the root at 0 is infinite: 0 is taken for it.
+    return torch.where(variance == 0, 0, torch.where(variance == 0, 1, variance).sqrt())
+
+
+def scatter_softmax(src: Tensor, index: Tensor, dim_size: int) -> Tensor:
+    """Float64 reference of :func:`fastsparse_core.scatter_softmax`."""
+    src, index = src.double(), index.long()
+    weight = (src - scatter(src.detach(), index, dim_size, "max").index_select(0, index)).exp()
+    return weight / scatter(weight, index, dim_size).index_select(0, index)

@@ -529,6 +529,31 @@ struct EdgeSoftmaxArgs {
   Dtype dtype;
 };
 
+enum class Reduction : int {
+  kSum = 0,
+  kMean = 1,
+  kMax = 2,
+  kMin = 3,
+  kProduct = 4,
+  kVariance = 5,
+  kDeviation = 6
+};
+
+// out_s = the reduction over segment s of rows of x, read through the entries' positions. Of `a`, columns are
+// not used. Empty segments: 0, of the product 1.
+struct SegmentReduceArgs {
+  CsrView a;
+  RowSplitView split;
+  DenseView x;    // (num_edges, width)
+  void* out;      // (num_rows, width) contiguous
+  void* extra;    // (num_rows, width); maximum and minimum: int64 position of the first one chosen, num_edges
+                  // where there is none; variance and deviation: the mean in the accumulation type; else null
+  void* partial;  // (num_slots, width) states of up to 24 bytes; CUDA only
+  std::int64_t width;
+  Reduction reduction;
+  Dtype dtype;
+};
+
 // Windows of `height` rows, at most 64, with the entries of a window by source, then by row. Word:
 // 64 * source + row in the window; the highest bit says that all of the source's entries lie in one strip.
 // The slices come block of sources by block of sources.
