@@ -12,8 +12,8 @@ from fastsparse_core.device import device_index, queue
 from fastsparse_core.sampling.relations import ALL, Graph, Relation
 from fastsparse_core.sampling.sample import Edges, Sample
 
-#: Slots of the hops that are run together, at most; a hop alone may have more. 28 bytes each, and up to 36 for
-#: its place in the table.
+#: Slots of the hops that are run together, at most; a hop alone may have more. 28 bytes each, and up to 36
+#: for its place in the table.
 _MOST_SLOTS = 2**23
 #: Slots and nodes are numbered in 31 bits.
 _LIMIT = 2**31
@@ -170,7 +170,9 @@ class Draw:
             elif part.ends and part.slots + most > _MOST_SLOTS:
                 break
             if most >= _LIMIT:
-                raise ValueError(f"seeds: expected a batch of fewer than 2^31 edges, got up to {most}; give fewer")
+                raise ValueError(
+                    f"seeds: expected a batch of fewer than 2^31 edges, got up to {most}; give fewer"
+                )
             part.slots += most
             first, end = self._plan_hop(part, slots, first, end)
             self._hop += 1
@@ -315,7 +317,14 @@ class Draw:
             )
         part.node_table = _C.NodeTable(part.table.data_ptr(), part.table.data_ptr() + (8 << bits), bits)
         _C.sample_neighbors(
-            part.node_table, address, part.sizes, self._seed, first_nodes, steps, self._index, queue(self._index)
+            part.node_table,
+            address,
+            part.sizes,
+            self._seed,
+            first_nodes,
+            steps,
+            self._index,
+            queue(self._index),
         )
         part.read = part.values
         if device.type == "cuda":
@@ -394,9 +403,7 @@ class Draw:
             return edge_index, col, torch.empty(num_edges, dtype=torch.int64, device=device)
 
     def _raise_range(self) -> None:
-        for name, size, nodes in zip(
-            self._graph.node_types, self._graph.num_nodes, self._nodes, strict=True
-        ):
+        for name, size, nodes in zip(self._graph.node_types, self._graph.num_nodes, self._nodes, strict=True):
             if nodes.ids.numel():
                 low, high = (int(end) for end in torch.aminmax(nodes.ids))
                 if low < 0 or high >= size:

@@ -27,8 +27,8 @@ _lock = ForkSafeLock()
 class FeatureTable:
     """A tensor with a row per node or edge, from which batches take rows.
 
-    A table on the CPU whose batches are wanted on a GPU is copied there once, if it takes no more than half of
-    the free memory. A larger one is copied to page-locked memory of the host (a table that is page-locked
+    A table on the CPU whose batches are wanted on a GPU is copied there once, if it takes no more than half
+    of the free memory. A larger one is copied to page-locked memory of the host (a table that is page-locked
     already is taken as it is), which the GPU reads over PCIe. All tables of one tensor share the copy, which
     lives as long as the tensor; it is made anew when the tensor was written to through PyTorch.
 

@@ -20,9 +20,10 @@ class NeighborSampler:
 
     Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_,
     section 3.1. Sources are drawn for destinations, from rows of the structure. Every node draws once, in
-    the hop after the one that met it. Without replacement all sets of neighbours are equally likely (by weight:
-    as if drawn one after the other, each with a chance in proportion to its weight among those left). One seed
-    gives one batch, the same on the CPU and on GPUs, but for weights, where logarithms may differ in a last bit.
+    the hop after the one that met it. Without replacement all sets of neighbours are equally likely (by
+    weight: as if drawn one after the other, each with a chance in proportion to its weight among those left).
+    One seed gives one batch, the same on the CPU and on GPUs, but for weights, where logarithms may differ in
+    a last bit.
 
     On a GPU the sizes of a batch are read once, when it is done. Batches of more than 2^23 possible edges,
     and those of all neighbours of many nodes, are drawn in parts, with a read or two for each.
@@ -64,7 +65,9 @@ class NeighborSampler:
         num_nodes: Mapping[str, int] | None = None,
     ) -> None:
         if blocks and (induced or disjoint):
-            raise ValueError("blocks: expected neither induced nor disjoint with it, which have one graph for all")
+            raise ValueError(
+                "blocks: expected neither induced nor disjoint with it, which have one graph for all"
+            )
         self.graph = make_graph(graph, fanouts, weight, num_nodes, replace=replace)
         self.layout = Layout(replace=replace, disjoint=disjoint, induced=induced, blocks=blocks)
 
@@ -89,7 +92,7 @@ class NeighborSampler:
         return self.start(seeds, seed=seed).finish()
 
     def start(self, seeds: Tensor | Mapping[str, Tensor], *, seed: int | None = None) -> Draw:
-        """As :meth:`sample`, but on a GPU it does not wait for the device; ``finish()`` of the result does."""
+        """As :meth:`sample`, but does not wait for a GPU; ``finish()`` of the result does."""
         if seed is None:
             seed = int(torch.randint(2**63 - 1, ()))
         by_type = self._check_seeds(seeds)
@@ -99,7 +102,9 @@ class NeighborSampler:
         """Seeds of every node type, by number."""
         if isinstance(seeds, Tensor):
             if self.graph.is_hetero:
-                raise TypeError("seeds: expected a dict by node type for a graph of several types, got a tensor")
+                raise TypeError(
+                    "seeds: expected a dict by node type for a graph of several types, got a tensor"
+                )
             seeds = {ONLY_NODES: seeds}
         elif not self.graph.is_hetero:
             raise TypeError(f"seeds: expected a tensor, got {type(seeds).__name__}")

@@ -135,7 +135,9 @@ def _by_type(argument: str, given: Any, expected: type) -> dict[EdgeType, Any]:
         return {ONLY_EDGES: given}
     if not isinstance(given, Mapping) or not given:
         kind = type(given).__name__ if not isinstance(given, Mapping) else "an empty dict"
-        raise TypeError(f"{argument}: expected {expected.__name__} or a dict of them by edge type, got {kind}")
+        raise TypeError(
+            f"{argument}: expected {expected.__name__} or a dict of them by edge type, got {kind}"
+        )
     for name, item in given.items():
         if not (isinstance(name, tuple) and len(name) == 3):
             raise TypeError(f"{argument}: expected keys (source, name, destination), got {name!r}")
@@ -161,7 +163,9 @@ def _fanouts(
                 raise ValueError(f"fanouts: expected numbers of neighbours, or -1 for all, got {fanout!r}")
         lengths.add(len(of_type))
     if len(lengths) != 1 or 0 in lengths:
-        raise ValueError(f"fanouts: expected as many hops for every edge type, and one at least, got {fanouts}")
+        raise ValueError(
+            f"fanouts: expected as many hops for every edge type, and one at least, got {fanouts}"
+        )
     none = (0,) * lengths.pop()
     return {name: tuple(fanouts.get(name, none)) for name in edge_types}
 
@@ -170,7 +174,8 @@ def _entry_weight(weight: Tensor, adjacency: Adjacency) -> Tensor:
     """Weights in the order of the entries."""
     if weight.dim() != 1 or weight.numel() != adjacency.num_values:
         raise ValueError(
-            f"weight: expected one number per edge, shape ({adjacency.num_values},), got {tuple(weight.shape)}"
+            f"weight: expected one number per edge, shape ({adjacency.num_values},), "
+            f"got {tuple(weight.shape)}"
         )
     if weight.is_complex():
         raise TypeError(f"weight: expected real numbers, got {weight.dtype}")

@@ -36,7 +36,7 @@ class Edges:
 
     @functools.cached_property
     def adjacency(self) -> Adjacency:
-        """The edges as a structure, made without reading the device and without looking at the edges again."""
+        """The edges as a structure, made without reading the device or checking them again."""
         device, (num_dst, _) = self.col.device, self.shape
         index = device_index(device)
         with torch.inference_mode(False):
