@@ -13,6 +13,7 @@ except ModuleNotFoundError as error:
 from fastsparse_core import CBSR, Adjacency, MaxK, __version__
 from fastsparse_pyg.caching import cache_info, clear_cache
 from fastsparse_pyg.layer_swap import accelerate, restore
+from fastsparse_pyg.loader import LinkNeighborLoader, NeighborLoader
 from fastsparse_pyg.nn import (
     FastAGNNConv,
     FastGATConv,
@@ -40,7 +41,9 @@ __all__ = [
     "FastSAGEConv",
     "FastTransformerConv",
     "GraphTransformerLayer",
+    "LinkNeighborLoader",
     "MaxK",
+    "NeighborLoader",
     "__version__",
     "accelerate",
     "cache_info",

@@ -21,10 +21,12 @@ from torch_geometric import EdgeIndex
 from fastsparse_core import Adjacency
 from fastsparse_core.cache import AdjacencyCache, CacheInfo
 from fastsparse_core.log import info_once
+from fastsparse_core.sampling import Edges
 
 logger = logging.getLogger("fastsparse_pyg")
 
 _cache = AdjacencyCache("fastsparse_pyg")
+_sampled: Any = WeakIdKeyDictionary()  # edge_index of a batch -> (its stamp, the sampler's edges)
 _unit_values: Any = WeakIdKeyDictionary()  # sparse matrix -> (stamp of its values, whether all of them are 1)
 
 
@@ -62,6 +64,23 @@ def stamp_of(tensor: Tensor) -> Hashable:
     if isinstance(tensor, EdgeIndex):  # a wrapper: it has a version of its own, and no address
         return tensor._version, stamp_of(tensor._data)
     return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def remember_sampled(edges: Edges) -> Tensor:
+    """The `edge_index` of a batch from whose edges layers make a structure without sorting or checking.
+
+    Returns:
+        A new tensor, which must be the one that the layers get: what is remembered goes with it.
+    """
+    edge_index = edges.edge_index.view(2, -1)  # the entry holds the other one
+    _sampled[edge_index] = (stamp_of(edge_index), edges)
+    return edge_index
+
+
+def sampled_edges(edge_index: Tensor) -> Edges | None:
+    """The edges of a batch, unless its `edge_index` is another or was written to."""
+    entry = _sampled.get(edge_index)
+    return entry[1] if entry is not None and entry[0] == stamp_of(edge_index) else None
 
 
 def has_unit_values(matrix: Tensor, values: Tensor) -> bool:

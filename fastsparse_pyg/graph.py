@@ -12,7 +12,7 @@ from torch_geometric.typing import SparseTensor
 from fastsparse_core import Adjacency
 from fastsparse_core.distributed import PartitionedAdjacency
 from fastsparse_core.log import info_once
-from fastsparse_pyg.caching import has_unit_values, logger, lookup
+from fastsparse_pyg.caching import has_unit_values, logger, lookup, sampled_edges
 
 _SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_coo, torch.sparse_csc)
 
@@ -149,6 +149,9 @@ def _build_from_edge_list(
     if edges.dtype not in (torch.int64, torch.int32):
         edges = edges.long()
     dst, src = (1, 0) if flow == "source_to_target" else (0, 1)
+    sampled = sampled_edges(edge_index)
+    if sampled is not None and dst == 1 and sampled.shape == (num_dst, num_src) and not add_self_loops:
+        return sampled.adjacency
     try:
         return Adjacency.from_coo(
             edges[dst], edges[src], (num_dst, num_src), self_loops="replace" if add_self_loops else "keep"

@@ -13,6 +13,7 @@
 
 #include "fastsparse/group_rows.h"
 #include "fastsparse/launchers.h"
+#include "fastsparse/sample_neighbors.h"
 
 namespace py = pybind11;
 
@@ -954,6 +955,92 @@ void ssd_slots(const CsrStructure& structure, int dtype, std::int64_t width, std
 }
 #endif
 
+NodeList make_node_list(Address node, Address seed, std::int64_t num_nodes, std::int32_t type) {
+  return {at<std::int64_t>(node), at<std::int32_t>(seed), num_nodes, type};
+}
+
+FirstNodes make_first_nodes(const NodeList& list, std::int64_t count, Address count_out) {
+  return {list, count, at<std::int64_t>(count_out)};
+}
+
+// The addresses come in the order of SampleStep: sizes, outputs, scratch.
+SampleStep make_sample_step(const CsrStructure& structure, Address weight, Address weight_sum,
+                            std::int64_t fanout, bool replace, bool induced, std::uint32_t number,
+                            const NodeList& dst, const NodeList& src,
+                            const std::tuple<Address, Address, Address, Address, Address, Address>& sizes,
+                            const std::tuple<Address, Address, Address>& edges, std::int64_t most_rows,
+                            std::int64_t most_slots,
+                            const std::tuple<Address, Address, Address, Address>& scratch) {
+  const auto size = [](Address address) { return at<std::int64_t>(address); };
+  return {structure.a,
+          at<const float>(weight),
+          at<const double>(weight_sum),
+          fanout,
+          replace,
+          induced,
+          number,
+          dst,
+          src,
+          size(std::get<0>(sizes)),
+          size(std::get<1>(sizes)),
+          size(std::get<2>(sizes)),
+          size(std::get<3>(sizes)),
+          size(std::get<4>(sizes)),
+          size(std::get<5>(sizes)),
+          at<std::uint32_t>(std::get<0>(edges)),
+          at<std::int32_t>(std::get<1>(edges)),
+          at<std::int64_t>(std::get<2>(edges)),
+          most_rows,
+          most_slots,
+          at<std::int64_t>(std::get<0>(scratch)),
+          at<std::uint32_t>(std::get<1>(scratch)),
+          at<std::int64_t>(std::get<2>(scratch)),
+          at<std::uint64_t>(std::get<3>(scratch))};
+}
+
+NodeTable make_node_table(Address key, Address value, int bits) {
+  return {at<std::uint64_t>(key), at<std::uint32_t>(value), bits};
+}
+
+void sample_neighbors(const NodeTable& table, Address sizes, std::int64_t num_sizes, std::uint64_t seed,
+                      const std::vector<FirstNodes>& first_nodes, const std::vector<SampleStep>& steps,
+                      int device, Address queue) {
+  const SampleArgs args{table,
+                        at<std::int64_t>(sizes),
+                        num_sizes,
+                        seed,
+                        first_nodes.data(),
+                        static_cast<int>(first_nodes.size()),
+                        steps.data(),
+                        static_cast<int>(steps.size())};
+  FASTSPARSE_RUN(sample_neighbors, args, device, queue);
+}
+
+void emit_edges(const NodeTable& table, Address place, Address row, Address edge_id, std::int64_t num_edges,
+                Address edge_index, Address col, Address edge_id_out, int device, Address queue) {
+  const EmitEdgesArgs args{
+      table,     at<const std::uint32_t>(place), at<const std::int32_t>(row), at<const std::int64_t>(edge_id),
+      num_edges, at<std::int64_t>(edge_index),   at<std::int32_t>(col),       at<std::int64_t>(edge_id_out)};
+  FASTSPARSE_RUN(emit_edges, args, device, queue);
+}
+
+void emit_rows(Address row, std::int64_t num_edges, std::int64_t num_rows, Address rowptr, Address inv_degree,
+               Address slices, int device, Address queue) {
+  const EmitRowsArgs args{
+      at<const std::int64_t>(row), num_edges,           num_rows, at<std::int64_t>(rowptr),
+      at<float>(inv_degree),       at<RowSlice>(slices)};
+  FASTSPARSE_RUN(emit_rows, args, device, queue);
+}
+
+#ifdef FASTSPARSE_WITH_CUDA
+void gather_rows(Address table, Address index, Address out, std::int64_t num_rows, std::int64_t row_bytes,
+                 int device, Address queue) {
+  const GatherRowsArgs args{at(table), at<const std::int64_t>(index), at(out), num_rows, row_bytes};
+  const DeviceGuard guard(device);
+  check(cuda::gather_rows(args, at(queue)), "gather_rows");
+}
+#endif
+
 py::dict build_info() {
   py::dict info;
 #ifdef FASTSPARSE_WITH_CUDA
@@ -1042,6 +1129,16 @@ PYBIND11_MODULE(_C, m) {
   m.def("ssd_slots", &ssd_slots);
   py::class_<RowPanelsView>(m, "RowPanelsStructure").def(py::init(&make_row_panels));
   m.def("ssd_backward_windows", &ssd_backward_windows);
+#endif
+  py::class_<NodeList>(m, "NodeList").def(py::init(&make_node_list));
+  py::class_<FirstNodes>(m, "FirstNodes").def(py::init(&make_first_nodes));
+  py::class_<NodeTable>(m, "NodeTable").def(py::init(&make_node_table));
+  py::class_<SampleStep>(m, "SampleStep").def(py::init(&make_sample_step));
+  m.def("sample_neighbors", &sample_neighbors);
+  m.def("emit_edges", &emit_edges);
+  m.def("emit_rows", &emit_rows);
+#ifdef FASTSPARSE_WITH_CUDA
+  m.def("gather_rows", &gather_rows);
 #endif
   m.def("build_info", &build_info);
 }

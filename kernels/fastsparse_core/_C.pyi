@@ -774,3 +774,67 @@ def ssd_backward_windows(
     queue: int,
 ) -> None: ...
 def build_info() -> dict[str, bool | str]: ...
+
+class NodeList:
+    def __init__(self, node: int, seed: int, num_nodes: int, type: int) -> None: ...
+
+class FirstNodes:
+    def __init__(self, list: NodeList, count: int, count_out: int) -> None: ...
+
+class NodeTable:
+    def __init__(self, key: int, value: int, bits: int) -> None: ...
+
+class SampleStep:
+    def __init__(
+        self,
+        structure: CsrStructure,
+        weight: int,
+        weight_sum: int,
+        fanout: int,
+        replace: bool,
+        induced: bool,
+        number: int,
+        dst: NodeList,
+        src: NodeList,
+        sizes: tuple[int, int, int, int, int, int],
+        edges: tuple[int, int, int],
+        most_rows: int,
+        most_slots: int,
+        scratch: tuple[int, int, int, int],
+    ) -> None: ...
+
+def sample_neighbors(
+    table: NodeTable,
+    sizes: int,
+    num_sizes: int,
+    seed: int,
+    first_nodes: Sequence[FirstNodes],
+    steps: Sequence[SampleStep],
+    device: int,
+    queue: int,
+) -> None: ...
+def emit_edges(
+    table: NodeTable,
+    place: int,
+    row: int,
+    edge_id: int,
+    num_edges: int,
+    edge_index: int,
+    col: int,
+    edge_id_out: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def emit_rows(
+    row: int,
+    num_edges: int,
+    num_rows: int,
+    rowptr: int,
+    inv_degree: int,
+    slices: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def gather_rows(
+    table: int, index: int, out: int, num_rows: int, row_bytes: int, device: int, queue: int
+) -> None: ...

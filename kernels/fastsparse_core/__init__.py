@@ -9,6 +9,7 @@ __all__ = [
     "CapturedBatches",
     "CapturedStep",
     "MaxK",
+    "NeighborSampler",
     "__version__",
     "additive_attention",
     "additive_attention_weights",
@@ -48,6 +49,7 @@ try:
         ssd,
     )
     from fastsparse_core.policy import algorithms
+    from fastsparse_core.sampling import NeighborSampler
     from fastsparse_core.segment import (
         gather_csr,
         scatter,

@@ -18,7 +18,7 @@ from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.grouping import Method, check_method
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.inspection import Inspection, inspect_edges, inspect_rows
-from fastsparse_core.formats.row_split import RowSplit
+from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 from fastsparse_core.structure.build_once import BuiltOnce
 from fastsparse_core.structure.kernel_formats import KernelFormats, expand_rows
 
@@ -576,6 +576,35 @@ def from_handle(handle: int) -> Adjacency:
             f"adjacency: the structure with handle {handle} was freed while an operator still needed it; "
             "keep a reference to the Adjacency until the backward pass is done"
         )
+    return adjacency
+
+
+def adjacency_of_batch(
+    rowptr: Tensor,
+    col: Tensor,
+    shape: tuple[int, int],
+    inv_degree: Tensor,
+    slices: Tensor | None,
+    *,
+    most_entries: int,
+) -> Adjacency:
+    """The structure of a sampled batch, as the sampler wrote it; nothing is checked.
+
+    Args:
+        rowptr: int64 (num_dst + 1,).
+        col: int32 (num_edges,).
+        shape: (num_dst, num_src).
+        inv_degree: see :meth:`Adjacency.inv_degree`.
+        slices: on CUDA, the work list of uncut rows in row order; used where no row needs cutting.
+        most_entries: bound of the entries of a row.
+    """
+    adjacency = Adjacency(rowptr, col, shape)
+    adjacency._differs_from_transpose = True
+    adjacency._row_memo.results[("inv_degree", torch.float32)] = inv_degree
+    if slices is not None and most_entries <= choose.slice_length(col.numel()):
+        adjacency._row_memo.results["row_split"] = unsplit_rows(slices)
+        adjacency._unsorted_uses_left = choose.UNSORTED_USES
+    adjacency.scatters_left = choose.SCATTERS
     return adjacency
 
 
