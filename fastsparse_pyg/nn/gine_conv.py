@@ -60,12 +60,12 @@ class FastGINEConv(AttentionConv, GINEConv):
         if reason:
             if isinstance(edge_index, Adjacency):
                 size = (edge_index.num_src, edge_index.num_dst)
-            return self._original_attention(reason, x, edge_index, edge_attr, size)  # type: ignore[no-any-return]
+            return self._original_attention(reason, x, edge_index, edge_attr, size)
         assert isinstance(edge_attr, Tensor)
         graph = self._graph(pair, edge_index, size)
         features = self._edge_features(graph, edge_attr)
         x_src, x_dst = pair
-        lin = self.lin
+        lin: Any = self.lin
         weight = bias = None
         if lin is not None and is_plain_linear(lin) and features.size(1) <= MOST_FEATURES:
             weight, bias = lin.weight, lin.bias
@@ -76,7 +76,7 @@ class FastGINEConv(AttentionConv, GINEConv):
         out = gine_aggregate(graph.adj, x_src, features, edge_weight=weight, edge_bias=bias)
         if x_dst is not None:
             out = torch.addcmul(out, 1 + self.eps, x_dst)
-        return self.nn(out)  # type: ignore[no-any-return]
+        return self.nn(out)
 
     def _why_original_gine(self, x: tuple[Any, Any], edge_index: object, edge_attr: object) -> str:
         if not isinstance(edge_attr, Tensor) or edge_attr.dim() != 2:
@@ -88,7 +88,7 @@ class FastGINEConv(AttentionConv, GINEConv):
             if edge_attr.size(1) != x[0].size(1):
                 return "edge features of another width than the nodes'"
             return "" if edge_attr.dtype == x[0].dtype else "features of two dtypes"
-        if not isinstance(self.lin, torch.nn.Module) or self.lin.weight.size(0) != x[0].size(1):
+        if self.lin.weight.size(0) != x[0].size(1):
             return "a linear map of the edges to another width than the nodes'"
         if autocast_dtype(x[0]) is not None:
             # The original adds rows in the autocast dtype to the nodes' and keeps the wider dtype.

@@ -56,7 +56,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
         reason = self._why_original_gated(pair, edge_index, edge_attr)
         if reason:
-            return self._original_attention(reason, x, edge_index, edge_attr)  # type: ignore[no-any-return]
+            return self._original_attention(reason, x, edge_index, edge_attr)
         graph = self._graph(pair, edge_index, None)
         if edge_attr is None:
             key, query, value = self._projected(pair)
@@ -82,7 +82,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         return key, query, value
 
     def _taken_apart(self, x: tuple[Tensor, Tensor], edge_width: int) -> tuple[Tensor, ...]:
-        """The same from the nodes' columns of the maps, and the edges' columns: of the gates, of the values."""
+        """The same from the nodes' columns of the maps, and the edges' columns: gates', values'."""
         maps = (self.lin_query, self.lin_value, self.lin_key)
         of_nodes, of_edges = [], []
         for lin in maps:
