@@ -11,6 +11,7 @@
 #include <cuda_runtime_api.h>
 #endif
 
+#include "fastsparse/edge_messages.h"
 #include "fastsparse/group_rows.h"
 #include "fastsparse/launchers.h"
 #include "fastsparse/sample_neighbors.h"
@@ -643,6 +644,64 @@ void edge_attention_backward(const CsrStructure& structure, const CsrStructure& 
   FASTSPARSE_RUN(edge_attention_backward, args, device, queue);
 }
 
+EdgeMessageInput edge_message_input(int message, int dtype, std::int64_t width, std::int64_t edge_width,
+                                    Address k, std::int64_t k_stride, Address q, std::int64_t q_stride,
+                                    Address v, std::int64_t v_stride, Address edge, std::int64_t edge_stride,
+                                    Address weight, Address of_value, Address bias) {
+  return {static_cast<EdgeMessage>(message),
+          {at(k), k_stride},
+          {at(q), q_stride},
+          {at(v), v_stride},
+          {at(edge), edge_stride},
+          at(weight),
+          at(of_value),
+          at(bias),
+          width,
+          edge_width,
+          static_cast<Dtype>(dtype)};
+}
+
+void edge_messages(const CsrStructure& structure, const EdgeMessageInput& input, Address out, Address side,
+                   Address state, Address positive, std::int64_t sign_bytes, Address partial,
+                   Address partial_side, int device, Address queue) {
+  const EdgeMessageArgs args{
+      structure.a, structure.split, input,           at(out), at(side), at(state), at<std::uint8_t>(positive),
+      sign_bytes,  at(partial),     at(partial_side)};
+  FASTSPARSE_RUN(edge_messages, args, device, queue);
+}
+
+void edge_messages_backward(const CsrStructure& structure, const CsrStructure& transposed,
+                            const EdgeMessageInput& input, Address grad, std::int64_t grad_stride,
+                            Address grad_side, std::int64_t grad_side_stride, Address state,
+                            std::int64_t state_stride, Address grad_state, std::int64_t grad_state_stride,
+                            Address positive, std::int64_t sign_bytes, std::int64_t num_values,
+                            Address grad_q, Address grad_v, Address grad_edge, Address grad_features,
+                            Address grad_weight, Address grad_of_value, std::int64_t groups,
+                            Address partial_q, Address partial_v, int device, Address queue) {
+  const EdgeMessageBackwardArgs args{structure.a,
+                                     structure.split,
+                                     transposed.a,
+                                     transposed.split,
+                                     input,
+                                     {at(grad), grad_stride},
+                                     {at(grad_side), grad_side_stride},
+                                     {at(state), state_stride},
+                                     {at(grad_state), grad_state_stride},
+                                     at<std::uint8_t>(positive),
+                                     sign_bytes,
+                                     num_values,
+                                     at(grad_q),
+                                     at(grad_v),
+                                     at(grad_edge),
+                                     at(grad_features),
+                                     at(grad_weight),
+                                     at(grad_of_value),
+                                     groups,
+                                     at(partial_q),
+                                     at(partial_v)};
+  FASTSPARSE_RUN(edge_messages_backward, args, device, queue);
+}
+
 void ssd_backward(const CsrStructure& transposed, int dtype, Address grad, std::int64_t grad_stride,
                   Address value, int value_dtype, Address ids, bool ids_are_16bit, std::int64_t k,
                   Address scale_dst, Address scale_src, Address out, Address partial, int device,
@@ -1119,6 +1178,9 @@ PYBIND11_MODULE(_C, m) {
   py::class_<EdgeAttentionInput>(m, "EdgeAttentionInput").def(py::init(&edge_attention_input));
   m.def("edge_attention", &edge_attention);
   m.def("edge_attention_backward", &edge_attention_backward);
+  py::class_<EdgeMessageInput>(m, "EdgeMessageInput").def(py::init(&edge_message_input));
+  m.def("edge_messages", &edge_messages);
+  m.def("edge_messages_backward", &edge_messages_backward);
   m.def("maxk", &maxk);
   m.def("cbsr_to_dense", &cbsr_to_dense);
   m.def("cbsr_gather", &cbsr_gather);

@@ -176,24 +176,6 @@ def value_ends(adj: Adjacency) -> Tensor:
     return adj.memo("fastsparse_pyg.value_ends", build)
 
 
-def incidence(adj: Adjacency) -> Adjacency:
-    """The structure (num_dst, num_values) in which every edge is a source of its own destination.
-
-    An aggregation over it sums features of edges; a sampled product gives every edge one with its
-    destination.
-    """
-
-    def build() -> Adjacency:
-        position = adj.edge_id
-        if position is None:
-            position = torch.arange(adj.num_edges, dtype=torch.int32, device=adj.device)
-        # Values keep the order of the graph's own.
-        shape = (adj.num_dst, adj.num_values)
-        return Adjacency(adj.rowptr, position.int(), shape, edge_id=adj.edge_id, num_values=adj.num_values)
-
-    return adj.memo("fastsparse_pyg.incidence", build)
-
-
 def _carries_features(matrix: Any) -> bool:
     """Whether the values of a sparse matrix are vectors, which PyG takes for edge features."""
     if isinstance(matrix, Tensor):

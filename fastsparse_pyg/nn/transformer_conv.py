@@ -12,7 +12,8 @@ from torch_geometric.nn import TransformerConv
 from torch_geometric.typing import OptTensor, PairTensor
 
 from fastsparse_core import Adjacency, attention, attention_weights, sddmm, spmm
-from fastsparse_pyg.nn.attention import AttentionConv, incidence
+from fastsparse_core.incidence import incidence
+from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import is_plain_linear, project
 
 

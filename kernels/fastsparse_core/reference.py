@@ -274,6 +274,58 @@ def gatv2_attention_weights(
     return _in_callers_order(adj, _softmax(adj, (hidden * att.double()).sum(-1)))
 
 
+# ---------------------------------------------------------------- messages that meet their edges' features
+
+
+def gine_aggregate(
+    adj: Adjacency,
+    x: Tensor,
+    edge_attr: Tensor,
+    *,
+    edge_weight: Tensor | None = None,
+    edge_bias: Tensor | None = None,
+) -> Tensor:
+    """Float64 reference of :func:`fastsparse_core.gine_aggregate`, differentiable."""
+    row, col, position = _edges(adj)
+    edges = edge_attr.double()
+    if edge_weight is not None:
+        edges = F.linear(edges, edge_weight.double(), None if edge_bias is None else edge_bias.double())
+    return _row_sums(adj, row, (x.double()[col] + edges[position]).relu())
+
+
+def gated_aggregate(
+    adj: Adjacency,
+    k: Tensor,
+    q: Tensor,
+    v: Tensor,
+    *,
+    edge_attr: Tensor | None = None,
+    gate_weight: Tensor | None = None,
+    value_weight: Tensor | None = None,
+) -> Tensor:
+    """Float64 reference of :func:`fastsparse_core.gated_aggregate`, differentiable."""
+    row, col, position = _edges(adj)
+    z, value = k.double()[row] + q.double()[col], v.double()[col]
+    if edge_attr is not None and gate_weight is not None and value_weight is not None:
+        z = z + F.linear(edge_attr.double(), gate_weight.double())[position]
+        value = value + F.linear(edge_attr.double(), value_weight.double())[position]
+    return _row_sums(adj, row, z.sigmoid() * value)
+
+
+def gated_edges(
+    adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, edge: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Float64 reference of :func:`fastsparse_core.gated_edges`, differentiable."""
+    row, col, position = _edges(adj)
+    z = k.double()[row] + q.double()[col] + edge.double()[position]
+    gate = z.sigmoid()
+    return _row_sums(adj, row, gate * v.double()[col]), _row_sums(adj, row, gate), _in_callers_order(adj, z)
+
+
+def _row_sums(adj: Adjacency, row: Tensor, entry: Tensor) -> Tensor:
+    return entry.new_zeros(adj.num_dst, entry.size(1)).index_add(0, row, entry)
+
+
 def maxk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Float64 reference of :func:`fastsparse_core.maxk`: values and int64 columns, by a stable sort."""
     # NaN, of either sign, sorts first, and entries that are equal keep their order.

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.policy.slices import slice_length
-from fastsparse_core.structure.content import check_content
 from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.inspection import inspect_edges
 from fastsparse_core.formats.row_split import RowSplit, split_rows
+from fastsparse_core.policy.slices import slice_length
 from fastsparse_core.structure.build_once import Memo
+from fastsparse_core.structure.content import check_content
 
 
 class Segments:

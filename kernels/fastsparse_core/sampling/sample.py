@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.structure.adjacency import Adjacency, adjacency_of_batch
 from fastsparse_core.device import device_index, queue
+from fastsparse_core.structure.adjacency import Adjacency, adjacency_of_batch
 
 
 @dataclass(frozen=True, eq=False)

@@ -601,10 +601,10 @@ def adjacency_of_batch(
     adjacency = Adjacency(rowptr, col, shape)
     adjacency._differs_from_transpose = True
     adjacency._row_memo.results[("inv_degree", torch.float32)] = inv_degree
-    if slices is not None and most_entries <= choose.slice_length(col.numel()):
+    if slices is not None and most_entries <= policy.slice_length(col.numel()):
         adjacency._row_memo.results["row_split"] = unsplit_rows(slices)
-        adjacency._unsorted_uses_left = choose.UNSORTED_USES
-    adjacency.scatters_left = choose.SCATTERS
+        adjacency._unsorted_uses_left = policy.UNSORTED_USES
+    adjacency.scatters_left = policy.SCATTERS
     return adjacency
 
 
