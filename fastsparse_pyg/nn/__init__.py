@@ -7,6 +7,7 @@ from fastsparse_pyg.nn.gcn_conv import FastGCNConv
 from fastsparse_pyg.nn.gin_conv import FastGINConv
 from fastsparse_pyg.nn.graph_transformer import GraphTransformerLayer
 from fastsparse_pyg.nn.maxk import FastMaxKGCNConv, FastMaxKSAGEConv
+from fastsparse_pyg.nn.pna_conv import FastPNAConv
 from fastsparse_pyg.nn.sage_conv import FastSAGEConv
 from fastsparse_pyg.nn.transformer_conv import FastTransformerConv
 
@@ -19,6 +20,7 @@ DROP_INS = {
         FastGATv2Conv,
         FastGCNConv,
         FastGINConv,
+        FastPNAConv,
         FastSAGEConv,
         FastTransformerConv,
     )
@@ -33,6 +35,7 @@ __all__ = [
     "FastGINConv",
     "FastMaxKGCNConv",
     "FastMaxKSAGEConv",
+    "FastPNAConv",
     "FastSAGEConv",
     "FastTransformerConv",
     "GraphTransformerLayer",

@@ -10,6 +10,7 @@ from fastsparse_core.ops.attention import (
 )
 from fastsparse_core.ops.edge_softmax import edge_softmax
 from fastsparse_core.ops.maxk import maxk
+from fastsparse_core.ops.multi_aggregate import multi_aggregate
 from fastsparse_core.ops.sddmm import sddmm
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.ops.ssd import ssd
@@ -23,6 +24,7 @@ __all__ = [
     "gatv2_attention",
     "gatv2_attention_weights",
     "maxk",
+    "multi_aggregate",
     "sddmm",
     "spmm",
     "ssd",
