@@ -22,6 +22,7 @@ COMMANDS = {
     "ssd": "sparse rows times a structure against stored rivals, the papers' ablations, and maxk",
     "attention": "attention forward and backward: time and memory, against stored rivals",
     "edges": "attention layers with edge features against PyG and a Triton kernel",
+    "pna": "principal neighbourhood aggregation, a layer on a large graph and on molecules, against PyG",
     "train": "training step, inference and memory of small models against PyG",
     "scaling": "full-graph training and mini-batches on several GPUs",
     "breakdown": "where the time of a training step goes: kinds of device work, and waiting for the host",
@@ -45,6 +46,7 @@ COMMANDS = {
 ON_CUDA = (
     "attention",
     "edges",
+    "pna",
     "train",
     "breakdown",
     "ssd",

@@ -22,6 +22,7 @@ from fastsparse_dgl.nn import (
     FastHeteroGraphConv,
     FastMaxKGraphConv,
     FastMaxKSAGEConv,
+    FastPNAConv,
     FastSAGEConv,
     GraphTransformerLayer,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "FastHeteroGraphConv",
     "FastMaxKGraphConv",
     "FastMaxKSAGEConv",
+    "FastPNAConv",
     "FastSAGEConv",
     "GraphTransformerLayer",
     "MaxK",

@@ -7,7 +7,8 @@ from typing import Any
 from torch.nn import Module
 
 from fastsparse_core import layer_swap as core
-from fastsparse_dgl.nn import DROP_INS
+from fastsparse_dgl.nn import DROP_INS, FastPNAConv
+from fastsparse_dgl.nn.pna_conv import why_no_kernel
 
 
 def accelerate(model: Module, *, show: bool = True) -> core.Report:
@@ -54,6 +55,8 @@ def _is_graph_layer(module: Module) -> bool:
 
 def _why_not(layer: Any, drop_in: type[Module]) -> str:
     """Why DGL's own code would run whatever the drop-in is given."""
+    if drop_in is FastPNAConv:
+        return why_no_kernel(layer)
     if getattr(layer, "_aggre_type", None) == "lstm":
         return "aggregator_type='lstm' has no kernel"
     return ""

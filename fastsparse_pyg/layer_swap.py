@@ -9,8 +9,9 @@ from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.conv import MessagePassing
 
 from fastsparse_core import layer_swap as core
-from fastsparse_pyg.nn import DROP_INS, FastGINConv, FastSAGEConv
+from fastsparse_pyg.nn import DROP_INS, FastGINConv, FastPNAConv, FastSAGEConv
 from fastsparse_pyg.nn.base import MESSAGE_METHODS, REDUCE
+from fastsparse_pyg.nn.pna_conv import why_no_kernel
 
 #: The layers whose kernels take other aggregations than the sum.
 _AGGREGATING = (FastSAGEConv, FastGINConv)
@@ -66,6 +67,8 @@ def _why_not(layer: Any, drop_in: type[Module]) -> str:
     replaced = [name for name in MESSAGE_METHODS if name != "propagate" and name in vars(layer)]
     if replaced:
         return f"{replaced[0]} is replaced on the instance"
+    if drop_in is FastPNAConv:
+        return why_no_kernel(layer)
     aggregations = tuple(REDUCE) if drop_in in _AGGREGATING else (SumAggregation,)
     if type(layer.aggr_module) not in aggregations:
         return f"aggr={layer.aggr!r} has no kernel"

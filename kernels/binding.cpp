@@ -2,6 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <array>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -702,6 +704,63 @@ void edge_messages_backward(const CsrStructure& structure, const CsrStructure& t
   FASTSPARSE_RUN(edge_messages_backward, args, device, queue);
 }
 
+MultiAggregateInput multi_aggregate_input(int dtype, std::int64_t width, std::int64_t group_width,
+                                          Address x_src, std::int64_t x_src_stride, Address x_dst,
+                                          std::int64_t x_dst_stride, Address edge, Address weight,
+                                          std::int64_t edge_width,
+                                          const std::array<int, kNumAggregations>& slots, int num_slots,
+                                          double min_variance) {
+  MultiAggregateInput input{{at(x_src), x_src_stride},
+                            {at(x_dst), x_dst_stride},
+                            at(edge),
+                            at(weight),
+                            edge_width,
+                            width,
+                            group_width,
+                            {},
+                            num_slots,
+                            min_variance,
+                            static_cast<Dtype>(dtype)};
+  std::copy(slots.begin(), slots.end(), input.slot);
+  return input;
+}
+
+void multi_aggregate(const CsrStructure& structure, const MultiAggregateInput& input, Address out,
+                     Address mean, Address ties, Address partial, int device, Address queue) {
+  const MultiAggregateArgs args{structure.a, structure.split, input,      at(out),
+                                at(mean),    at(ties),        at(partial)};
+  FASTSPARSE_RUN(multi_aggregate, args, device, queue);
+}
+
+void multi_aggregate_backward(const CsrStructure& structure, const CsrStructure& transposed,
+                              const MultiAggregateInput& input, Address out, Address mean, Address ties,
+                              Address grad, Address base, Address slope, Address share, Address marks,
+                              Address grad_src, Address grad_dst, Address grad_edge, Address grad_weight,
+                              std::int64_t weight_parts, std::int64_t num_values, Address partial, int device,
+                              Address queue) {
+  const MultiAggregateBackwardArgs args{structure.a,
+                                        structure.split,
+                                        transposed.a,
+                                        transposed.split,
+                                        input,
+                                        at(out),
+                                        at(mean),
+                                        at(ties),
+                                        at(grad),
+                                        at(base),
+                                        at(slope),
+                                        at(share),
+                                        at<std::uint8_t>(marks),
+                                        at(grad_src),
+                                        at(grad_dst),
+                                        at(grad_edge),
+                                        at(grad_weight),
+                                        weight_parts,
+                                        num_values,
+                                        at(partial)};
+  FASTSPARSE_RUN(multi_aggregate_backward, args, device, queue);
+}
+
 void ssd_backward(const CsrStructure& transposed, int dtype, Address grad, std::int64_t grad_stride,
                   Address value, int value_dtype, Address ids, bool ids_are_16bit, std::int64_t k,
                   Address scale_dst, Address scale_src, Address out, Address partial, int device,
@@ -1181,6 +1240,9 @@ PYBIND11_MODULE(_C, m) {
   py::class_<EdgeMessageInput>(m, "EdgeMessageInput").def(py::init(&edge_message_input));
   m.def("edge_messages", &edge_messages);
   m.def("edge_messages_backward", &edge_messages_backward);
+  py::class_<MultiAggregateInput>(m, "MultiAggregateInput").def(py::init(&multi_aggregate_input));
+  m.def("multi_aggregate", &multi_aggregate);
+  m.def("multi_aggregate_backward", &multi_aggregate_backward);
   m.def("maxk", &maxk);
   m.def("cbsr_to_dense", &cbsr_to_dense);
   m.def("cbsr_gather", &cbsr_gather);

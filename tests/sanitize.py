@@ -37,6 +37,7 @@ from fastsparse_core import (
     edge_softmax,
     gatv2_attention,
     maxk,
+    multi_aggregate,
     policy,
     scatter,
     sddmm,
@@ -425,6 +426,22 @@ def _with_edge_features(dtype: torch.dtype) -> None:
                 gatv2_attention(adj, q, k, att, 0.2, 0.3, **edges).sum().backward()
 
 
+def several_aggregations(dtype: torch.dtype) -> None:
+    """multi_aggregate and its gradient: one lane, many, two tiles, aligned or not; every kind of edge."""
+    names = ("sum", "mean", "min", "max", "var", "std")
+    for width, edge_width in ((3, 1), (24, 8), (130, 5), (260, 32)):
+        for adj in (heavy(), sparse()):
+            x_dst, x_src = (
+                features(rows, width, dtype=dtype).requires_grad_() for rows in (adj.num_dst, adj.num_src)
+            )
+            attr = draw(adj.num_edges, edge_width, dtype=dtype).requires_grad_()
+            weight = draw(width, edge_width, dtype=dtype).requires_grad_()
+            rows = draw(adj.num_edges, width, dtype=dtype).requires_grad_()
+            for edges in ({}, {"edge_attr": attr, "edge_weight": weight}, {"edge_attr": rows}):
+                with torch.enable_grad():
+                    multi_aggregate(adj, x_src, names, x_dst=x_dst, **edges).sum().backward()
+
+
 def softmax_of_edges(dtype: torch.dtype) -> None:
     """edge_softmax and its gradient."""
     adj = heavy()
@@ -593,6 +610,9 @@ PARTS: dict[str, Part] = {
         gatv2,
     ),
     **_by_dtype("attention-edges", "edge_attention edge_attention_backward", _EACH, with_edge_features),
+    **_by_dtype(
+        "several-aggregations", "multi_aggregate multi_aggregate_backward", _TWO, several_aggregations
+    ),
     **_by_dtype("maxk", "maxk cbsr", _TWO, largest_entries),
     **_by_dtype("ssd", "ssd ssd_slots", _ALL, sparse_products),
     **_by_dtype("ssd-backward", "ssd_backward", _TWO, sparse_gradients),

@@ -25,6 +25,7 @@ from .formats import formats, formats_in_short
 from .host import host
 from .maxk import maxk
 from .minibatch import minibatch
+from .pna import pna
 from .regret import regret
 from .sanitizer import sanitizer, sanitizer_in_short
 from .scaling import scaling
@@ -55,6 +56,7 @@ __all__ = [
     "minibatch",
     "number",
     "plots_of",
+    "pna",
     "provenance",
     "ratio",
     "regret",
@@ -81,6 +83,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "ssd": ssd,
     "attention": attention,
     "edges": edges,
+    "pna": pna,
     "train": train,
     "scaling": scaling,
     "maxk": maxk,
@@ -112,6 +115,8 @@ ABOUT = {
     " small, whatever the number of edges, if nothing has their size.",
     "edges": "Layers 256 wide with 8 features per edge, forward and backward with all gradients, and the"
     " attention operator alone, against PyG and a weather model's Triton kernel.",
+    "pna": "One layer with four aggregators and three scalers, forward and backward with all gradients, on a"
+    " large graph and on batches of 512 molecules whose structures are new each time.",
     "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
     "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
     " for the host.",
@@ -163,6 +168,7 @@ CHAPTERS = {
     "sddmm": Chapter("Dot products of edges (sddmm)", sddmm_in_short),
     "attention": Chapter("Attention", attention_in_short, ("forward_float16", "backward_float16")),
     "edges": Chapter("Edge features", edges),
+    "pna": Chapter("Several aggregations (PNA)", pna),
     "ssd": Chapter("Sparse activations (MaxK, ssd)", ssd_in_short, ("scaling",)),
     "maxk": Chapter("Training with MaxK", maxk),
     "scaling": Chapter("Several GPUs", scaling, ("speedup",)),

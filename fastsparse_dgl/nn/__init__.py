@@ -10,6 +10,7 @@ from fastsparse_dgl.nn.graph_conv import FastGCNConv, FastGraphConv
 from fastsparse_dgl.nn.graph_transformer import GraphTransformerLayer
 from fastsparse_dgl.nn.hetero_graph_conv import FastHeteroGraphConv
 from fastsparse_dgl.nn.maxk import FastMaxKGraphConv, FastMaxKSAGEConv
+from fastsparse_dgl.nn.pna_conv import FastPNAConv
 from fastsparse_dgl.nn.sage_conv import FastSAGEConv
 
 #: DGL's layer -> the drop-in that can take its place in a model.
@@ -25,6 +26,7 @@ DROP_INS = {
         FastGINConv,
         FastGraphConv,
         FastHeteroGraphConv,
+        FastPNAConv,
         FastSAGEConv,
     )
 }
@@ -43,6 +45,7 @@ __all__ = [
     "FastHeteroGraphConv",
     "FastMaxKGraphConv",
     "FastMaxKSAGEConv",
+    "FastPNAConv",
     "FastSAGEConv",
     "GraphTransformerLayer",
 ]

@@ -8,6 +8,7 @@ from fastsparse_pyg.nn.gin_conv import FastGINConv
 from fastsparse_pyg.nn.gine_conv import FastGINEConv
 from fastsparse_pyg.nn.graph_transformer import GraphTransformerLayer
 from fastsparse_pyg.nn.maxk import FastMaxKGCNConv, FastMaxKSAGEConv
+from fastsparse_pyg.nn.pna_conv import FastPNAConv
 from fastsparse_pyg.nn.res_gated_graph_conv import FastResGatedGraphConv
 from fastsparse_pyg.nn.sage_conv import FastSAGEConv
 from fastsparse_pyg.nn.transformer_conv import FastTransformerConv
@@ -23,6 +24,7 @@ DROP_INS = {
         FastGINConv,
         FastGINEConv,
         FastResGatedGraphConv,
+        FastPNAConv,
         FastSAGEConv,
         FastTransformerConv,
     )
@@ -38,6 +40,7 @@ __all__ = [
     "FastGINEConv",
     "FastMaxKGCNConv",
     "FastMaxKSAGEConv",
+    "FastPNAConv",
     "FastResGatedGraphConv",
     "FastSAGEConv",
     "FastTransformerConv",

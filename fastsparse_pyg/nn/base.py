@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, MinAggregation, SumAggregation
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
@@ -52,6 +53,9 @@ class FastConv(MessagePassing):
 
     #: Whether PyG's layer multiplies by a sparse matrix, which its attribute `fuse` can switch off.
     _fusible: ClassVar[bool] = True
+
+    #: Aggregations that the layer's kernels know.
+    _aggregations: ClassVar[tuple[type[Module], ...]] = tuple(REDUCE)
 
     #: The method of PyG's layer that a user's subclass replaced, "" for none: its messages are not ours to
     #: skip.
@@ -130,7 +134,7 @@ class FastConv(MessagePassing):
         ):
             return "a message passing method is replaced on the instance"
         aggregation = state["_modules"].get("aggr_module")
-        if type(aggregation) not in REDUCE:
+        if type(aggregation) not in self._aggregations:
             return f"aggr={self.aggr!r} has no kernel"
         if aggregation._forward_hooks or aggregation._forward_pre_hooks:
             return "a hook on the aggregation"

@@ -542,6 +542,57 @@ def attention_csr_backward(
     threads: int,
 ) -> None: ...
 
+class MultiAggregateInput:
+    def __init__(
+        self,
+        dtype: int,
+        width: int,
+        group_width: int,
+        x_src: int,
+        x_src_stride: int,
+        x_dst: int,
+        x_dst_stride: int,
+        edge: int,
+        weight: int,
+        edge_width: int,
+        slots: Sequence[int],
+        num_slots: int,
+        min_variance: float,
+    ) -> None: ...
+
+def multi_aggregate(
+    structure: CsrStructure,
+    input: MultiAggregateInput,
+    out: int,
+    mean: int,
+    ties: int,
+    partial: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def multi_aggregate_backward(
+    structure: CsrStructure,
+    transposed: CsrStructure,
+    input: MultiAggregateInput,
+    out: int,
+    mean: int,
+    ties: int,
+    grad: int,
+    base: int,
+    slope: int,
+    share: int,
+    marks: int,
+    grad_src: int,
+    grad_dst: int,
+    grad_edge: int,
+    grad_weight: int,
+    weight_parts: int,
+    num_values: int,
+    partial: int,
+    device: int,
+    queue: int,
+) -> None: ...
+
 class EdgeAttentionInput:
     def __init__(
         self,

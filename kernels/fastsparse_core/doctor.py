@@ -461,6 +461,9 @@ def check_operators(device: str) -> list[Check]:
         for _, name, shapes, _ in operators
         if name in ("attention", "gatv2_attention")
     ]
+    edges = {"edge_attr": (num_edges, 8), "edge_weight": (width, 8), "x_dst": (num_dst, width)}
+    several = {"aggregations": ("sum", "mean", "min", "max", "var", "std"), "named": tuple(edges)}
+    operators.append(("multi_aggregate", "multi_aggregate", ((num_src, width), *edges.values()), several))
     return [_check(*operator, device) for operator in operators]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +62,56 @@ def spmm(
     if relu:
         out = out.relu()
     return out.reshape(adj.num_dst, *x.shape[1:])
+
+
+def multi_aggregate(
+    adj: Adjacency,
+    x_src: Tensor,
+    aggregations: Sequence[str],
+    *,
+    x_dst: Tensor | None = None,
+    edge_attr: Tensor | None = None,
+    edge_weight: Tensor | None = None,
+    groups: int = 1,
+    min_variance: float = 1e-5,
+    message_dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Float64 reference of :func:`fastsparse_core.multi_aggregate`, differentiable.
+
+    ``message_dtype``: of the messages before they are aggregated. Unlike ``scatter_reduce`` this shares the
+    gradient of an extremum that is 0 among the entries that have it, and nothing else.
+    """
+    row, col, position = _edges(adj)
+    message = x_src.double()[col]
+    if edge_attr is not None:
+        edges = edge_attr.double()[position]
+        message = message + (edges if edge_weight is None else F.linear(edges, edge_weight.double()))
+    if x_dst is not None:
+        message = message + x_dst.double()[row]
+    message = message + (message.to(message_dtype).double() - message).detach()
+    count = torch.bincount(row, minlength=adj.num_dst).clamp(min=1)[:, None]
+    index = row[:, None].expand_as(message)
+    zeros = message.new_zeros(adj.num_dst, message.size(1))
+
+    def extremum(name: str) -> Tensor:
+        found = zeros.scatter_reduce(0, index, message.detach(), name, include_self=False)
+        chosen = (message.detach() == found[row]).double()
+        return zeros.index_add(0, row, message * chosen / zeros.index_add(0, row, chosen)[row])
+
+    total = zeros.index_add(0, row, message)
+    mean = total / count
+    variance = zeros.index_add(0, row, (message - mean[row]).square()) / count
+    deviates = variance > max(min_variance, 0)
+    results = {
+        "sum": total,
+        "mean": mean,
+        "min": extremum("amin"),
+        "max": extremum("amax"),
+        "var": variance,
+        "std": torch.where(deviates, variance.where(deviates, torch.ones_like(variance)).sqrt(), 0.0),
+    }
+    wanted = torch.stack([results[name].unflatten(1, (groups, -1)) for name in aggregations], dim=2)
+    return wanted.flatten(1)
 
 
 def sddmm(

@@ -270,22 +270,22 @@ __device__ __forceinline__ void sum_over(float (&v)[kCount], int to, int from = 
   }
 }
 
-// Sums each of kCount numbers over every `from`-th lane of a group of at least from * kCount: lane l of the
-// group gets number l / from % kCount. Half of the numbers change sides at each step, so that it takes about
-// as many shuffles as numbers.
-template <int kCount>
-__device__ __forceinline__ float scatter_sum(float (&v)[kCount], int group_lanes, int from = 1) {
+// Sums each of kCount numbers over the lanes of a group of at least kCount: lane l of the group gets number l
+// % kCount. Half of the numbers change sides at each step, so that it takes about as many shuffles as
+// numbers.
+template <typename A, int kCount>
+__device__ __forceinline__ A scatter_sum(A (&v)[kCount], int group_lanes) {
 #pragma unroll
   for (int half = kCount / 2; half > 0; half /= 2) {
-    const bool upper = (threadIdx.x & half * from) != 0;
+    const bool upper = (threadIdx.x & half) != 0;
 #pragma unroll
     for (int i = 0; i < half; ++i) {
-      const float given = upper ? v[i] : v[i + half];
-      const float kept = upper ? v[i + half] : v[i];
-      v[i] = kept + __shfl_xor_sync(kFullWarp, given, half * from);
+      const A given = upper ? v[i] : v[i + half];
+      const A kept = upper ? v[i + half] : v[i];
+      v[i] = kept + __shfl_xor_sync(kFullWarp, given, half);
     }
   }
-  for (int offset = kCount * from; offset < group_lanes; offset *= 2)
+  for (int offset = kCount; offset < group_lanes; offset *= 2)
     v[0] += __shfl_xor_sync(kFullWarp, v[0], offset);
   return v[0];
 }

@@ -516,6 +516,71 @@ struct EdgeAttentionBackwardArgs {
   float* partial_v;
 };
 
+// Several aggregations at once of the messages m_ij = x_i + x_j + e_ij, each rounded to the features' dtype:
+// sum, mean, min, max, var, std, in this order where one number stands for one of them.
+constexpr int kNumAggregations = 6;
+
+struct MultiAggregateInput {
+  DenseView x_src;     // (num_cols, width)
+  DenseView x_dst;     // (num_rows, width), null data: 0
+  const void* edge;    // (num_values, edge_width) in dtype, null: 0
+  const void* weight;  // (edge_width, width) in the accumulation type: e_ij = W a_ij from W transposed; null:
+                       // the edges' features are the rows e_ij, edge_width = width
+  std::int64_t edge_width;  // a multiple of 4 on CUDA where there is a weight
+  std::int64_t width;
+  std::int64_t group_width;    // the width of each group of features, whose results lie side by side
+  int slot[kNumAggregations];  // place of each aggregation in a group's results, -1: not wanted
+  int num_slots;               // how many are wanted
+  double min_variance;         // up to which the standard deviation is 0
+  Dtype dtype;
+
+  // Where a result lies.
+  FASTSPARSE_HOST_DEVICE std::int64_t place(std::int64_t row, int of_slot, std::int64_t feature) const {
+    const std::int64_t group = feature / group_width;
+    return row * num_slots * width + (group * (num_slots - 1) + of_slot) * group_width + feature;
+  }
+};
+
+struct MultiAggregateArgs {
+  CsrView a;
+  RowSplitView split;
+  MultiAggregateInput input;
+  void* out;      // (num_rows, num_slots * width)
+  void* mean;     // (num_rows, width) in the accumulation type, null: not wanted
+  void* ties;     // (num_rows, 2, width) in the accumulation type: how many entries have the maximum, and the
+                  // minimum; null: not wanted
+  void* partial;  // (num_slots, 6, width), then (num_slots), in the accumulation type; CUDA only
+};
+
+// dm_ij = A_i + B_i (m_ij - mean_i) + [m_ij = max_i] C_i + [m_ij = min_i] D_i. The row pass writes A_i - B_i
+// (mean_i - x_i), B_i, C_i and D_i, and which entries have the row's maximum and minimum, for the column
+// pass.
+struct MultiAggregateBackwardArgs {
+  CsrView a;
+  RowSplitView split;
+  CsrView a_t;
+  RowSplitView split_t;
+  MultiAggregateInput input;
+  const void* out;
+  const void* mean;
+  const void* ties;
+  const void* grad;     // (num_rows, num_slots * width)
+  void* base;           // (num_rows, width) in the accumulation type, as the next two
+  void* slope;          // (num_rows, width), null: neither var nor std
+  void* share;          // (num_rows, 2, width), null: neither max nor min
+  std::uint8_t* marks;  // (num_values, ceil(width / 4)): a bit for the maximum of each of 4 features, then
+                        // for the minimum; CUDA only, null: neither, or the edges have rows
+  void* grad_src;     // (num_cols, width), null: not wanted
+  void* grad_dst;     // (num_rows, width), likewise
+  void* grad_edge;    // (parts, num_values, edge_width) in the accumulation type where there is a weight, a
+                      // part for every 128 features; else (num_values, width) in dtype; likewise
+  void* grad_weight;  // (weight_parts, edge_width, width) in the accumulation type, likewise: the gradient is
+                      // the sum of its parts
+  std::int64_t weight_parts;
+  std::int64_t num_values;
+  void* partial;  // (num_slots of the transpose, width) in the accumulation type; CUDA only
+};
+
 // Softmax of edge values over the entries of every row; with `grad` its gradient, and `input` are the
 // weights.
 struct EdgeSoftmaxArgs {
