@@ -12,7 +12,7 @@ from torch_geometric.typing import SparseTensor
 from fastsparse_core import Adjacency
 from fastsparse_core.distributed import PartitionedAdjacency
 from fastsparse_core.log import info_once
-from fastsparse_pyg.caching import has_unit_values, logger, lookup, sampled_edges
+from fastsparse_pyg.caching import has_unit_values, logger, lookup, recognise, sampled_edges
 
 _SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_coo, torch.sparse_csc)
 
@@ -136,6 +136,19 @@ def _from_edge_list(
 ) -> Adjacency:
     options = (num_dst, num_src, flow, add_self_loops)
     return lookup(edge_index, (edge_index,), options, lambda: _build_from_edge_list(edge_index, *options))
+
+
+def edges_made_anew(edges: Tensor, options: tuple[int, int, str, bool]) -> Adjacency:
+    """The structure of an edge list that the cache does not know, recognised by its content.
+
+    Layers that add self loops by PyG's code hold the same edges in another tensor in every call. Edge lists
+    of one size that come again and again are therefore kept, and compared.
+
+    Args:
+        edges: (2, num_edges).
+        options: destinations, sources, flow, whether to add self loops.
+    """
+    return recognise(edges, options, lambda: _build_from_edge_list(edges, *options))
 
 
 def _build_from_edge_list(

@@ -48,6 +48,9 @@ class FastConv(MessagePassing):
     flow: str
     node_dim: int
 
+    #: What computes the layer, for the report of `accelerate`.
+    _kernel: ClassVar[str] = "spmm"
+
     #: Whether sources and destinations may differ.
     _bipartite: ClassVar[bool] = True
 
@@ -92,7 +95,7 @@ class FastConv(MessagePassing):
 
         layer: MessagePassing = copy.copy(self)
         layer_swap.restore(layer)
-        if isinstance(layer, FastConv):
+        if type(layer) is type(self):
             raise NotImplementedError(
                 f"torch.jit.script: {type(self).__name__} has no original that TorchScript could compile; "
                 "use torch.compile"
@@ -110,18 +113,7 @@ class FastConv(MessagePassing):
             return "explain mode"
         if state["_decomposed_layers"] > 1:
             return "decomposed_layers > 1"
-        if (
-            state["_propagate_forward_pre_hooks"]
-            or state["_propagate_forward_hooks"]
-            or state["_message_forward_pre_hooks"]
-            or state["_message_forward_hooks"]
-            or state["_aggregate_forward_pre_hooks"]
-            or state["_aggregate_forward_hooks"]
-            or state["_message_and_aggregate_forward_pre_hooks"]
-            or state["_message_and_aggregate_forward_hooks"]
-            or state["_edge_update_forward_pre_hooks"]
-            or state["_edge_update_forward_hooks"]
-        ):
+        if has_message_hook(state):
             return "a hook on message passing"
         if self._overridden:
             return f"{self._overridden}() is overridden"
@@ -249,6 +241,26 @@ class FastConv(MessagePassing):
         out = spmm(adj, x.movedim(dim, 0), value, reduce, scale_dst=scales[0], scale_src=scales[1])
         out = out.movedim(0, dim)
         return out if bias is None else out + bias
+
+
+def has_message_hook(state: dict[str, Any]) -> bool:
+    """Whether somebody watches a step of message passing.
+
+    Args:
+        state: the layer's ``__dict__``.
+    """
+    return bool(
+        state["_propagate_forward_pre_hooks"]
+        or state["_propagate_forward_hooks"]
+        or state["_message_forward_pre_hooks"]
+        or state["_message_forward_hooks"]
+        or state["_aggregate_forward_pre_hooks"]
+        or state["_aggregate_forward_hooks"]
+        or state["_message_and_aggregate_forward_pre_hooks"]
+        or state["_message_and_aggregate_forward_hooks"]
+        or state["_edge_update_forward_pre_hooks"]
+        or state["_edge_update_forward_hooks"]
+    )
 
 
 def is_plain_linear(module: torch.nn.Module) -> bool:

@@ -38,6 +38,9 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 
+#: Attribute of a class that `any_layer` gives: the class that it replaces.
+REPLACED = "_original"
+
 #: Attribute of a swapped layer whose class was a subclass of the original: that class.
 _SUBCLASS = "_replaced_class"
 
@@ -51,12 +54,14 @@ class Row:
         original: name of its class before.
         drop_in: name of its class now if that is a drop-in, else "".
         reason: why nothing was changed, "" if something was.
+        kernel: what computes it now, where a plugin says so.
     """
 
     paths: tuple[str, ...]
     original: str
     drop_in: str
     reason: str
+    kernel: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,12 +92,14 @@ class Report:
         if not self.rows:
             return "no graph layers found"
         table = Table(caption=f"{len(self.swapped)} of {len(self.rows)} graph layers swapped")
-        for title in ("layer", "class", "now"):
+        with_kernel = any(row.kernel for row in self.rows)
+        for title in ("layer", "class", "now", *(("by",) if with_kernel else ())):
             table.add_column(title, overflow="fold")
         for row in self.rows:
             now = row.drop_in if not row.reason else f"unchanged: {row.reason}"
             paths = ", ".join(path or "(the model)" for path in row.paths)
-            table.add_row(*(Text(cell) for cell in (paths, row.original, now)))
+            cells = (paths, row.original, now, *((row.kernel,) if with_kernel else ()))
+            table.add_row(*(Text(cell) for cell in cells))
         page = io.StringIO()
         Console(file=page, width=shutil.get_terminal_size((110, 24)).columns).print(table)
         return page.getvalue().rstrip()
@@ -108,6 +115,8 @@ def accelerate(
     is_graph_layer: Callable[[Module], bool],
     why_not: Callable[[Module, type[Module]], str],
     is_generated: Callable[[type, str], bool] = lambda klass, name: False,
+    any_layer: Callable[[Module], type[Module] | str] | None = None,
+    kernel: Callable[[Module], str] = lambda module: "",
 ) -> Report:
     """Changes every layer of ``model`` that has a drop-in into it; a second call finds nothing to do.
 
@@ -120,6 +129,9 @@ def accelerate(
         is_graph_layer: whether a layer without a drop-in belongs into the report.
         why_not: why an original would run its own code even as that drop-in, "" if it would not.
         is_generated: whether the framework itself, at run time, put that name into that class.
+        any_layer: for a graph layer that no drop-in can replace, the subclass of its own class that does, or
+            why there is none.
+        kernel: what computes a layer that was changed, for the report.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -132,17 +144,27 @@ def accelerate(
             name = module.original_name
             if name in {klass.__name__ for klass in drop_ins}:
                 rows.append(Row(paths, name, "", "torch.jit compiled it; accelerate the model before"))
-        elif original is None:
-            if is_graph_layer(module):
-                rows.append(Row(paths, name, "", "has no drop-in"))
-        elif isinstance(module, drop_ins[original]):
-            rows.append(Row(paths, name, name, "is a drop-in already"))
-        else:
+            continue
+        if original is None and not is_graph_layer(module):
+            continue
+        if _replaced_by(type(module)) or (original is not None and isinstance(module, drop_ins[original])):
+            rows.append(Row(paths, name, name, "is a drop-in already", kernel(module)))
+            continue
+        reason = "has no drop-in"
+        if original is not None:
             drop_in = drop_ins[original]
             reason = _why_left(module, original, is_generated) or why_not(module, drop_in)
             if not reason:
                 _change_class(module, original, drop_in, to_drop_in=True)
-            rows.append(Row(paths, name, "" if reason else drop_in.__name__, reason))
+        if reason and any_layer is not None:
+            found = any_layer(module)
+            if isinstance(found, str):
+                reason = found
+            else:
+                module.__class__ = found
+                reason = ""
+        now = "" if reason else type(module).__name__
+        rows.append(Row(paths, name, now, reason, "" if reason else kernel(module)))
     return Report(tuple(rows))
 
 
@@ -157,6 +179,13 @@ def restore(model: Module, drop_ins: DropIns) -> None:
         drop_in = type(module)
         if drop_in in originals:
             _change_class(module, originals[drop_in], drop_in, to_drop_in=False)
+        elif replaced := _replaced_by(drop_in):
+            module.__class__ = replaced
+
+
+def _replaced_by(klass: type) -> type[Module] | None:
+    """The class in whose place `any_layer` put that one."""
+    return vars(klass).get(REPLACED)
 
 
 def _layers(model: Module) -> Iterator[tuple[tuple[str, ...], Module]]:
