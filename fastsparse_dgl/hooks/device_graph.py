@@ -1,0 +1,259 @@
+"""DGLGraphs on a GPU that DGL itself cannot use: structure on the host, data on the device.
+
+A DGLGraph is Python over one handle of DGL's C++ library, ``graph._graph``. The handle of a graph that was
+moved to a GPU is a :class:`DeviceIndex`: DGL's handle of the structure on the host, and the device on which
+all that comes from it has to appear. Everything else of DGL stays as it is and believes that the graph lies
+there, since all its ways to the C++ library are covered by three hooks:
+
+- tensors on their way in (:func:`to_library`) are copied to the host if they lie on the device;
+- calls (:func:`call`) mark what comes of a DeviceIndex, or of a tensor from the device, with that device:
+  graph indices become DeviceIndex;
+- arrays on their way out (:func:`from_library`) are copied to the device that they are marked with.
+
+The operators, in which the time is spent, never go there: they find their Adjacency by the DeviceIndex.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.graph import DGLError
+
+_IndexClass = dgl.heterograph_index.HeteroGraphIndex
+_Function = dgl._ffi.function.Function
+_ObjectBase = dgl._ffi.object.ObjectBase
+_NDArray = dgl.ndarray.NDArray
+_MetaClass = dgl.graph_index.GraphIndex
+
+#: Attribute of arrays, functions and objects of the C++ library: the device that they belong to.
+_MARK = "_fastsparse_device"
+#: Attribute of arrays that are to be written: the tensor on the host, and the one on the device.
+_TARGET = "_fastsparse_target"
+
+#: Devices whose graphs are DeviceIndex; empty while nothing is enabled, or where DGL can use the GPU itself.
+device_types: tuple[str, ...] = ()
+
+
+def serves(device: torch.device) -> bool:
+    """Whether graphs on this device are ours."""
+    return device.type in device_types
+
+
+class DeviceIndex(dgl._ffi.object_generic.ObjectGeneric):  # type: ignore[misc]
+    """What a DGLGraph on the GPU has in place of its ``HeteroGraphIndex``, whose methods it shares.
+
+    Attributes:
+        host: DGL's index of the structure, on the CPU.
+        device: where everything that comes from it appears.
+    """
+
+    def __init__(self, host: Any, device: torch.device) -> None:
+        self.host = host
+        self.device = device
+        self._kept: dict[Any, Any] = {}
+
+    @property
+    def __class__(self) -> Any:
+        """For DGL's ``isinstance``."""
+        return _IndexClass
+
+    def asobject(self) -> Any:
+        """What the C++ library is given.
+
+        Raises:
+            DGLError: FastSparse was disabled since.
+        """
+        if not serves(self.device):
+            raise DGLError(
+                f"this graph lies on {self.device}, where only fastsparse_dgl keeps it, and fastsparse_dgl.disable() "
+                "was called: call fastsparse_dgl.enable() again, or take graph.cpu() before disable()"
+            )
+        return self.host
+
+    @property
+    def handle(self) -> Any:
+        """The address that DGL's Python-only bindings pass on."""
+        return self.asobject().handle
+
+    @property
+    def ctx(self) -> Any:
+        """DGL's name of the device."""
+        self.asobject()
+        return dgl.utils.to_dgl_context(self.device)
+
+    def copy_to(self, ctx: Any) -> Any:
+        """The index on another device, or DGL's own for the CPU."""
+        return place(self.host, dgl.backend.to_backend_ctx(ctx))
+
+    def get_relation_graph(self, etype: int) -> Any:
+        """The index of one edge type, the same every time."""
+        return self._keep(("relation", int(etype)), lambda: self.host.get_relation_graph(etype))
+
+    def reverse(self) -> Any:
+        """The index with all edges turned round."""
+        return self._keep("reverse", self.host.reverse)
+
+    def edges(self, etype: int, order: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Sources, destinations and ids of all edges."""
+        self.asobject()
+        key = ("edges", int(etype), order)
+        if key not in self._kept:
+            self._kept[key] = tuple(tensor.to(self.device) for tensor in self.host.edges(etype, order))
+        return self._kept[key]  # type: ignore[no-any-return]
+
+    def _keep(self, key: Any, make: Any) -> Any:
+        self.asobject()
+        if key not in self._kept:
+            self._kept[key] = DeviceIndex(make(), self.device)
+        return self._kept[key]
+
+    def pin_memory_(self) -> None:
+        """Nothing: the structure's copies are made once."""
+
+    unpin_memory_ = pin_memory_
+
+    def pin_memory(self) -> Any:
+        """Itself."""
+        return self
+
+    def is_pinned(self) -> bool:
+        """False: no kernel reads it on the host."""
+        return False
+
+    def record_stream(self, stream: Any) -> None:
+        """Nothing: the structure's tensors on the device are kept as long as the graph."""
+
+    def shared_memory(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses, as DGL does."""
+        raise DGLError("Cannot move a graph on the GPU to shared memory: take graph.cpu() first")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _IndexClass) and self.host == getattr(other, "host", other)
+
+    def __hash__(self) -> int:
+        return hash(self.host)
+
+    def __reduce__(self) -> Any:
+        return place, (self.host, self.device)
+
+    def __deepcopy__(self, memo: Any) -> DeviceIndex:
+        return self  # as immutable as DGL's
+
+    def __repr__(self) -> str:
+        return f"DeviceIndex({self.host!r}, device={str(self.device)!r})"
+
+
+def _share_methods() -> None:
+    for name, item in vars(_IndexClass).items():
+        if not name.startswith("__") and name not in vars(DeviceIndex):
+            setattr(DeviceIndex, name, item)
+
+
+_share_methods()
+
+
+def place(index: Any, device: torch.device) -> Any:
+    """The index of a structure on a device: DGL's own on the CPU, else a DeviceIndex.
+
+    Raises:
+        DGLError: the device is not ours, which a pickled graph meets where FastSparse is not enabled.
+    """
+    if serves(device):
+        return DeviceIndex(index, device)
+    if device.type == "cpu":
+        return index
+    raise DGLError(
+        f"cannot put this graph on {device}: it came from a process in which fastsparse_dgl kept it there; "
+        "call fastsparse_dgl.enable() in this one too"
+    )
+
+
+# ---------------------------------------------------------------- hooks
+
+
+def copy_to(original: Any, index: Any, ctx: Any) -> Any:
+    """``HeteroGraphIndex.copy_to``: what ``graph.to`` calls."""
+    device = dgl.backend.to_backend_ctx(ctx)
+    return DeviceIndex(index, device) if serves(device) else original(index, ctx)
+
+
+def call(original: Any, function: Any, *args: Any) -> Any:
+    """A call of DGL's C++ library: marks what comes of something on a device."""
+    device = vars(function).get(_MARK)
+    if device is None:
+        device = _device_of(args)
+    result = original(function, *args)
+    if device is None:
+        return result
+    for host, target in _written(args):
+        target.copy_(host)
+    return _marked(result, device)
+
+
+def _device_of(args: Any) -> torch.device | None:
+    for arg in args:
+        if type(arg) is DeviceIndex:
+            return arg.device
+        if isinstance(arg, (_NDArray, _ObjectBase)):
+            device = vars(arg).get(_MARK)
+        elif isinstance(arg, (list, tuple)):
+            device = _device_of(arg)
+        elif isinstance(arg, dict):
+            device = _device_of(arg.values())
+        else:
+            continue
+        if device is not None:
+            return device  # type: ignore[no-any-return]
+    return None
+
+
+def _written(args: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """The tensors that a call wrote: on the host, and on the device."""
+    for arg in args:
+        if isinstance(arg, _NDArray):
+            if _TARGET in vars(arg):
+                yield vars(arg)[_TARGET]
+        elif isinstance(arg, (list, tuple)):
+            yield from _written(arg)
+
+
+def _marked(result: Any, device: torch.device) -> Any:
+    if isinstance(result, _MetaClass):
+        return result  # names and types: the same everywhere
+    if isinstance(result, _IndexClass):
+        return DeviceIndex(result, device)
+    if isinstance(result, (_NDArray, _ObjectBase, _Function)):
+        setattr(result, _MARK, device)
+    return result
+
+
+def to_library(original: Any, data: Tensor) -> Any:
+    """``zerocopy_to_dgl_ndarray``: a tensor on its way into the C++ library."""
+    if not serves(data.device):
+        return original(data)
+    array = original(data.detach().cpu())
+    setattr(array, _MARK, data.device)
+    return array
+
+
+def to_library_for_write(original: Any, data: Tensor) -> Any:
+    """``zerocopy_to_dgl_ndarray_for_write``: one that it writes, which :func:`call` copies back."""
+    if not serves(data.device):
+        return original(data)
+    host = data.detach().cpu()
+    array = original(host)
+    setattr(array, _MARK, data.device)
+    setattr(array, _TARGET, (host, data.detach()))
+    return array
+
+
+def from_library(original: Any, array: Any) -> Tensor:
+    """``zerocopy_from_dgl_ndarray``: an array on its way out."""
+    device = vars(array).get(_MARK)
+    tensor = original(array)
+    return tensor if device is None else tensor.to(device)
