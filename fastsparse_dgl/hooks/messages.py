@@ -27,7 +27,7 @@ _PART_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
 
 def without_autocast(tensor: Tensor) -> Any:
     """Context without autocast on the tensor's device: operators have cast what DGL's would."""
-    kind = tensor.device.type
+    kind = "cuda" if tensor.is_cuda else "cpu"
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
@@ -60,11 +60,33 @@ def incoming(adj: Adjacency) -> Adjacency:
         edge = torch.arange(count, dtype=torch.int32, device=adj.device)
         if adj.edge_id is not None:
             edge = adj.edge_id.int()
-        incidence = Adjacency(adj.rowptr, edge, (adj.num_dst, count), group_rows="none")
+        incidence = Adjacency(
+            adj.rowptr, edge, (adj.num_dst, count), edge_id=adj.edge_id, group_rows="none"
+        )
         incidence._row_memo = adj._row_memo  # the same rows, cut into the same slices
         return incidence
 
     return adj.memo("fastsparse_dgl.incoming", build)
+
+
+def in_edge_order(adj: Adjacency) -> Adjacency:
+    """The same structure with the entries of every row in edge order, by which ties of extrema are broken."""
+    if adj.edge_id is None:
+        return adj
+
+    def build() -> tuple[Adjacency | None]:
+        assert adj.edge_id is not None
+        row, edge = adj.row(), adj.edge_id
+        if bool(((edge[1:] > edge[:-1]) | (row[1:] != row[:-1])).all()):
+            return (None,)
+        order = torch.sort(ends(adj, "v"), stable=True).indices.to(edge.dtype)
+        sorted_rows = Adjacency(
+            adj.rowptr, ends(adj, "u")[order.long()], adj.shape, edge_id=order, group_rows="none"
+        )
+        sorted_rows._row_memo = adj._row_memo
+        return (sorted_rows,)
+
+    return adj.memo("fastsparse_dgl.in_edge_order", build)[0] or adj
 
 
 def at(adj: Adjacency, target: str) -> Adjacency:
@@ -110,7 +132,7 @@ class _SumEdges(torch.autograd.Function):
 
 def extremum_edges(adj: Adjacency, e: Tensor, reduce: str) -> Tensor:
     """Maxima or minima of the features of the edges that share a destination; 0 where there are none."""
-    return spmm(incoming(adj), e, reduce=reduce)
+    return spmm(incoming(in_edge_order(adj)), e, reduce=reduce)
 
 
 # ---------------------------------------------------------------- broadcasting

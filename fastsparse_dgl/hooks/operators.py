@@ -7,6 +7,7 @@ DGL's.
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import torch
@@ -101,6 +102,18 @@ def gspmm(gidx: Any, op: str, reduce_op: str, lhs_data: Any, rhs_data: Any) -> T
 
 
 def _gspmm(adj: Adjacency, op: str, reduce: str, x: Any, e: Any) -> Tensor:
+    out = _reduced_messages(adj, op, reduce, x, e)
+    if reduce in ("sum", "mean") or adj.num_edges == 0 or not adj.has_empty_rows():
+        return out
+    # DGL's operators leave where they began, and `update_all` makes that 0.
+    empty = adj.memo("fastsparse_dgl.empty_rows", lambda: adj.in_degree() == 0)
+    empty = empty.reshape(-1, *[1] * (out.dim() - 1))
+    return out.masked_fill(empty, math.inf if reduce == "min" else -math.inf)
+
+
+def _reduced_messages(adj: Adjacency, op: str, reduce: str, x: Any, e: Any) -> Tensor:
+    if reduce in ("max", "min"):
+        adj = messages.in_edge_order(adj)
     if op == "copy_lhs":
         _check_rows("source features", x, adj.num_src)
         return core_spmm(adj, x, reduce=reduce)
@@ -207,25 +220,19 @@ def gspmm_hetero(g: Any, op: str, reduce_op: str, lhs_len: int, *lhs_and_rhs: An
     """:func:`gspmm` over all edge types, reduced per type of destination; None for types that are none."""
     lhs, rhs = lhs_and_rhs[:lhs_len], lhs_and_rhs[lhs_len:]
     out: list[Any] = [None] * g.number_of_ntypes()
-    filled: list[Any] = [None] * g.number_of_ntypes()
     for number, (source, target), relation in relations(g):
         x = None if op == "copy_rhs" else lhs[source]
         e = None if op == "copy_lhs" else rhs[number]
         x, e = _cast(x, e)
         with _plain(x, e):
-            adj = structure(relation, x, e)
-            part = _gspmm(adj, op, reduce_op, x, e)
-            if reduce_op == "sum":
-                out[target] = part if out[target] is None else out[target] + part
-                continue
-            has_edges = (adj.in_degree() > 0).reshape(-1, *[1] * (part.dim() - 1))
-            if out[target] is None:
-                out[target], filled[target] = part, has_edges
-                continue
-            best = out[target]
-            better = part > best if reduce_op == "max" else part < best  # the first of equals wins
-            out[target] = torch.where(has_edges & (better | ~filled[target]), part, best)
-            filled[target] = filled[target] | has_edges
+            part = _gspmm(structure(relation, x, e), op, reduce_op, x, e)
+        best = out[target]
+        if best is None:
+            out[target] = part
+        elif reduce_op == "sum":
+            out[target] = best + part
+        else:
+            out[target] = torch.where(part > best if reduce_op == "max" else part < best, part, best)
     return tuple(out)
 
 
