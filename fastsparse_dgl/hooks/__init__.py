@@ -42,7 +42,7 @@ def enable(*, _devices: tuple[str, ...] | None = None) -> None:
         hooks = table.OPERATORS + (table.DEVICES if _devices else ())
         table.check(hooks, dgl.__version__)
         _installed.extend(table.install(hooks))
-        device_graph.device_types = _devices
+        device_graph.serve(_devices)
 
 
 def disable() -> None:
@@ -53,7 +53,7 @@ def disable() -> None:
     with _lock:
         table.remove(_installed)
         _installed.clear()
-        device_graph.device_types = ()
+        device_graph.serve(())
 
 
 def is_enabled() -> bool:

@@ -45,7 +45,6 @@ def _degrees(graph: Any, etype: Any, incoming: bool) -> Tensor:
     number = graph.get_etype_id(etype)
     if index.number_of_etypes() > 1:
         index = index.get_relation_graph(number)
-    index.asobject()
     adjacency = adjacency_of_index(index.host, index.device)
     degree = adjacency.in_degree() if incoming else adjacency.out_degree()
     return degree.to(graph.idtype, copy=True)

@@ -1,9 +1,9 @@
 """DGLGraphs on a GPU that DGL itself cannot use: structure on the host, data on the device.
 
-A DGLGraph is Python over one handle of DGL's C++ library, ``graph._graph``. The handle of a graph that was
-moved to a GPU is a :class:`DeviceIndex`: DGL's handle of the structure on the host, and the device on which
-all that comes from it has to appear. Everything else of DGL stays as it is and believes that the graph lies
-there, since all its ways to the C++ library are covered by three hooks:
+A DGLGraph is Python over one handle of DGL's C++ library, ``graph._graph``. That of a graph which was moved
+to a GPU is a :class:`DeviceIndex`: another handle of the structure on the host, which knows the device on
+which all that comes of it has to appear. Everything else of DGL stays as it is and believes that the graph
+lies there, since all its ways to the C++ library go through three hooks:
 
 - tensors on their way in (:func:`to_library`) are copied to the host if they lie on the device;
 - calls (:func:`call`) mark what comes of a DeviceIndex, or of a tensor from the device, with that device:
@@ -15,7 +15,8 @@ The operators, in which the time is spent, never go there: they find their Adjac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,46 +45,23 @@ def serves(device: torch.device) -> bool:
     return device.type in device_types
 
 
-class DeviceIndex(dgl._ffi.object_generic.ObjectGeneric):  # type: ignore[misc]
-    """What a DGLGraph on the GPU has in place of its ``HeteroGraphIndex``, whose methods it shares.
+class DeviceIndex(_IndexClass):  # type: ignore[misc]
+    """What a DGLGraph on the GPU has in place of its ``HeteroGraphIndex``: another handle of the same structure.
+
+    Made by :func:`place`.
 
     Attributes:
         host: DGL's index of the structure, on the CPU.
         device: where everything that comes from it appears.
     """
 
-    def __init__(self, host: Any, device: torch.device) -> None:
-        self.host = host
-        self.device = device
-        self._kept: dict[Any, Any] = {}
-
-    @property
-    def __class__(self) -> Any:
-        """For DGL's ``isinstance``."""
-        return _IndexClass
-
-    def asobject(self) -> Any:
-        """What the C++ library is given.
-
-        Raises:
-            DGLError: FastSparse was disabled since.
-        """
-        if not serves(self.device):
-            raise DGLError(
-                f"this graph lies on {self.device}, where only fastsparse_dgl keeps it, and fastsparse_dgl.disable() "
-                "was called: call fastsparse_dgl.enable() again, or take graph.cpu() before disable()"
-            )
-        return self.host
-
-    @property
-    def handle(self) -> Any:
-        """The address that DGL's Python-only bindings pass on."""
-        return self.asobject().handle
+    host: Any
+    device: torch.device
+    _kept: dict[Any, Any]
 
     @property
     def ctx(self) -> Any:
         """DGL's name of the device."""
-        self.asobject()
         return dgl.utils.to_dgl_context(self.device)
 
     def copy_to(self, ctx: Any) -> Any:
@@ -92,30 +70,26 @@ class DeviceIndex(dgl._ffi.object_generic.ObjectGeneric):  # type: ignore[misc]
 
     def get_relation_graph(self, etype: int) -> Any:
         """The index of one edge type, the same every time."""
-        return self._keep(("relation", int(etype)), lambda: self.host.get_relation_graph(etype))
+        return self._keep(int(etype), lambda: place(self.host.get_relation_graph(etype), self.device))
 
-    def reverse(self) -> Any:
-        """The index with all edges turned round."""
-        return self._keep("reverse", self.host.reverse)
-
-    def edges(self, etype: int, order: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def edges(self, etype: int, order: str | None = None) -> Any:
         """Sources, destinations and ids of all edges."""
-        self.asobject()
-        key = ("edges", int(etype), order)
-        if key not in self._kept:
-            self._kept[key] = tuple(tensor.to(self.device) for tensor in self.host.edges(etype, order))
-        return self._kept[key]  # type: ignore[no-any-return]
 
-    def _keep(self, key: Any, make: Any) -> Any:
-        self.asobject()
+        def move() -> tuple[Tensor, ...]:
+            return tuple(tensor.to(self.device) for tensor in self.host.edges(etype, order))
+
+        return self._keep(("edges", int(etype), order), move)
+
+    def _keep(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._kept:
-            self._kept[key] = DeviceIndex(make(), self.device)
+            self._kept[key] = make()
         return self._kept[key]
 
     def pin_memory_(self) -> None:
-        """Nothing: the structure's copies are made once."""
+        """Nothing: kernels read the structure on the device."""
 
-    unpin_memory_ = pin_memory_
+    def unpin_memory_(self) -> None:
+        """Nothing, likewise."""
 
     def pin_memory(self) -> Any:
         """Itself."""
@@ -129,44 +103,61 @@ class DeviceIndex(dgl._ffi.object_generic.ObjectGeneric):  # type: ignore[misc]
         """Nothing: the structure's tensors on the device are kept as long as the graph."""
 
     def shared_memory(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses, as DGL does."""
+        """Refuses, as DGL does for graphs on a GPU."""
         raise DGLError("Cannot move a graph on the GPU to shared memory: take graph.cpu() first")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _IndexClass) and self.host == getattr(other, "host", other)
-
-    def __hash__(self) -> int:
-        return hash(self.host)
 
     def __reduce__(self) -> Any:
         return place, (self.host, self.device)
 
-    def __deepcopy__(self, memo: Any) -> DeviceIndex:
+    def __deepcopy__(self, memo: Any) -> Any:
         return self  # as immutable as DGL's
 
     def __repr__(self) -> str:
         return f"DeviceIndex({self.host!r}, device={str(self.device)!r})"
 
 
-def _share_methods() -> None:
-    for name, item in vars(_IndexClass).items():
-        if not name.startswith("__") and name not in vars(DeviceIndex):
-            setattr(DeviceIndex, name, item)
+class StrandedIndex(_IndexClass):  # type: ignore[misc]
+    """A DeviceIndex after :func:`fastsparse_dgl.disable`: whatever it is asked, it says how to go on."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("host", "device", "_kept", "_cache"):
+            return super().__getattribute__(name)
+        raise DGLError(
+            f"this graph lies on {self.device}, where fastsparse_dgl alone can use it, and "
+            "fastsparse_dgl.disable() was called: call fastsparse_dgl.enable() again, and take graph.cpu() "
+            "before the next disable()"
+        )
+
+    def __reduce__(self) -> Any:
+        return place, (self.host, self.device)
 
 
-_share_methods()
+#: Every DeviceIndex that lives, by its identity.
+_living: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def place(index: Any, device: torch.device) -> Any:
+def serve(types: tuple[str, ...]) -> None:
+    """Says which devices' graphs are ours from now on; those of others are stranded."""
+    global device_types
+    device_types = types
+    for index in list(_living.values()):
+        index.__class__ = DeviceIndex if serves(index.device) else StrandedIndex
+
+
+def place(host: Any, device: torch.device) -> Any:
     """The index of a structure on a device: DGL's own on the CPU, else a DeviceIndex.
 
     Raises:
         DGLError: the device is not ours, which a pickled graph meets where FastSparse is not enabled.
     """
     if serves(device):
-        return DeviceIndex(index, device)
-    if device.type == "cpu":
+        index = dgl._ffi.object_generic.convert_to_object([host])[0]  # another reference, counted by DGL
+        index.__class__ = DeviceIndex
+        index.host, index.device, index._kept = host, device, {}
+        _living[id(index)] = index
         return index
+    if device.type == "cpu":
+        return host
     raise DGLError(
         f"cannot put this graph on {device}: it came from a process in which fastsparse_dgl kept it there; "
         "call fastsparse_dgl.enable() in this one too"
@@ -179,7 +170,7 @@ def place(index: Any, device: torch.device) -> Any:
 def copy_to(original: Any, index: Any, ctx: Any) -> Any:
     """``HeteroGraphIndex.copy_to``: what ``graph.to`` calls."""
     device = dgl.backend.to_backend_ctx(ctx)
-    return DeviceIndex(index, device) if serves(device) else original(index, ctx)
+    return place(index, device) if serves(device) else original(index, ctx)
 
 
 def call(original: Any, function: Any, *args: Any) -> Any:
@@ -226,7 +217,7 @@ def _marked(result: Any, device: torch.device) -> Any:
     if isinstance(result, _MetaClass):
         return result  # names and types: the same everywhere
     if isinstance(result, _IndexClass):
-        return DeviceIndex(result, device)
+        return place(result, device)
     if isinstance(result, (_NDArray, _ObjectBase, _Function)):
         setattr(result, _MARK, device)
     return result

@@ -22,6 +22,7 @@ from fastsparse_dgl.caching import adjacency_of_index
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError
 from fastsparse_dgl.hooks import messages, segments
+from fastsparse_dgl.hooks.device_graph import DeviceIndex
 from fastsparse_dgl.hooks.joint import joint, relations
 
 ALL = dgl.base.ALL
@@ -45,18 +46,15 @@ def structure(gidx: Any, *features: Tensor | None) -> Adjacency:
                 f"Expected features of one data type, got {first.dtype} and {feature.dtype}, "
                 "please convert them to the same type."
             )
-    host = getattr(gidx, "host", None)
-    place = getattr(gidx, "device", None) if host is not None else None
-    if place is None:
-        context = gidx.ctx
-        place = dgl.backend.to_backend_ctx(context)
+    on_device = type(gidx) is DeviceIndex
+    place = gidx.device if on_device else dgl.backend.to_backend_ctx(gidx.ctx)
     for feature in features:
         if feature is not None and feature.device != place:
             raise DGLError(
                 f"Expected features on {place} like the graph, got {feature.device}; "
                 f"move one of them: graph.to({str(feature.device)!r}) or features.to({str(place)!r})"
             )
-    return adjacency_of_index(gidx if host is None else host, place)
+    return adjacency_of_index(gidx.host if on_device else gidx, place)
 
 
 def _is_one_relation(gidx: Any, name: str) -> None:
