@@ -9,7 +9,7 @@ from torch import Tensor
 from fastsparse_dgl.caching import adjacency_of_index, first_relation
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.hooks import operators
-from fastsparse_dgl.hooks.device_graph import DeviceIndex
+from fastsparse_dgl.hooks.device_graph import DeviceIndex, is_one_relation
 
 ALL = dgl.base.ALL
 
@@ -23,6 +23,8 @@ def gspmm(original: Any, g: Any, op: str, reduce_op: str, lhs_data: Any, rhs_dat
 
 def get_relation_graph(original: Any, index: Any, etype: int) -> Any:
     """``HeteroGraphIndex.get_relation_graph``, which gives the same object every time."""
+    if is_one_relation(index):
+        return index
     return first_relation(index, int(etype), lambda: original(index, etype))
 
 
@@ -41,10 +43,7 @@ def _are_all(graph: Any, nodes: Any) -> bool:
 
 
 def _degrees(graph: Any, etype: Any, incoming: bool) -> Tensor:
-    index: Any = graph._graph
-    number = graph.get_etype_id(etype)
-    if index.number_of_etypes() > 1:
-        index = index.get_relation_graph(number)
+    index = graph._graph.get_relation_graph(graph.get_etype_id(etype))
     adjacency = adjacency_of_index(index.host, index.device)
     degree = adjacency.in_degree() if incoming else adjacency.out_degree()
     return degree.to(graph.idtype, copy=True)

@@ -70,6 +70,8 @@ class DeviceIndex(_IndexClass):  # type: ignore[misc]
 
     def get_relation_graph(self, etype: int) -> Any:
         """The index of one edge type, the same every time."""
+        if is_one_relation(self):
+            return self
         return self._keep(int(etype), lambda: place(self.host.get_relation_graph(etype), self.device))
 
     def edges(self, etype: int, order: str | None = None) -> Any:
@@ -114,6 +116,14 @@ class DeviceIndex(_IndexClass):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"DeviceIndex({self.host!r}, device={str(self.device)!r})"
+
+
+def is_one_relation(index: Any) -> bool:
+    """Whether an index is that of its only edge type."""
+    if index.number_of_etypes() != 1:
+        return False
+    source, target = index.metagraph.find_edge(0)
+    return (source, target) == (0, index.number_of_ntypes() - 1) and index.number_of_ntypes() <= 2
 
 
 class StrandedIndex(_IndexClass):  # type: ignore[misc]
@@ -218,18 +228,39 @@ def _marked(result: Any, device: torch.device) -> Any:
         return result  # names and types: the same everywhere
     if isinstance(result, _IndexClass):
         return place(result, device)
-    if isinstance(result, (_NDArray, _ObjectBase, _Function)):
+    if isinstance(result, _NDArray):
+        return _array_on(result, device)
+    if isinstance(result, (_ObjectBase, _Function)):
         setattr(result, _MARK, device)
     return result
+
+
+class _DeviceArray(_NDArray):  # type: ignore[misc]
+    """An array on the host that stands for one on the device."""
+
+    @property
+    def ctx(self) -> Any:
+        """DGL's name of the device."""
+        return dgl.utils.to_dgl_context(vars(self)[_MARK])
+
+
+def _array_on(array: Any, device: torch.device) -> Any:
+    array.__class__ = _DeviceArray
+    setattr(array, _MARK, device)
+    return array
+
+
+def empty(original: Any, shape: Any, dtype: str = "float32", ctx: Any = dgl.ndarray.cpu()) -> Any:
+    """``dgl.ndarray.empty``: arrays for the device are made on the host."""
+    device = dgl.backend.to_backend_ctx(ctx)
+    return _array_on(original(shape, dtype), device) if serves(device) else original(shape, dtype, ctx)
 
 
 def to_library(original: Any, data: Tensor) -> Any:
     """``zerocopy_to_dgl_ndarray``: a tensor on its way into the C++ library."""
     if not serves(data.device):
         return original(data)
-    array = original(data.detach().cpu())
-    setattr(array, _MARK, data.device)
-    return array
+    return _array_on(original(data.detach().cpu()), data.device)
 
 
 def to_library_for_write(original: Any, data: Tensor) -> Any:
@@ -237,8 +268,7 @@ def to_library_for_write(original: Any, data: Tensor) -> Any:
     if not serves(data.device):
         return original(data)
     host = data.detach().cpu()
-    array = original(host)
-    setattr(array, _MARK, data.device)
+    array = _array_on(original(host), data.device)
     setattr(array, _TARGET, (host, data.detach()))
     return array
 
@@ -246,5 +276,63 @@ def to_library_for_write(original: Any, data: Tensor) -> Any:
 def from_library(original: Any, array: Any) -> Tensor:
     """``zerocopy_from_dgl_ndarray``: an array on its way out."""
     device = vars(array).get(_MARK)
-    tensor = original(array)
+    tensor: Tensor = original(array)
     return tensor if device is None else tensor.to(device)
+
+
+def on_host(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function of DGL that asks for graphs on the CPU: its arguments go there, and its results come back."""
+    device = next(filter(None, (_lies_on(arg) for arg in (*args, *kwargs.values()))), None)
+    if device is None:
+        return original(*args, **kwargs)
+    cpu = torch.device("cpu")
+    kwargs = {name: _moved(arg, cpu) for name, arg in kwargs.items()}
+    return _moved(original(*(_moved(arg, cpu) for arg in args), **kwargs), device)
+
+
+def _lies_on(item: Any) -> torch.device | None:
+    if isinstance(item, dgl.DGLGraph) and type(item._graph) is DeviceIndex:
+        return item._graph.device
+    return None
+
+
+def _moved(item: Any, device: torch.device) -> Any:
+    if isinstance(item, (dgl.DGLGraph, Tensor)):
+        return item.to(device)
+    if isinstance(item, dict):
+        return {key: _moved(part, device) for key, part in item.items()}
+    if isinstance(item, (list, tuple)):
+        return type(item)(_moved(part, device) for part in item)
+    return item
+
+
+def pin_memory_(original: Any, index: Any) -> Any:
+    """``HeteroGraphIndex.pin_memory_``: what a DGL without CUDA cannot do, with the way around."""
+    raise DGLError(
+        "pinning a graph (graph.pin_memory_(), DataLoader(use_uva=True)) needs a DGL with CUDA: leave use_uva out, "
+        "so that batches are sampled on the CPU and moved to the GPU, or pass graph.to('cuda')"
+    )
+
+
+class Filter:
+    """``dgl.utils.Filter`` without DGL's CUDA: which ids of a tensor are among some.
+
+    Args:
+        ids: those that are looked for, on the device.
+    """
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
+    def find_included_indices(self, test: Tensor) -> Tensor:
+        """Positions of the ids that are among them."""
+        return torch.isin(test, self.ids).nonzero().flatten()
+
+    def find_excluded_indices(self, test: Tensor) -> Tensor:
+        """Positions of the others."""
+        return torch.isin(test, self.ids, invert=True).nonzero().flatten()
+
+
+def make_filter(original: Any, ids: Tensor) -> Any:
+    """``dgl.utils.Filter``."""
+    return Filter(ids) if serves(ids.device) else original(ids)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from fastsparse_dgl.graph import DGLError
@@ -26,10 +28,11 @@ class Hook:
 
     Attributes:
         place: module of DGL, or module and class with a colon between.
-        names: what refers to the same function there, and in other places, ``"place.name"`` with a colon.
-        parameters: names of its parameters; None for one that is inherited from C++ code.
+        name: of a function or class there.
+        parameters: names of its parameters; None where they do not matter.
         function: what takes its place; called with the original first if ``wraps``.
         wraps: whether it needs the original.
+        everywhere: whether DGL's other modules and classes have the same function under names of their own.
     """
 
     place: str
@@ -37,6 +40,7 @@ class Hook:
     parameters: str | None
     function: Callable[..., Any]
     wraps: bool = False
+    everywhere: bool = False
 
     @property
     def title(self) -> str:
@@ -101,8 +105,25 @@ DEVICES = (
         wraps=True,
     ),
     Hook("dgl.backend", "zerocopy_from_dgl_ndarray", "data", device_graph.from_library, wraps=True),
+    Hook("dgl.ndarray", "empty", "shape, dtype, ctx", device_graph.empty, wraps=True),
+    Hook(
+        "dgl.heterograph_index:HeteroGraphIndex", "pin_memory_", "self", device_graph.pin_memory_, wraps=True
+    ),
+    Hook("dgl.utils", "Filter", "ids", device_graph.make_filter, wraps=True),
     Hook("dgl:DGLGraph", "in_degrees", "self, v, etype", degrees.in_degrees, wraps=True),
     Hook("dgl:DGLGraph", "out_degrees", "self, u, etype", degrees.out_degrees, wraps=True),
+)
+
+#: Functions that ask for a graph on the CPU: replaced wherever DGL's modules have them, whatever they take.
+ON_HOST = (
+    ("dgl.transforms.functional", "to_simple"),
+    ("dgl.sampling.neighbor", "sample_etype_neighbors"),
+    ("dgl.sampling.neighbor", "sample_neighbors_biased"),
+    ("dgl.sampling.neighbor", "select_topk"),
+    ("dgl.sampling.node2vec_randomwalk", "node2vec_random_walk"),
+)
+DEVICES += tuple(
+    Hook(place, name, None, device_graph.on_host, wraps=True, everywhere=True) for place, name in ON_HOST
 )
 
 
@@ -134,12 +155,25 @@ def install(hooks: tuple[Hook, ...]) -> list[tuple[Any, str, Any]]:
     """Replaces everything; returns what :func:`remove` needs, the original None where there was no own."""
     done = []
     for hook in hooks:
-        owner = hook.owner()
-        own = vars(owner).get(hook.name)
-        original = getattr(owner, hook.name)
-        done.append((owner, hook.name, own))
-        setattr(owner, hook.name, _around(hook.function, original) if hook.wraps else hook.function)
+        original = getattr(hook.owner(), hook.name)
+        new = _around(hook.function, original) if hook.wraps else hook.function
+        places = _references(original) if hook.everywhere else [(hook.owner(), hook.name)]
+        for owner, name in places:
+            done.append((owner, name, vars(owner).get(name)))
+            setattr(owner, name, new)
     return done
+
+
+def _references(function: Any) -> list[tuple[Any, str]]:
+    """Every name of a function in DGL's modules."""
+    modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "dgl"]
+    return [
+        (module, name)
+        for module in modules
+        if isinstance(module, ModuleType)
+        for name, item in list(vars(module).items())
+        if item is function
+    ]
 
 
 def _around(function: Callable[..., Any], original: Any) -> Callable[..., Any]:

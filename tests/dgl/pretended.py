@@ -7,6 +7,7 @@ left on the wrong side is found on a machine without one. Kernels of FastSparse 
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -131,8 +132,10 @@ def pretended_device() -> Iterator[str]:
     """The device is there inside, and FastSparse is enabled for graphs on it."""
     with pytest.MonkeyPatch.context() as patch, Pretend():
         patch.setitem(dgl.ndarray.DGLContext.STR2MASK, DEVICE.type, 2)
-        patch.setattr(dgl.backend, "to_backend_ctx", _to_backend_ctx)
+        for module in (dgl.backend, sys.modules["dgl.backend.pytorch.tensor"]):
+            patch.setattr(module, "to_backend_ctx", _to_backend_ctx)
         patch.setattr(dgl.backend, "copy_to", lambda tensor, device, **_: tensor.to(device))
+        patch.setattr(torch, "tensor", _tensor)
         patch.setattr(caching, "adjacency_from_index", _build_and_move)
         patch.setattr(graph, "adjacency_from_index", _build_and_move)
         patch.setattr(Adjacency, "_transpose", _transpose_twin)
@@ -141,6 +144,15 @@ def pretended_device() -> Iterator[str]:
             yield str(DEVICE)
         finally:
             fastsparse_dgl.disable()
+
+
+_real_tensor = torch.tensor
+
+
+def _tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
+    """`torch.tensor`, which makes its tensor where no mode sees it."""
+    made = _real_tensor(data, **kwargs)
+    return made if device is None else made.to(device)
 
 
 def _to_backend_ctx(context: Any) -> torch.device:
