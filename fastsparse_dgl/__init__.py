@@ -8,6 +8,7 @@ Importing this package imports DGL, and makes that possible for DGL 2.x on newer
 
 from fastsparse_core import CBSR, Adjacency, MaxK, __version__
 from fastsparse_dgl.caching import cache_info, clear_cache, prepare
+from fastsparse_dgl.hooks import disable, enable, is_enabled
 from fastsparse_dgl.layer_swap import accelerate, restore
 from fastsparse_dgl.nn import (
     FastAGNNConv,
@@ -50,6 +51,9 @@ __all__ = [
     "accelerate",
     "cache_info",
     "clear_cache",
+    "disable",
+    "enable",
+    "is_enabled",
     "prepare",
     "restore",
 ]

@@ -14,6 +14,7 @@ object. :func:`relation` makes slices that share the first one, which lives as l
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from fastsparse_dgl.graph import (
     DGLError,
     GraphLike,
     adjacency_from_graph,
+    adjacency_from_index,
     check_graph,
     inv_degree_with_self,
 )
@@ -55,10 +57,28 @@ def relation(graph: GraphLike, etype: Any) -> GraphLike:
     handle = getattr(graph, _HANDLE, None)
     if handle is not None:
         number = graph.get_etype_id(etype)
-        with _relations_lock:
-            handles = _relations.setdefault(handle, {})
-            setattr(part, _HANDLE, handles.setdefault(number, getattr(part, _HANDLE)))
+        setattr(part, _HANDLE, first_relation(handle, number, lambda: getattr(part, _HANDLE)))
     return part
+
+
+def first_relation(handle: Any, number: int, make: Callable[[], Any]) -> Any:
+    """The first handle that was made for an edge type of a graph, so that what is kept for it is found again.
+
+    Args:
+        handle: of the whole graph.
+        number: of the edge type.
+        make: makes one where there is none.
+    """
+    with _relations_lock:
+        handles = _relations.setdefault(handle, {})
+        if number not in handles:
+            handles[number] = make()
+        return handles[number]
+
+
+def adjacency_of_index(index: Any, device: torch.device) -> Adjacency:
+    """:func:`adjacency_of` for what DGL keeps of a graph with one edge type, its ``HeteroGraphIndex``."""
+    return _cache.lookup(index, None, device, lambda: adjacency_from_index(index, device))
 
 
 def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
@@ -85,6 +105,8 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
             _logger, "this DGL version has no DGLGraph._graph: structures are rebuilt in every forward pass"
         )
         return adjacency_from_graph(graph, device)
+    # A graph that `enable()` has put on a GPU shares the structures of the one it was made of.
+    handle = getattr(handle, "host", handle)
     return _cache.lookup(handle, None, device, lambda: _build(graph, device))
 
 
