@@ -12,7 +12,7 @@ from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.inspection import inspect_edges
 from fastsparse_core.formats.row_split import RowSplit, split_rows
 from fastsparse_core.policy.slices import slice_length
-from fastsparse_core.structure.build_once import Memo
+from fastsparse_core.structure.build_once import BuiltOnce
 from fastsparse_core.structure.content import check_content
 
 
@@ -34,7 +34,7 @@ class Segments:
         self.order = order
         self.num_rows = num_rows
         self.num_segments = rowptr.numel() - 1
-        self._memo = Memo()
+        self._memo = BuiltOnce()
         if row_split is not None:
             self._memo.results["row_split"] = row_split
 

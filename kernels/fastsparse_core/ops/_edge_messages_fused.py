@@ -25,7 +25,7 @@ from fastsparse_core.ops._common import (
     sum_of_rows,
 )
 from fastsparse_core.ops._edge_messages_launch import Operands
-from fastsparse_core.ops._spmm_launch import product
+from fastsparse_core.ops._spmm_launch import launch_spmm
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 library.define(
@@ -320,7 +320,7 @@ def _gated_edges_backward(
 
 def _row_sums(adj: Adjacency, edge: Tensor) -> Tensor:
     """Sum of the rows (num_values, width) of the entries of every row."""
-    return product(incidence(adj), edge, None, None, None, None, "auto")
+    return launch_spmm(incidence(adj), edge, None, None, None, None, "auto")
 
 
 class _GatedEdges(torch.autograd.Function):
