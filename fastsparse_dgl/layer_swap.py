@@ -50,6 +50,8 @@ def restore(model: Module) -> None:
 
 
 def _is_graph_layer(module: Module) -> bool:
+    if type(module).__name__ == "PNAConvTower":  # a part of PNAConv
+        return False
     return any(klass.__module__.startswith("dgl.nn.pytorch.conv.") for klass in type(module).__mro__)
 
 

@@ -19,8 +19,9 @@
 namespace fastsparse::cuda {
 namespace {
 
-template <typename T>
-constexpr int kInFlight = sizeof(T) == 8 ? 4 : 8;
+// Entries at once; fewer where their gradients are multiplied with W too, which takes the registers.
+template <typename T, EdgeTerm kEdges>
+constexpr int kInFlight = sizeof(T) == 8 || kEdges == EdgeTerm::kFeatures ? 4 : 8;
 constexpr int kColumnsInFlight = 4;
 enum Slot { kSum, kMean, kMin, kMax, kVar, kStd };
 
@@ -145,16 +146,12 @@ __device__ __forceinline__ void differentiate_features(const MultiAggregateBackw
       }
     }
     if (of_weight != nullptr) {
-      A feature[kCount][kQuad];
+      RawQuad<T> feature[kCount] = {};
 #pragma unroll
       for (int u = 0; u < kCount; ++u) {
-#pragma unroll
-        for (int c = 0; c < kQuad; ++c) feature[u][c] = 0;
-        if (u < wanted) {
-          load_quad(static_cast<const T*>(input.edge) +
-                        static_cast<std::int64_t>(entries.position[u]) * edge_width + k,
-                    feature[u]);
-        }
+        const T* edge =
+            static_cast<const T*>(input.edge) + static_cast<std::int64_t>(entries.position[u]) * edge_width;
+        if (u < wanted) feature[u].load(edge + k);
       }
 #pragma unroll
       for (int c = 0; c < kQuad; ++c) {
@@ -165,7 +162,7 @@ __device__ __forceinline__ void differentiate_features(const MultiAggregateBackw
 #pragma unroll
         for (int u = 0; u < kCount; ++u) {
 #pragma unroll
-          for (int i = 0; i < kQuad; ++i) total[i] += feature[u][c] * grad[u][i];
+          for (int i = 0; i < kQuad; ++i) total[i] += A{widen(feature[u][c])} * grad[u][i];
         }
         store_quad<A>(total, to);
       }
@@ -178,7 +175,7 @@ __global__ void __launch_bounds__(kQuadThreads)
     multi_aggregate_row_kernel(const __grid_constant__ MultiAggregateBackwardArgs args, int lanes,
                                bool aligned) {
   using A = Acc<T>;
-  constexpr int kCount = kInFlight<T>;
+  constexpr int kCount = kInFlight<T, kEdges>;
   extern __shared__ __align__(16) unsigned char shared[];
   const MultiAggregateInput& input = args.input;
   const std::int64_t groups_per_block = blockDim.x / lanes;
@@ -277,68 +274,69 @@ __global__ void __launch_bounds__(kQuadThreads)
   for (int base = 0; base < slice.length; base += kCount) {
     const Entries<kCount> entries = next;
     const int count = min(kCount, slice.length - base);
+    const auto counts = [&](int u) { return u < count; };
+    const auto row_at = [&](const void* rows) {
+      return [&entries, rows, width](int u) { return static_cast<const A*>(rows) + entries.col[u] * width; };
+    };
+    A grad[kCount][kQuad];
     if constexpr (kEdges == EdgeTerm::kRow) {
-      A grad[kCount][kQuad] = {};
-#pragma unroll
-      for (int u = 0; u < kCount; ++u) {
-        if (u >= count) continue;
-        quad.load(static_cast<const T*>(args.grad_edge) + entries.position[u] * width, grad[u]);
-      }
+      gather_quads<T>(
+          grad, quad,
+          [&](int u) { return static_cast<const T*>(args.grad_edge) + entries.position[u] * width; }, counts);
       next.read(args.a_t, slice, base + kCount);
+    } else {
+      unsigned marks[kCount] = {};
+      if (args.marks != nullptr) {
 #pragma unroll
-      for (int u = 0; u < kCount; ++u) {
-#pragma unroll
-        for (int i = 0; i < kQuad; ++i) total[i] += grad[u][i];
+        for (int u = 0; u < kCount; ++u) {
+          if (u < count) marks[u] = args.marks[entries.position[u] * mark_bytes + quad.first / kQuad];
+        }
       }
-      continue;
-    }
-    A grad[kCount][kQuad] = {}, slope[kCount][kQuad] = {};
-    unsigned marks[kCount] = {};
+      gather_quads<A>(grad, quad, row_at(args.base), counts);
+      if (args.slope != nullptr) {
+        A slope[kCount][kQuad];
+        gather_quads<A>(slope, quad, row_at(args.slope), counts);
+        if constexpr (kEdges == EdgeTerm::kFeatures) {
+          A edge[kCount][kQuad] = {};
+          add_features<T>(edge, input, quad, entries.position, count);
 #pragma unroll
-    for (int u = 0; u < kCount; ++u) {
-      if (u >= count) continue;
-      if (args.marks != nullptr) marks[u] = args.marks[entries.position[u] * mark_bytes + quad.first / kQuad];
-      quad.load(static_cast<const A*>(args.base) + entries.col[u] * width, grad[u]);
-      if (args.slope != nullptr) {
-        quad.load(static_cast<const A*>(args.slope) + entries.col[u] * width, slope[u]);
-      }
-    }
-    next.read(args.a_t, slice, base + kCount);
-    if constexpr (kEdges == EdgeTerm::kFeatures) {
-      if (args.slope != nullptr) {
-        A edge[kCount][kQuad] = {};
-        add_edges<T, kEdges>(edge, input, quad, entries.position, count);
+          for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+            for (int i = 0; i < kQuad; ++i) grad[u][i] += slope[u][i] * edge[u][i];
+          }
+        }
 #pragma unroll
         for (int u = 0; u < kCount; ++u) {
 #pragma unroll
-          for (int i = 0; i < kQuad; ++i) grad[u][i] += slope[u][i] * edge[u][i];
+          for (int i = 0; i < kQuad; ++i) slopes[i] += slope[u][i];
         }
       }
-    }
-    if (args.marks != nullptr) {
-      A share[2][kCount][kQuad] = {};
+      if (args.marks != nullptr) {
 #pragma unroll
-      for (int u = 0; u < kCount; ++u) {
-        const A* shares = static_cast<const A*>(args.share) + entries.col[u] * (2 * width);
-        if ((marks[u] & 15u) != 0) quad.load(shares, share[0][u]);
-        if (marks[u] >> kQuad != 0) quad.load(shares + width, share[1][u]);
-      }
+        for (int k = 0; k < 2; ++k) {  // maximum, minimum
+          A share[kCount][kQuad];
+          gather_quads<A>(
+              share, quad,
+              [&](int u) {
+                return static_cast<const A*>(args.share) +
+                       (static_cast<std::int64_t>(entries.col[u]) * 2 + k) * width;
+              },
+              [&](int u) { return (marks[u] >> k * kQuad & 15u) != 0; });
 #pragma unroll
-      for (int u = 0; u < kCount; ++u) {
+          for (int u = 0; u < kCount; ++u) {
 #pragma unroll
-        for (int i = 0; i < kQuad; ++i) {
-          if (marks[u] >> i & 1) grad[u][i] += share[0][u][i];
-          if (marks[u] >> (kQuad + i) & 1) grad[u][i] += share[1][u][i];
+            for (int i = 0; i < kQuad; ++i) {
+              if (marks[u] >> (k * kQuad + i) & 1) grad[u][i] += share[u][i];
+            }
+          }
         }
       }
+      next.read(args.a_t, slice, base + kCount);
     }
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
 #pragma unroll
-      for (int i = 0; i < kQuad; ++i) {
-        total[i] += grad[u][i];
-        slopes[i] += slope[u][i];
-      }
+      for (int i = 0; i < kQuad; ++i) total[i] += grad[u][i];
     }
   }
 

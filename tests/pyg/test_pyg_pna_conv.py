@@ -53,7 +53,7 @@ def check(device: str, width: int = 6, edge_dim: int | None = None, *args, **opt
 
 
 @pytest.mark.parametrize(
-    ("towers", "divide_input", "edge_dim"), itertools.product((1, 2), (False, True), (None, 3))
+    ("towers", "divide_input", "edge_dim"), list(itertools.product((1, 2), (False, True), (None, 3)))
 )
 @pytest.mark.parametrize("post_layers", [1, 2])
 def test_parity(towers, divide_input, edge_dim, post_layers, device, monkeypatch):

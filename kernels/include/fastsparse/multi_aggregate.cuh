@@ -21,16 +21,25 @@ void with_edge_term(const MultiAggregateInput& input, F&& f) {
   f(std::integral_constant<EdgeTerm, EdgeTerm::kRow>{});
 }
 
-// Four aligned numbers, in loads of up to 16 bytes.
+// Four aligned numbers as they lie in memory, in loads of up to 16 bytes.
+template <typename T>
+struct RawQuad {
+  static constexpr int kVec = sizeof(T) == 8 ? 2 : kQuad;
+  Pack<T, kVec> part[kQuad / kVec];
+
+  __device__ __forceinline__ void load(const T* from) {
+#pragma unroll
+    for (int c = 0; c < kQuad / kVec; ++c) part[c] = load_pack<T, kVec>(from + c * kVec);
+  }
+  __device__ __forceinline__ T& operator[](int i) { return part[i / kVec].lane[i % kVec]; }
+};
+
 template <typename T>
 __device__ __forceinline__ void load_quad(const T* from, Acc<T> (&to)[kQuad]) {
-  constexpr int kVec = sizeof(T) == 8 ? 2 : kQuad;
+  RawQuad<T> raw;
+  raw.load(from);
 #pragma unroll
-  for (int c = 0; c < kQuad; c += kVec) {
-    const Pack<T, kVec> pack = load_pack<T, kVec>(from + c);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) to[c + i] = widen(pack.lane[i]);
-  }
+  for (int i = 0; i < kQuad; ++i) to[i] = widen(raw[i]);
 }
 
 template <typename T>
@@ -98,6 +107,33 @@ struct Quad {
   }
 };
 
+// A quad of several rows, of which those that `wanted(u)` names are read, others are zeros. All loads are
+// issued before anything looks at what they bring.
+template <typename T, int kCount, typename RowAt, typename Wanted>
+__device__ __forceinline__ void gather_quads(Acc<T> (&to)[kCount][kQuad], const Quad& quad, RowAt row_at,
+                                             Wanted wanted) {
+  RawQuad<T> raw[kCount] = {};
+  if (quad.aligned) {
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      if (wanted(u)) raw[u].load(row_at(u) + quad.first);
+    }
+  } else {
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) {
+        if (wanted(u) && i < quad.count) raw[u][i] = row_at(u)[quad.first + i];
+      }
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) to[u][i] = widen(raw[u][i]);
+  }
+}
+
 // Whether quads of every array, in their dtype and in the accumulation type, may move together.
 template <typename T>
 bool quads_aligned(const MultiAggregateInput& input, std::initializer_list<const void*> others) {
@@ -118,43 +154,29 @@ inline int quad_lanes(std::int64_t width) {
   return lanes;
 }
 
-// Adds what the edges have to x_j of kCount entries; every weight that is read serves all of them.
-template <typename T, EdgeTerm kEdges, int kCount>
-__device__ __forceinline__ void add_edges(Acc<T> (&x)[kCount][kQuad], const MultiAggregateInput& input,
-                                          const Quad& quad, const std::uint32_t (&position)[kCount],
-                                          int wanted) {
+// Adds W a_ij of kCount entries, of which the first `wanted` count; every weight that is read serves all.
+template <typename T, int kCount>
+__device__ __forceinline__ void add_features(Acc<T> (&x)[kCount][kQuad], const MultiAggregateInput& input,
+                                             const Quad& quad, const std::uint32_t (&position)[kCount],
+                                             int wanted) {
   using A = Acc<T>;
-  const T* edge = static_cast<const T*>(input.edge);
-  if constexpr (kEdges == EdgeTerm::kRow) {
+  const int edge_width = static_cast<int>(input.edge_width);
+#pragma unroll 1
+  for (int k = 0; k < edge_width; k += kQuad) {
+    RawQuad<T> feature[kCount] = {};
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
-      if (u >= wanted) continue;
-      A row[kQuad];
-      quad.load(edge + position[u] * input.width, row);
-#pragma unroll
-      for (int i = 0; i < kQuad; ++i) x[u][i] += row[i];
+      const T* edge = static_cast<const T*>(input.edge) + static_cast<std::int64_t>(position[u]) * edge_width;
+      if (u < wanted) feature[u].load(edge + k);
     }
-  } else if constexpr (kEdges == EdgeTerm::kFeatures) {
-    const A* weight = static_cast<const A*>(input.weight);
-    const int edge_width = static_cast<int>(input.edge_width);
-#pragma unroll 1
-    for (int k = 0; k < edge_width; k += kQuad) {
-      A feature[kCount][kQuad];
+#pragma unroll
+    for (int c = 0; c < kQuad; ++c) {
+      A w[kQuad];
+      quad.load(static_cast<const A*>(input.weight) + (k + c) * input.width, w);
 #pragma unroll
       for (int u = 0; u < kCount; ++u) {
 #pragma unroll
-        for (int c = 0; c < kQuad; ++c) feature[u][c] = 0;
-        if (u < wanted) load_quad(edge + static_cast<std::int64_t>(position[u]) * edge_width + k, feature[u]);
-      }
-#pragma unroll
-      for (int c = 0; c < kQuad; ++c) {
-        A w[kQuad];
-        quad.load(weight + (k + c) * input.width, w);
-#pragma unroll
-        for (int u = 0; u < kCount; ++u) {
-#pragma unroll
-          for (int i = 0; i < kQuad; ++i) x[u][i] = fma(feature[u][c], w[i], x[u][i]);
-        }
+        for (int i = 0; i < kQuad; ++i) x[u][i] = fma(A{widen(feature[u][c])}, w[i], x[u][i]);
       }
     }
   }
@@ -165,14 +187,24 @@ template <typename T, EdgeTerm kEdges, int kCount>
 __device__ __forceinline__ void gather_messages(Acc<T> (&x)[kCount][kQuad], const MultiAggregateInput& input,
                                                 const Quad& quad, const Entries<kCount>& entries,
                                                 int wanted) {
+  const auto counts = [&](int u) { return u < wanted; };
   const T* rows = static_cast<const T*>(input.x_src.data);
+  gather_quads<T>(
+      x, quad, [&](int u) { return rows + static_cast<std::int64_t>(entries.col[u]) * input.x_src.stride; },
+      counts);
+  if constexpr (kEdges == EdgeTerm::kFeatures) {
+    add_features<T>(x, input, quad, entries.position, wanted);
+  } else if constexpr (kEdges == EdgeTerm::kRow) {
+    Acc<T> edge[kCount][kQuad];
+    gather_quads<T>(
+        edge, quad,
+        [&](int u) { return static_cast<const T*>(input.edge) + entries.position[u] * input.width; }, counts);
 #pragma unroll
-  for (int u = 0; u < kCount; ++u) {
+    for (int u = 0; u < kCount; ++u) {
 #pragma unroll
-    for (int i = 0; i < kQuad; ++i) x[u][i] = 0;
-    if (u < wanted) quad.load(rows + static_cast<std::int64_t>(entries.col[u]) * input.x_src.stride, x[u]);
+      for (int i = 0; i < kQuad; ++i) x[u][i] += edge[u][i];
+    }
   }
-  add_edges<T, kEdges>(x, input, quad, entries.position, wanted);
 }
 
 // The message as the features' dtype has it.
