@@ -9,6 +9,7 @@ Importing this package imports DGL, and makes that possible for DGL 2.x on newer
 from fastsparse_core import CBSR, Adjacency, MaxK, __version__
 from fastsparse_dgl.acceleration import accelerate, restore
 from fastsparse_dgl.caching import cache_info, clear_cache, prepare
+from fastsparse_dgl.dataloading import DataLoader, NeighborSampler
 from fastsparse_dgl.nn import (
     FastAGNNConv,
     FastDotGatConv,
@@ -25,10 +26,12 @@ from fastsparse_dgl.nn import (
     FastSAGEConv,
     GraphTransformerLayer,
 )
+from fastsparse_dgl.sampled_block import SampledBlock
 
 __all__ = [
     "CBSR",
     "Adjacency",
+    "DataLoader",
     "FastAGNNConv",
     "FastDotGatConv",
     "FastEGATConv",
@@ -44,6 +47,8 @@ __all__ = [
     "FastSAGEConv",
     "GraphTransformerLayer",
     "MaxK",
+    "NeighborSampler",
+    "SampledBlock",
     "__version__",
     "accelerate",
     "cache_info",
