@@ -8,8 +8,12 @@ Importing this package imports DGL, and makes that possible for DGL 2.x on newer
 
 from fastsparse_core import CBSR, Adjacency, MaxK, __version__
 from fastsparse_dgl.caching import cache_info, clear_cache, prepare
+<<<<<<< HEAD
 from fastsparse_dgl.hooks import disable, enable, is_enabled
 from fastsparse_dgl.layer_swap import accelerate, restore
+=======
+from fastsparse_dgl.dataloading import DataLoader, NeighborSampler
+>>>>>>> sampling
 from fastsparse_dgl.nn import (
     FastAGNNConv,
     FastDotGatConv,
@@ -27,10 +31,12 @@ from fastsparse_dgl.nn import (
     FastSAGEConv,
     GraphTransformerLayer,
 )
+from fastsparse_dgl.sampled_block import SampledBlock
 
 __all__ = [
     "CBSR",
     "Adjacency",
+    "DataLoader",
     "FastAGNNConv",
     "FastDotGatConv",
     "FastEGATConv",
@@ -47,6 +53,8 @@ __all__ = [
     "FastSAGEConv",
     "GraphTransformerLayer",
     "MaxK",
+    "NeighborSampler",
+    "SampledBlock",
     "__version__",
     "accelerate",
     "cache_info",

@@ -32,6 +32,7 @@ from fastsparse_dgl.graph import (
     check_graph,
     inv_degree_with_self,
 )
+from fastsparse_dgl.sampled_block import SampledBlock
 
 _logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
     """The Adjacency of a graph on a device, remembered until the graph changes or is freed.
 
     Args:
-        graph: DGLGraph, or an Adjacency, which is returned as it is.
+        graph: DGLGraph, a SampledBlock, or an Adjacency, which is returned as it is.
         device: where the features lie, with an index for CUDA. A graph that lies elsewhere is moved, once.
 
     Raises:
@@ -98,6 +99,8 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
                 f"move it once with adjacency.to({str(device)!r})"
             )
         return graph
+    if isinstance(graph, SampledBlock):
+        return adjacency_of(graph.adjacency, device)
     handle = getattr(graph, _HANDLE, None)
     if handle is None:
         check_graph(graph)
@@ -113,6 +116,13 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
 def _build(graph: GraphLike, device: torch.device) -> Adjacency:
     check_graph(graph)
     return adjacency_from_graph(graph, device)
+
+
+def remember(graph: GraphLike, device: torch.device, adjacency: Adjacency) -> None:
+    """Keeps a structure that was made with a graph, as if :func:`adjacency_of` had made it."""
+    handle = getattr(graph, _HANDLE, None)
+    if handle is not None:
+        _cache.lookup(handle, None, device, lambda: adjacency)
 
 
 def prepare(

@@ -145,5 +145,3 @@ def as_index(index: Any, device: torch.device) -> Tensor:
     if not isinstance(index, Tensor):
         index = torch.tensor(index, dtype=torch.int64)
     return index.to(device, non_blocking=True)
-
-

@@ -70,7 +70,9 @@ def _heterogeneous(data: Any, out: HeteroSamplerOutput, device: torch.device, cu
             _take_nodes(data[name], batch[name], out.node[name], device)
         for name in batch.edge_types:
             edge = (out.edge or {}).get(name)
-            _take_edges(data[name], batch[name], out.row[name], out.col[name], edge, edges_of(out, name), device)
+            _take_edges(
+                data[name], batch[name], out.row[name], out.col[name], edge, edges_of(out, name), device
+            )
     else:
         node = {name: ids.cpu() for name, ids in out.node.items()}
         batch = filter_custom_hetero_store(*data, node, out.row, out.col, out.edge, custom_cls).to(device)

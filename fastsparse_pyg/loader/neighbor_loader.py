@@ -22,8 +22,8 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
     ``batch_size``, ``input_id``, ``num_sampled_nodes``, ``num_sampled_edges``, ...), edges are sorted by
     destination, and drop-in layers use the sampler's structure as it is.
 
-    On a GPU it samples and gathers there, on a stream beside the step, two batches ahead, and batches lie on the
-    GPU; features that take more than half of its free memory stay with the host and are read over PCIe.
+    On a GPU it samples and gathers there, on a stream beside the step, two batches ahead, and batches lie on
+    the GPU; features that take more than half of its free memory stay with the host and are read over PCIe.
     ``num_workers`` and what belongs to it are ignored then. Elsewhere it samples in C++ threads, in worker
     processes if told.
 
@@ -33,7 +33,8 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
     Args:
         data: Data, HeteroData or (FeatureStore, GraphStore).
         num_neighbors: neighbours per hop, -1 for all; also by edge type.
-        input_nodes: indices or mask of the seeds, in heterogeneous graphs ``(node type, indices)``; None: all.
+        input_nodes: indices or mask of the seeds, in heterogeneous graphs ``(node type, indices)``; None:
+            all.
         device: where to sample and where batches lie; None: where the data is on a GPU, there, else on the
             GPU if there is one.
         others: as in PyG.

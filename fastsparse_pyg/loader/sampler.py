@@ -193,7 +193,9 @@ def _from_csc(
     colptr = colptr.to(device)
     if colptr.numel() <= shape[0]:  # nodes behind the last that has an edge
         colptr = torch.cat([colptr, colptr[-1:].expand(shape[0] + 1 - colptr.numel())])
-    return Adjacency.from_csr(colptr, row.to(device), shape, edge_id=None if perm is None else perm.to(device))
+    return Adjacency.from_csr(
+        colptr, row.to(device), shape, edge_id=None if perm is None else perm.to(device)
+    )
 
 
 def why_not(data: Any) -> str:
