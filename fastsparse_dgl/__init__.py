@@ -8,12 +8,9 @@ Importing this package imports DGL, and makes that possible for DGL 2.x on newer
 
 from fastsparse_core import CBSR, Adjacency, MaxK, __version__
 from fastsparse_dgl.caching import cache_info, clear_cache, prepare
-<<<<<<< HEAD
+from fastsparse_dgl.dataloading import DataLoader, NeighborSampler
 from fastsparse_dgl.hooks import disable, enable, is_enabled
 from fastsparse_dgl.layer_swap import accelerate, restore
-=======
-from fastsparse_dgl.dataloading import DataLoader, NeighborSampler
->>>>>>> sampling
 from fastsparse_dgl.nn import (
     FastAGNNConv,
     FastDotGatConv,
