@@ -35,9 +35,13 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "GATv2Conv": lambda: pyg.GATv2Conv(6, 4, heads=2),
     "GCNConv": lambda: pyg.GCNConv(6, 4),
     "GINConv": lambda: pyg.GINConv(nn.Sequential(nn.Linear(6, 4), nn.ReLU()), train_eps=True),
+    "ResGatedGraphConv": lambda: pyg.ResGatedGraphConv(6, 4),
     "SAGEConv": lambda: pyg.SAGEConv(6, 4),
     "TransformerConv": lambda: pyg.TransformerConv(6, 4, heads=2, beta=True),
 }
+
+#: Layers that need edge features: their own tests accelerate them.
+WITH_EDGES = ("GINEConv",)
 
 
 def graph_and_features(device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -80,7 +84,7 @@ def test_the_table_is_complete() -> None:
     replacing = {klass for klass in exported if klass.__bases__[-1].__module__.startswith("torch_geometric.")}
     assert set(DROP_INS.values()) == replacing
     assert {original.__name__: drop_in.__name__ for original, drop_in in DROP_INS.items()} == {
-        name: f"Fast{name}" for name in LAYERS
+        name: f"Fast{name}" for name in (*LAYERS, *WITH_EDGES)
     }
     assert all(original is getattr(pyg, original.__name__) for original in DROP_INS)
 
