@@ -9,7 +9,6 @@ __all__ = [
     "CapturedBatches",
     "CapturedStep",
     "MaxK",
-    "NeighborSampler",
     "SparseLinear",
     "__version__",
     "additive_attention",
@@ -46,7 +45,6 @@ try:
         spmm,
         ssd,
     )
-    from fastsparse_core.sampling import NeighborSampler
     from fastsparse_core.sparse_linear import SparseLinear
 except (ImportError, OSError) as error:
     # Torch or the extension is missing or broken: `python -m fastsparse_core.doctor` must still start and say
