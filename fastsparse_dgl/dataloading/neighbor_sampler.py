@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastsparse_core import NeighborSampler as CoreSampler
 from fastsparse_core.log import info_once
 from fastsparse_core.sampling import Draw, Edges, Sample
+from fastsparse_core.sampling import NeighborSampler as CoreSampler
 from fastsparse_dgl.caching import adjacency_of, relation, remember
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import GraphLike

@@ -19,8 +19,8 @@ from torch_geometric.sampler import (
 from torch_geometric.sampler.base import DataType, NumNeighbors, SubgraphType
 from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 
-from fastsparse_core import Adjacency, NeighborSampler
-from fastsparse_core.sampling import Edges, Sample
+from fastsparse_core import Adjacency
+from fastsparse_core.sampling import Edges, NeighborSampler, Sample
 from fastsparse_pyg.caching import lookup
 
 
@@ -75,7 +75,7 @@ class GraphSampler(BaseSampler):
                 raise NotImplementedError(
                     "weight_attr: expected None for a (FeatureStore, GraphStore) pair, as in PyG"
                 )
-            graph, self.num_nodes = _from_stores(*data, device)
+            graph, self.num_nodes = _from_stores(data[0], data[1], device)
         self.is_hetero = isinstance(graph, dict)
         is_made = isinstance(num_neighbors, NumNeighbors)
         self.num_neighbors = values = num_neighbors if is_made else NumNeighbors(num_neighbors)
@@ -158,9 +158,8 @@ def _adjacency(edge_index: Tensor | None, shape: tuple[int, int], device: torch.
     if edge_index is None:
         none = torch.empty(0, dtype=torch.int64, device=device)
         return Adjacency.from_coo(none, none, shape)
-    options = (*shape, "source_to_target", False)
-    if edge_index.device != device:
-        options = (*options, device)
+    as_layers = (*shape, "source_to_target", False)
+    options: Any = as_layers if edge_index.device == device else (*as_layers, device)
 
     def build() -> Adjacency:
         source, destination = edge_index.as_subclass(Tensor).to(device)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastsparse_core import _C, Adjacency, NeighborSampler
-from fastsparse_core.sampling import Edges, FeatureTable, Sample, draw, features, prefetched
+from fastsparse_core import _C, Adjacency
+from fastsparse_core.sampling import Edges, FeatureTable, NeighborSampler, Sample, draw, features, prefetched
 
 LAYOUTS = {
     "plain": {},

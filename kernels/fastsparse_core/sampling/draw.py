@@ -288,7 +288,7 @@ class Draw:
         steps = []
         for step in part.steps:
             relation, output = step.relation, step.output
-            sizes = (
+            known = (
                 step.first,
                 step.end,
                 step.nodes_before,
@@ -308,7 +308,7 @@ class Draw:
                     step.hop * len(self._graph.relations) + step.number,
                     lists[relation.dst],
                     lists[relation.src],
-                    tuple(address + 8 * size.place for size in sizes),  # type: ignore[arg-type]
+                    tuple(address + 8 * size.place for size in known),  # type: ignore[arg-type]
                     (output.place.data_ptr(), output.row.data_ptr(), output.edge_id.data_ptr()),
                     step.end.most,
                     step.most_slots,

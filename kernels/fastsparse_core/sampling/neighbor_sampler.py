@@ -47,7 +47,7 @@ class NeighborSampler:
 
     Examples:
         >>> ring = Adjacency.from_coo(torch.arange(6), torch.arange(6).roll(1), (6, 6))
-        >>> sampler = fastsparse_core.NeighborSampler(ring, [2, 2])
+        >>> sampler = NeighborSampler(ring, [2, 2])
         >>> sampler.sample(torch.tensor([3])).nodes
         tensor([3, 2, 1])
     """
