@@ -126,7 +126,7 @@ def _add_from_edge_width(out: Tensor, e: Tensor, weight: Tensor, heads: int) -> 
 def _weight_gradient(x: Tensor, x_edge: Tensor, y: Tensor, y_edge: Tensor, heads: int) -> Tensor:
     """``sum_i x_i,h e_i,h^T + y_i,h f_i,h^T``: x, y (n, heads * D), e, f (n, heads, A), (heads * D, A)."""
     num_rows, width, edge_width = *x.shape, x_edge.size(2)
-    if x.is_cuda and edge_width:
+    if x.is_cuda and num_rows and edge_width:
         index = device_index(x.device)
         num_parts = min(_PARTS * multiprocessors(x.device), -(-num_rows // _PART_ROWS))
         partial = x.new_empty(num_parts, width, edge_width, dtype=torch.float32)
