@@ -22,6 +22,7 @@ COMMANDS = {
     "ssd": "sparse rows times a structure against stored rivals, the papers' ablations, and maxk",
     "attention": "attention forward and backward: time and memory, against stored rivals",
     "edges": "attention layers with edge features against PyG and a Triton kernel",
+    "pna": "principal neighbourhood aggregation, a layer on a large graph and on molecules, against PyG",
     "train": "training step, inference and memory of small models against PyG",
     "scaling": "full-graph training and mini-batches on several GPUs",
     "breakdown": "where the time of a training step goes: kinds of device work, and waiting for the host",
@@ -34,7 +35,6 @@ COMMANDS = {
     "maxk": "MaxK against ReLU in training: accuracy, stored activations, time",
     "choice": "csr against flashsparse, what auto picks, and what the pick costs",
     "regret": "what auto costs against the best algorithm, for structures seen once and often",
-    "sparse_linear": "pruned linear layers, sparse and dense products, and what auto picks",
     "sanitizer": "every CUDA kernel under compute-sanitizer; not part of `all`, as it measures nothing",
     "all": "every benchmark of this machine, then plots, tables and summary",
     "tables": "stored results as Markdown tables",
@@ -46,6 +46,7 @@ COMMANDS = {
 ON_CUDA = (
     "attention",
     "edges",
+    "pna",
     "train",
     "breakdown",
     "ssd",
@@ -61,7 +62,6 @@ ON_CUDA = (
     "minibatch",
     "choice",
     "regret",
-    "sparse_linear",
     "accuracy",
 )
 ON_CPU = ("cpu", "formats", "accuracy")
@@ -99,7 +99,6 @@ def run(arguments: Sequence[str], console: Console) -> None:
         page = summary.PAGE if options.out.resolve() == record.RESULTS else options.out / "summary.md"
         steps += [
             ["plots", *stored],
-            ["tables", *stored, "--out", str(options.out / "README.md")],
             ["summary", *stored, "--out", str(page)],
         ]
         _run_all(steps, console)

@@ -16,8 +16,8 @@ INTRODUCTION = """# Results
 READING = """## How to read this page
 
 Written by `python -m benchmarks summary --out docs/results.md` from the records in `benchmarks/results/`; run
-it again after a benchmark instead of editing. [All tables](../benchmarks/results/README.md) have every graph,
-with spreads and errors.
+it again after a benchmark instead of editing. `python -m benchmarks tables` prints
+every record in full, with spreads and errors.
 
 - Graphs are seeded stand-ins with the size and the degrees of the published graph of that name, unless a
   table says real.

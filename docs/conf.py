@@ -50,7 +50,6 @@ INCLUDED = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "benchmarks/results/README.md": "tables.md",
 }
 _LINK = re.compile(r"(\]\()([^)#\s]+)")
 

@@ -25,11 +25,11 @@ from .formats import formats, formats_in_short
 from .host import host
 from .maxk import maxk
 from .minibatch import minibatch
+from .pna import pna
 from .regret import regret
 from .sanitizer import sanitizer, sanitizer_in_short
 from .scaling import scaling
 from .sddmm import sddmm, sddmm_in_short
-from .sparse_linear import sparse_linear
 from .spmm import spmm, spmm_in_short, spmm_together
 from .ssd import ssd, ssd_in_short
 from .train import train, train_at_a_glance, train_in_short
@@ -56,6 +56,7 @@ __all__ = [
     "minibatch",
     "number",
     "plots_of",
+    "pna",
     "provenance",
     "ratio",
     "regret",
@@ -65,7 +66,6 @@ __all__ = [
     "scaling",
     "sddmm",
     "show",
-    "sparse_linear",
     "spmm",
     "ssd",
     "stored",
@@ -83,6 +83,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "ssd": ssd,
     "attention": attention,
     "edges": edges,
+    "pna": pna,
     "train": train,
     "scaling": scaling,
     "maxk": maxk,
@@ -95,7 +96,6 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "choice": choice,
     "minibatch": minibatch,
     "regret": regret,
-    "sparse_linear": sparse_linear,
     "sanitizer": sanitizer,
 }
 
@@ -115,6 +115,8 @@ ABOUT = {
     " small, whatever the number of edges, if nothing has their size.",
     "edges": "Layers 256 wide with 8 features per edge, forward and backward with all gradients, and the"
     " attention operator alone, against PyG and a weather model's Triton kernel.",
+    "pna": "One layer with four aggregators and three scalers, forward and backward with all gradients, on a"
+    " large graph and on batches of 512 molecules whose structures are new each time.",
     "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
     "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
     " for the host.",
@@ -131,7 +133,6 @@ ABOUT = {
     "choice": "Which algorithm wins where, and what `auto` picks; see docs/dev/choosing.md.",
     "minibatch": "Structure, forward and backward of batches whose structures are new each time.",
     "regret": "What the picks of `auto` cost; the better algorithm in brackets where it is another.",
-    "sparse_linear": "Pruned linear layers: spmm against a dense product with the zeros written out.",
     "sanitizer": "Every kernel on small structures under compute-sanitizer; the parts are those of"
     " `tests/sanitize.py`.",
 }
@@ -167,13 +168,13 @@ CHAPTERS = {
     "sddmm": Chapter("Dot products of edges (sddmm)", sddmm_in_short),
     "attention": Chapter("Attention", attention_in_short, ("forward_float16", "backward_float16")),
     "edges": Chapter("Edge features", edges),
+    "pna": Chapter("Several aggregations (PNA)", pna),
     "ssd": Chapter("Sparse activations (MaxK, ssd)", ssd_in_short, ("scaling",)),
     "maxk": Chapter("Training with MaxK", maxk),
     "scaling": Chapter("Several GPUs", scaling, ("speedup",)),
     "choice": Chapter("Choice of the algorithm", choice_in_short, ("choice",)),
     "minibatch": Chapter("Mini-batches", minibatch),
     "regret": Chapter("Choice of the algorithm, by number of uses", regret),
-    "sparse_linear": Chapter("Pruned linear layers", sparse_linear),
     "accuracy": Chapter("Accuracy of trained models", accuracy),
     "adjacency": Chapter("Building a structure", adjacency_in_short),
     "formats": Chapter("Formats", formats_in_short),
@@ -185,10 +186,10 @@ CHAPTERS = {
 
 INTRODUCTION = """# Benchmark results
 
-Written by `python -m benchmarks tables --out benchmarks/results/README.md` from the records (`.json`) beside
-this file; run it again after a benchmark instead of editing. Times are medians; a record holds the spread,
-the machine, the software and a digest of the kernels' sources. Graphs are seeded stand-ins for published
-graphs of that name (`benchmarks/suite.py`) or, in `formats`, `choice` and `accuracy`, also the real ones.
+Written by `python -m benchmarks tables` from stored records (`.json`). Times are medians; a record holds the
+spread, the machine, the software and a digest of the kernels' sources. Graphs are seeded stand-ins for
+published graphs of that name (`benchmarks/suite.py`) or, in `formats`, `choice` and
+`accuracy`, also the real ones.
 """
 
 

@@ -87,7 +87,12 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def parser(
-    description: str, *, heads: bool = False, conv: bool = True, datasets: Sequence[str] = ()
+    description: str,
+    *,
+    heads: bool = False,
+    conv: bool = True,
+    datasets: Sequence[str] = (),
+    comparing: bool | None = None,
 ) -> argparse.ArgumentParser:
     """A parser with the options that all examples share.
 
@@ -95,15 +100,17 @@ def parser(
         description: What the example does.
         heads: Whether it has attention heads, so takes ``--heads``.
         conv: Whether it trains the original and the drop-in layer, so takes ``--conv``.
-        datasets: For an example that knows only these datasets, with the features they have, and trains one
-            layer at a time.
+        datasets: For an example that knows only these datasets, with the features they have.
+        comparing: Whether it trains both layers where nothing is said; None: unless it has `datasets`, and
+            then it trains one at a time.
     """
+    comparing = not datasets if comparing is None else comparing
     options = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
     add = options.add_argument
     add("--framework", choices=("pyg", "dgl"), default="pyg", help="whose layers to use")
     if conv:
-        convs = ("fast", "reference") if datasets else ("fast", "reference", "both")
-        add("--conv", choices=convs, default=convs[0 if datasets else -1], help="drop-in, original, or both")
+        convs = ("fast", "reference", "both") if comparing else ("fast", "reference")
+        add("--conv", choices=convs, default=convs[-1 if comparing else 0], help="drop-in, original, or both")
     if datasets:
         add("--dataset", choices=datasets, default=datasets[0], help="which dataset")
     else:

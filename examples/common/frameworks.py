@@ -43,6 +43,21 @@ LAYERS: dict[tuple[str, str], tuple[str, str, dict[str, Any]]] = {
     ("dgl", "gatv2"): ("dgl.nn.GATv2Conv", "fastsparse_dgl.FastGATv2Conv", {}),
     ("pyg", "agnn"): ("torch_geometric.nn.AGNNConv", "fastsparse_pyg.FastAGNNConv", {}),
     ("dgl", "agnn"): ("dgl.nn.AGNNConv", "fastsparse_dgl.FastAGNNConv", {}),
+    ("pyg", "gine"): ("torch_geometric.nn.GINEConv", "fastsparse_pyg.FastGINEConv", {"train_eps": True}),
+    ("dgl", "gine"): ("dgl.nn.GINEConv", "fastsparse_dgl.FastGINEConv", {"learn_eps": True}),
+    ("pyg", "pna"): ("torch_geometric.nn.PNAConv", "fastsparse_pyg.FastPNAConv", {}),
+    ("dgl", "pna"): ("dgl.nn.PNAConv", "fastsparse_dgl.FastPNAConv", {}),
+    # Attention that reads features of edges.
+    ("pyg", "edge_attention"): (
+        "torch_geometric.nn.TransformerConv",
+        "fastsparse_pyg.FastTransformerConv",
+        {},
+    ),
+    ("dgl", "edge_attention"): (
+        "dgl.nn.EdgeGATConv",
+        "fastsparse_dgl.FastEdgeGATConv",
+        {"allow_zero_in_degree": True},
+    ),
     # Neither framework has this layer for sparse graphs: the reference is its own message passing.
     ("pyg", "graph_transformer"): (
         "common.reference_transformer.PygGraphTransformerLayer",

@@ -31,6 +31,7 @@ class GraphDataset:
         codes: int64 (num_nodes, columns), categorical features.
         y: int64 (graphs,).
         given_split: The split that comes with the data, or None.
+        edge_codes: int64 (E, columns), categorical features of the edges, or None.
     """
 
     name: str
@@ -40,6 +41,7 @@ class GraphDataset:
     codes: Tensor
     y: Tensor
     given_split: Split | None = None
+    edge_codes: Tensor | None = None
 
     @property
     def num_graphs(self) -> int:
@@ -69,6 +71,7 @@ class GraphDataset:
             graph_of_node,
             size,
             self.y[graphs],
+            None if self.edge_codes is None else self.edge_codes[edges],
         )
 
 
@@ -82,6 +85,7 @@ class GraphBatch:
         graph_of_node: int64 (num_nodes,).
         size: int64 (graphs,), nodes per graph.
         y: int64 (graphs,).
+        edge_codes: int64 (E, columns), or None.
     """
 
     edge_index: Tensor
@@ -89,10 +93,12 @@ class GraphBatch:
     graph_of_node: Tensor
     size: Tensor
     y: Tensor
+    edge_codes: Tensor | None = None
 
     def to(self, device: torch.device) -> GraphBatch:
         parts = (self.edge_index, self.codes, self.graph_of_node, self.size, self.y)
-        return GraphBatch(*(part.to(device) for part in parts))
+        edge_codes = None if self.edge_codes is None else self.edge_codes.to(device)
+        return GraphBatch(*(part.to(device) for part in parts), edge_codes)
 
 
 def ranges(ptr: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:

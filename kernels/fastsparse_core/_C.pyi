@@ -304,8 +304,22 @@ def sum_of_rows(  # only in builds with the CUDA half
     device: int,
     queue: int,
 ) -> None: ...
-def csr_to_dense(  # only in builds with the CUDA half
-    structure: CsrStructure, dtype: int, value: int, out: int, device: int, queue: int
+def head_outer(  # only in builds with the CUDA half
+    x: int,
+    x_stride: int,
+    y: int,
+    y_stride: int,
+    x_edge: int,
+    y_edge: int,
+    num_rows: int,
+    heads: int,
+    head_width: int,
+    edge_width: int,
+    partial: int,
+    num_parts: int,
+    dtype: int,
+    device: int,
+    queue: int,
 ) -> None: ...
 def num_hybrid_rows_counts(num_rows: int) -> int: ...  # only in builds with the CUDA half
 def hybrid_rows(  # only in builds with the CUDA half
@@ -463,6 +477,20 @@ def gatv2_attention_backward(
     device: int,
     queue: int,
 ) -> None: ...
+def segment_reduce(
+    structure: CsrStructure,
+    dtype: int,
+    reduction: int,
+    width: int,
+    x: int,
+    x_stride: int,
+    out: int,
+    extra: int,
+    partial: int,
+    device: int,
+    queue: int,
+    /,
+) -> None: ...
 def edge_softmax(
     structure: CsrStructure,
     dtype: int,
@@ -512,6 +540,57 @@ def attention_csr_backward(
     grad_att: int,
     grad_bias: int,
     threads: int,
+) -> None: ...
+
+class MultiAggregateInput:
+    def __init__(
+        self,
+        dtype: int,
+        width: int,
+        group_width: int,
+        x_src: int,
+        x_src_stride: int,
+        x_dst: int,
+        x_dst_stride: int,
+        edge: int,
+        weight: int,
+        edge_width: int,
+        slots: Sequence[int],
+        num_slots: int,
+        min_variance: float,
+    ) -> None: ...
+
+def multi_aggregate(
+    structure: CsrStructure,
+    input: MultiAggregateInput,
+    out: int,
+    mean: int,
+    ties: int,
+    partial: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def multi_aggregate_backward(
+    structure: CsrStructure,
+    transposed: CsrStructure,
+    input: MultiAggregateInput,
+    out: int,
+    mean: int,
+    ties: int,
+    grad: int,
+    base: int,
+    slope: int,
+    share: int,
+    marks: int,
+    grad_src: int,
+    grad_dst: int,
+    grad_edge: int,
+    grad_weight: int,
+    weight_parts: int,
+    num_values: int,
+    partial: int,
+    device: int,
+    queue: int,
 ) -> None: ...
 
 class EdgeAttentionInput:
@@ -577,6 +656,67 @@ def edge_attention_backward(
     partial_q: int,
     partial_q_edge: int,
     partial_k: int,
+    partial_v: int,
+    device: int,
+    queue: int,
+) -> None: ...
+
+class EdgeMessageInput:
+    def __init__(
+        self,
+        message: int,
+        dtype: int,
+        width: int,
+        edge_width: int,
+        k: int,
+        k_stride: int,
+        q: int,
+        q_stride: int,
+        v: int,
+        v_stride: int,
+        edge: int,
+        edge_stride: int,
+        weight: int,
+        of_value: int,
+        bias: int,
+    ) -> None: ...
+
+def edge_messages(
+    structure: CsrStructure,
+    input: EdgeMessageInput,
+    out: int,
+    side: int,
+    state: int,
+    positive: int,
+    sign_bytes: int,
+    partial: int,
+    partial_side: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def edge_messages_backward(
+    structure: CsrStructure,
+    transposed: CsrStructure,
+    input: EdgeMessageInput,
+    grad: int,
+    grad_stride: int,
+    grad_side: int,
+    grad_side_stride: int,
+    state: int,
+    state_stride: int,
+    grad_state: int,
+    grad_state_stride: int,
+    positive: int,
+    sign_bytes: int,
+    num_values: int,
+    grad_q: int,
+    grad_v: int,
+    grad_edge: int,
+    grad_features: int,
+    grad_weight: int,
+    grad_of_value: int,
+    groups: int,
+    partial_q: int,
     partial_v: int,
     device: int,
     queue: int,
@@ -711,7 +851,7 @@ def ssd_value_grad(
     queue: int,
 ) -> None: ...
 
-class TallWindowsStructure:  # this and what takes it: only in builds with the CUDA half
+class RowPanelsStructure:  # this and what takes it: only in builds with the CUDA half
     def __init__(
         self,
         entry: int,
@@ -728,7 +868,7 @@ class TallWindowsStructure:  # this and what takes it: only in builds with the C
     ) -> None: ...
 
 def ssd_backward_windows(
-    structure: TallWindowsStructure,
+    structure: RowPanelsStructure,
     dtype: int,
     grad: int,
     grad_stride: int,
@@ -746,3 +886,67 @@ def ssd_backward_windows(
     queue: int,
 ) -> None: ...
 def build_info() -> dict[str, bool | str]: ...
+
+class NodeList:
+    def __init__(self, node: int, seed: int, num_nodes: int, type: int) -> None: ...
+
+class FirstNodes:
+    def __init__(self, list: NodeList, count: int, count_out: int) -> None: ...
+
+class NodeTable:
+    def __init__(self, key: int, value: int, bits: int) -> None: ...
+
+class SampleStep:
+    def __init__(
+        self,
+        structure: CsrStructure,
+        weight: int,
+        weight_sum: int,
+        fanout: int,
+        replace: bool,
+        induced: bool,
+        number: int,
+        dst: NodeList,
+        src: NodeList,
+        sizes: tuple[int, int, int, int, int, int],
+        edges: tuple[int, int, int],
+        most_rows: int,
+        most_slots: int,
+        scratch: tuple[int, int, int, int],
+    ) -> None: ...
+
+def sample_neighbors(
+    table: NodeTable,
+    sizes: int,
+    num_sizes: int,
+    seed: int,
+    first_nodes: Sequence[FirstNodes],
+    steps: Sequence[SampleStep],
+    device: int,
+    queue: int,
+) -> None: ...
+def emit_edges(
+    table: NodeTable,
+    place: int,
+    row: int,
+    edge_id: int,
+    num_edges: int,
+    edge_index: int,
+    col: int,
+    edge_id_out: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def emit_rows(
+    row: int,
+    num_edges: int,
+    num_rows: int,
+    rowptr: int,
+    inv_degree: int,
+    slices: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def gather_rows(
+    table: int, index: int, out: int, num_rows: int, row_bytes: int, device: int, queue: int
+) -> None: ...

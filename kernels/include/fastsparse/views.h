@@ -99,7 +99,7 @@ struct SpmmArgs {
   void* out;              // (num_rows, width) contiguous
   void* partial;          // (num_slots, width) in the accumulation type; CUDA only
   std::int64_t width;
-  std::int64_t tile;  // features per pass over the structure, at least about: choose.csr_tile; CUDA only
+  std::int64_t tile;  // features per pass over the structure, at least about: policy.csr_tile; CUDA only
   Dtype dtype;
 };
 
@@ -175,14 +175,6 @@ struct SpmmBsbArgs {
   Dtype dtype;
 };
 
-// The dense matrix of a structure: 0 but for the sums of its entries' values. CUDA only.
-struct CsrToDenseArgs {
-  CsrView a;
-  const void* value;  // in the caller's edge order
-  void* out;          // (num_rows, num_cols)
-  Dtype dtype;
-};
-
 // Sums of the columns of a matrix. CUDA only.
 struct SumOfRowsArgs {
   const void* rows;  // (num_rows, width)
@@ -194,6 +186,23 @@ struct SumOfRowsArgs {
   void* out;  // (width)
   Dtype dtype;
   Dtype out_dtype;
+};
+
+// Sums over rows of the outer products of every head's features with its edges' features. CUDA only.
+struct HeadOuterArgs {
+  const void* x;  // (num_rows, heads * head_width), widths that are multiples of 4
+  std::int64_t x_stride;
+  const void* y;  // likewise
+  std::int64_t y_stride;
+  const void* x_edge;  // (num_rows, heads, edge_width), what x is multiplied with
+  const void* y_edge;  // likewise
+  std::int64_t num_rows;
+  std::int64_t heads;
+  std::int64_t head_width;
+  std::int64_t edge_width;
+  float* partial;  // (num_parts, heads * head_width, edge_width)
+  std::int64_t num_parts;
+  Dtype dtype;
 };
 
 // What rows add to the work list of spmm_hr.
@@ -507,6 +516,71 @@ struct EdgeAttentionBackwardArgs {
   float* partial_v;
 };
 
+// Several aggregations at once of the messages m_ij = x_i + x_j + e_ij, each rounded to the features' dtype:
+// sum, mean, min, max, var, std, in this order where one number stands for one of them.
+constexpr int kNumAggregations = 6;
+
+struct MultiAggregateInput {
+  DenseView x_src;     // (num_cols, width)
+  DenseView x_dst;     // (num_rows, width), null data: 0
+  const void* edge;    // (num_values, edge_width) in dtype, null: 0
+  const void* weight;  // (edge_width, width) in the accumulation type: e_ij = W a_ij from W transposed; null:
+                       // the edges' features are the rows e_ij, edge_width = width
+  std::int64_t edge_width;  // a multiple of 4 on CUDA where there is a weight
+  std::int64_t width;
+  std::int64_t group_width;    // the width of each group of features, whose results lie side by side
+  int slot[kNumAggregations];  // place of each aggregation in a group's results, -1: not wanted
+  int num_slots;               // how many are wanted
+  double min_variance;         // up to which the standard deviation is 0
+  Dtype dtype;
+
+  // Where a result lies.
+  FASTSPARSE_HOST_DEVICE std::int64_t place(std::int64_t row, int of_slot, std::int64_t feature) const {
+    const std::int64_t group = feature / group_width;
+    return row * num_slots * width + (group * (num_slots - 1) + of_slot) * group_width + feature;
+  }
+};
+
+struct MultiAggregateArgs {
+  CsrView a;
+  RowSplitView split;
+  MultiAggregateInput input;
+  void* out;      // (num_rows, num_slots * width)
+  void* mean;     // (num_rows, width) in the accumulation type, null: not wanted
+  void* ties;     // (num_rows, 2, width) in the accumulation type: how many entries have the maximum, and the
+                  // minimum; null: not wanted
+  void* partial;  // (num_slots, 6, width), then (num_slots), in the accumulation type; CUDA only
+};
+
+// dm_ij = A_i + B_i (m_ij - mean_i) + [m_ij = max_i] C_i + [m_ij = min_i] D_i. The row pass writes A_i - B_i
+// (mean_i - x_i), B_i, C_i and D_i, and which entries have the row's maximum and minimum, for the column
+// pass.
+struct MultiAggregateBackwardArgs {
+  CsrView a;
+  RowSplitView split;
+  CsrView a_t;
+  RowSplitView split_t;
+  MultiAggregateInput input;
+  const void* out;
+  const void* mean;
+  const void* ties;
+  const void* grad;     // (num_rows, num_slots * width)
+  void* base;           // (num_rows, width) in the accumulation type, as the next two
+  void* slope;          // (num_rows, width), null: neither var nor std
+  void* share;          // (num_rows, 2, width), null: neither max nor min
+  std::uint8_t* marks;  // (num_values, ceil(width / 4)): a bit for the maximum of each of 4 features, then
+                        // for the minimum; CUDA only, null: neither, or the edges have rows
+  void* grad_src;     // (num_cols, width), null: not wanted
+  void* grad_dst;     // (num_rows, width), likewise
+  void* grad_edge;    // (parts, num_values, edge_width) in the accumulation type where there is a weight, a
+                      // part for every 128 features; else (num_values, width) in dtype; likewise
+  void* grad_weight;  // (weight_parts, edge_width, width) in the accumulation type, likewise: the gradient is
+                      // the sum of its parts
+  std::int64_t weight_parts;
+  std::int64_t num_values;
+  void* partial;  // (num_slots of the transpose, width) in the accumulation type; CUDA only
+};
+
 // Softmax of edge values over the entries of every row; with `grad` its gradient, and `input` are the
 // weights.
 struct EdgeSoftmaxArgs {
@@ -520,10 +594,35 @@ struct EdgeSoftmaxArgs {
   Dtype dtype;
 };
 
+enum class Reduction : int {
+  kSum = 0,
+  kMean = 1,
+  kMax = 2,
+  kMin = 3,
+  kProduct = 4,
+  kVariance = 5,
+  kDeviation = 6
+};
+
+// out_s = the reduction over segment s of rows of x, read through the entries' positions. Of `a`, columns are
+// not used. Empty segments: 0, of the product 1.
+struct SegmentReduceArgs {
+  CsrView a;
+  RowSplitView split;
+  DenseView x;    // (num_edges, width)
+  void* out;      // (num_rows, width) contiguous
+  void* extra;    // (num_rows, width); maximum and minimum: int64 position of the first one chosen, num_edges
+                  // where there is none; variance and deviation: the mean in the accumulation type; else null
+  void* partial;  // (num_slots, width) states of up to 24 bytes; CUDA only
+  std::int64_t width;
+  Reduction reduction;
+  Dtype dtype;
+};
+
 // Windows of `height` rows, at most 64, with the entries of a window by source, then by row. Word:
 // 64 * source + row in the window; the highest bit says that all of the source's entries lie in one strip.
 // The slices come block of sources by block of sources.
-struct TallWindowsView {
+struct RowPanelsView {
   const std::uint32_t* entry;  // (num_edges)
   const void* value_id;        // (num_edges) position in the caller's edge order; null without values
   bool value_id_is_64bit;
@@ -559,9 +658,9 @@ struct SsdBackwardArgs {
   Dtype dtype;
 };
 
-// The same from tall windows, not for float64. CUDA only.
+// The same from row panels, not for float64. CUDA only.
 struct SsdBackwardWindowsArgs {
-  TallWindowsView a;
+  RowPanelsView a;
   EdgeValueView value;
   DenseView grad;      // (num_dst, width)
   std::int64_t width;  // height * width elements and height floats fit in the shared memory of a block

@@ -1,0 +1,163 @@
+"""Principal neighbourhood aggregation: DGL's PNAConv."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import Adjacency, multi_aggregate
+from fastsparse_core.fused.joint_linear import is_plain_linear
+from fastsparse_core.log import info_once
+from fastsparse_core.ops.multi_aggregate import AGGREGATIONS
+from fastsparse_core.principal_aggregation import add_scaled, node_parts
+from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.graph import DGLError, GraphLike
+from fastsparse_dgl.nn.base import AggregationMixin, source_features
+
+_logger = logging.getLogger("fastsparse_dgl")
+_SCALERS = ("identity", "amplification", "attenuation")
+
+
+class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
+    r"""Drop-in replacement of :class:`dgl.nn.pytorch.PNAConv`.
+
+    From Corso et al., `Principal Neighbourhood Aggregation for Graph Nets
+    <https://arxiv.org/abs/2004.05718>`_, for each tower:
+
+    .. math::
+        \mathbf{h}_i' = U\Big(\mathbf{h}_i, \bigoplus_{j \in \mathcal{N}(i)} M(\mathbf{h}_j, \mathbf{h}_i,
+        \mathbf{e}_{ij})\Big), \qquad \bigoplus = \text{scalers} \otimes \text{aggregators}
+
+    Parameters, defaults, state_dict and repr are the original's. :math:`M` is linear, so its products with
+    nodes are computed once per node, for all towers together;
+    :func:`fastsparse_core.multi_aggregate` adds the edge's part (of up to 32 features) and computes all
+    aggregations in one pass over the graph, where the original takes one for every degree that occurs. No
+    message and no scaled aggregation is stored. The aggregators ``moment3``, ``moment4`` and ``moment5`` run
+    DGL's own code. Where several messages share a minimum or maximum they share its gradient evenly; the
+    original gives it to one of them. Beyond the original, ``graph`` may be an
+    :class:`fastsparse_core.Adjacency`, which counts as one graph in the normalisation by graph sizes, and
+    features may lie on a GPU while the graph lies on the CPU.
+
+    Args:
+        in_size: width of the input, divisible by ``num_towers``.
+        out_size: width of the output, likewise.
+        aggregators: of ``"mean"``, ``"max"``, ``"min"``, ``"std"``, ``"var"``, ``"sum"``, ``"moment3"`` to
+            ``"moment5"``.
+        scalers: of ``"identity"``, ``"amplification"``, ``"attenuation"``.
+        delta: mean of :math:`\log(d + 1)` over the training set's nodes.
+        dropout: of every tower's result.
+        num_towers: into which the input is split.
+        edge_feat_size: width of the edges' features, 0: none.
+        residual: whether the input is added to the result, where both have one width.
+    """
+
+    def forward(self, graph: GraphLike, node_feat: Tensor, edge_feat: Tensor | None = None) -> Tensor:
+        """Computes the layer.
+
+        Args:
+            graph: homogeneous DGLGraph or Adjacency.
+            node_feat: (N, in_size).
+            edge_feat: (E, edge_feat_size), in the order of the edge ids; needed where the layer has such.
+
+        Returns:
+            (N, out_size).
+
+        Raises:
+            DGLError: sizes or devices do not fit, or DGL's own code would need a DGLGraph.
+        """
+        reason = why_no_kernel(self)
+        if reason:
+            if isinstance(graph, Adjacency):
+                raise DGLError(f"graph: {reason} needs a DGLGraph, got an Adjacency")
+            info_once(_logger, f"{type(self).__name__}: DGL's own code runs: {reason}")
+            return super().forward(graph, node_feat, edge_feat)
+        adjacency = self._adjacency(graph, source_features(node_feat))
+        if adjacency.num_dst != adjacency.num_src or not (
+            isinstance(graph, Adjacency) or graph.is_homogeneous
+        ):
+            raise DGLError("graph: expected a homogeneous graph, whose nodes are sources and destinations")
+        if node_feat.dim() != 2 or node_feat.size(1) != self.in_size:
+            raise DGLError(f"node_feat: expected shape (N, {self.in_size}), got {tuple(node_feat.shape)}")
+        of_edges = {} if self.edge_feat_size <= 0 else self._edge_part(adjacency, edge_feat)
+        width, towers = self.tower_in_size, list(self.towers)
+        own_bias = torch.cat([tower.U.bias for tower in towers])
+        x_dst, x_src, own = node_parts(
+            node_feat,
+            [tower.M.weight[:, width : 2 * width] for tower in towers],
+            [tower.M.weight[:, :width] for tower in towers],
+            [tower.U.weight[:, :width] for tower in towers],
+            torch.cat([tower.M.bias for tower in towers]),
+            own_bias,
+            shared=False,
+        )
+        first = towers[0]
+        aggregated = multi_aggregate(
+            adjacency, x_src, first.aggregators, x_dst=x_dst, groups=len(towers), min_variance=0.0, **of_edges
+        )
+        weights = [tower.U.weight[:, width:] for tower in towers]
+        out = add_scaled(own, aggregated, weights, self._factors(adjacency, aggregated))
+        out = out * self._graph_norm(graph, adjacency, out)
+        parts = out.split(self.tower_out_size, dim=1)
+        mixed = self.mixing_layer(
+            torch.cat([t.dropout(t.batchnorm(part)) for t, part in zip(towers, parts, strict=True)], dim=1)
+        )
+        return mixed + node_feat if self.residual else mixed
+
+    def _edge_part(self, adjacency: Adjacency, edge_feat: Any) -> dict[str, Tensor]:
+        if not isinstance(edge_feat, Tensor):
+            raise DGLError(f"edge_feat: expected a tensor, got {type(edge_feat).__name__}")
+        expected = (adjacency.num_values, self.edge_feat_size)
+        if tuple(edge_feat.shape) != expected:
+            raise DGLError(f"edge_feat: expected shape {expected}, got {tuple(edge_feat.shape)}")
+        if edge_feat.device != adjacency.device:
+            raise DGLError(
+                f"edge_feat: expected device {adjacency.device} like the features, got {edge_feat.device}"
+            )
+        weights = [tower.M.weight[:, 2 * self.tower_in_size :] for tower in self.towers]
+        return {"edge_attr": edge_feat, "edge_weight": torch.cat(weights)}
+
+    def _factors(self, adjacency: Adjacency, like: Tensor) -> list[Tensor | None]:
+        """What every scaler multiplies the aggregations of each node by; None: 1."""
+        first = self.towers[0]
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        log_degree = torch.log(adjacency.in_degree().to(dtype).clamp(min=1) + 1)  # without edges all are 0
+        factors = {
+            "amplification": lambda: log_degree / first.delta,
+            "attenuation": lambda: first.delta / log_degree,
+        }
+        return [None if name == "identity" else factors[name]() for name in first.scalers]
+
+    def _graph_norm(self, graph: GraphLike, adjacency: Adjacency, like: Tensor) -> Tensor | float:
+        """The root of one over the number of nodes of a node's graph, (N, 1) or a number."""
+        if isinstance(graph, Adjacency) or graph.batch_size == 1:
+            return float(max(adjacency.num_dst, 1)) ** -0.5
+
+        def build() -> Tensor:
+            sizes = graph.batch_num_nodes().to(like.device)
+            dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+            return sizes.to(dtype).rsqrt().repeat_interleave(sizes)[:, None]
+
+        return build().to(like.dtype)
+
+
+def why_no_kernel(layer: Any) -> str:
+    """What of a PNA layer keeps DGL's own code running, whatever it is given; "" for nothing."""
+    first = layer.towers[0]
+    names = list(first.aggregators)
+    if not names or not set(names) <= set(AGGREGATIONS) or len(set(names)) < len(names):
+        return f"aggregators {names}"
+    if not first.scalers or not set(first.scalers) <= set(_SCALERS):
+        return f"scalers {list(first.scalers)}"
+    for tower in layer.towers:
+        if (
+            not is_plain_linear(tower.M)
+            or not is_plain_linear(tower.U)
+            or tower._forward_hooks
+            or tower._forward_pre_hooks
+            or tower._backward_hooks
+        ):
+            return "hooks in a tower"
+    return ""

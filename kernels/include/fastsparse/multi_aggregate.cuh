@@ -1,0 +1,226 @@
+// What the kernels of several aggregations share: four features per lane, and the messages of some entries.
+#pragma once
+
+#include <type_traits>
+
+#include "fastsparse/edge_attention.cuh"
+
+namespace fastsparse::cuda {
+
+constexpr int kQuad = 4;  // features of a lane
+constexpr int kQuadThreads = 128;
+
+// What edges add to a message: nothing, W a_ij of their own features, or a row of the message's width.
+enum class EdgeTerm { kNone, kFeatures, kRow };
+
+// Calls f with the kind of edges as a constant.
+template <typename F>
+void with_edge_term(const MultiAggregateInput& input, F&& f) {
+  if (input.edge == nullptr) return f(std::integral_constant<EdgeTerm, EdgeTerm::kNone>{});
+  if (input.weight != nullptr) return f(std::integral_constant<EdgeTerm, EdgeTerm::kFeatures>{});
+  f(std::integral_constant<EdgeTerm, EdgeTerm::kRow>{});
+}
+
+// Four aligned numbers as they lie in memory, in loads of up to 16 bytes.
+template <typename T>
+struct RawQuad {
+  static constexpr int kVec = sizeof(T) == 8 ? 2 : kQuad;
+  Pack<T, kVec> part[kQuad / kVec];
+
+  __device__ __forceinline__ void load(const T* from) {
+#pragma unroll
+    for (int c = 0; c < kQuad / kVec; ++c) part[c] = load_pack<T, kVec>(from + c * kVec);
+  }
+  __device__ __forceinline__ T& operator[](int i) { return part[i / kVec].lane[i % kVec]; }
+};
+
+template <typename T>
+__device__ __forceinline__ void load_quad(const T* from, Acc<T> (&to)[kQuad]) {
+  RawQuad<T> raw;
+  raw.load(from);
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) to[i] = widen(raw[i]);
+}
+
+template <typename T>
+__device__ __forceinline__ void store_quad(const Acc<T> (&from)[kQuad], T* to) {
+  constexpr int kVec = sizeof(T) == 8 ? 2 : kQuad;
+#pragma unroll
+  for (int c = 0; c < kQuad; c += kVec) {
+    Pack<T, kVec> pack;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) pack.lane[i] = narrow<T>(from[c + i]);
+    store_pack(pack, to + c);
+  }
+}
+
+// A lane's features in rows of `width`. Where all rows are aligned it moves them together, else one by one.
+struct Quad {
+  std::int64_t first;
+  int count;  // of its features that are below the width
+  bool aligned;
+
+  __device__ __forceinline__ Quad(std::int64_t feature, std::int64_t width, bool all_aligned)
+      : first(feature) {
+    const std::int64_t left = width - feature;
+    count = left >= kQuad ? kQuad : left < 0 ? 0 : static_cast<int>(left);
+    aligned = all_aligned && count > 0;
+  }
+
+  // Zeros where there is no feature.
+  template <typename T>
+  __device__ __forceinline__ void load(const T* row, Acc<T> (&to)[kQuad]) const {
+    if (aligned) return load_quad(row + first, to);
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) to[i] = i < count ? widen(row[first + i]) : Acc<T>{0};
+  }
+  template <typename T>
+  __device__ __forceinline__ void store(const Acc<T> (&from)[kQuad], T* row) const {
+    if (aligned) return store_quad(from, row + first);
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      if (i < count) row[first + i] = narrow<T>(from[i]);
+    }
+  }
+
+  // The same for one aggregation in a row of results, whose groups of features an aligned quad never leaves.
+  template <typename T>
+  __device__ __forceinline__ void load_result(const MultiAggregateInput& input, const void* results,
+                                              std::int64_t row, int slot, Acc<T> (&to)[kQuad]) const {
+    const T* from = static_cast<const T*>(results);
+    if (aligned) return load_quad(from + input.place(row, slot, first), to);
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      to[i] = i < count ? widen(from[input.place(row, slot, first + i)]) : Acc<T>{0};
+    }
+  }
+  template <typename T>
+  __device__ __forceinline__ void store_result(const MultiAggregateInput& input, void* results,
+                                               std::int64_t row, int slot,
+                                               const Acc<T> (&from)[kQuad]) const {
+    T* to = static_cast<T*>(results);
+    if (aligned) return store_quad(from, to + input.place(row, slot, first));
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      if (i < count) to[input.place(row, slot, first + i)] = narrow<T>(from[i]);
+    }
+  }
+};
+
+// A quad of several rows, of which those that `wanted(u)` names are read, others are zeros. All loads are
+// issued before anything looks at what they bring.
+template <typename T, int kCount, typename RowAt, typename Wanted>
+__device__ __forceinline__ void gather_quads(Acc<T> (&to)[kCount][kQuad], const Quad& quad, RowAt row_at,
+                                             Wanted wanted) {
+  RawQuad<T> raw[kCount] = {};
+  if (quad.aligned) {
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      if (wanted(u)) raw[u].load(row_at(u) + quad.first);
+    }
+  } else {
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) {
+        if (wanted(u) && i < quad.count) raw[u][i] = row_at(u)[quad.first + i];
+      }
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) to[u][i] = widen(raw[u][i]);
+  }
+}
+
+// Whether quads of every array, in their dtype and in the accumulation type, may move together.
+template <typename T>
+bool quads_aligned(const MultiAggregateInput& input, std::initializer_list<const void*> others) {
+  const auto fits = [](const void* address) {
+    return reinterpret_cast<std::uintptr_t>(address) % (sizeof(T) == 2 ? 8 : 16) == 0;
+  };
+  bool aligned = input.width % kQuad == 0 && input.group_width % kQuad == 0 &&
+                 input.x_src.stride % kQuad == 0 && input.x_dst.stride % kQuad == 0 &&
+                 fits(input.x_src.data) && fits(input.x_dst.data) && fits(input.edge);
+  for (const void* address : others) aligned = aligned && fits(address);
+  return aligned;
+}
+
+// Lanes of a row, a power of two.
+inline int quad_lanes(std::int64_t width) {
+  int lanes = 1;
+  while (lanes < kWarp && lanes * kQuad < width) lanes *= 2;
+  return lanes;
+}
+
+// Adds W a_ij of kCount entries, of which the first `wanted` count; every weight that is read serves all.
+template <typename T, int kCount>
+__device__ __forceinline__ void add_features(Acc<T> (&x)[kCount][kQuad], const MultiAggregateInput& input,
+                                             const Quad& quad, const std::uint32_t (&position)[kCount],
+                                             int wanted) {
+  using A = Acc<T>;
+  const int edge_width = static_cast<int>(input.edge_width);
+#pragma unroll 1
+  for (int k = 0; k < edge_width; k += kQuad) {
+    RawQuad<T> feature[kCount] = {};
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      const T* edge = static_cast<const T*>(input.edge) + static_cast<std::int64_t>(position[u]) * edge_width;
+      if (u < wanted) feature[u].load(edge + k);
+    }
+#pragma unroll
+    for (int c = 0; c < kQuad; ++c) {
+      A w[kQuad];
+      quad.load(static_cast<const A*>(input.weight) + (k + c) * input.width, w);
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+        for (int i = 0; i < kQuad; ++i) x[u][i] = fma(A{widen(feature[u][c])}, w[i], x[u][i]);
+      }
+    }
+  }
+}
+
+// x_j + e_ij of some entries, of which the first `wanted` count.
+template <typename T, EdgeTerm kEdges, int kCount>
+__device__ __forceinline__ void gather_messages(Acc<T> (&x)[kCount][kQuad], const MultiAggregateInput& input,
+                                                const Quad& quad, const Entries<kCount>& entries,
+                                                int wanted) {
+  const auto counts = [&](int u) { return u < wanted; };
+  const T* rows = static_cast<const T*>(input.x_src.data);
+  gather_quads<T>(
+      x, quad, [&](int u) { return rows + static_cast<std::int64_t>(entries.col[u]) * input.x_src.stride; },
+      counts);
+  if constexpr (kEdges == EdgeTerm::kFeatures) {
+    add_features<T>(x, input, quad, entries.position, wanted);
+  } else if constexpr (kEdges == EdgeTerm::kRow) {
+    Acc<T> edge[kCount][kQuad];
+    gather_quads<T>(
+        edge, quad,
+        [&](int u) { return static_cast<const T*>(input.edge) + entries.position[u] * input.width; }, counts);
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) x[u][i] += edge[u][i];
+    }
+  }
+}
+
+// The message as the features' dtype has it.
+template <typename T>
+__device__ __forceinline__ Acc<T> message(Acc<T> without_destination, Acc<T> destination) {
+  return widen(narrow<T>(without_destination + destination));
+}
+
+template <typename T>
+__device__ __forceinline__ void load_destination(const MultiAggregateInput& input, const Quad& quad,
+                                                 std::int64_t row, Acc<T> (&to)[kQuad]) {
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) to[i] = 0;
+  if (input.x_dst.data != nullptr) {
+    quad.load(static_cast<const T*>(input.x_dst.data) + row * input.x_dst.stride, to);
+  }
+}
+
+}  // namespace fastsparse::cuda
