@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastsparse_core import gated_edges
-from fastsparse_core.joint_linear import joint_linear
+from fastsparse_core.fused.joint_linear import joint_linear
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
 from fastsparse_dgl.nn.base import AggregationMixin, check_edges, source_features

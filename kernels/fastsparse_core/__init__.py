@@ -10,7 +10,6 @@ __all__ = [
     "CapturedStep",
     "MaxK",
     "NeighborSampler",
-    "SparseLinear",
     "__version__",
     "additive_attention",
     "additive_attention_weights",
@@ -66,7 +65,6 @@ try:
         segment_reduce,
         segment_softmax,
     )
-    from fastsparse_core.sparse_linear import SparseLinear
     from fastsparse_core.structure.adjacency import Adjacency
 except (ImportError, OSError) as error:
     # Torch or the extension is missing or broken: `python -m fastsparse_core.doctor` must still start and say

@@ -99,7 +99,7 @@ def test_gated_gcn_matches_the_original(kind, device):
 
 @pytest.mark.parametrize(
     "options",
-    [{"batch_norm": False}, {"residual": False}, {"activation": None}, {"activation": torch.tanh}],
+    [{"batch_norm": False}, {"residual": False}, {"activation": None}, {"activation": torch.nn.Tanh()}],
     ids=str,
 )
 def test_options_of_gated_gcn(options, device):
