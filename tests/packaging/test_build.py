@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+CHECKOUT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files")
+VERSION = re.search(r'^version = "(.+)"$', (CHECKOUT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 # In a process of its own: loads an extension from a file, without its package and so without torch.
 LOAD = """
@@ -93,7 +95,7 @@ def wheel(checkout_copy, run_build, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
     run_build("-m", "pip", "wheel", ".", *options, "--wheel-dir", folder, cwd=checkout_copy)
-    (path,) = folder.glob("fastsparse_gnn-0.1.0-*.whl")
+    (path,) = folder.glob(f"fastsparse_gnn-{VERSION}-*.whl")
     return path
 
 
@@ -101,7 +103,7 @@ def test_wheel_holds_the_three_packages_and_nothing_else(wheel, checkout_copy):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     plugins = {name for name in ("fastsparse_pyg", "fastsparse_dgl") if (checkout_copy / name).is_dir()}
-    assert tops == {"fastsparse_core", "fastsparse_gnn-0.1.0.dist-info"} | plugins
+    assert tops == {"fastsparse_core", f"fastsparse_gnn-{VERSION}.dist-info"} | plugins
     assert f"fastsparse_core/_C{SUFFIX}" in names
     for package, source in {
         "fastsparse_core": checkout_copy / "kernels" / "fastsparse_core",
@@ -110,10 +112,13 @@ def test_wheel_holds_the_three_packages_and_nothing_else(wheel, checkout_copy):
         modules = {f"{package}/{path.relative_to(source).as_posix()}" for path in source.rglob("*.py")}
         assert modules <= set(names)
         assert f"{package}/py.typed" in names
+    kinds = {Path(name).suffix for name in names if ".dist-info/" not in name and not name.endswith("/")}
+    assert kinds == {".py", ".pyi", ".typed", ".so"}
+    assert f"fastsparse_gnn-{VERSION}.dist-info/licenses/LICENSE" in names
 
 
 def test_wheel_metadata(wheel):
-    text = zipfile.ZipFile(wheel).read("fastsparse_gnn-0.1.0.dist-info/METADATA").decode()
+    text = zipfile.ZipFile(wheel).read(f"fastsparse_gnn-{VERSION}.dist-info/METADATA").decode()
     metadata = email.message_from_string(text)
     extras = {"pyg", "dgl", "ogb", "scatter", "bench", "docs", "test", "all"}
     assert set(metadata.get_all("Provides-Extra")) == extras
@@ -147,4 +152,8 @@ def test_sdist_holds_all_sources(checkout_copy, run_build, tmp_path):
         path.relative_to(checkout_copy).as_posix() for path in kernels.rglob("*") if path.suffix in sources
     }
     assert wanted <= names
-    assert {"setup.py", "pyproject.toml", "README.md"} <= names
+    tops = {name.partition("/")[0] for name in names if name}
+    metadata = {"PKG-INFO", "setup.cfg", "fastsparse_gnn.egg-info"}
+    files = {"setup.py", "pyproject.toml", "README.md", "LICENSE"}
+    assert tops == {"kernels", "fastsparse_pyg", "fastsparse_dgl"} | files | metadata
+    assert not [name for name in names if re.search(r"\.(so|o|pyc|json|png)$", name)]

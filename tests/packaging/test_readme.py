@@ -65,7 +65,7 @@ def test_command(command, tmp_path):
                 pytest.importorskip("fastsparse_dgl", exc_type=ImportError)
             else:
                 pytest.importorskip("torch_geometric")
-            # To the end, but on a graph of 34 nodes: what the examples do with large ones, tests/examples tests.
+            # To the end, on a graph of 34 nodes; tests/examples has the larger ones.
             small = ("--dataset", "karate", "--epochs", "2", "--runs", "1")
             run(sys.executable, CHECKOUT / script, *options, *small, cwd=tmp_path)
         case ["pip", "install", target]:
