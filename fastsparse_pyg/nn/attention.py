@@ -173,7 +173,7 @@ def value_ends(adj: Adjacency) -> Tensor:
         ends[:, adj.edge_id.long()] = stored
         return ends
 
-    return adj.memo("fastsparse_pyg.value_ends", build)
+    return adj.derived("fastsparse_pyg.value_ends", build)
 
 
 def incidence(adj: Adjacency) -> Adjacency:
@@ -191,7 +191,7 @@ def incidence(adj: Adjacency) -> Adjacency:
         shape = (adj.num_dst, adj.num_values)
         return Adjacency(adj.rowptr, position.int(), shape, edge_id=adj.edge_id, num_values=adj.num_values)
 
-    return adj.memo("fastsparse_pyg.incidence", build)
+    return adj.derived("fastsparse_pyg.incidence", build)
 
 
 def _carries_features(matrix: Any) -> bool:
