@@ -36,6 +36,7 @@ from fastsparse_core import (
     attention,
     edge_softmax,
     gatv2_attention,
+    gpu,
     maxk,
     multi_aggregate,
     policy,
@@ -44,19 +45,18 @@ from fastsparse_core import (
     spmm,
     ssd,
 )
-from fastsparse_core.formats import bsb
+from fastsparse_core.formats import bsb, lengths
 from fastsparse_core.formats.compress import compress, compress_pairs
 from fastsparse_core.formats.grouping import group_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_panels import PanelLayout
 from fastsparse_core.formats.row_split import split_rows
+from fastsparse_core.fused import aggregate_linear as fused_aggregate_linear
 from fastsparse_core.ops import _edge_attention
 from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
 from fastsparse_core.ops._common import sum_of_rows
-from fastsparse_core.ops._spmm_launch import add_transposed
+from fastsparse_core.ops._spmm_plan import add_transposed
 from fastsparse_core.ops._ssd_launch import slotted_ssd
-from fastsparse_core.policy import gpu
-from fastsparse_core.policy import ssd as ssd_rules
 
 #: Where parts run; the tests, which only want to know that the calls are right, take the CPU.
 DEVICE = "cuda"
@@ -68,11 +68,9 @@ DONE = "all kernels ran"
 #: What modules are told while a part runs. Bounds of `policy` are as small as the structures here: kernels
 #: and lists of work for large ones run too. Windows are stored in quads however cheap whole blocks are, so
 #: that kernels cut the last.
-CHANGED = (
-    (gpu, {"FEW_EDGES": 0, "RESIDENT_WARPS": 4}),
-    (ssd_rules, {"_MANY_SOURCES": 0}),
-    (bsb, {"_SHARE_OF_CSR": 0, "_BLOCKS_OVER_QUADS": 0}),
-)
+CHANGED = ((bsb, {"_SHARE_OF_CSR": 0, "_BLOCKS_OVER_QUADS": 0}),)
+#: And what is changed of the GPU's profile.
+PROFILE = {"few_edges": 0, "resident_warps": 4, "many_sources": 0}
 
 #: Longest edge groups of ssd that a call is made with each.
 EDGE_GROUPS = (128, 1024)
@@ -105,7 +103,7 @@ class Part:
         for module, small in CHANGED:
             vars(module).update(small)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), gpu.use(gpu.profile_of(torch.device(DEVICE)), **PROFILE):
                 for call in self.calls:
                     call()
             if DEVICE == "cuda":
@@ -313,7 +311,7 @@ def layers_in_one() -> None:
 
     Neighbours that the kernel gathers, and sums that it is given; sums that are kept, and none.
     """
-    if not policy.transforms_on_tensor_cores(torch.device(DEVICE), F32, 1 << 20, 128, 128):
+    if not fused_aggregate_linear._has_kernels(torch.device(DEVICE)):
         raise NotHere("needs a GPU of architecture 9.0 and a build for it")
     for fewer_digits, width, out_width in itertools.product((False, True), (20, 64, 100, 128), (20, 128)):
         x = features(605, width, dtype=F32)
@@ -494,7 +492,7 @@ def sparse_products(dtype: torch.dtype) -> None:
     for (structure, width, k), longest in itertools.product(cases, EDGE_GROUPS):
         adj = structure()
         cbsr = kept(adj.num_src, width, k, dtype)
-        with mock.patch.object(policy, "edge_group_length", return_value=longest):
+        with mock.patch.object(lengths, "edge_group_length", return_value=longest):
             ssd(adj, cbsr, bias=draw(width, dtype=dtype), algorithm="decoupled")
             ssd(adj, cbsr, draw(adj.num_edges, dtype=dtype), "mean", algorithm="decoupled")
     if dtype == F64 or DEVICE != "cuda":

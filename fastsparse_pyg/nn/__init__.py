@@ -1,6 +1,7 @@
 """The layers."""
 
 from fastsparse_pyg.nn.agnn_conv import FastAGNNConv
+from fastsparse_pyg.nn.base import DROP_INS
 from fastsparse_pyg.nn.gat_conv import FastGATConv
 from fastsparse_pyg.nn.gatv2_conv import FastGATv2Conv
 from fastsparse_pyg.nn.gcn_conv import FastGCNConv
@@ -13,8 +14,7 @@ from fastsparse_pyg.nn.res_gated_graph_conv import FastResGatedGraphConv
 from fastsparse_pyg.nn.sage_conv import FastSAGEConv
 from fastsparse_pyg.nn.transformer_conv import FastTransformerConv
 
-#: PyG's layer -> the drop-in that can take its place in a model.
-DROP_INS = {
+DROP_INS |= {
     drop_in.__bases__[-1]: drop_in
     for drop_in in (
         FastAGNNConv,

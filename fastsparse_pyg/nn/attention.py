@@ -173,7 +173,7 @@ def value_ends(adj: Adjacency) -> Tensor:
         ends[:, adj.edge_id.long()] = stored
         return ends
 
-    return adj.memo("fastsparse_pyg.value_ends", build)
+    return adj.derived("fastsparse_pyg.value_ends", build)
 
 
 def _carries_features(matrix: Any) -> bool:

@@ -16,12 +16,15 @@ from torch_geometric.nn.dense.linear import Linear
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain
 from fastsparse_core.fused.joint_linear import joint_linear
+from fastsparse_core.layer_swap import restore
 from fastsparse_core.log import info_once
 from fastsparse_core.ops._common import is_plain_eager, why_watched
 from fastsparse_pyg.caching import logger
 from fastsparse_pyg.graph import Graph, is_sparse_matrix, resolve, to_edge_index
 
 REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max", MinAggregation: "min"}
+#: PyG's layers -> their drop-ins; `fastsparse_pyg.nn` fills it.
+DROP_INS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
 MESSAGE_METHODS = (
     "propagate",
     "message",
@@ -91,10 +94,8 @@ class FastConv(MessagePassing):
         Raises:
             NotImplementedError: there is no layer of PyG's that computes the same.
         """
-        from fastsparse_pyg import layer_swap  # which imports the layers
-
         layer: MessagePassing = copy.copy(self)
-        layer_swap.restore(layer)
+        restore(layer, DROP_INS)
         if type(layer) is type(self):
             raise NotImplementedError(
                 f"torch.jit.script: {type(self).__name__} has no original that TorchScript could compile; "

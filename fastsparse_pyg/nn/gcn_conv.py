@@ -9,12 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import GCNConv
 from torch_geometric.nn.aggr import SumAggregation
+from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptTensor, SparseTensor
 
 from fastsparse_core import Adjacency, sddmm, spmm
 from fastsparse_core.fused.graph_convolution import can_convolve, graph_convolution
+from fastsparse_core.fused.joint_linear import is_plain_linear
+from fastsparse_pyg.caching import recall
 from fastsparse_pyg.graph import Graph, caller_edges, is_sparse_matrix, resolve, to_edge_index
-from fastsparse_pyg.nn.base import FastConv, is_plain_linear
+from fastsparse_pyg.nn.base import FastConv
 
 
 class Propagation(NamedTuple):
@@ -154,6 +157,10 @@ class FastGCNConv(FastConv, GCNConv):
                 f"x: expected one tensor of node features, got a {type(x).__name__}: '{type(self).__name__}' "
                 "does not support bipartite graphs; use for example FastSAGEConv"
             )
+        if edge_weight is None and type(edge_index) is Tensor:
+            out = self._repeated(x, edge_index)
+            if out is not None:
+                return out
         reason = self._why_original_gcn(x, edge_index)
         if reason:
             if isinstance(edge_index, Adjacency) and edge_weight is not None:
@@ -167,7 +174,7 @@ class FastGCNConv(FastConv, GCNConv):
         lin, bias, width = self.lin, self.bias, x.size(-1)
         # Gather the narrower side. Where both are as wide, features without gradient spare the backward pass.
         aggregate_first = width < self.out_channels or (width == self.out_channels and not x.requires_grad)
-        plain = is_plain_linear(lin) and lin.bias is None
+        plain = is_plain_linear(lin, Linear) and lin.bias is None
         order = {"out_by_in": True, "aggregate_first": aggregate_first}
         if plain and value is None and can_convolve(adj, x, lin.weight, bias, **order):
             return graph_convolution(
@@ -180,6 +187,40 @@ class FastGCNConv(FastConv, GCNConv):
         if value is not None and dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             x = x.to(dtype)
         return self._aggregate_neighbours(adj, x, value, scales=scales, bias=bias)
+
+    def _repeated(self, x: Tensor, edge_index: Tensor) -> Tensor | None:
+        """The layer of a graph that was there in the call before and carries no weights; None: as elsewhere.
+
+        A step of a small model takes as long as the host needs for it.
+        """
+        state = self.__dict__
+        modules, parameters = state["_modules"], state["_parameters"]
+        if (
+            not state["normalize"]
+            or state["cached"]
+            or state["node_dim"] not in (-2, 0)
+            or type(modules.get("aggr_module")) is not SumAggregation
+            or "bias" not in parameters
+            or self._why_original(x, edge_index)
+            or x.dim() != 2
+        ):
+            return None
+        num_nodes, width = x.shape
+        adj = recall(edge_index, (num_nodes, num_nodes, state["flow"], state["add_self_loops"]))
+        if adj is None:
+            return None
+        scale = adj.plans.get(("GCN", x.dtype))
+        if scale is None:
+            return None
+        lin, out_channels = modules["lin"], state["out_channels"]
+        if not is_plain_linear(lin, Linear) or lin.bias is not None:
+            return None
+        weight, bias = lin._parameters["weight"], parameters["bias"]
+        aggregate_first = width < out_channels or (width == out_channels and not x.requires_grad)
+        order = {"out_by_in": True, "aggregate_first": aggregate_first}
+        if not can_convolve(adj, x, weight, bias, **order):
+            return None
+        return graph_convolution(adj, x, weight, bias, **order, scale_dst=scale, scale_src=scale)
 
     def _why_original_gcn(self, x: Tensor, edge_index: object) -> str:
         dim = x.dim()
@@ -224,6 +265,7 @@ class FastGCNConv(FastConv, GCNConv):
         value = self._value(graph, x, edge_index, edge_weight)
         if value is None:
             scale = adj.inv_sqrt_degree(torch.float64 if x.dtype == torch.float64 else torch.float32)
+            adj.plans["GCN", x.dtype] = scale
             return Propagation(adj, None, scale, scale)
         # Degrees are sums of many terms: never in 16 bits, whatever autocast says.
         with torch.autocast(x.device.type, enabled=False):
@@ -258,7 +300,7 @@ class FastGCNConv(FastConv, GCNConv):
 
 
 def _has_no_outgoing(adj: Adjacency) -> Tensor:
-    return adj.memo("fastsparse_pyg.has_no_outgoing", lambda: adj.out_degree() == 0)
+    return adj.derived("fastsparse_pyg.has_no_outgoing", lambda: adj.out_degree() == 0)
 
 
 def _check_weight(edge_weight: Any, num_edges: int, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from common.molecules import drawn_molecules, read_ogb_molecules
 from rich.console import Console
 
 PACKAGES = {"pyg": "fastsparse_pyg", "dgl": "fastsparse_dgl"}
-TINY = "--molecules 60 --hidden 8 --heads 2 --layers 1 --epochs 2 --runs 1 --device cpu".split()
+TINY = ["--molecules", "60", "--hidden", "8", "--heads", "2", "--layers", "1", "--epochs", "2", "--runs", "1", "--device", "cpu"]
 
 
 def need(framework: str) -> None:

@@ -34,6 +34,7 @@ from fastsparse_core.ops._common import (
     scratch,
     unit_stride,
 )
+from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._gatv2_attention_csr import _att_rows as att_rows
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
@@ -251,7 +252,7 @@ def _run_forward(
         out.device, slots * out.size(1), slots * heads * edges, slots * heads * 2
     )
     _C.edge_attention(
-        adj.csr_structure,
+        used_csr(adj),
         arguments,
         out.data_ptr(),
         address(out_edge),
@@ -291,8 +292,8 @@ def _run_backward(
         out.device, slots * width, slots * edges, slots_t * width, 0 if grad_v is None else slots_t * width
     )
     _C.edge_attention_backward(
-        adj.csr_structure,
-        transposed.csr_structure,
+        used_csr(adj),
+        used_csr(transposed),
         arguments,
         out.data_ptr(),
         out.stride(0),
