@@ -31,6 +31,7 @@ OPERATORS = [
     "maxk and ssd",
     "attention edge_attr",
     "gatv2_attention edge_attr",
+    "multi_aggregate",
 ]
 
 

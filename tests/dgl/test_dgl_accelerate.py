@@ -49,8 +49,8 @@ LAYERS: dict[str, Callable[[], Any]] = {
     "SAGEConv": lambda: original.SAGEConv(6, 4, "pool"),
 }
 
-#: Layers that take edge features, too: test_dgl_edge_attention.py runs them.
-WITH_EDGES = ("EGATConv", "EdgeGATConv")
+#: Layers that take edge features, too: test_dgl_edge_attention.py and test_dgl_pna_conv.py run them.
+WITH_EDGES = ("EGATConv", "EdgeGATConv", "PNAConv")
 
 
 def drop_ins_of(model: nn.Module) -> list[str]:
