@@ -103,7 +103,7 @@ class FastPNAConv(AcceleratedConv, PNAConv):
         if all(is_one_linear(nn) for nn in self.pre_nns):
             maps = [nn[0] for nn in self.pre_nns]
             bias = torch.cat([each.bias for each in maps])
-            of_edges: dict[str, Tensor] = {}
+            of_edges: dict[str, Any] = {}
             if edge_attr is not None:
                 of_edge = torch.cat([each.weight[:, 2 * width :] for each in maps])
                 encoder = self.edge_encoder
