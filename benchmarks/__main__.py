@@ -35,7 +35,6 @@ COMMANDS = {
     "maxk": "MaxK against ReLU in training: accuracy, stored activations, time",
     "choice": "csr against flashsparse, what auto picks, and what the pick costs",
     "regret": "what auto costs against the best algorithm, for structures seen once and often",
-    "sparse_linear": "pruned linear layers, sparse and dense products, and what auto picks",
     "sanitizer": "every CUDA kernel under compute-sanitizer; not part of `all`, as it measures nothing",
     "all": "every benchmark of this machine, then plots, tables and summary",
     "tables": "stored results as Markdown tables",
@@ -63,7 +62,6 @@ ON_CUDA = (
     "minibatch",
     "choice",
     "regret",
-    "sparse_linear",
     "accuracy",
 )
 ON_CPU = ("cpu", "formats", "accuracy")
@@ -101,7 +99,6 @@ def run(arguments: Sequence[str], console: Console) -> None:
         page = summary.PAGE if options.out.resolve() == record.RESULTS else options.out / "summary.md"
         steps += [
             ["plots", *stored],
-            ["tables", *stored, "--out", str(options.out / "README.md")],
             ["summary", *stored, "--out", str(page)],
         ]
         _run_all(steps, console)

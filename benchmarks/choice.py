@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fastsparse_core import Adjacency, choose, spmm
+from fastsparse_core import Adjacency, policy, spmm
 
 from . import suite
 from .common import DTYPES, add_common, attempt, progress, recorder, relative_error, release
@@ -74,13 +74,13 @@ def _load(name: str, device: torch.device) -> dict[str, Any]:
 def runs_as(call: Callable[[], Tensor], operator: str = "spmm") -> str:
     """The algorithm that a call of an operator comes down to, asked of the call itself."""
     resolved = []
-    original = getattr(choose, f"{operator}_algorithm")
+    original = getattr(policy, f"{operator}_algorithm")
 
     def listen(*args: Any, **kwargs: Any) -> str:
         resolved.append(original(*args, **kwargs))
         return resolved[-1]
 
-    with mock.patch.object(choose, f"{operator}_algorithm", listen):
+    with mock.patch.object(policy, f"{operator}_algorithm", listen):
         call()
     return resolved[-1]
 
@@ -90,7 +90,7 @@ def _measure(adj: Adjacency, width: int, dtype: str, budget_ms: float) -> dict[s
     exact = spmm(adj, x.double(), algorithm="csr")
     cell: dict[str, Any] = {}
     times: dict[str, float] = {}
-    for algorithm in choose.SPMM_ALGORITHMS:
+    for algorithm in policy.SPMM_ALGORITHMS:
         call = partial(spmm, adj, x, algorithm=algorithm)
         if algorithm == "auto" or runs_as(call) != algorithm:
             continue

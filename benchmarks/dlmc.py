@@ -1,6 +1,6 @@
 """Pruned weight matrices of DLMC times dense features, and what hr's work list costs before a product.
 
-Small matrices, used as they are: every kernel of spmm, what SparseLinear picks, cuSPARSE and the dense
+Small matrices, used as they are: every kernel of spmm, cuSPARSE and the dense
 product. Each result is checked against float64 before it is timed. Stored rivals were timed from a cold
 cache, one call at a time, so this is the time that counts; calls of a few microseconds are also timed back to
 back in a CUDA graph.
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastsparse_core import Adjacency, SparseLinear, spmm
+from fastsparse_core import Adjacency, spmm
 from fastsparse_core.formats.bsb import Bsb
 from fastsparse_core.formats.grouping import group_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
@@ -149,8 +149,6 @@ def _calls(
         f"fastsparse {algorithm}": partial(spmm, adj, x, value, algorithm=algorithm)
         for algorithm in ALGORITHMS[dtype]
     }
-    layer = SparseLinear(matrix.shape[1], matrix.shape[0], sparse, bias=False).requires_grad_(False)
-    calls["SparseLinear"] = lambda: layer(x.t()).t()
     rival = "cuSPARSE" if x.is_cuda else "torch.sparse CSR"
     return calls | {rival: lambda: sparse @ x, "dense": lambda: dense @ x}
 

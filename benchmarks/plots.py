@@ -16,10 +16,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from . import record, tables
+from .overview import training_overview
 from .roofline import LARGE_EDGES, TARGET, gather_bandwidth, peers
 from .tables import REGRET_SEEN, csr_over_flashsparse
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+#: Inches. Pages show a plot some 800 pixels wide: at 100 pixels an inch, letters of 7 points stay readable.
+WIDTH = 8.0
+mpl.rcParams.update({"font.size": 9, "savefig.dpi": 150})
 
 
 def _plot_path(record_path: Path, *parts: str) -> Path:
@@ -40,7 +44,7 @@ def speed_up_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
             for cell in group
         }
         rivals = {cell["implementation"] for cell in group if not cell["implementation"].startswith("fast")}
-        figure, axes = _axes(len(graphs))
+        figure, axes = _axes()
         for place, width in enumerate(widths):
             pairs = [(times.get((g, width, False)), times.get((g, width, True))) for g in graphs]
             _bars(
@@ -58,7 +62,9 @@ def roofline_plots(result: dict[str, Any], record_path: Path) -> list[Path]:
     cells = [cell for cell in result["cells"] if cell["status"] == "ok" and cell["direction"] == "forward"]
     if result["machine"].get("gpu") != peers()["gpu"] or not cells:
         return []
-    figure, (axes, bars) = pyplot.subplots(1, 2, figsize=(15, 5.5), constrained_layout=True)
+    figure, (axes, bars) = pyplot.subplots(
+        2, 1, figsize=(WIDTH, 10), height_ratios=(4, 5), constrained_layout=True
+    )
     sizes = [2**power for power in range(20, 33)]
     bound = [gather_bandwidth(size) for size in sizes]
     megabytes = [size / 1e6 for size in sizes]
@@ -72,9 +78,6 @@ def roofline_plots(result: dict[str, Any], record_path: Path) -> list[Path]:
             fill = f"C{place}" if is_large else "none"
             label = f"{name}, {'over' if is_large else 'up to'} {LARGE_EDGES / 1e6:.0f} M edges"
             axes.scatter(across, up, label=label, facecolors=fill, edgecolors=f"C{place}", s=28)
-            if is_large and name.startswith("fast"):
-                for cell, x, y in zip(group, across, up, strict=True):
-                    axes.annotate(f"{cell['graph']} {cell['width']}", (x, y), fontsize=6, alpha=0.8)
     axes.set_xscale("log")
     axes.set_xlabel("feature table, MB")
     axes.set_ylabel("rows gathered, TB/s")
@@ -85,14 +88,14 @@ def roofline_plots(result: dict[str, Any], record_path: Path) -> list[Path]:
     names = [f"{cell['graph']} {cell['dtype']} {cell['width']}" for cell in large]
     shares = [cell["floor_ms"] / cell["median_ms"] for cell in large]
     colours = ["C0" if share >= TARGET else "C3" for share in shares]
-    bars.bar_label(bars.barh(names, shares, color=colours), [f"{share:.0%}" for share in shares], fontsize=6)
+    bars.bar_label(bars.barh(names, shares, color=colours), [f"{share:.0%}" for share in shares], fontsize=7)
     bars.axvline(TARGET, color="black", linestyle="--", linewidth=0.8)
     bars.invert_yaxis()
-    bars.tick_params(axis="y", labelsize=6)
+    bars.tick_params(axis="y", labelsize=7)
     bars.set_xlabel(f"share of the gather roofline; dashed: {TARGET:.0%}")
     bars.set_title(f"graphs over {LARGE_EDGES / 1e6:.0f} million edges")
     path = _plot_path(record_path, "roofline")
-    figure.savefig(path, dpi=130)
+    figure.savefig(path)
     pyplot.close(figure)
     return [path]
 
@@ -112,7 +115,7 @@ def choice_heat_maps(result: dict[str, Any], record_path: Path) -> list[Path]:
     figure, row = pyplot.subplots(
         1,
         len(dtypes),
-        figsize=(2 + 0.75 * len(widths) * len(dtypes), 1.5 + 0.4 * len(graphs)),
+        figsize=(WIDTH, 1.8 + 0.28 * len(graphs)),
         sharey=True,
         squeeze=False,
         constrained_layout=True,
@@ -135,7 +138,7 @@ def choice_heat_maps(result: dict[str, Any], record_path: Path) -> list[Path]:
     figure.colorbar(shown, ax=row[0], label="log2 of csr time over flashsparse time")
     figure.suptitle("where the tensor cores win (green); !: auto takes the slower one")
     path = _plot_path(record_path)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path)
     pyplot.close(figure)
     return [path]
 
@@ -148,14 +151,15 @@ def format_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
         return []
     places = range(len(cells))
     figure, row = pyplot.subplots(
-        1, 2, figsize=(11, 1.5 + 0.25 * len(cells)), sharey=True, constrained_layout=True
+        1, 2, figsize=(WIDTH, 1.5 + 0.3 * len(cells)), sharey=True, constrained_layout=True
     )
     drawn = (("mma", "matrix instructions per 1000 edges, 16 features", 1e3), ("zeros", "zeros per edge", 1))
     for axes, (field, label, factor) in zip(row, drawn, strict=True):
         for shift, shape in ((-0.2, "16x1"), (0.2, "8x1")):
             counts = [factor * cell[f"{field}_{shape}"] / cell["edges"] for cell in cells]
             bars = axes.barh([place + shift for place in places], counts, 0.4, label=f"{shape} vectors")
-            axes.bar_label(bars, [f"{count:.3g}" for count in counts], fontsize=5, padding=1)
+            axes.bar_label(bars, [f"{count:.3g}" for count in counts], fontsize=7, padding=1)
+        axes.margins(x=0.12, y=0.01)
         axes.set_xlabel(label)
         axes.grid(axis="x", alpha=0.3)
         axes.legend(fontsize=8)
@@ -163,7 +167,7 @@ def format_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
     row[0].set_yticks(places, names, fontsize=7)
     row[0].invert_yaxis()
     path = _plot_path(record_path)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path)
     pyplot.close(figure)
     return [path]
 
@@ -178,7 +182,7 @@ def training_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
         for field, label in (("median_ms", "training step, ms"), ("peak_gb", "peak memory, GB")):
             if not any(cell.get(field) for cell in of_dtype):
                 continue
-            size = (max(6.0, len(graphs) + 2.0), 3.6 * len(models))
+            size = (WIDTH, 3.3 * len(models))
             figure, panels = pyplot.subplots(
                 len(models), 1, figsize=size, squeeze=False, constrained_layout=True
             )
@@ -195,7 +199,7 @@ def training_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
                 axes.set_title(f"{model}, {dtype} (no bar: {_missing(group)})")
                 _label(axes, graphs)
             path = _plot_path(record_path, "time" if field == "median_ms" else "memory", dtype)
-            figure.savefig(path, dpi=130)
+            figure.savefig(path)
             pyplot.close(figure)
             written.append(path)
     return written
@@ -217,7 +221,7 @@ def attention_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
         if not speed:
             continue
         cases, graphs = (list(dict.fromkeys(key[place] for key in speed)) for place in (0, 1))
-        figure, axes = _axes(2 * len(graphs))
+        figure, axes = _axes()
         for place, case in enumerate(cases):
             heights = [speed.get((case, graph), 0.0) for graph in graphs]
             _bars(axes, place, len(cases), heights, case, "x")
@@ -242,7 +246,7 @@ def edge_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
         graphs = list(dict.fromkeys(key[3] for key in times if key[:2] == (layer, dtype)))
         rivals = {"pyg": f"PyG's {layer}", "triton": "a Triton kernel"}
         rivals = {name: label for name, label in rivals.items() if any(key[2] == name for key in times)}
-        figure, axes = _axes(len(graphs) + 2)
+        figure, axes = _axes()
         for place, (name, label) in enumerate(rivals.items()):
             heights = [
                 times.get((layer, dtype, name, graph), 0.0) / times[layer, dtype, "fastsparse", graph]
@@ -272,7 +276,7 @@ def sparse_activation_plots(result: dict[str, Any], record_path: Path) -> list[P
     if parts["ablation"]:
         graphs = list(dict.fromkeys(cell["graph"] for cell in parts["ablation"]))
         names = list(dict.fromkeys(cell["implementation"] for cell in parts["ablation"]))
-        figure, axes = _axes(2 * len(graphs))
+        figure, axes = _axes()
         for place, name in enumerate(names):
             found = {c["graph"]: c["median_ms"] for c in parts["ablation"] if c["implementation"] == name}
             _bars(axes, place, len(names), [found.get(graph, 0.0) for graph in graphs], name, "")
@@ -292,7 +296,7 @@ def scaling_curves(result: dict[str, Any], record_path: Path) -> list[Path]:
     most = max((cell["gpus"] for cell in cells), default=1)
     if most == 1:
         return []
-    figure, axes = pyplot.subplots(figsize=(7.0, 5.0), constrained_layout=True)
+    figure, axes = pyplot.subplots(figsize=(WIDTH, 5.0), constrained_layout=True)
     axes.plot([1, most], [1, most], color="black", linewidth=0.8, linestyle="--", label="ideal")
     keys = [(c["kind"], c["graph"], c["dtype"], c.get("batch")) for c in cells]
     for kind, graph, dtype, batch in dict.fromkeys(keys):
@@ -311,7 +315,7 @@ def scaling_curves(result: dict[str, Any], record_path: Path) -> list[Path]:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
     path = _plot_path(record_path, "speedup")
-    figure.savefig(path, dpi=130)
+    figure.savefig(path)
     pyplot.close(figure)
     return [path]
 
@@ -319,9 +323,9 @@ def scaling_curves(result: dict[str, Any], record_path: Path) -> list[Path]:
 def _lines(cells: list[dict[str, Any]], x: str, label: str, path: Path) -> Path:
     """Time against `x`, a panel per graph, a line per implementation or width."""
     graphs = list(dict.fromkeys(cell["graph"] for cell in cells))
-    size = (5.0 * len(graphs), 4.0)
-    figure, panels = pyplot.subplots(1, len(graphs), figsize=size, squeeze=False, constrained_layout=True)
-    for axes, graph in zip(panels[0], graphs, strict=True):
+    size = (WIDTH, 3.6 * len(graphs))
+    figure, panels = pyplot.subplots(len(graphs), 1, figsize=size, squeeze=False, constrained_layout=True)
+    for axes, graph in zip(panels[:, 0], graphs, strict=True):
         lines: dict[str, list[tuple[int, float]]] = {}
         for cell in cells:
             if cell["graph"] == graph:
@@ -340,20 +344,24 @@ def _lines(cells: list[dict[str, Any]], x: str, label: str, path: Path) -> Path:
         axes.set_title(graph)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path)
     pyplot.close(figure)
     return path
 
 
-def _axes(groups: int) -> tuple[Any, Axes]:
-    return pyplot.subplots(figsize=(max(6.0, 1.0 * groups + 2), 4.5), constrained_layout=True)
+def _axes() -> tuple[Any, Axes]:
+    return pyplot.subplots(figsize=(WIDTH, 4.5), constrained_layout=True)
 
 
 def _bars(axes: Axes, place: int, count: int, heights: list[float], label: str, unit: str) -> None:
     width = 0.8 / count
     positions = [i - 0.4 + (place + 0.5) * width for i in range(len(heights))]
     bars = axes.bar(positions, heights, width, label=label, color=f"C{place}")
-    axes.bar_label(bars, [f"{h:.3g}{unit}" if h else "" for h in heights], fontsize=6, padding=1)
+    many = len(heights) * count
+    if many <= 40:  # with more of them the numbers would cover each other; the tables have them
+        texts = [f"{h:.3g}{unit}" if h else "" for h in heights]
+        axes.bar_label(bars, texts, fontsize=7, padding=2, rotation=90 if many > 16 else 0)
+    axes.margins(x=0.01, y=0.15)
 
 
 def _label(axes: Axes, graphs: list[str]) -> None:
@@ -364,7 +372,7 @@ def _label(axes: Axes, graphs: list[str]) -> None:
 
 def _finish(figure: Figure, axes: Axes, graphs: list[str], path: Path) -> Path:
     _label(axes, graphs)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path)
     pyplot.close(figure)
     return path
 
@@ -374,7 +382,7 @@ PLOTS = {
     "spmm": (speed_up_bars, roofline_plots),
     "attention": (attention_bars,),
     "edges": (edge_bars,),
-    "train": (training_bars,),
+    "train": (training_overview, training_bars),
     "scaling": (scaling_curves,),
     "formats": (format_bars,),
     "ssd": (sparse_activation_plots,),

@@ -2,7 +2,7 @@
 
 The grid: graphs, a sampled block and pruned weight matrices; widths; dtypes; the first product of a new
 structure, its construction included, and products of a prepared one. The algorithms are those that
-`choose.SPMM_ALGORITHMS` names, as far as they can serve a call.
+`policy.SPMM_ALGORITHMS` names, as far as they can serve a call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastsparse_core import Adjacency, choose, spmm
+from fastsparse_core import Adjacency, policy, spmm
 
 from . import suite
 from .blocks import sample
@@ -151,7 +151,7 @@ def _measure(
         return spmm(adjacency(), x, algorithm=algorithm)
 
     calls: dict[str, Callable[[], Tensor]] = {}
-    for algorithm in choose.SPMM_ALGORITHMS:
+    for algorithm in policy.SPMM_ALGORITHMS:
         call = partial(product, algorithm)
         if algorithm == "auto" or runs_as(call) != algorithm:
             continue

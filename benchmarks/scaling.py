@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastsparse_core import Adjacency, choose
+from fastsparse_core import Adjacency, policy
 from fastsparse_core.distributed import PartitionedAdjacency, all_reduce_gradients, exchange_group, partition
 from fastsparse_core.distributed.exchange import HaloFeatures
 from fastsparse_pyg import FastGCNConv, FastSAGEConv
@@ -73,7 +73,7 @@ FANOUTS = (15, 10, 5)
 ROUNDS = 5
 
 #: Steps after which every structure is converted for its kernels.
-WARM_UP = choose.REUSE + 2
+WARM_UP = policy.REUSE + 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

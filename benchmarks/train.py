@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.nn import AGNNConv, GATConv, GATv2Conv, GCNConv, SAGEConv, TransformerConv
 
-from fastsparse_core import CapturedStep, choose
+from fastsparse_core import CapturedStep, policy
 from fastsparse_pyg import (
     FastAGNNConv,
     FastGATConv,
@@ -142,7 +142,7 @@ class Implementation:
 
 #: Steps after which every structure is converted, those of the fewest products a step too, of which there is
 #: one at least: the conversion must not fall into the timed steps.
-CONVERTED = choose.REUSE + 2
+CONVERTED = policy.REUSE + 2
 
 
 def _pair(ours: type[nn.Module], original: type[nn.Module]) -> dict[str, Implementation]:

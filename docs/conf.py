@@ -8,19 +8,28 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from latex2mathml.converter import convert
+
 CHECKOUT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "kernels")]
 
 project = "FastSparse"
-html_title = project
+(release,) = re.findall(r'^version = "(.+)"$', (CHECKOUT / "pyproject.toml").read_text(), re.MULTILINE)
+html_title = f"{project} {release}"
 html_theme = "furo"
 html_show_copyright = False
-html_static_path: list[str] = []
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+html_show_sourcelink = False
+html_copy_source = False
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
+# Nothing is fetched when a page is read: formulas are MathML, which browsers draw themselves.
+html_math_renderer = "mathml"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 
 # GitHub's Markdown, as far as it is used here. Headings are link targets.
 myst_heading_anchors = 4
-myst_enable_extensions = ["strikethrough"]
+myst_enable_extensions = ["dollarmath", "strikethrough"]
 # Drawn in a lexer's colours where a language is named, plainly elsewhere.
 highlight_language = "text"
 
@@ -41,7 +50,6 @@ INCLUDED = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "benchmarks/results/README.md": "tables.md",
 }
 _LINK = re.compile(r"(\]\()([^)#\s]+)")
 
@@ -65,8 +73,16 @@ def between_pages(text: str, source: str) -> str:
     return _LINK.sub(moved, text)
 
 
+def write_formula(writer: Any, node: nodes.math | nodes.math_block) -> None:
+    """Writes a formula, inline or displayed, as MathML."""
+    is_block = isinstance(node, nodes.math_block)
+    mathml = convert(node.astext(), display="block" if is_block else "inline")
+    writer.body.append(f'<div class="math">{mathml}</div>' if is_block else mathml)
+    raise nodes.SkipNode
+
+
 def setup(app: Any) -> None:
-    """Hooks `between_pages` into the reading of pages and of what they include."""
+    """Registers the writer of formulas; hooks `between_pages` into reading and including."""
 
     def on_page(app: Any, page: str, text: list[str]) -> None:
         text[0] = between_pages(text[0], f"docs/{page}.md")
@@ -80,6 +96,7 @@ def setup(app: Any) -> None:
         # A reader wants to know what a layer can stand in for, not from which mixins it is made.
         bases[:] = [base for base in obj.__mro__[1:] if not base.__module__.startswith("fastsparse_")][:1]
 
+    app.add_html_math_renderer("mathml", (write_formula, None), (write_formula, None))
     app.connect("autodoc-process-bases", on_bases)
     app.connect("source-read", on_page)
     app.connect("include-read", on_include)

@@ -7,17 +7,21 @@ Importing this package imports DGL, and makes that possible for DGL 2.x on newer
 """
 
 from fastsparse_core import CBSR, Adjacency, MaxK, __version__
-from fastsparse_dgl.acceleration import accelerate, restore
 from fastsparse_dgl.caching import cache_info, clear_cache, prepare
+from fastsparse_dgl.dataloading import DataLoader, NeighborSampler
+from fastsparse_dgl.hooks import disable, enable, is_enabled
+from fastsparse_dgl.layer_swap import accelerate, restore
 from fastsparse_dgl.nn import (
     FastAGNNConv,
     FastDotGatConv,
     FastEdgeGATConv,
     FastEGATConv,
     FastGATConv,
+    FastGatedGCNConv,
     FastGATv2Conv,
     FastGCNConv,
     FastGINConv,
+    FastGINEConv,
     FastGraphConv,
     FastHeteroGraphConv,
     FastMaxKGraphConv,
@@ -26,10 +30,12 @@ from fastsparse_dgl.nn import (
     FastSAGEConv,
     GraphTransformerLayer,
 )
+from fastsparse_dgl.sampled_block import SampledBlock
 
 __all__ = [
     "CBSR",
     "Adjacency",
+    "DataLoader",
     "FastAGNNConv",
     "FastDotGatConv",
     "FastEGATConv",
@@ -38,6 +44,8 @@ __all__ = [
     "FastGATv2Conv",
     "FastGCNConv",
     "FastGINConv",
+    "FastGINEConv",
+    "FastGatedGCNConv",
     "FastGraphConv",
     "FastHeteroGraphConv",
     "FastMaxKGraphConv",
@@ -46,10 +54,15 @@ __all__ = [
     "FastSAGEConv",
     "GraphTransformerLayer",
     "MaxK",
+    "NeighborSampler",
+    "SampledBlock",
     "__version__",
     "accelerate",
     "cache_info",
     "clear_cache",
+    "disable",
+    "enable",
+    "is_enabled",
     "prepare",
     "restore",
 ]

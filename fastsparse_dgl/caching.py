@@ -14,6 +14,7 @@ object. :func:`relation` makes slices that share the first one, which lives as l
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,9 +28,11 @@ from fastsparse_dgl.graph import (
     DGLError,
     GraphLike,
     adjacency_from_graph,
+    adjacency_from_index,
     check_graph,
     inv_degree_with_self,
 )
+from fastsparse_dgl.sampled_block import SampledBlock
 
 _logger = logging.getLogger(__name__)
 
@@ -55,17 +58,35 @@ def relation(graph: GraphLike, etype: Any) -> GraphLike:
     handle = getattr(graph, _HANDLE, None)
     if handle is not None:
         number = graph.get_etype_id(etype)
-        with _relations_lock:
-            handles = _relations.setdefault(handle, {})
-            setattr(part, _HANDLE, handles.setdefault(number, getattr(part, _HANDLE)))
+        setattr(part, _HANDLE, first_relation(handle, number, lambda: getattr(part, _HANDLE)))
     return part
+
+
+def first_relation(handle: Any, number: int, make: Callable[[], Any]) -> Any:
+    """The first handle that was made for an edge type of a graph, so that what is kept for it is found again.
+
+    Args:
+        handle: of the whole graph.
+        number: of the edge type.
+        make: makes one where there is none.
+    """
+    with _relations_lock:
+        handles = _relations.setdefault(handle, {})
+        if number not in handles:
+            handles[number] = make()
+        return handles[number]
+
+
+def adjacency_of_index(index: Any, device: torch.device) -> Adjacency:
+    """:func:`adjacency_of` for what DGL keeps of a graph with one edge type, its ``HeteroGraphIndex``."""
+    return _cache.lookup(index, None, device, lambda: adjacency_from_index(index, device))
 
 
 def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
     """The Adjacency of a graph on a device, remembered until the graph changes or is freed.
 
     Args:
-        graph: DGLGraph, or an Adjacency, which is returned as it is.
+        graph: DGLGraph, a SampledBlock, or an Adjacency, which is returned as it is.
         device: where the features lie, with an index for CUDA. A graph that lies elsewhere is moved, once.
 
     Raises:
@@ -78,6 +99,8 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
                 f"move it once with adjacency.to({str(device)!r})"
             )
         return graph
+    if isinstance(graph, SampledBlock):
+        return adjacency_of(graph.adjacency, device)
     handle = getattr(graph, _HANDLE, None)
     if handle is None:
         check_graph(graph)
@@ -85,12 +108,21 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
             _logger, "this DGL version has no DGLGraph._graph: structures are rebuilt in every forward pass"
         )
         return adjacency_from_graph(graph, device)
+    # A graph that `enable()` has put on a GPU shares the structures of the one it was made of.
+    handle = getattr(handle, "host", handle)
     return _cache.lookup(handle, None, device, lambda: _build(graph, device))
 
 
 def _build(graph: GraphLike, device: torch.device) -> Adjacency:
     check_graph(graph)
     return adjacency_from_graph(graph, device)
+
+
+def remember(graph: GraphLike, device: torch.device, adjacency: Adjacency) -> None:
+    """Keeps a structure that was made with a graph, as if :func:`adjacency_of` had made it."""
+    handle = getattr(graph, _HANDLE, None)
+    if handle is not None:
+        _cache.lookup(handle, None, device, lambda: adjacency)
 
 
 def prepare(

@@ -25,10 +25,7 @@ def check_graph(graph: GraphLike) -> None:
 
 
 def adjacency_from_graph(graph: GraphLike, device: torch.device) -> Adjacency:
-    """Builds the Adjacency of a graph: row = destination, values in the order of DGL's edge ids.
-
-    The tensors are those that DGL holds, in its ``idtype``. They are moved to ``device`` first where the
-    graph lies elsewhere, which is how a CPU-only build of DGL serves layers on a GPU.
+    """Builds the Adjacency of a graph with one edge type: row = destination, values in order of DGL's edge ids.
 
     Args:
         graph: DGLGraph; homogeneous, block, bipartite or batched.
@@ -37,25 +34,40 @@ def adjacency_from_graph(graph: GraphLike, device: torch.device) -> Adjacency:
     Raises:
         DGLError: the graph has several edge types.
     """
-    source_type, _, target_type = graph.canonical_etypes[graph.get_etype_id(None)]
-    shape = (graph.num_dst_nodes(target_type), graph.num_src_nodes(source_type))
+    graph.get_etype_id(None)
+    return adjacency_from_index(graph._graph, device)
+
+
+def adjacency_from_index(index: Any, device: torch.device) -> Adjacency:
+    """Builds the Adjacency of what DGL keeps of a graph with one edge type, its ``HeteroGraphIndex``.
+
+    The tensors are those that DGL holds, in its ``idtype``. They are moved to ``device`` first where the
+    graph lies elsewhere, which is how a CPU-only build of DGL serves layers on a GPU.
+
+    Args:
+        index: ``graph._graph``.
+        device: where the result lies.
+    """
+    source_type, target_type = index.metagraph.find_edge(0)
+    shape = (index.num_nodes(target_type), index.num_nodes(source_type))
     # DGL makes any format when asked, unless the graph was restricted to some (``graph.formats(["coo"])``),
     # and keeps it: what it has already costs neither that time nor that memory.
-    formats = graph.formats()
+    formats = index.formats()
     layout = next(
         name
         for state in ("created", "not created")
         for name in ("csc", "coo", "csr")
         if name in formats[state]
     )
-    tensors = [tensor.to(device) for tensor in graph.adj_tensors(layout)]
+    stored = index.adjacency_matrix_tensors(0, layout == "csc", "coo" if layout == "coo" else "csr")
+    tensors = [tensor.to(device) for tensor in stored[2:]]
     if layout == "coo":
         src, dst = tensors
         return Adjacency.from_coo(dst, src, shape)
-    pointer, index, edge_id = tensors
+    pointer, neighbour, edge_id = tensors
     make = Adjacency.from_csr if layout == "csc" else Adjacency.from_csc
     # DGL leaves the edge ids out (length 0) where they are 0, 1, 2, ...
-    return make(pointer, index, shape, edge_id=edge_id if edge_id.numel() else None)
+    return make(pointer, neighbour, shape, edge_id=edge_id if edge_id.numel() else None)
 
 
 def inv_degree_with_self(adjacency: Adjacency, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -11,17 +11,20 @@ except ModuleNotFoundError as error:
     ) from error
 
 from fastsparse_core import CBSR, Adjacency, MaxK, __version__
-from fastsparse_pyg.acceleration import accelerate, restore
 from fastsparse_pyg.caching import cache_info, clear_cache
+from fastsparse_pyg.layer_swap import accelerate, restore
+from fastsparse_pyg.loader import LinkNeighborLoader, NeighborLoader
 from fastsparse_pyg.nn import (
     FastAGNNConv,
     FastGATConv,
     FastGATv2Conv,
     FastGCNConv,
     FastGINConv,
+    FastGINEConv,
     FastMaxKGCNConv,
     FastMaxKSAGEConv,
     FastPNAConv,
+    FastResGatedGraphConv,
     FastSAGEConv,
     FastTransformerConv,
     GraphTransformerLayer,
@@ -36,13 +39,17 @@ __all__ = [
     "FastGATv2Conv",
     "FastGCNConv",
     "FastGINConv",
+    "FastGINEConv",
     "FastMaxKGCNConv",
     "FastMaxKSAGEConv",
     "FastPNAConv",
+    "FastResGatedGraphConv",
     "FastSAGEConv",
     "FastTransformerConv",
     "GraphTransformerLayer",
+    "LinkNeighborLoader",
     "MaxK",
+    "NeighborLoader",
     "__version__",
     "accelerate",
     "cache_info",

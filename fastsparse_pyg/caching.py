@@ -10,6 +10,7 @@ call :func:`clear_cache` after those.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -21,10 +22,18 @@ from torch_geometric import EdgeIndex
 from fastsparse_core import Adjacency
 from fastsparse_core.cache import AdjacencyCache, CacheInfo
 from fastsparse_core.log import info_once
+from fastsparse_core.sampling import Edges
+
+#: Edge lists of one size that are taken for a user's own graphs before they are compared.
+_MANY = 2
+_MOST_STRANGERS = 16
 
 logger = logging.getLogger("fastsparse_pyg")
 
 _cache = AdjacencyCache("fastsparse_pyg")
+_sampled: Any = WeakIdKeyDictionary()  # edge_index of a batch -> (its stamp, the sampler's edges)
+#: How often edge lists of one size came that were not known, and the last of them where that was often.
+_strangers: OrderedDict[Hashable, tuple[int, Tensor | None, Adjacency | None]] = OrderedDict()
 _unit_values: Any = WeakIdKeyDictionary()  # sparse matrix -> (stamp of its values, whether all of them are 1)
 
 
@@ -53,6 +62,26 @@ def lookup(
     return _cache.lookup(key, stamp, options, lambda: _build_outside_inference_mode(build))
 
 
+def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) -> Adjacency:
+    """The structure of the last edge list with the same size and content, if there were several of that size.
+
+    Args:
+        edges: an edge list that no entry of the cache is of.
+        options: what else decides the structure.
+        build: makes it.
+    """
+    key = (edges.shape, edges.dtype, edges.device, options)
+    count, known, adjacency = _strangers.pop(key, (0, None, None))
+    if known is None or adjacency is None or not torch.equal(known, edges):
+        adjacency = build()
+        # Two that are alive for long are a user's own; a third one is a copy that a layer makes.
+        known = edges.clone() if count >= _MANY else None
+    _strangers[key] = (count + 1, known, adjacency if known is not None else None)
+    while len(_strangers) > _MOST_STRANGERS:
+        _strangers.popitem(last=False)
+    return adjacency
+
+
 def stamp_of(tensor: Tensor) -> Hashable:
     """What can be seen of a tensor's content without reading it.
 
@@ -62,6 +91,23 @@ def stamp_of(tensor: Tensor) -> Hashable:
     if isinstance(tensor, EdgeIndex):  # a wrapper: it has a version of its own, and no address
         return tensor._version, stamp_of(tensor._data)
     return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def remember_sampled(edges: Edges) -> Tensor:
+    """The `edge_index` of a batch from whose edges layers make a structure without sorting or checking.
+
+    Returns:
+        A new tensor, which must be the one that the layers get: what is remembered goes with it.
+    """
+    edge_index = edges.edge_index.view(2, -1)  # the entry holds the other one
+    _sampled[edge_index] = (stamp_of(edge_index), edges)
+    return edge_index
+
+
+def sampled_edges(edge_index: Tensor) -> Edges | None:
+    """The edges of a batch, unless its `edge_index` is another or was written to."""
+    entry = _sampled.get(edge_index)
+    return entry[1] if entry is not None and entry[0] == stamp_of(edge_index) else None
 
 
 def has_unit_values(matrix: Tensor, values: Tensor) -> bool:
@@ -92,4 +138,5 @@ def cache_info() -> CacheInfo:
 def clear_cache() -> None:
     """Frees every cached structure and resets the counters; layers rebuild what they need."""
     _cache.clear()
+    _strangers.clear()
     _unit_values.clear()

@@ -12,7 +12,7 @@ from torch_geometric.typing import SparseTensor
 from fastsparse_core import Adjacency
 from fastsparse_core.distributed import PartitionedAdjacency
 from fastsparse_core.log import info_once
-from fastsparse_pyg.caching import has_unit_values, logger, lookup
+from fastsparse_pyg.caching import has_unit_values, logger, lookup, recognise, sampled_edges
 
 _SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_coo, torch.sparse_csc)
 
@@ -138,6 +138,19 @@ def _from_edge_list(
     return lookup(edge_index, (edge_index,), options, lambda: _build_from_edge_list(edge_index, *options))
 
 
+def edges_made_anew(edges: Tensor, options: tuple[int, int, str, bool]) -> Adjacency:
+    """The structure of an edge list that the cache does not know, recognised by its content.
+
+    Layers that add self loops by PyG's code hold the same edges in another tensor in every call. Edge lists
+    of one size that come again and again are therefore kept, and compared.
+
+    Args:
+        edges: (2, num_edges).
+        options: destinations, sources, flow, whether to add self loops.
+    """
+    return recognise(edges, options, lambda: _build_from_edge_list(edges, *options))
+
+
 def _build_from_edge_list(
     edge_index: Tensor, num_dst: int, num_src: int, flow: str, add_self_loops: bool
 ) -> Adjacency:
@@ -149,6 +162,9 @@ def _build_from_edge_list(
     if edges.dtype not in (torch.int64, torch.int32):
         edges = edges.long()
     dst, src = (1, 0) if flow == "source_to_target" else (0, 1)
+    sampled = sampled_edges(edge_index)
+    if sampled is not None and dst == 1 and sampled.shape == (num_dst, num_src) and not add_self_loops:
+        return sampled.adjacency
     try:
         return Adjacency.from_coo(
             edges[dst], edges[src], (num_dst, num_src), self_loops="replace" if add_self_loops else "keep"

@@ -13,8 +13,10 @@
 #include <cuda_runtime_api.h>
 #endif
 
+#include "fastsparse/edge_messages.h"
 #include "fastsparse/group_rows.h"
 #include "fastsparse/launchers.h"
+#include "fastsparse/sample_neighbors.h"
 
 namespace py = pybind11;
 
@@ -207,13 +209,6 @@ void spmm_hr(const CsrStructure& structure, std::int64_t num_long, int dtype, st
   check(cuda::spmm_hr(args, num_long, at(queue)), "spmm_hr");
 }
 
-void csr_to_dense(const CsrStructure& structure, int dtype, Address value, Address out, int device,
-                  Address queue) {
-  const CsrToDenseArgs args{structure.a, at(value), at(out), static_cast<Dtype>(dtype)};
-  const DeviceGuard guard(device);
-  check(cuda::csr_to_dense(args, at(queue)), "csr_to_dense");
-}
-
 void sum_of_rows(Address rows, std::int64_t num_rows, std::int64_t width, std::int64_t row_stride, int dtype,
                  Address partial, std::int64_t num_parts, Address out, int out_dtype, int device,
                  Address queue) {
@@ -228,6 +223,27 @@ void sum_of_rows(Address rows, std::int64_t num_rows, std::int64_t width, std::i
                            static_cast<Dtype>(out_dtype)};
   const DeviceGuard guard(device);
   check(cuda::sum_of_rows(args, at(queue)), "sum_of_rows");
+}
+
+void head_outer(Address x, std::int64_t x_stride, Address y, std::int64_t y_stride, Address x_edge,
+                Address y_edge, std::int64_t num_rows, std::int64_t heads, std::int64_t head_width,
+                std::int64_t edge_width, Address partial, std::int64_t num_parts, int dtype, int device,
+                Address queue) {
+  const HeadOuterArgs args{at(x),
+                           x_stride,
+                           at(y),
+                           y_stride,
+                           at(x_edge),
+                           at(y_edge),
+                           num_rows,
+                           heads,
+                           head_width,
+                           edge_width,
+                           at<float>(partial),
+                           num_parts,
+                           static_cast<Dtype>(dtype)};
+  const DeviceGuard guard(device);
+  check(cuda::head_outer(args, at(queue)), "head_outer");
 }
 
 void hybrid_rows(Address rowptr, std::int64_t num_rows, std::int32_t multiple, std::int32_t longest,
@@ -499,6 +515,21 @@ void edge_softmax(const CsrStructure& structure, int dtype, std::int64_t heads, 
   FASTSPARSE_RUN(edge_softmax, args, device, queue);
 }
 
+void segment_reduce(const CsrStructure& structure, int dtype, int reduction, std::int64_t width, Address x,
+                    std::int64_t x_stride, Address out, Address extra, Address partial, int device,
+                    Address queue) {
+  const SegmentReduceArgs args{structure.a,
+                               structure.split,
+                               {at(x), x_stride},
+                               at(out),
+                               at(extra),
+                               at(partial),
+                               width,
+                               static_cast<Reduction>(reduction),
+                               static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(segment_reduce, args, device, queue);
+}
+
 AttentionCsrArgs attention_csr_args(const CsrStructure& structure, int kind, int dtype, std::int64_t heads,
                                     std::int64_t head_width, std::int64_t value_width, Address dst,
                                     std::int64_t dst_stride, Address src, std::int64_t src_stride, Address v,
@@ -615,6 +646,64 @@ void edge_attention_backward(const CsrStructure& structure, const CsrStructure& 
   FASTSPARSE_RUN(edge_attention_backward, args, device, queue);
 }
 
+EdgeMessageInput edge_message_input(int message, int dtype, std::int64_t width, std::int64_t edge_width,
+                                    Address k, std::int64_t k_stride, Address q, std::int64_t q_stride,
+                                    Address v, std::int64_t v_stride, Address edge, std::int64_t edge_stride,
+                                    Address weight, Address of_value, Address bias) {
+  return {static_cast<EdgeMessage>(message),
+          {at(k), k_stride},
+          {at(q), q_stride},
+          {at(v), v_stride},
+          {at(edge), edge_stride},
+          at(weight),
+          at(of_value),
+          at(bias),
+          width,
+          edge_width,
+          static_cast<Dtype>(dtype)};
+}
+
+void edge_messages(const CsrStructure& structure, const EdgeMessageInput& input, Address out, Address side,
+                   Address state, Address positive, std::int64_t sign_bytes, Address partial,
+                   Address partial_side, int device, Address queue) {
+  const EdgeMessageArgs args{
+      structure.a, structure.split, input,           at(out), at(side), at(state), at<std::uint8_t>(positive),
+      sign_bytes,  at(partial),     at(partial_side)};
+  FASTSPARSE_RUN(edge_messages, args, device, queue);
+}
+
+void edge_messages_backward(const CsrStructure& structure, const CsrStructure& transposed,
+                            const EdgeMessageInput& input, Address grad, std::int64_t grad_stride,
+                            Address grad_side, std::int64_t grad_side_stride, Address state,
+                            std::int64_t state_stride, Address grad_state, std::int64_t grad_state_stride,
+                            Address positive, std::int64_t sign_bytes, std::int64_t num_values,
+                            Address grad_q, Address grad_v, Address grad_edge, Address grad_features,
+                            Address grad_weight, Address grad_of_value, std::int64_t groups,
+                            Address partial_q, Address partial_v, int device, Address queue) {
+  const EdgeMessageBackwardArgs args{structure.a,
+                                     structure.split,
+                                     transposed.a,
+                                     transposed.split,
+                                     input,
+                                     {at(grad), grad_stride},
+                                     {at(grad_side), grad_side_stride},
+                                     {at(state), state_stride},
+                                     {at(grad_state), grad_state_stride},
+                                     at<std::uint8_t>(positive),
+                                     sign_bytes,
+                                     num_values,
+                                     at(grad_q),
+                                     at(grad_v),
+                                     at(grad_edge),
+                                     at(grad_features),
+                                     at(grad_weight),
+                                     at(grad_of_value),
+                                     groups,
+                                     at(partial_q),
+                                     at(partial_v)};
+  FASTSPARSE_RUN(edge_messages_backward, args, device, queue);
+}
+
 MultiAggregateInput multi_aggregate_input(int dtype, std::int64_t width, std::int64_t group_width,
                                           Address x_src, std::int64_t x_src_stride, Address x_dst,
                                           std::int64_t x_dst_stride, Address edge, Address weight,
@@ -706,10 +795,9 @@ void ssd_value_grad(const CsrStructure& structure, int dtype, Address grad, std:
 }
 
 #ifdef FASTSPARSE_WITH_CUDA
-TallWindowsView make_tall_windows(Address entry, Address value_id, bool value_id_is_64bit,
-                                  Address other_source, std::int64_t num_other, Address slices,
-                                  std::int64_t num_slices, int height, int strip, std::int64_t num_rows,
-                                  std::int64_t num_cols) {
+RowPanelsView make_row_panels(Address entry, Address value_id, bool value_id_is_64bit, Address other_source,
+                              std::int64_t num_other, Address slices, std::int64_t num_slices, int height,
+                              int strip, std::int64_t num_rows, std::int64_t num_cols) {
   return {at<std::uint32_t>(entry),
           at(value_id),
           value_id_is_64bit,
@@ -723,7 +811,7 @@ TallWindowsView make_tall_windows(Address entry, Address value_id, bool value_id
           num_cols};
 }
 
-void ssd_backward_windows(const TallWindowsView& structure, int dtype, Address grad, std::int64_t grad_stride,
+void ssd_backward_windows(const RowPanelsView& structure, int dtype, Address grad, std::int64_t grad_stride,
                           std::int64_t width, Address value, int value_dtype, Address ids, bool ids_are_16bit,
                           std::int64_t k, Address scale_dst, Address scale_src, Address sum, Address out,
                           int device, Address queue) {
@@ -985,6 +1073,92 @@ void ssd_slots(const CsrStructure& structure, int dtype, std::int64_t width, std
 }
 #endif
 
+NodeList make_node_list(Address node, Address seed, std::int64_t num_nodes, std::int32_t type) {
+  return {at<std::int64_t>(node), at<std::int32_t>(seed), num_nodes, type};
+}
+
+FirstNodes make_first_nodes(const NodeList& list, std::int64_t count, Address count_out) {
+  return {list, count, at<std::int64_t>(count_out)};
+}
+
+// The addresses come in the order of SampleStep: sizes, outputs, scratch.
+SampleStep make_sample_step(const CsrStructure& structure, Address weight, Address weight_sum,
+                            std::int64_t fanout, bool replace, bool induced, std::uint32_t number,
+                            const NodeList& dst, const NodeList& src,
+                            const std::tuple<Address, Address, Address, Address, Address, Address>& sizes,
+                            const std::tuple<Address, Address, Address>& edges, std::int64_t most_rows,
+                            std::int64_t most_slots,
+                            const std::tuple<Address, Address, Address, Address>& scratch) {
+  const auto size = [](Address address) { return at<std::int64_t>(address); };
+  return {structure.a,
+          at<const float>(weight),
+          at<const double>(weight_sum),
+          fanout,
+          replace,
+          induced,
+          number,
+          dst,
+          src,
+          size(std::get<0>(sizes)),
+          size(std::get<1>(sizes)),
+          size(std::get<2>(sizes)),
+          size(std::get<3>(sizes)),
+          size(std::get<4>(sizes)),
+          size(std::get<5>(sizes)),
+          at<std::uint32_t>(std::get<0>(edges)),
+          at<std::int32_t>(std::get<1>(edges)),
+          at<std::int64_t>(std::get<2>(edges)),
+          most_rows,
+          most_slots,
+          at<std::int64_t>(std::get<0>(scratch)),
+          at<std::uint32_t>(std::get<1>(scratch)),
+          at<std::int64_t>(std::get<2>(scratch)),
+          at<std::uint64_t>(std::get<3>(scratch))};
+}
+
+NodeTable make_node_table(Address key, Address value, int bits) {
+  return {at<std::uint64_t>(key), at<std::uint32_t>(value), bits};
+}
+
+void sample_neighbors(const NodeTable& table, Address sizes, std::int64_t num_sizes, std::uint64_t seed,
+                      const std::vector<FirstNodes>& first_nodes, const std::vector<SampleStep>& steps,
+                      int device, Address queue) {
+  const SampleArgs args{table,
+                        at<std::int64_t>(sizes),
+                        num_sizes,
+                        seed,
+                        first_nodes.data(),
+                        static_cast<int>(first_nodes.size()),
+                        steps.data(),
+                        static_cast<int>(steps.size())};
+  FASTSPARSE_RUN(sample_neighbors, args, device, queue);
+}
+
+void emit_edges(const NodeTable& table, Address place, Address row, Address edge_id, std::int64_t num_edges,
+                Address edge_index, Address col, Address edge_id_out, int device, Address queue) {
+  const EmitEdgesArgs args{
+      table,     at<const std::uint32_t>(place), at<const std::int32_t>(row), at<const std::int64_t>(edge_id),
+      num_edges, at<std::int64_t>(edge_index),   at<std::int32_t>(col),       at<std::int64_t>(edge_id_out)};
+  FASTSPARSE_RUN(emit_edges, args, device, queue);
+}
+
+void emit_rows(Address row, std::int64_t num_edges, std::int64_t num_rows, Address rowptr, Address inv_degree,
+               Address slices, int device, Address queue) {
+  const EmitRowsArgs args{
+      at<const std::int64_t>(row), num_edges,           num_rows, at<std::int64_t>(rowptr),
+      at<float>(inv_degree),       at<RowSlice>(slices)};
+  FASTSPARSE_RUN(emit_rows, args, device, queue);
+}
+
+#ifdef FASTSPARSE_WITH_CUDA
+void gather_rows(Address table, Address index, Address out, std::int64_t num_rows, std::int64_t row_bytes,
+                 int device, Address queue) {
+  const GatherRowsArgs args{at(table), at<const std::int64_t>(index), at(out), num_rows, row_bytes};
+  const DeviceGuard guard(device);
+  check(cuda::gather_rows(args, at(queue)), "gather_rows");
+}
+#endif
+
 py::dict build_info() {
   py::dict info;
 #ifdef FASTSPARSE_WITH_CUDA
@@ -1036,8 +1210,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("spmm_tca", &spmm_tca);
   m.def("spmm_resident", &spmm_resident);
   m.def("spmm_hr", &spmm_hr);
-  m.def("csr_to_dense", &csr_to_dense);
   m.def("sum_of_rows", &sum_of_rows);
+  m.def("head_outer", &head_outer);
   m.def("aggregate_linear", &aggregate_linear);
   m.def("aggregate_linear_backward", &aggregate_linear_backward);
   m.def("num_hybrid_rows_counts", &cuda::num_hybrid_rows_counts);
@@ -1056,12 +1230,16 @@ PYBIND11_MODULE(_C, m) {
   m.def("spmm_extremum", &spmm_extremum);
   m.def("sddmm_csr", &sddmm_csr);
   m.def("edge_softmax", &edge_softmax);
+  m.def("segment_reduce", &segment_reduce);
   py::class_<AttentionCsrArgs>(m, "AttentionCsrArgs").def(py::init(&attention_csr_args));
   m.def("attention_csr", &attention_csr);
   m.def("attention_csr_backward", &attention_csr_backward);
   py::class_<EdgeAttentionInput>(m, "EdgeAttentionInput").def(py::init(&edge_attention_input));
   m.def("edge_attention", &edge_attention);
   m.def("edge_attention_backward", &edge_attention_backward);
+  py::class_<EdgeMessageInput>(m, "EdgeMessageInput").def(py::init(&edge_message_input));
+  m.def("edge_messages", &edge_messages);
+  m.def("edge_messages_backward", &edge_messages_backward);
   py::class_<MultiAggregateInput>(m, "MultiAggregateInput").def(py::init(&multi_aggregate_input));
   m.def("multi_aggregate", &multi_aggregate);
   m.def("multi_aggregate_backward", &multi_aggregate_backward);
@@ -1073,8 +1251,18 @@ PYBIND11_MODULE(_C, m) {
   m.def("ssd_value_grad", &ssd_value_grad);
 #ifdef FASTSPARSE_WITH_CUDA
   m.def("ssd_slots", &ssd_slots);
-  py::class_<TallWindowsView>(m, "TallWindowsStructure").def(py::init(&make_tall_windows));
+  py::class_<RowPanelsView>(m, "RowPanelsStructure").def(py::init(&make_row_panels));
   m.def("ssd_backward_windows", &ssd_backward_windows);
+#endif
+  py::class_<NodeList>(m, "NodeList").def(py::init(&make_node_list));
+  py::class_<FirstNodes>(m, "FirstNodes").def(py::init(&make_first_nodes));
+  py::class_<NodeTable>(m, "NodeTable").def(py::init(&make_node_table));
+  py::class_<SampleStep>(m, "SampleStep").def(py::init(&make_sample_step));
+  m.def("sample_neighbors", &sample_neighbors);
+  m.def("emit_edges", &emit_edges);
+  m.def("emit_rows", &emit_rows);
+#ifdef FASTSPARSE_WITH_CUDA
+  m.def("gather_rows", &gather_rows);
 #endif
   m.def("build_info", &build_info);
 }

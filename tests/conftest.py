@@ -87,7 +87,7 @@ def stored_in_quads(monkeypatch: pytest.MonkeyPatch) -> None:
     The kernels then cut the last block of nearly every window, which small structures would not need.
     """
     monkeypatch.setattr("fastsparse_core.formats.bsb.vectors_together", lambda *_: 4)
-    monkeypatch.setattr("fastsparse_core.choose.bounds.RESIDENT_WARPS", 4)
+    monkeypatch.setattr("fastsparse_core.policy.gpu.RESIDENT_WARPS", 4)
 
 
 @pytest.fixture

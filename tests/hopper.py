@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastsparse_core import _C, choose
-from fastsparse_core.choose import aggregate_linear as rules
-from fastsparse_core.choose import bounds
-from fastsparse_core.kernel_formats import KernelFormats
+from fastsparse_core import _C, policy
+from fastsparse_core.policy import aggregate_linear as rules
+from fastsparse_core.policy import gpu
+from fastsparse_core.structure.kernel_formats import KernelFormats
 
 KERNELS = ("aggregate_linear", "aggregate_linear_backward")
 
@@ -32,7 +32,7 @@ def prepare(device: str, monkeypatch: pytest.MonkeyPatch) -> Hopper:
     monkeypatch.setattr(rules, "_LEAST_ROWS", 1)
     if device == "cpu":
         _pretend(monkeypatch)
-    elif not bounds.has_wgmma(torch.device(device)):
+    elif not gpu.has_wgmma(torch.device(device)):
         pytest.skip("needs a GPU of architecture 9.0 and a build for it")
     hopper = Hopper(device)
     for name in KERNELS:
@@ -50,10 +50,10 @@ def _recorded(name: str, kernel: Callable[..., None], launched: list[str]) -> Ca
 
 def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same sums of bfloat16 terms on the CPU, at the addresses that a launch is given."""
-    served = choose.transforms_on_tensor_cores
-    monkeypatch.setattr(bounds, "has_wgmma", lambda device: True)
+    served = policy.transforms_on_tensor_cores
+    monkeypatch.setattr(gpu, "has_wgmma", lambda device: True)
     monkeypatch.setattr(
-        choose, "transforms_on_tensor_cores", lambda device, *sizes: served(torch.device("cuda"), *sizes)
+        policy, "transforms_on_tensor_cores", lambda device, *sizes: served(torch.device("cuda"), *sizes)
     )
     monkeypatch.setattr(KernelFormats, "plain_structure", property(lambda adj: adj))
     for name, kernel in zip(KERNELS, (_forward, _backward), strict=True):

@@ -147,21 +147,21 @@ FAULTS = (
     # ------------------------------------------------------------------------------------ core
     Fault(
         "the transpose ignores the caller's edge order",
-        "kernels/fastsparse_core/adjacency.py",
+        "kernels/fastsparse_core/structure/adjacency.py",
         "edge_id=order if self.edge_id is None else self.edge_id[order.long()],",
         "edge_id=order,",
         ("tests/core/test_adjacency.py::test_transpose",),
     ),
     Fault(
         "a structure with the degrees of its transpose is taken for symmetric",
-        "kernels/fastsparse_core/adjacency.py",
+        "kernels/fastsparse_core/structure/adjacency.py",
         "            and torch.equal(row, self.col)\n",
         "",
         ("tests/core/test_adjacency.py::test_equal_degrees_make_no_symmetric_structure",),
     ),
     Fault(
         "wrong exponent of out-degrees",
-        "kernels/fastsparse_core/adjacency.py",
+        "kernels/fastsparse_core/structure/adjacency.py",
         "_power(self.out_degree(), -0.5, dtype)",
         "_power(self.out_degree(), -1.0, dtype)",
         ("tests/core/test_adjacency.py::test_degree_powers",),

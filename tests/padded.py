@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fastsparse_core import Adjacency
+from fastsparse_core.capture.padded_adjacency import PaddedAdjacency, write
 from fastsparse_core.formats.inspection import Facts
-from fastsparse_core.padded_adjacency import PaddedAdjacency, write
 
 WIDTH = 8
 

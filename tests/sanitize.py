@@ -34,29 +34,29 @@ from fastsparse_core import (
     Adjacency,
     additive_attention,
     attention,
-    choose,
     edge_softmax,
     gatv2_attention,
     maxk,
     multi_aggregate,
+    policy,
+    scatter,
     sddmm,
     spmm,
     ssd,
 )
-from fastsparse_core.choose import bounds
-from fastsparse_core.choose import ssd as ssd_rules
 from fastsparse_core.formats import bsb
 from fastsparse_core.formats.compress import compress, compress_pairs
 from fastsparse_core.formats.grouping import group_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
+from fastsparse_core.formats.row_panels import PanelLayout
 from fastsparse_core.formats.row_split import split_rows
-from fastsparse_core.formats.tall_windows import TallLayout
 from fastsparse_core.ops import _edge_attention
 from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
 from fastsparse_core.ops._common import sum_of_rows
 from fastsparse_core.ops._spmm_launch import add_transposed
 from fastsparse_core.ops._ssd_launch import slotted_ssd
-from fastsparse_core.ops.csr_to_dense import csr_to_dense
+from fastsparse_core.policy import gpu
+from fastsparse_core.policy import ssd as ssd_rules
 
 #: Where parts run; the tests, which only want to know that the calls are right, take the CPU.
 DEVICE = "cuda"
@@ -65,19 +65,19 @@ NOT_RUN = "not run: "
 #: Last line of a run in which nothing failed.
 DONE = "all kernels ran"
 
-#: What modules are told while a part runs. Bounds of `choose` are as small as the structures here: kernels
+#: What modules are told while a part runs. Bounds of `policy` are as small as the structures here: kernels
 #: and lists of work for large ones run too. Windows are stored in quads however cheap whole blocks are, so
 #: that kernels cut the last.
 CHANGED = (
-    (bounds, {"FEW_EDGES": 0, "RESIDENT_WARPS": 4}),
+    (gpu, {"FEW_EDGES": 0, "RESIDENT_WARPS": 4}),
     (ssd_rules, {"_MANY_SOURCES": 0}),
     (bsb, {"_SHARE_OF_CSR": 0, "_BLOCKS_OVER_QUADS": 0}),
 )
 
 #: Longest edge groups of ssd that a call is made with each.
 EDGE_GROUPS = (128, 1024)
-#: Layouts of tall windows likewise.
-TALL_LAYOUTS = (TallLayout(64, 1, 8, 2048), TallLayout(32, 3, 4, 256))
+#: Layouts of row panels likewise.
+TALL_LAYOUTS = (PanelLayout(64, 1, 8, 2048), PanelLayout(32, 3, 4, 256))
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 _ops = torch.ops.fastsparse
@@ -230,7 +230,7 @@ def spmm_rows(dtype: torch.dtype) -> None:
         for value in (None, one):
             total = torch.zeros(adj.num_src, width, device=DEVICE)
             add_transposed(adj, y, value, None, None, total, num_given=5)
-            with mock.patch.object(choose, "counts_sources", return_value=True):
+            with mock.patch.object(policy, "counts_sources", return_value=True):
                 for given in (5, 0):
                     add_transposed(adj, y, value, None, None, total, num_given=given)
 
@@ -313,7 +313,7 @@ def layers_in_one() -> None:
 
     Neighbours that the kernel gathers, and sums that it is given; sums that are kept, and none.
     """
-    if not choose.transforms_on_tensor_cores(torch.device(DEVICE), F32, 1 << 20, 128, 128):
+    if not policy.transforms_on_tensor_cores(torch.device(DEVICE), F32, 1 << 20, 128, 128):
         raise NotHere("needs a GPU of architecture 9.0 and a build for it")
     for fewer_digits, width, out_width in itertools.product((False, True), (20, 64, 100, 128), (20, 128)):
         x = features(605, width, dtype=F32)
@@ -449,6 +449,17 @@ def softmax_of_edges(dtype: torch.dtype) -> None:
     _ops.edge_softmax_backward(weight, draw(adj.num_edges, 2, dtype=dtype), adj.handle)
 
 
+def segments(dtype: torch.dtype) -> None:
+    """Every reduction with 1, 4, 8 and 32 lanes, in wide and single loads, of cut and sorted segments."""
+    index = torch.cat([torch.full((3000,), 7), torch.arange(1500) * 37 % 300]).to(DEVICE)
+    index[0] = 8  # else it would ascend in the cut segment, where any order is right
+    lanes = 16 // dtype.itemsize
+    for reduce in ("sum", "mean", "max", "min", "mul", "var", "std"):
+        for width in (1, 3, 7, 33, lanes, 3 * lanes, 7 * lanes, 31 * lanes):
+            scatter(draw(index.numel(), width, dtype=dtype), index, 301, reduce)
+        scatter(draw(index.numel(), 3, dtype=dtype), index.sort().values, 301, reduce)
+
+
 # ---------------------------------------------------------------- sparse activations
 
 
@@ -483,7 +494,7 @@ def sparse_products(dtype: torch.dtype) -> None:
     for (structure, width, k), longest in itertools.product(cases, EDGE_GROUPS):
         adj = structure()
         cbsr = kept(adj.num_src, width, k, dtype)
-        with mock.patch.object(choose, "edge_group_length", return_value=longest):
+        with mock.patch.object(policy, "edge_group_length", return_value=longest):
             ssd(adj, cbsr, bias=draw(width, dtype=dtype), algorithm="decoupled")
             ssd(adj, cbsr, draw(adj.num_edges, dtype=dtype), "mean", algorithm="decoupled")
     if dtype == F64 or DEVICE != "cuda":
@@ -507,7 +518,7 @@ def sparse_gradients(dtype: torch.dtype) -> None:
         grad, value = features(adj.num_dst, width, dtype=dtype), draw(adj.num_edges, dtype=dtype)
         place = (adj.handle, False)
         scales = (None, None) if dtype == F64 else (draw(adj.num_dst), draw(adj.num_src))
-        with mock.patch.object(choose, "tall_layout", return_value=layout):
+        with mock.patch.object(policy, "panel_layout", return_value=layout):
             _ops.ssd_backward(grad, cbsr.ids, None, None, None, *place)
             _ops.ssd_backward(grad, cbsr.ids, value, *scales, *place)
         _ops.ssd_value_grad(grad, cbsr.values, cbsr.ids, *scales, adj.num_edges, *place)
@@ -537,12 +548,6 @@ def structures() -> None:
     adj.prepare()
     group_rows(heavy())
     grouped().prepare()
-
-
-def written_out(dtype: torch.dtype) -> None:
-    """The dense matrix of a structure, in vectors and by elements."""
-    for adj in (heavy(), long()):
-        csr_to_dense(adj, draw(adj.num_edges, dtype=dtype))
 
 
 def column_sums(dtype: torch.dtype) -> None:
@@ -586,6 +591,7 @@ PARTS: dict[str, Part] = {
     **_by_dtype("spmm-resident", "spmm_resident", {"all": (F32, F16, BF16)}, spmm_resident),
     **_by_dtype("spmm-blocks", "spmm_bsb", _EACH, spmm_blocks),
     "aggregate-linear": Part(("aggregate_linear", "aggregate_linear_backward"), (layers_in_one,)),
+    **_by_dtype("segments", "segment_reduce", _TWO, segments),
     **_by_dtype("sddmm", "sddmm_csr", _TWO, sddmm_rows),
     **_by_dtype("sddmm-blocks", "sddmm_bsb", _TWO_ON_TENSOR_CORES, sddmm_blocks),
     **_by_dtype("attention", "attention_bsb", _TWO_ON_TENSOR_CORES, dot_product),
@@ -613,13 +619,13 @@ PARTS: dict[str, Part] = {
     "structures": Part(
         (
             *("inspect", "compress", "row_split", "hybrid_rows", "group_rows", "edge_softmax"),
-            *("csr_to_dense", "sum_of_rows"),
+            "sum_of_rows",
         ),
         (
             structures,
             *(
                 functools.partial(call, d)
-                for call in (softmax_of_edges, written_out, column_sums)
+                for call in (softmax_of_edges, column_sums)
                 for d in (F64, F32, F16, BF16)
             ),
         ),

@@ -30,10 +30,9 @@ from .regret import regret
 from .sanitizer import sanitizer, sanitizer_in_short
 from .scaling import scaling
 from .sddmm import sddmm, sddmm_in_short
-from .sparse_linear import sparse_linear
 from .spmm import spmm, spmm_in_short, spmm_together
 from .ssd import ssd, ssd_in_short
-from .train import train, train_in_short
+from .train import train, train_at_a_glance, train_in_short
 
 __all__ = [
     "ABOUT",
@@ -67,13 +66,13 @@ __all__ = [
     "scaling",
     "sddmm",
     "show",
-    "sparse_linear",
     "spmm",
     "ssd",
     "stored",
     "stored_rivals",
     "time_of",
     "train",
+    "train_at_a_glance",
 ]
 
 #: benchmark -> the tables of its record
@@ -97,7 +96,6 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "choice": choice,
     "minibatch": minibatch,
     "regret": regret,
-    "sparse_linear": sparse_linear,
     "sanitizer": sanitizer,
 }
 
@@ -132,10 +130,9 @@ ABOUT = {
     "host": "What the host spends on a call whose device work is next to nothing.",
     "cpu": "The same layers without a GPU.",
     "accuracy": "As FlashSparse's table 8: no precision may lose more than one standard deviation.",
-    "choice": "Which algorithm wins where, and what `auto` picks; see docs/choosing.md.",
+    "choice": "Which algorithm wins where, and what `auto` picks; see docs/dev/choosing.md.",
     "minibatch": "Structure, forward and backward of batches whose structures are new each time.",
     "regret": "What the picks of `auto` cost; the better algorithm in brackets where it is another.",
-    "sparse_linear": "Pruned linear layers: spmm against a dense product with the zeros written out.",
     "sanitizer": "Every kernel on small structures under compute-sanitizer; the parts are those of"
     " `tests/sanitize.py`.",
 }
@@ -178,7 +175,6 @@ CHAPTERS = {
     "choice": Chapter("Choice of the algorithm", choice_in_short, ("choice",)),
     "minibatch": Chapter("Mini-batches", minibatch),
     "regret": Chapter("Choice of the algorithm, by number of uses", regret),
-    "sparse_linear": Chapter("Pruned linear layers", sparse_linear),
     "accuracy": Chapter("Accuracy of trained models", accuracy),
     "adjacency": Chapter("Building a structure", adjacency_in_short),
     "formats": Chapter("Formats", formats_in_short),
@@ -190,10 +186,10 @@ CHAPTERS = {
 
 INTRODUCTION = """# Benchmark results
 
-Written by `python -m benchmarks tables --out benchmarks/results/README.md` from the records (`.json`) beside
-this file; run it again after a benchmark instead of editing. Times are medians; a record holds the spread,
-the machine, the software and a digest of the kernels' sources. Graphs are seeded stand-ins for published
-graphs of that name (`benchmarks/suite.py`) or, in `formats`, `choice` and `accuracy`, also the real ones.
+Written by `python -m benchmarks tables` from stored records (`.json`). Times are medians; a record holds the
+spread, the machine, the software and a digest of the kernels' sources. Graphs are seeded stand-ins for
+published graphs of that name (`benchmarks/suite.py`) or, in `formats`, `choice` and
+`accuracy`, also the real ones.
 """
 
 

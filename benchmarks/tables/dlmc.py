@@ -50,9 +50,6 @@ def _dlmc_times(result: dict[str, Any], cells: list[Cell], dtype: str, width: in
         rival = min(stored, key=stored.__getitem__, default=None)
         quotients = {
             "best stored rival / best": quotient(stored[rival] if rival else None, fastest),
-            "best stored rival / SparseLinear": quotient(
-                stored[rival] if rival else None, time_of(row.get("SparseLinear"))
-            ),
             "TCA-SpMM / tca": quotient(stored.get("TCA fp16"), measured.get("fastsparse tca")),
             "Sputnik / hr": quotient(stored.get("Sputnik fp32"), measured.get("fastsparse hr")),
             "csr / best": quotient(measured.get("fastsparse csr"), fastest),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..common import geometric_mean
 from ..goals import STEPS_MS, verdict
 from ..roofline import peers
 from .cells import (
@@ -19,6 +20,16 @@ from .cells import (
     ratio,
     shown,
     time_of,
+)
+
+#: The layers that replace one of PyG's.
+LAYERS = (
+    "FastGCNConv",
+    "FastSAGEConv",
+    "FastGATConv",
+    "FastGATv2Conv",
+    "FastTransformerConv",
+    "FastAGNNConv",
 )
 
 
@@ -109,6 +120,37 @@ def train_in_short(result: dict[str, Any]) -> list[Table]:
             summary.append([f"{model}, {dtype}", *row[1:], ", ".join(cannot)])
     columns = ["", "rival", "geometric mean", "least", "graphs", "does not run on"]
     return [Table("Rival's step over ours", columns, summary), *details]
+
+
+def train_at_a_glance(result: dict[str, Any]) -> Table:
+    """A row for each of our layers: PyG's time and memory over ours, on the graphs that PyG trains."""
+    rows = []
+    for model in ordered(c["model"] for c in result["cells"]):
+        step, step_bf16, memory = (
+            _pyg_over_ours(result, model, dtype, field)
+            for dtype, field in (("float32", "median_ms"), ("bf16-amp", "median_ms"), ("float32", "peak_gb"))
+        )
+        csr = _pyg_over_ours(result, model, "float32", "median_ms", "PyG sparse_csr")
+        if step and step_bf16 and memory:
+            (name,) = {c["implementation"] for c in by(result["cells"], model=model)} & set(LAYERS)
+            means = [ratio(geometric_mean(found.values())) for found in (step, step_bf16, memory)]
+            least, most = (choose(step, key=step.__getitem__) for choose in (min, max))
+            ends = [f"{ratio(step[least])} {least}", f"{ratio(step[most])} {most}"]
+            means.append(ratio(geometric_mean(csr.values())))
+            rows.append([f"`{name}`", means[0], *ends, *means[1:], str(len(step))])
+    columns = ["layer", "time, float32", "least", "most", "time, bf16", "memory, float32"]
+    columns += ["time, PyG on torch.sparse", "graphs"]
+    return Table("PyG's layer over ours: time of a training step, and peak memory", columns, rows)
+
+
+def _pyg_over_ours(
+    result: dict[str, Any], model: str, dtype: str, field: str, rival: str = "PyG edge_index"
+) -> dict[str, float]:
+    """PyG's number over ours by graph, where both were measured."""
+    group = by(result["cells"], model=model, dtype=dtype, status="ok")
+    ours = {c["graph"]: c[field] for c in group if c["implementation"] in LAYERS}
+    rivals = by(group, implementation=rival)
+    return {c["graph"]: c[field] / ours[c["graph"]] for c in rivals if c["graph"] in ours}
 
 
 def _step(cell: Cell | None, ours: float | None) -> str:

@@ -4,8 +4,10 @@ from fastsparse_dgl.nn.agnn_conv import FastAGNNConv
 from fastsparse_dgl.nn.dotgat_conv import FastDotGatConv
 from fastsparse_dgl.nn.edge_attention import FastEdgeGATConv, FastEGATConv
 from fastsparse_dgl.nn.gat_conv import FastGATConv
+from fastsparse_dgl.nn.gated_gcn_conv import FastGatedGCNConv
 from fastsparse_dgl.nn.gatv2_conv import FastGATv2Conv
 from fastsparse_dgl.nn.gin_conv import FastGINConv
+from fastsparse_dgl.nn.gine_conv import FastGINEConv
 from fastsparse_dgl.nn.graph_conv import FastGCNConv, FastGraphConv
 from fastsparse_dgl.nn.graph_transformer import GraphTransformerLayer
 from fastsparse_dgl.nn.hetero_graph_conv import FastHeteroGraphConv
@@ -24,11 +26,14 @@ DROP_INS = {
         FastGATConv,
         FastGATv2Conv,
         FastGINConv,
+        FastGINEConv,
+        FastGatedGCNConv,
         FastGraphConv,
         FastHeteroGraphConv,
         FastPNAConv,
         FastSAGEConv,
     )
+    if drop_in.__bases__[-1].__module__.startswith("dgl.")  # else this DGL has no such layer
 }
 
 __all__ = [
@@ -41,6 +46,8 @@ __all__ = [
     "FastGATv2Conv",
     "FastGCNConv",
     "FastGINConv",
+    "FastGINEConv",
+    "FastGatedGCNConv",
     "FastGraphConv",
     "FastHeteroGraphConv",
     "FastMaxKGraphConv",

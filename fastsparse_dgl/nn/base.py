@@ -64,6 +64,24 @@ def dropout_p(dropout: torch.nn.Dropout) -> float:
     return dropout.p if dropout.training else 0.0
 
 
+def check_edges(name: str, feat: Any, adjacency: Adjacency, width: int) -> Tensor:
+    """Features of the edges, (E, width).
+
+    Raises:
+        DGLError: they are not that.
+    """
+    if not isinstance(feat, Tensor):
+        raise DGLError(f"{name}: expected a tensor, got {type(feat).__name__}")
+    if tuple(feat.shape) != (adjacency.num_values, width):
+        raise DGLError(
+            f"{name}: expected shape ({adjacency.num_values}, {width}), one row per edge, "
+            f"got {tuple(feat.shape)}"
+        )
+    if feat.device != adjacency.device:
+        raise DGLError(f"{name}: expected device {adjacency.device} like the features, got {feat.device}")
+    return feat
+
+
 class AggregationMixin:
     """Turns a layer's graph into an Adjacency and aggregates over it.
 

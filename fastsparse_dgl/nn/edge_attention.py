@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core import Adjacency, attention, edge_softmax, spmm
-from fastsparse_core.bias import add_bias
-from fastsparse_core.head_scores import head_scores
+from fastsparse_core.fused.bias import add_bias
+from fastsparse_core.fused.head_scores import head_scores
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
 from fastsparse_dgl.nn.base import (
     AggregationMixin,
+    check_edges,
     destination_features,
     dropout_p,
     source_features,
@@ -49,24 +50,6 @@ def _on_edges(adjacency: Adjacency, x_src: Tensor, x_dst: Tensor) -> Tensor:
     """``x_src_j + x_dst_i`` of every edge, (E, D), in the order of the edge ids."""
     of_src, of_dst = _ends(adjacency)
     return spmm(of_src, x_src) + spmm(of_dst, x_dst)
-
-
-def _check_edges(name: str, feat: Any, adjacency: Adjacency, width: int) -> Tensor:
-    """Features of the edges, (E, width).
-
-    Raises:
-        DGLError: they are not that.
-    """
-    if not isinstance(feat, Tensor):
-        raise DGLError(f"{name}: expected a tensor, got {type(feat).__name__}")
-    if tuple(feat.shape) != (adjacency.num_values, width):
-        raise DGLError(
-            f"{name}: expected shape ({adjacency.num_values}, {width}), one row per edge, "
-            f"got {tuple(feat.shape)}"
-        )
-    if feat.device != adjacency.device:
-        raise DGLError(f"{name}: expected device {adjacency.device} like the features, got {feat.device}")
-    return feat
 
 
 class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
@@ -128,7 +111,7 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
         if source.dim() != 2:
             raise DGLError(f"feat: expected a matrix, (N, in_feats), got shape {tuple(source.shape)}")
         adjacency = self._adjacency(graph, source)
-        edge_feat = _check_edges("edge_feat", edge_feat, adjacency, self._edge_feats)
+        edge_feat = check_edges("edge_feat", edge_feat, adjacency, self._edge_feats)
         if not self._allow_zero_in_degree:
             self._check_in_degree(adjacency)
 
@@ -227,7 +210,7 @@ class FastEGATConv(AggregationMixin, dgl.nn.pytorch.EGATConv):
         """
         source, given = source_features(nfeats), destination_features(nfeats)
         adjacency = self._adjacency(graph, source)
-        efeats = _check_edges("efeats", efeats, adjacency, self.fc_fij.in_features)
+        efeats = check_edges("efeats", efeats, adjacency, self.fc_fij.in_features)
         self._check_in_degree(adjacency)
         destination = self._destination(graph, adjacency, source, given)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastsparse_core import Adjacency, additive_attention, additive_attention_weights
-from fastsparse_core.bias import add_bias
-from fastsparse_core.head_scores import head_scores
+from fastsparse_core.fused.bias import add_bias
+from fastsparse_core.fused.head_scores import head_scores
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
 from fastsparse_dgl.nn.base import (

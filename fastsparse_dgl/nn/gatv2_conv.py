@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastsparse_core import gatv2_attention, gatv2_attention_weights
-from fastsparse_core.joint_linear import joint_linear
+from fastsparse_core.fused.joint_linear import joint_linear
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import GraphLike
 from fastsparse_dgl.nn.base import AggregationMixin, destination_features, dropout_p, source_features

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import Adjacency
-from fastsparse_core.graph_convolution import can_convolve, graph_convolution
+from fastsparse_core.fused.graph_convolution import can_convolve, graph_convolution
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
 from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype, source_features

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastsparse_core.graph_transformer import NORMS, GraphTransformer
+from fastsparse_core.fused.graph_transformer import NORMS, GraphTransformer
 from fastsparse_dgl.graph import DGLError, GraphLike
 from fastsparse_dgl.nn.base import AggregationMixin, destination_features, source_features
 

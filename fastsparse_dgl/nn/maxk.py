@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from fastsparse_core import CBSR, Adjacency, MaxK, ssd
-from fastsparse_core.aggregate_sparse import (
-    aggregate_sparse,
-    aggregate_sparse_linear,
-    can_aggregate_sparse_linear,
+from fastsparse_core.fused.joint_linear import is_plain_linear
+from fastsparse_core.fused.maxk_linear import (
+    aggregate_cbsr,
+    can_maxk_linear,
     densifies,
+    maxk_linear,
 )
-from fastsparse_core.joint_linear import is_plain_linear
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
 from fastsparse_dgl.nn.base import scale_dtype, source_features
 from fastsparse_dgl.nn.graph_conv import FastGraphConv
@@ -117,10 +117,8 @@ class FastMaxKGraphConv(FastGraphConv):
 
         value = None if edge_weight is None else edge_weight.reshape(-1)
         scales = self._scales(adjacency, cbsr.values)
-        if can_aggregate_sparse_linear(adjacency, cbsr, matrix, self.bias, out_by_in=False):
-            out = aggregate_sparse_linear(
-                adjacency, cbsr, matrix, self.bias, value=value, out_by_in=False, **scales
-            )
+        if can_maxk_linear(adjacency, cbsr, matrix, self.bias, out_by_in=False):
+            out = maxk_linear(adjacency, cbsr, matrix, self.bias, value=value, out_by_in=False, **scales)
         else:
             out = ssd(adjacency, cbsr, value, **scales)
             out = torch.matmul(out, matrix) if self.bias is None else torch.addmm(self.bias, out, matrix)
@@ -192,18 +190,16 @@ class FastMaxKSAGEConv(FastSAGEConv):
                 return out if self.bias is None else out + self.bias
 
             if other is None and is_plain_linear(self.fc_neigh):
-                out = aggregate_sparse(
-                    adjacency, cbsr, transform, self.fc_neigh.weight, value, scale_dst=scale
-                )
+                out = aggregate_cbsr(adjacency, cbsr, transform, self.fc_neigh.weight, value, scale_dst=scale)
             else:
                 out = transform(ssd(adjacency, cbsr, value, scale_dst=scale), cbsr)
         elif other is None and self._is_one_map(adjacency, cbsr, self.fc_self):
             own, neigh = self.fc_self, self.fc_neigh
-            out = aggregate_sparse_linear(
+            out = maxk_linear(
                 adjacency, cbsr, neigh.weight, own.bias, own.weight, value, "mean", out_by_in=True
             )
         elif self._is_one_map(adjacency, cbsr):
-            out = aggregate_sparse_linear(
+            out = maxk_linear(
                 adjacency, cbsr, self.fc_neigh.weight, value=value, reduce="mean", out_by_in=True
             )
             out = self.fc_self(destination(cbsr)) + out
@@ -220,7 +216,7 @@ class FastMaxKSAGEConv(FastSAGEConv):
             (own is None or is_plain_linear(own))
             and is_plain_linear(neigh)
             and neigh.bias is None
-            and can_aggregate_sparse_linear(
+            and can_maxk_linear(
                 adjacency,
                 cbsr,
                 neigh.weight,

@@ -7,11 +7,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastsparse_core import Adjacency
-from fastsparse_core.aggregate_linear import aggregate_linear, can_aggregate_linear
-from fastsparse_core.joint_linear import add_linear, is_plain_linear
+from fastsparse_core.fused.aggregate_linear import aggregate_linear, can_aggregate_linear
+from fastsparse_core.fused.joint_linear import add_linear, is_plain_linear
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
 from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype, source_features
+from fastsparse_dgl.sampled_block import SampledBlock
 
 
 class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
@@ -60,8 +61,9 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
             DGLError: sizes, devices or options do not fit.
         """
         if self._aggre_type == "lstm":
-            if isinstance(graph, Adjacency):
-                raise DGLError("graph: aggregator_type='lstm' needs a DGLGraph, got an Adjacency")
+            if isinstance(graph, (Adjacency, SampledBlock)):
+                kind = type(graph).__name__
+                raise DGLError(f"graph: aggregator_type='lstm' needs a DGLGraph, got {kind}")
             return super().forward(graph, feat, edge_weight)
 
         source = source_features(feat)

@@ -5,9 +5,11 @@ from fastsparse_pyg.nn.gat_conv import FastGATConv
 from fastsparse_pyg.nn.gatv2_conv import FastGATv2Conv
 from fastsparse_pyg.nn.gcn_conv import FastGCNConv
 from fastsparse_pyg.nn.gin_conv import FastGINConv
+from fastsparse_pyg.nn.gine_conv import FastGINEConv
 from fastsparse_pyg.nn.graph_transformer import GraphTransformerLayer
 from fastsparse_pyg.nn.maxk import FastMaxKGCNConv, FastMaxKSAGEConv
 from fastsparse_pyg.nn.pna_conv import FastPNAConv
+from fastsparse_pyg.nn.res_gated_graph_conv import FastResGatedGraphConv
 from fastsparse_pyg.nn.sage_conv import FastSAGEConv
 from fastsparse_pyg.nn.transformer_conv import FastTransformerConv
 
@@ -20,6 +22,8 @@ DROP_INS = {
         FastGATv2Conv,
         FastGCNConv,
         FastGINConv,
+        FastGINEConv,
+        FastResGatedGraphConv,
         FastPNAConv,
         FastSAGEConv,
         FastTransformerConv,
@@ -33,9 +37,11 @@ __all__ = [
     "FastGATv2Conv",
     "FastGCNConv",
     "FastGINConv",
+    "FastGINEConv",
     "FastMaxKGCNConv",
     "FastMaxKSAGEConv",
     "FastPNAConv",
+    "FastResGatedGraphConv",
     "FastSAGEConv",
     "FastTransformerConv",
     "GraphTransformerLayer",

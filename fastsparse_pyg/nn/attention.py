@@ -14,14 +14,14 @@ from fastsparse_core import Adjacency, spmm
 from fastsparse_core.log import info_once
 from fastsparse_pyg.caching import logger
 from fastsparse_pyg.graph import Graph, is_sparse_matrix, to_edge_index
-from fastsparse_pyg.nn.accelerated import AcceleratedConv
+from fastsparse_pyg.nn.base import FastConv
 
 #: Reductions over edge features, for those of self loops, that are a product with the structure.
 _LINEAR_FILLS = ("mean", "add", "sum")
 
 
-class AttentionConv(AcceleratedConv):
-    """Base of the attention layers, to be named before the PyG layer as :class:`AcceleratedConv`."""
+class AttentionConv(FastConv):
+    """Base of the attention layers, to be named before the PyG layer as :class:`FastConv`."""
 
     _fusible: ClassVar[bool] = False
 
@@ -174,24 +174,6 @@ def value_ends(adj: Adjacency) -> Tensor:
         return ends
 
     return adj.memo("fastsparse_pyg.value_ends", build)
-
-
-def incidence(adj: Adjacency) -> Adjacency:
-    """The structure (num_dst, num_values) in which every edge is a source of its own destination.
-
-    An aggregation over it sums features of edges; a sampled product gives every edge one with its
-    destination.
-    """
-
-    def build() -> Adjacency:
-        position = adj.edge_id
-        if position is None:
-            position = torch.arange(adj.num_edges, dtype=torch.int32, device=adj.device)
-        # Values keep the order of the graph's own.
-        shape = (adj.num_dst, adj.num_values)
-        return Adjacency(adj.rowptr, position.int(), shape, edge_id=adj.edge_id, num_values=adj.num_values)
-
-    return adj.memo("fastsparse_pyg.incidence", build)
 
 
 def _carries_features(matrix: Any) -> bool:

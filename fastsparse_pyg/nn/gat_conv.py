@@ -11,10 +11,10 @@ from torch_geometric.nn import GATConv
 from torch_geometric.typing import OptPairTensor, OptTensor, Size, SparseTensor
 
 from fastsparse_core import Adjacency, additive_attention, additive_attention_weights, spmm
-from fastsparse_core.bias import add_bias
-from fastsparse_core.head_scores import head_scores
-from fastsparse_pyg.nn.accelerated import is_plain_linear
+from fastsparse_core.fused.bias import add_bias
+from fastsparse_core.fused.head_scores import head_scores
 from fastsparse_pyg.nn.attention import AttentionConv
+from fastsparse_pyg.nn.base import is_plain_linear
 
 
 class FastGATConv(AttentionConv, GATConv):

@@ -10,9 +10,9 @@ from torch_geometric.nn import GATv2Conv
 from torch_geometric.typing import OptTensor, PairTensor, SparseTensor
 
 from fastsparse_core import Adjacency, edge_softmax, gatv2_attention, gatv2_attention_weights, spmm
-from fastsparse_core.bias import add_bias
-from fastsparse_pyg.nn.accelerated import is_plain_linear, project
+from fastsparse_core.fused.bias import add_bias
 from fastsparse_pyg.nn.attention import AttentionConv, value_ends
+from fastsparse_pyg.nn.base import is_plain_linear, project
 
 
 class FastGATv2Conv(AttentionConv, GATv2Conv):

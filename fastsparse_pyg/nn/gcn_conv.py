@@ -12,9 +12,9 @@ from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.typing import OptTensor, SparseTensor
 
 from fastsparse_core import Adjacency, sddmm, spmm
-from fastsparse_core.graph_convolution import can_convolve, graph_convolution
+from fastsparse_core.fused.graph_convolution import can_convolve, graph_convolution
 from fastsparse_pyg.graph import Graph, caller_edges, is_sparse_matrix, resolve, to_edge_index
-from fastsparse_pyg.nn.accelerated import AcceleratedConv, is_plain_linear
+from fastsparse_pyg.nn.base import FastConv, is_plain_linear
 
 
 class Propagation(NamedTuple):
@@ -108,7 +108,7 @@ _EDGE_INDEX_SLOT = "_held_cached_edge_index"
 _ADJ_T_SLOT = "_held_cached_adj_t"
 
 
-class FastGCNConv(AcceleratedConv, GCNConv):
+class FastGCNConv(FastConv, GCNConv):
     r"""PyG's :class:`~torch_geometric.nn.conv.GCNConv` on FastSparse kernels.
 
     .. math::

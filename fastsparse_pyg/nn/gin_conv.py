@@ -8,10 +8,10 @@ from torch_geometric.nn import GINConv
 from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency
-from fastsparse_pyg.nn.accelerated import AcceleratedConv
+from fastsparse_pyg.nn.base import FastConv
 
 
-class FastGINConv(AcceleratedConv, GINConv):
+class FastGINConv(FastConv, GINConv):
     r"""PyG's :class:`~torch_geometric.nn.conv.GINConv` on FastSparse kernels.
 
     .. math::

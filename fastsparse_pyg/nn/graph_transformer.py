@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import Adjacency
-from fastsparse_core.graph_transformer import NORMS, GraphTransformer
+from fastsparse_core.fused.graph_transformer import NORMS, GraphTransformer
 from fastsparse_pyg.graph import resolve
 
 # Compiled code builds no structures: an edge list breaks the graph here, an Adjacency does not.

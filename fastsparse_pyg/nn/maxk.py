@@ -9,12 +9,12 @@ from torch import Tensor
 from torch_geometric.typing import OptTensor, Size
 
 from fastsparse_core import CBSR, Adjacency, MaxK, ssd
-from fastsparse_core.aggregate_sparse import (
-    aggregate_sparse_linear,
-    can_aggregate_sparse_linear,
+from fastsparse_core.fused.maxk_linear import (
+    can_maxk_linear,
     densifies,
+    maxk_linear,
 )
-from fastsparse_pyg.nn.accelerated import is_plain_linear
+from fastsparse_pyg.nn.base import is_plain_linear
 from fastsparse_pyg.nn.gcn_conv import FastGCNConv, message_dtype
 from fastsparse_pyg.nn.sage_conv import FastSAGEConv
 
@@ -102,9 +102,9 @@ class FastMaxKGCNConv(FastGCNConv):
         if (
             is_plain_linear(lin)
             and lin.bias is None
-            and can_aggregate_sparse_linear(adj, cbsr, lin.weight, self.bias, out_by_in=True)
+            and can_maxk_linear(adj, cbsr, lin.weight, self.bias, out_by_in=True)
         ):
-            return aggregate_sparse_linear(
+            return maxk_linear(
                 adj,
                 cbsr,
                 lin.weight,
@@ -177,10 +177,10 @@ class FastMaxKSAGEConv(FastSAGEConv):
         root_weight = None
         if root is not None and x_dst is x_src and is_plain_linear(root) and root.bias is None:
             root_weight = root.weight
-        if is_plain_linear(lin) and can_aggregate_sparse_linear(
+        if is_plain_linear(lin) and can_maxk_linear(
             adj, cbsr, lin.weight, lin.bias, root_weight, out_by_in=True
         ):
-            out = aggregate_sparse_linear(
+            out = maxk_linear(
                 adj, cbsr, lin.weight, lin.bias, root_weight, value, self._reduce(), out_by_in=True
             )
         else:

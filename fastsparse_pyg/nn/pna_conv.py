@@ -22,10 +22,10 @@ from torch_geometric.nn.aggr import (
 from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, multi_aggregate
-from fastsparse_core.principal_aggregation import add_scaled, node_parts
+from fastsparse_core.fused.principal_aggregation import add_scaled, node_parts
+from fastsparse_core.incidence import incidence
 from fastsparse_pyg.graph import is_sparse_matrix, to_edge_index
-from fastsparse_pyg.nn.accelerated import AcceleratedConv, is_plain_linear
-from fastsparse_pyg.nn.attention import incidence
+from fastsparse_pyg.nn.base import FastConv, is_plain_linear
 
 _AGGREGATIONS = {
     SumAggregation: "sum",
@@ -38,7 +38,7 @@ _AGGREGATIONS = {
 _SCALERS = ("identity", "amplification", "attenuation", "linear", "inverse_linear")
 
 
-class FastPNAConv(AcceleratedConv, PNAConv):
+class FastPNAConv(FastConv, PNAConv):
     r"""PyG's :class:`~torch_geometric.nn.conv.PNAConv` on FastSparse kernels.
 
     .. math::

@@ -9,12 +9,12 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency
-from fastsparse_core.aggregate_linear import aggregate_linear, can_aggregate_linear
-from fastsparse_core.joint_linear import add_linear
-from fastsparse_pyg.nn.accelerated import AcceleratedConv, is_plain_linear
+from fastsparse_core.fused.aggregate_linear import aggregate_linear, can_aggregate_linear
+from fastsparse_core.fused.joint_linear import add_linear
+from fastsparse_pyg.nn.base import FastConv, is_plain_linear
 
 
-class FastSAGEConv(AcceleratedConv, SAGEConv):
+class FastSAGEConv(FastConv, SAGEConv):
     r"""PyG's :class:`~torch_geometric.nn.conv.SAGEConv` on FastSparse kernels.
 
     .. math::

@@ -12,8 +12,9 @@ from torch_geometric.nn import TransformerConv
 from torch_geometric.typing import OptTensor, PairTensor
 
 from fastsparse_core import Adjacency, attention, attention_weights, sddmm, spmm
-from fastsparse_pyg.nn.accelerated import is_plain_linear, project
-from fastsparse_pyg.nn.attention import AttentionConv, incidence
+from fastsparse_core.incidence import incidence
+from fastsparse_pyg.nn.attention import AttentionConv
+from fastsparse_pyg.nn.base import is_plain_linear, project
 
 
 class FastTransformerConv(AttentionConv, TransformerConv):

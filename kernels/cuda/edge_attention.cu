@@ -1,12 +1,13 @@
 // Attention with edge features, forward, from CSR on CUDA cores: one kernel with a policy for the score, dot
-// products (kEdge features of an edge per lane) or GATv2 (kEdge = 0).
+// products (kEdge features of an edge per lane), GATv2 (kEdge = 0), or GATv2 with W in registers (kEdge =
+// kKept).
 //
 // Dot products: with W_h the edges' linear map, <q_i, W_h a_ij> = <W_h^T q_i, a_ij> and sum_j w W_h a_ij =
 // W_h sum_j w a_ij, so that an edge costs its own A features and A products per head, never a row of H D.
-// GATv2: W a_ij stands inside the leaky ReLU and is computed here, from W in the L1; it is not stored either.
-// Floors, E entries of width F = H D: 2 E F sizeof(T) bytes gathered (GATv2: half, the key is the value) and
-// E A sizeof(T) read. Without edge features (A = 0) the policies are those of attention and of
-// gatv2_attention.
+// GATv2: W a_ij stands inside the leaky ReLU and is computed here, from W in registers where an edge has up
+// to 8 features and from the L1 else; it is not stored either. Floors, E entries of width F = H D: 2 E F
+// sizeof(T) bytes gathered (GATv2: half, the key is the value) and E A sizeof(T) read. Without edge features
+// (A = 0) the policies are those of attention and of gatv2_attention.
 
 #include "fastsparse/additive_score.cuh"
 #include "fastsparse/edge_attention.cuh"
@@ -15,11 +16,13 @@
 namespace fastsparse::cuda {
 namespace {
 
+constexpr int kKept = -1;
+
 template <typename T, int kEdge>
-__global__ void __launch_bounds__(kHeadThreads, kEdge == 0 ? 3 : 4)
+__global__ void __launch_bounds__(kHeadThreads, kEdge <= 0 ? 3 : kDotBlocks<T, kEdge>)
     edge_attention_kernel(const __grid_constant__ EdgeAttentionArgs args, int head_lanes,
                           int heads_per_group) {
-  constexpr bool kGatv2 = kEdge == 0;
+  constexpr bool kGatv2 = kEdge <= 0;
   constexpr int kInFlight = kEdgesInFlight<T, kEdge>;
   constexpr int kPart = kGatv2 ? 4 : kEdge;
   const EdgeAttentionInput& input = args.input;
@@ -46,6 +49,8 @@ __global__ void __launch_bounds__(kHeadThreads, kEdge == 0 ? 3 : 4)
   }
   const auto k_rows = lane.gather<T>(input.k), v_rows = lane.gather<T>(input.v);
 
+  const std::conditional_t<kEdge == kKept, KeptWeight<T>, NoWeight> weight(lane, input);
+
   float max = -kInfinity, sum = 0;
   float acc[kLaneFeatures] = {}, acc_edge[kPart] = {};
   for (int base = 0; base < longest; base += kInFlight) {
@@ -53,6 +58,7 @@ __global__ void __launch_bounds__(kHeadThreads, kEdge == 0 ? 3 : 4)
     bool has[kInFlight];
     LaneFeatures<T> k[kInFlight], v[kInFlight];
     EdgePart<T, kPart> edge[kInFlight];
+    Words<T, 4> whole_edge[kInFlight][kKeptWeight / 4];
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
       has[u] = base + u < slice.length;
@@ -60,6 +66,8 @@ __global__ void __launch_bounds__(kHeadThreads, kEdge == 0 ? 3 : 4)
       if constexpr (!kGatv2) {
         v[u] = v_rows.load(entries.col[u], has[u]);
         edge[u] = EdgePart<T, kPart>(lane, input.edge, entries.position[u], has[u]);
+      } else if constexpr (kEdge == kKept) {
+        load_edge<T>(whole_edge[u], lane, input.edge, entries.position[u], has[u]);
       }
     }
     next.read(args.a, slice, base + kInFlight);
@@ -71,8 +79,9 @@ __global__ void __launch_bounds__(kHeadThreads, kEdge == 0 ? 3 : 4)
       for (int u = 0; u < kInFlight; ++u) {
 #pragma unroll
         for (int i = 0; i < kLaneFeatures; ++i) z[u][i] = q[i] + k[u][i];
+        if constexpr (kEdge == kKept) weight.add_to(z[u], whole_edge[u]);
       }
-      add_projected<T>(z, lane, input, entries.position, has);
+      if constexpr (kEdge != kKept) add_projected<T>(z, lane, input, entries.position, has);
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
 #pragma unroll
@@ -120,16 +129,16 @@ __global__ void __launch_bounds__(kHeadThreads, kEdge == 0 ? 3 : 4)
     }
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
-      float weight = __expf(score[u] - reference);
-      sum += weight;
+      float w = __expf(score[u] - reference);
+      sum += w;
       if (input.dropout.threshold != 0) {
-        weight *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
+        w *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
       }
 #pragma unroll
-      for (int i = 0; i < kLaneFeatures; ++i) acc[i] += weight * (kGatv2 ? k[u][i] : v[u][i]);
+      for (int i = 0; i < kLaneFeatures; ++i) acc[i] += w * (kGatv2 ? k[u][i] : v[u][i]);
       if constexpr (!kGatv2) {
 #pragma unroll
-        for (int i = 0; i < kPart; ++i) acc_edge[i] += weight * edge[u][i];
+        for (int i = 0; i < kPart; ++i) acc_edge[i] += w * edge[u][i];
       }
     }
   }
@@ -165,7 +174,7 @@ int edge_attention(const EdgeAttentionArgs& args, void* stream_address) {
     using T = decltype(type);
     const auto run = [&](auto kernel) { kernel<<<grid, kHeadThreads, 0, stream>>>(args, lanes, per_group); };
     if (input.gatv2) {
-      run(edge_attention_kernel<T, 0>);
+      run(input.edge_width <= kKeptWeight ? edge_attention_kernel<T, kKept> : edge_attention_kernel<T, 0>);
     } else if (input.edge_width <= 4 * lanes) {
       run(edge_attention_kernel<T, 4>);
     } else {
@@ -174,7 +183,7 @@ int edge_attention(const EdgeAttentionArgs& args, void* stream_address) {
     auto* lse = static_cast<float*>(args.lse);
     combine_softmax<T>(args.split, args.partial, args.partial_state, input.heads, input.head_width, args.out,
                        lse, stream);
-    if (!input.gatv2) {
+    if (!input.gatv2 && input.edge_width > 0) {
       combine_softmax<T>(args.split, args.partial_edge, args.partial_state, input.heads, input.edge_width,
                          args.out_edge, lse, stream);
     }

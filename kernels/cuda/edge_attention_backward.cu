@@ -37,7 +37,7 @@ __device__ __forceinline__ float* features_at(const EdgeAttentionBackwardArgs& a
 }
 
 template <typename T, int kEdge>
-__global__ void __launch_bounds__(kHeadThreads, 4)
+__global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
     dot_row_kernel(const __grid_constant__ EdgeAttentionBackwardArgs args, int head_lanes,
                    int heads_per_group) {
   constexpr int kInFlight = kEdgesInFlight<T, kEdge>;
@@ -167,10 +167,10 @@ __global__ void __launch_bounds__(kHeadThreads, 4)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kHeadThreads, 5)
+__global__ void __launch_bounds__(kHeadThreads, sizeof(T) == 2 ? 8 : 5)
     dot_column_kernel(const __grid_constant__ EdgeAttentionBackwardArgs args, int head_lanes,
                       int heads_per_group) {
-  constexpr int kInFlight = kEdgesInFlight<T>;
+  constexpr int kInFlight = kEdgesInFlight<T, 4>;
   const EdgeAttentionInput& input = args.input;
   const EdgeLane lane(input, head_lanes, heads_per_group);
   const RowSlice slice = load_slice(args.split_t, lane.group);
@@ -215,11 +215,92 @@ __global__ void __launch_bounds__(kHeadThreads, 5)
   }
 }
 
-template <typename T>
+// da of GATv2's edges in flight, W^T dz of all features of all heads of the group, from W in registers.
+template <typename T, int kCount>
+__device__ __forceinline__ void store_edge_gradient(const EdgeAttentionBackwardArgs& args,
+                                                    const EdgeLane& lane, const KeptWeight<T>& weight,
+                                                    const float (&dz)[kCount][kLaneFeatures],
+                                                    const Entries<kCount>& entries,
+                                                    const bool (&has)[kCount]) {
+  float part[kKeptWeight * kCount] = {};
+#pragma unroll
+  for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+    for (int a = 0; a < kKeptWeight; ++a) {
+#pragma unroll
+      for (int f = 0; f < kLaneFeatures; ++f) part[u * kKeptWeight + a] += weight.of[a][f] * dz[u][f];
+    }
+  }
+  const int lane_of_group = threadIdx.x & (lane.group_lanes - 1);
+  if (lane.group_lanes >= kKeptWeight * kCount) {
+    const float number = scatter_sum(part, lane.group_lanes);
+    const int mine = lane_of_group / kKeptWeight, a = lane_of_group % kKeptWeight;
+    std::uint32_t position = entries.position[0];
+    bool wanted = has[0] && mine == 0;
+#pragma unroll
+    for (int u = 1; u < kCount; ++u) {
+      if (mine == u) {
+        position = entries.position[u];
+        wanted = has[u];
+      }
+    }
+    if (wanted && a < lane.edge_width) features_at(args, position)[a] = number;
+  } else {
+    sum_over(part, lane.group_lanes);
+    if (lane_of_group != 0) return;
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      if (!has[u]) continue;
+#pragma unroll
+      for (int a = 0; a < kKeptWeight; a += 4) {
+        if (a >= lane.edge_width) break;
+        const float* of = part + u * kKeptWeight + a;
+        *reinterpret_cast<float4*>(features_at(args, entries.position[u]) + a) =
+            make_float4(of[0], of[1], of[2], of[3]);
+      }
+    }
+  }
+}
+
+// The same with W from the L1, for edges with more features.
+template <typename T, int kCount>
+__device__ __forceinline__ void store_edge_gradient(const EdgeAttentionBackwardArgs& args,
+                                                    const EdgeLane& lane,
+                                                    const float (&dz)[kCount][kLaneFeatures],
+                                                    const Entries<kCount>& entries,
+                                                    const bool (&has)[kCount]) {
+  const float* weight = static_cast<const float*>(args.input.weight);
+  const std::int64_t width = args.input.heads * args.input.head_width;
+  const int lane_of_group = threadIdx.x & (lane.group_lanes - 1);
+#pragma unroll 1
+  for (int a = 0; a < lane.edge_width; a += 4) {
+    float part[4 * kCount] = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float w[kLaneFeatures];
+      lane.load_vector<T>(w, weight + (a + i) * width);
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+        for (int f = 0; f < kLaneFeatures; ++f) part[u * 4 + i] += w[f] * dz[u][f];
+      }
+    }
+    sum_over(part, lane.group_lanes);
+    if (lane_of_group != 0) continue;
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      if (!has[u]) continue;
+      *reinterpret_cast<float4*>(features_at(args, entries.position[u]) + a) =
+          make_float4(part[u * 4], part[u * 4 + 1], part[u * 4 + 2], part[u * 4 + 3]);
+    }
+  }
+}
+
+template <typename T, bool kKept>
 __global__ void __launch_bounds__(kHeadThreads, 3)
     gatv2_row_kernel(const __grid_constant__ EdgeAttentionBackwardArgs args, int head_lanes,
                      int heads_per_group) {
-  constexpr int kInFlight = kEdgesInFlight<T>;
+  constexpr int kInFlight = kKept ? 2 : kEdgesInFlight<T>;
   const EdgeAttentionInput& input = args.input;
   const EdgeLane lane(input, head_lanes, heads_per_group);
   if (lane.group >= args.att_rows) return;  // whole warps: a block has up to 128 groups, a warp up to 32
@@ -228,6 +309,7 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
   float att[kLaneFeatures], grad_att[kLaneFeatures] = {};
   lane.load_vector<T>(att, static_cast<const float*>(input.att));
   const auto rows = lane.gather<T>(input.k);
+  const std::conditional_t<kKept, KeptWeight<T>, NoWeight> kept(lane, input);
 
   for (std::int64_t first = 0; first < args.split.num_slices; first += args.att_rows) {
     const std::int64_t index = first + lane.group;
@@ -253,11 +335,13 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
       const Entries<kInFlight> entries = next;
       bool has[kInFlight];
       LaneFeatures<T> x_src[kInFlight];
+      Words<T, 4> edge[kInFlight][kKeptWeight / 4];
       float z[kInFlight][kLaneFeatures];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         has[u] = base + u < slice.length;
         x_src[u] = rows.load(entries.col[u], has[u]);
+        if constexpr (kKept) load_edge<T>(edge[u], lane, input.edge, entries.position[u], has[u]);
       }
       next.read(args.a, slice, base + kInFlight);
       float products[2 * kInFlight] = {};  // scores, then dP
@@ -268,8 +352,9 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
           z[u][i] = x_dst[i] + x_src[u][i];
           products[kInFlight + u] += grad[i] * x_src[u][i];
         }
+        if constexpr (kKept) kept.add_to(z[u], edge[u]);
       }
-      add_projected<T>(z, lane, input, entries.position, has);
+      if constexpr (!kKept) add_projected<T>(z, lane, input, entries.position, has);
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
 #pragma unroll
@@ -303,41 +388,10 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
         }
       }
       if (args.grad_features != nullptr) {
-        const float* weight = static_cast<const float*>(input.weight);
-        const int lane_of_group = threadIdx.x & (lane.group_lanes - 1);
-#pragma unroll 1
-        for (int a = 0; a < lane.edge_width; a += 4) {
-          float part[4 * kInFlight] = {};
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float w[kLaneFeatures];
-            lane.load_vector<T>(w, weight + (a + i) * width);
-#pragma unroll
-            for (int u = 0; u < kInFlight; ++u) {
-#pragma unroll
-              for (int f = 0; f < kLaneFeatures; ++f) part[u * 4 + i] += w[f] * z[u][f];
-            }
-          }
-          if (lane.group_lanes >= 4 * kInFlight) {
-            const float number = scatter_sum(part, lane.group_lanes);
-            const int mine = lane_of_group / 4;
-            if (lane_of_group < 4 * kInFlight && base + mine < slice.length) {
-              std::uint32_t position = entries.position[0];
-#pragma unroll
-              for (int u = 1; u < kInFlight; ++u) position = mine == u ? entries.position[u] : position;
-              features_at(args, position)[a + lane_of_group % 4] = number;
-            }
-          } else {
-            sum_over(part, lane.group_lanes);
-            if (lane_of_group == 0) {
-#pragma unroll
-              for (int u = 0; u < kInFlight; ++u) {
-                if (!has[u]) continue;
-                *reinterpret_cast<float4*>(features_at(args, entries.position[u]) + a) =
-                    make_float4(part[u * 4], part[u * 4 + 1], part[u * 4 + 2], part[u * 4 + 3]);
-              }
-            }
-          }
+        if constexpr (kKept) {
+          store_edge_gradient<T>(args, lane, kept, z, entries, has);
+        } else {
+          store_edge_gradient<T>(args, lane, z, entries, has);
         }
       }
     }
@@ -470,11 +524,12 @@ void launch(const EdgeAttentionBackwardArgs& args, cudaStream_t stream) {
     combine_partials<T, 1>(split, partial, Epilogue::only(to, columns), SameRow{}, stream);
   };
   if (input.gatv2) {
-    run(gatv2_row_kernel<T>, args.att_rows);  // groups without a slice write their zeros of datt, too
+    run(input.edge_width <= kKeptWeight ? gatv2_row_kernel<T, true> : gatv2_row_kernel<T, false>,
+        args.att_rows);  // groups without a slice write their zeros of datt, too
   } else if (args.split.num_slices != 0) {
     run(input.edge_width <= 4 * lanes ? dot_row_kernel<T, 4> : dot_row_kernel<T, kMostEdge>,
         args.split.num_slices);
-    combine(args.split, args.partial_q_edge, args.grad_q_edge, edge_width);
+    if (edge_width > 0) combine(args.split, args.partial_q_edge, args.grad_q_edge, edge_width);
   }
   combine(args.split, args.partial_q, args.grad_q, width);
   if (args.split_t.num_slices != 0) {

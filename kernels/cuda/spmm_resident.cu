@@ -6,7 +6,7 @@
 // Features are cut into tiles (the slow grid dimension), rows into groups of about equal work, one block
 // each. The warps of a block share its entries wherever rows begin and end: a row that several warps share is
 // open at the end of the first, which after a barrier adds what the others carry, in order: the same bits
-// every time, no atomics. choose.spmm_resident says where a tile fits.
+// every time, no atomics. policy.spmm_resident says where a tile fits.
 //
 // Small matrices take less time for their products than for what comes before: so 64-bit divisions are left
 // to the host, and entries are read 128 at a time, ahead, into shared memory.

@@ -10,7 +10,7 @@
 // them the rows that are far longer than the mean, one after the other. Their sums meet in shared memory and
 // are added in order: the same bits every time, no atomics, no second kernel.
 //
-// Where x has few rows, choose.spmm_resident sends the call to spmm_resident.cu.
+// Where x has few rows, policy.spmm_resident sends the call to spmm_resident.cu.
 
 #include <algorithm>
 

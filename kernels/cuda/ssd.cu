@@ -702,20 +702,24 @@ struct SameRow {
   __device__ __forceinline__ std::int64_t operator()(std::int64_t row, int) const { return row; }
 };
 
-template <int kAtOnce, int kBlocks, typename T, typename Id, typename Rows, bool kWeighted>
+// kOneForAll: groups of any length run the kernel for long ones.
+template <int kAtOnce, int kBlocks, typename T, typename Id, typename Rows, bool kWeighted,
+          bool kOneForAll = false>
 void launch_long(const SsdArgs& args, cudaStream_t stream) {
   if (args.num_long == 0) return;
   int lanes_log = 0;
   while (lanes_log < 5 && (4 << lanes_log) < args.k) ++lanes_log;
   const auto buffers = static_cast<std::size_t>((args.width + 3) / 4 * 16 * kWarps);
   const unsigned blocks = ceil_div(args.num_long, kWarps);
-  if (args.longest_group <= kPieceEntries) {
-    ssd_kernel<kAtOnce, kBlocks, T, Id, Rows, kWeighted, false>
-        <<<blocks, kThreads, buffers, stream>>>(args, lanes_log);
-  } else {
-    ssd_kernel<kAtOnce, kBlocks, T, Id, Rows, kWeighted, true>
-        <<<blocks, kThreads, 2 * buffers, stream>>>(args, lanes_log);
+  if constexpr (!kOneForAll) {
+    if (args.longest_group <= kPieceEntries) {
+      ssd_kernel<kAtOnce, kBlocks, T, Id, Rows, kWeighted, false>
+          <<<blocks, kThreads, buffers, stream>>>(args, lanes_log);
+      return;
+    }
   }
+  ssd_kernel<kAtOnce, kBlocks, T, Id, Rows, kWeighted, true>
+      <<<blocks, kThreads, 2 * buffers, stream>>>(args, lanes_log);
 }
 
 template <typename T, typename Id, bool kWeighted>
@@ -773,7 +777,8 @@ void launch_in_shared_memory(SsdArgs args, cudaStream_t stream) {
     args.k <= 16 ? launch_long<1, kWeighted ? 8 : 12, T, Id, Rows, kWeighted>(args, stream)
                  : launch_long<2, kWeighted ? 7 : 10, T, Id, Rows, kWeighted>(args, stream);
   } else {
-    launch_long<2, 6, T, Id, QuadOfRows<T, Id, false>, kWeighted>(args, stream);
+    // Kept entries that are not multiples of four are rare: they share one kernel, with weights of 1.
+    launch_long<2, 6, T, Id, QuadOfRows<T, Id, false>, true, true>(args, stream);
   }
   launch_others(std::common_type<Rows>{});
 }

@@ -1,6 +1,6 @@
 // Backward of the product with sparse features (MaxK): gradients of the kept values and of the edge values.
 //
-// Kept values, from tall windows: a block of threads copies the window's rows of the gradient to shared
+// Kept values, from row panels: a block of threads copies the window's rows of the gradient to shared
 // memory, and groups of lanes take strips of its entries, which are sorted by source. A lane owns up to 4
 // kept columns; it looks them up in the rows of a source's consecutive entries, sums in registers, and adds
 // once per source and strip to the output: with one 16-byte reduction on sm_90, or with a plain store where
@@ -61,7 +61,7 @@ void with_ids(const KeptIdsView& ids, F&& f) {
   ids.is_16bit ? pick(std::uint16_t{}, one, four) : pick(std::uint8_t{}, one, four);
 }
 
-// ---------------------------------------------------------------- kept values, from tall windows
+// ---------------------------------------------------------------- kept values, from row panels
 
 // Adds kVec neighbouring floats to global memory.
 template <int kVec>

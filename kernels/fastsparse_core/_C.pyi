@@ -304,8 +304,22 @@ def sum_of_rows(  # only in builds with the CUDA half
     device: int,
     queue: int,
 ) -> None: ...
-def csr_to_dense(  # only in builds with the CUDA half
-    structure: CsrStructure, dtype: int, value: int, out: int, device: int, queue: int
+def head_outer(  # only in builds with the CUDA half
+    x: int,
+    x_stride: int,
+    y: int,
+    y_stride: int,
+    x_edge: int,
+    y_edge: int,
+    num_rows: int,
+    heads: int,
+    head_width: int,
+    edge_width: int,
+    partial: int,
+    num_parts: int,
+    dtype: int,
+    device: int,
+    queue: int,
 ) -> None: ...
 def num_hybrid_rows_counts(num_rows: int) -> int: ...  # only in builds with the CUDA half
 def hybrid_rows(  # only in builds with the CUDA half
@@ -462,6 +476,20 @@ def gatv2_attention_backward(
     partial_src: int,
     device: int,
     queue: int,
+) -> None: ...
+def segment_reduce(
+    structure: CsrStructure,
+    dtype: int,
+    reduction: int,
+    width: int,
+    x: int,
+    x_stride: int,
+    out: int,
+    extra: int,
+    partial: int,
+    device: int,
+    queue: int,
+    /,
 ) -> None: ...
 def edge_softmax(
     structure: CsrStructure,
@@ -632,6 +660,67 @@ def edge_attention_backward(
     device: int,
     queue: int,
 ) -> None: ...
+
+class EdgeMessageInput:
+    def __init__(
+        self,
+        message: int,
+        dtype: int,
+        width: int,
+        edge_width: int,
+        k: int,
+        k_stride: int,
+        q: int,
+        q_stride: int,
+        v: int,
+        v_stride: int,
+        edge: int,
+        edge_stride: int,
+        weight: int,
+        of_value: int,
+        bias: int,
+    ) -> None: ...
+
+def edge_messages(
+    structure: CsrStructure,
+    input: EdgeMessageInput,
+    out: int,
+    side: int,
+    state: int,
+    positive: int,
+    sign_bytes: int,
+    partial: int,
+    partial_side: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def edge_messages_backward(
+    structure: CsrStructure,
+    transposed: CsrStructure,
+    input: EdgeMessageInput,
+    grad: int,
+    grad_stride: int,
+    grad_side: int,
+    grad_side_stride: int,
+    state: int,
+    state_stride: int,
+    grad_state: int,
+    grad_state_stride: int,
+    positive: int,
+    sign_bytes: int,
+    num_values: int,
+    grad_q: int,
+    grad_v: int,
+    grad_edge: int,
+    grad_features: int,
+    grad_weight: int,
+    grad_of_value: int,
+    groups: int,
+    partial_q: int,
+    partial_v: int,
+    device: int,
+    queue: int,
+) -> None: ...
 def sddmm_bsb(  # only in builds with the CUDA half
     structure: BsbStructure,
     rowptr: int,
@@ -762,7 +851,7 @@ def ssd_value_grad(
     queue: int,
 ) -> None: ...
 
-class TallWindowsStructure:  # this and what takes it: only in builds with the CUDA half
+class RowPanelsStructure:  # this and what takes it: only in builds with the CUDA half
     def __init__(
         self,
         entry: int,
@@ -779,7 +868,7 @@ class TallWindowsStructure:  # this and what takes it: only in builds with the C
     ) -> None: ...
 
 def ssd_backward_windows(
-    structure: TallWindowsStructure,
+    structure: RowPanelsStructure,
     dtype: int,
     grad: int,
     grad_stride: int,
@@ -797,3 +886,67 @@ def ssd_backward_windows(
     queue: int,
 ) -> None: ...
 def build_info() -> dict[str, bool | str]: ...
+
+class NodeList:
+    def __init__(self, node: int, seed: int, num_nodes: int, type: int) -> None: ...
+
+class FirstNodes:
+    def __init__(self, list: NodeList, count: int, count_out: int) -> None: ...
+
+class NodeTable:
+    def __init__(self, key: int, value: int, bits: int) -> None: ...
+
+class SampleStep:
+    def __init__(
+        self,
+        structure: CsrStructure,
+        weight: int,
+        weight_sum: int,
+        fanout: int,
+        replace: bool,
+        induced: bool,
+        number: int,
+        dst: NodeList,
+        src: NodeList,
+        sizes: tuple[int, int, int, int, int, int],
+        edges: tuple[int, int, int],
+        most_rows: int,
+        most_slots: int,
+        scratch: tuple[int, int, int, int],
+    ) -> None: ...
+
+def sample_neighbors(
+    table: NodeTable,
+    sizes: int,
+    num_sizes: int,
+    seed: int,
+    first_nodes: Sequence[FirstNodes],
+    steps: Sequence[SampleStep],
+    device: int,
+    queue: int,
+) -> None: ...
+def emit_edges(
+    table: NodeTable,
+    place: int,
+    row: int,
+    edge_id: int,
+    num_edges: int,
+    edge_index: int,
+    col: int,
+    edge_id_out: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def emit_rows(
+    row: int,
+    num_edges: int,
+    num_rows: int,
+    rowptr: int,
+    inv_degree: int,
+    slices: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def gather_rows(
+    table: int, index: int, out: int, num_rows: int, row_bytes: int, device: int, queue: int
+) -> None: ...

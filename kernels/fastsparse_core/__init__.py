@@ -9,7 +9,7 @@ __all__ = [
     "CapturedBatches",
     "CapturedStep",
     "MaxK",
-    "SparseLinear",
+    "NeighborSampler",
     "__version__",
     "additive_attention",
     "additive_attention_weights",
@@ -17,20 +17,26 @@ __all__ = [
     "attention",
     "attention_weights",
     "edge_softmax",
+    "gated_aggregate",
+    "gated_edges",
+    "gather_csr",
     "gatv2_attention",
     "gatv2_attention_weights",
+    "gine_aggregate",
     "maxk",
     "multi_aggregate",
+    "scatter",
+    "scatter_softmax",
     "sddmm",
+    "segment_reduce",
+    "segment_softmax",
     "spmm",
     "ssd",
 ]
 
 try:
-    from fastsparse_core.adjacency import Adjacency
-    from fastsparse_core.captured_batches import CapturedBatches
-    from fastsparse_core.captured_step import CapturedStep
-    from fastsparse_core.choose import algorithms
+    from fastsparse_core.capture.batches import CapturedBatches
+    from fastsparse_core.capture.step import CapturedStep
     from fastsparse_core.formats import CBSR
     from fastsparse_core.maxk_activation import MaxK
     from fastsparse_core.ops import (
@@ -39,15 +45,27 @@ try:
         attention,
         attention_weights,
         edge_softmax,
+        gated_aggregate,
+        gated_edges,
         gatv2_attention,
         gatv2_attention_weights,
+        gine_aggregate,
         maxk,
         multi_aggregate,
         sddmm,
         spmm,
         ssd,
     )
-    from fastsparse_core.sparse_linear import SparseLinear
+    from fastsparse_core.policy import algorithms
+    from fastsparse_core.sampling import NeighborSampler
+    from fastsparse_core.segment import (
+        gather_csr,
+        scatter,
+        scatter_softmax,
+        segment_reduce,
+        segment_softmax,
+    )
+    from fastsparse_core.structure.adjacency import Adjacency
 except (ImportError, OSError) as error:
     # Torch or the extension is missing or broken: `python -m fastsparse_core.doctor` must still start and say
     # so.

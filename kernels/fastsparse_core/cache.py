@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.locks import ForkSafeLock
+from fastsparse_core.structure.adjacency import Adjacency
 
 #: Different options (self loops, direction, device, ...) kept per graph object; the oldest goes first.
 MAX_OPTIONS = 8

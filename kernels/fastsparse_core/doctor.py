@@ -442,6 +442,11 @@ def check_operators(device: str) -> list[Check]:
         ("sddmm", "sddmm", matrices, {}),
         ("sddmm flashsparse", "sddmm", matrices, {"algorithm": "flashsparse"}),
         ("edge_softmax", "edge_softmax", ((num_edges, heads),), {}),
+        *(
+            (f"scatter {reduce}", "scatter", ((num_edges, width),), {"reduce": reduce})
+            for reduce in ("mean", "max", "std")
+        ),
+        ("scatter_softmax", "scatter_softmax", ((num_edges, heads),), {}),
         ("attention", "attention", (rows_dst, rows_src, rows_src), {}),
         ("additive_attention", "additive_attention", (*scores, rows_src), {}),
         ("gatv2_attention", "gatv2_attention", (rows_dst, rows_src, (heads, width)), {}),
@@ -495,6 +500,16 @@ def _check(title: str, name: str, shapes: Shapes, options: dict[str, Any], devic
 
             def exact(adj: Any, x: Any, value: Any, k: int) -> Any:
                 return reference.ssd(adj, *reference.maxk(x, k), x.size(1), value)
+
+        if name in ("scatter", "scatter_softmax"):  # which take the rows as an index
+            index = row.to(device)
+            by_index, by_index_exact = operator, exact
+
+            def operator(adj: Any, src: Any, **options: Any) -> Any:
+                return by_index(src, index, _NUM_DST, **options)
+
+            def exact(adj: Any, src: Any, **options: Any) -> Any:
+                return by_index_exact(src, index, _NUM_DST, **options)
 
         expected = outputs(exact, [tensor.double() for tensor in inputs], formula)
         # The first call builds what is kept.

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.structure.adjacency import Adjacency
 
 
 def _edges(adj: Adjacency) -> tuple[Tensor, Tensor, Tensor]:
@@ -325,6 +325,58 @@ def gatv2_attention_weights(
     return _in_callers_order(adj, _softmax(adj, (hidden * att.double()).sum(-1)))
 
 
+# ---------------------------------------------------------------- messages that meet their edges' features
+
+
+def gine_aggregate(
+    adj: Adjacency,
+    x: Tensor,
+    edge_attr: Tensor,
+    *,
+    edge_weight: Tensor | None = None,
+    edge_bias: Tensor | None = None,
+) -> Tensor:
+    """Float64 reference of :func:`fastsparse_core.gine_aggregate`, differentiable."""
+    row, col, position = _edges(adj)
+    edges = edge_attr.double()
+    if edge_weight is not None:
+        edges = F.linear(edges, edge_weight.double(), None if edge_bias is None else edge_bias.double())
+    return _row_sums(adj, row, (x.double()[col] + edges[position]).relu())
+
+
+def gated_aggregate(
+    adj: Adjacency,
+    k: Tensor,
+    q: Tensor,
+    v: Tensor,
+    *,
+    edge_attr: Tensor | None = None,
+    gate_weight: Tensor | None = None,
+    value_weight: Tensor | None = None,
+) -> Tensor:
+    """Float64 reference of :func:`fastsparse_core.gated_aggregate`, differentiable."""
+    row, col, position = _edges(adj)
+    z, value = k.double()[row] + q.double()[col], v.double()[col]
+    if edge_attr is not None and gate_weight is not None and value_weight is not None:
+        z = z + F.linear(edge_attr.double(), gate_weight.double())[position]
+        value = value + F.linear(edge_attr.double(), value_weight.double())[position]
+    return _row_sums(adj, row, z.sigmoid() * value)
+
+
+def gated_edges(
+    adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, edge: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Float64 reference of :func:`fastsparse_core.gated_edges`, differentiable."""
+    row, col, position = _edges(adj)
+    z = k.double()[row] + q.double()[col] + edge.double()[position]
+    gate = z.sigmoid()
+    return _row_sums(adj, row, gate * v.double()[col]), _row_sums(adj, row, gate), _in_callers_order(adj, z)
+
+
+def _row_sums(adj: Adjacency, row: Tensor, entry: Tensor) -> Tensor:
+    return entry.new_zeros(adj.num_dst, entry.size(1)).index_add(0, row, entry)
+
+
 def maxk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Float64 reference of :func:`fastsparse_core.maxk`: values and int64 columns, by a stable sort."""
     # NaN, of either sign, sorts first, and entries that are equal keep their order.
@@ -356,3 +408,33 @@ def ssd(
     """Float64 reference of :func:`fastsparse_core.ssd`, differentiable."""
     dense = cbsr_to_dense(values, ids, width)
     return spmm(adj, dense, value, reduce, scale_dst=scale_dst, scale_src=scale_src, bias=bias)
+
+
+def scatter(src: Tensor, index: Tensor, dim_size: int, reduce: str = "sum") -> Tensor:
+    """Float64 reference of :func:`fastsparse_core.scatter`; of equal extrema the first row is chosen."""
+    src, index = src.double(), index.long()
+    wide = index.view(-1, *[1] * (src.dim() - 1)).expand(src.shape)
+    zeros = src.new_zeros(dim_size, *src.shape[1:])
+    if reduce == "mul":
+        return torch.ones_like(zeros).scatter_reduce(0, wide, src, "prod")
+    if reduce in ("sum", "mean"):
+        return zeros.scatter_reduce(0, wide, src, reduce, include_self=False)
+    if reduce in ("max", "min"):
+        best = zeros.scatter_reduce(0, wide, src.detach(), f"a{reduce}", include_self=False)
+        row = torch.arange(src.size(0), device=src.device).view(-1, *[1] * (src.dim() - 1))
+        chosen = torch.where(src.detach() == best.gather(0, wide), row, src.size(0))
+        arg = torch.full_like(zeros, src.size(0), dtype=torch.int64).scatter_reduce(0, wide, chosen, "amin")
+        return torch.cat([src, zeros[:1]]).gather(0, arg) if dim_size else src[:0]
+    deviation = src - scatter(src, index, dim_size, "mean").index_select(0, index)
+    variance = scatter(deviation.square(), index, dim_size, "mean")
+    if reduce == "var":
+        return variance
+    # The derivative of the root at 0 is infinite: 0 is taken for it.
+    return torch.where(variance == 0, 0, torch.where(variance == 0, 1, variance).sqrt())
+
+
+def scatter_softmax(src: Tensor, index: Tensor, dim_size: int) -> Tensor:
+    """Float64 reference of :func:`fastsparse_core.scatter_softmax`."""
+    src, index = src.double(), index.long()
+    weight = (src - scatter(src.detach(), index, dim_size, "max").index_select(0, index)).exp()
+    return weight / scatter(weight, index, dim_size).index_select(0, index)

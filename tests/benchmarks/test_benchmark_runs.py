@@ -79,10 +79,10 @@ def test_dlmc_checks_then_times_every_implementation(
     arguments = ["--parts", "matrices", "preprocessing", "--graphs", "pubmed", "--budget-ms", "1"]
     result = result_of(tmp_path, "dlmc", *arguments, "--width", "16")
     cells = [cell for cell in result["cells"] if cell["part"] == "matrices"]
-    assert len(cells) == 7 + 5
+    assert len(cells) == 6 + 4
     # PyTorch on the CPU has no sparse product in float16.
     others = [cell for cell in result["cells"] if cell.get("implementation") != "torch.sparse CSR"]
-    assert len(others) == 7 + 5 - 2 + 8
+    assert len(others) == 6 + 4 - 2 + 8
     assert all(cell["status"] == "ok" and cell["samples"] >= 5 for cell in others)
     assert {cell["implementation"] for cell in cells if cell["dtype"] == "float16"} > {
         "fastsparse tca",
@@ -471,18 +471,6 @@ def test_regret_covers_every_kind_of_structure(tmp_path: Path) -> None:
     assert "within 10 %: 3 of 3" in tables.report(result)
 
 
-def test_sparse_linear_times_both_sides(tmp_path: Path) -> None:
-    arguments = "--shapes 32x16 --densities 0.01 0.5 --batches 1 16 --dtypes float32"
-    result = result_of(tmp_path, "sparse_linear", arguments)
-    assert len(result["cells"]) == 2 * 2 * 2
-    for cell in result["cells"]:
-        assert cell["status"] == "ok"
-        few = cell["batch"] == 1 or cell["density"] == 0.01
-        assert cell["pick"] == ("sparse" if few else "dense")
-        assert cell["regret"] >= 1
-    assert "| 32x16, batch 16 |" in tables.report(result)
-
-
 def test_minibatch_compares_layers_that_agree(tmp_path: Path) -> None:
     pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
     arguments = "--graphs pubmed --seeds 16 --fanouts 4 3 --width 8 --batches 2 --rounds 1"
@@ -654,7 +642,6 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
                     "minibatch",
                     "choice",
                     "regret",
-                    "sparse_linear",
                 ),
                 "accuracy",
             ],
@@ -662,8 +649,8 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
     ):
         ran.clear()
         pretend(["all", "--device", device, "--out", str(tmp_path), "--commit", "abc"], Console(quiet=True))
-        assert [arguments[0] for arguments in ran] == [*expected, "plots", "tables", "summary"]
-        assert all(arguments[-2:] == ["--commit", "abc"] for arguments in ran[:-3])
+        assert [arguments[0] for arguments in ran] == [*expected, "plots", "summary"]
+        assert all(arguments[-2:] == ["--commit", "abc"] for arguments in ran[:-2])
 
 
 def test_all_goes_on_after_a_failure_and_says_so_at_the_end(
@@ -688,10 +675,10 @@ def test_all_goes_on_after_a_failure_and_says_so_at_the_end(
     with pytest.raises(SystemExit) as stopped:
         main(["all", "--device", "cpu", "--out", str(tmp_path)])
     assert stopped.value.code == 1
-    assert ran == ["cpu", "formats", "accuracy", "plots", "tables", "summary"]
+    assert ran == ["cpu", "formats", "accuracy", "plots", "summary"]
     printed = capsys.readouterr().out
     assert "the machine is on fire" in printed
-    assert "2 of 6 failed" in printed
+    assert "2 of 5 failed" in printed
 
 
 def test_all_writes_what_did_not_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -704,7 +691,7 @@ def test_all_writes_what_did_not_fail(tmp_path: Path, monkeypatch: pytest.Monkey
         main(["all", "--device", "cpu", "--out", str(tmp_path)])
     assert stopped.value.code == 1
     written = {path.relative_to(tmp_path).as_posix().split("/")[-1] for path in tmp_path.rglob("*.*")}
-    assert written == {"formats.json", "formats.png", "adjacency.json", "README.md", "summary.md"}
+    assert written == {"formats.json", "formats.png", "adjacency.json", "summary.md"}
     assert "## Building a structure\n\n### adjacency" in (tmp_path / "summary.md").read_text()
     monkeypatch.setattr(command_line, "ON_CPU", working)
     main(["all", "--device", "cpu", "--out", str(tmp_path)])  # no exit: nothing failed

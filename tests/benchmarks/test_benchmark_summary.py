@@ -122,6 +122,35 @@ def test_goals_are_counted(tmp_path: Path) -> None:
     assert "| nvidia-h200, train_small | 1 | 2 |" in summary.page(tmp_path, tmp_path)
 
 
+def test_the_page_opens_with_training_against_pyg() -> None:
+    cells = [
+        step(graph, implementation, model="sage3-128", dtype=dtype, median_ms=ms, peak_gb=gb)
+        for dtype in ("float32", "bf16-amp")
+        for graph, implementation, ms, gb in (
+            ("pubmed", "FastSAGEConv", 2.0, 1.0),
+            ("pubmed", "PyG edge_index", 1.0, 1.0),
+            ("yelp", "FastSAGEConv", 1.0, 1.0),
+            ("yelp", "PyG edge_index", 8.0, 4.0),
+            ("yelp", "PyG sparse_csr", 3.0, 4.0),
+            ("reddit", "FastSAGEConv", 1.0, 1.0),
+        )
+    ]
+    cells.append(step("reddit", "PyG edge_index", model="sage3-128", dtype="float32", status="out of memory"))
+    (row,) = tables.train_at_a_glance({"cells": cells}).rows
+    assert list(row) == [
+        "`FastSAGEConv`",
+        "2.00x",
+        "0.50x pubmed",
+        "8.00x yelp",
+        "2.00x",
+        "2.00x",
+        "3.00x",
+        "2",
+    ]
+    top = summary.PAGE.read_text()[:2500]
+    assert top.index("| `FastGCNConv` |") < top.index("train_overview.png") < top.index("## How to read")
+
+
 def test_spmm_compares_with_cusparse_of_the_same_run() -> None:
     shared = {"dtype": "float32", "width": 64, "direction": "backward", "status": "ok"}
     cells = [

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsparse_core import Adjacency
 
@@ -153,3 +154,18 @@ def saved_bytes(run, *parameters: torch.Tensor) -> tuple[torch.Tensor, int]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = run()
     return out, sum(sizes.values())
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out

@@ -14,7 +14,7 @@ from cases import EdgeList, edge_lists
 from hypothesis import HealthCheck, given, settings
 
 from fastsparse_core import Adjacency, spmm
-from fastsparse_core import adjacency as adjacency_module
+from fastsparse_core.structure import adjacency as adjacency_module
 
 SETTINGS = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -87,7 +87,7 @@ def test_edges_sorted_by_row_are_taken_as_they_are(device, dtype, monkeypatch):
     row = torch.tensor([0, 0, 2, 2, 2], dtype=dtype, device=device)
     col = torch.tensor([5, 1, 3, 0, 3], dtype=dtype, device=device)
     expected = Adjacency.from_coo(row.flip(0), col.flip(0), (4, 6))
-    monkeypatch.setattr("fastsparse_core.adjacency.compress", None)  # nothing is sorted
+    monkeypatch.setattr("fastsparse_core.structure.adjacency.compress", None)  # nothing is sorted
     adj = Adjacency.from_coo(row, col, (4, 6))
     assert adj.edge_id is None
     assert adj.rowptr.tolist() == [0, 2, 2, 5, 5] == expected.rowptr.tolist()

@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from padded import WIDTH, check_layer
 
-from fastsparse_core import _C, Adjacency, algorithms, choose, reference, spmm
-from fastsparse_core.aggregate_linear import aggregate_linear, can_aggregate_linear, starts_with
-from fastsparse_core.choose import bounds
+from fastsparse_core import _C, Adjacency, algorithms, policy, reference, spmm
+from fastsparse_core.fused.aggregate_linear import aggregate_linear, can_aggregate_linear, starts_with
 from fastsparse_core.ops._aggregate_linear_launch import (
     aggregate_and_transform,
     are_plain,
@@ -24,6 +23,7 @@ from fastsparse_core.ops._aggregate_linear_launch import (
 )
 from fastsparse_core.ops._common import allows_tf32
 from fastsparse_core.ops._spmm_launch import add_transposed
+from fastsparse_core.policy import gpu
 
 SETTINGS = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -57,7 +57,7 @@ def test_add_transposed_equals_reference(
     device, poisoned_memory, monkeypatch, edges, width, dtype, layout, valued, scaled, given_rows, counted
 ):
     adj = edges.adjacency(device)
-    assume(adj.num_edges <= choose.MOST_PER_SUM * adj.num_src)  # longer sums lose digits one by one
+    assume(adj.num_edges <= policy.MOST_PER_SUM * adj.num_src)  # longer sums lose digits one by one
     x = features(adj.num_dst, width, dtype, layout, device)
     value = scale_dst = scale_src = None
     if valued != "none":
@@ -72,11 +72,11 @@ def test_add_transposed_equals_reference(
     before = torch.randn(given_rows, width, device=device)
     total[:given_rows] = before
     # The CPU has no use for counts.
-    monkeypatch.setattr(choose, "counts_sources", lambda *_: counted and device == "cuda")
+    monkeypatch.setattr(policy, "counts_sources", lambda *_: counted and device == "cuda")
     out = add_transposed(adj, x, value, scale_dst, scale_src, total, given_rows)
-    is_converted = counted and device == "cuda" and dtype != torch.float32 and given_rows == 0
-    assert (out is total) != is_converted
-    assert out.dtype == (dtype if is_converted else torch.float32)
+    convert_if_reused = counted and device == "cuda" and dtype != torch.float32 and given_rows == 0
+    assert (out is total) != convert_if_reused
+    assert out.dtype == (dtype if convert_if_reused else torch.float32)
     swapped = {"scale_dst": scale_src, "scale_src": scale_dst}
     expected = reference.spmm(adj.t(), x, value, **swapped)
     expected[:given_rows] += before.double()
@@ -90,9 +90,9 @@ def test_add_transposed_equals_reference(
 def test_sources_of_sampled_blocks_are_counted(dtype):
     adj = block("cuda", 8000, 60_000)
     grad = features(8000, 128, dtype, "contiguous", "cuda")
-    assert choose.counts_sources(adj, 128)
-    assert not choose.counts_sources(adj, 8)  # too little to gain
-    assert not choose.counts_sources(block("cuda", 8000, 20_000), 1024)  # several edges to a source
+    assert policy.counts_sources(adj, 128)
+    assert not policy.counts_sources(adj, 8)  # too little to gain
+    assert not policy.counts_sources(block("cuda", 8000, 20_000), 1024)  # several edges to a source
     x = features(60_000, 128, dtype, "contiguous", "cuda").requires_grad_()
     (got,) = torch.autograd.grad(spmm(adj, x), x, grad)
     assert not adj.has_transpose
@@ -110,12 +110,12 @@ def test_gradient_of_a_new_structure(device, dtype, reduce, valued):
     scale = adj.inv_degree(torch.float64) if reduce == "mean" else None
     expected = reference.spmm(adj.t(), grad, value, scale_src=scale)
     adj = block(device)
-    for nth in range(choose.SCATTERS + 1):
+    for nth in range(policy.SCATTERS + 1):
         (got,) = torch.autograd.grad(spmm(adj, x, value, reduce), x, grad)
         assert got.dtype == dtype
         assert relative_error(got, expected) <= TOLERANCE[dtype]
         # float64 is for checks that ask for the same bits.
-        assert adj.has_transpose == (nth == choose.SCATTERS or dtype == torch.float64)
+        assert adj.has_transpose == (nth == policy.SCATTERS or dtype == torch.float64)
 
 
 def test_who_gets_a_transpose(device):
@@ -160,7 +160,7 @@ def test_same_bits_of_every_gradient_where_pytorch_is_told_so(device):
     try:
         adj = block(device)
         first, *others = (
-            torch.autograd.grad(spmm(adj, x, bias=bias), [x, bias], grad) for _ in range(choose.SCATTERS + 2)
+            torch.autograd.grad(spmm(adj, x, bias=bias), [x, bias], grad) for _ in range(policy.SCATTERS + 2)
         )
     finally:
         torch.use_deterministic_algorithms(before)
@@ -203,7 +203,7 @@ def test_slices_are_sorted_where_a_structure_is_used_on():
     expected = reference.spmm(adj, x)
     first = spmm(adj, x, algorithm="csr")
     assert adj.row_split.slices[:, 0].tolist() == adj.rowptr[:-1].tolist()
-    for _ in range(choose.UNSORTED_USES + 1):
+    for _ in range(policy.UNSORTED_USES + 1):
         assert torch.equal(spmm(adj, x, algorithm="csr"), first)
     lengths = adj.row_split.slices.view(torch.int32)[:, 2].tolist()
     kinds = [count.bit_length() for count in lengths]
@@ -242,7 +242,7 @@ def test_results_and_gradients(device, poisoned_memory, dtype, reduce, bias, squ
     want = by_hand(block(device, adj.num_dst), *exact, reduce)
     given_leaves = [leaf for leaf in exact if leaf is not None]
     expected = [want, *torch.autograd.grad(want, given_leaves, grad.double())]
-    for _ in range(choose.SCATTERS + 1):
+    for _ in range(policy.SCATTERS + 1):
         assert can_aggregate_linear(adj, x, x[: adj.num_dst], *leaves[1:])
         out = aggregate_linear(adj, *leaves, reduce)
         found = [out, *torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad)]
@@ -298,7 +298,7 @@ def test_backward_under_another_autocast(device):
     leaves = parameters(torch.float32, device, 4, 4)
     expected = torch.autograd.grad(aggregate_linear(adj, x, *leaves, "mean").sum(), [x, *leaves])
     with torch.autocast(device, torch.bfloat16):
-        for _ in range(choose.SCATTERS + 1):
+        for _ in range(policy.SCATTERS + 1):
             with torch.autocast(device, enabled=False):
                 out = aggregate_linear(adj, x, *leaves, "mean")
             for got, wanted in zip(torch.autograd.grad(out.sum(), [x, *leaves]), expected, strict=True):
@@ -387,9 +387,9 @@ def test_both_sides_of_the_byte_rule(device):
     sides = {NUM_DST_CAST_FIRST: True, NUM_DST_CAST_AFTER: False}
     for num_dst, first in sides.items():
         adj = block(device, num_dst)
-        assert choose.casts_first(*adj.shape, adj.num_edges) == first
-    assert not choose.casts_first(160_000, 721_000, 800_000)  # of a sampled batch
-    assert choose.casts_first(169_000, 169_000, 2_300_000)  # a whole graph
+        assert policy.casts_first(*adj.shape, adj.num_edges) == first
+    assert not policy.casts_first(160_000, 721_000, 800_000)  # of a sampled batch
+    assert policy.casts_first(169_000, 169_000, 2_300_000)  # a whole graph
 
 
 @pytest.mark.parametrize("dtype", AUTOCAST)
@@ -413,7 +413,7 @@ def test_autocast(device, poisoned_memory, dtype, casts_x, casts_weights, reduce
     with torch.autocast(device, dtype):
         generic = apart(block(device, num_dst), *leaves, reduce)
     dtypes = [it.dtype for it in (generic, *torch.autograd.grad(generic, wanted, grad))]
-    for nth in range(choose.SCATTERS + 1):
+    for nth in range(policy.SCATTERS + 1):
         with torch.autocast(device, dtype):
             assert can_aggregate_linear(adj, leaves[0], leaves[0][:num_dst], *leaves[1:])
             out = aggregate_linear(adj, *leaves, reduce)
@@ -487,7 +487,7 @@ def test_gradients_in_batches(device, under):
 def test_constant_features_are_not_kept_as_they_came(device, fanout):
     leaves = mixed(device, torch.float32, torch.float32)
     adj = block(device, fanout=fanout)
-    assert choose.casts_first(*adj.shape, adj.num_edges) == (fanout == 40)
+    assert policy.casts_first(*adj.shape, adj.num_edges) == (fanout == 40)
     with torch.autocast(device, torch.bfloat16):
         out = aggregate_linear(adj, leaves[0].detach(), *leaves[1:], "sum")
     kept = [tensor for tensor in out.grad_fn.saved_tensors if tensor is not None]
@@ -567,7 +567,7 @@ def exactly(adj, leaves, grad, reduce, change=torch.Tensor.double):
 
 def grouped_by(adj: Adjacency, gathers: bool) -> None:
     """Checks that a structure's neighbours are summed by the kernel itself or before."""
-    assert choose.gathers_and_transforms(adj, "auto") == gathers
+    assert policy.gathers_and_transforms(adj, "auto") == gathers
 
 
 @given(
@@ -635,7 +635,7 @@ def test_launches(hopper, poisoned_memory, gathers, keeps_sums, scaled, num_dst)
     x, weight, bias, root_weight = (leaf.detach() for leaf in drawn(adj.num_src, 68, 20, hopper.device))
     scale = adj.inv_degree() if scaled else None
     algorithm = "auto" if gathers else "csr"
-    assert choose.gathers_and_transforms(adj, algorithm) == gathers
+    assert policy.gathers_and_transforms(adj, algorithm) == gathers
     out, sums = aggregate_and_transform(
         adj, x, weight, bias, root_weight, scale, algorithm, keeps_sums=keeps_sums
     )
@@ -935,7 +935,7 @@ def test_one_kernel_on_padded_structures(hopper, reduce):
         layer.register_parameter(name, torch.nn.Parameter(parameter.detach()))
 
     def call(adj, x):
-        assert choose.gathers_and_transforms(adj, "auto")
+        assert policy.gathers_and_transforms(adj, "auto")
         return aggregate_linear(adj, x, layer.weight, layer.bias, layer.root_weight, reduce)
 
     check_layer(layer, call, hopper.device)
@@ -987,7 +987,7 @@ def test_which_parameters_are_plain():
 def test_who_has_products_of_warpgroups(monkeypatch, archs, capability, has):
     monkeypatch.setattr(_C, "build_info", lambda: {"cuda": bool(archs), "cuda_archs": archs})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert bounds.has_wgmma.__wrapped__(torch.device("cuda", 0)) == has
+    assert gpu.has_wgmma.__wrapped__(torch.device("cuda", 0)) == has
 
 
 @pytest.mark.parametrize(
@@ -1012,7 +1012,7 @@ def test_who_has_products_of_warpgroups(monkeypatch, archs, capability, has):
 )
 @pytest.mark.parametrize("has_wgmma", [True, False])
 def test_when_both_linear_maps_are_one_kernel(monkeypatch, change, served, has_wgmma):
-    monkeypatch.setattr(bounds, "has_wgmma", lambda device: has_wgmma)
+    monkeypatch.setattr(gpu, "has_wgmma", lambda device: has_wgmma)
     call = {
         "device": torch.device("cuda", 0),
         "dtype": torch.float32,
@@ -1020,7 +1020,7 @@ def test_when_both_linear_maps_are_one_kernel(monkeypatch, change, served, has_w
         "width": 128,
         "out_width": 128,
     }
-    assert choose.transforms_on_tensor_cores(**(call | change)) == (served and has_wgmma)
+    assert policy.transforms_on_tensor_cores(**(call | change)) == (served and has_wgmma)
 
 
 def test_when_that_kernel_gathers():
@@ -1028,9 +1028,9 @@ def test_when_that_kernel_gathers():
         row = torch.cat([torch.arange(100).repeat_interleave(fanout), torch.full((more_in_one_row,), 3)])
         return Adjacency.from_coo(row, torch.randint(100, row.shape), (100, 100))
 
-    assert choose.gathers_and_transforms(structure(0), "auto")
-    assert choose.gathers_and_transforms(structure(8), "auto")
-    assert not choose.gathers_and_transforms(structure(9), "auto")
-    assert not choose.gathers_and_transforms(structure(2, more_in_one_row=500), "auto")
+    assert policy.gathers_and_transforms(structure(0), "auto")
+    assert policy.gathers_and_transforms(structure(8), "auto")
+    assert not policy.gathers_and_transforms(structure(9), "auto")
+    assert not policy.gathers_and_transforms(structure(2, more_in_one_row=500), "auto")
     for algorithm in ("csr", "flashsparse", "tca", "hr"):
-        assert not choose.gathers_and_transforms(structure(2), algorithm)
+        assert not policy.gathers_and_transforms(structure(2), algorithm)

@@ -21,10 +21,10 @@ from fastsparse_core import (
     additive_attention_weights,
     attention,
     attention_weights,
-    choose,
     gatv2_attention,
     gatv2_attention_weights,
     log,
+    policy,
     reference,
     spmm,
 )
@@ -762,14 +762,14 @@ def test_memory_does_not_grow_with_the_edges(kind, dtype):
 def test_what_cannot_be_fused_is_said_once_for_each_reason(monkeypatch, caplog):
     monkeypatch.setattr(log, "_seen", set())
     caplog.set_level(logging.INFO, "fastsparse_core")
-    assert [choose.attention_algorithm("auto", "float64 on CUDA") for _ in range(3)] == ["unfused"] * 3
+    assert [policy.attention_algorithm("auto", "float64 on CUDA") for _ in range(3)] == ["unfused"] * 3
     assert [record.getMessage() for record in caplog.records] == [
         "attention runs as 'unfused', with memory for every edge: float64 on CUDA"
     ]
-    assert choose.attention_algorithm("fused3s", "no heads") == "unfused"
+    assert policy.attention_algorithm("fused3s", "no heads") == "unfused"
     assert len(caplog.records) == 2
-    assert choose.attention_algorithm("auto", "") == "fused3s"
-    assert choose.attention_algorithm("unfused", "no heads") == "unfused"
+    assert policy.attention_algorithm("auto", "") == "fused3s"
+    assert policy.attention_algorithm("unfused", "no heads") == "unfused"
     assert len(caplog.records) == 2
 
 
@@ -832,7 +832,7 @@ def test_too_many_features_are_an_obstacle_of_additive_kernels():
 
 
 def test_too_many_heads_are_refused_before_any_launch():
-    heads = choose.MOST_HEADS + 1
+    heads = policy.MOST_HEADS + 1
     check_heads(heads, torch.device("cpu"))
     check_heads(heads - 1, torch.device("cuda"))
     with pytest.raises(ValueError, match="expected at most 65535 heads on CUDA, got 65536"):
@@ -853,7 +853,7 @@ def test_too_many_heads_are_refused_before_any_launch():
 @pytest.mark.parametrize("kind", KINDS)
 def test_too_many_heads_raise_on_cuda(kind):
     adj = Adjacency.from_coo(torch.tensor([0, 2]), torch.tensor([3, 1]), (3, 4)).to("cuda")
-    case = problem(kind, adj, choose.MOST_HEADS + 1, 4)
+    case = problem(kind, adj, policy.MOST_HEADS + 1, 4)
     for algorithm in ALGORITHMS:
         with pytest.raises(ValueError, match="at most 65535 heads"):
             case.run(adj, algorithm=algorithm)

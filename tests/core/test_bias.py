@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from cases import TOLERANCE, relative_error
 
-from fastsparse_core import bias as biases
-from fastsparse_core.bias import add_bias, linear
+from fastsparse_core.fused import bias as biases
+from fastsparse_core.fused.bias import add_bias, linear
 from fastsparse_core.ops import _common
 
 ROWS = 50

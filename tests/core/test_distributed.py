@@ -519,7 +519,9 @@ def _order(rank: int, size: int, device: torch.device) -> tuple[list[str], list[
 
     with pytest.MonkeyPatch.context() as patch:
         for module in modules:
-            patch.setattr(module, "product", logged(module.product, lambda adj, *_: names[adj.handle]))
+            patch.setattr(
+                module, "launch_spmm", logged(module.launch_spmm, lambda adj, *_: names[adj.handle])
+            )
         patch.setattr(HaloExchange, "_blocks", logged(HaloExchange._blocks, lambda *_: "start"))
         patch.setattr(Transfer, "wait", logged(Transfer.wait, lambda *_: "wait"))
         out = spmm(part, part.scatter(features(NODES, 32)).clone().requires_grad_())

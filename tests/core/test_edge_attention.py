@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DTYPES, TOLERANCE, ragged, relative_error
+from cases import DTYPES, TOLERANCE, LargestTensor, ragged, relative_error
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsparse_core import Adjacency, attention, attention_weights, gatv2_attention, reference
 from fastsparse_core.ops import _edge_attention
@@ -168,21 +167,6 @@ def test_unfused_gives_the_same(kind, device):
     compare(kind, adj, tensors, 4e-6, algorithm="unfused", dropout_p=0.2)
 
 
-class _Sizes(TorchDispatchMode):
-    """Bytes of the largest tensor that any operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return out
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_of_edges_times_width_is_allocated(kind, device):
     """The kernels are called below PyTorch's dispatcher, so the mode sees what they allocate."""
@@ -193,7 +177,7 @@ def test_nothing_of_edges_times_width_is_allocated(kind, device):
         for name, tensor in problem(kind, adj, (heads, width, edge_width), torch.float32, False).items()
     }
     adj.t()
-    counted = _Sizes()
+    counted = LargestTensor()
     with counted:
         run(kind, adj, tensors, FAST).sum().backward()
     assert adj.num_values * edge_width <= counted.numel < adj.num_values * heads * width
@@ -233,13 +217,17 @@ def test_weights_of_edges_match_the_reference(device):
     assert torch.isfinite(attention(adj, v=ones, **tensors)).all()
 
 
-def test_weight_gradient_is_that_of_every_head(device):
-    pairs = [
-        (
-            draw(500, 12, dtype=torch.float64, device=device, seed=n),
-            torch.randn(500, 3, 2).double().to(device),
-        )
-        for n in (0, 1)
-    ]
-    expected = sum(torch.einsum("nhd,nha->hda", x.view(-1, 3, 4), e).reshape(12, 2) for x, e in pairs)
-    assert torch.allclose(_edge_attention._weight_gradient(pairs, 3), expected)
+@pytest.mark.parametrize(
+    ("num_rows", "heads", "width", "edge_width"), [(500, 3, 4, 4), (1, 1, 8, 12), (20_000, 16, 16, 8)]
+)
+def test_weight_gradient_is_that_of_every_head(device, num_rows, heads, width, edge_width):
+    dtype = torch.float32 if device == "cuda" else torch.float64  # the unfused operators serve it on CUDA
+    x, y = (torch.randn(num_rows, heads * width, dtype=dtype, device=device) for _ in range(2))
+    e, f = (torch.randn(num_rows, heads, edge_width, dtype=dtype, device=device) for _ in range(2))
+    expected = sum(
+        torch.einsum("nhd,nha->hda", left.view(num_rows, heads, width).double(), right.double())
+        for left, right in ((x, e), (y, f))
+    )
+    found = _edge_attention._weight_gradient(x, e, y, f, heads)
+    assert found.dtype == dtype
+    assert relative_error(found, expected.reshape(heads * width, edge_width)) < 1e-6

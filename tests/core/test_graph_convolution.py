@@ -10,8 +10,8 @@ from cases import DTYPES, TOLERANCE, WIDTHS, edge_lists, features, relative_erro
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fastsparse_core import Adjacency, choose, reference, spmm
-from fastsparse_core.graph_convolution import can_convolve, graph_convolution
+from fastsparse_core import Adjacency, policy, reference, spmm
+from fastsparse_core.fused.graph_convolution import can_convolve, graph_convolution
 from fastsparse_core.ops._common import _GIVES_FLOAT32
 
 NUM_DST, NUM_SRC = 90, 120
@@ -294,7 +294,7 @@ def test_context_asks_for_an_algorithm(device):
     adj = structure(device)
     x = torch.randn(NUM_SRC, 24, device=device)
     weight, _ = parameters(torch.float32, device, 24, 40)
-    with choose.algorithms(spmm="csr"):
+    with policy.algorithms(spmm="csr"):
         out = graph_convolution(adj, x, weight, None, out_by_in=True, aggregate_first=True)
     assert torch.equal(out, torch.mm(spmm(adj, x, algorithm="csr"), weight.t()))
 

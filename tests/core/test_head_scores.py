@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import DTYPES, TOLERANCE, relative_error
 
-from fastsparse_core.head_scores import head_scores
+from fastsparse_core.fused.head_scores import head_scores
 
 
 @pytest.mark.parametrize("autocast", [False, True])

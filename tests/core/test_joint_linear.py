@@ -7,7 +7,7 @@ import torch
 from cases import TOLERANCE, relative_error
 from torch import nn
 
-from fastsparse_core.joint_linear import joint_linear
+from fastsparse_core.fused.joint_linear import joint_linear
 
 
 def layers(widths, bias=True, dtype=torch.float32):

@@ -34,14 +34,6 @@ def test_opcheck_spmm(device, valued, algorithm, dtype):
     )
 
 
-def test_opcheck_csr_to_dense(device):
-    adj = graph(device)
-    value = torch.randn(200, device=device, requires_grad=True)
-    dense = torch.randn(20, 30, device=device, requires_grad=True)
-    torch.library.opcheck(torch.ops.fastsparse.csr_to_dense.default, (value, 20, 30, adj.handle))
-    torch.library.opcheck(torch.ops.fastsparse.csr_gather.default, (dense, 200, adj.handle))
-
-
 def test_opcheck_sddmm(device):
     adj = graph(device)
     x_dst = torch.randn(20, 8, device=device, requires_grad=True)

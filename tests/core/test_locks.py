@@ -13,7 +13,7 @@ import torch
 from fastsparse_core import Adjacency
 from fastsparse_core.cache import AdjacencyCache
 from fastsparse_core.locks import ForkSafeLock
-from fastsparse_core.memo import Memo
+from fastsparse_core.structure.build_once import BuiltOnce
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
@@ -49,7 +49,7 @@ def structure() -> Adjacency:
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_child_builds_what_another_thread_was_building(kind):
     building, go_on = threading.Event(), threading.Event()
-    cache, memo, graph, ready = AdjacencyCache("test"), Memo(), Graph(), structure()
+    cache, memo, graph, ready = AdjacencyCache("test"), BuiltOnce(), Graph(), structure()
 
     def slowly():
         building.set()

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastsparse_core import Adjacency, choose, reference, sddmm, spmm
+from fastsparse_core import Adjacency, policy, reference, sddmm, spmm
 from fastsparse_core.formats.bsb import QUAD
 
 ALGORITHMS = ("csr", "flashsparse")
@@ -34,13 +34,13 @@ ALGORITHMS = ("csr", "flashsparse")
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The algorithm that every call came to."""
     seen: list[str] = []
-    original = choose.sddmm_algorithm
+    original = policy.sddmm_algorithm
 
     def record(*arguments: Any) -> str:
         seen.append(original(*arguments))
         return seen[-1]
 
-    monkeypatch.setattr(choose, "sddmm_algorithm", record)
+    monkeypatch.setattr(policy, "sddmm_algorithm", record)
     return seen
 
 

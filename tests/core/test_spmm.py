@@ -35,12 +35,12 @@ from fastsparse_core import (
     additive_attention_weights,
     attention,
     attention_weights,
-    choose,
     edge_softmax,
     gatv2_attention,
     gatv2_attention_weights,
     log,
     maxk,
+    policy,
     reference,
     sddmm,
     spmm,
@@ -280,7 +280,7 @@ def test_few_sources_that_many_rows_gather(device, poisoned_memory, algorithm, d
         out = spmm(adj, x, weights, algorithm=algorithm, **options)
         assert relative_error(out, reference.spmm(adj, x, weights, **options)) <= TOLERANCE[dtype]
         assert torch.equal(out, spmm(adj, x, weights, algorithm=algorithm, **options))
-    assert device == "cpu" or choose.spmm_resident(adj, algorithm, torch.float32, 256, 1, aligned=True)
+    assert device == "cpu" or policy.spmm_resident(adj, algorithm, torch.float32, 256, 1, aligned=True)
 
 
 @each_kernel("csr", "tca")
@@ -426,9 +426,9 @@ def test_dense_vectors_on_tensor_cores(device, monkeypatch, group_rows, dtype, s
     """Every shape of the kernel, slices of one window, runs of several; the bits are those of edge values."""
     width, heads = shape
     seen = []
-    original = choose.spmm_algorithm
+    original = policy.spmm_algorithm
     monkeypatch.setattr(
-        choose, "spmm_algorithm", lambda *them, **named: seen.append(original(*them, **named)) or seen[-1]
+        policy, "spmm_algorithm", lambda *them, **named: seen.append(original(*them, **named)) or seen[-1]
     )
     generator = torch.Generator().manual_seed(0)
     row = torch.randint(0, 300, (6000,), generator=generator) // 3 * 3
@@ -648,7 +648,7 @@ def test_factors_live_until_the_launch(monkeypatch):
 
     monkeypatch.setattr(adj, "vector_scale", gather, raising=False)
     monkeypatch.setattr(adj, "bsb_structure", lambda valued: None, raising=False)
-    monkeypatch.setattr(choose, "spmm_algorithm", lambda *_, **__: "flashsparse")
+    monkeypatch.setattr(policy, "spmm_algorithm", lambda *_, **__: "flashsparse")
     compiled = SimpleNamespace(spmm_bsb=lambda *_: alive.append(gathered[-1]() is not None))
     monkeypatch.setattr(launch, "_C", compiled)
     x = features(adj.num_src, 64, torch.float16, "contiguous", "cpu")

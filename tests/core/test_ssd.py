@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastsparse_core import CBSR, Adjacency, algorithms, choose, maxk, reference, spmm, ssd
-from fastsparse_core.choose import bounds
-from fastsparse_core.choose import ssd as ssd_rules
+from fastsparse_core import CBSR, Adjacency, algorithms, maxk, policy, reference, spmm, ssd
 from fastsparse_core.formats.row_split import LONG, LONGEST, shared_group_share
 from fastsparse_core.ops._ssd_launch import slotted_ssd
+from fastsparse_core.policy import gpu
+from fastsparse_core.policy import ssd as ssd_rules
 
 ALGORITHMS = ("decoupled", "maxk", "densify")
 #: On both sides of the id types, of four features a lane, of the buffers, and of the tiles of wide rows.
@@ -46,7 +46,7 @@ def heavy(device: str) -> Adjacency:
 def groups_share_warps():
     """Small structures would take one launch: the kernels for groups of few entries are to be tested too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bounds, "FEW_EDGES", 0)
+        patch.setattr(gpu, "FEW_EDGES", 0)
         patch.setattr(ssd_rules, "_MANY_SOURCES", 0)
         yield
 
@@ -252,7 +252,7 @@ def test_packed_entries(device, monkeypatch, dtype, size, k, rows):
     monkeypatch.setattr(ssd_rules, "_GATHERED_OFTEN", 0)
     adj = heavy(device)
     adj = Adjacency.from_coo(adj.row() % rows, adj.col, (rows, 90))
-    assert choose.packs_ssd_rows(adj, dtype, k, 256)
+    assert policy.packs_ssd_rows(adj, dtype, k, 256)
     cbsr = random_cbsr(90, k, 256, dtype, device)
     values = (cbsr.values.double() * size).to(dtype)
     values[::7] = 0
@@ -443,8 +443,8 @@ def two_kinds_of_rows(many: int, few: int, rows: int) -> Adjacency:
 def test_kernels_that_run_side_by_side(poisoned_memory, many, few, rows, few_entries, captured):
     """What follows them waits for the one that takes long: results are read at once, poisoned before."""
     adj = two_kinds_of_rows(many, few, rows).prepare()
-    groups = adj.edge_groups(choose.edge_group_length(adj.num_edges, adj.num_dst))
-    num_long, others_have_few = choose.long_edge_groups(groups, adj.num_edges, 16)
+    groups = adj.edge_groups(policy.edge_group_length(adj.num_edges, adj.num_dst))
+    num_long, others_have_few = policy.long_edge_groups(groups, adj.num_edges, 16)
     assert 0 < num_long < groups.slices.size(0)
     assert others_have_few == few_entries
     cbsr = random_cbsr(1000, 16, 128, torch.float32, "cuda")
@@ -486,22 +486,22 @@ def test_autocast(device):
 )
 def test_choice(algorithm, dtype, k, expected):
     device = torch.device("cuda")
-    assert choose.ssd_algorithm(algorithm, device, dtype, k, 256, False) == expected
-    assert choose.ssd_algorithm("maxk", device, torch.float32, 8, 256, True) == "decoupled"
-    assert choose.ssd_algorithm("maxk", device, torch.float32, 8, 1025, False) == "decoupled"
-    assert choose.ssd_algorithm("auto", torch.device("cpu"), dtype, k, 256, False) == "decoupled"
+    assert policy.ssd_algorithm(algorithm, device, dtype, k, 256, False) == expected
+    assert policy.ssd_algorithm("maxk", device, torch.float32, 8, 256, True) == "decoupled"
+    assert policy.ssd_algorithm("maxk", device, torch.float32, 8, 1025, False) == "decoupled"
+    assert policy.ssd_algorithm("auto", torch.device("cpu"), dtype, k, 256, False) == "decoupled"
 
 
 def test_algorithms_stand_in_for_auto(monkeypatch):
     adj = heavy("cpu")
     seen = []
-    original = choose.ssd_algorithm
+    original = policy.ssd_algorithm
 
     def record(algorithm: str, *rest: Any) -> str:
         seen.append(algorithm)
         return original(algorithm, *rest)
 
-    monkeypatch.setattr(choose, "ssd_algorithm", record)
+    monkeypatch.setattr(policy, "ssd_algorithm", record)
     cbsr = random_cbsr(90, 8, 64, torch.float32, "cpu")
     with algorithms(ssd="densify"):
         ssd(adj, cbsr)
@@ -540,7 +540,7 @@ def test_edge_groups(device, length):
     ],
 )
 def test_groups_are_long_where_many_rows_are(nodes, edges, longest):
-    assert choose.edge_group_length(edges, nodes) == longest
+    assert policy.edge_group_length(edges, nodes) == longest
 
 
 def test_no_groups():
@@ -551,33 +551,33 @@ def test_no_groups():
 
 def test_groups_of_few_entries_share_warps_where_most_are_short():
     few = Adjacency.from_coo(torch.arange(30), torch.arange(30), (30, 30)).edge_groups(128)
-    assert choose.long_edge_groups(few, 30, 8) == (0, True)
+    assert policy.long_edge_groups(few, 30, 8) == (0, True)
     row = torch.arange(30).repeat_interleave(5)
     more = Adjacency.from_coo(row, torch.arange(5).repeat(30), (30, 30)).edge_groups(128)
-    assert choose.long_edge_groups(more, 150, 8) == (0, False)
-    assert choose.long_edge_groups(more, 150, 64) == (30, False)
+    assert policy.long_edge_groups(more, 150, 8) == (0, False)
+    assert policy.long_edge_groups(more, 150, 64) == (30, False)
     row = torch.arange(30).repeat_interleave(40)
     most = Adjacency.from_coo(row, torch.arange(40).repeat(30), (30, 40)).edge_groups(128)
-    assert choose.long_edge_groups(most, 1200, 8) == (30, False)
+    assert policy.long_edge_groups(most, 1200, 8) == (30, False)
 
 
 def test_entries_are_packed_where_sources_are_gathered_often(monkeypatch):
     row, col = (torch.randint(0, 30, (30 * ssd_rules._GATHERED_OFTEN,)) for _ in range(2))
     adj = Adjacency.from_coo(row, col, (30, 30))
     for k, packed in ((8, False), (16, True), (18, False), (20, True), (32, True), (36, False), (64, False)):
-        assert choose.packs_ssd_rows(adj, torch.float32, k, 256) == packed
-    assert not choose.packs_ssd_rows(adj, torch.float64, 16, 256)
-    assert not choose.packs_ssd_rows(adj, torch.float32, 16, 257)
+        assert policy.packs_ssd_rows(adj, torch.float32, k, 256) == packed
+    assert not policy.packs_ssd_rows(adj, torch.float64, 16, 256)
+    assert not policy.packs_ssd_rows(adj, torch.float32, 16, 257)
     few = Adjacency.from_coo(row[1:], col[1:], (30, 30))
-    assert not choose.packs_ssd_rows(few, torch.float32, 16, 256)
+    assert not policy.packs_ssd_rows(few, torch.float32, 16, 256)
     monkeypatch.setattr(ssd_rules, "_MANY_SOURCES", 31)
-    assert not choose.packs_ssd_rows(adj, torch.float32, 16, 256)
+    assert not policy.packs_ssd_rows(adj, torch.float32, 16, 256)
 
 
 def test_small_structures_take_one_launch(monkeypatch):
-    monkeypatch.setattr(bounds, "FEW_EDGES", 1000)
+    monkeypatch.setattr(gpu, "FEW_EDGES", 1000)
     few = Adjacency.from_coo(torch.arange(30), torch.arange(30), (30, 30)).edge_groups(128)
-    assert choose.long_edge_groups(few, 30, 8) == (30, False)
+    assert policy.long_edge_groups(few, 30, 8) == (30, False)
 
 
 def test_share_of_shared_groups():

@@ -1,4 +1,4 @@
-"""The backward kernels of ssd and the tall windows that one of them reads, against float64 references."""
+"""The backward kernels of ssd and the row panels that one of them reads, against float64 references."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastsparse_core import Adjacency, choose, reference
-from fastsparse_core.formats.tall_windows import HEIGHT, MOST_SOURCES, TallLayout, TallWindows
+from fastsparse_core import Adjacency, policy, reference
+from fastsparse_core.formats.row_panels import HEIGHT, MOST_SOURCES, PanelLayout, RowPanels
 from fastsparse_core.ops import _ssd_backward as ssd_backward
 from fastsparse_core.ops._ssd_backward import ssd_backward_op, ssd_value_grad_op
 
@@ -75,7 +75,7 @@ def tolerance(adj: Adjacency, grad: Tensor, k: int, algorithm: str) -> float:
         return TOLERANCE[grad.dtype]
     most = int(torch.bincount(adj.col.long()).max())
     row_bytes = grad.size(1) * grad.dtype.itemsize
-    strips = -(-most // choose.tall_layout(adj.shape, adj.num_edges, row_bytes, k).strip)
+    strips = -(-most // policy.panel_layout(adj.shape, adj.num_edges, row_bytes, k).strip)
     return max(TOLERANCE[grad.dtype], strips * 2.0**-25)
 
 
@@ -152,7 +152,7 @@ def test_every_kind_of_source(device, algorithm, use, dtype, shape):
         given = weights(adj, dtype, kind)
         out = backward(adj, grad, ids, **given)
         assert error_in_terms(out, adj, grad, ids, **given) <= TOLERANCE[dtype]
-    assert any("tall_windows" in name for name in adj.memory_usage()) == (algorithm == "windows")
+    assert any("row_panels" in name for name in adj.memory_usage()) == (algorithm == "windows")
 
 
 @pytest.mark.parametrize(("device", "algorithm"), KERNELS)
@@ -197,7 +197,7 @@ def test_deterministic_algorithms_give_the_same_bits(device, poisoned_memory):
     ids = kept_ids(adj.num_src, 256, 32, device)
     first = backward(adj, grad, ids)
     assert all(torch.equal(backward(adj, grad, ids), first) for _ in range(5))
-    assert not any("tall_windows" in name for name in adj.memory_usage())
+    assert not any("row_panels" in name for name in adj.memory_usage())
 
 
 @pytest.mark.gpu
@@ -212,11 +212,11 @@ def test_deterministic_algorithms_give_the_same_bits(device, poisoned_memory):
 )
 def test_choice(width, dtype, algorithm):
     adj = many_kinds().adjacency("cuda")
-    assert choose.ssd_backward_algorithm(adj, dtype, width, 8) == algorithm
+    assert policy.ssd_backward_algorithm(adj, dtype, width, 8) == algorithm
     grad = features(adj.num_dst, width, dtype, "contiguous", "cuda")
     ids = kept_ids(adj.num_src, width, 8, "cuda")
     assert error_in_terms(backward(adj, grad, ids), adj, grad, ids) <= TOLERANCE[dtype]
-    assert any("tall_windows" in name for name in adj.memory_usage()) == (algorithm == "windows")
+    assert any("row_panels" in name for name in adj.memory_usage()) == (algorithm == "windows")
 
 
 @pytest.mark.gpu
@@ -224,7 +224,7 @@ def test_without_memory_for_the_windows(monkeypatch, caplog):
     def refuse(*arguments: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(TallWindows, "from_csr", refuse)
+    monkeypatch.setattr(RowPanels, "from_csr", refuse)
     adj = many_kinds().adjacency("cuda")
     grad = features(adj.num_dst, 64, torch.float32, "contiguous", "cuda")
     ids = kept_ids(adj.num_src, 64, 8, "cuda")
@@ -246,11 +246,11 @@ def test_opcheck(device, algorithm, use, valued):
     torch.library.opcheck(ssd_value_grad_op, (grad, values, ids, *scales, adj.num_values, adj.handle, False))
 
 
-# ---------------------------------------------------------------- tall windows
+# ---------------------------------------------------------------- row panels
 
 
 LAYOUTS = st.builds(
-    TallLayout,
+    PanelLayout,
     height=st.sampled_from([32, HEIGHT]),
     num_blocks=st.sampled_from([1, 2, 5]),
     strip=st.sampled_from([4, 8, 64]),
@@ -271,7 +271,7 @@ def blocks_without_entries() -> EdgeList:
     return EdgeList(row, torch.randint(40, 61, (1500,), generator=generator), (200, 103))
 
 
-def segments(adj: Adjacency, layout: TallLayout) -> dict[tuple[int, int], list[tuple[int, int]]]:
+def segments(adj: Adjacency, layout: PanelLayout) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """The entries (source, row of the window) of every window and block of sources that has any, in order."""
     size = -(-adj.num_src // layout.num_blocks)
     edges = sorted(
@@ -285,9 +285,9 @@ def segments(adj: Adjacency, layout: TallLayout) -> dict[tuple[int, int], list[t
     return found
 
 
-def check_windows(adj: Adjacency, layout: TallLayout) -> None:
+def check_windows(adj: Adjacency, layout: PanelLayout) -> None:
     """Compares the conversion with lists of segments, strips and slices."""
-    windows = TallWindows.from_csr(adj.row(), adj.col, adj.shape, layout)
+    windows = RowPanels.from_csr(adj.row(), adj.col, adj.shape, layout)
     expected = segments(adj, layout)
     entries = [entry for segment in expected.values() for entry in segment]
     strips: dict[int, set[tuple[int, int]]] = {}
@@ -310,7 +310,7 @@ def check_windows(adj: Adjacency, layout: TallLayout) -> None:
     found = zip(begins.tolist(), rest[:, 2].tolist(), rest[:, 3].tolist(), strict=True)
     assert list(found) == [each[1:] for each in slices]
 
-    order = TallWindows.entry_order(adj.row(), adj.col, adj.shape, layout.height).long()
+    order = RowPanels.entry_order(adj.row(), adj.col, adj.shape, layout.height).long()
     assert torch.equal(order.sort().values, torch.arange(adj.num_edges, device=adj.device))
     row, source = adj.row().long()[order], adj.col.long()[order]
     assert (source * HEIGHT + row % layout.height).tolist() == words
@@ -325,7 +325,7 @@ def test_tall_windows(device, edges, layout):
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])
 @pytest.mark.parametrize("edges", [many_kinds, one_source, blocks_without_entries])
 def test_blocks_of_sources(device, edges, num_blocks):
-    check_windows(edges().adjacency(device), TallLayout(HEIGHT, num_blocks, 8, 64))
+    check_windows(edges().adjacency(device), PanelLayout(HEIGHT, num_blocks, 8, 64))
 
 
 @pytest.mark.gpu
@@ -335,9 +335,9 @@ def test_blocks_of_sources(device, edges, num_blocks):
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])
 @pytest.mark.parametrize("edges", [many_kinds, one_source, blocks_without_entries])
 def test_layouts(monkeypatch, poisoned_memory, edges, num_blocks, height, strip, dtype):
-    layout = TallLayout(height, num_blocks, strip, 1024)
-    monkeypatch.setattr(choose, "tall_layout", lambda *statistics: layout)
-    monkeypatch.setattr(choose, "ssd_backward_algorithm", lambda *call: "windows")
+    layout = PanelLayout(height, num_blocks, strip, 1024)
+    monkeypatch.setattr(policy, "panel_layout", lambda *statistics: layout)
+    monkeypatch.setattr(policy, "ssd_backward_algorithm", lambda *call: "windows")
     adj = edges().adjacency("cuda")
     for width, k in ((256, 16), (47, 7), (640, 200)):
         grad = features(adj.num_dst, width, dtype, "contiguous", "cuda")
@@ -351,8 +351,8 @@ def test_layouts(monkeypatch, poisoned_memory, edges, num_blocks, height, strip,
 @pytest.mark.gpu
 def test_a_capture_takes_a_layout_that_is_there(monkeypatch):
     """A warm-up with some kept columns serves others: no layout can be built while a graph is captured."""
-    monkeypatch.setattr(choose, "ssd_backward_algorithm", lambda *call: "windows")
-    monkeypatch.setattr(choose, "tall_layout", lambda *rest: TallLayout(HEIGHT, 1 + rest[3] // 16, 8, 1024))
+    monkeypatch.setattr(policy, "ssd_backward_algorithm", lambda *call: "windows")
+    monkeypatch.setattr(policy, "panel_layout", lambda *rest: PanelLayout(HEIGHT, 1 + rest[3] // 16, 8, 1024))
     adj = many_kinds().adjacency("cuda")
     grad = features(adj.num_dst, 256, torch.float32, "contiguous", "cuda")
     backward(adj, grad, kept_ids(adj.num_src, 256, 16, "cuda"))
@@ -362,22 +362,22 @@ def test_a_capture_takes_a_layout_that_is_there(monkeypatch):
         out = backward(adj, grad, ids)
     graph.replay()
     assert error_in_terms(out, adj, grad, ids) <= TOLERANCE[torch.float32]
-    assert len(adj.memo("tall_windows", dict)) == 1
+    assert len(adj.memo("row_panels", dict)) == 1
     backward(adj, grad, ids)
-    assert len(adj.memo("tall_windows", dict)) == 2
+    assert len(adj.memo("row_panels", dict)) == 2
 
 
 def test_too_little_memory_for_another_layout(monkeypatch, caplog):
     adj = many_kinds().adjacency("cpu")
-    first, second = TallLayout(HEIGHT, 1, 8, 64), TallLayout(HEIGHT, 2, 8, 64)
+    first, second = PanelLayout(HEIGHT, 1, 8, 64), PanelLayout(HEIGHT, 2, 8, 64)
     windows = ssd_backward._windows(adj, first)
     assert windows is not None
     assert ssd_backward._windows(adj, first) is windows
 
-    def refuse(*_: object) -> TallWindows:
+    def refuse(*_: object) -> RowPanels:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(TallWindows, "from_csr", refuse)
+    monkeypatch.setattr(RowPanels, "from_csr", refuse)
     assert all(ssd_backward._windows(adj, second) is windows for _ in range(2))
     assert len(caplog.records) == 1
     assert "stays with an earlier conversion" in caplog.text
@@ -404,7 +404,7 @@ def test_choice_for_rows_of_few_entries(k, algorithm):
     """Rows of two entries: few of many features are read row by row, more of them from windows."""
     row = torch.arange(500).repeat(2)
     adj = Adjacency.from_coo(row, torch.cat([row[:500].flip(0), row[:500].roll(1)]), (500, 500)).to("cuda")
-    assert choose.ssd_backward_algorithm(adj, torch.float32, 256, k) == algorithm
+    assert policy.ssd_backward_algorithm(adj, torch.float32, 256, k) == algorithm
     grad = features(500, 256, torch.float32, "contiguous", "cuda")
     ids = kept_ids(500, 256, k, "cuda")
     assert error_in_terms(backward(adj, grad, ids), adj, grad, ids) <= TOLERANCE[torch.float32]
@@ -413,7 +413,7 @@ def test_choice_for_rows_of_few_entries(k, algorithm):
 def test_strips_and_slices_fit_together():
     for num_edges in (0, 1, 10_000, 10**7, 10**9):
         for num_nodes in (0, 1, 20_000, 10**7):
-            layout = choose.tall_layout((num_nodes, num_nodes), num_edges, 512, 16)
+            layout = policy.panel_layout((num_nodes, num_nodes), num_edges, 512, 16)
             assert layout.longest % layout.strip == 0
 
 
@@ -432,11 +432,11 @@ def test_strips_and_slices_fit_together():
     ],
 )
 def test_layout_at_16_kept_columns(nodes, edges, row_bytes, height, several, strip):
-    layout = choose.tall_layout((nodes, nodes), edges, row_bytes, 16)
+    layout = policy.panel_layout((nodes, nodes), edges, row_bytes, 16)
     assert (layout.height, layout.num_blocks > 1, layout.strip) == (height, several, strip)
 
 
 def test_too_many_sources():
     edge = torch.tensor([0]).int()
-    with pytest.raises(ValueError, match="num_src: expected at most 33554431 for tall windows"):
-        TallWindows.from_csr(edge, edge, (1, MOST_SOURCES + 1), TallLayout(64, 1, 8, 1024))
+    with pytest.raises(ValueError, match="num_src: expected at most 33554431 for row panels"):
+        RowPanels.from_csr(edge, edge, (1, MOST_SOURCES + 1), PanelLayout(64, 1, 8, 1024))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from dgl_cases import DGLError, block, dgl, fastsparse_dgl, features, homogeneous, twin
 
-import fastsparse_core.adjacency
+import fastsparse_core.structure.adjacency
 from fastsparse_core import Adjacency
 from fastsparse_dgl.caching import adjacency_of
 
@@ -30,10 +30,12 @@ def _empty_cache():
 def count_builds(monkeypatch):
     """Counts every construction and every sorting of a structure."""
     calls = []
-    compress = fastsparse_core.adjacency.compress
+    compress = fastsparse_core.structure.adjacency.compress
     from_csr = Adjacency.from_csr.__func__
     monkeypatch.setattr(
-        fastsparse_core.adjacency, "compress", lambda *a, **k: calls.append("compress") or compress(*a, **k)
+        fastsparse_core.structure.adjacency,
+        "compress",
+        lambda *a, **k: calls.append("compress") or compress(*a, **k),
     )
     monkeypatch.setattr(
         Adjacency, "from_csr", classmethod(lambda *a, **k: calls.append("from_csr") or from_csr(*a, **k))

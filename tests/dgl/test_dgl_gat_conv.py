@@ -20,7 +20,7 @@ from dgl_cases import (
     weights,
 )
 
-from fastsparse_core import bias as core_bias
+from fastsparse_core.fused import bias as core_bias
 from fastsparse_core.ops._common import sum_of_rows
 
 FastGATConv = fastsparse_dgl.FastGATConv

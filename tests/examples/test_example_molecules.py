@@ -36,7 +36,7 @@ def bond_codes(dataset: GraphDataset) -> dict[tuple[int, int], list[int]]:
 
 
 @pytest.mark.parametrize("framework", ["pyg", "dgl"])
-@pytest.mark.parametrize("model", ["pna", "gps"])
+@pytest.mark.parametrize("model", ["pna", "gps", "gine"])
 def test_both_layers_train_alike(model: str, framework: str, tmp_path: Path) -> None:
     """From the same weights and batches."""
     need(framework)
@@ -48,13 +48,6 @@ def test_both_layers_train_alike(model: str, framework: str, tmp_path: Path) -> 
     assert all(result.layer in page for result in results)
     assert json.loads((tmp_path / "log.json").read_text())["data"]["name"] == "molecules"
     assert (tmp_path / "curves.png").stat().st_size > 0
-
-
-@pytest.mark.parametrize("framework", ["pyg", "dgl"])
-def test_gine_trains(framework: str) -> None:
-    need(framework)
-    _, results, _ = run("--framework", framework, "--model", "gine")
-    assert results[0].runs[0].loss[-1] < results[0].runs[0].loss[0] * 2
 
 
 def test_drawn_molecules_are_connected_and_both_directions_share_a_bond() -> None:

@@ -12,6 +12,7 @@ from fastsparse_core import doctor
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [*sorted(CHECKOUT.glob("*.md")), *sorted(CHECKOUT.glob("docs/**/*.md"))]
+PACKAGES = ("kernels/fastsparse_core", "fastsparse_pyg", "fastsparse_dgl")
 TOP_FOLDERS = r"(?:kernels|fastsparse_pyg|fastsparse_dgl|examples|tests|docs|benchmarks|\.ci)"
 
 
@@ -52,6 +53,21 @@ def test_the_site_shows_every_page():
     trees = re.findall(r"```{toctree}\n(.*?)```", (docs / "index.md").read_text(), re.DOTALL)
     shown = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
     assert sorted(shown) == sorted(pages - {"index"})
+
+
+FORMULA = re.compile(
+    r"\$\$(.+?)\$\$|(?<![`$])\$([^$`]+)\$|:math:`([^`]+)`|\.\. math::\n\n((?: +\S.*\n)+)", re.DOTALL
+)
+
+
+def test_browsers_draw_the_formulas():
+    """A command that the converter to MathML does not know would stay in the text with its backslash."""
+    convert = pytest.importorskip("latex2mathml.converter").convert
+    prose = [re.sub(r"```.*?```|`[^`]*`", "", path.read_text(), flags=re.DOTALL) for path in DOCUMENTS]
+    code = [path.read_text() for package in PACKAGES for path in (CHECKOUT / package).rglob("*.py")]
+    formulas = ["".join(found) for text in prose + code for found in FORMULA.findall(text)]
+    assert len(formulas) > 50
+    assert [formula for formula in formulas if "\\" in convert(formula)] == []
 
 
 def test_drawings_are_what_their_script_draws():

@@ -111,7 +111,7 @@ def test_commands():
                     known = set(re.findall(r"^([a-z-]+):", (CHECKOUT / "Makefile").read_text(), re.MULTILINE))
                     assert set(targets) <= known, (page, command)
                 case ["pip", "install", target]:
-                    (extras,) = re.fullmatch(r"\.\[([\w,]+)\]", target).groups()
+                    (extras,) = re.fullmatch(r"(?:\.|fastsparse-gnn)\[([\w,]+)\]", target).groups()
                     for extra in extras.split(","):
                         assert f"\n{extra} = [" in (CHECKOUT / "pyproject.toml").read_text(), (page, command)
                 case ["FASTSPARSE_CUDA_ARCHS=none", "python", "setup.py", "build_ext", "--inplace"]:

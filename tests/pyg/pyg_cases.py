@@ -131,9 +131,9 @@ def same(
 
 def no_original(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes a test fail where PyG's own code runs instead of the kernels."""
-    from fastsparse_pyg.nn.accelerated import AcceleratedConv
+    from fastsparse_pyg.nn.base import FastConv
 
     def fail(self: Any, reason: str, *args: Any) -> Tensor:
         raise AssertionError(f"PyG's own code ran: {reason}")
 
-    monkeypatch.setattr(AcceleratedConv, "_original_forward", fail)
+    monkeypatch.setattr(FastConv, "_original_forward", fail)

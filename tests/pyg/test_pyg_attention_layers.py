@@ -20,7 +20,8 @@ from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 from torch_geometric.nn import AGNNConv, GATConv, GATv2Conv, TransformerConv
 from torch_geometric.nn.aggr import SumAggregation
 
-from fastsparse_core import Adjacency, bias, log
+from fastsparse_core import Adjacency, log
+from fastsparse_core.fused import bias
 from fastsparse_core.ops._common import sum_of_rows
 from fastsparse_pyg import (
     FastAGNNConv,

@@ -8,8 +8,8 @@ from padded import WIDTH, check_layer
 from torch import nn
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
-from fastsparse_core import adjacency as core_adjacency
 from fastsparse_core.formats.bsb import Bsb
+from fastsparse_core.structure import adjacency as core_adjacency
 from fastsparse_pyg import FastGATConv, FastGCNConv, FastGINConv, FastSAGEConv, clear_cache
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.ops.spmm import spmm
+from fastsparse_core.structure.adjacency import Adjacency
 
 #: Above this share of all rows needed, all are sent: at most a quarter more bytes, and no copies.
 SEND_ALL = 0.8

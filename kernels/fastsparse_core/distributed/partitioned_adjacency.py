@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.distributed.agreement import check_agreement
 from fastsparse_core.distributed.exchange import AddColumns, HaloExchange, HaloFeatures
 from fastsparse_core.distributed.partitions import Partition
 from fastsparse_core.formats.grouping import Method
 from fastsparse_core.ops._common import accumulation_dtype, autocast, check_features, check_scale
 from fastsparse_core.ops.spmm import spmm
+from fastsparse_core.structure.adjacency import Adjacency
 
 _HALO_DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fastsparse_core.adjacency import Adjacency
+from fastsparse_core.structure.adjacency import Adjacency
 
 Method = Literal["auto", "metis", "contiguous"]
 

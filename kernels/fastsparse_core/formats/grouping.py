@@ -17,7 +17,7 @@ from fastsparse_core.formats.bsb import HEIGHT, place_of_row, sort_vectors
 from fastsparse_core.formats.compress import compress
 
 if TYPE_CHECKING:
-    from fastsparse_core.kernel_formats import KernelFormats
+    from fastsparse_core.structure.kernel_formats import KernelFormats
 
 #: How the rows of a window are chosen.
 Method = Literal["auto", "none", "minhash"]

@@ -11,7 +11,7 @@ from fastsparse_core.formats.bsb import BLOCK, HEIGHT, QUAD, QUAD_BYTES, vectors
 from fastsparse_core.formats.grouping import vectors_per_window
 
 if TYPE_CHECKING:
-    from fastsparse_core.adjacency import Adjacency
+    from fastsparse_core.structure.adjacency import Adjacency
 
 #: Vectors that SR-BCRS pads a window to: the k of m16n8k8, the paper's instruction for 16-bit values.
 _PADDING = 8
@@ -49,16 +49,6 @@ class FormatStatistics:
     me_bcrs_bytes: int
     sr_bcrs_bytes: int
     csr_bytes: int
-
-    @property
-    def vectors_per_edge_8x1(self) -> float:
-        """Rows gathered per edge; 1 for nothing shared, 1/8 at best."""
-        return self.vectors_8x1 / max(self.num_edges, 1)
-
-    @property
-    def vectors_per_edge_16x1(self) -> float:
-        """The same for windows of 16 rows."""
-        return self.vectors_16x1 / max(self.num_edges, 1)
 
 
 def statistics(adj: Adjacency, window_row: Tensor | None = None) -> FormatStatistics:

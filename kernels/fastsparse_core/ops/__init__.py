@@ -8,6 +8,7 @@ from fastsparse_core.ops.attention import (
     gatv2_attention,
     gatv2_attention_weights,
 )
+from fastsparse_core.ops.edge_messages import gated_aggregate, gated_edges, gine_aggregate
 from fastsparse_core.ops.edge_softmax import edge_softmax
 from fastsparse_core.ops.maxk import maxk
 from fastsparse_core.ops.multi_aggregate import multi_aggregate
@@ -21,8 +22,11 @@ __all__ = [
     "attention",
     "attention_weights",
     "edge_softmax",
+    "gated_aggregate",
+    "gated_edges",
     "gatv2_attention",
     "gatv2_attention_weights",
+    "gine_aggregate",
     "maxk",
     "multi_aggregate",
     "sddmm",

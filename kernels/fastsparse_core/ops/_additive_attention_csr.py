@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.adjacency import Adjacency
-from fastsparse_core.choose import MOST_HEADS
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
@@ -17,6 +15,8 @@ from fastsparse_core.ops._common import (
     scratch,
     unit_stride,
 )
+from fastsparse_core.policy import MOST_HEADS
+from fastsparse_core.structure.adjacency import Adjacency
 
 #: Widest head that the lanes of a warp hold, 8 features each.
 MAX_HEAD_WIDTH = 256

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastsparse_core import _C, choose
-from fastsparse_core.adjacency import Adjacency
+from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops._common import PLAIN, address, allows_tf32
-from fastsparse_core.ops._spmm_launch import product
+from fastsparse_core.ops._spmm_launch import launch_spmm
+from fastsparse_core.structure.adjacency import Adjacency
 
 #: Rows of a slab at least, and slabs at most: each is two blocks of threads, which fill an H200 together.
 _SLAB_ROWS = 128
@@ -55,7 +55,7 @@ def aggregate_and_transform(
 ) -> tuple[Tensor, Tensor | None]:
     """The result of `aggregate_linear` where the launch can serve it.
 
-    That is where `choose.transforms_on_tensor_cores`, `is_laid_out` and `are_plain` say so.
+    That is where `policy.transforms_on_tensor_cores`, `is_laid_out` and `are_plain` say so.
 
     Args:
         adj: structure.
@@ -71,10 +71,10 @@ def aggregate_and_transform(
         (num_dst, out width), and the sums or None.
     """
     out = x.new_empty(adj.num_dst, weight.size(0))
-    gathers = choose.gathers_and_transforms(adj, algorithm)
+    gathers = policy.gathers_and_transforms(adj, algorithm)
     sums = None
     if not gathers:
-        sums = product(adj, x, None, scale_dst, None, None, algorithm)
+        sums = launch_spmm(adj, x, None, scale_dst, None, None, algorithm)
     elif keeps_sums:
         sums = x.new_empty(adj.num_dst, x.size(1))
     index = device_index(x.device)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.adjacency import Adjacency
-from fastsparse_core.choose import MOST_HEADS
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT, MOST_COLUMNS
 from fastsparse_core.ops._common import DTYPE_CODE, address, allows_tf32, empty_values, unit_stride
+from fastsparse_core.policy import MOST_HEADS
+from fastsparse_core.structure.adjacency import Adjacency
 
 #: Widest head that a warp works on.
 MAX_HEAD_WIDTH = 256

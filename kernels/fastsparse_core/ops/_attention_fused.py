@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.adjacency import Adjacency, from_handle
 from fastsparse_core.device import queue
 from fastsparse_core.ops import _additive_attention_csr, _attention_bsb, _gatv2_attention_csr
 from fastsparse_core.ops import _attention_unfused as unfused
@@ -32,6 +31,7 @@ from fastsparse_core.ops._common import (
     register_autograd,
     unit_stride,
 )
+from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 # AttentionScore in kernels/include/fastsparse/views.h.
 _DOT_PRODUCT, _ADDITIVE, _GATV2 = 0, 1, 2
@@ -65,14 +65,19 @@ library.define(
 
 
 def call(name: str, v: Tensor, *arguments: Any) -> Tensor:
-    """Result of the operator ``name``; in plain eager mode without PyTorch's dispatcher."""
+    """First result of the operator ``name``."""
+    return results(name, v, *arguments)[0]
+
+
+def results(name: str, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """Results of the operator ``name``; in plain eager mode without PyTorch's dispatcher."""
     if not is_plain_eager(v):
-        return getattr(torch.ops.fastsparse, name).default(*arguments)[0]
+        return getattr(torch.ops.fastsparse, name).default(*arguments)
     if torch.is_grad_enabled() and any(
         isinstance(argument, Tensor) and argument.requires_grad for argument in arguments
     ):
-        return _FORMULAS[name].apply(*arguments)[0]
-    return _KERNELS[name](*arguments)[0]
+        return _FORMULAS[name].apply(*arguments)
+    return _KERNELS[name](*arguments)
 
 
 def _run(name: str, watched: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -607,8 +612,8 @@ def _once(name: str) -> type[torch.autograd.Function]:
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
             raise NotImplementedError(
-                f"{name}: has no derivative when it is called by itself; differentiate the attention "
-                "operator, whose gradients have gradients"
+                f"{name}: has no derivative when it is called by itself; differentiate the operator "
+                "that it belongs to, whose gradients have gradients"
             )
 
     return Formula

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core import reference
-from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.ops._common import accumulation_dtype, check_heads
 from fastsparse_core.ops.edge_softmax import edge_softmax
 from fastsparse_core.ops.spmm import spmm
+from fastsparse_core.structure.adjacency import Adjacency
 
 
 def dot_product_scores(adj: Adjacency, q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Tensor:

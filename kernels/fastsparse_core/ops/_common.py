@@ -12,11 +12,11 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from fastsparse_core import _C
-from fastsparse_core.adjacency import Adjacency, from_handle
-from fastsparse_core.choose import MOST_HEADS
-from fastsparse_core.content import has_content
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT
+from fastsparse_core.policy import MOST_HEADS
+from fastsparse_core.structure.adjacency import Adjacency, from_handle
+from fastsparse_core.structure.content import has_content
 
 #: Namespace of the operators: ``torch.ops.fastsparse``. An operator takes the structure as the integer handle
 #: of an Adjacency, so that schemas stay short, derived formats can be built lazily, and torch.compile sees a
@@ -408,8 +408,9 @@ _PARTS = 4
 
 
 @functools.cache
-def _num_parts(device: torch.device) -> int:
-    return _PARTS * torch.cuda.get_device_properties(device).multi_processor_count
+def multiprocessors(device: torch.device) -> int:
+    """Number of multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def sum_of_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -433,7 +434,7 @@ def sum_of_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     num_rows, width = matrix.shape
     if width == 0 or (width > 1 and matrix.stride(1) != 1):
         return rows.sum(0, dtype=dtype)
-    index, num_parts = device_index(rows.device), _num_parts(rows.device)
+    index, num_parts = device_index(rows.device), _PARTS * multiprocessors(rows.device)
     partial = rows.new_empty(num_parts, width, dtype=torch.float64)
     out = rows.new_empty(rows.shape[1:], dtype=dtype)
     place = (partial.data_ptr(), num_parts, out.data_ptr(), DTYPE_CODE[dtype], index, queue(index))

@@ -11,7 +11,6 @@ pass keeps two numbers for every edge and head (GATv2: and a bit per feature).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.adjacency import Adjacency, from_handle
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops import _additive_attention_csr as additive
 from fastsparse_core.ops import _attention_fused as fused
@@ -31,11 +29,13 @@ from fastsparse_core.ops._common import (
     cast,
     is_plain_eager,
     library,
+    multiprocessors,
     register_autograd,
     scratch,
     unit_stride,
 )
 from fastsparse_core.ops._gatv2_attention_csr import _att_rows as att_rows
+from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 #: Most features of an edge that the kernels of GATv2 take: more are projected to rows once.
 MOST_GATV2_FEATURES = 32
@@ -45,6 +45,9 @@ MOST_FEATURES = 512
 _CPU_PARTS = 64
 #: Groups of lanes that add up GATv2's gradient of the edges' linear map: enough to fill a large GPU.
 _WEIGHT_GROUPS = 4096
+#: Parts of the rows for each multiprocessor, and the least rows of one, whose outer products are added apart.
+_PARTS = 8
+_PART_ROWS = 256
 
 library.define(
     "edge_attention(Tensor q, Tensor k, Tensor v, Tensor edge_attr, Tensor edge_weight, Tensor? bias, "
@@ -120,23 +123,23 @@ def _add_from_edge_width(out: Tensor, e: Tensor, weight: Tensor, heads: int) -> 
     _per_head(out, heads).transpose(0, 1).baddbmm_(e.transpose(0, 1), per_head)
 
 
-def _weight_gradient(pairs: Sequence[tuple[Tensor, Tensor]], heads: int) -> Tensor:
-    """``sum_i x_i,h e_i,h^T`` over pairs of x (n, heads * D) and e (n, heads, A): (heads * D, A)."""
-    if pairs[0][0].is_cuda:
-        # One product with all pairs of heads, of which those of a head with itself count: a product per head
-        # has too few results to fill a GPU.
-        (x, e), *others = pairs
-        full = torch.mm(x.t(), e.flatten(1))
-        for x, e in others:
-            full.addmm_(x.t(), e.flatten(1))
-        width, edge_width = x.size(1), e.size(2)
-        diagonal = full.view(heads, -1, heads, edge_width).diagonal(dim1=0, dim2=2)
-        return diagonal.permute(2, 0, 1).reshape(width, edge_width)
-    total = sum(
-        torch.matmul(_per_head(x, heads).permute(1, 2, 0), e.transpose(0, 1)).flatten(0, 1) for x, e in pairs
-    )
-    assert isinstance(total, Tensor)
-    return total
+def _weight_gradient(x: Tensor, x_edge: Tensor, y: Tensor, y_edge: Tensor, heads: int) -> Tensor:
+    """``sum_i x_i,h e_i,h^T + y_i,h f_i,h^T``: x, y (n, heads * D), e, f (n, heads, A), (heads * D, A)."""
+    num_rows, width, edge_width = *x.shape, x_edge.size(2)
+    if x.is_cuda and edge_width:
+        index = device_index(x.device)
+        num_parts = min(_PARTS * multiprocessors(x.device), -(-num_rows // _PART_ROWS))
+        partial = x.new_empty(num_parts, width, edge_width, dtype=torch.float32)
+        features = (x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0))
+        sizes = (num_rows, heads, width // heads, edge_width)
+        place = (partial.data_ptr(), num_parts, DTYPE_CODE[x.dtype], index, queue(index))
+        _C.head_outer(*features, x_edge.data_ptr(), y_edge.data_ptr(), *sizes, *place)
+        return partial.sum(0).to(x.dtype)
+
+    def product(x: Tensor, e: Tensor) -> Tensor:
+        return torch.matmul(_per_head(x, heads).permute(1, 2, 0), e.transpose(0, 1)).flatten(0, 1)
+
+    return product(x, x_edge) + product(y, y_edge)
 
 
 # ---------------------------------------------------------------- padding
@@ -415,7 +418,7 @@ def _edge_attention_backward(
     )
     if not out.is_cuda:
         _add_from_edge_width(grad_q, grad_q_edge, weight, heads)
-    grad_weight = _weight_gradient(((q, grad_q_edge), (grad, out_edge)), heads)
+    grad_weight = _weight_gradient(q, grad_q_edge, grad, out_edge, heads)
     grad_weight = grad_weight.unflatten(0, (heads, -1))[:, : width // max(heads, 1), : edge_attr.size(1)]
     return (
         _unpadded(grad_q, heads, width),

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops import _additive_attention_csr as additive
 from fastsparse_core.ops._common import DTYPE_CODE, contiguous_floats, scratch, unit_stride
+from fastsparse_core.structure.adjacency import Adjacency
 
 #: Groups of lanes of the backward row pass: each keeps its own sum for the gradient of ``att``. About 8
 #: slices for each, but enough groups to fill the GPU, and no more than balance the load.

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.adjacency import Adjacency
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
@@ -22,6 +21,7 @@ from fastsparse_core.ops._common import (
     structure,
     unit_stride,
 )
+from fastsparse_core.structure.adjacency import Adjacency
 
 library.define(
     "spmm_extremum(Tensor x, Tensor? value, SymInt num_dst, SymInt adjacency, bool transpose, bool minimum) "

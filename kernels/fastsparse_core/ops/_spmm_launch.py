@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastsparse_core import _C, choose
-from fastsparse_core.adjacency import Adjacency
+from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT
 from fastsparse_core.ops._common import (
@@ -21,9 +20,10 @@ from fastsparse_core.ops._common import (
     num_heads,
     unit_stride,
 )
+from fastsparse_core.structure.adjacency import Adjacency
 
 
-def product(
+def launch_spmm(
     adj: Adjacency,
     x: Tensor,
     value: Tensor | None,
@@ -71,7 +71,7 @@ def product(
         value = value.contiguous()
     dense, heads = is_dense(value), num_heads(value)
     weighted = value is not None or scale_src is not None
-    chosen = choose.spmm_algorithm(adj, algorithm, dtype, width, heads, aligned, dense, weighted=weighted)
+    chosen = policy.spmm_algorithm(adj, algorithm, dtype, width, heads, aligned, dense, weighted=weighted)
     if chosen == "flashsparse":
         blocks = _blocks(adj, dtype, width, valued=value is not None and not dense)
         if value is None:
@@ -81,7 +81,7 @@ def product(
     if is_dense(value):
         value = edges_from_dense(adj, value)
     operands = _Operands(adj, x, value, scale_dst, scale_src, bias, relu, out, weighted)
-    if choose.spmm_resident(adj, chosen, dtype, width, heads, aligned):
+    if policy.spmm_resident(adj, chosen, dtype, width, heads, aligned):
         _launch_resident(operands, tensor_cores=chosen == "tca")
     else:
         _LAUNCH[chosen](operands)
@@ -94,8 +94,8 @@ class SpmmBlocks(NamedTuple):
     Attributes:
         structure: the binary sparse blocks, as the compiled kernel takes them.
         num_partial: rows of partial results.
-        features_per_lane: see `choose.features_per_lane`.
-        blocks_per_step: see `choose.blocks_per_step`.
+        features_per_lane: see `policy.features_per_lane`.
+        blocks_per_step: see `policy.blocks_per_step`.
     """
 
     structure: Any
@@ -109,8 +109,8 @@ def _blocks(adj: Adjacency, dtype: torch.dtype, width: int, *, valued: bool) -> 
     return SpmmBlocks(
         adj.bsb_structure(valued=valued),
         adj.bsb_split.num_slots * HEIGHT,
-        choose.features_per_lane(width, dtype.itemsize),
-        choose.blocks_per_step(bsb.num_blocks, bsb.num_windows),
+        policy.features_per_lane(width, dtype.itemsize),
+        policy.blocks_per_step(bsb.num_blocks, bsb.num_windows),
     )
 
 
@@ -212,7 +212,7 @@ def _launch_csr(operands: _Operands) -> None:
         num_heads(value),
         *operands.factors_and_result(),
         address(partial),
-        choose.csr_tile(adj, x.element_size(), weighted=operands.weighted),
+        policy.csr_tile(adj, x.element_size(), weighted=operands.weighted),
         index,
         queue(index),
     )
@@ -274,10 +274,10 @@ def add_transposed(
 
     On CUDA by atomics, in any order. The arguments are those of the product itself, ``x`` is (num_dst,
     width), and of ``total`` only the first ``num_given`` rows hold something yet. Where this may be called,
-    `choose.scatters` says.
+    `policy.scatters` says.
 
     Returns:
-        ``total``; or where there is nothing in it yet, `choose.counts_sources` and ``x`` has 16 bits, the
+        ``total``; or where there is nothing in it yet, `policy.counts_sources` and ``x`` has 16 bits, the
         result in the dtype of ``x``, and ``total`` served the sums.
     """
     x = unit_stride(x)
@@ -286,7 +286,7 @@ def add_transposed(
     index = device_index(x.device)
     count = out = None
     is_float = x.dtype == torch.float32
-    if (is_float or num_given == 0) and choose.counts_sources(adj, x.size(1)):
+    if (is_float or num_given == 0) and policy.counts_sources(adj, x.size(1)):
         count = torch.empty(adj.num_src, dtype=torch.int32, device=x.device)
         out = None if is_float else torch.empty_like(total, dtype=x.dtype)
     _C.spmm_csr_transposed(
@@ -316,9 +316,9 @@ def grad_of_features(
 
     The arguments are those of the product itself, and ``grad`` is the gradient of its result.
     """
-    if choose.scatters(adj, algorithm, grad.dtype, value):
+    if policy.scatters(adj, algorithm, grad.dtype, value):
         total = grad.new_empty(adj.num_src, grad.size(1), dtype=torch.float32)
         return add_transposed(adj, grad, value, scale_dst, scale_src, total).to(grad.dtype)
     if is_dense(value):
         value = edges_from_dense(adj, value)
-    return product(adj.t(), grad, value, scale_src, scale_dst, None, algorithm)
+    return launch_spmm(adj.t(), grad, value, scale_src, scale_dst, None, algorithm)

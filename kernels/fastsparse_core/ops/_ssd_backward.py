@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsparse_core import _C, choose
-from fastsparse_core.adjacency import Adjacency
+from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.formats.tall_windows import TallLayout, TallWindows
+from fastsparse_core.formats.row_panels import PanelLayout, RowPanels
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
     accumulation_dtype,
@@ -25,6 +24,7 @@ from fastsparse_core.ops._common import (
     structure,
     unit_stride,
 )
+from fastsparse_core.structure.adjacency import Adjacency
 
 library.define(
     "ssd_backward(Tensor grad, Tensor ids, Tensor? value, Tensor? scale_dst, Tensor? scale_src, "
@@ -55,7 +55,7 @@ def grad_of_values(
     .. math::
         d_{jc} = t_j \sum_{i : (i, j) \in E} s_i \, v_{ij} \, \mathbf{g}_i[\mathrm{ids}_{jc}]
 
-    On CUDA from tall windows: sums over the destinations of a window, added atomically, in an order that
+    On CUDA from row panels: sums over the destinations of a window, added atomically, in an order that
     differs from call to call. Under ``torch.use_deterministic_algorithms``, in float64, for rows too wide for
     shared memory and for structures too large for the windows, row by row of the transposed structure.
 
@@ -78,29 +78,29 @@ def grad_of_values(
         return out
     grad, ids = unit_stride(grad), ids.contiguous()
     value = None if value is None else value.contiguous()
-    if choose.ssd_backward_algorithm(adj, grad.dtype, grad.size(1), ids.size(1)) == "windows":
+    if policy.ssd_backward_algorithm(adj, grad.dtype, grad.size(1), ids.size(1)) == "windows":
         row_bytes = grad.size(1) * grad.dtype.itemsize
-        windows = _windows(adj, choose.tall_layout(adj.shape, adj.num_edges, row_bytes, ids.size(1)))
+        windows = _windows(adj, policy.panel_layout(adj.shape, adj.num_edges, row_bytes, ids.size(1)))
         if windows is not None:
             return _launch_windows(adj, windows, grad, ids, value, scale_dst, scale_src, out)
     _launch_rows(structure(adjacency, not transpose), grad, ids, value, scale_dst, scale_src, out)
     return out
 
 
-def _windows(adj: Adjacency, layout: TallLayout) -> TallWindows | None:
-    """The tall windows of a layout, kept once built.
+def _windows(adj: Adjacency, layout: PanelLayout) -> RowPanels | None:
+    """The row panels of a layout, kept once built.
 
     All layouts give right results. Where this one is not built yet and cannot be, because a CUDA graph is
     captured or there is too little memory, it is one that is; None where there is none, which is csr's case.
     """
-    built: dict[TallLayout, TallWindows | None] = adj.memo("tall_windows", dict)
+    built: dict[PanelLayout, RowPanels | None] = adj.memo("row_panels", dict)
     if layout in built:
         return built[layout]
     other = next((windows for windows in built.values() if windows is not None), None)
     if other is not None and adj.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return other
     try:
-        built[layout] = TallWindows.from_csr(adj.row(), adj.col, adj.shape, layout)
+        built[layout] = RowPanels.from_csr(adj.row(), adj.col, adj.shape, layout)
     except torch.OutOfMemoryError:
         built[layout] = other  # and is not tried again
         kept = "csr" if other is None else "an earlier conversion"
@@ -111,22 +111,22 @@ def _windows(adj: Adjacency, layout: TallLayout) -> TallWindows | None:
 
 
 def _value_id(adj: Adjacency, height: int) -> Tensor:
-    """Position in the caller's edge order of every entry of the tall windows."""
+    """Position in the caller's edge order of every entry of the row panels."""
 
     def build() -> Tensor:
-        order = TallWindows.entry_order(adj.row(), adj.col, adj.shape, height)
+        order = RowPanels.entry_order(adj.row(), adj.col, adj.shape, height)
         return order if adj.edge_id is None else adj.edge_id.index_select(0, order)
 
     return adj.memo(("tall_windows_value_id", height), build)
 
 
-def _windows_structure(adj: Adjacency, windows: TallWindows, *, valued: bool) -> Any:
-    """The tall windows as the compiled kernel takes them."""
+def _windows_structure(adj: Adjacency, windows: RowPanels, *, valued: bool) -> Any:
+    """The row panels as the compiled kernel takes them."""
     layout = windows.layout
 
     def build() -> Any:
         value_id = _value_id(adj, layout.height) if valued else None
-        return _C.TallWindowsStructure(
+        return _C.RowPanelsStructure(
             windows.entry.data_ptr(),
             address(value_id),
             value_id is not None and value_id.dtype == torch.int64,
@@ -144,7 +144,7 @@ def _windows_structure(adj: Adjacency, windows: TallWindows, *, valued: bool) ->
 
 def _launch_windows(
     adj: Adjacency,
-    windows: TallWindows,
+    windows: RowPanels,
     grad: Tensor,
     ids: Tensor,
     value: Tensor | None,

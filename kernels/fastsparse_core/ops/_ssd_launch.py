@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastsparse_core import _C, choose
-from fastsparse_core.adjacency import Adjacency
+from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops._common import DTYPE_CODE, accumulation_dtype, address, below_autograd, structure
+from fastsparse_core.structure.adjacency import Adjacency
 
 
-def product(
+def launch_ssd(
     values: Tensor,
     ids: Tensor,
     width: int,
@@ -34,7 +34,7 @@ def product(
         value = value.contiguous()
     if bias is not None:
         bias = bias.contiguous()
-    chosen = choose.ssd_algorithm(
+    chosen = policy.ssd_algorithm(
         algorithm,
         values.device,
         values.dtype,
@@ -55,13 +55,13 @@ def product(
         total = total if scale_dst is None else total * scale_dst[:, None]
         return (total if bias is None else total + bias).to(values.dtype)
     index = device_index(values.device)
-    longest = choose.edge_group_length(adj.num_edges, adj.num_dst)
+    longest = policy.edge_group_length(adj.num_edges, adj.num_dst)
     groups = adj.edge_groups(longest) if index >= 0 else None
     partial = None
     if groups is not None and groups.num_slots:
         partial = values.new_empty(groups.num_slots, width, dtype=accumulation_dtype(values.dtype))
     packed = None
-    if index >= 0 and choose.packs_ssd_rows(adj, values.dtype, values.size(1), width):
+    if index >= 0 and policy.packs_ssd_rows(adj, values.dtype, values.size(1), width):
         packed = ids.new_empty(ids.shape, dtype=torch.int32)
     _C.ssd(
         adj.edge_group_structure(longest),
@@ -79,7 +79,7 @@ def product(
         address(partial),
         address(packed),
         0 if groups is None else groups.longest,
-        *((0, False) if groups is None else choose.long_edge_groups(groups, adj.num_edges, values.size(1))),
+        *((0, False) if groups is None else policy.long_edge_groups(groups, adj.num_edges, values.size(1))),
         index,
         queue(index),
     )
@@ -118,7 +118,7 @@ def slotted_ssd(
     total = torch.zeros(adj.num_dst, width, device=values.device)
     index = device_index(values.device)
     _C.ssd_slots(
-        adj.edge_group_structure(choose.SHORT_EDGE_GROUP),
+        adj.edge_group_structure(policy.SHORT_EDGE_GROUP),
         DTYPE_CODE[values.dtype],
         width,
         values.size(1),

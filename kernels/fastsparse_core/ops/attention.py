@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fastsparse_core import choose
-from fastsparse_core.adjacency import Adjacency
+from fastsparse_core import policy
 from fastsparse_core.ops import _additive_attention_csr, _attention_bsb, _edge_attention, _gatv2_attention_csr
 from fastsparse_core.ops import _attention_fused as fused
 from fastsparse_core.ops import _attention_unfused as unfused
@@ -22,6 +21,7 @@ from fastsparse_core.ops._common import (
     written_out,
 )
 from fastsparse_core.ops.edge_softmax import edge_softmax
+from fastsparse_core.structure.adjacency import Adjacency
 
 
 def attention(
@@ -76,7 +76,7 @@ def attention(
         TypeError: dtypes are not supported or differ.
         ValueError: a size, device or option does not fit.
     """
-    algorithm = choose.requested("attention", algorithm)
+    algorithm = policy.requested("attention", algorithm)
     if is_partitioned(adj):
         k, v = adj.sources(k, v)
         adj = adj.rows
@@ -101,7 +101,7 @@ def attention(
             )
             if not _attention_bsb.has_blocks(adj, backward=wants_grad):
                 obstacle = "not enough memory for the binary sparse blocks"
-    if choose.attention_algorithm(algorithm, obstacle) == "fused3s":
+    if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
         arguments = (_per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle)
         out = fused.call("attention", v, *features, *arguments)
         return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
@@ -151,7 +151,7 @@ def additive_attention(
         TypeError: dtypes are not supported or differ.
         ValueError: a size, device or option does not fit.
     """
-    algorithm = choose.requested("attention", algorithm)
+    algorithm = policy.requested("attention", algorithm)
     if is_partitioned(adj):
         (v,), (score_src,) = adj.sources(v), adj.sources(score_src, exact=True)
         adj = adj.rows
@@ -169,7 +169,7 @@ def additive_attention(
     seed = _draw_seed(dropout_p)
     features = v.flatten(1)
     obstacle = _additive_attention_csr.obstacle(features, heads) if v.device.type == "cuda" else ""
-    if choose.attention_algorithm(algorithm, obstacle) == "fused3s":
+    if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
         arguments = (_per_head(bias, heads), negative_slope, dropout_p, seed, adj.handle)
         out = fused.call("additive_attention", v, score_dst, score_src, features, *arguments)
         return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
@@ -220,7 +220,7 @@ def gatv2_attention(
         TypeError: dtypes are not supported or differ.
         ValueError: a size, device or option does not fit.
     """
-    algorithm = choose.requested("attention", algorithm)
+    algorithm = policy.requested("attention", algorithm)
     if is_partitioned(adj):
         (x_src,) = adj.sources(x_src)
         adj = adj.rows
@@ -232,7 +232,7 @@ def gatv2_attention(
     if edges is not None:
         obstacle = _edge_attention.gatv2_obstacle(adj, features, edges[0], negative_slope, heads)
         ends = (x_dst.flatten(1), features)
-        if choose.attention_algorithm(algorithm, obstacle) == "fused3s":
+        if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
             of_kernel = (att, *edges, negative_slope, dropout_p, seed, adj.handle)
             out = fused.call("gatv2_edge_attention", x_src, *ends, *of_kernel)
         else:
@@ -241,7 +241,7 @@ def gatv2_attention(
     obstacle = ""
     if x_src.device.type == "cuda":
         obstacle = _gatv2_attention_csr.obstacle(features, negative_slope, heads)
-    if choose.attention_algorithm(algorithm, obstacle) == "fused3s":
+    if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
         arguments = (att, negative_slope, dropout_p, seed, adj.handle)
         out = fused.call("gatv2_attention", x_src, x_dst.flatten(1), features, *arguments)
         return out if x_src.dim() == 2 else out.reshape(adj.num_dst, *x_src.shape[1:])
@@ -479,7 +479,7 @@ def _attention_with_edges(
 ) -> Tensor:
     """Attention whose edges have features, of queries, keys and values (n, heads * D)."""
     obstacle = _edge_attention.obstacle(adj, features[2], edges[0], heads)
-    if choose.attention_algorithm(algorithm, obstacle) == "fused3s":
+    if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
         arguments = (_per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle)
         return fused.call("edge_attention", features[2], *features, *edges, *arguments)
     return _edge_attention.unfused_attention(adj, *features, *edges, bias, scale, dropout_p, seed, heads)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.adjacency import Adjacency, from_handle
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
@@ -25,6 +24,7 @@ from fastsparse_core.ops._common import (
 )
 from fastsparse_core.ops.sddmm import sddmm
 from fastsparse_core.ops.spmm import spmm
+from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 library.define("edge_softmax(Tensor score, SymInt adjacency) -> Tensor")
 library.define("edge_softmax_backward(Tensor weight, Tensor grad, SymInt adjacency) -> Tensor")

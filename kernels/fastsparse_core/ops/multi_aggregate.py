@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.adjacency import Adjacency, from_handle
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.log import info_once
 from fastsparse_core.ops import _attention_fused as fused
@@ -32,6 +31,7 @@ from fastsparse_core.ops._common import (
     register_autograd,
     unit_stride,
 )
+from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 _logger = logging.getLogger("fastsparse_core")
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsparse_core import _C, choose
-from fastsparse_core.adjacency import Adjacency, from_handle
+from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT
 from fastsparse_core.ops._common import (
@@ -28,6 +27,7 @@ from fastsparse_core.ops._common import (
     register_autograd,
     unit_stride,
 )
+from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 #: The result is (length, heads), values of the edges, or where `dense` (length, 8, heads), dense vectors.
 library.define(
@@ -78,8 +78,8 @@ def sddmm(
         TypeError: dtypes are not supported or differ.
         ValueError: a size, device or option does not fit, or there are more than 65535 heads on CUDA.
     """
-    algorithm = choose.requested("sddmm", algorithm)
-    choose.check_algorithm(layout, ("edges", "me_bcrs"), "layout")
+    algorithm = policy.requested("sddmm", algorithm)
+    policy.check_algorithm(layout, ("edges", "me_bcrs"), "layout")
     check_structure(adj)
     check_features("x_dst", x_dst, adj.num_dst, "num_dst", adj)
     check_features("x_src", x_src, adj.num_src, "num_src", adj)
@@ -142,7 +142,7 @@ def _sddmm(
 def _algorithm(adj: Adjacency, algorithm: str, x_dst: Tensor, x_src: Tensor, heads: int, dense: bool) -> str:
     head_bytes = x_dst.size(1) // heads * x_dst.element_size()
     aligned = _is_aligned(x_dst, x_src, heads)
-    return choose.sddmm_algorithm(adj, algorithm, x_dst.dtype, head_bytes, heads, aligned, dense)
+    return policy.sddmm_algorithm(adj, algorithm, x_dst.dtype, head_bytes, heads, aligned, dense)
 
 
 def _is_aligned(x_dst: Tensor, x_src: Tensor, heads: int) -> bool:
@@ -170,7 +170,7 @@ def _launch_csr(
     out: Tensor,
 ) -> None:
     index = device_index(x_dst.device)
-    by_entry = choose.sddmm_by_entry(adj, _is_aligned(x_dst, x_src, heads))
+    by_entry = policy.sddmm_by_entry(adj, _is_aligned(x_dst, x_src, heads))
     _C.sddmm_csr(
         adj.csr_structure,
         DTYPE_CODE[x_dst.dtype],

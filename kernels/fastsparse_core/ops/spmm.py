@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsparse_core import choose
-from fastsparse_core.adjacency import Adjacency, from_handle
+from fastsparse_core import policy
 from fastsparse_core.formats.bsb import HEIGHT
 from fastsparse_core.ops._common import (
     accumulation_dtype,
@@ -31,7 +30,8 @@ from fastsparse_core.ops._common import (
     widened_value,
 )
 from fastsparse_core.ops._spmm_extremum import extremum
-from fastsparse_core.ops._spmm_launch import grad_of_features, product
+from fastsparse_core.ops._spmm_launch import grad_of_features, launch_spmm
+from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 #: Values of three dimensions are dense vectors, (num_vectors, 8, heads), of the structure as it is before
 #: `transpose`. `num_dst` repeats what the structure says, for traces, which have none.
@@ -64,7 +64,7 @@ def spmm(
     with :math:`\bigoplus` a sum, mean, maximum or minimum. Rows without edges give 0 (plus the bias). Sums
     are accumulated in float32 (float64 for float64 features) in a fixed order: results are bitwise
     reproducible. So are gradients, but for those of ``x`` that the first products with a structure that came
-    sorted add by atomics on CUDA, instead of a transpose (`choose.scatters`); where
+    sorted add by atomics on CUDA, instead of a transpose (`policy.scatters`); where
     ``torch.use_deterministic_algorithms(True)`` is set they are too.
 
     Args:
@@ -108,8 +108,8 @@ def spmm(
         >>> spmm(adj, torch.eye(3)).tolist()
         [[0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
     """
-    algorithm = choose.requested("spmm", algorithm)
-    choose.check_algorithm(value_layout, ("edges", "me_bcrs"), "value_layout")
+    algorithm = policy.requested("spmm", algorithm)
+    policy.check_algorithm(value_layout, ("edges", "me_bcrs"), "value_layout")
     if value_layout == "me_bcrs" and reduce in ("max", "min"):
         raise ValueError(
             f"value_layout: expected 'edges' for reduce={reduce!r}, which runs from CSR, got 'me_bcrs'"
@@ -183,7 +183,7 @@ def _spmm(
     if transpose:
         value = edges_from_dense(adj, value) if is_dense(value) else value
         adj = adj.t()
-    return product(adj, x, value, scale_dst, scale_src, bias, algorithm, relu)
+    return launch_spmm(adj, x, value, scale_dst, scale_src, bias, algorithm, relu)
 
 
 class _Spmm(torch.autograd.Function):
@@ -252,7 +252,7 @@ class _Spmm(torch.autograd.Function):
                 num_heads(value),
                 value.dtype,
                 ctx.adjacency,
-                ctx.algorithm if ctx.algorithm in choose.SDDMM_ALGORITHMS else "csr",
+                ctx.algorithm if ctx.algorithm in policy.SDDMM_ALGORITHMS else "csr",
                 is_dense(value),
             ).reshape(value.shape)
         if ctx.needs_input_grad[4]:

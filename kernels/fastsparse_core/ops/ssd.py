@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsparse_core import choose
-from fastsparse_core.adjacency import Adjacency
+from fastsparse_core import policy
 from fastsparse_core.formats.cbsr import CBSR, ids_dtype
 from fastsparse_core.ops._common import (
     accumulation_dtype,
@@ -27,7 +26,8 @@ from fastsparse_core.ops._common import (
     widened_value,
 )
 from fastsparse_core.ops._ssd_backward import derivatives
-from fastsparse_core.ops._ssd_launch import product
+from fastsparse_core.ops._ssd_launch import launch_ssd
+from fastsparse_core.structure.adjacency import Adjacency
 
 library.define(
     "ssd(Tensor values, Tensor ids, SymInt width, Tensor? value, Tensor? scale_dst, Tensor? scale_src, "
@@ -91,7 +91,7 @@ def ssd(
         >>> ssd(adj, maxk(torch.eye(3), 1)).tolist()
         [[0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
     """
-    algorithm = choose.requested("ssd", algorithm)
+    algorithm = policy.requested("ssd", algorithm)
     values, value, scale_dst, scale_src = operands(adj, cbsr, value, reduce, scale_dst, scale_src)
     if bias is not None:
         (bias,) = autocast(bias)
@@ -105,7 +105,7 @@ def ssd(
         tensor is not None and tensor.requires_grad for tensor in (values, value, bias)
     ):
         return _Ssd.apply(*arguments, *place)
-    return product(*arguments, *place)
+    return launch_ssd(*arguments, *place)
 
 
 def operands(
@@ -183,7 +183,7 @@ class _Ssd(torch.autograd.Function):
         place = (num_dst, adjacency, transpose, algorithm)
         ctx.save_for_backward(values if value is not None else None, ids, value, scale_dst, scale_src)
         if is_plain_eager(values):
-            return product(*arguments, *place)
+            return launch_ssd(*arguments, *place)
         with below_autograd():
             return _ssd_op(*arguments, *place)
 
@@ -220,6 +220,6 @@ def _ssd_fake(
 
 
 for _key in ("CPU", "CUDA"):
-    library.impl("ssd", product, _key)
+    library.impl("ssd", launch_ssd, _key)
 torch.library.register_fake("fastsparse::ssd", _ssd_fake, lib=library)
 register_autograd("ssd", _Ssd)

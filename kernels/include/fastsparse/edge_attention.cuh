@@ -13,10 +13,16 @@
 
 namespace fastsparse::cuda {
 
-// Entries that a group gathers at once: with keys and values 4 KB for a warp whose rows are 512 (1024) bytes;
-// fewer where the edges' own features take the registers.
+// Entries that a group gathers at once. With dot products, whose keys and values make it twice the bytes,
+// two: the registers of two more would take a third of the warps (16 bits, H100: 8 to 10 % of forward and
+// backward).
 template <typename T, int kEdge = 0>
-constexpr int kEdgesInFlight = (sizeof(T) == 2 ? 4 : 2) / (kEdge > 4 ? 2 : 1);
+constexpr int kEdgesInFlight = kEdge > 4                     ? 1
+                               : kEdge > 0 || sizeof(T) == 4 ? 2
+                                                             : 4;
+// Blocks of a multiprocessor that the registers shall suffice for: float32 rows need twice those of 16 bits.
+template <typename T, int kEdge>
+constexpr int kDotBlocks = sizeof(T) == 2 && kEdge == 4 ? 6 : 4;
 template <typename T>
 constexpr int kEdgeVec = 16 / static_cast<int>(sizeof(T));
 
@@ -371,6 +377,51 @@ __device__ __forceinline__ void add_projected(float (&z)[kCount][kLaneFeatures],
         for (int f = 0; f < kLaneFeatures; ++f) z[u][f] += w[f] * a;
       }
     }
+  }
+}
+
+// W in registers, for edges with few features: the lane's features of all its rows.
+constexpr int kKeptWeight = 8;
+
+template <typename T>
+struct KeptWeight {
+  float of[kKeptWeight][kLaneFeatures];
+
+  __device__ __forceinline__ KeptWeight(const EdgeLane& lane, const EdgeAttentionInput& input) {
+    const std::int64_t width = input.heads * input.head_width;
+#pragma unroll
+    for (int a = 0; a < kKeptWeight; ++a) {
+#pragma unroll
+      for (int f = 0; f < kLaneFeatures; ++f) of[a][f] = 0;
+      if (a < lane.edge_width) {
+        lane.load_vector<T>(of[a], static_cast<const float*>(input.weight) + a * width);
+      }
+    }
+  }
+
+  // The same as `add_projected`, of edges' features that were read before.
+  __device__ __forceinline__ void add_to(float (&z)[kLaneFeatures],
+                                         const Words<T, 4> (&edge)[kKeptWeight / 4]) const {
+#pragma unroll
+    for (int a = 0; a < kKeptWeight; ++a) {
+      const float number = edge[a / 4][a % 4];
+#pragma unroll
+      for (int f = 0; f < kLaneFeatures; ++f) z[f] += of[a][f] * number;
+    }
+  }
+};
+
+struct NoWeight {
+  __device__ __forceinline__ NoWeight(const EdgeLane&, const EdgeAttentionInput&) {}
+};
+
+// Features of one edge for `KeptWeight`, zeros behind the last.
+template <typename T>
+__device__ __forceinline__ void load_edge(Words<T, 4> (&edge)[kKeptWeight / 4], const EdgeLane& lane,
+                                          const void* from, std::uint32_t row, bool wanted) {
+#pragma unroll
+  for (int c = 0; c < kKeptWeight / 4; ++c) {
+    edge[c].load(edge_row<T>(from, row, lane.edge_width) + c * 4, wanted && c * 4 < lane.edge_width);
   }
 }
 

@@ -1,5 +1,6 @@
-// Attention dropout: a counter-based generator (Philox4x32-10; Salmon et al., "Parallel random numbers: as
-// easy as 1, 2, 3", SC 2011), so that every pass, in whatever order it meets the entries, sees the same mask.
+// A counter-based generator (Philox4x32-10; Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+// SC 2011): of attention's dropout, so that every pass, in whatever order it meets the entries, sees the same
+// mask, and of neighbour sampling, so that both devices draw the same.
 #pragma once
 
 #include <cmath>
@@ -13,9 +14,10 @@
 
 namespace fastsparse {
 
-// First of the four words of a block. Key: two words; counter: (c0, c1, c2, 0).
-FASTSPARSE_HOST_DEVICE std::uint32_t philox(std::uint32_t key0, std::uint32_t key1, std::uint32_t c0,
-                                            std::uint32_t c1, std::uint32_t c2) {
+// First two of the four words of a block, the first one in the low half. Key: two words; counter: (c0, c1,
+// c2, 0).
+FASTSPARSE_HOST_DEVICE std::uint64_t philox64(std::uint32_t key0, std::uint32_t key1, std::uint32_t c0,
+                                              std::uint32_t c1, std::uint32_t c2) {
   std::uint32_t c3 = 0;
 #ifdef __CUDA_ARCH__
 #pragma unroll
@@ -30,7 +32,13 @@ FASTSPARSE_HOST_DEVICE std::uint32_t philox(std::uint32_t key0, std::uint32_t ke
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }
-  return c0;
+  return static_cast<std::uint64_t>(c1) << 32 | c0;
+}
+
+// First of the four words of a block.
+FASTSPARSE_HOST_DEVICE std::uint32_t philox(std::uint32_t key0, std::uint32_t key1, std::uint32_t c0,
+                                            std::uint32_t c1, std::uint32_t c2) {
+  return static_cast<std::uint32_t>(philox64(key0, key1, c0, c1, c2));
 }
 
 // Drops an entry with probability p and scales the others by 1 / (1 - p). threshold 0: drops nothing.

@@ -99,7 +99,7 @@ struct SpmmArgs {
   void* out;              // (num_rows, width) contiguous
   void* partial;          // (num_slots, width) in the accumulation type; CUDA only
   std::int64_t width;
-  std::int64_t tile;  // features per pass over the structure, at least about: choose.csr_tile; CUDA only
+  std::int64_t tile;  // features per pass over the structure, at least about: policy.csr_tile; CUDA only
   Dtype dtype;
 };
 
@@ -175,14 +175,6 @@ struct SpmmBsbArgs {
   Dtype dtype;
 };
 
-// The dense matrix of a structure: 0 but for the sums of its entries' values. CUDA only.
-struct CsrToDenseArgs {
-  CsrView a;
-  const void* value;  // in the caller's edge order
-  void* out;          // (num_rows, num_cols)
-  Dtype dtype;
-};
-
 // Sums of the columns of a matrix. CUDA only.
 struct SumOfRowsArgs {
   const void* rows;  // (num_rows, width)
@@ -194,6 +186,23 @@ struct SumOfRowsArgs {
   void* out;  // (width)
   Dtype dtype;
   Dtype out_dtype;
+};
+
+// Sums over rows of the outer products of every head's features with its edges' features. CUDA only.
+struct HeadOuterArgs {
+  const void* x;  // (num_rows, heads * head_width), widths that are multiples of 4
+  std::int64_t x_stride;
+  const void* y;  // likewise
+  std::int64_t y_stride;
+  const void* x_edge;  // (num_rows, heads, edge_width), what x is multiplied with
+  const void* y_edge;  // likewise
+  std::int64_t num_rows;
+  std::int64_t heads;
+  std::int64_t head_width;
+  std::int64_t edge_width;
+  float* partial;  // (num_parts, heads * head_width, edge_width)
+  std::int64_t num_parts;
+  Dtype dtype;
 };
 
 // What rows add to the work list of spmm_hr.
@@ -585,10 +594,35 @@ struct EdgeSoftmaxArgs {
   Dtype dtype;
 };
 
+enum class Reduction : int {
+  kSum = 0,
+  kMean = 1,
+  kMax = 2,
+  kMin = 3,
+  kProduct = 4,
+  kVariance = 5,
+  kDeviation = 6
+};
+
+// out_s = the reduction over segment s of rows of x, read through the entries' positions. Of `a`, columns are
+// not used. Empty segments: 0, of the product 1.
+struct SegmentReduceArgs {
+  CsrView a;
+  RowSplitView split;
+  DenseView x;    // (num_edges, width)
+  void* out;      // (num_rows, width) contiguous
+  void* extra;    // (num_rows, width); maximum and minimum: int64 position of the first one chosen, num_edges
+                  // where there is none; variance and deviation: the mean in the accumulation type; else null
+  void* partial;  // (num_slots, width) states of up to 24 bytes; CUDA only
+  std::int64_t width;
+  Reduction reduction;
+  Dtype dtype;
+};
+
 // Windows of `height` rows, at most 64, with the entries of a window by source, then by row. Word:
 // 64 * source + row in the window; the highest bit says that all of the source's entries lie in one strip.
 // The slices come block of sources by block of sources.
-struct TallWindowsView {
+struct RowPanelsView {
   const std::uint32_t* entry;  // (num_edges)
   const void* value_id;        // (num_edges) position in the caller's edge order; null without values
   bool value_id_is_64bit;
@@ -624,9 +658,9 @@ struct SsdBackwardArgs {
   Dtype dtype;
 };
 
-// The same from tall windows, not for float64. CUDA only.
+// The same from row panels, not for float64. CUDA only.
 struct SsdBackwardWindowsArgs {
-  TallWindowsView a;
+  RowPanelsView a;
   EdgeValueView value;
   DenseView grad;      // (num_dst, width)
   std::int64_t width;  // height * width elements and height floats fit in the shared memory of a block

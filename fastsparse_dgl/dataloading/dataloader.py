@@ -1,0 +1,131 @@
+"""DataLoader: batches prepared on a GPU beside the step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core.log import info_once
+from fastsparse_core.sampling import Draw, FeatureTable, prefetched
+from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.dataloading.neighbor_sampler import NeighborSampler
+from fastsparse_dgl.graph import GraphLike
+
+_logger = logging.getLogger("fastsparse_dgl")
+
+#: Options that say how DGL brings batches to a GPU or how worker processes draw.
+_IGNORED = (
+    "num_workers",
+    "persistent_workers",
+    "prefetch_factor",
+    "worker_init_fn",
+    "pin_memory",
+    "use_uva",
+    "use_prefetch_thread",
+    "use_alternate_streams",
+    "pin_prefetcher",
+    "gpu_cache",
+)
+
+
+class DataLoader(dgl.dataloading.DataLoader):
+    """Drop-in replacement of :class:`dgl.dataloading.DataLoader` that samples on a GPU with pip's DGL.
+
+    With :class:`fastsparse_dgl.NeighborSampler`, a graph on the CPU and ``device`` a GPU, neighbours are
+    drawn and features gathered on that GPU, on a stream beside the step, two batches ahead. It yields
+    ``(input_nodes, output_nodes, blocks)``; the sampler's ``prefetch_node_feats``, ``prefetch_labels`` and
+    ``prefetch_edge_feats`` are in the blocks' ``srcdata``, ``dstdata`` and ``edata``. Features that take more
+    than half of the free memory stay with the host and are read over PCIe. Where DGL was built without CUDA,
+    blocks are :class:`fastsparse_dgl.SampledBlock`, which drop-in layers take.
+
+    In all other cases it is DGL's.
+
+    Args:
+        graph: DGLGraph.
+        indices: seeds, by node type where there are several.
+        graph_sampler: a sampler.
+        device: where batches are wanted; None: where the graph lies.
+        others: as in DGL; those of worker processes and of DGL's own transfers are ignored on a GPU.
+
+    Raises:
+        ValueError: see the sampler.
+    """
+
+    def __init__(
+        self,
+        graph: GraphLike,
+        indices: Any,
+        graph_sampler: Any,
+        device: torch.device | str | int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        target = None if device is None else torch.empty(0, device=device).device
+        self._target: torch.device | None = None
+        if target is not None and target.type == "cuda" and isinstance(graph_sampler, NeighborSampler):
+            reason = graph_sampler.why_not(graph)
+            if reason:
+                info_once(_logger, f"DGL's own loader prepares the batches: {reason}")
+            else:
+                self._target = target
+        if self._target is None:
+            super().__init__(graph, indices, graph_sampler, device=device, **kwargs)
+            if isinstance(graph_sampler, NeighborSampler) and not graph_sampler.why_not(graph):
+                graph_sampler.prepare(graph, torch.device("cpu"))  # before worker processes are forked
+            return
+        ignored = [name for name in _IGNORED if kwargs.pop(name, None)]
+        if ignored:
+            info_once(
+                _logger, f"{', '.join(ignored)}: ignored, for {target} samples and gathers beside the step"
+            )
+        super().__init__(graph, _on_cpu(indices), graph_sampler, device="cpu", **kwargs)
+        self.device = self._target
+        graph_sampler.prepare(graph, self._target)
+        self._stream = torch.cuda.Stream(self._target)
+        self._tables: dict[Any, tuple[Tensor, FeatureTable]] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._target is None:
+            return super().__iter__()
+        if self.shuffle:
+            self.dataset.shuffle()
+        return prefetched(iter(self.dataset), self._begin, self._end, self._stream)
+
+    def _begin(self, seeds: Any) -> tuple[Draw, Any]:
+        return self.graph_sampler.start(self.graph, seeds, self._target), seeds
+
+    def _end(self, begun: tuple[Draw, Any]) -> tuple[Any, Any, list[Any]]:
+        sampler, graph = self.graph_sampler, self.graph
+        inputs, outputs, blocks = sampler.finish(graph, *begun)
+        first, last = blocks[0], blocks[-1]
+        self._fill(sampler.prefetch_node_feats, graph.nodes, graph.ntypes, first.srcnodes, dgl.NID)
+        self._fill(sampler.prefetch_labels, graph.nodes, graph.ntypes, last.dstnodes, dgl.NID)
+        for block in blocks:
+            self._fill(sampler.prefetch_edge_feats, graph.edges, graph.canonical_etypes, block.edges, dgl.EID)
+        return inputs, outputs, blocks
+
+    def _fill(self, names: Any, source: Any, types: list[Any], target: Any, ids: str) -> None:
+        """Gathers the named data of nodes or edges."""
+        if not isinstance(names, Mapping):
+            names = {types[0]: names} if len(types) == 1 else {}
+        for of_type, wanted in names.items():
+            view = target[of_type].data
+            for name in wanted:
+                table = self._table((ids, of_type, name), source[of_type].data[name])
+                view[name] = table[view[ids].long()]
+
+    def _table(self, key: Any, data: Tensor) -> FeatureTable:
+        """The same object for the same tensor, for which the copy on the GPU is made once."""
+        kept = self._tables.get(key)
+        if kept is None or kept[0].data_ptr() != data.data_ptr() or kept[0].shape != data.shape:
+            kept = self._tables[key] = (data, FeatureTable(data, self._target))  # type: ignore[arg-type]
+        return kept[1]
+
+
+def _on_cpu(indices: Any) -> Any:
+    if isinstance(indices, Mapping):
+        return {name: torch.as_tensor(item).cpu() for name, item in indices.items()}
+    return torch.as_tensor(indices).cpu()

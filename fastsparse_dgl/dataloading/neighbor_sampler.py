@@ -1,0 +1,178 @@
+"""NeighborSampler: blocks of sampled neighbours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fastsparse_core.log import info_once
+from fastsparse_core.sampling import Draw, Edges, Sample
+from fastsparse_core.sampling import NeighborSampler as CoreSampler
+from fastsparse_dgl.caching import adjacency_of, relation, remember
+from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.graph import GraphLike
+from fastsparse_dgl.sampled_block import SampledBlock
+
+_logger = logging.getLogger("fastsparse_dgl")
+
+
+class NeighborSampler(dgl.dataloading.NeighborSampler):
+    r"""Drop-in replacement of :class:`dgl.dataloading.NeighborSampler` that samples on GPUs with any DGL.
+
+    Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_,
+    section 3.1. With :class:`fastsparse_dgl.DataLoader` and a GPU it samples there; else in C++ threads, with
+    DGL's ``DataLoader`` and worker processes too. Every block's nodes draw anew, as in DGL. Random numbers
+    come from PyTorch's generator: ``torch.manual_seed`` repeats batches.
+
+    ``edge_dir="out"`` and excluded edges are left to DGL's own code.
+
+    Args:
+        fanouts: neighbours per layer, the first layer's first; -1 for all. Also dicts by edge type.
+        prob: name of edge data that neighbours are drawn in proportion to.
+        mask: name of edge data that says which edges may be drawn.
+        others: as in DGL.
+
+    Raises:
+        ValueError: fan-outs or weights are not as above, when sampling begins.
+    """
+
+    _cores: Any = None
+
+    def sample_blocks(self, g: GraphLike, seed_nodes: Any, exclude_eids: Any = None) -> Any:
+        """Blocks on the graph's device, as DGL's."""
+        reason = self.why_not(g, exclude_eids)
+        if reason:
+            info_once(_logger, f"DGL's own sampler draws the blocks: {reason}")
+            return super().sample_blocks(g, seed_nodes, exclude_eids)
+        return self.finish(g, self.start(g, seed_nodes, torch.device("cpu")), seed_nodes)
+
+    def why_not(self, g: GraphLike, exclude_eids: Any = None) -> str:
+        """Why DGL's own code has to sample, "" where it has not."""
+        if not isinstance(g, dgl.DGLGraph):
+            return "the graph is no DGLGraph"
+        if g.device.type != "cpu":
+            return "the graph lies on a GPU, where DGL can sample"
+        if self.edge_dir != "in":
+            return f"edge_dir is {self.edge_dir!r}"
+        return "edges are excluded" if exclude_eids is not None else ""
+
+    def start(self, g: GraphLike, seed_nodes: Any, device: torch.device) -> Draw:
+        """Begins to draw on a device; does not wait for it."""
+        if not isinstance(seed_nodes, Mapping):
+            (only,) = g.ntypes
+            seed_nodes = {only: seed_nodes}
+        return self.prepare(g, device).start({name: torch.as_tensor(ids) for name, ids in seed_nodes.items()})
+
+    def finish(self, g: GraphLike, draw: Draw, seed_nodes: Any) -> tuple[Any, Any, list[Any]]:
+        """Input nodes, output nodes and blocks, on the device where they were drawn."""
+        sample = draw.finish()
+        device = next(iter(sample.nodes.values())).device
+        blocks = [self._block(g, sample, hop, device) for hop in reversed(range(len(sample.blocks)))]
+        nodes = {name: ids.to(g.idtype) for name, ids in sample.nodes.items()}
+        seeds = {name: nodes[name][: counts[0]] for name, counts in sample.num_nodes.items()}
+        if len(g.ntypes) == 1:
+            return nodes[g.ntypes[0]], seeds[g.ntypes[0]], blocks
+        if isinstance(seed_nodes, Mapping):
+            seeds = {name: seeds[name] for name in seed_nodes}
+        return nodes, seeds, blocks
+
+    def prepare(self, g: GraphLike, device: torch.device) -> CoreSampler:
+        """The core's sampler of a graph on a device, remembered while the structure lives."""
+        if self._cores is None:
+            self._cores = WeakIdKeyDictionary()
+        by_device = self._cores.setdefault(getattr(g, "_graph", g), {})
+        weight = self._weights(g)
+        stamp = None if weight is None else [(item.data_ptr(), item._version) for item in weight.values()]
+        entry = by_device.get(device)
+        if entry is None or entry[0] != stamp:
+            is_single = len(g.canonical_etypes) == 1
+            graph = {
+                name: adjacency_of(g if is_single else relation(g, name), device)
+                for name in g.canonical_etypes
+            }
+            core = CoreSampler(
+                graph,
+                self._fanouts(g),
+                replace=self.replace,
+                weight=weight,
+                blocks=True,
+                num_nodes={name: g.num_nodes(name) for name in g.ntypes},
+            )
+            entry = by_device[device] = (stamp, core)
+        return entry[1]
+
+    def _fanouts(self, g: GraphLike) -> dict[Any, list[int]]:
+        """By edge type, the seeds' hop first."""
+        by_type: dict[Any, list[int]] = {name: [] for name in g.canonical_etypes}
+        for fanout in reversed(self.fanouts):
+            of_layer = fanout
+            if isinstance(fanout, Mapping):
+                of_layer = {g.to_canonical_etype(name): item for name, item in fanout.items()}
+            for name, fanouts in by_type.items():
+                fanouts.append(int(of_layer[name] if isinstance(of_layer, Mapping) else of_layer))
+        return by_type
+
+    def _weights(self, g: GraphLike) -> dict[Any, Tensor] | None:
+        if self.prob is None:
+            return None
+        data = {name: g.edges[name].data for name in g.canonical_etypes}
+        return {name: of_type[self.prob].flatten() for name, of_type in data.items() if self.prob in of_type}
+
+    def _block(self, g: GraphLike, sample: Sample, hop: int, device: torch.device) -> Any:
+        counts = sample.num_nodes
+        num_dst = {name: sum(counts[name][: hop + 1]) for name in g.ntypes}
+        num_src = {name: sum(counts[name][: hop + 2]) for name in g.ntypes}
+        edges: dict[Any, Edges] = sample.blocks[hop]
+        block = make_block(g, edges, num_src, num_dst, device)
+        for name, ids in sample.nodes.items():
+            ids = ids.to(g.idtype)
+            block.srcnodes[name].data[dgl.NID] = ids[: num_src[name]]
+            block.dstnodes[name].data[dgl.NID] = ids[: num_dst[name]]
+        for name, of_type in edges.items():
+            block.edges[name].data[dgl.EID] = of_type.edge_id.to(g.idtype)
+        return block
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: item for name, item in self.__dict__.items() if name != "_cores"}
+
+
+def make_block(
+    g: GraphLike,
+    edges: Mapping[Any, Edges],
+    num_src: Mapping[str, int],
+    num_dst: Mapping[str, int],
+    device: torch.device,
+) -> Any:
+    """DGL's block where DGL can hold it, else a :class:`SampledBlock`."""
+    if not dgl_can_hold(device):
+        return SampledBlock(edges, num_src, num_dst, device)
+    none: Sequence[int] = []
+    data = {
+        name: ("csc", (of_type.rowptr.to(g.idtype), of_type.edge_index[0].to(g.idtype), none))
+        for name, of_type in edges.items()
+    }
+    block = dgl.create_block(data, dict(num_src), dict(num_dst), idtype=g.idtype, device=device)
+    if len(edges) == 1:
+        remember(block, device, next(iter(edges.values())).adjacency)
+    return block
+
+
+def dgl_can_hold(device: torch.device) -> bool:
+    """Whether this DGL can hold graphs on a device: pip's knows the CPU alone."""
+    if device.type == "cpu":
+        return True
+    if device not in _can_hold:
+        try:
+            dgl.graph(([], []), device=device)
+            _can_hold[device] = True
+        except dgl.DGLError:
+            _can_hold[device] = False
+    return _can_hold[device]
+
+
+_can_hold: dict[torch.device, bool] = {}

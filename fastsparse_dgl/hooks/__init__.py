@@ -1,0 +1,72 @@
+"""All of DGL on FastSparse: :func:`enable` and :func:`disable`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastsparse_core.locks import ForkSafeLock
+from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.hooks import device_graph, table
+
+_lock = ForkSafeLock()
+_installed: list[tuple[Any, str, Any]] = []
+
+
+def enable(*, _devices: tuple[str, ...] | None = None) -> None:
+    """Runs DGL's operators on FastSparse, and puts DGLGraphs on the GPU where DGL itself cannot.
+
+    From here on ``update_all``, ``apply_edges``, ``edge_softmax``, the readouts and every layer of ``dgl.nn``
+    run on FastSparse's operators, on the CPU and on CUDA. With pip's DGL, which has no CUDA,
+    ``graph.to("cuda")`` works as with one that has: the structure stays on the host for all that DGL does
+    with it, and is kept on the GPU for the operators; node and edge data live on the GPU. With a DGL that has
+    CUDA of its own only the operators are exchanged.
+
+    Calling it again changes nothing. :func:`disable` undoes it. Processes that are spawned have to call it
+    themselves; forked ones inherit it.
+
+    Raises:
+        DGLError: the internals of the installed DGL are not those of a version that FastSparse knows;
+            the message says which, and nothing was changed.
+
+    Examples:
+        >>> import fastsparse_dgl
+        >>> fastsparse_dgl.enable()
+    """
+    with _lock:
+        if _installed:
+            return
+        if _devices is None:
+            _devices = () if _dgl_has_cuda() else ("cuda",)
+        hooks = table.OPERATORS + (table.DEVICES if _devices else ())
+        table.check(hooks, dgl.__version__)
+        _installed.extend(table.install(hooks))
+        device_graph.serve(_devices)
+
+
+def disable() -> None:
+    """Gives DGL its own operators back: the inverse of :func:`enable`.
+
+    Graphs that are on the GPU by FastSparse alone cannot be used until it is enabled again; every use says so.
+    """
+    with _lock:
+        table.remove(_installed)
+        _installed.clear()
+        device_graph.serve(())
+
+
+def is_enabled() -> bool:
+    """Whether DGL runs on FastSparse now."""
+    return bool(_installed)
+
+
+def _dgl_has_cuda() -> bool:
+    """Whether the installed DGL was compiled with CUDA."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        dgl.ndarray.empty((1,), ctx=dgl.ndarray.gpu(0))
+    except dgl.DGLError:
+        return False
+    return True

@@ -1,0 +1,49 @@
+"""Degrees and relations that are kept with a graph, where DGL computes them in every call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fastsparse_dgl.caching import adjacency_of_index, first_relation
+from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.hooks import operators
+from fastsparse_dgl.hooks.device_graph import DeviceIndex, is_one_relation
+
+ALL = dgl.base.ALL
+
+
+def gspmm(original: Any, g: Any, op: str, reduce_op: str, lhs_data: Any, rhs_data: Any) -> Any:
+    """``dgl.ops.gspmm``, whose means are sums that DGL divides afterwards."""
+    if reduce_op == "mean" and g._graph.number_of_etypes() == 1:
+        return operators.gspmm(g._graph, op, reduce_op, lhs_data, rhs_data)
+    return original(g, op, reduce_op, lhs_data, rhs_data)
+
+
+def get_relation_graph(original: Any, index: Any, etype: int) -> Any:
+    """``HeteroGraphIndex.get_relation_graph``, which gives the same object every time."""
+    if is_one_relation(index):
+        return index
+    return first_relation(index, int(etype), lambda: original(index, etype))
+
+
+def in_degrees(original: Any, graph: Any, v: Any = ALL, etype: Any = None) -> Any:
+    """``DGLGraph.in_degrees``: those of all nodes of a graph on the device are kept there."""
+    return _degrees(graph, etype, incoming=True) if _are_all(graph, v) else original(graph, v, etype)
+
+
+def out_degrees(original: Any, graph: Any, u: Any = ALL, etype: Any = None) -> Any:
+    """``DGLGraph.out_degrees``, likewise."""
+    return _degrees(graph, etype, incoming=False) if _are_all(graph, u) else original(graph, u, etype)
+
+
+def _are_all(graph: Any, nodes: Any) -> bool:
+    return type(graph._graph) is DeviceIndex and dgl.base.is_all(nodes)
+
+
+def _degrees(graph: Any, etype: Any, incoming: bool) -> Tensor:
+    index = graph._graph.get_relation_graph(graph.get_etype_id(etype))
+    adjacency = adjacency_of_index(index.host, index.device)
+    degree = adjacency.in_degree() if incoming else adjacency.out_degree()
+    return degree.to(graph.idtype, copy=True)

@@ -1,0 +1,51 @@
+"""Graphs of several edge types: their relations, and all of them as one structure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fastsparse_core import Adjacency
+from fastsparse_core.locks import ForkSafeLock
+from fastsparse_dgl.caching import first_relation
+
+#: Handle of a graph -> device -> all its edge types as one structure.
+_joint: Any = WeakIdKeyDictionary()
+_lock = ForkSafeLock()
+
+
+def relations(gidx: Any) -> list[tuple[int, tuple[int, int], Any]]:
+    """Number, types of the ends and graph index of every edge type; the indices are the same every time."""
+    meta = gidx.metagraph
+    return [
+        (number, meta.find_edge(number), relation(gidx, number)) for number in range(gidx.number_of_etypes())
+    ]
+
+
+def relation(gidx: Any, number: int) -> Any:
+    """The graph index of one edge type, the same every time."""
+    return first_relation(gidx, number, lambda: gidx.get_relation_graph(number))
+
+
+def joint(gidx: Any, device: torch.device) -> Adjacency:
+    """All edge types as one structure: nodes of all types one after the other, and so the edges."""
+    with _lock:
+        kept = _joint.setdefault(gidx, {})
+        if device not in kept:
+            kept[device] = _build(gidx, device)
+        return kept[device]  # type: ignore[no-any-return]
+
+
+def _build(gidx: Any, device: torch.device) -> Adjacency:
+    first, total = [], 0
+    for number in range(gidx.number_of_ntypes()):
+        first.append(total)
+        total += gidx.num_nodes(number)
+    rows, columns = [], []
+    for _, (source, target), part in relations(gidx):
+        src, dst, _ = part.edges(0, "eid")
+        columns.append(src.to(device, torch.int64) + first[source])
+        rows.append(dst.to(device, torch.int64) + first[target])
+    return Adjacency.from_coo(torch.cat(rows), torch.cat(columns), (total, total), group_rows="none")

@@ -1,0 +1,380 @@
+"""What messages are made of: from nodes to edges and back, by kernels, differentiable any number of times.
+
+An edge-sized tensor is in the order of DGL's edge ids. Sums over edges are products with the incidence
+structure of :func:`incoming`, so that neither a sort nor an atomic takes part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import Adjacency, sddmm, spmm
+from fastsparse_core.policy import MOST_HEADS
+
+_extremum = torch.ops.fastsparse.spmm_extremum.default
+_extremum_backward = torch.ops.fastsparse.spmm_extremum_backward.default
+
+#: Bytes of the tensors that exist for part of the edges, or of the features, at a time: messages of which a
+#: result is made and that nobody keeps.
+_PART_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
+
+
+def without_autocast(tensor: Tensor) -> Any:
+    """Context without autocast on the tensor's device: operators have cast what DGL's would."""
+    kind = "cuda" if tensor.is_cuda else "cpu"
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+
+
+# ---------------------------------------------------------------- structures
+
+
+def ends(adj: Adjacency, target: str) -> Tensor:
+    """The node at one end of every edge, (num_edges,) in edge order.
+
+    Args:
+        adj: structure.
+        target: ``"u"``, sources, or ``"v"``, destinations.
+    """
+    entries = adj.col if target == "u" else adj.row()
+    if adj.edge_id is None:
+        return entries
+
+    def scatter() -> Tensor:
+        assert adj.edge_id is not None
+        return torch.empty_like(entries).index_copy_(0, adj.edge_id.long(), entries)
+
+    return adj.memo(("fastsparse_dgl.ends", target), scatter)
+
+
+def incoming(adj: Adjacency) -> Adjacency:
+    """Rows as in ``adj``, and a column for every edge."""
+
+    def build() -> Adjacency:
+        count = adj.num_edges
+        edge = torch.arange(count, dtype=torch.int32, device=adj.device)
+        if adj.edge_id is not None:
+            edge = adj.edge_id.int()
+        incidence = Adjacency(
+            adj.rowptr, edge, (adj.num_dst, count), edge_id=adj.edge_id, group_rows="none"
+        )
+        incidence._row_memo = adj._row_memo  # the same rows, cut into the same slices
+        return incidence
+
+    return adj.memo("fastsparse_dgl.incoming", build)
+
+
+def in_edge_order(adj: Adjacency) -> Adjacency:
+    """The same structure with the entries of every row in edge order, by which ties of extrema are broken."""
+    if adj.edge_id is None:
+        return adj
+
+    def build() -> tuple[Adjacency | None]:
+        assert adj.edge_id is not None
+        row, edge = adj.row(), adj.edge_id
+        if bool(((edge[1:] > edge[:-1]) | (row[1:] != row[:-1])).all()):
+            return (None,)
+        order = torch.sort(ends(adj, "v"), stable=True).indices.to(edge.dtype)
+        sorted_rows = Adjacency(
+            adj.rowptr, ends(adj, "u")[order.long()], adj.shape, edge_id=order, group_rows="none"
+        )
+        sorted_rows._row_memo = adj._row_memo
+        return (sorted_rows,)
+
+    return adj.memo("fastsparse_dgl.in_edge_order", build)[0] or adj
+
+
+def at(adj: Adjacency, target: str) -> Adjacency:
+    """The structure whose rows are the nodes at one end of the edges."""
+    return adj if target == "v" else adj.t()
+
+
+# ---------------------------------------------------------------- nodes to edges, edges to nodes
+
+
+def to_edges(adj: Adjacency, x: Tensor, target: str) -> Tensor:
+    """Features of the node at one end of every edge, (num_edges, ...)."""
+    return _ToEdges.apply(x, adj, target)  # type: ignore[no-any-return]
+
+
+def sum_edges(adj: Adjacency, e: Tensor, target: str) -> Tensor:
+    """Sums of the features of the edges that share an end, (num_nodes, ...)."""
+    return _SumEdges.apply(e, adj, target)  # type: ignore[no-any-return]
+
+
+class _ToEdges(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, adj: Adjacency, target: str) -> Tensor:
+        ctx.adj, ctx.target = adj, target
+        return x.index_select(0, ends(adj, target))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return sum_edges(ctx.adj, grad, ctx.target), None, None
+
+
+class _SumEdges(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, e: Tensor, adj: Adjacency, target: str) -> Tensor:
+        ctx.adj, ctx.target = adj, target
+        with without_autocast(e):
+            return spmm(incoming(at(adj, target)), e, algorithm="csr")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return to_edges(ctx.adj, grad, ctx.target), None, None
+
+
+def extremum_edges(adj: Adjacency, e: Tensor, reduce: str) -> Tensor:
+    """Maxima or minima of the features of the edges that share a destination; 0 where there are none."""
+    return spmm(incoming(in_edge_order(adj)), e, reduce=reduce)
+
+
+# ---------------------------------------------------------------- broadcasting
+
+
+def aligned(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, torch.Size]:
+    """Both with as many dimensions, at least two, and the feature shape that they broadcast to.
+
+    Raises:
+        ValueError: they do not.
+    """
+    dims = max(x.dim(), y.dim(), 2)
+    x = x.reshape(x.size(0), *[1] * (dims - x.dim()), *x.shape[1:])
+    y = y.reshape(y.size(0), *[1] * (dims - y.dim()), *y.shape[1:])
+    try:
+        return x, y, torch.broadcast_shapes(x.shape[1:], y.shape[1:])
+    except RuntimeError:
+        raise ValueError(
+            f"Feature shapes {tuple(x.shape[1:])} and {tuple(y.shape[1:])} are not valid for broadcasting."
+        ) from None
+
+
+def reduced(grad: Tensor, shape: Sequence[int]) -> Tensor:
+    """The gradient of a tensor of feature shape ``shape`` that was broadcast: sums over what was repeated."""
+    repeated = [
+        dim for dim, (got, want) in enumerate(zip(grad.shape[1:], shape, strict=True), 1) if got != want
+    ]
+    return grad.sum(repeated, keepdim=True) if repeated else grad
+
+
+class Heads:
+    """How features and edge values that broadcast become the blocks, one value each, that kernels know.
+
+    The dimensions along which edge values differ go first, and count heads; the others follow.
+
+    Args:
+        shape: feature shape of the messages.
+        value: (num_edges, ...) of as many dimensions.
+    """
+
+    def __init__(self, shape: torch.Size, value: Tensor) -> None:
+        dims = range(len(shape))
+        differ = [dim for dim in dims if value.size(dim + 1) > 1]
+        others = [dim for dim in dims if value.size(dim + 1) == 1]
+        self.shape = shape
+        self.order = differ + others
+        long = [dim for dim in self.order if shape[dim] > 1]
+        self.in_place = long == sorted(long)
+        self.heads = math.prod(shape[dim] for dim in differ)
+        self.width = math.prod(shape[dim] for dim in others)
+
+    def flat(self, x: Tensor) -> Tensor:
+        """Node features as (num_nodes, heads * width)."""
+        x = x.expand(x.size(0), *self.shape)
+        if not self.in_place:
+            x = x.permute(0, *(dim + 1 for dim in self.order))
+        return x.reshape(x.size(0), self.heads * self.width)
+
+    def unflat(self, out: Tensor) -> Tensor:
+        """The inverse, of a result."""
+        if self.in_place:
+            return out.reshape(out.size(0), *self.shape)
+        out = out.reshape(out.size(0), *(self.shape[dim] for dim in self.order))
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return out.permute(0, *(dim + 1 for dim in back)).contiguous()
+
+
+def weighted(adj: Adjacency, x: Tensor, value: Tensor, reduce: str) -> Tensor:
+    """Reduces products of source features and edge features, both of as many dimensions.
+
+    Args:
+        adj: structure.
+        x: (num_src, ...).
+        value: (num_edges, ...).
+        reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
+    """
+    shape = torch.broadcast_shapes(x.shape[1:], value.shape[1:])
+    plan = Heads(shape, value)
+    features, values = plan.flat(x), value.reshape(value.size(0), -1) if value.numel() else None
+    if features.numel() == 0 or values is None or plan.heads <= MOST_HEADS:
+        return plan.unflat(spmm(adj, features, values if features.size(1) else None, reduce))
+    parts = zip(
+        features.split(MOST_HEADS * plan.width, 1), values.split(MOST_HEADS, 1), strict=True
+    )
+    return plan.unflat(torch.cat([spmm(adj, *part, reduce) for part in parts], 1))
+
+
+# ---------------------------------------------------------------- extrema of sums
+
+
+class AddExtremum(torch.autograd.Function):
+    """Maxima or minima of ``x[source] + e``, without the sums of all edges at once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, e: Tensor, adj: Adjacency, width: int, minimum: bool) -> Tensor:
+        """Of x (num_src, heads * width) and e (num_edges, heads)."""
+        source, incidence = ends(adj, "u"), incoming(adj)
+        out = x.new_empty(adj.num_dst, x.size(1))
+        arg = torch.empty(out.shape, dtype=torch.int32, device=x.device)
+        for columns, heads in _column_parts(x, e, width):
+            message = x[:, columns].index_select(0, source)
+            message.view(e.size(0), heads.stop - heads.start, -1).add_(e[:, heads, None])
+            out[:, columns], arg[:, columns] = _extremum(
+                message, None, adj.num_dst, incidence.handle, False, minimum
+            )
+        ctx.save_for_backward(arg, x, e)
+        ctx.adj, ctx.width = adj, width
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        arg, x, e = ctx.saved_tensors
+        grad_x = grad_e = None
+        if ctx.needs_input_grad[0]:
+            grad_x, _ = _extremum_backward(grad, arg, x, None, ctx.adj.handle, False)
+        if ctx.needs_input_grad[1]:
+            incidence = incoming(ctx.adj)
+            grad_e = torch.zeros_like(e)
+            for columns, heads in _column_parts(x, e, ctx.width):
+                like = e.new_empty(e.size(0), columns.stop - columns.start)
+                part, _ = _extremum_backward(
+                    grad[:, columns], arg[:, columns], like, None, incidence.handle, False
+                )
+                grad_e[:, heads] += part.view(e.size(0), heads.stop - heads.start, -1).sum(2)
+        return grad_x, grad_e, None, None, None
+
+
+def _column_parts(x: Tensor, e: Tensor, width: int) -> list[tuple[slice, slice]]:
+    """Columns of features, and the heads that they belong to, whose messages fit the room for them."""
+    room = max(1, _PART_BYTES[_kind(x)] // max(1, e.size(0) * x.element_size()))
+    parts = []
+    if room >= width:
+        step = max(1, room // max(1, width))
+        for head in range(0, e.size(1), step):
+            last = min(head + step, e.size(1))
+            parts.append((slice(head * width, last * width), slice(head, last)))
+    else:
+        for head in range(e.size(1)):
+            for column in range(head * width, (head + 1) * width, room):
+                columns = slice(column, min(column + room, (head + 1) * width))
+                parts.append((columns, slice(head, head + 1)))
+    return parts
+
+
+def _kind(x: Tensor) -> str:
+    return "cuda" if x.is_cuda else "cpu"
+
+
+# ---------------------------------------------------------------- two operands to edges
+
+
+def combine(adj: Adjacency, op: str, x: Tensor, y: Tensor, x_at: str, y_at: str) -> Tensor:
+    """``x op y`` of every edge, for ``"add"`` and ``"mul"``; both of as many dimensions.
+
+    Args:
+        adj: structure.
+        op: operator.
+        x: features of the nodes or edges that ``x_at`` names.
+        y: of those that ``y_at`` names.
+        x_at: ``"u"``, ``"v"`` or ``"e"``.
+        y_at: likewise.
+    """
+    if x_at == y_at:
+        both = x + y if op == "add" else x * y
+        return both if x_at == "e" else to_edges(adj, both, x_at)
+    return _Combine.apply(x, y, adj, op, x_at, y_at)  # type: ignore[no-any-return]
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, adj: Adjacency, op: str, x_at: str, y_at: str) -> Tensor:
+        multiplies = op == "mul"
+        ctx.save_for_backward(
+            x if multiplies and ctx.needs_input_grad[1] else None,
+            y if multiplies and ctx.needs_input_grad[0] else None,
+        )
+        ctx.adj, ctx.op, ctx.x_at, ctx.y_at = adj, op, x_at, y_at
+        ctx.shapes = x.shape[1:], y.shape[1:]
+        out = x.new_empty(adj.num_values, *torch.broadcast_shapes(*ctx.shapes))
+        if out.numel() == 0:
+            return out
+        row_bytes = out[0].numel() * out.element_size()
+        step = max(1, _PART_BYTES[_kind(x)] // row_bytes)
+        operands = [(x, None if x_at == "e" else ends(adj, x_at)), (y, None if y_at == "e" else ends(adj, y_at))]
+        apply = torch.mul if multiplies else torch.add
+        for start in range(0, out.size(0), step):
+            part = slice(start, start + step)
+            left, right = (
+                operand[part] if index is None else operand.index_select(0, index[part])
+                for operand, index in operands
+            )
+            apply(left, right, out=out[part])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, y = ctx.saved_tensors
+        adj, op, x_at, y_at = ctx.adj, ctx.op, ctx.x_at, ctx.y_at
+        grad_x = grad_y = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _grad_of_operand(adj, op, grad, x_at, y, y_at, ctx.shapes[0])
+        if ctx.needs_input_grad[1]:
+            grad_y = _grad_of_operand(adj, op, grad, y_at, x, x_at, ctx.shapes[1])
+        return grad_x, grad_y, None, None, None, None
+
+
+def _grad_of_operand(
+    adj: Adjacency, op: str, grad: Tensor, target: str, other: Tensor, other_at: str, shape: torch.Size
+) -> Tensor:
+    if op == "add":
+        grad = reduced(grad, shape)
+        return grad if target == "e" else sum_edges(adj, grad, target)
+    if target == "e":
+        return reduced(combine(adj, "mul", grad, other, "e", other_at), shape)
+    if other_at == "e":
+        return sum_edges(adj, reduced(grad * other, shape), target)
+    with without_autocast(grad):
+        return reduced(weighted(at(adj, target), other, grad, "sum"), shape)
+
+
+def dot(adj: Adjacency, x: Tensor, y: Tensor, x_at: str, y_at: str) -> Tensor:
+    """Sums of ``x * y`` over the last dimension for every edge, (num_edges, ..., 1)."""
+    if x_at == y_at:
+        both = (x * y).sum(-1, keepdim=True)
+        return both if x_at == "e" else to_edges(adj, both, x_at)
+    lead = torch.broadcast_shapes(x.shape[1:-1], y.shape[1:-1])
+    x, y = (
+        part.expand(part.size(0), *lead, part.size(-1)).reshape(part.size(0), math.prod(lead), part.size(-1))
+        for part in (x, y)
+    )
+    operands = {x_at: x, y_at: y}
+    if "e" in operands:
+        rows = operands.pop("e")
+        ((target, columns),) = operands.items()
+        structure = incoming(at(adj, target)).t()
+    else:
+        rows, columns, structure = operands["v"], operands["u"], adj
+    if x.size(1) == 0 or x.size(2) == 0:
+        return x.new_zeros(adj.num_values, *lead, 1)
+    parts = [
+        sddmm(structure, *part)
+        for part in zip(rows.split(MOST_HEADS, 1), columns.split(MOST_HEADS, 1), strict=True)
+    ]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).reshape(adj.num_values, *lead, 1)

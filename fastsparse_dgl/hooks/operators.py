@@ -1,0 +1,390 @@
+"""DGL's sparse operators on FastSparse, with the signatures of ``dgl.backend``.
+
+Structures come from DGL's graph index and are remembered with it. Ties, empty rows, shapes and errors are
+DGL's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import Adjacency
+from fastsparse_core import edge_softmax as core_edge_softmax
+from fastsparse_core import spmm as core_spmm
+from fastsparse_core.ops._common import DTYPE_CODE
+from fastsparse_core.policy import MOST_HEADS
+from fastsparse_dgl.caching import adjacency_of_index
+from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.graph import DGLError
+from fastsparse_dgl.hooks import messages, segments
+from fastsparse_dgl.hooks.device_graph import DeviceIndex
+from fastsparse_dgl.hooks.joint import joint, relations
+
+ALL = dgl.base.ALL
+_TARGETS = {"u": "u", "src": "u", "v": "v", "dst": "v", "e": "e", "edge": "e"}
+
+
+def structure(gidx: Any, *features: Tensor | None) -> Adjacency:
+    """The Adjacency of a graph index with one edge type, on the device of the features.
+
+    Raises:
+        DGLError: features are no floating tensors of one dtype, or do not lie where the graph does.
+    """
+    first = next(it for it in features if it is not None)
+    for feature in features:
+        if feature is None:
+            continue
+        if feature.dtype not in DTYPE_CODE:
+            raise DGLError(f"Expected float64, float32, float16 or bfloat16 features, got {feature.dtype}")
+        if feature.dtype != first.dtype:
+            raise DGLError(
+                f"Expected features of one data type, got {first.dtype} and {feature.dtype}, "
+                "please convert them to the same type."
+            )
+    on_device = type(gidx) is DeviceIndex
+    place = gidx.device if on_device else dgl.backend.to_backend_ctx(gidx.ctx)
+    for feature in features:
+        if feature is not None and feature.device != place:
+            raise DGLError(
+                f"Expected features on {place} like the graph, got {feature.device}; "
+                f"move one of them: graph.to({str(feature.device)!r}) or features.to({str(place)!r})"
+            )
+    return adjacency_of_index(gidx.host if on_device else gidx, place)
+
+
+def _is_one_relation(gidx: Any, name: str) -> None:
+    if gidx.number_of_etypes() != 1:
+        raise DGLError(f"We only support {name} on graph with one edge type")
+
+
+def _cast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Casts as DGL does: to autocast's dtype on CUDA, and not at all on the CPU."""
+    first = next((it for it in tensors if it is not None), None)
+    if first is None or not first.is_cuda or not torch.is_autocast_enabled("cuda"):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype("cuda")
+    return [
+        it.to(dtype) if it is not None and it.is_floating_point() and it.dtype != torch.float64 else it
+        for it in tensors
+    ]
+
+
+def _plain(*tensors: Tensor | None) -> Any:
+    first = next((it for it in tensors if it is not None), None)
+    return contextlib.nullcontext() if first is None else messages.without_autocast(first)
+
+
+def _without_minus(op: str, rhs: Tensor) -> tuple[str, Tensor]:
+    """Difference as sum, quotient as product, as in DGL."""
+    if op == "sub":
+        return "add", -rhs
+    if op == "div":
+        return "mul", 1.0 / rhs
+    return op, rhs
+
+
+# ---------------------------------------------------------------- messages and their reduction
+
+
+def gspmm(gidx: Any, op: str, reduce_op: str, lhs_data: Any, rhs_data: Any) -> Tensor:
+    """Messages of ``u op e`` reduced by destination; ``reduce_op`` may be ``"mean"`` too."""
+    _is_one_relation(gidx, "gspmm")
+    x, e = _cast(None if op == "copy_rhs" else lhs_data, None if op == "copy_lhs" else rhs_data)
+    with _plain(x, e):
+        return _gspmm(structure(gidx, x, e), op, reduce_op, x, e)
+
+
+def _gspmm(adj: Adjacency, op: str, reduce: str, x: Any, e: Any) -> Tensor:
+    out = _reduced_messages(adj, op, reduce, x, e)
+    if reduce in ("sum", "mean") or adj.num_edges == 0 or not adj.has_empty_rows():
+        return out
+    # DGL's operators leave where they began, and `update_all` makes that 0.
+    empty = adj.memo("fastsparse_dgl.empty_rows", lambda: adj.in_degree() == 0)
+    empty = empty.reshape(-1, *[1] * (out.dim() - 1))
+    return out.masked_fill(empty, math.inf if reduce == "min" else -math.inf)
+
+
+def _reduced_messages(adj: Adjacency, op: str, reduce: str, x: Any, e: Any) -> Tensor:
+    if reduce in ("max", "min"):
+        adj = messages.in_edge_order(adj)
+    if op == "copy_lhs":
+        _check_rows("source features", x, adj.num_src)
+        return core_spmm(adj, x, reduce=reduce)
+    if op == "copy_rhs":
+        _check_rows("edge features", e, adj.num_values)
+        if reduce in ("max", "min"):
+            return messages.extremum_edges(adj, e, reduce)
+        total = messages.sum_edges(adj, e, "v")
+        return _mean_of(adj, total) if reduce == "mean" else total
+    op, e = _without_minus(op, e)
+    _check_rows("source features", x, adj.num_src)
+    _check_rows("edge features", e, adj.num_values)
+    scalar = x.dim() == e.dim() == 1
+    try:
+        x, e, shape = messages.aligned(x, e)
+    except ValueError as error:
+        raise DGLError(str(error)) from None
+    if op == "mul":
+        out = messages.weighted(adj, x, e, reduce)
+    elif op != "add":
+        raise DGLError(f"Unsupported binary operator {op!r}")
+    elif reduce in ("max", "min"):
+        plan = messages.Heads(shape, e)
+        features, values = plan.flat(x), e.reshape(e.size(0), plan.heads)
+        out = plan.unflat(messages.AddExtremum.apply(features, values, adj, plan.width, reduce == "min"))
+    else:
+        out = core_spmm(adj, x) + messages.sum_edges(adj, e, "v")
+        out = _mean_of(adj, out) if reduce == "mean" else out
+    return out.squeeze(-1) if scalar else out
+
+
+def _mean_of(adj: Adjacency, total: Tensor) -> Tensor:
+    scale = adj.inv_degree(torch.float64 if total.dtype == torch.float64 else torch.float32)
+    return (total * scale.reshape(-1, *[1] * (total.dim() - 1))).to(total.dtype)
+
+
+def _check_rows(name: str, x: Tensor, rows: int) -> None:
+    if x.size(0) != rows:
+        raise DGLError(f"Expected {rows} rows of {name}, got {x.size(0)}")
+
+
+def gsddmm(
+    gidx: Any, op: str, lhs_data: Any, rhs_data: Any, lhs_target: str = "u", rhs_target: str = "v"
+) -> Tensor:
+    """``lhs op rhs`` for every edge."""
+    _is_one_relation(gidx, "gsddmm")
+    x, y = _cast(None if op == "copy_rhs" else lhs_data, None if op == "copy_lhs" else rhs_data)
+    with _plain(x, y):
+        return _gsddmm(structure(gidx, x, y), op, x, y, _TARGETS[lhs_target], _TARGETS[rhs_target])
+
+
+def _gsddmm(adj: Adjacency, op: str, x: Any, y: Any, x_at: str, y_at: str) -> Tensor:
+    rows = {"u": adj.num_src, "v": adj.num_dst, "e": adj.num_values}
+    for name, operand, target in (("left operand", x, x_at), ("right operand", y, y_at)):
+        if operand is not None:
+            _check_rows(name, operand, rows[target])
+    if op in ("copy_lhs", "copy_rhs"):
+        operand, target = (x, x_at) if op == "copy_lhs" else (y, y_at)
+        return operand if target == "e" else messages.to_edges(adj, operand, target)
+    op, y = _without_minus(op, y)
+    scalar = x.dim() == y.dim() == 1
+    if op == "dot" and x.size(-1) != y.size(-1) and not scalar:
+        raise DGLError(
+            "Dot operator is only available for arrays with the same size on last dimension, "
+            f"but got {tuple(x.shape[1:])} and {tuple(y.shape[1:])}."
+        )
+    try:
+        x, y, _ = messages.aligned(x, y)
+    except ValueError as error:
+        raise DGLError(str(error)) from None
+    if op == "dot":
+        out = messages.dot(adj, x, y, x_at, y_at)
+    elif op in ("add", "mul"):
+        out = messages.combine(adj, op, x, y, x_at, y_at)
+    else:
+        raise DGLError(f"Unsupported binary operator {op!r}")
+    return out.squeeze(-1) if scalar else out
+
+
+def edge_softmax(gidx: Any, logits: Tensor, eids: Any = ALL, norm_by: str = "dst") -> Tensor:
+    """Softmax over the edges that share a destination, or a source."""
+    (score,) = _cast(logits)
+    assert score is not None
+    if not dgl.base.is_all(eids):
+        gidx = gidx.edge_subgraph([eids], True).graph
+    with _plain(score):
+        adj = structure(gidx, score)
+        _check_rows("logits", score, adj.num_values)
+        return _softmax(adj if norm_by == "dst" else adj.t(), score)
+
+
+def _softmax(adj: Adjacency, score: Tensor) -> Tensor:
+    matrix = score.flatten(1) if score.dim() > 1 else score[:, None]
+    if matrix.size(1) == 0:
+        return score
+    parts = [core_edge_softmax(adj, part) for part in matrix.split(MOST_HEADS, 1)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).reshape(score.shape)
+
+
+# ---------------------------------------------------------------- several edge types
+
+
+def gspmm_hetero(g: Any, op: str, reduce_op: str, lhs_len: int, *lhs_and_rhs: Any) -> tuple[Any, ...]:
+    """:func:`gspmm` over all edge types, reduced per type of destination; None for types that are none."""
+    lhs, rhs = lhs_and_rhs[:lhs_len], lhs_and_rhs[lhs_len:]
+    out: list[Any] = [None] * g.number_of_ntypes()
+    for number, (source, target), relation in relations(g):
+        x = None if op == "copy_rhs" else lhs[source]
+        e = None if op == "copy_lhs" else rhs[number]
+        x, e = _cast(x, e)
+        with _plain(x, e):
+            part = _gspmm(structure(relation, x, e), op, reduce_op, x, e)
+        best = out[target]
+        if best is None:
+            out[target] = part
+        elif reduce_op == "sum":
+            out[target] = best + part
+        else:
+            out[target] = torch.where(part > best if reduce_op == "max" else part < best, part, best)
+    return tuple(out)
+
+
+def gsddmm_hetero(
+    g: Any, op: str, lhs_len: int, lhs_target: str = "u", rhs_target: str = "v", *lhs_and_rhs: Any
+) -> tuple[Tensor, ...]:
+    """:func:`gsddmm` for every edge type."""
+    lhs, rhs = lhs_and_rhs[:lhs_len], lhs_and_rhs[lhs_len:]
+    x_at, y_at = _TARGETS[lhs_target], _TARGETS[rhs_target]
+    out = []
+    for number, (source, target), relation in relations(g):
+        place = {"u": source, "v": target, "e": number}
+        x = None if op == "copy_rhs" else lhs[place[x_at]]
+        y = None if op == "copy_lhs" else rhs[place[y_at]]
+        out.append(gsddmm(relation, op, x, y, x_at, y_at))
+    return tuple(out)
+
+
+def edge_softmax_hetero(gidx: Any, eids: Any = ALL, norm_by: str = "dst", *logits: Any) -> tuple[Tensor, ...]:
+    """:func:`edge_softmax` over the edges of all types that share a destination, or a source."""
+    if not dgl.base.is_all(eids):
+        gidx = gidx.edge_subgraph([eids], True).graph
+    scores = _cast(*logits)
+    given = [score for score in scores if score is not None]
+    if len(given) != len(scores):
+        raise DGLError("Expected logits of every edge type")
+    shape = given[0].shape[1:]
+    with _plain(*given):
+        for (_, _, relation), score in zip(relations(gidx), given, strict=True):
+            adj = structure(relation, score)
+            _check_rows("logits", score, adj.num_values)
+            if score.shape[1:] != shape:
+                raise DGLError(f"Expected logits of one shape, got {tuple(shape)} and {tuple(score.shape[1:])}")
+        whole = joint(gidx, given[0].device)
+        weight = _softmax(whole if norm_by == "dst" else whole.t(), torch.cat(given))
+        return weight.split([len(score) for score in given])
+
+
+# ---------------------------------------------------------------- segments
+
+
+def segment_reduce(op: str, x: Tensor, offsets: Tensor) -> Tensor:
+    """Sums, maxima or minima of consecutive rows."""
+    (x,) = _cast(x)  # type: ignore[assignment]
+    with _plain(x):
+        return segments.segment_reduce(x, offsets, op)
+
+
+def scatter_add(x: Tensor, idx: Tensor, m: int) -> Tensor:
+    """Sums of the rows that have the same index."""
+    (x,) = _cast(x)  # type: ignore[assignment]
+    with _plain(x):
+        return segments.scatter_add(x, idx, m)
+
+
+def segment_mm(A: Tensor, B: Tensor, seglen_A: Tensor) -> Tensor:
+    """Product of every segment of rows with a matrix of its own."""
+    if B.dim() != 3:
+        raise DGLError(f"segment_mm expects B to be a 3D tensor, got {tuple(B.shape)}.")
+    a, b = _cast(A, B)
+    assert a is not None and b is not None
+    with _plain(a):
+        return SegmentMatmul.apply(a, b, seglen_A.tolist())  # type: ignore[no-any-return]
+
+
+def gather_mm(A: Tensor, B: Tensor, idx_A: Tensor | None = None, idx_B: Tensor | None = None) -> Tensor:
+    """Product of every row with the matrix that its index names."""
+    if B.dim() != 3:
+        raise DGLError(f"Expected dimension of B is 3. Got {B.dim()}")
+    a, b = _cast(A, B)
+    assert a is not None and b is not None
+    if idx_A is not None:
+        a = a.index_select(0, idx_A)
+    if idx_B is None:
+        with _plain(a):
+            return torch.bmm(a.unsqueeze(1), b).squeeze(1)
+    order = torch.argsort(idx_B, stable=True)
+    lengths = torch.bincount(idx_B, minlength=b.size(0)).tolist()
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    with _plain(a):
+        product = SegmentMatmul.apply(permuted(a, order, inverse), b, lengths)
+        return permuted(product, inverse, order)
+
+
+def permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """The rows in another order, with a gradient that gathers as well."""
+    return _Permute.apply(x, order, inverse)  # type: ignore[no-any-return]
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        order, inverse = ctx.saved_tensors
+        return permuted(grad, inverse, order), None, None
+
+
+class SegmentMatmul(torch.autograd.Function):
+    """C_i = A_i B_i; dA_i = dC_i B_i^T and dB_i = A_i^T dC_i."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, lengths: list[int]) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.lengths = lengths
+        out = a.new_empty(a.size(0), b.size(2))
+        for rows, number in _segments(lengths):
+            torch.mm(a[rows], b[number], out=out[rows])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        grad_a = grad_b = None
+        with messages.without_autocast(grad):
+            if ctx.needs_input_grad[0]:
+                grad_a = SegmentMatmul.apply(grad, b.transpose(1, 2), ctx.lengths)
+            if ctx.needs_input_grad[1]:
+                grad_b = _SegmentOuter.apply(a, grad, ctx.lengths)
+        return grad_a, grad_b, None
+
+
+class _SegmentOuter(torch.autograd.Function):
+    """B_i = A_i^T C_i; dA_i = C_i dB_i^T and dC_i = A_i dB_i."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, c: Tensor, lengths: list[int]) -> Tensor:
+        ctx.save_for_backward(a, c)
+        ctx.lengths = lengths
+        out = a.new_zeros(len(lengths), a.size(1), c.size(1))
+        for rows, number in _segments(lengths):
+            torch.mm(a[rows].t(), c[rows], out=out[number])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, c = ctx.saved_tensors
+        grad_a = grad_c = None
+        if ctx.needs_input_grad[0]:
+            grad_a = SegmentMatmul.apply(c, grad.transpose(1, 2), ctx.lengths)
+        if ctx.needs_input_grad[1]:
+            grad_c = SegmentMatmul.apply(a, grad, ctx.lengths)
+        return grad_a, grad_c, None
+
+
+def _segments(lengths: list[int]) -> list[tuple[slice, int]]:
+    """The rows of every segment that has some, and its number."""
+    found, start = [], 0
+    for number, length in enumerate(lengths):
+        if length:
+            found.append((slice(start, start + length), number))
+        start += length
+    return found

@@ -1,0 +1,193 @@
+"""Which names of DGL are replaced by what: the one table, checked before anything is replaced.
+
+The names are those of DGL 2.1.0 and 1.1.3, which are alike in these parts. Each is checked for its
+parameters, so that a DGL that changed them is refused as a whole, and none is half replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from fastsparse_dgl.graph import DGLError
+from fastsparse_dgl.hooks import degrees, device_graph, operators
+
+#: Versions of DGL that the table was made for and is tested with.
+VERSIONS = ("2.1.0", "1.1.3")
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One replacement.
+
+    Attributes:
+        place: module of DGL, or module and class with a colon between.
+        name: of a function or class there.
+        parameters: names of its parameters; None where they do not matter.
+        function: what takes its place; called with the original first if ``wraps``.
+        wraps: whether it needs the original.
+        everywhere: whether DGL's other modules and classes have the same function under names of their own.
+    """
+
+    place: str
+    name: str
+    parameters: str | None
+    function: Callable[..., Any]
+    wraps: bool = False
+    everywhere: bool = False
+
+    @property
+    def title(self) -> str:
+        """As an error calls it."""
+        return f"{self.place.replace(':', '.')}.{self.name}"
+
+    def owner(self) -> Any:
+        """The module or class that has the name."""
+        module, _, owner = self.place.partition(":")
+        found = importlib.import_module(module)
+        return getattr(found, owner) if owner else found
+
+
+_GSPMM = "gidx, op, reduce_op, lhs_data, rhs_data"
+_GSDDMM = "gidx, op, lhs_data, rhs_data, lhs_target, rhs_target"
+_GSPMM_HETERO = "g, op, reduce_op, lhs_len, lhs_and_rhs_tuple"
+_GSDDMM_HETERO = "g, op, lhs_len, lhs_target, rhs_target, lhs_and_rhs_tuple"
+_SOFTMAX = "gidx, logits, eids, norm_by"
+_SOFTMAX_HETERO = "gidx, eids, norm_by, logits"
+
+#: DGL's operators: exchanged whatever DGL it is.
+OPERATORS = (
+    Hook("dgl.backend", "gspmm", _GSPMM, operators.gspmm),
+    Hook("dgl.ops.spmm", "gspmm_internal", _GSPMM, operators.gspmm),
+    Hook("dgl.ops.spmm", "gspmm", "g, op, reduce_op, lhs_data, rhs_data", degrees.gspmm, wraps=True),
+    Hook("dgl.ops", "gspmm", "g, op, reduce_op, lhs_data, rhs_data", degrees.gspmm, wraps=True),
+    Hook("dgl.backend", "gspmm_hetero", _GSPMM_HETERO, operators.gspmm_hetero),
+    Hook("dgl.ops.spmm", "gspmm_internal_hetero", _GSPMM_HETERO, operators.gspmm_hetero),
+    Hook("dgl.backend", "gsddmm", _GSDDMM, operators.gsddmm),
+    Hook("dgl.ops.sddmm", "gsddmm_internal", _GSDDMM, operators.gsddmm),
+    Hook("dgl.backend", "gsddmm_hetero", _GSDDMM_HETERO, operators.gsddmm_hetero),
+    Hook("dgl.ops.sddmm", "gsddmm_internal_hetero", _GSDDMM_HETERO, operators.gsddmm_hetero),
+    Hook("dgl.backend", "edge_softmax", _SOFTMAX, operators.edge_softmax),
+    Hook("dgl.ops.edge_softmax", "edge_softmax_internal", _SOFTMAX, operators.edge_softmax),
+    Hook("dgl.backend", "edge_softmax_hetero", _SOFTMAX_HETERO, operators.edge_softmax_hetero),
+    Hook("dgl.ops.edge_softmax", "edge_softmax_hetero_internal", _SOFTMAX_HETERO, operators.edge_softmax_hetero),
+    Hook("dgl.backend", "segment_reduce", "op, x, offsets", operators.segment_reduce),
+    Hook("dgl.backend", "scatter_add", "x, idx, m", operators.scatter_add),
+    Hook("dgl.backend", "segment_mm", "A, B, seglen_A", operators.segment_mm),
+    Hook("dgl.backend", "gather_mm", "A, B, idx_A, idx_B", operators.gather_mm),
+    Hook(
+        "dgl.heterograph_index:HeteroGraphIndex",
+        "get_relation_graph",
+        "self, etype",
+        degrees.get_relation_graph,
+        wraps=True,
+    ),
+)
+
+#: What puts graphs on a GPU that DGL has no code for.
+DEVICES = (
+    Hook(
+        "dgl.heterograph_index:HeteroGraphIndex", "copy_to", "self, ctx", device_graph.copy_to, wraps=True
+    ),
+    Hook("dgl._ffi.function:Function", "__call__", None, device_graph.call, wraps=True),
+    Hook("dgl.backend", "zerocopy_to_dgl_ndarray", "data", device_graph.to_library, wraps=True),
+    Hook(
+        "dgl.backend",
+        "zerocopy_to_dgl_ndarray_for_write",
+        "input",
+        device_graph.to_library_for_write,
+        wraps=True,
+    ),
+    Hook("dgl.backend", "zerocopy_from_dgl_ndarray", "data", device_graph.from_library, wraps=True),
+    Hook("dgl.ndarray", "empty", "shape, dtype, ctx", device_graph.empty, wraps=True),
+    Hook(
+        "dgl.heterograph_index:HeteroGraphIndex", "pin_memory_", "self", device_graph.pin_memory_, wraps=True
+    ),
+    Hook("dgl.utils", "Filter", "ids", device_graph.make_filter, wraps=True),
+    Hook("dgl:DGLGraph", "in_degrees", "self, v, etype", degrees.in_degrees, wraps=True),
+    Hook("dgl:DGLGraph", "out_degrees", "self, u, etype", degrees.out_degrees, wraps=True),
+)
+
+#: Functions that ask for a graph on the CPU: replaced wherever DGL's modules have them, whatever they take.
+ON_HOST = (
+    ("dgl.transforms.functional", "to_simple"),
+    ("dgl.sampling.neighbor", "sample_etype_neighbors"),
+    ("dgl.sampling.neighbor", "sample_neighbors_biased"),
+    ("dgl.sampling.neighbor", "select_topk"),
+    ("dgl.sampling.node2vec_randomwalk", "node2vec_random_walk"),
+)
+DEVICES += tuple(
+    Hook(place, name, None, device_graph.on_host, wraps=True, everywhere=True) for place, name in ON_HOST
+)
+
+
+def check(hooks: tuple[Hook, ...], version: str) -> None:
+    """Raises a DGLError that names every hook whose place is not as the table expects it."""
+    problems = [problem for hook in hooks for problem in _problem(hook)]
+    if problems:
+        raise DGLError(
+            f"fastsparse_dgl.enable() does not know this DGL ({version}): {'; '.join(problems)}. Nothing was "
+            f"changed. It is made for DGL {' and '.join(VERSIONS)}; layers of fastsparse_dgl work without it"
+        )
+
+
+def _problem(hook: Hook) -> list[str]:
+    try:
+        found = getattr(hook.owner(), hook.name)
+    except (ImportError, AttributeError):
+        return [f"{hook.title} does not exist"]
+    if hook.parameters is None:
+        return []
+    try:
+        parameters = ", ".join(inspect.signature(found).parameters)
+    except (TypeError, ValueError):
+        return [f"{hook.title} has no signature"]
+    return [] if parameters == hook.parameters else [f"{hook.title} takes ({parameters}), not ({hook.parameters})"]
+
+
+def install(hooks: tuple[Hook, ...]) -> list[tuple[Any, str, Any]]:
+    """Replaces everything; returns what :func:`remove` needs, the original None where there was no own."""
+    done = []
+    for hook in hooks:
+        original = getattr(hook.owner(), hook.name)
+        new = _around(hook.function, original) if hook.wraps else hook.function
+        places = _references(original) if hook.everywhere else [(hook.owner(), hook.name)]
+        for owner, name in places:
+            done.append((owner, name, vars(owner).get(name)))
+            setattr(owner, name, new)
+    return done
+
+
+def _references(function: Any) -> list[tuple[Any, str]]:
+    """Every name of a function in DGL's modules."""
+    modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "dgl"]
+    return [
+        (module, name)
+        for module in modules
+        if isinstance(module, ModuleType)
+        for name, item in list(vars(module).items())
+        if item is function
+    ]
+
+
+def _around(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    return replaced
+
+
+def remove(done: list[tuple[Any, str, Any]]) -> None:
+    """Puts everything back."""
+    for owner, name, own in reversed(done):
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

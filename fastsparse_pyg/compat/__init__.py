@@ -1,0 +1,94 @@
+"""torch_scatter and torch_sparse on FastSparse's kernels, for code that imports them without their wheels.
+
+.. code-block:: python
+
+    import fastsparse_pyg.compat
+
+    fastsparse_pyg.compat.install()
+    from torch_scatter import scatter_mean
+    from torch_sparse import SparseTensor
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch_geometric.typing as pyg_typing
+
+from fastsparse_pyg.compat import operators, torch_scatter, torch_sparse
+
+__all__ = ["install"]
+
+_logger = logging.getLogger("fastsparse_pyg")
+_MODULES: dict[str, ModuleType] = {"torch_scatter": torch_scatter, "torch_sparse": torch_sparse}
+#: Submodules that other code imports by name.
+_PARTS = {"torch_scatter": ("composite",), "torch_sparse": ("tensor", "storage")}
+#: Packages whose modules hold names that PyG's typing module had for a package that is missing.
+_HOLDERS = ("torch_geometric", "fastsparse_pyg")
+
+
+def install() -> dict[str, bool]:
+    """Puts this package's ``torch_scatter`` and ``torch_sparse`` in place of those that are not installed.
+
+    ``import torch_scatter`` and ``import torch_sparse`` then find them, and PyG uses them: it decided at its
+    own import that the packages are missing, so its flags (``torch_geometric.typing.WITH_TORCH_SPARSE`` and
+    ``WITH_TORCH_SCATTER``) and the stand-ins for ``SparseTensor`` in all its modules are replaced. Call it
+    before your own code imports ``SparseTensor`` from ``torch_geometric.typing``: modules that are neither
+    PyG's nor FastSparse's keep what they hold. ``torch.jit.script`` does not know these classes, so script
+    PyG's layers in a process without them. A package that is installed stays, working or not. A second call
+    changes nothing.
+
+    Returns:
+        For each of the two names whether this package's module stands in for it now.
+    """
+    return {name: _install(name, module) for name, module in _MODULES.items()}
+
+
+def _install(name: str, module: ModuleType) -> bool:
+    if sys.modules.get(name) is module:
+        return True
+    if name in sys.modules or importlib.util.find_spec(name) is not None:
+        _logger.info("%s is installed: it stays, fastsparse_pyg.compat does not replace it", name)
+        return False
+    sys.modules[name] = module
+    for part in _PARTS[name]:
+        sys.modules[f"{name}.{part}"] = importlib.import_module(f"{module.__name__}.{part}")
+    if name == "torch_sparse":
+        operators.provide()
+    replaced = _tell_pyg(name, module)
+    _logger.info(
+        "%s is not installed: fastsparse_pyg.compat stands in for it; PyG was told, in %d modules",
+        name,
+        replaced,
+    )
+    return True
+
+
+def _tell_pyg(name: str, module: ModuleType) -> int:
+    """Replaces what PyG's typing module has in place of a missing package; returns in how many modules."""
+    flag = f"WITH_{name.upper()}"
+    stand_ins: dict[str, tuple[Any, Any]] = {name: (getattr(pyg_typing, name), module)}
+    if name == "torch_sparse":
+        for kind in ("SparseTensor", "SparseStorage"):
+            stand_ins[kind] = (getattr(pyg_typing, kind), getattr(module, kind))
+    replaced = 0
+    for holder in list(sys.modules.values()):
+        if (
+            holder is None
+            or holder.__name__.partition(".")[0] not in _HOLDERS
+            or holder is sys.modules[__name__]
+        ):
+            continue
+        held = vars(holder)
+        names = [key for key, (old, _) in stand_ins.items() if held.get(key) is old]
+        for key in names:
+            setattr(holder, key, stand_ins[key][1])
+        if flag in held:
+            setattr(holder, flag, True)
+        replaced += bool(names) or flag in held
+    return replaced

@@ -1,0 +1,98 @@
+"""What PyG calls under ``torch.ops.torch_sparse`` once it believes that torch_sparse is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import Adjacency, spmm
+from fastsparse_pyg.caching import lookup
+
+#: Samplers and partitioners, which are not there: PyG's loaders take pyg-lib's instead.
+_MISSING = (
+    "ego_k_hop_sample_adj",
+    "hetero_neighbor_sample",
+    "hgt_sample",
+    "neighbor_sample",
+    "partition",
+    "random_walk",
+    "saint_subgraph",
+    "sample_adj",
+)
+
+
+def provide() -> None:
+    """Makes the products and pointers callable there, and everything else say what is missing."""
+    namespace = torch.ops.torch_sparse
+    provided: dict[str, Callable[..., Any]] = {
+        "spmm_sum": _spmm_sum,
+        "spmm_mean": _spmm_mean,
+        "spmm_min": _spmm_min,
+        "spmm_max": _spmm_max,
+        "ptr2ind": _ptr2ind,
+        "ind2ptr": _ind2ptr,
+    }
+    provided |= {name: _refusal(name) for name in _MISSING}
+    for name, call in provided.items():
+        setattr(namespace, name, call)
+
+
+def _product(rowptr: Tensor, col: Tensor, value: Tensor | None, matrix: Tensor, reduce: Any) -> Tensor:
+    shape = (rowptr.numel() - 1, matrix.size(0))
+    adj = lookup(rowptr, (rowptr, col), shape, lambda: Adjacency.from_csr(rowptr, col, shape))
+    return spmm(adj, matrix, None if value is None else value.to(matrix.dtype), reduce)
+
+
+def _spmm_sum(
+    row: Tensor | None,
+    rowptr: Tensor,
+    col: Tensor,
+    value: Tensor | None,
+    colptr: Tensor | None,
+    csr2csc: Tensor | None,
+    matrix: Tensor,
+) -> Tensor:
+    return _product(rowptr, col, value, matrix, "sum")
+
+
+def _spmm_mean(
+    row: Tensor | None,
+    rowptr: Tensor,
+    col: Tensor,
+    value: Tensor | None,
+    rowcount: Tensor | None,
+    colptr: Tensor | None,
+    csr2csc: Tensor | None,
+    matrix: Tensor,
+) -> Tensor:
+    return _product(rowptr, col, value, matrix, "mean")
+
+
+def _spmm_min(rowptr: Tensor, col: Tensor, value: Tensor | None, matrix: Tensor) -> tuple[Tensor, None]:
+    return _product(rowptr, col, value, matrix, "min"), None
+
+
+def _spmm_max(rowptr: Tensor, col: Tensor, value: Tensor | None, matrix: Tensor) -> tuple[Tensor, None]:
+    return _product(rowptr, col, value, matrix, "max"), None
+
+
+def _ptr2ind(pointers: Tensor, num: int) -> Tensor:
+    index = torch.arange(pointers.numel() - 1, device=pointers.device)
+    return torch.repeat_interleave(index, pointers.diff(), output_size=num)
+
+
+def _ind2ptr(index: Tensor, size: int) -> Tensor:
+    return torch._convert_indices_from_coo_to_csr(index, size)
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise ImportError(
+            f"torch_sparse.{name}: fastsparse_pyg.compat does not provide it; install pyg-lib, whose "
+            "samplers and partitioners PyG takes before torch-sparse's"
+        )
+
+    return refuse

@@ -1,0 +1,62 @@
+"""Diagonals of a SparseTensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fastsparse_pyg.compat.torch_sparse.tensor import SparseTensor
+
+
+def _places(src: SparseTensor, k: int) -> Tensor:
+    """Rows that have a place on the k-th diagonal."""
+    rows, cols = src.sparse_sizes()
+    first, last = max(0, -k), min(rows, cols - k)
+    return torch.arange(first, max(last, first), device=src.device())
+
+
+def remove_diag(src: SparseTensor, k: int = 0) -> SparseTensor:
+    """The matrix without entries on its k-th diagonal."""
+    row, col, value = src.coo()
+    kept = row != col - k
+    value = None if value is None else value[kept]
+    return type(src)(row[kept], None, col[kept], value, src.sparse_sizes(), True, True)
+
+
+def set_diag(src: SparseTensor, values: Tensor | None = None, k: int = 0) -> SparseTensor:
+    """The matrix with every place of its k-th diagonal set.
+
+    Args:
+        src: matrix.
+        values: (places, ...); None: 1, where ``src`` has values.
+        k: which diagonal.
+    """
+    src = remove_diag(src, k)
+    row, col, value = src.coo()
+    place = _places(src, k)
+    if value is not None:
+        if values is None:
+            values = value.new_ones(place.numel(), *value.shape[1:])
+        value = torch.cat([value, values.to(value.dtype).expand(place.numel(), *value.shape[1:])])
+    rows, cols = torch.cat([row, place]), torch.cat([col, place + k])
+    return type(src)(rows, None, cols, value, src.sparse_sizes(), False, True)
+
+
+def fill_diag(src: SparseTensor, fill_value: float, k: int = 0) -> SparseTensor:
+    """The matrix with one value on its k-th diagonal."""
+    value = src.storage.value()
+    if value is None:
+        return set_diag(src, None, k)
+    return set_diag(src, value.new_full((_places(src, k).numel(), *value.shape[1:]), fill_value), k)
+
+
+def get_diag(src: SparseTensor) -> Tensor:
+    """The main diagonal, 0 where there is no entry."""
+    row, col, value = src.coo()
+    on = row == col
+    value = torch.ones_like(row, dtype=src.dtype()) if value is None else value
+    out = value.new_zeros(min(src.sparse_sizes()), *value.shape[1:])
+    return out.index_put((row[on],), value[on])

@@ -1,0 +1,134 @@
+"""Sums, products and reductions of a SparseTensor's values."""
+
+from __future__ import annotations
+
+import builtins
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import scatter, segment_reduce
+
+if TYPE_CHECKING:
+    from fastsparse_pyg.compat.torch_sparse.tensor import SparseTensor
+
+
+def reduction(src: SparseTensor, dim: int | None = None, reduce: str = "sum") -> Tensor:
+    """Reduces all values, those of every row (dim=1), or those of every column (dim=0)."""
+    value = src.storage.value()
+    name: Any = {"add": "sum"}.get(reduce, reduce)
+    if value is None:
+        value = torch.ones(src.nnz(), dtype=src.dtype(), device=src.device())
+    if dim is None:
+        if name == "sum":
+            return value.sum()
+        return value.mean() if name == "mean" else getattr(torch, f"a{name}")(value)
+    dim = dim + src.dim() if dim < 0 else dim
+    if dim == 1:
+        return segment_reduce(value, src.storage.rowptr(), name)
+    if dim == 0:
+        return scatter(value, src.storage.col(), src.sparse_size(1), name)
+    raise ValueError(f"dim: expected None, 0 or 1, got {dim}")
+
+
+def sum(src: SparseTensor, dim: int | None = None) -> Tensor:
+    """Sums of the values."""
+    return reduction(src, dim, "sum")
+
+
+def mean(src: SparseTensor, dim: int | None = None) -> Tensor:
+    """Means of the values that are stored."""
+    return reduction(src, dim, "mean")
+
+
+def min(src: SparseTensor, dim: int | None = None) -> Tensor:
+    """Minima of the values that are stored."""
+    return reduction(src, dim, "min")
+
+
+def max(src: SparseTensor, dim: int | None = None) -> Tensor:
+    """Maxima of the values that are stored."""
+    return reduction(src, dim, "max")
+
+
+def _of_entries(src: SparseTensor, other: Any) -> Any:
+    """What an operand has for every entry: one per row, one per column, or the same for all."""
+    if not isinstance(other, Tensor) or other.dim() == 0:
+        return other
+    rows, cols = src.sparse_sizes()
+    row, col, _ = src.coo()
+    if other.dim() >= 2 and other.size(0) == rows and other.size(1) == 1:
+        return other.squeeze(1)[row]
+    if other.dim() >= 2 and other.size(0) == 1 and other.size(1) == cols:
+        return other.squeeze(0)[col]
+    raise ValueError(
+        f"other: expected shape ({rows}, 1, ...) or (1, {cols}, ...), got {tuple(other.shape)}; "
+        "make one number for each row with .view(-1, 1), for each column with .view(1, -1)"
+    )
+
+
+def mul(src: SparseTensor, other: Any) -> SparseTensor:
+    """Multiplies by a number per row or column, or by the entries of another matrix at the same places."""
+    if isinstance(other, type(src)):
+        return _mul_matrices(src, other)
+    return mul_nnz(src, _of_entries(src, other))
+
+
+def mul_nnz(src: SparseTensor, other: Any, layout: str | None = None) -> SparseTensor:
+    """Multiplies the values by a number, or by one for each entry."""
+    value = src.storage.value()
+    if isinstance(other, Tensor) and layout == "csc":
+        other = other[src.storage.csc2csr()]
+    if value is None:
+        value = torch.ones(src.nnz(), dtype=src.dtype(), device=src.device())
+        if isinstance(other, Tensor):
+            value = value.to(other.dtype)
+    if isinstance(other, Tensor):
+        other = other.to(value.dtype)
+        value = value.reshape(*value.shape, *[1] * (other.dim() - value.dim()))
+    return src.set_value(value * other)
+
+
+def _keys(src: SparseTensor, cols: int) -> Tensor:
+    row, col, _ = src.coo()
+    return row * cols + col
+
+
+def _mul_matrices(src: SparseTensor, other: SparseTensor) -> SparseTensor:
+    src, other = src.coalesce(), other.coalesce()
+    rows, cols = (builtins.max(sizes) for sizes in zip(src.sparse_sizes(), other.sparse_sizes(), strict=True))
+    keys, others = _keys(src, cols), _keys(other, cols)
+    at = torch.searchsorted(others, keys).clamp_(max=builtins.max(others.numel() - 1, 0))
+    both = others[at] == keys if others.numel() else torch.zeros_like(keys, dtype=torch.bool)
+    row, col, value = src.coo()
+    second = other.storage.value()
+    out = None if value is None else value[both]
+    if second is not None:
+        out = second[at[both]] if out is None else out * second[at[both]]
+    return type(src)(row[both], None, col[both], out, (rows, cols), True, True)
+
+
+def add(src: SparseTensor, other: Any) -> SparseTensor:
+    """Adds a number per row or column onto the entries, or another matrix: then places of either stay."""
+    if not isinstance(other, type(src)):
+        return add_nnz(src, _of_entries(src, other))
+    row, col, value = src.coo()
+    other_row, other_col, other_value = other.coo()
+    sizes = [builtins.max(pair) for pair in zip(src.sparse_sizes(), other.sparse_sizes(), strict=True)]
+    both: Tensor | None = None
+    if value is not None and other_value is not None:
+        both = torch.cat([value, other_value])
+    rows, cols = torch.cat([row, other_row]), torch.cat([col, other_col])
+    return type(src)(rows, None, cols, both, (sizes[0], sizes[1]), False, True).coalesce("sum")
+
+
+def add_nnz(src: SparseTensor, other: Any, layout: str | None = None) -> SparseTensor:
+    """Adds a number, or one for each entry, onto the values; entries without values count as 1."""
+    if isinstance(other, Tensor) and layout == "csc":
+        other = other[src.storage.csc2csr()]
+    value = src.storage.value()
+    if value is None:
+        dtype = other.dtype if isinstance(other, Tensor) else src.dtype()
+        value = torch.ones(src.nnz(), dtype=dtype, device=src.device())
+    return src.set_value(value + (other.to(value.dtype) if isinstance(other, Tensor) else other))

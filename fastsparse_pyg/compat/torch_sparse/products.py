@@ -1,0 +1,50 @@
+"""Products of a SparseTensor with dense and sparse matrices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import spmm as spmm_rows
+
+if TYPE_CHECKING:
+    from fastsparse_pyg.compat.torch_sparse.tensor import SparseTensor
+
+
+def spmm(src: SparseTensor, other: Tensor, reduce: str = "sum") -> Tensor:
+    """The product with a dense matrix: sum (or add), mean, minimum or maximum over the entries of every row.
+
+    Args:
+        src: (M, N).
+        other: (N, ...) floating.
+        reduce: how a row's terms are joined.
+    """
+    name: Any = {"add": "sum"}.get(reduce, reduce)
+    value = src.storage.value()
+    if value is not None and value.dtype != other.dtype:
+        value = value.to(other.dtype)
+    vector = other.dim() == 1
+    out = spmm_rows(src.storage.adjacency(), other[:, None] if vector else other, value, name)
+    return out[:, 0] if vector else out
+
+
+def spspmm(src: SparseTensor, other: SparseTensor, reduce: str = "sum") -> SparseTensor:
+    """The product with a sparse matrix."""
+    if reduce not in ("sum", "add"):
+        raise NotImplementedError(f"reduce: expected 'sum' for two sparse matrices, got {reduce!r}")
+    left, right = (it.to_torch_sparse_coo_tensor() for it in (src.coalesce(), other.coalesce()))
+    dtype = torch.promote_types(left.dtype, right.dtype)
+    if not dtype.is_floating_point:  # which PyTorch's product wants; whole numbers up to 2^53 stay exact
+        left, right = left.double(), right.double()
+    out = torch.sparse.mm(left, right).coalesce()
+    row, col = out.indices()
+    has_value = src.has_value() or other.has_value()
+    value = out.values().to(dtype) if has_value else None
+    return type(src)(row, None, col, value, (src.sparse_size(0), other.sparse_size(1)), True, True)
+
+
+def matmul(src: SparseTensor, other: Any, reduce: str = "sum") -> Any:
+    """:func:`spmm` or :func:`spspmm`, by what ``other`` is."""
+    return spmm(src, other, reduce) if isinstance(other, Tensor) else spspmm(src, other, reduce)

@@ -1,0 +1,323 @@
+"""What a SparseTensor holds: entries sorted by row, and what is derived from them on first use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import Adjacency, scatter
+from fastsparse_core.formats.compress import compress
+
+Sizes = tuple[int | None, int | None]
+#: What is derived and kept, in the order of torch_sparse's constructor.
+_CACHED = ("rowcount", "colptr", "colcount", "csr2csc", "csc2csr")
+_LAYOUTS = ("coo", "csr", "csc")
+
+
+class SparseStorage:
+    """Entries sorted by (row, column).
+
+    Args:
+        row: int64 (nnz,), or None where ``rowptr`` is given.
+        rowptr: int64 (num_rows + 1,), or None where ``row`` is given.
+        col: int64 (nnz,).
+        value: (nnz, ...), or None.
+        sparse_sizes: (num_rows, num_cols); None: as many as the indices need.
+        rowcount: entries of every row, if known.
+        colptr: pointers of the columns, if known.
+        colcount: entries of every column, if known.
+        csr2csc: the entries' order by (column, row), if known.
+        csc2csr: its inverse, if known.
+        is_sorted: whether the entries come sorted.
+        trust_data: whether indices need no check.
+    """
+
+    def __init__(
+        self,
+        row: Tensor | None = None,
+        rowptr: Tensor | None = None,
+        col: Tensor | None = None,
+        value: Tensor | None = None,
+        sparse_sizes: Sizes | None = None,
+        rowcount: Tensor | None = None,
+        colptr: Tensor | None = None,
+        colcount: Tensor | None = None,
+        csr2csc: Tensor | None = None,
+        csc2csr: Tensor | None = None,
+        is_sorted: bool = False,
+        trust_data: bool = False,
+    ) -> None:
+        if col is None or (row is None and rowptr is None):
+            raise ValueError("row, rowptr and col: expected col and one of row and rowptr, got None")
+        for name, index in (("row", row), ("rowptr", rowptr), ("col", col)):
+            if index is not None and (index.dtype != torch.int64 or index.dim() != 1):
+                raise ValueError(f"{name}: expected int64 of one dimension, got {index.dtype} {index.shape}")
+        given = sparse_sizes or (None, None)
+        num_rows = given[0] if given[0] is not None else _rows_needed(row, rowptr)
+        num_cols = given[1] if given[1] is not None else _most(col)
+        if not trust_data:
+            _check("row", row, num_rows)
+            _check("col", col, num_cols)
+        self._sparse_sizes = (int(num_rows), int(num_cols))
+        self._row = None if row is None else row.contiguous()
+        self._rowptr = None if rowptr is None else rowptr.contiguous()
+        self._col = col.contiguous()
+        self._value = None if value is None else value.to(col.device).contiguous()
+        self._cache: dict[str, Any] = {
+            "rowcount": rowcount,
+            "colptr": colptr,
+            "colcount": colcount,
+            "csr2csc": csr2csc,
+            "csc2csr": csc2csr,
+        }
+        if not is_sorted and row is not None:
+            self._sort()
+
+    def _sort(self) -> None:
+        row = self.row()
+        key = row * self._sparse_sizes[1] + self._col
+        if not bool((key[1:] >= key[:-1]).all()):
+            rowptr, _, order = compress(row, self._col, *self._sparse_sizes, sort_minor=True)
+            order = order.long()
+            self._row, self._col, self._rowptr = row[order], self._col[order], rowptr
+            self._value = None if self._value is None else self._value[order]
+            self._cache = dict.fromkeys(_CACHED)
+
+    # ---------------------------------------------------------------- copies
+
+    def _with(self, **changes: Any) -> SparseStorage:
+        """A storage of the same entries with some fields changed; both keep what either derives."""
+        other = SparseStorage.__new__(SparseStorage)
+        other.__dict__ = {**self.__dict__, **changes}
+        return other
+
+    def apply(self, change: Callable[[Tensor], Tensor], value_too: bool = True) -> SparseStorage:
+        """The storage with every index, and the value, changed."""
+
+        def changed(item: Any) -> Any:
+            return change(item) if isinstance(item, Tensor) else None
+
+        return self._with(
+            _row=changed(self._row),
+            _rowptr=changed(self._rowptr),
+            _col=changed(self._col),
+            _value=changed(self._value) if value_too else self._value,
+            _cache={name: changed(item) for name, item in self._cache.items()},
+        )
+
+    def apply_value(self, change: Callable[[Tensor], Tensor]) -> SparseStorage:
+        """The storage with the value changed, if it has one."""
+        return self if self._value is None else self._with(_value=change(self._value))
+
+    def copy(self) -> SparseStorage:
+        """The same tensors in a storage of its own."""
+        return self._with()
+
+    def clone(self) -> SparseStorage:
+        """Copies of all tensors."""
+        return self.apply(lambda tensor: tensor.clone())
+
+    # ---------------------------------------------------------------- entries
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self._col.device
+
+    def has_row(self) -> bool:
+        """Whether the rows of the entries were made."""
+        return self._row is not None
+
+    def row(self) -> Tensor:
+        """int64 (nnz,)."""
+        if self._row is None:
+            assert self._rowptr is not None
+            rows = torch.arange(self._sparse_sizes[0], device=self.device)
+            self._row = torch.repeat_interleave(rows, self._rowptr.diff(), output_size=self._col.numel())
+        return self._row
+
+    def has_rowptr(self) -> bool:
+        """Whether the pointers of the rows were made."""
+        return self._rowptr is not None
+
+    def rowptr(self) -> Tensor:
+        """int64 (num_rows + 1,)."""
+        if self._rowptr is None:
+            assert self._row is not None
+            self._rowptr = torch._convert_indices_from_coo_to_csr(self._row, self._sparse_sizes[0])
+        return self._rowptr
+
+    def col(self) -> Tensor:
+        """int64 (nnz,)."""
+        return self._col
+
+    def has_value(self) -> bool:
+        """Whether the entries have values."""
+        return self._value is not None
+
+    def value(self) -> Tensor | None:
+        """(nnz, ...), in the order of the entries."""
+        return self._value
+
+    def set_value_(self, value: Tensor | None, layout: str | None = None) -> SparseStorage:
+        """Replaces the values; those in layout "csc" come in the order of the columns."""
+        if layout is not None and layout not in _LAYOUTS:
+            raise ValueError(f"layout: expected one of {', '.join(map(repr, _LAYOUTS))}, got {layout!r}")
+        if value is not None:
+            if value.size(0) != self._col.numel():
+                raise ValueError(
+                    f"value: expected one per entry, {self._col.numel()}, got shape {value.shape}"
+                )
+            value = value.to(self.device)
+            value = (value[self.csc2csr()] if layout == "csc" else value).contiguous()
+        self._value = value
+        return self
+
+    def set_value(self, value: Tensor | None, layout: str | None = None) -> SparseStorage:
+        """The same entries with other values."""
+        return self.copy().set_value_(value, layout)
+
+    # ---------------------------------------------------------------- sizes
+
+    def sparse_sizes(self) -> tuple[int, int]:
+        """(num_rows, num_cols)."""
+        return self._sparse_sizes
+
+    def sparse_size(self, dim: int) -> int:
+        """One of them."""
+        return self._sparse_sizes[dim]
+
+    def sparse_resize(self, sparse_sizes: tuple[int, int]) -> SparseStorage:
+        """The same entries in a matrix of other sizes, which must have room for them."""
+        rows, cols = sparse_sizes
+        other = SparseStorage(
+            self.row(), None, self._col, self._value, (rows, cols), is_sorted=True, trust_data=False
+        )
+        other._cache["csr2csc"], other._cache["csc2csr"] = self._cache["csr2csc"], self._cache["csc2csr"]
+        return other
+
+    # ---------------------------------------------------------------- what is derived
+
+    def _kept(self, name: str, build: Callable[[], Any]) -> Any:
+        if self._cache.get(name) is None:
+            self._cache[name] = build()
+        return self._cache[name]
+
+    def rowcount(self) -> Tensor:
+        """Entries of every row."""
+        count: Tensor = self._kept("rowcount", lambda: self.rowptr().diff())
+        return count
+
+    def colcount(self) -> Tensor:
+        """Entries of every column."""
+        count: Tensor = self._kept("colcount", lambda: self.colptr().diff())
+        return count
+
+    def colptr(self) -> Tensor:
+        """int64 (num_cols + 1,)."""
+        self._by_column()
+        pointers: Tensor = self._cache["colptr"]
+        return pointers
+
+    def csr2csc(self) -> Tensor:
+        """The entries' order by (column, row)."""
+        self._by_column()
+        order: Tensor = self._cache["csr2csc"]
+        return order
+
+    def csc2csr(self) -> Tensor:
+        """Its inverse."""
+
+        def inverse() -> Tensor:
+            order = self.csr2csc()
+            return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=self.device))
+
+        order: Tensor = self._kept("csc2csr", inverse)
+        return order
+
+    def _by_column(self) -> None:
+        if self._cache.get("colptr") is None or self._cache.get("csr2csc") is None:
+            colptr, _, order = compress(
+                self._col, self.row(), self._sparse_sizes[1], self._sparse_sizes[0], sort_minor=False
+            )
+            self._cache["colptr"], self._cache["csr2csc"] = colptr, order.long()
+
+    def adjacency(self) -> Adjacency:
+        """The structure that products run on; storages with other values share it."""
+        if not isinstance(self._cache.get("adjacency"), Adjacency):
+            with torch.inference_mode(False):
+                self._cache["adjacency"] = Adjacency.from_csr(self.rowptr(), self._col, self._sparse_sizes)
+        adjacency: Adjacency = self._cache["adjacency"]
+        return adjacency
+
+    # ---------------------------------------------------------------- repeated entries
+
+    def is_coalesced(self) -> bool:
+        """Whether no entry comes twice."""
+        row, col = self.row(), self._col
+        return not bool(((row[1:] == row[:-1]) & (col[1:] == col[:-1])).any())
+
+    def coalesce(self, reduce: str = "add") -> SparseStorage:
+        """Merges entries of the same place; their values are reduced."""
+        row, col = self.row(), self._col
+        first = torch.ones_like(col, dtype=torch.bool)
+        first[1:] = (row[1:] != row[:-1]) | (col[1:] != col[:-1])
+        if bool(first.all()):
+            return self
+        value = self._value
+        if value is not None:
+            name: Any = {"add": "sum"}.get(reduce, reduce)
+            value = scatter(value, first.cumsum(0) - 1, int(first.sum()), name)
+        return SparseStorage(
+            row[first], None, col[first], value, self._sparse_sizes, is_sorted=True, trust_data=True
+        )
+
+    # ---------------------------------------------------------------- the cache by name
+
+    def fill_cache_(self) -> SparseStorage:
+        """Derives everything now."""
+        self.row(), self.rowptr(), self.rowcount(), self.colcount(), self.csc2csr()
+        return self
+
+    def clear_cache_(self) -> SparseStorage:
+        """Forgets what was derived."""
+        self._cache = dict.fromkeys(_CACHED)
+        return self
+
+    def cached_keys(self) -> list[str]:
+        """Names of what was derived."""
+        return [name for name in _CACHED if self._cache.get(name) is not None]
+
+    def num_cached_keys(self) -> int:
+        """How many there are."""
+        return len(self.cached_keys())
+
+    def __getstate__(self) -> dict[str, Any]:
+        cache = {name: self._cache.get(name) for name in _CACHED}
+        return {**self.__dict__, "_cache": cache}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SparseStorage:
+        other = memo[id(self)] = self.clone()
+        return other
+
+    def __repr__(self) -> str:
+        return f"SparseStorage(nnz={self._col.numel()}, sparse_sizes={self._sparse_sizes})"
+
+
+def _most(index: Tensor) -> int:
+    return int(index.max()) + 1 if index.numel() else 0
+
+
+def _rows_needed(row: Tensor | None, rowptr: Tensor | None) -> int:
+    if rowptr is not None:
+        return rowptr.numel() - 1
+    assert row is not None
+    return _most(row)
+
+
+def _check(name: str, index: Tensor | None, size: int) -> None:
+    if index is not None and index.numel() and int(index.max()) >= size:
+        raise ValueError(f"{name}: expected indices below {size}, got {int(index.max())}")

@@ -1,0 +1,149 @@
+"""Drop-in layers for models that exist already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.nn import Module
+from torch_geometric.nn.aggr import SumAggregation
+from torch_geometric.nn.conv import MessagePassing
+
+from fastsparse_core import layer_swap as core
+from fastsparse_pyg.nn import DROP_INS, FastGINConv, FastPNAConv, FastSAGEConv
+from fastsparse_pyg.nn.any_layer import AnyLayer, accelerated_class
+from fastsparse_pyg.nn.base import MESSAGE_METHODS, REDUCE, FastConv
+from fastsparse_pyg.nn.pna_conv import why_no_kernel
+from fastsparse_pyg.verification import forget_verification, verify_first_calls
+
+#: The layers whose kernels take other aggregations than the sum.
+_AGGREGATING = (FastSAGEConv, FastGINConv)
+
+#: Methods of message passing itself: a layer that has its own is not one that we know how to run.
+_MACHINERY = (
+    "propagate",
+    "edge_updater",
+    "collect",
+    "edge_collect",
+    "_collect",
+    "_lift",
+    "_index_select",
+    "_index_select_safe",
+    "_set_size",
+    "_check_input",
+    "__getattribute__",
+)
+
+
+def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> core.Report:
+    """Puts the PyG layers of a model, its own ones included, on FastSparse kernels, in place.
+
+    The layers stay the same objects with another class, ``GCNConv`` becoming ``FastGCNConv``: parameters,
+    ``state_dict``, hooks, caches, training mode, optimisers and everything else that refers to them are
+    kept. Containers of any kind are searched: nested modules, ``Sequential``, ``ModuleList``, ``HeteroConv``,
+    the result of ``to_hetero``, PyG's own models. :func:`restore` undoes it.
+
+    A layer without a drop-in, one of the user's own for instance, keeps its code: what changes is how
+    features are read per edge and how messages are reduced per node, without atomics. Where its ``message()``
+    is a copy of the source's features, weighted or not, no messages are made at all. The report says for
+    every layer what computes it, and why one stays. Call this before ``torch.jit``; under ``torch.compile``
+    drop-ins want an Adjacency in place of `edge_index`, and other layers run PyG's code.
+
+    Args:
+        model: any module; a layer itself too.
+        show: whether to print the report.
+        verify: whether every layer compares its first call with PyG's own code: outputs, and the gradients of
+            inputs and parameters for a random cotangent. A layer that differs is put back and the call
+            raises; another call then runs PyG's code.
+
+    Returns:
+        The report: one row per graph layer; ``print`` shows it as a table.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    report = core.accelerate(
+        model,
+        DROP_INS,
+        is_graph_layer=_is_graph_layer,
+        why_not=_why_not,
+        is_generated=_is_generated,
+        any_layer=_any_layer,
+        kernel=_kernel,
+    )
+    if verify:
+        verify_first_calls(model)
+    if show:
+        print(report)
+    return report
+
+
+def restore(model: Module) -> None:
+    """Makes every drop-in layer of a model PyG's again, in place: the inverse of :func:`accelerate`.
+
+    Layers that were constructed as drop-ins become PyG's too, so that the model needs FastSparse no more.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    core.restore(model, DROP_INS)
+    for module in model.modules():
+        if isinstance(module, MessagePassing):
+            forget_verification(module)
+            if getattr(vars(module).get("propagate"), "__func__", None) is AnyLayer.propagate:
+                del module.propagate  # left there by explain mode
+
+
+def is_accelerated(module: Module) -> bool:
+    """Whether a layer is one of ours: a drop-in, or a class that :func:`accelerate` made."""
+    return isinstance(module, (AnyLayer, FastConv))
+
+
+def _any_layer(layer: Any) -> type[Module] | str:
+    """The class for a layer that has no drop-in, or why PyG's own code has to run whatever it is given."""
+    if isinstance(layer, FastConv):
+        return "is a drop-in already"
+    for klass in type(layer).__mro__[: type(layer).__mro__.index(MessagePassing)]:
+        own = [name for name in _MACHINERY if name in vars(klass) and not _is_generated(klass, name)]
+        if own:
+            return f"a layer with its own {', '.join(own)}"
+    replaced = vars(layer).get("propagate")
+    if replaced is not None:
+        function = getattr(replaced, "__func__", None)
+        if function not in (type(layer)._orig_propagate, type(layer)._jinja_propagate):
+            return "propagate is replaced on the instance"
+        if not layer.explain and layer.decomposed_layers == 1:
+            del layer.propagate
+    if "forward" in vars(layer):
+        return "forward is replaced on the instance"
+    try:
+        return accelerated_class(type(layer))
+    except Exception as error:
+        return f"its class cannot be subclassed ({error})"
+
+
+def _kernel(layer: Any) -> str:
+    return layer._shown() if isinstance(layer, AnyLayer) else layer._kernel
+
+
+def _is_graph_layer(module: Module) -> bool:
+    return isinstance(module, MessagePassing)
+
+
+def _why_not(layer: Any, drop_in: type[Module]) -> str:
+    """Why PyG's own code would run whatever the drop-in is given."""
+    replaced = [name for name in MESSAGE_METHODS if name != "propagate" and name in vars(layer)]
+    if replaced:
+        return f"{replaced[0]} is replaced on the instance"
+    if drop_in is FastPNAConv:
+        return why_no_kernel(layer)
+    aggregations = tuple(REDUCE) if drop_in in _AGGREGATING else (SumAggregation,)
+    if type(layer.aggr_module) not in aggregations:
+        return f"aggr={layer.aggr!r} has no kernel"
+    return ""
+
+
+def _is_generated(klass: type, name: str) -> bool:
+    """Whether PyG's templates put that name into a class, as they do when it is first instantiated."""
+    if name in ("_orig_propagate", "_jinja_propagate", "_orig_edge_updater", "_jinja_edge_updater"):
+        return True
+    return getattr(vars(klass)[name], "__module__", "").startswith(f"{klass.__module__}_{klass.__name__}_")

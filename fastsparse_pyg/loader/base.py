@@ -1,0 +1,147 @@
+"""What the loaders share: where they sample, and how batches are prepared ahead on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch_geometric.data import Data, HeteroData
+
+from fastsparse_core import _C
+from fastsparse_core.log import info_once
+from fastsparse_core.sampling import prefetched
+from fastsparse_pyg.caching import logger
+from fastsparse_pyg.loader.sampler import GraphSampler, why_not
+
+#: Options of PyTorch's loader that say how worker processes load; a GPU samples in this process.
+_OF_WORKERS = (
+    "num_workers",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory",
+    "pin_memory_device",
+    "multiprocessing_context",
+    "worker_init_fn",
+    "timeout",
+    "in_order",
+)
+
+
+def choose_device(data: Any, device: torch.device | str | int | None) -> torch.device:
+    """Where to sample: as told, else where the data lies, else on the GPU if there is one."""
+    if device is not None:
+        return torch.empty(0, device=device).device
+    if isinstance(data, (Data, HeteroData)):
+        tensors = [item for store in data.stores for item in store.values() if isinstance(item, Tensor)]
+        on_gpu = next((item.device for item in tensors if item.is_cuda), None)
+        if on_gpu is not None:
+            return on_gpu
+    if torch.cuda.is_available() and _C.build_info()["cuda"]:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def make_sampler(
+    data: Any,
+    num_neighbors: Any,
+    device: torch.device,
+    *,
+    given: Any,
+    time_attr: str | None,
+    directed: bool,
+    subgraph_type: Any,
+    **options: Any,
+) -> Any:
+    """The sampler of a loader; None where PyG makes its own, the reason being logged once."""
+    reason = "neighbor_sampler was given" if given is not None else why_not(data)
+    if time_attr is not None:
+        reason = "time_attr is set: temporal sampling"
+    if reason:
+        info_once(logger, f"PyG's own sampler draws the batches: {reason}")
+        return given
+    if not directed:
+        subgraph_type = "induced"
+    return GraphSampler(data, num_neighbors, device=device, subgraph_type=subgraph_type, **options)
+
+
+class LoaderMixin:
+    """Methods of both loaders, before PyG's class. They replace PyG's where the sampler is ours."""
+
+    batch_size: Any
+    batch_sampler: Any
+    sampler: Any
+    dataset: Any
+
+    _sampler: Any
+    _device: torch.device
+    _stream: torch.cuda.Stream | None = None
+
+    def _prepare(self, sampler: Any, device: torch.device, filter_per_worker: Any, kwargs: Any) -> None:
+        """Before PyTorch's loader is made: what it must not be told on a GPU."""
+        self._sampler = sampler if isinstance(sampler, GraphSampler) else None
+        self._device = device
+        if self._sampler is None or device.type == "cpu":
+            return
+        ignored = [name for name in _OF_WORKERS if kwargs.pop(name, None)]
+        if filter_per_worker is not None:
+            ignored.append("filter_per_worker")
+        if ignored:
+            info_once(
+                logger,
+                f"{', '.join(ignored)}: ignored, for {device} samples and gathers beside the step, without "
+                "worker processes",
+            )
+
+    def _begin(self, index: Any) -> Any:
+        raise NotImplementedError
+
+    def _end(self, begun: Any) -> Any:
+        raise NotImplementedError
+
+    def __call__(self, index: Any) -> Any:
+        """The batch of some inputs, by their positions."""
+        if self._sampler is None:
+            return super().__call__(index)  # type: ignore[misc]
+        return self._end(self._begin(index))
+
+    def _get_iterator(self) -> Iterator[Any]:
+        if self._sampler is None or self._device.type == "cpu" or self.batch_sampler is None:
+            return super()._get_iterator()  # type: ignore[misc]
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        return prefetched(self._indices(), self._begin, self._end, self._stream)
+
+    def _indices(self) -> Iterator[Any]:
+        """Positions of every batch: on the device where the order is PyTorch's own, else as lists."""
+        if type(self.batch_sampler) is not BatchSampler:
+            return iter(self.batch_sampler)
+        order, count = self.sampler, len(self.dataset)
+        if type(order) is SequentialSampler:
+            positions = torch.arange(count)
+        elif type(order) is RandomSampler and not order.replacement and order.num_samples == count:
+            generator = order.generator
+            if generator is None:  # as RandomSampler does: the same order from the same seed
+                generator = torch.Generator()
+                generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+            positions = torch.randperm(count, generator=generator)
+        else:
+            return iter(self.batch_sampler)
+        size = self.batch_sampler.batch_size
+        if self.batch_sampler.drop_last:
+            positions = positions[: count // size * size]
+        if not positions.numel():
+            return iter(())
+        return iter(positions.to(self._device).split(size))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: item for name, item in self.__dict__.items() if name != "_stream"}
+
+
+def as_index(index: Any, device: torch.device) -> Tensor:
+    """Positions as a tensor on the device."""
+    if not isinstance(index, Tensor):
+        index = torch.tensor(index, dtype=torch.int64)
+    return index.to(device, non_blocking=True)

@@ -1,0 +1,134 @@
+"""From a sampler's output to a batch with features, on the device where it was sampled.
+
+The fields are those of PyG's loaders (`torch_geometric.loader.utils`), which move them to where the features
+lie; here the features come to where the batch is.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.loader.utils import filter_custom_hetero_store, filter_custom_store, index_select
+from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
+from torch_geometric.typing import TensorFrame
+
+from fastsparse_core.sampling import Edges, FeatureTable
+from fastsparse_pyg.caching import remember_sampled
+from fastsparse_pyg.loader.sampler import edges_of
+
+
+def make_batch(
+    data: Any, out: SamplerOutput | HeteroSamplerOutput, device: torch.device, custom_cls: Any
+) -> Data | HeteroData:
+    """The sampled nodes and edges of some data, with all of its features, `n_id`, `e_id` and counts.
+
+    Args:
+        data: Data, HeteroData or (FeatureStore, GraphStore).
+        out: what was sampled of it.
+        device: where the batch is wanted.
+        custom_cls: of batches from stores, in place of Data or HeteroData.
+
+    Raises:
+        TypeError: `out` is no sampler's output.
+    """
+    if isinstance(out, SamplerOutput):
+        batch = _homogeneous(data, out, device, custom_cls)
+    elif isinstance(out, HeteroSamplerOutput):
+        batch = _heterogeneous(data, out, device, custom_cls)
+    else:
+        raise TypeError(f"expected a SamplerOutput or a HeteroSamplerOutput, got {type(out).__name__}")
+    return batch
+
+
+def _homogeneous(data: Any, out: SamplerOutput, device: torch.device, custom_cls: Any) -> Data:
+    if isinstance(data, Data):
+        batch = copy.copy(data)
+        _take_nodes(data._store, batch._store, out.node, device)
+        _take_edges(data._store, batch._store, out.row, out.col, out.edge, edges_of(out), device)
+    else:
+        node = out.node.cpu()
+        batch = filter_custom_store(*data, node, out.row, out.col, out.edge, custom_cls).to(device)
+        batch.edge_index = _edge_index(out.row, out.col, edges_of(out))
+    if "n_id" not in batch:
+        batch.n_id = out.node
+    if out.edge is not None and "e_id" not in batch:
+        batch.e_id = out.edge
+    batch.batch = out.batch
+    batch.num_sampled_nodes = out.num_sampled_nodes
+    batch.num_sampled_edges = out.num_sampled_edges
+    return batch
+
+
+def _heterogeneous(data: Any, out: HeteroSamplerOutput, device: torch.device, custom_cls: Any) -> HeteroData:
+    if isinstance(data, HeteroData):
+        batch = copy.copy(data)
+        for name in batch.node_types:
+            _take_nodes(data[name], batch[name], out.node[name], device)
+        for name in batch.edge_types:
+            edge = (out.edge or {}).get(name)
+            _take_edges(
+                data[name], batch[name], out.row[name], out.col[name], edge, edges_of(out, name), device
+            )
+    else:
+        node = {name: ids.cpu() for name, ids in out.node.items()}
+        batch = filter_custom_hetero_store(*data, node, out.row, out.col, out.edge, custom_cls).to(device)
+        for name in out.row:
+            batch[name].edge_index = _edge_index(out.row[name], out.col[name], edges_of(out, name))
+    for name, ids in out.node.items():
+        if "n_id" not in batch[name]:
+            batch[name].n_id = ids
+    for name, edge in (out.edge or {}).items():
+        if edge is not None and "e_id" not in batch[name]:
+            batch[name].e_id = edge
+    batch.set_value_dict("batch", out.batch)
+    batch.set_value_dict("num_sampled_nodes", out.num_sampled_nodes)
+    batch.set_value_dict("num_sampled_edges", out.num_sampled_edges)
+    return batch
+
+
+def _take_nodes(store: Any, into: Any, index: Tensor, device: torch.device) -> None:
+    for key, value in store.items():
+        if key == "num_nodes":
+            into.num_nodes = index.numel()
+        elif store.is_node_attr(key):
+            into[key] = _take(value, index, store._parent().__cat_dim__(key, value, store), device)
+        elif isinstance(value, Tensor) and key not in ("edge_index", "adj_t") and not store.is_edge_attr(key):
+            into[key] = value.to(device)
+
+
+def _take_edges(
+    store: Any,
+    into: Any,
+    row: Tensor,
+    col: Tensor,
+    index: Tensor | None,
+    edges: Edges | None,
+    device: torch.device,
+) -> None:
+    for key, value in store.items():
+        if key == "edge_index":
+            into.edge_index = _edge_index(row, col, edges)
+        elif store.is_edge_attr(key):
+            dim = store._parent().__cat_dim__(key, value, store)
+            into[key] = None if index is None else _take(value, index, dim, device)
+
+
+def _edge_index(row: Tensor, col: Tensor, edges: Edges | None) -> Tensor:
+    return torch.stack([row, col]) if edges is None else remember_sampled(edges)
+
+
+def _take(value: Any, index: Tensor, dim: int, device: torch.device) -> Any:
+    """Some of the nodes' or edges' features."""
+    if isinstance(value, Tensor) and type(value) is Tensor and device.type == "cuda" and dim == 0:
+        return FeatureTable(value, device)[index]
+    if isinstance(value, (Tensor, TensorFrame)):
+        taken = index_select(value, index.to(value.device), dim)
+    elif hasattr(value, "__array__"):
+        taken = index_select(value, index.cpu(), dim)
+    else:
+        return value
+    return taken.to(device)

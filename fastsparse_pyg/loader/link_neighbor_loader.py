@@ -1,0 +1,124 @@
+"""LinkNeighborLoader: batches of edges with sampled neighbours of their ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch_geometric.loader
+from torch import Tensor
+
+from fastsparse_pyg.loader.base import LoaderMixin, choose_device, make_sampler
+from fastsparse_pyg.loader.batches import make_batch
+
+
+class LinkNeighborLoader(LoaderMixin, torch_geometric.loader.LinkNeighborLoader):
+    r"""Drop-in replacement of :class:`torch_geometric.loader.LinkNeighborLoader` that needs no pyg-lib.
+
+    As :class:`NeighborLoader`, for links: neighbours of both ends of ``edge_label_index`` and of negative
+    samples are drawn. The ends and negative samples of a batch are prepared on the CPU, as in PyG.
+
+    Args:
+        data: Data, HeteroData or (FeatureStore, GraphStore).
+        num_neighbors: neighbours per hop, -1 for all; also by edge type.
+        device: see :class:`NeighborLoader`.
+        others: as in PyG.
+
+    Raises:
+        ValueError: an argument does not fit the data.
+        ImportError: PyG's own sampler is needed and not installed.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        num_neighbors: Any,
+        edge_label_index: Any = None,
+        edge_label: Tensor | None = None,
+        edge_label_time: Tensor | None = None,
+        replace: bool = False,
+        subgraph_type: Any = "directional",
+        disjoint: bool = False,
+        temporal_strategy: str = "uniform",
+        neg_sampling: Any = None,
+        neg_sampling_ratio: float | None = None,
+        time_attr: str | None = None,
+        weight_attr: str | None = None,
+        transform: Callable[..., Any] | None = None,
+        transform_sampler_output: Callable[..., Any] | None = None,
+        is_sorted: bool = False,
+        filter_per_worker: bool | None = None,
+        neighbor_sampler: Any = None,
+        directed: bool = True,
+        device: torch.device | str | int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        target = choose_device(data, device)
+        sampler = make_sampler(
+            data,
+            num_neighbors,
+            target,
+            given=neighbor_sampler,
+            time_attr=time_attr,
+            directed=directed,
+            subgraph_type=subgraph_type,
+            replace=replace,
+            disjoint=disjoint,
+            weight_attr=weight_attr,
+        )
+        self._prepare(sampler, target, filter_per_worker, kwargs)
+        super().__init__(
+            data,
+            num_neighbors,
+            edge_label_index=edge_label_index,
+            edge_label=edge_label,
+            edge_label_time=edge_label_time,
+            replace=replace,
+            subgraph_type=subgraph_type,
+            disjoint=disjoint,
+            temporal_strategy=temporal_strategy,
+            neg_sampling=neg_sampling,
+            neg_sampling_ratio=neg_sampling_ratio,
+            time_attr=time_attr,
+            weight_attr=weight_attr,
+            transform=transform,
+            transform_sampler_output=transform_sampler_output,
+            is_sorted=is_sorted,
+            filter_per_worker=filter_per_worker,
+            neighbor_sampler=sampler,
+            directed=directed,
+            **kwargs,
+        )
+
+    def _begin(self, index: Any) -> Any:
+        return index.cpu() if isinstance(index, Tensor) else index
+
+    def _end(self, begun: Any) -> Any:
+        out = self._sampler.sample_from_edges(self.input_data[begun], neg_sampling=self.neg_sampling)
+        return self.filter_fn(out)
+
+    def filter_fn(self, out: Any) -> Any:
+        """Joins what was sampled with its features and with the links."""
+        if self._sampler is None:
+            return super().filter_fn(out)
+        if self.transform_sampler_output:
+            out = self.transform_sampler_output(out)
+        batch = make_batch(self.data, out, self._device, self.custom_cls)
+        input_type = self.input_data.input_type
+        is_hetero = input_type is not None
+        input_id, *rest = [None if item is None else item.to(self._device) for item in out.metadata]
+        link = batch[input_type] if is_hetero else batch
+        link.input_id = input_id
+        if self.neg_sampling is None or self.neg_sampling.is_binary():
+            link.edge_label_index, link.edge_label, link.edge_label_time = rest
+        else:
+            source = batch[input_type[0]] if is_hetero else batch
+            destination = batch[input_type[-1]] if is_hetero else batch
+            source.src_index, destination.dst_pos_index, destination.dst_neg_index, seed_time = rest
+            source.seed_time = destination.seed_time = seed_time
+            # In case they are attributes of the data.
+            if not is_hetero or input_type in batch.edge_types:
+                del link.edge_label_index
+                del link.edge_label_time
+        return batch if self.transform is None else self.transform(batch)

@@ -1,0 +1,130 @@
+"""NeighborLoader: batches of nodes with sampled neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch_geometric.loader
+from torch import Tensor
+from torch_geometric.sampler import NodeSamplerInput
+
+from fastsparse_pyg.loader.base import LoaderMixin, as_index, choose_device, make_sampler
+from fastsparse_pyg.loader.batches import make_batch
+
+
+class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
+    r"""Drop-in replacement of :class:`torch_geometric.loader.NeighborLoader` that needs no pyg-lib.
+
+    Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_,
+    section 3.1. Batches have the fields of PyG's (``x``, ``y``, ``edge_index``, ``n_id``, ``e_id``,
+    ``batch_size``, ``input_id``, ``num_sampled_nodes``, ``num_sampled_edges``, ...), edges are sorted by
+    destination, and drop-in layers use the sampler's structure as it is.
+
+    On a GPU it samples and gathers there, on a stream beside the step, two batches ahead, and batches lie on
+    the GPU; features that take more than half of its free memory stay with the host and are read over PCIe.
+    ``num_workers`` and what belongs to it are ignored then. Elsewhere it samples in C++ threads, in worker
+    processes if told.
+
+    What PyG's own sampler must do is left to it, and needs pyg-lib or torch-sparse: ``time_attr``, a
+    ``neighbor_sampler`` of the caller's, and graphs stored as ``adj_t``.
+
+    Args:
+        data: Data, HeteroData or (FeatureStore, GraphStore).
+        num_neighbors: neighbours per hop, -1 for all; also by edge type.
+        input_nodes: indices or mask of the seeds, in heterogeneous graphs ``(node type, indices)``; None:
+            all.
+        device: where to sample and where batches lie; None: where the data is on a GPU, there, else on the
+            GPU if there is one.
+        others: as in PyG.
+
+    Raises:
+        ValueError: an argument does not fit the data.
+        ImportError: PyG's own sampler is needed and not installed.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        num_neighbors: Any,
+        input_nodes: Any = None,
+        input_time: Tensor | None = None,
+        replace: bool = False,
+        subgraph_type: Any = "directional",
+        disjoint: bool = False,
+        temporal_strategy: str = "uniform",
+        time_attr: str | None = None,
+        weight_attr: str | None = None,
+        transform: Callable[..., Any] | None = None,
+        transform_sampler_output: Callable[..., Any] | None = None,
+        is_sorted: bool = False,
+        filter_per_worker: bool | None = None,
+        neighbor_sampler: Any = None,
+        directed: bool = True,
+        device: torch.device | str | int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        target = choose_device(data, device)
+        sampler = make_sampler(
+            data,
+            num_neighbors,
+            target,
+            given=neighbor_sampler,
+            time_attr=time_attr,
+            directed=directed,
+            subgraph_type=subgraph_type,
+            replace=replace,
+            disjoint=disjoint,
+            weight_attr=weight_attr,
+        )
+        self._prepare(sampler, target, filter_per_worker, kwargs)
+        super().__init__(
+            data,
+            num_neighbors,
+            input_nodes=input_nodes,
+            input_time=input_time,
+            replace=replace,
+            subgraph_type=subgraph_type,
+            disjoint=disjoint,
+            temporal_strategy=temporal_strategy,
+            time_attr=time_attr,
+            weight_attr=weight_attr,
+            transform=transform,
+            transform_sampler_output=transform_sampler_output,
+            is_sorted=is_sorted,
+            filter_per_worker=filter_per_worker,
+            neighbor_sampler=sampler,
+            directed=directed,
+            **kwargs,
+        )
+        if self._sampler is not None:
+            given: NodeSamplerInput = self.input_data
+            self._seeds = given.node.to(target)
+            self._input_id = None if given.input_id is None else given.input_id.to(target)
+
+    def _begin(self, index: Any) -> Any:
+        index = as_index(index, self._device)
+        seeds = self._seeds[index]
+        node_type = self.input_data.input_type
+        draw = self._sampler.core.start(seeds if node_type is None else {node_type: seeds})
+        return draw, index if self._input_id is None else self._input_id[index]
+
+    def _end(self, begun: Any) -> Any:
+        draw, input_id = begun
+        out = self._sampler.output(draw.finish())
+        out.metadata = (input_id, None)
+        return self.filter_fn(out)
+
+    def filter_fn(self, out: Any) -> Any:
+        """Joins what was sampled with its features."""
+        if self._sampler is None:
+            return super().filter_fn(out)
+        if self.transform_sampler_output:
+            out = self.transform_sampler_output(out)
+        batch = make_batch(self.data, out, self._device, self.custom_cls)
+        input_type = self.input_data.input_type
+        store = batch if input_type is None else batch[input_type]
+        store.input_id, store.seed_time = out.metadata
+        store.batch_size = out.metadata[0].size(0)
+        return batch if self.transform is None else self.transform(batch)

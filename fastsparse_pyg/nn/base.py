@@ -1,0 +1,276 @@
+"""What the layers share: when PyG's own code must run, and how neighbours are aggregated otherwise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, MinAggregation, SumAggregation
+from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.nn.dense.linear import Linear
+
+from fastsparse_core import Adjacency, spmm
+from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain
+from fastsparse_core.fused.joint_linear import joint_linear
+from fastsparse_core.log import info_once
+from fastsparse_core.ops._common import is_plain_eager, why_watched
+from fastsparse_pyg.caching import logger
+from fastsparse_pyg.graph import Graph, is_sparse_matrix, resolve, to_edge_index
+
+REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max", MinAggregation: "min"}
+MESSAGE_METHODS = (
+    "propagate",
+    "message",
+    "aggregate",
+    "update",
+    "message_and_aggregate",
+    "edge_updater",
+    "edge_update",
+)
+_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+# The method as written, not the specialised copy that PyG puts in its place when a class is first
+# instantiated.
+_plain_propagate = MessagePassing.__dict__.get("_orig_propagate", MessagePassing.__dict__["propagate"])
+
+
+class FastConv(MessagePassing):
+    """Base of the layers, to be named before the PyG layer: ``class FastGCNConv(FastConv, GCNConv)``.
+
+    A layer computes by itself what the kernels support and calls :meth:`_original_forward` for the rest,
+    where PyG's code runs on the same parameters.
+    """
+
+    flow: str
+    node_dim: int
+
+    #: What computes the layer, for the report of `accelerate`.
+    _kernel: ClassVar[str] = "spmm"
+
+    #: Whether sources and destinations may differ.
+    _bipartite: ClassVar[bool] = True
+
+    #: Whether PyG's layer multiplies by a sparse matrix, which its attribute `fuse` can switch off.
+    _fusible: ClassVar[bool] = True
+
+    #: Aggregations that the layer's kernels know.
+    _aggregations: ClassVar[tuple[type[Module], ...]] = tuple(REDUCE)
+
+    #: The method of PyG's layer that a user's subclass replaced, "" for none: its messages are not ours to
+    #: skip.
+    _overridden: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for klass in cls.__mro__[: cls.__mro__.index(FastConv)]:
+            if klass is not cls and issubclass(klass, FastConv):
+                # Its own record counts: PyG has perhaps put a generated `propagate` into its namespace by
+                # now.
+                found = klass._overridden
+            else:
+                found = next((name for name in MESSAGE_METHODS if name in klass.__dict__), "")
+            if found:
+                cls._overridden = found
+                return
+
+    def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
+        super()._set_jittable_templates(raise_on_error)
+        # PyG takes for the plain method of a class whatever it inherited, and for a subclass of a layer that
+        # was used before that is the layer's specialised copy, which knows no explain mode: explanations
+        # would be silently ignored. (Seen in PyG 2.8.1.)
+        if self._overridden != "propagate":
+            type(self)._orig_propagate = _plain_propagate
+
+    def __prepare_scriptable__(self) -> MessagePassing:
+        """PyG's layer on the same parameters: what ``torch.jit.script`` compiles in place of a drop-in.
+
+        Raises:
+            NotImplementedError: there is no layer of PyG's that computes the same.
+        """
+        from fastsparse_pyg import layer_swap  # which imports the layers
+
+        layer: MessagePassing = copy.copy(self)
+        layer_swap.restore(layer)
+        if type(layer) is type(self):
+            raise NotImplementedError(
+                f"torch.jit.script: {type(self).__name__} has no original that TorchScript could compile; "
+                "use torch.compile"
+            )
+        layer._set_jittable_templates()  # of a class that perhaps nobody has constructed yet
+        info_once(logger, f"{type(self).__name__}: torch.jit.script compiles PyG's own layer")
+        return layer
+
+    # ---------------------------------------------------------------- PyG's own code
+
+    def _why_original(self, x: Tensor, edge_index: object) -> str:
+        """Why PyG's own code must run, "" if the kernels can."""
+        state = self.__dict__
+        if state["_explain"]:
+            return "explain mode"
+        if state["_decomposed_layers"] > 1:
+            return "decomposed_layers > 1"
+        if has_message_hook(state):
+            return "a hook on message passing"
+        if self._overridden:
+            return f"{self._overridden}() is overridden"
+        if (
+            "message" in state
+            or "aggregate" in state
+            or "update" in state
+            or "message_and_aggregate" in state
+            or "edge_update" in state
+        ):
+            return "a message passing method is replaced on the instance"
+        aggregation = state["_modules"].get("aggr_module")
+        if type(aggregation) not in self._aggregations:
+            return f"aggr={self.aggr!r} has no kernel"
+        if aggregation._forward_hooks or aggregation._forward_pre_hooks:
+            return "a hook on the aggregation"
+        if self._fusible and not state["fuse"] and is_sparse_matrix(edge_index):
+            return "a sparse matrix with fuse=False"
+        if x.dtype not in _FLOAT_DTYPES:
+            return f"features of dtype {x.dtype}"
+        if not isinstance(edge_index, Adjacency) and torch.compiler.is_compiling():
+            return "torch.compile without an Adjacency"
+        if torch.jit.is_tracing():
+            return "torch.jit.trace"
+        return "" if is_plain_eager(x) else why_watched(x)
+
+    def _why_original_pair(self, x: tuple[Tensor, Tensor | None], edge_index: object) -> str:
+        """:meth:`_why_original` for the layers whose sources and destinations may differ."""
+        x_src, x_dst = x
+        if x_src.dim() < 2 or x_src.layout is not torch.strided:
+            return "features that are not a dense matrix"
+        if self.flow == "target_to_source" and x_dst is not x_src and not isinstance(edge_index, Adjacency):
+            return "a bipartite graph with flow='target_to_source'"
+        return self._why_original(x_src, edge_index)
+
+    def _reduce(self) -> str:
+        """The kernel's name for the layer's aggregation."""
+        # Not self.aggr_module: for submodules that goes through nn.Module.__getattr__, half a microsecond
+        # each time.
+        return REDUCE[type(self._modules["aggr_module"])]
+
+    def _original_forward(self, reason: str, x: Any, edge_index: Any, *args: Any) -> Tensor:
+        """PyG's forward; an Adjacency is written back as an edge list for it."""
+        if not torch.compiler.is_compiling():
+            info_once(logger, f"{type(self).__name__}: PyG's own code runs: {reason}")
+        if isinstance(edge_index, Adjacency):
+            edge_index = self._written_back(edge_index)
+        return super().forward(x, edge_index, *args)
+
+    def _original_forward_pair(self, reason: str, x: Any, edge_index: Any, size: Any) -> Tensor:
+        """:meth:`_original_forward` for the layers whose sources and destinations may differ."""
+        if isinstance(edge_index, Adjacency):
+            size = (edge_index.num_src, edge_index.num_dst)
+        return self._original_forward(reason, x, edge_index, size)
+
+    def _written_back(self, adj: Adjacency) -> Tensor:
+        if self.explain and adj.has_inserted_loops:
+            raise ValueError(
+                "edge_index: expected the edges that the explanation's mask belongs to, got an Adjacency "
+                "with self loops inserted; pass edge_index, or prepare it with add_self_loops=False"
+            )
+        if adj.num_src != adj.num_dst and (self.flow == "target_to_source" or not self._bipartite):
+            raise ValueError(
+                f"edge_index: expected a square Adjacency where PyG's own code must run with "
+                f"flow={self.flow!r}, got shape {adj.shape}; pass the edges instead"
+            )
+        return to_edge_index(adj, self.flow)
+
+    # ---------------------------------------------------------------- the kernels
+
+    def _resolve_pair(
+        self, x: tuple[Tensor, Tensor | None], edge_index: Any, size: tuple[int | None, int | None] | None
+    ) -> tuple[Adjacency, Tensor | None]:
+        """Structure and edge values between the two node sides of SAGE and GIN."""
+        graph = self._graph(x, edge_index, size)
+        # PyG multiplies by the values of a torch.sparse matrix and drops those of a SparseTensor.
+        return graph.adj, graph.value if isinstance(edge_index, Tensor) else None
+
+    def _graph(
+        self,
+        x: tuple[Tensor, Tensor | None],
+        edge_index: Any,
+        size: tuple[int | None, int | None] | None,
+        *,
+        add_self_loops: bool = False,
+    ) -> Graph:
+        """The structure between two node sides; loops as PyG's attention layers add them."""
+        dim = self.node_dim
+        x_src, x_dst = x
+        num_src = x_src.size(dim)
+        num_dst = None if x_dst is None else num_src if x_dst is x_src else x_dst.size(dim)
+        if size is not None and isinstance(edge_index, Tensor) and type(edge_index) is Tensor:
+            for name, expected, got in (("source", size[0], num_src), ("destination", size[1], num_dst)):
+                if expected is not None and got is not None and expected != got:
+                    raise ValueError(
+                        f"x: expected {expected} {name} rows as size={tuple(size)} says, got {got}"
+                    )
+            num_dst = size[1] if num_dst is None else num_dst
+        return resolve(
+            edge_index,
+            num_src,
+            num_dst,
+            x_src.device,
+            flow=self.flow,
+            add_self_loops=add_self_loops,
+            matrix_loops="replace",
+        )
+
+    def _aggregate_neighbours(
+        self,
+        adj: Adjacency,
+        x: Tensor,
+        value: Tensor | None,
+        *,
+        scales: Sequence[Tensor | None] = (None, None),
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Sum, mean, maximum or minimum over neighbours, along `node_dim`, of features of any dimension."""
+        if value is not None and not value.is_floating_point():
+            value = value.to(x.dtype)
+        reduce = self._reduce()
+        dim = self.node_dim
+        if x.dim() == 2 and (dim == -2 or dim == 0):
+            return spmm(adj, x, value, reduce, scale_dst=scales[0], scale_src=scales[1], bias=bias)
+        out = spmm(adj, x.movedim(dim, 0), value, reduce, scale_dst=scales[0], scale_src=scales[1])
+        out = out.movedim(0, dim)
+        return out if bias is None else out + bias
+
+
+def has_message_hook(state: dict[str, Any]) -> bool:
+    """Whether somebody watches a step of message passing.
+
+    Args:
+        state: the layer's ``__dict__``.
+    """
+    return bool(
+        state["_propagate_forward_pre_hooks"]
+        or state["_propagate_forward_hooks"]
+        or state["_message_forward_pre_hooks"]
+        or state["_message_forward_hooks"]
+        or state["_aggregate_forward_pre_hooks"]
+        or state["_aggregate_forward_hooks"]
+        or state["_message_and_aggregate_forward_pre_hooks"]
+        or state["_message_and_aggregate_forward_hooks"]
+        or state["_edge_update_forward_pre_hooks"]
+        or state["_edge_update_forward_hooks"]
+    )
+
+
+def is_plain_linear(module: torch.nn.Module) -> bool:
+    """Whether a linear layer is its weight and bias alone, free to move across a sum."""
+    return is_plain(module, Linear)
+
+
+def project(x: Tensor, *modules: torch.nn.Module) -> tuple[Tensor, ...]:
+    """Results of linear layers on the same features, of one product where they are plain.
+
+    Gradients that reach one of the results then reach all layers, as zeros.
+    """
+    return joint_linear(x, modules, Linear)

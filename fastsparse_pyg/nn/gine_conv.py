@@ -1,0 +1,98 @@
+"""Graph isomorphism network with edge features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import GINEConv
+from torch_geometric.typing import OptPairTensor, OptTensor, Size
+
+from fastsparse_core import Adjacency, gine_aggregate
+from fastsparse_core.ops._common import autocast_dtype
+from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
+from fastsparse_pyg.nn.attention import AttentionConv
+from fastsparse_pyg.nn.base import is_plain_linear
+
+
+class FastGINEConv(AttentionConv, GINEConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.GINEConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{x}^{\prime}_i = h_{\mathbf{\Theta}} \left( (1 + \epsilon) \cdot \mathbf{x}_i + \sum_{j \in
+        \mathcal{N}(i)} \mathrm{ReLU} ( \mathbf{x}_j + \mathbf{e}_{j,i} ) \right)
+
+    after "Strategies for Pre-training Graph Neural Networks" (https://arxiv.org/abs/1905.12265). Arguments,
+    parameters, ``state_dict`` and results are the original's. Messages and sum are one operator
+    (:func:`fastsparse_core.gine_aggregate`). With ``edge_dim`` up to 32 the linear map of the edges' features
+    is part of it, and no edge gets a row of :math:`F_{in}` numbers, forward or backward.
+
+    Shapes:
+        - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
+          :math:`((|\mathcal{V_s}|, F_{in}), (|\mathcal{V_t}|, F_{in}))` if bipartite, float64, float32,
+          float16 or bfloat16; edges :math:`(2, |\mathcal{E}|)`, EdgeIndex or
+          :class:`~fastsparse_core.Adjacency`; edge features :math:`(|\mathcal{E}|, D)`
+        - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
+    """
+
+    def forward(
+        self,
+        x: Tensor | OptPairTensor,
+        edge_index: Tensor | Adjacency,
+        edge_attr: OptTensor = None,
+        size: Size = None,
+    ) -> Tensor:
+        """Computes the layer.
+
+        Args:
+            x: node features, or (source features, destination features), the latter perhaps None.
+            edge_index: edges, or an Adjacency whose rows are the destinations.
+            edge_attr: features of the edges, of the width of ``x`` or ``edge_dim``.
+            size: numbers of (source, destination) nodes.
+
+        Raises:
+            ValueError: sizes, dtypes or devices do not fit.
+            IndexError: an index points to no node.
+        """
+        pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
+        reason = self._why_original_gine(pair, edge_index, edge_attr)
+        if reason:
+            if isinstance(edge_index, Adjacency):
+                size = (edge_index.num_src, edge_index.num_dst)
+            return self._original_attention(reason, x, edge_index, edge_attr, size)
+        assert isinstance(edge_attr, Tensor)
+        graph = self._graph(pair, edge_index, size)
+        features = self._edge_features(graph, edge_attr)
+        x_src, x_dst = pair
+        lin: Any = self.lin
+        weight = bias = None
+        if lin is not None and is_plain_linear(lin) and features.size(1) <= MOST_FEATURES:
+            weight, bias = lin.weight, lin.bias
+        elif lin is not None:
+            self._log_unfused(f"edge features of more than {MOST_FEATURES}, or of a linear map with hooks,")
+            features = lin(features)
+        features = features.to(x_src.dtype)
+        out = gine_aggregate(graph.adj, x_src, features, edge_weight=weight, edge_bias=bias)
+        if x_dst is not None:
+            out = torch.addcmul(out, 1 + self.eps, x_dst)
+        return self.nn(out)
+
+    def _why_original_gine(self, x: tuple[Any, Any], edge_index: object, edge_attr: object) -> str:
+        if not isinstance(edge_attr, Tensor) or edge_attr.dim() != 2:
+            return "edge features that are not a matrix"
+        reason = self._why_original_attention(x, edge_index, edge_attr)
+        if reason:
+            return reason
+        if self.lin is None:
+            if edge_attr.size(1) != x[0].size(1):
+                return "edge features of another width than the nodes'"
+            return "" if edge_attr.dtype == x[0].dtype else "features of two dtypes"
+        if self.lin.weight.size(0) != x[0].size(1):
+            return "a linear map of the edges to another width than the nodes'"
+        if autocast_dtype(x[0]) is not None:
+            # The original adds rows in the autocast dtype to the nodes' and keeps the wider dtype.
+            fits = x[0].dtype in (torch.float32, autocast_dtype(x[0]))
+        else:
+            fits = x[0].dtype == edge_attr.dtype == self.lin.weight.dtype
+        return "" if fits else "features of two dtypes"

@@ -1,0 +1,130 @@
+"""Residual gated graph convolution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.nn import ResGatedGraphConv
+from torch_geometric.typing import OptTensor, PairTensor
+
+from fastsparse_core import Adjacency, gated_aggregate
+from fastsparse_core.fused.bias import add_bias, linear
+from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
+from fastsparse_pyg.nn.attention import AttentionConv
+from fastsparse_pyg.nn.base import is_plain_linear, project
+
+
+class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.ResGatedGraphConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{x}^{\prime}_i = \mathbf{W}_1 \mathbf{x}_i + \sum_{j \in \mathcal{N}(i)} \eta_{i,j} \odot
+        \mathbf{W}_2 \mathbf{x}_j, \qquad \eta_{i,j} = \sigma(\mathbf{W}_3 \mathbf{x}_i + \mathbf{W}_4
+        \mathbf{x}_j)
+
+    after "Residual Gated Graph ConvNets" (https://arxiv.org/abs/1711.07553). Arguments, parameters,
+    ``state_dict`` and results are the original's. Gates, messages and sum are one operator
+    (:func:`fastsparse_core.gated_aggregate`) that stores nothing of the size of the edges. With ``edge_dim``,
+    up to 32, the maps of nodes and edges are taken apart, so that no edge gets a row. Kernels serve the
+    sigmoid as ``act``; another function runs PyG's own code on the same parameters.
+
+    Shapes:
+        - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
+          :math:`((|\mathcal{V_s}|, F_{s}), (|\mathcal{V_t}|, F_{t}))` if bipartite, float64, float32, float16
+          or bfloat16; edges :math:`(2, |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or
+          :class:`~fastsparse_core.Adjacency`; edge features :math:`(|\mathcal{E}|, D)` *(optional)*
+        - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
+    """
+
+    def forward(
+        self, x: Tensor | PairTensor, edge_index: Tensor | Adjacency, edge_attr: OptTensor = None
+    ) -> Tensor:
+        """Computes the layer.
+
+        Args:
+            x: node features, or (source features, destination features).
+            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
+            edge_attr: features of the edges, for edges and Adjacency; required with ``edge_dim``.
+
+        Raises:
+            ValueError: sizes, dtypes or devices do not fit.
+            IndexError: an index points to no node.
+        """
+        pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
+        reason = self._why_original_gated(pair, edge_index, edge_attr)
+        if reason:
+            return self._original_attention(reason, x, edge_index, edge_attr)
+        graph = self._graph(pair, edge_index, None)
+        if edge_attr is None:
+            key, query, value = self._projected(pair)
+            out = gated_aggregate(graph.adj, key, query, value)
+        else:
+            features = self._edge_features(graph, edge_attr)
+            key, query, value, of_gate, of_value = self._taken_apart(pair, features.size(1))
+            edges = {"gate_weight": of_gate, "value_weight": of_value}
+            out = gated_aggregate(graph.adj, key, query, value, edge_attr=features.to(key.dtype), **edges)
+        if self.root_weight:
+            out = out + self.lin_skip(pair[1])
+        if self.bias is None:
+            return out
+        return add_bias(out, self.bias) if out.dtype == self.bias.dtype else out + self.bias
+
+    def _projected(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys of the destinations, queries and values of the sources."""
+        if x[0] is x[1]:
+            query, value, key = project(x[0], self.lin_query, self.lin_value, self.lin_key)
+        else:
+            query, value = project(x[0], self.lin_query, self.lin_value)
+            key = self.lin_key(x[1])
+        return key, query, value
+
+    def _taken_apart(self, x: tuple[Tensor, Tensor], edge_width: int) -> tuple[Tensor, ...]:
+        """The same from the nodes' columns of the maps, and the edges' columns: gates', values'."""
+        maps = (self.lin_query, self.lin_value, self.lin_key)
+        of_nodes, of_edges = [], []
+        for lin in maps:
+            nodes, edges = lin.weight.split([lin.weight.size(1) - edge_width, edge_width], dim=1)
+            of_nodes.append(nodes)
+            of_edges.append(edges)
+
+        def product(x: Tensor, first: int, last: int) -> tuple[Tensor, ...]:
+            bias = torch.cat([lin.bias for lin in maps[first:last]])
+            return linear(x, torch.cat(of_nodes[first:last]), bias).split(self.out_channels, dim=-1)
+
+        if x[0] is x[1]:
+            query, value, key = product(x[0], 0, 3)
+        else:
+            query, value = product(x[0], 0, 2)
+            key = F.linear(x[1], of_nodes[2], self.lin_key.bias)
+        # Both ends of an edge see its features, and what the gate gets of them is one product.
+        return key, query, value, of_edges[0] + of_edges[2], of_edges[1]
+
+    def _why_original_gated(self, x: tuple[Any, Any], edge_index: object, edge_attr: object) -> str:
+        if x[1] is None:
+            return "no features of destinations"
+        if not _is_sigmoid(self.act):
+            return f"act={self.act!r} has no kernel"
+        if (edge_attr is None) != (self.edge_dim is None):
+            return "edge features without edge_dim, or edge_dim without edge features"
+        if edge_attr is not None:
+            if not isinstance(edge_attr, Tensor) or edge_attr.dim() != 2:
+                return "edge features that are not a matrix"
+            if edge_attr.size(1) > MOST_FEATURES:
+                return f"{edge_attr.size(1)} features of an edge, more than {MOST_FEATURES}"
+            if not all(is_plain_linear(lin) for lin in (self.lin_key, self.lin_query, self.lin_value)):
+                return "edge features of linear maps with hooks"
+            if edge_attr.size(1) != self.edge_dim:
+                return "edge features of another width than edge_dim"
+            if isinstance(x[0], Tensor) and edge_attr.dtype != x[0].dtype:
+                return "features of two dtypes"
+        return self._why_original_attention(x, edge_index, edge_attr)
+
+
+def _is_sigmoid(act: Any) -> bool:
+    """Whether a gating function is the sigmoid and nothing else."""
+    if type(act) is torch.nn.Sigmoid:
+        return not (act._forward_hooks or act._forward_pre_hooks or act._backward_hooks)
+    return act in (torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, torch.special.expit)

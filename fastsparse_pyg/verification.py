@@ -1,0 +1,121 @@
+"""The first call of a layer against PyG's own code: outputs and gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils import _pytree as pytree
+
+#: Largest difference, relative to the largest number of the tensor.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_HOOK = "_verification"
+
+
+class VerificationError(RuntimeError):
+    """A layer's kernels and PyG's code gave different numbers; the layer runs PyG's code from now on."""
+
+
+def verify_first_calls(model: Module) -> None:
+    """Makes every accelerated layer of a model compare its next call."""
+    from fastsparse_pyg.layer_swap import is_accelerated
+
+    for name, module in model.named_modules():
+        if is_accelerated(module) and _HOOK not in vars(module):
+            hook = _FirstCall(name)
+            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+            vars(module)[_HOOK] = handle
+
+
+def forget_verification(layer: Module) -> None:
+    """Takes the comparison of a layer away, if there is one."""
+    handle = vars(layer).pop(_HOOK, None)
+    if handle is not None:
+        handle.remove()
+
+
+class _FirstCall:
+    """Forward hook that compares and takes itself away."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        from fastsparse_pyg.layer_swap import restore
+
+        forget_verification(layer)
+        ours, pygs = _alone(layer), _alone(layer)
+        restore(pygs)
+        expected, got = _results(pygs, args, kwargs), _results(ours, args, kwargs)
+        for what, want in expected.items():
+            difference = _difference(got.get(what), want)
+            if difference:
+                kinds = f"{type(layer).__name__}, differs from PyG's {type(pygs).__name__}"
+                restore(layer)
+                raise VerificationError(
+                    f"verify: layer {self.name or '(the model)'!r}, {kinds}: {what}: {difference}. The layer "
+                    "was put back on PyG's code: call the model again to go on, and please report the layer"
+                )
+
+
+def _alone(layer: Module) -> Module:
+    """A copy without the user's hooks, which are not to see the comparison."""
+    hooks = {name: value for name, value in vars(layer).items() if name.endswith("_hooks") and value}
+    memo: dict[int, Any] = {id(value): type(value)() for value in hooks.values()}
+    return copy.deepcopy(layer, memo)
+
+
+def _results(layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor | None]:
+    """Outputs and gradients by name, of the same random numbers each time."""
+    inputs: list[Tensor] = []
+
+    def own(item: Any) -> Any:
+        if type(item) is not Tensor or not item.is_floating_point() or item.layout is not torch.strided:
+            return item
+        inputs.append(item.detach().clone().requires_grad_())
+        return inputs[-1]
+
+    args, kwargs = pytree.tree_map(own, (args, kwargs))
+    devices = {item.device for item in inputs if item.is_cuda}
+    with torch.random.fork_rng([device.index for device in devices]), torch.enable_grad():
+        torch.manual_seed(0)
+        outputs = [
+            item
+            for item in pytree.tree_leaves(layer(*args, **kwargs))
+            if isinstance(item, Tensor) and item.layout is torch.strided
+        ]
+        results: dict[str, Tensor | None] = {
+            f"output {nth}": item.detach() for nth, item in enumerate(outputs)
+        }
+        differentiable = [item for item in outputs if item.requires_grad]
+        if differentiable:
+            parameters = [(name, one) for name, one in layer.named_parameters() if one.requires_grad]
+            targets = [(f"gradient of input {nth}", one) for nth, one in enumerate(inputs)]
+            targets += [(f"gradient of {name}", one) for name, one in parameters]
+            generator = torch.Generator().manual_seed(0)
+            cotangents = [torch.randn(item.shape, generator=generator).to(item) for item in differentiable]
+            gradients = torch.autograd.grad(
+                differentiable, [one for _, one in targets], cotangents, allow_unused=True
+            )
+            results.update({name: each for (name, _), each in zip(targets, gradients, strict=True)})
+    return results
+
+
+def _difference(got: Tensor | None, want: Tensor | None) -> str:
+    """What is wrong, "" if nothing is."""
+    if got is None or want is None:
+        other = want if got is None else got
+        return "" if other is None or not other.any() else "only one of the two has it"
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return f"expected {want.dtype} {tuple(want.shape)}, got {got.dtype} {tuple(got.shape)}"
+    if not want.is_floating_point() or not want.numel():
+        return "" if torch.equal(got, want) else "other values"
+    if not torch.equal(got.isnan(), want.isnan()):
+        return "NaN in other places"
+    got, want = got.nan_to_num(0.0), want.nan_to_num(0.0)
+    scale = max(want.abs().max().item(), 1e-1)
+    worst = (got - want).abs().max().item() / scale
+    return "" if worst <= _TOLERANCE.get(want.dtype, 0.0) else f"off by {worst:.1e} of the largest value"

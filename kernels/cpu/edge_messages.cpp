@@ -1,0 +1,262 @@
+// Messages that meet their edges' features on the CPU, forward and backward: rows over threads, one entry at
+// a time, sums in the accumulation type. Formulas and passes are those of the CUDA kernels (edge_messages.cu
+// and edge_messages_backward.cu); features are bits f % 8 of bytes f / 8 of the signs.
+#include "fastsparse/edge_messages.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "fastsparse/cpu_simd.h"
+
+namespace fastsparse::cpu {
+namespace {
+
+constexpr std::int64_t kSerialWork = 1 << 15;  // products below which waking threads costs more than it saves
+constexpr std::int64_t kRowsPerTask = 64;
+
+std::int64_t work(const CsrView& a, const EdgeMessageInput& input) {
+  return a.num_edges * input.width * (1 + input.edge_width);
+}
+
+template <typename T>
+const T* row_of(const DenseView& x, std::int64_t row) {
+  return static_cast<const T*>(x.data) + row * x.stride;
+}
+
+template <typename T>
+FASTSPARSE_INLINE void widen_row(const T* from, std::vector<Acc<T>>& to) {
+  for (std::size_t i = 0; i < to.size(); ++i) to[i] = widen(from[i]);
+}
+
+template <typename T>
+FASTSPARSE_INLINE void add_row(const T* from, std::vector<Acc<T>>& to) {
+  for (std::size_t i = 0; i < to.size(); ++i) to[i] += widen(from[i]);
+}
+
+template <typename T>
+FASTSPARSE_INLINE void narrow_row(const std::vector<Acc<T>>& from, void* to, std::int64_t row) {
+  T* at = static_cast<T*>(to) + row * static_cast<std::int64_t>(from.size());
+  for (std::size_t i = 0; i < from.size(); ++i) narrow(from[i], at + i);
+}
+
+template <typename A>
+A sigmoid(A z) {
+  return A{1} / (A{1} + std::exp(-z));
+}
+
+// What one entry sends, made from its row's, its source's and its edge's numbers.
+template <typename T>
+struct Message {
+  using A = Acc<T>;
+  const EdgeMessageInput& input;
+  const bool gated = input.message != EdgeMessage::kRelu;
+  std::vector<A> features, z, value, of_row;
+
+  explicit Message(const EdgeMessageInput& of)
+      : input(of),
+        features(of.weight != nullptr ? of.edge_width : 0),
+        z(of.width),
+        value(of.width),
+        of_row(of.width) {}
+
+  void set_row(std::int64_t row) {
+    if (gated) widen_row(row_of<T>(input.k, row), of_row);
+    if (!gated && input.bias != nullptr) {
+      std::copy_n(static_cast<const A*>(input.bias), of_row.size(), of_row.begin());
+    }
+  }
+
+  void add_projected(const void* weight, std::vector<A>& to) const {
+    for (std::size_t a = 0; a < features.size(); ++a) {
+      const A* row = static_cast<const A*>(weight) + a * to.size();
+      for (std::size_t f = 0; f < to.size(); ++f) to[f] += row[f] * features[a];
+    }
+  }
+
+  void set_features(std::int64_t position) {
+    if (!features.empty()) widen_row(row_of<T>(input.edge, position), features);
+  }
+
+  // z and v_ij of row `row`, whose k is set, or of the row whose k is given.
+  void set_entry(std::int64_t col, std::int64_t position) {
+    for (std::size_t f = 0; f < z.size(); ++f) z[f] = of_row[f] + widen(row_of<T>(input.q, col)[f]);
+    if (gated) widen_row(row_of<T>(input.v, col), value);
+    set_features(position);
+    if (input.weight != nullptr) {
+      add_projected(input.weight, z);
+      if (gated) add_projected(input.of_value, value);
+    } else if (input.edge.data != nullptr) {
+      add_row(row_of<T>(input.edge, position), z);
+    }
+  }
+};
+
+template <typename T>
+void send(const EdgeMessageArgs& args, std::int64_t row_begin, std::int64_t row_end) {
+  using A = Acc<T>;
+  const EdgeMessageInput& input = args.input;
+  const std::int64_t width = input.width;
+  const bool with_state = input.message == EdgeMessage::kGateAndState;
+  Message<T> message(input);
+  std::vector<A> sum(width), side(width);
+  for (std::int64_t row = row_begin; row < row_end; ++row) {
+    std::fill(sum.begin(), sum.end(), A{0});
+    std::fill(side.begin(), side.end(), A{0});
+    message.set_row(row);
+    for (std::int64_t entry = args.a.rowptr[row]; entry < args.a.rowptr[row + 1]; ++entry) {
+      const std::int64_t position = edge_position(args.a, entry);
+      message.set_entry(args.a.col[entry], position);
+      if (message.gated) {
+        for (std::int64_t f = 0; f < width; ++f) {
+          const A gate = sigmoid(message.z[f]), sent = gate * message.value[f];
+          sum[f] += sent;
+          side[f] += with_state ? gate : sent * (A{1} - gate);
+        }
+        if (with_state) narrow_row<T>(message.z, args.state, position);
+        continue;
+      }
+      for (std::int64_t f = 0; f < width; ++f) sum[f] += rectify(message.z[f]);
+      if (args.positive == nullptr) continue;
+      std::uint8_t* positive = args.positive + position * args.sign_bytes;
+      std::fill(positive, positive + args.sign_bytes, std::uint8_t{0});
+      for (std::int64_t f = 0; f < width; ++f) {
+        positive[f / 8] |= static_cast<std::uint8_t>((message.z[f] <= A{0} ? 0 : 1) << f % 8);
+      }
+    }
+    narrow_row<T>(sum, args.out, row);
+    if (args.side != nullptr) narrow_row<T>(side, args.side, row);
+  }
+}
+
+// Columns of A: gradients of their rows and of their entries' edges.
+template <typename T>
+void differentiate_columns(const EdgeMessageBackwardArgs& args, std::int64_t begin, std::int64_t end) {
+  using A = Acc<T>;
+  const EdgeMessageInput& input = args.input;
+  const std::int64_t width = input.width, edge_width = input.edge_width;
+  const bool with_state = input.message == EdgeMessage::kGateAndState;
+  Message<T> message(input);
+  std::vector<A>&z = message.z, &value = message.value;
+  std::vector<A> grad(width), side(width), grad_state(width), grad_q(width), grad_v(width), q(width),
+      v(width);
+  for (std::int64_t source = begin; source < end; ++source) {
+    std::fill(grad_q.begin(), grad_q.end(), A{0});
+    std::fill(grad_v.begin(), grad_v.end(), A{0});
+    if (message.gated) widen_row(row_of<T>(input.v, source), v);
+    if (message.gated && !with_state) widen_row(row_of<T>(input.q, source), q);
+    for (std::int64_t entry = args.a_t.rowptr[source]; entry < args.a_t.rowptr[source + 1]; ++entry) {
+      const std::int64_t row = args.a_t.col[entry], position = edge_position(args.a_t, entry);
+      widen_row(row_of<T>(args.grad, row), grad);
+      if (message.gated) {
+        value = v;
+        if (with_state) {
+          widen_row(row_of<T>(args.state, position), z);
+          widen_row(row_of<T>(args.grad_side, row), side);
+          if (args.grad_state.data != nullptr) widen_row(row_of<T>(args.grad_state, position), grad_state);
+        } else {
+          z = q;
+          add_row(row_of<T>(input.k, row), z);
+          message.set_features(position);
+          message.add_projected(input.weight, z);
+          message.add_projected(input.of_value, value);
+        }
+        for (std::int64_t f = 0; f < width; ++f) {
+          const A gate = sigmoid(z[f]), slope = gate * (A{1} - gate);
+          z[f] = slope * (value[f] * grad[f] + side[f]) + grad_state[f];
+          value[f] = gate * grad[f];
+          grad_v[f] += value[f];
+        }
+      } else {
+        const std::uint8_t* positive = args.positive + position * args.sign_bytes;
+        for (std::int64_t f = 0; f < width; ++f) z[f] = positive[f / 8] >> f % 8 & 1 ? grad[f] : A{0};
+      }
+      for (std::int64_t f = 0; f < width; ++f) grad_q[f] += z[f];
+      if (args.grad_edge != nullptr) narrow_row<T>(z, args.grad_edge, position);
+      if (args.grad_features == nullptr) continue;
+      for (std::int64_t a = 0; a < edge_width; ++a) {
+        const A* weight = static_cast<const A*>(input.weight) + a * width;
+        A total = 0;
+        for (std::int64_t f = 0; f < width; ++f) total += weight[f] * z[f];
+        if (message.gated) {
+          const A* of_value = static_cast<const A*>(input.of_value) + a * width;
+          for (std::int64_t f = 0; f < width; ++f) total += of_value[f] * value[f];
+        }
+        static_cast<A*>(args.grad_features)[position * edge_width + a] = total;
+      }
+    }
+    narrow_row<T>(grad_q, args.grad_q, source);
+    if (message.gated) narrow_row<T>(grad_v, args.grad_v, source);
+  }
+}
+
+// dW and dU of a group of rows.
+template <typename T>
+void differentiate_weights(const EdgeMessageBackwardArgs& args, std::int64_t group, std::int64_t row_begin,
+                           std::int64_t row_end) {
+  using A = Acc<T>;
+  const EdgeMessageInput& input = args.input;
+  const std::int64_t width = input.width, edge_width = input.edge_width;
+  A* grad_weight = static_cast<A*>(args.grad_weight) + group * edge_width * width;
+  A* grad_of_value = static_cast<A*>(args.grad_of_value) + group * edge_width * width;
+  Message<T> message(input);
+  std::fill(grad_weight, grad_weight + edge_width * width, A{0});
+  if (message.gated) std::fill(grad_of_value, grad_of_value + edge_width * width, A{0});
+  std::vector<A>&z = message.z, &value = message.value, grad(width);
+  for (std::int64_t row = row_begin; row < row_end; ++row) {
+    widen_row(row_of<T>(args.grad, row), grad);
+    message.set_row(row);
+    for (std::int64_t entry = args.a.rowptr[row]; entry < args.a.rowptr[row + 1]; ++entry) {
+      const std::int64_t position = edge_position(args.a, entry);
+      if (message.gated) {
+        message.set_entry(args.a.col[entry], position);
+        for (std::int64_t f = 0; f < width; ++f) {
+          const A gate = sigmoid(z[f]);
+          z[f] = gate * (A{1} - gate) * value[f] * grad[f];
+          value[f] = gate * grad[f];
+        }
+      } else {
+        message.set_features(position);
+        const std::uint8_t* positive = args.positive + position * args.sign_bytes;
+        for (std::int64_t f = 0; f < width; ++f) z[f] = positive[f / 8] >> f % 8 & 1 ? grad[f] : A{0};
+      }
+      for (std::int64_t a = 0; a < edge_width; ++a) {
+        const A feature = message.features[a];
+        for (std::int64_t f = 0; f < width; ++f) grad_weight[a * width + f] += feature * z[f];
+        if (!message.gated) continue;
+        for (std::int64_t f = 0; f < width; ++f) grad_of_value[a * width + f] += feature * value[f];
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void edge_messages(const EdgeMessageArgs& args, int threads) {
+  with_type(args.input.dtype, [&](auto type) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (work(args.a, args.input) > kSerialWork)
+    for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
+      send<decltype(type)>(args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+    }
+  });
+}
+
+void edge_messages_backward(const EdgeMessageBackwardArgs& args, int threads) {
+  const std::int64_t rows = args.a.num_rows, groups = args.grad_weight == nullptr ? 0 : args.groups;
+  with_type(args.input.dtype, [&](auto type) {
+    using T = decltype(type);
+#pragma omp parallel num_threads(threads) if (work(args.a, args.input) > kSerialWork)
+    {
+#pragma omp for schedule(dynamic)
+      for (std::int64_t source = 0; source < args.a_t.num_rows; source += kRowsPerTask) {
+        differentiate_columns<T>(args, source, std::min(source + kRowsPerTask, args.a_t.num_rows));
+      }
+#pragma omp for schedule(dynamic)
+      for (std::int64_t group = 0; group < groups; ++group) {
+        differentiate_weights<T>(args, group, rows * group / groups, rows * (group + 1) / groups);
+      }
+    }
+  });
+}
+
+}  // namespace fastsparse::cpu

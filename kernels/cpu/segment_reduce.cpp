@@ -1,0 +1,201 @@
+// Reductions of segments of rows on the CPU: sum, mean, maximum, minimum, product, variance, deviation. One
+// segment after the other, all features of a row at a time; rows are read through the entries' positions.
+// Ties of extrema go to the first entry; NaN wins, as in torch.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "fastsparse/cpu_simd.h"
+#include "fastsparse/launchers.h"
+
+namespace fastsparse::cpu {
+namespace {
+
+constexpr std::int64_t kEntriesPerSum = 32;  // then the sum moves to a compensated total
+constexpr std::int64_t kNarrow = 8;  // below it features are summed one after the other, in a register
+constexpr std::int64_t kRowsPerTask = 64;
+constexpr std::int64_t kSerialWork = 1 << 16;  // numbers below which waking threads costs more than it saves
+
+template <typename T>
+FASTSPARSE_INLINE const T* row_of_entry(const SegmentReduceArgs& args, std::int64_t entry) {
+  return static_cast<const T*>(args.x.data) + edge_position(args.a, entry) * args.x.stride;
+}
+
+// Room for what is known of every feature of a segment.
+template <typename A>
+struct Room {
+  explicit Room(std::int64_t width)
+      : first(width), second(width), third(width), offset(width), wide_first(width), wide_second(width) {}
+  std::vector<A> first, second, third;
+  std::vector<std::int32_t> offset;
+  std::vector<double> wide_first, wide_second;
+};
+
+template <typename T>
+FASTSPARSE_INLINE void sum_segment(const SegmentReduceArgs& args, std::int64_t row, Room<Acc<T>>& room) {
+  using A = Acc<T>;
+  const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1], width = args.width;
+  A *sum = room.first.data(), *total = room.second.data(), *compensation = room.third.data();
+  std::fill(total, total + width, A{0});
+  std::fill(compensation, compensation + width, A{0});
+  for (std::int64_t block = begin; block < end; block += kEntriesPerSum) {
+    const std::int64_t block_end = std::min(block + kEntriesPerSum, end);
+    if (width < kNarrow) {
+      for (std::int64_t f = 0; f < width; ++f) {
+        A one = 0;
+        for (std::int64_t entry = block; entry < block_end; ++entry)
+          one += widen(row_of_entry<T>(args, entry)[f]);
+        sum[f] = one;
+      }
+    } else {
+      std::fill(sum, sum + width, A{0});
+      for (std::int64_t entry = block; entry < block_end; ++entry) {
+        const T* x = row_of_entry<T>(args, entry);
+        for (std::int64_t f = 0; f < width; ++f) sum[f] += widen(x[f]);
+      }
+    }
+    for (std::int64_t f = 0; f < width; ++f) add_compensated(sum[f], total[f], compensation[f]);
+  }
+  const bool mean = args.reduction == Reduction::kMean;
+  const A count = mean ? static_cast<A>(std::max<std::int64_t>(end - begin, 1)) : A{1};
+  T* out = static_cast<T*>(args.out) + row * width;
+  for (std::int64_t f = 0; f < width; ++f) narrow(total[f] / count, out + f);
+}
+
+template <typename T>
+FASTSPARSE_INLINE void extremum_of_segment(const SegmentReduceArgs& args, std::int64_t row,
+                                           Room<Acc<T>>& room) {
+  using A = Acc<T>;
+  const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1], width = args.width;
+  const A sign = args.reduction == Reduction::kMin ? A{-1} : A{1};  // min(v) = -max(-v)
+  A* best = room.first.data();
+  std::int32_t* chosen = room.offset.data();  // as wide as float32: both stay in one kind of vectors
+  std::fill(best, best + width, A{0});
+  for (std::int64_t entry = begin; entry < end; ++entry) {
+    const T* x = row_of_entry<T>(args, entry);
+    const auto offset = static_cast<std::int32_t>(entry - begin);
+    for (std::int64_t f = 0; f < width; ++f) {
+      const A candidate = sign * widen(x[f]);
+      const bool better =
+          (candidate > best[f]) | ((candidate != candidate) & (best[f] == best[f])) | (offset == 0);
+      best[f] = better ? candidate : best[f];
+      chosen[f] = better ? offset : chosen[f];
+    }
+  }
+  T* out = static_cast<T*>(args.out) + row * width;
+  auto* position = static_cast<std::int64_t*>(args.extra) + row * width;
+  for (std::int64_t f = 0; f < width; ++f) {
+    narrow(begin == end ? A{0} : sign * best[f], out + f);
+    position[f] = begin == end ? args.a.num_edges : edge_position(args.a, begin + chosen[f]);
+  }
+}
+
+template <typename T>
+FASTSPARSE_INLINE void multiply_segment(const SegmentReduceArgs& args, std::int64_t row, Room<Acc<T>>& room) {
+  using A = Acc<T>;
+  const std::int64_t width = args.width;
+  A* product = room.first.data();
+  std::fill(product, product + width, A{1});
+  for (std::int64_t entry = args.a.rowptr[row]; entry < args.a.rowptr[row + 1]; ++entry) {
+    const T* x = row_of_entry<T>(args, entry);
+    for (std::int64_t f = 0; f < width; ++f) product[f] *= widen(x[f]);
+  }
+  T* out = static_cast<T*>(args.out) + row * width;
+  for (std::int64_t f = 0; f < width; ++f) narrow(product[f], out + f);
+}
+
+// Welford's mean and sum of squared deviations of a block of entries; blocks are merged by Chan's formula.
+template <typename T>
+FASTSPARSE_INLINE void moments_of_segment(const SegmentReduceArgs& args, std::int64_t row,
+                                          Room<Acc<T>>& room) {
+  using A = Acc<T>;
+  const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1], width = args.width;
+  A *mean = room.first.data(), *squares = room.second.data();
+  double *total_mean = room.wide_first.data(), *total_squares = room.wide_second.data();
+  std::fill(total_mean, total_mean + width, 0.0);
+  std::fill(total_squares, total_squares + width, 0.0);
+  for (std::int64_t block = begin; block < end; block += kEntriesPerSum) {
+    const std::int64_t block_end = std::min(block + kEntriesPerSum, end);
+    std::fill(mean, mean + width, A{0});
+    std::fill(squares, squares + width, A{0});
+    for (std::int64_t entry = block; entry < block_end; ++entry) {
+      const T* x = row_of_entry<T>(args, entry);
+      const auto count = static_cast<A>(entry - block + 1);
+      for (std::int64_t f = 0; f < width; ++f) {
+        const A value = widen(x[f]), deviation = value - mean[f];
+        mean[f] += deviation / count;
+        squares[f] += deviation * (value - mean[f]);
+      }
+    }
+    const double before = block - begin, share = static_cast<double>(block_end - block) / (block_end - begin);
+    for (std::int64_t f = 0; f < width; ++f) {
+      const double difference = mean[f] - total_mean[f];
+      total_mean[f] += difference * share;
+      total_squares[f] += squares[f] + difference * difference * before * share;
+    }
+  }
+  const double count = std::max<std::int64_t>(end - begin, 1);
+  T* out = static_cast<T*>(args.out) + row * width;
+  A* mean_out = static_cast<A*>(args.extra) + row * width;
+  for (std::int64_t f = 0; f < width; ++f) {
+    const double variance = total_squares[f] / count;
+    mean_out[f] = static_cast<A>(total_mean[f]);
+    narrow(static_cast<A>(args.reduction == Reduction::kDeviation ? std::sqrt(variance) : variance), out + f);
+  }
+}
+
+template <typename T>
+FASTSPARSE_INLINE void reduce_rows(const SegmentReduceArgs& args, std::int64_t row_begin,
+                                   std::int64_t row_end) {
+  Room<Acc<T>> room(args.width);
+  for (std::int64_t row = row_begin; row < row_end; ++row) {
+    switch (args.reduction) {
+      case Reduction::kSum:
+      case Reduction::kMean:
+        sum_segment<T>(args, row, room);
+        break;
+      case Reduction::kMax:
+      case Reduction::kMin:
+        extremum_of_segment<T>(args, row, room);
+        break;
+      case Reduction::kProduct:
+        multiply_segment<T>(args, row, room);
+        break;
+      case Reduction::kVariance:
+      case Reduction::kDeviation:
+        moments_of_segment<T>(args, row, room);
+        break;
+    }
+  }
+}
+
+// One plain function per type: the compiler multi-versions functions, not templates.
+FASTSPARSE_MULTIVERSION void rows(double, const SegmentReduceArgs& args, std::int64_t begin,
+                                  std::int64_t end) {
+  reduce_rows<double>(args, begin, end);
+}
+FASTSPARSE_MULTIVERSION void rows(float, const SegmentReduceArgs& args, std::int64_t begin,
+                                  std::int64_t end) {
+  reduce_rows<float>(args, begin, end);
+}
+FASTSPARSE_MULTIVERSION void rows(Half, const SegmentReduceArgs& args, std::int64_t begin, std::int64_t end) {
+  reduce_rows<Half>(args, begin, end);
+}
+FASTSPARSE_MULTIVERSION void rows(BFloat16, const SegmentReduceArgs& args, std::int64_t begin,
+                                  std::int64_t end) {
+  reduce_rows<BFloat16>(args, begin, end);
+}
+
+}  // namespace
+
+void segment_reduce(const SegmentReduceArgs& args, int threads) {
+  with_type(args.dtype, [&](auto type) {
+#pragma omp parallel for schedule(dynamic) \
+    num_threads(threads) if (args.a.num_edges * args.width > kSerialWork)
+    for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
+      rows(type, args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+    }
+  });
+}
+
+}  // namespace fastsparse::cpu

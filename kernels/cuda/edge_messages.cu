@@ -1,0 +1,119 @@
+// Sums of messages that meet their edges' features, from CSR on CUDA cores: GINE and gated layers, one kernel
+// with a policy for the message (formulas in edge_messages.h).
+//
+// A message is made feature by feature, so that tiles of the width are independent and nothing is summed over
+// lanes (lane map in edge_messages.cuh). Raw features are projected here, from W in the L1: every weight that
+// is read serves all edges in flight, and W a_ij is stored nowhere.
+// Floors, E entries of width F, A raw features, bytes: relu E F T gathered, E F T or E A T of edges read, E F
+// / 8 of signs written (for the backward pass, which then needs neither x nor the edges); gates 2 E F T
+// gathered; with state E F T read and written besides. Gates also sum sigmoid'(z) v_ij, so that the gradient
+// of k_i is that sum times the gradient of out_i, and no row pass is left in the backward pass. Rows with
+// several slices get their partial sums added in slot order: no atomics.
+
+#include "fastsparse/edge_messages.cuh"
+
+namespace fastsparse::cuda {
+namespace {
+
+template <typename T, EdgeMessage kMessage, bool kRaw>
+__global__ void __launch_bounds__(kMessageThreads)
+    edge_messages_kernel(const __grid_constant__ EdgeMessageArgs args, int lanes) {
+  using A = Acc<T>;
+  constexpr bool kGated = kMessage != EdgeMessage::kRelu, kState = kMessage == EdgeMessage::kGateAndState;
+  constexpr bool kRows = !kRaw && kMessage != EdgeMessage::kGate;
+  constexpr int kInFlight = kMessagesInFlight < T, 1 + kGated + kRows, kRaw && kGated ? 2 : 4 > ;
+  const EdgeMessageInput& input = args.input;
+  const MessageLane<T> lane(input.width, lanes);
+  if (lane.group >= args.split.num_slices) return;
+  const RowSlice slice = load_slice(args.split, lane.group);
+  NextEntries<kInFlight> next;
+  next.read(args.a, slice, 0);
+
+  A of_row[kTileFeatures] = {}, sum[kTileFeatures] = {}, side[kTileFeatures] = {};
+  if constexpr (kGated) {
+    lane.load(of_row, input.k, row_of(args.split, slice));
+  } else if constexpr (kRaw) {
+    if (input.bias != nullptr) lane.load_wide(of_row, input.bias, 0);
+  }
+
+  for (int base = 0; base < slice.length; base += kInFlight) {
+    const NextEntries<kInFlight> entries = next;
+    bool has[kInFlight];
+    TileRow<T> q[kInFlight], v[kInFlight], edge[kInFlight];
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      has[u] = base + u < slice.length;
+      q[u] = lane.load(input.q, entries.col[u], has[u]);
+      if constexpr (kGated) v[u] = lane.load(input.v, entries.col[u], has[u]);
+      if constexpr (kRows) edge[u] = lane.load(input.edge, entries.position[u], has[u]);
+    }
+    next.read(args.a, slice, base + kInFlight);
+
+    A z[kInFlight][kTileFeatures], value[kInFlight][kTileFeatures];
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+#pragma unroll
+      for (int i = 0; i < kTileFeatures; ++i) {
+        z[u][i] = of_row[i] + q[u][i];
+        if constexpr (kRows) z[u][i] += edge[u][i];
+        if constexpr (kGated) value[u][i] = v[u][i];
+      }
+    }
+    if constexpr (kRaw) {
+      add_projected(z, lane, input, input.weight, entries.position, has);
+      if constexpr (kGated) add_projected(value, lane, input, input.of_value, entries.position, has);
+    }
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      if (!has[u]) continue;
+      if constexpr (kState) lane.template store<T>(args.state, entries.position[u], z[u]);
+      unsigned positive = 0;
+#pragma unroll
+      for (int i = 0; i < kTileFeatures; ++i) {
+        if constexpr (kGated) {
+          const A gate = sigmoid(z[u][i]), message = gate * value[u][i];
+          sum[i] += message;
+          side[i] += kState ? gate : message * (A{1} - gate);
+        } else {
+          sum[i] += rectify(z[u][i]);
+          positive |= z[u][i] <= A{0} ? 0u : 1u << i;  // of NaN, too, as PyTorch's relu
+        }
+      }
+      if constexpr (!kGated) {
+        if (args.positive != nullptr) {
+          args.positive[entries.position[u] * args.sign_bytes + lane.byte()] =
+              static_cast<std::uint8_t>(positive);
+        }
+      }
+    }
+  }
+  lane.store_sum(slice, args.out, args.partial, sum);
+  if (kGated && args.side != nullptr) lane.store_sum(slice, args.side, args.partial_side, side);
+}
+
+template <typename T>
+void launch(const EdgeMessageArgs& args, cudaStream_t stream) {
+  const EdgeMessageInput& input = args.input;
+  if (args.split.num_slices == 0 || input.width == 0) return;
+  const int lanes = message_lanes(input.width);
+  const dim3 grid = message_grid(args.split.num_slices, input.width, lanes);
+  with_message(input.message, input.weight != nullptr, [&](auto message, auto raw) {
+    edge_messages_kernel<T, decltype(message)::value, decltype(raw)::value>
+        <<<grid, kMessageThreads, 0, stream>>>(args, lanes);
+  });
+  const auto combine = [&](const void* partial, void* to) {
+    combine_partials<T, 1>(args.split, partial, Epilogue::only(to, input.width), SameMessageRow{}, stream);
+  };
+  combine(args.partial, args.out);
+  if (args.side != nullptr) combine(args.partial_side, args.side);
+}
+
+}  // namespace
+
+int edge_messages(const EdgeMessageArgs& args, void* stream) {
+  with_type(args.input.dtype,
+            [&](auto type) { launch<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
+  return cudaGetLastError();
+}
+
+}  // namespace fastsparse::cuda

@@ -1,0 +1,290 @@
+// Gradients of edge_messages.cu, from CSR on CUDA cores.
+//
+// With dO the gradient of out, z, v_ij, e = W a, u = U a as in edge_messages.h, s = sigmoid(z):
+//   relu:  dz_ij = [z > 0] dO_i            gates: dz_ij = s (1 - s) v_ij dO_i, dv_ij = s dO_i
+//   with state: dz_ij = s (1 - s) (v_j dO_i + dside_i) + dstate_ij
+//   dq_j = sum_i dz_ij, dv_j = sum_i dv_ij, de_ij = dz_ij, dW = sum_ij dz_ij a_ij^T, dU = sum_ij dv_ij
+//   a_ij^T, da_ij = W^T dz_ij + U^T dv_ij; dk_i is a product of sums of the forward pass (or a sum of de over
+//   the row).
+// - The column pass goes over the transpose and gathers dO_i (relu, which reads signs: E F T + E F / 8
+// bytes),
+//   dO_i and k_i (gates: 2 E F T), or dO_i and dside_i beside rows of edges (with state). It also writes de
+//   or da.
+// - The weight pass goes over the rows once more for dW and dU: relu reads signs and raw features only, gates
+//   gather again. A group of lanes adds up every `groups`-th slice in registers, and the caller adds the
+//   groups.
+
+#include "fastsparse/edge_messages.cuh"
+
+namespace fastsparse::cuda {
+namespace {
+
+// Sums over the lanes of a group, the same bits in all of them.
+template <int kCount, typename A>
+__device__ __forceinline__ void sum_over_lanes(A (&v)[kCount], int lanes) {
+  for (int offset = 1; offset < lanes; offset *= 2) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) v[i] += __shfl_xor_sync(kFullWarp, v[i], offset);
+  }
+}
+
+// Adds <weight_a, x_u> over the lane's features to the part of raw feature first + i of edge u.
+template <typename T, int kCount>
+__device__ __forceinline__ void add_to_features(Acc<T> (&part)[4 * kCount], const MessageLane<T>& lane,
+                                                const void* weight, std::int64_t first,
+                                                const Acc<T> (&x)[kCount][kTileFeatures]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    Acc<T> w[kTileFeatures];
+    lane.load_wide(w, weight, first + i);
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+      for (int f = 0; f < kTileFeatures; ++f) part[u * 4 + i] += w[f] * x[u][f];
+    }
+  }
+}
+
+template <typename T, EdgeMessage kMessage, bool kRaw>
+__global__ void __launch_bounds__(kMessageThreads)
+    edge_messages_column_kernel(const __grid_constant__ EdgeMessageBackwardArgs args, int lanes) {
+  using A = Acc<T>;
+  constexpr bool kGated = kMessage != EdgeMessage::kRelu, kState = kMessage == EdgeMessage::kGateAndState;
+  constexpr int kInFlight = kMessagesInFlight < T, 1 + kGated + 2 * kState, kRaw && kGated ? 2 : 4 > ;
+  const EdgeMessageInput& input = args.input;
+  const MessageLane<T> lane(input.width, lanes);
+  const RowSlice slice = load_slice(args.split_t, lane.group);
+  int longest = slice.length;
+  if constexpr (kRaw)
+    longest = __reduce_max_sync(kFullWarp, slice.length);  // sums over lanes need whole warps
+  if (!kRaw && lane.group >= args.split_t.num_slices) return;
+  NextEntries<kInFlight> next;
+  next.read(args.a_t, slice, 0);
+
+  A q[kTileFeatures] = {}, v[kTileFeatures] = {};
+  if constexpr (kGated) {
+    const std::int64_t source = row_of(args.split_t, slice);
+    if constexpr (!kState) lane.load(q, input.q, source);
+    lane.load(v, input.v, source);
+  }
+  A grad_q[kTileFeatures] = {}, grad_v[kTileFeatures] = {};
+  for (int base = 0; base < longest; base += kInFlight) {
+    const NextEntries<kInFlight> entries = next;
+    bool has[kInFlight];
+    TileRow<T> grad[kInFlight], other[kInFlight], state[kInFlight], grad_state[kInFlight];
+    unsigned positive[kInFlight];
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      has[u] = base + u < slice.length;
+      grad[u] = lane.load(args.grad, entries.col[u], has[u]);
+      if constexpr (kState) {
+        other[u] = lane.load(args.grad_side, entries.col[u], has[u]);
+        state[u] = lane.load(args.state, entries.position[u], has[u]);
+        grad_state[u] =
+            lane.load(args.grad_state, entries.position[u], has[u] && args.grad_state.data != nullptr);
+      } else if constexpr (kGated) {
+        other[u] = lane.load(input.k, entries.col[u], has[u]);
+      } else {
+        positive[u] = has[u] ? __ldg(args.positive + entries.position[u] * args.sign_bytes + lane.byte()) : 0;
+      }
+    }
+    next.read(args.a_t, slice, base + kInFlight);
+
+    A z[kInFlight][kTileFeatures], value[kInFlight][kTileFeatures];  // and then their gradients
+    if constexpr (kGated) {
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+#pragma unroll
+        for (int i = 0; i < kTileFeatures; ++i) {
+          z[u][i] = kState ? state[u][i] : q[i] + other[u][i];
+          value[u][i] = v[i];
+        }
+      }
+      if constexpr (kRaw) {
+        add_projected(z, lane, input, input.weight, entries.position, has);
+        add_projected(value, lane, input, input.of_value, entries.position, has);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+#pragma unroll
+      for (int i = 0; i < kTileFeatures; ++i) {
+        const A of_out = grad[u][i];
+        if constexpr (kGated) {
+          const A gate = sigmoid(z[u][i]), slope = gate * (A{1} - gate);
+          if constexpr (kState) {
+            z[u][i] = slope * (value[u][i] * of_out + other[u][i]) + grad_state[u][i];
+          } else {
+            z[u][i] = slope * value[u][i] * of_out;
+          }
+          value[u][i] = gate * of_out;
+          if (has[u]) {  // infinite numbers of a row that entries beyond the slice do not have
+            grad_q[i] += z[u][i];
+            grad_v[i] += value[u][i];
+          }
+        } else {
+          z[u][i] = positive[u] >> i & 1u ? of_out : A{0};
+          grad_q[i] += z[u][i];
+        }
+      }
+      if constexpr (!kRaw && kMessage != EdgeMessage::kGate) {
+        if (has[u] && args.grad_edge != nullptr) {
+          lane.template store<T>(args.grad_edge, entries.position[u], z[u]);
+        }
+      }
+    }
+    if constexpr (kRaw) {
+      if (args.grad_features == nullptr) continue;
+#pragma unroll 1
+      for (std::int64_t first = 0; first < input.edge_width; first += 4) {
+        A part[4 * kInFlight] = {};
+        add_to_features<T>(part, lane, input.weight, first, z);
+        if constexpr (kGated) add_to_features<T>(part, lane, input.of_value, first, value);
+        sum_over_lanes(part, lane.lanes);
+        if (lane.sub != 0) continue;
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u) {
+          if (!has[u]) continue;
+          A* to = static_cast<A*>(args.grad_features) +
+                  (static_cast<std::int64_t>(blockIdx.y) * args.num_values + entries.position[u]) *
+                      input.edge_width +
+                  first;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) to[i] = part[u * 4 + i];
+        }
+      }
+    }
+  }
+  if (lane.group >= args.split_t.num_slices) return;
+  lane.store_sum(slice, args.grad_q, args.partial_q, grad_q);
+  if constexpr (kGated) lane.store_sum(slice, args.grad_v, args.partial_v, grad_v);
+}
+
+// Raw features whose part of dW a lane keeps in registers; more of them are more blocks.
+template <typename T>
+constexpr int kWeightFeatures = sizeof(Acc<T>) == 4 ? 8 : 4;
+
+// dW, and in every second block of the grid's last dimension dU, of the slices of every groups-th group.
+template <typename T, bool kGated>
+__global__ void __launch_bounds__(kMessageThreads)
+    edge_messages_weight_kernel(const __grid_constant__ EdgeMessageBackwardArgs args, int lanes) {
+  using A = Acc<T>;
+  constexpr int kFeatures = kWeightFeatures<T>;
+  constexpr int kInFlight = kGated ? 1 : 2;
+  const EdgeMessageInput& input = args.input;
+  const MessageLane<T> lane(input.width, lanes);
+  if (lane.group >= args.groups) return;
+  const bool of_value = kGated && blockIdx.z % 2 != 0;
+  const std::int64_t first = static_cast<std::int64_t>(kGated ? blockIdx.z / 2 : blockIdx.z) * kFeatures;
+  A acc[kFeatures][kTileFeatures] = {};
+  for (std::int64_t index = lane.group; index < args.split.num_slices; index += args.groups) {
+    const RowSlice slice = load_slice(args.split, index);
+    const std::int64_t row = row_of(args.split, slice);
+    A grad[kTileFeatures], k[kTileFeatures];
+    lane.load(grad, args.grad, row);
+    if constexpr (kGated) lane.load(k, input.k, row);
+    for (int base = 0; base < slice.length; base += kInFlight) {
+      NextEntries<kInFlight> entries;
+      entries.read(args.a, slice, base);
+      bool has[kInFlight];
+      A factor[kInFlight][kTileFeatures], features[kInFlight][kFeatures];
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        has[u] = base + u < slice.length;
+        const T* from =
+            static_cast<const T*>(input.edge.data) + entries.position[u] * input.edge.stride + first;
+#pragma unroll
+        for (int a = 0; a < kFeatures; a += 4) {
+          load_four<T>(*reinterpret_cast<A(*)[4]>(&features[u][a]), from + a,
+                       has[u] && first + a < input.edge_width);
+        }
+      }
+      if constexpr (kGated) {
+        A value[kInFlight][kTileFeatures] = {};
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u) {
+          const TileRow<T> q = lane.load(input.q, entries.col[u], has[u]);
+          TileRow<T> v{};
+          if (!of_value) v = lane.load(input.v, entries.col[u], has[u]);
+#pragma unroll
+          for (int i = 0; i < kTileFeatures; ++i) {
+            factor[u][i] = k[i] + q[i];
+            value[u][i] = v[i];
+          }
+        }
+        add_projected(factor, lane, input, input.weight, entries.position, has);
+        if (!of_value) add_projected(value, lane, input, input.of_value, entries.position, has);
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u) {
+#pragma unroll
+          for (int i = 0; i < kTileFeatures; ++i) {
+            const A gate = sigmoid(factor[u][i]);
+            factor[u][i] = gate * (of_value ? A{1} : (A{1} - gate) * value[u][i]) * grad[i];
+          }
+        }
+      } else {
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u) {
+          unsigned positive = 0;
+          if (has[u]) positive = __ldg(args.positive + entries.position[u] * args.sign_bytes + lane.byte());
+#pragma unroll
+          for (int i = 0; i < kTileFeatures; ++i) factor[u][i] = positive >> i & 1u ? grad[i] : A{0};
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        if (!has[u]) continue;
+#pragma unroll
+        for (int a = 0; a < kFeatures; ++a) {
+#pragma unroll
+          for (int i = 0; i < kTileFeatures; ++i) acc[a][i] += factor[u][i] * features[u][a];
+        }
+      }
+    }
+  }
+  void* to = of_value ? args.grad_of_value : args.grad_weight;
+#pragma unroll
+  for (int a = 0; a < kFeatures; ++a) {
+    if (first + a < input.edge_width) {
+      lane.template store<A>(to, lane.group * input.edge_width + first + a, acc[a]);
+    }
+  }
+}
+
+template <typename T>
+void launch(const EdgeMessageBackwardArgs& args, cudaStream_t stream) {
+  const EdgeMessageInput& input = args.input;
+  if (input.width == 0) return;
+  const int lanes = message_lanes(input.width);
+  const bool gated = input.message != EdgeMessage::kRelu;
+  if (args.split_t.num_slices != 0) {
+    const dim3 grid = message_grid(args.split_t.num_slices, input.width, lanes);
+    // Signs replace what relu saw: its raw features are read for their own gradient only.
+    const bool raw = input.weight != nullptr && (gated || args.grad_features != nullptr);
+    with_message(input.message, raw, [&](auto message, auto is_raw) {
+      edge_messages_column_kernel<T, decltype(message)::value, decltype(is_raw)::value>
+          <<<grid, kMessageThreads, 0, stream>>>(args, lanes);
+    });
+    const auto combine = [&](const void* partial, void* to) {
+      combine_partials<T, 1>(args.split_t, partial, Epilogue::only(to, input.width), SameMessageRow{},
+                             stream);
+    };
+    combine(args.partial_q, args.grad_q);
+    if (gated) combine(args.partial_v, args.grad_v);
+  }
+  if (args.grad_weight == nullptr) return;
+  dim3 grid = message_grid(args.groups, input.width, lanes);
+  grid.z = ceil_div(input.edge_width, kWeightFeatures<T>) * (gated ? 2 : 1);
+  const auto run = [&](auto kernel) { kernel<<<grid, kMessageThreads, 0, stream>>>(args, lanes); };
+  run(gated ? edge_messages_weight_kernel<T, true> : edge_messages_weight_kernel<T, false>);
+}
+
+}  // namespace
+
+int edge_messages_backward(const EdgeMessageBackwardArgs& args, void* stream) {
+  with_type(args.input.dtype,
+            [&](auto type) { launch<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
+  return cudaGetLastError();
+}
+
+}  // namespace fastsparse::cuda

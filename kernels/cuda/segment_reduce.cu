@@ -1,0 +1,281 @@
+// Reductions of segments of rows on CUDA cores: sum, mean, maximum, minimum, product, variance, deviation.
+//
+// A group of lanes takes one slice of a segment: 1, 4, 8 or 32 lanes side by side over the features, in
+// 16-byte loads where alignment allows, and where that is fewer than 8 the group's other lanes take every
+// other entry and are merged in a fixed tree. Rows are read through the entries' positions, so an unsorted
+// index costs no copy. Slices of segments that were cut leave their state in a slot, and a second kernel
+// merges a segment's slots in a fixed order: no atomics, the same bits every time. Ties of extrema go to the
+// first entry; NaN wins, as in torch. Floor: E * F * sizeof(T) bytes read, E positions, N * F * sizeof(T)
+// bytes written.
+
+#include <algorithm>
+
+#include "fastsparse/cuda_common.cuh"
+#include "fastsparse/launchers.h"
+
+namespace fastsparse::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kEntriesInFlight = 4;
+constexpr int kEntriesPerSum =
+    32;  // then the sum moves to a total: rounding errors grow with 32, not with the slice
+constexpr int kLeastGroup = 8;
+constexpr int kCombineWarps = 16;
+
+template <typename V>
+__device__ __forceinline__ V from_lane(V v, int distance) {
+  return __shfl_xor_sync(kFullWarp, v, distance);
+}
+
+// What is known of one feature of some entries. `offset` counts the entries of a segment.
+template <typename A>
+struct SumState {
+  A sum = 0, total = 0;
+
+  __device__ void add(A v, std::int64_t) { sum += v; }
+  __device__ void settle() {
+    total += sum;
+    sum = 0;
+  }
+  __device__ SumState of_lane(int distance) const { return {A{0}, from_lane(total, distance)}; }
+  __device__ void merge(const SumState& other) { total += other.total; }
+};
+
+template <typename A>
+struct ProductState {
+  A product = 1;
+
+  __device__ void add(A v, std::int64_t) { product *= v; }
+  __device__ void settle() {}
+  __device__ ProductState of_lane(int distance) const { return {from_lane(product, distance)}; }
+  __device__ void merge(const ProductState& other) { product *= other.product; }
+};
+
+template <typename A>
+struct MaximumState {
+  A best = 0;
+  std::int64_t entry = -1;
+
+  __device__ void add(A v, std::int64_t at) {
+    if (entry < 0 || v > best || (v != v && best == best)) {
+      best = v;
+      entry = at;
+    }
+  }
+  __device__ void settle() {}
+  __device__ MaximumState of_lane(int distance) const {
+    return {from_lane(best, distance), from_lane(entry, distance)};
+  }
+  __device__ void merge(const MaximumState& other) {
+    if (other.entry < 0) return;
+    const bool is_nan = best != best, other_is_nan = other.best != other.best;
+    const bool tie = best == other.best || (is_nan && other_is_nan);
+    const bool better = other.best > best || (other_is_nan && !is_nan);
+    if (entry < 0 || better || (tie && other.entry < entry)) *this = other;
+  }
+};
+
+// Welford's mean and sum of squared deviations; merged by Chan's formula.
+template <typename A>
+struct MomentState {
+  A count = 0, mean = 0, squares = 0;
+
+  __device__ void add(A v, std::int64_t) {
+    count += 1;
+    const A deviation = v - mean;
+    mean += deviation / count;
+    squares += deviation * (v - mean);
+  }
+  __device__ void settle() {}
+  __device__ MomentState of_lane(int distance) const {
+    return {from_lane(count, distance), from_lane(mean, distance), from_lane(squares, distance)};
+  }
+  __device__ void merge(const MomentState& other) {
+    if (other.count == A{0}) return;
+    const A all = count + other.count, difference = other.mean - mean, share = other.count / all;
+    mean += difference * share;
+    squares += other.squares + difference * difference * count * share;
+    count = all;
+  }
+};
+
+// The result of a whole segment.
+template <typename T>
+__device__ T finish(const SegmentReduceArgs& args, const SumState<Acc<T>>& state, std::int64_t row,
+                    std::int64_t) {
+  Acc<T> sum = state.total;
+  if (args.reduction == Reduction::kMean) {
+    const std::int64_t count = args.a.rowptr[row + 1] - args.a.rowptr[row];
+    sum /= static_cast<Acc<T>>(count > 0 ? count : 1);
+  }
+  return narrow<T>(sum);
+}
+
+template <typename T>
+__device__ T finish(const SegmentReduceArgs&, const ProductState<Acc<T>>& state, std::int64_t, std::int64_t) {
+  return narrow<T>(state.product);
+}
+
+template <typename T>
+__device__ T finish(const SegmentReduceArgs& args, const MaximumState<Acc<T>>& state, std::int64_t row,
+                    std::int64_t feature) {
+  const bool empty = state.entry < 0;
+  static_cast<std::int64_t*>(args.extra)[row * args.width + feature] =
+      empty ? args.a.num_edges : edge_position(args.a, state.entry);
+  if (empty) return narrow<T>(Acc<T>{0});
+  return narrow<T>(args.reduction == Reduction::kMin ? -state.best : state.best);
+}
+
+template <typename T>
+__device__ T finish(const SegmentReduceArgs& args, const MomentState<Acc<T>>& state, std::int64_t row,
+                    std::int64_t feature) {
+  using A = Acc<T>;
+  static_cast<A*>(args.extra)[row * args.width + feature] = state.mean;
+  const A variance = state.count > A{0} ? state.squares / state.count : A{0};
+  return narrow<T>(args.reduction == Reduction::kDeviation ? sqrt(variance) : variance);
+}
+
+template <typename T, int kVec, int kFeatureLanes, typename State>
+__global__ void __launch_bounds__(kThreads) segment_reduce_kernel(const SegmentReduceArgs args) {
+  using A = Acc<T>;
+  constexpr int kGroup = kFeatureLanes < kLeastGroup ? kLeastGroup : kFeatureLanes;
+  constexpr int kEntryLanes = kGroup / kFeatureLanes;
+  const int lane = threadIdx.x % kGroup;
+  const int entry_lane = lane / kFeatureLanes;
+  const std::int64_t group =
+      static_cast<std::int64_t>(blockIdx.x) * (kThreads / kGroup) + threadIdx.x / kGroup;
+  const std::int64_t feature =
+      (static_cast<std::int64_t>(blockIdx.y) * kFeatureLanes + lane % kFeatureLanes) * kVec;
+  const bool inside = feature < args.width;
+  const RowSlice slice = load_slice(args.split, group);
+  const T* x = static_cast<const T*>(args.x.data) + feature;
+  const A sign = args.reduction == Reduction::kMin ? A{-1} : A{1};  // min(v) = -max(-v)
+
+  const auto load = [&](std::int64_t entry) {
+    return load_pack<T, kVec>(x + edge_position(args.a, entry) * args.x.stride);
+  };
+  State state[kVec];
+  const auto add = [&](const Pack<T, kVec>& pack, std::int64_t entry) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) state[i].add(sign * widen(pack.lane[i]), entry);
+  };
+  const int length = inside ? slice.length : 0;
+  int offset = entry_lane;
+  while (offset < length) {
+    const int stop = min(offset + kEntriesPerSum * kEntryLanes, length);
+    for (; offset + (kEntriesInFlight - 1) * kEntryLanes < stop; offset += kEntriesInFlight * kEntryLanes) {
+      Pack<T, kVec> pack[kEntriesInFlight];
+#pragma unroll
+      for (int u = 0; u < kEntriesInFlight; ++u) pack[u] = load(slice.begin + offset + u * kEntryLanes);
+#pragma unroll
+      for (int u = 0; u < kEntriesInFlight; ++u) add(pack[u], slice.begin + offset + u * kEntryLanes);
+    }
+    for (; offset < stop; offset += kEntryLanes) add(load(slice.begin + offset), slice.begin + offset);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) state[i].settle();
+  }
+#pragma unroll
+  for (int distance = kGroup / 2; distance >= kFeatureLanes; distance /= 2) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) state[i].merge(state[i].of_lane(distance));
+  }
+
+  if (group >= args.split.num_slices || !inside || entry_lane != 0) return;
+  if (slice.target < 0) {
+    auto* partial = static_cast<State*>(args.partial) + ~slice.target * args.width + feature;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) partial[i] = state[i];
+  } else {
+    const std::int64_t row = slice.target;
+    Pack<T, kVec> pack;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) pack.lane[i] = finish<T>(args, state[i], row, feature + i);
+    store_pack(pack, static_cast<T*>(args.out) + row * args.width + feature);
+  }
+}
+
+// A block takes one segment of several slices and 32 features; its warps share the slots.
+template <typename T, typename State>
+__global__ void __launch_bounds__(kWarp* kCombineWarps) combine_slices_kernel(const SegmentReduceArgs args) {
+  __shared__ State shared[kCombineWarps][kWarp];
+  const std::int64_t feature = static_cast<std::int64_t>(blockIdx.y) * kWarp + threadIdx.x;
+  const bool inside = feature < args.width;
+  const std::int64_t end = inside ? args.split.split_ptr[blockIdx.x + 1] : 0;
+  State state;
+#pragma unroll 4
+  for (std::int64_t slot = args.split.split_ptr[blockIdx.x] + threadIdx.y; slot < end; slot += kCombineWarps)
+    state.merge(static_cast<const State*>(args.partial)[slot * args.width + feature]);
+  shared[threadIdx.y][threadIdx.x] = state;
+  __syncthreads();
+  if (threadIdx.y != 0 || !inside) return;
+  for (int warp = 1; warp < kCombineWarps; ++warp) state.merge(shared[warp][threadIdx.x]);
+  const std::int64_t row = args.split.split_row[blockIdx.x];
+  static_cast<T*>(args.out)[row * args.width + feature] = finish<T>(args, state, row, feature);
+}
+
+template <typename T, int kVec, int kFeatureLanes, typename State>
+void launch_lanes(const SegmentReduceArgs& args, cudaStream_t stream) {
+  constexpr int kGroup = std::max(kFeatureLanes, kLeastGroup);
+  const dim3 grid(ceil_div(args.split.num_slices, kThreads / kGroup),
+                  ceil_div(args.width, kFeatureLanes * kVec));
+  segment_reduce_kernel<T, kVec, kFeatureLanes, State><<<grid, kThreads, 0, stream>>>(args);
+}
+
+template <typename T, int kVec, typename State>
+void launch_vector(const SegmentReduceArgs& args, cudaStream_t stream) {
+  const std::int64_t lanes = (args.width + kVec - 1) / kVec;
+  if (lanes <= 1) {
+    launch_lanes<T, kVec, 1, State>(args, stream);
+  } else if (lanes <= 4) {
+    launch_lanes<T, kVec, 4, State>(args, stream);
+  } else if (lanes <= 8) {
+    launch_lanes<T, kVec, 8, State>(args, stream);
+  } else {
+    launch_lanes<T, kVec, 32, State>(args, stream);
+  }
+}
+
+template <typename T, template <typename> class State>
+void launch(const SegmentReduceArgs& args, cudaStream_t stream) {
+  using Of = State<Acc<T>>;
+  constexpr int kVec = 16 / static_cast<int>(sizeof(T));
+  // Products and moments are rare, and their kernels are as many as there are shapes.
+  constexpr bool kHasVectors =
+      std::is_same_v<Of, SumState<Acc<T>>> || std::is_same_v<Of, MaximumState<Acc<T>>>;
+  const bool aligned = vector_width<T>({args.width, args.x.stride}, {args.x.data, args.out}) == kVec;
+  if constexpr (kHasVectors) {
+    aligned ? launch_vector<T, kVec, Of>(args, stream) : launch_vector<T, 1, Of>(args, stream);
+  } else {
+    launch_vector<T, 1, Of>(args, stream);
+  }
+  if (args.split.num_split_rows > 0) {
+    const dim3 grid(static_cast<unsigned>(args.split.num_split_rows), ceil_div(args.width, kWarp));
+    combine_slices_kernel<T, Of><<<grid, dim3(kWarp, kCombineWarps), 0, stream>>>(args);
+  }
+}
+
+}  // namespace
+
+int segment_reduce(const SegmentReduceArgs& args, void* stream) {
+  with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    auto* queue = static_cast<cudaStream_t>(stream);
+    switch (args.reduction) {
+      case Reduction::kSum:
+      case Reduction::kMean:
+        return launch<T, SumState>(args, queue);
+      case Reduction::kMax:
+      case Reduction::kMin:
+        return launch<T, MaximumState>(args, queue);
+      case Reduction::kProduct:
+        return launch<T, ProductState>(args, queue);
+      case Reduction::kVariance:
+      case Reduction::kDeviation:
+        return launch<T, MomentState>(args, queue);
+    }
+  });
+  return cudaGetLastError();
+}
+
+}  // namespace fastsparse::cuda

@@ -1,0 +1,1 @@
+"""Training steps and sampled batches as CUDA graphs."""

@@ -1,0 +1,137 @@
+"""Rows grouped into segments: what an index or row pointers say, as the segment kernels read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C
+from fastsparse_core.formats.compress import compress
+from fastsparse_core.formats.inspection import inspect_edges
+from fastsparse_core.formats.row_split import RowSplit, split_rows
+from fastsparse_core.policy.slices import slice_length
+from fastsparse_core.structure.build_once import BuiltOnce
+from fastsparse_core.structure.content import check_content
+
+
+class Segments:
+    """Which rows of a matrix belong to which segment.
+
+    Attributes:
+        rowptr: int64 (num_segments + 1,), the range of entries of every segment.
+        order: int32 or int64 (num_rows,), the matrix's row behind every entry; None where entry i is row i.
+        num_segments: number of segments.
+        num_rows: number of the matrix's rows, of which each belongs to one segment.
+    """
+
+    def __init__(
+        self, rowptr: Tensor, order: Tensor | None, num_rows: int, row_split: RowSplit | None = None
+    ) -> None:
+        """Wraps checked tensors as they are."""
+        self.rowptr = rowptr
+        self.order = order
+        self.num_rows = num_rows
+        self.num_segments = rowptr.numel() - 1
+        self._memo = BuiltOnce()
+        if row_split is not None:
+            self._memo.results["row_split"] = row_split
+
+    @classmethod
+    def from_index(cls, index: Tensor, num_segments: int) -> Segments:
+        """Sorts an index stably; one that ascends already is only counted.
+
+        Args:
+            index: int32 or int64 (num_rows,), the segment of every row.
+            num_segments: number of segments.
+
+        Raises:
+            ValueError: an index is negative or too large.
+        """
+        index = index.detach().contiguous()
+        num_rows = index.numel()
+        found = inspect_edges(index, index, num_segments, slice_length(num_rows), square=False)
+        if num_rows and found.most_row >= num_segments:
+            low, high = (int(end) for end in torch.aminmax(index))
+            raise ValueError(
+                f"index: expected values from 0 to dim_size - 1 = {num_segments - 1}, got values from {low} "
+                f"to {high}; leave dim_size out to have as many segments as the index needs"
+            )
+        if not found.rows_descend:
+            return cls(found.rowptr, None, num_rows, found.row_split)
+        del found
+        rowptr, _, order = compress(index, index, num_segments, num_segments, sort_minor=False)
+        return cls(rowptr, order, num_rows)
+
+    @classmethod
+    def from_rowptr(cls, rowptr: Tensor, num_rows: int) -> Segments:
+        """Takes the pointers of consecutive segments.
+
+        Args:
+            rowptr: int32 or int64 (num_segments + 1,), ascending from 0 to ``num_rows``.
+            num_rows: number of rows.
+
+        Raises:
+            ValueError: they do not ascend, or do not cover all rows.
+        """
+        check_content("rowptr", rowptr)
+        own = rowptr.detach().to(torch.int64, copy=True, memory_format=torch.contiguous_format)
+        descends = (own.diff() < 0).any()
+        first, last, falls = torch.stack([own[0], own[-1], descends.long()]).tolist()
+        if first != 0 or last != num_rows or falls:
+            raise ValueError(
+                f"rowptr: expected ascending values from 0 to {num_rows}, the number of rows of src; "
+                f"got {first} to {last}" + (", not ascending" if falls else "")
+            )
+        return cls(own, None, num_rows)
+
+    @property
+    def row_split(self) -> RowSplit:
+        """Work list of the CUDA kernels: long segments cut into slices."""
+        return self._memo.get("row_split", lambda: split_rows(self.rowptr, slice_length(self.num_rows)))
+
+    @property
+    def structure(self) -> Any:
+        """The segments as the compiled kernels take them."""
+        return self._memo.get("structure", self._structure)
+
+    def _structure(self) -> Any:
+        split = self.row_split if self.rowptr.device.type == "cuda" else None
+        return _C.CsrStructure(
+            self.rowptr.data_ptr(),
+            0,
+            0 if self.order is None else self.order.data_ptr(),
+            self.order is not None and self.order.dtype == torch.int64,
+            self.num_segments,
+            self.num_rows,
+            self.num_rows,
+            *(
+                (0, 0, 0, 0, 0)
+                if split is None
+                else (
+                    split.slices.data_ptr(),
+                    split.slices.size(0),
+                    split.split_row.data_ptr(),
+                    split.split_ptr.data_ptr(),
+                    split.split_row.numel(),
+                )
+            ),
+        )
+
+    def index(self) -> Tensor:
+        """The segment of every row, int64 (num_rows,), of segments that are consecutive rows."""
+        assert self.order is None
+        return self._memo.get("index", self._index)
+
+    def _index(self) -> Tensor:
+        segment = torch.arange(self.num_segments, device=self.rowptr.device)
+        return torch.repeat_interleave(segment, self.rowptr.diff(), output_size=self.num_rows)
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes by name of what is held."""
+        tensors = {"rowptr": self.rowptr, "order": self.order, "index": self._memo.results.get("index")}
+        split = self._memo.results.get("row_split")
+        if split is not None:
+            tensors |= split.tensors()
+        return {name: it.nbytes for name, it in tensors.items() if it is not None}

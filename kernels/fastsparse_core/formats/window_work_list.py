@@ -1,0 +1,96 @@
+"""Work lists of the tensor-core kernels: slices of heavy windows, and runs of short ones.
+
+A warp that takes one short window waits for its columns, then for its features, and then has nothing left to
+do. Given several, it has the next window's features on the way while it finishes the last one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastsparse_core.formats.bsb import BLOCK, HEIGHT, QUAD, Bsb
+from fastsparse_core.formats.row_split import RowSplit
+
+#: Most windows of a run: as many as a warp has lanes to keep their ends.
+MOST_WINDOWS = 32
+_BLOCK_QUADS = BLOCK // QUAD
+
+
+def join_short_windows(window_ptr: Tensor, split: RowSplit, blocks: int) -> Tensor:
+    """Joins consecutive windows that one slice covers to runs of about ``blocks`` blocks.
+
+    Args:
+        window_ptr: int32 or int64 (num_windows + 1,), the range of quads of every window.
+        split: the windows cut into slices; slices of windows that have several stay as they are.
+        blocks: from 1, no joining but of windows without blocks, to 32.
+
+    Returns:
+        int32 (num_runs, 4), long runs first: first quad, number of quads, target (the first window, or
+        ``~slot`` for a slice of a window), number of windows.
+    """
+    assert 1 <= blocks <= MOST_WINDOWS
+    device = window_ptr.device
+    length = window_ptr.diff()
+    num_windows = length.numel()
+    if num_windows == 0:
+        return torch.empty(0, 4, dtype=torch.int32, device=device)
+    cut = torch.zeros(num_windows, dtype=torch.bool, device=device)
+    cut[split.split_row.long()] = True
+    # A window counts one block at least: storing its rows is work too, and bounds the windows of a run.
+    weight = _blocks(length).clamp(min=1).masked_fill(cut, 0)
+    group = (weight.cumsum(0) - weight) // blocks
+    starts = torch.ones(num_windows, dtype=torch.bool, device=device)
+    starts[1:] = (group[1:] != group[:-1]) | cut[1:] | cut[:-1]
+    first = torch.nonzero(starts).flatten()
+    count = torch.cat([first, first.new_tensor([num_windows])]).diff()
+    whole = ~cut[first]
+    first, count = first[whole], count[whole]
+    begin = window_ptr[first]
+    joined = torch.stack([begin, window_ptr[first + count] - begin, first, count], 1).int()
+
+    words = split.slices.view(torch.int32)
+    slices = words[words[:, 3] < 0]
+    slices = torch.stack([slices[:, 0], slices[:, 2], slices[:, 3], torch.ones_like(slices[:, 3])], 1)
+    runs = torch.cat([slices, joined])
+    # floor(log2(blocks)) + 1: runs of one bucket differ in length by less than two.
+    bucket = torch.frexp(_blocks(runs[:, 1]).float()).exponent
+    return runs[torch.sort(bucket.to(torch.int8), stable=True, descending=True).indices]
+
+
+def _blocks(quads: Tensor) -> Tensor:
+    return (quads + (_BLOCK_QUADS - 1)) // _BLOCK_QUADS
+
+
+def slot_starts(bsb: Bsb, rowptr: Tensor, split: RowSplit) -> tuple[Tensor, Tensor]:
+    """Where the slices of windows that have several start among the entries of the CSR structure.
+
+    Rows' entries follow each other in the vectors as they do in the CSR structure, so that a slice begins as
+    many entries behind the row's first one as the masks before it count.
+
+    Args:
+        bsb: the structure in blocks.
+        rowptr: int64 (num_rows + 1,), the same structure's ranges of entries.
+        split: its windows cut into slices.
+
+    Returns:
+        The window of every slot, int32 (num_slots,), and the position of every row's first entry in it, int64
+        (num_slots, 8); what it says of rows that do not exist means nothing.
+    """
+    window = torch.repeat_interleave(split.split_row, split.split_ptr.diff(), output_size=split.num_slots)
+    entry = rowptr.new_empty(split.num_slots, HEIGHT)
+    if split.num_slots == 0:
+        return window, entry
+    target = split.slices.view(torch.int32)[:, 3]
+    begin = torch.empty_like(entry[:, 0])
+    begin[~target[target < 0].long()] = split.slices[target < 0, 0]
+    window_begin = bsb.window_ptr[window.long()].long()
+    before = torch.zeros(bsb.num_quads + 1, dtype=torch.int64, device=rowptr.device)
+    for bit in range(HEIGHT):
+        torch.cumsum((bsb.mask >> bit & 1).sum(1, dtype=torch.int32), 0, out=before[1:])
+        row = window.long() * HEIGHT + bit
+        if bsb.window_row is not None:
+            row = bsb.window_row.flatten()[row].long()
+        row = row.clamp(0, bsb.shape[0] - 1)
+        entry[:, bit] = rowptr[row] + before[begin] - before[window_begin]
+    return window, entry

@@ -1,0 +1,85 @@
+"""The graph transformer layer of both plugins, between their checks and their graphs."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fastsparse_core.fused.joint_linear import joint_linear
+from fastsparse_core.ops.attention import attention
+from fastsparse_core.structure.adjacency import Adjacency
+
+#: Name of a normalisation -> module.
+NORMS = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm, None: nn.Identity}
+
+
+class GraphTransformer(nn.Module):
+    """Attention over the edges and a feed-forward part, each with residual and normalisation.
+
+    Dwivedi and Bresson, "A Generalization of Transformer Networks to Graphs" (arXiv:2012.09699), section 2.2,
+    equations 4 to 8. The plugins' layers check the arguments and say what they mean.
+    """
+
+    def __init__(
+        self,
+        in_width: int,
+        out_width: int,
+        heads: int,
+        dropout: float,
+        attention_dropout: float,
+        norm: str | None,
+        residual: bool,
+        bias: bool,
+        edge_width: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_dropout = attention_dropout
+        self.residual = residual
+        self.query = nn.Linear(in_width, out_width, bias=bias)
+        self.key = nn.Linear(in_width, out_width, bias=bias)
+        self.value = nn.Linear(in_width, out_width, bias=bias)
+        self.out = nn.Linear(out_width, out_width)
+        self.dropout = nn.Dropout(dropout)
+        self.norm1 = NORMS[norm](out_width)
+        self.feed_forward = nn.Sequential(
+            nn.Linear(out_width, 2 * out_width),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(2 * out_width, out_width),
+        )
+        self.norm2 = NORMS[norm](out_width)
+        self.edge = None if edge_width is None else nn.Linear(edge_width, out_width, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.BatchNorm1d, nn.LayerNorm)):
+                module.reset_parameters()
+
+    def transform(
+        self, adj: Adjacency, x_dst: Tensor, x_src: Tensor, edge_attr: Tensor | None = None
+    ) -> Tensor:
+        """The layer on a structure: (num_dst, in_width) and (num_src, in_width) to (num_dst, out_width).
+
+        ``edge_attr``, (num_values, edge_width), joins keys and values where the layer has an ``edge_width``.
+        """
+        if x_src is x_dst:
+            key, value, query = joint_linear(x_src, (self.key, self.value, self.query))
+        else:
+            (key, value), query = joint_linear(x_src, (self.key, self.value)), self.query(x_dst)
+        dropout = self.attention_dropout if self.training else 0.0
+        weight = None if self.edge is None or edge_attr is None else self.edge.weight
+        out = attention(
+            adj,
+            query,
+            key,
+            value,
+            dropout_p=dropout,
+            heads=self.heads,
+            edge_attr=None if weight is None else edge_attr,
+            edge_weight=weight,
+        )
+        out = self.out(self.dropout(out))
+        out = self.norm1(x_dst + out if self.residual else out)
+        forward = self.feed_forward(out)
+        return self.norm2(out + forward if self.residual else forward)

@@ -1,0 +1,94 @@
+"""Linear maps that share features, as in attention layers, or a result, as in GraphSAGE: passes saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+
+from fastsparse_core.fused.bias import linear
+from fastsparse_core.ops._common import is_plain_eager
+
+# Hooks for all modules. (PyTorch 2.6 has no function that asks for them.)
+_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    nn_module._global_forward_hooks,
+    nn_module._global_forward_pre_hooks,
+    nn_module._global_backward_hooks,
+    nn_module._global_backward_pre_hooks,
+)
+
+
+def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
+    """Whether a linear layer is its weight and bias alone, so that its product may be taken elsewhere.
+
+    Args:
+        module: the layer.
+        kind: the class of linear layers that the framework has.
+    """
+    return type(module) is kind and not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or any(_GLOBAL_HOOKS)
+    )
+
+
+def joint_linear(x: Tensor, modules: Sequence[Any], kind: type[nn.Module] = nn.Linear) -> tuple[Tensor, ...]:
+    r"""Results of linear layers on the same features.
+
+    .. math::
+        [\mathbf{y}_1 \Vert \dots \Vert \mathbf{y}_m] = \mathbf{x} \,
+        [\mathbf{W}_1^{\top} \Vert \dots \Vert \mathbf{W}_m^{\top}] + [\mathbf{b}_1 \Vert \dots \Vert
+        \mathbf{b}_m]
+
+    One product forward and two backward instead of one and two for each layer, and no sum of the layers'
+    gradients of the features. Equal to the layers' own results up to rounding. Layers that cannot be joined
+    (hooks, another class, biases in some of them only) are called one by one.
+
+    Args:
+        x: features (..., F).
+        modules: linear layers of input width F.
+        kind: the class of linear layers that the framework has.
+
+    Returns:
+        One tensor (..., width of the layer) for each layer: columns of one tensor where they were joined.
+    """
+    if len(modules) > 1 and all(is_plain_linear(module, kind) for module in modules):
+        weights = [module.weight for module in modules]
+        biases = [module.bias for module in modules if module.bias is not None]
+        if len(biases) in (0, len(modules)):
+            joint = linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+            return joint.split([weight.size(0) for weight in weights], dim=-1)
+    return tuple(module(x) for module in modules)
+
+
+def add_linear(out: Tensor, x: Tensor, module: Any, kind: type[nn.Module] = nn.Linear) -> Tensor:
+    r"""``out + module(x)``, added to ``out`` in place by the product itself where that can be.
+
+    .. math::
+        \mathbf{y} + \mathbf{x} \, \mathbf{W}^{\top}
+
+    Saves writing and reading a matrix of the result's size. Equal to the sum up to rounding.
+
+    Args:
+        out: (N, width of the layer), a result that nobody else sees and no backward pass needs.
+        x: features (N, F).
+        module: linear layer.
+        kind: the class of linear layers that the framework has.
+    """
+    if (
+        is_plain_linear(module, kind)
+        and module.bias is None
+        and out.dim() == x.dim() == 2
+        and out.dtype == x.dtype == module.weight.dtype
+        and is_plain_eager(x)
+        and is_plain_eager(out)
+        and not torch.is_autocast_enabled(x.device.type)
+    ):
+        return out.addmm_(x, module.weight.t())
+    return out + module(x)

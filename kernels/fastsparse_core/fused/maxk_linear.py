@@ -1,0 +1,308 @@
+"""Aggregation of MaxK's sparse rows with what follows it, of which autograd stores sparse rows alone.
+
+A linear map after the aggregation would store its dense input for its weight's gradient. Here the backward
+pass aggregates the sparse rows once more instead, which takes k of D entries per edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fastsparse_core import policy
+from fastsparse_core.formats.cbsr import CBSR
+from fastsparse_core.ops import _ssd_launch
+from fastsparse_core.ops._common import (
+    CAST,
+    DTYPE_CODE,
+    PLAIN,
+    autocast_dtype,
+    is_first_derivative,
+    is_plain_eager,
+    product_in,
+    without_autocast,
+)
+from fastsparse_core.ops._ssd_backward import derivatives
+from fastsparse_core.ops.maxk import gather, write_out
+from fastsparse_core.ops.ssd import operands, ssd
+from fastsparse_core.structure.adjacency import Adjacency
+
+
+def aggregate_cbsr(
+    adj: Adjacency,
+    cbsr: CBSR,
+    transform: Callable[[Tensor, CBSR], Tensor],
+    weight: Tensor,
+    value: Tensor | None = None,
+    reduce: str = "sum",
+    *,
+    scale_dst: Tensor | None = None,
+    scale_src: Tensor | None = None,
+) -> Tensor:
+    """``transform(ssd(adj, cbsr, ...), cbsr)``, of which autograd stores ``cbsr`` and ``value`` alone.
+
+    For maps that :func:`maxk_linear`, which costs the host less, does not cover.
+
+    Args:
+        adj: structure (num_dst, num_src).
+        cbsr: sparse features (num_src, D).
+        transform: from the aggregated features (num_dst, D), and sparse features with the values that its
+            gradient must go to, to the result. It must not draw random numbers, and its gradients must need
+            no tensor but its arguments, ``weight`` and constants: it runs again in the backward pass, where
+            nothing would tell that another one was written since. So it runs no hooks.
+        weight: what it multiplies the features by. As with a linear layer it must not be written before the
+            backward pass where the features have a gradient.
+        value: edge values, see :func:`fastsparse_core.ssd`.
+        reduce: ``"sum"`` or ``"mean"``.
+        scale_dst: constant (num_dst,).
+        scale_src: constant (num_src,).
+    """
+
+    def run(values: Tensor, ids: Tensor, value: Tensor | None, *_: Tensor) -> Tensor:
+        kept = CBSR(values, ids, cbsr.width)
+        out = ssd(adj, kept, value, reduce, scale_dst=scale_dst, scale_src=scale_src)
+        return transform(out, kept)
+
+    inputs = (cbsr.values, cbsr.ids, value)
+    # A compiler decides for itself what it stores.
+    if not torch.is_grad_enabled() or not is_plain_eager(cbsr.values):
+        return run(*inputs)
+    # Autograd saves a checkpoint's arguments, and notices writes to them.
+    needs_weight = cbsr.values.requires_grad or (value is not None and value.requires_grad)
+    noticed = (weight,) if needs_weight else ()
+    result: Tensor = checkpoint(run, *inputs, *noticed, use_reentrant=False, preserve_rng_state=False)
+    return result
+
+
+def densifies(values: Tensor, k: int, width: int) -> bool:
+    """Whether the layer of the dense activations is the faster one, as ``auto`` of :func:`ssd` says.
+
+    That layer aggregates the dense rows once in the forward pass and their gradient once in the backward one,
+    in whichever order with its linear map is cheaper. Sparse rows that `ssd` would write out first would be
+    aggregated a second time, for the weight's gradient.
+
+    Args:
+        values: features, or the kept entries of sparse ones.
+        k: kept entries of each row.
+        width: columns.
+    """
+    dtype = autocast_dtype(values) or values.dtype
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    algorithm = policy.requested("ssd", "auto")
+    return policy.ssd_algorithm(algorithm, values.device, dtype, k, width, deterministic) == "densify"
+
+
+def can_maxk_linear(
+    adj: Adjacency,
+    cbsr: CBSR,
+    weight: Tensor,
+    bias: Tensor | None,
+    root_weight: Tensor | None = None,
+    *,
+    out_by_in: bool,
+) -> bool:
+    """Whether :func:`maxk_linear` serves a call: plain matrices, nothing being traced.
+
+    Args:
+        adj: structure.
+        cbsr: sparse features of the sources.
+        weight: of the aggregated neighbours.
+        bias: of the result, or None.
+        root_weight: of the destinations, which are the first sources; or None.
+        out_by_in: as for :func:`maxk_linear`.
+    """
+    values, device = cbsr.values, cbsr.values.device
+    if not (
+        is_plain_eager(values)
+        and not adj.is_partitioned
+        and type(weight) in PLAIN
+        and weight.dim() == 2
+        and weight.shape[1 if out_by_in else 0] == cbsr.width
+        and device == adj.device
+    ):
+        return False
+    if root_weight is not None and not (root_weight.shape == weight.shape and adj.num_dst <= adj.num_src):
+        return False
+    if bias is not None and bias.shape != (weight.shape[0 if out_by_in else 1],):
+        return False
+    parameters = [parameter for parameter in (weight, bias, root_weight) if parameter is not None]
+    if any(
+        type(parameter) not in PLAIN
+        or parameter.layout is not torch.strided
+        or parameter.dtype != weight.dtype
+        or parameter.device != device
+        for parameter in parameters
+    ):
+        return False
+    if autocast_dtype(values) is None:
+        return values.dtype == weight.dtype and values.dtype in DTYPE_CODE
+    return values.dtype in CAST and weight.dtype in CAST
+
+
+class _Aggregation(NamedTuple):
+    """What an aggregation of sparse rows with a linear map is, besides its tensors with gradients."""
+
+    adj: Adjacency
+    width: int
+    scale_dst: Tensor | None
+    scale_src: Tensor | None
+    out_by_in: bool
+    algorithm: str
+    dtype: torch.dtype
+
+    def sums(self, values: Tensor, ids: Tensor, value: Tensor | None, once: bool = True) -> Tensor:
+        """The aggregated rows (num_dst, width); those of the operator unless ``once``."""
+        adj = self.adj
+        factors = (value, self.scale_dst, self.scale_src, None)
+        place = (adj.num_dst, adj.handle, False, self.algorithm)
+        launch = _ssd_launch.launch_ssd if once else torch.ops.fastsparse.ssd.default
+        out: Tensor = launch(values, ids, self.width, *factors, *place)
+        return out
+
+    def roots(self, values: Tensor, ids: Tensor, once: bool = True) -> Tensor:
+        """The destinations' own rows (num_dst, width); those of the operator unless ``once``."""
+        num_dst = self.adj.num_dst
+        dense = write_out if once else torch.ops.fastsparse.cbsr_to_dense.default
+        out: Tensor = dense(values[:num_dst], ids[:num_dst], self.width)
+        return out
+
+    def by_in(self, weight: Tensor) -> Tensor:
+        """A weight as (in width, out width), in the dtype of the products."""
+        weight = weight.to(self.dtype)
+        return weight.t() if self.out_by_in else weight
+
+
+def maxk_linear(
+    adj: Adjacency,
+    cbsr: CBSR,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    root_weight: Tensor | None = None,
+    value: Tensor | None = None,
+    reduce: str = "sum",
+    *,
+    out_by_in: bool,
+    scale_dst: Tensor | None = None,
+    scale_src: Tensor | None = None,
+) -> Tensor:
+    r"""Aggregates the neighbours' sparse rows and transforms them and, where asked, the node's own.
+
+    .. math::
+        \mathbf{y}_i = \mathbf{W} \, s_i \bigoplus_{j \in \mathcal{N}(i)} v_{ij} \, t_j \, \mathbf{x}_j
+        + \mathbf{W}_r \mathbf{x}_i + \mathbf{b}
+
+    with :math:`\mathbf{X}` = ``cbsr.to_dense()``. Equal to :func:`fastsparse_core.ssd` and linear maps up to
+    rounding, under autocast too, as one node of autograd's graph that stores ``cbsr`` and ``value``; weights
+    are cast once more in the backward pass.
+
+    Args:
+        adj: structure (num_dst, num_src).
+        cbsr: sparse features (num_src, in width), as `can_maxk_linear` asks for.
+        weight: :math:`\mathbf{W}`, (out width, in width) or (in width, out width).
+        bias: :math:`\mathbf{b}`, (out width,) or None.
+        root_weight: :math:`\mathbf{W}_r`, shaped as ``weight``, or None: without the node's own row.
+        value: edge values, see :func:`fastsparse_core.ssd`.
+        reduce: ``"sum"`` or ``"mean"``.
+        out_by_in: whether weights are (out width, in width).
+        scale_dst: constant :math:`s`, (num_dst,); None: 1.
+        scale_src: constant :math:`t`, (num_src,); None: 1.
+
+    Returns:
+        (num_dst, out width), in the autocast dtype where that is on; differentiable, twice too.
+    """
+    algorithm = policy.requested("ssd", "auto")
+    values, value, scale_dst, scale_src = operands(adj, cbsr, value, reduce, scale_dst, scale_src)
+    how = _Aggregation(adj, cbsr.width, scale_dst, scale_src, out_by_in, algorithm, values.dtype)
+    inputs = (values, value, weight, bias, root_weight, cbsr.ids)
+    return _MaxKLinear.apply(*inputs, how) if torch.is_grad_enabled() else _aggregate(how, *inputs)
+
+
+def _aggregate(
+    how: _Aggregation,
+    values: Tensor,
+    value: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    root_weight: Tensor | None,
+    ids: Tensor,
+) -> Tensor:
+    sums, by_in = how.sums(values, ids, value), how.by_in(weight)
+    out = torch.mm(sums, by_in) if bias is None else torch.addmm(bias.to(how.dtype), sums, by_in)
+    return out if root_weight is None else out.addmm_(how.roots(values, ids), how.by_in(root_weight))
+
+
+class _MaxKLinear(torch.autograd.Function):
+    """dV = what dY W^T sums up to in the kept columns, dW = (A X)^T dY, db = sum of dY; the same for W_r."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        value: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        root_weight: Tensor | None,
+        ids: Tensor,
+        how: _Aggregation,
+    ) -> Tensor:
+        ctx.how = how
+        ctx.dtypes = tuple(None if given is None else given.dtype for given in (value, weight, bias))
+        # What no gradient needs may be written before the backward pass, as with separate operators.
+        needs_values, needs_value, needs_weight, _, needs_root = ctx.needs_input_grad[:5]
+        ctx.save_for_backward(
+            values if needs_value or needs_weight or needs_root else None,
+            value if needs_values or needs_weight else None,
+            weight if needs_values or needs_value else None,
+            root_weight if needs_values else None,
+            ids,
+        )
+        return _aggregate(how, values, value, weight, bias, root_weight, ids)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (*without_autocast(_gradients, ctx, grad), None, None)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    how, (values, value, weight, root_weight, ids) = ctx.how, ctx.saved_tensors
+    needs_values, needs_value, needs_weight, needs_bias, needs_root = ctx.needs_input_grad[:5]
+    value_dtype, weight_dtype, bias_dtype = ctx.dtypes
+    adj = how.adj
+    once = is_first_derivative(grad)  # else all of it is made of operators, which have gradients again
+    of_values, of_edge_values = derivatives(grad)
+    scales, place = (how.scale_dst, how.scale_src), (adj.handle, False)
+    grad_values = grad_value = grad_weight = grad_root = None
+    if needs_values or needs_value:
+        grad_sums = torch.mm(grad, how.by_in(weight).t())
+    if needs_values:
+        grad_values = of_values(grad_sums, ids, value, *scales, *place)
+        if root_weight is not None:
+            grad_roots = torch.mm(grad, how.by_in(root_weight).t())
+            grad_values = _add_roots(grad_values, grad_roots, ids[: adj.num_dst], once)
+    if needs_value:
+        grad_value = of_edge_values(grad_sums, values, ids, *scales, adj.num_values, *place).to(value_dtype)
+    if needs_weight:
+        grad_weight = _weight_gradient(how, how.sums(values, ids, value, once), grad, weight_dtype, once)
+    if needs_root:
+        grad_root = _weight_gradient(how, how.roots(values, ids, once), grad, weight_dtype, once)
+    grad_bias = grad.sum(0, dtype=bias_dtype) if needs_bias else None
+    return grad_values, grad_value, grad_weight, grad_bias, grad_root
+
+
+def _add_roots(grad_values: Tensor, grad_roots: Tensor, ids: Tensor, once: bool) -> Tensor:
+    """Adds the kept columns of the destinations' gradients to those of the first sources."""
+    if once:
+        grad_values[: ids.size(0)] += gather(grad_roots, ids)
+        return grad_values
+    kept = torch.ops.fastsparse.cbsr_gather.default(grad_roots, ids)
+    return grad_values + F.pad(kept, (0, 0, 0, grad_values.size(0) - ids.size(0)))
+
+
+def _weight_gradient(how: _Aggregation, rows: Tensor, grad: Tensor, dtype: torch.dtype, once: bool) -> Tensor:
+    left, right = (grad.t(), rows) if how.out_by_in else (rows.t(), grad)
+    return product_in(left, right, dtype, once)

@@ -1,0 +1,94 @@
+"""What PNA layers share in both plugins: linear maps of towers at the nodes, and scaled aggregations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastsparse_core.fused.bias import linear
+
+
+def node_parts(
+    x: Tensor,
+    of_dst: Sequence[Tensor],
+    of_src: Sequence[Tensor],
+    of_own: Sequence[Tensor],
+    message_bias: Tensor | None,
+    own_bias: Tensor | None,
+    shared: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""The parts of the linear maps of all towers that read features of nodes, in one product.
+
+    A message :math:`\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} +
+    \mathbf{b}` of an edge is a sum of rows of its ends, of which there are as many as nodes.
+
+    Args:
+        x: (N, F).
+        of_dst: :math:`\mathbf{P}` of every tower, (width, F), or (width, F / towers) unless ``shared``.
+        of_src: :math:`\mathbf{Q}` likewise.
+        of_own: what the update multiplies the node's own features by, likewise.
+        message_bias: :math:`\mathbf{b}`, (towers * width,).
+        own_bias: of the update, (towers * out width,).
+        shared: whether every tower reads all features, and not its own part of them.
+
+    Returns:
+        Rows of the destinations, of the sources and of the update, (N, towers * width of the tower's part).
+    """
+    groups = [_stacked(weights, shared) for weights in (of_dst, of_src, of_own)]
+    sizes = [group.size(0) for group in groups]
+    bias = None
+    if message_bias is not None or own_bias is not None:
+        given = (message_bias, None, own_bias)
+        bias = torch.cat(
+            [
+                x.new_zeros(size, dtype=groups[0].dtype) if part is None else part
+                for part, size in zip(given, sizes, strict=True)
+            ]
+        )
+    dst, src, own = linear(x, torch.cat(groups), bias).split(sizes, dim=1)
+    return dst, src, own
+
+
+def _stacked(weights: Sequence[Tensor], shared: bool) -> Tensor:
+    """Weights of towers as that of one linear map."""
+    if len(weights) == 1:
+        return weights[0]
+    return torch.cat(list(weights)) if shared else torch.block_diag(*weights)
+
+
+def add_scaled(
+    own: Tensor, aggregated: Tensor, weights: Sequence[Tensor], factors: Sequence[Tensor | None]
+) -> Tensor:
+    r"""Adds the product of scaled aggregations with the update's linear maps.
+
+    .. math::
+        \mathbf{y}_i + \mathbf{U} \, [s_{i1} \mathbf{o}_i \Vert \dots \Vert s_{iK} \mathbf{o}_i] =
+        \mathbf{y}_i + \sum_k s_{ik} \mathbf{U}_k \mathbf{o}_i
+
+    so that scaled aggregations are never written out: a product of K times the output's width, scaled.
+
+    Args:
+        own: :math:`\mathbf{y}`, (N, towers * out width).
+        aggregated: :math:`\mathbf{o}`, (N, towers * width), tower by tower.
+        weights: :math:`\mathbf{U}` of every tower, (out width, K * width).
+        factors: :math:`s_k`, (N,) each; None: 1.
+    """
+    towers, num_scales, out_width = len(weights), len(factors), weights[0].size(0)
+    per_scale = [
+        weight.unflatten(1, (num_scales, -1)).transpose(0, 1).flatten(0, 1) for weight in weights
+    ]  # (K * out width, width)
+    if towers == 1:
+        parts = linear(aggregated, per_scale[0], None).unflatten(1, (num_scales, out_width)).unbind(1)
+    else:
+        by_tower = aggregated.unflatten(1, (towers, -1)).transpose(0, 1)
+        products = torch.bmm(by_tower, torch.stack(per_scale).transpose(1, 2))  # (towers, N, K * out width)
+        parts = products.transpose(0, 1).unflatten(2, (num_scales, out_width)).unbind(2)
+        own = own.unflatten(1, (towers, out_width))
+    for factor, part in zip(factors, parts, strict=True):
+        if factor is None:
+            own = own + part
+        else:
+            own = torch.addcmul(own, part, factor.to(part.dtype).view(-1, *(1,) * (part.dim() - 1)))
+    return own if towers == 1 else own.flatten(1)

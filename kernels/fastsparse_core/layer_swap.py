@@ -1,0 +1,249 @@
+"""Puts the layers of an existing model on their drop-ins, in place and reversibly, for both plugins.
+
+A drop-in subclasses its original and keeps no state of its own, so a layer is swapped by changing its class.
+The object stays: parameters, buffers, hooks, its own attributes and whatever refers to it, an optimiser or a
+second place in the model.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+#: Original class -> drop-in class.
+DropIns = Mapping[type[Module], type[Module]]
+
+#: What a class body may define without changing what a layer that was constructed does.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "__annotate__",
+        "__annotate_func__",
+        "__annotations__",
+        "__annotations_cache__",
+        "__conditional_annotations__",
+        "__dict__",
+        "__doc__",
+        "__firstlineno__",
+        "__init__",
+        "__module__",
+        "__qualname__",
+        "__static_attributes__",
+        "__weakref__",
+    }
+)
+
+#: Attribute of a class that `any_layer` gives: the class that it replaces.
+REPLACED = "_original"
+
+#: Attribute of a swapped layer whose class was a subclass of the original: that class.
+_SUBCLASS = "_replaced_class"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one layer.
+
+    Attributes:
+        paths: its names in the model, several for a shared layer; "" is the model itself.
+        original: name of its class before.
+        drop_in: name of its class now if that is a drop-in, else "".
+        reason: why nothing was changed, "" if something was.
+        kernel: what computes it now, where a plugin says so.
+    """
+
+    paths: tuple[str, ...]
+    original: str
+    drop_in: str
+    reason: str
+    kernel: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`accelerate` did; ``print`` shows it as a table.
+
+    Attributes:
+        rows: one per graph layer, in the order of the model.
+    """
+
+    rows: tuple[Row, ...]
+
+    @property
+    def swapped(self) -> tuple[Row, ...]:
+        """The layers that were changed."""
+        return tuple(row for row in self.rows if not row.reason)
+
+    @property
+    def left(self) -> tuple[Row, ...]:
+        """The layers that were not changed, drop-ins from before included."""
+        return tuple(row for row in self.rows if row.reason)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        if not self.rows:
+            return "no graph layers found"
+        table = Table(caption=f"{len(self.swapped)} of {len(self.rows)} graph layers swapped")
+        with_kernel = any(row.kernel for row in self.rows)
+        for title in ("layer", "class", "now", *(("by",) if with_kernel else ())):
+            table.add_column(title, overflow="fold")
+        for row in self.rows:
+            now = row.drop_in if not row.reason else f"unchanged: {row.reason}"
+            paths = ", ".join(path or "(the model)" for path in row.paths)
+            cells = (paths, row.original, now, *((row.kernel,) if with_kernel else ()))
+            table.add_row(*(Text(cell) for cell in cells))
+        page = io.StringIO()
+        Console(file=page, width=shutil.get_terminal_size((110, 24)).columns).print(table)
+        return page.getvalue().rstrip()
+
+    def __repr__(self) -> str:
+        return f"Report({len(self.swapped)} of {len(self.rows)} graph layers swapped)"
+
+
+def accelerate(
+    model: Module,
+    drop_ins: DropIns,
+    *,
+    is_graph_layer: Callable[[Module], bool],
+    why_not: Callable[[Module, type[Module]], str],
+    is_generated: Callable[[type, str], bool] = lambda klass, name: False,
+    any_layer: Callable[[Module], type[Module] | str] | None = None,
+    kernel: Callable[[Module], str] = lambda module: "",
+) -> Report:
+    """Changes every layer of ``model`` that has a drop-in into it; a second call finds nothing to do.
+
+    A layer counts if its class is an original or a subclass of one that defines nothing but its constructor:
+    a method of the user's own might be one that the drop-in does not call.
+
+    Args:
+        model: any module, a layer itself included.
+        drop_ins: the originals and their drop-ins.
+        is_graph_layer: whether a layer without a drop-in belongs into the report.
+        why_not: why an original would run its own code even as that drop-in, "" if it would not.
+        is_generated: whether the framework itself, at run time, put that name into that class.
+        any_layer: for a graph layer that no drop-in can replace, the subclass of its own class that does, or
+            why there is none.
+        kernel: what computes a layer that was changed, for the report.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    rows = []
+    for paths, module in _layers(model):
+        original = _original(type(module), drop_ins)
+        name = type(module).__name__
+        if isinstance(module, torch.jit.ScriptModule):
+            name = module.original_name
+            if name in {klass.__name__ for klass in drop_ins}:
+                rows.append(Row(paths, name, "", "torch.jit compiled it; accelerate the model before"))
+            continue
+        if original is None and not is_graph_layer(module):
+            continue
+        if _replaced_by(type(module)) or (original is not None and isinstance(module, drop_ins[original])):
+            rows.append(Row(paths, name, name, "is a drop-in already", kernel(module)))
+            continue
+        reason = "has no drop-in"
+        if original is not None:
+            drop_in = drop_ins[original]
+            reason = _why_left(module, original, is_generated) or why_not(module, drop_in)
+            if not reason:
+                _change_class(module, original, drop_in, to_drop_in=True)
+        if reason and any_layer is not None:
+            found = any_layer(module)
+            if isinstance(found, str):
+                reason = found
+            else:
+                module.__class__ = found
+                reason = ""
+        now = "" if reason else type(module).__name__
+        rows.append(Row(paths, name, now, reason, "" if reason else kernel(module)))
+    return Report(tuple(rows))
+
+
+def restore(model: Module, drop_ins: DropIns) -> None:
+    """Changes every drop-in of ``model`` back into its original, also those that it was built with.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    originals = {drop_in: original for original, drop_in in drop_ins.items()}
+    for _, module in _layers(model):
+        drop_in = type(module)
+        if drop_in in originals:
+            _change_class(module, originals[drop_in], drop_in, to_drop_in=False)
+        elif replaced := _replaced_by(drop_in):
+            module.__class__ = replaced
+
+
+def _replaced_by(klass: type) -> type[Module] | None:
+    """The class in whose place `any_layer` put that one."""
+    return vars(klass).get(REPLACED)
+
+
+def _layers(model: Module) -> Iterator[tuple[tuple[str, ...], Module]]:
+    """Every module once, with all its names."""
+    if not isinstance(model, Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    found: dict[int, tuple[list[str], Module]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(id(module), ([], module))[0].append(path)
+    for paths, module in found.values():
+        yield tuple(paths), module
+
+
+def _original(klass: type, drop_ins: DropIns) -> type[Module] | None:
+    return next((original for original in drop_ins if issubclass(klass, original)), None)
+
+
+def _why_left(module: Module, original: type[Module], is_generated: Callable[[type, str], bool]) -> str:
+    """Why an original, or a layer of a subclass, has to stay what it is; "" if it need not."""
+    ancestors = type(module).__mro__
+    position = ancestors.index(original)
+    own = {
+        name: None
+        for klass in ancestors[:position]
+        for name in vars(klass)
+        if name not in _WITHOUT_EFFECT and not is_generated(klass, name)
+    }
+    if own:
+        return f"a subclass of {original.__name__} with its own {', '.join(own)}"
+    if ancestors[position:] != original.__mro__:
+        return f"a subclass of {original.__name__} with other bases"
+    if "forward" in vars(module):
+        return "forward is replaced on the instance"
+    return ""
+
+
+def _change_class(module: Module, original: type[Module], drop_in: type[Module], *, to_drop_in: bool) -> None:
+    """Changes the class; attributes that the drop-in keeps in another form take the one that is due."""
+    moved = [name for name in _stand_ins(drop_in, original) if not to_drop_in or name in vars(module)]
+    values = {name: getattr(module, name) for name in moved}
+    for name in moved:
+        delattr(module, name)
+    if to_drop_in:
+        if type(module) is not original:
+            setattr(module, _SUBCLASS, type(module))
+        module.__class__ = drop_in
+    else:
+        module.__class__ = vars(module).pop(_SUBCLASS, original)
+    for name, value in values.items():
+        setattr(module, name, value)
+
+
+def _stand_ins(drop_in: type, original: type) -> list[str]:
+    """Names of the original's attributes for which the drop-in has descriptors."""
+
+    def is_stand_in(name: str, item: Any) -> bool:
+        # Python itself puts descriptors of __dict__ and __weakref__ into classes.
+        return hasattr(item, "__delete__") and not isinstance(item, property) and not name.startswith("__")
+
+    own = drop_in.__mro__[: drop_in.__mro__.index(original)]
+    return [name for klass in own for name, item in vars(klass).items() if is_stand_in(name, item)]

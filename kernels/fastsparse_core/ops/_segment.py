@@ -1,0 +1,373 @@
+"""Operators on segments of rows: launches on both devices, gradients, and the segments that are remembered.
+
+An operator takes the tensor that says which row belongs where, an index or row pointers, and finds the sorted
+segments by it: `torch.compile` then sees tensors alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C
+from fastsparse_core.cache import AdjacencyCache
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.formats.segments import Segments
+from fastsparse_core.ops._common import (
+    DTYPE_CODE,
+    accumulation_dtype,
+    address,
+    below_autograd,
+    library,
+    register_autograd,
+    unit_stride,
+)
+
+#: Reductions and their codes in kernels/include/fastsparse/views.h.
+REDUCTION_CODE = {"sum": 0, "mean": 1, "max": 2, "min": 3, "mul": 4, "var": 5, "std": 6}
+_EXTREMA = ("max", "min")
+_MOMENTS = ("var", "std")
+
+# `index` (num_rows,) or `rowptr` (num_segments + 1,) says which row belongs where; the other one is None.
+library.define(
+    "segment_reduce(Tensor src, Tensor? index, Tensor? rowptr, SymInt num_segments, str reduce) "
+    "-> (Tensor, Tensor)"
+)
+library.define(
+    "segment_counts(Tensor? index, Tensor? rowptr, SymInt num_segments, SymInt num_rows) -> Tensor"
+)
+library.define("segment_gather(Tensor src, Tensor? index, Tensor? rowptr, SymInt num_rows) -> Tensor")
+library.define("segment_softmax(Tensor src, Tensor? index, Tensor? rowptr, SymInt num_segments) -> Tensor")
+library.define(
+    "segment_softmax_backward(Tensor weight, Tensor grad, Tensor? index, Tensor? rowptr, "
+    "SymInt num_segments) -> Tensor"
+)
+
+reduce_op = torch.ops.fastsparse.segment_reduce.default
+_counts_op = torch.ops.fastsparse.segment_counts.default
+gather_op = torch.ops.fastsparse.segment_gather.default
+softmax_op = torch.ops.fastsparse.segment_softmax.default
+_softmax_backward_op = torch.ops.fastsparse.segment_softmax_backward.default
+
+_cache = AdjacencyCache("segments")
+
+
+def find_segments(index: Tensor | None, rowptr: Tensor | None, num_segments: int, num_rows: int) -> Segments:
+    """The segments of an index or of row pointers, made once as long as the tensor lives and is not written.
+
+    Raises:
+        ValueError: it does not fit the sizes.
+    """
+
+    def build() -> Segments:
+        with torch.inference_mode(False):  # first met while evaluating, they must serve autograd later
+            if index is not None:
+                return Segments.from_index(index, num_segments)
+            assert rowptr is not None
+            return Segments.from_rowptr(rowptr, num_rows)
+
+    key = rowptr if index is None else index
+    assert key is not None
+    if key.is_inference():  # has no version: an edit could not be noticed
+        return build()
+    stamp = (key._version, key.data_ptr(), key.shape, key.stride())
+    options = (index is None, num_rows if index is None else num_segments)
+    return cast("Segments", _cache.lookup(key, stamp, options, cast("Any", build)))
+
+
+def clear_segments() -> None:
+    """Frees every sorted index that is kept."""
+    _cache.clear()
+
+
+# ---------------------------------------------------------------- reductions
+
+
+def _extra_dtype(reduce: str, dtype: torch.dtype) -> torch.dtype | None:
+    if reduce in _EXTREMA:
+        return torch.int64
+    return accumulation_dtype(dtype) if reduce in _MOMENTS else None
+
+
+def _state_bytes(reduce: str, dtype: torch.dtype) -> int:
+    """Size of the kernel's state of one feature: sums have two numbers, moments three."""
+    if reduce in _EXTREMA:
+        return 16
+    return accumulation_dtype(dtype).itemsize * {"sum": 2, "mean": 2, "mul": 1, "var": 3, "std": 3}[reduce]
+
+
+def _segment_reduce(
+    src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_segments: int, reduce: str
+) -> tuple[Tensor, Tensor]:
+    out, extra = _segment_reduce_fake(src, index, rowptr, num_segments, reduce)
+    if out.numel() == 0:
+        return out, extra
+    segments = find_segments(index, rowptr, num_segments, src.size(0))
+    src = unit_stride(src)
+    device = device_index(src.device)
+    partial = None
+    if device >= 0 and segments.row_split.num_slots:
+        states = segments.row_split.num_slots * src.size(1)
+        partial = torch.empty(states * _state_bytes(reduce, src.dtype), dtype=torch.uint8, device=src.device)
+    _C.segment_reduce(
+        segments.structure,
+        DTYPE_CODE[src.dtype],
+        REDUCTION_CODE[reduce],
+        src.size(1),
+        src.data_ptr(),
+        src.stride(0),
+        out.data_ptr(),
+        extra.data_ptr(),
+        address(partial),
+        device,
+        queue(device),
+    )
+    return out, extra
+
+
+def _segment_reduce_fake(
+    src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_segments: int, reduce: str
+) -> tuple[Tensor, Tensor]:
+    out = src.new_empty(num_segments, src.size(1))
+    dtype = _extra_dtype(reduce, src.dtype)
+    return out, src.new_empty(0) if dtype is None else torch.empty_like(out, dtype=dtype)
+
+
+class _SegmentReduce(torch.autograd.Function):
+    """Sums give every row the gradient of its segment, extrema give it to the row that was chosen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_segments: int, reduce: str
+    ) -> tuple[Tensor, Tensor]:
+        with below_autograd():
+            out, extra = reduce_op(src, index, rowptr, num_segments, reduce)
+        ctx.reduce, ctx.num_segments, ctx.num_rows = reduce, num_segments, src.size(0)
+        ctx.mark_non_differentiable(extra)
+        needs_src = reduce in ("mul", *_MOMENTS)
+        ctx.save_for_backward(
+            index,
+            rowptr,
+            src if needs_src else None,
+            out if reduce in ("mul", "std") else None,
+            extra if _extra_dtype(reduce, src.dtype) is not None else None,
+        )
+        return out, extra
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        index, rowptr, src, out, extra = ctx.saved_tensors
+
+        def gather(rows: Tensor) -> Tensor:
+            return cast("Tensor", gather_op(rows, index, rowptr, ctx.num_rows))
+
+        def counts() -> Tensor:
+            return cast("Tensor", _counts_op(index, rowptr, ctx.num_segments, ctx.num_rows))
+
+        reduce: str = ctx.reduce
+        with torch.autocast(grad.device.type, enabled=False):
+            if reduce == "sum":
+                grad_src = gather(grad)
+            elif reduce == "mean":
+                grad_src = gather((grad / counts()).to(grad.dtype))
+            elif reduce in _EXTREMA:
+                # Row num_rows stands for the segments without rows. A row belongs to one segment, so that no
+                # place is written twice.
+                places = grad.new_zeros(ctx.num_rows + 1, grad.size(1))
+                grad_src = places.scatter(0, extra, grad)[: ctx.num_rows]
+            elif reduce == "mul":
+                grad_src = _gradient_of_product(grad, src, out, index, rowptr, ctx.num_segments, gather)
+            else:
+                wide = accumulation_dtype(src.dtype)
+                if torch.is_grad_enabled():  # the mean depends on src
+                    extra = reduce_op(src.to(wide), index, rowptr, ctx.num_segments, "mean")[0]
+                factor = grad.to(wide) / counts().to(wide)
+                if reduce == "var":
+                    factor = 2 * factor
+                else:  # where all rows are equal there is no derivative; 0 is among the subgradients
+                    factor = torch.where(out == 0, 0, factor / torch.where(out == 0, 1, out.to(wide)))
+                grad_src = (gather(factor) * (src.to(wide) - gather(extra))).to(src.dtype)
+        return grad_src, None, None, None, None
+
+
+def _gradient_of_product(
+    grad: Tensor,
+    src: Tensor,
+    out: Tensor,
+    index: Tensor | None,
+    rowptr: Tensor | None,
+    num_segments: int,
+    gather: Any,
+) -> Tensor:
+    """Gradient times the product of a segment's other rows, exact where some of them are 0."""
+    zero = src == 0
+    wide = accumulation_dtype(src.dtype)
+    nonzero = torch.where(zero, 1, src.to(wide))
+    zeros = reduce_op(zero.to(torch.float32), index, rowptr, num_segments, "sum")[0]
+    others = gather(grad.to(wide) * reduce_op(nonzero, index, rowptr, num_segments, "mul")[0]) / nonzero
+    zeros_beside = gather(zeros) - zero.to(torch.float32)
+    return torch.where(zeros_beside > 0, 0, others).to(src.dtype)
+
+
+# ---------------------------------------------------------------- rows of segments
+
+
+def _segment_counts(index: Tensor | None, rowptr: Tensor | None, num_segments: int, num_rows: int) -> Tensor:
+    """Number of rows of every segment, at least 1, int64 (num_segments, 1)."""
+    # A copy, for results of operators may be written.
+    return find_segments(index, rowptr, num_segments, num_rows).rowptr.diff().clamp_(min=1)[:, None]
+
+
+def _segment_counts_fake(
+    index: Tensor | None, rowptr: Tensor | None, num_segments: int, num_rows: int
+) -> Tensor:
+    key = rowptr if index is None else index
+    assert key is not None
+    return key.new_empty(num_segments, 1, dtype=torch.int64)
+
+
+def _segment_gather(src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_rows: int) -> Tensor:
+    if index is None:
+        assert rowptr is not None
+        index = find_segments(None, rowptr, rowptr.numel() - 1, num_rows).index()
+    elif src.size(0) == 0 and num_rows == 0:
+        return src.new_empty(0, src.size(1))
+    return src.index_select(0, index)
+
+
+def _segment_gather_fake(src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_rows: int) -> Tensor:
+    return src.new_empty(num_rows, src.size(1))
+
+
+class _SegmentGather(torch.autograd.Function):
+    """Its gradient sums over each segment."""
+
+    @staticmethod
+    def forward(ctx: Any, src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_rows: int) -> Tensor:
+        ctx.save_for_backward(index, rowptr)
+        ctx.num_segments = src.size(0)
+        with below_autograd():
+            return cast("Tensor", gather_op(src, index, rowptr, num_rows))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        index, rowptr = ctx.saved_tensors
+        return reduce_op(grad, index, rowptr, ctx.num_segments, "sum")[0], None, None, None
+
+
+# ---------------------------------------------------------------- softmax
+
+
+def _launch_softmax(
+    matrix: Tensor, grad: Tensor | None, index: Tensor | None, rowptr: Tensor | None, num_segments: int
+) -> Tensor:
+    """Softmax of `matrix`, or, with `grad`, its gradient from the weights that `matrix` then holds."""
+    matrix = matrix.contiguous()
+    grad = None if grad is None else grad.contiguous()
+    out = torch.empty_like(matrix)
+    if out.numel() == 0:
+        return out
+    segments = find_segments(index, rowptr, num_segments, matrix.size(0))
+    width = matrix.size(1)
+    device = device_index(matrix.device)
+    partial = None
+    if device >= 0 and segments.row_split.num_slots:
+        dtype = accumulation_dtype(matrix.dtype)
+        partial = matrix.new_empty(segments.row_split.num_slots, width, 2, dtype=dtype)
+    _C.edge_softmax(
+        segments.structure,
+        DTYPE_CODE[matrix.dtype],
+        width,
+        matrix.data_ptr(),
+        address(grad),
+        out.data_ptr(),
+        address(partial),
+        device,
+        queue(device),
+    )
+    return out
+
+
+def _segment_softmax(src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_segments: int) -> Tensor:
+    return _launch_softmax(src, None, index, rowptr, num_segments)
+
+
+def _segment_softmax_backward(
+    weight: Tensor, grad: Tensor, index: Tensor | None, rowptr: Tensor | None, num_segments: int
+) -> Tensor:
+    return _launch_softmax(weight, grad, index, rowptr, num_segments)
+
+
+class _SegmentSoftmax(torch.autograd.Function):
+    """ds = p (g - sum over the segment of p g)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_segments: int
+    ) -> Tensor:
+        with below_autograd():
+            weight = softmax_op(src, index, rowptr, num_segments)
+        ctx.save_for_backward(weight, index, rowptr)
+        ctx.num_segments = num_segments
+        return cast("Tensor", weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, index, rowptr = ctx.saved_tensors
+        return _softmax_backward_op(weight, grad, index, rowptr, ctx.num_segments), None, None, None
+
+
+class _SegmentSoftmaxBackward(torch.autograd.Function):
+    """The gradient is linear in g, and its own adjoint; in p it is u (g - R(p g)) - g R(p u).
+
+    R sums over each segment and gives every row the sum of its segment.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        grad: Tensor,
+        index: Tensor | None,
+        rowptr: Tensor | None,
+        num_segments: int,
+    ) -> Tensor:
+        ctx.save_for_backward(weight, grad, index, rowptr)
+        ctx.num_segments = num_segments
+        with below_autograd():
+            return cast("Tensor", _softmax_backward_op(weight, grad, index, rowptr, num_segments))
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        weight, grad, index, rowptr = ctx.saved_tensors
+
+        def segment_sums(rows: Tensor) -> Tensor:
+            sums = reduce_op(rows, index, rowptr, ctx.num_segments, "sum")[0]
+            return cast("Tensor", gather_op(sums, index, rowptr, rows.size(0)))
+
+        grad_weight = outer * (grad - segment_sums(weight * grad)) - grad * segment_sums(weight * outer)
+        grad_grad = _softmax_backward_op(weight, outer, index, rowptr, ctx.num_segments)
+        return grad_weight, grad_grad, None, None, None
+
+
+def _like_first(src: Tensor, *_: Any) -> Tensor:
+    return src.new_empty(src.shape)
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("segment_reduce", _segment_reduce, _key)
+    library.impl("segment_counts", _segment_counts, _key)
+    library.impl("segment_gather", _segment_gather, _key)
+    library.impl("segment_softmax", _segment_softmax, _key)
+    library.impl("segment_softmax_backward", _segment_softmax_backward, _key)
+torch.library.register_fake("fastsparse::segment_reduce", _segment_reduce_fake, lib=library)
+torch.library.register_fake("fastsparse::segment_counts", _segment_counts_fake, lib=library)
+torch.library.register_fake("fastsparse::segment_gather", _segment_gather_fake, lib=library)
+torch.library.register_fake("fastsparse::segment_softmax", _like_first, lib=library)
+torch.library.register_fake("fastsparse::segment_softmax_backward", _like_first, lib=library)
+register_autograd("segment_reduce", _SegmentReduce)
+register_autograd("segment_gather", _SegmentGather)
+register_autograd("segment_softmax", _SegmentSoftmax)
+register_autograd("segment_softmax_backward", _SegmentSoftmaxBackward)

@@ -1,0 +1,241 @@
+"""Sums of messages that meet their edges' features: GINE and gated layers."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastsparse_core.log import info_once
+from fastsparse_core.ops import _attention_fused as fused
+from fastsparse_core.ops import _edge_messages_fused as formulas
+from fastsparse_core.ops._common import (
+    DTYPE_CODE,
+    check_features,
+    check_structure,
+    is_partitioned,
+    written_out,
+)
+from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
+from fastsparse_core.structure.adjacency import Adjacency
+
+_logger = logging.getLogger("fastsparse_core")
+
+
+def gine_aggregate(
+    adj: Adjacency,
+    x: Tensor,
+    edge_attr: Tensor,
+    *,
+    edge_weight: Tensor | None = None,
+    edge_bias: Tensor | None = None,
+) -> Tensor:
+    r"""Sum of GINE (Hu et al., `Strategies for Pre-training Graph Neural Networks`, 2020).
+
+    .. math::
+        \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)} \operatorname{relu}(\mathbf{x}_j + \mathbf{e}_{ij})
+        \quad \text{with} \quad \mathbf{e}_{ij} = \mathbf{W} \mathbf{a}_{ij} + \mathbf{b}
+        \text{ where a map is given}
+
+    With raw features :math:`\mathbf{a}` of width up to 32 no tensor of edges times F exists, forward or
+    backward; the backward pass keeps a bit for each of its numbers. More of them are projected to rows once.
+
+    Args:
+        adj: structure (num_dst, num_src).
+        x: (num_src, F), float64, float32, float16 or bfloat16.
+        edge_attr: :math:`\mathbf{e}`, (num_values, F), or :math:`\mathbf{a}`, (num_values, A), in the
+            caller's edge order and the dtype of ``x``.
+        edge_weight: :math:`\mathbf{W}`, (F, A); None: ``edge_attr`` has the width of ``x``.
+        edge_bias: :math:`\mathbf{b}`, (F,), with ``edge_weight``; None: 0.
+
+    Returns:
+        (num_dst, F); 0 in rows without edges. Accumulated in float32 or wider, deterministic. Differentiable
+        in all tensors, twice too.
+
+    Raises:
+        TypeError: dtypes are not supported or differ.
+        ValueError: a size or device does not fit.
+    """
+    check_structure(adj)
+    if is_partitioned(adj):
+        (x,) = adj.sources(x)
+        adj = adj.rows
+    x = _node(adj, "x", x, adj.num_src, "num_src")
+    edge_attr = _edge(adj, "edge_attr", edge_attr, x, x.size(1) if edge_weight is None else None)
+    edge_weight = _map("edge_weight", edge_weight, edge_attr, x)
+    if edge_bias is not None:
+        if edge_weight is None:
+            raise ValueError("edge_bias: expected None without edge_weight; add it to edge_attr")
+        _check_tensor("edge_bias", edge_bias, x)
+        if edge_bias.shape != (x.size(1),):
+            raise ValueError(f"edge_bias: expected shape ({x.size(1)},), got {tuple(edge_bias.shape)}")
+    if edge_weight is not None and edge_attr.size(1) > MOST_FEATURES:
+        bias = None if edge_bias is None else edge_bias.to(x.dtype)
+        edge_attr, edge_weight, edge_bias = F.linear(edge_attr, edge_weight.to(x.dtype), bias), None, None
+    tensors = (x, edge_attr, edge_weight, edge_bias)
+    if _has_no_kernel(adj):
+        return formulas.unfused_gine(adj, *tensors)
+    return fused.call("gine_aggregate", x, *tensors, adj.num_dst, adj.handle, False)
+
+
+def gated_aggregate(
+    adj: Adjacency,
+    k: Tensor,
+    q: Tensor,
+    v: Tensor,
+    *,
+    edge_attr: Tensor | None = None,
+    gate_weight: Tensor | None = None,
+    value_weight: Tensor | None = None,
+) -> Tensor:
+    r"""Sum of residual gated graph networks (Bresson and Laurent, `Residual Gated Graph ConvNets`, 2017).
+
+    .. math::
+        \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)} \sigma(\mathbf{k}_i + \mathbf{q}_j + \mathbf{G}
+        \mathbf{a}_{ij}) \odot (\mathbf{v}_j + \mathbf{U} \mathbf{a}_{ij})
+
+    Nothing of the size of edges times F is stored. More than 32 features of an edge run step by step, which
+    stores rows and is logged once.
+
+    Args:
+        adj: structure (num_dst, num_src).
+        k: (num_dst, F), float64, float32, float16 or bfloat16.
+        q: (num_src, F), in the dtype of ``k``.
+        v: (num_src, F), likewise.
+        edge_attr: :math:`\mathbf{a}`, (num_values, A), in the caller's edge order; None: no third terms.
+        gate_weight: :math:`\mathbf{G}`, (F, A), with ``edge_attr``.
+        value_weight: :math:`\mathbf{U}`, (F, A), with ``edge_attr``.
+
+    Returns:
+        (num_dst, F); 0 in rows without edges. Accumulated in float32 or wider, deterministic. Differentiable
+        in all tensors, twice too.
+
+    Raises:
+        TypeError: dtypes are not supported or differ.
+        ValueError: a size or device does not fit.
+    """
+    check_structure(adj)
+    if is_partitioned(adj):
+        q, v = adj.sources(q, v)
+        adj = adj.rows
+    k, q, v = _check_gates(adj, k, q, v)
+    given = [edge_attr is not None, gate_weight is not None, value_weight is not None]
+    if any(given) != all(given):
+        raise ValueError("edge_attr, gate_weight and value_weight: expected all of them or none")
+    features = 0
+    if edge_attr is not None:
+        edge_attr = _edge(adj, "edge_attr", edge_attr, q, None)
+        gate_weight = _map("gate_weight", gate_weight, edge_attr, q)
+        value_weight = _map("value_weight", value_weight, edge_attr, q)
+        features = edge_attr.size(1)
+    tensors = (k, q, v, edge_attr, gate_weight, value_weight)
+    if _has_no_kernel(adj, features):
+        return formulas.unfused_gated(adj, *tensors)
+    return fused.call("gated_aggregate", q, *tensors, adj.handle, False)
+
+
+def gated_edges(
+    adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, edge: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Sums and edge state of GatedGCN (Dwivedi et al., `Benchmarking Graph Neural Networks`, 2020).
+
+    .. math::
+        \mathbf{z}_{ij} = \mathbf{k}_i + \mathbf{q}_j + \mathbf{e}_{ij}, \qquad
+        \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)} \sigma(\mathbf{z}_{ij}) \odot \mathbf{v}_j, \qquad
+        \mathbf{n}_i = \sum_{j \in \mathcal{N}(i)} \sigma(\mathbf{z}_{ij})
+
+    The state :math:`\mathbf{z}` is a result, so it is stored; gates and messages are not.
+
+    Args:
+        adj: structure (num_dst, num_src).
+        k: (num_dst, F), float64, float32, float16 or bfloat16.
+        q: (num_src, F), in the dtype of ``k``.
+        v: (num_src, F), likewise.
+        edge: :math:`\mathbf{e}`, (num_values, F), in the caller's edge order.
+
+    Returns:
+        :math:`\mathbf{y}` and :math:`\mathbf{n}`, (num_dst, F), and :math:`\mathbf{z}`, (num_values, F), 0
+        for edges that self loops replaced. Accumulated in float32 or wider, deterministic. Differentiable in
+        all tensors, twice too.
+
+    Raises:
+        TypeError: dtypes are not supported or differ.
+        ValueError: a size or device does not fit.
+    """
+    check_structure(adj)
+    if is_partitioned(adj):
+        q, v = adj.sources(q, v)
+        adj = adj.rows
+    k, q, v = _check_gates(adj, k, q, v)
+    edge = _edge(adj, "edge", edge, q, q.size(1))
+    if _has_no_kernel(adj):
+        return formulas.unfused_gated_edges(adj, k, q, v, edge)
+    total, gates, state = fused.results("gated_edges", q, k, q, v, edge, adj.handle)
+    return total, gates, state
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _has_no_kernel(adj: Adjacency, features: int = 0) -> bool:
+    """Whether the operator runs step by step, which is logged."""
+    why = ""
+    if features > MOST_FEATURES:
+        why = f"{features} features of an edge, more than {MOST_FEATURES}"
+    elif adj.device.type == "cuda" and adj.num_values >= 2**32:
+        why = f"{adj.num_values} values, 2^32 or more"
+    if why:
+        info_once(_logger, f"messages run step by step, with memory for every edge: {why}")
+    return bool(why)
+
+
+def _node(adj: Adjacency, name: str, x: Tensor, count: int, count_name: str) -> Tensor:
+    check_features(name, x, count, count_name, adj)
+    if x.dim() != 2:
+        raise ValueError(f"{name}: expected ({count_name}, F), got shape {tuple(x.shape)}")
+    return written_out(x)
+
+
+def _check_gates(adj: Adjacency, k: Tensor, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    k = _node(adj, "k", k, adj.num_dst, "num_dst")
+    q = _node(adj, "q", q, adj.num_src, "num_src")
+    v = _node(adj, "v", v, adj.num_src, "num_src")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: expected the dtype of q, {q.dtype}, got {x.dtype}")
+        if x.size(1) != q.size(1):
+            raise ValueError(f"{name}: expected the width of q, {q.size(1)}, got {x.size(1)}")
+    return k, q, v
+
+
+def _check_tensor(name: str, x: Any, like: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in DTYPE_CODE:
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: expected a floating tensor, got {kind}")
+    if x.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device} like the features, got {x.device}")
+
+
+def _edge(adj: Adjacency, name: str, edge: Tensor, like: Tensor, width: int | None) -> Tensor:
+    """Features of the edges, (num_values, width), or of any width where that is None."""
+    _check_tensor(name, edge, like)
+    fits = edge.dim() == 2 and edge.size(0) == adj.num_values and width in (None, edge.size(1))
+    if not fits:
+        expected = f"({adj.num_values}, {'A' if width is None else width})"
+        raise ValueError(f"{name}: expected shape {expected}, one row per edge, got {tuple(edge.shape)}")
+    if edge.dtype != like.dtype:
+        raise TypeError(f"{name}: expected the dtype of the features, {like.dtype}, got {edge.dtype}")
+    return written_out(edge)
+
+
+def _map(name: str, weight: Tensor | None, edge: Tensor, like: Tensor) -> Tensor | None:
+    """A linear map of raw features, (F, A), in any floating dtype."""
+    if weight is None:
+        return None
+    _check_tensor(name, weight, like)
+    expected = (like.size(1), edge.size(1))
+    if tuple(weight.shape) != expected:
+        raise ValueError(f"{name}: expected shape {expected}, got {tuple(weight.shape)}")
+    return written_out(weight)

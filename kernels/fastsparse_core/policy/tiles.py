@@ -1,0 +1,33 @@
+"""How much of a row, and how many blocks, spmm's kernels gather at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastsparse_core.policy import gpu
+
+if TYPE_CHECKING:
+    from fastsparse_core.structure.adjacency import Adjacency
+
+
+def csr_tile(adj: Adjacency, item_size: int, *, weighted: bool) -> int:
+    """Features that the CSR kernel gathers per pass over the structure.
+
+    Eight lanes of 16 bytes, 128 bytes of a row, are the fastest gather. Where a pass costs more than its
+    columns, because rows have few entries or entries have weights to look up, float32 takes 256 bytes.
+    """
+    few_entries = adj.num_edges < 6 * adj.num_dst and adj.num_edges > gpu.FEW_EDGES
+    return (256 if item_size == 4 and (weighted or few_entries) else 128) // item_size
+
+
+def features_per_lane(width: int, item_size: int) -> int:
+    """Features per lane and gathered row on the tensor cores: up to 16 bytes, as few as the width needs."""
+    most = 16 // item_size
+    while most > 2 and (width % most or width <= 4 * most):
+        most //= 2
+    return most
+
+
+def blocks_per_step(num_blocks: int, num_windows: int) -> int:
+    """Blocks that a warp gathers at once: 2 where windows have several, else 1 and more warps."""
+    return 2 if num_blocks >= 2.5 * num_windows else 1

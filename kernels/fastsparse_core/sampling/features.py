@@ -1,0 +1,94 @@
+"""Features of all nodes, read row by row from where they fit: the GPU's memory or the host's."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fastsparse_core import _C
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.locks import ForkSafeLock
+from fastsparse_core.log import info_once
+
+_logger = logging.getLogger("fastsparse_core")
+
+#: Share of the GPU's free memory that a table may take; a larger one stays with the host.
+_SHARE_OF_FREE = 0.5
+
+#: table -> device -> (stamp of its content, the copy that batches are read from)
+_copies: Any = WeakIdKeyDictionary()
+_lock = ForkSafeLock()
+
+
+class FeatureTable:
+    """A tensor with a row per node or edge, from which batches take rows.
+
+    A table on the CPU whose batches are wanted on a GPU is copied there once, if it takes no more than half
+    of the free memory. A larger one is copied to page-locked memory of the host (a table that is page-locked
+    already is taken as it is), which the GPU reads over PCIe. All tables of one tensor share the copy, which
+    lives as long as the tensor; it is made anew when the tensor was written to through PyTorch.
+
+    Args:
+        table: (N, ...).
+        device: where rows are wanted.
+
+    Raises:
+        ValueError: ``table`` lies on another GPU than ``device``.
+    """
+
+    def __init__(self, table: Tensor, device: torch.device) -> None:
+        if table.is_cuda and table.device != device:
+            raise ValueError(f"table: expected device cpu or {device}, got {table.device}; move it")
+        self._table = table
+        self._device = device
+
+    def __getitem__(self, index: Tensor) -> Tensor:
+        """The rows ``index``, int64 on the device."""
+        table = self._table
+        if table.device != self._device:
+            table = _placed(table, self._device)
+        if table.device == self._device:
+            return table.index_select(0, index)
+        return gather_from_host(table, index)
+
+
+def gather_from_host(table: Tensor, index: Tensor) -> Tensor:
+    """Rows of a contiguous table in page-locked memory of the host, on the GPU of ``index``."""
+    out = torch.empty(index.numel(), *table.shape[1:], dtype=table.dtype, device=index.device)
+    row_bytes = table[0].nbytes if table.size(0) else 0
+    device = device_index(index.device)
+    _C.gather_rows(
+        table.data_ptr(), index.data_ptr(), out.data_ptr(), index.numel(), row_bytes, device, queue(device)
+    )
+    return out
+
+
+def _placed(table: Tensor, device: torch.device) -> Tensor:
+    """The copy of a table that a device reads."""
+    stamp = (table._version, table.data_ptr(), table.shape, table.dtype)
+    with _lock:
+        by_device = _copies.setdefault(table, {})
+        entry = by_device.get(device)
+        if entry is not None and entry[0] == stamp:
+            return entry[1]
+        by_device.pop(device, None)
+        copy = _copy(table.detach(), device)
+        by_device[device] = (stamp, copy)
+        return copy
+
+
+def _copy(table: Tensor, device: torch.device) -> Tensor:
+    free, _ = torch.cuda.mem_get_info(device)
+    size = f"a table of {table.nbytes / 2**30:.2f} GiB"
+    with torch.inference_mode(False):
+        if table.nbytes <= _SHARE_OF_FREE * free:
+            info_once(_logger, f"{size} is copied to {device}, and batches are gathered there")
+            copy = table.to(device).contiguous()
+            torch.cuda.current_stream(device).synchronize()
+            return copy
+        info_once(_logger, f"{size} stays in page-locked memory of the host, which {device} reads over PCIe")
+        return table.contiguous() if table.is_pinned() else table.contiguous().pin_memory()

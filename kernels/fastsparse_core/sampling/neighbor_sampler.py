@@ -1,0 +1,128 @@
+"""Neighbour sampling: which neighbours of which nodes a batch consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fastsparse_core.sampling.draw import Draw, Layout
+from fastsparse_core.sampling.relations import ONLY_NODES, EdgeType, make_graph
+from fastsparse_core.sampling.sample import Sample
+from fastsparse_core.structure.adjacency import Adjacency
+
+_MOST_SEEDS_DISJOINT = 2**24
+
+
+class NeighborSampler:
+    r"""Draws neighbours of seeds, of those, and so on, hop by hop; on the GPU or in C++ threads.
+
+    Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_,
+    section 3.1. Sources are drawn for destinations, from rows of the structure. Every node draws once, in
+    the hop after the one that met it. Without replacement all sets of neighbours are equally likely (by
+    weight: as if drawn one after the other, each with a chance in proportion to its weight among those left).
+    One seed gives one batch, the same on the CPU and on GPUs, but for weights, where logarithms may differ in
+    a last bit.
+
+    On a GPU the sizes of a batch are read once, when it is done. Batches of more than 2^23 possible edges,
+    and those of all neighbours of many nodes, are drawn in parts, with a read or two for each.
+
+    Args:
+        graph: in-edges: an :class:`Adjacency` whose rows are destinations, square; or a dict of them by edge
+            type ``(source, name, destination)``.
+        fanouts: neighbours per hop, the seeds' first; -1 for all. By edge type too; edge types that a dict
+            does not name are not drawn from.
+        replace: whether a neighbour may be drawn again.
+        weight: one number per edge in the caller's order, a tensor or a dict by edge type: neighbours are
+            drawn in proportion to it, those of weight 0 never.
+        disjoint: whether every seed gets a subgraph of its own, that shares no nodes with others.
+        induced: return all edges between the batch's nodes, not only those that were drawn.
+        blocks: return a block per hop, in which all nodes of the hops before draw anew.
+        num_nodes: by node type; for types that no edge type has.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: fan-outs, weights or sizes are not as above.
+
+    Examples:
+        >>> ring = Adjacency.from_coo(torch.arange(6), torch.arange(6).roll(1), (6, 6))
+        >>> sampler = NeighborSampler(ring, [2, 2])
+        >>> sampler.sample(torch.tensor([3])).nodes
+        tensor([3, 2, 1])
+    """
+
+    def __init__(
+        self,
+        graph: Adjacency | Mapping[EdgeType, Adjacency],
+        fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]],
+        *,
+        replace: bool = False,
+        weight: Tensor | Mapping[EdgeType, Tensor] | None = None,
+        disjoint: bool = False,
+        induced: bool = False,
+        blocks: bool = False,
+        num_nodes: Mapping[str, int] | None = None,
+    ) -> None:
+        if blocks and (induced or disjoint):
+            raise ValueError(
+                "blocks: expected neither induced nor disjoint with it, which have one graph for all"
+            )
+        self.graph = make_graph(graph, fanouts, weight, num_nodes, replace=replace)
+        self.layout = Layout(replace=replace, disjoint=disjoint, induced=induced, blocks=blocks)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the graph lies and batches are drawn."""
+        return self.graph.device
+
+    def sample(self, seeds: Tensor | Mapping[str, Tensor], *, seed: int | None = None) -> Sample:
+        """Draws a batch.
+
+        Args:
+            seeds: int32 or int64 (num_seeds,), ids of nodes, of a graph with types by node type. One that
+                comes twice is two nodes of the batch. Seeds on another device are moved.
+            seed: of the random numbers; None: drawn from PyTorch's generator of the CPU, so that
+                ``torch.manual_seed`` repeats it.
+
+        Raises:
+            TypeError: ``seeds`` are no integers.
+            ValueError: an id is none of the graph, a node type is unknown, or the batch is too large.
+        """
+        return self.start(seeds, seed=seed).finish()
+
+    def start(self, seeds: Tensor | Mapping[str, Tensor], *, seed: int | None = None) -> Draw:
+        """As :meth:`sample`, but does not wait for a GPU; ``finish()`` of the result does."""
+        if seed is None:
+            seed = int(torch.randint(2**63 - 1, ()))
+        by_type = self._check_seeds(seeds)
+        return Draw(self.graph, self.layout, by_type, seed % 2**64)
+
+    def _check_seeds(self, seeds: Tensor | Mapping[str, Tensor]) -> list[Tensor]:
+        """Seeds of every node type, by number."""
+        if isinstance(seeds, Tensor):
+            if self.graph.is_hetero:
+                raise TypeError(
+                    "seeds: expected a dict by node type for a graph of several types, got a tensor"
+                )
+            seeds = {ONLY_NODES: seeds}
+        elif not self.graph.is_hetero:
+            raise TypeError(f"seeds: expected a tensor, got {type(seeds).__name__}")
+        none = torch.empty(0, dtype=torch.int64, device=self.device)
+        by_type = [none] * len(self.graph.node_types)
+        for name, of_type in seeds.items():
+            if name not in self.graph.node_types:
+                raise ValueError(f"seeds: expected node types among {self.graph.node_types}, got {name!r}")
+            if not isinstance(of_type, Tensor) or of_type.dtype not in (torch.int32, torch.int64):
+                kind = of_type.dtype if isinstance(of_type, Tensor) else type(of_type).__name__
+                raise TypeError(f"seeds: expected int32 or int64 ids of nodes, got {kind}")
+            if of_type.dim() != 1:
+                raise ValueError(f"seeds: expected a 1-D tensor, got shape {tuple(of_type.shape)}")
+            if self.device.type == "cuda" and not of_type.is_cuda:
+                of_type = of_type.pin_memory()
+            of_type = of_type.detach().to(self.device, torch.int64, non_blocking=True).contiguous()
+            by_type[self.graph.node_types.index(name)] = of_type
+        num_seeds = sum(of_type.numel() for of_type in by_type)
+        if self.layout.disjoint and num_seeds > _MOST_SEEDS_DISJOINT:
+            raise ValueError(f"seeds: expected at most {_MOST_SEEDS_DISJOINT} with disjoint, got {num_seeds}")
+        return by_type

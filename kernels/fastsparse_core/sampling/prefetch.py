@@ -1,0 +1,73 @@
+"""The next batches prepared beside the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+import torch
+
+_Item = TypeVar("_Item")
+_Started = TypeVar("_Started")
+_Batch = TypeVar("_Batch")
+
+
+def prefetched(
+    items: Iterable[_Item],
+    start: Callable[[_Item], _Started],
+    finish: Callable[[_Started], _Batch],
+    stream: torch.cuda.Stream | None,
+) -> Iterator[_Batch]:
+    """Batches of items: on a GPU two ahead, on a stream of their own.
+
+    While the caller works with one batch, the device gathers the features of the next and draws the one after
+    it. Drawing is started a batch before its sizes are read, so the host does not wait for it.
+
+    Memory of a batch may be used again as soon as the caller drops it: whatever is prepared first waits for
+    what the caller has given to the stream that it iterates on. Batches that it hands to other streams need
+    `Tensor.record_stream`.
+
+    Args:
+        items: what batches are made of, such as indices of seeds.
+        start: begins to draw a batch; must not wait for the device.
+        finish: completes it.
+        stream: where both run; None: where the caller is, one batch at a time.
+    """
+    if stream is None:
+        for item in items:
+            yield finish(start(item))
+        return
+    device = stream.device
+    remaining = iter(items)
+    started: list[_Started] = []
+    ready: tuple[_Batch, torch.cuda.Event] | None = None
+    is_first = True
+    while is_first or started or ready is not None:
+        caller = torch.cuda.current_stream(device)
+        stream.wait_stream(caller)
+        upcoming = None
+        with torch.cuda.stream(stream):
+            if is_first:
+                started = [start(item) for item in _some(remaining)]
+            if started:
+                batch = finish(started.pop())
+                event = torch.cuda.Event()
+                event.record(stream)
+                upcoming = (batch, event)
+                started = [start(item) for item in _some(remaining)]
+        is_first = False
+        if ready is not None:
+            caller.wait_event(ready[1])
+            batch, ready = ready[0], upcoming
+            del upcoming
+            yield batch
+            del batch
+        else:
+            ready = upcoming
+
+
+def _some(remaining: Iterator[_Item]) -> list[_Item]:
+    """The next item, if there is one."""
+    for item in remaining:
+        return [item]
+    return []

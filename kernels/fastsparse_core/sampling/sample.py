@@ -1,0 +1,99 @@
+"""What neighbour sampling returns."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.structure.adjacency import Adjacency, adjacency_of_batch
+
+
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """Sampled edges of one type, between numbers of nodes in the batch, sorted by destination.
+
+    Attributes:
+        edge_index: int64 (2, num_edges), sources and destinations.
+        col: int32 (num_edges,), the sources.
+        edge_id: int64 (num_edges,), positions of the edges in the caller's edge order.
+        counts: number of edges of every hop; those of the first hop come first.
+        shape: (num_dst, num_src), nodes that the edges may have as destinations and as sources.
+        most_entries: bound of the number of edges of a destination, known without reading the device.
+    """
+
+    edge_index: Tensor
+    col: Tensor
+    edge_id: Tensor
+    counts: list[int]
+    shape: tuple[int, int]
+    most_entries: int
+
+    @functools.cached_property
+    def adjacency(self) -> Adjacency:
+        """The edges as a structure, made without reading the device or checking them again."""
+        device, (num_dst, _) = self.col.device, self.shape
+        index = device_index(device)
+        with torch.inference_mode(False):
+            rowptr = torch.empty(num_dst + 1, dtype=torch.int64, device=device)
+            inv_degree = torch.empty(num_dst, dtype=torch.float32, device=device)
+            slices = (
+                torch.empty(num_dst, 2, dtype=torch.int64, device=device) if device.type == "cuda" else None
+            )
+        _C.emit_rows(
+            self.edge_index[1].data_ptr(),
+            self.col.numel(),
+            num_dst,
+            rowptr.data_ptr(),
+            inv_degree.data_ptr(),
+            0 if slices is None else slices.data_ptr(),
+            index,
+            queue(index),
+        )
+        return adjacency_of_batch(
+            rowptr, self.col, self.shape, inv_degree, slices, most_entries=self.most_entries
+        )
+
+    @property
+    def rowptr(self) -> Tensor:
+        """int64 (num_dst + 1,), the range of edges of every destination."""
+        return self.adjacency.rowptr
+
+    def first_hops(self, num_hops: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor, tuple[int, int]]:
+        """Destinations and sources of the edges of the first hops, and a shape: what `from_coo` takes.
+
+        Args:
+            num_hops: how many.
+            shape: numbers of nodes that take part in them.
+        """
+        count = sum(self.counts[:num_hops])
+        return self.edge_index[1, :count], self.edge_index[0, :count], shape
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A batch of nodes with sampled neighbours.
+
+    Of a graph with several types the fields are dicts, by node type or by edge type.
+
+    Attributes:
+        nodes: int64, ids of the batch's nodes in the graph; the seeds first, as they were given, then the
+            nodes of every hop in the order in which they were met, each once.
+        seed_of: int32, of ``disjoint`` sampling: number of the seed whose subgraph a node belongs to; else
+            None.
+        num_nodes: list of the numbers of nodes of every hop; the first is that of the seeds.
+        edges: :class:`Edges` between these nodes; of ``blocks``, None.
+        blocks: of ``blocks``, :class:`Edges` of every hop, the seeds' first; else None. Destinations are the
+            nodes of the hops before, sources those and the nodes that the hop added.
+    """
+
+    nodes: Any
+    seed_of: Any
+    num_nodes: Any
+    edges: Any
+    blocks: Any

@@ -1,0 +1,279 @@
+"""Reductions of rows by an index or by row pointers: scatter, segment_reduce and what goes with them.
+
+Forward and backward passes use no atomics: the same bits every time.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from fastsparse_core.ops._common import DTYPE_CODE, check_heads, written_out
+from fastsparse_core.ops._segment import (
+    REDUCTION_CODE,
+    clear_segments,
+    gather_op,
+    reduce_op,
+    softmax_op,
+)
+
+__all__ = ["clear_segments", "gather_csr", "scatter", "scatter_softmax", "segment_reduce", "segment_softmax"]
+
+Reduce = Literal["sum", "mean", "max", "min", "mul", "var", "std"]
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+#: Reductions of integers, and what torch.scatter_reduce calls them.
+_OF_INTEGERS = {"sum": "sum", "mean": "sum", "max": "amax", "min": "amin", "mul": "prod"}
+
+
+@overload
+def segment_reduce(
+    src: Tensor, rowptr: Tensor, reduce: Reduce = ..., *, return_arg: Literal[False] = ...
+) -> Tensor: ...
+@overload
+def segment_reduce(
+    src: Tensor, rowptr: Tensor, reduce: Reduce = ..., *, return_arg: Literal[True]
+) -> tuple[Tensor, Tensor]: ...
+def segment_reduce(
+    src: Tensor, rowptr: Tensor, reduce: Reduce = "sum", *, return_arg: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Reduces consecutive rows.
+
+    .. math::
+        out_s = \bigoplus_{e = rowptr_s}^{rowptr_{s + 1} - 1} src_e
+
+    Args:
+        src: (E, ...), float64, float32, float16, bfloat16 or integer.
+        rowptr: int32 or int64 (S + 1,), ascending from 0 to E. It is checked once as long as the tensor lives
+            and is not written.
+        reduce: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"mul"``, ``"var"`` or ``"std"``. Variance and
+            deviation are those of the segment itself, not estimates: squares are divided by their number.
+        return_arg: also returns the row that every maximum or minimum was taken from.
+
+    Returns:
+        (S, ...) in the dtype of ``src``, 16-bit numbers reduced in float32; 0 for empty segments, 1 for their
+        product. With ``return_arg`` also int64 (S, ...): of equal values the first one's row, E where there
+        is none. The gradient of an extremum goes to that row. Differentiable any number of times.
+
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: shapes, devices or ``rowptr`` do not fit, or the reduction is unknown.
+    """
+    _check_reduce(reduce, return_arg)
+    _check_rows("src", src)
+    _check_index("rowptr", rowptr, src)
+    if rowptr.numel() == 0:
+        raise ValueError("rowptr: expected one entry more than there are segments, got none")
+    if src.dtype in _INTEGERS:
+        index = gather_csr(torch.arange(rowptr.numel() - 1, device=rowptr.device), rowptr, src.size(0))
+        return _of_integers(src, index, rowptr.numel() - 1, reduce, return_arg)
+    return _reduce(src, None, rowptr, rowptr.numel() - 1, reduce, return_arg)
+
+
+@overload
+def scatter(
+    src: Tensor,
+    index: Tensor,
+    dim_size: int | None = ...,
+    reduce: Reduce = ...,
+    *,
+    return_arg: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def scatter(
+    src: Tensor,
+    index: Tensor,
+    dim_size: int | None = ...,
+    reduce: Reduce = ...,
+    *,
+    return_arg: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def scatter(
+    src: Tensor,
+    index: Tensor,
+    dim_size: int | None = None,
+    reduce: Reduce = "sum",
+    *,
+    return_arg: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Reduces the rows that have the same index.
+
+    .. math::
+        out_s = \bigoplus_{e : index_e = s} src_e
+
+    The index is sorted once as long as the tensor lives and is not written; rows are read through the order,
+    not copied. An index that ascends already is not sorted at all.
+
+    Args:
+        src: (E, ...), float64, float32, float16, bfloat16 or integer.
+        index: int32 or int64 (E,), in any order.
+        dim_size: number of results S; None: one more than the greatest index.
+        reduce: as in :func:`segment_reduce`.
+        return_arg: as in :func:`segment_reduce`.
+
+    Returns:
+        As :func:`segment_reduce`.
+
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: shapes or devices do not fit, an index lies outside ``dim_size``, or the reduction is
+            unknown.
+    """
+    _check_reduce(reduce, return_arg)
+    _check_rows("src", src)
+    size = _check_scatter(src, index, dim_size)
+    if src.dtype in _INTEGERS:
+        return _of_integers(src, index.long(), size, reduce, return_arg)
+    return _reduce(src, index, None, size, reduce, return_arg)
+
+
+def segment_softmax(src: Tensor, rowptr: Tensor) -> Tensor:
+    r"""Softmax over consecutive rows, every feature by itself.
+
+    .. math::
+        out_e = \frac{\exp(src_e)}{\sum_{k \in s(e)} \exp(src_k)}
+
+    Args:
+        src: (E, ...), float64, float32, float16 or bfloat16.
+        rowptr: as in :func:`segment_reduce`.
+
+    Returns:
+        Like ``src``, computed in float32 or wider; 0 in segments whose values are all :math:`-\infty`.
+        Differentiable any number of times.
+
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: shapes, devices or ``rowptr`` do not fit.
+    """
+    _check_floating(src)
+    _check_index("rowptr", rowptr, src)
+    return _softmax(src, None, rowptr, rowptr.numel() - 1)
+
+
+def scatter_softmax(src: Tensor, index: Tensor, dim_size: int | None = None) -> Tensor:
+    """Softmax over the rows that have the same index, every feature by itself.
+
+    Args:
+        src: (E, ...), float64, float32, float16 or bfloat16.
+        index: as in :func:`scatter`.
+        dim_size: as in :func:`scatter`.
+
+    Returns:
+        As :func:`segment_softmax`.
+
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: shapes, devices or indices do not fit.
+    """
+    _check_floating(src)
+    return _softmax(src, index, None, _check_scatter(src, index, dim_size))
+
+
+def gather_csr(src: Tensor, rowptr: Tensor, num_rows: int | None = None) -> Tensor:
+    """Gives every row of a segment what ``src`` has for the segment: the reverse of :func:`segment_reduce`.
+
+    Args:
+        src: (S, ...), any dtype.
+        rowptr: int32 or int64 (S + 1,), as in :func:`segment_reduce`.
+        num_rows: E, the last of ``rowptr``; None reads it from the device.
+
+    Returns:
+        (E, ...) with ``out[e] = src[s]`` for ``rowptr[s] <= e < rowptr[s + 1]``. Its gradient is a sum over
+        each segment.
+
+    Raises:
+        ValueError: shapes, devices or ``rowptr`` do not fit.
+    """
+    _check_rows("src", src)
+    _check_index("rowptr", rowptr, src, length=src.size(0) + 1)
+    rows = int(rowptr[-1]) if num_rows is None else num_rows
+    out = gather_op(_as_matrix(src), None, rowptr, rows)
+    return out.reshape(rows, *src.shape[1:])
+
+
+def _reduce(
+    src: Tensor, index: Tensor | None, rowptr: Tensor | None, size: int, reduce: str, return_arg: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    _check_floating(src)
+    out, arg = reduce_op(_as_matrix(src), index, rowptr, size, reduce)
+    shape = (size, *src.shape[1:])
+    return (out.reshape(shape), arg.reshape(shape)) if return_arg else out.reshape(shape)
+
+
+def _softmax(src: Tensor, index: Tensor | None, rowptr: Tensor | None, size: int) -> Tensor:
+    matrix = _as_matrix(src)
+    check_heads(matrix.size(1), src.device)
+    return softmax_op(matrix, index, rowptr, size).reshape(src.shape)
+
+
+def _as_matrix(src: Tensor) -> Tensor:
+    src = written_out(src)
+    if src.dim() == 2:
+        return src
+    width = src.shape[1:].numel()  # not -1, which says nothing of tensors without elements
+    return src.reshape(src.size(0), width)
+
+
+def _of_integers(
+    src: Tensor, index: Tensor, size: int, reduce: str, return_arg: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """PyTorch's own operators: the order of exact operations does not show."""
+    if reduce not in _OF_INTEGERS:
+        raise TypeError(f"src: expected a floating tensor for reduce={reduce!r}, got {src.dtype}")
+    shape = (size, *src.shape[1:])
+    wide = index.view(-1, *[1] * (src.dim() - 1)).expand(src.shape)
+    out = src.new_ones(shape) if reduce == "mul" else src.new_zeros(shape)
+    out = out.scatter_reduce(0, wide, src, _OF_INTEGERS[reduce], include_self=reduce == "mul")
+    if reduce == "mean":
+        count = torch.bincount(index, minlength=size).clamp_(min=1).view(-1, *[1] * (src.dim() - 1))
+        out = out.div(count, rounding_mode="floor").to(src.dtype)
+    if not return_arg:
+        return out
+    row = torch.arange(src.size(0), device=src.device).view(-1, *[1] * (src.dim() - 1))
+    chosen = torch.where(src == out.gather(0, wide), row, src.size(0))
+    arg = torch.full(shape, src.size(0), dtype=torch.int64, device=src.device)
+    return out, arg.scatter_reduce(0, wide, chosen, "amin")
+
+
+def _check_reduce(reduce: str, return_arg: bool) -> None:
+    if reduce not in REDUCTION_CODE:
+        raise ValueError(f"reduce: expected one of {', '.join(map(repr, REDUCTION_CODE))}, got {reduce!r}")
+    if return_arg and reduce not in ("max", "min"):
+        raise ValueError(
+            f"return_arg: expected False for reduce={reduce!r}; only 'max' and 'min' choose rows"
+        )
+
+
+def _check_rows(name: str, src: Tensor) -> None:
+    if not isinstance(src, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(src).__name__}")
+    if src.dim() < 1:
+        raise ValueError(f"{name}: expected rows, (E, ...), got a scalar")
+
+
+def _check_floating(src: Tensor) -> None:
+    _check_rows("src", src)
+    if src.dtype not in DTYPE_CODE:
+        raise TypeError(f"src: expected float64, float32, float16 or bfloat16, got {src.dtype}")
+
+
+def _check_index(name: str, index: Tensor, src: Tensor, length: int | None = None) -> None:
+    if not isinstance(index, Tensor):
+        raise TypeError(f"{name}: expected an int32 or int64 tensor, got {type(index).__name__}")
+    if index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected int32 or int64, got {index.dtype}; convert it with .long()")
+    if index.dim() != 1 or (length is not None and index.numel() != length):
+        expected = "one dimension" if length is None else f"shape ({length},)"
+        raise ValueError(f"{name}: expected {expected}, got shape {tuple(index.shape)}")
+    if index.device != src.device:
+        raise ValueError(f"{name}: expected device {src.device} like src, got {index.device}")
+
+
+def _check_scatter(src: Tensor, index: Tensor, dim_size: int | None) -> int:
+    _check_index("index", index, src, length=src.size(0))
+    if dim_size is None:
+        return int(index.max()) + 1 if index.numel() else 0
+    if dim_size < 0:
+        raise ValueError(f"dim_size: expected 0 or more, got {dim_size}")
+    return dim_size

@@ -1,0 +1,59 @@
+"""Results that are built once and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from fastsparse_core.locks import ForkSafeLock
+
+_T = TypeVar("_T")
+
+
+class BuiltOnce:
+    """Named results, each built once; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self.results: dict[Any, Any] = {}
+        self._lock = ForkSafeLock()
+
+    def get(self, key: Any, build: Callable[[], _T]) -> _T:
+        """The result of that name; ``build`` makes it the first time, and must not return None.
+
+        Raises:
+            RuntimeError: it would have to be built while a CUDA graph is captured.
+        """
+        result = self.results.get(key)
+        if result is None:
+            with self._lock:
+                result = self.results.get(key)
+                if result is None:
+                    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                        # What a captured graph records is not computed yet: kept, it would be read too early.
+                        raise RuntimeError(
+                            f"{key}: must be built before a CUDA graph is captured; run the model once, "
+                            "forward and backward, before the capture, or call Adjacency.prepare() where "
+                            "edges have no values and no bias"
+                        )
+                    # A model may be evaluated before it is trained: what is kept must also serve autograd
+                    # later.
+                    with torch.inference_mode(False):
+                        result = self.results[key] = build()
+        return result
+
+
+class Unkept(BuiltOnce):
+    """Results of something whose content changes: but for those that are put into it, none is kept.
+
+    While a CUDA graph is captured they are recorded, and every replay computes them anew.
+    """
+
+    def get(self, key: Any, build: Callable[[], _T]) -> _T:
+        """What was put in under that name, else a result of ``build``."""
+        result = self.results.get(key)
+        if result is not None:
+            return result
+        with torch.inference_mode(False):
+            return build()

@@ -1,0 +1,224 @@
+// Lanes of the kernels of edge_messages.cu: a group of `lanes` neighbouring lanes takes one slice of a row
+// for one tile of the width, 8 features to a lane in loads of 16 bytes, chunk by chunk, so that the group's
+// loads of a chunk lie together. Nothing is summed over lanes but the gradients of raw features, so the
+// number of lanes is known at run time. Tiles are the slow dimension of the grid, as in spmm_csr.cu: a tile
+// of a table is likelier to stay in the L2 than the table.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "fastsparse/combine_partials.cuh"
+#include "fastsparse/edge_messages.h"
+
+namespace fastsparse::cuda {
+
+constexpr int kMessageThreads = 128;
+constexpr int kTileFeatures = 8;  // of a lane
+
+template <typename T>
+constexpr int kTileVec = 16 / static_cast<int>(sizeof(T));
+template <typename T>
+constexpr int kTileChunks = kTileFeatures / kTileVec<T>;
+
+// Entries that a group gathers at once: 128 bytes of a lane's registers, shared by the rows of an entry, but
+// no more than kMost.
+template <typename T, int kRows, int kMost = 4>
+constexpr int kMessagesInFlight =
+    std::clamp(128 / (kTileFeatures * static_cast<int>(sizeof(T)) * kRows), 1, kMost);
+
+// A lane's features of one row, as loaded.
+template <typename T>
+struct TileRow {
+  Pack<T, kTileVec<T>> chunk[kTileChunks<T>];
+
+  __device__ __forceinline__ Acc<T> operator[](int i) const {
+    return widen(chunk[i / kTileVec<T>].lane[i % kTileVec<T>]);
+  }
+};
+
+template <typename T>
+struct MessageLane {
+  static constexpr int kVec = kTileVec<T>, kChunks = kTileChunks<T>;
+  using A = Acc<T>;
+
+  std::int64_t group;  // index of the slice
+  std::int64_t width;
+  std::int64_t first;  // feature of the lane's first chunk
+  int lanes;
+  int sub;  // lane within its group
+
+  __device__ __forceinline__ MessageLane(std::int64_t width, int lanes) : width(width), lanes(lanes) {
+    sub = static_cast<int>(threadIdx.x) % lanes;
+    group = (static_cast<std::int64_t>(blockIdx.x) * kMessageThreads + threadIdx.x) / lanes;
+    first = (static_cast<std::int64_t>(blockIdx.y) * kTileFeatures * lanes) + sub * kVec;
+  }
+
+  __device__ __forceinline__ std::int64_t feature(int chunk) const { return first + chunk * lanes * kVec; }
+  // Place of the lane's byte among those of an edge.
+  __device__ __forceinline__ std::int64_t byte() const {
+    return static_cast<std::int64_t>(blockIdx.y) * lanes + sub;
+  }
+
+  // Zeros unless `wanted`, and beyond the width.
+  __device__ __forceinline__ TileRow<T> load(const DenseView& x, std::int64_t row, bool wanted = true) const {
+    const T* from = static_cast<const T*>(x.data) + row * x.stride;
+    TileRow<T> found;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      found.chunk[c] = Pack<T, kVec>{};
+      if (wanted && feature(c) < width) found.chunk[c] = load_pack<T, kVec>(from + feature(c));
+    }
+    return found;
+  }
+
+  __device__ __forceinline__ void load(A (&to)[kTileFeatures], const DenseView& x, std::int64_t row) const {
+    const TileRow<T> found = load(x, row);
+#pragma unroll
+    for (int i = 0; i < kTileFeatures; ++i) to[i] = found[i];
+  }
+
+  // Row of a contiguous matrix (rows, width) in the accumulation type, through the L1.
+  __device__ __forceinline__ void load_wide(A (&to)[kTileFeatures], const void* x, std::int64_t row) const {
+    constexpr int kWide = kVec < kTileVec<A> ? kVec : kTileVec<A>;
+    const A* from = static_cast<const A*>(x) + row * width;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const bool inside = feature(c) < width;
+#pragma unroll
+      for (int i = 0; i < kVec; i += kWide) {
+        Pack<A, kWide> pack{};
+        if (inside) pack = load_pack<A, kWide>(from + feature(c) + i);
+#pragma unroll
+        for (int k = 0; k < kWide; ++k) to[c * kVec + i + k] = pack.lane[k];
+      }
+    }
+  }
+
+  // Stores to row `row` of a contiguous (rows, width) matrix of U.
+  template <typename U>
+  __device__ __forceinline__ void store(void* to, std::int64_t row, const A (&x)[kTileFeatures]) const {
+    constexpr int kMost = 16 / static_cast<int>(sizeof(U));
+    constexpr int kStore = kVec < kMost ? kVec : kMost;
+    U* at = static_cast<U*>(to) + row * width;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      if (feature(c) >= width) continue;
+#pragma unroll
+      for (int i = 0; i < kVec; i += kStore) {
+        Pack<U, kStore> pack;
+#pragma unroll
+        for (int k = 0; k < kStore; ++k) pack.lane[k] = narrow<U>(x[c * kVec + i + k]);
+        store_pack(pack, at + feature(c) + i);
+      }
+    }
+  }
+
+  // The result of a slice: of a whole row, or to its slot.
+  __device__ __forceinline__ void store_sum(const RowSlice& slice, void* out, void* partial,
+                                            const A (&sum)[kTileFeatures]) const {
+    if (slice.target < 0) {
+      store<A>(partial, ~slice.target, sum);
+    } else {
+      store<T>(out, slice.target, sum);
+    }
+  }
+};
+
+// Column and position in the caller's edge order of some entries of a slice, read by every lane of a group
+// alike, which is one transaction and no shuffle.
+template <int kCount>
+struct NextEntries {
+  std::uint32_t col[kCount];
+  std::uint32_t position[kCount];  // the caller has fewer values than 2^32
+
+  __device__ __forceinline__ void read(const CsrView& a, const RowSlice& slice, int base) {
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      col[u] = 0;
+      position[u] = 0;
+      if (base + u < slice.length) {
+        const std::int64_t entry = slice.begin + base + u;
+        col[u] = static_cast<std::uint32_t>(__ldg(a.col + entry));
+        position[u] = static_cast<std::uint32_t>(edge_position(a, entry));
+      }
+    }
+  }
+};
+
+// Four neighbouring raw features of an edge, zeros unless `wanted`.
+template <typename T>
+__device__ __forceinline__ void load_four(Acc<T> (&to)[4], const T* from, bool wanted) {
+  constexpr int kVec = kTileVec<T> < 4 ? kTileVec<T> : 4;
+#pragma unroll
+  for (int i = 0; i < 4; i += kVec) {
+    Pack<T, kVec> pack{};
+    if (wanted) pack = load_pack<T, kVec>(from + i);
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) to[i + k] = widen(pack.lane[k]);
+  }
+}
+
+// Adds W a of some edges to `to`. Every weight that is read serves all edges in flight.
+template <typename T, int kCount>
+__device__ __forceinline__ void add_projected(Acc<T> (&to)[kCount][kTileFeatures], const MessageLane<T>& lane,
+                                              const EdgeMessageInput& input, const void* weight,
+                                              const std::uint32_t (&position)[kCount],
+                                              const bool (&has)[kCount]) {
+#pragma unroll 1
+  for (std::int64_t first = 0; first < input.edge_width; first += 4) {
+    Acc<T> edge[kCount][4];
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      load_four<T>(edge[u], static_cast<const T*>(input.edge.data) + position[u] * input.edge.stride + first,
+                   has[u]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      Acc<T> w[kTileFeatures];
+      lane.load_wide(w, weight, first + i);
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+        for (int f = 0; f < kTileFeatures; ++f) to[u][f] += w[f] * edge[u][i];
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ float sigmoid(float z) { return __fdividef(1.0f, 1.0f + __expf(-z)); }
+__device__ __forceinline__ double sigmoid(double z) { return 1.0 / (1.0 + exp(-z)); }
+
+struct SameMessageRow {
+  __device__ __forceinline__ std::int64_t operator()(std::int64_t row, int) const { return row; }
+};
+
+// Calls f with the message and whether edges' features are raw, as types.
+template <typename F>
+void with_message(EdgeMessage message, bool raw, F&& f) {
+  using std::bool_constant;
+  using Relu = std::integral_constant<EdgeMessage, EdgeMessage::kRelu>;
+  using Gate = std::integral_constant<EdgeMessage, EdgeMessage::kGate>;
+  using State = std::integral_constant<EdgeMessage, EdgeMessage::kGateAndState>;
+  switch (message) {
+    case EdgeMessage::kRelu:
+      return raw ? f(Relu{}, bool_constant<true>{}) : f(Relu{}, bool_constant<false>{});
+    case EdgeMessage::kGate:
+      return raw ? f(Gate{}, bool_constant<true>{}) : f(Gate{}, bool_constant<false>{});
+    case EdgeMessage::kGateAndState:
+      return f(State{}, bool_constant<false>{});
+  }
+}
+
+// Lanes of a group: as many as the width needs, at most those of 128 (16-bit) or 256 bytes.
+inline int message_lanes(std::int64_t width) {
+  int lanes = 1;
+  while (lanes < 8 && lanes * kTileFeatures < width) lanes *= 2;
+  return lanes;
+}
+
+inline dim3 message_grid(std::int64_t groups, std::int64_t width, int lanes) {
+  return {ceil_div(groups * lanes, kMessageThreads), ceil_div(width, kTileFeatures * lanes)};
+}
+
+}  // namespace fastsparse::cuda

@@ -1,0 +1,80 @@
+// Messages that meet their edges' features: views and launchers of kernels/c*/edge_messages.c*.
+#pragma once
+
+#include "fastsparse/views.h"
+
+namespace fastsparse {
+
+// What an entry sends to its row: relu(z) of GINE with z = q_j + e_ij, or sigmoid(z) v_ij of gated layers
+// with z = k_i + q_j + e_ij and v_ij = v_j + u_ij; e and u from the edge's features.
+enum class EdgeMessage : int { kRelu = 0, kGate = 1, kGateAndState = 2 };
+
+// The features of an edge are raw, and then e = W a + bias and u = U a, or are e itself, or there are none.
+struct EdgeMessageInput {
+  EdgeMessage message;   // kGateAndState: of rows e; z is a result too, and the gates are summed up
+  DenseView k;           // (num_rows, width); gates only
+  DenseView q;           // (num_cols, width)
+  DenseView v;           // (num_cols, width); gates only
+  DenseView edge;        // (num_values, edge_width), raw, or (num_values, width), or null data: none
+  const void* weight;    // (edge_width, width) in the accumulation type: W transposed; null: not raw
+  const void* of_value;  // (edge_width, width): U transposed, likewise; gates with raw features only
+  const void* bias;      // (width) in the accumulation type, null: 0; relu with raw features only
+  std::int64_t width;
+  std::int64_t edge_width;
+  Dtype dtype;
+};
+
+struct EdgeMessageArgs {
+  CsrView a;
+  RowSplitView split;
+  EdgeMessageInput input;
+  void* out;    // (num_rows, width): sums of the messages
+  void* side;   // (num_rows, width): kGate: sum_j sigmoid'(z) v_ij, null: not wanted; kGateAndState: sum_j
+                // sigmoid(z)
+  void* state;  // (num_values, width): z; kGateAndState only
+  std::uint8_t* positive;  // (num_values, sign_bytes): a bit for every z > 0, null: not wanted; relu only
+  std::int64_t sign_bytes;
+  void* partial;       // (num_slots, width) in the accumulation type; CUDA only, as all partial results
+  void* partial_side;  // (num_slots, width)
+};
+
+struct EdgeMessageBackwardArgs {
+  CsrView a;
+  RowSplitView split;
+  CsrView a_t;
+  RowSplitView split_t;
+  EdgeMessageInput input;
+  DenseView grad;        // (num_rows, width) of out
+  DenseView grad_side;   // (num_rows, width) of side; kGateAndState only
+  DenseView state;       // (num_values, width); kGateAndState only
+  DenseView grad_state;  // (num_values, width), null data: 0
+  const std::uint8_t* positive;
+  std::int64_t sign_bytes;
+  std::int64_t num_values;
+  void* grad_q;         // (num_cols, width)
+  void* grad_v;         // (num_cols, width); gates only
+  void* grad_edge;      // (num_values, width) of rows e, null: not wanted
+  void* grad_features;  // (tiles, num_values, edge_width) of raw features in the accumulation type: the
+                        // gradient is the sum over the tiles of the width; null: not wanted
+  void* grad_weight;    // (groups, edge_width, width) in the accumulation type: likewise; null: not wanted
+  void* grad_of_value;  // likewise; wanted if grad_weight is
+  std::int64_t groups;
+  void* partial_q;
+  void* partial_v;
+};
+
+namespace cpu {
+
+void edge_messages(const EdgeMessageArgs& args, int threads);
+void edge_messages_backward(const EdgeMessageBackwardArgs& args, int threads);
+
+}  // namespace cpu
+
+namespace cuda {
+
+int edge_messages(const EdgeMessageArgs& args, void* stream);
+int edge_messages_backward(const EdgeMessageBackwardArgs& args, void* stream);
+
+}  // namespace cuda
+
+}  // namespace fastsparse

@@ -1,0 +1,264 @@
+// Neighbour sampling, what both devices share: arguments, the table of the batch's nodes, random numbers.
+//
+// A batch is drawn in steps, one for every hop and edge type. A step has a slot for every edge that it may
+// draw: a row's neighbours lie in the order in which they were drawn, rows in the order of the batch's nodes.
+//
+//   sample   fills slots: draws entries of the row, finds or makes the place of each source in the table, and
+//            leaves there the first slot of the step that met it, by an atomic minimum: the same whichever
+//            thread comes first;
+//   count    adds up, over tiles of slots, those that hold an edge and those that are the first of a node
+//   that
+//            the batch does not have yet;
+//   write    numbers both in the order of slots: edges are compacted, new nodes appended to the batch's.
+//
+// So nothing that is returned depends on the order of threads, nor on places in the table. Sizes stay on the
+// device; the host knows bounds and reads the sizes when all steps are done. Then `emit_edges` writes the
+// edges with numbers of nodes in place of places, and `emit_rows` what else a structure consists of.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "fastsparse/views.h"
+
+namespace fastsparse {
+
+constexpr std::uint64_t kNoKey = ~std::uint64_t{0};
+constexpr std::uint32_t kNoPlace = ~std::uint32_t{0};
+// Set in values of the table that are slots; without it they are numbers of nodes, which are thereby less.
+constexpr std::uint32_t kIsSlot = std::uint32_t{1} << 31;
+// Tiles that slots are divided into: few, so that every block adds up those before its own.
+constexpr int kMostTiles = 1024;
+
+// Nodes of the batch: open addressing with linear probing. All bytes are 0xff where it is empty.
+struct NodeTable {
+  std::uint64_t* key;    // (2^bits)
+  std::uint32_t* value;  // (2^bits)
+  int bits;
+};
+
+// The batch's nodes of one type, in the order of their numbers.
+struct NodeList {
+  std::int64_t* node;      // ids in the graph
+  std::int32_t* seed;      // number of the seed whose subgraph it belongs to; null: all share one
+  std::int64_t num_nodes;  // in the graph
+  std::int32_t type;       // below 2^8
+};
+
+// The nodes that a list begins with.
+struct FirstNodes {
+  NodeList list;
+  std::int64_t count;
+  std::int64_t* count_out;  // where the device keeps the number
+};
+
+struct SampleStep {
+  CsrView a;
+  const float* weight;       // of every entry; null: all alike
+  const double* weight_sum;  // (num_edges + 1) sums of the weights before every entry; with replacement
+  std::int64_t fanout;       // < 0: all
+  bool replace;
+  bool induced;          // all entries whose source is in the batch; makes no new nodes
+  std::uint32_t number;  // of the step, which its random numbers depend on
+  NodeList dst;
+  NodeList src;
+  const std::int64_t* first_row;     // rows of the step: numbers of destinations, from here
+  const std::int64_t* end_row;       // up to here
+  const std::int64_t* nodes_before;  // number of sources in the batch
+  std::int64_t* nodes_after;
+  const std::int64_t* edges_before;  // number of edges that the following three hold
+  std::int64_t* edges_after;
+  std::uint32_t* place;   // of every edge's source in the table
+  std::int32_t* row;      // its destination
+  std::int64_t* edge_id;  // its position in the caller's order
+  std::int64_t most_rows;
+  std::int64_t most_slots;
+  std::int64_t* slot_ptr;      // (most_rows + 1) first slot of every row; null: each has `fanout`
+  std::uint32_t* slot_place;   // scratch (most_slots)
+  std::int64_t* slot_edge;     // scratch (most_slots)
+  std::uint64_t* tile_counts;  // scratch (kMostTiles), CUDA only
+};
+
+struct SampleArgs {
+  NodeTable table;
+  std::int64_t* sizes;  // the first is 1 where a node is none of the graph; all begin with 0
+  std::int64_t num_sizes;
+  std::uint64_t seed;
+  const FirstNodes* first_nodes;
+  int num_lists;
+  const SampleStep* steps;
+  int num_steps;
+};
+
+struct EmitEdgesArgs {
+  NodeTable table;
+  const std::uint32_t* place;  // (num_edges)
+  const std::int32_t* row;
+  const std::int64_t* edge_id;
+  std::int64_t num_edges;
+  std::int64_t* edge_index;  // (2, num_edges) sources, destinations
+  std::int32_t* col;         // (num_edges) sources
+  std::int64_t* edge_id_out;
+};
+
+struct EmitRowsArgs {
+  const std::int64_t* row;  // (num_edges) ascending
+  std::int64_t num_edges;
+  std::int64_t num_rows;
+  std::int64_t* rowptr;  // (num_rows + 1)
+  float* inv_degree;     // (num_rows) as `Adjacency.inv_degree`
+  RowSlice* slices;      // (num_rows) work list of uncut rows; null: none
+};
+
+struct GatherRowsArgs {
+  const void* table;  // memory that the device can read, its own or the host's
+  const std::int64_t* index;
+  void* out;
+  std::int64_t num_rows;
+  std::int64_t row_bytes;
+};
+
+// ---------------------------------------------------------------- table
+
+FASTSPARSE_HOST_DEVICE std::uint64_t node_key(const NodeList& list, std::int64_t node, std::int32_t seed) {
+  return static_cast<std::uint64_t>(list.type) << 56 | static_cast<std::uint64_t>(seed) << 32 |
+         static_cast<std::uint64_t>(node);
+}
+
+FASTSPARSE_HOST_DEVICE std::int64_t node_of_key(std::uint64_t key) {
+  return static_cast<std::int64_t>(key & 0xffffffffu);
+}
+
+FASTSPARSE_HOST_DEVICE std::int32_t seed_of_key(std::uint64_t key) {
+  return static_cast<std::int32_t>(key >> 32 & 0xffffffu);
+}
+
+// Where the search for a key begins (Fibonacci hashing; Knuth, vol. 3, section 6.4).
+FASTSPARSE_HOST_DEVICE std::uint32_t home(const NodeTable& table, std::uint64_t key) {
+  key ^= key >> 32;
+  return static_cast<std::uint32_t>(key * 0x9E3779B97F4A7C15ull >> (64 - table.bits));
+}
+
+// What is at an address before `wanted` takes the place of `expected` there.
+FASTSPARSE_HOST_DEVICE std::uint64_t compare_and_swap(std::uint64_t* at, std::uint64_t expected,
+                                                      std::uint64_t wanted) {
+#ifdef __CUDA_ARCH__
+  return atomicCAS(reinterpret_cast<unsigned long long*>(at), static_cast<unsigned long long>(expected),
+                   static_cast<unsigned long long>(wanted));
+#else
+  __atomic_compare_exchange_n(at, &expected, wanted, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  return expected;
+#endif
+}
+
+template <typename T>
+FASTSPARSE_HOST_DEVICE T read_shared(const T* at) {
+#ifdef __CUDA_ARCH__
+  return *static_cast<const volatile T*>(at);
+#else
+  return __atomic_load_n(at, __ATOMIC_RELAXED);
+#endif
+}
+
+FASTSPARSE_HOST_DEVICE void lower_to(std::uint32_t* at, std::uint32_t value) {
+#ifdef __CUDA_ARCH__
+  if (read_shared(at) > value) atomicMin(at, value);
+#else
+  std::uint32_t present = read_shared(at);
+  while (present > value &&
+         !__atomic_compare_exchange_n(at, &present, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+#endif
+}
+
+// The place of a key, kNoPlace where it has none.
+FASTSPARSE_HOST_DEVICE std::uint32_t find(const NodeTable& table, std::uint64_t key) {
+  const std::uint32_t last = (std::uint32_t{1} << table.bits) - 1;
+  for (std::uint32_t place = home(table, key);; place = (place + 1) & last) {
+    const std::uint64_t there = read_shared(table.key + place);
+    if (there == key) return place;
+    if (there == kNoKey) return kNoPlace;
+  }
+}
+
+// The place of a key, which gets one where it has none. The table is never full: there is room for half as
+// many keys again as there are nodes in a batch.
+FASTSPARSE_HOST_DEVICE std::uint32_t find_or_insert(const NodeTable& table, std::uint64_t key) {
+  const std::uint32_t last = (std::uint32_t{1} << table.bits) - 1;
+  for (std::uint32_t place = home(table, key);; place = (place + 1) & last) {
+    std::uint64_t there = read_shared(table.key + place);
+    if (there == kNoKey) there = compare_and_swap(table.key + place, kNoKey, key);
+    if (there == kNoKey || there == key) return place;
+  }
+}
+
+// ---------------------------------------------------------------- random numbers
+
+// 64 random bits of one draw: a row of the batch, a number within it, and the step are the counter.
+FASTSPARSE_HOST_DEVICE std::uint64_t draw_bits(std::uint64_t seed, const SampleStep& step, std::int64_t row,
+                                               std::int64_t draw) {
+  return philox64(static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32),
+                  static_cast<std::uint32_t>(row), static_cast<std::uint32_t>(draw), step.number);
+}
+
+// A number below `count`, all of them equally likely up to count / 2^64.
+FASTSPARSE_HOST_DEVICE std::uint32_t below(std::uint64_t bits, std::uint32_t count) {
+#ifdef __CUDA_ARCH__
+  return static_cast<std::uint32_t>(__umul64hi(bits, count));
+#else
+  return static_cast<std::uint32_t>(static_cast<unsigned __int128>(bits) * count >> 64);
+#endif
+}
+
+// In [0, 1).
+FASTSPARSE_HOST_DEVICE double unit(std::uint64_t bits) { return static_cast<double>(bits >> 11) * 0x1p-53; }
+
+// The bits of an exponentially distributed key, which order as the keys do: of any number of entries those
+// with the least keys are a sample by weight without replacement (Efraimidis and Spirakis, "Weighted random
+// sampling with a reservoir", 2006).
+FASTSPARSE_HOST_DEVICE std::uint32_t weighted_key(std::uint64_t bits, float weight) {
+  // Rounded to float32 from float64, so that devices whose logarithms differ in a last bit agree.
+  const auto key = static_cast<float>(-std::log(1.0 - unit(bits)) / static_cast<double>(weight));
+  std::uint32_t word;
+#ifdef __CUDA_ARCH__
+  word = __float_as_uint(key);
+#else
+  __builtin_memcpy(&word, &key, sizeof word);
+#endif
+  return word;
+}
+
+// The entry of a row that a number in [0, 1) falls on, entries being as wide as their weights. The row has a
+// positive weight.
+FASTSPARSE_HOST_DEVICE std::int64_t entry_at(const double* weight_sum, std::int64_t begin, std::int64_t end,
+                                             double number) {
+  const double target = weight_sum[begin] + number * (weight_sum[end] - weight_sum[begin]);
+  std::int64_t low = begin, high = end - 1;  // the last entry that begins at or before the target
+  while (low < high) {
+    const std::int64_t middle = (low + high + 1) / 2;
+    if (weight_sum[middle] <= target) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  while (weight_sum[low + 1] <= weight_sum[low]) --low;  // rounding may lead behind the last that has a width
+  return low;
+}
+
+// ---------------------------------------------------------------- launchers
+
+namespace cpu {
+void sample_neighbors(const SampleArgs& args, int threads);
+void emit_edges(const EmitEdgesArgs& args, int threads);
+void emit_rows(const EmitRowsArgs& args, int threads);
+}  // namespace cpu
+
+namespace cuda {
+int sample_neighbors(const SampleArgs& args, void* stream);
+int emit_edges(const EmitEdgesArgs& args, void* stream);
+int emit_rows(const EmitRowsArgs& args, void* stream);
+int gather_rows(const GatherRowsArgs& args, void* stream);
+}  // namespace cuda
+
+}  // namespace fastsparse

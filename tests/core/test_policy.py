@@ -1,0 +1,622 @@
+"""Which algorithm a call runs: the `algorithms` context, its threads and tasks, and torch.compile."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import timeit
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from fastsparse_core import Adjacency, algorithms, policy, sddmm, spmm
+from fastsparse_core.policy import algorithm_context, gpu
+
+
+def ring(device: str = "cpu", num_nodes: int = 16) -> Adjacency:
+    node = torch.arange(num_nodes, device=device)
+    return Adjacency.from_coo(node, (node + 1) % num_nodes, (num_nodes, num_nodes))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the products asked for, in order, forward and backward."""
+    seen: list[str] = []
+    launch = sys.modules["fastsparse_core.ops._spmm_launch"]
+    original = launch.launch_spmm
+
+    def record(*arguments: Any) -> Tensor:
+        seen.append(next(each for each in arguments if isinstance(each, str)))
+        return original(*arguments)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fastsparse_core.") and vars(module).get("launch_spmm") is original:
+            monkeypatch.setattr(module, "launch_spmm", record)
+    return seen
+
+
+class Calls(TorchDispatchMode):
+    """Collects operator names and algorithms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fastsparse":
+            self.seen.append((func._opname, next(each for each in args if isinstance(each, str))))
+        return func(*args, **(kwargs or {}))
+
+
+def test_replaces_auto_and_nothing_else(device, asked):
+    adj, x = ring(device), torch.randn(16, 8, device=device)
+    spmm(adj, x)
+    with algorithms(spmm="flashsparse"):
+        spmm(adj, x)
+        spmm(adj, x, algorithm="csr")
+        with algorithms(sddmm="csr"):
+            spmm(adj, x)
+        with algorithms(spmm="csr"):
+            spmm(adj, x, reduce="mean")
+        with algorithms(spmm="auto"):
+            spmm(adj, x)
+        spmm(adj, x)
+    spmm(adj, x)
+    assert asked == ["auto", "flashsparse", "csr", "flashsparse", "csr", "auto", "flashsparse", "auto"]
+
+
+def test_is_left_after_an_error_and_decorates(asked):
+    adj, x = ring(), torch.randn(16, 8)
+    with pytest.raises(ValueError, match="x: expected"), algorithms(spmm="csr"):
+        spmm(adj, x[:3])
+    spmm(adj, x)
+    algorithms(spmm="csr")(spmm)(adj, x)
+    assert asked == ["auto", "csr"]
+
+
+@pytest.mark.parametrize("where", ["inside", "outside", "another context"])
+def test_backward_keeps_the_algorithm_of_the_forward_pass(device, asked, where):
+    adj, x = ring(device), torch.randn(16, 8, device=device, requires_grad=True)
+    with algorithms(spmm="csr"):
+        out = spmm(adj, x)
+        if where == "inside":
+            out.sum().backward()
+    if where == "outside":
+        out.sum().backward()
+    elif where == "another context":
+        with algorithms(spmm="flashsparse"):
+            thread = threading.Thread(target=lambda: out.sum().backward())
+            thread.start()
+            thread.join()
+    assert x.grad is not None
+    assert asked == ["csr", "csr"]
+
+
+def test_reaches_sddmm_and_both_operators_gradients(device):
+    adj = ring(device)
+    x = torch.randn(16, 8, device=device, requires_grad=True)
+    value = torch.randn(16, device=device, requires_grad=True)
+    with Calls() as calls:
+        with algorithms(spmm="flashsparse", sddmm="csr"):
+            product, score = spmm(adj, x, value), sddmm(adj, x, x)
+        score.sum().backward()
+        product.sum().backward()
+    assert calls.seen[:2] == [("spmm", "flashsparse"), ("sddmm", "csr")]
+    assert calls.seen[2:4] == [("spmm", "csr")] * 2
+    assert sorted(calls.seen[4:]) == [("sddmm", "flashsparse"), ("spmm", "flashsparse")]
+
+
+def test_recomputation_takes_the_context_it_is_given(asked):
+    adj, x = ring(), torch.randn(16, 8, requires_grad=True)
+
+    def contexts() -> tuple[Any, Any]:
+        return algorithms(spmm="csr"), algorithms(spmm="csr")
+
+    out = checkpoint(lambda x: spmm(adj, x).relu(), x, use_reentrant=False, context_fn=contexts)
+    out.sum().backward()
+    assert asked == ["csr"] * 3  # forward, forward again, backward
+
+
+def test_results_do_not_depend_on_it(device):
+    adj = ring(device).prepare()
+    x = torch.randn(16, 64, device=device)
+    expected = spmm(adj, x, algorithm="csr")
+    for name in policy.SPMM_ALGORITHMS:
+        with algorithms(spmm=name):
+            torch.testing.assert_close(spmm(adj, x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_other_threads_are_left_alone(asked):
+    adj, x = ring(), torch.randn(16, 8)
+    with algorithms(spmm="csr"):
+        thread = threading.Thread(target=lambda: spmm(adj, x))
+        thread.start()
+        thread.join()
+        spmm(adj, x)
+    assert asked == ["auto", "csr"]
+
+
+def test_tasks_that_take_turns_keep_their_own():
+    seen: dict[str, list[str]] = {}
+
+    async def work(name: str) -> None:
+        with algorithms(spmm=name):
+            for _ in range(3):
+                seen.setdefault(name, []).append(policy.requested("spmm", "auto"))
+                await asyncio.sleep(0)
+
+    async def both() -> None:
+        await asyncio.gather(work("csr"), work("flashsparse"))
+
+    asyncio.run(both())
+    assert seen == {"csr": ["csr"] * 3, "flashsparse": ["flashsparse"] * 3}
+    assert policy.requested("spmm", "auto") == "auto"
+
+
+def test_contexts_left_out_of_order_do_not_stick():
+    first, second = algorithms(spmm="csr"), algorithms(spmm="flashsparse")
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with second:
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=hold)
+    with first:
+        thread.start()
+        assert entered.wait(10)
+        assert algorithm_context._last_opened == {"spmm": "flashsparse"}
+    assert algorithm_context._last_opened == {"spmm": "flashsparse"}
+    leave.set()
+    thread.join()
+    assert algorithm_context._last_opened is None
+
+
+def test_compiled_code_follows_the_context(device, asked):
+    adj, x = ring(device), torch.randn(16, 8, device=device, requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda adj, x: spmm(adj, x).relu(), fullgraph=True, backend="aot_eager")
+    for name in ("auto", "csr", "flashsparse", "auto"):
+        asked.clear()
+        with algorithms(spmm=name):
+            out = compiled(adj, x)
+        out.sum().backward()
+        assert asked == [name, name]
+
+
+def test_context_inside_compiled_code(device, asked):
+    adj, x = ring(device), torch.randn(16, 8, device=device)
+
+    def model(adj: Adjacency, x: torch.Tensor) -> torch.Tensor:
+        with algorithms(spmm="csr"):
+            x = spmm(adj, x)
+        return spmm(adj, x)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(adj, x), model(adj, x))
+    assert asked == ["csr", "auto"] * 4
+
+
+def test_costs_less_than_a_microsecond_unused():
+    seconds = min(timeit.repeat(lambda: policy.requested("spmm", "auto"), number=10_000, repeat=20))
+    assert seconds / 10_000 < 1e-6
+
+
+@pytest.mark.parametrize("operator", policy.ALGORITHMS)
+def test_unknown_names_are_refused(operator):
+    with pytest.raises(ValueError, match=f"{operator}: expected one of 'auto', .*, got 'magic'"):
+        algorithms(**{operator: "magic"}).__enter__()
+    with pytest.raises(ValueError, match="algorithm: expected one of 'auto', .*, got 'magic'"):
+        policy.requested(operator, "magic")
+    with pytest.raises(TypeError, match="dense"):
+        algorithms(dense="csr")
+
+
+def structure(device: str = "cuda", num_edges: int = 1_000_000, **facts: Any) -> Any:
+    """What the choice reads of a structure: converted, on a device that need not be there."""
+    given: dict[str, Any] = {
+        "device": torch.device(device),
+        "num_src": 100_000,
+        "num_dst": 100_000,
+        "num_edges": num_edges,
+        "bsb": SimpleNamespace(num_vectors=num_edges),
+        "has_bsb": True,
+        "has_row_split": True,
+        "is_padded": False,
+        "has_sddmm_structure": True,
+        "uses": 0,
+    }
+    return SimpleNamespace(**(given | facts))
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether a CUDA graph is being captured: the last element."""
+    state = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state[-1])
+    return state
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_bytes", "heads", "aligned", "num_src", "able"),
+    [
+        ("cuda", torch.float16, 64, 1, True, 1000, True),
+        ("cuda", torch.float32, 2048, 4, True, 1000, True),
+        ("cuda", torch.float16, 64, 1, False, 1000, False),
+        ("cuda", torch.float16, 64, 65_536, True, 1000, False),
+        ("cuda", torch.float16, 0, 1, True, 1000, False),
+        ("cuda", torch.float16, 64, 1, True, 2**24 + 1, False),
+        ("cuda", torch.float64, 128, 1, True, 1000, False),
+        ("cpu", torch.float32, 128, 1, True, 1000, False),
+    ],
+)
+def test_sddmm_takes_the_tensor_cores_where_they_serve(
+    device, dtype, head_bytes, heads, aligned, num_src, able
+):
+    adj = structure(device, num_src=num_src)
+    arguments = (dtype, head_bytes, heads, aligned)
+    served = "flashsparse" if able else "csr"
+    assert policy.sddmm_algorithm(adj, "csr", *arguments) == "csr"
+    assert policy.sddmm_algorithm(adj, "flashsparse", *arguments) == served
+    assert policy.sddmm_algorithm(adj, "auto", *arguments, True) == served  # dense vectors
+    if not able:
+        assert policy.sddmm_algorithm(adj, "auto", *arguments) == "csr"
+    assert adj.uses == 0
+
+
+@pytest.fixture(autouse=True)
+def shared_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of shared memory that a block may have: the last element, at first an H200's."""
+    state = [227 * 1024]
+    monkeypatch.setattr(gpu, "shared_memory", lambda device: state[-1])
+    return state
+
+
+@pytest.mark.parametrize("algorithm", ["tca", "hr"])
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "heads", "aligned", "able"),
+    [
+        ("cuda", torch.float16, 64, 1, True, True),
+        ("cuda", torch.bfloat16, 8, 1, True, True),
+        ("cuda", torch.float16, 64, 2, True, False),
+        ("cuda", torch.float16, 64, 1, False, False),
+        ("cuda", torch.float16, 0, 1, True, False),
+        ("cuda", torch.float32, 64, 1, True, False),
+        ("cuda", torch.float64, 64, 1, True, False),
+        ("cpu", torch.float16, 64, 1, True, False),
+    ],
+)
+def test_direct_kernels_serve_where_they_can(algorithm, device, dtype, width, heads, aligned, able):
+    adj = structure(device)
+    picked = policy.spmm_algorithm(adj, algorithm, dtype, width, heads, aligned)
+    assert picked == (algorithm if able else "csr")
+    assert adj.uses == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "heads", "num_edges", "picked"),
+    [
+        (torch.float16, 32, 1, 5_000_000, "csr"),
+        (torch.float16, 64, 1, 1_000_000, "flashsparse"),
+        (torch.float16, 128, 1, 1_000_000, "flashsparse"),
+        (torch.float16, 128, 1, 250_000, "csr"),  # fewer than three entries a row
+        (torch.bfloat16, 512, 1, 1_000_000, "flashsparse"),
+        (torch.float32, 32, 1, 5_000_000, "csr"),
+        (torch.float32, 128, 1, 5_000_000, "csr"),
+        (torch.float16, 128, 4, 1_000_000, "csr"),
+    ],
+)
+def test_sddmm_by_itself_takes_what_measured_faster(dtype, width, heads, num_edges, picked):
+    arguments = ("auto", dtype, width * dtype.itemsize, heads, True)
+    assert policy.sddmm_algorithm(structure(num_edges=num_edges), *arguments) == picked
+    few = structure(num_dst=10_000, num_edges=100_000)
+    assert policy.sddmm_algorithm(few, *arguments) == "csr"
+
+
+@pytest.mark.parametrize(
+    ("width", "num_edges", "vectors", "picked"),
+    [
+        (64, 1_000_000, 0.80, "flashsparse"),
+        (64, 1_000_000, 0.90, "csr"),
+        (64, 300_000, 0.80, "csr"),  # too few entries a row
+        (16, 300_000, 0.90, "csr"),
+        (16, 1_000_000, 0.90, "flashsparse"),
+        (64, 100_000, 0.90, "flashsparse"),
+        (100, 100_000, 0.90, "csr"),
+    ],
+)
+def test_spmm_in_float32_takes_what_measured_faster(width, num_edges, vectors, picked):
+    adj = structure(num_edges=num_edges, bsb=SimpleNamespace(num_vectors=int(vectors * num_edges)))
+    assert policy.spmm_algorithm(adj, "auto", torch.float32, width, 1, True) == picked
+    assert policy.spmm_algorithm(adj, "auto", torch.float32, width, 1, True, True) == "flashsparse"
+    assert policy.spmm_algorithm(adj, "auto", torch.float16, width, 1, True) == "flashsparse"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("shape", "width", "in_csr", "in_tca"),
+    [
+        ((2048, 512), 256, True, True),
+        ((512, 512), 256, True, False),
+        ((511, 512), 256, False, False),
+        ((256, 1024), 256, False, False),
+        ((9000, 802), 256, True, True),
+        ((9000, 803), 256, False, False),
+        ((2, 1), 256, True, True),
+        ((2, 0), 256, False, False),
+    ],
+)
+def test_spmm_gathers_from_shared_memory_where_sources_fit(shape, width, dtype, in_csr, in_tca):
+    adj = structure(num_dst=shape[0], num_src=shape[1], has_bsb=False)
+    arguments = (dtype, width, 1, True)
+    assert policy.spmm_resident(adj, "csr", *arguments) == in_csr
+    assert policy.spmm_resident(adj, "tca", *arguments) == in_tca
+    assert not policy.spmm_resident(adj, "flashsparse", *arguments)
+    assert not policy.spmm_resident(adj, "hr", *arguments)
+    if in_csr:
+        assert policy.spmm_algorithm(adj, "auto", *arguments) == "csr"
+        assert policy.spmm_algorithm(adj, "flashsparse", *arguments) == "flashsparse"
+        assert policy.spmm_algorithm(adj, "auto", *arguments, True) == "flashsparse"  # dense vectors
+        assert adj.uses == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "resident"),
+    [
+        (torch.float32, 28, False),
+        (torch.float32, 32, True),
+        (torch.float16, 64, False),
+        (torch.float16, 72, True),
+        (torch.bfloat16, 64, False),
+    ],
+)
+def test_shared_memory_wants_half_a_tile_of_features(dtype, width, resident):
+    adj = structure(num_dst=2048, num_src=512, has_bsb=False)
+    for algorithm in ("csr", "tca"):
+        assert policy.spmm_resident(adj, algorithm, dtype, width, 1, True) == resident
+
+
+@pytest.mark.parametrize(
+    ("num_dst", "num_src", "edges", "vectors", "width", "has_bsb", "picked"),
+    [
+        (2048, 512, 524_288, 0.25, 128, True, "flashsparse"),
+        (2048, 512, 524_288, 0.25, 96, True, "csr"),
+        (2048, 512, 524_288, 0.55, 256, True, "flashsparse"),
+        (2048, 512, 524_288, 0.65, 256, True, "csr"),
+        (2048, 512, 524_288, 0.25, 256, False, "csr"),
+        (2048, 512, 209_715, 0.52, 256, True, "csr"),
+        (512, 2048, 209_715, 0.52, 256, True, "flashsparse"),  # csr gathers from the L2
+        (512, 2048, 209_715, 0.65, 256, True, "csr"),
+        (512, 2048, 209_715, 0.52, 128, True, "csr"),
+        (512, 2048, 209_715, 0.52, 256, False, "csr"),
+    ],
+)
+def test_csr_of_few_windows_gives_way_to_much_sharing_in_float32(
+    num_dst, num_src, edges, vectors, width, has_bsb, picked
+):
+    bsb = SimpleNamespace(num_vectors=int(vectors * edges))
+    adj = structure(num_dst=num_dst, num_src=num_src, num_edges=edges, has_bsb=has_bsb, bsb=bsb)
+    arguments = ("auto", torch.float32, width, 1, True)
+    assert policy.spmm_algorithm(adj, *arguments, weighted=False) == picked
+    assert policy.spmm_algorithm(adj, *arguments, weighted=True) == "csr"
+    assert adj.uses == 0
+
+
+def test_tca_of_long_rows_gathers_from_the_l2():
+    """Where rows are as few as sources."""
+    short, long = (structure(num_dst=512, num_src=512, num_edges=128 * 512 + more) for more in (0, 1))
+    for algorithm, adj, gathers in (("tca", short, True), ("tca", long, False), ("csr", long, True)):
+        assert policy.spmm_resident(adj, algorithm, torch.float16, 256, 1, True) == gathers
+
+
+def test_what_cannot_gather_from_shared_memory(shared_memory):
+    adj = structure(num_dst=2048, num_src=512)
+    for algorithm in ("csr", "tca"):
+        assert policy.spmm_resident(adj, algorithm, torch.float16, 256, 1, True)
+        assert not policy.spmm_resident(adj, algorithm, torch.float16, 256, 2, True)
+        assert not policy.spmm_resident(adj, algorithm, torch.float16, 256, 1, False)
+        assert not policy.spmm_resident(adj, algorithm, torch.float64, 256, 1, True)
+        cpu = structure("cpu", num_dst=2048, num_src=512)
+        assert not policy.spmm_resident(cpu, algorithm, torch.float16, 256, 1, True)
+        padded = structure(num_dst=2048, num_src=512, is_padded=True)
+        assert not policy.spmm_resident(padded, algorithm, torch.float16, 256, 1, True)
+    shared_memory.append(99 * 1024)
+    assert not policy.spmm_resident(adj, "csr", torch.float16, 256, 1, True)
+    small = structure(num_dst=2048, num_src=290)
+    assert policy.spmm_resident(small, "csr", torch.float16, 256, 1, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("num_dst", "num_edges", "width", "picked"),
+    [
+        (512, 209_715, 256, "csr"),
+        (256, 52_428, 256, "csr"),
+        (256, 1_000_000, 256, "flashsparse"),  # slices of long rows are many
+        (19_717, 88_651, 32, "flashsparse"),  # pubmed
+        (2708, 10_556, 64, "flashsparse"),  # cora: rows are short
+    ],
+)
+def test_spmm_of_few_windows_leaves_the_tensor_cores(dtype, num_dst, num_edges, width, picked):
+    vectors = SimpleNamespace(num_vectors=num_edges // 2)
+    adj = structure(num_dst=num_dst, num_edges=num_edges, bsb=vectors)
+    assert policy.spmm_algorithm(adj, "auto", dtype, width, 1, True) == picked
+
+
+@pytest.mark.parametrize(
+    ("num_dst", "width", "weighted", "picked"),
+    [
+        (2048, 16, False, "flashsparse"),
+        (2048, 16, True, "csr"),
+        (2048, 20, False, "csr"),
+        (1000, 16, False, "csr"),
+    ],
+)
+def test_few_windows_of_narrow_features_in_float32(num_dst, width, weighted, picked):
+    adj = structure(num_dst=num_dst, num_src=1024, num_edges=60 * num_dst)
+    assert policy.spmm_algorithm(adj, "auto", torch.float32, width, 1, True, weighted=weighted) == picked
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "num_edges", "width", "picked"),
+    [
+        ((2048, 512), 104_857, 128, "csr"),
+        ((2048, 512), 104_857, 256, "csr"),
+        ((2048, 512), 104_857, 32, "tca"),  # nothing in shared memory
+        ((2048, 512), 262_144, 128, "csr"),
+        ((2048, 512), 314_572, 128, "flashsparse"),  # much is gathered
+        ((2048, 512), 209_715, 256, "flashsparse"),
+        ((2048, 512), 20_923, 256, "flashsparse"),  # short rows
+        ((2048, 512), 20_923, 128, "csr"),
+        ((2048, 512), 40_960, 256, "csr"),
+        ((512, 512), 52_428, 256, "csr"),
+        ((512, 512), 131_072, 256, "tca"),  # long rows, which tca gathers from the L2
+        ((512, 512), 131_072, 64, "tca"),
+        ((800, 800), 125_000, 256, "csr"),  # many row tiles
+        ((2048, 512), 104_857, 64, "tca"),  # rows of half a tile
+        ((1024, 512), 262_144, 128, "csr"),  # tca would gather from shared memory too
+    ],
+)
+def test_16_bit_features_in_shared_memory_go_to_csr(dtype, shape, num_edges, width, picked):
+    adj = structure(num_dst=shape[0], num_src=shape[1], num_edges=num_edges)
+    arguments = ("auto", dtype, width, 1, True)
+    assert policy.spmm_algorithm(adj, *arguments, weighted=False) == picked
+    assert policy.spmm_algorithm(adj, *arguments, weighted=True) == "csr"
+    assert adj.uses == 0
+
+
+def test_what_gathers_from_shared_memory_needs_no_work_list(capturing):
+    """Short rows and many gathers, which wait for flashsparse, and what never does."""
+    for num_edges, width, uses in ((104_857, 128, 0), (20_923, 256, 1), (209_715, 256, 1)):
+        adj = structure(num_dst=2048, num_src=512, num_edges=num_edges, has_bsb=False, has_row_split=False)
+        assert policy.spmm_algorithm(adj, "auto", torch.float16, width, 1, True, weighted=False) == "csr"
+        assert adj.uses == uses
+
+
+@pytest.mark.parametrize(
+    ("num_dst", "num_edges", "width", "picked", "picked_first"),
+    [
+        (512, 104_857, 64, "tca", "tca"),
+        (512, 104_857, 128, "csr", "tca"),
+        (512, 104_857, 256, "csr", "tca"),
+        (512, 104_857, 320, "flashsparse", "tca"),  # many row tiles
+        (512, 6144, 256, "csr", "tca"),  # short rows
+        (512, 209_715, 128, "csr", "tca"),
+        (512, 209_715, 256, "flashsparse", "tca"),  # much is gathered
+        (512, 700_000, 48, "tca", "tca"),
+    ],
+)
+def test_few_windows_in_16_bit(capturing, num_dst, num_edges, width, picked, picked_first):
+    """Of structures whose sources do not fit into shared memory."""
+    arguments = ("auto", torch.float16, width, 1, True)
+    adj = structure(num_dst=num_dst, num_src=2048, num_edges=num_edges)
+    assert policy.spmm_algorithm(adj, *arguments, weighted=False) == picked
+    assert policy.spmm_algorithm(adj, *arguments, weighted=True) == "csr"
+    facts = {"has_bsb": False, "has_row_split": False}
+    new = structure(num_dst=num_dst, num_src=2048, num_edges=num_edges, **facts)
+    picks = [policy.spmm_algorithm(new, *arguments, weighted=False) for _ in range(policy.REUSE)]
+    assert picks == [picked_first] * policy.REUSE
+    if picked == "csr":  # which builds its work list after as many uses as others are converted after
+        capturing.append(True)  # but not now
+        assert policy.spmm_algorithm(new, *arguments, weighted=False) == "tca"
+        capturing.append(False)
+        assert policy.spmm_algorithm(new, *arguments, weighted=False) == "csr"
+    torch.use_deterministic_algorithms(True)
+    try:
+        always_tca = picked == picked_first
+        assert policy.spmm_algorithm(new, *arguments, weighted=False) == ("tca" if always_tca else "csr")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_edges", "heads", "has_row_split", "picked"),
+    [
+        (torch.float16, 500_000, 1, False, "tca"),
+        (torch.bfloat16, 500_000, 1, False, "tca"),
+        (torch.float32, 500_000, 1, False, "csr"),
+        (torch.float16, 500_000, 1, True, "csr"),
+        (torch.float16, 500_000, 2, False, "csr"),
+        (torch.float16, 700_000, 1, False, "csr"),
+        (torch.float16, 300_000, 1, False, "csr"),  # too few entries a row, too many rows
+    ],
+)
+def test_small_structures_seen_first_take_what_needs_no_work_list(
+    capturing, dtype, num_edges, heads, has_row_split, picked
+):
+    adj = structure(num_edges=num_edges, has_bsb=False, has_row_split=has_row_split)
+    assert policy.spmm_algorithm(adj, "auto", dtype, 64, heads, True, weighted=False) == picked
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert policy.spmm_algorithm(adj, "auto", dtype, 64, heads, True, weighted=False) == "csr"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("num_dst", "width", "picked"),
+    [(2048, 32, "tca"), (2048, 512, "tca"), (2048, 520, "csr"), (16_384, 64, "tca"), (16_385, 64, "csr")],
+)
+def test_few_rows_seen_first_take_what_needs_no_work_list(capturing, num_dst, width, picked):
+    """However few entries they have."""
+    adj = structure(num_dst=num_dst, num_edges=1000, has_bsb=False, has_row_split=False)
+    assert policy.spmm_algorithm(adj, "auto", torch.float16, width, 1, True, weighted=False) == picked
+
+
+def test_both_operators_count_towards_one_conversion(capturing):
+    converted = []
+
+    def try_bsb() -> bool:
+        converted.append(adj.uses)
+        adj.has_bsb = True
+        return True
+
+    adj = structure(has_bsb=False, try_bsb=try_bsb)
+
+    def pick(turn: int) -> str:
+        if turn % 2:
+            return policy.spmm_algorithm(adj, "auto", torch.float16, 64, 1, True)
+        return policy.sddmm_algorithm(adj, "auto", torch.float16, 256, 1, True)
+
+    assert [pick(turn) for turn in range(16)] == ["csr"] * 16
+    capturing.append(True)
+    assert pick(0) == "csr"
+    capturing.append(False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert pick(0) == "csr"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not converted
+    assert pick(0) == pick(1) == "flashsparse"
+    assert converted == [19]
+
+
+def test_sddmm_builds_no_work_list_under_capture(capturing):
+    adj = structure(has_sddmm_structure=False)
+    arguments = ("auto", torch.float16, 256, 1, True)
+    assert policy.sddmm_algorithm(adj, *arguments) == "flashsparse"
+    capturing.append(True)
+    assert policy.sddmm_algorithm(adj, *arguments) == "csr"
+    adj.has_sddmm_structure = True
+    assert policy.sddmm_algorithm(adj, *arguments) == "flashsparse"
+
+
+@pytest.mark.parametrize(
+    ("rule", "values"),
+    [(policy.sddmm_slice_blocks, {8, 16, 64}), (policy.sddmm_run_blocks, {1, 2, 4, 8})],
+)
+def test_work_lists_of_sddmm_grow_with_the_structure(rule, values):
+    lengths = [rule(1 << bits) for bits in range(30)]
+    assert lengths == sorted(lengths)
+    assert set(lengths) == values

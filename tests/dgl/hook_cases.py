@@ -1,0 +1,84 @@
+"""DGL with and without `enable()`: the same call on both sides, outputs and gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from dgl_cases import fastsparse_dgl
+from torch import Tensor
+
+
+@contextlib.contextmanager
+def enabled(**options: Any) -> Iterator[None]:
+    """DGL on FastSparse inside, and DGL's own code outside again."""
+    fastsparse_dgl.enable(**options)
+    try:
+        yield
+    finally:
+        fastsparse_dgl.disable()
+
+
+def tensors_of(item: Any) -> list[Tensor]:
+    """All tensors of a result, in order."""
+    if isinstance(item, Tensor):
+        return [item]
+    if isinstance(item, dict):
+        return [leaf for key in sorted(item, key=str) for leaf in tensors_of(item[key])]
+    if isinstance(item, (list, tuple)):
+        return [leaf for part in item for leaf in tensors_of(part)]
+    return []
+
+
+def moved(item: Any, device: str) -> Any:
+    """Leaves of a fresh graph of autograd's, on a device; all that has `to` moves too."""
+    if isinstance(item, Tensor):
+        copy = item.detach().clone().to(device)
+        return copy.requires_grad_() if item.is_floating_point() else copy
+    if isinstance(item, dict):
+        return {key: moved(part, device) for key, part in item.items()}
+    if isinstance(item, (list, tuple)):
+        return type(item)(moved(part, device) for part in item)
+    return item
+
+
+def run(function: Callable[..., Any], graph: Any, inputs: Any, device: str = "cpu") -> list[Tensor]:
+    """Outputs and gradients of `function(graph, *inputs)`, on the CPU again."""
+    inputs = moved(inputs, device)
+    graph = graph.to(device)
+    outputs = tensors_of(function(graph, *inputs))
+    upstream = [
+        torch.randn(out.shape, generator=torch.Generator().manual_seed(nth), dtype=torch.float64).to(out)
+        for nth, out in enumerate(outputs)
+    ]
+    pairs = [(out, up) for out, up in zip(outputs, upstream, strict=True) if out.requires_grad]
+    leaves = [leaf for leaf in tensors_of(inputs) if leaf.requires_grad]
+    if pairs and leaves:
+        sum((out * up).sum() for out, up in pairs).backward()
+    found = outputs + [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    assert all(str(tensor.device).startswith(device) for tensor in found)
+    return [tensor.detach().cpu() for tensor in found]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-5) -> None:
+    """Shapes, dtypes and numbers, to ``tolerance`` of each tensor's largest entry."""
+    assert len(found) == len(expected)
+    for nth, (got, want) in enumerate(zip(found, expected, strict=True)):
+        assert got.shape == want.shape, (nth, got.shape, want.shape)
+        assert got.dtype == want.dtype, (nth, got.dtype, want.dtype)
+        scale = float(want.abs().max()) if want.numel() else 0.0
+        torch.testing.assert_close(
+            got, want, rtol=0, atol=tolerance * max(scale, 1e-30), msg=lambda text, nth=nth: f"{nth}: {text}"
+        )
+
+
+def check(
+    function: Callable[..., Any], graph: Any, inputs: Any, device: str, tolerance: float = 1e-5
+) -> None:
+    """`function` gives on ``device`` with `enable()` what it gives on the CPU without."""
+    expected = run(function, graph, inputs)
+    with enabled():
+        found = run(function, graph, inputs, device)
+    assert_same(found, expected, tolerance)

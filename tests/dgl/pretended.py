@@ -1,0 +1,171 @@
+"""A GPU that is not there: tensors that say they lie on `the device`, computed on the CPU.
+
+As on a GPU, what lies on the device and what does not cannot meet in an operator, so that a tensor that was
+left on the wrong side is found on a machine without one. Kernels of FastSparse get the tensors underneath.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from dgl_cases import dgl, fastsparse_dgl
+from torch import Tensor
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from fastsparse_core import Adjacency
+from fastsparse_core.structure.adjacency import from_handle
+from fastsparse_dgl import caching, graph
+
+backend_registration._setup_privateuseone_for_python_backend("pretended")
+
+DEVICE = torch.device("pretended:0")
+aten = torch.ops.aten
+_build, _transpose = graph.adjacency_from_index, Adjacency._transpose
+
+#: Operators between the two sides.
+_COPIES = (aten.copy_.default, aten._to_copy.default)
+#: Those whose indices may lie on the CPU.
+_INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
+
+
+class Pretended(Tensor):
+    """A tensor on the device that is not there."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Pretended:
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=DEVICE,
+        )
+        made.inner = inner
+        return made  # type: ignore[no-any-return]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def tolist(self) -> Any:
+        return self.inner.tolist()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("can't convert the device device type tensor to numpy")
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        return f"Pretended({self.inner!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Pretended, (self.inner,)
+
+
+class Pretend(TorchDispatchMode):
+    """Where the device is there, for what makes tensors."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    tensors: list[Tensor] = []
+    tree_map(lambda it: tensors.append(it) if isinstance(it, Tensor) else None, (args, kwargs))
+    on_device = [it for it in tensors if isinstance(it, Pretended)]
+    wraps = bool(on_device)
+    if "device" in kwargs and kwargs["device"] is not None:
+        wraps = torch.device(kwargs["device"]).type == DEVICE.type
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+        if func is aten._to_copy.default:
+            pass
+    elif func is aten.copy_.default:
+        wraps = isinstance(args[0], Pretended)
+    if func not in _COPIES and func not in _INDEXED:
+        others = [it for it in tensors if not isinstance(it, Pretended) and it.dim()]
+        if on_device and others:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two, cpu and the device: {func}"
+            )
+    if func.namespace == "fastsparse" and on_device:
+        names = [argument.name for argument in func._schema.arguments]
+        place = names.index("adjacency")
+        args = (*args[:place], _twin(from_handle(args[place])).handle, *args[place + 1 :])
+    args, kwargs = tree_map(lambda it: it.inner if isinstance(it, Pretended) else it, (args, kwargs))
+    out = func(*args, **kwargs)
+    if func._schema.name.endswith("_") and isinstance(on_device[0] if on_device else None, Pretended):
+        return on_device[0]
+    if "out" in kwargs and on_device:
+        return next(it for it in on_device if it.inner is kwargs["out"])
+    if not wraps:
+        return out
+    return tree_map(lambda it: Pretended(it) if isinstance(it, Tensor) else it, out)
+
+
+def _twin(adj: Adjacency) -> Adjacency:
+    """The same structure where kernels can read it."""
+    if not isinstance(adj.rowptr, Pretended):
+        return adj
+    if not hasattr(adj, "twin"):
+        state = {
+            name: item.inner if isinstance(item, Pretended) else item for name, item in adj.__getstate__().items()
+        }
+        twin = Adjacency.__new__(Adjacency)
+        twin.__setstate__(state)
+        adj.twin = twin  # type: ignore[attr-defined]
+    return adj.twin  # type: ignore[attr-defined, no-any-return]
+
+
+@contextlib.contextmanager
+def pretended_device() -> Iterator[str]:
+    """The device is there inside, and FastSparse is enabled for graphs on it."""
+    with pytest.MonkeyPatch.context() as patch, Pretend():
+        patch.setitem(dgl.ndarray.DGLContext.STR2MASK, DEVICE.type, 2)
+        for module in (dgl.backend, sys.modules["dgl.backend.pytorch.tensor"]):
+            patch.setattr(module, "to_backend_ctx", _to_backend_ctx)
+        patch.setattr(dgl.backend, "copy_to", lambda tensor, device, **_: tensor.to(device))
+        patch.setattr(torch, "tensor", _tensor)
+        patch.setattr(caching, "adjacency_from_index", _build_and_move)
+        patch.setattr(graph, "adjacency_from_index", _build_and_move)
+        patch.setattr(Adjacency, "_transpose", _transpose_twin)
+        fastsparse_dgl.enable(_devices=(DEVICE.type,))
+        try:
+            yield str(DEVICE)
+        finally:
+            fastsparse_dgl.disable()
+
+
+_real_tensor = torch.tensor
+
+
+def _tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
+    """`torch.tensor`, which makes its tensor where no mode sees it."""
+    made = _real_tensor(data, **kwargs)
+    return made if device is None else made.to(device)
+
+
+def _to_backend_ctx(context: Any) -> torch.device:
+    return DEVICE if context.device_type == 2 else torch.device("cpu")
+
+
+def _build_and_move(index: Any, device: torch.device) -> Adjacency:
+    return _build(index, torch.device("cpu")).to(device)
+
+
+def _transpose_twin(adj: Adjacency) -> Adjacency:
+    if not isinstance(adj.rowptr, Pretended):
+        return _transpose(adj)
+    moved = _transpose(_twin(adj)).to(DEVICE)
+    moved._parent = weakref.ref(adj)
+    return moved

@@ -1,0 +1,253 @@
+"""DGL's sampler and loader on the core's sampler: blocks against the graph, layers on them, both devices."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from dgl_cases import DGLError, dgl, fastsparse_dgl, homogeneous, random_edges
+from torch import Tensor
+
+from fastsparse_core.structure import adjacency as core_adjacency
+from fastsparse_core import log
+from fastsparse_core.sampling import features
+from fastsparse_dgl.dataloading import neighbor_sampler
+
+pytestmark = pytest.mark.filterwarnings("ignore:Dataloader CPU affinity")
+
+NID, EID = dgl.NID, dgl.EID
+
+
+def with_data(idtype: torch.dtype = torch.int64):
+    graph = homogeneous(idtype)
+    graph.ndata["feat"] = torch.randn(30, 6)
+    graph.ndata["label"] = torch.arange(30)
+    graph.edata["weight"] = torch.rand(120)
+    graph.edata["mask"] = torch.arange(120) % 3 > 0
+    return graph
+
+
+def hetero():
+    edges = {
+        ("author", "writes", "paper"): random_edges(9, 12, 50),
+        ("paper", "of", "author"): random_edges(12, 9, 40, 1),
+        ("paper", "cites", "paper"): random_edges(12, 12, 40, 2),
+    }
+    graph = dgl.heterograph(edges, num_nodes_dict={"author": 9, "paper": 12})
+    for name in graph.ntypes:
+        graph.nodes[name].data["feat"] = torch.randn(graph.num_nodes(name), 5)
+    return graph
+
+
+@pytest.fixture
+def without_dgls_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this DGL could hold graphs on no device at hand."""
+    monkeypatch.setattr(neighbor_sampler, "dgl_can_hold", lambda device: False)
+
+
+def loader(graph, sampler, device: str, indices=None, **options):
+    indices = torch.arange(30, dtype=graph.idtype) if indices is None else indices
+    options = {"batch_size": 8, "shuffle": True, **options}
+    return fastsparse_dgl.DataLoader(graph, indices, sampler, device=device, **options)
+
+
+def check_blocks(graph, inputs: Tensor, outputs: Tensor, blocks: list, fanouts: list[int]) -> None:
+    """Edges are the graph's, nodes of a block are the next one's sources, every node has its neighbours."""
+    source_of, destination_of = (ends.cpu() for ends in graph.edges())
+    degree = graph.in_degrees()
+    assert len(blocks) == len(fanouts)
+    for number, (block, fanout) in enumerate(zip(blocks, fanouts, strict=True)):
+        sources, destinations = block.srcdata[NID].cpu(), block.dstdata[NID].cpu()
+        assert torch.equal(sources[: destinations.numel()], destinations)
+        assert block.num_src_nodes() == sources.numel()
+        assert block.num_dst_nodes() == destinations.numel()
+        assert torch.equal(sources, inputs.cpu() if number == 0 else blocks[number - 1].dstdata[NID].cpu())
+        source, destination = (ends.cpu().long() for ends in block.edges())
+        ids = block.edata[EID].cpu().long()
+        assert block.num_edges() == ids.numel() == ids.unique().numel()
+        assert torch.equal(source_of[ids], sources[source])
+        assert torch.equal(destination_of[ids], destinations[destination])
+        own = degree[destinations.long()]
+        wanted = own if fanout < 0 else own.clamp(max=fanout)
+        assert torch.equal(torch.bincount(destination, minlength=destinations.numel()), wanted)
+    assert torch.equal(outputs.cpu(), blocks[-1].dstdata[NID].cpu())
+
+
+@pytest.mark.parametrize("idtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_blocks(idtype, workers, device):
+    graph = with_data(idtype)
+    sampler = fastsparse_dgl.NeighborSampler(
+        [3, -1], prefetch_node_feats=["feat"], prefetch_labels=["label"], prefetch_edge_feats=["weight"]
+    )
+    assert isinstance(sampler, dgl.dataloading.NeighborSampler)
+    batches = loader(graph, sampler, device, num_workers=workers)
+    for _ in range(2):
+        seen = []
+        for inputs, outputs, blocks in batches:
+            check_blocks(graph, inputs, outputs, blocks, [3, -1])
+            assert inputs.dtype == outputs.dtype == idtype
+            assert blocks[0].device.type == inputs.device.type == device
+            assert torch.equal(blocks[0].srcdata["feat"].cpu(), graph.ndata["feat"][inputs.cpu().long()])
+            assert torch.equal(blocks[-1].dstdata["label"].cpu(), outputs.cpu().long())
+            for block in blocks:
+                weight = graph.edata["weight"][block.edata[EID].cpu().long()]
+                assert torch.equal(block.edata["weight"].cpu(), weight)
+            seen.append(outputs.cpu().long())
+        assert torch.equal(torch.cat(seen).sort().values, torch.arange(30))
+
+
+def test_blocks_without_dgls(without_dgls_blocks):
+    """The block that stands in for DGL's on a GPU, here on the CPU."""
+    graph = with_data()
+    sampler = fastsparse_dgl.NeighborSampler([3, 2])
+    inputs, outputs, blocks = sampler.sample_blocks(graph, torch.tensor([4, 9, 17]))
+    assert all(isinstance(block, fastsparse_dgl.SampledBlock) for block in blocks)
+    check_blocks(graph, inputs, outputs, blocks, [3, 2])
+    assert "num_edges=" in repr(blocks[0])
+    with pytest.raises(KeyError, match="etype"):
+        blocks[0]["other"]
+    lstm = fastsparse_dgl.FastSAGEConv(6, 3, "lstm")
+    with pytest.raises(DGLError, match="needs a DGLGraph, got SampledBlock"):
+        lstm(blocks[0], graph.ndata["feat"][inputs])
+
+
+LAYERS = {
+    "sage": lambda package, prefix: getattr(package, f"{prefix}SAGEConv")(6, 4, "mean"),
+    "graph_conv": lambda package, prefix: getattr(package, f"{prefix}GraphConv")(
+        6, 4, allow_zero_in_degree=True
+    ),
+    "gat": lambda package, prefix: getattr(package, f"{prefix}GATConv")(6, 4, 1, allow_zero_in_degree=True),
+    "gin": lambda package, prefix: getattr(package, f"{prefix}GINConv")(torch.nn.Linear(6, 4)),
+}
+
+
+@pytest.mark.parametrize("stand_in", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name, stand_in, device, monkeypatch):
+    if stand_in:
+        monkeypatch.setattr(neighbor_sampler, "dgl_can_hold", lambda device: False)
+    graph = with_data()
+    torch.manual_seed(0)
+    fast = LAYERS[name](fastsparse_dgl, "Fast").to(device)
+    original = LAYERS[name](dgl.nn, "")
+    original.load_state_dict({key: value.cpu() for key, value in fast.state_dict().items()})
+    sampler = fastsparse_dgl.NeighborSampler([3], prefetch_node_feats=["feat"])
+    for inputs, outputs, (block,) in (
+        loader(graph, sampler, device) if device == "cuda" else blocks_of(graph, sampler)
+    ):
+        feat = graph.ndata["feat"][inputs.cpu()]
+        with monkeypatch.context() as patch:
+            patch.setattr(core_adjacency, "inspect_rows", refuse)
+            found = fast(block, feat.to(device))
+        source, destination = (ends.cpu() for ends in block.edges())
+        dgls = dgl.create_block(
+            (source, destination), num_src_nodes=inputs.numel(), num_dst_nodes=outputs.numel()
+        )
+        torch.testing.assert_close(found.cpu(), original(dgls, feat), rtol=1e-4, atol=1e-5)
+
+
+def refuse(*args, **kwargs):
+    raise AssertionError("the block was looked at again")
+
+
+def blocks_of(graph, sampler):
+    for seeds in torch.randperm(30).split(8):
+        yield sampler.sample_blocks(graph, seeds)
+
+
+@pytest.mark.parametrize("stand_in", [False, True])
+def test_edge_types(stand_in, device, monkeypatch):
+    if stand_in:
+        monkeypatch.setattr(neighbor_sampler, "dgl_can_hold", lambda device: False)
+    graph = hetero()
+    fanouts = [dict.fromkeys(graph.canonical_etypes, 2), {"writes": 3, "of": 1, "cites": -1}]
+    sampler = fastsparse_dgl.NeighborSampler(fanouts)
+    seeds = {"paper": torch.tensor([3, 8, 1])}
+    if device == "cuda":
+        batches = list(loader(graph, sampler, device, indices=seeds, batch_size=2))
+    else:
+        batches = [sampler.sample(graph, seeds)]
+    layer = fastsparse_dgl.FastHeteroGraphConv(
+        {name: fastsparse_dgl.FastSAGEConv(5, 4, "mean") for name in graph.etypes}
+    ).to(device)
+    for inputs, outputs, blocks in batches:
+        assert set(outputs) == {"paper"}
+        for name in graph.ntypes:
+            assert torch.equal(blocks[0].srcnodes[name].data[NID], inputs[name])
+        feat = {name: graph.nodes[name].data["feat"].to(device)[ids] for name, ids in inputs.items()}
+        out = layer(blocks[0], feat)
+        for name in graph.canonical_etypes:
+            for block in blocks:
+                ids = block.edges[name].data[EID].cpu()
+                source, destination = (ends.cpu() for ends in block.edges(etype=name))
+                sources, destinations = (
+                    block.srcnodes[name[0]].data[NID].cpu(),
+                    block.dstnodes[name[2]].data[NID].cpu(),
+                )
+                ends = graph.find_edges(ids, etype=name) if ids.numel() else (ids, ids)
+                assert torch.equal(ends[0], sources[source])
+                assert torch.equal(ends[1], destinations[destination])
+                assert block.num_edges(name) == ids.numel()
+        assert out["paper"].shape == (blocks[0].num_dst_nodes("paper"), 4)
+
+
+def test_weights_and_masks(device):
+    graph = with_data()
+    graph.edata["weight"][::2] = 0
+    for options, allowed in (
+        ({"prob": "weight"}, graph.edata["weight"] > 0),
+        ({"mask": "mask"}, graph.edata["mask"]),
+    ):
+        sampler = fastsparse_dgl.NeighborSampler([-1], **options)
+        for _, outputs, (block,) in loader(graph, sampler, device):
+            ids = block.edata[EID].cpu()
+            wanted = (torch.isin(graph.edges()[1], outputs.cpu()) & allowed).nonzero().flatten()
+            assert torch.equal(ids.sort().values, wanted)
+
+
+def test_torch_seeds_blocks(device):
+    graph = with_data()
+    batches = loader(graph, fastsparse_dgl.NeighborSampler([2, 2]), device, shuffle=False)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        runs.append([inputs.tolist() for inputs, _, _ in batches])
+    assert runs[0] == runs[1]
+
+
+def test_what_is_left_to_dgl(caplog, monkeypatch):
+    monkeypatch.setattr(log, "_seen", set())
+    caplog.set_level(logging.INFO, logger="fastsparse_dgl")
+    graph = with_data()
+    sampler = fastsparse_dgl.NeighborSampler([2], edge_dir="out")
+    sampler.sample_blocks(graph, torch.tensor([1, 2]))
+    fastsparse_dgl.NeighborSampler([2], fused=False).sample_blocks(
+        graph, torch.tensor([1, 2]), exclude_eids=torch.tensor([0])
+    )
+    told = [record.message for record in caplog.records]
+    assert any("edge_dir is 'out'" in message for message in told)
+    assert any("edges are excluded" in message for message in told)
+
+
+@pytest.mark.gpu
+def test_features_that_stay_with_the_host(caplog, monkeypatch):
+    monkeypatch.setattr(log, "_seen", set())
+    monkeypatch.setattr(features, "_SHARE_OF_FREE", -1.0)
+    caplog.set_level(logging.INFO)
+    graph = with_data()
+    sampler = fastsparse_dgl.NeighborSampler([2], prefetch_node_feats=["feat"])
+    for inputs, _, (block,) in loader(graph, sampler, "cuda", num_workers=2, use_uva=True):
+        assert torch.equal(block.srcdata["feat"].cpu(), graph.ndata["feat"][inputs.cpu()])
+    told = [record.message for record in caplog.records]
+    assert any("reads over PCIe" in message for message in told)
+    assert any(message.startswith("num_workers, use_uva: ignored") for message in told)
+
+
+def test_an_interrupted_epoch(device):
+    graph = with_data()
+    batches = loader(graph, fastsparse_dgl.NeighborSampler([2, 2]), device)
+    next(iter(batches))
+    outputs = torch.cat([outputs for _, outputs, _ in batches])
+    assert torch.equal(outputs.cpu().sort().values, torch.arange(30))

@@ -1,0 +1,292 @@
+"""DGL's operators on FastSparse: results and gradients of every one are DGL's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from dgl_cases import GRAPHS, DGLError, bipartite, dgl, fastsparse_dgl, homogeneous
+from hook_cases import check, enabled, run
+from torch import Tensor
+
+ops = dgl.ops
+
+
+def draw(rows: int, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers away from 0, by which may be divided."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.rand(rows, *shape, generator=generator) + 0.5
+    sign = torch.randint(2, numbers.shape, generator=generator) * 2 - 1
+    return (numbers * sign).to(dtype)
+
+
+def hostile() -> Any:
+    """Isolated nodes, a repeated edge, a heavy row, in no order."""
+    src = torch.tensor([5, 3, 3, 0, 1, 2, 4, 5, 6, 0, 8])
+    dst = torch.tensor([3, 3, 3, 3, 7, 3, 3, 0, 3, 0, 3])
+    return dgl.graph((src, dst), num_nodes=12)
+
+
+def without_infinity(out: Any) -> Any:
+    """What `update_all` makes of an operator's result; DGL gives its gradient in empty rows to row 0."""
+    if isinstance(out, (tuple, list)):
+        return [without_infinity(part) for part in out]
+    return dgl.backend.replace_inf_with_zero(out)
+
+
+#: Feature shapes of nodes and of edges that broadcast.
+SHAPES = [((), ()), ((3,), (3,)), ((3,), (1,)), ((1,), (4,)), ((3,), ()), ((), (3,)), ((2, 3), (2, 1)),
+          ((2, 3), (1, 3)), ((2, 3), (3,)), ((4, 1, 3), (2, 1)), ((2, 1, 3), (1, 5, 1))]  # fmt: skip
+
+
+@pytest.mark.parametrize("op", ["add", "sub", "mul", "div"])
+@pytest.mark.parametrize("reduce", ["sum", "max", "min", "mean"])
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_gspmm(op: str, reduce: str, shapes: Any, device: str) -> None:
+    graph = hostile()
+    x, e = draw(12, *shapes[0]), draw(11, *shapes[1], seed=1)
+    check(lambda g, x, e: without_infinity(getattr(ops, f"u_{op}_e_{reduce}")(g, x, e)), graph, (x, e), device)
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("reduce", ["sum", "max", "min", "mean"])
+@pytest.mark.parametrize("shape", [(), (7,), (2, 3)], ids=str)
+def test_copies(graph: str, reduce: str, shape: Any, device: str) -> None:
+    made = GRAPHS[graph]()
+    x, e = draw(made.num_src_nodes(), *shape), draw(made.num_edges(), *shape)
+    check(lambda g, x: getattr(ops, f"copy_u_{reduce}")(g, x), made, (x,), device)
+    if graph != "csc":  # DGL itself cannot: "Check notnull: edges"
+        check(lambda g, e: getattr(ops, f"copy_e_{reduce}")(g, e), made, (e,), device)
+
+
+@pytest.mark.parametrize("reduce", ["max", "min"])
+def test_empty_rows_of_extrema(reduce: str, device: str) -> None:
+    graph = hostile()
+    x = draw(12, 2)
+    expected = getattr(ops, f"copy_u_{reduce}")(graph, x)
+    with enabled():
+        found = getattr(ops, f"copy_u_{reduce}")(graph.to(device), x.to(device))
+        assert torch.equal(found.cpu(), expected)
+    assert expected.isinf().any()
+
+
+@pytest.mark.parametrize("x_at", "uve")
+@pytest.mark.parametrize("y_at", "uve")
+@pytest.mark.parametrize("op", ["add", "sub", "mul", "div", "dot"])
+def test_gsddmm(x_at: str, y_at: str, op: str, device: str) -> None:
+    graph = bipartite()
+    rows = {"u": graph.num_src_nodes(), "v": graph.num_dst_nodes(), "e": graph.num_edges()}
+    if op == "dot":
+        shapes: Any = [((), ()), ((3,), (3,)), ((2, 3), (2, 3)), ((2, 3), (1, 3)), ((5, 1, 3), (2, 3))]
+    else:
+        shapes = SHAPES
+    for x_shape, y_shape in shapes:
+        x, y = draw(rows[x_at], *x_shape), draw(rows[y_at], *y_shape, seed=1)
+        call = lambda g, x, y: ops.gsddmm(g, op, x, y, x_at, y_at)  # noqa: E731
+        check(call, graph, (x, y), device)
+
+
+@pytest.mark.parametrize("graph", ["homogeneous", "batched", "block-int32"])
+def test_copies_to_edges(graph: str, device: str) -> None:
+    made = GRAPHS[graph]()
+    check(lambda g, x: ops.copy_u(g, x), made, (draw(made.num_src_nodes(), 3),), device)
+    check(lambda g, x: ops.copy_v(g, x), made, (draw(made.num_dst_nodes()),), device)
+
+
+@pytest.mark.parametrize("norm_by", ["dst", "src"])
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (2, 3, 1)], ids=str)
+def test_edge_softmax(norm_by: str, shape: Any, device: str) -> None:
+    graph = hostile()
+    check(lambda g, e: ops.edge_softmax(g, e, norm_by=norm_by), graph, (draw(11, *shape),), device)
+    some = torch.tensor([0, 3, 4, 9])
+    check(
+        lambda g, e, ids: ops.edge_softmax(g, e, eids=ids, norm_by=norm_by), graph, (draw(4, *shape), some), device
+    )
+
+
+@pytest.mark.parametrize("reduce", ["max", "min"])
+@pytest.mark.parametrize("op", ["copy_u", "copy_e", "u_mul_e", "u_add_e"])
+def test_ties_go_to_the_first_edge(op: str, reduce: str, device: str) -> None:
+    """As in DGL's CUDA kernels; its CPU's take the first or the last by the shapes and the processor."""
+    call = getattr(ops, f"{op}_{reduce}")
+    operands = {"copy_u": "u", "copy_e": "e"}.get(op, "ue")
+    inputs = [torch.ones(12 if which == "u" else 11, 2) for which in operands]
+    with enabled():
+        _, *gradients = run(lambda *it: without_infinity(call(*it)), hostile(), inputs, device)
+    upstream = torch.randn(12, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64).float()
+    edge, row = torch.tensor([7, 0, 4]), torch.tensor([0, 3, 7])
+    for which, gradient in zip(operands, gradients, strict=True):
+        expected = torch.zeros_like(gradient)
+        expected.index_add_(0, hostile().edges()[0][edge] if which == "u" else edge, upstream[row])
+        torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "max", "min", "mean"])
+def test_segment_reduce(reduce: str, device: str) -> None:
+    length = torch.tensor([3, 0, 1, 5, 0])
+    for x in (draw(9), draw(9, 4), torch.ones(9, 2, 3)):
+        check(lambda _, x, n: ops.segment_reduce(n, x, reduce), homogeneous(), (x, length), device)
+    softmax = lambda _, x, n: ops.segment_softmax(n, x)  # noqa: E731
+    check(softmax, homogeneous(), (draw(9, 4), length), device)
+
+
+@pytest.mark.parametrize("width", [4, 33])
+def test_products_by_type(width: int, device: str) -> None:
+    a, b = draw(9, width), draw(5, width, 3, seed=1)
+    length = torch.tensor([3, 0, 1, 5, 0])
+    kind = torch.tensor([0, 3, 3, 1, 0, 3, 4, 4, 0])
+    check(lambda _, a, b: ops.segment_mm(a, b, length), homogeneous(), (a, b), device)
+    check(lambda _, a, b, kind: ops.gather_mm(a, b, idx_b=kind), homogeneous(), (a, b, kind), device)
+    with enabled():
+        run(lambda _, a, b: ops.segment_mm(a, b, length.new_zeros(5)), homogeneous(), (a[:0], b), device)
+
+
+def heterogeneous(idtype: torch.dtype = torch.int64) -> Any:
+    """Two types of nodes, three of edges, two of which end in the same type."""
+    generator = torch.Generator().manual_seed(0)
+    edges = {
+        ("user", "follows", "user"): (torch.randint(6, (15,), generator=generator),
+                                      torch.randint(6, (15,), generator=generator)),
+        ("item", "near", "user"): (torch.randint(5, (9,), generator=generator),
+                                   torch.randint(4, (9,), generator=generator)),
+        ("user", "rates", "item"): (torch.randint(6, (11,), generator=generator),
+                                    torch.randint(5, (11,), generator=generator)),
+    }  # fmt: skip
+    return dgl.heterograph(edges, num_nodes_dict={"user": 6, "item": 5}, idtype=idtype)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "max", "min"])
+def test_heterogeneous_gspmm(reduce: str, device: str) -> None:
+    graph = heterogeneous()
+    x = [draw(graph.num_nodes(kind), 3, seed=nth) for nth, kind in enumerate(graph.ntypes)]
+    e = [draw(graph.num_edges(kind), 3, seed=nth + 5) for nth, kind in enumerate(graph.etypes)]
+    check(lambda g, *x: without_infinity(getattr(ops, f"copy_u_{reduce}")(g, list(x))), graph, x, device)
+    check(lambda g, *e: without_infinity(getattr(ops, f"copy_e_{reduce}")(g, list(e))), graph, e, device)
+    if reduce == "sum":
+        for op in ("add", "sub", "mul", "div"):
+            name = f"u_{op}_e_sum"
+            call = lambda g, *it: getattr(ops, name)(g, list(it[:2]), list(it[2:]))  # noqa: B023, E731
+            check(call, graph, x + e, device)
+
+
+@pytest.mark.parametrize("op", ["add", "sub", "mul", "div", "dot"])
+@pytest.mark.parametrize("ends", ["u v", "v u", "e v", "u e"])
+def test_heterogeneous_gsddmm(op: str, ends: str, device: str) -> None:
+    graph = heterogeneous()
+    rows = {"e": [graph.num_edges(kind) for kind in graph.etypes]}
+    rows["u"] = rows["v"] = [graph.num_nodes(kind) for kind in graph.ntypes]
+    x_at, y_at = ends.split()
+    x = [draw(count, 3, seed=nth) for nth, count in enumerate(rows[x_at])]
+    y = [draw(count, 3, seed=nth + 5) for nth, count in enumerate(rows[y_at])]
+    call = lambda g, *it: getattr(ops, f"{x_at}_{op}_{y_at}")(g, list(it[: len(x)]), list(it[len(x) :]))  # noqa: E731
+    with torch.no_grad():  # DGL's own gradients of these are wrong or missing
+        expected = [out.detach() for out in call(graph, *x, *y)]
+        with enabled():
+            found = call(graph.to(device), *(it.to(device) for it in x + y))
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got.cpu(), want)
+
+
+@pytest.mark.parametrize("norm_by", ["dst", "src"])
+def test_heterogeneous_edge_softmax(norm_by: str, device: str) -> None:
+    graph = heterogeneous()
+    e = {kind: draw(graph.num_edges(kind), 2) for kind in graph.canonical_etypes}
+    check(lambda g, e: ops.edge_softmax(g, e, norm_by=norm_by), graph, (e,), device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_dtypes(dtype: torch.dtype, device: str) -> None:
+    """Those that DGL lacks on the CPU too: like float32's results for the same numbers."""
+    graph = homogeneous()
+    x, e = draw(30, 2, 4, dtype=dtype), draw(120, 2, 1, dtype=dtype, seed=1)
+
+    def layer(g: Any, x: Tensor, e: Tensor) -> list[Tensor]:
+        weight = ops.edge_softmax(g, ops.e_add_v(g, e, x.sum(-1, keepdim=True)))
+        return [ops.u_mul_e_sum(g, x, weight), ops.u_add_e_max(g, x, e), ops.u_dot_v(g, x, x)]
+
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    expected = run(layer, graph, (x.to(wide), e.to(wide)))
+    with enabled():
+        found = run(layer, graph, (x, e), device)
+    bound = {torch.float64: 1e-12, torch.float16: 8e-3, torch.bfloat16: 6e-2}[dtype]
+    for got, want in zip(found, expected, strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.to(wide), want, rtol=0, atol=bound * float(want.abs().max()))
+
+
+def test_second_derivatives() -> None:
+    graph = hostile()
+    x, e = draw(12, 2, 3, dtype=torch.float64), draw(11, 2, 1, dtype=torch.float64)
+    y = draw(12, 2, 3, dtype=torch.float64, seed=4)
+    calls = {
+        "u_mul_e_sum": (ops.u_mul_e_sum, (x, e)),
+        "u_add_e_mean": (ops.u_add_e_mean, (x, e)),
+        "u_mul_v": (ops.u_mul_v, (x, y)),
+        "e_mul_v": (ops.e_mul_v, (e, y)),
+        "u_dot_e": (ops.u_dot_e, (x, draw(11, 2, 3, dtype=torch.float64, seed=5))),
+        "copy_e_max": (lambda *it: without_infinity(ops.copy_e_max(*it)), (e,)),
+    }
+    with enabled():
+        for name, (call, inputs) in calls.items():
+            leaves = moved_leaves(inputs)
+            assert torch.autograd.gradcheck(lambda *it: call(graph, *it), leaves), name  # noqa: B023
+            assert torch.autograd.gradgradcheck(lambda *it: call(graph, *it), leaves), name  # noqa: B023
+
+
+def moved_leaves(inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(it.clone().requires_grad_() for it in inputs)
+
+
+def test_graphs_without_edges_or_nodes(device: str) -> None:
+    with enabled():
+        for graph in (dgl.graph(([], []), num_nodes=4), dgl.graph(([], []), num_nodes=0)):
+            n = graph.num_nodes()
+            x, e = torch.ones(n, 3), torch.ones(0, 3)
+            for reduce in ("sum", "max", "mean"):
+                (out, *_) = run(
+                    lambda g, x, e: getattr(ops, f"u_mul_e_{reduce}")(g, x, e), graph, (x, e), device  # noqa: B023
+                )
+                assert out.shape == (n, 3) and not out.any()
+            (out, *_) = run(lambda g, x, e: ops.u_add_v(g, x, x), graph, (x, e), device)
+            assert out.shape == (0, 3)
+            (out, *_) = run(lambda g, x, e: ops.edge_softmax(g, e), graph, (x, e), device)
+            assert out.shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda g: ops.copy_u_sum(g, torch.ones(29, 2)), "30 rows"),
+        (lambda g: ops.u_mul_e_sum(g, torch.ones(30, 2), torch.ones(120, 2).double()), "one data type"),
+        (lambda g: ops.u_mul_e_sum(g, torch.ones(30, 2), torch.ones(120, 3)), "broadcasting"),
+        (lambda g: ops.u_dot_v(g, torch.ones(30, 2), torch.ones(30, 1)), "last dimension"),
+        (lambda g: ops.copy_u_sum(g, torch.ones(30, 2).long()), "int64"),
+        (lambda g: ops.copy_u_sum(g, torch.ones(30, 2, device="meta")), "like the graph"),
+    ],
+)
+def test_bad_input(call: Any, message: str) -> None:
+    with enabled(), pytest.raises(DGLError, match=message):
+        call(homogeneous())
+
+
+def test_enable_is_undone() -> None:
+    before = [ops.gspmm, dgl.backend.gspmm, dgl.heterograph_index.HeteroGraphIndex.copy_to]
+    fastsparse_dgl.enable()
+    fastsparse_dgl.enable()
+    assert fastsparse_dgl.is_enabled()
+    assert ops.gspmm is not before[0]
+    fastsparse_dgl.disable()
+    fastsparse_dgl.disable()
+    assert [ops.gspmm, dgl.backend.gspmm, dgl.heterograph_index.HeteroGraphIndex.copy_to] == before
+    assert "__call__" not in vars(dgl._ffi.function.Function)
+
+
+def test_another_dgl_is_refused_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = dgl.ops.spmm.gspmm
+    monkeypatch.setattr(dgl.backend, "segment_reduce", lambda op, x: None)
+    monkeypatch.delattr(dgl.backend, "gather_mm")
+    with pytest.raises(DGLError, match=r"segment_reduce takes \(op, x\).*gather_mm does not exist"):
+        fastsparse_dgl.enable()
+    assert not fastsparse_dgl.is_enabled()
+    assert dgl.ops.spmm.gspmm is original

@@ -1,0 +1,174 @@
+"""FastGINEConv: outputs, all gradients, every option."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from pyg_cases import as_kind, close, random_graph, same, simple_graph
+from torch import nn
+from torch_geometric.nn import GINEConv
+
+from fastsparse_core import log
+from fastsparse_pyg import FastGINEConv, accelerate, prepare, restore
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
+OPTIONS = [
+    {},
+    {"eps": 0.5},
+    {"train_eps": True},
+    {"edge_dim": 3},
+    {"edge_dim": 40, "train_eps": True},
+    {"flow": "target_to_source", "edge_dim": 3},
+]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
+
+
+def pair(device: str, dtype: torch.dtype = torch.float32, **options: object) -> tuple[GINEConv, FastGINEConv]:
+    reference, layer = (conv(network(), **options).to(device, dtype) for conv in (GINEConv, FastGINEConv))
+    return reference, layer
+
+
+def draw(rows: int, width: int, device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.usefixtures("kernels_only")
+def test_matches_the_original(device, options, dtype):
+    edge_index = random_graph(device=device)
+    reference, layer = pair(device, dtype, **options)
+    x, edge_attr = (
+        draw(40, 6, device, dtype),
+        draw(edge_index.size(1), options.get("edge_dim", 6), device, dtype),
+    )
+    for graph in (edge_index, prepare(edge_index, 40, flow=layer.flow)):
+        same(
+            reference,
+            layer,
+            lambda conv: conv(x, edge_index, edge_attr),
+            [x, edge_attr],
+            fast_call=lambda conv, graph=graph: conv(x, graph, edge_attr),
+            tolerance=TOLERANCE[dtype],
+            floor=1,
+        )
+
+
+@pytest.mark.parametrize("options", [{}, {"edge_dim": 3}], ids=str)
+@pytest.mark.parametrize(("num_src", "num_dst"), [(40, 25), (25, 40)])
+@pytest.mark.usefixtures("kernels_only")
+def test_bipartite(device, options, num_src, num_dst):
+    edge_index = random_graph(num_src, num_dst, device=device)
+    reference, layer = pair(device, **options)
+    x_src, x_dst = draw(num_src, 6, device), draw(num_dst, 6, device)
+    edge_attr = draw(edge_index.size(1), options.get("edge_dim", 6), device)
+    for x, size in (((x_src, x_dst), None), ((x_src, None), (num_src, num_dst))):
+        same(
+            reference,
+            layer,
+            lambda conv, x=x, size=size: conv(x, edge_index, edge_attr, size),
+            [x_src, x_dst, edge_attr],
+            tolerance=2e-5,
+            floor=1,
+        )
+
+
+@pytest.mark.parametrize("kind", ["edge_index_int32", "EdgeIndex", "EdgeIndex_sorted", "Adjacency"])
+@pytest.mark.usefixtures("kernels_only")
+def test_every_kind_of_graph(device, kind):
+    edge_index = simple_graph(device=device)
+    reference, layer = pair(device, edge_dim=3)
+    x, edge_attr = draw(40, 6, device), draw(edge_index.size(1), 3, device)
+    graph = as_kind(kind, edge_index, 40, 40)
+    same(
+        reference,
+        layer,
+        lambda conv: conv(x, edge_index, edge_attr),
+        [x, edge_attr],
+        fast_call=lambda conv: conv(x, graph, edge_attr),
+        floor=1,
+    )
+
+
+def test_the_original_runs_where_no_kernel_can_and_says_why(monkeypatch, caplog):
+    monkeypatch.setattr(log, "_seen", set())
+    caplog.set_level(logging.INFO)
+    edge_index = random_graph()
+    x, edge_attr = draw(40, 6, "cpu"), draw(edge_index.size(1), 6, "cpu")
+    cases = [
+        ({"aggr": "mean"}, x, edge_attr, "aggr='mean'"),
+        ({}, x, edge_attr[:, :1].expand(-1, 6).double(), "features of two dtypes"),
+        ({}, x[None], edge_attr, "features that are not one matrix per side"),
+    ]
+    for options, given, edges, why in cases:
+        reference, layer = pair("cpu", **options)
+        if edges.dtype == torch.float64:
+            reference, layer = (copy.deepcopy(conv).double() for conv in (reference, layer))
+        for _ in range(2):
+            same(reference, layer, lambda conv, x=given, e=edges: conv(x, edge_index, e), [], floor=1)
+        assert caplog.text.count(why) == 1
+    # An Adjacency is written back for it.
+    reference, layer = pair("cpu", aggr="max")
+    close(layer(x, prepare(edge_index, 40), edge_attr), reference(x, edge_index, edge_attr))
+
+
+def test_hooks_on_the_linear_map_see_rows(monkeypatch, caplog):
+    monkeypatch.setattr(log, "_seen", set())
+    caplog.set_level(logging.INFO)
+    edge_index = random_graph()
+    x, edge_attr = draw(40, 6, "cpu"), draw(edge_index.size(1), 3, "cpu")
+    _, layer = pair("cpu", edge_dim=3)
+    expected = layer(x, edge_index, edge_attr)
+    assert "unfused" not in caplog.text
+    seen = []
+    layer.lin.register_forward_hook(lambda module, inputs, out: seen.append(out.shape))
+    close(layer(x, edge_index, edge_attr), expected)
+    assert seen == [(edge_index.size(1), 6)]
+    assert caplog.text.count("unfused") == 1
+
+
+def test_edge_features_that_do_not_fit(device):
+    edge_index = random_graph(device=device)
+    _, layer = pair(device)
+    with pytest.raises(ValueError, match="dimensionalities do not match"):
+        layer(draw(40, 6, device), edge_index, draw(edge_index.size(1), 3, device))
+    with pytest.raises(ValueError, match="edge_attr: expected one row per edge"):
+        layer(draw(40, 6, device), edge_index, draw(edge_index.size(1) - 1, 6, device))
+    graph = prepare(edge_index, 40, add_self_loops=True)
+    with pytest.raises(ValueError, match="add_self_loops=False"):
+        layer(draw(40, 6, device), graph, draw(edge_index.size(1), 6, device))
+
+
+@pytest.mark.usefixtures("kernels_only")
+def test_under_autocast_results_have_the_original_dtype(device):
+    edge_index = random_graph(device=device)
+    reference, layer = pair(device, edge_dim=3)
+    x, edge_attr = draw(40, 6, device), draw(edge_index.size(1), 3, device)
+    with torch.autocast(device, torch.bfloat16):
+        same(
+            reference,
+            layer,
+            lambda conv: conv(x, edge_index, edge_attr),
+            [x, edge_attr],
+            tolerance=5e-2,
+            floor=1,
+        )
+
+
+def test_accelerate_and_restore(device):
+    edge_index = random_graph(device=device)
+    reference, _ = pair(device, edge_dim=3)
+    x, edge_attr = draw(40, 6, device), draw(edge_index.size(1), 3, device)
+    expected = reference(x, edge_index, edge_attr)
+    accelerate(reference, show=False)
+    assert type(reference) is FastGINEConv
+    close(reference(x, edge_index, edge_attr), expected)
+    restore(reference)
+    assert type(reference) is GINEConv

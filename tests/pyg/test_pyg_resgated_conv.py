@@ -1,0 +1,148 @@
+"""FastResGatedGraphConv: outputs, all gradients, every option."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from pyg_cases import KINDS, as_kind, close, random_graph, same, simple_graph
+from torch import Tensor, nn
+from torch_geometric.nn import ResGatedGraphConv
+
+from fastsparse_core import log
+from fastsparse_pyg import FastResGatedGraphConv, accelerate, prepare, restore
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
+OPTIONS = [
+    {},
+    {"root_weight": False},
+    {"bias": False},
+    {"act": torch.nn.Tanh()},
+    {"edge_dim": 3},
+    {"edge_dim": 2, "root_weight": False, "bias": False},
+    {"flow": "target_to_source", "edge_dim": 3},
+]
+
+
+def pair(
+    *args: object, device: str, dtype: torch.dtype = torch.float32, **options: object
+) -> tuple[ResGatedGraphConv, FastResGatedGraphConv]:
+    reference, layer = (
+        conv(*args, **options).to(device, dtype) for conv in (ResGatedGraphConv, FastResGatedGraphConv)
+    )
+    return reference, layer
+
+
+def draw(rows: int, width: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True)
+
+
+def edges_of(
+    edge_index: Tensor, options: dict, device: str, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """The layer's third argument, if it takes one."""
+    return [draw(edge_index.size(1), options["edge_dim"], device, dtype)] if "edge_dim" in options else []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.usefixtures("kernels_only")
+def test_matches_the_original(device, options, dtype):
+    edge_index = random_graph(device=device)
+    reference, layer = pair(6, 5, device=device, dtype=dtype, **options)
+    x, edges = draw(40, 6, device, dtype), edges_of(edge_index, options, device, dtype)
+    for graph in (edge_index, prepare(edge_index, 40, flow=layer.flow)):
+        same(
+            reference,
+            layer,
+            lambda conv: conv(x, edge_index, *edges),
+            [x, *edges],
+            fast_call=lambda conv, graph=graph: conv(x, graph, *edges),
+            tolerance=TOLERANCE[dtype],
+            floor=1,
+        )
+
+
+@pytest.mark.parametrize("options", [{}, {"edge_dim": 3}], ids=str)
+@pytest.mark.parametrize(("num_src", "num_dst"), [(40, 25), (25, 40)])
+@pytest.mark.usefixtures("kernels_only")
+def test_bipartite(device, options, num_src, num_dst):
+    edge_index = random_graph(num_src, num_dst, device=device)
+    reference, layer = pair((6, 4), 5, device=device, **options)
+    x, edges = (draw(num_src, 6, device), draw(num_dst, 4, device)), edges_of(edge_index, options, device)
+    call = lambda conv: conv(x, edge_index, *edges)  # noqa: E731
+    same(reference, layer, call, [*x, *edges], tolerance=2e-5, floor=1)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("coo", "csr", "SparseTensor")])
+@pytest.mark.usefixtures("kernels_only")
+def test_every_kind_of_graph(device, kind):
+    edge_index = simple_graph(device=device)
+    reference, layer = pair(6, 5, device=device)
+    x, graph = draw(40, 6, device), as_kind(kind, edge_index, 40, 40)
+    call, fast_call = lambda conv: conv(x, edge_index), lambda conv: conv(x, graph)
+    same(reference, layer, call, [x], fast_call=fast_call, tolerance=2e-5, floor=1)
+
+
+@pytest.mark.usefixtures("kernels_only")
+def test_lazy_sizes(device):
+    edge_index = random_graph(device=device)
+    reference, layer = pair(-1, 5, device=device)
+    x = draw(40, 6, device)
+    for conv in (reference, layer):
+        conv(x, edge_index)
+    same(reference, layer, lambda conv: conv(x, edge_index), [x], tolerance=2e-5, floor=1)
+
+
+def test_the_original_runs_where_no_kernel_can_and_says_why(monkeypatch, caplog):
+    monkeypatch.setattr(log, "_seen", set())
+    caplog.set_level(logging.INFO)
+    edge_index = random_graph()
+    x = draw(40, 6, "cpu")
+    for options, why in (
+        ({"act": nn.Tanh()}, "act=Tanh() has no kernel"),
+        ({"act": torch.tanh, "edge_dim": 2}, "act=<built-in method tanh"),
+        ({"aggr": "max"}, "aggr='max'"),
+        ({"edge_dim": 40}, "40 features of an edge, more than 32"),
+    ):
+        reference, layer = pair(6, 5, device="cpu", **options)
+        edges = edges_of(edge_index, options, "cpu")
+        for _ in range(2):
+            same(reference, layer, lambda conv, e=edges: conv(x, edge_index, *e), [x, *edges], floor=1)
+        assert caplog.text.count(why) == 1
+    with pytest.raises(AssertionError):
+        pair(6, 5, edge_dim=3, device="cpu")[1](x, edge_index)
+
+
+def test_hooks_on_linear_maps_run(monkeypatch):
+    edge_index = random_graph()
+    x = draw(40, 6, "cpu")
+    for options in ({}, {"edge_dim": 3}):
+        reference, layer = pair(6, 5, device="cpu", **options)
+        edges = edges_of(edge_index, options, "cpu")
+        for conv in (reference, layer):
+            conv.lin_value.register_forward_hook(lambda module, inputs, out: 2 * out)
+        same(reference, layer, lambda conv, e=edges: conv(x, edge_index, *e), [x, *edges], floor=1)
+
+
+@pytest.mark.parametrize("options", [{}, {"edge_dim": 3}], ids=str)
+@pytest.mark.usefixtures("kernels_only")
+def test_under_autocast_results_have_the_original_dtype(device, options):
+    edge_index = random_graph(device=device)
+    reference, layer = pair(6, 5, device=device, **options)
+    x, edges = draw(40, 6, device), edges_of(edge_index, options, device)
+    with torch.autocast(device, torch.bfloat16):
+        same(reference, layer, lambda conv: conv(x, edge_index, *edges), [x, *edges], tolerance=5e-2, floor=1)
+
+
+def test_accelerate_and_restore(device):
+    edge_index = random_graph(device=device)
+    reference, _ = pair(6, 5, device=device)
+    x = draw(40, 6, device)
+    expected = reference(x, edge_index)
+    accelerate(reference, show=False)
+    assert type(reference) is FastResGatedGraphConv
+    close(reference(x, edge_index), expected)
+    restore(reference)
+    assert type(reference) is ResGatedGraphConv
