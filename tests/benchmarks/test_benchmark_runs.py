@@ -703,6 +703,20 @@ def test_unknown_graph_is_refused_by_the_parser(capsys: pytest.CaptureFixture[st
     assert "'redit' is not in the suite" in capsys.readouterr().err
 
 
+def test_pna(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
+    from benchmarks import pna
+
+    draw = pna.draw_edges
+    monkeypatch.setattr(pna, "draw_edges", lambda name, device: draw(name, device, 6))
+    result = result_of(tmp_path, "pna", "--device cpu --width 16 --budget-ms 1")
+    cells = result["cells"]
+    assert [cell["status"] for cell in cells] == ["ok"] * 8
+    assert all(cell["error"] < 1e-3 for cell in cells if cell["implementation"] == "fastsparse")
+    (table,) = tables.pna(result)
+    assert len(table.rows) == 4
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if name in ("train", "host", "cpu"):

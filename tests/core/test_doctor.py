@@ -35,6 +35,7 @@ OPERATORS = [
     "maxk and ssd",
     "attention edge_attr",
     "gatv2_attention edge_attr",
+    "multi_aggregate",
 ]
 
 

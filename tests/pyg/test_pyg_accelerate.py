@@ -35,6 +35,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "GATv2Conv": lambda: pyg.GATv2Conv(6, 4, heads=2),
     "GCNConv": lambda: pyg.GCNConv(6, 4),
     "GINConv": lambda: pyg.GINConv(nn.Sequential(nn.Linear(6, 4), nn.ReLU()), train_eps=True),
+    "PNAConv": lambda: pyg.PNAConv(6, 4, ["mean", "max"], ["identity", "attenuation"], torch.arange(9)),
     "ResGatedGraphConv": lambda: pyg.ResGatedGraphConv(6, 4),
     "SAGEConv": lambda: pyg.SAGEConv(6, 4),
     "TransformerConv": lambda: pyg.TransformerConv(6, 4, heads=2, beta=True),
