@@ -56,6 +56,8 @@ from fastsparse_core.ops._common import sum_of_rows
 from fastsparse_core.ops._spmm_launch import add_transposed
 from fastsparse_core.ops._ssd_launch import slotted_ssd
 from fastsparse_core.ops.csr_to_dense import csr_to_dense
+from fastsparse_core.sampling import NeighborSampler
+from fastsparse_core.sampling.features import gather_from_host
 
 #: Where parts run; the tests, which only want to know that the calls are right, take the CPU.
 DEVICE = "cuda"
@@ -522,6 +524,25 @@ def structures() -> None:
     grouped().prepare()
 
 
+def batches() -> None:
+    """Sampled batches: every way to draw, tables with and without keys, rows read from the host's memory."""
+    adj = heavy()
+    size = max(adj.shape)
+    square = Adjacency.from_coo(adj.row(), adj.col, (size, size))
+    weight = torch.rand(square.num_edges, device=DEVICE)
+    seeds = torch.arange(40, device=DEVICE)
+    ways: tuple[dict[str, bool], ...] = ({}, {"replace": True}, {"disjoint": True}, {"induced": True})
+    for way in ways:
+        for fanouts in ([3, 7], [15, 30], [-1, 50]):
+            for of_way in ({}, {"weight": weight}):
+                sample = NeighborSampler(square, fanouts, **way, **of_way).sample(seeds)
+                sample.edges.adjacency.in_degree()
+    if DEVICE == "cuda":
+        index = torch.randint(50, (70,), device=DEVICE)
+        for dtype, width in ((F32, 8), (F32, 7), (torch.uint8, 3)):
+            gather_from_host(torch.ones(50, width, dtype=dtype).pin_memory(), index)
+
+
 def written_out(dtype: torch.dtype) -> None:
     """The dense matrix of a structure, in vectors and by elements."""
     for adj in (heavy(), long()):
@@ -593,10 +614,11 @@ PARTS: dict[str, Part] = {
     "structures": Part(
         (
             *("inspect", "compress", "row_split", "hybrid_rows", "group_rows", "edge_softmax"),
-            *("csr_to_dense", "sum_of_rows"),
+            *("csr_to_dense", "sum_of_rows", "sample_neighbors"),
         ),
         (
             structures,
+            batches,
             *(
                 functools.partial(call, d)
                 for call in (softmax_of_edges, written_out, column_sums)

@@ -26,6 +26,7 @@ from .host import host
 from .maxk import maxk
 from .minibatch import minibatch
 from .regret import regret
+from .sampling import sampling
 from .sanitizer import sanitizer, sanitizer_in_short
 from .scaling import scaling
 from .sddmm import sddmm, sddmm_in_short
@@ -61,6 +62,7 @@ __all__ = [
     "regret",
     "relative",
     "report",
+    "sampling",
     "sanitizer",
     "scaling",
     "sddmm",
@@ -93,6 +95,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "accuracy": accuracy,
     "choice": choice,
     "minibatch": minibatch,
+    "sampling": sampling,
     "regret": regret,
     "sparse_linear": sparse_linear,
     "sanitizer": sanitizer,
@@ -129,6 +132,7 @@ ABOUT = {
     "accuracy": "As FlashSparse's table 8: no precision may lose more than one standard deviation.",
     "choice": "Which algorithm wins where, and what `auto` picks; see docs/choosing.md.",
     "minibatch": "Structure, forward and backward of batches whose structures are new each time.",
+    "sampling": "Batches of sampled neighbours drawn on the GPU and the CPU, and epochs from the loader.",
     "regret": "What the picks of `auto` cost; the better algorithm in brackets where it is another.",
     "sparse_linear": "Pruned linear layers: spmm against a dense product with the zeros written out.",
     "sanitizer": "Every kernel on small structures under compute-sanitizer; the parts are those of"
@@ -171,6 +175,7 @@ CHAPTERS = {
     "scaling": Chapter("Several GPUs", scaling, ("speedup",)),
     "choice": Chapter("Choice of the algorithm", choice_in_short, ("choice",)),
     "minibatch": Chapter("Mini-batches", minibatch),
+    "sampling": Chapter("Neighbour sampling", sampling),
     "regret": Chapter("Choice of the algorithm, by number of uses", regret),
     "sparse_linear": Chapter("Pruned linear layers", sparse_linear),
     "accuracy": Chapter("Accuracy of trained models", accuracy),
