@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> Path:
     out = recorder("sampling", options)
     out.note(
         "draw: a batch by the clock, from seeds on the device to its structure, node and edge ids there, and"
-        " sizes on the host; 'blocks' draws anew for all nodes in every hop, as the plain PyTorch sampler does, and"
+        " sizes on the host; 'blocks' draws anew for all nodes in every hop, as the plain sampler does, and"
         " 'once' once for every node, as PyG does"
     )
     out.note(
