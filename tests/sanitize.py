@@ -57,6 +57,8 @@ from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform
 from fastsparse_core.ops._common import sum_of_rows
 from fastsparse_core.ops._spmm_plan import add_transposed
 from fastsparse_core.ops._ssd_launch import slotted_ssd
+from fastsparse_core.sampling import NeighborSampler
+from fastsparse_core.sampling.features import gather_from_host
 
 #: Where parts run; the tests, which only want to know that the calls are right, take the CPU.
 DEVICE = "cuda"
@@ -548,6 +550,31 @@ def structures() -> None:
     grouped().prepare()
 
 
+def batches() -> None:
+    """Sampled batches: every way to draw, tables with and without keys, rows read from the host's memory."""
+    adj = heavy()
+    size = max(adj.shape)
+    square = Adjacency.from_coo(adj.row(), adj.col, (size, size))
+    weight = torch.rand(square.num_edges, device=DEVICE)
+    seeds = torch.arange(40, device=DEVICE)
+    ways: tuple[dict[str, bool], ...] = ({}, {"replace": True}, {"disjoint": True}, {"induced": True})
+    for way in ways:
+        for fanouts in ([3, 7], [15, 30], [-1, 50]):
+            for of_way in ({}, {"weight": weight}):
+                sample = NeighborSampler(square, fanouts, **way, **of_way).sample(seeds)
+                sample.edges.adjacency.in_degree()
+    if DEVICE == "cuda":
+        index = torch.randint(50, (70,), device=DEVICE)
+        for dtype, width in ((F32, 8), (F32, 7), (torch.uint8, 3)):
+            gather_from_host(torch.ones(50, width, dtype=dtype).pin_memory(), index)
+
+
+def written_out(dtype: torch.dtype) -> None:
+    """The dense matrix of a structure, in vectors and by elements."""
+    for adj in (heavy(), long()):
+        csr_to_dense(adj, draw(adj.num_edges, dtype=dtype))
+
+
 def column_sums(dtype: torch.dtype) -> None:
     """Rows in vectors and by elements, few columns and many, parts that end early and empty ones."""
     for num_rows, width in ((5000, 8), (4100, 1), (4099, 47), (6000, 2100)):
@@ -618,9 +645,11 @@ PARTS: dict[str, Part] = {
         (
             *("inspect", "compress", "row_split", "hybrid_rows", "group_rows", "edge_softmax"),
             "sum_of_rows",
+            *("csr_to_dense", "sum_of_rows", "sample_neighbors"),
         ),
         (
             structures,
+            batches,
             *(
                 functools.partial(call, d)
                 for call in (softmax_of_edges, column_sums)

@@ -27,6 +27,7 @@ from .maxk import maxk
 from .minibatch import minibatch
 from .pna import pna
 from .regret import regret
+from .sampling import sampling
 from .sanitizer import sanitizer, sanitizer_in_short
 from .scaling import scaling
 from .sddmm import sddmm, sddmm_in_short
@@ -62,6 +63,7 @@ __all__ = [
     "regret",
     "relative",
     "report",
+    "sampling",
     "sanitizer",
     "scaling",
     "sddmm",
@@ -95,6 +97,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "accuracy": accuracy,
     "choice": choice,
     "minibatch": minibatch,
+    "sampling": sampling,
     "regret": regret,
     "sanitizer": sanitizer,
 }
@@ -132,6 +135,7 @@ ABOUT = {
     "accuracy": "As FlashSparse's table 8: no precision may lose more than one standard deviation.",
     "choice": "Which algorithm wins where, and what `auto` picks; see docs/dev/choosing.md.",
     "minibatch": "Structure, forward and backward of batches whose structures are new each time.",
+    "sampling": "Batches of sampled neighbours drawn on the GPU and the CPU, and epochs from the loader.",
     "regret": "What the picks of `auto` cost; the better algorithm in brackets where it is another.",
     "sanitizer": "Every kernel on small structures under compute-sanitizer; the parts are those of"
     " `tests/sanitize.py`.",
@@ -174,6 +178,7 @@ CHAPTERS = {
     "scaling": Chapter("Several GPUs", scaling, ("speedup",)),
     "choice": Chapter("Choice of the algorithm", choice_in_short, ("choice",)),
     "minibatch": Chapter("Mini-batches", minibatch),
+    "sampling": Chapter("Neighbour sampling", sampling),
     "regret": Chapter("Choice of the algorithm, by number of uses", regret),
     "accuracy": Chapter("Accuracy of trained models", accuracy),
     "adjacency": Chapter("Building a structure", adjacency_in_short),

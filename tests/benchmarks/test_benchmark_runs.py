@@ -527,6 +527,27 @@ def test_minibatch_finds_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Monke
             assert cell["status"] == "ok"
 
 
+def test_sampling_draws_and_trains(tmp_path: Path) -> None:
+    pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
+    arguments = "--graphs pubmed --seeds 16 --fanouts 4 3 --width 8 --features 5 --train-nodes 64 --epochs 1"
+    result = result_of(tmp_path, "sampling", arguments)
+    draws = [cell for cell in result["cells"] if cell["part"] == "draw"]
+    assert {cell["implementation"] for cell in draws} == {
+        "NeighborSampler, blocks",
+        "NeighborSampler, once",
+        "plain PyTorch, blocks",
+    }
+    for cell in draws:
+        assert cell["where"] == "cpu"
+        assert cell["edges_per_s"] > 0
+    for cell in result["cells"]:
+        assert cell["status"] == "ok"
+        if cell["part"] == "epoch":
+            assert cell["epoch_s"] > 0
+            assert 0 < cell["loss"] < 10
+    assert "drawing a batch, cpu" in tables.report(result)
+
+
 def test_blocks_hold_different_neighbours_of_every_destination() -> None:
     from benchmarks.blocks import sample
 
@@ -640,6 +661,7 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
                     "adjacency",
                     "host",
                     "minibatch",
+                    "sampling",
                     "choice",
                     "regret",
                 ),
