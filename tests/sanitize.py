@@ -36,7 +36,10 @@ from fastsparse_core import (
     attention,
     choose,
     edge_softmax,
+    gated_aggregate,
+    gated_edges,
     gatv2_attention,
+    gine_aggregate,
     maxk,
     sddmm,
     spmm,
@@ -425,6 +428,27 @@ def _with_edge_features(dtype: torch.dtype) -> None:
                 gatv2_attention(adj, q, k, att, 0.2, 0.3, **edges).sum().backward()
 
 
+def messages(dtype: torch.dtype) -> None:
+    """GINE and gated layers, forward and backward: raw features and rows of edges, one lane and tiles."""
+    for width, edge_width in ((128, 8), (20, 3), (3, 32)):
+        for adj in (heavy(), sparse()):
+            rows = (adj.num_src, adj.num_dst, adj.num_src, adj.num_edges, adj.num_edges)
+            widths = (width, width, width, width, edge_width)
+            q, k, v, edge, raw = (
+                features(count, columns, dtype=dtype).requires_grad_()
+                for count, columns in zip(rows, widths, strict=True)
+            )
+            maps = [draw(width, edge_width, dtype=dtype).requires_grad_() for _ in range(2)]
+            bias = draw(width, dtype=dtype).requires_grad_()
+            gates = {"edge_attr": raw, "gate_weight": maps[0], "value_weight": maps[1]}
+            with torch.enable_grad():
+                gine_aggregate(adj, q, edge).sum().backward()
+                gine_aggregate(adj, q, raw, edge_weight=maps[0], edge_bias=bias).sum().backward()
+                gated_aggregate(adj, k, q, v).sum().backward()
+                gated_aggregate(adj, k, q, v, **gates).sum().backward()
+                sum(each.sum() for each in gated_edges(adj, k, q, v, edge)).backward()
+
+
 def softmax_of_edges(dtype: torch.dtype) -> None:
     """edge_softmax and its gradient."""
     adj = heavy()
@@ -587,6 +611,7 @@ PARTS: dict[str, Part] = {
         gatv2,
     ),
     **_by_dtype("attention-edges", "edge_attention edge_attention_backward", _EACH, with_edge_features),
+    **_by_dtype("messages", "edge_messages edge_messages_backward", _TWO, messages),
     **_by_dtype("maxk", "maxk cbsr", _TWO, largest_entries),
     **_by_dtype("ssd", "ssd ssd_slots", _ALL, sparse_products),
     **_by_dtype("ssd-backward", "ssd_backward", _TWO, sparse_gradients),
