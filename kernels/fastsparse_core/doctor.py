@@ -456,7 +456,7 @@ def check_operators(device: str) -> list[Check]:
         for _, name, shapes, _ in operators
         if name in ("attention", "gatv2_attention")
     ]
-    edges, maps = (num_edges, width), {name: (width, 8) for name in ("gate_weight", "value_weight")}
+    edges, maps = (num_edges, width), dict.fromkeys(("gate_weight", "value_weight"), (width, 8))
     raw = {"edge_attr": (num_edges, 8)}
     of_gine = raw | {"edge_weight": (width, 8), "edge_bias": (width,)}
     sides = (matrices[0], matrices[1], matrices[1])
