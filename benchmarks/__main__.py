@@ -21,7 +21,7 @@ COMMANDS = {
     "sddmm": "dot products per edge, csr and flashsparse",
     "ssd": "sparse rows times a structure against stored rivals, the papers' ablations, and maxk",
     "attention": "attention forward and backward: time and memory, against stored rivals",
-    "edges": "attention layers with edge features against PyG and a Triton kernel",
+    "edges": "layers with edge features against PyG and a Triton kernel",
     "pna": "principal neighbourhood aggregation, a layer on a large graph and on molecules, against PyG",
     "train": "training step, inference and memory of small models against PyG",
     "scaling": "full-graph training and mini-batches on several GPUs",

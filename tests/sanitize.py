@@ -35,7 +35,10 @@ from fastsparse_core import (
     additive_attention,
     attention,
     edge_softmax,
+    gated_aggregate,
+    gated_edges,
     gatv2_attention,
+    gine_aggregate,
     gpu,
     maxk,
     multi_aggregate,
@@ -440,6 +443,25 @@ def several_aggregations(dtype: torch.dtype) -> None:
             for edges in ({}, {"edge_attr": attr, "edge_weight": weight}, {"edge_attr": rows}):
                 with torch.enable_grad():
                     multi_aggregate(adj, x_src, names, x_dst=x_dst, **edges).sum().backward()
+def messages(dtype: torch.dtype) -> None:
+    """GINE and gated layers, forward and backward: raw features and rows of edges, one lane and tiles."""
+    for width, edge_width in ((128, 8), (20, 3), (3, 32)):
+        for adj in (heavy(), sparse()):
+            rows = (adj.num_src, adj.num_dst, adj.num_src, adj.num_edges, adj.num_edges)
+            widths = (width, width, width, width, edge_width)
+            q, k, v, edge, raw = (
+                features(count, columns, dtype=dtype).requires_grad_()
+                for count, columns in zip(rows, widths, strict=True)
+            )
+            maps = [draw(width, edge_width, dtype=dtype).requires_grad_() for _ in range(2)]
+            bias = draw(width, dtype=dtype).requires_grad_()
+            gates = {"edge_attr": raw, "gate_weight": maps[0], "value_weight": maps[1]}
+            with torch.enable_grad():
+                gine_aggregate(adj, q, edge).sum().backward()
+                gine_aggregate(adj, q, raw, edge_weight=maps[0], edge_bias=bias).sum().backward()
+                gated_aggregate(adj, k, q, v).sum().backward()
+                gated_aggregate(adj, k, q, v, **gates).sum().backward()
+                sum(each.sum() for each in gated_edges(adj, k, q, v, edge)).backward()
 
 
 def softmax_of_edges(dtype: torch.dtype) -> None:
@@ -569,12 +591,6 @@ def batches() -> None:
             gather_from_host(torch.ones(50, width, dtype=dtype).pin_memory(), index)
 
 
-def written_out(dtype: torch.dtype) -> None:
-    """The dense matrix of a structure, in vectors and by elements."""
-    for adj in (heavy(), long()):
-        csr_to_dense(adj, draw(adj.num_edges, dtype=dtype))
-
-
 def column_sums(dtype: torch.dtype) -> None:
     """Rows in vectors and by elements, few columns and many, parts that end early and empty ones."""
     for num_rows, width in ((5000, 8), (4100, 1), (4099, 47), (6000, 2100)):
@@ -638,6 +654,7 @@ PARTS: dict[str, Part] = {
     **_by_dtype(
         "several-aggregations", "multi_aggregate multi_aggregate_backward", _TWO, several_aggregations
     ),
+    **_by_dtype("messages", "edge_messages edge_messages_backward", _TWO, messages),
     **_by_dtype("maxk", "maxk cbsr", _TWO, largest_entries),
     **_by_dtype("ssd", "ssd ssd_slots", _ALL, sparse_products),
     **_by_dtype("ssd-backward", "ssd_backward", _TWO, sparse_gradients),
@@ -645,7 +662,7 @@ PARTS: dict[str, Part] = {
         (
             *("inspect", "compress", "row_split", "hybrid_rows", "group_rows", "edge_softmax"),
             "sum_of_rows",
-            *("csr_to_dense", "sum_of_rows", "sample_neighbors"),
+            *("sum_of_rows", "sample_neighbors"),
         ),
         (
             structures,

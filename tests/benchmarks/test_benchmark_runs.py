@@ -56,6 +56,17 @@ def test_spmm_checks_then_times_every_cell(tmp_path: Path) -> None:
     assert result["settings"]["widths"] == [8]
 
 
+def test_edges_compares_gine_and_gated_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch_geometric")
+    monkeypatch.setattr("benchmarks.edge_messages.MOLECULES", 4)
+    result = result_of(tmp_path, "edges", "--graphs --dtypes float32 --budget-ms 1")
+    cells = result["cells"]
+    assert len(cells) == 2 * 4 * 2
+    assert all(cell["status"] == "ok" and cell["error"] < 1e-5 for cell in cells)
+    title, *_ = (table.title for table in tables.edges(result) if table.rows)
+    assert title.startswith("GINE and gated layers")
+
+
 @pytest.fixture
 def pruned_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A folder with one small pruned matrix; its name."""
