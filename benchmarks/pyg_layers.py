@@ -1,4 +1,4 @@
-"""Every layer of PyG that this machine can build, and a call of it, for the table of `accelerate` and its tests."""
+"""Every layer of PyG that needs no other package, with a call: for the table of `accelerate`, and tests."""
 
 from __future__ import annotations
 
@@ -86,13 +86,12 @@ class Layer:
     Attributes:
         make: the layer, from the width of its input and output.
         call: its result on some inputs.
-        slow_at: of layers with matrices per edge: the widest that is worth a try.
-        tie_free: whether a maximum's gradient is the same in every implementation.
+        widest: of layers with a matrix per edge: the widest that fits in memory.
     """
 
     make: Callable[[int], nn.Module]
     call: Callable[[Any, Inputs], Tensor] = field(default=lambda layer, it: layer(it.x, it.edge_index))
-    slow_at: int = 1 << 30
+    widest: int = 1 << 30
 
 
 def _mlp(inside: int, outside: int) -> nn.Module:
