@@ -22,6 +22,7 @@ COMMANDS = {
     "ssd": "sparse rows times a structure against stored rivals, the papers' ablations, and maxk",
     "attention": "attention forward and backward: time and memory, against stored rivals",
     "edges": "attention layers with edge features against PyG and a Triton kernel",
+    "any_layer": "every layer of PyG under accelerate, against itself",
     "train": "training step, inference and memory of small models against PyG",
     "scaling": "full-graph training and mini-batches on several GPUs",
     "breakdown": "where the time of a training step goes: kinds of device work, and waiting for the host",
@@ -46,6 +47,7 @@ COMMANDS = {
 ON_CUDA = (
     "attention",
     "edges",
+    "any_layer",
     "train",
     "breakdown",
     "ssd",

@@ -14,6 +14,7 @@ from rich.console import Console
 from .. import record
 from .accuracy import accuracy
 from .adjacency import adjacency, adjacency_in_short
+from .any_layer import any_layer
 from .attention import attention, attention_in_short
 from .breakdown import breakdown
 from .cells import Table, number, ordered, ratio, stored_rivals, time_of
@@ -43,6 +44,7 @@ __all__ = [
     "Table",
     "accuracy",
     "adjacency",
+    "any_layer",
     "attention",
     "breakdown",
     "choice",
@@ -82,6 +84,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "ssd": ssd,
     "attention": attention,
     "edges": edges,
+    "any_layer": any_layer,
     "train": train,
     "scaling": scaling,
     "maxk": maxk,
@@ -114,6 +117,8 @@ ABOUT = {
     " small, whatever the number of edges, if nothing has their size.",
     "edges": "Layers 256 wide with 8 features per edge, forward and backward with all gradients, and the"
     " attention operator alone, against PyG and a weather model's Triton kernel.",
+    "any_layer": "Every layer of PyG that needs no other package, under `accelerate` and as it is: a step is"
+    " forward and backward with all gradients in float32, the host's work included.",
     "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
     "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
     " for the host.",
@@ -166,6 +171,7 @@ CHAPTERS = {
     "sddmm": Chapter("Dot products of edges (sddmm)", sddmm_in_short),
     "attention": Chapter("Attention", attention_in_short, ("forward_float16", "backward_float16")),
     "edges": Chapter("Edge features", edges),
+    "any_layer": Chapter("All layers of PyG", any_layer),
     "ssd": Chapter("Sparse activations (MaxK, ssd)", ssd_in_short, ("scaling",)),
     "maxk": Chapter("Training with MaxK", maxk),
     "scaling": Chapter("Several GPUs", scaling, ("speedup",)),

@@ -633,7 +633,18 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
         (
             "cuda",
             [
-                *("attention", "edges", "train", "breakdown", "ssd", "accuracy", "maxk", "spmm", "sddmm"),
+                *(
+                    "attention",
+                    "edges",
+                    "any_layer",
+                    "train",
+                    "breakdown",
+                    "ssd",
+                    "accuracy",
+                    "maxk",
+                    "spmm",
+                    "sddmm",
+                ),
                 *(
                     "spmm",
                     "dlmc",
