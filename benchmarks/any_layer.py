@@ -1,13 +1,12 @@
 """Every layer of PyG under `accelerate` against itself: forward and backward, time and peak memory.
 
-``python -m benchmarks.any_layer`` prints the table of docs/accelerate.md (layer, what it becomes, what computes
-it, measured speed-ups of the stored record); with ``--write`` it puts the table there.
+``python -m benchmarks.any_layer`` prints the table of docs/accelerate.md (layer, what it becomes, what
+computes it, measured speed-ups of the stored record); with ``--write`` it puts the table there.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 from collections.abc import Callable
 from functools import partial
@@ -79,7 +78,6 @@ def run(options: argparse.Namespace) -> Path:
                 cell = made
                 if module is not None:
                     if implementation == "fastsparse":
-                        module = copy.deepcopy(module)
                         (row,) = accelerate(module, show=False).rows or (row,)
                     measured = partial(_measure, layer, module, it, expected, device, options.budget_ms)
                     cell = attempt(measured)

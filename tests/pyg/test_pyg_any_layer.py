@@ -772,6 +772,10 @@ def test_verify_passes_and_is_gone() -> None:
     accelerate(model, show=False, verify=True)
     out = attributed(model[0], it)
     plain(model[1], it)
+    keeping = Keeping()
+    attributed(keeping, it)  # leaves a tensor with a graph on the layer
+    accelerate(keeping, show=False, verify=True)
+    attributed(keeping, it)
     with torch.no_grad():
         attributed(model[2].eval(), it)
     assert not any(one._forward_pre_hooks for one in model)
