@@ -70,19 +70,21 @@ def run(options: argparse.Namespace) -> Path:
             layer, width = LAYERS[name], min(options.width, LAYERS[name].widest)
             torch.manual_seed(0)
             it = Inputs.draw(edge_index, num_nodes, width, torch.float32)
-            made = attempt(lambda layer=layer, width=width: {"layer": layer.make(width).to(device)})
-            module = made.pop("layer", None)
-            expected = None
+            expected = state = None
             for implementation in ("pyg", "fastsparse"):
                 row = Row((), name, "", "")
-                cell = made
+                cell = attempt(lambda layer=layer, width=width: {"layer": layer.make(width).to(device)})
+                module = cell.pop("layer", None)
                 if module is not None:
+                    if state is not None:
+                        module.load_state_dict(state)
+                    state = {key: value.clone() for key, value in module.state_dict().items()}
                     if implementation == "fastsparse":
-                        (row,) = accelerate(module, show=False).rows or (row,)
+                        (row,) = accelerate(module, show=False).rows
                     measured = partial(_measure, layer, module, it, expected, device, options.budget_ms)
                     cell = attempt(measured)
-                    expected = cell.pop("result", None) if expected is None else expected
-                    cell.pop("result", None)
+                    result = cell.pop("result", None)
+                    expected = result if expected is None else expected
                 out.add(
                     graph=graph,
                     edges=edge_index.size(1),
@@ -93,7 +95,7 @@ def run(options: argparse.Namespace) -> Path:
                     by=row.kernel or row.reason,
                     **cell,
                 )
-            del it, module, expected
+            del it, module, expected, state
             clear_cache()
             release()
     return out.path

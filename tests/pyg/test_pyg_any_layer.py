@@ -21,6 +21,7 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.utils import degree, scatter, softmax
 
 import fastsparse_pyg
+from benchmarks import any_layer as any_layer_benchmark
 from benchmarks.pyg_layers import LAYERS, NO_LAYER, Inputs
 from fastsparse_pyg import VerificationError, accelerate, prepare, restore
 from fastsparse_pyg.nn import any_layer
@@ -800,3 +801,10 @@ def test_verify_raises_and_falls_back(fault: str, monkeypatch: pytest.MonkeyPatc
         attributed(model[0], it)
     assert type(model[0]) is Edgewise
     close(attributed(model[0], it), expected)
+
+
+def test_the_page_lists_every_layer() -> None:
+    """docs/accelerate.md holds what `python -m benchmarks.any_layer --write` puts there."""
+    page = any_layer_benchmark.PAGE.read_text()
+    for row in any_layer_benchmark.rows():
+        assert f"| {' | '.join(row)} |" in page, "run python -m benchmarks.any_layer --write"
