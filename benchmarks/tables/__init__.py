@@ -14,6 +14,7 @@ from rich.console import Console
 from .. import record
 from .accuracy import accuracy
 from .adjacency import adjacency, adjacency_in_short
+from .any_layer import any_layer
 from .attention import attention, attention_in_short
 from .breakdown import breakdown
 from .cells import Table, number, ordered, ratio, stored_rivals, time_of
@@ -44,6 +45,7 @@ __all__ = [
     "Table",
     "accuracy",
     "adjacency",
+    "any_layer",
     "attention",
     "breakdown",
     "choice",
@@ -86,6 +88,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "attention": attention,
     "edges": edges,
     "pna": pna,
+    "any_layer": any_layer,
     "train": train,
     "scaling": scaling,
     "maxk": maxk,
@@ -121,6 +124,8 @@ ABOUT = {
     " layers 128 wide against PyG: one on a large graph, five on molecules whose edges are new every step.",
     "pna": "One layer with four aggregators and three scalers, forward and backward with all gradients, on a"
     " large graph and on batches of 512 molecules whose structures are new each time.",
+    "any_layer": "Every layer of PyG that needs no other package, under `accelerate` and as it is: a step is"
+    " forward and backward with all gradients in float32, the host's work included.",
     "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
     "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
     " for the host.",
@@ -174,6 +179,7 @@ CHAPTERS = {
     "attention": Chapter("Attention", attention_in_short, ("forward_float16", "backward_float16")),
     "edges": Chapter("Edge features", edges),
     "pna": Chapter("Several aggregations (PNA)", pna),
+    "any_layer": Chapter("All layers of PyG", any_layer),
     "ssd": Chapter("Sparse activations (MaxK, ssd)", ssd_in_short, ("scaling",)),
     "maxk": Chapter("Training with MaxK", maxk),
     "scaling": Chapter("Several GPUs", scaling, ("speedup",)),

@@ -24,6 +24,7 @@ class AttentionConv(FastConv):
     """Base of the attention layers, to be named before the PyG layer as :class:`FastConv`."""
 
     _fusible: ClassVar[bool] = False
+    _kernel: ClassVar[str] = "fused attention"
 
     #: Whether edge features run the unfused operators, on structures that torch.compile cannot build.
     _stores_edges: ClassVar[bool] = True

@@ -657,6 +657,7 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
                     "attention",
                     "edges",
                     "pna",
+                    "any_layer",
                     "train",
                     "breakdown",
                     "ssd",
