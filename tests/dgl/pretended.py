@@ -134,7 +134,8 @@ def pretended_device() -> Iterator[str]:
         patch.setitem(dgl.ndarray.DGLContext.STR2MASK, DEVICE.type, 2)
         for module in (dgl.backend, sys.modules["dgl.backend.pytorch.tensor"]):
             patch.setattr(module, "to_backend_ctx", _to_backend_ctx)
-        patch.setattr(dgl.backend, "copy_to", lambda tensor, device, **_: tensor.to(device))
+        patch.setattr(dgl.backend, "copy_to", lambda input, ctx, **_: input.to(ctx))
+        patch.setattr(sys.modules["dgl.storages.pytorch_tensor"].PyTorchTensorStorage, "fetch", _fetch)
         patch.setattr(torch, "tensor", _tensor)
         patch.setattr(caching, "adjacency_from_index", _build_and_move)
         patch.setattr(graph, "adjacency_from_index", _build_and_move)
@@ -153,6 +154,11 @@ def _tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
     """`torch.tensor`, which makes its tensor where no mode sees it."""
     made = _real_tensor(data, **kwargs)
     return made if device is None else made.to(device)
+
+
+def _fetch(storage: Any, indices: Tensor, device: Any, **_: Any) -> Tensor:
+    """Rows of node data, which DGL's loaders read by the name of the device's type."""
+    return storage.storage[indices.to(storage.storage.device)].to(device)  # type: ignore[no-any-return]
 
 
 def _to_backend_ctx(context: Any) -> torch.device:
