@@ -22,6 +22,7 @@ COMMANDS = {
     "ssd": "sparse rows times a structure against stored rivals, the papers' ablations, and maxk",
     "attention": "attention forward and backward: time and memory, against stored rivals",
     "edges": "attention layers with edge features against PyG and a Triton kernel",
+    "dgl_operators": "DGL's operators on FastSparse against ours, PyG's and DGL's own",
     "train": "training step, inference and memory of small models against PyG",
     "scaling": "full-graph training and mini-batches on several GPUs",
     "breakdown": "where the time of a training step goes: kinds of device work, and waiting for the host",
@@ -46,6 +47,7 @@ COMMANDS = {
 ON_CUDA = (
     "attention",
     "edges",
+    "dgl_operators",
     "train",
     "breakdown",
     "ssd",
@@ -64,7 +66,7 @@ ON_CUDA = (
     "sparse_linear",
     "accuracy",
 )
-ON_CPU = ("cpu", "formats", "accuracy")
+ON_CPU = ("cpu", "dgl_operators", "formats", "accuracy")
 
 
 def make_parser(chosen: str | None) -> argparse.ArgumentParser:

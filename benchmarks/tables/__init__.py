@@ -19,6 +19,7 @@ from .breakdown import breakdown
 from .cells import Table, number, ordered, ratio, stored_rivals, time_of
 from .choice import REGRET_SEEN, choice, choice_in_short, csr_over_flashsparse
 from .cpu import cpu
+from .dgl_operators import dgl_operators
 from .dlmc import dlmc
 from .edges import edges
 from .formats import formats, formats_in_short
@@ -48,6 +49,7 @@ __all__ = [
     "choice",
     "cpu",
     "csr_over_flashsparse",
+    "dgl_operators",
     "dlmc",
     "edges",
     "formats",
@@ -82,6 +84,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "ssd": ssd,
     "attention": attention,
     "edges": edges,
+    "dgl_operators": dgl_operators,
     "train": train,
     "scaling": scaling,
     "maxk": maxk,
@@ -114,6 +117,8 @@ ABOUT = {
     " small, whatever the number of edges, if nothing has their size.",
     "edges": "Layers 256 wide with 8 features per edge, forward and backward with all gradients, and the"
     " attention operator alone, against PyG and a weather model's Triton kernel.",
+    "dgl_operators": "DGL's operators after `fastsparse_dgl.enable()`, forward and backward, against ours on the"
+    " same structure, PyG's gather and scatter, and DGL's own on the CPU.",
     "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
     "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
     " for the host.",
@@ -166,6 +171,7 @@ CHAPTERS = {
     "sddmm": Chapter("Dot products of edges (sddmm)", sddmm_in_short),
     "attention": Chapter("Attention", attention_in_short, ("forward_float16", "backward_float16")),
     "edges": Chapter("Edge features", edges),
+    "dgl_operators": Chapter("DGL's operators", dgl_operators),
     "ssd": Chapter("Sparse activations (MaxK, ssd)", ssd_in_short, ("scaling",)),
     "maxk": Chapter("Training with MaxK", maxk),
     "scaling": Chapter("Several GPUs", scaling, ("speedup",)),
