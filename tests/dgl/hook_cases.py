@@ -109,6 +109,6 @@ def check(
 ) -> None:
     """`function` gives on ``device`` with `enable()` what it gives on the CPU without."""
     expected = run(function, graph, inputs)
-    with enabled():
+    with enabled_for(device):
         found = run(function, graph, inputs, device)
     assert_same(found, expected, tolerance)

@@ -23,11 +23,13 @@ from torch.utils._pytree import tree_map
 from fastsparse_core import Adjacency
 from fastsparse_core.adjacency import from_handle
 from fastsparse_dgl import caching, graph
+from fastsparse_dgl.hooks import joint
 
 backend_registration._setup_privateuseone_for_python_backend("pretended")
 
 DEVICE = torch.device("pretended:0")
 aten = torch.ops.aten
+_real_joint = joint._build
 _build, _transpose = graph.adjacency_from_index, Adjacency._transpose
 
 #: Operators between the two sides.
@@ -139,6 +141,7 @@ def pretended_device() -> Iterator[str]:
         patch.setattr(torch, "tensor", _tensor)
         patch.setattr(caching, "adjacency_from_index", _build_and_move)
         patch.setattr(graph, "adjacency_from_index", _build_and_move)
+        patch.setattr(joint, "_build", _build_joint)
         patch.setattr(Adjacency, "_transpose", _transpose_twin)
         fastsparse_dgl.enable(_devices=(DEVICE.type,))
         try:
@@ -167,6 +170,10 @@ def _to_backend_ctx(context: Any) -> torch.device:
 
 def _build_and_move(index: Any, device: torch.device) -> Adjacency:
     return _build(index, torch.device("cpu")).to(device)
+
+
+def _build_joint(index: Any, device: torch.device) -> Adjacency:
+    return _real_joint(getattr(index, "host", index), torch.device("cpu")).to(device)
 
 
 def _transpose_twin(adj: Adjacency) -> Adjacency:
