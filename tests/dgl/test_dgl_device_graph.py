@@ -10,22 +10,17 @@ from typing import Any
 import pytest
 import torch
 from dgl_cases import DGLError, dgl, fastsparse_dgl, homogeneous
-from hook_cases import enabled
+from hook_cases import AWAY, enabled_for
 from torch import Tensor
 
 fn = dgl.function
 
 
-@pytest.fixture(params=["pretended:0", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@pytest.fixture(params=AWAY)
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """A device whose graphs are ours, while FastSparse is enabled."""
-    if request.param == "cuda:0":
-        with enabled():
-            yield request.param
-    else:
-        pretended = pytest.importorskip("pretended", reason="PyTorch has no backends in Python")
-        with pretended.pretended_device() as name:
-            yield name
+    with enabled_for(request.param):
+        yield request.param
 
 
 def small(seed: int = 0) -> Any:
