@@ -9,11 +9,11 @@ from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.conv import MessagePassing
 
 from fastsparse_core import accelerate as core
-from fastsparse_pyg.nn import DROP_INS, FastGINConv, FastSAGEConv
+from fastsparse_pyg.nn import DROP_INS, FastGINConv, FastRGCNConv, FastSAGEConv
 from fastsparse_pyg.nn.accelerated import MESSAGE_METHODS, REDUCE
 
 #: The layers whose kernels take other aggregations than the sum.
-_AGGREGATING = (FastSAGEConv, FastGINConv)
+_AGGREGATING = (FastSAGEConv, FastGINConv, FastRGCNConv)
 
 
 def accelerate(model: Module, *, show: bool = True) -> core.Report:

@@ -6,7 +6,10 @@ from fastsparse_pyg.nn.gatv2_conv import FastGATv2Conv
 from fastsparse_pyg.nn.gcn_conv import FastGCNConv
 from fastsparse_pyg.nn.gin_conv import FastGINConv
 from fastsparse_pyg.nn.graph_transformer import GraphTransformerLayer
+from fastsparse_pyg.nn.hgt_conv import FastHGTConv
 from fastsparse_pyg.nn.maxk import FastMaxKGCNConv, FastMaxKSAGEConv
+from fastsparse_pyg.nn.rgat_conv import FastRGATConv
+from fastsparse_pyg.nn.rgcn_conv import FastRGCNConv
 from fastsparse_pyg.nn.sage_conv import FastSAGEConv
 from fastsparse_pyg.nn.transformer_conv import FastTransformerConv
 
@@ -19,6 +22,9 @@ DROP_INS = {
         FastGATv2Conv,
         FastGCNConv,
         FastGINConv,
+        FastHGTConv,
+        FastRGATConv,
+        FastRGCNConv,
         FastSAGEConv,
         FastTransformerConv,
     )
@@ -31,8 +37,11 @@ __all__ = [
     "FastGATv2Conv",
     "FastGCNConv",
     "FastGINConv",
+    "FastHGTConv",
     "FastMaxKGCNConv",
     "FastMaxKSAGEConv",
+    "FastRGATConv",
+    "FastRGCNConv",
     "FastSAGEConv",
     "FastTransformerConv",
     "GraphTransformerLayer",
