@@ -28,7 +28,9 @@ _PART_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
 def without_autocast(tensor: Tensor) -> Any:
     """Context without autocast on the tensor's device: operators have cast what DGL's would."""
     kind = "cuda" if tensor.is_cuda else "cpu"
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+    return (
+        torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+    )
 
 
 # ---------------------------------------------------------------- structures
@@ -60,9 +62,7 @@ def incoming(adj: Adjacency) -> Adjacency:
         edge = torch.arange(count, dtype=torch.int32, device=adj.device)
         if adj.edge_id is not None:
             edge = adj.edge_id.int()
-        incidence = Adjacency(
-            adj.rowptr, edge, (adj.num_dst, count), edge_id=adj.edge_id, group_rows="none"
-        )
+        incidence = Adjacency(adj.rowptr, edge, (adj.num_dst, count), edge_id=adj.edge_id, group_rows="none")
         incidence._of_rows = adj._of_rows  # the same rows, cut into the same slices
         return incidence
 
@@ -214,9 +214,7 @@ def weighted(adj: Adjacency, x: Tensor, value: Tensor, reduce: str) -> Tensor:
     features, values = plan.flat(x), value.reshape(value.size(0), -1) if value.numel() else None
     if features.numel() == 0 or values is None or plan.heads <= MOST_HEADS:
         return plan.unflat(spmm(adj, features, values if features.size(1) else None, reduce))
-    parts = zip(
-        features.split(MOST_HEADS * plan.width, 1), values.split(MOST_HEADS, 1), strict=True
-    )
+    parts = zip(features.split(MOST_HEADS * plan.width, 1), values.split(MOST_HEADS, 1), strict=True)
     return plan.unflat(torch.cat([spmm(adj, *part, reduce) for part in parts], 1))
 
 
@@ -317,7 +315,10 @@ class _Combine(torch.autograd.Function):
             return out
         row_bytes = out[0].numel() * out.element_size()
         step = max(1, _PART_BYTES[_kind(x)] // row_bytes)
-        operands = [(x, None if x_at == "e" else ends(adj, x_at)), (y, None if y_at == "e" else ends(adj, y_at))]
+        operands = [
+            (x, None if x_at == "e" else ends(adj, x_at)),
+            (y, None if y_at == "e" else ends(adj, y_at)),
+        ]
         apply = torch.mul if multiplies else torch.add
         for start in range(0, out.size(0), step):
             part = slice(start, start + step)

@@ -292,7 +292,9 @@ def edge_softmax_hetero(gidx: Any, eids: Any = ALL, norm_by: str = "dst", *logit
             adj = structure(relation, score)
             _check_rows("logits", score, adj.num_values)
             if score.shape[1:] != shape:
-                raise DGLError(f"Expected logits of one shape, got {tuple(shape)} and {tuple(score.shape[1:])}")
+                raise DGLError(
+                    f"Expected logits of one shape, got {tuple(shape)} and {tuple(score.shape[1:])}"
+                )
         whole = joint(gidx, given[0].device)
         weight = _softmax(whole if norm_by == "dst" else whole.t(), torch.cat(given))
         return weight.split([len(score) for score in given])

@@ -121,7 +121,8 @@ def _twin(adj: Adjacency) -> Adjacency:
         return adj
     if not hasattr(adj, "twin"):
         state = {
-            name: item.inner if isinstance(item, Pretended) else item for name, item in adj.__getstate__().items()
+            name: item.inner if isinstance(item, Pretended) else item
+            for name, item in adj.__getstate__().items()
         }
         twin = Adjacency.__new__(Adjacency)
         twin.__setstate__(state)

@@ -125,7 +125,9 @@ def test_forked_workers_sample_on_the_cpu(workers: int) -> None:
     whole = graph_with_data()
     with enabled():
         sampler = dgl.dataloading.NeighborSampler([3, 3], prefetch_node_feats=["h"])
-        loader = dgl.dataloading.DataLoader(whole, torch.arange(12), sampler, batch_size=5, num_workers=workers)
+        loader = dgl.dataloading.DataLoader(
+            whole, torch.arange(12), sampler, batch_size=5, num_workers=workers
+        )
         for batch in loader:
             check_blocks(*batch, whole, "cpu")
 

@@ -41,7 +41,10 @@ def loopless() -> Any:
 #: Layer, graph, inputs and, where it is not `layer(graph, *inputs)`, the call.
 Case = tuple[Callable[[], nn.Module], Callable[[], Any], tuple[Any, ...]]
 
-pna = {"aggregators": ["mean", "max", "min", "std", "var", "sum", "moment3"], "scalers": ["identity", "amplification"]}
+pna = {
+    "aggregators": ["mean", "max", "min", "std", "var", "sum", "moment3"],
+    "scalers": ["identity", "amplification"],
+}
 towers = {"delta": 2.5, "num_towers": 2}
 twirls = {"input_d": 5, "output_d": 3, "hidden_d": 4, "prop_step": 2}
 

@@ -109,7 +109,10 @@ def test_edge_softmax(norm_by: str, shape: Any, device: str) -> None:
     check(lambda g, e: ops.edge_softmax(g, e, norm_by=norm_by), graph, (draw(11, *shape),), device)
     some = torch.tensor([0, 3, 4, 9])
     check(
-        lambda g, e, ids: ops.edge_softmax(g, e, eids=ids, norm_by=norm_by), graph, (draw(4, *shape), some), device
+        lambda g, e, ids: ops.edge_softmax(g, e, eids=ids, norm_by=norm_by),
+        graph,
+        (draw(4, *shape), some),
+        device,
     )
 
 
@@ -254,7 +257,10 @@ def test_graphs_without_edges_or_nodes(device: str) -> None:
             x, e = torch.ones(n, 3), torch.ones(0, 3)
             for reduce in ("sum", "max", "mean"):
                 (out, *_) = run(
-                    lambda g, x, e: getattr(ops, f"u_mul_e_{reduce}")(g, x, e), graph, (x, e), device  # noqa: B023
+                    lambda g, x, e: getattr(ops, f"u_mul_e_{reduce}")(g, x, e),
+                    graph,
+                    (x, e),
+                    device,  # noqa: B023
                 )
                 assert out.shape == (n, 3) and not out.any()
             (out, *_) = run(lambda g, x, e: ops.u_add_v(g, x, x), graph, (x, e), device)
