@@ -42,7 +42,10 @@ napoleon_custom_sections = ["Shapes", "Source"]
 
 # A reference to a name of ours must exist. Other projects' inventories would have to be fetched.
 nitpicky = True
-_INTERNAL = r"fastsparse_core\.(\w+\._T|formats\..*|distributed\.exchange\.HaloExchange)"
+_INTERNAL = (
+    r"fastsparse_core\.([\w.]+\._T|formats\..*|sampling\.(sample|draw)\..*"
+    r"|distributed\.exchange\.HaloExchange)"
+)
 nitpick_ignore_regex = [(r"py:.*", rf"(?!fastsparse_).*|{_INTERNAL}")]
 
 #: Files of the repository that pages of the site include -> those pages.
