@@ -79,7 +79,7 @@ def _dgl_is_faster(op: str, reduce: str, x: Any, e: Any) -> bool:
     Measured on pubmed's size with 16 to 64 features: extrema 3 to 6 times less, sums of ``u + e`` a quarter, and
     products with a number for every feature a third; those with one for each head take up to 4 times more.
     """
-    if reduce == "mean" or op in ("copy_lhs", "copy_rhs") and reduce == "sum" or not _are_cpu_floats(x, e):
+    if reduce == "mean" or (op in ("copy_lhs", "copy_rhs") and reduce == "sum") or not _are_cpu_floats(x, e):
         return False
     if reduce != "sum" or op in ("add", "sub"):
         return True

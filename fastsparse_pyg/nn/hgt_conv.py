@@ -13,8 +13,8 @@ from torch_geometric.typing import EdgeType, NodeType
 
 from fastsparse_core import Adjacency, attention
 from fastsparse_pyg.caching import lookup
-from fastsparse_pyg.nn.base import is_plain_linear
 from fastsparse_pyg.nn.attention import AttentionConv
+from fastsparse_pyg.nn.base import is_plain_linear
 
 
 class FastHGTConv(AttentionConv, HGTConv):

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastsparse_core.ops._segment import gather_op
 from fastsparse_core.structure.adjacency import Adjacency
 from fastsparse_core.structure.build_once import BuiltOnce
-from fastsparse_core.ops._segment import gather_op
 
 
 def rows_of(x: Tensor, index: Tensor) -> Tensor:

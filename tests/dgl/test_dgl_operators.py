@@ -260,7 +260,7 @@ def test_graphs_without_edges_or_nodes(device: str) -> None:
                     lambda g, x, e: getattr(ops, f"u_mul_e_{reduce}")(g, x, e),
                     graph,
                     (x, e),
-                    device,  # noqa: B023
+                    device,
                 )
                 assert out.shape == (n, 3) and not out.any()
             (out, *_) = run(lambda g, x, e: ops.u_add_v(g, x, x), graph, (x, e), device)
