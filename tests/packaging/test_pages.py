@@ -89,7 +89,7 @@ def test_python_blocks(framework):
 
 
 def test_no_code_hides_from_these_tests():
-    """In blocks of another language, indented, or excused: one needs two processes with a GPU each, one cugraph-pyg."""
+    """In blocks of another language, indented, or excused: one needs several GPUs, one cugraph-pyg."""
     for page in PAGES:
         text = page.read_text()
         assert set(re.findall(r"^ *```(\S+)", text, re.MULTILINE)) <= LANGUAGES, page
