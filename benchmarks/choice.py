@@ -71,14 +71,16 @@ def _load(name: str, device: torch.device) -> dict[str, Any]:
     return {"adj": adj, "vectors": adj.bsb.num_vectors if adj.has_bsb else None}
 
 
-def runs_as(call: Callable[[], Tensor], operator: str = "spmm") -> str:
+def runs_as(call: Callable[[], Tensor], adj: Adjacency, operator: str = "spmm") -> str:
     """The algorithm that a call of an operator comes down to, asked of the call itself."""
+    adj.plans.clear()  # what was found out before would not be asked
     resolved = []
     original = getattr(policy, f"{operator}_algorithm")
 
-    def listen(*args: Any, **kwargs: Any) -> str:
-        resolved.append(original(*args, **kwargs))
-        return resolved[-1]
+    def listen(*args: Any, **kwargs: Any) -> policy.Choice:
+        choice: policy.Choice = original(*args, **kwargs)
+        resolved.append(choice.algorithm)
+        return choice
 
     with mock.patch.object(policy, f"{operator}_algorithm", listen):
         call()
@@ -92,7 +94,7 @@ def _measure(adj: Adjacency, width: int, dtype: str, budget_ms: float) -> dict[s
     times: dict[str, float] = {}
     for algorithm in policy.SPMM_ALGORITHMS:
         call = partial(spmm, adj, x, algorithm=algorithm)
-        if algorithm == "auto" or runs_as(call) != algorithm:
+        if algorithm == "auto" or runs_as(call, adj) != algorithm:
             continue
         error = relative_error(call(), exact)
         if error > TOLERANCE[dtype]:
@@ -100,5 +102,5 @@ def _measure(adj: Adjacency, width: int, dtype: str, budget_ms: float) -> dict[s
         timing = kernel_time(call, adj.device, budget_ms=budget_ms)
         times[algorithm] = timing.median_ms
         cell |= timing.as_cell(f"{algorithm}_")
-    pick = runs_as(partial(spmm, adj, x, algorithm="auto"))
+    pick = runs_as(partial(spmm, adj, x, algorithm="auto"), adj)
     return {**cell, "pick": pick, "regret": round(times[pick] / min(times.values()), 4)}

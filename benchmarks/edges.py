@@ -1,10 +1,11 @@
-"""Attention layers with edge features, forward and backward: PyG, the drop-ins, a Triton kernel.
+"""Layers with edge features, forward and backward: PyG, the drop-ins, a Triton kernel for attention.
 
 The Triton column needs ``models/src/anemoi/models/triton/gt.py`` of ecmwf/anemoi-core on the path, as
 ``anemoi_gt.py``. The graphs are that model's (an icosahedral mesh of 40,962 nodes and an n320 grid of
 542,080) and two of the suite, drawn from seeds. Layers are 256 wide with 8 features per edge; all gradients
 are wanted, the edges' too. The operator alone starts from projected queries, keys and values and from raw
-features; for the Triton kernel that includes the projection of the edges, without which it cannot start.
+features; for the Triton kernel that includes the projection of the edges, without which it cannot start. GINE
+and residual gated layers are in `edge_messages`.
 """
 
 from __future__ import annotations
@@ -24,16 +25,15 @@ from torch import Tensor, nn
 from fastsparse_core import Adjacency, attention, gatv2_attention
 
 from . import suite
-from .common import DTYPES, add_common, attempt, progress, recorder, relative_error, release
+from .common import DTYPES, add_common, attempt, progress, recorder, release
+from .edge_messages import GRAPHS as MESSAGE_GRAPHS
+from .edge_messages import TOLERANCE, measure, run_messages
 from .record import Recorder
-from .timing import kernel_time
 
 WIDTH, FEATURES = 256, 8
 MESH, GRID = 40_962, 542_080
 GRAPHS = ("h_to_h", "era_to_h", "h_to_era", "ogbn-arxiv", "ogbn-proteins")
 LAYERS = ("TransformerConv", "GATv2Conv")
-#: A layer's result may differ from the original's by this much, relative.
-TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,8 @@ class TritonLayer(nn.Module):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
     # Not `graphs`, which are the suite's.
-    parser.add_argument("--graphs", dest="drawn", nargs="+", choices=GRAPHS, default=list(GRAPHS))
+    parser.add_argument("--graphs", dest="drawn", nargs="*", choices=GRAPHS, default=list(GRAPHS))
+    parser.add_argument("--message-graphs", nargs="*", choices=MESSAGE_GRAPHS, default=list(MESSAGE_GRAPHS))
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--heads", nargs="+", type=int, default=[4, 16])
     parser.add_argument("--dtypes", nargs="+", choices=tuple(TOLERANCE), default=["float32", "float16"])
@@ -137,6 +138,7 @@ def run(options: argparse.Namespace) -> Path:
     for name in progress(options.drawn, "edges"):
         _run_graph(draw_graph(name, torch.device(options.device)), options, out)
         release()
+    run_messages(options, out)
     return out.path
 
 
@@ -151,7 +153,7 @@ def _run_graph(graph: Bipartite, options: argparse.Namespace, out: Recorder) -> 
             for implementation, step in steps:
                 if implementation not in options.implementations:
                     continue
-                cell = attempt(partial(_measure, step, expected, dtype, device, options.budget_ms))
+                cell = attempt(partial(measure, step, expected, TOLERANCE[dtype], device, options.budget_ms))
                 result = cell.pop("result", None)
                 expected = result if expected is None and part == "layer" else expected
                 out.add(
@@ -243,22 +245,3 @@ def operator_steps(
     if kernel is not None:
         rival = TritonAttention(kernel, graph)
         yield "triton", step(lambda: rival(q, k, v, nn.functional.linear(*edges), heads))
-
-
-def _measure(
-    step: Callable[[], Tensor], expected: Tensor | None, dtype: str, device: torch.device, budget_ms: float
-) -> dict[str, Any]:
-    """Time and peak memory of a step whose result is that of the first implementation."""
-    result = step().detach()
-    error = None if expected is None else relative_error(result, expected)
-    if error is not None and not error < TOLERANCE[dtype]:
-        return {"status": f"wrong: relative error {error:.1e}"}
-    peak = None
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_allocated(device)
-    timing = kernel_time(step, device, budget_ms=budget_ms)
-    return {"result": result, "error": error, "peak_bytes": peak, **timing.as_cell()}

@@ -153,7 +153,7 @@ def _measure(
     calls: dict[str, Callable[[], Tensor]] = {}
     for algorithm in policy.SPMM_ALGORITHMS:
         call = partial(product, algorithm)
-        if algorithm == "auto" or runs_as(call) != algorithm:
+        if algorithm == "auto" or runs_as(call, adj) != algorithm:
             continue
         error = relative_error(call(), exact)
         if error > TOLERANCE[dtype]:
@@ -164,7 +164,7 @@ def _measure(
     else:
         timings = {name: kernel_time(call, device, budget_ms=budget_ms) for name, call in calls.items()}
     times = {algorithm: timing.median_ms for algorithm, timing in timings.items()}
-    pick = runs_as(partial(product, "auto"))
+    pick = runs_as(partial(product, "auto"), adj)
     best = min(times, key=lambda algorithm: times[algorithm])
     return {
         "times_ms": {algorithm: round(time, 6) for algorithm, time in times.items()},

@@ -94,7 +94,7 @@ def _measure(
     if error > TOLERANCE[dtype] or bool(result.isnan().any()):
         return {"status": f"wrong: relative error {error:.1e}", "error": min(error, 1e300)}
     del result
-    pick = runs_as(call, "sddmm")
+    pick = runs_as(call, adj, "sddmm")
     rows = rows_gathered(adj, f"fastsparse {pick}")
     gathered = roofline.gather_bytes(rows, x_src.size(1), x_src.element_size())
     timing = kernel_time(call, adj.device, budget_ms=budget_ms)

@@ -3,7 +3,8 @@
     python examples/minibatch_sage.py --framework pyg --conv both --dataset planted --fanouts 10,5
 
 Every batch is a graph that nobody has seen before: what building its structure costs is part of every step.
-Drawing neighbours is timed by itself. See docs/minibatch.md.
+With PyG, fastsparse_pyg.NeighborLoader draws the neighbours, on the device; with DGL, DGL's sampler. Waiting
+for a batch, gathering its features and the step are timed by themselves. See docs/minibatch.md.
 """
 
 from __future__ import annotations
@@ -54,11 +55,13 @@ class BatchTimes:
     """Milliseconds of every batch.
 
     Attributes:
-        sampling: Drawing neighbours.
-        step: Features and graphs to the device, forward, backward and optimiser.
+        sampling: Waiting for drawn neighbours; a GPU draws them beside the step before.
+        gather: Features of the nodes.
+        step: Graphs to the device, forward, backward and optimiser.
     """
 
     sampling: list[float]
+    gather: list[float]
     step: list[float]
 
 
@@ -81,7 +84,6 @@ class Task:
     device: torch.device
 
     def __post_init__(self) -> None:
-        self.sampling = Sampling(self.options.framework, self.dataset, self_loops=False)
         self.x_on_device = self.x.to(self.device)
         self.y_on_device = self.dataset.y.to(self.device)
 
@@ -99,11 +101,14 @@ class Task:
     def batches(self, nodes: Tensor) -> Batches | PygBatches:
         """Shuffled batches of nodes with sampled neighbours."""
         recipe, workers = self.recipe, self.options.workers
-        return self.sampling.batches(recipe.fanouts, nodes, recipe.batch_size, shuffle=True, workers=workers)
+        if self.options.framework == "pyg":
+            shape = (recipe.fanouts, nodes, recipe.batch_size, True, workers)
+            return PygBatches(self.dataset, *shape, package="fastsparse_pyg", device=self.device)
+        sampling = Sampling("dgl", self.dataset, self_loops=False)
+        return sampling.batches(recipe.fanouts, nodes, recipe.batch_size, shuffle=True, workers=workers)
 
-    def loss(self, model: NodeModel, conv: str, batch: MiniBatch) -> Tensor:
+    def loss(self, model: NodeModel, conv: str, batch: MiniBatch, x: Tensor) -> Tensor:
         """Mean cross entropy of the seeds."""
-        x = self.x_on_device[batch.nodes.to(self.device)]
         logits = model(batch.graphs_on(conv, self.device), x)[: batch.seeds.numel()]
         return F.cross_entropy(logits.float(), self.y_on_device[batch.seeds.to(self.device)])
 
@@ -124,17 +129,21 @@ class Task:
             losses, spent, begin = [], 0.0, time.perf_counter()
             for batch in batches:
                 drawn = time.perf_counter()
+                x = self.x_on_device[batch.nodes.to(self.device)]
+                synchronise()
+                gathered = time.perf_counter()
                 optimiser.zero_grad()
                 with autocast:
-                    loss = self.loss(model, conv, batch)
+                    loss = self.loss(model, conv, batch, x)
                 scaler.scale(loss).backward()
                 scaler.step(optimiser)
                 scaler.update()
                 losses.append(float(loss.detach()))
                 synchronise()
                 times.sampling.append((drawn - begin) * 1e3)
+                times.gather.append((gathered - drawn) * 1e3)
                 begin = time.perf_counter()
-                times.step.append((begin - drawn) * 1e3)
+                times.step.append((begin - gathered) * 1e3)
                 spent += times.step[-1]
             result.step_ms.append(spent)
             result.loss.append(statistics.fmean(losses))
@@ -162,7 +171,7 @@ class Task:
         DGL draws on several threads, each with numbers of its own: its batches repeat only on one.
         """
         results: dict[str, LayerResult] = {}
-        times = {conv: BatchTimes([], []) for conv in convs}
+        times = {conv: BatchTimes([], [], []) for conv in convs}
         interval = 0.5 if sys.stderr.isatty() else 20.0
         total = self.recipe.epochs * self.recipe.runs * len(convs)
         with (
@@ -188,7 +197,7 @@ def print_batches(console: Console, results: Sequence[LayerResult], times: dict[
     """Prints medians per batch."""
     table = Table(title="milliseconds per batch", title_justify="left")
     table.add_column("layer", no_wrap=True)
-    for column in ("sampling", "step", "speed-up of the step"):
+    for column in ("sampling", "gathering", "step", "speed-up of the step"):
         table.add_column(column, justify="right")
     reference = statistics.median(times["reference"].step) if "reference" in times else None
     for result in results:
@@ -196,6 +205,7 @@ def print_batches(console: Console, results: Sequence[LayerResult], times: dict[
         table.add_row(
             result.layer,
             f"{statistics.median(times[result.conv].sampling):.2f}",
+            f"{statistics.median(times[result.conv].gather):.2f}",
             f"{step:.2f}",
             "-" if reference is None else f"{reference / step:.2f}x",
         )
@@ -261,7 +271,11 @@ def main(
     convs = CONVS if options.conv == "both" else (options.conv,)
     results, times = Task(options, dataset, x, recipe, device).compare(convs)
     medians = {
-        conv: {"sampling_ms": statistics.median(of.sampling), "step_ms": statistics.median(of.step)}
+        conv: {
+            "sampling_ms": statistics.median(of.sampling),
+            "gather_ms": statistics.median(of.gather),
+            "step_ms": statistics.median(of.step),
+        }
         for conv, of in times.items()
     }
     log = report_results(options, device, data, recipe, results, console, {"batches": medians})

@@ -10,8 +10,6 @@ The only difference between the compared models is the class of the graph layers
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -194,22 +192,6 @@ def make_model(
     return MoleculeModel(blocks, dataset, recipe, recipe.hidden if kind == "gine" else BOND_WIDTH), name
 
 
-def _without_missing(options: argparse.Namespace, console: Console) -> None:
-    """Leaves the drop-in out where this version of FastSparse has none yet."""
-    package = f"fastsparse_{options.framework}"
-    if options.model != "gine" or options.conv == "reference":
-        return
-    try:
-        if hasattr(importlib.import_module(package), "FastGINEConv"):
-            return
-    except ImportError:
-        return  # `layer` says what is wrong
-    if options.conv == "fast":
-        raise ExampleError(f"--model gine --conv fast: {package} has no FastGINEConv; use --conv reference.")
-    console.print(f"[dim]{package} has no FastGINEConv: only the original is trained[/dim]")
-    options.conv = "reference"
-
-
 def main(
     arguments: Sequence[str] | None = None, console: Console | None = None
 ) -> tuple[dict, list[LayerResult]]:
@@ -228,7 +210,6 @@ def main(
     options = command_line.parse_args(arguments)
     options.features = "given"
     console = console or make_console()
-    _without_missing(options, console)
     if options.dataset == "molecules":
         dataset = drawn_molecules(options.molecules, options.seed)
     else:

@@ -72,7 +72,7 @@ def adjacency_from_index(index: Any, device: torch.device) -> Adjacency:
 
 def inv_degree_with_self(adjacency: Adjacency, dtype: torch.dtype = torch.float32) -> Tensor:
     """1 / (in-degree + 1), (num_dst,): the mean over a node and its neighbours. Kept with the structure."""
-    return adjacency.memo(
+    return adjacency.derived(
         ("fastsparse_dgl.inv_degree_with_self", dtype),
         lambda: (adjacency.in_degree() + 1).to(dtype).reciprocal_(),
     )

@@ -9,14 +9,11 @@ from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.conv import MessagePassing
 
 from fastsparse_core import layer_swap as core
-from fastsparse_pyg.nn import DROP_INS, FastGINConv, FastPNAConv, FastSAGEConv
+from fastsparse_pyg.nn import DROP_INS, FastPNAConv
 from fastsparse_pyg.nn.any_layer import AnyLayer, accelerated_class
 from fastsparse_pyg.nn.base import MESSAGE_METHODS, REDUCE, FastConv
 from fastsparse_pyg.nn.pna_conv import why_no_kernel
 from fastsparse_pyg.verification import forget_verification, verify_first_calls
-
-#: The layers whose kernels take other aggregations than the sum.
-_AGGREGATING = (FastSAGEConv, FastGINConv)
 
 #: Methods of message passing itself: a layer that has its own is not one that we know how to run.
 _MACHINERY = (
@@ -129,14 +126,14 @@ def _is_graph_layer(module: Module) -> bool:
     return isinstance(module, MessagePassing)
 
 
-def _why_not(layer: Any, drop_in: type[Module]) -> str:
+def _why_not(layer: Any, drop_in: Any) -> str:
     """Why PyG's own code would run whatever the drop-in is given."""
     replaced = [name for name in MESSAGE_METHODS if name != "propagate" and name in vars(layer)]
     if replaced:
         return f"{replaced[0]} is replaced on the instance"
     if drop_in is FastPNAConv:
         return why_no_kernel(layer)
-    aggregations = tuple(REDUCE) if drop_in in _AGGREGATING else (SumAggregation,)
+    aggregations = tuple(REDUCE) if drop_in._any_reduction else (SumAggregation,)
     if type(layer.aggr_module) not in aggregations:
         return f"aggr={layer.aggr!r} has no kernel"
     return ""

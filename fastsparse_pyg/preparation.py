@@ -12,7 +12,7 @@ from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import is_torch_sparse_tensor
 
 from fastsparse_core import Adjacency
-from fastsparse_core.structure.content import check_content
+from fastsparse_core.content import check_content
 from fastsparse_pyg.graph import resolve
 
 

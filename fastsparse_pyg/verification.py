@@ -65,6 +65,10 @@ def _alone(layer: Module) -> Module:
     """A copy without the user's hooks, which are not to see the comparison."""
     hooks = {name: value for name, value in vars(layer).items() if name.endswith("_hooks") and value}
     memo: dict[int, Any] = {id(value): type(value)() for value in hooks.values()}
+    for module in layer.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:  # what a layer keeps of its last call
+                memo[id(value)] = value.detach()
     return copy.deepcopy(layer, memo)
 
 

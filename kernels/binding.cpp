@@ -1073,8 +1073,9 @@ void ssd_slots(const CsrStructure& structure, int dtype, std::int64_t width, std
 }
 #endif
 
-NodeList make_node_list(Address node, Address seed, std::int64_t num_nodes, std::int32_t type) {
-  return {at<std::int64_t>(node), at<std::int32_t>(seed), num_nodes, type};
+NodeList make_node_list(Address node, Address seed, std::int64_t num_nodes, std::int64_t first_place,
+                        std::int32_t type) {
+  return {at<std::int64_t>(node), at<std::int32_t>(seed), num_nodes, first_place, type};
 }
 
 FirstNodes make_first_nodes(const NodeList& list, std::int64_t count, Address count_out) {
@@ -1116,8 +1117,8 @@ SampleStep make_sample_step(const CsrStructure& structure, Address weight, Addre
           at<std::uint64_t>(std::get<3>(scratch))};
 }
 
-NodeTable make_node_table(Address key, Address value, int bits) {
-  return {at<std::uint64_t>(key), at<std::uint32_t>(value), bits};
+NodeTable make_node_table(Address key, Address value, std::int64_t num_places, int bits) {
+  return {at<std::uint64_t>(key), at<std::uint32_t>(value), num_places, bits};
 }
 
 void sample_neighbors(const NodeTable& table, Address sizes, std::int64_t num_sizes, std::uint64_t seed,

@@ -81,13 +81,16 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture
-def stored_in_quads(monkeypatch: pytest.MonkeyPatch) -> None:
+def stored_in_quads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Binary sparse blocks in quads, however cheap whole blocks are, and runs of several windows.
 
     The kernels then cut the last block of nearly every window, which small structures would not need.
     """
     monkeypatch.setattr("fastsparse_core.formats.bsb.vectors_together", lambda *_: 4)
-    monkeypatch.setattr("fastsparse_core.policy.gpu.RESIDENT_WARPS", 4)
+    from fastsparse_core import gpu
+
+    with gpu.use(resident_warps=4):
+        yield
 
 
 @pytest.fixture

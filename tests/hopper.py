@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastsparse_core import _C, policy
-from fastsparse_core.policy import aggregate_linear as rules
-from fastsparse_core.policy import gpu
+from fastsparse_core import _C, gpu
+from fastsparse_core.fused import aggregate_linear as fused
 from fastsparse_core.structure.kernel_formats import KernelFormats
 
 KERNELS = ("aggregate_linear", "aggregate_linear_backward")
@@ -29,7 +29,8 @@ class Hopper:
 
 def prepare(device: str, monkeypatch: pytest.MonkeyPatch) -> Hopper:
     """Lets structures of any number of rows have the kernels; on the CPU those below."""
-    monkeypatch.setattr(rules, "_LEAST_ROWS", 1)
+    small = dataclasses.replace(gpu.profile_of(torch.device(device)), least_rows=1)
+    monkeypatch.setattr(gpu, "_override", small)
     if device == "cpu":
         _pretend(monkeypatch)
     elif not gpu.has_wgmma(torch.device(device)):
@@ -50,11 +51,7 @@ def _recorded(name: str, kernel: Callable[..., None], launched: list[str]) -> Ca
 
 def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same sums of bfloat16 terms on the CPU, at the addresses that a launch is given."""
-    served = policy.transforms_on_tensor_cores
-    monkeypatch.setattr(gpu, "has_wgmma", lambda device: True)
-    monkeypatch.setattr(
-        policy, "transforms_on_tensor_cores", lambda device, *sizes: served(torch.device("cuda"), *sizes)
-    )
+    monkeypatch.setattr(fused, "_has_kernels", lambda device: True)
     monkeypatch.setattr(KernelFormats, "plain_structure", property(lambda adj: adj))
     for name, kernel in zip(KERNELS, (_forward, _backward), strict=True):
         monkeypatch.setattr(_C, name, kernel, raising=False)

@@ -35,7 +35,11 @@ from fastsparse_core import (
     additive_attention,
     attention,
     edge_softmax,
+    gated_aggregate,
+    gated_edges,
     gatv2_attention,
+    gine_aggregate,
+    gpu,
     maxk,
     multi_aggregate,
     policy,
@@ -44,19 +48,20 @@ from fastsparse_core import (
     spmm,
     ssd,
 )
-from fastsparse_core.formats import bsb
+from fastsparse_core.formats import bsb, lengths
 from fastsparse_core.formats.compress import compress, compress_pairs
 from fastsparse_core.formats.grouping import group_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_panels import PanelLayout
 from fastsparse_core.formats.row_split import split_rows
+from fastsparse_core.fused import aggregate_linear as fused_aggregate_linear
 from fastsparse_core.ops import _edge_attention
 from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
 from fastsparse_core.ops._common import sum_of_rows
-from fastsparse_core.ops._spmm_launch import add_transposed
+from fastsparse_core.ops._spmm_plan import add_transposed
 from fastsparse_core.ops._ssd_launch import slotted_ssd
-from fastsparse_core.policy import gpu
-from fastsparse_core.policy import ssd as ssd_rules
+from fastsparse_core.sampling import NeighborSampler
+from fastsparse_core.sampling.features import gather_from_host
 
 #: Where parts run; the tests, which only want to know that the calls are right, take the CPU.
 DEVICE = "cuda"
@@ -68,11 +73,9 @@ DONE = "all kernels ran"
 #: What modules are told while a part runs. Bounds of `policy` are as small as the structures here: kernels
 #: and lists of work for large ones run too. Windows are stored in quads however cheap whole blocks are, so
 #: that kernels cut the last.
-CHANGED = (
-    (gpu, {"FEW_EDGES": 0, "RESIDENT_WARPS": 4}),
-    (ssd_rules, {"_MANY_SOURCES": 0}),
-    (bsb, {"_SHARE_OF_CSR": 0, "_BLOCKS_OVER_QUADS": 0}),
-)
+CHANGED = ((bsb, {"_SHARE_OF_CSR": 0, "_BLOCKS_OVER_QUADS": 0}),)
+#: And what is changed of the GPU's profile.
+PROFILE = {"few_edges": 0, "resident_warps": 4, "many_sources": 0}
 
 #: Longest edge groups of ssd that a call is made with each.
 EDGE_GROUPS = (128, 1024)
@@ -105,7 +108,7 @@ class Part:
         for module, small in CHANGED:
             vars(module).update(small)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), gpu.use(gpu.profile_of(torch.device(DEVICE)), **PROFILE):
                 for call in self.calls:
                     call()
             if DEVICE == "cuda":
@@ -313,7 +316,7 @@ def layers_in_one() -> None:
 
     Neighbours that the kernel gathers, and sums that it is given; sums that are kept, and none.
     """
-    if not policy.transforms_on_tensor_cores(torch.device(DEVICE), F32, 1 << 20, 128, 128):
+    if not fused_aggregate_linear._has_kernels(torch.device(DEVICE)):
         raise NotHere("needs a GPU of architecture 9.0 and a build for it")
     for fewer_digits, width, out_width in itertools.product((False, True), (20, 64, 100, 128), (20, 128)):
         x = features(605, width, dtype=F32)
@@ -440,6 +443,25 @@ def several_aggregations(dtype: torch.dtype) -> None:
             for edges in ({}, {"edge_attr": attr, "edge_weight": weight}, {"edge_attr": rows}):
                 with torch.enable_grad():
                     multi_aggregate(adj, x_src, names, x_dst=x_dst, **edges).sum().backward()
+def messages(dtype: torch.dtype) -> None:
+    """GINE and gated layers, forward and backward: raw features and rows of edges, one lane and tiles."""
+    for width, edge_width in ((128, 8), (20, 3), (3, 32)):
+        for adj in (heavy(), sparse()):
+            rows = (adj.num_src, adj.num_dst, adj.num_src, adj.num_edges, adj.num_edges)
+            widths = (width, width, width, width, edge_width)
+            q, k, v, edge, raw = (
+                features(count, columns, dtype=dtype).requires_grad_()
+                for count, columns in zip(rows, widths, strict=True)
+            )
+            maps = [draw(width, edge_width, dtype=dtype).requires_grad_() for _ in range(2)]
+            bias = draw(width, dtype=dtype).requires_grad_()
+            gates = {"edge_attr": raw, "gate_weight": maps[0], "value_weight": maps[1]}
+            with torch.enable_grad():
+                gine_aggregate(adj, q, edge).sum().backward()
+                gine_aggregate(adj, q, raw, edge_weight=maps[0], edge_bias=bias).sum().backward()
+                gated_aggregate(adj, k, q, v).sum().backward()
+                gated_aggregate(adj, k, q, v, **gates).sum().backward()
+                sum(each.sum() for each in gated_edges(adj, k, q, v, edge)).backward()
 
 
 def softmax_of_edges(dtype: torch.dtype) -> None:
@@ -494,7 +516,7 @@ def sparse_products(dtype: torch.dtype) -> None:
     for (structure, width, k), longest in itertools.product(cases, EDGE_GROUPS):
         adj = structure()
         cbsr = kept(adj.num_src, width, k, dtype)
-        with mock.patch.object(policy, "edge_group_length", return_value=longest):
+        with mock.patch.object(lengths, "edge_group_length", return_value=longest):
             ssd(adj, cbsr, bias=draw(width, dtype=dtype), algorithm="decoupled")
             ssd(adj, cbsr, draw(adj.num_edges, dtype=dtype), "mean", algorithm="decoupled")
     if dtype == F64 or DEVICE != "cuda":
@@ -548,6 +570,25 @@ def structures() -> None:
     adj.prepare()
     group_rows(heavy())
     grouped().prepare()
+
+
+def batches() -> None:
+    """Sampled batches: every way to draw, tables with and without keys, rows read from the host's memory."""
+    adj = heavy()
+    size = max(adj.shape)
+    square = Adjacency.from_coo(adj.row(), adj.col, (size, size))
+    weight = torch.rand(square.num_edges, device=DEVICE)
+    seeds = torch.arange(40, device=DEVICE)
+    ways: tuple[dict[str, bool], ...] = ({}, {"replace": True}, {"disjoint": True}, {"induced": True})
+    for way in ways:
+        for fanouts in ([3, 7], [15, 30], [-1, 50]):
+            for of_way in ({}, {"weight": weight}):
+                sample = NeighborSampler(square, fanouts, **way, **of_way).sample(seeds)
+                sample.edges.adjacency.in_degree()
+    if DEVICE == "cuda":
+        index = torch.randint(50, (70,), device=DEVICE)
+        for dtype, width in ((F32, 8), (F32, 7), (torch.uint8, 3)):
+            gather_from_host(torch.ones(50, width, dtype=dtype).pin_memory(), index)
 
 
 def column_sums(dtype: torch.dtype) -> None:
@@ -613,6 +654,7 @@ PARTS: dict[str, Part] = {
     **_by_dtype(
         "several-aggregations", "multi_aggregate multi_aggregate_backward", _TWO, several_aggregations
     ),
+    **_by_dtype("messages", "edge_messages edge_messages_backward", _TWO, messages),
     **_by_dtype("maxk", "maxk cbsr", _TWO, largest_entries),
     **_by_dtype("ssd", "ssd ssd_slots", _ALL, sparse_products),
     **_by_dtype("ssd-backward", "ssd_backward", _TWO, sparse_gradients),
@@ -620,9 +662,11 @@ PARTS: dict[str, Part] = {
         (
             *("inspect", "compress", "row_split", "hybrid_rows", "group_rows", "edge_softmax"),
             "sum_of_rows",
+            *("sum_of_rows", "sample_neighbors"),
         ),
         (
             structures,
+            batches,
             *(
                 functools.partial(call, d)
                 for call in (softmax_of_edges, column_sums)

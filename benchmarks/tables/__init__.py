@@ -14,6 +14,7 @@ from rich.console import Console
 from .. import record
 from .accuracy import accuracy
 from .adjacency import adjacency, adjacency_in_short
+from .any_layer import any_layer
 from .attention import attention, attention_in_short
 from .breakdown import breakdown
 from .cells import Table, number, ordered, ratio, stored_rivals, time_of
@@ -27,6 +28,7 @@ from .maxk import maxk
 from .minibatch import minibatch
 from .pna import pna
 from .regret import regret
+from .sampling import sampling
 from .sanitizer import sanitizer, sanitizer_in_short
 from .scaling import scaling
 from .sddmm import sddmm, sddmm_in_short
@@ -43,6 +45,7 @@ __all__ = [
     "Table",
     "accuracy",
     "adjacency",
+    "any_layer",
     "attention",
     "breakdown",
     "choice",
@@ -62,6 +65,7 @@ __all__ = [
     "regret",
     "relative",
     "report",
+    "sampling",
     "sanitizer",
     "scaling",
     "sddmm",
@@ -84,6 +88,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "attention": attention,
     "edges": edges,
     "pna": pna,
+    "any_layer": any_layer,
     "train": train,
     "scaling": scaling,
     "maxk": maxk,
@@ -95,6 +100,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "accuracy": accuracy,
     "choice": choice,
     "minibatch": minibatch,
+    "sampling": sampling,
     "regret": regret,
     "sanitizer": sanitizer,
 }
@@ -114,9 +120,12 @@ ABOUT = {
     " width, against stored rivals. 'Of the results' is the extra memory over that of the results: it stays"
     " small, whatever the number of edges, if nothing has their size.",
     "edges": "Layers 256 wide with 8 features per edge, forward and backward with all gradients, and the"
-    " attention operator alone, against PyG and a weather model's Triton kernel.",
+    " attention operator alone, against PyG and a weather model's Triton kernel. GINE and residual gated"
+    " layers 128 wide against PyG: one on a large graph, five on molecules whose edges are new every step.",
     "pna": "One layer with four aggregators and three scalers, forward and backward with all gradients, on a"
     " large graph and on batches of 512 molecules whose structures are new each time.",
+    "any_layer": "Every layer of PyG that needs no other package, under `accelerate` and as it is: a step is"
+    " forward and backward with all gradients in float32, the host's work included.",
     "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
     "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
     " for the host.",
@@ -132,6 +141,7 @@ ABOUT = {
     "accuracy": "As FlashSparse's table 8: no precision may lose more than one standard deviation.",
     "choice": "Which algorithm wins where, and what `auto` picks; see docs/dev/choosing.md.",
     "minibatch": "Structure, forward and backward of batches whose structures are new each time.",
+    "sampling": "Batches of sampled neighbours drawn on the GPU and the CPU, and epochs from the loader.",
     "regret": "What the picks of `auto` cost; the better algorithm in brackets where it is another.",
     "sanitizer": "Every kernel on small structures under compute-sanitizer; the parts are those of"
     " `tests/sanitize.py`.",
@@ -169,11 +179,13 @@ CHAPTERS = {
     "attention": Chapter("Attention", attention_in_short, ("forward_float16", "backward_float16")),
     "edges": Chapter("Edge features", edges),
     "pna": Chapter("Several aggregations (PNA)", pna),
+    "any_layer": Chapter("All layers of PyG", any_layer),
     "ssd": Chapter("Sparse activations (MaxK, ssd)", ssd_in_short, ("scaling",)),
     "maxk": Chapter("Training with MaxK", maxk),
     "scaling": Chapter("Several GPUs", scaling, ("speedup",)),
     "choice": Chapter("Choice of the algorithm", choice_in_short, ("choice",)),
     "minibatch": Chapter("Mini-batches", minibatch),
+    "sampling": Chapter("Neighbour sampling", sampling),
     "regret": Chapter("Choice of the algorithm, by number of uses", regret),
     "accuracy": Chapter("Accuracy of trained models", accuracy),
     "adjacency": Chapter("Building a structure", adjacency_in_short),

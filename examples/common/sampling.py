@@ -146,13 +146,21 @@ class Batches:
 
 
 class PygBatches:
-    """The same from PyG's NeighborLoader."""
+    """The same from a NeighborLoader: PyG's, or the one of `package`, which may take further options."""
 
     def __init__(
-        self, data: Nodes, fanouts: Sequence[int], seeds: Tensor, size: int, shuffle: bool, workers: int
+        self,
+        data: Nodes,
+        fanouts: Sequence[int],
+        seeds: Tensor,
+        size: int,
+        shuffle: bool,
+        workers: int,
+        package: str = "torch_geometric.loader",
+        **options: Any,
     ) -> None:
         pyg_data = importlib.import_module("torch_geometric.data")
-        loader = importlib.import_module("torch_geometric.loader")
+        loader = importlib.import_module(package)
         self.layers = len(fanouts)
         self.loader = loader.NeighborLoader(
             pyg_data.Data(edge_index=data.edge_index, num_nodes=data.num_nodes),
@@ -161,6 +169,7 @@ class PygBatches:
             batch_size=size,
             shuffle=shuffle,
             num_workers=workers,
+            **options,
         )
 
     def __len__(self) -> int:

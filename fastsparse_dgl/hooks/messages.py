@@ -49,7 +49,7 @@ def ends(adj: Adjacency, target: str) -> Tensor:
         assert adj.edge_id is not None
         return torch.empty_like(entries).index_copy_(0, adj.edge_id.long(), entries)
 
-    return adj.memo(("fastsparse_dgl.ends", target), scatter)
+    return adj.derived(("fastsparse_dgl.ends", target), scatter)
 
 
 def incoming(adj: Adjacency) -> Adjacency:
@@ -63,10 +63,10 @@ def incoming(adj: Adjacency) -> Adjacency:
         incidence = Adjacency(
             adj.rowptr, edge, (adj.num_dst, count), edge_id=adj.edge_id, group_rows="none"
         )
-        incidence._row_memo = adj._row_memo  # the same rows, cut into the same slices
+        incidence._of_rows = adj._of_rows  # the same rows, cut into the same slices
         return incidence
 
-    return adj.memo("fastsparse_dgl.incoming", build)
+    return adj.derived("fastsparse_dgl.incoming", build)
 
 
 def in_edge_order(adj: Adjacency) -> Adjacency:
@@ -83,10 +83,10 @@ def in_edge_order(adj: Adjacency) -> Adjacency:
         sorted_rows = Adjacency(
             adj.rowptr, ends(adj, "u")[order.long()], adj.shape, edge_id=order, group_rows="none"
         )
-        sorted_rows._row_memo = adj._row_memo
+        sorted_rows._of_rows = adj._of_rows
         return (sorted_rows,)
 
-    return adj.memo("fastsparse_dgl.in_edge_order", build)[0] or adj
+    return adj.derived("fastsparse_dgl.in_edge_order", build)[0] or adj
 
 
 def at(adj: Adjacency, target: str) -> Adjacency:

@@ -104,7 +104,7 @@ def _gspmm(adj: Adjacency, op: str, reduce: str, x: Any, e: Any) -> Tensor:
     if reduce in ("sum", "mean") or adj.num_edges == 0 or not adj.has_empty_rows():
         return out
     # DGL's operators leave where they began, and `update_all` makes that 0.
-    empty = adj.memo("fastsparse_dgl.empty_rows", lambda: adj.in_degree() == 0)
+    empty = adj.derived("fastsparse_dgl.empty_rows", lambda: adj.in_degree() == 0)
     empty = empty.reshape(-1, *[1] * (out.dim() - 1))
     return out.masked_fill(empty, math.inf if reduce == "min" else -math.inf)
 

@@ -42,7 +42,7 @@ def _ends(adjacency: Adjacency) -> tuple[Adjacency, Adjacency]:
             structure(adjacency.row(), adjacency.num_dst),
         )
 
-    found: tuple[Adjacency, Adjacency] = adjacency.memo("fastsparse_dgl.ends", build)
+    found: tuple[Adjacency, Adjacency] = adjacency.derived("fastsparse_dgl.ends", build)
     return found
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency, multi_aggregate
 from fastsparse_core.fused.joint_linear import is_plain_linear
+from fastsparse_core.fused.principal_aggregation import add_scaled, node_parts
 from fastsparse_core.log import info_once
 from fastsparse_core.ops.multi_aggregate import AGGREGATIONS
-from fastsparse_core.principal_aggregation import add_scaled, node_parts
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
 from fastsparse_dgl.nn.base import AggregationMixin, source_features

@@ -479,7 +479,7 @@ def _edge_list(item: Any, flow: str) -> Any:
             "edge_index: expected edges or a plain Adjacency for a layer without a drop-in of its own, got "
             f"{item!r} with other edge values than edges; pass the edges"
         )
-    edges = item.memo(f"fastsparse_pyg.edge_index.{flow}", lambda: to_edge_index(item, flow))
+    edges = item.derived(f"fastsparse_pyg.edge_index.{flow}", lambda: to_edge_index(item, flow))
     if not torch.compiler.is_compiling():
         lookup(edges, (edges,), (*item.shape, flow, False), lambda: item)
     return edges

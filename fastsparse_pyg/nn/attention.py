@@ -24,6 +24,7 @@ class AttentionConv(FastConv):
     """Base of the attention layers, to be named before the PyG layer as :class:`FastConv`."""
 
     _fusible: ClassVar[bool] = False
+    _kernel: ClassVar[str] = "fused attention"
 
     #: Whether edge features run the unfused operators, on structures that torch.compile cannot build.
     _stores_edges: ClassVar[bool] = True
@@ -173,7 +174,7 @@ def value_ends(adj: Adjacency) -> Tensor:
         ends[:, adj.edge_id.long()] = stored
         return ends
 
-    return adj.memo("fastsparse_pyg.value_ends", build)
+    return adj.derived("fastsparse_pyg.value_ends", build)
 
 
 def _carries_features(matrix: Any) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, MinAggregation, SumAggregation
@@ -14,14 +15,18 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
 from fastsparse_core import Adjacency, spmm
+from fastsparse_core.fused.aggregate_linear import aggregate_linear, can_aggregate_linear
+from fastsparse_core.fused.joint_linear import add_linear, joint_linear
 from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain
-from fastsparse_core.fused.joint_linear import joint_linear
+from fastsparse_core.layer_swap import restore
 from fastsparse_core.log import info_once
 from fastsparse_core.ops._common import is_plain_eager, why_watched
 from fastsparse_pyg.caching import logger
 from fastsparse_pyg.graph import Graph, is_sparse_matrix, resolve, to_edge_index
 
 REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max", MinAggregation: "min"}
+#: PyG's layers -> their drop-ins; `fastsparse_pyg.nn` fills it.
+DROP_INS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
 MESSAGE_METHODS = (
     "propagate",
     "message",
@@ -47,9 +52,13 @@ class FastConv(MessagePassing):
 
     flow: str
     node_dim: int
+    out_channels: int
 
     #: What computes the layer, for the report of `accelerate`.
     _kernel: ClassVar[str] = "spmm"
+
+    #: Whether the kernels serve means and extrema too.
+    _any_reduction: ClassVar[bool] = False
 
     #: Whether sources and destinations may differ.
     _bipartite: ClassVar[bool] = True
@@ -91,10 +100,8 @@ class FastConv(MessagePassing):
         Raises:
             NotImplementedError: there is no layer of PyG's that computes the same.
         """
-        from fastsparse_pyg import layer_swap  # which imports the layers
-
         layer: MessagePassing = copy.copy(self)
-        layer_swap.restore(layer)
+        restore(layer, DROP_INS)
         if type(layer) is type(self):
             raise NotImplementedError(
                 f"torch.jit.script: {type(self).__name__} has no original that TorchScript could compile; "
@@ -241,6 +248,42 @@ class FastConv(MessagePassing):
         out = spmm(adj, x.movedim(dim, 0), value, reduce, scale_dst=scales[0], scale_src=scales[1])
         out = out.movedim(0, dim)
         return out if bias is None else out + bias
+
+    def _neighbours_and_root(
+        self,
+        adj: Adjacency,
+        x_src: Tensor,
+        x_dst: Tensor | None,
+        value: Tensor | None,
+        lin: Any,
+        lin_root: Any,
+    ) -> Tensor:
+        """``lin`` of the aggregated neighbours plus ``lin_root`` of the destinations' own features."""
+        reduce = self._reduce()
+        # A sum is linear: gather whichever side of the product is narrower. Rows without edges get the bias
+        # alone.
+        narrower_after = x_src.size(-1) > self.out_channels and reduce in ("sum", "mean")
+        if (
+            lin_root is not None
+            and x_dst is not None
+            and value is None
+            and not narrower_after
+            and reduce in ("sum", "mean")
+            and self.node_dim in (-2, 0)
+            and is_plain_linear(lin)
+            and is_plain_linear(lin_root)
+            and lin_root.bias is None
+            and can_aggregate_linear(adj, x_src, x_dst, lin.weight, lin.bias, lin_root.weight)
+        ):
+            return aggregate_linear(adj, x_src, lin.weight, lin.bias, lin_root.weight, reduce)
+        if narrower_after and is_plain_linear(lin) and self.node_dim % x_src.dim() != x_src.dim() - 1:
+            out = self._aggregate_neighbours(adj, F.linear(x_src, lin.weight), value, bias=lin.bias)
+        else:
+            out = lin(self._aggregate_neighbours(adj, x_src, value))
+        if lin_root is None or x_dst is None:
+            return out
+        # Hooks may have kept what a layer with hooks gave: that must stay as it is.
+        return add_linear(out, x_dst, lin_root, Linear) if is_plain_linear(lin) else out + lin_root(x_dst)
 
 
 def has_message_hook(state: dict[str, Any]) -> bool:

@@ -2,113 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import GCNConv
 from torch_geometric.nn.aggr import SumAggregation
-from torch_geometric.typing import OptTensor, SparseTensor
+from torch_geometric.nn.dense.linear import Linear
+from torch_geometric.typing import OptTensor
 
-from fastsparse_core import Adjacency, sddmm, spmm
+from fastsparse_core import Adjacency
 from fastsparse_core.fused.graph_convolution import can_convolve, graph_convolution
-from fastsparse_pyg.graph import Graph, caller_edges, is_sparse_matrix, resolve, to_edge_index
-from fastsparse_pyg.nn.base import FastConv, is_plain_linear
+from fastsparse_core.fused.joint_linear import is_plain_linear
+from fastsparse_pyg.caching import recall
+from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
 
 
-class Propagation(NamedTuple):
-    r"""The matrix that GCN multiplies by, :math:`\mathrm{diag}(s) \, V \, \mathrm{diag}(t)`.
-
-    Attributes:
-        adj: structure of V.
-        value: its values in the structure's value order; None: all 1.
-        scale_dst: s, a constant (num_nodes,); None: all 1.
-        scale_src: t, like s, of which it differs where nothing is gathered.
-    """
-
-    adj: Adjacency
-    value: Tensor | None
-    scale_dst: Tensor | None = None
-    scale_src: Tensor | None = None
-
-    def edge_weight(self, dtype: torch.dtype) -> Tensor:
-        """The matrix' values, the scales multiplied in, in the order of ``caller_edges(adj)``.
-
-        Args:
-            adj: structure.
-            dtype: of the weights where the matrix has no values of its own.
-        """
-        adj = self.adj
-        dst, src = caller_edges(adj)
-        if self.value is None:
-            weight = torch.ones(adj.num_edges, dtype=dtype, device=adj.device)
-        elif adj.edge_id is None:
-            weight = self.value
-        else:
-            weight = self.value[adj.edge_id.sort().values.long()]
-        if self.scale_dst is None or self.scale_src is None:
-            return weight
-        return (self.scale_src[src] * weight * self.scale_dst[dst]).to(weight.dtype)
-
-    def to(self, device: torch.device) -> Propagation:
-        """The same on another device."""
-        return Propagation(*(None if part is None else part.to(device) for part in self))  # type: ignore[arg-type]
-
-
-class _Held(NamedTuple):
-    """What a layer with `cached=True` keeps.
-
-    Attributes:
-        propagation: the matrix.
-        as_matrix: whether PyG would keep it as a sparse matrix.
-        dtype: of the features, which is that of PyG's weights where edges have none.
-    """
-
-    propagation: Propagation
-    as_matrix: bool
-    dtype: torch.dtype
-
-
-class _Cached:
-    """Stands in for one of the private caches that GCNConv has for `cached=True`.
-
-    The layer keeps a :class:`_Held`. PyG's own form is made when PyG's code (or a user) reads the attribute,
-    so that explain mode and message hooks work on a cached layer without holding its edges twice. Whatever is
-    assigned to the attribute, None or PyG's form, replaces what was kept.
-    """
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.slot = "_held" + name
-
-    def __get__(self, layer: Any, owner: type | None = None) -> Any:
-        if layer is None:
-            return self
-        held = layer.__dict__.get(self.slot)
-        if not isinstance(held, _Held):
-            return held
-        adj, weight = held.propagation.adj, held.propagation.edge_weight(held.dtype)
-        if not held.as_matrix:
-            return to_edge_index(adj, layer.flow), weight
-        dst, src = caller_edges(adj)
-        if self.slot == _ADJ_T_SLOT:
-            return SparseTensor(row=dst, col=src, value=weight, sparse_sizes=adj.shape)
-        return torch.sparse_coo_tensor(
-            torch.stack([dst, src]), weight, adj.shape
-        ).coalesce().to_sparse_csr(), None
-
-    def __set__(self, layer: Any, value: Any) -> None:
-        layer.__dict__[self.slot] = value
-
-    def __delete__(self, layer: Any) -> None:
-        layer.__dict__.pop(self.slot, None)
-
-
-_EDGE_INDEX_SLOT = "_held_cached_edge_index"
-_ADJ_T_SLOT = "_held_cached_adj_t"
-
-
-class FastGCNConv(FastConv, GCNConv):
+class FastGCNConv(PropagatingConv, GCNConv):
     r"""PyG's :class:`~torch_geometric.nn.conv.GCNConv` on FastSparse kernels.
 
     .. math::
@@ -130,9 +41,9 @@ class FastGCNConv(FastConv, GCNConv):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(B, |\mathcal{V}|, F_{out})`
     """
 
-    _bipartite = False
-    _cached_edge_index = _Cached()
-    _cached_adj_t = _Cached()
+    _any_reduction = False
+    _cached_edge_index = Cached()
+    _cached_adj_t = Cached()
 
     def forward(self, x: Tensor, edge_index: Tensor | Adjacency, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer.
@@ -154,20 +65,20 @@ class FastGCNConv(FastConv, GCNConv):
                 f"x: expected one tensor of node features, got a {type(x).__name__}: '{type(self).__name__}' "
                 "does not support bipartite graphs; use for example FastSAGEConv"
             )
+        if edge_weight is None and type(edge_index) is Tensor:
+            out = self._repeated(x, edge_index)
+            if out is not None:
+                return out
         reason = self._why_original_gcn(x, edge_index)
         if reason:
-            if isinstance(edge_index, Adjacency) and edge_weight is not None:
-                # In the order in which the edges are written back for PyG, inserted loops included.
-                graph = resolve(edge_index, edge_index.num_src, edge_index.num_dst, edge_index.device)
-                value = self._value(graph, x, edge_index, edge_weight)
-                edge_weight = Propagation(edge_index, value).edge_weight(x.dtype)
+            edge_weight = self._written_for_original(x, edge_index, edge_weight)
             return self._original_forward(reason, x, edge_index, edge_weight)
-        adj, value, *scales = self._propagation(x, edge_index, edge_weight)
+        adj, value, *scales = self._gcn_propagation(x, edge_index, edge_weight)
 
         lin, bias, width = self.lin, self.bias, x.size(-1)
         # Gather the narrower side. Where both are as wide, features without gradient spare the backward pass.
         aggregate_first = width < self.out_channels or (width == self.out_channels and not x.requires_grad)
-        plain = is_plain_linear(lin) and lin.bias is None
+        plain = is_plain_linear(lin, Linear) and lin.bias is None
         order = {"out_by_in": True, "aggregate_first": aggregate_first}
         if plain and value is None and can_convolve(adj, x, lin.weight, bias, **order):
             return graph_convolution(
@@ -181,101 +92,52 @@ class FastGCNConv(FastConv, GCNConv):
             x = x.to(dtype)
         return self._aggregate_neighbours(adj, x, value, scales=scales, bias=bias)
 
+    def _repeated(self, x: Tensor, edge_index: Tensor) -> Tensor | None:
+        """The layer of a graph that was there in the call before and carries no weights; None: as elsewhere.
+
+        A step of a small model takes as long as the host needs for it.
+        """
+        state = self.__dict__
+        modules, parameters = state["_modules"], state["_parameters"]
+        if (
+            not state["normalize"]
+            or state["cached"]
+            or state["node_dim"] not in (-2, 0)
+            or type(modules.get("aggr_module")) is not SumAggregation
+            or "bias" not in parameters
+            or self._why_original(x, edge_index)
+            or x.dim() != 2
+        ):
+            return None
+        num_nodes, width = x.shape
+        adj = recall(edge_index, (num_nodes, num_nodes, state["flow"], state["add_self_loops"]))
+        if adj is None:
+            return None
+        scale = adj.plans.get(("GCN", x.dtype))
+        if scale is None:
+            return None
+        lin, out_channels = modules["lin"], state["out_channels"]
+        if not is_plain_linear(lin, Linear) or lin.bias is not None:
+            return None
+        weight, bias = lin._parameters["weight"], parameters["bias"]
+        aggregate_first = width < out_channels or (width == out_channels and not x.requires_grad)
+        order = {"out_by_in": True, "aggregate_first": aggregate_first}
+        if not can_convolve(adj, x, weight, bias, **order):
+            return None
+        return graph_convolution(adj, x, weight, bias, **order, scale_dst=scale, scale_src=scale)
+
     def _why_original_gcn(self, x: Tensor, edge_index: object) -> str:
-        dim = x.dim()
-        if dim < 2 or self.node_dim % dim != dim - 2:
-            return f"features of {dim} dimensions with node_dim={self.node_dim}"
         if type(self._modules.get("aggr_module")) is not SumAggregation:
             return f"aggr={self.aggr!r}"
-        return self._why_original(x, edge_index)
+        return self._why_original_propagating(x, edge_index)
 
-    def _propagation(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> Propagation:
-        """The matrix to multiply by, from the layer's own cache if that is filled."""
-        if not self.normalize:
-            num_src = x.size(-2)
-            graph = resolve(edge_index, num_src, None, x.device, flow=self.flow)
-            return Propagation(graph.adj, self._value(graph, x, edge_index, edge_weight))
-        slot = _ADJ_T_SLOT if isinstance(edge_index, SparseTensor) else _EDGE_INDEX_SLOT
-        held = self.__dict__.get(slot)
-        if held is None:
-            propagation = self._normalised(x, edge_index, edge_weight)
-            if self.cached:
-                self.__dict__[slot] = _Held(propagation, is_sparse_matrix(edge_index), x.dtype)
-            return propagation
-        if not isinstance(held, _Held):  # PyG's own code ran first and filled the cache
-            edges, weight = (held, None) if slot == _ADJ_T_SLOT else held
-            graph = resolve(edges, x.size(-2), x.size(-2), x.device, flow=self.flow)
-            return Propagation(graph.adj, graph.value if weight is None else weight)
-        if held.propagation.adj.device != x.device:
-            held = self.__dict__[slot] = held._replace(propagation=held.propagation.to(x.device))
-        return held.propagation
-
-    def _normalised(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> Propagation:
-        if isinstance(edge_index, Tensor) and edge_index.layout is torch.sparse_csc:
-            raise NotImplementedError(
-                "edge_index: expected a sparse matrix of layout CSR or COO under normalisation, got CSC; "
-                "convert it with .to_sparse_csr()"
-            )
-        num_nodes = x.size(-2)
-        graph = resolve(
-            edge_index, num_nodes, num_nodes, x.device, flow=self.flow, add_self_loops=self.add_self_loops
+    def _gcn_propagation(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> Propagation:
+        return self._propagation(
+            x,
+            edge_index,
+            edge_weight,
+            normalize=self.normalize,
+            add_self_loops=self.add_self_loops,
+            improved=self.improved,
+            cached=self.cached,
         )
-        adj = graph.adj
-        value = self._value(graph, x, edge_index, edge_weight)
-        if value is None:
-            scale = adj.inv_sqrt_degree(torch.float64 if x.dtype == torch.float64 else torch.float32)
-            return Propagation(adj, None, scale, scale)
-        # Degrees are sums of many terms: never in 16 bits, whatever autocast says.
-        with torch.autocast(x.device.type, enabled=False):
-            dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
-            degree = spmm(adj, torch.ones(num_nodes, 1, dtype=dtype, device=x.device), value)
-            scale = degree.pow(-0.5)
-            scale = scale.masked_fill(scale == float("inf"), 0)
-            if not scale.requires_grad:
-                scale = scale.squeeze(1)
-                # Weights below 0 may add up to a degree whose root is NaN, which must not meet a node's empty
-                # sum: without an outgoing edge its gradient is 0.
-                return Propagation(adj, value, scale, scale.masked_fill(_has_no_outgoing(adj), 0))
-            # The product s_i s_j of every edge, differentiable in s.
-            return Propagation(adj, value * sddmm(adj, scale, scale).to(value.dtype))
-
-    def _value(self, graph: Graph, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> Tensor | None:
-        """Values of the structure, those of its self loops included; None: all 1."""
-        fill_value = 2.0 if self.improved else 1.0
-        value = graph.value if is_sparse_matrix(edge_index) else edge_weight
-        if value is None:
-            # PyG 2.8 doubles the loops of `improved` only where edges have values; matrices always have.
-            if not (self.improved and graph.loops_have_value and graph.adj.has_inserted_loops):
-                return None
-            value = torch.ones(graph.num_caller_values(), dtype=x.dtype, device=x.device)
-        elif value is edge_weight:
-            value = _check_weight(value, graph.num_caller_values(), x)
-        if not value.is_floating_point():
-            value = value.to(x.dtype)
-        if not graph.adj.has_inserted_loops:
-            return value
-        return graph.adj.extend_value(value, fill_value, keep_existing=graph.keep_existing)
-
-
-def _has_no_outgoing(adj: Adjacency) -> Tensor:
-    return adj.memo("fastsparse_pyg.has_no_outgoing", lambda: adj.out_degree() == 0)
-
-
-def _check_weight(edge_weight: Any, num_edges: int, x: Tensor) -> Tensor:
-    if not isinstance(edge_weight, Tensor):
-        raise TypeError(f"edge_weight: expected a tensor or None, got {type(edge_weight).__name__}")
-    if edge_weight.shape not in ((num_edges,), (num_edges, 1)):
-        raise ValueError(
-            f"edge_weight: expected one weight per edge, shape ({num_edges},), got {tuple(edge_weight.shape)}"
-        )
-    if edge_weight.device != x.device:
-        raise ValueError(
-            f"edge_weight: expected device {x.device} like x, got {edge_weight.device}; move it with "
-            f".to('{x.device}')"
-        )
-    return edge_weight.reshape(-1)
-
-
-def message_dtype(x: Tensor, value: Tensor) -> torch.dtype:
-    """PyG's product of messages and weights promotes: float16 times float32 is float32."""
-    return x.dtype if torch.is_autocast_enabled(x.device.type) else torch.promote_types(x.dtype, value.dtype)

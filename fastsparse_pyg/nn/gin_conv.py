@@ -30,6 +30,8 @@ class FastGINConv(FastConv, GINConv):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
     """
 
+    _any_reduction = True
+
     def forward(self, x: Tensor | OptPairTensor, edge_index: Tensor | Adjacency, size: Size = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastSAGEConv.forward`."""
         pair = (x, x) if isinstance(x, Tensor) else x

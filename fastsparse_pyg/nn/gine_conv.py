@@ -36,6 +36,8 @@ class FastGINEConv(AttentionConv, GINEConv):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
     """
 
+    _stores_edges = False
+
     def forward(
         self,
         x: Tensor | OptPairTensor,

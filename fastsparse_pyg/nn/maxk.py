@@ -15,7 +15,8 @@ from fastsparse_core.fused.maxk_linear import (
     maxk_linear,
 )
 from fastsparse_pyg.nn.base import is_plain_linear
-from fastsparse_pyg.nn.gcn_conv import FastGCNConv, message_dtype
+from fastsparse_pyg.nn.gcn_conv import FastGCNConv
+from fastsparse_pyg.nn.propagation import message_dtype
 from fastsparse_pyg.nn.sage_conv import FastSAGEConv
 
 
@@ -95,7 +96,7 @@ class FastMaxKGCNConv(FastGCNConv):
         like = _values(x)
         if _densifies(x, self.maxk) or self._why_original_gcn(like, edge_index):
             return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
-        adj, value, scale_dst, scale_src = self._propagation(like, edge_index, edge_weight)
+        adj, value, scale_dst, scale_src = self._gcn_propagation(like, edge_index, edge_weight)
         if value is not None and message_dtype(like, value) != like.dtype:
             return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
         cbsr, lin = _compressed(x, self.maxk), self.lin

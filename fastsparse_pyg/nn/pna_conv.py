@@ -22,8 +22,8 @@ from torch_geometric.nn.aggr import (
 from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, multi_aggregate
+from fastsparse_core.fused.principal_aggregation import add_scaled, node_parts
 from fastsparse_core.incidence import incidence
-from fastsparse_core.principal_aggregation import add_scaled, node_parts
 from fastsparse_pyg.graph import is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FastConv, is_plain_linear
 
@@ -103,7 +103,7 @@ class FastPNAConv(FastConv, PNAConv):
         if all(is_one_linear(nn) for nn in self.pre_nns):
             maps = [nn[0] for nn in self.pre_nns]
             bias = torch.cat([each.bias for each in maps])
-            of_edges: dict[str, Tensor] = {}
+            of_edges: dict[str, Any] = {}
             if edge_attr is not None:
                 of_edge = torch.cat([each.weight[:, 2 * width :] for each in maps])
                 encoder = self.edge_encoder

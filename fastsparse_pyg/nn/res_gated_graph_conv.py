@@ -39,6 +39,8 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
     """
 
+    _stores_edges = False
+
     def forward(
         self, x: Tensor | PairTensor, edge_index: Tensor | Adjacency, edge_attr: OptTensor = None
     ) -> Tensor:

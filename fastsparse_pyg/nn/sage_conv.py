@@ -5,13 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import SAGEConv
-from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency
-from fastsparse_core.fused.aggregate_linear import aggregate_linear, can_aggregate_linear
-from fastsparse_core.fused.joint_linear import add_linear
-from fastsparse_pyg.nn.base import FastConv, is_plain_linear
+from fastsparse_pyg.nn.base import FastConv
 
 
 class FastSAGEConv(FastConv, SAGEConv):
@@ -34,6 +31,8 @@ class FastSAGEConv(FastConv, SAGEConv):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
     """
 
+    _any_reduction = True
+
     def forward(self, x: Tensor | OptPairTensor, edge_index: Tensor | Adjacency, size: Size = None) -> Tensor:
         """Computes the layer.
 
@@ -55,31 +54,7 @@ class FastSAGEConv(FastConv, SAGEConv):
         if self.project and hasattr(self, "lin"):
             x_src = self.lin(x_src).relu()
 
-        lin = self.lin_l
-        reduce = self._reduce()
-        # A sum is linear: gather whichever side of the product is narrower. Rows without edges get the bias
-        # alone.
-        narrower_after = x_src.size(-1) > self.out_channels and reduce in ("sum", "mean")
-        if (
-            self.root_weight
-            and x_dst is not None
-            and value is None
-            and not narrower_after
-            and reduce in ("sum", "mean")
-            and self.node_dim in (-2, 0)
-            and is_plain_linear(lin)
-            and is_plain_linear(self.lin_r)
-            and self.lin_r.bias is None
-            and can_aggregate_linear(adj, x_src, x_dst, lin.weight, lin.bias, self.lin_r.weight)
-        ):
-            out = aggregate_linear(adj, x_src, lin.weight, lin.bias, self.lin_r.weight, reduce)
-            return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
-        if narrower_after and is_plain_linear(lin) and self.node_dim % x_src.dim() != x_src.dim() - 1:
-            out = self._aggregate_neighbours(adj, F.linear(x_src, lin.weight), value, bias=lin.bias)
-        else:
-            out = lin(self._aggregate_neighbours(adj, x_src, value))
-        if self.root_weight and x_dst is not None:
-            # Hooks may have kept what a layer with hooks gave: that must stay as it is.
-            plain = is_plain_linear(lin)
-            out = add_linear(out, x_dst, self.lin_r, Linear) if plain else out + self.lin_r(x_dst)
+        out = self._neighbours_and_root(
+            adj, x_src, x_dst, value, self.lin_l, self.lin_r if self.root_weight else None
+        )
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out

@@ -40,7 +40,7 @@ class EdgeEnd:
     def edges(self) -> Adjacency:
         """The structure (num_nodes, num_edges): the positions of every node's edges."""
         adj = self._adj if self._is_dst else self._adj.t()
-        return adj.memo("fastsparse_pyg.edges", lambda: _edges_of(adj))
+        return adj.derived("fastsparse_pyg.edges", lambda: _edges_of(adj))
 
 
 def _edges_of(adj: Adjacency) -> Adjacency:
@@ -48,7 +48,7 @@ def _edges_of(adj: Adjacency) -> Adjacency:
     if position is None:
         position = torch.arange(adj.num_edges, dtype=torch.int32, device=adj.device)
     edges = Adjacency(adj.rowptr, position, (adj.num_dst, adj.num_edges), group_rows="none")
-    edges._row_memo = adj._row_memo
+    edges._of_rows = adj._of_rows
     return edges
 
 

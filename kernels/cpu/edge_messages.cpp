@@ -4,23 +4,22 @@
 #include "fastsparse/edge_messages.h"
 
 #include <algorithm>
-#include <cmath>
+#include <array>
+#include <cstring>
+#include <type_traits>
 #include <vector>
 
-#include "fastsparse/cpu_simd.h"
+#include "fastsparse/cpu_attention.h"
 
 namespace fastsparse::cpu {
 namespace {
-
-constexpr std::int64_t kSerialWork = 1 << 15;  // products below which waking threads costs more than it saves
-constexpr std::int64_t kRowsPerTask = 64;
 
 std::int64_t work(const CsrView& a, const EdgeMessageInput& input) {
   return a.num_edges * input.width * (1 + input.edge_width);
 }
 
 template <typename T>
-const T* row_of(const DenseView& x, std::int64_t row) {
+FASTSPARSE_INLINE const T* row_of(const DenseView& x, std::int64_t row) {
   return static_cast<const T*>(x.data) + row * x.stride;
 }
 
@@ -41,8 +40,52 @@ FASTSPARSE_INLINE void narrow_row(const std::vector<Acc<T>>& from, void* to, std
 }
 
 template <typename A>
-A sigmoid(A z) {
-  return A{1} / (A{1} + std::exp(-z));
+FASTSPARSE_INLINE A sigmoid(A z) {
+  const A e = exponential(z < A{0} ? z : -z);
+  return (z < A{0} ? e : A{1}) / (A{1} + e);
+}
+
+// All bits or none, for each bit of a byte: masks for eight numbers at once.
+constexpr auto kMasks = [] {
+  std::array<std::array<std::int32_t, 8>, 256> masks{};
+  for (int byte = 0; byte < 256; ++byte) {
+    for (int bit = 0; bit < 8; ++bit) masks[byte][bit] = byte >> bit & 1 ? -1 : 0;
+  }
+  return masks;
+}();
+
+template <typename A>
+FASTSPARSE_INLINE void keep_signs(const std::vector<A>& z, std::uint8_t* positive, std::int64_t bytes) {
+  const auto width = static_cast<std::int64_t>(z.size());
+  for (std::int64_t byte = 0; byte < bytes; ++byte) {
+    const int count = static_cast<int>(std::clamp<std::int64_t>(width - 8 * byte, 0, 8));
+    unsigned bits = 0;
+    for (int i = 0; i < count; ++i) bits |= (z[8 * byte + i] <= A{0} ? 0u : 1u) << i;  // of NaN, too
+    positive[byte] = static_cast<std::uint8_t>(bits);
+  }
+}
+
+// The numbers whose bits are set, else 0.
+template <typename A>
+FASTSPARSE_INLINE void where_positive(const std::uint8_t* positive, const std::vector<A>& from,
+                                      std::vector<A>& to) {
+  using Bits = std::conditional_t<sizeof(A) == 4, std::int32_t, std::int64_t>;
+  const auto width = static_cast<std::int64_t>(to.size());
+  for (std::int64_t first = 0; first < width; first += 8) {
+    const auto& masks = kMasks[positive[first / 8]];
+    const int count = static_cast<int>(std::min<std::int64_t>(width - first, 8));
+    const auto choose = [&](int i) {
+      Bits bits;
+      std::memcpy(&bits, &from[first + i], sizeof bits);
+      bits &= Bits{masks[i]};
+      std::memcpy(&to[first + i], &bits, sizeof bits);
+    };
+    if (count == 8) {
+      for (int i = 0; i < 8; ++i) choose(i);
+    } else {
+      for (int i = 0; i < count; ++i) choose(i);
+    }
+  }
 }
 
 // What one entry sends, made from its row's, its source's and its edge's numbers.
@@ -60,26 +103,26 @@ struct Message {
         value(of.width),
         of_row(of.width) {}
 
-  void set_row(std::int64_t row) {
+  FASTSPARSE_INLINE void set_row(std::int64_t row) {
     if (gated) widen_row(row_of<T>(input.k, row), of_row);
     if (!gated && input.bias != nullptr) {
       std::copy_n(static_cast<const A*>(input.bias), of_row.size(), of_row.begin());
     }
   }
 
-  void add_projected(const void* weight, std::vector<A>& to) const {
+  FASTSPARSE_INLINE void add_projected(const void* weight, std::vector<A>& to) const {
     for (std::size_t a = 0; a < features.size(); ++a) {
       const A* row = static_cast<const A*>(weight) + a * to.size();
       for (std::size_t f = 0; f < to.size(); ++f) to[f] += row[f] * features[a];
     }
   }
 
-  void set_features(std::int64_t position) {
+  FASTSPARSE_INLINE void set_features(std::int64_t position) {
     if (!features.empty()) widen_row(row_of<T>(input.edge, position), features);
   }
 
   // z and v_ij of row `row`, whose k is set, or of the row whose k is given.
-  void set_entry(std::int64_t col, std::int64_t position) {
+  FASTSPARSE_INLINE void set_entry(std::int64_t col, std::int64_t position) {
     for (std::size_t f = 0; f < z.size(); ++f) z[f] = of_row[f] + widen(row_of<T>(input.q, col)[f]);
     if (gated) widen_row(row_of<T>(input.v, col), value);
     set_features(position);
@@ -93,7 +136,7 @@ struct Message {
 };
 
 template <typename T>
-void send(const EdgeMessageArgs& args, std::int64_t row_begin, std::int64_t row_end) {
+FASTSPARSE_INLINE void send(const EdgeMessageArgs& args, std::int64_t row_begin, std::int64_t row_end) {
   using A = Acc<T>;
   const EdgeMessageInput& input = args.input;
   const std::int64_t width = input.width;
@@ -118,11 +161,7 @@ void send(const EdgeMessageArgs& args, std::int64_t row_begin, std::int64_t row_
       }
       for (std::int64_t f = 0; f < width; ++f) sum[f] += rectify(message.z[f]);
       if (args.positive == nullptr) continue;
-      std::uint8_t* positive = args.positive + position * args.sign_bytes;
-      std::fill(positive, positive + args.sign_bytes, std::uint8_t{0});
-      for (std::int64_t f = 0; f < width; ++f) {
-        positive[f / 8] |= static_cast<std::uint8_t>((message.z[f] <= A{0} ? 0 : 1) << f % 8);
-      }
+      keep_signs(message.z, args.positive + position * args.sign_bytes, args.sign_bytes);
     }
     narrow_row<T>(sum, args.out, row);
     if (args.side != nullptr) narrow_row<T>(side, args.side, row);
@@ -131,7 +170,8 @@ void send(const EdgeMessageArgs& args, std::int64_t row_begin, std::int64_t row_
 
 // Columns of A: gradients of their rows and of their entries' edges.
 template <typename T>
-void differentiate_columns(const EdgeMessageBackwardArgs& args, std::int64_t begin, std::int64_t end) {
+FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args, std::int64_t begin,
+                                             std::int64_t end) {
   using A = Acc<T>;
   const EdgeMessageInput& input = args.input;
   const std::int64_t width = input.width, edge_width = input.edge_width;
@@ -168,8 +208,7 @@ void differentiate_columns(const EdgeMessageBackwardArgs& args, std::int64_t beg
           grad_v[f] += value[f];
         }
       } else {
-        const std::uint8_t* positive = args.positive + position * args.sign_bytes;
-        for (std::int64_t f = 0; f < width; ++f) z[f] = positive[f / 8] >> f % 8 & 1 ? grad[f] : A{0};
+        where_positive(args.positive + position * args.sign_bytes, grad, z);
       }
       for (std::int64_t f = 0; f < width; ++f) grad_q[f] += z[f];
       if (args.grad_edge != nullptr) narrow_row<T>(z, args.grad_edge, position);
@@ -192,8 +231,8 @@ void differentiate_columns(const EdgeMessageBackwardArgs& args, std::int64_t beg
 
 // dW and dU of a group of rows.
 template <typename T>
-void differentiate_weights(const EdgeMessageBackwardArgs& args, std::int64_t group, std::int64_t row_begin,
-                           std::int64_t row_end) {
+FASTSPARSE_INLINE void differentiate_weights(const EdgeMessageBackwardArgs& args, std::int64_t group,
+                                             std::int64_t row_begin, std::int64_t row_end) {
   using A = Acc<T>;
   const EdgeMessageInput& input = args.input;
   const std::int64_t width = input.width, edge_width = input.edge_width;
@@ -217,8 +256,7 @@ void differentiate_weights(const EdgeMessageBackwardArgs& args, std::int64_t gro
         }
       } else {
         message.set_features(position);
-        const std::uint8_t* positive = args.positive + position * args.sign_bytes;
-        for (std::int64_t f = 0; f < width; ++f) z[f] = positive[f / 8] >> f % 8 & 1 ? grad[f] : A{0};
+        where_positive(args.positive + position * args.sign_bytes, grad, z);
       }
       for (std::int64_t a = 0; a < edge_width; ++a) {
         const A feature = message.features[a];
@@ -230,30 +268,47 @@ void differentiate_weights(const EdgeMessageBackwardArgs& args, std::int64_t gro
   }
 }
 
+// Plain functions per type: the compiler multi-versions functions, not templates.
+#define FASTSPARSE_MESSAGES(T)                                                                              \
+  FASTSPARSE_MULTIVERSION void rows(T, const EdgeMessageArgs& args, std::int64_t begin, std::int64_t end) { \
+    send<T>(args, begin, end);                                                                              \
+  }                                                                                                         \
+  FASTSPARSE_MULTIVERSION void columns(T, const EdgeMessageBackwardArgs& args, std::int64_t begin,          \
+                                       std::int64_t end) {                                                  \
+    differentiate_columns<T>(args, begin, end);                                                             \
+  }                                                                                                         \
+  FASTSPARSE_MULTIVERSION void weights(T, const EdgeMessageBackwardArgs& args, std::int64_t group,          \
+                                       std::int64_t begin, std::int64_t end) {                              \
+    differentiate_weights<T>(args, group, begin, end);                                                      \
+  }
+FASTSPARSE_MESSAGES(double)
+FASTSPARSE_MESSAGES(float)
+FASTSPARSE_MESSAGES(Half)
+FASTSPARSE_MESSAGES(BFloat16)
+
 }  // namespace
 
 void edge_messages(const EdgeMessageArgs& args, int threads) {
   with_type(args.input.dtype, [&](auto type) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (work(args.a, args.input) > kSerialWork)
     for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
-      send<decltype(type)>(args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+      rows(type, args, row, std::min(row + kRowsPerTask, args.a.num_rows));
     }
   });
 }
 
 void edge_messages_backward(const EdgeMessageBackwardArgs& args, int threads) {
-  const std::int64_t rows = args.a.num_rows, groups = args.grad_weight == nullptr ? 0 : args.groups;
+  const std::int64_t count = args.a.num_rows, groups = args.grad_weight == nullptr ? 0 : args.groups;
   with_type(args.input.dtype, [&](auto type) {
-    using T = decltype(type);
 #pragma omp parallel num_threads(threads) if (work(args.a, args.input) > kSerialWork)
     {
 #pragma omp for schedule(dynamic)
       for (std::int64_t source = 0; source < args.a_t.num_rows; source += kRowsPerTask) {
-        differentiate_columns<T>(args, source, std::min(source + kRowsPerTask, args.a_t.num_rows));
+        columns(type, args, source, std::min(source + kRowsPerTask, args.a_t.num_rows));
       }
 #pragma omp for schedule(dynamic)
       for (std::int64_t group = 0; group < groups; ++group) {
-        differentiate_weights<T>(args, group, rows * group / groups, rows * (group + 1) / groups);
+        weights(type, args, group, count * group / groups, count * (group + 1) / groups);
       }
     }
   });

@@ -33,7 +33,7 @@ Row load_row(const SampleStep& step, std::int64_t number) {
 struct Scratch {
   std::vector<std::int64_t> entry;  // drawn for the slots of a group of rows; -1: none
   std::vector<std::int32_t> seed;   // of the slot's row
-  std::vector<std::uint64_t> key;   // of the slot's source
+  std::vector<std::int32_t> node;   // the slot's source
   std::vector<std::pair<std::uint32_t, std::int64_t>> weighted;  // key and entry
 };
 
@@ -100,7 +100,7 @@ void sample_group(const SampleStep& step, const SampleArgs& args, std::int64_t f
   const std::int64_t first_slot = slot_of(first), num_slots = slot_of(last) - first_slot;
   scratch.entry.resize(num_slots);
   scratch.seed.resize(num_slots);
-  scratch.key.resize(num_slots);
+  scratch.node.resize(num_slots);
   for (std::int64_t r = first; r < last; ++r) {
     const Row row = load_row(step, first_row + r);
     const std::int64_t begin = slot_of(r) - first_slot, slots = slot_of(r + 1) - first_slot - begin;
@@ -118,9 +118,9 @@ void sample_group(const SampleStep& step, const SampleArgs& args, std::int64_t f
   for (std::int64_t k = 0; k < num_slots; ++k) {
     const std::int64_t entry = scratch.entry[k];
     if (entry < 0) continue;
-    scratch.key[k] = node_key(step.src, step.a.col[entry], scratch.seed[k]);
-    const std::uint32_t place = home(args.table, scratch.key[k]);
-    __builtin_prefetch(args.table.key + place, 1);
+    scratch.node[k] = step.a.col[entry];
+    const std::uint32_t place = home(args.table, step.src, scratch.node[k], scratch.seed[k]);
+    if (args.table.key != nullptr) __builtin_prefetch(args.table.key + place, 1);
     __builtin_prefetch(args.table.value + place, 1);
   }
   for (std::int64_t k = 0; k < num_slots; ++k) {
@@ -131,9 +131,9 @@ void sample_group(const SampleStep& step, const SampleArgs& args, std::int64_t f
     }
     std::uint32_t place;
     if (step.induced) {
-      place = find(args.table, scratch.key[k]);
+      place = find(args.table, step.src, scratch.node[k], scratch.seed[k]);
     } else {
-      place = find_or_insert(args.table, scratch.key[k]);
+      place = find_or_insert(args.table, step.src, scratch.node[k], scratch.seed[k]);
       lower_to(args.table.value + place, kIsSlot | static_cast<std::uint32_t>(slot));
     }
     step.slot_place[slot] = place;
@@ -169,9 +169,8 @@ void write_part(const SampleStep& step, const NodeTable& table, std::int64_t beg
     step.edge_id[at.edges] = step.slot_edge[slot];
     ++at.edges;
     if (!is_first(step, table, slot)) continue;
-    const std::uint64_t key = table.key[place];
-    step.src.node[at.nodes] = node_of_key(key);
-    if (step.src.seed != nullptr) step.src.seed[at.nodes] = seed_of_key(key);
+    step.src.node[at.nodes] = node_at(table, step.src, place);
+    if (step.src.seed != nullptr) step.src.seed[at.nodes] = seed_at(table, place);
     // Others that ask whether they are the first see a slot that is not theirs, or this number.
     __atomic_store_n(table.value + place, static_cast<std::uint32_t>(at.nodes), __ATOMIC_RELAXED);
     ++at.nodes;
@@ -230,9 +229,8 @@ void run_step(const SampleStep& step, const SampleArgs& args, int threads) {
 }  // namespace
 
 void sample_neighbors(const SampleArgs& args, int threads) {
-  const std::size_t places = std::size_t{1} << args.table.bits;
-  std::fill_n(args.table.key, places, kNoKey);
-  std::fill_n(args.table.value, places, ~std::uint32_t{0});
+  if (args.table.key != nullptr) std::fill_n(args.table.key, args.table.num_places, kNoKey);
+  std::fill_n(args.table.value, args.table.num_places, kNoPlace);
   std::fill_n(args.sizes, args.num_sizes, 0);
   for (int k = 0; k < args.num_lists; ++k) {
     const FirstNodes& first = args.first_nodes[k];
@@ -244,7 +242,7 @@ void sample_neighbors(const SampleArgs& args, int threads) {
         continue;
       }
       const std::int32_t seed = first.list.seed == nullptr ? 0 : first.list.seed[nth];
-      lower_to(args.table.value + find_or_insert(args.table, node_key(first.list, node, seed)),
+      lower_to(args.table.value + find_or_insert(args.table, first.list, node, seed),
                static_cast<std::uint32_t>(nth));
     }
   }

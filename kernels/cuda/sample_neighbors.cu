@@ -7,10 +7,10 @@
 // selects the least keys by counting digits in shared memory. Otherwise every slot has a thread.
 //
 // Floor, per edge: 32 bytes (a sector) for the entry's column and 32 more for its position where the caller's
-// order differs, from memory; in the second-level cache three sectors of the table (key, value; then the
-// value to count, to write, to emit); 56 bytes written and read once in order; 28 written for the caller. Per
-// new node 20, per row 24 and 28 written. The table (12 bytes a place, 1.5 to 3 places a node) is cleared
-// once.
+// order differs, from memory; in the second-level cache a sector of the table whenever its value is lowered,
+// counted, written and emitted, and one for its key where it has keys; 56 bytes written and read once in
+// order; 28 written for the caller. Per new node 20, per row 24 and 28 written. The table (4 bytes a node of
+// the graph, or 12 a place and 1.5 to 3 places a node of the batch) is cleared once.
 #include <algorithm>
 
 #include "fastsparse/cuda_common.cuh"
@@ -76,12 +76,12 @@ __device__ __forceinline__ void leave_empty(const SampleStep& step, std::int64_t
 __device__ __forceinline__ void take(const SampleStep& step, const NodeTable& table, const Row& row,
                                      std::int64_t slot, std::int64_t entry) {
   const std::int64_t edge = edge_position(step.a, entry);
-  const std::uint64_t key = node_key(step.src, __ldg(step.a.col + entry), row.seed);
+  const std::int32_t node = __ldg(step.a.col + entry);
   std::uint32_t place;
   if (step.induced) {
-    place = find(table, key);
+    place = find(table, step.src, node, row.seed);
   } else {
-    place = find_or_insert(table, key);
+    place = find_or_insert(table, step.src, node, row.seed);
     lower_to(table.value + place, kIsSlot | static_cast<std::uint32_t>(slot));
   }
   step.slot_place[slot] = place;
@@ -101,8 +101,7 @@ __global__ void __launch_bounds__(kThreads)
     *error = 1;
     return;
   }
-  const std::uint32_t place =
-      find_or_insert(table, node_key(list, node, list.seed == nullptr ? 0 : list.seed[nth]));
+  const std::uint32_t place = find_or_insert(table, list, node, list.seed == nullptr ? 0 : list.seed[nth]);
   lower_to(table.value + place, static_cast<std::uint32_t>(nth));
 }
 
@@ -371,9 +370,8 @@ __global__ void __launch_bounds__(kThreads)
     step.edge_id[edge] = step.slot_edge[slot];
     if (pair >> 32 == 0) continue;
     const std::int64_t number = nodes_before + static_cast<std::int64_t>(own >> 32);
-    const std::uint64_t key = table.key[place];
-    step.src.node[number] = node_of_key(key);
-    if (step.src.seed != nullptr) step.src.seed[number] = seed_of_key(key);
+    step.src.node[number] = node_at(table, step.src, place);
+    if (step.src.seed != nullptr) step.src.seed[number] = seed_at(table, place);
     // Others that ask whether they are the first see a slot that is not theirs, or this number, which is
     // none.
     *static_cast<volatile std::uint32_t*>(table.value + place) = static_cast<std::uint32_t>(number);
@@ -497,9 +495,12 @@ __global__ void __launch_bounds__(kThreads)
 
 int sample_neighbors(const SampleArgs& args, void* stream) {
   auto* queue = static_cast<cudaStream_t>(stream);
-  const std::size_t places = std::size_t{1} << args.table.bits;
-  cudaError_t error = cudaMemsetAsync(args.table.key, 0xff, places * sizeof *args.table.key, queue);
-  if (error != cudaSuccess) return error;
+  const std::size_t places = args.table.num_places;
+  cudaError_t error = cudaSuccess;
+  if (args.table.key != nullptr) {
+    error = cudaMemsetAsync(args.table.key, 0xff, places * sizeof *args.table.key, queue);
+    if (error != cudaSuccess) return error;
+  }
   error = cudaMemsetAsync(args.table.value, 0xff, places * sizeof *args.table.value, queue);
   if (error != cudaSuccess) return error;
   error = cudaMemsetAsync(args.sizes, 0, args.num_sizes * sizeof *args.sizes, queue);

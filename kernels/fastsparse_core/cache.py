@@ -45,14 +45,18 @@ class AdjacencyCache:
 
     Args:
         name: what the cache is for, shown by ``repr``.
+
+    Attributes:
+        latest: options -> (weak reference to the graph object, stamp, structure) of the last look-ups.
+        hits: look-ups that found a valid entry.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._lock = ForkSafeLock()
         self._graphs: Any = WeakIdKeyDictionary()
-        self._hits = self._misses = self._stale = 0
-        self._latest: tuple[Any, Hashable, Hashable, Adjacency] | None = None
+        self.hits = self._misses = self._stale = 0
+        self.latest: dict[Hashable, tuple[Any, Hashable, Adjacency]] = {}
 
     def lookup(
         self, key: object, stamp: Hashable, options: Hashable, build: Callable[[], Adjacency]
@@ -66,17 +70,17 @@ class AdjacencyCache:
             build: makes the Adjacency; it must not keep ``key`` alive. Called at most once per miss, under
                 the lock.
         """
-        latest = self._latest  # most look-ups repeat the last one: full-batch training has one graph
-        if latest is not None and latest[0]() is key and latest[1] == stamp and latest[2] == options:
-            self._hits += 1
-            return latest[3]
+        latest = self.latest.get(options)  # most look-ups repeat one: full-batch training has one graph
+        if latest is not None and latest[0]() is key and latest[1] == stamp:
+            self.hits += 1
+            return latest[2]
         with self._lock:
             entries = self._graphs.get(key)
             if entries is not None:
                 entry = entries.get(options)
                 if entry is not None:
                     if entry[0] == stamp:
-                        self._hits += 1
+                        self.hits += 1
                         self._remember(key, stamp, options, entry[1])
                         return entry[1]
                     del entries[options]
@@ -93,25 +97,27 @@ class AdjacencyCache:
 
     def _remember(self, key: object, stamp: Hashable, options: Hashable, adjacency: Adjacency) -> None:
         def forget(dead: weakref.ref[Any]) -> None:
-            latest = self._latest
+            latest = self.latest.get(options)
             if latest is not None and latest[0] is dead:
-                self._latest = None
+                self.latest.pop(options, None)
 
-        self._latest = (weakref.ref(key, forget), stamp, options, adjacency)
+        while len(self.latest) >= MAX_OPTIONS:
+            self.latest.pop(next(iter(self.latest), None), None)
+        self.latest[options] = (weakref.ref(key, forget), stamp, adjacency)
 
     def info(self) -> CacheInfo:
         """Counters and present size."""
         with self._lock:
             held = [entry[1] for entries in self._graphs.values() for entry in entries.values()]
             size = sum(sum(adjacency.memory_usage().values()) for adjacency in held)
-            return CacheInfo(self._hits, self._misses, self._stale, len(held), size)
+            return CacheInfo(self.hits, self._misses, self._stale, len(held), size)
 
     def clear(self) -> None:
         """Drops every entry and sets the counters to zero."""
         with self._lock:
             self._graphs = WeakIdKeyDictionary()
-            self._latest = None
-            self._hits = self._misses = self._stale = 0
+            self.latest = {}
+            self.hits = self._misses = self._stale = 0
 
     def __repr__(self) -> str:
         return f"AdjacencyCache({self.name!r}, {self.info()})"

@@ -464,6 +464,22 @@ def check_operators(device: str) -> list[Check]:
     edges = {"edge_attr": (num_edges, 8), "edge_weight": (width, 8), "x_dst": (num_dst, width)}
     several = {"aggregations": ("sum", "mean", "min", "max", "var", "std"), "named": tuple(edges)}
     operators.append(("multi_aggregate", "multi_aggregate", ((num_src, width), *edges.values()), several))
+    edges, maps = (num_edges, width), dict.fromkeys(("gate_weight", "value_weight"), (width, 8))
+    raw = {"edge_attr": (num_edges, 8)}
+    of_gine = raw | {"edge_weight": (width, 8), "edge_bias": (width,)}
+    sides = (matrices[0], matrices[1], matrices[1])
+    operators += [
+        ("gine_aggregate", "gine_aggregate", (matrices[1], edges), {}),
+        ("gated_aggregate", "gated_aggregate", sides, {}),
+        ("gated_edges", "gated_edges", (*sides, edges), {}),
+    ]
+    operators += [
+        (f"{name} edge_attr", name, (*shapes, *named.values()), {"named": tuple(named)})
+        for name, shapes, named in (
+            ("gine_aggregate", (matrices[1],), of_gine),
+            ("gated_aggregate", sides, raw | maps),
+        )
+    ]
     return [_check(*operator, device) for operator in operators]
 
 
@@ -487,8 +503,10 @@ def _check(title: str, name: str, shapes: Shapes, options: dict[str, Any], devic
             names = options.get("named", ())
             options = {key: option for key, option in options.items() if key != "named"}
             options |= dict(zip(names, wanted[len(wanted) - len(names) :], strict=True))
-            out = operator(adj, *wanted[: len(wanted) - len(names)], **options)
-            return [out.detach(), *torch.autograd.grad(out.square().sum(), copies)]
+            found = operator(adj, *wanted[: len(wanted) - len(names)], **options)
+            results = found if isinstance(found, tuple) else (found,)
+            total = sum(result.square().sum() for result in results)
+            return [*(result.detach() for result in results), *torch.autograd.grad(total, copies)]
 
         # The reference has one algorithm.
         formula = {key: option for key, option in options.items() if key != "algorithm"}

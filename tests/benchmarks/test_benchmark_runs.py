@@ -56,6 +56,17 @@ def test_spmm_checks_then_times_every_cell(tmp_path: Path) -> None:
     assert result["settings"]["widths"] == [8]
 
 
+def test_edges_compares_gine_and_gated_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch_geometric")
+    monkeypatch.setattr("benchmarks.edge_messages.MOLECULES", 4)
+    result = result_of(tmp_path, "edges", "--graphs --dtypes float32 --budget-ms 1")
+    cells = result["cells"]
+    assert len(cells) == 2 * 4 * 2
+    assert all(cell["status"] == "ok" and cell["error"] < 1e-5 for cell in cells)
+    title, *_ = (table.title for table in tables.edges(result) if table.rows)
+    assert title.startswith("GINE and gated layers")
+
+
 @pytest.fixture
 def pruned_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A folder with one small pruned matrix; its name."""
@@ -527,6 +538,27 @@ def test_minibatch_finds_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Monke
             assert cell["status"] == "ok"
 
 
+def test_sampling_draws_and_trains(tmp_path: Path) -> None:
+    pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
+    arguments = "--graphs pubmed --seeds 16 --fanouts 4 3 --width 8 --features 5 --train-nodes 64 --epochs 1"
+    result = result_of(tmp_path, "sampling", arguments)
+    draws = [cell for cell in result["cells"] if cell["part"] == "draw"]
+    assert {cell["implementation"] for cell in draws} == {
+        "NeighborSampler, blocks",
+        "NeighborSampler, once",
+        "plain PyTorch, blocks",
+    }
+    for cell in draws:
+        assert cell["where"] == "cpu"
+        assert cell["edges_per_s"] > 0
+    for cell in result["cells"]:
+        assert cell["status"] == "ok"
+        if cell["part"] == "epoch":
+            assert cell["epoch_s"] > 0
+            assert 0 < cell["loss"] < 10
+    assert "drawing a batch, cpu" in tables.report(result)
+
+
 def test_blocks_hold_different_neighbours_of_every_destination() -> None:
     from benchmarks.blocks import sample
 
@@ -625,6 +657,7 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
                     "attention",
                     "edges",
                     "pna",
+                    "any_layer",
                     "train",
                     "breakdown",
                     "ssd",
@@ -640,6 +673,7 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
                     "adjacency",
                     "host",
                     "minibatch",
+                    "sampling",
                     "choice",
                     "regret",
                 ),
@@ -701,6 +735,20 @@ def test_unknown_graph_is_refused_by_the_parser(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         main(["adjacency", "--graphs", "redit"])
     assert "'redit' is not in the suite" in capsys.readouterr().err
+
+
+def test_pna(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
+    from benchmarks import pna
+
+    draw = pna.draw_edges
+    monkeypatch.setattr(pna, "draw_edges", lambda name, device: draw(name, device, 6))
+    result = result_of(tmp_path, "pna", "--device cpu --width 16 --budget-ms 1")
+    cells = result["cells"]
+    assert [cell["status"] for cell in cells] == ["ok"] * 8
+    assert all(cell["error"] < 1e-3 for cell in cells if cell["implementation"] == "fastsparse")
+    (table,) = tables.pna(result)
+    assert len(table.rows) == 4
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from benchmarks import record, sanitizer, tables
 from benchmarks.__main__ import run
-from fastsparse_core import policy
+from fastsparse_core.ops._aggregate_linear_launch import gathers_neighbours
 
 #: The part whose kernels other GPUs have not.
 HOPPER = "aggregate-linear"
@@ -65,8 +65,8 @@ def test_the_part_that_needs_hopper_reaches_its_kernels(monkeypatch: pytest.Monk
     hopper = prepare("cpu", monkeypatch)
     sanitize.PARTS[HOPPER].run()
     assert set(hopper.launched) == set(KERNELS)
-    assert policy.gathers_and_transforms(sanitize.short(), "auto")
-    assert not policy.gathers_and_transforms(sanitize.sparse(), "auto")
+    assert gathers_neighbours(sanitize.short(), "auto")
+    assert not gathers_neighbours(sanitize.sparse(), "auto")
 
 
 def test_parts_leave_the_choice_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,8 +124,8 @@ def test_a_transpose_that_must_differ_is_not_compared(device, monkeypatch):
 def test_memory_usage_counts_what_layers_keep():
     adj = Adjacency.from_coo(torch.tensor([0, 1, 1]), torch.tensor([1, 0, 2]), (2, 3))
     before = sum(adj.memory_usage().values())
-    pair = adj.memo("pair", lambda: (torch.ones(5), torch.ones(7)))
-    kept = adj.memo(
+    pair = adj.derived("pair", lambda: (torch.ones(5), torch.ones(7)))
+    kept = adj.derived(
         "structure",
         lambda: Adjacency.from_csr(adj.rowptr, torch.tensor([0, 1, 2]), (2, 3)),
     )
@@ -136,7 +136,7 @@ def test_memory_usage_counts_what_layers_keep():
     inner = sum(kept.memory_usage().values())
     assert sum(usage.values()) == before + sum(tensor.nbytes for tensor in pair) + inner
     # A structure that keeps its owner is counted once.
-    kept.memo("owner", lambda: adj)
+    kept.derived("owner", lambda: adj)
     assert adj.memory_usage() == usage
 
 
@@ -216,7 +216,7 @@ def test_built_once_from_many_threads(device, monkeypatch):
         thread.join()
     assert len(calls) == 1
     assert all(result is results[0] for result in results)
-    assert adj.memo("answer", lambda: [42]) is adj.memo("answer", lambda: [43])
+    assert adj.derived("answer", lambda: [42]) is adj.derived("answer", lambda: [43])
 
 
 def test_freed_without_the_cycle_collector(device):

@@ -13,17 +13,18 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from padded import WIDTH, check_layer
 
-from fastsparse_core import _C, Adjacency, algorithms, policy, reference, spmm
+from fastsparse_core import _C, Adjacency, algorithms, gpu, policy, reference, spmm
 from fastsparse_core.fused.aggregate_linear import aggregate_linear, can_aggregate_linear, starts_with
 from fastsparse_core.ops._aggregate_linear_launch import (
     aggregate_and_transform,
     are_plain,
+    gathers_neighbours,
     gradients_of_parameters,
     is_laid_out,
 )
 from fastsparse_core.ops._common import allows_tf32
-from fastsparse_core.ops._spmm_launch import add_transposed
-from fastsparse_core.policy import gpu
+from fastsparse_core.ops._facts import facts_of
+from fastsparse_core.ops._spmm_plan import add_transposed
 
 SETTINGS = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -90,9 +91,9 @@ def test_add_transposed_equals_reference(
 def test_sources_of_sampled_blocks_are_counted(dtype):
     adj = block("cuda", 8000, 60_000)
     grad = features(8000, 128, dtype, "contiguous", "cuda")
-    assert policy.counts_sources(adj, 128)
-    assert not policy.counts_sources(adj, 8)  # too little to gain
-    assert not policy.counts_sources(block("cuda", 8000, 20_000), 1024)  # several edges to a source
+    assert policy.counts_sources(facts_of(adj), 128)
+    assert not policy.counts_sources(facts_of(adj), 8)  # too little to gain
+    assert not policy.counts_sources(facts_of(block("cuda", 8000, 20_000)), 1024)  # several edges to a source
     x = features(60_000, 128, dtype, "contiguous", "cuda").requires_grad_()
     (got,) = torch.autograd.grad(spmm(adj, x), x, grad)
     assert not adj.has_transpose
@@ -567,7 +568,7 @@ def exactly(adj, leaves, grad, reduce, change=torch.Tensor.double):
 
 def grouped_by(adj: Adjacency, gathers: bool) -> None:
     """Checks that a structure's neighbours are summed by the kernel itself or before."""
-    assert policy.gathers_and_transforms(adj, "auto") == gathers
+    assert gathers_neighbours(adj, "auto") == gathers
 
 
 @given(
@@ -635,7 +636,7 @@ def test_launches(hopper, poisoned_memory, gathers, keeps_sums, scaled, num_dst)
     x, weight, bias, root_weight = (leaf.detach() for leaf in drawn(adj.num_src, 68, 20, hopper.device))
     scale = adj.inv_degree() if scaled else None
     algorithm = "auto" if gathers else "csr"
-    assert policy.gathers_and_transforms(adj, algorithm) == gathers
+    assert gathers_neighbours(adj, algorithm) == gathers
     out, sums = aggregate_and_transform(
         adj, x, weight, bias, root_weight, scale, algorithm, keeps_sums=keeps_sums
     )
@@ -890,11 +891,11 @@ def test_one_kernel_asks_for_no_work_list(hopper):
     """Slices are put together after some products: those of the kernel do not count."""
     adj = block(hopper.device)
     x, *weights = (leaf.detach() for leaf in drawn(NUM_SRC, 20, 12, hopper.device))
-    left = adj._unsorted_uses_left
+    uses = adj.usage.csr
     for _ in range(3):
         aggregate_linear(adj, x, *weights, "mean")
     assert hopper.launched == 3 * [FORWARD]
-    assert adj._unsorted_uses_left == left
+    assert adj.usage.csr == uses
 
 
 def test_one_kernel_builds_no_work_list(hopper):
@@ -935,7 +936,7 @@ def test_one_kernel_on_padded_structures(hopper, reduce):
         layer.register_parameter(name, torch.nn.Parameter(parameter.detach()))
 
     def call(adj, x):
-        assert policy.gathers_and_transforms(adj, "auto")
+        assert gathers_neighbours(adj, "auto")
         return aggregate_linear(adj, x, layer.weight, layer.bias, layer.root_weight, reduce)
 
     check_layer(layer, call, hopper.device)
@@ -994,7 +995,6 @@ def test_who_has_products_of_warpgroups(monkeypatch, archs, capability, has):
     ("change", "served"),
     [
         ({}, True),
-        ({"device": torch.device("cpu")}, False),
         ({"dtype": torch.float16}, False),
         ({"dtype": torch.float64}, False),
         ({"num_rows": 4095}, False),
@@ -1010,17 +1010,15 @@ def test_who_has_products_of_warpgroups(monkeypatch, archs, capability, has):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("has_wgmma", [True, False])
-def test_when_both_linear_maps_are_one_kernel(monkeypatch, change, served, has_wgmma):
-    monkeypatch.setattr(gpu, "has_wgmma", lambda device: has_wgmma)
+def test_when_both_linear_maps_are_one_kernel(change, served):
     call = {
-        "device": torch.device("cuda", 0),
+        "gpu": gpu.profile_of(torch.device("cpu")),
         "dtype": torch.float32,
         "num_rows": 160_000,
         "width": 128,
         "out_width": 128,
     }
-    assert policy.transforms_on_tensor_cores(**(call | change)) == (served and has_wgmma)
+    assert policy.transforms_on_tensor_cores(**(call | change)) == served
 
 
 def test_when_that_kernel_gathers():
@@ -1028,9 +1026,9 @@ def test_when_that_kernel_gathers():
         row = torch.cat([torch.arange(100).repeat_interleave(fanout), torch.full((more_in_one_row,), 3)])
         return Adjacency.from_coo(row, torch.randint(100, row.shape), (100, 100))
 
-    assert policy.gathers_and_transforms(structure(0), "auto")
-    assert policy.gathers_and_transforms(structure(8), "auto")
-    assert not policy.gathers_and_transforms(structure(9), "auto")
-    assert not policy.gathers_and_transforms(structure(2, more_in_one_row=500), "auto")
+    assert gathers_neighbours(structure(0), "auto")
+    assert gathers_neighbours(structure(8), "auto")
+    assert not gathers_neighbours(structure(9), "auto")
+    assert not gathers_neighbours(structure(2, more_in_one_row=500), "auto")
     for algorithm in ("csr", "flashsparse", "tca", "hr"):
-        assert not policy.gathers_and_transforms(structure(2), algorithm)
+        assert not gathers_neighbours(structure(2), algorithm)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastsparse_core import Adjacency, CapturedStep, attention, log, spmm
-from fastsparse_core.capture.step import fork
+from fastsparse_core.streams import fork
 
 
 def test_without_a_gpu_the_step_runs_as_it_is(monkeypatch, caplog):

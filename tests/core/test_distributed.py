@@ -504,7 +504,7 @@ def test_local_products_run_while_features_travel(team: Team) -> None:
 
 def _order(rank: int, size: int, device: torch.device) -> tuple[list[str], list[str]]:
     """What happens in which order in a product's forward and backward pass."""
-    modules = [sys.modules[f"fastsparse_core.ops.{name}"] for name in ("spmm", "_spmm_launch")]
+    modules = [sys.modules[f"fastsparse_core.ops.{name}"] for name in ("spmm", "_spmm_plan")]
     part = PartitionedAdjacency.from_coo(*random_graph(), owners("shuffled", size), send="all", tiles=2)
     structures = {"local": part.local, "halo": part.halo}
     names = {adj.handle: name for name, both in structures.items() for adj in (both, both.t())}

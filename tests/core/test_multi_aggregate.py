@@ -166,7 +166,8 @@ def test_equal_messages_do_not_deviate(device):
     out = multi_aggregate(adj, x, ("var", "std"), min_variance=0.0)
     assert not out.any()
     (grad,) = torch.autograd.grad(out.sum(), x)
-    assert grad.abs().max() < 1e-6
+    # The mean of a row may be off by its last bit, of which the deviation makes its own inverse times as much.
+    assert grad.abs().max() < 1e-5
 
 
 def test_variance_survives_a_large_mean(device):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 import threading
 import timeit
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fastsparse_core import Adjacency, algorithms, policy, sddmm, spmm
-from fastsparse_core.policy import algorithm_context, gpu
+from fastsparse_core import Adjacency, algorithms, gpu, policy, sddmm, spmm
+from fastsparse_core.formats import lengths
+from fastsparse_core.gpu import GpuProfile
+from fastsparse_core.policy import Facts, algorithm_context
 
 
 def ring(device: str = "cpu", num_nodes: int = 16) -> Adjacency:
@@ -28,7 +30,7 @@ def ring(device: str = "cpu", num_nodes: int = 16) -> Adjacency:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the products asked for, in order, forward and backward."""
     seen: list[str] = []
-    launch = sys.modules["fastsparse_core.ops._spmm_launch"]
+    launch = sys.modules["fastsparse_core.ops._spmm_plan"]
     original = launch.launch_spmm
 
     def record(*arguments: Any) -> Tensor:
@@ -221,29 +223,33 @@ def test_unknown_names_are_refused(operator):
         algorithms(dense="csr")
 
 
-def structure(device: str = "cuda", num_edges: int = 1_000_000, **facts: Any) -> Any:
-    """What the choice reads of a structure: converted, on a device that need not be there."""
+H200 = gpu.read(gpu.MEASURED / "nvidia_h200.json")
+
+
+def structure(device: str = "cuda", num_edges: int = 1_000_000, **facts: Any) -> Facts:
+    """A structure: converted, on a device that need not be there."""
     given: dict[str, Any] = {
-        "device": torch.device(device),
         "num_src": 100_000,
         "num_dst": 100_000,
-        "num_edges": num_edges,
-        "bsb": SimpleNamespace(num_vectors=num_edges),
-        "has_bsb": True,
+        "num_vectors": num_edges,
+        "converted": True,
         "has_row_split": True,
-        "is_padded": False,
         "has_sddmm_structure": True,
-        "uses": 0,
     }
-    return SimpleNamespace(**(given | facts))
+    return Facts(device == "cuda", num_edges=num_edges, **(given | facts))
 
 
-@pytest.fixture
-def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether a CUDA graph is being captured: the last element."""
-    state = [False]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state[-1])
-    return state
+def spmm_of(facts: Facts, *call: Any, gpu: GpuProfile = H200, **named: Any) -> str:
+    choice = policy.spmm_algorithm(facts, gpu, *call, **named)
+    return choice.algorithm
+
+
+def sddmm_of(facts: Facts, *call: Any, gpu: GpuProfile = H200) -> str:
+    return policy.sddmm_algorithm(facts, gpu, *call).algorithm
+
+
+def is_resident(facts: Facts, *call: Any, gpu: GpuProfile = H200) -> bool:
+    return policy.spmm_resident(facts, gpu, *call)
 
 
 @pytest.mark.parametrize(
@@ -265,20 +271,11 @@ def test_sddmm_takes_the_tensor_cores_where_they_serve(
     adj = structure(device, num_src=num_src)
     arguments = (dtype, head_bytes, heads, aligned)
     served = "flashsparse" if able else "csr"
-    assert policy.sddmm_algorithm(adj, "csr", *arguments) == "csr"
-    assert policy.sddmm_algorithm(adj, "flashsparse", *arguments) == served
-    assert policy.sddmm_algorithm(adj, "auto", *arguments, True) == served  # dense vectors
+    assert sddmm_of(adj, "csr", *arguments) == "csr"
+    assert sddmm_of(adj, "flashsparse", *arguments) == served
+    assert sddmm_of(adj, "auto", *arguments, True) == served  # dense vectors
     if not able:
-        assert policy.sddmm_algorithm(adj, "auto", *arguments) == "csr"
-    assert adj.uses == 0
-
-
-@pytest.fixture(autouse=True)
-def shared_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of shared memory that a block may have: the last element, at first an H200's."""
-    state = [227 * 1024]
-    monkeypatch.setattr(gpu, "shared_memory", lambda device: state[-1])
-    return state
+        assert sddmm_of(adj, "auto", *arguments) == "csr"
 
 
 @pytest.mark.parametrize("algorithm", ["tca", "hr"])
@@ -297,9 +294,8 @@ def shared_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 )
 def test_direct_kernels_serve_where_they_can(algorithm, device, dtype, width, heads, aligned, able):
     adj = structure(device)
-    picked = policy.spmm_algorithm(adj, algorithm, dtype, width, heads, aligned)
+    picked = spmm_of(adj, algorithm, dtype, width, heads, aligned)
     assert picked == (algorithm if able else "csr")
-    assert adj.uses == 0
 
 
 @pytest.mark.parametrize(
@@ -317,9 +313,9 @@ def test_direct_kernels_serve_where_they_can(algorithm, device, dtype, width, he
 )
 def test_sddmm_by_itself_takes_what_measured_faster(dtype, width, heads, num_edges, picked):
     arguments = ("auto", dtype, width * dtype.itemsize, heads, True)
-    assert policy.sddmm_algorithm(structure(num_edges=num_edges), *arguments) == picked
+    assert sddmm_of(structure(num_edges=num_edges), *arguments) == picked
     few = structure(num_dst=10_000, num_edges=100_000)
-    assert policy.sddmm_algorithm(few, *arguments) == "csr"
+    assert sddmm_of(few, *arguments) == "csr"
 
 
 @pytest.mark.parametrize(
@@ -335,10 +331,10 @@ def test_sddmm_by_itself_takes_what_measured_faster(dtype, width, heads, num_edg
     ],
 )
 def test_spmm_in_float32_takes_what_measured_faster(width, num_edges, vectors, picked):
-    adj = structure(num_edges=num_edges, bsb=SimpleNamespace(num_vectors=int(vectors * num_edges)))
-    assert policy.spmm_algorithm(adj, "auto", torch.float32, width, 1, True) == picked
-    assert policy.spmm_algorithm(adj, "auto", torch.float32, width, 1, True, True) == "flashsparse"
-    assert policy.spmm_algorithm(adj, "auto", torch.float16, width, 1, True) == "flashsparse"
+    adj = structure(num_edges=num_edges, num_vectors=int(vectors * num_edges))
+    assert spmm_of(adj, "auto", torch.float32, width, 1, True) == picked
+    assert spmm_of(adj, "auto", torch.float32, width, 1, True, True) == "flashsparse"
+    assert spmm_of(adj, "auto", torch.float16, width, 1, True) == "flashsparse"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -356,17 +352,16 @@ def test_spmm_in_float32_takes_what_measured_faster(width, num_edges, vectors, p
     ],
 )
 def test_spmm_gathers_from_shared_memory_where_sources_fit(shape, width, dtype, in_csr, in_tca):
-    adj = structure(num_dst=shape[0], num_src=shape[1], has_bsb=False)
+    adj = structure(num_dst=shape[0], num_src=shape[1], converted=False)
     arguments = (dtype, width, 1, True)
-    assert policy.spmm_resident(adj, "csr", *arguments) == in_csr
-    assert policy.spmm_resident(adj, "tca", *arguments) == in_tca
-    assert not policy.spmm_resident(adj, "flashsparse", *arguments)
-    assert not policy.spmm_resident(adj, "hr", *arguments)
+    assert is_resident(adj, "csr", *arguments) == in_csr
+    assert is_resident(adj, "tca", *arguments) == in_tca
+    assert not is_resident(adj, "flashsparse", *arguments)
+    assert not is_resident(adj, "hr", *arguments)
     if in_csr:
-        assert policy.spmm_algorithm(adj, "auto", *arguments) == "csr"
-        assert policy.spmm_algorithm(adj, "flashsparse", *arguments) == "flashsparse"
-        assert policy.spmm_algorithm(adj, "auto", *arguments, True) == "flashsparse"  # dense vectors
-        assert adj.uses == 0
+        assert spmm_of(adj, "auto", *arguments) == "csr"
+        assert spmm_of(adj, "flashsparse", *arguments) == "flashsparse"
+        assert spmm_of(adj, "auto", *arguments, True) == "flashsparse"  # dense vectors
 
 
 @pytest.mark.parametrize(
@@ -380,13 +375,13 @@ def test_spmm_gathers_from_shared_memory_where_sources_fit(shape, width, dtype, 
     ],
 )
 def test_shared_memory_wants_half_a_tile_of_features(dtype, width, resident):
-    adj = structure(num_dst=2048, num_src=512, has_bsb=False)
+    adj = structure(num_dst=2048, num_src=512, converted=False)
     for algorithm in ("csr", "tca"):
-        assert policy.spmm_resident(adj, algorithm, dtype, width, 1, True) == resident
+        assert is_resident(adj, algorithm, dtype, width, 1, True) == resident
 
 
 @pytest.mark.parametrize(
-    ("num_dst", "num_src", "edges", "vectors", "width", "has_bsb", "picked"),
+    ("num_dst", "num_src", "edges", "vectors", "width", "converted", "picked"),
     [
         (2048, 512, 524_288, 0.25, 128, True, "flashsparse"),
         (2048, 512, 524_288, 0.25, 96, True, "csr"),
@@ -401,38 +396,37 @@ def test_shared_memory_wants_half_a_tile_of_features(dtype, width, resident):
     ],
 )
 def test_csr_of_few_windows_gives_way_to_much_sharing_in_float32(
-    num_dst, num_src, edges, vectors, width, has_bsb, picked
+    num_dst, num_src, edges, vectors, width, converted, picked
 ):
-    bsb = SimpleNamespace(num_vectors=int(vectors * edges))
-    adj = structure(num_dst=num_dst, num_src=num_src, num_edges=edges, has_bsb=has_bsb, bsb=bsb)
+    sizes = {"num_dst": num_dst, "num_src": num_src, "num_edges": edges}
+    adj = structure(**sizes, converted=converted, num_vectors=int(vectors * edges))
     arguments = ("auto", torch.float32, width, 1, True)
-    assert policy.spmm_algorithm(adj, *arguments, weighted=False) == picked
-    assert policy.spmm_algorithm(adj, *arguments, weighted=True) == "csr"
-    assert adj.uses == 0
+    assert spmm_of(adj, *arguments, weighted=False) == picked
+    assert spmm_of(adj, *arguments, weighted=True) == "csr"
 
 
 def test_tca_of_long_rows_gathers_from_the_l2():
     """Where rows are as few as sources."""
     short, long = (structure(num_dst=512, num_src=512, num_edges=128 * 512 + more) for more in (0, 1))
     for algorithm, adj, gathers in (("tca", short, True), ("tca", long, False), ("csr", long, True)):
-        assert policy.spmm_resident(adj, algorithm, torch.float16, 256, 1, True) == gathers
+        assert is_resident(adj, algorithm, torch.float16, 256, 1, True) == gathers
 
 
-def test_what_cannot_gather_from_shared_memory(shared_memory):
+def test_what_cannot_gather_from_shared_memory():
     adj = structure(num_dst=2048, num_src=512)
     for algorithm in ("csr", "tca"):
-        assert policy.spmm_resident(adj, algorithm, torch.float16, 256, 1, True)
-        assert not policy.spmm_resident(adj, algorithm, torch.float16, 256, 2, True)
-        assert not policy.spmm_resident(adj, algorithm, torch.float16, 256, 1, False)
-        assert not policy.spmm_resident(adj, algorithm, torch.float64, 256, 1, True)
+        assert is_resident(adj, algorithm, torch.float16, 256, 1, True)
+        assert not is_resident(adj, algorithm, torch.float16, 256, 2, True)
+        assert not is_resident(adj, algorithm, torch.float16, 256, 1, False)
+        assert not is_resident(adj, algorithm, torch.float64, 256, 1, True)
         cpu = structure("cpu", num_dst=2048, num_src=512)
-        assert not policy.spmm_resident(cpu, algorithm, torch.float16, 256, 1, True)
+        assert not is_resident(cpu, algorithm, torch.float16, 256, 1, True)
         padded = structure(num_dst=2048, num_src=512, is_padded=True)
-        assert not policy.spmm_resident(padded, algorithm, torch.float16, 256, 1, True)
-    shared_memory.append(99 * 1024)
-    assert not policy.spmm_resident(adj, "csr", torch.float16, 256, 1, True)
+        assert not is_resident(padded, algorithm, torch.float16, 256, 1, True)
+    consumer = dataclasses.replace(H200, shared_memory=99 * 1024)
+    assert not is_resident(adj, "csr", torch.float16, 256, 1, True, gpu=consumer)
     small = structure(num_dst=2048, num_src=290)
-    assert policy.spmm_resident(small, "csr", torch.float16, 256, 1, True)
+    assert is_resident(small, "csr", torch.float16, 256, 1, True, gpu=consumer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -447,9 +441,8 @@ def test_what_cannot_gather_from_shared_memory(shared_memory):
     ],
 )
 def test_spmm_of_few_windows_leaves_the_tensor_cores(dtype, num_dst, num_edges, width, picked):
-    vectors = SimpleNamespace(num_vectors=num_edges // 2)
-    adj = structure(num_dst=num_dst, num_edges=num_edges, bsb=vectors)
-    assert policy.spmm_algorithm(adj, "auto", dtype, width, 1, True) == picked
+    adj = structure(num_dst=num_dst, num_edges=num_edges, num_vectors=num_edges // 2)
+    assert spmm_of(adj, "auto", dtype, width, 1, True) == picked
 
 
 @pytest.mark.parametrize(
@@ -463,7 +456,7 @@ def test_spmm_of_few_windows_leaves_the_tensor_cores(dtype, num_dst, num_edges, 
 )
 def test_few_windows_of_narrow_features_in_float32(num_dst, width, weighted, picked):
     adj = structure(num_dst=num_dst, num_src=1024, num_edges=60 * num_dst)
-    assert policy.spmm_algorithm(adj, "auto", torch.float32, width, 1, True, weighted=weighted) == picked
+    assert spmm_of(adj, "auto", torch.float32, width, 1, True, weighted=weighted) == picked
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -490,17 +483,16 @@ def test_few_windows_of_narrow_features_in_float32(num_dst, width, weighted, pic
 def test_16_bit_features_in_shared_memory_go_to_csr(dtype, shape, num_edges, width, picked):
     adj = structure(num_dst=shape[0], num_src=shape[1], num_edges=num_edges)
     arguments = ("auto", dtype, width, 1, True)
-    assert policy.spmm_algorithm(adj, *arguments, weighted=False) == picked
-    assert policy.spmm_algorithm(adj, *arguments, weighted=True) == "csr"
-    assert adj.uses == 0
+    assert spmm_of(adj, *arguments, weighted=False) == picked
+    assert spmm_of(adj, *arguments, weighted=True) == "csr"
 
 
-def test_what_gathers_from_shared_memory_needs_no_work_list(capturing):
+def test_what_gathers_from_shared_memory_needs_no_work_list():
     """Short rows and many gathers, which wait for flashsparse, and what never does."""
-    for num_edges, width, uses in ((104_857, 128, 0), (20_923, 256, 1), (209_715, 256, 1)):
-        adj = structure(num_dst=2048, num_src=512, num_edges=num_edges, has_bsb=False, has_row_split=False)
-        assert policy.spmm_algorithm(adj, "auto", torch.float16, width, 1, True, weighted=False) == "csr"
-        assert adj.uses == uses
+    for num_edges, width, counts in ((104_857, 128, False), (20_923, 256, True), (209_715, 256, True)):
+        adj = structure(num_dst=2048, num_src=512, num_edges=num_edges, converted=False, has_row_split=False)
+        choice = policy.spmm_algorithm(adj, H200, "auto", torch.float16, width, 1, True, weighted=False)
+        assert (choice.algorithm, choice.counts, choice.is_final) == ("csr", counts, not counts)
 
 
 @pytest.mark.parametrize(
@@ -516,27 +508,22 @@ def test_what_gathers_from_shared_memory_needs_no_work_list(capturing):
         (512, 700_000, 48, "tca", "tca"),
     ],
 )
-def test_few_windows_in_16_bit(capturing, num_dst, num_edges, width, picked, picked_first):
+def test_few_windows_in_16_bit(num_dst, num_edges, width, picked, picked_first):
     """Of structures whose sources do not fit into shared memory."""
     arguments = ("auto", torch.float16, width, 1, True)
     adj = structure(num_dst=num_dst, num_src=2048, num_edges=num_edges)
-    assert policy.spmm_algorithm(adj, *arguments, weighted=False) == picked
-    assert policy.spmm_algorithm(adj, *arguments, weighted=True) == "csr"
-    facts = {"has_bsb": False, "has_row_split": False}
+    assert spmm_of(adj, *arguments, weighted=False) == picked
+    assert spmm_of(adj, *arguments, weighted=True) == "csr"
+    facts = {"converted": False, "has_row_split": False}
     new = structure(num_dst=num_dst, num_src=2048, num_edges=num_edges, **facts)
-    picks = [policy.spmm_algorithm(new, *arguments, weighted=False) for _ in range(policy.REUSE)]
-    assert picks == [picked_first] * policy.REUSE
+    assert spmm_of(new, *arguments, weighted=False) == picked_first
+    reused = new._replace(uses=policy.REUSE)
     if picked == "csr":  # which builds its work list after as many uses as others are converted after
-        capturing.append(True)  # but not now
-        assert policy.spmm_algorithm(new, *arguments, weighted=False) == "tca"
-        capturing.append(False)
-        assert policy.spmm_algorithm(new, *arguments, weighted=False) == "csr"
-    torch.use_deterministic_algorithms(True)
-    try:
-        always_tca = picked == picked_first
-        assert policy.spmm_algorithm(new, *arguments, weighted=False) == ("tca" if always_tca else "csr")
-    finally:
-        torch.use_deterministic_algorithms(False)
+        assert spmm_of(reused._replace(capturing=True), *arguments, weighted=False) == "tca"  # but not now
+        assert spmm_of(reused, *arguments, weighted=False) == "csr"
+    always_tca = picked == picked_first
+    deterministic = reused._replace(deterministic=True)
+    assert spmm_of(deterministic, *arguments, weighted=False) == ("tca" if always_tca else "csr")
 
 
 @pytest.mark.parametrize(
@@ -552,71 +539,83 @@ def test_few_windows_in_16_bit(capturing, num_dst, num_edges, width, picked, pic
     ],
 )
 def test_small_structures_seen_first_take_what_needs_no_work_list(
-    capturing, dtype, num_edges, heads, has_row_split, picked
+    dtype, num_edges, heads, has_row_split, picked
 ):
-    adj = structure(num_edges=num_edges, has_bsb=False, has_row_split=has_row_split)
-    assert policy.spmm_algorithm(adj, "auto", dtype, 64, heads, True, weighted=False) == picked
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert policy.spmm_algorithm(adj, "auto", dtype, 64, heads, True, weighted=False) == "csr"
-    finally:
-        torch.use_deterministic_algorithms(False)
+    adj = structure(num_edges=num_edges, converted=False, has_row_split=has_row_split)
+    assert spmm_of(adj, "auto", dtype, 64, heads, True, weighted=False) == picked
+    deterministic = adj._replace(deterministic=True)
+    assert spmm_of(deterministic, "auto", dtype, 64, heads, True, weighted=False) == "csr"
 
 
 @pytest.mark.parametrize(
     ("num_dst", "width", "picked"),
     [(2048, 32, "tca"), (2048, 512, "tca"), (2048, 520, "csr"), (16_384, 64, "tca"), (16_385, 64, "csr")],
 )
-def test_few_rows_seen_first_take_what_needs_no_work_list(capturing, num_dst, width, picked):
+def test_few_rows_seen_first_take_what_needs_no_work_list(num_dst, width, picked):
     """However few entries they have."""
-    adj = structure(num_dst=num_dst, num_edges=1000, has_bsb=False, has_row_split=False)
-    assert policy.spmm_algorithm(adj, "auto", torch.float16, width, 1, True, weighted=False) == picked
+    adj = structure(num_dst=num_dst, num_edges=1000, converted=False, has_row_split=False)
+    assert spmm_of(adj, "auto", torch.float16, width, 1, True, weighted=False) == picked
 
 
-def test_both_operators_count_towards_one_conversion(capturing):
-    converted = []
-
-    def try_bsb() -> bool:
-        converted.append(adj.uses)
-        adj.has_bsb = True
-        return True
-
-    adj = structure(has_bsb=False, try_bsb=try_bsb)
-
-    def pick(turn: int) -> str:
-        if turn % 2:
-            return policy.spmm_algorithm(adj, "auto", torch.float16, 64, 1, True)
-        return policy.sddmm_algorithm(adj, "auto", torch.float16, 256, 1, True)
-
-    assert [pick(turn) for turn in range(16)] == ["csr"] * 16
-    capturing.append(True)
-    assert pick(0) == "csr"
-    capturing.append(False)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert pick(0) == "csr"
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert not converted
-    assert pick(0) == pick(1) == "flashsparse"
-    assert converted == [19]
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda facts: policy.spmm_algorithm(facts, H200, "auto", torch.float16, 64, 1, True),
+        lambda facts: policy.sddmm_algorithm(facts, H200, "auto", torch.float16, 256, 1, True),
+    ],
+    ids=["spmm", "sddmm"],
+)
+def test_converts_what_is_reused(rule):
+    csr = policy.Choice("csr", is_final=False, counts=True)
+    new = structure(converted=False)
+    reused = new._replace(uses=policy.REUSE)
+    assert rule(new) == rule(new._replace(uses=policy.REUSE - 1)) == csr
+    for change in ({"capturing": True}, {"deterministic": True}, {"can_convert": False}):
+        assert rule(reused._replace(**change)) == csr
+    assert rule(reused) == csr._replace(converts=True)
+    assert rule(reused._replace(converted=True)) == policy.Choice("flashsparse")
 
 
-def test_sddmm_builds_no_work_list_under_capture(capturing):
+def test_sddmm_builds_no_work_list_under_capture():
     adj = structure(has_sddmm_structure=False)
     arguments = ("auto", torch.float16, 256, 1, True)
-    assert policy.sddmm_algorithm(adj, *arguments) == "flashsparse"
-    capturing.append(True)
-    assert policy.sddmm_algorithm(adj, *arguments) == "csr"
-    adj.has_sddmm_structure = True
-    assert policy.sddmm_algorithm(adj, *arguments) == "flashsparse"
+    assert sddmm_of(adj, *arguments) == "flashsparse"
+    assert sddmm_of(adj._replace(capturing=True), *arguments) == "csr"
+    assert sddmm_of(adj._replace(capturing=True, has_sddmm_structure=True), *arguments) == "flashsparse"
+
+
+def test_other_gpus_get_constants_by_their_sizes():
+    sizes = {"name": "half", "num_sms": 66, "shared_memory": 99 * 1024}
+    half = gpu.scaled(H200, sizes | {"l2_bytes": H200.l2_bytes // 10, "bandwidth": H200.bandwidth / 10})
+    assert half.few_edges == H200.few_edges / 2
+    assert half.kept_result_bytes == pytest.approx(H200.kept_result_bytes / 10)
+    assert half.gradient_rate == pytest.approx(H200.gradient_rate / 10)
+    assert half.shared == H200.shared
+    assert half.resident_warps == H200.resident_warps / 2
+
+
+def test_profiles_are_stored_and_read(tmp_path):
+    gpu.write(H200, tmp_path / "cache" / "some.json")
+    assert gpu.read(tmp_path / "cache" / "some.json") == H200
+    (tmp_path / "old.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"old\.json: expected a GPU profile.*fastsparse_core\.tune"):
+        gpu.read(tmp_path / "old.json")
+    assert {path.stem for path in gpu.MEASURED.glob("*.json")} == {"nvidia_h100", "nvidia_h200"}
+    assert gpu.file_name("NVIDIA H100 80GB HBM3") == "nvidia_h100"
+    with gpu.use(few_edges=0, resident_warps=4) as changed:
+        assert gpu.profile_of(torch.device("cpu")) is changed
+        assert (changed.few_edges, changed.resident_warps) == (0, 4)
+    assert gpu.profile_of(torch.device("cpu")) == H200
 
 
 @pytest.mark.parametrize(
     ("rule", "values"),
-    [(policy.sddmm_slice_blocks, {8, 16, 64}), (policy.sddmm_run_blocks, {1, 2, 4, 8})],
+    [
+        (lengths.sddmm_slice_blocks, {8, 16, 64}),
+        (lambda blocks: lengths.sddmm_run_blocks(blocks, H200), {1, 2, 4, 8}),
+    ],
 )
 def test_work_lists_of_sddmm_grow_with_the_structure(rule, values):
-    lengths = [rule(1 << bits) for bits in range(30)]
-    assert lengths == sorted(lengths)
-    assert set(lengths) == values
+    found = [rule(1 << bits) for bits in range(30)]
+    assert found == sorted(found)
+    assert set(found) == values

@@ -36,9 +36,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     original = policy.sddmm_algorithm
 
-    def record(*arguments: Any) -> str:
-        seen.append(original(*arguments))
-        return seen[-1]
+    def record(*arguments: Any) -> policy.Choice:
+        choice = original(*arguments)
+        seen.append(choice.algorithm)
+        return choice
 
     monkeypatch.setattr(policy, "sddmm_algorithm", record)
     return seen

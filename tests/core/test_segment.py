@@ -79,7 +79,8 @@ def test_one_heavy_segment(device, dtype, reduce):
     if reduce == "mul":
         src = 1 + (src - 3) / 2**10
     out = scatter(src, index, 6, reduce)
-    assert relative_error(out, reference.scatter(src, index, 6, reduce)) <= 10 * TOLERANCE[dtype]
+    factor = 100 if reduce == "mul" else 10  # every factor of a product may add the error of a rounding
+    assert relative_error(out, reference.scatter(src, index, 6, reduce)) <= factor * TOLERANCE[dtype]
     assert all(torch.equal(out, scatter(src, index.clone(), 6, reduce)) for _ in range(2))
 
 

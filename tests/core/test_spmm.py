@@ -47,6 +47,7 @@ from fastsparse_core import (
     ssd,
 )
 from fastsparse_core.formats.bsb import Bsb
+from fastsparse_core.ops._facts import facts_of
 
 SETTINGS = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -280,7 +281,9 @@ def test_few_sources_that_many_rows_gather(device, poisoned_memory, algorithm, d
         out = spmm(adj, x, weights, algorithm=algorithm, **options)
         assert relative_error(out, reference.spmm(adj, x, weights, **options)) <= TOLERANCE[dtype]
         assert torch.equal(out, spmm(adj, x, weights, algorithm=algorithm, **options))
-    assert device == "cpu" or policy.spmm_resident(adj, algorithm, torch.float32, 256, 1, aligned=True)
+    assert device == "cpu" or policy.spmm_resident(
+        facts_of(adj), adj.gpu, algorithm, torch.float32, 256, 1, aligned=True
+    )
 
 
 @each_kernel("csr", "tca")
@@ -442,7 +445,7 @@ def test_dense_vectors_on_tensor_cores(device, monkeypatch, group_rows, dtype, s
         out = spmm(adj, x, polluted_vectors(adj, value), value_layout="me_bcrs")
         assert relative_error(out, reference.spmm(adj, x, value)) <= TOLERANCE[dtype]
         assert torch.equal(out, spmm(adj, x, value, algorithm="flashsparse"))
-    assert set(seen) == {"flashsparse" if device == "cuda" else "csr"}
+    assert {choice.algorithm for choice in seen} == {"flashsparse" if device == "cuda" else "csr"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -632,13 +635,13 @@ def test_calls_that_differ_from_those_before(device, poisoned_memory, dtype, wid
                 terms = {name: term for name, term in call.items() if name != "algorithm"}
                 assert relative_error(out, reference.spmm(structure, x, **terms)) <= TOLERANCE[dtype], call
     if device == "cuda":
-        assert adj.spmm_blocks
-        assert adj.t().spmm_blocks
+        assert adj.plans
+        assert adj.t().plans
 
 
 def test_factors_live_until_the_launch(monkeypatch):
     """While a CUDA graph is captured the structure keeps none, and partial results could take their place."""
-    launch = sys.modules["fastsparse_core.ops._spmm_launch"]
+    launch = sys.modules["fastsparse_core.ops._spmm_plan"]
     adj, gathered, alive = ragged(4000, "cpu"), [], []
 
     def gather(scale: Tensor) -> Tensor:
@@ -648,7 +651,7 @@ def test_factors_live_until_the_launch(monkeypatch):
 
     monkeypatch.setattr(adj, "vector_scale", gather, raising=False)
     monkeypatch.setattr(adj, "bsb_structure", lambda valued: None, raising=False)
-    monkeypatch.setattr(policy, "spmm_algorithm", lambda *_, **__: "flashsparse")
+    monkeypatch.setattr(policy, "spmm_algorithm", lambda *_, **__: policy.Choice("flashsparse"))
     compiled = SimpleNamespace(spmm_bsb=lambda *_: alive.append(gathered[-1]() is not None))
     monkeypatch.setattr(launch, "_C", compiled)
     x = features(adj.num_src, 64, torch.float16, "contiguous", "cpu")

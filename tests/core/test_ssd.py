@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastsparse_core import CBSR, Adjacency, algorithms, maxk, policy, reference, spmm, ssd
+from fastsparse_core import CBSR, Adjacency, algorithms, gpu, maxk, policy, reference, spmm, ssd
+from fastsparse_core.formats import lengths
 from fastsparse_core.formats.row_split import LONG, LONGEST, shared_group_share
+from fastsparse_core.ops._facts import facts_of
 from fastsparse_core.ops._ssd_launch import slotted_ssd
-from fastsparse_core.policy import gpu
-from fastsparse_core.policy import ssd as ssd_rules
 
 ALGORITHMS = ("decoupled", "maxk", "densify")
 #: On both sides of the id types, of four features a lane, of the buffers, and of the tiles of wide rows.
@@ -45,9 +45,7 @@ def heavy(device: str) -> Adjacency:
 @pytest.fixture(autouse=True, scope="module")
 def groups_share_warps():
     """Small structures would take one launch: the kernels for groups of few entries are to be tested too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "FEW_EDGES", 0)
-        patch.setattr(ssd_rules, "_MANY_SOURCES", 0)
+    with gpu.use(few_edges=0, many_sources=0):
         yield
 
 
@@ -59,11 +57,24 @@ WAYS = (
 
 
 @pytest.fixture(params=WAYS)
-def gathered(request, monkeypatch):
+def gathered(request):
     """How CUDA gathers entries, of sources with few neighbours and with many, and how it sums long groups."""
-    monkeypatch.setattr(ssd_rules, "_GATHERED_OFTEN", 0 if "packed" in request.param else 2**31)
-    monkeypatch.setattr(ssd_rules, "_LONG_GROUP_EDGES", 0 if "in pieces" in request.param else 2**31)
-    monkeypatch.setattr(ssd_rules, "_LONG_GROUP_ROWS", 0)
+    with gpu.use(
+        gathered_often=0 if "packed" in request.param else 2**31,
+        long_group_edges=0 if "in pieces" in request.param else 2**31,
+        long_group_rows=0,
+    ):
+        yield
+
+
+@pytest.fixture
+def often_packed():
+    with gpu.use(gathered_often=0):
+        yield
+
+
+def packs(adj: Adjacency, *call: Any) -> bool:
+    return policy.packs_ssd_rows(facts_of(adj), adj.gpu, *call)
 
 
 def expected_of(adj: Adjacency, cbsr: CBSR, *arguments: Any, **options: Any) -> Tensor:
@@ -247,12 +258,11 @@ def test_weights_that_are_not_finite(device, dtype, weight, k):
         (torch.bfloat16, 1.0),
     ],
 )
-def test_packed_entries(device, monkeypatch, dtype, size, k, rows):
+def test_packed_entries(device, often_packed, dtype, size, k, rows):
     """Of every size, down to subnormal numbers, and with others that are no numbers among them."""
-    monkeypatch.setattr(ssd_rules, "_GATHERED_OFTEN", 0)
     adj = heavy(device)
     adj = Adjacency.from_coo(adj.row() % rows, adj.col, (rows, 90))
-    assert policy.packs_ssd_rows(adj, dtype, k, 256)
+    assert packs(adj, dtype, k, 256)
     cbsr = random_cbsr(90, k, 256, dtype, device)
     values = (cbsr.values.double() * size).to(dtype)
     values[::7] = 0
@@ -270,8 +280,8 @@ def test_packed_entries(device, monkeypatch, dtype, size, k, rows):
 
     values[5, 3], values[13, 1] = float("inf"), float("nan")
     out = ssd(adj, cbsr.with_values(values), algorithm="decoupled")
-    monkeypatch.setattr(ssd_rules, "_GATHERED_OFTEN", 2**31)
-    plain = ssd(adj, cbsr.with_values(values), algorithm="decoupled")
+    with gpu.use(gathered_often=2**31):
+        plain = ssd(adj, cbsr.with_values(values), algorithm="decoupled")
     assert torch.equal(out.isnan(), plain.isnan())
     assert torch.equal(out.isinf(), plain.isinf())
 
@@ -443,8 +453,8 @@ def two_kinds_of_rows(many: int, few: int, rows: int) -> Adjacency:
 def test_kernels_that_run_side_by_side(poisoned_memory, many, few, rows, few_entries, captured):
     """What follows them waits for the one that takes long: results are read at once, poisoned before."""
     adj = two_kinds_of_rows(many, few, rows).prepare()
-    groups = adj.edge_groups(policy.edge_group_length(adj.num_edges, adj.num_dst))
-    num_long, others_have_few = policy.long_edge_groups(groups, adj.num_edges, 16)
+    groups = adj.edge_groups(lengths.edge_group_length(adj.num_edges, adj.num_dst, adj.gpu))
+    num_long, others_have_few = policy.long_edge_groups(groups, adj.num_edges, 16, adj.gpu)
     assert 0 < num_long < groups.slices.size(0)
     assert others_have_few == few_entries
     cbsr = random_cbsr(1000, 16, 128, torch.float32, "cuda")
@@ -540,7 +550,7 @@ def test_edge_groups(device, length):
     ],
 )
 def test_groups_are_long_where_many_rows_are(nodes, edges, longest):
-    assert policy.edge_group_length(edges, nodes) == longest
+    assert lengths.edge_group_length(edges, nodes, gpu.profile_of(torch.device("cpu"))) == longest
 
 
 def test_no_groups():
@@ -551,33 +561,34 @@ def test_no_groups():
 
 def test_groups_of_few_entries_share_warps_where_most_are_short():
     few = Adjacency.from_coo(torch.arange(30), torch.arange(30), (30, 30)).edge_groups(128)
-    assert policy.long_edge_groups(few, 30, 8) == (0, True)
+    here = gpu.profile_of(torch.device("cpu"))
+    assert policy.long_edge_groups(few, 30, 8, here) == (0, True)
     row = torch.arange(30).repeat_interleave(5)
     more = Adjacency.from_coo(row, torch.arange(5).repeat(30), (30, 30)).edge_groups(128)
-    assert policy.long_edge_groups(more, 150, 8) == (0, False)
-    assert policy.long_edge_groups(more, 150, 64) == (30, False)
+    assert policy.long_edge_groups(more, 150, 8, here) == (0, False)
+    assert policy.long_edge_groups(more, 150, 64, here) == (30, False)
     row = torch.arange(30).repeat_interleave(40)
     most = Adjacency.from_coo(row, torch.arange(40).repeat(30), (30, 40)).edge_groups(128)
-    assert policy.long_edge_groups(most, 1200, 8) == (30, False)
+    assert policy.long_edge_groups(most, 1200, 8, here) == (30, False)
 
 
-def test_entries_are_packed_where_sources_are_gathered_often(monkeypatch):
-    row, col = (torch.randint(0, 30, (30 * ssd_rules._GATHERED_OFTEN,)) for _ in range(2))
+def test_entries_are_packed_where_sources_are_gathered_often():
+    row, col = (torch.randint(0, 30, (30 * 8,)) for _ in range(2))
     adj = Adjacency.from_coo(row, col, (30, 30))
     for k, packed in ((8, False), (16, True), (18, False), (20, True), (32, True), (36, False), (64, False)):
-        assert policy.packs_ssd_rows(adj, torch.float32, k, 256) == packed
-    assert not policy.packs_ssd_rows(adj, torch.float64, 16, 256)
-    assert not policy.packs_ssd_rows(adj, torch.float32, 16, 257)
+        assert packs(adj, torch.float32, k, 256) == packed
+    assert not packs(adj, torch.float64, 16, 256)
+    assert not packs(adj, torch.float32, 16, 257)
     few = Adjacency.from_coo(row[1:], col[1:], (30, 30))
-    assert not policy.packs_ssd_rows(few, torch.float32, 16, 256)
-    monkeypatch.setattr(ssd_rules, "_MANY_SOURCES", 31)
-    assert not policy.packs_ssd_rows(adj, torch.float32, 16, 256)
+    assert not packs(few, torch.float32, 16, 256)
+    with gpu.use(many_sources=31):
+        assert not packs(adj, torch.float32, 16, 256)
 
 
-def test_small_structures_take_one_launch(monkeypatch):
-    monkeypatch.setattr(gpu, "FEW_EDGES", 1000)
+def test_small_structures_take_one_launch():
     few = Adjacency.from_coo(torch.arange(30), torch.arange(30), (30, 30)).edge_groups(128)
-    assert policy.long_edge_groups(few, 30, 8) == (30, False)
+    with gpu.use(few_edges=1000) as here:
+        assert policy.long_edge_groups(few, 30, 8, here) == (30, False)
 
 
 def test_share_of_shared_groups():

@@ -11,14 +11,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastsparse_core import Adjacency, policy, reference
+from fastsparse_core import Adjacency, gpu, policy, reference
 from fastsparse_core.formats.row_panels import HEIGHT, MOST_SOURCES, PanelLayout, RowPanels
 from fastsparse_core.ops import _ssd_backward as ssd_backward
+from fastsparse_core.ops._facts import facts_of
 from fastsparse_core.ops._ssd_backward import ssd_backward_op, ssd_value_grad_op
 
 #: (width of a row, kept columns): one lane, lanes without work, several rounds, vectors of 4 ids and none.
 SHAPES = ((1, 1), (7, 3), (47, 47), (64, 8), (64, 16), (100, 24), (256, 32), (300, 33), (300, 64), (512, 200))
 ALGORITHMS = ("windows", "csr")
+H200 = gpu.read(gpu.MEASURED / "nvidia_h200.json")
 KERNELS = [("cpu", "csr"), *(pytest.param("cuda", each, marks=pytest.mark.gpu) for each in ALGORITHMS)]
 
 
@@ -75,7 +77,7 @@ def tolerance(adj: Adjacency, grad: Tensor, k: int, algorithm: str) -> float:
         return TOLERANCE[grad.dtype]
     most = int(torch.bincount(adj.col.long()).max())
     row_bytes = grad.size(1) * grad.dtype.itemsize
-    strips = -(-most // policy.panel_layout(adj.shape, adj.num_edges, row_bytes, k).strip)
+    strips = -(-most // policy.panel_layout(adj.shape, adj.num_edges, row_bytes, k, adj.gpu).strip)
     return max(TOLERANCE[grad.dtype], strips * 2.0**-25)
 
 
@@ -212,7 +214,7 @@ def test_deterministic_algorithms_give_the_same_bits(device, poisoned_memory):
 )
 def test_choice(width, dtype, algorithm):
     adj = many_kinds().adjacency("cuda")
-    assert policy.ssd_backward_algorithm(adj, dtype, width, 8) == algorithm
+    assert policy.ssd_backward_algorithm(facts_of(adj), adj.gpu, dtype, width, 8) == algorithm
     grad = features(adj.num_dst, width, dtype, "contiguous", "cuda")
     ids = kept_ids(adj.num_src, width, 8, "cuda")
     assert error_in_terms(backward(adj, grad, ids), adj, grad, ids) <= TOLERANCE[dtype]
@@ -362,9 +364,9 @@ def test_a_capture_takes_a_layout_that_is_there(monkeypatch):
         out = backward(adj, grad, ids)
     graph.replay()
     assert error_in_terms(out, adj, grad, ids) <= TOLERANCE[torch.float32]
-    assert len(adj.memo("row_panels", dict)) == 1
+    assert len(adj.derived("row_panels", dict)) == 1
     backward(adj, grad, ids)
-    assert len(adj.memo("row_panels", dict)) == 2
+    assert len(adj.derived("row_panels", dict)) == 2
 
 
 def test_too_little_memory_for_another_layout(monkeypatch, caplog):
@@ -404,7 +406,7 @@ def test_choice_for_rows_of_few_entries(k, algorithm):
     """Rows of two entries: few of many features are read row by row, more of them from windows."""
     row = torch.arange(500).repeat(2)
     adj = Adjacency.from_coo(row, torch.cat([row[:500].flip(0), row[:500].roll(1)]), (500, 500)).to("cuda")
-    assert policy.ssd_backward_algorithm(adj, torch.float32, 256, k) == algorithm
+    assert policy.ssd_backward_algorithm(facts_of(adj), adj.gpu, torch.float32, 256, k) == algorithm
     grad = features(500, 256, torch.float32, "contiguous", "cuda")
     ids = kept_ids(500, 256, k, "cuda")
     assert error_in_terms(backward(adj, grad, ids), adj, grad, ids) <= TOLERANCE[torch.float32]
@@ -413,7 +415,7 @@ def test_choice_for_rows_of_few_entries(k, algorithm):
 def test_strips_and_slices_fit_together():
     for num_edges in (0, 1, 10_000, 10**7, 10**9):
         for num_nodes in (0, 1, 20_000, 10**7):
-            layout = policy.panel_layout((num_nodes, num_nodes), num_edges, 512, 16)
+            layout = policy.panel_layout((num_nodes, num_nodes), num_edges, 512, 16, H200)
             assert layout.longest % layout.strip == 0
 
 
@@ -432,7 +434,7 @@ def test_strips_and_slices_fit_together():
     ],
 )
 def test_layout_at_16_kept_columns(nodes, edges, row_bytes, height, several, strip):
-    layout = policy.panel_layout((nodes, nodes), edges, row_bytes, 16)
+    layout = policy.panel_layout((nodes, nodes), edges, row_bytes, 16, H200)
     assert (layout.height, layout.num_blocks > 1, layout.strip) == (height, several, strip)
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastsparse_core import policy
+from fastsparse_core.formats import lengths
 from fastsparse_core.formats.bsb import BLOCK, QUAD, Bsb
 from fastsparse_core.formats.row_split import RowSplit
 from fastsparse_core.formats.window_work_list import MOST_WINDOWS, join_short_windows, slot_starts
@@ -114,6 +115,6 @@ def test_ragged_structures_have_what_kernels_cut(stored_in_quads, num_edges, gro
             assert split.num_slots > 1
             words = split.slices.view(torch.int32)
             assert (words[words[:, 3] < 0, 2] % STEP != 0).any()
-        blocks = policy.sddmm_run_blocks(each.bsb.num_blocks)
+        blocks = lengths.sddmm_run_blocks(each.bsb.num_blocks, each.gpu)
         runs = join_short_windows(each.bsb.window_ptr, each.sddmm_split, blocks)
         assert all((work[:, 3] > 1).any() for work in (each.bsb_runs, runs))

@@ -86,7 +86,8 @@ def test_gine_without_a_function_in_other_dtypes(device):
         out = layers[0].to(device)(
             graph, features(graph, WIDTH, dtype=dtype).to(device), edge_feat.to(device)
         )
-        assert torch.allclose(out.double().cpu(), exact, rtol=1e-2 if dtype != torch.float64 else 1e-10)
+        error = (out.double().cpu() - exact).norm() / exact.norm()
+        assert error < (1e-2 if dtype != torch.float64 else 1e-10)
 
 
 @pytest.mark.parametrize("kind", ["homogeneous", "int32", "batched", "csc"])

@@ -9,9 +9,9 @@ import torch
 from dgl_cases import DGLError, dgl, fastsparse_dgl, homogeneous, random_edges
 from torch import Tensor
 
-from fastsparse_core.structure import adjacency as core_adjacency
 from fastsparse_core import log
 from fastsparse_core.sampling import features
+from fastsparse_core.structure import adjacency as core_adjacency
 from fastsparse_dgl.dataloading import neighbor_sampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:Dataloader CPU affinity")

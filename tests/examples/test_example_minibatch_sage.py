@@ -35,6 +35,7 @@ def test_both_layers_train_alike(framework: str, tmp_path: Path, request: pytest
     assert fast.loss[1] < fast.loss[0]
     for times in log["batches"].values():
         assert times["sampling_ms"] > 0
+        assert times["gather_ms"] > 0
         assert times["step_ms"] > 0
     assert json.loads(path.read_text())["batches"] == log["batches"]
 

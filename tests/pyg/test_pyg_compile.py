@@ -9,7 +9,14 @@ import torch
 from pyg_cases import close, gradients, random_graph
 from torch import nn
 
-from fastsparse_pyg import FastGCNConv, FastGINConv, FastSAGEConv, prepare
+from fastsparse_pyg import (
+    FastGCNConv,
+    FastGINConv,
+    FastGINEConv,
+    FastResGatedGraphConv,
+    FastSAGEConv,
+    prepare,
+)
 
 pytestmark = pytest.mark.slow
 LAYERS = {
@@ -18,6 +25,7 @@ LAYERS = {
     "sage": (lambda: FastSAGEConv(6, 4), False),
     "sage_max": (lambda: FastSAGEConv(6, 4, aggr="max"), False),
     "gin": (lambda: FastGINConv(nn.Linear(6, 4)), False),
+    "gated": (lambda: FastResGatedGraphConv(6, 4), False),
 }
 
 
@@ -48,6 +56,24 @@ def test_adjacency_compiles_to_one_graph_once(device, name):
         for one, other in zip(gradients(got, parameters), gradients(expected, parameters), strict=True):
             close(one, other)
     assert len(frames) == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: FastGINEConv(nn.Linear(6, 4), edge_dim=3), lambda: FastResGatedGraphConv(6, 4, edge_dim=3)],
+    ids=["gine", "gated"],
+)
+def test_edge_features_compile_with_an_adjacency(device, make):
+    layer, edge_index = make().to(device), random_graph(device=device)
+    adj, edge_attr = prepare(edge_index, 40), torch.randn(edge_index.size(1), 3, device=device)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(40, 6, device=device, requires_grad=True)
+    got, expected = compiled(x, adj, edge_attr), layer(x, adj, edge_attr)
+    close(got, expected)
+    parameters = [x, *layer.parameters()]
+    for one, other in zip(gradients(got, parameters), gradients(expected, parameters), strict=True):
+        if other is not None:
+            close(one, other)
 
 
 def test_sage_compiles_under_autocast(device):

@@ -151,7 +151,7 @@ def test_under_autocast_results_have_the_original_dtype(device):
     edge_index = random_graph(device=device)
     reference, layer = pair(device, edge_dim=3)
     x, edge_attr = draw(40, 6, device), draw(edge_index.size(1), 3, device)
-    with torch.autocast(device, torch.bfloat16):
+    with torch.autocast(device, torch.float16):
         same(
             reference,
             layer,

@@ -11,9 +11,9 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import SAGEConv
 from torch_geometric.testing import MyFeatureStore, MyGraphStore
 
-from fastsparse_core.structure import adjacency as core_adjacency
 from fastsparse_core import log
 from fastsparse_core.sampling import features
+from fastsparse_core.structure import adjacency as core_adjacency
 from fastsparse_pyg import FastGCNConv, FastSAGEConv, LinkNeighborLoader, NeighborLoader
 from fastsparse_pyg import graph as pyg_graph
 

@@ -176,9 +176,8 @@ def test_accelerate_and_restore():
     model = torch.nn.ModuleList(
         [PNAConv(6, 8, AGGREGATORS, SCALERS, DEG), deep, PNAConv(6, 8, ["median"], SCALERS, DEG)]
     )
-    report = accelerate(model, show=False)
-    assert [type(layer) for layer in model] == [FastPNAConv, FastPNAConv, PNAConv]
-    assert "aggregators" in report.left[0].reason
+    accelerate(model, show=False)
+    assert [isinstance(layer, FastPNAConv) for layer in model] == [True, True, False]
     restore(model)
     assert all(type(layer) is PNAConv for layer in model)
     assert fastsparse_pyg.nn.DROP_INS[PNAConv] is FastPNAConv

@@ -18,7 +18,7 @@ OPTIONS = [
     {},
     {"root_weight": False},
     {"bias": False},
-    {"act": torch.nn.Tanh()},
+    {"act": torch.nn.Sigmoid()},
     {"edge_dim": 3},
     {"edge_dim": 2, "root_weight": False, "bias": False},
     {"flow": "target_to_source", "edge_dim": 3},

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from fastsparse_core.capture.padded_adjacency import PaddedAdjacency, write
-from fastsparse_core.capture.step import CapturedStep, on_stream
+from fastsparse_core.capture.step import CapturedStep
 from fastsparse_core.formats.inspection import Facts
 from fastsparse_core.log import info_once
+from fastsparse_core.streams import on_stream
 from fastsparse_core.structure.adjacency import Adjacency
 
 _logger = logging.getLogger("fastsparse_core")

@@ -8,15 +8,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fastsparse_core import policy
+from fastsparse_core import gpu
+from fastsparse_core.formats import lengths
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.inspection import EdgeRoom, Facts, are_compressed, inspect_levels
 from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 from fastsparse_core.structure.adjacency import Adjacency
 from fastsparse_core.structure.build_once import Unkept
-
-#: Gradients that may come by atomics: all of them, for there is no transpose.
-_NO_LIMIT = 1 << 62
 
 
 class PaddedAdjacency(Adjacency):
@@ -48,13 +46,13 @@ class PaddedAdjacency(Adjacency):
         )
         super().__init__(room.rowptr, room.col, shape, group_rows="none")
         self.room = room
-        self._longest = policy.slice_length(num_edges)
+        self._longest = lengths.slice_length(num_edges, gpu.profile_of(device))
         self._bsb_refused = True
-        self.scatters_left = _NO_LIMIT
-        self._memo, self._row_memo = Unkept(), Unkept()
-        self._row_memo.results["row_split"] = unsplit_rows(room.slices)
-        self._row_memo.results["inv_degree", torch.float32] = room.inv_degree
-        self._memo.results["csr_structure"] = self._csr_structure()
+        self.usage.scattered = 0  # all gradients come by atomics, for there is no transpose
+        self._built, self._of_rows = Unkept(), Unkept()
+        self._of_rows.results["row_split"] = unsplit_rows(room.slices)
+        self._of_rows.results["inv_degree", torch.float32] = room.inv_degree
+        self._built.results["csr_structure"] = self._csr_structure()
 
     def holds(self, facts: list[int], shape: tuple[int, int]) -> bool:
         """Whether what `write` left may be used: sorted edges within ``shape``, and no very long row.

@@ -137,7 +137,7 @@ class HaloExchange:
         sent = self.send_index.numel()
         column = torch.arange(sent, device=self.send_index.device)
         returned = Adjacency.from_coo(self.send_index, column, (self.num_local, sent))
-        returned.scatters_left = None  # used again and again: the same bits every time
+        returned.usage.scattered = None  # used again and again: the same bits every time
         return returned
 
     def pack(self, x: Tensor, dtype: torch.dtype) -> Tensor:

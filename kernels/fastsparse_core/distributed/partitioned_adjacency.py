@@ -323,12 +323,12 @@ class PartitionedAdjacency(Adjacency):
     @property
     def local(self) -> Adjacency:
         """The entries whose column is one of the rank's own nodes, (local nodes, local nodes)."""
-        return self._memo.get("local", lambda: self._columns(True))
+        return self._built.get("local", lambda: self._columns(True))
 
     @property
     def halo(self) -> Adjacency:
         """The entries whose column is another rank's node, (local nodes, halo)."""
-        return self._memo.get("halo", lambda: self._columns(False))
+        return self._built.get("halo", lambda: self._columns(False))
 
     def _columns(self, own: bool) -> Adjacency:
         rows, num_local = self.rows, self.num_dst
@@ -549,7 +549,9 @@ class PartitionedAdjacency(Adjacency):
     def memory_usage(self) -> dict[str, int]:
         """Bytes held by this rank's part and what was derived from it, by name."""
         parts = {"rows": self.rows}
-        parts |= {name: self._memo.results[name] for name in ("local", "halo") if name in self._memo.results}
+        parts |= {
+            name: self._built.results[name] for name in ("local", "halo") if name in self._built.results
+        }
         sizes = {
             f"{name}.{key}": size for name, part in parts.items() for key, size in part.memory_usage().items()
         }

@@ -6,7 +6,7 @@ the format knows the window: features, results and edge order stay the caller's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT, place_of_row, sort_vectors
 from fastsparse_core.formats.compress import compress
-
-if TYPE_CHECKING:
-    from fastsparse_core.structure.kernel_formats import KernelFormats
 
 #: How the rows of a window are chosen.
 Method = Literal["auto", "none", "minhash"]
@@ -36,6 +33,23 @@ _SAMPLE = 4096
 _INT32_MAX = 2**31 - 1
 
 
+class Rows(Protocol):
+    """Compressed rows, as `Adjacency` has them."""
+
+    rowptr: Tensor
+    col: Tensor
+    shape: tuple[int, int]
+    num_dst: int
+    num_src: int
+
+    @property
+    def num_edges(self) -> int: ...  # noqa: D102
+    @property
+    def device(self) -> torch.device: ...  # noqa: D102
+    def row(self) -> Tensor: ...  # noqa: D102
+    def in_degree(self) -> Tensor: ...  # noqa: D102
+
+
 def check_method(method: str) -> None:
     """Rejects unknown names.
 
@@ -46,7 +60,7 @@ def check_method(method: str) -> None:
         raise ValueError(f"group_rows: expected 'auto', 'none' or 'minhash', got {method!r}")
 
 
-def group_rows(adj: KernelFormats, method: Method = "minhash") -> Tensor | None:
+def group_rows(adj: Rows, method: Method = "minhash") -> Tensor | None:
     """Rows of every window such that rows with many common columns share one.
 
     Min-wise hashing: the share of equal entries in the signatures of two rows, the minima of 16 hashes over
@@ -86,7 +100,7 @@ def group_rows(adj: KernelFormats, method: Method = "minhash") -> Tensor | None:
     return window_row.view(num_windows, HEIGHT)
 
 
-def choose_grouping(adj: KernelFormats) -> Tensor | None:
+def choose_grouping(adj: Rows) -> Tensor | None:
     """The grouping by min-hash where products are faster with it, else None: the natural order.
 
     That is where rows have 8 entries or more and grouping saves at least 10 % of the vectors. Large
@@ -110,7 +124,7 @@ def choose_grouping(adj: KernelFormats) -> Tensor | None:
     return window_row if grouped_share <= (1 - _LEAST_SAVING) * share else None
 
 
-def count_vectors(adj: KernelFormats, window_row: Tensor | None = None, *, height: int = HEIGHT) -> int:
+def count_vectors(adj: Rows, window_row: Tensor | None = None, *, height: int = HEIGHT) -> int:
     """Number of non-zero vectors, without building blocks; a repeated edge needs a vector of its own.
 
     Args:
@@ -121,9 +135,7 @@ def count_vectors(adj: KernelFormats, window_row: Tensor | None = None, *, heigh
     return int(vectors_per_window(adj, window_row, height=height).sum())
 
 
-def vectors_per_window(
-    adj: KernelFormats, window_row: Tensor | None = None, *, height: int = HEIGHT
-) -> Tensor:
+def vectors_per_window(adj: Rows, window_row: Tensor | None = None, *, height: int = HEIGHT) -> Tensor:
     """Number of non-zero vectors of every window, int64 (num_windows,); see :func:`count_vectors`."""
     row = adj.row()
     place = row if window_row is None else place_of_row(window_row, adj.num_dst).index_select(0, row)
@@ -131,7 +143,7 @@ def vectors_per_window(
     return torch.searchsorted(head_entry, window_entry).diff()
 
 
-def _sample(adj: KernelFormats, window_row: Tensor | None, stride: int) -> tuple[Tensor, Tensor, int]:
+def _sample(adj: Rows, window_row: Tensor | None, stride: int) -> tuple[Tensor, Tensor, int]:
     """Place and column of every entry in each ``stride``-th window, and the number of places."""
     if window_row is None:
         if stride == 1:
@@ -151,7 +163,7 @@ def _sample(adj: KernelFormats, window_row: Tensor | None, stride: int) -> tuple
     return place, adj.col[position], rows.numel()
 
 
-def _similar_order(adj: KernelFormats) -> Tensor:
+def _similar_order(adj: Rows) -> Tensor:
     """The rows by cluster, int32 (num_dst,)."""
     num_rows, device = adj.num_dst, adj.device
     index = device_index(device)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
+from fastsparse_core.content import check_content
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
-from fastsparse_core.structure.content import check_content
 
 #: Words that the kernels write, in the order of EdgeFact in kernels/include/fastsparse/views.h.
 NUM_FACTS = 10

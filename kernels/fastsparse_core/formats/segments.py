@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsparse_core import _C
+from fastsparse_core import _C, gpu
+from fastsparse_core.content import check_content
 from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.inspection import inspect_edges
+from fastsparse_core.formats.lengths import slice_length
 from fastsparse_core.formats.row_split import RowSplit, split_rows
-from fastsparse_core.policy.slices import slice_length
 from fastsparse_core.structure.build_once import BuiltOnce
-from fastsparse_core.structure.content import check_content
 
 
 class Segments:
@@ -34,9 +34,9 @@ class Segments:
         self.order = order
         self.num_rows = num_rows
         self.num_segments = rowptr.numel() - 1
-        self._memo = BuiltOnce()
+        self._built = BuiltOnce()
         if row_split is not None:
-            self._memo.results["row_split"] = row_split
+            self._built.results["row_split"] = row_split
 
     @classmethod
     def from_index(cls, index: Tensor, num_segments: int) -> Segments:
@@ -51,7 +51,9 @@ class Segments:
         """
         index = index.detach().contiguous()
         num_rows = index.numel()
-        found = inspect_edges(index, index, num_segments, slice_length(num_rows), square=False)
+        found = inspect_edges(
+            index, index, num_segments, slice_length(num_rows, gpu.profile_of(index.device)), square=False
+        )
         if num_rows and found.most_row >= num_segments:
             low, high = (int(end) for end in torch.aminmax(index))
             raise ValueError(
@@ -89,12 +91,15 @@ class Segments:
     @property
     def row_split(self) -> RowSplit:
         """Work list of the CUDA kernels: long segments cut into slices."""
-        return self._memo.get("row_split", lambda: split_rows(self.rowptr, slice_length(self.num_rows)))
+        return self._built.get(
+            "row_split",
+            lambda: split_rows(self.rowptr, slice_length(self.num_rows, gpu.profile_of(self.rowptr.device))),
+        )
 
     @property
     def structure(self) -> Any:
         """The segments as the compiled kernels take them."""
-        return self._memo.get("structure", self._structure)
+        return self._built.get("structure", self._structure)
 
     def _structure(self) -> Any:
         split = self.row_split if self.rowptr.device.type == "cuda" else None
@@ -122,7 +127,7 @@ class Segments:
     def index(self) -> Tensor:
         """The segment of every row, int64 (num_rows,), of segments that are consecutive rows."""
         assert self.order is None
-        return self._memo.get("index", self._index)
+        return self._built.get("index", self._index)
 
     def _index(self) -> Tensor:
         segment = torch.arange(self.num_segments, device=self.rowptr.device)
@@ -130,8 +135,8 @@ class Segments:
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes by name of what is held."""
-        tensors = {"rowptr": self.rowptr, "order": self.order, "index": self._memo.results.get("index")}
-        split = self._memo.results.get("row_split")
+        tensors = {"rowptr": self.rowptr, "order": self.order, "index": self._built.results.get("index")}
+        split = self._built.results.get("row_split")
         if split is not None:
             tensors |= split.tensors()
         return {name: it.nbytes for name, it in tensors.items() if it is not None}

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from fastsparse_core.formats.bsb import BLOCK, HEIGHT, QUAD, QUAD_BYTES, vectors_together
-from fastsparse_core.formats.grouping import vectors_per_window
-
-if TYPE_CHECKING:
-    from fastsparse_core.structure.adjacency import Adjacency
+from fastsparse_core.formats.grouping import Rows, vectors_per_window
 
 #: Vectors that SR-BCRS pads a window to: the k of m16n8k8, the paper's instruction for 16-bit values.
 _PADDING = 8
@@ -51,7 +47,7 @@ class FormatStatistics:
     csr_bytes: int
 
 
-def statistics(adj: Adjacency, window_row: Tensor | None = None) -> FormatStatistics:
+def statistics(adj: Rows, window_row: Tensor | None = None) -> FormatStatistics:
     """Counts vectors, zeros, instructions and bytes without building the formats.
 
     Args:

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastsparse_core import policy
-from fastsparse_core.capture.step import fork
+from fastsparse_core import gpu, policy
 from fastsparse_core.ops._aggregate_linear_launch import (
     aggregate_and_transform,
     are_plain,
@@ -28,8 +27,10 @@ from fastsparse_core.ops._common import (
     sum_of_rows,
     without_autocast,
 )
-from fastsparse_core.ops._spmm_launch import add_transposed, grad_of_features, launch_spmm
+from fastsparse_core.ops._facts import scatters
+from fastsparse_core.ops._spmm_plan import add_transposed, grad_of_features, launch_spmm
 from fastsparse_core.ops.spmm import spmm
+from fastsparse_core.streams import fork
 from fastsparse_core.structure.adjacency import Adjacency
 
 
@@ -196,8 +197,15 @@ class _AggregateLinear(torch.autograd.Function):
         return (*without_autocast(gradients, ctx, grad), None, None, None, None, None)
 
 
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and gpu.has_wgmma(device)
+
+
 def _is_one_kernel(own: Tensor, width: int, out_width: int) -> bool:
-    return policy.transforms_on_tensor_cores(own.device, own.dtype, own.size(0), width, out_width)
+    device = own.device
+    return _has_kernels(device) and policy.transforms_on_tensor_cores(
+        own.dtype, own.size(0), width, out_width, gpu.profile_of(device)
+    )
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -254,7 +262,7 @@ def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _grad_x(ctx: Any, grad: Tensor, matrix: Tensor, root_matrix: Tensor, scale: Tensor | None) -> Tensor:
     (num_dst, num_src), adj, dtype = ctx.adj.shape, ctx.adj, ctx.given[0]
     grad_sums = torch.mm(grad, matrix)
-    if dtype == torch.float32 and policy.scatters(adj, ctx.algorithm, grad.dtype, None):
+    if dtype == torch.float32 and scatters(adj, ctx.algorithm, grad.dtype, None):
         total = torch.empty(num_src, grad_sums.size(1), dtype=dtype, device=grad.device)
         own = total[:num_dst]
         if grad.dtype == dtype:

@@ -15,7 +15,6 @@ from fastsparse_core.ops._common import (
     PLAIN,
     Uncast,
     autocast_dtype,
-    cast,
     check_scale,
     is_first_derivative,
     is_plain_eager,
@@ -23,7 +22,7 @@ from fastsparse_core.ops._common import (
     sum_of_rows,
     without_autocast,
 )
-from fastsparse_core.ops._spmm_launch import grad_of_features, launch_spmm
+from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -55,7 +54,7 @@ def can_convolve(
         and x.dim() == 2 == weight.dim()
         and x.layout is torch.strided is weight.layout
         and x.shape[0] == adj.num_src
-        and device == adj.device == weight.device
+        and device == adj.col.device == weight.device
     ):
         return False
     if bias is not None and not (
@@ -69,9 +68,9 @@ def can_convolve(
     needs_grad = x.requires_grad
     if aggregate_first and needs_grad:
         return False
-    autocast = autocast_dtype(x)
-    if autocast is None:
+    if not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
         return dtype == weight.dtype and dtype in DTYPE_CODE
+    autocast = autocast_dtype(x)
     if needs_grad and dtype != autocast:
         return False  # they would have to be kept as they came, for second derivatives
     return dtype in CAST and weight.dtype in CAST
@@ -128,10 +127,18 @@ def graph_convolution(
     Raises:
         ValueError: features that are aggregated first require a gradient.
     """
-    one_scale = scale_src is scale_dst and adj.num_src == adj.num_dst
-    scale_dst = check_scale("scale_dst", scale_dst, adj.num_dst, x)
-    scale_src = scale_dst if one_scale else check_scale("scale_src", scale_src, adj.num_src, x)
-    dtype = autocast_dtype(x) or x.dtype
+    scales = (scale_dst, scale_src)
+    key = ("scales of a convolution", x.dtype)
+    checked = adj.plans.get(key)
+    if checked is None or checked[0] is not scale_dst or checked[1] is not scale_src:
+        one_scale = scale_src is scale_dst and adj.num_src == adj.num_dst
+        scale_dst = check_scale("scale_dst", scale_dst, adj.num_dst, x)
+        scale_src = scale_dst if one_scale else check_scale("scale_src", scale_src, adj.num_src, x)
+        if scale_dst is scales[0] and scale_src is scales[1]:
+            adj.plans[key] = scales  # what a structure keeps comes again and again
+    dtype = x.dtype
+    if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
+        dtype = autocast_dtype(x) or dtype
     algorithm = policy.requested("spmm", "auto")
     how = _Convolution(adj, scale_dst, scale_src, out_by_in, aggregate_first, relu, algorithm, dtype)
     if not torch.is_grad_enabled():
@@ -146,18 +153,20 @@ def _convolve(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, and the features and the weight as they were multiplied."""
     dtype = how.dtype
-    features, matrix = cast(x, dtype), cast(weight, dtype)
+    features = x if x.dtype == dtype else x.to(dtype)
+    matrix = weight if weight.dtype == dtype else weight.to(dtype)
+    aggregate = (None, how.scale_dst, how.scale_src)
     if not how.aggregate_first:
-        return _aggregated(how, _linear(how, features, matrix), bias, how.relu), features, matrix
-    features = _aggregated(how, features)
-    out = _linear(how, features, matrix, None if bias is None else bias.to(dtype))
-    return out.relu_() if how.relu else out, features, matrix
-
-
-def _linear(how: _Convolution, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        transformed = F.linear(features, matrix) if how.out_by_in else torch.mm(features, matrix)
+        out = launch_spmm(how.adj, transformed, *aggregate, bias, how.algorithm, how.relu)
+        return out, features, matrix
+    features = launch_spmm(how.adj, features, *aggregate, None, how.algorithm)
+    bias = None if bias is None else bias.to(dtype)
     if how.out_by_in:
-        return F.linear(x, matrix, bias)
-    return torch.mm(x, matrix) if bias is None else torch.addmm(bias, x, matrix)
+        out = F.linear(features, matrix, bias)
+    else:
+        out = torch.mm(features, matrix) if bias is None else torch.addmm(bias, features, matrix)
+    return out.relu_() if how.relu else out, features, matrix
 
 
 class _GraphConvolution(torch.autograd.Function):
@@ -179,10 +188,6 @@ class _GraphConvolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return (*without_autocast(_gradients, ctx, grad), None)
-
-
-def _aggregated(how: _Convolution, x: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
-    return launch_spmm(how.adj, x, None, how.scale_dst, how.scale_src, bias, how.algorithm, relu)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -15,6 +15,7 @@ from fastsparse_core.ops._common import (
     scratch,
     unit_stride,
 )
+from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -80,7 +81,7 @@ def additive_forward(
     _room, (partial, partial_state) = scratch(v.device, slots * v.size(1), slots * heads * 2)
     index = device_index(v.device)
     _C.additive_attention(
-        adj.csr_structure,
+        used_csr(adj),
         _input(score_dst, score_src, v, bias, negative_slope, dropout_p, seed, heads),
         out.data_ptr(),
         lse.data_ptr(),
@@ -141,8 +142,8 @@ def additive_backward(
     )
     index = device_index(device)
     _C.additive_attention_backward(
-        adj.csr_structure,
-        transposed.csr_structure,
+        used_csr(adj),
+        used_csr(transposed),
         _input(score_dst, score_src, v, bias, negative_slope, dropout_p, seed, heads),
         grad.data_ptr(),
         grad.stride(0),

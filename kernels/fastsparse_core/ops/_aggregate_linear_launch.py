@@ -8,7 +8,8 @@ from torch import Tensor
 from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops._common import PLAIN, address, allows_tf32
-from fastsparse_core.ops._spmm_launch import launch_spmm
+from fastsparse_core.ops._facts import facts_of
+from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: Rows of a slab at least, and slabs at most: each is two blocks of threads, which fill an H200 together.
@@ -43,6 +44,11 @@ def are_plain(x: Tensor, weight: Tensor, bias: Tensor | None, root_weight: Tenso
     )
 
 
+def gathers_neighbours(adj: Adjacency, algorithm: str) -> bool:
+    """Whether the kernel sums the neighbours too (`policy.gathers_and_transforms`)."""
+    return policy.gathers_and_transforms(facts_of(adj), algorithm, adj.gpu) and adj.has_short_rows
+
+
 def aggregate_and_transform(
     adj: Adjacency,
     x: Tensor,
@@ -71,16 +77,16 @@ def aggregate_and_transform(
         (num_dst, out width), and the sums or None.
     """
     out = x.new_empty(adj.num_dst, weight.size(0))
-    gathers = policy.gathers_and_transforms(adj, algorithm)
+    gathered = gathers_neighbours(adj, algorithm)
     sums = None
-    if not gathers:
+    if not gathered:
         sums = launch_spmm(adj, x, None, scale_dst, None, None, algorithm)
     elif keeps_sums:
         sums = x.new_empty(adj.num_dst, x.size(1))
     index = device_index(x.device)
     _C.aggregate_linear(
         adj.plain_structure,  # no work list: none is needed, and asking for one counts as a use of it
-        not gathers,
+        not gathered,
         address(scale_dst),
         x.size(1),
         x.data_ptr(),

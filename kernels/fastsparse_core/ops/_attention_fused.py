@@ -31,6 +31,7 @@ from fastsparse_core.ops._common import (
     register_autograd,
     unit_stride,
 )
+from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 # AttentionScore in kernels/include/fastsparse/views.h.
@@ -116,7 +117,7 @@ def _csr_arguments(
     lse: Tensor,
 ) -> _C.AttentionCsrArgs:
     return _C.AttentionCsrArgs(
-        adj.csr_structure,
+        used_csr(adj),
         kind,
         DTYPE_CODE[v.dtype],
         heads,
@@ -190,7 +191,7 @@ def _backward_csr(
     arguments = _csr_arguments(adj, kind, heads, dst, src, v, att, bias, scale, dropout_p, seed, None, lse)
     _C.attention_csr_backward(
         arguments,
-        adj.t().csr_structure,
+        used_csr(adj.t()),
         grad.data_ptr(),
         grad.stride(0),
         grad_dst.data_ptr(),

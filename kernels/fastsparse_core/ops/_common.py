@@ -12,11 +12,11 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from fastsparse_core import _C
+from fastsparse_core.content import has_content
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
-from fastsparse_core.structure.content import has_content
 
 #: Namespace of the operators: ``torch.ops.fastsparse``. An operator takes the structure as the integer handle
 #: of an Adjacency, so that schemas stay short, derived formats can be built lazily, and torch.compile sees a

@@ -34,6 +34,7 @@ from fastsparse_core.ops._common import (
     scratch,
     unit_stride,
 )
+from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._gatv2_attention_csr import _att_rows as att_rows
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
@@ -126,7 +127,7 @@ def _add_from_edge_width(out: Tensor, e: Tensor, weight: Tensor, heads: int) -> 
 def _weight_gradient(x: Tensor, x_edge: Tensor, y: Tensor, y_edge: Tensor, heads: int) -> Tensor:
     """``sum_i x_i,h e_i,h^T + y_i,h f_i,h^T``: x, y (n, heads * D), e, f (n, heads, A), (heads * D, A)."""
     num_rows, width, edge_width = *x.shape, x_edge.size(2)
-    if x.is_cuda and edge_width:
+    if x.is_cuda and num_rows and edge_width:
         index = device_index(x.device)
         num_parts = min(_PARTS * multiprocessors(x.device), -(-num_rows // _PART_ROWS))
         partial = x.new_empty(num_parts, width, edge_width, dtype=torch.float32)
@@ -251,7 +252,7 @@ def _run_forward(
         out.device, slots * out.size(1), slots * heads * edges, slots * heads * 2
     )
     _C.edge_attention(
-        adj.csr_structure,
+        used_csr(adj),
         arguments,
         out.data_ptr(),
         address(out_edge),
@@ -291,8 +292,8 @@ def _run_backward(
         out.device, slots * width, slots * edges, slots_t * width, 0 if grad_v is None else slots_t * width
     )
     _C.edge_attention_backward(
-        adj.csr_structure,
-        transposed.csr_structure,
+        used_csr(adj),
+        used_csr(transposed),
         arguments,
         out.data_ptr(),
         out.stride(0),

@@ -25,7 +25,7 @@ from fastsparse_core.ops._common import (
     sum_of_rows,
 )
 from fastsparse_core.ops._edge_messages_launch import Operands
-from fastsparse_core.ops._spmm_launch import launch_spmm
+from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 library.define(

@@ -103,10 +103,13 @@ class Operands:
         def padded(map: Tensor | None) -> Tensor | None:
             if map is None or edge is None:
                 return None
-            map = map.to(dtype).t()
-            return F.pad(map, (0, q.size(1) - given, 0, edge.size(1) - map.size(0))).contiguous()
+            map, behind, below = map.to(dtype).t(), q.size(1) - given, edge.size(1) - map.size(1)
+            return (F.pad(map, (0, behind, 0, below)) if behind or below else map).contiguous()
 
-        bias = None if bias is None else F.pad(bias.to(dtype), (0, q.size(1) - given)).contiguous()
+        if bias is not None:
+            bias = rows(bias.to(dtype)[None])  # of a multiple of 16 bytes; 16-bit rows may be a little wider
+            missing = q.size(1) - bias.size(1)
+            bias = F.pad(bias, (0, missing)) if missing else bias
         return cls(message, k, q, v, edge, padded(weight), padded(of_value), bias)
 
     @property

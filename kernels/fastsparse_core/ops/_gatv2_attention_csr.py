@@ -9,6 +9,7 @@ from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops import _additive_attention_csr as additive
 from fastsparse_core.ops._common import DTYPE_CODE, contiguous_floats, scratch, unit_stride
+from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: Groups of lanes of the backward row pass: each keeps its own sum for the gradient of ``att``. About 8
@@ -66,7 +67,7 @@ def gatv2_forward(
     _room, (partial, partial_state) = scratch(x_src.device, slots * x_src.size(1), slots * heads * 2)
     index = device_index(x_src.device)
     _C.gatv2_attention(
-        adj.csr_structure,
+        used_csr(adj),
         _input(x_dst, x_src, att, negative_slope, dropout_p, seed, heads),
         out.data_ptr(),
         lse.data_ptr(),
@@ -126,8 +127,8 @@ def gatv2_backward(
     )
     index = device_index(device)
     _C.gatv2_attention_backward(
-        adj.csr_structure,
-        transposed.csr_structure,
+        used_csr(adj),
+        used_csr(transposed),
         _input(x_dst, x_src, att, negative_slope, dropout_p, seed, heads),
         out.data_ptr(),
         out.stride(0),

@@ -21,6 +21,7 @@ from fastsparse_core.ops._common import (
     structure,
     unit_stride,
 )
+from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.structure.adjacency import Adjacency
 
 library.define(
@@ -93,7 +94,7 @@ def spmm_extremum(
         partial = x.new_empty(adj.row_split.num_slots, width, dtype=accumulation_dtype(x.dtype))
         partial_arg = torch.empty(partial.shape, dtype=torch.int32, device=x.device)
     _C.spmm_extremum(
-        adj.csr_structure,
+        used_csr(adj),
         DTYPE_CODE[x.dtype],
         width,
         x.data_ptr(),

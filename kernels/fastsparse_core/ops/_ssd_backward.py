@@ -24,6 +24,7 @@ from fastsparse_core.ops._common import (
     structure,
     unit_stride,
 )
+from fastsparse_core.ops._facts import facts_of, used_csr
 from fastsparse_core.structure.adjacency import Adjacency
 
 library.define(
@@ -78,9 +79,14 @@ def grad_of_values(
         return out
     grad, ids = unit_stride(grad), ids.contiguous()
     value = None if value is None else value.contiguous()
-    if policy.ssd_backward_algorithm(adj, grad.dtype, grad.size(1), ids.size(1)) == "windows":
+    if (
+        policy.ssd_backward_algorithm(facts_of(adj), adj.gpu, grad.dtype, grad.size(1), ids.size(1))
+        == "windows"
+    ):
         row_bytes = grad.size(1) * grad.dtype.itemsize
-        windows = _windows(adj, policy.panel_layout(adj.shape, adj.num_edges, row_bytes, ids.size(1)))
+        windows = _windows(
+            adj, policy.panel_layout(adj.shape, adj.num_edges, row_bytes, ids.size(1), adj.gpu)
+        )
         if windows is not None:
             return _launch_windows(adj, windows, grad, ids, value, scale_dst, scale_src, out)
     _launch_rows(structure(adjacency, not transpose), grad, ids, value, scale_dst, scale_src, out)
@@ -93,7 +99,7 @@ def _windows(adj: Adjacency, layout: PanelLayout) -> RowPanels | None:
     All layouts give right results. Where this one is not built yet and cannot be, because a CUDA graph is
     captured or there is too little memory, it is one that is; None where there is none, which is csr's case.
     """
-    built: dict[PanelLayout, RowPanels | None] = adj.memo("row_panels", dict)
+    built: dict[PanelLayout, RowPanels | None] = adj.derived("row_panels", dict)
     if layout in built:
         return built[layout]
     other = next((windows for windows in built.values() if windows is not None), None)
@@ -117,7 +123,7 @@ def _value_id(adj: Adjacency, height: int) -> Tensor:
         order = RowPanels.entry_order(adj.row(), adj.col, adj.shape, height)
         return order if adj.edge_id is None else adj.edge_id.index_select(0, order)
 
-    return adj.memo(("tall_windows_value_id", height), build)
+    return adj.derived(("tall_windows_value_id", height), build)
 
 
 def _windows_structure(adj: Adjacency, windows: RowPanels, *, valued: bool) -> Any:
@@ -139,7 +145,7 @@ def _windows_structure(adj: Adjacency, windows: RowPanels, *, valued: bool) -> A
             *adj.shape,
         )
 
-    return adj.memo(("tall_windows_structure", *layout, valued), build)
+    return adj.derived(("tall_windows_structure", *layout, valued), build)
 
 
 def _launch_windows(
@@ -191,7 +197,7 @@ def _launch_rows(
             transposed.row_split.num_slots, ids.size(1), dtype=accumulation_dtype(grad.dtype)
         )
     _C.ssd_backward(
-        transposed.csr_structure,
+        used_csr(transposed),
         DTYPE_CODE[grad.dtype],
         grad.data_ptr(),
         grad.stride(0),
@@ -249,7 +255,7 @@ def grad_of_edge_values(
     grad, values, ids = unit_stride(grad), values.contiguous(), ids.contiguous()
     index = device_index(grad.device)
     _C.ssd_value_grad(
-        adj.csr_structure,
+        used_csr(adj),
         DTYPE_CODE[grad.dtype],
         grad.data_ptr(),
         grad.stride(0),

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
+from fastsparse_core.formats import lengths
 from fastsparse_core.ops._common import DTYPE_CODE, accumulation_dtype, address, below_autograd, structure
+from fastsparse_core.ops._facts import facts_of
 from fastsparse_core.structure.adjacency import Adjacency
 
 
@@ -55,13 +57,13 @@ def launch_ssd(
         total = total if scale_dst is None else total * scale_dst[:, None]
         return (total if bias is None else total + bias).to(values.dtype)
     index = device_index(values.device)
-    longest = policy.edge_group_length(adj.num_edges, adj.num_dst)
+    longest = lengths.edge_group_length(adj.num_edges, adj.num_dst, adj.gpu)
     groups = adj.edge_groups(longest) if index >= 0 else None
     partial = None
     if groups is not None and groups.num_slots:
         partial = values.new_empty(groups.num_slots, width, dtype=accumulation_dtype(values.dtype))
     packed = None
-    if index >= 0 and policy.packs_ssd_rows(adj, values.dtype, values.size(1), width):
+    if index >= 0 and policy.packs_ssd_rows(facts_of(adj), adj.gpu, values.dtype, values.size(1), width):
         packed = ids.new_empty(ids.shape, dtype=torch.int32)
     _C.ssd(
         adj.edge_group_structure(longest),
@@ -79,7 +81,11 @@ def launch_ssd(
         address(partial),
         address(packed),
         0 if groups is None else groups.longest,
-        *((0, False) if groups is None else policy.long_edge_groups(groups, adj.num_edges, values.size(1))),
+        *(
+            (0, False)
+            if groups is None
+            else policy.long_edge_groups(groups, adj.num_edges, values.size(1), adj.gpu)
+        ),
         index,
         queue(index),
     )
@@ -118,7 +124,7 @@ def slotted_ssd(
     total = torch.zeros(adj.num_dst, width, device=values.device)
     index = device_index(values.device)
     _C.ssd_slots(
-        adj.edge_group_structure(policy.SHORT_EDGE_GROUP),
+        adj.edge_group_structure(lengths.SHORT_EDGE_GROUP),
         DTYPE_CODE[values.dtype],
         width,
         values.size(1),

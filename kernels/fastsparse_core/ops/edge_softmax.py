@@ -22,6 +22,7 @@ from fastsparse_core.ops._common import (
     library,
     register_autograd,
 )
+from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops.sddmm import sddmm
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
@@ -83,7 +84,7 @@ def _launch(adj: Adjacency, matrix: Tensor, grad: Tensor | None) -> Tensor:
         dtype = accumulation_dtype(matrix.dtype)
         partial = matrix.new_empty(adj.row_split.num_slots, heads, 2, dtype=dtype)
     _C.edge_softmax(
-        adj.csr_structure,
+        used_csr(adj),
         DTYPE_CODE[matrix.dtype],
         heads,
         matrix.data_ptr(),

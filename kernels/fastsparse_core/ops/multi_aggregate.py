@@ -304,13 +304,13 @@ def _multi_aggregate_backward(
         grad_edge = of_values(edge, adj.num_values, width)  # the column pass on CUDA adds up its rows
     if not x.is_cuda:
         parts = _CPU_PARTS
-    room = [grad.new_empty(0)] * 3
+    slope = share = None
     if width and adj.num_edges:
-        room[0] = x.new_empty(adj.num_dst, width, dtype=dtype)
+        base = x.new_empty(adj.num_dst, width, dtype=dtype)
         if _varies(slots):
-            room[1] = torch.empty_like(room[0])
+            slope = torch.empty_like(base)
         if _has_extremum(slots):
-            room[2] = x.new_empty(adj.num_dst, 2, width, dtype=dtype)
+            share = x.new_empty(adj.num_dst, 2, width, dtype=dtype)
             if x.is_cuda and not has_rows:
                 quads = -(-width // _QUAD)
                 marks = torch.empty(adj.num_values, quads, dtype=torch.uint8, device=x.device)
@@ -328,7 +328,9 @@ def _multi_aggregate_backward(
             address(mean if mean.numel() else None),
             address(ties if ties.numel() else None),
             grad.data_ptr(),
-            *(address(it if it.numel() else None) for it in room),
+            address(base),
+            address(slope),
+            address(share),
             address(marks),
             address(grad_src if src_wanted else None),
             address(grad_dst if dst_wanted else None),

@@ -27,6 +27,7 @@ from fastsparse_core.ops._common import (
     register_autograd,
     unit_stride,
 )
+from fastsparse_core.ops._facts import facts_of, follow, used_csr
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 #: The result is (length, heads), values of the edges, or where `dense` (length, 8, heads), dense vectors.
@@ -142,7 +143,8 @@ def _sddmm(
 def _algorithm(adj: Adjacency, algorithm: str, x_dst: Tensor, x_src: Tensor, heads: int, dense: bool) -> str:
     head_bytes = x_dst.size(1) // heads * x_dst.element_size()
     aligned = _is_aligned(x_dst, x_src, heads)
-    return policy.sddmm_algorithm(adj, algorithm, x_dst.dtype, head_bytes, heads, aligned, dense)
+    call = (algorithm, x_dst.dtype, head_bytes, heads, aligned, dense)
+    return follow(adj, lambda facts: policy.sddmm_algorithm(facts, adj.gpu, *call)).algorithm
 
 
 def _is_aligned(x_dst: Tensor, x_src: Tensor, heads: int) -> bool:
@@ -170,9 +172,9 @@ def _launch_csr(
     out: Tensor,
 ) -> None:
     index = device_index(x_dst.device)
-    by_entry = policy.sddmm_by_entry(adj, _is_aligned(x_dst, x_src, heads))
+    by_entry = policy.sddmm_by_entry(facts_of(adj), _is_aligned(x_dst, x_src, heads))
     _C.sddmm_csr(
-        adj.csr_structure,
+        used_csr(adj),
         DTYPE_CODE[x_dst.dtype],
         heads,
         x_dst.size(1) // heads,

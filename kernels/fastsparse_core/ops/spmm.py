@@ -30,7 +30,7 @@ from fastsparse_core.ops._common import (
     widened_value,
 )
 from fastsparse_core.ops._spmm_extremum import extremum
-from fastsparse_core.ops._spmm_launch import grad_of_features, launch_spmm
+from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 #: Values of three dimensions are dense vectors, (num_vectors, 8, heads), of the structure as it is before

@@ -1,8 +1,8 @@
-"""Choice of algorithm and tuning parameters, from structure statistics and crossovers measured on an H200.
+"""Which kernel serves a call, how it cuts its work, and when another form of a structure is worth building.
 
-`algorithm_context` says what a call asks for; a module per operator says which kernel serves it; `slices` and
-`tiles` say how that kernel cuts its work, and `conversion` when another form of the structure is worth
-building. The measurements behind the numbers are in docs/dev/choosing.md.
+Every rule is a function of numbers: `Facts` of the structure and its use, a `GpuProfile`, and what the call
+asks for. `algorithm_context` says by which name it asks. The measurements behind the numbers are in
+docs/dev/choosing.md.
 """
 
 from fastsparse_core.policy.aggregate_linear import (
@@ -27,22 +27,14 @@ from fastsparse_core.policy.conversion import (
     SCATTERS,
     UNSORTED_USES,
     counts_sources,
+    is_reused,
     scatters,
 )
-from fastsparse_core.policy.gpu import MOST_HEADS
+from fastsparse_core.policy.facts import MOST_HEADS, Choice, Facts
 from fastsparse_core.policy.row_panels import panel_layout
 from fastsparse_core.policy.sddmm import sddmm_algorithm, sddmm_by_entry
-from fastsparse_core.policy.slices import (
-    run_blocks,
-    sddmm_run_blocks,
-    sddmm_slice_blocks,
-    slice_blocks,
-    slice_length,
-)
 from fastsparse_core.policy.spmm import spmm_algorithm, spmm_resident
 from fastsparse_core.policy.ssd import (
-    SHORT_EDGE_GROUP,
-    edge_group_length,
     long_edge_groups,
     packs_ssd_rows,
     ssd_algorithm,
@@ -58,10 +50,11 @@ __all__ = [
     "REUSE",
     "SCATTERS",
     "SDDMM_ALGORITHMS",
-    "SHORT_EDGE_GROUP",
     "SPMM_ALGORITHMS",
     "SSD_ALGORITHMS",
     "UNSORTED_USES",
+    "Choice",
+    "Facts",
     "algorithms",
     "attention_algorithm",
     "blocks_per_step",
@@ -69,21 +62,16 @@ __all__ = [
     "check_algorithm",
     "counts_sources",
     "csr_tile",
-    "edge_group_length",
     "features_per_lane",
     "gathers_and_transforms",
+    "is_reused",
     "long_edge_groups",
     "packs_ssd_rows",
     "panel_layout",
     "requested",
-    "run_blocks",
     "scatters",
     "sddmm_algorithm",
     "sddmm_by_entry",
-    "sddmm_run_blocks",
-    "sddmm_slice_blocks",
-    "slice_blocks",
-    "slice_length",
     "spmm_algorithm",
     "spmm_resident",
     "ssd_algorithm",

@@ -2,56 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from fastsparse_core.policy import gpu
+from fastsparse_core.gpu import GpuProfile
+from fastsparse_core.policy.facts import Facts
 
-if TYPE_CHECKING:
-    from fastsparse_core.structure.adjacency import Adjacency
-
-#: Rows from which both linear maps in one kernel are faster than cuBLAS in float32: on an H200 23 us against
-#: 43 for 16,000 rows of 128, 19 against 16 for 1,024.
-_LEAST_ROWS = 4096
 #: Widths up to which the terms of both weights fit into shared memory.
 _MOST_WIDTH = 128
-#: Edges per row up to which that kernel gathers them as well, which saves writing sums and reading them: 218
-#: us against 255 for 5 edges a row, 361 against 295 for 14.
-_MOST_GATHERED = 8
 
 
 def transforms_on_tensor_cores(
-    device: torch.device, dtype: torch.dtype, num_rows: int, width: int, out_width: int
+    dtype: torch.dtype, num_rows: int, width: int, out_width: int, gpu: GpuProfile
 ) -> bool:
     """Whether one kernel computes both linear maps, and their gradients, from bfloat16 terms of float32.
 
+    On GPUs that have products of warpgroups (`gpu.has_wgmma`), that is: 23 us against 43 of cuBLAS for 16,000
+    rows of 128 on an H200, 19 against 16 for 1,024.
+
     Args:
-        device: of the features.
         dtype: of everything.
         num_rows: destinations.
         width: features of a node.
         out_width: features of a result.
+        gpu: where.
     """
     return (
-        device.type == "cuda"
-        and dtype == torch.float32
-        and num_rows >= _LEAST_ROWS
+        dtype == torch.float32
+        and num_rows >= gpu.least_rows
         and 0 < width <= _MOST_WIDTH
         and 0 < out_width <= _MOST_WIDTH
         and width % 4 == out_width % 4 == 0
-        and gpu.has_wgmma(device)
     )
 
 
-def gathers_and_transforms(adj: Adjacency, algorithm: str) -> bool:
-    """Whether that kernel sums the neighbours too: of short rows, of which no slice would have to be cut.
+def gathers_and_transforms(facts: Facts, algorithm: str, gpu: GpuProfile) -> bool:
+    """Whether that kernel sums the neighbours too, where no row is longer than a slice.
+
+    That saves writing sums and reading them: 218 us against 255 for 5 edges a row, 361 against 295 for 14.
 
     Args:
-        adj: the structure.
+        facts: of the structure.
         algorithm: of the sum, as the caller asked.
+        gpu: where.
     """
-    return algorithm == "auto" and adj.num_edges <= _MOST_GATHERED * adj.num_dst and adj.has_short_rows
+    return algorithm == "auto" and facts.num_edges <= gpu.most_gathered * facts.num_dst
 
 
 def casts_first(num_dst: int, num_src: int, num_edges: int) -> bool:

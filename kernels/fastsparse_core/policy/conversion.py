@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    from fastsparse_core.structure.adjacency import Adjacency
+from fastsparse_core.policy.facts import Facts
 
 #: Products with a structure before `auto` converts it: a conversion costs about as much as 5 to 10 products.
 REUSE = 16
@@ -27,61 +24,51 @@ _MOST_COUNTED = 2
 _LEAST_COUNTED_BYTES = 16 << 20
 
 
-def convert_if_reused(adj: Adjacency) -> bool:
-    """Whether `auto` finds the structure in binary sparse blocks; counts a use, and converts after enough."""
-    return adj.has_bsb or (count_use(adj) and adj.try_bsb())
-
-
-def count_use(adj: Adjacency) -> bool:
-    """Counts a use, and says whether there were enough for another form of the structure to be built now.
+def is_reused(facts: Facts) -> bool:
+    """Whether this use, which counts, is one too many for the form that a structure has.
 
     Not for deterministic algorithms, whose bits must not change, and not in a CUDA graph.
     """
-    adj.uses += 1
-    enough = adj.uses > REUSE and not torch.are_deterministic_algorithms_enabled()
-    return enough and not torch.cuda.is_current_stream_capturing()
+    return facts.uses >= REUSE and not facts.deterministic and not facts.capturing
 
 
-def scatters(adj: Adjacency, algorithm: str, dtype: torch.dtype, value: torch.Tensor | None) -> bool:
-    """Whether a gradient comes straight from the rows of a structure, by atomics; counts it if so.
+def scatters(facts: Facts, algorithm: str, dtype: torch.dtype, per_entry: bool) -> bool:
+    """Whether a gradient comes straight from the rows of a structure, by atomics.
 
     Only of structures that came sorted and were used little, as samplers give them; the others are worth
     their transpose. Not in float64, which is for checks that ask for the same bits.
 
     Args:
-        adj: the structure of the forward pass.
+        facts: of the structure of the forward pass.
         algorithm: as the caller of the forward pass asked.
         dtype: of the gradient.
-        value: values of edges.
+        per_entry: whether there is at most one value for each edge.
     """
     if (
-        adj.scatters_left is None
+        facts.scattered is None
         or algorithm != "auto"
         or dtype == torch.float64
-        or (value is not None and (value.dim() > 2 or value.numel() != adj.num_values))
-        or adj.num_edges > MOST_PER_SUM * adj.num_src
-        or adj.num_edges > _MOST_SCATTERED
-        or adj.has_transpose
+        or not per_entry
+        or facts.num_edges > MOST_PER_SUM * facts.num_src
+        or facts.num_edges > _MOST_SCATTERED
+        or facts.has_transpose
         # On the CPU every run gives the same bits, but a transpose, which later gradients take, gives others.
-        or torch.are_deterministic_algorithms_enabled()
+        or facts.deterministic
     ):
         return False
-    if adj.scatters_left <= 0:
-        # A transpose cannot be built while a CUDA graph is captured.
-        return adj.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    adj.scatters_left -= 1
-    return True
+    # A transpose cannot be built while a CUDA graph is captured, nor of a structure that is written again.
+    return facts.scattered < SCATTERS or facts.is_padded or (facts.is_cuda and facts.capturing)
 
 
-def counts_sources(adj: Adjacency, width: int) -> bool:
+def counts_sources(facts: Facts, width: int) -> bool:
     """Whether edges are counted by source before their sums are scattered.
 
     Args:
-        adj: the structure of the forward pass.
+        facts: of the structure of the forward pass.
         width: features.
     """
     return (
-        adj.device.type == "cuda"
-        and adj.num_edges <= _MOST_COUNTED * adj.num_src
-        and 4 * adj.num_src * width >= _LEAST_COUNTED_BYTES
+        facts.is_cuda
+        and facts.num_edges <= _MOST_COUNTED * facts.num_src
+        and 4 * facts.num_src * width >= _LEAST_COUNTED_BYTES
     )

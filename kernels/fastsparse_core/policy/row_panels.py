@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
+from fastsparse_core.formats.lengths import power_of_two
 from fastsparse_core.formats.row_panels import HEIGHT, PanelLayout
-from fastsparse_core.policy import gpu
-from fastsparse_core.policy.slices import power_of_two
+from fastsparse_core.gpu import GpuProfile
 
-#: Blocks of threads that an H200 keeps resident: 132 multiprocessors x 3.
-_RESIDENT_WINDOWS = 132 * 3
-#: Windows below which they are half as tall.
-_FEW_WINDOWS = 4 * _RESIDENT_WINDOWS
-#: Threads of such a block.
+#: Threads of a block in ssd's backward.
 _WINDOW_THREADS = 384
-#: Bytes of results up to which all of them stay in an H200's L2 (60 MB) while the gradient streams through.
-_KEPT_RESULT_BYTES = 32e6
-#: What of a block of sources stays there where not all of it does. This and the three rates below were fitted
-#: to igb-small, yelp and ogbn-products with 1 to 8 blocks, k = 16 and 32, float16 and float32.
-_SURELY_KEPT_BYTES = 24e6
-#: Bytes a millisecond that reductions lose where they miss the L2.
-_MISS_RATE = 1.18e9
-#: Bytes a millisecond that the gradient is read at.
-_GRADIENT_RATE = 4.1e9
-#: Milliseconds that a window costs besides.
+#: Milliseconds that a panel costs besides what it reads.
 _WINDOW_MS = 5e-6
 
 
-def panel_layout(shape: tuple[int, int], num_edges: int, row_bytes: int, k: int) -> PanelLayout:
+def panel_layout(
+    shape: tuple[int, int], num_edges: int, row_bytes: int, k: int, gpu: GpuProfile
+) -> PanelLayout:
     """How row panels are laid out for ssd's backward.
 
     Args:
@@ -33,15 +22,16 @@ def panel_layout(shape: tuple[int, int], num_edges: int, row_bytes: int, k: int)
         num_edges: entries of the structure.
         row_bytes: of the gradient of one destination.
         k: kept columns of a source.
+        gpu: where.
     """
-    longest = panel_slice_length(num_edges)
-    height = panel_height(shape[0], num_edges, longest)
-    num_blocks = panel_blocks(shape, num_edges, row_bytes, k)
+    longest = panel_slice_length(num_edges, gpu)
+    height = panel_height(shape[0], num_edges, longest, gpu)
+    num_blocks = panel_blocks(shape, num_edges, row_bytes, k, gpu)
     strip = panel_strip(num_edges, num_blocks * -(-shape[0] // height), k)
     return PanelLayout(height, num_blocks, strip, longest)
 
 
-def panel_height(num_dst: int, num_edges: int, longest: int) -> int:
+def panel_height(num_dst: int, num_edges: int, longest: int, gpu: GpuProfile) -> int:
     """Rows of a row panel: 64, or 32 where windows are few and too short to be cut into slices.
 
     Taller ones share more additions, but leave a part of the GPU idle where windows fill it a few times and
@@ -50,11 +40,11 @@ def panel_height(num_dst: int, num_edges: int, longest: int) -> int:
     (pubmed 0.0154 ms, with 32 rows 0.0161).
     """
     num_windows = -(-num_dst // HEIGHT)
-    few = _RESIDENT_WINDOWS < num_windows < _FEW_WINDOWS and num_edges < longest * num_windows
+    few = gpu.resident_panels < num_windows < 4 * gpu.resident_panels and num_edges < longest * num_windows
     return HEIGHT // 2 if few else HEIGHT
 
 
-def panel_blocks(shape: tuple[int, int], num_edges: int, row_bytes: int, k: int) -> int:
+def panel_blocks(shape: tuple[int, int], num_edges: int, row_bytes: int, k: int, gpu: GpuProfile) -> int:
     """Blocks of sources that ssd's backward works on one after the other, up to 6.
 
     Of results beyond what the L2 keeps, an addition misses it and takes longer; but every window copies its
@@ -63,13 +53,13 @@ def panel_blocks(shape: tuple[int, int], num_edges: int, row_bytes: int, k: int)
     and 0.50 (2), ogbn-products 5.79 and 3.97 (4).
     """
     added, results = 4.0 * k * num_edges, 4.0 * k * shape[1]
-    if results <= _KEPT_RESULT_BYTES:
+    if results <= gpu.kept_result_bytes:
         return 1
-    block_ms = row_bytes * shape[0] / _GRADIENT_RATE + _WINDOW_MS * shape[0] / HEIGHT
+    block_ms = row_bytes * shape[0] / gpu.gradient_rate + _WINDOW_MS * shape[0] / HEIGHT
 
     def cost(num_blocks: int) -> float:
-        missed = max(1 - num_blocks * _SURELY_KEPT_BYTES / results, 0) ** 2
-        return added * missed / _MISS_RATE + num_blocks * block_ms
+        missed = max(1 - num_blocks * gpu.surely_kept_bytes / results, 0) ** 2
+        return added * missed / gpu.miss_rate + num_blocks * block_ms
 
     return min((1, 2, 3, 4, 6), key=cost)
 
@@ -89,11 +79,11 @@ def panel_strip(num_edges: int, num_segments: int, k: int) -> int:
     return 4 if entries <= 4 * groups else power_of_two(entries // 64, 8, 16)
 
 
-def panel_slice_length(num_edges: int) -> int:
+def panel_slice_length(num_edges: int, gpu: GpuProfile) -> int:
     """Longest slice of a row panel, in entries: a power of two from 2048 to 32768.
 
     Every slice reads its window's features again, so they are as long as a full GPU allows (k = 16 on an
     H200: ogbn-arxiv 0.112 ms with 1024, 0.102 with 2048; reddit 1.81 with strips of 8 and slices of 8192,
     1.69 with 16 and 32768).
     """
-    return power_of_two(num_edges // (gpu.RESIDENT_WARPS // 2), 2048, 32768)
+    return power_of_two(num_edges // (gpu.resident_warps // 2), 2048, 32768)

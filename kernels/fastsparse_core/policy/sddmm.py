@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 
 from fastsparse_core.formats.bsb import MOST_COLUMNS
+from fastsparse_core.gpu import GpuProfile
 from fastsparse_core.log import info_once
-from fastsparse_core.policy import gpu
-from fastsparse_core.policy.conversion import convert_if_reused
-
-if TYPE_CHECKING:
-    from fastsparse_core.structure.adjacency import Adjacency
+from fastsparse_core.policy.conversion import is_reused
+from fastsparse_core.policy.facts import MOST_HEADS, Choice, Facts
 
 _logger = logging.getLogger("fastsparse_core")
 
@@ -22,23 +19,22 @@ _WHY_SDDMM_CSR = (
     "float64, for rows or heads that are not multiples of 16 bytes, for more than 65535 heads or 2^24 sources"
 )
 
-#: Bytes of a node's features in one head up to which a dot product of an edge is short.
-_SHORT_PRODUCT_BYTES = 64
-
 
 def sddmm_algorithm(
-    adj: Adjacency,
+    facts: Facts,
+    gpu: GpuProfile,
     algorithm: str,
     dtype: torch.dtype,
     head_bytes: int,
     heads: int,
     aligned: bool,
     dense: bool = False,
-) -> str:
+) -> Choice:
     """Resolves ``"auto"``, and a request that this call cannot serve, to ``"csr"`` or ``"flashsparse"``.
 
     Args:
-        adj: the structure; counts its uses.
+        facts: of the structure.
+        gpu: where.
         algorithm: as the caller asked.
         dtype: of the features.
         head_bytes: of one node's features in one head.
@@ -47,29 +43,32 @@ def sddmm_algorithm(
         dense: the result is dense vectors, which only ``"flashsparse"`` writes.
     """
     if algorithm == "csr":
-        return algorithm
-    fits = adj.device.type == "cuda" and dtype != torch.float64 and aligned and head_bytes > 0
-    if not fits or heads > gpu.MOST_HEADS or adj.num_src > MOST_COLUMNS:
+        return Choice(algorithm)
+    fits = facts.is_cuda and dtype != torch.float64 and aligned and head_bytes > 0
+    if not fits or heads > MOST_HEADS or facts.num_src > MOST_COLUMNS:
         if algorithm == "flashsparse":
             info_once(_logger, _WHY_SDDMM_CSR)
-        return "csr"
+        return Choice("csr")
     if algorithm == "flashsparse" or dense:
-        return "flashsparse"
+        return Choice("flashsparse")
     # csr gathers a source for every edge, the tensor cores for every vector of 8 rows: it shows where there
     # is much to gather. In float32 they multiply three times. Several heads were not measured: each reads the
     # structure again, and writes every heads-th number.
-    if dtype == torch.float32 or head_bytes <= _SHORT_PRODUCT_BYTES or heads > 1:
-        return "csr"
-    if adj.num_edges < max(gpu.FEW_EDGES, gpu.FEW_PER_ROW * adj.num_dst) or not convert_if_reused(adj):
-        return "csr"
-    if not adj.has_sddmm_structure and torch.cuda.is_current_stream_capturing():
-        return "csr"  # what spmm converted may lack sddmm's work list, which a capture cannot build
-    return "flashsparse"
+    if dtype == torch.float32 or head_bytes <= gpu.short_product_bytes or heads > 1:
+        return Choice("csr")
+    if facts.num_edges < max(gpu.few_edges, gpu.few_per_row * facts.num_dst):
+        return Choice("csr")
+    if not facts.converted:
+        return Choice("csr", is_final=False, counts=True, converts=facts.can_convert and is_reused(facts))
+    if not facts.has_sddmm_structure and facts.capturing:
+        # What spmm converted may lack sddmm's work list, which a capture cannot build.
+        return Choice("csr", is_final=False)
+    return Choice("flashsparse")
 
 
-def sddmm_by_entry(adj: Adjacency, aligned: bool) -> bool:
+def sddmm_by_entry(facts: Facts, aligned: bool) -> bool:
     """Whether sddmm with ``"csr"`` works entry by entry on CUDA, else row by row.
 
     It loads 16 bytes a lane, and needs the row of every entry: 4 bytes an entry that stay with the structure.
     """
-    return adj.device.type == "cuda" and aligned
+    return facts.is_cuda and aligned

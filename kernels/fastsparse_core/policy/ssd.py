@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 
 from fastsparse_core.formats import row_panels
+from fastsparse_core.formats.row_split import RowSplit
+from fastsparse_core.gpu import GpuProfile
 from fastsparse_core.log import info_once
-from fastsparse_core.policy import gpu
-
-if TYPE_CHECKING:
-    from fastsparse_core.formats.row_split import RowSplit
-    from fastsparse_core.structure.adjacency import Adjacency
+from fastsparse_core.policy.facts import Facts
 
 _logger = logging.getLogger("fastsparse_core")
 
@@ -22,20 +19,8 @@ _WHY_DECOUPLED = (
     "float64, for more than 1024 features, and where PyTorch is told to use deterministic algorithms"
 )
 
-#: Longest edge group, in entries, of most structures: ssd sums as many in fixed point at a time.
-SHORT_EDGE_GROUP = 128
-#: Edges from which ssd's edge groups are long: enough of them are left to fill the GPU.
-_LONG_GROUP_EDGES = 10_000_000
-#: And entries per row from which enough rows are longer than short groups.
-_LONG_GROUP_ROWS = 40
 #: Features that a buffer of ssd has room for; wider rows are summed in tiles.
 _MOST_FEATURES = 1024
-#: Features per kept one from which ssd's backward works from CSR where rows have few entries.
-_FEW_KEPT = 16
-#: Edges per source, on the average, from which ssd packs kept entries.
-_GATHERED_OFTEN = 8
-#: Sources from which their kept entries outgrow the L2.
-_MANY_SOURCES = 500_000
 
 
 def ssd_algorithm(
@@ -63,35 +48,23 @@ def ssd_algorithm(
     return "decoupled" if k <= most or device.type == "cpu" else "densify"
 
 
-def ssd_backward_algorithm(adj: Adjacency, dtype: torch.dtype, width: int, k: int) -> str:
+def ssd_backward_algorithm(facts: Facts, gpu: GpuProfile, dtype: torch.dtype, width: int, k: int) -> str:
     """``"windows"`` (atomic sums over row panels) or ``"csr"`` (row by row of the transpose).
 
     Windows read all features of a row, row by row only those that a neighbour kept: with two or three entries
     per row that is less (measured with k = 16: yeast 0.84, peptides-batch 0.80 of the time; k = 32: more).
     """
-    if adj.device.type != "cuda" or dtype == torch.float64 or torch.are_deterministic_algorithms_enabled():
+    if not facts.is_cuda or dtype == torch.float64 or facts.deterministic:
         return "csr"
-    if adj.num_edges < gpu.FEW_PER_ROW * adj.num_dst and _FEW_KEPT * k <= width:
+    if facts.num_edges < gpu.few_per_row * facts.num_dst and gpu.few_kept * k <= width:
         return "csr"
     # A window's features, and a scale for each of its rows.
     window_bytes = row_panels.HEIGHT * (width * dtype.itemsize + 4)
-    fits = window_bytes <= gpu.shared_memory(adj.device) and adj.num_src <= row_panels.MOST_SOURCES
+    fits = window_bytes <= gpu.shared_memory and facts.num_src <= row_panels.MOST_SOURCES
     return "windows" if fits else "csr"
 
 
-def edge_group_length(num_edges: int, num_dst: int) -> int:
-    """Longest edge group of ssd, in entries: `SHORT_EDGE_GROUP`, or 8 times that.
-
-    Shorter groups fill small structures better and still lose, to what their partial results cost (github on
-    an H200, k = 8: 0.032 ms with 128, 0.048 with 32), as groups of 128 do where most rows have several
-    (reddit, k = 32: 3.93 ms with 128, 3.18 with 512, 2.93 with 1024). Where few rows have several, what long
-    groups keep besides costs more (igb-small, k = 64: 1.34 ms with 128, 1.50 with 1024).
-    """
-    long = num_edges >= _LONG_GROUP_EDGES and num_edges >= _LONG_GROUP_ROWS * num_dst
-    return 8 * SHORT_EDGE_GROUP if long else SHORT_EDGE_GROUP
-
-
-def long_edge_groups(groups: RowSplit, num_edges: int, k: int) -> tuple[int, bool]:
+def long_edge_groups(groups: RowSplit, num_edges: int, k: int, gpu: GpuProfile) -> tuple[int, bool]:
     """Edge groups that each take a warp of ssd, and whether the others, which share warps, have few entries.
 
     The others have a launch of their own, so they should be many (pubmed lost a third by it). On the H200 at
@@ -100,7 +73,7 @@ def long_edge_groups(groups: RowSplit, num_edges: int, k: int) -> tuple[int, boo
     with many kept entries it does not.
     """
     num_groups = groups.slices.size(0)
-    if num_edges < gpu.FEW_EDGES:
+    if num_edges < gpu.few_edges:
         return num_groups, False
     if num_edges < 4 * num_groups:
         return groups.num_long, True
@@ -108,7 +81,7 @@ def long_edge_groups(groups: RowSplit, num_edges: int, k: int) -> tuple[int, boo
     return (groups.num_longest if most_are_middle else num_groups), False
 
 
-def packs_ssd_rows(adj: Adjacency, dtype: torch.dtype, k: int, width: int) -> bool:
+def packs_ssd_rows(facts: Facts, gpu: GpuProfile, dtype: torch.dtype, k: int, width: int) -> bool:
     """Whether ssd packs kept entries, four to 16 bytes, before it gathers them.
 
     The pass moves 9 k bytes per source in float32 and is a launch more, so a source should be gathered often,
@@ -116,5 +89,5 @@ def packs_ssd_rows(adj: Adjacency, dtype: torch.dtype, k: int, width: int) -> bo
     with, yelp 0.80 and 0.72, ogbn-products 5.25 and 4.60; ppi, whose rows lie in the L2, 0.079 and 0.086,
     reddit 3.93 and 4.05.
     """
-    often = adj.num_edges >= _GATHERED_OFTEN * adj.num_src and adj.num_src >= _MANY_SOURCES
+    often = facts.num_edges >= gpu.gathered_often * facts.num_src and facts.num_src >= gpu.many_sources
     return often and dtype != torch.float64 and 16 <= k <= 32 and k % 4 == 0 and width <= 256

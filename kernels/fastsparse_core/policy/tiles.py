@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from fastsparse_core.policy import gpu
-
-if TYPE_CHECKING:
-    from fastsparse_core.structure.adjacency import Adjacency
+from fastsparse_core.gpu import GpuProfile
+from fastsparse_core.policy.facts import Facts
 
 
-def csr_tile(adj: Adjacency, item_size: int, *, weighted: bool) -> int:
+def csr_tile(facts: Facts, item_size: int, gpu: GpuProfile, *, weighted: bool) -> int:
     """Features that the CSR kernel gathers per pass over the structure.
 
     Eight lanes of 16 bytes, 128 bytes of a row, are the fastest gather. Where a pass costs more than its
     columns, because rows have few entries or entries have weights to look up, float32 takes 256 bytes.
     """
-    few_entries = adj.num_edges < 6 * adj.num_dst and adj.num_edges > gpu.FEW_EDGES
+    few_entries = facts.num_edges < 6 * facts.num_dst and facts.num_edges > gpu.few_edges
     return (256 if item_size == 4 and (weighted or few_entries) else 128) // item_size
 
 

@@ -255,10 +255,14 @@ class Draw:
     def _run(self, part: _Part, begin: list[tuple[_Size, _Size]], end: list[_Size]) -> None:
         device = self._graph.device
         part.lists = [self._room(nodes, size.most) for nodes, size in zip(self._nodes, end, strict=True)]
+        num_nodes = self._graph.num_nodes
         bits = max(int(_ROOM * sum(size.most for size in end)).bit_length(), 8)
-        if bits > 31:
+        # A place for every node where that takes no more memory than a table with keys, 3 words a place.
+        has_keys = self._layout.disjoint or sum(num_nodes) > 3 << bits
+        num_places = 1 << bits if has_keys else sum(num_nodes)
+        if num_places >= _LIMIT:
             raise ValueError("seeds: expected a batch of fewer than 2^30 nodes; give fewer")
-        part.table = torch.empty(3 << bits, dtype=torch.int32, device=device)
+        part.table = torch.empty((3 if has_keys else 1) * num_places, dtype=torch.int32, device=device)
         part.values = torch.empty(part.sizes, dtype=torch.int64, device=device)
         most_slots = max((step.most_slots for step in part.steps), default=0)
         slot_place = torch.empty(most_slots, dtype=torch.int32, device=device)
@@ -269,11 +273,16 @@ class Draw:
         for output in part.outputs.values():
             output.allocate(device)
 
+        first_places = [sum(num_nodes[:number]) for number in range(len(num_nodes))]
         lists = [
-            _C.NodeList(ids.data_ptr(), 0 if seed_of is None else seed_of.data_ptr(), num_nodes, number)
-            for number, ((ids, seed_of), num_nodes) in enumerate(
-                zip(part.lists, self._graph.num_nodes, strict=True)
+            _C.NodeList(
+                ids.data_ptr(),
+                0 if seed_of is None else seed_of.data_ptr(),
+                num_nodes[number],
+                first_places[number],
+                number,
             )
+            for number, (ids, seed_of) in enumerate(part.lists)
         ]
         address = part.values.data_ptr()
         first_nodes = []
@@ -315,7 +324,9 @@ class Draw:
                     (slot_ptr.data_ptr() if self._has_pointers(step) else 0, *scratch),
                 )
             )
-        part.node_table = _C.NodeTable(part.table.data_ptr(), part.table.data_ptr() + (8 << bits), bits)
+        table = part.table.data_ptr()
+        keys = (table, table + 8 * num_places) if has_keys else (0, table)
+        part.node_table = _C.NodeTable(*keys, num_places, bits)
         _C.sample_neighbors(
             part.node_table,
             address,

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from fastsparse_core import policy
+from fastsparse_core import gpu
+from fastsparse_core.formats import lengths
 from fastsparse_core.formats.bsb import Bsb
 from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.grouping import Method, check_method
@@ -20,7 +21,7 @@ from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.inspection import Inspection, inspect_edges, inspect_rows
 from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 from fastsparse_core.structure.build_once import BuiltOnce
-from fastsparse_core.structure.kernel_formats import KernelFormats, expand_rows
+from fastsparse_core.structure.kernel_formats import KernelFormats, Usage, expand_rows
 
 _logger = logging.getLogger("fastsparse_core")
 _INT32_MAX = 2**31 - 1
@@ -90,13 +91,12 @@ class Adjacency(KernelFormats):
 
     def _start(self) -> None:
         self.num_dst, self.num_src = self.shape
-        self._memo = BuiltOnce()
-        self._row_memo = BuiltOnce()  # what depends on rowptr alone; a symmetric transpose shares it
+        self._built = BuiltOnce()
+        self._of_rows = BuiltOnce()  # what depends on rowptr alone; a symmetric transpose shares it
         self._parent: weakref.ref[Adjacency] | None = None
-        self.spmm_blocks = {}
-        self.uses = 0  # products so far, for the choice of algorithm
-        self.scatters_left: int | None = None  # gradients that may come by atomics, see policy.scatters
-        self._unsorted_uses_left = 0
+        self.plans = {}
+        self.usage = Usage()
+        self.has_sorted_slices = True
         self._bsb_refused = False
         self._differs_from_transpose = False  # known to; else it is compared when the transpose is built
         self.handle: int = next(_next_handle)
@@ -152,7 +152,9 @@ class Adjacency(KernelFormats):
             row, col = row.long(), col.long()
         row, col = row.contiguous(), col.contiguous()
         square = shape[0] == shape[1]
-        found = inspect_edges(row, col, shape[0], policy.slice_length(row.numel()), square=square)
+        found = inspect_edges(
+            row, col, shape[0], lengths.slice_length(row.numel(), gpu.profile_of(row.device)), square=square
+        )
         if row.numel() and (found.most_row >= shape[0] or found.most_col >= shape[1]):
             _raise_range({"row": (row, shape[0], "num_dst"), "col": (col, shape[1], "num_src")})
         may_be_symmetric = square and found.checksum == 0
@@ -197,12 +199,12 @@ class Adjacency(KernelFormats):
 
     def _learn(self, found: Inspection) -> None:
         """Keeps what was found out while the structure was checked."""
-        self._row_memo.results[("inv_degree", torch.float32)] = found.inv_degree
-        self._row_memo.results["has_empty_rows"] = (found.has_empty_rows,)
+        self._of_rows.results[("inv_degree", torch.float32)] = found.inv_degree
+        self._of_rows.results["has_empty_rows"] = (found.has_empty_rows,)
         if found.row_split is not None:
-            self._row_memo.results["row_split"] = found.row_split
-            self._unsorted_uses_left = policy.UNSORTED_USES
-        self.scatters_left = policy.SCATTERS
+            self._of_rows.results["row_split"] = found.row_split
+            self.has_sorted_slices = False
+        self.usage.scattered = 0
 
     @classmethod
     def _merged(
@@ -274,7 +276,9 @@ class Adjacency(KernelFormats):
             raise ValueError(f"edge_id: expected one per entry, {col.numel()}, got {edge_id.numel()}")
         rowptr, col = _own(rowptr, torch.int64), col.detach().contiguous()
         edge_id = None if edge_id is None else edge_id.detach().contiguous()
-        found = inspect_rows(rowptr, col, edge_id, policy.slice_length(col.numel()))
+        found = inspect_rows(
+            rowptr, col, edge_id, lengths.slice_length(col.numel(), gpu.profile_of(col.device))
+        )
         if found.ends != (0, col.numel()) or found.rows_descend:
             raise ValueError(
                 f"rowptr: expected ascending values from 0 to {col.numel()}, the length of col; "
@@ -311,20 +315,20 @@ class Adjacency(KernelFormats):
         adjacency = columns._transpose()
         # The result owns its transpose, not the other way round: owning both ways would be a cycle.
         adjacency._parent = None
-        adjacency._memo.results["t"] = columns
+        adjacency._built.results["t"] = columns
         columns._parent = weakref.ref(adjacency)
         return adjacency
 
     # ---------------------------------------------------------------- facts
 
-    def memo(self, key: Hashable, build: Callable[[], _T]) -> _T:
+    def derived(self, key: Hashable, build: Callable[[], _T]) -> _T:
         """Result of ``build()``, computed once and kept: for constants that layers derive from a structure.
 
         Args:
             key: name of the result; take one that no other module uses. Results must not be None.
             build: called at most once, under a lock.
         """
-        return self._memo.get(("user", key), build)
+        return self._built.get(("user", key), build)
 
     @property
     def has_inserted_loops(self) -> bool:
@@ -333,41 +337,41 @@ class Adjacency(KernelFormats):
 
     def out_degree(self) -> Tensor:
         """Number of entries per column, int64 (num_src,); needs no transpose."""
-        if "t" in self._memo.results or self._parent is not None:
+        if "t" in self._built.results or self._parent is not None:
             return self.t().in_degree()
-        return self._memo.get("out_degree", lambda: torch.bincount(self.col, minlength=self.num_src))
+        return self._built.get("out_degree", lambda: torch.bincount(self.col, minlength=self.num_src))
 
     def has_empty_rows(self) -> bool:
         """Whether some destination has no edge (read from the device once)."""
-        return self._row_memo.get("has_empty_rows", lambda: (bool((self.in_degree() == 0).any()),))[0]
+        return self._of_rows.get("has_empty_rows", lambda: (bool((self.in_degree() == 0).any()),))[0]
 
     def inv_sqrt_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
         r""":math:`d_i^{-1/2}` of the in-degrees, 0 where :math:`d_i = 0`; (num_dst,)."""
-        return self._row_memo.get(("inv_sqrt_degree", dtype), lambda: _power(self.in_degree(), -0.5, dtype))
+        return self._of_rows.get(("inv_sqrt_degree", dtype), lambda: _power(self.in_degree(), -0.5, dtype))
 
     def inv_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
         r""":math:`d_i^{-1}` of the in-degrees, 0 where :math:`d_i = 0`; (num_dst,)."""
-        return self._row_memo.get(("inv_degree", dtype), lambda: _power(self.in_degree(), -1.0, dtype))
+        return self._of_rows.get(("inv_degree", dtype), lambda: _power(self.in_degree(), -1.0, dtype))
 
     def inv_sqrt_out_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
         r""":math:`d_j^{-1/2}` of the out-degrees, 0 where :math:`d_j = 0`; (num_src,)."""
-        return self._memo.get(("inv_sqrt_out_degree", dtype), lambda: _power(self.out_degree(), -0.5, dtype))
+        return self._built.get(("inv_sqrt_out_degree", dtype), lambda: _power(self.out_degree(), -0.5, dtype))
 
     def inv_out_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
         r""":math:`d_j^{-1}` of the out-degrees, 0 where :math:`d_j = 0`; (num_src,)."""
-        return self._memo.get(("inv_out_degree", dtype), lambda: _power(self.out_degree(), -1.0, dtype))
+        return self._built.get(("inv_out_degree", dtype), lambda: _power(self.out_degree(), -1.0, dtype))
 
     # ---------------------------------------------------------------- derived structures
 
     @property
     def has_transpose(self) -> bool:
         """Whether the transposed structure was built, and still lives."""
-        return "t" in self._memo.results or (self._parent is not None and self._parent() is not None)
+        return "t" in self._built.results or (self._parent is not None and self._parent() is not None)
 
     def t(self) -> Adjacency:
         """The transposed structure, in the same caller's edge order; shares tensors where A is symmetric."""
         parent = self._parent() if self._parent is not None else None
-        return parent if parent is not None else self._memo.get("t", self._transpose)
+        return parent if parent is not None else self._built.get("t", self._transpose)
 
     def _transpose(self) -> Adjacency:
         colptr, row, order = compress(self.col, self.row(), self.num_src, self.num_dst, sort_minor=False)
@@ -389,7 +393,7 @@ class Adjacency(KernelFormats):
             group_rows=self.group_rows,
         )
         if symmetric:
-            transposed._row_memo = self._row_memo
+            transposed._of_rows = self._of_rows
         transposed._parent = weakref.ref(self)
         return transposed
 
@@ -407,15 +411,15 @@ class Adjacency(KernelFormats):
             backward: also the transposed structure.
         """
         self.sort_slices()
-        self.scatters_left = None
+        self.usage.scattered = None
         self.csr_structure  # noqa: B018
         self.plain_structure  # noqa: B018
-        longest = policy.edge_group_length(self.num_edges, self.num_dst)
+        longest = lengths.edge_group_length(self.num_edges, self.num_dst, self.gpu)
         self.edge_group_structure(longest)
         if self.device.type == "cuda":
             # These read what they need from the device, once.
-            policy.long_edge_groups(self.edge_groups(longest), self.num_edges, 1)
-            self.edge_groups(longest).longest  # noqa: B018
+            groups = self.edge_groups(longest)
+            groups.num_long, groups.num_longest, groups.longest  # noqa: B018
         if self.device.type == "cuda":
             self.row()
         if self.device.type == "cuda" and self.try_bsb():
@@ -508,7 +512,7 @@ class Adjacency(KernelFormats):
         """Every tensor kept, by name, of structures that are not among ``visited`` (handles) yet."""
         visited.add(self.handle)
         yield from self._own_tensors().items()
-        for key, result in (self._row_memo.results | self._memo.results).items():
+        for key, result in (self._of_rows.results | self._built.results).items():
             name = "_".join(map(str, key)) if isinstance(key, tuple) else key
             yield from self._tensors_of(name, result, visited)
 
@@ -600,11 +604,11 @@ def adjacency_of_batch(
     """
     adjacency = Adjacency(rowptr, col, shape)
     adjacency._differs_from_transpose = True
-    adjacency._row_memo.results[("inv_degree", torch.float32)] = inv_degree
-    if slices is not None and most_entries <= policy.slice_length(col.numel()):
-        adjacency._row_memo.results["row_split"] = unsplit_rows(slices)
-        adjacency._unsorted_uses_left = policy.UNSORTED_USES
-    adjacency.scatters_left = policy.SCATTERS
+    adjacency._of_rows.results[("inv_degree", torch.float32)] = inv_degree
+    if slices is not None and most_entries <= lengths.slice_length(col.numel(), gpu.profile_of(col.device)):
+        adjacency._of_rows.results["row_split"] = unsplit_rows(slices)
+        adjacency.has_sorted_slices = False
+    adjacency.usage.scattered = 0
     return adjacency
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastsparse_core import _C, policy
+from fastsparse_core import _C, gpu
+from fastsparse_core.formats import lengths
 from fastsparse_core.formats.bsb import BLOCK, HEIGHT, MOST_COLUMNS, QUAD, Bsb
 from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.grouping import Method
@@ -19,11 +22,23 @@ from fastsparse_core.formats.row_split import RowSplit, split_rows
 from fastsparse_core.formats.window_work_list import join_short_windows, slot_starts
 from fastsparse_core.structure.build_once import BuiltOnce
 
-if TYPE_CHECKING:
-    from fastsparse_core.ops._spmm_launch import SpmmBlocks
-
 _logger = logging.getLogger("fastsparse_core")
 _INT32_MAX = 2**31 - 1
+
+
+@dataclass
+class Usage:
+    """How often a structure was used, for what decides whether another form of it is worth building.
+
+    Attributes:
+        products: that counted for a conversion.
+        csr: calls that took slices in row order.
+        scattered: gradients that were added without a transpose; None where none may be.
+    """
+
+    products: int = 0
+    csr: int = 0
+    scattered: int | None = None
 
 
 class KernelFormats:
@@ -38,7 +53,9 @@ class KernelFormats:
         num_src: number of columns.
         group_rows: which rows share a window of the binary sparse blocks.
         handle: number by which the operators know the object.
-        spmm_blocks: what the tensor cores take of it, of the calls without edge values that they have served.
+        plans: what earlier calls found out, by operator and shape, for calls that repeat them.
+        usage: how often it was used.
+        has_sorted_slices: whether slices of like length lie together in `row_split`.
     """
 
     rowptr: Tensor
@@ -49,11 +66,12 @@ class KernelFormats:
     num_src: int
     group_rows: Method
     handle: int
-    spmm_blocks: dict[tuple[Any, ...], SpmmBlocks]
-    _memo: BuiltOnce
-    _row_memo: BuiltOnce
+    plans: dict[Hashable, Any]
+    usage: Usage
+    has_sorted_slices: bool
+    _built: BuiltOnce
+    _of_rows: BuiltOnce
     _bsb_refused: bool
-    _unsorted_uses_left: int
 
     @property
     def num_edges(self) -> int:
@@ -65,25 +83,30 @@ class KernelFormats:
         """Where the structure lies."""
         return self.col.device
 
+    @property
+    def gpu(self) -> gpu.GpuProfile:
+        """What is known of the GPU that it lies on."""
+        return gpu.profile_of(self.col.device)
+
     def row(self) -> Tensor:
         """Destination of every stored entry, int32 (num_edges,)."""
-        return self._row_memo.get("row", lambda: expand_rows(self.rowptr, self.num_edges))
+        return self._of_rows.get("row", lambda: expand_rows(self.rowptr, self.num_edges))
 
     def in_degree(self) -> Tensor:
         """Number of entries per row, int64 (num_dst,)."""
-        return self._row_memo.get("in_degree", self.rowptr.diff)
+        return self._of_rows.get("in_degree", self.rowptr.diff)
 
     # ---------------------------------------------------------------- CSR
 
     @property
     def row_split(self) -> RowSplit:
         """Work list of the CSR kernels."""
-        return self._row_memo.get("row_split", self._row_split)
+        return self._of_rows.get("row_split", self._row_split)
 
     @property
     def has_row_split(self) -> bool:
         """Whether `row_split` was built."""
-        return "row_split" in self._row_memo.results
+        return "row_split" in self._of_rows.results
 
     @property
     def has_short_rows(self) -> bool:
@@ -91,42 +114,34 @@ class KernelFormats:
 
         Where no work list says so the device is read once; False while a CUDA graph is captured.
         """
-        is_known = not self._row_memo.results.keys().isdisjoint(("row_split", "has_short_rows"))
+        is_known = not self._of_rows.results.keys().isdisjoint(("row_split", "has_short_rows"))
         if not is_known and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
-        return self._row_memo.get("has_short_rows", self._has_short_rows)
+        return self._of_rows.get("has_short_rows", self._has_short_rows)
 
     def _has_short_rows(self) -> bool:
         if self.has_row_split:
             return self.row_split.num_slots == 0
         longest = int(self.rowptr.diff().max()) if self.num_dst else 0
-        return longest <= policy.slice_length(self.num_edges)
+        return longest <= lengths.slice_length(self.num_edges, self.gpu)
 
     def _row_split(self) -> RowSplit:
-        return split_rows(self.rowptr, policy.slice_length(self.num_edges))
+        return split_rows(self.rowptr, lengths.slice_length(self.num_edges, self.gpu))
 
     @property
     def csr_structure(self) -> Any:
         """The structure as the compiled kernels take it."""
-        if self._unsorted_uses_left:
-            self._count_unsorted_use()
-        return self._memo.get("csr_structure", self._csr_structure)
-
-    def _count_unsorted_use(self) -> None:
-        """Replaces slices in row order, which cost nothing, by sorted ones where a structure is used on."""
-        if self._unsorted_uses_left > 1:
-            self._unsorted_uses_left -= 1
-        elif not torch.cuda.is_current_stream_capturing():
-            self.sort_slices()
+        return self._built.get("csr_structure", self._csr_structure)
 
     def sort_slices(self) -> None:
         """Puts slices of like length together, if they are in row order so far."""
-        if self._unsorted_uses_left:
-            self._unsorted_uses_left = 0
-            results = self._row_memo.results
+        if not self.has_sorted_slices:
+            self.has_sorted_slices = True
+            self.plans.clear()
+            results = self._of_rows.results
             # Kept, for CUDA graphs were perhaps captured with it; another thread may have been here before.
             results.setdefault("unsorted_row_split", results.pop("row_split", ()))
-            self._memo.results.pop("csr_structure", None)
+            self._built.results.pop("csr_structure", None)
 
     def _csr_structure(self) -> Any:
         return self._rows(self.row_split if self.device.type == "cuda" else None)
@@ -134,27 +149,25 @@ class KernelFormats:
     @property
     def plain_structure(self) -> Any:
         """The structure without any work list, as kernels take it that need none."""
-        return self._memo.get("plain_structure", lambda: self._rows(None))
+        return self._built.get("plain_structure", lambda: self._rows(None))
 
     @property
     def hybrid_rows(self) -> HybridRows:
         """Work list of spmm on both kinds of units, see `HybridRows`."""
-        return self._row_memo.get("hybrid_rows", lambda: HybridRows.from_rowptr(self.rowptr, self.num_edges))
+        return self._of_rows.get("hybrid_rows", lambda: HybridRows.from_rowptr(self.rowptr, self.num_edges))
 
     @property
     def hybrid_structure(self) -> Any:
         """The structure with that work list, as the compiled kernel takes it; the first use waits for it."""
-        return self._memo.get("hybrid_structure", lambda: self._rows(self.hybrid_rows.row_split()))
+        return self._built.get("hybrid_structure", lambda: self._rows(self.hybrid_rows.row_split()))
 
     def edge_groups(self, longest: int) -> RowSplit:
         """Work list of ssd: the entries of a row in groups of at most ``longest``, and who shares a row."""
-        return self._row_memo.get(
-            ("edge_groups", longest), lambda: RowSplit.from_rowptr(self.rowptr, longest)
-        )
+        return self._of_rows.get(("edge_groups", longest), lambda: RowSplit.from_rowptr(self.rowptr, longest))
 
     def edge_group_structure(self, longest: int) -> Any:
         """The structure as the compiled ssd takes it; on the CPU there are no groups."""
-        return self._memo.get(
+        return self._built.get(
             ("edge_group_structure", longest),
             lambda: self._rows(self.edge_groups(longest) if self.device.type == "cuda" else None),
         )
@@ -186,7 +199,12 @@ class KernelFormats:
     @property
     def has_bsb(self) -> bool:
         """Whether the binary sparse blocks were built."""
-        return "bsb" in self._row_memo.results
+        return "bsb" in self._of_rows.results
+
+    @property
+    def can_convert(self) -> bool:
+        """Whether nothing has refused the binary sparse blocks yet."""
+        return not self._bsb_refused
 
     def try_bsb(self) -> bool:
         """Builds the binary sparse blocks where they can be; returns whether they are there.
@@ -210,7 +228,7 @@ class KernelFormats:
     @property
     def bsb(self) -> Bsb:
         """The structure in binary sparse blocks, for the tensor cores."""
-        return self._row_memo.get("bsb", self._bsb)
+        return self._of_rows.get("bsb", self._bsb)
 
     def _bsb(self) -> Bsb:
         window_row: Tensor | None = None
@@ -223,7 +241,9 @@ class KernelFormats:
     @property
     def bsb_split(self) -> RowSplit:
         """Work list of the tensor-core kernels: windows cut into slices, of whole blocks but for the last."""
-        return self._row_memo.get("bsb_split", lambda: self._slices(policy.slice_blocks(self.bsb.num_blocks)))
+        return self._of_rows.get(
+            "bsb_split", lambda: self._slices(lengths.slice_blocks(self.bsb.num_blocks, self.gpu))
+        )
 
     def _slices(self, blocks: int) -> RowSplit:
         quads = BLOCK // QUAD
@@ -232,10 +252,10 @@ class KernelFormats:
     @property
     def bsb_runs(self) -> Tensor:
         """The same, with short windows joined to runs."""
-        return self._row_memo.get(
+        return self._of_rows.get(
             "bsb_runs",
             lambda: join_short_windows(
-                self.bsb.window_ptr, self.bsb_split, policy.run_blocks(self.bsb.num_blocks)
+                self.bsb.window_ptr, self.bsb_split, lengths.run_blocks(self.bsb.num_blocks, self.gpu)
             ),
         )
 
@@ -245,21 +265,21 @@ class KernelFormats:
         Args:
             valued: with the place of every entry among the edge values.
         """
-        return self._memo.get(("bsb_structure", valued), lambda: self._bsb_structure(valued))
+        return self._built.get(("bsb_structure", valued), lambda: self._bsb_structure(valued))
 
     def _bsb_structure(self, valued: bool) -> Any:
         return self._blocks(
             self.bsb_split,
             self.bsb_runs,
             # Found only now: most structures never meet edge values, and the places take 4 bytes an edge.
-            self._row_memo.get("quad_entry", self.bsb.quad_entry) if valued else None,
+            self._of_rows.get("quad_entry", self.bsb.quad_entry) if valued else None,
             self.bsb_value_id if valued else None,
         )
 
     @property
     def bsb_value_id(self) -> Tensor:
         """Position in the caller's edge order of every entry, (num_edges,), by quad, vector, row."""
-        return self._memo.get("bsb_value_id", self._bsb_value_id)
+        return self._built.get("bsb_value_id", self._bsb_value_id)
 
     def _bsb_value_id(self) -> Tensor:
         order = self.bsb.entry_order(self.row(), self.col)
@@ -268,7 +288,7 @@ class KernelFormats:
     @property
     def dense_place(self) -> Tensor:
         """Place of every entry among the values of dense vectors, (num_edges,), by quad, vector, row."""
-        return self._row_memo.get("dense_place", self._dense_place)
+        return self._of_rows.get("dense_place", self._dense_place)
 
     def _dense_place(self) -> Tensor:
         place = self.bsb.dense_place()
@@ -277,15 +297,15 @@ class KernelFormats:
     @property
     def sddmm_split(self) -> RowSplit:
         """As `bsb_split`, in the shorter slices that sddmm takes: it has no partial results to add."""
-        return self._row_memo.get(
+        return self._of_rows.get(
             "sddmm_split",
-            lambda: self._slices(policy.sddmm_slice_blocks(self.bsb.num_blocks)),
+            lambda: self._slices(lengths.sddmm_slice_blocks(self.bsb.num_blocks)),
         )
 
     @property
     def has_sddmm_structure(self) -> bool:
         """Whether `sddmm_structure` was built."""
-        return "sddmm_starts" in self._row_memo.results and "sorted_edge_id" in self._memo.results
+        return "sddmm_starts" in self._of_rows.results and "sorted_edge_id" in self._built.results
 
     def sddmm_structure(self) -> tuple[Any, Tensor, Tensor, Tensor | None]:
         """The binary sparse blocks as the compiled sddmm takes them, and the starts of its slices.
@@ -294,14 +314,14 @@ class KernelFormats:
             the structure; int32 (num_slots,) and int64 (num_slots, 8), see `slot_starts`; `sorted_edge_id`.
         """
         split = self.sddmm_split
-        runs = self._row_memo.get(
+        runs = self._of_rows.get(
             "sddmm_runs",
             lambda: join_short_windows(
-                self.bsb.window_ptr, split, policy.sddmm_run_blocks(self.bsb.num_blocks)
+                self.bsb.window_ptr, split, lengths.sddmm_run_blocks(self.bsb.num_blocks, self.gpu)
             ),
         )
-        structure = self._row_memo.get("sddmm_structure", lambda: self._blocks(split, runs))
-        starts = self._row_memo.get("sddmm_starts", lambda: slot_starts(self.bsb, self.rowptr, split))
+        structure = self._of_rows.get("sddmm_structure", lambda: self._blocks(split, runs))
+        starts = self._of_rows.get("sddmm_starts", lambda: slot_starts(self.bsb, self.rowptr, split))
         return structure, *starts, self.sorted_edge_id
 
     @property
@@ -311,7 +331,7 @@ class KernelFormats:
         Other orders within rows come from :meth:`from_csr`, from :meth:`from_coo` of edges whose rows ascend,
         and from layers' own structures.
         """
-        return self._memo.get("sorted_edge_id", lambda: (self._sorted_edge_id(),))[0]
+        return self._built.get("sorted_edge_id", lambda: (self._sorted_edge_id(),))[0]
 
     def _sorted_edge_id(self) -> Tensor | None:
         row = self.row()
@@ -322,7 +342,7 @@ class KernelFormats:
 
     def quad_vector(self) -> Tensor:
         """Number of vectors before every quad, int64 (num_quads,), for values as dense vectors."""
-        return self._row_memo.get("quad_vector", self.bsb.quad_vector)
+        return self._of_rows.get("quad_vector", self.bsb.quad_vector)
 
     def _blocks(
         self, split: RowSplit, runs: Tensor, quad_entry: Tensor | None = None, value_id: Tensor | None = None
@@ -348,7 +368,7 @@ class KernelFormats:
 
     def vector_scale(self, scale_src: Tensor) -> Tensor:
         """Factor of every vector's column, float32 (num_quads, 4); kept for the last ``scale_src``."""
-        kept = self._memo.results.get("vector_scale")
+        kept = self._built.results.get("vector_scale")
         # Inference tensors have no version, and cannot be written outside inference mode either.
         version = 0 if scale_src.is_inference() else scale_src._version
         if kept is not None and kept[0]() is scale_src and kept[1] == version:
@@ -357,7 +377,7 @@ class KernelFormats:
             result = scale_src.float()[self.bsb.col.long()]
         if torch.cuda.is_current_stream_capturing():
             return result  # recorded with the graph, and computed by every replay
-        self._memo.results["vector_scale"] = (weakref.ref(scale_src), version, result)
+        self._built.results["vector_scale"] = (weakref.ref(scale_src), version, result)
         return result
 
 

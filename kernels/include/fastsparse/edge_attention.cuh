@@ -270,21 +270,26 @@ __device__ __forceinline__ void sum_over(float (&v)[kCount], int to, int from = 
   }
 }
 
+// The steps of `scatter_sum`: a function each, for a loop that halves its counter is not unrolled, and the
+// numbers would lie in local memory.
+template <int kHalf, typename A, int kCount>
+__device__ __forceinline__ void scatter_halves(A (&v)[kCount]) {
+  const bool upper = (threadIdx.x & kHalf) != 0;
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    const A given = upper ? v[i] : v[i + kHalf];
+    const A kept = upper ? v[i + kHalf] : v[i];
+    v[i] = kept + __shfl_xor_sync(kFullWarp, given, kHalf);
+  }
+  if constexpr (kHalf > 1) scatter_halves<kHalf / 2>(v);
+}
+
 // Sums each of kCount numbers over the lanes of a group of at least kCount: lane l of the group gets number l
 // % kCount. Half of the numbers change sides at each step, so that it takes about as many shuffles as
 // numbers.
 template <typename A, int kCount>
 __device__ __forceinline__ A scatter_sum(A (&v)[kCount], int group_lanes) {
-#pragma unroll
-  for (int half = kCount / 2; half > 0; half /= 2) {
-    const bool upper = (threadIdx.x & half) != 0;
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const A given = upper ? v[i] : v[i + half];
-      const A kept = upper ? v[i + half] : v[i];
-      v[i] = kept + __shfl_xor_sync(kFullWarp, given, half);
-    }
-  }
+  scatter_halves<kCount / 2>(v);
   for (int offset = kCount; offset < group_lanes; offset *= 2)
     v[0] += __shfl_xor_sync(kFullWarp, v[0], offset);
   return v[0];

@@ -30,19 +30,23 @@ constexpr std::uint32_t kIsSlot = std::uint32_t{1} << 31;
 // Tiles that slots are divided into: few, so that every block adds up those before its own.
 constexpr int kMostTiles = 1024;
 
-// Nodes of the batch: open addressing with linear probing. All bytes are 0xff where it is empty.
+// Nodes of the batch. All bytes are 0xff where it is empty. Graphs that have no more nodes than a table needs
+// room for give every node a place of its own; others, and disjoint subgraphs, find places by open addressing
+// with linear probing.
 struct NodeTable {
-  std::uint64_t* key;    // (2^bits)
-  std::uint32_t* value;  // (2^bits)
-  int bits;
+  std::uint64_t* key;    // (num_places), a power of two; null: every node has its place
+  std::uint32_t* value;  // (num_places)
+  std::int64_t num_places;
+  int bits;  // of places, where there are keys
 };
 
 // The batch's nodes of one type, in the order of their numbers.
 struct NodeList {
-  std::int64_t* node;      // ids in the graph
-  std::int32_t* seed;      // number of the seed whose subgraph it belongs to; null: all share one
-  std::int64_t num_nodes;  // in the graph
-  std::int32_t type;       // below 2^8
+  std::int64_t* node;        // ids in the graph
+  std::int32_t* seed;        // number of the seed whose subgraph it belongs to; null: all share one
+  std::int64_t num_nodes;    // in the graph
+  std::int64_t first_place;  // of the type's nodes, where every node has its place
+  std::int32_t type;         // below 2^8
 };
 
 // The nodes that a list begins with.
@@ -125,20 +129,6 @@ FASTSPARSE_HOST_DEVICE std::uint64_t node_key(const NodeList& list, std::int64_t
          static_cast<std::uint64_t>(node);
 }
 
-FASTSPARSE_HOST_DEVICE std::int64_t node_of_key(std::uint64_t key) {
-  return static_cast<std::int64_t>(key & 0xffffffffu);
-}
-
-FASTSPARSE_HOST_DEVICE std::int32_t seed_of_key(std::uint64_t key) {
-  return static_cast<std::int32_t>(key >> 32 & 0xffffffu);
-}
-
-// Where the search for a key begins (Fibonacci hashing; Knuth, vol. 3, section 6.4).
-FASTSPARSE_HOST_DEVICE std::uint32_t home(const NodeTable& table, std::uint64_t key) {
-  key ^= key >> 32;
-  return static_cast<std::uint32_t>(key * 0x9E3779B97F4A7C15ull >> (64 - table.bits));
-}
-
 // What is at an address before `wanted` takes the place of `expected` there.
 FASTSPARSE_HOST_DEVICE std::uint64_t compare_and_swap(std::uint64_t* at, std::uint64_t expected,
                                                       std::uint64_t wanted) {
@@ -171,21 +161,49 @@ FASTSPARSE_HOST_DEVICE void lower_to(std::uint32_t* at, std::uint32_t value) {
 #endif
 }
 
-// The place of a key, kNoPlace where it has none.
-FASTSPARSE_HOST_DEVICE std::uint32_t find(const NodeTable& table, std::uint64_t key) {
-  const std::uint32_t last = (std::uint32_t{1} << table.bits) - 1;
-  for (std::uint32_t place = home(table, key);; place = (place + 1) & last) {
+// The node of a list that has a place.
+FASTSPARSE_HOST_DEVICE std::int64_t node_at(const NodeTable& table, const NodeList& list,
+                                            std::uint32_t place) {
+  return table.key == nullptr ? static_cast<std::int64_t>(place) - list.first_place
+                              : static_cast<std::int64_t>(table.key[place] & 0xffffffffu);
+}
+
+FASTSPARSE_HOST_DEVICE std::int32_t seed_at(const NodeTable& table, std::uint32_t place) {
+  return static_cast<std::int32_t>(table.key[place] >> 32 & 0xffffffu);
+}
+
+// Where the search for a node begins (Fibonacci hashing; Knuth, vol. 3, section 6.4).
+FASTSPARSE_HOST_DEVICE std::uint32_t home(const NodeTable& table, const NodeList& list, std::int64_t node,
+                                          std::int32_t seed) {
+  if (table.key == nullptr) return static_cast<std::uint32_t>(list.first_place + node);
+  std::uint64_t key = node_key(list, node, seed);
+  key ^= key >> 32;
+  return static_cast<std::uint32_t>(key * 0x9E3779B97F4A7C15ull >> (64 - table.bits));
+}
+
+// The place of a node, kNoPlace where the batch does not have it.
+FASTSPARSE_HOST_DEVICE std::uint32_t find(const NodeTable& table, const NodeList& list, std::int64_t node,
+                                          std::int32_t seed) {
+  std::uint32_t place = home(table, list, node, seed);
+  if (table.key == nullptr) return read_shared(table.value + place) == kNoPlace ? kNoPlace : place;
+  const std::uint64_t key = node_key(list, node, seed);
+  const auto last = static_cast<std::uint32_t>(table.num_places - 1);
+  for (;; place = (place + 1) & last) {
     const std::uint64_t there = read_shared(table.key + place);
     if (there == key) return place;
     if (there == kNoKey) return kNoPlace;
   }
 }
 
-// The place of a key, which gets one where it has none. The table is never full: there is room for half as
-// many keys again as there are nodes in a batch.
-FASTSPARSE_HOST_DEVICE std::uint32_t find_or_insert(const NodeTable& table, std::uint64_t key) {
-  const std::uint32_t last = (std::uint32_t{1} << table.bits) - 1;
-  for (std::uint32_t place = home(table, key);; place = (place + 1) & last) {
+// The place of a node, which gets one where it has none. The table is never full: it has half as many places
+// again as there are nodes in a batch.
+FASTSPARSE_HOST_DEVICE std::uint32_t find_or_insert(const NodeTable& table, const NodeList& list,
+                                                    std::int64_t node, std::int32_t seed) {
+  std::uint32_t place = home(table, list, node, seed);
+  if (table.key == nullptr) return place;
+  const std::uint64_t key = node_key(list, node, seed);
+  const auto last = static_cast<std::uint32_t>(table.num_places - 1);
+  for (;; place = (place + 1) & last) {
     std::uint64_t there = read_shared(table.key + place);
     if (there == kNoKey) there = compare_and_swap(table.key + place, kNoKey, key);
     if (there == kNoKey || there == key) return place;

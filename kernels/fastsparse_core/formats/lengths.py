@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from fastsparse_core.policy import gpu
+from fastsparse_core.gpu import GpuProfile
+
+#: Longest edge group, in entries, of most structures: ssd sums as many in fixed point at a time.
+SHORT_EDGE_GROUP = 128
 
 
-def slice_length(num_edges: int) -> int:
+def slice_length(num_edges: int, gpu: GpuProfile) -> int:
     """Longest slice of a CSR row, in entries: a power of two from 32 to 1024.
 
     Small graphs need short slices to fill the GPU; beyond a few million edges 512 entries cost next to
     nothing in partial results (two rows written and read per 512 gathered), beyond 50 million 1024 cost less.
     Up to 128 the length is rounded up (github on an H200, F = 128: 0.050 ms with 32, 0.0475 with 64).
     """
-    target = num_edges // gpu.RESIDENT_GROUPS
+    target = num_edges // gpu.resident_groups
     if target <= 128:
         return power_of_two(2 * target - 1, 32, 128)
     return power_of_two(target, 32, 512 if num_edges < 50_000_000 else 1024)
 
 
-def slice_blocks(num_blocks: int) -> int:
+def slice_blocks(num_blocks: int, gpu: GpuProfile) -> int:
     """Longest slice of a window, in blocks of 16 vectors: a power of two from 32 to 256."""
     least = 32 if num_blocks < 90_000 else 64
-    return power_of_two(num_blocks // (2 * gpu.RESIDENT_WARPS), least, 256)
+    return power_of_two(num_blocks // (2 * gpu.resident_warps), least, 256)
 
 
 def sddmm_slice_blocks(num_blocks: int) -> int:
@@ -31,14 +34,26 @@ def sddmm_slice_blocks(num_blocks: int) -> int:
     return 16 if num_blocks < 200_000 else 64
 
 
-def run_blocks(num_blocks: int) -> int:
+def run_blocks(num_blocks: int, gpu: GpuProfile) -> int:
     """Blocks of a run of short windows: up to 16, as far as the GPU stays full."""
-    return power_of_two(num_blocks // gpu.RESIDENT_WARPS, 1, 16)
+    return power_of_two(num_blocks // gpu.resident_warps, 1, 16)
 
 
-def sddmm_run_blocks(num_blocks: int) -> int:
+def sddmm_run_blocks(num_blocks: int, gpu: GpuProfile) -> int:
     """The same for sddmm, where joining saves less: up to 8, as far as every warp has some to take."""
-    return power_of_two(num_blocks // (4 * gpu.RESIDENT_WARPS), 1, 8)
+    return power_of_two(num_blocks // (4 * gpu.resident_warps), 1, 8)
+
+
+def edge_group_length(num_edges: int, num_dst: int, gpu: GpuProfile) -> int:
+    """Longest edge group of ssd, in entries: `SHORT_EDGE_GROUP`, or 8 times that.
+
+    Shorter groups fill small structures better and still lose, to what their partial results cost (github on
+    an H200, k = 8: 0.032 ms with 128, 0.048 with 32), as groups of 128 do where most rows have several
+    (reddit, k = 32: 3.93 ms with 128, 3.18 with 512, 2.93 with 1024). Where few rows have several, what long
+    groups keep besides costs more (igb-small, k = 64: 1.34 ms with 128, 1.50 with 1024).
+    """
+    long = num_edges >= gpu.long_group_edges and num_edges >= gpu.long_group_rows * num_dst
+    return 8 * SHORT_EDGE_GROUP if long else SHORT_EDGE_GROUP
 
 
 def power_of_two(target: int, least: int, most: int) -> int:

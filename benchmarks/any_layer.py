@@ -1,0 +1,204 @@
+"""Every layer of PyG under `accelerate` against itself: forward and backward, time and peak memory.
+
+``python -m benchmarks.any_layer`` prints the table of docs/accelerate.md (layer, what it becomes, what
+computes it, measured speed-ups of the stored record); with ``--write`` it puts the table there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastsparse_core.layer_swap import Row
+from fastsparse_pyg import accelerate, clear_cache
+
+from . import suite
+from .common import add_common, attempt, geometric_mean, progress, recorder, relative_error, release
+from .pyg_layers import LAYERS, Inputs, Layer
+from .record import RESULTS
+from .timing import step_time
+
+WIDTH = 128
+GRAPHS = ("ogbn-arxiv", "cora", "molecules")
+#: Relative, of outputs: sums of hundreds of terms in another order.
+TOLERANCE = 1e-4
+PAGE = Path(__file__).parents[1] / "docs" / "accelerate.md"
+BEGIN, END = "<!-- layers: python -m benchmarks.any_layer --write -->", "<!-- layers end -->"
+
+
+def draw_graph(name: str, device: torch.device) -> tuple[Tensor, int]:
+    """Edges and number of nodes: a stand-in of the suite, cora's size, or a batch of 512 molecules."""
+    if name == "ogbn-arxiv":
+        graph = suite.load(name, device)
+        return graph.edge_index(), graph.num_nodes
+    generator = torch.Generator().manual_seed(0)
+    if name == "cora":
+        src, dst = torch.randint(2708, (2, 5278), generator=generator)
+        num_nodes = 2708
+    else:  # chains of 26 atoms with 2 rings each
+        atoms = torch.arange(26)
+        bonds = torch.stack([torch.cat([atoms[:-1], atoms[[0, 13]]]), torch.cat([atoms[1:], atoms[[5, 18]]])])
+        src, dst = (bonds[:, None] + 26 * torch.arange(512)[None, :, None]).flatten(1)
+        num_nodes = 26 * 512
+    return torch.stack([torch.cat([src, dst]), torch.cat([dst, src])]).to(device), num_nodes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    # Not `graphs`, which are the suite's.
+    parser.add_argument("--graphs", dest="drawn", nargs="+", choices=GRAPHS, default=list(GRAPHS))
+    parser.add_argument("--layers", nargs="+", choices=tuple(LAYERS), default=list(LAYERS))
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--budget-ms", type=float, default=80.0, help="time to spend on each timing")
+
+
+def run(options: argparse.Namespace) -> Path:
+    """Runs the benchmark; returns the path of its record."""
+    device = torch.device(options.device)
+    out = recorder("any_layer", options)
+    out.note("float32; a step is forward and backward with the gradients of all inputs and parameters")
+    for graph in options.drawn:
+        edge_index, num_nodes = draw_graph(graph, device)
+        for name in progress(options.layers, graph):
+            layer, width = LAYERS[name], min(options.width, LAYERS[name].widest)
+            torch.manual_seed(0)
+            it = Inputs.draw(edge_index, num_nodes, width, torch.float32)
+            expected = state = None
+            for implementation in ("pyg", "fastsparse"):
+                row = Row((), name, "", "")
+                cell = attempt(lambda layer=layer, width=width: {"layer": layer.make(width).to(device)})
+                module = cell.pop("layer", None)
+                if module is not None:
+                    if state is not None:
+                        module.load_state_dict(state)
+                    state = {key: value.clone() for key, value in module.state_dict().items()}
+                    if implementation == "fastsparse":
+                        (row,) = accelerate(module, show=False).rows
+                    measured = partial(_measure, layer, module, it, expected, device, options.budget_ms)
+                    cell = attempt(measured)
+                    result = cell.pop("result", None)
+                    expected = result if expected is None else expected
+                out.add(
+                    graph=graph,
+                    edges=edge_index.size(1),
+                    layer=name,
+                    width=width,
+                    implementation=implementation,
+                    now=row.drop_in,
+                    by=row.kernel or row.reason,
+                    **cell,
+                )
+            del it, module, expected, state
+            clear_cache()
+            release()
+    return out.path
+
+
+def _measure(
+    layer: Layer,
+    module: nn.Module,
+    it: Inputs,
+    expected: Tensor | None,
+    device: torch.device,
+    budget_ms: float,
+) -> dict[str, Any]:
+    """Time and peak memory of a step whose output is that of PyG's layer."""
+
+    def step(call: Callable[[Any, Inputs], Tensor] = layer.call) -> Tensor:
+        out = call(module, it)
+        out.sum().backward()
+        for leaf in it.leaves():
+            leaf.grad = None
+        module.zero_grad()
+        return out.detach()
+
+    module.eval()
+    with torch.no_grad():
+        result = layer.call(module, it).detach()
+    error = None if expected is None else relative_error(result, expected)
+    if error is not None and not error < TOLERANCE:
+        return {"status": f"wrong: relative error {error:.1e}"}
+    module.train()
+    for _ in range(3):  # also what the cache does with edges that are made anew
+        step()
+    peak = None
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+    timing = step_time(step, device, budget_ms=budget_ms)
+    return {"result": result, "error": error, "peak_bytes": peak, **timing.as_cell()}
+
+
+# ---------------------------------------------------------------- the table of the documentation
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """(layer, what it becomes, what computes it) of every layer of PyG."""
+    found = []
+    for name, layer in LAYERS.items():
+        for row in accelerate(layer.make(16), show=False).rows:
+            found.append((name, row.drop_in or "unchanged", row.kernel or row.reason))
+            break
+    return found
+
+
+def speed_ups(record: dict[str, Any]) -> dict[tuple[str, str], float]:
+    """(layer, graph) -> time of PyG's layer over ours."""
+    times = {
+        (cell["layer"], cell["graph"], cell["implementation"]): cell["median_ms"]
+        for cell in record["cells"]
+        if cell["status"] == "ok"
+    }
+    return {
+        (layer, graph): time / times[layer, graph, "fastsparse"]
+        for (layer, graph, implementation), time in times.items()
+        if implementation == "pyg" and (layer, graph, "fastsparse") in times
+    }
+
+
+def table(results: Path = RESULTS) -> str:
+    """Markdown; the speed-ups stand there if they were measured."""
+    stored = sorted(results.rglob("any_layer.json"))
+    measured = speed_ups(json.loads(stored[-1].read_text())) if stored else {}
+    titles = ["layer", "becomes", "computed by", *(f"x PyG, {graph}" for graph in GRAPHS if measured)]
+    lines = [titles, ["---"] * len(titles)]
+    for name, now, by in rows():
+        numbers = [f"{measured[name, graph]:.1f}" if (name, graph) in measured else "-" for graph in GRAPHS]
+        lines.append([name, now, by, *(numbers if measured else ())])
+    if measured:
+        means = [
+            geometric_mean(value for (_, each), value in measured.items() if each == graph)
+            for graph in GRAPHS
+        ]
+        lines.append(["geometric mean", "", "", *(f"{mean:.1f}" for mean in means)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def main() -> None:
+    """Prints the table, or writes it into the page."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--write", action="store_true", help=f"put it into docs/{PAGE.name}")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of results")
+    options = parser.parse_args()
+    text = table(options.results)
+    if not options.write:
+        print(text)
+        return
+    page = PAGE.read_text()
+    before, rest = page.split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    main()

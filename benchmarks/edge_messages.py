@@ -1,0 +1,192 @@
+"""GINE and residual gated layers, forward and backward, PyG's and the drop-ins: a part of `edges`.
+
+Layers are 128 wide. One layer on the stand-in of ogbn-arxiv, its structure known; and a model of five on a
+batch of 512 molecule-like graphs, whose edges are new to the layers in every step, as a loader brings them.
+All gradients are wanted, the edges' too. Errors are against PyG's layer in float32: its 16-bit sums of rows
+with many entries lose most digits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import suite
+from .common import DTYPES, attempt, relative_error, release
+from .record import Recorder
+from .timing import Timing, kernel_time, step_time
+
+WIDTH, RAW = 128, 8
+GRAPHS = ("ogbn-arxiv", "molecules")
+#: Layers, and features of an edge that they take: None, as many as the layer is wide, or raw ones.
+LAYERS = (("GINEConv", RAW), ("GINEConv", WIDTH), ("ResGatedGraphConv", 0), ("ResGatedGraphConv", RAW))
+MOLECULES, DEPTH = 512, 5
+#: A result may differ from the original's in float32 by this much, relative.
+TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
+
+
+@dataclass(frozen=True)
+class Edges:
+    """A graph as PyG takes it, and how many layers a step has."""
+
+    name: str
+    num_nodes: int
+    edge_index: Tensor
+    depth: int
+
+    @property
+    def num_edges(self) -> int:
+        return self.edge_index.size(1)
+
+
+def draw_molecules(device: torch.device) -> Edges:
+    """Trees of 10 to 41 nodes with a few rings, both directions of a bond side by side, in one batch."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(10, 42, (MOLECULES,), generator=generator)
+    first = sizes.cumsum(0) - sizes
+    node = torch.arange(int(sizes.sum()))
+    start = first.repeat_interleave(sizes)
+    # Every node but a molecule's first is bound to one of the three before it, every tenth to one more.
+    back = torch.randint(1, 4, node.shape, generator=generator)
+    parent = torch.maximum(node - back, start)
+    more = torch.rand(node.shape, generator=generator) < 0.1
+    ring = torch.maximum(node - 5, start)
+    pairs = [
+        torch.stack([node, parent])[:, node > start],
+        torch.stack([node, ring])[:, more & (node > start + 5)],
+    ]
+    bond = torch.cat(pairs, dim=1)
+    edge_index = torch.stack([bond, bond.flip(0)], dim=2).flatten(1)
+    return Edges("molecules", node.numel(), edge_index.to(device), DEPTH)
+
+
+def draw_graph(name: str, device: torch.device) -> Edges:
+    """One of `GRAPHS`."""
+    if name == "molecules":
+        return draw_molecules(device)
+    graph = suite.load(name, device)
+    return Edges(name, graph.num_nodes, torch.stack([graph.col.long(), graph.row().long()]), 1)
+
+
+class Model(nn.Module):
+    """Some layers of one kind with ReLU between them."""
+
+    def __init__(self, package: Any, prefix: str, layer: str, features: int, depth: int) -> None:
+        super().__init__()
+        kind = getattr(package, prefix + layer)
+        edge_dim = features if features == RAW else None
+
+        def make() -> nn.Module:
+            if layer == "GINEConv":
+                return kind(nn.Linear(WIDTH, WIDTH), edge_dim=edge_dim)  # type: ignore[no-any-return]
+            return kind(WIDTH, WIDTH, edge_dim=edge_dim)  # type: ignore[no-any-return]
+
+        self.layers = nn.ModuleList(make() for _ in range(depth))
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: tuple[Tensor, ...]) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x.relu() if number else x, edge_index, *edge_attr)
+        return x
+
+
+def run_messages(options: argparse.Namespace, out: Recorder) -> None:
+    """Adds the cells to the record of `edges`."""
+    device = torch.device(options.device)
+    for name in options.message_graphs:
+        graph = draw_graph(name, device)
+        for (layer, features), dtype in itertools.product(LAYERS, options.dtypes):
+            steps, expected = message_steps(graph, layer, features, DTYPES[dtype], device)
+            for implementation, step in steps.items():
+                if implementation not in options.implementations:
+                    continue
+                timer: Callable[..., Timing] = kernel_time if graph.depth == 1 else step_time
+                tolerance = TOLERANCE[dtype] * graph.depth if implementation == "fastsparse" else None
+                arguments = (step, expected, tolerance, device, options.budget_ms, timer)
+                cell = attempt(partial(measure, *arguments))
+                cell.pop("result", None)
+                out.add(
+                    graph=graph.name,
+                    edges=graph.num_edges,
+                    layer=layer,
+                    features=features,
+                    dtype=dtype,
+                    part="messages",
+                    implementation=implementation,
+                    **cell,
+                )
+            release()
+
+
+def message_steps(
+    graph: Edges, layer: str, features: int, dtype: torch.dtype, device: torch.device
+) -> tuple[dict[str, Callable[[], Tensor]], Tensor]:
+    """Forward and backward by implementation, on the same parameters and inputs, and PyG's float32 result."""
+    import torch_geometric.nn as original
+
+    import fastsparse_pyg
+
+    torch.manual_seed(0)
+    reference = Model(original, "", layer, features, graph.depth).to(device, dtype)
+    fast = Model(fastsparse_pyg, "Fast", layer, features, graph.depth).to(device, dtype)
+    fast.load_state_dict(reference.state_dict())
+    x = torch.randn(graph.num_nodes, WIDTH, device=device).to(dtype).requires_grad_()
+    edge_attr: tuple[Tensor, ...] = ()
+    if features:
+        edge_attr = (torch.randn(graph.num_edges, features, device=device).to(dtype).requires_grad_(),)
+    upstream = torch.randn(graph.num_nodes, WIDTH, device=device).to(dtype)
+    with torch.no_grad():
+        exact = copy.deepcopy(reference).float()
+        expected = exact(x.float(), graph.edge_index, tuple(each.float() for each in edge_attr))
+
+    def step(module: nn.Module) -> Tensor:
+        # A batch's edges are another tensor each time: whatever a layer remembers of them is new.
+        edge_index = graph.edge_index if graph.depth == 1 else graph.edge_index.clone()
+        out: Tensor = module(x, edge_index, edge_attr)
+        out.backward(upstream)
+        for leaf in (x, *edge_attr):
+            leaf.grad = None
+        module.zero_grad()
+        return out
+
+    return {"pyg": partial(step, reference), "fastsparse": partial(step, fast)}, expected
+
+
+def measure(
+    step: Callable[[], Tensor],
+    expected: Tensor | None,
+    tolerance: float | None,
+    device: torch.device,
+    budget_ms: float,
+    timer: Callable[..., Timing] = kernel_time,
+) -> dict[str, Any]:
+    """Time and peak memory of a step whose result is the expected one.
+
+    Args:
+        step: the call.
+        expected: what it should return; None: whatever it does.
+        tolerance: relative error that is one too many; None: none is.
+        device: where it works.
+        budget_ms: about how long to measure.
+        timer: how.
+    """
+    result = step().detach()
+    error = None if expected is None else relative_error(result, expected)
+    if error is not None and tolerance is not None and not error < tolerance:
+        return {"status": f"wrong: relative error {error:.1e}"}
+    peak = None
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device)
+    timing = timer(step, device, budget_ms=budget_ms)
+    return {"result": result, "error": error, "peak_bytes": peak, **timing.as_cell()}

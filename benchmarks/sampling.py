@@ -1,0 +1,189 @@
+"""Neighbour sampling: edges per second against plain PyTorch, and an epoch of GraphSAGE from the loader."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric.data import Data
+
+from fastsparse_core import Adjacency, CapturedBatches
+from fastsparse_core.sampling import NeighborSampler
+from fastsparse_pyg import FastSAGEConv, NeighborLoader
+
+from . import blocks, suite
+from .common import add_common, attempt, progress, recorder
+from .timing import wall_times
+
+PRECISIONS = {"float32": None, "bf16-amp": torch.bfloat16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    parser.add_argument("--graphs", nargs="+", default=["ogbn-products"], help=suite.NAMES)
+    parser.add_argument("--seeds", type=int, default=1024, help="seed nodes per batch")
+    parser.add_argument("--fanouts", nargs="+", type=int, default=[15, 10, 5], help="neighbours per hop")
+    parser.add_argument("--train-nodes", type=int, default=196_615, help="seeds of an epoch")
+    parser.add_argument("--features", type=int, default=100, help="width of the features")
+    parser.add_argument("--width", type=int, default=256, help="width of the layers")
+    parser.add_argument("--epochs", type=int, default=2, help="epochs that are timed, after one that is not")
+    parser.add_argument("--parts", nargs="+", choices=["draw", "epoch"], default=["draw", "epoch"])
+
+
+def run(options: argparse.Namespace) -> Path:
+    """Runs the benchmark; returns the path of its record."""
+    device = torch.device(options.device)
+    out = recorder("sampling", options)
+    out.note(
+        "draw: a batch by the clock, from seeds on the device to its structure, node and edge ids there, and"
+        " sizes on the host; 'blocks' draws anew for all nodes in every hop, as the plain sampler does, and"
+        " 'once' once for every node, as PyG does"
+    )
+    out.note(
+        "epoch: sampling, gathering features and labels, GraphSAGE forward and backward, and Adam, by the"
+        " clock from a finished device to a finished device; 'captured' runs the step as one CUDA graph"
+    )
+    for name in progress(options.graphs, "sampling"):
+        graph = suite.load(name, device)
+        if "draw" in options.parts:
+            _draw(out, name, graph, options)
+            if device.type == "cuda":
+                on_cpu = suite.Graph(graph.name, graph.rowptr.cpu(), graph.col.cpu())
+                _draw(out, name, on_cpu, options)
+                del on_cpu
+        if "epoch" in options.parts:
+            _epochs(out, name, graph, options)
+    return out.path
+
+
+def _draw(out: Any, name: str, graph: suite.Graph, options: argparse.Namespace) -> None:
+    """Adds the cells of drawing batches where the graph lies."""
+    device = graph.col.device
+    generator = torch.Generator(device=device).manual_seed(0)
+    adjacency = Adjacency.from_csr(graph.rowptr, graph.col, (graph.num_nodes, graph.num_nodes))
+    samplers = {
+        "NeighborSampler, blocks": NeighborSampler(adjacency, options.fanouts, blocks=True),
+        "NeighborSampler, once": NeighborSampler(adjacency, options.fanouts),
+    }
+
+    def seeds() -> Tensor:
+        return torch.randint(graph.num_nodes, (options.seeds,), device=device, generator=generator).unique()
+
+    calls: dict[str, Callable[[], Any]] = {
+        key: lambda sampler=sampler: sampler.sample(seeds()) for key, sampler in samplers.items()
+    }
+    calls["plain PyTorch, blocks"] = lambda: blocks.sample(graph, seeds(), options.fanouts, generator)
+    times = wall_times(calls, device, budget_ms=1500, most=100)
+    for key, timing in times.items():
+        result = calls[key]()
+        if key.startswith("plain"):
+            edges = sum(block.edge_index.size(1) for block in result[0])
+        else:
+            edges = sum(sum(item.counts) for item in result.blocks or [result.edges])
+        cell = timing.as_cell()
+        cell["edges_per_s"] = round(edges / (cell["median_ms"] / 1e3))
+        where = "cpu" if device.type == "cpu" else "cuda"
+        out.add(graph=name, part="draw", where=where, implementation=key, status="ok", edges=edges, **cell)
+
+
+class Sage(nn.Module):
+    """GraphSAGE on the hops of a batch: every layer reads only the nodes that the next one needs."""
+
+    def __init__(self, features: int, width: int, classes: int, depth: int) -> None:
+        super().__init__()
+        sizes = [features, *[width] * (depth - 1), classes]
+        self.convs = nn.ModuleList(FastSAGEConv(*pair) for pair in itertools.pairwise(sizes))
+
+    def forward(self, structures: Sequence[Adjacency], x: Tensor) -> Tensor:
+        for place, (conv, structure) in enumerate(zip(self.convs, structures, strict=True)):
+            x = x.relu() if place else x
+            x = conv((x, x[: structure.num_dst]), structure)
+        return x
+
+
+def hops_of(batch: Any) -> list[tuple[Tensor, Tensor, tuple[int, int]]]:
+    """Edges of every layer, the first layer's first: what `Adjacency.from_coo` takes."""
+    nodes, edges = batch.num_sampled_nodes, batch.num_sampled_edges
+    source, destination = batch.edge_index
+    layers = []
+    for hops in range(len(edges), 0, -1):
+        count = sum(edges[:hops])
+        layers.append((destination[:count], source[:count], (sum(nodes[:hops]), sum(nodes[: hops + 1]))))
+    return layers
+
+
+def _epochs(out: Any, name: str, graph: suite.Graph, options: argparse.Namespace) -> None:
+    """Adds the cells of epochs."""
+    device, classes = graph.col.device, 47
+    generator = torch.Generator(device=device).manual_seed(0)
+    data = Data(
+        x=torch.randn(graph.num_nodes, options.features, device=device, generator=generator),
+        y=torch.randint(classes, (graph.num_nodes,), device=device, generator=generator),
+        edge_index=graph.edge_index(),
+    )
+    count = min(options.train_nodes, graph.num_nodes)
+    train = torch.randperm(graph.num_nodes, device=device, generator=generator)[:count]
+    loader = NeighborLoader(
+        data, options.fanouts, train, batch_size=options.seeds, shuffle=True, device=device
+    )
+    for precision, amp in PRECISIONS.items():
+        for captured in (False, True) if device.type == "cuda" else (False,):
+
+            def measure(amp: torch.dtype | None = amp, captured: bool = captured) -> dict[str, Any]:
+                torch.manual_seed(0)
+                model = Sage(options.features, options.width, classes, len(options.fanouts)).to(device)
+                seconds, loss = _train(model, loader, amp, captured, options.epochs)
+                return {"epoch_s": min(seconds), "epochs_s": seconds, "loss": loss}
+
+            out.add(
+                graph=name,
+                part="epoch",
+                where=device.type,
+                implementation="captured" if captured else "loop",
+                precision=precision,
+                nodes=count,
+                **attempt(measure),
+            )
+
+
+def _train(
+    model: Sage, loader: Any, amp: torch.dtype | None, captured: bool, epochs: int
+) -> tuple[list[float], float]:
+    """Seconds of every epoch after the first, and the last mean loss."""
+    device = next(model.parameters()).device
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, capturable=device.type == "cuda")
+
+    def step(structures: Sequence[Adjacency], x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast(device.type, amp, enabled=amp is not None):
+            loss = F.cross_entropy(model(structures, x)[: y.size(0)].float(), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    batches = CapturedBatches(step, fill={"x": 0.0})
+    seconds: list[float] = []
+    mean = float("nan")
+    for epoch in range(epochs + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        total = torch.zeros((), device=device)
+        for batch in loader:
+            y = batch.y[: batch.batch_size]
+            if captured:
+                loss = batches(hops_of(batch), x=batch.x, y=y)
+            else:
+                loss = step([Adjacency.from_coo(*edges) for edges in hops_of(batch)], batch.x, y)
+            total += loss
+        mean = float(total) / len(loader)  # waits for the device
+        if epoch:
+            seconds.append(round(time.perf_counter() - begin, 4))
+    return seconds, mean

@@ -1,0 +1,149 @@
+"""Chebyshev polynomials of the Laplacian."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import ChebConv
+from torch_geometric.nn.aggr import SumAggregation
+from torch_geometric.typing import OptTensor
+
+from fastsparse_core import Adjacency, sddmm, spmm
+from fastsparse_core.ops._common import accumulation_dtype
+from fastsparse_pyg.graph import is_sparse_matrix, resolve, without_self_loops
+from fastsparse_pyg.nn.propagation import PropagatingConv
+
+
+class _Laplacian(NamedTuple):
+    """The scaled Laplacian: x becomes c (diag x - A x) - x.
+
+    Attributes:
+        adj: structure of A, without self loops.
+        value: its values; None: the scales alone.
+        scale_dst: constant factors of its rows, or None.
+        scale_src: constant factors of its columns, or None.
+        diagonal: of the Laplacian, a number or (num_nodes, 1).
+        factor: c, a number or a tensor of one or one per node.
+        at_source: whether c scales columns, not rows, where it differs by node.
+    """
+
+    adj: Adjacency
+    value: Tensor | None
+    scale_dst: Tensor | None
+    scale_src: Tensor | None
+    diagonal: float | Tensor
+    factor: Any
+    at_source: bool
+
+    def times(self, x: Tensor, scale: float, minus: Tensor | None = None) -> Tensor:
+        """``scale`` times the product with x, minus another tensor."""
+        c = self.factor
+        of_number = not isinstance(c, Tensor)
+        scale_dst = self.scale_dst
+        if scale_dst is None:
+            dtype = accumulation_dtype(x.dtype)
+            scale_dst = torch.ones(self.adj.num_dst, dtype=dtype, device=x.device)
+        scaled = x if of_number or not self.at_source else c * x
+        scale_dst = scale_dst * (-scale * c if of_number else -scale)
+        out = spmm(self.adj, scaled, self.value, scale_dst=scale_dst, scale_src=self.scale_src)
+        if not of_number and not self.at_source:
+            out = c * out
+        rest = scale * (c * self.diagonal - 1.0)
+        if isinstance(rest, Tensor) or rest:
+            out = out + rest * x
+        return out if minus is None else out - minus
+
+
+class FastChebConv(PropagatingConv, ChebConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.ChebConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{X}^{\prime} = \sum_{k=1}^{K} \mathbf{Z}^{(k)} \mathbf{\Theta}^{(k)}, \quad
+        \mathbf{Z}^{(k)} = 2 \mathbf{\hat{L}} \mathbf{Z}^{(k-1)} - \mathbf{Z}^{(k-2)}, \quad
+        \mathbf{\hat{L}} = \frac{2 \mathbf{L}}{\lambda_{\max}} - \mathbf{I}
+
+    after "Convolutional Neural Networks on Graphs with Fast Localized Spectral Filtering"
+    (https://arxiv.org/abs/1606.09375). Without edge weights no value per edge exists: the Laplacian's
+    diagonal is a number per node, and its normalisation scales rows inside the kernel.
+    """
+
+    _any_reduction = False
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Tensor | Adjacency,
+        edge_weight: OptTensor = None,
+        batch: OptTensor = None,
+        lambda_max: Any = None,
+    ) -> Tensor:
+        """Computes the layer.
+
+        Args:
+            x: node features.
+            edge_index: edges, or an Adjacency whose rows are the destinations.
+            edge_weight: one weight per edge.
+            batch: graph of each node, where ``lambda_max`` differs by graph.
+            lambda_max: largest eigenvalue, a number or one per graph; None: estimated as in PyG.
+        """
+        reason = self._why_original_propagating(x, edge_index)
+        if not reason and type(self._modules["aggr_module"]) is not SumAggregation:
+            reason = f"aggr={self.aggr!r}"
+        if not reason and (is_sparse_matrix(edge_index) or x.dim() != 2):
+            reason = "a sparse matrix" if x.dim() == 2 else f"features of {x.dim()} dimensions"
+        if reason:
+            edge_weight = self._written_for_original(x, edge_index, edge_weight)
+            return self._original_forward(reason, x, edge_index, edge_weight, batch, lambda_max)
+        out = self.lins[0](x)
+        if len(self.lins) > 1:
+            laplacian = self._laplacian(x, edge_index, edge_weight, batch, lambda_max)
+            before, last = x, laplacian.times(x, 1.0)
+            out = out + self.lins[1](last)
+            for lin in list(self.lins)[2:]:
+                before, last = last, laplacian.times(last, 2.0, before)
+                out = out + lin(last)
+        return out if self.bias is None else out + self.bias
+
+    def _laplacian(
+        self, x: Tensor, edge_index: Any, edge_weight: Tensor | None, batch: Tensor | None, lambda_max: Any
+    ) -> _Laplacian:
+        graph = resolve(edge_index, x.size(0), x.size(0), x.device, flow=self.flow)
+        weight = self._value(graph, x, edge_index, edge_weight)
+        adj = without_self_loops(graph.adj)
+        dtype = accumulation_dtype(x.dtype)
+        # PyG's degrees are those of the first row of the edges, whatever the flow is.
+        at_source = self.flow == "source_to_target"
+        kind = self.normalization
+        if weight is None:
+            scale = (
+                (adj.inv_sqrt_out_degree if at_source else adj.inv_sqrt_degree)
+                if kind == "sym"
+                else (adj.inv_out_degree if at_source else adj.inv_degree)
+            )(dtype)
+            degree = (adj.out_degree() if at_source else adj.in_degree()).to(dtype)[:, None]
+            value, largest = None, degree.max() if kind is None else 1.0
+        else:
+            with torch.autocast(x.device.type, enabled=False):
+                ones = torch.ones(adj.num_dst, 1, dtype=dtype, device=x.device)
+                degree = spmm(adj.t() if at_source else adj, ones, weight)
+                scale = degree.pow(-0.5 if kind == "sym" else -1.0)
+                scale = scale.masked_fill(scale == float("inf"), 0)
+                dst = scale if kind == "sym" or (kind == "rw" and not at_source) else ones
+                src = scale if kind == "sym" or (kind == "rw" and at_source) else ones
+                value = weight * sddmm(adj, dst, src).to(weight.dtype)  # of the dropped loops: 0
+                bound = degree.max() if kind is None else degree.new_ones(())
+                largest = torch.maximum((-value).max().to(bound.dtype), bound) if len(value) else bound
+            scale = None
+        if lambda_max is None:
+            lambda_max = 2.0 * largest
+        elif isinstance(lambda_max, Tensor) and lambda_max.numel() > 1 and batch is not None:
+            lambda_max = lambda_max[batch][:, None]
+        factor = 2.0 / lambda_max
+        if isinstance(factor, Tensor):
+            factor = factor.to(x.dtype)
+        diagonal = degree.to(x.dtype) if kind is None else 1.0
+        rows = scale if kind == "sym" or (kind == "rw" and not at_source) else None
+        columns = scale if kind == "sym" or (kind == "rw" and at_source) else None
+        return _Laplacian(adj, value, rows, columns, diagonal, factor, at_source)

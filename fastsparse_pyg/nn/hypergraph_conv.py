@@ -1,0 +1,90 @@
+"""Hypergraph convolution."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.nn import HypergraphConv
+from torch_geometric.nn.aggr import SumAggregation
+from torch_geometric.typing import OptTensor
+
+from fastsparse_core import Adjacency, edge_softmax, spmm
+from fastsparse_core.ops._common import accumulation_dtype
+from fastsparse_pyg.graph import is_sparse_matrix, resolve
+from fastsparse_pyg.nn.base import FastConv
+from fastsparse_pyg.nn.segments import EdgeEnd, gather
+
+
+class FastHypergraphConv(FastConv, HypergraphConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.HypergraphConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{X}^{\prime} = \mathbf{D}^{-1} \mathbf{H} \mathbf{W} \mathbf{B}^{-1} \mathbf{H}^{\top}
+        \mathbf{X} \mathbf{\Theta}
+
+    after "Hypergraph Convolution and Hypergraph Attention" (https://arxiv.org/abs/1901.08150). One structure
+    and its transpose serve both products; attention scores are a number per node and head, and one per
+    hyperedge and head.
+    """
+
+    def forward(
+        self,
+        x: Tensor,
+        hyperedge_index: Tensor,
+        hyperedge_weight: OptTensor = None,
+        hyperedge_attr: OptTensor = None,
+        num_edges: int | None = None,
+    ) -> Tensor:
+        """Computes the layer.
+
+        Args:
+            x: node features.
+            hyperedge_index: (2, num_entries): node and hyperedge of every entry of the incidence matrix.
+            hyperedge_weight: one weight per hyperedge.
+            hyperedge_attr: features of the hyperedges, for attention.
+            num_edges: number of hyperedges; None: the largest index + 1.
+        """
+        reason = self._why_original(x, hyperedge_index)
+        if not reason and type(self._modules["aggr_module"]) is not SumAggregation:
+            reason = f"aggr={self.aggr!r}"
+        if not reason and (is_sparse_matrix(hyperedge_index) or isinstance(hyperedge_index, Adjacency)):
+            reason = "a hypergraph that is no (2, num_entries) tensor"
+        if not reason and (self.flow != "source_to_target" or x.dim() != 2 or self.node_dim != 0):
+            reason = f"flow={self.flow!r}, node_dim={self.node_dim}, features of {x.dim()} dimensions"
+        if reason:
+            return self._original_forward(
+                reason, x, hyperedge_index, hyperedge_weight, hyperedge_attr, num_edges
+            )
+        if num_edges is None:
+            num_edges = int(hyperedge_index[1].max()) + 1 if hyperedge_index.numel() else 0
+        to_edges = resolve(hyperedge_index, x.size(0), num_edges, x.device).adj
+        to_nodes = to_edges.t()
+        x = self.lin(x)
+        alpha = None
+        if self.use_attention:
+            assert hyperedge_attr is not None
+            alpha = self._attention(to_edges, x, self.lin(hyperedge_attr), hyperedge_index)
+        dtype = accumulation_dtype(x.dtype)
+        out = spmm(to_edges, x, alpha, scale_dst=to_edges.inv_degree(dtype))
+        if hyperedge_weight is None:
+            out = spmm(to_nodes, out, alpha, scale_dst=to_nodes.inv_degree(dtype))
+        else:
+            degree = spmm(to_nodes, hyperedge_weight.to(dtype)[:, None])
+            inverse = degree.reciprocal()
+            inverse = inverse.masked_fill(inverse == float("inf"), 0).to(x.dtype)
+            out = spmm(to_nodes, out, alpha) * inverse
+        if not self.concat:
+            out = out.view(-1, self.heads, self.out_channels).mean(dim=1)
+        return out if self.bias is None else out + self.bias
+
+    def _attention(self, to_edges: Adjacency, x: Tensor, attr: Tensor, index: Tensor) -> Tensor:
+        """(num_entries, heads): the softmax of the scores of nodes and hyperedges."""
+        of_nodes, of_edges = self.att.split(self.out_channels, dim=-1)
+        score_nodes = (x.view(-1, self.heads, self.out_channels) * of_nodes).sum(dim=-1)
+        score_edges = (attr.view(-1, self.heads, self.out_channels) * of_edges).sum(dim=-1)
+        score = gather(score_nodes, EdgeEnd(to_edges, index[0], False))
+        score = F.leaky_relu(
+            score + gather(score_edges, EdgeEnd(to_edges, index[1], True)), self.negative_slope
+        )
+        alpha = edge_softmax(to_edges if self.attention_mode == "node" else to_edges.t(), score)
+        return F.dropout(alpha, p=self.dropout, training=self.training)

@@ -1,0 +1,86 @@
+"""Models that consist of propagation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn.models import LabelPropagation, LightGCN
+from torch_geometric.typing import OptTensor, SparseTensor
+from torch_geometric.utils import one_hot
+
+from fastsparse_core import Adjacency
+from fastsparse_pyg.nn.propagation import PropagatingConv
+from fastsparse_pyg.nn.spmm_convs import FastLGConv
+
+
+class FastLabelPropagation(PropagatingConv, LabelPropagation):
+    r"""PyG's :class:`~torch_geometric.nn.models.LabelPropagation` on FastSparse kernels.
+
+    .. math::
+        \mathbf{Y}^{\prime} = \alpha \mathbf{D}^{-1/2} \mathbf{A} \mathbf{D}^{-1/2} \mathbf{Y} + (1 - \alpha)
+        \mathbf{Y}
+
+    after "Learning from Labeled and Unlabeled Data with Label Propagation".
+    """
+
+    @torch.no_grad()
+    def forward(
+        self,
+        y: Tensor,
+        edge_index: Tensor | Adjacency,
+        mask: OptTensor = None,
+        edge_weight: OptTensor = None,
+        post_step: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Propagates labels.
+
+        Args:
+            y: labels, int64 (num_nodes,), or a number per node and class.
+            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
+            mask: nodes whose labels are known; None: all.
+            edge_weight: one weight per edge, taken as it is; None: the symmetric normalisation.
+            post_step: what happens to the labels after every step; None: clamped to 0 and 1.
+        """
+        labels = one_hot(y.view(-1)) if y.dtype == torch.long and y.size(0) == y.numel() else y
+        reason = self._why_original_propagating(labels, edge_index)
+        if reason:
+            edge_weight = self._written_for_original(labels, edge_index, edge_weight)
+            return self._original_forward(reason, y, edge_index, mask, edge_weight, post_step)
+        out = labels
+        if mask is not None:
+            out = torch.zeros_like(labels)
+            out[mask] = labels[mask]
+        has_value = edge_weight is not None
+        if isinstance(edge_index, SparseTensor):
+            has_value = edge_index.has_value()
+        matrix = self._propagation(out, edge_index, edge_weight, normalize=not has_value)
+        rest = (1 - self.alpha) * out
+        for _ in range(self.num_layers):
+            out = torch.add(rest, self._multiply(matrix, out), alpha=self.alpha)
+            out = out.clamp_(0.0, 1.0) if post_step is None else post_step(out)
+        return out
+
+
+class FastLightGCN(LightGCN):
+    r"""PyG's :class:`~torch_geometric.nn.models.LightGCN` with :class:`FastLGConv` for its layers.
+
+    .. math::
+        \mathbf{x}_i = \sum_{l=0}^{L} \alpha_l \mathbf{x}^{(l)}_i, \quad \mathbf{x}^{(l+1)}_i = \sum_{j \in
+        \mathcal{N}(i)} \frac{1}{\sqrt{\deg(i) \deg(j)}} \mathbf{x}^{(l)}_j
+
+    after "LightGCN" (https://arxiv.org/abs/2002.02126). Arguments, parameters and results are the original's.
+    """
+
+    def __init__(
+        self,
+        num_nodes: int,
+        embedding_dim: int,
+        num_layers: int,
+        alpha: float | Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(num_nodes, embedding_dim, num_layers, alpha, **kwargs)
+        self.convs = torch.nn.ModuleList(FastLGConv(**kwargs) for _ in range(num_layers))

@@ -1,0 +1,382 @@
+"""Layers that multiply by the graph's matrix, once or several times; attributes and results are PyG's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric import nn as pyg
+from torch_geometric.nn.aggr import SumAggregation
+from torch_geometric.nn.dense.linear import Linear
+from torch_geometric.typing import OptPairTensor, OptTensor, Size
+
+from fastsparse_core import Adjacency, sddmm
+from fastsparse_core.fused.joint_linear import add_linear
+from fastsparse_core.ops._common import accumulation_dtype
+from fastsparse_pyg.graph import is_sparse_matrix, resolve
+from fastsparse_pyg.nn.base import is_plain_linear, project
+from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
+
+Edges = Tensor | Adjacency
+
+
+class FastGraphConv(PropagatingConv, pyg.GraphConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.GraphConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{x}^{\prime}_i = \mathbf{W}_1 \mathbf{x}_i + \mathbf{W}_2 \sum_{j \in \mathcal{N}(i)} e_{j,i}
+        \mathbf{x}_j
+
+    after "Weisfeiler and Leman Go Neural" (https://arxiv.org/abs/1810.02244). Kernels serve ``aggr`` sum,
+    add, mean, max and min.
+    """
+
+    _bipartite = True
+
+    def forward(
+        self,
+        x: Tensor | OptPairTensor,
+        edge_index: Edges,
+        edge_weight: OptTensor = None,
+        size: Size = None,
+    ) -> Tensor:
+        """Computes the layer; errors as in :meth:`FastSAGEConv.forward`.
+
+        Args:
+            x: node features, or (source features, destination features or None).
+            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
+            edge_weight: one weight per edge, for edges and Adjacency (a matrix carries its own).
+            size: (sources, destinations), for edge lists.
+        """
+        pair = (x, x) if isinstance(x, Tensor) else x
+        reason = self._why_original_pair(pair, edge_index)
+        if reason:
+            edge_weight = self._written_for_original(pair[0], edge_index, edge_weight)
+            if isinstance(edge_index, Adjacency):
+                size = (edge_index.num_src, edge_index.num_dst)
+            return self._original_forward(reason, x, edge_index, edge_weight, size)
+        x_src, x_dst = pair
+        graph = self._graph(pair, edge_index, size)
+        value = self._value(graph, x_src, edge_index, edge_weight)
+        if value is not None and not torch.is_autocast_enabled(x_src.device.type):
+            x_src = x_src.to(message_dtype(x_src, value))
+        return self._neighbours_and_root(graph.adj, x_src, x_dst, value, self.lin_rel, self.lin_root)
+
+
+class _Powers(PropagatingConv):
+    """SG and SSG: one linear layer and a polynomial of the matrix, in the order that gathers less."""
+
+    def _powers(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None, *, narrow: bool) -> Tensor:
+        """The layer; ``narrow``: whether the linear layer may come first."""
+        matrix = self._propagation(x, edge_index, edge_weight, add_self_loops=self.add_self_loops)
+        lin = self.lin
+        if not (narrow and x.size(-1) > self.out_channels and self._is_linear() and is_plain_linear(lin)):
+            return lin(self._polynomial(matrix, x))
+        out = self._polynomial(matrix, F.linear(x, lin.weight))
+        return out if lin.bias is None else out + lin.bias
+
+    def _polynomial(self, matrix: Propagation, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class FastSGConv(_Powers, pyg.SGConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.SGConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{X}^{\prime} = \left( \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2}
+        \right)^K \mathbf{X} \mathbf{\Theta}
+
+    after "Simplifying Graph Convolutional Networks" (https://arxiv.org/abs/1902.07153). Where nothing is
+    cached, the linear layer comes first if that gathers less.
+    """
+
+    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
+        if self._cached_x is not None:
+            return self.lin(self._cached_x.detach())
+        reason = self._why_original_propagating(x, edge_index)
+        if reason:
+            edge_weight = self._written_for_original(x, edge_index, edge_weight)
+            return self._original_forward(reason, x, edge_index, edge_weight)
+        return self._powers(x, edge_index, edge_weight, narrow=not self.cached)
+
+    def _polynomial(self, matrix: Propagation, x: Tensor) -> Tensor:
+        for _ in range(self.K):
+            x = self._multiply(matrix, x)
+        if self.cached and self.K:
+            self._cached_x = x
+        return x
+
+
+class FastSSGConv(_Powers, pyg.SSGConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.SSGConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{X}^{\prime} = \left( \alpha \mathbf{X} + \frac{1 - \alpha}{K} \sum_{k=1}^K \left(
+        \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2} \right)^k \mathbf{X} \right)
+        \mathbf{\Theta}
+
+    after "Simple Spectral Graph Convolution" (https://openreview.net/forum?id=CYO5T-YjWZV).
+    """
+
+    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
+        if self._cached_h is not None:
+            return self.lin(self._cached_h.detach())
+        reason = self._why_original_propagating(x, edge_index)
+        if reason:
+            edge_weight = self._written_for_original(x, edge_index, edge_weight)
+            return self._original_forward(reason, x, edge_index, edge_weight)
+        return self._powers(x, edge_index, edge_weight, narrow=not self.cached)
+
+    def _polynomial(self, matrix: Propagation, x: Tensor) -> Tensor:
+        out = x * self.alpha
+        for _ in range(self.K):
+            x = self._multiply(matrix, x)
+            out = torch.add(out, x, alpha=(1 - self.alpha) / self.K)
+        if self.cached:
+            self._cached_h = out
+        return out
+
+
+class FastAPPNP(PropagatingConv, pyg.APPNP):
+    r"""PyG's :class:`~torch_geometric.nn.conv.APPNP` on FastSparse kernels.
+
+    .. math::
+        \mathbf{X}^{(k)} = (1 - \alpha) \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2}
+        \mathbf{X}^{(k-1)} + \alpha \mathbf{X}^{(0)}
+
+    after "Predict then Propagate" (https://arxiv.org/abs/1810.05997). Dropped edges are other random ones
+    than the original's.
+    """
+
+    _cached_edge_index = Cached()
+    _cached_adj_t = Cached()
+
+    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
+        reason = self._why_original_propagating(x, edge_index)
+        drops = self.dropout > 0 and self.training
+        if drops and not self.normalize and (edge_weight is None or is_sparse_matrix(edge_index)):
+            reason = reason or "dropout of edges without a weight"
+        if reason:
+            edge_weight = self._written_for_original(x, edge_index, edge_weight)
+            return self._original_forward(reason, x, edge_index, edge_weight)
+        matrix = self._propagation(
+            x,
+            edge_index,
+            edge_weight,
+            normalize=self.normalize,
+            add_self_loops=self.add_self_loops,
+            cached=self.cached,
+        )
+        out = x
+        for _ in range(self.K):
+            if drops:
+                value = F.dropout(_values_of(matrix, x.dtype), p=self.dropout)
+                matrix = Propagation(matrix.adj, value)
+            out = _mixed(self._multiply(matrix, out), x, self.alpha)
+        return out
+
+
+class FastTAGConv(PropagatingConv, pyg.TAGConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.TAGConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{X}^{\prime} = \sum_{k=0}^K \left( \mathbf{D}^{-1/2} \mathbf{A} \mathbf{D}^{-1/2} \right)^k
+        \mathbf{X} \mathbf{W}_{k}
+
+    after "Topology Adaptive Graph Convolutional Networks" (https://arxiv.org/abs/1710.10370). Where the
+    output is narrower than the input, by Horner's rule on the output's width.
+    """
+
+    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
+        reason = self._why_original_propagating(x, edge_index)
+        if reason:
+            edge_weight = self._written_for_original(x, edge_index, edge_weight)
+            return self._original_forward(reason, x, edge_index, edge_weight)
+        matrix = self._propagation(x, edge_index, edge_weight, normalize=self.normalize)
+        plain = all(is_plain_linear(lin) for lin in self.lins)
+        if plain and self._is_linear() and x.size(-1) > self.out_channels:
+            *terms, out = project(x, *self.lins)
+            for term in reversed(terms):
+                out = self._multiply(matrix, out) + term
+        else:
+            out = self.lins[0](x)
+            for lin in list(self.lins)[1:]:
+                x = self._multiply(matrix, x)
+                out = add_linear(out, x, lin, Linear) if plain else out + lin(x)
+        return out if self.bias is None else out + self.bias
+
+
+class FastGCN2Conv(PropagatingConv, pyg.GCN2Conv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.GCN2Conv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{X}^{\prime} = \left( (1 - \alpha) \mathbf{\hat{P}} \mathbf{X} + \alpha \mathbf{X}^{(0)}
+        \right) \left( (1 - \beta) \mathbf{I} + \beta \mathbf{\Theta} \right), \quad \mathbf{\hat{P}} =
+        \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2}
+
+    after "Simple and Deep Graph Convolutional Networks" (https://arxiv.org/abs/2007.02133).
+    """
+
+    _cached_edge_index = Cached()
+    _cached_adj_t = Cached()
+
+    def forward(self, x: Tensor, x_0: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+        """Computes the layer; ``x_0``: the first layer's features; else as :meth:`FastGCNConv.forward`."""
+        reason = self._why_original_propagating(x, edge_index)
+        if reason:
+            edge_weight = self._written_for_original(x, edge_index, edge_weight)
+            edges = self._written_back(edge_index) if isinstance(edge_index, Adjacency) else edge_index
+            return self._original_forward(reason, x, x_0, edges, edge_weight)
+        matrix = self._propagation(
+            x,
+            edge_index,
+            edge_weight,
+            normalize=self.normalize,
+            add_self_loops=self.add_self_loops,
+            cached=self.cached,
+        )
+        out, x_0 = self._multiply(matrix, x), x_0[: x.size(0)]
+        factors = {"beta": 1.0 - self.beta, "alpha": self.beta}
+        if self.weight2 is None:
+            out = _mixed(out, x_0, self.alpha)
+            return torch.addmm(out, out, self.weight1, **factors)
+        out, x_0 = out * (1 - self.alpha), x_0 * self.alpha
+        out = torch.addmm(out, out, self.weight1, **factors)
+        return out + torch.addmm(x_0, x_0, self.weight2, **factors)
+
+
+class FastLGConv(PropagatingConv, pyg.LGConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.LGConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{x}^{\prime}_i = \sum_{j \in \mathcal{N}(i)} \frac{e_{j,i}}{\sqrt{\deg(i)} \sqrt{\deg(j)}}
+        \mathbf{x}_j
+
+    after "LightGCN" (https://arxiv.org/abs/2002.02126).
+    """
+
+    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
+        reason = self._why_original_propagating(x, edge_index)
+        if reason:
+            edge_weight = self._written_for_original(x, edge_index, edge_weight)
+            return self._original_forward(reason, x, edge_index, edge_weight)
+        matrix = self._propagation(x, edge_index, edge_weight, normalize=self.normalize)
+        return self._multiply(matrix, x)
+
+
+class FastARMAConv(PropagatingConv, pyg.ARMAConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.ARMAConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{X}_k^{(t+1)} = \sigma \left( \mathbf{\hat{L}} \mathbf{X}_k^{(t)} \mathbf{W} +
+        \mathbf{X}^{(0)} \mathbf{V} \right), \quad \mathbf{X}^{\prime} = \frac{1}{K} \sum_{k=1}^K
+        \mathbf{X}_k^{(T)}
+
+    after "Graph Neural Networks with Convolutional ARMA Filters" (https://arxiv.org/abs/1901.01343).
+    """
+
+    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
+        reason = self._why_original_propagating(x, edge_index)
+        if self.node_dim != -2:
+            reason = reason or f"node_dim={self.node_dim}"
+        if reason:
+            edge_weight = self._written_for_original(x, edge_index, edge_weight)
+            return self._original_forward(reason, x, edge_index, edge_weight)
+        matrix = self._propagation(x, edge_index, edge_weight)
+        x = x.unsqueeze(-3)
+        out = x @ self.init_weight
+        for layer in range(self.num_layers):
+            if layer:
+                out = out @ self.weight[0 if self.shared_weights else layer - 1]
+            root = F.dropout(x, p=self.dropout, training=self.training)
+            shared = 0 if self.shared_weights else layer
+            out = self._multiply(matrix, out) + root @ self.root_weight[shared]
+            if self.bias is not None:
+                out = out + self.bias[shared]
+            if self.act is not None:
+                out = self.act(out)
+        return out.mean(dim=-3)
+
+
+class FastClusterGCNConv(PropagatingConv, pyg.ClusterGCNConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.ClusterGCNConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{X}^{\prime} = \left( \mathbf{\hat{A}} + \lambda \, \mathrm{diag}(\mathbf{\hat{A}}) \right)
+        \mathbf{X} \mathbf{W}_1 + \mathbf{X} \mathbf{W}_2, \quad \mathbf{\hat{A}} = (\mathbf{D} +
+        \mathbf{I})^{-1} (\mathbf{A} + \mathbf{I})
+
+    after "Cluster-GCN" (https://arxiv.org/abs/1905.07953). Sparse matrices run PyG's own code.
+    """
+
+    _any_reduction = False
+
+    def forward(self, x: Tensor, edge_index: Edges) -> Tensor:
+        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`, without weights."""
+        reason = self._why_original_propagating(x, edge_index)
+        if not reason and type(self._modules["aggr_module"]) is not SumAggregation:
+            reason = f"aggr={self.aggr!r}"
+        if not reason and self.flow != "source_to_target":
+            reason = f"flow={self.flow!r}"
+        if not reason and is_sparse_matrix(edge_index):
+            reason = "a sparse matrix"
+        if reason:
+            return self._original_forward(reason, x, edge_index)
+        num_nodes = x.size(-2)
+        adj = resolve(
+            edge_index, num_nodes, num_nodes, x.device, flow=self.flow, add_self_loops=self.add_self_loops
+        ).adj
+        scale = adj.inv_degree(accumulation_dtype(x.dtype))
+        out = self._aggregate_neighbours(adj, x, None, scales=(scale, None))
+        if self.diag_lambda:
+            loops = adj.derived("fastsparse_pyg.loops", lambda: adj.row()[adj.row() == adj.col].long())
+            weight = torch.bincount(loops, minlength=num_nodes) * scale * self.diag_lambda
+            out = torch.addcmul(out, weight.to(x.dtype)[:, None], x)
+        return self.lin_out(out) + self.lin_root(x)
+
+
+class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.GatedGraphConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{m}_i^{(l+1)} = \sum_{j \in \mathcal{N}(i)} e_{j,i} \mathbf{\Theta} \mathbf{h}_j^{(l)}, \quad
+        \mathbf{h}_i^{(l+1)} = \mathrm{GRU}(\mathbf{m}_i^{(l+1)}, \mathbf{h}_i^{(l)})
+
+    after "Gated Graph Sequence Neural Networks" (https://arxiv.org/abs/1511.05493).
+    """
+
+    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
+        reason = self._why_original_propagating(x, edge_index)
+        if reason or x.dim() != 2 or x.size(-1) > self.out_channels:
+            edge_weight = self._written_for_original(x, edge_index, edge_weight)
+            return self._original_forward(reason or "features that are too wide", x, edge_index, edge_weight)
+        matrix = self._propagation(x, edge_index, edge_weight, normalize=False)
+        x = F.pad(x, (0, self.out_channels - x.size(-1)))
+        for weight in self.weight:
+            x = self.rnn(self._multiply(matrix, x @ weight), x)
+        return x
+
+
+def _mixed(out: Tensor, x: Tensor, alpha: Any) -> Tensor:
+    """(1 - alpha) out + alpha x."""
+    if isinstance(alpha, Tensor):
+        return out * (1 - alpha) + alpha * x
+    return torch.lerp(out, x.to(out.dtype), alpha)
+
+
+def _values_of(matrix: Propagation, dtype: torch.dtype) -> Tensor:
+    """The matrix' values, the scales multiplied in, in the structure's value order."""
+    if matrix.scale_dst is None or matrix.scale_src is None:
+        assert matrix.value is not None
+        return matrix.value
+    scales = sddmm(matrix.adj, matrix.scale_dst[:, None], matrix.scale_src[:, None])
+    return scales.to(dtype) if matrix.value is None else (matrix.value * scales).to(matrix.value.dtype)

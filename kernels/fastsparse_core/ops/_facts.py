@@ -1,0 +1,69 @@
+"""From a structure to what the rules know of it, and their answers carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import policy
+from fastsparse_core.policy import Choice, Facts
+from fastsparse_core.structure.adjacency import Adjacency
+
+
+def facts_of(adj: Adjacency) -> Facts:
+    """What the rules know of a structure, now."""
+    is_cuda, usage, converted = adj.device.type == "cuda", adj.usage, adj.has_bsb
+    return Facts(
+        is_cuda,
+        adj.num_dst,
+        adj.num_src,
+        adj.num_edges,
+        usage.products,
+        usage.scattered,
+        converted,
+        adj.can_convert,
+        adj.bsb.num_vectors if converted else 0,
+        adj.has_row_split,
+        adj.has_sddmm_structure,
+        adj.has_transpose,
+        adj.is_padded,
+        torch.are_deterministic_algorithms_enabled(),
+        is_cuda and torch.cuda.is_current_stream_capturing(),
+    )
+
+
+def follow(adj: Adjacency, rule: Callable[[Facts], Choice]) -> Choice:
+    """Asks a rule; counts the use and converts the structure where it says so."""
+    choice = rule(facts_of(adj))
+    if choice.counts:
+        adj.usage.products += 1
+    if choice.converts:
+        adj.try_bsb()
+        choice = rule(facts_of(adj))
+    return choice
+
+
+def scatters(adj: Adjacency, algorithm: str, dtype: torch.dtype, value: Tensor | None) -> bool:
+    """`policy.scatters` for the gradient of a product with these values; counts it if so."""
+    if adj.usage.scattered is None:
+        return False
+    per_entry = value is None or (value.dim() <= 2 and value.numel() == adj.num_values)
+    if not policy.scatters(facts_of(adj), algorithm, dtype, per_entry):
+        return False
+    adj.usage.scattered += 1
+    return True
+
+
+def used_csr(adj: Adjacency) -> Any:
+    """The structure for the CSR kernels, which it counts as a use.
+
+    Slices in row order, which cost nothing, are replaced by sorted ones where a structure is used on.
+    """
+    if not adj.has_sorted_slices:
+        adj.usage.csr += 1
+        if adj.usage.csr >= policy.UNSORTED_USES and not torch.cuda.is_current_stream_capturing():
+            adj.sort_slices()
+    return adj.csr_structure

@@ -1,0 +1,440 @@
+"""Plans of spmm: what a product can know beforehand, and the one call that is left."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C, policy
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.formats.bsb import HEIGHT
+from fastsparse_core.ops._common import (
+    DTYPE_CODE,
+    accumulation_dtype,
+    address,
+    allows_tf32,
+    edges_from_dense,
+    is_dense,
+    num_heads,
+    unit_stride,
+)
+from fastsparse_core.ops._facts import facts_of, follow, scatters, used_csr
+from fastsparse_core.structure.adjacency import Adjacency
+
+
+def launch_spmm(
+    adj: Adjacency,
+    x: Tensor,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    bias: Tensor | None,
+    algorithm: str,
+    relu: bool = False,
+) -> Tensor:
+    """The sum that `spmm` computes, nothing being checked or recorded.
+
+    Args:
+        adj: structure (num_dst, num_src).
+        x: features (num_src, width).
+        value: values of edges or of dense vectors, in a dtype that kernels take beside ``x``; None: 1.
+        scale_dst: (num_dst,) in the accumulation dtype; None: 1.
+        scale_src: (num_src,) in the accumulation dtype; None: 1.
+        bias: (width,); None: 0.
+        algorithm: as the caller asked.
+        relu: whether negative results become 0.
+
+    Returns:
+        (num_dst, width) in the dtype of ``x``.
+    """
+    row_stride, column_stride = x.stride()
+    if column_stride != 1:
+        x = unit_stride(x)
+        row_stride = x.stride(0)
+    dtype, width = x.dtype, x.shape[1]
+    if bias is not None and not (bias.dtype == dtype and bias.is_contiguous()):
+        bias = bias.to(dtype).contiguous()
+    if x.is_cuda:
+        stride_bytes, width_bytes = row_stride * dtype.itemsize, width * dtype.itemsize
+        pieces = width_bytes % 16 == x.data_ptr() % 16 == stride_bytes % 16 == 0
+        aligned = pieces and stride_bytes < 1 << 32
+    else:
+        aligned = False  # which no kernel of the CPU asks for
+    # Most calls repeat one: a step of a small model takes as long as the host needs to launch it.
+    if value is None:
+        key: tuple[Any, ...] = ("spmm", dtype, width, algorithm, aligned, scale_src is None)
+    else:
+        value = value.contiguous()
+        key = ("spmm", dtype, width, algorithm, aligned, value.dtype, value.shape[1:])
+    plan: SpmmPlan | None = adj.plans.get(key)
+    if plan is None:
+        out = x.new_empty(adj.num_dst, width)
+        if out.numel() == 0:
+            return out
+        plan = _plan(adj, x, value, scale_src is not None, algorithm, aligned, key)
+    return plan.run(adj, x, value, scale_dst, scale_src, bias, relu)
+
+
+def _plan(
+    adj: Adjacency,
+    x: Tensor,
+    value: Tensor | None,
+    scales_src: bool,
+    algorithm: str,
+    aligned: bool,
+    key: tuple[Any, ...],
+) -> SpmmPlan:
+    """The plan for calls like this one, kept where later ones will get the same."""
+    dtype, width, heads, dense = x.dtype, x.shape[1], num_heads(value), is_dense(value)
+    weighted = value is not None or scales_src
+    call = (algorithm, dtype, width, heads, aligned, dense)
+    rule = policy.spmm_algorithm
+    choice = follow(adj, lambda facts: rule(facts, adj.gpu, *call, weighted=weighted))
+    chosen, is_final = choice.algorithm, choice.is_final
+    plan: SpmmPlan
+    if chosen == "flashsparse":
+        plan = _BsbPlan(adj, dtype, width, value)
+    elif policy.spmm_resident(facts_of(adj), adj.gpu, chosen, dtype, width, heads, aligned):
+        plan = _ResidentPlan(adj, dtype, value, tensor_cores=chosen == "tca")
+    elif chosen == "tca":
+        plan = _TcaPlan(adj, dtype, value)
+    elif chosen == "hr":
+        plan = _HrPlan(adj, dtype, value)
+    else:
+        plan = _CsrPlan(adj, dtype, value, weighted=weighted)
+        is_final = is_final and adj.has_sorted_slices
+    if dense and chosen != "flashsparse":
+        plan = _DensePlan(plan)
+    if is_final:
+        adj.plans[key] = plan
+    return plan
+
+
+class SpmmPlan(Protocol):
+    """A kernel of spmm with what it reads of a structure, for calls of one dtype, width and layout.
+
+    It does not keep the structure, which keeps it.
+    """
+
+    def run(
+        self,
+        adj: Adjacency,
+        x: Tensor,
+        value: Tensor | None,
+        scale_dst: Tensor | None,
+        scale_src: Tensor | None,
+        bias: Tensor | None,
+        relu: bool,
+    ) -> Tensor:
+        """The product; arguments as of `launch_spmm`, with columns of ``x`` next to each other."""
+
+
+class _DirectPlan:
+    """What the plans from CSR have in common."""
+
+    def __init__(self, adj: Adjacency, structure: Any, dtype: torch.dtype, value: Tensor | None) -> None:
+        self.structure = structure
+        self.num_dst = adj.num_dst
+        self.dtype_code = DTYPE_CODE[dtype]
+        self.value_code = 0 if value is None else DTYPE_CODE[value.dtype]
+        self.device = device_index(adj.device)
+
+    def _arguments(
+        self,
+        x: Tensor,
+        value: Tensor | None,
+        scale_dst: Tensor | None,
+        scale_src: Tensor | None,
+        bias: Tensor | None,
+        relu: bool,
+        out: Tensor,
+    ) -> tuple[Any, ...]:
+        """What most bindings take after the structure, in their order."""
+        return (
+            self.dtype_code,
+            x.shape[1],
+            x.data_ptr(),
+            x.stride(0),
+            address(value),
+            self.value_code,
+            address(scale_dst),
+            address(scale_src),
+            address(bias),
+            relu,
+            out.data_ptr(),
+        )
+
+    def _place(self) -> tuple[Any, ...]:
+        return self.device, queue(self.device)
+
+
+class _CsrPlan(_DirectPlan):
+    """Rows cut into slices (spmm_csr.cu); whole rows on the CPU."""
+
+    def __init__(self, adj: Adjacency, dtype: torch.dtype, value: Tensor | None, *, weighted: bool) -> None:
+        super().__init__(adj, used_csr(adj), dtype, value)
+        self.heads = num_heads(value)
+        self.num_slots = adj.row_split.num_slots if self.device >= 0 else 0
+        self.partial_dtype = accumulation_dtype(dtype)
+        self.tile = policy.csr_tile(facts_of(adj), dtype.itemsize, adj.gpu, weighted=weighted)
+
+    def run(
+        self,
+        adj: Adjacency,
+        x: Tensor,
+        value: Tensor | None,
+        scale_dst: Tensor | None,
+        scale_src: Tensor | None,
+        bias: Tensor | None,
+        relu: bool,
+    ) -> Tensor:
+        width, device = x.shape[1], self.device
+        out = x.new_empty(self.num_dst, width)
+        partial = None
+        if self.num_slots:
+            partial = x.new_empty(self.num_slots, width, dtype=self.partial_dtype)
+        _C.spmm_csr(
+            self.structure,
+            self.dtype_code,
+            width,
+            x.data_ptr(),
+            x.stride(0),
+            0 if value is None else value.data_ptr(),
+            self.value_code,
+            self.heads,
+            0 if scale_dst is None else scale_dst.data_ptr(),
+            0 if scale_src is None else scale_src.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            relu,
+            out.data_ptr(),
+            0 if partial is None else partial.data_ptr(),
+            self.tile,
+            device,
+            torch.get_num_threads() if device < 0 else queue(device),
+        )
+        return out
+
+
+class _TcaPlan(_DirectPlan):
+    """Tensor cores from CSR as it lies (spmm_tca.cu)."""
+
+    def __init__(self, adj: Adjacency, dtype: torch.dtype, value: Tensor | None) -> None:
+        super().__init__(adj, adj.plain_structure, dtype, value)
+
+    def run(
+        self,
+        adj: Adjacency,
+        x: Tensor,
+        value: Tensor | None,
+        scale_dst: Tensor | None,
+        scale_src: Tensor | None,
+        bias: Tensor | None,
+        relu: bool,
+    ) -> Tensor:
+        out = x.new_empty(self.num_dst, x.shape[1])
+        arguments = self._arguments(x, value, scale_dst, scale_src, bias, relu, out)
+        _C.spmm_tca(self.structure, *arguments, *self._place())
+        return out
+
+
+class _ResidentPlan(_DirectPlan):
+    """All sources in shared memory (spmm_resident.cu)."""
+
+    def __init__(
+        self, adj: Adjacency, dtype: torch.dtype, value: Tensor | None, *, tensor_cores: bool
+    ) -> None:
+        super().__init__(adj, adj.plain_structure, dtype, value)
+        self.tensor_cores = tensor_cores
+
+    def run(
+        self,
+        adj: Adjacency,
+        x: Tensor,
+        value: Tensor | None,
+        scale_dst: Tensor | None,
+        scale_src: Tensor | None,
+        bias: Tensor | None,
+        relu: bool,
+    ) -> Tensor:
+        out = x.new_empty(self.num_dst, x.shape[1])
+        arguments = self._arguments(x, value, scale_dst, scale_src, bias, relu, out)
+        _C.spmm_resident(self.structure, *arguments, self.tensor_cores, *self._place())
+        return out
+
+
+class _HrPlan(_DirectPlan):
+    """Tensor cores for long pieces of rows, CUDA cores for the rest (spmm_hr.cu)."""
+
+    def __init__(self, adj: Adjacency, dtype: torch.dtype, value: Tensor | None) -> None:
+        # The structure first: while a graph is captured it says what is missing, before a number is read.
+        super().__init__(adj, adj.hybrid_structure, dtype, value)
+        self.num_long, self.num_slots = adj.hybrid_rows.num_long, adj.hybrid_rows.num_slots
+
+    def run(
+        self,
+        adj: Adjacency,
+        x: Tensor,
+        value: Tensor | None,
+        scale_dst: Tensor | None,
+        scale_src: Tensor | None,
+        bias: Tensor | None,
+        relu: bool,
+    ) -> Tensor:
+        width = x.shape[1]
+        out = x.new_empty(self.num_dst, width)
+        partial = x.new_empty(self.num_slots, width, dtype=torch.float32) if self.num_slots else None
+        arguments = self._arguments(x, value, scale_dst, scale_src, bias, relu, out)
+        _C.spmm_hr(self.structure, self.num_long, *arguments, address(partial), *self._place())
+        return out
+
+
+class _BsbPlan:
+    """Binary sparse blocks on the tensor cores (spmm_bsb.cu)."""
+
+    def __init__(self, adj: Adjacency, dtype: torch.dtype, width: int, value: Tensor | None) -> None:
+        dense = is_dense(value)
+        self.structure = adj.bsb_structure(valued=value is not None and not dense)
+        self.num_partial = adj.bsb_split.num_slots * HEIGHT
+        self.quad_vector = adj.quad_vector() if dense else None
+        self.dtype_code = DTYPE_CODE[dtype]
+        self.value_code = 0 if value is None else DTYPE_CODE[value.dtype]
+        self.heads = num_heads(value)
+        self.is_float32 = dtype == torch.float32
+        self.features_per_lane = policy.features_per_lane(width, dtype.itemsize)
+        self.blocks_per_step = policy.blocks_per_step(adj.bsb.num_blocks, adj.bsb.num_windows)
+
+    def run(
+        self,
+        adj: Adjacency,
+        x: Tensor,
+        value: Tensor | None,
+        scale_dst: Tensor | None,
+        scale_src: Tensor | None,
+        bias: Tensor | None,
+        relu: bool,
+    ) -> Tensor:
+        width = x.shape[1]
+        out = x.new_empty(adj.num_dst, width)
+        vector_scale = None  # a name until after the launch: while a graph is captured nothing else keeps it
+        if scale_src is not None and value is None and not self.is_float32:
+            vector_scale = adj.vector_scale(scale_src)
+        elif scale_src is not None:
+            # In float32 a weight costs a third product on the tensor cores: more than scaling the features.
+            x = (x * scale_src[:, None]).to(x.dtype)
+        if bias is not None and bias.data_ptr() % 16:
+            bias = bias.clone()  # read in 16-byte pieces
+        partial = x.new_empty(self.num_partial, width, dtype=torch.float32) if self.num_partial else None
+        index = x.get_device()
+        _C.spmm_bsb(
+            self.structure,
+            self.dtype_code,
+            width,
+            x.data_ptr(),
+            x.stride(0),
+            0 if value is None else value.data_ptr(),
+            self.value_code,
+            self.heads,
+            0 if self.quad_vector is None else self.quad_vector.data_ptr(),
+            0 if vector_scale is None else vector_scale.data_ptr(),
+            0 if scale_dst is None else scale_dst.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            relu,
+            out.data_ptr(),
+            0 if partial is None else partial.data_ptr(),
+            self.features_per_lane,
+            self.blocks_per_step,
+            self.is_float32 and allows_tf32(),
+            index,
+            queue(index),
+        )
+        return out
+
+
+class _DensePlan:
+    """Values of dense vectors for a kernel that takes those of edges: copied first."""
+
+    def __init__(self, plan: SpmmPlan) -> None:
+        self.plan = plan
+
+    def run(
+        self,
+        adj: Adjacency,
+        x: Tensor,
+        value: Tensor | None,
+        scale_dst: Tensor | None,
+        scale_src: Tensor | None,
+        bias: Tensor | None,
+        relu: bool,
+    ) -> Tensor:
+        assert value is not None
+        return self.plan.run(adj, x, edges_from_dense(adj, value), scale_dst, scale_src, bias, relu)
+
+
+def add_transposed(
+    adj: Adjacency,
+    x: Tensor,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    total: Tensor,
+    num_given: int = 0,
+) -> Tensor:
+    """Adds the transposed product to ``total``, contiguous float32 (num_src, width), without a transpose.
+
+    On CUDA by atomics, in any order. The arguments are those of the product itself, ``x`` is (num_dst,
+    width), and of ``total`` only the first ``num_given`` rows hold something yet. Where this may be called,
+    `policy.scatters` says.
+
+    Returns:
+        ``total``; or where there is nothing in it yet, `policy.counts_sources` and ``x`` has 16 bits, the
+        result in the dtype of ``x``, and ``total`` served the sums.
+    """
+    x = unit_stride(x)
+    if value is not None:
+        value = value.contiguous()
+    index = device_index(x.device)
+    count = out = None
+    is_float = x.dtype == torch.float32
+    if (is_float or num_given == 0) and policy.counts_sources(facts_of(adj), x.size(1)):
+        count = torch.empty(adj.num_src, dtype=torch.int32, device=x.device)
+        out = None if is_float else torch.empty_like(total, dtype=x.dtype)
+    _C.spmm_csr_transposed(
+        used_csr(adj),
+        DTYPE_CODE[x.dtype],
+        x.size(1),
+        x.data_ptr(),
+        x.stride(0),
+        address(value),
+        0 if value is None else DTYPE_CODE[value.dtype],
+        address(scale_dst),
+        address(scale_src),
+        total.data_ptr(),
+        num_given,
+        address(count),
+        address(out),
+        index,
+        queue(index),
+    )
+    return total if out is None else out
+
+
+def grad_of_features(
+    adj: Adjacency,
+    grad: Tensor,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    algorithm: str,
+) -> Tensor:
+    """The transposed product: what reaches the features of a product with ``adj``, nothing being recorded.
+
+    The arguments are those of the product itself, and ``grad`` is the gradient of its result.
+    """
+    if scatters(adj, algorithm, grad.dtype, value):
+        total = grad.new_empty(adj.num_src, grad.size(1), dtype=torch.float32)
+        return add_transposed(adj, grad, value, scale_dst, scale_src, total).to(grad.dtype)
+    if is_dense(value):
+        value = edges_from_dense(adj, value)
+    return launch_spmm(adj.t(), grad, value, scale_src, scale_dst, None, algorithm)

@@ -1,0 +1,810 @@
+"""Layers of any class under `accelerate`: PyG's own, layers as people write them, and hostile ones."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric
+from pyg_cases import as_kind, close, gradients, random_graph, simple_graph
+from torch import Tensor, nn
+from torch_geometric import EdgeIndex
+from torch_geometric import nn as pyg
+from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.utils import degree, scatter, softmax
+
+import fastsparse_pyg
+from benchmarks import any_layer as any_layer_benchmark
+from benchmarks.pyg_layers import LAYERS, NO_LAYER, Inputs
+from fastsparse_pyg import VerificationError, accelerate, prepare, restore
+from fastsparse_pyg.nn import any_layer
+
+N, WIDTH = 40, 6
+EDGES = random_graph(N)
+E = EDGES.size(1)
+
+
+def results(layer: nn.Module, call: Callable[[Any], Any], leaves: list[Tensor]) -> list[Tensor | None]:
+    """Output and gradients of everything."""
+    torch.manual_seed(7)
+    out = call(layer)
+    if not out.requires_grad:
+        return [out]
+    return [out, *gradients(out, [*leaves, *layer.parameters()])]
+
+
+def check(
+    layer: nn.Module, call: Callable[[Any], Any], leaves: list[Tensor], tolerance: float = 1e-9
+) -> list[str]:
+    """Accelerated against original, twice (a second call may differ), and back; returns the kernels."""
+    expected = results(layer, call, leaves)
+    classes = [type(module) for module in layer.modules()]
+    report = accelerate(layer, show=False)
+    assert report.swapped, report
+    for _ in range(2):
+        for got, want in zip(results(layer, call, leaves), expected, strict=True):
+            assert (got is None) == (want is None)
+            if want is not None:
+                close(got, want, tolerance, floor=1e-1)
+    restore(layer)
+    assert [type(module) for module in layer.modules()] == classes
+    return [row.kernel for row in report.swapped]
+
+
+# ---------------------------------------------------------------- PyG's layers
+
+
+def test_the_table_is_complete() -> None:
+    assert set(LAYERS) | set(NO_LAYER) == set(torch_geometric.nn.conv.__all__)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_pyg(name: str, dtype: torch.dtype, device: str, caplog: pytest.LogCaptureFixture) -> None:
+    it = Inputs.draw(random_graph(N, device=device), N, WIDTH, dtype)
+    layer = LAYERS[name].make(WIDTH).to(device, dtype)
+    exact = dtype == torch.float64 and name != "ClusterGCNConv"
+    with caplog.at_level(logging.INFO, logger="fastsparse_pyg"):
+        check(layer, lambda one: LAYERS[name].call(one, it), it.leaves(), 1e-9 if exact else 5e-5)
+    assert not [record for record in caplog.records if "PyG's own code" in record.message]
+
+
+#: Options that change what a layer's messages are or how they are reduced.
+OPTIONS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Inputs], Tensor]]] = {
+    "aggr=max": (lambda: pyg.GINEConv(nn.Linear(6, 4), edge_dim=4, aggr="max"), LAYERS["GINEConv"].call),
+    "aggr=mul": (lambda: pyg.GENConv(6, 4, aggr="mul", edge_dim=4), LAYERS["GENConv"].call),
+    "aggr=list": (lambda: pyg.SAGEConv(6, 4, aggr=["mean", "std", "softmax"]), LAYERS["SAGEConv"].call),
+    "aggr=var": (lambda: pyg.GENConv(6, 4, aggr="var", edge_dim=4), LAYERS["GENConv"].call),
+    "aggr=powermean": (lambda: pyg.GENConv(6, 4, aggr="powermean", edge_dim=4), LAYERS["GENConv"].call),
+    "aggr=median": (lambda: pyg.SAGEConv(6, 4, aggr="median"), LAYERS["SAGEConv"].call),
+    "aggr=max of GCN": (lambda: pyg.GCNConv(6, 4, aggr="max"), LAYERS["GCNConv"].call),
+    "flow": (
+        lambda: pyg.GINEConv(nn.Linear(6, 4), edge_dim=4, flow="target_to_source"),
+        LAYERS["GINEConv"].call,
+    ),
+    "flow of copies": (lambda: pyg.LEConv(6, 4, flow="target_to_source"), LAYERS["LEConv"].call),
+    "flow of products": (
+        lambda: pyg.SimpleConv(aggr="mean", flow="target_to_source"),
+        LAYERS["SimpleConv"].call,
+    ),
+    "decomposed": (lambda: Copying(decomposed_layers=2), LAYERS["LGConv"].call),
+    "normalised FAConv": (lambda: pyg.FAConv(6, dropout=0.5), LAYERS["FAConv"].call),
+    "GAT with edges": (
+        lambda: pyg.GATConv(6, 3, heads=2, edge_dim=4, residual=True),
+        lambda layer, it: layer(it.x, it.edge_index, it.edge_attr),
+    ),
+    "lazy": (lambda: pyg.GENConv(-1, 4, edge_dim=4), LAYERS["GENConv"].call),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str, device: str) -> None:
+    make, call = OPTIONS[name]
+    it = Inputs.draw(random_graph(N, device=device), N, WIDTH, torch.float64)
+    layer = make().to(device, torch.float64)
+    if name == "lazy":
+        with torch.no_grad():
+            accelerate(layer, show=False)
+            call(layer, it)
+            restore(layer)
+    check(layer, lambda one: call(one, it), it.leaves())
+
+
+@pytest.mark.parametrize("dims", ["pair", "no destinations", "size"])
+def test_bipartite(dims: str, device: str) -> None:
+    edges = random_graph(N, 12, 60, device=device)
+    x = torch.randn(N, 6, dtype=torch.float64, device=device, requires_grad=True)
+    dst = torch.randn(12, 6, dtype=torch.float64, device=device, requires_grad=True)
+    attr = torch.randn(edges.size(1), 4, dtype=torch.float64, device=device, requires_grad=True)
+    layer = pyg.GINEConv(nn.Linear(6, 4), edge_dim=4).to(device, torch.float64)
+    pair, size = ((x, dst), None) if dims == "pair" else ((x, None), (N, 12))
+    if dims == "no destinations":
+        layer = pyg.SimpleConv("max")
+        check(layer, lambda one: one(pair, edges, size=size), [x])
+        return
+    check(layer, lambda one: one(pair, edges, attr, size=size), [x, attr])
+
+
+# ---------------------------------------------------------------- layers as people write them
+
+
+class Copying(MessagePassing):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x)
+
+
+class Weighted(MessagePassing):
+    """Every spelling of a weight per edge."""
+
+    def __init__(self, spelling: str) -> None:
+        super().__init__()
+        self.spelling = spelling
+
+    def forward(self, x: Tensor, edge_index: Tensor, norm: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x, norm=norm)
+
+    def message(self, x_j: Tensor, norm: Tensor) -> Tensor:
+        if self.spelling == "view":
+            return norm.view(-1, 1) * x_j
+        if self.spelling == "right":
+            return x_j * norm.unsqueeze(-1)
+        if self.spelling == "slice":
+            return norm[:, None] * x_j
+        if self.spelling == "reshape":
+            return torch.mul(x_j, norm.reshape(-1, 1))
+        if self.spelling == "divided":
+            return x_j / norm.view(-1, 1)
+        return (norm * norm).sqrt().view(-1, 1) * x_j
+
+
+class PerHead(MessagePassing):
+    def __init__(self) -> None:
+        super().__init__(node_dim=0)
+        self.att = nn.Parameter(torch.randn(1, 2, 3))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = x.view(-1, 2, 3)
+        return self.propagate(edge_index, x=x).flatten(1)
+
+    def message(self, x_i: Tensor, x_j: Tensor, index: Tensor, ptr: Any, size_i: int | None) -> Tensor:
+        score = ((x_i + x_j).tanh() * self.att).sum(-1)
+        return x_j * softmax(score, index, ptr, size_i).unsqueeze(-1)
+
+
+class OptionalWeight(MessagePassing):
+    def forward(self, x: Tensor, edge_index: Tensor, weight: Tensor | None = None) -> Tensor:
+        return self.propagate(edge_index, x=x, weight=weight)
+
+    def message(self, x_j: Tensor, weight: Tensor | None) -> Tensor:
+        return x_j if weight is None else x_j * weight.view(-1, 1)
+
+
+class Edgewise(MessagePassing):
+    def __init__(self) -> None:
+        super().__init__("max")
+        self.mlp = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x, edge_attr=edge_attr)
+
+    def message(self, x_i: Tensor, x_j: Tensor, edge_attr: Tensor) -> Tensor:
+        return self.mlp(torch.cat([x_i, x_j - x_i, edge_attr], dim=-1))
+
+
+class Gate(MessagePassing):
+    """Elementwise weights, which look like a weight per edge."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x, gate=F.pad(edge_attr, (0, 2)).sigmoid())
+
+    def message(self, x_j: Tensor, gate: Tensor) -> Tensor:
+        return gate * x_j
+
+
+class Updated(MessagePassing):
+    def __init__(self) -> None:
+        super().__init__("mean")
+        self.lin = nn.Linear(6, 4)
+        self.skip = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=self.lin(x), root=x)
+
+    def update(self, inputs: Tensor, root: Tensor) -> Tensor:
+        return inputs.relu() + self.skip(root)
+
+
+class WithDegree(MessagePassing):
+    """The tutorial's GCN."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="add")
+        self.lin = nn.Linear(6, 4, bias=False)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        edge_index, _ = torch_geometric.utils.add_self_loops(edge_index, num_nodes=x.size(0))
+        row, col = edge_index
+        deg = degree(col, x.size(0), dtype=x.dtype).pow(-0.5)
+        deg[deg == float("inf")] = 0
+        return self.propagate(edge_index, x=self.lin(x), norm=deg[row] * deg[col])
+
+    def message(self, x_j: Tensor, norm: Tensor) -> Tensor:
+        return norm.view(-1, 1) * x_j
+
+
+class EdgeUpdater(MessagePassing):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        alpha = self.edge_updater(edge_index, x=x)
+        return self.propagate(edge_index, x=x, alpha=alpha)
+
+    def edge_update(self, x_i: Tensor, x_j: Tensor, index: Tensor, size_i: int | None) -> Tensor:
+        return softmax((x_i * x_j).sum(-1), index, num_nodes=size_i)
+
+    def message(self, x_j: Tensor, alpha: Tensor) -> Tensor:
+        return alpha.unsqueeze(-1) * x_j
+
+
+class LastDimension(MessagePassing):
+    """Features (batch, channels, nodes) and (nodes,)."""
+
+    def __init__(self) -> None:
+        super().__init__(node_dim=-1)
+
+    def forward(self, x: Tensor, edge_index: Tensor, weight: Tensor) -> Tensor:
+        x = x.t()
+        out = self.propagate(edge_index, x=x, weight=weight) + self.propagate(
+            edge_index, x=x[0], weight=weight
+        )
+        return out.t()
+
+    def message(self, x_j: Tensor, weight: Tensor) -> Tensor:
+        return x_j * weight
+
+
+X_E = Callable[[Any, Inputs], Tensor]
+plain: X_E = LAYERS["GCNConv"].call
+weighted: X_E = LAYERS["GraphConv"].call
+attributed: X_E = LAYERS["GINEConv"].call
+SPMM, SEGMENT = "spmm (sum)", "message() per edge"
+WRITTEN: dict[str, tuple[Callable[[], nn.Module], X_E, str]] = {
+    "Copying": (Copying, plain, "x_j: spmm (sum)"),
+    **{
+        f"Weighted {spelling}": (
+            lambda spelling=spelling: Weighted(spelling),
+            weighted,
+            "w * x_j: spmm (sum)",
+        )
+        for spelling in ("view", "right", "slice", "reshape", "divided", "computed")
+    },
+    "PerHead": (PerHead, plain, "w * x_j: spmm (sum)"),
+    "OptionalWeight given": (OptionalWeight, weighted, "w * x_j: spmm (sum)"),
+    "OptionalWeight absent": (OptionalWeight, plain, "w * x_j: spmm (sum)"),
+    "Edgewise": (Edgewise, attributed, "message() per edge: segment max"),
+    "Gate": (Gate, attributed, "w * x_j: spmm (sum)"),
+    "Updated": (Updated, plain, "x_j: spmm (mean)"),
+    "WithDegree": (WithDegree, plain, "w * x_j: spmm (sum)"),
+    "EdgeUpdater": (EdgeUpdater, plain, "w * x_j: spmm (sum)"),
+    "LastDimension": (LastDimension, weighted, "w * x_j: spmm (sum)"),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_layers_as_people_write_them(name: str, device: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, call, kernel = WRITTEN[name]
+    it = Inputs.draw(random_graph(N, device=device), N, WIDTH, torch.float64)
+    layer = make().to(device, torch.float64)
+    with caplog.at_level(logging.INFO, logger="fastsparse_pyg"):
+        assert check(layer, lambda one: call(one, it), it.leaves()) == [kernel]
+    assert not caplog.records
+
+
+def test_no_messages_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weighted copy gathers no features, and does not call message()."""
+    it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
+    layers: list[tuple[nn.Module, X_E]] = [(Weighted("view"), weighted), (OptionalWeight(), plain)]
+    for layer, call in layers:
+        accelerate(layer, show=False)
+        expected = call(layer, it)
+        monkeypatch.setattr(any_layer, "gather", None)
+        close(call(layer, it), expected)
+        monkeypatch.undo()
+
+
+# ---------------------------------------------------------------- hostile ones
+
+SCALE = 2.0
+SEEN: list[int] = []
+
+
+class Hostile(MessagePassing):
+    """Base of what follows: `forward` hands over everything."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.lin = nn.Linear(6, 6)
+        self.factor = nn.Parameter(torch.tensor([1.5]))
+        self.calls = 0
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x, edge_attr=edge_attr)
+
+
+class Printing(Hostile):
+    def message(self, x_j: Tensor) -> Tensor:
+        print("message", tuple(x_j.shape))
+        return x_j
+
+
+class Branching(Hostile):
+    def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
+        if edge_attr.sum() > 0:
+            return x_j
+        return edge_attr.sum(-1, keepdim=True) * x_j
+
+
+class InPlace(Hostile):
+    def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
+        x_j[edge_attr[:, 0] > 0] = 0.0
+        x_j.mul_(2.0)
+        return x_j
+
+
+class CapturedGlobal(Hostile):
+    def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
+        return SCALE * edge_attr[:, :1] * x_j
+
+
+class CapturedOnLayer(Hostile):
+    """Edge features kept on the layer, in the caller's order."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        self.kept = edge_attr[:, :1]
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return self.kept * x_j
+
+
+class OnlyDestinations(Hostile):
+    def message(self, x_i: Tensor, edge_attr: Tensor) -> Tensor:
+        return x_i * edge_attr[:, :1]
+
+
+class NoFeatures(Hostile):
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        return self.propagate(edge_index, edge_attr=edge_attr, size=(N, N))
+
+    def message(self, edge_attr: Tensor) -> Tensor:
+        return edge_attr
+
+
+class NoFeaturesNoSize(NoFeatures):
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        return self.propagate(edge_index, edge_attr=edge_attr)
+
+
+class TupleOutput(Hostile):
+    def message(self, x_j: Tensor, edge_attr: Tensor) -> tuple[Tensor, Tensor]:
+        return x_j, edge_attr
+
+    def aggregate(self, inputs: Any, index: Tensor, dim_size: int | None = None) -> Tensor:
+        return torch.cat([scatter(each, index, 0, dim_size, "mean") for each in inputs], dim=-1)
+
+
+class Integers(Hostile):
+    def message(self, x_j: Tensor) -> Tensor:
+        return (x_j * 10).long()
+
+
+class OwnAggregation(Hostile):
+    def aggregate(self, inputs: Tensor, index: Tensor, dim_size: int | None = None) -> Tensor:
+        out = inputs.new_zeros(dim_size or 0, inputs.size(1))
+        out = out.index_add(0, index, inputs)
+        return out.scatter_add(0, index.unsqueeze(-1).expand(-1, inputs.size(1)), inputs.relu())
+
+
+class Nested(Hostile):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Copying()
+
+    def update(self, inputs: Tensor, edge_attr: Tensor) -> Tensor:
+        return self.inner(inputs, EDGES.to(inputs.device))
+
+
+class InMessage(Hostile):
+    """A message that is another layer's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Copying()
+
+    def message(self, x_j: Tensor, edge_index: Tensor) -> Tensor:
+        return x_j + self.inner(x_j, edge_index)
+
+
+class TwoSizes(Hostile):
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        half = edge_index[:, (edge_index < 20).all(0)]
+        first = self.propagate(half, x=x[:20])
+        return self.propagate(edge_index, x=x) + F.pad(first, (0, 0, 0, 20))
+
+
+class ParametersInside(Hostile):
+    def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
+        return self.lin(x_j) * self.factor * edge_attr[:, :1]
+
+
+class ParameterAsWeight(Hostile):
+    def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
+        return x_j * (self.factor * edge_attr[:, :1]).tanh()
+
+
+class OnlyUpdate(pyg.GCNConv):
+    def __init__(self) -> None:
+        super().__init__(6, 4)
+
+    def update(self, inputs: Tensor) -> Tensor:
+        return inputs.tanh()
+
+
+class Counting(Hostile):
+    def message(self, x_j: Tensor) -> Tensor:
+        self.calls += 1
+        return x_j * self.calls
+
+
+class Remembering(Hostile):
+    def message(self, x_j: Tensor) -> Tensor:
+        SEEN.append(x_j.size(0))
+        return x_j
+
+
+class Keeping(Hostile):
+    """Leaves a tensor of the edges on the layer."""
+
+    def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
+        alpha = edge_attr[:, :1].sigmoid()
+        self.alpha = alpha
+        return alpha * x_j
+
+    def update(self, inputs: Tensor) -> Tensor:
+        return inputs + self.alpha.sum()
+
+
+class Mode(Hostile):
+    """Training and options decide."""
+
+    power = 2
+
+    def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
+        weight = F.dropout(edge_attr[:, :1] ** self.power, 0.5, self.training)
+        return weight * x_j if self.training else x_j
+
+
+class OrderOfEdges(Hostile):
+    """The message of an edge depends on the edges beside it."""
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j + x_j.roll(1, 0)
+
+
+class NodesByIndex(Hostile):
+    """An argument that has a row per node, not per edge."""
+
+    def message(self, x: Tensor, edge_index_j: Tensor, index: Tensor) -> Tensor:
+        return x[edge_index_j] - x[index]
+
+
+class SameNumbers(Hostile):
+    """A table that happens to have as many rows as there are edges."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        table = edge_attr.cumsum(0)
+        return self.propagate(edge_index, x=x, table=table)
+
+    def message(self, x_j: Tensor, table: Tensor, index: Tensor) -> Tensor:
+        return x_j + table[index, :1]
+
+
+HOSTILE: list[type[MessagePassing]] = [
+    Branching,
+    InPlace,
+    CapturedGlobal,
+    CapturedOnLayer,
+    OnlyDestinations,
+    NoFeatures,
+    NoFeaturesNoSize,
+    TupleOutput,
+    Integers,
+    OwnAggregation,
+    Nested,
+    InMessage,
+    TwoSizes,
+    ParametersInside,
+    ParameterAsWeight,
+    Keeping,
+    Mode,
+    OrderOfEdges,
+    NodesByIndex,
+    SameNumbers,
+]
+
+
+@pytest.mark.parametrize("klass", HOSTILE, ids=[klass.__name__ for klass in HOSTILE])
+def test_hostile_layers(klass: Callable[[], nn.Module], device: str) -> None:
+    it = Inputs.draw(random_graph(N, device=device), N, WIDTH, torch.float64)
+    check(klass().to(device, torch.float64), lambda one: attributed(one, it), it.leaves())
+
+
+def test_update_alone() -> None:
+    it = Inputs.draw(EDGES, N, WIDTH, torch.float64)
+    assert check(OnlyUpdate().double(), lambda one: plain(one, it), it.leaves()) == ["w * x_j: spmm (sum)"]
+
+
+def test_side_effects(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each call has them, as often as PyG."""
+    it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
+    printing, counting, remembering = Printing(), Counting(), Remembering()
+    SEEN.clear()
+    for layer in (printing, counting, remembering):
+        accelerate(layer, show=False)
+        assert SEEN == []
+        for _ in range(3):
+            attributed(layer, it)
+    assert capsys.readouterr().out == f"message ({E}, 6)\n" * 3
+    assert counting.calls == 3
+    assert SEEN == [E] * 3
+
+
+def test_state_that_changes_after_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Globals, attributes, the mode and the method itself count as they are at each call."""
+    it = Inputs.draw(EDGES, N, WIDTH, torch.float64)
+    layer, reference = CapturedGlobal(), CapturedGlobal()
+    reference.load_state_dict(layer.state_dict())
+    layer, reference = layer.double(), reference.double()
+    accelerate(layer, show=False)
+    for scale in (2.0, 3.0):
+        monkeypatch.setitem(globals(), "SCALE", scale)
+        close(attributed(layer, it), attributed(reference, it), 1e-10)
+    mode = Mode().double()
+    accelerate(mode, show=False)
+    for training, power in ((True, 2), (False, 2), (True, 3)):
+        mode.train(training).power = power
+        other = copy.deepcopy(mode)
+        restore(other)
+        torch.manual_seed(1)
+        expected = attributed(other, it)
+        torch.manual_seed(1)
+        close(attributed(mode, it), expected, 1e-10)
+    copying = Copying()
+    accelerate(copying, show=False)
+    before = plain(copying, it)
+    copying.message = lambda x_j: 2 * x_j
+    close(plain(copying, it), 2 * before, 1e-10)
+
+
+def test_hooks_added_later(caplog: pytest.LogCaptureFixture) -> None:
+    it = Inputs.draw(EDGES, N, WIDTH, torch.float64)
+    layer = OptionalWeight()
+    accelerate(layer, show=False)
+    before = plain(layer, it)
+    with caplog.at_level(logging.INFO, logger="fastsparse_pyg"):
+        handle = layer.register_message_forward_hook(lambda module, inputs, out: 3 * out)
+        close(plain(layer, it), 3 * before, 1e-10)
+    assert "AcceleratedOptionalWeight: PyG's own code runs: a hook on message passing" in caplog.messages
+    handle.remove()
+    close(plain(layer, it), before, 1e-10)
+
+
+def test_explain_mode_and_back() -> None:
+    it = Inputs.draw(EDGES, N, WIDTH, torch.float64)
+    reference, layer = Copying(), Copying()
+    accelerate(layer, show=False)
+    expected = plain(reference, it)
+    for one in (reference, layer):
+        one.explain = True
+        one._edge_mask, one._loop_mask, one._apply_sigmoid = torch.linspace(-1, 1, E), None, True
+    close(plain(layer, it), plain(reference, it), 1e-10)
+    for one in (reference, layer):
+        one.explain = False
+    calls = []
+    product = any_layer.spmm
+    any_layer.spmm = lambda *arguments: (calls.append(1), product(*arguments))[1]
+    try:
+        close(plain(layer, it), expected, 1e-10)
+    finally:
+        any_layer.spmm = product
+    assert calls == [1]
+    restore(layer)
+    assert "propagate" not in vars(layer)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+def test_copies(how: str) -> None:
+    it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
+    layer = Edgewise()
+    accelerate(layer, show=False)
+    expected = attributed(layer, it)
+    if how == "deepcopy":
+        again = copy.deepcopy(layer)
+    elif how == "pickle":
+        again = pickle.loads(pickle.dumps(layer))
+    else:
+        file = io.BytesIO()
+        torch.save(layer, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=False)
+    assert type(again) is type(layer)
+    assert isinstance(again, Edgewise)
+    close(attributed(again, it), expected)
+    restore(again)
+    assert type(again) is Edgewise
+    close(attributed(again, it), expected)
+
+
+def test_kinds_of_edges(caplog: pytest.LogCaptureFixture) -> None:
+    """An EdgeIndex, sorted or not, and an Adjacency; a sparse matrix is PyG's."""
+    it = Inputs.draw(EDGES, N, WIDTH, torch.float64)
+    layer = Edgewise().double()
+    expected = attributed(layer, it)
+    accelerate(layer, show=False)
+    order = EDGES[1].argsort(stable=True)
+    by_dst = EdgeIndex(EDGES[:, order], sparse_size=(N, N), sort_order="col")
+    close(layer(it.x, by_dst, it.edge_attr[order]), expected, 1e-10)
+    close(layer(it.x, EdgeIndex(EDGES, sparse_size=(N, N)), it.edge_attr), expected, 1e-10)
+    adj = prepare(EDGES, N)
+    misses = fastsparse_pyg.cache_info().misses
+    close(layer(it.x, adj, it.edge_attr), expected, 1e-10)
+    close(layer(it.x, adj, it.edge_attr), expected, 1e-10)
+    assert fastsparse_pyg.cache_info().misses <= misses + 1
+    with pytest.raises(ValueError, match="expected edges or a plain Adjacency"):
+        layer(it.x, prepare(EDGES, N, add_self_loops=True), it.edge_attr)
+    copying = Copying()
+    accelerate(copying, show=False)
+    simple = simple_graph(N)
+    matrix = as_kind("csr", simple, N, N, torch.ones(simple.size(1), dtype=torch.float64))
+    with caplog.at_level(logging.INFO, logger="fastsparse_pyg"):
+        close(copying(it.x, matrix), copying(it.x, simple), 1e-10)
+    assert "AcceleratedCopying: PyG's own code runs: a sparse matrix" in caplog.messages
+
+
+def test_edges_that_a_layer_makes_anew_are_recognised() -> None:
+    """The third time that edges of that size come, they are compared instead of sorted."""
+    it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
+    layer = WithDegree()
+    accelerate(layer, show=False)
+    built = []
+    build = fastsparse_pyg.graph._build_from_edge_list
+    fastsparse_pyg.graph._build_from_edge_list = lambda *rest: (built.append(1), build(*rest))[1]
+    try:
+        expected = plain(layer, it)
+        for _ in range(5):
+            close(plain(layer, it), expected)
+        assert len(built) == 3
+        other = random_graph(N, seed=5)
+        it.edge_index = other
+        reference = copy.deepcopy(layer)
+        restore(reference)
+        close(plain(layer, it), plain(reference, it))
+    finally:
+        fastsparse_pyg.graph._build_from_edge_list = build
+
+
+def test_hostile_graphs(device: str) -> None:
+    """No edges, no nodes, one edge."""
+    for nodes, edges in ((5, torch.empty(2, 0, dtype=torch.long)), (0, torch.empty(2, 0, dtype=torch.long))):
+        it = Inputs.draw(edges.to(device), nodes, WIDTH, torch.float64)
+        for make, call in ((PerHead, plain), (Edgewise, attributed), (lambda: Weighted("view"), weighted)):
+            check(make().to(device, torch.float64), lambda one, call=call, it=it: call(one, it), [it.x])
+    it = Inputs.draw(torch.tensor([[2], [0]], device=device), 3, WIDTH, torch.float64)
+    for make, call in ((PerHead, plain), (Edgewise, attributed), (lambda: Weighted("slice"), weighted)):
+        check(make().to(device, torch.float64), lambda one, call=call, it=it: call(one, it), [it.x])
+
+
+def test_indices_out_of_range() -> None:
+    layer = Copying()
+    accelerate(layer, show=False)
+    with pytest.raises(IndexError, match="expected indices from 0 to 2"):
+        layer(torch.randn(3, 6), torch.tensor([[0, 1], [1, 3]]))
+
+
+def test_sixteen_bits_and_autocast(device: str) -> None:
+    it = Inputs.draw(random_graph(N, device=device), N, WIDTH, torch.bfloat16)
+    for make, call in ((Edgewise, attributed), (lambda: Weighted("view"), weighted)):
+        check(make().to(device, torch.bfloat16), lambda one, call=call: call(one, it), [it.x], 3e-2)
+    single = Inputs.draw(random_graph(N, device=device), N, WIDTH, torch.float32)
+    layer = Edgewise().to(device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        expected = attributed(layer, single)
+        accelerate(layer, show=False)
+        close(attributed(layer, single), expected, 3e-2)
+
+
+def test_the_same_bits(device: str) -> None:
+    """Outputs and gradients, of layers whose PyG code adds by atomics on CUDA."""
+    it = Inputs.draw(random_graph(2000, 2000, 20_000, device=device), 2000, 32, torch.float32)
+    for name in ("PointTransformerConv", "GENConv", "FiLMConv", "PNAConv"):
+        layer = LAYERS[name].make(32).to(device).eval()
+        accelerate(layer, show=False)
+        runs = [results(layer, lambda one, name=name: LAYERS[name].call(one, it), [it.x]) for _ in range(3)]
+        for run in runs[1:]:
+            for got, want in zip(run, runs[0], strict=True):
+                assert got is want is None or torch.equal(got, want)
+
+
+def test_compiled() -> None:
+    """PyG's code is compiled."""
+    it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
+    layer = Edgewise()
+    expected = attributed(layer, it)
+    accelerate(layer, show=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager")
+    close(compiled(it.x, it.edge_index, it.edge_attr), expected)
+
+
+def test_second_derivatives() -> None:
+    edges = random_graph(12, 12, 30)
+    layer = Edgewise().double()
+    layer.aggr_module = pyg.aggr.MeanAggregation()
+    layer.mlp[1] = nn.Tanh()
+    accelerate(layer, show=False)
+    x = torch.randn(12, 6, dtype=torch.float64, requires_grad=True)
+    attr = torch.randn(edges.size(1), 4, dtype=torch.float64)
+    assert torch.autograd.gradgradcheck(lambda x: layer(x, edges, attr).sum(0), (x,))
+
+
+# ---------------------------------------------------------------- verify
+
+
+def test_verify_passes_and_is_gone() -> None:
+    it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
+    model = nn.ModuleList([Edgewise(), pyg.GATConv(6, 4), pyg.GENConv(6, 4, edge_dim=4)])
+    norm = model[2].mlp[1]
+    before = norm.running_mean.clone()
+    accelerate(model, show=False, verify=True)
+    out = attributed(model[0], it)
+    plain(model[1], it)
+    keeping = Keeping()
+    attributed(keeping, it)  # leaves a tensor with a graph on the layer
+    accelerate(keeping, show=False, verify=True)
+    attributed(keeping, it)
+    with torch.no_grad():
+        attributed(model[2].eval(), it)
+    assert not any(one._forward_pre_hooks for one in model)
+    assert torch.equal(before, norm.running_mean), "the comparison runs on copies"
+    close(attributed(model[0], it), out)
+
+
+@pytest.mark.parametrize("fault", ["output", "gradient"])
+def test_verify_raises_and_falls_back(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
+    model = nn.Sequential(Edgewise())
+    expected = attributed(model[0], it)
+    accelerate(model, show=False, verify=True)
+    right = any_layer.reduce
+
+    def wrong(messages: Tensor, *rest: Any) -> Tensor:
+        out = right(messages, *rest)
+        return out * 1.1 if fault == "output" else out.detach() + 0.0 * messages.sum()
+
+    monkeypatch.setattr(any_layer, "reduce", wrong)
+    with pytest.raises(VerificationError, match=f"layer '0', AcceleratedEdgewise, differs .*{fault}"):
+        attributed(model[0], it)
+    assert type(model[0]) is Edgewise
+    close(attributed(model[0], it), expected)
+
+
+def test_the_page_lists_every_layer() -> None:
+    """docs/accelerate.md holds what `python -m benchmarks.any_layer --write` puts there."""
+    page = any_layer_benchmark.PAGE.read_text()
+    for row in any_layer_benchmark.rows():
+        assert f"| {' | '.join(row)} |" in page, "run python -m benchmarks.any_layer --write"
