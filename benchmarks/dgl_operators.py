@@ -1,6 +1,7 @@
 """DGL's operators on FastSparse, forward and backward, against our own, PyG's gather and scatter, and DGL's.
 
-DGL's own run on the CPU alone, as pip's DGL does. On CUDA only GATConv is timed on the CPU too, with two threads.
+DGL's own run on the CPU alone, as pip's DGL does. On CUDA only GATConv is timed on the CPU too, with two
+threads.
 """
 
 from __future__ import annotations
@@ -95,9 +96,7 @@ def _run_graph(graph: suite.Graph, options: argparse.Namespace, out: Recorder) -
         _cpu_layer(dgl, host, graph, options, out)
 
 
-def _cpu_layer(
-    dgl: Any, host: Any, graph: suite.Graph, options: argparse.Namespace, out: Recorder
-) -> None:
+def _cpu_layer(dgl: Any, host: Any, graph: suite.Graph, options: argparse.Namespace, out: Recorder) -> None:
     """GATConv of DGL itself on two cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -196,9 +195,12 @@ def pyg_steps(graph: suite.Graph, draws: Draws) -> Iterator[tuple[str, Step]]:
 
     yield "copy_u sum", (lambda x: reduce(take(x, src), "sum"), (x,))
     yield "u_mul_e sum", (lambda x, e: reduce(take(x, src) * e[:, None], "sum"), (x, draws.edge))
-    yield "u_mul_e sum, heads", (
-        lambda x, e: reduce(take(x, src) * e, "sum"),
-        (draws.heads, draws.edge_heads),
+    yield (
+        "u_mul_e sum, heads",
+        (
+            lambda x, e: reduce(take(x, src) * e, "sum"),
+            (draws.heads, draws.edge_heads),
+        ),
     )
     yield "copy_u mean", (lambda x: reduce(take(x, src), "mean"), (x,))
     yield "copy_u max", (lambda x: reduce(take(x, src), "max"), (x,))

@@ -117,8 +117,8 @@ ABOUT = {
     " small, whatever the number of edges, if nothing has their size.",
     "edges": "Layers 256 wide with 8 features per edge, forward and backward with all gradients, and the"
     " attention operator alone, against PyG and a weather model's Triton kernel.",
-    "dgl_operators": "DGL's operators after `fastsparse_dgl.enable()`, forward and backward, against ours on the"
-    " same structure, PyG's gather and scatter, and DGL's own on the CPU.",
+    "dgl_operators": "DGL's operators after `fastsparse_dgl.enable()`, forward and backward, against ours"
+    " on the same structure, PyG's gather and scatter, and DGL's own on the CPU.",
     "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
     "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
     " for the host.",

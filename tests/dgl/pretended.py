@@ -98,7 +98,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         others = [it for it in tensors if not isinstance(it, Pretended) and it.dim()]
         if on_device and others:
             raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two, cpu and the device: {func}"
+                f"Expected all tensors on the same device, but found cpu and the device: {func}"
             )
     if func.namespace == "fastsparse" and on_device:
         names = [argument.name for argument in func._schema.arguments]
@@ -121,7 +121,8 @@ def _twin(adj: Adjacency) -> Adjacency:
         return adj
     if not hasattr(adj, "twin"):
         state = {
-            name: item.inner if isinstance(item, Pretended) else item for name, item in adj.__getstate__().items()
+            name: item.inner if isinstance(item, Pretended) else item
+            for name, item in adj.__getstate__().items()
         }
         twin = Adjacency.__new__(Adjacency)
         twin.__setstate__(state)

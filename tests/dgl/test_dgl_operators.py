@@ -109,7 +109,10 @@ def test_edge_softmax(norm_by: str, shape: Any, device: str) -> None:
     check(lambda g, e: ops.edge_softmax(g, e, norm_by=norm_by), graph, (draw(11, *shape),), device)
     some = torch.tensor([0, 3, 4, 9])
     check(
-        lambda g, e, ids: ops.edge_softmax(g, e, eids=ids, norm_by=norm_by), graph, (draw(4, *shape), some), device
+        lambda g, e, ids: ops.edge_softmax(g, e, eids=ids, norm_by=norm_by),
+        graph,
+        (draw(4, *shape), some),
+        device,
     )
 
 
@@ -135,7 +138,7 @@ def test_ties_go_to_the_first_edge(op: str, reduce: str, device: str) -> None:
 def test_segment_reduce(reduce: str, device: str) -> None:
     length = torch.tensor([3, 0, 1, 5, 0])
     for x in (draw(9), draw(9, 4), torch.ones(9, 2, 3)):
-        check(lambda _, x, n: ops.segment_reduce(n, x, reduce), homogeneous(), (x, length), device)  # noqa: B023
+        check(lambda _, x, n: ops.segment_reduce(n, x, reduce), homogeneous(), (x, length), device)
     softmax = lambda _, x, n: ops.segment_softmax(n, x)  # noqa: E731
     check(softmax, homogeneous(), (draw(9, 4), length), device)
 
@@ -253,10 +256,10 @@ def test_graphs_without_edges_or_nodes(device: str) -> None:
             n = graph.num_nodes()
             x, e = torch.ones(n, 3), torch.ones(0, 3)
             for reduce in ("sum", "max", "mean"):
-                (out, *_) = run(
-                    lambda g, x, e: getattr(ops, f"u_mul_e_{reduce}")(g, x, e), graph, (x, e), device  # noqa: B023
-                )
-                assert out.shape == (n, 3) and not out.any()
+                call = getattr(ops, f"u_mul_e_{reduce}")
+                (out, *_) = run(call, graph, (x, e), device)
+                assert out.shape == (n, 3)
+                assert not out.any()
             (out, *_) = run(lambda g, x, e: ops.u_add_v(g, x, x), graph, (x, e), device)
             assert out.shape == (0, 3)
             (out, *_) = run(lambda g, x, e: ops.edge_softmax(g, e), graph, (x, e), device)
