@@ -98,7 +98,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         others = [it for it in tensors if not isinstance(it, Pretended) and it.dim()]
         if on_device and others:
             raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two, cpu and the device: {func}"
+                f"Expected all tensors on the same device, but found cpu and the device: {func}"
             )
     if func.namespace == "fastsparse" and on_device:
         names = [argument.name for argument in func._schema.arguments]
