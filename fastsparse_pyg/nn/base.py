@@ -165,6 +165,13 @@ class FastConv(MessagePassing):
         num_nodes = x.shape[0]
         return recall(edge_index, (num_nodes, num_nodes, self.__dict__["flow"], add_self_loops))
 
+    def _known_attention(self, x: Any, edge_index: object, add_self_loops: bool = False) -> Adjacency | None:
+        """:meth:`_known` for a layer whose edges have no features and whose weights nobody asks for."""
+        state = self.__dict__
+        if type(state["_modules"].get("aggr_module")) is not SumAggregation:
+            return None
+        return self._known(x, edge_index, add_self_loops) if 0.0 <= state.get("dropout", 0.0) < 1.0 else None
+
     def _why_original_pair(self, x: tuple[Tensor, Tensor | None], edge_index: object) -> str:
         """:meth:`_why_original` for the layers whose sources and destinations may differ."""
         x_src, x_dst = x
