@@ -60,7 +60,7 @@ def incoming(adj: Adjacency) -> Adjacency:
         if adj.edge_id is not None:
             edge = adj.edge_id.int()
         incidence = Adjacency(adj.rowptr, edge, (adj.num_dst, count), edge_id=adj.edge_id, group_rows="none")
-        incidence._of_rows = adj._row_memo  # the same rows, cut into the same slices
+        incidence._of_rows = adj._of_rows  # the same rows, cut into the same slices
         return incidence
 
     return adj.derived("fastsparse_dgl.incoming", build)
@@ -80,7 +80,7 @@ def in_edge_order(adj: Adjacency) -> Adjacency:
         sorted_rows = Adjacency(
             adj.rowptr, ends(adj, "u")[order.long()], adj.shape, edge_id=order, group_rows="none"
         )
-        sorted_rows._of_rows = adj._row_memo
+        sorted_rows._of_rows = adj._of_rows
         return (sorted_rows,)
 
     return adj.derived("fastsparse_dgl.in_edge_order", build)[0] or adj

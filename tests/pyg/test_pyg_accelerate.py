@@ -98,7 +98,7 @@ def test_the_table_is_complete() -> None:
     replacing = {klass for klass, one in originals.items() if one.__module__.startswith("torch_geometric.")}
     assert set(DROP_INS.values()) == replacing
     assert {original.__name__: drop_in.__name__ for original, drop_in in DROP_INS.items()} == {
-        name: f"Fast{name}" for name in (*LAYERS, *WITH_EDGES, "LabelPropagation")
+        name: f"Fast{name}" for name in (*LAYERS, *WITH_EDGES, "HGTConv", "LabelPropagation", "RGATConv", "RGCNConv")
     }
     assert all(original is getattr(pyg, original.__name__) for original in DROP_INS)
 
