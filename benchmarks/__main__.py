@@ -24,6 +24,7 @@ COMMANDS = {
     "edges": "layers with edge features against PyG and a Triton kernel",
     "pna": "principal neighbourhood aggregation, a layer on a large graph and on molecules, against PyG",
     "any_layer": "every layer of PyG under accelerate, against itself",
+    "dgl_operators": "DGL's operators on FastSparse against ours, PyG's and DGL's own",
     "train": "training step, inference and memory of small models against PyG",
     "scaling": "full-graph training and mini-batches on several GPUs",
     "breakdown": "where the time of a training step goes: kinds of device work, and waiting for the host",
@@ -50,6 +51,7 @@ ON_CUDA = (
     "edges",
     "pna",
     "any_layer",
+    "dgl_operators",
     "train",
     "breakdown",
     "ssd",
@@ -68,7 +70,7 @@ ON_CUDA = (
     "regret",
     "accuracy",
 )
-ON_CPU = ("cpu", "formats", "accuracy")
+ON_CPU = ("cpu", "dgl_operators", "formats", "accuracy")
 
 
 def make_parser(chosen: str | None) -> argparse.ArgumentParser:

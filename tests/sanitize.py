@@ -443,6 +443,8 @@ def several_aggregations(dtype: torch.dtype) -> None:
             for edges in ({}, {"edge_attr": attr, "edge_weight": weight}, {"edge_attr": rows}):
                 with torch.enable_grad():
                     multi_aggregate(adj, x_src, names, x_dst=x_dst, **edges).sum().backward()
+
+
 def messages(dtype: torch.dtype) -> None:
     """GINE and gated layers, forward and backward: raw features and rows of edges, one lane and tiles."""
     for width, edge_width in ((128, 8), (20, 3), (3, 32)):

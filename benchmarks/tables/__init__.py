@@ -20,6 +20,7 @@ from .breakdown import breakdown
 from .cells import Table, number, ordered, ratio, stored_rivals, time_of
 from .choice import REGRET_SEEN, choice, choice_in_short, csr_over_flashsparse
 from .cpu import cpu
+from .dgl_operators import dgl_operators
 from .dlmc import dlmc
 from .edges import edges
 from .formats import formats, formats_in_short
@@ -51,6 +52,7 @@ __all__ = [
     "choice",
     "cpu",
     "csr_over_flashsparse",
+    "dgl_operators",
     "dlmc",
     "edges",
     "formats",
@@ -89,6 +91,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "edges": edges,
     "pna": pna,
     "any_layer": any_layer,
+    "dgl_operators": dgl_operators,
     "train": train,
     "scaling": scaling,
     "maxk": maxk,
@@ -126,6 +129,8 @@ ABOUT = {
     " large graph and on batches of 512 molecules whose structures are new each time.",
     "any_layer": "Every layer of PyG that needs no other package, under `accelerate` and as it is: a step is"
     " forward and backward with all gradients in float32, the host's work included.",
+    "dgl_operators": "DGL's operators after `fastsparse_dgl.enable()`, forward and backward, against ours on the"
+    " same structure, PyG's gather and scatter, and DGL's own on the CPU.",
     "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
     "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
     " for the host.",
@@ -180,6 +185,7 @@ CHAPTERS = {
     "edges": Chapter("Edge features", edges),
     "pna": Chapter("Several aggregations (PNA)", pna),
     "any_layer": Chapter("All layers of PyG", any_layer),
+    "dgl_operators": Chapter("DGL's operators", dgl_operators),
     "ssd": Chapter("Sparse activations (MaxK, ssd)", ssd_in_short, ("scaling",)),
     "maxk": Chapter("Training with MaxK", maxk),
     "scaling": Chapter("Several GPUs", scaling, ("speedup",)),

@@ -28,10 +28,9 @@ _PART_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
 def without_autocast(tensor: Tensor) -> Any:
     """Context without autocast on the tensor's device: operators have cast what DGL's would."""
     kind = "cuda" if tensor.is_cuda else "cpu"
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
-
-
-# ---------------------------------------------------------------- structures
+    return (
+        torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+    )
 
 
 def ends(adj: Adjacency, target: str) -> Tensor:
@@ -60,10 +59,8 @@ def incoming(adj: Adjacency) -> Adjacency:
         edge = torch.arange(count, dtype=torch.int32, device=adj.device)
         if adj.edge_id is not None:
             edge = adj.edge_id.int()
-        incidence = Adjacency(
-            adj.rowptr, edge, (adj.num_dst, count), edge_id=adj.edge_id, group_rows="none"
-        )
-        incidence._of_rows = adj._of_rows  # the same rows, cut into the same slices
+        incidence = Adjacency(adj.rowptr, edge, (adj.num_dst, count), edge_id=adj.edge_id, group_rows="none")
+        incidence._of_rows = adj._row_memo  # the same rows, cut into the same slices
         return incidence
 
     return adj.derived("fastsparse_dgl.incoming", build)
@@ -83,7 +80,7 @@ def in_edge_order(adj: Adjacency) -> Adjacency:
         sorted_rows = Adjacency(
             adj.rowptr, ends(adj, "u")[order.long()], adj.shape, edge_id=order, group_rows="none"
         )
-        sorted_rows._of_rows = adj._of_rows
+        sorted_rows._of_rows = adj._row_memo
         return (sorted_rows,)
 
     return adj.derived("fastsparse_dgl.in_edge_order", build)[0] or adj
@@ -94,17 +91,14 @@ def at(adj: Adjacency, target: str) -> Adjacency:
     return adj if target == "v" else adj.t()
 
 
-# ---------------------------------------------------------------- nodes to edges, edges to nodes
-
-
 def to_edges(adj: Adjacency, x: Tensor, target: str) -> Tensor:
     """Features of the node at one end of every edge, (num_edges, ...)."""
-    return _ToEdges.apply(x, adj, target)  # type: ignore[no-any-return]
+    return _ToEdges.apply(x, adj, target)
 
 
 def sum_edges(adj: Adjacency, e: Tensor, target: str) -> Tensor:
     """Sums of the features of the edges that share an end, (num_nodes, ...)."""
-    return _SumEdges.apply(e, adj, target)  # type: ignore[no-any-return]
+    return _SumEdges.apply(e, adj, target)
 
 
 class _ToEdges(torch.autograd.Function):
@@ -133,9 +127,6 @@ class _SumEdges(torch.autograd.Function):
 def extremum_edges(adj: Adjacency, e: Tensor, reduce: str) -> Tensor:
     """Maxima or minima of the features of the edges that share a destination; 0 where there are none."""
     return spmm(incoming(in_edge_order(adj)), e, reduce=reduce)
-
-
-# ---------------------------------------------------------------- broadcasting
 
 
 def aligned(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, torch.Size]:
@@ -214,13 +205,8 @@ def weighted(adj: Adjacency, x: Tensor, value: Tensor, reduce: str) -> Tensor:
     features, values = plan.flat(x), value.reshape(value.size(0), -1) if value.numel() else None
     if features.numel() == 0 or values is None or plan.heads <= MOST_HEADS:
         return plan.unflat(spmm(adj, features, values if features.size(1) else None, reduce))
-    parts = zip(
-        features.split(MOST_HEADS * plan.width, 1), values.split(MOST_HEADS, 1), strict=True
-    )
+    parts = zip(features.split(MOST_HEADS * plan.width, 1), values.split(MOST_HEADS, 1), strict=True)
     return plan.unflat(torch.cat([spmm(adj, *part, reduce) for part in parts], 1))
-
-
-# ---------------------------------------------------------------- extrema of sums
 
 
 class AddExtremum(torch.autograd.Function):
@@ -282,9 +268,6 @@ def _kind(x: Tensor) -> str:
     return "cuda" if x.is_cuda else "cpu"
 
 
-# ---------------------------------------------------------------- two operands to edges
-
-
 def combine(adj: Adjacency, op: str, x: Tensor, y: Tensor, x_at: str, y_at: str) -> Tensor:
     """``x op y`` of every edge, for ``"add"`` and ``"mul"``; both of as many dimensions.
 
@@ -299,7 +282,7 @@ def combine(adj: Adjacency, op: str, x: Tensor, y: Tensor, x_at: str, y_at: str)
     if x_at == y_at:
         both = x + y if op == "add" else x * y
         return both if x_at == "e" else to_edges(adj, both, x_at)
-    return _Combine.apply(x, y, adj, op, x_at, y_at)  # type: ignore[no-any-return]
+    return _Combine.apply(x, y, adj, op, x_at, y_at)
 
 
 class _Combine(torch.autograd.Function):
@@ -317,7 +300,10 @@ class _Combine(torch.autograd.Function):
             return out
         row_bytes = out[0].numel() * out.element_size()
         step = max(1, _PART_BYTES[_kind(x)] // row_bytes)
-        operands = [(x, None if x_at == "e" else ends(adj, x_at)), (y, None if y_at == "e" else ends(adj, y_at))]
+        operands = [
+            (x, None if x_at == "e" else ends(adj, x_at)),
+            (y, None if y_at == "e" else ends(adj, y_at)),
+        ]
         apply = torch.mul if multiplies else torch.add
         for start in range(0, out.size(0), step):
             part = slice(start, start + step)

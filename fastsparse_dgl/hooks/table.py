@@ -62,7 +62,7 @@ _SOFTMAX = "gidx, logits, eids, norm_by"
 _SOFTMAX_HETERO = "gidx, eids, norm_by, logits"
 
 #: DGL's operators: exchanged whatever DGL it is.
-OPERATORS = (
+OPERATORS: tuple[Hook, ...] = (
     Hook("dgl.backend", "gspmm", _GSPMM, operators.gspmm),
     Hook("dgl.ops.spmm", "gspmm_internal", _GSPMM, operators.gspmm),
     Hook("dgl.ops.spmm", "gspmm", "g, op, reduce_op, lhs_data, rhs_data", degrees.gspmm, wraps=True),
@@ -76,7 +76,9 @@ OPERATORS = (
     Hook("dgl.backend", "edge_softmax", _SOFTMAX, operators.edge_softmax),
     Hook("dgl.ops.edge_softmax", "edge_softmax_internal", _SOFTMAX, operators.edge_softmax),
     Hook("dgl.backend", "edge_softmax_hetero", _SOFTMAX_HETERO, operators.edge_softmax_hetero),
-    Hook("dgl.ops.edge_softmax", "edge_softmax_hetero_internal", _SOFTMAX_HETERO, operators.edge_softmax_hetero),
+    Hook(
+        "dgl.ops.edge_softmax", "edge_softmax_hetero_internal", _SOFTMAX_HETERO, operators.edge_softmax_hetero
+    ),
     Hook("dgl.backend", "segment_reduce", "op, x, offsets", operators.segment_reduce),
     Hook("dgl.backend", "scatter_add", "x, idx, m", operators.scatter_add),
     Hook("dgl.backend", "segment_mm", "A, B, seglen_A", operators.segment_mm),
@@ -91,10 +93,8 @@ OPERATORS = (
 )
 
 #: What puts graphs on a GPU that DGL has no code for.
-DEVICES = (
-    Hook(
-        "dgl.heterograph_index:HeteroGraphIndex", "copy_to", "self, ctx", device_graph.copy_to, wraps=True
-    ),
+DEVICES: tuple[Hook, ...] = (
+    Hook("dgl.heterograph_index:HeteroGraphIndex", "copy_to", "self, ctx", device_graph.copy_to, wraps=True),
     Hook("dgl._ffi.function:Function", "__call__", None, device_graph.call, wraps=True),
     Hook("dgl.backend", "zerocopy_to_dgl_ndarray", "data", device_graph.to_library, wraps=True),
     Hook(
@@ -148,7 +148,11 @@ def _problem(hook: Hook) -> list[str]:
         parameters = ", ".join(inspect.signature(found).parameters)
     except (TypeError, ValueError):
         return [f"{hook.title} has no signature"]
-    return [] if parameters == hook.parameters else [f"{hook.title} takes ({parameters}), not ({hook.parameters})"]
+    return (
+        []
+        if parameters == hook.parameters
+        else [f"{hook.title} takes ({parameters}), not ({hook.parameters})"]
+    )
 
 
 def install(hooks: tuple[Hook, ...]) -> list[tuple[Any, str, Any]]:

@@ -9,11 +9,14 @@ from fastsparse_pyg.nn.gcn_conv import FastGCNConv
 from fastsparse_pyg.nn.gin_conv import FastGINConv
 from fastsparse_pyg.nn.gine_conv import FastGINEConv
 from fastsparse_pyg.nn.graph_transformer import GraphTransformerLayer
+from fastsparse_pyg.nn.hgt_conv import FastHGTConv
 from fastsparse_pyg.nn.hypergraph_conv import FastHypergraphConv
 from fastsparse_pyg.nn.maxk import FastMaxKGCNConv, FastMaxKSAGEConv
 from fastsparse_pyg.nn.pna_conv import FastPNAConv
 from fastsparse_pyg.nn.propagation_models import FastLabelPropagation, FastLightGCN
 from fastsparse_pyg.nn.res_gated_graph_conv import FastResGatedGraphConv
+from fastsparse_pyg.nn.rgat_conv import FastRGATConv
+from fastsparse_pyg.nn.rgcn_conv import FastRGCNConv
 from fastsparse_pyg.nn.sage_conv import FastSAGEConv
 from fastsparse_pyg.nn.spmm_convs import (
     FastAPPNP,
@@ -50,6 +53,9 @@ DROP_INS |= {
         FastHypergraphConv,
         FastLGConv,
         FastLabelPropagation,
+        FastHGTConv,
+        FastRGATConv,
+        FastRGCNConv,
         FastSAGEConv,
         FastSGConv,
         FastSSGConv,
@@ -73,6 +79,7 @@ __all__ = [
     "FastGINEConv",
     "FastGatedGraphConv",
     "FastGraphConv",
+    "FastHGTConv",
     "FastHypergraphConv",
     "FastLGConv",
     "FastLabelPropagation",
@@ -80,6 +87,8 @@ __all__ = [
     "FastMaxKGCNConv",
     "FastMaxKSAGEConv",
     "FastPNAConv",
+    "FastRGATConv",
+    "FastRGCNConv",
     "FastResGatedGraphConv",
     "FastSAGEConv",
     "FastSGConv",

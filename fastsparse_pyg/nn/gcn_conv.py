@@ -15,7 +15,6 @@ from torch_geometric.typing import OptTensor
 from fastsparse_core import Adjacency
 from fastsparse_core.fused.graph_convolution import can_convolve, graph_convolution
 from fastsparse_core.fused.joint_linear import is_plain_linear
-from fastsparse_pyg.caching import recall
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
 
 
@@ -65,7 +64,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
                 f"x: expected one tensor of node features, got a {type(x).__name__}: '{type(self).__name__}' "
                 "does not support bipartite graphs; use for example FastSAGEConv"
             )
-        if edge_weight is None and type(edge_index) is Tensor:
+        if edge_weight is None:
             out = self._repeated(x, edge_index)
             if out is not None:
                 return out
@@ -92,7 +91,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
             x = x.to(dtype)
         return self._aggregate_neighbours(adj, x, value, scales=scales, bias=bias)
 
-    def _repeated(self, x: Tensor, edge_index: Tensor) -> Tensor | None:
+    def _repeated(self, x: Tensor, edge_index: Any) -> Tensor | None:
         """The layer of a graph that was there in the call before and carries no weights; None: as elsewhere.
 
         A step of a small model takes as long as the host needs for it.
@@ -102,21 +101,18 @@ class FastGCNConv(PropagatingConv, GCNConv):
         if (
             not state["normalize"]
             or state["cached"]
-            or state["node_dim"] not in (-2, 0)
             or type(modules.get("aggr_module")) is not SumAggregation
             or "bias" not in parameters
-            or self._why_original(x, edge_index)
-            or x.dim() != 2
         ):
             return None
-        num_nodes, width = x.shape
-        adj = recall(edge_index, (num_nodes, num_nodes, state["flow"], state["add_self_loops"]))
+        adj = self._known(x, edge_index, state["add_self_loops"])
         if adj is None:
             return None
         scale = adj.plans.get(("GCN", x.dtype))
         if scale is None:
-            return None
-        lin, out_channels = modules["lin"], state["out_channels"]
+            scale = adj.inv_sqrt_degree(torch.float64 if x.dtype == torch.float64 else torch.float32)
+            adj.plans["GCN", x.dtype] = scale
+        width, lin, out_channels = x.shape[1], modules["lin"], state["out_channels"]
         if not is_plain_linear(lin, Linear) or lin.bias is not None:
             return None
         weight, bias = lin._parameters["weight"], parameters["bias"]

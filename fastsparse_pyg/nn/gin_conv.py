@@ -7,8 +7,8 @@ from torch import Tensor
 from torch_geometric.nn import GINConv
 from torch_geometric.typing import OptPairTensor, Size
 
-from fastsparse_core import Adjacency
-from fastsparse_pyg.nn.base import FastConv
+from fastsparse_core import Adjacency, spmm
+from fastsparse_pyg.nn.base import REDUCE, FastConv
 
 
 class FastGINConv(FastConv, GINConv):
@@ -34,6 +34,11 @@ class FastGINConv(FastConv, GINConv):
 
     def forward(self, x: Tensor | OptPairTensor, edge_index: Tensor | Adjacency, size: Size = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastSAGEConv.forward`."""
+        if size is None:
+            adj = self._known(x, edge_index)
+            if adj is not None:
+                out = spmm(adj, x, None, REDUCE[type(self._modules["aggr_module"])])
+                return self.nn(torch.addcmul(out, 1 + self.eps, x))
         pair = (x, x) if isinstance(x, Tensor) else x
         reason = self._why_original_pair(pair, edge_index)
         if reason:

@@ -158,7 +158,7 @@ class FastPNAConv(FastConv, PNAConv):
             if torch.compiler.is_compiling() and not all(is_one_linear(nn) for nn in self.pre_nns):
                 return "torch.compile with stored messages"
         if is_sparse_matrix(edge_index) and (
-            edge_index.dense_dim() > 0  # type: ignore[attr-defined]
+            edge_index.dense_dim() > 0
             if isinstance(edge_index, Tensor)
             else edge_index.storage.value() is not None  # type: ignore[attr-defined]
         ):

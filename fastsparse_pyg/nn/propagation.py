@@ -179,7 +179,6 @@ class PropagatingConv(FastConv):
         value = self._value(graph, x, edge_index, edge_weight, fill_value)
         if value is None:
             scale = adj.inv_sqrt_degree(torch.float64 if x.dtype == torch.float64 else torch.float32)
-            adj.plans["GCN", x.dtype] = scale
             return Propagation(adj, None, scale, scale)
         # Degrees are sums of many terms: never in 16 bits, whatever autocast says.
         with torch.autocast(x.device.type, enabled=False):

@@ -65,11 +65,15 @@ class FastTransformerConv(AttentionConv, TransformerConv):
         """
         pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
         with_weights = isinstance(return_attention_weights, bool)
-        reason = self._why_original_transformer(pair, edge_index, edge_attr, with_weights)
-        if reason:
-            return self._original_attention(reason, x, edge_index, edge_attr, return_attention_weights)
-        graph = self._graph(pair, edge_index, None)
-        adj = graph.adj
+        adj = None
+        if edge_attr is None and not with_weights and self.lin_edge is None:
+            adj = self._known_attention(x, edge_index)
+        if adj is None:
+            reason = self._why_original_transformer(pair, edge_index, edge_attr, with_weights)
+            if reason:
+                return self._original_attention(reason, x, edge_index, edge_attr, return_attention_weights)
+            graph = self._graph(pair, edge_index, None)
+            adj = graph.adj
         heads = (-1, self.heads, self.out_channels)
         of_dst = (self.lin_query, self.lin_skip) if self.root_weight else (self.lin_query,)
         of_src = (self.lin_key, self.lin_value)

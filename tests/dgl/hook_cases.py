@@ -3,12 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from dgl_cases import fastsparse_dgl
 from torch import Tensor
+from torch.utils import backend_registration
+
+# Imported when tests are collected: autograd counts the devices at its first backward pass. Where there is a
+# GPU the tests run there, and PyTorch would take the pretended device for the machine's accelerator.
+pretended: ModuleType | None = None
+if not torch.cuda.is_available() and hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+    pretended = importlib.import_module("pretended")
+
+#: Devices that are not DGL's: the pretended one, and a GPU.
+AWAY = [
+    pytest.param(
+        "pretended:0", marks=pytest.mark.skipif(pretended is None, reason="a GPU, or no backends in Python")
+    ),
+    pytest.param("cuda:0", marks=pytest.mark.gpu),
+]
+
+
+@contextlib.contextmanager
+def enabled_for(device: str) -> Iterator[None]:
+    """DGL on FastSparse inside, with graphs on that device."""
+    if device == "pretended:0":
+        assert pretended is not None
+        with pretended.pretended_device():
+            yield
+    else:
+        with enabled():
+            yield
 
 
 @contextlib.contextmanager
@@ -79,6 +109,6 @@ def check(
 ) -> None:
     """`function` gives on ``device`` with `enable()` what it gives on the CPU without."""
     expected = run(function, graph, inputs)
-    with enabled():
+    with enabled_for(device):
         found = run(function, graph, inputs, device)
     assert_same(found, expected, tolerance)

@@ -23,11 +23,13 @@ from torch.utils._pytree import tree_map
 from fastsparse_core import Adjacency
 from fastsparse_core.structure.adjacency import from_handle
 from fastsparse_dgl import caching, graph
+from fastsparse_dgl.hooks import joint
 
 backend_registration._setup_privateuseone_for_python_backend("pretended")
 
 DEVICE = torch.device("pretended:0")
 aten = torch.ops.aten
+_real_joint = joint._build
 _build, _transpose = graph.adjacency_from_index, Adjacency._transpose
 
 #: Operators between the two sides.
@@ -96,7 +98,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         others = [it for it in tensors if not isinstance(it, Pretended) and it.dim()]
         if on_device and others:
             raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two, cpu and the device: {func}"
+                f"Expected all tensors on the same device, but found cpu and the device: {func}"
             )
     if func.namespace == "fastsparse" and on_device:
         names = [argument.name for argument in func._schema.arguments]
@@ -119,7 +121,8 @@ def _twin(adj: Adjacency) -> Adjacency:
         return adj
     if not hasattr(adj, "twin"):
         state = {
-            name: item.inner if isinstance(item, Pretended) else item for name, item in adj.__getstate__().items()
+            name: item.inner if isinstance(item, Pretended) else item
+            for name, item in adj.__getstate__().items()
         }
         twin = Adjacency.__new__(Adjacency)
         twin.__setstate__(state)
@@ -134,10 +137,12 @@ def pretended_device() -> Iterator[str]:
         patch.setitem(dgl.ndarray.DGLContext.STR2MASK, DEVICE.type, 2)
         for module in (dgl.backend, sys.modules["dgl.backend.pytorch.tensor"]):
             patch.setattr(module, "to_backend_ctx", _to_backend_ctx)
-        patch.setattr(dgl.backend, "copy_to", lambda tensor, device, **_: tensor.to(device))
+        patch.setattr(dgl.backend, "copy_to", lambda input, ctx, **_: input.to(ctx))
+        patch.setattr(sys.modules["dgl.storages.pytorch_tensor"].PyTorchTensorStorage, "fetch", _fetch)
         patch.setattr(torch, "tensor", _tensor)
         patch.setattr(caching, "adjacency_from_index", _build_and_move)
         patch.setattr(graph, "adjacency_from_index", _build_and_move)
+        patch.setattr(joint, "_build", _build_joint)
         patch.setattr(Adjacency, "_transpose", _transpose_twin)
         fastsparse_dgl.enable(_devices=(DEVICE.type,))
         try:
@@ -155,12 +160,21 @@ def _tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
     return made if device is None else made.to(device)
 
 
+def _fetch(storage: Any, indices: Tensor, device: Any, **_: Any) -> Tensor:
+    """Rows of node data, which DGL's loaders read by the name of the device's type."""
+    return storage.storage[indices.to(storage.storage.device)].to(device)  # type: ignore[no-any-return]
+
+
 def _to_backend_ctx(context: Any) -> torch.device:
     return DEVICE if context.device_type == 2 else torch.device("cpu")
 
 
 def _build_and_move(index: Any, device: torch.device) -> Adjacency:
     return _build(index, torch.device("cpu")).to(device)
+
+
+def _build_joint(index: Any, device: torch.device) -> Adjacency:
+    return _real_joint(getattr(index, "host", index), torch.device("cpu")).to(device)
 
 
 def _transpose_twin(adj: Adjacency) -> Adjacency:

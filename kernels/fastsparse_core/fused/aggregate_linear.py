@@ -80,10 +80,17 @@ def can_aggregate_linear(
         and x.shape == (num_src, width)
         and root.shape == (num_dst, width)
         and root_weight.shape == weight.shape
-        and x.device == adj.device
-        and starts_with(x, root)
+        and x.device == adj.col.device
+        and (root is x or starts_with(x, root))
     ):
         return False
+    if not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
+        dtype = x.dtype
+        return (
+            dtype in DTYPE_CODE
+            and weight.dtype == dtype == root_weight.dtype
+            and (bias is None or bias.dtype == dtype)
+        )
     autocast = autocast_dtype(x)
     given = (x.dtype,) if autocast is None else (autocast, torch.float32)
     return (
@@ -126,11 +133,15 @@ def aggregate_linear(
     Returns:
         (num_dst, out width), in the autocast dtype where that is on; differentiable, twice too.
     """
-    scale = None
+    scale, dtype = None, x.dtype
     if reduce == "mean":
-        scale = adj.inv_degree(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        scale = adj.plans.get(("mean", dtype))
+        if scale is None:
+            scale = adj.inv_degree(torch.float64 if dtype == torch.float64 else torch.float32)
+            adj.plans["mean", dtype] = scale
     algorithm = policy.requested("spmm", "auto")
-    dtype = autocast_dtype(x) or x.dtype
+    if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
+        dtype = autocast_dtype(x) or dtype
     recorded = torch.is_grad_enabled()  # which nobody can ask within apply
     return _AggregateLinear.apply(x, weight, bias, root_weight, scale, adj, algorithm, dtype, recorded)
 
@@ -151,16 +162,22 @@ class _AggregateLinear(torch.autograd.Function):
         dtype: torch.dtype,
         recorded: bool,
     ) -> Tensor:
+        ctx.given = (x.dtype, weight.dtype, None if bias is None else bias.dtype, root_weight.dtype)
         # Everything that is multiplied has one dtype, so autocast, where it is on, casts nothing more.
         num_dst, num_src = adj.shape
         needs_x, needs_weight, _, needs_root = ctx.needs_input_grad[:4]
-        features = cast(x, dtype) if policy.casts_first(num_dst, num_src, adj.num_edges) else x
+        features, matrix, root_matrix = x, weight, root_weight
+        if x.dtype != dtype and policy.casts_first(num_dst, num_src, adj.num_edges):
+            features = x.to(dtype)
         # A part of what was cast would keep all of it until the backward pass.
-        is_part = needs_root and num_dst < num_src
-        own = cast((x if is_part else features)[:num_dst], dtype)
-        matrix, root_matrix = cast(weight, dtype), cast(root_weight, dtype)
+        own = x if needs_root and num_dst < num_src else features
+        own = own if num_dst == num_src else own[:num_dst]
+        own = own if own.dtype == dtype else own.to(dtype)
+        if weight.dtype != dtype or root_weight.dtype != dtype:
+            matrix, root_matrix = cast(weight, dtype), cast(root_weight, dtype)
         if (
-            _is_one_kernel(own, *matrix.t().shape)
+            _has_kernels(own.device)
+            and _is_one_kernel(own, *matrix.t().shape)
             and are_plain(features, matrix, bias, root_matrix)
             and is_laid_out(features, matrix, root_matrix)
         ):
@@ -169,17 +186,16 @@ class _AggregateLinear(torch.autograd.Function):
                 adj, features, matrix, bias, root_matrix, scale, algorithm, recorded and needs_weight
             )
         else:
-            sums = cast(launch_spmm(adj, features, None, scale, None, None, algorithm), dtype)
-            if bias is None:
-                out = torch.mm(sums, matrix.t())
-            else:
-                out = torch.addmm(cast(bias, dtype), sums, matrix.t())
+            sums = launch_spmm(adj, features, None, scale, None, None, algorithm)
+            sums = sums if sums.dtype == dtype else sums.to(dtype)
+            if bias is not None and bias.dtype != dtype:
+                bias = bias.to(dtype)
+            out = F.linear(sums, matrix, bias)
             out.addmm_(own, root_matrix.t())
         ctx.adj, ctx.algorithm, ctx.dtype = adj, algorithm, dtype
-        ctx.given = [None if tensor is None else tensor.dtype for tensor in (x, weight, bias, root_weight)]
         # What no gradient needs may be written before the backward pass, as with separate operators.
         ctx.uncast = ctx.root_uncast = None
-        if needs_x:
+        if needs_x and (matrix is not weight or root_matrix is not root_weight):
             ctx.uncast, ctx.root_uncast = Uncast.of(weight, matrix), Uncast.of(root_weight, root_matrix)
         ctx.save_for_backward(
             x if needs_x and (needs_weight or needs_root) else None,  # of second derivatives

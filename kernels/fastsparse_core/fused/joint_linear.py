@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
@@ -58,12 +59,18 @@ def joint_linear(x: Tensor, modules: Sequence[Any], kind: type[nn.Module] = nn.L
     Returns:
         One tensor (..., width of the layer) for each layer: columns of one tensor where they were joined.
     """
-    if len(modules) > 1 and all(is_plain_linear(module, kind) for module in modules):
-        weights = [module.weight for module in modules]
-        biases = [module.bias for module in modules if module.bias is not None]
-        if len(biases) in (0, len(modules)):
-            joint = linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
-            return joint.split([weight.size(0) for weight in weights], dim=-1)
+    weights, biases = [], []
+    for module in modules:
+        if not is_plain_linear(module, kind):
+            break
+        weights.append(module.weight)
+        if module.bias is not None:
+            biases.append(module.bias)
+    if len(weights) == len(modules) > 1 and len(biases) in (0, len(modules)):
+        product = linear if x.is_cuda else F.linear
+        joint = product(x, torch.cat(weights), torch.cat(biases) if biases else None)
+        widths = [weight.size(0) for weight in weights]
+        return joint.split(widths, dim=-1)
     return tuple(module(x) for module in modules)
 
 

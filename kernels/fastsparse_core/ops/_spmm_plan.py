@@ -166,8 +166,9 @@ class _DirectPlan:
             out.data_ptr(),
         )
 
-    def _place(self) -> tuple[Any, ...]:
-        return self.device, queue(self.device)
+    def _ending(self, *items: Any) -> tuple[Any, ...]:
+        """What most bindings take last."""
+        return *items, self.device, queue(self.device)
 
 
 class _CsrPlan(_DirectPlan):
@@ -235,7 +236,7 @@ class _TcaPlan(_DirectPlan):
     ) -> Tensor:
         out = x.new_empty(self.num_dst, x.shape[1])
         arguments = self._arguments(x, value, scale_dst, scale_src, bias, relu, out)
-        _C.spmm_tca(self.structure, *arguments, *self._place())
+        _C.spmm_tca(self.structure, *arguments, *self._ending())
         return out
 
 
@@ -260,7 +261,7 @@ class _ResidentPlan(_DirectPlan):
     ) -> Tensor:
         out = x.new_empty(self.num_dst, x.shape[1])
         arguments = self._arguments(x, value, scale_dst, scale_src, bias, relu, out)
-        _C.spmm_resident(self.structure, *arguments, self.tensor_cores, *self._place())
+        _C.spmm_resident(self.structure, *arguments, *self._ending(self.tensor_cores))
         return out
 
 
@@ -286,7 +287,7 @@ class _HrPlan(_DirectPlan):
         out = x.new_empty(self.num_dst, width)
         partial = x.new_empty(self.num_slots, width, dtype=torch.float32) if self.num_slots else None
         arguments = self._arguments(x, value, scale_dst, scale_src, bias, relu, out)
-        _C.spmm_hr(self.structure, self.num_long, *arguments, address(partial), *self._place())
+        _C.spmm_hr(self.structure, self.num_long, *arguments, *self._ending(address(partial)))
         return out
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastsparse_core import policy
 from fastsparse_core.formats.bsb import HEIGHT
 from fastsparse_core.ops._common import (
+    DTYPE_CODE,
     accumulation_dtype,
     autocast,
     below_autograd,
@@ -109,6 +110,28 @@ def spmm(
         [[0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
     """
     algorithm = policy.requested("spmm", algorithm)
+    if (
+        value is None
+        and scale_dst is None
+        and scale_src is None
+        and bias is None
+        and (reduce == "sum" or reduce == "mean")
+        and value_layout == "edges"
+        and type(adj) is Adjacency
+        and is_plain_eager(x)
+        and x.dim() == 2
+        and x.shape[0] == adj.num_src
+        and x.dtype in DTYPE_CODE
+        and x.device == adj.col.device
+        and not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
+    ):
+        # Nothing is left to check: most calls of layers are of this kind.
+        scale = None if reduce == "sum" else adj.inv_degree(accumulation_dtype(x.dtype))
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return launch_spmm(adj, x, None, scale, None, None, algorithm, relu)
+        handle = (adj.num_dst, adj.handle, False, algorithm, relu)
+        plain: Tensor = _Spmm.apply(x, None, scale, None, None, *handle)
+        return plain
     policy.check_algorithm(value_layout, ("edges", "me_bcrs"), "value_layout")
     if value_layout == "me_bcrs" and reduce in ("max", "min"):
         raise ValueError(

@@ -1,0 +1,243 @@
+"""DGL's operators on FastSparse, forward and backward, against our own, PyG's gather and scatter, and DGL's.
+
+DGL's own run on the CPU alone, as pip's DGL does. On CUDA only GATConv is timed on the CPU too, with two
+threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import Adjacency, edge_softmax, spmm
+
+from . import suite
+from .common import add_common, attempt, progress, recorder, relative_error, release
+from .record import Recorder
+from .timing import kernel_time
+
+#: Stand-ins whose messages fit a CPU's cache or nearly so, and the one of the GPU.
+SMALL = ("pubmed", "peptides-batch", "github")
+LARGE = ("ogbn-arxiv",)
+HEADS = 8
+TOLERANCE = 1e-4
+#: Calls that the two-core CPU makes of GATConv where the rest runs on CUDA, seconds each.
+CPU_CALLS = 2
+
+#: Name -> what is called with the leaves, and the leaves.
+Step = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    parser.add_argument("--graphs", nargs="+", help=f"{suite.NAMES}; default: small ones on the CPU")
+    parser.add_argument("--width", type=int, default=128, help="features of a node")
+    parser.add_argument("--operators", nargs="+", help="some of them; default: all")
+    parser.add_argument("--budget-ms", type=float, default=150.0, help="time to spend on each timing")
+
+
+def run(options: argparse.Namespace) -> Path:
+    """Runs the benchmark; returns the path of its record."""
+    device = torch.device(options.device)
+    options.graphs = options.graphs or list(LARGE if device.type == "cuda" else SMALL)
+    out = recorder("dgl_operators", options)
+    out.note(f"float32, {options.width} features a node, {HEADS} heads; forward and all gradients")
+    for name in progress(options.graphs, "dgl_operators"):
+        _run_graph(suite.load(name, device), options, out)
+        release()
+    return out.path
+
+
+def _run_graph(graph: suite.Graph, options: argparse.Namespace, out: Recorder) -> None:
+    import fastsparse_dgl
+
+    device = torch.device(options.device)
+    dgl = fastsparse_dgl.compat.dgl
+    host = dgl.graph((graph.col.long().cpu(), graph.row().long().cpu()), num_nodes=graph.num_nodes)
+    steps: dict[tuple[str, str], Step] = {}
+    draws = Draws(graph, options.width, device)
+    for implementation, made in (("ours", our_steps(graph, draws)), ("PyG", pyg_steps(graph, draws))):
+        steps |= {(name, implementation): step for name, step in made}
+    expected: dict[str, list[Tensor]] = {}
+
+    def measure(name: str, implementation: str, step: Step, where: torch.device = device) -> None:
+        if options.operators and name not in options.operators:
+            return
+        cell = attempt(partial(_measure, step, expected, name, where, options.budget_ms))
+        out.add(
+            graph=graph.name,
+            nodes=graph.num_nodes,
+            edges=graph.num_edges,
+            width=options.width,
+            operator=name,
+            implementation=implementation,
+            **cell,
+        )
+        release()
+
+    fastsparse_dgl.enable()
+    try:
+        for name, step in dgl_steps(dgl, host.to(device), draws):
+            measure(name, "enabled", step)
+    finally:
+        fastsparse_dgl.disable()
+    for (name, implementation), step in steps.items():
+        measure(name, implementation, step)
+    if device.type == "cpu":
+        for name, step in dgl_steps(dgl, host, draws):
+            measure(name, "DGL", step)
+    elif not options.operators or "GATConv" in options.operators:
+        _cpu_layer(dgl, host, graph, options, out)
+
+
+def _cpu_layer(dgl: Any, host: Any, graph: suite.Graph, options: argparse.Namespace, out: Recorder) -> None:
+    """GATConv of DGL itself on two cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        cpu = torch.device("cpu")
+        found = dict(dgl_steps(dgl, host, Draws(graph, options.width, cpu)))["GATConv"]
+        cell = attempt(partial(_measure, found, {}, "GATConv", cpu, 1.0))
+    finally:
+        torch.set_num_threads(threads)
+    out.add(
+        graph=graph.name,
+        nodes=graph.num_nodes,
+        edges=graph.num_edges,
+        width=options.width,
+        operator="GATConv",
+        implementation="DGL, two CPU cores",
+        **cell,
+    )
+
+
+class Draws:
+    """The inputs, the same for every implementation.
+
+    Args:
+        graph: of the suite.
+        width: of node features.
+        device: where they lie.
+    """
+
+    def __init__(self, graph: suite.Graph, width: int, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(device).requires_grad_()
+
+        n, e = graph.num_nodes, graph.num_edges
+        self.x, self.y = draw(n, width), draw(n, width)
+        self.heads = draw(n, HEADS, width // HEADS)
+        self.edge, self.edge_heads = draw(e), draw(e, HEADS, 1)
+        self.message = draw(e, 16)
+        self.width = width
+
+
+def dgl_steps(dgl: Any, g: Any, draws: Draws) -> Iterator[tuple[str, Step]]:
+    """DGL's operators, whoever runs them."""
+    ops, x, y = dgl.ops, draws.x, draws.y
+
+    def update_all(*leaves: Tensor) -> Tensor:
+        with g.local_scope():
+            g.srcdata["h"] = leaves[0]
+            message = dgl.function.copy_u("h", "m")
+            if len(leaves) > 1:
+                g.edata["w"] = leaves[1]
+                message = dgl.function.u_mul_e("h", "w", "m")
+            g.update_all(message, dgl.function.sum("m", "o"))
+            return g.dstdata["o"]  # type: ignore[no-any-return]
+
+    yield "copy_u sum", (update_all, (x,))
+    yield "u_mul_e sum", (update_all, (x, draws.edge))
+    yield "u_mul_e sum, heads", (partial(ops.u_mul_e_sum, g), (draws.heads, draws.edge_heads))
+    yield "copy_u mean", (partial(ops.copy_u_mean, g), (x,))
+    yield "copy_u max", (partial(ops.copy_u_max, g), (x,))
+    yield "copy_e sum", (partial(ops.copy_e_sum, g), (draws.message,))
+    yield "copy_e max", (partial(ops.copy_e_max, g), (draws.message,))
+    yield "u_add_v", (partial(ops.u_add_v, g), (x, y))
+    yield "u_mul_v", (partial(ops.u_mul_v, g), (x, y))
+    yield "u_dot_v", (partial(ops.u_dot_v, g), (x, y))
+    yield "edge_softmax", (partial(ops.edge_softmax, g), (draws.edge_heads,))
+    torch.manual_seed(0)
+    layer = dgl.nn.pytorch.GATConv(draws.width, draws.width // HEADS, HEADS, allow_zero_in_degree=True)
+    layer = layer.to(x.device)
+    yield "GATConv", (lambda feat, *_: layer(g, feat), (x, *layer.parameters()))
+
+
+def our_steps(graph: suite.Graph, draws: Draws) -> Iterator[tuple[str, Step]]:
+    """Our own operators on a structure that was prepared."""
+    shape = (graph.num_nodes, graph.num_nodes)
+    adj = Adjacency.from_coo(graph.row().long(), graph.col.long(), shape)
+    yield "copy_u sum", (partial(spmm, adj), (draws.x,))
+    yield "u_mul_e sum", (partial(spmm, adj), (draws.x, draws.edge))
+    yield "edge_softmax", (lambda score: edge_softmax(adj, score.squeeze(-1))[..., None], (draws.edge_heads,))
+
+
+def pyg_steps(graph: suite.Graph, draws: Draws) -> Iterator[tuple[str, Step]]:
+    """The same messages by PyG's gather and scatter."""
+    from torch_geometric.utils import scatter, softmax
+
+    src, dst, n = graph.col.long(), graph.row().long(), graph.num_nodes
+    x, y = draws.x, draws.y
+
+    def reduce(message: Tensor, kind: str) -> Tensor:
+        return scatter(message, dst, 0, n, kind)  # type: ignore[no-any-return]
+
+    def take(nodes: Tensor, index: Tensor) -> Tensor:
+        return nodes.index_select(0, index)
+
+    yield "copy_u sum", (lambda x: reduce(take(x, src), "sum"), (x,))
+    yield "u_mul_e sum", (lambda x, e: reduce(take(x, src) * e[:, None], "sum"), (x, draws.edge))
+    yield (
+        "u_mul_e sum, heads",
+        (
+            lambda x, e: reduce(take(x, src) * e, "sum"),
+            (draws.heads, draws.edge_heads),
+        ),
+    )
+    yield "copy_u mean", (lambda x: reduce(take(x, src), "mean"), (x,))
+    yield "copy_u max", (lambda x: reduce(take(x, src), "max"), (x,))
+    yield "copy_e sum", (lambda e: reduce(e, "sum"), (draws.message,))
+    yield "copy_e max", (lambda e: reduce(e, "max"), (draws.message,))
+    yield "u_add_v", (lambda x, y: take(x, src) + take(y, dst), (x, y))
+    yield "u_mul_v", (lambda x, y: take(x, src) * take(y, dst), (x, y))
+    yield "u_dot_v", (lambda x, y: (take(x, src) * take(y, dst)).sum(-1, keepdim=True), (x, y))
+    yield "edge_softmax", (lambda e: softmax(e, dst, num_nodes=n), (draws.edge_heads,))
+
+
+def _measure(
+    step: Step, expected: dict[str, list[Tensor]], name: str, device: torch.device, budget_ms: float
+) -> dict[str, Any]:
+    """Time and peak memory of a step whose results are those of the first implementation."""
+    function, leaves = step
+    out = function(*leaves)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(device)
+
+    def both() -> list[Tensor]:
+        out = function(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, upstream)]
+
+    found = [tensor.detach() for tensor in both()]
+    reference = expected.setdefault(name, found)
+    error = max(relative_error(a.flatten(), b.flatten()) for a, b in zip(found, reference, strict=True))
+    del found, out
+    # DGL gives infinity in empty rows of extrema, PyG 0.
+    if not error < TOLERANCE and "max" not in name:
+        return {"status": f"wrong: relative error {error:.1e}"}
+    peak = None
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        both()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+    timing = kernel_time(both, device, budget_ms=budget_ms)
+    return {"error": error if error < 1e300 else None, "peak_bytes": peak, **timing.as_cell()}

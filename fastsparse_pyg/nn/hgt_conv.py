@@ -1,0 +1,177 @@
+"""Heterogeneous graph transformer operator."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.nn import HGTConv
+from torch_geometric.nn.dense import HeteroDictLinear, HeteroLinear
+from torch_geometric.typing import EdgeType, NodeType
+
+from fastsparse_core import Adjacency, attention
+from fastsparse_pyg.caching import lookup
+from fastsparse_pyg.nn.attention import AttentionConv
+from fastsparse_pyg.nn.base import is_plain_linear
+
+
+class FastHGTConv(AttentionConv, HGTConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.HGTConv` on FastSparse kernels.
+
+    .. math::
+        \alpha_{i,j} = \mathrm{softmax}_{j, r} \left( \frac{\mu_r}{\sqrt{d}} (\mathbf{W}^Q_{\tau(i)}
+        \mathbf{x}_i)^{\top} \mathbf{W}^A_r \mathbf{W}^K_{\tau(j)} \mathbf{x}_j \right), \qquad
+        \mathbf{h}_i = \sum_{j, r} \alpha_{i,j} \mathbf{W}^M_r \mathbf{W}^V_{\tau(j)} \mathbf{x}_j
+
+    after "Heterogeneous Graph Transformer" (https://arxiv.org/abs/2003.01332), section 3. Arguments,
+    parameters, ``state_dict`` and results are the original's. All relations of all destinations are one call
+    of :func:`fastsparse_core.attention`, which stores nothing of the size of the edges. A relation's matrices
+    and its prior :math:`\mu_r` are multiplied into those of its source's keys and values, so that every type
+    of node takes one product.
+
+    Shapes:
+        - **input:** node features :math:`(|\mathcal{V}_t|, F_t)`, edges :math:`(2, |\mathcal{E}_r|)`, by type
+        - **output:** node features :math:`(|\mathcal{V}_t|, F_{out})` of types with incoming relations
+    """
+
+    _stores_edges: ClassVar[bool] = False
+
+    def forward(
+        self, x_dict: dict[NodeType, Tensor], edge_index_dict: dict[EdgeType, Any]
+    ) -> dict[NodeType, Tensor | None]:
+        """Computes the layer.
+
+        Args:
+            x_dict: node features by type.
+            edge_index_dict: edges by type; sparse matrices run PyG's code.
+
+        Raises:
+            ValueError: sizes, dtypes or devices do not fit, or an index points to no node.
+        """
+        reason = self._why_original_typed(x_dict, edge_index_dict)
+        if reason:
+            return self._original_forward(reason, x_dict, edge_index_dict)  # type: ignore[return-value]
+        width = self.out_channels
+        queries: list[Tensor] = []
+        of_type: dict[EdgeType, Tensor] = {}
+        for node_type, x in x_dict.items():
+            outgoing = [edge_type for edge_type in edge_index_dict if edge_type[0] == node_type]
+            weight, bias = self._joint_weights(node_type, outgoing)
+            parts = F.linear(x, weight, bias).split([width, *[2 * width] * len(outgoing)], dim=1)
+            queries.append(parts[0])
+            of_type |= dict(zip(outgoing, parts[1:], strict=True))
+        sources = torch.cat([of_type[edge_type] for edge_type in edge_index_dict])
+        adj = self._adjacency(x_dict, edge_index_dict)
+        out = attention(adj, torch.cat(queries), sources[:, :width], sources[:, width:], heads=self.heads)
+        return self._of_nodes(out, x_dict)
+
+    def _joint_weights(self, node_type: NodeType, outgoing: list[EdgeType]) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of a node type's queries and of each relation's keys and values."""
+        linear = self.kqv_lin.lins[node_type]
+        heads, width = self.heads, self.out_channels
+        # Keys, queries, values, as rows: (F, in) each, with the bias as one more column.
+        joined = linear.weight if linear.bias is None else torch.cat([linear.weight, linear.bias[:, None]], 1)
+        key, query, value = joined.split(width)
+        parts = [query]
+        for edge_type in outgoing:
+            at = self.edge_types_map[edge_type]
+            prior = self.p_rel["__".join(edge_type)].view(heads, 1, 1)
+            for rows, transform, factor in ((key, self.k_rel, prior), (value, self.v_rel, None)):
+                # (H, T, D, D): a head's row of keys times its matrix.
+                matrix = transform.weight.view(heads, len(self.edge_types), *transform.weight.shape[1:])[
+                    :, at
+                ]
+                matrix = matrix if factor is None else matrix * factor
+                parts.append(
+                    torch.bmm(matrix.transpose(1, 2), rows.reshape(heads, -1, rows.size(1))).flatten(0, 1)
+                )
+        weight = torch.cat(parts)
+        return (weight, None) if linear.bias is None else (weight[:, :-1], weight[:, -1])
+
+    def _adjacency(
+        self, x_dict: dict[NodeType, Tensor], edge_index_dict: dict[EdgeType, Tensor]
+    ) -> Adjacency:
+        """Structure of all relations: rows are nodes of all types, columns the sources of each relation."""
+        sizes = {node_type: x.size(0) for node_type, x in x_dict.items()}
+        edges = tuple(edge_index_dict.values())
+
+        def build() -> Adjacency:
+            first: dict[NodeType, int] = {}
+            num_dst = num_src = 0
+            for node_type, size in sizes.items():
+                first[node_type] = num_dst
+                num_dst += size
+            rows, cols = [], []
+            for (src, _, dst), edge_index in edge_index_dict.items():
+                for name, index, size in (
+                    ("source", edge_index[0], sizes[src]),
+                    ("destination", edge_index[1], sizes[dst]),
+                ):
+                    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
+                        raise IndexError(
+                            f"edge_index_dict: expected {name} indices from 0 to {size - 1} between {src!r} "
+                            f"and {dst!r}, got values from {int(index.min())} to {int(index.max())}"
+                        )
+                cols.append(edge_index[0] + num_src)
+                rows.append(edge_index[1] + first[dst])
+                num_src += sizes[src]
+            return Adjacency.from_coo(torch.cat(rows), torch.cat(cols), (num_dst, num_src))
+
+        options = ("hgt", tuple(sizes.items()), tuple(edge_index_dict))
+        return lookup(edges[0], edges, options, build)
+
+    def _of_nodes(self, out: Tensor, x_dict: dict[NodeType, Tensor]) -> dict[NodeType, Tensor | None]:
+        """What the aggregated messages make of the nodes of every type, as PyG has it."""
+        parts = dict(zip(x_dict, out.split([x.size(0) for x in x_dict.values()]), strict=True))
+        transformed = self.out_lin(
+            {node_type: F.gelu(part) for node_type, part in parts.items() if node_type in self.dst_node_types}
+        )
+        result: dict[NodeType, Tensor | None] = {}
+        for node_type in parts:
+            if node_type not in self.dst_node_types:
+                continue
+            part = transformed[node_type]
+            if part.size(-1) == x_dict[node_type].size(-1):
+                share = self.skip[node_type].sigmoid()
+                part = share * part + (1 - share) * x_dict[node_type]
+            result[node_type] = part
+        return result
+
+    def _why_original_typed(self, x_dict: Any, edge_index_dict: Any) -> str:
+        if torch.compiler.is_compiling():
+            return "torch.compile"
+        if not x_dict or not edge_index_dict:
+            return "no nodes or no edges"
+        if self.flow != "source_to_target":
+            return f"flow={self.flow!r}"
+        for edge_type, edge_index in edge_index_dict.items():
+            if type(edge_index) is not Tensor or edge_index.layout is not torch.strided:
+                return "edges that are not plain tensors"
+            if (
+                edge_index.dim() != 2
+                or edge_index.size(0) != 2
+                or edge_index.dtype not in (torch.int64, torch.int32)
+            ):
+                return "edges that are not integers of shape (2, num_edges)"
+            if edge_type not in self.edge_types_map or not {edge_type[0], edge_type[-1]} <= x_dict.keys():
+                return "edges between types that have no features"
+        if len({x.dtype for x in x_dict.values()}) != 1 or any(
+            not isinstance(x, Tensor) or x.dim() != 2 or x.layout is not torch.strided
+            for x in x_dict.values()
+        ):
+            return "features that are not matrices of one dtype"
+        # Hooks may have to see keys and values; a lazy layer gets its sizes by one.
+        if type(self.kqv_lin) is not HeteroDictLinear or not all(
+            node_type in self.kqv_lin.lins and is_plain_linear(self.kqv_lin.lins[node_type])
+            for node_type in x_dict
+        ):
+            return "a linear layer with hooks, or one that has no sizes yet"
+        for module in (self.kqv_lin, self.k_rel, self.v_rel):
+            if module._forward_hooks or module._forward_pre_hooks:
+                return "a linear layer with hooks, or one that has no sizes yet"
+        if type(self.k_rel) is not HeteroLinear or type(self.v_rel) is not HeteroLinear:
+            return "a replaced linear layer"
+        x = next(iter(x_dict.values()))
+        return self._why_original_attention((x, x), next(iter(edge_index_dict.values())))

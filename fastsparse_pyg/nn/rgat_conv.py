@@ -1,0 +1,182 @@
+"""Relational graph attention operator."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.nn import RGATConv
+from torch_geometric.typing import OptTensor, SparseTensor
+
+from fastsparse_core import additive_attention, scatter, scatter_softmax, spmm
+from fastsparse_core.grouped_product import grouped_product
+from fastsparse_core.relations import Relations, rows_of
+from fastsparse_pyg.nn.attention import AttentionConv
+from fastsparse_pyg.relations import relations_of, why_not_relations
+
+
+class FastRGATConv(AttentionConv, RGATConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.RGATConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{x}^{\prime}_i = \sum_{r \in \mathcal{R}} \sum_{j \in \mathcal{N}_r(i)} \alpha^{(r)}_{i,j}
+        \mathbf{W}_r \mathbf{x}_j
+
+    with additive or multiplicative scores, normalised within or across relations, after "Relational Graph
+    Attention Networks" (https://arxiv.org/abs/1904.05811), section 2. Arguments, parameters, ``state_dict``
+    and results are the original's. :math:`\mathbf{W}_r \mathbf{x}_j` is computed once for every pair of a
+    source and a relation that have edges, not for every edge, and the same goes for scores of destinations.
+    Additive scores without ``mod`` run the fused kernel; the other options keep one number for every edge and
+    head. The dropped attention weights are other random ones than the original's.
+
+    Shapes:
+        - **input:** node features :math:`(|\mathcal{V}|, F_{in})`; edges :math:`(2, |\mathcal{E}|)`; types
+          :math:`(|\mathcal{E}|)`; edge features :math:`(|\mathcal{E}|, D)` *(optional)*
+        - **output:** node features :math:`(|\mathcal{V}|, H * F_{out})`, times ``dim`` where scores are
+          multiplicative
+    """
+
+    _stores_edges: ClassVar[bool] = True
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Any,
+        edge_type: OptTensor = None,
+        edge_attr: OptTensor = None,
+        size: tuple[int, int] | None = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
+        """Computes the layer.
+
+        Args:
+            x: node features.
+            edge_index: edges.
+            edge_type: relation of every edge, in their order.
+            edge_attr: features of the edges; required with ``edge_dim``.
+            size: runs PyG's code.
+            return_attention_weights: True or False: also returns the edges and their attention weights before
+                dropout.
+
+        Raises:
+            ValueError: sizes, dtypes, devices or the dropout probability do not fit.
+            IndexError: an index points to no node.
+        """
+        with_weights = isinstance(return_attention_weights, bool)
+        reason = self._why_original_relational(x, edge_index, edge_type, edge_attr, size)
+        if reason:
+            return self._original_forward(
+                reason, x, edge_index, edge_type, edge_attr, size, return_attention_weights
+            )
+        num_nodes = x.size(0)
+        relations = relations_of(edge_index, edge_type, (num_nodes, num_nodes), self.num_relations, self.flow)
+        if relations.num_edges != edge_index.size(1):
+            raise IndexError(
+                f"edge_type: expected types from 0 to {self.num_relations - 1}, got values from "
+                f"{int(edge_type.min())} to {int(edge_type.max())}"
+            )
+        weight = self._weight()
+        sources, destinations = relations.src_pairs, relations.dst_pairs
+        rows = grouped_product(rows_of(x, sources.node), weight, sources.starts)
+        key = rows @ self.k
+        if self.num_blocks is None:  # the product of two matrices is narrower than the features of pairs
+            of_dst = grouped_product(rows_of(x, destinations.node), weight @ self.q, destinations.starts)
+        else:
+            of_dst = grouped_product(rows_of(x, destinations.node), weight, destinations.starts) @ self.q
+        of_edge = None if edge_attr is None else self._edge_scores(edge_attr)
+        additive = self.attention_mode == "additive-self-attention"
+        if additive and self.mod is None and not with_weights:
+            return self.update(self._fused(relations, rows, key, of_dst, of_edge))
+        score = rows_of(of_dst, destinations.of_edge)
+        other = rows_of(key, sources.of_edge)
+        if additive:
+            score = score + other if of_edge is None else score + other + of_edge
+            score = F.leaky_relu(score, self.negative_slope)
+        else:
+            score = score * other if of_edge is None else score * other * of_edge
+        within = self.attention_mechanism == "within-relation"
+        index, groups = (destinations.of_edge, len(destinations)) if within else (relations.dst, num_nodes)
+        alpha = scatter_softmax(score, index, groups)
+        out = self.update(self._weighted(relations, rows, alpha))
+        return (out, (edge_index, alpha)) if with_weights else out
+
+    def _weight(self) -> Tensor:
+        """The relations' matrices, (R, in, H * out) or (R, blocks, in / blocks, H * out / blocks)."""
+        if self.num_bases is None:
+            return self.weight
+        weight = self.att @ self.basis.view(self.num_bases, -1)
+        return weight.view(self.num_relations, self.in_channels, self.heads * self.out_channels)
+
+    def _edge_scores(self, edge_attr: Tensor) -> Tensor:
+        """What features of edges add to scores or multiply them by: (E, H * dim)."""
+        scores: Tensor = self.lin_edge(edge_attr if edge_attr.dim() == 2 else edge_attr[:, None]) @ self.e
+        return scores
+
+    def _fused(
+        self, relations: Relations, rows: Tensor, key: Tensor, of_dst: Tensor, of_edge: Tensor | None
+    ) -> Tensor:
+        """Additive attention without anything of the size of edges times features, (N, H, out)."""
+        values = rows.view(-1, self.heads, self.out_channels)
+        dropout = self.dropout if self.training else 0.0
+        if self.attention_mechanism == "within-relation":
+            out = additive_attention(
+                relations.between_pairs, of_dst, key, values, self.negative_slope, of_edge, dropout
+            )
+            return scatter(out, relations.dst_pairs.node, relations.shape[0])
+        # A destination's score depends on the relation: it comes with the edge.
+        bias = rows_of(of_dst, relations.dst_pairs.of_edge)
+        bias = bias if of_edge is None else bias + of_edge
+        none = of_dst.new_zeros(relations.shape[0], self.heads)
+        return additive_attention(relations.from_pairs, none, key, values, self.negative_slope, bias, dropout)
+
+    def _weighted(self, relations: Relations, rows: Tensor, alpha: Tensor) -> Tensor:
+        """Sums with given weights of every edge, and what `mod` makes of them."""
+        adj, heads = relations.from_pairs, (-1, self.heads, self.out_channels)
+        degree = adj.in_degree().to(alpha.dtype)[:, None]
+        plus: Tensor | None = None
+        if self.mod == "additive":
+            plus = spmm(adj, rows).view(heads) * self.w
+        elif self.mod == "f-additive":
+            alpha = torch.where(alpha > 0, alpha + 1, alpha)
+        elif self.mod == "f-scaled":
+            alpha = alpha * rows_of(degree, relations.dst)
+        elif self.mod is None and self.training and self.dropout > 0:
+            alpha = F.dropout(alpha, self.dropout)
+
+        def weighted(alpha: Tensor) -> Tensor:
+            out = spmm(adj, rows, alpha).view(heads)
+            return out if plus is None else out + plus
+
+        if self.attention_mode == "additive-self-attention":
+            out = weighted(alpha)
+        else:
+            by_dim = alpha.view(-1, self.heads, self.dim)
+            out = torch.stack([weighted(by_dim[:, :, at].contiguous()) for at in range(self.dim)], 2)
+        if self.mod == "scaled":
+            factor = self.activation(degree @ self.l1 + self.b1) @ self.l2 + self.b2
+            out = out * factor.view(-1, *[1] * (out.dim() - 2), self.out_channels)
+        return out
+
+    def _why_original_relational(
+        self, x: Any, edge_index: Any, edge_type: Any, edge_attr: Any, size: object
+    ) -> str:
+        if isinstance(edge_index, SparseTensor) or type(edge_index) is not Tensor:
+            return "edges that are not one plain tensor"
+        reason = why_not_relations(edge_index, edge_type)
+        if reason:
+            return reason
+        if size is not None:
+            return "size is given"
+        if edge_index.size(1) == 0:
+            return "no edges"
+        if (edge_attr is None) != (self.lin_edge is None):
+            return "edge features without edge_dim, or edge_dim without edge features"
+        if isinstance(edge_attr, Tensor) and edge_attr.size(0) != edge_index.size(1):
+            return "edge features that are not one row per edge"
+        if not isinstance(x, Tensor) or x.dtype != self.k.dtype:
+            return "features that are not one matrix of the weights' dtype"
+        if torch.is_autocast_enabled(x.device.type):
+            return "autocast"
+        return self._why_original_attention((x, x), edge_index, edge_attr)

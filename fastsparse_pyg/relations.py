@@ -1,0 +1,99 @@
+"""From what PyG's relational layers accept as edges and their types to structures over relations."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch_geometric import EdgeIndex
+from torch_geometric.typing import SparseTensor
+
+from fastsparse_core import Adjacency
+from fastsparse_core.relations import Relations
+from fastsparse_pyg.caching import lookup
+from fastsparse_pyg.graph import caller_edges, is_sparse_matrix
+
+
+def why_not_relations(edge_index: object, edge_type: object) -> str:
+    """Why edges with types cannot become structures, "" if they can."""
+    if isinstance(edge_index, SparseTensor):
+        edge_type = edge_index.storage.value()
+    elif is_sparse_matrix(edge_index):
+        return "a torch.sparse matrix"
+    elif not isinstance(edge_index, Adjacency) and not (
+        isinstance(edge_index, Tensor) and edge_index.dim() == 2 and edge_index.size(0) == 2
+    ):
+        return "edges that are not of shape (2, num_edges)"
+    if not isinstance(edge_type, Tensor) or edge_type.dim() != 1 or edge_type.is_floating_point():
+        return "edge types that are not one integer per edge"
+    return "torch.compile" if torch.compiler.is_compiling() else ""
+
+
+def relations_of(
+    edge_index: Any,
+    edge_type: Tensor | None,
+    shape: tuple[int, int],
+    num_relations: int,
+    flow: str,
+    index: tuple[Tensor, int] | None = None,
+) -> Relations:
+    """The structure of edges with types, from the cache if it is known.
+
+    Args:
+        edge_index: (2, E) tensor, SparseTensor (its values are the types), or Adjacency.
+        edge_type: (E,), in the order of the edges.
+        shape: (destinations, sources).
+        num_relations: number of types; edges of others are left out, as by the masks of PyG.
+        flow: of edge lists.
+        index: what every source stands for, and of how many: they are then the sources.
+
+    Raises:
+        ValueError: lengths or devices differ.
+        IndexError: an index points to no node.
+    """
+    key = edge_index
+    parts: tuple[Tensor, ...]
+    if isinstance(edge_index, SparseTensor):
+        key = edge_index.storage
+        row, col, edge_type = edge_index.coo()
+        assert edge_type is not None
+        parts = (row, col, edge_type)
+    else:
+        assert edge_type is not None
+        parts = (edge_type,) if isinstance(edge_index, Adjacency) else (edge_index, edge_type)
+
+    def build() -> Relations:
+        assert edge_type is not None
+        if isinstance(edge_index, SparseTensor):
+            dst, src = row, col
+        elif isinstance(edge_index, Adjacency):
+            dst, src = caller_edges(edge_index)
+        else:
+            edges = edge_index._data if isinstance(edge_index, EdgeIndex) else edge_index
+            dst, src = edges.flip(0) if flow == "source_to_target" else edges
+        if edge_type.size(0) != dst.size(0) or edge_type.device != dst.device:
+            raise ValueError(
+                f"edge_type: expected one type for each of {dst.size(0)} edges on {dst.device}, got shape "
+                f"{tuple(edge_type.shape)} on {edge_type.device}"
+            )
+        for name, nodes, size in (("destinations", dst, shape[0]), ("sources", src, shape[1])):
+            if nodes.numel():
+                low, high = (int(end) for end in torch.aminmax(nodes))
+                if low < 0 or high >= size:
+                    raise IndexError(
+                        f"edge_index: expected {name} from 0 to {size - 1}, got values from {low} to {high}; "
+                        "check that x has a row for every node"
+                    )
+        kind = edge_type
+        known = (kind >= 0) & (kind < num_relations)
+        if not bool(known.all()):
+            dst, src, kind = dst[known], src[known], kind[known]
+        if index is not None:
+            return Relations(dst, index[0][src], kind, (shape[0], index[1]), num_relations)
+        return Relations(dst, src, kind, shape, num_relations)
+
+    if index is not None:
+        parts = (*parts, index[0])
+    options = (shape, num_relations, flow, None if index is None else index[1], "relations")
+    return cast("Relations", lookup(key, parts, options, cast("Any", build)))

@@ -1,0 +1,98 @@
+"""Products of the rows of each group with the group's own matrix, in both plugins."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core.ops._common import autocast
+
+
+def grouped_product(x: Tensor, weight: Tensor, starts: tuple[int, ...]) -> Tensor:
+    r"""Multiplies consecutive rows by the matrix of their group.
+
+    .. math::
+        \mathbf{y}_p = \mathbf{x}_p \mathbf{W}_{r(p)}
+
+    with block-diagonal matrices where there are several blocks. One product per group, written into its rows
+    of the result: nothing is padded, copied or gathered. Under autocast in the autocast dtype.
+
+    Args:
+        x: (P, B * I), the rows of a group beside each other.
+        weight: (R, I, O), or (R, B, I, O) of B blocks.
+        starts: (R + 1) first row of every group, and P.
+
+    Returns:
+        (P, B * O), differentiable any number of times.
+
+    Raises:
+        ValueError: sizes do not fit.
+    """
+    blocks = weight if weight.dim() == 4 else weight[:, None]
+    if x.dim() != 2 or x.size(1) != blocks.size(1) * blocks.size(2):
+        raise ValueError(
+            f"x: expected {blocks.size(1) * blocks.size(2)} columns for weights {tuple(weight.shape)}, got "
+            f"shape {tuple(x.shape)}"
+        )
+    if len(starts) != blocks.size(0) + 1 or starts[-1] != x.size(0):
+        raise ValueError(f"starts: expected {blocks.size(0)} groups of {x.size(0)} rows, got {starts}")
+    x, blocks = autocast(x, blocks)  # type: ignore[assignment]
+    out: Tensor = _GroupedProduct.apply(x, blocks, starts)
+    return out
+
+
+def _by_block(rows: Tensor, num_blocks: int) -> Tensor:
+    """(P, B * I) as (B, P, I)."""
+    return rows.view(rows.size(0), num_blocks, -1).transpose(0, 1)
+
+
+def _multiply(x: Tensor, weight: Tensor, starts: tuple[int, ...]) -> Tensor:
+    num_blocks = weight.size(1)
+    out = x.new_empty(x.size(0), num_blocks * weight.size(3))
+    for group, (first, last) in enumerate(pairwise(starts)):
+        if first == last:
+            continue
+        rows, to = x[first:last], out[first:last]
+        if num_blocks == 1:
+            torch.mm(rows, weight[group, 0], out=to)
+        else:
+            _by_block(to, num_blocks).copy_(torch.bmm(_by_block(rows, num_blocks), weight[group]))
+    return out
+
+
+def _outer(x: Tensor, grad: Tensor, like: Tensor, starts: tuple[int, ...]) -> Tensor:
+    """Gradients of the weights; of PyTorch's operators, which have gradients of their own."""
+    num_blocks = like.size(1)
+    parts = [
+        torch.bmm(
+            _by_block(x[first:last], num_blocks).transpose(1, 2), _by_block(grad[first:last], num_blocks)
+        )
+        if last > first
+        else like.new_zeros(like.shape[1:])
+        for first, last in pairwise(starts)
+    ]
+    return torch.stack(parts) if parts else torch.zeros_like(like)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, starts: tuple[int, ...]) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.starts = starts
+        return _multiply(x, weight, starts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = grad_weight = None
+        with torch.autocast(grad.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                grad_x = _GroupedProduct.apply(grad, weight.transpose(2, 3), ctx.starts)
+            if ctx.needs_input_grad[1]:
+                grad_weight = _outer(x, grad, weight, ctx.starts)
+        return grad_x, grad_weight, None

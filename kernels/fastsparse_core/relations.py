@@ -1,0 +1,144 @@
+"""Graphs with several types of edges: structures over pairs of a node and a relation, in both plugins.
+
+A pair exists where the node has an edge of the relation. Pairs are sorted by relation, so that those of one
+relation are consecutive rows, and products with the relation's matrix are products of contiguous rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastsparse_core.ops._segment import gather_op
+from fastsparse_core.structure.adjacency import Adjacency
+from fastsparse_core.structure.build_once import BuiltOnce
+
+
+def rows_of(x: Tensor, index: Tensor) -> Tensor:
+    """``x.index_select(0, index)``, whose gradient is summed without atomics."""
+    out: Tensor = gather_op(x, index, None, index.numel())
+    return out
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Nodes of one side, each once for every relation that it has edges of.
+
+    Attributes:
+        node: int64 (P,), sorted within every relation.
+        of_edge: int32 (num_edges,), the pair of every edge, in the caller's order.
+        starts: first pair of every relation, and P.
+    """
+
+    node: Tensor
+    of_edge: Tensor
+    starts: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.node.numel()
+
+
+class Relations:
+    """Edges with a relation each; what is derived is built on first use and kept.
+
+    Args:
+        dst: destinations, integers (num_edges,), in range; copied.
+        src: sources, like ``dst``.
+        kind: relations, like ``dst``.
+        shape: (num_dst, num_src).
+        num_relations: number of relations.
+    """
+
+    def __init__(
+        self, dst: Tensor, src: Tensor, kind: Tensor, shape: tuple[int, int], num_relations: int
+    ) -> None:
+        # Copies: a view would keep the caller's tensor alive, by which the caches know when to let go.
+        self.dst, self.src, self.kind = (it.to(torch.int32, copy=True) for it in (dst, src, kind))
+        self.shape = shape
+        self.num_relations = num_relations
+        self._memo = BuiltOnce()
+
+    @property
+    def num_edges(self) -> int:
+        """Number of edges."""
+        return self.dst.numel()
+
+    @property
+    def dst_pairs(self) -> Pairs:
+        """Destinations with each of their relations."""
+        return self._memo.get("dst_pairs", lambda: self._pairs(self.dst, self.shape[0]))
+
+    @property
+    def src_pairs(self) -> Pairs:
+        """Sources with each of their relations."""
+        return self._memo.get("src_pairs", lambda: self._pairs(self.src, self.shape[1]))
+
+    def _pairs(self, node: Tensor, num_nodes: int) -> Pairs:
+        key, of_edge = torch.unique(self.kind.long() * num_nodes + node, return_inverse=True)
+        bounds = torch.arange(self.num_relations + 1, device=key.device) * num_nodes
+        starts = torch.searchsorted(key, bounds).tolist()
+        return Pairs(key % max(num_nodes, 1), of_edge.int(), tuple(starts))
+
+    @property
+    def into_pairs(self) -> Adjacency:
+        """Structure (pairs of destinations, sources)."""
+        return self._memo.get("into_pairs", lambda: self._between(self.dst_pairs, self.src, self.shape[1]))
+
+    @property
+    def from_pairs(self) -> Adjacency:
+        """Structure (destinations, pairs of sources)."""
+        pairs = self.src_pairs
+        return self._memo.get(
+            "from_pairs", lambda: Adjacency.from_coo(self.dst, pairs.of_edge, (self.shape[0], len(pairs)))
+        )
+
+    @property
+    def between_pairs(self) -> Adjacency:
+        """Structure (pairs of destinations, pairs of sources)."""
+        pairs = self.src_pairs
+        return self._memo.get(
+            "between_pairs", lambda: self._between(self.dst_pairs, pairs.of_edge, len(pairs))
+        )
+
+    @property
+    def from_rows(self) -> Adjacency:
+        """Structure (pairs of destinations, rows of the relations' stacked weights)."""
+
+        def build() -> Adjacency:
+            column = self.kind.long() * self.shape[1] + self.src
+            return self._between(self.dst_pairs, column, self.num_relations * self.shape[1])
+
+        return self._memo.get("from_rows", build)
+
+    def _between(self, pairs: Pairs, column: Tensor, num_columns: int) -> Adjacency:
+        return Adjacency.from_coo(pairs.of_edge, column, (len(pairs), num_columns))
+
+    def share(self, dtype: torch.dtype) -> Tensor:
+        """One over the edges of an edge's destination and relation, (num_edges,)."""
+
+        def build() -> Tensor:
+            pair = self.dst_pairs.of_edge
+            count = torch.bincount(pair, minlength=len(self.dst_pairs))
+            return count.to(dtype).reciprocal().index_select(0, pair)
+
+        return self._memo.get(("share", dtype), build)
+
+    def transforms_first(self, width: int, out_width: int) -> bool:
+        """Whether fewer numbers move if sources are multiplied before they are summed, not after."""
+        pairs, sources = len(self.dst_pairs), len(self.src_pairs)
+        sums_first = self.num_edges * width + 2 * pairs * (width + out_width)
+        return sources * (3 * width + out_width) + self.num_edges * out_width < sums_first
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes by name of what is held."""
+        usage = {name: getattr(self, name).nbytes for name in ("dst", "src", "kind")}
+        for name, it in self._memo.results.items():
+            if isinstance(it, Adjacency):
+                usage |= {f"{name}.{part}": size for part, size in it.memory_usage().items()}
+            elif isinstance(it, Pairs):
+                usage[str(name)] = it.node.nbytes + it.of_edge.nbytes
+            elif isinstance(it, Tensor):
+                usage[str(name)] = it.nbytes
+        return usage

@@ -1,0 +1,191 @@
+"""Samplers and loaders of dgl.dataloading with `enable()`, and processes and threads beside it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from dgl_cases import DGLError, dgl, fastsparse_dgl, homogeneous
+from hook_cases import AWAY, enabled, enabled_for
+from test_dgl_operators import heterogeneous
+from torch import Tensor
+
+fn = dgl.function
+pytestmark = pytest.mark.filterwarnings("ignore:Dataloader CPU affinity", "ignore:.*pin_memory")
+
+
+@pytest.fixture(params=AWAY)
+def device(request: pytest.FixtureRequest) -> Any:
+    with enabled_for(request.param):
+        yield request.param
+
+
+def graph_with_data() -> Any:
+    graph = homogeneous()
+    graph.ndata["h"] = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
+    return graph
+
+
+def check_blocks(input_nodes: Tensor, output_nodes: Tensor, blocks: Any, whole: Any, device: str) -> None:
+    """The blocks lie on the device with their data, and a layer on them computes there."""
+    assert str(input_nodes.device) == str(output_nodes.device) == device
+    for block in blocks:
+        assert str(block.device) == device
+        assert str(block.edges()[0].device) == device
+    feature = blocks[0].srcdata["h"]
+    assert torch.equal(feature.cpu(), whole.ndata["h"][input_nodes.cpu()])
+    blocks[0].srcdata["x"] = feature
+    blocks[0].update_all(fn.copy_u("x", "m"), fn.sum("m", "y"))
+    found = blocks[0].dstdata["y"].cpu()
+    host = blocks[0].cpu()
+    src, dst = host.edges()
+    expected = torch.zeros_like(found).index_add_(0, dst, host.srcdata["h"][src])
+    torch.testing.assert_close(found, expected)
+
+
+SAMPLERS = {
+    "neighbours": lambda: dgl.dataloading.NeighborSampler([3, 3], prefetch_node_feats=["h"]),
+    "full": lambda: dgl.dataloading.MultiLayerFullNeighborSampler(2, prefetch_node_feats=["h"]),
+    "labor": lambda: dgl.dataloading.LaborSampler([3, 3], prefetch_node_feats=["h"]),
+}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("place", ["graph on the CPU", "graph on the device"])
+def test_blocks_arrive_on_the_device(sampler: str, place: str, device: str) -> None:
+    whole = graph_with_data()
+    graph, nodes = whole, torch.arange(12)
+    if place == "graph on the device":
+        graph, nodes = whole.to(device), nodes.to(device)
+    loader = dgl.dataloading.DataLoader(graph, nodes, SAMPLERS[sampler](), batch_size=5, device=device)
+    count = 0
+    for batch in loader:
+        check_blocks(*batch, whole, device)
+        count += 1
+    assert count == 3
+
+
+def test_loader_of_edges(device: str) -> None:
+    graph = graph_with_data().to(device)
+    sampler = dgl.dataloading.as_edge_prediction_sampler(
+        dgl.dataloading.NeighborSampler([3]),
+        exclude="self",
+        negative_sampler=dgl.dataloading.negative_sampler.Uniform(2),
+    )
+    edges = torch.arange(20).to(device)
+    for _, positive, negative, blocks in dgl.dataloading.DataLoader(
+        graph, edges, sampler, batch_size=10, device=device
+    ):
+        assert str(positive.device) == str(negative.device) == str(blocks[0].device) == device
+        positive.ndata["z"] = torch.ones(positive.num_nodes(), 2, device=device)
+        positive.apply_edges(fn.u_dot_v("z", "z", "s"))
+        assert positive.edata["s"].sum().item() == 2 * positive.num_edges()
+
+
+def test_samplers_of_several_types(device: str) -> None:
+    graph = heterogeneous().to(device)
+    loader = dgl.dataloading.DataLoader(
+        graph,
+        {"user": torch.arange(4).to(device)},
+        dgl.dataloading.NeighborSampler([2, 2]),
+        batch_size=2,
+        device=device,
+    )
+    for inputs, _, blocks in loader:
+        assert {str(nodes.device) for nodes in inputs.values()} == {device}
+        assert {str(block.device) for block in blocks} == {device}
+
+
+def test_graph_loader_and_walks(device: str) -> None:
+    graphs = [graph_with_data() for _ in range(4)]
+    for batch in dgl.dataloading.GraphDataLoader(graphs, batch_size=2):
+        moved = batch.to(device)
+        assert str(dgl.sum_nodes(moved, "h").device) == device
+        assert str(moved.batch_num_nodes().device) == device
+    graph = graphs[0].to(device)
+    walks, _ = dgl.sampling.random_walk(graph, graph.nodes()[:3], length=2)
+    assert walks.shape == (3, 3)
+    assert str(walks.device) == device
+    assert dgl.sampling.node2vec_random_walk(graph, graph.nodes()[:3], 1, 1, 2).shape == (3, 3)
+    graph.edata["w"] = torch.rand(graph.num_edges(), device=device)
+    assert str(dgl.sampling.select_topk(graph, 1, "w", graph.nodes()[:2]).device) == device
+
+
+def test_uva_says_what_to_do(device: str) -> None:
+    with pytest.raises(DGLError, match="use_uva"):
+        graph_with_data().pin_memory_()
+
+
+@pytest.mark.parametrize("workers", [1])
+def test_forked_workers_sample_on_the_cpu(workers: int) -> None:
+    """A process that is forked inherits it; its graphs are the parent's."""
+    whole = graph_with_data()
+    with enabled():
+        sampler = dgl.dataloading.NeighborSampler([3, 3], prefetch_node_feats=["h"])
+        loader = dgl.dataloading.DataLoader(
+            whole, torch.arange(12), sampler, batch_size=5, num_workers=workers
+        )
+        for batch in loader:
+            check_blocks(*batch, whole, "cpu")
+
+
+@pytest.mark.parametrize("enables", [True, False])
+def test_spawned_processes_enable_it_themselves(enables: bool) -> None:
+    """A graph without data, on a device that needs no memory."""
+    dgl.ndarray.DGLContext.STR2MASK.setdefault("meta", 2)
+    with enabled(_devices=("meta",)):
+        graph = homogeneous()
+        index = fastsparse_dgl.hooks.device_graph.place(graph._graph, torch.device("meta"))
+        pickled = pickle.dumps(index)
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=_load_in_child, args=(queue, pickled, enables))
+    process.start()
+    found = queue.get(timeout=120)
+    process.join()
+    assert ("meta" in found) if enables else ("enable()" in found)
+
+
+def _load_in_child(queue: Any, pickled: bytes, enables: bool) -> None:
+    import fastsparse_dgl
+
+    try:
+        if enables:
+            fastsparse_dgl.enable(_devices=("meta",))
+        queue.put(repr(pickle.loads(pickled)))
+    except Exception as error:
+        queue.put(f"{type(error).__name__}: {error}")
+
+
+def test_two_threads() -> None:
+    """They may enable it, compute with one graph, and build its structures at the same time."""
+    graph = graph_with_data()
+    graph.update_all(fn.copy_u("h", "m"), fn.max("m", "expected"))
+    expected = graph.ndata["expected"]
+    failures: list[BaseException] = []
+    barrier = threading.Barrier(4)
+
+    def work() -> None:
+        try:
+            barrier.wait()
+            fastsparse_dgl.enable()
+            for _ in range(10):
+                with graph.local_scope():
+                    found = dgl.ops.copy_u_max(graph, graph.ndata["h"])
+                torch.testing.assert_close(found, expected)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        fastsparse_dgl.disable()
+    assert not failures
