@@ -129,8 +129,8 @@ ABOUT = {
     " large graph and on batches of 512 molecules whose structures are new each time.",
     "any_layer": "Every layer of PyG that needs no other package, under `accelerate` and as it is: a step is"
     " forward and backward with all gradients in float32, the host's work included.",
-    "dgl_operators": "DGL's operators after `fastsparse_dgl.enable()`, forward and backward, against ours on the"
-    " same structure, PyG's gather and scatter, and DGL's own on the CPU.",
+    "dgl_operators": "DGL's operators after `fastsparse_dgl.enable()`, forward and backward, against ours on"
+    " the same structure, PyG's gather and scatter, and DGL's own on the CPU.",
     "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
     "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
     " for the host.",
