@@ -77,7 +77,7 @@ def _dgl_is_faster(op: str, reduce: str, x: Any, e: Any) -> bool:
     """Whether DGL's own CPU kernel takes less time, forward and backward together, than ours.
 
     Measured on pubmed's size with 16 to 64 features: extrema 3 to 6 times less, sums of ``u + e`` a quarter,
-    and products with a number for every feature a third; those with one for each head take up to 4 times more.
+    and products with a number for every feature a third; products with one for each head take longer.
     """
     if reduce == "mean" or (op in ("copy_lhs", "copy_rhs") and reduce == "sum") or not _are_cpu_floats(x, e):
         return False

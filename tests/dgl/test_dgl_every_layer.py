@@ -227,7 +227,7 @@ OTHERS: dict[str, Case] = {
 #: Classes of dgl.nn.pytorch without a case, and why.
 WITHOUT = {
     "CuGraphGATConv": "needs pylibcugraphops", "CuGraphRelGraphConv": "needs pylibcugraphops",
-    "CuGraphSAGEConv": "needs pylibcugraphops", "DeepWalk": "walks of a graph on the CPU, tested in test_dgl_enabled_loaders",
+    "CuGraphSAGEConv": "needs pylibcugraphops", "DeepWalk": "walks of a graph on the CPU",
     "MetaPath2Vec": "walks of a graph on the CPU", "HeteroEmbedding": "embeddings alone",
     "GNNExplainer": "trains masks: below", "HeteroGNNExplainer": "as GNNExplainer",
     "PGExplainer": "as GNNExplainer", "HeteroPGExplainer": "as GNNExplainer",
