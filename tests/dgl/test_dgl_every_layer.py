@@ -315,6 +315,8 @@ def test_layer(name: str, device: str) -> None:
 
 
 def check(name: str, device: str) -> None:
+    if name == "GatedGCNConv" and not hasattr(layers, name):
+        pytest.skip("DGL 1.1.3 has no GatedGCNConv")
     case = CONVOLUTIONS.get(name) or OTHERS[name]
     expected = results(case, "cpu")
     with enabled_for(device):
