@@ -308,8 +308,8 @@ def _moved(item: Any, device: torch.device) -> Any:
 def pin_memory_(original: Any, index: Any) -> Any:
     """``HeteroGraphIndex.pin_memory_``: what a DGL without CUDA cannot do, with the way around."""
     raise DGLError(
-        "pinning a graph (graph.pin_memory_(), DataLoader(use_uva=True)) needs a DGL with CUDA: leave use_uva "
-        "out, so that batches are sampled on the CPU and moved to the GPU, or pass graph.to('cuda')"
+        "pinning a graph (graph.pin_memory_(), DataLoader(use_uva=True)) needs a DGL with CUDA: leave"
+        " use_uva out, so that batches are sampled on the CPU and moved to the GPU, or pass graph.to('cuda')"
     )
 
 

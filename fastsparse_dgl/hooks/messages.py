@@ -231,6 +231,7 @@ class AddExtremum(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """To the source and the edge that were chosen."""
         arg, x, e = ctx.saved_tensors
         grad_x = grad_e = None
         if ctx.needs_input_grad[0]:

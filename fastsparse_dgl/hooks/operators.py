@@ -22,7 +22,7 @@ from fastsparse_core.policy import MOST_HEADS
 from fastsparse_dgl.caching import adjacency_of_index
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError
-from fastsparse_dgl.hooks import messages, segments
+from fastsparse_dgl.hooks import messages, products, segments
 from fastsparse_dgl.hooks.device_graph import DeviceIndex
 from fastsparse_dgl.hooks.joint import joint, relations
 
@@ -77,7 +77,7 @@ def _dgl_is_faster(op: str, reduce: str, x: Any, e: Any) -> bool:
     """Whether DGL's own CPU kernel takes less time, forward and backward together, than ours.
 
     Measured on pubmed's size with 16 to 64 features: extrema 3 to 6 times less, sums of ``u + e`` a quarter,
-    and products with a number for every feature a third; those with one for each head take up to 4 times more.
+    and products with a number for every feature a third; products with one for each head take longer.
     """
     if reduce == "mean" or (op in ("copy_lhs", "copy_rhs") and reduce == "sum") or not _are_cpu_floats(x, e):
         return False
@@ -316,7 +316,7 @@ def segment_mm(A: Tensor, B: Tensor, seglen_A: Tensor) -> Tensor:
     assert a is not None
     assert b is not None
     with _plain(a):
-        return SegmentMatmul.apply(a, b, seglen_A.tolist())
+        return products.segment_matmul(a, b, seglen_A.tolist())
 
 
 def gather_mm(A: Tensor, B: Tensor, idx_A: Tensor | None = None, idx_B: Tensor | None = None) -> Tensor:
@@ -336,79 +336,5 @@ def gather_mm(A: Tensor, B: Tensor, idx_A: Tensor | None = None, idx_B: Tensor |
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     with _plain(a):
-        product = SegmentMatmul.apply(permuted(a, order, inverse), b, lengths)
-        return permuted(product, inverse, order)
-
-
-def permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """The rows in another order, with a gradient that gathers as well."""
-    return _Permute.apply(x, order, inverse)
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(order, inverse)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        order, inverse = ctx.saved_tensors
-        return permuted(grad, inverse, order), None, None
-
-
-class SegmentMatmul(torch.autograd.Function):
-    """C_i = A_i B_i; dA_i = dC_i B_i^T and dB_i = A_i^T dC_i."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, lengths: list[int]) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.lengths = lengths
-        out = a.new_empty(a.size(0), b.size(2))
-        for rows, number in _segments(lengths):
-            torch.mm(a[rows], b[number], out=out[rows])
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = ctx.saved_tensors
-        grad_a = grad_b = None
-        with messages.without_autocast(grad):
-            if ctx.needs_input_grad[0]:
-                grad_a = SegmentMatmul.apply(grad, b.transpose(1, 2), ctx.lengths)
-            if ctx.needs_input_grad[1]:
-                grad_b = _SegmentOuter.apply(a, grad, ctx.lengths)
-        return grad_a, grad_b, None
-
-
-class _SegmentOuter(torch.autograd.Function):
-    """B_i = A_i^T C_i; dA_i = C_i dB_i^T and dC_i = A_i dB_i."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, c: Tensor, lengths: list[int]) -> Tensor:
-        ctx.save_for_backward(a, c)
-        ctx.lengths = lengths
-        out = a.new_zeros(len(lengths), a.size(1), c.size(1))
-        for rows, number in _segments(lengths):
-            torch.mm(a[rows].t(), c[rows], out=out[number])
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, c = ctx.saved_tensors
-        grad_a = grad_c = None
-        if ctx.needs_input_grad[0]:
-            grad_a = SegmentMatmul.apply(c, grad.transpose(1, 2), ctx.lengths)
-        if ctx.needs_input_grad[1]:
-            grad_c = SegmentMatmul.apply(a, grad, ctx.lengths)
-        return grad_a, grad_c, None
-
-
-def _segments(lengths: list[int]) -> list[tuple[slice, int]]:
-    """The rows of every segment that has some, and its number."""
-    found, start = [], 0
-    for number, length in enumerate(lengths):
-        if length:
-            found.append((slice(start, start + length), number))
-        start += length
-    return found
+        product = products.segment_matmul(products.permuted(a, order, inverse), b, lengths)
+        return products.permuted(product, inverse, order)

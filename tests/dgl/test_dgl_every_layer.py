@@ -227,7 +227,7 @@ OTHERS: dict[str, Case] = {
 #: Classes of dgl.nn.pytorch without a case, and why.
 WITHOUT = {
     "CuGraphGATConv": "needs pylibcugraphops", "CuGraphRelGraphConv": "needs pylibcugraphops",
-    "CuGraphSAGEConv": "needs pylibcugraphops", "DeepWalk": "walks of a graph on the CPU, tested in test_dgl_enabled_loaders",
+    "CuGraphSAGEConv": "needs pylibcugraphops", "DeepWalk": "walks of a graph on the CPU",
     "MetaPath2Vec": "walks of a graph on the CPU", "HeteroEmbedding": "embeddings alone",
     "GNNExplainer": "trains masks: below", "HeteroGNNExplainer": "as GNNExplainer",
     "PGExplainer": "as GNNExplainer", "HeteroPGExplainer": "as GNNExplainer",
@@ -315,6 +315,8 @@ def test_layer(name: str, device: str) -> None:
 
 
 def check(name: str, device: str) -> None:
+    if name == "GatedGCNConv" and not hasattr(layers, name):
+        pytest.skip("DGL 1.1.3 has no GatedGCNConv")
     case = CONVOLUTIONS.get(name) or OTHERS[name]
     expected = results(case, "cpu")
     with enabled_for(device):
