@@ -22,6 +22,8 @@ COMMANDS = {
     "ssd": "sparse rows times a structure against stored rivals, the papers' ablations, and maxk",
     "attention": "attention forward and backward: time and memory, against stored rivals",
     "edges": "attention layers with edge features against PyG and a Triton kernel",
+    "segments": "scatter against torch.index_add and scatter_reduce, with a new index and a kept one",
+    "typed": "RGCN, RGAT and HGT against PyG: time and memory",
     "train": "training step, inference and memory of small models against PyG",
     "scaling": "full-graph training and mini-batches on several GPUs",
     "breakdown": "where the time of a training step goes: kinds of device work, and waiting for the host",
@@ -46,6 +48,8 @@ COMMANDS = {
 ON_CUDA = (
     "attention",
     "edges",
+    "segments",
+    "typed",
     "train",
     "breakdown",
     "ssd",

@@ -29,10 +29,12 @@ from .regret import regret
 from .sanitizer import sanitizer, sanitizer_in_short
 from .scaling import scaling
 from .sddmm import sddmm, sddmm_in_short
+from .segments import segments
 from .sparse_linear import sparse_linear
 from .spmm import spmm, spmm_in_short, spmm_together
 from .ssd import ssd, ssd_in_short
 from .train import train, train_in_short
+from .typed import typed
 
 __all__ = [
     "ABOUT",
@@ -64,6 +66,7 @@ __all__ = [
     "sanitizer",
     "scaling",
     "sddmm",
+    "segments",
     "show",
     "sparse_linear",
     "spmm",
@@ -72,6 +75,7 @@ __all__ = [
     "stored_rivals",
     "time_of",
     "train",
+    "typed",
 ]
 
 #: benchmark -> the tables of its record
@@ -82,6 +86,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "ssd": ssd,
     "attention": attention,
     "edges": edges,
+    "segments": segments,
+    "typed": typed,
     "train": train,
     "scaling": scaling,
     "maxk": maxk,
@@ -114,6 +120,9 @@ ABOUT = {
     " small, whatever the number of edges, if nothing has their size.",
     "edges": "Layers 256 wide with 8 features per edge, forward and backward with all gradients, and the"
     " attention operator alone, against PyG and a weather model's Triton kernel.",
+    "segments": "Rows reduced by an index, against torch.index_add and scatter_reduce. A new index is checked"
+    " and sorted in the call; one that is kept was sorted before.",
+    "typed": "Layers of typed edges, 64 wide, forward and backward with all gradients, against PyG's own.",
     "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
     "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
     " for the host.",
@@ -166,6 +175,8 @@ CHAPTERS = {
     "sddmm": Chapter("Dot products of edges (sddmm)", sddmm_in_short),
     "attention": Chapter("Attention", attention_in_short, ("forward_float16", "backward_float16")),
     "edges": Chapter("Edge features", edges),
+    "segments": Chapter("Segments and scatter", segments),
+    "typed": Chapter("Typed edges", typed),
     "ssd": Chapter("Sparse activations (MaxK, ssd)", ssd_in_short, ("scaling",)),
     "maxk": Chapter("Training with MaxK", maxk),
     "scaling": Chapter("Several GPUs", scaling, ("speedup",)),
