@@ -162,7 +162,8 @@ class FastConv(MessagePassing):
             return None
         num_nodes = x.shape[0]
         latest = layer_cache.latest.get((num_nodes, num_nodes, self.__dict__["flow"], add_self_loops))
-        if latest is None or latest[0]() is not edge_index or edge_index.is_inference():
+        device = edge_index.device
+        if latest is None or latest[0]() is not edge_index or edge_index.is_inference() or device != x.device:
             return None
         # What `caching.stamp_of` says of a plain tensor: the same questions, without the calls.
         stamp = (
@@ -171,7 +172,7 @@ class FastConv(MessagePassing):
             edge_index.shape,
             edge_index.stride(),
             edge_index.dtype,
-            edge_index.device,
+            device,
         )
         if latest[1] != (stamp,):
             return None
