@@ -91,9 +91,8 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
             out = out.view(-1, self.heads, self.out_channels).mean(dim=1)
         if residual is not None:
             out = out + residual
-        bias = self.bias
-        if bias is not None:
-            out = add_bias(out, bias) if out.is_cuda or out.dtype != bias.dtype else out + bias
+        if self.bias is not None:
+            out = add_bias(out, self.bias)
         if alpha is None or not return_attention_weights:
             return out
         num_loops = min(adj.shape) if self.add_self_loops else None

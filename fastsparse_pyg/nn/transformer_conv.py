@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import TransformerConv
+from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptTensor, PairTensor
 
 from fastsparse_core import Adjacency, attention, attention_weights, sddmm, spmm
+from fastsparse_core.fused.joint_linear import joint_linear
 from fastsparse_core.incidence import incidence
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import is_plain_linear, project
@@ -78,7 +80,7 @@ class FastTransformerConv(AttentionConv, TransformerConv):
         of_dst = (self.lin_query, self.lin_skip) if self.root_weight else (self.lin_query,)
         of_src = (self.lin_key, self.lin_value)
         if pair[0] is pair[1]:
-            key, value, query, *skips = project(pair[0], *of_src, *of_dst)
+            key, value, query, *skips = joint_linear(pair[0], (*of_src, *of_dst), Linear)
         else:
             key, value = project(pair[0], *of_src)
             query, *skips = project(pair[1], *of_dst)

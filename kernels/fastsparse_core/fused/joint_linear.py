@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
@@ -59,17 +58,16 @@ def joint_linear(x: Tensor, modules: Sequence[Any], kind: type[nn.Module] = nn.L
     Returns:
         One tensor (..., width of the layer) for each layer: columns of one tensor where they were joined.
     """
-    weights, biases = [], []
+    weights, biases, widths = [], [], []
     for module in modules:
         if not is_plain_linear(module, kind):
             break
         weights.append(module.weight)
+        widths.append(module.weight.size(0))
         if module.bias is not None:
             biases.append(module.bias)
     if len(weights) == len(modules) > 1 and len(biases) in (0, len(modules)):
-        product = linear if x.is_cuda else F.linear
-        joint = product(x, torch.cat(weights), torch.cat(biases) if biases else None)
-        widths = [weight.size(0) for weight in weights]
+        joint = linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
         return joint.split(widths, dim=-1)
     return tuple(module(x) for module in modules)
 
