@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graphs", nargs="+", default=list(suite.PEER_GRAPHS), help=suite.NAMES)
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=["float16"])
-    parser.add_argument("--algorithms", nargs="+", choices=("fused3s", "unfused"), default=["fused3s"])
+    parser.add_argument("--algorithms", nargs="+", choices=("fused3s", "csr", "unfused"), default=["fused3s"])
     parser.add_argument("--budget-ms", type=float, default=40.0, help="time to spend on each timing")
 
 

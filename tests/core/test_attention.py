@@ -924,6 +924,6 @@ def test_unknown_algorithm(kind):
     adj = Adjacency.from_coo(torch.tensor([0, 2]), torch.tensor([3, 1]), (3, 4))
     operator = {"dot_product": attention, "additive": additive_attention, "gatv2": gatv2_attention}[kind]
     with pytest.raises(
-        ValueError, match="algorithm: expected one of 'auto', 'fused3s', 'unfused', got 'magic'"
+        ValueError, match="algorithm: expected one of 'auto', 'fused3s', 'csr', 'unfused', got 'magic'"
     ):
         operator(adj, **arguments(kind), algorithm="magic")

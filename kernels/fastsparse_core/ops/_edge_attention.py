@@ -113,6 +113,8 @@ def _per_head(x: Tensor, heads: int) -> Tensor:
 def _to_edge_width(x: Tensor, weight: Tensor, heads: int) -> Tensor:
     """``W_h^T x_i`` of every head: (n, heads * D) to (n, heads, A). CUDA kernels compute it themselves."""
     out = x.new_empty(x.size(0), heads, weight.size(1))
+    if not out.numel():
+        return out
     per_head = weight.view(heads, -1, weight.size(1))
     torch.bmm(_per_head(x, heads).transpose(0, 1), per_head, out=out.transpose(0, 1))
     return out
@@ -120,6 +122,8 @@ def _to_edge_width(x: Tensor, weight: Tensor, heads: int) -> Tensor:
 
 def _add_from_edge_width(out: Tensor, e: Tensor, weight: Tensor, heads: int) -> None:
     """``out_i += W_h e_i`` of every head: e (n, heads, A), out (n, heads * D) contiguous. Likewise."""
+    if not e.numel():
+        return
     per_head = weight.view(heads, -1, weight.size(1)).transpose(1, 2)
     _per_head(out, heads).transpose(0, 1).baddbmm_(e.transpose(0, 1), per_head)
 
@@ -127,7 +131,9 @@ def _add_from_edge_width(out: Tensor, e: Tensor, weight: Tensor, heads: int) -> 
 def _weight_gradient(x: Tensor, x_edge: Tensor, y: Tensor, y_edge: Tensor, heads: int) -> Tensor:
     """``sum_i x_i,h e_i,h^T + y_i,h f_i,h^T``: x, y (n, heads * D), e, f (n, heads, A), (heads * D, A)."""
     num_rows, width, edge_width = *x.shape, x_edge.size(2)
-    if x.is_cuda and num_rows and edge_width:
+    if not edge_width:
+        return x.new_empty(width, 0)
+    if x.is_cuda and num_rows:
         index = device_index(x.device)
         num_parts = min(_PARTS * multiprocessors(x.device), -(-num_rows // _PART_ROWS))
         partial = x.new_empty(num_parts, width, edge_width, dtype=torch.float32)

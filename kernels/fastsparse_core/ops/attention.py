@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import policy
-from fastsparse_core.ops import _additive_attention_csr, _attention_bsb, _edge_attention, _gatv2_attention_csr
+from fastsparse_core.ops import _additive_attention_csr, _dot_product, _edge_attention, _gatv2_attention_csr
 from fastsparse_core.ops import _attention_fused as fused
 from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops._common import (
@@ -63,8 +63,11 @@ def attention(
             The mask follows ``torch.manual_seed``.
         heads: :math:`H` of tensors of two dimensions; None: 1.
         algorithm: ``"fused3s"``: one pass without anything of the size of the edges in memory (Fused3S,
-            section 3; its backward pass recomputes the scores, as FlashAttention-2 does); ``"unfused"``:
-            sddmm, edge_softmax, dropout, spmm; or ``"auto"``: fused3s where it can serve the call.
+            section 3; its backward pass recomputes the scores, as FlashAttention-2 does) from binary sparse
+            blocks, to which it converts the structure; ``"csr"``: one pass from the rows as they are, two
+            numbers for every edge and head in the backward pass; ``"unfused"``: sddmm, edge_softmax, dropout,
+            spmm; or ``"auto"``: csr while a structure on CUDA is new, fused3s where it is used often, and
+            unfused where neither can serve the call.
         edge_attr: :math:`\mathbf{a}`, (num_values, A) in the caller's edge order, or (num_values,) where A is
             1; a floating tensor, cast to the dtype of ``q``.
         edge_weight: :math:`\mathbf{W}`, (H * D, A), the weight of a linear layer; goes with ``edge_attr``,
@@ -111,24 +114,19 @@ def attention(
             )
         out = _attention_with_edges(adj, features, edges, bias, scale, dropout_p, seed, heads, algorithm)
         return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
-    obstacle = ""
-    if v.device.type == "cuda":
-        obstacle = _attention_bsb.obstacle(adj, *features, heads)
-        if not obstacle and algorithm != "unfused" and not torch.compiler.is_compiling():
-            wants_grad = torch.is_grad_enabled() and any(
-                x.requires_grad for x in (q, k, v, bias) if x is not None
-            )
-            if not _attention_bsb.has_blocks(adj, backward=wants_grad):
-                obstacle = "not enough memory for the binary sparse blocks"
-    if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
-        if not torch.compiler.is_compiling() and (
-            v.device.type == "cpu" or (adj.has_bsb and adj.has_transpose and adj.t().has_bsb)
-        ):
-            widths = (features[0].size(1), features[2].size(1))
-            key = ("attention", v.dtype, *widths, heads, algorithm)
-            adj.plans[key] = 1 / math.sqrt(widths[0] // heads)
-        arguments = (_per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle)
-        out = fused.call("attention", v, *features, *arguments)
+    kernel = _dot_product.kernel(adj, *features, bias, heads, algorithm)
+    if kernel != "unfused":
+        of_call = (_per_head(bias, heads), scale, dropout_p, seed, heads)
+        if kernel == "csr":
+            out = _dot_product.csr(adj, *features, *of_call)
+        else:
+            if not torch.compiler.is_compiling() and (
+                v.device.type == "cpu" or (adj.has_bsb and adj.has_transpose and adj.t().has_bsb)
+            ):
+                widths = (features[0].size(1), features[2].size(1))
+                key = ("attention", v.dtype, *widths, heads, algorithm)
+                adj.plans[key] = 1 / math.sqrt(widths[0] // heads)
+            out = fused.call("attention", v, *features, *of_call, adj.handle)
         return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
     score = unfused.dot_product_scores(
         adj, unfused.with_heads(q, heads), unfused.with_heads(k, heads), scale, bias

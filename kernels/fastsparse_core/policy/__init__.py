@@ -20,7 +20,7 @@ from fastsparse_core.policy.algorithm_context import (
     check_algorithm,
     requested,
 )
-from fastsparse_core.policy.attention import attention_algorithm
+from fastsparse_core.policy.attention import attention_algorithm, dot_product_algorithm
 from fastsparse_core.policy.conversion import (
     MOST_PER_SUM,
     REUSE,
@@ -62,6 +62,7 @@ __all__ = [
     "check_algorithm",
     "counts_sources",
     "csr_tile",
+    "dot_product_algorithm",
     "features_per_lane",
     "gathers_and_transforms",
     "is_reused",

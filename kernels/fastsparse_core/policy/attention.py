@@ -1,19 +1,25 @@
-"""Whether attention runs as one kernel or step by step."""
+"""Whether attention runs as one kernel or step by step, and which kernel takes dot products."""
 
 from __future__ import annotations
 
 import logging
 
 from fastsparse_core.log import info_once
+from fastsparse_core.policy.conversion import is_reused
+from fastsparse_core.policy.facts import Choice, Facts
 
 _logger = logging.getLogger("fastsparse_core")
+
+#: Edges from which a structure is converted at its first use: batches have no more, a full graph is used on,
+#: and the CSR kernels' backward pass keeps two numbers for every edge and head.
+_MOST_UNCONVERTED = 4_000_000
 
 
 def attention_algorithm(algorithm: str, obstacle: str) -> str:
     """Resolves ``"auto"``, and a request that this call cannot serve, to ``"fused3s"`` or ``"unfused"``.
 
     Args:
-        algorithm: as the caller asked.
+        algorithm: as the caller asked; of scores that have one fused kernel, ``"csr"`` means that one too.
         obstacle: why the fused kernels cannot serve the call, "" if they can.
     """
     if algorithm == "unfused":
@@ -22,3 +28,31 @@ def attention_algorithm(algorithm: str, obstacle: str) -> str:
         info_once(_logger, f"attention runs as 'unfused', with memory for every edge: {obstacle}")
         return "unfused"
     return "fused3s"
+
+
+def dot_product_algorithm(facts: Facts, algorithm: str, no_blocks: str, no_csr: str) -> Choice:
+    """Resolves ``"auto"``, and a request that this call cannot serve, to the name of a kernel.
+
+    ``"fused3s"`` is faster once a structure is converted to blocks, ``"csr"`` reads it as it is. So
+    ``"auto"`` takes csr until a structure is used often, and always under deterministic algorithms, where the
+    number of uses must not change bits.
+
+    Args:
+        facts: of the structure.
+        algorithm: as the caller asked.
+        no_blocks: why ``"fused3s"`` cannot serve the call, "" if it can.
+        no_csr: the same of ``"csr"``.
+    """
+    if algorithm == "unfused" or (no_blocks and no_csr):
+        return Choice(attention_algorithm(algorithm, no_blocks))
+    if algorithm == "csr" or (no_blocks and not no_csr):
+        if algorithm == "fused3s":
+            info_once(_logger, f"attention with algorithm='fused3s' runs as 'csr': {no_blocks}")
+        if not no_csr:
+            return Choice("csr")
+        info_once(_logger, f"attention with algorithm='csr' runs as 'fused3s': {no_csr}")
+        return Choice("fused3s")
+    large = facts.num_edges > _MOST_UNCONVERTED
+    if algorithm == "fused3s" or no_csr or facts.converted or not facts.is_cuda or large:
+        return Choice("fused3s")
+    return Choice("csr", is_final=False, counts=True, converts=facts.can_convert and is_reused(facts))

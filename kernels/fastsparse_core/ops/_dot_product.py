@@ -1,0 +1,82 @@
+"""Which kernel serves dot-product attention, and the CSR kernels: those of edge features, without any."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import policy
+from fastsparse_core.ops import _additive_attention_csr, _attention_bsb
+from fastsparse_core.ops import _attention_fused as fused
+from fastsparse_core.ops._facts import facts_of, follow
+from fastsparse_core.structure.adjacency import Adjacency
+
+
+def csr_obstacle(adj: Adjacency, q: Tensor, v: Tensor, heads: int) -> str:
+    """Why the CSR kernels cannot serve this call or its backward pass, "" if they can.
+
+    Args:
+        adj: structure (num_dst, num_src).
+        q: (num_dst, heads * D).
+        v: (num_src, heads * Dv).
+        heads: number of heads.
+    """
+    if q.size(1) != v.size(1):
+        return f"values of {v.size(1)} features, queries of {q.size(1)}"
+    if v.device.type != "cuda":
+        return "" if heads and v.size(1) else f"heads of width {v.size(1) // max(heads, 1)}, not 1 or more"
+    if adj.num_values >= 2**32:
+        return f"{adj.num_values} values, 2^32 or more"
+    return _additive_attention_csr.obstacle(v, heads)
+
+
+def kernel(
+    adj: Adjacency, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, heads: int, algorithm: str
+) -> str:
+    """The kernel of a call: ``"csr"``, ``"fused3s"`` or ``"unfused"``; its blocks are built where it has any.
+
+    Args:
+        adj: structure (num_dst, num_src), whose use may count.
+        q: (num_dst, heads * D).
+        k: (num_src, heads * D).
+        v: (num_src, heads * Dv).
+        bias: (num_values, 1 or heads).
+        heads: number of heads.
+        algorithm: as the caller asked.
+    """
+    if algorithm == "unfused":
+        return algorithm
+    on_cuda = v.device.type == "cuda"
+    if not on_cuda and algorithm != "csr":
+        return "fused3s"
+    no_csr = csr_obstacle(adj, q, v, heads)
+    no_blocks = _attention_bsb.obstacle(adj, q, k, v, heads) if on_cuda else ""
+    rule = policy.dot_product_algorithm
+    if torch.compiler.is_compiling():
+        # A trace does not count: it would be made anew for every number. The operator builds the blocks.
+        facts = policy.Facts(on_cuda, *adj.shape, adj.num_edges, converted=True)
+        return rule(facts, algorithm, no_blocks, no_csr).algorithm
+    chosen = follow(adj, lambda facts: rule(facts, algorithm, no_blocks, no_csr)).algorithm
+    if chosen == "fused3s" and on_cuda:
+        operands = (q, k, v) if bias is None else (q, k, v, bias)
+        wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
+        if not _attention_bsb.has_blocks(adj, backward=wants_grad):
+            no_memory = "not enough memory for the binary sparse blocks"
+            return rule(facts_of(adj), algorithm, no_memory, no_csr).algorithm
+    return chosen
+
+
+def csr(
+    adj: Adjacency,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    heads: int,
+) -> Tensor:
+    """Attention by the CSR kernels, as edges with features of width 0; there is no :func:`csr_obstacle`."""
+    edges = v.new_empty(adj.num_values, 0), v.new_empty(v.size(1), 0)
+    return fused.call("edge_attention", v, q, k, v, *edges, bias, scale, dropout_p, seed, heads, adj.handle)
