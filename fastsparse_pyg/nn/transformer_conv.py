@@ -14,7 +14,7 @@ from torch_geometric.typing import OptTensor, PairTensor
 
 from fastsparse_core import Adjacency, attention, attention_weights, sddmm, spmm
 from fastsparse_core.fused.joint_linear import joint_linear
-from fastsparse_core.incidence import incidence
+from fastsparse_core.structure.incidence import incidence
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import is_plain_linear, project
 

@@ -482,14 +482,14 @@ def check_operators(device: str) -> list[Check]:
     edges = {"edge_attr": (num_edges, 8), "edge_weight": (width, 8), "x_dst": (num_dst, width)}
     several = {"aggregations": ("sum", "mean", "min", "max", "var", "std"), "named": tuple(edges)}
     operators.append(("multi_aggregate", "multi_aggregate", ((num_src, width), *edges.values()), several))
-    edges, maps = (num_edges, width), dict.fromkeys(("gate_weight", "value_weight"), (width, 8))
+    edge_rows, maps = (num_edges, width), dict.fromkeys(("gate_weight", "value_weight"), (width, 8))
     raw = {"edge_attr": (num_edges, 8)}
     of_gine = raw | {"edge_weight": (width, 8), "edge_bias": (width,)}
     sides = (matrices[0], matrices[1], matrices[1])
     operators += [
-        ("gine_aggregate", "gine_aggregate", (matrices[1], edges), {}),
+        ("gine_aggregate", "gine_aggregate", (matrices[1], edge_rows), {}),
         ("gated_aggregate", "gated_aggregate", sides, {}),
-        ("gated_edges", "gated_edges", (*sides, edges), {}),
+        ("gated_edges", "gated_edges", (*sides, edge_rows), {}),
     ]
     operators += [
         (f"{name} edge_attr", name, (*shapes, *named.values()), {"named": tuple(named)})

@@ -116,7 +116,7 @@ def attention(
         return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
     kernel = _dot_product.kernel(adj, *features, bias, heads, algorithm)
     if kernel != "unfused":
-        of_call = (_per_head(bias, heads), scale, dropout_p, seed, heads)
+        of_call: tuple[Any, ...] = (_per_head(bias, heads), scale, dropout_p, seed, heads)
         if kernel == "csr":
             out = _dot_product.csr(adj, *features, *of_call)
         else:
