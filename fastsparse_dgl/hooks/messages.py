@@ -1,7 +1,7 @@
 """What messages are made of: from nodes to edges and back, by kernels, differentiable any number of times.
 
-An edge-sized tensor is in the order of DGL's edge ids. Sums over edges are products with the incidence
-structure of :func:`incoming`, so that neither a sort nor an atomic takes part.
+An edge-sized tensor is in the order of DGL's edge ids. Sums over edges are the core's sums of segments, whose
+order is found once for a graph; no atomic takes part.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fastsparse_core import Adjacency, sddmm, spmm
 from fastsparse_core.policy import MOST_HEADS
+from fastsparse_core.segment import scatter
 
 _extremum = torch.ops.fastsparse.spmm_extremum.default
 _extremum_backward = torch.ops.fastsparse.spmm_extremum_backward.default
@@ -98,7 +99,8 @@ def to_edges(adj: Adjacency, x: Tensor, target: str) -> Tensor:
 
 def sum_edges(adj: Adjacency, e: Tensor, target: str) -> Tensor:
     """Sums of the features of the edges that share an end, (num_nodes, ...)."""
-    return _SumEdges.apply(e, adj, target)
+    with without_autocast(e):
+        return scatter(e, ends(adj, target), at(adj, target).num_dst)
 
 
 class _ToEdges(torch.autograd.Function):
@@ -112,21 +114,12 @@ class _ToEdges(torch.autograd.Function):
         return sum_edges(ctx.adj, grad, ctx.target), None, None
 
 
-class _SumEdges(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, e: Tensor, adj: Adjacency, target: str) -> Tensor:
-        ctx.adj, ctx.target = adj, target
-        with without_autocast(e):
-            return spmm(incoming(at(adj, target)), e, algorithm="csr")
+def extremum_edges(adj: Adjacency, e: Tensor, reduce: Literal["max", "min"]) -> Tensor:
+    """Maxima or minima of the features of the edges that share a destination; 0 where there are none.
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return to_edges(ctx.adj, grad, ctx.target), None, None
-
-
-def extremum_edges(adj: Adjacency, e: Tensor, reduce: str) -> Tensor:
-    """Maxima or minima of the features of the edges that share a destination; 0 where there are none."""
-    return spmm(incoming(in_edge_order(adj)), e, reduce=reduce)
+    Ties go to the first edge in the caller's order.
+    """
+    return scatter(e, ends(adj, "v"), adj.num_dst, reduce)
 
 
 def aligned(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, torch.Size]:
