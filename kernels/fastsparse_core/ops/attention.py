@@ -99,7 +99,7 @@ def attention(
     if kernel != "unfused":
         of_call = (_per_head(bias, heads), scale, dropout_p, seed, heads)
         if kernel == "csr":
-            out = _dot_product.csr(adj, *features, *of_call)
+            out = _dot_product.csr(adj, *features, *of_call, algorithm)
         else:
             out = fused.call("attention", v, *features, *of_call, adj.handle)
         return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
@@ -478,7 +478,7 @@ def _attention_with_edges(
     """Attention whose edges have features, of queries, keys and values (n, heads * D)."""
     obstacle = _edge_attention.obstacle(adj, features[2], edges[0], heads)
     if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
-        arguments = (_per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle)
+        arguments = (_per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle, algorithm)
         return fused.call("edge_attention", features[2], *features, *edges, *arguments)
     return _edge_attention.unfused_attention(adj, *features, *edges, bias, scale, dropout_p, seed, heads)
 
