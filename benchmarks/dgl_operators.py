@@ -1,6 +1,7 @@
 """DGL's operators on FastSparse, forward and backward, against our own, PyG's gather and scatter, and DGL's.
 
-DGL's own run on the CPU alone, as pip's DGL does. On CUDA only GATConv is timed on the CPU too, with two threads.
+DGL's own run on the CPU alone, as pip's DGL does. On CUDA only GATConv is timed on the CPU too, with two
+threads.
 """
 
 from __future__ import annotations

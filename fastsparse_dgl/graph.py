@@ -25,7 +25,7 @@ def check_graph(graph: GraphLike) -> None:
 
 
 def adjacency_from_graph(graph: GraphLike, device: torch.device) -> Adjacency:
-    """Builds the Adjacency of a graph with one edge type: row = destination, values in order of DGL's edge ids.
+    """Builds the Adjacency of a graph: row = destination, values in the order of DGL's edge ids.
 
     Args:
         graph: DGLGraph; homogeneous, block, bipartite or batched.

@@ -30,7 +30,7 @@ _MOST_STRANGERS = 16
 
 logger = logging.getLogger("fastsparse_pyg")
 
-_cache = AdjacencyCache("fastsparse_pyg")
+layer_cache = AdjacencyCache("fastsparse_pyg")
 _sampled: Any = WeakIdKeyDictionary()  # edge_index of a batch -> (its stamp, the sampler's edges)
 #: How often edge lists of one size came that were not known, and the last of them where that was often.
 _strangers: OrderedDict[Hashable, tuple[int, Tensor | None, Adjacency | None]] = OrderedDict()
@@ -59,7 +59,7 @@ def lookup(
             "Make it outside torch.inference_mode(), or pass the layers fastsparse_pyg.prepare(edge_index)",
         )
         return _build_outside_inference_mode(build)
-    return _cache.lookup(key, stamp, options, lambda: _build_outside_inference_mode(build))
+    return layer_cache.lookup(key, stamp, options, lambda: _build_outside_inference_mode(build))
 
 
 def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) -> Adjacency:
@@ -79,26 +79,6 @@ def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) 
     _strangers[key] = (count + 1, known, adjacency if known is not None else None)
     while len(_strangers) > _MOST_STRANGERS:
         _strangers.popitem(last=False)
-    return adjacency
-
-
-def recall(edge_index: Tensor, options: Hashable) -> Adjacency | None:
-    """The structure of a plain tensor that was looked up with these options last, if it is unchanged."""
-    latest = _cache.latest.get(options)
-    if latest is None or latest[0]() is not edge_index or edge_index.is_inference():
-        return None
-    stamp = (
-        edge_index._version,
-        edge_index.data_ptr(),
-        edge_index.shape,
-        edge_index.stride(),
-        edge_index.dtype,
-        edge_index.device,
-    )
-    if latest[1] != (stamp,):
-        return None
-    _cache.hits += 1
-    adjacency: Adjacency = latest[2]
     return adjacency
 
 
@@ -152,11 +132,11 @@ def _build_outside_inference_mode(build: Callable[[], Adjacency]) -> Adjacency:
 
 def cache_info() -> CacheInfo:
     """Hits, misses, stale entries dropped, entries and bytes held by the layers' structure cache."""
-    return _cache.info()
+    return layer_cache.info()
 
 
 def clear_cache() -> None:
     """Frees every cached structure and resets the counters; layers rebuild what they need."""
-    _cache.clear()
+    layer_cache.clear()
     _strangers.clear()
     _unit_values.clear()

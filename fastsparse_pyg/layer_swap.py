@@ -68,7 +68,7 @@ def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> cor
         kernel=_kernel,
     )
     if verify:
-        verify_first_calls(model)
+        verify_first_calls(model, is_accelerated, restore)
     if show:
         print(report)
     return report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,13 +20,19 @@ class VerificationError(RuntimeError):
     """A layer's kernels and PyG's code gave different numbers; the layer runs PyG's code from now on."""
 
 
-def verify_first_calls(model: Module) -> None:
-    """Makes every accelerated layer of a model compare its next call."""
-    from fastsparse_pyg.layer_swap import is_accelerated
+def verify_first_calls(
+    model: Module, is_accelerated: Callable[[Module], bool], restore: Callable[[Module], None]
+) -> None:
+    """Makes every accelerated layer of a model compare its next call.
 
+    Args:
+        model: any module.
+        is_accelerated: whether a layer is one of ours.
+        restore: makes a layer PyG's again.
+    """
     for name, module in model.named_modules():
         if is_accelerated(module) and _HOOK not in vars(module):
-            hook = _FirstCall(name)
+            hook = _FirstCall(name, restore)
             handle = module.register_forward_pre_hook(hook, with_kwargs=True)
             vars(module)[_HOOK] = handle
 
@@ -40,21 +47,20 @@ def forget_verification(layer: Module) -> None:
 class _FirstCall:
     """Forward hook that compares and takes itself away."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, restore: Callable[[Module], None]) -> None:
         self.name = name
+        self.restore = restore
 
     def __call__(self, layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        from fastsparse_pyg.layer_swap import restore
-
         forget_verification(layer)
         ours, pygs = _alone(layer), _alone(layer)
-        restore(pygs)
+        self.restore(pygs)
         expected, got = _results(pygs, args, kwargs), _results(ours, args, kwargs)
         for what, want in expected.items():
             difference = _difference(got.get(what), want)
             if difference:
                 kinds = f"{type(layer).__name__}, differs from PyG's {type(pygs).__name__}"
-                restore(layer)
+                self.restore(layer)
                 raise VerificationError(
                     f"verify: layer {self.name or '(the model)'!r}, {kinds}: {what}: {difference}. The layer "
                     "was put back on PyG's code: call the model again to go on, and please report the layer"

@@ -33,9 +33,11 @@ from .sampling import sampling
 from .sanitizer import sanitizer, sanitizer_in_short
 from .scaling import scaling
 from .sddmm import sddmm, sddmm_in_short
+from .segments import segments
 from .spmm import spmm, spmm_in_short, spmm_together
 from .ssd import ssd, ssd_in_short
 from .train import train, train_at_a_glance, train_in_short
+from .typed import typed
 
 __all__ = [
     "ABOUT",
@@ -71,6 +73,7 @@ __all__ = [
     "sanitizer",
     "scaling",
     "sddmm",
+    "segments",
     "show",
     "spmm",
     "ssd",
@@ -79,6 +82,7 @@ __all__ = [
     "time_of",
     "train",
     "train_at_a_glance",
+    "typed",
 ]
 
 #: benchmark -> the tables of its record
@@ -92,6 +96,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "pna": pna,
     "any_layer": any_layer,
     "dgl_operators": dgl_operators,
+    "segments": segments,
+    "typed": typed,
     "train": train,
     "scaling": scaling,
     "maxk": maxk,
@@ -129,8 +135,11 @@ ABOUT = {
     " large graph and on batches of 512 molecules whose structures are new each time.",
     "any_layer": "Every layer of PyG that needs no other package, under `accelerate` and as it is: a step is"
     " forward and backward with all gradients in float32, the host's work included.",
-    "dgl_operators": "DGL's operators after `fastsparse_dgl.enable()`, forward and backward, against ours on the"
-    " same structure, PyG's gather and scatter, and DGL's own on the CPU.",
+    "dgl_operators": "DGL's operators after `fastsparse_dgl.enable()`, forward and backward, against ours on"
+    " the same structure, PyG's gather and scatter, and DGL's own on the CPU.",
+    "segments": "Rows reduced by an index, against torch.index_add and scatter_reduce. A new index is checked"
+    " and sorted in the call; one that is kept was sorted before.",
+    "typed": "Layers of typed edges, 64 wide, forward and backward with all gradients, against PyG's own.",
     "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
     "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
     " for the host.",
@@ -186,6 +195,8 @@ CHAPTERS = {
     "pna": Chapter("Several aggregations (PNA)", pna),
     "any_layer": Chapter("All layers of PyG", any_layer),
     "dgl_operators": Chapter("DGL's operators", dgl_operators),
+    "segments": Chapter("Segments and scatter", segments),
+    "typed": Chapter("Typed edges", typed),
     "ssd": Chapter("Sparse activations (MaxK, ssd)", ssd_in_short, ("scaling",)),
     "maxk": Chapter("Training with MaxK", maxk),
     "scaling": Chapter("Several GPUs", scaling, ("speedup",)),

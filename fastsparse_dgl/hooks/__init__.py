@@ -48,7 +48,8 @@ def enable(*, _devices: tuple[str, ...] | None = None) -> None:
 def disable() -> None:
     """Gives DGL its own operators back: the inverse of :func:`enable`.
 
-    Graphs that are on the GPU by FastSparse alone cannot be used until it is enabled again; every use says so.
+    Graphs that are on the GPU by FastSparse alone cannot be used until it is enabled again; every use says
+    so.
     """
     with _lock:
         table.remove(_installed)

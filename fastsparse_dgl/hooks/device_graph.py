@@ -25,11 +25,13 @@ from torch import Tensor
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError
 
-_IndexClass = dgl.heterograph_index.HeteroGraphIndex
-_Function = dgl._ffi.function.Function
-_ObjectBase = dgl._ffi.object.ObjectBase
-_NDArray = dgl.ndarray.NDArray
-_MetaClass = dgl.graph_index.GraphIndex
+_IndexClass: Any = dgl.heterograph_index.HeteroGraphIndex
+_Function: Any = dgl._ffi.function.Function
+_ObjectBase: Any = dgl._ffi.object.ObjectBase
+_NDArray: Any = dgl.ndarray.NDArray
+_MetaClass: Any = dgl.graph_index.GraphIndex
+
+_CPU: Any = dgl.ndarray.cpu()
 
 #: Attribute of arrays, functions and objects of the C++ library: the device that they belong to.
 _MARK = "_fastsparse_device"
@@ -45,8 +47,8 @@ def serves(device: torch.device) -> bool:
     return device.type in device_types
 
 
-class DeviceIndex(_IndexClass):  # type: ignore[misc]
-    """What a DGLGraph on the GPU has in place of its ``HeteroGraphIndex``: another handle of the same structure.
+class DeviceIndex(_IndexClass):
+    """The ``HeteroGraphIndex`` of a DGLGraph on the GPU: another handle of the same structure.
 
     Made by :func:`place`.
 
@@ -126,7 +128,7 @@ def is_one_relation(index: Any) -> bool:
     return (source, target) == (0, index.number_of_ntypes() - 1) and index.number_of_ntypes() <= 2
 
 
-class StrandedIndex(_IndexClass):  # type: ignore[misc]
+class StrandedIndex(_IndexClass):
     """A DeviceIndex after :func:`fastsparse_dgl.disable`: whatever it is asked, it says how to go on."""
 
     def __getattribute__(self, name: str) -> Any:
@@ -174,9 +176,6 @@ def place(host: Any, device: torch.device) -> Any:
     )
 
 
-# ---------------------------------------------------------------- hooks
-
-
 def copy_to(original: Any, index: Any, ctx: Any) -> Any:
     """``HeteroGraphIndex.copy_to``: what ``graph.to`` calls."""
     device = dgl.backend.to_backend_ctx(ctx)
@@ -209,7 +208,7 @@ def _device_of(args: Any) -> torch.device | None:
         else:
             continue
         if device is not None:
-            return device  # type: ignore[no-any-return]
+            return device
     return None
 
 
@@ -235,7 +234,7 @@ def _marked(result: Any, device: torch.device) -> Any:
     return result
 
 
-class _DeviceArray(_NDArray):  # type: ignore[misc]
+class _DeviceArray(_NDArray):
     """An array on the host that stands for one on the device."""
 
     @property
@@ -250,7 +249,7 @@ def _array_on(array: Any, device: torch.device) -> Any:
     return array
 
 
-def empty(original: Any, shape: Any, dtype: str = "float32", ctx: Any = dgl.ndarray.cpu()) -> Any:
+def empty(original: Any, shape: Any, dtype: str = "float32", ctx: Any = _CPU) -> Any:
     """``dgl.ndarray.empty``: arrays for the device are made on the host."""
     device = dgl.backend.to_backend_ctx(ctx)
     return _array_on(original(shape, dtype), device) if serves(device) else original(shape, dtype, ctx)
@@ -281,7 +280,7 @@ def from_library(original: Any, array: Any) -> Tensor:
 
 
 def on_host(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """A function of DGL that asks for graphs on the CPU: its arguments go there, and its results come back."""
+    """A function of DGL that asks for graphs on the CPU: arguments go there, and results come back."""
     device = next(filter(None, (_lies_on(arg) for arg in (*args, *kwargs.values()))), None)
     if device is None:
         return original(*args, **kwargs)
@@ -309,8 +308,8 @@ def _moved(item: Any, device: torch.device) -> Any:
 def pin_memory_(original: Any, index: Any) -> Any:
     """``HeteroGraphIndex.pin_memory_``: what a DGL without CUDA cannot do, with the way around."""
     raise DGLError(
-        "pinning a graph (graph.pin_memory_(), DataLoader(use_uva=True)) needs a DGL with CUDA: leave use_uva out, "
-        "so that batches are sampled on the CPU and moved to the GPU, or pass graph.to('cuda')"
+        "pinning a graph (graph.pin_memory_(), DataLoader(use_uva=True)) needs a DGL with CUDA: leave"
+        " use_uva out, so that batches are sampled on the CPU and moved to the GPU, or pass graph.to('cuda')"
     )
 
 

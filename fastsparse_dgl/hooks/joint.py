@@ -35,7 +35,7 @@ def joint(gidx: Any, device: torch.device) -> Adjacency:
         kept = _joint.setdefault(gidx, {})
         if device not in kept:
             kept[device] = _build(gidx, device)
-        return kept[device]  # type: ignore[no-any-return]
+        return kept[device]
 
 
 def _build(gidx: Any, device: torch.device) -> Adjacency:

@@ -33,9 +33,6 @@ def without_autocast(tensor: Tensor) -> Any:
     )
 
 
-# ---------------------------------------------------------------- structures
-
-
 def ends(adj: Adjacency, target: str) -> Tensor:
     """The node at one end of every edge, (num_edges,) in edge order.
 
@@ -94,17 +91,14 @@ def at(adj: Adjacency, target: str) -> Adjacency:
     return adj if target == "v" else adj.t()
 
 
-# ---------------------------------------------------------------- nodes to edges, edges to nodes
-
-
 def to_edges(adj: Adjacency, x: Tensor, target: str) -> Tensor:
     """Features of the node at one end of every edge, (num_edges, ...)."""
-    return _ToEdges.apply(x, adj, target)  # type: ignore[no-any-return]
+    return _ToEdges.apply(x, adj, target)
 
 
 def sum_edges(adj: Adjacency, e: Tensor, target: str) -> Tensor:
     """Sums of the features of the edges that share an end, (num_nodes, ...)."""
-    return _SumEdges.apply(e, adj, target)  # type: ignore[no-any-return]
+    return _SumEdges.apply(e, adj, target)
 
 
 class _ToEdges(torch.autograd.Function):
@@ -133,9 +127,6 @@ class _SumEdges(torch.autograd.Function):
 def extremum_edges(adj: Adjacency, e: Tensor, reduce: str) -> Tensor:
     """Maxima or minima of the features of the edges that share a destination; 0 where there are none."""
     return spmm(incoming(in_edge_order(adj)), e, reduce=reduce)
-
-
-# ---------------------------------------------------------------- broadcasting
 
 
 def aligned(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, torch.Size]:
@@ -218,9 +209,6 @@ def weighted(adj: Adjacency, x: Tensor, value: Tensor, reduce: str) -> Tensor:
     return plan.unflat(torch.cat([spmm(adj, *part, reduce) for part in parts], 1))
 
 
-# ---------------------------------------------------------------- extrema of sums
-
-
 class AddExtremum(torch.autograd.Function):
     """Maxima or minima of ``x[source] + e``, without the sums of all edges at once."""
 
@@ -243,6 +231,7 @@ class AddExtremum(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """To the source and the edge that were chosen."""
         arg, x, e = ctx.saved_tensors
         grad_x = grad_e = None
         if ctx.needs_input_grad[0]:
@@ -280,9 +269,6 @@ def _kind(x: Tensor) -> str:
     return "cuda" if x.is_cuda else "cpu"
 
 
-# ---------------------------------------------------------------- two operands to edges
-
-
 def combine(adj: Adjacency, op: str, x: Tensor, y: Tensor, x_at: str, y_at: str) -> Tensor:
     """``x op y`` of every edge, for ``"add"`` and ``"mul"``; both of as many dimensions.
 
@@ -297,7 +283,7 @@ def combine(adj: Adjacency, op: str, x: Tensor, y: Tensor, x_at: str, y_at: str)
     if x_at == y_at:
         both = x + y if op == "add" else x * y
         return both if x_at == "e" else to_edges(adj, both, x_at)
-    return _Combine.apply(x, y, adj, op, x_at, y_at)  # type: ignore[no-any-return]
+    return _Combine.apply(x, y, adj, op, x_at, y_at)
 
 
 class _Combine(torch.autograd.Function):

@@ -22,7 +22,7 @@ from fastsparse_core.policy import MOST_HEADS
 from fastsparse_dgl.caching import adjacency_of_index
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError
-from fastsparse_dgl.hooks import messages, segments
+from fastsparse_dgl.hooks import messages, products, segments
 from fastsparse_dgl.hooks.device_graph import DeviceIndex
 from fastsparse_dgl.hooks.joint import joint, relations
 
@@ -76,8 +76,8 @@ def _are_cpu_floats(*operands: Any) -> bool:
 def _dgl_is_faster(op: str, reduce: str, x: Any, e: Any) -> bool:
     """Whether DGL's own CPU kernel takes less time, forward and backward together, than ours.
 
-    Measured on pubmed's size with 16 to 64 features: extrema 3 to 6 times less, sums of ``u + e`` a quarter, and
-    products with a number for every feature a third; those with one for each head take up to 4 times more.
+    Measured on pubmed's size with 16 to 64 features: extrema 3 to 6 times less, sums of ``u + e`` a quarter,
+    and products with a number for every feature a third; products with one for each head take longer.
     """
     if reduce == "mean" or (op in ("copy_lhs", "copy_rhs") and reduce == "sum") or not _are_cpu_floats(x, e):
         return False
@@ -113,14 +113,11 @@ def _without_minus(op: str, rhs: Tensor) -> tuple[str, Tensor]:
     return op, rhs
 
 
-# ---------------------------------------------------------------- messages and their reduction
-
-
 def gspmm(gidx: Any, op: str, reduce_op: str, lhs_data: Any, rhs_data: Any) -> Tensor:
     """Messages of ``u op e`` reduced by destination; ``reduce_op`` may be ``"mean"`` too."""
     _is_one_relation(gidx, "gspmm")
     if _dgl_is_faster(op, reduce_op, lhs_data, rhs_data) and gidx.num_edges(0):
-        return _dgl.gspmm(gidx, op, reduce_op, lhs_data, rhs_data)  # type: ignore[no-any-return]
+        return _dgl.gspmm(gidx, op, reduce_op, lhs_data, rhs_data)
     x, e = _cast(None if op == "copy_rhs" else lhs_data, None if op == "copy_lhs" else rhs_data)
     with _plain(x, e):
         return _gspmm(structure(gidx, x, e), op, reduce_op, x, e)
@@ -186,7 +183,7 @@ def gsddmm(
     """``lhs op rhs`` for every edge."""
     _is_one_relation(gidx, "gsddmm")
     if op not in ("dot", "copy_lhs", "copy_rhs") and _are_cpu_floats(lhs_data, rhs_data):
-        return _dgl.gsddmm(gidx, op, lhs_data, rhs_data, lhs_target, rhs_target)  # type: ignore[no-any-return]
+        return _dgl.gsddmm(gidx, op, lhs_data, rhs_data, lhs_target, rhs_target)
     x, y = _cast(None if op == "copy_rhs" else lhs_data, None if op == "copy_lhs" else rhs_data)
     with _plain(x, y):
         return _gsddmm(structure(gidx, x, y), op, x, y, _TARGETS[lhs_target], _TARGETS[rhs_target])
@@ -238,9 +235,6 @@ def _softmax(adj: Adjacency, score: Tensor) -> Tensor:
         return score
     parts = [core_edge_softmax(adj, part) for part in matrix.split(MOST_HEADS, 1)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).reshape(score.shape)
-
-
-# ---------------------------------------------------------------- several edge types
 
 
 def gspmm_hetero(g: Any, op: str, reduce_op: str, lhs_len: int, *lhs_and_rhs: Any) -> tuple[Any, ...]:
@@ -300,9 +294,6 @@ def edge_softmax_hetero(gidx: Any, eids: Any = ALL, norm_by: str = "dst", *logit
         return weight.split([len(score) for score in given])
 
 
-# ---------------------------------------------------------------- segments
-
-
 def segment_reduce(op: str, x: Tensor, offsets: Tensor) -> Tensor:
     """Sums, maxima or minima of consecutive rows."""
     (x,) = _cast(x)  # type: ignore[assignment]
@@ -322,9 +313,10 @@ def segment_mm(A: Tensor, B: Tensor, seglen_A: Tensor) -> Tensor:
     if B.dim() != 3:
         raise DGLError(f"segment_mm expects B to be a 3D tensor, got {tuple(B.shape)}.")
     a, b = _cast(A, B)
-    assert a is not None and b is not None
+    assert a is not None
+    assert b is not None
     with _plain(a):
-        return SegmentMatmul.apply(a, b, seglen_A.tolist())  # type: ignore[no-any-return]
+        return products.segment_matmul(a, b, seglen_A.tolist())
 
 
 def gather_mm(A: Tensor, B: Tensor, idx_A: Tensor | None = None, idx_B: Tensor | None = None) -> Tensor:
@@ -332,7 +324,8 @@ def gather_mm(A: Tensor, B: Tensor, idx_A: Tensor | None = None, idx_B: Tensor |
     if B.dim() != 3:
         raise DGLError(f"Expected dimension of B is 3. Got {B.dim()}")
     a, b = _cast(A, B)
-    assert a is not None and b is not None
+    assert a is not None
+    assert b is not None
     if idx_A is not None:
         a = a.index_select(0, idx_A)
     if idx_B is None:
@@ -343,79 +336,5 @@ def gather_mm(A: Tensor, B: Tensor, idx_A: Tensor | None = None, idx_B: Tensor |
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     with _plain(a):
-        product = SegmentMatmul.apply(permuted(a, order, inverse), b, lengths)
-        return permuted(product, inverse, order)
-
-
-def permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """The rows in another order, with a gradient that gathers as well."""
-    return _Permute.apply(x, order, inverse)  # type: ignore[no-any-return]
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(order, inverse)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        order, inverse = ctx.saved_tensors
-        return permuted(grad, inverse, order), None, None
-
-
-class SegmentMatmul(torch.autograd.Function):
-    """C_i = A_i B_i; dA_i = dC_i B_i^T and dB_i = A_i^T dC_i."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, lengths: list[int]) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.lengths = lengths
-        out = a.new_empty(a.size(0), b.size(2))
-        for rows, number in _segments(lengths):
-            torch.mm(a[rows], b[number], out=out[rows])
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = ctx.saved_tensors
-        grad_a = grad_b = None
-        with messages.without_autocast(grad):
-            if ctx.needs_input_grad[0]:
-                grad_a = SegmentMatmul.apply(grad, b.transpose(1, 2), ctx.lengths)
-            if ctx.needs_input_grad[1]:
-                grad_b = _SegmentOuter.apply(a, grad, ctx.lengths)
-        return grad_a, grad_b, None
-
-
-class _SegmentOuter(torch.autograd.Function):
-    """B_i = A_i^T C_i; dA_i = C_i dB_i^T and dC_i = A_i dB_i."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, c: Tensor, lengths: list[int]) -> Tensor:
-        ctx.save_for_backward(a, c)
-        ctx.lengths = lengths
-        out = a.new_zeros(len(lengths), a.size(1), c.size(1))
-        for rows, number in _segments(lengths):
-            torch.mm(a[rows].t(), c[rows], out=out[number])
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, c = ctx.saved_tensors
-        grad_a = grad_c = None
-        if ctx.needs_input_grad[0]:
-            grad_a = SegmentMatmul.apply(c, grad.transpose(1, 2), ctx.lengths)
-        if ctx.needs_input_grad[1]:
-            grad_c = SegmentMatmul.apply(a, grad, ctx.lengths)
-        return grad_a, grad_c, None
-
-
-def _segments(lengths: list[int]) -> list[tuple[slice, int]]:
-    """The rows of every segment that has some, and its number."""
-    found, start = [], 0
-    for number, length in enumerate(lengths):
-        if length:
-            found.append((slice(start, start + length), number))
-        start += length
-    return found
+        product = products.segment_matmul(products.permuted(a, order, inverse), b, lengths)
+        return products.permuted(product, inverse, order)

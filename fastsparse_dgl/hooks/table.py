@@ -62,7 +62,7 @@ _SOFTMAX = "gidx, logits, eids, norm_by"
 _SOFTMAX_HETERO = "gidx, eids, norm_by, logits"
 
 #: DGL's operators: exchanged whatever DGL it is.
-OPERATORS = (
+OPERATORS: tuple[Hook, ...] = (
     Hook("dgl.backend", "gspmm", _GSPMM, operators.gspmm),
     Hook("dgl.ops.spmm", "gspmm_internal", _GSPMM, operators.gspmm),
     Hook("dgl.ops.spmm", "gspmm", "g, op, reduce_op, lhs_data, rhs_data", degrees.gspmm, wraps=True),
@@ -93,7 +93,7 @@ OPERATORS = (
 )
 
 #: What puts graphs on a GPU that DGL has no code for.
-DEVICES = (
+DEVICES: tuple[Hook, ...] = (
     Hook("dgl.heterograph_index:HeteroGraphIndex", "copy_to", "self, ctx", device_graph.copy_to, wraps=True),
     Hook("dgl._ffi.function:Function", "__call__", None, device_graph.call, wraps=True),
     Hook("dgl.backend", "zerocopy_to_dgl_ndarray", "data", device_graph.to_library, wraps=True),

@@ -250,7 +250,7 @@ class AnyLayer(MessagePassing):
             and type(messages) is Tensor
             and messages.is_floating_point()
             and -messages.dim() <= dim < messages.dim()
-            and messages.size(dim) == len(found.dst.index)
+            and messages.size(dim) == found.dst.index.numel()
         ):
             return reduce(messages, found.dst, how, dim)
         return self.aggregate(messages, **{name: found[name] for name in self._names().aggregate})
@@ -279,7 +279,7 @@ class AnyLayer(MessagePassing):
             for name, item in assigned.items():
                 setattr(self, name, item)
             if weight is not None:
-                value = _as_value(weight, rest, dim, num_dims, len(found.dst.index))
+                value = _as_value(weight, rest, dim, num_dims, found.dst.index.numel())
                 if value is None:  # not one per edge or head
                     x_j = found[pattern.feature]
                     x_j = x_j if pattern.shape is None else x_j.view(-1, *pattern.shape)

@@ -21,7 +21,7 @@ from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain
 from fastsparse_core.layer_swap import restore
 from fastsparse_core.log import info_once
 from fastsparse_core.ops._common import is_plain_eager, why_watched
-from fastsparse_pyg.caching import logger, recall
+from fastsparse_pyg.caching import layer_cache, logger
 from fastsparse_pyg.graph import Graph, is_sparse_matrix, resolve, to_edge_index
 
 REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max", MinAggregation: "min"}
@@ -163,7 +163,31 @@ class FastConv(MessagePassing):
         ):
             return None
         num_nodes = x.shape[0]
-        return recall(edge_index, (num_nodes, num_nodes, self.__dict__["flow"], add_self_loops))
+        latest = layer_cache.latest.get((num_nodes, num_nodes, self.__dict__["flow"], add_self_loops))
+        device = edge_index.device
+        if latest is None or latest[0]() is not edge_index or edge_index.is_inference() or device != x.device:
+            return None
+        # What `caching.stamp_of` says of a plain tensor: the same questions, without the calls.
+        stamp = (
+            edge_index._version,
+            edge_index.data_ptr(),
+            edge_index.shape,
+            edge_index.stride(),
+            edge_index.dtype,
+            device,
+        )
+        if latest[1] != (stamp,):
+            return None
+        layer_cache.hits += 1
+        adjacency: Adjacency = latest[2]
+        return adjacency
+
+    def _known_attention(self, x: Any, edge_index: object, add_self_loops: bool = False) -> Adjacency | None:
+        """:meth:`_known` for a layer whose edges have no features and whose weights nobody asks for."""
+        state = self.__dict__
+        if type(state["_modules"].get("aggr_module")) is not SumAggregation:
+            return None
+        return self._known(x, edge_index, add_self_loops) if 0.0 <= state.get("dropout", 0.0) < 1.0 else None
 
     def _why_original_pair(self, x: tuple[Tensor, Tensor | None], edge_index: object) -> str:
         """:meth:`_why_original` for the layers whose sources and destinations may differ."""

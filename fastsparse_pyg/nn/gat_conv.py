@@ -72,29 +72,37 @@ class FastGATConv(AttentionConv, GATConv):
         pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
         if self.lin_edge is None:
             edge_attr = None
-        reason = self._why_original_gat(pair, edge_index, edge_attr, bool(return_attention_weights))
-        if reason:
-            if isinstance(edge_index, Adjacency):
-                size = (edge_index.num_src, edge_index.num_dst)
-            return self._original_attention(reason, x, edge_index, edge_attr, size, return_attention_weights)
-        graph = self._graph(pair, edge_index, size, add_self_loops=self.add_self_loops)
-        adj = graph.adj
+        adj = None
+        if edge_attr is None and size is None and not return_attention_weights:
+            adj = self._known_attention(x, edge_index, self.add_self_loops)
+        if adj is None:
+            reason = self._why_original_gat(pair, edge_index, edge_attr, bool(return_attention_weights))
+            if reason:
+                if isinstance(edge_index, Adjacency):
+                    size = (edge_index.num_src, edge_index.num_dst)
+                return self._original_attention(
+                    reason, x, edge_index, edge_attr, size, return_attention_weights
+                )
+            graph = self._graph(pair, edge_index, size, add_self_loops=self.add_self_loops)
+            adj = graph.adj
         x_src, x_dst = pair
         residual = None if self.res is None or x_dst is None else self.res(x_dst)
         value, score_dst, score_src = self._values_and_scores(x_src, x_dst)
         if score_dst is None:
             score_dst = score_src.new_zeros(adj.num_dst, self.heads)
-        bias = None if edge_attr is None else self._edge_scores(self._edge_features(graph, edge_attr))
+        edge_scores = None if edge_attr is None else self._edge_scores(self._edge_features(graph, edge_attr))
 
         dropout = self.dropout if self.training else 0.0
         alpha = None
         if return_attention_weights:
-            alpha = additive_attention_weights(adj, score_dst, score_src, self.negative_slope, bias)
+            alpha = additive_attention_weights(adj, score_dst, score_src, self.negative_slope, edge_scores)
             alpha = F.dropout(alpha.to(self.att_src.dtype), dropout)
         if alpha is not None and dropout:
             out = spmm(adj, value, alpha)  # by the very weights that are returned
         else:
-            out = additive_attention(adj, score_dst, score_src, value, self.negative_slope, bias, dropout)
+            out = additive_attention(
+                adj, score_dst, score_src, value, self.negative_slope, edge_scores, dropout
+            )
 
         if not self.concat:
             out = out.view(-1, self.heads, self.out_channels).mean(dim=1)

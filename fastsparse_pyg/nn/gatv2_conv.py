@@ -50,11 +50,15 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
     ) -> Any:
         """Computes the layer; arguments and errors as in :meth:`FastGATConv.forward`, without `size`."""
         pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
-        reason = self._why_original_gatv2(pair, edge_index, edge_attr, bool(return_attention_weights))
-        if reason:
-            return self._original_attention(reason, x, edge_index, edge_attr, return_attention_weights)
-        graph = self._graph(pair, edge_index, None, add_self_loops=self.add_self_loops)
-        adj = graph.adj
+        adj = None
+        if edge_attr is None and not return_attention_weights and self.lin_edge is None:
+            adj = self._known_attention(x, edge_index, self.add_self_loops)
+        if adj is None:
+            reason = self._why_original_gatv2(pair, edge_index, edge_attr, bool(return_attention_weights))
+            if reason:
+                return self._original_attention(reason, x, edge_index, edge_attr, return_attention_weights)
+            graph = self._graph(pair, edge_index, None, add_self_loops=self.add_self_loops)
+            adj = graph.adj
         residual = None if self.res is None else self.res(pair[1])
         if pair[0] is not pair[1]:
             x_src, x_dst = self.lin_l(pair[0]), self.lin_r(pair[1])

@@ -23,7 +23,7 @@ from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, multi_aggregate
 from fastsparse_core.fused.principal_aggregation import add_scaled, node_parts
-from fastsparse_core.incidence import incidence
+from fastsparse_core.structure.incidence import incidence
 from fastsparse_pyg.graph import is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FastConv, is_plain_linear
 

@@ -166,7 +166,7 @@ def _marked(index: Tensor, end: EdgeEnd, along: int) -> NodeIndex:
 
 def _viewed(func: Any, index: Any, *size: Any) -> Any:
     out = func(index, *size)
-    if not isinstance(index, NodeIndex) or not out.dim() or out.numel() != len(index.end.index):
+    if not isinstance(index, NodeIndex) or not out.dim() or out.numel() != index.end.index.numel():
         return out
     along = max(range(out.dim()), key=out.size)
     return _marked(out, index.end, along) if out.size(along) == out.numel() else out
@@ -174,7 +174,7 @@ def _viewed(func: Any, index: Any, *size: Any) -> Any:
 
 def _expanded(func: Any, index: Any, *size: Any) -> Any:
     out = func(index, *size)
-    if not isinstance(index, NodeIndex) or out.size(index.along - index.dim()) != len(index.end.index):
+    if not isinstance(index, NodeIndex) or out.size(index.along - index.dim()) != index.end.index.numel():
         return out
     return _marked(out, index.end, out.dim() + index.along - index.dim())
 

@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import TransformerConv
+from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptTensor, PairTensor
 
 from fastsparse_core import Adjacency, attention, attention_weights, sddmm, spmm
-from fastsparse_core.incidence import incidence
+from fastsparse_core.fused.joint_linear import joint_linear
+from fastsparse_core.structure.incidence import incidence
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import is_plain_linear, project
 
@@ -65,16 +67,20 @@ class FastTransformerConv(AttentionConv, TransformerConv):
         """
         pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
         with_weights = isinstance(return_attention_weights, bool)
-        reason = self._why_original_transformer(pair, edge_index, edge_attr, with_weights)
-        if reason:
-            return self._original_attention(reason, x, edge_index, edge_attr, return_attention_weights)
-        graph = self._graph(pair, edge_index, None)
-        adj = graph.adj
+        adj = None
+        if edge_attr is None and not with_weights and self.lin_edge is None:
+            adj = self._known_attention(x, edge_index)
+        if adj is None:
+            reason = self._why_original_transformer(pair, edge_index, edge_attr, with_weights)
+            if reason:
+                return self._original_attention(reason, x, edge_index, edge_attr, return_attention_weights)
+            graph = self._graph(pair, edge_index, None)
+            adj = graph.adj
         heads = (-1, self.heads, self.out_channels)
         of_dst = (self.lin_query, self.lin_skip) if self.root_weight else (self.lin_query,)
         of_src = (self.lin_key, self.lin_value)
         if pair[0] is pair[1]:
-            key, value, query, *skips = project(pair[0], *of_src, *of_dst)
+            key, value, query, *skips = joint_linear(pair[0], (*of_src, *of_dst), Linear)
         else:
             key, value = project(pair[0], *of_src)
             query, *skips = project(pair[1], *of_dst)

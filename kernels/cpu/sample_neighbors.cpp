@@ -11,7 +11,7 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr std::int64_t kGroupSlots = 512;  // about as many are filled at a time
+constexpr std::int64_t kGroupSlots = 128;  // about as many are filled at a time
 constexpr std::int64_t kGroupRows = 64;
 
 struct Row {

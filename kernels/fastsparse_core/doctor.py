@@ -43,6 +43,7 @@ Key = Literal[
     "gpu-old",
     "cuda-half-missing",
     "gpu-not-covered",
+    "gpu-profile",
     "driver-old",
     "no-kernel-image",
     "out-of-memory",
@@ -109,6 +110,7 @@ class Report:
 
     versions: list[tuple[str, str, str]] = field(default_factory=list)
     gpus: list[tuple[str, str, str, str]] = field(default_factory=list)
+    profiles: list[tuple[str, str, str]] = field(default_factory=list)
     build: list[tuple[str, str]] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
@@ -184,6 +186,7 @@ def examine() -> Report:
     if torch is not None:
         _examine_gpus(report, torch, build_info)
         if build_info is not None:
+            _examine_profiles(report, torch)
             _examine_operators(report, torch, build_info)
     return report
 
@@ -382,6 +385,21 @@ def _examine_gpus(report: Report, torch: Any, build_info: dict[str, Any] | None)
         report.problems.append(Problem("gpu-not-covered", what, cure, breaks=True))
 
 
+def _examine_profiles(report: Report, torch: Any) -> None:
+    """Reports whose constants decide which kernel runs on every GPU."""
+    from fastsparse_core import gpu
+
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        try:
+            profile = gpu.profile_of(torch.device("cuda", index))
+        except ValueError as error:
+            cure = "delete that file, or run `python -m fastsparse_core.tune`"
+            report.problems.append(Problem("gpu-profile", str(error), cure, breaks=True))
+            continue
+        sizes = f"{profile.num_sms} SMs, L2 {profile.l2_bytes / 2**20:.0f} MiB"
+        report.profiles.append((f"cuda:{index} {profile.name}", profile.source, sizes))
+
+
 # ------------------------------------------------------------------------------------------- operators
 
 
@@ -464,14 +482,14 @@ def check_operators(device: str) -> list[Check]:
     edges = {"edge_attr": (num_edges, 8), "edge_weight": (width, 8), "x_dst": (num_dst, width)}
     several = {"aggregations": ("sum", "mean", "min", "max", "var", "std"), "named": tuple(edges)}
     operators.append(("multi_aggregate", "multi_aggregate", ((num_src, width), *edges.values()), several))
-    edges, maps = (num_edges, width), dict.fromkeys(("gate_weight", "value_weight"), (width, 8))
+    edge_rows, maps = (num_edges, width), dict.fromkeys(("gate_weight", "value_weight"), (width, 8))
     raw = {"edge_attr": (num_edges, 8)}
     of_gine = raw | {"edge_weight": (width, 8), "edge_bias": (width,)}
     sides = (matrices[0], matrices[1], matrices[1])
     operators += [
-        ("gine_aggregate", "gine_aggregate", (matrices[1], edges), {}),
+        ("gine_aggregate", "gine_aggregate", (matrices[1], edge_rows), {}),
         ("gated_aggregate", "gated_aggregate", sides, {}),
-        ("gated_edges", "gated_edges", (*sides, edges), {}),
+        ("gated_edges", "gated_edges", (*sides, edge_rows), {}),
     ]
     operators += [
         (f"{name} edge_attr", name, (*shapes, *named.values()), {"named": tuple(named)})
@@ -568,6 +586,8 @@ def _print_tables(report: Report) -> None:
         table("GPUs", ("GPU", "architecture", "memory", "status"), report.gpus)
     else:
         console.print("GPUs: none")
+    if report.profiles:
+        table("Choice of kernels (GPU profile)", ("GPU", "constants", "sizes"), report.profiles)
     table("Extension fastsparse_core._C", ("half", "status"), report.build)
     if report.checks:
         rows = [

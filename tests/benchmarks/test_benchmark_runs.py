@@ -622,6 +622,21 @@ def test_choice_and_accuracy_on_the_gpu(tmp_path: Path, monkeypatch: pytest.Monk
     assert [cell["status"] for cell in cells] == ["ok"] * 5
 
 
+def test_segments(tmp_path: Path) -> None:
+    result = result_of(tmp_path, "segments", "--graphs", "pubmed", "--widths", "3", "--budget-ms", "1")
+    cells = result["cells"]
+    assert {cell["status"] for cell in cells} == {"ok"}
+    assert all(cell["repeats"] for cell in cells if cell["implementation"] != "torch")
+    assert all(cell["error"] < 0.1 for cell in cells if cell["implementation"] != "torch")
+    assert len(tables.segments(result)[0].rows) == 2 * 2 * 4
+
+
+def test_typed(tmp_path: Path) -> None:
+    result = result_of(tmp_path, "typed", "--scale", "0.0005", "--budget-ms", "1")
+    assert {cell["status"] for cell in result["cells"]} == {"ok"}
+    assert len(tables.typed(result)[0].rows) == 8
+
+
 def test_tables_and_plots_of_what_was_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     result_of(tmp_path, "spmm", "--graphs", "pubmed", "--widths", "8", "--budget-ms", "1")
@@ -649,7 +664,7 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(command_line, "run", pretend)
     for device, expected in (
-        ("cpu", ["cpu", "formats", "accuracy"]),
+        ("cpu", ["cpu", "dgl_operators", "formats", "accuracy"]),
         (
             "cuda",
             [
@@ -658,6 +673,9 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
                     "edges",
                     "pna",
                     "any_layer",
+                    "dgl_operators",
+                    "segments",
+                    "typed",
                     "train",
                     "breakdown",
                     "ssd",

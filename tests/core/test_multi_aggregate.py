@@ -166,7 +166,7 @@ def test_equal_messages_do_not_deviate(device):
     out = multi_aggregate(adj, x, ("var", "std"), min_variance=0.0)
     assert not out.any()
     (grad,) = torch.autograd.grad(out.sum(), x)
-    # The mean of a row may be off by its last bit, of which the deviation makes its own inverse times as much.
+    # The mean may be off by its last bit, which the deviation divides by itself.
     assert grad.abs().max() < 1e-5
 
 

@@ -142,6 +142,17 @@ def test_every_edge_is_one_of_the_graph(layout, fanouts, device, poisoned_memory
         check(sample, row, col, seeds, fanouts, **LAYOUTS[layout])
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_few_seeds_of_a_large_graph(layout, device):
+    """Nodes are found by keys: a place for every node would take more than the batch's table."""
+    row, col, graph = random_graph(20000, 60000, device)
+    seeds = torch.tensor([2, 7000, 2, 19999])
+    sampler = NeighborSampler(graph, [3, 2], **LAYOUTS[layout])
+    for seed in range(3):
+        sample = sampler.sample(seeds.to(device), seed=seed)
+        check(sample, row, col, seeds, [3, 2], **LAYOUTS[layout])
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_graph(data):

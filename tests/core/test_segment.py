@@ -18,8 +18,8 @@ from fastsparse_core import (
     segment_reduce,
     segment_softmax,
 )
-from fastsparse_core.formats.segments import Segments
 from fastsparse_core.ops._segment import _cache
+from fastsparse_core.structure.segments import Segments
 
 REDUCTIONS = ("sum", "mean", "max", "min", "mul", "var", "std")
 

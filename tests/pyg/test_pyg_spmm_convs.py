@@ -214,15 +214,15 @@ def test_cached_products_are_pygs(name: str) -> None:
 
 def test_no_values_per_edge_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The normalisation scales rows inside the kernel."""
-    from fastsparse_pyg.nn import accelerated
+    from fastsparse_pyg.nn import base
 
-    values, product = [], accelerated.spmm
+    values, product = [], base.spmm
 
     def watched(adj: Any, x: Tensor, value: Any, *rest: Any, **more: Any) -> Tensor:
         values.append(value)
         return product(adj, x, value, *rest, **more)
 
-    monkeypatch.setattr(accelerated, "spmm", watched)
+    monkeypatch.setattr(base, "spmm", watched)
     x, edges = torch.randn(40, 6), random_graph()
     fastsparse_pyg.FastSGConv(6, 4, K=3)(x, edges)
     fastsparse_pyg.FastAPPNP(2, 0.1)(x, edges)

@@ -58,12 +58,17 @@ def joint_linear(x: Tensor, modules: Sequence[Any], kind: type[nn.Module] = nn.L
     Returns:
         One tensor (..., width of the layer) for each layer: columns of one tensor where they were joined.
     """
-    if len(modules) > 1 and all(is_plain_linear(module, kind) for module in modules):
-        weights = [module.weight for module in modules]
-        biases = [module.bias for module in modules if module.bias is not None]
-        if len(biases) in (0, len(modules)):
-            joint = linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
-            return joint.split([weight.size(0) for weight in weights], dim=-1)
+    weights, biases, widths = [], [], []
+    for module in modules:
+        if not is_plain_linear(module, kind):
+            break
+        weights.append(module.weight)
+        widths.append(module.weight.size(0))
+        if module.bias is not None:
+            biases.append(module.bias)
+    if len(weights) == len(modules) > 1 and len(biases) in (0, len(modules)):
+        joint = linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+        return joint.split(widths, dim=-1)
     return tuple(module(x) for module in modules)
 
 

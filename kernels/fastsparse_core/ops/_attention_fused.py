@@ -81,6 +81,38 @@ def results(name: str, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     return _KERNELS[name](*arguments)
 
 
+def plain_attention(adj: Adjacency, q: Tensor, k: Tensor, v: Tensor, scale: float, heads: int) -> Tensor:
+    """Dot-product attention in plain eager mode, without bias and dropout, of operands that were checked."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        result: Tensor = _Attention.apply(q, k, v, None, scale, 0.0, None, heads, adj.handle)[0]
+        return result
+    if v.is_cuda:
+        return _attention_bsb.launch_forward(adj, q, k, v, None, scale, 0.0, 0, heads)[0]
+    return _forward_csr(adj, _DOT_PRODUCT, heads, q, k, v, None, None, scale, 0.0, None)[0]
+
+
+def plain_additive(adj: Adjacency, dst: Tensor, src: Tensor, v: Tensor, slope: float) -> Tensor:
+    """The same of additive attention."""
+    if torch.is_grad_enabled() and (dst.requires_grad or src.requires_grad or v.requires_grad):
+        result: Tensor = _AdditiveAttention.apply(dst, src, v, None, slope, 0.0, None, adj.handle)[0]
+        return result
+    heads = dst.shape[1]
+    if v.is_cuda:
+        return _additive_attention_csr.additive_forward(adj, dst, src, v, None, slope, 0.0, 0, heads)[0]
+    return _forward_csr(adj, _ADDITIVE, heads, dst, src, v, None, None, slope, 0.0, None)[0]
+
+
+def plain_gatv2(adj: Adjacency, dst: Tensor, src: Tensor, att: Tensor, slope: float) -> Tensor:
+    """The same of GATv2's."""
+    if torch.is_grad_enabled() and (dst.requires_grad or src.requires_grad or att.requires_grad):
+        result: Tensor = _Gatv2Attention.apply(dst, src, att, slope, 0.0, None, adj.handle)[0]
+        return result
+    heads = att.shape[0]
+    if src.is_cuda:
+        return _gatv2_attention_csr.gatv2_forward(adj, dst, src, att, slope, 0.0, 0, heads)[0]
+    return _forward_csr(adj, _GATV2, heads, dst, src, src, att, None, slope, 0.0, None)[0]
+
+
 def _run(name: str, watched: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     if is_plain_eager(watched):
         return _KERNELS[name](*arguments)
@@ -116,8 +148,9 @@ def _csr_arguments(
     out: Tensor | None,
     lse: Tensor,
 ) -> _C.AttentionCsrArgs:
+    structure = adj.plans.get("csr")
     return _C.AttentionCsrArgs(
-        used_csr(adj),
+        used_csr(adj) if structure is None else structure,
         kind,
         DTYPE_CODE[v.dtype],
         heads,
@@ -129,13 +162,13 @@ def _csr_arguments(
         src.stride(0),
         v.data_ptr(),
         v.stride(0),
-        address(att),
-        address(bias),
+        0 if att is None else att.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
         0 if bias is None else DTYPE_CODE[bias.dtype],
         scale,
         dropout_p,
-        _number(seed),
-        address(out),
+        0 if seed is None else int(seed),
+        0 if out is None else out.data_ptr(),
         lse.data_ptr(),
     )
 
@@ -153,13 +186,15 @@ def _forward_csr(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    dst, src, v = unit_stride(dst), unit_stride(src), unit_stride(v)
+    if not dst.stride(1) == src.stride(1) == v.stride(1) == 1:
+        dst, src, v = unit_stride(dst), unit_stride(src), unit_stride(v)
     att = None if att is None else att.contiguous()
     bias = None if bias is None else bias.contiguous()
     out = v.new_empty(adj.num_dst, v.size(1))
-    lse = v.new_empty(adj.num_dst, heads, dtype=accumulation_dtype(v.dtype))
+    precise = torch.float64 if v.dtype == torch.float64 else torch.float32
+    lse = v.new_empty(adj.num_dst, heads, dtype=precise)
     arguments = _csr_arguments(adj, kind, heads, dst, src, v, att, bias, scale, dropout_p, seed, out, lse)
-    _C.attention_csr(arguments, queue(-1))
+    _C.attention_csr(arguments, torch.get_num_threads())
     return out, lse
 
 
@@ -180,7 +215,8 @@ def _backward_csr(
     bias_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of dst, src, v (GATv2: in that of src), att and bias; the result is not read."""
-    grad, dst, src, v = unit_stride(grad), unit_stride(dst), unit_stride(src), unit_stride(v)
+    if not grad.stride(1) == dst.stride(1) == src.stride(1) == v.stride(1) == 1:
+        grad, dst, src, v = unit_stride(grad), unit_stride(dst), unit_stride(src), unit_stride(v)
     lse = lse.contiguous()
     att = None if att is None else att.contiguous()
     bias = None if bias is None else bias.contiguous()

@@ -118,7 +118,7 @@ def is_first_derivative(grad: Tensor) -> bool:
 
 def without_autocast(gradients: Callable[[Any, Tensor], tuple[Any, ...]], ctx: Any, grad: Tensor) -> Any:
     """``gradients(ctx, grad)`` with autocast off: the forward pass has decided every dtype."""
-    if autocast_dtype(grad) is None:
+    if not torch.is_autocast_enabled("cuda" if grad.is_cuda else grad.device.type):
         return gradients(ctx, grad)
     with torch.autocast(grad.device.type, enabled=False):
         return gradients(ctx, grad)

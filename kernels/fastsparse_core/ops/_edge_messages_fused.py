@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastsparse_core.incidence import incidence
 from fastsparse_core.ops import _attention_fused as fused
 from fastsparse_core.ops import _edge_messages_launch as launch
 from fastsparse_core.ops._common import (
@@ -27,6 +26,7 @@ from fastsparse_core.ops._common import (
 from fastsparse_core.ops._edge_messages_launch import Operands
 from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
+from fastsparse_core.structure.incidence import incidence
 
 library.define(
     "gine_aggregate(Tensor x, Tensor edge, Tensor? weight, Tensor? bias, SymInt num_dst, SymInt adjacency, "

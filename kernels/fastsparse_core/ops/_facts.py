@@ -66,4 +66,7 @@ def used_csr(adj: Adjacency) -> Any:
         adj.usage.csr += 1
         if adj.usage.csr >= policy.UNSORTED_USES and not torch.cuda.is_current_stream_capturing():
             adj.sort_slices()
-    return adj.csr_structure
+    structure = adj.csr_structure
+    if adj.has_sorted_slices:
+        adj.plans["csr"] = structure  # nothing is to be counted any more: callers look here first
+    return structure

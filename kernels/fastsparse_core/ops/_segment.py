@@ -14,7 +14,6 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.cache import AdjacencyCache
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.formats.segments import Segments
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
     accumulation_dtype,
@@ -24,6 +23,7 @@ from fastsparse_core.ops._common import (
     register_autograd,
     unit_stride,
 )
+from fastsparse_core.structure.segments import Segments
 
 #: Reductions and their codes in kernels/include/fastsparse/views.h.
 REDUCTION_CODE = {"sum": 0, "mean": 1, "max": 2, "min": 3, "mul": 4, "var": 5, "std": 6}

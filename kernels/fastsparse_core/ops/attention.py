@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +14,12 @@ from fastsparse_core.ops import _attention_fused as fused
 from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
+    PLAIN,
     accumulation_dtype,
     autocast,
     check_features,
     is_partitioned,
+    is_plain_eager,
     num_heads,
     written_out,
 )
@@ -80,6 +83,23 @@ def attention(
         ValueError: a size, device or option does not fit.
     """
     algorithm = policy.requested("attention", algorithm)
+    if (
+        bias is None
+        and edge_attr is None
+        and edge_weight is None
+        and type(heads) is int
+        and _is_plain(adj, dropout_p, q, k, v)
+        and q.shape == (adj.num_dst, k.shape[1])
+        and k.shape[0] == v.shape[0] == adj.num_src
+        and q.dtype == k.dtype == v.dtype
+        and (scale is None or type(scale) is float)
+    ):
+        # Nothing is left to check but what is the same for all calls of this kind.
+        usual_scale = adj.plans.get(("attention", q.dtype, q.shape[1], v.shape[1], heads, algorithm))
+        if usual_scale is not None:
+            factor = usual_scale if scale is None else scale
+            if math.isfinite(factor):
+                return fused.plain_attention(adj, q, k, v, factor, heads)
     if is_partitioned(adj):
         k, v = adj.sources(k, v)
         adj = adj.rows
@@ -97,10 +117,16 @@ def attention(
         return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
     kernel = _dot_product.kernel(adj, *features, bias, heads, algorithm)
     if kernel != "unfused":
-        of_call = (_per_head(bias, heads), scale, dropout_p, seed, heads)
+        of_call: tuple[Any, ...] = (_per_head(bias, heads), scale, dropout_p, seed, heads)
         if kernel == "csr":
             out = _dot_product.csr(adj, *features, *of_call, algorithm)
         else:
+            if not torch.compiler.is_compiling() and (
+                v.device.type == "cpu" or (adj.has_bsb and adj.has_transpose and adj.t().has_bsb)
+            ):
+                widths = (features[0].size(1), features[2].size(1))
+                key = ("attention", v.dtype, *widths, heads, algorithm)
+                adj.plans[key] = 1 / math.sqrt(widths[0] // heads)
             out = fused.call("attention", v, *features, *of_call, adj.handle)
         return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
     score = unfused.dot_product_scores(
@@ -150,6 +176,18 @@ def additive_attention(
         ValueError: a size, device or option does not fit.
     """
     algorithm = policy.requested("attention", algorithm)
+    if (
+        bias is None
+        and _is_plain(adj, dropout_p, score_dst, score_src, v)
+        and v.shape[0] == adj.num_src
+        and score_src.shape == (adj.num_src, score_dst.shape[1])
+        and score_dst.shape[0] == adj.num_dst
+        and score_src.dtype == score_dst.dtype
+        and type(negative_slope) is float
+        and math.isfinite(negative_slope)
+        and ("GAT", v.dtype, v.shape[1], score_dst.shape[1], score_dst.dtype, algorithm) in adj.plans
+    ):
+        return fused.plain_additive(adj, score_dst, score_src, v, negative_slope)
     if is_partitioned(adj):
         (v,), (score_src,) = adj.sources(v), adj.sources(score_src, exact=True)
         adj = adj.rows
@@ -168,6 +206,8 @@ def additive_attention(
     features = v.flatten(1)
     obstacle = _additive_attention_csr.obstacle(features, heads) if v.device.type == "cuda" else ""
     if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
+        if not torch.compiler.is_compiling():
+            adj.plans["GAT", v.dtype, features.size(1), heads, score_dst.dtype, algorithm] = True
         arguments = (_per_head(bias, heads), negative_slope, dropout_p, seed, adj.handle)
         out = fused.call("additive_attention", v, score_dst, score_src, features, *arguments)
         return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
@@ -219,6 +259,20 @@ def gatv2_attention(
         ValueError: a size, device or option does not fit.
     """
     algorithm = policy.requested("attention", algorithm)
+    if (
+        edge_attr is None
+        and edge_weight is None
+        and type(att) in PLAIN
+        and att.dim() == 2
+        and _is_plain(adj, dropout_p, x_dst, x_src, att)
+        and x_dst.shape[0] == adj.num_dst
+        and x_src.shape[0] == adj.num_src
+        and x_dst.shape[1] == x_src.shape[1] == att.numel()
+        and x_dst.dtype == x_src.dtype
+        and type(negative_slope) is float
+        and ("GATv2", x_src.dtype, att.shape, att.dtype, negative_slope, algorithm) in adj.plans
+    ):
+        return fused.plain_gatv2(adj, x_dst, x_src, att, negative_slope)
     if is_partitioned(adj):
         (x_src,) = adj.sources(x_src)
         adj = adj.rows
@@ -240,6 +294,8 @@ def gatv2_attention(
     if x_src.device.type == "cuda":
         obstacle = _gatv2_attention_csr.obstacle(features, negative_slope, heads)
     if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
+        if not torch.compiler.is_compiling():
+            adj.plans["GATv2", x_src.dtype, att.shape, att.dtype, negative_slope, algorithm] = True
         arguments = (att, negative_slope, dropout_p, seed, adj.handle)
         out = fused.call("gatv2_attention", x_src, x_dst.flatten(1), features, *arguments)
         return out if x_src.dim() == 2 else out.reshape(adj.num_dst, *x_src.shape[1:])
@@ -330,6 +386,29 @@ def gatv2_attention_weights(
 
 
 # ---------------------------------------------------------------- checks
+
+
+def _is_plain(adj: Adjacency, dropout_p: float, *matrices: Tensor) -> bool:
+    """Whether a call hides nothing: plain matrices on the structure's device, no dropout, no autocast."""
+    if (
+        torch.compiler.is_compiling()
+        or type(adj) is not Adjacency
+        or type(dropout_p) is not float
+        or dropout_p != 0.0
+    ):
+        return False
+    device = adj.col.device
+    for matrix in matrices:
+        if (
+            type(matrix) not in PLAIN
+            or matrix.dim() != 2
+            or matrix.device != device
+            or matrix.is_neg()
+            or matrix.layout is not torch.strided
+        ):
+            return False
+    device_type = "cuda" if matrices[0].is_cuda else "cpu"
+    return is_plain_eager(matrices[-2]) and not torch.is_autocast_enabled(device_type)
 
 
 def _check_dot_product(

@@ -22,5 +22,5 @@ def incidence(adj: Adjacency) -> Adjacency:
         shape = (adj.num_dst, adj.num_values)
         return Adjacency(adj.rowptr, position.int(), shape, edge_id=adj.edge_id, num_values=adj.num_values)
 
-    found: Adjacency = adj.derived("fastsparse_core.incidence", build)
+    found: Adjacency = adj.derived("fastsparse_core.structure.incidence", build)
     return found

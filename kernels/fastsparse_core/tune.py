@@ -1,0 +1,221 @@
+"""``python -m fastsparse_core.tune``: measures where one kernel overtakes another on this GPU.
+
+What it finds is stored in the user's cache folder and decides from then on
+(docs/decisions/gpu_profiles.md). It takes a few minutes; nothing else should use the GPU meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastsparse_core import gpu
+from fastsparse_core.formats.bsb import HEIGHT
+from fastsparse_core.ops.spmm import spmm
+from fastsparse_core.structure.adjacency import Adjacency
+
+#: Milliseconds that a call is repeated for.
+_BUDGET_MS = 60.0
+
+#: A point of a measurement: where, the time of the kernel before the crossover, and that of the other.
+Point = tuple[float, float, float]
+Clock = Callable[[Callable[[], object]], float]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """How a constant of a profile is measured.
+
+    Attributes:
+        constant: its name in `GpuProfile`.
+        about: what is compared.
+        points: measures, one point after the other.
+    """
+
+    constant: str
+    about: str
+    points: Callable[[torch.device, Clock], Iterator[Point]]
+
+
+def crossover(points: Sequence[Point]) -> float | None:
+    """Where the second kernel overtakes the first, between the points on either side, on a logarithmic scale.
+
+    Args:
+        points: (where, time of the first, time of the second), in any order.
+
+    Returns:
+        None where one of them is faster everywhere: then what was known stays.
+    """
+    ordered = sorted(points)
+    gains = [math.log(first / second) for _, first, second in ordered]
+    for nth in range(1, len(ordered)):
+        if gains[nth - 1] < 0 <= gains[nth] or gains[nth - 1] >= 0 > gains[nth]:
+            share = gains[nth - 1] / (gains[nth - 1] - gains[nth])
+            low, high = math.log(ordered[nth - 1][0]), math.log(ordered[nth][0])
+            return math.exp(low + share * (high - low))
+    return None
+
+
+def time_of(call: Callable[[], object]) -> float:
+    """Milliseconds that the device works on a call, the median of several."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    times: list[float] = []
+    while sum(times) < _BUDGET_MS and len(times) < 200:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def structure(num_dst: int, num_src: int, num_edges: int, share: float, device: torch.device) -> Adjacency:
+    """Random edges; a share of the columns are those of the first row of a window of 8, and so shared."""
+    generator = torch.Generator().manual_seed(num_edges)
+    row = torch.randint(num_dst, (num_edges,), generator=generator).sort().values
+    col = torch.randint(num_src, (num_edges,), generator=generator)
+    window = row // HEIGHT
+    few = max(1, num_edges // max(num_dst, 1))
+    common = (window * 2654435761 + torch.randint(few, (num_edges,), generator=generator) * 40503) % num_src
+    col = torch.where(torch.rand(num_edges, generator=generator) < share, common, col)
+    adj = Adjacency.from_coo(row.to(device), col.to(device), (num_dst, num_src), group_rows="none")
+    return adj.prepare(backward=False)
+
+
+def _compare(
+    adj: Adjacency, width: int, dtype: torch.dtype, first: str, second: str, clock: Clock
+) -> tuple[float, float]:
+    x = torch.randn(adj.num_src, width, device=adj.device).to(dtype)
+    times = [clock(lambda it=it: spmm(adj, x, algorithm=it)) for it in (first, second)]  # type: ignore[misc]
+    return times[0], times[1]
+
+
+def _shared(device: torch.device, clock: Clock) -> Iterator[Point]:
+    for share in (0.0, 0.15, 0.3, 0.45, 0.6, 0.8):
+        adj = structure(100_000, 100_000, 2_000_000, share, device)
+        vectors = adj.bsb.num_vectors / adj.num_edges
+        first, second = _compare(adj, 64, torch.float32, "csr", "flashsparse", clock)
+        yield vectors, first, second
+
+
+def _narrow(device: torch.device, clock: Clock) -> Iterator[Point]:
+    adj = structure(100_000, 100_000, 2_000_000, 0.1, device)
+    for width in (8, 16, 24, 32, 64):
+        yield width, *_compare(adj, width, torch.float32, "csr", "flashsparse", clock)
+
+
+def _much_gathered(
+    num_dst: int, num_src: int, dtype: torch.dtype
+) -> Callable[[torch.device, Clock], Iterator[Point]]:
+    def points(device: torch.device, clock: Clock) -> Iterator[Point]:
+        for density in (0.05, 0.1, 0.2, 0.35, 0.5):
+            adj = structure(num_dst, num_src, int(density * num_dst * num_src), 0.0, device)
+            for width in (128, 256):
+                first, second = _compare(adj, width, dtype, "csr", "flashsparse", clock)
+                yield adj.num_edges * width, first, second
+
+    return points
+
+
+def _few_edges(device: torch.device, clock: Clock) -> Iterator[Point]:
+    """A product against twice the time of one that reads next to nothing."""
+    x = torch.randn(20_000, 64, device=device)
+    empty = structure(20_000, 20_000, 1000, 0.0, device)
+    launch = clock(lambda: spmm(empty, x, algorithm="csr"))
+    for num_edges in (25_000, 50_000, 100_000, 200_000, 400_000, 800_000):
+        adj = structure(20_000, 20_000, num_edges, 0.0, device)
+        yield num_edges, clock(lambda adj=adj: spmm(adj, x, algorithm="csr")), 2 * launch  # type: ignore[misc]
+
+
+EXPERIMENTS = (
+    Experiment("few_edges", "spmm of few edges against its launch", _few_edges),
+    Experiment("shared", "csr and flashsparse over shared columns, float32", _shared),
+    Experiment("narrow", "csr and flashsparse over narrow features, float32", _narrow),
+    Experiment(
+        "much_gathered_resident",
+        "csr from shared memory and flashsparse, float32",
+        _much_gathered(2048, 512, torch.float32),
+    ),
+    Experiment(
+        "much_gathered", "csr and flashsparse of few rows, float32", _much_gathered(512, 2048, torch.float32)
+    ),
+    Experiment(
+        "much_gathered_16_bit",
+        "csr and flashsparse of few rows, float16",
+        _much_gathered(512, 2048, torch.float16),
+    ),
+)
+
+
+def gradient_rate(device: torch.device, clock: Clock) -> float:
+    """Bytes a millisecond that a tensor far larger than the L2 is read at."""
+    x = torch.ones(64 << 20, device=device)
+    return x.nbytes / clock(lambda: x.sum())
+
+
+def tune(device: torch.device, clock: Clock, note: Callable[[str, str], None]) -> gpu.GpuProfile:
+    """Measures every constant that there is an experiment for; the others stay as they were.
+
+    Args:
+        device: a GPU.
+        clock: milliseconds of a call.
+        note: is told the name of a constant and what became of it, after each.
+    """
+    before = gpu.profile_of(device)
+    found: dict[str, float] = {}
+    for experiment in EXPERIMENTS:
+        at = crossover(list(experiment.points(device, clock)))
+        if at is not None:
+            found[experiment.constant] = float(f"{at:.3g}")
+        known = getattr(before, experiment.constant)
+        note(experiment.constant, f"{known:g} -> {found.get(experiment.constant, known):g}")
+    rate = gradient_rate(device, clock)
+    found |= {"gradient_rate": float(f"{rate:.3g}")}
+    found |= {"miss_rate": float(f"{before.miss_rate * rate / before.gradient_rate:.3g}")}
+    note("gradient_rate", f"{before.gradient_rate:g} -> {rate:g}")
+    constants: dict[str, Any] = {"source": f"tuned {datetime.date.today()}", **found}
+    return dataclasses.replace(before, **constants)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m fastsparse_core.tune", description=__doc__)
+    parser.add_argument("--device", default="cuda", help="GPU to measure (default: cuda)")
+    parser.add_argument("--out", type=Path, help="file to write instead of the one in the cache folder")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        print("there is no GPU here to measure; the CPU's kernels have no such constants", file=sys.stderr)
+        return 1
+
+    from rich.progress import Progress
+
+    with torch.cuda.device(device), Progress() as progress:
+        task = progress.add_task("measuring", total=len(EXPERIMENTS) + 1)
+
+        def note(constant: str, what: str) -> None:
+            progress.console.print(f"{constant}: {what}")
+            progress.advance(task)
+
+        profile = tune(torch.device("cuda", torch.cuda.current_device()), time_of, note)
+    path = options.out or gpu.cache_folder() / f"{gpu.file_name(profile.name)}.json"
+    gpu.write(profile, path)
+    print(f"stored in {path}; it decides from the next start of Python on")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
