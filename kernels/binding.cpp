@@ -637,8 +637,8 @@ void edge_attention_backward(const CsrStructure& structure, const CsrStructure& 
                              Address grad_q, Address grad_k, Address grad_v, Address grad_q_edge,
                              Address grad_features, Address grad_att, Address grad_weight,
                              std::int64_t att_rows, std::int64_t weight_rows, Address partial_q,
-                             Address partial_q_edge, Address partial_k, Address partial_v, int device,
-                             Address queue) {
+                             Address partial_q_edge, Address partial_k, Address partial_v, Address sum_k,
+                             Address sum_v, int device, Address queue) {
   const EdgeAttentionBackwardArgs args{structure.a,
                                        structure.split,
                                        transposed.a,
@@ -664,7 +664,9 @@ void edge_attention_backward(const CsrStructure& structure, const CsrStructure& 
                                        at<float>(partial_q),
                                        at<float>(partial_q_edge),
                                        at<float>(partial_k),
-                                       at<float>(partial_v)};
+                                       at<float>(partial_v),
+                                       at(sum_k),
+                                       at(sum_v)};
   FASTSPARSE_RUN(edge_attention_backward, args, device, queue);
 }
 

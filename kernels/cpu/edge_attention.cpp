@@ -288,6 +288,32 @@ void differentiate_columns(const EdgeAttentionBackwardArgs& args, std::int64_t b
   }
 }
 
+// The columns' gradients without the transposed structure: whoever takes a range of columns looks through all
+// entries for them, so that sums are taken in entry order whatever the number of threads.
+template <typename T>
+void scatter_columns(const EdgeAttentionBackwardArgs& args, std::int64_t col_begin, std::int64_t col_end) {
+  using A = Acc<T>;
+  const EdgeAttentionInput& input = args.input;
+  const std::int64_t heads = input.heads, head_width = input.head_width, width = heads * head_width;
+  std::vector<A> q(width), grad(width);
+  for (std::int64_t row = 0; row < args.a.num_rows; ++row) {
+    widen_row(row_of<T>(input.q, row), q, static_cast<A>(input.scale));
+    widen_row(row_of<T>(args.grad, row), grad);
+    for (std::int64_t entry = args.a.rowptr[row]; entry < args.a.rowptr[row + 1]; ++entry) {
+      const std::int64_t col = args.a.col[entry];
+      if (col < col_begin || col >= col_end) continue;
+      const A* numbers = static_cast<const A*>(args.work) + 2 * edge_position(args.a, entry) * heads;
+      A* sum_k = static_cast<A*>(args.sum_k) + col * width;
+      A* sum_v = static_cast<A*>(args.sum_v) + col * width;
+      for (std::int64_t f = 0; f < width; ++f) {
+        const A* of_head = numbers + f / head_width * 2;
+        sum_v[f] += of_head[0] * grad[f];
+        sum_k[f] += of_head[1] * q[f];
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void edge_attention(const EdgeAttentionArgs& args, int threads) {
@@ -301,6 +327,8 @@ void edge_attention(const EdgeAttentionArgs& args, int threads) {
 
 void edge_attention_backward(const EdgeAttentionBackwardArgs& args, int threads) {
   const std::int64_t rows = args.a.num_rows, parts = args.att_rows;
+  const std::int64_t ranges = args.sum_k != nullptr ? threads : 0;
+  const std::int64_t columns = args.sum_k != nullptr ? 0 : args.a_t.num_rows;
   with_type(args.input.dtype, [&](auto type) {
     using T = decltype(type);
 #pragma omp parallel num_threads(threads) if (work(args.a, args.input) > kSerialWork)
@@ -310,8 +338,13 @@ void edge_attention_backward(const EdgeAttentionBackwardArgs& args, int threads)
         differentiate_rows<T>(args, part, rows * part / parts, rows * (part + 1) / parts);
       }
 #pragma omp for schedule(dynamic)
-      for (std::int64_t source = 0; source < args.a_t.num_rows; source += kRowsPerTask) {
-        differentiate_columns<T>(args, source, std::min(source + kRowsPerTask, args.a_t.num_rows));
+      for (std::int64_t source = 0; source < columns; source += kRowsPerTask) {
+        differentiate_columns<T>(args, source, std::min(source + kRowsPerTask, columns));
+      }
+#pragma omp for schedule(static)
+      for (std::int64_t range = 0; range < ranges; ++range) {
+        const std::int64_t cols = args.a.num_cols;
+        scatter_columns<T>(args, cols * range / ranges, cols * (range + 1) / ranges);
       }
     }
   });

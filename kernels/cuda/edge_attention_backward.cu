@@ -11,12 +11,15 @@
 //   - The column pass is then two weighted sums of gathered rows without a product between lanes: q_i and
 //   dO_i
 //     (GATv2: dO_i alone, for the signs say what leaky_relu' was).
+//   - Without the transposed structure, which costs more than it saves where a structure is used once, that
+//   pass (of dot products) goes over the rows and adds to the columns' sums by float atomics: 8 E F bytes.
 //   - GATv2's dW is one pass over the edges that gathers nothing.
 // Floors, E entries of width F: 4 E F sizeof(T) bytes gathered (GATv2: 2), 16 E H bytes of pairs written and
 // read. Sums of rows with several slices are combined in slot order, sums over groups of lanes by the caller:
-// no atomics.
+// no other atomics.
 
 #include "fastsparse/additive_score.cuh"
+#include "fastsparse/atomic_add.cuh"
 #include "fastsparse/combine_partials.cuh"
 #include "fastsparse/edge_attention.cuh"
 #include "fastsparse/launchers.h"
@@ -212,6 +215,42 @@ __global__ void __launch_bounds__(kHeadThreads, sizeof(T) == 2 ? 8 : 5)
   } else {
     lane.store<T, T>(args.grad_k, slice.target, width, grad_k, scale);
     lane.store<T, T>(args.grad_v, slice.target, width, grad_v);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kHeadThreads, sizeof(T) == 2 ? 8 : 5)
+    dot_scatter_kernel(const __grid_constant__ EdgeAttentionBackwardArgs args, int head_lanes,
+                       int heads_per_group) {
+  constexpr int kVec = kEdgeVec<T>;
+  const EdgeAttentionInput& input = args.input;
+  const EdgeLane lane(input, head_lanes, heads_per_group);
+  const RowSlice slice = load_slice(args.split, lane.group);
+  if (lane.group >= args.split.num_slices || !lane.live) return;
+  const std::int64_t row = row_of(args.split, slice), width = input.heads * input.head_width;
+  float q[kLaneFeatures], grad[kLaneFeatures];
+  lane.load<T>(q, input.q, row, static_cast<float>(input.scale));
+  lane.load<T>(grad, args.grad, row);
+  Entries<1> next;
+  next.read(args.a, slice, 0);
+  for (int nth = 0; nth < slice.length; ++nth) {
+    const Entries<1> entry = next;
+    next.read(args.a, slice, nth + 1);
+    const float2 pair = __ldg(pair_at(args.work, entry.position[0], input.heads, lane.head));
+    const std::int64_t first = static_cast<std::int64_t>(entry.col[0]) * width + lane.first;
+#pragma unroll
+    for (int i = 0; i < kLaneFeatures; i += 4) {
+      const int at = lane.place<kVec>(i / kVec) + i % kVec;
+      if (at >= lane.head_width) continue;
+      float of_k[4], of_v[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        of_k[j] = pair.y * q[i + j];
+        of_v[j] = pair.x * grad[i + j];
+      }
+      atomic_add(static_cast<float*>(args.sum_k) + first + at, of_k);
+      atomic_add(static_cast<float*>(args.sum_v) + first + at, of_v);
+    }
   }
 }
 
@@ -532,7 +571,9 @@ void launch(const EdgeAttentionBackwardArgs& args, cudaStream_t stream) {
     if (edge_width > 0) combine(args.split, args.partial_q_edge, args.grad_q_edge, edge_width);
   }
   combine(args.split, args.partial_q, args.grad_q, width);
-  if (args.split_t.num_slices != 0) {
+  if (args.sum_k != nullptr) {
+    if (args.split.num_slices != 0) run(dot_scatter_kernel<T>, args.split.num_slices);
+  } else if (args.split_t.num_slices != 0) {
     run(input.gatv2 ? gatv2_column_kernel<T> : dot_column_kernel<T>, args.split_t.num_slices);
     combine(args.split_t, args.partial_k, args.grad_k, width);
     if (!input.gatv2) combine(args.split_t, args.partial_v, args.grad_v, width);

@@ -8,6 +8,7 @@
 
 #include <type_traits>
 
+#include "fastsparse/atomic_add.cuh"
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
 
@@ -15,19 +16,6 @@ namespace fastsparse::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-
-__device__ __forceinline__ void add(float* to, const float (&v)[1]) { atomicAdd(to, v[0]); }
-
-__device__ __forceinline__ void add(float* to, const float (&v)[4]) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]),
-               "f"(v[3])
-               : "memory");
-#else
-#pragma unroll
-  for (int i = 0; i < 4; ++i) atomicAdd(to + i, v[i]);
-#endif
-}
 
 // Where the result lies.
 template <typename T>
@@ -130,7 +118,7 @@ __global__ void __launch_bounds__(kThreads) spmm_csr_transposed_kernel(const Spm
         for (int i = 0; i < kVec; ++i) pack.lane[i] = narrow<T>(term[i]);
         store_pack(pack, result<T>(args) + static_cast<std::int64_t>(~col) * args.width + feature);
       } else {
-        add(args.sum + static_cast<std::int64_t>(col) * args.width + feature, term);
+        atomic_add(args.sum + static_cast<std::int64_t>(col) * args.width + feature, term);
       }
     }
   }

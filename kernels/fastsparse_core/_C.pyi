@@ -677,6 +677,8 @@ def edge_attention_backward(
     partial_q_edge: int,
     partial_k: int,
     partial_v: int,
+    sum_k: int,
+    sum_v: int,
     device: int,
     queue: int,
 ) -> None: ...

@@ -10,7 +10,14 @@ from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 from fastsparse_core.formats.bsb import Bsb
 from fastsparse_core.structure import adjacency as core_adjacency
-from fastsparse_pyg import FastGATConv, FastGCNConv, FastGINConv, FastSAGEConv, clear_cache
+from fastsparse_pyg import (
+    FastGATConv,
+    FastGCNConv,
+    FastGINConv,
+    FastSAGEConv,
+    FastTransformerConv,
+    clear_cache,
+)
 
 
 def sampled_blocks(device: str, seed: int = 0) -> list[tuple[torch.Tensor, int, int]]:
@@ -102,6 +109,18 @@ def test_layers_on_padded_structures(kind, device):
     layer = FastGINConv(nn.Linear(WIDTH, 5)) if kind == "gin" else FastSAGEConv(WIDTH, 5, aggr=kind)
     layer = layer.to(device)
     check_layer(layer, lambda structure, x: layer((x, x[: structure.num_dst]), structure), device)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("edges", [False, True])
+def test_dot_product_attention_on_padded_structures(edges, device):
+    layer = FastTransformerConv(WIDTH, 5, heads=3, edge_dim=2 if edges else None).to(device)
+
+    def call(structure, x):
+        attr = torch.arange(64, device=device).view(32, 2).cos()[: structure.num_edges] if edges else None
+        return layer((x, x[: structure.num_dst]), structure, attr)
+
+    check_layer(layer, call, device)
 
 
 def test_attention_refuses_padded_structures():

@@ -84,7 +84,7 @@ class PaddedAdjacency(Adjacency):
 
     def _transpose(self) -> Adjacency:
         self._refuse(
-            "by its transpose, as gradients need of attention, of 64-bit features, of columns much longer "
+            "by its transpose, as gradients need of GAT and GATv2, of 64-bit features, of columns much longer "
             "than rows and under deterministic algorithms"
         )
 

@@ -47,7 +47,7 @@ def kernel(
     if algorithm == "unfused":
         return algorithm
     on_cuda = v.device.type == "cuda"
-    if not on_cuda and algorithm != "csr":
+    if not on_cuda and algorithm != "csr" and not adj.is_padded:
         return "fused3s"
     no_csr = csr_obstacle(adj, q, v, heads)
     no_blocks = _attention_bsb.obstacle(adj, q, k, v, heads) if on_cuda else ""
@@ -76,7 +76,9 @@ def csr(
     dropout_p: float,
     seed: Tensor | None,
     heads: int,
+    algorithm: str,
 ) -> Tensor:
     """Attention by the CSR kernels, as edges with features of width 0; there is no :func:`csr_obstacle`."""
     edges = v.new_empty(adj.num_values, 0), v.new_empty(v.size(1), 0)
-    return fused.call("edge_attention", v, q, k, v, *edges, bias, scale, dropout_p, seed, heads, adj.handle)
+    options = (scale, dropout_p, seed, heads, adj.handle, algorithm)
+    return fused.call("edge_attention", v, q, k, v, *edges, bias, *options)

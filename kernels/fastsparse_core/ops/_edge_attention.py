@@ -34,7 +34,7 @@ from fastsparse_core.ops._common import (
     scratch,
     unit_stride,
 )
-from fastsparse_core.ops._facts import used_csr
+from fastsparse_core.ops._facts import scatters, used_csr
 from fastsparse_core.ops._gatv2_attention_csr import _att_rows as att_rows
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
@@ -52,12 +52,14 @@ _PART_ROWS = 256
 
 library.define(
     "edge_attention(Tensor q, Tensor k, Tensor v, Tensor edge_attr, Tensor edge_weight, Tensor? bias, "
-    "float scale, float dropout_p, Tensor? seed, SymInt heads, SymInt adjacency) -> (Tensor, Tensor, Tensor)"
+    "float scale, float dropout_p, Tensor? seed, SymInt heads, SymInt adjacency, str algorithm) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 library.define(
     "edge_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor edge_attr, "
     "Tensor edge_weight, Tensor? bias, Tensor out, Tensor lse, Tensor out_edge, float scale, "
-    "float dropout_p, Tensor? seed, SymInt heads, SymInt adjacency, bool edge_wanted, bool bias_wanted) "
+    "float dropout_p, Tensor? seed, SymInt heads, SymInt adjacency, str algorithm, bool edge_wanted, "
+    "bool bias_wanted) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 library.define(
@@ -194,8 +196,8 @@ def _unpadded(x: Tensor, heads: int, width: int) -> Tensor:
 
 
 def _edge_room(adj: Adjacency, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Room for numbers of every value; zeros where not every value has an entry."""
-    every = adj.num_values == adj.num_edges
+    """Room for numbers of every value; zeros where not every value has an entry that was written."""
+    every = adj.num_values == adj.num_edges and not adj.is_padded
     return (torch.empty if every else torch.zeros)(shape, dtype=dtype, device=adj.device)
 
 
@@ -286,12 +288,15 @@ def _run_backward(
     grad_att: Tensor | None,
     grad_weight: Tensor | None,
     parts: tuple[int, int],
+    sums: Tensor | None = None,
 ) -> None:
     grad_q, grad_k, grad_v, grad_q_edge = grads
-    transposed, index = adj.t(), device_index(out.device)
+    # With sums of the sources' gradients the transpose is not read.
+    transposed, index = adj if sums is not None else adj.t(), device_index(out.device)
     slots = slots_t = 0
     if out.is_cuda:
-        slots, slots_t = adj.row_split.num_slots, transposed.row_split.num_slots
+        slots = adj.row_split.num_slots
+        slots_t = 0 if sums is not None else transposed.row_split.num_slots
     width = out.size(1)
     edges = 0 if grad_q_edge is None else heads * grad_q_edge.size(2)
     _room, (partial_q, partial_q_edge, partial_k, partial_v) = scratch(
@@ -324,6 +329,8 @@ def _run_backward(
         partial_q_edge,
         partial_k,
         partial_v,
+        0 if sums is None else sums[0].data_ptr(),
+        0 if sums is None else sums[1].data_ptr(),
         index,
         queue(index),
     )
@@ -360,6 +367,7 @@ def _edge_attention(
     seed: Tensor | None,
     heads: int,
     adjacency: int,
+    algorithm: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     adj, width, step = from_handle(adjacency), v.size(1), _step(v)
     q, k, v = _padded(q, heads, step), _padded(k, heads, step), _padded(v, heads, step)
@@ -396,6 +404,7 @@ def _edge_attention_backward(
     seed: Tensor | None,
     heads: int,
     adjacency: int,
+    algorithm: str,
     edge_wanted: bool,
     bias_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -410,7 +419,12 @@ def _edge_attention_backward(
         of_kernel = weight.t().contiguous()
     else:
         q_edge, grad_edge = _to_edge_width(q, weight, heads), _to_edge_width(grad, weight, heads)
-    grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
+    sums = None
+    if scatters(adj, algorithm, v.dtype, None):
+        sums = torch.zeros(2, *v.shape, dtype=lse.dtype, device=v.device)
+        grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(0), v.new_empty(0)
+    else:
+        grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
     grad_q_edge = torch.empty_like(out_edge)
     work = _edge_room(adj, adj.num_values, heads, 2, dtype=lse.dtype)
     features = None
@@ -421,8 +435,10 @@ def _edge_attention_backward(
     grads = (grad_q, grad_k, grad_v, grad_q_edge)
     parts = (min(_CPU_PARTS, max(adj.num_dst, 1)), 0)
     _run_backward(
-        adj, arguments, heads, out, grad, grad_edge, lse, work, None, grads, features, None, None, parts
+        adj, arguments, heads, out, grad, grad_edge, lse, work, None, grads, features, None, None, parts, sums
     )
+    if sums is not None:
+        grad_k, grad_v = sums.to(v.dtype).unbind()
     if not out.is_cuda:
         _add_from_edge_width(grad_q, grad_q_edge, weight, heads)
     grad_weight = _weight_gradient(q, grad_q_edge, grad, out_edge, heads)
@@ -458,21 +474,22 @@ class _EdgeAttention(torch.autograd.Function):
         seed: Tensor | None,
         heads: int,
         adjacency: int,
+        algorithm: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors = (q, k, v, edge_attr, edge_weight, bias)
         out, lse, out_edge = fused._run(
-            "edge_attention", v, *tensors, scale, dropout_p, seed, heads, adjacency
+            "edge_attention", v, *tensors, scale, dropout_p, seed, heads, adjacency, algorithm
         )
         fused._remember(ctx, adjacency, lse, *tensors, _kept_result(ctx, out), lse, out_edge, seed)
         ctx.mark_non_differentiable(lse, out_edge)
         ctx.options = (scale, dropout_p)
-        ctx.heads = heads
+        ctx.heads, ctx.algorithm = heads, algorithm
         return out, lse, out_edge
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return (None,) * 11
+            return (None,) * 12
         *tensors, seed = ctx.saved_tensors
         scale, dropout_p = ctx.options
         if torch.is_grad_enabled():
@@ -483,14 +500,15 @@ class _EdgeAttention(torch.autograd.Function):
                 operands = (q, k, v, attr, weight, bias)
                 return unfused_attention(ctx.keep_alive, *operands, scale, dropout_p, seed, ctx.heads)
 
-            return *fused._unfused_gradients(compute, grad, tensors[:6], ctx.needs_input_grad), *(None,) * 5
+            return *fused._unfused_gradients(compute, grad, tensors[:6], ctx.needs_input_grad), *(None,) * 6
         if fused._was_written(ctx):
-            place = (scale, dropout_p, seed, ctx.heads, ctx.adjacency)
+            place = (scale, dropout_p, seed, ctx.heads, ctx.adjacency, ctx.algorithm)
             tensors[6] = fused._run("edge_attention", grad, *tensors[:6], *place)[0]
         edge_wanted, bias_wanted = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
-        arguments = (*tensors, *ctx.options, seed, ctx.heads, ctx.adjacency, edge_wanted, bias_wanted)
+        place = (ctx.heads, ctx.adjacency, ctx.algorithm)
+        arguments = (*tensors, *ctx.options, seed, *place, edge_wanted, bias_wanted)
         *grads, edge, weight, bias = fused._differentiate("edge_attention_backward", grad, *arguments)
-        return *grads, edge if edge_wanted else None, weight, bias if bias_wanted else None, *(None,) * 5
+        return *grads, edge if edge_wanted else None, weight, bias if bias_wanted else None, *(None,) * 6
 
 
 # ---------------------------------------------------------------- GATv2

@@ -119,7 +119,7 @@ def attention(
     if kernel != "unfused":
         of_call: tuple[Any, ...] = (_per_head(bias, heads), scale, dropout_p, seed, heads)
         if kernel == "csr":
-            out = _dot_product.csr(adj, *features, *of_call)
+            out = _dot_product.csr(adj, *features, *of_call, algorithm)
         else:
             if not torch.compiler.is_compiling() and (
                 v.device.type == "cpu" or (adj.has_bsb and adj.has_transpose and adj.t().has_bsb)
@@ -557,7 +557,7 @@ def _attention_with_edges(
     """Attention whose edges have features, of queries, keys and values (n, heads * D)."""
     obstacle = _edge_attention.obstacle(adj, features[2], edges[0], heads)
     if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
-        arguments = (_per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle)
+        arguments = (_per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle, algorithm)
         return fused.call("edge_attention", features[2], *features, *edges, *arguments)
     return _edge_attention.unfused_attention(adj, *features, *edges, bias, scale, dropout_p, seed, heads)
 

@@ -52,6 +52,8 @@ def dot_product_algorithm(facts: Facts, algorithm: str, no_blocks: str, no_csr: 
             return Choice("csr")
         info_once(_logger, f"attention with algorithm='csr' runs as 'fused3s': {no_csr}")
         return Choice("fused3s")
+    if algorithm == "auto" and facts.is_padded and not no_csr:
+        return Choice("csr")
     large = facts.num_edges > _MOST_UNCONVERTED
     if algorithm == "fused3s" or no_csr or facts.converted or not facts.is_cuda or large:
         return Choice("fused3s")

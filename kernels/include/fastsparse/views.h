@@ -514,6 +514,8 @@ struct EdgeAttentionBackwardArgs {
   float* partial_q_edge;
   float* partial_k;
   float* partial_v;
+  void* sum_k;  // zeros, (num_cols, heads * head_width) in the accumulation type: gets the gradient of k, and
+  void* sum_v;  // this that of v, added entry by entry without a_t; null: not so; dot products only
 };
 
 // Several aggregations at once of the messages m_ij = x_i + x_j + e_ij, each rounded to the features' dtype:
@@ -570,10 +572,10 @@ struct MultiAggregateBackwardArgs {
   void* share;          // (num_rows, 2, width), null: neither max nor min
   std::uint8_t* marks;  // (num_values, ceil(width / 4)): a bit for the maximum of each of 4 features, then
                         // for the minimum; CUDA only, null: neither, or the edges have rows
-  void* grad_src;     // (num_cols, width), null: not wanted
-  void* grad_dst;     // (num_rows, width), likewise
-  void* grad_edge;    // (parts, num_values, edge_width) in the accumulation type where there is a weight, a
-                      // part for every 128 features; else (num_values, width) in dtype; likewise
+  void* grad_src;       // (num_cols, width), null: not wanted
+  void* grad_dst;       // (num_rows, width), likewise
+  void* grad_edge;      // (parts, num_values, edge_width) in the accumulation type where there is a weight, a
+                        // part for every 128 features; else (num_values, width) in dtype; likewise
   void* grad_weight;  // (weight_parts, edge_width, width) in the accumulation type, likewise: the gradient is
                       // the sum of its parts
   std::int64_t weight_parts;
