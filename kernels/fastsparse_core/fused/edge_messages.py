@@ -250,7 +250,7 @@ class _Gated(torch.autograd.Function):
         parts = [gradients.q, gradients.v, grad * slope]
         if root is not None:
             parts.append(grad)
-        of_rows = torch.cat(parts, 1)  # type: ignore[arg-type]
+        of_rows = torch.cat(parts, 1)
         grad_x = torch.mm(of_rows, of_nodes) if needs[0] else None
         grad_maps: tuple[Tensor | None, ...] = (None,) * 3
         grad_root = grad_bias = None
@@ -270,8 +270,8 @@ class _Gated(torch.autograd.Function):
             grad_biases, grad_bias = sums[:3], sums[3] if len(sums) > 3 else None
         if needs[3] and grad_bias is None:
             grad_bias = sum_of_rows(grad, grad.dtype)
-        found = (grad_x, gradients.edge, grad_root, grad_bias, None, *grad_maps, *grad_biases)
-        return tuple(each if need else None for each, need in zip(found, needs, strict=True))
+        grads = (grad_x, gradients.edge, grad_root, grad_bias, None, *grad_maps, *grad_biases)
+        return tuple(each if need else None for each, need in zip(grads, needs, strict=True))
 
 
 def _unfused_layer(

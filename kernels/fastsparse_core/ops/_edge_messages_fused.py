@@ -242,9 +242,15 @@ def _gated_aggregate_backward(
         weight_wanted=weight_wanted,
     )
     nothing = grad.new_empty(0)
-    of_edges = [nothing if it is None else it for it in (found.edge, found.weight, found.of_value)]
     assert found.v is not None
-    return grad * slope, found.q, found.v, *of_edges
+    return (
+        grad * slope,
+        found.q,
+        found.v,
+        nothing if found.edge is None else found.edge,
+        nothing if found.weight is None else found.weight,
+        nothing if found.of_value is None else found.of_value,
+    )
 
 
 class _GatedAggregate(torch.autograd.Function):

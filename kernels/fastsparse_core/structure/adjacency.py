@@ -178,11 +178,8 @@ class Adjacency(KernelFormats):
         if duplicates == "sum":
             assert edge_id is not None
             return cls._merged(rowptr, sorted_col, shape, edge_id, num_given, loop_edge, group_rows)
-        if position is None and torch.equal(
-            order, torch.arange(len(order), dtype=order.dtype, device=order.device)
-        ):
-            edge_id = None
-        elif num_values <= _INT32_MAX and edge_id is not None:
+        # Edges sorted by (row, column) do not come here: what is left has an order of its own.
+        if edge_id is not None and num_values <= _INT32_MAX:
             edge_id = edge_id.int()
         adjacency = cls(
             rowptr,
@@ -375,12 +372,9 @@ class Adjacency(KernelFormats):
 
     def _transpose(self) -> Adjacency:
         colptr, row, order = compress(self.col, self.row(), self.num_src, self.num_dst, sort_minor=False)
-        symmetric = (
-            self.num_dst == self.num_src
-            and not self._differs_from_transpose
-            and torch.equal(colptr, self.rowptr)
-            and torch.equal(row, self.col)
-        )
+        symmetric = self.num_dst == self.num_src and not self._differs_from_transpose
+        if symmetric:  # one read from the device for both
+            symmetric = bool((colptr == self.rowptr).all() & (row == self.col).all())
         transposed = Adjacency(
             self.rowptr if symmetric else colptr,
             self.col if symmetric else row,
