@@ -629,7 +629,7 @@ _TWO_ON_TENSOR_CORES = {"float32": (F32,), "16bit": (F16, BF16)}
 
 #: name -> what one process drives
 PARTS: dict[str, Part] = {
-    **_by_dtype("spmm", "spmm_csr spmm_csr_transposed spmm_extremum", _ALL, spmm_rows),
+    **_by_dtype("spmm", "spmm_csr spmm_csr_transposed spmm_extremum spmm_extremum_backward", _ALL, spmm_rows),
     **_by_dtype("spmm-direct", "spmm_tca spmm_hr", _HALVES, spmm_direct),
     **_by_dtype("spmm-resident", "spmm_resident", {"all": (F32, F16, BF16)}, spmm_resident),
     **_by_dtype("spmm-blocks", "spmm_bsb", _EACH, spmm_blocks),
