@@ -225,6 +225,8 @@ def spmm_rows(dtype: torch.dtype) -> None:
         x = features(adj.num_src, width, dtype=dtype)
         spmm(adj, x, None, "max")
         spmm(adj, x, one.to(dtype), "min")
+        value = draw(adj.num_edges, dtype=dtype).requires_grad_()
+        spmm(adj, x.detach().requires_grad_(), value, "max").sum().backward()
     if dtype == F64:
         return
     for width in (32, 64, 3):
@@ -615,7 +617,7 @@ _TWO_ON_TENSOR_CORES = {"float32": (F32,), "16bit": (F16, BF16)}
 
 #: name -> what one process drives
 PARTS: dict[str, Part] = {
-    **_by_dtype("spmm", "spmm_csr spmm_csr_transposed spmm_extremum", _ALL, spmm_rows),
+    **_by_dtype("spmm", "spmm_csr spmm_csr_transposed spmm_extremum spmm_extremum_backward", _ALL, spmm_rows),
     **_by_dtype("spmm-direct", "spmm_tca spmm_hr", _HALVES, spmm_direct),
     **_by_dtype("spmm-resident", "spmm_resident", {"all": (F32, F16, BF16)}, spmm_resident),
     **_by_dtype("spmm-blocks", "spmm_bsb", _EACH, spmm_blocks),

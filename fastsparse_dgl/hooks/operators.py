@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -139,7 +139,7 @@ def _reduced_messages(adj: Adjacency, op: str, reduce: str, x: Any, e: Any) -> T
     if op == "copy_rhs":
         _check_rows("edge features", e, adj.num_values)
         if reduce in ("max", "min"):
-            return messages.extremum_edges(adj, e, reduce)
+            return messages.extremum_edges(adj, e, "max" if reduce == "max" else "min")
         total = messages.sum_edges(adj, e, "v")
         return _mean_of(adj, total) if reduce == "mean" else total
     if reduce in ("max", "min"):
@@ -296,7 +296,7 @@ def edge_softmax_hetero(gidx: Any, eids: Any = ALL, norm_by: str = "dst", *logit
         return weight.split([len(score) for score in given])
 
 
-def segment_reduce(op: str, x: Tensor, offsets: Tensor) -> Tensor:
+def segment_reduce(op: Literal["sum", "max", "min"], x: Tensor, offsets: Tensor) -> Tensor:
     """Sums, maxima or minima of consecutive rows."""
     (x,) = _cast(x)  # type: ignore[assignment]
     with _plain(x):

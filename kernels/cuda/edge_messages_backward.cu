@@ -164,15 +164,21 @@ __global__ void __launch_bounds__(kMessageThreads)
 template <typename T>
 constexpr int kWeightFeatures = sizeof(Acc<T>) == 4 ? 8 : 4;
 
+// Blocks of a multiprocessor: so many that all groups of a width of 128 are under way at once (relu).
+template <typename T, bool kGated>
+constexpr int kWeightBlocks = sizeof(Acc<T>) == 8 ? 1
+                              : kGated            ? 3
+                                                  : 4;
+
 // dW, and in every second block of the grid's last dimension dU, of the slices of every groups-th group. The
 // sums are chains of dependent loads (slice, entry, edge): the next slice and the next entries are read
 // ahead.
 template <typename T, bool kGated>
-__global__ void __launch_bounds__(kMessageThreads)
+__global__ void __launch_bounds__(kMessageThreads, kWeightBlocks<T, kGated>)
     edge_messages_weight_kernel(const __grid_constant__ EdgeMessageBackwardArgs args, int lanes) {
   using A = Acc<T>;
   constexpr int kFeatures = kWeightFeatures<T>, kParts = kFeatures / 4;
-  constexpr int kInFlight = kMessagesInFlight < A, 1 + kGated, kGated ? 2 : 4 > ;
+  constexpr int kInFlight = kGated ? 1 : 2;
   const EdgeMessageInput& input = args.input;
   const MessageLane<T> lane(input.width, lanes);
   if (lane.group >= args.groups) return;
@@ -213,7 +219,9 @@ __global__ void __launch_bounds__(kMessageThreads)
         }
       }
       const bool is_last = base + kInFlight >= slice.length;
-      next.read(args.a, is_last ? following : slice, is_last ? 0 : base + kInFlight);
+      const RowSlice upcoming{is_last ? following.begin : slice.begin + base + kInFlight,
+                              is_last ? following.length : slice.length - base - kInFlight, 0};
+      next.read(args.a, upcoming, 0);
 
       A factor[kInFlight][kTileFeatures];
       if constexpr (kGated) {
