@@ -34,7 +34,7 @@ void inspect_edges(const InspectArgs& args, int threads) {
     reduction(+ : checksum) reduction(|| : rows_descend, cols_descend) if (args.num_edges > kSerialEdges)
   for (std::int64_t e = 0; e < args.num_edges; ++e) {
     most_col = std::max(most_col, as_unsigned(col[e]));
-    args.col_out[e] = static_cast<std::int32_t>(col[e]);
+    if (args.col_out != nullptr) args.col_out[e] = static_cast<std::int32_t>(col[e]);
     if (row == nullptr) continue;
     most_row = std::max(most_row, as_unsigned(row[e]));
     if (args.square) checksum += edge_checksum(as_unsigned(row[e]), as_unsigned(col[e]));

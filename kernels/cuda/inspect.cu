@@ -58,7 +58,7 @@ __device__ void inspect_edges(const InspectArgs& args, std::int64_t block, std::
   for (std::int64_t e = block * kThreads + threadIdx.x; e < args.num_edges; e += blocks * kThreads) {
     const Index c = col[e];
     most_col = greater(most_col, as_unsigned(c));
-    args.col_out[e] = static_cast<std::int32_t>(c);
+    if (args.col_out != nullptr) args.col_out[e] = static_cast<std::int32_t>(c);
     if (args.edge_id != nullptr) {
       most_id = greater(most_id, args.edge_id_is_64bit
                                      ? as_unsigned(static_cast<const std::int64_t*>(args.edge_id)[e])

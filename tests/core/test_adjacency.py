@@ -14,6 +14,7 @@ from cases import EdgeList, edge_lists
 from hypothesis import HealthCheck, given, settings
 
 from fastsparse_core import Adjacency, spmm
+from fastsparse_core.fused.graph_convolution import graph_convolution
 from fastsparse_core.structure import adjacency as adjacency_module
 
 SETTINGS = settings(
@@ -76,10 +77,58 @@ def test_symmetric_structure_shares_memory_with_its_transpose(device):
     assert adj.t().row() is adj.row()
     # On CUDA the work list of the rows comes with them.
     before = sum(size for name, size in adj.memory_usage().items() if not name.startswith("row_split"))
-    kept = (adj.rowptr, adj.col, adj.t().edge_id, adj.row(), adj.inv_degree())
+    kept = (adj.rowptr, adj.col, adj.row(), adj.inv_degree())
     assert before == sum(t.nbytes for t in kept)
+    assert adj.t().edge_id.tolist() == [1, 0, 3, 2, 4, 5]  # found when it is asked for, and kept
+    assert adj.memory_usage()["t.edge_id"] == adj.t().edge_id.nbytes
     assert not Adjacency.from_coo(row[:3], col[:3], (4, 4)).is_symmetric
     assert not Adjacency.from_coo(row, col, (4, 5)).is_symmetric
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_gradients_of_edges_without_values_keep_nothing_of_the_edges_but_columns(symmetric):
+    edges = torch.randint(0, 300, (2, 13_000), generator=torch.Generator().manual_seed(0))
+    edges = torch.cat([edges, edges.flip(0)], 1) if symmetric else edges
+    edges = edges[:, (edges[0] * 300 + edges[1]).argsort()]
+    adj = Adjacency.from_coo(*edges, (300, 300))
+    x = torch.randn(300, 8, requires_grad=True)
+    adj.usage.scattered = None  # else the first gradients need no transpose
+    for reduce in ("sum", "mean"):
+        spmm(adj, x, reduce=reduce).sum().backward()
+    weight = torch.randn(8, 4, requires_grad=True)
+    graph_convolution(adj, x, weight, None, out_by_in=False, aggregate_first=False).sum().backward()
+    assert adj.has_transpose
+    assert sum(adj.memory_usage().values()) <= (4.3 if symmetric else 8.6) * adj.num_edges
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+@given(edges=edge_lists())
+@SETTINGS
+def test_order_of_a_transpose_is_found_when_it_is_asked_for(device, edges, has_ids):
+    def build() -> Adjacency:
+        adj = edges.adjacency(device)
+        return adj if has_ids else Adjacency.from_csr(adj.rowptr, adj.col, adj.shape)
+
+    expected, adj = build().t(), build()
+    later = adj.t(valued=False)
+    back = pickle.loads(pickle.dumps(later))
+    del adj  # what it takes is kept without it
+    for found in (later, back):
+        assert torch.equal(found.edge_id, expected.edge_id)
+    assert stored_edges(later.t()) == stored_edges(expected.t())
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_csr_of_the_caller_is_copied_unless_that_is_declined(device, copy):
+    rowptr = torch.tensor([0, 2, 3], device=device)
+    col = torch.tensor([1, 0, 1], dtype=torch.int32, device=device)
+    adj = Adjacency.from_csr(rowptr, col, (2, 2), copy=copy)
+    assert (adj.rowptr.data_ptr() == rowptr.data_ptr()) == (not copy)
+    assert (adj.col.data_ptr() == col.data_ptr()) == (not copy)
+    again = Adjacency.from_csr(rowptr.int(), col.long(), (2, 2), copy=copy)  # other types are converted
+    assert stored_edges(again) == stored_edges(adj) == [(0, 1, 0), (0, 0, 1), (1, 1, 2)]
+    with pytest.raises(ValueError, match="col: expected indices"):
+        Adjacency.from_csr(rowptr, col, (2, 1), copy=copy)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -206,7 +255,7 @@ def test_degree_powers(device):
 def test_built_once_from_many_threads(device, monkeypatch):
     calls = []
     build = Adjacency._transpose
-    monkeypatch.setattr(Adjacency, "_transpose", lambda self: calls.append(self) or build(self))
+    monkeypatch.setattr(Adjacency, "_transpose", lambda *call: calls.append(call) or build(*call))
     adj = Adjacency.from_coo(torch.tensor([0, 1]), torch.tensor([1, 2]), (3, 3)).to(device)
     results = []
     threads = [threading.Thread(target=lambda: results.append(adj.t())) for _ in range(8)]

@@ -182,9 +182,9 @@ def _build_joint(index: Any, device: torch.device) -> Adjacency:
     return _real_joint(getattr(index, "host", index), torch.device("cpu")).to(device)
 
 
-def _transpose_twin(adj: Adjacency) -> Adjacency:
+def _transpose_twin(adj: Adjacency, valued: bool) -> Adjacency:
     if not isinstance(adj.rowptr, Pretended):
-        return _transpose(adj)
-    moved = _transpose(_twin(adj)).to(DEVICE)
+        return _transpose(adj, valued)
+    moved = _transpose(_twin(adj), valued).to(DEVICE)
     moved._parent = weakref.ref(adj)
     return moved

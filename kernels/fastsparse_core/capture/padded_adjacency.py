@@ -82,10 +82,14 @@ class PaddedAdjacency(Adjacency):
         """Refused, as all work lists that the host takes numbers of."""
         self._refuse("in edge groups")
 
-    def _transpose(self) -> Adjacency:
+    def row_once(self) -> Tensor:
+        """Refused likewise."""
+        self._refuse("entry by entry")
+
+    def _transpose(self, valued: bool) -> Adjacency:
         self._refuse(
-            "by its transpose, as gradients need of GAT and GATv2, of 64-bit features, of columns much longer "
-            "than rows and under deterministic algorithms"
+            "by its transpose, as gradients need of GAT and GATv2, of 64-bit features, of columns much "
+            "longer than rows and under deterministic algorithms"
         )
 
     def _bsb(self) -> Any:

@@ -352,7 +352,7 @@ class PartitionedAdjacency(Adjacency):
         """Refused: entries name nodes of other ranks, which nothing but the operators can use."""
         _unsupported("the ends of its edges")
 
-    def t(self) -> Adjacency:
+    def t(self, *, valued: bool = True) -> Adjacency:
         """Refused: the transpose's rows lie on other ranks."""
         _unsupported("its transpose")
 

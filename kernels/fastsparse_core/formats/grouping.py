@@ -137,7 +137,7 @@ def count_vectors(adj: Rows, window_row: Tensor | None = None, *, height: int = 
 
 def vectors_per_window(adj: Rows, window_row: Tensor | None = None, *, height: int = HEIGHT) -> Tensor:
     """Number of non-zero vectors of every window, int64 (num_windows,); see :func:`count_vectors`."""
-    row = adj.row()
+    row = adj.row_once()
     place = row if window_row is None else place_of_row(window_row, adj.num_dst).index_select(0, row)
     window_entry, _, head_entry = sort_vectors(place, adj.col, adj.shape, height)
     return torch.searchsorted(head_entry, window_entry).diff()
@@ -147,10 +147,10 @@ def _sample(adj: Rows, window_row: Tensor | None, stride: int) -> tuple[Tensor, 
     """Place and column of every entry in each ``stride``-th window, and the number of places."""
     if window_row is None:
         if stride == 1:
-            return adj.row(), adj.col, adj.num_dst
+            return adj.row_once(), adj.col, adj.num_dst
         window_row = torch.arange(adj.num_dst // HEIGHT * HEIGHT, dtype=torch.int32, device=adj.device)
     if stride == 1:
-        return place_of_row(window_row, adj.num_dst).index_select(0, adj.row()), adj.col, adj.num_dst
+        return place_of_row(window_row, adj.num_dst).index_select(0, adj.row_once()), adj.col, adj.num_dst
     rows = window_row.reshape(-1, HEIGHT)[::stride].flatten()
     # Only the last places can be absent.
     rows = rows[rows >= 0]

@@ -67,7 +67,9 @@ def inspect_edges(row: Tensor, col: Tensor, num_rows: int, longest: int, *, squa
     return _inspect(row, col, None, rowptr, longest, square)
 
 
-def inspect_rows(rowptr: Tensor, col: Tensor, edge_id: Tensor | None, longest: int) -> Inspection:
+def inspect_rows(
+    rowptr: Tensor, col: Tensor, edge_id: Tensor | None, longest: int, *, copy: bool = True
+) -> Inspection:
     """Looks at compressed rows whose pointers and indices may be anything.
 
     Args:
@@ -75,17 +77,25 @@ def inspect_rows(rowptr: Tensor, col: Tensor, edge_id: Tensor | None, longest: i
         col: int32 or int64 (num_edges,), contiguous.
         edge_id: int32 or int64 (num_edges,), contiguous, or None.
         longest: entries of a slice, for `Inspection.row_split`.
+        copy: whether `Inspection.col` is another tensor than ``col`` where that is int32.
     """
-    return _inspect(None, col, edge_id, rowptr, longest, False)
+    return _inspect(None, col, edge_id, rowptr, longest, False, copy)
 
 
 def _inspect(
-    row: Tensor | None, col: Tensor, edge_id: Tensor | None, rowptr: Tensor, longest: int, square: bool
+    row: Tensor | None,
+    col: Tensor,
+    edge_id: Tensor | None,
+    rowptr: Tensor,
+    longest: int,
+    square: bool,
+    copy: bool = True,
 ) -> Inspection:
     check_content("edges", row, col, edge_id, rowptr)
     device, num_rows = col.device, rowptr.numel() - 1
     index = device_index(device)
-    col_out = torch.empty(col.numel(), dtype=torch.int32, device=device)
+    is_copied = copy or col.dtype != torch.int32
+    col_out = torch.empty(col.numel(), dtype=torch.int32, device=device) if is_copied else col
     with torch.inference_mode(False):  # kept: it must serve autograd later
         inv_degree = torch.empty(num_rows, dtype=torch.float32, device=device)
     check_content("edges", col_out)  # a mode may give fake memory to real edges
@@ -102,7 +112,7 @@ def _inspect(
         num_rows,
         square,
         rowptr.data_ptr(),
-        col_out.data_ptr(),
+        col_out.data_ptr() if is_copied else 0,
         inv_degree.data_ptr(),
         slices,
         slices + 16 * num_rows,

@@ -261,7 +261,7 @@ def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if needs_x:
         matrix = matrix if ctx.uncast is None else ctx.uncast.cast_again(dtype)
         root_matrix = root_matrix if ctx.root_uncast is None else ctx.root_uncast.cast_again(dtype)
-        grad_x = spmm(adj.t(), grad @ matrix, scale_src=scale, algorithm=ctx.algorithm)
+        grad_x = spmm(adj.t(valued=False), grad @ matrix, scale_src=scale, algorithm=ctx.algorithm)
         grad_x = (grad_x + F.pad(grad @ root_matrix, (0, 0, 0, num_src - num_dst))).to(x_dtype)
     if x is not None:  # else what was saved of it is constant
         features = cast(x, dtype)

@@ -204,7 +204,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             grad = grad_of_features(how.adj, grad, None, how.scale_dst, how.scale_src, how.algorithm)
         else:
             scales = {"scale_dst": how.scale_src, "scale_src": how.scale_dst}
-            grad = spmm(how.adj.t(), grad, **scales, algorithm=how.algorithm)
+            grad = spmm(how.adj.t(valued=False), grad, **scales, algorithm=how.algorithm)
     if needs_weight:
         left, right = (grad.t(), features) if how.out_by_in else (features.t(), grad)
         grad_weight = product_in(left, right, ctx.weight_dtype, once)

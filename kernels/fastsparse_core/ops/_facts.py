@@ -57,16 +57,20 @@ def scatters(adj: Adjacency, algorithm: str, dtype: torch.dtype, value: Tensor |
     return True
 
 
-def used_csr(adj: Adjacency) -> Any:
+def used_csr(adj: Adjacency, *, valued: bool = True) -> Any:
     """The structure for the CSR kernels, which it counts as a use.
 
     Slices in row order, which cost nothing, are replaced by sorted ones where a structure is used on.
+
+    Args:
+        adj: the structure.
+        valued: whether the kernel reads where entries lie in the caller's order.
     """
     if not adj.has_sorted_slices:
         adj.usage.csr += 1
         if adj.usage.csr >= policy.UNSORTED_USES and not torch.cuda.is_current_stream_capturing():
             adj.sort_slices()
-    structure = adj.csr_structure
-    if adj.has_sorted_slices:
+    structure = adj.structure_for(valued=valued)
+    if valued and adj.has_sorted_slices:
         adj.plans["csr"] = structure  # nothing is to be counted any more: callers look here first
     return structure

@@ -175,7 +175,7 @@ class _CsrPlan(_DirectPlan):
     """Rows cut into slices (spmm_csr.cu); whole rows on the CPU."""
 
     def __init__(self, adj: Adjacency, dtype: torch.dtype, value: Tensor | None, *, weighted: bool) -> None:
-        super().__init__(adj, used_csr(adj), dtype, value)
+        super().__init__(adj, used_csr(adj, valued=value is not None), dtype, value)
         self.heads = num_heads(value)
         self.num_slots = adj.row_split.num_slots if self.device >= 0 else 0
         self.partial_dtype = accumulation_dtype(dtype)
@@ -222,7 +222,8 @@ class _TcaPlan(_DirectPlan):
     """Tensor cores from CSR as it lies (spmm_tca.cu)."""
 
     def __init__(self, adj: Adjacency, dtype: torch.dtype, value: Tensor | None) -> None:
-        super().__init__(adj, adj.plain_structure, dtype, value)
+        structure = adj.structure_for(valued=value is not None, work_list="plain")
+        super().__init__(adj, structure, dtype, value)
 
     def run(
         self,
@@ -246,7 +247,8 @@ class _ResidentPlan(_DirectPlan):
     def __init__(
         self, adj: Adjacency, dtype: torch.dtype, value: Tensor | None, *, tensor_cores: bool
     ) -> None:
-        super().__init__(adj, adj.plain_structure, dtype, value)
+        structure = adj.structure_for(valued=value is not None, work_list="plain")
+        super().__init__(adj, structure, dtype, value)
         self.tensor_cores = tensor_cores
 
     def run(
@@ -270,7 +272,8 @@ class _HrPlan(_DirectPlan):
 
     def __init__(self, adj: Adjacency, dtype: torch.dtype, value: Tensor | None) -> None:
         # The structure first: while a graph is captured it says what is missing, before a number is read.
-        super().__init__(adj, adj.hybrid_structure, dtype, value)
+        structure = adj.structure_for(valued=value is not None, work_list="hybrid")
+        super().__init__(adj, structure, dtype, value)
         self.num_long, self.num_slots = adj.hybrid_rows.num_long, adj.hybrid_rows.num_slots
 
     def run(
@@ -402,7 +405,7 @@ def add_transposed(
         count = torch.empty(adj.num_src, dtype=torch.int32, device=x.device)
         out = None if is_float else torch.empty_like(total, dtype=x.dtype)
     _C.spmm_csr_transposed(
-        used_csr(adj),
+        used_csr(adj, valued=value is not None),
         DTYPE_CODE[x.dtype],
         x.size(1),
         x.data_ptr(),
@@ -438,4 +441,4 @@ def grad_of_features(
         return add_transposed(adj, grad, value, scale_dst, scale_src, total).to(grad.dtype)
     if is_dense(value):
         value = edges_from_dense(adj, value)
-    return launch_spmm(adj.t(), grad, value, scale_src, scale_dst, None, algorithm)
+    return launch_spmm(adj.t(valued=value is not None), grad, value, scale_src, scale_dst, None, algorithm)

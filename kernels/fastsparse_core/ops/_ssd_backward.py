@@ -106,7 +106,7 @@ def _windows(adj: Adjacency, layout: PanelLayout) -> RowPanels | None:
     if other is not None and adj.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return other
     try:
-        built[layout] = RowPanels.from_csr(adj.row(), adj.col, adj.shape, layout)
+        built[layout] = RowPanels.from_csr(adj.row_once(), adj.col, adj.shape, layout)
     except torch.OutOfMemoryError:
         built[layout] = other  # and is not tried again
         kept = "csr" if other is None else "an earlier conversion"
@@ -120,7 +120,7 @@ def _value_id(adj: Adjacency, height: int) -> Tensor:
     """Position in the caller's edge order of every entry of the row panels."""
 
     def build() -> Tensor:
-        order = RowPanels.entry_order(adj.row(), adj.col, adj.shape, height)
+        order = RowPanels.entry_order(adj.row_once(), adj.col, adj.shape, height)
         return order if adj.edge_id is None else adj.edge_id.index_select(0, order)
 
     return adj.derived(("tall_windows_value_id", height), build)

@@ -205,7 +205,7 @@ def _spmm(
     adj = from_handle(adjacency)
     if transpose:
         value = edges_from_dense(adj, value) if is_dense(value) else value
-        adj = adj.t()
+        adj = adj.t(valued=value is not None)
     return launch_spmm(adj, x, value, scale_dst, scale_src, bias, algorithm, relu)
 
 

@@ -21,7 +21,7 @@ from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.inspection import Inspection, inspect_edges, inspect_rows
 from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 from fastsparse_core.structure.build_once import BuiltOnce
-from fastsparse_core.structure.kernel_formats import KernelFormats, Usage, expand_rows
+from fastsparse_core.structure.kernel_formats import KernelFormats, TransposedOrder, Usage, expand_rows
 
 _logger = logging.getLogger("fastsparse_core")
 _INT32_MAX = 2**31 - 1
@@ -79,7 +79,7 @@ class Adjacency(KernelFormats):
         self.rowptr = rowptr
         self.col = col
         self.shape = shape
-        self.edge_id = edge_id
+        self._edge_id = edge_id
         self.num_values: int = col.numel() if num_values is None else num_values
         self._num_given = (
             self.num_values if num_given is None else num_given
@@ -240,6 +240,7 @@ class Adjacency(KernelFormats):
         *,
         edge_id: Tensor | None = None,
         group_rows: Method = "auto",
+        copy: bool = True,
     ) -> Adjacency:
         """Builds the structure of compressed rows; the order within rows is kept.
 
@@ -250,6 +251,9 @@ class Adjacency(KernelFormats):
             edge_id: position of every entry in the caller's edge order, a permutation; None: the stored
                 order.
             group_rows: ``"auto"``, ``"none"`` or ``"minhash"``, see :class:`Adjacency`.
+            copy: False: ``rowptr`` is taken itself where it is int64 and contiguous, and ``col`` where it is
+                int32 and contiguous, which saves half of the memory of a large graph. Then nobody may write
+                to them as long as the structure lives: kernels would read beyond the features.
 
         Raises:
             TypeError: an argument is not an integer tensor.
@@ -271,10 +275,15 @@ class Adjacency(KernelFormats):
             )
         if edge_id is not None and edge_id.numel() != col.numel():
             raise ValueError(f"edge_id: expected one per entry, {col.numel()}, got {edge_id.numel()}")
-        rowptr, col = _own(rowptr, torch.int64), col.detach().contiguous()
+        rowptr = _own(rowptr, torch.int64) if copy else rowptr.detach().to(torch.int64).contiguous()
+        col = col.detach().contiguous()
         edge_id = None if edge_id is None else edge_id.detach().contiguous()
         found = inspect_rows(
-            rowptr, col, edge_id, lengths.slice_length(col.numel(), gpu.profile_of(col.device))
+            rowptr,
+            col,
+            edge_id,
+            lengths.slice_length(col.numel(), gpu.profile_of(col.device)),
+            copy=copy,
         )
         if found.ends != (0, col.numel()) or found.rows_descend:
             raise ValueError(
@@ -305,11 +314,13 @@ class Adjacency(KernelFormats):
         *,
         edge_id: Tensor | None = None,
         group_rows: Method = "auto",
+        copy: bool = True,
     ) -> Adjacency:
         """Builds the structure of compressed columns: :meth:`from_csr`, transposed."""
         num_dst, num_src = _check_shape(shape)
-        columns = cls.from_csr(colptr, row, (num_src, num_dst), edge_id=edge_id, group_rows=group_rows)
-        adjacency = columns._transpose()
+        options: dict[str, Any] = {"edge_id": edge_id, "group_rows": group_rows, "copy": copy}
+        columns = cls.from_csr(colptr, row, (num_src, num_dst), **options)
+        adjacency = columns._transpose(True)
         # The result owns its transpose, not the other way round: owning both ways would be a cycle.
         adjacency._parent = None
         adjacency._built.results["t"] = columns
@@ -335,7 +346,7 @@ class Adjacency(KernelFormats):
     def out_degree(self) -> Tensor:
         """Number of entries per column, int64 (num_src,); needs no transpose."""
         if "t" in self._built.results or self._parent is not None:
-            return self.t().in_degree()
+            return self.t(valued=False).in_degree()
         return self._built.get("out_degree", lambda: torch.bincount(self.col, minlength=self.num_src))
 
     def has_empty_rows(self) -> bool:
@@ -365,13 +376,18 @@ class Adjacency(KernelFormats):
         """Whether the transposed structure was built, and still lives."""
         return "t" in self._built.results or (self._parent is not None and self._parent() is not None)
 
-    def t(self) -> Adjacency:
-        """The transposed structure, in the same caller's edge order; shares tensors where A is symmetric."""
-        parent = self._parent() if self._parent is not None else None
-        return parent if parent is not None else self._built.get("t", self._transpose)
+    def t(self, *, valued: bool = True) -> Adjacency:
+        """The transposed structure, in the same caller's edge order; shares tensors where A is symmetric.
 
-    def _transpose(self) -> Adjacency:
-        colptr, row, order = compress(self.col, self.row(), self.num_src, self.num_dst, sort_minor=False)
+        Args:
+            valued: whether its `edge_id` is kept from the sort that makes it. Without edge values nothing
+                reads it, and it takes 4 bytes an edge; where it is read after all, edges are sorted again.
+        """
+        parent = self._parent() if self._parent is not None else None
+        return parent if parent is not None else self._built.get("t", lambda: self._transpose(valued))
+
+    def _transpose(self, valued: bool) -> Adjacency:
+        colptr, row, order = compress(self.col, self.row_once(), self.num_src, self.num_dst, sort_minor=False)
         symmetric = self.num_dst == self.num_src and not self._differs_from_transpose
         if symmetric:  # one read from the device for both
             symmetric = bool((colptr == self.rowptr).all() & (row == self.col).all())
@@ -379,13 +395,17 @@ class Adjacency(KernelFormats):
             self.rowptr if symmetric else colptr,
             self.col if symmetric else row,
             (self.num_src, self.num_dst),
-            edge_id=order if self.edge_id is None else self.edge_id[order.long()],
             num_values=self.num_values,
             num_given=self._num_given,
             loop_edge=self._loop_edge,
             merge=self._merge,
             group_rows=self.group_rows,
         )
+        if not valued:
+            transposed._edge_id = TransposedOrder(self.rowptr, self.col, self.num_src, self._edge_id)
+        else:
+            given = self.edge_id
+            transposed._edge_id = order if given is None else given.index_select(0, order)
         if symmetric:
             transposed._of_rows = self._of_rows
         transposed._parent = weakref.ref(self)
@@ -394,7 +414,7 @@ class Adjacency(KernelFormats):
     @property
     def is_symmetric(self) -> bool:
         """Whether A equals its transpose. Builds it; rows with unsorted columns count as not symmetric."""
-        return self.t().col is self.col
+        return self.t(valued=False).col is self.col
 
     def prepare(self, *, backward: bool = True) -> Adjacency:
         """Builds now what the operators need later, so that no call has to; returns self.
@@ -484,8 +504,10 @@ class Adjacency(KernelFormats):
 
     def _own_tensors(self) -> dict[str, Tensor]:
         tensors = {"rowptr": self.rowptr, "col": self.col}
-        if self.edge_id is not None:
-            tensors["edge_id"] = self.edge_id
+        if isinstance(self._edge_id, Tensor):
+            tensors["edge_id"] = self._edge_id
+        elif isinstance(self._edge_id, TransposedOrder):
+            tensors["transposed_rowptr"], tensors["transposed_col"] = self._edge_id[:2]
         if self._loop_edge is not None:
             tensors["loop_edge"] = self._loop_edge
         if self._merge is not None:
@@ -556,6 +578,7 @@ class Adjacency(KernelFormats):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._edge_id = self.__dict__.pop("edge_id")
         self._start()
 
     def __repr__(self) -> str:

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,29 @@ class Usage:
     scattered: int | None = None
 
 
+class TransposedOrder(NamedTuple):
+    """Where the entries of a transposed structure lie in the caller's order, as long as nobody has asked.
+
+    Attributes:
+        rowptr: of the structure that was transposed.
+        col: likewise.
+        num_src: likewise.
+        given: its own `edge_id`.
+    """
+
+    rowptr: Tensor
+    col: Tensor
+    num_src: int
+    given: Tensor | TransposedOrder | None
+
+    def edge_id(self) -> Tensor:
+        """The positions."""
+        row = expand_rows(self.rowptr, self.col.numel())
+        order = compress(self.col, row, self.num_src, self.rowptr.numel() - 1, sort_minor=False)[2]
+        given = self.given.edge_id() if isinstance(self.given, TransposedOrder) else self.given
+        return order if given is None else given.index_select(0, order)
+
+
 class KernelFormats:
     """The part of :class:`fastsparse_core.Adjacency` that the kernels are served from.
 
@@ -60,7 +83,6 @@ class KernelFormats:
 
     rowptr: Tensor
     col: Tensor
-    edge_id: Tensor | None
     shape: tuple[int, int]
     num_dst: int
     num_src: int
@@ -69,9 +91,18 @@ class KernelFormats:
     plans: dict[Hashable, Any]
     usage: Usage
     has_sorted_slices: bool
+    _edge_id: Tensor | TransposedOrder | None
     _built: BuiltOnce
     _of_rows: BuiltOnce
     _bsb_refused: bool
+
+    @property
+    def edge_id(self) -> Tensor | None:
+        """Position of every entry in the caller's edge order; None: the identity."""
+        kept = self._edge_id
+        if isinstance(kept, TransposedOrder):
+            kept = self._edge_id = self._built.get("edge_id", kept.edge_id)
+        return kept
 
     @property
     def num_edges(self) -> int:
@@ -89,8 +120,13 @@ class KernelFormats:
         return gpu.profile_of(self.col.device)
 
     def row(self) -> Tensor:
-        """Destination of every stored entry, int32 (num_edges,)."""
+        """Destination of every stored entry, int32 (num_edges,); kept, for operators that read it."""
         return self._of_rows.get("row", lambda: expand_rows(self.rowptr, self.num_edges))
+
+    def row_once(self) -> Tensor:
+        """The same, not kept: for formats that are made of it."""
+        kept = self._of_rows.results.get("row")
+        return expand_rows(self.rowptr, self.num_edges) if kept is None else kept
 
     def in_degree(self) -> Tensor:
         """Number of entries per row, int64 (num_dst,)."""
@@ -133,6 +169,25 @@ class KernelFormats:
         """The structure as the compiled kernels take it."""
         return self._built.get("csr_structure", self._csr_structure)
 
+    def structure_for(self, *, valued: bool, work_list: Literal["csr", "plain", "hybrid"] = "csr") -> Any:
+        """`csr_structure`, `plain_structure` or `hybrid_structure`, for a product.
+
+        Args:
+            valued: whether edges have values: else kernels do not read `edge_id`, which is not found then.
+            work_list: which of them.
+        """
+        if valued or not isinstance(self._edge_id, TransposedOrder):
+            return getattr(self, f"{work_list}_structure")
+        return self._built.get(
+            (f"{work_list}_structure", "without ids"), lambda: self._without_ids(work_list)
+        )
+
+    def _without_ids(self, work_list: str) -> Any:
+        if work_list == "hybrid":
+            return self._rows(self.hybrid_rows.row_split(), valued=False)
+        is_cuda = self.device.type == "cuda"
+        return self._rows(self.row_split if work_list == "csr" and is_cuda else None, valued=False)
+
     def sort_slices(self) -> None:
         """Puts slices of like length together, if they are in row order so far."""
         if not self.has_sorted_slices:
@@ -142,6 +197,7 @@ class KernelFormats:
             # Kept, for CUDA graphs were perhaps captured with it; another thread may have been here before.
             results.setdefault("unsorted_row_split", results.pop("row_split", ()))
             self._built.results.pop("csr_structure", None)
+            self._built.results.pop(("csr_structure", "without ids"), None)
 
     def _csr_structure(self) -> Any:
         return self._rows(self.row_split if self.device.type == "cuda" else None)
@@ -172,7 +228,8 @@ class KernelFormats:
             lambda: self._rows(self.edge_groups(longest) if self.device.type == "cuda" else None),
         )
 
-    def _rows(self, split: RowSplit | None) -> Any:
+    def _rows(self, split: RowSplit | None, *, valued: bool = True) -> Any:
+        edge_id = self.edge_id if valued else None
         addresses = (
             (
                 split.slices.data_ptr(),
@@ -187,8 +244,8 @@ class KernelFormats:
         return _C.CsrStructure(
             self.rowptr.data_ptr(),
             self.col.data_ptr(),
-            0 if self.edge_id is None else self.edge_id.data_ptr(),
-            self.edge_id is not None and self.edge_id.dtype == torch.int64,
+            0 if edge_id is None else edge_id.data_ptr(),
+            edge_id is not None and edge_id.dtype == torch.int64,
             *self.shape,
             self.num_edges,
             *addresses,
@@ -236,7 +293,7 @@ class KernelFormats:
             window_row = similar_rows(self, self.group_rows)
         except torch.OutOfMemoryError:
             _logger.warning("%r: not enough memory to group similar rows; their order stays", self)
-        return Bsb.from_csr(self.row(), self.col, self.shape, window_row)
+        return Bsb.from_csr(self.row_once(), self.col, self.shape, window_row)
 
     @property
     def bsb_split(self) -> RowSplit:
@@ -282,7 +339,7 @@ class KernelFormats:
         return self._built.get("bsb_value_id", self._bsb_value_id)
 
     def _bsb_value_id(self) -> Tensor:
-        order = self.bsb.entry_order(self.row(), self.col)
+        order = self.bsb.entry_order(self.row_once(), self.col)
         return order if self.edge_id is None else self.edge_id.index_select(0, order)
 
     @property
@@ -334,7 +391,7 @@ class KernelFormats:
         return self._built.get("sorted_edge_id", lambda: (self._sorted_edge_id(),))[0]
 
     def _sorted_edge_id(self) -> Tensor | None:
-        row = self.row()
+        row = self.row_once()
         if bool(((self.col[1:] >= self.col[:-1]) | (row[1:] != row[:-1])).all()):
             return self.edge_id
         order = compress(row, self.col, *self.shape, sort_minor=True)[2]

@@ -732,7 +732,7 @@ struct InspectArgs {
   std::int64_t num_rows;
   bool square;            // whether the checksum is wanted
   std::int64_t* rowptr;   // (num_rows + 1); written where rows are given, meaningful where they ascend
-  std::int32_t* col_out;  // (num_edges)
+  std::int32_t* col_out;  // (num_edges); null: not wanted
   float* inv_degree;      // (num_rows), 0 for rows without entries
   RowSlice* slices;       // (num_rows) every row in one slice, in row order; CUDA only
   std::int64_t* facts;    // (kNumEdgeFacts) in the device's memory
