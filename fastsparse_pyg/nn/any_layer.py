@@ -18,12 +18,14 @@ from fastsparse_core.log import info_once
 from fastsparse_core.ops._common import is_plain_eager, why_watched
 from fastsparse_pyg.caching import logger, lookup
 from fastsparse_pyg.graph import edges_made_anew, is_sparse_matrix, to_edge_index
-from fastsparse_pyg.nn.base import REDUCE, FastConv, has_message_hook
+from fastsparse_pyg.nn.base import FastConv, has_message_hook
 from fastsparse_pyg.nn.message_pattern import Pattern, find_pattern
-from fastsparse_pyg.nn.segments import EdgeEnd, NodeIndex, gather, reduce
+from fastsparse_pyg.nn.segments import EdgeEnd, NodeIndex, aggregate, gather, reduction_of
 
 #: Patterns kept of one class; a layer whose attributes change with every call is not traced for ever.
 _MOST_PATTERNS = 8
+#: Reductions that a sparse product knows.
+_PRODUCTS = ("sum", "mean", "max", "min")
 _ANY = Pattern(reason="its attributes change")
 
 _classes: dict[type, type[AnyLayer]] = {}
@@ -207,7 +209,7 @@ class AnyLayer(MessagePassing):
 
     def _propagate_lazily(self, found: _Arguments) -> Any:
         how = self._kernel_reduce()
-        pattern = self._pattern(found) if how else _ANY
+        pattern = self._pattern(found) if how in _PRODUCTS else _ANY
         out = self._as_product(pattern, found, how) if pattern.feature else None
         if out is None:
             names = self._names()
@@ -219,10 +221,7 @@ class AnyLayer(MessagePassing):
         """The kernel's name for the layer's aggregation, "" where it is anything else."""
         if type(self).aggregate is not MessagePassing.aggregate or "aggregate" in self.__dict__:
             return ""
-        module = self._modules.get("aggr_module")
-        if module is None or module._forward_hooks or module._forward_pre_hooks:
-            return ""
-        return REDUCE.get(type(module), "")
+        return reduction_of(self._modules.get("aggr_module"))
 
     def _pattern(self, found: _Arguments) -> Pattern:
         if "message" in self.__dict__:
@@ -252,7 +251,9 @@ class AnyLayer(MessagePassing):
             and -messages.dim() <= dim < messages.dim()
             and messages.size(dim) == found.dst.index.numel()
         ):
-            return reduce(messages, found.dst, how, dim)
+            out = aggregate(messages, found.dst, how, self._modules["aggr_module"], dim)
+            if out is not None:
+                return out
         return self.aggregate(messages, **{name: found[name] for name in self._names().aggregate})
 
     def _as_product(self, pattern: Pattern, found: _Arguments, how: str) -> Tensor | None:
@@ -306,7 +307,7 @@ class AnyLayer(MessagePassing):
         """What a report says: message and kernel."""
         how = self._kernel_reduce()
         pattern = self._pattern_without(()) if "message" not in self.__dict__ else _ANY
-        if how and pattern.feature:
+        if how in _PRODUCTS and pattern.feature:
             return f"{pattern}: spmm ({how})"
         where = "message() per edge"
         if how:

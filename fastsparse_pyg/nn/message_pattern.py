@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node, Proxy
 from torch_geometric.nn.conv import MessagePassing
 
+from fastsparse_pyg.nn.segments import softmax
+
 #: What a body may name: modules whose functions a trace records, and functions that it records as one step.
 _MODULES = (torch, F, math)
 _FUNCTIONS = (torch_geometric.utils.softmax, torch_geometric.utils.scatter)
@@ -290,6 +292,8 @@ def _compile(
         if node in needed:
             copies[node] = part.node_copy(node, lambda each: copies[each])
             copies[node].type = None
+            if node.target is torch_geometric.utils.softmax:
+                copies[node].target = softmax
     weight: Node | None = None
     for node, inverse in factors:
         each = copies[node]

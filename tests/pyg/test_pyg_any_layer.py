@@ -82,6 +82,20 @@ OPTIONS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Inputs], Tensor
     "aggr=mul": (lambda: pyg.GENConv(6, 4, aggr="mul", edge_dim=4), LAYERS["GENConv"].call),
     "aggr=list": (lambda: pyg.SAGEConv(6, 4, aggr=["mean", "std", "softmax"]), LAYERS["SAGEConv"].call),
     "aggr=var": (lambda: pyg.GENConv(6, 4, aggr="var", edge_dim=4), LAYERS["GENConv"].call),
+    "aggr=std": (lambda: pyg.GENConv(6, 4, aggr="std", edge_dim=4), LAYERS["GENConv"].call),
+    "aggr=var, semi": (
+        lambda: pyg.GENConv(6, 4, aggr=pyg.aggr.VarAggregation(semi_grad=True), edge_dim=4),
+        LAYERS["GENConv"].call,
+    ),
+    "aggr=softmax, learnt": (lambda: pyg.GENConv(6, 4, learn_t=True, edge_dim=4), LAYERS["GENConv"].call),
+    "aggr=softmax, semi": (
+        lambda: pyg.GENConv(6, 4, aggr=pyg.aggr.SoftmaxAggregation(t=0.5, semi_grad=True), edge_dim=4),
+        LAYERS["GENConv"].call,
+    ),
+    "aggr=softmax, channels": (
+        lambda: pyg.GENConv(6, 4, aggr=pyg.aggr.SoftmaxAggregation(learn=True, channels=4), edge_dim=4),
+        LAYERS["GENConv"].call,
+    ),
     "aggr=powermean": (lambda: pyg.GENConv(6, 4, aggr="powermean", edge_dim=4), LAYERS["GENConv"].call),
     "aggr=median": (lambda: pyg.SAGEConv(6, 4, aggr="median"), LAYERS["SAGEConv"].call),
     "aggr=max of GCN": (lambda: pyg.GCNConv(6, 4, aggr="max"), LAYERS["GCNConv"].call),
@@ -790,13 +804,13 @@ def test_verify_raises_and_falls_back(fault: str, monkeypatch: pytest.MonkeyPatc
     model = nn.Sequential(Edgewise())
     expected = attributed(model[0], it)
     accelerate(model, show=False, verify=True)
-    right = any_layer.reduce
+    right = any_layer.aggregate
 
     def wrong(messages: Tensor, *rest: Any) -> Tensor:
         out = right(messages, *rest)
         return out * 1.1 if fault == "output" else out.detach() + 0.0 * messages.sum()
 
-    monkeypatch.setattr(any_layer, "reduce", wrong)
+    monkeypatch.setattr(any_layer, "aggregate", wrong)
     with pytest.raises(VerificationError, match=f"layer '0', AcceleratedEdgewise, differs .*{fault}"):
         attributed(model[0], it)
     assert type(model[0]) is Edgewise
