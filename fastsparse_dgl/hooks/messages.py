@@ -17,6 +17,7 @@ from torch import Tensor
 from fastsparse_core import Adjacency, sddmm, spmm
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.segment import scatter
+from fastsparse_core.structure.incidence import incidence
 
 _extremum = torch.ops.fastsparse.spmm_extremum.default
 _extremum_backward = torch.ops.fastsparse.spmm_extremum_backward.default
@@ -50,21 +51,6 @@ def ends(adj: Adjacency, target: str) -> Tensor:
         return torch.empty_like(entries).index_copy_(0, adj.edge_id.long(), entries)
 
     return adj.derived(("fastsparse_dgl.ends", target), scatter)
-
-
-def incoming(adj: Adjacency) -> Adjacency:
-    """Rows as in ``adj``, and a column for every edge."""
-
-    def build() -> Adjacency:
-        count = adj.num_edges
-        edge = torch.arange(count, dtype=torch.int32, device=adj.device)
-        if adj.edge_id is not None:
-            edge = adj.edge_id.int()
-        incidence = Adjacency(adj.rowptr, edge, (adj.num_dst, count), edge_id=adj.edge_id, group_rows="none")
-        incidence._of_rows = adj._of_rows  # the same rows, cut into the same slices
-        return incidence
-
-    return adj.derived("fastsparse_dgl.incoming", build)
 
 
 def in_edge_order(adj: Adjacency) -> Adjacency:
@@ -208,14 +194,14 @@ class AddExtremum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, e: Tensor, adj: Adjacency, width: int, minimum: bool) -> Tensor:
         """Of x (num_src, heads * width) and e (num_edges, heads)."""
-        source, incidence = ends(adj, "u"), incoming(adj)
+        source, edges = ends(adj, "u"), incidence(adj)
         out = x.new_empty(adj.num_dst, x.size(1))
         arg = torch.empty(out.shape, dtype=torch.int32, device=x.device)
         for columns, heads in _column_parts(x, e, width):
             message = x[:, columns].index_select(0, source)
             message.view(e.size(0), heads.stop - heads.start, -1).add_(e[:, heads, None])
             out[:, columns], arg[:, columns] = _extremum(
-                message, None, adj.num_dst, incidence.handle, False, minimum
+                message, None, adj.num_dst, edges.handle, False, minimum
             )
         ctx.save_for_backward(arg, x, e)
         ctx.adj, ctx.width = adj, width
@@ -230,12 +216,12 @@ class AddExtremum(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x, _ = _extremum_backward(grad, arg, x, None, ctx.adj.handle, False)
         if ctx.needs_input_grad[1]:
-            incidence = incoming(ctx.adj)
+            edges = incidence(ctx.adj)
             grad_e = torch.zeros_like(e)
             for columns, heads in _column_parts(x, e, ctx.width):
                 like = e.new_empty(e.size(0), columns.stop - columns.start)
                 part, _ = _extremum_backward(
-                    grad[:, columns], arg[:, columns], like, None, incidence.handle, False
+                    grad[:, columns], arg[:, columns], like, None, edges.handle, False
                 )
                 grad_e[:, heads] += part.view(e.size(0), heads.stop - heads.start, -1).sum(2)
         return grad_x, grad_e, None, None, None
@@ -348,7 +334,7 @@ def dot(adj: Adjacency, x: Tensor, y: Tensor, x_at: str, y_at: str) -> Tensor:
     if "e" in operands:
         rows = operands.pop("e")
         ((target, columns),) = operands.items()
-        structure = incoming(at(adj, target)).t()
+        structure = incidence(at(adj, target)).t()
     else:
         rows, columns, structure = operands["v"], operands["u"], adj
     if x.size(1) == 0 or x.size(2) == 0:

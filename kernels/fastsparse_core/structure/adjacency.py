@@ -92,7 +92,8 @@ class Adjacency(KernelFormats):
     def _start(self) -> None:
         self.num_dst, self.num_src = self.shape
         self._built = BuiltOnce()
-        self._of_rows = BuiltOnce()  # what depends on rowptr alone; a symmetric transpose shares it
+        self._of_rows = BuiltOnce()  # what depends on rowptr alone; its incidence shares it
+        self._of_pattern = BuiltOnce()  # what depends on rowptr and col; a symmetric transpose shares both
         self._parent: weakref.ref[Adjacency] | None = None
         self.plans = {}
         self.usage = Usage()
@@ -407,7 +408,7 @@ class Adjacency(KernelFormats):
             given = self.edge_id
             transposed._edge_id = order if given is None else given.index_select(0, order)
         if symmetric:
-            transposed._of_rows = self._of_rows
+            transposed._of_rows, transposed._of_pattern = self._of_rows, self._of_pattern
         transposed._parent = weakref.ref(self)
         return transposed
 
@@ -528,7 +529,8 @@ class Adjacency(KernelFormats):
         """Every tensor kept, by name, of structures that are not among ``visited`` (handles) yet."""
         visited.add(self.handle)
         yield from self._own_tensors().items()
-        for key, result in (self._of_rows.results | self._built.results).items():
+        results = self._of_rows.results | self._of_pattern.results | self._built.results
+        for key, result in results.items():
             name = "_".join(map(str, key)) if isinstance(key, tuple) else key
             yield from self._tensors_of(name, result, visited)
 
