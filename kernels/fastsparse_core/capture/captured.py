@@ -89,7 +89,9 @@ class Form:
         self.seen: list[Sizes] = []
         self.records: list[Record] = []
         self.refusal = ""
-        self._last = [[] if varies else item.tensors for item, varies in zip(call.arguments, self.varies, strict=True)]
+        self._last = [
+            [] if varies else item.tensors for item, varies in zip(call.arguments, self.varies, strict=True)
+        ]
 
     def observe(self, call: Call) -> None:
         """Counts a call, and compares it with the last one."""
@@ -234,7 +236,9 @@ class Captured:
                 form.varies[nth] = True
             form.records.clear()
         elif form.records:
-            logger.info("capture: a batch is larger than all before; %s is recorded for its size too", self._name)
+            logger.info(
+                "capture: a batch is larger than all before; %s is recorded for its size too", self._name
+            )
         form.observe(call)
         if form.calls <= self._patience(call) and not form.records:
             return self._as_it_is(call, watch=form.calls <= 2 or form.calls == self._patience(call))
@@ -254,7 +258,9 @@ class Captured:
         if device.type != "cuda" and not _pretends:
             raise _Refused("it works on the CPU")
         if call.sizes is not None and torch.are_deterministic_algorithms_enabled():
-            raise _Refused("sums over padded batches are in no fixed order, and algorithms shall be deterministic")
+            raise _Refused(
+                "sums over padded batches are in no fixed order, and algorithms shall be deterministic"
+            )
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
         key = (call.key, *self._mode(device))
@@ -417,9 +423,7 @@ class Captured:
 
     def _results(self, result: Any) -> Any:
         """Copies: the next replay writes there."""
-        return tree_map(
-            lambda item: item.detach().clone() if isinstance(item, Tensor) else item, result
-        )
+        return tree_map(lambda item: item.detach().clone() if isinstance(item, Tensor) else item, result)
 
     def _forget(self) -> None:
         for form in self._forms.values():

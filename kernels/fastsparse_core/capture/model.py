@@ -143,4 +143,3 @@ class _Replay(torch.autograd.Function):
                 item.grad = kept.clone()  # autograd took the record's memory for it; the replay writes there
         passes.backward.replay()
         return (None, *(None if item is None else item.detach() for item in passes.gradients))
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,6 @@ class Observed:
     """What was seen so far.
 
     Attributes:
-        modules: that were called.
         optimizers: that made a step.
         masks: bool tensors that indexed others.
         differentiates: whether autograd was called.
@@ -32,7 +32,7 @@ class Observed:
     """
 
     def __init__(self) -> None:
-        self.modules: list[torch.nn.Module] = []
+        self._modules: list[weakref.ref[torch.nn.Module]] = []
         self.optimizers: list[Optimizer] = []
         self.masks = Masks()
         self.differentiates = self.schedules = self.rounds = False
@@ -41,8 +41,13 @@ class Observed:
     def add_module(self, module: torch.nn.Module) -> None:
         """Notes a module, and so its parameters."""
         if not any(module is other for other in self.modules):
-            self.modules.append(module)
+            self._modules.append(weakref.ref(module))
             self._parameters = None
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """Those that were called and live on; some are made for one call."""
+        return [module for module in [reference() for reference in self._modules] if module is not None]
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -78,7 +83,10 @@ class Observed:
                 self.optimizers.append(optimizer)
                 self._parameters = None
 
-        handles = [register_module_forward_pre_hook(on_module), register_optimizer_step_pre_hook(on_optimizer)]
+        handles = [
+            register_module_forward_pre_hook(on_module),
+            register_optimizer_step_pre_hook(on_optimizer),
+        ]
         LRScheduler.step = step  # type: ignore[method-assign, assignment]
         try:
             with _Watching(self):

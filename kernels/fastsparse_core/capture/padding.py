@@ -90,4 +90,6 @@ def write_edges(held: Tensor, edge_index: Tensor, num_nodes: int, room_nodes: in
         end = nth % spare
         held[1, num_edges:] = end + num_nodes
         # The step around the circle grows by one with every turn, but never to a whole turn.
-        held[0, num_edges:] = (end + 1 + nth.div(spare, rounding_mode="floor") % (spare - 1)) % spare + num_nodes
+        held[0, num_edges:] = (
+            end + 1 + nth.div(spare, rounding_mode="floor") % (spare - 1)
+        ) % spare + num_nodes

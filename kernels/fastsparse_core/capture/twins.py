@@ -168,7 +168,9 @@ class _BatchNorm(torch.autograd.Function):
             sums = torch.batch_norm_backward_reduce(grad, x, mean, inverse, weight, True, True, True)
             sum_grad, sum_product, grad_weight, grad_bias = sums
             count = rows.count.to(torch.int32).view(1)
-            out = torch.batch_norm_backward_elemt(grad, x, mean, inverse, weight, sum_grad, sum_product, count)
+            out = torch.batch_norm_backward_elemt(
+                grad, x, mean, inverse, weight, sum_grad, sum_product, count
+            )
         else:
             wide, centred = grad.to(mean.dtype), x.to(mean.dtype) - mean
             sum_grad, sum_product = wide.sum(0), (wide * centred).sum(0)

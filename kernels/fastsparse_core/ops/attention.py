@@ -116,7 +116,9 @@ def attention(
         if adj.is_padded:  # blocks cannot be made anew by replays: the kernels that read rows
             none = v.new_empty(adj.num_values, 0), v.new_empty(features[0].size(1), 0)
             if features[0].size(1) == features[2].size(1):
-                out = _attention_with_edges(adj, features, none, bias, scale, dropout_p, seed, heads, algorithm)
+                out = _attention_with_edges(
+                    adj, features, none, bias, scale, dropout_p, seed, heads, algorithm
+                )
                 return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
         obstacle = _attention_bsb.obstacle(adj, *features, heads)
         if not obstacle and algorithm != "unfused" and not torch.compiler.is_compiling():

@@ -102,7 +102,9 @@ class FreshAdjacency(Adjacency):
                 is_loop = row == col
                 position = torch.arange(num_given, device=row.device)
                 loop_edge = torch.full((count + 1,), -1, dtype=torch.int64, device=row.device)
-                loop_edge.scatter_reduce_(0, row.long().masked_fill(is_loop.logical_not(), count), position, "amax")
+                loop_edge.scatter_reduce_(
+                    0, row.long().masked_fill(is_loop.logical_not(), count), position, "amax"
+                )
                 loop_edge = loop_edge[:count]
                 row, col = row.masked_fill(is_loop, shape[0] - 1), col.masked_fill(is_loop, shape[1] - 1)
             row, col, _, appended = _insert_loops(row, col, count, False)
