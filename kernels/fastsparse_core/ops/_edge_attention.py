@@ -189,10 +189,11 @@ def _padded_weight(weight: Tensor, heads: int, width: int, edge_width: int) -> T
 
 
 def _unpadded(x: Tensor, heads: int, width: int) -> Tensor:
-    """(n, heads * D) of padded heads, `width` features for all heads."""
+    """(n, heads * D) of padded heads, `width` features for all heads; not a view, which none may write to."""
     if x.size(1) == width:
         return x
-    return x.unflatten(1, (heads, -1))[:, :, : width // heads].flatten(1)
+    narrow = x.unflatten(1, (heads, -1))[:, :, : width // heads]
+    return narrow.clone(memory_format=torch.contiguous_format).flatten(1)
 
 
 def _edge_room(adj: Adjacency, *shape: int, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from fastsparse_core import gpu
+from fastsparse_core import gpu, recorded
 from fastsparse_core.formats import lengths
 from fastsparse_core.formats.bsb import Bsb
 from fastsparse_core.formats.compress import compress
@@ -151,6 +151,11 @@ class Adjacency(KernelFormats):
             raise ValueError(f"self_loops: expected 'keep', 'append' or 'replace', got {self_loops!r}")
         if row.dtype != col.dtype:
             row, col = row.long(), col.long()
+        run = recorded.current()
+        if run is not None:
+            from fastsparse_core.structure.fresh_adjacency import FreshAdjacency
+
+            return FreshAdjacency.of_edges(run, row, col, shape, duplicates, self_loops)
         row, col = row.contiguous(), col.contiguous()
         square = shape[0] == shape[1]
         found = inspect_edges(
