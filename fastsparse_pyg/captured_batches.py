@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -45,7 +45,7 @@ class _BatchArgument(Argument):
         self.kinds = kinds
         self.sizes = Sizes(int(data.num_nodes or 0), data.edge_index.size(1))
         self.num_graphs = data.ptr.numel() - 1 if "ptr" in self.items else 0
-        key: list[Hashable] = [type(data), self.num_graphs, _others(data)]
+        key: list[Any] = [type(data), self.num_graphs, _others(data)]
         for name, item in self.items.items():
             kind = kinds[name]
             shape = {"other": item.shape, "index": (kind,)}.get(kind, (kind, *item.shape[1:]))
@@ -184,7 +184,7 @@ def _readouts(held: list[Held]) -> Iterator[None]:
     ) -> Tensor:
         found = batch_of(index)
         if found is None:
-            return called(self, x, index, ptr, dim_size, dim, **options)  # type: ignore[no-any-return]
+            return called(self, x, index, ptr, dim_size, dim, **options)
         out = called(self, x, index, ptr, found.num_graphs + 1, dim, **options)
         outs = out if isinstance(out, list) else [out]  # of several reductions at once
         outs = [
@@ -193,12 +193,13 @@ def _readouts(held: list[Held]) -> Iterator[None]:
         ]
         return outs if isinstance(out, list) else outs[0]  # type: ignore[return-value]
 
-    original: Callable[..., Tensor] = _glob.scatter
-    _glob.scatter, Aggregation.__call__ = pool, aggregate
+    module: Any = _glob
+    original = module.scatter
+    module.scatter, Aggregation.__call__ = pool, aggregate
     try:
         yield
     finally:
-        _glob.scatter, Aggregation.__call__ = original, called
+        module.scatter, Aggregation.__call__ = original, called
 
 
 register(Data, _argument_of)

@@ -37,7 +37,7 @@ __all__ = [
 
 try:
     from fastsparse_core.capture.batches import CapturedBatches
-    from fastsparse_core.capture.captured import capture
+    from fastsparse_core.capture.decorator import capture
     from fastsparse_core.capture.step import CapturedStep
     from fastsparse_core.formats import CBSR
     from fastsparse_core.maxk_activation import MaxK

@@ -20,10 +20,13 @@ class StepRun:
 
     Args:
         has_padding: whether the last node of every structure is padding, which takes what has no place.
+        of_edges: makes the structures of edge lists; it gets this object, then what
+            ``Adjacency.from_coo`` was asked for.
     """
 
-    def __init__(self, *, has_padding: bool) -> None:
+    def __init__(self, *, has_padding: bool, of_edges: Callable[..., Any]) -> None:
         self.has_padding = has_padding
+        self.of_edges = of_edges
         self._structures: dict[Hashable, tuple[object, Any]] = {}
 
     def structure(self, key: object, options: Hashable, build: Callable[[], Any]) -> Any:

@@ -19,6 +19,7 @@ from fastsparse_core import (
     spmm,
 )
 from fastsparse_core.capture import captured as machinery
+from fastsparse_core.capture.fresh_adjacency import FreshAdjacency
 from fastsparse_core.capture.journal import on_trial
 from fastsparse_core.capture.optimizers import RecordedOptimizer
 from fastsparse_core.capture.padding import Rows, Sizes, room_for, write_edges, write_rows
@@ -361,7 +362,8 @@ def test_fresh_structures(device, loops, operator):
     for fresh in (False, True):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         one, two, three = leaves
-        context = recorded.running(StepRun(has_padding=True)) if fresh else torch.enable_grad()
+        run = StepRun(has_padding=True, of_edges=FreshAdjacency.of_edges)
+        context = recorded.running(run) if fresh else torch.enable_grad()
         with context:
             adj = Adjacency.from_coo(row, col, (24, 24), self_loops=loops)
             assert adj.is_padded == fresh

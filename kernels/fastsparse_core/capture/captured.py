@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack, nullcontext
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fastsparse_core import policy, recorded
 from fastsparse_core.capture.arguments import Constant, Held, argument_of
+from fastsparse_core.capture.fresh_adjacency import FreshAdjacency
 from fastsparse_core.capture.journal import difference, on_trial
 from fastsparse_core.capture.observe import Observed
 from fastsparse_core.capture.optimizers import RecordedOptimizer
@@ -24,7 +24,6 @@ from fastsparse_core.log import info_once
 from fastsparse_core.streams import on_stream
 
 logger = logging.getLogger("fastsparse_core")
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 #: Calls after which structures that stay are converted.
 CALLS = policy.REUSE + 4
@@ -172,7 +171,9 @@ class Record:
         greatest = {address: value for held in self.held for address, value in held.greatest.items()}
         rows = [of_kind for held in self.held for of_kind in held.rows]
         with ExitStack() as stack:
-            self.execution = recorded.StepRun(has_padding=self.room is not None)
+            self.execution = recorded.StepRun(
+                has_padding=self.room is not None, of_edges=FreshAdjacency.of_edges
+            )
             stack.enter_context(recorded.running(self.execution))
             for surrounding in surroundings:
                 stack.enter_context(surrounding(self.held))
@@ -353,8 +354,8 @@ class Captured:
         found, where = difference(plain, padded)
         if not found <= (_TOLERANCE_16 if self.observed.rounds else _TOLERANCE):
             raise _Refused(
-                f"padding would change {where} (relative difference {found:.1e}): something in it mixes nodes "
-                "of different graphs"
+                f"padding would change {where} (relative difference {found:.1e}): something in it mixes "
+                "nodes of different graphs"
             )
 
     def _use(self, form: Form, chosen: Record, call: Call) -> Any:
@@ -411,7 +412,7 @@ class Captured:
         def replay() -> Any:
             for item, start, end in kept:
                 # Added to where it is: what the gradient is now may lie elsewhere.
-                if end is start and item.grad is not start and item.grad is not None:
+                if start is not None and end is start and item.grad is not start and item.grad is not None:
                     start.copy_(item.grad)
             graph.replay()
             for item, _, end in kept:
@@ -449,60 +450,6 @@ def _reason(error: Exception) -> str:
         return str(error)
     text = str(error).split("\n")[0]
     return (
-        f"it cannot be recorded ({type(error).__name__}: {text}); a step must not read numbers on the host, as "
-        "loss.item() does, nor depend on them (bool(mask.any()), sizes that are found on the device)"
+        f"it cannot be recorded ({type(error).__name__}: {text}); a step must not read numbers on the host, "
+        "as loss.item() does, nor depend on them (bool(mask.any()), sizes that are found on the device)"
     )
-
-
-@overload
-def capture(step: torch.nn.Module) -> torch.nn.Module: ...
-@overload
-def capture(step: _F) -> _F: ...
-def capture(step: Any) -> Any:
-    """Makes a step of a loop, or a model, run as CUDA graphs; the loop stays as it is.
-
-    A step on a small graph or batch is dozens of short kernels, which the host launches more slowly than the
-    GPU runs them. The first calls run as they are. Then a call is recorded, and later ones replay the record:
-    one launch. Tensors and graphs that are the same objects in every call are read where they are; others
-    are copied to memory of the record. Batches of the frameworks (PyG's ``Batch`` and what neighbour loaders
-    give) are padded to recorded sizes. Normalisation over nodes, readouts and losses leave the padding out;
-    whether a step's results and gradients are the same with padding is tried before it is recorded.
-
-    Optimisers in the step get learning rates in tensors, which schedulers outside of the step change as before
-    (Adam and AdamW also take their fused kernel). Dropout stays random. Training and evaluation are recorded
-    apart, and so are calls that add to gradients. A step that cannot be recorded runs as it is, and the log
-    says why once. That is so if it reads a number on the host (``loss.item()``: return ``loss`` instead).
-    What else the host does in a step, such as appending to a list, is done only while it is not replayed.
-    Results are copies without gradient. Without a GPU everything runs as it is.
-
-    Args:
-        step: a function; or a model, whose forward and backward pass become two CUDA graphs each.
-
-    Returns:
-        The function to call instead; the model itself.
-
-    Raises:
-        TypeError: ``step`` is neither.
-
-    Examples:
-        >>> x, weight = torch.ones(3, 2), torch.ones(2)
-        >>> @fastsparse_core.capture
-        ... def step(x):
-        ...     return x @ weight
-        >>> step(x)
-        tensor([2., 2., 2.])
-    """
-    if isinstance(step, torch.nn.Module):
-        from fastsparse_core.capture.model import capture_model
-
-        return capture_model(step)
-    if not callable(step):
-        raise TypeError(f"step: expected a function or a torch.nn.Module, got {type(step).__name__}")
-    captured = Captured(step)
-
-    @functools.wraps(step)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return captured(*args, **kwargs)
-
-    run.captured = captured  # type: ignore[attr-defined]
-    return run

@@ -20,7 +20,7 @@ def capture_model(model: _M) -> _M:
     """Puts a :class:`CapturedModel` in the place of a model's forward method."""
     if isinstance(vars(model).get("forward"), CapturedModel):
         return model
-    model.forward = CapturedModel(model)  # type: ignore[method-assign]
+    model.forward = CapturedModel(model)
     return model
 
 
@@ -36,6 +36,7 @@ class CapturedModel(Captured):
         self._model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's result."""
         if not self.observed.modules:
             for module in self._model.modules():
                 self.observed.add_module(module)

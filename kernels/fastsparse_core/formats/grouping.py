@@ -42,6 +42,7 @@ class Rows(Protocol):
     num_dst: int
     num_src: int
 
+    def row_once(self) -> Tensor: ...  # noqa: D102
     @property
     def num_edges(self) -> int: ...  # noqa: D102
     @property

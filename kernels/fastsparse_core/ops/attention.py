@@ -124,7 +124,7 @@ def attention(
     if kernel != "unfused":
         of_call = (_per_head(bias, heads), scale, dropout_p, seed, heads)
         if kernel == "csr":
-            out = _dot_product.csr(adj, *features, *of_call, algorithm=algorithm)
+            out = _dot_product.csr(adj, *features, of_call, algorithm)
         else:
             if not torch.compiler.is_compiling() and (
                 v.device.type == "cpu" or (adj.has_bsb and adj.has_transpose and adj.t().has_bsb)
@@ -604,7 +604,7 @@ def _check_number(name: str, number: float) -> float:
 
 
 def _drawn_by_replays(dropout_p: float) -> str:
-    """Why the kernels cannot drop weights: their seed is a number of the host. "" if they need not, or can."""
+    """Why the kernels cannot drop weights: their seed is the host's. "" if they need not, or can."""
     return "dropout in a recorded step" if dropout_p and recorded.current() is not None else ""
 
 

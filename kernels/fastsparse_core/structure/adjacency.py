@@ -153,9 +153,8 @@ class Adjacency(KernelFormats):
             row, col = row.long(), col.long()
         run = recorded.current()
         if run is not None:
-            from fastsparse_core.structure.fresh_adjacency import FreshAdjacency
-
-            return FreshAdjacency.of_edges(run, row, col, shape, duplicates, self_loops)
+            adjacency: Adjacency = run.of_edges(run, row, col, shape, duplicates, self_loops)
+            return adjacency
         row, col = row.contiguous(), col.contiguous()
         square = shape[0] == shape[1]
         found = inspect_edges(

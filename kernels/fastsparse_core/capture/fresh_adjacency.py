@@ -116,7 +116,7 @@ class FreshAdjacency(Adjacency):
         zeros = torch.zeros(self.num_src, dtype=torch.int64, device=self.device)
         return zeros.scatter_add_(0, self.col.long(), torch.ones_like(self.col, dtype=torch.int64))
 
-    def _transpose(self) -> Adjacency:
+    def _transpose(self, valued: bool = True) -> Adjacency:
         transposed = FreshAdjacency(
             self.col,
             self.row(),
