@@ -72,7 +72,7 @@ def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) 
     """
     run = recorded.current()
     if run is not None:
-        return run.structure(edges, options, build)  # type: ignore[no-any-return]
+        return run.structure(edges, options, build)
     key = (edges.shape, edges.dtype, edges.device, options)
     count, known, adjacency = _strangers.pop(key, (0, None, None))
     if known is None or adjacency is None or not torch.equal(known, edges):

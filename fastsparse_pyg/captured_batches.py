@@ -18,7 +18,7 @@ from fastsparse_core.capture.arguments import Argument, Held, register, tensor_k
 from fastsparse_core.capture.padding import Rows, Sizes, write_edges, write_rows
 
 # The package has a function of that name too.
-_glob = importlib.import_module("torch_geometric.nn.pool.glob")
+_glob: Any = importlib.import_module("torch_geometric.nn.pool.glob")
 
 #: Numbers of a batch that others have otherwise. A step that needs them is not recorded.
 _OF_ONE_BATCH = ("num_nodes", "num_sampled_nodes", "num_sampled_edges")
@@ -45,7 +45,7 @@ class _BatchArgument(Argument):
         self.kinds = kinds
         self.sizes = Sizes(int(data.num_nodes or 0), data.edge_index.size(1))
         self.num_graphs = data.ptr.numel() - 1 if "ptr" in self.items else 0
-        key: list[Hashable] = [type(data), self.num_graphs, _others(data)]
+        key: list[Any] = [type(data), self.num_graphs, _others(data)]
         for name, item in self.items.items():
             kind = kinds[name]
             shape = {"other": item.shape, "index": (kind,)}.get(kind, (kind, *item.shape[1:]))
@@ -184,7 +184,7 @@ def _readouts(held: list[Held]) -> Iterator[None]:
     ) -> Tensor:
         found = batch_of(index)
         if found is None:
-            return called(self, x, index, ptr, dim_size, dim, **options)  # type: ignore[no-any-return]
+            return called(self, x, index, ptr, dim_size, dim, **options)
         out = called(self, x, index, ptr, found.num_graphs + 1, dim, **options)
         outs = out if isinstance(out, list) else [out]  # of several reductions at once
         outs = [

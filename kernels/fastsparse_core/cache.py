@@ -88,7 +88,7 @@ class AdjacencyCache:
                     self._stale += 1
             run = recorded.current()
             if run is not None:  # a structure of this execution: nothing of it may be kept
-                return run.structure(key, options, build)  # type: ignore[no-any-return]
+                return run.structure(key, options, build)
             self._misses += 1
             adjacency = build()
             if entries is None:

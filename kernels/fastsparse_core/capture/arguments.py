@@ -113,7 +113,7 @@ class _Container(Argument):
         if any(part.sizes is not None for part in self.parts):
             raise TypeError("batches inside of containers")
         names = tuple(value) if isinstance(value, dict) else ()
-        key = (type(value), names, *(part.key for part in self.parts))
+        key: tuple[Any, ...] = (type(value), names, *(part.key for part in self.parts))
         super().__init__(value, key, [tensor for part in self.parts for tensor in part.tensors])
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fastsparse_core import policy, recorded
-from fastsparse_core.capture.arguments import Argument, Constant, Held, argument_of
+from fastsparse_core.capture.arguments import Constant, Held, argument_of
 from fastsparse_core.capture.journal import difference, on_trial
 from fastsparse_core.capture.observe import Observed
 from fastsparse_core.capture.optimizers import RecordedOptimizer
@@ -353,8 +353,8 @@ class Captured:
         found, where = difference(plain, padded)
         if not found <= (_TOLERANCE_16 if self.observed.rounds else _TOLERANCE):
             raise _Refused(
-                f"padding would change {where} (relative difference {found:.1e}): something in it mixes nodes "
-                "of different graphs"
+                f"padding would change {where} (relative difference {found:.1e}): something in it mixes "
+                "nodes of different graphs"
             )
 
     def _use(self, form: Form, chosen: Record, call: Call) -> Any:
@@ -411,7 +411,7 @@ class Captured:
         def replay() -> Any:
             for item, start, end in kept:
                 # Added to where it is: what the gradient is now may lie elsewhere.
-                if end is start and item.grad is not start and item.grad is not None:
+                if start is not None and end is start and item.grad is not start and item.grad is not None:
                     start.copy_(item.grad)
             graph.replay()
             for item, _, end in kept:
@@ -449,8 +449,8 @@ def _reason(error: Exception) -> str:
         return str(error)
     text = str(error).split("\n")[0]
     return (
-        f"it cannot be recorded ({type(error).__name__}: {text}); a step must not read numbers on the host, as "
-        "loss.item() does, nor depend on them (bool(mask.any()), sizes that are found on the device)"
+        f"it cannot be recorded ({type(error).__name__}: {text}); a step must not read numbers on the host, "
+        "as loss.item() does, nor depend on them (bool(mask.any()), sizes that are found on the device)"
     )
 
 

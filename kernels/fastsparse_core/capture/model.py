@@ -20,7 +20,7 @@ def capture_model(model: _M) -> _M:
     """Puts a :class:`CapturedModel` in the place of a model's forward method."""
     if isinstance(vars(model).get("forward"), CapturedModel):
         return model
-    model.forward = CapturedModel(model)  # type: ignore[method-assign]
+    model.forward = CapturedModel(model)
     return model
 
 

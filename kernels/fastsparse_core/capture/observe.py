@@ -87,7 +87,7 @@ class Observed:
             register_module_forward_pre_hook(on_module),
             register_optimizer_step_pre_hook(on_optimizer),
         ]
-        LRScheduler.step = step  # type: ignore[method-assign, assignment]
+        LRScheduler.step = step  # type: ignore[method-assign]
         try:
             with _Watching(self):
                 yield
