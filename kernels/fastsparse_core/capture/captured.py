@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, nullcontext
 from typing import Any, TypeVar, overload
 
@@ -81,6 +82,7 @@ class Form:
         seen: sizes of batches.
         records: the newest first.
         refusal: why it stays as it is; "" if it does not.
+        difference: relative, of results and gradients with padding, when that was tried last.
     """
 
     def __init__(self, call: Call) -> None:
@@ -89,6 +91,7 @@ class Form:
         self.seen: list[Sizes] = []
         self.records: list[Record] = []
         self.refusal = ""
+        self.difference = 0.0
         self._last = [
             [] if varies else item.tensors for item, varies in zip(call.arguments, self.varies, strict=True)
         ]
@@ -208,6 +211,11 @@ class Captured:
     def records(self) -> list[Record]:
         """All there are."""
         return [item for form in self._forms.values() for item in form.records]
+
+    @property
+    def forms(self) -> list[Form]:
+        """What it was called in."""
+        return list(self._forms.values())
 
     # ---------------------------------------------------------------- calls
 
@@ -338,7 +346,7 @@ class Captured:
         trial.write(call)
 
         def run(job: Callable[[], Any]) -> Any:
-            with recorded.without_dropout(), WithoutDropout():
+            with recorded.without_dropout(), WithoutDropout(), _without_autocast(device):
                 return self._on_side(
                     lambda: on_trial(job, self.observed.parameters, self.observed.buffers(), device)
                 )
@@ -351,6 +359,7 @@ class Captured:
         except Exception as error:  # whatever the step says of the other form
             raise _Refused(f"{type(error).__name__}: {error}") from error
         found, where = difference(plain, padded)
+        form.difference = found
         if not found <= (_TOLERANCE_16 if self.observed.rounds else _TOLERANCE):
             raise _Refused(
                 f"padding would change {where} (relative difference {found:.1e}): something in it mixes "
@@ -438,6 +447,19 @@ class Captured:
         info_once(logger, f"capture: {self._name} runs as it is: {reason}")
 
 
+@contextlib.contextmanager
+def _without_autocast(device: torch.device) -> Iterator[None]:
+    """Autocast stays off, whoever turns it on: differences that rounding hides are seen."""
+    kind = torch.amp.autocast_mode.autocast
+    enter, leave = kind.__enter__, kind.__exit__
+    with torch.autocast(device.type, enabled=False):
+        kind.__enter__, kind.__exit__ = (lambda self: self), (lambda self, *error: None)
+        try:
+            yield
+        finally:
+            kind.__enter__, kind.__exit__ = enter, leave
+
+
 def _wants_grad(result: Any) -> bool:
     return any(isinstance(item, Tensor) and item.requires_grad for item in tree_leaves(result))
 
@@ -468,8 +490,8 @@ def capture(step: Any) -> Any:
     give) are padded to recorded sizes. Normalisation over nodes, readouts and losses leave the padding out;
     whether a step's results and gradients are the same with padding is tried before it is recorded.
 
-    Optimisers in the step get learning rates in tensors, which schedulers outside of the step change as before
-    (Adam and AdamW also take their fused kernel). Dropout stays random. Training and evaluation are recorded
+    Optimisers in the step get learning rates in tensors, which schedulers outside of the step change as
+    before (Adam and AdamW also take their fused kernel). Dropout stays random. Training and evaluation are recorded
     apart, and so are calls that add to gradients. A step that cannot be recorded runs as it is, and the log
     says why once. That is so if it reads a number on the host (``loss.item()``: return ``loss`` instead).
     What else the host does in a step, such as appending to a list, is done only while it is not replayed.
