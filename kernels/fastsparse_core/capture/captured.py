@@ -68,9 +68,9 @@ class Call:
 
     @property
     def device(self) -> torch.device | None:
-        """Of the first tensor."""
-        tensors = (tensor for argument in self.arguments for tensor in argument.tensors)
-        return next((tensor.device for tensor in tensors), None)
+        """Of the tensors: the GPU if some are there."""
+        devices = [tensor.device for argument in self.arguments for tensor in argument.tensors]
+        return next((device for device in devices if device.type == "cuda"), devices[0] if devices else None)
 
 
 class Form:
@@ -264,7 +264,7 @@ class Captured:
         if torch.compiler.is_compiling() or recorded.current() is not None:
             return None
         if device.type != "cuda" and not _pretends:
-            raise _Refused("it works on the CPU")
+            raise _Refused("there is no GPU, or its arguments are not there; move them before the call")
         if call.sizes is not None and torch.are_deterministic_algorithms_enabled():
             raise _Refused(
                 "sums over padded batches are in no fixed order, and algorithms shall be deterministic"
@@ -324,6 +324,8 @@ class Captured:
         for argument, varies in zip(call.arguments, form.varies, strict=True):
             if varies and any(tensor.requires_grad for tensor in argument.tensors):
                 raise _Refused("an argument that changes requires a gradient")
+            if varies and any(tensor.device != call.device for tensor in argument.tensors):
+                raise _Refused("an argument that changes is on the CPU")
         room = None if call.sizes is None else room_for(form.seen)
         try:
             if any(form.varies):
@@ -491,11 +493,11 @@ def capture(step: Any) -> Any:
     whether a step's results and gradients are the same with padding is tried before it is recorded.
 
     Optimisers in the step get learning rates in tensors, which schedulers outside of the step change as
-    before (Adam and AdamW also take their fused kernel). Dropout stays random. Training and evaluation are recorded
-    apart, and so are calls that add to gradients. A step that cannot be recorded runs as it is, and the log
-    says why once. That is so if it reads a number on the host (``loss.item()``: return ``loss`` instead).
-    What else the host does in a step, such as appending to a list, is done only while it is not replayed.
-    Results are copies without gradient. Without a GPU everything runs as it is.
+    before (Adam and AdamW also take their fused kernel). Dropout stays random. Training and evaluation are
+    recorded apart, and so are calls that add to gradients. A step that cannot be recorded runs as it is, and
+    the log says why once. That is so if it reads a number on the host (``loss.item()``: return ``loss``
+    instead). What else the host does in a step, such as appending to a list, is done only while it is not
+    replayed. Results are copies without gradient. Without a GPU everything runs as it is.
 
     Args:
         step: a function; or a model, whose forward and backward pass become two CUDA graphs each.
