@@ -18,7 +18,7 @@ from fastsparse_core.capture.arguments import Argument, Held, register, tensor_k
 from fastsparse_core.capture.padding import Rows, Sizes, write_edges, write_rows
 
 # The package has a function of that name too.
-_glob = importlib.import_module("torch_geometric.nn.pool.glob")
+_glob: Any = importlib.import_module("torch_geometric.nn.pool.glob")
 
 #: Numbers of a batch that others have otherwise. A step that needs them is not recorded.
 _OF_ONE_BATCH = ("num_nodes", "num_sampled_nodes", "num_sampled_edges")

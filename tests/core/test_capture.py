@@ -471,3 +471,12 @@ def test_optimizers_are_prepared():
 def test_what_is_no_step_is_refused():
     with pytest.raises(TypeError, match="step: expected a function or a torch.nn.Module, got int"):
         capture(3)
+
+
+@pytest.mark.gpu
+def test_arguments_on_two_devices():
+    """What changes on the CPU is not read by a record."""
+    run = capture(lambda x, index: x[index])
+    x = torch.randn(8, 3, device="cuda")
+    for nth in range(CALLS):
+        assert torch.equal(run(x, torch.tensor([nth % 8])), x[nth % 8 : nth % 8 + 1])

@@ -152,7 +152,12 @@ def argument_of(value: Any) -> Argument:
         return _TensorArgument(value)
     if isinstance(value, (list, tuple, dict)):
         return _Container(value)
-    return Argument(value, (type(value), _Same(value)))
+    return Argument(value, (type(value), same(value)))
+
+
+def same(value: object) -> Hashable:
+    """A key that an object shares with itself alone, as long as the key lives."""
+    return _Same(value)
 
 
 class _Same:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -66,9 +67,9 @@ class Call:
 
     @property
     def device(self) -> torch.device | None:
-        """Of the first tensor."""
-        tensors = (tensor for argument in self.arguments for tensor in argument.tensors)
-        return next((tensor.device for tensor in tensors), None)
+        """Of the tensors: the GPU if some are there."""
+        devices = [tensor.device for argument in self.arguments for tensor in argument.tensors]
+        return next((device for device in devices if device.type == "cuda"), devices[0] if devices else None)
 
 
 class Form:
@@ -80,6 +81,7 @@ class Form:
         seen: sizes of batches.
         records: the newest first.
         refusal: why it stays as it is; "" if it does not.
+        difference: relative, of results and gradients with padding, when that was tried last.
     """
 
     def __init__(self, call: Call) -> None:
@@ -88,6 +90,7 @@ class Form:
         self.seen: list[Sizes] = []
         self.records: list[Record] = []
         self.refusal = ""
+        self.difference = 0.0
         self._last = [
             [] if varies else item.tensors for item, varies in zip(call.arguments, self.varies, strict=True)
         ]
@@ -210,6 +213,11 @@ class Captured:
         """All there are."""
         return [item for form in self._forms.values() for item in form.records]
 
+    @property
+    def forms(self) -> list[Form]:
+        """What it was called in."""
+        return list(self._forms.values())
+
     # ---------------------------------------------------------------- calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -257,7 +265,7 @@ class Captured:
         if torch.compiler.is_compiling() or recorded.current() is not None:
             return None
         if device.type != "cuda" and not _pretends:
-            raise _Refused("it works on the CPU")
+            raise _Refused("there is no GPU, or its arguments are not there; move them before the call")
         if call.sizes is not None and torch.are_deterministic_algorithms_enabled():
             raise _Refused(
                 "sums over padded batches are in no fixed order, and algorithms shall be deterministic"
@@ -317,6 +325,8 @@ class Captured:
         for argument, varies in zip(call.arguments, form.varies, strict=True):
             if varies and any(tensor.requires_grad for tensor in argument.tensors):
                 raise _Refused("an argument that changes requires a gradient")
+            if varies and any(tensor.device != call.device for tensor in argument.tensors):
+                raise _Refused("an argument that changes is on the CPU")
         room = None if call.sizes is None else room_for(form.seen)
         try:
             if any(form.varies):
@@ -339,7 +349,7 @@ class Captured:
         trial.write(call)
 
         def run(job: Callable[[], Any]) -> Any:
-            with recorded.without_dropout(), WithoutDropout():
+            with recorded.without_dropout(), WithoutDropout(), _without_autocast(device):
                 return self._on_side(
                     lambda: on_trial(job, self.observed.parameters, self.observed.buffers(), device)
                 )
@@ -352,6 +362,7 @@ class Captured:
         except Exception as error:  # whatever the step says of the other form
             raise _Refused(f"{type(error).__name__}: {error}") from error
         found, where = difference(plain, padded)
+        form.difference = found
         if not found <= (_TOLERANCE_16 if self.observed.rounds else _TOLERANCE):
             raise _Refused(
                 f"padding would change {where} (relative difference {found:.1e}): something in it mixes "
@@ -437,6 +448,19 @@ class Captured:
 
     def _say(self, reason: str) -> None:
         info_once(logger, f"capture: {self._name} runs as it is: {reason}")
+
+
+@contextlib.contextmanager
+def _without_autocast(device: torch.device) -> Iterator[None]:
+    """Autocast stays off, whoever turns it on: differences that rounding hides are seen."""
+    kind = torch.amp.autocast_mode.autocast
+    enter, leave = kind.__enter__, kind.__exit__
+    with torch.autocast(device.type, enabled=False):
+        kind.__enter__, kind.__exit__ = (lambda self: self), (lambda self, *error: None)
+        try:
+            yield
+        finally:
+            kind.__enter__, kind.__exit__ = enter, leave
 
 
 def _wants_grad(result: Any) -> bool:

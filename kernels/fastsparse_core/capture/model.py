@@ -36,7 +36,7 @@ class CapturedModel(Captured):
         self._model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's result."""
+        """Runs the model, or replays it."""
         if not self.observed.modules:
             for module in self._model.modules():
                 self.observed.add_module(module)

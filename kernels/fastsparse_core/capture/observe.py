@@ -28,7 +28,7 @@ class Observed:
         masks: bool tensors that indexed others.
         differentiates: whether autograd was called.
         schedules: whether a scheduler of learning rates made a step.
-        rounds: whether some of it is computed in 16 bits.
+        rounds: whether some of it is computed in 16 bits without autocast.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,6 @@ class _Watching(TorchFunctionMode):
             observed.masks.add(args[1])
         elif func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad):
             observed.differentiates = True
-        elif not observed.rounds and args and isinstance(args[0], Tensor):
-            kind = args[0].device.type
-            observed.rounds = args[0].dtype in _LOW or torch.is_autocast_enabled(kind)
+        elif not observed.rounds and args and isinstance(args[0], Tensor) and args[0].dtype in _LOW:
+            observed.rounds = not torch.is_autocast_enabled(args[0].device.type)
         return func(*args, **(kwargs or {}))

@@ -604,7 +604,7 @@ def _check_number(name: str, number: float) -> float:
 
 
 def _drawn_by_replays(dropout_p: float) -> str:
-    """Why the kernels cannot drop weights: their seed is the host's. "" if they need not, or can."""
+    """Why the kernels cannot drop weights: the host has their seed. "" if they need not, or can."""
     return "dropout in a recorded step" if dropout_p and recorded.current() is not None else ""
 
 
