@@ -453,7 +453,7 @@ class Captured:
 @contextlib.contextmanager
 def _without_autocast(device: torch.device) -> Iterator[None]:
     """Autocast stays off, whoever turns it on: differences that rounding hides are seen."""
-    kind = torch.amp.autocast_mode.autocast
+    kind: Any = torch.amp.autocast_mode.autocast
     enter, leave = kind.__enter__, kind.__exit__
     with torch.autocast(device.type, enabled=False):
         kind.__enter__, kind.__exit__ = (lambda self: self), (lambda self, *error: None)
