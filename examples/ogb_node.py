@@ -171,10 +171,6 @@ class NodeTask:
                 self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
             training = Training(self.model, lambda: [None], 1, self.share_of_loss, self.evaluate, parallel)
         elif self.options.batching == "full":
-            if self.options.capture:
-                from fastsparse_core import capture  # with the originals alone it need not be there
-
-                capture(self.model)
             training = Training(self.model, lambda: [None], 1, self.full_loss, self.evaluate)
         else:
             if parallel.kind == "ddp":
@@ -255,7 +251,6 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, NodeReci
     add("--lr", type=above_zero, help="learning rate (default: the dataset's recipe)")
     add("--parallel", choices=KINDS, help="several GPUs, under torchrun: batches each, or rows of one graph")
     add("--workers", type=at_least(0), default=0, help="processes that draw neighbours")
-    add("--capture", action="store_true", help="the model as CUDA graphs (with --batching full)")
     add_options(command_line)
     options = command_line.parse_args(arguments)
     huge = options.dataset == "ogbn-papers100M"
@@ -270,8 +265,6 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, NodeReci
         raise ExampleError("--parallel fullgraph: expected --conv fast; the originals cannot divide a graph.")
     if options.parallel == "fullgraph" and options.model == "maxk-sage":
         raise ExampleError("--parallel fullgraph: expected gcn, sage, gat or gt, whose operators it has.")
-    if options.capture and (options.batching != "full" or options.parallel):
-        raise ExampleError("--capture: expected --batching full, on one GPU.")
     if options.batching == "full" and options.inference != "full":
         raise ExampleError(f"--inference {options.inference}: expected full where --batching is full.")
     if options.batching == "neighbor" and len(recipe.fanouts) != recipe.layers:

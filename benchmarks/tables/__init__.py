@@ -34,7 +34,6 @@ from .sanitizer import sanitizer, sanitizer_in_short
 from .scaling import scaling
 from .sddmm import sddmm, sddmm_in_short
 from .segments import segments
-from .small import small
 from .spmm import spmm, spmm_in_short, spmm_together
 from .ssd import ssd, ssd_in_short
 from .train import train, train_at_a_glance, train_in_short
@@ -76,7 +75,6 @@ __all__ = [
     "sddmm",
     "segments",
     "show",
-    "small",
     "spmm",
     "ssd",
     "stored",
@@ -111,7 +109,6 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "accuracy": accuracy,
     "choice": choice,
     "minibatch": minibatch,
-    "small": small,
     "sampling": sampling,
     "regret": regret,
     "sanitizer": sanitizer,
@@ -158,7 +155,6 @@ ABOUT = {
     "accuracy": "As FlashSparse's table 8: no precision may lose more than one standard deviation.",
     "choice": "Which algorithm wins where, and what `auto` picks; see docs/dev/choosing.md.",
     "minibatch": "Structure, forward and backward of batches whose structures are new each time.",
-    "small": "Steps of plain loops on small graphs and batches, as they are and as CUDA graphs.",
     "sampling": "Batches of sampled neighbours drawn on the GPU and the CPU, and epochs from the loader.",
     "regret": "What the picks of `auto` cost; the better algorithm in brackets where it is another.",
     "sanitizer": "Every kernel on small structures under compute-sanitizer; the parts are those of"
@@ -206,7 +202,6 @@ CHAPTERS = {
     "scaling": Chapter("Several GPUs", scaling, ("speedup",)),
     "choice": Chapter("Choice of the algorithm", choice_in_short, ("choice",)),
     "minibatch": Chapter("Mini-batches", minibatch),
-    "small": Chapter("Small steps", small),
     "sampling": Chapter("Neighbour sampling", sampling),
     "regret": Chapter("Choice of the algorithm, by number of uses", regret),
     "accuracy": Chapter("Accuracy of trained models", accuracy),

@@ -16,7 +16,6 @@ __all__ = [
     "algorithms",
     "attention",
     "attention_weights",
-    "capture",
     "edge_softmax",
     "gated_aggregate",
     "gated_edges",
@@ -37,7 +36,6 @@ __all__ = [
 
 try:
     from fastsparse_core.capture.batches import CapturedBatches
-    from fastsparse_core.capture.decorator import capture
     from fastsparse_core.capture.step import CapturedStep
     from fastsparse_core.formats import CBSR
     from fastsparse_core.maxk_activation import MaxK

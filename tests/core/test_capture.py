@@ -12,13 +12,13 @@ from fastsparse_core import (
     Adjacency,
     additive_attention,
     attention,
-    capture,
     gatv2_attention,
     log,
     recorded,
     spmm,
 )
 from fastsparse_core.capture import captured as machinery
+from fastsparse_core.capture.decorator import capture
 from fastsparse_core.capture.fresh_adjacency import FreshAdjacency
 from fastsparse_core.capture.journal import on_trial
 from fastsparse_core.capture.optimizers import RecordedOptimizer

@@ -11,8 +11,9 @@ from torch import nn
 from torch_geometric import nn as pyg
 from torch_geometric.data import Batch, Data
 
-from fastsparse_core import capture, log
+from fastsparse_core import log
 from fastsparse_core.capture import captured as machinery
+from fastsparse_core.capture.decorator import capture
 from fastsparse_pyg import (
     FastGATConv,
     FastGATv2Conv,

@@ -192,8 +192,8 @@ def _unpadded(x: Tensor, heads: int, width: int) -> Tensor:
     """(n, heads * D) of padded heads, `width` features for all heads; not a view, which none may write to."""
     if x.size(1) == width:
         return x
-    narrow = x.unflatten(1, (heads, -1))[:, :, : width // heads]
-    return narrow.clone(memory_format=torch.contiguous_format).flatten(1)
+    narrow = x.unflatten(1, (heads, -1))[:, :, : width // heads].flatten(1)
+    return narrow.clone() if narrow._is_view() else narrow
 
 
 def _edge_room(adj: Adjacency, *shape: int, dtype: torch.dtype) -> Tensor:

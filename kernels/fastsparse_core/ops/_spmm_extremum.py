@@ -161,6 +161,8 @@ def _spmm_extremum_backward(
     grad_x, grad_value = _spmm_extremum_backward_fake(grad, arg, x, value, adjacency, transpose)
     if adj.num_edges == 0 or width == 0:
         return grad_x.zero_(), grad_value.zero_()
+    if adj.is_padded:  # which has no transpose to walk along
+        return _gradient_formula(grad, arg, x, value, adjacency, transpose)
     # Sums of 16-bit gradients are accumulated in float32, as in the forward pass.
     dtype = accumulation_dtype(x.dtype)
     grad, x, arg = unit_stride(grad.to(x.dtype)), unit_stride(x), arg.contiguous()
