@@ -43,8 +43,6 @@ class Adjacency(KernelFormats):
     Attributes:
         rowptr: int64 (num_dst + 1,), the range of entries of every row.
         col: int32 (num_edges,), the source of every entry.
-        edge_id: (num_edges,) position of every entry in the caller's edge order, int32 where that fits, else
-            int64; None where it is the identity.
         shape: (num_dst, num_src).
         num_dst: number of rows.
         num_src: number of columns.

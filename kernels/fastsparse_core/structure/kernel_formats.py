@@ -99,7 +99,7 @@ class KernelFormats:
 
     @property
     def edge_id(self) -> Tensor | None:
-        """Position of every entry in the caller's edge order; None: the identity."""
+        """Position of every entry in the caller's edge order, (num_edges,); None: the identity."""
         kept = self._edge_id
         if isinstance(kept, TransposedOrder):
             kept = self._edge_id = self._built.get("edge_id", kept.edge_id)
