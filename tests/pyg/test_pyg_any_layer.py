@@ -748,7 +748,7 @@ def test_kinds_of_edges(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_edges_that_a_layer_makes_anew_are_recognised() -> None:
-    """The third time that edges of that size come, they are compared instead of sorted."""
+    """From the fourth time on, edges of that size are compared instead of sorted."""
     it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
     layer = WithDegree()
     accelerate(layer, show=False)

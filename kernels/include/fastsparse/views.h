@@ -228,7 +228,8 @@ struct HybridRowsArgs {
   std::int64_t* split_ptr;  // out, as in RowSplitView
 };
 
-// out_i = max_j or min_j of value_ij x_j; arg: offset of the chosen entry within its row, -1 for empty rows.
+// out_i = max_j or min_j of value_ij x_j; arg: position of the chosen edge in the
+// caller's order, -1 for empty rows.
 struct SpmmExtremumArgs {
   CsrView a;
   RowSplitView split;
