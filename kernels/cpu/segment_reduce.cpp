@@ -3,6 +3,7 @@
 // Ties of extrema go to the first entry; NaN wins, as in torch.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "fastsparse/cpu_simd.h"
@@ -70,15 +71,16 @@ FASTSPARSE_INLINE void extremum_of_segment(const SegmentReduceArgs& args, std::i
   const A sign = args.reduction == Reduction::kMin ? A{-1} : A{1};  // min(v) = -max(-v)
   A* best = room.first.data();
   std::int32_t* chosen = room.offset.data();  // as wide as float32: both stay in one kind of vectors
-  std::fill(best, best + width, A{0});
+  // The first entry, unless a later one is greater: also where all are the least of all numbers.
+  std::fill(best, best + width, -std::numeric_limits<A>::infinity());
+  std::fill(chosen, chosen + width, 0);
   for (std::int64_t entry = begin; entry < end; ++entry) {
     const T* x = row_of_entry<T>(args, entry);
     const auto offset = static_cast<std::int32_t>(entry - begin);
     for (std::int64_t f = 0; f < width; ++f) {
-      const A candidate = sign * widen(x[f]);
-      const bool better =
-          (candidate > best[f]) | ((candidate != candidate) & (best[f] == best[f])) | (offset == 0);
-      best[f] = better ? candidate : best[f];
+      const A candidate = sign * widen(x[f]), so_far = best[f];
+      const bool better = (candidate > so_far) | ((candidate != candidate) & (so_far == so_far));
+      best[f] = better ? candidate : so_far;
       chosen[f] = better ? offset : chosen[f];
     }
   }
