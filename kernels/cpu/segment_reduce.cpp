@@ -37,8 +37,10 @@ FASTSPARSE_INLINE void sum_segment(const SegmentReduceArgs& args, std::int64_t r
   using A = Acc<T>;
   const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1], width = args.width;
   A *sum = room.first.data(), *total = room.second.data(), *compensation = room.third.data();
+  const bool one_block = end - begin <= kEntriesPerSum;  // whose sum is the total
+  if (one_block) total = sum;
   std::fill(total, total + width, A{0});
-  std::fill(compensation, compensation + width, A{0});
+  if (!one_block) std::fill(compensation, compensation + width, A{0});
   for (std::int64_t block = begin; block < end; block += kEntriesPerSum) {
     const std::int64_t block_end = std::min(block + kEntriesPerSum, end);
     if (width < kNarrow) {
@@ -55,6 +57,7 @@ FASTSPARSE_INLINE void sum_segment(const SegmentReduceArgs& args, std::int64_t r
         for (std::int64_t f = 0; f < width; ++f) sum[f] += widen(x[f]);
       }
     }
+    if (one_block) break;
     for (std::int64_t f = 0; f < width; ++f) add_compensated(sum[f], total[f], compensation[f]);
   }
   const bool mean = args.reduction == Reduction::kMean;
