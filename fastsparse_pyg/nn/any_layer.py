@@ -25,6 +25,9 @@ from fastsparse_pyg.nn.segments import EdgeEnd, aggregate, reduction_of
 
 #: Patterns kept of one class; a layer whose attributes change with every call is not traced for ever.
 _MOST_PATTERNS = 8
+#: On the CPU, edges below which the host's work for a call counts more than the edges'.
+FEW_EDGES = 4096
+_16_BITS = (torch.float16, torch.bfloat16)
 _ANY = Pattern(reason="its attributes change")
 
 _classes: dict[type, type[AnyLayer]] = {}
@@ -47,7 +50,7 @@ class AnyLayer(MessagePassing):
 
     def propagate(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
         """As PyG's."""
-        reason = "propagate() with positional arguments" if args else self._why_original(edge_index)
+        reason = "propagate() with positional arguments" if args else self._why_original(edge_index, kwargs)
         if not reason:
             found = self._collect_lazily(edge_index, size, kwargs, self._names().lifted)
             if found is not None:
@@ -58,7 +61,7 @@ class AnyLayer(MessagePassing):
 
     def edge_updater(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
         """As PyG's."""
-        if not args and not self._why_original(edge_index):
+        if not args and not self._why_original(edge_index, kwargs):
             names = self._names()
             found = self._collect_lazily(edge_index, size, kwargs, names.edge_lifted)
             if found is not None:
@@ -67,7 +70,7 @@ class AnyLayer(MessagePassing):
 
     # ---------------------------------------------------------------- when PyG's code runs
 
-    def _why_original(self, edge_index: Any) -> str:
+    def _why_original(self, edge_index: Any, given: dict[str, Any]) -> str:
         """Why PyG's own code must run, "" if it need not."""
         state = self.__dict__
         if torch.compiler.is_compiling():
@@ -88,7 +91,13 @@ class AnyLayer(MessagePassing):
             return f"edges as {type(edge_index).__name__}"
         if edge_index.dim() != 2 or edge_index.dtype not in (torch.int64, torch.int32):
             return f"edges of dtype {edge_index.dtype} and {edge_index.dim()} dimensions"
-        return "" if is_plain_eager(edge_index) else why_watched(edge_index) or "a subclass of Tensor"
+        if not is_plain_eager(edge_index):
+            return why_watched(edge_index) or "a subclass of Tensor"
+        # One thread adds in order, so that PyTorch's sums have the same bits every time too; not so those of
+        # 16-bit numbers in float32.
+        if edge_index.is_cpu and edge_index.size(1) < FEW_EDGES and not _has_16_bits(given):
+            return f"fewer than {FEW_EDGES} edges on the CPU"
+        return ""
 
     def _say(self, reason: str) -> None:
         if not torch.compiler.is_compiling():
@@ -132,8 +141,8 @@ class AnyLayer(MessagePassing):
             nodes,
             kwargs,
             self._names().defaults,
-            EdgeEnd(adj, edges[i], True),
-            EdgeEnd(adj, edges[j], False),
+            EdgeEnd(adj, edges, i, True),
+            EdgeEnd(adj, edges, j, False),
             {
                 "adj": adj,
                 "edge_index": edge_index,
@@ -197,7 +206,7 @@ class AnyLayer(MessagePassing):
             and type(messages) is Tensor
             and messages.is_floating_point()
             and -messages.dim() <= dim < messages.dim()
-            and messages.size(dim) == found.dst.index.numel()
+            and messages.size(dim) == found.dst.num_edges
         ):
             out = aggregate(messages, found.dst, how, self._modules["aggr_module"], dim)
             if out is not None:
@@ -236,6 +245,16 @@ class AnyLayer(MessagePassing):
         return how, what, *rest
 
     __prepare_scriptable__ = FastConv.__prepare_scriptable__
+
+
+def _has_16_bits(given: dict[str, Any]) -> bool:
+    if torch.is_autocast_enabled("cpu"):
+        return True
+    for value in given.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, Tensor) and item.dtype in _16_BITS:
+                return True
+    return False
 
 
 # ---------------------------------------------------------------- classes

@@ -82,9 +82,9 @@ class FastHypergraphConv(FastConv, HypergraphConv):
         of_nodes, of_edges = self.att.split(self.out_channels, dim=-1)
         score_nodes = (x.view(-1, self.heads, self.out_channels) * of_nodes).sum(dim=-1)
         score_edges = (attr.view(-1, self.heads, self.out_channels) * of_edges).sum(dim=-1)
-        score = gather(score_nodes, EdgeEnd(to_edges, index[0], False))
+        score = gather(score_nodes, EdgeEnd(to_edges, index, 0, False))
         score = F.leaky_relu(
-            score + gather(score_edges, EdgeEnd(to_edges, index[1], True)), self.negative_slope
+            score + gather(score_edges, EdgeEnd(to_edges, index, 1, True)), self.negative_slope
         )
         alpha = edge_softmax(to_edges if self.attention_mode == "node" else to_edges.t(), score)
         return F.dropout(alpha, p=self.dropout, training=self.training)

@@ -65,7 +65,7 @@ def _product(layer: Any, pattern: Pattern, found: Arguments, how: str, x: Tensor
     value: Tensor | None = None
     weight = evaluate(layer, pattern, found)
     if weight is not None:
-        value = _as_value(weight, rest, dim, num_dims, found.dst.index.numel())
+        value = _as_value(weight, rest, dim, num_dims, found.dst.num_edges)
         if value is None:  # not one per edge or head
             x_j = found[pattern.feature]
             x_j = x_j if pattern.shape is None else x_j.view(-1, *pattern.shape)
@@ -89,11 +89,7 @@ def _rectified_sum(layer: Any, pattern: Pattern, found: Arguments, how: str, x: 
     if x.dim() != 2 or layer.node_dim not in (-2, 0):
         return None
     terms = evaluate(layer, pattern, found)
-    if (
-        type(terms) is Tensor
-        and terms.shape == (found.dst.index.numel(), x.size(1))
-        and terms.dtype == x.dtype
-    ):
+    if type(terms) is Tensor and terms.shape == (found.dst.num_edges, x.size(1)) and terms.dtype == x.dtype:
         with _without_autocast(x):
             return gine_aggregate(found.special["adj"], x, terms)
     return layer._reduced((found[pattern.feature] + terms).relu(), found, how)

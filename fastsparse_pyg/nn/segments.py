@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_geometric.nn import aggr
 
 from fastsparse_core import Adjacency, scatter, scatter_softmax
-from fastsparse_core.ops._segment import remember_segments
+from fastsparse_core.ops._segment import reduce_op, remember_segments
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.segment import rows_of
 from fastsparse_core.structure.incidence import edge_segments
@@ -26,31 +26,56 @@ from fastsparse_core.structure.incidence import edge_segments
 class EdgeEnd:
     """One end of all edges.
 
+    Args:
+        adj: the edges' structure.
+        edges: (2, num_edges), the nodes at both ends.
+        row: which of them is this end.
+        is_dst: whether it is that of the destinations.
+
     Attributes:
-        index: node of every edge, (num_edges,) in the caller's order.
         num_nodes: how many nodes there are.
+        num_edges: how many edges.
     """
 
-    __slots__ = ("_adj", "_is_dst", "_is_remembered", "_version", "index", "num_nodes")
+    __slots__ = (
+        "_adj",
+        "_edges",
+        "_index",
+        "_is_dst",
+        "_is_remembered",
+        "_row",
+        "_version",
+        "num_edges",
+        "num_nodes",
+    )
 
-    def __init__(self, adj: Adjacency, index: Tensor, is_dst: bool) -> None:
-        self.index = index
-        self.num_nodes: int = adj.shape[0 if is_dst else 1]
-        self._adj, self._is_dst = adj, is_dst
-        self._version = None if index.is_inference() else index._version
+    def __init__(self, adj: Adjacency, edges: Tensor, row: int, is_dst: bool) -> None:
+        self._adj, self._edges, self._row, self._is_dst = adj, edges, row, is_dst
+        self._version = None if edges.is_inference() else edges._version
+        self._index: Tensor | None = None
         self._is_remembered = False
+        self.num_nodes = adj.num_dst if is_dst else adj.num_src
+        self.num_edges = edges.size(1)
 
     def is_current(self) -> bool:
-        """Whether nobody has written into the index since."""
-        return self._version is None or self.index._version == self._version
+        """Whether nobody has written into the edges since."""
+        return self._version is None or self._edges._version == self._version
 
     @property
     def rows(self) -> Adjacency:
         """The structure whose rows are these nodes."""
         return self._adj if self._is_dst else self._adj.t()
 
+    @property
+    def index(self) -> Tensor:
+        """Node of every edge, (num_edges,) in the caller's order."""
+        if self._index is None:
+            self._index = self._edges[self._row]
+        return self._index
+
+    @property
     def sorted_index(self) -> Tensor:
-        """The index, whose order the segment operators know."""
+        """The same, whose order the segment operators know."""
         if not self._is_remembered and self.is_current():
             remember_segments(self.index, edge_segments(self.rows))
             self._is_remembered = True
@@ -63,14 +88,16 @@ def gather(x: Tensor, end: EdgeEnd, dim: int = 0) -> Tensor:
         return x.index_select(dim, end.index)
     if dim % x.dim():
         return gather(x.movedim(dim, 0), end).movedim(0, dim)
-    return rows_of(x, end.sorted_index())
+    return rows_of(x, end.sorted_index)
 
 
 def reduce(messages: Tensor, end: EdgeEnd, how: str, dim: int = 0) -> Tensor:
     """Reduces every node's edges, as :func:`fastsparse_core.scatter`."""
     if messages.dim() > 1 and dim % messages.dim():
         return reduce(messages.movedim(dim, 0), end, how).movedim(0, dim)
-    return scatter(messages, end.sorted_index(), end.num_nodes, how)  # type: ignore[call-overload]
+    if messages.dim() == 2:
+        return reduce_op(messages, end.sorted_index, None, end.num_nodes, how)[0]
+    return scatter(messages, end.sorted_index, end.num_nodes, how)  # type: ignore[call-overload]
 
 
 def softmax(
@@ -97,7 +124,7 @@ def _fits_softmax(src: Any, end: EdgeEnd, dim: int) -> bool:
         type(src) is Tensor
         and src.is_floating_point()
         and -src.dim() <= dim < src.dim()
-        and src.size(dim) == end.index.numel()
+        and src.size(dim) == end.num_edges
         and src.numel() <= src.size(dim) * MOST_HEADS
         and end.is_current()
     )
@@ -106,7 +133,7 @@ def _fits_softmax(src: Any, end: EdgeEnd, dim: int) -> bool:
 def _softmax(src: Tensor, end: EdgeEnd, dim: int) -> Tensor:
     if dim % src.dim():
         return _softmax(src.movedim(dim, 0), end, 0).movedim(0, dim)
-    return scatter_softmax(src, end.sorted_index(), end.num_nodes)
+    return scatter_softmax(src, end.sorted_index, end.num_nodes)
 
 
 # ---------------------------------------------------------------- PyG's aggregations
@@ -210,7 +237,7 @@ def _marked(index: Tensor, end: EdgeEnd, along: int) -> NodeIndex:
 
 def _viewed(func: Any, index: Any, *size: Any) -> Any:
     out = func(index, *size)
-    if not isinstance(index, NodeIndex) or not out.dim() or out.numel() != index.end.index.numel():
+    if not isinstance(index, NodeIndex) or not out.dim() or out.numel() != index.end.num_edges:
         return out
     along = max(range(out.dim()), key=out.size)
     return _marked(out, index.end, along) if out.size(along) == out.numel() else out
@@ -218,7 +245,7 @@ def _viewed(func: Any, index: Any, *size: Any) -> Any:
 
 def _expanded(func: Any, index: Any, *size: Any) -> Any:
     out = func(index, *size)
-    if not isinstance(index, NodeIndex) or out.size(index.along - index.dim()) != index.end.index.numel():
+    if not isinstance(index, NodeIndex) or out.size(index.along - index.dim()) != index.end.num_edges:
         return out
     return _marked(out, index.end, out.dim() + index.along - index.dim())
 

@@ -7,6 +7,51 @@
 namespace fastsparse::cpu {
 namespace {
 
+constexpr std::int64_t kFewHeads = 4;  // fewer are computed one after the other, entries side by side
+
+// All heads of an entry side by side.
+template <typename T>
+FASTSPARSE_INLINE void normalise_heads(const EdgeSoftmaxArgs& args, std::int64_t row_begin,
+                                       std::int64_t row_end) {
+  using A = Acc<T>;
+  constexpr A kInfinity = std::numeric_limits<A>::infinity();
+  const auto* input = static_cast<const T*>(args.input);
+  auto* out = static_cast<T*>(args.out);
+  const std::int64_t heads = args.heads;
+  std::vector<A> room(2 * heads), weights;
+  std::vector<double> sums(heads);
+  A *highest = room.data(), *inverse = highest + heads;
+  double* sum = sums.data();
+  for (std::int64_t row = row_begin; row < row_end; ++row) {
+    const std::int64_t begin = args.a.rowptr[row], count = args.a.rowptr[row + 1] - begin;
+    weights.resize(count * heads);
+    std::fill(highest, highest + heads, -kInfinity);
+    std::fill(sum, sum + heads, 0.0);
+    for (std::int64_t i = 0; i < count; ++i) {
+      const T* scores = input + edge_position(args.a, begin + i) * heads;
+      for (std::int64_t h = 0; h < heads; ++h) {
+        const A score = widen(scores[h]), so_far = highest[h];
+        highest[h] = (score > so_far) | (score != score) ? score : so_far;  // NaN stays
+      }
+    }
+    for (std::int64_t i = 0; i < count; ++i) {
+      const T* scores = input + edge_position(args.a, begin + i) * heads;
+      A* weight = weights.data() + i * heads;
+      for (std::int64_t h = 0; h < heads; ++h) {
+        const A term = exponential(widen(scores[h]) - highest[h]);
+        weight[h] = highest[h] == -kInfinity ? A{0} : term;
+      }
+      for (std::int64_t h = 0; h < heads; ++h) sum[h] += weight[h];
+    }
+    for (std::int64_t h = 0; h < heads; ++h) inverse[h] = sum[h] == 0 ? A{0} : static_cast<A>(1 / sum[h]);
+    for (std::int64_t i = 0; i < count; ++i) {
+      const A* weight = weights.data() + i * heads;
+      T* result = out + edge_position(args.a, begin + i) * heads;
+      for (std::int64_t h = 0; h < heads; ++h) narrow(weight[h] * inverse[h], result + h);
+    }
+  }
+}
+
 template <typename T>
 FASTSPARSE_INLINE void normalise_rows(const EdgeSoftmaxArgs& args, std::int64_t row_begin,
                                       std::int64_t row_end) {
@@ -66,7 +111,13 @@ FASTSPARSE_INLINE void differentiate_rows(const EdgeSoftmaxArgs& args, std::int6
 
 template <typename T>
 FASTSPARSE_INLINE void process_rows(const EdgeSoftmaxArgs& args, std::int64_t begin, std::int64_t end) {
-  args.grad == nullptr ? normalise_rows<T>(args, begin, end) : differentiate_rows<T>(args, begin, end);
+  if (args.grad != nullptr) {
+    differentiate_rows<T>(args, begin, end);
+  } else if (args.heads < kFewHeads) {
+    normalise_rows<T>(args, begin, end);
+  } else {
+    normalise_heads<T>(args, begin, end);
+  }
 }
 
 FASTSPARSE_MULTIVERSION void rows(double, const EdgeSoftmaxArgs& args, std::int64_t begin, std::int64_t end) {

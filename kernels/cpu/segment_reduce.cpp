@@ -3,6 +3,7 @@
 // Ties of extrema go to the first entry; NaN wins, as in torch.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "fastsparse/cpu_simd.h"
@@ -36,8 +37,10 @@ FASTSPARSE_INLINE void sum_segment(const SegmentReduceArgs& args, std::int64_t r
   using A = Acc<T>;
   const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1], width = args.width;
   A *sum = room.first.data(), *total = room.second.data(), *compensation = room.third.data();
+  const bool one_block = end - begin <= kEntriesPerSum;  // whose sum is the total
+  if (one_block) total = sum;
   std::fill(total, total + width, A{0});
-  std::fill(compensation, compensation + width, A{0});
+  if (!one_block) std::fill(compensation, compensation + width, A{0});
   for (std::int64_t block = begin; block < end; block += kEntriesPerSum) {
     const std::int64_t block_end = std::min(block + kEntriesPerSum, end);
     if (width < kNarrow) {
@@ -54,6 +57,7 @@ FASTSPARSE_INLINE void sum_segment(const SegmentReduceArgs& args, std::int64_t r
         for (std::int64_t f = 0; f < width; ++f) sum[f] += widen(x[f]);
       }
     }
+    if (one_block) break;
     for (std::int64_t f = 0; f < width; ++f) add_compensated(sum[f], total[f], compensation[f]);
   }
   const bool mean = args.reduction == Reduction::kMean;
@@ -70,15 +74,16 @@ FASTSPARSE_INLINE void extremum_of_segment(const SegmentReduceArgs& args, std::i
   const A sign = args.reduction == Reduction::kMin ? A{-1} : A{1};  // min(v) = -max(-v)
   A* best = room.first.data();
   std::int32_t* chosen = room.offset.data();  // as wide as float32: both stay in one kind of vectors
-  std::fill(best, best + width, A{0});
+  // The first entry, unless a later one is greater: also where all are the least of all numbers.
+  std::fill(best, best + width, -std::numeric_limits<A>::infinity());
+  std::fill(chosen, chosen + width, 0);
   for (std::int64_t entry = begin; entry < end; ++entry) {
     const T* x = row_of_entry<T>(args, entry);
     const auto offset = static_cast<std::int32_t>(entry - begin);
     for (std::int64_t f = 0; f < width; ++f) {
-      const A candidate = sign * widen(x[f]);
-      const bool better =
-          (candidate > best[f]) | ((candidate != candidate) & (best[f] == best[f])) | (offset == 0);
-      best[f] = better ? candidate : best[f];
+      const A candidate = sign * widen(x[f]), so_far = best[f];
+      const bool better = (candidate > so_far) | ((candidate != candidate) & (so_far == so_far));
+      best[f] = better ? candidate : so_far;
       chosen[f] = better ? offset : chosen[f];
     }
   }

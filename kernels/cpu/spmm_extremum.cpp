@@ -1,6 +1,7 @@
 // Maximum and minimum aggregation from CSR on the CPU. Ties go to the first entry of the row; NaN wins, as in
 // torch.
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 #include "fastsparse/cpu_simd.h"
@@ -21,26 +22,27 @@ FASTSPARSE_INLINE void reduce_rows(const SpmmExtremumArgs& args, std::int64_t ro
   const std::int64_t head_width = args.width / heads;
   const A sign = args.minimum ? A{-1} : A{1};  // min(v) = -max(-v)
   std::vector<A> best(args.width);
+  A* most = best.data();
   for (std::int64_t row = row_begin; row < row_end; ++row) {
     const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1];
     std::int32_t* arg = args.arg + row * args.width;
-    std::fill(best.begin(), best.end(), A{0});
-    std::fill(arg, arg + args.width, kNoEdge);
+    // The first entry, unless a later one is greater: also where all are the least of all numbers.
+    std::fill(best.begin(), best.end(), -std::numeric_limits<A>::infinity());
+    std::fill(arg, arg + args.width,
+              begin == end ? kNoEdge : static_cast<std::int32_t>(edge_position(args.a, begin)));
     for (std::int64_t entry = begin; entry < end; ++entry) {
       const T* source = static_cast<const T*>(args.x.data) + args.a.col[entry] * args.x.stride;
       const std::int64_t edge = edge_position(args.a, entry);
       const auto position = static_cast<std::int32_t>(edge);
-      const bool is_first = entry == begin;
       for (std::int64_t head = 0; head < heads; ++head) {
         A weight = sign;
         if (args.value.data != nullptr) {
           weight *= edge_value<T>(args.value, args.dtype, edge * heads + head);
         }
         for (std::int64_t f = head * head_width; f < (head + 1) * head_width; ++f) {
-          const A candidate = weight * widen(source[f]);
-          const bool better =
-              (candidate > best[f]) | ((candidate != candidate) & (best[f] == best[f])) | is_first;
-          best[f] = better ? candidate : best[f];
+          const A candidate = weight * widen(source[f]), so_far = most[f];
+          const bool better = (candidate > so_far) | ((candidate != candidate) & (so_far == so_far));
+          most[f] = better ? candidate : so_far;
           arg[f] = better ? position : arg[f];
         }
       }

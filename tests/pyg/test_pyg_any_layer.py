@@ -31,6 +31,12 @@ EDGES = random_graph(N)
 E = EDGES.size(1)
 
 
+@pytest.fixture(autouse=True)
+def kernels_for_every_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.function is not test_few_edges_on_the_cpu:
+        monkeypatch.setattr(any_layer, "FEW_EDGES", 0)
+
+
 def results(layer: nn.Module, call: Callable[[Any], Any], leaves: list[Tensor]) -> list[Tensor | None]:
     """Output and gradients of everything."""
     torch.manual_seed(7)
@@ -351,6 +357,27 @@ def test_layers_as_people_write_them(name: str, device: str, caplog: pytest.LogC
     with caplog.at_level(logging.INFO, logger="fastsparse_pyg"):
         assert check(layer, lambda one: call(one, it), it.leaves()) == [kernel]
     assert not caplog.records
+
+
+def test_few_edges_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There PyG's code runs, except for 16-bit features, which it would not sum in float32."""
+    layer = Copying()
+    accelerate(layer, show=False)
+    made = []
+    monkeypatch.setattr(
+        any_layer,
+        "reduce_by_kernel",
+        lambda *rest: (made.append(1), message_kernels.reduce_by_kernel(*rest))[1],
+    )
+    edges = torch.randint(N, (2, any_layer.FEW_EDGES))
+    x = torch.randn(N, 6)
+    layer(x, edges[:, 1:])
+    assert not made
+    layer(x, edges)
+    layer(x.bfloat16(), EDGES)
+    with torch.autocast("cpu"):
+        layer(x, EDGES)
+    assert len(made) == 3
 
 
 def test_softmax_is_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
