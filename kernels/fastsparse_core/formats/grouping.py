@@ -46,7 +46,7 @@ class Rows(Protocol):
     def num_edges(self) -> int: ...  # noqa: D102
     @property
     def device(self) -> torch.device: ...  # noqa: D102
-    def row(self) -> Tensor: ...  # noqa: D102
+    def row_once(self) -> Tensor: ...  # noqa: D102
     def in_degree(self) -> Tensor: ...  # noqa: D102
 
 
