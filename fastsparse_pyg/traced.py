@@ -54,7 +54,7 @@ class TracedEdges(NamedTuple):
 
 
 def _structure(
-    edges: Tensor, num_dst: int, num_src: int, flow: str, loops: bool, reduce: str, dtype: torch.dtype
+    edges: Tensor, dtype: torch.dtype, reduce: str, num_dst: int, num_src: int, flow: str, loops: bool
 ) -> tuple[Adjacency, Tensor | None, Tensor | None]:
     """The structure, and the factors of destinations and sources.
 
@@ -78,14 +78,14 @@ def _structure(
 def _aggregate(x: Tensor, edges: Tensor, *rest: Any) -> Tensor:
     *place, reduce, algorithm = rest
     with torch.no_grad():
-        adj, scale_dst, scale_src = _structure(edges, *place, reduce, x.dtype)
+        adj, scale_dst, scale_src = _structure(edges, x.dtype, reduce, *place)
         return spmm(adj, x, scale_dst=scale_dst, scale_src=scale_src, algorithm=algorithm)
 
 
 def _aggregate_backward(grad: Tensor, edges: Tensor, *rest: Any) -> Tensor:
     *place, reduce, algorithm = rest
     with torch.no_grad():
-        adj, scale_dst, scale_src = _structure(edges, *place, reduce, grad.dtype)
+        adj, scale_dst, scale_src = _structure(edges, grad.dtype, reduce, *place)
         return grad_of_features(adj, grad, None, scale_dst, scale_src, algorithm)
 
 

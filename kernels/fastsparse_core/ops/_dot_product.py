@@ -68,6 +68,7 @@ def kernel(
 
 def csr(
     adj: Adjacency,
+    algorithm: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -76,7 +77,6 @@ def csr(
     dropout_p: float,
     seed: Tensor | None,
     heads: int,
-    algorithm: str,
 ) -> Tensor:
     """Attention by the CSR kernels, as edges with features of width 0; there is no :func:`csr_obstacle`."""
     edges = v.new_empty(adj.num_values, 0), v.new_empty(v.size(1), 0)

@@ -119,7 +119,7 @@ def attention(
     if kernel != "unfused":
         of_call: tuple[Any, ...] = (_per_head(bias, heads), scale, dropout_p, seed, heads)
         if kernel == "csr":
-            out = _dot_product.csr(adj, *features, *of_call, algorithm)
+            out = _dot_product.csr(adj, algorithm, *features, *of_call)
         else:
             if not torch.compiler.is_compiling() and (
                 v.device.type == "cpu" or (adj.has_bsb and adj.has_transpose and adj.t().has_bsb)

@@ -121,6 +121,9 @@ class KernelFormats:
 
     def row(self) -> Tensor:
         """Destination of every stored entry, int32 (num_edges,); kept, for operators that read it."""
+        if torch.compiler.is_compiling() and "row" not in self._of_rows.results:
+            row = torch.arange(self.num_dst, dtype=torch.int32, device=self.device)
+            return row.repeat_interleave(self.rowptr.diff(), output_size=self.num_edges)
         return self._of_rows.get("row", lambda: expand_rows(self.rowptr, self.num_edges))
 
     def row_once(self) -> Tensor:
