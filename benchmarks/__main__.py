@@ -114,7 +114,7 @@ def run(arguments: Sequence[str], console: Console) -> None:
         _run_all(steps, console)
         return
     try:
-        suite.check(getattr(options, "graphs", ()))
+        suite.check(getattr(options, "graphs", None) or ())
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     result = importlib.import_module(f"benchmarks.{options.command}").run(options)

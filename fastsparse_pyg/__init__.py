@@ -11,6 +11,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from fastsparse_core import CBSR, Adjacency, MaxK, __version__
+from fastsparse_pyg import captured_batches as _captured_batches  # noqa: F401  (registers PyG's objects)
 from fastsparse_pyg.caching import cache_info, clear_cache
 from fastsparse_pyg.layer_swap import accelerate, restore
 from fastsparse_pyg.loader import LinkNeighborLoader, NeighborLoader

@@ -17,6 +17,7 @@
 #include "fastsparse/group_rows.h"
 #include "fastsparse/launchers.h"
 #include "fastsparse/sample_neighbors.h"
+#include "fastsparse/spmm_extremum.h"
 
 namespace py = pybind11;
 
@@ -487,6 +488,27 @@ void spmm_extremum(const CsrStructure& structure, int dtype, std::int64_t width,
                               minimum,
                               static_cast<Dtype>(dtype)};
   FASTSPARSE_RUN(spmm_extremum, args, device, queue);
+}
+
+void spmm_extremum_backward(const CsrStructure& transposed, int dtype, std::int64_t num_rows,
+                            std::int64_t width, Address grad, std::int64_t grad_stride, Address x,
+                            std::int64_t x_stride, Address value, int value_dtype, std::int64_t heads,
+                            Address arg, Address source, Address grad_x, Address grad_value, Address partial,
+                            int device, Address queue) {
+  const SpmmExtremumBackwardArgs args{transposed.a,
+                                      transposed.split,
+                                      {at(value), static_cast<Dtype>(value_dtype), heads},
+                                      {at(grad), grad_stride},
+                                      {at(x), x_stride},
+                                      at<std::int32_t>(arg),
+                                      at<std::int32_t>(source),
+                                      at(grad_x),
+                                      at(grad_value),
+                                      at(partial),
+                                      num_rows,
+                                      width,
+                                      static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(spmm_extremum_backward, args, device, queue);
 }
 
 void sddmm_csr(const CsrStructure& structure, int dtype, std::int64_t heads, std::int64_t head_width,
@@ -1238,6 +1260,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("sddmm_bsb", &sddmm_bsb);
 #endif
   m.def("spmm_extremum", &spmm_extremum);
+  m.def("spmm_extremum_backward", &spmm_extremum_backward);
   m.def("sddmm_csr", &sddmm_csr);
   m.def("edge_softmax", &edge_softmax);
   m.def("segment_reduce", &segment_reduce);

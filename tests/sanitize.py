@@ -20,7 +20,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
@@ -55,7 +55,6 @@ from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_panels import PanelLayout
 from fastsparse_core.formats.row_split import split_rows
 from fastsparse_core.fused import aggregate_linear as fused_aggregate_linear
-from fastsparse_core.ops import _edge_attention
 from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
 from fastsparse_core.ops._common import sum_of_rows
 from fastsparse_core.ops._spmm_plan import add_transposed
@@ -226,6 +225,9 @@ def spmm_rows(dtype: torch.dtype) -> None:
         x = features(adj.num_src, width, dtype=dtype)
         spmm(adj, x, None, "max")
         spmm(adj, x, one.to(dtype), "min")
+        value = draw(adj.num_edges, dtype=dtype).requires_grad_()
+        with torch.enable_grad():
+            spmm(adj, x.detach().requires_grad_(), value, "max").sum().backward()
     if dtype == F64:
         return
     for width in (32, 64, 3):
@@ -398,20 +400,7 @@ def gatv2(dtype: torch.dtype) -> None:
 
 
 def with_edge_features(dtype: torch.dtype) -> None:
-    """Attention and GATv2 with edge features, forward and backward: many lanes, one, slices, many heads.
-
-    cuBLAS's 16-bit products, none of which is instrumented, fail under racecheck: they run on the CPU here.
-    """
-    product = _edge_attention._weight_gradient
-
-    def on_cpu(pairs: Sequence[tuple[Tensor, Tensor]], heads: int) -> Tensor:
-        return product([(x.cpu(), e.cpu()) for x, e in pairs], heads).to(DEVICE)
-
-    with mock.patch.object(_edge_attention, "_weight_gradient", on_cpu):
-        _with_edge_features(dtype)
-
-
-def _with_edge_features(dtype: torch.dtype) -> None:
+    """Attention and GATv2 with edge features, forward and backward: many lanes, one, slices, many heads."""
     for heads, width, edge_width in ((2, 16, 8), (3, 64, 3), (1, 5, 32), (16, 24, 8)):
         for adj in (heavy(), sparse()):
             q, k, v = (
@@ -629,7 +618,7 @@ _TWO_ON_TENSOR_CORES = {"float32": (F32,), "16bit": (F16, BF16)}
 
 #: name -> what one process drives
 PARTS: dict[str, Part] = {
-    **_by_dtype("spmm", "spmm_csr spmm_csr_transposed spmm_extremum", _ALL, spmm_rows),
+    **_by_dtype("spmm", "spmm_csr spmm_csr_transposed spmm_extremum spmm_extremum_backward", _ALL, spmm_rows),
     **_by_dtype("spmm-direct", "spmm_tca spmm_hr", _HALVES, spmm_direct),
     **_by_dtype("spmm-resident", "spmm_resident", {"all": (F32, F16, BF16)}, spmm_resident),
     **_by_dtype("spmm-blocks", "spmm_bsb", _EACH, spmm_blocks),
@@ -652,7 +641,9 @@ PARTS: dict[str, Part] = {
         additive,
         gatv2,
     ),
-    **_by_dtype("attention-edges", "edge_attention edge_attention_backward", _EACH, with_edge_features),
+    **_by_dtype(
+        "attention-edges", "edge_attention edge_attention_backward head_outer", _EACH, with_edge_features
+    ),
     **_by_dtype(
         "several-aggregations", "multi_aggregate multi_aggregate_backward", _TWO, several_aggregations
     ),

@@ -1,7 +1,7 @@
 """What messages are made of: from nodes to edges and back, by kernels, differentiable any number of times.
 
-An edge-sized tensor is in the order of DGL's edge ids. Sums over edges are products with the incidence
-structure of :func:`incoming`, so that neither a sort nor an atomic takes part.
+An edge-sized tensor is in the order of DGL's edge ids. Sums over edges are the core's sums of segments, whose
+order is found once for a graph; no atomic takes part.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fastsparse_core import Adjacency, sddmm, spmm
 from fastsparse_core.policy import MOST_HEADS
+from fastsparse_core.segment import scatter
+from fastsparse_core.structure.incidence import incidence
 
 _extremum = torch.ops.fastsparse.spmm_extremum.default
 _extremum_backward = torch.ops.fastsparse.spmm_extremum_backward.default
@@ -51,21 +53,6 @@ def ends(adj: Adjacency, target: str) -> Tensor:
     return adj.derived(("fastsparse_dgl.ends", target), scatter)
 
 
-def incoming(adj: Adjacency) -> Adjacency:
-    """Rows as in ``adj``, and a column for every edge."""
-
-    def build() -> Adjacency:
-        count = adj.num_edges
-        edge = torch.arange(count, dtype=torch.int32, device=adj.device)
-        if adj.edge_id is not None:
-            edge = adj.edge_id.int()
-        incidence = Adjacency(adj.rowptr, edge, (adj.num_dst, count), edge_id=adj.edge_id, group_rows="none")
-        incidence._of_rows = adj._of_rows  # the same rows, cut into the same slices
-        return incidence
-
-    return adj.derived("fastsparse_dgl.incoming", build)
-
-
 def in_edge_order(adj: Adjacency) -> Adjacency:
     """The same structure with the entries of every row in edge order, by which ties of extrema are broken."""
     if adj.edge_id is None:
@@ -98,7 +85,8 @@ def to_edges(adj: Adjacency, x: Tensor, target: str) -> Tensor:
 
 def sum_edges(adj: Adjacency, e: Tensor, target: str) -> Tensor:
     """Sums of the features of the edges that share an end, (num_nodes, ...)."""
-    return _SumEdges.apply(e, adj, target)
+    with without_autocast(e):
+        return scatter(e, ends(adj, target), at(adj, target).num_dst)
 
 
 class _ToEdges(torch.autograd.Function):
@@ -112,21 +100,12 @@ class _ToEdges(torch.autograd.Function):
         return sum_edges(ctx.adj, grad, ctx.target), None, None
 
 
-class _SumEdges(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, e: Tensor, adj: Adjacency, target: str) -> Tensor:
-        ctx.adj, ctx.target = adj, target
-        with without_autocast(e):
-            return spmm(incoming(at(adj, target)), e, algorithm="csr")
+def extremum_edges(adj: Adjacency, e: Tensor, reduce: Literal["max", "min"]) -> Tensor:
+    """Maxima or minima of the features of the edges that share a destination; 0 where there are none.
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return to_edges(ctx.adj, grad, ctx.target), None, None
-
-
-def extremum_edges(adj: Adjacency, e: Tensor, reduce: str) -> Tensor:
-    """Maxima or minima of the features of the edges that share a destination; 0 where there are none."""
-    return spmm(incoming(in_edge_order(adj)), e, reduce=reduce)
+    Ties go to the first edge in the caller's order.
+    """
+    return scatter(e, ends(adj, "v"), adj.num_dst, reduce)
 
 
 def aligned(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, torch.Size]:
@@ -215,14 +194,14 @@ class AddExtremum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, e: Tensor, adj: Adjacency, width: int, minimum: bool) -> Tensor:
         """Of x (num_src, heads * width) and e (num_edges, heads)."""
-        source, incidence = ends(adj, "u"), incoming(adj)
+        source, edges = ends(adj, "u"), incidence(adj)
         out = x.new_empty(adj.num_dst, x.size(1))
         arg = torch.empty(out.shape, dtype=torch.int32, device=x.device)
         for columns, heads in _column_parts(x, e, width):
             message = x[:, columns].index_select(0, source)
             message.view(e.size(0), heads.stop - heads.start, -1).add_(e[:, heads, None])
             out[:, columns], arg[:, columns] = _extremum(
-                message, None, adj.num_dst, incidence.handle, False, minimum
+                message, None, adj.num_dst, edges.handle, False, minimum
             )
         ctx.save_for_backward(arg, x, e)
         ctx.adj, ctx.width = adj, width
@@ -237,12 +216,12 @@ class AddExtremum(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x, _ = _extremum_backward(grad, arg, x, None, ctx.adj.handle, False)
         if ctx.needs_input_grad[1]:
-            incidence = incoming(ctx.adj)
+            edges = incidence(ctx.adj)
             grad_e = torch.zeros_like(e)
             for columns, heads in _column_parts(x, e, ctx.width):
                 like = e.new_empty(e.size(0), columns.stop - columns.start)
                 part, _ = _extremum_backward(
-                    grad[:, columns], arg[:, columns], like, None, incidence.handle, False
+                    grad[:, columns], arg[:, columns], like, None, edges.handle, False
                 )
                 grad_e[:, heads] += part.view(e.size(0), heads.stop - heads.start, -1).sum(2)
         return grad_x, grad_e, None, None, None
@@ -355,7 +334,7 @@ def dot(adj: Adjacency, x: Tensor, y: Tensor, x_at: str, y_at: str) -> Tensor:
     if "e" in operands:
         rows = operands.pop("e")
         ((target, columns),) = operands.items()
-        structure = incoming(at(adj, target)).t()
+        structure = incidence(at(adj, target)).t()
     else:
         rows, columns, structure = operands["v"], operands["u"], adj
     if x.size(1) == 0 or x.size(2) == 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ from fastsparse_core import edge_softmax as core_edge_softmax
 from fastsparse_core import spmm as core_spmm
 from fastsparse_core.ops._common import DTYPE_CODE
 from fastsparse_core.policy import MOST_HEADS
+from fastsparse_core.segment import scatter
+from fastsparse_core.segment import segment_reduce as core_segment_reduce
 from fastsparse_dgl.caching import adjacency_of_index
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError
-from fastsparse_dgl.hooks import messages, products, segments
+from fastsparse_dgl.hooks import messages, products
 from fastsparse_dgl.hooks.device_graph import DeviceIndex
 from fastsparse_dgl.hooks.joint import joint, relations
 
@@ -134,17 +136,17 @@ def _gspmm(adj: Adjacency, op: str, reduce: str, x: Any, e: Any) -> Tensor:
 
 
 def _reduced_messages(adj: Adjacency, op: str, reduce: str, x: Any, e: Any) -> Tensor:
+    if op == "copy_rhs":
+        _check_rows("edge features", e, adj.num_values)
+        if reduce in ("max", "min"):
+            return messages.extremum_edges(adj, e, "max" if reduce == "max" else "min")
+        total = messages.sum_edges(adj, e, "v")
+        return _mean_of(adj, total) if reduce == "mean" else total
     if reduce in ("max", "min"):
         adj = messages.in_edge_order(adj)
     if op == "copy_lhs":
         _check_rows("source features", x, adj.num_src)
         return core_spmm(adj, x, reduce=reduce)
-    if op == "copy_rhs":
-        _check_rows("edge features", e, adj.num_values)
-        if reduce in ("max", "min"):
-            return messages.extremum_edges(adj, e, reduce)
-        total = messages.sum_edges(adj, e, "v")
-        return _mean_of(adj, total) if reduce == "mean" else total
     op, e = _without_minus(op, e)
     _check_rows("source features", x, adj.num_src)
     _check_rows("edge features", e, adj.num_values)
@@ -294,18 +296,18 @@ def edge_softmax_hetero(gidx: Any, eids: Any = ALL, norm_by: str = "dst", *logit
         return weight.split([len(score) for score in given])
 
 
-def segment_reduce(op: str, x: Tensor, offsets: Tensor) -> Tensor:
+def segment_reduce(op: Literal["sum", "max", "min"], x: Tensor, offsets: Tensor) -> Tensor:
     """Sums, maxima or minima of consecutive rows."""
     (x,) = _cast(x)  # type: ignore[assignment]
     with _plain(x):
-        return segments.segment_reduce(x, offsets, op)
+        return core_segment_reduce(x, offsets.to(x.device), op)
 
 
 def scatter_add(x: Tensor, idx: Tensor, m: int) -> Tensor:
     """Sums of the rows that have the same index."""
     (x,) = _cast(x)  # type: ignore[assignment]
     with _plain(x):
-        return segments.scatter_add(x, idx, m)
+        return scatter(x, idx, m)
 
 
 def segment_mm(A: Tensor, B: Tensor, seglen_A: Tensor) -> Tensor:

@@ -4,53 +4,30 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.nn.conv import MessagePassing
 
-from fastsparse_core import Adjacency, spmm
+from fastsparse_core import Adjacency
 from fastsparse_core.log import info_once
 from fastsparse_core.ops._common import is_plain_eager, why_watched
 from fastsparse_pyg.caching import logger, lookup
 from fastsparse_pyg.graph import edges_made_anew, is_sparse_matrix, to_edge_index
-from fastsparse_pyg.nn.base import REDUCE, FastConv, has_message_hook
+from fastsparse_pyg.nn.base import FastConv, has_message_hook
+from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
+from fastsparse_pyg.nn.message_kernels import evaluate, kernel_of, reduce_by_kernel
 from fastsparse_pyg.nn.message_pattern import Pattern, find_pattern
-from fastsparse_pyg.nn.segments import EdgeEnd, NodeIndex, gather, reduce
+from fastsparse_pyg.nn.segments import EdgeEnd, aggregate, reduction_of
 
 #: Patterns kept of one class; a layer whose attributes change with every call is not traced for ever.
 _MOST_PATTERNS = 8
 _ANY = Pattern(reason="its attributes change")
 
 _classes: dict[type, type[AnyLayer]] = {}
-
-
-class _Signature(NamedTuple):
-    """Names of the arguments of a class's methods.
-
-    Attributes:
-        lifted: of all, those read per edge: (name, without its ending, whether at the destinations).
-        message: of `message`.
-        traced: of those, what the caller hands over.
-        aggregate: of `aggregate`.
-        update: of `update`.
-        edge_update: of `edge_update`.
-        edge_lifted: like ``lifted``, of `edge_update`.
-        defaults: default values.
-    """
-
-    lifted: tuple[tuple[str, str, bool], ...]
-    message: tuple[str, ...]
-    traced: tuple[str, ...]
-    aggregate: tuple[str, ...]
-    update: tuple[str, ...]
-    edge_update: tuple[str, ...]
-    edge_lifted: tuple[tuple[str, str, bool], ...]
-    defaults: dict[str, Any]
 
 
 class AnyLayer(MessagePassing):
@@ -63,7 +40,7 @@ class AnyLayer(MessagePassing):
 
     _original: ClassVar[type[MessagePassing]]
     _patterns: ClassVar[dict[Any, list[Pattern]]]
-    _signature: ClassVar[_Signature | None]
+    _signature: ClassVar[Signature | None]
 
     flow: str
     node_dim: int
@@ -85,7 +62,7 @@ class AnyLayer(MessagePassing):
             names = self._names()
             found = self._collect_lazily(edge_index, size, kwargs, names.edge_lifted)
             if found is not None:
-                return self.edge_update(**{name: found[name] for name in names.edge_update})
+                return self._computed("edge_update", names.edge_update, found)
         return super().edge_updater(edge_index, *args, size=size, **kwargs)
 
     # ---------------------------------------------------------------- when PyG's code runs
@@ -119,56 +96,22 @@ class AnyLayer(MessagePassing):
 
     # ---------------------------------------------------------------- arguments
 
-    @classmethod
-    def _names_of(cls, inspector: Any) -> _Signature:
-        special = cls.special_args
-
-        def parameters(method: str) -> dict[str, Any]:
-            return inspector.get_param_dict(method) if method in inspector._signature_dict else {}
-
-        def lifted(*methods: str) -> tuple[tuple[str, str, bool], ...]:
-            names = dict.fromkeys(name for method in methods for name in parameters(method))
-            return tuple(
-                (name, name[:-2], name.endswith("_i"))
-                for name in names
-                if name not in special and name[-2:] in ("_i", "_j")
-            )
-
-        methods = ("message", "aggregate", "update", "edge_update")
-        each = {method: tuple(parameters(method)) for method in methods}
-        defaults = {
-            name: parameter.default
-            for method in methods
-            for name, parameter in parameters(method).items()
-            if parameter.default is not _EMPTY
-        }
-        return _Signature(
-            lifted("message", "aggregate", "update"),
-            each["message"],
-            tuple(name for name in each["message"] if name not in special),
-            each["aggregate"],
-            each["update"],
-            each["edge_update"],
-            lifted("edge_update"),
-            defaults,
-        )
-
-    def _names(self) -> _Signature:
+    def _names(self) -> Signature:
         names = type(self)._signature
         if names is None:
-            names = type(self)._signature = self._names_of(self.inspector)
+            names = type(self)._signature = Signature.of(self)
         return names
 
     def _collect_lazily(
         self, edge_index: Any, size: Any, kwargs: dict[str, Any], lifted: tuple[tuple[str, str, bool], ...]
-    ) -> _Arguments | None:
+    ) -> Arguments | None:
         """The arguments that the layer's methods may ask for; None: without a number of nodes."""
         sizes = self._check_input(edge_index, size)
         i, j = (1, 0) if self.flow == "source_to_target" else (0, 1)
         nodes: dict[str, tuple[Any, bool]] = {}
         for name, base, at_dst in lifted:
             dim = i if at_dst else j
-            data = kwargs.get(base, _EMPTY)
+            data = kwargs.get(base, EMPTY)
             if isinstance(data, (tuple, list)):
                 assert len(data) == 2
                 if isinstance(data[1 - dim], Tensor):
@@ -184,7 +127,7 @@ class AnyLayer(MessagePassing):
         edges = edge_index._data if isinstance(edge_index, EdgeIndex) else edge_index
         options = (num_dst, num_src, self.flow, False)
         adj = lookup(edge_index, (edge_index,), options, lambda: edges_made_anew(edges, options))
-        return _Arguments(
+        return Arguments(
             self.node_dim,
             nodes,
             kwargs,
@@ -199,51 +142,55 @@ class AnyLayer(MessagePassing):
                 "size_i": num_dst,
                 "size_j": num_src,
                 "dim_size": num_dst,
-                "ptr": _pointer(edge_index, i),
+                "ptr": pointer(edge_index, i),
             },
         )
 
     # ---------------------------------------------------------------- messages
 
-    def _propagate_lazily(self, found: _Arguments) -> Any:
+    def _propagate_lazily(self, found: Arguments) -> Any:
         how = self._kernel_reduce()
-        pattern = self._pattern(found) if how else _ANY
-        out = self._as_product(pattern, found, how) if pattern.feature else None
+        pattern = self._pattern("message", found)
+        out = reduce_by_kernel(self, pattern, found, how) if kernel_of(pattern, how) else None
+        names = self._names()
         if out is None:
-            names = self._names()
-            out = self.message(**{name: found[name] for name in names.message})
-            out = self._reduced(out, found, how)
-        return self.update(out, **{name: found[name] for name in self._names().update})
+            out = self._reduced(self._computed("message", names.message, found), found, how)
+        return self.update(out, **{name: found[name] for name in names.update})
+
+    def _computed(self, method: str, names: tuple[str, ...], found: Arguments) -> Any:
+        """Result of a method per edge: as it is written, or with one operator in place of PyG's softmax."""
+        pattern = self._pattern(method, found)
+        if pattern.kind == "any" and pattern.compute is not None:
+            return evaluate(self, pattern, found)
+        return getattr(self, method)(**{name: found[name] for name in names})
 
     def _kernel_reduce(self) -> str:
         """The kernel's name for the layer's aggregation, "" where it is anything else."""
         if type(self).aggregate is not MessagePassing.aggregate or "aggregate" in self.__dict__:
             return ""
-        module = self._modules.get("aggr_module")
-        if module is None or module._forward_hooks or module._forward_pre_hooks:
-            return ""
-        return REDUCE.get(type(module), "")
+        return reduction_of(self._modules.get("aggr_module"))
 
-    def _pattern(self, found: _Arguments) -> Pattern:
-        if "message" in self.__dict__:
+    def _pattern(self, method: str, found: Arguments) -> Pattern:
+        if method in self.__dict__:
             return _ANY
-        absent = tuple([name for name in self._names().traced if found.is_none(name)])
-        return self._pattern_without(absent)
+        return self._pattern_without(
+            method, tuple([name for name in self._names().traced[method] if found.is_none(name)])
+        )
 
-    def _pattern_without(self, absent: tuple[str, ...]) -> Pattern:
-        """What `message` computes where these arguments are None."""
+    def _pattern_without(self, method: str, absent: tuple[str, ...]) -> Pattern:
+        """What a method computes where these arguments are None."""
         cls = type(self)
-        known = cls._patterns.setdefault((cls.message, absent), [])
+        known = cls._patterns.setdefault((getattr(cls, method), absent), [])
         for pattern in known:
             if pattern.holds_for(self):
                 return pattern
         if len(known) == _MOST_PATTERNS:
             return _ANY
-        pattern = find_pattern(self, cls._original, absent)
+        pattern = find_pattern(self, cls._original, method, absent)
         known.append(pattern)
         return pattern
 
-    def _reduced(self, messages: Any, found: _Arguments, how: str) -> Any:
+    def _reduced(self, messages: Any, found: Arguments, how: str) -> Any:
         dim = self.node_dim
         if (
             how
@@ -252,62 +199,20 @@ class AnyLayer(MessagePassing):
             and -messages.dim() <= dim < messages.dim()
             and messages.size(dim) == found.dst.index.numel()
         ):
-            return reduce(messages, found.dst, how, dim)
+            out = aggregate(messages, found.dst, how, self._modules["aggr_module"], dim)
+            if out is not None:
+                return out
         return self.aggregate(messages, **{name: found[name] for name in self._names().aggregate})
-
-    def _as_product(self, pattern: Pattern, found: _Arguments, how: str) -> Tensor | None:
-        """The reduced messages by a sparse product; None: they have to be made."""
-        x, at_dst = found.nodes[pattern.feature]
-        dim = self.node_dim
-        if at_dst or type(x) is not Tensor or not x.is_floating_point() or not -x.dim() <= dim < x.dim():
-            return None
-        dim %= x.dim()
-        rest = x.shape[dim + 1 :] if pattern.shape is None else _fit(pattern.shape, x)
-        num_dims = dim + 1 + len(rest or ())
-        out_rest = rest if pattern.out_shape is None else pattern.out_shape
-        if (
-            rest is None
-            or out_rest is None
-            or (dim and (pattern.shape or pattern.out_shape))
-            or self.node_dim % (dim + 1 + len(out_rest)) != dim
-            or (pattern.out_shape is not None and rest.numel() != torch.Size(out_rest).numel())
-        ):
-            return None
-        value: Tensor | None = None
-        if pattern.weight is not None:
-            weight, assigned = pattern.weight(self, **{name: found[name] for name in pattern.names})
-            for name, item in assigned.items():
-                setattr(self, name, item)
-            if weight is not None:
-                value = _as_value(weight, rest, dim, num_dims, found.dst.index.numel())
-                if value is None:  # not one per edge or head
-                    x_j = found[pattern.feature]
-                    x_j = x_j if pattern.shape is None else x_j.view(-1, *pattern.shape)
-                    messages = weight * x_j
-                    if pattern.out_shape is not None:
-                        messages = messages.view(-1, *pattern.out_shape)
-                    return self._reduced(messages, found, how)
-                dtype = torch.promote_types(x.dtype, value.dtype)
-                x, value = x.to(dtype), value.to(dtype)
-        rows = x.movedim(dim, 0) if dim else x
-        flat = rows if rows.dim() == 2 else rows.reshape(rows.size(0), rows.shape[1:].numel())
-        if torch.is_autocast_enabled(x.device.type):
-            with torch.autocast(x.device.type, enabled=False):  # sums have the dtype of their terms
-                out = spmm(found.special["adj"], flat, value, how)
-        else:
-            out = spmm(found.special["adj"], flat, value, how)
-        if dim:
-            return out.reshape(out.size(0), *rows.shape[1:]).movedim(0, dim)
-        return out if len(out_rest) == 1 else out.reshape(out.size(0), *out_rest)
 
     # ---------------------------------------------------------------- what it is, and what it was
 
     def _shown(self) -> str:
         """What a report says: message and kernel."""
         how = self._kernel_reduce()
-        pattern = self._pattern_without(()) if "message" not in self.__dict__ else _ANY
-        if how and pattern.feature:
-            return f"{pattern}: spmm ({how})"
+        pattern = self._pattern_without("message", ()) if "message" not in self.__dict__ else _ANY
+        kernel = kernel_of(pattern, how)
+        if kernel:
+            return f"{pattern}: {kernel} ({how})"
         where = "message() per edge"
         if how:
             return f"{where}: segment {how}"
@@ -331,104 +236,6 @@ class AnyLayer(MessagePassing):
         return how, what, *rest
 
     __prepare_scriptable__ = FastConv.__prepare_scriptable__
-
-
-_EMPTY: Any = inspect.Parameter.empty
-
-
-class _Arguments(dict[str, Any]):
-    """Arguments by name; what is read per edge is read when a method asks for it.
-
-    Attributes:
-        nodes: features of the nodes and whether they are the destinations', by their name per edge.
-        dst: the edges' destinations.
-        src: the edges' sources.
-        special: what message passing itself knows.
-    """
-
-    def __init__(
-        self,
-        node_dim: int,
-        nodes: dict[str, tuple[Any, bool]],
-        given: dict[str, Any],
-        defaults: dict[str, Any],
-        dst: EdgeEnd,
-        src: EdgeEnd,
-        special: dict[str, Any],
-    ) -> None:
-        super().__init__()
-        self._node_dim, self._given, self._defaults = node_dim, given, defaults
-        self.nodes, self.dst, self.src, self.special = nodes, dst, src, special
-
-    def is_none(self, name: str) -> bool:
-        """Whether an argument that the caller hands over is None."""
-        if name in self.nodes:
-            return self.nodes[name][0] is None
-        return self._given.get(name, self._defaults.get(name, _EMPTY)) is None
-
-    def __missing__(self, name: str) -> Any:
-        if name in self.nodes:
-            value, at_dst = self.nodes[name]
-            if isinstance(value, Tensor):
-                value = gather(value, self.dst if at_dst else self.src, self._node_dim)
-        elif name in ("index", "edge_index_i"):
-            value = NodeIndex.of(self.dst)
-        elif name == "edge_index_j":
-            value = NodeIndex.of(self.src)
-        elif name in self.special:
-            value = self.special[name]
-        else:
-            value = self._given.get(name, _EMPTY)
-        if value is _EMPTY:
-            if name not in self._defaults:
-                raise TypeError(f"Required parameter '{name}' is empty.")
-            value = self._defaults[name]
-        self[name] = value
-        return value
-
-
-def _pointer(edge_index: Any, i: int) -> Tensor | None:
-    """PyG's `ptr` of an EdgeIndex that is sorted by destination."""
-    if isinstance(edge_index, EdgeIndex):
-        if i == 0 and edge_index.is_sorted_by_row:
-            return edge_index.get_csr()[0][0]
-        if i == 1 and edge_index.is_sorted_by_col:
-            return edge_index.get_csc()[0][0]
-    return None
-
-
-def _fit(shape: tuple[int, ...], x: Tensor) -> torch.Size | None:
-    """The trailing shape of ``x.view(-1, *shape)`` where that keeps the rows."""
-    size = torch.Size(shape)
-    return size if x.shape[1:].numel() == size.numel() else None
-
-
-def _as_value(weight: Any, rest: Any, dim: int, num_dims: int, num_edges: int) -> Tensor | None:
-    """Weights as (num_edges,) or (num_edges, heads); None where they are something else.
-
-    Args:
-        weight: broadcast against messages of ``num_dims`` dimensions, the edges along ``dim``.
-        rest: sizes of the messages after that dimension.
-        dim: of the edges.
-        num_dims: of the messages.
-        num_edges: how many.
-    """
-    if type(weight) is not Tensor or not weight.is_floating_point() or weight.dim() > num_dims:
-        return None
-    shape = (1,) * (num_dims - weight.dim()) + tuple(weight.shape)
-    if shape[dim] != num_edges or any(size != 1 for size in shape[:dim]):
-        return None
-    sizes = shape[dim + 1 :]
-    heads = 0
-    while heads < len(sizes) and sizes[heads] == rest[heads] and not all(size == 1 for size in sizes[heads:]):
-        heads += 1
-    if any(size != 1 for size in sizes[heads:]):
-        return None
-    if heads == 0:
-        return weight.reshape(num_edges)
-    if dim or heads == len(rest):
-        return None
-    return weight.reshape(num_edges, torch.Size(sizes[:heads]).numel())
 
 
 # ---------------------------------------------------------------- classes

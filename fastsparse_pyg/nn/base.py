@@ -203,6 +203,27 @@ class FastConv(MessagePassing):
         adjacency: Adjacency = latest[2]
         return adjacency
 
+    def _plain_graph(self, x: Any, edge_index: object) -> Adjacency | None:
+        """The structure of one matrix of node features and a plain tensor of edges; None: look closer."""
+        if (
+            type(edge_index) is not Tensor
+            or edge_index.layout is not torch.strided
+            or type(self.__dict__["_modules"].get("aggr_module")) is not SumAggregation
+        ):
+            return None
+        adj = self._known(x, edge_index)
+        if adj is not None:
+            return adj
+        if (
+            type(x) is not Tensor
+            or self.__dict__["node_dim"] not in (-2, 0)
+            or x.dim() != 2
+            or x.layout is not torch.strided
+            or self._why_original(x, edge_index)
+        ):
+            return None
+        return self._graph((x, x), edge_index, None).adj
+
     def _known_attention(self, x: Any, edge_index: object, add_self_loops: bool = False) -> Adjacency | None:
         """:meth:`_known` for a layer whose edges have no features and whose weights nobody asks for."""
         state = self.__dict__

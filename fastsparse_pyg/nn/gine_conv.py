@@ -10,6 +10,7 @@ from torch_geometric.nn import GINEConv
 from torch_geometric.typing import OptPairTensor, OptTensor, Size
 
 from fastsparse_core import Adjacency, gine_aggregate
+from fastsparse_core.fused.edge_messages import can_pass_messages, gine_layer
 from fastsparse_core.ops._common import autocast_dtype
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
 from fastsparse_pyg.nn.attention import AttentionConv
@@ -57,6 +58,10 @@ class FastGINEConv(AttentionConv, GINEConv):
             ValueError: sizes, dtypes or devices do not fit.
             IndexError: an index points to no node.
         """
+        if size is None:
+            combined = self._combined(x, edge_index, edge_attr)
+            if combined is not None:
+                return self.nn(combined)
         pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
         reason = self._why_original_gine(pair, edge_index, edge_attr)
         if reason:
@@ -79,6 +84,31 @@ class FastGINEConv(AttentionConv, GINEConv):
         if x_dst is not None:
             out = torch.addcmul(out, 1 + self.eps, x_dst)
         return self.nn(out)
+
+    def _combined(self, x: Any, edge_index: Any, edge_attr: Any) -> Tensor | None:
+        """What the network gets, of plain tensors in one dtype; None: look closer.
+
+        A step of a small model takes as long as the host needs for it.
+        """
+        state = self.__dict__
+        lin, eps = state["_modules"].get("lin"), state["_buffers"].get("eps")
+        if type(edge_attr) is not Tensor or edge_attr.dim() != 2 or eps is None:
+            return None
+        adj = self._plain_graph(x, edge_index)
+        if adj is None:
+            return None
+        weight = bias = None
+        expected = x.shape[1:]
+        if lin is not None:
+            if not is_plain_linear(lin):
+                return None
+            weight, bias = lin._parameters["weight"], lin._parameters["bias"]
+            expected = edge_attr.shape[1:]
+            if weight.shape != (x.shape[1], *expected) or expected[0] > MOST_FEATURES:
+                return None
+        if edge_attr.shape[1:] != expected or not can_pass_messages(adj, x, edge_attr, weight, bias, eps):
+            return None
+        return gine_layer(adj, x, edge_attr, weight, bias, eps)
 
     def _why_original_gine(self, x: tuple[Any, Any], edge_index: object, edge_attr: object) -> str:
         if not isinstance(edge_attr, Tensor) or edge_attr.dim() != 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -96,21 +97,25 @@ class FastPNAConv(FastConv, PNAConv):
             )
         width, shared = self.F_in, not self.divide_input
         updates = [nn[0] for nn in self.post_nns]
-        of_own = [update.weight[:, :width] for update in updates]
-        own_bias = torch.cat([update.bias for update in updates])
+        # Of a split the gradients are put together at once, of slices one by one, in a matrix of zeros each.
+        halves = [each.weight.split_with_sizes([width, each.weight.size(1) - width], 1) for each in updates]
+        of_own, weights = [half[0] for half in halves], [half[1] for half in halves]
+        own_bias = _joined([update.bias for update in updates])
         scaler = self.aggr_module
         names = aggregation_names(scaler)
         if all(is_one_linear(nn) for nn in self.pre_nns):
             maps = [nn[0] for nn in self.pre_nns]
-            bias = torch.cat([each.bias for each in maps])
+            bias = _joined([each.bias for each in maps])
+            sizes = [width] * (2 if edge_attr is None else 3)
+            of_dst, of_src, *rest = zip(
+                *(each.weight.split_with_sizes(sizes, 1) for each in maps), strict=True
+            )
             of_edges: dict[str, Any] = {}
             if edge_attr is not None:
-                of_edge = torch.cat([each.weight[:, 2 * width :] for each in maps])
+                of_edge = _joined(rest[0])
                 encoder = self.edge_encoder
                 of_edges = {"edge_attr": edge_attr, "edge_weight": of_edge @ encoder.weight}
                 bias = bias + of_edge @ encoder.bias
-            of_dst = [each.weight[:, :width] for each in maps]
-            of_src = [each.weight[:, width : 2 * width] for each in maps]
             x_dst, x_src, own = node_parts(x, of_dst, of_src, of_own, bias, own_bias, shared)
             aggregated = multi_aggregate(adj, x_src, names, x_dst=x_dst, groups=self.towers, **of_edges)
         else:
@@ -118,7 +123,6 @@ class FastPNAConv(FastConv, PNAConv):
             _, _, own = node_parts(x, nothing, nothing, of_own, None, own_bias, shared)
             rows = self._messages(x, edge_index, adj, edge_attr)
             aggregated = multi_aggregate(incidence(adj), rows, names, groups=self.towers)
-        weights = [update.weight[:, width:] for update in updates]
         out = add_scaled(own, aggregated, weights, self._factors(adj, aggregated, scaler))
         if any(len(nn) > 1 for nn in self.post_nns):
             parts = zip(self.post_nns, out.split(self.F_out, dim=1), strict=True)
@@ -136,12 +140,19 @@ class FastPNAConv(FastConv, PNAConv):
 
     def _factors(self, adj: Adjacency, like: Tensor, scaler: DegreeScalerAggregation) -> list[Tensor | None]:
         """What every scaler multiplies the aggregations of each node by; None: 1."""
-        degree = adj.in_degree().to(torch.float64 if like.dtype == torch.float64 else torch.float32)
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+
+        def of_degree(name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
+            """What layers of one graph share."""
+            return adj.derived(("pna", name, dtype), lambda: compute(adj.in_degree().to(dtype)))
+
         formulas = {
-            "amplification": lambda: torch.log(degree + 1) / scaler.avg_deg_log,
-            "attenuation": lambda: scaler.avg_deg_log / torch.log(degree.clamp(min=1) + 1),
-            "linear": lambda: degree / scaler.avg_deg_lin,
-            "inverse_linear": lambda: scaler.avg_deg_lin / degree.clamp(min=1),
+            "amplification": lambda: of_degree("log", lambda d: torch.log(d + 1)) / scaler.avg_deg_log,
+            "attenuation": lambda: (
+                scaler.avg_deg_log / of_degree("log of some", lambda d: torch.log(d.clamp(min=1) + 1))
+            ),
+            "linear": lambda: of_degree("degree", lambda d: d) / scaler.avg_deg_lin,
+            "inverse_linear": lambda: scaler.avg_deg_lin / of_degree("some", lambda d: d.clamp(min=1)),
         }
         return [None if name == "identity" else formulas[name]() for name in scaler.scaler]
 
@@ -168,6 +179,10 @@ class FastPNAConv(FastConv, PNAConv):
         return self._why_original(x, edge_index) or why_no_kernel(self)
 
 
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
+
+
 def is_one_linear(nn: Module) -> bool:
     """Whether a tower's message is one plain linear map."""
     return _is_plain_sequence(nn) and len(nn) == 1 and is_plain_linear(nn[0])  # type: ignore[arg-type, index]
@@ -183,10 +198,12 @@ def aggregation_names(scaler: DegreeScalerAggregation) -> list[str]:
     def name(aggregation: Aggregation) -> str:
         if aggregation._forward_hooks or aggregation._forward_pre_hooks:
             return ""
-        of_variance = getattr(aggregation, "var_aggr", aggregation)
-        if getattr(of_variance, "semi_grad", False):
-            return ""
-        return _AGGREGATIONS.get(type(aggregation), "")
+        found = _AGGREGATIONS.get(type(aggregation), "")
+        if found in ("var", "std"):
+            of_variance = getattr(aggregation, "var_aggr", aggregation)
+            if getattr(of_variance, "semi_grad", False):
+                return ""
+        return found
 
     several = scaler.aggr
     if type(several) is not MultiAggregation or several.mode != "cat":

@@ -12,6 +12,7 @@ from torch_geometric.typing import OptTensor, PairTensor
 
 from fastsparse_core import Adjacency, gated_aggregate
 from fastsparse_core.fused.bias import add_bias, linear
+from fastsparse_core.fused.edge_messages import can_pass_messages, gated_layer
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import is_plain_linear, project
@@ -55,6 +56,9 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
             ValueError: sizes, dtypes or devices do not fit.
             IndexError: an index points to no node.
         """
+        out = self._joined(x, edge_index, edge_attr)
+        if out is not None:
+            return out
         pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
         reason = self._why_original_gated(pair, edge_index, edge_attr)
         if reason:
@@ -73,6 +77,43 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         if self.bias is None:
             return out
         return add_bias(out, self.bias) if out.dtype == self.bias.dtype else out + self.bias
+
+    def _joined(self, x: Any, edge_index: Any, edge_attr: Any) -> Tensor | None:
+        """The layer, of plain tensors in one dtype; None: look closer.
+
+        A step of a small model takes as long as the host needs for it.
+        """
+        state = self.__dict__
+        modules, parameters, edge_dim = state["_modules"], state["_parameters"], state["edge_dim"]
+        lins = (modules["lin_query"], modules["lin_value"], modules["lin_key"])
+        if not all(is_plain_linear(lin) for lin in lins) or not _is_sigmoid(
+            modules.get("act", state.get("act"))
+        ):
+            return None
+        features = 0
+        if edge_dim is not None:
+            if type(edge_attr) is not Tensor or edge_attr.dim() != 2 or edge_attr.shape[1] != edge_dim:
+                return None
+            features = edge_dim
+        if features > MOST_FEATURES or (edge_attr is None) != (edge_dim is None):
+            return None
+        adj = self._plain_graph(x, edge_index)
+        if adj is None:
+            return None
+        weights = tuple([lin._parameters["weight"] for lin in lins])
+        biases = tuple([lin._parameters["bias"] for lin in lins])
+        root, bias = None, parameters["bias"]
+        if state["root_weight"]:
+            lin = modules["lin_skip"]
+            if not is_plain_linear(lin) or lin._parameters["bias"] is not None:
+                return None
+            root = lin._parameters["weight"]
+        shape = (state["out_channels"], x.shape[1] + features)
+        if any(each is None for each in biases) or any(weight.shape != shape for weight in weights):
+            return None
+        if not can_pass_messages(adj, x, edge_attr, *weights, *biases, root, bias):
+            return None
+        return gated_layer(adj, x, edge_attr, weights, biases, root, bias)
 
     def _projected(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Keys of the destinations, queries and values of the sources."""

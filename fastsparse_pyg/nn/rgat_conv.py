@@ -12,7 +12,8 @@ from torch_geometric.typing import OptTensor, SparseTensor
 
 from fastsparse_core import additive_attention, scatter, scatter_softmax, spmm
 from fastsparse_core.grouped_product import grouped_product
-from fastsparse_core.relations import Relations, rows_of
+from fastsparse_core.relations import Relations
+from fastsparse_core.segment import rows_of
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.relations import relations_of, why_not_relations
 

@@ -1,19 +1,26 @@
 """Reading a node's features per edge, and reducing edges per node: without atomics, forward and backward.
 
 The messages stay in the caller's order, whatever the graph is sorted by: a layer may keep them, mask them, or
-know what its n-th edge is. A reduction reads them through a structure nodes x edges whose columns are the
-positions of a node's edges. :class:`NodeIndex` brings the reductions into code that calls PyTorch's own.
+know what its n-th edge is. The core's segment operators read them through the order of the cached structure.
+:class:`NodeIndex` brings them into code that calls PyTorch's own functions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch_geometric.utils
 from torch import Tensor
+from torch_geometric.nn import aggr
 
-from fastsparse_core import Adjacency, spmm
+from fastsparse_core import Adjacency, scatter, scatter_softmax
+from fastsparse_core.ops._segment import remember_segments
+from fastsparse_core.policy import MOST_HEADS
+from fastsparse_core.segment import rows_of
+from fastsparse_core.structure.incidence import edge_segments
 
 
 class EdgeEnd:
@@ -24,32 +31,30 @@ class EdgeEnd:
         num_nodes: how many nodes there are.
     """
 
-    __slots__ = ("_adj", "_is_dst", "_version", "index", "num_nodes")
+    __slots__ = ("_adj", "_is_dst", "_is_remembered", "_version", "index", "num_nodes")
 
     def __init__(self, adj: Adjacency, index: Tensor, is_dst: bool) -> None:
         self.index = index
         self.num_nodes: int = adj.shape[0 if is_dst else 1]
         self._adj, self._is_dst = adj, is_dst
         self._version = None if index.is_inference() else index._version
+        self._is_remembered = False
 
     def is_current(self) -> bool:
         """Whether nobody has written into the index since."""
         return self._version is None or self.index._version == self._version
 
     @property
-    def edges(self) -> Adjacency:
-        """The structure (num_nodes, num_edges): the positions of every node's edges."""
-        adj = self._adj if self._is_dst else self._adj.t()
-        return adj.derived("fastsparse_pyg.edges", lambda: _edges_of(adj))
+    def rows(self) -> Adjacency:
+        """The structure whose rows are these nodes."""
+        return self._adj if self._is_dst else self._adj.t()
 
-
-def _edges_of(adj: Adjacency) -> Adjacency:
-    position = adj.edge_id
-    if position is None:
-        position = torch.arange(adj.num_edges, dtype=torch.int32, device=adj.device)
-    edges = Adjacency(adj.rowptr, position, (adj.num_dst, adj.num_edges), group_rows="none")
-    edges._of_rows = adj._of_rows
-    return edges
+    def sorted_index(self) -> Tensor:
+        """The index, whose order the segment operators know."""
+        if not self._is_remembered and self.is_current():
+            remember_segments(self.index, edge_segments(self.rows))
+            self._is_remembered = True
+        return self.index
 
 
 def gather(x: Tensor, end: EdgeEnd, dim: int = 0) -> Tensor:
@@ -58,66 +63,105 @@ def gather(x: Tensor, end: EdgeEnd, dim: int = 0) -> Tensor:
         return x.index_select(dim, end.index)
     if dim % x.dim():
         return gather(x.movedim(dim, 0), end).movedim(0, dim)
-    out: Tensor = _Gather.apply(x, end)
-    return out
+    return rows_of(x, end.sorted_index())
 
 
 def reduce(messages: Tensor, end: EdgeEnd, how: str, dim: int = 0) -> Tensor:
-    """Sum, mean, max or min of every node's edges, 0 without any; 16-bit sums are kept in float32.
-
-    The gradient of a maximum goes to the first of several equal ones, as in :func:`fastsparse_core.spmm`.
-    """
+    """Reduces every node's edges, as :func:`fastsparse_core.scatter`."""
     if messages.dim() > 1 and dim % messages.dim():
         return reduce(messages.movedim(dim, 0), end, how).movedim(0, dim)
-    if how in ("max", "min"):
-        return _spmm(messages, end, how)
-    if not (messages.requires_grad and torch.is_grad_enabled()):
-        return _spmm(messages, end, how)
-    out: Tensor = _Reduce.apply(messages, end, how)
+    return scatter(messages, end.sorted_index(), end.num_nodes, how)  # type: ignore[call-overload]
+
+
+def softmax(
+    src: Tensor,
+    index: Tensor | None = None,
+    ptr: Tensor | None = None,
+    num_nodes: int | None = None,
+    dim: int = 0,
+) -> Tensor:
+    """PyG's function of that name, by one operator where the index is that of a graph at hand."""
+    if (
+        isinstance(index, NodeIndex)
+        and index.dim() == 1
+        and num_nodes in (None, index.end.num_nodes)
+        and _fits_softmax(src, index.end, dim)
+    ):
+        return _softmax(src, index.end, dim)
+    out: Tensor = torch_geometric.utils.softmax(src, index, ptr, num_nodes, dim)
     return out
 
 
-def product(messages: Tensor, end: EdgeEnd) -> Tensor:
-    """Product of every node's edges, 1 without any, along dimension 0."""
-    edges = end.edges
-    in_order = messages.index_select(0, edges.col.long())
-    return torch.segment_reduce(in_order, "prod", offsets=edges.rowptr, axis=0, initial=1.0, unsafe=True)
+def _fits_softmax(src: Any, end: EdgeEnd, dim: int) -> bool:
+    return (
+        type(src) is Tensor
+        and src.is_floating_point()
+        and -src.dim() <= dim < src.dim()
+        and src.size(dim) == end.index.numel()
+        and src.numel() <= src.size(dim) * MOST_HEADS
+        and end.is_current()
+    )
 
 
-def _spmm(messages: Tensor, end: EdgeEnd, how: str) -> Tensor:
-    flat = messages if messages.dim() == 2 else messages.reshape(messages.size(0), messages.shape[1:].numel())
-    if torch.is_autocast_enabled(flat.device.type):
-        with torch.autocast(flat.device.type, enabled=False):  # sums have the dtype of their terms
-            out = spmm(end.edges, flat, None, how, algorithm="csr")
-    else:
-        out = spmm(end.edges, flat, None, how, algorithm="csr")
-    return out if messages.dim() == 2 else out.reshape(end.num_nodes, *messages.shape[1:])
+def _softmax(src: Tensor, end: EdgeEnd, dim: int) -> Tensor:
+    if dim % src.dim():
+        return _softmax(src.movedim(dim, 0), end, 0).movedim(0, dim)
+    return scatter_softmax(src, end.sorted_index(), end.num_nodes)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, end: EdgeEnd) -> Tensor:
-        ctx.end = end
-        return x.index_select(0, end.index)
+# ---------------------------------------------------------------- PyG's aggregations
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return reduce(grad, ctx.end, "sum"), None
+_LEAST_VARIANCE = 1e-5  # of PyG's StdAggregation
+
+#: PyG's aggregation -> the reduction's name; "softmax" and "std" are made of others.
+_AGGREGATIONS = {
+    aggr.SumAggregation: "sum",
+    aggr.MeanAggregation: "mean",
+    aggr.MaxAggregation: "max",
+    aggr.MinAggregation: "min",
+    aggr.MulAggregation: "mul",
+    aggr.VarAggregation: "var",
+    aggr.StdAggregation: "std",
+    aggr.SoftmaxAggregation: "softmax",
+}
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, messages: Tensor, end: EdgeEnd, how: str) -> Tensor:
-        ctx.end, ctx.how = end, how
-        return _spmm(messages, end, how)
+def reduction_of(module: Any) -> str:
+    """The name of what an aggregation of PyG's computes, "" where :func:`aggregate` does not know it."""
+    how = _AGGREGATIONS.get(type(module), "")
+    if not how or module._forward_hooks or module._forward_pre_hooks:
+        return ""
+    # The gradient of half of the formula.
+    if (how == "var" and module.semi_grad) or (how == "std" and module.var_aggr.semi_grad):
+        return ""
+    return how
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.how == "mean":
-            dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
-            inverse = ctx.end.edges.inv_degree(dtype)
-            grad = (grad * inverse.view(-1, *[1] * (grad.dim() - 1))).to(grad.dtype)
-        return gather(grad, ctx.end), None, None
+
+def aggregate(messages: Tensor, end: EdgeEnd, how: str, module: Any, dim: int) -> Tensor | None:
+    """What an aggregation of PyG's computes; None: its own code has to.
+
+    Args:
+        messages: floating, the edges along ``dim``.
+        end: the nodes.
+        how: :func:`reduction_of` the aggregation.
+        module: the aggregation.
+        dim: of the edges.
+    """
+    if how == "std":
+        variance = reduce(messages, end, "var", dim)
+        deviation = variance.clamp(min=_LEAST_VARIANCE).sqrt()
+        return deviation.masked_fill(deviation <= math.sqrt(_LEAST_VARIANCE), 0.0)
+    if how != "softmax":
+        return reduce(messages, end, how, dim)
+    if module.channels != 1 or not _fits_softmax(messages, end, dim):
+        return None
+    scores = messages if isinstance(module.t, (int, float)) and module.t == 1 else messages * module.t
+    if not module.learn and module.semi_grad:
+        scores = scores.detach()
+    return reduce(messages * _softmax(scores, end, dim), end, "sum", dim)
+
+
+# ---------------------------------------------------------------- PyTorch's functions
 
 
 class NodeIndex(Tensor):
@@ -205,11 +249,12 @@ def _scatter_reduce(
     if reduce == "sum" and include_self:
         result = out + _reduce(src, index.end, "sum", index.along)
     elif reduce == "prod" and include_self:
-        result = out.clone() * product(src.movedim(index.along, 0), index.end).movedim(0, index.along)
+        result = out.clone() * _reduce(src, index.end, "mul", index.along)
     elif reduce in ("amax", "amin") and not include_self:
         result = _reduce(src, index.end, reduce[1:], index.along)
-        if index.end.edges.has_empty_rows():
-            empty = index.end.edges.in_degree() == 0
+        rows = index.end.rows
+        if rows.has_empty_rows():
+            empty = rows.in_degree() == 0
             result = torch.where(empty.view(-1, *[1] * (out.dim() - index.along - 1)), out, result)
     else:
         return NotImplemented

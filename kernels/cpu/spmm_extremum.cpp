@@ -5,6 +5,7 @@
 
 #include "fastsparse/cpu_simd.h"
 #include "fastsparse/launchers.h"
+#include "fastsparse/spmm_extremum.h"
 
 namespace fastsparse::cpu {
 namespace {
@@ -24,21 +25,23 @@ FASTSPARSE_INLINE void reduce_rows(const SpmmExtremumArgs& args, std::int64_t ro
     const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1];
     std::int32_t* arg = args.arg + row * args.width;
     std::fill(best.begin(), best.end(), A{0});
-    std::fill(arg, arg + args.width, -1);
+    std::fill(arg, arg + args.width, kNoEdge);
     for (std::int64_t entry = begin; entry < end; ++entry) {
       const T* source = static_cast<const T*>(args.x.data) + args.a.col[entry] * args.x.stride;
-      const auto offset = static_cast<std::int32_t>(entry - begin);
+      const std::int64_t edge = edge_position(args.a, entry);
+      const auto position = static_cast<std::int32_t>(edge);
+      const bool is_first = entry == begin;
       for (std::int64_t head = 0; head < heads; ++head) {
         A weight = sign;
         if (args.value.data != nullptr) {
-          weight *= edge_value<T>(args.value, args.dtype, edge_position(args.a, entry) * heads + head);
+          weight *= edge_value<T>(args.value, args.dtype, edge * heads + head);
         }
         for (std::int64_t f = head * head_width; f < (head + 1) * head_width; ++f) {
           const A candidate = weight * widen(source[f]);
           const bool better =
-              (candidate > best[f]) | ((candidate != candidate) & (best[f] == best[f])) | (offset == 0);
+              (candidate > best[f]) | ((candidate != candidate) & (best[f] == best[f])) | is_first;
           best[f] = better ? candidate : best[f];
-          arg[f] = better ? offset : arg[f];
+          arg[f] = better ? position : arg[f];
         }
       }
     }

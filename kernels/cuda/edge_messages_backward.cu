@@ -164,12 +164,20 @@ __global__ void __launch_bounds__(kMessageThreads)
 template <typename T>
 constexpr int kWeightFeatures = sizeof(Acc<T>) == 4 ? 8 : 4;
 
-// dW, and in every second block of the grid's last dimension dU, of the slices of every groups-th group.
+// Blocks of a multiprocessor: so many that all groups of a width of 128 are under way at once (relu).
 template <typename T, bool kGated>
-__global__ void __launch_bounds__(kMessageThreads)
+constexpr int kWeightBlocks = sizeof(Acc<T>) == 8 ? 1
+                              : kGated            ? 3
+                                                  : 4;
+
+// dW, and in every second block of the grid's last dimension dU, of the slices of every groups-th group. The
+// sums are chains of dependent loads (slice, entry, edge): the next slice and the next entries are read
+// ahead.
+template <typename T, bool kGated>
+__global__ void __launch_bounds__(kMessageThreads, kWeightBlocks<T, kGated>)
     edge_messages_weight_kernel(const __grid_constant__ EdgeMessageBackwardArgs args, int lanes) {
   using A = Acc<T>;
-  constexpr int kFeatures = kWeightFeatures<T>;
+  constexpr int kFeatures = kWeightFeatures<T>, kParts = kFeatures / 4;
   constexpr int kInFlight = kGated ? 1 : 2;
   const EdgeMessageInput& input = args.input;
   const MessageLane<T> lane(input.width, lanes);
@@ -177,39 +185,53 @@ __global__ void __launch_bounds__(kMessageThreads)
   const bool of_value = kGated && blockIdx.z % 2 != 0;
   const std::int64_t first = static_cast<std::int64_t>(kGated ? blockIdx.z / 2 : blockIdx.z) * kFeatures;
   A acc[kFeatures][kTileFeatures] = {};
+  RowSlice slice = load_slice(args.split, lane.group);
+  NextEntries<kInFlight> next;
+  next.read(args.a, slice, 0);
   for (std::int64_t index = lane.group; index < args.split.num_slices; index += args.groups) {
-    const RowSlice slice = load_slice(args.split, index);
+    const RowSlice following = load_slice(args.split, index + args.groups);
     const std::int64_t row = row_of(args.split, slice);
     A grad[kTileFeatures], k[kTileFeatures];
     lane.load(grad, args.grad, row);
     if constexpr (kGated) lane.load(k, input.k, row);
-    for (int base = 0; base < slice.length; base += kInFlight) {
-      NextEntries<kInFlight> entries;
-      entries.read(args.a, slice, base);
+    int base = 0;
+    do {  // once for an empty slice, too: the entries of the following one are read here
+      const NextEntries<kInFlight> entries = next;
       bool has[kInFlight];
-      A factor[kInFlight][kTileFeatures], features[kInFlight][kFeatures];
+      FourFeatures<T> features[kInFlight][kParts];
+      TileRow<T> q[kInFlight], v[kInFlight];
+      unsigned positive[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         has[u] = base + u < slice.length;
         const T* from =
             static_cast<const T*>(input.edge.data) + entries.position[u] * input.edge.stride + first;
 #pragma unroll
-        for (int a = 0; a < kFeatures; a += 4) {
-          load_four<T>(*reinterpret_cast<A(*)[4]>(&features[u][a]), from + a,
-                       has[u] && first + a < input.edge_width);
+        for (int part = 0; part < kParts; ++part) {
+          features[u][part].load(from + part * 4, has[u] && first + part * 4 < input.edge_width);
+        }
+        if constexpr (kGated) {
+          q[u] = lane.load(input.q, entries.col[u], has[u]);
+          v[u] = lane.load(input.v, entries.col[u], has[u] && !of_value);
+        } else {
+          positive[u] =
+              has[u] ? __ldg(args.positive + entries.position[u] * args.sign_bytes + lane.byte()) : 0;
         }
       }
+      const bool is_last = base + kInFlight >= slice.length;
+      const RowSlice upcoming{is_last ? following.begin : slice.begin + base + kInFlight,
+                              is_last ? following.length : slice.length - base - kInFlight, 0};
+      next.read(args.a, upcoming, 0);
+
+      A factor[kInFlight][kTileFeatures];
       if constexpr (kGated) {
-        A value[kInFlight][kTileFeatures] = {};
+        A value[kInFlight][kTileFeatures];
 #pragma unroll
         for (int u = 0; u < kInFlight; ++u) {
-          const TileRow<T> q = lane.load(input.q, entries.col[u], has[u]);
-          TileRow<T> v{};
-          if (!of_value) v = lane.load(input.v, entries.col[u], has[u]);
 #pragma unroll
           for (int i = 0; i < kTileFeatures; ++i) {
-            factor[u][i] = k[i] + q[i];
-            value[u][i] = v[i];
+            factor[u][i] = k[i] + q[u][i];
+            value[u][i] = v[u][i];
           }
         }
         add_projected(factor, lane, input, input.weight, entries.position, has);
@@ -222,25 +244,23 @@ __global__ void __launch_bounds__(kMessageThreads)
             factor[u][i] = gate * (of_value ? A{1} : (A{1} - gate) * value[u][i]) * grad[i];
           }
         }
-      } else {
-#pragma unroll
-        for (int u = 0; u < kInFlight; ++u) {
-          unsigned positive = 0;
-          if (has[u]) positive = __ldg(args.positive + entries.position[u] * args.sign_bytes + lane.byte());
-#pragma unroll
-          for (int i = 0; i < kTileFeatures; ++i) factor[u][i] = positive >> i & 1u ? grad[i] : A{0};
-        }
       }
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         if (!has[u]) continue;
+        if constexpr (!kGated) {
+#pragma unroll
+          for (int i = 0; i < kTileFeatures; ++i) factor[u][i] = positive[u] >> i & 1u ? grad[i] : A{0};
+        }
 #pragma unroll
         for (int a = 0; a < kFeatures; ++a) {
 #pragma unroll
-          for (int i = 0; i < kTileFeatures; ++i) acc[a][i] += factor[u][i] * features[u][a];
+          for (int i = 0; i < kTileFeatures; ++i) acc[a][i] += factor[u][i] * features[u][a / 4][a % 4];
         }
       }
-    }
+      base += kInFlight;
+    } while (base < slice.length);
+    slice = following;
   }
   void* to = of_value ? args.grad_of_value : args.grad_weight;
 #pragma unroll

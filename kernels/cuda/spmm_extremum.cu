@@ -4,6 +4,7 @@
 
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
+#include "fastsparse/spmm_extremum.h"
 
 namespace fastsparse::cuda {
 namespace {
@@ -30,17 +31,12 @@ __global__ void __launch_bounds__(kThreads) spmm_extremum_kernel(const SpmmExtre
   const std::int64_t head = weighted ? feature / (args.width / args.value.heads) : 0;
   const T* x = static_cast<const T*>(args.x.data) + feature;
   const A sign = args.minimum ? A{-1} : A{1};
-  // Offsets count from the row's first entry; slices of a split row start later.
-  const std::int64_t row = row_of(args.split, slice);
-  const auto offset0 =
-      static_cast<std::int32_t>(slice.begin - (slice.length > 0 ? args.a.rowptr[row] : slice.begin));
-
   A best = 0;
-  std::int32_t arg = -1;
+  int chosen = -1;
   auto consider = [&](int offset, A candidate) {
     if (offset == 0 || beats(candidate, best)) {
       best = candidate;
-      arg = offset0 + offset;
+      chosen = offset;
     }
   };
   auto candidate_at = [&](int offset) {
@@ -63,13 +59,15 @@ __global__ void __launch_bounds__(kThreads) spmm_extremum_kernel(const SpmmExtre
   }
   for (; offset < slice.length; ++offset) consider(offset, candidate_at(offset));
 
+  const std::int32_t arg =
+      chosen < 0 ? kNoEdge : static_cast<std::int32_t>(edge_position(args.a, slice.begin + chosen));
   if (slice.target < 0) {
     const std::int64_t at = static_cast<std::int64_t>(~slice.target) * args.width + feature;
     static_cast<A*>(args.partial)[at] = best;
     args.partial_arg[at] = arg;
   } else {
-    const std::int64_t at = row * args.width + feature;
-    static_cast<T*>(args.out)[at] = narrow<T>(arg < 0 ? A{0} : sign * best);
+    const std::int64_t at = static_cast<std::int64_t>(slice.target) * args.width + feature;
+    static_cast<T*>(args.out)[at] = narrow<T>(chosen < 0 ? A{0} : sign * best);
     args.arg[at] = arg;
   }
 }

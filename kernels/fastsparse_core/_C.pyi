@@ -375,6 +375,26 @@ def spmm_extremum(
     device: int,
     queue: int,
 ) -> None: ...
+def spmm_extremum_backward(
+    transposed: CsrStructure,
+    dtype: int,
+    num_rows: int,
+    width: int,
+    grad: int,
+    grad_stride: int,
+    x: int,
+    x_stride: int,
+    value: int,
+    value_dtype: int,
+    heads: int,
+    arg: int,
+    source: int,
+    grad_x: int,
+    grad_value: int,
+    partial: int,
+    device: int,
+    queue: int,
+) -> None: ...
 def sddmm_csr(
     structure: CsrStructure,
     dtype: int,

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fastsparse_core import recorded
 from fastsparse_core.locks import ForkSafeLock
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -85,6 +86,9 @@ class AdjacencyCache:
                         return entry[1]
                     del entries[options]
                     self._stale += 1
+            run = recorded.current()
+            if run is not None:  # a structure of this execution: nothing of it may be kept
+                return run.structure(key, options, build)
             self._misses += 1
             adjacency = build()
             if entries is None:

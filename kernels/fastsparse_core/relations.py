@@ -11,15 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastsparse_core.ops._segment import gather_op
 from fastsparse_core.structure.adjacency import Adjacency
 from fastsparse_core.structure.build_once import BuiltOnce
-
-
-def rows_of(x: Tensor, index: Tensor) -> Tensor:
-    """``x.index_select(0, index)``, whose gradient is summed without atomics."""
-    out: Tensor = gather_op(x, index, None, index.numel())
-    return out
 
 
 @dataclass(frozen=True)

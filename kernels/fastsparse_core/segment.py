@@ -5,7 +5,7 @@ Forward and backward passes use no atomics: the same bits every time.
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -189,7 +189,16 @@ def gather_csr(src: Tensor, rowptr: Tensor, num_rows: int | None = None) -> Tens
     _check_index("rowptr", rowptr, src, length=src.size(0) + 1)
     rows = int(rowptr[-1]) if num_rows is None else num_rows
     out = gather_op(_as_matrix(src), None, rowptr, rows)
-    return out.reshape(rows, *src.shape[1:])
+    return cast("Tensor", out.reshape(rows, *src.shape[1:]))
+
+
+def rows_of(x: Tensor, index: Tensor) -> Tensor:
+    """``x.index_select(0, index)``, whose gradient is summed without atomics; indices are not checked."""
+    num_rows = index.numel()
+    if x.dim() == 2:
+        return cast("Tensor", gather_op(x, index, None, num_rows))
+    rows = gather_op(x.reshape(x.size(0), x.shape[1:].numel()), index, None, num_rows)
+    return cast("Tensor", rows.reshape(num_rows, *x.shape[1:]))
 
 
 def _reduce(
@@ -204,7 +213,7 @@ def _reduce(
 def _softmax(src: Tensor, index: Tensor | None, rowptr: Tensor | None, size: int) -> Tensor:
     matrix = _as_matrix(src)
     check_heads(matrix.size(1), src.device)
-    return softmax_op(matrix, index, rowptr, size).reshape(src.shape)
+    return cast("Tensor", softmax_op(matrix, index, rowptr, size).reshape(src.shape))
 
 
 def _as_matrix(src: Tensor) -> Tensor:

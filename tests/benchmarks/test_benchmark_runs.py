@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -727,10 +728,10 @@ def test_all_goes_on_after_a_failure_and_says_so_at_the_end(
     with pytest.raises(SystemExit) as stopped:
         main(["all", "--device", "cpu", "--out", str(tmp_path)])
     assert stopped.value.code == 1
-    assert ran == ["cpu", "formats", "accuracy", "plots", "summary"]
+    assert ran == ["cpu", "dgl_operators", "formats", "accuracy", "plots", "summary"]
     printed = capsys.readouterr().out
     assert "the machine is on fire" in printed
-    assert "2 of 5 failed" in printed
+    assert "2 of 6 failed" in printed
 
 
 def test_all_writes_what_did_not_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -744,7 +745,7 @@ def test_all_writes_what_did_not_fail(tmp_path: Path, monkeypatch: pytest.Monkey
     assert stopped.value.code == 1
     written = {path.relative_to(tmp_path).as_posix().split("/")[-1] for path in tmp_path.rglob("*.*")}
     assert written == {"formats.json", "formats.png", "adjacency.json", "summary.md"}
-    assert "## Building a structure\n\n### adjacency" in (tmp_path / "summary.md").read_text()
+    assert re.search(r"## Building a structure\n\n### \w", (tmp_path / "summary.md").read_text())
     monkeypatch.setattr(command_line, "ON_CPU", working)
     main(["all", "--device", "cpu", "--out", str(tmp_path)])  # no exit: nothing failed
 

@@ -717,6 +717,24 @@ def test_deterministic_mode_covers_extrema(device):
     assert torch.equal(grads[0], grads[2])
 
 
+@pytest.mark.parametrize("width", [3, 8, 64])
+def test_gradients_of_extrema_repeat(device, width):
+    """Without deterministic algorithms, too, and as the formula has them."""
+    generator = torch.Generator().manual_seed(0)
+    row, col = (torch.randint(0, 40, (6000,), generator=generator) for _ in range(2))
+    row[:4000] = 7  # split between slices, as is the column
+    col[3000:] = 5
+    adj = Adjacency.from_coo(row.to(device), col.to(device), (41, 40))
+    x = torch.randn(40, width, generator=generator).to(device).requires_grad_()
+    value = torch.rand(6000, generator=generator).to(device).requires_grad_()
+    out = spmm(adj, x, value, "max").square().sum()
+    grads = [torch.autograd.grad(out, (x, value), retain_graph=True) for _ in range(2)]
+    formula = torch.autograd.grad(out, (x, value), create_graph=True)
+    for first, second, expected in zip(*grads, formula, strict=True):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, expected.detach(), rtol=1e-4, atol=1e-4)
+
+
 def test_no_memory_to_convert_leaves_csr(device, monkeypatch, caplog):
     def fail(*args, **kwargs):
         raise torch.OutOfMemoryError("no memory")

@@ -107,8 +107,9 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
             )
     if func.namespace == "fastsparse" and on_device:
         names = [argument.name for argument in func._schema.arguments]
-        place = names.index("adjacency")
-        args = (*args[:place], _twin(from_handle(args[place])).handle, *args[place + 1 :])
+        if "adjacency" in names:
+            place = names.index("adjacency")
+            args = (*args[:place], _twin(from_handle(args[place])).handle, *args[place + 1 :])
     args, kwargs = tree_map(lambda it: it.inner if isinstance(it, Pretended) else it, (args, kwargs))
     out = func(*args, **kwargs)
     if func._schema.name.endswith("_") and isinstance(on_device[0] if on_device else None, Pretended):

@@ -65,8 +65,9 @@ def test_command(command, tmp_path):
                 pytest.importorskip("fastsparse_dgl", exc_type=ImportError)
             else:
                 pytest.importorskip("torch_geometric")
-            # To the end, on a graph of 34 nodes; tests/examples has the larger ones.
-            small = ("--dataset", "karate", "--epochs", "2", "--runs", "1")
+            # To the end, on a graph of 34 nodes or 60 molecules; tests/examples has the larger ones.
+            data = ("--molecules", "60") if script.endswith("molecules.py") else ("--dataset", "karate")
+            small = (*data, "--epochs", "2", "--runs", "1")
             run(sys.executable, CHECKOUT / script, *options, *small, cwd=tmp_path)
         case ["pip", "install", target]:
             # test_build.py builds the wheel; what is left to check is that pip knows the extra.

@@ -24,7 +24,7 @@ import fastsparse_pyg
 from benchmarks import any_layer as any_layer_benchmark
 from benchmarks.pyg_layers import LAYERS, NO_LAYER, Inputs
 from fastsparse_pyg import VerificationError, accelerate, prepare, restore
-from fastsparse_pyg.nn import any_layer
+from fastsparse_pyg.nn import any_layer, layer_arguments, message_kernels, segments
 
 N, WIDTH = 40, 6
 EDGES = random_graph(N)
@@ -82,6 +82,20 @@ OPTIONS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Inputs], Tensor
     "aggr=mul": (lambda: pyg.GENConv(6, 4, aggr="mul", edge_dim=4), LAYERS["GENConv"].call),
     "aggr=list": (lambda: pyg.SAGEConv(6, 4, aggr=["mean", "std", "softmax"]), LAYERS["SAGEConv"].call),
     "aggr=var": (lambda: pyg.GENConv(6, 4, aggr="var", edge_dim=4), LAYERS["GENConv"].call),
+    "aggr=std": (lambda: pyg.GENConv(6, 4, aggr="std", edge_dim=4), LAYERS["GENConv"].call),
+    "aggr=var, semi": (
+        lambda: pyg.GENConv(6, 4, aggr=pyg.aggr.VarAggregation(semi_grad=True), edge_dim=4),
+        LAYERS["GENConv"].call,
+    ),
+    "aggr=softmax, learnt": (lambda: pyg.GENConv(6, 4, learn_t=True, edge_dim=4), LAYERS["GENConv"].call),
+    "aggr=softmax, semi": (
+        lambda: pyg.GENConv(6, 4, aggr=pyg.aggr.SoftmaxAggregation(t=0.5, semi_grad=True), edge_dim=4),
+        LAYERS["GENConv"].call,
+    ),
+    "aggr=softmax, channels": (
+        lambda: pyg.GENConv(6, 4, aggr=pyg.aggr.SoftmaxAggregation(learn=True, channels=4), edge_dim=4),
+        LAYERS["GENConv"].call,
+    ),
     "aggr=powermean": (lambda: pyg.GENConv(6, 4, aggr="powermean", edge_dim=4), LAYERS["GENConv"].call),
     "aggr=median": (lambda: pyg.SAGEConv(6, 4, aggr="median"), LAYERS["SAGEConv"].call),
     "aggr=max of GCN": (lambda: pyg.GCNConv(6, 4, aggr="max"), LAYERS["GCNConv"].call),
@@ -198,6 +212,37 @@ class Edgewise(MessagePassing):
         return self.mlp(torch.cat([x_i, x_j - x_i, edge_attr], dim=-1))
 
 
+class Rectified(MessagePassing):
+    """As GINE's."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x, edge_attr=F.pad(edge_attr, (0, 2)))
+
+    def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
+        return F.relu(edge_attr.tanh() + x_j)
+
+
+class RectifiedByOne(Rectified):
+    """One term for all features."""
+
+    def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
+        return (x_j + edge_attr[:, :1]).relu()
+
+
+class Attending(MessagePassing):
+    """A softmax within a message that is no weighted copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x, edge_attr=edge_attr)
+
+    def message(self, x_i: Tensor, x_j: Tensor, edge_attr: Tensor, index: Tensor, size_i: int) -> Tensor:
+        return softmax(x_i * x_j, index, num_nodes=size_i) * (x_j + self.lin(edge_attr))
+
+
 class Gate(MessagePassing):
     """Elementwise weights, which look like a weight per edge."""
 
@@ -287,6 +332,9 @@ WRITTEN: dict[str, tuple[Callable[[], nn.Module], X_E, str]] = {
     "OptionalWeight given": (OptionalWeight, weighted, "w * x_j: spmm (sum)"),
     "OptionalWeight absent": (OptionalWeight, plain, "w * x_j: spmm (sum)"),
     "Edgewise": (Edgewise, attributed, "message() per edge: segment max"),
+    "Rectified": (Rectified, attributed, "relu(x_j + e): gine_aggregate (sum)"),
+    "RectifiedByOne": (RectifiedByOne, attributed, "relu(x_j + e): gine_aggregate (sum)"),
+    "Attending": (Attending, attributed, "message() per edge: segment sum"),
     "Gate": (Gate, attributed, "w * x_j: spmm (sum)"),
     "Updated": (Updated, plain, "x_j: spmm (mean)"),
     "WithDegree": (WithDegree, plain, "w * x_j: spmm (sum)"),
@@ -305,14 +353,37 @@ def test_layers_as_people_write_them(name: str, device: str, caplog: pytest.LogC
     assert not caplog.records
 
 
+def test_softmax_is_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In weights, messages, edge updates and PyG's aggregation."""
+    it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
+    calls = []
+    right = segments.scatter_softmax
+    monkeypatch.setattr(segments, "scatter_softmax", lambda *args: (calls.append(1), right(*args))[1])
+    layers: list[tuple[nn.Module, X_E]] = [
+        (PerHead(), plain),
+        (Attending(), attributed),
+        (EdgeUpdater(), plain),
+        (pyg.GENConv(6, 4, edge_dim=4), attributed),
+    ]
+    for layer, call in layers:
+        accelerate(layer, show=False)
+        calls.clear()
+        call(layer, it)
+        assert calls == [1], layer
+
+
 def test_no_messages_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """A weighted copy gathers no features, and does not call message()."""
     it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
-    layers: list[tuple[nn.Module, X_E]] = [(Weighted("view"), weighted), (OptionalWeight(), plain)]
+    layers: list[tuple[nn.Module, X_E]] = [
+        (Weighted("view"), weighted),
+        (OptionalWeight(), plain),
+        (Rectified(), attributed),
+    ]
     for layer, call in layers:
         accelerate(layer, show=False)
         expected = call(layer, it)
-        monkeypatch.setattr(any_layer, "gather", None)
+        monkeypatch.setattr(layer_arguments, "gather", None)
         close(call(layer, it), expected)
         monkeypatch.undo()
 
@@ -616,12 +687,12 @@ def test_explain_mode_and_back() -> None:
     for one in (reference, layer):
         one.explain = False
     calls = []
-    product = any_layer.spmm
-    any_layer.spmm = lambda *arguments: (calls.append(1), product(*arguments))[1]
+    product = message_kernels.spmm
+    message_kernels.spmm = lambda *arguments: (calls.append(1), product(*arguments))[1]
     try:
         close(plain(layer, it), expected, 1e-10)
     finally:
-        any_layer.spmm = product
+        message_kernels.spmm = product
     assert calls == [1]
     restore(layer)
     assert "propagate" not in vars(layer)
@@ -790,13 +861,13 @@ def test_verify_raises_and_falls_back(fault: str, monkeypatch: pytest.MonkeyPatc
     model = nn.Sequential(Edgewise())
     expected = attributed(model[0], it)
     accelerate(model, show=False, verify=True)
-    right = any_layer.reduce
+    right = any_layer.aggregate
 
     def wrong(messages: Tensor, *rest: Any) -> Tensor:
         out = right(messages, *rest)
         return out * 1.1 if fault == "output" else out.detach() + 0.0 * messages.sum()
 
-    monkeypatch.setattr(any_layer, "reduce", wrong)
+    monkeypatch.setattr(any_layer, "aggregate", wrong)
     with pytest.raises(VerificationError, match=f"layer '0', AcceleratedEdgewise, differs .*{fault}"):
         attributed(model[0], it)
     assert type(model[0]) is Edgewise

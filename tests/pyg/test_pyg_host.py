@@ -33,7 +33,7 @@ MOST_CALLS, MOST_FILES = 20, 8
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_warm_call_is_short(device: str, name: str) -> None:
-    if device == "cuda" and name in ("GATv2", "GAT", "transformer"):
+    if device == "cuda" and name not in ("GCN", "GIN"):
         pytest.skip("counted on the CPU; launches on CUDA have steps of their own")
     layer = LAYERS[name]().to(device).eval()
     x, edge_index = torch.randn(40, 16, device=device), torch.randint(40, (2, 200), device=device)

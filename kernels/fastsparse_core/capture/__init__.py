@@ -1,1 +1,1 @@
-"""Training steps and sampled batches as CUDA graphs."""
+"""Steps and models as CUDA graphs."""

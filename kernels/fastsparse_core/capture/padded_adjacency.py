@@ -49,7 +49,7 @@ class PaddedAdjacency(Adjacency):
         self._longest = lengths.slice_length(num_edges, gpu.profile_of(device))
         self._bsb_refused = True
         self.usage.scattered = 0  # all gradients come by atomics, for there is no transpose
-        self._built, self._of_rows = Unkept(), Unkept()
+        self._built, self._of_rows, self._of_pattern = Unkept(), Unkept(), Unkept()
         self._of_rows.results["row_split"] = unsplit_rows(room.slices)
         self._of_rows.results["inv_degree", torch.float32] = room.inv_degree
         self._built.results["csr_structure"] = self._csr_structure()

@@ -42,11 +42,11 @@ class Rows(Protocol):
     num_dst: int
     num_src: int
 
+    def row_once(self) -> Tensor: ...  # noqa: D102
     @property
     def num_edges(self) -> int: ...  # noqa: D102
     @property
     def device(self) -> torch.device: ...  # noqa: D102
-    def row_once(self) -> Tensor: ...  # noqa: D102
     def in_degree(self) -> Tensor: ...  # noqa: D102
 
 

@@ -21,7 +21,7 @@ def add_bias(out: Tensor, bias: Tensor) -> Tensor:
         out: (N, ...).
         bias: of the shape of one row, or of one that is broadcast to it.
     """
-    if out.shape[1:] == bias.shape and _sums_by_itself(out, bias):
+    if torch.is_grad_enabled() and out.shape[1:] == bias.shape and _sums_by_itself(out, bias):
         return _Bias.apply(out, bias, False)
     return out + bias.to(out.dtype)
 
@@ -34,7 +34,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight: (out width, F).
         bias: (out width,) or None.
     """
-    if bias is None or x.dim() != 2 or not _sums_by_itself(x, bias):
+    if bias is None or not torch.is_grad_enabled() or x.dim() != 2 or not _sums_by_itself(x, bias):
         return F.linear(x, weight, bias)
     return _Bias.apply(F.linear(x, weight, bias.detach()), bias, True)
 
@@ -45,7 +45,6 @@ def _sums_by_itself(rows: Tensor, bias: Tensor) -> bool:
         and is_plain_eager(rows)  # before the size, which a trace would remember
         and rows.size(0) >= _TALL
         and bias.requires_grad
-        and torch.is_grad_enabled()
         and is_plain_eager(bias.detach())
     )
 

@@ -51,6 +51,8 @@ def dropped_weights(adj: Adjacency, score: Tensor, dropout_p: float, seed: Tenso
     if seed is not None:
         keep = reference.dropout_keep(adj, weight.size(1), dropout_p, seed)
         weight = weight * _to_caller_order(adj, keep.to(weight.dtype)) / (1 - dropout_p)
+    elif dropout_p:  # of a recorded step: PyTorch draws anew in every replay
+        weight = F.dropout(weight, dropout_p)
     return weight
 
 

@@ -82,12 +82,18 @@ def is_plain_eager(x: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and not x.is_meta
         and not torch._is_functional_tensor(x)
-        and torch._C._len_torch_dispatch_stack() == 0
+        and not (torch._C._len_torch_dispatch_stack() and _modes_watch())
         and torch._C._functorch.peek_interpreter_stack() is None
         and not torch._C._functorch.is_legacy_batchedtensor(x)  # of is_grads_batched=True
         and forward_ad._current_level < 0
         and not x.is_neg()
     )
+
+
+def _modes_watch() -> bool:
+    """Whether one of the modes in force has to see what happens in operators; not so that of `journal`."""
+    modes = (torch._C._get_dispatch_stack_at(nth) for nth in range(torch._C._len_torch_dispatch_stack()))
+    return not all(getattr(mode, "is_harmless", False) for mode in modes)
 
 
 def why_watched(x: Tensor) -> str:
@@ -99,7 +105,7 @@ def why_watched(x: Tensor) -> str:
     """
     if torch.compiler.is_compiling():
         return ""
-    if torch._C._len_torch_dispatch_stack():
+    if torch._C._len_torch_dispatch_stack() and _modes_watch():
         return "a mode that watches operators (fake tensors, make_fx)"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a function transform of torch.func"

@@ -68,17 +68,21 @@ def kernel(
 
 def csr(
     adj: Adjacency,
-    algorithm: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    heads: int,
+    of_call: tuple[Tensor | None, float, float, Tensor | None, int],
+    algorithm: str,
 ) -> Tensor:
-    """Attention by the CSR kernels, as edges with features of width 0; there is no :func:`csr_obstacle`."""
+    """Attention by the CSR kernels, as edges with features of width 0; there is no :func:`csr_obstacle`.
+
+    Args:
+        adj: structure (num_dst, num_src).
+        q: (num_dst, heads * D).
+        k: (num_src, heads * D).
+        v: (num_src, heads * D).
+        of_call: bias, scale, probability of dropout, its seed, number of heads.
+        algorithm: as the caller asked.
+    """
     edges = v.new_empty(adj.num_values, 0), v.new_empty(v.size(1), 0)
-    options = (scale, dropout_p, seed, heads, adj.handle, algorithm)
-    return fused.call("edge_attention", v, q, k, v, *edges, bias, *options)
+    return fused.call("edge_attention", v, q, k, v, *edges, *of_call, adj.handle, algorithm)

@@ -189,10 +189,11 @@ def _padded_weight(weight: Tensor, heads: int, width: int, edge_width: int) -> T
 
 
 def _unpadded(x: Tensor, heads: int, width: int) -> Tensor:
-    """(n, heads * D) of padded heads, `width` features for all heads."""
+    """(n, heads * D) of padded heads, `width` features for all heads; not a view, which none may write to."""
     if x.size(1) == width:
         return x
-    return x.unflatten(1, (heads, -1))[:, :, : width // heads].flatten(1)
+    narrow = x.unflatten(1, (heads, -1))[:, :, : width // heads].flatten(1)
+    return narrow.clone() if narrow._is_view() else narrow
 
 
 def _edge_room(adj: Adjacency, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -420,7 +421,7 @@ def _edge_attention_backward(
     else:
         q_edge, grad_edge = _to_edge_width(q, weight, heads), _to_edge_width(grad, weight, heads)
     sums = None
-    if scatters(adj, algorithm, v.dtype, None):
+    if v.numel() and scatters(adj, algorithm, v.dtype, None):  # the address of no numbers is that of no sums
         sums = torch.zeros(2, *v.shape, dtype=lse.dtype, device=v.device)
         grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(0), v.new_empty(0)
     else:
@@ -502,8 +503,8 @@ class _EdgeAttention(torch.autograd.Function):
 
             return *fused._unfused_gradients(compute, grad, tensors[:6], ctx.needs_input_grad), *(None,) * 6
         if fused._was_written(ctx):
-            place = (scale, dropout_p, seed, ctx.heads, ctx.adjacency, ctx.algorithm)
-            tensors[6] = fused._run("edge_attention", grad, *tensors[:6], *place)[0]
+            again = (scale, dropout_p, seed, ctx.heads, ctx.adjacency, ctx.algorithm)
+            tensors[6] = fused._run("edge_attention", grad, *tensors[:6], *again)[0]
         edge_wanted, bias_wanted = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
         behind = (ctx.heads, ctx.adjacency, ctx.algorithm, edge_wanted, bias_wanted)
         arguments = (*tensors, *ctx.options, seed, *behind)

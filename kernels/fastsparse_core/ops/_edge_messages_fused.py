@@ -129,7 +129,7 @@ def _gine_aggregate(
 ) -> tuple[Tensor, Tensor]:
     operands = Operands.of(launch.RELU, None, x, None, edge, weight, None, bias)
     out, _, _, positive = launch.forward(from_handle(adjacency), operands, x.size(1), keep)
-    return out, positive
+    return out, x.new_empty(0, dtype=torch.uint8) if positive is None else positive
 
 
 def _gine_aggregate_backward(
@@ -154,7 +154,9 @@ def _gine_aggregate_backward(
         edge_wanted=edge_wanted,
         weight_wanted=weight_wanted,
     )
-    return found.q, cast(found.edge, edge.dtype), found.weight
+    nothing = grad.new_empty(0)
+    of_edge = nothing if found.edge is None else cast(found.edge, edge.dtype)
+    return found.q, of_edge, nothing if found.weight is None else found.weight
 
 
 class _GineAggregate(torch.autograd.Function):
@@ -213,7 +215,7 @@ def _gated_aggregate(
 ) -> tuple[Tensor, Tensor]:
     operands = Operands.of(launch.GATE, k, q, v, edge, gate_weight, value_weight)
     out, slope, _, _ = launch.forward(from_handle(adjacency), operands, q.size(1), keep)
-    return out, slope
+    return out, q.new_empty(0) if slope is None else slope
 
 
 def _gated_aggregate_backward(
@@ -239,7 +241,16 @@ def _gated_aggregate_backward(
         edge_wanted=edge_wanted,
         weight_wanted=weight_wanted,
     )
-    return grad * slope, found.q, found.v, found.edge, found.weight, found.of_value
+    nothing = grad.new_empty(0)
+    assert found.v is not None
+    return (
+        grad * slope,
+        found.q,
+        found.v,
+        nothing if found.edge is None else found.edge,
+        nothing if found.weight is None else found.weight,
+        nothing if found.of_value is None else found.of_value,
+    )
 
 
 class _GatedAggregate(torch.autograd.Function):
@@ -290,7 +301,10 @@ def _gated_edges(
     k: Tensor, q: Tensor, v: Tensor, edge: Tensor, adjacency: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     operands = Operands.of(launch.GATE_AND_STATE, k, q, v, edge)
-    return launch.forward(from_handle(adjacency), operands, q.size(1), True)[:3]
+    total, gates, state, _ = launch.forward(from_handle(adjacency), operands, q.size(1), True)
+    assert gates is not None
+    assert state is not None
+    return total, gates, state
 
 
 def _gated_edges_backward(
@@ -314,6 +328,8 @@ def _gated_edges_backward(
         grad_state=grad_state,
         edge_wanted=True,
     )
+    assert found.edge is not None
+    assert found.v is not None
     # The rows of the edges' gradients are the terms of k's.
     return _row_sums(adj, found.edge), found.q, found.v, found.edge
 

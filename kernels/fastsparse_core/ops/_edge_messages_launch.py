@@ -6,7 +6,7 @@ to results is cut off.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,16 +48,27 @@ def padded_width(x: Tensor) -> int:
 
 def rows(x: Tensor) -> Tensor:
     """(n, width) as kernels read it: unit stride; on CUDA rows of whole, aligned 16 bytes."""
-    step = 16 // x.itemsize if x.is_cuda else 1
+    if not x.is_cuda:
+        return unit_stride(x)
+    step = 16 // x.itemsize
     if x.size(1) % step:
         return F.pad(x, (0, -x.size(1) % step))
     x = unit_stride(x)
-    aligned = step == 1 or (x.stride(0) % step == 0 and x.data_ptr() % 16 == 0)
+    aligned = x.stride(0) % step == 0 and x.data_ptr() % 16 == 0
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _cut(x: Tensor, width: int) -> Tensor:
     return x if x.size(1) == width else x[:, :width].contiguous()
+
+
+def _transposed(map: Tensor, dtype: torch.dtype, padding: tuple[int, ...]) -> Tensor:
+    map = cast(map, dtype).t()
+    return (F.pad(map, padding) if any(padding) else map).contiguous()
+
+
+def _place(x: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if x is None else (x.data_ptr(), x.stride(0))
 
 
 def _edge_rows(adj: Adjacency, *shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -66,8 +77,7 @@ def _edge_rows(adj: Adjacency, *shape: int, like: Tensor, dtype: torch.dtype | N
     return (torch.empty if every else torch.zeros)(shape, dtype=dtype or like.dtype, device=like.device)
 
 
-@dataclass(frozen=True)
-class Operands:
+class Operands(NamedTuple):
     """What the kernels read, padded; `weight` and `of_value` transposed in the accumulation dtype."""
 
     message: int
@@ -92,25 +102,24 @@ class Operands:
         bias: Tensor | None = None,
     ) -> Operands:
         """From tensors as the caller gave them; with `weight` the edges' features are raw."""
-        dtype, given = accumulation_dtype(q.dtype), q.size(1)
+        given = q.size(1)
         k, q, v = None if k is None else rows(k), rows(q), None if v is None else rows(v)
-        if edge is not None and weight is not None:
-            missing = -edge.size(1) % 4 if edge.is_cuda else 0
-            edge = rows(F.pad(edge, (0, missing)) if missing else edge)
-        elif edge is not None:
-            edge = rows(edge)
-
-        def padded(map: Tensor | None) -> Tensor | None:
-            if map is None or edge is None:
-                return None
-            map, behind, below = map.to(dtype).t(), q.size(1) - given, edge.size(1) - map.size(1)
-            return (F.pad(map, (0, behind, 0, below)) if behind or below else map).contiguous()
-
+        if edge is None or weight is None:
+            return cls(message, k, q, v, None if edge is None else rows(edge))
+        dtype = accumulation_dtype(q.dtype)
+        missing = -edge.size(1) % 4 if edge.is_cuda else 0
+        edge = rows(F.pad(edge, (0, missing)) if missing else edge)
+        padding = (0, q.size(1) - given, 0, edge.size(1) - weight.size(1))
+        weight = _transposed(weight, dtype, padding)
+        if of_value is not None:
+            of_value = _transposed(of_value, dtype, padding)
         if bias is not None:
-            bias = rows(bias.to(dtype)[None])  # of a multiple of 16 bytes; 16-bit rows may be a little wider
+            bias = rows(
+                cast(bias, dtype)[None]
+            )  # of a multiple of 16 bytes; 16-bit rows may be a little wider
             missing = q.size(1) - bias.size(1)
             bias = F.pad(bias, (0, missing)) if missing else bias
-        return cls(message, k, q, v, edge, padded(weight), padded(of_value), bias)
+        return cls(message, k, q, v, edge, weight, of_value, bias)
 
     @property
     def edge_width(self) -> int:
@@ -119,19 +128,15 @@ class Operands:
 
     def views(self) -> _C.EdgeMessageInput:
         """The same as addresses and strides."""
-
-        def place(x: Tensor | None) -> tuple[int, int]:
-            return (0, 0) if x is None else (x.data_ptr(), x.stride(0))
-
         return _C.EdgeMessageInput(
             self.message,
             DTYPE_CODE[self.q.dtype],
             self.q.size(1),
             self.edge_width,
-            *place(self.k),
-            *place(self.q),
-            *place(self.v),
-            *place(self.edge),
+            *_place(self.k),
+            *_place(self.q),
+            *_place(self.v),
+            *_place(self.edge),
             address(self.weight),
             address(self.of_value),
             address(self.bias),
@@ -140,8 +145,8 @@ class Operands:
 
 def forward(
     adj: Adjacency, operands: Operands, width: int, side_wanted: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sums of messages, and what the message brings besides (empty where it does not).
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Sums of messages, and what the message brings besides (None where it does not).
 
     Args:
         adj: structure.
@@ -154,18 +159,19 @@ def forward(
     """
     q, message = operands.q, operands.message
     padded = q.size(1)
-    nothing = q.new_empty(0)
-    out, side, state, positive = q.new_empty(adj.num_dst, padded), nothing, nothing, nothing
-    if message == RELU and side_wanted:
-        positive = _edge_rows(adj, adj.num_values, sign_bytes(padded)[1], like=q, dtype=torch.uint8)
-    elif message == GATE_AND_STATE or (message == GATE and side_wanted):
+    out = q.new_empty(adj.num_dst, padded)
+    side = state = positive = None
+    sign_width = 0
+    if message == RELU:
+        if side_wanted:
+            sign_width = sign_bytes(padded)[1]
+            positive = _edge_rows(adj, adj.num_values, sign_width, like=q, dtype=torch.uint8)
+    elif message == GATE_AND_STATE:
+        side, state = torch.empty_like(out), _edge_rows(adj, adj.num_values, padded, like=q)
+    elif side_wanted:
         side = torch.empty_like(out)
-    if message == GATE_AND_STATE:
-        state = _edge_rows(adj, adj.num_values, padded, like=q)
-    index, slots = device_index(q.device), 0
-    if q.is_cuda:
-        slots = adj.row_split.num_slots
-    partial = q.new_empty(2 if side.numel() else 1, slots, padded, dtype=accumulation_dtype(q.dtype))
+    index = device_index(q.device)
+    partial, partial_side = _partial(adj, q, index, side is not None)
     _C.edge_messages(
         adj.csr_structure,
         operands.views(),
@@ -173,29 +179,40 @@ def forward(
         address(side),
         address(state),
         address(positive),
-        0 if positive is nothing else positive.size(1),
-        address(partial[0]),
-        address(partial[-1]),
+        sign_width,
+        address(partial),
+        address(partial_side),
         index,
         queue(index),
     )
+    if padded == width:
+        return out, side, state, positive
     return (
         _cut(out, width),
-        side if side is nothing else _cut(side, width),
-        state if state is nothing else _cut(state, width),
+        None if side is None else _cut(side, width),
+        None if state is None else _cut(state, width),
         positive,
     )
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """Those of the sources' rows, of edges' rows or raw features, and of the two maps; empty: not wanted."""
+def _partial(adj: Adjacency, like: Tensor, index: int, both: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Room for the sums of slices of rows that are cut, once or twice; None where no row is."""
+    slots = adj.row_split.num_slots if index >= 0 else 0
+    if not slots:
+        return None, None
+    dtype = accumulation_dtype(like.dtype)
+    partial = like.new_empty(slots, like.size(1), dtype=dtype)
+    return partial, torch.empty_like(partial) if both else partial
+
+
+class Gradients(NamedTuple):
+    """Those of the sources' rows, of edges' rows or raw features, and of the two maps; None: not wanted."""
 
     q: Tensor
-    v: Tensor
-    edge: Tensor
-    weight: Tensor
-    of_value: Tensor
+    v: Tensor | None
+    edge: Tensor | None
+    weight: Tensor | None
+    of_value: Tensor | None
 
 
 def backward(
@@ -228,42 +245,37 @@ def backward(
         weight_wanted: whether the maps do.
     """
     q, message, dtype = operands.q, operands.message, accumulation_dtype(grad.dtype)
-    padded = q.size(1)
+    padded, transposed = q.size(1), adj.t()
+    index = device_index(q.device)
     grad = rows(grad)
     side, state, of_state = (None if x is None else rows(x) for x in (grad_side, state, grad_state))
-    nothing = grad.new_empty(0)
     grad_q = grad.new_empty(adj.num_src, padded)
-    grad_v = torch.empty_like(grad_q) if message != RELU else nothing
+    grad_v = torch.empty_like(grad_q) if message != RELU else None
     grad_edge = features = grad_weight = grad_of_value = None
     raw = operands.weight is not None
     if edge_wanted and raw:
-        tiles = sign_bytes(padded)[0] if q.is_cuda else 1
+        tiles = sign_bytes(padded)[0] if index >= 0 else 1
         features = _edge_rows(adj, tiles, adj.num_values, operands.edge_width, like=grad, dtype=dtype)
     elif edge_wanted:
         grad_edge = _edge_rows(adj, adj.num_values, padded, like=grad)
-    groups, transposed, index, slots = 0, adj.t(), device_index(q.device), 0
-    if q.is_cuda:
-        slots = transposed.row_split.num_slots
+    groups = 0
     if weight_wanted and raw:
-        if q.is_cuda and not torch.cuda.is_current_stream_capturing():
+        if index >= 0 and not torch.cuda.is_current_stream_capturing():
             adj.sort_slices()  # the maps' gradients are summed in their order, which must not change later
-        count = adj.row_split.slices.size(0) if q.is_cuda else adj.num_dst
-        groups = min(max(count // 4, 1), _CUDA_GROUPS if q.is_cuda else _CPU_GROUPS)
+        count = adj.row_split.slices.size(0) if index >= 0 else adj.num_dst
+        groups = min(max(count // 4, 1), _CUDA_GROUPS if index >= 0 else _CPU_GROUPS)
         grad_weight = grad.new_empty(groups, operands.edge_width, padded, dtype=dtype)
         grad_of_value = None if message == RELU else torch.empty_like(grad_weight)
-    partial = grad.new_empty(2 if grad_v is not nothing else 1, slots, padded, dtype=dtype)
-
-    def place(x: Tensor | None) -> tuple[int, int]:
-        return (0, 0) if x is None else (x.data_ptr(), x.stride(0))
-
+    partial_q, partial_v = _partial(transposed, grad, index, grad_v is not None)
     _C.edge_messages_backward(
         adj.csr_structure,
         transposed.csr_structure,
         operands.views(),
-        *place(grad),
-        *place(side),
-        *place(state),
-        *place(of_state),
+        grad.data_ptr(),
+        grad.stride(0),
+        *_place(side),
+        *_place(state),
+        *_place(of_state),
         address(positive),
         0 if positive is None else positive.size(1),
         adj.num_values,
@@ -274,14 +286,14 @@ def backward(
         address(grad_weight),
         address(grad_of_value),
         groups,
-        address(partial[0]),
-        address(partial[-1]),
+        address(partial_q),
+        address(partial_v),
         index,
         queue(index),
     )
 
-    def of_map(parts: Tensor | None) -> Tensor:
-        return nothing if parts is None else sum_of_rows(parts, dtype)[:edge_width, :width].t().contiguous()
+    def of_map(parts: Tensor) -> Tensor:
+        return sum_of_rows(parts, dtype)[:edge_width, :width].t().contiguous()
 
     if features is not None:
         total = features[0] if features.size(0) == 1 else features.sum(0)
@@ -290,8 +302,8 @@ def backward(
         grad_edge = _cut(grad_edge, width)
     return Gradients(
         _cut(grad_q, width),
-        grad_v if grad_v is nothing else _cut(grad_v, width),
-        nothing if grad_edge is None else grad_edge,
-        of_map(grad_weight),
-        of_map(grad_of_value),
+        None if grad_v is None else _cut(grad_v, width),
+        grad_edge,
+        None if grad_weight is None else of_map(grad_weight),
+        None if grad_of_value is None else of_map(grad_of_value),
     )

@@ -6,6 +6,7 @@ segments by it: `torch.compile` then sees tensors alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from fastsparse_core.ops._common import (
     accumulation_dtype,
     address,
     below_autograd,
+    is_plain_eager,
     library,
     register_autograd,
     unit_stride,
@@ -45,11 +47,7 @@ library.define(
     "SymInt num_segments) -> Tensor"
 )
 
-reduce_op = torch.ops.fastsparse.segment_reduce.default
 _counts_op = torch.ops.fastsparse.segment_counts.default
-gather_op = torch.ops.fastsparse.segment_gather.default
-softmax_op = torch.ops.fastsparse.segment_softmax.default
-_softmax_backward_op = torch.ops.fastsparse.segment_softmax_backward.default
 
 _cache = AdjacencyCache("segments")
 
@@ -75,6 +73,13 @@ def find_segments(index: Tensor | None, rowptr: Tensor | None, num_segments: int
     stamp = (key._version, key.data_ptr(), key.shape, key.stride())
     options = (index is None, num_rows if index is None else num_segments)
     return cast("Segments", _cache.lookup(key, stamp, options, cast("Any", build)))
+
+
+def remember_segments(index: Tensor, segments: Segments) -> None:
+    """Makes the operators take these segments for an index, as long as it lives and is not written."""
+    if not index.is_inference():
+        stamp = (index._version, index.data_ptr(), index.shape, index.stride())
+        _cache.lookup(index, stamp, (False, segments.num_segments), cast("Any", lambda: segments))
 
 
 def clear_segments() -> None:
@@ -142,8 +147,7 @@ class _SegmentReduce(torch.autograd.Function):
     def forward(
         ctx: Any, src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_segments: int, reduce: str
     ) -> tuple[Tensor, Tensor]:
-        with below_autograd():
-            out, extra = reduce_op(src, index, rowptr, num_segments, reduce)
+        out, extra = reduce_op.below(src, index, rowptr, num_segments, reduce)
         ctx.reduce, ctx.num_segments, ctx.num_rows = reduce, num_segments, src.size(0)
         ctx.mark_non_differentiable(extra)
         needs_src = reduce in ("mul", *_MOMENTS)
@@ -248,8 +252,7 @@ class _SegmentGather(torch.autograd.Function):
     def forward(ctx: Any, src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_rows: int) -> Tensor:
         ctx.save_for_backward(index, rowptr)
         ctx.num_segments = src.size(0)
-        with below_autograd():
-            return cast("Tensor", gather_op(src, index, rowptr, num_rows))
+        return cast("Tensor", gather_op.below(src, index, rowptr, num_rows))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -307,8 +310,7 @@ class _SegmentSoftmax(torch.autograd.Function):
     def forward(
         ctx: Any, src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_segments: int
     ) -> Tensor:
-        with below_autograd():
-            weight = softmax_op(src, index, rowptr, num_segments)
+        weight = softmax_op.below(src, index, rowptr, num_segments)
         ctx.save_for_backward(weight, index, rowptr)
         ctx.num_segments = num_segments
         return cast("Tensor", weight)
@@ -336,8 +338,7 @@ class _SegmentSoftmaxBackward(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight, grad, index, rowptr)
         ctx.num_segments = num_segments
-        with below_autograd():
-            return cast("Tensor", _softmax_backward_op(weight, grad, index, rowptr, num_segments))
+        return cast("Tensor", _softmax_backward_op.below(weight, grad, index, rowptr, num_segments))
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
@@ -356,18 +357,50 @@ def _like_first(src: Tensor, *_: Any) -> Tensor:
     return src.new_empty(src.shape)
 
 
+class _Operator:
+    """An operator with its kernel and its autograd formula.
+
+    Where nothing but autograd watches, it is called without PyTorch's dispatcher, see `is_plain_eager`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kernel: Callable[..., Any],
+        fake: Callable[..., Any],
+        formula: type[torch.autograd.Function],
+    ) -> None:
+        for key in ("CPU", "CUDA"):
+            library.impl(name, kernel, key)
+        torch.library.register_fake(f"fastsparse::{name}", fake, lib=library)
+        register_autograd(name, formula)
+        self._op = getattr(torch.ops.fastsparse, name).default
+        self._kernel, self._formula = kernel, formula
+
+    def __call__(self, matrix: Tensor, *arguments: Any) -> Any:
+        if not is_plain_eager(matrix):
+            return self._op(matrix, *arguments)
+        if torch.is_grad_enabled() and (
+            matrix.requires_grad
+            or any(isinstance(argument, Tensor) and argument.requires_grad for argument in arguments)
+        ):
+            return self._formula.apply(matrix, *arguments)
+        return self._kernel(matrix, *arguments)
+
+    def below(self, matrix: Tensor, *arguments: Any) -> Any:
+        """The operator's result inside of its own formula."""
+        if is_plain_eager(matrix):
+            return self._kernel(matrix, *arguments)
+        with below_autograd():
+            return self._op(matrix, *arguments)
+
+
+reduce_op = _Operator("segment_reduce", _segment_reduce, _segment_reduce_fake, _SegmentReduce)
+gather_op = _Operator("segment_gather", _segment_gather, _segment_gather_fake, _SegmentGather)
+softmax_op = _Operator("segment_softmax", _segment_softmax, _like_first, _SegmentSoftmax)
+_softmax_backward_op = _Operator(
+    "segment_softmax_backward", _segment_softmax_backward, _like_first, _SegmentSoftmaxBackward
+)
 for _key in ("CPU", "CUDA"):
-    library.impl("segment_reduce", _segment_reduce, _key)
     library.impl("segment_counts", _segment_counts, _key)
-    library.impl("segment_gather", _segment_gather, _key)
-    library.impl("segment_softmax", _segment_softmax, _key)
-    library.impl("segment_softmax_backward", _segment_softmax_backward, _key)
-torch.library.register_fake("fastsparse::segment_reduce", _segment_reduce_fake, lib=library)
 torch.library.register_fake("fastsparse::segment_counts", _segment_counts_fake, lib=library)
-torch.library.register_fake("fastsparse::segment_gather", _segment_gather_fake, lib=library)
-torch.library.register_fake("fastsparse::segment_softmax", _like_first, lib=library)
-torch.library.register_fake("fastsparse::segment_softmax_backward", _like_first, lib=library)
-register_autograd("segment_reduce", _SegmentReduce)
-register_autograd("segment_gather", _SegmentGather)
-register_autograd("segment_softmax", _SegmentSoftmax)
-register_autograd("segment_softmax_backward", _SegmentSoftmaxBackward)

@@ -78,7 +78,7 @@ def extremum(
 def spmm_extremum(
     x: Tensor, value: Tensor | None, num_dst: int, adjacency: int, transpose: bool, minimum: bool
 ) -> tuple[Tensor, Tensor]:
-    """The operator's kernel: results and the chosen entries' offsets in their rows, -1 for empty rows."""
+    """The operator's kernel: results and the chosen edges' positions in the caller's order, -1: no edge."""
     adj = structure(adjacency, transpose)
     x = unit_stride(x)
     width = x.size(1)
@@ -141,41 +141,98 @@ class _SpmmExtremum(torch.autograd.Function):
         return grad_x, grad_value if value is not None else None, None, None, None, None
 
 
+def _source_of_edge(adj: Adjacency) -> Tensor:
+    """int32 (num_values,): the source of every edge in the caller's order."""
+    if adj.edge_id is None:
+        return adj.col
+
+    def build() -> Tensor:
+        assert adj.edge_id is not None
+        return adj.col.new_zeros(adj.num_values).index_copy_(0, adj.edge_id.long(), adj.col)
+
+    return adj.derived("fastsparse_core.source_of_edge", build)
+
+
 def _spmm_extremum_backward(
     grad: Tensor, arg: Tensor, x: Tensor, value: Tensor | None, adjacency: int, transpose: bool
 ) -> tuple[Tensor, Tensor]:
     adj = structure(adjacency, transpose)
-    heads = num_heads(value)
+    heads, num_dst, width = num_heads(value), *arg.shape
+    grad_x, grad_value = _spmm_extremum_backward_fake(grad, arg, x, value, adjacency, transpose)
+    if adj.num_edges == 0 or width == 0:
+        return grad_x.zero_(), grad_value.zero_()
+    if adj.is_padded:  # which has no transpose to walk along
+        return _gradient_formula(grad, arg, x, value, adjacency, transpose)
     # Sums of 16-bit gradients are accumulated in float32, as in the forward pass.
     dtype = accumulation_dtype(x.dtype)
-    grad_x = torch.zeros(x.shape, dtype=dtype, device=x.device)
-    grad_value = torch.zeros(adj.num_values if value is not None else 0, heads, dtype=dtype, device=x.device)
-    if adj.num_edges and x.size(1):
-        entry = adj.rowptr[:-1, None] + arg.clamp(min=0)
-        chosen = grad.to(dtype).masked_fill(arg < 0, 0)
-        entry = torch.where(arg < 0, 0, entry)
-        source = adj.col[entry].long()
-        if value is not None:
-            position = entry if adj.edge_id is None else adj.edge_id[entry].long()
-            head = torch.arange(x.size(1), device=x.device) // (x.size(1) // heads)
-            flat = position * heads + head
-            weight = value.to(dtype).reshape(-1)[flat]
-            # Of an empty row they are 0 times entry 0's numbers, which may be infinity.
-            term = (chosen * x.to(dtype).gather(0, source)).masked_fill(arg < 0, 0)
-            _scatter_add(grad_value.view(-1), flat.reshape(-1), term.reshape(-1))
-            chosen = (chosen * weight).masked_fill(arg < 0, 0)
-        feature = torch.arange(x.size(1), device=x.device)
-        _scatter_add(grad_x.view(-1), (source * x.size(1) + feature).reshape(-1), chosen.reshape(-1))
-    value_shape = grad_value.shape if value is None else value.shape
-    value_dtype = dtype if value is None else value.dtype
-    return grad_x.to(x.dtype), grad_value.to(value_dtype).reshape(value_shape)
+    grad, x, arg = unit_stride(grad.to(x.dtype)), unit_stride(x), arg.contiguous()
+    value = None if value is None else value.contiguous()
+    index, transposed, partial, of_value = device_index(x.device), adj, None, None
+    if index >= 0:
+        transposed = adj.t()
+        if transposed.row_split.num_slots:
+            partial = x.new_empty(transposed.row_split.num_slots, width, dtype=dtype)
+    else:  # sums that the kernel adds to, term by term
+        grad_x = torch.zeros(grad_x.shape, dtype=dtype)
+    if value is not None:
+        of_value = torch.zeros(adj.num_values, heads, dtype=dtype, device=x.device)
+    source = _source_of_edge(adj) if index < 0 or value is not None else None
+    _C.spmm_extremum_backward(
+        used_csr(transposed),
+        DTYPE_CODE[x.dtype],
+        num_dst,
+        width,
+        grad.data_ptr(),
+        grad.stride(0),
+        x.data_ptr(),
+        x.stride(0),
+        address(value),
+        0 if value is None else DTYPE_CODE[value.dtype],
+        heads,
+        arg.data_ptr(),
+        address(source),
+        grad_x.data_ptr(),
+        address(of_value),
+        address(partial),
+        index,
+        queue(index),
+    )
+    if value is not None and of_value is not None:
+        grad_value = of_value.to(value.dtype).reshape(value.shape)
+    return grad_x.to(x.dtype), grad_value
 
 
-def _scatter_add(out: Tensor, index: Tensor, source: Tensor) -> None:
+def _gradient_formula(
+    grad: Tensor, arg: Tensor, x: Tensor, value: Tensor | None, adjacency: int, transpose: bool
+) -> tuple[Tensor, Tensor]:
+    """`_spmm_extremum_backward` of PyTorch's operators, which have gradients themselves."""
+    adj = structure(adjacency, transpose)
+    heads, width, dtype = num_heads(value), x.size(1), accumulation_dtype(x.dtype)
+    grad_x, grad_value = _spmm_extremum_backward_fake(grad, arg, x, value, adjacency, transpose)
+    if adj.num_edges == 0 or width == 0:
+        return grad_x.zero_(), grad_value.zero_()
+    none = arg == -1
+    edge = torch.where(none, 0, arg.long() & 0xFFFFFFFF)
+    source = _source_of_edge(adj)[edge].long()
+    chosen = grad.to(dtype).masked_fill(none, 0)
+    if value is not None:
+        head = torch.arange(width, device=x.device) // (width // heads)
+        flat = edge * heads + head
+        # Of an empty row they are 0 times edge 0's numbers, which may be infinity.
+        term = (chosen * x.to(dtype).gather(0, source)).masked_fill(none, 0)
+        of_value = torch.zeros(value.numel(), dtype=dtype, device=x.device)
+        grad_value = _scatter_add(of_value, flat, term).to(value.dtype).reshape(value.shape)
+        chosen = (chosen * value.to(dtype).reshape(-1)[flat]).masked_fill(none, 0)
+    place = source * width + torch.arange(width, device=x.device)
+    of_x = torch.zeros(x.numel(), dtype=dtype, device=x.device)
+    return _scatter_add(of_x, place, chosen).to(x.dtype).reshape(x.shape), grad_value
+
+
+def _scatter_add(out: Tensor, index: Tensor, source: Tensor) -> Tensor:
+    index, source = index.reshape(-1), source.reshape(-1)
     if torch.are_deterministic_algorithms_enabled():
-        out.index_put_((index,), source, accumulate=True)  # sorts; scatter_add_ uses atomics
-    else:
-        out.scatter_add_(0, index, source)
+        return out.index_put((index,), source, accumulate=True)  # sorts; scatter_add uses atomics
+    return out.scatter_add(0, index, source)
 
 
 def _spmm_extremum_fake(
@@ -202,9 +259,8 @@ register_autograd("spmm_extremum", _SpmmExtremum)
 
 
 def _differentiable_backward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """The kernel is made of PyTorch's operators, which have gradients; only then are they recorded."""
     if torch.is_grad_enabled() and any(isinstance(it, Tensor) and it.requires_grad for it in arguments):
-        return _spmm_extremum_backward(*arguments)
+        return _gradient_formula(*arguments)
     with below_autograd():
         out: tuple[Tensor, Tensor] = _spmm_extremum_backward_op(*arguments)
     return out

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastsparse_core import policy
+from fastsparse_core import policy, recorded
 from fastsparse_core.ops import _additive_attention_csr, _dot_product, _edge_attention, _gatv2_attention_csr
 from fastsparse_core.ops import _attention_fused as fused
 from fastsparse_core.ops import _attention_unfused as unfused
@@ -105,7 +104,7 @@ def attention(
         adj = adj.rows
     q, k, v, heads, scale, bias = _check_dot_product(adj, q, k, v, heads, scale, bias)
     edges = _check_edges(adj, edge_attr, edge_weight, q)
-    seed = _draw_seed(dropout_p)
+    dropout_p, seed = _draw_seed(dropout_p)
     features = (q.flatten(1), k.flatten(1), v.flatten(1))
     if edges is not None:
         if features[0].size(1) != features[2].size(1):
@@ -115,11 +114,17 @@ def attention(
             )
         out = _attention_with_edges(adj, features, edges, bias, scale, dropout_p, seed, heads, algorithm)
         return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
-    kernel = _dot_product.kernel(adj, *features, bias, heads, algorithm)
+    drawn = _drawn_by_replays(dropout_p)
+    if drawn:
+        kernel = policy.attention_algorithm(algorithm, drawn)
+    elif adj.is_padded and v.is_cuda:  # blocks cannot be made anew by replays
+        kernel = "unfused" if _dot_product.csr_obstacle(adj, features[0], features[2], heads) else "csr"
+    else:
+        kernel = _dot_product.kernel(adj, *features, bias, heads, algorithm)
     if kernel != "unfused":
-        of_call: tuple[Any, ...] = (_per_head(bias, heads), scale, dropout_p, seed, heads)
+        of_call = (_per_head(bias, heads), scale, dropout_p, seed, heads)
         if kernel == "csr":
-            out = _dot_product.csr(adj, algorithm, *features, *of_call)
+            out = _dot_product.csr(adj, *features, of_call, algorithm)
         else:
             if not torch.compiler.is_compiling() and (
                 v.device.type == "cpu" or (adj.has_bsb and adj.has_transpose and adj.t().has_bsb)
@@ -202,9 +207,11 @@ def additive_attention(
         adj, score_dst, score_src, heads, v.dtype, negative_slope, bias
     )
     _check_width("v", v, heads)
-    seed = _draw_seed(dropout_p)
+    dropout_p, seed = _draw_seed(dropout_p)
     features = v.flatten(1)
-    obstacle = _additive_attention_csr.obstacle(features, heads) if v.device.type == "cuda" else ""
+    obstacle = _drawn_by_replays(dropout_p)
+    if v.device.type == "cuda":
+        obstacle = obstacle or _additive_attention_csr.obstacle(features, heads)
     if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
         if not torch.compiler.is_compiling():
             adj.plans["GAT", v.dtype, features.size(1), heads, score_dst.dtype, algorithm] = True
@@ -279,10 +286,12 @@ def gatv2_attention(
     x_dst, x_src, att = _check_gatv2(adj, x_dst, x_src, att, negative_slope)
     edges = _check_edges(adj, edge_attr, edge_weight, x_dst)
     heads = att.size(0)
-    seed = _draw_seed(dropout_p)
+    dropout_p, seed = _draw_seed(dropout_p)
     features = x_src.flatten(1)
     if edges is not None:
-        obstacle = _edge_attention.gatv2_obstacle(adj, features, edges[0], negative_slope, heads)
+        obstacle = _drawn_by_replays(dropout_p) or _edge_attention.gatv2_obstacle(
+            adj, features, edges[0], negative_slope, heads
+        )
         ends = (x_dst.flatten(1), features)
         if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
             of_kernel = (att, *edges, negative_slope, dropout_p, seed, adj.handle)
@@ -290,8 +299,8 @@ def gatv2_attention(
         else:
             out = _edge_attention.unfused_gatv2(adj, *ends, att, *edges, negative_slope, dropout_p, seed)
         return out if x_src.dim() == 2 else out.reshape(adj.num_dst, *x_src.shape[1:])
-    obstacle = ""
-    if x_src.device.type == "cuda":
+    obstacle = _drawn_by_replays(dropout_p)
+    if x_src.device.type == "cuda" and not obstacle:
         obstacle = _gatv2_attention_csr.obstacle(features, negative_slope, heads)
     if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
         if not torch.compiler.is_compiling():
@@ -555,7 +564,7 @@ def _attention_with_edges(
     algorithm: str,
 ) -> Tensor:
     """Attention whose edges have features, of queries, keys and values (n, heads * D)."""
-    obstacle = _edge_attention.obstacle(adj, features[2], edges[0], heads)
+    obstacle = _drawn_by_replays(dropout_p) or _edge_attention.obstacle(adj, features[2], edges[0], heads)
     if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
         arguments = (_per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle, algorithm)
         return fused.call("edge_attention", features[2], *features, *edges, *arguments)
@@ -594,18 +603,25 @@ def _check_number(name: str, number: float) -> float:
     return float(number)
 
 
-def _draw_seed(dropout_p: float) -> Tensor | None:
-    """A seed from PyTorch's generator; a tensor, so that a compiled model draws a new one each call."""
+def _drawn_by_replays(dropout_p: float) -> str:
+    """Why the kernels cannot drop weights: the host has their seed. "" if they need not, or can."""
+    return "dropout in a recorded step" if dropout_p and recorded.current() is not None else ""
+
+
+def _draw_seed(dropout_p: float) -> tuple[float, Tensor | None]:
+    """The probability, and a seed from PyTorch's generator: a tensor, so that a compiled model draws anew."""
     if isinstance(dropout_p, Tensor) or not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dropout_p: expected a number, got {type(dropout_p).__name__}")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p: expected a probability from 0 to below 1, got {dropout_p}")
-    if dropout_p == 0:
-        return None
+    if dropout_p == 0 or not recorded.drops():
+        return 0.0, None
+    if recorded.current() is not None:
+        return dropout_p, None
     traced = torch.compiler.is_compiling()
     if not traced and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"dropout_p: expected 0 while a CUDA graph is captured, got {dropout_p}: the host draws the "
             "mask, so that every replay would drop the same weights"
         )
-    return torch.randint(2**63 - 1, ())
+    return dropout_p, torch.randint(2**63 - 1, ())

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from fastsparse_core import gpu
+from fastsparse_core import gpu, recorded
 from fastsparse_core.formats import lengths
 from fastsparse_core.formats.bsb import Bsb
 from fastsparse_core.formats.compress import compress, expand_rows
@@ -43,8 +43,6 @@ class Adjacency(KernelFormats):
     Attributes:
         rowptr: int64 (num_dst + 1,), the range of entries of every row.
         col: int32 (num_edges,), the source of every entry.
-        edge_id: (num_edges,) position of every entry in the caller's edge order, int32 where that fits, else
-            int64; None where it is the identity.
         shape: (num_dst, num_src).
         num_dst: number of rows.
         num_src: number of columns.
@@ -92,7 +90,8 @@ class Adjacency(KernelFormats):
     def _start(self) -> None:
         self.num_dst, self.num_src = self.shape
         self._built = BuiltOnce()
-        self._of_rows = BuiltOnce()  # what depends on rowptr alone; a symmetric transpose shares it
+        self._of_rows = BuiltOnce()  # what depends on rowptr alone; its incidence shares it
+        self._of_pattern = BuiltOnce()  # what depends on rowptr and col; a symmetric transpose shares both
         self._parent: weakref.ref[Adjacency] | None = None
         self.plans = {}
         self.usage = Usage()
@@ -151,6 +150,10 @@ class Adjacency(KernelFormats):
             raise ValueError(f"self_loops: expected 'keep', 'append' or 'replace', got {self_loops!r}")
         if row.dtype != col.dtype:
             row, col = row.long(), col.long()
+        run = recorded.current()
+        if run is not None:
+            adjacency: Adjacency = run.of_edges(run, row, col, shape, duplicates, self_loops)
+            return adjacency
         row, col = row.contiguous(), col.contiguous()
         square = shape[0] == shape[1]
         found = inspect_edges(
@@ -179,7 +182,8 @@ class Adjacency(KernelFormats):
         if duplicates == "sum":
             assert edge_id is not None
             return cls._merged(rowptr, sorted_col, shape, edge_id, num_given, loop_edge, group_rows)
-        if num_values <= _INT32_MAX and edge_id is not None:
+        # Edges sorted by (row, column) do not come here: what is left has an order of its own.
+        if edge_id is not None and num_values <= _INT32_MAX:
             edge_id = edge_id.int()
         adjacency = cls(
             rowptr,
@@ -394,8 +398,8 @@ class Adjacency(KernelFormats):
             colptr, row, order = compress(
                 self.col, self.row_once(), self.num_src, self.num_dst, sort_minor=False
             )
-        if symmetric is None:
-            symmetric = torch.equal(colptr, self.rowptr) and torch.equal(row, self.col)
+        if symmetric is None:  # one read from the device for both
+            symmetric = bool((colptr == self.rowptr).all() & (row == self.col).all())
         transposed = Adjacency(
             self.rowptr if symmetric else colptr,
             self.col if symmetric else row,
@@ -412,7 +416,7 @@ class Adjacency(KernelFormats):
             given = self.edge_id
             transposed._edge_id = order if given is None else given.index_select(0, order)
         if symmetric:
-            transposed._of_rows = self._of_rows
+            transposed._of_rows, transposed._of_pattern = self._of_rows, self._of_pattern
         transposed._parent = weakref.ref(self)
         return transposed
 
@@ -533,7 +537,8 @@ class Adjacency(KernelFormats):
         """Every tensor kept, by name, of structures that are not among ``visited`` (handles) yet."""
         visited.add(self.handle)
         yield from self._own_tensors().items()
-        for key, result in (self._of_rows.results | self._built.results).items():
+        results = self._of_rows.results | self._of_pattern.results | self._built.results
+        for key, result in results.items():
             name = "_".join(map(str, key)) if isinstance(key, tuple) else key
             yield from self._tensors_of(name, result, visited)
 

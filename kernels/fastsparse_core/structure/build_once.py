@@ -26,6 +26,8 @@ class BuiltOnce:
             RuntimeError: it would have to be built while a CUDA graph is captured.
         """
         result = self.results.get(key)
+        if result is None and torch.compiler.is_compiling():
+            return build()  # a trace knows no locks, and what it makes is the graph's
         if result is None:
             with self._lock:
                 result = self.results.get(key)

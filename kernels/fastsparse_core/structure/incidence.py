@@ -1,10 +1,11 @@
-"""Structures whose sources are the edges of another."""
+"""The edges of every destination: as sources of a structure, and as segments of rows per edge."""
 
 from __future__ import annotations
 
 import torch
 
 from fastsparse_core.structure.adjacency import Adjacency
+from fastsparse_core.structure.segments import Segments
 
 
 def incidence(adj: Adjacency) -> Adjacency:
@@ -18,9 +19,25 @@ def incidence(adj: Adjacency) -> Adjacency:
         position = adj.edge_id
         if position is None:
             position = torch.arange(adj.num_edges, dtype=torch.int32, device=adj.device)
-        # Values keep the order of the graph's own.
-        shape = (adj.num_dst, adj.num_values)
-        return Adjacency(adj.rowptr, position.int(), shape, edge_id=adj.edge_id, num_values=adj.num_values)
+        edges = Adjacency(
+            adj.rowptr,
+            position.int(),
+            (adj.num_dst, adj.num_values),
+            edge_id=adj.edge_id,  # values keep the order of the graph's own
+            num_values=adj.num_values,
+            group_rows="none",
+        )
+        edges._of_rows = adj._of_rows  # the same rows, cut into the same slices
+        return edges
 
-    found: Adjacency = adj.derived("fastsparse_core.structure.incidence", build)
-    return found
+    return adj.derived("fastsparse_core.structure.incidence", build)
+
+
+def edge_segments(adj: Adjacency) -> Segments:
+    """Which rows of a matrix (num_edges, ...) in the caller's edge order belong to which destination."""
+
+    def build() -> Segments:
+        split = adj.row_split if adj.device.type == "cuda" else None  # the CPU's kernels need none
+        return Segments(adj.rowptr, adj.edge_id, adj.num_edges, split)
+
+    return adj.derived("fastsparse_core.structure.edge_segments", build)

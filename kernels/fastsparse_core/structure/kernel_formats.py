@@ -94,11 +94,12 @@ class KernelFormats:
     _edge_id: Tensor | TransposedOrder | None
     _built: BuiltOnce
     _of_rows: BuiltOnce
+    _of_pattern: BuiltOnce
     _bsb_refused: bool
 
     @property
     def edge_id(self) -> Tensor | None:
-        """Position of every entry in the caller's edge order; None: the identity."""
+        """Position of every entry in the caller's edge order, (num_edges,); None: the identity."""
         kept = self._edge_id
         if isinstance(kept, TransposedOrder):
             kept = self._edge_id = self._built.get("edge_id", kept.edge_id)
@@ -259,7 +260,7 @@ class KernelFormats:
     @property
     def has_bsb(self) -> bool:
         """Whether the binary sparse blocks were built."""
-        return "bsb" in self._of_rows.results
+        return "bsb" in self._of_pattern.results
 
     @property
     def can_convert(self) -> bool:
@@ -288,7 +289,7 @@ class KernelFormats:
     @property
     def bsb(self) -> Bsb:
         """The structure in binary sparse blocks, for the tensor cores."""
-        return self._of_rows.get("bsb", self._bsb)
+        return self._of_pattern.get("bsb", self._bsb)
 
     def _bsb(self) -> Bsb:
         window_row: Tensor | None = None
@@ -301,7 +302,7 @@ class KernelFormats:
     @property
     def bsb_split(self) -> RowSplit:
         """Work list of the tensor-core kernels: windows cut into slices, of whole blocks but for the last."""
-        return self._of_rows.get(
+        return self._of_pattern.get(
             "bsb_split", lambda: self._slices(lengths.slice_blocks(self.bsb.num_blocks, self.gpu))
         )
 
@@ -312,7 +313,7 @@ class KernelFormats:
     @property
     def bsb_runs(self) -> Tensor:
         """The same, with short windows joined to runs."""
-        return self._of_rows.get(
+        return self._of_pattern.get(
             "bsb_runs",
             lambda: join_short_windows(
                 self.bsb.window_ptr, self.bsb_split, lengths.run_blocks(self.bsb.num_blocks, self.gpu)
@@ -332,7 +333,7 @@ class KernelFormats:
             self.bsb_split,
             self.bsb_runs,
             # Found only now: most structures never meet edge values, and the places take 4 bytes an edge.
-            self._of_rows.get("quad_entry", self.bsb.quad_entry) if valued else None,
+            self._of_pattern.get("quad_entry", self.bsb.quad_entry) if valued else None,
             self.bsb_value_id if valued else None,
         )
 
@@ -348,7 +349,7 @@ class KernelFormats:
     @property
     def dense_place(self) -> Tensor:
         """Place of every entry among the values of dense vectors, (num_edges,), by quad, vector, row."""
-        return self._of_rows.get("dense_place", self._dense_place)
+        return self._of_pattern.get("dense_place", self._dense_place)
 
     def _dense_place(self) -> Tensor:
         place = self.bsb.dense_place()
@@ -357,7 +358,7 @@ class KernelFormats:
     @property
     def sddmm_split(self) -> RowSplit:
         """As `bsb_split`, in the shorter slices that sddmm takes: it has no partial results to add."""
-        return self._of_rows.get(
+        return self._of_pattern.get(
             "sddmm_split",
             lambda: self._slices(lengths.sddmm_slice_blocks(self.bsb.num_blocks)),
         )
@@ -365,7 +366,7 @@ class KernelFormats:
     @property
     def has_sddmm_structure(self) -> bool:
         """Whether `sddmm_structure` was built."""
-        return "sddmm_starts" in self._of_rows.results and "sorted_edge_id" in self._built.results
+        return "sddmm_starts" in self._of_pattern.results and "sorted_edge_id" in self._built.results
 
     def sddmm_structure(self) -> tuple[Any, Tensor, Tensor, Tensor | None]:
         """The binary sparse blocks as the compiled sddmm takes them, and the starts of its slices.
@@ -374,14 +375,14 @@ class KernelFormats:
             the structure; int32 (num_slots,) and int64 (num_slots, 8), see `slot_starts`; `sorted_edge_id`.
         """
         split = self.sddmm_split
-        runs = self._of_rows.get(
+        runs = self._of_pattern.get(
             "sddmm_runs",
             lambda: join_short_windows(
                 self.bsb.window_ptr, split, lengths.sddmm_run_blocks(self.bsb.num_blocks, self.gpu)
             ),
         )
-        structure = self._of_rows.get("sddmm_structure", lambda: self._blocks(split, runs))
-        starts = self._of_rows.get("sddmm_starts", lambda: slot_starts(self.bsb, self.rowptr, split))
+        structure = self._of_pattern.get("sddmm_structure", lambda: self._blocks(split, runs))
+        starts = self._of_pattern.get("sddmm_starts", lambda: slot_starts(self.bsb, self.rowptr, split))
         return structure, *starts, self.sorted_edge_id
 
     @property
@@ -402,7 +403,7 @@ class KernelFormats:
 
     def quad_vector(self) -> Tensor:
         """Number of vectors before every quad, int64 (num_quads,), for values as dense vectors."""
-        return self._of_rows.get("quad_vector", self.bsb.quad_vector)
+        return self._of_pattern.get("quad_vector", self.bsb.quad_vector)
 
     def _blocks(
         self, split: RowSplit, runs: Tensor, quad_entry: Tensor | None = None, value_id: Tensor | None = None

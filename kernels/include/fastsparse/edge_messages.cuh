@@ -146,18 +146,21 @@ struct NextEntries {
   }
 };
 
-// Four neighbouring raw features of an edge, zeros unless `wanted`.
+// Four neighbouring raw features of an edge, as loaded; zeros unless `wanted`.
 template <typename T>
-__device__ __forceinline__ void load_four(Acc<T> (&to)[4], const T* from, bool wanted) {
-  constexpr int kVec = kTileVec<T> < 4 ? kTileVec<T> : 4;
+struct FourFeatures {
+  static constexpr int kVec = kTileVec<T> < 4 ? kTileVec<T> : 4;
+  Pack<T, kVec> part[4 / kVec];
+
+  __device__ __forceinline__ void load(const T* from, bool wanted) {
 #pragma unroll
-  for (int i = 0; i < 4; i += kVec) {
-    Pack<T, kVec> pack{};
-    if (wanted) pack = load_pack<T, kVec>(from + i);
-#pragma unroll
-    for (int k = 0; k < kVec; ++k) to[i + k] = widen(pack.lane[k]);
+    for (int i = 0; i < 4 / kVec; ++i) {
+      part[i] = Pack<T, kVec>{};
+      if (wanted) part[i] = load_pack<T, kVec>(from + i * kVec);
+    }
   }
-}
+  __device__ __forceinline__ Acc<T> operator[](int i) const { return widen(part[i / kVec].lane[i % kVec]); }
+};
 
 // Adds W a of some edges to `to`. Every weight that is read serves all edges in flight.
 template <typename T, int kCount>
@@ -167,11 +170,10 @@ __device__ __forceinline__ void add_projected(Acc<T> (&to)[kCount][kTileFeatures
                                               const bool (&has)[kCount]) {
 #pragma unroll 1
   for (std::int64_t first = 0; first < input.edge_width; first += 4) {
-    Acc<T> edge[kCount][4];
+    FourFeatures<T> edge[kCount];
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
-      load_four<T>(edge[u], static_cast<const T*>(input.edge.data) + position[u] * input.edge.stride + first,
-                   has[u]);
+      edge[u].load(static_cast<const T*>(input.edge.data) + position[u] * input.edge.stride + first, has[u]);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -1,0 +1,206 @@
+"""PyG's graphs and batches as arguments of captured steps, and its readouts without padding."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch_geometric.data import Batch, Data
+from torch_geometric.nn.aggr import Aggregation
+from torch_geometric.utils import scatter
+
+from fastsparse_core.capture import captured
+from fastsparse_core.capture.arguments import Argument, Held, register, tensor_key
+from fastsparse_core.capture.padding import Rows, Sizes, write_edges, write_rows
+
+# The package has a function of that name too.
+_glob: Any = importlib.import_module("torch_geometric.nn.pool.glob")
+
+#: Numbers of a batch that others have otherwise. A step that needs them is not recorded.
+_OF_ONE_BATCH = ("num_nodes", "num_sampled_nodes", "num_sampled_edges")
+
+
+class _DataArgument(Argument):
+    """A whole graph: its tensors, with their sizes."""
+
+    def __init__(self, data: Data) -> None:
+        items = {name: item for name, item in data.to_dict().items() if isinstance(item, Tensor)}
+        self.names = tuple(items)
+        key = tuple((name, *tensor_key(item)) for name, item in items.items())
+        super().__init__(data, (type(data), _others(data), *key), list(items.values()))
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
+        return _with(self.value, dict(zip(self.names, tensors, strict=True)))
+
+
+class _BatchArgument(Argument):
+    """A batch of graphs, or of neighbours of seeds: any number of nodes and edges."""
+
+    def __init__(self, data: Data, kinds: dict[str, str]) -> None:
+        self.items = {name: item for name, item in data.to_dict().items() if isinstance(item, Tensor)}
+        self.kinds = kinds
+        self.sizes = Sizes(int(data.num_nodes or 0), data.edge_index.size(1))
+        self.num_graphs = data.ptr.numel() - 1 if "ptr" in self.items else 0
+        key: list[Any] = [type(data), self.num_graphs, _others(data)]
+        for name, item in self.items.items():
+            kind = kinds[name]
+            shape = {"other": item.shape, "index": (kind,)}.get(kind, (kind, *item.shape[1:]))
+            key.append((name, shape, item.dtype, item.device, item.requires_grad))
+        super().__init__(data, tuple(key), list(self.items.values()))
+
+    def hold(self, room: Sizes | None) -> Held:
+        assert room is not None
+        return _HeldBatch(self, room)
+
+
+class _HeldBatch(Held):
+    """Memory for a batch with padding: one graph more, of nodes that belong to no seed."""
+
+    def __init__(self, like: _BatchArgument, room: Sizes) -> None:
+        self._room, self._kinds = room, like.kinds
+        self.num_graphs = like.num_graphs
+        self.items = {name: self._memory(name, item) for name, item in like.items.items()}
+        self.tensors = list(self.items.values())
+        self.value = _with(like.value, self.items)
+        for name in _OF_ONE_BATCH:
+            if name in self.value:
+                del self.value[name]
+        if isinstance(self.value, Batch):
+            self.value._slice_dict = self.value._inc_dict = None  # a batch is not taken apart with padding
+        self.value.num_nodes = room.nodes
+        device = like.items["edge_index"].device
+        self._nodes, self._edges = Rows(room.nodes, device), Rows(room.edges, device)
+        self.rows = [self._nodes, self._edges]
+        self.greatest = {self.items["edge_index"].untyped_storage().data_ptr(): room.nodes - 1}
+        self.batch = self.items.get("batch")
+        if self.batch is not None:
+            self.greatest[self.batch.untyped_storage().data_ptr()] = self.num_graphs
+
+    def _memory(self, name: str, like: Tensor) -> Tensor:
+        kind, shape = self._kinds[name], list(like.shape)
+        if kind == "index":
+            shape[1] = self._room.edges
+        elif kind == "other":
+            shape[0] += name == "ptr"
+        else:
+            shape[0] = self._room.nodes if kind == "node" else self._room.edges
+        return like.new_zeros(shape)
+
+    def write(self, argument: Argument) -> None:
+        assert isinstance(argument, _BatchArgument)
+        assert argument.sizes is not None
+        sizes = argument.sizes
+        self._nodes.write(sizes.nodes)
+        self._edges.write(sizes.edges)
+        for name, item in argument.items.items():
+            held, kind = self.items[name], self._kinds[name]
+            if kind == "index":
+                write_edges(held, item, sizes.nodes, self._room.nodes)
+            elif name == "ptr":
+                held[:-1].copy_(item)
+                held[-1] = self._room.nodes
+            elif kind == "other":
+                held.copy_(item)
+            else:
+                write_rows(held, item)
+        if self.batch is not None:
+            self.batch[sizes.nodes :] = self.num_graphs
+
+
+def _others(data: Data) -> Hashable:
+    """What a graph holds besides tensors, as far as it can be compared."""
+    items = ((name, item) for name, item in data.to_dict().items() if not isinstance(item, Tensor))
+    return tuple(
+        (name, item if isinstance(item, (int, float, str)) else repr(item))
+        for name, item in items
+        if name not in _OF_ONE_BATCH
+    )
+
+
+def _with(data: Data, items: dict[str, Tensor]) -> Data:
+    data = copy.copy(data)
+    for name, item in items.items():
+        data[name] = item
+    return data
+
+
+def _argument_of(data: Data) -> Argument | None:
+    is_batch = isinstance(data, Batch) and "batch" in data and "ptr" in data
+    is_sampled = "batch_size" in data and "n_id" in data
+    edges = data.get("edge_index")
+    if not (is_batch or is_sampled) or type(edges) is not Tensor or edges.dim() != 2:
+        return _DataArgument(data)
+    kinds = {}
+    for name, item in data.to_dict().items():
+        if isinstance(item, Tensor):
+            kinds[name] = _kind(data, name, item)
+    return _BatchArgument(data, kinds)
+
+
+def _kind(data: Data, name: str, item: Tensor) -> str:
+    if name == "edge_index":
+        return "index"
+    if name in ("ptr", "input_id", "seed_time") or item.dim() == 0:
+        return "other"
+    if name in ("batch", "n_id", "x", "pos") or (data.is_node_attr(name) and item.size(0) == data.num_nodes):
+        return "node"
+    if name == "e_id" or (data.is_edge_attr(name) and item.size(0) == data.num_edges):
+        return "edge"
+    return "other"
+
+
+@contextlib.contextmanager
+def _readouts(held: list[Held]) -> Iterator[None]:
+    """Readouts over the nodes of graphs give the batch's graphs alone."""
+    batches = [item for item in held if isinstance(item, _HeldBatch) and item.batch is not None]
+    if not batches:
+        yield
+        return
+
+    def batch_of(index: Any) -> _HeldBatch | None:
+        return next((item for item in batches if index is item.batch), None)
+
+    def pool(src: Tensor, index: Tensor, dim: int = 0, dim_size: int | None = None, **options: Any) -> Tensor:
+        found = batch_of(index)
+        if found is None:
+            return scatter(src, index, dim=dim, dim_size=dim_size, **options)
+        out = scatter(src, index, dim=dim, dim_size=found.num_graphs + 1, **options)
+        return out.narrow(dim, 0, found.num_graphs)
+
+    called = Aggregation.__call__
+
+    def aggregate(
+        self: Aggregation,
+        x: Tensor,
+        index: Tensor | None = None,
+        ptr: Tensor | None = None,
+        dim_size: int | None = None,
+        dim: int = -2,
+        **options: Any,
+    ) -> Tensor:
+        found = batch_of(index)
+        if found is None:
+            return called(self, x, index, ptr, dim_size, dim, **options)
+        out = called(self, x, index, ptr, found.num_graphs + 1, dim, **options)
+        outs = out if isinstance(out, list) else [out]  # of several reductions at once
+        outs = [
+            item.narrow(dim, 0, found.num_graphs) if item.size(dim) == found.num_graphs + 1 else item
+            for item in outs
+        ]
+        return outs if isinstance(out, list) else outs[0]  # type: ignore[return-value]
+
+    module: Any = _glob
+    original = module.scatter
+    module.scatter, Aggregation.__call__ = pool, aggregate
+    try:
+        yield
+    finally:
+        module.scatter, Aggregation.__call__ = original, called
+
+
+register(Data, _argument_of)
+captured.surroundings.append(_readouts)

@@ -1,0 +1,137 @@
+"""Arguments of a layer's methods: found when they are asked for, and read per edge only then."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch_geometric import EdgeIndex
+from torch_geometric.nn.conv import MessagePassing
+
+from fastsparse_pyg.nn.segments import EdgeEnd, NodeIndex, gather
+
+EMPTY: Any = inspect.Parameter.empty
+
+
+class Signature(NamedTuple):
+    """Names of the arguments of a class's methods.
+
+    Attributes:
+        lifted: of all, those read per edge: (name, without its ending, whether at the destinations).
+        message: of `message`.
+        traced: of `message` and `edge_update`, what the caller hands over.
+        aggregate: of `aggregate`.
+        update: of `update`.
+        edge_update: of `edge_update`.
+        edge_lifted: like ``lifted``, of `edge_update`.
+        defaults: default values.
+    """
+
+    lifted: tuple[tuple[str, str, bool], ...]
+    message: tuple[str, ...]
+    traced: dict[str, tuple[str, ...]]
+    aggregate: tuple[str, ...]
+    update: tuple[str, ...]
+    edge_update: tuple[str, ...]
+    edge_lifted: tuple[tuple[str, str, bool], ...]
+    defaults: dict[str, Any]
+
+    @classmethod
+    def of(cls, layer: MessagePassing) -> Signature:
+        """Of a layer's class."""
+        special, inspector = layer.special_args, layer.inspector
+
+        def parameters(method: str) -> dict[str, Any]:
+            return inspector.get_param_dict(method) if method in inspector._signature_dict else {}
+
+        def lifted(*methods: str) -> tuple[tuple[str, str, bool], ...]:
+            names = dict.fromkeys(name for method in methods for name in parameters(method))
+            return tuple(
+                (name, name[:-2], name.endswith("_i"))
+                for name in names
+                if name not in special and name[-2:] in ("_i", "_j")
+            )
+
+        methods = ("message", "aggregate", "update", "edge_update")
+        each = {method: tuple(parameters(method)) for method in methods}
+        defaults = {
+            name: parameter.default
+            for method in methods
+            for name, parameter in parameters(method).items()
+            if parameter.default is not EMPTY
+        }
+        return cls(
+            lifted("message", "aggregate", "update"),
+            each["message"],
+            {
+                method: tuple(name for name in each[method] if name not in special)
+                for method in ("message", "edge_update")
+            },
+            each["aggregate"],
+            each["update"],
+            each["edge_update"],
+            lifted("edge_update"),
+            defaults,
+        )
+
+
+class Arguments(dict[str, Any]):
+    """Arguments by name; what is read per edge is read when a method asks for it.
+
+    Attributes:
+        nodes: features of the nodes and whether they are the destinations', by their name per edge.
+        dst: the edges' destinations.
+        src: the edges' sources.
+        special: what message passing itself knows.
+    """
+
+    def __init__(
+        self,
+        node_dim: int,
+        nodes: dict[str, tuple[Any, bool]],
+        given: dict[str, Any],
+        defaults: dict[str, Any],
+        dst: EdgeEnd,
+        src: EdgeEnd,
+        special: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        self._node_dim, self._given, self._defaults = node_dim, given, defaults
+        self.nodes, self.dst, self.src, self.special = nodes, dst, src, special
+
+    def is_none(self, name: str) -> bool:
+        """Whether an argument that the caller hands over is None."""
+        if name in self.nodes:
+            return self.nodes[name][0] is None
+        return self._given.get(name, self._defaults.get(name, EMPTY)) is None
+
+    def __missing__(self, name: str) -> Any:
+        if name in self.nodes:
+            value, at_dst = self.nodes[name]
+            if isinstance(value, Tensor):
+                value = gather(value, self.dst if at_dst else self.src, self._node_dim)
+        elif name in ("index", "edge_index_i"):
+            value = NodeIndex.of(self.dst)
+        elif name == "edge_index_j":
+            value = NodeIndex.of(self.src)
+        elif name in self.special:
+            value = self.special[name]
+        else:
+            value = self._given.get(name, EMPTY)
+        if value is EMPTY:
+            if name not in self._defaults:
+                raise TypeError(f"Required parameter '{name}' is empty.")
+            value = self._defaults[name]
+        self[name] = value
+        return value
+
+
+def pointer(edge_index: Any, i: int) -> Tensor | None:
+    """PyG's `ptr` of an EdgeIndex that is sorted by destination."""
+    if isinstance(edge_index, EdgeIndex):
+        if i == 0 and edge_index.is_sorted_by_row:
+            return edge_index.get_csr()[0][0]
+        if i == 1 and edge_index.is_sorted_by_col:
+            return edge_index.get_csc()[0][0]
+    return None

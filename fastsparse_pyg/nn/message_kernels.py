@@ -1,0 +1,142 @@
+"""Reduced messages by one kernel, where `message()` is found to be what it computes."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import gine_aggregate, spmm
+from fastsparse_pyg.nn.layer_arguments import Arguments
+from fastsparse_pyg.nn.message_pattern import Pattern
+
+#: Reductions that a sparse product knows.
+PRODUCTS = ("sum", "mean", "max", "min")
+
+
+def kernel_of(pattern: Pattern, how: str) -> str:
+    """The kernel that reduces such messages, "" where they have to be made."""
+    if pattern.kind == "product" and how in PRODUCTS:
+        return "spmm"
+    return "gine_aggregate" if pattern.kind == "relu" and how == "sum" else ""
+
+
+def reduce_by_kernel(layer: Any, pattern: Pattern, found: Arguments, how: str) -> Tensor | None:
+    """The reduced messages of a pattern that has a kernel; None: the layer has to make them.
+
+    Args:
+        layer: whose messages they are.
+        pattern: of its `message`.
+        found: its arguments.
+        how: the reduction.
+    """
+    x, at_dst = found.nodes[pattern.feature]
+    dim = layer.node_dim
+    if at_dst or type(x) is not Tensor or not x.is_floating_point() or not -x.dim() <= dim < x.dim():
+        return None
+    return (_product if pattern.kind == "product" else _rectified_sum)(layer, pattern, found, how, x)
+
+
+def evaluate(layer: Any, pattern: Pattern, found: Arguments) -> Any:
+    """What a traced body computes per edge; sets the attributes that it sets."""
+    if pattern.compute is None:
+        return None
+    result, assigned = pattern.compute(layer, *[found[name] for name in pattern.names])
+    for name, item in assigned.items():
+        setattr(layer, name, item)
+    return result
+
+
+def _product(layer: Any, pattern: Pattern, found: Arguments, how: str, x: Tensor) -> Tensor | None:
+    dim = layer.node_dim % x.dim()
+    rest = x.shape[dim + 1 :] if pattern.shape is None else _fit(pattern.shape, x)
+    num_dims = dim + 1 + len(rest or ())
+    out_rest = rest if pattern.out_shape is None else pattern.out_shape
+    if (
+        rest is None
+        or out_rest is None
+        or (dim and (pattern.shape or pattern.out_shape))
+        or layer.node_dim % (dim + 1 + len(out_rest)) != dim
+        or (pattern.out_shape is not None and rest.numel() != torch.Size(out_rest).numel())
+    ):
+        return None
+    value: Tensor | None = None
+    weight = evaluate(layer, pattern, found)
+    if weight is not None:
+        value = _as_value(weight, rest, dim, num_dims, found.dst.index.numel())
+        if value is None:  # not one per edge or head
+            x_j = found[pattern.feature]
+            x_j = x_j if pattern.shape is None else x_j.view(-1, *pattern.shape)
+            messages = weight * x_j
+            if pattern.out_shape is not None:
+                messages = messages.view(-1, *pattern.out_shape)
+            return layer._reduced(messages, found, how)
+        if x.dtype != value.dtype:
+            dtype = torch.promote_types(x.dtype, value.dtype)
+            x, value = x.to(dtype), value.to(dtype)
+    rows = x.movedim(dim, 0) if dim else x
+    flat = rows if rows.dim() == 2 else rows.reshape(rows.size(0), rows.shape[1:].numel())
+    with _without_autocast(x):
+        out = spmm(found.special["adj"], flat, value, how)
+    if dim:
+        return out.reshape(out.size(0), *rows.shape[1:]).movedim(0, dim)
+    return out if len(out_rest) == 1 else out.reshape(out.size(0), *out_rest)
+
+
+def _rectified_sum(layer: Any, pattern: Pattern, found: Arguments, how: str, x: Tensor) -> Tensor | None:
+    if x.dim() != 2 or layer.node_dim not in (-2, 0):
+        return None
+    terms = evaluate(layer, pattern, found)
+    if (
+        type(terms) is Tensor
+        and terms.shape == (found.dst.index.numel(), x.size(1))
+        and terms.dtype == x.dtype
+    ):
+        with _without_autocast(x):
+            return gine_aggregate(found.special["adj"], x, terms)
+    return layer._reduced((found[pattern.feature] + terms).relu(), found, how)
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def _without_autocast(x: Tensor) -> Any:
+    """Context of kernels whose results have the dtype of their terms, as PyTorch's sums."""
+    device = "cuda" if x.is_cuda else x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS
+
+
+def _fit(shape: tuple[int, ...], x: Tensor) -> torch.Size | None:
+    """The trailing shape of ``x.view(-1, *shape)`` where that keeps the rows."""
+    size = torch.Size(shape)
+    return size if x.shape[1:].numel() == size.numel() else None
+
+
+def _as_value(weight: Any, rest: Any, dim: int, num_dims: int, num_edges: int) -> Tensor | None:
+    """Weights as (num_edges,) or (num_edges, heads); None where they are something else.
+
+    Args:
+        weight: broadcast against messages of ``num_dims`` dimensions, the edges along ``dim``.
+        rest: sizes of the messages after that dimension.
+        dim: of the edges.
+        num_dims: of the messages.
+        num_edges: how many.
+    """
+    if type(weight) is not Tensor or not weight.is_floating_point() or weight.dim() > num_dims:
+        return None
+    shape = (1,) * (num_dims - weight.dim()) + tuple(weight.shape)
+    if shape[dim] != num_edges or any(size != 1 for size in shape[:dim]):
+        return None
+    sizes = shape[dim + 1 :]
+    heads = 0
+    while heads < len(sizes) and sizes[heads] == rest[heads] and not all(size == 1 for size in sizes[heads:]):
+        heads += 1
+    if any(size != 1 for size in sizes[heads:]):
+        return None
+    if heads == 0:
+        return weight.reshape(num_edges)
+    if dim or heads == len(rest):
+        return None
+    return weight.reshape(num_edges, torch.Size(sizes[:heads]).numel())

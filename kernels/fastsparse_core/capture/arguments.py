@@ -1,0 +1,173 @@
+"""What a captured step is called with: tensors in containers and in the frameworks' own objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core.capture.padding import Rows, Sizes
+
+#: type -> what makes an `Argument` of an object of it; plugins add their own, the last one goes first.
+_makers: list[tuple[type, Callable[[Any], Argument | None]]] = []
+
+
+class Argument:
+    """One argument of a step.
+
+    Args:
+        value: the object.
+        key: what is the same for all calls of one record.
+        tensors: its tensors.
+
+    Attributes:
+        sizes: of a batch that can be padded; None: it cannot.
+    """
+
+    sizes: Sizes | None = None
+
+    def __init__(self, value: Any, key: Hashable, tensors: Sequence[Tensor] = ()) -> None:
+        self.value = value
+        self.key = key
+        self.tensors = list(tensors)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
+        """The object with other tensors in the place of its own."""
+        return self.value
+
+    def hold(self, room: Sizes | None) -> Held:
+        """Memory for arguments like this one.
+
+        Args:
+            room: for a batch that can be padded.
+        """
+        return Held(self)
+
+
+class Held:
+    """Memory that a record reads one of its arguments from.
+
+    Args:
+        like: the argument that it was made for.
+
+    Attributes:
+        value: what the step is given.
+        rows: which rows are padding, where there is some.
+        greatest: see `Twins`.
+    """
+
+    def __init__(self, like: Argument) -> None:
+        self.tensors = [tensor.detach().clone() for tensor in like.tensors]
+        for held, tensor in zip(self.tensors, like.tensors, strict=True):
+            held.requires_grad_(tensor.requires_grad)
+        self.value = like.with_tensors(self.tensors)
+        self.rows: list[Rows] = []
+        self.greatest: dict[int, int] = {}
+
+    def write(self, argument: Argument) -> None:
+        """Copies an argument's tensors there."""
+        for held, tensor in zip(self.tensors, argument.tensors, strict=True):
+            if held is not tensor:
+                held.detach().copy_(tensor.detach())
+
+
+class Constant(Held):
+    """An argument that is the same object, or of the same tensors, in every call; it is read in place."""
+
+    def __init__(self, like: Argument) -> None:
+        self.value = like.value
+        self.tensors = like.tensors
+        self.rows, self.greatest = [], {}
+        self._versions = _versions(like.tensors)
+
+    def is_as_recorded(self, argument: Argument) -> bool:
+        """Whether its tensors are those of the record, and indices and masks hold what they held."""
+        return (
+            all(x is y for x, y in zip(self.tensors, argument.tensors, strict=True))
+            and _versions(self.tensors) == self._versions
+        )
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [
+        tensor._version for tensor in tensors if not tensor.is_floating_point() and not tensor.is_inference()
+    ]
+
+
+class _TensorArgument(Argument):
+    def __init__(self, value: Tensor) -> None:
+        super().__init__(value, ("tensor", *tensor_key(value)), [value])
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
+        return tensors[0]
+
+
+class _Container(Argument):
+    """A list, tuple, named tuple or dictionary."""
+
+    def __init__(self, value: Any) -> None:
+        items = list(value.values()) if isinstance(value, dict) else list(value)
+        self.parts = [argument_of(item) for item in items]
+        if any(part.sizes is not None for part in self.parts):
+            raise TypeError("batches inside of containers")
+        names = tuple(value) if isinstance(value, dict) else ()
+        key: tuple[Any, ...] = (type(value), names, *(part.key for part in self.parts))
+        super().__init__(value, key, [tensor for part in self.parts for tensor in part.tensors])
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
+        tensors, items = list(tensors), []
+        for part in self.parts:
+            count = len(part.tensors)
+            items.append(part.with_tensors(tensors[:count]))
+            del tensors[:count]
+        if isinstance(self.value, dict):
+            return type(self.value)(zip(self.value, items, strict=True))
+        return type(self.value)(*items) if hasattr(self.value, "_fields") else type(self.value)(items)
+
+
+def tensor_key(tensor: Tensor) -> tuple[Hashable, ...]:
+    """What tensors of one record have in common."""
+    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout
+
+
+def register(kind: type, make: Callable[[Any], Argument | None]) -> None:
+    """Says how objects of a type become arguments; None: as objects of its base do."""
+    _makers.insert(0, (kind, make))
+
+
+def argument_of(value: Any) -> Argument:
+    """The argument that an object is."""
+    if type(value) in (Tensor, torch.nn.Parameter):
+        return _TensorArgument(value)
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
+        return Argument(value, (type(value), value))
+    for kind, make in _makers:
+        if isinstance(value, kind):
+            argument = make(value)
+            if argument is not None:
+                return argument
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        return _TensorArgument(value)
+    if isinstance(value, (list, tuple, dict)):
+        return _Container(value)
+    return Argument(value, (type(value), same(value)))
+
+
+def same(value: object) -> Hashable:
+    """A key that an object shares with itself alone, as long as the key lives."""
+    return _Same(value)
+
+
+class _Same:
+    """Equal to itself alone; keeps the object, so that its identity stays its own."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)

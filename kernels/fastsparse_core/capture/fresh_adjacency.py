@@ -1,0 +1,144 @@
+"""Structures that are made anew by every replay of a CUDA graph: nothing of them is read from the device."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fastsparse_core.formats.hybrid_rows import HybridRows
+from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
+from fastsparse_core.recorded import StepRun
+from fastsparse_core.structure.adjacency import Adjacency, _insert_loops
+from fastsparse_core.structure.build_once import BuiltOnce
+
+
+class _KeptInRun(BuiltOnce):
+    """Results of a structure that lives in one execution of a step: recorded with it, in its order."""
+
+    def get(self, key: Any, build: Any) -> Any:
+        result = self.results.get(key)
+        if result is None:
+            with torch.inference_mode(False):
+                result = self.results[key] = build()
+        return result
+
+
+class FreshAdjacency(Adjacency):
+    """An edge list of a fixed size, sorted by destination on the device.
+
+    Rows are not cut, however long: how many slices there are would have to be read. Products and additive
+    and dot-product attention work on it; tensor-core formats and work lists of counted sizes do not.
+
+    Args:
+        row: destinations, int32 or int64 (E,), within ``shape``.
+        col: sources, like ``row``.
+        shape: (num_dst, num_src).
+        edge_id: position of every entry among the values; None: in this order.
+    """
+
+    is_padded = True
+
+    def __init__(
+        self,
+        row: Tensor,
+        col: Tensor,
+        shape: tuple[int, int],
+        *,
+        edge_id: Tensor | None = None,
+        num_given: int | None = None,
+        loop_edge: Tensor | None = None,
+    ) -> None:
+        num_dst, device = shape[0], row.device
+        sorted_row, order = torch.sort(row.int(), stable=True)
+        rowptr = torch.searchsorted(sorted_row, torch.arange(num_dst + 1, dtype=torch.int32, device=device))
+        super().__init__(
+            rowptr,
+            col[order].int(),
+            shape,
+            edge_id=order.int() if edge_id is None else edge_id[order],
+            num_given=num_given,
+            loop_edge=loop_edge,
+            group_rows="none",
+        )
+        self._built, self._of_rows = _KeptInRun(), _KeptInRun()
+        self._bsb_refused = True
+        self._is_symmetric = False
+        self.usage.scattered = 0
+        slices = torch.empty(num_dst, 2, dtype=torch.int64, device=device)
+        words = slices.view(torch.int32)
+        slices[:, 0] = rowptr[:-1]
+        words[:, 2] = rowptr.diff().int()
+        words[:, 3] = torch.arange(num_dst, dtype=torch.int32, device=device)
+        self._of_rows.results["row"] = sorted_row
+        self._of_rows.results["row_split"] = unsplit_rows(slices)
+        self._of_rows.results["has_empty_rows"] = (True,)  # not known: what asks is prepared for them
+        self._built.results["csr_structure"] = self._csr_structure()
+
+    @classmethod
+    def of_edges(
+        cls, run: StepRun, row: Tensor, col: Tensor, shape: tuple[int, int], duplicates: str, self_loops: str
+    ) -> Adjacency:
+        """As :meth:`Adjacency.from_coo`, whose arguments were checked, but for the indices.
+
+        Loops that are to be dropped become entries of the last row, which is padding.
+
+        Raises:
+            RuntimeError: how many entries there are would have to be read from the device.
+        """
+        if duplicates != "keep":
+            raise RuntimeError(f"a recorded step cannot merge edges (duplicates={duplicates!r})")
+        num_given, loop_edge = row.numel(), None
+        if self_loops != "keep":
+            count, loop_edge = min(shape), None
+            if self_loops == "replace":
+                if not run.has_padding:
+                    raise RuntimeError(
+                        "a recorded step cannot replace self loops of edges that change and are not padded; "
+                        "pass a batch of the framework, or edges without loops and add_self_loops=False"
+                    )
+                is_loop = row == col
+                position = torch.arange(num_given, device=row.device)
+                loop_edge = torch.full((count + 1,), -1, dtype=torch.int64, device=row.device)
+                loop_edge.scatter_reduce_(
+                    0, row.long().masked_fill(is_loop.logical_not(), count), position, "amax"
+                )
+                loop_edge = loop_edge[:count]
+                row, col = row.masked_fill(is_loop, shape[0] - 1), col.masked_fill(is_loop, shape[1] - 1)
+            row, col, _, appended = _insert_loops(row, col, count, False)
+            loop_edge = appended if loop_edge is None else loop_edge
+        return cls(row, col, shape, num_given=num_given, loop_edge=loop_edge)
+
+    def out_degree(self) -> Tensor:
+        """Number of entries per column, int64 (num_src,)."""
+        zeros = torch.zeros(self.num_src, dtype=torch.int64, device=self.device)
+        return zeros.scatter_add_(0, self.col.long(), torch.ones_like(self.col, dtype=torch.int64))
+
+    def _transpose(self, valued: bool = True) -> Adjacency:
+        transposed = FreshAdjacency(
+            self.col,
+            self.row(),
+            (self.num_src, self.num_dst),
+            edge_id=self.edge_id,
+            num_given=self._num_given,
+            loop_edge=self._loop_edge,
+        )
+        transposed._parent = weakref.ref(self)
+        return transposed
+
+    @property
+    def hybrid_rows(self) -> HybridRows:
+        """Refused, as all work lists that the host takes numbers of."""
+        self._refuse("the algorithm 'hr'")
+
+    def edge_groups(self, longest: int) -> RowSplit:
+        """Refused likewise."""
+        self._refuse("edge groups")
+
+    def _bsb(self) -> Any:
+        self._refuse("tensor-core blocks")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RuntimeError(f"a recorded step has no {what} of a structure that changes with every call")

@@ -1,0 +1,295 @@
+"""GINE and gated layers as one node of autograd's graph each, which costs the host less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastsparse_core.ops import _edge_messages_launch as launch
+from fastsparse_core.ops._attention_fused import _unfused_gradients
+from fastsparse_core.ops._common import (
+    DTYPE_CODE,
+    PLAIN,
+    cast,
+    is_first_derivative,
+    is_plain_eager,
+    sum_of_rows,
+)
+from fastsparse_core.ops._edge_messages_fused import unfused_gated, unfused_gine
+from fastsparse_core.ops._edge_messages_launch import Operands
+from fastsparse_core.structure.adjacency import Adjacency
+
+
+def can_pass_messages(adj: Adjacency, x: Tensor, edge: Tensor | None, *others: Tensor | None) -> bool:
+    """Whether :func:`gine_layer` and :func:`gated_layer` serve a call.
+
+    That is: a square structure, plain tensors of one dtype on one device, nothing traced, no autocast.
+
+    Args:
+        adj: structure.
+        x: features of the nodes.
+        edge: features of the edges.
+        others: weights and biases.
+    """
+    dtype, device = x.dtype, x.device
+    if not (
+        is_plain_eager(x)
+        and dtype in DTYPE_CODE
+        and x.dim() == 2
+        and x.layout is torch.strided
+        and not adj.is_partitioned
+        and x.shape[0] == adj.num_src == adj.num_dst
+        and device == adj.col.device
+        and adj.num_values < 2**32
+        and not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
+    ):
+        return False
+    if edge is not None and not (
+        edge.dim() == 2 and edge.shape[0] == adj.num_values and edge.layout is torch.strided
+    ):
+        return False
+    for tensor in (edge, *others):
+        if tensor is not None and not (
+            type(tensor) in PLAIN
+            and tensor.dtype is dtype
+            and tensor.device == device
+            and not tensor.is_neg()
+        ):
+            return False
+    return True
+
+
+# ---------------------------------------------------------------- GINE
+
+
+def gine_layer(
+    adj: Adjacency, x: Tensor, edge: Tensor, weight: Tensor | None, bias: Tensor | None, eps: Tensor
+) -> Tensor:
+    r"""What GINE gives its network.
+
+    .. math::
+        \mathbf{y}_i = (1 + \epsilon) \, \mathbf{x}_i + \sum_{j \in \mathcal{N}(i)}
+        \operatorname{relu}(\mathbf{x}_j + \mathbf{W} \mathbf{a}_{ij} + \mathbf{b})
+
+    Args:
+        adj: structure (N, N); all tensors as `can_pass_messages` asks for.
+        x: (N, F).
+        edge: :math:`\mathbf{a}`, (num_values, A), A up to 32; without ``weight`` the rows that edges add.
+        weight: :math:`\mathbf{W}`, (F, A), or None.
+        bias: :math:`\mathbf{b}`, (F,), with ``weight``, or None.
+        eps: :math:`\epsilon`, one number without gradient.
+
+    Returns:
+        (N, F); differentiable in all tensors but ``eps``, twice too.
+    """
+    if torch.is_grad_enabled():
+        out: Tensor = _Gine.apply(x, edge, weight, bias, eps, adj)
+        return out
+    operands = Operands.of(launch.RELU, None, x, None, edge, weight, None, bias)
+    return launch.forward(adj, operands, x.shape[1], False)[0].addcmul_(x, 1 + eps)
+
+
+class _Gine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        edge: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: Tensor,
+        adj: Adjacency,
+    ) -> Tensor:
+        operands = Operands.of(launch.RELU, None, x, None, edge, weight, None, bias)
+        out, _, _, positive = launch.forward(adj, operands, x.shape[1], any(ctx.needs_input_grad))
+        scale = 1 + eps
+        ctx.set_materialize_grads(False)
+        ctx.adj = adj
+        as_read = (operands.edge, operands.weight) if weight is not None else (None, None)
+        ctx.save_for_backward(x, edge, weight, bias, scale, positive, *as_read)
+        return out.addcmul_(x, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 6
+        x, edge, weight, bias, scale, positive, edge_read, weight_read = ctx.saved_tensors
+        adj, needs = ctx.adj, ctx.needs_input_grad
+        if not is_first_derivative(grad):
+
+            def compute(x: Tensor, edge: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+                return torch.addcmul(unfused_gine(adj, x, edge, weight, bias), x, scale)
+
+            with torch.enable_grad():
+                found = _unfused_gradients(compute, grad, (x, edge, weight, bias), needs)
+            return *found, None, None
+        if not (needs[1] or needs[2]):
+            edge_read = weight_read = None  # the signs of the sums are enough
+        gradients = launch.backward(
+            adj,
+            Operands(launch.RELU, None, launch.rows(grad), None, edge_read, weight_read),
+            grad,
+            grad.shape[1],
+            edge.shape[1],
+            positive=positive,
+            edge_wanted=needs[1],
+            weight_wanted=needs[2],
+        )
+        grad_x, grad_weight = gradients.q, gradients.weight
+        # Every term of dx by the edges is one of dbias.
+        grad_bias = sum_of_rows(grad_x, grad_x.dtype) if needs[3] else None
+        return (
+            grad_x.addcmul_(grad, scale) if needs[0] else None,
+            gradients.edge,
+            None if grad_weight is None else cast(grad_weight, weight.dtype),
+            grad_bias,
+            None,
+            None,
+        )
+
+
+# ---------------------------------------------------------------- gates
+
+
+def gated_layer(
+    adj: Adjacency,
+    x: Tensor,
+    edge: Tensor | None,
+    weights: tuple[Tensor, Tensor, Tensor],
+    biases: tuple[Tensor, Tensor, Tensor],
+    root: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    r"""A residual gated graph convolution.
+
+    .. math::
+        \mathbf{y}_i = \mathbf{W} \mathbf{x}_i + \mathbf{b} + \sum_{j \in \mathcal{N}(i)} \sigma(\mathbf{K}
+        [\mathbf{x}_i \Vert \mathbf{a}_{ij}] + \mathbf{Q} [\mathbf{x}_j \Vert \mathbf{a}_{ij}]) \odot
+        \mathbf{V} [\mathbf{x}_j \Vert \mathbf{a}_{ij}]
+
+    Args:
+        adj: structure (N, N); all tensors as `can_pass_messages` asks for.
+        x: (N, in width).
+        edge: :math:`\mathbf{a}`, (num_values, A), A up to 32, or None.
+        weights: :math:`\mathbf{Q}, \mathbf{V}, \mathbf{K}`, (F, in width + A) each.
+        biases: theirs, (F,) each.
+        root: :math:`\mathbf{W}`, (F, in width), or None.
+        bias: :math:`\mathbf{b}`, (F,), or None.
+
+    Returns:
+        (N, F); differentiable in all tensors, twice too.
+    """
+    out: Tensor = _Gated.apply(x, edge, root, bias, adj, *weights, *biases)
+    return out
+
+
+class _Gated(torch.autograd.Function):
+    """With G = [dQ | dV | dK | dY] of the rows: dX = G W, dW = G^T X, db = sum of G."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        edge: Tensor | None,
+        root: Tensor | None,
+        bias: Tensor | None,
+        adj: Adjacency,
+        *maps: Tensor,
+    ) -> Tensor:
+        weights, biases = maps[:3], maps[3:]
+        width, in_width = weights[0].shape[0], x.shape[1]
+        of_gate = of_value = None
+        if edge is None:
+            of_nodes = torch.cat(weights if root is None else (*weights, root))
+        else:
+            whole = torch.cat(weights)
+            of_nodes, of_edges = whole[:, :in_width], whole[:, in_width:]
+            of_query, of_value, of_key = of_edges.split(width)
+            of_gate = of_query + of_key  # both ends of an edge see its features
+            if root is not None:
+                of_nodes = torch.cat((of_nodes, root))
+        rows = F.linear(x, of_nodes if root is None else of_nodes[: 3 * width], torch.cat(biases))
+        query, value, key = rows.split(width, 1)
+        operands = Operands.of(launch.GATE, key, query, value, edge, of_gate, of_value)
+        out, slope, _, _ = launch.forward(adj, operands, width, any(ctx.needs_input_grad))
+        ctx.set_materialize_grads(False)
+        ctx.adj = adj
+        # Operands are the rows themselves or, where those must be padded, copies.
+        ctx.save_for_backward(x, edge, root, bias, *maps, of_nodes, slope, *operands[1:7])
+        if root is not None:
+            out.addmm_(x, root.t())
+        return out if bias is None else out.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 11
+        x, edge, root, bias, *maps, of_nodes, slope, k, q, v, edge_read, gate_read, value_read = (
+            ctx.saved_tensors
+        )
+        adj, needs = ctx.adj, ctx.needs_input_grad
+        if not is_first_derivative(grad):
+            inputs, needed = (x, edge, root, bias, *maps), (*needs[:4], *needs[5:])
+            with torch.enable_grad():
+                found = _unfused_gradients(lambda *given: _unfused_layer(adj, *given), grad, inputs, needed)
+            return *found[:4], None, *found[4:]
+        width = grad.shape[1]
+        maps_need = any(needs[5:8])
+        gradients = launch.backward(
+            adj,
+            Operands(launch.GATE, k, q, v, edge_read, gate_read, value_read),
+            grad,
+            width,
+            0 if edge is None else edge.shape[1],
+            edge_wanted=needs[1],
+            weight_wanted=maps_need and edge is not None,
+        )
+        parts = [gradients.q, gradients.v, grad * slope]
+        if root is not None:
+            parts.append(grad)
+        of_rows = torch.cat(parts, 1)
+        grad_x = torch.mm(of_rows, of_nodes) if needs[0] else None
+        grad_maps: tuple[Tensor | None, ...] = (None,) * 3
+        grad_root = grad_bias = None
+        if maps_need or needs[2]:
+            product = torch.mm(of_rows.t(), x)
+            grad_root = product[3 * width :] if needs[2] else None
+            if edge is not None and maps_need:
+                gate, value = gradients.weight, gradients.of_value
+                assert gate is not None
+                assert value is not None
+                of_edges = cast(torch.cat((gate, value, gate)), product.dtype)
+                product = torch.cat((product[: 3 * width], of_edges), 1)
+            grad_maps = product[: 3 * width].split(width)
+        grad_biases: tuple[Tensor | None, ...] = (None,) * 3
+        if any(needs[8:]):
+            sums = sum_of_rows(of_rows, of_rows.dtype).split(width)
+            grad_biases, grad_bias = sums[:3], sums[3] if len(sums) > 3 else None
+        if needs[3] and grad_bias is None:
+            grad_bias = sum_of_rows(grad, grad.dtype)
+        grads = (grad_x, gradients.edge, grad_root, grad_bias, None, *grad_maps, *grad_biases)
+        return tuple(each if need else None for each, need in zip(grads, needs, strict=True))
+
+
+def _unfused_layer(
+    adj: Adjacency,
+    x: Tensor,
+    edge: Tensor | None,
+    root: Tensor | None,
+    bias: Tensor | None,
+    *maps: Tensor,
+) -> Tensor:
+    """`gated_layer` by operators that have gradients again."""
+    in_width = x.shape[1]
+    query, value, key = (
+        F.linear(x, map[:, :in_width], of_map) for map, of_map in zip(maps[:3], maps[3:], strict=True)
+    )
+    of_query, of_value, of_key = (None if edge is None else map[:, in_width:] for map in maps[:3])
+    of_gate = None if of_query is None or of_key is None else of_query + of_key
+    out = unfused_gated(adj, key, query, value, edge, of_gate, of_value)
+    if root is not None:
+        out = out + F.linear(x, root)
+    return out if bias is None else out + bias

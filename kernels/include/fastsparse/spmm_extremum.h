@@ -1,0 +1,40 @@
+// Gradients of extrema over neighbours: views and launchers of kernels/c*/spmm_extremum_backward.c*.
+#pragma once
+
+#include "fastsparse/views.h"
+
+namespace fastsparse {
+
+// SpmmExtremumArgs::arg holds the position of the chosen edge in the caller's order, its low 32 bits where
+// there are as many edges, and this where a row has none.
+constexpr std::int32_t kNoEdge = -1;
+
+struct SpmmExtremumBackwardArgs {
+  CsrView a_t;  // CUDA only, as its slices
+  RowSplitView split_t;
+  EdgeValueView value;
+  DenseView grad;              // (num_rows, width)
+  DenseView x;                 // (num_cols, width); read where grad_value is wanted
+  const std::int32_t* arg;     // (num_rows, width), of the forward pass
+  const std::int32_t* source;  // (num_values): source of every edge; CPU, or where grad_value is wanted
+  void* grad_x;                // (num_cols, width); on the CPU zeros in the accumulation type to add to
+  void* grad_value;            // (num_values, heads), zeros in the accumulation type; null: not wanted
+  void* partial;               // (num_slots, width) in the accumulation type; CUDA only
+  std::int64_t num_rows;
+  std::int64_t width;
+  Dtype dtype;
+};
+
+namespace cpu {
+
+void spmm_extremum_backward(const SpmmExtremumBackwardArgs& args, int threads);
+
+}  // namespace cpu
+
+namespace cuda {
+
+int spmm_extremum_backward(const SpmmExtremumBackwardArgs& args, void* stream);
+
+}  // namespace cuda
+
+}  // namespace fastsparse

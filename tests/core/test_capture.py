@@ -1,0 +1,482 @@
+"""Steps and models that become CUDA graphs by themselves; without a GPU, the form that is recorded."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastsparse_core import (
+    Adjacency,
+    additive_attention,
+    attention,
+    gatv2_attention,
+    log,
+    recorded,
+    spmm,
+)
+from fastsparse_core.capture import captured as machinery
+from fastsparse_core.capture.decorator import capture
+from fastsparse_core.capture.fresh_adjacency import FreshAdjacency
+from fastsparse_core.capture.journal import on_trial
+from fastsparse_core.capture.optimizers import RecordedOptimizer
+from fastsparse_core.capture.padding import Rows, Sizes, room_for, write_edges, write_rows
+from fastsparse_core.capture.twins import Masks, Twins
+from fastsparse_core.recorded import StepRun
+
+CALLS = machinery.CALLS + 10
+
+
+@pytest.fixture
+def pretends(monkeypatch):
+    """On the CPU the form that is recorded runs."""
+    monkeypatch.setattr(machinery, "_pretends", True)
+    monkeypatch.setattr(log, "_seen", set())
+
+
+class Task:
+    """A linear model of summed neighbours with batch normalisation, and its training step."""
+
+    def __init__(self, device, optimizer=torch.optim.Adam):
+        generator = torch.Generator().manual_seed(0)
+        row, col = torch.randint(0, 50, (2, 600), generator=generator).to(device)
+        self.adj = Adjacency.from_coo(row, col, (50, 50))
+        self.x = torch.randn(50, 16, generator=generator).to(device)
+        self.y = torch.randint(4, (50,), generator=generator).to(device)
+        self.mask = (torch.rand(50, generator=generator) < 0.5).to(device)
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(16, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 4)]
+        self.model = torch.nn.Sequential(*layers).to(device)
+        self.optimizer = optimizer(self.model.parameters(), lr=0.01)
+        self.runs = 0
+
+    def step(self, x, y):
+        self.runs += 1
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(spmm(self.adj, x))[self.mask], y[self.mask])
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+def check(device, change=lambda task, nth: None, calls=CALLS, **options):
+    """Losses and parameters of a captured step equal those of the step."""
+    plain, task = Task(device, **options), Task(device, **options)
+    step = capture(task.step)
+    for nth in range(calls):
+        for each in (plain, task):
+            change(each, nth)
+        expected, loss = plain.step(plain.x, plain.y), step(task.x, task.y)
+        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-4, atol=1e-6)
+    for own, other in zip(task.model.state_dict().values(), plain.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-4)
+    if device == "cuda":
+        assert task.runs < calls
+    return step.captured
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
+def test_steps_on_one_graph(device, pretends, optimizer):
+    found = check(device, optimizer=optimizer)
+    assert len(found.records) == 1
+
+
+def test_other_tensors_are_copied(device, pretends):
+    def change(task, nth):
+        if nth >= machinery.CALLS + 4:
+            task.y = task.y.roll(1)
+
+    found = check(device, change)
+    assert [type(held).__name__ for held in found.records[0].held] == ["Constant", "Held"]
+
+
+def test_masks_that_are_written_are_read_again(device, pretends):
+    def change(task, nth):
+        if nth == machinery.CALLS + 4:
+            task.mask[:25].logical_not_()
+
+    check(device, change, machinery.CALLS + 35)
+
+
+@pytest.mark.parametrize("assigns", [False, True])
+def test_learning_rates_change(device, pretends, assigns):
+    def change(task, nth):
+        if nth == 0:
+            task.scheduler = torch.optim.lr_scheduler.StepLR(task.optimizer, 2, 0.7)
+        elif assigns:
+            task.optimizer.param_groups[0]["lr"] = 0.01 / nth
+        else:
+            task.scheduler.step()
+
+    check(device, change)
+
+
+def test_other_settings_are_recorded_anew(device, pretends, caplog):
+    def change(task, nth):
+        if nth == machinery.CALLS + 4:
+            task.optimizer.param_groups[0]["weight_decay"] = 0.1
+
+    with caplog.at_level(logging.INFO, logger="fastsparse_core"):
+        check(device, change)
+    assert any("an optimiser has changed" in message for message in caplog.messages)
+
+
+def test_gradients_are_accumulated(device, pretends):
+    grads = []
+    for captures in (False, True):
+        task = Task(device)
+
+        def backward(x, scale, task=task):
+            (task.model(spmm(task.adj, x)).square().mean() * scale).backward()
+
+        run = capture(backward) if captures else backward
+        one, two = torch.ones((), device=device), torch.full((), 2.0, device=device)
+        for nth in range(2 * CALLS):
+            run(task.x, one)
+            run(task.x, two)
+            if nth % 3 == 2:
+                task.optimizer.step()
+                task.optimizer.zero_grad()
+        run(task.x, one)
+        run(task.x, two)
+        grads.append([item.grad for item in task.model.parameters()])
+    for own, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_training_and_evaluation_are_recorded_apart(device, pretends):
+    task = Task(device)
+
+    @capture
+    def run(x):
+        return task.model(spmm(task.adj, x))
+
+    with torch.no_grad():
+        for _ in range(CALLS):
+            task.model.train()
+            run(task.x)
+        task.model.eval()
+        for _ in range(CALLS):
+            out = run(task.x)
+        torch.testing.assert_close(out, task.model(spmm(task.adj, task.x)), rtol=1e-4, atol=1e-5)
+    assert len(run.captured.records) == 2
+
+
+def test_two_steps_in_one_process(device, pretends):
+    first, second = Task(device), Task(device)
+    steps = [capture(first.step), capture(second.step)]
+    for _ in range(CALLS):
+        one, other = (step(task.x, task.y) for step, task in zip(steps, (first, second), strict=True))
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_an_exception_in_a_step_leaves_the_rest(device, pretends):
+    task = Task(device)
+    step = capture(task.step)
+    for _ in range(CALLS):
+        step(task.x, task.y)
+    for wrong in range(2):
+        with pytest.raises((RuntimeError, ValueError)):
+            step(task.x[:, :3] * wrong, task.y)
+    assert step(task.x, task.y).isfinite()
+
+
+@pytest.mark.parametrize("fault", ["schedules", "forms"])
+def test_says_why_a_step_runs_as_it_is(pretends, caplog, fault):
+    task = Task("cpu")
+    scheduler = torch.optim.lr_scheduler.StepLR(task.optimizer, 2)
+
+    def step(x, y, nth):
+        if fault == "schedules":
+            task.step(x, y)
+            scheduler.step()
+        return x.sum()
+
+    run = capture(step)
+    with caplog.at_level(logging.INFO, logger="fastsparse_core"):
+        for nth in range(machinery._MOST_FORMS + 3):
+            run(task.x, task.y, nth if fault == "forms" else 0)
+    expected = {"schedules": "call scheduler.step() after it", "forms": "in more than 32 forms"}[fault]
+    assert sum(expected in message for message in caplog.messages) == 1
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_recorded_runs_on(caplog, monkeypatch):
+    monkeypatch.setattr(log, "_seen", set())
+    task, plain = Task("cuda"), Task("cuda")
+    step = capture(lambda x, y: task.step(x, y).item())
+    with caplog.at_level(logging.INFO, logger="fastsparse_core"):
+        for _ in range(CALLS):
+            assert step(task.x, task.y) == pytest.approx(plain.step(plain.x, plain.y).item(), rel=1e-3)
+    assert any("loss.item()" in message for message in caplog.messages)
+
+
+@pytest.mark.gpu
+def test_too_little_memory_to_record_loses_nothing(monkeypatch):
+    task, plain = Task("cuda"), Task("cuda")
+    step = capture(task.step)
+
+    def record(*args, **kwargs):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(machinery, "record", record)
+    for _ in range(CALLS):
+        torch.testing.assert_close(
+            step(task.x, task.y).detach(), plain.step(plain.x, plain.y).detach(), rtol=1e-3, atol=1e-5
+        )
+    assert not step.captured.records
+
+
+@pytest.mark.gpu
+def test_dropout_differs_from_replay_to_replay():
+    task = Task("cuda")
+
+    @capture
+    def run(x):
+        heads = x.view(50, 2, 8)
+        return F.dropout(x, 0.5), attention(task.adj, heads, heads, heads, dropout_p=0.5)
+
+    outs = [run(task.x) for _ in range(CALLS)]
+    assert len(run.captured.records) == 1
+    for one, other in zip(outs[-1], outs[-2], strict=True):
+        assert not torch.equal(one, other)
+
+
+@pytest.mark.gpu
+def test_gradient_scalers():
+    losses = []
+    for captures in (False, True):
+        task, scaler = Task("cuda"), torch.amp.GradScaler("cuda")
+
+        def step(x, y, task=task, scaler=scaler):
+            task.optimizer.zero_grad()
+            with torch.autocast("cuda", torch.float16):
+                loss = F.cross_entropy(task.model(spmm(task.adj, x)), y)
+            scaler.scale(loss).backward()
+            scaler.step(task.optimizer)
+            scaler.update()
+            return loss
+
+        run = capture(step) if captures else step
+        losses.append(torch.stack([run(task.x, task.y).detach() for _ in range(CALLS)]))
+        if captures:
+            assert len(run.captured.records) == 1
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-2, atol=1e-3)
+
+
+# ---------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_models(device, pretends, varies):
+    plain, task = Task(device), Task(device)
+    assert capture(task.model) is task.model
+    assert capture(task.model) is task.model
+    for nth in range(CALLS):
+        for each in (plain, task):
+            if varies and nth > 4:
+                each.x = each.x.roll(1, 0)
+        expected, loss = plain.step(plain.x, plain.y), task.step(task.x, task.y)
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
+    task.model.eval()
+    plain.model.eval()
+    with torch.no_grad():
+        for _ in range(CALLS):
+            out = task.model(task.x)
+        torch.testing.assert_close(out, plain.model(plain.x), rtol=1e-3, atol=1e-4)
+    assert len(task.model.forward.records) == 2
+
+
+@pytest.mark.gpu
+def test_a_model_that_is_called_twice_before_its_backward_pass_is_an_error():
+    task = Task("cuda")
+    capture(task.model)
+    for _ in range(CALLS):
+        task.step(task.x, task.y)
+    first = task.model(task.x).sum()
+    (task.model(task.x).sum()).backward()
+    with pytest.raises(RuntimeError, match="was called again before the backward pass"):
+        first.backward()
+
+
+@pytest.mark.gpu
+def test_gradients_of_a_captured_model_are_accumulated():
+    plain, task = Task("cuda"), Task("cuda")
+    capture(task.model)
+    for _ in range(CALLS):
+        plain.step(plain.x, plain.y)
+        task.step(task.x, task.y)
+    for each in (plain, task):
+        each.optimizer.zero_grad()
+        for scale in (1.0, 2.0, -0.5):
+            each.model(each.x * scale).square().mean().backward()
+    for own, other in zip(task.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-3, atol=1e-4)
+
+
+# ---------------------------------------------------------------- parts
+
+
+@pytest.mark.parametrize("num_edges", [0, 1, 37])
+def test_padding_edges_are_no_loops_and_even(num_edges):
+    held = torch.empty(2, 61, dtype=torch.int64)
+    edges = torch.randint(7, (2, num_edges))
+    write_edges(held, edges, 7, 13)
+    assert torch.equal(held[:, :num_edges], edges)
+    source, destination = held[:, num_edges:]
+    assert held[:, num_edges:].min() == 7
+    assert held[:, num_edges:].max() == 12
+    assert (source != destination).all()
+    assert destination.bincount()[7:].max() <= -(-(61 - num_edges) // 6)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_rows_of_padding_copy_the_first(rows):
+    held, given = torch.full((6, 2), -1.0), torch.randn(rows, 2)
+    write_rows(held, given)
+    assert torch.equal(held[:rows], given)
+    assert torch.equal(held[rows:], (given[:1] if rows else torch.zeros(1, 2)).expand(6 - rows, 2))
+
+
+def test_there_is_room_for_more_than_was_seen():
+    seen = [Sizes(100, 220), Sizes(90, 300)]
+    room = room_for(seen)
+    assert room.hold(Sizes(108, 370))
+    assert not room.hold(Sizes(room.nodes - 1, 1))
+    assert room.nodes != room.edges
+
+
+@pytest.mark.parametrize("loops", ["keep", "append", "replace"])
+@pytest.mark.parametrize("operator", ["spmm", "weighted", "attention", "additive", "gatv2"])
+def test_fresh_structures(device, loops, operator):
+    """Operators on a structure that is made without reading sizes equal those on the structure."""
+    generator = torch.Generator().manual_seed(0)
+    row, col = torch.randint(0, 20, (2, 90), generator=generator).to(device)
+    row, col = torch.cat([row, row.new_tensor([3, 4])]), torch.cat([col, col.new_tensor([3, 4])])
+    value = torch.rand(92, generator=generator).to(device)
+    q, k, v = (torch.randn(24, 2, 8, generator=generator).to(device) for _ in range(3))
+    att = torch.randn(2, 8, generator=generator).to(device)
+    results = []
+    for fresh in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        one, two, three = leaves
+        run = StepRun(has_padding=True, of_edges=FreshAdjacency.of_edges)
+        context = recorded.running(run) if fresh else torch.enable_grad()
+        with context:
+            adj = Adjacency.from_coo(row, col, (24, 24), self_loops=loops)
+            assert adj.is_padded == fresh
+            if operator == "spmm":
+                out = spmm(adj, one.flatten(1), reduce="mean") + spmm(adj, two.flatten(1)) * three.flatten(1)
+            elif operator == "weighted":
+                weight = value if loops == "keep" else adj.extend_value(value, 0.5)
+                out = spmm(adj, one.flatten(1), weight) + two.flatten(1) * three.flatten(1)
+            elif operator == "attention":
+                out = attention(adj, one, two, three)
+            elif operator == "additive":
+                out = additive_attention(adj, one.sum(-1), two.sum(-1), three)
+            else:
+                out = gatv2_attention(adj, one, two, att) + three
+            out = out.reshape(24, -1)[:20]
+            grads = torch.autograd.grad(out.square().sum(), leaves)
+        results.append([out.detach(), *(grad[:20] for grad in grads)])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("affine", [False, True])
+def test_batch_norm_without_padding(device, dtype, affine):
+    rows = Rows(37, torch.device(device))
+    rows.write(30)
+    norms = [torch.nn.BatchNorm1d(5, affine=affine, device=device) for _ in range(2)]
+    for norm in norms:
+        norm.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    x = (3 + torch.randn(37, 5, device=device)).to(dtype).requires_grad_()
+    with Twins([rows], {}, Masks()):
+        out = norms[0](x)[:30]
+    expected = norms[1](x[:30])
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(out, expected, **tolerance)
+    weight = torch.randn(30, 5, device=device, dtype=dtype)
+    of_both = [
+        torch.autograd.grad((item * weight).sum(), [x, *norm.parameters()])
+        for item, norm in zip((out, expected), norms, strict=True)
+    ]
+    torch.testing.assert_close(*of_both, **tolerance)
+    torch.testing.assert_close(norms[0].state_dict(), norms[1].state_dict(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "loss",
+    [F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits, F.l1_loss],
+    ids=lambda f: f.__name__,
+)
+def test_losses_without_padding(loss, reduction):
+    rows = Rows(12, torch.device("cpu"))
+    rows.write(9)
+    x = torch.randn(12, 4)
+    y = torch.randint(4, (12,)) if loss is F.cross_entropy else torch.rand(12, 4)
+    options = {"weight": torch.rand(4)} if loss is F.cross_entropy else {}
+    with Twins([rows], {}, Masks()):
+        out = loss(x, y, reduction=reduction, **options)
+    out = out[:9] if reduction == "none" else out
+    torch.testing.assert_close(out, loss(x[:9], y[:9], reduction=reduction, **options))
+
+
+def test_a_trial_leaves_nothing_behind(device):
+    task = Task(device)
+    task.step(task.x, task.y)
+    total = torch.zeros(3, device=device)
+    state = [item.clone() for item in task.optimizer.state[next(task.model.parameters())].values()]
+    before = [item.clone() for item in task.model.state_dict().values()]
+    grads = [item.grad for item in task.model.parameters()]
+    kept = [grad.clone() for grad in grads]
+
+    def job():
+        total[1:].add_(1)
+        return task.step(task.x, task.y), torch.rand(3)
+
+    buffers = [item for item in task.model.buffers() if item.is_floating_point()]
+    torch.manual_seed(3)
+    (loss, drawn, *_), _ = on_trial(job, task.model.parameters(), buffers, torch.device(device))
+    assert torch.equal(torch.rand(3), drawn)
+    assert not total.any()
+    after = task.optimizer.state[next(task.model.parameters())].values()
+    torch.testing.assert_close(list(after), state, rtol=0, atol=0)
+    torch.testing.assert_close(list(task.model.state_dict().values())[:5], before[:5], rtol=0, atol=0)
+    for item, grad, content in zip(task.model.parameters(), grads, kept, strict=True):
+        assert item.grad is grad
+        assert torch.equal(grad, content)
+    torch.testing.assert_close(task.step(task.x, task.y), loss)
+
+
+@pytest.mark.gpu
+def test_optimizers_are_prepared():
+    task = Task("cuda")
+    task.step(task.x, task.y)
+    found = RecordedOptimizer(task.optimizer)
+    group = task.optimizer.param_groups[0]
+    rate = group["lr"]
+    group["lr"] = 0.5
+    found.write()
+    assert group["lr"] is rate
+    assert rate.item() == 0.5
+    assert found.is_as_recorded()
+    group["eps"] = 1e-3
+    assert not found.is_as_recorded()
+
+
+def test_what_is_no_step_is_refused():
+    with pytest.raises(TypeError, match="step: expected a function or a torch.nn.Module, got int"):
+        capture(3)
+
+
+@pytest.mark.gpu
+def test_arguments_on_two_devices():
+    """What changes on the CPU is not read by a record."""
+    run = capture(lambda x, index: x[index])
+    x = torch.randn(8, 3, device="cuda")
+    for nth in range(CALLS):
+        assert torch.equal(run(x, torch.tensor([nth % 8])), x[nth % 8 : nth % 8 + 1])

@@ -1,0 +1,298 @@
+"""Captured steps on PyG's graphs and batches: padding changes nothing."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch_geometric import nn as pyg
+from torch_geometric.data import Batch, Data
+
+from fastsparse_core import log
+from fastsparse_core.capture import captured as machinery
+from fastsparse_core.capture.decorator import capture
+from fastsparse_pyg import (
+    FastGATConv,
+    FastGATv2Conv,
+    FastGCNConv,
+    FastGINConv,
+    FastSAGEConv,
+    FastTransformerConv,
+    NeighborLoader,
+)
+
+WIDTH = 8
+
+
+@pytest.fixture(autouse=True)
+def pretends(monkeypatch):
+    """On the CPU the form that is recorded runs."""
+    monkeypatch.setattr(machinery, "_pretends", True)
+    monkeypatch.setattr(log, "_seen", set())
+
+
+def molecule(generator, least=3, most=12, loops=True):
+    nodes = int(torch.randint(least, most, (), generator=generator))
+    edges = torch.randint(nodes, (2, 2 * nodes), generator=generator)
+    if not loops:
+        edges = edges[:, edges[0] != edges[1]]
+    return Data(
+        x=torch.randn(nodes, WIDTH, generator=generator),
+        edge_index=edges,
+        edge_attr=torch.randn(edges.size(1), 3, generator=generator),
+        y=torch.randn(1, 1, generator=generator),
+        target=torch.randint(WIDTH, (nodes,), generator=generator),
+    )
+
+
+def draw(sizes, **options):
+    generator = torch.Generator().manual_seed(0)
+    return [Batch.from_data_list([molecule(generator, **options) for _ in range(size)]) for size in sizes]
+
+
+def gin():
+    return FastGINConv(
+        nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, WIDTH))
+    )
+
+
+CONVS = {
+    "gcn": lambda: FastGCNConv(WIDTH, WIDTH),
+    "sage": lambda: FastSAGEConv(WIDTH, WIDTH),
+    "gin": gin,
+    "gat": lambda: FastGATConv(WIDTH, 4, heads=2),
+    "gat-edges": lambda: FastGATConv(WIDTH, 4, heads=2, edge_dim=3),
+    "gatv2": lambda: FastGATv2Conv(WIDTH, 4, heads=2),
+    "gatv2-edges": lambda: FastGATv2Conv(WIDTH, 4, heads=2, edge_dim=3, add_self_loops=False),
+    "transformer": lambda: FastTransformerConv(WIDTH, 4, heads=2),
+    "transformer-edges": lambda: FastTransformerConv(WIDTH, 4, heads=2, edge_dim=3),
+    "pyg-gin": lambda: pyg.GINConv(nn.Linear(WIDTH, WIDTH)),
+    "pyg-gine": lambda: pyg.GINEConv(nn.Linear(WIDTH, WIDTH), edge_dim=3),
+}
+NORMS = {
+    "batch": lambda: pyg.BatchNorm(WIDTH),
+    "layer": lambda: pyg.LayerNorm(WIDTH, mode="node"),
+    "layer-graph": lambda: pyg.LayerNorm(WIDTH, mode="graph"),
+    "graph": lambda: pyg.GraphNorm(WIDTH),
+    "instance": lambda: pyg.InstanceNorm(WIDTH),
+    "size": lambda: pyg.GraphSizeNorm(),
+}
+READOUTS = {
+    "add": lambda: pyg.global_add_pool,
+    "mean": lambda: pyg.global_mean_pool,
+    "max": lambda: pyg.global_max_pool,
+    "aggr-mean": lambda: pyg.MeanAggregation(),
+    "aggr-std": lambda: pyg.StdAggregation(),
+    "aggr-softmax": lambda: pyg.SoftmaxAggregation(learn=True),
+    "aggr-attention": lambda: pyg.AttentionalAggregation(nn.Linear(WIDTH, 1)),
+    "aggr-multi": lambda: pyg.MultiAggregation(["mean", "max"], mode="sum"),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, conv="gin", norm="batch", readout="mean"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = nn.ModuleList([CONVS[conv](), CONVS[conv]()])
+        self.norms = nn.ModuleList([NORMS[norm](), NORMS[norm]()])
+        self.readout = READOUTS[readout]()
+        self.out = nn.Linear(WIDTH, 1)
+        self.has_edges = "edges" in conv or "gine" in conv
+        self.norm_takes_batch = norm not in ("batch",)
+
+    def nodes(self, batch):
+        x = batch.x
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = conv(x, batch.edge_index, *([batch.edge_attr] if self.has_edges else []))
+            x = (norm(x, batch.batch) if self.norm_takes_batch else norm(x)).relu()
+        return x
+
+    def forward(self, batch):
+        return self.out(self.readout(self.nodes(batch), batch.batch))
+
+
+def on_graphs(net, batch):
+    return F.mse_loss(net(batch), batch.y)
+
+
+def on_nodes(net, batch):
+    return F.cross_entropy(net.nodes(batch), batch.target)
+
+
+def check(device, batches, loss=on_graphs, captures_model=False, **options):
+    """50 and more losses of a captured step agree with those of the step."""
+    found, records = [], []
+    for captures in (False, True):
+        net = Net(**options).to(device)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+
+        def step(batch, net=net, optimizer=optimizer):
+            optimizer.zero_grad()
+            value = loss(net, batch)
+            value.backward()
+            optimizer.step()
+            return value
+
+        run = step
+        if captures:
+            run = step if captures_model else capture(step)
+            if captures_model:
+                capture(net)
+        losses = torch.stack([run(batch).detach() for batch in batches])
+        found.append((losses, net.state_dict()))
+        if captures:
+            holder = net.forward if captures_model else run.captured
+            records = holder.records
+    torch.testing.assert_close(
+        found[1][0][:50], found[0][0][:50], rtol=1e-5 if device == "cpu" else 1e-4, atol=1e-6
+    )
+    for name, item in found[0][1].items():
+        if (
+            "running_var" in name
+        ):  # means follow biases that the normalisation removes: their gradients are rounding
+            torch.testing.assert_close(found[1][1][name], item, rtol=1e-3, atol=1e-4)
+    return records
+
+
+def on(device, batches):
+    return [batch.to(device) for batch in batches]
+
+
+@pytest.mark.parametrize("conv", CONVS)
+def test_layers(device, conv):
+    assert len(check(device, on(device, draw([9] * 52)), conv=conv)) == 1
+
+
+@pytest.mark.parametrize("norm", [name for name in NORMS if name != "batch"])
+def test_normalisation(device, norm):
+    assert check(device, on(device, draw([9] * 20)), norm=norm)
+
+
+@pytest.mark.parametrize("readout", [name for name in READOUTS if name != "mean"])
+def test_readouts(device, readout):
+    assert check(device, on(device, draw([9] * 20)), readout=readout)
+
+
+def test_losses_of_nodes(device):
+    assert check(device, on(device, draw([9] * 20)), on_nodes)
+
+
+def test_captured_models(device):
+    assert check(device, on(device, draw([9] * 40)), captures_model=True, conv="gcn")
+
+
+def test_larger_batches_and_a_second_epoch(device):
+    batches = draw([9] * 14) + draw([9] * 4, least=12, most=30) + draw([9] * 3)
+    assert len(check(device, on(device, batches) * 2)) == 2
+
+
+def test_last_batches_are_recorded_apart(device):
+    epoch = on(device, draw([9] * 4 + [5]))
+    assert len(check(device, epoch * 12)) == 2
+
+
+@pytest.mark.parametrize("empty", ["edges", "graph"])
+def test_batches_with_nothing_in_them(device, empty):
+    batches = draw([9] * 20)
+    for nth in (3, 14, 17):
+        parts = batches[nth].to_data_list()
+        for part in parts if empty == "edges" else parts[:1]:
+            part.edge_index, part.edge_attr = part.edge_index[:, :0], part.edge_attr[:0]
+        if empty == "graph":
+            parts[0].x, parts[0].target = parts[0].x[:0], parts[0].target[:0]
+        batches[nth] = Batch.from_data_list(parts)
+    assert check(device, on(device, batches))
+
+
+@pytest.mark.parametrize("mixing", ["mean", "index", "norm"])
+def test_what_mixes_graphs_runs_as_it_is(device, caplog, mixing):
+    def loss(net, batch):
+        x = net.nodes(batch)
+        if mixing == "mean":
+            return (x - x.mean(0)).square().sum() / 100
+        if mixing == "norm":
+            return F.mse_loss(net.out(net.readout(pyg.PairNorm()(x), batch.batch)), batch.y)
+        per_graph = torch.ones(batch.num_graphs, 1, device=x.device)
+        return F.mse_loss(net.out(net.readout(x * per_graph[batch.batch], batch.batch)), batch.y)
+
+    with caplog.at_level(logging.INFO, logger="fastsparse_core"):
+        assert not check(device, on(device, draw([9] * 16)), loss)
+    assert sum("runs as it is" in message for message in caplog.messages) == 1
+
+
+def test_an_exception_in_a_step(device):
+    net, batches = Net().to(device), on(device, draw([9] * 20))
+    step = capture(lambda batch: on_graphs(net, batch))
+    with torch.no_grad():
+        for nth, batch in enumerate(batches):
+            if nth in (2, 12):
+                wrong = batch.clone()
+                wrong.x = wrong.x[:, :3]
+                with pytest.raises(RuntimeError):
+                    step(wrong)
+            step(batch)
+    assert len(step.captured.records) == 1
+
+
+def whole_graph(device):
+    generator = torch.Generator().manual_seed(0)
+    data = Data(
+        x=torch.randn(300, WIDTH, generator=generator),
+        edge_index=torch.randint(290, (2, 1500), generator=generator),
+        y=torch.randint(4, (300,), generator=generator),
+        train_mask=torch.rand(300, generator=generator) < 0.3,
+    )
+    return data.to(device)
+
+
+@pytest.mark.parametrize("conv", ["gcn", "gat", "transformer"])
+def test_whole_graphs(device, conv):
+    losses = []
+    for captures in (False, True):
+        data, net = whole_graph(device), Net(conv).to(device)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+
+        def train(data, net=net, optimizer=optimizer):
+            net.train()
+            optimizer.zero_grad()
+            out = net.nodes(data)
+            loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run = capture(train) if captures else train
+        losses.append(torch.stack([run(data).detach() for _ in range(50)]))
+        if captures:
+            assert len(run.captured.records) == 1
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5 if device == "cpu" else 1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("conv", ["sage", "gat", "gatv2", "transformer"])
+def test_sampled_neighbours(device, conv):
+    data = whole_graph("cpu")
+    losses = []
+    for captures in (False, True):
+        net = Net(conv).to(device)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        loader = NeighborLoader(data, [5, 3], batch_size=16, input_nodes=torch.arange(0, 90), device=device)
+
+        def step(batch, net=net, optimizer=optimizer):
+            optimizer.zero_grad()
+            out = net.nodes(batch)[: batch.batch_size]
+            loss = F.cross_entropy(out, batch.y[: batch.batch_size])
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run = capture(step) if captures else step
+        torch.manual_seed(1)
+        losses.append(torch.stack([run(batch).detach() for _ in range(10) for batch in loader]))
+        if captures:
+            assert len(run.captured.records) == 2  # seeds of an epoch's last batch are fewer
+    torch.testing.assert_close(
+        losses[1][:50], losses[0][:50], rtol=1e-5 if device == "cpu" else 1e-3, atol=1e-6
+    )
