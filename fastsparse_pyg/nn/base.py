@@ -275,13 +275,17 @@ class FastConv(MessagePassing):
 
     # ---------------------------------------------------------------- the kernels
 
-    def _resolve_pair(
+    def _resolve_or_trace(
         self, x: tuple[Tensor, Tensor | None], edge_index: Any, size: tuple[int | None, int | None] | None
     ) -> tuple[Adjacency | TracedEdges, Tensor | None]:
-        """Structure and edge values between the two node sides of SAGE and GIN."""
+        """:meth:`_resolve_pair`, or the edges themselves within a trace that knows no structure."""
         traced = self._traced_edges(x, edge_index, size) if torch.compiler.is_compiling() else None
-        if traced is not None:
-            return traced, None
+        return self._resolve_pair(x, edge_index, size) if traced is None else (traced, None)
+
+    def _resolve_pair(
+        self, x: tuple[Tensor, Tensor | None], edge_index: Any, size: tuple[int | None, int | None] | None
+    ) -> tuple[Adjacency, Tensor | None]:
+        """Structure and edge values between the two node sides of SAGE and GIN."""
         graph = self._graph(x, edge_index, size)
         # PyG multiplies by the values of a torch.sparse matrix and drops those of a SparseTensor.
         return graph.adj, graph.value if isinstance(edge_index, Tensor) else None

@@ -46,8 +46,8 @@ class FastGINConv(FastConv, GINConv):
         ):
             return self._original_forward_pair(reason, x, edge_index, size)
         x_src, x_dst = pair
-        adj, value = self._resolve_pair(pair, edge_index, size)
-        out = self._aggregate_neighbours(adj, x_src, value)
+        graph, value = self._resolve_or_trace(pair, edge_index, size)
+        out = self._aggregate_neighbours(graph, x_src, value)
         if x_dst is not None:
             out = torch.addcmul(out, 1 + self.eps, x_dst)
         return self.nn(out)

@@ -61,7 +61,7 @@ class FastSAGEConv(FastConv, SAGEConv):
         ):
             return self._original_forward_pair(reason, x, edge_index, size)
         x_src, x_dst = pair
-        adj, value = self._resolve_pair(pair, edge_index, size)
+        adj, value = self._resolve_or_trace(pair, edge_index, size)
         if self.project and hasattr(self, "lin"):
             x_src = self.lin(x_src).relu()
 
