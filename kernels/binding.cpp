@@ -854,6 +854,12 @@ void ssd_backward_windows(const RowPanelsView& structure, int dtype, Address gra
 }
 #endif
 
+void expand_rows(Address rowptr, std::int64_t num_rows, std::int64_t num_edges, Address row, int device,
+                 Address queue) {
+  const ExpandRowsArgs args{at<const std::int64_t>(rowptr), num_rows, num_edges, at<std::int32_t>(row)};
+  FASTSPARSE_RUN(expand_rows, args, device, queue);
+}
+
 CompressArgs compress_args(Address major, Address minor, bool index_is_64bit, std::int64_t num_edges,
                            std::int64_t num_major, std::int64_t num_minor, bool sort_minor, Address major_ptr,
                            Address minor_out, Address order, bool order_is_64bit) {
@@ -1216,6 +1222,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<CompressArgs>(m, "CompressArgs").def(py::init(&compress_args));
   m.def("compress_scratch_bytes", &compress_scratch_bytes);
   m.def("compress", &compress);
+  m.def("expand_rows", &expand_rows);
   m.def("inspect", &inspect);
   m.def("inspect_levels", &inspect_levels);
   m.def("wait", &wait);

@@ -23,6 +23,7 @@ from fastsparse_core.log import info_once
 from fastsparse_core.ops._common import is_plain_eager, why_watched
 from fastsparse_pyg.caching import layer_cache, logger
 from fastsparse_pyg.graph import Graph, is_sparse_matrix, resolve, to_edge_index
+from fastsparse_pyg.traced import REDUCTIONS, TracedEdges
 
 REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max", MinAggregation: "min"}
 #: PyG's layers -> their drop-ins; `fastsparse_pyg.nn` fills it.
@@ -36,6 +37,8 @@ MESSAGE_METHODS = (
     "edge_updater",
     "edge_update",
 )
+#: Why PyG's code runs under torch.compile where :meth:`FastConv._traced_edges` has no answer.
+WITHOUT_ADJACENCY = "torch.compile without an Adjacency"
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # The method as written, not the specialised copy that PyG puts in its place when a class is first
@@ -142,10 +145,28 @@ class FastConv(MessagePassing):
         if x.dtype not in _FLOAT_DTYPES:
             return f"features of dtype {x.dtype}"
         if not isinstance(edge_index, Adjacency) and torch.compiler.is_compiling():
-            return "torch.compile without an Adjacency"
+            return WITHOUT_ADJACENCY
         if torch.jit.is_tracing():
             return "torch.jit.trace"
         return "" if is_plain_eager(x) else why_watched(x)
+
+    def _traced_edges(
+        self, x: tuple[Any, Any], edge_index: Any, size: Any = None, *, add_self_loops: bool = False
+    ) -> TracedEdges | None:
+        """A plain edge list under ``torch.compile``; None where PyG's code has to run."""
+        if (
+            REDUCE.get(type(self._modules["aggr_module"])) not in REDUCTIONS
+            or size is not None
+            or type(edge_index) is not Tensor
+            or edge_index.layout is not torch.strided
+            or self.__dict__["node_dim"] not in (-2, 0)
+            or any(end is not None and end.dim() != 2 for end in x)
+            or edge_index.device != x[0].device
+        ):
+            return None
+        num_src = x[0].size(0)
+        num_dst = num_src if x[1] is None else x[1].size(0)
+        return TracedEdges(edge_index, num_dst, num_src, self.flow, add_self_loops)
 
     def _known(self, x: Any, edge_index: object, add_self_loops: bool = False) -> Adjacency | None:
         """The structure of a call that repeats an earlier one and hides nothing; None: look closer.
@@ -254,6 +275,13 @@ class FastConv(MessagePassing):
 
     # ---------------------------------------------------------------- the kernels
 
+    def _resolve_or_trace(
+        self, x: tuple[Tensor, Tensor | None], edge_index: Any, size: tuple[int | None, int | None] | None
+    ) -> tuple[Adjacency | TracedEdges, Tensor | None]:
+        """:meth:`_resolve_pair`, or the edges themselves within a trace that knows no structure."""
+        traced = self._traced_edges(x, edge_index, size) if torch.compiler.is_compiling() else None
+        return self._resolve_pair(x, edge_index, size) if traced is None else (traced, None)
+
     def _resolve_pair(
         self, x: tuple[Tensor, Tensor | None], edge_index: Any, size: tuple[int | None, int | None] | None
     ) -> tuple[Adjacency, Tensor | None]:
@@ -294,7 +322,7 @@ class FastConv(MessagePassing):
 
     def _aggregate_neighbours(
         self,
-        adj: Adjacency,
+        adj: Adjacency | TracedEdges,
         x: Tensor,
         value: Tensor | None,
         *,
@@ -302,6 +330,9 @@ class FastConv(MessagePassing):
         bias: Tensor | None = None,
     ) -> Tensor:
         """Sum, mean, maximum or minimum over neighbours, along `node_dim`, of features of any dimension."""
+        if isinstance(adj, TracedEdges):
+            out = adj.aggregate(x, self._reduce())
+            return out if bias is None else out + bias.to(out.dtype)
         if value is not None and not value.is_floating_point():
             value = value.to(x.dtype)
         reduce = self._reduce()
@@ -314,7 +345,7 @@ class FastConv(MessagePassing):
 
     def _neighbours_and_root(
         self,
-        adj: Adjacency,
+        adj: Adjacency | TracedEdges,
         x_src: Tensor,
         x_dst: Tensor | None,
         value: Tensor | None,
@@ -329,6 +360,7 @@ class FastConv(MessagePassing):
         if (
             lin_root is not None
             and x_dst is not None
+            and not isinstance(adj, TracedEdges)
             and value is None
             and not narrower_after
             and reduce in ("sum", "mean")

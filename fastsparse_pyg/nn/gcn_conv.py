@@ -15,6 +15,7 @@ from torch_geometric.typing import OptTensor
 from fastsparse_core import Adjacency
 from fastsparse_core.fused.graph_convolution import can_convolve, graph_convolution
 from fastsparse_core.fused.joint_linear import is_plain_linear
+from fastsparse_pyg.nn.base import WITHOUT_ADJACENCY
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
 
 
@@ -69,6 +70,10 @@ class FastGCNConv(PropagatingConv, GCNConv):
             if out is not None:
                 return out
         reason = self._why_original_gcn(x, edge_index)
+        if reason == WITHOUT_ADJACENCY and edge_weight is None:
+            out = self._traced(x, edge_index)
+            if out is not None:
+                return out
         if reason:
             edge_weight = self._written_for_original(x, edge_index, edge_weight)
             return self._original_forward(reason, x, edge_index, edge_weight)
@@ -121,6 +126,19 @@ class FastGCNConv(PropagatingConv, GCNConv):
         if not can_convolve(adj, x, weight, bias, **order):
             return None
         return graph_convolution(adj, x, weight, bias, **order, scale_dst=scale, scale_src=scale)
+
+    def _traced(self, x: Tensor, edge_index: Any) -> Tensor | None:
+        """The layer within a trace, of edges without weights; None: PyG's code has to run."""
+        if not self.normalize or self.improved or self.cached:
+            return None
+        graph = self._traced_edges((x, None), edge_index, add_self_loops=self.add_self_loops)
+        if graph is None:
+            return None
+        lin, bias = self.lin, self.bias
+        if x.size(1) < self.out_channels and is_plain_linear(lin, Linear) and lin.bias is None:
+            return F.linear(graph.aggregate(x, "gcn"), lin.weight, bias)
+        out = graph.aggregate(lin(x), "gcn")
+        return out if bias is None else out + bias.to(out.dtype)
 
     def _why_original_gcn(self, x: Tensor, edge_index: object) -> str:
         if type(self._modules.get("aggr_module")) is not SumAggregation:

@@ -8,7 +8,7 @@ from torch_geometric.nn import GINConv
 from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency, spmm
-from fastsparse_pyg.nn.base import REDUCE, FastConv
+from fastsparse_pyg.nn.base import REDUCE, WITHOUT_ADJACENCY, FastConv
 
 
 class FastGINConv(FastConv, GINConv):
@@ -41,11 +41,13 @@ class FastGINConv(FastConv, GINConv):
                 return self.nn(torch.addcmul(out, 1 + self.eps, x))
         pair = (x, x) if isinstance(x, Tensor) else x
         reason = self._why_original_pair(pair, edge_index)
-        if reason:
+        if reason and not (
+            reason == WITHOUT_ADJACENCY and self._traced_edges(pair, edge_index, size) is not None
+        ):
             return self._original_forward_pair(reason, x, edge_index, size)
         x_src, x_dst = pair
-        adj, value = self._resolve_pair(pair, edge_index, size)
-        out = self._aggregate_neighbours(adj, x_src, value)
+        graph, value = self._resolve_or_trace(pair, edge_index, size)
+        out = self._aggregate_neighbours(graph, x_src, value)
         if x_dst is not None:
             out = torch.addcmul(out, 1 + self.eps, x_dst)
         return self.nn(out)

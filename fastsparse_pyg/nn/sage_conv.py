@@ -13,7 +13,7 @@ from torch_geometric.typing import OptPairTensor, Size
 from fastsparse_core import Adjacency
 from fastsparse_core.fused.aggregate_linear import aggregate_linear, can_aggregate_linear
 from fastsparse_core.fused.joint_linear import is_plain_linear
-from fastsparse_pyg.nn.base import REDUCE, FastConv
+from fastsparse_pyg.nn.base import REDUCE, WITHOUT_ADJACENCY, FastConv
 
 
 class FastSAGEConv(FastConv, SAGEConv):
@@ -56,10 +56,12 @@ class FastSAGEConv(FastConv, SAGEConv):
                 return out
         pair = (x, x) if isinstance(x, Tensor) else x
         reason = self._why_original_pair(pair, edge_index)
-        if reason:
+        if reason and not (
+            reason == WITHOUT_ADJACENCY and self._traced_edges(pair, edge_index, size) is not None
+        ):
             return self._original_forward_pair(reason, x, edge_index, size)
         x_src, x_dst = pair
-        adj, value = self._resolve_pair(pair, edge_index, size)
+        adj, value = self._resolve_or_trace(pair, edge_index, size)
         if self.project and hasattr(self, "lin"):
             x_src = self.lin(x_src).relu()
 

@@ -50,6 +50,12 @@ void compress_typed(const CompressArgs& args) {
 
 }  // namespace
 
+void expand_rows(const ExpandRowsArgs& args, int) {
+  for (std::int64_t row = 0; row < args.num_rows; ++row) {
+    std::fill(args.row + args.rowptr[row], args.row + args.rowptr[row + 1], static_cast<std::int32_t>(row));
+  }
+}
+
 void compress(const CompressArgs& args) {
   if (args.index_is_64bit) {
     args.order_is_64bit ? compress_typed<std::int64_t, std::int64_t>(args)

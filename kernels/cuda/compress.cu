@@ -141,7 +141,39 @@ int dispatch(const CompressArgs& args, void* scratch, std::size_t* scratch_bytes
   return args.index_is_64bit ? with_key(std::int64_t{}) : with_key(std::int32_t{});
 }
 
+// Row of every entry. The rows of a block's entries are few: two searches among all rows find them, and each
+// thread searches among those.
+__global__ void expand_rows_kernel(const ExpandRowsArgs args) {
+  __shared__ std::int64_t ends[2];
+  const auto row_of_entry = [&](std::int64_t e, std::int64_t low, std::int64_t high) {
+    while (low < high) {  // the last row that begins at e or before
+      const std::int64_t middle = (low + high + 1) / 2;
+      if (args.rowptr[middle] <= e) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    return low;
+  };
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kThreads;
+  if (threadIdx.x < 2) {
+    const std::int64_t e = threadIdx.x == 0 ? first : first + kThreads - 1;
+    ends[threadIdx.x] = row_of_entry(e < args.num_edges ? e : args.num_edges - 1, 0, args.num_rows - 1);
+  }
+  __syncthreads();
+  const std::int64_t e = first + threadIdx.x;
+  if (e < args.num_edges) args.row[e] = static_cast<std::int32_t>(row_of_entry(e, ends[0], ends[1]));
+}
+
 }  // namespace
+
+int expand_rows(const ExpandRowsArgs& args, void* stream) {
+  if (args.num_edges == 0) return cudaSuccess;
+  expand_rows_kernel<<<ceil_div(args.num_edges, kThreads), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      args);
+  return cudaGetLastError();
+}
 
 std::size_t compress_scratch_bytes(const CompressArgs& args) {
   std::size_t bytes = 0;

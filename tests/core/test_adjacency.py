@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import EdgeList, edge_lists
 from hypothesis import HealthCheck, given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.fused.graph_convolution import graph_convolution
@@ -20,6 +21,18 @@ from fastsparse_core.structure import adjacency as adjacency_module
 SETTINGS = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that PyTorch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
 
 
 def stored_edges(adj: Adjacency) -> list[tuple[int, int, int]]:
@@ -116,6 +129,24 @@ def test_order_of_a_transpose_is_found_when_it_is_asked_for(device, edges, has_i
     for found in (later, back):
         assert torch.equal(found.edge_id, expected.edge_id)
     assert stored_edges(later.t()) == stored_edges(expected.t())
+
+
+@pytest.mark.parametrize(
+    ("order", "valued", "most"),
+    [("random", True, 14), ("sorted", True, 8), ("sorted", False, 8), ("symmetric", False, 7)],
+)
+def test_a_new_structure_and_its_transpose_take_few_operations(device, order, valued, most):
+    """Each is host time of a batch that is seen once: allocations, and one kernel between them."""
+    edges = torch.randint(0, 300, (2, 2000), generator=torch.Generator().manual_seed(0))
+    edges = torch.cat([edges, edges.flip(0)], 1) if order == "symmetric" else edges
+    edges = edges[:, edges[0].argsort()] if order == "sorted" else edges
+    row, col = edges.to(device)
+    with Operations() as seen:
+        adj = Adjacency.from_coo(row, col, (300, 300))
+        transposed = adj.t(valued=valued)
+    assert (transposed.col is adj.col) == (order == "symmetric")
+    assert len(seen.names) <= most
+    assert set(seen.names) <= {"empty.memory_format", "index_select.default", "select.int", "slice.Tensor"}
 
 
 @pytest.mark.parametrize("copy", [True, False])

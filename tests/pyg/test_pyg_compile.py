@@ -8,6 +8,7 @@ import pytest
 import torch
 from pyg_cases import close, gradients, random_graph
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 
 from fastsparse_pyg import (
     FastGCNConv,
@@ -15,6 +16,8 @@ from fastsparse_pyg import (
     FastGINEConv,
     FastResGatedGraphConv,
     FastSAGEConv,
+    cache_info,
+    clear_cache,
     prepare,
 )
 
@@ -108,6 +111,77 @@ def test_inductor_trains(device):
     parameters = list(model.parameters())
     for one, other in zip(gradients(got, parameters), gradients(expected, parameters), strict=True):
         close(one, other)
+
+
+@pytest.mark.parametrize("name", ["gcn_narrowing", "gcn_widening", "sage", "sage_wide", "gin"])
+def test_edge_index_compiles_to_one_graph_of_our_kernels(device, name):
+    """A step on a second graph of another size, too; the structure is that of eager layers."""
+    clear_cache()
+    make = {**LAYERS, "sage_wide": (lambda: FastSAGEConv(6, 9), False)}[name][0]
+    layer = make().to(device)
+    frames = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        frames.append([str(node.target) for node in module.graph.nodes])
+        return aot_eager(module, inputs)
+
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
+    for nodes in (40, 60):
+        edge_index = (
+            random_graph(device=device) if nodes == 40 else torch.randint(0, 60, (2, 300), device=device)
+        )
+        for _step in range(2):
+            x = torch.randn(nodes, 6, device=device, requires_grad=True)
+            got, expected = compiled(x, edge_index), layer(x, edge_index)
+            close(got, expected)
+            parameters = [x, *layer.parameters()]
+            for one, other in zip(gradients(got, parameters), gradients(expected, parameters), strict=True):
+                close(one, other)
+    assert all("fastsparse_pyg.aggregate.default" in frame for frame in frames)
+    assert cache_info().misses == 2  # one for each graph, shared with eager calls, backward passes included
+    edge_index[:, 0] = 7  # seen, as by eager layers
+    close(compiled(x, edge_index), layer(x, edge_index))
+    assert cache_info().misses == 3
+
+
+def test_a_model_of_edges_trains_by_inductor(device):
+    edge_index = random_graph(device=device)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = (
+                FastGCNConv(6, 16),
+                FastSAGEConv(16, 3),
+                FastSAGEConv((3, 3), 2),
+            )
+
+        def forward(self, x: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
+            hidden = self.second(self.first(x, graph).relu(), graph)
+            return self.third((hidden, hidden), graph)
+
+    model = Model().to(device)
+    x = torch.randn(40, 6, device=device)
+    for mode in ("default", "reduce-overhead") if device == "cuda" else ("default",):
+        compiled = torch.compile(model, fullgraph=True, mode=mode)
+        for step in range(4):
+            if step == 3:  # a record of the steps before would not see it
+                edge_index = edge_index.flip(0).contiguous()
+            got, expected = compiled(x, edge_index), model(x, edge_index)
+            close(got, expected)
+            parameters = list(model.parameters())
+            for one, other in zip(gradients(got, parameters), gradients(expected, parameters), strict=True):
+                close(one, other)
+
+
+def test_edge_index_under_autocast(device):
+    x, edge_index = torch.randn(40, 6, device=device), random_graph(device=device)
+    for layer in (FastGCNConv(6, 9).to(device), FastSAGEConv(6, 4).to(device)):
+        compiled = torch.compile(layer, backend="eager", fullgraph=True)
+        with torch.autocast(device, torch.bfloat16):
+            got, expected = compiled(x, edge_index), layer(x, edge_index)
+        assert got.dtype == expected.dtype == torch.bfloat16
+        close(got.float(), expected.float(), 2e-2)
 
 
 def test_edge_index_compiles_through_pyg(device):

@@ -65,7 +65,7 @@ class FreshAdjacency(Adjacency):
         )
         self._built, self._of_rows = _KeptInRun(), _KeptInRun()
         self._bsb_refused = True
-        self._differs_from_transpose = True
+        self._is_symmetric = False
         self.usage.scattered = 0
         slices = torch.empty(num_dst, 2, dtype=torch.int64, device=device)
         words = slices.view(torch.int32)

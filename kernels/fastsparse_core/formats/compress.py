@@ -68,3 +68,16 @@ def _compress(
     scratch = torch.empty(_C.compress_scratch_bytes(args, index), dtype=torch.uint8, device=device)
     _C.compress(args, scratch.data_ptr(), scratch.numel(), index, queue(index))
     return major_ptr, minor_out
+
+
+def expand_rows(rowptr: Tensor, num_edges: int) -> Tensor:
+    """Row of every entry, int32 (num_edges,), of compressed rows.
+
+    Args:
+        rowptr: int64 (num_rows + 1,), contiguous, ascending from 0 to ``num_edges``.
+        num_edges: number of entries.
+    """
+    row = torch.empty(num_edges, dtype=torch.int32, device=rowptr.device)
+    index = device_index(rowptr.device)
+    _C.expand_rows(rowptr.data_ptr(), rowptr.numel() - 1, num_edges, row.data_ptr(), index, queue(index))
+    return row

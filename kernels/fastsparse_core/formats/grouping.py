@@ -47,7 +47,6 @@ class Rows(Protocol):
     def num_edges(self) -> int: ...  # noqa: D102
     @property
     def device(self) -> torch.device: ...  # noqa: D102
-    def row(self) -> Tensor: ...  # noqa: D102
     def in_degree(self) -> Tensor: ...  # noqa: D102
 
 

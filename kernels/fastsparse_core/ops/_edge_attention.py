@@ -506,8 +506,8 @@ class _EdgeAttention(torch.autograd.Function):
             again = (scale, dropout_p, seed, ctx.heads, ctx.adjacency, ctx.algorithm)
             tensors[6] = fused._run("edge_attention", grad, *tensors[:6], *again)[0]
         edge_wanted, bias_wanted = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
-        place = (ctx.heads, ctx.adjacency, ctx.algorithm)
-        arguments = (*tensors, *ctx.options, seed, *place, edge_wanted, bias_wanted)
+        behind = (ctx.heads, ctx.adjacency, ctx.algorithm, edge_wanted, bias_wanted)
+        arguments = (*tensors, *ctx.options, seed, *behind)
         *grads, edge, weight, bias = fused._differentiate("edge_attention_backward", grad, *arguments)
         return *grads, edge if edge_wanted else None, weight, bias if bias_wanted else None, *(None,) * 6
 

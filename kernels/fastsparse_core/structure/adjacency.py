@@ -15,13 +15,13 @@ from torch import Tensor
 from fastsparse_core import gpu, recorded
 from fastsparse_core.formats import lengths
 from fastsparse_core.formats.bsb import Bsb
-from fastsparse_core.formats.compress import compress
+from fastsparse_core.formats.compress import compress, expand_rows
 from fastsparse_core.formats.grouping import Method, check_method
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.inspection import Inspection, inspect_edges, inspect_rows
 from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 from fastsparse_core.structure.build_once import BuiltOnce
-from fastsparse_core.structure.kernel_formats import KernelFormats, TransposedOrder, Usage, expand_rows
+from fastsparse_core.structure.kernel_formats import KernelFormats, TransposedOrder, Usage
 
 _logger = logging.getLogger("fastsparse_core")
 _INT32_MAX = 2**31 - 1
@@ -97,7 +97,8 @@ class Adjacency(KernelFormats):
         self.usage = Usage()
         self.has_sorted_slices = True
         self._bsb_refused = False
-        self._differs_from_transpose = False  # known to; else it is compared when the transpose is built
+        # Whether it equals its transpose; None: not known, so that the two are compared.
+        self._is_symmetric: bool | None = None
         self.handle: int = next(_next_handle)
         _registry[self.handle] = self
 
@@ -165,7 +166,7 @@ class Adjacency(KernelFormats):
         if as_given and not found.rows_descend and not (found.cols_descend and may_be_symmetric):
             adjacency = cls(found.rowptr, found.col, shape, group_rows=group_rows)
             adjacency._learn(found)
-            adjacency._differs_from_transpose = not may_be_symmetric
+            adjacency._is_symmetric = may_be_symmetric
             return adjacency
         del found  # its tensors, before the sort takes as much again
 
@@ -194,7 +195,7 @@ class Adjacency(KernelFormats):
             loop_edge=loop_edge,
             group_rows=group_rows,
         )
-        adjacency._differs_from_transpose = not may_be_symmetric  # loops are their own reverse
+        adjacency._is_symmetric = may_be_symmetric  # loops are their own reverse
         return adjacency
 
     def _learn(self, found: Inspection) -> None:
@@ -390,9 +391,14 @@ class Adjacency(KernelFormats):
         return parent if parent is not None else self._built.get("t", lambda: self._transpose(valued))
 
     def _transpose(self, valued: bool) -> Adjacency:
-        colptr, row, order = compress(self.col, self.row_once(), self.num_src, self.num_dst, sort_minor=False)
-        symmetric = self.num_dst == self.num_src and not self._differs_from_transpose
-        if symmetric:  # one read from the device for both
+        symmetric = self._is_symmetric if self.num_dst == self.num_src else False
+        if symmetric and not valued:
+            colptr, row = self.rowptr, self.col
+        else:
+            colptr, row, order = compress(
+                self.col, self.row_once(), self.num_src, self.num_dst, sort_minor=False
+            )
+        if symmetric is None:  # one read from the device for both
             symmetric = bool((colptr == self.rowptr).all() & (row == self.col).all())
         transposed = Adjacency(
             self.rowptr if symmetric else colptr,
@@ -624,7 +630,7 @@ def adjacency_of_batch(
         most_entries: bound of the entries of a row.
     """
     adjacency = Adjacency(rowptr, col, shape)
-    adjacency._differs_from_transpose = True
+    adjacency._is_symmetric = False
     adjacency._of_rows.results[("inv_degree", torch.float32)] = inv_degree
     if slices is not None and most_entries <= lengths.slice_length(col.numel(), gpu.profile_of(col.device)):
         adjacency._of_rows.results["row_split"] = unsplit_rows(slices)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastsparse_core import _C, gpu
 from fastsparse_core.formats import lengths
 from fastsparse_core.formats.bsb import BLOCK, HEIGHT, MOST_COLUMNS, QUAD, Bsb
-from fastsparse_core.formats.compress import compress
+from fastsparse_core.formats.compress import compress, expand_rows
 from fastsparse_core.formats.grouping import Method
 from fastsparse_core.formats.grouping import group_rows as similar_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
@@ -122,6 +122,9 @@ class KernelFormats:
 
     def row(self) -> Tensor:
         """Destination of every stored entry, int32 (num_edges,); kept, for operators that read it."""
+        if torch.compiler.is_compiling() and "row" not in self._of_rows.results:
+            row = torch.arange(self.num_dst, dtype=torch.int32, device=self.device)
+            return row.repeat_interleave(self.rowptr.diff(), output_size=self.num_edges)
         return self._of_rows.get("row", lambda: expand_rows(self.rowptr, self.num_edges))
 
     def row_once(self) -> Tensor:
@@ -437,9 +440,3 @@ class KernelFormats:
             return result  # recorded with the graph, and computed by every replay
         self._built.results["vector_scale"] = (weakref.ref(scale_src), version, result)
         return result
-
-
-def expand_rows(rowptr: Tensor, num_edges: int) -> Tensor:
-    """Row of every entry, int32 (num_edges,), of compressed rows."""
-    row = torch.arange(rowptr.numel() - 1, dtype=torch.int32, device=rowptr.device)
-    return torch.repeat_interleave(row, rowptr.diff(), output_size=num_edges)

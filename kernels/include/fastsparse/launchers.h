@@ -10,6 +10,7 @@
 namespace fastsparse::cpu {
 
 void compress(const CompressArgs& args);
+void expand_rows(const ExpandRowsArgs& args, int threads);
 void inspect(const InspectLevels& levels, int threads);
 void row_signatures(const RowSignaturesArgs& args, int threads);
 void similar_rows(const SimilarRowsArgs& args, int threads);
@@ -38,6 +39,7 @@ void ssd_value_grad(const SsdValueGradArgs& args, int threads);
 namespace fastsparse::cuda {
 
 std::size_t compress_scratch_bytes(const CompressArgs& args);
+int expand_rows(const ExpandRowsArgs& args, void* stream);
 int compress(const CompressArgs& args, void* scratch, std::size_t scratch_bytes, void* stream);
 int inspect(const InspectLevels& levels, void* stream);
 int row_signatures(const RowSignaturesArgs& args, void* stream);

@@ -690,6 +690,13 @@ struct SsdValueGradArgs {
   Dtype dtype;
 };
 
+struct ExpandRowsArgs {
+  const std::int64_t* rowptr;  // (num_rows + 1)
+  std::int64_t num_rows;
+  std::int64_t num_edges;
+  std::int32_t* row;  // (num_edges)
+};
+
 // Sorts edges by (major, minor), or by major alone and otherwise stably, into compressed form.
 struct CompressArgs {
   const void* major;  // (num_edges) the index to be compressed
