@@ -114,13 +114,15 @@ def _together(
 def _goals(records: list[tuple[Path, dict[str, Any]]]) -> str:
     """How many goals were reached, by record; nothing where none was set."""
     made = [
-        (f"{path.parent.name}, {path.stem}", tables.CHAPTERS[result["name"]].tables(result))
+        (f"{chapter.title}, {_heading(path, result)}", chapter.tables(result))
         for path, result in records
+        for chapter in [tables.CHAPTERS[result["name"]]]
     ]
     for name, chapter in tables.CHAPTERS.items():
         mine = [(path, result) for path, result in records if result["name"] == name]
         made += [
-            (f"{machine}, {name}, records together", found) for machine, found in _together(mine, chapter)
+            (f"{chapter.title}, {_machine(mine, machine)}, all records together", found)
+            for machine, found in _together(mine, chapter)
         ]
     rows = []
     for what, found in made:
@@ -134,7 +136,7 @@ def _goals(records: list[tuple[Path, dict[str, Any]]]) -> str:
         missed = sum(verdict.endswith("missed") for verdict in asked)
         if asked:
             rows.append([what, str(len(asked) - missed), str(missed)])
-    return tables.Table("Goals", ["record", "reached", "missed"], rows).markdown() if rows else ""
+    return tables.Table("Goals", ["benchmark", "reached", "missed"], rows).markdown() if rows else ""
 
 
 def _one(path: Path, result: dict[str, Any], chapter: tables.Chapter, folder: Path) -> str:

@@ -19,7 +19,7 @@ Cell = dict[str, Any]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under column titles; the first column is left-aligned, the others are numbers."""
+    """Rows of text under column titles; columns of numbers are right-aligned."""
 
     title: str
     columns: Sequence[str]
@@ -30,17 +30,23 @@ class Table:
             f"**{self.title}**",
             "",
             _line(self.columns),
-            _line(["---", *["---:"] * (len(self.columns) - 1)]),
+            _line(["---:" if self._has_numbers(place) else "---" for place in range(len(self.columns))]),
         ]
         return "\n".join(lines + [_line(row) for row in self.rows]) + "\n"
 
     def print(self, console: Console) -> None:
         table = RichTable(title=self.title, title_justify="left")
         for place, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if place else "left", no_wrap=not place)
+            justify = "right" if self._has_numbers(place) else "left"
+            table.add_column(column, justify=justify, no_wrap=not place)
         for row in self.rows:
             table.add_row(*row)
         console.print(table)
+
+    def _has_numbers(self, place: int) -> bool:
+        """Whether a column, other than the first, has a number anywhere, or nothing."""
+        texts = [row[place] for row in self.rows if row[place] not in ("", "-")]
+        return place > 0 and (not texts or any(text[0].isdigit() for text in texts))
 
 
 def _line(texts: Sequence[str]) -> str:

@@ -22,7 +22,8 @@ _RATIOS_BEFORE = {
 
 def dlmc(result: dict[str, Any]) -> list[Table]:
     """Pruned matrices by dtype, and preprocessing by graph."""
-    cells = by(result["cells"], part="matrices")
+    # Records of before 0.2 also timed a layer that is no more (docs/dev/decisions/no_sparse_linear.md).
+    cells = [c for c in by(result["cells"], part="matrices") if c["implementation"] != "SparseLinear"]
     tables = []
     for dtype, width in ordered((c["dtype"], c["width"]) for c in cells):
         tables += _dlmc_times(result, by(cells, dtype=dtype, width=width), dtype, width)

@@ -108,16 +108,21 @@ def train_in_short(result: dict[str, Any]) -> list[Table]:
         columns = ["graph", f"{ours}, ms, peak GB", "asked", *as_graph, *others]
         details.append(Table(f"{model}, {dtype}", columns, rows))
         for name in others:
-            speeds, cannot = {}, []
+            speeds: dict[str, float] = {}
+            cannot: dict[str, list[str]] = {}
             for graph in graphs:
                 rival = first(cells, graph=graph, implementation=name)
                 own = time_of(first(cells, graph=graph, implementation=ours))
                 if rival is not None and rival["status"] != "ok":
-                    cannot.append(f"{graph} ({_short(rival['status'])})")
+                    cannot.setdefault(_short(rival["status"]), []).append(graph)
                 elif speed := quotient(time_of(rival), own):
                     speeds[graph] = speed
             row = compared(f"{model}, {dtype}", name, speeds)[:-1] if speeds else ["", name, "-", "-", "0"]
-            summary.append([f"{model}, {dtype}", *row[1:], ", ".join(cannot)])
+            reasons = [
+                f"{'any' if len(where) == len(graphs) > 1 else ', '.join(where)} ({why})"
+                for why, where in cannot.items()
+            ]
+            summary.append([f"{model}, {dtype}", *row[1:], ", ".join(reasons)])
     columns = ["", "rival", "geometric mean", "least", "graphs", "does not run on"]
     return [Table("Rival's step over ours", columns, summary), *details]
 

@@ -119,7 +119,7 @@ def test_goals_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "nvidia-h200" / "train_small.json"
     path.parent.mkdir()
     path.write_text(record.dumps(result))
-    assert "| nvidia-h200, train_small | 1 | 2 |" in summary.page(tmp_path, tmp_path)
+    assert "| Training steps, NVIDIA H200: small | 1 | 2 |" in summary.page(tmp_path, tmp_path)
 
 
 def test_the_page_opens_with_training_against_pyg() -> None:
