@@ -34,6 +34,7 @@ from .sanitizer import sanitizer, sanitizer_in_short
 from .scaling import scaling
 from .sddmm import sddmm, sddmm_in_short
 from .segments import segments
+from .small import small
 from .spmm import spmm, spmm_in_short, spmm_together
 from .ssd import ssd, ssd_in_short
 from .train import train, train_at_a_glance, train_in_short
@@ -75,6 +76,7 @@ __all__ = [
     "sddmm",
     "segments",
     "show",
+    "small",
     "spmm",
     "ssd",
     "stored",
@@ -99,6 +101,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "segments": segments,
     "typed": typed,
     "train": train,
+    "small": small,
     "scaling": scaling,
     "maxk": maxk,
     "breakdown": breakdown,
@@ -141,6 +144,8 @@ ABOUT = {
     " and sorted in the call; one that is kept was sorted before.",
     "typed": "Layers of typed edges, 64 wide, forward and backward with all gradients, against PyG's own.",
     "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
+    "small": "A training step of a plain loop where the host decides: small graphs, and batches that are"
+    " new every step.",
     "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
     " for the host.",
     "scaling": "Several GPUs of one machine (`benchmarks/scaling.py` defines the models); see"
@@ -182,6 +187,7 @@ class Chapter:
 #: benchmark -> its chapter of the results page, in the page's order
 CHAPTERS = {
     "train": Chapter("Training steps", train_in_short, ("time_bf16-amp", "memory_bf16-amp")),
+    "small": Chapter("Small graphs and batches", small),
     "spmm": Chapter(
         "Aggregation (spmm)",
         spmm_in_short,

@@ -678,6 +678,7 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
                     "segments",
                     "typed",
                     "train",
+                    "small",
                     "breakdown",
                     "ssd",
                     "accuracy",
@@ -770,9 +771,23 @@ def test_pna(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(table.rows) == 4
 
 
+@pytest.mark.parametrize("framework", ["pyg", "dgl"])
+def test_small_steps(tmp_path: Path, framework: str) -> None:
+    pytest.importorskip(f"fastsparse_{framework}", exc_type=ImportError)
+    pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
+    arguments = f"--device cpu --framework {framework} --kinds cora molecules-64 --layers GCN GAT"
+    result = result_of(tmp_path, "small", f"{arguments} --dtypes float32 --budget-ms 1")
+    assert {cell["status"] for cell in result["cells"]} == {"ok"}
+    cora, molecules = tables.small(result)
+    assert cora.title.startswith("cora, float32: ms per step, geometric mean")
+    assert [row[0] for row in molecules.rows] == ["GCN", "GAT"]
+    others = ["DGL"] if framework == "dgl" else ["PyG", "PyG, cached"]
+    assert cora.columns[1:-1] == [*others, "FastSparse"]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if name in ("train", "host", "cpu"):
+    if name in ("train", "small", "host", "cpu"):
         pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
     with pytest.raises(SystemExit) as stopped:
         main([name, "--help"])

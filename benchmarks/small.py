@@ -1,0 +1,286 @@
+"""Training steps that the host launches more slowly than the GPU runs them, against the frameworks' layers.
+
+A step is that of a plain loop: `zero_grad`, forward, loss, backward, Adam. Graphs:
+
+- cora, pubmed, coauthor: whole graphs of those sizes (2,708, 19,717 and 18,000 nodes), the training nodes by
+  a mask; two layers, 64 wide.
+- molecules-64, molecules-512: so many trees with rings in one graph, other ones in every step; five layers,
+  128 wide, with batch normalisation, mean over atoms. GIN has perceptrons of two layers.
+- blocks: neighbours of 1,024 seeds, 15, 10 and 5 of them, in a graph of 169,343 nodes; three layers, 128
+  wide.
+
+Inputs lie on the device. In every step on molecules and blocks the layers get their edges in a tensor (DGL: a
+graph) that nobody has seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric.data import Batch, Data
+
+import fastsparse_pyg
+
+from .common import add_common, attempt, progress, recorder, release
+from .timing import Timing, step_time
+
+GRAPHS = ("cora", "pubmed", "coauthor", "molecules-64", "molecules-512", "blocks")
+DTYPES = ("float32", "bf16-amp")
+#: The names of the layers in their frameworks.
+LAYERS = {
+    "pyg": {
+        "GCN": "GCNConv",
+        "SAGE": "SAGEConv",
+        "GIN": "GINConv",
+        "GAT": "GATConv",
+        "GATv2": "GATv2Conv",
+        "Transformer": "TransformerConv",
+    },
+    "dgl": {
+        "GCN": "GraphConv",
+        "SAGE": "SAGEConv",
+        "GIN": "GINConv",
+        "GAT": "GATConv",
+        "GATv2": "GATv2Conv",
+    },
+}
+#: Nodes, edges, features, classes.
+WHOLE = {
+    "cora": (2_708, 10_556, 1_433, 7),
+    "pubmed": (19_717, 88_648, 500, 3),
+    "coauthor": (18_000, 163_788, 128, 15),
+}
+_HEADS = 4
+#: Different inputs, in turn.
+_BATCHES = 16
+#: The implementations are timed in turn so many times; the median counts.
+_ROUNDS = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    parser.add_argument("--framework", choices=LAYERS, default="pyg", help="whose layers; DGL's need the CPU")
+    parser.add_argument("--kinds", nargs="+", choices=GRAPHS, default=list(GRAPHS), help="graphs and batches")
+    parser.add_argument("--layers", nargs="+", choices=LAYERS["pyg"], default=None, help="layers (all)")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="precisions")
+    parser.add_argument("--budget-ms", type=float, default=100.0, help="about how long to time a step")
+
+
+def run(options: argparse.Namespace) -> Path:
+    """Runs the benchmark; returns the path of its record."""
+    device = torch.device(options.device)
+    out = recorder("small", options, variant="" if options.framework == "pyg" else options.framework)
+    out.note(
+        f"{options.framework}; one step of a plain loop with Adam; the implementations in turn, {_ROUNDS}"
+        " times: the median of their medians"
+    )
+    layers = [name for name in options.layers or LAYERS["pyg"] if name in LAYERS[options.framework]]
+    for kind in options.kinds:
+        if kind == "blocks" and options.framework == "dgl":
+            continue
+        inputs = draw(kind, device)
+        for layer, dtype in progress(list(itertools.product(layers, options.dtypes)), kind):
+            models = _models(options.framework, kind, layer, inputs[0])
+            steps = {
+                name: _step(model.to(device), inputs, dtype, options.framework, is_new=kind not in WHOLE)
+                for name, model in models.items()
+            }
+            found = attempt(functools.partial(_in_turn, steps, device, options.budget_ms / _ROUNDS))
+            cells = found.pop("steps", {})
+            for name in steps:
+                cell = {**found, **cells.get(name, {}), "edges": inputs[0].num_edges}
+                out.add(graph=kind, layer=layer, dtype=dtype, implementation=name, **cell)
+        del inputs
+        fastsparse_pyg.clear_cache()
+        release()
+    return out.path
+
+
+def _in_turn(
+    steps: dict[str, Callable[[], object]], device: torch.device, budget_ms: float
+) -> dict[str, dict[str, Any]]:
+    found: dict[str, list[Timing]] = {name: [] for name in steps}
+    for _, (name, step) in itertools.product(range(_ROUNDS), steps.items()):
+        found[name].append(step_time(step, device, budget_ms=budget_ms))
+    middle = {
+        name: sorted(timings, key=lambda timing: timing.median_ms)[_ROUNDS // 2].as_cell()
+        for name, timings in found.items()
+    }
+    return {"steps": middle}
+
+
+def draw(kind: str, device: torch.device) -> list[Data]:
+    """The inputs of the steps, in turn."""
+    generator = torch.Generator().manual_seed(0)
+    if kind in WHOLE:
+        return [_whole(*WHOLE[kind], generator).to(device)]
+    if kind == "blocks":
+        data = _whole(169_343, 2_315_598, 128, 40, generator)
+        torch.manual_seed(0)
+        loader = fastsparse_pyg.NeighborLoader(
+            data, [15, 10, 5], batch_size=1_024, shuffle=True, drop_last=True, device=device
+        )
+        return list(itertools.islice(loader, _BATCHES))
+    graphs = [_molecule(generator) for _ in range(1_024)]
+    size = int(kind.split("-")[1])
+    places = (torch.randint(len(graphs), (size,), generator=generator).tolist() for _ in range(_BATCHES))
+    return [Batch.from_data_list([graphs[place] for place in of_batch]).to(device) for of_batch in places]
+
+
+def _whole(nodes: int, edges: int, features: int, classes: int, generator: torch.Generator) -> Data:
+    half = torch.randint(nodes, (2, edges // 2), generator=generator)
+    return Data(
+        x=torch.randn(nodes, features, generator=generator),
+        edge_index=torch.cat([half, half.flip(0)], dim=1),
+        y=torch.randint(classes, (nodes,), generator=generator),
+        train_mask=torch.rand(nodes, generator=generator) < 0.1,
+    )
+
+
+def _molecule(generator: torch.Generator) -> Data:
+    nodes = int(torch.randint(10, 42, (), generator=generator))
+    node = torch.arange(1, nodes)
+    parent = (node - torch.randint(1, 4, node.shape, generator=generator)).clamp(min=0)
+    rings = torch.randint(nodes, (2, nodes // 8), generator=generator)
+    bonds = torch.cat([torch.stack([node, parent]), rings[:, rings[0] != rings[1]]], dim=1)
+    x = torch.randn(nodes, 64, generator=generator)
+    y = torch.randn(1, 1, generator=generator)
+    return Data(x=x, edge_index=torch.cat([bonds, bonds.flip(0)], dim=1), y=y)
+
+
+class Model(nn.Module):
+    """Layers of one kind, and what follows them for that kind of input.
+
+    Args:
+        sizes: widths before the first layer, and after each.
+        outputs: classes, or predicted numbers.
+        make: a layer, from its two widths; it is called with features and edges, in the framework's order.
+        is_dgl: whether the graph comes before the features.
+        is_molecules: batch normalisation, and one prediction per graph.
+    """
+
+    def __init__(
+        self,
+        sizes: list[int],
+        outputs: int,
+        make: Callable[[int, int], nn.Module],
+        *,
+        is_dgl: bool,
+        is_molecules: bool,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.is_dgl = is_dgl
+        self.convs = nn.ModuleList(make(*pair) for pair in itertools.pairwise(sizes))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(size) for size in sizes[1:] if is_molecules)
+        self.out = nn.Linear(sizes[-1], outputs)
+
+    def loss(self, data: Data, edges: Any) -> Tensor:
+        """What the step makes smaller; ``edges`` is an `edge_index` or DGL's graph."""
+        x = data.x
+        for nth, conv in enumerate(self.convs):
+            x = (conv(edges, x) if self.is_dgl else conv(x, edges)).flatten(1)
+            x = F.relu(self.norms[nth](x) if self.norms else x)
+        if self.norms:
+            sums = x.new_zeros(data.num_graphs, x.size(1)).index_add(0, data.batch, x)
+            return F.mse_loss(self.out(sums / data.ptr.diff()[:, None]), data.y)
+        if "train_mask" in data and "batch_size" not in data:
+            return F.cross_entropy(self.out(x)[data.train_mask], data.y[data.train_mask])
+        return F.cross_entropy(self.out(x[: data.batch_size]), data.y[: data.batch_size])
+
+
+def _models(framework: str, kind: str, layer: str, first: Data) -> dict[str, Model]:
+    """The framework's own layers and ours; PyG's GCN of a whole graph also with its normalisation kept."""
+    is_molecules = kind.startswith("molecules")
+    depth, width = (2, 64) if kind in WHOLE else (5 if is_molecules else 3, 128)
+    outputs = 1 if is_molecules else int(first.y.max()) + 1
+    if framework == "dgl":
+        import fastsparse_dgl as ours  # before DGL, which it lets import beside a current torchdata
+
+        # isort: split
+        import dgl.nn.pytorch as own
+
+        title = "DGL"
+    else:
+        import torch_geometric.nn as own
+
+        import fastsparse_pyg as ours
+
+        title = "PyG"
+    name = LAYERS[framework][layer]
+    kinds = {title: (own, name, {}), "FastSparse": (ours, f"Fast{name}", {})}
+    if (framework, layer) == ("pyg", "GCN") and kind in WHOLE:
+        kinds["PyG, cached"] = (own, name, {"cached": True})
+    return {
+        implementation: Model(
+            [first.x.size(1)] + [width] * depth,
+            outputs,
+            functools.partial(_layer, getattr(module, of_layer), layer, framework, options),
+            is_dgl=framework == "dgl",
+            is_molecules=is_molecules,
+        )
+        for implementation, (module, of_layer, options) in kinds.items()
+    }
+
+
+def _layer(
+    make: Callable[..., nn.Module],
+    layer: str,
+    framework: str,
+    options: dict[str, Any],
+    size_in: int,
+    size_out: int,
+) -> nn.Module:
+    if layer == "GIN":
+        wide = nn.Linear(size_in, 2 * size_out)
+        return make(
+            nn.Sequential(wide, nn.BatchNorm1d(2 * size_out), nn.ReLU(), nn.Linear(2 * size_out, size_out))
+        )
+    if layer in ("GAT", "GATv2", "Transformer"):
+        name = "heads" if framework == "pyg" else "num_heads"
+        options = {name: _HEADS}
+        size_out //= _HEADS
+    if framework == "dgl":
+        if layer == "SAGE":
+            options = {"aggregator_type": "mean"}
+        else:  # random graphs have nodes without edges
+            options = {**options, "allow_zero_in_degree": True}
+    return make(size_in, size_out, **options)
+
+
+def _step(
+    model: Model, inputs: list[Data], dtype: str, framework: str, *, is_new: bool
+) -> Callable[[], object]:
+    """A step on the next input."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    turns = itertools.cycle(inputs)
+    device_type = inputs[0].x.device.type
+
+    def edges_of(data: Data) -> Any:
+        if framework == "pyg":
+            return data.edge_index.clone()
+        import dgl
+
+        return dgl.graph(tuple(data.edge_index), num_nodes=data.num_nodes)
+
+    same = None if is_new else edges_of(inputs[0])
+
+    def step() -> None:
+        data = next(turns)
+        edges = edges_of(data) if is_new else same
+        optimizer.zero_grad()
+        with nullcontext() if dtype == "float32" else torch.autocast(device_type, torch.bfloat16):
+            loss = model.loss(data, edges)
+        loss.backward()
+        optimizer.step()
+
+    return step
