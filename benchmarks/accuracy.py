@@ -40,6 +40,7 @@ class Model:
         frameworks: Whose layers.
         precisions: Of the drop-ins on a GPU; elsewhere those of them that are fp32 or bf16.
         runs: Repetitions.
+        options: What else the example's command line is given.
     """
 
     example: str
@@ -47,6 +48,13 @@ class Model:
     frameworks: tuple[str, ...]
     precisions: tuple[str, ...]
     runs: int
+    options: tuple[str, ...] = ()
+
+
+def _molecules(kind: str) -> Model:
+    """Layers with edge features, on 1,000 of the molecules that the example draws."""
+    arguments = ("--model", kind, "--molecules", "1000")
+    return Model("molecules", ("molecules",), ("pyg", "dgl"), ("fp32",), 5, arguments)
 
 
 #: The originals of attention in DGL are left to be asked for: without CUDA they would take most of the time.
@@ -57,6 +65,9 @@ MODELS = {
     "gat": Model("gat", ("cora", "minesweeper", "actor"), ("pyg",), ("fp32", "bf16"), 10),
     "agnn": Model("agnn", ("cora",), ("pyg",), ("fp32", "bf16"), 10),
     "gt": Model("graph_transformer", ("molhiv",), ("pyg",), ("fp32", "bf16"), 3),
+    "gine": _molecules("gine"),
+    "gps": _molecules("gps"),
+    "pna": _molecules("pna"),
 }
 
 
@@ -98,6 +109,7 @@ class Task:
         """The example's command line."""
         arguments = ["--dataset", self.dataset, "--framework", self.framework, "--conv", self.conv]
         arguments += ["--precision", self.precision, "--device", device, "--runs", str(self.runs)]
+        arguments += MODELS[self.model].options
         return arguments if self.epochs is None else [*arguments, "--epochs", str(self.epochs)]
 
 
@@ -122,7 +134,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Path:
     """Runs the benchmark; returns the path of its record."""
     out = recorder("accuracy", options, variant="" if options.models == ["gcn"] else "_".join(options.models))
-    scripts = " and ".join(f"examples/{MODELS[model].example}.py" for model in options.models)
+    examples = dict.fromkeys(MODELS[model].example for model in options.models)
+    scripts = " and ".join(f"examples/{example}.py" for example in examples)
     out.note(
         f"{scripts}: same initial weights, dropout seeds and splits for all; test score at the best"
         " validation; bf16 and fp16 by autocast (fp16 with a gradient scaler), tf32 by"

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from fastsparse_core import CBSR, Adjacency, maxk, spmm, ssd
 from fastsparse_core.formats.row_split import shared_group_share
-from fastsparse_core.ops._ssd_launch import slotted_ssd
 
 from . import suite
 from .common import DTYPES, add_common, attempt, progress, recorder, relative_error, release
 from .record import Recorder
 from .spmm import TOLERANCE
+from .ssd_slots import slotted_ssd
 from .timing import kernel_time
 
 #: What the paper's ablation and scaling are repeated on, of the graphs asked for.

@@ -7,6 +7,7 @@ that they were recorded with, are kept off these operators.
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,43 @@ class TracedEdges(NamedTuple):
             x, *self, reduce, policy.requested("spmm", "auto")
         )
         return result
+
+
+class _Seen(threading.local):
+    """What the trace of this thread has found out last."""
+
+    from_outside = False
+
+
+_seen = _Seen()
+
+
+def come_from_outside(edges: Tensor) -> bool:
+    """Whether edges are an input of the trace that is being made, as they were when it was entered.
+
+    The cache goes by the tensor and its version. Inductor writes other edges into the memory, and the very
+    tensor object, of some that compiled code has made and needs no more, and counts no version up.
+    """
+    from torch._dynamo.comptime import comptime
+
+    comptime(_look)
+    return _take()
+
+
+def _look(trace: Any) -> None:
+    """Called by the compiler while it reads :func:`come_from_outside`."""
+    try:
+        edges = trace.get_local("edges")
+        has_source = edges._i_will_not_complain_if_bc_breaks_VariableTracker().source is not None
+        _seen.from_outside = has_source and edges.as_fake()._version == 0
+    except Exception:  # another PyTorch, whose compiler says it in another way
+        _seen.from_outside = False
+
+
+@torch.compiler.assume_constant_result
+def _take() -> bool:
+    found, _seen.from_outside = _seen.from_outside, False
+    return found
 
 
 def _structure(

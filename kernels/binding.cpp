@@ -97,33 +97,55 @@ class DeviceGuard {
   } while (false)
 #endif
 
-SpmmArgs spmm_args(const CsrStructure& structure, int dtype, std::int64_t width, Address x,
-                   std::int64_t x_stride, Address value, int value_dtype, std::int64_t heads,
-                   Address scale_dst, Address scale_src, Address bias, bool relu, Address out,
-                   Address partial, std::int64_t tile) {
-  return {structure.a,
-          structure.split,
-          {at(value), static_cast<Dtype>(value_dtype), heads},
-          {at(x), x_stride},
-          at(scale_dst),
-          at(scale_src),
-          at(bias),
-          relu,
-          at(out),
-          at(partial),
-          width,
-          tile,
-          static_cast<Dtype>(dtype)};
-}
+enum class SpmmKernel { kCsr, kTca, kResident, kResidentTca, kHr };
 
-void spmm_csr(const CsrStructure& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
-              Address value, int value_dtype, std::int64_t heads, Address scale_dst, Address scale_src,
-              Address bias, bool relu, Address out, Address partial, std::int64_t tile, int device,
-              Address queue) {
-  const SpmmArgs args = spmm_args(structure, dtype, width, x, x_stride, value, value_dtype, heads, scale_dst,
-                                  scale_src, bias, relu, out, partial, tile);
-  FASTSPARSE_RUN(spmm_csr, args, device, queue);
-}
+// A kernel of spmm that reads CSR, and what calls of one dtype and width share, so that they pass little.
+class SpmmPlan {
+ public:
+  SpmmPlan(SpmmKernel kernel, const CsrStructure& structure, int dtype, std::int64_t width, int value_dtype,
+           std::int64_t heads, std::int64_t tile, std::int64_t num_long, int device)
+      : kernel_(kernel), num_long_(num_long), device_(device) {
+    args_.a = structure.a;
+    args_.split = structure.split;
+    args_.value = {nullptr, static_cast<Dtype>(value_dtype), heads};
+    args_.width = width;
+    args_.tile = tile;
+    args_.dtype = static_cast<Dtype>(dtype);
+  }
+
+  void run(Address x, std::int64_t x_stride, Address value, Address scale_dst, Address scale_src,
+           Address bias, bool relu, Address out, Address partial, Address queue) const {
+    SpmmArgs args = args_;
+    args.value.data = at(value);
+    args.x = {at(x), x_stride};
+    args.scale_dst = at(scale_dst);
+    args.scale_src = at(scale_src);
+    args.bias = at(bias);
+    args.relu = relu;
+    args.out = at(out);
+    args.partial = at(partial);
+    if (kernel_ == SpmmKernel::kCsr) {
+      FASTSPARSE_RUN(spmm_csr, args, device_, queue);
+      return;
+    }
+#ifdef FASTSPARSE_WITH_CUDA
+    const DeviceGuard guard(device_);
+    if (kernel_ == SpmmKernel::kTca) {
+      check(cuda::spmm_tca(args, at(queue)), "spmm_tca");
+    } else if (kernel_ == SpmmKernel::kHr) {
+      check(cuda::spmm_hr(args, num_long_, at(queue)), "spmm_hr");
+    } else {
+      check(cuda::spmm_resident(args, kernel_ == SpmmKernel::kResidentTca, at(queue)), "spmm_resident");
+    }
+#endif
+  }
+
+ private:
+  SpmmArgs args_{};
+  SpmmKernel kernel_;
+  std::int64_t num_long_;
+  int device_;
+};
 
 void spmm_csr_transposed(const CsrStructure& structure, int dtype, std::int64_t width, Address x,
                          std::int64_t x_stride, Address value, int value_dtype, Address scale_dst,
@@ -180,34 +202,6 @@ void aggregate_linear_backward(std::int64_t num_rows, Address grad, std::int64_t
                                          num_terms};
   const DeviceGuard guard(device);
   check(cuda::aggregate_linear_backward(args, at(queue)), "aggregate_linear_backward");
-}
-
-void spmm_tca(const CsrStructure& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
-              Address value, int value_dtype, Address scale_dst, Address scale_src, Address bias, bool relu,
-              Address out, int device, Address queue) {
-  const SpmmArgs args = spmm_args(structure, dtype, width, x, x_stride, value, value_dtype, 1, scale_dst,
-                                  scale_src, bias, relu, out, 0, width);
-  const DeviceGuard guard(device);
-  check(cuda::spmm_tca(args, at(queue)), "spmm_tca");
-}
-
-void spmm_resident(const CsrStructure& structure, int dtype, std::int64_t width, Address x,
-                   std::int64_t x_stride, Address value, int value_dtype, Address scale_dst,
-                   Address scale_src, Address bias, bool relu, Address out, bool tensor_cores, int device,
-                   Address queue) {
-  const SpmmArgs args = spmm_args(structure, dtype, width, x, x_stride, value, value_dtype, 1, scale_dst,
-                                  scale_src, bias, relu, out, 0, width);
-  const DeviceGuard guard(device);
-  check(cuda::spmm_resident(args, tensor_cores, at(queue)), "spmm_resident");
-}
-
-void spmm_hr(const CsrStructure& structure, std::int64_t num_long, int dtype, std::int64_t width, Address x,
-             std::int64_t x_stride, Address value, int value_dtype, Address scale_dst, Address scale_src,
-             Address bias, bool relu, Address out, Address partial, int device, Address queue) {
-  const SpmmArgs args = spmm_args(structure, dtype, width, x, x_stride, value, value_dtype, 1, scale_dst,
-                                  scale_src, bias, relu, out, partial, width);
-  const DeviceGuard guard(device);
-  check(cuda::spmm_hr(args, num_long, at(queue)), "spmm_hr");
 }
 
 void sum_of_rows(Address rows, std::int64_t num_rows, std::int64_t width, std::int64_t row_stride, int dtype,
@@ -1231,7 +1225,16 @@ PYBIND11_MODULE(_C, m) {
   m.def("row_signatures", &row_signatures);
   m.def("similar_rows", &similar_rows);
   m.def("link_rows", &link_rows);
-  m.def("spmm_csr", &spmm_csr);
+  py::enum_<SpmmKernel>(m, "SpmmKernel")
+      .value("csr", SpmmKernel::kCsr)
+      .value("tca", SpmmKernel::kTca)
+      .value("resident", SpmmKernel::kResident)
+      .value("resident_tca", SpmmKernel::kResidentTca)
+      .value("hr", SpmmKernel::kHr);
+  py::class_<SpmmPlan>(m, "SpmmPlan")
+      .def(py::init<SpmmKernel, const CsrStructure&, int, std::int64_t, int, std::int64_t, std::int64_t,
+                    std::int64_t, int>())
+      .def("run", &SpmmPlan::run);
   m.def("spmm_csr_transposed", &spmm_csr_transposed);
 #ifdef FASTSPARSE_WITH_CUDA
   m.def("num_row_split_counts", &cuda::num_row_split_counts);
@@ -1239,9 +1242,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("row_split_fill", &row_split_fill);
   py::class_<BsbView>(m, "BsbStructure").def(py::init(&make_bsb));
   m.def("spmm_bsb", &spmm_bsb);
-  m.def("spmm_tca", &spmm_tca);
-  m.def("spmm_resident", &spmm_resident);
-  m.def("spmm_hr", &spmm_hr);
   m.def("sum_of_rows", &sum_of_rows);
   m.def("head_outer", &head_outer);
   m.def("aggregate_linear", &aggregate_linear);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,16 @@ def _why_no_gpu() -> str:
     if not torch.cuda.is_available():
         return "no CUDA device"
     return "" if _C.build_info()["cuda"] else "fastsparse_core was built without its CUDA half"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Loads DGL where pytest-xdist collects the workers' warnings: it imports the module of each, DGL's too.
+
+    DGL 2.1.0 cannot be imported beside a current torchdata without what `fastsparse_dgl` does first.
+    """
+    if config.getoption("numprocesses", None):
+        with contextlib.suppress(ImportError):
+            import fastsparse_dgl  # noqa: F401
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

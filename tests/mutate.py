@@ -84,8 +84,8 @@ FAULTS = (
     Fault(
         "ties of the maximum go to the last entry",
         "kernels/cpu/spmm_extremum.cpp",
-        "candidate > best[f]",
-        "candidate >= best[f]",
+        "candidate > so_far",
+        "candidate >= so_far",
         ("tests/core/test_spmm.py::test_ties_go_to_the_first_entry",),
     ),
     Fault(

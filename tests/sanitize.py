@@ -1,9 +1,9 @@
 """Every instance of every CUDA kernel once or twice on small structures, for compute-sanitizer.
 
-    python tests/sanitize.py                       all parts, without a sanitizer
-    python tests/sanitize.py --part maxk-float32   some of them
-    python tests/sanitize.py --kernels             all, and which compiled kernels none of them reached
-    python -m benchmarks sanitizer                 all, each in a process of its own under compute-sanitizer
+    PYTHONPATH=. python tests/sanitize.py                       all parts, without a sanitizer
+    PYTHONPATH=. python tests/sanitize.py --part maxk-float32   some of them
+    PYTHONPATH=. python tests/sanitize.py --kernels             all, and which kernels none of them reached
+    python -m benchmarks sanitizer        all, each in a process of its own under compute-sanitizer
 
 The GPU tests compare numbers; this drives the kernels through their paths, because the whole tests take hours
 under a sanitizer. What takes its time there is the first launch of every instance of a template. So parts
@@ -28,6 +28,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.ssd_slots import slotted_ssd
 from fastsparse_core import (
     _C,
     CBSR,
@@ -58,7 +59,6 @@ from fastsparse_core.fused import aggregate_linear as fused_aggregate_linear
 from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
 from fastsparse_core.ops._common import sum_of_rows
 from fastsparse_core.ops._spmm_plan import add_transposed
-from fastsparse_core.ops._ssd_launch import slotted_ssd
 from fastsparse_core.sampling import NeighborSampler
 from fastsparse_core.sampling.features import gather_from_host
 

@@ -23,7 +23,7 @@ from fastsparse_core.log import info_once
 from fastsparse_core.ops._common import is_plain_eager, why_watched
 from fastsparse_pyg.caching import layer_cache, logger
 from fastsparse_pyg.graph import Graph, is_sparse_matrix, resolve, to_edge_index
-from fastsparse_pyg.traced import REDUCTIONS, TracedEdges
+from fastsparse_pyg.traced import REDUCTIONS, TracedEdges, come_from_outside
 
 REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max", MinAggregation: "min"}
 #: PyG's layers -> their drop-ins; `fastsparse_pyg.nn` fills it.
@@ -162,6 +162,7 @@ class FastConv(MessagePassing):
             or self.__dict__["node_dim"] not in (-2, 0)
             or any(end is not None and end.dim() != 2 for end in x)
             or edge_index.device != x[0].device
+            or not come_from_outside(edge_index)
         ):
             return None
         num_src = x[0].size(0)

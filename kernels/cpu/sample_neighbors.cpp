@@ -1,236 +1,299 @@
-// Neighbour sampling on the CPU: see sample_neighbors.h for the steps. Threads share out rows, then slots;
-// the table is shared, by atomics whose outcome does not depend on their order. What a batch costs is memory
-// that is not in the cache: row pointers, columns and places are asked for before the first of a group is
-// waited for.
+// Neighbour sampling on the CPU: the batches of sample_neighbors.h, in other steps than on a GPU. A thread
+// takes a chunk of rows at a time:
+//
+//   draw     reads the rows' ranges, draws entries, reads their columns, asks for places in the table;
+//   number   gives sources their numbers and appends those that the batch does not have. Chunks take turns,
+//   in
+//            the order of rows, while other threads draw: an edge looks into the table once, which holds
+//            numbers alone, and nothing depends on the number of threads;
+//   write    puts the chunk's edges behind those of the chunks before, with numbers in place of places.
+//
+// Floor of an edge: a line of columns from memory (64 bytes, 4 of them used), a line of the table from the
+// last-level cache or memory, 16 + 28 bytes written. Lines are asked for as soon as their address is known,
+// and used when those of the whole chunk have been asked for.
 #include <algorithm>
 #include <vector>
 
+#include "fastsparse/cpu_simd.h"
 #include "fastsparse/launchers.h"
 #include "fastsparse/sample_neighbors.h"
 
 namespace fastsparse::cpu {
 namespace {
 
-constexpr std::int64_t kGroupSlots = 128;  // about as many are filled at a time
-constexpr std::int64_t kGroupRows = 64;
+constexpr std::int64_t kChunkSlots = 2048;  // about as many edges has a chunk: they stay in the L2 cache
+constexpr std::int64_t kChunkRows = 1024;
 
 struct Row {
-  std::int64_t number;  // in the batch
-  std::int64_t begin;   // first entry
+  std::int64_t begin;  // first entry
   std::int64_t end;
-  std::int32_t seed;
+  std::uint32_t number;  // in the batch
+  std::uint32_t count;   // edges that were drawn
 };
 
-Row load_row(const SampleStep& step, std::int64_t number) {
-  const std::int64_t node = step.dst.node[number];
-  // A node that is none of the graph's, which the caller will hear of, has no neighbours.
-  const bool is_valid = node >= 0 && node < step.a.num_rows;
-  return {number, is_valid ? step.a.rowptr[node] : 0, is_valid ? step.a.rowptr[node + 1] : 0,
-          step.dst.seed == nullptr ? 0 : step.dst.seed[number]};
-}
-
-// What a thread keeps from row to row.
+// What a thread keeps from chunk to chunk; vectors only grow.
 struct Scratch {
-  std::vector<std::int64_t> entry;  // drawn for the slots of a group of rows; -1: none
-  std::vector<std::int32_t> seed;   // of the slot's row
-  std::vector<std::int32_t> node;   // the slot's source
+  std::vector<Row> rows;
+  // Numbers to draw: the counters of their random bits, and how many there are to choose from.
+  std::vector<std::uint32_t> row, nth, choices, chosen;
+  std::vector<std::int64_t> entry;
+  std::vector<std::int32_t> node;     // the source
+  std::vector<std::uint32_t> number;  // of the source in the batch
+  std::vector<std::int32_t> new_node, new_seed;
   std::vector<std::pair<std::uint32_t, std::int64_t>> weighted;  // key and entry
 };
 
-// Draws a row's entries, as many as it has slots.
-void draw_row(const SampleStep& step, std::uint64_t seed, const Row& row, std::int64_t slots,
-              std::int64_t* entry, Scratch& scratch) {
-  const auto degree = static_cast<std::uint32_t>(row.end - row.begin);
-  const auto fanout = static_cast<std::uint32_t>(slots);
+template <typename T>
+T* room(std::vector<T>& vector, std::size_t size) {
+  if (vector.size() < size) vector.resize(size);
+  return vector.data();
+}
+
+// chosen[k] = below(draw_bits(seed, step, row[k], nth[k]), choices[k]), as many at a time as there are lanes.
+FASTSPARSE_MULTIVERSION void choose(std::uint64_t seed, std::uint32_t step, std::size_t count,
+                                    const std::uint32_t* __restrict row, const std::uint32_t* __restrict nth,
+                                    const std::uint32_t* __restrict choices,
+                                    std::uint32_t* __restrict chosen) {
+  const auto key0 = static_cast<std::uint32_t>(seed), key1 = static_cast<std::uint32_t>(seed >> 32);
+  for (std::size_t k = 0; k < count; ++k) {
+    const std::uint64_t bits = philox64(key0, key1, row[k], nth[k], step);
+    // The upper half of the product by halves of the bits, which vector instructions can multiply.
+    const std::uint64_t of = choices[k], low = (bits & 0xffffffffu) * of, high = (bits >> 32) * of;
+    chosen[k] = static_cast<std::uint32_t>((high + (low >> 32)) >> 32);
+  }
+}
+
+std::int64_t most_edges(const SampleStep& step, const Row& row) {
+  const std::int64_t degree = row.end - row.begin;
+  if (step.fanout < 0 || step.induced) return degree;
+  return step.replace ? (degree > 0 ? step.fanout : 0) : std::min(degree, step.fanout);
+}
+
+// Entries of all rows where they are equally likely. Asks for what is read of an entry.
+template <typename Ask>
+void draw_evenly(const SampleStep& step, std::uint64_t seed, Scratch& s, std::int64_t most, const Ask& ask) {
+  std::uint32_t *row = room(s.row, most), *nth = room(s.nth, most), *choices = room(s.choices, most);
+  const auto fanout = static_cast<std::uint32_t>(step.fanout);
+  std::size_t draws = 0;
+  for (const Row& r : s.rows) {
+    const auto degree = static_cast<std::uint32_t>(r.end - r.begin);
+    if (r.count == 0 || (!step.replace && degree <= fanout)) continue;
+    for (std::uint32_t j = 0; j < fanout; ++j) {
+      row[draws] = r.number;
+      nth[draws] = j;
+      choices[draws++] = step.replace ? degree : degree - fanout + j + 1;
+    }
+  }
+  const std::uint32_t* chosen = room(s.chosen, draws);
+  choose(seed, step.number, draws, row, nth, choices, s.chosen.data());
+
+  std::int64_t* entry = s.entry.data();
+  for (const Row& r : s.rows) {
+    if (r.count == 0) continue;
+    const auto degree = static_cast<std::uint32_t>(r.end - r.begin);
+    if (!step.replace && degree <= fanout) {
+      for (std::uint32_t j = 0; j < degree; ++j) entry[j] = r.begin + j;
+      ask(r.begin);
+      ask(r.end - 1);
+    } else {
+      for (std::uint32_t j = 0; j < fanout; ++j) {
+        std::uint32_t number = chosen[j];
+        if (!step.replace) {
+          // Floyd's method (Bentley and Floyd, "A sample of brilliance", 1987).
+          bool taken = false;
+          for (std::uint32_t i = 0; i < j; ++i) taken |= entry[i] == r.begin + number;
+          if (taken) number = degree - fanout + j;
+        }
+        entry[j] = r.begin + number;
+        ask(entry[j]);
+      }
+      chosen += fanout;
+    }
+    entry += r.count;
+  }
+}
+
+// Entries of one row in all other cases; returns how many.
+std::uint32_t draw_row(const SampleStep& step, std::uint64_t seed, const Row& row, std::int64_t* entry,
+                       Scratch& s) {
+  const auto fanout = static_cast<std::uint32_t>(step.fanout);
   const auto is_drawable = [&](std::int64_t at) { return step.weight[at] > 0.0f; };
-  if (step.slot_ptr != nullptr) {
-    for (std::uint32_t j = 0; j < degree; ++j) {
-      const std::int64_t at = row.begin + j;
-      entry[j] = step.weight == nullptr || step.induced || is_drawable(at) ? at : -1;
+  std::uint32_t count = 0;
+  if (step.fanout < 0 || step.induced) {
+    for (std::int64_t at = row.begin; at < row.end; ++at) {
+      entry[count] = at;
+      count += step.weight == nullptr || step.induced || is_drawable(at);
     }
   } else if (step.replace) {
-    const bool can_draw =
-        step.weight_sum == nullptr ? degree > 0 : step.weight_sum[row.begin] < step.weight_sum[row.end];
-    for (std::uint32_t j = 0; j < fanout; ++j) {
-      const std::uint64_t bits = draw_bits(seed, step, row.number, j);
-      entry[j] = !can_draw                    ? -1
-                 : step.weight_sum == nullptr ? row.begin + below(bits, degree)
-                                              : entry_at(step.weight_sum, row.begin, row.end, unit(bits));
-    }
-  } else if (step.weight != nullptr) {
-    auto& keys = scratch.weighted;
-    keys.clear();
-    for (std::uint32_t i = 0; i < degree; ++i) {
-      const std::int64_t at = row.begin + i;
-      if (is_drawable(at)) {
-        keys.emplace_back(weighted_key(draw_bits(seed, step, row.number, i), step.weight[at]), at);
+    if (step.weight_sum[row.begin] < step.weight_sum[row.end]) {
+      for (; count < fanout; ++count) {
+        const double number = unit(draw_bits(seed, step, row.number, count));
+        entry[count] = entry_at(step.weight_sum, row.begin, row.end, number);
       }
+    }
+  } else {
+    auto& keys = s.weighted;
+    keys.clear();
+    for (std::int64_t at = row.begin; at < row.end; ++at) {
+      if (!is_drawable(at)) continue;
+      keys.emplace_back(weighted_key(draw_bits(seed, step, row.number, at - row.begin), step.weight[at]), at);
     }
     if (keys.size() > fanout) {
       std::nth_element(keys.begin(), keys.begin() + fanout, keys.end());
       keys.resize(fanout);
       std::sort(keys.begin(), keys.end(), [](auto& a, auto& b) { return a.second < b.second; });
     }
-    for (std::uint32_t j = 0; j < fanout; ++j) entry[j] = j < keys.size() ? keys[j].second : -1;
-  } else if (degree <= fanout) {
-    for (std::uint32_t j = 0; j < fanout; ++j) entry[j] = j < degree ? row.begin + j : -1;
-  } else {
-    // Floyd's method (Bentley and Floyd, "A sample of brilliance", 1987).
-    for (std::uint32_t j = 0; j < fanout; ++j) {
-      const std::uint32_t last = degree - fanout + j;
-      const std::int64_t number = row.begin + below(draw_bits(seed, step, row.number, j), last + 1);
-      bool taken = false;
-      for (std::uint32_t i = 0; i < j; ++i) taken |= entry[i] == number;
-      entry[j] = taken ? row.begin + last : number;
-    }
+    for (const auto& [key, at] : keys) entry[count++] = at;
   }
+  return count;
 }
 
-// Rows first .. last - 1 of the step.
-void sample_group(const SampleStep& step, const SampleArgs& args, std::int64_t first, std::int64_t last,
-                  Scratch& scratch) {
-  const std::int64_t first_row = *step.first_row;
-  const auto slot_of = [&](std::int64_t r) {
-    return step.slot_ptr == nullptr ? r * step.fanout : step.slot_ptr[r];
+// Draws for rows first .. last - 1 of the batch; returns the number of edges, whose entries and sources are
+// in the scratch.
+std::int64_t draw_chunk(const SampleStep& step, const SampleArgs& args, std::int64_t first, std::int64_t last,
+                        Scratch& s) {
+  const auto is_valid = [&](std::int64_t node) { return node >= 0 && node < step.a.num_rows; };
+  for (std::int64_t number = first; number < last; ++number) {
+    const std::int64_t node = step.dst.node[number];
+    if (is_valid(node)) __builtin_prefetch(step.a.rowptr + node);
+  }
+  s.rows.resize(last - first);
+  std::int64_t most = 0;
+  for (std::int64_t number = first; number < last; ++number) {
+    const std::int64_t node = step.dst.node[number];
+    Row& row = s.rows[number - first];
+    // A node that is none of the graph's, which the caller will hear of, has no neighbours.
+    row = is_valid(node) ? Row{step.a.rowptr[node], step.a.rowptr[node + 1], 0, 0} : Row{0, 0, 0, 0};
+    row.number = static_cast<std::uint32_t>(number);
+    row.count = static_cast<std::uint32_t>(most_edges(step, row));
+    most += row.count;
+  }
+  std::int64_t* entry = room(s.entry, most);
+  const std::int64_t id_bytes = step.a.edge_id == nullptr ? 0 : step.a.edge_id_is_64bit ? 8 : 4;
+  const auto ask = [&](std::int64_t at) {
+    __builtin_prefetch(step.a.col + at);
+    if (id_bytes) __builtin_prefetch(static_cast<const char*>(step.a.edge_id) + at * id_bytes);
   };
-  for (std::int64_t r = first; r < last; ++r) {
-    const std::int64_t node = step.dst.node[first_row + r];
-    if (node >= 0 && node < step.a.num_rows) __builtin_prefetch(step.a.rowptr + node);
-  }
-  const std::int64_t first_slot = slot_of(first), num_slots = slot_of(last) - first_slot;
-  scratch.entry.resize(num_slots);
-  scratch.seed.resize(num_slots);
-  scratch.node.resize(num_slots);
-  for (std::int64_t r = first; r < last; ++r) {
-    const Row row = load_row(step, first_row + r);
-    const std::int64_t begin = slot_of(r) - first_slot, slots = slot_of(r + 1) - first_slot - begin;
-    draw_row(step, args.seed, row, slots, scratch.entry.data() + begin, scratch);
-    std::fill_n(scratch.seed.begin() + begin, slots, row.seed);
-    for (std::int64_t k = begin; k < begin + slots; ++k) {
-      const std::int64_t entry = scratch.entry[k];
-      if (entry >= 0) __builtin_prefetch(step.a.col + entry);
-      if (entry >= 0 && step.a.edge_id != nullptr) {
-        __builtin_prefetch(static_cast<const char*>(step.a.edge_id) +
-                           entry * (step.a.edge_id_is_64bit ? 8 : 4));
-      }
+  std::int64_t count = 0;
+  if (step.fanout >= 0 && !step.induced && step.weight == nullptr) {
+    draw_evenly(step, args.seed, s, most, ask);
+    count = most;
+  } else {
+    for (Row& row : s.rows) {
+      row.count = draw_row(step, args.seed, row, entry + count, s);
+      for (std::uint32_t j = 0; j < row.count; ++j) ask(entry[count + j]);
+      count += row.count;
     }
   }
-  for (std::int64_t k = 0; k < num_slots; ++k) {
-    const std::int64_t entry = scratch.entry[k];
-    if (entry < 0) continue;
-    scratch.node[k] = step.a.col[entry];
-    const std::uint32_t place = home(args.table, step.src, scratch.node[k], scratch.seed[k]);
-    if (args.table.key != nullptr) __builtin_prefetch(args.table.key + place, 1);
-    __builtin_prefetch(args.table.value + place, 1);
-  }
-  for (std::int64_t k = 0; k < num_slots; ++k) {
-    const std::int64_t entry = scratch.entry[k], slot = first_slot + k;
-    if (entry < 0) {
-      step.slot_place[slot] = kNoPlace;
-      continue;
+
+  std::int32_t* source = room(s.node, count);
+  std::int64_t k = 0;
+  for (const Row& row : s.rows) {
+    const std::int32_t seed = step.dst.seed == nullptr ? 0 : step.dst.seed[row.number];
+    for (const std::int64_t end = k + row.count; k < end; ++k) {
+      source[k] = step.a.col[entry[k]];
+      const std::uint32_t place = home(args.table, step.src, source[k], seed);
+      if (args.table.key != nullptr) __builtin_prefetch(args.table.key + place, 1);
+      __builtin_prefetch(args.table.value + place, 1);
     }
-    std::uint32_t place;
-    if (step.induced) {
-      place = find(args.table, step.src, scratch.node[k], scratch.seed[k]);
-    } else {
-      place = find_or_insert(args.table, step.src, scratch.node[k], scratch.seed[k]);
-      lower_to(args.table.value + place, kIsSlot | static_cast<std::uint32_t>(slot));
+  }
+  return count;
+}
+
+// Numbers of the sources; those that are new come behind the `nodes` that the batch has. Returns how many.
+std::int64_t number_chunk(const SampleStep& step, const NodeTable& table, std::int64_t nodes,
+                          std::int64_t count, Scratch& s) {
+  std::uint32_t* number = room(s.number, count);
+  std::int32_t *new_node = room(s.new_node, count + 1), *new_seed = room(s.new_seed, count + 1);
+  std::int64_t added = 0, k = 0;
+  for (const Row& row : s.rows) {
+    const std::int32_t seed = step.dst.seed == nullptr ? 0 : step.dst.seed[row.number];
+    for (const std::int64_t end = k + row.count; k < end; ++k) {
+      std::uint32_t& value = table.value[find_or_insert(table, step.src, s.node[k], seed)];
+      // Whether a node is new is as good as random: no branch.
+      const bool is_new = value == kNoPlace;
+      number[k] = value = is_new ? static_cast<std::uint32_t>(nodes + added) : value;
+      new_node[added] = s.node[k];
+      new_seed[added] = seed;
+      added += is_new;
     }
-    step.slot_place[slot] = place;
-    step.slot_edge[slot] = edge_position(step.a, entry);
   }
+  return added;
 }
 
-struct Counts {
-  std::int64_t edges;
-  std::int64_t nodes;
-};
-
-bool is_first(const SampleStep& step, const NodeTable& table, std::int64_t slot) {
-  return read_shared(table.value + step.slot_place[slot]) == (kIsSlot | static_cast<std::uint32_t>(slot));
-}
-
-// Row of the step that a slot belongs to; of slots behind all, any.
-std::int64_t row_of_slot(const SampleStep& step, std::int64_t rows, std::int64_t slot) {
-  if (step.slot_ptr == nullptr) return slot / step.fanout;
-  return std::upper_bound(step.slot_ptr, step.slot_ptr + rows + 1, slot) - step.slot_ptr - 1;
-}
-
-// Compacts edges and appends new nodes of slots begin .. end - 1, the first of row r.
-void write_part(const SampleStep& step, const NodeTable& table, std::int64_t begin, std::int64_t end,
-                std::int64_t r, Counts at) {
-  const std::int64_t first_row = *step.first_row;
-  for (std::int64_t slot = begin; slot < end; ++slot) {
-    while (slot >= (step.slot_ptr == nullptr ? (r + 1) * step.fanout : step.slot_ptr[r + 1])) ++r;
-    const std::uint32_t place = step.slot_place[slot];
-    if (place == kNoPlace) continue;
-    step.place[at.edges] = place;
-    step.row[at.edges] = static_cast<std::int32_t>(first_row + r);
-    step.edge_id[at.edges] = step.slot_edge[slot];
-    ++at.edges;
-    if (!is_first(step, table, slot)) continue;
-    step.src.node[at.nodes] = node_at(table, step.src, place);
-    if (step.src.seed != nullptr) step.src.seed[at.nodes] = seed_at(table, place);
-    // Others that ask whether they are the first see a slot that is not theirs, or this number.
-    __atomic_store_n(table.value + place, static_cast<std::uint32_t>(at.nodes), __ATOMIC_RELAXED);
-    ++at.nodes;
+// Of induced steps: numbers of the sources, and edges only whose source the batch has. Returns how many.
+std::int64_t keep_known(const SampleStep& step, const NodeTable& table, std::int64_t count, Scratch& s) {
+  std::uint32_t* number = room(s.number, count);
+  std::int64_t kept = 0, k = 0;
+  for (Row& row : s.rows) {
+    const std::int32_t seed = step.dst.seed == nullptr ? 0 : step.dst.seed[row.number];
+    const std::int64_t before = kept;
+    for (const std::int64_t end = k + row.count; k < end; ++k) {
+      const std::uint32_t place = find(table, step.src, s.node[k], seed);
+      if (place == kNoPlace) continue;
+      number[kept] = table.value[place];
+      s.entry[kept++] = s.entry[k];
+    }
+    row.count = static_cast<std::uint32_t>(kept - before);
   }
+  return kept;
+}
+
+void write_chunk(const SampleStep& step, std::int64_t edges, std::int64_t nodes, std::int64_t added,
+                 const Scratch& s) {
+  std::int64_t k = 0;
+  for (const Row& row : s.rows) {
+    for (const std::int64_t end = k + row.count; k < end; ++k) {
+      step.place[edges + k] = s.number[k];
+      step.row[edges + k] = static_cast<std::int32_t>(row.number);
+      step.edge_id[edges + k] = edge_position(step.a, s.entry[k]);
+    }
+  }
+  for (std::int64_t i = 0; i < added; ++i) step.src.node[nodes + i] = s.new_node[i];
+  if (step.src.seed != nullptr) std::copy_n(s.new_seed.begin(), added, step.src.seed + nodes);
 }
 
 void run_step(const SampleStep& step, const SampleArgs& args, int threads) {
-  const std::int64_t first_row = *step.first_row, rows = *step.end_row - first_row;
-  if (step.slot_ptr != nullptr) {
-    step.slot_ptr[0] = 0;
-    for (std::int64_t r = 0; r < rows; ++r) {
-      const Row row = load_row(step, first_row + r);
-      step.slot_ptr[r + 1] = step.slot_ptr[r] + (row.end - row.begin);
+  const std::int64_t first_row = *step.first_row, end_row = *step.end_row;
+  const std::int64_t mean = step.fanout < 0 || step.induced
+                                ? step.a.num_edges / std::max<std::int64_t>(step.a.num_rows, 1)
+                                : step.fanout;
+  const std::int64_t rows =
+      std::clamp(kChunkSlots / std::max<std::int64_t>(mean, 1), std::int64_t{1}, kChunkRows);
+  const std::int64_t chunks = (end_row - first_row + rows - 1) / rows;
+  std::int64_t edges = *step.edges_before, nodes = *step.nodes_before;
+#pragma omp parallel for ordered schedule(dynamic, 1) num_threads(threads) if (chunks > 1)
+  for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+    static thread_local Scratch s;
+    const std::int64_t first = first_row + chunk * rows, last = std::min(first + rows, end_row);
+    std::int64_t count = draw_chunk(step, args, first, last, s);
+    if (step.induced) count = keep_known(step, args.table, count, s);
+    std::int64_t edges_before, nodes_before, added = 0;
+#pragma omp ordered
+    {
+      edges_before = edges;
+      nodes_before = nodes;
+      if (!step.induced) added = number_chunk(step, args.table, nodes, count, s);
+      edges += count;
+      nodes += added;
     }
+    write_chunk(step, edges_before, nodes_before, added, s);
   }
-  const std::int64_t slots = step.slot_ptr == nullptr ? rows * step.fanout : step.slot_ptr[rows];
-  const std::int64_t mean = rows > 0 ? slots / rows : 0;
-  const std::int64_t group =
-      std::clamp(kGroupSlots / std::max<std::int64_t>(mean, 1), std::int64_t{1}, kGroupRows);
-  const std::int64_t groups = (rows + group - 1) / group;
-  const NodeTable& table = args.table;
-  const bool is_large = slots > 2 * kGroupSlots;
-#pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (is_large)
-  for (std::int64_t k = 0; k < groups; ++k) {
-    static thread_local Scratch scratch;
-    sample_group(step, args, k * group, std::min((k + 1) * group, rows), scratch);
-  }
+  *step.edges_after = edges;
+  *step.nodes_after = nodes;
+}
 
-  // Every thread has a part of the slots: counted first, then written behind those of the parts before.
-  const int parts = is_large ? threads : 1;
-  std::vector<Counts> before(parts + 1);
-  before[0] = {*step.edges_before, *step.nodes_before};
-#pragma omp parallel for schedule(static, 1) num_threads(threads) if (is_large)
-  for (int part = 0; part < parts; ++part) {
-    Counts counts{0, 0};
-    for (std::int64_t slot = slots * part / parts; slot < slots * (part + 1) / parts; ++slot) {
-      if (step.slot_place[slot] == kNoPlace) continue;
-      ++counts.edges;
-      counts.nodes += is_first(step, table, slot);
-    }
-    before[part + 1] = counts;
-  }
-  for (int part = 0; part < parts; ++part) {
-    before[part + 1].edges += before[part].edges;
-    before[part + 1].nodes += before[part].nodes;
-  }
-  *step.edges_after = before[parts].edges;
-  *step.nodes_after = before[parts].nodes;
-#pragma omp parallel for schedule(static, 1) num_threads(threads) if (is_large)
-  for (int part = 0; part < parts; ++part) {
-    const std::int64_t begin = slots * part / parts, end = slots * (part + 1) / parts;
-    write_part(step, table, begin, end, row_of_slot(step, rows, begin), before[part]);
-  }
+template <typename T>
+void fill(T* data, std::int64_t size, T value, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (size > 65536)
+  for (std::int64_t i = 0; i < size; ++i) data[i] = value;
 }
 
 }  // namespace
 
 void sample_neighbors(const SampleArgs& args, int threads) {
-  if (args.table.key != nullptr) std::fill_n(args.table.key, args.table.num_places, kNoKey);
-  std::fill_n(args.table.value, args.table.num_places, kNoPlace);
+  if (args.table.key != nullptr) fill(args.table.key, args.table.num_places, kNoKey, threads);
+  fill(args.table.value, args.table.num_places, kNoPlace, threads);
   std::fill_n(args.sizes, args.num_sizes, 0);
   for (int k = 0; k < args.num_lists; ++k) {
     const FirstNodes& first = args.first_nodes[k];
@@ -252,7 +315,7 @@ void sample_neighbors(const SampleArgs& args, int threads) {
 void emit_edges(const EmitEdgesArgs& args, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (args.num_edges > 4096)
   for (std::int64_t edge = 0; edge < args.num_edges; ++edge) {
-    const std::uint32_t source = args.table.value[args.place[edge]];
+    const std::uint32_t source = args.place[edge];
     args.edge_index[edge] = source;
     args.edge_index[args.num_edges + edge] = args.row[edge];
     args.col[edge] = static_cast<std::int32_t>(source);

@@ -173,25 +173,40 @@ def row_split_fill(
     device: int,
     queue: int,
 ) -> None: ...  # only in builds with the CUDA half
-def spmm_csr(
-    structure: CsrStructure,
-    dtype: int,
-    width: int,
-    x: int,
-    x_stride: int,
-    value: int,
-    value_dtype: int,
-    heads: int,
-    scale_dst: int,
-    scale_src: int,
-    bias: int,
-    relu: bool,
-    out: int,
-    partial: int,
-    tile: int,
-    device: int,
-    queue: int,
-) -> None: ...
+class SpmmKernel:
+    csr: SpmmKernel
+    tca: SpmmKernel
+    resident: SpmmKernel
+    resident_tca: SpmmKernel
+    hr: SpmmKernel
+
+class SpmmPlan:
+    def __init__(
+        self,
+        kernel: SpmmKernel,
+        structure: CsrStructure,
+        dtype: int,
+        width: int,
+        value_dtype: int,
+        heads: int,
+        tile: int,
+        num_long: int,
+        device: int,
+    ) -> None: ...
+    def run(
+        self,
+        x: int,
+        x_stride: int,
+        value: int,
+        scale_dst: int,
+        scale_src: int,
+        bias: int,
+        relu: bool,
+        out: int,
+        partial: int,
+        queue: int,
+    ) -> None: ...
+
 def spmm_csr_transposed(
     structure: CsrStructure,
     dtype: int,
@@ -206,57 +221,6 @@ def spmm_csr_transposed(
     num_given: int,
     count: int,
     out: int,
-    device: int,
-    queue: int,
-) -> None: ...
-def spmm_tca(  # only in builds with the CUDA half
-    structure: CsrStructure,
-    dtype: int,
-    width: int,
-    x: int,
-    x_stride: int,
-    value: int,
-    value_dtype: int,
-    scale_dst: int,
-    scale_src: int,
-    bias: int,
-    relu: bool,
-    out: int,
-    device: int,
-    queue: int,
-) -> None: ...
-def spmm_resident(  # only in builds with the CUDA half
-    structure: CsrStructure,
-    dtype: int,
-    width: int,
-    x: int,
-    x_stride: int,
-    value: int,
-    value_dtype: int,
-    scale_dst: int,
-    scale_src: int,
-    bias: int,
-    relu: bool,
-    out: int,
-    tensor_cores: bool,
-    device: int,
-    queue: int,
-) -> None: ...
-def spmm_hr(  # only in builds with the CUDA half
-    structure: CsrStructure,
-    num_long: int,
-    dtype: int,
-    width: int,
-    x: int,
-    x_stride: int,
-    value: int,
-    value_dtype: int,
-    scale_dst: int,
-    scale_src: int,
-    bias: int,
-    relu: bool,
-    out: int,
-    partial: int,
     device: int,
     queue: int,
 ) -> None: ...

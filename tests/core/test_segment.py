@@ -208,6 +208,20 @@ def test_opcheck_and_compile(device):
     assert torch.equal(*grads)
 
 
+@pytest.mark.slow
+def test_an_index_that_compiled_code_makes(device):
+    """Inductor writes the second one into the very tensor of the first, without counting its version up."""
+
+    def model(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        first = scatter(x, (index * 3 + 1) % 50, 50)
+        second = scatter(x, (index * (7 + (first.sum() > 1e9).long()) + 5) % 50, 50)
+        return first + second
+
+    x, index = torch.randn(200, 4, device=device), torch.arange(200, device=device)
+    torch._dynamo.reset()
+    assert torch.allclose(torch.compile(model, fullgraph=True)(x, index), model(x, index), atol=1e-5)
+
+
 def test_an_index_is_sorted_once_and_forgotten_with_it(device, monkeypatch):
     calls = []
     build = Segments.from_index.__func__

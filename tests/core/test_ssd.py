@@ -15,9 +15,8 @@ from fastsparse_core import CBSR, Adjacency, algorithms, gpu, maxk, policy, refe
 from fastsparse_core.formats import lengths
 from fastsparse_core.formats.row_split import LONG, LONGEST, shared_group_share
 from fastsparse_core.ops._facts import facts_of
-from fastsparse_core.ops._ssd_launch import slotted_ssd
 
-ALGORITHMS = ("decoupled", "maxk", "densify")
+ALGORITHMS = ("decoupled", "densify")
 #: On both sides of the id types, of four features a lane, of the buffers, and of the tiles of wide rows.
 WIDTHS = (1, 2, 5, 47, 64, 128, 255, 256, 257, 300, 1000, 1024, 1025, 2500)
 LOOSE = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -199,10 +198,9 @@ def test_smallest_numbers(device, least):
 
 
 @pytest.mark.usefixtures("gathered")
-@pytest.mark.parametrize("algorithm", ["decoupled", "maxk"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", [64, 2000])
-def test_infinities_and_nan_stay_in_their_rows(device, algorithm, dtype, width):
+def test_infinities_and_nan_stay_in_their_rows(device, dtype, width):
     adj = heavy(device)
     cbsr = random_cbsr(90, 16, width, dtype, device)
     values = cbsr.values.abs() + 1
@@ -211,7 +209,7 @@ def test_infinities_and_nan_stay_in_their_rows(device, algorithm, dtype, width):
     values[20, 5] = float("-inf")
     cbsr = cbsr.with_values(values)
     expected = expected_of(adj, cbsr).cpu()
-    out = ssd(adj, cbsr, algorithm=algorithm).cpu()
+    out = ssd(adj, cbsr, algorithm="decoupled").cpu()
     reached = torch.zeros(adj.num_dst, 90, dtype=torch.bool)
     reached[adj.row().cpu().long(), adj.col.cpu().long()] = True
     assert torch.equal(out.isfinite().all(1), ~reached[:, [3, 11, 20]].any(1))
@@ -295,43 +293,6 @@ def test_same_bits_every_time(device, dtype):
     first = ssd(adj, cbsr, value, algorithm="decoupled")
     for _ in range(10):
         assert torch.equal(ssd(adj, cbsr, value, algorithm="decoupled"), first)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("slots", [1, 2, 4, 8, 16, 32])
-@pytest.mark.parametrize("update_mode", [False, True])
-@pytest.mark.parametrize("coupled", [False, True])
-def test_dataflows_of_the_papers(slots, update_mode, coupled):
-    adj = heavy("cuda")
-    for width, k in ((256, 8), (300, 33)):
-        cbsr = random_cbsr(90, k, width, torch.float32, "cuda")
-        value = torch.rand(5000, device="cuda")
-        out = slotted_ssd(
-            adj,
-            cbsr.values.contiguous(),
-            cbsr.ids,
-            width,
-            value,
-            slots=slots,
-            update_mode=update_mode,
-            coupled=coupled,
-        )
-        assert error_in_terms(out, adj, cbsr, value) <= TOLERANCE[torch.float32]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_coupled_dataflow_of_maxk(device, dtype):
-    adj = heavy(device)
-    cbsr = random_cbsr(90, 16, 64, dtype, device)
-    value = torch.rand(5000, device=device)
-    options = {
-        "bias": features(1, 64, dtype, "contiguous", device, seed=2)[0],
-        "scale_dst": torch.rand(60, device=device),
-        "scale_src": torch.rand(90, device=device),
-    }
-    out = ssd(adj, cbsr, value, algorithm="maxk", **options)
-    assert out.dtype == dtype
-    assert relative_error(out, expected_of(adj, cbsr, value, **options)) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -490,16 +451,12 @@ def test_autocast(device):
         ("auto", torch.float16, 33, "densify"),
         ("densify", torch.float32, 8, "densify"),
         ("decoupled", torch.float16, 256, "decoupled"),
-        ("maxk", torch.float16, 8, "maxk"),
-        ("maxk", torch.float64, 8, "decoupled"),
     ],
 )
 def test_choice(algorithm, dtype, k, expected):
     device = torch.device("cuda")
-    assert policy.ssd_algorithm(algorithm, device, dtype, k, 256, False) == expected
-    assert policy.ssd_algorithm("maxk", device, torch.float32, 8, 256, True) == "decoupled"
-    assert policy.ssd_algorithm("maxk", device, torch.float32, 8, 1025, False) == "decoupled"
-    assert policy.ssd_algorithm("auto", torch.device("cpu"), dtype, k, 256, False) == "decoupled"
+    assert policy.ssd_algorithm(algorithm, device, dtype, k, 256) == expected
+    assert policy.ssd_algorithm("auto", torch.device("cpu"), dtype, k, 256) == "decoupled"
 
 
 def test_algorithms_stand_in_for_auto(monkeypatch):

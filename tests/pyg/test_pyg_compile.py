@@ -174,6 +174,39 @@ def test_a_model_of_edges_trains_by_inductor(device):
                 close(one, other)
 
 
+def test_edges_that_compiled_code_makes(device):
+    """Inductor writes the second ones into the very tensor of the first, without counting its version up."""
+    layer = FastGINConv(nn.Identity()).to(device)
+
+    def model(x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        hidden = layer(x, (edge_index * 3 + 1) % 40)
+        return layer(hidden, (edge_index * (7 + (hidden.sum() > 1e9).long()) + 5) % 40)
+
+    x, edge_index = torch.randn(40, 6, device=device), random_graph(device=device)
+    with torch.no_grad():
+        close(torch.compile(model, fullgraph=True)(x, edge_index), model(x, edge_index))
+
+
+def test_edges_that_compiled_code_writes(device):
+    layer = FastSAGEConv(6, 6).to(device)
+
+    def model(x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        hidden = layer(x, edge_index)
+        edge_index.add_(1).remainder_(40)
+        return layer(hidden, edge_index)
+
+    x, ours, theirs = (
+        torch.randn(40, 6, device=device),
+        random_graph(device=device),
+        random_graph(device=device),
+    )
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        for _step in range(2):
+            close(compiled(x, ours), model(x, theirs))
+    assert torch.equal(ours, theirs)
+
+
 def test_edge_index_under_autocast(device):
     x, edge_index = torch.randn(40, 6, device=device), random_graph(device=device)
     for layer in (FastGCNConv(6, 9).to(device), FastSAGEConv(6, 4).to(device)):

@@ -92,9 +92,8 @@ def densifies(values: Tensor, k: int, width: int) -> bool:
         width: columns.
     """
     dtype = autocast_dtype(values) or values.dtype
-    deterministic = torch.are_deterministic_algorithms_enabled()
     algorithm = policy.requested("ssd", "auto")
-    return policy.ssd_algorithm(algorithm, values.device, dtype, k, width, deterministic) == "densify"
+    return policy.ssd_algorithm(algorithm, values.device, dtype, k, width) == "densify"
 
 
 def can_maxk_linear(

@@ -156,7 +156,7 @@ def _gine_aggregate_backward(
     )
     nothing = grad.new_empty(0)
     of_edge = nothing if found.edge is None else cast(found.edge, edge.dtype)
-    return found.q, of_edge, nothing if found.weight is None else found.weight
+    return found.q, of_edge, nothing if found.weight is None else found.weight.contiguous()
 
 
 class _GineAggregate(torch.autograd.Function):
@@ -248,8 +248,8 @@ def _gated_aggregate_backward(
         found.q,
         found.v,
         nothing if found.edge is None else found.edge,
-        nothing if found.weight is None else found.weight,
-        nothing if found.of_value is None else found.of_value,
+        nothing if found.weight is None else found.weight.contiguous(),
+        nothing if found.of_value is None else found.of_value.contiguous(),
     )
 
 

@@ -6,6 +6,7 @@ to results is cut off.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,10 @@ def sign_bytes(width: int) -> tuple[int, int]:
     return tiles, tiles * lanes
 
 
+#: The same, remembered: for widths that are numbers, not symbols of a trace.
+_sign_bytes = functools.cache(sign_bytes)
+
+
 def padded_width(x: Tensor) -> int:
     """Width of the rows that kernels read."""
     return x.size(1) + (-x.size(1) % (16 // x.itemsize) if x.is_cuda else 0)
@@ -59,12 +64,21 @@ def rows(x: Tensor) -> Tensor:
 
 
 def _cut(x: Tensor, width: int) -> Tensor:
-    return x if x.size(1) == width else x[:, :width].contiguous()
+    return x if x.shape[1] == width else x[:, :width].contiguous()
 
 
-def _transposed(map: Tensor, dtype: torch.dtype, padding: tuple[int, ...]) -> Tensor:
+def _transposed(map: Tensor, dtype: torch.dtype, right: int, below: int) -> Tensor:
     map = cast(map, dtype).t()
-    return (F.pad(map, padding) if any(padding) else map).contiguous()
+    return (F.pad(map, (0, right, 0, below)) if right or below else map).contiguous()
+
+
+def _one_row(bias: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+    """A row of the padded width."""
+    bias, missing = cast(bias, dtype), width - bias.shape[0]
+    if missing:
+        return F.pad(bias, (0, missing))
+    is_aligned = bias.data_ptr() % 16 == 0 or not bias.is_cuda
+    return bias if is_aligned and bias.is_contiguous() else bias.clone(memory_format=torch.contiguous_format)
 
 
 def _place(x: Tensor | None) -> tuple[int, int]:
@@ -102,23 +116,19 @@ class Operands(NamedTuple):
         bias: Tensor | None = None,
     ) -> Operands:
         """From tensors as the caller gave them; with `weight` the edges' features are raw."""
-        given = q.size(1)
+        given = q.shape[1]
         k, q, v = None if k is None else rows(k), rows(q), None if v is None else rows(v)
         if edge is None or weight is None:
             return cls(message, k, q, v, None if edge is None else rows(edge))
         dtype = accumulation_dtype(q.dtype)
-        missing = -edge.size(1) % 4 if edge.is_cuda else 0
+        missing = -edge.shape[1] % 4 if edge.is_cuda else 0
         edge = rows(F.pad(edge, (0, missing)) if missing else edge)
-        padding = (0, q.size(1) - given, 0, edge.size(1) - weight.size(1))
-        weight = _transposed(weight, dtype, padding)
+        right, below = q.shape[1] - given, edge.shape[1] - weight.shape[1]
+        weight = _transposed(weight, dtype, right, below)
         if of_value is not None:
-            of_value = _transposed(of_value, dtype, padding)
+            of_value = _transposed(of_value, dtype, right, below)
         if bias is not None:
-            bias = rows(
-                cast(bias, dtype)[None]
-            )  # of a multiple of 16 bytes; 16-bit rows may be a little wider
-            missing = q.size(1) - bias.size(1)
-            bias = F.pad(bias, (0, missing)) if missing else bias
+            bias = _one_row(bias, dtype, q.shape[1])
         return cls(message, k, q, v, edge, weight, of_value, bias)
 
     @property
@@ -158,20 +168,22 @@ def forward(
         (num_dst, width) sums; the gates' (num_dst, width); the state (num_values, width); signs.
     """
     q, message = operands.q, operands.message
-    padded = q.size(1)
+    padded = q.shape[1]
     out = q.new_empty(adj.num_dst, padded)
-    side = state = positive = None
+    side = state = positive = partial = partial_side = None
     sign_width = 0
     if message == RELU:
         if side_wanted:
-            sign_width = sign_bytes(padded)[1]
+            sign_width = _sign_bytes(padded)[1]
             positive = _edge_rows(adj, adj.num_values, sign_width, like=q, dtype=torch.uint8)
     elif message == GATE_AND_STATE:
         side, state = torch.empty_like(out), _edge_rows(adj, adj.num_values, padded, like=q)
     elif side_wanted:
         side = torch.empty_like(out)
-    index = device_index(q.device)
-    partial, partial_side = _partial(adj, q, index, side is not None)
+    index = -1
+    if q.is_cuda:
+        index = device_index(q.device)
+        partial, partial_side = _partial(adj, q, side is not None)
     _C.edge_messages(
         adj.csr_structure,
         operands.views(),
@@ -195,9 +207,9 @@ def forward(
     )
 
 
-def _partial(adj: Adjacency, like: Tensor, index: int, both: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Room for the sums of slices of rows that are cut, once or twice; None where no row is."""
-    slots = adj.row_split.num_slots if index >= 0 else 0
+def _partial(adj: Adjacency, like: Tensor, both: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Room on CUDA for the sums of slices of rows that are cut, once or twice; None where no row is."""
+    slots = adj.row_split.num_slots
     if not slots:
         return None, None
     dtype = accumulation_dtype(like.dtype)
@@ -244,29 +256,30 @@ def backward(
         edge_wanted: whether edges' rows or raw features want a gradient.
         weight_wanted: whether the maps do.
     """
-    q, message, dtype = operands.q, operands.message, accumulation_dtype(grad.dtype)
-    padded, transposed = q.size(1), adj.t()
-    index = device_index(q.device)
+    message, dtype = operands.message, accumulation_dtype(grad.dtype)
+    padded, transposed, index = operands.q.shape[1], adj.t(), -1
+    is_cuda, raw = grad.is_cuda, operands.weight is not None
     grad = rows(grad)
     side, state, of_state = (None if x is None else rows(x) for x in (grad_side, state, grad_state))
     grad_q = grad.new_empty(adj.num_src, padded)
     grad_v = torch.empty_like(grad_q) if message != RELU else None
-    grad_edge = features = grad_weight = grad_of_value = None
-    raw = operands.weight is not None
+    grad_edge = features = grad_weight = grad_of_value = partial_q = partial_v = None
     if edge_wanted and raw:
-        tiles = sign_bytes(padded)[0] if index >= 0 else 1
+        tiles = _sign_bytes(padded)[0] if is_cuda else 1
         features = _edge_rows(adj, tiles, adj.num_values, operands.edge_width, like=grad, dtype=dtype)
     elif edge_wanted:
         grad_edge = _edge_rows(adj, adj.num_values, padded, like=grad)
     groups = 0
     if weight_wanted and raw:
-        if index >= 0 and not torch.cuda.is_current_stream_capturing():
+        if is_cuda and not torch.cuda.is_current_stream_capturing():
             adj.sort_slices()  # the maps' gradients are summed in their order, which must not change later
-        count = adj.row_split.slices.size(0) if index >= 0 else adj.num_dst
-        groups = min(max(count // 4, 1), _CUDA_GROUPS if index >= 0 else _CPU_GROUPS)
+        count = adj.row_split.slices.shape[0] if is_cuda else adj.num_dst
+        groups = min(max(count // 4, 1), _CUDA_GROUPS if is_cuda else _CPU_GROUPS)
         grad_weight = grad.new_empty(groups, operands.edge_width, padded, dtype=dtype)
         grad_of_value = None if message == RELU else torch.empty_like(grad_weight)
-    partial_q, partial_v = _partial(transposed, grad, index, grad_v is not None)
+    if is_cuda:
+        index = device_index(grad.device)
+        partial_q, partial_v = _partial(transposed, grad, grad_v is not None)
     _C.edge_messages_backward(
         adj.csr_structure,
         transposed.csr_structure,
@@ -277,7 +290,7 @@ def backward(
         *_place(state),
         *_place(of_state),
         address(positive),
-        0 if positive is None else positive.size(1),
+        0 if positive is None else positive.shape[1],
         adj.num_values,
         grad_q.data_ptr(),
         address(grad_v),
@@ -293,10 +306,13 @@ def backward(
     )
 
     def of_map(parts: Tensor) -> Tensor:
-        return sum_of_rows(parts, dtype)[:edge_width, :width].t().contiguous()
+        total = sum_of_rows(parts, dtype)
+        if total.shape != (edge_width, width):
+            total = total[:edge_width, :width]
+        return total.t()
 
     if features is not None:
-        total = features[0] if features.size(0) == 1 else features.sum(0)
+        total = features[0] if features.shape[0] == 1 else features.sum(0)
         grad_edge = cast(_cut(total, edge_width), grad.dtype)
     elif grad_edge is not None:
         grad_edge = _cut(grad_edge, width)

@@ -6,6 +6,7 @@ segments by it: `torch.compile` then sees tensors alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -50,6 +51,7 @@ library.define(
 _counts_op = torch.ops.fastsparse.segment_counts.default
 
 _cache = AdjacencyCache("segments")
+_Find = Callable[[Tensor | None, Tensor | None, int, int], Segments]
 
 
 def find_segments(index: Tensor | None, rowptr: Tensor | None, num_segments: int, num_rows: int) -> Segments:
@@ -58,21 +60,27 @@ def find_segments(index: Tensor | None, rowptr: Tensor | None, num_segments: int
     Raises:
         ValueError: it does not fit the sizes.
     """
-
-    def build() -> Segments:
-        with torch.inference_mode(False):  # first met while evaluating, they must serve autograd later
-            if index is not None:
-                return Segments.from_index(index, num_segments)
-            assert rowptr is not None
-            return Segments.from_rowptr(rowptr, num_rows)
-
     key = rowptr if index is None else index
     assert key is not None
     if key.is_inference():  # has no version: an edit could not be noticed
-        return build()
+        return _make_segments(index, rowptr, num_segments, num_rows)
     stamp = (key._version, key.data_ptr(), key.shape, key.stride())
     options = (index is None, num_rows if index is None else num_segments)
-    return cast("Segments", _cache.lookup(key, stamp, options, cast("Any", build)))
+    build: Any = functools.partial(_make_segments, index, rowptr, num_segments, num_rows)
+    return cast("Segments", _cache.lookup(key, stamp, options, build))
+
+
+def _make_segments(index: Tensor | None, rowptr: Tensor | None, num_segments: int, num_rows: int) -> Segments:
+    """:func:`find_segments` for tensors that compiled code may have made.
+
+    Inductor writes another index into the memory, and the very tensor object, of one that is needed no more,
+    and counts no version up.
+    """
+    with torch.inference_mode(False):  # first met while evaluating, they must serve autograd later
+        if index is not None:
+            return Segments.from_index(index, num_segments)
+        assert rowptr is not None
+        return Segments.from_rowptr(rowptr, num_rows)
 
 
 def remember_segments(index: Tensor, segments: Segments) -> None:
@@ -104,12 +112,17 @@ def _state_bytes(reduce: str, dtype: torch.dtype) -> int:
 
 
 def _segment_reduce(
-    src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_segments: int, reduce: str
+    src: Tensor,
+    index: Tensor | None,
+    rowptr: Tensor | None,
+    num_segments: int,
+    reduce: str,
+    find: _Find = find_segments,
 ) -> tuple[Tensor, Tensor]:
     out, extra = _segment_reduce_fake(src, index, rowptr, num_segments, reduce)
     if out.numel() == 0:
         return out, extra
-    segments = find_segments(index, rowptr, num_segments, src.size(0))
+    segments = find(index, rowptr, num_segments, src.size(0))
     src = unit_stride(src)
     device = device_index(src.device)
     partial = None
@@ -168,7 +181,8 @@ class _SegmentReduce(torch.autograd.Function):
             return cast("Tensor", gather_op(rows, index, rowptr, ctx.num_rows))
 
         def counts() -> Tensor:
-            return cast("Tensor", _counts_op(index, rowptr, ctx.num_segments, ctx.num_rows))
+            count = _segment_counts if is_plain_eager(grad) else _counts_op
+            return count(index, rowptr, ctx.num_segments, ctx.num_rows)
 
         reduce: str = ctx.reduce
         with torch.autocast(grad.device.type, enabled=False):
@@ -218,10 +232,16 @@ def _gradient_of_product(
 # ---------------------------------------------------------------- rows of segments
 
 
-def _segment_counts(index: Tensor | None, rowptr: Tensor | None, num_segments: int, num_rows: int) -> Tensor:
+def _segment_counts(
+    index: Tensor | None,
+    rowptr: Tensor | None,
+    num_segments: int,
+    num_rows: int,
+    find: _Find = find_segments,
+) -> Tensor:
     """Number of rows of every segment, at least 1, int64 (num_segments, 1)."""
     # A copy, for results of operators may be written.
-    return find_segments(index, rowptr, num_segments, num_rows).rowptr.diff().clamp_(min=1)[:, None]
+    return find(index, rowptr, num_segments, num_rows).rowptr.diff().clamp_(min=1)[:, None]
 
 
 def _segment_counts_fake(
@@ -232,10 +252,16 @@ def _segment_counts_fake(
     return key.new_empty(num_segments, 1, dtype=torch.int64)
 
 
-def _segment_gather(src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_rows: int) -> Tensor:
+def _segment_gather(
+    src: Tensor,
+    index: Tensor | None,
+    rowptr: Tensor | None,
+    num_rows: int,
+    find: _Find = find_segments,
+) -> Tensor:
     if index is None:
         assert rowptr is not None
-        index = find_segments(None, rowptr, rowptr.numel() - 1, num_rows).index()
+        index = find(None, rowptr, rowptr.numel() - 1, num_rows).index()
     elif src.size(0) == 0 and num_rows == 0:
         return src.new_empty(0, src.size(1))
     return src.index_select(0, index)
@@ -264,7 +290,12 @@ class _SegmentGather(torch.autograd.Function):
 
 
 def _launch_softmax(
-    matrix: Tensor, grad: Tensor | None, index: Tensor | None, rowptr: Tensor | None, num_segments: int
+    matrix: Tensor,
+    grad: Tensor | None,
+    index: Tensor | None,
+    rowptr: Tensor | None,
+    num_segments: int,
+    find: _Find,
 ) -> Tensor:
     """Softmax of `matrix`, or, with `grad`, its gradient from the weights that `matrix` then holds."""
     matrix = matrix.contiguous()
@@ -272,7 +303,7 @@ def _launch_softmax(
     out = torch.empty_like(matrix)
     if out.numel() == 0:
         return out
-    segments = find_segments(index, rowptr, num_segments, matrix.size(0))
+    segments = find(index, rowptr, num_segments, matrix.size(0))
     width = matrix.size(1)
     device = device_index(matrix.device)
     partial = None
@@ -293,14 +324,25 @@ def _launch_softmax(
     return out
 
 
-def _segment_softmax(src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_segments: int) -> Tensor:
-    return _launch_softmax(src, None, index, rowptr, num_segments)
+def _segment_softmax(
+    src: Tensor,
+    index: Tensor | None,
+    rowptr: Tensor | None,
+    num_segments: int,
+    find: _Find = find_segments,
+) -> Tensor:
+    return _launch_softmax(src, None, index, rowptr, num_segments, find)
 
 
 def _segment_softmax_backward(
-    weight: Tensor, grad: Tensor, index: Tensor | None, rowptr: Tensor | None, num_segments: int
+    weight: Tensor,
+    grad: Tensor,
+    index: Tensor | None,
+    rowptr: Tensor | None,
+    num_segments: int,
+    find: _Find = find_segments,
 ) -> Tensor:
-    return _launch_softmax(weight, grad, index, rowptr, num_segments)
+    return _launch_softmax(weight, grad, index, rowptr, num_segments, find)
 
 
 class _SegmentSoftmax(torch.autograd.Function):
@@ -371,7 +413,7 @@ class _Operator:
         formula: type[torch.autograd.Function],
     ) -> None:
         for key in ("CPU", "CUDA"):
-            library.impl(name, kernel, key)
+            library.impl(name, functools.partial(kernel, find=_make_segments), key)
         torch.library.register_fake(f"fastsparse::{name}", fake, lib=library)
         register_autograd(name, formula)
         self._op = getattr(torch.ops.fastsparse, name).default
@@ -402,5 +444,5 @@ _softmax_backward_op = _Operator(
     "segment_softmax_backward", _segment_softmax_backward, _like_first, _SegmentSoftmaxBackward
 )
 for _key in ("CPU", "CUDA"):
-    library.impl("segment_counts", _segment_counts, _key)
+    library.impl("segment_counts", functools.partial(_segment_counts, find=_make_segments), _key)
 torch.library.register_fake("fastsparse::segment_counts", _segment_counts_fake, lib=library)

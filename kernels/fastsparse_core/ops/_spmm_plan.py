@@ -23,6 +23,9 @@ from fastsparse_core.ops._common import (
 from fastsparse_core.ops._facts import facts_of, follow, scatters, used_csr
 from fastsparse_core.structure.adjacency import Adjacency
 
+#: The kernels that gather from shared memory, by what they are otherwise.
+_RESIDENT = {"csr": "resident", "tca": "resident_tca"}
+
 
 def launch_spmm(
     adj: Adjacency,
@@ -54,17 +57,17 @@ def launch_spmm(
         x = unit_stride(x)
         row_stride = x.stride(0)
     dtype, width = x.dtype, x.shape[1]
-    if bias is not None and not (bias.dtype == dtype and bias.is_contiguous()):
+    if bias is not None and not (bias.dtype is dtype and bias.is_contiguous()):
         bias = bias.to(dtype).contiguous()
+    aligned = False  # which no kernel of the CPU asks for
     if x.is_cuda:
         stride_bytes, width_bytes = row_stride * dtype.itemsize, width * dtype.itemsize
         pieces = width_bytes % 16 == x.data_ptr() % 16 == stride_bytes % 16 == 0
         aligned = pieces and stride_bytes < 1 << 32
-    else:
-        aligned = False  # which no kernel of the CPU asks for
     # Most calls repeat one: a step of a small model takes as long as the host needs to launch it.
+    key: tuple[Any, ...]
     if value is None:
-        key: tuple[Any, ...] = ("spmm", dtype, width, algorithm, aligned, scale_src is None)
+        key = ("spmm", dtype, width, algorithm, aligned, scale_src is None)
     else:
         value = value.contiguous()
         key = ("spmm", dtype, width, algorithm, aligned, value.dtype, value.shape[1:])
@@ -74,7 +77,7 @@ def launch_spmm(
         if out.numel() == 0:
             return out
         plan = _plan(adj, x, value, scale_src is not None, algorithm, aligned, key)
-    return plan.run(adj, x, value, scale_dst, scale_src, bias, relu)
+    return plan.run(adj, x, row_stride, value, scale_dst, scale_src, bias, relu)
 
 
 def _plan(
@@ -96,15 +99,10 @@ def _plan(
     plan: SpmmPlan
     if chosen == "flashsparse":
         plan = _BsbPlan(adj, dtype, width, value)
-    elif policy.spmm_resident(facts_of(adj), adj.gpu, chosen, dtype, width, heads, aligned):
-        plan = _ResidentPlan(adj, dtype, value, tensor_cores=chosen == "tca")
-    elif chosen == "tca":
-        plan = _TcaPlan(adj, dtype, value)
-    elif chosen == "hr":
-        plan = _HrPlan(adj, dtype, value)
     else:
-        plan = _CsrPlan(adj, dtype, value, weighted=weighted)
-        is_final = is_final and adj.has_sorted_slices
+        resident = policy.spmm_resident(facts_of(adj), adj.gpu, chosen, dtype, width, heads, aligned)
+        plan = _CsrPlan(adj, dtype, width, value, chosen, resident=resident, weighted=weighted)
+        is_final = is_final and (resident or chosen != "csr" or adj.has_sorted_slices)
     if dense and chosen != "flashsparse":
         plan = _DensePlan(plan)
     if is_final:
@@ -122,6 +120,7 @@ class SpmmPlan(Protocol):
         self,
         adj: Adjacency,
         x: Tensor,
+        row_stride: int,
         value: Tensor | None,
         scale_dst: Tensor | None,
         scale_src: Tensor | None,
@@ -131,166 +130,75 @@ class SpmmPlan(Protocol):
         """The product; arguments as of `launch_spmm`, with columns of ``x`` next to each other."""
 
 
-class _DirectPlan:
-    """What the plans from CSR have in common."""
+class _CsrPlan:
+    """A kernel that reads CSR.
 
-    def __init__(self, adj: Adjacency, structure: Any, dtype: torch.dtype, value: Tensor | None) -> None:
-        self.structure = structure
-        self.num_dst = adj.num_dst
-        self.dtype_code = DTYPE_CODE[dtype]
-        self.value_code = 0 if value is None else DTYPE_CODE[value.dtype]
-        self.device = device_index(adj.device)
+    - ``"csr"``: rows cut into slices (spmm_csr.cu); whole rows on the CPU
+    - ``"tca"``: tensor cores from CSR as it lies (spmm_tca.cu)
+    - either of them with all sources in shared memory (spmm_resident.cu)
+    - ``"hr"``: tensor cores for long pieces of rows, CUDA cores for the rest (spmm_hr.cu)
+    """
 
-    def _arguments(
+    def __init__(
         self,
-        x: Tensor,
+        adj: Adjacency,
+        dtype: torch.dtype,
+        width: int,
         value: Tensor | None,
-        scale_dst: Tensor | None,
-        scale_src: Tensor | None,
-        bias: Tensor | None,
-        relu: bool,
-        out: Tensor,
-    ) -> tuple[Any, ...]:
-        """What most bindings take after the structure, in their order."""
-        return (
-            self.dtype_code,
-            x.shape[1],
-            x.data_ptr(),
-            x.stride(0),
-            address(value),
-            self.value_code,
-            address(scale_dst),
-            address(scale_src),
-            address(bias),
-            relu,
-            out.data_ptr(),
-        )
-
-    def _ending(self, *items: Any) -> tuple[Any, ...]:
-        """What most bindings take last."""
-        return *items, self.device, queue(self.device)
-
-
-class _CsrPlan(_DirectPlan):
-    """Rows cut into slices (spmm_csr.cu); whole rows on the CPU."""
-
-    def __init__(self, adj: Adjacency, dtype: torch.dtype, value: Tensor | None, *, weighted: bool) -> None:
-        super().__init__(adj, used_csr(adj, valued=value is not None), dtype, value)
-        self.heads = num_heads(value)
-        self.num_slots = adj.row_split.num_slots if self.device >= 0 else 0
-        self.partial_dtype = accumulation_dtype(dtype)
-        self.tile = policy.csr_tile(facts_of(adj), dtype.itemsize, adj.gpu, weighted=weighted)
+        algorithm: str,
+        *,
+        resident: bool,
+        weighted: bool,
+    ) -> None:
+        valued = value is not None
+        self.num_dst, self.width = adj.num_dst, width
+        self.num_slots, self.partial_dtype = 0, accumulation_dtype(dtype)
+        self.device = device_index(adj.device)
+        tile, num_long = width, 0
+        if resident or algorithm == "tca":
+            structure = adj.structure_for(valued=valued, work_list="plain")
+        elif algorithm == "hr":
+            # The structure first: while a graph is captured it says what is missing, before a number is read.
+            structure = adj.structure_for(valued=valued, work_list="hybrid")
+            num_long, self.num_slots = adj.hybrid_rows.num_long, adj.hybrid_rows.num_slots
+        else:
+            structure = used_csr(adj, valued=valued)
+            tile = policy.csr_tile(facts_of(adj), dtype.itemsize, adj.gpu, weighted=weighted)
+            if self.device >= 0:
+                self.num_slots = adj.row_split.num_slots
+        kernel = getattr(_C.SpmmKernel, _RESIDENT[algorithm] if resident else algorithm)
+        value_code = 0 if value is None else DTYPE_CODE[value.dtype]
+        call = (DTYPE_CODE[dtype], width, value_code, num_heads(value), tile, num_long, self.device)
+        self.launch = _C.SpmmPlan(kernel, structure, *call).run
 
     def run(
         self,
         adj: Adjacency,
         x: Tensor,
+        row_stride: int,
         value: Tensor | None,
         scale_dst: Tensor | None,
         scale_src: Tensor | None,
         bias: Tensor | None,
         relu: bool,
     ) -> Tensor:
-        width, device = x.shape[1], self.device
+        width, device = self.width, self.device
         out = x.new_empty(self.num_dst, width)
         partial = None
         if self.num_slots:
             partial = x.new_empty(self.num_slots, width, dtype=self.partial_dtype)
-        _C.spmm_csr(
-            self.structure,
-            self.dtype_code,
-            width,
+        self.launch(
             x.data_ptr(),
-            x.stride(0),
+            row_stride,
             0 if value is None else value.data_ptr(),
-            self.value_code,
-            self.heads,
             0 if scale_dst is None else scale_dst.data_ptr(),
             0 if scale_src is None else scale_src.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             relu,
             out.data_ptr(),
             0 if partial is None else partial.data_ptr(),
-            self.tile,
-            device,
             torch.get_num_threads() if device < 0 else queue(device),
         )
-        return out
-
-
-class _TcaPlan(_DirectPlan):
-    """Tensor cores from CSR as it lies (spmm_tca.cu)."""
-
-    def __init__(self, adj: Adjacency, dtype: torch.dtype, value: Tensor | None) -> None:
-        structure = adj.structure_for(valued=value is not None, work_list="plain")
-        super().__init__(adj, structure, dtype, value)
-
-    def run(
-        self,
-        adj: Adjacency,
-        x: Tensor,
-        value: Tensor | None,
-        scale_dst: Tensor | None,
-        scale_src: Tensor | None,
-        bias: Tensor | None,
-        relu: bool,
-    ) -> Tensor:
-        out = x.new_empty(self.num_dst, x.shape[1])
-        arguments = self._arguments(x, value, scale_dst, scale_src, bias, relu, out)
-        _C.spmm_tca(self.structure, *arguments, *self._ending())
-        return out
-
-
-class _ResidentPlan(_DirectPlan):
-    """All sources in shared memory (spmm_resident.cu)."""
-
-    def __init__(
-        self, adj: Adjacency, dtype: torch.dtype, value: Tensor | None, *, tensor_cores: bool
-    ) -> None:
-        structure = adj.structure_for(valued=value is not None, work_list="plain")
-        super().__init__(adj, structure, dtype, value)
-        self.tensor_cores = tensor_cores
-
-    def run(
-        self,
-        adj: Adjacency,
-        x: Tensor,
-        value: Tensor | None,
-        scale_dst: Tensor | None,
-        scale_src: Tensor | None,
-        bias: Tensor | None,
-        relu: bool,
-    ) -> Tensor:
-        out = x.new_empty(self.num_dst, x.shape[1])
-        arguments = self._arguments(x, value, scale_dst, scale_src, bias, relu, out)
-        _C.spmm_resident(self.structure, *arguments, *self._ending(self.tensor_cores))
-        return out
-
-
-class _HrPlan(_DirectPlan):
-    """Tensor cores for long pieces of rows, CUDA cores for the rest (spmm_hr.cu)."""
-
-    def __init__(self, adj: Adjacency, dtype: torch.dtype, value: Tensor | None) -> None:
-        # The structure first: while a graph is captured it says what is missing, before a number is read.
-        structure = adj.structure_for(valued=value is not None, work_list="hybrid")
-        super().__init__(adj, structure, dtype, value)
-        self.num_long, self.num_slots = adj.hybrid_rows.num_long, adj.hybrid_rows.num_slots
-
-    def run(
-        self,
-        adj: Adjacency,
-        x: Tensor,
-        value: Tensor | None,
-        scale_dst: Tensor | None,
-        scale_src: Tensor | None,
-        bias: Tensor | None,
-        relu: bool,
-    ) -> Tensor:
-        width = x.shape[1]
-        out = x.new_empty(self.num_dst, width)
-        partial = x.new_empty(self.num_slots, width, dtype=torch.float32) if self.num_slots else None
-        arguments = self._arguments(x, value, scale_dst, scale_src, bias, relu, out)
-        _C.spmm_hr(self.structure, self.num_long, *arguments, *self._ending(address(partial)))
         return out
 
 
@@ -313,6 +221,7 @@ class _BsbPlan:
         self,
         adj: Adjacency,
         x: Tensor,
+        row_stride: int,
         value: Tensor | None,
         scale_dst: Tensor | None,
         scale_src: Tensor | None,
@@ -327,6 +236,7 @@ class _BsbPlan:
         elif scale_src is not None:
             # In float32 a weight costs a third product on the tensor cores: more than scaling the features.
             x = (x * scale_src[:, None]).to(x.dtype)
+            row_stride = x.stride(0)
         if bias is not None and bias.data_ptr() % 16:
             bias = bias.clone()  # read in 16-byte pieces
         partial = x.new_empty(self.num_partial, width, dtype=torch.float32) if self.num_partial else None
@@ -336,7 +246,7 @@ class _BsbPlan:
             self.dtype_code,
             width,
             x.data_ptr(),
-            x.stride(0),
+            row_stride,
             0 if value is None else value.data_ptr(),
             self.value_code,
             self.heads,
@@ -366,6 +276,7 @@ class _DensePlan:
         self,
         adj: Adjacency,
         x: Tensor,
+        row_stride: int,
         value: Tensor | None,
         scale_dst: Tensor | None,
         scale_src: Tensor | None,
@@ -373,7 +284,8 @@ class _DensePlan:
         relu: bool,
     ) -> Tensor:
         assert value is not None
-        return self.plan.run(adj, x, edges_from_dense(adj, value), scale_dst, scale_src, bias, relu)
+        value = edges_from_dense(adj, value)
+        return self.plan.run(adj, x, row_stride, value, scale_dst, scale_src, bias, relu)
 
 
 def add_transposed(

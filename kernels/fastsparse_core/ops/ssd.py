@@ -55,7 +55,7 @@ def ssd(
 
     with :math:`\mathbf{X}` = ``cbsr.to_dense()`` and :math:`\bigoplus` a sum or mean: what :func:`spmm` of
     the dense rows gives, from k entries per edge instead of all features ("Decoupled SSD", sections III and
-    IV). Results are the same bits every time with every algorithm but ``"maxk"``.
+    IV). Results are the same bits every time.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -68,7 +68,6 @@ def ssd(
         scale_src: constant :math:`t`, (num_src,).
         bias: :math:`\mathbf{b}`, (width,).
         algorithm: ``"decoupled"`` (edge groups summed in shared memory; on CUDA in fixed point, see below);
-            ``"maxk"`` (MaxK-GNN's coupled dataflow with atomic updates, on CUDA, for comparison);
             ``"densify"`` (:func:`spmm` of the dense rows); or ``"auto"``: decoupled where few of the features
             are kept, else densify.
 

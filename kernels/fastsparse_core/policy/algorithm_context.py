@@ -13,7 +13,7 @@ from fastsparse_core.locks import ForkSafeLock
 SPMM_ALGORITHMS = ("auto", "csr", "flashsparse", "tca", "hr")
 SDDMM_ALGORITHMS = ("auto", "csr", "flashsparse")
 ATTENTION_ALGORITHMS = ("auto", "fused3s", "csr", "unfused")
-SSD_ALGORITHMS = ("auto", "decoupled", "maxk", "densify")
+SSD_ALGORITHMS = ("auto", "decoupled", "densify")
 #: operator -> the names that its calls, and `algorithms`, take
 ALGORITHMS = {
     "spmm": SPMM_ALGORITHMS,

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from fastsparse_core.formats import row_panels
 from fastsparse_core.formats.row_split import RowSplit
 from fastsparse_core.gpu import GpuProfile
-from fastsparse_core.log import info_once
 from fastsparse_core.policy.facts import Facts
 
-_logger = logging.getLogger("fastsparse_core")
 
-_WHY_DECOUPLED = (
-    "ssd with algorithm='maxk' runs as 'decoupled' where its atomics cannot serve it: on the CPU, in "
-    "float64, for more than 1024 features, and where PyTorch is told to use deterministic algorithms"
-)
-
-#: Features that a buffer of ssd has room for; wider rows are summed in tiles.
-_MOST_FEATURES = 1024
-
-
-def ssd_algorithm(
-    algorithm: str, device: torch.device, dtype: torch.dtype, k: int, width: int, deterministic: bool
-) -> str:
-    """Resolves ``"auto"``, and a request that this call cannot serve, to the name of a kernel.
+def ssd_algorithm(algorithm: str, device: torch.device, dtype: torch.dtype, k: int, width: int) -> str:
+    """Resolves ``"auto"`` to the name of a kernel.
 
     Args:
         algorithm: as the caller asked.
@@ -34,13 +19,7 @@ def ssd_algorithm(
         dtype: of the values.
         k: entries in every row.
         width: features per row.
-        deterministic: whether atomics on floats are ruled out.
     """
-    if algorithm == "maxk":
-        obstacle = device.type != "cuda" or dtype == torch.float64 or width > _MOST_FEATURES
-        if obstacle or deterministic:
-            info_once(_logger, _WHY_DECOUPLED)
-            return "decoupled"
     if algorithm != "auto":
         return algorithm
     # Dense rows cost their width in bytes, kept entries their number in additions to shared memory.

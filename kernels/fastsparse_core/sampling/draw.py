@@ -264,11 +264,12 @@ class Draw:
             raise ValueError("seeds: expected a batch of fewer than 2^30 nodes; give fewer")
         part.table = torch.empty((3 if has_keys else 1) * num_places, dtype=torch.int32, device=device)
         part.values = torch.empty(part.sizes, dtype=torch.int64, device=device)
-        most_slots = max((step.most_slots for step in part.steps), default=0)
+        on_gpu = device.type == "cuda"
+        most_slots = max((step.most_slots for step in part.steps), default=0) if on_gpu else 0
         slot_place = torch.empty(most_slots, dtype=torch.int32, device=device)
         slot_edge = torch.empty(most_slots, dtype=torch.int64, device=device)
-        tile_counts = torch.empty(_MOST_TILES, dtype=torch.int64, device=device)
-        rows = [step.end.most + 1 for step in part.steps if self._has_pointers(step)]
+        tile_counts = torch.empty(_MOST_TILES if on_gpu else 0, dtype=torch.int64, device=device)
+        rows = [step.end.most + 1 for step in part.steps if on_gpu and self._has_pointers(step)]
         slot_ptr = torch.empty(max(rows, default=0), dtype=torch.int64, device=device)
         for output in part.outputs.values():
             output.allocate(device)
@@ -338,7 +339,7 @@ class Draw:
             queue(self._index),
         )
         part.read = part.values
-        if device.type == "cuda":
+        if on_gpu:
             part.read = torch.empty(part.sizes, dtype=torch.int64, pin_memory=True)
             part.read.copy_(part.values, non_blocking=True)
             part.event = torch.cuda.Event()

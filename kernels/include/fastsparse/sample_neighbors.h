@@ -72,15 +72,16 @@ struct SampleStep {
   std::int64_t* nodes_after;
   const std::int64_t* edges_before;  // number of edges that the following three hold
   std::int64_t* edges_after;
-  std::uint32_t* place;   // of every edge's source in the table
+  std::uint32_t* place;   // of every edge's source in the table; CPU: its number
   std::int32_t* row;      // its destination
   std::int64_t* edge_id;  // its position in the caller's order
   std::int64_t most_rows;
   std::int64_t most_slots;
+  // CUDA only:
   std::int64_t* slot_ptr;      // (most_rows + 1) first slot of every row; null: each has `fanout`
   std::uint32_t* slot_place;   // scratch (most_slots)
   std::int64_t* slot_edge;     // scratch (most_slots)
-  std::uint64_t* tile_counts;  // scratch (kMostTiles), CUDA only
+  std::uint64_t* tile_counts;  // scratch (kMostTiles)
 };
 
 struct SampleArgs {
@@ -96,7 +97,7 @@ struct SampleArgs {
 
 struct EmitEdgesArgs {
   NodeTable table;
-  const std::uint32_t* place;  // (num_edges)
+  const std::uint32_t* place;  // (num_edges), on the CPU numbers
   const std::int32_t* row;
   const std::int64_t* edge_id;
   std::int64_t num_edges;
