@@ -633,7 +633,7 @@ def test_segments(tmp_path: Path) -> None:
 
 
 def test_typed(tmp_path: Path) -> None:
-    result = result_of(tmp_path, "typed", "--scale", "0.0005", "--budget-ms", "1")
+    result = result_of(tmp_path, "typed", "--scale", "0.0001", "--budget-ms", "1")
     assert {cell["status"] for cell in result["cells"]} == {"ok"}
     assert len(tables.typed(result)[0].rows) == 8
 
