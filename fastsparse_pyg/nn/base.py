@@ -341,7 +341,7 @@ class FastConv(MessagePassing):
         if x.dim() == 2 and (dim == -2 or dim == 0):
             return spmm(adj, x, value, reduce, scale_dst=scales[0], scale_src=scales[1], bias=bias)
         out = spmm(adj, x.movedim(dim, 0), value, reduce, scale_dst=scales[0], scale_src=scales[1])
-        out = out.movedim(0, dim)
+        out = out.movedim(0, dim).contiguous()
         return out if bias is None else out + bias
 
     def _neighbours_and_root(

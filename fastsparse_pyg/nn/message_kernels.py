@@ -81,7 +81,7 @@ def _product(layer: Any, pattern: Pattern, found: Arguments, how: str, x: Tensor
     with _without_autocast(x):
         out = spmm(found.special["adj"], flat, value, how)
     if dim:
-        return out.reshape(out.size(0), *rows.shape[1:]).movedim(0, dim)
+        return out.reshape(out.size(0), *rows.shape[1:]).movedim(0, dim).contiguous()
     return out if len(out_rest) == 1 else out.reshape(out.size(0), *out_rest)
 
 

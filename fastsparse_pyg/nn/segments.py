@@ -87,14 +87,14 @@ def gather(x: Tensor, end: EdgeEnd, dim: int = 0) -> Tensor:
     if not (x.requires_grad and torch.is_grad_enabled() and x.is_floating_point()):
         return x.index_select(dim, end.index)
     if dim % x.dim():
-        return gather(x.movedim(dim, 0), end).movedim(0, dim)
+        return gather(x.movedim(dim, 0), end).movedim(0, dim).contiguous()  # as PyTorch's: for .view()
     return rows_of(x, end.sorted_index)
 
 
 def reduce(messages: Tensor, end: EdgeEnd, how: str, dim: int = 0) -> Tensor:
     """Reduces every node's edges, as :func:`fastsparse_core.scatter`."""
     if messages.dim() > 1 and dim % messages.dim():
-        return reduce(messages.movedim(dim, 0), end, how).movedim(0, dim)
+        return reduce(messages.movedim(dim, 0), end, how).movedim(0, dim).contiguous()
     if messages.dim() == 2:
         return reduce_op(messages, end.sorted_index, None, end.num_nodes, how)[0]
     return scatter(messages, end.sorted_index, end.num_nodes, how)  # type: ignore[call-overload]

@@ -860,6 +860,20 @@ def test_second_derivatives() -> None:
     assert torch.autograd.gradgradcheck(lambda x: layer(x, edges, attr).sum(0), (x,))
 
 
+class Viewing(MessagePassing):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return (x_j - x_i).view(-1, x_j.size(-1)).tanh().view(x_j.shape)
+
+
+def test_tensors_of_graphs_side_by_side_can_be_viewed() -> None:
+    x = torch.randn(2, N, WIDTH, dtype=torch.float64, requires_grad=True)
+    for layer in (Viewing(), Viewing("max"), pyg.SimpleConv(), pyg.SAGEConv(WIDTH, 4), pyg.LGConv()):
+        check(layer.double(), lambda layer: layer(x, EDGES).view(-1), [x])
+
+
 # ---------------------------------------------------------------- verify
 
 
@@ -880,6 +894,35 @@ def test_verify_passes_and_is_gone() -> None:
     assert not any(one._forward_pre_hooks for one in model)
     assert torch.equal(before, norm.running_mean), "the comparison runs on copies"
     close(attributed(model[0], it), out)
+
+
+def test_verify_compares_what_can_be_compared() -> None:
+    """Dropout draws other numbers, PyG counts degrees in float32, a trace is no call, matrices are not copied."""
+    it = Inputs.draw(EDGES, N, WIDTH, torch.float64)
+    edges = torch.stack([torch.arange(4), torch.arange(4)])
+    matrix = torch.sparse_coo_tensor(edges, torch.ones(4), (4, 4)).to_sparse_csr()
+    models = (
+        pyg.GATConv(6, 4, dropout=0.5),
+        pyg.RGATConv(6, 4, 3, dropout=0.5),
+        pyg.APPNP(3, 0.1, dropout=0.5),
+        pyg.ClusterGCNConv(6, 4),
+    )
+    kinds = torch.arange(EDGES.size(1)) % 3
+    for model in models:
+        accelerate(model.double(), show=False, verify=True)
+        model(it.x, EDGES, *([kinds] if isinstance(model, pyg.RGATConv) else []))
+        assert not model._forward_pre_hooks
+    keeping = pyg.GCNConv(6, 4, cached=True)
+    keeping(torch.randn(4, 6), matrix)
+    accelerate(keeping, show=False, verify=True)
+    keeping(torch.randn(4, 6), matrix)
+    traced = Edgewise().double()
+    accelerate(traced, show=False, verify=True)
+    torch.jit.trace(traced, (it.x, EDGES, it.edge_attr), check_trace=False)
+    assert traced._forward_pre_hooks
+    typed = pyg.HGTConv(-1, 4, (["a", "b"], [("a", "to", "a"), ("b", "to", "a")]))
+    accelerate(typed, show=False, verify=True)
+    typed({"a": torch.randn(N, 6)}, {("a", "to", "a"): EDGES})
 
 
 @pytest.mark.parametrize("fault", ["output", "gradient"])

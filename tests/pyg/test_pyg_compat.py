@@ -120,6 +120,13 @@ def test_segments_that_leave_elements_out(device):
     assert torch_scatter.gather_csr(rows, pointers).tolist() == [[1, 1, 2, 2, 2, 3], [4, 5, 5, 6, 6, 6]]
 
 
+def test_no_pointers_are_no_segments(device):
+    src, none = torch.randn(0, 3, device=device), torch.empty(0, dtype=torch.int64, device=device)
+    for reduce in ("sum", "max"):
+        assert torch_scatter.segment_csr(src, none, reduce=reduce).shape == (0, 3)
+    assert torch_scatter.gather_csr(src, none).shape == (0, 3)
+
+
 def test_composites(device):
     src = torch.randn(3, 8, dtype=torch.float64, device=device, requires_grad=True)
     index = torch.tensor([0, 0, 1, 1, 1, 3, 3, 3], device=device)

@@ -139,6 +139,7 @@ def gather_coo(src: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
 def _segment_csr(
     src: Tensor, indptr: Tensor, out: Tensor | None, reduce: str
 ) -> tuple[Tensor, Tensor | None]:
+    indptr = _with_end(indptr)
     dim, size = indptr.dim() - 1, indptr.size(-1) - 1
     shared = _shared(indptr)
     if shared is not None:
@@ -159,6 +160,11 @@ def _segment_csr(
     result, arg = _scatter(src, _index_of(indptr, src, dim), dim, None, size + 1, reduce)
     arg = None if arg is None else arg.narrow(dim, 0, size)
     return _into(out, result.narrow(dim, 0, size)), arg
+
+
+def _with_end(indptr: Tensor) -> Tensor:
+    """Pointers, where there are none those of no segment."""
+    return indptr if indptr.size(-1) else indptr.new_zeros(*indptr.shape[:-1], 1)
 
 
 def _shared(indptr: Tensor) -> Tensor | None:
@@ -187,6 +193,7 @@ def segment_csr(src: Tensor, indptr: Tensor, out: Tensor | None = None, reduce: 
 
 def gather_csr(src: Tensor, indptr: Tensor, out: Tensor | None = None) -> Tensor:
     """Repeats what ``src`` has for a segment over its range, along the pointers' last dimension."""
+    indptr = _with_end(indptr)
     dim = indptr.dim() - 1
     shared = _shared(indptr)
     if shared is not None:
