@@ -280,7 +280,7 @@ def from_library(original: Any, array: Any) -> Tensor:
 
 
 def on_host(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """A function of DGL that asks for graphs on the CPU: arguments go there, and results come back."""
+    """A function of DGL that works on the CPU alone: arguments go there, and results come back."""
     device = next(filter(None, (_lies_on(arg) for arg in (*args, *kwargs.values()))), None)
     if device is None:
         return original(*args, **kwargs)
@@ -292,7 +292,7 @@ def on_host(original: Any, *args: Any, **kwargs: Any) -> Any:
 def _lies_on(item: Any) -> torch.device | None:
     if isinstance(item, dgl.DGLGraph) and type(item._graph) is DeviceIndex:
         return item._graph.device
-    return None
+    return item.device if isinstance(item, Tensor) and serves(item.device) else None
 
 
 def _moved(item: Any, device: torch.device) -> Any:

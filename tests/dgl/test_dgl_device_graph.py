@@ -285,6 +285,16 @@ def test_back_on_the_cpu(device: str) -> None:
     assert torch.equal(back.ndata["h"], graph.ndata["h"])
 
 
+def test_farthest_points(device: str) -> None:
+    """Indices that the library writes into a tensor that it was given to read."""
+    points = torch.rand(2, 20, 3, generator=torch.Generator().manual_seed(0))
+    expected = dgl.geometry.farthest_point_sampler(points, 5, start_idx=0)
+    found = dgl.geometry.farthest_point_sampler(points.to(device), 5, start_idx=0)
+    assert str(found.device) == device
+    assert torch.equal(found.cpu(), expected)
+    assert expected.unique().numel() > 5
+
+
 def test_structures_are_shared_and_freed(device: str) -> None:
     fastsparse_dgl.clear_cache()
     graph = small()
