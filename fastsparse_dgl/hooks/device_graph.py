@@ -324,12 +324,12 @@ class Filter:
         self.ids = ids
 
     def find_included_indices(self, test: Tensor) -> Tensor:
-        """Positions of the ids that are among them."""
-        return torch.isin(test, self.ids).nonzero().flatten()
+        """Positions of the ids that are among them, in the ids' dtype."""
+        return torch.isin(test, self.ids).nonzero().flatten().to(self.ids.dtype)
 
     def find_excluded_indices(self, test: Tensor) -> Tensor:
         """Positions of the others."""
-        return torch.isin(test, self.ids, invert=True).nonzero().flatten()
+        return torch.isin(test, self.ids, invert=True).nonzero().flatten().to(self.ids.dtype)
 
 
 def make_filter(original: Any, ids: Tensor) -> Any:
