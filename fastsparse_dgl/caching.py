@@ -71,10 +71,12 @@ def first_relation(handle: Any, number: int, make: Callable[[], Any]) -> Any:
         make: makes one where there is none.
     """
     with _relations_lock:
-        handles = _relations.setdefault(handle, {})
-        if number not in handles:
-            handles[number] = make()
-        return handles[number]
+        kept = _relations.get(handle, {}).get(number)
+        if kept is None:
+            kept = make()
+            if kept is not handle:  # which would keep itself alive
+                _relations.setdefault(handle, {})[number] = kept
+        return kept
 
 
 def adjacency_of_index(index: Any, device: torch.device) -> Adjacency:
@@ -108,9 +110,12 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
             _logger, "this DGL version has no DGLGraph._graph: structures are rebuilt in every forward pass"
         )
         return adjacency_from_graph(graph, device)
-    # A graph that `enable()` has put on a GPU shares the structures of the one it was made of.
-    handle = getattr(handle, "host", handle)
-    return _cache.lookup(handle, None, device, lambda: _build(graph, device))
+    return _cache.lookup(_on_host(handle), None, device, lambda: _build(graph, device))
+
+
+def _on_host(handle: Any) -> Any:
+    """A graph that `enable()` has put on a GPU shares the structures of the one it was made of."""
+    return getattr(handle, "host", handle)
 
 
 def _build(graph: GraphLike, device: torch.device) -> Adjacency:
@@ -122,7 +127,7 @@ def remember(graph: GraphLike, device: torch.device, adjacency: Adjacency) -> No
     """Keeps a structure that was made with a graph, as if :func:`adjacency_of` had made it."""
     handle = getattr(graph, _HANDLE, None)
     if handle is not None:
-        _cache.lookup(handle, None, device, lambda: adjacency)
+        _cache.lookup(_on_host(handle), None, device, lambda: adjacency)
 
 
 def prepare(

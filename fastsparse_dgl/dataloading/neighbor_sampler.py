@@ -16,6 +16,7 @@ from fastsparse_core.sampling import NeighborSampler as CoreSampler
 from fastsparse_dgl.caching import adjacency_of, relation, remember
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import GraphLike
+from fastsparse_dgl.hooks import device_graph
 from fastsparse_dgl.sampled_block import SampledBlock
 
 _logger = logging.getLogger("fastsparse_dgl")
@@ -87,7 +88,8 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
             self._cores = WeakIdKeyDictionary()
         by_device = self._cores.setdefault(getattr(g, "_graph", g), {})
         weight = self._weights(g)
-        stamp = None if weight is None else [(item.data_ptr(), item._version) for item in weight.values()]
+        drawn = [(name, item.data_ptr(), item._version) for name, item in (weight or {}).items()]
+        stamp = (repr(self.fanouts), self.replace, self.prob, drawn)
         entry = by_device.get(device)
         if entry is None or entry[0] != stamp:
             is_single = len(g.canonical_etypes) == 1
@@ -103,7 +105,8 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
                 blocks=True,
                 num_nodes={name: g.num_nodes(name) for name in g.ntypes},
             )
-            entry = by_device[device] = (stamp, core)
+            # The weights too: of a tensor that is gone another may have the address, and so the stamp.
+            entry = by_device[device] = (stamp, core, weight)
         return entry[1]
 
     def _fanouts(self, g: GraphLike) -> dict[Any, list[int]]:
@@ -163,8 +166,8 @@ def make_block(
 
 
 def dgl_can_hold(device: torch.device) -> bool:
-    """Whether this DGL can hold graphs on a device: pip's knows the CPU alone."""
-    if device.type == "cpu":
+    """Whether DGL can hold graphs on a device: pip's knows the CPU alone, but for `enable`."""
+    if device.type == "cpu" or device_graph.serves(device):
         return True
     if device not in _can_hold:
         try:
@@ -175,4 +178,5 @@ def dgl_can_hold(device: torch.device) -> bool:
     return _can_hold[device]
 
 
+#: Of DGL's own, whatever `enable` and `disable` change.
 _can_hold: dict[torch.device, bool] = {}

@@ -280,7 +280,7 @@ def from_library(original: Any, array: Any) -> Tensor:
 
 
 def on_host(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """A function of DGL that asks for graphs on the CPU: arguments go there, and results come back."""
+    """A function of DGL that works on the CPU alone: arguments go there, and results come back."""
     device = next(filter(None, (_lies_on(arg) for arg in (*args, *kwargs.values()))), None)
     if device is None:
         return original(*args, **kwargs)
@@ -292,7 +292,7 @@ def on_host(original: Any, *args: Any, **kwargs: Any) -> Any:
 def _lies_on(item: Any) -> torch.device | None:
     if isinstance(item, dgl.DGLGraph) and type(item._graph) is DeviceIndex:
         return item._graph.device
-    return None
+    return item.device if isinstance(item, Tensor) and serves(item.device) else None
 
 
 def _moved(item: Any, device: torch.device) -> Any:
@@ -324,12 +324,12 @@ class Filter:
         self.ids = ids
 
     def find_included_indices(self, test: Tensor) -> Tensor:
-        """Positions of the ids that are among them."""
-        return torch.isin(test, self.ids).nonzero().flatten()
+        """Positions of the ids that are among them, in the ids' dtype."""
+        return torch.isin(test, self.ids).nonzero().flatten().to(self.ids.dtype)
 
     def find_excluded_indices(self, test: Tensor) -> Tensor:
         """Positions of the others."""
-        return torch.isin(test, self.ids, invert=True).nonzero().flatten()
+        return torch.isin(test, self.ids, invert=True).nonzero().flatten().to(self.ids.dtype)
 
 
 def make_filter(original: Any, ids: Tensor) -> Any:

@@ -145,7 +145,7 @@ class Heads:
 
     def __init__(self, shape: torch.Size, value: Tensor) -> None:
         dims = range(len(shape))
-        differ = [dim for dim in dims if value.size(dim + 1) > 1]
+        differ = [dim for dim in dims if value.size(dim + 1) != 1]
         others = [dim for dim in dims if value.size(dim + 1) == 1]
         self.shape = shape
         self.order = differ + others
@@ -199,7 +199,7 @@ class AddExtremum(torch.autograd.Function):
         arg = torch.empty(out.shape, dtype=torch.int32, device=x.device)
         for columns, heads in _column_parts(x, e, width):
             message = x[:, columns].index_select(0, source)
-            message.view(e.size(0), heads.stop - heads.start, -1).add_(e[:, heads, None])
+            message.unflatten(1, (heads.stop - heads.start, -1)).add_(e[:, heads, None])
             out[:, columns], arg[:, columns] = _extremum(
                 message, None, adj.num_dst, edges.handle, False, minimum
             )
@@ -223,7 +223,7 @@ class AddExtremum(torch.autograd.Function):
                 part, _ = _extremum_backward(
                     grad[:, columns], arg[:, columns], like, None, edges.handle, False
                 )
-                grad_e[:, heads] += part.view(e.size(0), heads.stop - heads.start, -1).sum(2)
+                grad_e[:, heads] += part.unflatten(1, (heads.stop - heads.start, -1)).sum(2)
         return grad_x, grad_e, None, None, None
 
 
@@ -338,7 +338,7 @@ def dot(adj: Adjacency, x: Tensor, y: Tensor, x_at: str, y_at: str) -> Tensor:
     else:
         rows, columns, structure = operands["v"], operands["u"], adj
     if x.size(1) == 0 or x.size(2) == 0:
-        return x.new_zeros(adj.num_values, *lead, 1)
+        return x.new_zeros(adj.num_values, *lead, 1) + (x.sum() + y.sum())  # nothing, with a gradient
     parts = [
         sddmm(structure, *part)
         for part in zip(rows.split(MOST_HEADS, 1), columns.split(MOST_HEADS, 1), strict=True)

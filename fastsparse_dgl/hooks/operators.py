@@ -317,8 +317,14 @@ def segment_mm(A: Tensor, B: Tensor, seglen_A: Tensor) -> Tensor:
     a, b = _cast(A, B)
     assert a is not None
     assert b is not None
+    lengths = seglen_A.tolist()
+    if len(lengths) != b.size(0) or sum(lengths) != a.size(0) or min(lengths, default=0) < 0:
+        raise DGLError(
+            f"segment_mm expects {b.size(0)} lengths of segments, as B has matrices, which add up to the "
+            f"{a.size(0)} rows of A; got {len(lengths)}, which add up to {sum(lengths)}"
+        )
     with _plain(a):
-        return products.segment_matmul(a, b, seglen_A.tolist())
+        return products.segment_matmul(a, b, lengths)
 
 
 def gather_mm(A: Tensor, B: Tensor, idx_A: Tensor | None = None, idx_B: Tensor | None = None) -> Tensor:
@@ -330,6 +336,8 @@ def gather_mm(A: Tensor, B: Tensor, idx_A: Tensor | None = None, idx_B: Tensor |
     assert b is not None
     if idx_A is not None:
         a = a.index_select(0, idx_A)
+    if idx_B is not None and len(idx_B) != len(a):
+        raise DGLError(f"gather_mm expects an index of B for each of the {len(a)} rows, got {len(idx_B)}")
     if idx_B is None:
         with _plain(a):
             return torch.bmm(a.unsqueeze(1), b).squeeze(1)

@@ -114,8 +114,10 @@ DEVICES: tuple[Hook, ...] = (
     Hook("dgl:DGLGraph", "out_degrees", "self, u, etype", degrees.out_degrees, wraps=True),
 )
 
-#: Functions that ask for a graph on the CPU: replaced wherever DGL's modules have them, whatever they take.
+#: Functions that ask for a graph on the CPU, or have the library write to tensors without saying so: replaced
+#: wherever DGL's modules have them, whatever they take.
 ON_HOST = (
+    ("dgl.geometry.fps", "farthest_point_sampler"),
     ("dgl.transforms.functional", "to_simple"),
     ("dgl.sampling.neighbor", "sample_etype_neighbors"),
     ("dgl.sampling.neighbor", "sample_neighbors_biased"),

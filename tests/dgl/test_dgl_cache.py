@@ -11,6 +11,7 @@ import pickle
 import pytest
 import torch
 from dgl_cases import DGLError, block, dgl, fastsparse_dgl, features, homogeneous, twin
+from hook_cases import enabled
 
 import fastsparse_core.structure.adjacency
 from fastsparse_core import Adjacency
@@ -243,6 +244,18 @@ def test_many_short_lived_graphs():
     gc.collect()
     assert fastsparse_dgl.cache_info().misses == 60
     assert fastsparse_dgl.cache_info().entries <= 1
+
+
+def test_the_only_edge_type_does_not_keep_itself_alive():
+    """With `enable()` the structure of the only edge type is the graph's own."""
+    conv = fastsparse_dgl.FastHeteroGraphConv({"r": FastGraphConv(2, 3, allow_zero_in_degree=True)})
+    with enabled():
+        for _ in range(5):
+            graph = dgl.heterograph({("a", "r", "a"): ([0, 1, 2], [1, 2, 0])})
+            conv(graph, {"a": torch.ones(3, 2)})
+        del graph
+        gc.collect()
+        assert fastsparse_dgl.cache_info().entries == 0
 
 
 def test_zero_in_degree_is_checked_again_after_a_change():

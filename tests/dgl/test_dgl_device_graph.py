@@ -285,6 +285,26 @@ def test_back_on_the_cpu(device: str) -> None:
     assert torch.equal(back.ndata["h"], graph.ndata["h"])
 
 
+@pytest.mark.parametrize("idtype", [torch.int32, torch.int64], ids=str)
+def test_excluded_edges(idtype: torch.dtype, device: str) -> None:
+    graph = small().to(device)
+    graph = graph.int() if idtype == torch.int32 else graph
+    excluded = graph.in_edges(2, form="eid")
+    kept = dgl.sampling.sample_neighbors(graph, ids(graph, 1, 2, 3), -1, exclude_edges=excluded)
+    expected = torch.cat([graph.in_edges(node, form="eid") for node in (1, 3)])
+    assert torch.equal(kept.edata[dgl.EID].cpu().sort().values, expected.cpu().sort().values)
+
+
+def test_farthest_points(device: str) -> None:
+    """Indices that the library writes into a tensor that it was given to read."""
+    points = torch.rand(2, 20, 3, generator=torch.Generator().manual_seed(0))
+    expected = dgl.geometry.farthest_point_sampler(points, 5, start_idx=0)
+    found = dgl.geometry.farthest_point_sampler(points.to(device), 5, start_idx=0)
+    assert str(found.device) == device
+    assert torch.equal(found.cpu(), expected)
+    assert expected.unique().numel() > 5
+
+
 def test_structures_are_shared_and_freed(device: str) -> None:
     fastsparse_dgl.clear_cache()
     graph = small()

@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 from dgl_cases import DGLError, dgl, fastsparse_dgl, homogeneous, random_edges
+from hook_cases import enabled
 from torch import Tensor
 
 from fastsparse_core import log
@@ -205,6 +206,37 @@ def test_weights_and_masks(device):
             ids = block.edata[EID].cpu()
             wanted = (torch.isin(graph.edges()[1], outputs.cpu()) & allowed).nonzero().flatten()
             assert torch.equal(ids.sort().values, wanted)
+
+
+def test_changed_weights_and_fanouts():
+    """Weights that take the place of others, in their memory too, and options that are set later."""
+    graph, nodes = with_data(), torch.arange(30)
+    sampler = fastsparse_dgl.NeighborSampler([-1], prob="weight")
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        graph.edata["weight"] = (torch.rand(graph.num_edges(), generator=generator) < 0.3).float()
+        block = sampler.sample_blocks(graph, nodes)[2][0]
+        wanted = graph.edata["weight"].nonzero().flatten()
+        assert torch.equal(block.edata[EID].sort().values, wanted)
+        del graph.edata["weight"], block
+    graph.edata["weight"] = torch.ones(graph.num_edges())
+    sampler.fanouts = [1]
+    assert sampler.sample_blocks(graph, nodes)[2][0].in_degrees().max() == 1
+
+
+def test_what_can_hold_graphs_follows_enable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DGL alone, with FastSparse, and alone again."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise DGLError("Device API cuda is not enabled")
+
+    monkeypatch.setattr(neighbor_sampler, "_can_hold", {})
+    monkeypatch.setattr(neighbor_sampler.dgl, "graph", refuse)
+    place = torch.device("cuda", 0)
+    assert not neighbor_sampler.dgl_can_hold(place)
+    with enabled(_devices=("cuda",)):
+        assert neighbor_sampler.dgl_can_hold(place)
+    assert not neighbor_sampler.dgl_can_hold(place)
 
 
 def test_torch_seeds_blocks(device):

@@ -267,6 +267,26 @@ def test_graphs_without_edges_or_nodes(device: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "shapes", [((0,), (0,)), ((1,), (0,)), ((0,), (1,)), ((2, 0), (2, 1)), ((0, 2), (1, 2))]
+)
+@pytest.mark.parametrize("op", ["add", "div"])
+def test_features_of_no_width(shapes: Any, op: str, device: str) -> None:
+    """DGL itself takes them where there are no edges, or refuses them by an assertion of its library."""
+    x, e = draw(12, *shapes[0]), draw(11, *shapes[1], dtype=torch.float16)
+    x = x.half()  # which DGL's own kernels are not asked for
+    shape = torch.broadcast_shapes(*shapes)
+    with enabled_for(device):
+        for reduce in ("sum", "max", "mean"):
+            out, *gradients = run(getattr(ops, f"u_{op}_e_{reduce}"), hostile(), (x, e), device)
+            assert out.shape == (12, *shape)
+            assert not any(gradient.any() for gradient in gradients)
+        (out, *_) = run(lambda g, x, e: ops.gsddmm(g, op, x, e, "u", "e"), hostile(), (x, e), device)
+        assert out.shape == (11, *shape)
+        (out, *_) = run(ops.u_dot_v, hostile(), (draw(12, 2, 0), draw(12, 1, 0)), device)
+        assert out.shape == (11, 2, 1)
+
+
+@pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda g: ops.copy_u_sum(g, torch.ones(29, 2)), "30 rows"),
@@ -275,6 +295,12 @@ def test_graphs_without_edges_or_nodes(device: str) -> None:
         (lambda g: ops.u_dot_v(g, torch.ones(30, 2), torch.ones(30, 1)), "last dimension"),
         (lambda g: ops.copy_u_sum(g, torch.ones(30, 2).long()), "int64"),
         (lambda g: ops.copy_u_sum(g, torch.ones(30, 2, device="meta")), "like the graph"),
+        (
+            lambda g: ops.segment_mm(torch.ones(6, 2), torch.ones(2, 2, 1), torch.tensor([2, 2])),
+            "add up to 4",
+        ),
+        (lambda g: ops.segment_mm(torch.ones(6, 2), torch.ones(2, 2, 1), torch.tensor([6])), "got 1"),
+        (lambda g: ops.gather_mm(torch.ones(6, 2), torch.ones(2, 2, 1), idx_b=torch.tensor([0])), "got 1"),
     ],
 )
 def test_bad_input(call: Any, message: str) -> None:
