@@ -13,8 +13,10 @@
 #include <cuda_runtime_api.h>
 #endif
 
+#include "fastsparse/attention_layer.h"
 #include "fastsparse/edge_messages.h"
 #include "fastsparse/group_rows.h"
+#include "fastsparse/head_scores.h"
 #include "fastsparse/launchers.h"
 #include "fastsparse/sample_neighbors.h"
 #include "fastsparse/spmm_extremum.h"
@@ -584,6 +586,149 @@ void attention_csr_backward(const AttentionCsrArgs& forward, const CsrStructure&
   const py::gil_scoped_release release;
   cpu::attention_csr_backward(args, threads);
 }
+
+HeadScoresArgs head_scores_args(int dtype, std::int64_t num_rows, std::int64_t heads, std::int64_t head_width,
+                                Address v, std::int64_t v_stride, Address first_vector, Address second_vector,
+                                Address first_scores, Address second_scores) {
+  return {{at(v), v_stride},
+          {at(first_vector), at(second_vector)},
+          {at(first_scores), at(second_scores)},
+          num_rows,
+          heads,
+          head_width,
+          static_cast<Dtype>(dtype)};
+}
+
+void head_scores(const HeadScoresArgs& args, int threads) {
+  const py::gil_scoped_release release;
+  cpu::head_scores(args, threads);
+}
+
+void head_scores_backward(const HeadScoresArgs& forward, Address grad_v, bool adds, Address grad_first,
+                          Address grad_second, int threads) {
+  const HeadScoresBackwardArgs args{forward, at(grad_v), adds, {at(grad_first), at(grad_second)}};
+  const py::gil_scoped_release release;
+  cpu::head_scores_backward(args, threads);
+}
+
+// The attention of a layer on the CPU, with what is the same for all calls on a structure.
+class AttentionLayer {
+ public:
+  AttentionLayer(const CsrStructure& structure, int kind, int dtype, std::int64_t heads,
+                 std::int64_t head_width, std::int64_t maps, double scale)
+      : a_(structure.a),
+        kind_(static_cast<AttentionScore>(kind)),
+        dtype_(static_cast<Dtype>(dtype)),
+        heads_(heads),
+        head_width_(head_width),
+        maps_(maps),
+        scale_(scale) {}
+
+  void forward(Address joint, Address first_vector, Address second_vector, Address bias, Address out,
+               Address state, double dropout_p, std::int64_t seed, int threads) const {
+    AttentionLayerArgs args{};
+    args.attention = attention(joint, first_vector, state, dropout_p, seed);
+    args.attention.out = at(out);
+    args.scores = scores(joint, first_vector, second_vector, state);
+    if (maps_ == 4) args.skip = column(joint, 3);
+    args.bias = at(bias);
+    const py::gil_scoped_release release;
+    cpu::attention_layer(args, threads);
+  }
+
+  void backward(const CsrStructure& transposed, Address joint, Address first_vector, Address second_vector,
+                Address state, Address grad, std::int64_t grad_stride, Address grad_joint, Address grad_first,
+                Address grad_second, Address grad_bias, Address grad_map_bias, double dropout_p,
+                std::int64_t seed, int threads) const {
+    AttentionLayerBackwardArgs args{};
+    args.attention.forward = attention(joint, first_vector, state, dropout_p, seed);
+    args.attention.a_t = transposed.a;
+    args.attention.grad = {at(grad), grad_stride};
+    args.grad_joint = {at(grad_joint), maps_ * width()};
+    args.joint_width = maps_ * width();
+    if (kind_ == AttentionScore::kAdditive) {
+      args.scores = scores(joint, first_vector, second_vector, state);
+      args.grad_vectors[0] = at(grad_first);
+      args.grad_vectors[1] = at(grad_second);
+      args.attention.grad_v = at(grad_joint);
+    } else if (kind_ == AttentionScore::kGatv2) {
+      args.attention.grad_att = at(grad_first);
+      args.attention.grad_src = at(grad_joint);
+      args.attention.grad_dst = const_cast<void*>(column(grad_joint, 1).data);
+    } else {
+      args.attention.grad_src = at(grad_joint);
+      args.attention.grad_v = const_cast<void*>(column(grad_joint, 1).data);
+      args.attention.grad_dst = const_cast<void*>(column(grad_joint, 2).data);
+      if (maps_ == 4) args.grad_skip = const_cast<void*>(column(grad_joint, 3).data);
+    }
+    args.grad_bias = at(grad_bias);
+    args.grad_map_bias = at(grad_map_bias);
+    const py::gil_scoped_release release;
+    cpu::attention_layer_backward(args, threads);
+  }
+
+ private:
+  std::int64_t width() const { return heads_ * head_width_; }
+
+  // What a linear map gave, or the gradient of it.
+  DenseView column(Address joint, std::int64_t map) const {
+    const std::int64_t bytes = dtype_ == Dtype::kFloat64 ? 8 : dtype_ == Dtype::kFloat32 ? 4 : 2;
+    return {at(joint + map * width() * bytes), maps_ * width()};
+  }
+
+  // Arrays (num_rows, heads): additive attention has scores of sources and destinations before the
+  // log-sum-exp.
+  Address state(Address first, std::int64_t array) const {
+    return first + array * a_.num_rows * heads_ * (dtype_ == Dtype::kFloat64 ? 8 : 4);
+  }
+
+  AttentionCsrArgs attention(Address joint, Address first_vector, Address first_state, double dropout_p,
+                             std::int64_t seed) const {
+    AttentionCsrArgs args{};
+    args.a = a_;
+    args.kind = kind_;
+    args.scale = scale_;
+    args.dropout = make_dropout(dropout_p, seed);
+    args.keep_scale = 1 / (1 - dropout_p);
+    args.heads = heads_;
+    args.head_width = kind_ == AttentionScore::kAdditive ? 0 : head_width_;
+    args.value_width = head_width_;
+    args.dtype = dtype_;
+    args.bias.heads = heads_;
+    args.lse = at(state(first_state, kind_ == AttentionScore::kAdditive ? 2 : 0));
+    if (kind_ == AttentionScore::kAdditive) {
+      args.v = column(joint, 0);
+      args.src = {at(state(first_state, 0)), heads_};
+      args.dst = {at(state(first_state, 1)), heads_};
+    } else if (kind_ == AttentionScore::kGatv2) {
+      args.src = args.v = column(joint, 0);
+      args.dst = column(joint, 1);
+      args.att = at(first_vector);
+    } else {
+      args.src = column(joint, 0);
+      args.v = column(joint, 1);
+      args.dst = column(joint, 2);
+    }
+    return args;
+  }
+
+  HeadScoresArgs scores(Address joint, Address first_vector, Address second_vector,
+                        Address first_state) const {
+    return {column(joint, 0),
+            {at(first_vector), at(second_vector)},
+            {at(first_state), at(state(first_state, 1))},
+            a_.num_rows,
+            heads_,
+            head_width_,
+            dtype_};
+  }
+
+  CsrView a_;
+  AttentionScore kind_;
+  Dtype dtype_;
+  std::int64_t heads_, head_width_, maps_;
+  double scale_;
+};
 
 EdgeAttentionInput edge_attention_input(bool gatv2, int dtype, std::int64_t heads, std::int64_t head_width,
                                         std::int64_t edge_width, Address q, std::int64_t q_stride, Address k,
@@ -1267,6 +1412,13 @@ PYBIND11_MODULE(_C, m) {
   py::class_<AttentionCsrArgs>(m, "AttentionCsrArgs").def(py::init(&attention_csr_args));
   m.def("attention_csr", &attention_csr);
   m.def("attention_csr_backward", &attention_csr_backward);
+  py::class_<HeadScoresArgs>(m, "HeadScoresArgs").def(py::init(&head_scores_args));
+  m.def("head_scores", &head_scores);
+  m.def("head_scores_backward", &head_scores_backward);
+  py::class_<AttentionLayer>(m, "AttentionLayer")
+      .def(py::init<const CsrStructure&, int, int, std::int64_t, std::int64_t, std::int64_t, double>())
+      .def("forward", &AttentionLayer::forward)
+      .def("backward", &AttentionLayer::backward);
   py::class_<EdgeAttentionInput>(m, "EdgeAttentionInput").def(py::init(&edge_attention_input));
   m.def("edge_attention", &edge_attention);
   m.def("edge_attention_backward", &edge_attention_backward);

@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import GATConv
+from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptPairTensor, OptTensor, Size, SparseTensor
 
 from fastsparse_core import Adjacency, additive_attention, additive_attention_weights, spmm
+from fastsparse_core.fused.attention_layer import Additive, attention_layer
 from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.fused.head_scores import head_scores
 from fastsparse_pyg.nn.attention import AttentionConv
@@ -85,6 +87,10 @@ class FastGATConv(AttentionConv, GATConv):
                 )
             graph = self._graph(pair, edge_index, size, add_self_loops=self.add_self_loops)
             adj = graph.adj
+        if edge_attr is None and not return_attention_weights:
+            out = self._as_one_node(x, adj)
+            if out is not None:
+                return out
         x_src, x_dst = pair
         residual = None if self.res is None or x_dst is None else self.res(x_dst)
         value, score_dst, score_src = self._values_and_scores(x_src, x_dst)
@@ -114,6 +120,27 @@ class FastGATConv(AttentionConv, GATConv):
             return out
         num_loops = min(adj.shape) if self.add_self_loops else None
         return out, self._attention_edges(edge_index, adj, alpha, num_loops)
+
+    def _as_one_node(self, x: Any, adj: Adjacency) -> Tensor | None:
+        """The layer as one node of autograd's graph; None: operator by operator."""
+        state = self.__dict__
+        modules, parameters = state["_modules"], state["_parameters"]
+        lin = modules.get("lin")
+        if lin is None or modules.get("res") is not None or type(x) is not Tensor:
+            return None
+        return attention_layer(
+            Additive,
+            adj,
+            x,
+            (lin,),
+            (parameters["att_src"], parameters["att_dst"]),
+            parameters["bias"],
+            heads=state["heads"],
+            scale=state["negative_slope"],
+            dropout_p=state["dropout"] if state["training"] else 0.0,
+            mean=not state["concat"],
+            kind=Linear,
+        )
 
     def _why_original_gat(
         self, x: tuple[Any, Any], edge_index: object, edge_attr: object, return_attention_weights: bool

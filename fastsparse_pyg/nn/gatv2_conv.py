@@ -7,9 +7,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import GATv2Conv
+from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptTensor, PairTensor, SparseTensor
 
 from fastsparse_core import Adjacency, edge_softmax, gatv2_attention, gatv2_attention_weights, spmm
+from fastsparse_core.fused.attention_layer import Gatv2, attention_layer
 from fastsparse_core.fused.bias import add_bias
 from fastsparse_pyg.nn.attention import AttentionConv, value_ends
 from fastsparse_pyg.nn.base import is_plain_linear, project
@@ -59,6 +61,10 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
                 return self._original_attention(reason, x, edge_index, edge_attr, return_attention_weights)
             graph = self._graph(pair, edge_index, None, add_self_loops=self.add_self_loops)
             adj = graph.adj
+        if edge_attr is None and not return_attention_weights:
+            out = self._as_one_node(x, adj)
+            if out is not None:
+                return out
         residual = None if self.res is None else self.res(pair[1])
         if pair[0] is not pair[1]:
             x_src, x_dst = self.lin_l(pair[0]), self.lin_r(pair[1])
@@ -97,6 +103,27 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
             return out
         num_loops = min(adj.shape) if self.add_self_loops else None
         return out, self._attention_edges(edge_index, adj, alpha, num_loops)
+
+    def _as_one_node(self, x: Any, adj: Adjacency) -> Tensor | None:
+        """The layer as one node of autograd's graph; None: operator by operator."""
+        state = self.__dict__
+        modules, parameters = state["_modules"], state["_parameters"]
+        if modules.get("res") is not None or type(x) is not Tensor:
+            return None
+        source = modules["lin_l"]
+        return attention_layer(
+            Gatv2,
+            adj,
+            x,
+            (source,) if state["share_weights"] else (source, modules["lin_r"]),
+            (parameters["att"],),
+            parameters["bias"],
+            heads=state["heads"],
+            scale=state["negative_slope"],
+            dropout_p=state["dropout"] if state["training"] else 0.0,
+            mean=not state["concat"],
+            kind=Linear,
+        )
 
     def _why_original_gatv2(
         self, x: tuple[Any, Any], edge_index: object, edge_attr: object, return_attention_weights: bool

@@ -13,6 +13,7 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptTensor, PairTensor
 
 from fastsparse_core import Adjacency, attention, attention_weights, sddmm, spmm
+from fastsparse_core.fused.attention_layer import DotProduct, attention_layer
 from fastsparse_core.fused.joint_linear import joint_linear
 from fastsparse_core.structure.incidence import incidence
 from fastsparse_pyg.nn.attention import AttentionConv
@@ -76,6 +77,10 @@ class FastTransformerConv(AttentionConv, TransformerConv):
                 return self._original_attention(reason, x, edge_index, edge_attr, return_attention_weights)
             graph = self._graph(pair, edge_index, None)
             adj = graph.adj
+        if edge_attr is None and not with_weights:
+            out = self._as_one_node(x, adj)
+            if out is not None:
+                return out
         heads = (-1, self.heads, self.out_channels)
         of_dst = (self.lin_query, self.lin_skip) if self.root_weight else (self.lin_query,)
         of_src = (self.lin_key, self.lin_value)
@@ -131,6 +136,27 @@ class FastTransformerConv(AttentionConv, TransformerConv):
         if alpha is None or not with_weights:
             return out
         return out, self._attention_edges(edge_index, adj, alpha.to(self.lin_key.weight.dtype))
+
+    def _as_one_node(self, x: Any, adj: Adjacency) -> Tensor | None:
+        """The layer as one node of autograd's graph; None: operator by operator."""
+        state = self.__dict__
+        modules = state["_modules"]
+        adds = state["root_weight"]
+        if not state["concat"] or (adds and modules.get("lin_beta") is not None) or type(x) is not Tensor:
+            return None
+        maps = (modules["lin_key"], modules["lin_value"], modules["lin_query"])
+        return attention_layer(
+            DotProduct,
+            adj,
+            x,
+            (*maps, modules["lin_skip"]) if adds else maps,
+            (),
+            None,
+            heads=state["heads"],
+            scale=state["out_channels"] ** -0.5,
+            dropout_p=state["dropout"] if state["training"] else 0.0,
+            kind=Linear,
+        )
 
     def _why_original_transformer(
         self, x: tuple[Any, Any], edge_index: object, edge_attr: object, return_attention_weights: bool

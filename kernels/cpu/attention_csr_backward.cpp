@@ -21,6 +21,7 @@ struct RowState {
 
 template <typename A>
 struct Scratch {
+  GradientStrides strides;
   RowState<A>* rows;  // (num_rows, heads)
   A* grad_att;        // (tasks, heads * head_width)
 };
@@ -87,19 +88,12 @@ FASTSPARSE_INLINE void add_score_gradients(const AttentionCsrArgs& args, const A
   accumulate(term, grad, hidden, gather_again(right, args.dtype, first, block), args.head_width, sum);
 }
 
-template <typename A>
-FASTSPARSE_INLINE void write_row(const std::vector<A>& total, A scale, void* to, Dtype dtype,
-                                 std::int64_t row) {
-  const auto width = static_cast<std::int64_t>(total.size());
-  narrow_row(total.data(), scale, width, to, dtype, row * width);
-}
-
 // Writes the gradient of a row of dst or src.
 template <typename A>
 FASTSPARSE_INLINE void write_score_row(const AttentionCsrArgs& args, const std::vector<A>& total, void* to,
-                                       std::int64_t row) {
+                                       std::int64_t first) {
   const A scale = args.kind == AttentionScore::kDotProduct ? static_cast<A>(args.scale) : A{1};
-  write_row(total, scale, to, score_dtype(args), row);
+  narrow_row(total.data(), scale, static_cast<std::int64_t>(total.size()), to, score_dtype(args), first);
 }
 
 template <typename A>
@@ -174,7 +168,7 @@ FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args, 
     if (forward.kind == AttentionScore::kGatv2) {
       for (std::size_t f = 0; f < total.size(); ++f) total[f] *= att[f];
     }
-    write_score_row(forward, total, args.grad_dst, row);
+    write_score_row(forward, total, args.grad_dst, row * scratch.strides.dst);
   }
   if (forward.kind == AttentionScore::kGatv2) {
     const std::int64_t task = row_begin / kRowsPerTask;
@@ -224,9 +218,10 @@ FASTSPARSE_INLINE void differentiate_columns(const AttentionCsrBackwardArgs& arg
     if (forward.kind == AttentionScore::kGatv2) {
       for (std::size_t f = 0; f < total.size(); ++f) total[f] = total[f] * att[f] + value_total[f];
     } else {
-      write_row(value_total, A{1}, args.grad_v, forward.dtype, col);
+      const auto width = static_cast<std::int64_t>(value_total.size());
+      narrow_row(value_total.data(), A{1}, width, args.grad_v, forward.dtype, col * scratch.strides.v);
     }
-    write_score_row(forward, total, args.grad_src, col);
+    write_score_row(forward, total, args.grad_src, col * scratch.strides.src);
   }
 }
 
@@ -250,6 +245,13 @@ FASTSPARSE_MULTIVERSION void columns(float, const AttentionCsrBackwardArgs& args
 }  // namespace
 
 void attention_csr_backward(const AttentionCsrBackwardArgs& args, int threads) {
+  const std::int64_t columns = score_columns(args.forward);
+  const GradientStrides contiguous{columns, columns, args.forward.heads * args.forward.value_width};
+  attention_csr_backward(args, contiguous, threads);
+}
+
+void attention_csr_backward(const AttentionCsrBackwardArgs& args, const GradientStrides& strides,
+                            int threads) {
   with_sum_type(args.forward.dtype, [&](auto type) {
     using A = decltype(type);
     const AttentionCsrArgs& forward = args.forward;
@@ -258,7 +260,7 @@ void attention_csr_backward(const AttentionCsrBackwardArgs& args, int threads) {
     const std::int64_t att_width = args.grad_att != nullptr ? forward.heads * forward.head_width : 0;
     std::vector<RowState<A>> row_states(num_rows * forward.heads);
     std::vector<A> grad_att(tasks * att_width);
-    const Scratch<A> scratch{row_states.data(), grad_att.data()};
+    const Scratch<A> scratch{strides, row_states.data(), grad_att.data()};
     const bool parallel = work(forward) > kSerialWork;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (parallel)
     for (std::int64_t row = 0; row < num_rows; row += kRowsPerTask) {

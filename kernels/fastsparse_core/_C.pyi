@@ -528,6 +528,26 @@ def attention_csr_backward(
     threads: int,
 ) -> None: ...
 
+class HeadScoresArgs:
+    def __init__(
+        self,
+        dtype: int,
+        num_rows: int,
+        heads: int,
+        head_width: int,
+        v: int,
+        v_stride: int,
+        first_vector: int,
+        second_vector: int,
+        first_scores: int,
+        second_scores: int,
+    ) -> None: ...
+
+def head_scores(args: HeadScoresArgs, threads: int) -> None: ...
+def head_scores_backward(
+    forward: HeadScoresArgs, grad_v: int, adds: bool, grad_first: int, grad_second: int, threads: int
+) -> None: ...
+
 class MultiAggregateInput:
     def __init__(
         self,

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastsparse_core.ops._common import accumulation_dtype
+from fastsparse_core import _C
+from fastsparse_core.device import queue
+from fastsparse_core.ops._common import (
+    DTYPE_CODE,
+    accumulation_dtype,
+    address,
+    cast,
+    is_plain_eager,
+    written_out,
+)
 
 
 def head_scores(feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
@@ -16,12 +26,11 @@ def head_scores(feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
     .. math::
         s_{ih} = \langle \mathbf{a}_h, \mathbf{x}_{ih} \rangle
 
-    One product with the vectors as the blocks of block-diagonal matrices; it keeps nothing as large as the
-    features. Autocast does not lower its precision.
+    It keeps nothing as large as the features. Autocast does not lower its precision.
 
     Args:
         feat: features (N, ..., H * D), the heads side by side.
-        vectors: (1, H, D) each.
+        vectors: (1, H, D) each, one or two.
 
     Returns:
         One contiguous tensor (N, ..., H) for each vector, float32, or float64 for float64 features.
@@ -34,43 +43,125 @@ class _HeadScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
-        matrix = _block_diagonal(vectors, accumulation_dtype(feat.dtype))
+        rows = feat.reshape(-1, vectors[0][0].numel())
+        scores, matrix = scores_of_rows(rows, vectors)
         ctx.save_for_backward(feat, matrix, *vectors)
-        count, heads = len(vectors), vectors[0].size(1)
-        rows = _rows(feat, matrix)
-        # Autocast leaves products with `out` alone.
-        scores = matrix.new_empty(count, rows.size(0), heads)
-        blocks = matrix.view(count, heads, rows.size(1)).transpose(1, 2)
-        torch.bmm(rows.expand(count, -1, -1), blocks, out=scores)
-        return scores.view(count, *feat.shape[:-1], heads).unbind()
+        return tuple(item.view(*feat.shape[:-1], vectors[0].size(1)) for item in scores)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         feat, matrix, *vectors = ctx.saved_tensors
-        if torch.is_grad_enabled():  # second derivatives pass through the vectors, not what was made of them
-            matrix = _block_diagonal(vectors, matrix.dtype)
         heads, width = vectors[0].shape[1:]
-        grad = torch.cat([item.reshape(-1, heads) for item in grads], dim=1)
-        grad_feat = None
-        grad_vectors: list[Tensor | None] = [None] * len(vectors)
-        if ctx.needs_input_grad[0]:
-            grad_feat = (grad @ matrix).to(feat.dtype).view(feat.shape)
-        if any(ctx.needs_input_grad[1:]):
-            products = (grad.t() @ _rows(feat, matrix)).view(len(vectors), heads, heads, width)
-            blocks = products.diagonal(dim1=1, dim2=2).transpose(1, 2).contiguous().split(1)
-            grad_vectors = [
-                block.to(vector.dtype) if wanted else None
-                for block, vector, wanted in zip(blocks, vectors, ctx.needs_input_grad[1:], strict=True)
-            ]
-        return grad_feat, *grad_vectors
+        rows, grads = feat.reshape(-1, heads * width), tuple(item.reshape(-1, heads) for item in grads)
+        needs_rows, *needed = ctx.needs_input_grad
+        grad_rows, grad_vectors = gradients_of_scores(grads, rows, matrix, vectors, needs_rows, needed)
+        return None if grad_rows is None else grad_rows.view(feat.shape), *grad_vectors
 
 
-def _rows(feat: Tensor, matrix: Tensor) -> Tensor:
-    """Features as rows, in the dtype of the matrix."""
-    return feat.reshape(-1, matrix.size(1)).to(matrix.dtype)
+def scores_of_rows(rows: Tensor, vectors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
+    """:func:`head_scores` of features of two dimensions, nothing being recorded.
+
+    On CUDA one product with the vectors as the blocks of block-diagonal matrices, which the backward pass
+    wants back.
+    """
+    heads, dtype = vectors[0].shape[1], accumulation_dtype(rows.dtype)
+    if _has_kernel(rows):
+        scores = [rows.new_empty(rows.shape[0], heads, dtype=dtype) for _ in vectors]
+        operands = [_operand(vector, dtype) for vector in vectors]
+        _C.head_scores(_arguments(rows, operands, scores), queue(-1))
+        return scores, None
+    matrix = _block_diagonal(vectors, dtype)
+    # Autocast leaves products with `out` alone.
+    out = matrix.new_empty(len(vectors), rows.size(0), heads)
+    blocks = matrix.view(len(vectors), heads, rows.size(1)).transpose(1, 2)
+    torch.bmm(cast(rows, dtype).expand(len(vectors), -1, -1), blocks, out=out)
+    return out.unbind(), matrix
 
 
-def _block_diagonal(vectors: tuple[Tensor, ...] | list[Tensor], dtype: torch.dtype) -> Tensor:
+def gradients_of_scores(
+    grads: Sequence[Tensor],
+    rows: Tensor,
+    matrix: Tensor | None,
+    vectors: Sequence[Tensor],
+    needs_rows: bool,
+    needed: Sequence[bool],
+    grad_rows: Tensor | None = None,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Gradients of :func:`scores_of_rows`, differentiable again where gradients are recorded.
+
+    Args:
+        grads: of the scores of each vector, (N, H) in their dtype.
+        rows: features.
+        matrix: second result of the forward pass.
+        vectors: as in the forward pass.
+        needs_rows: whether the gradient of the features is wanted.
+        needed: whether that of each vector is.
+        grad_rows: another gradient of the features, contiguous, which this one is added to in place.
+    """
+    heads, width = vectors[0].shape[1:]
+    dtype = accumulation_dtype(rows.dtype)
+    if _has_kernel(rows) and is_plain_eager(grads[0]) and not torch.is_grad_enabled():
+        adds = grad_rows is not None
+        if grad_rows is None and needs_rows:
+            grad_rows = rows.new_empty(rows.shape)
+        operands = [_operand(vector, dtype) for vector in vectors]
+        of_scores = [_operand(grad, dtype) for grad in grads]  # alive until the launch
+        found = [
+            torch.empty_like(operand) if wanted else None
+            for operand, wanted in zip(operands, needed, strict=True)
+        ]
+        places = [address(grad_rows), adds, address(found[0]), address(found[-1] if found[1:] else None)]
+        _C.head_scores_backward(_arguments(rows, operands, of_scores), *places, queue(-1))
+        return grad_rows, [
+            None if grad is None else cast(grad, vector.dtype)
+            for grad, vector in zip(found, vectors, strict=True)
+        ]
+    grad = torch.cat(tuple(grads), dim=1)
+    if needs_rows:
+        if matrix is None or torch.is_grad_enabled():  # second derivatives pass through the vectors
+            matrix = _block_diagonal(vectors, dtype)
+        product = grad @ matrix
+        grad_rows = cast(product, rows.dtype) if grad_rows is None else grad_rows.add_(product)
+    grad_vectors: list[Tensor | None] = [None] * len(vectors)
+    if any(needed):
+        products = (grad.t() @ cast(rows, dtype)).view(len(vectors), heads, heads, width)
+        blocks = products.diagonal(dim1=1, dim2=2).transpose(1, 2).contiguous().split(1)
+        grad_vectors = [
+            cast(block, vector.dtype) if wanted else None
+            for block, vector, wanted in zip(blocks, vectors, needed, strict=True)
+        ]
+    return grad_rows, grad_vectors
+
+
+def _has_kernel(rows: Tensor) -> bool:
+    """Whether the CPU's kernel can serve (torch.compile traces the operators, whose tensors have no address)."""
+    return rows.is_cpu and is_plain_eager(rows) and rows.numel() > 0 and rows.stride(1) == 1
+
+
+def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return written_out(cast(tensor, dtype)).contiguous()
+
+
+def _arguments(rows: Tensor, vectors: Sequence[Tensor], scores: Sequence[Tensor]) -> _C.HeadScoresArgs:
+    heads, width = vectors[0].shape[1:]
+    two = len(vectors) > 1
+    return _C.HeadScoresArgs(
+        DTYPE_CODE[rows.dtype],
+        rows.shape[0],
+        heads,
+        width,
+        rows.data_ptr(),
+        rows.stride(0),
+        vectors[0].data_ptr(),
+        vectors[1].data_ptr() if two else 0,
+        scores[0].data_ptr(),
+        scores[1].data_ptr() if two else 0,
+    )
+
+
+def _block_diagonal(vectors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """(number of vectors * H, H * D): the block-diagonal matrices of the vectors' heads below each other."""
-    heads = torch.cat(vectors).to(dtype)  # (number of vectors, H, D)
+    heads = torch.cat(tuple(vectors)).to(dtype)  # (number of vectors, H, D)
+    if heads.size(1) == 1:
+        return heads.view(heads.size(0), -1)
     return torch.diag_embed(heads.transpose(1, 2), dim1=1, dim2=2).view(heads.size(0) * heads.size(1), -1)

@@ -32,14 +32,19 @@ def obstacle(v: Tensor, heads: int) -> str:
         v: (num_src, heads * D).
         heads: number of heads.
     """
-    if v.dtype == torch.float64:
+    return obstacle_of(v.dtype, v.size(1), heads)
+
+
+def obstacle_of(dtype: torch.dtype, width: int, heads: int) -> str:
+    """:func:`obstacle` of values of a dtype and a width, that of all heads."""
+    if dtype == torch.float64:
         return "float64 on CUDA"
-    if heads == 0 or not 0 < v.size(1) // heads <= MAX_HEAD_WIDTH:
-        return f"heads of width {v.size(1) // max(heads, 1)}, not 1 to {MAX_HEAD_WIDTH}"
+    if heads == 0 or not 0 < width // heads <= MAX_HEAD_WIDTH:
+        return f"heads of width {width // max(heads, 1)}, not 1 to {MAX_HEAD_WIDTH}"
     if heads > MOST_HEADS:
         return f"{heads} heads, more than {MOST_HEADS}"
-    if v.size(1) > MAX_WIDTH:
-        return f"{v.size(1)} features of all heads, more than {MAX_WIDTH}"
+    if width > MAX_WIDTH:
+        return f"{width} features of all heads, more than {MAX_WIDTH}"
     return ""
 
 

@@ -86,9 +86,7 @@ def plain_attention(adj: Adjacency, q: Tensor, k: Tensor, v: Tensor, scale: floa
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         result: Tensor = _Attention.apply(q, k, v, None, scale, 0.0, None, heads, adj.handle)[0]
         return result
-    if v.is_cuda:
-        return _attention_bsb.launch_forward(adj, q, k, v, None, scale, 0.0, 0, heads)[0]
-    return _forward_csr(adj, _DOT_PRODUCT, heads, q, k, v, None, None, scale, 0.0, None)[0]
+    return dot_product(adj, q, k, v, None, scale, 0.0, None, heads)[0]
 
 
 def plain_additive(adj: Adjacency, dst: Tensor, src: Tensor, v: Tensor, slope: float) -> Tensor:
@@ -96,10 +94,7 @@ def plain_additive(adj: Adjacency, dst: Tensor, src: Tensor, v: Tensor, slope: f
     if torch.is_grad_enabled() and (dst.requires_grad or src.requires_grad or v.requires_grad):
         result: Tensor = _AdditiveAttention.apply(dst, src, v, None, slope, 0.0, None, adj.handle)[0]
         return result
-    heads = dst.shape[1]
-    if v.is_cuda:
-        return _additive_attention_csr.additive_forward(adj, dst, src, v, None, slope, 0.0, 0, heads)[0]
-    return _forward_csr(adj, _ADDITIVE, heads, dst, src, v, None, None, slope, 0.0, None)[0]
+    return additive(adj, dst, src, v, None, slope, 0.0, None)[0]
 
 
 def plain_gatv2(adj: Adjacency, dst: Tensor, src: Tensor, att: Tensor, slope: float) -> Tensor:
@@ -107,10 +102,7 @@ def plain_gatv2(adj: Adjacency, dst: Tensor, src: Tensor, att: Tensor, slope: fl
     if torch.is_grad_enabled() and (dst.requires_grad or src.requires_grad or att.requires_grad):
         result: Tensor = _Gatv2Attention.apply(dst, src, att, slope, 0.0, None, adj.handle)[0]
         return result
-    heads = att.shape[0]
-    if src.is_cuda:
-        return _gatv2_attention_csr.gatv2_forward(adj, dst, src, att, slope, 0.0, 0, heads)[0]
-    return _forward_csr(adj, _GATV2, heads, dst, src, src, att, None, slope, 0.0, None)[0]
+    return gatv2(adj, dst, src, att, slope, 0.0, None)[0]
 
 
 def _run(name: str, watched: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -243,7 +235,8 @@ def _backward_csr(
 # ---------------------------------------------------------------- dot product
 
 
-def _attention(
+def dot_product(
+    adj: Adjacency,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -252,15 +245,20 @@ def _attention(
     dropout_p: float,
     seed: Tensor | None,
     heads: int,
-    adjacency: int,
 ) -> tuple[Tensor, Tensor]:
-    adj = from_handle(adjacency)
-    if v.device.type == "cuda":
+    """Result and log-sum-exp of the kernels of either device, nothing being checked or recorded."""
+    if v.is_cuda:
         return _attention_bsb.launch_forward(adj, q, k, v, bias, scale, dropout_p, _number(seed), heads)
     return _forward_csr(adj, _DOT_PRODUCT, heads, q, k, v, None, bias, scale, dropout_p, seed)
 
 
-def _attention_backward(
+def _attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    *options, adjacency = options
+    return dot_product(from_handle(adjacency), q, k, v, *options)
+
+
+def dot_product_gradients(
+    adj: Adjacency,
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -272,45 +270,26 @@ def _attention_backward(
     dropout_p: float,
     seed: Tensor | None,
     heads: int,
-    adjacency: int,
-    bias_wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    adj = from_handle(adjacency)
-    if v.device.type == "cuda":
+    bias_wanted: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and, if wanted, the bias; the CPU's kernels do not read ``out``."""
+    if v.is_cuda:
         assert out is not None
-        grad_q, grad_k, grad_v, grad_bias = _attention_bsb.launch_backward(
-            adj,
-            q,
-            k,
-            v,
-            bias,
-            out,
-            lse,
-            grad,
-            scale,
-            dropout_p,
-            _number(seed),
-            heads,
-            want_bias=bias_wanted,
+        options = (scale, dropout_p, _number(seed), heads)
+        return _attention_bsb.launch_backward(
+            adj, q, k, v, bias, out, lse, grad, *options, want_bias=bias_wanted
         )
-    else:
-        grad_q, grad_k, grad_v, _, grad_bias = _backward_csr(
-            adj,
-            _DOT_PRODUCT,
-            heads,
-            grad,
-            q,
-            k,
-            v,
-            None,
-            bias,
-            lse,
-            scale,
-            dropout_p,
-            seed,
-            bias_wanted,
-        )
-    return grad_q, grad_k, grad_v, _or_empty(grad_bias, q)
+    operands = (q, k, v, None, bias, lse)
+    grad_q, grad_k, grad_v, _, grad_bias = _backward_csr(
+        adj, _DOT_PRODUCT, heads, grad, *operands, scale, dropout_p, seed, bias_wanted
+    )
+    return grad_q, grad_k, grad_v, grad_bias
+
+
+def _attention_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *arguments, adjacency, bias_wanted = arguments
+    *grads, grad_bias = dot_product_gradients(from_handle(adjacency), grad, *arguments, bias_wanted)
+    return *grads, _or_empty(grad_bias, grad)
 
 
 def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
@@ -424,7 +403,8 @@ def _unfused_gradients(
 # ---------------------------------------------------------------- additive
 
 
-def _additive_attention(
+def additive(
+    adj: Adjacency,
     score_dst: Tensor,
     score_src: Tensor,
     v: Tensor,
@@ -432,19 +412,18 @@ def _additive_attention(
     negative_slope: float,
     dropout_p: float,
     seed: Tensor | None,
-    adjacency: int,
 ) -> tuple[Tensor, Tensor]:
-    adj, heads = from_handle(adjacency), score_dst.size(1)
-    if v.device.type == "cuda":
+    """:func:`dot_product` of additive attention."""
+    heads, options = score_dst.shape[1], (negative_slope, dropout_p)
+    if v.is_cuda:
         return _additive_attention_csr.additive_forward(
-            adj, score_dst, score_src, v, bias, negative_slope, dropout_p, _number(seed), heads
+            adj, score_dst, score_src, v, bias, *options, _number(seed), heads
         )
-    return _forward_csr(
-        adj, _ADDITIVE, heads, score_dst, score_src, v, None, bias, negative_slope, dropout_p, seed
-    )
+    return _forward_csr(adj, _ADDITIVE, heads, score_dst, score_src, v, None, bias, *options, seed)
 
 
-def _additive_attention_backward(
+def additive_gradients(
+    adj: Adjacency,
     grad: Tensor,
     score_dst: Tensor,
     score_src: Tensor,
@@ -454,43 +433,31 @@ def _additive_attention_backward(
     negative_slope: float,
     dropout_p: float,
     seed: Tensor | None,
-    adjacency: int,
-    bias_wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    adj, heads = from_handle(adjacency), score_dst.size(1)
-    if v.device.type == "cuda":
-        grad_dst, grad_src, grad_v, grad_bias = _additive_attention_csr.additive_backward(
-            adj,
-            score_dst,
-            score_src,
-            v,
-            bias,
-            lse,
-            grad,
-            negative_slope,
-            dropout_p,
-            _number(seed),
-            heads,
-            want_bias=bias_wanted,
+    bias_wanted: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of the scores, v and, if wanted, the bias."""
+    heads, options = score_dst.shape[1], (negative_slope, dropout_p)
+    if v.is_cuda:
+        operands = (score_dst, score_src, v, bias, lse, grad)
+        return _additive_attention_csr.additive_backward(
+            adj, *operands, *options, _number(seed), heads, want_bias=bias_wanted
         )
-    else:
-        grad_dst, grad_src, grad_v, _, grad_bias = _backward_csr(
-            adj,
-            _ADDITIVE,
-            heads,
-            grad,
-            score_dst,
-            score_src,
-            v,
-            None,
-            bias,
-            lse,
-            negative_slope,
-            dropout_p,
-            seed,
-            bias_wanted,
-        )
-    return grad_dst, grad_src, grad_v, _or_empty(grad_bias, v)
+    operands = (score_dst, score_src, v, None, bias, lse)
+    grad_dst, grad_src, grad_v, _, grad_bias = _backward_csr(
+        adj, _ADDITIVE, heads, grad, *operands, *options, seed, bias_wanted
+    )
+    return grad_dst, grad_src, grad_v, grad_bias
+
+
+def _additive_attention(dst: Tensor, src: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    *options, adjacency = options
+    return additive(from_handle(adjacency), dst, src, v, *options)
+
+
+def _additive_attention_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *arguments, adjacency, bias_wanted = arguments
+    *grads, grad_bias = additive_gradients(from_handle(adjacency), grad, *arguments, bias_wanted)
+    return *grads, _or_empty(grad_bias, grad)
 
 
 class _AdditiveAttention(torch.autograd.Function):
@@ -538,24 +505,24 @@ class _AdditiveAttention(torch.autograd.Function):
 # ---------------------------------------------------------------- GATv2
 
 
-def _gatv2_attention(
+def gatv2(
+    adj: Adjacency,
     x_dst: Tensor,
     x_src: Tensor,
     att: Tensor,
     negative_slope: float,
     dropout_p: float,
     seed: Tensor | None,
-    adjacency: int,
 ) -> tuple[Tensor, Tensor]:
-    adj, heads = from_handle(adjacency), att.size(0)
-    if x_src.device.type == "cuda":
-        return _gatv2_attention_csr.gatv2_forward(
-            adj, x_dst, x_src, att, negative_slope, dropout_p, _number(seed), heads
-        )
-    return _forward_csr(adj, _GATV2, heads, x_dst, x_src, x_src, att, None, negative_slope, dropout_p, seed)
+    """:func:`dot_product` of GATv2's attention."""
+    heads, options = att.shape[0], (negative_slope, dropout_p)
+    if x_src.is_cuda:
+        return _gatv2_attention_csr.gatv2_forward(adj, x_dst, x_src, att, *options, _number(seed), heads)
+    return _forward_csr(adj, _GATV2, heads, x_dst, x_src, x_src, att, None, *options, seed)
 
 
-def _gatv2_attention_backward(
+def gatv2_gradients(
+    adj: Adjacency,
     grad: Tensor,
     x_dst: Tensor,
     x_src: Tensor,
@@ -565,32 +532,29 @@ def _gatv2_attention_backward(
     negative_slope: float,
     dropout_p: float,
     seed: Tensor | None,
-    adjacency: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    adj, heads = from_handle(adjacency), att.size(0)
-    if x_src.device.type == "cuda":
+    """Gradients of the features of both ends and of att; the CPU's kernels do not read ``out``."""
+    heads, options = att.shape[0], (negative_slope, dropout_p)
+    if x_src.is_cuda:
         assert out is not None
-        return _gatv2_attention_csr.gatv2_backward(
-            adj, x_dst, x_src, att, out, lse, grad, negative_slope, dropout_p, _number(seed), heads
-        )
+        operands = (x_dst, x_src, att, out, lse, grad)
+        return _gatv2_attention_csr.gatv2_backward(adj, *operands, *options, _number(seed), heads)
+    operands = (x_dst, x_src, x_src, att, None, lse)
     grad_dst, grad_src, _, grad_att, _ = _backward_csr(
-        adj,
-        _GATV2,
-        heads,
-        grad,
-        x_dst,
-        x_src,
-        x_src,
-        att,
-        None,
-        lse,
-        negative_slope,
-        dropout_p,
-        seed,
-        False,
+        adj, _GATV2, heads, grad, *operands, *options, seed, False
     )
     assert grad_att is not None
     return grad_dst, grad_src, grad_att
+
+
+def _gatv2_attention(x_dst: Tensor, x_src: Tensor, att: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    *options, adjacency = options
+    return gatv2(from_handle(adjacency), x_dst, x_src, att, *options)
+
+
+def _gatv2_attention_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *arguments, adjacency = arguments
+    return gatv2_gradients(from_handle(adjacency), grad, *arguments)
 
 
 class _Gatv2Attention(torch.autograd.Function):

@@ -27,9 +27,14 @@ def obstacle(x_src: Tensor, negative_slope: float, heads: int) -> str:
         negative_slope: of the leaky ReLU, which the kernels take as the greater of z and slope z.
         heads: number of heads.
     """
+    return obstacle_of(x_src.dtype, x_src.size(1), negative_slope, heads)
+
+
+def obstacle_of(dtype: torch.dtype, width: int, negative_slope: float, heads: int) -> str:
+    """:func:`obstacle` of features of a dtype and a width, that of all heads."""
     if not 0 <= negative_slope <= 1:
         return f"negative_slope={negative_slope}, not from 0 to 1, on CUDA"
-    return additive.obstacle(x_src, heads)
+    return additive.obstacle_of(dtype, width, heads)
 
 
 def gatv2_forward(

@@ -104,7 +104,7 @@ def attention(
         adj = adj.rows
     q, k, v, heads, scale, bias = _check_dot_product(adj, q, k, v, heads, scale, bias)
     edges = _check_edges(adj, edge_attr, edge_weight, q)
-    dropout_p, seed = _draw_seed(dropout_p)
+    dropout_p, seed = draw_seed(dropout_p)
     features = (q.flatten(1), k.flatten(1), v.flatten(1))
     if edges is not None:
         if features[0].size(1) != features[2].size(1):
@@ -114,7 +114,7 @@ def attention(
             )
         out = _attention_with_edges(adj, features, edges, bias, scale, dropout_p, seed, heads, algorithm)
         return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
-    drawn = _drawn_by_replays(dropout_p)
+    drawn = drawn_by_replays(dropout_p)
     if drawn:
         kernel = policy.attention_algorithm(algorithm, drawn)
     elif adj.is_padded and v.is_cuda:  # blocks cannot be made anew by replays
@@ -207,9 +207,9 @@ def additive_attention(
         adj, score_dst, score_src, heads, v.dtype, negative_slope, bias
     )
     _check_width("v", v, heads)
-    dropout_p, seed = _draw_seed(dropout_p)
+    dropout_p, seed = draw_seed(dropout_p)
     features = v.flatten(1)
-    obstacle = _drawn_by_replays(dropout_p)
+    obstacle = drawn_by_replays(dropout_p)
     if v.device.type == "cuda":
         obstacle = obstacle or _additive_attention_csr.obstacle(features, heads)
     if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
@@ -286,10 +286,10 @@ def gatv2_attention(
     x_dst, x_src, att = _check_gatv2(adj, x_dst, x_src, att, negative_slope)
     edges = _check_edges(adj, edge_attr, edge_weight, x_dst)
     heads = att.size(0)
-    dropout_p, seed = _draw_seed(dropout_p)
+    dropout_p, seed = draw_seed(dropout_p)
     features = x_src.flatten(1)
     if edges is not None:
-        obstacle = _drawn_by_replays(dropout_p) or _edge_attention.gatv2_obstacle(
+        obstacle = drawn_by_replays(dropout_p) or _edge_attention.gatv2_obstacle(
             adj, features, edges[0], negative_slope, heads
         )
         ends = (x_dst.flatten(1), features)
@@ -299,7 +299,7 @@ def gatv2_attention(
         else:
             out = _edge_attention.unfused_gatv2(adj, *ends, att, *edges, negative_slope, dropout_p, seed)
         return out if x_src.dim() == 2 else out.reshape(adj.num_dst, *x_src.shape[1:])
-    obstacle = _drawn_by_replays(dropout_p)
+    obstacle = drawn_by_replays(dropout_p)
     if x_src.device.type == "cuda" and not obstacle:
         obstacle = _gatv2_attention_csr.obstacle(features, negative_slope, heads)
     if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
@@ -564,7 +564,7 @@ def _attention_with_edges(
     algorithm: str,
 ) -> Tensor:
     """Attention whose edges have features, of queries, keys and values (n, heads * D)."""
-    obstacle = _drawn_by_replays(dropout_p) or _edge_attention.obstacle(adj, features[2], edges[0], heads)
+    obstacle = drawn_by_replays(dropout_p) or _edge_attention.obstacle(adj, features[2], edges[0], heads)
     if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
         arguments = (_per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle, algorithm)
         return fused.call("edge_attention", features[2], *features, *edges, *arguments)
@@ -603,12 +603,12 @@ def _check_number(name: str, number: float) -> float:
     return float(number)
 
 
-def _drawn_by_replays(dropout_p: float) -> str:
+def drawn_by_replays(dropout_p: float) -> str:
     """Why the kernels cannot drop weights: the host has their seed. "" if they need not, or can."""
     return "dropout in a recorded step" if dropout_p and recorded.current() is not None else ""
 
 
-def _draw_seed(dropout_p: float) -> tuple[float, Tensor | None]:
+def draw_seed(dropout_p: float) -> tuple[float, Tensor | None]:
     """The probability, and a seed from PyTorch's generator: a tensor, so that a compiled model draws anew."""
     if isinstance(dropout_p, Tensor) or not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dropout_p: expected a number, got {type(dropout_p).__name__}")

@@ -1,0 +1,31 @@
+// Scores of nodes for additive attention: arguments and launchers of kernels/cpu/head_scores.cpp.
+#pragma once
+
+#include "fastsparse/views.h"
+
+namespace fastsparse {
+
+// score_k(i, h) = <vector_k(h), v(i, h)>, for one vector or two of every head.
+struct HeadScoresArgs {
+  DenseView v;             // (num_rows, heads * head_width)
+  const void* vectors[2];  // (heads, head_width) in the accumulation type; the second: null if there is none
+  void* scores[2];  // (num_rows, heads) in the accumulation type; of the backward pass: their gradients
+  std::int64_t num_rows;
+  std::int64_t heads;
+  std::int64_t head_width;
+  Dtype dtype;
+};
+
+struct HeadScoresBackwardArgs {
+  HeadScoresArgs forward;
+  void* grad_v;           // (num_rows, heads * head_width) in dtype; null: not wanted
+  bool adds;              // whether grad_v has something already that this is added to
+  void* grad_vectors[2];  // (heads, head_width) in the accumulation type; null: not wanted
+};
+
+namespace cpu {
+void head_scores(const HeadScoresArgs& args, int threads);
+void head_scores_backward(const HeadScoresBackwardArgs& args, int threads);
+}  // namespace cpu
+
+}  // namespace fastsparse
