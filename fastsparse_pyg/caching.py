@@ -109,7 +109,7 @@ def remember_sampled(edges: Edges) -> Tensor:
 
 def sampled_edges(edge_index: Tensor) -> Edges | None:
     """The edges of a batch, unless its `edge_index` is another or was written to."""
-    entry = _sampled.get(edge_index)
+    entry = _sampled.get(edge_index) if len(_sampled) else None
     return entry[1] if entry is not None and entry[0] == stamp_of(edge_index) else None
 
 
@@ -128,6 +128,8 @@ def has_unit_values(matrix: Tensor, values: Tensor) -> bool:
 
 
 def _build_outside_inference_mode(build: Callable[[], Adjacency]) -> Adjacency:
+    if not torch.is_inference_mode_enabled():
+        return build()
     # A structure first built while evaluating under inference_mode must serve the training that follows.
     with torch.inference_mode(False):
         return build()

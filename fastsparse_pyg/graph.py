@@ -165,9 +165,10 @@ def _build_from_edge_list(
     sampled = sampled_edges(edge_index)
     if sampled is not None and dst == 1 and sampled.shape == (num_dst, num_src) and not add_self_loops:
         return sampled.adjacency
+    ends = edges.unbind(0)
     try:
         return Adjacency.from_coo(
-            edges[dst], edges[src], (num_dst, num_src), self_loops="replace" if add_self_loops else "keep"
+            ends[dst], ends[src], (num_dst, num_src), self_loops="replace" if add_self_loops else "keep"
         )
     except ValueError as error:
         _raise_index_error(edges, {src: num_src, dst: num_dst}, error)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Linear, Sequential
 from torch_geometric.nn import GINEConv
 from torch_geometric.typing import OptPairTensor, OptTensor, Size
 
 from fastsparse_core import Adjacency, gine_aggregate
 from fastsparse_core.fused.edge_messages import can_pass_messages, gine_layer
+from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain
 from fastsparse_core.ops._common import autocast_dtype
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
 from fastsparse_pyg.nn.attention import AttentionConv
@@ -59,9 +62,9 @@ class FastGINEConv(AttentionConv, GINEConv):
             IndexError: an index points to no node.
         """
         if size is None:
-            combined = self._combined(x, edge_index, edge_attr)
-            if combined is not None:
-                return self.nn(combined)
+            out = self._combined(x, edge_index, edge_attr)
+            if out is not None:
+                return out
         pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
         reason = self._why_original_gine(pair, edge_index, edge_attr)
         if reason:
@@ -86,7 +89,7 @@ class FastGINEConv(AttentionConv, GINEConv):
         return self.nn(out)
 
     def _combined(self, x: Any, edge_index: Any, edge_attr: Any) -> Tensor | None:
-        """What the network gets, of plain tensors in one dtype; None: look closer.
+        """The layer, of plain tensors in one dtype; None: look closer.
 
         A step of a small model takes as long as the host needs for it.
         """
@@ -106,9 +109,23 @@ class FastGINEConv(AttentionConv, GINEConv):
             expected = edge_attr.shape[1:]
             if weight.shape != (x.shape[1], *expected) or expected[0] > MOST_FEATURES:
                 return None
-        if edge_attr.shape[1:] != expected or not can_pass_messages(adj, x, edge_attr, weight, bias, eps):
+        if edge_attr.shape[1:] != expected:
             return None
-        return gine_layer(adj, x, edge_attr, weight, bias, eps)
+        network = self.nn
+        first, rest = _first_linear(network)
+        after = after_bias = None
+        if first is not None:
+            after, after_bias = first._parameters["weight"], first._parameters["bias"]
+            if after.shape[1] != x.shape[1]:
+                return None
+        if not can_pass_messages(adj, x, edge_attr, weight, bias, eps, after, after_bias):
+            return None
+        out = gine_layer(adj, x, edge_attr, weight, bias, eps, after, after_bias)
+        if first is None:
+            out = network(out)
+        for module in rest:
+            out = module(out)
+        return out
 
     def _why_original_gine(self, x: tuple[Any, Any], edge_index: object, edge_attr: object) -> str:
         if not isinstance(edge_attr, Tensor) or edge_attr.dim() != 2:
@@ -128,3 +145,19 @@ class FastGINEConv(AttentionConv, GINEConv):
         else:
             fits = x[0].dtype == edge_attr.dtype == self.lin.weight.dtype
         return "" if fits else "features of two dtypes"
+
+
+def _first_linear(network: Any) -> tuple[Any, Sequence[Any]]:
+    """The plain linear map that a network begins with, and what follows it; None and nothing: it has none."""
+    if type(network) is Linear:
+        return (network, ()) if is_plain(network, Linear) else (None, ())
+    if (
+        type(network) is Sequential
+        and not (network._forward_hooks or network._forward_pre_hooks or network._backward_hooks)
+        and not network._backward_pre_hooks
+        and "forward" not in network.__dict__
+    ):
+        modules = list(network._modules.values())
+        if modules and is_plain(modules[0], Linear):
+            return modules[0], modules[1:]
+    return None, ()

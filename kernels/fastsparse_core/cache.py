@@ -12,8 +12,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.weak import WeakIdKeyDictionary
-
 from fastsparse_core import recorded
 from fastsparse_core.locks import ForkSafeLock
 from fastsparse_core.structure.adjacency import Adjacency
@@ -55,7 +53,8 @@ class AdjacencyCache:
     def __init__(self, name: str) -> None:
         self.name = name
         self._lock = ForkSafeLock()
-        self._graphs: Any = WeakIdKeyDictionary()
+        # By id, which belongs to another object once the reference is dead.
+        self._graphs: dict[int, tuple[weakref.ref[Any], dict[Hashable, tuple[Hashable, Adjacency]]]] = {}
         self.hits = self._misses = self._stale = 0
         self.latest: dict[Hashable, tuple[Any, Hashable, Adjacency]] = {}
 
@@ -76,13 +75,15 @@ class AdjacencyCache:
             self.hits += 1
             return latest[2]
         with self._lock:
-            entries = self._graphs.get(key)
-            if entries is not None:
+            reference, entries = self._graphs.get(id(key), (None, None))
+            if reference is None or entries is None or reference() is not key:
+                reference = entries = None
+            else:
                 entry = entries.get(options)
                 if entry is not None:
                     if entry[0] == stamp:
                         self.hits += 1
-                        self._remember(key, stamp, options, entry[1])
+                        self._remember(reference, stamp, options, entry[1])
                         return entry[1]
                     del entries[options]
                     self._stale += 1
@@ -91,35 +92,47 @@ class AdjacencyCache:
                 return run.structure(key, options, build)
             self._misses += 1
             adjacency = build()
-            if entries is None:
-                entries = self._graphs[key] = {}
+            if reference is None or entries is None:
+                reference, entries = self._reference(key), {}
+                self._graphs[id(key)] = (reference, entries)
             while len(entries) >= MAX_OPTIONS:
                 del entries[next(iter(entries))]
             entries[options] = (stamp, adjacency)
-            self._remember(key, stamp, options, adjacency)
+            self._remember(reference, stamp, options, adjacency)
             return adjacency
 
-    def _remember(self, key: object, stamp: Hashable, options: Hashable, adjacency: Adjacency) -> None:
-        def forget(dead: weakref.ref[Any]) -> None:
-            latest = self.latest.get(options)
-            if latest is not None and latest[0] is dead:
-                self.latest.pop(options, None)
+    def _reference(self, key: object) -> weakref.ref[Any]:
+        """A weak reference whose end is that of what is kept for the object."""
+        number = id(key)
 
-        while len(self.latest) >= MAX_OPTIONS:
+        def forget(dead: weakref.ref[Any]) -> None:
+            kept = self._graphs.get(number)
+            if kept is not None and kept[0] is dead:
+                self._graphs.pop(number, None)
+            for options, latest in list(self.latest.items()):
+                if latest[0] is dead:
+                    self.latest.pop(options, None)
+
+        return weakref.ref(key, forget)
+
+    def _remember(
+        self, reference: weakref.ref[Any], stamp: Hashable, options: Hashable, adjacency: Adjacency
+    ) -> None:
+        while len(self.latest) >= MAX_OPTIONS and options not in self.latest:
             self.latest.pop(next(iter(self.latest), None), None)
-        self.latest[options] = (weakref.ref(key, forget), stamp, adjacency)
+        self.latest[options] = (reference, stamp, adjacency)
 
     def info(self) -> CacheInfo:
         """Counters and present size."""
         with self._lock:
-            held = [entry[1] for entries in self._graphs.values() for entry in entries.values()]
+            held = [entry[1] for _, entries in list(self._graphs.values()) for entry in entries.values()]
             size = sum(sum(adjacency.memory_usage().values()) for adjacency in held)
             return CacheInfo(self.hits, self._misses, self._stale, len(held), size)
 
     def clear(self) -> None:
         """Drops every entry and sets the counters to zero."""
         with self._lock:
-            self._graphs = WeakIdKeyDictionary()
+            self._graphs = {}
             self.latest = {}
             self.hits = self._misses = self._stale = 0
 

@@ -70,6 +70,45 @@ def _compress(
     return major_ptr, minor_out
 
 
+def transpose(rowptr: Tensor, col: Tensor, num_cols: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sorts the entries of compressed rows by column, those of a column by row.
+
+    Args:
+        rowptr: int64 (num_rows + 1,), contiguous, ascending from 0 to the number of entries.
+        col: int32 (num_edges,), contiguous.
+        num_cols: number of columns.
+
+    Returns:
+        ``(colptr, row, order)``: as :func:`compress` gives them.
+    """
+    num_edges, num_rows, device = col.numel(), rowptr.numel() - 1, col.device
+    order = torch.empty(
+        num_edges, dtype=torch.int64 if num_edges > _INT32_MAX else torch.int32, device=device
+    )
+    colptr = torch.empty(num_cols + 1, dtype=torch.int64, device=device)
+    row = torch.empty(num_edges, dtype=torch.int32, device=device)
+    if num_edges == 0:
+        return colptr.zero_(), row, order
+    index = device_index(device)
+    size = _C.transpose_scratch_bytes(num_rows, num_cols, num_edges, index)
+    scratch = torch.empty(size, dtype=torch.uint8, device=device)
+    _C.transpose(
+        rowptr.data_ptr(),
+        col.data_ptr(),
+        num_rows,
+        num_cols,
+        num_edges,
+        colptr.data_ptr(),
+        row.data_ptr(),
+        order.data_ptr(),
+        scratch.data_ptr(),
+        size,
+        index,
+        queue(index),
+    )
+    return colptr, row, order
+
+
 def expand_rows(rowptr: Tensor, num_edges: int) -> Tensor:
     """Row of every entry, int32 (num_edges,), of compressed rows.
 

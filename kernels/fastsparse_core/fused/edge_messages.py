@@ -66,13 +66,21 @@ def can_pass_messages(adj: Adjacency, x: Tensor, edge: Tensor | None, *others: T
 
 
 def gine_layer(
-    adj: Adjacency, x: Tensor, edge: Tensor, weight: Tensor | None, bias: Tensor | None, eps: Tensor
+    adj: Adjacency,
+    x: Tensor,
+    edge: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: Tensor,
+    after: Tensor | None = None,
+    after_bias: Tensor | None = None,
 ) -> Tensor:
-    r"""What GINE gives its network.
+    r"""What GINE gives its network, or what the network's first linear map makes of it.
 
     .. math::
         \mathbf{y}_i = (1 + \epsilon) \, \mathbf{x}_i + \sum_{j \in \mathcal{N}(i)}
-        \operatorname{relu}(\mathbf{x}_j + \mathbf{W} \mathbf{a}_{ij} + \mathbf{b})
+        \operatorname{relu}(\mathbf{x}_j + \mathbf{W} \mathbf{a}_{ij} + \mathbf{b}), \qquad
+        \mathbf{z}_i = \mathbf{U} \mathbf{y}_i + \mathbf{c}
 
     Args:
         adj: structure (N, N); all tensors as `can_pass_messages` asks for.
@@ -81,15 +89,18 @@ def gine_layer(
         weight: :math:`\mathbf{W}`, (F, A), or None.
         bias: :math:`\mathbf{b}`, (F,), with ``weight``, or None.
         eps: :math:`\epsilon`, one number without gradient.
+        after: :math:`\mathbf{U}`, (out width, F), or None: then the result is :math:`\mathbf{y}`.
+        after_bias: :math:`\mathbf{c}`, (out width,), with ``after``, or None.
 
     Returns:
-        (N, F); differentiable in all tensors but ``eps``, twice too.
+        (N, F) or (N, out width); differentiable in all tensors but ``eps``, twice too.
     """
     if torch.is_grad_enabled():
-        out: Tensor = _Gine.apply(x, edge, weight, bias, eps, adj)
+        out: Tensor = _Gine.apply(x, edge, weight, bias, after, after_bias, eps, adj)
         return out
     operands = Operands.of(launch.RELU, None, x, None, edge, weight, None, bias)
-    return launch.forward(adj, operands, x.shape[1], False)[0].addcmul_(x, 1 + eps)
+    out = launch.forward(adj, operands, x.shape[1], False)[0].addcmul_(x, 1 + eps)
+    return out if after is None else F.linear(out, after, after_bias)
 
 
 class _Gine(torch.autograd.Function):
@@ -100,32 +111,52 @@ class _Gine(torch.autograd.Function):
         edge: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
+        after: Tensor | None,
+        after_bias: Tensor | None,
         eps: Tensor,
         adj: Adjacency,
     ) -> Tensor:
         operands = Operands.of(launch.RELU, None, x, None, edge, weight, None, bias)
         out, _, _, positive = launch.forward(adj, operands, x.shape[1], any(ctx.needs_input_grad))
         scale = 1 + eps
+        out.addcmul_(x, scale)
         ctx.set_materialize_grads(False)
         ctx.adj = adj
         as_read = (operands.edge, operands.weight) if weight is not None else (None, None)
-        ctx.save_for_backward(x, edge, weight, bias, scale, positive, *as_read)
-        return out.addcmul_(x, scale)
+        summed = None if after is None else out
+        ctx.save_for_backward(x, edge, weight, bias, after, after_bias, scale, positive, summed, *as_read)
+        return out if after is None else F.linear(out, after, after_bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return (None,) * 6
-        x, edge, weight, bias, scale, positive, edge_read, weight_read = ctx.saved_tensors
+            return (None,) * 8
+        *inputs, scale, positive, summed, edge_read, weight_read = ctx.saved_tensors
+        _, edge, weight, _, after, _ = inputs
         adj, needs = ctx.adj, ctx.needs_input_grad
         if not is_first_derivative(grad):
 
-            def compute(x: Tensor, edge: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-                return torch.addcmul(unfused_gine(adj, x, edge, weight, bias), x, scale)
+            def compute(
+                x: Tensor,
+                edge: Tensor,
+                weight: Tensor | None,
+                bias: Tensor | None,
+                after: Tensor | None,
+                after_bias: Tensor | None,
+            ) -> Tensor:
+                out = torch.addcmul(unfused_gine(adj, x, edge, weight, bias), x, scale)
+                return out if after is None else F.linear(out, after, after_bias)
 
             with torch.enable_grad():
-                found = _unfused_gradients(compute, grad, (x, edge, weight, bias), needs)
+                found = _unfused_gradients(compute, grad, tuple(inputs), needs[:6])
             return *found, None, None
+        grad_after = grad_after_bias = None
+        if after is not None:
+            grad_after = torch.mm(grad.t(), summed) if needs[4] else None
+            grad_after_bias = sum_of_rows(grad, grad.dtype) if needs[5] else None
+            if not any(needs[:4]):
+                return None, None, None, None, grad_after, grad_after_bias, None, None
+            grad = torch.mm(grad, after)
         if not (needs[1] or needs[2]):
             edge_read = weight_read = None  # the signs of the sums are enough
         gradients = launch.backward(
@@ -146,6 +177,8 @@ class _Gine(torch.autograd.Function):
             gradients.edge,
             None if grad_weight is None else cast(grad_weight, weight.dtype),
             grad_bias,
+            grad_after,
+            grad_after_bias,
             None,
             None,
         )

@@ -22,9 +22,7 @@ from fastsparse_core.ops._common import (
     DTYPE_CODE,
     accumulation_dtype,
     address,
-    below_autograd,
     empty_values,
-    is_first_derivative,
     is_plain_eager,
     keep_alive,
     library,
@@ -32,6 +30,7 @@ from fastsparse_core.ops._common import (
     unit_stride,
 )
 from fastsparse_core.ops._facts import used_csr
+from fastsparse_core.ops._registration import FORMULAS, KERNELS, differentiate, once, run
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 # AttentionScore in kernels/include/fastsparse/views.h.
@@ -65,22 +64,6 @@ library.define(
 )
 
 
-def call(name: str, v: Tensor, *arguments: Any) -> Tensor:
-    """First result of the operator ``name``."""
-    return results(name, v, *arguments)[0]
-
-
-def results(name: str, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Results of the operator ``name``; in plain eager mode without PyTorch's dispatcher."""
-    if not is_plain_eager(v):
-        return getattr(torch.ops.fastsparse, name).default(*arguments)
-    if torch.is_grad_enabled() and any(
-        isinstance(argument, Tensor) and argument.requires_grad for argument in arguments
-    ):
-        return _FORMULAS[name].apply(*arguments)
-    return _KERNELS[name](*arguments)
-
-
 def plain_attention(adj: Adjacency, q: Tensor, k: Tensor, v: Tensor, scale: float, heads: int) -> Tensor:
     """Dot-product attention in plain eager mode, without bias and dropout, of operands that were checked."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -103,19 +86,6 @@ def plain_gatv2(adj: Adjacency, dst: Tensor, src: Tensor, att: Tensor, slope: fl
         result: Tensor = _Gatv2Attention.apply(dst, src, att, slope, 0.0, None, adj.handle)[0]
         return result
     return gatv2(adj, dst, src, att, slope, 0.0, None)[0]
-
-
-def _run(name: str, watched: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    if is_plain_eager(watched):
-        return _KERNELS[name](*arguments)
-    with below_autograd():
-        return getattr(torch.ops.fastsparse, name).default(*arguments)
-
-
-def _differentiate(name: str, grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    if is_first_derivative(grad):
-        return _KERNELS[name](grad, *arguments)
-    return getattr(torch.ops.fastsparse, name).default(grad, *arguments)
 
 
 def _number(seed: Tensor | None) -> int:
@@ -311,7 +281,7 @@ class _Attention(torch.autograd.Function):
         heads: int,
         adjacency: int,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _run("attention", v, q, k, v, bias, scale, dropout_p, seed, heads, adjacency)
+        out, lse = run("attention", v, q, k, v, bias, scale, dropout_p, seed, heads, adjacency)
         _remember(ctx, adjacency, lse, q, k, v, bias, _kept_result(ctx, out), lse, seed)
         ctx.options = (scale, dropout_p)
         ctx.heads = heads
@@ -333,10 +303,10 @@ class _Attention(torch.autograd.Function):
             return *_unfused_gradients(compute, grad, (q, k, v, bias), ctx.needs_input_grad), *(None,) * 5
         if _was_written(ctx):
             place = (ctx.heads, ctx.adjacency)
-            out = _run("attention", v, q, k, v, bias, scale, dropout_p, seed, *place)[0]
+            out = run("attention", v, q, k, v, bias, scale, dropout_p, seed, *place)[0]
         bias_wanted = ctx.needs_input_grad[3]
         arguments = (q, k, v, bias, out, lse, *ctx.options, seed, ctx.heads, ctx.adjacency, bias_wanted)
-        grad_q, grad_k, grad_v, grad_bias = _differentiate("attention_backward", grad, *arguments)
+        grad_q, grad_k, grad_v, grad_bias = differentiate("attention_backward", grad, *arguments)
         return grad_q, grad_k, grad_v, grad_bias if bias_wanted else None, *(None,) * 5
 
 
@@ -474,7 +444,7 @@ class _AdditiveAttention(torch.autograd.Function):
         adjacency: int,
     ) -> tuple[Tensor, Tensor]:
         arguments = (score_dst, score_src, v, bias, negative_slope, dropout_p, seed, adjacency)
-        out, lse = _run("additive_attention", v, *arguments)
+        out, lse = run("additive_attention", v, *arguments)
         _remember(ctx, adjacency, lse, score_dst, score_src, v, bias, lse, seed)
         ctx.options = (negative_slope, dropout_p)
         return out, lse
@@ -496,9 +466,7 @@ class _AdditiveAttention(torch.autograd.Function):
             return *_unfused_gradients(compute, grad, inputs, ctx.needs_input_grad), *(None,) * 4
         bias_wanted = ctx.needs_input_grad[3]
         arguments = (score_dst, score_src, v, bias, lse, *ctx.options, seed, ctx.adjacency, bias_wanted)
-        grad_dst, grad_src, grad_v, grad_bias = _differentiate(
-            "additive_attention_backward", grad, *arguments
-        )
+        grad_dst, grad_src, grad_v, grad_bias = differentiate("additive_attention_backward", grad, *arguments)
         return grad_dst, grad_src, grad_v, grad_bias if bias_wanted else None, *(None,) * 4
 
 
@@ -570,7 +538,7 @@ class _Gatv2Attention(torch.autograd.Function):
         adjacency: int,
     ) -> tuple[Tensor, Tensor]:
         arguments = (x_dst, x_src, att, negative_slope, dropout_p, seed, adjacency)
-        out, lse = _run("gatv2_attention", x_src, *arguments)
+        out, lse = run("gatv2_attention", x_src, *arguments)
         _remember(ctx, adjacency, lse, x_dst, x_src, att, _kept_result(ctx, out), lse, seed)
         ctx.options = (negative_slope, dropout_p)
         return out, lse
@@ -591,33 +559,11 @@ class _Gatv2Attention(torch.autograd.Function):
             return *_unfused_gradients(compute, grad, (x_dst, x_src, att), ctx.needs_input_grad), *(None,) * 4
         if _was_written(ctx):
             arguments = (x_dst, x_src, att, negative_slope, dropout_p, seed, ctx.adjacency)
-            out = _run("gatv2_attention", x_src, *arguments)[0]
-        grads = _differentiate(
+            out = run("gatv2_attention", x_src, *arguments)[0]
+        grads = differentiate(
             "gatv2_attention_backward", grad, x_dst, x_src, att, out, lse, *ctx.options, seed, ctx.adjacency
         )
         return *grads, None, None, None, None
-
-
-# ---------------------------------------------------------------- second derivatives
-
-
-def _once(name: str) -> type[torch.autograd.Function]:
-    """Formula of the backward operator ``name``: it has no derivative, and says so where one is asked for."""
-
-    class Formula(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-            with below_autograd():
-                return getattr(torch.ops.fastsparse, name).default(*arguments)
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-            raise NotImplementedError(
-                f"{name}: has no derivative when it is called by itself; differentiate the operator "
-                "that it belongs to, whose gradients have gradients"
-            )
-
-    return Formula
 
 
 # ---------------------------------------------------------------- registration
@@ -673,14 +619,16 @@ _FAKES: dict[str, Any] = {
 }
 _FORMULAS: dict[str, type[torch.autograd.Function]] = {
     "attention": _Attention,
-    "attention_backward": _once("attention_backward"),
+    "attention_backward": once("attention_backward"),
     "additive_attention": _AdditiveAttention,
-    "additive_attention_backward": _once("additive_attention_backward"),
+    "additive_attention_backward": once("additive_attention_backward"),
     "gatv2_attention": _Gatv2Attention,
-    "gatv2_attention_backward": _once("gatv2_attention_backward"),
+    "gatv2_attention_backward": once("gatv2_attention_backward"),
 }
 for _name, _kernel in _KERNELS.items():
     for _key in ("CPU", "CUDA"):
         library.impl(_name, _kernel, _key)
     torch.library.register_fake(f"fastsparse::{_name}", _FAKES[_name], lib=library)
     register_autograd(_name, _FORMULAS[_name])
+KERNELS.update(_KERNELS)
+FORMULAS.update(_FORMULAS)

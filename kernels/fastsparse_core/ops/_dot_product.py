@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastsparse_core import policy
 from fastsparse_core.ops import _additive_attention_csr, _attention_bsb
-from fastsparse_core.ops import _attention_fused as fused
+from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._facts import facts_of, follow
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -85,4 +85,4 @@ def csr(
         algorithm: as the caller asked.
     """
     edges = v.new_empty(adj.num_values, 0), v.new_empty(v.size(1), 0)
-    return fused.call("edge_attention", v, q, k, v, *edges, *of_call, adj.handle, algorithm)
+    return registration.call("edge_attention", v, q, k, v, *edges, *of_call, adj.handle, algorithm)

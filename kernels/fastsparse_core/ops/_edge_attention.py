@@ -22,15 +22,14 @@ from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops import _additive_attention_csr as additive
 from fastsparse_core.ops import _attention_fused as fused
 from fastsparse_core.ops import _attention_unfused as unfused
+from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
     accumulation_dtype,
     address,
     cast,
     is_plain_eager,
-    library,
     multiprocessors,
-    register_autograd,
     scratch,
     unit_stride,
 )
@@ -49,28 +48,6 @@ _WEIGHT_GROUPS = 4096
 #: Parts of the rows for each multiprocessor, and the least rows of one, whose outer products are added apart.
 _PARTS = 8
 _PART_ROWS = 256
-
-library.define(
-    "edge_attention(Tensor q, Tensor k, Tensor v, Tensor edge_attr, Tensor edge_weight, Tensor? bias, "
-    "float scale, float dropout_p, Tensor? seed, SymInt heads, SymInt adjacency, str algorithm) "
-    "-> (Tensor, Tensor, Tensor)"
-)
-library.define(
-    "edge_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor edge_attr, "
-    "Tensor edge_weight, Tensor? bias, Tensor out, Tensor lse, Tensor out_edge, float scale, "
-    "float dropout_p, Tensor? seed, SymInt heads, SymInt adjacency, str algorithm, bool edge_wanted, "
-    "bool bias_wanted) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-library.define(
-    "gatv2_edge_attention(Tensor x_dst, Tensor x_src, Tensor att, Tensor edge_attr, Tensor edge_weight, "
-    "float negative_slope, float dropout_p, Tensor? seed, SymInt adjacency) -> (Tensor, Tensor)"
-)
-library.define(
-    "gatv2_edge_attention_backward(Tensor grad, Tensor x_dst, Tensor x_src, Tensor att, Tensor edge_attr, "
-    "Tensor edge_weight, Tensor out, Tensor lse, float negative_slope, float dropout_p, Tensor? seed, "
-    "SymInt adjacency, bool edge_wanted, bool weight_wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
 
 
 def obstacle(adj: Adjacency, v: Tensor, edge_attr: Tensor, heads: int) -> str:
@@ -478,7 +455,7 @@ class _EdgeAttention(torch.autograd.Function):
         algorithm: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors = (q, k, v, edge_attr, edge_weight, bias)
-        out, lse, out_edge = fused._run(
+        out, lse, out_edge = registration.run(
             "edge_attention", v, *tensors, scale, dropout_p, seed, heads, adjacency, algorithm
         )
         fused._remember(ctx, adjacency, lse, *tensors, _kept_result(ctx, out), lse, out_edge, seed)
@@ -504,11 +481,11 @@ class _EdgeAttention(torch.autograd.Function):
             return *fused._unfused_gradients(compute, grad, tensors[:6], ctx.needs_input_grad), *(None,) * 6
         if fused._was_written(ctx):
             again = (scale, dropout_p, seed, ctx.heads, ctx.adjacency, ctx.algorithm)
-            tensors[6] = fused._run("edge_attention", grad, *tensors[:6], *again)[0]
+            tensors[6] = registration.run("edge_attention", grad, *tensors[:6], *again)[0]
         edge_wanted, bias_wanted = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
         behind = (ctx.heads, ctx.adjacency, ctx.algorithm, edge_wanted, bias_wanted)
         arguments = (*tensors, *ctx.options, seed, *behind)
-        *grads, edge, weight, bias = fused._differentiate("edge_attention_backward", grad, *arguments)
+        *grads, edge, weight, bias = registration.differentiate("edge_attention_backward", grad, *arguments)
         return *grads, edge if edge_wanted else None, weight, bias if bias_wanted else None, *(None,) * 6
 
 
@@ -635,7 +612,7 @@ class _Gatv2EdgeAttention(torch.autograd.Function):
         adjacency: int,
     ) -> tuple[Tensor, Tensor]:
         tensors = (x_dst, x_src, att, edge_attr, edge_weight)
-        out, lse = fused._run(
+        out, lse = registration.run(
             "gatv2_edge_attention", x_src, *tensors, negative_slope, dropout_p, seed, adjacency
         )
         fused._remember(ctx, adjacency, lse, *tensors, _kept_result(ctx, out), lse, seed)
@@ -657,9 +634,9 @@ class _Gatv2EdgeAttention(torch.autograd.Function):
             return *fused._unfused_gradients(compute, grad, tensors[:5], ctx.needs_input_grad), *(None,) * 4
         if fused._was_written(ctx):
             place = (slope, dropout_p, seed, ctx.adjacency)
-            tensors[5] = fused._run("gatv2_edge_attention", grad, *tensors[:5], *place)[0]
+            tensors[5] = registration.run("gatv2_edge_attention", grad, *tensors[:5], *place)[0]
         wanted = ctx.needs_input_grad[3:5]
-        *grads, edge, weight = fused._differentiate(
+        *grads, edge, weight = registration.differentiate(
             "gatv2_edge_attention_backward", grad, *tensors, *ctx.options, seed, ctx.adjacency, *wanted
         )
         return *grads, edge if wanted[0] else None, weight if wanted[1] else None, *(None,) * 4
@@ -759,90 +736,42 @@ def _projected(adj: Adjacency, edge_attr: Tensor, edge_weight: Tensor, heads: in
 # ---------------------------------------------------------------- registration
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    edge_attr: Tensor,
-    edge_weight: Tensor,
-    bias: Tensor | None,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    heads, num_dst = options[3], q.size(0)
-    edge_width = edge_attr.size(1)
+def _fake(of: Any) -> tuple[Tensor, Tensor, Tensor]:
+    v, num_dst, edge_width = of.v, of.q.size(0), of.edge_attr.size(1)
     if v.is_cuda:
         edge_width = -(-edge_width // 4) * 4
-    lse = v.new_empty(num_dst, heads, dtype=accumulation_dtype(v.dtype))
-    return v.new_empty(num_dst, v.size(1)), lse, v.new_empty(num_dst, heads, edge_width)
+    lse = v.new_empty(num_dst, of.heads, dtype=accumulation_dtype(v.dtype))
+    return v.new_empty(num_dst, v.size(1)), lse, v.new_empty(num_dst, of.heads, edge_width)
 
 
-def _backward_fake(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    edge_attr: Tensor,
-    edge_weight: Tensor,
-    bias: Tensor | None,
-    *options: Any,
-) -> tuple[Tensor, ...]:
-    edge_wanted, bias_wanted = options[-2:]
+def _backward_fake(of: Any) -> tuple[Tensor, ...]:
     return (
-        q.new_empty(q.shape),
-        k.new_empty(k.shape),
-        v.new_empty(v.shape),
-        edge_attr.new_empty(edge_attr.shape if edge_wanted else 0),
-        edge_weight.new_empty(edge_weight.shape),
-        v.new_empty(0) if bias is None or not bias_wanted else bias.new_empty(bias.shape),
+        of.q.new_empty(of.q.shape),
+        of.k.new_empty(of.k.shape),
+        of.v.new_empty(of.v.shape),
+        of.edge_attr.new_empty(of.edge_attr.shape if of.edge_wanted else 0),
+        of.edge_weight.new_empty(of.edge_weight.shape),
+        of.v.new_empty(0) if of.bias is None or not of.bias_wanted else of.bias.new_empty(of.bias.shape),
     )
 
 
-def _gatv2_fake(x_dst: Tensor, x_src: Tensor, att: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    lse = x_src.new_empty(x_dst.size(0), att.size(0), dtype=accumulation_dtype(x_src.dtype))
-    return x_src.new_empty(x_dst.size(0), x_src.size(1)), lse
+def _gatv2_fake(of: Any) -> tuple[Tensor, Tensor]:
+    num_dst, x = of.x_dst.size(0), of.x_src
+    lse = x.new_empty(num_dst, of.att.size(0), dtype=accumulation_dtype(x.dtype))
+    return x.new_empty(num_dst, x.size(1)), lse
 
 
-def _gatv2_backward_fake(
-    grad: Tensor,
-    x_dst: Tensor,
-    x_src: Tensor,
-    att: Tensor,
-    edge_attr: Tensor,
-    edge_weight: Tensor,
-    *options: Any,
-) -> tuple[Tensor, ...]:
-    edge_wanted, weight_wanted = options[-2:]
+def _gatv2_backward_fake(of: Any) -> tuple[Tensor, ...]:
     return (
-        x_dst.new_empty(x_dst.shape),
-        x_src.new_empty(x_src.shape),
-        att.new_empty(att.shape),
-        edge_attr.new_empty(edge_attr.shape if edge_wanted else 0),
-        edge_weight.new_empty(edge_weight.shape if weight_wanted else 0),
+        of.x_dst.new_empty(of.x_dst.shape),
+        of.x_src.new_empty(of.x_src.shape),
+        of.att.new_empty(of.att.shape),
+        of.edge_attr.new_empty(of.edge_attr.shape if of.edge_wanted else 0),
+        of.edge_weight.new_empty(of.edge_weight.shape if of.weight_wanted else 0),
     )
 
 
-_KERNELS: dict[str, Any] = {
-    "edge_attention": _edge_attention,
-    "edge_attention_backward": _edge_attention_backward,
-    "gatv2_edge_attention": _gatv2_edge_attention,
-    "gatv2_edge_attention_backward": _gatv2_edge_attention_backward,
-}
-_FAKES: dict[str, Any] = {
-    "edge_attention": _fake,
-    "edge_attention_backward": _backward_fake,
-    "gatv2_edge_attention": _gatv2_fake,
-    "gatv2_edge_attention_backward": _gatv2_backward_fake,
-}
-_FORMULAS: dict[str, type[torch.autograd.Function]] = {
-    "edge_attention": _EdgeAttention,
-    "edge_attention_backward": fused._once("edge_attention_backward"),
-    "gatv2_edge_attention": _Gatv2EdgeAttention,
-    "gatv2_edge_attention_backward": fused._once("gatv2_edge_attention_backward"),
-}
-for _name, _kernel in _KERNELS.items():
-    for _key in ("CPU", "CUDA"):
-        library.impl(_name, _kernel, _key)
-    torch.library.register_fake(f"fastsparse::{_name}", _FAKES[_name], lib=library)
-    register_autograd(_name, _FORMULAS[_name])
-fused._KERNELS.update(_KERNELS)
-fused._FORMULAS.update(_FORMULAS)
+registration.register(_edge_attention, _fake, _EdgeAttention)
+registration.register(_edge_attention_backward, _backward_fake)
+registration.register(_gatv2_edge_attention, _gatv2_fake, _Gatv2EdgeAttention)
+registration.register(_gatv2_edge_attention_backward, _gatv2_backward_fake)

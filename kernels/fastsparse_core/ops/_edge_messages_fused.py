@@ -15,44 +15,17 @@ from torch import Tensor
 
 from fastsparse_core.ops import _attention_fused as fused
 from fastsparse_core.ops import _edge_messages_launch as launch
+from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._common import (
     accumulation_dtype,
     cast,
     keep_alive,
-    library,
-    register_autograd,
     sum_of_rows,
 )
 from fastsparse_core.ops._edge_messages_launch import Operands
 from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 from fastsparse_core.structure.incidence import incidence
-
-library.define(
-    "gine_aggregate(Tensor x, Tensor edge, Tensor? weight, Tensor? bias, SymInt num_dst, SymInt adjacency, "
-    "bool keep) -> (Tensor, Tensor)"
-)
-library.define(
-    "gine_aggregate_backward(Tensor grad, Tensor positive, Tensor edge, Tensor? weight, SymInt num_src, "
-    "SymInt adjacency, bool edge_wanted, bool weight_wanted) -> (Tensor, Tensor, Tensor)"
-)
-library.define(
-    "gated_aggregate(Tensor k, Tensor q, Tensor v, Tensor? edge, Tensor? gate_weight, Tensor? value_weight, "
-    "SymInt adjacency, bool keep) -> (Tensor, Tensor)"
-)
-library.define(
-    "gated_aggregate_backward(Tensor grad, Tensor k, Tensor q, Tensor v, Tensor? edge, Tensor? gate_weight, "
-    "Tensor? value_weight, Tensor slope, SymInt adjacency, bool edge_wanted, bool weight_wanted) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-library.define(
-    "gated_edges(Tensor k, Tensor q, Tensor v, Tensor edge, SymInt adjacency) -> (Tensor, Tensor, Tensor)"
-)
-library.define(
-    "gated_edges_backward(Tensor grad, Tensor grad_gates, Tensor? grad_state, Tensor v, Tensor state, "
-    "SymInt adjacency) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-
 
 # ---------------------------------------------------------------- step by step
 
@@ -171,7 +144,7 @@ class _GineAggregate(torch.autograd.Function):
         adjacency: int,
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
-        out, positive = fused._run("gine_aggregate", x, x, edge, weight, bias, num_dst, adjacency, True)
+        out, positive = registration.run("gine_aggregate", x, x, edge, weight, bias, num_dst, adjacency, True)
         ctx.mark_non_differentiable(positive)
         ctx.set_materialize_grads(False)
         _remember(ctx, adjacency, x, edge, weight, bias, positive)
@@ -190,7 +163,9 @@ class _GineAggregate(torch.autograd.Function):
 
             return *fused._unfused_gradients(compute, grad, (x, edge, weight, bias), needs), *(None,) * 3
         arguments = (positive, edge, weight, x.size(0), ctx.adjacency, needs[1], needs[2])
-        grad_x, grad_edge, grad_weight = fused._differentiate("gine_aggregate_backward", grad, *arguments)
+        grad_x, grad_edge, grad_weight = registration.differentiate(
+            "gine_aggregate_backward", grad, *arguments
+        )
         return (
             grad_x if needs[0] else None,
             grad_edge if needs[1] else None,
@@ -267,7 +242,7 @@ class _GatedAggregate(torch.autograd.Function):
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
         tensors = (k, q, v, edge, gate_weight, value_weight)
-        out, slope = fused._run("gated_aggregate", q, *tensors, adjacency, True)
+        out, slope = registration.run("gated_aggregate", q, *tensors, adjacency, True)
         ctx.mark_non_differentiable(slope)
         ctx.set_materialize_grads(False)
         _remember(ctx, adjacency, *tensors, slope)
@@ -286,7 +261,7 @@ class _GatedAggregate(torch.autograd.Function):
 
             return *fused._unfused_gradients(compute, grad, tensors, needs), None, None
         arguments = (*tensors, slope, ctx.adjacency, needs[3], needs[4] or needs[5])
-        *found, of_gate, of_value = fused._differentiate("gated_aggregate_backward", grad, *arguments)
+        *found, of_gate, of_value = registration.differentiate("gated_aggregate_backward", grad, *arguments)
         found += [
             cast(gradient, map.dtype) if map is not None else gradient
             for gradient, map in zip((of_gate, of_value), tensors[4:], strict=True)
@@ -344,7 +319,7 @@ class _GatedEdges(torch.autograd.Function):
     def forward(
         ctx: Any, k: Tensor, q: Tensor, v: Tensor, edge: Tensor, adjacency: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        total, gates, state = fused._run("gated_edges", q, k, q, v, edge, adjacency)
+        total, gates, state = registration.run("gated_edges", q, k, q, v, edge, adjacency)
         ctx.set_materialize_grads(False)
         _remember(ctx, adjacency, k, q, v, edge, state)
         return total, gates, state
@@ -367,7 +342,7 @@ class _GatedEdges(torch.autograd.Function):
 
             inputs, one = (k, q, v, edge), torch.ones_like(grad.new_empty(()))
             return *fused._unfused_gradients(compute, one, inputs, ctx.needs_input_grad), None
-        found = fused._differentiate(
+        found = registration.differentiate(
             "gated_edges_backward", grad, grad_gates, grad_state, v, state, ctx.adjacency
         )
         needed = zip(found, ctx.needs_input_grad, strict=False)
@@ -377,109 +352,48 @@ class _GatedEdges(torch.autograd.Function):
 # ---------------------------------------------------------------- registration
 
 
-def _gine_fake(
-    x: Tensor,
-    edge: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    num_dst: int,
-    adjacency: int,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
+def _gine_fake(of: Any) -> tuple[Tensor, Tensor]:
     shape: tuple[int, ...] = (0,)
-    if keep:
-        shape = (edge.size(0), launch.sign_bytes(launch.padded_width(x))[1])
-    return x.new_empty(num_dst, x.size(1)), x.new_empty(shape, dtype=torch.uint8)
+    if of.keep:
+        shape = (of.edge.size(0), launch.sign_bytes(launch.padded_width(of.x))[1])
+    return of.x.new_empty(of.num_dst, of.x.size(1)), of.x.new_empty(shape, dtype=torch.uint8)
 
 
-def _gine_backward_fake(
-    grad: Tensor,
-    positive: Tensor,
-    edge: Tensor,
-    weight: Tensor | None,
-    num_src: int,
-    adjacency: int,
-    edge_wanted: bool,
-    weight_wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = accumulation_dtype(grad.dtype)
-    shape = weight.shape if weight is not None and weight_wanted else (0,)
-    of_edge = edge.new_empty(edge.shape if edge_wanted else (0,))
-    return grad.new_empty(num_src, grad.size(1)), of_edge, grad.new_empty(shape, dtype=dtype)
-
-
-def _gated_fake(k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return k.new_empty(k.shape), k.new_empty(k.shape if arguments[-1] else (0,))
-
-
-def _gated_backward_fake(
-    grad: Tensor,
-    k: Tensor,
-    q: Tensor,
-    v: Tensor,
-    edge: Tensor | None,
-    gate_weight: Tensor | None,
-    value_weight: Tensor | None,
-    slope: Tensor,
-    adjacency: int,
-    edge_wanted: bool,
-    weight_wanted: bool,
-) -> tuple[Tensor, ...]:
-    dtype = accumulation_dtype(grad.dtype)
-    maps = [
-        grad.new_empty(map.shape if map is not None and weight_wanted else (0,), dtype=dtype)
-        for map in (gate_weight, value_weight)
-    ]
-    of_edge = grad.new_empty(edge.shape if edge is not None and edge_wanted else (0,))
-    return *(x.new_empty(x.shape) for x in (k, q, v)), of_edge, *maps
-
-
-def _gated_edges_fake(
-    k: Tensor, q: Tensor, v: Tensor, edge: Tensor, adjacency: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return k.new_empty(k.shape), k.new_empty(k.shape), edge.new_empty(edge.shape)
-
-
-def _gated_edges_backward_fake(
-    grad: Tensor,
-    grad_gates: Tensor,
-    grad_state: Tensor | None,
-    v: Tensor,
-    state: Tensor,
-    adjacency: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _gine_backward_fake(of: Any) -> tuple[Tensor, Tensor, Tensor]:
+    shape = of.weight.shape if of.weight is not None and of.weight_wanted else (0,)
     return (
-        grad.new_empty(grad.shape),
-        v.new_empty(v.shape),
-        v.new_empty(v.shape),
-        state.new_empty(state.shape),
+        of.grad.new_empty(of.num_src, of.grad.size(1)),
+        of.edge.new_empty(of.edge.shape if of.edge_wanted else (0,)),
+        of.grad.new_empty(shape, dtype=accumulation_dtype(of.grad.dtype)),
     )
 
 
-_OPERATORS: dict[str, tuple[Any, Any, type[torch.autograd.Function]]] = {
-    "gine_aggregate": (_gine_aggregate, _gine_fake, _GineAggregate),
-    "gated_aggregate": (_gated_aggregate, _gated_fake, _GatedAggregate),
-    "gated_edges": (_gated_edges, _gated_edges_fake, _GatedEdges),
-    "gine_aggregate_backward": (
-        _gine_aggregate_backward,
-        _gine_backward_fake,
-        fused._once("gine_aggregate_backward"),
-    ),
-    "gated_aggregate_backward": (
-        _gated_aggregate_backward,
-        _gated_backward_fake,
-        fused._once("gated_aggregate_backward"),
-    ),
-    "gated_edges_backward": (
-        _gated_edges_backward,
-        _gated_edges_backward_fake,
-        fused._once("gated_edges_backward"),
-    ),
-}
-for _name, (_kernel, _fake, _formula) in _OPERATORS.items():
-    for _key in ("CPU", "CUDA"):
-        library.impl(_name, _kernel, _key)
-    torch.library.register_fake(f"fastsparse::{_name}", _fake, lib=library)
-    register_autograd(_name, _formula)
-    fused._KERNELS[_name] = _kernel
-    fused._FORMULAS[_name] = _formula
+def _gated_fake(of: Any) -> tuple[Tensor, Tensor]:
+    return of.k.new_empty(of.k.shape), of.k.new_empty(of.k.shape if of.keep else (0,))
+
+
+def _gated_backward_fake(of: Any) -> tuple[Tensor, ...]:
+    dtype = accumulation_dtype(of.grad.dtype)
+    maps = [
+        of.grad.new_empty(map.shape if map is not None and of.weight_wanted else (0,), dtype=dtype)
+        for map in (of.gate_weight, of.value_weight)
+    ]
+    of_edge = of.grad.new_empty(of.edge.shape if of.edge is not None and of.edge_wanted else (0,))
+    return *(x.new_empty(x.shape) for x in (of.k, of.q, of.v)), of_edge, *maps
+
+
+def _gated_edges_fake(of: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return of.k.new_empty(of.k.shape), of.k.new_empty(of.k.shape), of.edge.new_empty(of.edge.shape)
+
+
+def _gated_edges_backward_fake(of: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad, v, state = of.grad, of.v, of.state
+    return (*(like.new_empty(like.shape) for like in (grad, v, v, state)),)  # type: ignore[return-value]
+
+
+registration.register(_gine_aggregate, _gine_fake, _GineAggregate)
+registration.register(_gine_aggregate_backward, _gine_backward_fake)
+registration.register(_gated_aggregate, _gated_fake, _GatedAggregate)
+registration.register(_gated_aggregate_backward, _gated_backward_fake)
+registration.register(_gated_edges, _gated_edges_fake, _GatedEdges)
+registration.register(_gated_edges_backward, _gated_edges_backward_fake)

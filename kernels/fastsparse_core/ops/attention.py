@@ -11,6 +11,7 @@ from fastsparse_core import policy, recorded
 from fastsparse_core.ops import _additive_attention_csr, _dot_product, _edge_attention, _gatv2_attention_csr
 from fastsparse_core.ops import _attention_fused as fused
 from fastsparse_core.ops import _attention_unfused as unfused
+from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
     PLAIN,
@@ -132,7 +133,7 @@ def attention(
                 widths = (features[0].size(1), features[2].size(1))
                 key = ("attention", v.dtype, *widths, heads, algorithm)
                 adj.plans[key] = 1 / math.sqrt(widths[0] // heads)
-            out = fused.call("attention", v, *features, *of_call, adj.handle)
+            out = registration.call("attention", v, *features, *of_call, adj.handle)
         return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
     score = unfused.dot_product_scores(
         adj, unfused.with_heads(q, heads), unfused.with_heads(k, heads), scale, bias
@@ -216,7 +217,7 @@ def additive_attention(
         if not torch.compiler.is_compiling():
             adj.plans["GAT", v.dtype, features.size(1), heads, score_dst.dtype, algorithm] = True
         arguments = (_per_head(bias, heads), negative_slope, dropout_p, seed, adj.handle)
-        out = fused.call("additive_attention", v, score_dst, score_src, features, *arguments)
+        out = registration.call("additive_attention", v, score_dst, score_src, features, *arguments)
         return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
     score = unfused.additive_scores(adj, score_dst, score_src, negative_slope, bias)
     out = unfused.aggregate(adj, score, unfused.with_heads(v, heads), dropout_p, seed)
@@ -295,7 +296,7 @@ def gatv2_attention(
         ends = (x_dst.flatten(1), features)
         if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
             of_kernel = (att, *edges, negative_slope, dropout_p, seed, adj.handle)
-            out = fused.call("gatv2_edge_attention", x_src, *ends, *of_kernel)
+            out = registration.call("gatv2_edge_attention", x_src, *ends, *of_kernel)
         else:
             out = _edge_attention.unfused_gatv2(adj, *ends, att, *edges, negative_slope, dropout_p, seed)
         return out if x_src.dim() == 2 else out.reshape(adj.num_dst, *x_src.shape[1:])
@@ -306,7 +307,7 @@ def gatv2_attention(
         if not torch.compiler.is_compiling():
             adj.plans["GATv2", x_src.dtype, att.shape, att.dtype, negative_slope, algorithm] = True
         arguments = (att, negative_slope, dropout_p, seed, adj.handle)
-        out = fused.call("gatv2_attention", x_src, x_dst.flatten(1), features, *arguments)
+        out = registration.call("gatv2_attention", x_src, x_dst.flatten(1), features, *arguments)
         return out if x_src.dim() == 2 else out.reshape(adj.num_dst, *x_src.shape[1:])
     source = unfused.with_heads(x_src, heads)
     score = unfused.gatv2_scores(adj, unfused.with_heads(x_dst, heads), source, att, negative_slope)
@@ -567,7 +568,7 @@ def _attention_with_edges(
     obstacle = drawn_by_replays(dropout_p) or _edge_attention.obstacle(adj, features[2], edges[0], heads)
     if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
         arguments = (_per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle, algorithm)
-        return fused.call("edge_attention", features[2], *features, *edges, *arguments)
+        return registration.call("edge_attention", features[2], *features, *edges, *arguments)
     return _edge_attention.unfused_attention(adj, *features, *edges, bias, scale, dropout_p, seed, heads)
 
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core.log import info_once
-from fastsparse_core.ops import _attention_fused as fused
 from fastsparse_core.ops import _edge_messages_fused as formulas
+from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
     check_features,
@@ -77,7 +77,7 @@ def gine_aggregate(
     tensors = (x, edge_attr, edge_weight, edge_bias)
     if _has_no_kernel(adj):
         return formulas.unfused_gine(adj, *tensors)
-    return fused.call("gine_aggregate", x, *tensors, adj.num_dst, adj.handle, False)
+    return registration.call("gine_aggregate", x, *tensors, adj.num_dst, adj.handle, False)
 
 
 def gated_aggregate(
@@ -133,7 +133,7 @@ def gated_aggregate(
     tensors = (k, q, v, edge_attr, gate_weight, value_weight)
     if _has_no_kernel(adj, features):
         return formulas.unfused_gated(adj, *tensors)
-    return fused.call("gated_aggregate", q, *tensors, adj.handle, False)
+    return registration.call("gated_aggregate", q, *tensors, adj.handle, False)
 
 
 def gated_edges(
@@ -172,7 +172,7 @@ def gated_edges(
     edge = _edge(adj, "edge", edge, q, q.size(1))
     if _has_no_kernel(adj):
         return formulas.unfused_gated_edges(adj, k, q, v, edge)
-    total, gates, state = fused.results("gated_edges", q, k, q, v, edge, adj.handle)
+    total, gates, state = registration.results("gated_edges", q, k, q, v, edge, adj.handle)
     return total, gates, state
 
 

@@ -14,21 +14,18 @@ from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.log import info_once
 from fastsparse_core.ops import _attention_fused as fused
+from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
     accumulation_dtype,
     address,
     autocast,
-    below_autograd,
     cast,
     check_features,
     check_structure,
-    is_first_derivative,
     is_partitioned,
     is_plain_eager,
     keep_alive,
-    library,
-    register_autograd,
     unit_stride,
 )
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
@@ -44,16 +41,6 @@ _QUAD, _TILE = 4, 128
 #: Parts in which the gradient of the edges' linear map is added up: blocks that fill a large GPU, and tasks.
 _CUDA_PARTS, _CPU_PARTS = 512, 64
 _PLANES = 6  # of a partial result
-
-library.define(
-    "multi_aggregate(Tensor x_src, Tensor? x_dst, Tensor? edge, Tensor? weight, int[] slots, int groups, "
-    "float min_variance, SymInt num_dst, SymInt adjacency) -> (Tensor, Tensor, Tensor)"
-)
-library.define(
-    "multi_aggregate_backward(Tensor grad, Tensor x_src, Tensor? x_dst, Tensor? edge, Tensor? weight, "
-    "Tensor out, Tensor mean, Tensor ties, int[] slots, int groups, float min_variance, SymInt adjacency, "
-    "bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor)"
-)
 
 
 def multi_aggregate(
@@ -219,7 +206,7 @@ def _has_extremum(slots: Sequence[int]) -> bool:
 
 
 def _multi_aggregate(
-    x: Tensor,
+    x_src: Tensor,
     x_dst: Tensor | None,
     edge: Tensor | None,
     weight: Tensor | None,
@@ -232,7 +219,7 @@ def _multi_aggregate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Results and, where ``kept``, what the backward pass reads besides: means and numbers of ties."""
     adj = from_handle(adjacency)
-    x, x_dst = unit_stride(x), None if x_dst is None else unit_stride(x_dst)
+    x, x_dst = unit_stride(x_src), None if x_dst is None else unit_stride(x_dst)
     edge, weight = _prepared_edges(edge, weight)
     width, dtype = x.size(1), accumulation_dtype(x.dtype)
     out = x.new_empty(num_dst, _num_slots(slots) * width)
@@ -259,7 +246,7 @@ def _multi_aggregate(
 
 def _multi_aggregate_backward(
     grad: Tensor,
-    x: Tensor,
+    x_src: Tensor,
     x_dst: Tensor | None,
     edge: Tensor | None,
     weight: Tensor | None,
@@ -275,9 +262,9 @@ def _multi_aggregate_backward(
     """Gradients of the sources, the destinations, the edges and their linear map; empty: not wanted."""
     adj = from_handle(adjacency)
     given_edge, given_weight = edge, weight
-    nothing = x.new_empty(0)
+    nothing = x_src.new_empty(0)
     src_wanted, dst_wanted, edge_wanted, weight_wanted = wanted
-    grad, x, x_dst = grad.contiguous(), unit_stride(x), None if x_dst is None else unit_stride(x_dst)
+    grad, x, x_dst = grad.contiguous(), unit_stride(x_src), None if x_dst is None else unit_stride(x_dst)
     edge, weight = _prepared_edges(edge, weight)
     width, dtype = x.size(1), accumulation_dtype(x.dtype)
     has_rows = edge is not None and weight is None
@@ -371,11 +358,7 @@ class _MultiAggregate(torch.autograd.Function):
         adjacency: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         arguments = (x, x_dst, edge, weight, slots, groups, min_variance, num_dst, adjacency)
-        if is_plain_eager(x):
-            out, mean, ties = _multi_aggregate(*arguments)
-        else:
-            with below_autograd():
-                out, mean, ties = torch.ops.fastsparse.multi_aggregate.default(*arguments)
+        out, mean, ties = registration.run("multi_aggregate", x, *arguments)
         ctx.mark_non_differentiable(mean, ties)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, x_dst, edge, weight, out, mean, ties)
@@ -394,11 +377,8 @@ class _MultiAggregate(torch.autograd.Function):
                 return _unfused(ctx.keep_alive, *inputs, *ctx.options)  # type: ignore[arg-type]
 
             return *fused._unfused_gradients(compute, grad, tensors[:4], needed), *(None,) * 5
-        arguments = (grad, *tensors, *ctx.options, ctx.adjacency, needed)
-        if is_first_derivative(grad):
-            grads = _multi_aggregate_backward(*arguments)
-        else:
-            grads = torch.ops.fastsparse.multi_aggregate_backward.default(*arguments)
+        arguments = (*tensors, *ctx.options, ctx.adjacency, needed)
+        grads = registration.differentiate("multi_aggregate_backward", grad, *arguments)
         return *(it if needs else None for it, needs in zip(grads, needed, strict=True)), *(None,) * 5
 
 
@@ -459,62 +439,22 @@ def _unfused(
 # ---------------------------------------------------------------- registration
 
 
-def _fake(
-    x: Tensor,
-    x_dst: Tensor | None,
-    edge: Tensor | None,
-    weight: Tensor | None,
-    slots: Sequence[int],
-    groups: int,
-    min_variance: float,
-    num_dst: int,
-    adjacency: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    width, dtype = x.size(1), accumulation_dtype(x.dtype)
+def _fake(of: Any) -> tuple[Tensor, Tensor, Tensor]:
+    width, dtype, slots = of.x_src.size(1), accumulation_dtype(of.x_src.dtype), of.slots
     return (
-        x.new_empty(num_dst, _num_slots(slots) * width),
-        x.new_empty(num_dst if _varies(slots) else 0, width, dtype=dtype),
-        x.new_empty(num_dst if _has_extremum(slots) else 0, 2, width, dtype=dtype),
+        of.x_src.new_empty(of.num_dst, _num_slots(slots) * width),
+        of.x_src.new_empty(of.num_dst if _varies(slots) else 0, width, dtype=dtype),
+        of.x_src.new_empty(of.num_dst if _has_extremum(slots) else 0, 2, width, dtype=dtype),
     )
 
 
-def _backward_fake(
-    grad: Tensor,
-    x: Tensor,
-    x_dst: Tensor | None,
-    edge: Tensor | None,
-    weight: Tensor | None,
-    *options: Any,
-) -> tuple[Tensor, ...]:
-    shapes = [x.shape, (grad.size(0), x.size(1)), edge, weight]
-    found = []
-    for shape, wanted in zip(shapes, options[-1], strict=True):
-        size = shape.shape if isinstance(shape, Tensor) else shape
-        found.append(x.new_empty(size if wanted and size is not None else 0))
-    return tuple(found)
-
-
-def _once(ctx: Any, *grads: Any) -> Any:
-    raise NotImplementedError(
-        "multi_aggregate_backward: has no derivative when it is called by itself; differentiate "
-        "multi_aggregate, whose gradients have gradients"
+def _backward_fake(of: Any) -> tuple[Tensor, ...]:
+    sizes = [of.x_src.shape, (of.grad.size(0), of.x_src.size(1))]
+    sizes += [(0,) if given is None else given.shape for given in (of.edge, of.weight)]
+    return tuple(
+        of.x_src.new_empty(size if wanted else 0) for size, wanted in zip(sizes, of.wanted, strict=True)
     )
 
 
-class _MultiAggregateBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        with below_autograd():
-            found: tuple[Tensor, ...] = torch.ops.fastsparse.multi_aggregate_backward.default(*arguments)
-        return found
-
-    backward = staticmethod(_once)
-
-
-for _key in ("CPU", "CUDA"):
-    library.impl("multi_aggregate", _multi_aggregate, _key)
-    library.impl("multi_aggregate_backward", _multi_aggregate_backward, _key)
-torch.library.register_fake("fastsparse::multi_aggregate", _fake, lib=library)
-torch.library.register_fake("fastsparse::multi_aggregate_backward", _backward_fake, lib=library)
-register_autograd("multi_aggregate", _MultiAggregate)
-register_autograd("multi_aggregate_backward", _MultiAggregateBackward)
+registration.register(_multi_aggregate, _fake, _MultiAggregate)
+registration.register(_multi_aggregate_backward, _backward_fake)

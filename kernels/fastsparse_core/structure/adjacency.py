@@ -15,10 +15,16 @@ from torch import Tensor
 from fastsparse_core import gpu, recorded
 from fastsparse_core.formats import lengths
 from fastsparse_core.formats.bsb import Bsb
-from fastsparse_core.formats.compress import compress, expand_rows
+from fastsparse_core.formats.compress import compress, expand_rows, transpose
 from fastsparse_core.formats.grouping import Method, check_method
 from fastsparse_core.formats.hybrid_rows import HybridRows
-from fastsparse_core.formats.inspection import Inspection, inspect_edges, inspect_rows
+from fastsparse_core.formats.inspection import (
+    Inspection,
+    SortedEdges,
+    inspect_and_sort,
+    inspect_edges,
+    inspect_rows,
+)
 from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 from fastsparse_core.structure.build_once import BuiltOnce
 from fastsparse_core.structure.kernel_formats import KernelFormats, TransposedOrder, Usage
@@ -26,6 +32,12 @@ from fastsparse_core.structure.kernel_formats import KernelFormats, TransposedOr
 _logger = logging.getLogger("fastsparse_core")
 _INT32_MAX = 2**31 - 1
 _T = TypeVar("_T")
+
+#: Edges that a GPU sorts before the host knows whether they come sorted: more of them take the GPU longer
+#: than the host waits for the answer.
+_MOST_UNASKED = 1 << 20
+#: GPUs whose last edges did not come sorted: a loader's batches are alike.
+_gets_unsorted: set[torch.device] = set()
 
 _registry: weakref.WeakValueDictionary[int, Adjacency] = weakref.WeakValueDictionary()
 _next_handle = itertools.count(1)
@@ -156,17 +168,28 @@ class Adjacency(KernelFormats):
             return adjacency
         row, col = row.contiguous(), col.contiguous()
         square = shape[0] == shape[1]
-        found = inspect_edges(
-            row, col, shape[0], lengths.slice_length(row.numel(), gpu.profile_of(row.device)), square=square
-        )
+        as_given = duplicates == "keep" and self_loops == "keep"
+        longest = lengths.slice_length(row.numel(), gpu.profile_of(row.device))
+        found, ordered = _inspected(row, col, shape, longest, as_given)
         if row.numel() and (found.most_row >= shape[0] or found.most_col >= shape[1]):
             _raise_range({"row": (row, shape[0], "num_dst"), "col": (col, shape[1], "num_src")})
         may_be_symmetric = square and found.checksum == 0
-        as_given = duplicates == "keep" and self_loops == "keep"
         if as_given and not found.rows_descend and not (found.cols_descend and may_be_symmetric):
+            if ordered is not None:  # on CUDA, where they did not come so last time
+                found = inspect_edges(row, col, shape[0], longest, square=square)
+            _gets_unsorted.discard(row.device)
             adjacency = cls(found.rowptr, found.col, shape, group_rows=group_rows)
             adjacency._learn(found)
             adjacency._is_symmetric = may_be_symmetric
+            return adjacency
+        if as_given and row.is_cuda:
+            _gets_unsorted.add(row.device)
+        if ordered is not None:
+            adjacency = cls(found.rowptr, found.col, shape, edge_id=ordered.order, group_rows=group_rows)
+            adjacency._is_symmetric = may_be_symmetric
+            if ordered.counted is not None:
+                adjacency._of_rows.results["slice_counts"] = ordered.counted
+                adjacency._of_rows.results["has_short_rows"] = ordered.counted.num_slots == 0
             return adjacency
         del found  # its tensors, before the sort takes as much again
 
@@ -395,9 +418,7 @@ class Adjacency(KernelFormats):
         if symmetric and not valued:
             colptr, row = self.rowptr, self.col
         else:
-            colptr, row, order = compress(
-                self.col, self.row_once(), self.num_src, self.num_dst, sort_minor=False
-            )
+            colptr, row, order = transpose(self.rowptr, self.col, self.num_src)
         if symmetric is None:  # one read from the device for both
             symmetric = bool((colptr == self.rowptr).all() & (row == self.col).all())
         transposed = Adjacency(
@@ -637,6 +658,20 @@ def adjacency_of_batch(
         adjacency.has_sorted_slices = False
     adjacency.usage.scattered = 0
     return adjacency
+
+
+def _inspected(
+    row: Tensor, col: Tensor, shape: tuple[int, int], longest: int, as_given: bool
+) -> tuple[Inspection, SortedEdges | None]:
+    """What is known of edges, and the edges sorted where that is done before it is known."""
+    num_edges = row.numel()
+    if (
+        as_given
+        and num_edges
+        and (not row.is_cuda or (num_edges <= _MOST_UNASKED and row.device in _gets_unsorted))
+    ):
+        return inspect_and_sort(row, col, shape, longest)
+    return inspect_edges(row, col, shape[0], longest, square=shape[0] == shape[1]), None
 
 
 def _own(index: Tensor, dtype: torch.dtype) -> Tensor:

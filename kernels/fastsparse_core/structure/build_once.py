@@ -39,6 +39,9 @@ class BuiltOnce:
                             "forward and backward, before the capture, or call Adjacency.prepare() where "
                             "edges have no values and no bias"
                         )
+                    if not torch.is_inference_mode_enabled():
+                        result = self.results[key] = build()
+                        return result
                     # A model may be evaluated before it is trained: what is kept must also serve autograd
                     # later.
                     with torch.inference_mode(False):

@@ -14,11 +14,11 @@ from torch import Tensor
 from fastsparse_core import _C, gpu
 from fastsparse_core.formats import lengths
 from fastsparse_core.formats.bsb import BLOCK, HEIGHT, MOST_COLUMNS, QUAD, Bsb
-from fastsparse_core.formats.compress import compress, expand_rows
+from fastsparse_core.formats.compress import compress, expand_rows, transpose
 from fastsparse_core.formats.grouping import Method
 from fastsparse_core.formats.grouping import group_rows as similar_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
-from fastsparse_core.formats.row_split import RowSplit, split_rows
+from fastsparse_core.formats.row_split import RowSplit, fill_slices, split_rows
 from fastsparse_core.formats.window_work_list import join_short_windows, slot_starts
 from fastsparse_core.structure.build_once import BuiltOnce
 
@@ -58,8 +58,7 @@ class TransposedOrder(NamedTuple):
 
     def edge_id(self) -> Tensor:
         """The positions."""
-        row = expand_rows(self.rowptr, self.col.numel())
-        order = compress(self.col, row, self.num_src, self.rowptr.numel() - 1, sort_minor=False)[2]
+        order = transpose(self.rowptr, self.col, self.num_src)[2]
         given = self.given.edge_id() if isinstance(self.given, TransposedOrder) else self.given
         return order if given is None else given.index_select(0, order)
 
@@ -166,6 +165,9 @@ class KernelFormats:
         return longest <= lengths.slice_length(self.num_edges, self.gpu)
 
     def _row_split(self) -> RowSplit:
+        counted = self._of_rows.results.pop("slice_counts", None)  # while the edges were sorted
+        if counted is not None:
+            return fill_slices(self.rowptr, counted)
         return split_rows(self.rowptr, lengths.slice_length(self.num_edges, self.gpu))
 
     @property
