@@ -1,16 +1,15 @@
 // Neighbour sampling on the CPU: the batches of sample_neighbors.h, in other steps than on a GPU. A thread
 // takes a chunk of rows at a time:
 //
-//   draw     reads the rows' ranges, draws entries, reads their columns, asks for places in the table;
+//   draw     reads the rows' ranges, draws entries, reads their columns, touches places in the table;
 //   number   gives sources their numbers and appends those that the batch does not have. Chunks take turns,
-//   in
-//            the order of rows, while other threads draw: an edge looks into the table once, which holds
+//            in the order of rows, while other threads draw: an edge looks into the table once, which holds
 //            numbers alone, and nothing depends on the number of threads;
 //   write    puts the chunk's edges behind those of the chunks before, with numbers in place of places.
 //
 // Floor of an edge: a line of columns from memory (64 bytes, 4 of them used), a line of the table from the
-// last-level cache or memory, 16 + 28 bytes written. Lines are asked for as soon as their address is known,
-// and used when those of the whole chunk have been asked for.
+// last-level cache or memory, 16 + 28 bytes written. Lines are read for a whole chunk in loops of independent
+// loads, of which a core has dozens under way: software prefetches took half as long again.
 #include <algorithm>
 #include <vector>
 
@@ -69,9 +68,8 @@ std::int64_t most_edges(const SampleStep& step, const Row& row) {
   return step.replace ? (degree > 0 ? step.fanout : 0) : std::min(degree, step.fanout);
 }
 
-// Entries of all rows where they are equally likely. Asks for what is read of an entry.
-template <typename Ask>
-void draw_evenly(const SampleStep& step, std::uint64_t seed, Scratch& s, std::int64_t most, const Ask& ask) {
+// Entries of all rows where they are equally likely.
+void draw_evenly(const SampleStep& step, std::uint64_t seed, Scratch& s, std::int64_t most) {
   std::uint32_t *row = room(s.row, most), *nth = room(s.nth, most), *choices = room(s.choices, most);
   const auto fanout = static_cast<std::uint32_t>(step.fanout);
   std::size_t draws = 0;
@@ -93,8 +91,6 @@ void draw_evenly(const SampleStep& step, std::uint64_t seed, Scratch& s, std::in
     const auto degree = static_cast<std::uint32_t>(r.end - r.begin);
     if (!step.replace && degree <= fanout) {
       for (std::uint32_t j = 0; j < degree; ++j) entry[j] = r.begin + j;
-      ask(r.begin);
-      ask(r.end - 1);
     } else {
       for (std::uint32_t j = 0; j < fanout; ++j) {
         std::uint32_t number = chosen[j];
@@ -105,7 +101,6 @@ void draw_evenly(const SampleStep& step, std::uint64_t seed, Scratch& s, std::in
           if (taken) number = degree - fanout + j;
         }
         entry[j] = r.begin + number;
-        ask(entry[j]);
       }
       chosen += fanout;
     }
@@ -153,48 +148,44 @@ std::uint32_t draw_row(const SampleStep& step, std::uint64_t seed, const Row& ro
 std::int64_t draw_chunk(const SampleStep& step, const SampleArgs& args, std::int64_t first, std::int64_t last,
                         Scratch& s) {
   const auto is_valid = [&](std::int64_t node) { return node >= 0 && node < step.a.num_rows; };
+  s.rows.resize(last - first);
   for (std::int64_t number = first; number < last; ++number) {
     const std::int64_t node = step.dst.node[number];
-    if (is_valid(node)) __builtin_prefetch(step.a.rowptr + node);
+    // A node that is none of the graph's, which the caller will hear of, has no neighbours.
+    const std::int64_t* range = step.a.rowptr + (is_valid(node) ? node : 0);
+    s.rows[number - first] = {range[0], is_valid(node) ? range[1] : range[0], 0, 0};
   }
-  s.rows.resize(last - first);
   std::int64_t most = 0;
   for (std::int64_t number = first; number < last; ++number) {
-    const std::int64_t node = step.dst.node[number];
     Row& row = s.rows[number - first];
-    // A node that is none of the graph's, which the caller will hear of, has no neighbours.
-    row = is_valid(node) ? Row{step.a.rowptr[node], step.a.rowptr[node + 1], 0, 0} : Row{0, 0, 0, 0};
     row.number = static_cast<std::uint32_t>(number);
     row.count = static_cast<std::uint32_t>(most_edges(step, row));
     most += row.count;
   }
   std::int64_t* entry = room(s.entry, most);
-  const std::int64_t id_bytes = step.a.edge_id == nullptr ? 0 : step.a.edge_id_is_64bit ? 8 : 4;
-  const auto ask = [&](std::int64_t at) {
-    __builtin_prefetch(step.a.col + at);
-    if (id_bytes) __builtin_prefetch(static_cast<const char*>(step.a.edge_id) + at * id_bytes);
-  };
   std::int64_t count = 0;
   if (step.fanout >= 0 && !step.induced && step.weight == nullptr) {
-    draw_evenly(step, args.seed, s, most, ask);
+    draw_evenly(step, args.seed, s, most);
     count = most;
   } else {
     for (Row& row : s.rows) {
       row.count = draw_row(step, args.seed, row, entry + count, s);
-      for (std::uint32_t j = 0; j < row.count; ++j) ask(entry[count + j]);
       count += row.count;
     }
   }
 
   std::int32_t* source = room(s.node, count);
+  for (std::int64_t k = 0; k < count; ++k) source[k] = step.a.col[entry[k]];
+  // Brings places into the cache: what is read is not used.
+  const NodeTable& table = args.table;
+  std::uint32_t* number = room(s.number, count);
   std::int64_t k = 0;
   for (const Row& row : s.rows) {
     const std::int32_t seed = step.dst.seed == nullptr ? 0 : step.dst.seed[row.number];
     for (const std::int64_t end = k + row.count; k < end; ++k) {
-      source[k] = step.a.col[entry[k]];
-      const std::uint32_t place = home(args.table, step.src, source[k], seed);
-      if (args.table.key != nullptr) __builtin_prefetch(args.table.key + place, 1);
-      __builtin_prefetch(args.table.value + place, 1);
+      const std::uint32_t place = home(table, step.src, source[k], seed);
+      number[k] = table.key == nullptr ? read_shared(table.value + place)
+                                       : static_cast<std::uint32_t>(read_shared(table.key + place));
     }
   }
   return count;
