@@ -35,8 +35,9 @@ _PREPARING = 2
 #: Sizes of batches that are recorded apart, and forms of a step (arguments, training or not).
 _MOST_ROOMS = 4
 _MOST_FORMS = 32
-#: Relative difference of the padded form that rounding explains: in float32 (and TF32), and in 16 bits.
-_TOLERANCE, _TOLERANCE_16 = 1e-3, 5e-2
+#: Relative difference of the padded form that rounding explains, in float32 and in 16 bits. A ReLU that
+#: rounding switches changes gradients by 1e-3; rows of padding, more than the batch has on trial, change much more.
+_TOLERANCE, _TOLERANCE_16 = 1e-2, 5e-2
 
 #: For tests: without a GPU the form that is recorded runs, step by step.
 _pretends = False
