@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,6 @@ class Tape(TorchDispatchMode):
         self.threads: set[int] = set()
         self.names: list[str] = []
         self._made: dict[int, Tensor] = {}  # memory that was allocated, by the address of its storage
-        self._references: dict[int, int] = {}  # how often this object holds it
         self._host: list[Tensor] = []
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self.is_invalid = self.is_paused = False
@@ -96,9 +96,10 @@ class Tape(TorchDispatchMode):
                 is_new = _memory(item) not in given
                 if is_new:
                     self._made.setdefault(_memory(item), item.detach())
-                outs.append(self._alias(item) if is_new else None)
+                outs.append(item.detach() if is_new else None)
         if func._schema.is_mutable or any(out is not None for out in outs) or "batch_norm" in name:
-            held = tree_map(lambda item: self._alias(item) if isinstance(item, Tensor) else item, (args, kwargs))
+            # Other tensors of that memory: what is done to the objects later is not seen.
+            held = tree_map(lambda item: item.detach() if isinstance(item, Tensor) else item, (args, kwargs))
             if not name.startswith("empty") and name != "new_empty":
                 self.launches.append(_Launch(func, *held, outs))
                 self.names.append(name)
@@ -130,11 +131,6 @@ class Tape(TorchDispatchMode):
         if any(is_host and item.dim() for is_host, item in zip(of_host, tensors, strict=True)):
             self.invalidate(f"{name}: a copy from the host's memory")
 
-    def _alias(self, item: Tensor) -> Tensor:
-        """Another tensor of that memory: what is done to the object later is not seen."""
-        self._references[_memory(item)] = self._references.get(_memory(item), 0) + 1
-        return item.detach()
-
     def _save(self, items: list[Any]) -> None:
         for item in items:
             if isinstance(item, Tensor) and _memory(item) not in self._made:
@@ -150,11 +146,14 @@ class Tape(TorchDispatchMode):
     def finish(self) -> tuple[list[Tensor], list[Tensor]]:
         """Memory that nobody holds any more, and all the memory that was allocated."""
         gc.collect()
+        own: Counter[int] = Counter()
+        for launch in self.launches:
+            items = tree_leaves((launch.args, launch.kwargs, launch.outs))
+            own.update(_memory(item) for item in items if isinstance(item, Tensor))
         freed = []
         for address, tensor in self._made.items():
             count = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-            # The tape's own: the aliases, and the tensor here with its storage object.
-            if count - self._references.get(address, 0) <= 2:
+            if count - own[address] <= 2:  # those of launches, the tensor here and its storage object
                 freed.append(tensor)
         return freed, list(self._made.values())
 
