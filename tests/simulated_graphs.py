@@ -264,34 +264,37 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     return torch.autograd.Variable._execution_engine.run_backward(*args, **kwargs)
 
 
-def _in_engine_thread(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs a backward pass in another thread, as autograd does with those of a GPU; but only in the form that is recorded, for it takes long."""
-    if recorded.current() is None and Tape.current is None:
-        return _run_backward(outputs, *args, **kwargs)
+def in_engine_thread(job: Callable[[], Any]) -> Any:
+    """Calls a function in a thread of autograd's, with what PyTorch hands to backward passes there."""
     found: list[Any] = []
     failure: list[BaseException] = []
-    grad_enabled = torch.is_grad_enabled()
+    grad_enabled, tape = torch.is_grad_enabled(), Tape.current
 
-    tape = Tape.current
-
-    def job() -> None:
+    def call() -> None:
         _pause(tape, False)
         try:
             with torch.set_grad_enabled(grad_enabled):
-                found.append(_run_backward(outputs, *args, **kwargs))
+                found.append(job())
         except BaseException as error:  # it must not pass through autograd, which would change it
             failure.append(error)
         finally:
             _pause(tape, True)
 
-    _pause(tape, True)
+    _pause(tape, True)  # the passes around it are none of the step's
     try:
-        _nest(_DEPTH, job)
+        _nest(_DEPTH, call)
     finally:
         _pause(tape, False)
     if failure:
         raise failure[0]
     return found[0]
+
+
+def _backward(*args: Any, **kwargs: Any) -> Any:
+    """A backward pass, in another thread as on a GPU; but where nothing is recorded, for it takes long."""
+    if recorded.current() is None and Tape.current is None:
+        return _run_backward(*args, **kwargs)
+    return in_engine_thread(lambda: _run_backward(*args, **kwargs))
 
 
 def _pause(tape: Tape | None, is_paused: bool) -> None:
@@ -313,7 +316,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "CudaGraphs", SimulatedGraphs)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Tape.current is not None)
-    monkeypatch.setattr(torch.autograd, "_engine_run_backward", _in_engine_thread)
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", _backward)
     for name, function in vars(_C).items():
         if callable(function) and not isinstance(function, type) and not name.startswith(_NO_KERNELS):
             monkeypatch.setattr(_C, name, _wrapped(name, function))
