@@ -13,7 +13,7 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.utils import scatter
 
-from fastsparse_core.capture import captured
+from fastsparse_core.capture import forms
 from fastsparse_core.capture.arguments import Argument, Held, register, tensor_key
 from fastsparse_core.capture.padding import Rows, Sizes, write_edges, write_rows
 
@@ -203,4 +203,4 @@ def _readouts(held: list[Held]) -> Iterator[None]:
 
 
 register(Data, _argument_of)
-captured.surroundings.append(_readouts)
+forms.surroundings.append(_readouts)

@@ -1,18 +1,23 @@
 """The step that is being recorded: code below it must read no sizes from the device, and keep no results.
 
 Structures and attention ask here; the package `capture` says when.
+
+What is said holds for a thread, and for the backward passes that it starts. Those of a GPU run in threads of
+autograd's own, which `threading.local` would leave out: PyTorch hands them what is stashed in its own state.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
 
-_local = threading.local()
+_RUN, _DROPS = "fastsparse_core.run", "fastsparse_core.drops"
+#: The contexts of this module that are entered, in all threads: where there are none, nobody is asked.
+_entered: set[object] = set()
+_DEFAULTS: dict[str, Any] = {_RUN: None, _DROPS: True}
 
 
 class StepRun:
@@ -39,31 +44,42 @@ class StepRun:
 
 def current() -> StepRun | None:
     """The execution that this thread is in, if any."""
-    return None if torch.compiler.is_compiling() else getattr(_local, "run", None)
+    run: StepRun | None = _get(_RUN)
+    return run
 
 
-@contextlib.contextmanager
-def running(run: StepRun) -> Iterator[None]:
+def running(run: StepRun) -> contextlib.AbstractContextManager[None]:
     """Makes an execution the current one of this thread."""
-    before = current()
-    _local.run = run
-    try:
-        yield
-    finally:
-        _local.run = before
+    return _stashed(_RUN, run)
 
 
 def drops() -> bool:
     """Whether dropout drops: not where two forms of a step are compared."""
-    return torch.compiler.is_compiling() or getattr(_local, "drops", True)
+    return bool(_get(_DROPS))
+
+
+def without_dropout() -> contextlib.AbstractContextManager[None]:
+    """Attention drops no weights in this thread."""
+    return _stashed(_DROPS, False)
+
+
+def _get(key: str) -> Any:
+    if torch.compiler.is_compiling() or not _entered:
+        return _DEFAULTS[key]
+    return _stash(key)
+
+
+def _stash(key: str) -> Any:
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else _DEFAULTS[key]
 
 
 @contextlib.contextmanager
-def without_dropout() -> Iterator[None]:
-    """Attention drops no weights in this thread."""
-    before = drops()
-    _local.drops = False
+def _stashed(key: str, value: Any) -> Iterator[None]:
+    before, context = _stash(key), object()
+    torch._C._stash_obj_in_tls(key, value)
+    _entered.add(context)
     try:
         yield
     finally:
-        _local.drops = before
+        _entered.discard(context)
+        torch._C._stash_obj_in_tls(key, before)

@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from simulated_graphs import simulate
 
 from fastsparse_core import (
     Adjacency,
@@ -30,10 +31,17 @@ CALLS = machinery.CALLS + 10
 
 
 @pytest.fixture
-def pretends(monkeypatch):
-    """On the CPU the form that is recorded runs."""
-    monkeypatch.setattr(machinery, "_pretends", True)
+def simulated(monkeypatch):
+    """The CPU has something like CUDA graphs."""
+    simulate(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def graphs_on(request, monkeypatch):
+    """Every device that a test runs on has graphs."""
     monkeypatch.setattr(log, "_seen", set())
+    if "device" in request.fixturenames and request.getfixturevalue("device") == "cpu":
+        request.getfixturevalue("simulated")
 
 
 class Task:
@@ -47,7 +55,8 @@ class Task:
         self.y = torch.randint(4, (50,), generator=generator).to(device)
         self.mask = (torch.rand(50, generator=generator) < 0.5).to(device)
         torch.manual_seed(0)
-        layers = [torch.nn.Linear(16, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 4)]
+        # Without a bias before the normalisation, whose gradient is rounding that Adam makes large.
+        layers = [torch.nn.Linear(16, 8, bias=False), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 4)]
         self.model = torch.nn.Sequential(*layers).to(device)
         self.optimizer = optimizer(self.model.parameters(), lr=0.01)
         self.runs = 0
@@ -64,26 +73,26 @@ class Task:
 def check(device, change=lambda task, nth: None, calls=CALLS, **options):
     """Losses and parameters of a captured step equal those of the step."""
     plain, task = Task(device, **options), Task(device, **options)
-    step = capture(task.step)
+    step, runs = capture(task.step), 0
     for nth in range(calls):
         for each in (plain, task):
             change(each, nth)
+        runs = task.runs
         expected, loss = plain.step(plain.x, plain.y), step(task.x, task.y)
         torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-4, atol=1e-6)
     for own, other in zip(task.model.state_dict().values(), plain.model.state_dict().values(), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-4)
-    if device == "cuda":
-        assert task.runs < calls
+    assert task.runs == runs  # the last call is a replay
     return step.captured
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
-def test_steps_on_one_graph(device, pretends, optimizer):
+def test_steps_on_one_graph(device, optimizer):
     found = check(device, optimizer=optimizer)
     assert len(found.records) == 1
 
 
-def test_other_tensors_are_copied(device, pretends):
+def test_other_tensors_are_copied(device):
     def change(task, nth):
         if nth >= machinery.CALLS + 4:
             task.y = task.y.roll(1)
@@ -92,7 +101,7 @@ def test_other_tensors_are_copied(device, pretends):
     assert [type(held).__name__ for held in found.records[0].held] == ["Constant", "Held"]
 
 
-def test_masks_that_are_written_are_read_again(device, pretends):
+def test_masks_that_are_written_are_read_again(device):
     def change(task, nth):
         if nth == machinery.CALLS + 4:
             task.mask[:25].logical_not_()
@@ -101,7 +110,7 @@ def test_masks_that_are_written_are_read_again(device, pretends):
 
 
 @pytest.mark.parametrize("assigns", [False, True])
-def test_learning_rates_change(device, pretends, assigns):
+def test_learning_rates_change(device, assigns):
     def change(task, nth):
         if nth == 0:
             task.scheduler = torch.optim.lr_scheduler.StepLR(task.optimizer, 2, 0.7)
@@ -113,7 +122,7 @@ def test_learning_rates_change(device, pretends, assigns):
     check(device, change)
 
 
-def test_other_settings_are_recorded_anew(device, pretends, caplog):
+def test_other_settings_are_recorded_anew(device, caplog):
     def change(task, nth):
         if nth == machinery.CALLS + 4:
             task.optimizer.param_groups[0]["weight_decay"] = 0.1
@@ -123,7 +132,7 @@ def test_other_settings_are_recorded_anew(device, pretends, caplog):
     assert any("an optimiser has changed" in message for message in caplog.messages)
 
 
-def test_gradients_are_accumulated(device, pretends):
+def test_gradients_are_accumulated(device):
     grads = []
     for captures in (False, True):
         task = Task(device)
@@ -146,7 +155,7 @@ def test_gradients_are_accumulated(device, pretends):
         torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_training_and_evaluation_are_recorded_apart(device, pretends):
+def test_training_and_evaluation_are_recorded_apart(device):
     task = Task(device)
 
     @capture
@@ -164,7 +173,7 @@ def test_training_and_evaluation_are_recorded_apart(device, pretends):
     assert len(run.captured.records) == 2
 
 
-def test_two_steps_in_one_process(device, pretends):
+def test_two_steps_in_one_process(device):
     first, second = Task(device), Task(device)
     steps = [capture(first.step), capture(second.step)]
     for _ in range(CALLS):
@@ -172,7 +181,7 @@ def test_two_steps_in_one_process(device, pretends):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_an_exception_in_a_step_leaves_the_rest(device, pretends):
+def test_an_exception_in_a_step_leaves_the_rest(device):
     task = Task(device)
     step = capture(task.step)
     for _ in range(CALLS):
@@ -184,7 +193,7 @@ def test_an_exception_in_a_step_leaves_the_rest(device, pretends):
 
 
 @pytest.mark.parametrize("fault", ["schedules", "forms"])
-def test_says_why_a_step_runs_as_it_is(pretends, caplog, fault):
+def test_says_why_a_step_runs_as_it_is(simulated, caplog, fault):
     task = Task("cpu")
     scheduler = torch.optim.lr_scheduler.StepLR(task.optimizer, 2)
 
@@ -270,7 +279,7 @@ def test_gradient_scalers():
 
 
 @pytest.mark.parametrize("varies", [False, True])
-def test_models(device, pretends, varies):
+def test_models(device, varies):
     plain, task = Task(device), Task(device)
     assert capture(task.model) is task.model
     assert capture(task.model) is task.model
@@ -440,7 +449,7 @@ def test_a_trial_leaves_nothing_behind(device):
 
     buffers = [item for item in task.model.buffers() if item.is_floating_point()]
     torch.manual_seed(3)
-    (loss, drawn, *_), _ = on_trial(job, task.model.parameters(), buffers, torch.device(device))
+    loss, drawn, *_ = on_trial(job, task.model.parameters(), buffers, torch.device(device)).results
     assert torch.equal(torch.rand(3), drawn)
     assert not total.any()
     after = task.optimizer.state[next(task.model.parameters())].values()

@@ -36,7 +36,7 @@ def pretended_gpu(monkeypatch):
     events = []
 
     @contextlib.contextmanager
-    def capture(graph, *, stream):
+    def capture(graph, *, stream, pool):
         assert stream is side
         try:
             yield
@@ -52,6 +52,7 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     return events
 
 

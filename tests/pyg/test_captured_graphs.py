@@ -7,12 +7,12 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from simulated_graphs import simulate
 from torch import nn
 from torch_geometric import nn as pyg
 from torch_geometric.data import Batch, Data
 
 from fastsparse_core import log
-from fastsparse_core.capture import captured as machinery
 from fastsparse_core.capture.decorator import capture
 from fastsparse_pyg import (
     FastGATConv,
@@ -28,10 +28,11 @@ WIDTH = 8
 
 
 @pytest.fixture(autouse=True)
-def pretends(monkeypatch):
-    """On the CPU the form that is recorded runs."""
-    monkeypatch.setattr(machinery, "_pretends", True)
+def graphs_on(device, monkeypatch):
+    """The CPU has something like CUDA graphs."""
     monkeypatch.setattr(log, "_seen", set())
+    if device == "cpu":
+        simulate(monkeypatch)
 
 
 def molecule(generator, least=3, most=12, loops=True):

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fastsparse_core import policy, recorded
-from fastsparse_core.capture.arguments import Constant, Held, argument_of
-from fastsparse_core.capture.fresh_adjacency import FreshAdjacency
-from fastsparse_core.capture.journal import difference, on_trial
+from fastsparse_core.capture import graphs
+from fastsparse_core.capture.forms import Call, Form, Record, Refused
+from fastsparse_core.capture.gradients import GradientBuffers
+from fastsparse_core.capture.journal import Trial, difference, on_trial
 from fastsparse_core.capture.observe import Observed
 from fastsparse_core.capture.optimizers import RecordedOptimizer
 from fastsparse_core.capture.padding import Sizes, room_for
-from fastsparse_core.capture.step import record
-from fastsparse_core.capture.twins import Twins, WithoutDropout
+from fastsparse_core.capture.twins import WithoutDropout
 from fastsparse_core.log import info_once
-from fastsparse_core.streams import on_stream
 
 logger = logging.getLogger("fastsparse_core")
 
@@ -35,157 +35,17 @@ _PREPARING = 2
 #: Sizes of batches that are recorded apart, and forms of a step (arguments, training or not).
 _MOST_ROOMS = 4
 _MOST_FORMS = 32
-#: Relative difference of the padded form that rounding explains: in float32 (and TF32), and in 16 bits.
-_TOLERANCE, _TOLERANCE_16 = 1e-3, 5e-2
-
-#: For tests: without a GPU the form that is recorded runs, step by step.
-_pretends = False
-#: What plugins put around every run of the form that is recorded: functions of what is held.
-surroundings: list[Callable[[list[Held]], Any]] = []
-
-
-class _Refused(Exception):
-    """Why a step stays as it is."""
-
-
-class Call:
-    """Arguments of one call."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args, self.kwargs = args, kwargs
-        self.arguments = [argument_of(item) for item in (*args, *kwargs.values())]
-        self.names = tuple(kwargs)
-        padded = [argument.sizes for argument in self.arguments if argument.sizes is not None]
-        if len(padded) > 1:
-            raise _Refused("it takes several batches")
-        self.sizes: Sizes | None = padded[0] if padded else None
-
-    @property
-    def key(self) -> Hashable:
-        """What is the same for all calls of one form."""
-        return (self.names, *(argument.key for argument in self.arguments))
-
-    @property
-    def device(self) -> torch.device | None:
-        """Of the tensors: the GPU if some are there."""
-        devices = [tensor.device for argument in self.arguments for tensor in argument.tensors]
-        return next((device for device in devices if device.type == "cuda"), devices[0] if devices else None)
-
-
-class Form:
-    """A step with arguments of one kind, in one mode.
-
-    Attributes:
-        calls: how many there were.
-        varies: for every argument, whether it was another one in different calls.
-        seen: sizes of batches.
-        records: the newest first.
-        refusal: why it stays as it is; "" if it does not.
-        difference: relative, of results and gradients with padding, when that was tried last.
-    """
-
-    def __init__(self, call: Call) -> None:
-        self.calls = 0
-        self.varies = [argument.sizes is not None for argument in call.arguments]
-        self.seen: list[Sizes] = []
-        self.records: list[Record] = []
-        self.refusal = ""
-        self.difference = 0.0
-        self._last = [
-            [] if varies else item.tensors for item, varies in zip(call.arguments, self.varies, strict=True)
-        ]
-
-    def observe(self, call: Call) -> None:
-        """Counts a call, and compares it with the last one."""
-        self.calls += 1
-        for nth, (last, argument) in enumerate(zip(self._last, call.arguments, strict=True)):
-            if not all(x is y for x, y in zip(last, argument.tensors, strict=False)):
-                self.varies[nth] = True
-        # What varies is not kept alive.
-        self._last = [
-            [] if varies else argument.tensors
-            for argument, varies in zip(call.arguments, self.varies, strict=True)
-        ]
-        if call.sizes is not None:
-            self.seen = [*self.seen[-63:], call.sizes]
-
-
-class Record:
-    """One recorded form: memory that it reads, and the graph.
-
-    Args:
-        call: one that fits.
-        varies: see `Form`.
-        room: for a batch.
-    """
-
-    def __init__(self, call: Call, varies: list[bool], room: Sizes | None) -> None:
-        self.room = room
-        self.held = [
-            argument.hold(room) if changes else Constant(argument)
-            for argument, changes in zip(call.arguments, varies, strict=True)
-        ]
-        self._names = call.names
-        self.prepared = 0
-        self.execution: recorded.StepRun | None = None
-        self.replay: Callable[[], Any] | None = None
-
-    @property
-    def given(self) -> tuple[list[Any], dict[str, Any]]:
-        """What the step is called with."""
-        values = [held.value for held in self.held]
-        count = len(values) - len(self._names)
-        return values[:count], dict(zip(self._names, values[count:], strict=True))
-
-    def changed(self, call: Call) -> list[int]:
-        """Places of arguments that are others than when it was recorded, and were taken to stay."""
-        return [
-            nth
-            for nth, (held, argument) in enumerate(zip(self.held, call.arguments, strict=True))
-            if isinstance(held, Constant) and not held.is_as_recorded(argument)
-        ]
-
-    def fits(self, call: Call) -> bool:
-        """Whether there is room for the call's batch."""
-        return self.room is None or call.sizes is None or self.room.hold(call.sizes)
-
-    def write(self, call: Call) -> None:
-        """Copies the call's arguments to where the step reads them."""
-        for held, argument in zip(self.held, call.arguments, strict=True):
-            if not isinstance(held, Constant):
-                held.write(argument)
-
-    def trimmed(self, result: Any, call: Call) -> Any:
-        """A result without rows of padding."""
-        room, sizes = self.room, call.sizes
-        if room is None or sizes is None:
-            return result
-        rows = {room.nodes: sizes.nodes, room.edges: sizes.edges}
-
-        def trim(item: Any) -> Any:
-            padded = isinstance(item, Tensor) and item.dim() and item.size(0) in rows
-            return item[: rows[item.size(0)]] if padded else item
-
-        return tree_map(trim, result)
-
-    def run(self, step: Callable[..., Any], observed: Observed) -> Any:
-        """Runs a step on what is held, in the form that is recorded."""
-        args, kwargs = self.given
-        greatest = {address: value for held in self.held for address, value in held.greatest.items()}
-        rows = [of_kind for held in self.held for of_kind in held.rows]
-        with ExitStack() as stack:
-            self.execution = recorded.StepRun(
-                has_padding=self.room is not None, of_edges=FreshAdjacency.of_edges
-            )
-            stack.enter_context(recorded.running(self.execution))
-            for surrounding in surroundings:
-                stack.enter_context(surrounding(self.held))
-            stack.enter_context(Twins(rows, greatest, observed.masks))
-            return step(*args, **kwargs)
+#: Relative difference of the padded form that rounding explains, in float32 and in 16 bits. A ReLU that
+#: rounding switches changes gradients by 1e-3; rows of padding, more than the batch has on trial, change much
+#: more.
+_TOLERANCE, _TOLERANCE_16 = 1e-2, 5e-2
 
 
 class Captured:
     """Runs a function as it is until it knows what to record, then replays CUDA graphs of it.
+
+    Before a form is recorded, its run is compared with that of the step as it is where the two differ, in
+    padding; and its first replay with its run. Where they give other numbers, the step stays as it is.
 
     Args:
         step: the function.
@@ -199,14 +59,14 @@ class Captured:
         self.observed = Observed()
         self._forms: dict[Hashable, Form] = {}
         self._optimizers: list[RecordedOptimizer] = []
-        self._stream: torch.cuda.Stream | None = None
-        self._pool: Any = None
+        self._gradients = GradientBuffers()
+        self._graphs = graphs.CudaGraphs()
 
     def reset(self) -> None:
         """Forgets all records: as if the step had not been called."""
+        self._forget()
         self.observed = Observed()
         self._forms.clear()
-        self._optimizers = []
 
     @property
     def records(self) -> list[Record]:
@@ -225,7 +85,7 @@ class Captured:
         try:
             call = Call(args, kwargs)
             form = self._form(call)
-        except (_Refused, TypeError) as refusal:
+        except (Refused, TypeError) as refusal:
             self._say(str(refusal))
             return self.step(*args, **kwargs)
         if form is None or form.refusal:
@@ -234,7 +94,7 @@ class Captured:
             logger.info("capture: an optimiser has changed; %s is recorded anew", self._name)
             self._forget()
         if not self.observed.masks.are_unchanged():
-            self.observed.masks = type(self.observed.masks)()
+            self._graphs.beside(self.observed.masks.read_again)
             self._forget()
         chosen = next((item for item in form.records if item.fits(call)), None)
         if chosen is not None:
@@ -253,10 +113,8 @@ class Captured:
             return self._as_it_is(call, watch=form.calls <= 2 or form.calls == self._patience(call))
         try:
             chosen = self._begin(form, call)
-        except _Refused as refusal:
-            form.refusal = str(refusal)
-            self._say(form.refusal)
-            return self._as_it_is(call)
+        except Refused as refusal:
+            return self._refuse(form, call, refusal)
         return self._use(form, chosen, call)
 
     def _form(self, call: Call) -> Form | None:
@@ -264,20 +122,20 @@ class Captured:
         device = call.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if torch.compiler.is_compiling() or recorded.current() is not None:
             return None
-        if device.type != "cuda" and not _pretends:
-            raise _Refused("there is no GPU, or its arguments are not there; move them before the call")
+        if not self._graphs.supports(device):
+            raise Refused("there is no GPU, or its arguments are not there; move them before the call")
         if call.sizes is not None and torch.are_deterministic_algorithms_enabled():
-            raise _Refused(
+            raise Refused(
                 "sums over padded batches are in no fixed order, and algorithms shall be deterministic"
             )
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._graphs.is_recording():
             return None
         key = (call.key, *self._mode(device))
         form = self._forms.get(key)
         if form is None:
             if len(self._forms) >= _MOST_FORMS:
                 self._forms = {key: form for key, form in self._forms.items() if form.records or form.refusal}
-                raise _Refused(f"it was called in more than {_MOST_FORMS} forms (sizes or numbers that vary)")
+                raise Refused(f"it was called in more than {_MOST_FORMS} forms (sizes or numbers that vary)")
             form = self._forms[key] = Form(call)
         return form
 
@@ -290,7 +148,13 @@ class Captured:
             torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
             tuple([module.training for module in observed.modules]),
             self._gradients_are_there() if grad else (),
+            self._place(),
         )
+
+    def _place(self) -> int:
+        """Where the first parameter lies: all move with it (``model.to``)."""
+        parameters = self.observed.parameters
+        return 0 if not parameters or is_lazy(parameters[0]) else parameters[0].data_ptr()
 
     def _gradients_are_there(self) -> tuple[bool, ...]:
         return tuple([item.grad is not None for item in self.observed.parameters])
@@ -300,40 +164,34 @@ class Captured:
 
     def _as_it_is(self, call: Call, watch: bool = False) -> Any:
         with self.observed.watching() if watch else nullcontext():
-            return self._on_side(lambda: self.step(*call.args, **call.kwargs))
-
-    def _on_side(self, job: Callable[[], Any]) -> Any:
-        """Runs a job where records are made: autograd remembers streams."""
-        if not torch.cuda.is_available():
-            return job()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        return on_stream(self._stream, job)
+            return self._graphs.beside(lambda: self.step(*call.args, **call.kwargs))
 
     # ---------------------------------------------------------------- records
 
     def _begin(self, form: Form, call: Call) -> Record:
         """Memory for a record, and whether its form does what the step does."""
         if self.observed.schedules:
-            raise _Refused("a scheduler of learning rates steps in it; call scheduler.step() after it")
+            raise Refused("a scheduler of learning rates steps in it; call scheduler.step() after it")
         if len(form.records) >= _MOST_ROOMS:
-            raise _Refused(f"its batches had more than {_MOST_ROOMS} sizes, each larger than those before")
-        prepare = {id(item.optimizer) for item in self._optimizers}
-        self._optimizers += [
-            RecordedOptimizer(item) for item in self.observed.optimizers if id(item) not in prepare
-        ]
+            raise Refused(f"its batches had more than {_MOST_ROOMS} sizes, each larger than those before")
         for argument, varies in zip(call.arguments, form.varies, strict=True):
             if varies and any(tensor.requires_grad for tensor in argument.tensors):
-                raise _Refused("an argument that changes requires a gradient")
+                raise Refused("an argument that changes requires a gradient")
             if varies and any(tensor.device != call.device for tensor in argument.tensors):
-                raise _Refused("an argument that changes is on the CPU")
+                raise Refused("an argument that changes is on the CPU")
+        prepared = {id(item.optimizer) for item in self._optimizers}
+        self._optimizers += [
+            RecordedOptimizer(item, self._graphs.supports)
+            for item in self.observed.optimizers
+            if id(item) not in prepared
+        ]
         room = None if call.sizes is None else room_for(form.seen)
         try:
             if any(form.varies):
                 self._compare(form, call, room)
             made = Record(call, form.varies, room)
         except torch.OutOfMemoryError:
-            raise _Refused("there is not enough memory to record it") from None
+            raise Refused("there is not enough memory to record it") from None
         form.records.insert(0, made)
         return made
 
@@ -341,33 +199,39 @@ class Captured:
         """Runs the step on a batch as it is and with much padding; undoes both.
 
         Raises:
-            _Refused: they differ.
+            Refused: they differ.
         """
         device = call.device or torch.device("cpu")
         wide = None if room is None else Sizes(2 * room.nodes + 1, 2 * room.edges + 3)
         trial = Record(call, form.varies, wide)
         trial.write(call)
-
-        def run(job: Callable[[], Any]) -> Any:
-            with recorded.without_dropout(), WithoutDropout(), _without_autocast(device):
-                return self._on_side(
-                    lambda: on_trial(job, self.observed.parameters, self.observed.buffers(), device)
-                )
-
-        plain = run(lambda: self.step(*call.args, **call.kwargs))
-        try:
-            padded = run(lambda: trial.trimmed(trial.run(self.step, self.observed), call))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever the step says of the other form
-            raise _Refused(f"{type(error).__name__}: {error}") from error
+        with recorded.without_dropout(), WithoutDropout(), _without_autocast(device):
+            plain = self._on_trial(lambda: self.step(*call.args, **call.kwargs), device)
+            try:
+                padded = self._on_trial(lambda: trial.trimmed(trial.run(self.step, self.observed), call), device)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever the step says of the other form
+                raise Refused(f"{type(error).__name__}: {error}") from error
         found, where = difference(plain, padded)
         form.difference = found
         if not found <= (_TOLERANCE_16 if self.observed.rounds else _TOLERANCE):
-            raise _Refused(
+            raise Refused(
                 f"padding would change {where} (relative difference {found:.1e}): something in it mixes "
                 "nodes of different graphs"
             )
+
+    def _on_trial(self, job: Callable[[], Any], device: torch.device, keeps: Sequence[Any] = ()) -> Trial:
+        observed = self.observed
+        return self._graphs.beside(
+            lambda: on_trial(
+                lambda: self._probe(job()), observed.parameters, observed.buffers(), device, keeps
+            )
+        )
+
+    def _probe(self, result: Any) -> Any:
+        """What a trial does with a result besides."""
+        return result
 
     def _use(self, form: Form, chosen: Record, call: Call) -> Any:
         """A run of a record, which is made where it is due."""
@@ -375,60 +239,65 @@ class Captured:
             item.write()
         chosen.write(call)
         if chosen.replay is None:
-            if chosen.prepared < _PREPARING or _pretends:
+            if chosen.prepared < _PREPARING:
                 chosen.prepared += 1
-                result = self._on_side(lambda: chosen.run(self.step, self.observed))
+                result = self._graphs.beside(lambda: chosen.run(self.step, self.observed))
                 return self._results(chosen.trimmed(result, call))
             try:
-                chosen.replay = self._record(chosen)
+                chosen.replay = self._checked_replay(chosen, call)
             except Exception as error:
-                form.records.clear()
-                form.refusal = _reason(error)
-                self._say(form.refusal)
-                return self._as_it_is(call)
+                return self._refuse(form, call, error)
         return self._results(chosen.trimmed(chosen.replay(), call))
+
+    def _checked_replay(self, chosen: Record, call: Call) -> Callable[[], Any]:
+        """Records a run, and replays it on trial: it has to give what a run gives on trial.
+
+        Raises:
+            Refused: it does not.
+        """
+        device = call.device or torch.device("cpu")
+        run = self._on_trial(lambda: chosen.run(self.step, self.observed), device)
+        replay = self._record(chosen)
+        replayed = self._on_trial(replay, device, [*run.written, *self._gradients])
+        chosen.difference, where = difference(run, replayed)
+        rounds = self.observed.rounds or torch.is_autocast_enabled(device.type)
+        if not chosen.difference <= (_TOLERANCE_16 if rounds else _TOLERANCE):
+            raise Refused(
+                f"its replay would change {where} (relative difference {chosen.difference:.1e}): something in "
+                "it is kept by the host from call to call, or drawn there"
+            )
+        return replay
 
     def _record(self, chosen: Record) -> Callable[[], Any]:
         """Records a run; returns what replays it."""
         observed = self.observed
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        assert self._stream is not None
         parameters = list(observed.parameters)
-        before = [item.grad for item in parameters]
-        try:
-            graph, result = record(
-                lambda: chosen.run(self.step, observed),
-                self._stream,
-                pool=self._pool,
-                capture_error_mode="thread_local",
+        known = {id(item) for item in parameters}
+        given = (tensor for held in chosen.held for tensor in held.tensors)
+        if observed.differentiates and any(x.is_leaf and x.requires_grad and id(x) not in known for x in given):
+            raise Refused("an argument requires a gradient, and no module or optimiser in it has that tensor")
+        with self._gradients.held(parameters) as gradients:
+
+            def job() -> Any:
+                result = chosen.run(self.step, observed)
+                gradients.take()
+                return result
+
+            try:
+                launch, result = self._graphs.record(job)
+            finally:
+                chosen.execution = None
+        if torch.is_grad_enabled() and not observed.differentiates and _wants_grad(result):
+            raise Refused(
+                "it returns what backward() is called on outside of it: call backward() in the step, or "
+                "capture the model"
             )
-            if torch.is_grad_enabled() and not observed.differentiates and _wants_grad(result):
-                raise _Refused(
-                    "it returns what backward() is called on outside of it: call backward() in the step, or "
-                    "capture the model"
-                )
-            after = [item.grad for item in parameters]
-        finally:
-            for item, gradient in zip(parameters, before, strict=True):
-                item.grad = gradient  # nothing was computed yet
-            chosen.execution = None
-        kept = [
-            (item, start, end)
-            for item, start, end in zip(parameters, before, after, strict=True)
-            if start is not None or end is not None
-        ]
         result = tree_map(lambda item: item.detach() if isinstance(item, Tensor) else item, result)
 
         def replay() -> Any:
-            for item, start, end in kept:
-                # Added to where it is: what the gradient is now may lie elsewhere.
-                if start is not None and end is start and item.grad is not start and item.grad is not None:
-                    start.copy_(item.grad)
-            graph.replay()
-            for item, _, end in kept:
-                if item.grad is not end:
-                    item.grad = end
+            gradients.before_replay()
+            launch()
+            gradients.after_replay()
             return result
 
         return replay
@@ -437,9 +306,20 @@ class Captured:
         """Copies: the next replay writes there."""
         return tree_map(lambda item: item.detach().clone() if isinstance(item, Tensor) else item, result)
 
+    def _refuse(self, form: Form, call: Call, error: Exception) -> Any:
+        """Runs a call as it is, as all later ones of its form."""
+        form.records.clear()
+        form.refusal = _reason(error)
+        self._say(form.refusal)
+        if not self.records:
+            self._forget()
+        return self._as_it_is(call)
+
     def _forget(self) -> None:
         for form in self._forms.values():
             form.records.clear()
+        for item in self._optimizers:
+            item.restore()
         self._optimizers = []
 
     @property
@@ -470,7 +350,7 @@ def _wants_grad(result: Any) -> bool:
 def _reason(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "there is not enough memory to record it"
-    if isinstance(error, _Refused):
+    if isinstance(error, Refused):
         return str(error)
     text = str(error).split("\n")[0]
     return (

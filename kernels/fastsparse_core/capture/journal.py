@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,12 +43,17 @@ class _Journal(TorchDispatchMode):
                     self._born[reference.cdata] = reference
         return result
 
-    def keep(self, tensor: Tensor) -> None:
-        """Keeps what a tensor holds now."""
-        storage = _storage(tensor)
+    def keep(self, kept: Tensor | torch.UntypedStorage) -> None:
+        """Keeps what a tensor or its memory holds now."""
+        storage = _storage(kept) if isinstance(kept, Tensor) else kept
         born = self._born.get(storage._cdata)
         if (born is None or born.expired()) and storage._cdata not in self._kept:
             self._kept[storage._cdata] = (storage, storage.clone())
+
+    @property
+    def written(self) -> list[torch.UntypedStorage]:
+        """The memory that was there before."""
+        return [storage for storage, _ in self._kept.values()]
 
     def undo(self) -> None:
         """Puts everything back."""
@@ -63,9 +69,28 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
 
 
+@dataclass
+class Trial:
+    """What a job did that was undone.
+
+    Attributes:
+        results: copies of the tensors among its results, and of buffers.
+        gradients: copies of the parameters' gradients.
+        written: memory that it wrote to, and that was there before.
+    """
+
+    results: list[Tensor]
+    gradients: list[Tensor]
+    written: list[torch.UntypedStorage]
+
+
 def on_trial(
-    job: Callable[[], Any], parameters: Iterable[Tensor], buffers: Iterable[Tensor], device: torch.device
-) -> tuple[list[Tensor], list[Tensor]]:
+    job: Callable[[], Any],
+    parameters: Iterable[Tensor],
+    buffers: Iterable[Tensor],
+    device: torch.device,
+    keeps: Iterable[Tensor | torch.UntypedStorage] = (),
+) -> Trial:
     """Runs a job and undoes what it did to tensors, gradients and generators of random numbers.
 
     Args:
@@ -73,15 +98,13 @@ def on_trial(
         parameters: whose gradients it may replace.
         buffers: to be compared; batch normalisation writes to them without saying so.
         device: where it draws numbers, besides the CPU.
-
-    Returns:
-        Copies of the tensors among its results and of the buffers; gradients.
+        keeps: what it writes to besides without saying so, as the replay of a CUDA graph does.
     """
     parameters, buffers = list(parameters), list(buffers)
     before = [parameter.grad for parameter in parameters]
     journal = _Journal()
-    for buffer in buffers:
-        journal.keep(buffer)
+    for kept in (*buffers, *keeps):
+        journal.keep(kept)
     devices = [device] if device.type == "cuda" else []
     with contextlib.ExitStack() as stack:
         stack.callback(_set_gradients, parameters, before)
@@ -95,7 +118,8 @@ def on_trial(
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
             for parameter in parameters
         ]
-    return results, gradients
+        written = journal.written
+    return Trial(results, gradients, written)
 
 
 def _set_gradients(parameters: list[Tensor], gradients: list[Tensor | None]) -> None:
@@ -103,32 +127,32 @@ def _set_gradients(parameters: list[Tensor], gradients: list[Tensor | None]) -> 
         parameter.grad = gradient
 
 
-def difference(
-    one: tuple[list[Tensor], list[Tensor]], other: tuple[list[Tensor], list[Tensor]]
-) -> tuple[float, str]:
+def difference(one: Trial, other: Trial) -> tuple[float, str]:
     """The greatest relative difference of two trials, and of what; gradients relative to the longest."""
-    (results, gradients), (other_results, other_gradients) = one, other
-    if len(results) != len(other_results):
+    if len(one.results) != len(other.results):
         return float("inf"), "the number of results"
     worst, where = 0.0, ""
-    for x, y in zip(results, other_results, strict=True):
+    for x, y in zip(one.results, other.results, strict=True):
         if x.shape != y.shape:
             return float("inf"), f"a result's shape, {tuple(y.shape)} instead of {tuple(x.shape)}"
-        worst, where = max((worst, where), (_relative(x, y), f"a result of shape {tuple(x.shape)}"))
-    longest = max([float(x.double().norm()) for x in gradients], default=0.0)
-    for x, y in zip(gradients, other_gradients, strict=True):
-        found = float((x.double() - y.double()).norm()) / longest if longest else float(y.abs().max() > 0)
-        worst, where = max((worst, where), (_nan_is_worst(found), f"a gradient of shape {tuple(x.shape)}"))
+        if x.is_floating_point():
+            found = _relative(x, y, _norm(x))
+        else:
+            found = 0.0 if torch.equal(x, y) else float("inf")
+        worst, where = max((worst, where), (found, f"a result of shape {tuple(x.shape)}"))
+    longest = max([_norm(x) for x in one.gradients], default=0.0)
+    for x, y in zip(one.gradients, other.gradients, strict=True):
+        worst, where = max((worst, where), (_relative(x, y, longest), f"a gradient of shape {tuple(x.shape)}"))
     return worst, where
 
 
-def _relative(x: Tensor, y: Tensor) -> float:
-    if not x.is_floating_point():
-        return 0.0 if torch.equal(x, y) else float("inf")
-    if not x.numel():
-        return 0.0
-    return _nan_is_worst(float((x.double() - y.double()).norm()) / max(float(x.double().norm()), 1e-30))
+def _relative(x: Tensor, y: Tensor, norm: float) -> float:
+    x, y = x.double(), y.double()
+    if not torch.equal(x.isfinite(), y.isfinite()):
+        return float("inf")
+    return _norm(x - y) / max(norm, 1e-30)
 
 
-def _nan_is_worst(number: float) -> float:
-    return float("inf") if number != number else number
+def _norm(x: Tensor) -> float:
+    """Of the finite numbers: those that overflow, as a gradient scaler provokes, do so in both."""
+    return float(x.double().nan_to_num(0, 0, 0).norm())

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from fastsparse_core.capture.captured import Captured, Record
-from fastsparse_core.capture.step import record
+from fastsparse_core.capture.captured import Captured
+from fastsparse_core.capture.forms import Record
 
 _M = TypeVar("_M", bound=torch.nn.Module)
 
@@ -56,12 +56,18 @@ class CapturedModel(Captured):
     def _results(self, result: Any) -> Any:
         return result
 
+    def _probe(self, result: Any) -> Any:
+        """Passes back gradients, which the loop would."""
+        wanted = [item for item in tree_leaves(result) if isinstance(item, Tensor) and item.requires_grad]
+        if wanted:
+            gradients = [torch.linspace(0.5, 1.5, item.numel()).to(item).view(item.shape) for item in wanted]
+            torch.autograd.backward(wanted, gradients)
+        return result
+
     def _record(self, chosen: Record) -> Callable[[], Any]:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        assert self._stream is not None
-        options = {"pool": self._pool, "capture_error_mode": "thread_local"}
-        forward, result = record(lambda: chosen.run(self.step, self.observed), self._stream, **options)
+        # The two passes share memory, and no others may: another pass may run between them.
+        self._graphs.forget_memory()
+        launch, result = self._graphs.record(lambda: chosen.run(self.step, self.observed))
         flat, spec = tree_flatten(result)
         differentiable = [item for item in flat if isinstance(item, Tensor) and item.requires_grad]
         inputs = [
@@ -70,28 +76,28 @@ class CapturedModel(Captured):
         if not (differentiable and torch.is_grad_enabled()):
 
             def replay() -> Any:
-                forward.replay()
+                launch()
                 return tree_unflatten([_copy(item) for item in flat], spec)
 
             return replay
         incoming = [torch.zeros_like(item) for item in differentiable]
-        backward, gradients = record(
-            lambda: torch.autograd.grad(differentiable, inputs, incoming, allow_unused=True),
-            self._stream,
-            **options,
+        launch_backward, gradients = self._graphs.record(
+            lambda: torch.autograd.grad(differentiable, inputs, incoming, allow_unused=True)
         )
         chosen.execution = None  # until now, for the backward pass reads structures
-        passes = _Passes(forward, backward, differentiable, incoming, inputs, gradients)
+        passes = _Passes(launch, launch_backward, differentiable, incoming, gradients)
         plain = [item.detach() if isinstance(item, Tensor) else item for item in flat]
 
         def replay_both() -> Any:
             outputs = iter(_Replay.apply(passes, *inputs))
             items = [
-                next(outputs) if isinstance(item, Tensor) and item.requires_grad else _copy(known)
-                for item, known in zip(flat, plain, strict=True)
+                next(outputs) if is_output else _copy(known)
+                for is_output, known in zip(are_outputs, plain, strict=True)
             ]
             return tree_unflatten(items, spec)
 
+        are_outputs = [isinstance(item, Tensor) and item.requires_grad for item in flat]
+        del flat, result, differentiable  # with them, what autograd keeps for a backward pass
         return replay_both
 
 
@@ -104,17 +110,15 @@ class _Passes:
 
     def __init__(
         self,
-        forward: torch.cuda.CUDAGraph,
-        backward: torch.cuda.CUDAGraph,
+        forward: Callable[[], None],
+        backward: Callable[[], None],
         outputs: Sequence[Tensor],
         incoming: Sequence[Tensor],
-        inputs: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
     ) -> None:
         self.forward, self.backward = forward, backward
         self.outputs = [item.detach() for item in outputs]
         self.incoming = list(incoming)
-        self.inputs = list(inputs)
         self.gradients = list(gradients)
         self.calls = 0
 
@@ -122,7 +126,7 @@ class _Passes:
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, passes: _Passes, *inputs: Tensor) -> tuple[Tensor, ...]:
-        passes.forward.replay()
+        passes.forward()
         passes.calls += 1
         ctx.passes, ctx.call = passes, passes.calls
         return tuple(item.clone() for item in passes.outputs)
@@ -138,9 +142,6 @@ class _Replay(torch.autograd.Function):
             )
         for held, item in zip(passes.incoming, incoming, strict=True):
             held.copy_(item)
-        for item, gradient in zip(passes.inputs, passes.gradients, strict=True):
-            kept = item.grad
-            if kept is not None and gradient is not None and kept.data_ptr() == gradient.data_ptr():
-                item.grad = kept.clone()  # autograd took the record's memory for it; the replay writes there
-        passes.backward.replay()
-        return (None, *(None if item is None else item.detach() for item in passes.gradients))
+        passes.backward()
+        # Copies, for autograd may take the very tensors as gradients, and the next replay writes there.
+        return (None, *(None if item is None else item.clone() for item in passes.gradients))

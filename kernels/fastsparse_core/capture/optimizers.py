@@ -2,54 +2,81 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-#: Optimisers with one kernel for a whole step, which also takes what a gradient scaler finds.
-_FUSED = (torch.optim.Adam, torch.optim.AdamW)
+#: Optimisers with one kernel for a whole step, which reads the learning rate from a tensor, and also takes
+#: what a gradient scaler finds. SGD has no other way to leave the host out.
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 class RecordedOptimizer:
-    """An optimiser whose steps a CUDA graph can repeat: its learning rates are tensors from now on.
+    """An optimiser whose steps a CUDA graph can repeat: where it can, its learning rates are tensors from now on.
 
-    Schedulers and assignments change them as before. Other settings are part of the record.
+    Schedulers and assignments change them as before. Other settings are part of the record; so is the
+    learning rate of optimisers that read it on the host.
 
     Args:
         optimizer: whose state exists.
+        supports: whether graphs are recorded on a device.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, supports: Callable[[torch.device], bool]) -> None:
         self.optimizer = optimizer
-        self._rates: list[Tensor | None] = []
-        self._values: list[float] = []
-        for group in optimizer.param_groups:
-            self._prepare(group)
+        self._supports = supports
+        self._scales = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._before: list[dict[str, Any]] = []
+        self._rates: list[Tensor | None] = [self._prepare(group) for group in optimizer.param_groups]
         self._state = optimizer.state
         self._settings = self._read_settings()
 
-    def _prepare(self, group: dict[str, Any]) -> None:
-        on_gpu = all(parameter.is_cuda for parameter in group["params"])
-        rate = group["lr"]
-        self._values.append(float(rate))
-        if not on_gpu or not group["params"]:
-            self._rates.append(None)
-            return
-        if "capturable" in group:
-            group["capturable"] = True
-        if type(self.optimizer) in _FUSED and group["fused"] is None and group["foreach"] is None:
+    def _prepare(self, group: dict[str, Any]) -> Tensor | None:
+        names = ("lr", "capturable", "fused")
+        self._before.append({name: group[name] for name in names if name in group})
+        parameters, rate = group["params"], group["lr"]
+        if not parameters or not all(self._supports(parameter.device) for parameter in parameters):
+            return None
+        device = parameters[0].device
+        fuses = type(self.optimizer) in _FUSED and (
+            group["fused"] or (group["fused"] is None and not group["foreach"] and not group["differentiable"])
+        )
+        if fuses:
             group["fused"] = True
             self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-        device = group["params"][0].device
+        if "capturable" in group:
+            group["capturable"] = True
+            # PyTorch would warn of the runs that precede the record.
+            self.optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+        elif not fuses:
+            return None
         if not isinstance(rate, Tensor) or rate.device != device:
             group["lr"] = torch.tensor(float(rate), device=device)
-        self._rates.append(group["lr"])
-        for parameter in group["params"]:
-            state = self.optimizer.state.get(parameter, {})
-            if isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].to(device=device, dtype=torch.float32)
+        for parameter in parameters:
+            self._move_step(parameter, device)
+        made: Tensor = group["lr"]
+        return made
+
+    def _move_step(self, parameter: Tensor, device: torch.device) -> None:
+        state = self.optimizer.state.get(parameter, {})
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].to(device=device, dtype=torch.float32)
+
+    def restore(self) -> None:
+        """Gives back the settings that it had, but for what was changed since."""
+        self.optimizer._step_supports_amp_scaling = self._scales  # type: ignore[attr-defined]
+        for group, before, rate in zip(self.optimizer.param_groups, self._before, self._rates, strict=False):
+            for name in ("capturable", "fused"):
+                if name in before and group[name] is True:
+                    group[name] = before[name]
+            if rate is not None and group["lr"] is rate and not isinstance(before["lr"], Tensor):
+                group["lr"] = float(rate)
+            if not group.get("capturable") and not group.get("fused"):
+                for parameter in group["params"]:
+                    self._move_step(parameter, torch.device("cpu"))
 
     def _read_settings(self) -> list[dict[str, Any]]:
         return [
@@ -60,7 +87,7 @@ class RecordedOptimizer:
         ]
 
     def is_as_recorded(self) -> bool:
-        """Whether nothing changed but learning rates."""
+        """Whether nothing changed but learning rates that are tensors."""
         groups = self.optimizer.param_groups
         return (
             len(groups) == len(self._rates)
@@ -70,9 +97,8 @@ class RecordedOptimizer:
 
     def write(self) -> None:
         """Puts learning rates that were assigned as numbers where the record reads them."""
-        for nth, (group, rate) in enumerate(zip(self.optimizer.param_groups, self._rates, strict=True)):
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             given = group["lr"]
             if rate is not None and given is not rate:
                 rate.fill_(float(given))
                 group["lr"] = rate
-                self._values[nth] = float(given)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from fastsparse_core import policy
+from fastsparse_core.capture.graphs import record
 from fastsparse_core.log import info_once
 from fastsparse_core.streams import on_stream
 
@@ -97,33 +97,3 @@ class CapturedStep(Generic[_T]):
                 "read no results on the host (loss.item(), bool(mask.any())), and its optimizer must be "
                 "capturable, as torch.optim.Adam(..., capturable=True)"
             ) from failure
-
-
-def record(
-    job: Callable[[], _T], stream: torch.cuda.Stream, **options: Any
-) -> tuple[torch.cuda.CUDAGraph, _T]:
-    """Records a job as a CUDA graph, and what it returns.
-
-    Args:
-        job: called once, on that stream.
-        stream: one that the job ran on before: autograd would wait for another one.
-        options: of ``torch.cuda.graph``.
-
-    Raises:
-        Exception: what the job raised; or a warning, that it gives the GPU nothing to do.
-    """
-    graph = torch.cuda.CUDAGraph()
-    failure: Exception | None = None
-    try:
-        # The stream is restored here because `torch.cuda.graph` does not do it where recording fails.
-        with warnings.catch_warnings(), torch.cuda.stream(torch.cuda.current_stream()):
-            # That of a step on the CPU: its replays would do nothing.
-            warnings.filterwarnings("error", message="The CUDA Graph is empty")
-            with torch.cuda.graph(graph, stream=stream, **options):
-                try:
-                    return graph, job()
-                except Exception as error:
-                    failure = error  # the end of the capture fails too, and would hide it
-                    raise
-    except (RuntimeError, UserWarning) as error:
-        raise failure or error from None

@@ -24,6 +24,11 @@ class Masks:
         """Reads a mask."""
         self._known[id(mask)] = (mask, mask._version, mask.nonzero().flatten())
 
+    def read_again(self) -> None:
+        """Reads all masks as they are now."""
+        for mask, _, _ in list(self._known.values()):
+            self.add(mask)
+
     def index_of(self, mask: Tensor) -> Tensor | None:
         """The indices of a mask that was read, and is the same object with the same content."""
         known = self._known.get(id(mask))

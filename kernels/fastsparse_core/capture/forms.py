@@ -1,0 +1,167 @@
+"""Calls of a captured function, the forms that they have in common, and what is recorded of a form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from fastsparse_core import recorded
+from fastsparse_core.capture.arguments import Constant, Held, argument_of
+from fastsparse_core.capture.fresh_adjacency import FreshAdjacency
+from fastsparse_core.capture.observe import Observed
+from fastsparse_core.capture.padding import Sizes
+from fastsparse_core.capture.twins import Twins
+
+#: What plugins put around every run of the form that is recorded: functions of what is held.
+surroundings: list[Callable[[list[Held]], Any]] = []
+
+
+class Refused(Exception):
+    """Why a step stays as it is."""
+
+
+class Call:
+    """Arguments of one call."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.arguments = [argument_of(item) for item in (*args, *kwargs.values())]
+        self.names = tuple(kwargs)
+        padded = [argument.sizes for argument in self.arguments if argument.sizes is not None]
+        if len(padded) > 1:
+            raise Refused("it takes several batches")
+        self.sizes: Sizes | None = padded[0] if padded else None
+
+    @property
+    def key(self) -> Hashable:
+        """What is the same for all calls of one form."""
+        return (self.names, *(argument.key for argument in self.arguments))
+
+    @property
+    def device(self) -> torch.device | None:
+        """Of the tensors: the GPU if some are there."""
+        devices = [tensor.device for argument in self.arguments for tensor in argument.tensors]
+        return next((device for device in devices if device.type == "cuda"), devices[0] if devices else None)
+
+
+class Form:
+    """A step with arguments of one kind, in one mode.
+
+    Attributes:
+        calls: how many there were.
+        varies: for every argument, whether it was another one in different calls.
+        seen: sizes of batches.
+        records: the newest first.
+        refusal: why it stays as it is; "" if it does not.
+        difference: relative, of results and gradients with padding, when that was tried last.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.calls = 0
+        self.varies = [argument.sizes is not None for argument in call.arguments]
+        self.seen: list[Sizes] = []
+        self.records: list[Record] = []
+        self.refusal = ""
+        self.difference = 0.0
+        self._last = [
+            [] if varies else item.tensors for item, varies in zip(call.arguments, self.varies, strict=True)
+        ]
+
+    def observe(self, call: Call) -> None:
+        """Counts a call, and compares it with the last one."""
+        self.calls += 1
+        for nth, (last, argument) in enumerate(zip(self._last, call.arguments, strict=True)):
+            if not all(x is y for x, y in zip(last, argument.tensors, strict=False)):
+                self.varies[nth] = True
+        # What varies is not kept alive.
+        self._last = [
+            [] if varies else argument.tensors
+            for argument, varies in zip(call.arguments, self.varies, strict=True)
+        ]
+        if call.sizes is not None:
+            self.seen = [*self.seen[-63:], call.sizes]
+
+
+class Record:
+    """One recorded form: memory that it reads, and the graph.
+
+    Args:
+        call: one that fits.
+        varies: see `Form`.
+        room: for a batch.
+
+    Attributes:
+        prepared: how often it ran.
+        replay: launches the graph and gives its result, which the next launch overwrites; None: not yet.
+        difference: relative, of its first replay from a run, on trial.
+    """
+
+    def __init__(self, call: Call, varies: list[bool], room: Sizes | None) -> None:
+        self.room = room
+        self.held = [
+            argument.hold(room) if changes else Constant(argument)
+            for argument, changes in zip(call.arguments, varies, strict=True)
+        ]
+        self._names = call.names
+        self.prepared = 0
+        self.difference = 0.0
+        self.execution: recorded.StepRun | None = None
+        self.replay: Callable[[], Any] | None = None
+
+    @property
+    def given(self) -> tuple[list[Any], dict[str, Any]]:
+        """What the step is called with."""
+        values = [held.value for held in self.held]
+        count = len(values) - len(self._names)
+        return values[:count], dict(zip(self._names, values[count:], strict=True))
+
+    def changed(self, call: Call) -> list[int]:
+        """Places of arguments that are others than when it was recorded, and were taken to stay."""
+        return [
+            nth
+            for nth, (held, argument) in enumerate(zip(self.held, call.arguments, strict=True))
+            if isinstance(held, Constant) and not held.is_as_recorded(argument)
+        ]
+
+    def fits(self, call: Call) -> bool:
+        """Whether there is room for the call's batch."""
+        return self.room is None or call.sizes is None or self.room.hold(call.sizes)
+
+    def write(self, call: Call) -> None:
+        """Copies the call's arguments to where the step reads them."""
+        for held, argument in zip(self.held, call.arguments, strict=True):
+            if not isinstance(held, Constant):
+                held.write(argument)
+
+    def trimmed(self, result: Any, call: Call) -> Any:
+        """A result without rows of padding."""
+        room, sizes = self.room, call.sizes
+        if room is None or sizes is None:
+            return result
+        rows = {room.nodes: sizes.nodes, room.edges: sizes.edges}
+
+        def trim(item: Any) -> Any:
+            padded = isinstance(item, Tensor) and item.dim() and item.size(0) in rows
+            return item[: rows[item.size(0)]] if padded else item
+
+        return tree_map(trim, result)
+
+    def run(self, step: Callable[..., Any], observed: Observed) -> Any:
+        """Runs a step on what is held, in the form that is recorded."""
+        args, kwargs = self.given
+        greatest = {address: value for held in self.held for address, value in held.greatest.items()}
+        rows = [of_kind for held in self.held for of_kind in held.rows]
+        with ExitStack() as stack:
+            self.execution = recorded.StepRun(
+                has_padding=self.room is not None, of_edges=FreshAdjacency.of_edges
+            )
+            stack.enter_context(recorded.running(self.execution))
+            for surrounding in surroundings:
+                stack.enter_context(surrounding(self.held))
+            stack.enter_context(Twins(rows, greatest, observed.masks))
+            return step(*args, **kwargs)
