@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "fastsparse/cpu_attention.h"
+#include "fastsparse/launchers.h"
 
 namespace fastsparse::cpu {
 namespace {
