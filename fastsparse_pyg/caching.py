@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from fastsparse_core.sampling import Edges
 #: Edge lists of one size that are taken for a user's own graphs before they are compared.
 _MANY = 2
 _MOST_STRANGERS = 16
+
+#: The part of a plain tensor's stamp that is read at once, its device last.
+stamp_attributes = attrgetter("_version", "shape", "dtype", "device")
 
 logger = logging.getLogger("fastsparse_pyg")
 
@@ -93,7 +97,7 @@ def stamp_of(tensor: Tensor) -> Hashable:
     """
     if isinstance(tensor, EdgeIndex):  # a wrapper: it has a version of its own, and no address
         return tensor._version, stamp_of(tensor._data)
-    return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return tensor.data_ptr(), tensor.stride(), *stamp_attributes(tensor)
 
 
 def remember_sampled(edges: Edges) -> Tensor:

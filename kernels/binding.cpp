@@ -21,6 +21,7 @@
 #include "fastsparse/launchers.h"
 #include "fastsparse/sample_neighbors.h"
 #include "fastsparse/spmm_extremum.h"
+#include "fastsparse/sum_of_rows.h"
 
 namespace py = pybind11;
 
@@ -169,6 +170,28 @@ void spmm_csr_transposed(const CsrStructure& structure, int dtype, std::int64_t 
   FASTSPARSE_RUN(spmm_csr_transposed, args, device, queue);
 }
 
+void sum_of_rows(Address rows, std::int64_t num_rows, std::int64_t width, std::int64_t row_stride, int dtype,
+                 Address partial, std::int64_t num_parts, Address out, int out_dtype, int device,
+                 Address queue) {
+  const SumOfRowsArgs args{at(rows),
+                           num_rows,
+                           width,
+                           row_stride,
+                           at<double>(partial),
+                           num_parts,
+                           at(out),
+                           static_cast<Dtype>(dtype),
+                           static_cast<Dtype>(out_dtype)};
+  if (device < 0) {
+    cpu::sum_of_rows(args);
+    return;
+  }
+#ifdef FASTSPARSE_WITH_CUDA
+  const DeviceGuard guard(device);
+  check(cuda::sum_of_rows(args, at(queue)), "sum_of_rows");
+#endif
+}
+
 #ifdef FASTSPARSE_WITH_CUDA
 void aggregate_linear(const CsrStructure& structure, bool sums_given, Address scale_dst, std::int64_t width,
                       Address x, std::int64_t x_stride, std::int64_t out_width, Address weight,
@@ -205,22 +228,6 @@ void aggregate_linear_backward(std::int64_t num_rows, Address grad, std::int64_t
                                          num_terms};
   const DeviceGuard guard(device);
   check(cuda::aggregate_linear_backward(args, at(queue)), "aggregate_linear_backward");
-}
-
-void sum_of_rows(Address rows, std::int64_t num_rows, std::int64_t width, std::int64_t row_stride, int dtype,
-                 Address partial, std::int64_t num_parts, Address out, int out_dtype, int device,
-                 Address queue) {
-  const SumOfRowsArgs args{at(rows),
-                           num_rows,
-                           width,
-                           row_stride,
-                           at<double>(partial),
-                           num_parts,
-                           at(out),
-                           static_cast<Dtype>(dtype),
-                           static_cast<Dtype>(out_dtype)};
-  const DeviceGuard guard(device);
-  check(cuda::sum_of_rows(args, at(queue)), "sum_of_rows");
 }
 
 void head_outer(Address x, std::int64_t x_stride, Address y, std::int64_t y_stride, Address x_edge,
@@ -1507,13 +1514,13 @@ PYBIND11_MODULE(_C, m) {
                     std::int64_t, int>())
       .def("run", &SpmmPlan::run);
   m.def("spmm_csr_transposed", &spmm_csr_transposed);
+  m.def("sum_of_rows", &sum_of_rows);
 #ifdef FASTSPARSE_WITH_CUDA
   m.def("num_row_split_counts", &cuda::num_row_split_counts);
   m.def("row_split_count", &row_split_count);
   m.def("row_split_fill", &row_split_fill);
   py::class_<BsbView>(m, "BsbStructure").def(py::init(&make_bsb));
   m.def("spmm_bsb", &spmm_bsb);
-  m.def("sum_of_rows", &sum_of_rows);
   m.def("head_outer", &head_outer);
   m.def("aggregate_linear", &aggregate_linear);
   m.def("aggregate_linear_backward", &aggregate_linear_backward);

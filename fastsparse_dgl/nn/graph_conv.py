@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import Adjacency
-from fastsparse_core.fused.graph_convolution import can_convolve, graph_convolution
+from fastsparse_core.fused.graph_convolution import graph_convolution
+from fastsparse_core.ops._common import is_plain_eager
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
 from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype, source_features
@@ -83,13 +84,11 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
         relu = self._activation in (torch.relu, torch.nn.functional.relu)
         # DGL's own order: it decides what broadcast edge weights mean, and what may be written in place.
         aggregate_first = self._in_feats <= self._out_feats
-        order = {"out_by_in": False, "aggregate_first": aggregate_first}
-        if (
-            weight is not None
-            and edge_weight is None
-            and can_convolve(adjacency, source, weight, self.bias, **order)
-        ):
-            out = graph_convolution(adjacency, source, weight, self.bias, **order, **scales, relu=relu)
+        out = None
+        if edge_weight is None and is_plain_eager(source):
+            call = (adjacency, source, weight, self.bias, False, aggregate_first)
+            out = graph_convolution(*call, **scales, relu=relu)
+        if out is not None:
             if relu:
                 return out
         elif weight is None or not aggregate_first:

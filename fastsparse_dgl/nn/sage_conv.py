@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastsparse_core import Adjacency
-from fastsparse_core.fused.aggregate_linear import aggregate_linear, can_aggregate_linear
+from fastsparse_core.fused.aggregate_linear import aggregate_linear
 from fastsparse_core.fused.joint_linear import add_linear, is_plain_linear
+from fastsparse_core.ops._common import is_plain_eager
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
 from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype, source_features
@@ -102,9 +103,10 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
             and is_plain_linear(own)
             and is_plain_linear(neigh)
             and neigh.bias is None
-            and can_aggregate_linear(adjacency, source, destination, neigh.weight, own.bias, own.weight)
+            and is_plain_eager(source)
         ):
-            return aggregate_linear(adjacency, source, neigh.weight, own.bias, own.weight, "mean")
+            parameters = (neigh.weight, own.bias, own.weight)
+            return aggregate_linear(adjacency, source, *parameters, "mean", root=destination)
         return None
 
     def _plus_neighbours(

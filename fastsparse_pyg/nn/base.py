@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -15,13 +16,13 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
 from fastsparse_core import Adjacency, spmm
-from fastsparse_core.fused.aggregate_linear import aggregate_linear, can_aggregate_linear
+from fastsparse_core.fused.aggregate_linear import aggregate_linear
 from fastsparse_core.fused.joint_linear import add_linear, joint_linear
 from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain
 from fastsparse_core.layer_swap import restore
 from fastsparse_core.log import info_once
 from fastsparse_core.ops._common import is_plain_eager, why_watched
-from fastsparse_pyg.caching import layer_cache, logger
+from fastsparse_pyg.caching import layer_cache, logger, stamp_attributes
 from fastsparse_pyg.graph import Graph, is_sparse_matrix, resolve, to_edge_index
 from fastsparse_pyg.traced import REDUCTIONS, TracedEdges, come_from_outside
 
@@ -39,6 +40,17 @@ MESSAGE_METHODS = (
 )
 #: Why PyG's code runs under torch.compile where :meth:`FastConv._traced_edges` has no answer.
 WITHOUT_ADJACENCY = "torch.compile without an Adjacency"
+_HOOKS = [
+    f"_{step}_forward_{kind}"
+    for step in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+    for kind in ("pre_hooks", "hooks")
+]
+#: What a layer's ``__dict__`` says in one go: few steps of the interpreter.
+_MESSAGE_HOOKS = operator.itemgetter(*_HOOKS)
+_WATCHED = operator.itemgetter("_explain", *_HOOKS)
+_AGGREGATION_HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
+_REPLACEABLE = frozenset({"message", "aggregate", "update", "message_and_aggregate", "edge_update"})
+_is_tracing = torch._C._is_tracing
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # The method as written, not the specialised copy that PyG puts in its place when a class is first
@@ -119,36 +131,38 @@ class FastConv(MessagePassing):
     def _why_original(self, x: Tensor, edge_index: object) -> str:
         """Why PyG's own code must run, "" if the kernels can."""
         state = self.__dict__
-        if state["_explain"]:
-            return "explain mode"
-        if state["_decomposed_layers"] > 1:
-            return "decomposed_layers > 1"
-        if has_message_hook(state):
-            return "a hook on message passing"
-        if self._overridden:
-            return f"{self._overridden}() is overridden"
-        if (
-            "message" in state
-            or "aggregate" in state
-            or "update" in state
-            or "message_and_aggregate" in state
-            or "edge_update" in state
-        ):
-            return "a message passing method is replaced on the instance"
+        if any(_WATCHED(state)) or not state.keys().isdisjoint(_REPLACEABLE) or self._overridden:
+            return self._why_messages_matter()
         aggregation = state["_modules"].get("aggr_module")
         if type(aggregation) not in self._aggregations:
             return f"aggr={self.aggr!r} has no kernel"
-        if aggregation._forward_hooks or aggregation._forward_pre_hooks:
+        if any(_AGGREGATION_HOOKS(aggregation.__dict__)):
             return "a hook on the aggregation"
-        if self._fusible and not state["fuse"] and is_sparse_matrix(edge_index):
-            return "a sparse matrix with fuse=False"
+        if state["_decomposed_layers"] > 1:
+            return "decomposed_layers > 1"
         if x.dtype not in _FLOAT_DTYPES:
             return f"features of dtype {x.dtype}"
+        if type(edge_index) is not Tensor or edge_index.layout is not torch.strided:
+            if self._fusible and not state["fuse"] and is_sparse_matrix(edge_index):
+                return "a sparse matrix with fuse=False"
+        if is_plain_eager(x) and not _is_tracing():
+            return ""
         if not isinstance(edge_index, Adjacency) and torch.compiler.is_compiling():
             return WITHOUT_ADJACENCY
         if torch.jit.is_tracing():
             return "torch.jit.trace"
-        return "" if is_plain_eager(x) else why_watched(x)
+        return why_watched(x)
+
+    def _why_messages_matter(self) -> str:
+        """Why the steps of message passing must run one by one."""
+        state = self.__dict__
+        if state["_explain"]:
+            return "explain mode"
+        if has_message_hook(state):
+            return "a hook on message passing"
+        if self._overridden:
+            return f"{self._overridden}() is overridden"
+        return "a message passing method is replaced on the instance"
 
     def _traced_edges(
         self, x: tuple[Any, Any], edge_index: Any, size: Any = None, *, add_self_loops: bool = False
@@ -169,36 +183,31 @@ class FastConv(MessagePassing):
         num_dst = num_src if x[1] is None else x[1].size(0)
         return TracedEdges(edge_index, num_dst, num_src, self.flow, add_self_loops)
 
-    def _known(self, x: Any, edge_index: object, add_self_loops: bool = False) -> Adjacency | None:
-        """The structure of a call that repeats an earlier one and hides nothing; None: look closer.
+    def _is_plain(self, x: Any, edge_index: object) -> bool:
+        """Whether a call has one matrix of node features and plain edges, and hides nothing.
 
-        That is one matrix of node features, and a plain tensor of edges that was looked up before. A step of
-        a small model takes as long as the host needs for it, so this asks little.
+        A step of a small model takes as long as the host needs for it, so this asks little.
         """
-        if (
-            type(edge_index) is not Tensor
-            or type(x) is not Tensor
-            or self.__dict__["node_dim"] not in (-2, 0)
-            or x.dim() != 2
-            or x.layout is not torch.strided
-            or self._why_original(x, edge_index)
-        ):
+        return (
+            type(edge_index) is type(x) is Tensor
+            and x.dim() == 2
+            and x.layout is edge_index.layout is torch.strided
+            and self.__dict__["node_dim"] in (-2, 0)
+            and not self._why_original(x, edge_index)
+            and not x.is_neg()
+        )
+
+    def _known(self, x: Any, edge_index: Any, add_self_loops: bool = False) -> Adjacency | None:
+        """The structure of a plain call whose edges were looked up before; None: look closer."""
+        if not self._is_plain(x, edge_index):
             return None
         num_nodes = x.shape[0]
         latest = layer_cache.latest.get((num_nodes, num_nodes, self.__dict__["flow"], add_self_loops))
-        device = edge_index.device
-        if latest is None or latest[0]() is not edge_index or edge_index.is_inference() or device != x.device:
+        if latest is None or latest[0]() is not edge_index:
             return None
-        # What `caching.stamp_of` says of a plain tensor: the same questions, without the calls.
-        stamp = (
-            edge_index._version,
-            edge_index.data_ptr(),
-            edge_index.shape,
-            edge_index.stride(),
-            edge_index.dtype,
-            device,
-        )
-        if latest[1] != (stamp,):
+        # What `caching.stamp_of` says of a plain tensor, without the call.
+        stamp = (edge_index.data_ptr(), edge_index.stride(), *stamp_attributes(edge_index))
+        if latest[1] != (stamp,) or stamp[-1] != x.device:
             return None
         layer_cache.hits += 1
         adjacency: Adjacency = latest[2]
@@ -361,17 +370,20 @@ class FastConv(MessagePassing):
         if (
             lin_root is not None
             and x_dst is not None
-            and not isinstance(adj, TracedEdges)
             and value is None
             and not narrower_after
-            and reduce in ("sum", "mean")
-            and self.node_dim in (-2, 0)
+            and (reduce == "sum" or reduce == "mean")
+            and self.__dict__["node_dim"] in (-2, 0)
+            and not isinstance(adj, TracedEdges)
             and is_plain_linear(lin)
             and is_plain_linear(lin_root)
-            and lin_root.bias is None
-            and can_aggregate_linear(adj, x_src, x_dst, lin.weight, lin.bias, lin_root.weight)
+            and lin_root._parameters["bias"] is None
+            and is_plain_eager(x_src)
         ):
-            return aggregate_linear(adj, x_src, lin.weight, lin.bias, lin_root.weight, reduce)
+            parameters = (lin._parameters["weight"], lin._parameters["bias"], lin_root._parameters["weight"])
+            whole = aggregate_linear(adj, x_src, *parameters, reduce, root=x_dst)
+            if whole is not None:
+                return whole
         if narrower_after and is_plain_linear(lin) and self.node_dim % x_src.dim() != x_src.dim() - 1:
             out = self._aggregate_neighbours(adj, F.linear(x_src, lin.weight), value, bias=lin.bias)
         else:
@@ -388,18 +400,7 @@ def has_message_hook(state: dict[str, Any]) -> bool:
     Args:
         state: the layer's ``__dict__``.
     """
-    return bool(
-        state["_propagate_forward_pre_hooks"]
-        or state["_propagate_forward_hooks"]
-        or state["_message_forward_pre_hooks"]
-        or state["_message_forward_hooks"]
-        or state["_aggregate_forward_pre_hooks"]
-        or state["_aggregate_forward_hooks"]
-        or state["_message_and_aggregate_forward_pre_hooks"]
-        or state["_message_and_aggregate_forward_hooks"]
-        or state["_edge_update_forward_pre_hooks"]
-        or state["_edge_update_forward_hooks"]
-    )
+    return any(_MESSAGE_HOOKS(state))
 
 
 def is_plain_linear(module: torch.nn.Module) -> bool:

@@ -13,8 +13,9 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency
-from fastsparse_core.fused.graph_convolution import can_convolve, graph_convolution
+from fastsparse_core.fused.graph_convolution import graph_convolution
 from fastsparse_core.fused.joint_linear import is_plain_linear
+from fastsparse_core.ops._common import is_plain_eager
 from fastsparse_pyg.nn.base import WITHOUT_ADJACENCY
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
 
@@ -60,34 +61,40 @@ class FastGCNConv(PropagatingConv, GCNConv):
             IndexError: an index points to no node.
             NotImplementedError: a sparse matrix of layout CSC under normalisation.
         """
-        if isinstance(x, (tuple, list)):
-            raise ValueError(
-                f"x: expected one tensor of node features, got a {type(x).__name__}: '{type(self).__name__}' "
-                "does not support bipartite graphs; use for example FastSAGEConv"
-            )
-        if edge_weight is None:
-            out = self._repeated(x, edge_index)
-            if out is not None:
-                return out
-        reason = self._why_original_gcn(x, edge_index)
-        if reason == WITHOUT_ADJACENCY and edge_weight is None:
-            out = self._traced(x, edge_index)
-            if out is not None:
-                return out
-        if reason:
-            edge_weight = self._written_for_original(x, edge_index, edge_weight)
-            return self._original_forward(reason, x, edge_index, edge_weight)
-        adj, value, *scales = self._gcn_propagation(x, edge_index, edge_weight)
+        found = None
+        if edge_weight is None and type(self._modules.get("aggr_module")) is SumAggregation:
+            found = self._known_propagation(x, edge_index)
+        is_plain = found is not None
+        if found is None:
+            if isinstance(x, (tuple, list)):
+                raise ValueError(
+                    f"x: expected one tensor of node features, got a {type(x).__name__}: "
+                    f"'{type(self).__name__}' does not support bipartite graphs; use for example FastSAGEConv"
+                )
+            reason = self._why_original_gcn(x, edge_index)
+            if reason == WITHOUT_ADJACENCY and edge_weight is None:
+                out = self._traced(x, edge_index)
+                if out is not None:
+                    return out
+            if reason:
+                edge_weight = self._written_for_original(x, edge_index, edge_weight)
+                return self._original_forward(reason, x, edge_index, edge_weight)
+            found = self._gcn_propagation(x, edge_index, edge_weight)
+            is_plain = is_plain_eager(x)
+        adj, value, scale_dst, scale_src = found
 
-        lin, bias, width = self.lin, self.bias, x.size(-1)
+        state = self.__dict__
+        lin, out_channels, width = state["_modules"]["lin"], state["out_channels"], x.shape[-1]
+        bias = state["_parameters"]["bias"] if "bias" in state["_parameters"] else self.bias
         # Gather the narrower side. Where both are as wide, features without gradient spare the backward pass.
-        aggregate_first = width < self.out_channels or (width == self.out_channels and not x.requires_grad)
-        plain = is_plain_linear(lin, Linear) and lin.bias is None
-        order = {"out_by_in": True, "aggregate_first": aggregate_first}
-        if plain and value is None and can_convolve(adj, x, lin.weight, bias, **order):
-            return graph_convolution(
-                adj, x, lin.weight, bias, **order, scale_dst=scales[0], scale_src=scales[1]
-            )
+        aggregate_first = width < out_channels or (width == out_channels and not x.requires_grad)
+        plain = is_plain_linear(lin, Linear) and lin._parameters["bias"] is None
+        if plain and is_plain and value is None:
+            weight = lin._parameters.get("weight")
+            out = graph_convolution(adj, x, weight, bias, True, aggregate_first, scale_dst, scale_src)
+            if out is not None:
+                return out
+        scales = (scale_dst, scale_src)
         dtype = x.dtype if value is None else message_dtype(x, value)
         if aggregate_first and plain and x.layout is torch.strided and dtype == x.dtype:
             return F.linear(self._aggregate_neighbours(adj, x, value, scales=scales), lin.weight, bias)
@@ -95,37 +102,6 @@ class FastGCNConv(PropagatingConv, GCNConv):
         if value is not None and dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             x = x.to(dtype)
         return self._aggregate_neighbours(adj, x, value, scales=scales, bias=bias)
-
-    def _repeated(self, x: Tensor, edge_index: Any) -> Tensor | None:
-        """The layer of a graph that was there in the call before and carries no weights; None: as elsewhere.
-
-        A step of a small model takes as long as the host needs for it.
-        """
-        state = self.__dict__
-        modules, parameters = state["_modules"], state["_parameters"]
-        if (
-            not state["normalize"]
-            or state["cached"]
-            or type(modules.get("aggr_module")) is not SumAggregation
-            or "bias" not in parameters
-        ):
-            return None
-        adj = self._known(x, edge_index, state["add_self_loops"])
-        if adj is None:
-            return None
-        scale = adj.plans.get(("GCN", x.dtype))
-        if scale is None:
-            scale = adj.inv_sqrt_degree(torch.float64 if x.dtype == torch.float64 else torch.float32)
-            adj.plans["GCN", x.dtype] = scale
-        width, lin, out_channels = x.shape[1], modules["lin"], state["out_channels"]
-        if not is_plain_linear(lin, Linear) or lin.bias is not None:
-            return None
-        weight, bias = lin._parameters["weight"], parameters["bias"]
-        aggregate_first = width < out_channels or (width == out_channels and not x.requires_grad)
-        order = {"out_by_in": True, "aggregate_first": aggregate_first}
-        if not can_convolve(adj, x, weight, bias, **order):
-            return None
-        return graph_convolution(adj, x, weight, bias, **order, scale_dst=scale, scale_src=scale)
 
     def _traced(self, x: Tensor, edge_index: Any) -> Tensor | None:
         """The layer within a trace, of edges without weights; None: PyG's code has to run."""

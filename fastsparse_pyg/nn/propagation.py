@@ -158,6 +158,27 @@ class PropagatingConv(FastConv):
             held = self.__dict__[slot] = held._replace(propagation=held.propagation.to(x.device))
         return held.propagation
 
+    def _known_propagation(self, x: Any, edge_index: Any) -> tuple[Any, ...] | None:
+        """:meth:`_propagation` by the layer's own attributes for a call that repeats one; None: look closer."""
+        state = self.__dict__
+        if not state["normalize"]:
+            adj = self._known(x, edge_index)
+            return None if adj is None else (adj, None, None, None)
+        if state["cached"]:
+            held = state.get(_EDGE_INDEX_SLOT)
+            if type(held) is not _Held or not self._is_plain(x, edge_index):
+                return None
+            propagation: Propagation = held.propagation
+            return propagation if propagation.adj.device == x.device else None
+        adj = self._known(x, edge_index, state["add_self_loops"])
+        if adj is None:
+            return None
+        scale = adj.plans.get(("GCN", x.dtype))
+        if scale is None:
+            scale = adj.inv_sqrt_degree(torch.float64 if x.dtype == torch.float64 else torch.float32)
+            adj.plans["GCN", x.dtype] = scale
+        return adj, None, scale, scale
+
     def _normalised(
         self,
         x: Tensor,

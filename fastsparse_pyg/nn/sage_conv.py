@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import SAGEConv
-from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency
-from fastsparse_core.fused.aggregate_linear import aggregate_linear, can_aggregate_linear
-from fastsparse_core.fused.joint_linear import is_plain_linear
-from fastsparse_pyg.nn.base import REDUCE, WITHOUT_ADJACENCY, FastConv
+from fastsparse_pyg.nn.base import WITHOUT_ADJACENCY, FastConv
 
 
 class FastSAGEConv(FastConv, SAGEConv):
@@ -50,46 +45,22 @@ class FastSAGEConv(FastConv, SAGEConv):
             ValueError: sizes, dtypes or devices do not fit together.
             IndexError: an index points to no node.
         """
-        if size is None:
-            out = self._repeated(x, edge_index)
-            if out is not None:
-                return out
-        pair = (x, x) if isinstance(x, Tensor) else x
-        reason = self._why_original_pair(pair, edge_index)
-        if reason and not (
-            reason == WITHOUT_ADJACENCY and self._traced_edges(pair, edge_index, size) is not None
-        ):
-            return self._original_forward_pair(reason, x, edge_index, size)
-        x_src, x_dst = pair
-        adj, value = self._resolve_or_trace(pair, edge_index, size)
-        if self.project and hasattr(self, "lin"):
-            x_src = self.lin(x_src).relu()
-
-        out = self._neighbours_and_root(
-            adj, x_src, x_dst, value, self.lin_l, self.lin_r if self.root_weight else None
-        )
-        return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
-
-    def _repeated(self, x: Any, edge_index: Any) -> Tensor | None:
-        """The layer of a graph that was there in the call before; None: as elsewhere."""
+        adj = self._known(x, edge_index) if size is None else None
+        if adj is not None:
+            x_src, x_dst, value = x, x, None
+        else:
+            pair = (x, x) if isinstance(x, Tensor) else x
+            reason = self._why_original_pair(pair, edge_index)
+            if reason and not (
+                reason == WITHOUT_ADJACENCY and self._traced_edges(pair, edge_index, size) is not None
+            ):
+                return self._original_forward_pair(reason, x, edge_index, size)
+            x_src, x_dst = pair
+            adj, value = self._resolve_or_trace(pair, edge_index, size)
         state = self.__dict__
         modules = state["_modules"]
-        reduce = REDUCE.get(type(modules["aggr_module"]))
-        if not state["root_weight"] or state["project"] or (reduce != "sum" and reduce != "mean"):
-            return None
-        adj = self._known(x, edge_index)
-        if adj is None:
-            return None
-        lin, root = modules["lin_l"], modules["lin_r"]
-        if x.shape[1] > state["out_channels"] or not (
-            is_plain_linear(lin, Linear) and is_plain_linear(root, Linear)
-        ):
-            return None
-        parameters, root_parameters = lin._parameters, root._parameters
-        if root_parameters["bias"] is not None:
-            return None
-        weights = (parameters["weight"], parameters["bias"], root_parameters["weight"])
-        if not can_aggregate_linear(adj, x, x, *weights):
-            return None
-        out = aggregate_linear(adj, x, *weights, reduce)
+        if state["project"] and "lin" in modules:
+            x_src = modules["lin"](x_src).relu()
+        lin_root = modules["lin_r"] if state["root_weight"] else None
+        out = self._neighbours_and_root(adj, x_src, x_dst, value, modules["lin_l"], lin_root)
         return F.normalize(out, p=2.0, dim=-1) if state["normalize"] else out

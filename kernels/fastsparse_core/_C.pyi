@@ -294,7 +294,7 @@ def aggregate_linear_backward(  # only in builds with the CUDA half
     device: int,
     queue: int,
 ) -> None: ...
-def sum_of_rows(  # only in builds with the CUDA half
+def sum_of_rows(
     rows: int,
     num_rows: int,
     width: int,

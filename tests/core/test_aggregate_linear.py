@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from padded import WIDTH, check_layer
 
 from fastsparse_core import _C, Adjacency, algorithms, gpu, policy, reference, spmm
-from fastsparse_core.fused.aggregate_linear import aggregate_linear, can_aggregate_linear, starts_with
+from fastsparse_core.fused.aggregate_linear import aggregate_linear, starts_with
 from fastsparse_core.ops._aggregate_linear_launch import (
     aggregate_and_transform,
     are_plain,
@@ -244,8 +244,8 @@ def test_results_and_gradients(device, poisoned_memory, dtype, reduce, bias, squ
     given_leaves = [leaf for leaf in exact if leaf is not None]
     expected = [want, *torch.autograd.grad(want, given_leaves, grad.double())]
     for _ in range(policy.SCATTERS + 1):
-        assert can_aggregate_linear(adj, x, x[: adj.num_dst], *leaves[1:])
-        out = aggregate_linear(adj, *leaves, reduce)
+        out = aggregate_linear(adj, *leaves, reduce, root=x[: adj.num_dst])
+        assert out is not None
         found = [out, *torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad)]
         for got, exactly in zip(found, expected, strict=True):
             assert got.dtype == dtype
@@ -348,7 +348,7 @@ def test_what_it_does_not_serve(device):
     weights = parameters(torch.float32, device)
 
     def serves(x, *weights):
-        return can_aggregate_linear(adj, x, x[:NUM_DST], *weights)
+        return aggregate_linear(adj, x, *weights, "mean", root=x[:NUM_DST]) is not None
 
     assert serves(x, *weights)
     assert not serves(x[:, :20], *weights)
@@ -416,8 +416,8 @@ def test_autocast(device, poisoned_memory, dtype, casts_x, casts_weights, reduce
     dtypes = [it.dtype for it in (generic, *torch.autograd.grad(generic, wanted, grad))]
     for nth in range(policy.SCATTERS + 1):
         with torch.autocast(device, dtype):
-            assert can_aggregate_linear(adj, leaves[0], leaves[0][:num_dst], *leaves[1:])
-            out = aggregate_linear(adj, *leaves, reduce)
+            out = aggregate_linear(adj, *leaves, reduce, root=leaves[0][:num_dst])
+            assert out is not None
         with torch.autocast(device, dtype, enabled=nth > 0):
             found = [out, *torch.autograd.grad(out, wanted, grad)]
         assert [it.dtype for it in found] == dtypes

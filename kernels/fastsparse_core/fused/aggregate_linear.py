@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,10 @@ from fastsparse_core.ops._common import (
     Uncast,
     autocast_dtype,
     cast,
+    direct,
+    is_any_autocast_enabled,
     is_first_derivative,
-    is_plain_eager,
+    kind_of,
     product_in,
     sum_of_rows,
     without_autocast,
@@ -58,54 +60,40 @@ def starts_with(x: Tensor, root: Tensor) -> bool:
     )
 
 
-def can_aggregate_linear(
-    adj: Adjacency, x: Tensor, root: Tensor, weight: Tensor, bias: Tensor | None, root_weight: Tensor
-) -> bool:
-    """Whether :func:`aggregate_linear` serves a call: matrices of one dtype, watched by nothing but autograd.
+class _Plan(NamedTuple):
+    """What calls on like tensors share, kept by the structure.
 
-    Under autocast each may be float32 too.
-
-    Args:
-        adj: structure.
-        x: features of the sources.
-        root: features of the destinations.
-        weight: of the aggregated neighbours.
-        bias: of the result, or None.
-        root_weight: of the destinations.
+    Attributes:
+        serves: whether :func:`aggregate_linear` serves a layer that asks.
+        scale: of the sums, (num_dst,), for a mean; None: 1.
+        algorithm: of the sum.
+        dtype: of the products.
+        given: dtypes of x, weight, bias and root_weight.
+        casts_first: whether features are cast before they are summed.
+        transforms: whether one kernel serves both linear maps, as far as sizes go.
+        are_plain: whether it may take the parameters' addresses.
     """
-    (num_dst, num_src), width = adj.shape, weight.shape[1]
-    if not (
-        is_plain_eager(x)
-        and not adj.is_partitioned
-        and x.shape == (num_src, width)
-        and root.shape == (num_dst, width)
-        and root_weight.shape == weight.shape
-        and x.device == adj.col.device
-        and (root is x or starts_with(x, root))
-    ):
-        return False
-    if not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
-        dtype = x.dtype
-        return (
-            dtype in DTYPE_CODE
-            and weight.dtype == dtype == root_weight.dtype
-            and (bias is None or bias.dtype == dtype)
-        )
-    autocast = autocast_dtype(x)
-    given = (x.dtype,) if autocast is None else (autocast, torch.float32)
-    return (
-        x.dtype in DTYPE_CODE
-        and autocast in (None, *CAST)
-        and x.dtype in given
-        and weight.dtype in given
-        and root_weight.dtype in given
-        and (bias is None or bias.dtype in given)
-    )
+
+    serves: bool
+    scale: Tensor | None
+    algorithm: str
+    dtype: torch.dtype
+    given: tuple[torch.dtype | None, ...]
+    casts_first: bool
+    transforms: bool
+    are_plain: bool
 
 
 def aggregate_linear(
-    adj: Adjacency, x: Tensor, weight: Tensor, bias: Tensor | None, root_weight: Tensor, reduce: str
-) -> Tensor:
+    adj: Adjacency,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    root_weight: Tensor,
+    reduce: str,
+    *,
+    root: Tensor | None = None,
+) -> Tensor | None:
     r"""Aggregates the neighbours' features and transforms them and the node's own.
 
     .. math::
@@ -124,26 +112,121 @@ def aggregate_linear(
 
     Args:
         adj: structure (num_dst, num_src), with num_dst <= num_src.
-        x: features (num_src, width), as `can_aggregate_linear` asks for.
+        x: features (num_src, width), which `is_plain_eager`.
         weight: (out width, width).
         bias: (out width,) or None.
         root_weight: (out width, width).
         reduce: ``"sum"`` or ``"mean"``.
+        root: the destinations' features, where they may be others than the first of ``x``.
 
     Returns:
-        (num_dst, out width), in the autocast dtype where that is on; differentiable, twice too.
+        (num_dst, out width), in the autocast dtype where that is on; differentiable, twice too. None where
+        ``root`` is given and PyTorch has to multiply: features that are not the first of ``x``
+        (`starts_with`), or sizes and dtypes that do not go together.
     """
-    scale, dtype = None, x.dtype
+    key = (
+        kind_of(x),
+        kind_of(weight),
+        None if bias is None else kind_of(bias),
+        kind_of(root_weight),
+        reduce,
+        autocast_dtype(x) if is_any_autocast_enabled() else None,
+        policy.requested("spmm", "auto"),
+    )
+    plan: _Plan | None = adj.plans.get(key)
+    if plan is None:
+        plan = adj.plans[key] = _plan(adj, x, weight, bias, root_weight, reduce, key[-1])
+    if root is not None and not (
+        plan.serves and root.shape[0] == adj.num_dst and (root is x or starts_with(x, root))
+    ):
+        return None
+    if torch.is_grad_enabled():
+        return _apply(x, weight, bias, root_weight, adj, plan)
+    return _compute(plan, adj, x, weight, bias, root_weight, False)[0]
+
+
+def _plan(
+    adj: Adjacency,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    root_weight: Tensor,
+    reduce: str,
+    algorithm: str,
+) -> _Plan:
+    scale = None
     if reduce == "mean":
-        scale = adj.plans.get(("mean", dtype))
-        if scale is None:
-            scale = adj.inv_degree(torch.float64 if dtype == torch.float64 else torch.float32)
-            adj.plans["mean", dtype] = scale
-    algorithm = policy.requested("spmm", "auto")
-    if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
-        dtype = autocast_dtype(x) or dtype
-    recorded = torch.is_grad_enabled()  # which nobody can ask within apply
-    return _AggregateLinear.apply(x, weight, bias, root_weight, scale, adj, algorithm, dtype, recorded)
+        scale = adj.inv_degree(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    dtype = autocast_dtype(x) or x.dtype
+    casts_first = x.dtype != dtype and policy.casts_first(adj.num_dst, adj.num_src, adj.num_edges)
+    transforms = (
+        _has_kernels(x.device)
+        and weight.dim() == 2
+        and policy.transforms_on_tensor_cores(
+            dtype, adj.num_dst, weight.shape[1], weight.shape[0], gpu.profile_of(x.device)
+        )
+    )
+    return _Plan(
+        _serves(adj, x, weight, bias, root_weight),
+        scale,
+        algorithm,
+        dtype,
+        (x.dtype, weight.dtype, None if bias is None else bias.dtype, root_weight.dtype),
+        casts_first,
+        transforms,
+        are_plain(x, weight, bias, root_weight),
+    )
+
+
+def _serves(
+    adj: Adjacency, x: Tensor, weight: Tensor, bias: Tensor | None, root_weight: Tensor
+) -> bool:
+    """Whether matrices fit together and are of one dtype; under autocast each may be float32 too."""
+    if (
+        adj.is_partitioned
+        or x.shape != (adj.num_src, weight.shape[-1])
+        or x.layout is not torch.strided
+        or root_weight.shape != weight.shape
+        or x.device != adj.col.device
+    ):
+        return False
+    dtypes = [tensor.dtype for tensor in (weight, bias, root_weight) if tensor is not None]
+    autocast = autocast_dtype(x)
+    if autocast is None:
+        return x.dtype in DTYPE_CODE and all(dtype == x.dtype for dtype in dtypes)
+    given = (autocast, torch.float32)
+    return autocast in CAST and x.dtype in given and all(dtype in given for dtype in dtypes)
+
+
+def _compute(
+    plan: _Plan,
+    adj: Adjacency,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    root_weight: Tensor,
+    keeps_sums: bool,
+    keeps_own: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """The result, the destinations' features, the neighbours' sums and both weights as multiplied."""
+    _, scale, algorithm, dtype, _, casts_first, transforms, plain = plan
+    num_dst, num_src = adj.shape
+    # Everything that is multiplied has one dtype, so autocast, where it is on, casts nothing more.
+    features = x.to(dtype) if casts_first else x
+    # A part of what was cast would keep all of it until the backward pass.
+    own = x if keeps_own and num_dst < num_src else features
+    own = own if num_dst == num_src else own[:num_dst]
+    own, matrix, root_matrix = cast(own, dtype), cast(weight, dtype), cast(root_weight, dtype)
+    if transforms and plain and is_laid_out(features, matrix, root_matrix) and features.dtype is dtype:
+        bias = None if bias is None else bias.contiguous()
+        out, sums = aggregate_and_transform(
+            adj, features, matrix, bias, root_matrix, scale, algorithm, keeps_sums
+        )
+    else:
+        sums = cast(launch_spmm(adj, features, None, scale, None, None, algorithm), dtype)
+        out = F.linear(sums, matrix, bias if bias is None or bias.dtype is dtype else bias.to(dtype))
+        out.addmm_(own, root_matrix.t())
+    return out, own, sums, matrix, root_matrix
 
 
 class _AggregateLinear(torch.autograd.Function):
@@ -156,43 +239,14 @@ class _AggregateLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         root_weight: Tensor,
-        scale: Tensor | None,
         adj: Adjacency,
-        algorithm: str,
-        dtype: torch.dtype,
-        recorded: bool,
+        plan: _Plan,
     ) -> Tensor:
-        ctx.given = (x.dtype, weight.dtype, None if bias is None else bias.dtype, root_weight.dtype)
-        # Everything that is multiplied has one dtype, so autocast, where it is on, casts nothing more.
-        num_dst, num_src = adj.shape
-        needs_x, needs_weight, _, needs_root = ctx.needs_input_grad[:4]
-        features, matrix, root_matrix = x, weight, root_weight
-        if x.dtype != dtype and policy.casts_first(num_dst, num_src, adj.num_edges):
-            features = x.to(dtype)
-        # A part of what was cast would keep all of it until the backward pass.
-        own = x if needs_root and num_dst < num_src else features
-        own = own if num_dst == num_src else own[:num_dst]
-        own = own if own.dtype == dtype else own.to(dtype)
-        if weight.dtype != dtype or root_weight.dtype != dtype:
-            matrix, root_matrix = cast(weight, dtype), cast(root_weight, dtype)
-        if (
-            _has_kernels(own.device)
-            and _is_one_kernel(own, *matrix.t().shape)
-            and are_plain(features, matrix, bias, root_matrix)
-            and is_laid_out(features, matrix, root_matrix)
-        ):
-            bias = None if bias is None else bias.contiguous()
-            out, sums = aggregate_and_transform(
-                adj, features, matrix, bias, root_matrix, scale, algorithm, recorded and needs_weight
-            )
-        else:
-            sums = launch_spmm(adj, features, None, scale, None, None, algorithm)
-            sums = sums if sums.dtype == dtype else sums.to(dtype)
-            if bias is not None and bias.dtype != dtype:
-                bias = bias.to(dtype)
-            out = F.linear(sums, matrix, bias)
-            out.addmm_(own, root_matrix.t())
-        ctx.adj, ctx.algorithm, ctx.dtype = adj, algorithm, dtype
+        needs_x, needs_weight, _, needs_root, *_ = ctx.needs_input_grad
+        out, own, sums, matrix, root_matrix = _compute(
+            plan, adj, x, weight, bias, root_weight, needs_weight, needs_root
+        )
+        ctx.adj, ctx.plan = adj, plan
         # What no gradient needs may be written before the backward pass, as with separate operators.
         ctx.uncast = ctx.root_uncast = None
         if needs_x and (matrix is not weight or root_matrix is not root_weight):
@@ -203,70 +257,62 @@ class _AggregateLinear(torch.autograd.Function):
             sums if needs_weight else None,
             matrix if needs_x else None,
             root_matrix if needs_x else None,
-            scale,
         )
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gradients = _gradients if is_first_derivative(grad) else _differentiable
-        return (*without_autocast(gradients, ctx, grad), None, None, None, None, None)
+        return (*without_autocast(gradients, ctx, grad), None, None)
+
+
+_apply = direct(_AggregateLinear)
 
 
 def _has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and gpu.has_wgmma(device)
 
 
-def _is_one_kernel(own: Tensor, width: int, out_width: int) -> bool:
-    device = own.device
-    return _has_kernels(device) and policy.transforms_on_tensor_cores(
-        own.dtype, own.size(0), width, out_width, gpu.profile_of(device)
-    )
-
-
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    _, own, sums, matrix, root_matrix, scale = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, needs_root = ctx.needs_input_grad[:4]
-    _, weight_dtype, bias_dtype, root_dtype = ctx.given
-    by_column = grad.t()
+    _, own, sums, matrix, root_matrix = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, needs_root, *_ = ctx.needs_input_grad
+    plan: _Plan = ctx.plan
+    _, weight_dtype, bias_dtype, root_dtype = plan.given
 
     def of_parameters() -> tuple[Tensor | None, ...]:
-        if (
-            needs_weight
-            and needs_root
-            and _is_one_kernel(own, own.size(1), grad.size(1))
-            and is_laid_out(own, sums)
-        ):
+        if plan.transforms and needs_weight and needs_root and is_laid_out(own, sums):
             return gradients_of_parameters(grad, sums, own, needs_bias)
+        by_column = grad.t()
         return (
             product_in(by_column, sums, weight_dtype) if needs_weight else None,
-            sum_of_rows(grad, bias_dtype) if needs_bias else None,
+            sum_of_rows(grad, bias_dtype, True) if needs_bias else None,
             product_in(by_column, own, root_dtype) if needs_root else None,
         )
 
     if not needs_x:
         return (None, *of_parameters())
     parameters = fork(of_parameters, grad)
-    grad_x = _grad_x(ctx, grad, matrix, root_matrix, scale)
+    grad_x = _grad_x(plan, ctx.adj, grad, matrix, root_matrix)
     return (grad_x, *parameters())
 
 
 def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The same gradients of operators that have gradients again."""
-    x, own, sums, matrix, root_matrix, scale = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, needs_root = ctx.needs_input_grad[:4]
-    x_dtype, weight_dtype, bias_dtype, root_dtype = ctx.given
-    (num_dst, num_src), adj, dtype = ctx.adj.shape, ctx.adj, ctx.dtype
+    x, own, sums, matrix, root_matrix = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, needs_root, *_ = ctx.needs_input_grad
+    (num_dst, num_src), adj, plan = ctx.adj.shape, ctx.adj, ctx.plan
+    x_dtype, weight_dtype, bias_dtype, root_dtype = plan.given
+    scale, dtype, algorithm = plan.scale, plan.dtype, plan.algorithm
     grad_x = None
     if needs_x:
         matrix = matrix if ctx.uncast is None else ctx.uncast.cast_again(dtype)
         root_matrix = root_matrix if ctx.root_uncast is None else ctx.root_uncast.cast_again(dtype)
-        grad_x = spmm(adj.t(valued=False), grad @ matrix, scale_src=scale, algorithm=ctx.algorithm)
+        grad_x = spmm(adj.t(valued=False), grad @ matrix, scale_src=scale, algorithm=algorithm)
         grad_x = (grad_x + F.pad(grad @ root_matrix, (0, 0, 0, num_src - num_dst))).to(x_dtype)
     if x is not None:  # else what was saved of it is constant
         features = cast(x, dtype)
         own = features[:num_dst]
-        sums = spmm(adj, features, scale_dst=scale, algorithm=ctx.algorithm) if needs_weight else None
+        sums = spmm(adj, features, scale_dst=scale, algorithm=algorithm) if needs_weight else None
     return (
         grad_x,
         product_in(grad.t(), sums, weight_dtype, once=False) if needs_weight else None,
@@ -275,10 +321,11 @@ def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-def _grad_x(ctx: Any, grad: Tensor, matrix: Tensor, root_matrix: Tensor, scale: Tensor | None) -> Tensor:
-    (num_dst, num_src), adj, dtype = ctx.adj.shape, ctx.adj, ctx.given[0]
+def _grad_x(plan: _Plan, adj: Adjacency, grad: Tensor, matrix: Tensor, root_matrix: Tensor) -> Tensor:
+    num_dst, num_src = adj.shape
+    dtype, scale, algorithm = plan.given[0], plan.scale, plan.algorithm
     grad_sums = torch.mm(grad, matrix)
-    if dtype == torch.float32 and scatters(adj, ctx.algorithm, grad.dtype, None):
+    if dtype == torch.float32 and scatters(adj, algorithm, grad.dtype, None):
         total = torch.empty(num_src, grad_sums.size(1), dtype=dtype, device=grad.device)
         own = total[:num_dst]
         if grad.dtype == dtype:
@@ -286,6 +333,7 @@ def _grad_x(ctx: Any, grad: Tensor, matrix: Tensor, root_matrix: Tensor, scale: 
         else:
             own.copy_(torch.mm(grad, root_matrix))
         return add_transposed(adj, grad_sums, None, scale, None, total, num_dst)
-    total = grad_of_features(adj, grad_sums, None, scale, None, ctx.algorithm)
-    total[:num_dst].addmm_(grad, root_matrix)
+    total = grad_of_features(adj, grad_sums, None, scale, None, algorithm)
+    own = total if num_dst == num_src else total[:num_dst]
+    own.addmm_(grad, root_matrix)
     return cast(total, dtype)

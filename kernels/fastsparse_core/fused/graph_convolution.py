@@ -16,8 +16,10 @@ from fastsparse_core.ops._common import (
     Uncast,
     autocast_dtype,
     check_scale,
+    direct,
+    is_any_autocast_enabled,
     is_first_derivative,
-    is_plain_eager,
+    kind_of,
     product_in,
     sum_of_rows,
     without_autocast,
@@ -27,80 +29,43 @@ from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
 
-def can_convolve(
-    adj: Adjacency,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    out_by_in: bool,
-    aggregate_first: bool,
-) -> bool:
-    """Whether :func:`graph_convolution` serves a call: plain matrices on one device, nothing being traced.
+class _Plan(NamedTuple):
+    """What calls on like tensors share, kept by the structure; it does not keep the structure.
 
-    Args:
-        adj: structure.
-        x: features of the sources.
-        weight: of the linear map.
-        bias: of the result, or None.
-        out_by_in: as for :func:`graph_convolution`.
-        aggregate_first: as for :func:`graph_convolution`.
+    Attributes:
+        scale_dst: constant (num_dst,) or None.
+        scale_src: constant (num_src,) or None.
+        given: both scales as the callers give them.
+        out_by_in: whether the weight is (out width, in width).
+        aggregate_first: whether neighbours are summed before the linear map.
+        relu: whether negative results become 0.
+        algorithm: of the sum.
+        dtype: of the products.
+        given_dtypes: of the weight and of the bias.
     """
-    device, dtype = x.device, x.dtype
-    if not (
-        is_plain_eager(x)
-        and type(weight) in PLAIN
-        and not adj.is_partitioned
-        and x.dim() == 2 == weight.dim()
-        and x.layout is torch.strided is weight.layout
-        and x.shape[0] == adj.num_src
-        and device == adj.col.device == weight.device
-    ):
-        return False
-    if bias is not None and not (
-        type(bias) in PLAIN
-        and not bias.is_neg()
-        and bias.device == device
-        and bias.dtype == weight.dtype
-        and bias.shape == (weight.shape[0 if out_by_in else 1],)
-    ):
-        return False
-    needs_grad = x.requires_grad
-    if aggregate_first and needs_grad:
-        return False
-    if not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
-        return dtype == weight.dtype and dtype in DTYPE_CODE
-    autocast = autocast_dtype(x)
-    if needs_grad and dtype != autocast:
-        return False  # they would have to be kept as they came, for second derivatives
-    return dtype in CAST and weight.dtype in CAST
 
-
-class _Convolution(NamedTuple):
-    """What a graph convolution is, besides its tensors with gradients."""
-
-    adj: Adjacency
     scale_dst: Tensor | None
     scale_src: Tensor | None
+    given: tuple[Tensor | None, Tensor | None]
     out_by_in: bool
     aggregate_first: bool
     relu: bool
     algorithm: str
     dtype: torch.dtype
+    given_dtypes: tuple[torch.dtype, torch.dtype | None]
 
 
 def graph_convolution(
     adj: Adjacency,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
-    *,
     out_by_in: bool,
     aggregate_first: bool,
     scale_dst: Tensor | None = None,
     scale_src: Tensor | None = None,
     relu: bool = False,
-) -> Tensor:
+) -> Tensor | None:
     r"""Transforms the neighbours' features and aggregates them, in the order that the caller says.
 
     .. math::
@@ -109,9 +74,11 @@ def graph_convolution(
     Equal to ``spmm`` and a linear map up to rounding, under autocast too. There the bias' gradient is a sum
     in its own dtype and, on CUDA and with torch 2.8 or later, so is that of a float32 weight.
 
+    It serves plain matrices on one device, of one dtype or what autocast makes of them.
+
     Args:
         adj: structure (num_dst, num_src).
-        x: features (num_src, in width), as `can_convolve` asks for.
+        x: features (num_src, in width), which `is_plain_eager`.
         weight: (out width, in width) or (in width, out width).
         bias: (out width,) or None.
         out_by_in: whether the weight is (out width, in width).
@@ -122,93 +89,148 @@ def graph_convolution(
         relu: whether negative results become 0.
 
     Returns:
-        (num_dst, out width), in the autocast dtype where that is on; differentiable, twice too.
-
-    Raises:
-        ValueError: features that are aggregated first require a gradient.
+        (num_dst, out width), in the autocast dtype where that is on; differentiable, twice too. None where it
+        does not serve the call.
     """
-    scales = (scale_dst, scale_src)
-    key = ("scales of a convolution", x.dtype)
-    checked = adj.plans.get(key)
-    if checked is None or checked[0] is not scale_dst or checked[1] is not scale_src:
-        one_scale = scale_src is scale_dst and adj.num_src == adj.num_dst
-        scale_dst = check_scale("scale_dst", scale_dst, adj.num_dst, x)
-        scale_src = scale_dst if one_scale else check_scale("scale_src", scale_src, adj.num_src, x)
-        if scale_dst is scales[0] and scale_src is scales[1]:
-            adj.plans[key] = scales  # what a structure keeps comes again and again
-    dtype = x.dtype
-    if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
-        dtype = autocast_dtype(x) or dtype
-    algorithm = policy.requested("spmm", "auto")
-    how = _Convolution(adj, scale_dst, scale_src, out_by_in, aggregate_first, relu, algorithm, dtype)
-    if not torch.is_grad_enabled():
-        return _convolve(how, x, weight, bias)[0]
+    if weight is None:
+        return None
+    key = (
+        kind_of(x),
+        kind_of(weight),
+        None if bias is None else kind_of(bias),
+        (out_by_in, aggregate_first, relu),
+        autocast_dtype(x) if is_any_autocast_enabled() else None,
+        policy.requested("spmm", "auto"),
+    )
+    plan: _Plan | None = adj.plans.get(key)
+    if plan is None or plan.given[0] is not scale_dst or plan.given[1] is not scale_src:
+        dtype = _product_dtype(adj, x, weight, bias, out_by_in, aggregate_first)
+        if dtype is None:
+            return None
+        plan = adj.plans[key] = _Plan(
+            *_checked_scales(adj, x, scale_dst, scale_src),
+            (scale_dst, scale_src),
+            out_by_in,
+            aggregate_first,
+            relu,
+            key[-1],
+            dtype,
+            (weight.dtype, None if bias is None else bias.dtype),
+        )
+    if bias is not None and bias.is_neg():
+        return None
+    return _apply(x, weight, bias, adj, plan) if torch.is_grad_enabled() else _convolve(plan, adj, x, weight, bias)[0]
+
+
+def _product_dtype(
+    adj: Adjacency, x: Tensor, weight: Tensor, bias: Tensor | None, out_by_in: bool, aggregate_first: bool
+) -> torch.dtype | None:
+    """The dtype in which a call multiplies; None where it is others' to serve."""
+    device, dtype = x.device, x.dtype
+    if (
+        type(weight) not in PLAIN
+        or adj.is_partitioned
+        or x.dim() != 2
+        or weight.dim() != 2
+        or x.layout is not torch.strided
+        or weight.layout is not torch.strided
+        or x.shape[0] != adj.num_src
+        or device != adj.col.device
+        or device != weight.device
+    ):
+        return None
+    if bias is not None and (
+        type(bias) not in PLAIN
+        or bias.device != device
+        or bias.dtype != weight.dtype
+        or bias.shape != (weight.shape[0 if out_by_in else 1],)
+    ):
+        return None
     if aggregate_first and x.requires_grad:
-        raise ValueError("x: expected features without gradient where they are aggregated first")
-    return _GraphConvolution.apply(x, weight, bias, how)
+        return None
+    autocast = autocast_dtype(x)
+    if autocast is None:
+        return dtype if dtype == weight.dtype and dtype in DTYPE_CODE else None
+    if x.requires_grad and dtype != autocast:
+        return None  # they would have to be kept as they came, for second derivatives
+    return autocast if dtype in CAST and weight.dtype in CAST else None
+
+
+def _checked_scales(
+    adj: Adjacency, x: Tensor, scale_dst: Tensor | None, scale_src: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    same = scale_src is scale_dst and adj.num_src == adj.num_dst
+    scale_dst = check_scale("scale_dst", scale_dst, adj.num_dst, x)
+    return scale_dst, scale_dst if same else check_scale("scale_src", scale_src, adj.num_src, x)
 
 
 def _convolve(
-    how: _Convolution, x: Tensor, weight: Tensor, bias: Tensor | None
+    plan: _Plan, adj: Adjacency, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, and the features and the weight as they were multiplied."""
-    dtype = how.dtype
-    features = x if x.dtype == dtype else x.to(dtype)
-    matrix = weight if weight.dtype == dtype else weight.to(dtype)
-    aggregate = (None, how.scale_dst, how.scale_src)
-    if not how.aggregate_first:
-        transformed = F.linear(features, matrix) if how.out_by_in else torch.mm(features, matrix)
-        out = launch_spmm(how.adj, transformed, *aggregate, bias, how.algorithm, how.relu)
+    scale_dst, scale_src, _, out_by_in, aggregate_first, relu, algorithm, dtype, _ = plan
+    features = x if x.dtype is dtype else x.to(dtype)
+    matrix = weight if weight.dtype is dtype else weight.to(dtype)
+    if not aggregate_first:
+        transformed = F.linear(features, matrix) if out_by_in else torch.mm(features, matrix)
+        out = launch_spmm(adj, transformed, None, scale_dst, scale_src, bias, algorithm, relu)
         return out, features, matrix
-    features = launch_spmm(how.adj, features, *aggregate, None, how.algorithm)
-    bias = None if bias is None else bias.to(dtype)
-    if how.out_by_in:
+    features = launch_spmm(adj, features, None, scale_dst, scale_src, None, algorithm)
+    if bias is not None and bias.dtype is not dtype:
+        bias = bias.to(dtype)
+    if out_by_in:
         out = F.linear(features, matrix, bias)
     else:
         out = torch.mm(features, matrix) if bias is None else torch.addmm(bias, features, matrix)
-    return out.relu_() if how.relu else out, features, matrix
+    return out.relu_() if relu else out, features, matrix
 
 
 class _GraphConvolution(torch.autograd.Function):
     """dW = X^T A^T dY, dX = (A^T dY) W^T, db = sum of dY; dW = (A X)^T dY where A X came first."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _Convolution) -> Tensor:
-        out, features, matrix = _convolve(how, x, weight, bias)
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        ctx.how, ctx.weight_dtype = how, weight.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, adj: Adjacency, plan: _Plan
+    ) -> Tensor:
+        out, features, matrix = _convolve(plan, adj, x, weight, bias)
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        ctx.adj, ctx.plan = adj, plan
         # What no gradient needs may be written before the backward pass, as with separate operators.
-        ctx.uncast = Uncast.of(weight, matrix) if needs_x else None
+        ctx.uncast = Uncast.of(weight, matrix) if needs_x and matrix is not weight else None
         ctx.save_for_backward(
-            features if needs_weight else None, matrix if needs_x else None, out if how.relu else None
+            features if needs_weight else None, matrix if needs_x else None, out if plan.relu else None
         )
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*without_autocast(_gradients, ctx, grad), None)
+        return without_autocast(_gradients, ctx, grad)
+
+
+_apply = direct(_GraphConvolution)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    how, (features, matrix, rectified) = ctx.how, ctx.saved_tensors
-    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    features, matrix, rectified = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    adj = ctx.adj
+    scale_dst, scale_src, _, out_by_in, aggregate_first, _, algorithm, dtype, given_dtypes = ctx.plan
     # Else all of it is made of operators that have gradients again.
     once = is_first_derivative(grad)
     if rectified is not None:
         grad = grad.masked_fill(rectified <= 0, 0)
     grad_x = grad_weight = None
-    grad_bias = sum_of_rows(grad, ctx.bias_dtype) if needs_bias else None
-    if not how.aggregate_first and (needs_x or needs_weight):
+    grad_bias = sum_of_rows(grad, given_dtypes[1], once) if needs_bias else None
+    if not aggregate_first and (needs_x or needs_weight):
         if once:
-            grad = grad_of_features(how.adj, grad, None, how.scale_dst, how.scale_src, how.algorithm)
+            grad = grad_of_features(adj, grad, None, scale_dst, scale_src, algorithm)
         else:
-            scales = {"scale_dst": how.scale_src, "scale_src": how.scale_dst}
-            grad = spmm(how.adj.t(valued=False), grad, **scales, algorithm=how.algorithm)
+            scales = {"scale_dst": scale_src, "scale_src": scale_dst}
+            grad = spmm(adj.t(valued=False), grad, **scales, algorithm=algorithm)
     if needs_weight:
-        left, right = (grad.t(), features) if how.out_by_in else (features.t(), grad)
-        grad_weight = product_in(left, right, ctx.weight_dtype, once)
+        left, right = (grad.t(), features) if out_by_in else (features.t(), grad)
+        grad_weight = product_in(left, right, given_dtypes[0], once)
     if needs_x:
-        matrix = matrix if once or ctx.uncast is None else ctx.uncast.cast_again(how.dtype)
-        grad_x = torch.mm(grad, matrix if how.out_by_in else matrix.t())
-    return grad_x, grad_weight, grad_bias
+        matrix = matrix if once or ctx.uncast is None else ctx.uncast.cast_again(dtype)
+        grad_x = torch.mm(grad, matrix if out_by_in else matrix.t())
+    return grad_x, grad_weight, grad_bias, None, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeGuard, overload
 
 import torch
@@ -31,8 +32,27 @@ DTYPE_CODE = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat
 PLAIN = (Parameter, Tensor)
 #: Dtypes that autocast brings to its own.
 CAST = (torch.float32, torch.bfloat16, torch.float16)
+#: What decides, with the modes in force, how a tensor is computed with; quicker to ask at once, and to look
+#: up, than one by one.
+kind_of = attrgetter("__class__", "dtype", "shape", "device", "layout", "requires_grad")
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+# What is asked in every call, without the way there.
+_is_functional = torch._is_functional_tensor
+_num_modes = torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
+
 #: Whether products of 16-bit matrices give float32 without a cast (torch 2.8 and later, on CUDA).
 _GIVES_FLOAT32 = "dtype" in torch.ops.aten.mm.overloads()
+
+
+def direct(formula: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``formula.apply`` for tensors of which the first `is_plain_eager`.
+
+    What PyTorch's own does before, for transforms of torch.func, takes the host 5 us.
+    """
+    apply: Callable[..., Any] = super(torch.autograd.Function, formula).apply
+    return apply
 
 
 def below_autograd() -> Any:
@@ -81,10 +101,10 @@ def is_plain_eager(x: Tensor) -> bool:
         type(x) is Tensor
         and not torch.compiler.is_compiling()
         and not x.is_meta
-        and not torch._is_functional_tensor(x)
-        and not (torch._C._len_torch_dispatch_stack() and _modes_watch())
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch._C._functorch.is_legacy_batchedtensor(x)  # of is_grads_batched=True
+        and not _is_functional(x)
+        and not (_num_modes() and _modes_watch())
+        and _transform() is None
+        and not _is_batched(x)  # of is_grads_batched=True
         and forward_ad._current_level < 0
         and not x.is_neg()
     )
@@ -124,7 +144,7 @@ def is_first_derivative(grad: Tensor) -> bool:
 
 def without_autocast(gradients: Callable[[Any, Tensor], tuple[Any, ...]], ctx: Any, grad: Tensor) -> Any:
     """``gradients(ctx, grad)`` with autocast off: the forward pass has decided every dtype."""
-    if not torch.is_autocast_enabled("cuda" if grad.is_cuda else grad.device.type):
+    if not is_any_autocast_enabled():
         return gradients(ctx, grad)
     with torch.autocast(grad.device.type, enabled=False):
         return gradients(ctx, grad)
@@ -407,7 +427,8 @@ def check_scale(name: str, scale: Tensor | None, rows: int, x: Tensor) -> Tensor
     return scale if scale.dtype == dtype and scale.is_contiguous() else scale.to(dtype).contiguous()
 
 
-#: Rows up to which PyTorch's sum is left alone, one launch instead of two: at 20,000 of 128 both take 23 us.
+#: Rows up to which PyTorch's sum is left alone on a GPU, one launch instead of two (at 20,000 of 128 both take
+#: 23 us), and ours is taken on the CPU.
 _FEW_ROWS = 4096
 #: Parts of a matrix for each multiprocessor: enough blocks of threads to keep its memory busy.
 _PARTS = 4
@@ -419,30 +440,35 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def sum_of_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """``rows.sum(0, dtype=dtype)``, added up in float64 where a tall matrix lies on a GPU.
+def sum_of_rows(rows: Tensor, dtype: torch.dtype, once: bool | None = None) -> Tensor:
+    """``rows.sum(0, dtype=dtype)``, added up in float64 where PyTorch's takes longer.
 
     PyTorch's sum of a tall matrix leaves most of a GPU idle: that of (160,000, 128) takes 125 us in 16 bits
-    on an H200.
+    on an H200. On the CPU it takes 6 us around a sum of few rows.
 
     Args:
         rows: (N, ...); a gradient whose own gradient somebody wants is summed by PyTorch.
         dtype: of the result.
+        once: what `is_first_derivative` says of it, for callers that asked.
     """
+    num_rows = rows.shape[0]
     if (
-        not rows.is_cuda
-        or rows.size(0) <= _FEW_ROWS
-        or not is_first_derivative(rows)
+        rows.is_cuda != (num_rows > _FEW_ROWS)
+        or not (is_first_derivative(rows) if once is None else once)
         or 0 in rows.stride()  # one row for all, as after out.sum()
     ):
         return rows.sum(0, dtype=dtype)
-    matrix = rows.flatten(1)
-    num_rows, width = matrix.shape
-    if width == 0 or (width > 1 and matrix.stride(1) != 1):
+    matrix = rows if rows.dim() == 2 else rows.flatten(1)
+    width = matrix.shape[1]
+    row_stride, column_stride = matrix.stride()
+    if width == 0 or (width > 1 and column_stride != 1) or not (rows.is_cuda or rows.is_cpu):
         return rows.sum(0, dtype=dtype)
-    index, num_parts = device_index(rows.device), _PARTS * multiprocessors(rows.device)
-    partial = rows.new_empty(num_parts, width, dtype=torch.float64)
+    index = num_parts = -1
+    partial = None
+    if rows.is_cuda:
+        index, num_parts = device_index(rows.device), _PARTS * multiprocessors(rows.device)
+        partial = rows.new_empty(num_parts, width, dtype=torch.float64)
     out = rows.new_empty(rows.shape[1:], dtype=dtype)
-    place = (partial.data_ptr(), num_parts, out.data_ptr(), DTYPE_CODE[dtype], index, queue(index))
-    _C.sum_of_rows(matrix.data_ptr(), num_rows, width, matrix.stride(0), DTYPE_CODE[matrix.dtype], *place)
+    place = (address(partial), num_parts, out.data_ptr(), DTYPE_CODE[dtype], index, queue(index))
+    _C.sum_of_rows(matrix.data_ptr(), num_rows, width, row_stride, DTYPE_CODE[matrix.dtype], *place)
     return out

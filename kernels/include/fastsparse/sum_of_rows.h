@@ -1,0 +1,11 @@
+// Sums of rows on the CPU: kernels/cpu/sum_of_rows.cpp.
+#pragma once
+
+#include "fastsparse/views.h"
+
+namespace fastsparse::cpu {
+
+// `partial` is not used.
+void sum_of_rows(const SumOfRowsArgs& args);
+
+}  // namespace fastsparse::cpu
