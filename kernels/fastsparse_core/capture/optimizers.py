@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fastsparse_core.capture.forms import Refused
+
 #: Optimisers with one kernel for a whole step, which reads the learning rate from a tensor, and also takes
 #: what a gradient scaler finds. SGD has no other way to leave the host out.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 class RecordedOptimizer:
-    """An optimiser whose steps a CUDA graph can repeat: where it can, its learning rates are tensors from now on.
+    """An optimiser whose steps a CUDA graph can repeat: its learning rates are tensors, where they can be.
 
     Schedulers and assignments change them as before. Other settings are part of the record; so is the
     learning rate of optimisers that read it on the host.
@@ -23,6 +25,9 @@ class RecordedOptimizer:
     Args:
         optimizer: whose state exists.
         supports: whether graphs are recorded on a device.
+
+    Raises:
+        Refused: replays would not do what its steps do.
     """
 
     def __init__(self, optimizer: Optimizer, supports: Callable[[torch.device], bool]) -> None:
@@ -42,7 +47,8 @@ class RecordedOptimizer:
             return None
         device = parameters[0].device
         fuses = type(self.optimizer) in _FUSED and (
-            group["fused"] or (group["fused"] is None and not group["foreach"] and not group["differentiable"])
+            group["fused"]
+            or (group["fused"] is None and not group["foreach"] and not group["differentiable"])
         )
         if fuses:
             group["fused"] = True
@@ -50,8 +56,13 @@ class RecordedOptimizer:
         if "capturable" in group:
             group["capturable"] = True
             # PyTorch would warn of the runs that precede the record.
-            self.optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+            self.optimizer._warned_capturable_if_run_uncaptured = True
         elif not fuses:
+            if any("step" in self.optimizer.state.get(parameter, ()) for parameter in parameters):
+                kind = type(self.optimizer).__name__
+                raise Refused(
+                    f"{kind} counts steps on the host; take an optimiser that is capturable, as Adam"
+                )
             return None
         if not isinstance(rate, Tensor) or rate.device != device:
             group["lr"] = torch.tensor(float(rate), device=device)
@@ -73,7 +84,9 @@ class RecordedOptimizer:
                 if name in before and group[name] is True:
                     group[name] = before[name]
             if rate is not None and group["lr"] is rate and not isinstance(before["lr"], Tensor):
-                group["lr"] = float(rate)
+                known = float(before["lr"])
+                number = float(rate)  # in float32
+                group["lr"] = known if abs(number - known) <= 1e-6 * abs(known) else number
             if not group.get("capturable") and not group.get("fused"):
                 for parameter in group["params"]:
                     self._move_step(parameter, torch.device("cpu"))
