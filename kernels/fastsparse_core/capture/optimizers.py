@@ -14,6 +14,8 @@ from fastsparse_core.capture.forms import Refused
 #: Optimisers with one kernel for a whole step, which reads the learning rate from a tensor, and also takes
 #: what a gradient scaler finds. SGD has no other way to leave the host out.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+#: Settings that recording may turn on.
+_CHANGED = ("capturable", "fused", "foreach")
 
 
 class RecordedOptimizer:
@@ -40,8 +42,7 @@ class RecordedOptimizer:
         self._settings = self._read_settings()
 
     def _prepare(self, group: dict[str, Any]) -> Tensor | None:
-        names = ("lr", "capturable", "fused")
-        self._before.append({name: group[name] for name in names if name in group})
+        self._before.append({name: group[name] for name in ("lr", *_CHANGED) if name in group})
         parameters, rate = group["params"], group["lr"]
         if not parameters or not all(self._supports(parameter.device) for parameter in parameters):
             return None
@@ -55,6 +56,8 @@ class RecordedOptimizer:
             self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         if "capturable" in group:
             group["capturable"] = True
+            if not fuses and group.get("foreach", True) is None and not group.get("differentiable"):
+                group["foreach"] = True  # parameter by parameter the learning rate would be read
             # PyTorch would warn of the runs that precede the record.
             self.optimizer._warned_capturable_if_run_uncaptured = True
         elif not fuses:
@@ -80,7 +83,7 @@ class RecordedOptimizer:
         """Gives back the settings that it had, but for what was changed since."""
         self.optimizer._step_supports_amp_scaling = self._scales  # type: ignore[attr-defined]
         for group, before, rate in zip(self.optimizer.param_groups, self._before, self._rates, strict=False):
-            for name in ("capturable", "fused"):
+            for name in _CHANGED:
                 if name in before and group[name] is True:
                     group[name] = before[name]
             if rate is not None and group["lr"] is rate and not isinstance(before["lr"], Tensor):
