@@ -14,6 +14,7 @@ extension (which takes addresses). A replay runs them again on that memory. As w
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -30,9 +31,17 @@ from fastsparse_core.capture import graphs
 
 #: What CUDA would have to wait for.
 _READS = (
-    "_local_scalar_dense nonzero masked_select _unique _unique2 unique_dim unique_consecutive bincount equal "
-    "is_nonzero"
-).split()
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "bincount",
+    "equal",
+    "is_nonzero",
+)
 #: Functions of the extension that are no kernels, and those that wait for one.
 _NO_KERNELS = ("build_info", "num_", "compress_scratch_bytes")
 _WAITS = ("wait", "inspect")
@@ -47,7 +56,9 @@ class Invalid(RuntimeError):
 class _Launch:
     """One kernel: a function, and what it was called with."""
 
-    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, outs: list[Tensor | None]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, outs: list[Tensor | None]
+    ) -> None:
         self.function, self.args, self.kwargs, self.outs = function, args, kwargs, outs
 
     def run(self) -> None:
@@ -80,7 +91,9 @@ class Tape(TorchDispatchMode):
         if self.is_paused:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        assert func.namespace != "fastsparse", f"{name}: launched through PyTorch's dispatcher"
+        if func.namespace == "fastsparse":  # several kernels
+            with self:
+                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
         self.threads.add(threading.get_ident())
         self._check(name, args, kwargs)
         if func._schema.is_mutable or "batch_norm" in name:
@@ -317,6 +330,9 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Tape.current is not None)
     monkeypatch.setattr(torch.autograd, "_engine_run_backward", _backward)
+    for module in [module for name, module in sys.modules.items() if name.startswith("torch.optim.")]:
+        if hasattr(module, "_get_capturable_supported_devices"):
+            monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda **options: ["cpu"])
     for name, function in vars(_C).items():
         if callable(function) and not isinstance(function, type) and not name.startswith(_NO_KERNELS):
             monkeypatch.setattr(_C, name, _wrapped(name, function))

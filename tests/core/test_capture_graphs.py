@@ -1,4 +1,4 @@
-"""How CUDA graphs are recorded: PyTorch's rules for pools and generators, kept by a pretended GPU and a real one."""
+"""How CUDA graphs are recorded: by PyTorch's rules for pools, generators and threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastsparse_core.recorded import StepRun
 
 
 class Gpu:
-    """What PyTorch keeps about recordings, and how it fails (c10/cuda/CUDACachingAllocator, ATen/cuda/CUDAGraph).
+    """What PyTorch keeps about recordings, and how it fails, after CUDACachingAllocator and CUDAGraph.
 
     Attributes:
         uses: number of graphs of every pool.
@@ -42,8 +42,12 @@ class Gpu:
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch, "zeros", lambda *size, **options: None)
-        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda index, pool: self.end(pool), raising=False)
-        monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda index, pool: self.release(pool), raising=False)
+        monkeypatch.setattr(
+            torch._C, "_cuda_endAllocateToPool", lambda index, pool: self.end(pool), raising=False
+        )
+        monkeypatch.setattr(
+            torch._C, "_cuda_releasePool", lambda index, pool: self.release(pool), raising=False
+        )
 
     @contextlib.contextmanager
     def graph(self, graph, *, stream, pool=None, capture_error_mode="global"):

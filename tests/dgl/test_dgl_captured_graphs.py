@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from simulated_graphs import simulate
 
-from fastsparse_core import capture
 from fastsparse_core.capture import captured as machinery
+from fastsparse_core.capture.decorator import capture
 from fastsparse_dgl import FastGATConv
 from fastsparse_dgl.compat import dgl
 
 
 @pytest.fixture(autouse=True)
-def pretends(monkeypatch):
-    """On the CPU the form that is recorded runs."""
-    monkeypatch.setattr(machinery, "_pretends", True)
+def simulated(monkeypatch):
+    """The CPU has something like CUDA graphs."""
+    simulate(monkeypatch)
 
 
 @pytest.mark.parametrize("batched", [False, True])

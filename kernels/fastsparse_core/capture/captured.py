@@ -35,6 +35,8 @@ _PREPARING = 2
 #: Sizes of batches that are recorded apart, and forms of a step (arguments, training or not).
 _MOST_ROOMS = 4
 _MOST_FORMS = 32
+#: How often settings of optimisers may change.
+_MOST_CHANGES = 8
 #: Relative difference of the padded form that rounding explains, in float32 and in 16 bits. A ReLU that
 #: rounding switches changes gradients by 1e-3; rows of padding, more than the batch has on trial, change much
 #: more.
@@ -61,6 +63,7 @@ class Captured:
         self._optimizers: list[RecordedOptimizer] = []
         self._gradients = GradientBuffers()
         self._graphs = graphs.CudaGraphs()
+        self._changes = 0
 
     def reset(self) -> None:
         """Forgets all records: as if the step had not been called."""
@@ -93,6 +96,7 @@ class Captured:
         if self._optimizers and not all(item.is_as_recorded() for item in self._optimizers):
             logger.info("capture: an optimiser has changed; %s is recorded anew", self._name)
             self._forget()
+            self._changes += 1
         if not self.observed.masks.are_unchanged():
             self._graphs.beside(self.observed.masks.read_again)
             self._forget()
@@ -172,6 +176,10 @@ class Captured:
         """Memory for a record, and whether its form does what the step does."""
         if self.observed.schedules:
             raise Refused("a scheduler of learning rates steps in it; call scheduler.step() after it")
+        if self._changes > _MOST_CHANGES:
+            raise Refused(
+                "settings of an optimiser, or learning rates that it reads on the host, change often"
+            )
         if len(form.records) >= _MOST_ROOMS:
             raise Refused(f"its batches had more than {_MOST_ROOMS} sizes, each larger than those before")
         for argument, varies in zip(call.arguments, form.varies, strict=True):
@@ -208,7 +216,9 @@ class Captured:
         with recorded.without_dropout(), WithoutDropout(), _without_autocast(device):
             plain = self._on_trial(lambda: self.step(*call.args, **call.kwargs), device)
             try:
-                padded = self._on_trial(lambda: trial.trimmed(trial.run(self.step, self.observed), call), device)
+                padded = self._on_trial(
+                    lambda: trial.trimmed(trial.run(self.step, self.observed), call), device
+                )
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever the step says of the other form
@@ -263,8 +273,8 @@ class Captured:
         rounds = self.observed.rounds or torch.is_autocast_enabled(device.type)
         if not chosen.difference <= (_TOLERANCE_16 if rounds else _TOLERANCE):
             raise Refused(
-                f"its replay would change {where} (relative difference {chosen.difference:.1e}): something in "
-                "it is kept by the host from call to call, or drawn there"
+                f"its replay would change {where} (relative difference {chosen.difference:.1e}): something "
+                "in it is kept by the host from call to call, or drawn there"
             )
         return replay
 
@@ -274,7 +284,9 @@ class Captured:
         parameters = list(observed.parameters)
         known = {id(item) for item in parameters}
         given = (tensor for held in chosen.held for tensor in held.tensors)
-        if observed.differentiates and any(x.is_leaf and x.requires_grad and id(x) not in known for x in given):
+        if observed.differentiates and any(
+            x.is_leaf and x.requires_grad and id(x) not in known for x in given
+        ):
             raise Refused("an argument requires a gradient, and no module or optimiser in it has that tensor")
         with self._gradients.held(parameters) as gradients:
 

@@ -27,7 +27,12 @@ class GradientBuffers:
     def of(self, parameter: Tensor) -> Tensor:
         """The parameter's."""
         parameter_, buffer = self._buffers.get(id(parameter), (None, None))
-        if parameter_ is None or buffer is None or buffer.shape != parameter.shape or buffer.dtype != parameter.dtype:
+        if (
+            parameter_ is None
+            or buffer is None
+            or buffer.shape != parameter.shape
+            or buffer.dtype != parameter.dtype
+        ):
             with torch.inference_mode(False), torch.no_grad():
                 buffer = torch.zeros_like(parameter)
             self._buffers[id(parameter)] = (parameter, buffer)  # the parameter lives on: its id is its own

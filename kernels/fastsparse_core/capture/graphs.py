@@ -87,7 +87,7 @@ class CudaGraphs:
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     def beside(self, job: Callable[[], _T]) -> _T:
-        """Runs a job on the stream of the records, between what the caller did and does: autograd remembers streams."""
+        """Runs a job on the stream of the records, for autograd remembers streams; see `on_stream`."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         return on_stream(self._stream, job)
@@ -104,8 +104,10 @@ class CudaGraphs:
         options = {"capture_error_mode": "thread_local"}  # loaders' threads may allocate meanwhile
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-            # PyTorch gives up a pool with its last graph, also where its handle is used again: this one stays.
-            self._keeper, _ = record(lambda: torch.zeros(1, device=device), self._stream, pool=self._pool, **options)
+            # PyTorch gives up a pool with its last graph, and refuses its handle then: this one stays.
+            self._keeper, _ = record(
+                lambda: torch.zeros(1, device=device), self._stream, pool=self._pool, **options
+            )
         try:
             graph, result = record(job, self._stream, pool=self._pool, **options)
         except Exception:

@@ -142,7 +142,9 @@ def difference(one: Trial, other: Trial) -> tuple[float, str]:
         worst, where = max((worst, where), (found, f"a result of shape {tuple(x.shape)}"))
     longest = max([_norm(x) for x in one.gradients], default=0.0)
     for x, y in zip(one.gradients, other.gradients, strict=True):
-        worst, where = max((worst, where), (_relative(x, y, longest), f"a gradient of shape {tuple(x.shape)}"))
+        worst, where = max(
+            (worst, where), (_relative(x, y, longest), f"a gradient of shape {tuple(x.shape)}")
+        )
     return worst, where
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from fastsparse_core.capture.captured import Captured
 from fastsparse_core.capture.forms import Record
@@ -69,36 +69,43 @@ class CapturedModel(Captured):
         self._graphs.forget_memory()
         launch, result = self._graphs.record(lambda: chosen.run(self.step, self.observed))
         flat, spec = tree_flatten(result)
-        differentiable = [item for item in flat if isinstance(item, Tensor) and item.requires_grad]
-        inputs = [
-            tensor for held in chosen.held for tensor in held.tensors if tensor.requires_grad
-        ] + self.observed.parameters
-        if not (differentiable and torch.is_grad_enabled()):
-
-            def replay() -> Any:
-                launch()
-                return tree_unflatten([_copy(item) for item in flat], spec)
-
-            return replay
-        incoming = [torch.zeros_like(item) for item in differentiable]
-        launch_backward, gradients = self._graphs.record(
-            lambda: torch.autograd.grad(differentiable, inputs, incoming, allow_unused=True)
+        outputs = [item for item in flat if isinstance(item, Tensor) and item.requires_grad]
+        if not outputs or not torch.is_grad_enabled():
+            return lambda: (launch(), tree_unflatten([_copy(item) for item in flat], spec))[1]
+        given = [tensor for held in chosen.held for tensor in held.tensors if tensor.requires_grad]
+        inputs = given + self.observed.parameters
+        incoming = [torch.zeros_like(item) for item in outputs]
+        backward, gradients = self._graphs.record(
+            lambda: torch.autograd.grad(outputs, inputs, incoming, allow_unused=True)
         )
         chosen.execution = None  # until now, for the backward pass reads structures
-        passes = _Passes(launch, launch_backward, differentiable, incoming, gradients)
-        plain = [item.detach() if isinstance(item, Tensor) else item for item in flat]
+        passes = _Passes(launch, backward, outputs, incoming, gradients)
+        return _replay_of(passes, inputs, flat, spec)
 
-        def replay_both() -> Any:
-            outputs = iter(_Replay.apply(passes, *inputs))
-            items = [
-                next(outputs) if is_output else _copy(known)
-                for is_output, known in zip(are_outputs, plain, strict=True)
-            ]
-            return tree_unflatten(items, spec)
 
-        are_outputs = [isinstance(item, Tensor) and item.requires_grad for item in flat]
-        del flat, result, differentiable  # with them, what autograd keeps for a backward pass
-        return replay_both
+def _replay_of(
+    passes: _Passes, inputs: Sequence[Tensor], flat: Sequence[Any], spec: TreeSpec
+) -> Callable[[], Any]:
+    """What replays the forward pass, and its backward pass when autograd comes to it.
+
+    Args:
+        passes: both.
+        inputs: what gradients are of.
+        flat: what was returned when it was recorded.
+        spec: how that was put together.
+    """
+    are_outputs = [isinstance(item, Tensor) and item.requires_grad for item in flat]
+    others = [None if is_output else item for item, is_output in zip(flat, are_outputs, strict=True)]
+
+    def replay() -> Any:
+        outputs = iter(_Replay.apply(passes, *inputs))
+        items = [
+            next(outputs) if is_output else _copy(item)
+            for item, is_output in zip(others, are_outputs, strict=True)
+        ]
+        return tree_unflatten(items, spec)
+
+    return replay
 
 
 def _copy(item: Any) -> Any:

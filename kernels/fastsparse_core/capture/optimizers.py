@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fastsparse_core.capture.forms import Refused
+
 #: Optimisers with one kernel for a whole step, which reads the learning rate from a tensor, and also takes
 #: what a gradient scaler finds. SGD has no other way to leave the host out.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+#: Settings that recording may turn on.
+_CHANGED = ("capturable", "fused", "foreach")
 
 
 class RecordedOptimizer:
-    """An optimiser whose steps a CUDA graph can repeat: where it can, its learning rates are tensors from now on.
+    """An optimiser whose steps a CUDA graph can repeat: its learning rates are tensors, where they can be.
 
     Schedulers and assignments change them as before. Other settings are part of the record; so is the
     learning rate of optimisers that read it on the host.
@@ -23,6 +27,9 @@ class RecordedOptimizer:
     Args:
         optimizer: whose state exists.
         supports: whether graphs are recorded on a device.
+
+    Raises:
+        Refused: replays would not do what its steps do.
     """
 
     def __init__(self, optimizer: Optimizer, supports: Callable[[torch.device], bool]) -> None:
@@ -35,23 +42,30 @@ class RecordedOptimizer:
         self._settings = self._read_settings()
 
     def _prepare(self, group: dict[str, Any]) -> Tensor | None:
-        names = ("lr", "capturable", "fused")
-        self._before.append({name: group[name] for name in names if name in group})
+        self._before.append({name: group[name] for name in ("lr", *_CHANGED) if name in group})
         parameters, rate = group["params"], group["lr"]
         if not parameters or not all(self._supports(parameter.device) for parameter in parameters):
             return None
         device = parameters[0].device
         fuses = type(self.optimizer) in _FUSED and (
-            group["fused"] or (group["fused"] is None and not group["foreach"] and not group["differentiable"])
+            group["fused"]
+            or (group["fused"] is None and not group["foreach"] and not group["differentiable"])
         )
         if fuses:
             group["fused"] = True
             self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         if "capturable" in group:
             group["capturable"] = True
+            if not fuses and group.get("foreach", True) is None and not group.get("differentiable"):
+                group["foreach"] = True  # parameter by parameter the learning rate would be read
             # PyTorch would warn of the runs that precede the record.
-            self.optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+            self.optimizer._warned_capturable_if_run_uncaptured = True
         elif not fuses:
+            if any("step" in self.optimizer.state.get(parameter, ()) for parameter in parameters):
+                kind = type(self.optimizer).__name__
+                raise Refused(
+                    f"{kind} counts steps on the host; take an optimiser that is capturable, as Adam"
+                )
             return None
         if not isinstance(rate, Tensor) or rate.device != device:
             group["lr"] = torch.tensor(float(rate), device=device)
@@ -69,11 +83,13 @@ class RecordedOptimizer:
         """Gives back the settings that it had, but for what was changed since."""
         self.optimizer._step_supports_amp_scaling = self._scales  # type: ignore[attr-defined]
         for group, before, rate in zip(self.optimizer.param_groups, self._before, self._rates, strict=False):
-            for name in ("capturable", "fused"):
+            for name in _CHANGED:
                 if name in before and group[name] is True:
                     group[name] = before[name]
             if rate is not None and group["lr"] is rate and not isinstance(before["lr"], Tensor):
-                group["lr"] = float(rate)
+                known = float(before["lr"])
+                number = float(rate)  # in float32
+                group["lr"] = known if abs(number - known) <= 1e-6 * abs(known) else number
             if not group.get("capturable") and not group.get("fused"):
                 for parameter in group["params"]:
                     self._move_step(parameter, torch.device("cpu"))
