@@ -43,8 +43,10 @@ _READS = (
     "is_nonzero",
 )
 #: Functions of the extension that are no kernels, and those that wait for one.
-_NO_KERNELS = ("build_info", "num_", "compress_scratch_bytes")
-_WAITS = ("wait", "inspect")
+_NO_KERNELS = ("build_info", "num_", "compress_scratch_bytes", "inspect_and_sort_scratch_bytes")
+_WAITS = ("wait", "inspect", "inspect_and_sort")
+#: The methods of its classes that launch.
+_METHODS = {"run", "forward", "backward"}
 #: How deep backward passes are nested before autograd gives one to another thread.
 _DEPTH = 61
 
@@ -334,5 +336,8 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
         if hasattr(module, "_get_capturable_supported_devices"):
             monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda **options: ["cpu"])
     for name, function in vars(_C).items():
-        if callable(function) and not isinstance(function, type) and not name.startswith(_NO_KERNELS):
+        if isinstance(function, type):  # of prepared calls
+            for method in _METHODS & vars(function).keys():
+                monkeypatch.setattr(function, method, _wrapped(f"{name}.{method}", getattr(function, method)))
+        elif callable(function) and not name.startswith(_NO_KERNELS):
             monkeypatch.setattr(_C, name, _wrapped(name, function))
