@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -40,15 +39,14 @@ MESSAGE_METHODS = (
 )
 #: Why PyG's code runs under torch.compile where :meth:`FastConv._traced_edges` has no answer.
 WITHOUT_ADJACENCY = "torch.compile without an Adjacency"
-_HOOKS = [
+#: Entries of a layer's ``__dict__``; `map` asks for all of them in few steps of the interpreter.
+_MESSAGE_HOOKS = tuple(
     f"_{step}_forward_{kind}"
     for step in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
     for kind in ("pre_hooks", "hooks")
-]
-#: What a layer's ``__dict__`` says in one go: few steps of the interpreter.
-_MESSAGE_HOOKS = operator.itemgetter(*_HOOKS)
-_WATCHED = operator.itemgetter("_explain", *_HOOKS)
-_AGGREGATION_HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
+)
+_WATCHED = ("_explain", *_MESSAGE_HOOKS)
+_AGGREGATION_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _REPLACEABLE = frozenset({"message", "aggregate", "update", "message_and_aggregate", "edge_update"})
 _is_tracing = torch._C._is_tracing
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -131,12 +129,12 @@ class FastConv(MessagePassing):
     def _why_original(self, x: Tensor, edge_index: object) -> str:
         """Why PyG's own code must run, "" if the kernels can."""
         state = self.__dict__
-        if any(_WATCHED(state)) or not state.keys().isdisjoint(_REPLACEABLE) or self._overridden:
+        if any(map(state.get, _WATCHED)) or not _REPLACEABLE.isdisjoint(state) or self._overridden:
             return self._why_messages_matter()
         aggregation = state["_modules"].get("aggr_module")
         if type(aggregation) not in self._aggregations:
             return f"aggr={self.aggr!r} has no kernel"
-        if any(_AGGREGATION_HOOKS(aggregation.__dict__)):
+        if any(map(aggregation.__dict__.get, _AGGREGATION_HOOKS)):
             return "a hook on the aggregation"
         if state["_decomposed_layers"] > 1:
             return "decomposed_layers > 1"
@@ -400,7 +398,7 @@ def has_message_hook(state: dict[str, Any]) -> bool:
     Args:
         state: the layer's ``__dict__``.
     """
-    return any(_MESSAGE_HOOKS(state))
+    return any(map(state.get, _MESSAGE_HOOKS))
 
 
 def is_plain_linear(module: torch.nn.Module) -> bool:
