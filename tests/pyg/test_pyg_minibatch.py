@@ -46,13 +46,27 @@ def train_step(layers: nn.ModuleList, x: torch.Tensor, seed: int) -> list[torch.
 def sorts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of edges of every sort."""
     counted: list[int] = []
-    original = core_adjacency.compress
+    compress, transpose = core_adjacency.compress, core_adjacency.transpose
+    inspected = core_adjacency._inspected
 
     def count(major, *args, **kwargs):
         counted.append(major.numel())
-        return original(major, *args, **kwargs)
+        return compress(major, *args, **kwargs)
 
+    def count_transpose(rowptr, col, *args):
+        counted.append(col.numel())
+        return transpose(rowptr, col, *args)
+
+    def count_inspected(*args):
+        found, ordered = inspected(*args)
+        if ordered is not None:
+            counted.append(ordered.order.numel())
+        return found, ordered
+
+    monkeypatch.setattr(core_adjacency, "_gets_unsorted", set())  # whatever other tests saw last
     monkeypatch.setattr(core_adjacency, "compress", count)
+    monkeypatch.setattr(core_adjacency, "transpose", count_transpose)
+    monkeypatch.setattr(core_adjacency, "_inspected", count_inspected)
     return counted
 
 

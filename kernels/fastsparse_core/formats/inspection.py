@@ -180,13 +180,13 @@ def inspect_and_sort(
         The facts, with the sorted edges in `rowptr` and `col` where they were sorted, and their order.
     """
     num_edges, device = row.numel(), row.device
-    index = device_index(device)
     rowptr = torch.empty(shape[0] + 1, dtype=torch.int64, device=device)
     col_out = torch.empty(num_edges, dtype=torch.int32, device=device)
+    check_content("edges", row, col, col_out)
+    index = device_index(device)
     is_long = num_edges > _INT32_MAX
     order = torch.empty(num_edges, dtype=torch.int64 if is_long else torch.int32, device=device)
     inv_degree = _empty_for_autograd(shape[0], device)
-    check_content("edges", row, col, col_out)
     is_64bit, counts, scratch, size = row.dtype == torch.int64, None, None, 0
     if index >= 0:
         counts = torch.empty(_C.num_row_split_counts(shape[0]), dtype=torch.int64, device=device)
