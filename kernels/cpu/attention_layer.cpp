@@ -4,7 +4,9 @@
 
 #include <vector>
 
+#include "fastsparse/attention_gradients.h"
 #include "fastsparse/cpu_attention.h"
+#include "fastsparse/launchers.h"
 
 namespace fastsparse::cpu {
 namespace {
