@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastsparse_core import Adjacency, additive_attention, additive_attention_weights
+from fastsparse_core.fused.attention_layer import ADDITIVE, attention_layer
 from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.fused.head_scores import head_scores
 from fastsparse_dgl.compat import dgl
@@ -76,8 +77,14 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
 
         heads = (self._num_heads, self._out_feats)
         source = self.feat_drop(source)
+        p = dropout_p(self.attn_drop)
         if given is None:
             destination = self._destination(graph, adjacency, source, None)
+            plain = not get_attention and edge_weight is None and p < 1 and self.res_fc is None
+            if plain and destination is source:
+                out = self._as_one_node(adjacency, source, p)
+                if out is not None:
+                    return self.activation(out) if self.activation else out
             x_src = self.fc(source)
             score_src, score_dst = head_scores(x_src, self.attn_l, self.attn_r)
             score_dst = self._destination(graph, adjacency, score_dst, None)
@@ -92,7 +99,6 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         operands = (adjacency, score_dst.flatten(1), score_src.flatten(1))
         slope = self.leaky_relu.negative_slope
 
-        p = dropout_p(self.attn_drop)
         weight = None
         if get_attention or edge_weight is not None or p == 1:
             weight = additive_attention_weights(*operands, slope)
@@ -112,6 +118,13 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         if self.activation:
             out = self.activation(out)
         return (out, weight.to(source.dtype)) if get_attention and weight is not None else out
+
+    def _as_one_node(self, adjacency: Adjacency, source: Tensor, p: float) -> Tensor | None:
+        """The layer as one node of autograd's graph; None: operator by operator."""
+        vectors, heads = (self.attn_l, self.attn_r), self._num_heads
+        options = {"heads": heads, "scale": self.leaky_relu.negative_slope, "dropout_p": p}
+        out = attention_layer(ADDITIVE, adjacency, source, (self.fc,), vectors, self.bias, **options)
+        return None if out is None else out.view(-1, heads, self._out_feats)
 
 
 def _edge_factor(adjacency: Adjacency, weight: Tensor, edge_weight: Tensor) -> Tensor:

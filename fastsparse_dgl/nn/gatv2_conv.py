@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastsparse_core import gatv2_attention, gatv2_attention_weights
+from fastsparse_core import Adjacency, gatv2_attention, gatv2_attention_weights
+from fastsparse_core.fused.attention_layer import GATV2, attention_layer
 from fastsparse_core.fused.joint_linear import joint_linear
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import GraphLike
@@ -69,6 +70,11 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
         destination = self._destination(
             graph, adjacency, source, None if given is None else self.feat_drop(given)
         )
+        p = dropout_p(self.attn_drop)
+        if destination is source and not get_attention and p < 1 and self.res_fc is None:
+            out = self._as_one_node(adjacency, source, p)
+            if out is not None:
+                return self.activation(out) if self.activation else out
         if given is None and self.share_weights:
             x_src = self.fc_src(source)
             x_dst = self._destination(graph, adjacency, x_src, None)
@@ -79,7 +85,6 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
         x_src, x_dst = x_src.unflatten(-1, heads), x_dst.unflatten(-1, heads)
         slope = self.leaky_relu.negative_slope
 
-        p = dropout_p(self.attn_drop)
         operands = (adjacency, x_dst.flatten(1, -2), x_src.flatten(1, -2), self._head_vectors(x_src), slope)
         weight = None
         if get_attention or p == 1:
@@ -95,6 +100,13 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
         if self.activation:
             out = self.activation(out)
         return (out, weight.to(source.dtype)) if weight is not None and get_attention else out
+
+    def _as_one_node(self, adjacency: Adjacency, source: Tensor, p: float) -> Tensor | None:
+        """The layer as one node of autograd's graph; None: operator by operator."""
+        maps = (self.fc_src,) if self.share_weights else (self.fc_src, self.fc_dst)
+        options = {"heads": self._num_heads, "scale": self.leaky_relu.negative_slope, "dropout_p": p}
+        out = attention_layer(GATV2, adjacency, source, maps, (self.attn,), None, **options)
+        return None if out is None else out.view(-1, self._num_heads, self._out_feats)
 
     def _head_vectors(self, x_src: Tensor) -> Tensor:
         """The attention vector of every head, (H, D); once per middle index for features (N, ..., H, D)."""

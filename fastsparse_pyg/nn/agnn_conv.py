@@ -8,6 +8,7 @@ from torch import Tensor
 from torch_geometric.nn import AGNNConv
 
 from fastsparse_core import Adjacency, attention
+from fastsparse_core.fused.cosine_attention import cosine_attention
 from fastsparse_pyg.nn.attention import AttentionConv
 
 
@@ -45,12 +46,17 @@ class FastAGNNConv(AttentionConv, AGNNConv):
             ValueError: sizes, dtypes or devices do not fit together.
             IndexError: an index points to no node.
         """
-        reason = self._why_original_attention((x, x), edge_index)
-        if not reason and self.node_dim not in (-2, 0):
-            reason = f"node_dim={self.node_dim}"
-        if reason:
-            return self._original_forward(reason, x, edge_index)
-        adj = self._graph((x, x), edge_index, None, add_self_loops=self.add_self_loops).adj
+        adj = self._known_attention(x, edge_index, self.add_self_loops)
+        if adj is None:
+            reason = self._why_original_attention((x, x), edge_index)
+            if not reason and self.node_dim not in (-2, 0):
+                reason = f"node_dim={self.node_dim}"
+            if reason:
+                return self._original_forward(reason, x, edge_index)
+            adj = self._graph((x, x), edge_index, None, add_self_loops=self.add_self_loops).adj
+        out = cosine_attention(adj, x, self.beta)
+        if out is not None:
+            return out
         if not torch.is_autocast_enabled(x.device.type):
             # As PyG's product of messages and weights: float16 features with a float32 beta give float32.
             x = x.to(torch.promote_types(x.dtype, self.beta.dtype))

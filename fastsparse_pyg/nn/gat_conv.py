@@ -12,7 +12,7 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptPairTensor, OptTensor, Size, SparseTensor
 
 from fastsparse_core import Adjacency, additive_attention, additive_attention_weights, spmm
-from fastsparse_core.fused.attention_layer import Additive, attention_layer
+from fastsparse_core.fused.attention_layer import ADDITIVE, attention_layer
 from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.fused.head_scores import head_scores
 from fastsparse_pyg.nn.attention import AttentionConv
@@ -129,7 +129,7 @@ class FastGATConv(AttentionConv, GATConv):
         if lin is None or modules.get("res") is not None or type(x) is not Tensor:
             return None
         return attention_layer(
-            Additive,
+            ADDITIVE,
             adj,
             x,
             (lin,),

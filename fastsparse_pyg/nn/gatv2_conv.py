@@ -11,7 +11,7 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptTensor, PairTensor, SparseTensor
 
 from fastsparse_core import Adjacency, edge_softmax, gatv2_attention, gatv2_attention_weights, spmm
-from fastsparse_core.fused.attention_layer import Gatv2, attention_layer
+from fastsparse_core.fused.attention_layer import GATV2, attention_layer
 from fastsparse_core.fused.bias import add_bias
 from fastsparse_pyg.nn.attention import AttentionConv, value_ends
 from fastsparse_pyg.nn.base import is_plain_linear, project
@@ -112,7 +112,7 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
             return None
         source = modules["lin_l"]
         return attention_layer(
-            Gatv2,
+            GATV2,
             adj,
             x,
             (source,) if state["share_weights"] else (source, modules["lin_r"]),

@@ -13,7 +13,7 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptTensor, PairTensor
 
 from fastsparse_core import Adjacency, attention, attention_weights, sddmm, spmm
-from fastsparse_core.fused.attention_layer import DotProduct, attention_layer
+from fastsparse_core.fused.attention_layer import DOT_PRODUCT, attention_layer
 from fastsparse_core.fused.joint_linear import joint_linear
 from fastsparse_core.structure.incidence import incidence
 from fastsparse_pyg.nn.attention import AttentionConv
@@ -146,7 +146,7 @@ class FastTransformerConv(AttentionConv, TransformerConv):
             return None
         maps = (modules["lin_key"], modules["lin_value"], modules["lin_query"])
         return attention_layer(
-            DotProduct,
+            DOT_PRODUCT,
             adj,
             x,
             (*maps, modules["lin_skip"]) if adds else maps,

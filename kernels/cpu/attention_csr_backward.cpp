@@ -4,6 +4,7 @@
 // Nothing is scattered: no atomics, and sums in a fixed order.
 #include <vector>
 
+#include "fastsparse/attention_gradients.h"
 #include "fastsparse/cpu_attention.h"
 #include "fastsparse/launchers.h"
 

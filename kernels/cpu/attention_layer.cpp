@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "fastsparse/attention_gradients.h"
 #include "fastsparse/cpu_attention.h"
 #include "fastsparse/launchers.h"
 

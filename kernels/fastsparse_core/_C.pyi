@@ -585,6 +585,48 @@ def head_scores_backward(
     forward: HeadScoresArgs, grad_v: int, adds: bool, grad_first: int, grad_second: int, threads: int
 ) -> None: ...
 
+class AttentionLayer:
+    def __init__(
+        self,
+        structure: CsrStructure,
+        kind: int,
+        dtype: int,
+        heads: int,
+        head_width: int,
+        maps: int,
+        scale: float,
+    ) -> None: ...
+    def forward(
+        self,
+        joint: int,
+        first_vector: int,
+        second_vector: int,
+        bias: int,
+        out: int,
+        state: int,
+        dropout_p: float,
+        seed: int,
+        threads: int,
+    ) -> None: ...
+    def backward(
+        self,
+        transposed: CsrStructure,
+        joint: int,
+        first_vector: int,
+        second_vector: int,
+        state: int,
+        grad: int,
+        grad_stride: int,
+        grad_joint: int,
+        grad_first: int,
+        grad_second: int,
+        grad_bias: int,
+        grad_map_bias: int,
+        dropout_p: float,
+        seed: int,
+        threads: int,
+    ) -> None: ...
+
 class MultiAggregateInput:
     def __init__(
         self,

@@ -171,15 +171,6 @@ void narrow_row(const float* from, float scale, std::int64_t width, void* to, Dt
 void narrow_row(const double* from, double scale, std::int64_t width, void* to, Dtype dtype,
                 std::int64_t first);
 
-// Elements from one row to the next of the gradients of dst, src and v.
-struct GradientStrides {
-  std::int64_t dst, src, v;
-};
-
-// With gradients that need not be contiguous.
-void attention_csr_backward(const AttentionCsrBackwardArgs& args, const GradientStrides& strides,
-                            int threads);
-
 // ---------------------------------------------------------------- scores
 
 inline std::int64_t work(const AttentionCsrArgs& args) {

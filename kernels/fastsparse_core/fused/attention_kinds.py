@@ -1,0 +1,243 @@
+"""Kinds of attention in a layer that is one node of autograd's graph (`attention_layer`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C
+from fastsparse_core.fused.head_scores import gradients_of_scores, head_scores, scores_of_rows
+from fastsparse_core.ops import _additive_attention_csr, _gatv2_attention_csr
+from fastsparse_core.ops import _attention_fused as kernels
+from fastsparse_core.ops import _attention_unfused as unfused
+from fastsparse_core.ops._common import accumulation_dtype, cast
+from fastsparse_core.structure.adjacency import Adjacency
+
+
+class LayerCall(NamedTuple):
+    """What a call is, besides its tensors with gradients."""
+
+    score: type[Score]
+    adj: Adjacency
+    heads: int
+    scale: float
+    dropout_p: float
+    seed: Tensor | None
+    #: Of the features, as they are multiplied.
+    dtype: torch.dtype
+    #: Columns that each linear map gives.
+    widths: tuple[int, ...]
+    mean: bool
+    num_vectors: int
+    #: Whether the backward pass reads the result, which is not to be written then.
+    keeps_result: bool
+    #: On the CPU: all that follows the linear maps in one call each way.
+    plan: _C.AttentionLayer | None
+
+
+class Score:
+    """A kind of attention on the results of a layer's linear maps, which lie side by side in one matrix."""
+
+    #: Whether the backward pass on CUDA reads the result.
+    reads_result: ClassVar[bool]
+    #: AttentionScore in kernels/include/fastsparse/views.h.
+    code: ClassVar[int]
+    #: Linear maps from which the CPU's plan serves.
+    least_maps: ClassVar[int]
+
+    @staticmethod
+    def adds(widths: tuple[int, ...]) -> bool:
+        """Whether one of the linear maps is added to the result."""
+        return False
+
+    @staticmethod
+    def has_kernel(
+        adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
+    ) -> bool:
+        """Whether the kernels serve such a call and its backward pass, without anything to be built."""
+        raise NotImplementedError
+
+    @staticmethod
+    def forward(call: LayerCall, joint: Tensor, vectors: Sequence[Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
+        """Result of all heads, and tensors for the backward pass."""
+        raise NotImplementedError
+
+    @staticmethod
+    def backward(
+        call: LayerCall,
+        grad: Tensor,
+        joint: Tensor,
+        vectors: Sequence[Tensor],
+        kept: Sequence[Any],
+        needed: Sequence[bool],
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Gradients of the linear maps' results, side by side, and of the vectors that need one."""
+        raise NotImplementedError
+
+    @staticmethod
+    def formula(call: LayerCall, joint: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+        """The result by operators that are differentiable twice."""
+        raise NotImplementedError
+
+
+class _Additive(Score):
+    """GAT: a linear map gives the values, two vectors of every head the scores of both ends."""
+
+    reads_result, code, least_maps = False, 1, 1
+
+    @staticmethod
+    def has_kernel(
+        adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
+    ) -> bool:
+        if algorithm == "unfused":
+            return False
+        return not (adj.col.is_cuda and _additive_attention_csr.obstacle_of(dtype, widths[0], heads))
+
+    @staticmethod
+    def forward(call: LayerCall, joint: Tensor, vectors: Sequence[Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
+        (src, dst), matrix = scores_of_rows(joint, vectors)
+        out, lse = kernels.additive(call.adj, dst, src, joint, None, call.scale, call.dropout_p, call.seed)
+        return out, (src, dst, lse, matrix)
+
+    @staticmethod
+    def backward(
+        call: LayerCall,
+        grad: Tensor,
+        joint: Tensor,
+        vectors: Sequence[Tensor],
+        kept: Sequence[Any],
+        needed: Sequence[bool],
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        src, dst, lse, matrix = kept
+        grad_dst, grad_src, grad_v, _ = kernels.additive_gradients(
+            call.adj, grad, dst, src, joint, None, lse, call.scale, call.dropout_p, call.seed
+        )
+        _, grad_vectors = gradients_of_scores(
+            (grad_src, grad_dst), joint, matrix, vectors, True, needed, grad_v
+        )
+        return grad_v, grad_vectors
+
+    @staticmethod
+    def formula(call: LayerCall, joint: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+        src, dst = head_scores(joint, *vectors)
+        score = unfused.additive_scores(call.adj, dst, src, call.scale, None)
+        values = unfused.with_heads(joint, call.heads)
+        return unfused.aggregate(call.adj, score, values, call.dropout_p, call.seed).flatten(1)
+
+
+class _Gatv2(Score):
+    """GATv2: linear maps of sources and destinations, or one for both, and a vector of every head."""
+
+    reads_result, code, least_maps = True, 2, 2
+
+    @staticmethod
+    def has_kernel(
+        adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
+    ) -> bool:
+        if algorithm == "unfused":
+            return False
+        return not (adj.col.is_cuda and _gatv2_attention_csr.obstacle_of(dtype, widths[0], scale, heads))
+
+    @staticmethod
+    def forward(call: LayerCall, joint: Tensor, vectors: Sequence[Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
+        att = _vectors_of_heads(call, vectors)
+        src, dst = _ends(call, joint)
+        out, lse = kernels.gatv2(call.adj, dst, src, att, call.scale, call.dropout_p, call.seed)
+        return out, (lse, out if call.keeps_result else None)
+
+    @staticmethod
+    def backward(
+        call: LayerCall,
+        grad: Tensor,
+        joint: Tensor,
+        vectors: Sequence[Tensor],
+        kept: Sequence[Any],
+        needed: Sequence[bool],
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        lse, out = kept
+        att = _vectors_of_heads(call, vectors)
+        src, dst = _ends(call, joint)
+        grad_dst, grad_src, grad_att = kernels.gatv2_gradients(
+            call.adj, grad, dst, src, att, out, lse, call.scale, call.dropout_p, call.seed
+        )
+        (vector,) = vectors
+        grad_vector = cast(grad_att.view(vector.shape), vector.dtype) if needed[0] else None
+        if src is dst:
+            return grad_src.add_(grad_dst), (grad_vector,)
+        return torch.cat((grad_src, grad_dst), dim=1), (grad_vector,)
+
+    @staticmethod
+    def formula(call: LayerCall, joint: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+        src, dst = (unfused.with_heads(end, call.heads) for end in _ends(call, joint))
+        score = unfused.gatv2_scores(call.adj, dst, src, _vectors_of_heads(call, vectors), call.scale)
+        return unfused.aggregate(call.adj, score, src, call.dropout_p, call.seed).flatten(1)
+
+
+class _DotProduct(Score):
+    """Transformers: linear maps give keys, values, queries and perhaps what is added to the result."""
+
+    reads_result, code, least_maps = True, 0, 3
+
+    @staticmethod
+    def adds(widths: tuple[int, ...]) -> bool:
+        return len(widths) == 4
+
+    @staticmethod
+    def has_kernel(
+        adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
+    ) -> bool:
+        if adj.col.is_cuda:
+            # The operator notes which structures have blocks.
+            return ("attention", dtype, widths[2], widths[1], heads, algorithm) in adj.plans
+        return algorithm in ("auto", "fused3s")
+
+    @staticmethod
+    def forward(call: LayerCall, joint: Tensor, vectors: Sequence[Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
+        key, value, query, *skips = joint.split(call.widths, dim=1)
+        options = (call.scale, call.dropout_p, call.seed, call.heads)
+        out, lse = kernels.dot_product(call.adj, query, key, value, None, *options)
+        if not call.keeps_result:
+            return out.add_(skips[0]) if skips else out, (lse, None)
+        return out + skips[0] if skips else out, (lse, out)
+
+    @staticmethod
+    def backward(
+        call: LayerCall,
+        grad: Tensor,
+        joint: Tensor,
+        vectors: Sequence[Tensor],
+        kept: Sequence[Any],
+        needed: Sequence[bool],
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        lse, out = kept
+        key, value, query, *skips = joint.split(call.widths, dim=1)
+        options = (call.scale, call.dropout_p, call.seed, call.heads)
+        grad_query, grad_key, grad_value, _ = kernels.dot_product_gradients(
+            call.adj, grad, query, key, value, None, out, lse, *options
+        )
+        grads = (grad_key, grad_value, grad_query, grad) if skips else (grad_key, grad_value, grad_query)
+        return torch.cat(grads, dim=1), ()
+
+    @staticmethod
+    def formula(call: LayerCall, joint: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+        key, value, query, *skips = joint.split(call.widths, dim=1)
+        key, value, query = (unfused.with_heads(end, call.heads) for end in (key, value, query))
+        score = unfused.dot_product_scores(call.adj, query, key, call.scale, None)
+        out = unfused.aggregate(call.adj, score, value, call.dropout_p, call.seed).flatten(1)
+        return out + skips[0] if skips else out
+
+
+ADDITIVE, GATV2, DOT_PRODUCT = _Additive, _Gatv2, _DotProduct
+
+
+def _vectors_of_heads(call: LayerCall, vectors: Sequence[Tensor]) -> Tensor:
+    """(heads, D) in the accumulation dtype."""
+    return cast(vectors[0].view(call.heads, -1), accumulation_dtype(call.dtype))
+
+
+def _ends(call: LayerCall, joint: Tensor) -> tuple[Tensor, ...]:
+    """Features of sources and destinations."""
+    return joint.split(call.widths, dim=1) if len(call.widths) == 2 else (joint, joint)

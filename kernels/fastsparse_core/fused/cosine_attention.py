@@ -1,0 +1,117 @@
+"""Normalisation and attention of AGNN as one node of autograd's graph, which costs the host less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastsparse_core import policy
+from fastsparse_core.fused.attention_kinds import DOT_PRODUCT
+from fastsparse_core.ops import _attention_fused as kernels
+from fastsparse_core.ops import _attention_unfused as unfused
+from fastsparse_core.ops._common import (
+    DTYPE_CODE,
+    PLAIN,
+    is_first_derivative,
+    is_plain_eager,
+    without_autocast,
+)
+from fastsparse_core.structure.adjacency import Adjacency
+
+#: Least norm, as in `torch.nn.functional.normalize`.
+_EPSILON = 1e-12
+
+
+def cosine_attention(adj: Adjacency, x: Tensor, beta: Tensor) -> Tensor | None:
+    r"""Attention by the cosine between features.
+
+    .. math::
+        \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)} \mathrm{softmax}_j(\beta \cos(\mathbf{x}_i, \mathbf{x}_j))
+        \, \mathbf{x}_j
+
+    Equal to the operators one after the other up to rounding.
+
+    Args:
+        adj: square structure.
+        x: features (N, F).
+        beta: :math:`\beta`, (1,).
+
+    Returns:
+        (N, F), differentiable, twice too. None where the operators have to run one after the other: traces,
+        autocast, other devices or dtypes, no kernel.
+    """
+    if not (
+        is_plain_eager(x)
+        and type(adj) is Adjacency
+        and x.dim() == 2
+        and x.layout is torch.strided
+        and x.shape[0] == adj.num_src == adj.num_dst
+        and x.shape[1]
+        and type(beta) in PLAIN
+        and beta.shape == (1,)
+        and x.dtype == beta.dtype
+        and x.dtype in DTYPE_CODE
+        and x.device == beta.device == adj.col.device
+        and not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
+    ):
+        return None
+    widths, algorithm = (x.shape[1],) * 3, policy.requested("attention", "auto")
+    if not DOT_PRODUCT.has_kernel(adj, x.dtype, widths, 1, 1.0, algorithm):
+        return None
+    if torch.is_grad_enabled() and (x.requires_grad or beta.requires_grad):
+        result: Tensor = _CosineAttention.apply(adj, x, beta)
+        return result
+    return _attend(adj, x, beta)[0]
+
+
+def _attend(adj: Adjacency, x: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result, its log-sum-exp, norms and what was normalised."""
+    norm = torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min_(_EPSILON)
+    key = x / norm
+    out, lse = kernels.dot_product(adj, key * beta, key, x, None, 1.0, 0.0, None, 1)
+    return out, lse, norm, key
+
+
+class _CosineAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, adj: Adjacency, x: Tensor, beta: Tensor) -> Tensor:
+        out, lse, norm, key = _attend(adj, x, beta)
+        ctx.adj = adj
+        ctx.save_for_backward(x, beta, key, norm, lse, kernels._kept_result(ctx, out))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *without_autocast(_gradients, ctx, grad))
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    adj, (x, beta, key, norm, lse, out) = ctx.adj, ctx.saved_tensors
+    _, needs_x, needs_beta = ctx.needs_input_grad
+    if not is_first_derivative(grad):
+
+        def compute(x: Tensor, beta: Tensor) -> Tensor:
+            key = F.normalize(x, dim=1, eps=_EPSILON)
+            ends = (unfused.with_heads(end, 1) for end in (key * beta, key))
+            score = unfused.dot_product_scores(adj, *ends, 1.0, None)
+            return unfused.aggregate(adj, score, unfused.with_heads(x, 1), 0.0, None).flatten(1)
+
+        with torch.enable_grad():
+            return tuple(kernels._unfused_gradients(compute, grad, (x, beta), (needs_x, needs_beta)))
+    query = key * beta
+    if kernels._was_written(ctx):
+        out, _ = kernels.dot_product(adj, query, key, x, None, 1.0, 0.0, None, 1)
+    grad_query, grad_key, grad_x, _ = kernels.dot_product_gradients(
+        adj, grad, query, key, x, None, out, lse, 1.0, 0.0, None, 1
+    )
+    grad_beta = (grad_query * key).sum().view(1) if needs_beta else None
+    if not needs_x:
+        return None, grad_beta
+    grad_key.addcmul_(grad_query, beta)
+    # What lies along the features changes their norm alone, and counts where the norm is not the least.
+    along = (grad_key * key).sum(dim=1, keepdim=True).masked_fill_(norm <= _EPSILON, 0)
+    grad_key.addcmul_(key, along, value=-1)
+    return grad_x.addcdiv_(grad_key, norm), grad_beta

@@ -1,0 +1,267 @@
+"""Attention layers as one node against their operators one after the other, and what is left to those."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+import torch
+from cases import DTYPES, TOLERANCE, edge_lists, relative_error
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fastsparse_core import Adjacency, additive_attention, attention, gatv2_attention, policy
+from fastsparse_core.fused.attention_layer import ADDITIVE, DOT_PRODUCT, GATV2, attention_layer
+from fastsparse_core.fused.head_scores import head_scores
+
+KINDS = ("gat", "gatv2", "gatv2 shared", "dot", "dot with skip")
+MAPS = dict(zip(KINDS, (1, 2, 1, 3, 4), strict=True))
+F_IN = 6
+
+
+def structure(device: str, nodes: int = 70, edges: int = 400) -> Adjacency:
+    generator = torch.Generator().manual_seed(0)
+    row, col = torch.randint(nodes, (2, edges), generator=generator).to(device)
+    return Adjacency.from_coo(row, col, (nodes, nodes))
+
+
+class Layer:
+    """Parameters of a kind of layer, and its two ways."""
+
+    def __init__(self, kind, heads, width, dtype, device, *, mean=False, bias=True, dropout_p=0.0):
+        torch.manual_seed(1)
+        options = {"dtype": dtype, "device": device}
+        map_bias = kind not in ("gat", "dot")
+        self.kind, self.heads, self.width = kind, heads, width
+        self.options = {"heads": heads, "mean": mean, "dropout_p": dropout_p}
+        self.options["scale"] = width**-0.5 if kind.startswith("dot") else 0.2
+        self.maps = [nn.Linear(F_IN, heads * width, bias=map_bias, **options) for _ in range(MAPS[kind])]
+        count = {"gat": 2, "gatv2": 1, "gatv2 shared": 1}.get(kind, 0)
+        self.vectors = [torch.randn(1, heads, width, **options).requires_grad_() for _ in range(count)]
+        columns = width if mean else heads * width
+        self.bias = torch.randn(columns, **options).requires_grad_() if bias else None
+
+    def parameters(self):
+        found = [*self.vectors, *chain.from_iterable(one.parameters() for one in self.maps)]
+        return found if self.bias is None else [*found, self.bias]
+
+    def as_one(self, adj: Adjacency, x: Tensor) -> Tensor:
+        score = {"gat": ADDITIVE, "gatv2": GATV2, "gatv2 shared": GATV2}.get(self.kind, DOT_PRODUCT)
+        out = attention_layer(score, adj, x, self.maps, self.vectors, self.bias, **self.options)
+        assert out is not None
+        return out
+
+    def by_operators(self, adj: Adjacency, x: Tensor) -> Tensor:
+        ends = [one(x) for one in self.maps]
+        p, scale = self.options["dropout_p"], self.options["scale"]
+        if self.kind == "gat":
+            src, dst = head_scores(ends[0], *self.vectors)
+            out = additive_attention(adj, dst, src, ends[0], scale, None, p)
+        elif self.kind.startswith("gatv2"):
+            att = self.vectors[0].view(self.heads, self.width)
+            out = gatv2_attention(adj, ends[-1], ends[0], att, scale, p)
+        else:
+            key, value, query, *skips = ends
+            out = attention(adj, query, key, value, scale, None, p, heads=self.heads)
+            out = out + skips[0] if skips else out
+        if self.options["mean"]:
+            out = out.unflatten(1, (self.heads, self.width)).mean(1)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+def warmed(adj: Adjacency, layer: Layer, x: Tensor) -> Adjacency:
+    """On CUDA dot products need blocks, which the operator builds where it is told to."""
+    if layer.kind.startswith("dot") and x.is_cuda:
+        with policy.algorithms(attention="fused3s"):
+            layer.by_operators(adj, x)
+        adj.plans.update(
+            {(*key[:-1], "auto"): plan for key, plan in adj.plans.items() if key[-1] == "fused3s"}
+        )
+    return adj
+
+
+def both(layer: Layer, adj: Adjacency, x: Tensor, grad: Tensor | None = None, seed: int = 3):
+    """Result and gradients of both ways; of one gradient for both."""
+    leaves = [x, *layer.parameters()] if x.requires_grad else layer.parameters()
+    found = []
+    for call in (layer.as_one, layer.by_operators):
+        torch.manual_seed(seed)
+        out = call(adj, x)
+        grad = torch.randn_like(out) if grad is None else grad.expand_as(out)
+        found.append([out, *torch.autograd.grad(out, leaves, grad)])
+    return found
+
+
+def assert_close(found, tolerance, floor=0.0):
+    for got, want in zip(*found, strict=True):
+        assert got.dtype == want.dtype
+        # Some gradients cancel: a bias of keys moves all scores of a row alike.
+        error = (got.double() - want.double()).norm() / max(float(want.detach().double().norm()), floor, 1e-30)
+        assert error <= tolerance or got.numel() == 0
+
+
+@given(
+    edges=edge_lists().filter(lambda it: it.shape[0] == it.shape[1]),
+    kind=st.sampled_from(KINDS),
+    heads=st.sampled_from([1, 3, 4]),
+    width=st.sampled_from([1, 4, 8, 20, 40]),
+    dtype=st.sampled_from(DTYPES),
+    mean=st.booleans(),
+    bias=st.booleans(),
+    needs_x=st.booleans(),
+)
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+def test_equals_the_operators(device, poisoned_memory, edges, kind, heads, width, dtype, mean, bias, needs_x):
+    """No nodes, no edges, repeated edges, heavy rows; a gradient that is one row for all."""
+    if device == "cuda" and dtype == torch.float64:
+        dtype = torch.float32
+    if device == "cuda":
+        width = 8 if kind.startswith("dot") else width
+        bias = True  # else nobody may write to the result
+    layer = Layer(kind, heads, width, dtype, device, mean=mean, bias=bias)
+    adj = edges.adjacency(device)
+    x = torch.randn(adj.num_src, F_IN, dtype=dtype, device=device, requires_grad=needs_x)
+    adj = warmed(adj, layer, x)
+    tolerance = 30 * TOLERANCE[dtype]
+    assert_close(both(layer, adj, x), tolerance, floor=1.0)
+    one_row = torch.randn(width if mean else heads * width, dtype=dtype, device=device)
+    assert_close(both(layer, adj, x, one_row), tolerance, floor=1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_bits_twice_and_without_gradients(device, kind):
+    layer = Layer(kind, 4, 8, torch.float32, device)
+    x = torch.randn(70, F_IN, device=device, requires_grad=True)
+    adj = warmed(structure(device), layer, x)
+    leaves = [x, *layer.parameters()]
+    runs = []
+    for _ in range(2):
+        out = layer.as_one(adj, x)
+        runs.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    with torch.no_grad():
+        runs.append([layer.as_one(adj, x)])
+    assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[1], strict=True))
+    assert torch.equal(runs[0][0], runs[2][0])
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_drops_the_same_weights(device, kind, mean):
+    layer = Layer(kind, 2, 8, torch.float32, device, mean=mean, dropout_p=0.4)
+    x = torch.randn(70, F_IN, device=device, requires_grad=True)
+    adj = warmed(structure(device), layer, x)
+    assert_close(both(layer, adj, x), 2e-5, floor=1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_nodes(device, kind):
+    """Sums over more rows than one task has."""
+    layer = Layer(kind, 2, 8, torch.float32, device)
+    x = torch.randn(3000, F_IN, device=device, requires_grad=True)
+    adj = warmed(structure(device, 3000, 9000), layer, x)
+    assert_close(both(layer, adj, x), 2e-5, floor=1.0)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives(kind, mean, dropout_p):
+    layer = Layer(kind, 2, 3, torch.float64, "cpu", mean=mean, dropout_p=dropout_p)
+    x = torch.randn(8, F_IN, dtype=torch.float64, requires_grad=True)
+    adj = structure("cpu", 8, 20)
+    leaves = [x, *layer.parameters()]
+
+    def twice(call):
+        torch.manual_seed(5)
+        first = torch.autograd.grad(call(adj, x).square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in first), leaves)
+
+    for got, want in zip(twice(layer.as_one), twice(layer.by_operators), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(device, kind, dtype):
+    layer = Layer(kind, 2, 8, torch.float32, device)
+    adj = structure(device)
+    with torch.autocast(device, dtype):
+        for x in (torch.randn(70, F_IN, device=device), torch.randn(70, F_IN, device=device).to(dtype)):
+            x.requires_grad_(x.dtype == dtype)
+            found = both(layer, warmed(adj, layer, x), x)
+            assert found[0][0].dtype == dtype
+            assert_close(found, 4 * TOLERANCE[dtype], floor=1.0)
+        wide = torch.randn(70, F_IN, device=device, requires_grad=True)
+        assert call(layer, adj, wide) is None  # second derivatives would need it as it came
+
+
+def call(layer: Layer, adj: Adjacency, x: Tensor, **options: object) -> Tensor | None:
+    score = {"gat": ADDITIVE, "dot": DOT_PRODUCT, "dot with skip": DOT_PRODUCT}.get(layer.kind, GATV2)
+    return attention_layer(
+        score, adj, x, layer.maps, layer.vectors, layer.bias, **{**layer.options, **options}
+    )
+
+
+def test_what_runs_operator_by_operator():
+    adj, x = structure("cpu"), torch.randn(70, F_IN)
+    new = lambda: Layer("gat", 2, 8, torch.float32, "cpu")  # noqa: E731
+    assert call(new(), adj, x) is not None
+    assert call(new(), adj, x.double()) is None
+    assert call(new(), adj, x.to_sparse()) is None
+    assert call(new(), adj, x[:-1]) is None
+    assert call(new(), adj, x.expand(1, -1, -1)) is None
+    assert call(new(), Adjacency.from_coo(adj.row().long(), adj.col.long(), (71, 70)), x) is None
+    with policy.algorithms(attention="unfused"):
+        assert call(new(), adj, x) is None
+    hooked = new()
+    hooked.maps[0].register_forward_hook(lambda *_: None)
+    assert call(hooked, adj, x) is None
+    mixed = new()
+    mixed.vectors[0] = mixed.vectors[0].double()
+    assert call(mixed, adj, x) is None
+    negative = new()
+    negative.vectors[0] = torch.randn(1, 2, 8, dtype=torch.complex64).conj().imag
+    assert call(negative, adj, x) is None
+    frozen = new()
+    frozen.maps[0].requires_grad_(False)
+    assert call(frozen, adj, x) is None  # x may be written before the backward pass
+    for tensor in frozen.parameters():
+        tensor.requires_grad_(False)
+    assert not call(frozen, adj, x).requires_grad
+    assert call(frozen, adj, x.requires_grad_()) is None
+
+
+def test_weights_may_be_written_before_the_backward_pass():
+    """Where only second derivatives need them: those say so."""
+    layer, adj, x = Layer("gatv2", 2, 8, torch.float32, "cpu"), structure("cpu"), torch.randn(70, F_IN)
+    out = layer.as_one(adj, x)
+    expected = torch.autograd.grad(layer.by_operators(adj, x).sum(), layer.maps[0].weight)[0]
+    with torch.no_grad():
+        layer.maps[0].weight.mul_(2)
+    (found,) = torch.autograd.grad(out.sum(), layer.maps[0].weight, retain_graph=True)
+    assert relative_error(found, expected) < 1e-5
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(out.sum(), layer.maps[0].weight, create_graph=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_result_may_be_written_to(device, kind):
+    layer = Layer(kind, 2, 8, torch.float32, device)
+    x = torch.randn(70, F_IN, device=device, requires_grad=True)
+    adj = warmed(structure(device), layer, x)
+    grads = []
+    for write in (torch.relu, torch.relu_):
+        grads.append(torch.autograd.grad(write(layer.as_one(adj, x)).sum(), [x, *layer.parameters()]))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batched_gradients(kind):
+    layer, adj = Layer(kind, 2, 8, torch.float64, "cpu"), structure("cpu", 20, 50)
+    x = torch.randn(20, F_IN, dtype=torch.float64, requires_grad=True)
+    out = layer.as_one(adj, x)
+    grads = torch.randn(3, *out.shape, dtype=torch.float64)
+    (batched,) = torch.autograd.grad(out, x, grads, is_grads_batched=True, retain_graph=True)
+    for got, grad in zip(batched, grads, strict=True):
+        torch.testing.assert_close(got, torch.autograd.grad(out, x, grad, retain_graph=True)[0])
