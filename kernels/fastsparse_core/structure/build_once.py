@@ -34,9 +34,9 @@ class BuiltOnce:
             RuntimeError: it would have to be built while a CUDA graph is captured.
         """
         result = self.results.get(key)
-        if result is None and torch.compiler.is_compiling():
-            return build()  # a trace knows no locks, and what it makes is the graph's
         if result is None:
+            if torch.compiler.is_compiling():
+                return build()  # a trace knows no locks, and what it makes is the graph's
             with self._own_lock():
                 result = self.results.get(key)
                 if result is None:
