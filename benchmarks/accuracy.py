@@ -52,8 +52,8 @@ class Model:
 
 
 def _molecules(kind: str) -> Model:
-    """Layers with edge features, on 1,000 of the molecules that the example draws."""
-    arguments = ("--model", kind, "--molecules", "1000")
+    """Layers with edge features, on 400 of the molecules that the example draws."""
+    arguments = ("--model", kind, "--molecules", "400", "--batch-size", "64")
     return Model("molecules", ("molecules",), ("pyg", "dgl"), ("fp32",), 5, arguments)
 
 

@@ -180,6 +180,27 @@ def test_edges_sorted_by_row_are_taken_as_they_are(device, dtype, monkeypatch):
     assert adj.col.tolist()[0] == 5
 
 
+def test_edges_come_as_the_last_ones_did_or_otherwise(device):
+    """A GPU sorts edges before it is known whether they come sorted, if the last ones did not."""
+    generator = torch.Generator().manual_seed(0)
+    row, col = torch.randint(50, (2, 400), generator=generator)
+    hub = torch.cat([row, row.new_full((700,), 7)])  # a row that is cut into slices
+    unsorted = [(row, col), (hub, torch.arange(1100) % 50)]
+    by_row = [(ends[0].sort().values, ends[1]) for ends in unsorted]
+    for ends in (*unsorted, *by_row, *unsorted, by_row[0], unsorted[0]):
+        given = [each.to(device) for each in ends]
+        adj, expected = Adjacency.from_coo(*given, (50, 50)), Adjacency.from_coo(*ends, (50, 50))
+        assert stored_edges(adj.cpu()) == stored_edges(expected)
+        assert stored_edges(adj.t().cpu()) == stored_edges(expected.t())
+        x = torch.randn(50, 3, generator=generator)
+        torch.testing.assert_close(spmm(adj, x.to(device)).cpu(), spmm(expected, x))
+        assert adj.has_short_rows == expected.has_short_rows
+    with pytest.raises(ValueError, match="col: expected indices"):
+        Adjacency.from_coo(given[0], given[1] + 40, (50, 50))
+    with pytest.raises(ValueError, match="row: expected indices"):
+        Adjacency.from_coo(given[0] - 1, given[1], (50, 50))
+
+
 def test_sorted_rows_of_a_symmetric_structure_are_sorted_by_column_too(device):
     row = torch.tensor([0, 0, 1, 2], device=device)
     adj = Adjacency.from_coo(row, torch.tensor([2, 1, 0, 0], device=device), (3, 3))

@@ -61,6 +61,56 @@ def test_matches_the_original(device, options, dtype):
         )
 
 
+@pytest.mark.parametrize(
+    "make_network",
+    [
+        lambda: nn.Linear(6, 5),
+        lambda: nn.Linear(6, 5, bias=False),
+        lambda: nn.Sequential(nn.Linear(6, 5)),
+        lambda: nn.Sequential(nn.ReLU(), nn.Linear(6, 5)),
+        lambda: nn.Sequential(),
+    ],
+)
+@pytest.mark.usefixtures("kernels_only")
+def test_networks_that_begin_otherwise(device, make_network):
+    edge_index = random_graph(device=device)
+    network = make_network()
+    layers = [
+        conv(copy.deepcopy(network), eps=0.5).to(device, torch.float64) for conv in (GINEConv, FastGINEConv)
+    ]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x = draw(40, 6, device, torch.float64)
+    edge_attr = draw(edge_index.size(1), 6, device, torch.float64)
+    same(*layers, lambda conv: conv(x, edge_index, edge_attr), [x, edge_attr], tolerance=1e-10, floor=1)
+    inputs = [x, edge_attr, *layers[1].parameters()]
+    firsts = [
+        torch.autograd.grad(
+            conv(x, edge_index, edge_attr).square().sum(),
+            [x, edge_attr, *conv.parameters()],
+            create_graph=True,
+        )
+        for conv in layers
+    ]
+    seconds = [
+        torch.autograd.grad(sum(each.square().sum() for each in first), given)
+        for first, given in zip(firsts, ([x, edge_attr, *layers[0].parameters()], inputs), strict=True)
+    ]
+    for expected, got in zip(*seconds, strict=True):
+        close(got, expected)
+
+
+def test_hooks_within_the_network_are_called(device):
+    edge_index = random_graph(device=device)
+    x, edge_attr = draw(40, 6, device), draw(edge_index.size(1), 6, device)
+    _, layer = pair(device)
+    expected, seen = layer(x, edge_index, edge_attr), []
+    for module in (layer.nn, layer.nn[0], layer.nn[1]):
+        handle = module.register_forward_hook(lambda module, inputs, out: seen.append(inputs[0].shape))
+        close(layer(x, edge_index, edge_attr), expected)
+        handle.remove()
+    assert seen == [(40, 6), (40, 6), (40, 8)]
+
+
 @pytest.mark.parametrize("options", [{}, {"edge_dim": 3}], ids=str)
 @pytest.mark.parametrize(("num_src", "num_dst"), [(40, 25), (25, 40)])
 @pytest.mark.usefixtures("kernels_only")

@@ -18,7 +18,6 @@ from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
     accumulation_dtype,
-    address,
     cast,
     sum_of_rows,
     unit_stride,
@@ -138,18 +137,24 @@ class Operands(NamedTuple):
 
     def views(self) -> _C.EdgeMessageInput:
         """The same as addresses and strides."""
+        # Without a call for each of them: a step of a small model takes as long as the host needs for it.
+        message, k, q, v, edge, weight, of_value, bias = self
         return _C.EdgeMessageInput(
-            self.message,
-            DTYPE_CODE[self.q.dtype],
-            self.q.size(1),
-            self.edge_width,
-            *_place(self.k),
-            *_place(self.q),
-            *_place(self.v),
-            *_place(self.edge),
-            address(self.weight),
-            address(self.of_value),
-            address(self.bias),
+            message,
+            DTYPE_CODE[q.dtype],
+            q.shape[1],
+            0 if edge is None or weight is None else edge.shape[1],
+            0 if k is None else k.data_ptr(),
+            0 if k is None else k.stride(0),
+            q.data_ptr(),
+            q.stride(0),
+            0 if v is None else v.data_ptr(),
+            0 if v is None else v.stride(0),
+            0 if edge is None else edge.data_ptr(),
+            0 if edge is None else edge.stride(0),
+            0 if weight is None else weight.data_ptr(),
+            0 if of_value is None else of_value.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
         )
 
 
@@ -188,12 +193,12 @@ def forward(
         adj.csr_structure,
         operands.views(),
         out.data_ptr(),
-        address(side),
-        address(state),
-        address(positive),
+        0 if side is None else side.data_ptr(),
+        0 if state is None else state.data_ptr(),
+        0 if positive is None else positive.data_ptr(),
         sign_width,
-        address(partial),
-        address(partial_side),
+        0 if partial is None else partial.data_ptr(),
+        0 if partial_side is None else partial_side.data_ptr(),
         index,
         queue(index),
     )
@@ -260,7 +265,10 @@ def backward(
     padded, transposed, index = operands.q.shape[1], adj.t(), -1
     is_cuda, raw = grad.is_cuda, operands.weight is not None
     grad = rows(grad)
-    side, state, of_state = (None if x is None else rows(x) for x in (grad_side, state, grad_state))
+    if message == GATE_AND_STATE:
+        grad_side, state, grad_state = (
+            None if x is None else rows(x) for x in (grad_side, state, grad_state)
+        )
     grad_q = grad.new_empty(adj.num_src, padded)
     grad_v = torch.empty_like(grad_q) if message != RELU else None
     grad_edge = features = grad_weight = grad_of_value = partial_q = partial_v = None
@@ -286,21 +294,21 @@ def backward(
         operands.views(),
         grad.data_ptr(),
         grad.stride(0),
-        *_place(side),
+        *_place(grad_side),
         *_place(state),
-        *_place(of_state),
-        address(positive),
+        *_place(grad_state),
+        0 if positive is None else positive.data_ptr(),
         0 if positive is None else positive.shape[1],
         adj.num_values,
         grad_q.data_ptr(),
-        address(grad_v),
-        address(grad_edge),
-        address(features),
-        address(grad_weight),
-        address(grad_of_value),
+        0 if grad_v is None else grad_v.data_ptr(),
+        0 if grad_edge is None else grad_edge.data_ptr(),
+        0 if features is None else features.data_ptr(),
+        0 if grad_weight is None else grad_weight.data_ptr(),
+        0 if grad_of_value is None else grad_of_value.data_ptr(),
         groups,
-        address(partial_q),
-        address(partial_v),
+        0 if partial_q is None else partial_q.data_ptr(),
+        0 if partial_v is None else partial_v.data_ptr(),
         index,
         queue(index),
     )

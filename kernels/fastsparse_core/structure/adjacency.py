@@ -712,7 +712,8 @@ def _move(item: Any, device: torch.device, non_blocking: bool) -> Any:
 
 def _check_shape(shape: tuple[int, int]) -> tuple[int, int]:
     try:
-        num_dst, num_src = (operator.index(size) for size in shape)
+        num_dst, num_src = shape
+        num_dst, num_src = operator.index(num_dst), operator.index(num_src)
     except (TypeError, ValueError) as error:
         raise TypeError(f"shape: expected (num_dst, num_src), two ints, got {shape!r}") from error
     if not (0 <= num_dst <= _INT32_MAX and 0 <= num_src <= _INT32_MAX):

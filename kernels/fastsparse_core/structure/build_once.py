@@ -10,6 +10,7 @@ import torch
 from fastsparse_core.locks import ForkSafeLock
 
 _T = TypeVar("_T")
+_making_lock = ForkSafeLock()
 
 
 class BuiltOnce:
@@ -17,7 +18,14 @@ class BuiltOnce:
 
     def __init__(self) -> None:
         self.results: dict[Any, Any] = {}
-        self._lock = ForkSafeLock()
+        self._lock: ForkSafeLock | None = None  # made when it is needed: most structures of a batch have none
+
+    def _own_lock(self) -> ForkSafeLock:
+        if self._lock is None:
+            with _making_lock:
+                if self._lock is None:
+                    self._lock = ForkSafeLock()
+        return self._lock
 
     def get(self, key: Any, build: Callable[[], _T]) -> _T:
         """The result of that name; ``build`` makes it the first time, and must not return None.
@@ -26,10 +34,10 @@ class BuiltOnce:
             RuntimeError: it would have to be built while a CUDA graph is captured.
         """
         result = self.results.get(key)
-        if result is None and torch.compiler.is_compiling():
-            return build()  # a trace knows no locks, and what it makes is the graph's
         if result is None:
-            with self._lock:
+            if torch.compiler.is_compiling():
+                return build()  # a trace knows no locks, and what it makes is the graph's
+            with self._own_lock():
                 result = self.results.get(key)
                 if result is None:
                     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
