@@ -3,8 +3,8 @@
     python examples/minibatch_sage.py --framework pyg --conv both --dataset planted --fanouts 10,5
 
 Every batch is a graph that nobody has seen before: what building its structure costs is part of every step.
-With PyG, fastsparse_pyg.NeighborLoader draws the neighbours, on the device; with DGL, DGL's sampler. Waiting
-for a batch, gathering its features and the step are timed by themselves. See docs/minibatch.md.
+fastsparse_pyg.NeighborLoader or fastsparse_dgl.DataLoader draws the neighbours, on the device. Waiting for a
+batch, gathering its features and the step are timed by themselves. See docs/minibatch.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from common.errors import ExampleError
 from common.frameworks import CONVS, make_graph
 from common.node_models import NodeModel, NodeRecipe, make_sage
 from common.report import LayerResult, check_plotting, check_writable, make_console
-from common.sampling import Batches, MiniBatch, PygBatches, Sampling
+from common.sampling import Batches, MiniBatch, Sampling
 from common.training import (
     AUTOCAST,
     PeakMemory,
@@ -98,13 +98,10 @@ class Task:
         model, name = make_sage(words, self, self.recipe)  # type: ignore[arg-type]
         return model, name  # type: ignore[return-value]
 
-    def batches(self, nodes: Tensor) -> Batches | PygBatches:
+    def batches(self, conv: str, nodes: Tensor) -> Batches:
         """Shuffled batches of nodes with sampled neighbours."""
         recipe, workers = self.recipe, self.options.workers
-        if self.options.framework == "pyg":
-            shape = (recipe.fanouts, nodes, recipe.batch_size, True, workers)
-            return PygBatches(self.dataset, *shape, package="fastsparse_pyg", device=self.device)
-        sampling = Sampling("dgl", self.dataset, self_loops=False)
+        sampling = Sampling(self.options.framework, self.dataset, conv, self.device, self_loops=False)
         return sampling.batches(recipe.fanouts, nodes, recipe.batch_size, shuffle=True, workers=workers)
 
     def loss(self, model: NodeModel, conv: str, batch: MiniBatch, x: Tensor) -> Tensor:
@@ -121,7 +118,7 @@ class Task:
         optimiser = torch.optim.Adam(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
         scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         autocast = torch.autocast(self.device.type, AUTOCAST.get(precision), enabled=precision in AUTOCAST)
-        batches = self.batches(split.train.cpu().nonzero().flatten())
+        batches = self.batches(conv, split.train.cpu().nonzero().flatten())
         graph = make_graph(self.options.framework, self.dataset, conv, self.device, self_loops=False)
         best = -1.0
         for epoch in range(recipe.epochs):
@@ -166,10 +163,7 @@ class Task:
             getattr(result, part).append(score(self.recipe.select_by, logits, self.y_on_device, mask))
 
     def compare(self, convs: Sequence[str]) -> tuple[list[LayerResult], dict[str, BatchTimes]]:
-        """Trains with every layer: the same weights to begin with, the same splits, batches from one seed.
-
-        DGL draws on several threads, each with numbers of its own: its batches repeat only on one.
-        """
+        """Trains with every layer: the same weights to begin with, the same splits, batches from one seed."""
         results: dict[str, LayerResult] = {}
         times = {conv: BatchTimes([], [], []) for conv in convs}
         interval = 0.5 if sys.stderr.isatty() else 20.0

@@ -24,7 +24,7 @@ from common.frameworks import FRAMEWORKS, Framework, layer, make_batch_graph
 from common.graph_data import GraphBatch, batches
 from common.long_run import LongRecipe, Training, add_options, check_options, train_runs
 from common.ogb_tasks import OgbGraphs, load_graphs
-from common.report import LayerResult, make_console
+from common.report import LayerResult, make_console, print_parts
 from graph_transformer import GraphTransformer, make_layers
 from rich.console import Console
 from torch import Tensor, nn
@@ -145,7 +145,15 @@ class GraphTask:
         model, name = self.kind.make(self.options, self.data, self.recipe)
         self.model = model.to(self.device)
         steps = -(-self.ids["train"].numel() // self.recipe.batch_size)
-        return Training(self.model, self.batches, steps, self.loss, self.evaluate), name
+        training = Training(
+            self.model,
+            self.batches,
+            steps,
+            self.loss,
+            self.evaluate,
+            gather=lambda batch: batch.to(self.device),
+        )
+        return training, name
 
     def batches(self) -> Any:
         return batches(
@@ -156,7 +164,6 @@ class GraphTask:
         )
 
     def loss(self, batch: GraphBatch) -> tuple[Tensor, int]:
-        batch = batch.to(self.device)
         logits = self.model(self.make_graph(batch), batch)
         return F.cross_entropy(logits.float(), batch.y), batch.y.numel()
 
@@ -212,7 +219,9 @@ def main(
         "split": sizes,
         "notes": list(data.notes),
     }
-    return report_results(options, device, description, recipe, [result], console), [result]
+    log = report_results(options, device, description, recipe, [result], console)
+    print_parts(console, [result])
+    return log, [result]
 
 
 if __name__ == "__main__":

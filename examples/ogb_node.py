@@ -25,11 +25,13 @@ from common.long_run import Training, add_options, check_options, train_runs
 from common.node_models import MODELS, NodeRecipe
 from common.ogb_tasks import OgbNodes, load_nodes
 from common.parallel import ALONE, KINDS, Parallel, processes
-from common.report import LayerResult, make_console
-from common.sampling import ALL, Batches, MiniBatch, PygBatches, Sampling
+from common.report import LayerResult, make_console, print_parts
+from common.sampling import ALL, Batches, MiniBatch, Sampling
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from fastsparse_core.sampling import FeatureTable
 
 DATASETS = ("ogbn-arxiv", "ogbn-products", "ogbn-proteins", "ogbn-papers100M")
 
@@ -111,9 +113,16 @@ class NodeTask:
             self.graphs = [graph] * self.recipe.layers
         self.train = self.data.split["train"].to(self.device)
         self.train_y = self.data.y[self.data.split["train"]].to(self.device)
-        self.loaders: dict[str, Batches | PygBatches] = {}
+        self.loaders: dict[str, Batches] = {}
         if self.options.batching == "neighbor":
-            self.sampling = Sampling(self.options.framework, self.data, self_loops=self.kind.self_loops)
+            self.features = FeatureTable(self.data.x, self.device)
+            self.sampling = Sampling(
+                self.options.framework,
+                self.data,
+                self.options.conv,
+                self.device,
+                self_loops=self.kind.self_loops,
+            )
 
     def take_rows(self) -> None:
         """This process's rows of the graph, and of the data of nodes."""
@@ -143,7 +152,7 @@ class NodeTask:
         self.train = own.nonzero().flatten().to(self.device)
         self.train_y = parts.scatter(data.y, parallel.rank)[own].to(self.device)
 
-    def batches(self, part: str) -> Batches | PygBatches:
+    def batches(self, part: str) -> Batches:
         """Batches of a part of the split; of ``own`` nodes, to train on; of ``all`` with all neighbours."""
         if part not in self.loaders:
             everyone = part == "all"
@@ -177,7 +186,13 @@ class NodeTask:
                 self.called = DistributedDataParallel(self.model)
             batches = self.batches("own")
             training = Training(
-                self.model, lambda: batches, len(batches), self.batch_loss, self.evaluate, parallel
+                self.model,
+                lambda: batches,
+                len(batches),
+                self.batch_loss,
+                self.evaluate,
+                parallel,
+                gather=self.gathered,
             )
         return training, name
 
@@ -192,12 +207,16 @@ class NodeTask:
     def full_loss(self, batch: None) -> tuple[Tensor, int]:
         return self.data.loss(self.model(self.graphs, self.x)[self.train], self.train_y), self.train.numel()
 
-    def batch_loss(self, batch: MiniBatch) -> tuple[Tensor, int]:
-        y = self.data.y[batch.seeds].to(self.device)
-        return self.data.loss(self.batch_logits(batch, self.called), y), batch.seeds.numel()
+    def gathered(self, batch: MiniBatch) -> tuple[MiniBatch, Tensor, Tensor]:
+        """A batch with its features and its seeds' labels, on the device."""
+        x = self.features[batch.nodes.to(self.device)]
+        return batch, x, self.data.y[batch.seeds.cpu()].to(self.device)
 
-    def batch_logits(self, batch: MiniBatch, model: nn.Module) -> Tensor:
-        x = self.data.x[batch.nodes].to(self.device)
+    def batch_loss(self, gathered: tuple[MiniBatch, Tensor, Tensor]) -> tuple[Tensor, int]:
+        batch, x, y = gathered
+        return self.data.loss(self.batch_logits(batch, x, self.called), y), y.size(0)
+
+    def batch_logits(self, batch: MiniBatch, x: Tensor, model: nn.Module) -> Tensor:
         return model(batch.graphs_on(self.options.conv, self.device), x)[: batch.seeds.numel()]
 
     def evaluate(self) -> dict[str, float]:
@@ -213,7 +232,10 @@ class NodeTask:
 
     def sampled_score(self, part: str) -> float:
         """The score with as many neighbours as in training."""
-        pairs = [(self.batch_logits(batch, self.model).cpu(), batch.seeds) for batch in self.batches(part)]
+        pairs = []
+        for batch in self.batches(part):
+            x = self.features[batch.nodes.to(self.device)]
+            pairs.append((self.batch_logits(batch, x, self.model).cpu(), batch.seeds.cpu()))
         logits, nodes = (torch.cat(column) for column in zip(*pairs, strict=True))
         return self.data.score(logits, nodes)
 
@@ -224,7 +246,7 @@ class NodeTask:
             parts = []
             for batch in self.batches("all"):
                 (graph,) = batch.graphs_on(self.options.conv, self.device)
-                out = self.model.layer(index, graph, x[batch.nodes].to(self.device))
+                out = self.model.layer(index, graph, x[batch.nodes.cpu()].to(self.device))
                 parts.append(out[: batch.seeds.numel()].cpu())
             x = torch.cat(parts)
         return x
@@ -337,7 +359,10 @@ def train(
         "split": sizes,
         "notes": list(data.notes),
     }
-    return report_results(options, device, description, recipe, [result], console), [result]
+    log = report_results(options, device, description, recipe, [result], console)
+    if options.batching == "neighbor":
+        print_parts(console, [result])
+    return log, [result]
 
 
 if __name__ == "__main__":

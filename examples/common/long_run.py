@@ -58,6 +58,7 @@ class Training:
         evaluate: The scores of ``train``, ``val`` and ``test``; called without gradients, the model in
             evaluation mode.
         parallel: The processes that train together.
+        gather: Takes a batch; returns it with its data on the device, as `loss` wants it.
     """
 
     model: nn.Module
@@ -66,6 +67,7 @@ class Training:
     loss: Callable[[Any], tuple[Tensor, int]]
     evaluate: Callable[[], dict[str, float]]
     parallel: Parallel = ALONE
+    gather: Callable[[Any], Any] = lambda batch: batch
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
@@ -183,12 +185,22 @@ def train_epoch(
     scaler: torch.amp.GradScaler,
     autocast: torch.autocast,
     progress: tqdm,
-) -> float:
-    """One pass over the batches; returns the mean loss of all examples."""
+) -> tuple[float, float, float]:
+    """One pass over the batches.
+
+    Returns:
+        The mean loss of all examples; the milliseconds that the host waited for batches and gathered.
+    """
     total: Tensor | float = 0.0
     examples = 0
+    waiting = gathering = 0.0
     training.model.train()
+    asked = time.perf_counter()
     for batch in training.batches():
+        drawn = time.perf_counter()
+        batch = training.gather(batch)
+        gathered = time.perf_counter()
+        waiting, gathering = waiting + drawn - asked, gathering + gathered - drawn
         optimiser.zero_grad()
         with autocast:
             loss, count = training.loss(batch)
@@ -199,7 +211,8 @@ def train_epoch(
         total = total + loss.detach() * count
         examples += count
         progress.update()
-    return training.parallel.mean_loss(total, examples)
+        asked = time.perf_counter()
+    return training.parallel.mean_loss(total, examples), waiting * 1e3, gathering * 1e3
 
 
 def train_run(
@@ -245,9 +258,11 @@ def train_run(
         seed_everything(seed, run, epoch, training.parallel.rank)
         synchronise()
         start = time.perf_counter()
-        loss = train_epoch(training, optimiser, scaler, autocast, progress)
+        loss, waiting, gathering = train_epoch(training, optimiser, scaler, autocast, progress)
         synchronise()
         result.step_ms.append((time.perf_counter() - start) * 1e3)
+        result.waiting_ms.append(waiting)
+        result.gather_ms.append(gathering)
         result.loss.append(loss)
         if not math.isfinite(loss):
             raise ExampleError(

@@ -114,6 +114,27 @@ def print_table(console: Console, title: str, results: Sequence[LayerResult]) ->
         )
 
 
+def print_parts(console: Console, results: Sequence[LayerResult]) -> None:
+    """Prints where the time of an epoch of batches goes, by the host's clock.
+
+    A GPU draws batches beside the steps and works on while the host goes on: what the host did not wait for
+    is in none of its times, and the GPU's own gathering in those of training.
+    """
+    table = Table(title="milliseconds per epoch", title_justify="left")
+    table.add_column("layer", no_wrap=True)
+    for column in ("waiting for batches", "gathering", "training"):
+        table.add_column(column, justify="right")
+    for result in results:
+        epochs = [
+            (waiting, gather, step - waiting - gather)
+            for run in result.runs
+            for waiting, gather, step in zip(run.waiting_ms, run.gather_ms, run.step_ms, strict=True)
+        ]
+        medians = (statistics.median(part) for part in zip(*epochs, strict=True))
+        table.add_row(result.layer, *(f"{ms:.1f}" for ms in medians))
+    console.print(table)
+
+
 def _run_log(run: RunResult) -> dict[str, Any]:
     return {
         "scores": run.scores,
@@ -124,6 +145,8 @@ def _run_log(run: RunResult) -> dict[str, Any]:
         "val": run.val,
         "test": run.test,
         "step_ms": [round(ms, 4) for ms in run.step_ms],
+        "waiting_ms": [round(ms, 4) for ms in run.waiting_ms],
+        "gather_ms": [round(ms, 4) for ms in run.gather_ms],
     }
 
 

@@ -77,6 +77,8 @@ class RunResult:
         scores: Test scores (``accuracy``, for two classes also ``roc_auc``) at the best validation score.
         best_epoch: That epoch, counted from 0.
         peak_bytes: Most memory in use above data and graph; None where it cannot be measured.
+        waiting_ms, gather_ms: Of `step_ms`, what the host spent waiting for batches and gathering their data;
+            only where training is on batches.
     """
 
     loss: list[float] = field(default_factory=list)
@@ -87,6 +89,8 @@ class RunResult:
     scores: dict[str, float] = field(default_factory=dict)
     best_epoch: int = -1
     peak_bytes: int | None = None
+    waiting_ms: list[float] = field(default_factory=list)
+    gather_ms: list[float] = field(default_factory=list)
 
 
 @dataclass

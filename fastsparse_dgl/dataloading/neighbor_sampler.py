@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -154,11 +154,12 @@ def make_block(
     """DGL's block where DGL can hold it, else a :class:`SampledBlock`."""
     if not dgl_can_hold(device):
         return SampledBlock(edges, num_src, num_dst, device)
-    none: Sequence[int] = []
-    data = {
-        name: ("csc", (of_type.rowptr.to(g.idtype), of_type.edge_index[0].to(g.idtype), none))
-        for name, of_type in edges.items()
-    }
+    data = {}
+    for name, of_type in edges.items():
+        source = of_type.edge_index[0].to(g.idtype)
+        # On the CPU DGL's sums of edges need the edges' numbers, though they count from 0.
+        numbers: Any = torch.arange(source.numel(), dtype=g.idtype) if device.type == "cpu" else []
+        data[name] = ("csc", (of_type.rowptr.to(g.idtype), source, numbers))
     block = dgl.create_block(data, dict(num_src), dict(num_dst), idtype=g.idtype, device=device)
     if len(edges) == 1:
         remember(block, device, next(iter(edges.values())).adjacency)

@@ -149,6 +149,22 @@ def test_layers(name, stand_in, device, monkeypatch):
         torch.testing.assert_close(found.cpu(), original(dgls, feat), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_of_dgls_own_layers(name):
+    """DGL's sums of edges ask a block for the numbers of its edges."""
+    graph = with_data()
+    torch.manual_seed(0)
+    layer = LAYERS[name](dgl.nn, "")
+    (block,) = fastsparse_dgl.NeighborSampler([3]).sample_blocks(graph, torch.arange(12))[2]
+    again = dgl.create_block(block.edges(), block.num_src_nodes(), block.num_dst_nodes())
+    found, expected = (
+        torch.autograd.grad(layer(on, graph.ndata["feat"][block.srcdata[NID]]).sum(), [*layer.parameters()])
+        for on in (block, again)
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def refuse(*args, **kwargs):
     raise AssertionError("the block was looked at again")
 

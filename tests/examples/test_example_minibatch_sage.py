@@ -19,12 +19,7 @@ def run_example(framework: str, *arguments: str) -> tuple[dict, list]:
 
 
 @pytest.mark.parametrize("framework", ["pyg", "dgl"])
-def test_both_layers_train_alike(framework: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if framework == "dgl":  # whose sampler repeats its batches only on one thread
-        compat = pytest.importorskip("fastsparse_dgl.compat", exc_type=ImportError)
-        threads = compat.dgl.utils.get_num_threads()
-        compat.dgl.utils.set_num_threads(1)
-        request.addfinalizer(lambda: compat.dgl.utils.set_num_threads(threads))
+def test_both_layers_train_alike(framework: str, tmp_path: Path) -> None:
     path = tmp_path / "log.json"
     log, results = run_example(framework, "--fanouts", "5,3", "--json", str(path))
     assert [result.conv for result in results] == ["reference", "fast"]
