@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -192,6 +193,13 @@ def example(device, value=True):
 DENSE = [[4, 2, 0, 0], [0, 5, 0, 0], [0, 0, 0, 0], [6, 0, 1, 0], [3, 0, 7, 0]]
 
 
+def test_equality_is_that_of_entries(device):
+    matrix, pattern = example(device), example(device, value=False)
+    assert matrix == example(device) and pattern == example(device, value=False)
+    assert matrix not in (pattern, matrix.t(), matrix + matrix, matrix.sparse_resize((6, 4)), None)
+    assert len({matrix, example(device)}) == 2
+
+
 def test_formats(device):
     matrix = example(device)
     dense = torch.tensor(DENSE, dtype=torch.float64, device=device)
@@ -295,6 +303,7 @@ def test_parts(device):
         (slice(None), rows[1:]),
         (..., slice(0, 2)),
         (slice(3, 1),),
+        (np.array([1, 3]), ...),
     ):
         assert torch.equal(matrix[index].to_dense(), dense[index])
     assert torch.equal(matrix[3].to_dense(), dense[3:4])
