@@ -13,8 +13,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
-#: Largest difference, relative to the largest number of the tensor. PyG counts degrees in float32 whatever
-#: the features are.
+#: Largest difference, relative to the largest number of the tensor. PyG counts degrees in float32 even where
+#: features are float64.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _HOOK = "_verification"
 

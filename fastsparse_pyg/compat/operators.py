@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fastsparse_core import Adjacency, spmm
+from fastsparse_core import Adjacency
 from fastsparse_pyg.caching import lookup
+from fastsparse_pyg.compat.torch_sparse.products import multiply
 
 #: Samplers and partitioners, which are not there: PyG's loaders take pyg-lib's instead.
 _MISSING = (
@@ -41,9 +42,9 @@ def provide() -> None:
 
 
 def _product(rowptr: Tensor, col: Tensor, value: Tensor | None, matrix: Tensor, reduce: Any) -> Tensor:
-    shape = (rowptr.numel() - 1, matrix.size(0))
+    shape = (rowptr.numel() - 1, matrix.size(-2))
     adj = lookup(rowptr, (rowptr, col), shape, lambda: Adjacency.from_csr(rowptr, col, shape))
-    return spmm(adj, matrix, None if value is None else value.to(matrix.dtype), reduce)
+    return multiply(adj, value, matrix, reduce)
 
 
 def _spmm_sum(

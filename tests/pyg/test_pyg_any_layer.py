@@ -897,7 +897,7 @@ def test_verify_passes_and_is_gone() -> None:
 
 
 def test_verify_compares_what_can_be_compared() -> None:
-    """Dropout draws other numbers, PyG counts degrees in float32, a trace is no call, matrices are not copied."""
+    """Dropout draws other numbers, PyG counts in float32, a trace is no call, matrices are not copied."""
     it = Inputs.draw(EDGES, N, WIDTH, torch.float64)
     edges = torch.stack([torch.arange(4), torch.arange(4)])
     matrix = torch.sparse_coo_tensor(edges, torch.ones(4), (4, 4)).to_sparse_csr()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -192,6 +193,14 @@ def example(device, value=True):
 DENSE = [[4, 2, 0, 0], [0, 5, 0, 0], [0, 0, 0, 0], [6, 0, 1, 0], [3, 0, 7, 0]]
 
 
+def test_equality_is_that_of_entries(device):
+    matrix, pattern = example(device), example(device, value=False)
+    assert matrix == example(device)
+    assert pattern == example(device, value=False)
+    assert matrix not in (pattern, matrix.t(), matrix + matrix, matrix.sparse_resize((6, 4)), None)
+    assert len({matrix, example(device)}) == 2
+
+
 def test_formats(device):
     matrix = example(device)
     dense = torch.tensor(DENSE, dtype=torch.float64, device=device)
@@ -295,6 +304,7 @@ def test_parts(device):
         (slice(None), rows[1:]),
         (..., slice(0, 2)),
         (slice(3, 1),),
+        (np.array([1, 3]), ...),
     ):
         assert torch.equal(matrix[index].to_dense(), dense[index])
     assert torch.equal(matrix[3].to_dense(), dense[3:4])
@@ -314,15 +324,17 @@ def test_parts(device):
 
 @pytest.mark.parametrize("reduce", ["sum", "add", "mean", "max", "min"])
 @pytest.mark.parametrize("with_value", [True, False])
-def test_products_run_on_spmm(device, reduce, with_value):
+@pytest.mark.parametrize("shape", [(4, 3), (4, 4, 3)], ids=["matrix", "matrices"])
+def test_products_run_on_spmm(device, reduce, with_value, shape):
+    """Of the last dimension but one, where the first one is as long too."""
     matrix = example(device, with_value)
     if with_value:
         matrix.requires_grad_()
-    x = torch.randn(4, 3, dtype=torch.float64, device=device, requires_grad=True)
+    x = torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
     out = torch_sparse.matmul(matrix, x, reduce)
     row, col, value = matrix.coo()
-    message = x[col] if value is None else x[col] * value[:, None]
-    expected = torch_scatter.scatter(message, row, 0, dim_size=5, reduce=reduce)
+    message = x[..., col, :] if value is None else x[..., col, :] * value[:, None]
+    expected = torch_scatter.scatter(message, row, -2, dim_size=5, reduce=reduce)
     torch.testing.assert_close(out, expected)
     weight = torch.randn_like(out)
     inputs = [x] if value is None else [x, value]

@@ -76,8 +76,9 @@ def spmm(index: Tensor, value: Tensor, m: int, n: int, matrix: Tensor) -> Tensor
     """The product of a sparse (m, n) matrix with a dense one."""
     dense = matrix[:, None] if matrix.dim() == 1 else matrix
     if not dense.is_floating_point():
-        out = dense.new_zeros(m, *dense.shape[1:])
-        return out.index_add(0, index[0], dense[index[1]] * value.to(dense.dtype)[:, None])
+        out = dense.new_zeros(*dense.shape[:-2], m, dense.size(-1))
+        terms = dense.index_select(-2, index[1]) * value.to(dense.dtype)[:, None]
+        return out.index_add(-2, index[0], terms)
     return _matrix(index, value, m, n).matmul(dense)
 
 

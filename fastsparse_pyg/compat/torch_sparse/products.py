@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fastsparse_core import Adjacency
 from fastsparse_core import spmm as spmm_rows
 
 if TYPE_CHECKING:
@@ -18,16 +19,18 @@ def spmm(src: SparseTensor, other: Tensor, reduce: str = "sum") -> Tensor:
 
     Args:
         src: (M, N).
-        other: (N, ...) floating.
+        other: (N,) or (..., N, K) floating.
         reduce: how a row's terms are joined.
     """
-    name: Any = {"add": "sum"}.get(reduce, reduce)
-    value = src.storage.value()
-    if value is not None and value.dtype != other.dtype:
-        value = value.to(other.dtype)
-    vector = other.dim() == 1
-    out = spmm_rows(src.storage.adjacency(), other[:, None] if vector else other, value, name)
-    return out[:, 0] if vector else out
+    return multiply(src.storage.adjacency(), src.storage.value(), other, {"add": "sum"}.get(reduce, reduce))
+
+
+def multiply(adj: Adjacency, value: Tensor | None, other: Tensor, reduce: Any) -> Tensor:
+    """A structure and its values times (N,) or (..., N, K), along the last dimension but one."""
+    rows = other[:, None] if other.dim() == 1 else other.movedim(-2, 0)
+    value = None if value is None else value.to(other.dtype)
+    out = spmm_rows(adj, rows.reshape(rows.size(0), rows.shape[1:].numel()), value, reduce)
+    return out[:, 0] if other.dim() == 1 else out.reshape(adj.num_dst, *rows.shape[1:]).movedim(0, -2)
 
 
 def spspmm(src: SparseTensor, other: SparseTensor, reduce: str = "sum") -> SparseTensor:

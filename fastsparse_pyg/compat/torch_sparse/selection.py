@@ -103,8 +103,8 @@ def permute(src: SparseTensor, perm: Tensor) -> SparseTensor:
 def at_index(src: SparseTensor, index: Any) -> SparseTensor:
     """What ``src[index]`` gives: integers keep their dimension, as in torch_sparse."""
     items = list(index) if isinstance(index, tuple) else [index]
-    if Ellipsis in [item for item in items if not isinstance(item, Tensor)]:
-        at = next(i for i, item in enumerate(items) if item is Ellipsis)
+    at = next((i for i, item in enumerate(items) if item is Ellipsis), None)
+    if at is not None:
         items[at : at + 1] = [slice(None)] * (src.dim() - len(items) + 1)
     out, dim = src, 0
     for item in items:

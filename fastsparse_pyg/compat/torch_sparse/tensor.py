@@ -439,6 +439,17 @@ class SparseTensor:
 
     __rmul__ = __mul__
 
+    def __eq__(self, other: object) -> bool:
+        """Whether another matrix has the same sizes, entries and values."""
+        if not isinstance(other, SparseTensor) or self.sizes() != other.sizes():
+            return False
+        if self.has_value() != other.has_value():
+            return False
+        pairs = zip(self.csr(), other.csr(), strict=True)
+        return all(one is None or two is None or torch.equal(one, two) for one, two in pairs)
+
+    __hash__ = object.__hash__
+
     def __len__(self) -> int:
         return self.sparse_size(0)
 
