@@ -313,6 +313,15 @@ def _inputs(rank: int, size: int, device: torch.device, options: Any) -> None:
     products()
     products()
     assert len(sent) == 6
+    with torch.inference_mode():  # where nothing tells of an edit
+        x, scale = x.detach().clone(), torch.rand(parts[0].num_dst, device=device)
+        for _ in range(2):
+            ours, theirs = (spmm(part, x, scale_src=scale) for part in parts)
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+            wanted = spmm(parts[1], x * scale[:, None])
+            assert relative_error(ours, wanted) < 1e-2  # some travel in bfloat16
+            x.mul_(3)
+            scale.mul_(5)
 
 
 def test_widths_of_tiles() -> None:

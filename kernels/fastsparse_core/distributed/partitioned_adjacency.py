@@ -506,27 +506,35 @@ class PartitionedAdjacency(Adjacency):
 
     def _halo_of_inputs(self, given: Tensor, flat: Tensor) -> Tensor:
         """The halo's rows of features without gradient; kept for the last ones, as they were given."""
-        version = 0 if given.is_inference() else given._version
-        kept = self._inputs
-        if kept is None or kept[0]() is not given or kept[1] != (version, flat.dtype):
+
+        def fetch() -> Tensor:
+            rows = self.exchange.pack(flat.detach(), self.halo_dtype or flat.dtype)
+            return self.exchange.to_halo(rows).wait().to(flat.dtype)
+
+        if given.is_inference():  # has no version: an edit could not be noticed
+            return fetch()
+        stamp, kept = (given._version, flat.dtype), self._inputs
+        if kept is None or kept[0]() is not given or kept[1] != stamp:
             self._inputs = None  # its memory is free before the next one's is taken
             with torch.inference_mode(False):
-                rows = self.exchange.pack(flat.detach(), self.halo_dtype or flat.dtype)
-                arrived = self.exchange.to_halo(rows).wait().to(flat.dtype)
-            self._inputs = kept = (weakref.ref(given), (version, flat.dtype), arrived)
+                self._inputs = kept = (weakref.ref(given), stamp, fetch())
         return kept[2]
 
     def scales(self, scale_src: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Factors of the halo's nodes and of all columns of ``rows``; kept for the last ``scale_src``."""
-        version = 0 if scale_src.is_inference() else scale_src._version
-        kept = self._scale
-        if kept is None or kept[0]() is not scale_src or kept[1] != version:
+
+        def fetch() -> tuple[Tensor, Tensor]:
             checked = check_scale("scale_src", scale_src, self.num_src, x)
             assert checked is not None
+            halo = self.exchange.halo_of(checked)
+            return halo, torch.cat([checked, halo])
+
+        if scale_src.is_inference():  # as for inputs
+            return fetch()
+        kept = self._scale
+        if kept is None or kept[0]() is not scale_src or kept[1] != scale_src._version:
             with torch.inference_mode(False):
-                halo = self.exchange.halo_of(checked)
-                kept = (weakref.ref(scale_src), version, halo, torch.cat([checked, halo]))
-            self._scale = kept
+                self._scale = kept = (weakref.ref(scale_src), scale_src._version, *fetch())
         return kept[2], kept[3]
 
     def prepare(self, *, backward: bool = True) -> PartitionedAdjacency:
