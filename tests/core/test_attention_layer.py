@@ -97,7 +97,9 @@ def assert_close(found, tolerance, floor=0.0):
     for got, want in zip(*found, strict=True):
         assert got.dtype == want.dtype
         # Some gradients cancel: a bias of keys moves all scores of a row alike.
-        error = (got.double() - want.double()).norm() / max(float(want.detach().double().norm()), floor, 1e-30)
+        error = (got.double() - want.double()).norm() / max(
+            float(want.detach().double().norm()), floor, 1e-30
+        )
         assert error <= tolerance or got.numel() == 0
 
 

@@ -273,7 +273,11 @@ def test_compile_with_an_adjacency(name):
     expected = torch.autograd.grad(fast(adjacency, feat).square().sum(), wanted)
     compiled = torch.compile(fast, fullgraph=True, backend="aot_eager")
     found = torch.autograd.grad(compiled(adjacency, feat).square().sum(), wanted)
-    torch.testing.assert_close(found, expected)
+    # Two orders of the same sums: gradients of scores cancel, and have an error of the terms' size (against
+    # float64 both are off by as much).
+    for ours, theirs in zip(found, expected, strict=True):
+        largest = theirs.abs().max()
+        torch.testing.assert_close(ours / largest, theirs / largest)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -20,8 +20,6 @@ from dgl_cases import (
     weights,
 )
 
-from fastsparse_core.fused import bias as core_bias
-from fastsparse_core.ops._common import sum_of_rows
 
 FastGATConv = fastsparse_dgl.FastGATConv
 
@@ -40,15 +38,6 @@ def test_options(sizes, residual, bias, activation, device):
     graph = homogeneous()
     layers = made(*sizes, residual=residual, bias=bias, activation=activation)
     check(layers, graph, features(graph, sizes[0]), device)
-
-
-def test_bias_of_a_tall_result(monkeypatch, device):
-    calls = []
-    monkeypatch.setattr(core_bias, "_sums_by_itself", lambda *_: True)
-    monkeypatch.setattr(core_bias, "sum_of_rows", lambda *args: calls.append(1) or sum_of_rows(*args))
-    graph = homogeneous()
-    check(made(7, 4, 3), graph, features(graph, 7), device)
-    assert calls
 
 
 @pytest.mark.parametrize("sizes", [(7, 4, 3), (12, 4, 3)])

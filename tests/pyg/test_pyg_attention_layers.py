@@ -21,8 +21,6 @@ from torch_geometric.nn import AGNNConv, GATConv, GATv2Conv, TransformerConv
 from torch_geometric.nn.aggr import SumAggregation
 
 from fastsparse_core import Adjacency, log
-from fastsparse_core.fused import bias
-from fastsparse_core.ops._common import sum_of_rows
 from fastsparse_pyg import (
     FastAGNNConv,
     FastGATConv,
@@ -92,21 +90,6 @@ def test_input_kinds(device, family, kind):
         tolerance=2e-5,
         floor=1,
     )
-
-
-@pytest.mark.parametrize("concat", [True, False])
-@pytest.mark.parametrize("name", WITH_DROPOUT)
-@pytest.mark.usefixtures("kernels_only")
-def test_biases_of_tall_results(device, monkeypatch, name, concat):
-    calls = []
-    monkeypatch.setattr(bias, "_sums_by_itself", lambda *_: True)
-    monkeypatch.setattr(bias, "sum_of_rows", lambda *args: calls.append(1) or sum_of_rows(*args))
-    edge_index = simple_graph(device=device)
-    reference, layer = FAMILIES[name].pair(device, concat=concat)
-    x = torch.randn(40, 6, device=device, requires_grad=True)
-    same(reference, layer, lambda conv: conv(x, edge_index), [x], tolerance=2e-5, floor=1)
-    # Of linear maps that are one product, and of the layer itself.
-    assert len(calls) == {"gat": 1, "gatv2": 2, "transformer": 1}[name]
 
 
 @pytest.mark.parametrize("kind", ["csr", "coo"])
