@@ -20,7 +20,6 @@ from dgl_cases import (
     weights,
 )
 
-
 FastGATConv = fastsparse_dgl.FastGATConv
 
 
