@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastsparse_core import _C, policy
-from fastsparse_core.device import queue
 from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2, LayerCall, Score
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops import _attention_fused as kernels
@@ -83,7 +82,7 @@ def attention_layer(
         and x.shape[0] == adj.num_src == adj.num_dst
     ):
         return None
-    weights, biases = [], []
+    weights, biases, sizes = [], [], []
     for module in maps:
         if not is_plain_linear(module, kind):
             return None
@@ -91,12 +90,16 @@ def attention_layer(
         if type(weight) not in PLAIN:
             return None  # it is not there yet, or something else
         weights.append(weight)
+        sizes.append(weight.shape[0])
         if map_bias is not None:
             biases.append(map_bias)
     if biases and len(biases) < len(weights):
         return None
     tensors = [*vectors, *weights, *biases]
     device, dtype, weight_dtype = x.device, x.dtype, weights[0].dtype
+    for vector in vectors:
+        if vector.numel() != sizes[0]:
+            return None
     for tensor in tensors if bias is None else [*tensors, bias]:
         if (
             type(tensor) not in PLAIN
@@ -119,12 +122,10 @@ def attention_layer(
         dtype = product_dtype
     elif dtype != weight_dtype or dtype not in DTYPE_CODE:
         return None
-    widths = tuple([weight.shape[0] for weight in weights])
-    width = widths[0]
+    widths, width = tuple(sizes), sizes[0]
     if (
         widths.count(width) < len(widths)
         or width % heads
-        or any(vector.numel() != width for vector in vectors)
         or (bias is not None and bias.shape != (width // heads if mean else width,))
     ):
         return None
@@ -157,7 +158,7 @@ def _attend(
     call: LayerCall, x: Tensor, bias: Tensor | None, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Any, ...]]:
     """The result; features and weight as they were multiplied, and their product; more to keep."""
-    vectors, features = tensors[: call.num_vectors], cast(x, call.dtype)
+    vectors, features = tensors[: call.num_vectors], x if x.dtype == call.dtype else x.to(call.dtype)
     joint, matrix = _project(call, features, tensors)
     if call.plan is not None:
         out, kept = _attend_at_once(call, joint, vectors, None if call.mean else bias)
@@ -175,12 +176,14 @@ def _attend_at_once(
     call: LayerCall, joint: Tensor, vectors: Sequence[Tensor], bias: Tensor | None
 ) -> tuple[Tensor, tuple[Any, ...]]:
     num_nodes, dtype = joint.shape[0], call.dtype
-    precise = accumulation_dtype(dtype)
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
     out = joint.new_empty(num_nodes, call.widths[0])
     # Scores of sources and destinations where there are any, and the log-sum-exp.
     state = joint.new_empty(3 if call.score is ADDITIVE else 1, num_nodes, call.heads, dtype=precise)
-    operands = [cast(vector, precise).contiguous() for vector in vectors]
-    bias = None if bias is None else cast(bias, dtype).contiguous()
+    operands = []
+    for vector in vectors:
+        operands.append(vector.to(precise).contiguous())
+    bias = None if bias is None else bias.to(dtype).contiguous()
     assert call.plan is not None
     call.plan.forward(
         joint.data_ptr(),
@@ -191,7 +194,7 @@ def _attend_at_once(
         state.data_ptr(),
         call.dropout_p,
         0 if call.seed is None else int(call.seed),
-        queue(-1),
+        torch.get_num_threads(),
     )
     return out, (state,)
 
@@ -205,8 +208,10 @@ def _project(call: LayerCall, features: Tensor, tensors: Sequence[Tensor]) -> tu
     if count > 1:
         matrix = torch.cat(tensors[first : first + count])
         bias = None if bias is None else torch.cat(tensors[first + count :])
-    matrix = cast(matrix, call.dtype)
-    return F.linear(features, matrix, None if bias is None else cast(bias, call.dtype)), matrix
+    if matrix.dtype != call.dtype:
+        matrix = matrix.to(call.dtype)
+        bias = None if bias is None else bias.to(call.dtype)
+    return F.linear(features, matrix, bias), matrix
 
 
 class _AttentionLayer(torch.autograd.Function):
@@ -293,7 +298,7 @@ def _differentiate_at_once(
         0 if sums is None else sums.data_ptr(),
         call.dropout_p,
         0 if call.seed is None else int(call.seed),
-        queue(-1),
+        torch.get_num_threads(),
     )
     if bias_dtype is not None and bias_dtype != precise and grad_bias is not None:
         grad_bias = grad_bias.to(bias_dtype)
