@@ -46,13 +46,18 @@ def train_step(layers: nn.ModuleList, x: torch.Tensor, seed: int) -> list[torch.
 def sorts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of edges of every sort."""
     counted: list[int] = []
-    original = core_adjacency.compress
+    compress, transpose = core_adjacency.compress, core_adjacency.transpose
 
-    def count(major, *args, **kwargs):
+    def sort(major, *args, **kwargs):
         counted.append(major.numel())
-        return original(major, *args, **kwargs)
+        return compress(major, *args, **kwargs)
 
-    monkeypatch.setattr(core_adjacency, "compress", count)
+    def count(rowptr, col, num_cols):
+        counted.append(col.numel())
+        return transpose(rowptr, col, num_cols)
+
+    monkeypatch.setattr(core_adjacency, "compress", sort)
+    monkeypatch.setattr(core_adjacency, "transpose", count)
     return counted
 
 
