@@ -6,8 +6,9 @@ extension (which takes addresses). A replay runs them again on that memory. As w
 
 - backward passes run in a thread of autograd's own, where `threading.local` is empty;
 - what the host would read from the device, while it records, is an error, as is a structure that is built;
-- memory that nobody holds when the recording ends holds NaN after every replay, for other graphs use it; and
-  replays fill what graphs recorded later keep, for it may lie in what this one had freed;
+- memory that nobody holds when the recording ends holds NaN after every replay, for other graphs use it;
+  replays fill what graphs recorded later keep, for it may lie in what this one had freed, and what nobody
+  held of earlier ones when this one was recorded;
 - a pool lives as long as a graph that was recorded to it; a recording that was made invalid stays open.
 """
 
@@ -182,12 +183,18 @@ def _fill(tensors: list[Tensor]) -> None:
 
 
 class _Graph:
-    """What was recorded."""
+    """What was recorded.
 
-    def __init__(self, tape: Tape, pool: _Pool) -> None:
+    Args:
+        tape: the kernels.
+        pool: where memory came from.
+        taken: memory of earlier graphs that was free then.
+    """
+
+    def __init__(self, tape: Tape, pool: _Pool, taken: list[Tensor]) -> None:
         self.tape = tape
         self.freed, self.made = tape.finish()
-        self.pool = pool
+        self.pool, self.taken = pool, taken
         pool.graphs.append(self)
 
     def replay(self) -> None:
@@ -195,7 +202,7 @@ class _Graph:
             place = self.pool.graphs.index(self)
             for other in self.pool.graphs[place + 1 :]:
                 _fill(other.made)
-            _fill(self.freed)
+            _fill(self.taken + self.freed)
             for launch in self.tape.launches:
                 launch.run()
             _fill(self.freed)
@@ -231,6 +238,7 @@ class SimulatedGraphs:
     def record(self, job: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         assert Tape.current is None
         self._pool = self._pool or _Pool()
+        taken = [item for other in self._pool.graphs for item in other.tape.finish()[0]]
         tape = Tape.current = Tape()
         try:
             with torch.random.fork_rng([]), tape:
@@ -241,7 +249,7 @@ class SimulatedGraphs:
             Tape.current = None
             tape.undo()
         self.tapes.append(tape)
-        graph = _Graph(tape, self._pool)
+        graph = _Graph(tape, self._pool, taken)
         _fill(graph.made)  # nothing was computed
         return graph.replay, result
 
