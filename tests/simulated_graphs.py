@@ -18,7 +18,7 @@ import gc
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -157,11 +157,11 @@ class Tape(TorchDispatchMode):
             storage.copy_(before)
         self._before.clear()
 
-    def finish(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Memory that nobody holds any more, and all the memory that was allocated."""
+    def finish(self, others: Iterable[Tape] = ()) -> tuple[list[Tensor], list[Tensor]]:
+        """Memory that nobody holds any more but this tape and others, and all that was allocated."""
         gc.collect()
         own: Counter[int] = Counter()
-        for launch in self.launches:
+        for launch in [launch for tape in (self, *others) for launch in tape.launches]:
             items = tree_leaves((launch.args, launch.kwargs, launch.outs))
             own.update(_memory(item) for item in items if isinstance(item, Tensor))
         freed = []
@@ -238,7 +238,10 @@ class SimulatedGraphs:
     def record(self, job: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         assert Tape.current is None
         self._pool = self._pool or _Pool()
-        taken = [item for other in self._pool.graphs for item in other.tape.finish()[0]]
+        tapes = [graph.tape for graph in self._pool.graphs]
+        taken = [
+            item for tape in tapes for item in tape.finish(other for other in tapes if other is not tape)[0]
+        ]
         tape = Tape.current = Tape()
         try:
             with torch.random.fork_rng([]), tape:
