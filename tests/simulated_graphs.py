@@ -6,8 +6,9 @@ extension (which takes addresses). A replay runs them again on that memory. As w
 
 - backward passes run in a thread of autograd's own, where `threading.local` is empty;
 - what the host would read from the device, while it records, is an error, as is a structure that is built;
-- memory that nobody holds when the recording ends holds NaN after every replay, for other graphs use it; and
-  replays fill what graphs recorded later keep, for it may lie in what this one had freed;
+- memory that nobody holds when the recording ends holds NaN after every replay, for other graphs use it;
+  replays fill what graphs recorded later keep, for it may lie in what this one had freed, and what nobody
+  held of earlier ones when this one was recorded;
 - a pool lives as long as a graph that was recorded to it; a recording that was made invalid stays open.
 """
 
@@ -17,7 +18,7 @@ import gc
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -158,11 +159,11 @@ class Tape(TorchDispatchMode):
             storage.copy_(before)
         self._before.clear()
 
-    def finish(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Memory that nobody holds any more, and all the memory that was allocated."""
+    def finish(self, others: Iterable[Tape] = ()) -> tuple[list[Tensor], list[Tensor]]:
+        """Memory that nobody holds any more but this tape and others, and all that was allocated."""
         gc.collect()
         own: Counter[int] = Counter()
-        for launch in self.launches:
+        for launch in [launch for tape in (self, *others) for launch in tape.launches]:
             items = tree_leaves((launch.args, launch.kwargs, launch.outs))
             own.update(_memory(item) for item in items if isinstance(item, Tensor))
         freed = []
@@ -184,12 +185,18 @@ def _fill(tensors: list[Tensor]) -> None:
 
 
 class _Graph:
-    """What was recorded."""
+    """What was recorded.
 
-    def __init__(self, tape: Tape, pool: _Pool) -> None:
+    Args:
+        tape: the kernels.
+        pool: where memory came from.
+        taken: memory of earlier graphs that was free then.
+    """
+
+    def __init__(self, tape: Tape, pool: _Pool, taken: list[Tensor]) -> None:
         self.tape = tape
         self.freed, self.made = tape.finish()
-        self.pool = pool
+        self.pool, self.taken = pool, taken
         pool.graphs.append(self)
 
     def replay(self) -> None:
@@ -197,7 +204,7 @@ class _Graph:
             place = self.pool.graphs.index(self)
             for other in self.pool.graphs[place + 1 :]:
                 _fill(other.made)
-            _fill(self.freed)
+            _fill(self.taken + self.freed)
             for launch in self.tape.launches:
                 launch.run()
             _fill(self.freed)
@@ -233,6 +240,10 @@ class SimulatedGraphs:
     def record(self, job: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         assert Tape.current is None
         self._pool = self._pool or _Pool()
+        tapes = [graph.tape for graph in self._pool.graphs]
+        taken = [
+            item for tape in tapes for item in tape.finish(other for other in tapes if other is not tape)[0]
+        ]
         tape = Tape.current = Tape()
         try:
             with torch.random.fork_rng([]), tape:
@@ -243,7 +254,7 @@ class SimulatedGraphs:
             Tape.current = None
             tape.undo()
         self.tapes.append(tape)
-        graph = _Graph(tape, self._pool)
+        graph = _Graph(tape, self._pool, taken)
         _fill(graph.made)  # nothing was computed
         return graph.replay, result
 

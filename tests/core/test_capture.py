@@ -187,6 +187,22 @@ def test_gradients_outlive_other_replays(device):
     assert len(run.captured.records) >= 2
 
 
+def test_evaluation_leaves_gradients_alone(device):
+    task = Task(device)
+    run = capture(lambda x: task.model(spmm(task.adj, x)))
+    with torch.no_grad():
+        for _ in range(CALLS):
+            run(task.x)
+    task.step(task.x, task.y)
+    kept = [item.grad.clone() for item in task.model.parameters()]
+    with torch.no_grad():
+        for _ in range(CALLS):
+            run(task.x)
+    for item, grad in zip(task.model.parameters(), kept, strict=True):
+        assert torch.equal(item.grad, grad)
+    assert len(run.captured.records) == 2  # with and without gradients
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad])
 def test_steps_that_run_as_they_are_keep_their_optimiser(device, optimizer, caplog):
     """What recording needs of an optimiser is taken back where the step is not recorded."""

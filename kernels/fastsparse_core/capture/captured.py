@@ -144,14 +144,13 @@ class Captured:
         return form
 
     def _mode(self, device: torch.device) -> tuple[Hashable, ...]:
-        observed, grad = self.observed, torch.is_grad_enabled()
-        kind = device.type
+        observed, kind = self.observed, device.type
         return (
-            grad,
+            torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
             tuple([module.training for module in observed.modules]),
-            self._gradients_are_there() if grad else (),
+            self._gradients_are_there(),
             self._place(),
         )
 

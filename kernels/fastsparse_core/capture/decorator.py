@@ -29,11 +29,12 @@ def capture(step: Any) -> Any:
     whether a step's results and gradients are the same with padding is tried before it is recorded.
 
     Optimisers in the step get learning rates in tensors, which schedulers outside of it change as before
-    (Adam and AdamW also take their fused kernel). Dropout stays random. Training and evaluation are recorded
-    apart, and so are calls that add to gradients. A step that cannot be recorded runs as it is, and the log
-    says why once. That is so if it reads a number on the host (``loss.item()``: return ``loss`` instead).
-    What else the host does in a step, such as appending to a list, is done only while it is not replayed.
-    Results are copies without gradient. Without a GPU everything runs as it is.
+    (Adam, AdamW and SGD also take their fused kernel), unless the step is not recorded. Dropout stays random.
+    Training and evaluation are recorded apart, and so are calls that add to gradients. A step that cannot be
+    recorded runs as it is, and the log says why once. That is so if it reads a number on the host
+    (``loss.item()``: return ``loss`` instead). What else the host does in a step, such as appending to a
+    list, is done only while it is not replayed. The first replay is tried too: it has to give the results and
+    gradients that a run gives. Results are copies without gradient. Without a GPU everything runs as it is.
 
     Args:
         step: a function; or a model, whose forward and backward pass become two CUDA graphs each.
