@@ -37,8 +37,8 @@ class Table:
     def print(self, console: Console) -> None:
         table = RichTable(title=self.title, title_justify="left")
         for place, column in enumerate(self.columns):
-            justify = "right" if self._has_numbers(place) else "left"
-            table.add_column(column, justify=justify, no_wrap=not place)
+            right = self._has_numbers(place)
+            table.add_column(column, justify="right" if right else "left", no_wrap=not place)
         for row in self.rows:
             table.add_row(*row)
         console.print(table)
