@@ -35,9 +35,18 @@ _FORBIDDEN = (
     "MAKE_FUNCTION",
     "STORE_SUBSCR",
     "YIELD_VALUE",
+    # Contexts (torch.no_grad) and handlers of errors, in the words of Python 3.10 to 3.14.
+    "BEFORE_WITH",
+    "LOAD_SPECIAL",
+    "PUSH_EXC_INFO",
+    "SETUP_FINALLY",
+    "SETUP_WITH",
 )
-#: Beginnings of names that read a state of the process, which a trace would take for a constant.
-_STATE = ("is_", "get_default", "get_device", "get_rng", "seed", "initial_seed", "manual_seed", "data")
+#: Beginnings of names that read a state of the process, which a trace would take for a constant, or write it.
+_STATE = (
+    *("is_", "get_default", "get_device", "get_rng", "seed", "initial_seed", "manual_seed", "data"),
+    *("set_", "no_grad", "enable_grad", "inference_mode", "autocast", "amp", "autograd"),
+)
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 ABSENT = object()
 

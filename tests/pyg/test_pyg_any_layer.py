@@ -454,6 +454,21 @@ class InPlace(Hostile):
         return x_j
 
 
+class WithoutGradient(Hostile):
+    def message(self, x_j: Tensor) -> Tensor:
+        with torch.no_grad():
+            norm = x_j.norm(dim=-1, keepdim=True)
+        return x_j / norm
+
+
+class HandledError(Hostile):
+    def message(self, x_j: Tensor) -> Tensor:
+        try:
+            return x_j.view(-1, 5, 7)[:, 0] * x_j
+        except RuntimeError:
+            return -x_j
+
+
 class CapturedGlobal(Hostile):
     def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
         return SCALE * edge_attr[:, :1] * x_j
@@ -613,6 +628,8 @@ class SameNumbers(Hostile):
 
 
 HOSTILE: list[type[MessagePassing]] = [
+    WithoutGradient,
+    HandledError,
     Branching,
     InPlace,
     CapturedGlobal,

@@ -85,3 +85,24 @@ def test_to_hetero() -> None:
     model.load_state_dict(reference.state_dict())
     for name, out in model(x, HETERO_EDGES).items():
         close(out, expected[name])
+
+
+def _replica(module: nn.Module) -> nn.Module:
+    """As DataParallel makes them: parameters are plain attributes."""
+    made = module._replicate_for_data_parallel()
+    for name, child in module._modules.items():
+        made._modules[name] = None if child is None else _replica(child)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            made._parameters[name] = None
+        else:
+            setattr(made, name, parameter * 1.0)
+    return made
+
+
+def test_replicas_of_data_parallel() -> None:
+    x, edge_index = torch.randn(40, 6), random_graph()
+    for layer in (FastSAGEConv(6, 6), FastGCNConv(6, 6, bias=False), FastGCNConv(6, 6)):
+        expected = layer(x, edge_index)
+        for _ in range(2):
+            close(_replica(layer)(x, edge_index), expected)

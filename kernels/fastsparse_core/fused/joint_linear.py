@@ -36,6 +36,7 @@ def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> boo
         or state["_backward_pre_hooks"]
         or "forward" in state
         or any(_GLOBAL_HOOKS)
+        or "weight" not in module._parameters  # of replicas of DataParallel: a plain attribute
     )
 
 
