@@ -173,6 +173,7 @@ def row_split_fill(
     device: int,
     queue: int,
 ) -> None: ...  # only in builds with the CUDA half
+
 class SpmmKernel:
     csr: SpmmKernel
     tca: SpmmKernel
