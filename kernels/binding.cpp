@@ -182,14 +182,7 @@ void sum_of_rows(Address rows, std::int64_t num_rows, std::int64_t width, std::i
                            at(out),
                            static_cast<Dtype>(dtype),
                            static_cast<Dtype>(out_dtype)};
-  if (device < 0) {
-    cpu::sum_of_rows(args);
-    return;
-  }
-#ifdef FASTSPARSE_WITH_CUDA
-  const DeviceGuard guard(device);
-  check(cuda::sum_of_rows(args, at(queue)), "sum_of_rows");
-#endif
+  FASTSPARSE_RUN(sum_of_rows, args, device, queue);
 }
 
 #ifdef FASTSPARSE_WITH_CUDA

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from torch_geometric.nn.dense.linear import Linear
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.fused.aggregate_linear import aggregate_linear
 from fastsparse_core.fused.joint_linear import add_linear, joint_linear
-from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain
+from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain_linear_of
 from fastsparse_core.layer_swap import restore
 from fastsparse_core.log import info_once
 from fastsparse_core.ops._common import is_plain_eager, why_watched
@@ -39,15 +40,6 @@ MESSAGE_METHODS = (
 )
 #: Why PyG's code runs under torch.compile where :meth:`FastConv._traced_edges` has no answer.
 WITHOUT_ADJACENCY = "torch.compile without an Adjacency"
-#: Entries of a layer's ``__dict__``; `map` asks for all of them in few steps of the interpreter.
-_MESSAGE_HOOKS = tuple(
-    f"_{step}_forward_{kind}"
-    for step in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
-    for kind in ("pre_hooks", "hooks")
-)
-_WATCHED = ("_explain", *_MESSAGE_HOOKS)
-_AGGREGATION_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_REPLACEABLE = frozenset({"message", "aggregate", "update", "message_and_aggregate", "edge_update"})
 _is_tracing = torch._C._is_tracing
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -128,31 +120,17 @@ class FastConv(MessagePassing):
 
     def _why_original(self, x: Tensor, edge_index: object) -> str:
         """Why PyG's own code must run, "" if the kernels can."""
-        state = self.__dict__
-        if any(map(state.get, _WATCHED)) or not _REPLACEABLE.isdisjoint(state) or self._overridden:
-            return self._why_messages_matter()
-        aggregation = state["_modules"].get("aggr_module")
-        if type(aggregation) not in self._aggregations:
-            return f"aggr={self.aggr!r} has no kernel"
-        if any(map(aggregation.__dict__.get, _AGGREGATION_HOOKS)):
-            return "a hook on the aggregation"
-        if state["_decomposed_layers"] > 1:
-            return "decomposed_layers > 1"
-        if x.dtype not in _FLOAT_DTYPES:
-            return f"features of dtype {x.dtype}"
-        if type(edge_index) is not Tensor or edge_index.layout is not torch.strided:
-            if self._fusible and not state["fuse"] and is_sparse_matrix(edge_index):
-                return "a sparse matrix with fuse=False"
-        if is_plain_eager(x) and not _is_tracing():
-            return ""
+        reason = self._why_not_this_layer(x, edge_index)
+        if reason:
+            return reason
         if not isinstance(edge_index, Adjacency) and torch.compiler.is_compiling():
             return WITHOUT_ADJACENCY
         if torch.jit.is_tracing():
             return "torch.jit.trace"
-        return why_watched(x)
+        return "" if is_plain_eager(x) else why_watched(x)
 
-    def _why_messages_matter(self) -> str:
-        """Why the steps of message passing must run one by one."""
+    def _why_not_this_layer(self, x: Tensor, edge_index: object) -> str:
+        """What the layer, the kind of graph and the dtype say of it."""
         state = self.__dict__
         if state["_explain"]:
             return "explain mode"
@@ -160,7 +138,26 @@ class FastConv(MessagePassing):
             return "a hook on message passing"
         if self._overridden:
             return f"{self._overridden}() is overridden"
-        return "a message passing method is replaced on the instance"
+        if (
+            "message" in state
+            or "aggregate" in state
+            or "update" in state
+            or "message_and_aggregate" in state
+            or "edge_update" in state
+        ):
+            return "a message passing method is replaced on the instance"
+        aggregation = state["_modules"].get("aggr_module")
+        if type(aggregation) not in self._aggregations:
+            return f"aggr={self.aggr!r} has no kernel"
+        if aggregation._forward_hooks or aggregation._forward_pre_hooks:
+            return "a hook on the aggregation"
+        if state["_decomposed_layers"] > 1:
+            return "decomposed_layers > 1"
+        if x.dtype not in _FLOAT_DTYPES:
+            return f"features of dtype {x.dtype}"
+        if self._fusible and not state["fuse"] and is_sparse_matrix(edge_index):
+            return "a sparse matrix with fuse=False"
+        return ""
 
     def _traced_edges(
         self, x: tuple[Any, Any], edge_index: Any, size: Any = None, *, add_self_loops: bool = False
@@ -191,8 +188,9 @@ class FastConv(MessagePassing):
             and x.dim() == 2
             and x.layout is edge_index.layout is torch.strided
             and self.__dict__["node_dim"] in (-2, 0)
-            and not self._why_original(x, edge_index)
-            and not x.is_neg()
+            and is_plain_eager(x)
+            and not _is_tracing()
+            and not self._why_not_this_layer(x, edge_index)
         )
 
     def _known(self, x: Any, edge_index: Any, add_self_loops: bool = False) -> Adjacency | None:
@@ -359,9 +357,20 @@ class FastConv(MessagePassing):
         value: Tensor | None,
         lin: Any,
         lin_root: Any,
+        is_plain: bool = False,
     ) -> Tensor:
-        """``lin`` of the aggregated neighbours plus ``lin_root`` of the destinations' own features."""
-        reduce = self._reduce()
+        """``lin`` of the aggregated neighbours plus ``lin_root`` of the destinations' own features.
+
+        Args:
+            adj: structure, or edges within a trace.
+            x_src: features of the sources.
+            x_dst: features of the destinations; None: those count nothing.
+            value: of the edges; None: 1.
+            lin: linear layer of the sums.
+            lin_root: linear layer of the destinations, or None.
+            is_plain: whether ``x_src`` is known to be (`is_plain_eager`).
+        """
+        reduce = REDUCE[type(self._modules["aggr_module"])]
         # A sum is linear: gather whichever side of the product is narrower. Rows without edges get the bias
         # alone.
         narrower_after = x_src.size(-1) > self.out_channels and reduce in ("sum", "mean")
@@ -376,7 +385,7 @@ class FastConv(MessagePassing):
             and is_plain_linear(lin)
             and is_plain_linear(lin_root)
             and lin_root._parameters["bias"] is None
-            and is_plain_eager(x_src)
+            and (is_plain or is_plain_eager(x_src))
         ):
             parameters = (lin._parameters["weight"], lin._parameters["bias"], lin_root._parameters["weight"])
             whole = aggregate_linear(adj, x_src, *parameters, reduce, root=x_dst)
@@ -398,12 +407,22 @@ def has_message_hook(state: dict[str, Any]) -> bool:
     Args:
         state: the layer's ``__dict__``.
     """
-    return any(map(state.get, _MESSAGE_HOOKS))
+    return bool(
+        state["_propagate_forward_pre_hooks"]
+        or state["_propagate_forward_hooks"]
+        or state["_message_forward_pre_hooks"]
+        or state["_message_forward_hooks"]
+        or state["_aggregate_forward_pre_hooks"]
+        or state["_aggregate_forward_hooks"]
+        or state["_message_and_aggregate_forward_pre_hooks"]
+        or state["_message_and_aggregate_forward_hooks"]
+        or state["_edge_update_forward_pre_hooks"]
+        or state["_edge_update_forward_hooks"]
+    )
 
 
-def is_plain_linear(module: torch.nn.Module) -> bool:
-    """Whether a linear layer is its weight and bias alone, free to move across a sum."""
-    return is_plain(module, Linear)
+#: Whether a linear layer of PyG's is its weight and bias alone, free to move across a sum.
+is_plain_linear = functools.partial(is_plain_linear_of, kind=Linear)
 
 
 def project(x: Tensor, *modules: torch.nn.Module) -> tuple[Tensor, ...]:

@@ -84,8 +84,9 @@ class FastGCNConv(PropagatingConv, GCNConv):
         adj, value, scale_dst, scale_src = found
 
         state = self.__dict__
-        lin, out_channels, width = state["_modules"]["lin"], state["out_channels"], x.shape[-1]
-        bias = state["_parameters"]["bias"] if "bias" in state["_parameters"] else self.bias
+        parameters, lin = state["_parameters"], state["_modules"]["lin"]
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (takes long)
+        out_channels, width = state["out_channels"], x.shape[-1]
         # Gather the narrower side. Where both are as wide, features without gradient spare the backward pass.
         aggregate_first = width < out_channels or (width == out_channels and not x.requires_grad)
         plain = is_plain_linear(lin, Linear) and lin._parameters["bias"] is None

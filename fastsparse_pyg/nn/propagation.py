@@ -159,7 +159,7 @@ class PropagatingConv(FastConv):
         return held.propagation
 
     def _known_propagation(self, x: Any, edge_index: Any) -> tuple[Any, ...] | None:
-        """:meth:`_propagation` by the layer's own attributes for a call that repeats one; None: look closer."""
+        """:meth:`_propagation` by the layer's own attributes for a call that repeats one; None: no."""
         state = self.__dict__
         if not state["normalize"]:
             adj = self._known(x, edge_index)

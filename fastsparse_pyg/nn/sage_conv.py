@@ -9,6 +9,7 @@ from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency
 from fastsparse_pyg.nn.base import WITHOUT_ADJACENCY, FastConv
+from fastsparse_pyg.traced import TracedEdges
 
 
 class FastSAGEConv(FastConv, SAGEConv):
@@ -45,7 +46,8 @@ class FastSAGEConv(FastConv, SAGEConv):
             ValueError: sizes, dtypes or devices do not fit together.
             IndexError: an index points to no node.
         """
-        adj = self._known(x, edge_index) if size is None else None
+        adj: Adjacency | TracedEdges | None = self._known(x, edge_index) if size is None else None
+        is_plain = adj is not None
         if adj is not None:
             x_src, x_dst, value = x, x, None
         else:
@@ -60,7 +62,7 @@ class FastSAGEConv(FastConv, SAGEConv):
         state = self.__dict__
         modules = state["_modules"]
         if state["project"] and "lin" in modules:
-            x_src = modules["lin"](x_src).relu()
+            x_src, is_plain = modules["lin"](x_src).relu(), False
         lin_root = modules["lin_r"] if state["root_weight"] else None
-        out = self._neighbours_and_root(adj, x_src, x_dst, value, modules["lin_l"], lin_root)
+        out = self._neighbours_and_root(adj, x_src, x_dst, value, modules["lin_l"], lin_root, is_plain)
         return F.normalize(out, p=2.0, dim=-1) if state["normalize"] else out

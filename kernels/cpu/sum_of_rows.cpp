@@ -45,7 +45,7 @@ FASTSPARSE_MULTIVERSION void tile(BFloat16, const SumOfRowsArgs& args, std::int6
 
 }  // namespace
 
-void sum_of_rows(const SumOfRowsArgs& args) {
+void sum_of_rows(const SumOfRowsArgs& args, int /*threads*/) {
   for (std::int64_t column = 0; column < args.width; column += kTile) {
     const std::int64_t width = std::min(kTile, args.width - column);
     double total[kTile] = {};

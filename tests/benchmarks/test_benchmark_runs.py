@@ -370,9 +370,13 @@ def test_breakdown(tmp_path: Path) -> None:
 def test_host(tmp_path: Path) -> None:
     pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
     result = result_of(tmp_path, "host", "--calls", "3", "--rounds", "3")
-    ours = [cell for cell in result["cells"] if cell["implementation"] == "FastGCNConv"]
-    assert [cell["mode"] for cell in ours] == ["inference", "training forward"]
-    assert all(cell["p20_us"] <= cell["median_us"] <= cell["p80_us"] for cell in ours)
+    cells = result["cells"]
+    assert [cell["features"] for cell in cells if cell["layer"] == "FastGCNConv"] == [
+        "constant",
+        "with gradient",
+    ]
+    assert all(0 < cell["forward_us"] < cell["step_us"] for cell in cells)
+    assert all(cell["step_ratio"] == 1 for cell in cells if cell["layer"] == "nn.Linear")
 
 
 def test_cpu_implementations_agree(tmp_path: Path) -> None:

@@ -290,6 +290,24 @@ def test_scales_of_another_dtype(device):
         graph_convolution(adj, x, *leaves, **how, scale_dst=adj.inv_sqrt_out_degree(torch.float64))
 
 
+def test_what_is_kept_of_a_call_is_of_its_kind(device):
+    """Nothing that was found out for tensors of one kind is used for another."""
+    adj = structure(device)
+    weight, bias = parameters(torch.float32, device, 24, 40)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float32):
+        x = torch.randn(NUM_SRC, 24, device=device, dtype=dtype)
+        weight.data, bias.data = weight.detach().to(dtype), bias.detach().to(dtype)
+        for scaled in (False, True):
+            factors = scales(adj, dtype) if scaled else {}
+            y = graph_convolution(adj, x, weight, bias, True, False, **factors)
+            exact = exactly(adj, x, weight, bias, y, out_by_in=True, relu=False, factors=factors)[0]
+            assert y.dtype == dtype
+            assert relative_error(y, exact) <= 2 * TOLERANCE[dtype]
+    with torch.autocast(device, torch.bfloat16):
+        assert graph_convolution(adj, x, weight, bias, True, False).dtype == torch.bfloat16
+    assert graph_convolution(adj, x, weight, bias, True, False).dtype == torch.float32
+
+
 def test_context_asks_for_an_algorithm(device):
     adj = structure(device)
     x = torch.randn(NUM_SRC, 24, device=device)
@@ -332,6 +350,8 @@ def test_calls_that_others_serve(device):
     assert not serves(bias=bias.double())
     assert not serves(bias=bias[:1])
     assert not serves(bias=bias[None])
+    assert not serves(bias=torch.randn(40, dtype=torch.complex64, device=device).conj().imag)
+    assert not serves(weight=None)
     assert not serves(out_by_in=False)
     assert serves(weight=weight.t().contiguous(), out_by_in=False)
     assert not serves(weight=weight.detach().to_sparse())

@@ -11,7 +11,19 @@ from fastsparse_core.ops._common import sum_of_rows
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "shape", [(0, 3), (3, 0), (1, 1), (5000, 1), (9001, 47), (70_000, 128), (6000, 3, 700)]
+    "shape",
+    [
+        (0, 3),
+        (3, 0),
+        (1, 1),
+        (65, 130),
+        (4096, 7),
+        (30, 4, 70),
+        (5000, 1),
+        (9001, 47),
+        (70_000, 128),
+        (6000, 3, 700),
+    ],
 )
 def test_sums(device, dtype, shape):
     rows = (torch.rand(shape, device=device) / 8).to(dtype)  # sums are finite in float16
@@ -44,6 +56,14 @@ def test_as_accurate_as_pytorch_where_terms_cancel(device, num_rows, terms):
             (each.double() - exact).norm() for each in (sum_of_rows(rows, rows.dtype), rows.sum(0))
         )
     assert ours <= theirs * 1.01
+
+
+def test_few_rows_are_summed_by_ours_on_the_cpu(monkeypatch):
+    rows = torch.randn(65, 40)
+    expected = rows.double().sum(0)
+    monkeypatch.setattr(torch.Tensor, "sum", lambda *_, **__: pytest.fail("summed by PyTorch"))
+    with torch.no_grad():
+        torch.testing.assert_close(sum_of_rows(rows, torch.float64), expected)
 
 
 @pytest.mark.gpu

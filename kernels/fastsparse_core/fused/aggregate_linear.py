@@ -78,7 +78,7 @@ class _Plan(NamedTuple):
     scale: Tensor | None
     algorithm: str
     dtype: torch.dtype
-    given: tuple[torch.dtype | None, ...]
+    given: tuple[Any, ...]
     casts_first: bool
     transforms: bool
     are_plain: bool
@@ -178,9 +178,7 @@ def _plan(
     )
 
 
-def _serves(
-    adj: Adjacency, x: Tensor, weight: Tensor, bias: Tensor | None, root_weight: Tensor
-) -> bool:
+def _serves(adj: Adjacency, x: Tensor, weight: Tensor, bias: Tensor | None, root_weight: Tensor) -> bool:
     """Whether matrices fit together and are of one dtype; under autocast each may be float32 too."""
     if (
         adj.is_partitioned
@@ -216,14 +214,17 @@ def _compute(
     # A part of what was cast would keep all of it until the backward pass.
     own = x if keeps_own and num_dst < num_src else features
     own = own if num_dst == num_src else own[:num_dst]
-    own, matrix, root_matrix = cast(own, dtype), cast(weight, dtype), cast(root_weight, dtype)
+    own = own if own.dtype is dtype else own.to(dtype)
+    matrix = weight if weight.dtype is dtype else weight.to(dtype)
+    root_matrix = root_weight if root_weight.dtype is dtype else root_weight.to(dtype)
     if transforms and plain and is_laid_out(features, matrix, root_matrix) and features.dtype is dtype:
         bias = None if bias is None else bias.contiguous()
         out, sums = aggregate_and_transform(
             adj, features, matrix, bias, root_matrix, scale, algorithm, keeps_sums
         )
     else:
-        sums = cast(launch_spmm(adj, features, None, scale, None, None, algorithm), dtype)
+        sums = launch_spmm(adj, features, None, scale, None, None, algorithm)
+        sums = sums if sums.dtype is dtype else sums.to(dtype)
         out = F.linear(sums, matrix, bias if bias is None or bias.dtype is dtype else bias.to(dtype))
         out.addmm_(own, root_matrix.t())
     return out, own, sums, matrix, root_matrix

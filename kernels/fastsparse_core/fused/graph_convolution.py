@@ -119,7 +119,11 @@ def graph_convolution(
         )
     if bias is not None and bias.is_neg():
         return None
-    return _apply(x, weight, bias, adj, plan) if torch.is_grad_enabled() else _convolve(plan, adj, x, weight, bias)[0]
+    return (
+        _apply(x, weight, bias, adj, plan)
+        if torch.is_grad_enabled()
+        else _convolve(plan, adj, x, weight, bias)[0]
+    )
 
 
 def _product_dtype(

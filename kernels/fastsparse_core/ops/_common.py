@@ -51,7 +51,7 @@ def direct(formula: type[torch.autograd.Function]) -> Callable[..., Any]:
 
     What PyTorch's own does before, for transforms of torch.func, takes the host 5 us.
     """
-    apply: Callable[..., Any] = super(torch.autograd.Function, formula).apply
+    apply: Callable[..., Any] = super(torch.autograd.Function, formula).apply  # type: ignore[misc]
     return apply
 
 
@@ -427,8 +427,8 @@ def check_scale(name: str, scale: Tensor | None, rows: int, x: Tensor) -> Tensor
     return scale if scale.dtype == dtype and scale.is_contiguous() else scale.to(dtype).contiguous()
 
 
-#: Rows up to which PyTorch's sum is left alone on a GPU, one launch instead of two (at 20,000 of 128 both take
-#: 23 us), and ours is taken on the CPU.
+#: Rows up to which PyTorch's sum is left alone on a GPU, one launch instead of two (at 20,000 of 128 both
+#: take 23 us), and ours is taken on the CPU.
 _FEW_ROWS = 4096
 #: Parts of a matrix for each multiprocessor: enough blocks of threads to keep its memory busy.
 _PARTS = 4

@@ -18,6 +18,7 @@ from fastsparse_core.ops._common import (
     check_features,
     check_scale,
     check_value,
+    direct,
     edges_from_dense,
     is_dense,
     is_first_derivative,
@@ -129,8 +130,7 @@ def spmm(
         scale = None if reduce == "sum" else adj.inv_degree(accumulation_dtype(x.dtype))
         if not (x.requires_grad and torch.is_grad_enabled()):
             return launch_spmm(adj, x, None, scale, None, None, algorithm, relu)
-        handle = (adj.num_dst, adj.handle, False, algorithm, relu)
-        plain: Tensor = _Spmm.apply(x, None, scale, None, None, *handle)
+        plain: Tensor = _apply(x, None, scale, None, None, adj.num_dst, adj.handle, False, algorithm, relu)
         return plain
     policy.check_algorithm(value_layout, ("edges", "me_bcrs"), "value_layout")
     if value_layout == "me_bcrs" and reduce in ("max", "min"):
@@ -168,7 +168,7 @@ def spmm(
     elif torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (features, value, bias)
     ):
-        out = _Spmm.apply(*arguments)
+        out = _apply(*arguments)
     else:
         out = _spmm(*arguments)
     return out if x.dim() == 2 else out.reshape(adj.num_dst, *trailing)
@@ -281,6 +281,9 @@ class _Spmm(torch.autograd.Function):
         if ctx.needs_input_grad[4]:
             grad_bias = sum_of_rows(grad, ctx.bias_dtype)
         return grad_x, grad_value, None, None, grad_bias, None, None, None, None, None
+
+
+_apply = direct(_Spmm)
 
 
 def _spmm_fake(

@@ -5,7 +5,7 @@
 
 namespace fastsparse::cpu {
 
-// `partial` is not used.
-void sum_of_rows(const SumOfRowsArgs& args);
+// By one thread; `partial` is not used.
+void sum_of_rows(const SumOfRowsArgs& args, int threads);
 
 }  // namespace fastsparse::cpu
