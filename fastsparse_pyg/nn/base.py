@@ -40,6 +40,11 @@ MESSAGE_METHODS = (
 )
 #: Why PyG's code runs under torch.compile where :meth:`FastConv._traced_edges` has no answer.
 WITHOUT_ADJACENCY = "torch.compile without an Adjacency"
+_MESSAGE_HOOKS = tuple(
+    f"_{step}_forward_{kind}"
+    for step in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+    for kind in ("pre_hooks", "hooks")
+)
 _is_tracing = torch._C._is_tracing
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -134,8 +139,9 @@ class FastConv(MessagePassing):
         state = self.__dict__
         if state["_explain"]:
             return "explain mode"
-        if has_message_hook(state):
-            return "a hook on message passing"
+        for name in _MESSAGE_HOOKS:
+            if state[name]:
+                return "a hook on message passing"
         if self._overridden:
             return f"{self._overridden}() is overridden"
         if (
@@ -407,18 +413,7 @@ def has_message_hook(state: dict[str, Any]) -> bool:
     Args:
         state: the layer's ``__dict__``.
     """
-    return bool(
-        state["_propagate_forward_pre_hooks"]
-        or state["_propagate_forward_hooks"]
-        or state["_message_forward_pre_hooks"]
-        or state["_message_forward_hooks"]
-        or state["_aggregate_forward_pre_hooks"]
-        or state["_aggregate_forward_hooks"]
-        or state["_message_and_aggregate_forward_pre_hooks"]
-        or state["_message_and_aggregate_forward_hooks"]
-        or state["_edge_update_forward_pre_hooks"]
-        or state["_edge_update_forward_hooks"]
-    )
+    return any(state[name] for name in _MESSAGE_HOOKS)
 
 
 #: Whether a linear layer of PyG's is its weight and bias alone, free to move across a sum.

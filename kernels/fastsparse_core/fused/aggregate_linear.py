@@ -24,6 +24,7 @@ from fastsparse_core.ops._common import (
     direct,
     is_any_autocast_enabled,
     is_first_derivative,
+    is_wrapped,
     kind_of,
     product_in,
     sum_of_rows,
@@ -141,7 +142,8 @@ def aggregate_linear(
     ):
         return None
     if torch.is_grad_enabled():
-        return _apply(x, weight, bias, root_weight, adj, plan)
+        apply = _AggregateLinear.apply if is_wrapped(x) else _apply
+        return apply(x, weight, bias, root_weight, adj, plan)
     return _compute(plan, adj, x, weight, bias, root_weight, False)[0]
 
 

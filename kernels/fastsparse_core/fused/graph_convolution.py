@@ -19,6 +19,7 @@ from fastsparse_core.ops._common import (
     direct,
     is_any_autocast_enabled,
     is_first_derivative,
+    is_wrapped,
     kind_of,
     product_in,
     sum_of_rows,
@@ -119,11 +120,10 @@ def graph_convolution(
         )
     if bias is not None and bias.is_neg():
         return None
-    return (
-        _apply(x, weight, bias, adj, plan)
-        if torch.is_grad_enabled()
-        else _convolve(plan, adj, x, weight, bias)[0]
-    )
+    if not torch.is_grad_enabled():
+        return _convolve(plan, adj, x, weight, bias)[0]
+    out: Tensor = (_GraphConvolution.apply if is_wrapped(x) else _apply)(x, weight, bias, adj, plan)
+    return out
 
 
 def _product_dtype(

@@ -41,13 +41,15 @@ _is_functional = torch._is_functional_tensor
 _num_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
+#: Whether a tensor has outlived a transform of torch.func, or is within one.
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 #: Whether products of 16-bit matrices give float32 without a cast (torch 2.8 and later, on CUDA).
 _GIVES_FLOAT32 = "dtype" in torch.ops.aten.mm.overloads()
 
 
 def direct(formula: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``formula.apply`` for tensors of which the first `is_plain_eager`.
+    """``formula.apply`` for tensors of which the first `is_plain_eager` and is not `is_wrapped`.
 
     What PyTorch's own does before, for transforms of torch.func, takes the host 5 us.
     """

@@ -24,6 +24,7 @@ from fastsparse_core.ops._common import (
     is_first_derivative,
     is_partitioned,
     is_plain_eager,
+    is_wrapped,
     keep_alive,
     library,
     num_heads,
@@ -130,7 +131,8 @@ def spmm(
         scale = None if reduce == "sum" else adj.inv_degree(accumulation_dtype(x.dtype))
         if not (x.requires_grad and torch.is_grad_enabled()):
             return launch_spmm(adj, x, None, scale, None, None, algorithm, relu)
-        plain: Tensor = _apply(x, None, scale, None, None, adj.num_dst, adj.handle, False, algorithm, relu)
+        apply = _Spmm.apply if is_wrapped(x) else _apply
+        plain: Tensor = apply(x, None, scale, None, None, adj.num_dst, adj.handle, False, algorithm, relu)
         return plain
     policy.check_algorithm(value_layout, ("edges", "me_bcrs"), "value_layout")
     if value_layout == "me_bcrs" and reduce in ("max", "min"):
@@ -168,7 +170,7 @@ def spmm(
     elif torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (features, value, bias)
     ):
-        out = _apply(*arguments)
+        out = (_Spmm.apply if is_wrapped(features) else _apply)(*arguments)
     else:
         out = _spmm(*arguments)
     return out if x.dim() == 2 else out.reshape(adj.num_dst, *trailing)
