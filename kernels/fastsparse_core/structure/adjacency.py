@@ -668,6 +668,7 @@ def _inspected(
     if (
         as_given
         and num_edges
+        and shape[0]
         and (not row.is_cuda or (num_edges <= _MOST_UNASKED and row.device in _gets_unsorted))
     ):
         return inspect_and_sort(row, col, shape, longest)
