@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch_geometric.nn import HGTConv, RGATConv, RGCNConv
 
-from fastsparse_core import Adjacency
+from fastsparse_core import Adjacency, log
 from fastsparse_core.grouped_product import grouped_product
 from fastsparse_core.relations import Relations
 from fastsparse_pyg import FastHGTConv, FastRGATConv, FastRGCNConv, accelerate, cache_info, restore
@@ -247,7 +247,8 @@ def test_hgt(device, heads, channels):
     assert_same(layers, list(x.values()), x, some)
 
 
-def test_hgt_that_runs_pygs_code(device, caplog):
+def test_hgt_that_runs_pygs_code(device, caplog, monkeypatch):
+    monkeypatch.setattr(log, "_seen", set())
     edges = typed_graph(device)
     x = {key: torch.randn(size, 6, device=device) for key, size in SIZES.items()}
     lazy = FastHGTConv(-1, 8, METADATA, heads=2).to(device)
