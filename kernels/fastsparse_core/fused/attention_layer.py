@@ -151,11 +151,11 @@ def attention_layer(
     if records:
         result: Tensor = _AttentionLayer.apply(call, x, bias, *tensors)
         return result
-    return _attend(call, x, bias, tensors)[0]
+    return _attend(call, x, bias, tuple(tensors))[0]
 
 
 def _attend(
-    call: LayerCall, x: Tensor, bias: Tensor | None, tensors: Sequence[Tensor]
+    call: LayerCall, x: Tensor, bias: Tensor | None, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Any, ...]]:
     """The result; features and weight as they were multiplied, and their product; more to keep."""
     vectors, features = tensors[: call.num_vectors], x if x.dtype == call.dtype else x.to(call.dtype)
@@ -199,7 +199,7 @@ def _attend_at_once(
     return out, (state,)
 
 
-def _project(call: LayerCall, features: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _project(call: LayerCall, features: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """The linear maps' results side by side, and the weight of the one product that gives them."""
     first, count = call.num_vectors, len(call.widths)
     matrix, bias = tensors[first], None

@@ -95,8 +95,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
         def compute(x: Tensor, beta: Tensor) -> Tensor:
             key = F.normalize(x, dim=1, eps=_EPSILON)
-            ends = (unfused.with_heads(end, 1) for end in (key * beta, key))
-            score = unfused.dot_product_scores(adj, *ends, 1.0, None)
+            query = unfused.with_heads(key * beta, 1)
+            score = unfused.dot_product_scores(adj, query, unfused.with_heads(key, 1), 1.0, None)
             return unfused.aggregate(adj, score, unfused.with_heads(x, 1), 0.0, None).flatten(1)
 
         with torch.enable_grad():
