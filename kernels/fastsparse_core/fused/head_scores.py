@@ -110,8 +110,10 @@ def gradients_of_scores(
             torch.empty_like(operand) if wanted else None
             for operand, wanted in zip(operands, needed, strict=True)
         ]
-        places = [address(grad_rows), adds, address(found[0]), address(found[-1] if found[1:] else None)]
-        _C.head_scores_backward(_arguments(rows, operands, of_scores), *places, queue(-1))
+        places = (address(found[0]), address(found[-1] if found[1:] else None))
+        _C.head_scores_backward(
+            _arguments(rows, operands, of_scores), address(grad_rows), adds, *places, queue(-1)
+        )
         return grad_rows, [
             None if grad is None else cast(grad, vector.dtype)
             for grad, vector in zip(found, vectors, strict=True)

@@ -223,8 +223,7 @@ def dot_product(
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    *options, adjacency = options
-    return dot_product(from_handle(adjacency), q, k, v, *options)
+    return dot_product(from_handle(options[-1]), q, k, v, *options[:-1])
 
 
 def dot_product_gradients(
@@ -240,26 +239,29 @@ def dot_product_gradients(
     dropout_p: float,
     seed: Tensor | None,
     heads: int,
+    *,
     bias_wanted: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and, if wanted, the bias; the CPU's kernels do not read ``out``."""
     if v.is_cuda:
         assert out is not None
-        options = (scale, dropout_p, _number(seed), heads)
+        of_kernel = (scale, dropout_p, _number(seed), heads)
         return _attention_bsb.launch_backward(
-            adj, q, k, v, bias, out, lse, grad, *options, want_bias=bias_wanted
+            adj, q, k, v, bias, out, lse, grad, *of_kernel, want_bias=bias_wanted
         )
-    operands = (q, k, v, None, bias, lse)
+    options = (bias, lse, scale, dropout_p, seed, bias_wanted)
     grad_q, grad_k, grad_v, _, grad_bias = _backward_csr(
-        adj, _DOT_PRODUCT, heads, grad, *operands, scale, dropout_p, seed, bias_wanted
+        adj, _DOT_PRODUCT, heads, grad, q, k, v, None, *options
     )
     return grad_q, grad_k, grad_v, grad_bias
 
 
 def _attention_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *arguments, adjacency, bias_wanted = arguments
-    *grads, grad_bias = dot_product_gradients(from_handle(adjacency), grad, *arguments, bias_wanted)
-    return *grads, _or_empty(grad_bias, grad)
+    *operands, adjacency, bias_wanted = arguments
+    first, second, third, grad_bias = dot_product_gradients(
+        from_handle(adjacency), grad, *operands, bias_wanted=bias_wanted
+    )
+    return first, second, third, _or_empty(grad_bias, grad)
 
 
 def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
@@ -403,6 +405,7 @@ def additive_gradients(
     negative_slope: float,
     dropout_p: float,
     seed: Tensor | None,
+    *,
     bias_wanted: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of the scores, v and, if wanted, the bias."""
@@ -412,22 +415,23 @@ def additive_gradients(
         return _additive_attention_csr.additive_backward(
             adj, *operands, *options, _number(seed), heads, want_bias=bias_wanted
         )
-    operands = (score_dst, score_src, v, None, bias, lse)
+    ends = (score_dst, score_src, v)
     grad_dst, grad_src, grad_v, _, grad_bias = _backward_csr(
-        adj, _ADDITIVE, heads, grad, *operands, *options, seed, bias_wanted
+        adj, _ADDITIVE, heads, grad, *ends, None, bias, lse, *options, seed, bias_wanted
     )
     return grad_dst, grad_src, grad_v, grad_bias
 
 
 def _additive_attention(dst: Tensor, src: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    *options, adjacency = options
-    return additive(from_handle(adjacency), dst, src, v, *options)
+    return additive(from_handle(options[-1]), dst, src, v, *options[:-1])
 
 
 def _additive_attention_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *arguments, adjacency, bias_wanted = arguments
-    *grads, grad_bias = additive_gradients(from_handle(adjacency), grad, *arguments, bias_wanted)
-    return *grads, _or_empty(grad_bias, grad)
+    *operands, adjacency, bias_wanted = arguments
+    first, second, third, grad_bias = additive_gradients(
+        from_handle(adjacency), grad, *operands, bias_wanted=bias_wanted
+    )
+    return first, second, third, _or_empty(grad_bias, grad)
 
 
 class _AdditiveAttention(torch.autograd.Function):
@@ -507,22 +511,19 @@ def gatv2_gradients(
         assert out is not None
         operands = (x_dst, x_src, att, out, lse, grad)
         return _gatv2_attention_csr.gatv2_backward(adj, *operands, *options, _number(seed), heads)
-    operands = (x_dst, x_src, x_src, att, None, lse)
     grad_dst, grad_src, _, grad_att, _ = _backward_csr(
-        adj, _GATV2, heads, grad, *operands, *options, seed, False
+        adj, _GATV2, heads, grad, x_dst, x_src, x_src, att, None, lse, *options, seed, False
     )
     assert grad_att is not None
     return grad_dst, grad_src, grad_att
 
 
 def _gatv2_attention(x_dst: Tensor, x_src: Tensor, att: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    *options, adjacency = options
-    return gatv2(from_handle(adjacency), x_dst, x_src, att, *options)
+    return gatv2(from_handle(options[-1]), x_dst, x_src, att, *options[:-1])
 
 
 def _gatv2_attention_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *arguments, adjacency = arguments
-    return gatv2_gradients(from_handle(adjacency), grad, *arguments)
+    return gatv2_gradients(from_handle(arguments[-1]), grad, *arguments[:-1])
 
 
 class _Gatv2Attention(torch.autograd.Function):
