@@ -9,6 +9,9 @@ autograd's own, which `threading.local` would leave out: PyTorch hands them what
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import sys
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -73,13 +76,32 @@ def _stash(key: str) -> Any:
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else _DEFAULTS[key]
 
 
+def _put(key: str, value: Any) -> None:
+    """Stashes an object, which PyTorch releases once when no thread has it stashed any more."""
+    if _takes_no_reference():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(key, value)
+
+
+@functools.cache
+def _takes_no_reference() -> bool:
+    """Whether PyTorch, before 2.12, releases what it never took: objects in use would be freed."""
+    probe = object()
+    count = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls("fastsparse_core.probe", probe)
+    if sys.getrefcount(probe) > count:
+        return False
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return True
+
+
 @contextlib.contextmanager
 def _stashed(key: str, value: Any) -> Iterator[None]:
     before, context = _stash(key), object()
-    torch._C._stash_obj_in_tls(key, value)
+    _put(key, value)
     _entered.add(context)
     try:
         yield
     finally:
         _entered.discard(context)
-        torch._C._stash_obj_in_tls(key, before)
+        _put(key, before)
