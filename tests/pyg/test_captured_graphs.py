@@ -123,12 +123,12 @@ def on_nodes(net, batch):
     return F.cross_entropy(net.nodes(batch), batch.target)
 
 
-def check(device, batches, loss=on_graphs, captures_model=False, **options):
+def check(device, batches, loss=on_graphs, captures_model=False, optimizer_class=torch.optim.Adam, **options):
     """50 and more losses of a captured step agree with those of the step."""
     found, records = [], []
     for captures in (False, True):
         net = Net(**options).to(device)
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        optimizer = optimizer_class(net.parameters(), lr=0.01)
 
         def step(batch, net=net, optimizer=optimizer):
             optimizer.zero_grad()
@@ -169,7 +169,9 @@ def test_layers(device, conv):
 
 @pytest.mark.parametrize("norm", [name for name in NORMS if name != "batch"])
 def test_normalisation(device, norm):
-    assert check(device, on(device, draw([9] * 20)), norm=norm)
+    # Adam would make whole steps of gradients that are nothing but rounding, those of biases that the
+    # normalisation removes: 1e-7 of the weights would be 7e-2 of the losses, captured or not.
+    assert check(device, on(device, draw([9] * 20)), norm=norm, optimizer_class=torch.optim.SGD)
 
 
 @pytest.mark.parametrize("readout", [name for name in READOUTS if name != "mean"])
