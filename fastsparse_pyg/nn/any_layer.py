@@ -15,7 +15,7 @@ from torch_geometric.nn.conv import MessagePassing
 from fastsparse_core import Adjacency
 from fastsparse_core.log import info_once
 from fastsparse_core.ops._common import is_plain_eager, why_watched
-from fastsparse_pyg.caching import logger, lookup
+from fastsparse_pyg.caching import known, logger, lookup
 from fastsparse_pyg.graph import edges_made_anew, is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FastConv, has_message_hook
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
@@ -135,7 +135,9 @@ class AnyLayer(MessagePassing):
             return None
         edges = edge_index._data if isinstance(edge_index, EdgeIndex) else edge_index
         options = (num_dst, num_src, self.flow, False)
-        adj = lookup(edge_index, (edge_index,), options, lambda: edges_made_anew(edges, options))
+        adj = known(edge_index, options)
+        if adj is None:
+            adj = lookup(edge_index, (edge_index,), options, lambda: edges_made_anew(edges, options))
         return Arguments(
             self.node_dim,
             nodes,
@@ -171,6 +173,7 @@ class AnyLayer(MessagePassing):
         pattern = self._pattern(method, found)
         if pattern.kind == "any" and pattern.compute is not None:
             return evaluate(self, pattern, found)
+        found.lift(names)
         return getattr(self, method)(**{name: found[name] for name in names})
 
     def _kernel_reduce(self) -> str:

@@ -22,7 +22,7 @@ from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain_linea
 from fastsparse_core.layer_swap import restore
 from fastsparse_core.log import info_once
 from fastsparse_core.ops._common import is_plain_eager, why_watched
-from fastsparse_pyg.caching import layer_cache, logger, stamp_attributes
+from fastsparse_pyg.caching import known, logger
 from fastsparse_pyg.graph import Graph, is_sparse_matrix, resolve, to_edge_index
 from fastsparse_pyg.traced import REDUCTIONS, TracedEdges, come_from_outside
 
@@ -204,16 +204,9 @@ class FastConv(MessagePassing):
         if not self._is_plain(x, edge_index):
             return None
         num_nodes = x.shape[0]
-        latest = layer_cache.latest.get((num_nodes, num_nodes, self.__dict__["flow"], add_self_loops))
-        if latest is None or latest[0]() is not edge_index:
+        if edge_index.device != x.device:
             return None
-        # What `caching.stamp_of` says of a plain tensor, without the call.
-        stamp = (edge_index.data_ptr(), edge_index.stride(), *stamp_attributes(edge_index))
-        if latest[1] != (stamp,) or stamp[-1] != x.device:
-            return None
-        layer_cache.hits += 1
-        adjacency: Adjacency = latest[2]
-        return adjacency
+        return known(edge_index, (num_nodes, num_nodes, self.__dict__["flow"], add_self_loops))
 
     def _plain_graph(self, x: Any, edge_index: object) -> Adjacency | None:
         """The structure of one matrix of node features and a plain tensor of edges; None: look closer."""
@@ -413,7 +406,10 @@ def has_message_hook(state: dict[str, Any]) -> bool:
     Args:
         state: the layer's ``__dict__``.
     """
-    return any(state[name] for name in _MESSAGE_HOOKS)
+    for name in _MESSAGE_HOOKS:  # a generator would take longer than the ten look-ups
+        if state[name]:
+            return True
+    return False
 
 
 #: Whether a linear layer of PyG's is its weight and bias alone, free to move across a sum.

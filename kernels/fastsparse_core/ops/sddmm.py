@@ -108,7 +108,7 @@ def sddmm(
     return out if x_dst.dim() == 3 else out.squeeze(-1)
 
 
-def _sddmm(
+def sddmm_kernel(
     x_dst: Tensor,
     x_src: Tensor,
     scale_dst: Tensor | None,
@@ -120,6 +120,7 @@ def _sddmm(
     algorithm: str,
     dense: bool,
 ) -> Tensor:
+    """The operator's kernel: what it computes, nothing being recorded."""
     adj = from_handle(adjacency)
     x_dst, x_src = unit_stride(x_dst), unit_stride(x_src)
     size = (length, HEIGHT, heads) if dense else (length, heads)
@@ -127,7 +128,7 @@ def _sddmm(
         return x_dst.new_zeros(size, dtype=dtype)
     kernel = _algorithm(adj, algorithm, x_dst, x_src, heads, dense)
     if dense and kernel == "csr":
-        edges = _sddmm(
+        edges = sddmm_kernel(
             x_dst, x_src, scale_dst, scale_src, adj.num_values, heads, dtype, adjacency, kernel, False
         )
         return dense_from_edges(adj, edges)
@@ -305,6 +306,6 @@ def _sddmm_fake(
 
 
 for _key in ("CPU", "CUDA"):
-    library.impl("sddmm", _sddmm, _key)
+    library.impl("sddmm", sddmm_kernel, _key)
 torch.library.register_fake("fastsparse::sddmm", _sddmm_fake, lib=library)
 register_autograd("sddmm", _Sddmm)
