@@ -105,6 +105,12 @@ def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) 
     return adjacency
 
 
+def is_made_anew(edges: Tensor, options: Hashable) -> bool:
+    """Whether nobody knows an edge list, and several of its size came that nobody knew."""
+    count, *_ = _strangers.get((edges.shape, edges.dtype, edges.device, options), (0,))
+    return count >= _MANY and not layer_cache.holds(edges)
+
+
 def stamp_of(tensor: Tensor) -> Hashable:
     """What can be seen of a tensor's content without reading it.
 

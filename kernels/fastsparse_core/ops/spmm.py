@@ -30,6 +30,7 @@ from fastsparse_core.ops._common import (
     num_heads,
     register_autograd,
     sum_of_rows,
+    unit_stride,
     widened_value,
 )
 from fastsparse_core.ops._spmm_extremum import extremum
@@ -264,8 +265,10 @@ class _Spmm(torch.autograd.Function):
         grad_x = grad_value = grad_bias = None
         if rectified is not None:
             grad = grad.masked_fill(rectified <= 0, 0)
+        plain = is_first_derivative(grad)
+        if plain:
+            grad = unit_stride(grad)  # once: that of a sum is expanded
         if ctx.needs_input_grad[0]:
-            plain = is_first_derivative(grad)
             if plain and not ctx.transpose:
                 grad_x = grad_of_features(ctx.keep_alive, grad, value, scale_dst, scale_src, ctx.algorithm)
             else:
@@ -284,7 +287,7 @@ class _Spmm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dst, src = (x, grad) if ctx.transpose else (grad, x)
             scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)
-            product = sddmm_kernel if is_first_derivative(grad) else torch.ops.fastsparse.sddmm.default
+            product = sddmm_kernel if plain else torch.ops.fastsparse.sddmm.default
             grad_value = product(
                 dst,
                 src,
