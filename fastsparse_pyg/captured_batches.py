@@ -13,9 +13,9 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.utils import scatter
 
-from fastsparse_core.capture import forms
-from fastsparse_core.capture.arguments import Argument, Held, register, tensor_key
-from fastsparse_core.capture.padding import Rows, Sizes, write_edges, write_rows
+from fastsparse_core.capturing import forms
+from fastsparse_core.capturing.arguments import Argument, Held, register, tensor_key
+from fastsparse_core.capturing.padding import Rows, Sizes, write_edges, write_rows
 
 # The package has a function of that name too.
 _glob: Any = importlib.import_module("torch_geometric.nn.pool.glob")

@@ -1,6 +1,6 @@
 """The step that is being recorded: code below it must read no sizes from the device, and keep no results.
 
-Structures and attention ask here; the package `capture` says when.
+Structures and attention ask here; the package `capturing` says when.
 
 What is said holds for a thread, and for the backward passes that it starts. Those of a GPU run in threads of
 autograd's own, which `threading.local` would leave out: PyTorch hands them what is stashed in its own state.

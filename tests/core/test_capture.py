@@ -13,18 +13,18 @@ from fastsparse_core import (
     Adjacency,
     additive_attention,
     attention,
+    capture,
     gatv2_attention,
     log,
     recorded,
     spmm,
 )
-from fastsparse_core.capture import captured as machinery
-from fastsparse_core.capture.decorator import capture
-from fastsparse_core.capture.fresh_adjacency import FreshAdjacency
-from fastsparse_core.capture.journal import on_trial
-from fastsparse_core.capture.optimizers import RecordedOptimizer
-from fastsparse_core.capture.padding import Rows, Sizes, room_for, write_edges, write_rows
-from fastsparse_core.capture.twins import Masks, Twins
+from fastsparse_core.capturing import captured as machinery
+from fastsparse_core.capturing.fresh_adjacency import FreshAdjacency
+from fastsparse_core.capturing.journal import on_trial
+from fastsparse_core.capturing.optimizers import RecordedOptimizer
+from fastsparse_core.capturing.padding import Rows, Sizes, room_for, write_edges, write_rows
+from fastsparse_core.capturing.twins import Masks, Twins
 from fastsparse_core.recorded import StepRun
 
 CALLS = machinery.CALLS + 10

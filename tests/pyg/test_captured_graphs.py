@@ -12,8 +12,7 @@ from torch import nn
 from torch_geometric import nn as pyg
 from torch_geometric.data import Batch, Data
 
-from fastsparse_core import log
-from fastsparse_core.capture.decorator import capture
+from fastsparse_core import capture, log
 from fastsparse_pyg import (
     FastGATConv,
     FastGATv2Conv,

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from fastsparse_core import recorded
-from fastsparse_core.capture.arguments import Constant, Held, argument_of
-from fastsparse_core.capture.fresh_adjacency import FreshAdjacency
-from fastsparse_core.capture.observe import Observed
-from fastsparse_core.capture.padding import Sizes
-from fastsparse_core.capture.twins import Twins
+from fastsparse_core.capturing.arguments import Constant, Held, argument_of
+from fastsparse_core.capturing.fresh_adjacency import FreshAdjacency
+from fastsparse_core.capturing.observe import Observed
+from fastsparse_core.capturing.padding import Sizes
+from fastsparse_core.capturing.twins import Twins
 
 #: What plugins put around every run of the form that is recorded: functions of what is held.
 surroundings: list[Callable[[list[Held]], Any]] = []

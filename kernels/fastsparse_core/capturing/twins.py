@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from fastsparse_core.capture.padding import Rows
+from fastsparse_core.capturing.padding import Rows
 
 
 class Masks:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsparse_core.capture.padding import Rows, Sizes
+from fastsparse_core.capturing.padding import Rows, Sizes
 
 #: type -> what makes an `Argument` of an object of it; plugins add their own, the last one goes first.
 _makers: list[tuple[type, Callable[[Any], Argument | None]]] = []
