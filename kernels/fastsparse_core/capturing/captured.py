@@ -20,7 +20,7 @@ from fastsparse_core.capturing.gradients import GradientBuffers
 from fastsparse_core.capturing.journal import Trial, difference, on_trial
 from fastsparse_core.capturing.observe import Observed
 from fastsparse_core.capturing.optimizers import RecordedOptimizer
-from fastsparse_core.capturing.padding import Sizes, room_for
+from fastsparse_core.capturing.padding import Room, room_for
 from fastsparse_core.capturing.twins import WithoutDropout
 from fastsparse_core.log import info_once
 
@@ -207,14 +207,14 @@ class Captured:
         form.records.insert(0, made)
         return made
 
-    def _compare(self, form: Form, call: Call, room: Sizes | None) -> None:
+    def _compare(self, form: Form, call: Call, room: Room | None) -> None:
         """Runs the step on a batch as it is and with much padding; undoes both.
 
         Raises:
             Refused: they differ.
         """
         device = call.device or torch.device("cpu")
-        wide = None if room is None else Sizes(2 * room.nodes + 1, 2 * room.edges + 3)
+        wide = None if room is None else room.doubled()
         trial = Record(call, form.varies, wide)
         trial.write(call)
         with recorded.without_dropout(), WithoutDropout(), _without_autocast(device):
