@@ -128,7 +128,7 @@ def test_dot_product_attention_on_padded_structures(edges, device):
     check_layer(layer, call, device)
 
 
-def test_attention_refuses_padded_structures():
-    layer = FastGATConv(WIDTH, 5, add_self_loops=False)
-    with pytest.raises(RuntimeError, match="a padded structure cannot be read by its transpose"):
-        check_layer(layer, lambda structure, x: layer((x, x[: structure.num_dst]), structure), "cpu")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_additive_attention_on_padded_structures(device):
+    layer = FastGATConv(WIDTH, 5, add_self_loops=False).to(device)
+    check_layer(layer, lambda structure, x: layer((x, x[: structure.num_dst]), structure), device)

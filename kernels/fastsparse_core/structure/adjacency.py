@@ -69,7 +69,7 @@ class Adjacency(KernelFormats):
 
     #: Whether it is one rank's part of a graph (:class:`fastsparse_core.distributed.PartitionedAdjacency`).
     is_partitioned: ClassVar[bool] = False
-    #: Whether there is more room than entries (``padded_adjacency.PaddedAdjacency``).
+    #: Whether replays of a CUDA graph make it anew, for other edges (``fresh_adjacency.FreshAdjacency``).
     is_padded: ClassVar[bool] = False
 
     def __init__(
