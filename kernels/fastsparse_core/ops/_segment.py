@@ -211,15 +211,11 @@ class _SegmentReduce(torch.autograd.Function):
                 grad_src = places.scatter(0, extra, grad)[: ctx.num_rows]
             elif reduce == "mul":
                 reduced = functools.partial(reduce_op, find=ctx.find)
-                grad_src = _gradient_of_product(
-                    grad, src, index, rowptr, ctx.num_segments, gather, reduced
-                )
+                grad_src = _gradient_of_product(grad, src, index, rowptr, ctx.num_segments, gather, reduced)
             else:
                 wide = accumulation_dtype(src.dtype)
                 if torch.is_grad_enabled():  # the mean depends on src
-                    extra = reduce_op(
-                        src.to(wide), index, rowptr, ctx.num_segments, "mean", find=ctx.find
-                    )[0]
+                    extra = reduce_op(src.to(wide), index, rowptr, ctx.num_segments, "mean", find=ctx.find)[0]
                 factor = grad.to(wide) / counts().to(wide)
                 if reduce == "var":
                     factor = 2 * factor
