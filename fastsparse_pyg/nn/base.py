@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -438,10 +438,7 @@ def has_message_hook(state: dict[str, Any]) -> bool:
     Args:
         state: the layer's ``__dict__``.
     """
-    for name in _MESSAGE_HOOKS:  # a generator would take longer than the ten look-ups
-        if state[name]:
-            return True
-    return False
+    return any(map(state.__getitem__, _MESSAGE_HOOKS))  # a generator would take longer
 
 
 #: Whether a linear layer of PyG's is its weight and bias alone, free to move across a sum.
