@@ -15,7 +15,7 @@ from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, MinAggregat
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
-from fastsparse_core import Adjacency, spmm
+from fastsparse_core import Adjacency, recorded, spmm
 from fastsparse_core.fused.aggregate_linear import aggregate_linear
 from fastsparse_core.fused.joint_linear import add_linear, joint_linear
 from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain_linear_of
@@ -422,13 +422,15 @@ def known(edge_index: Tensor, options: Hashable) -> Adjacency | None:
 def are_few_on_gpu(edge_index: Any) -> bool:
     """Whether a layer of several kernels takes longer than PyG's code for these edges.
 
-    PyG's sums are made by atomics; who asks PyTorch for determinism gets the kernels.
+    PyG's sums are made by atomics; who asks PyTorch for determinism gets the kernels, and so does a recorded
+    step, whose replays ask nothing of the host.
     """
     return (
         type(edge_index) is Tensor
         and edge_index.is_cuda
         and edge_index.numel() <= 2 * FEW_EDGES_ON_GPU
         and not torch.are_deterministic_algorithms_enabled()
+        and recorded.current() is None
     )
 
 
