@@ -157,7 +157,7 @@ class AnyLayer(MessagePassing):
             nodes[name] = (data, at_dst)
         num_dst = sizes[i] if sizes[i] is not None else sizes[j]
         num_src = sizes[j] if sizes[j] is not None else sizes[i]
-        if num_dst is None:
+        if num_dst is None or num_src is None:
             return "the number of nodes is not known before the messages are"
         edges = edge_index._data if isinstance(edge_index, EdgeIndex) else edge_index
         options = (num_dst, num_src, self.flow, False)
