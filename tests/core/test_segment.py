@@ -87,7 +87,7 @@ def test_one_heavy_segment(device, dtype, reduce):
     assert all(torch.equal(out, scatter(src, index.clone(), 6, reduce)) for _ in range(2))
 
 
-@given(index=indices(), width=st.sampled_from([None, 1, 3, 16]), dtype=st.sampled_from(DTYPES))
+@given(index=indices(), width=st.sampled_from([None, 1, 3, 7, 16, 40, 130]), dtype=st.sampled_from(DTYPES))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_softmax_equals_reference(device, poisoned_memory, index, width, dtype):
     index, size = index[0].to(device), index[1]
