@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -157,6 +158,11 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "remove_nodes": lambda g: edited(g, lambda g: g.remove_nodes(ids(g, 0, 17))),
     "clone": lambda g: [g.clone(), copy.copy(g), copy.deepcopy(g), g.local_var()],
     "pickle": lambda g: pickle.loads(pickle.dumps(g)),
+    "shared memory": lambda g: [
+        shared := g.shared_memory(f"fastsparse_{os.getpid()}_{g.device.type}"),
+        shared.device.type,
+        shared.to(g.device),
+    ][1:],
     "reverse": lambda g: dgl.reverse(g, copy_edata=True),
     "self loops": lambda g: dgl.remove_self_loop(dgl.add_self_loop(dgl.add_self_loop(g), fill_data="mean")),
     "batch": lambda g: dgl.batch([g, dgl.add_self_loop(g), g]),
