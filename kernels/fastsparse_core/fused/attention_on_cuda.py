@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -49,23 +49,26 @@ def plan_of(
     if plan is not None:
         return plan
     transposed = adj.t() if backward else None
-    structures: tuple[Any, Any, Any, Any]
+    structure = structure_t = blocks = blocks_t = None
     att_rows, is_final = 0, True
     if score is DOT_PRODUCT:
+        blocks = adj.bsb_structure(valued=False)
         blocks_t = None if transposed is None else transposed.bsb_structure(valued=False)
-        structures = (None, None, adj.bsb_structure(valued=False), blocks_t)
         splits = [None if each is None else each.bsb_split for each in (adj, transposed)]
     else:
         if score is GATV2 and backward:
             if not torch.cuda.is_current_stream_capturing():
                 adj.sort_slices()  # the gradient of att is summed in their order, which must not change
             att_rows = att_rows_of(adj.row_split.slices.size(0))
-        structures = (used_csr(adj), None if transposed is None else used_csr(transposed), None, None)
+        structure, structure_t = used_csr(adj), None if transposed is None else used_csr(transposed)
         splits = [None if each is None else each.row_split for each in (adj, transposed)]
         is_final = adj.has_sorted_slices and (transposed is None or transposed.has_sorted_slices)
     slots, slots_t = (0 if split is None else split.num_slots for split in splits)
     plan = _C.CudaAttentionLayer(
-        *structures,
+        structure,
+        structure_t,
+        blocks,
+        blocks_t,
         slots,
         slots_t,
         att_rows,
