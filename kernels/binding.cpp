@@ -731,6 +731,88 @@ class AttentionLayer {
   double scale_;
 };
 
+#ifdef FASTSPARSE_WITH_CUDA
+// The same on CUDA, with the structures of one pass, and those of the transposed graph for the backward pass.
+class CudaAttentionLayer {
+ public:
+  CudaAttentionLayer(const CsrStructure* structure, const CsrStructure* transposed, const BsbView* blocks,
+                     const BsbView* transposed_blocks, std::int64_t num_slots, std::int64_t num_slots_t,
+                     std::int64_t att_rows, int kind, int dtype, std::int64_t num_nodes, std::int64_t heads,
+                     std::int64_t head_width, std::int64_t maps, float scale, std::int64_t num_parts,
+                     bool backward, int device)
+      : device_(device) {
+    if (structure != nullptr) args_.a = structure->a, args_.split = structure->split;
+    if (transposed != nullptr) args_.a_t = transposed->a, args_.split_t = transposed->split;
+    if (blocks != nullptr) args_.blocks = *blocks;
+    if (transposed_blocks != nullptr) args_.blocks_t = *transposed_blocks;
+    args_.num_slots = num_slots;
+    args_.num_slots_t = num_slots_t;
+    args_.att_rows = att_rows;
+    args_.kind = static_cast<AttentionScore>(kind);
+    args_.dtype = static_cast<Dtype>(dtype);
+    args_.num_nodes = num_nodes;
+    args_.heads = heads;
+    args_.head_width = head_width;
+    args_.maps = maps;
+    args_.scale = scale;
+    args_.num_parts = num_parts;
+    scratch_ = cuda::attention_layer_scratch(args_, backward);
+  }
+
+  std::int64_t scratch() const { return scratch_; }
+
+  void forward(Address joint, Address first_vector, Address second_vector, Address bias, bool bias_is_float,
+               Address out, Address result, Address state, Address scratch, double dropout_p,
+               std::int64_t seed, bool tf32, Address queue) const {
+    CudaAttentionLayerArgs args = call(joint, first_vector, second_vector, out, state, scratch);
+    args.dropout = make_dropout(dropout_p, seed);
+    args.tf32 = tf32;
+    args.bias = at(bias);
+    args.bias_is_float = bias_is_float;
+    args.result = at(result);
+    const DeviceGuard guard(device_);
+    check(cuda::attention_layer(args, at(queue)), "attention_layer");
+  }
+
+  void backward(Address joint, Address first_vector, Address second_vector, Address out, Address state,
+                Address scratch, Address grad, std::int64_t grad_stride, Address grad_joint,
+                Address grad_first, Address grad_second, Address grad_bias, int grad_bias_dtype,
+                Address grad_map_bias, int grad_map_bias_dtype, double dropout_p, std::int64_t seed,
+                bool tf32, Address queue) const {
+    CudaAttentionLayerArgs args = call(joint, first_vector, second_vector, out, state, scratch);
+    args.dropout = make_dropout(dropout_p, seed);
+    args.tf32 = tf32;
+    args.grad = {at(grad), grad_stride};
+    args.grad_joint = at(grad_joint);
+    args.grad_vectors[0] = at<float>(grad_first);
+    args.grad_vectors[1] = at<float>(grad_second);
+    args.grad_bias = at(grad_bias);
+    args.grad_bias_dtype = static_cast<Dtype>(grad_bias_dtype);
+    args.grad_map_bias = at(grad_map_bias);
+    args.grad_map_bias_dtype = static_cast<Dtype>(grad_map_bias_dtype);
+    const DeviceGuard guard(device_);
+    check(cuda::attention_layer_backward(args, at(queue)), "attention_layer_backward");
+  }
+
+ private:
+  CudaAttentionLayerArgs call(Address joint, Address first_vector, Address second_vector, Address out,
+                              Address state, Address scratch) const {
+    CudaAttentionLayerArgs args = args_;
+    args.joint = at(joint);
+    args.vectors[0] = at<float>(first_vector);
+    args.vectors[1] = at<float>(second_vector);
+    args.out = at(out);
+    args.state = at(state);
+    args.scratch = at<float>(scratch);
+    return args;
+  }
+
+  CudaAttentionLayerArgs args_{};
+  std::int64_t scratch_;
+  int device_;
+};
+#endif
+
 EdgeAttentionInput edge_attention_input(bool gatv2, int dtype, std::int64_t heads, std::int64_t head_width,
                                         std::int64_t edge_width, Address q, std::int64_t q_stride, Address k,
                                         std::int64_t k_stride, Address v, std::int64_t v_stride,
@@ -1525,6 +1607,13 @@ PYBIND11_MODULE(_C, m) {
   py::class_<AdditiveAttentionInput>(m, "AdditiveAttentionInput").def(py::init(&additive_input));
   m.def("additive_attention", &additive_attention);
   m.def("additive_attention_backward", &additive_attention_backward);
+  py::class_<CudaAttentionLayer>(m, "CudaAttentionLayer")
+      .def(py::init<const CsrStructure*, const CsrStructure*, const BsbView*, const BsbView*, std::int64_t,
+                    std::int64_t, std::int64_t, int, int, std::int64_t, std::int64_t, std::int64_t,
+                    std::int64_t, float, std::int64_t, bool, int>())
+      .def_property_readonly("scratch", &CudaAttentionLayer::scratch)
+      .def("forward", &CudaAttentionLayer::forward)
+      .def("backward", &CudaAttentionLayer::backward);
   py::class_<Gatv2AttentionInput>(m, "Gatv2AttentionInput").def(py::init(&gatv2_input));
   m.def("gatv2_attention", &gatv2_attention);
   m.def("gatv2_attention_backward", &gatv2_attention_backward);

@@ -380,7 +380,6 @@ class FastConv(MessagePassing):
             lin_root is not None
             and x_dst is not None
             and value is None
-            and not narrower_after
             and (reduce == "sum" or reduce == "mean")
             and self.__dict__["node_dim"] in (-2, 0)
             and not isinstance(adj, TracedEdges)
@@ -390,7 +389,9 @@ class FastConv(MessagePassing):
             and (is_plain or is_plain_eager(x_src))
         ):
             parameters = (lin._parameters["weight"], lin._parameters["bias"], lin_root._parameters["weight"])
-            whole = aggregate_linear(adj, x_src, *parameters, reduce, root=x_dst)
+            whole = aggregate_linear(
+                adj, x_src, *parameters, reduce, root=x_dst, transform_first=narrower_after
+            )
             if whole is not None:
                 return whole
         if narrower_after and is_plain_linear(lin) and self.node_dim % x_src.dim() != x_src.dim() - 1:

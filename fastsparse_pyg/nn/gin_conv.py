@@ -8,6 +8,7 @@ from torch_geometric.nn import GINConv
 from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency, spmm
+from fastsparse_core.fused.aggregate_and_self import aggregate_and_self
 from fastsparse_pyg.nn.base import REDUCE, WITHOUT_ADJACENCY, FastConv
 
 
@@ -37,8 +38,11 @@ class FastGINConv(FastConv, GINConv):
         if size is None:
             adj = self._known(x, edge_index)
             if adj is not None:
-                out = spmm(adj, x, None, REDUCE[type(self._modules["aggr_module"])])
-                return self.nn(torch.addcmul(out, 1 + self.eps, x))
+                reduce = REDUCE[type(self._modules["aggr_module"])]
+                whole = aggregate_and_self(adj, x, self.eps, reduce)
+                if whole is None:
+                    whole = torch.addcmul(spmm(adj, x, None, reduce), 1 + self.eps, x)
+                return self.nn(whole)
         pair = (x, x) if isinstance(x, Tensor) else x
         reason = self._why_original_pair(pair, edge_index)
         if reason and not (

@@ -627,6 +627,68 @@ class AttentionLayer:
         threads: int,
     ) -> None: ...
 
+class CudaAttentionLayer:
+    def __init__(
+        self,
+        structure: CsrStructure | None,
+        transposed: CsrStructure | None,
+        blocks: BsbStructure | None,
+        transposed_blocks: BsbStructure | None,
+        num_slots: int,
+        num_slots_t: int,
+        att_rows: int,
+        kind: int,
+        dtype: int,
+        num_nodes: int,
+        heads: int,
+        head_width: int,
+        maps: int,
+        scale: float,
+        num_parts: int,
+        backward: bool,
+        device: int,
+    ) -> None: ...
+    @property
+    def scratch(self) -> int: ...
+    def forward(
+        self,
+        joint: int,
+        first_vector: int,
+        second_vector: int,
+        bias: int,
+        bias_is_float: bool,
+        out: int,
+        result: int,
+        state: int,
+        scratch: int,
+        dropout_p: float,
+        seed: int,
+        tf32: bool,
+        queue: int,
+    ) -> None: ...
+    def backward(
+        self,
+        joint: int,
+        first_vector: int,
+        second_vector: int,
+        out: int,
+        state: int,
+        scratch: int,
+        grad: int,
+        grad_stride: int,
+        grad_joint: int,
+        grad_first: int,
+        grad_second: int,
+        grad_bias: int,
+        grad_bias_dtype: int,
+        grad_map_bias: int,
+        grad_map_bias_dtype: int,
+        dropout_p: float,
+        seed: int,
+        tf32: bool,
+        queue: int,
+    ) -> None: ...
+
 class MultiAggregateInput:
     def __init__(
         self,

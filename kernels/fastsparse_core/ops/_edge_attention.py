@@ -34,7 +34,7 @@ from fastsparse_core.ops._common import (
     unit_stride,
 )
 from fastsparse_core.ops._facts import scatters, used_csr
-from fastsparse_core.ops._gatv2_attention_csr import _att_rows as att_rows
+from fastsparse_core.ops._gatv2_attention_csr import att_rows_of as att_rows
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 #: Most features of an edge that the kernels of GATv2 take: more are projected to rows once.
