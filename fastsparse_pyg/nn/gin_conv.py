@@ -8,7 +8,7 @@ from torch_geometric.nn import GINConv
 from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency, spmm
-from fastsparse_pyg.nn.base import REDUCE, WITHOUT_ADJACENCY, FastConv
+from fastsparse_pyg.nn.base import REDUCE, FastConv
 
 
 class FastGINConv(FastConv, GINConv):
@@ -40,10 +40,8 @@ class FastGINConv(FastConv, GINConv):
                 out = spmm(adj, x, None, REDUCE[type(self._modules["aggr_module"])])
                 return self.nn(torch.addcmul(out, 1 + self.eps, x))
         pair = (x, x) if isinstance(x, Tensor) else x
-        reason = self._why_original_pair(pair, edge_index)
-        if reason and not (
-            reason == WITHOUT_ADJACENCY and self._traced_edges(pair, edge_index, size) is not None
-        ):
+        reason = self._why_original_pair_or_trace(pair, edge_index, size)
+        if reason:
             return self._original_forward_pair(reason, x, edge_index, size)
         x_src, x_dst = pair
         graph, value = self._resolve_or_trace(pair, edge_index, size)

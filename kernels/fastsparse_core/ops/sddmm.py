@@ -144,7 +144,7 @@ def _algorithm(adj: Adjacency, algorithm: str, x_dst: Tensor, x_src: Tensor, hea
     head_bytes = x_dst.size(1) // heads * x_dst.element_size()
     aligned = _is_aligned(x_dst, x_src, heads)
     call = (algorithm, x_dst.dtype, head_bytes, heads, aligned, dense)
-    return follow(adj, lambda facts: policy.sddmm_algorithm(facts, adj.gpu, *call)).algorithm
+    return follow(adj, lambda facts: policy.sddmm_algorithm(facts, adj.gpu, *call))[0].algorithm
 
 
 def _is_aligned(x_dst: Tensor, x_src: Tensor, heads: int) -> bool:
