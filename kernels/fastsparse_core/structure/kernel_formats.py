@@ -201,15 +201,19 @@ class KernelFormats:
         return self._rows(self.row_split if work_list == "csr" and is_cuda else None, valued=False)
 
     def sort_slices(self) -> None:
-        """Puts slices of like length together, if they are in row order so far."""
+        """Puts slices of like length together, if they are in row order so far.
+
+        What was made of them is made anew at once: a CUDA graph may be captured next, which can make nothing.
+        """
         if not self.has_sorted_slices:
             self.has_sorted_slices = True
             self.plans.clear()
             results = self._of_rows.results
             # Kept, for CUDA graphs were perhaps captured with it; another thread may have been here before.
             results.setdefault("unsorted_row_split", results.pop("row_split", ()))
-            self._built.results.pop("csr_structure", None)
-            self._built.results.pop(("csr_structure", "without ids"), None)
+            for key, valued in (("csr_structure", True), (("csr_structure", "without ids"), False)):
+                if self._built.results.pop(key, None) is not None:
+                    self.structure_for(valued=valued)
 
     def _csr_structure(self) -> Any:
         return self._rows(self.row_split if self.device.type == "cuda" else None)
