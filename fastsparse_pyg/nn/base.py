@@ -283,6 +283,15 @@ class FastConv(MessagePassing):
 
     # ---------------------------------------------------------------- the kernels
 
+    def _why_original_pair_or_trace(
+        self, x: tuple[Tensor, Tensor | None], edge_index: Any, size: tuple[int | None, int | None] | None
+    ) -> str:
+        """:meth:`_why_original_pair`, "" too where :meth:`_resolve_or_trace` takes a trace's edges."""
+        reason = self._why_original_pair(x, edge_index)
+        if reason == WITHOUT_ADJACENCY and self._traced_edges(x, edge_index, size) is not None:
+            return ""
+        return reason
+
     def _resolve_or_trace(
         self, x: tuple[Tensor, Tensor | None], edge_index: Any, size: tuple[int | None, int | None] | None
     ) -> tuple[Adjacency | TracedEdges, Tensor | None]:

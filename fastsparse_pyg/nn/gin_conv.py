@@ -9,7 +9,7 @@ from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.fused.aggregate_and_self import aggregate_and_self
-from fastsparse_pyg.nn.base import REDUCE, WITHOUT_ADJACENCY, FastConv
+from fastsparse_pyg.nn.base import REDUCE, FastConv
 
 
 class FastGINConv(FastConv, GINConv):
@@ -44,10 +44,8 @@ class FastGINConv(FastConv, GINConv):
                     whole = torch.addcmul(spmm(adj, x, None, reduce), 1 + self.eps, x)
                 return self.nn(whole)
         pair = (x, x) if isinstance(x, Tensor) else x
-        reason = self._why_original_pair(pair, edge_index)
-        if reason and not (
-            reason == WITHOUT_ADJACENCY and self._traced_edges(pair, edge_index, size) is not None
-        ):
+        reason = self._why_original_pair_or_trace(pair, edge_index, size)
+        if reason:
             return self._original_forward_pair(reason, x, edge_index, size)
         x_src, x_dst = pair
         graph, value = self._resolve_or_trace(pair, edge_index, size)

@@ -129,29 +129,9 @@ def inspect(
     device: int,
     queue: int,
 ) -> tuple[int, ...]: ...
-def inspect_and_sort_scratch_bytes(
-    index_is_64bit: bool, num_edges: int, num_rows: int, num_cols: int, device: int
+def transpose_scratch_bytes(
+    num_rows: int, num_cols: int, num_edges: int, keeps_order: bool, device: int
 ) -> int: ...
-def inspect_and_sort(
-    row: int,
-    col: int,
-    index_is_64bit: bool,
-    num_edges: int,
-    num_rows: int,
-    num_cols: int,
-    rowptr: int,
-    col_out: int,
-    inv_degree: int,
-    order: int,
-    order_is_64bit: bool,
-    longest: int,
-    counts: int,
-    scratch: int,
-    scratch_bytes: int,
-    device: int,
-    queue: int,
-) -> tuple[int, ...]: ...
-def transpose_scratch_bytes(num_rows: int, num_cols: int, num_edges: int, device: int) -> int: ...
 def transpose(
     rowptr: int,
     col: int,

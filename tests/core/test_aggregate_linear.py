@@ -16,6 +16,7 @@ from padded import WIDTH, check_layer
 
 from fastsparse_core import _C, Adjacency, algorithms, gpu, policy, reference, spmm
 from fastsparse_core.fused.aggregate_linear import aggregate_linear, starts_with
+from fastsparse_core.ops import _spmm_plan
 from fastsparse_core.ops._aggregate_linear_launch import (
     aggregate_and_transform,
     are_plain,
@@ -195,18 +196,26 @@ def test_capture_needs_no_transpose(warm_ups):
 
 
 @pytest.mark.gpu
-def test_slices_are_sorted_where_a_structure_is_used_on():
+@pytest.mark.parametrize("order", ["sorted", "random"])
+def test_slices_are_sorted_where_a_structure_is_used_on(order, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     length = torch.randint(0, 20, (5000,), generator=generator)
     row = torch.arange(5000).repeat_interleave(length).cuda()
     col = torch.randint(0, 5000, row.shape, generator=generator).cuda()
+    if order == "random":
+        row = row[torch.randperm(row.numel(), generator=generator).cuda()]
     adj = Adjacency.from_coo(row, col, (5000, 5000))
     x = torch.randn(5000, 64, device="cuda")
     expected = reference.spmm(adj, x)
+    plan, made = _spmm_plan._plan, []
+    monkeypatch.setattr(_spmm_plan, "_plan", lambda *args: made.append(0) or plan(*args))
     first = spmm(adj, x, algorithm="csr")
+    inverse = 1 / adj.in_degree().clamp(min=1) * (adj.in_degree() > 0)
+    torch.testing.assert_close(adj.inv_degree(), inverse.float())
     assert adj.row_split.slices[:, 0].tolist() == adj.rowptr[:-1].tolist()
     for _ in range(policy.UNSORTED_USES + 1):
         assert torch.equal(spmm(adj, x, algorithm="csr"), first)
+    assert len(made) == 2  # one for the slices as they came, one for those that were sorted
     lengths = adj.row_split.slices.view(torch.int32)[:, 2].tolist()
     kinds = [count.bit_length() for count in lengths]
     assert kinds == sorted(kinds, reverse=True)

@@ -46,18 +46,14 @@ def train_step(layers: nn.ModuleList, x: torch.Tensor, seed: int) -> list[torch.
 def sorts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of edges of every sort."""
     counted: list[int] = []
-    compress, transpose = core_adjacency.compress, core_adjacency.transpose
+    for name, edges in (("compress", 0), ("transpose", 1), ("transpose_pairs", 1)):
+        function = getattr(core_adjacency, name)
 
-    def sort(major, *args, **kwargs):
-        counted.append(major.numel())
-        return compress(major, *args, **kwargs)
+        def sort(*args, function=function, edges=edges, **kwargs):
+            counted.append(args[edges].numel())
+            return function(*args, **kwargs)
 
-    def count(rowptr, col, num_cols):
-        counted.append(col.numel())
-        return transpose(rowptr, col, num_cols)
-
-    monkeypatch.setattr(core_adjacency, "compress", sort)
-    monkeypatch.setattr(core_adjacency, "transpose", count)
+        monkeypatch.setattr(core_adjacency, name, sort)
     return counted
 
 
