@@ -10,7 +10,7 @@ from fastsparse_core import _C
 
 #: The current stream of a CUDA device, by its number, as an address; it is PyTorch's own, and Triton's too.
 #: (torch.cuda.current_stream builds a Python object each call.)
-current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
 
 _HAS_CUDA_KERNELS = bool(_C.build_info()["cuda"])
 

@@ -49,7 +49,7 @@ class FreshAdjacency(Adjacency):
         *,
         edge_id: Tensor | None = None,
         num_given: int | None = None,
-        loop_edge: Tensor | None = None,
+        loop_edge: Tensor | tuple[()] | None = None,
     ) -> None:
         num_dst, device = shape[0], row.device
         sorted_row, order = torch.sort(row.int(), stable=True)
@@ -90,9 +90,10 @@ class FreshAdjacency(Adjacency):
         """
         if duplicates != "keep":
             raise RuntimeError(f"a recorded step cannot merge edges (duplicates={duplicates!r})")
-        num_given, loop_edge = row.numel(), None
+        num_given = row.numel()
+        loop_edge: Tensor | tuple[()] | None = None
         if self_loops != "keep":
-            count, loop_edge = min(shape), None
+            count = min(shape)
             if self_loops == "replace":
                 if not run.has_padding:
                     raise RuntimeError(

@@ -126,7 +126,7 @@ class _UnsplitRows(RowSplit):
         )
 
     @functools.cached_property
-    def slices(self) -> Tensor:  # type: ignore[override]
+    def slices(self) -> Tensor:
         """As of `RowSplit`."""
         room: Tensor = self.__dict__["_room"]
         return room[: self.__dict__["_num_rows"]]
