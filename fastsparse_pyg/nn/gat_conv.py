@@ -87,10 +87,17 @@ class FastGATConv(AttentionConv, GATConv):
                 )
             graph = self._graph(pair, edge_index, size, add_self_loops=self.add_self_loops)
             adj = graph.adj
-        if edge_attr is None and not return_attention_weights:
+        dropout = self.dropout if self.training else 0.0
+        num_loops = min(adj.shape) if self.add_self_loops else None
+        if edge_attr is None and not (return_attention_weights and dropout):
             out = self._as_one_node(x, adj)
-            if out is not None:
+            if out is not None and not return_attention_weights:
                 return out
+            if out is not None:
+                score_src, score_dst = head_scores(self.lin(x), self.att_src, self.att_dst)
+                weights = additive_attention_weights(adj, score_dst, score_src, self.negative_slope)
+                weights = weights.to(self.att_src.dtype)
+                return out, self._attention_edges(edge_index, adj, weights, num_loops)
         x_src, x_dst = pair
         residual = None if self.res is None or x_dst is None else self.res(x_dst)
         value, score_dst, score_src = self._values_and_scores(x_src, x_dst)
@@ -98,7 +105,6 @@ class FastGATConv(AttentionConv, GATConv):
             score_dst = score_src.new_zeros(adj.num_dst, self.heads)
         edge_scores = None if edge_attr is None else self._edge_scores(self._edge_features(graph, edge_attr))
 
-        dropout = self.dropout if self.training else 0.0
         alpha = None
         if return_attention_weights:
             alpha = additive_attention_weights(adj, score_dst, score_src, self.negative_slope, edge_scores)
@@ -118,7 +124,6 @@ class FastGATConv(AttentionConv, GATConv):
             out = add_bias(out, self.bias)
         if alpha is None:
             return out
-        num_loops = min(adj.shape) if self.add_self_loops else None
         return out, self._attention_edges(edge_index, adj, alpha, num_loops)
 
     def _as_one_node(self, x: Any, adj: Adjacency) -> Tensor | None:

@@ -918,3 +918,21 @@ def test_subnormal_numbers_on_tensor_cores(exponent):
     terms = reference.spmm(adj, x.abs())
     assert (error <= bound + 1e-5 * terms).all()
     assert (spmm(adj, x, algorithm="csr").double() - reference.spmm(adj, x)).norm() <= 1e-6 * terms.norm()
+
+
+def test_rules_are_asked_once_until_a_structure_is_worth_converting(monkeypatch):
+    """Batches are seen once, by several layers; a structure that stays is asked about again."""
+    asked = []
+
+    def rule(facts, *_, **options):
+        asked.append(facts.uses)
+        return policy.Choice("csr", is_final=False, counts=True, lasts=True)
+
+    monkeypatch.setattr(policy, "spmm_algorithm", rule)
+    adj = Adjacency.from_coo(torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0]), (3, 3))
+    x = torch.randn(3, 4)
+    expected = x[[1, 2, 0]]
+    for _ in range(policy.REUSE + 2):
+        torch.testing.assert_close(spmm(adj, x), expected)
+    assert asked == [0, policy.REUSE, policy.REUSE + 1]
+    assert adj.usage.products == policy.REUSE + 2

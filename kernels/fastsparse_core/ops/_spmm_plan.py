@@ -110,6 +110,8 @@ def _plan(
         plan = _DensePlan(plan)
     if is_final:
         adj.plans[key] = plan
+    elif choice.lasts:
+        adj.plans[key] = _CountedPlan(plan, algorithm, aligned, key)
     return plan
 
 
@@ -208,6 +210,35 @@ class _CsrPlan:
         return out
 
 
+class _CountedPlan:
+    """The plan of a structure that may come to be converted, until it was used so often.
+
+    Without it the rules would be asked in every call of a batch that is seen once.
+    """
+
+    def __init__(self, plan: SpmmPlan, algorithm: str, aligned: bool, key: tuple[Any, ...]) -> None:
+        self.plan, self.algorithm, self.aligned, self.key = plan, algorithm, aligned, key
+
+    def run(
+        self,
+        adj: Adjacency,
+        x: Tensor,
+        row_stride: int,
+        value: Tensor | None,
+        scale_dst: Tensor | None,
+        scale_src: Tensor | None,
+        bias: Tensor | None,
+        relu: bool,
+    ) -> Tensor:
+        plan = self.plan
+        if adj.usage.products < policy.REUSE and not adj.has_bsb:
+            adj.usage.products += 1
+        else:
+            adj.plans.pop(self.key, None)
+            plan = _plan(adj, x, value, scale_src is not None, self.algorithm, self.aligned, self.key)
+        return plan.run(adj, x, row_stride, value, scale_dst, scale_src, bias, relu)
+
+
 class _BsbPlan:
     """Binary sparse blocks on the tensor cores (spmm_bsb.cu)."""
 
@@ -267,7 +298,7 @@ class _BsbPlan:
             self.blocks_per_step,
             self.is_float32 and allows_tf32(),
             index,
-            queue(index),
+            current_stream(index),
         )
         return out
 

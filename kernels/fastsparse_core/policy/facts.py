@@ -54,9 +54,12 @@ class Choice(NamedTuple):
         is_final: whether the same call will get the same answer from now on.
         counts: whether the call counts as a use.
         converts: whether the structure is worth converting now; the rule is asked again afterwards.
+        lasts: whether the same call will get the same answer until the structure was used `policy.REUSE`
+            times or is converted.
     """
 
     algorithm: str
     is_final: bool = True
     counts: bool = False
     converts: bool = False
+    lasts: bool = False
