@@ -94,8 +94,8 @@ class FastGATConv(AttentionConv, GATConv):
             if out is not None and not return_attention_weights:
                 return out
             if out is not None:
-                score_src, score_dst = head_scores(self.lin(x), self.att_src, self.att_dst)
-                weights = additive_attention_weights(adj, score_dst, score_src, self.negative_slope)
+                of_src, of_dst = head_scores(self.lin(x), self.att_src, self.att_dst)
+                weights = additive_attention_weights(adj, of_dst, of_src, self.negative_slope)
                 weights = weights.to(self.att_src.dtype)
                 return out, self._attention_edges(edge_index, adj, weights, num_loops)
         x_src, x_dst = pair
