@@ -129,7 +129,8 @@ def attention_layer(
         or (bias is not None and bias.shape != (width // heads if mean else width,))
     ):
         return None
-    if not score.has_kernel(adj, dtype, widths, heads, scale, policy.requested("attention", "auto")):
+    algorithm = policy.requested("attention", "auto")
+    if algorithm == "unfused" or not score.has_kernel(adj, dtype, widths, heads, scale, algorithm):
         return None
     keeps_result = records and x.is_cuda and score.reads_result
     if keeps_result and bias is None and not mean and not score.adds(widths):
