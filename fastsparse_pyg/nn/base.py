@@ -201,8 +201,10 @@ class FastConv(MessagePassing):
 
     def _known(self, x: Any, edge_index: Any, add_self_loops: bool = False) -> Adjacency | None:
         """The structure of a plain call whose edges were looked up before; None: look closer."""
-        if not self._is_plain(x, edge_index):
-            return None
+        return self._latest(x, edge_index, add_self_loops) if self._is_plain(x, edge_index) else None
+
+    def _latest(self, x: Tensor, edge_index: Tensor, add_self_loops: bool = False) -> Adjacency | None:
+        """What :meth:`_known` finds for tensors that are plain."""
         num_nodes = x.shape[0]
         latest = layer_cache.latest.get((num_nodes, num_nodes, self.__dict__["flow"], add_self_loops))
         if latest is None or latest[0]() is not edge_index:
@@ -215,26 +217,13 @@ class FastConv(MessagePassing):
         adjacency: Adjacency = latest[2]
         return adjacency
 
-    def _plain_graph(self, x: Any, edge_index: object) -> Adjacency | None:
+    def _plain_graph(self, x: Any, edge_index: Any) -> Adjacency | None:
         """The structure of one matrix of node features and a plain tensor of edges; None: look closer."""
-        if (
-            type(edge_index) is not Tensor
-            or edge_index.layout is not torch.strided
-            or type(self.__dict__["_modules"].get("aggr_module")) is not SumAggregation
-        ):
+        is_sum = type(self.__dict__["_modules"].get("aggr_module")) is SumAggregation
+        if not is_sum or not self._is_plain(x, edge_index):
             return None
-        adj = self._known(x, edge_index)
-        if adj is not None:
-            return adj
-        if (
-            type(x) is not Tensor
-            or self.__dict__["node_dim"] not in (-2, 0)
-            or x.dim() != 2
-            or x.layout is not torch.strided
-            or self._why_original(x, edge_index)
-        ):
-            return None
-        return self._graph((x, x), edge_index, None).adj
+        adj = self._latest(x, edge_index)
+        return self._graph((x, x), edge_index, None).adj if adj is None else adj
 
     def _known_attention(self, x: Any, edge_index: object, add_self_loops: bool = False) -> Adjacency | None:
         """:meth:`_known` for a layer whose edges have no features and whose weights nobody asks for."""
