@@ -144,8 +144,8 @@ class FastTransformerConv(AttentionConv, TransformerConv):
         adds = state["root_weight"]
         if not state["concat"] or (adds and modules.get("lin_beta") is not None) or type(x) is not Tensor:
             return None
-        maps = (modules["lin_key"], modules["lin_value"], modules["lin_query"])
-        maps = (*maps, modules["lin_skip"]) if adds else maps
+        names = ("lin_key", "lin_value", "lin_query", "lin_skip")
+        maps = tuple([modules[name] for name in (names if adds else names[:3])])
         return self._attention_layer(DOT_PRODUCT, adj, x, maps, (), state["out_channels"] ** -0.5)
 
     def _why_original_transformer(

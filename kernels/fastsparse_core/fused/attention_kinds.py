@@ -16,7 +16,8 @@ from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops._common import accumulation_dtype, cast
 from fastsparse_core.structure.adjacency import Adjacency
 
-Tensors, Flags = Sequence[Tensor], Sequence[bool]
+Tensors = Sequence[Tensor]
+Flags = Sequence[bool]
 #: Of all heads, and what the backward pass needs.
 Result = tuple[Tensor, tuple[Any, ...]]
 Gradients = tuple[Tensor, Sequence[Tensor | None]]

@@ -25,43 +25,14 @@ from fastsparse_core.ops._common import (
     empty_values,
     is_plain_eager,
     keep_alive,
-    library,
-    register_autograd,
     unit_stride,
 )
 from fastsparse_core.ops._facts import used_csr
-from fastsparse_core.ops._registration import FORMULAS, KERNELS, differentiate, once, run
-from fastsparse_core.structure.adjacency import Adjacency, from_handle
+from fastsparse_core.ops._registration import differentiate, on_handle, register, run
+from fastsparse_core.structure.adjacency import Adjacency
 
 # AttentionScore in kernels/include/fastsparse/views.h.
 _DOT_PRODUCT, _ADDITIVE, _GATV2 = 0, 1, 2
-
-library.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, float scale, float dropout_p, Tensor? seed, "
-    "SymInt heads, SymInt adjacency) -> (Tensor, Tensor)"
-)
-library.define(
-    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? out, Tensor lse, "
-    "float scale, float dropout_p, Tensor? seed, SymInt heads, SymInt adjacency, bool bias_wanted) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
-library.define(
-    "additive_attention(Tensor score_dst, Tensor score_src, Tensor v, Tensor? bias, float negative_slope, "
-    "float dropout_p, Tensor? seed, SymInt adjacency) -> (Tensor, Tensor)"
-)
-library.define(
-    "additive_attention_backward(Tensor grad, Tensor score_dst, Tensor score_src, Tensor v, Tensor? bias, "
-    "Tensor lse, float negative_slope, float dropout_p, Tensor? seed, SymInt adjacency, bool bias_wanted) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
-library.define(
-    "gatv2_attention(Tensor x_dst, Tensor x_src, Tensor att, float negative_slope, float dropout_p, "
-    "Tensor? seed, SymInt adjacency) -> (Tensor, Tensor)"
-)
-library.define(
-    "gatv2_attention_backward(Tensor grad, Tensor x_dst, Tensor x_src, Tensor att, Tensor? out, Tensor lse, "
-    "float negative_slope, float dropout_p, Tensor? seed, SymInt adjacency) -> (Tensor, Tensor, Tensor)"
-)
 
 
 def plain_attention(adj: Adjacency, q: Tensor, k: Tensor, v: Tensor, scale: float, heads: int) -> Tensor:
@@ -222,10 +193,6 @@ def dot_product(
     return _forward_csr(adj, _DOT_PRODUCT, heads, q, k, v, None, bias, scale, dropout_p, seed)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return dot_product(from_handle(options[-1]), q, k, v, *options[:-1])
-
-
 def dot_product_gradients(
     adj: Adjacency,
     grad: Tensor,
@@ -254,19 +221,6 @@ def dot_product_gradients(
         adj, _DOT_PRODUCT, heads, grad, q, k, v, None, *options
     )
     return grad_q, grad_k, grad_v, grad_bias
-
-
-def _attention_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *operands, adjacency, bias_wanted = arguments
-    first, second, third, grad_bias = dot_product_gradients(
-        from_handle(adjacency), grad, *operands, bias_wanted=bias_wanted
-    )
-    return first, second, third, _or_empty(grad_bias, grad)
-
-
-def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
-    """Operators return tensors, never None."""
-    return like.new_empty(0) if tensor is None else tensor
 
 
 class _Attention(torch.autograd.Function):
@@ -422,18 +376,6 @@ def additive_gradients(
     return grad_dst, grad_src, grad_v, grad_bias
 
 
-def _additive_attention(dst: Tensor, src: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return additive(from_handle(options[-1]), dst, src, v, *options[:-1])
-
-
-def _additive_attention_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *operands, adjacency, bias_wanted = arguments
-    first, second, third, grad_bias = additive_gradients(
-        from_handle(adjacency), grad, *operands, bias_wanted=bias_wanted
-    )
-    return first, second, third, _or_empty(grad_bias, grad)
-
-
 class _AdditiveAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -518,14 +460,6 @@ def gatv2_gradients(
     return grad_dst, grad_src, grad_att
 
 
-def _gatv2_attention(x_dst: Tensor, x_src: Tensor, att: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return gatv2(from_handle(options[-1]), x_dst, x_src, att, *options[:-1])
-
-
-def _gatv2_attention_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return gatv2_gradients(from_handle(arguments[-1]), grad, *arguments[:-1])
-
-
 class _Gatv2Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -574,62 +508,44 @@ def _fake(v: Tensor, num_dst: int, heads: int) -> tuple[Tensor, Tensor]:
     return v.new_empty(num_dst, v.size(1)), v.new_empty(num_dst, heads, dtype=accumulation_dtype(v.dtype))
 
 
-def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    out, lse = _fake(v, q.size(0), options[4])
-    return out, lse.double() if v.device.type == "cuda" else lse
+def _attention_fake(of: Any) -> tuple[Tensor, Tensor]:
+    out, lse = _fake(of.v, of.q.size(0), of.heads)
+    return out, lse.double() if of.v.device.type == "cuda" else lse
 
 
-def _additive_attention_fake(
-    score_dst: Tensor, score_src: Tensor, v: Tensor, *options: Any
-) -> tuple[Tensor, Tensor]:
-    return _fake(v, *score_dst.shape)
+def _like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple([each.new_empty(each.shape) for each in tensors])
 
 
-def _gatv2_attention_fake(x_dst: Tensor, x_src: Tensor, att: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return _fake(x_src, x_dst.size(0), att.size(0))
+def _like_bias(of: Any) -> Tensor:
+    return of.grad.new_empty(0) if of.bias is None or not of.bias_wanted else of.bias.new_empty(of.bias.shape)
 
 
-def _attention_backward_fake(
-    grad: Tensor, dst: Tensor, src: Tensor, v: Tensor, bias: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad_bias = v.new_empty(0) if bias is None or not options[-1] else bias.new_empty(bias.shape)
-    return dst.new_empty(dst.shape), src.new_empty(src.shape), v.new_empty(v.shape), grad_bias
-
-
-def _gatv2_attention_backward_fake(
-    grad: Tensor, x_dst: Tensor, x_src: Tensor, att: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return x_dst.new_empty(x_dst.shape), x_src.new_empty(x_src.shape), att.new_empty(att.shape)
-
-
-_KERNELS: dict[str, Any] = {
-    "attention": _attention,
-    "attention_backward": _attention_backward,
-    "additive_attention": _additive_attention,
-    "additive_attention_backward": _additive_attention_backward,
-    "gatv2_attention": _gatv2_attention,
-    "gatv2_attention_backward": _gatv2_attention_backward,
-}
-_FAKES: dict[str, Any] = {
-    "attention": _attention_fake,
-    "attention_backward": _attention_backward_fake,
-    "additive_attention": _additive_attention_fake,
-    "additive_attention_backward": _attention_backward_fake,
-    "gatv2_attention": _gatv2_attention_fake,
-    "gatv2_attention_backward": _gatv2_attention_backward_fake,
-}
-_FORMULAS: dict[str, type[torch.autograd.Function]] = {
-    "attention": _Attention,
-    "attention_backward": once("attention_backward"),
-    "additive_attention": _AdditiveAttention,
-    "additive_attention_backward": once("additive_attention_backward"),
-    "gatv2_attention": _Gatv2Attention,
-    "gatv2_attention_backward": once("gatv2_attention_backward"),
-}
-for _name, _kernel in _KERNELS.items():
-    for _key in ("CPU", "CUDA"):
-        library.impl(_name, _kernel, _key)
-    torch.library.register_fake(f"fastsparse::{_name}", _FAKES[_name], lib=library)
-    register_autograd(_name, _FORMULAS[_name])
-KERNELS.update(_KERNELS)
-FORMULAS.update(_FORMULAS)
+register(on_handle(dot_product), _attention_fake, _Attention, "attention")
+register(
+    on_handle(dot_product_gradients),
+    lambda of: (*_like(of.q, of.k, of.v), _like_bias(of)),
+    name="attention_backward",
+)
+register(
+    on_handle(additive),
+    lambda of: _fake(of.v, *of.score_dst.shape),
+    _AdditiveAttention,
+    "additive_attention",
+)
+register(
+    on_handle(additive_gradients),
+    lambda of: (*_like(of.score_dst, of.score_src, of.v), _like_bias(of)),
+    name="additive_attention_backward",
+)
+register(
+    on_handle(gatv2),
+    lambda of: _fake(of.x_src, of.x_dst.size(0), of.att.size(0)),
+    _Gatv2Attention,
+    "gatv2_attention",
+)
+register(
+    on_handle(gatv2_gradients),
+    lambda of: _like(of.x_dst, of.x_src, of.att),
+    name="gatv2_attention_backward",
+)

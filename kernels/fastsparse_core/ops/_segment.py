@@ -1,7 +1,8 @@
 """Operators on segments of rows: launches on both devices, gradients, and the segments that are remembered.
 
-An operator takes the tensor that says which row belongs where, an index or row pointers, and finds the sorted
-segments by it: `torch.compile` then sees tensors alone.
+An operator takes the tensor that says which row belongs where, `index` (num_rows,) or `rowptr`
+(num_segments + 1,), the other one being None, and finds the sorted segments by it: `torch.compile` then sees
+tensors alone.
 """
 
 from __future__ import annotations
@@ -20,35 +21,16 @@ from fastsparse_core.ops._common import (
     DTYPE_CODE,
     accumulation_dtype,
     address,
-    below_autograd,
     is_plain_eager,
-    library,
-    register_autograd,
     unit_stride,
 )
+from fastsparse_core.ops._registration import define, register, results, run
 from fastsparse_core.structure.segments import Segments
 
 #: Reductions and their codes in kernels/include/fastsparse/views.h.
 REDUCTION_CODE = {"sum": 0, "mean": 1, "max": 2, "min": 3, "mul": 4, "var": 5, "std": 6}
 _EXTREMA = ("max", "min")
 _MOMENTS = ("var", "std")
-
-# `index` (num_rows,) or `rowptr` (num_segments + 1,) says which row belongs where; the other one is None.
-library.define(
-    "segment_reduce(Tensor src, Tensor? index, Tensor? rowptr, SymInt num_segments, str reduce) "
-    "-> (Tensor, Tensor)"
-)
-library.define(
-    "segment_counts(Tensor? index, Tensor? rowptr, SymInt num_segments, SymInt num_rows) -> Tensor"
-)
-library.define("segment_gather(Tensor src, Tensor? index, Tensor? rowptr, SymInt num_rows) -> Tensor")
-library.define("segment_softmax(Tensor src, Tensor? index, Tensor? rowptr, SymInt num_segments) -> Tensor")
-library.define(
-    "segment_softmax_backward(Tensor weight, Tensor grad, Tensor? index, Tensor? rowptr, "
-    "SymInt num_segments) -> Tensor"
-)
-
-_counts_op = torch.ops.fastsparse.segment_counts.default
 
 _cache = AdjacencyCache("segments")
 _Find = Callable[[Tensor | None, Tensor | None, int, int], Segments]
@@ -119,7 +101,7 @@ def _segment_reduce(
     reduce: str,
     find: _Find = find_segments,
 ) -> tuple[Tensor, Tensor]:
-    out, extra = _segment_reduce_fake(src, index, rowptr, num_segments, reduce)
+    out, extra = _empty_results(src, num_segments, reduce)
     if out.numel() == 0:
         return out, extra
     segments = find(index, rowptr, num_segments, src.size(0))
@@ -145,9 +127,7 @@ def _segment_reduce(
     return out, extra
 
 
-def _segment_reduce_fake(
-    src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_segments: int, reduce: str
-) -> tuple[Tensor, Tensor]:
+def _empty_results(src: Tensor, num_segments: int, reduce: str) -> tuple[Tensor, Tensor]:
     out = src.new_empty(num_segments, src.size(1))
     dtype = _extra_dtype(reduce, src.dtype)
     return out, src.new_empty(0) if dtype is None else torch.empty_like(out, dtype=dtype)
@@ -160,7 +140,7 @@ class _SegmentReduce(torch.autograd.Function):
     def forward(
         ctx: Any, src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_segments: int, reduce: str
     ) -> tuple[Tensor, Tensor]:
-        out, extra = reduce_op.below(src, index, rowptr, num_segments, reduce)
+        out, extra = run("segment_reduce", src, src, index, rowptr, num_segments, reduce)
         ctx.reduce, ctx.num_segments, ctx.num_rows = reduce, num_segments, src.size(0)
         ctx.mark_non_differentiable(extra)
         needs_src = reduce in ("mul", *_MOMENTS)
@@ -244,14 +224,6 @@ def _segment_counts(
     return find(index, rowptr, num_segments, num_rows).rowptr.diff().clamp_(min=1)[:, None]
 
 
-def _segment_counts_fake(
-    index: Tensor | None, rowptr: Tensor | None, num_segments: int, num_rows: int
-) -> Tensor:
-    key = rowptr if index is None else index
-    assert key is not None
-    return key.new_empty(num_segments, 1, dtype=torch.int64)
-
-
 def _segment_gather(
     src: Tensor,
     index: Tensor | None,
@@ -267,10 +239,6 @@ def _segment_gather(
     return src.index_select(0, index)
 
 
-def _segment_gather_fake(src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_rows: int) -> Tensor:
-    return src.new_empty(num_rows, src.size(1))
-
-
 class _SegmentGather(torch.autograd.Function):
     """Its gradient sums over each segment."""
 
@@ -278,7 +246,7 @@ class _SegmentGather(torch.autograd.Function):
     def forward(ctx: Any, src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_rows: int) -> Tensor:
         ctx.save_for_backward(index, rowptr)
         ctx.num_segments = src.size(0)
-        return cast("Tensor", gather_op.below(src, index, rowptr, num_rows))
+        return cast("Tensor", run("segment_gather", src, src, index, rowptr, num_rows))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -352,7 +320,7 @@ class _SegmentSoftmax(torch.autograd.Function):
     def forward(
         ctx: Any, src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_segments: int
     ) -> Tensor:
-        weight = softmax_op.below(src, index, rowptr, num_segments)
+        weight = run("segment_softmax", src, src, index, rowptr, num_segments)
         ctx.save_for_backward(weight, index, rowptr)
         ctx.num_segments = num_segments
         return cast("Tensor", weight)
@@ -380,7 +348,9 @@ class _SegmentSoftmaxBackward(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight, grad, index, rowptr)
         ctx.num_segments = num_segments
-        return cast("Tensor", _softmax_backward_op.below(weight, grad, index, rowptr, num_segments))
+        return cast(
+            "Tensor", run("segment_softmax_backward", weight, weight, grad, index, rowptr, num_segments)
+        )
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
@@ -395,54 +365,35 @@ class _SegmentSoftmaxBackward(torch.autograd.Function):
         return grad_weight, grad_grad, None, None, None
 
 
-def _like_first(src: Tensor, *_: Any) -> Tensor:
-    return src.new_empty(src.shape)
+# ---------------------------------------------------------------- registration
 
 
-class _Operator:
-    """An operator with its kernel and its autograd formula.
-
-    Where nothing but autograd watches, it is called without PyTorch's dispatcher, see `is_plain_eager`.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        kernel: Callable[..., Any],
-        fake: Callable[..., Any],
-        formula: type[torch.autograd.Function],
-    ) -> None:
-        for key in ("CPU", "CUDA"):
-            library.impl(name, functools.partial(kernel, find=_make_segments), key)
-        torch.library.register_fake(f"fastsparse::{name}", fake, lib=library)
-        register_autograd(name, formula)
-        self._op = getattr(torch.ops.fastsparse, name).default
-        self._kernel, self._formula = kernel, formula
-
-    def __call__(self, matrix: Tensor, *arguments: Any) -> Any:
-        if not is_plain_eager(matrix):
-            return self._op(matrix, *arguments)
-        if torch.is_grad_enabled() and (
-            matrix.requires_grad
-            or any(isinstance(argument, Tensor) and argument.requires_grad for argument in arguments)
-        ):
-            return self._formula.apply(matrix, *arguments)
-        return self._kernel(matrix, *arguments)
-
-    def below(self, matrix: Tensor, *arguments: Any) -> Any:
-        """The operator's result inside of its own formula."""
-        if is_plain_eager(matrix):
-            return self._kernel(matrix, *arguments)
-        with below_autograd():
-            return self._op(matrix, *arguments)
+def _counts_fake(of: Any) -> Tensor:
+    key = of.rowptr if of.index is None else of.index
+    return cast("Tensor", key.new_empty(of.num_segments, 1, dtype=torch.int64))
 
 
-reduce_op = _Operator("segment_reduce", _segment_reduce, _segment_reduce_fake, _SegmentReduce)
-gather_op = _Operator("segment_gather", _segment_gather, _segment_gather_fake, _SegmentGather)
-softmax_op = _Operator("segment_softmax", _segment_softmax, _like_first, _SegmentSoftmax)
-_softmax_backward_op = _Operator(
-    "segment_softmax_backward", _segment_softmax_backward, _like_first, _SegmentSoftmaxBackward
+def _operator(
+    kernel: Callable[..., Any], fake: Callable[[Any], Any], formula: type[torch.autograd.Function]
+) -> Callable[..., Any]:
+    """An operator that needs no dispatcher where only autograd watches its first argument."""
+    register(kernel, fake, formula, find=_make_segments)
+    name = kernel.__name__.removeprefix("_")
+
+    def call(matrix: Tensor, *arguments: Any) -> Any:
+        return results(name, matrix, matrix, *arguments)
+
+    return call
+
+
+reduce_op = _operator(
+    _segment_reduce, lambda of: _empty_results(of.src, of.num_segments, of.reduce), _SegmentReduce
 )
-for _key in ("CPU", "CUDA"):
-    library.impl("segment_counts", functools.partial(_segment_counts, find=_make_segments), _key)
-torch.library.register_fake("fastsparse::segment_counts", _segment_counts_fake, lib=library)
+gather_op = _operator(
+    _segment_gather, lambda of: of.src.new_empty(of.num_rows, of.src.size(1)), _SegmentGather
+)
+softmax_op = _operator(_segment_softmax, lambda of: of.src.new_empty(of.src.shape), _SegmentSoftmax)
+_softmax_backward_op = _operator(
+    _segment_softmax_backward, lambda of: of.weight.new_empty(of.weight.shape), _SegmentSoftmaxBackward
+)
+_counts_op = define(_segment_counts, _counts_fake, find=_make_segments)
