@@ -144,9 +144,9 @@ class FastTransformerConv(AttentionConv, TransformerConv):
         adds = state["root_weight"]
         if not state["concat"] or (adds and modules.get("lin_beta") is not None) or type(x) is not Tensor:
             return None
-        names = ("lin_key", "lin_value", "lin_query", "lin_skip")
-        maps = tuple([modules[name] for name in (names if adds else names[:3])])
-        return self._attention_layer(DOT_PRODUCT, adj, x, maps, (), state["out_channels"] ** -0.5)
+        maps = (modules["lin_key"], modules["lin_value"], modules["lin_query"], modules.get("lin_skip"))
+        scale = state["out_channels"] ** -0.5
+        return self._attention_layer(DOT_PRODUCT, adj, x, maps if adds else maps[:3], (), scale)
 
     def _why_original_transformer(
         self, x: tuple[Any, Any], edge_index: object, edge_attr: object, return_attention_weights: bool
