@@ -96,7 +96,7 @@ class FastMaxKGCNConv(FastGCNConv):
         like = _values(x)
         if _densifies(x, self.maxk) or self._why_original_gcn(like, edge_index):
             return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
-        adj, value, scale_dst, scale_src = self._gcn_propagation(like, edge_index, edge_weight)
+        adj, value, scale_dst, scale_src = self._own_propagation(like, edge_index, edge_weight)
         if value is not None and message_dtype(like, value) != like.dtype:
             return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
         cbsr, lin = _compressed(x, self.maxk), self.lin
