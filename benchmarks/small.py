@@ -11,6 +11,9 @@ A step is that of a plain loop: `zero_grad`, forward, loss, backward, Adam. Grap
 
 Inputs lie on the device. In every step on molecules and blocks the layers get their edges in a tensor (DGL: a
 graph) that nobody has seen.
+
+With PyG on a GPU the step with our layers is timed captured too, once it is recorded, and GCN on whole graphs
+with only its model captured.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,13 +31,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Batch, Data
+from torch_geometric.nn import global_mean_pool
 
 import fastsparse_pyg
+from fastsparse_core import capture
+from fastsparse_core.capturing import graphs
+from fastsparse_core.capturing.captured import BATCHES, CALLS, Captured
 
 from .common import add_common, attempt, progress, recorder, release
 from .timing import Timing, step_time
 
 GRAPHS = ("cora", "pubmed", "coauthor", "molecules-64", "molecules-512", "blocks")
+DEFAULT = [name for name in GRAPHS if name != "coauthor"]
 DTYPES = ("float32", "bf16-amp")
 #: The names of the layers in their frameworks.
 LAYERS = {
@@ -59,20 +68,27 @@ WHOLE = {
     "pubmed": (19_717, 88_648, 500, 3),
     "coauthor": (18_000, 163_788, 128, 15),
 }
+#: The graph that blocks come from, and its seeds per batch.
+BLOCKS, SEEDS = (169_343, 2_315_598, 128, 40), 1_024
 _HEADS = 4
 #: Different inputs, in turn.
 _BATCHES = 16
 #: The implementations are timed in turn so many times; the median counts.
 _ROUNDS = 3
+#: Steps whose losses are compared.
+_COMPARED = 50
+#: Our layers with weights that differ by rounding; not timed.
+_ROUNDING = "rounding"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
     parser.add_argument("--framework", choices=LAYERS, default="pyg", help="whose layers; DGL's need the CPU")
-    parser.add_argument("--kinds", nargs="+", choices=GRAPHS, default=list(GRAPHS), help="graphs and batches")
+    parser.add_argument("--kinds", nargs="+", choices=GRAPHS, default=DEFAULT, help="graphs and batches")
     parser.add_argument("--layers", nargs="+", choices=LAYERS["pyg"], default=None, help="layers (all)")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="precisions")
-    parser.add_argument("--budget-ms", type=float, default=100.0, help="about how long to time a step")
+    parser.add_argument("--budget-ms", type=float, default=60.0, help="about how long to time a step")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="no cell begins after this time")
 
 
 def run(options: argparse.Namespace) -> Path:
@@ -83,34 +99,73 @@ def run(options: argparse.Namespace) -> Path:
         f"{options.framework}; one step of a plain loop with Adam; the implementations in turn, {_ROUNDS}"
         " times: the median of their medians"
     )
+    captures = options.framework == "pyg" and graphs.CudaGraphs.supports(device)
+    if captures:
+        out.note(
+            f"loss_difference: the greatest of the first {_COMPARED} losses from those of our layers as they"
+            " are, relative, float32; perturbed: the same for weights that were multiplied by 1 + 1e-7 r, r"
+            " normal, before the first step: what rounding alone does to these losses; padding_difference:"
+            " of results and gradients with padding, before the step is recorded"
+        )
     layers = [name for name in options.layers or LAYERS["pyg"] if name in LAYERS[options.framework]]
+    end = time.monotonic() + options.limit_s
     for kind in options.kinds:
         if kind == "blocks" and options.framework == "dgl":
             continue
         inputs = draw(kind, device)
         for layer, dtype in progress(list(itertools.product(layers, options.dtypes)), kind):
-            models = _models(options.framework, kind, layer, inputs[0])
-            steps = {
-                name: _step(model.to(device), inputs, dtype, options.framework, is_new=kind not in WHOLE)
-                for name, model in models.items()
-            }
-            found = attempt(functools.partial(_in_turn, steps, device, options.budget_ms / _ROUNDS))
+            if time.monotonic() > end:
+                continue
+            loops = _loops(options.framework, kind, layer, dtype, inputs, captures)
+            extra = _compare(loops, dtype) if captures else {}
+            found = attempt(functools.partial(_in_turn, loops, device, options.budget_ms / _ROUNDS))
             cells = found.pop("steps", {})
-            for name in steps:
-                cell = {**found, **cells.get(name, {}), "edges": inputs[0].num_edges}
+            for name in loops:
+                cell = {**found, **cells.get(name, {}), **extra.get(name, {}), "edges": inputs[0].num_edges}
                 out.add(graph=kind, layer=layer, dtype=dtype, implementation=name, **cell)
+            del loops
         del inputs
         fastsparse_pyg.clear_cache()
         release()
     return out.path
 
 
-def _in_turn(
-    steps: dict[str, Callable[[], object]], device: torch.device, budget_ms: float
-) -> dict[str, dict[str, Any]]:
-    found: dict[str, list[Timing]] = {name: [] for name in steps}
-    for _, (name, step) in itertools.product(range(_ROUNDS), steps.items()):
-        found[name].append(step_time(step, device, budget_ms=budget_ms))
+def _compare(loops: dict[str, Loop], dtype: str) -> dict[str, dict[str, Any]]:
+    """Runs what is captured until it is recorded, and compares losses; entries of the cells."""
+    rounding = loops.pop(_ROUNDING)
+    losses = {}
+    if dtype == "float32":
+        losses = {
+            name: torch.stack([loop() for _ in range(_COMPARED)])
+            for name, loop in {**loops, _ROUNDING: rounding}.items()
+            if not name.startswith("PyG")
+        }
+    found = {}
+    for name, loop in loops.items():
+        captured = loop.captured
+        if captured is None:
+            continue
+        for _ in range(0 if losses else max(CALLS, BATCHES) + 8):
+            loop()
+        if not captured.is_recorded:
+            reasons = [form.refusal for form in captured.forms if form.refusal]
+            found[name] = {"status": f"failed: not recorded: {reasons[0] if reasons else 'too few calls'}"}
+            continue
+        found[name] = {"padding_difference": max(form.difference for form in captured.forms)}
+        if losses:
+            found[name]["loss_difference"] = _difference(losses["FastSparse"], losses[name])
+            found[name]["perturbed"] = _difference(losses["FastSparse"], losses[_ROUNDING])
+    return found
+
+
+def _difference(expected: Tensor, found: Tensor) -> float:
+    return float(((found - expected) / expected).abs().max())
+
+
+def _in_turn(loops: dict[str, Loop], device: torch.device, budget_ms: float) -> dict[str, dict[str, Any]]:
+    found: dict[str, list[Timing]] = {name: [] for name in loops}
+    for _, (name, loop) in itertools.product(range(_ROUNDS), loops.items()):
+        found[name].append(step_time(loop, device, budget_ms=budget_ms))
     middle = {
         name: sorted(timings, key=lambda timing: timing.median_ms)[_ROUNDS // 2].as_cell()
         for name, timings in found.items()
@@ -124,10 +179,10 @@ def draw(kind: str, device: torch.device) -> list[Data]:
     if kind in WHOLE:
         return [_whole(*WHOLE[kind], generator).to(device)]
     if kind == "blocks":
-        data = _whole(169_343, 2_315_598, 128, 40, generator)
+        data = _whole(*BLOCKS, generator)
         torch.manual_seed(0)
         loader = fastsparse_pyg.NeighborLoader(
-            data, [15, 10, 5], batch_size=1_024, shuffle=True, drop_last=True, device=device
+            data, [15, 10, 5], batch_size=SEEDS, shuffle=True, drop_last=True, device=device
         )
         return list(itertools.islice(loader, _BATCHES))
     graphs = [_molecule(generator) for _ in range(1_024)]
@@ -184,21 +239,46 @@ class Model(nn.Module):
         self.norms = nn.ModuleList(nn.BatchNorm1d(size) for size in sizes[1:] if is_molecules)
         self.out = nn.Linear(sizes[-1], outputs)
 
-    def loss(self, data: Data, edges: Any) -> Tensor:
-        """What the step makes smaller; ``edges`` is an `edge_index` or DGL's graph."""
+    def forward(self, data: Data, edges: Any) -> Tensor:
+        """Outputs of graphs or of nodes; ``edges`` is an `edge_index` or DGL's graph."""
         x = data.x
         for nth, conv in enumerate(self.convs):
             x = (conv(edges, x) if self.is_dgl else conv(x, edges)).flatten(1)
             x = F.relu(self.norms[nth](x) if self.norms else x)
         if self.norms:
-            sums = x.new_zeros(data.num_graphs, x.size(1)).index_add(0, data.batch, x)
-            return F.mse_loss(self.out(sums / data.ptr.diff()[:, None]), data.y)
-        if "train_mask" in data and "batch_size" not in data:
-            return F.cross_entropy(self.out(x)[data.train_mask], data.y[data.train_mask])
-        return F.cross_entropy(self.out(x[: data.batch_size]), data.y[: data.batch_size])
+            x = global_mean_pool(x, data.batch, data.num_graphs)
+        elif "batch_size" in data:
+            x = x[: data.batch_size]
+        return self.out(x)
 
 
-def _models(framework: str, kind: str, layer: str, first: Data) -> dict[str, Model]:
+def _loss(out: Tensor, data: Data) -> Tensor:
+    if out.size(1) == 1:
+        return F.mse_loss(out, data.y)
+    if "batch_size" in data:
+        return F.cross_entropy(out, data.y[: data.batch_size])
+    return F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+
+
+def _loops(
+    framework: str, kind: str, layer: str, dtype: str, inputs: list[Data], captures: bool
+) -> dict[str, Loop]:
+    """A loop for each implementation; and where steps are captured, one that tells what rounding does."""
+    first = inputs[0]
+    models = _models(framework, kind, layer, first, captures)
+    if captures:
+        models[_ROUNDING] = _models(framework, kind, layer, first, captures)["FastSparse"]
+        for parameter in models[_ROUNDING].parameters():
+            parameter.data.mul_(1 + 1e-7 * torch.randn_like(parameter))
+    return {
+        name: Loop(
+            model.to(first.x.device), inputs, dtype, framework, is_new=kind not in WHOLE, captures=name
+        )
+        for name, model in models.items()
+    }
+
+
+def _models(framework: str, kind: str, layer: str, first: Data, captures: bool) -> dict[str, Model]:
     """The framework's own layers and ours; PyG's GCN of a whole graph also with its normalisation kept."""
     is_molecules = kind.startswith("molecules")
     depth, width = (2, 64) if kind in WHOLE else (5 if is_molecules else 3, 128)
@@ -220,6 +300,8 @@ def _models(framework: str, kind: str, layer: str, first: Data) -> dict[str, Mod
     kinds = {title: (own, name, {}), "FastSparse": (ours, f"Fast{name}", {})}
     if (framework, layer) == ("pyg", "GCN") and kind in WHOLE:
         kinds["PyG, cached"] = (own, name, {"cached": True})
+        kinds |= {"captured model": kinds["FastSparse"]} if captures else {}
+    kinds |= {"captured": kinds["FastSparse"]} if captures else {}
     return {
         implementation: Model(
             [first.x.size(1)] + [width] * depth,
@@ -257,30 +339,54 @@ def _layer(
     return make(size_in, size_out, **options)
 
 
-def _step(
-    model: Model, inputs: list[Data], dtype: str, framework: str, *, is_new: bool
-) -> Callable[[], object]:
-    """A step on the next input."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    turns = itertools.cycle(inputs)
-    device_type = inputs[0].x.device.type
+class Loop:
+    """A step on the next input.
 
-    def edges_of(data: Data) -> Any:
-        if framework == "pyg":
-            return data.edge_index.clone()
+    Args:
+        model: on the inputs' device.
+        inputs: in turn.
+        dtype: precision.
+        framework: whose graphs the layers take.
+        is_new: whether every step gets edges that nobody has seen.
+        captures: the implementation's name, which says what is captured.
+    """
+
+    def __init__(
+        self, model: Model, inputs: list[Data], dtype: str, framework: str, *, is_new: bool, captures: str
+    ) -> None:
+        self._turns = itertools.cycle(inputs)
+        self._framework, self._is_new = framework, is_new
+        self._same = self._edges_of(inputs[0])
+        self.captured: Captured | None = None
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        device_type = inputs[0].x.device.type
+
+        def step(data: Data, graph: Any = None) -> Tensor:
+            optimizer.zero_grad()
+            with nullcontext() if dtype == "float32" else torch.autocast(device_type, torch.bfloat16):
+                loss = _loss(model(data, data.edge_index if graph is None else graph), data)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        self._step: Callable[..., Tensor] = step
+        if captures == "captured":
+            self._step = capture(step)
+            self.captured = self._step.captured  # type: ignore[attr-defined]
+        elif captures == "captured model":
+            self.captured = capture(model).forward  # type: ignore[assignment]
+
+    def _edges_of(self, data: Data) -> Any:
+        if self._framework == "pyg":
+            return None
         import dgl
 
         return dgl.graph(tuple(data.edge_index), num_nodes=data.num_nodes)
 
-    same = None if is_new else edges_of(inputs[0])
-
-    def step() -> None:
-        data = next(turns)
-        edges = edges_of(data) if is_new else same
-        optimizer.zero_grad()
-        with nullcontext() if dtype == "float32" else torch.autocast(device_type, torch.bfloat16):
-            loss = model.loss(data, edges)
-        loss.backward()
-        optimizer.step()
-
-    return step
+    def __call__(self) -> Tensor:
+        data = next(self._turns)
+        graph = self._same
+        if self._is_new:
+            data.edge_index = data.edge_index.clone()
+            graph = self._edges_of(data)
+        return self._step(data, graph).detach()

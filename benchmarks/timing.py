@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from fastsparse_core import CapturedStep
+from fastsparse_core.capturing.graphs import record
+from fastsparse_core.streams import on_stream
 
 #: Bytes written between two calls: more than the last-level cache of any GPU of today.
 FLUSH_BYTES = 256 * 2**20
@@ -110,14 +111,15 @@ def graph_time(fn: Callable[[], Any], *, calls: int = 20, replays: int = 20) -> 
         for _ in range(calls):
             fn()
 
-    replay = CapturedStep(all_calls, warm_up=1)
-    for _ in range(2):  # one as it is, one recorded
-        replay()
+    stream = torch.cuda.Stream()
+    on_stream(stream, all_calls)
+    graph, _ = record(all_calls, stream)
+    graph.replay()
     times = []
     for _ in range(replays):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        replay()
+        graph.replay()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / calls)

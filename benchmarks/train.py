@@ -13,7 +13,7 @@ All models have 128 input features and 40 classes, ReLU between layers, cross en
 
 Peak memory is the allocator's, above edge list and features (so what our layer caches counts).
 
-Steps of GCN and GraphSAGE with our layers are timed once more as a ``CapturedStep``, one CUDA graph of the
+Steps of GCN and GraphSAGE with our layers are timed once more with ``capture``, one CUDA graph of the
 whole step, optimiser included: what the device needs where the host needs no time.
 """
 
@@ -33,7 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.nn import AGNNConv, GATConv, GATv2Conv, GCNConv, SAGEConv, TransformerConv
 
-from fastsparse_core import CapturedStep, policy
+from fastsparse_core import capture, policy
+from fastsparse_core.capturing.captured import CALLS
 from fastsparse_pyg import (
     FastAGNNConv,
     FastGATConv,
@@ -282,16 +283,14 @@ def make_steps(
     x: Tensor,
     y: Tensor,
     dtype: str,
-    *,
-    capturable: bool = False,
 ) -> tuple[nn.Module, Callable[[], None], Callable[[], None]]:
-    """A new model, a training step of it, which a CUDA graph can hold if asked for, and an inference step."""
+    """A new model, a training step of it, and an inference step."""
     device = x.device
     amp = torch.autocast(device.type, torch.bfloat16) if dtype == "bf16-amp" else contextlib.nullcontext()
     torch.manual_seed(0)
     model = make_model().to(device)
     # A small model's step takes as long as the host needs, which is less than for Adam's default form.
-    optimiser = torch.optim.Adam(model.parameters(), fused=device.type == "cuda", capturable=capturable)
+    optimiser = torch.optim.Adam(model.parameters(), fused=device.type == "cuda")
 
     def train() -> None:
         optimiser.zero_grad()
@@ -315,7 +314,7 @@ def measure(
     dtype: str,
     budget_ms: float,
     warm_up: int,
-    capture: bool,
+    captures: bool,
 ) -> dict[str, Any]:
     """Times training steps and inference of one model; the graph is cached after the first call."""
     device = x.device
@@ -329,9 +328,9 @@ def measure(
     model.eval()
     inference = step_time(infer, device, budget_ms=budget_ms / 2, warm_up=1, least=3)
     cell = {**training.as_cell(), **inference.as_cell("infer_"), "peak_gb": peak}
-    if capture and cuda:
-        _, step, _ = make_steps(make_model, structure, x, y, dtype, capturable=True)
-        replay = CapturedStep(step, warm_up=warm_up)
-        captured = step_time(replay, device, budget_ms=budget_ms, warm_up=warm_up + 2, least=3)
-        cell |= captured.as_cell("captured_")
+    if captures and cuda:
+        _, step, _ = make_steps(make_model, structure, x, y, dtype)
+        replay = capture(step)
+        captured = step_time(replay, device, budget_ms=budget_ms, warm_up=CALLS + 5, least=3)
+        cell |= captured.as_cell("captured_") if replay.captured.is_recorded else {}  # type: ignore[attr-defined]
     return cell

@@ -115,8 +115,7 @@ class GraphTransformer(nn.Module):
         x = sum(embedding(code) for embedding, code in zip(self.embeddings, batch.codes.t(), strict=True))
         for one in self.layers:
             x = self.framework.call(one, graph, x)
-        total = x.new_zeros(batch.size.numel(), x.size(1)).index_add(0, batch.graph_of_node, x)
-        return self.readout(total / batch.size[:, None].to(x.dtype))
+        return self.readout(batch.mean(x))
 
 
 def make_layers(

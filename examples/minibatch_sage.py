@@ -4,7 +4,8 @@
 
 Every batch is a graph that nobody has seen before: what building its structure costs is part of every step.
 fastsparse_pyg.NeighborLoader or fastsparse_dgl.DataLoader draws the neighbours, on the device. Waiting for a
-batch, gathering its features and the step are timed by themselves. See docs/minibatch.md.
+batch, gathering its features and the step are timed by themselves. With --capture steps become CUDA graphs.
+See docs/minibatch.md.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from typing import Any
 import common  # noqa: F401, first: Ctrl-C during the other imports ends quietly
 import torch
 import torch.nn.functional as F
-from common.cli import at_least, override, parse_device, parser, report_results, run
+from common.cli import add_capture, at_least, captured, override, parse_device, parser, report_results, run
 from common.data import NodeDataset, Split, load_dataset, node_features
 from common.errors import ExampleError
 from common.frameworks import CONVS, make_graph
 from common.node_models import NodeModel, NodeRecipe, make_sage
 from common.report import LayerResult, check_plotting, check_writable, make_console
-from common.sampling import Batches, MiniBatch, Sampling
+from common.sampling import Batches, Sampling, opened
 from common.training import (
     AUTOCAST,
     PeakMemory,
@@ -56,8 +57,8 @@ class BatchTimes:
 
     Attributes:
         sampling: Waiting for drawn neighbours; a GPU draws them beside the step before.
-        gather: Features of the nodes.
-        step: Graphs to the device, forward, backward and optimiser.
+        gather: Features and labels of the nodes; graphs to the device.
+        step: Forward, backward and optimiser.
     """
 
     sampling: list[float]
@@ -104,10 +105,10 @@ class Task:
         sampling = Sampling(self.options.framework, self.dataset, conv, self.device, self_loops=False)
         return sampling.batches(recipe.fanouts, nodes, recipe.batch_size, shuffle=True, workers=workers)
 
-    def loss(self, model: NodeModel, conv: str, batch: MiniBatch, x: Tensor) -> Tensor:
+    def loss(self, model: NodeModel, batch: Any) -> Tensor:
         """Mean cross entropy of the seeds."""
-        logits = model(batch.graphs_on(conv, self.device), x)[: batch.seeds.numel()]
-        return F.cross_entropy(logits.float(), self.y_on_device[batch.seeds.to(self.device)])
+        graphs, x, y = opened(batch, self.recipe.layers)
+        return F.cross_entropy(model(graphs, x)[: y.numel()].float(), y)
 
     def train(
         self, model: NodeModel, conv: str, split: Split, progress: tqdm, times: BatchTimes
@@ -120,6 +121,17 @@ class Task:
         autocast = torch.autocast(self.device.type, AUTOCAST.get(precision), enabled=precision in AUTOCAST)
         batches = self.batches(conv, split.train.cpu().nonzero().flatten())
         graph = make_graph(self.options.framework, self.dataset, conv, self.device, self_loops=False)
+
+        def step(batch: Any) -> Tensor:
+            optimiser.zero_grad()
+            with autocast:
+                loss = self.loss(model, batch)
+            scaler.scale(loss).backward()
+            scaler.step(optimiser)
+            scaler.update()
+            return loss.detach()
+
+        step = captured(step, self.options.capture)
         best = -1.0
         for epoch in range(recipe.epochs):
             model.train()
@@ -127,15 +139,11 @@ class Task:
             for batch in batches:
                 drawn = time.perf_counter()
                 x = self.x_on_device[batch.nodes.to(self.device)]
+                y = self.y_on_device[batch.seeds.to(self.device)]
+                own = batch.holding(conv, self.device, x, y)
                 synchronise()
                 gathered = time.perf_counter()
-                optimiser.zero_grad()
-                with autocast:
-                    loss = self.loss(model, conv, batch, x)
-                scaler.scale(loss).backward()
-                scaler.step(optimiser)
-                scaler.update()
-                losses.append(float(loss.detach()))
+                losses.append(float(step(own)))
                 synchronise()
                 times.sampling.append((drawn - begin) * 1e3)
                 times.gather.append((gathered - drawn) * 1e3)
@@ -228,6 +236,7 @@ def main(
     add("--batch-size", type=at_least(1), help="nodes per batch (default: the dataset's recipe)")
     add("--fanouts", type=fanouts, help="neighbours per hop, as 15,10,5 (default: the dataset's recipe)")
     add("--workers", type=at_least(0), default=0, help="processes that draw neighbours")
+    add_capture(command_line)
     options = command_line.parse_args(arguments)
     console = console or make_console()
     check_writable(options.json, "--json")

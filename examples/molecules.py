@@ -17,7 +17,15 @@ from typing import Any
 import common  # noqa: F401, first: Ctrl-C during the other imports ends quietly
 import torch
 import torch.nn.functional as F
-from common.cli import above_zero, at_least, parser, run, train_graphs_and_report
+from common.cli import (
+    above_zero,
+    add_capture,
+    at_least,
+    check_capture,
+    parser,
+    run,
+    train_graphs_and_report,
+)
 from common.errors import ExampleError
 from common.frameworks import layer
 from common.graph_data import GraphBatch, GraphDataset
@@ -118,8 +126,7 @@ class MoleculeModel(nn.Module):
         x, edges = _embed(self.atoms, batch.codes), _embed(self.bonds, batch.edge_codes)
         for block in self.blocks:
             x = block(graph, x, edges)
-        total = x.new_zeros(batch.size.numel(), x.size(1)).index_add(0, batch.graph_of_node, x)
-        return self.readout(total / batch.size[:, None].to(x.dtype))
+        return self.readout(batch.mean(x))
 
 
 def _embeddings(codes: Tensor, width: int) -> nn.ModuleList:
@@ -207,7 +214,9 @@ def main(
     add("--batch-size", type=at_least(2), help="molecules per step (default: the dataset's recipe)")
     add("--lr", type=above_zero, help="learning rate (default: the dataset's recipe)")
     add("--molecules", type=at_least(20), default=4000, help="how many to draw for the embedded data set")
+    add_capture(command_line)
     options = command_line.parse_args(arguments)
+    check_capture(options)
     options.features = "given"
     console = console or make_console()
     if options.dataset == "molecules":

@@ -19,7 +19,16 @@ import common  # noqa: F401, first: Ctrl-C during the other imports ends quietly
 import torch
 import torch.nn.functional as F
 from common import graph_training
-from common.cli import above_zero, at_least, override, parse_device, parser, report_results, run
+from common.cli import (
+    above_zero,
+    at_least,
+    check_capture,
+    override,
+    parse_device,
+    parser,
+    report_results,
+    run,
+)
 from common.frameworks import FRAMEWORKS, Framework, layer, make_batch_graph
 from common.graph_data import GraphBatch, batches
 from common.long_run import LongRecipe, Training, add_options, check_options, train_runs
@@ -72,8 +81,7 @@ class GraphModel(nn.Module):
         for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
             x = norm(self.framework.call(conv, graph, x))
             x = F.dropout(F.relu(x) if i < last else x, self.dropout, self.training)
-        total = x.new_zeros(batch.size.numel(), x.size(1)).index_add(0, batch.graph_of_node, x)
-        return self.lin_out(total / batch.size[:, None].to(x.dtype))
+        return self.lin_out(batch.mean(x))
 
 
 def make_gin(options: argparse.Namespace, data: OgbGraphs, recipe: LongRecipe) -> tuple[nn.Module, str]:
@@ -151,7 +159,8 @@ class GraphTask:
             steps,
             self.loss,
             self.evaluate,
-            gather=lambda batch: batch.to(self.device),
+            gather=self.gathered,
+            captures=self.options.capture,
         )
         return training, name
 
@@ -163,7 +172,13 @@ class GraphTask:
             generator=torch.default_generator,
         )
 
-    def loss(self, batch: GraphBatch) -> tuple[Tensor, int]:
+    def gathered(self, batch: GraphBatch) -> Any:
+        """A batch on the device; to be captured, as PyG has it."""
+        batch = batch.to(self.device)
+        return batch.as_pyg() if self.options.capture else batch
+
+    def loss(self, batch: Any) -> tuple[Tensor, int]:
+        batch = GraphBatch.of_pyg(batch) if self.options.capture else batch
         logits = self.model(self.make_graph(batch), batch)
         return F.cross_entropy(logits.float(), batch.y), batch.y.numel()
 
@@ -193,6 +208,7 @@ def main(
     options = command_line.parse_args(arguments)
     console = console or make_console()
     check_options(options)
+    check_capture(options)
     device = parse_device(options.device)
     data = load_graphs(options.dataset, options.root, options.framework, download=options.download)
     recipe = replace(override(RECIPES[options.model], options), select_by=data.metric)

@@ -14,6 +14,7 @@ import io
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import common  # noqa: F401, first: Ctrl-C during the other imports ends quietly
 import torch
@@ -26,7 +27,7 @@ from common.node_models import MODELS, NodeRecipe
 from common.ogb_tasks import OgbNodes, load_nodes
 from common.parallel import ALONE, KINDS, Parallel, processes
 from common.report import LayerResult, make_console, print_parts
-from common.sampling import ALL, Batches, MiniBatch, Sampling
+from common.sampling import ALL, Batches, MiniBatch, Sampling, opened
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -180,7 +181,14 @@ class NodeTask:
                 self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
             training = Training(self.model, lambda: [None], 1, self.share_of_loss, self.evaluate, parallel)
         elif self.options.batching == "full":
-            training = Training(self.model, lambda: [None], 1, self.full_loss, self.evaluate)
+            training = Training(
+                self.model,
+                lambda: [None],
+                1,
+                self.full_loss,
+                self.evaluate,
+                captures=self.options.capture,
+            )
         else:
             if parallel.kind == "ddp":
                 self.called = DistributedDataParallel(self.model)
@@ -193,6 +201,7 @@ class NodeTask:
                 self.evaluate,
                 parallel,
                 gather=self.gathered,
+                captures=self.options.capture,
             )
         return training, name
 
@@ -207,14 +216,15 @@ class NodeTask:
     def full_loss(self, batch: None) -> tuple[Tensor, int]:
         return self.data.loss(self.model(self.graphs, self.x)[self.train], self.train_y), self.train.numel()
 
-    def gathered(self, batch: MiniBatch) -> tuple[MiniBatch, Tensor, Tensor]:
+    def gathered(self, batch: MiniBatch) -> Any:
         """A batch with its features and its seeds' labels, on the device."""
         x = self.features[batch.nodes.to(self.device)]
-        return batch, x, self.data.y[batch.seeds.cpu()].to(self.device)
+        y = self.data.y[batch.seeds.cpu()].to(self.device)
+        return batch.holding(self.options.conv, self.device, x, y)
 
-    def batch_loss(self, gathered: tuple[MiniBatch, Tensor, Tensor]) -> tuple[Tensor, int]:
-        batch, x, y = gathered
-        return self.data.loss(self.batch_logits(batch, x, self.called), y), y.size(0)
+    def batch_loss(self, batch: Any) -> tuple[Tensor, int]:
+        graphs, x, y = opened(batch, self.recipe.layers)
+        return self.data.loss(self.called(graphs, x)[: y.size(0)], y), y.size(0)
 
     def batch_logits(self, batch: MiniBatch, x: Tensor, model: nn.Module) -> Tensor:
         return model(batch.graphs_on(self.options.conv, self.device), x)[: batch.seeds.numel()]
@@ -287,6 +297,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, NodeReci
         raise ExampleError("--parallel fullgraph: expected --conv fast; the originals cannot divide a graph.")
     if options.parallel == "fullgraph" and options.model == "maxk-sage":
         raise ExampleError("--parallel fullgraph: expected gcn, sage, gat or gt, whose operators it has.")
+    if options.capture and options.parallel:
+        raise ExampleError("--capture: expected one GPU, without --parallel.")
     if options.batching == "full" and options.inference != "full":
         raise ExampleError(f"--inference {options.inference}: expected full where --batching is full.")
     if options.batching == "neighbor" and len(recipe.fanouts) != recipe.layers:

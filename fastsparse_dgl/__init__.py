@@ -6,7 +6,7 @@ Importing this package imports DGL, and makes that possible for DGL 2.x on newer
 (:mod:`fastsparse_dgl.compat`).
 """
 
-from fastsparse_core import CBSR, Adjacency, MaxK, __version__
+from fastsparse_core import CBSR, Adjacency, MaxK, __version__, capture
 from fastsparse_dgl import captured_graphs as _captured_graphs  # noqa: F401  (registers DGL's objects)
 from fastsparse_dgl.caching import cache_info, clear_cache, prepare
 from fastsparse_dgl.dataloading import DataLoader, NeighborSampler
@@ -60,6 +60,7 @@ __all__ = [
     "__version__",
     "accelerate",
     "cache_info",
+    "capture",
     "clear_cache",
     "disable",
     "enable",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastsparse_core.capture.arguments import Argument, register, same
+from fastsparse_core.capturing.arguments import Argument, register, same
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.sampled_block import SampledBlock
 

@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
         "fastsparse_pyg needs PyG, which is not installed: pip install 'fastsparse-gnn[pyg]'"
     ) from error
 
-from fastsparse_core import CBSR, Adjacency, MaxK, __version__
+from fastsparse_core import CBSR, Adjacency, MaxK, __version__, capture
 from fastsparse_pyg import captured_batches as _captured_batches  # noqa: F401  (registers PyG's objects)
 from fastsparse_pyg.caching import cache_info, clear_cache
 from fastsparse_pyg.layer_swap import accelerate, restore
@@ -90,6 +90,7 @@ __all__ = [
     "__version__",
     "accelerate",
     "cache_info",
+    "capture",
     "clear_cache",
     "prepare",
     "restore",

@@ -13,15 +13,18 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.utils import scatter
 
-from fastsparse_core.capture import forms
-from fastsparse_core.capture.arguments import Argument, Held, register, tensor_key
-from fastsparse_core.capture.padding import Rows, Sizes, write_edges, write_rows
+from fastsparse_core.capturing import forms
+from fastsparse_core.capturing.arguments import Argument, Held, register, tensor_key
+from fastsparse_core.capturing.padding import BatchPlaces, Room, Sizes, write_rows
+from fastsparse_pyg.caching import sampled_edges
 
 # The package has a function of that name too.
 _glob: Any = importlib.import_module("torch_geometric.nn.pool.glob")
 
-#: Numbers of a batch that others have otherwise. A step that needs them is not recorded.
+#: Numbers of a batch that others have otherwise; those of hops are those of the room, where hops are padded.
 _OF_ONE_BATCH = ("num_nodes", "num_sampled_nodes", "num_sampled_edges")
+#: Indices of nodes; those of edges to predict are of seeds, which stay where they are.
+_INDICES = ("edge_index", "edge_label_index")
 
 
 class _DataArgument(Argument):
@@ -43,16 +46,18 @@ class _BatchArgument(Argument):
     def __init__(self, data: Data, kinds: dict[str, str]) -> None:
         self.items = {name: item for name, item in data.to_dict().items() if isinstance(item, Tensor)}
         self.kinds = kinds
-        self.sizes = Sizes(int(data.num_nodes or 0), data.edge_index.size(1))
+        self.sizes = _sizes(data)
+        self.is_sorted = sampled_edges(data.edge_index) is not None
         self.num_graphs = data.ptr.numel() - 1 if "ptr" in self.items else 0
-        key: list[Any] = [type(data), self.num_graphs, _others(data)]
+        hops = len(self.sizes.edges)
+        key: list[Any] = [type(data), self.num_graphs, hops, self.is_sorted, _others(data)]
         for name, item in self.items.items():
             kind = kinds[name]
             shape = {"other": item.shape, "index": (kind,)}.get(kind, (kind, *item.shape[1:]))
             key.append((name, shape, item.dtype, item.device, item.requires_grad))
         super().__init__(data, tuple(key), list(self.items.values()))
 
-    def hold(self, room: Sizes | None) -> Held:
+    def hold(self, room: Room | None) -> Held:
         assert room is not None
         return _HeldBatch(self, room)
 
@@ -60,7 +65,7 @@ class _BatchArgument(Argument):
 class _HeldBatch(Held):
     """Memory for a batch with padding: one graph more, of nodes that belong to no seed."""
 
-    def __init__(self, like: _BatchArgument, room: Sizes) -> None:
+    def __init__(self, like: _BatchArgument, room: Room) -> None:
         self._room, self._kinds = room, like.kinds
         self.num_graphs = like.num_graphs
         self.items = {name: self._memory(name, item) for name, item in like.items.items()}
@@ -71,44 +76,67 @@ class _HeldBatch(Held):
                 del self.value[name]
         if isinstance(self.value, Batch):
             self.value._slice_dict = self.value._inc_dict = None  # a batch is not taken apart with padding
-        self.value.num_nodes = room.nodes
-        device = like.items["edge_index"].device
-        self._nodes, self._edges = Rows(room.nodes, device), Rows(room.edges, device)
-        self.rows = [self._nodes, self._edges]
-        self.greatest = {self.items["edge_index"].untyped_storage().data_ptr(): room.nodes - 1}
+        edge_index = self.items["edge_index"]
+        self._places = BatchPlaces(room, edge_index.device)
+        nodes, edges = self._places.nodes, self._places.edges
+        self.value.num_nodes = nodes.starts[-1]
+        self.rows = [*nodes.rows, *edges.rows]
+        address = edge_index.untyped_storage().data_ptr()
+        self.greatest = {(address, -1): nodes.starts[-1] - 1}
+        if nodes.has_hops:  # which layers leave out: see PyG's `trim_to_layer`
+            self.value.num_sampled_nodes, self.value.num_sampled_edges = list(room.nodes), list(room.edges)
+            for rows, end in zip(edges.rows, nodes.starts[2:], strict=True):
+                self.greatest[address, rows.room] = end - 1
+        self.sorted = set()
+        if like.is_sorted:
+            self.sorted = {(address, edge_index.size(1))}
         self.batch = self.items.get("batch")
         if self.batch is not None:
-            self.greatest[self.batch.untyped_storage().data_ptr()] = self.num_graphs
+            self.greatest[self.batch.untyped_storage().data_ptr(), -1] = self.num_graphs
 
     def _memory(self, name: str, like: Tensor) -> Tensor:
         kind, shape = self._kinds[name], list(like.shape)
         if kind == "index":
-            shape[1] = self._room.edges
-        elif kind == "other":
-            shape[0] += name == "ptr"
-        else:
-            shape[0] = self._room.nodes if kind == "node" else self._room.edges
+            shape[1] = sum(self._room.edges)
+        elif kind == "node":
+            shape[0] = sum(self._room.nodes)
+        elif kind == "edge":
+            shape[0] = sum(self._room.edges)
+        elif name == "ptr":
+            shape[0] += 1
         return like.new_zeros(shape)
 
     def write(self, argument: Argument) -> None:
         assert isinstance(argument, _BatchArgument)
         assert argument.sizes is not None
-        sizes = argument.sizes
-        self._nodes.write(sizes.nodes)
-        self._edges.write(sizes.edges)
+        places = self._places
+        places.write(argument.sizes)
         for name, item in argument.items.items():
             held, kind = self.items[name], self._kinds[name]
             if kind == "index":
-                write_edges(held, item, sizes.nodes, self._room.nodes)
+                places.write_edges(held, item)
             elif name == "ptr":
                 held[:-1].copy_(item)
-                held[-1] = self._room.nodes
+                held[-1] = places.nodes.starts[-1]
             elif kind == "other":
                 held.copy_(item)
             else:
-                write_rows(held, item)
+                write_rows(held, item, places.nodes if kind == "node" else places.edges)
         if self.batch is not None:
-            self.batch[sizes.nodes :] = self.num_graphs
+            self.batch.masked_fill_(places.nodes.mask.logical_not(), self.num_graphs)
+
+
+def _sizes(data: Data) -> Sizes:
+    """By hop, where attributes say how many there are of each, and are still true."""
+    all_of_it = Sizes((int(data.num_nodes or 0),), (data.edge_index.size(1),))
+    nodes, edges = data.get("num_sampled_nodes"), data.get("num_sampled_edges")
+    if not isinstance(nodes, (list, tuple)) or not isinstance(edges, (list, tuple)):
+        return all_of_it
+    if any("index" in name and name not in _INDICES for name in data.to_dict()):
+        return all_of_it
+    by_hop = Sizes(tuple(map(int, nodes)), tuple(map(int, edges)))
+    is_true = (sum(by_hop.nodes), sum(by_hop.edges)) == (all_of_it.nodes[0], all_of_it.edges[0])
+    return by_hop if is_true and len(nodes) == len(edges) + 1 > 1 else all_of_it
 
 
 def _others(data: Data) -> Hashable:

@@ -8,11 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from fastsparse_core import CapturedStep
+from fastsparse_core import capture
+from fastsparse_core.capturing.captured import CALLS
+
+#: Calls until replays begin.
+_UNTIL_REPLAYS = CALLS + 4
 
 
 def moved(model: nn.Module, loss: Callable[[], Tensor], *, captures: bool) -> Tensor:
-    """By how much a model's parameters move in ten steps after the first twenty.
+    """By how much a model's parameters move in ten steps after some others.
 
     Args:
         model: on the GPU.
@@ -26,10 +30,11 @@ def moved(model: nn.Module, loss: Callable[[], Tensor], *, captures: bool) -> Te
         loss().backward()
         optimiser.step()
 
-    run = CapturedStep(step, warm_up=20) if captures else step
-    for _ in range(20):
+    run = capture(step) if captures else step
+    for _ in range(_UNTIL_REPLAYS):
         run()
     before = parameters_to_vector(model.parameters()).detach().clone()
     for _ in range(10):
         run()
+    assert not captures or run.captured.is_recorded
     return parameters_to_vector(model.parameters()).detach() - before

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastsparse_core import Adjacency
-from fastsparse_core.capture.padded_adjacency import PaddedAdjacency, write
+from fastsparse_core.capturing.padded_adjacency import PaddedAdjacency, write
 from fastsparse_core.formats.inspection import Facts
 
 WIDTH = 8

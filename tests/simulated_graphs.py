@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fastsparse_core import _C, log, recorded
-from fastsparse_core.capture import graphs
+from fastsparse_core.capturing import graphs
 
 #: What CUDA would have to wait for.
 _READS = (

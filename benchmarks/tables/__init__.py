@@ -145,7 +145,7 @@ ABOUT = {
     "typed": "Layers of typed edges, 64 wide, forward and backward with all gradients, against PyG's own.",
     "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
     "small": "A training step of a plain loop where the host decides: small graphs, and batches that are"
-    " new every step.",
+    " new every step. `captured` is the step as a CUDA graph, docs/minibatch.md.",
     "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
     " for the host.",
     "scaling": "Several GPUs of one machine (`benchmarks/scaling.py` defines the models); see"

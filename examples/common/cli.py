@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from .graph_data import GraphDataset
 from .training import PRECISIONS, LayerResult, LearnedFeatures, Recipe, compare
 
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
+AnyStep = TypeVar("AnyStep", bound=Callable[..., Any])
 
 #: Width of features that are learned because the data have none.
 LEARNED_WIDTH = 64
@@ -161,6 +163,32 @@ def parse_device(name: str) -> torch.device:
     return device
 
 
+def add_capture(options: argparse.ArgumentParser) -> None:
+    """The option that asks for CUDA graphs."""
+    options.add_argument("--capture", action="store_true", help="training steps as CUDA graphs")
+
+
+def check_capture(options: argparse.Namespace) -> None:
+    """Refuses --capture for batches of DGL's graphs.
+
+    Raises:
+        ExampleError: It was asked for.
+    """
+    if options.capture and options.framework != "pyg":
+        raise ExampleError("--capture: expected --framework pyg; DGL's batches of graphs are not captured.")
+
+
+def captured(step: AnyStep, wanted: bool) -> AnyStep:
+    """A training step, as CUDA graphs if that is wanted; why it runs as it is is said on the terminal."""
+    if not wanted:
+        return step
+    from fastsparse_core import capture  # with the originals alone it need not be there
+
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("fastsparse_core").setLevel(logging.INFO)
+    return capture(step)
+
+
 def override(recipe: AnyRecipe, options: argparse.Namespace) -> AnyRecipe:
     """The recipe with what the user set on the command line."""
     names = [item.name for item in dataclasses.fields(recipe)]
@@ -295,6 +323,7 @@ def train_graphs_and_report(
         f" hidden {recipe.hidden}, dropout {recipe.dropout}, lr {recipe.lr}, {recipe.epochs} epochs in"
         f" batches of {recipe.batch_size}, {recipe.runs} run(s), best epoch by validation {recipe.select_by}"
     )
+    captures = getattr(options, "capture", False)
     results = graph_training.compare(
         dataset,
         CONVS if options.conv == "both" else (options.conv,),
@@ -304,8 +333,11 @@ def train_graphs_and_report(
         device=device,
         precision=options.precision,
         seed=options.seed,
+        as_step=(lambda step: captured(step, True)) if captures else None,
     )
-    return report_results(options, device, data, recipe, results, console), results
+    log = report_results(options, device, data, recipe, results, console)
+    report.print_parts(console, results)
+    return log, results
 
 
 def report_results(

@@ -7,9 +7,11 @@ The file holds the disjoint union of all graphs: ``graph_ptr`` (graphs + 1) says
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,6 +88,7 @@ class GraphBatch:
         size: int64 (graphs,), nodes per graph.
         y: int64 (graphs,).
         edge_codes: int64 (E, columns), or None.
+        is_pyg: Whether the tensors are those of one of PyG's batches.
     """
 
     edge_index: Tensor
@@ -94,6 +97,30 @@ class GraphBatch:
     size: Tensor
     y: Tensor
     edge_codes: Tensor | None = None
+    is_pyg: bool = False
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The means (graphs, width) of rows (num_nodes, width) over each graph's nodes."""
+        if self.is_pyg:  # PyG's readouts know of padding
+            pool = importlib.import_module("torch_geometric.nn").global_mean_pool
+            return pool(x, self.graph_of_node, self.size.numel())
+        total = x.new_zeros(self.size.numel(), x.size(1)).index_add(0, self.graph_of_node, x)
+        return total / self.size[:, None].to(x.dtype)
+
+    def as_pyg(self) -> Any:
+        """PyG's `Batch` of the same graphs."""
+        ptr = torch.cat([self.size.new_zeros(1), self.size.cumsum(0)])
+        names = {"edge_attr": self.edge_codes} if self.edge_codes is not None else {}
+        make = importlib.import_module("torch_geometric.data").Batch
+        return make(
+            x=self.codes, edge_index=self.edge_index, y=self.y, batch=self.graph_of_node, ptr=ptr, **names
+        )
+
+    @classmethod
+    def of_pyg(cls, batch: Any) -> GraphBatch:
+        """The graphs of PyG's `Batch` that `as_pyg` made."""
+        size = batch.ptr[: batch.y.numel() + 1].diff()
+        return cls(batch.edge_index, batch.x, batch.batch, size, batch.y, batch.get("edge_attr"), is_pyg=True)
 
     def to(self, device: torch.device) -> GraphBatch:
         parts = (self.edge_index, self.codes, self.graph_of_node, self.size, self.y)

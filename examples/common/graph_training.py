@@ -26,6 +26,9 @@ from .training import (
     score,
 )
 
+#: Takes a batch, trains on it, returns the loss.
+Step = Callable[[Any], Tensor]
+
 #: make_graph(batch) -> what the model's layers take.
 GraphFactory = Callable[[GraphBatch], Any]
 
@@ -59,6 +62,7 @@ def train_run(
     precision: str,
     seed: int,
     progress: tqdm,
+    as_step: Callable[[Step], Step] | None = None,
 ) -> RunResult:
     """Trains a model for the recipe's epochs, scoring validation and test graphs after each.
 
@@ -71,6 +75,7 @@ def train_run(
         precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
         seed: Seed of the order of graphs, and of the split where it is drawn.
         progress: Bar that is moved by one per epoch.
+        as_step: What captures the step on PyG's batches; None: it runs as it is.
 
     Returns:
         Curves, times and scores; a step is an epoch here, conversions of its batches included.
@@ -89,6 +94,19 @@ def train_run(
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     autocast = torch.autocast(device.type, AUTOCAST.get(precision), enabled=precision in AUTOCAST)
     generator = torch.Generator().manual_seed(seed)
+
+    def step(batch: Any) -> Tensor:
+        batch = batch if as_step is None else GraphBatch.of_pyg(batch)
+        optimiser.zero_grad()
+        with autocast:
+            logits = model(make_graph(batch), batch)
+        loss = F.cross_entropy(logits.float(), batch.y)
+        scaler.scale(loss).backward()
+        scaler.step(optimiser)
+        scaler.update()
+        return loss.detach()
+
+    train_on = step if as_step is None else as_step(step)
     result = RunResult()
     best = -math.inf
     for epoch in range(recipe.epochs):
@@ -96,18 +114,20 @@ def train_run(
         synchronise()
         start = time.perf_counter()
         losses = []
+        waiting = gathering = 0.0
+        asked = start
         for batch in batches(dataset, train, recipe.batch_size, generator=generator):
+            drawn = time.perf_counter()
             batch = batch.to(device)
-            optimiser.zero_grad()
-            with autocast:
-                logits = model(make_graph(batch), batch)
-            loss = F.cross_entropy(logits.float(), batch.y)
-            scaler.scale(loss).backward()
-            scaler.step(optimiser)
-            scaler.update()
-            losses.append(loss.detach())
+            given = batch if as_step is None else batch.as_pyg()
+            gathered = time.perf_counter()
+            losses.append(train_on(given))
+            waiting, gathering = waiting + drawn - asked, gathering + gathered - drawn
+            asked = time.perf_counter()
         synchronise()
         result.step_ms.append((time.perf_counter() - start) * 1e3)
+        result.waiting_ms.append(waiting * 1e3)
+        result.gather_ms.append(gathering * 1e3)
 
         result.loss.append(torch.stack(losses).mean().item())
         if not math.isfinite(result.loss[-1]):
@@ -143,10 +163,12 @@ def compare(
     device: torch.device,
     precision: str,
     seed: int,
+    as_step: Callable[[Step], Step] | None = None,
 ) -> list[LayerResult]:
     """Trains the model with each layer, `recipe.runs` times, from the same weights, seeds and batches.
 
-    Arguments as for `training.compare`; ``make_graph(conv)`` gives the function for batches.
+    Arguments as for `training.compare`; ``make_graph(conv)`` gives the function for batches, `as_step` as for
+    `train_run`.
 
     Returns:
         One result per layer, in the order of `convs`.
@@ -179,6 +201,7 @@ def compare(
                     precision=precision,
                     seed=seed + run,
                     progress=bar,
+                    as_step=as_step,
                 )
                 outcome.peak_bytes = memory.read()
                 results.setdefault(conv, LayerResult(conv, name)).runs.append(outcome)

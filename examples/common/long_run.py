@@ -26,10 +26,13 @@ from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from . import report
-from .cli import at_least
+from .cli import add_capture, at_least, captured
 from .errors import ExampleError
 from .parallel import ALONE, Parallel
 from .training import AUTOCAST, LayerResult, PeakMemory, Recipe, RunResult, matmul_precision
+
+#: A training step: takes a batch, returns the mean loss and over how many examples it is.
+Step = Callable[[Any], tuple[Tensor, int]]
 
 #: The columns of --csv.
 COLUMNS = ("run", "epoch", "loss", "train", "val", "test", "step_ms")
@@ -59,6 +62,7 @@ class Training:
             evaluation mode.
         parallel: The processes that train together.
         gather: Takes a batch; returns it with its data on the device, as `loss` wants it.
+        captures: Whether steps become CUDA graphs.
     """
 
     model: nn.Module
@@ -68,6 +72,7 @@ class Training:
     evaluate: Callable[[], dict[str, float]]
     parallel: Parallel = ALONE
     gather: Callable[[Any], Any] = lambda batch: batch
+    captures: bool = False
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
@@ -79,6 +84,7 @@ def add_options(options: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="continue from --checkpoint if that file is there")
     add("--deterministic", action="store_true", help="only operators that repeat their bits")
     add("--csv", type=Path, help="write a line per epoch here, as it ends")
+    add_capture(options)
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -179,13 +185,28 @@ def seed_everything(seed: int, run: int, epoch: int, rank: int = 0) -> None:
     random.seed(value)
 
 
-def train_epoch(
+def make_step(
     training: Training,
     optimiser: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     autocast: torch.autocast,
-    progress: tqdm,
-) -> tuple[float, float, float]:
+) -> Step:
+    """Takes a batch, trains on it; returns the mean loss and over how many examples it is."""
+
+    def step(batch: Any) -> tuple[Tensor, int]:
+        optimiser.zero_grad()
+        with autocast:
+            loss, count = training.loss(batch)
+        scaler.scale(loss).backward()
+        training.parallel.after_backward(training.model)
+        scaler.step(optimiser)
+        scaler.update()
+        return loss.detach(), count
+
+    return captured(step, training.captures)
+
+
+def train_epoch(training: Training, step: Step, progress: tqdm) -> tuple[float, float, float]:
     """One pass over the batches.
 
     Returns:
@@ -201,14 +222,8 @@ def train_epoch(
         batch = training.gather(batch)
         gathered = time.perf_counter()
         waiting, gathering = waiting + drawn - asked, gathering + gathered - drawn
-        optimiser.zero_grad()
-        with autocast:
-            loss, count = training.loss(batch)
-        scaler.scale(loss).backward()
-        training.parallel.after_backward(training.model)
-        scaler.step(optimiser)
-        scaler.update()
-        total = total + loss.detach() * count
+        loss, count = step(batch)
+        total = total + loss * count
         examples += count
         progress.update()
         asked = time.perf_counter()
@@ -253,12 +268,13 @@ def train_run(
     if state.tensors is not None:
         for name, part in parts.items():
             part.load_state_dict(state.tensors[name])
+    step = make_step(training, optimiser, scaler, autocast)
     shown: dict[str, str] = {}
     for epoch in range(len(result.loss), recipe.epochs):
         seed_everything(seed, run, epoch, training.parallel.rank)
         synchronise()
         start = time.perf_counter()
-        loss, waiting, gathering = train_epoch(training, optimiser, scaler, autocast, progress)
+        loss, waiting, gathering = train_epoch(training, step, progress)
         synchronise()
         result.step_ms.append((time.perf_counter() - start) * 1e3)
         result.waiting_ms.append(waiting)

@@ -29,17 +29,35 @@ class MiniBatch:
             destinations.
         nodes: int64, ids of the nodes whose features the first layer takes.
         seeds: int64, ids of the nodes that the first rows of the last layer's result are for.
+        own: The batch as the framework has it: PyG's `Data`, a list of DGL's blocks.
     """
 
     graphs: list[Any]
     nodes: Tensor
     seeds: Tensor
+    own: Any
 
     def graphs_on(self, conv: str, device: torch.device) -> list[Any]:
         """The graphs on the device where that can be (see ``frameworks.make_graph``)."""
         if all(graph.device == device for graph in self.graphs):
             return self.graphs
         return [move_graph(graph, conv, device) for graph in self.graphs]
+
+    def holding(self, conv: str, device: torch.device, x: Tensor, y: Tensor) -> Any:
+        """The framework's own batch on the device, with features of the nodes and labels of the seeds."""
+        if isinstance(self.own, list):
+            blocks = self.graphs_on(conv, device)
+            blocks[0].srcdata["x"], blocks[-1].dstdata["y"] = x, y
+            return blocks
+        self.own.x, self.own.y = x, y
+        return self.own.to(device)
+
+
+def opened(own: Any, layers: int) -> tuple[list[Any], Tensor, Tensor]:
+    """One graph per layer, features and labels of what `MiniBatch.holding` gives."""
+    if isinstance(own, list):
+        return own, own[0].srcdata["x"], own[-1].dstdata["y"]
+    return [own.edge_index] * layers, own.x, own.y
 
 
 @dataclass
@@ -91,7 +109,7 @@ class PygBatches(Batches):
     def __iter__(self) -> Iterator[MiniBatch]:
         for batch in self.loader:
             graphs = [batch.edge_index] * len(self.fanouts)
-            yield MiniBatch(graphs, batch.n_id, batch.n_id[: batch.batch_size])
+            yield MiniBatch(graphs, batch.n_id, batch.n_id[: batch.batch_size], batch)
 
 
 class DglBatches(Batches):
@@ -110,7 +128,7 @@ class DglBatches(Batches):
             self.graph, self.seeds[order], self.sampler, device=self.device, **options
         )
         for nodes, seeds, blocks in loader:
-            yield MiniBatch(blocks, nodes, seeds)
+            yield MiniBatch(blocks, nodes, seeds, blocks)
 
 
 class Sampling:

@@ -84,6 +84,10 @@ class DeviceIndex(_IndexClass):
 
         return self._keep(("edges", int(etype), order), move)
 
+    def flatten_relations(self, etypes: Any) -> Any:
+        """Several edge types as one; its parts are read as attributes, which no hook sees."""
+        return _OnDevice(super().flatten_relations(etypes), self.device)
+
     def _keep(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._kept:
             self._kept[key] = make()
@@ -118,6 +122,16 @@ class DeviceIndex(_IndexClass):
 
     def __repr__(self) -> str:
         return f"DeviceIndex({self.host!r}, device={str(self.device)!r})"
+
+
+class _OnDevice:
+    """An object of the C++ library whose attributes belong to a device."""
+
+    def __init__(self, item: Any, device: torch.device) -> None:
+        self._item, self._device = item, device
+
+    def __getattr__(self, name: str) -> Any:
+        return _marked(getattr(self._item, name), self._device)
 
 
 def is_one_relation(index: Any) -> bool:

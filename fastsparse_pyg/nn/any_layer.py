@@ -14,10 +14,10 @@ from torch_geometric.nn.conv import MessagePassing
 
 from fastsparse_core import Adjacency
 from fastsparse_core.log import info_once
-from fastsparse_core.ops._common import is_plain_eager, why_watched
-from fastsparse_pyg.caching import logger, lookup
+from fastsparse_core.ops._common import is_any_autocast_enabled, is_plain_eager, why_watched
+from fastsparse_pyg.caching import is_made_anew, known, logger, lookup
 from fastsparse_pyg.graph import edges_made_anew, is_sparse_matrix, to_edge_index
-from fastsparse_pyg.nn.base import FastConv, has_message_hook
+from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
 from fastsparse_pyg.nn.message_kernels import evaluate, kernel_of, reduce_by_kernel
 from fastsparse_pyg.nn.message_pattern import Pattern, find_pattern
@@ -27,6 +27,7 @@ from fastsparse_pyg.nn.segments import EdgeEnd, aggregate, reduction_of
 _MOST_PATTERNS = 8
 #: On the CPU, edges below which the host's work for a call counts more than the edges'.
 FEW_EDGES = 4096
+_FEW_ON_GPU = f"no one kernel for the whole message, and at most {FEW_EDGES_ON_GPU} edges on a GPU"
 _16_BITS = (torch.float16, torch.bfloat16)
 _ANY = Pattern(reason="its attributes change")
 
@@ -44,27 +45,39 @@ class AnyLayer(MessagePassing):
     _original: ClassVar[type[MessagePassing]]
     _patterns: ClassVar[dict[Any, list[Pattern]]]
     _signature: ClassVar[Signature | None]
+    #: Kinds of calls, see `_kind`, whose messages no one kernel computes and reduces.
+    _without_kernel: ClassVar[set[Any]]
 
     flow: str
     node_dim: int
 
     def propagate(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
         """As PyG's."""
+        are_few = are_few_on_gpu(edge_index)
+        if are_few and not args and self._kind(kwargs) in self._without_kernel and not _has_16_bits(kwargs):
+            return super().propagate(edge_index, size=size, **kwargs)
         reason = "propagate() with positional arguments" if args else self._why_original(edge_index, kwargs)
         if not reason:
-            found = self._collect_lazily(edge_index, size, kwargs, self._names().lifted)
-            if found is not None:
-                return self._propagate_lazily(found)
-            reason = "the number of nodes is not known before the messages are"
+            are_few = are_few and not _has_16_bits(kwargs)
+            found = self._collect_lazily(edge_index, size, kwargs, self._names().lifted, are_few)
+            if isinstance(found, Arguments):
+                how, pattern = self._kernel_reduce(), self._pattern("message", found)
+                if not are_few or (kernel_of(pattern, how) and not found.reads(pattern.names)):
+                    return self._propagate_lazily(found, pattern, how)
+                self._without_kernel.add(self._kind(kwargs))
+                reason = _FEW_ON_GPU
+            else:
+                reason = found
         self._say(reason)
         return super().propagate(edge_index, *args, size=size, **kwargs)
 
     def edge_updater(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
         """As PyG's."""
-        if not args and not self._why_original(edge_index, kwargs):
+        are_few = are_few_on_gpu(edge_index) and not _has_16_bits(kwargs)
+        if not args and not are_few and not self._why_original(edge_index, kwargs):
             names = self._names()
             found = self._collect_lazily(edge_index, size, kwargs, names.edge_lifted)
-            if found is not None:
+            if isinstance(found, Arguments):
                 return self._computed("edge_update", names.edge_update, found)
         return super().edge_updater(edge_index, *args, size=size, **kwargs)
 
@@ -103,6 +116,11 @@ class AnyLayer(MessagePassing):
         if not torch.compiler.is_compiling():
             info_once(logger, f"{type(self).__name__}: PyG's own code runs: {reason}")
 
+    def _kind(self, given: dict[str, Any]) -> Any:
+        """What decides, with the layer's class, whether one kernel serves a call."""
+        absent = tuple([value is None for value in given.values()])
+        return type(self._modules.get("aggr_module")), tuple(given), absent
+
     # ---------------------------------------------------------------- arguments
 
     def _names(self) -> Signature:
@@ -112,10 +130,18 @@ class AnyLayer(MessagePassing):
         return names
 
     def _collect_lazily(
-        self, edge_index: Any, size: Any, kwargs: dict[str, Any], lifted: tuple[tuple[str, str, bool], ...]
-    ) -> Arguments | None:
-        """The arguments that the layer's methods may ask for; None: without a number of nodes."""
-        sizes = self._check_input(edge_index, size)
+        self,
+        edge_index: Any,
+        size: Any,
+        kwargs: dict[str, Any],
+        lifted: tuple[tuple[str, str, bool], ...],
+        are_few: bool = False,
+    ) -> Arguments | str:
+        """The arguments that the layer's methods may ask for, or why PyG's code has to run."""
+        if type(edge_index) is Tensor and edge_index.shape[0] == 2:  # of which there is nothing else to check
+            sizes = [None, None] if size is None else list(size)
+        else:
+            sizes = self._check_input(edge_index, size)
         i, j = (1, 0) if self.flow == "source_to_target" else (0, 1)
         nodes: dict[str, tuple[Any, bool]] = {}
         for name, base, at_dst in lifted:
@@ -132,10 +158,14 @@ class AnyLayer(MessagePassing):
         num_dst = sizes[i] if sizes[i] is not None else sizes[j]
         num_src = sizes[j] if sizes[j] is not None else sizes[i]
         if num_dst is None:
-            return None
+            return "the number of nodes is not known before the messages are"
         edges = edge_index._data if isinstance(edge_index, EdgeIndex) else edge_index
         options = (num_dst, num_src, self.flow, False)
-        adj = lookup(edge_index, (edge_index,), options, lambda: edges_made_anew(edges, options))
+        adj = known(edge_index, options)
+        if adj is None:
+            if are_few and is_made_anew(edge_index, options):
+                return f"at most {FEW_EDGES_ON_GPU} edges on a GPU, made anew in every call"
+            adj = lookup(edge_index, (edge_index,), options, lambda: edges_made_anew(edges, options))
         return Arguments(
             self.node_dim,
             nodes,
@@ -157,9 +187,7 @@ class AnyLayer(MessagePassing):
 
     # ---------------------------------------------------------------- messages
 
-    def _propagate_lazily(self, found: Arguments) -> Any:
-        how = self._kernel_reduce()
-        pattern = self._pattern("message", found)
+    def _propagate_lazily(self, found: Arguments, pattern: Pattern, how: str) -> Any:
         out = reduce_by_kernel(self, pattern, found, how) if kernel_of(pattern, how) else None
         names = self._names()
         if out is None:
@@ -171,6 +199,7 @@ class AnyLayer(MessagePassing):
         pattern = self._pattern(method, found)
         if pattern.kind == "any" and pattern.compute is not None:
             return evaluate(self, pattern, found)
+        found.lift(names)
         return getattr(self, method)(**{name: found[name] for name in names})
 
     def _kernel_reduce(self) -> str:
@@ -248,7 +277,7 @@ class AnyLayer(MessagePassing):
 
 
 def _has_16_bits(given: dict[str, Any]) -> bool:
-    if torch.is_autocast_enabled("cpu"):
+    if is_any_autocast_enabled():
         return True
     for value in given.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
@@ -270,6 +299,7 @@ def accelerated_class(original: type[MessagePassing]) -> type[AnyLayer]:
             "_original": original,
             "_patterns": {},
             "_signature": None,
+            "_without_kernel": set(),
             # What PyG puts back after explain mode.
             "_jinja_propagate": AnyLayer.propagate,
             "forward": _with_edge_list(original.forward),
@@ -289,9 +319,11 @@ def _with_edge_list(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def with_edge_list(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(item, Adjacency) for item in (*args, *kwargs.values())):
-            args = tuple(_edge_list(item, self.flow) for item in args)
-            kwargs = {name: _edge_list(item, self.flow) for name, item in kwargs.items()}
+        for item in (*args, *kwargs.values()):
+            if isinstance(item, Adjacency):
+                args = tuple(_edge_list(each, self.flow) for each in args)
+                kwargs = {name: _edge_list(each, self.flow) for name, each in kwargs.items()}
+                break
         return forward(self, *args, **kwargs)
 
     return with_edge_list

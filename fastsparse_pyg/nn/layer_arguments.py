@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.nn.conv import MessagePassing
 
+from fastsparse_core.ops._edge_rows import lift
 from fastsparse_pyg.nn.segments import EdgeEnd, NodeIndex, gather
 
 EMPTY: Any = inspect.Parameter.empty
@@ -105,6 +108,26 @@ class Arguments(dict[str, Any]):
         if name in self.nodes:
             return self.nodes[name][0] is None
         return self._given.get(name, self._defaults.get(name, EMPTY)) is None
+
+    def reads(self, names: Iterable[str]) -> bool:
+        """Whether some of these arguments are features of nodes, read per edge."""
+        return any(name in self.nodes and isinstance(self.nodes[name][0], Tensor) for name in names)
+
+    def lift(self, names: Iterable[str]) -> None:
+        """Reads those of some arguments per edge that want gradients, in one step of autograd."""
+        if not torch.is_grad_enabled():
+            return
+        wanted = [name for name in names if name in self.nodes and name not in self]
+        if len(wanted) < 2:
+            return
+        found: list[tuple[str, Tensor, EdgeEnd]] = []
+        for name in wanted:
+            value, at_dst = self.nodes[name]
+            if isinstance(value, Tensor) and value.requires_grad and self._node_dim in (0, -value.dim()):
+                found.append((name, value, self.dst if at_dst else self.src))
+        if len(found) > 1:
+            names, values, ends = zip(*found, strict=True)
+            self.update(zip(names, lift(values, ends), strict=True))
 
     def __missing__(self, name: str) -> Any:
         if name in self.nodes:

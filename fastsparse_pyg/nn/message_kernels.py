@@ -43,6 +43,7 @@ def evaluate(layer: Any, pattern: Pattern, found: Arguments) -> Any:
     """What a traced body computes per edge; sets the attributes that it sets."""
     if pattern.compute is None:
         return None
+    found.lift(pattern.names)
     result, assigned = pattern.compute(layer, *[found[name] for name in pattern.names])
     for name, item in assigned.items():
         setattr(layer, name, item)
@@ -111,7 +112,7 @@ def _fit(shape: tuple[int, ...], x: Tensor) -> torch.Size | None:
 
 
 def _as_value(weight: Any, rest: Any, dim: int, num_dims: int, num_edges: int) -> Tensor | None:
-    """Weights as (num_edges,) or (num_edges, heads); None where they are something else.
+    """Weights as (num_edges, heads); None where they are something else.
 
     Args:
         weight: broadcast against messages of ``num_dims`` dimensions, the edges along ``dim``.
@@ -132,7 +133,7 @@ def _as_value(weight: Any, rest: Any, dim: int, num_dims: int, num_edges: int) -
     if any(size != 1 for size in sizes[heads:]):
         return None
     if heads == 0:
-        return weight.reshape(num_edges)
+        return weight if weight.dim() == 2 and dim == 0 else weight.reshape(num_edges, 1)
     if dim or heads == len(rest):
         return None
     return weight.reshape(num_edges, torch.Size(sizes[:heads]).numel())

@@ -15,6 +15,7 @@ from fastsparse_core.grouped_product import grouped_product
 from fastsparse_core.relations import Relations
 from fastsparse_core.segment import rows_of
 from fastsparse_pyg.nn.attention import AttentionConv
+from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, are_few_on_gpu
 from fastsparse_pyg.relations import relations_of, why_not_relations
 
 
@@ -180,4 +181,6 @@ class FastRGATConv(AttentionConv, RGATConv):
             return "features that are not one matrix of the weights' dtype"
         if torch.is_autocast_enabled(x.device.type):
             return "autocast"
+        if are_few_on_gpu(edge_index):
+            return f"at most {FEW_EDGES_ON_GPU} edges on a GPU"
         return self._why_original_attention((x, x), edge_index, edge_attr)

@@ -16,11 +16,13 @@ import torch_geometric.utils
 from torch import Tensor
 from torch_geometric.nn import aggr
 
-from fastsparse_core import Adjacency, scatter, scatter_softmax
-from fastsparse_core.ops._segment import reduce_op, remember_segments
+from fastsparse_core import Adjacency, scatter
+from fastsparse_core.ops._common import written_out
+from fastsparse_core.ops._edge_rows import lift, sum_edges
+from fastsparse_core.ops._segment import reduce_op, softmax_op
 from fastsparse_core.policy import MOST_HEADS
-from fastsparse_core.segment import rows_of
 from fastsparse_core.structure.incidence import edge_segments
+from fastsparse_core.structure.segments import Segments
 
 
 class EdgeEnd:
@@ -42,7 +44,6 @@ class EdgeEnd:
         "_edges",
         "_index",
         "_is_dst",
-        "_is_remembered",
         "_row",
         "_version",
         "num_edges",
@@ -53,7 +54,6 @@ class EdgeEnd:
         self._adj, self._edges, self._row, self._is_dst = adj, edges, row, is_dst
         self._version = None if edges.is_inference() else edges._version
         self._index: Tensor | None = None
-        self._is_remembered = False
         self.num_nodes = adj.num_dst if is_dst else adj.num_src
         self.num_edges = edges.size(1)
 
@@ -73,31 +73,34 @@ class EdgeEnd:
             self._index = self._edges[self._row]
         return self._index
 
-    @property
-    def sorted_index(self) -> Tensor:
-        """The same, whose order the segment operators know."""
-        if not self._is_remembered and self.is_current():
-            remember_segments(self.index, edge_segments(self.rows))
-            self._is_remembered = True
-        return self.index
+    def find(self, *_: Any) -> Segments:
+        """The segments of that index, for the segment operators."""
+        return edge_segments(self.rows)
 
 
 def gather(x: Tensor, end: EdgeEnd, dim: int = 0) -> Tensor:
     """Each edge's row of ``x``; its gradient is :func:`reduce`, so the same bits every time."""
-    if not (x.requires_grad and torch.is_grad_enabled() and x.is_floating_point()):
+    needs_grad = x.requires_grad and torch.is_grad_enabled()
+    if not x.is_floating_point() or (dim % x.dim() and not needs_grad):
         return x.index_select(dim, end.index)
     if dim % x.dim():
         return gather(x.movedim(dim, 0), end).movedim(0, dim).contiguous()  # as PyTorch's: for .view()
-    return rows_of(x, end.sorted_index)
+    return lift((x,), (end,))[0]
 
 
 def reduce(messages: Tensor, end: EdgeEnd, how: str, dim: int = 0) -> Tensor:
     """Reduces every node's edges, as :func:`fastsparse_core.scatter`."""
     if messages.dim() > 1 and dim % messages.dim():
         return reduce(messages.movedim(dim, 0), end, how).movedim(0, dim).contiguous()
-    if messages.dim() == 2:
-        return reduce_op(messages, end.sorted_index, None, end.num_nodes, how)[0]
-    return scatter(messages, end.sorted_index, end.num_nodes, how)  # type: ignore[call-overload]
+    if not end.is_current():
+        return scatter(messages, end.index, end.num_nodes, how)  # type: ignore[call-overload]
+    rows = written_out(messages)
+    if how in ("sum", "mean"):
+        return sum_edges(rows, end, end.num_nodes, mean=how == "mean")
+    if messages.dim() != 2:
+        rows = rows.reshape(rows.size(0), rows.shape[1:].numel())
+    out: Tensor = reduce_op(rows, end.index, None, end.num_nodes, how, find=end.find)[0]
+    return out if messages.dim() == 2 else out.reshape(end.num_nodes, *messages.shape[1:])
 
 
 def softmax(
@@ -133,7 +136,9 @@ def _fits_softmax(src: Any, end: EdgeEnd, dim: int) -> bool:
 def _softmax(src: Tensor, end: EdgeEnd, dim: int) -> Tensor:
     if dim % src.dim():
         return _softmax(src.movedim(dim, 0), end, 0).movedim(0, dim)
-    return scatter_softmax(src, end.sorted_index, end.num_nodes)
+    rows = written_out(src)
+    rows = rows if rows.dim() == 2 else rows.reshape(rows.size(0), rows.shape[1:].numel())
+    return softmax_op(rows, end.index, None, end.num_nodes, find=end.find).reshape(src.shape)
 
 
 # ---------------------------------------------------------------- PyG's aggregations

@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kHeadThreads, kEdge <= 0 ? 3 : kDotBlocks<T, k
       new_max = fmaxf(new_max, score[u]);
     }
     const float reference = reference_score(new_max);
-    const float rescale = __expf(max - reference);
+    const float rescale = exp_or_zero(max - reference);
     max = new_max;
     sum *= rescale;
 #pragma unroll
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kHeadThreads, kEdge <= 0 ? 3 : kDotBlocks<T, k
     }
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
-      float w = __expf(score[u] - reference);
+      float w = exp_or_zero(score[u] - reference);
       sum += w;
       if (input.dropout.threshold != 0) {
         w *= dropout_factor(input.dropout, row, entries.col[u], lane.head);

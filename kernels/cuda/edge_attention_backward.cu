@@ -33,10 +33,57 @@ __device__ __forceinline__ float2* pair_at(void* work, std::int64_t position, st
   return static_cast<float2*>(work) + position * heads + head;
 }
 
-// Row of the features' gradients that this block's heads write.
-__device__ __forceinline__ float* features_at(const EdgeAttentionBackwardArgs& args, std::int64_t position) {
-  return static_cast<float*>(args.grad_features) +
-         (static_cast<std::int64_t>(blockIdx.y) * args.num_values + position) * args.input.edge_width;
+// Writes neighbouring numbers of the features' gradient of this block's heads: in float32 for the caller to
+// add up, or in T where they are all heads.
+template <typename T, int kCount>
+__device__ __forceinline__ void store_features(const EdgeAttentionBackwardArgs& args, std::uint32_t position,
+                                               int first, const float (&x)[kCount]) {
+  const std::int64_t at = (blockIdx.y * args.num_values + position) * args.input.edge_width + first;
+  if (gridDim.y == 1) {
+    Pack<T, kCount> pack;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) pack.lane[i] = narrow<T>(x[i]);
+    *reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(args.grad_features) + at) = pack;
+  } else {
+    Pack<float, kCount> pack;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) pack.lane[i] = x[i];
+    *reinterpret_cast<Pack<float, kCount>*>(static_cast<float*>(args.grad_features) + at) = pack;
+  }
+}
+
+// Adds up a lane's parts of one edge's features over the heads of its group and writes them.
+template <typename T, int kEdge>
+__device__ __forceinline__ void store_features_of_heads(const EdgeAttentionBackwardArgs& args,
+                                                        const EdgeLane& lane, std::uint32_t position,
+                                                        bool has, float (&part)[kEdge]) {
+  const int lane_of_group = threadIdx.x & (lane.group_lanes - 1);
+  if (lane.group_lanes >= 4 * lane.lanes) {
+    // Numbers change sides as in `scatter_sum`, but between heads: the group's head h gets those of h % 4.
+    const bool upper = (lane_of_group & 2 * lane.lanes) != 0, odd = (lane_of_group & lane.lanes) != 0;
+    const int nth = 2 * upper + odd;
+#pragma unroll
+    for (int c = 0; c < kEdge / 4; ++c) {
+      const float* v = part + c * 4;
+      float low = upper ? v[2] : v[0], high = upper ? v[3] : v[1];
+      low += __shfl_xor_sync(kFullWarp, upper ? v[0] : v[2], 2 * lane.lanes);
+      high += __shfl_xor_sync(kFullWarp, upper ? v[1] : v[3], 2 * lane.lanes);
+      float number[1] = {(odd ? high : low) + __shfl_xor_sync(kFullWarp, odd ? low : high, lane.lanes)};
+      sum_over(number, lane.group_lanes, 4 * lane.lanes);
+      if (has && lane_of_group < 4 * lane.lanes && lane.edge_place(c) < lane.edge_width) {
+        store_features<T>(args, position, lane.edge_place(c) + nth, number);
+      }
+    }
+    return;
+  }
+  sum_over(part, lane.group_lanes, lane.lanes);
+  if (!has || lane_of_group >= lane.lanes) return;
+#pragma unroll
+  for (int c = 0; c < kEdge / 4; ++c) {
+    if (lane.edge_place(c) >= lane.edge_width) continue;
+    const float four[4] = {part[c * 4], part[c * 4 + 1], part[c * 4 + 2], part[c * 4 + 3]};
+    store_features<T>(args, position, lane.edge_place(c), four);
+  }
 }
 
 template <typename T, int kEdge>
@@ -124,7 +171,7 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
         score += load_value<T>(input.bias, input.bias.dtype == input.dtype,
                                static_cast<std::int64_t>(entries.position[u]) * input.heads + lane.head);
       }
-      const float p = has ? __expf(score - lse) : 0.0f;
+      const float p = has && lane.live ? exp_or_zero(score - lse) : 0.0f;
       float weight = p;
       if (input.dropout.threshold != 0) {
         weight *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
@@ -140,19 +187,8 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
       if (args.grad_features != nullptr) {
         float part[kEdge];
 #pragma unroll
-        for (int i = 0; i < kEdge; ++i) {
-          part[i] = lane.live ? grad_score * q_edge[i] + weight * grad_edge[i] : 0.0f;
-        }
-        sum_over(part, lane.group_lanes, lane.lanes);  // over the heads
-        if (has && (threadIdx.x & (lane.group_lanes - 1)) < lane.lanes) {
-          float* at = features_at(args, entries.position[u]);
-#pragma unroll
-          for (int c = 0; c < kEdge / 4; ++c) {
-            if (lane.edge_place(c) >= lane.edge_width) continue;
-            *reinterpret_cast<float4*>(at + lane.edge_place(c)) =
-                make_float4(part[c * 4], part[c * 4 + 1], part[c * 4 + 2], part[c * 4 + 3]);
-          }
-        }
+        for (int i = 0; i < kEdge; ++i) part[i] = grad_score * q_edge[i] + weight * grad_edge[i];
+        store_features_of_heads<T>(args, lane, entries.position[u], has, part);
       }
     }
   }
@@ -283,7 +319,8 @@ __device__ __forceinline__ void store_edge_gradient(const EdgeAttentionBackwardA
         wanted = has[u];
       }
     }
-    if (wanted && a < lane.edge_width) features_at(args, position)[a] = number;
+    const float one[1] = {number};
+    if (wanted && a < lane.edge_width) store_features<T>(args, position, a, one);
   } else {
     sum_over(part, lane.group_lanes);
     if (lane_of_group != 0) return;
@@ -294,8 +331,8 @@ __device__ __forceinline__ void store_edge_gradient(const EdgeAttentionBackwardA
       for (int a = 0; a < kKeptWeight; a += 4) {
         if (a >= lane.edge_width) break;
         const float* of = part + u * kKeptWeight + a;
-        *reinterpret_cast<float4*>(features_at(args, entries.position[u]) + a) =
-            make_float4(of[0], of[1], of[2], of[3]);
+        const float four[4] = {of[0], of[1], of[2], of[3]};
+        store_features<T>(args, entries.position[u], a, four);
       }
     }
   }
@@ -329,8 +366,8 @@ __device__ __forceinline__ void store_edge_gradient(const EdgeAttentionBackwardA
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
       if (!has[u]) continue;
-      *reinterpret_cast<float4*>(features_at(args, entries.position[u]) + a) =
-          make_float4(part[u * 4], part[u * 4 + 1], part[u * 4 + 2], part[u * 4 + 3]);
+      const float four[4] = {part[u * 4], part[u * 4 + 1], part[u * 4 + 2], part[u * 4 + 3]};
+      store_features<T>(args, entries.position[u], a, four);
     }
   }
 }
@@ -404,7 +441,7 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
       sum_over(products, lane.lanes);
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
-        const float p = has[u] ? __expf(products[u] - lse) : 0.0f;
+        const float p = has[u] ? exp_or_zero(products[u] - lse) : 0.0f;
         float weight = p;
         if (input.dropout.threshold != 0) {
           weight *= dropout_factor(input.dropout, row, entries.col[u], lane.head);

@@ -16,7 +16,7 @@ namespace fastsparse::cuda {
 namespace {
 
 template <typename T, EdgeMessage kMessage, bool kRaw>
-__global__ void __launch_bounds__(kMessageThreads)
+__global__ void __launch_bounds__(kMessageThreads, kMessageBlocks<T>)
     edge_messages_kernel(const __grid_constant__ EdgeMessageArgs args, int lanes) {
   using A = Acc<T>;
   constexpr bool kGated = kMessage != EdgeMessage::kRelu, kState = kMessage == EdgeMessage::kGateAndState;
@@ -75,13 +75,14 @@ __global__ void __launch_bounds__(kMessageThreads)
           sum[i] += message;
           side[i] += kState ? gate : message * (A{1} - gate);
         } else {
-          sum[i] += rectify(z[u][i]);
-          positive |= z[u][i] <= A{0} ? 0u : 1u << i;  // of NaN, too, as PyTorch's relu
+          const bool kept = !(z[u][i] <= A{0});  // NaN, too, as PyTorch's relu
+          sum[i] += kept ? z[u][i] : A{0};
+          positive |= kept ? 1u << i : 0u;
         }
       }
       if constexpr (!kGated) {
         if (args.positive != nullptr) {
-          args.positive[entries.position[u] * args.sign_bytes + lane.byte()] =
+          *lane.signs(args.positive, entries.position[u], args.sign_bytes) =
               static_cast<std::uint8_t>(positive);
         }
       }

@@ -36,7 +36,7 @@ __device__ __forceinline__ void add_to_features(Acc<T> (&part)[4 * kCount], cons
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     Acc<T> w[kTileFeatures];
-    lane.load_wide(w, weight, first + i);
+    lane.load_weights(w, static_cast<const Acc<T>*>(weight) + (first + i) * lane.width);
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
 #pragma unroll
@@ -45,8 +45,61 @@ __device__ __forceinline__ void add_to_features(Acc<T> (&part)[4 * kCount], cons
   }
 }
 
+// Sums each of kCount numbers over 8 lanes: every lane gets kCount / 8 neighbouring ones, in the order of
+// lanes. Half of the numbers change sides at each step, an eighth of the shuffles of sums in all lanes.
+template <int kLanes, typename A, int kCount>
+__device__ __forceinline__ void scatter_over_lanes(A (&v)[kCount]) {
+  constexpr int kHalf = kCount * kLanes / 16;
+  const bool upper = (threadIdx.x & (kLanes / 2)) != 0;
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    const A given = upper ? v[i] : v[i + kHalf], kept = upper ? v[i + kHalf] : v[i];
+    v[i] = kept + __shfl_xor_sync(kFullWarp, given, kLanes / 2);
+  }
+  if constexpr (kLanes > 2) scatter_over_lanes<kLanes / 2>(v);
+}
+
+// Adds up the lanes' parts of four raw features of some edges and writes them.
+template <typename T, int kCount>
+__device__ __forceinline__ void store_features(const EdgeMessageBackwardArgs& args,
+                                               const MessageLane<T>& lane, std::int64_t first,
+                                               Acc<T> (&part)[4 * kCount], const NextEntries<kCount>& entries,
+                                               const bool (&has)[kCount]) {
+  using A = Acc<T>;
+  const auto row_of_features = [&](std::uint32_t position) {
+    const std::int64_t row = blockIdx.y * args.num_values + position;
+    return static_cast<A*>(args.grad_features) + row * args.input.edge_width + first;
+  };
+  if (lane.lanes == 8 && kCount > 1) {
+    constexpr int kMine = kCount > 1 ? kCount / 2 : 1, kOwners = 4 / kMine;  // lanes of an edge
+    scatter_over_lanes<8>(part);
+    std::uint32_t position = entries.position[0];
+    bool wanted = has[0];
+#pragma unroll
+    for (int u = 1; u < kCount; ++u) {
+      const bool mine = lane.sub >= u * kOwners;
+      position = mine ? entries.position[u] : position;
+      wanted = mine ? has[u] : wanted;
+    }
+    if (!wanted) return;
+    Pack<A, kMine> pack;
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) pack.lane[i] = part[i];
+    store_pack(pack, row_of_features(position) + lane.sub % kOwners * kMine);
+    return;
+  }
+  sum_over_lanes(part, lane.lanes);
+  if (lane.sub != 0) return;
+#pragma unroll
+  for (int u = 0; u < kCount; ++u) {
+    if (!has[u]) continue;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) row_of_features(entries.position[u])[i] = part[u * 4 + i];
+  }
+}
+
 template <typename T, EdgeMessage kMessage, bool kRaw>
-__global__ void __launch_bounds__(kMessageThreads)
+__global__ void __launch_bounds__(kMessageThreads, kMessageBlocks<T>)
     edge_messages_column_kernel(const __grid_constant__ EdgeMessageBackwardArgs args, int lanes) {
   using A = Acc<T>;
   constexpr bool kGated = kMessage != EdgeMessage::kRelu, kState = kMessage == EdgeMessage::kGateAndState;
@@ -85,7 +138,7 @@ __global__ void __launch_bounds__(kMessageThreads)
       } else if constexpr (kGated) {
         other[u] = lane.load(input.k, entries.col[u], has[u]);
       } else {
-        positive[u] = has[u] ? __ldg(args.positive + entries.position[u] * args.sign_bytes + lane.byte()) : 0;
+        positive[u] = has[u] ? __ldg(lane.signs(args.positive, entries.position[u], args.sign_bytes)) : 0;
       }
     }
     next.read(args.a_t, slice, base + kInFlight);
@@ -140,18 +193,7 @@ __global__ void __launch_bounds__(kMessageThreads)
         A part[4 * kInFlight] = {};
         add_to_features<T>(part, lane, input.weight, first, z);
         if constexpr (kGated) add_to_features<T>(part, lane, input.of_value, first, value);
-        sum_over_lanes(part, lane.lanes);
-        if (lane.sub != 0) continue;
-#pragma unroll
-        for (int u = 0; u < kInFlight; ++u) {
-          if (!has[u]) continue;
-          A* to = static_cast<A*>(args.grad_features) +
-                  (static_cast<std::int64_t>(blockIdx.y) * args.num_values + entries.position[u]) *
-                      input.edge_width +
-                  first;
-#pragma unroll
-          for (int i = 0; i < 4; ++i) to[i] = part[u * 4 + i];
-        }
+        store_features(args, lane, first, part, entries, has);
       }
     }
   }
@@ -204,8 +246,7 @@ __global__ void __launch_bounds__(kMessageThreads, kWeightBlocks<T, kGated>)
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         has[u] = base + u < slice.length;
-        const T* from =
-            static_cast<const T*>(input.edge.data) + entries.position[u] * input.edge.stride + first;
+        const T* from = row_from<T>(input.edge, entries.position[u]) + first;
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
           features[u][part].load(from + part * 4, has[u] && first + part * 4 < input.edge_width);
@@ -214,8 +255,7 @@ __global__ void __launch_bounds__(kMessageThreads, kWeightBlocks<T, kGated>)
           q[u] = lane.load(input.q, entries.col[u], has[u]);
           v[u] = lane.load(input.v, entries.col[u], has[u] && !of_value);
         } else {
-          positive[u] =
-              has[u] ? __ldg(args.positive + entries.position[u] * args.sign_bytes + lane.byte()) : 0;
+          positive[u] = has[u] ? __ldg(lane.signs(args.positive, entries.position[u], args.sign_bytes)) : 0;
         }
       }
       const bool is_last = base + kInFlight >= slice.length;

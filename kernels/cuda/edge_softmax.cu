@@ -1,7 +1,11 @@
-// Softmax over the entries of every row of edge values, and its gradient, on CUDA cores. Eight lanes take one
-// slice of a row and one head. A row in one slice is finished at once; slices of longer rows leave (maximum,
-// sum) in their slot, and a second kernel merges a row's slots in order: no atomics. Floors: E * H *
-// sizeof(T) bytes read (twice for the gradient) and written, E edge positions.
+// Softmax over the entries of every row of edge values, and its gradient, on CUDA cores. A group of lanes
+// takes one slice of a row: 1, 4, 8 or 32 lanes side by side over the heads, so that entries with many are
+// read whole lines at a time, and where that is fewer than 8 the group's other lanes take every other entry.
+// A row in one slice is finished at once; slices of longer rows leave (maximum, sum) in their slot, and a
+// second kernel merges a row's slots in order: no atomics. Floors: E * H * sizeof(T) bytes read (twice for
+// the gradient) and written, E edge positions.
+
+#include <algorithm>
 
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
@@ -10,13 +14,21 @@ namespace fastsparse::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kLanes = 8;
+constexpr int kLeastGroup = 8;
 
 // Sum of exp(score - maximum); for the gradient, whose maximum stays 0, the sum of weight * gradient.
 template <typename A>
 struct State {
   A maximum;
   A sum;
+
+  __device__ void add(A score) {
+    const bool is_higher = score > maximum || score != score;
+    if (!is_higher && maximum == -INFINITY) return;
+    const A factor = exp(is_higher ? maximum - score : score - maximum);
+    sum = is_higher ? sum * factor + A{1} : sum + factor;
+    if (is_higher) maximum = score;
+  }
 
   __device__ void merge(const State& other) {
     const A highest = other.maximum > maximum || other.maximum != other.maximum ? other.maximum : maximum;
@@ -26,32 +38,52 @@ struct State {
   }
 };
 
-template <typename T, bool kGradient>
+template <typename T, bool kGradient, int kHeadLanes>
 struct Entries {
   using A = Acc<T>;
+  static constexpr int kGroup = std::max(kHeadLanes, kLeastGroup);
+  static constexpr int kEntryLanes = kGroup / kHeadLanes;
+
   const EdgeSoftmaxArgs& args;
   RowSlice slice;
   std::int64_t head;
-  int lane;
+  int first;  // of the slice's entries that this lane reads
+
+  __device__ explicit Entries(const EdgeSoftmaxArgs& args)
+      : args(args),
+        slice(load_slice(args.split,
+                         static_cast<std::int64_t>(blockIdx.x) * (kThreads / kGroup) + threadIdx.x / kGroup)),
+        head(static_cast<std::int64_t>(blockIdx.y) * kHeadLanes + threadIdx.x % kHeadLanes),
+        first(threadIdx.x % kGroup / kHeadLanes) {
+    if (head >= args.heads) slice.length = 0;
+  }
+
+  __device__ bool has_slot() const { return slice.target < 0 && head < args.heads; }
 
   __device__ std::int64_t at(int offset) const {
     return edge_position(args.a, slice.begin + offset) * args.heads + head;
   }
 
+  __device__ static A load(const void* from, std::int64_t position) {
+    return widen(load_pack<T, 1>(static_cast<const T*>(from) + position).lane[0]);
+  }
+
   __device__ State<A> reduce() const {
     State<A> state{kGradient ? A{0} : -static_cast<A>(INFINITY), A{0}};
-    for (int offset = lane; offset < slice.length; offset += kLanes) {
-      const A input = widen(static_cast<const T*>(args.input)[at(offset)]);
+#pragma unroll 4
+    for (int offset = first; offset < slice.length; offset += kEntryLanes) {
+      const std::int64_t position = at(offset);
+      const A input = load(args.input, position);
       if constexpr (kGradient) {
-        state.sum += input * widen(static_cast<const T*>(args.grad)[at(offset)]);
+        state.sum += input * load(args.grad, position);
       } else {
-        state.merge({input, A{1}});
+        state.add(input);
       }
     }
 #pragma unroll
-    for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-      const State<A> other{__shfl_xor_sync(kFullWarp, state.maximum, offset, kLanes),
-                           __shfl_xor_sync(kFullWarp, state.sum, offset, kLanes)};
+    for (int distance = kGroup / 2; distance >= kHeadLanes; distance /= 2) {
+      const State<A> other{__shfl_xor_sync(kFullWarp, state.maximum, distance),
+                           __shfl_xor_sync(kFullWarp, state.sum, distance)};
       state.merge(other);
     }
     return state;
@@ -59,12 +91,13 @@ struct Entries {
 
   __device__ void write(const State<A>& state) const {
     const A inverse = state.sum == A{0} ? A{0} : A{1} / state.sum;
-    for (int offset = lane; offset < slice.length; offset += kLanes) {
+#pragma unroll 4
+    for (int offset = first; offset < slice.length; offset += kEntryLanes) {
       const std::int64_t position = at(offset);
-      const A input = widen(static_cast<const T*>(args.input)[position]);
+      const A input = load(args.input, position);
       A result;
       if constexpr (kGradient) {
-        result = input * (widen(static_cast<const T*>(args.grad)[position]) - state.sum);
+        result = input * (load(args.grad, position) - state.sum);
       } else {
         result = inverse == A{0} ? A{0} : exp(input - state.maximum) * inverse;
       }
@@ -73,29 +106,22 @@ struct Entries {
   }
 };
 
-template <typename T, bool kGradient>
-__device__ __forceinline__ Entries<T, kGradient> entries_of_group(const EdgeSoftmaxArgs& args) {
-  const std::int64_t group =
-      static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
-  return {args, load_slice(args.split, group), blockIdx.y, static_cast<int>(threadIdx.x % kLanes)};
-}
-
-template <typename T, bool kGradient>
+template <typename T, bool kGradient, int kHeadLanes>
 __global__ void __launch_bounds__(kThreads) edge_softmax_kernel(const EdgeSoftmaxArgs args) {
-  const auto entries = entries_of_group<T, kGradient>(args);
+  const Entries<T, kGradient, kHeadLanes> entries(args);
   const auto state = entries.reduce();
   if (entries.slice.target >= 0) {
     entries.write(state);
-  } else if (entries.lane == 0) {
+  } else if (entries.has_slot() && entries.first == 0) {
     const std::int64_t slot = ~entries.slice.target;
     static_cast<State<Acc<T>>*>(args.partial)[slot * args.heads + entries.head] = state;
   }
 }
 
-template <typename T, bool kGradient>
+template <typename T, bool kGradient, int kHeadLanes>
 __global__ void __launch_bounds__(kThreads) finish_split_rows_kernel(const EdgeSoftmaxArgs args) {
-  const auto entries = entries_of_group<T, kGradient>(args);
-  if (entries.slice.target >= 0) return;
+  const Entries<T, kGradient, kHeadLanes> entries(args);
+  if (!entries.has_slot()) return;
   const std::int64_t row = split_row_of(args.split, ~entries.slice.target);
   const auto* partial = static_cast<const State<Acc<T>>*>(args.partial);
   std::int64_t slot = args.split.split_ptr[row];
@@ -106,12 +132,26 @@ __global__ void __launch_bounds__(kThreads) finish_split_rows_kernel(const EdgeS
   entries.write(state);
 }
 
+template <typename T, bool kGradient, int kHeadLanes>
+void launch_lanes(const EdgeSoftmaxArgs& args, cudaStream_t stream) {
+  constexpr int kGroup = Entries<T, kGradient, kHeadLanes>::kGroup;
+  const dim3 grid(ceil_div(args.split.num_slices, kThreads / kGroup), ceil_div(args.heads, kHeadLanes));
+  edge_softmax_kernel<T, kGradient, kHeadLanes><<<grid, kThreads, 0, stream>>>(args);
+  if (args.split.num_split_rows > 0)
+    finish_split_rows_kernel<T, kGradient, kHeadLanes><<<grid, kThreads, 0, stream>>>(args);
+}
+
 template <typename T, bool kGradient>
 void launch(const EdgeSoftmaxArgs& args, cudaStream_t stream) {
-  const dim3 grid(ceil_div(args.split.num_slices, kThreads / kLanes), static_cast<unsigned>(args.heads));
-  edge_softmax_kernel<T, kGradient><<<grid, kThreads, 0, stream>>>(args);
-  if (args.split.num_split_rows > 0)
-    finish_split_rows_kernel<T, kGradient><<<grid, kThreads, 0, stream>>>(args);
+  if (args.heads == 1) {
+    launch_lanes<T, kGradient, 1>(args, stream);
+  } else if (args.heads <= 4) {
+    launch_lanes<T, kGradient, 4>(args, stream);
+  } else if (args.heads <= 8) {
+    launch_lanes<T, kGradient, 8>(args, stream);
+  } else {
+    launch_lanes<T, kGradient, kWarp>(args, stream);
+  }
 }
 
 }  // namespace

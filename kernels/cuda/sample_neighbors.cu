@@ -476,18 +476,18 @@ __global__ void __launch_bounds__(kThreads) emit_rows_kernel(const EmitRowsArgs 
   args.slices[r] = {begin, static_cast<std::int32_t>(degree), static_cast<std::int32_t>(r)};
 }
 
-// Rows of a table by their numbers; a row of `vectors` words of T has as many lanes, up to a warp.
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    gather_rows_kernel(const GatherRowsArgs args, std::int64_t words) {
-  const auto* table = static_cast<const T*>(args.table);
-  auto* out = static_cast<T*>(args.out);
-  const std::int64_t all = args.num_rows * words;
+// Rows of a table by their numbers, a word per thread. `Number` holds the number of words.
+template <typename Word, typename Number>
+__global__ void __launch_bounds__(kThreads) gather_rows_kernel(const GatherRowsArgs args, Number words) {
+  const auto* table = static_cast<const Word*>(args.table);
+  auto* out = static_cast<Word*>(args.out);
+  const Number all = static_cast<Number>(args.num_rows) * words;
 #pragma unroll 4
-  for (std::int64_t word = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; word < all;
-       word += static_cast<std::int64_t>(gridDim.x) * kThreads) {
-    const std::int64_t row = word / words;
-    out[word] = table[args.index[row] * words + (word - row * words)];
+  for (Number word = static_cast<Number>(blockIdx.x) * kThreads + threadIdx.x; word < all;
+       word += static_cast<Number>(gridDim.x) * kThreads) {
+    const Number row = word / words;
+    out[word] =
+        __ldg(table + __ldg(args.index + row) * static_cast<std::int64_t>(words) + (word - row * words));
   }
 }
 
@@ -547,12 +547,21 @@ int gather_rows(const GatherRowsArgs& args, void* stream) {
   const auto launch = [&](auto word) {
     using Word = decltype(word);
     const std::int64_t words = args.row_bytes / static_cast<std::int64_t>(sizeof(Word));
-    gather_rows_kernel<Word><<<blocks_for(args.num_rows * words / 4), kThreads, 0, queue>>>(args, words);
+    const std::int64_t all = args.num_rows * words;
+    // Divisions of 32-bit numbers take a fraction of the time.
+    if (all < std::int64_t{1} << 31) {
+      gather_rows_kernel<Word, std::uint32_t>
+          <<<blocks_for(all / 4), kThreads, 0, queue>>>(args, static_cast<std::uint32_t>(words));
+    } else {
+      gather_rows_kernel<Word, std::int64_t><<<blocks_for(all / 4), kThreads, 0, queue>>>(args, words);
+    }
   };
   if (address % 16 == 0) {
     launch(uint4{});
   } else if (address % 4 == 0) {
     launch(std::uint32_t{});
+  } else if (address % 2 == 0) {
+    launch(std::uint16_t{});
   } else {
     launch(std::uint8_t{});
   }

@@ -7,7 +7,6 @@ __all__ = [
     "CBSR",
     "Adjacency",
     "CapturedBatches",
-    "CapturedStep",
     "MaxK",
     "NeighborSampler",
     "__version__",
@@ -16,6 +15,7 @@ __all__ = [
     "algorithms",
     "attention",
     "attention_weights",
+    "capture",
     "edge_softmax",
     "gated_aggregate",
     "gated_edges",
@@ -35,8 +35,8 @@ __all__ = [
 ]
 
 try:
-    from fastsparse_core.capture.batches import CapturedBatches
-    from fastsparse_core.capture.step import CapturedStep
+    from fastsparse_core.capturing.batches import CapturedBatches
+    from fastsparse_core.capturing.decorator import capture
     from fastsparse_core.formats import CBSR
     from fastsparse_core.maxk_activation import MaxK
     from fastsparse_core.ops import (

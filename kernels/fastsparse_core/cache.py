@@ -101,6 +101,11 @@ class AdjacencyCache:
             self._remember(reference, stamp, options, adjacency)
             return adjacency
 
+    def holds(self, key: object) -> bool:
+        """Whether something is kept for a graph object, of its present content or an earlier one."""
+        kept = self._graphs.get(id(key))
+        return kept is not None and kept[0]() is key
+
     def _reference(self, key: object) -> weakref.ref[Any]:
         """A weak reference whose end is that of what is kept for the object."""
         number = id(key)

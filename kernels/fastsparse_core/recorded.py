@@ -1,6 +1,6 @@
 """The step that is being recorded: code below it must read no sizes from the device, and keep no results.
 
-Structures and attention ask here; the package `capture` says when.
+Structures and attention ask here; the package `capturing` says when.
 
 What is said holds for a thread, and for the backward passes that it starts. Those of a GPU run in threads of
 autograd's own, which `threading.local` would leave out: PyTorch hands them what is stashed in its own state.
@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -30,12 +30,24 @@ class StepRun:
         has_padding: whether the last node of every structure is padding, which takes what has no place.
         of_edges: makes the structures of edge lists; it gets this object, then what
             ``Adjacency.from_coo`` was asked for.
+        sorted_rows: addresses of memory, and offsets in it, where destinations begin that are sorted.
     """
 
-    def __init__(self, *, has_padding: bool, of_edges: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        *,
+        has_padding: bool,
+        of_edges: Callable[..., Any],
+        sorted_rows: Collection[tuple[int, int]] = (),
+    ) -> None:
         self.has_padding = has_padding
         self.of_edges = of_edges
+        self._sorted_rows = sorted_rows
         self._structures: dict[Hashable, tuple[object, Any]] = {}
+
+    def is_sorted(self, row: torch.Tensor) -> bool:
+        """Whether destinations are known to ascend."""
+        return (row.untyped_storage().data_ptr(), row.storage_offset()) in self._sorted_rows
 
     def structure(self, key: object, options: Hashable, build: Callable[[], Any]) -> Any:
         """The structure of a graph object, made once in this execution."""

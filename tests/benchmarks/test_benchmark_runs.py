@@ -628,7 +628,7 @@ def test_typed(tmp_path: Path) -> None:
     assert len(tables.typed(result)[0].rows) == 8
 
 
-def test_tables_and_plots_of_what_was_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_madeand_plots_of_what_was_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     result_of(tmp_path, "spmm", "--graphs", "pubmed", "--widths", "8", "--budget-ms", "1")
     result_of(tmp_path, "adjacency", "--graphs", "pubmed", "--budget-ms", "1")
@@ -775,6 +775,29 @@ def test_small_steps(tmp_path: Path, framework: str, kind: str, others: list[str
     assert table.title.startswith(f"{kind}, float32: ms per step, geometric mean")
     assert [row[0] for row in table.rows] == ["GCN"]
     assert table.columns[1:-1] == [*others, "FastSparse"]
+
+
+@pytest.mark.parametrize(("kind", "layer"), [("cora", "GCN"), ("blocks", "SAGE")])
+def test_small_steps_that_are_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layer: str
+) -> None:
+    pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
+    from simulated_graphs import simulate
+
+    from benchmarks import small
+
+    simulate(monkeypatch)
+    monkeypatch.setattr(small, "WHOLE", {"cora": (200, 800, 16, 3)})
+    monkeypatch.setattr(small, "BLOCKS", (200, 800, 16, 3))
+    monkeypatch.setattr(small, "SEEDS", 10)
+    result = result_of(tmp_path, "small", f"--kinds {kind} --layers {layer} --budget-ms 1")
+    assert {cell["status"] for cell in result["cells"]} == {"ok"}
+    assert all(cell["loss_difference"] < 1e-3 for cell in result["cells"] if "loss_difference" in cell)
+    made = tables.small(result)
+    ours = ["FastSparse", "captured", *["captured model"] * (kind == "cora")]
+    expected = [*ours, *(f"fastest other / {name}" for name in ours), "losses differ by", "by rounding"]
+    assert all(table.columns[-len(expected) :] == expected for table in made)
+    assert [len(table.rows) for table in made] == [1, 1]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

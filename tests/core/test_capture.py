@@ -13,18 +13,18 @@ from fastsparse_core import (
     Adjacency,
     additive_attention,
     attention,
+    capture,
     gatv2_attention,
     log,
     recorded,
     spmm,
 )
-from fastsparse_core.capture import captured as machinery
-from fastsparse_core.capture.decorator import capture
-from fastsparse_core.capture.fresh_adjacency import FreshAdjacency
-from fastsparse_core.capture.journal import on_trial
-from fastsparse_core.capture.optimizers import RecordedOptimizer
-from fastsparse_core.capture.padding import Rows, Sizes, room_for, write_edges, write_rows
-from fastsparse_core.capture.twins import Masks, Twins
+from fastsparse_core.capturing import captured as machinery
+from fastsparse_core.capturing.fresh_adjacency import FreshAdjacency
+from fastsparse_core.capturing.journal import on_trial
+from fastsparse_core.capturing.optimizers import RecordedOptimizer
+from fastsparse_core.capturing.padding import BatchPlaces, Rows, Sizes, room_for, write_rows
+from fastsparse_core.capturing.twins import Masks, Twins
 from fastsparse_core.recorded import StepRun
 
 CALLS = machinery.CALLS + 10
@@ -427,32 +427,72 @@ def test_gradients_of_a_captured_model_are_accumulated(device):
 # ---------------------------------------------------------------- parts
 
 
-@pytest.mark.parametrize("num_edges", [0, 1, 37])
-def test_padding_edges_are_no_loops_and_even(num_edges):
-    held = torch.empty(2, 61, dtype=torch.int64)
-    edges = torch.randint(7, (2, num_edges))
-    write_edges(held, edges, 7, 13)
-    assert torch.equal(held[:, :num_edges], edges)
-    source, destination = held[:, num_edges:]
-    assert held[:, num_edges:].min() == 7
-    assert held[:, num_edges:].max() == 12
-    assert (source != destination).all()
-    assert destination.bincount()[7:].max() <= -(-(61 - num_edges) // 6)
+def draw_sizes(generator, hops):
+    """Sizes of batches like each other."""
+    nodes = torch.tensor([8, 20, 40][:hops])
+    edges = torch.tensor([30, 70][: max(hops - 1, 1)])
+    return [
+        Sizes(
+            tuple((nodes + torch.randint(6, nodes.shape, generator=generator)).tolist()),
+            tuple((edges + torch.randint(9, edges.shape, generator=generator)).tolist()),
+        )
+        for _ in range(8)
+    ]
+
+
+@pytest.mark.parametrize("hops", [1, 3])
+@pytest.mark.parametrize("is_doubled", [False, True])
+def test_padding_is_a_graph_of_its_own(device, hops, is_doubled):
+    """Rows and edges of a batch come first in every hop; padding is behind them, and has no loops."""
+    generator = torch.Generator().manual_seed(hops)
+    seen = draw_sizes(generator, hops)
+    room = room_for(seen[:4])
+    room = room.doubled() if is_doubled else room
+    places = BatchPlaces(room, torch.device(device))
+    for sizes in [*filter(room.holds, seen), Sizes(seen[0].nodes, (0,) * len(seen[0].edges))]:
+        count = sum(sizes.nodes)
+        ends = torch.tensor(sizes.nodes).cumsum(0)
+        parts = []
+        for hop, number in enumerate(sizes.edges):
+            source = torch.randint(int(ends[min(hop + 1, hops - 1)]), (number,), generator=generator)
+            first = int(ends[hop - 1]) if hop else 0
+            target = torch.randint(first, int(ends[hop]), (number,), generator=generator).sort().values
+            parts.append(torch.stack([source, target]))
+        edges, x = torch.cat(parts, 1).to(device), torch.rand(count, 2, generator=generator).to(device)
+        held = torch.empty(2, sum(room.edges), dtype=torch.int64, device=device)
+        rows = torch.empty(sum(room.nodes), 2, device=device)
+        places.write(sizes)
+        places.write_edges(held, edges)
+        write_rows(rows, x, places.nodes)
+        assert torch.equal(room.cut(rows, sizes), x)
+        assert torch.equal(rows[~places.nodes.mask], x[:1].expand((~places.nodes.mask).sum(), 2))
+        of_batch = room.cut(held.t(), sizes).t()
+        assert torch.equal(rows[of_batch], x[edges])
+        assert places.nodes.mask[of_batch].all()
+        source, target = held[:, ~places.edges.mask]
+        assert not places.nodes.mask[source].any()
+        assert not places.nodes.mask[target].any()
+        assert (source != target).all()
+        assert torch.equal(held[1], held[1].sort().values)
+        assert [int(of_hops.count) for of_hops in places.nodes.rows] == ends.tolist()
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
 def test_rows_of_padding_copy_the_first(rows):
-    held, given = torch.full((6, 2), -1.0), torch.randn(rows, 2)
-    write_rows(held, given)
+    room = room_for([Sizes((rows,), (3,))])
+    places = BatchPlaces(room, torch.device("cpu"))
+    held, given = torch.full((sum(room.nodes), 2), -1.0), torch.randn(rows, 2)
+    places.write(Sizes((rows,), (3,)))
+    write_rows(held, given, places.nodes)
     assert torch.equal(held[:rows], given)
-    assert torch.equal(held[rows:], (given[:1] if rows else torch.zeros(1, 2)).expand(6 - rows, 2))
+    assert torch.equal(held[rows:], (given[:1] if rows else torch.zeros(1, 2)).expand(len(held) - rows, 2))
 
 
 def test_there_is_room_for_more_than_was_seen():
-    seen = [Sizes(100, 220), Sizes(90, 300)]
+    seen = [Sizes((100,), (220,)), Sizes((90,), (300,))]
     room = room_for(seen)
-    assert room.hold(Sizes(108, 370))
-    assert not room.hold(Sizes(room.nodes - 1, 1))
+    assert room.holds(Sizes((108,), (370,)))
+    assert not room.holds(Sizes((room.nodes[0] - 1,), (1,)))
     assert room.nodes != room.edges
 
 
@@ -495,8 +535,7 @@ def test_fresh_structures(device, loops, operator):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("affine", [False, True])
 def test_batch_norm_without_padding(device, dtype, affine):
-    rows = Rows(37, torch.device(device))
-    rows.write(30)
+    rows = Rows(37, torch.arange(37, device=device) < 30, torch.tensor(30.0, device=device))
     norms = [torch.nn.BatchNorm1d(5, affine=affine, device=device) for _ in range(2)]
     for norm in norms:
         norm.to(torch.float64 if dtype == torch.float64 else torch.float32)
@@ -522,8 +561,7 @@ def test_batch_norm_without_padding(device, dtype, affine):
     ids=lambda f: f.__name__,
 )
 def test_losses_without_padding(loss, reduction):
-    rows = Rows(12, torch.device("cpu"))
-    rows.write(9)
+    rows = Rows(12, torch.arange(12) < 9, torch.tensor(9.0))
     x = torch.randn(12, 4)
     y = torch.randint(4, (12,)) if loss is F.cross_entropy else torch.rand(12, 4)
     options = {"weight": torch.rand(4)} if loss is F.cross_entropy else {}

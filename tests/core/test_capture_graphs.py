@@ -13,7 +13,7 @@ import torch
 from simulated_graphs import in_engine_thread
 
 from fastsparse_core import recorded
-from fastsparse_core.capture.graphs import CudaGraphs
+from fastsparse_core.capturing.graphs import CudaGraphs
 from fastsparse_core.recorded import StepRun
 
 

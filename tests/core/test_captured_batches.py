@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from padded import fill
 
 from fastsparse_core import Adjacency, CapturedBatches, log, spmm
-from fastsparse_core.capture import batches as captured_batches
-from fastsparse_core.capture.padded_adjacency import PaddedAdjacency, write
+from fastsparse_core.capturing import batches as captured_batches
+from fastsparse_core.capturing.padded_adjacency import PaddedAdjacency, write
 from fastsparse_core.formats.inspection import Facts
 from fastsparse_core.fused.aggregate_linear import aggregate_linear
 from fastsparse_core.reference import spmm as reference_spmm

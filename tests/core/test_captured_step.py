@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastsparse_core import Adjacency, CapturedStep, attention, log, spmm
+from fastsparse_core import Adjacency, attention, log, spmm
+from fastsparse_core.capturing.step import CapturedStep
 from fastsparse_core.streams import fork
 
 

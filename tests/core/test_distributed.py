@@ -588,11 +588,31 @@ def _reduce(rank: int, size: int, device: torch.device) -> None:
     model[0].weight.grad = torch.full((3, 2), rank + 1.0)
     model[0].bias.grad = torch.arange(3.0)
     model[1].weight.grad = torch.ones(1, 3, dtype=torch.bfloat16)
-    all_reduce_gradients(model)
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    partial = nn.Parameter(torch.ones(2, 2))  # as of a type of edges that other ranks have none of
+    if rank == 1:
+        partial.grad = torch.full((2, 2), 3.0)
+    all_reduce_gradients([*model.parameters(), frozen, partial])
+    assert partial.grad is not None
+    assert partial.grad.eq(3).all()
+    assert frozen.grad is None
     assert model[0].weight.grad.eq(size * (size + 1) / 2).all()
     assert model[0].bias.grad.tolist() == [0, size, 2 * size]
     assert model[1].weight.grad.tolist() == [[size] * 3]
     assert model[1].bias.grad is None
+
+
+def test_all_reduce_gradients_of_other_parameters(team: Team) -> None:
+    team.run(_other_parameters)
+
+
+def _other_parameters(rank: int, size: int, device: torch.device) -> None:
+    last = rank == size - 1
+    with pytest.raises(ValueError, match=rf"number of parameters: .* all ranks, .*\[{size - 1}\] differ"):
+        all_reduce_gradients([nn.Parameter(torch.ones(2)) for _ in range(1 + last)])
+    other = nn.Parameter(torch.ones(3) if last else torch.ones(2))
+    with pytest.raises(ValueError, match=r"parameter 1: expected the same on all ranks, got '\([23],\) of"):
+        all_reduce_gradients([nn.Parameter(torch.ones(2)), other])
 
 
 def test_errors(team: Team) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from simulated_graphs import simulate
 
-from fastsparse_core.capture import captured as machinery
-from fastsparse_core.capture.decorator import capture
+from fastsparse_core import capture
+from fastsparse_core.capturing import captured as machinery
 from fastsparse_dgl import FastGATConv
 from fastsparse_dgl.compat import dgl
 

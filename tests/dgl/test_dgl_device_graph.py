@@ -225,6 +225,7 @@ TYPED: dict[str, Callable[[Any], Any]] = {
         g["follows"],
         g["rates"].edges(),
         g["user", :, "item"],
+        g[:, :, "user"],
         dgl.edge_type_subgraph(g, ["rates"]),
     ],
     "multi_update_all": lambda g: [

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import minibatch_sage
 import pytest
+import torch.nn.functional as F
 from common.errors import ExampleError
 from rich.console import Console
+from simulated_graphs import simulate
 
 TINY = ["--epochs", "2", "--runs", "1", "--hidden", "16", "--batch-size", "128", "--device", "cpu"]
 
@@ -33,6 +35,16 @@ def test_both_layers_train_alike(framework: str, tmp_path: Path) -> None:
         assert times["gather_ms"] > 0
         assert times["step_ms"] > 0
     assert json.loads(path.read_text())["batches"] == log["batches"]
+
+
+def test_captured_steps_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate(monkeypatch)
+    monkeypatch.setattr(F, "dropout", lambda x, *_: x)  # replays draw other numbers
+    losses = []
+    for capture in ([], ["--capture"]):
+        arguments = ["--fanouts", "3,2", "--batch-size", "32", "--conv", "fast"]
+        losses.append(run_example("pyg", *arguments, *capture)[1][0].runs[0].loss)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 def test_as_many_layers_as_fanouts() -> None:

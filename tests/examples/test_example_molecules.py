@@ -5,15 +5,21 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import molecules
 import ogb_files
 import pytest
 import torch
+import torch.nn.functional as F
+from common import cli
 from common.errors import ExampleError
 from common.graph_data import GraphDataset
 from common.molecules import drawn_molecules, read_ogb_molecules
 from rich.console import Console
+from simulated_graphs import simulate
+
+from fastsparse_core import capture
 
 PACKAGES = {"pyg": "fastsparse_pyg", "dgl": "fastsparse_dgl"}
 TINY = ["--hidden", "8", "--heads", "2", "--layers", "1", "--epochs", "2", "--runs", "1", "--device", "cpu"]
@@ -48,6 +54,23 @@ def test_both_layers_train_alike(model: str, framework: str, tmp_path: Path) -> 
     assert all(result.layer in page for result in results)
     assert json.loads((tmp_path / "log.json").read_text())["data"]["name"] == "molecules"
     assert (tmp_path / "curves.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("model", ["gine", "gps"])
+def test_captured_steps_train_alike(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    need("pyg")
+    simulate(monkeypatch)
+    monkeypatch.setattr(F, "dropout", lambda x, *_: x)  # replays draw other numbers
+    seen: list[Any] = []
+    monkeypatch.setattr(cli, "captured", lambda step, _: seen.append(capture(step)) or seen[-1])
+    losses = []
+    for words in ([], ["--capture"]):
+        arguments = ["--model", model, "--conv", "fast", "--batch-size", "8", "--epochs", "3"]
+        losses.append(run(*arguments, *words)[1][0].runs[0].loss)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    assert seen[0].captured.is_recorded
+    with pytest.raises(ExampleError, match="--capture: expected --framework pyg"):
+        run("--framework", "dgl", "--capture")
 
 
 def test_drawn_molecules_are_connected_and_both_directions_share_a_bond() -> None:

@@ -21,10 +21,14 @@ import ogb_graph
 import ogb_node
 import pytest
 import torch
+import torch.nn.functional as F
 from common import frameworks, long_run, node_models, ogb_data, ogb_tasks, sampling
 from common.errors import ExampleError
 from common.training import LayerResult
 from rich.console import Console
+from simulated_graphs import simulate
+
+from fastsparse_core import capture
 
 if importlib.util.find_spec("ogb") is None:  # not importorskip: importing ogb asks the network
     pytest.skip("needs ogb", allow_module_level=True)
@@ -352,6 +356,29 @@ def test_training_under_autocast(root: Path, tmp_path: Path, main, precision: st
     assert len(result.runs[0].loss) == 8
     assert result.runs[0].loss[-1] < result.runs[0].loss[0]
     assert bool(torch.load(tmp_path / "model.pt")["tensors"]["scaler"]) == (precision == "fp16")
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        (node, "--model", "gat", "--epochs", "25"),
+        (node, "--model", "sage", "--batching", "neighbor", "--batch-size", "16", "--epochs", "4"),
+        (graph, "--model", "gin", "--batch-size", "8", "--epochs", "6"),
+    ],
+    ids=["full", "neighbor", "graphs"],
+)
+def test_captured_steps_train_alike(root: Path, choice: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    need("pyg")
+    simulate(monkeypatch)
+    monkeypatch.setattr(F, "dropout", lambda x, *_: x)  # replays draw other numbers
+    main, *arguments = choice
+    seen: list = []
+    monkeypatch.setattr(
+        long_run, "captured", lambda step, wanted: seen.append(capture(step)) or seen[-1] if wanted else step
+    )
+    losses = [main(root, *arguments, *words)[1].runs[0].loss for words in ([], ["--capture"])]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    assert seen[0].captured.is_recorded
 
 
 @pytest.mark.gpu

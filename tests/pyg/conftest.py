@@ -17,6 +17,14 @@ def fresh_cache() -> Iterator[None]:
     fastsparse_pyg.clear_cache()
 
 
+@pytest.fixture(autouse=True)
+def kernels_for_few_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests have few edges, for which layers of several kernels run PyG's code on a GPU."""
+    from fastsparse_pyg.nn import base
+
+    monkeypatch.setattr(base, "FEW_EDGES_ON_GPU", -1)
+
+
 @pytest.fixture
 def kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails the test if PyG's own code runs in place of the kernels."""

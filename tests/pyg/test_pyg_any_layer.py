@@ -384,8 +384,8 @@ def test_softmax_is_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """In weights, messages, edge updates and PyG's aggregation."""
     it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
     calls = []
-    right = segments.scatter_softmax
-    monkeypatch.setattr(segments, "scatter_softmax", lambda *args: (calls.append(1), right(*args))[1])
+    right = segments.softmax_op
+    monkeypatch.setattr(segments, "softmax_op", lambda *args, **kw: (calls.append(1), right(*args, **kw))[1])
     layers: list[tuple[nn.Module, X_E]] = [
         (PerHead(), plain),
         (Attending(), attributed),

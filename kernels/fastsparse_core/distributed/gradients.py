@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from fastsparse_core.distributed.agreement import check_agreement
+
+#: What was compared already: processes -> shapes and dtypes of parameters.
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
 def all_reduce_gradients(
@@ -22,20 +28,60 @@ def all_reduce_gradients(
     by the number of processes besides. Sums of float32 and wider are taken in their dtype, those of 16 bits
     in float32; one message for each dtype. All processes must call it, with the same parameters.
 
+    A parameter that some processes have no gradient for, as their part of the graph has none of its edges,
+    gets the sum of the others on all. One that no process has a gradient for is left without.
+
     Args:
-        parameters: a model or its parameters; those without gradient are left out, on every process alike.
+        parameters: a model or its parameters, those that require gradients.
         group: the processes; None: all.
+
+    Raises:
+        ValueError: the processes gave other parameters than each other when they called it first; on all.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
+    trained = [it for it in parameters if it.requires_grad or it.grad is not None]
+    _check_parameters(trained, group)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in parameters:
+    for parameter in trained:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for alike in by_dtype.values():
+        _all_reduce(alike, group)
+
+
+def _check_parameters(parameters: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Where processes differ, their messages would not meet: they would wait for ever, or add up anything."""
+    if not parameters:
+        return
+    kinds = tuple(f"{tuple(it.shape)} of {it.dtype}" for it in parameters)
+    processes = group or dist.group.WORLD
+    assert processes is not None
+    agreed = _agreed.setdefault(processes, set())
+    if kinds not in agreed:
+        device, rank = parameters[0].device, dist.get_rank(group)
+        check_agreement({"number of parameters": len(kinds)}, device, rank, group)
+        shapes = {f"parameter {nth}": kind for nth, kind in enumerate(kinds)}
+        check_agreement(shapes, device, rank, group)
+        agreed.add(kinds)
+
+
+def _all_reduce(parameters: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Sums of the gradients of parameters of one dtype, and of how many processes have each."""
+    dtype = parameters[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    present = torch.ones(len(parameters), dtype=wide, device=parameters[0].device)
+    grads = []
+    for nth, parameter in enumerate(parameters):
+        if parameter.grad is None:
+            present[nth].zero_()
+        grads.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    flat = torch.cat([*(grad.detach().reshape(-1).to(wide) for grad in grads), present])
+    dist.all_reduce(flat, group=group)
+    *totals, present = flat.split([*(grad.numel() for grad in grads), len(grads)])
+    # Read only where it matters: the host would wait for the GPU.
+    elsewhere = present.tolist() if any(it.grad is None for it in parameters) else []
+    for nth, (parameter, total) in enumerate(zip(parameters, totals, strict=True)):
         if parameter.grad is not None:
-            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-    for dtype, grads in by_dtype.items():
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        if dtype in (torch.float16, torch.bfloat16):
-            flat = flat.float()
-        dist.all_reduce(flat, group=group)
-        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(total.view_as(grad))
+            parameter.grad.copy_(total.view_as(parameter))
+        elif elsewhere[nth]:
+            parameter.grad = total.view_as(parameter).to(dtype, copy=True)

@@ -316,13 +316,15 @@ def _run_backward(
 
 def _features_room(adj: Adjacency, like: Tensor, heads: int, lanes: int, edge_width: int) -> Tensor:
     """Room for gradients of the edges' features: a part for every group of heads, (parts, num_values, A)."""
-    parts = 1
+    parts, dtype = 1, accumulation_dtype(like.dtype)
     if like.is_cuda:
         per_group = 1
         while per_group < heads and per_group * lanes < 32:
             per_group *= 2
         parts = -(-heads // per_group)
-    return _edge_room(adj, parts, adj.num_values, edge_width, dtype=accumulation_dtype(like.dtype))
+        if parts == 1:
+            dtype = like.dtype  # nothing is to be added up
+    return _edge_room(adj, parts, adj.num_values, edge_width, dtype=dtype)
 
 
 def _finish_features(features: Tensor, like: Tensor) -> Tensor:

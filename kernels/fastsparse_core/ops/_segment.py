@@ -21,10 +21,13 @@ from fastsparse_core.ops._common import (
     DTYPE_CODE,
     accumulation_dtype,
     address,
+    below_autograd,
+    direct,
     is_plain_eager,
+    is_wrapped,
     unit_stride,
 )
-from fastsparse_core.ops._registration import define, register, results, run
+from fastsparse_core.ops._registration import define, register
 from fastsparse_core.structure.segments import Segments
 
 #: Reductions and their codes in kernels/include/fastsparse/views.h.
@@ -65,13 +68,6 @@ def _make_segments(index: Tensor | None, rowptr: Tensor | None, num_segments: in
         return Segments.from_rowptr(rowptr, num_rows)
 
 
-def remember_segments(index: Tensor, segments: Segments) -> None:
-    """Makes the operators take these segments for an index, as long as it lives and is not written."""
-    if not index.is_inference():
-        stamp = (index._version, index.data_ptr(), index.shape, index.stride())
-        _cache.lookup(index, stamp, (False, segments.num_segments), cast("Any", lambda: segments))
-
-
 def clear_segments() -> None:
     """Frees every sorted index that is kept."""
     _cache.clear()
@@ -102,9 +98,20 @@ def _segment_reduce(
     find: _Find = find_segments,
 ) -> tuple[Tensor, Tensor]:
     out, extra = _empty_results(src, num_segments, reduce)
-    if out.numel() == 0:
-        return out, extra
-    segments = find(index, rowptr, num_segments, src.size(0))
+    if out.numel():
+        _launch_reduce(src, find(index, rowptr, num_segments, src.size(0)), reduce, out, extra)
+    return out, extra
+
+
+def sum_rows(src: Tensor, segments: Segments, reduce: str) -> Tensor:
+    """Sums or means (num_segments, width) of the rows of a matrix, nothing being checked or recorded."""
+    out = src.new_empty(segments.num_segments, src.shape[1])
+    if out.numel():
+        _launch_reduce(src, segments, reduce, out, None)
+    return out
+
+
+def _launch_reduce(src: Tensor, segments: Segments, reduce: str, out: Tensor, extra: Tensor | None) -> None:
     src = unit_stride(src)
     device = device_index(src.device)
     partial = None
@@ -119,12 +126,11 @@ def _segment_reduce(
         src.data_ptr(),
         src.stride(0),
         out.data_ptr(),
-        extra.data_ptr(),
+        address(extra),
         address(partial),
         device,
         queue(device),
     )
-    return out, extra
 
 
 def _empty_results(src: Tensor, num_segments: int, reduce: str) -> tuple[Tensor, Tensor]:
@@ -138,10 +144,16 @@ class _SegmentReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_segments: int, reduce: str
+        ctx: Any,
+        src: Tensor,
+        index: Tensor | None,
+        rowptr: Tensor | None,
+        num_segments: int,
+        reduce: str,
+        find: _Find | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out, extra = run("segment_reduce", src, src, index, rowptr, num_segments, reduce)
-        ctx.reduce, ctx.num_segments, ctx.num_rows = reduce, num_segments, src.size(0)
+        out, extra = reduce_op.below(src, index, rowptr, num_segments, reduce, find=find)
+        ctx.reduce, ctx.num_segments, ctx.num_rows, ctx.find = reduce, num_segments, src.size(0), find
         ctx.mark_non_differentiable(extra)
         needs_src = reduce in ("mul", *_MOMENTS)
         ctx.save_for_backward(
@@ -158,17 +170,20 @@ class _SegmentReduce(torch.autograd.Function):
         index, rowptr, src, out, extra = ctx.saved_tensors
 
         def gather(rows: Tensor) -> Tensor:
-            return cast("Tensor", gather_op(rows, index, rowptr, ctx.num_rows))
+            return cast("Tensor", gather_op(rows, index, rowptr, ctx.num_rows, find=ctx.find))
 
         def counts() -> Tensor:
-            count = _segment_counts if is_plain_eager(grad) else _counts_op
-            return count(index, rowptr, ctx.num_segments, ctx.num_rows)
+            if is_plain_eager(grad):
+                return _segment_counts(
+                    index, rowptr, ctx.num_segments, ctx.num_rows, ctx.find or find_segments
+                )
+            return _counts_op(index, rowptr, ctx.num_segments, ctx.num_rows)
 
         reduce: str = ctx.reduce
+        if reduce == "sum":
+            return gather(grad), None, None, None, None, None
         with torch.autocast(grad.device.type, enabled=False):
-            if reduce == "sum":
-                grad_src = gather(grad)
-            elif reduce == "mean":
+            if reduce == "mean":
                 grad_src = gather((grad / counts()).to(grad.dtype))
             elif reduce in _EXTREMA:
                 # Row num_rows stands for the segments without rows. A row belongs to one segment, so that no
@@ -176,35 +191,36 @@ class _SegmentReduce(torch.autograd.Function):
                 places = grad.new_zeros(ctx.num_rows + 1, grad.size(1))
                 grad_src = places.scatter(0, extra, grad)[: ctx.num_rows]
             elif reduce == "mul":
-                grad_src = _gradient_of_product(grad, src, out, index, rowptr, ctx.num_segments, gather)
+                reduced = functools.partial(reduce_op, find=ctx.find)
+                grad_src = _gradient_of_product(grad, src, index, rowptr, ctx.num_segments, gather, reduced)
             else:
                 wide = accumulation_dtype(src.dtype)
                 if torch.is_grad_enabled():  # the mean depends on src
-                    extra = reduce_op(src.to(wide), index, rowptr, ctx.num_segments, "mean")[0]
+                    extra = reduce_op(src.to(wide), index, rowptr, ctx.num_segments, "mean", find=ctx.find)[0]
                 factor = grad.to(wide) / counts().to(wide)
                 if reduce == "var":
                     factor = 2 * factor
                 else:  # where all rows are equal there is no derivative; 0 is among the subgradients
                     factor = torch.where(out == 0, 0, factor / torch.where(out == 0, 1, out.to(wide)))
                 grad_src = (gather(factor) * (src.to(wide) - gather(extra))).to(src.dtype)
-        return grad_src, None, None, None, None
+        return grad_src, None, None, None, None, None
 
 
 def _gradient_of_product(
     grad: Tensor,
     src: Tensor,
-    out: Tensor,
     index: Tensor | None,
     rowptr: Tensor | None,
     num_segments: int,
     gather: Any,
+    reduced: Any,
 ) -> Tensor:
     """Gradient times the product of a segment's other rows, exact where some of them are 0."""
     zero = src == 0
     wide = accumulation_dtype(src.dtype)
     nonzero = torch.where(zero, 1, src.to(wide))
-    zeros = reduce_op(zero.to(torch.float32), index, rowptr, num_segments, "sum")[0]
-    others = gather(grad.to(wide) * reduce_op(nonzero, index, rowptr, num_segments, "mul")[0]) / nonzero
+    zeros = reduced(zero.to(torch.float32), index, rowptr, num_segments, "sum")[0]
+    others = gather(grad.to(wide) * reduced(nonzero, index, rowptr, num_segments, "mul")[0]) / nonzero
     zeros_beside = gather(zeros) - zero.to(torch.float32)
     return torch.where(zeros_beside > 0, 0, others).to(src.dtype)
 
@@ -221,7 +237,7 @@ def _segment_counts(
 ) -> Tensor:
     """Number of rows of every segment, at least 1, int64 (num_segments, 1)."""
     # A copy, for results of operators may be written.
-    return find(index, rowptr, num_segments, num_rows).rowptr.diff().clamp_(min=1)[:, None]
+    return find(index, rowptr, num_segments, num_rows).count.clone()[:, None]
 
 
 def _segment_gather(
@@ -236,22 +252,48 @@ def _segment_gather(
         index = find(None, rowptr, rowptr.numel() - 1, num_rows).index()
     elif src.size(0) == 0 and num_rows == 0:
         return src.new_empty(0, src.size(1))
-    return src.index_select(0, index)
+    if not src.is_cuda or src.is_complex() or index.device != src.device:
+        return src.index_select(0, index)
+    return gather_rows(src, index)
+
+
+def gather_rows(src: Tensor, index: Tensor) -> Tensor:
+    """``src.index_select(0, index)`` of a matrix on CUDA, indices not being checked.
+
+    PyTorch's kernel launches a block for every row, however narrow.
+    """
+    src, index = src.contiguous(), index.long().contiguous()
+    num_rows = index.numel()
+    out = src.new_empty(num_rows, src.size(1))
+    device = device_index(src.device)
+    row_bytes = src.size(1) * src.element_size()
+    _C.gather_rows(
+        src.data_ptr(), index.data_ptr(), out.data_ptr(), num_rows, row_bytes, device, queue(device)
+    )
+    return out
 
 
 class _SegmentGather(torch.autograd.Function):
     """Its gradient sums over each segment."""
 
     @staticmethod
-    def forward(ctx: Any, src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_rows: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        src: Tensor,
+        index: Tensor | None,
+        rowptr: Tensor | None,
+        num_rows: int,
+        find: _Find | None = None,
+    ) -> Tensor:
         ctx.save_for_backward(index, rowptr)
-        ctx.num_segments = src.size(0)
-        return cast("Tensor", run("segment_gather", src, src, index, rowptr, num_rows))
+        ctx.num_segments, ctx.find = src.size(0), find
+        return cast("Tensor", gather_op.below(src, index, rowptr, num_rows, find=find))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         index, rowptr = ctx.saved_tensors
-        return reduce_op(grad, index, rowptr, ctx.num_segments, "sum")[0], None, None, None
+        total = reduce_op(grad, index, rowptr, ctx.num_segments, "sum", find=ctx.find)[0]
+        return total, None, None, None, None
 
 
 # ---------------------------------------------------------------- softmax
@@ -318,17 +360,23 @@ class _SegmentSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_segments: int
+        ctx: Any,
+        src: Tensor,
+        index: Tensor | None,
+        rowptr: Tensor | None,
+        num_segments: int,
+        find: _Find | None = None,
     ) -> Tensor:
-        weight = run("segment_softmax", src, src, index, rowptr, num_segments)
+        weight = softmax_op.below(src, index, rowptr, num_segments, find=find)
         ctx.save_for_backward(weight, index, rowptr)
-        ctx.num_segments = num_segments
+        ctx.num_segments, ctx.find = num_segments, find
         return cast("Tensor", weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, index, rowptr = ctx.saved_tensors
-        return _softmax_backward_op(weight, grad, index, rowptr, ctx.num_segments), None, None, None
+        grad_src = _softmax_backward_op(weight, grad, index, rowptr, ctx.num_segments, find=ctx.find)
+        return grad_src, None, None, None, None
 
 
 class _SegmentSoftmaxBackward(torch.autograd.Function):
@@ -345,11 +393,12 @@ class _SegmentSoftmaxBackward(torch.autograd.Function):
         index: Tensor | None,
         rowptr: Tensor | None,
         num_segments: int,
+        find: _Find | None = None,
     ) -> Tensor:
         ctx.save_for_backward(weight, grad, index, rowptr)
-        ctx.num_segments = num_segments
+        ctx.num_segments, ctx.find = num_segments, find
         return cast(
-            "Tensor", run("segment_softmax_backward", weight, weight, grad, index, rowptr, num_segments)
+            "Tensor", _softmax_backward_op.below(weight, grad, index, rowptr, num_segments, find=find)
         )
 
     @staticmethod
@@ -357,12 +406,12 @@ class _SegmentSoftmaxBackward(torch.autograd.Function):
         weight, grad, index, rowptr = ctx.saved_tensors
 
         def segment_sums(rows: Tensor) -> Tensor:
-            sums = reduce_op(rows, index, rowptr, ctx.num_segments, "sum")[0]
-            return cast("Tensor", gather_op(sums, index, rowptr, rows.size(0)))
+            sums = reduce_op(rows, index, rowptr, ctx.num_segments, "sum", find=ctx.find)[0]
+            return cast("Tensor", gather_op(sums, index, rowptr, rows.size(0), find=ctx.find))
 
         grad_weight = outer * (grad - segment_sums(weight * grad)) - grad * segment_sums(weight * outer)
-        grad_grad = _softmax_backward_op(weight, outer, index, rowptr, ctx.num_segments)
-        return grad_weight, grad_grad, None, None, None
+        grad_grad = _softmax_backward_op(weight, outer, index, rowptr, ctx.num_segments, find=ctx.find)
+        return grad_weight, grad_grad, None, None, None, None
 
 
 # ---------------------------------------------------------------- registration
@@ -373,27 +422,53 @@ def _counts_fake(of: Any) -> Tensor:
     return cast("Tensor", key.new_empty(of.num_segments, 1, dtype=torch.int64))
 
 
-def _operator(
-    kernel: Callable[..., Any], fake: Callable[[Any], Any], formula: type[torch.autograd.Function]
-) -> Callable[..., Any]:
-    """An operator that needs no dispatcher where only autograd watches its first argument."""
-    register(kernel, fake, formula, find=_make_segments)
-    name = kernel.__name__.removeprefix("_")
+class _Operator:
+    """An operator with its kernel and its autograd formula.
 
-    def call(matrix: Tensor, *arguments: Any) -> Any:
-        return results(name, matrix, matrix, *arguments)
+    Where nothing but autograd watches, it is called without PyTorch's dispatcher, see `is_plain_eager`.
+    """
 
-    return call
+    def __init__(
+        self,
+        kernel: Callable[..., Any],
+        fake: Callable[[Any], Any],
+        formula: type[torch.autograd.Function],
+    ) -> None:
+        self._op = register(kernel, fake, formula, find=_make_segments)
+        self._kernel, self._formula, self._apply = kernel, formula, direct(formula)
+
+    def __call__(self, matrix: Tensor, *arguments: Any, find: _Find | None = None) -> Any:
+        """The operator's result.
+
+        Args:
+            matrix: its first argument.
+            arguments: the others.
+            find: gives the segments of the index, for callers who have them at hand.
+        """
+        if not is_plain_eager(matrix):
+            return self._op(matrix, *arguments)
+        if torch.is_grad_enabled() and (
+            matrix.requires_grad or (isinstance(arguments[0], Tensor) and arguments[0].requires_grad)
+        ):
+            return (self._formula.apply if is_wrapped(matrix) else self._apply)(matrix, *arguments, find)
+        return self._kernel(matrix, *arguments, find=find or find_segments)
+
+    def below(self, matrix: Tensor, *arguments: Any, find: _Find | None = None) -> Any:
+        """The operator's result inside of its own formula."""
+        if is_plain_eager(matrix):
+            return self._kernel(matrix, *arguments, find=find or find_segments)
+        with below_autograd():
+            return self._op(matrix, *arguments)
 
 
-reduce_op = _operator(
+reduce_op = _Operator(
     _segment_reduce, lambda of: _empty_results(of.src, of.num_segments, of.reduce), _SegmentReduce
 )
-gather_op = _operator(
+gather_op = _Operator(
     _segment_gather, lambda of: of.src.new_empty(of.num_rows, of.src.size(1)), _SegmentGather
 )
-softmax_op = _operator(_segment_softmax, lambda of: of.src.new_empty(of.src.shape), _SegmentSoftmax)
-_softmax_backward_op = _operator(
+softmax_op = _Operator(_segment_softmax, lambda of: of.src.new_empty(of.src.shape), _SegmentSoftmax)
+_softmax_backward_op = _Operator(
     _segment_softmax_backward, lambda of: of.weight.new_empty(of.weight.shape), _SegmentSoftmaxBackward
 )
 _counts_op = define(_segment_counts, _counts_fake, find=_make_segments)

@@ -99,7 +99,7 @@ def sddmm(
     return out if x_dst.dim() == 3 else out.squeeze(-1)
 
 
-def _sddmm(
+def sddmm_kernel(
     x_dst: Tensor,
     x_src: Tensor,
     scale_dst: Tensor | None,
@@ -117,9 +117,12 @@ def _sddmm(
     size = (length, HEIGHT, heads) if dense else (length, heads)
     if length == 0 or heads == 0 or adj.num_edges == 0:
         return x_dst.new_zeros(size, dtype=dtype)
-    kernel = _algorithm(adj, algorithm, x_dst, x_src, heads, dense)
+    aligned = _is_aligned(x_dst, x_src, heads)
+    # Most calls repeat one: a step of a small model takes as long as the host needs to launch it.
+    key = ("sddmm", x_dst.dtype, x_dst.shape[1], heads, algorithm, aligned, dense)
+    kernel, by_entry = adj.plans.get(key) or _plan(adj, algorithm, x_dst, heads, aligned, dense, key)
     if dense and kernel == "csr":
-        edges = _sddmm(
+        edges = sddmm_kernel(
             x_dst, x_src, scale_dst, scale_src, adj.num_values, heads, dtype, adjacency, kernel, False
         )
         return dense_from_edges(adj, edges)
@@ -128,30 +131,33 @@ def _sddmm(
     if kernel == "flashsparse":
         _launch_bsb(adj, x_dst, x_src, scale_dst, scale_src, heads, out, dense=dense)
     else:
-        _launch_csr(adj, x_dst, x_src, scale_dst, scale_src, heads, out)
+        _launch_csr(adj, x_dst, x_src, scale_dst, scale_src, heads, out, by_entry)
     return out
 
 
-def _algorithm(adj: Adjacency, algorithm: str, x_dst: Tensor, x_src: Tensor, heads: int, dense: bool) -> str:
+def _plan(
+    adj: Adjacency, algorithm: str, x_dst: Tensor, heads: int, aligned: bool, dense: bool, key: Any
+) -> tuple[str, bool]:
+    """The kernel, and whether it works entry by entry; kept where later calls will get the same."""
     head_bytes = x_dst.size(1) // heads * x_dst.element_size()
-    aligned = _is_aligned(x_dst, x_src, heads)
     call = (algorithm, x_dst.dtype, head_bytes, heads, aligned, dense)
-    return follow(adj, lambda facts: policy.sddmm_algorithm(facts, adj.gpu, *call)).algorithm
+    choice = follow(adj, lambda facts: policy.sddmm_algorithm(facts, adj.gpu, *call))
+    plan = choice.algorithm, policy.sddmm_by_entry(facts_of(adj), aligned)
+    if choice.is_final:
+        adj.plans[key] = plan
+    return plan
 
 
 def _is_aligned(x_dst: Tensor, x_src: Tensor, heads: int) -> bool:
     """Whether every head of every node starts at a multiple of 16 bytes, and a row's stride fits 32 bits."""
+    if not x_dst.is_cuda:
+        return False  # which no kernel of the CPU asks for
     size = x_dst.element_size()
-    if max(x_dst.stride(0), x_src.stride(0)) * size >= 1 << 32:
+    dst_stride, src_stride = x_dst.stride(0) * size, x_src.stride(0) * size
+    if max(dst_stride, src_stride) >= 1 << 32:
         return False
-    bytes_apart = (
-        x_dst.size(1) // heads * size,
-        x_dst.data_ptr(),
-        x_dst.stride(0) * size,
-        x_src.data_ptr(),
-        x_src.stride(0) * size,
-    )
-    return all(each % 16 == 0 for each in bytes_apart)
+    width = x_dst.size(1) // heads * size
+    return (width | x_dst.data_ptr() | dst_stride | x_src.data_ptr() | src_stride) % 16 == 0
 
 
 def _launch_csr(
@@ -162,11 +168,11 @@ def _launch_csr(
     scale_src: Tensor | None,
     heads: int,
     out: Tensor,
+    by_entry: bool,
 ) -> None:
     index = device_index(x_dst.device)
-    by_entry = policy.sddmm_by_entry(facts_of(adj), _is_aligned(x_dst, x_src, heads))
     _C.sddmm_csr(
-        used_csr(adj),
+        adj.plans.get("csr") or used_csr(adj),
         DTYPE_CODE[x_dst.dtype],
         heads,
         x_dst.size(1) // heads,
@@ -266,4 +272,4 @@ def _fake(of: Any) -> Tensor:
     return of.x_dst.new_empty(size, dtype=of.dtype)
 
 
-_sddmm_op = register(_sddmm, _fake, _Sddmm)
+_sddmm_op = register(sddmm_kernel, _fake, _Sddmm, "sddmm")

@@ -27,11 +27,13 @@ from fastsparse_core.ops._common import (
     keep_alive,
     num_heads,
     sum_of_rows,
+    unit_stride,
     widened_value,
 )
 from fastsparse_core.ops._registration import register, run
 from fastsparse_core.ops._spmm_extremum import extremum
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
+from fastsparse_core.ops.sddmm import sddmm_kernel
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 
@@ -102,8 +104,7 @@ def spmm(
     """
     algorithm = policy.requested("spmm", algorithm)
     if (
-        value is None
-        and scale_dst is None
+        scale_dst is None
         and scale_src is None
         and bias is None
         and (reduce == "sum" or reduce == "mean")
@@ -115,13 +116,15 @@ def spmm(
         and x.dtype in DTYPE_CODE
         and x.device == adj.col.device
         and not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
+        and (value is None or _is_plain_value(value, x, adj))
     ):
         # Nothing is left to check: most calls of layers are of this kind.
         scale = None if reduce == "sum" else adj.inv_degree(accumulation_dtype(x.dtype))
-        if not (x.requires_grad and torch.is_grad_enabled()):
-            return launch_spmm(adj, x, None, scale, None, None, algorithm, relu)
-        apply = _Spmm.apply if is_wrapped(x) else _apply
-        plain: Tensor = apply(x, None, scale, None, None, adj.num_dst, adj.handle, False, algorithm, relu)
+        needs_grad = x.requires_grad or (value is not None and value.requires_grad)
+        if not (needs_grad and torch.is_grad_enabled()):
+            return launch_spmm(adj, x, value, scale, None, None, algorithm, relu)
+        apply = _Spmm.apply if is_wrapped(x) or (value is not None and is_wrapped(value)) else _apply
+        plain: Tensor = apply(x, value, scale, None, None, adj.num_dst, adj.handle, False, algorithm, relu)
         return plain
     policy.check_algorithm(value_layout, ("edges", "me_bcrs"), "value_layout")
     if value_layout == "me_bcrs" and reduce in ("max", "min"):
@@ -163,6 +166,19 @@ def spmm(
     else:
         out = _spmm(*arguments)
     return out if x.dim() == 2 else out.reshape(adj.num_dst, *trailing)
+
+
+def _is_plain_value(value: Any, x: Tensor, adj: Adjacency) -> bool:
+    """Whether values are one per edge and head, as the kernels take them."""
+    return (
+        is_plain_eager(value)
+        and value.dim() == 2
+        and value.shape[0] == adj.num_values
+        and value.dtype == x.dtype
+        and value.device == x.device
+        and value.shape[1] > 0
+        and x.shape[1] % value.shape[1] == 0
+    )
 
 
 def _check_value(value: Tensor, features: Tensor, adj: Adjacency, layout: str) -> Tensor:
@@ -239,8 +255,10 @@ class _Spmm(torch.autograd.Function):
         grad_x = grad_value = grad_bias = None
         if rectified is not None:
             grad = grad.masked_fill(rectified <= 0, 0)
+        plain = is_first_derivative(grad)
+        if plain:
+            grad = unit_stride(grad)  # once: that of a sum is expanded
         if ctx.needs_input_grad[0]:
-            plain = is_first_derivative(grad)
             if plain and not ctx.transpose:
                 grad_x = grad_of_features(ctx.keep_alive, grad, value, scale_dst, scale_src, ctx.algorithm)
             else:
@@ -259,7 +277,8 @@ class _Spmm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dst, src = (x, grad) if ctx.transpose else (grad, x)
             scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)
-            grad_value = torch.ops.fastsparse.sddmm.default(
+            product = sddmm_kernel if plain else torch.ops.fastsparse.sddmm.default
+            grad_value = product(
                 dst,
                 src,
                 *scales,

@@ -97,6 +97,11 @@ class Segments:
         )
 
     @property
+    def count(self) -> Tensor:
+        """Number of rows of every segment, at least 1, int64 (num_segments,)."""
+        return self._built.get("count", lambda: self.rowptr.diff().clamp_(min=1))
+
+    @property
     def structure(self) -> Any:
         """The segments as the compiled kernels take them."""
         return self._built.get("structure", self._structure)
@@ -135,8 +140,10 @@ class Segments:
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes by name of what is held."""
-        tensors = {"rowptr": self.rowptr, "order": self.order, "index": self._built.results.get("index")}
-        split = self._built.results.get("row_split")
+        built = self._built.results
+        tensors = {"rowptr": self.rowptr, "order": self.order}
+        tensors |= {name: built.get(name) for name in ("index", "count")}
+        split = built.get("row_split")
         if split is not None:
             tensors |= split.tensors()
         return {name: it.nbytes for name, it in tensors.items() if it is not None}

@@ -109,16 +109,14 @@ struct EdgeLane {
   int edge_width;
 
   __device__ __forceinline__ EdgeLane(const EdgeAttentionInput& input, int head_lanes, int heads_per_group) {
-    const int lane = threadIdx.x % kWarp;
+    // Shifts, for both numbers are powers of two: divisions were a tenth of a row of few entries.
     lanes = head_lanes;
     group_lanes = head_lanes * heads_per_group;
-    const int of_warp = lane / lanes;
-    const int slices_per_warp = kWarp / group_lanes;
-    const std::int64_t warp =
-        static_cast<std::int64_t>(blockIdx.x) * (kHeadThreads / kWarp) + threadIdx.x / kWarp;
-    group = warp * slices_per_warp + of_warp / heads_per_group;
-    sub = lane % lanes;
-    head = static_cast<std::int64_t>(blockIdx.y) * heads_per_group + of_warp % heads_per_group;
+    const int thread = static_cast<int>(threadIdx.x);
+    group = (static_cast<std::int64_t>(blockIdx.x) * kHeadThreads + thread) >> (__ffs(group_lanes) - 1);
+    sub = thread & (lanes - 1);
+    head = static_cast<std::int64_t>(blockIdx.y) * heads_per_group +
+           ((thread & (group_lanes - 1)) >> (__ffs(lanes) - 1));
     live = head < input.heads;
     if (!live) head = input.heads - 1;
     head_width = static_cast<int>(input.head_width);
@@ -423,6 +421,13 @@ __device__ __forceinline__ void load_edge(Words<T, 4> (&edge)[kKeptWeight / 4], 
   for (int c = 0; c < kKeptWeight / 4; ++c) {
     edge[c].load(edge_row<T>(from, row, lane.edge_width) + c * 4, wanted && c * 4 < lane.edge_width);
   }
+}
+
+// exp(x) as __expf computes it, without the steps that save results below 2^-126, which are 0 here.
+__device__ __forceinline__ float exp_or_zero(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));
+  return result;
 }
 
 // Edge features that a lane has room for, with dot products.

@@ -21,11 +21,23 @@ constexpr int kTileVec = 16 / static_cast<int>(sizeof(T));
 template <typename T>
 constexpr int kTileChunks = kTileFeatures / kTileVec<T>;
 
+// Blocks of a multiprocessor that the registers shall suffice for.
+template <typename T>
+constexpr int kMessageBlocks = sizeof(Acc<T>) == 4 ? 4 : 2;
+
 // Entries that a group gathers at once: 128 bytes of a lane's registers, shared by the rows of an entry, but
 // no more than kMost.
 template <typename T, int kRows, int kMost = 4>
 constexpr int kMessagesInFlight =
     std::clamp(128 / (kTileFeatures * static_cast<int>(sizeof(T)) * kRows), 1, kMost);
+
+// One multiplication of 32-bit numbers: of 64-bit ones it takes four, for every row that is gathered.
+template <typename T>
+__device__ __forceinline__ const T* row_from(const DenseView& x, std::uint32_t row) {
+  const auto row_bytes = static_cast<std::uint32_t>(x.stride * static_cast<std::int64_t>(sizeof(T)));
+  return reinterpret_cast<const T*>(static_cast<const char*>(x.data) +
+                                    static_cast<std::uint64_t>(row) * row_bytes);
+}
 
 // A lane's features of one row, as loaded.
 template <typename T>
@@ -49,20 +61,23 @@ struct MessageLane {
   int sub;  // lane within its group
 
   __device__ __forceinline__ MessageLane(std::int64_t width, int lanes) : width(width), lanes(lanes) {
-    sub = static_cast<int>(threadIdx.x) % lanes;
-    group = (static_cast<std::int64_t>(blockIdx.x) * kMessageThreads + threadIdx.x) / lanes;
+    sub = static_cast<int>(threadIdx.x) & (lanes - 1);  // a power of two
+    group = (static_cast<std::int64_t>(blockIdx.x) * kMessageThreads + threadIdx.x) >> (__ffs(lanes) - 1);
     first = (static_cast<std::int64_t>(blockIdx.y) * kTileFeatures * lanes) + sub * kVec;
   }
 
   __device__ __forceinline__ std::int64_t feature(int chunk) const { return first + chunk * lanes * kVec; }
-  // Place of the lane's byte among those of an edge.
-  __device__ __forceinline__ std::int64_t byte() const {
-    return static_cast<std::int64_t>(blockIdx.y) * lanes + sub;
+  // The lane's byte among the signs of an edge.
+  template <typename Byte>
+  __device__ __forceinline__ Byte* signs(Byte* of_edges, std::uint32_t position,
+                                         std::int64_t sign_bytes) const {
+    return of_edges + (blockIdx.y * static_cast<std::uint32_t>(lanes) + sub) +
+           static_cast<std::uint64_t>(position) * static_cast<std::uint32_t>(sign_bytes);
   }
 
-  // Zeros unless `wanted`, and beyond the width.
+  // Zeros unless `wanted`, and beyond the width. Rows are fewer than 2^32, and so are a row's bytes.
   __device__ __forceinline__ TileRow<T> load(const DenseView& x, std::int64_t row, bool wanted = true) const {
-    const T* from = static_cast<const T*>(x.data) + row * x.stride;
+    const T* from = row_from<T>(x, static_cast<std::uint32_t>(row));
     TileRow<T> found;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
@@ -89,6 +104,21 @@ struct MessageLane {
       for (int i = 0; i < kVec; i += kWide) {
         Pack<A, kWide> pack{};
         if (inside) pack = load_pack<A, kWide>(from + feature(c) + i);
+#pragma unroll
+        for (int k = 0; k < kWide; ++k) to[c * kVec + i + k] = pack.lane[k];
+      }
+    }
+  }
+
+  // The lane's weights in a row of a map, anything beyond the width: nothing of that is stored.
+  __device__ __forceinline__ void load_weights(A (&to)[kTileFeatures], const A* row) const {
+    constexpr int kWide = kVec < kTileVec<A> ? kVec : kTileVec<A>;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const A* from = row + (feature(c) < width ? feature(c) : 0);
+#pragma unroll
+      for (int i = 0; i < kVec; i += kWide) {
+        const auto pack = load_pack<A, kWide>(from + i);
 #pragma unroll
         for (int k = 0; k < kWide; ++k) to[c * kVec + i + k] = pack.lane[k];
       }
@@ -168,22 +198,28 @@ __device__ __forceinline__ void add_projected(Acc<T> (&to)[kCount][kTileFeatures
                                               const EdgeMessageInput& input, const void* weight,
                                               const std::uint32_t (&position)[kCount],
                                               const bool (&has)[kCount]) {
+  const Acc<T>* row = static_cast<const Acc<T>*>(weight);
+  const T* from[kCount];
+#pragma unroll
+  for (int u = 0; u < kCount; ++u) from[u] = row_from<T>(input.edge, position[u]);
 #pragma unroll 1
   for (std::int64_t first = 0; first < input.edge_width; first += 4) {
     FourFeatures<T> edge[kCount];
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
-      edge[u].load(static_cast<const T*>(input.edge.data) + position[u] * input.edge.stride + first, has[u]);
+      edge[u].load(from[u], has[u]);
+      from[u] += 4;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       Acc<T> w[kTileFeatures];
-      lane.load_wide(w, weight, first + i);
+      lane.load_weights(w, row);
 #pragma unroll
       for (int u = 0; u < kCount; ++u) {
 #pragma unroll
         for (int f = 0; f < kTileFeatures; ++f) to[u][f] += w[f] * edge[u][i];
       }
+      row += lane.width;
     }
   }
 }

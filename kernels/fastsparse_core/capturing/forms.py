@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from fastsparse_core import recorded
-from fastsparse_core.capture.arguments import Constant, Held, argument_of
-from fastsparse_core.capture.fresh_adjacency import FreshAdjacency
-from fastsparse_core.capture.observe import Observed
-from fastsparse_core.capture.padding import Sizes
-from fastsparse_core.capture.twins import Twins
+from fastsparse_core.capturing.arguments import Constant, Held, argument_of
+from fastsparse_core.capturing.fresh_adjacency import FreshAdjacency
+from fastsparse_core.capturing.observe import Observed
+from fastsparse_core.capturing.padding import Room, Sizes
+from fastsparse_core.capturing.twins import Twins
 
 #: What plugins put around every run of the form that is recorded: functions of what is held.
 surroundings: list[Callable[[list[Held]], Any]] = []
@@ -101,7 +101,7 @@ class Record:
         difference: relative, of its first replay from a run, on trial.
     """
 
-    def __init__(self, call: Call, varies: list[bool], room: Sizes | None) -> None:
+    def __init__(self, call: Call, varies: list[bool], room: Room | None) -> None:
         self.room = room
         self.held = [
             argument.hold(room) if changes else Constant(argument)
@@ -130,7 +130,7 @@ class Record:
 
     def fits(self, call: Call) -> bool:
         """Whether there is room for the call's batch."""
-        return self.room is None or call.sizes is None or self.room.hold(call.sizes)
+        return self.room is None or call.sizes is None or self.room.holds(call.sizes)
 
     def write(self, call: Call) -> None:
         """Copies the call's arguments to where the step reads them."""
@@ -143,22 +143,18 @@ class Record:
         room, sizes = self.room, call.sizes
         if room is None or sizes is None:
             return result
-        rows = {room.nodes: sizes.nodes, room.edges: sizes.edges}
-
-        def trim(item: Any) -> Any:
-            padded = isinstance(item, Tensor) and item.dim() and item.size(0) in rows
-            return item[: rows[item.size(0)]] if padded else item
-
-        return tree_map(trim, result)
+        return tree_map(lambda item: room.cut(item, sizes) if isinstance(item, Tensor) else item, result)
 
     def run(self, step: Callable[..., Any], observed: Observed) -> Any:
         """Runs a step on what is held, in the form that is recorded."""
         args, kwargs = self.given
-        greatest = {address: value for held in self.held for address, value in held.greatest.items()}
+        greatest = {place: value for held in self.held for place, value in held.greatest.items()}
         rows = [of_kind for held in self.held for of_kind in held.rows]
         with ExitStack() as stack:
             self.execution = recorded.StepRun(
-                has_padding=self.room is not None, of_edges=FreshAdjacency.of_edges
+                has_padding=self.room is not None,
+                of_edges=FreshAdjacency.of_edges,
+                sorted_rows={place for held in self.held for place in held.sorted},
             )
             stack.enter_context(recorded.running(self.execution))
             for surrounding in surroundings:

@@ -14,14 +14,14 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fastsparse_core import policy, recorded
-from fastsparse_core.capture import graphs
-from fastsparse_core.capture.forms import Call, Form, Record, Refused
-from fastsparse_core.capture.gradients import GradientBuffers
-from fastsparse_core.capture.journal import Trial, difference, on_trial
-from fastsparse_core.capture.observe import Observed
-from fastsparse_core.capture.optimizers import RecordedOptimizer
-from fastsparse_core.capture.padding import Sizes, room_for
-from fastsparse_core.capture.twins import WithoutDropout
+from fastsparse_core.capturing import graphs
+from fastsparse_core.capturing.forms import Call, Form, Record, Refused
+from fastsparse_core.capturing.gradients import GradientBuffers
+from fastsparse_core.capturing.journal import Trial, difference, on_trial
+from fastsparse_core.capturing.observe import Observed
+from fastsparse_core.capturing.optimizers import RecordedOptimizer
+from fastsparse_core.capturing.padding import Room, room_for
+from fastsparse_core.capturing.twins import WithoutDropout
 from fastsparse_core.log import info_once
 
 logger = logging.getLogger("fastsparse_core")
@@ -75,6 +75,11 @@ class Captured:
     def records(self) -> list[Record]:
         """All there are."""
         return [item for form in self._forms.values() for item in form.records]
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether some calls are replays."""
+        return any(item.replay is not None for item in self.records)
 
     @property
     def forms(self) -> list[Form]:
@@ -202,14 +207,14 @@ class Captured:
         form.records.insert(0, made)
         return made
 
-    def _compare(self, form: Form, call: Call, room: Sizes | None) -> None:
+    def _compare(self, form: Form, call: Call, room: Room | None) -> None:
         """Runs the step on a batch as it is and with much padding; undoes both.
 
         Raises:
             Refused: they differ.
         """
         device = call.device or torch.device("cpu")
-        wide = None if room is None else Sizes(2 * room.nodes + 1, 2 * room.edges + 3)
+        wide = None if room is None else room.doubled()
         trial = Record(call, form.varies, wide)
         trial.write(call)
         with recorded.without_dropout(), WithoutDropout(), _without_autocast(device):

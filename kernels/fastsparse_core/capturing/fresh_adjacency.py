@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from fastsparse_core import _C
+from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 from fastsparse_core.recorded import StepRun
@@ -37,6 +39,7 @@ class FreshAdjacency(Adjacency):
         col: sources, like ``row``.
         shape: (num_dst, num_src).
         edge_id: position of every entry among the values; None: in this order.
+        is_sorted: whether destinations ascend.
     """
 
     is_padded = True
@@ -50,15 +53,36 @@ class FreshAdjacency(Adjacency):
         edge_id: Tensor | None = None,
         num_given: int | None = None,
         loop_edge: Tensor | None = None,
+        is_sorted: bool = False,
     ) -> None:
         num_dst, device = shape[0], row.device
-        sorted_row, order = torch.sort(row.int(), stable=True)
-        rowptr = torch.searchsorted(sorted_row, torch.arange(num_dst + 1, dtype=torch.int32, device=device))
+        if not is_sorted:
+            row, order = torch.sort(row.int(), stable=True)
+            col, edge_id = col[order], order.int() if edge_id is None else edge_id[order]
+        rowptr = torch.empty(num_dst + 1, dtype=torch.int64, device=device)
+        inv_degree = torch.empty(num_dst, device=device)
+        slices = torch.empty(num_dst, 2, dtype=torch.int64, device=device)
+        ends, index = row.long(), device_index(device)
+        _C.emit_rows(
+            ends.data_ptr(),
+            ends.numel(),
+            num_dst,
+            rowptr.data_ptr(),
+            inv_degree.data_ptr(),
+            slices.data_ptr(),
+            index,
+            queue(index),
+        )
+        if device.type == "cpu":  # where that leaves the work list out
+            words = slices.view(torch.int32)
+            slices[:, 0] = rowptr[:-1]
+            words[:, 2] = rowptr.diff().int()
+            words[:, 3] = torch.arange(num_dst, dtype=torch.int32)
         super().__init__(
             rowptr,
-            col[order].int(),
+            col.int(),
             shape,
-            edge_id=order.int() if edge_id is None else edge_id[order],
+            edge_id=edge_id,
             num_given=num_given,
             loop_edge=loop_edge,
             group_rows="none",
@@ -67,12 +91,8 @@ class FreshAdjacency(Adjacency):
         self._bsb_refused = True
         self._is_symmetric = False
         self.usage.scattered = 0
-        slices = torch.empty(num_dst, 2, dtype=torch.int64, device=device)
-        words = slices.view(torch.int32)
-        slices[:, 0] = rowptr[:-1]
-        words[:, 2] = rowptr.diff().int()
-        words[:, 3] = torch.arange(num_dst, dtype=torch.int32, device=device)
-        self._of_rows.results["row"] = sorted_row
+        self._of_rows.results["row"] = row.int()
+        self._of_rows.results["inv_degree", torch.float32] = inv_degree
         self._of_rows.results["row_split"] = unsplit_rows(slices)
         self._of_rows.results["has_empty_rows"] = (True,)  # not known: what asks is prepared for them
         self._built.results["csr_structure"] = self._csr_structure()
@@ -109,7 +129,8 @@ class FreshAdjacency(Adjacency):
                 row, col = row.masked_fill(is_loop, shape[0] - 1), col.masked_fill(is_loop, shape[1] - 1)
             row, col, _, appended = _insert_loops(row, col, count, False)
             loop_edge = appended if loop_edge is None else loop_edge
-        return cls(row, col, shape, num_given=num_given, loop_edge=loop_edge)
+        is_sorted = self_loops == "keep" and run.is_sorted(row)
+        return cls(row, col, shape, num_given=num_given, loop_edge=loop_edge, is_sorted=is_sorted)
 
     def out_degree(self) -> Tensor:
         """Number of entries per column, int64 (num_src,)."""

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from fastsparse_core.capture.captured import Captured
-from fastsparse_core.capture.forms import Record
+from fastsparse_core.capturing.captured import Captured
+from fastsparse_core.capturing.forms import Record
 
 _M = TypeVar("_M", bound=torch.nn.Module)
 

@@ -11,8 +11,8 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fastsparse_core.capture.padded_adjacency import PaddedAdjacency, write
-from fastsparse_core.capture.step import CapturedStep
+from fastsparse_core.capturing.padded_adjacency import PaddedAdjacency, write
+from fastsparse_core.capturing.step import CapturedStep
 from fastsparse_core.formats.inspection import Facts
 from fastsparse_core.log import info_once
 from fastsparse_core.streams import on_stream

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastsparse_core.capture.forms import Refused
+from fastsparse_core.capturing.forms import Refused
 
 #: Optimisers with one kernel for a whole step, which reads the learning rate from a tensor, and also takes
 #: what a gradient scaler finds. SGD has no other way to leave the host out.
@@ -37,6 +37,7 @@ class RecordedOptimizer:
         self._supports = supports
         self._scales = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._before: list[dict[str, Any]] = []
+        self._moved: list[tuple[dict[str, Any], str]] = []
         self._rates: list[Tensor | None] = [self._prepare(group) for group in optimizer.param_groups]
         self._state = optimizer.state
         self._settings = self._read_settings()
@@ -70,14 +71,16 @@ class RecordedOptimizer:
         if not isinstance(rate, Tensor) or rate.device != device:
             group["lr"] = torch.tensor(float(rate), device=device)
         for parameter in parameters:
-            self._move_step(parameter, device)
+            self._move_scalars(self.optimizer.state.get(parameter, {}), device)
         made: Tensor = group["lr"]
         return made
 
-    def _move_step(self, parameter: Tensor, device: torch.device) -> None:
-        state = self.optimizer.state.get(parameter, {})
-        if isinstance(state.get("step"), Tensor):
-            state["step"] = state["step"].to(device=device, dtype=torch.float32)
+    def _move_scalars(self, state: dict[str, Any], device: torch.device) -> None:
+        """Numbers of a parameter's state that the host would read, as its count of steps."""
+        for name, item in state.items():
+            if isinstance(item, Tensor) and item.dim() == 0 and item.is_cpu and device.type != "cpu":
+                state[name] = item.to(device=device, dtype=torch.float32)
+                self._moved.append((state, name))
 
     def restore(self) -> None:
         """Gives back the settings that it had, but for what was changed since."""
@@ -90,9 +93,9 @@ class RecordedOptimizer:
                 known = float(before["lr"])
                 number = float(rate)  # in float32
                 group["lr"] = known if abs(number - known) <= 1e-6 * abs(known) else number
-            if not group.get("capturable") and not group.get("fused"):
-                for parameter in group["params"]:
-                    self._move_step(parameter, torch.device("cpu"))
+        for state, name in self._moved:
+            if isinstance(state.get(name), Tensor):
+                state[name] = state[name].cpu()
 
     def _read_settings(self) -> list[dict[str, Any]]:
         return [

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 
 from fastsparse_core import policy
-from fastsparse_core.capture.graphs import record
+from fastsparse_core.capturing.graphs import record
 from fastsparse_core.log import info_once
 from fastsparse_core.streams import on_stream
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsparse_core.capture.padding import Rows, Sizes
+from fastsparse_core.capturing.padding import Room, Rows, Sizes
 
 #: type -> what makes an `Argument` of an object of it; plugins add their own, the last one goes first.
 _makers: list[tuple[type, Callable[[Any], Argument | None]]] = []
@@ -37,7 +37,7 @@ class Argument:
         """The object with other tensors in the place of its own."""
         return self.value
 
-    def hold(self, room: Sizes | None) -> Held:
+    def hold(self, room: Room | None) -> Held:
         """Memory for arguments like this one.
 
         Args:
@@ -56,6 +56,7 @@ class Held:
         value: what the step is given.
         rows: which rows are padding, where there is some.
         greatest: see `Twins`.
+        sorted: see `StepRun`.
     """
 
     def __init__(self, like: Argument) -> None:
@@ -64,7 +65,8 @@ class Held:
             held.requires_grad_(tensor.requires_grad)
         self.value = like.with_tensors(self.tensors)
         self.rows: list[Rows] = []
-        self.greatest: dict[int, int] = {}
+        self.greatest: dict[tuple[int, int], int] = {}
+        self.sorted: set[tuple[int, int]] = set()
 
     def write(self, argument: Argument) -> None:
         """Copies an argument's tensors there."""
@@ -79,7 +81,7 @@ class Constant(Held):
     def __init__(self, like: Argument) -> None:
         self.value = like.value
         self.tensors = like.tensors
-        self.rows, self.greatest = [], {}
+        self.rows, self.greatest, self.sorted = [], {}, set()
         self._versions = _versions(like.tensors)
 
     def is_as_recorded(self, argument: Argument) -> bool:

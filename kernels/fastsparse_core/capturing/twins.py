@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from fastsparse_core.capture.padding import Rows
+from fastsparse_core.capturing.padding import Rows
 
 
 class Masks:
@@ -53,16 +53,22 @@ class Twins(TorchFunctionMode):
 
     Args:
         rows: of nodes and of edges, where they are padded.
-        greatest: the greatest index in a tensor of indices, by address of its storage: what functions that
-            count nodes or graphs would read from the device.
+        greatest: the greatest index in a tensor of indices, by address of its storage and number of indices
+            (-1: any): what functions that count nodes or graphs would read from the device.
         masks: that the step was seen to use.
     """
 
-    def __init__(self, rows: list[Rows], greatest: dict[int, int], masks: Masks) -> None:
+    def __init__(self, rows: list[Rows], greatest: dict[tuple[int, int], int], masks: Masks) -> None:
         super().__init__()
         self.rows = {of_kind.room: of_kind for of_kind in rows}
         self.greatest = greatest
         self.masks = masks
+
+    def greatest_of(self, index: Tensor) -> int | None:
+        """The greatest index there can be, if that is known."""
+        address = index.untyped_storage().data_ptr()
+        known = [self.greatest[address, size] for size in index.shape if (address, size) in self.greatest]
+        return max(known) if known else self.greatest.get((address, -1))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         twin = _TWINS.get(func)
@@ -95,7 +101,7 @@ def _check_room(twins: Twins, x: Any, dim: Any, index: Any) -> None:
     """Refuses indices of padding into what has no row for it, which would end the process on a GPU."""
     if not isinstance(index, Tensor) or index.is_floating_point() or not isinstance(x, Tensor):
         return
-    greatest = twins.greatest.get(index.untyped_storage().data_ptr()) if isinstance(dim, int) else None
+    greatest = twins.greatest_of(index) if isinstance(dim, int) else None
     if greatest is not None and x.dim() and x.size(dim) <= greatest:
         raise RuntimeError(
             f"a tensor of shape {tuple(x.shape)} is indexed by a batch's nodes or edges, and has no row for "
@@ -106,7 +112,7 @@ def _check_room(twins: Twins, x: Any, dim: Any, index: Any) -> None:
 def _max(twins: Twins, func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if args or kwargs or not isinstance(x, Tensor) or x.dtype not in (torch.int64, torch.int32):
         return NotImplemented
-    greatest = twins.greatest.get(x.untyped_storage().data_ptr())
+    greatest = twins.greatest_of(x)
     return NotImplemented if greatest is None else torch.tensor(greatest, dtype=x.dtype)
 
 

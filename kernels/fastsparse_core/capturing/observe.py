@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from fastsparse_core.capture.twins import Masks, is_mask
+from fastsparse_core.capturing.twins import Masks, is_mask
 
 _LOW = (torch.float16, torch.bfloat16)
 
