@@ -132,7 +132,6 @@ def _measure(
     budget_ms: float,
 ) -> dict[str, Any]:
     """Time and peak memory of a step whose output is that of PyG's layer."""
-
     module.eval()
     with torch.no_grad():
         result = layer.call(module, it).detach()

@@ -23,7 +23,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch_geometric.nn import SAGEConv
 
-from fastsparse_core import Adjacency, CapturedBatches
+from fastsparse_core import Adjacency
 from fastsparse_pyg import FastSAGEConv
 
 from . import suite
@@ -99,11 +99,6 @@ def run(options: argparse.Namespace) -> Path:
         + ", ".join(f"{name} {precision.tolerance:g}" for name, precision in PRECISIONS.items())
         + ") or up to twice that of PyG's layers in the same precision, whichever is greater"
     )
-    if device.type == "cuda":
-        out.note(
-            "with CapturedBatches a step compresses and checks the edges in memory set aside, then replays"
-            " one CUDA graph of forward and backward"
-        )
     for name in progress(options.graphs, "minibatch"):
         graph = suite.load(name, device)
         generator = torch.Generator(device=device).manual_seed(0)
@@ -153,8 +148,6 @@ def _measure(
     try:
         checks = _checks(models, batches, precision)
         sound = {key: model for key, model in models.items() if checks[key]["status"] == "ok"}
-        for model in sound.values():
-            model.warm(batches)
         times = _alternating(sound, batches, options.rounds, device)
         for key, model in models.items():
             cell: dict[str, Any] = dict(checks[key])
@@ -222,13 +215,6 @@ class Model:
         self.precision, self.structure = precision, structure
         self.activation: Callable[[Tensor], Tensor] = F.relu
 
-    def warm(self, batches: Sequence[Batch]) -> None:
-        """What has to happen once before steps are timed."""
-
-    def place(self, batch: Batch) -> Tensor:
-        """The batch's features, where the step wants them."""
-        return batch.x
-
     def share(self, other: Model) -> None:
         """Takes the weights of another model, which may have PyG's names for them."""
         state = other.layers.state_dict()
@@ -252,48 +238,16 @@ class Model:
 
     def step(self, structures: Sequence[Any], batch: Batch, x: Tensor) -> Tensor:
         """Forward and backward; the result."""
-        return self._train(structures, [block.num_dst for block in batch.blocks], x, batch.gradient)
-
-    def _train(self, structures: Sequence[Any], sizes: Sequence[int], x: Tensor, gradient: Tensor) -> Tensor:
         for parameter in self.layers.parameters():
             parameter.grad = None
-        out = self.forward(structures, sizes, x)
-        out.backward(gradient)
+        out = self.forward(structures, [block.num_dst for block in batch.blocks], x)
+        out.backward(batch.gradient)
         return out.detach()
 
     def gradients(self) -> dict[str, Tensor]:
         """By PyG's names."""
         grads = {name: p.grad.double() for name, p in self.layers.named_parameters() if p.grad is not None}
         return {_pyg_name(name): grad for name, grad in grads.items()}
-
-
-class CapturedModel(Model):
-    """The same layers in a step that `CapturedBatches` records."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__(list(model.layers), model.fresh, model.call, model.precision)
-        self.batches = CapturedBatches(self._padded_step, fill={"x": 0.0})
-
-    def _padded_step(self, structures: Sequence[Adjacency], x: Tensor, gradient: Tensor) -> Tensor:
-        return self._train(structures, [structure.num_dst for structure in structures], x, gradient)
-
-    def warm(self, batches: Sequence[Batch]) -> None:
-        self.batches.reset()
-        for _ in range(3):
-            for batch in batches:
-                self.step([self.fresh(block) for block in batch.blocks], batch, self.place(batch))
-        if batches[0].x.is_cuda and not self.batches.is_recorded:
-            raise RuntimeError("the step was not recorded: expected more batches")
-
-    def place(self, batch: Batch) -> Tensor:
-        return self.batches.gather("x", batch.x, torch.arange(batch.x.size(0), device=batch.x.device))
-
-    def step(self, structures: Sequence[Any], batch: Batch, x: Tensor) -> Tensor:
-        edges = [
-            (row, col, (block.num_dst, block.num_src))
-            for (col, row), block in zip(map(Tensor.unbind, structures), batch.blocks, strict=True)
-        ]
-        return self.batches(edges, x=x, gradient=batch.gradient)
 
 
 #: PyG's names of SAGEConv's parameters -> DGL's
@@ -317,8 +271,6 @@ def _models(width: int, depth: int, device: torch.device, precision: Precision) 
         "FastSAGEConv (PyG)": _pyg_model(FastSAGEConv, *shape, _adjacency),
         _ORIGINAL: _pyg_model(SAGEConv, *shape),
     }
-    if device.type == "cuda":
-        models["FastSAGEConv (PyG), CapturedBatches"] = CapturedModel(_pyg_model(FastSAGEConv, *shape))
     if device.type == "cpu":  # the wheel of DGL knows no CUDA
         try:
             dgl_nn = importlib.import_module("fastsparse_dgl.compat").dgl.nn
@@ -385,7 +337,6 @@ def _checks(
     expected = _results(exact, batch.to(_EXACT.dtype, _EXACT.dtype))
 
     def error(model: Model) -> dict[str, Any]:
-        model.warm(batches)
         return {"error": max(map(relative_error, _results(model, batch), expected))}
 
     checks = {key: attempt(partial(error, model)) for key, model in models.items()}
@@ -402,7 +353,7 @@ def _checks(
 
 def _results(model: Model, batch: Batch) -> list[Tensor]:
     """The result of a step and the gradients of all weights, by PyG's names in order."""
-    out = model.step([model.fresh(block) for block in batch.blocks], batch, model.place(batch)).double()
+    out = model.step([model.fresh(block) for block in batch.blocks], batch, batch.x).double()
     return [out, *(grad for _, grad in sorted(model.gradients().items()))]
 
 
@@ -414,7 +365,7 @@ def _alternating(
     for turn in range(rounds + 1):
         for batch in batches:
             for key, model in models.items():
-                structures, x = [model.fresh(block) for block in batch.blocks], model.place(batch)
+                structures, x = [model.fresh(block) for block in batch.blocks], batch.x
                 _wait(device)
                 begin = time.perf_counter()
                 model.step(structures, batch, x)
@@ -428,7 +379,7 @@ def _launches(model: Model, batch: Batch, device: torch.device) -> int | None:
     """Kernels, copies and fills that one step gives the device; None without a device."""
     if device.type != "cuda":
         return None
-    structures, x = [model.fresh(block) for block in batch.blocks], model.place(batch)
+    structures, x = [model.fresh(block) for block in batch.blocks], batch.x
     _wait(device)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         model.step(structures, batch, x)
@@ -442,8 +393,6 @@ def _launches(model: Model, batch: Batch, device: torch.device) -> int | None:
 
 def _parts(model: Model, batches: Sequence[Batch], device: torch.device) -> dict[str, float]:
     """Medians of structure (where the layer makes one), forward and backward, each waited for."""
-    if isinstance(model, CapturedModel):
-        return {}  # one graph
     parts: dict[str, list[float]] = {"structure_ms": [], "forward_ms": [], "backward_ms": []}
 
     def timed(part: str, job: Callable[[], Any]) -> Any:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-from fastsparse_core import Adjacency, CapturedBatches
+from fastsparse_core import Adjacency, capture
+from fastsparse_core.capturing import graphs
 from fastsparse_core.sampling import NeighborSampler
 from fastsparse_pyg import FastSAGEConv, NeighborLoader
 
@@ -134,13 +135,12 @@ def _epochs(out: Any, name: str, graph: suite.Graph, options: argparse.Namespace
         data, options.fanouts, train, batch_size=options.seeds, shuffle=True, device=device
     )
     for precision, amp in PRECISIONS.items():
-        for captured in (False, True) if device.type == "cuda" else (False,):
+        for captured in (False, True) if graphs.CudaGraphs.supports(device) else (False,):
 
             def measure(amp: torch.dtype | None = amp, captured: bool = captured) -> dict[str, Any]:
                 torch.manual_seed(0)
                 model = Sage(options.features, options.width, classes, len(options.fanouts)).to(device)
-                seconds, loss = _train(model, loader, amp, captured, options.epochs)
-                return {"epoch_s": min(seconds), "epochs_s": seconds, "loss": loss}
+                return _train(model, loader, amp, captured, options.epochs)
 
             out.add(
                 graph=name,
@@ -153,22 +153,26 @@ def _epochs(out: Any, name: str, graph: suite.Graph, options: argparse.Namespace
             )
 
 
-def _train(
-    model: Sage, loader: Any, amp: torch.dtype | None, captured: bool, epochs: int
-) -> tuple[list[float], float]:
-    """Seconds of every epoch after the first, and the last mean loss."""
-    device = next(model.parameters()).device
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, capturable=device.type == "cuda")
+def _train(model: Sage, loader: Any, amp: torch.dtype | None, captured: bool, epochs: int) -> dict[str, Any]:
+    """Seconds of every epoch after the first, and the last mean loss.
 
-    def step(structures: Sequence[Adjacency], x: Tensor, y: Tensor) -> Tensor:
+    Raises:
+        RuntimeError: the step was to be captured, and runs as it is.
+    """
+    device = next(model.parameters()).device
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=device.type == "cuda")
+
+    def step(batch: Any) -> Tensor:
+        y = batch.y[: batch.batch_size]
         optimizer.zero_grad()
         with torch.autocast(device.type, amp, enabled=amp is not None):
-            loss = F.cross_entropy(model(structures, x)[: y.size(0)].float(), y)
+            structures = [Adjacency.from_coo(*edges) for edges in hops_of(batch)]
+            loss = F.cross_entropy(model(structures, batch.x)[: y.size(0)].float(), y)
         loss.backward()
         optimizer.step()
         return loss.detach()
 
-    batches = CapturedBatches(step, fill={"x": 0.0})
+    run: Any = capture(step) if captured else step
     seconds: list[float] = []
     mean = float("nan")
     for epoch in range(epochs + 1):
@@ -177,13 +181,10 @@ def _train(
         begin = time.perf_counter()
         total = torch.zeros((), device=device)
         for batch in loader:
-            y = batch.y[: batch.batch_size]
-            if captured:
-                loss = batches(hops_of(batch), x=batch.x, y=y)
-            else:
-                loss = step([Adjacency.from_coo(*edges) for edges in hops_of(batch)], batch.x, y)
-            total += loss
+            total += run(batch)
         mean = float(total) / len(loader)  # waits for the device
         if epoch:
             seconds.append(round(time.perf_counter() - begin, 4))
-    return seconds, mean
+    if captured and not run.captured.is_recorded:
+        raise RuntimeError("not recorded: " + "; ".join(form.refusal for form in run.captured.forms))
+    return {"epoch_s": min(seconds), "epochs_s": seconds, "loss": mean}

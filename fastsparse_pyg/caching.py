@@ -66,22 +66,6 @@ def lookup(
     return layer_cache.lookup(key, stamp, options, lambda: _build_outside_inference_mode(build))
 
 
-def known(edge_index: Tensor, options: Hashable) -> Adjacency | None:
-    """The structure of the last edges that came with these options, if they are a plain tensor and the same.
-
-    What :func:`lookup` finds, in less of the host's time; None: ask it.
-    """
-    latest = layer_cache.latest.get(options)
-    if latest is None or latest[0]() is not edge_index or type(edge_index) is not Tensor:
-        return None
-    # What `stamp_of` says of a plain tensor, without the call.
-    if latest[1] != ((edge_index.data_ptr(), edge_index.stride(), *stamp_attributes(edge_index)),):
-        return None
-    layer_cache.hits += 1
-    adjacency: Adjacency = latest[2]
-    return adjacency
-
-
 def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) -> Adjacency:
     """The structure of the last edge list with the same size and content, if there were several of that size.
 

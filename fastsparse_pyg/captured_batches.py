@@ -30,11 +30,11 @@ _INDICES = ("edge_index", "edge_label_index")
 class _DataArgument(Argument):
     """A whole graph: its tensors, with their sizes."""
 
-    def __init__(self, data: Data) -> None:
-        items = {name: item for name, item in data.to_dict().items() if isinstance(item, Tensor)}
-        self.names = tuple(items)
-        key = tuple((name, *tensor_key(item)) for name, item in items.items())
-        super().__init__(data, (type(data), _others(data), *key), list(items.values()))
+    def __init__(self, data: Data, items: dict[str, Any]) -> None:
+        tensors = {name: item for name, item in items.items() if isinstance(item, Tensor)}
+        self.names = tuple(tensors)
+        key = tuple((name, *tensor_key(item)) for name, item in tensors.items())
+        super().__init__(data, (type(data), _others(items), *key), list(tensors.values()))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
         return _with(self.value, dict(zip(self.names, tensors, strict=True)))
@@ -43,14 +43,14 @@ class _DataArgument(Argument):
 class _BatchArgument(Argument):
     """A batch of graphs, or of neighbours of seeds: any number of nodes and edges."""
 
-    def __init__(self, data: Data, kinds: dict[str, str]) -> None:
-        self.items = {name: item for name, item in data.to_dict().items() if isinstance(item, Tensor)}
-        self.kinds = kinds
-        self.sizes = _sizes(data)
+    def __init__(self, data: Data, items: dict[str, Any]) -> None:
+        self.items = {name: item for name, item in items.items() if isinstance(item, Tensor)}
+        self.kinds = kinds = {name: _kind(data, name, item) for name, item in self.items.items()}
+        self.sizes = _sizes(data, items)
         self.is_sorted = sampled_edges(data.edge_index) is not None
         self.num_graphs = data.ptr.numel() - 1 if "ptr" in self.items else 0
         hops = len(self.sizes.edges)
-        key: list[Any] = [type(data), self.num_graphs, hops, self.is_sorted, _others(data)]
+        key: list[Any] = [type(data), self.num_graphs, hops, self.is_sorted, _others(items)]
         for name, item in self.items.items():
             kind = kinds[name]
             shape = {"other": item.shape, "index": (kind,)}.get(kind, (kind, *item.shape[1:]))
@@ -126,26 +126,25 @@ class _HeldBatch(Held):
             self.batch.masked_fill_(places.nodes.mask.logical_not(), self.num_graphs)
 
 
-def _sizes(data: Data) -> Sizes:
+def _sizes(data: Data, items: dict[str, Any]) -> Sizes:
     """By hop, where attributes say how many there are of each, and are still true."""
     all_of_it = Sizes((int(data.num_nodes or 0),), (data.edge_index.size(1),))
-    nodes, edges = data.get("num_sampled_nodes"), data.get("num_sampled_edges")
+    nodes, edges = items.get("num_sampled_nodes"), items.get("num_sampled_edges")
     if not isinstance(nodes, (list, tuple)) or not isinstance(edges, (list, tuple)):
         return all_of_it
-    if any("index" in name and name not in _INDICES for name in data.to_dict()):
+    if any("index" in name and name not in _INDICES for name in items):
         return all_of_it
     by_hop = Sizes(tuple(map(int, nodes)), tuple(map(int, edges)))
     is_true = (sum(by_hop.nodes), sum(by_hop.edges)) == (all_of_it.nodes[0], all_of_it.edges[0])
     return by_hop if is_true and len(nodes) == len(edges) + 1 > 1 else all_of_it
 
 
-def _others(data: Data) -> Hashable:
+def _others(items: dict[str, Any]) -> Hashable:
     """What a graph holds besides tensors, as far as it can be compared."""
-    items = ((name, item) for name, item in data.to_dict().items() if not isinstance(item, Tensor))
     return tuple(
         (name, item if isinstance(item, (int, float, str)) else repr(item))
-        for name, item in items
-        if name not in _OF_ONE_BATCH
+        for name, item in items.items()
+        if name not in _OF_ONE_BATCH and not isinstance(item, Tensor)
     )
 
 
@@ -159,14 +158,11 @@ def _with(data: Data, items: dict[str, Tensor]) -> Data:
 def _argument_of(data: Data) -> Argument | None:
     is_batch = isinstance(data, Batch) and "batch" in data and "ptr" in data
     is_sampled = "batch_size" in data and "n_id" in data
-    edges = data.get("edge_index")
+    items = data.to_dict()
+    edges = items.get("edge_index")
     if not (is_batch or is_sampled) or type(edges) is not Tensor or edges.dim() != 2:
-        return _DataArgument(data)
-    kinds = {}
-    for name, item in data.to_dict().items():
-        if isinstance(item, Tensor):
-            kinds[name] = _kind(data, name, item)
-    return _BatchArgument(data, kinds)
+        return _DataArgument(data, items)
+    return _BatchArgument(data, items)
 
 
 def _kind(data: Data, name: str, item: Tensor) -> str:

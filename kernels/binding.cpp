@@ -731,6 +731,88 @@ class AttentionLayer {
   double scale_;
 };
 
+#ifdef FASTSPARSE_WITH_CUDA
+// The same on CUDA, with the structures of one pass, and those of the transposed graph for the backward pass.
+class CudaAttentionLayer {
+ public:
+  CudaAttentionLayer(const CsrStructure* structure, const CsrStructure* transposed, const BsbView* blocks,
+                     const BsbView* transposed_blocks, std::int64_t num_slots, std::int64_t num_slots_t,
+                     std::int64_t att_rows, int kind, int dtype, std::int64_t num_nodes, std::int64_t heads,
+                     std::int64_t head_width, std::int64_t maps, float scale, std::int64_t num_parts,
+                     bool backward, int device)
+      : device_(device) {
+    if (structure != nullptr) args_.a = structure->a, args_.split = structure->split;
+    if (transposed != nullptr) args_.a_t = transposed->a, args_.split_t = transposed->split;
+    if (blocks != nullptr) args_.blocks = *blocks;
+    if (transposed_blocks != nullptr) args_.blocks_t = *transposed_blocks;
+    args_.num_slots = num_slots;
+    args_.num_slots_t = num_slots_t;
+    args_.att_rows = att_rows;
+    args_.kind = static_cast<AttentionScore>(kind);
+    args_.dtype = static_cast<Dtype>(dtype);
+    args_.num_nodes = num_nodes;
+    args_.heads = heads;
+    args_.head_width = head_width;
+    args_.maps = maps;
+    args_.scale = scale;
+    args_.num_parts = num_parts;
+    scratch_ = cuda::attention_layer_scratch(args_, backward);
+  }
+
+  std::int64_t scratch() const { return scratch_; }
+
+  void forward(Address joint, Address first_vector, Address second_vector, Address bias, bool bias_is_float,
+               Address out, Address result, Address state, Address scratch, double dropout_p,
+               std::int64_t seed, bool tf32, Address queue) const {
+    CudaAttentionLayerArgs args = call(joint, first_vector, second_vector, out, state, scratch);
+    args.dropout = make_dropout(dropout_p, seed);
+    args.tf32 = tf32;
+    args.bias = at(bias);
+    args.bias_is_float = bias_is_float;
+    args.result = at(result);
+    const DeviceGuard guard(device_);
+    check(cuda::attention_layer(args, at(queue)), "attention_layer");
+  }
+
+  void backward(Address joint, Address first_vector, Address second_vector, Address out, Address state,
+                Address scratch, Address grad, std::int64_t grad_stride, Address grad_joint,
+                Address grad_first, Address grad_second, Address grad_bias, int grad_bias_dtype,
+                Address grad_map_bias, int grad_map_bias_dtype, double dropout_p, std::int64_t seed,
+                bool tf32, Address queue) const {
+    CudaAttentionLayerArgs args = call(joint, first_vector, second_vector, out, state, scratch);
+    args.dropout = make_dropout(dropout_p, seed);
+    args.tf32 = tf32;
+    args.grad = {at(grad), grad_stride};
+    args.grad_joint = at(grad_joint);
+    args.grad_vectors[0] = at<float>(grad_first);
+    args.grad_vectors[1] = at<float>(grad_second);
+    args.grad_bias = at(grad_bias);
+    args.grad_bias_dtype = static_cast<Dtype>(grad_bias_dtype);
+    args.grad_map_bias = at(grad_map_bias);
+    args.grad_map_bias_dtype = static_cast<Dtype>(grad_map_bias_dtype);
+    const DeviceGuard guard(device_);
+    check(cuda::attention_layer_backward(args, at(queue)), "attention_layer_backward");
+  }
+
+ private:
+  CudaAttentionLayerArgs call(Address joint, Address first_vector, Address second_vector, Address out,
+                              Address state, Address scratch) const {
+    CudaAttentionLayerArgs args = args_;
+    args.joint = at(joint);
+    args.vectors[0] = at<float>(first_vector);
+    args.vectors[1] = at<float>(second_vector);
+    args.out = at(out);
+    args.state = at(state);
+    args.scratch = at<float>(scratch);
+    return args;
+  }
+
+  CudaAttentionLayerArgs args_{};
+  std::int64_t scratch_;
+  int device_;
+};
+#endif
+
 EdgeAttentionInput edge_attention_input(bool gatv2, int dtype, std::int64_t heads, std::int64_t head_width,
                                         std::int64_t edge_width, Address q, std::int64_t q_stride, Address k,
                                         std::int64_t k_stride, Address v, std::int64_t v_stride,
@@ -1134,91 +1216,6 @@ py::tuple inspect(Address row, Address col, Address edge_id, bool index_is_64bit
 
 std::size_t round_up(std::size_t bytes, std::size_t step) { return (bytes + step - 1) / step * step; }
 
-// Scratch of inspect_and_sort on CUDA: the sort's, a slice for every row, the facts and the two totals.
-std::size_t inspect_and_sort_scratch_bytes(bool index_is_64bit, std::int64_t num_edges, std::int64_t num_rows,
-                                           std::int64_t num_cols, int device) {
-  // Any place stands for the order, whose presence alone decides.
-  const CompressArgs args{nullptr, nullptr, index_is_64bit, num_edges, num_rows, num_cols,
-                          true,    nullptr, nullptr,        &device,   false};
-  return round_up(compress_scratch_bytes(args, device), sizeof(RowSlice)) + num_rows * sizeof(RowSlice) +
-         (kNumEdgeFacts + 2) * sizeof(std::int64_t);
-}
-
-// The facts of `inspect` about edges, and the edges sorted by (row, column) into rowptr, col_out and order:
-// on the CPU where they are in range and cannot be taken as they come; on CUDA in any case, for asking first
-// would wait for the device twice. (No kernel of the sort takes an index for an address, so that it may meet
-// indices out of range.) Then the slices of the sorted rows are counted too.
-//
-// Returns the facts, whether edges were sorted, and on CUDA the numbers of split rows and of slots.
-py::tuple inspect_and_sort(Address row, Address col, bool index_is_64bit, std::int64_t num_edges,
-                           std::int64_t num_rows, std::int64_t num_cols, Address rowptr, Address col_out,
-                           Address inv_degree, Address order, bool order_is_64bit, std::int64_t longest,
-                           Address counts, Address scratch, std::size_t scratch_bytes, int device,
-                           Address queue) {
-  const bool square = num_rows == num_cols;
-  std::int64_t facts[kNumEdgeFacts + 2] = {};
-  const CompressArgs sort{at(row),
-                          at(col),
-                          index_is_64bit,
-                          num_edges,
-                          num_rows,
-                          num_cols,
-                          true,
-                          at<std::int64_t>(rowptr),
-                          at<std::int32_t>(col_out),
-                          at(order),
-                          order_is_64bit};
-  Address written = reinterpret_cast<Address>(facts), slices = 0;
-  if (device >= 0) {
-    written = scratch + scratch_bytes - sizeof facts;
-    slices = written - num_rows * sizeof(RowSlice);
-  }
-  const InspectLevels levels{{{at(row), at(col), nullptr, index_is_64bit, false, num_edges, num_rows, square,
-                               at<std::int64_t>(rowptr), at<std::int32_t>(col_out), at<float>(inv_degree),
-                               at<RowSlice>(slices), at<std::int64_t>(written)}},
-                             1};
-  bool sorted = false;
-  {
-    const py::gil_scoped_release release;
-    if (device < 0) {
-      cpu::inspect(levels, static_cast<int>(queue));
-      const auto below = [&](int fact, std::int64_t size) {
-        return static_cast<std::uint64_t>(facts[fact]) < static_cast<std::uint64_t>(size);
-      };
-      const bool may_be_symmetric = square && facts[kChecksum] == 0;
-      sorted = num_edges > 0 && below(kMostRow, num_rows) && below(kMostCol, num_cols) &&
-               (facts[kRowsDescend] != 0 || (facts[kColsDescend] != 0 && may_be_symmetric));
-      if (sorted) cpu::compress(sort);
-    }
-#ifdef FASTSPARSE_WITH_CUDA
-    if (device >= 0) {
-      const DeviceGuard guard(device);
-      auto* stream = static_cast<cudaStream_t>(at(queue));
-      check(cuda::inspect(levels, stream), "inspect");
-      check(cuda::compress(sort, at(scratch), slices - scratch, stream), "compress");
-      const RowSplitArgs split{at<std::int64_t>(rowptr),
-                               num_rows,
-                               longest,
-                               at<std::int64_t>(counts),
-                               at<std::int64_t>(written) + kNumEdgeFacts,
-                               nullptr,
-                               nullptr,
-                               nullptr};
-      check(cuda::row_split_count(split, stream), "row_split_count");
-      check(cudaMemcpyAsync(facts, at(written), sizeof facts, cudaMemcpyDeviceToHost, stream), "inspect");
-      check(cudaStreamSynchronize(stream), "inspect");
-      sorted = true;
-    }
-#endif
-  }
-  (void)counts, (void)longest;
-  py::tuple result(static_cast<std::size_t>(kNumEdgeFacts + 3));
-  for (int fact = 0; fact < kNumEdgeFacts; ++fact) result[fact] = facts[fact];
-  result[kNumEdgeFacts] = sorted;
-  for (int total : {0, 1}) result[kNumEdgeFacts + 1 + total] = facts[kNumEdgeFacts + total];
-  return result;
-}
-
 CompressArgs transposition(std::int64_t num_rows, std::int64_t num_cols, std::int64_t num_edges, Address row,
                            Address col, Address colptr, Address row_out, Address order) {
   return {at(col),
@@ -1234,23 +1231,34 @@ CompressArgs transposition(std::int64_t num_rows, std::int64_t num_cols, std::in
           num_edges > std::numeric_limits<std::int32_t>::max()};
 }
 
-// Scratch of `transpose`: the row of every entry, and the sort's.
+// Bytes of the positions of a structure's entries, as `transposition` writes them.
+std::size_t order_bytes(std::int64_t num_edges) {
+  const bool is_64bit = num_edges > std::numeric_limits<std::int32_t>::max();
+  return num_edges * (is_64bit ? sizeof(std::int64_t) : sizeof(std::int32_t));
+}
+
+// Scratch of `transpose`: the row of every entry, the order where nobody keeps it, and the sort's.
 std::size_t transpose_scratch_bytes(std::int64_t num_rows, std::int64_t num_cols, std::int64_t num_edges,
-                                    int device) {
+                                    bool keeps_order, int device) {
   const Address any = reinterpret_cast<Address>(&device);
   return round_up(num_edges * sizeof(std::int32_t), 256) +
+         (keeps_order || device < 0 ? 0 : round_up(order_bytes(num_edges), 256)) +
          compress_scratch_bytes(transposition(num_rows, num_cols, num_edges, 0, 0, 0, 0, any), device);
 }
 
 // Sorts the entries of compressed rows by column, those of a column by row: colptr, row_out, and in `order`
-// their places before.
+// (0: nobody keeps it) their places before.
 void transpose(Address rowptr, Address col, std::int64_t num_rows, std::int64_t num_cols,
                std::int64_t num_edges, Address colptr, Address row_out, Address order, Address scratch,
                std::size_t scratch_bytes, int device, Address queue) {
   expand_rows(rowptr, num_rows, num_edges, scratch, device, queue);
-  const std::size_t of_rows = round_up(num_edges * sizeof(std::int32_t), 256);
-  compress(transposition(num_rows, num_cols, num_edges, scratch, col, colptr, row_out, order),
-           scratch + of_rows, scratch_bytes - of_rows, device, queue);
+  std::size_t used = round_up(num_edges * sizeof(std::int32_t), 256);
+  if (order == 0 && device >= 0) {  // the radix sort carries it along in any case
+    order = scratch + used;
+    used += round_up(order_bytes(num_edges), 256);
+  }
+  compress(transposition(num_rows, num_cols, num_edges, scratch, col, colptr, row_out, order), scratch + used,
+           scratch_bytes - used, device, queue);
 }
 
 void row_signatures(Address rowptr, Address col, std::int64_t num_rows, int column_bits, int num_bands,
@@ -1485,8 +1493,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("compress", &compress);
   m.def("expand_rows", &expand_rows);
   m.def("inspect", &inspect);
-  m.def("inspect_and_sort_scratch_bytes", &inspect_and_sort_scratch_bytes);
-  m.def("inspect_and_sort", &inspect_and_sort);
   m.def("transpose_scratch_bytes", &transpose_scratch_bytes);
   m.def("transpose", &transpose);
   m.def("inspect_levels", &inspect_levels);
@@ -1525,6 +1531,13 @@ PYBIND11_MODULE(_C, m) {
   py::class_<AdditiveAttentionInput>(m, "AdditiveAttentionInput").def(py::init(&additive_input));
   m.def("additive_attention", &additive_attention);
   m.def("additive_attention_backward", &additive_attention_backward);
+  py::class_<CudaAttentionLayer>(m, "CudaAttentionLayer")
+      .def(py::init<const CsrStructure*, const CsrStructure*, const BsbView*, const BsbView*, std::int64_t,
+                    std::int64_t, std::int64_t, int, int, std::int64_t, std::int64_t, std::int64_t,
+                    std::int64_t, float, std::int64_t, bool, int>())
+      .def_property_readonly("scratch", &CudaAttentionLayer::scratch)
+      .def("forward", &CudaAttentionLayer::forward)
+      .def("backward", &CudaAttentionLayer::backward);
   py::class_<Gatv2AttentionInput>(m, "Gatv2AttentionInput").def(py::init(&gatv2_input));
   m.def("gatv2_attention", &gatv2_attention);
   m.def("gatv2_attention_backward", &gatv2_attention_backward);

@@ -44,8 +44,8 @@ _READS = (
     "is_nonzero",
 )
 #: Functions of the extension that are no kernels, and those that wait for one.
-_NO_KERNELS = ("build_info", "num_", "compress_scratch_bytes", "inspect_and_sort_scratch_bytes")
-_WAITS = ("wait", "inspect", "inspect_and_sort")
+_NO_KERNELS = ("build_info", "num_", "compress_scratch_bytes")
+_WAITS = ("wait", "inspect")
 #: The methods of its classes that launch.
 _METHODS = {"run", "forward", "backward"}
 #: How deep backward passes are nested before autograd gives one to another thread.

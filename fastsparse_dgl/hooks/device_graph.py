@@ -111,8 +111,8 @@ class DeviceIndex(_IndexClass):
         """Nothing: the structure's tensors on the device are kept as long as the graph."""
 
     def shared_memory(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses, as DGL does for graphs on a GPU."""
-        raise DGLError("Cannot move a graph on the GPU to shared memory: take graph.cpu() first")
+        """A copy in shared memory, on the CPU: DGL's own."""
+        return self.host.shared_memory(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         return place, (self.host, self.device)

@@ -38,13 +38,16 @@ def _dense(feat: Any, activation: MaxK) -> Any:
     return activation(feat) if isinstance(feat, Tensor) else feat
 
 
-def _compressed(feat: Any, activation: MaxK) -> CBSR | None:
+def _compressed(feat: Any, activation: MaxK, *, scales_sources: bool) -> CBSR | None:
     """The source features' activations; None where they are no matrix, or where dense rows are faster."""
     source = feat[0] if isinstance(feat, tuple) and len(feat) == 2 else feat
     if isinstance(source, CBSR):
-        return None if densifies(source.values, source.values.size(1), source.width) else source
+        k, width = source.values.size(1), source.width
+        return None if densifies(source.values, k, width, scales_sources=scales_sources) else source
     source = source_features(feat)
-    if source.dim() != 2 or densifies(source, activation.k, source.size(1)):
+    if source.dim() != 2:
+        return None
+    if densifies(source, activation.k, source.size(1), scales_sources=scales_sources):
         return None
     return activation.compress(source)
 
@@ -101,7 +104,7 @@ class FastMaxKGraphConv(FastGraphConv):
         Returns:
             (number of destinations, ..., out_feats).
         """
-        cbsr = _compressed(feat, self.maxk)
+        cbsr = _compressed(feat, self.maxk, scales_sources=self._norm in ("both", "left"))
         if cbsr is None:
             return super().forward(graph, _dense(feat, self.maxk), weight, edge_weight)
         adjacency = self._adjacency(graph, cbsr.values)
@@ -163,7 +166,8 @@ class FastMaxKSAGEConv(FastSAGEConv):
         Returns:
             (number of destinations, out_feats).
         """
-        cbsr = _compressed(feat, self.maxk) if self._aggre_type in ("mean", "gcn") else None
+        aggregates = self._aggre_type in ("mean", "gcn")
+        cbsr = _compressed(feat, self.maxk, scales_sources=False) if aggregates else None
         if cbsr is None:
             return super().forward(graph, _dense(feat, self.maxk), edge_weight)
         adjacency = self._adjacency(graph, cbsr.values)

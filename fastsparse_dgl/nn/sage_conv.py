@@ -99,14 +99,20 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
         if (
             self._aggre_type == "mean"
             and edge_weight is None
-            and not self._transform_first
             and is_plain_linear(own)
             and is_plain_linear(neigh)
             and neigh.bias is None
             and is_plain_eager(source)
         ):
             parameters = (neigh.weight, own.bias, own.weight)
-            return aggregate_linear(adjacency, source, *parameters, "mean", root=destination)
+            return aggregate_linear(
+                adjacency,
+                source,
+                *parameters,
+                "mean",
+                root=destination,
+                transform_first=self._transform_first,
+            )
         return None
 
     def _plus_neighbours(

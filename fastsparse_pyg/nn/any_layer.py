@@ -15,9 +15,9 @@ from torch_geometric.nn.conv import MessagePassing
 from fastsparse_core import Adjacency
 from fastsparse_core.log import info_once
 from fastsparse_core.ops._common import is_any_autocast_enabled, is_plain_eager, why_watched
-from fastsparse_pyg.caching import is_made_anew, known, logger, lookup
+from fastsparse_pyg.caching import is_made_anew, logger, lookup
 from fastsparse_pyg.graph import edges_made_anew, is_sparse_matrix, to_edge_index
-from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook
+from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
 from fastsparse_pyg.nn.message_kernels import evaluate, kernel_of, reduce_by_kernel
 from fastsparse_pyg.nn.message_pattern import Pattern, find_pattern
@@ -157,7 +157,7 @@ class AnyLayer(MessagePassing):
             nodes[name] = (data, at_dst)
         num_dst = sizes[i] if sizes[i] is not None else sizes[j]
         num_src = sizes[j] if sizes[j] is not None else sizes[i]
-        if num_dst is None:
+        if num_dst is None or num_src is None:
             return "the number of nodes is not known before the messages are"
         edges = edge_index._data if isinstance(edge_index, EdgeIndex) else edge_index
         options = (num_dst, num_src, self.flow, False)

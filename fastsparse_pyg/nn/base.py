@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,14 +15,14 @@ from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, MinAggregat
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
-from fastsparse_core import Adjacency, spmm
+from fastsparse_core import Adjacency, recorded, spmm
 from fastsparse_core.fused.aggregate_linear import aggregate_linear
 from fastsparse_core.fused.joint_linear import add_linear, joint_linear
 from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain_linear_of
 from fastsparse_core.layer_swap import restore
 from fastsparse_core.log import info_once
 from fastsparse_core.ops._common import is_plain_eager, why_watched
-from fastsparse_pyg.caching import known, logger
+from fastsparse_pyg.caching import layer_cache, logger, stamp_attributes
 from fastsparse_pyg.graph import Graph, is_sparse_matrix, resolve, to_edge_index
 from fastsparse_pyg.traced import REDUCTIONS, TracedEdges, come_from_outside
 
@@ -271,6 +271,15 @@ class FastConv(MessagePassing):
 
     # ---------------------------------------------------------------- the kernels
 
+    def _why_original_pair_or_trace(
+        self, x: tuple[Tensor, Tensor | None], edge_index: Any, size: tuple[int | None, int | None] | None
+    ) -> str:
+        """:meth:`_why_original_pair`, "" too where :meth:`_resolve_or_trace` takes a trace's edges."""
+        reason = self._why_original_pair(x, edge_index)
+        if reason == WITHOUT_ADJACENCY and self._traced_edges(x, edge_index, size) is not None:
+            return ""
+        return reason
+
     def _resolve_or_trace(
         self, x: tuple[Tensor, Tensor | None], edge_index: Any, size: tuple[int | None, int | None] | None
     ) -> tuple[Adjacency | TracedEdges, Tensor | None]:
@@ -368,7 +377,6 @@ class FastConv(MessagePassing):
             lin_root is not None
             and x_dst is not None
             and value is None
-            and not narrower_after
             and (reduce == "sum" or reduce == "mean")
             and self.__dict__["node_dim"] in (-2, 0)
             and not isinstance(adj, TracedEdges)
@@ -378,7 +386,9 @@ class FastConv(MessagePassing):
             and (is_plain or is_plain_eager(x_src))
         ):
             parameters = (lin._parameters["weight"], lin._parameters["bias"], lin_root._parameters["weight"])
-            whole = aggregate_linear(adj, x_src, *parameters, reduce, root=x_dst)
+            whole = aggregate_linear(
+                adj, x_src, *parameters, reduce, root=x_dst, transform_first=narrower_after
+            )
             if whole is not None:
                 return whole
         if narrower_after and is_plain_linear(lin) and self.node_dim % x_src.dim() != x_src.dim() - 1:
@@ -391,16 +401,34 @@ class FastConv(MessagePassing):
         return add_linear(out, x_dst, lin_root, Linear) if is_plain_linear(lin) else out + lin_root(x_dst)
 
 
+def known(edge_index: Tensor, options: Hashable) -> Adjacency | None:
+    """The structure of the last edges that came with these options, if they are a plain tensor and the same.
+
+    What :func:`fastsparse_pyg.caching.lookup` finds, in less of the host's time; None: ask it.
+    """
+    latest = layer_cache.latest.get(options)
+    if latest is None or latest[0]() is not edge_index or type(edge_index) is not Tensor:
+        return None
+    # What `stamp_of` says of a plain tensor, without the call.
+    if latest[1] != ((edge_index.data_ptr(), edge_index.stride(), *stamp_attributes(edge_index)),):
+        return None
+    layer_cache.hits += 1
+    adjacency: Adjacency = latest[2]
+    return adjacency
+
+
 def are_few_on_gpu(edge_index: Any) -> bool:
     """Whether a layer of several kernels takes longer than PyG's code for these edges.
 
-    PyG's sums are made by atomics; who asks PyTorch for determinism gets the kernels.
+    PyG's sums are made by atomics; who asks PyTorch for determinism gets the kernels, and so does a recorded
+    step, whose replays ask nothing of the host.
     """
     return (
         type(edge_index) is Tensor
         and edge_index.is_cuda
         and edge_index.numel() <= 2 * FEW_EDGES_ON_GPU
         and not torch.are_deterministic_algorithms_enabled()
+        and recorded.current() is None
     )
 
 
@@ -410,10 +438,7 @@ def has_message_hook(state: dict[str, Any]) -> bool:
     Args:
         state: the layer's ``__dict__``.
     """
-    for name in _MESSAGE_HOOKS:  # a generator would take longer than the ten look-ups
-        if state[name]:
-            return True
-    return False
+    return any(map(state.__getitem__, _MESSAGE_HOOKS))  # a generator would take longer
 
 
 #: Whether a linear layer of PyG's is its weight and bias alone, free to move across a sum.

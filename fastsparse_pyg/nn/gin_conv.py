@@ -8,7 +8,8 @@ from torch_geometric.nn import GINConv
 from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency, spmm
-from fastsparse_pyg.nn.base import REDUCE, WITHOUT_ADJACENCY, FastConv
+from fastsparse_core.fused.aggregate_and_self import aggregate_and_self
+from fastsparse_pyg.nn.base import REDUCE, FastConv
 
 
 class FastGINConv(FastConv, GINConv):
@@ -37,13 +38,14 @@ class FastGINConv(FastConv, GINConv):
         if size is None:
             adj = self._known(x, edge_index)
             if adj is not None:
-                out = spmm(adj, x, None, REDUCE[type(self._modules["aggr_module"])])
-                return self.nn(torch.addcmul(out, 1 + self.eps, x))
+                reduce = REDUCE[type(self._modules["aggr_module"])]
+                whole = aggregate_and_self(adj, x, self.eps, reduce)
+                if whole is None:
+                    whole = torch.addcmul(spmm(adj, x, None, reduce), 1 + self.eps, x)
+                return self.nn(whole)
         pair = (x, x) if isinstance(x, Tensor) else x
-        reason = self._why_original_pair(pair, edge_index)
-        if reason and not (
-            reason == WITHOUT_ADJACENCY and self._traced_edges(pair, edge_index, size) is not None
-        ):
+        reason = self._why_original_pair_or_trace(pair, edge_index, size)
+        if reason:
             return self._original_forward_pair(reason, x, edge_index, size)
         x_src, x_dst = pair
         graph, value = self._resolve_or_trace(pair, edge_index, size)

@@ -38,10 +38,10 @@ def _compressed(x: Tensor | CBSR, activation: MaxK) -> CBSR:
     return x if isinstance(x, CBSR) else activation.compress(x)
 
 
-def _densifies(x: Tensor | CBSR, activation: MaxK) -> bool:
+def _densifies(x: Tensor | CBSR, activation: MaxK, *, scales_sources: bool) -> bool:
     if isinstance(x, CBSR):
-        return densifies(x.values, x.values.size(1), x.width)
-    return densifies(x, activation.k, x.size(1))
+        return densifies(x.values, x.values.size(1), x.width, scales_sources=scales_sources)
+    return densifies(x, activation.k, x.size(1), scales_sources=scales_sources)
 
 
 def _values(x: Tensor | CBSR) -> Tensor:
@@ -94,7 +94,9 @@ class FastMaxKGCNConv(FastGCNConv):
         if isinstance(x, (tuple, list)) or _values(x).dim() != 2:
             return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
         like = _values(x)
-        if _densifies(x, self.maxk) or self._why_original_gcn(like, edge_index):
+        if _densifies(x, self.maxk, scales_sources=self.normalize) or self._why_original_gcn(
+            like, edge_index
+        ):
             return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
         adj, value, scale_dst, scale_src = self._own_propagation(like, edge_index, edge_weight)
         if value is not None and message_dtype(like, value) != like.dtype:
@@ -161,7 +163,7 @@ class FastMaxKSAGEConv(FastSAGEConv):
         like = (values, None if x_dst is None else values if x_dst is x_src else _values(x_dst))
         if (
             values.dim() != 2
-            or _densifies(x_src, self.maxk)
+            or _densifies(x_src, self.maxk, scales_sources=False)
             or self.project
             or self._why_original_pair(like, edge_index)
             or self._reduce() not in ("sum", "mean")

@@ -8,7 +8,7 @@ from torch_geometric.nn import SAGEConv
 from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency
-from fastsparse_pyg.nn.base import WITHOUT_ADJACENCY, FastConv
+from fastsparse_pyg.nn.base import FastConv
 from fastsparse_pyg.traced import TracedEdges
 
 
@@ -52,10 +52,8 @@ class FastSAGEConv(FastConv, SAGEConv):
             x_src, x_dst, value = x, x, None
         else:
             pair = (x, x) if isinstance(x, Tensor) else x
-            reason = self._why_original_pair(pair, edge_index)
-            if reason and not (
-                reason == WITHOUT_ADJACENCY and self._traced_edges(pair, edge_index, size) is not None
-            ):
+            reason = self._why_original_pair_or_trace(pair, edge_index, size)
+            if reason:
                 return self._original_forward_pair(reason, x, edge_index, size)
             x_src, x_dst = pair
             adj, value = self._resolve_or_trace(pair, edge_index, size)

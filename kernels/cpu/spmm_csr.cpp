@@ -38,7 +38,7 @@ FASTSPARSE_INLINE void accumulate_tile(const SpmmArgs& args, std::int64_t row, s
     const std::int64_t block_end = std::min(block + kEntriesPerSum, end);
     Vector<A> sum[kVectors] = {};
     for (std::int64_t entry = block; entry < block_end; ++entry) {
-      if (entry + kPrefetchEntries < end) {
+      if (entry + kPrefetchEntries < args.a.num_edges) {  // of the rows that follow, too
         const T* next = x + args.a.col[entry + kPrefetchEntries] * args.x.stride;
         for (int byte = 0; byte < kVectors * kWidth * static_cast<int>(sizeof(T)); byte += 64) {
           __builtin_prefetch(reinterpret_cast<const char*>(next) + byte);

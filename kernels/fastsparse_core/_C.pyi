@@ -129,29 +129,9 @@ def inspect(
     device: int,
     queue: int,
 ) -> tuple[int, ...]: ...
-def inspect_and_sort_scratch_bytes(
-    index_is_64bit: bool, num_edges: int, num_rows: int, num_cols: int, device: int
+def transpose_scratch_bytes(
+    num_rows: int, num_cols: int, num_edges: int, keeps_order: bool, device: int
 ) -> int: ...
-def inspect_and_sort(
-    row: int,
-    col: int,
-    index_is_64bit: bool,
-    num_edges: int,
-    num_rows: int,
-    num_cols: int,
-    rowptr: int,
-    col_out: int,
-    inv_degree: int,
-    order: int,
-    order_is_64bit: bool,
-    longest: int,
-    counts: int,
-    scratch: int,
-    scratch_bytes: int,
-    device: int,
-    queue: int,
-) -> tuple[int, ...]: ...
-def transpose_scratch_bytes(num_rows: int, num_cols: int, num_edges: int, device: int) -> int: ...
 def transpose(
     rowptr: int,
     col: int,
@@ -625,6 +605,68 @@ class AttentionLayer:
         dropout_p: float,
         seed: int,
         threads: int,
+    ) -> None: ...
+
+class CudaAttentionLayer:
+    def __init__(
+        self,
+        structure: CsrStructure | None,
+        transposed: CsrStructure | None,
+        blocks: BsbStructure | None,
+        transposed_blocks: BsbStructure | None,
+        num_slots: int,
+        num_slots_t: int,
+        att_rows: int,
+        kind: int,
+        dtype: int,
+        num_nodes: int,
+        heads: int,
+        head_width: int,
+        maps: int,
+        scale: float,
+        num_parts: int,
+        backward: bool,
+        device: int,
+    ) -> None: ...
+    @property
+    def scratch(self) -> int: ...
+    def forward(
+        self,
+        joint: int,
+        first_vector: int,
+        second_vector: int,
+        bias: int,
+        bias_is_float: bool,
+        out: int,
+        result: int,
+        state: int,
+        scratch: int,
+        dropout_p: float,
+        seed: int,
+        tf32: bool,
+        queue: int,
+    ) -> None: ...
+    def backward(
+        self,
+        joint: int,
+        first_vector: int,
+        second_vector: int,
+        out: int,
+        state: int,
+        scratch: int,
+        grad: int,
+        grad_stride: int,
+        grad_joint: int,
+        grad_first: int,
+        grad_second: int,
+        grad_bias: int,
+        grad_bias_dtype: int,
+        grad_map_bias: int,
+        grad_map_bias_dtype: int,
+        dropout_p: float,
+        seed: int,
+        tf32: bool,
+        queue: int,
     ) -> None: ...
 
 class MultiAggregateInput:

@@ -6,7 +6,6 @@ __version__ = "0.2.0"
 __all__ = [
     "CBSR",
     "Adjacency",
-    "CapturedBatches",
     "MaxK",
     "NeighborSampler",
     "__version__",
@@ -35,7 +34,6 @@ __all__ = [
 ]
 
 try:
-    from fastsparse_core.capturing.batches import CapturedBatches
     from fastsparse_core.capturing.decorator import capture
     from fastsparse_core.formats import CBSR
     from fastsparse_core.maxk_activation import MaxK

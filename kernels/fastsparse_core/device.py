@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from fastsparse_core import _C
+
+#: The current stream of a CUDA device, by its number, as an address; it is PyTorch's own, and Triton's too.
+#: (torch.cuda.current_stream builds a Python object each call.)
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
 
 _HAS_CUDA_KERNELS = bool(_C.build_info()["cuda"])
 
@@ -31,7 +37,4 @@ def device_index(device: torch.device) -> int:
 
 def queue(index: int) -> int:
     """The current CUDA stream of device ``index`` as an address; for the CPU (-1) the number of threads."""
-    if index < 0:
-        return torch.get_num_threads()
-    # torch.cuda.current_stream builds a Python object each call; this is the raw handle that Triton uses too.
-    return torch._C._cuda_getCurrentRawStream(index)
+    return torch.get_num_threads() if index < 0 else current_stream(index)

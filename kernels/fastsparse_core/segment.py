@@ -11,13 +11,8 @@ import torch
 from torch import Tensor
 
 from fastsparse_core.ops._common import DTYPE_CODE, check_heads, written_out
-from fastsparse_core.ops._segment import (
-    REDUCTION_CODE,
-    clear_segments,
-    gather_op,
-    reduce_op,
-    softmax_op,
-)
+from fastsparse_core.ops._segment import clear_segments, gather_op, reduce_op, softmax_op
+from fastsparse_core.ops._segment_launch import REDUCTION_CODE
 
 __all__ = ["clear_segments", "gather_csr", "scatter", "scatter_softmax", "segment_reduce", "segment_softmax"]
 

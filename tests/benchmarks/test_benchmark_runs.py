@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from simulated_graphs import simulate
 
 from benchmarks import record, suite, tables
 from benchmarks.__main__ import COMMANDS, main, run
@@ -529,9 +530,12 @@ def test_minibatch_finds_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Monke
             assert cell["status"] == "ok"
 
 
-def test_sampling_draws_and_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("captures", [False, True])
+def test_sampling_draws_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captures: bool) -> None:
     pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
-    arguments = "--graphs pubmed --seeds 16 --fanouts 4 3 --width 8 --features 5 --train-nodes 64 --epochs 1"
+    if captures:
+        simulate(monkeypatch)
+    arguments = "--graphs pubmed --seeds 16 --fanouts 4 3 --width 8 --features 5 --train-nodes 96 --epochs 2"
     result = result_of(tmp_path, "sampling", arguments)
     draws = [cell for cell in result["cells"] if cell["part"] == "draw"]
     assert {cell["implementation"] for cell in draws} == {
@@ -547,6 +551,8 @@ def test_sampling_draws_and_trains(tmp_path: Path) -> None:
         if cell["part"] == "epoch":
             assert cell["epoch_s"] > 0
             assert 0 < cell["loss"] < 10
+    epochs = [cell["implementation"] for cell in result["cells"] if cell["part"] == "epoch"]
+    assert epochs == (["loop", "captured"] if captures else ["loop"]) * 2
     assert "drawing a batch, cpu" in tables.report(result)
 
 
@@ -782,8 +788,6 @@ def test_small_steps_that_are_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layer: str
 ) -> None:
     pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
-    from simulated_graphs import simulate
-
     from benchmarks import small
 
     simulate(monkeypatch)

@@ -133,7 +133,7 @@ def test_order_of_a_transpose_is_found_when_it_is_asked_for(device, edges, has_i
 
 @pytest.mark.parametrize(
     ("order", "valued", "most"),
-    [("random", True, 14), ("sorted", True, 8), ("sorted", False, 8), ("symmetric", False, 7)],
+    [("random", True, 11), ("sorted", True, 8), ("sorted", False, 7), ("symmetric", False, 6)],
 )
 def test_a_new_structure_and_its_transpose_take_few_operations(device, order, valued, most):
     """Each is host time of a batch that is seen once: allocations, and one kernel between them."""
@@ -146,7 +146,7 @@ def test_a_new_structure_and_its_transpose_take_few_operations(device, order, va
         transposed = adj.t(valued=valued)
     assert (transposed.col is adj.col) == (order == "symmetric")
     assert len(seen.names) <= most
-    assert set(seen.names) <= {"empty.memory_format", "index_select.default", "select.int", "slice.Tensor"}
+    assert set(seen.names) <= {"empty.memory_format", "index_select.default"}
 
 
 @pytest.mark.parametrize("copy", [True, False])
@@ -180,14 +180,13 @@ def test_edges_sorted_by_row_are_taken_as_they_are(device, dtype, monkeypatch):
     assert adj.col.tolist()[0] == 5
 
 
-def test_edges_come_as_the_last_ones_did_or_otherwise(device):
-    """A GPU sorts edges before it is known whether they come sorted, if the last ones did not."""
+def test_edges_come_sorted_or_otherwise(device):
     generator = torch.Generator().manual_seed(0)
     row, col = torch.randint(50, (2, 400), generator=generator)
     hub = torch.cat([row, row.new_full((700,), 7)])  # a row that is cut into slices
     unsorted = [(row, col), (hub, torch.arange(1100) % 50)]
     by_row = [(ends[0].sort().values, ends[1]) for ends in unsorted]
-    for ends in (*unsorted, *by_row, *unsorted, by_row[0], unsorted[0]):
+    for ends in (*by_row, *unsorted):
         given = [each.to(device) for each in ends]
         adj, expected = Adjacency.from_coo(*given, (50, 50)), Adjacency.from_coo(*ends, (50, 50))
         assert stored_edges(adj.cpu()) == stored_edges(expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import product as combinations
 
 import pytest
@@ -15,6 +16,7 @@ from padded import WIDTH, check_layer
 
 from fastsparse_core import _C, Adjacency, algorithms, gpu, policy, reference, spmm
 from fastsparse_core.fused.aggregate_linear import aggregate_linear, starts_with
+from fastsparse_core.ops import _spmm_plan
 from fastsparse_core.ops._aggregate_linear_launch import (
     aggregate_and_transform,
     are_plain,
@@ -194,18 +196,26 @@ def test_capture_needs_no_transpose(warm_ups):
 
 
 @pytest.mark.gpu
-def test_slices_are_sorted_where_a_structure_is_used_on():
+@pytest.mark.parametrize("order", ["sorted", "random"])
+def test_slices_are_sorted_where_a_structure_is_used_on(order, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     length = torch.randint(0, 20, (5000,), generator=generator)
     row = torch.arange(5000).repeat_interleave(length).cuda()
     col = torch.randint(0, 5000, row.shape, generator=generator).cuda()
+    if order == "random":
+        row = row[torch.randperm(row.numel(), generator=generator).cuda()]
     adj = Adjacency.from_coo(row, col, (5000, 5000))
     x = torch.randn(5000, 64, device="cuda")
     expected = reference.spmm(adj, x)
+    plan, made = _spmm_plan._plan, []
+    monkeypatch.setattr(_spmm_plan, "_plan", lambda *args: made.append(0) or plan(*args))
     first = spmm(adj, x, algorithm="csr")
+    inverse = 1 / adj.in_degree().clamp(min=1) * (adj.in_degree() > 0)
+    torch.testing.assert_close(adj.inv_degree(), inverse.float())
     assert adj.row_split.slices[:, 0].tolist() == adj.rowptr[:-1].tolist()
     for _ in range(policy.UNSORTED_USES + 1):
         assert torch.equal(spmm(adj, x, algorithm="csr"), first)
+    assert len(made) == 2  # one for the slices as they came, one for those that were sorted
     lengths = adj.row_split.slices.view(torch.int32)[:, 2].tolist()
     kinds = [count.bit_length() for count in lengths]
     assert kinds == sorted(kinds, reverse=True)
@@ -223,6 +233,11 @@ def parameters(dtype: torch.dtype, device: str, width: int = 24, out: int = 40, 
     return [None if part is None else part.requires_grad_() for part in parts]
 
 
+@pytest.fixture(params=[False, True], ids=["sums first", "map first"])
+def ordered(request):
+    return functools.partial(aggregate_linear, transform_first=request.param)
+
+
 def by_hand(adj: Adjacency, x, weight, bias, root_weight, reduce):
     aggregated = spmm(adj, x, reduce=reduce, algorithm="csr")
     out = aggregated @ weight.t() + x[: adj.num_dst] @ root_weight.t()
@@ -233,7 +248,7 @@ def by_hand(adj: Adjacency, x, weight, bias, root_weight, reduce):
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("square", [True, False])
-def test_results_and_gradients(device, poisoned_memory, dtype, reduce, bias, square):
+def test_results_and_gradients(device, ordered, poisoned_memory, dtype, reduce, bias, square):
     torch.use_deterministic_algorithms(False)
     adj = block(device, NUM_SRC if square else NUM_DST)
     x = features(NUM_SRC, 24, dtype, "contiguous", device).requires_grad_()
@@ -244,7 +259,7 @@ def test_results_and_gradients(device, poisoned_memory, dtype, reduce, bias, squ
     given_leaves = [leaf for leaf in exact if leaf is not None]
     expected = [want, *torch.autograd.grad(want, given_leaves, grad.double())]
     for _ in range(policy.SCATTERS + 1):
-        out = aggregate_linear(adj, *leaves, reduce, root=x[: adj.num_dst])
+        out = ordered(adj, *leaves, reduce, root=x[: adj.num_dst])
         assert out is not None
         found = [out, *torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad)]
         for got, exactly in zip(found, expected, strict=True):
@@ -254,28 +269,28 @@ def test_results_and_gradients(device, poisoned_memory, dtype, reduce, bias, squ
 
 
 @pytest.mark.parametrize("frozen", range(4))
-def test_gradients_that_nobody_wants(device, frozen):
+def test_gradients_that_nobody_wants(device, ordered, frozen):
     adj = block(device)
     leaves = [torch.randn(NUM_SRC, 24, device=device).requires_grad_(), *parameters(torch.float32, device)]
     leaves[frozen] = leaves[frozen].detach()
-    aggregate_linear(adj, *leaves, "mean").sum().backward()
+    ordered(adj, *leaves, "mean").sum().backward()
     assert [leaf.grad is None for leaf in leaves] == [nth == frozen for nth in range(4)]
 
 
-def test_double_backward(device):
+def test_double_backward(device, ordered):
     adj = block(device, 5, 9, 3)
     x = torch.randn(9, 4, dtype=torch.float64, device=device, requires_grad=True)
     leaves = [x, *parameters(torch.float64, device, 4, 3)]
 
     def function(*inputs):
-        return aggregate_linear(adj, *inputs, "mean")
+        return ordered(adj, *inputs, "mean")
 
     assert torch.autograd.gradcheck(function, leaves)
     assert torch.autograd.gradgradcheck(function, leaves)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_double_backward_of_a_layer_that_is_applied_twice(device, tied):
+def test_double_backward_of_a_layer_that_is_applied_twice(device, ordered, tied):
     """One input's gradient must not hold what reaches it through another input."""
     adj = block(device, 9, 9, 3)
     x = torch.randn(9, 4, dtype=torch.float64, device=device, requires_grad=True)
@@ -289,7 +304,7 @@ def test_double_backward_of_a_layer_that_is_applied_twice(device, tied):
         first = torch.autograd.grad(out.square().sum(), [x, weight, bias], create_graph=True)
         return [*first, *torch.autograd.grad(sum(it.square().sum() for it in first), [x, weight, bias])]
 
-    for got, expected in zip(gradients(aggregate_linear), gradients(by_hand), strict=True):
+    for got, expected in zip(gradients(ordered), gradients(by_hand), strict=True):
         torch.testing.assert_close(got, expected)
 
 
@@ -306,18 +321,18 @@ def test_backward_under_another_autocast(device):
                 torch.testing.assert_close(got, wanted)
 
 
-def test_what_no_gradient_needs_may_be_written(device):
+def test_what_no_gradient_needs_may_be_written(device, ordered):
     adj = block(device, 9, 9, 3)
     x = torch.randn(9, 4, device=device)
     leaves = parameters(torch.float32, device, 4, 4)
-    out = aggregate_linear(adj, x, *leaves, "sum")
+    out = ordered(adj, x, *leaves, "sum")
     with torch.no_grad():
         for leaf in leaves:
             leaf.mul_(2)
     out.sum().backward()  # of constant features
     frozen = [leaf.detach() for leaf in leaves]
     x.requires_grad_()
-    out = aggregate_linear(adj, x * 1, *frozen, "sum")
+    out = ordered(adj, x * 1, *frozen, "sum")
     out.sum().backward()
 
 
@@ -399,7 +414,7 @@ def test_both_sides_of_the_byte_rule(device):
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("num_dst", [NUM_DST_CAST_FIRST, NUM_DST_CAST_AFTER])
-def test_autocast(device, poisoned_memory, dtype, casts_x, casts_weights, reduce, bias, num_dst):
+def test_autocast(device, ordered, poisoned_memory, dtype, casts_x, casts_weights, reduce, bias, num_dst):
     torch.use_deterministic_algorithms(False)
     adj = block(device, num_dst)
     leaves = mixed(
@@ -416,7 +431,7 @@ def test_autocast(device, poisoned_memory, dtype, casts_x, casts_weights, reduce
     dtypes = [it.dtype for it in (generic, *torch.autograd.grad(generic, wanted, grad))]
     for nth in range(policy.SCATTERS + 1):
         with torch.autocast(device, dtype):
-            out = aggregate_linear(adj, *leaves, reduce, root=leaves[0][:num_dst])
+            out = ordered(adj, *leaves, reduce, root=leaves[0][:num_dst])
             assert out is not None
         with torch.autocast(device, dtype, enabled=nth > 0):
             found = [out, *torch.autograd.grad(out, wanted, grad)]
@@ -430,14 +445,14 @@ def test_autocast(device, poisoned_memory, dtype, casts_x, casts_weights, reduce
 
 @pytest.mark.parametrize("under", [torch.bfloat16, None])
 @pytest.mark.parametrize("needed", [it for it in combinations([True, False], repeat=4) if any(it)], ids=str)
-def test_every_subset_of_gradients(device, under, needed):
+def test_every_subset_of_gradients(device, ordered, under, needed):
     """Alone or with others, once or twice differentiable, a gradient is the same."""
     adj = block(device)
     leaves = mixed(device, torch.float32, torch.float32)
 
     def gradients(leaves, **options):
         with torch.autocast(device, under, enabled=under is not None):
-            out = aggregate_linear(adj, *leaves, "mean")
+            out = ordered(adj, *leaves, "mean")
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         return torch.autograd.grad(out, wanted, torch.ones_like(out), **options)
 
@@ -453,7 +468,7 @@ def test_every_subset_of_gradients(device, under, needed):
 @pytest.mark.parametrize("casts_x", [True, False])
 @pytest.mark.parametrize("needs_x", [True, False])
 @pytest.mark.parametrize("num_dst", [NUM_DST_CAST_FIRST, NUM_DST_CAST_AFTER])
-def test_double_backward_under_autocast(device, casts_x, needs_x, num_dst):
+def test_double_backward_under_autocast(device, ordered, casts_x, needs_x, num_dst):
     """The gradient of a gradient reaches features and weights through the casts."""
     leaves = mixed(device, torch.float32 if casts_x else torch.bfloat16, torch.float32)
     leaves[0].requires_grad_(needs_x)
@@ -465,17 +480,17 @@ def test_double_backward_under_autocast(device, casts_x, needs_x, num_dst):
         first = torch.autograd.grad(out.float().square().sum(), wanted, create_graph=True)
         return torch.autograd.grad(sum(it.float().square().sum() for it in first), wanted)
 
-    for got, expected in zip(second(aggregate_linear), second(apart), strict=True):
+    for got, expected in zip(second(ordered), second(apart), strict=True):
         assert got.dtype == expected.dtype
         assert relative_error(got, expected) <= 4 * TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("under", [torch.bfloat16, None])
-def test_gradients_in_batches(device, under):
+def test_gradients_in_batches(device, ordered, under):
     adj = block(device)
     leaves = mixed(device, torch.float32, torch.float32)
     with torch.autocast(device, under, enabled=under is not None):
-        out = aggregate_linear(adj, *leaves, "mean")
+        out = ordered(adj, *leaves, "mean")
     grads = torch.randn(3, *out.shape, device=device).to(out.dtype)
     together = torch.autograd.grad(out, leaves, grads, retain_graph=True, is_grads_batched=True)
     for nth, grad in enumerate(grads):

@@ -752,7 +752,7 @@ def test_memory_does_not_grow_with_the_edges(kind, dtype):
         height = HEIGHT if kind == "dot_product" else 1
         partial = sum(split.num_slots for split in splits) * height * heads * (2 * width + 4) * 4
         # The gradient of `att`: a row for each of so many groups of lanes, and what summing takes.
-        groups = _gatv2_attention_csr._att_rows(len(adj.row_split.slices)) if kind == "gatv2" else 0
+        groups = _gatv2_attention_csr.att_rows_of(len(adj.row_split.slices)) if kind == "gatv2" else 0
         att = 2 * groups * heads * width * 4
         assert peak <= rows + numbers + partial + att + 4096
         # One score for every edge would not fit.

@@ -15,6 +15,7 @@ from simulated_graphs import in_engine_thread
 from fastsparse_core import recorded
 from fastsparse_core.capturing.graphs import CudaGraphs
 from fastsparse_core.recorded import StepRun
+from fastsparse_core.streams import fork
 
 
 class Gpu:
@@ -166,3 +167,51 @@ def test_backward_passes_on_a_gpu_know_the_run_that_they_belong_to():
     with recorded.running(run):
         y.sum().backward()
     assert seen == [(run, False)]
+
+
+def replayed(step, device):
+    """A step that runs once, is recorded, and is replayed from then on; on the CPU it runs."""
+    graphs, replay = CudaGraphs(), []
+
+    def run():
+        if device == "cpu":
+            return step()
+        if not replay:
+            graphs.beside(step)
+            replay.append(graphs.record(step))
+        replay[0][0]()
+        return replay[0][1]
+
+    return run
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_fork_gives_the_result_of_its_job(device):
+    x = torch.ones(300, 300, device=device)
+
+    def step():
+        squared = fork(lambda: x @ x, x)
+        cubed = fork(lambda: (x + 1) ** 3, x)
+        return x.sum() + squared().sum() + cubed().sum()
+
+    run = replayed(step, device)
+    for value in range(1, 6):
+        x.fill_(value)
+        assert run().item() == pytest.approx(300**2 * (value + 300 * value**2 + (value + 1) ** 3))
+
+
+@pytest.mark.gpu
+def test_a_forked_job_that_fails_leaves_the_rest_of_the_step():
+    x = torch.zeros(5, device="cuda")
+
+    def fail():
+        x.add(1)
+        raise KeyError("job")
+
+    def step():
+        with contextlib.suppress(KeyError):
+            fork(fail, x)
+        return x.add_(1)
+
+    run = replayed(step, "cuda")
+    assert [run()[0].item() for _ in range(3)] == [2, 3, 4]

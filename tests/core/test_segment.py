@@ -61,7 +61,10 @@ def test_scatter_equals_reference(device, poisoned_memory, index, width, dtype, 
     exact = src.detach().double().requires_grad_()
     expected = reference.scatter(exact, index, size, reduce)
     # The variance of rows that are equal, or single, is a difference of equal numbers.
-    slack = 10 if reduce in ("var", "std", "mul") else 1
+    slack = 10.0 if reduce in ("var", "std", "mul") else 1.0
+    if reduce == "mul" and index.numel():  # every factor rounds once, and equal ones all in one direction
+        longest = int(index.bincount().max())
+        slack = max(slack, longest * torch.finfo(torch.float32).eps / TOLERANCE[dtype])
     assert relative_error(out, expected) <= slack * TOLERANCE[dtype]
     weight = torch.randn_like(expected)
     (grad,) = torch.autograd.grad(out, src, weight.to(dtype))
@@ -84,7 +87,7 @@ def test_one_heavy_segment(device, dtype, reduce):
     assert all(torch.equal(out, scatter(src, index.clone(), 6, reduce)) for _ in range(2))
 
 
-@given(index=indices(), width=st.sampled_from([None, 1, 3, 16]), dtype=st.sampled_from(DTYPES))
+@given(index=indices(), width=st.sampled_from([None, 1, 3, 7, 16, 40, 130]), dtype=st.sampled_from(DTYPES))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_softmax_equals_reference(device, poisoned_memory, index, width, dtype):
     index, size = index[0].to(device), index[1]

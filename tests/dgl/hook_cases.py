@@ -41,6 +41,11 @@ def enabled_for(device: str) -> Iterator[None]:
             yield
 
 
+def in_thread(device: str) -> Any:
+    """Where the device is there in another thread than that of :func:`enabled_for`."""
+    return pretended.Pretend() if pretended and device == "pretended:0" else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def enabled(**options: Any) -> Iterator[None]:
     """DGL on FastSparse inside, and DGL's own code outside again."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -119,6 +121,36 @@ def propagated(graph: Any) -> Any:
     return graph
 
 
+def traversed(graph: Any) -> Any:
+    functions = {"message_func": fn.copy_u("h", "m"), "reduce_func": fn.sum("m", "h")}
+    dgl.prop_nodes_bfs(graph, ids(graph, 0), **functions)
+    dgl.prop_edges_dfs(graph, ids(graph, 0), **functions)
+    src, dst = graph.edges()
+    acyclic = dgl.edge_subgraph(graph, src < dst, relabel_nodes=False)
+    dgl.prop_nodes_topo(acyclic, **functions)
+    return [graph, acyclic]
+
+
+def rebatched(graph: Any) -> Any:
+    graph.set_batch_num_nodes(ids(graph, 10, 20))
+    graph.set_batch_num_edges(ids(graph, 20, graph.num_edges() - 20))
+    return [graph, dgl.sum_nodes(graph, "h"), dgl.softmax_edges(graph, "w")]
+
+
+def grown(graph: Any) -> None:
+    """Nodes and edges with data of their own."""
+    graph.add_edges(ids(graph, 0, 1), ids(graph, 2, 3), {"w": torch.ones(2, 3, device=graph.device)})
+    graph.add_nodes(2, {"h": torch.ones(2, 3, device=graph.device)})
+
+
+def saved(graph: Any) -> Any:
+    """What a file keeps, which is on the CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        dgl.save_graphs(f"{folder}/graphs", [graph], {"label": graph.ndata["one"]})
+        (loaded,), labels = dgl.load_graphs(f"{folder}/graphs")
+    return [str(loaded.device), loaded.to(graph.device), labels["label"].to(graph.device)]
+
+
 #: What is done with a homogeneous graph.
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "edges": lambda g: [g.edges(), g.edges(form="all", order="srcdst"), g.all_edges(form="eid"), g.nodes()],
@@ -146,21 +178,31 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "push": lambda g: [g.push(ids(g, 1, 2), fn.copy_u("h", "m"), fn.sum("m", "h")), g][1],
     "send_and_recv": lambda g: [g.send_and_recv(ids(g, 0, 5), fn.copy_u("h", "m"), fn.sum("m", "h")), g][1],
     "prop": propagated,
+    "prop, traversals": traversed,
     "group_apply_edges": lambda g: [
         g.filter_nodes(lambda v: v.data["one"] > 0),
         g.filter_edges(lambda e: e.data["w"][:, 0] > 0.5),
     ],
     "local_scope": in_scope,
     "add_edges": lambda g: edited(g, lambda g: g.add_edges(ids(g, 0, 1), ids(g, 5, 6))),
+    "add data": lambda g: edited(g, grown),
     "add_nodes": lambda g: edited(g, lambda g: g.add_nodes(3)),
     "remove_edges": lambda g: edited(g, lambda g: g.remove_edges(ids(g, 0, 17))),
     "remove_nodes": lambda g: edited(g, lambda g: g.remove_nodes(ids(g, 0, 17))),
     "clone": lambda g: [g.clone(), copy.copy(g), copy.deepcopy(g), g.local_var()],
     "pickle": lambda g: pickle.loads(pickle.dumps(g)),
+    "shared memory": lambda g: [
+        shared := g.shared_memory(f"fastsparse_{os.getpid()}_{g.device.type}"),
+        shared.device.type,
+        shared.to(g.device),
+    ][1:],
+    "save": saved,
     "reverse": lambda g: dgl.reverse(g, copy_edata=True),
     "self loops": lambda g: dgl.remove_self_loop(dgl.add_self_loop(dgl.add_self_loop(g), fill_data="mean")),
     "batch": lambda g: dgl.batch([g, dgl.add_self_loop(g), g]),
     "unbatch": lambda g: dgl.unbatch(dgl.batch([g, dgl.reverse(g, copy_edata=True)])),
+    "rebatched": rebatched,
+    "merge": lambda g: dgl.merge([g, dgl.reverse(g, copy_edata=True)]),
     "slice_batch": lambda g: dgl.slice_batch(dgl.batch([g, g]), 1),
     "to_block": lambda g: dgl.to_block(dgl.in_subgraph(g, ids(g, 1, 2, 3)), ids(g, 1, 2, 3)),
     "subgraphs": lambda g: [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import pickle
 import threading
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from dgl_cases import DGLError, dgl, fastsparse_dgl, homogeneous
-from hook_cases import AWAY, enabled, enabled_for
+from hook_cases import AWAY, enabled, enabled_for, in_thread
 from test_dgl_operators import heterogeneous
 from torch import Tensor
 
@@ -161,31 +162,38 @@ def _load_in_child(queue: Any, pickled: bytes, enables: bool) -> None:
         queue.put(f"{type(error).__name__}: {error}")
 
 
-def test_two_threads() -> None:
+@pytest.mark.parametrize("where", ["cpu", *AWAY])
+def test_two_threads(where: str) -> None:
     """They may enable it, compute with one graph, and build its structures at the same time."""
     graph = graph_with_data()
     graph.update_all(fn.copy_u("h", "m"), fn.max("m", "expected"))
-    expected = graph.ndata["expected"]
     failures: list[BaseException] = []
     barrier = threading.Barrier(4)
 
     def work() -> None:
         try:
-            barrier.wait()
-            fastsparse_dgl.enable()
-            for _ in range(10):
-                with graph.local_scope():
-                    found = dgl.ops.copy_u_max(graph, graph.ndata["h"])
-                torch.testing.assert_close(found, expected)
+            with in_thread(where):
+                barrier.wait()
+                fastsparse_dgl.enable()
+                for _ in range(10):
+                    with graph.local_scope():
+                        found = dgl.ops.copy_u_max(graph, graph.ndata["h"])
+                        degree = graph.in_degrees()
+                    torch.testing.assert_close(found.cpu(), expected)
+                    assert str(degree.device) == where
+                    assert degree.sum().item() == graph.num_edges()
         except BaseException as error:
             failures.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        fastsparse_dgl.disable()
+    with enabled_for(where) if where != "cpu" else contextlib.nullcontext():
+        expected = graph.ndata["expected"]
+        graph = graph.to(where)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            fastsparse_dgl.disable()
     assert not failures

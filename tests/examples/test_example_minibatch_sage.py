@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import minibatch_sage
 import pytest
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from common.errors import ExampleError
 from rich.console import Console
 from simulated_graphs import simulate
+
+from fastsparse_core import capture
 
 TINY = ["--epochs", "2", "--runs", "1", "--hidden", "16", "--batch-size", "128", "--device", "cpu"]
 
@@ -37,14 +40,22 @@ def test_both_layers_train_alike(framework: str, tmp_path: Path) -> None:
     assert json.loads(path.read_text())["batches"] == log["batches"]
 
 
-def test_captured_steps_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("framework", ["pyg", "dgl"])
+def test_captured_steps_train_alike(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
     simulate(monkeypatch)
     monkeypatch.setattr(F, "dropout", lambda x, *_: x)  # replays draw other numbers
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        minibatch_sage,
+        "captured",
+        lambda step, wanted: seen.append(capture(step)) or seen[-1] if wanted else step,
+    )
     losses = []
-    for capture in ([], ["--capture"]):
+    for words in ([], ["--capture"]):
         arguments = ["--fanouts", "3,2", "--batch-size", "32", "--conv", "fast"]
-        losses.append(run_example("pyg", *arguments, *capture)[1][0].runs[0].loss)
+        losses.append(run_example(framework, *arguments, *words)[1][0].runs[0].loss)
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert seen[0].captured.is_recorded
 
 
 def test_as_many_layers_as_fanouts() -> None:

@@ -380,6 +380,42 @@ def test_few_edges_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) == 3
 
 
+def test_few_edges_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There PyG's code runs where no one kernel computes and reduces the messages."""
+    monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda edges: True)
+    it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
+    ran: list[str] = []
+    for name in ("aggregate", "reduce_by_kernel"):
+        right = getattr(any_layer, name)
+        monkeypatch.setattr(
+            any_layer, name, lambda *rest, right=right, name=name: (ran.append(name), right(*rest))[1]
+        )
+    cases: list[tuple[nn.Module, X_E, bool]] = [
+        (pyg.LEConv(WIDTH, 4), weighted, False),
+        (pyg.CGConv(WIDTH), plain, False),
+        (Attending(), attributed, False),
+        (EdgeUpdater(), plain, True),  # weights by PyG's code, the sum by the kernel
+        (pyg.SimpleConv(), weighted, True),
+        (pyg.MFConv(WIDTH, 4), plain, True),
+    ]
+    for layer, call, by_kernel in cases:
+        expected = call(layer, it)
+        accelerate(layer, show=False)
+        for _ in range(3):
+            ran.clear()
+            close(call(layer, it), expected, 1e-5)
+            assert bool(ran) == by_kernel, layer
+    fresh = pyg.SimpleConv()
+    accelerate(fresh, show=False)
+    for _ in range(4):  # the same edges in another tensor each time, as of layers that add self loops
+        ran.clear()
+        fresh(it.x, EDGES.clone())
+    assert not ran
+    half = Inputs.draw(EDGES, N, WIDTH, torch.bfloat16)
+    weighted(cases[0][0].bfloat16(), half)  # which PyG would not sum in float32
+    assert ran == ["aggregate"]
+
+
 def test_softmax_is_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """In weights, messages, edge updates and PyG's aggregation."""
     it = Inputs.draw(EDGES, N, WIDTH, torch.float32)

@@ -281,7 +281,7 @@ def test_layers_take_the_samplers_structure(device, monkeypatch):
     for batch in loader:
         with monkeypatch.context() as patch:
             patch.setattr(core_adjacency, "inspect_edges", refuse)
-            patch.setattr(core_adjacency, "inspect_and_sort", refuse)
+            patch.setattr(core_adjacency, "inspect_indices", refuse)
             out = fast(batch.x, batch.edge_index)
         torch.testing.assert_close(out, original(batch.x, batch.edge_index), rtol=1e-5, atol=1e-5)
         reference = torch_geometric.nn.GCNConv(6, 4).to(device)

@@ -52,7 +52,7 @@ class FreshAdjacency(Adjacency):
         *,
         edge_id: Tensor | None = None,
         num_given: int | None = None,
-        loop_edge: Tensor | None = None,
+        loop_edge: Tensor | tuple[()] | None = None,
         is_sorted: bool = False,
     ) -> None:
         num_dst, device = shape[0], row.device
@@ -110,9 +110,10 @@ class FreshAdjacency(Adjacency):
         """
         if duplicates != "keep":
             raise RuntimeError(f"a recorded step cannot merge edges (duplicates={duplicates!r})")
-        num_given, loop_edge = row.numel(), None
+        num_given = row.numel()
+        loop_edge: Tensor | tuple[()] | None = None
         if self_loops != "keep":
-            count, loop_edge = min(shape), None
+            count = min(shape)
             if self_loops == "replace":
                 if not run.has_padding:
                     raise RuntimeError(
@@ -121,11 +122,9 @@ class FreshAdjacency(Adjacency):
                     )
                 is_loop = row == col
                 position = torch.arange(num_given, device=row.device)
-                loop_edge = torch.full((count + 1,), -1, dtype=torch.int64, device=row.device)
-                loop_edge.scatter_reduce_(
-                    0, row.long().masked_fill(is_loop.logical_not(), count), position, "amax"
-                )
-                loop_edge = loop_edge[:count]
+                own = torch.full((count + 1,), -1, dtype=torch.int64, device=row.device)
+                own.scatter_reduce_(0, row.long().masked_fill(is_loop.logical_not(), count), position, "amax")
+                loop_edge = own[:count]
                 row, col = row.masked_fill(is_loop, shape[0] - 1), col.masked_fill(is_loop, shape[1] - 1)
             row, col, _, appended = _insert_loops(row, col, count, False)
             loop_edge = appended if loop_edge is None else loop_edge

@@ -217,9 +217,9 @@ class BatchPlaces:
 
 
 def write_rows(held: Tensor, tensor: Tensor, places: Places) -> None:
-    """Copies rows to their places; those of padding copy the first one."""
+    """Copies rows, of all hops or of the first ones, to their places; those of padding copy the first one."""
     if tensor.size(0):
-        torch.index_select(tensor.detach(), 0, places.taken, out=held)
+        torch.index_select(tensor.detach(), 0, places.taken[: held.size(0)], out=held)
     else:
         held.zero_()
 

@@ -12,26 +12,30 @@ _INT32_MAX = 2**31 - 1
 
 
 def compress(
-    major: Tensor, minor: Tensor, num_major: int, num_minor: int, *, sort_minor: bool
+    major: Tensor,
+    minor: Tensor,
+    num_major: int,
+    num_minor: int,
+    *,
+    sort_minor: bool,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts edges stably by ``major``, or by ``(major, minor)`` when ``sort_minor``.
+    """Sorts edges stably by major index, and by minor index within equal major ones.
 
     Args:
-        major: int32 or int64 (num_edges,), values in [0, num_major), contiguous.
+        major: int32 or int64 (num_edges,), contiguous, in [0, num_major).
         minor: the same of [0, num_minor).
         num_major: number of compressed rows.
         num_minor: number of columns, at most 2^31 - 1.
         sort_minor: False where the input is already ascending in ``minor``, or its order is to be kept.
+        out: tensors that may be written for the first two results, of their sizes; None: new ones.
 
     Returns:
         ``(major_ptr, minor, order)``: int64 (num_major + 1,), int32 (num_edges,), and the position in the
         input of every sorted edge, int32 where that fits, else int64.
     """
-    num_edges = major.numel()
-    order = torch.empty(
-        num_edges, dtype=torch.int64 if num_edges > _INT32_MAX else torch.int32, device=major.device
-    )
-    major_ptr, minor = _compress(major, minor, num_major, num_minor, order, sort_minor)
+    order = _empty_order(major.numel(), major.device)
+    major_ptr, minor = _compress(major, minor, num_major, num_minor, order, sort_minor, out)
     return major_ptr, minor, order
 
 
@@ -41,14 +45,19 @@ def compress_pairs(major: Tensor, minor: Tensor, num_major: int, num_minor: int)
 
 
 def _compress(
-    major: Tensor, minor: Tensor, num_major: int, num_minor: int, order: Tensor | None, sort_minor: bool
+    major: Tensor,
+    minor: Tensor,
+    num_major: int,
+    num_minor: int,
+    order: Tensor | None,
+    sort_minor: bool,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     assert major.is_contiguous()
     assert minor.is_contiguous()
     num_edges = major.numel()
     device = major.device
-    major_ptr = torch.empty(num_major + 1, dtype=torch.int64, device=device)
-    minor_out = torch.empty(num_edges, dtype=torch.int32, device=device)
+    major_ptr, minor_out = _empty_rows(num_major, num_edges, device) if out is None else out
     if num_edges == 0:
         return major_ptr.zero_(), minor_out
     args = _C.CompressArgs(
@@ -65,9 +74,22 @@ def _compress(
         num_edges > _INT32_MAX,
     )
     index = device_index(device)
-    scratch = torch.empty(_C.compress_scratch_bytes(args, index), dtype=torch.uint8, device=device)
-    _C.compress(args, scratch.data_ptr(), scratch.numel(), index, queue(index))
+    size = _C.compress_scratch_bytes(args, index)
+    scratch = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+    _C.compress(args, 0 if scratch is None else scratch.data_ptr(), size, index, queue(index))
     return major_ptr, minor_out
+
+
+def _empty_rows(num_rows: int, num_edges: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for compressed rows: pointers and columns."""
+    return torch.empty(num_rows + 1, dtype=torch.int64, device=device), torch.empty(
+        num_edges, dtype=torch.int32, device=device
+    )
+
+
+def _empty_order(num_edges: int, device: torch.device) -> Tensor:
+    """Room for the position of every edge."""
+    return torch.empty(num_edges, dtype=torch.int64 if num_edges > _INT32_MAX else torch.int32, device=device)
 
 
 def transpose(rowptr: Tensor, col: Tensor, num_cols: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,16 +103,22 @@ def transpose(rowptr: Tensor, col: Tensor, num_cols: int) -> tuple[Tensor, Tenso
     Returns:
         ``(colptr, row, order)``: as :func:`compress` gives them.
     """
+    order = _empty_order(col.numel(), col.device)
+    return *_transpose(rowptr, col, num_cols, order), order
+
+
+def transpose_pairs(rowptr: Tensor, col: Tensor, num_cols: int) -> tuple[Tensor, Tensor]:
+    """As :func:`transpose`, without the order."""
+    return _transpose(rowptr, col, num_cols, None)
+
+
+def _transpose(rowptr: Tensor, col: Tensor, num_cols: int, order: Tensor | None) -> tuple[Tensor, Tensor]:
     num_edges, num_rows, device = col.numel(), rowptr.numel() - 1, col.device
-    order = torch.empty(
-        num_edges, dtype=torch.int64 if num_edges > _INT32_MAX else torch.int32, device=device
-    )
-    colptr = torch.empty(num_cols + 1, dtype=torch.int64, device=device)
-    row = torch.empty(num_edges, dtype=torch.int32, device=device)
+    colptr, row = _empty_rows(num_cols, num_edges, device)
     if num_edges == 0:
-        return colptr.zero_(), row, order
+        return colptr.zero_(), row
     index = device_index(device)
-    size = _C.transpose_scratch_bytes(num_rows, num_cols, num_edges, index)
+    size = _C.transpose_scratch_bytes(num_rows, num_cols, num_edges, order is not None, index)
     scratch = torch.empty(size, dtype=torch.uint8, device=device)
     _C.transpose(
         rowptr.data_ptr(),
@@ -100,13 +128,13 @@ def transpose(rowptr: Tensor, col: Tensor, num_cols: int) -> tuple[Tensor, Tenso
         num_edges,
         colptr.data_ptr(),
         row.data_ptr(),
-        order.data_ptr(),
+        0 if order is None else order.data_ptr(),
         scratch.data_ptr(),
         size,
         index,
         queue(index),
     )
-    return colptr, row, order
+    return colptr, row
 
 
 def expand_rows(rowptr: Tensor, num_edges: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,12 +10,11 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.content import check_content
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.formats.row_split import RowSplit, SliceCounts, unsplit_rows
+from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 
 #: Words that the kernels write, in the order of EdgeFact in kernels/include/fastsparse/views.h.
 NUM_FACTS = 10
 _SIGNED_TO_UNSIGNED = 2**64
-_INT32_MAX = 2**31 - 1
 
 
 class Inspection(NamedTuple):
@@ -51,6 +49,49 @@ class Inspection(NamedTuple):
     has_empty_rows: bool
     ends: tuple[int, int]
     row_split: RowSplit | None
+
+
+class IndexFacts(NamedTuple):
+    """What `inspect_indices` says, as of `Inspection`."""
+
+    most_row: int
+    most_col: int
+    checksum: int
+
+
+def inspect_indices(row: Tensor, col: Tensor, *, square: bool) -> IndexFacts:
+    """Looks at edges of which others will be made, so that nothing is written but the facts.
+
+    Args:
+        row: int32 or int64 (num_edges,), contiguous.
+        col: like ``row``.
+        square: whether there are as many columns as rows.
+    """
+    check_content("edges", row, col)
+    num_edges, index = row.numel(), device_index(row.device)
+    if num_edges == 0:
+        return IndexFacts(0, 0, 0)
+    # Of no rows the kernel writes one pointer, here behind the facts.
+    room = torch.empty(NUM_FACTS + 1, dtype=torch.int64, device=row.device) if index >= 0 else None
+    facts = 0 if room is None else room.data_ptr()
+    words = _C.inspect(
+        row.data_ptr(),
+        col.data_ptr(),
+        0,
+        row.dtype == torch.int64,
+        False,
+        num_edges,
+        0,
+        square,
+        facts + 8 * NUM_FACTS,
+        0,
+        0,
+        0,
+        facts,
+        index,
+        queue(index),
+    )
+    return IndexFacts(words[0] % _SIGNED_TO_UNSIGNED, words[1] % _SIGNED_TO_UNSIGNED, words[5])
 
 
 def inspect_edges(row: Tensor, col: Tensor, num_rows: int, longest: int, *, square: bool) -> Inspection:
@@ -119,16 +160,10 @@ def _inspect(
         index,
         queue(index),
     )
-    split = unsplit_rows(room[:num_rows]) if room is not None and words[9] <= longest else None
-    return _found(rowptr, col_out, inv_degree, words, split)
-
-
-def _found(
-    rowptr: Tensor, col: Tensor, inv_degree: Tensor, words: Sequence[int], split: RowSplit | None
-) -> Inspection:
+    split = unsplit_rows(room, num_rows) if room is not None and words[9] <= longest else None
     return Inspection(
         rowptr,
-        col,
+        col_out,
         inv_degree,
         words[0] % _SIGNED_TO_UNSIGNED,
         words[1] % _SIGNED_TO_UNSIGNED,
@@ -148,159 +183,3 @@ def _empty_for_autograd(length: int, device: torch.device) -> Tensor:
         return torch.empty(length, dtype=torch.float32, device=device)
     with torch.inference_mode(False):
         return torch.empty(length, dtype=torch.float32, device=device)
-
-
-class SortedEdges(NamedTuple):
-    """Edges that were sorted by (row, column) while they were inspected.
-
-    Attributes:
-        order: the position in the input of every sorted edge, int32 where that fits, else int64.
-        counted: on CUDA the slices of their rows.
-    """
-
-    order: Tensor
-    counted: SliceCounts | None
-
-
-def inspect_and_sort(
-    row: Tensor, col: Tensor, shape: tuple[int, int], longest: int
-) -> tuple[Inspection, SortedEdges | None]:
-    """Looks at edges, and sorts them in the same call, which waits for the device once.
-
-    On CUDA they are sorted whatever they are; on the CPU where they are in range and come neither sorted by
-    row nor, in a structure that may be symmetric, by (row, column).
-
-    Args:
-        row: int32 or int64 (num_edges,), contiguous, not empty.
-        col: like ``row``.
-        shape: (num_rows, num_cols).
-        longest: entries of a slice.
-
-    Returns:
-        The facts, with the sorted edges in `rowptr` and `col` where they were sorted, and their order.
-    """
-    num_edges, device = row.numel(), row.device
-    rowptr = torch.empty(shape[0] + 1, dtype=torch.int64, device=device)
-    col_out = torch.empty(num_edges, dtype=torch.int32, device=device)
-    check_content("edges", row, col, col_out)
-    index = device_index(device)
-    is_long = num_edges > _INT32_MAX
-    order = torch.empty(num_edges, dtype=torch.int64 if is_long else torch.int32, device=device)
-    inv_degree = _empty_for_autograd(shape[0], device)
-    is_64bit, counts, scratch, size = row.dtype == torch.int64, None, None, 0
-    if index >= 0:
-        counts = torch.empty(_C.num_row_split_counts(shape[0]), dtype=torch.int64, device=device)
-        size = _C.inspect_and_sort_scratch_bytes(is_64bit, num_edges, *shape, index)
-        scratch = torch.empty(size, dtype=torch.uint8, device=device)
-    words = _C.inspect_and_sort(
-        row.data_ptr(),
-        col.data_ptr(),
-        is_64bit,
-        num_edges,
-        *shape,
-        rowptr.data_ptr(),
-        col_out.data_ptr(),
-        inv_degree.data_ptr(),
-        order.data_ptr(),
-        is_long,
-        longest,
-        0 if counts is None else counts.data_ptr(),
-        0 if scratch is None else scratch.data_ptr(),
-        size,
-        index,
-        queue(index),
-    )
-    found = _found(rowptr, col_out, inv_degree, words, None)
-    if not words[NUM_FACTS]:
-        return found, None
-    counted = None if counts is None else SliceCounts(longest, counts, *words[NUM_FACTS + 1 :])
-    return found, SortedEdges(order, counted)
-
-
-class EdgeRoom(NamedTuple):
-    """Memory that compressed rows are written into, again and again; there may be more of it than edges.
-
-    Attributes:
-        rowptr: int64 (num_rows + 1,); rows beyond those of the edges are empty.
-        col: int32, at least one per edge.
-        inv_degree: float32 (num_rows,).
-        slices: int64 (num_rows, 2), the slices of uncut rows on CUDA; untouched on the CPU.
-    """
-
-    rowptr: Tensor
-    col: Tensor
-    inv_degree: Tensor
-    slices: Tensor
-
-
-class Facts:
-    """What is found out about several structures; on CUDA it is copied to the host, which works meanwhile.
-
-    Args:
-        num_structures: number of structures.
-        device: where they lie.
-
-    Attributes:
-        written: int64 (num_structures, NUM_FACTS) on the device.
-    """
-
-    def __init__(self, num_structures: int, device: torch.device) -> None:
-        self.written = torch.empty(num_structures, NUM_FACTS, dtype=torch.int64, device=device)
-        # The CPU writes where it reads.
-        self.received = (
-            torch.empty_like(self.written, device="cpu", pin_memory=True)
-            if device.type == "cuda"
-            else self.written
-        )
-
-    def wait(self) -> list[list[int]]:
-        """For every structure what `are_compressed` asks for, once the current stream has done its work."""
-        index = device_index(self.written.device)
-        _C.wait(index, queue(index))
-        return self.received.tolist()
-
-
-def inspect_levels(edges: Sequence[tuple[Tensor, Tensor]], rooms: Sequence[EdgeRoom], facts: Facts) -> None:
-    """Compresses edges of several structures, sorted by row, into given memory; does not wait for the device.
-
-    On CUDA in one launch, however many structures there are.
-
-    Args:
-        edges: rows and columns of every structure, int32 or int64 (num_edges,), contiguous, not empty.
-        rooms: for at least as many edges and rows.
-        facts: about them.
-    """
-    index = device_index(facts.written.device)
-    _C.inspect_levels(
-        [
-            (
-                row.data_ptr(),
-                col.data_ptr(),
-                col.dtype == torch.int64,
-                col.numel(),
-                room.inv_degree.numel(),
-                room.rowptr.data_ptr(),
-                room.col.data_ptr(),
-                room.inv_degree.data_ptr(),
-                room.slices.data_ptr(),
-            )
-            for (row, col), room in zip(edges, rooms, strict=True)
-        ],
-        facts.written.data_ptr(),
-        facts.received.data_ptr(),
-        index,
-        queue(index),
-    )
-
-
-def are_compressed(facts: list[int], shape: tuple[int, int], longest: int) -> bool:
-    """Whether `inspect_levels` met sorted edges within ``shape`` and no row beyond ``longest`` entries.
-
-    Args:
-        facts: what it wrote of one structure, on the host.
-        shape: (num_dst, num_src) that the edges belong to.
-        longest: entries of a slice.
-    """
-    most_row, most_col = (word % _SIGNED_TO_UNSIGNED for word in facts[:2])
-    rows_descend, most_entries = facts[3], facts[9]
-    return most_row < shape[0] and most_col < shape[1] and not rows_descend and most_entries <= longest

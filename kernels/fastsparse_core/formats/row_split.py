@@ -102,10 +102,34 @@ class RowSplit:
         return {"slices": self.slices, "split_row": self.split_row, "split_ptr": self.split_ptr}
 
 
-def unsplit_rows(slices: Tensor) -> RowSplit:
-    """The work list of rows that no slice cuts, whose ``slices`` (num_rows, 2) come in row order."""
-    none, start = _no_split_rows(slices.device)
-    return RowSplit(slices, none, start, 0)
+def unsplit_rows(room: Tensor, num_rows: int | None = None) -> RowSplit:
+    """The work list of rows that no slice cuts.
+
+    Args:
+        room: int64, (num_rows, 2) or more: the slices in row order, and perhaps something behind them.
+        num_rows: number of slices; None: all of ``room``.
+    """
+    none, start = _no_split_rows(room.device)
+    if num_rows is None:
+        return RowSplit(room, none, start, 0)
+    return _UnsplitRows(room, none, start, 0, num_rows)
+
+
+class _UnsplitRows(RowSplit):
+    """Slices at the beginning of a tensor: which ones is only said where a kernel asks for them."""
+
+    def __init__(
+        self, room: Tensor, split_row: Tensor, split_ptr: Tensor, num_slots: int, num_rows: int
+    ) -> None:
+        self.__dict__.update(
+            _room=room, _num_rows=num_rows, split_row=split_row, split_ptr=split_ptr, num_slots=num_slots
+        )
+
+    @functools.cached_property
+    def slices(self) -> Tensor:
+        """As of `RowSplit`."""
+        room: Tensor = self.__dict__["_room"]
+        return room[: self.__dict__["_num_rows"]]
 
 
 @functools.cache
@@ -116,74 +140,43 @@ def _no_split_rows(device: torch.device) -> tuple[Tensor, Tensor]:
         )
 
 
-@dataclass(frozen=True)
-class SliceCounts:
-    """What `fill_slices` needs besides the rows.
-
-    Attributes:
-        longest: entries of a slice.
-        counts: int64, what the kernels keep from counting to filling.
-        num_split_rows: number of rows with several slices.
-        num_slots: number of their slices.
-    """
-
-    longest: int
-    counts: Tensor
-    num_split_rows: int
-    num_slots: int
-
-
-def count_slices(rowptr: Tensor, longest: int, totals: Tensor) -> Tensor:
-    """Counts slices on CUDA without waiting for the device; returns what `SliceCounts` calls counts.
-
-    Args:
-        rowptr: int64 (num_rows + 1,). Where it does not ascend, the counts mean nothing.
-        longest: entries of a slice, a power of two.
-        totals: int64 (2,), gets the numbers of split rows and of slots.
-    """
-    num_rows = rowptr.numel() - 1
-    counts = torch.empty(_C.num_row_split_counts(num_rows), dtype=torch.int64, device=rowptr.device)
-    index = device_index(rowptr.device)
-    _C.row_split_count(
-        rowptr.data_ptr(), num_rows, longest, counts.data_ptr(), totals.data_ptr(), index, queue(index)
-    )
-    return counts
-
-
-def fill_slices(rowptr: Tensor, counted: SliceCounts) -> RowSplit:
-    """The work list on CUDA of rows whose slices were counted, without waiting for the device.
+def split_rows(rowptr: Tensor, longest: int) -> RowSplit:
+    """The work list of rows: on CUDA in few launches and one read from the device.
 
     As `RowSplit.from_rowptr`, but for the order: full slices of split rows come first.
+
+    Args:
+        rowptr: int64 (num_rows + 1,).
+        longest: entries of a slice, a power of two.
     """
+    if rowptr.device.type != "cuda":
+        return RowSplit.from_rowptr(rowptr, longest)
     num_rows, device = rowptr.numel() - 1, rowptr.device
-    num_slices = num_rows - counted.num_split_rows + counted.num_slots
-    slices = torch.empty(num_slices, 2, dtype=torch.int64, device=device)
-    split_row = torch.empty(counted.num_split_rows, dtype=torch.int32, device=device)
-    split_ptr = (torch.empty if num_rows else torch.zeros)(
-        counted.num_split_rows + 1, dtype=torch.int64, device=device
-    )
+    # What is counted by the rows, and behind it the numbers of split rows and of slots.
+    num_counts = _C.num_row_split_counts(num_rows)
+    counts = torch.empty(num_counts + 2, dtype=torch.int64, device=device)
+    totals = counts.data_ptr() + 8 * num_counts
     index = device_index(device)
+    stream = queue(index)
+    _C.row_split_count(rowptr.data_ptr(), num_rows, longest, counts.data_ptr(), totals, index, stream)
+    num_split_rows, num_slots = counts[num_counts:].tolist()
+    slices = torch.empty(num_rows - num_split_rows + num_slots, 2, dtype=torch.int64, device=device)
+    split_row = torch.empty(num_split_rows, dtype=torch.int32, device=device)
+    split_ptr = (torch.empty if num_rows else torch.zeros)(
+        num_split_rows + 1, dtype=torch.int64, device=device
+    )
     _C.row_split_fill(
         rowptr.data_ptr(),
         num_rows,
-        counted.longest,
-        counted.counts.data_ptr(),
+        longest,
+        counts.data_ptr(),
         slices.data_ptr(),
         split_row.data_ptr(),
         split_ptr.data_ptr(),
         index,
-        queue(index),
+        stream,
     )
-    return RowSplit(slices, split_row, split_ptr, counted.num_slots)
-
-
-def split_rows(rowptr: Tensor, longest: int) -> RowSplit:
-    """The work list of rows: on CUDA in few launches and one read from the device."""
-    if rowptr.device.type != "cuda":
-        return RowSplit.from_rowptr(rowptr, longest)
-    totals = torch.empty(2, dtype=torch.int64, device=rowptr.device)
-    counts = count_slices(rowptr, longest, totals)
-    return fill_slices(rowptr, SliceCounts(longest, counts, *totals.tolist()))
+    return RowSplit(slices, split_row, split_ptr, num_slots)
 
 
 def shared_group_share(rowptr: Tensor, longest: int) -> float:

@@ -73,6 +73,7 @@ class _Plan(NamedTuple):
         casts_first: whether features are cast before they are summed.
         transforms: whether one kernel serves both linear maps, as far as sizes go.
         are_plain: whether it may take the parameters' addresses.
+        transform_first: whether neighbours are summed after the linear map.
     """
 
     serves: bool
@@ -83,6 +84,7 @@ class _Plan(NamedTuple):
     casts_first: bool
     transforms: bool
     are_plain: bool
+    transform_first: bool
 
 
 def aggregate_linear(
@@ -94,6 +96,7 @@ def aggregate_linear(
     reduce: str,
     *,
     root: Tensor | None = None,
+    transform_first: bool = False,
 ) -> Tensor | None:
     r"""Aggregates the neighbours' features and transforms them and the node's own.
 
@@ -119,6 +122,7 @@ def aggregate_linear(
         root_weight: (out width, width).
         reduce: ``"sum"`` or ``"mean"``.
         root: the destinations' features, where they may be others than the first of ``x``.
+        transform_first: whether neighbours are summed after the linear map, which pays where that is narrow.
 
     Returns:
         (num_dst, out width), in the autocast dtype where that is on; differentiable, twice too. None where
@@ -131,14 +135,18 @@ def aggregate_linear(
         None if bias is None else kind_of(bias),
         kind_of(root_weight),
         reduce,
+        transform_first,
         autocast_dtype(x) if is_any_autocast_enabled() else None,
         policy.requested("spmm", "auto"),
     )
     plan: _Plan | None = adj.plans.get(key)
     if plan is None:
-        plan = adj.plans[key] = _plan(adj, x, weight, bias, root_weight, reduce, key[-1])
+        plan = adj.plans[key] = _plan(adj, x, weight, bias, root_weight, reduce, transform_first, key[-1])
     if root is not None and not (
-        plan.serves and root.shape[0] == adj.num_dst and (root is x or starts_with(x, root))
+        plan.serves
+        and root.shape[0] == adj.num_dst
+        and (root is x or starts_with(x, root))
+        and not (transform_first and bias is not None and bias.is_neg())
     ):
         return None
     if torch.is_grad_enabled():
@@ -154,29 +162,36 @@ def _plan(
     bias: Tensor | None,
     root_weight: Tensor,
     reduce: str,
+    transform_first: bool,
     algorithm: str,
 ) -> _Plan:
     scale = None
     if reduce == "mean":
         scale = adj.inv_degree(torch.float64 if x.dtype == torch.float64 else torch.float32)
     dtype = autocast_dtype(x) or x.dtype
-    casts_first = x.dtype != dtype and policy.casts_first(adj.num_dst, adj.num_src, adj.num_edges)
+    casts_first = x.dtype != dtype and (
+        transform_first or policy.casts_first(adj.num_dst, adj.num_src, adj.num_edges)
+    )
     transforms = (
-        _has_kernels(x.device)
+        not transform_first
+        and _has_kernels(x.device)
         and weight.dim() == 2
         and policy.transforms_on_tensor_cores(
             dtype, adj.num_dst, weight.shape[1], weight.shape[0], gpu.profile_of(x.device)
         )
     )
+    plain = are_plain(x, weight, bias, root_weight)
     return _Plan(
-        _serves(adj, x, weight, bias, root_weight),
+        # The kernel of a sum takes the bias by its address.
+        _serves(adj, x, weight, bias, root_weight) and (plain or not transform_first),
         scale,
         algorithm,
         dtype,
         (x.dtype, weight.dtype, None if bias is None else bias.dtype, root_weight.dtype),
         casts_first,
         transforms,
-        are_plain(x, weight, bias, root_weight),
+        plain,
+        transform_first,
     )
 
 
@@ -208,18 +223,25 @@ def _compute(
     keeps_sums: bool,
     keeps_own: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """The result, the destinations' features, the neighbours' sums and both weights as multiplied."""
-    _, scale, algorithm, dtype, _, casts_first, transforms, plain = plan
+    """The result, the destinations' features, what the neighbours' weight met and both weights as multiplied.
+
+    That are the neighbours' sums or, where the linear map comes first, the features.
+    """
+    _, scale, algorithm, dtype, _, casts_first, transforms, plain, transform_first = plan
     num_dst, num_src = adj.shape
     # Everything that is multiplied has one dtype, so autocast, where it is on, casts nothing more.
     features = x.to(dtype) if casts_first else x
     # A part of what was cast would keep all of it until the backward pass.
-    own = x if keeps_own and num_dst < num_src else features
+    own = x if keeps_own and num_dst < num_src and not transform_first else features
     own = own if num_dst == num_src else own[:num_dst]
     own = own if own.dtype is dtype else own.to(dtype)
     matrix = weight if weight.dtype is dtype else weight.to(dtype)
     root_matrix = root_weight if root_weight.dtype is dtype else root_weight.to(dtype)
-    if transforms and plain and is_laid_out(features, matrix, root_matrix) and features.dtype is dtype:
+    sums: Tensor | None = features
+    if transform_first:
+        out = launch_spmm(adj, F.linear(features, matrix), None, scale, None, bias, algorithm)
+        out.addmm_(own, root_matrix.t())
+    elif transforms and plain and is_laid_out(features, matrix, root_matrix) and features.dtype is dtype:
         bias = None if bias is None else bias.contiguous()
         out, sums = aggregate_and_transform(
             adj, features, matrix, bias, root_matrix, scale, algorithm, keeps_sums
@@ -233,7 +255,10 @@ def _compute(
 
 
 class _AggregateLinear(torch.autograd.Function):
-    """dX = A^T (dY W), onto dY W_r; dW = dY^T (A X); dW_r = dY^T X; db = sum of dY."""
+    """dX = A^T (dY W), onto dY W_r; dW = dY^T (A X); dW_r = dY^T X; db = sum of dY.
+
+    Where the linear map came first: dX = (A^T dY) W, onto dY W_r; dW = (A^T dY)^T X.
+    """
 
     @staticmethod
     def forward(
@@ -281,6 +306,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_x, needs_weight, needs_bias, needs_root, *_ = ctx.needs_input_grad
     plan: _Plan = ctx.plan
     _, weight_dtype, bias_dtype, root_dtype = plan.given
+    if plan.transform_first:
+        return _gradients_before_sums(ctx, grad)
 
     def of_parameters() -> tuple[Tensor | None, ...]:
         if plan.transforms and needs_weight and needs_root and is_laid_out(own, sums):
@@ -299,6 +326,30 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (grad_x, *parameters())
 
 
+def _gradients_before_sums(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients where neighbours were summed after the linear map."""
+    _, own, features, matrix, root_matrix = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, needs_root, *_ = ctx.needs_input_grad
+    plan: _Plan = ctx.plan
+    x_dtype, weight_dtype, bias_dtype, root_dtype = plan.given
+    grad_x = grad_weight = None
+    if needs_x or needs_weight:
+        transformed = grad_of_features(ctx.adj, grad, None, plan.scale, None, plan.algorithm)
+    if needs_weight:
+        grad_weight = product_in(transformed.t(), features, weight_dtype)
+    if needs_x:
+        total = torch.mm(transformed, matrix)
+        num_dst, num_src = ctx.adj.shape
+        (total if num_dst == num_src else total[:num_dst]).addmm_(grad, root_matrix)
+        grad_x = cast(total, x_dtype)
+    return (
+        grad_x,
+        grad_weight,
+        sum_of_rows(grad, bias_dtype, True) if needs_bias else None,
+        product_in(grad.t(), own, root_dtype) if needs_root else None,
+    )
+
+
 def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The same gradients of operators that have gradients again."""
     x, own, sums, matrix, root_matrix = ctx.saved_tensors
@@ -306,19 +357,26 @@ def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (num_dst, num_src), adj, plan = ctx.adj.shape, ctx.adj, ctx.plan
     x_dtype, weight_dtype, bias_dtype, root_dtype = plan.given
     scale, dtype, algorithm = plan.scale, plan.dtype, plan.algorithm
-    grad_x = None
+    grad_x = transformed = None
+    if plan.transform_first and (needs_x or needs_weight):
+        transformed = spmm(adj.t(valued=False), grad, scale_src=scale, algorithm=algorithm)
     if needs_x:
         matrix = matrix if ctx.uncast is None else ctx.uncast.cast_again(dtype)
         root_matrix = root_matrix if ctx.root_uncast is None else ctx.root_uncast.cast_again(dtype)
-        grad_x = spmm(adj.t(valued=False), grad @ matrix, scale_src=scale, algorithm=algorithm)
+        if plan.transform_first:
+            grad_x = transformed @ matrix
+        else:
+            grad_x = spmm(adj.t(valued=False), grad @ matrix, scale_src=scale, algorithm=algorithm)
         grad_x = (grad_x + F.pad(grad @ root_matrix, (0, 0, 0, num_src - num_dst))).to(x_dtype)
     if x is not None:  # else what was saved of it is constant
         features = cast(x, dtype)
-        own = features[:num_dst]
-        sums = spmm(adj, features, scale_dst=scale, algorithm=algorithm) if needs_weight else None
+        own, sums = features[:num_dst], features
+        if needs_weight and not plan.transform_first:
+            sums = spmm(adj, features, scale_dst=scale, algorithm=algorithm)
+    left = grad if transformed is None else transformed
     return (
         grad_x,
-        product_in(grad.t(), sums, weight_dtype, once=False) if needs_weight else None,
+        product_in(left.t(), sums, weight_dtype, once=False) if needs_weight else None,
         grad.sum(0, dtype=bias_dtype) if needs_bias else None,
         product_in(grad.t(), own, root_dtype, once=False) if needs_root else None,
     )

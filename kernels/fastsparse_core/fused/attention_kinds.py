@@ -8,7 +8,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fastsparse_core import _C
 from fastsparse_core.fused.head_scores import gradients_of_scores, head_scores, scores_of_rows
 from fastsparse_core.ops import _additive_attention_csr, _gatv2_attention_csr
 from fastsparse_core.ops import _attention_fused as kernels
@@ -40,8 +39,8 @@ class LayerCall(NamedTuple):
     num_vectors: int
     #: Whether the backward pass reads the result, which is not to be written then.
     keeps_result: bool
-    #: On the CPU: all that follows the linear maps in one call each way.
-    plan: _C.AttentionLayer | None
+    #: All that follows the linear maps in one call each way, an object of `_C`; None: operator by operator.
+    plan: Any
 
 
 class Score:

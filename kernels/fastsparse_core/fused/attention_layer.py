@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fastsparse_core import _C, policy
 from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2, LayerCall, Score
+from fastsparse_core.fused.attention_on_cuda import attend, differentiate, plan_of
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._attention_checks import draw_seed, drawn_by_replays
 from fastsparse_core.ops._common import (
@@ -20,8 +21,10 @@ from fastsparse_core.ops._common import (
     accumulation_dtype,
     autocast_dtype,
     cast,
+    direct,
     is_first_derivative,
     is_plain_eager,
+    is_wrapped,
     product_in,
     sum_of_rows,
     unit_stride,
@@ -140,19 +143,36 @@ def attention_layer(
         if drawn_by_replays(dropout_p):
             return None
         dropout_p, seed = draw_seed(dropout_p)
-    plan = None
-    if x.is_cpu and len(widths) >= score.least_maps and width:
-        key = (score, dtype, widths, heads, scale)
-        plan = adj.plans.get(key)
-        if plan is None:
-            layout = (DTYPE_CODE[dtype], heads, width // heads, len(widths))
-            plan = adj.plans[key] = _C.AttentionLayer(used_csr(adj), score.code, *layout, scale)
+    plan = _plan(adj, x, score, dtype, widths, heads, scale)
     how = (dropout_p, seed, dtype, widths, mean, len(vectors), keeps_result, plan)
     call = LayerCall(score, adj, heads, scale, *how)
     if records:
-        result: Tensor = _AttentionLayer.apply(call, x, bias, *tensors)
+        apply = _AttentionLayer.apply if is_wrapped(x) else _apply
+        result: Tensor = apply(call, x, bias, *tensors)
         return result
     return _attend(call, x, bias, tuple(tensors))[0]
+
+
+def _plan(
+    adj: Adjacency,
+    x: Tensor,
+    score: type[Score],
+    dtype: torch.dtype,
+    widths: tuple[int, ...],
+    heads: int,
+    scale: float,
+) -> Any:
+    """What makes one call of all that follows the linear maps; None: it is operator by operator."""
+    if x.is_cuda:
+        return plan_of(adj, score, dtype, widths, heads, scale, False) if x.shape[0] else None
+    if len(widths) < score.least_maps or not widths[0]:
+        return None
+    key = (score, dtype, widths, heads, scale)
+    plan = adj.plans.get(key)
+    if plan is None:
+        layout = (DTYPE_CODE[dtype], heads, widths[0] // heads, len(widths))
+        plan = adj.plans[key] = _C.AttentionLayer(used_csr(adj), score.code, *layout, scale)
+    return plan
 
 
 def _attend(
@@ -162,7 +182,8 @@ def _attend(
     vectors, features = tensors[: call.num_vectors], x if x.dtype == call.dtype else x.to(call.dtype)
     joint, matrix = _project(call, features, tensors)
     if call.plan is not None:
-        out, kept = _attend_at_once(call, joint, vectors, None if call.mean else bias)
+        at_once = _attend_at_once if type(call.plan) is _C.AttentionLayer else attend
+        out, kept = at_once(call, joint, vectors, None if call.mean else bias)
     else:
         out, kept = call.score.forward(call, joint, vectors)
     if call.mean:
@@ -233,6 +254,9 @@ class _AttentionLayer(torch.autograd.Function):
         return (None, *without_autocast(_gradients, ctx, grad))
 
 
+_apply = direct(_AttentionLayer)
+
+
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     call, (features, matrix, joint, *rest) = ctx.call, ctx.saved_tensors
     _, needs_x, needs_bias, *needed = ctx.needs_input_grad
@@ -253,8 +277,9 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         sums = sum_of_rows(grad, weight_dtype) if has_biases else None
     else:
         bias_dtype = ctx.bias_dtype if needs_bias and not call.mean else None
-        grad, grad_vectors, sum_of_grad, sums = _differentiate_at_once(
-            call, grad, joint, vectors, kept[0], bias_dtype, weight_dtype if has_biases else None
+        at_once = _differentiate_at_once if type(call.plan) is _C.AttentionLayer else differentiate
+        grad, grad_vectors, sum_of_grad, sums = at_once(
+            call, grad, joint, vectors, kept, bias_dtype, weight_dtype if has_biases else None
         )
         grad_bias = grad_bias if sum_of_grad is None else sum_of_grad
     grad_x = torch.mm(grad, matrix) if needs_x else None
@@ -270,12 +295,12 @@ def _differentiate_at_once(
     grad: Tensor,
     joint: Tensor,
     vectors: Sequence[Tensor],
-    state: Tensor,
+    kept: Sequence[Tensor],
     bias_dtype: torch.dtype | None,
     map_bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, list[Tensor], Tensor | None, Tensor | None]:
     """Gradients of the linear maps' results, of the vectors and, where they have a dtype, of the biases."""
-    precise = accumulation_dtype(call.dtype)
+    precise, (state,) = accumulation_dtype(call.dtype), kept
     operands = [cast(vector, precise).contiguous() for vector in vectors]
     grads = [torch.empty_like(operand) for operand in operands]
     grad, grad_joint = unit_stride(grad), torch.empty_like(joint)

@@ -79,7 +79,7 @@ def aggregate_cbsr(
     return result
 
 
-def densifies(values: Tensor, k: int, width: int) -> bool:
+def densifies(values: Tensor, k: int, width: int, *, scales_sources: bool) -> bool:
     """Whether the layer of the dense activations is the faster one, as ``auto`` of :func:`ssd` says.
 
     That layer aggregates the dense rows once in the forward pass and their gradient once in the backward one,
@@ -90,10 +90,12 @@ def densifies(values: Tensor, k: int, width: int) -> bool:
         values: features, or the kept entries of sparse ones.
         k: kept entries of each row.
         width: columns.
+        scales_sources: whether every source has a factor.
     """
     dtype = autocast_dtype(values) or values.dtype
     algorithm = policy.requested("ssd", "auto")
-    return policy.ssd_algorithm(algorithm, values.device, dtype, k, width) == "densify"
+    chosen = policy.ssd_algorithm(algorithm, values.device, dtype, k, width, scales_sources=scales_sources)
+    return chosen == "densify"
 
 
 def can_maxk_linear(

@@ -95,7 +95,7 @@ def launch_forward(
     lse = torch.empty(adj.num_dst, heads, dtype=torch.float64, device=v.device)
     if adj.num_dst == 0:
         return out, lse
-    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    q, k, v = aligned(q), aligned(k), aligned(v)
     bias = None if bias is None else bias.contiguous()
     rows = adj.bsb_split.num_slots * HEIGHT
     partial = torch.empty(rows, v.size(1), dtype=torch.float32, device=v.device)
@@ -151,7 +151,7 @@ def launch_backward(
         Gradients of ``q``, ``k`` and ``v`` in their dtype, and of ``bias`` (its shape and dtype; None if not
         wanted).
     """
-    q, k, v, grad = _aligned(q), _aligned(k), _aligned(v), _aligned(grad)
+    q, k, v, grad = aligned(q), aligned(k), aligned(v), aligned(grad)
     bias = None if bias is None else bias.contiguous()
     out, lse = out.contiguous(), lse.contiguous()
     grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -186,7 +186,7 @@ def launch_backward(
     return grad_q, grad_k, grad_v, grad_bias
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """Rows that start at multiples of 16 bytes; copied where they do not. The widths are such multiples."""
     x = unit_stride(x)
     if x.data_ptr() % _PIECE or x.stride(0) * x.element_size() % _PIECE:

@@ -56,7 +56,7 @@ def kernel(
         # A trace does not count: it would be made anew for every number. The operator builds the blocks.
         facts = policy.Facts(on_cuda, *adj.shape, adj.num_edges, converted=True)
         return rule(facts, algorithm, no_blocks, no_csr).algorithm
-    chosen = follow(adj, lambda facts: rule(facts, algorithm, no_blocks, no_csr)).algorithm
+    chosen = follow(adj, lambda facts: rule(facts, algorithm, no_blocks, no_csr))[0].algorithm
     if chosen == "fused3s" and on_cuda:
         operands = (q, k, v) if bias is None else (q, k, v, bias)
         wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in operands)

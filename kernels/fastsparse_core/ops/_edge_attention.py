@@ -33,7 +33,7 @@ from fastsparse_core.ops._common import (
     unit_stride,
 )
 from fastsparse_core.ops._facts import scatters, used_csr
-from fastsparse_core.ops._gatv2_attention_csr import _att_rows as att_rows
+from fastsparse_core.ops._gatv2_attention_csr import att_rows_of as att_rows
 from fastsparse_core.ops._kept_results import alias_of, remember, unfused_gradients, was_written
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 

@@ -35,15 +35,21 @@ def facts_of(adj: Adjacency) -> Facts:
     )
 
 
-def follow(adj: Adjacency, rule: Callable[[Facts], Choice]) -> Choice:
-    """Asks a rule; counts the use and converts the structure where it says so."""
-    choice = rule(facts_of(adj))
+def follow(adj: Adjacency, rule: Callable[[Facts], Choice]) -> tuple[Choice, Facts]:
+    """Asks a rule; counts the use and converts the structure where it says so.
+
+    Returns:
+        the answer, and what the rule knew.
+    """
+    facts = facts_of(adj)
+    choice = rule(facts)
     if choice.counts:
         adj.usage.products += 1
     if choice.converts:
         adj.try_bsb()
-        choice = rule(facts_of(adj))
-    return choice
+        facts = facts_of(adj)
+        choice = rule(facts)
+    return choice, facts
 
 
 def scatters(adj: Adjacency, algorithm: str, dtype: torch.dtype, value: Tensor | None) -> bool:
@@ -57,19 +63,25 @@ def scatters(adj: Adjacency, algorithm: str, dtype: torch.dtype, value: Tensor |
     return True
 
 
-def used_csr(adj: Adjacency, *, valued: bool = True) -> Any:
-    """The structure for the CSR kernels, which it counts as a use.
+def count_csr_use(adj: Adjacency) -> None:
+    """Counts a use of slices in row order, which cost nothing; sorted ones replace them where it is used on.
 
-    Slices in row order, which cost nothing, are replaced by sorted ones where a structure is used on.
-
-    Args:
-        adj: the structure.
-        valued: whether the kernel reads where entries lie in the caller's order.
+    What the call reads already is kept as long as the structure.
     """
     if not adj.has_sorted_slices:
         adj.usage.csr += 1
         if adj.usage.csr >= policy.UNSORTED_USES and not torch.cuda.is_current_stream_capturing():
             adj.sort_slices()
+
+
+def used_csr(adj: Adjacency, *, valued: bool = True) -> Any:
+    """The structure for the CSR kernels, which it counts as a use.
+
+    Args:
+        adj: the structure.
+        valued: whether the kernel reads where entries lie in the caller's order.
+    """
+    count_csr_use(adj)
     structure = adj.structure_for(valued=valued)
     if valued and adj.has_sorted_slices:
         adj.plans["csr"] = structure  # nothing is to be counted any more: callers look here first

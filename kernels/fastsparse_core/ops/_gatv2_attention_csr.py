@@ -124,7 +124,7 @@ def gatv2_backward(
     transposed = adj.t()
     if not torch.cuda.is_current_stream_capturing():
         adj.sort_slices()  # the gradient of att is summed in their order, which must not change later
-    att_rows = _att_rows(adj.row_split.slices.size(0))
+    att_rows = att_rows_of(adj.row_split.slices.size(0))
     grad_att = att.new_empty(att_rows, width)
     slots, slots_t = adj.row_split.num_slots, transposed.row_split.num_slots
     _room, (row_state, partial_dst, partial_src) = scratch(
@@ -153,7 +153,7 @@ def gatv2_backward(
     return grad_dst, grad_src, grad_att.sum(0).reshape(shape)
 
 
-def _att_rows(num_slices: int) -> int:
+def att_rows_of(num_slices: int) -> int:
     groups = min(max(num_slices // 8, _LEAST_GROUPS), _MOST_GROUPS, max(num_slices, 1))
     return -(-groups // _GROUPS_PER_BLOCK) * _GROUPS_PER_BLOCK
 

@@ -1,4 +1,4 @@
-"""Operators on segments of rows: launches on both devices, gradients, and the segments that are remembered.
+"""Operators on segments of rows: their gradients, and the segments that are remembered.
 
 An operator takes the tensor that says which row belongs where, `index` (num_rows,) or `rowptr`
 (num_segments + 1,), the other one being None, and finds the sorted segments by it: `torch.compile` then sees
@@ -14,26 +14,24 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastsparse_core import _C
 from fastsparse_core.cache import AdjacencyCache
-from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops._common import (
-    DTYPE_CODE,
     accumulation_dtype,
-    address,
     below_autograd,
     direct,
     is_plain_eager,
     is_wrapped,
-    unit_stride,
 )
 from fastsparse_core.ops._registration import define, register
+from fastsparse_core.ops._segment_launch import (
+    EXTREMA,
+    MOMENTS,
+    extra_dtype,
+    gather_rows,
+    launch_reduce,
+    launch_softmax,
+)
 from fastsparse_core.structure.segments import Segments
-
-#: Reductions and their codes in kernels/include/fastsparse/views.h.
-REDUCTION_CODE = {"sum": 0, "mean": 1, "max": 2, "min": 3, "mul": 4, "var": 5, "std": 6}
-_EXTREMA = ("max", "min")
-_MOMENTS = ("var", "std")
 
 _cache = AdjacencyCache("segments")
 _Find = Callable[[Tensor | None, Tensor | None, int, int], Segments]
@@ -76,19 +74,6 @@ def clear_segments() -> None:
 # ---------------------------------------------------------------- reductions
 
 
-def _extra_dtype(reduce: str, dtype: torch.dtype) -> torch.dtype | None:
-    if reduce in _EXTREMA:
-        return torch.int64
-    return accumulation_dtype(dtype) if reduce in _MOMENTS else None
-
-
-def _state_bytes(reduce: str, dtype: torch.dtype) -> int:
-    """Size of the kernel's state of one feature: sums have two numbers, moments three."""
-    if reduce in _EXTREMA:
-        return 16
-    return accumulation_dtype(dtype).itemsize * {"sum": 2, "mean": 2, "mul": 1, "var": 3, "std": 3}[reduce]
-
-
 def _segment_reduce(
     src: Tensor,
     index: Tensor | None,
@@ -99,43 +84,13 @@ def _segment_reduce(
 ) -> tuple[Tensor, Tensor]:
     out, extra = _empty_results(src, num_segments, reduce)
     if out.numel():
-        _launch_reduce(src, find(index, rowptr, num_segments, src.size(0)), reduce, out, extra)
+        launch_reduce(src, find(index, rowptr, num_segments, src.size(0)), reduce, out, extra)
     return out, extra
-
-
-def sum_rows(src: Tensor, segments: Segments, reduce: str) -> Tensor:
-    """Sums or means (num_segments, width) of the rows of a matrix, nothing being checked or recorded."""
-    out = src.new_empty(segments.num_segments, src.shape[1])
-    if out.numel():
-        _launch_reduce(src, segments, reduce, out, None)
-    return out
-
-
-def _launch_reduce(src: Tensor, segments: Segments, reduce: str, out: Tensor, extra: Tensor | None) -> None:
-    src = unit_stride(src)
-    device = device_index(src.device)
-    partial = None
-    if device >= 0 and segments.row_split.num_slots:
-        states = segments.row_split.num_slots * src.size(1)
-        partial = torch.empty(states * _state_bytes(reduce, src.dtype), dtype=torch.uint8, device=src.device)
-    _C.segment_reduce(
-        segments.structure,
-        DTYPE_CODE[src.dtype],
-        REDUCTION_CODE[reduce],
-        src.size(1),
-        src.data_ptr(),
-        src.stride(0),
-        out.data_ptr(),
-        address(extra),
-        address(partial),
-        device,
-        queue(device),
-    )
 
 
 def _empty_results(src: Tensor, num_segments: int, reduce: str) -> tuple[Tensor, Tensor]:
     out = src.new_empty(num_segments, src.size(1))
-    dtype = _extra_dtype(reduce, src.dtype)
+    dtype = extra_dtype(reduce, src.dtype)
     return out, src.new_empty(0) if dtype is None else torch.empty_like(out, dtype=dtype)
 
 
@@ -155,13 +110,13 @@ class _SegmentReduce(torch.autograd.Function):
         out, extra = reduce_op.below(src, index, rowptr, num_segments, reduce, find=find)
         ctx.reduce, ctx.num_segments, ctx.num_rows, ctx.find = reduce, num_segments, src.size(0), find
         ctx.mark_non_differentiable(extra)
-        needs_src = reduce in ("mul", *_MOMENTS)
+        needs_src = reduce in ("mul", *MOMENTS)
         ctx.save_for_backward(
             index,
             rowptr,
             src if needs_src else None,
             out if reduce in ("mul", "std") else None,
-            extra if _extra_dtype(reduce, src.dtype) is not None else None,
+            extra if extra_dtype(reduce, src.dtype) is not None else None,
         )
         return out, extra
 
@@ -185,7 +140,7 @@ class _SegmentReduce(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             if reduce == "mean":
                 grad_src = gather((grad / counts()).to(grad.dtype))
-            elif reduce in _EXTREMA:
+            elif reduce in EXTREMA:
                 # Row num_rows stands for the segments without rows. A row belongs to one segment, so that no
                 # place is written twice.
                 places = grad.new_zeros(ctx.num_rows + 1, grad.size(1))
@@ -257,22 +212,6 @@ def _segment_gather(
     return gather_rows(src, index)
 
 
-def gather_rows(src: Tensor, index: Tensor) -> Tensor:
-    """``src.index_select(0, index)`` of a matrix on CUDA, indices not being checked.
-
-    PyTorch's kernel launches a block for every row, however narrow.
-    """
-    src, index = src.contiguous(), index.long().contiguous()
-    num_rows = index.numel()
-    out = src.new_empty(num_rows, src.size(1))
-    device = device_index(src.device)
-    row_bytes = src.size(1) * src.element_size()
-    _C.gather_rows(
-        src.data_ptr(), index.data_ptr(), out.data_ptr(), num_rows, row_bytes, device, queue(device)
-    )
-    return out
-
-
 class _SegmentGather(torch.autograd.Function):
     """Its gradient sums over each segment."""
 
@@ -299,41 +238,6 @@ class _SegmentGather(torch.autograd.Function):
 # ---------------------------------------------------------------- softmax
 
 
-def _launch_softmax(
-    matrix: Tensor,
-    grad: Tensor | None,
-    index: Tensor | None,
-    rowptr: Tensor | None,
-    num_segments: int,
-    find: _Find,
-) -> Tensor:
-    """Softmax of `matrix`, or, with `grad`, its gradient from the weights that `matrix` then holds."""
-    matrix = matrix.contiguous()
-    grad = None if grad is None else grad.contiguous()
-    out = torch.empty_like(matrix)
-    if out.numel() == 0:
-        return out
-    segments = find(index, rowptr, num_segments, matrix.size(0))
-    width = matrix.size(1)
-    device = device_index(matrix.device)
-    partial = None
-    if device >= 0 and segments.row_split.num_slots:
-        dtype = accumulation_dtype(matrix.dtype)
-        partial = matrix.new_empty(segments.row_split.num_slots, width, 2, dtype=dtype)
-    _C.edge_softmax(
-        segments.structure,
-        DTYPE_CODE[matrix.dtype],
-        width,
-        matrix.data_ptr(),
-        address(grad),
-        out.data_ptr(),
-        address(partial),
-        device,
-        queue(device),
-    )
-    return out
-
-
 def _segment_softmax(
     src: Tensor,
     index: Tensor | None,
@@ -341,7 +245,7 @@ def _segment_softmax(
     num_segments: int,
     find: _Find = find_segments,
 ) -> Tensor:
-    return _launch_softmax(src, None, index, rowptr, num_segments, find)
+    return launch_softmax(src, None, lambda: find(index, rowptr, num_segments, src.size(0)))
 
 
 def _segment_softmax_backward(
@@ -352,7 +256,7 @@ def _segment_softmax_backward(
     num_segments: int,
     find: _Find = find_segments,
 ) -> Tensor:
-    return _launch_softmax(weight, grad, index, rowptr, num_segments, find)
+    return launch_softmax(weight, grad, lambda: find(index, rowptr, num_segments, weight.size(0)))
 
 
 class _SegmentSoftmax(torch.autograd.Function):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C, policy
-from fastsparse_core.device import device_index, queue
+from fastsparse_core.device import current_stream, device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
@@ -20,7 +20,7 @@ from fastsparse_core.ops._common import (
     num_heads,
     unit_stride,
 )
-from fastsparse_core.ops._facts import facts_of, follow, scatters, used_csr
+from fastsparse_core.ops._facts import count_csr_use, facts_of, follow, scatters, used_csr
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: The kernels that gather from shared memory, by what they are otherwise.
@@ -94,15 +94,18 @@ def _plan(
     weighted = value is not None or scales_src
     call = (algorithm, dtype, width, heads, aligned, dense)
     rule = policy.spmm_algorithm
-    choice = follow(adj, lambda facts: rule(facts, adj.gpu, *call, weighted=weighted))
+    profile = adj.gpu
+    choice, facts = follow(adj, lambda facts: rule(facts, profile, *call, weighted=weighted))
     chosen, is_final = choice.algorithm, choice.is_final
     plan: SpmmPlan
     if chosen == "flashsparse":
         plan = _BsbPlan(adj, dtype, width, value)
     else:
-        resident = policy.spmm_resident(facts_of(adj), adj.gpu, chosen, dtype, width, heads, aligned)
-        plan = _CsrPlan(adj, dtype, width, value, chosen, resident=resident, weighted=weighted)
-        is_final = is_final and (resident or chosen != "csr" or adj.has_sorted_slices)
+        resident = policy.spmm_resident(facts, profile, chosen, dtype, width, heads, aligned)
+        tile = width
+        if not resident and chosen == "csr":
+            tile = policy.csr_tile(facts, dtype.itemsize, profile, weighted=weighted)
+        plan = _CsrPlan(adj, dtype, width, value, chosen, tile, resident=resident)
     if dense and chosen != "flashsparse":
         plan = _DensePlan(plan)
     if is_final:
@@ -146,15 +149,16 @@ class _CsrPlan:
         width: int,
         value: Tensor | None,
         algorithm: str,
+        tile: int,
         *,
         resident: bool,
-        weighted: bool,
     ) -> None:
         valued = value is not None
         self.num_dst, self.width = adj.num_dst, width
         self.num_slots, self.partial_dtype = 0, accumulation_dtype(dtype)
         self.device = device_index(adj.device)
-        tile, num_long = width, 0
+        self.is_counted = False
+        num_long = 0
         if resident or algorithm == "tca":
             structure = adj.structure_for(valued=valued, work_list="plain")
         elif algorithm == "hr":
@@ -162,10 +166,10 @@ class _CsrPlan:
             structure = adj.structure_for(valued=valued, work_list="hybrid")
             num_long, self.num_slots = adj.hybrid_rows.num_long, adj.hybrid_rows.num_slots
         else:
-            structure = used_csr(adj, valued=valued)
-            tile = policy.csr_tile(facts_of(adj), dtype.itemsize, adj.gpu, weighted=weighted)
+            structure = adj.structure_for(valued=valued)
             if self.device >= 0:
                 self.num_slots = adj.row_split.num_slots
+                self.is_counted = not adj.has_sorted_slices
         kernel = getattr(_C.SpmmKernel, _RESIDENT[algorithm] if resident else algorithm)
         value_code = 0 if value is None else DTYPE_CODE[value.dtype]
         call = (DTYPE_CODE[dtype], width, value_code, num_heads(value), tile, num_long, self.device)
@@ -183,6 +187,8 @@ class _CsrPlan:
         relu: bool,
     ) -> Tensor:
         width, device = self.width, self.device
+        if self.is_counted:
+            count_csr_use(adj)
         out = x.new_empty(self.num_dst, width)
         partial = None
         if self.num_slots:
@@ -197,7 +203,7 @@ class _CsrPlan:
             relu,
             out.data_ptr(),
             0 if partial is None else partial.data_ptr(),
-            torch.get_num_threads() if device < 0 else queue(device),
+            torch.get_num_threads() if device < 0 else current_stream(device),
         )
         return out
 

@@ -141,7 +141,7 @@ def _plan(
     """The kernel, and whether it works entry by entry; kept where later calls will get the same."""
     head_bytes = x_dst.size(1) // heads * x_dst.element_size()
     call = (algorithm, x_dst.dtype, head_bytes, heads, aligned, dense)
-    choice = follow(adj, lambda facts: policy.sddmm_algorithm(facts, adj.gpu, *call))
+    choice, _ = follow(adj, lambda facts: policy.sddmm_algorithm(facts, adj.gpu, *call))
     plan = choice.algorithm, policy.sddmm_by_entry(facts_of(adj), aligned)
     if choice.is_final:
         adj.plans[key] = plan

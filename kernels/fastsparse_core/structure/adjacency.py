@@ -15,14 +15,14 @@ from torch import Tensor
 from fastsparse_core import gpu, recorded
 from fastsparse_core.formats import lengths
 from fastsparse_core.formats.bsb import Bsb
-from fastsparse_core.formats.compress import compress, expand_rows, transpose
+from fastsparse_core.formats.compress import compress, expand_rows, transpose, transpose_pairs
 from fastsparse_core.formats.grouping import Method, check_method
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.inspection import (
+    IndexFacts,
     Inspection,
-    SortedEdges,
-    inspect_and_sort,
     inspect_edges,
+    inspect_indices,
     inspect_rows,
 )
 from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
@@ -32,12 +32,6 @@ from fastsparse_core.structure.kernel_formats import KernelFormats, TransposedOr
 _logger = logging.getLogger("fastsparse_core")
 _INT32_MAX = 2**31 - 1
 _T = TypeVar("_T")
-
-#: Edges that a GPU sorts before the host knows whether they come sorted: more of them take the GPU longer
-#: than the host waits for the answer.
-_MOST_UNASKED = 1 << 20
-#: GPUs whose last edges did not come sorted: a loader's batches are alike.
-_gets_unsorted: set[torch.device] = set()
 
 _registry: weakref.WeakValueDictionary[int, Adjacency] = weakref.WeakValueDictionary()
 _next_handle = itertools.count(1)
@@ -69,7 +63,7 @@ class Adjacency(KernelFormats):
 
     #: Whether it is one rank's part of a graph (:class:`fastsparse_core.distributed.PartitionedAdjacency`).
     is_partitioned: ClassVar[bool] = False
-    #: Whether there is more room than entries (``padded_adjacency.PaddedAdjacency``).
+    #: Whether replays of a CUDA graph make it anew, for other edges (``fresh_adjacency.FreshAdjacency``).
     is_padded: ClassVar[bool] = False
 
     def __init__(
@@ -81,7 +75,7 @@ class Adjacency(KernelFormats):
         edge_id: Tensor | None = None,
         num_values: int | None = None,
         num_given: int | None = None,
-        loop_edge: Tensor | None = None,
+        loop_edge: Tensor | tuple[()] | None = None,
         merge: tuple[Tensor, Tensor] | None = None,
         group_rows: Method = "auto",
     ) -> None:
@@ -94,7 +88,9 @@ class Adjacency(KernelFormats):
         self._num_given = (
             self.num_values if num_given is None else num_given
         )  # the caller's edges, before loops
-        self._loop_edge = loop_edge  # (min(shape),): the caller's edge that was this node's loop, -1: none
+        # (min(shape),): the caller's edge that was this node's loop, -1: none; (): none of any node's. None:
+        # no loops were inserted.
+        self._loop_edge = loop_edge
         self.group_rows: Method = group_rows
         self._merge = merge  # (caller's edge, merged edge) of every edge before duplicates were merged
         self._start()
@@ -168,46 +164,21 @@ class Adjacency(KernelFormats):
             return adjacency
         row, col = row.contiguous(), col.contiguous()
         square = shape[0] == shape[1]
-        as_given = duplicates == "keep" and self_loops == "keep"
-        longest = lengths.slice_length(row.numel(), gpu.profile_of(row.device))
-        found, ordered = _inspected(row, col, shape, longest, as_given)
-        if row.numel() and (found.most_row >= shape[0] or found.most_col >= shape[1]):
-            _raise_range({"row": (row, shape[0], "num_dst"), "col": (col, shape[1], "num_src")})
-        may_be_symmetric = square and found.checksum == 0
-        if as_given and not found.rows_descend and not (found.cols_descend and may_be_symmetric):
-            if ordered is not None:  # on CUDA, where they did not come so last time
-                found = inspect_edges(row, col, shape[0], longest, square=square)
-            _gets_unsorted.discard(row.device)
-            adjacency = cls(found.rowptr, found.col, shape, group_rows=group_rows)
-            adjacency._learn(found)
-            adjacency._is_symmetric = may_be_symmetric
-            return adjacency
-        if as_given and row.is_cuda:
-            _gets_unsorted.add(row.device)
-        if ordered is not None:
-            adjacency = cls(found.rowptr, found.col, shape, edge_id=ordered.order, group_rows=group_rows)
-            adjacency._is_symmetric = may_be_symmetric
-            if ordered.counted is not None:
-                adjacency._of_rows.results["slice_counts"] = ordered.counted
-                adjacency._of_rows.results["has_short_rows"] = ordered.counted.num_slots == 0
-            return adjacency
-        del found  # its tensors, before the sort takes as much again
-
+        if duplicates == "keep" and self_loops == "keep":
+            return cls._as_given(row, col, shape, group_rows)
+        facts = inspect_indices(row, col, square=square)
+        _check_range(facts, row, col, shape)
         num_given = num_values = row.numel()
         position: Tensor | None = None
-        loop_edge: Tensor | None = None
+        loop_edge: Tensor | tuple[()] | None = None
         if self_loops != "keep":
             row, col, position, loop_edge = _insert_loops(row, col, min(shape), self_loops == "replace")
             num_values += min(shape)
-
-        rowptr, sorted_col, order = compress(row, col, *shape, sort_minor=True)
-        edge_id: Tensor | None = order if position is None else position[order.long()]
+        rowptr, sorted_col, edge_id = compress(row, col, *shape, sort_minor=True)
+        if position is not None:
+            edge_id = position.index_select(0, edge_id)
         if duplicates == "sum":
-            assert edge_id is not None
             return cls._merged(rowptr, sorted_col, shape, edge_id, num_given, loop_edge, group_rows)
-        # Edges sorted by (row, column) do not come here: what is left has an order of its own.
-        if edge_id is not None and num_values <= _INT32_MAX:
-            edge_id = edge_id.int()
         adjacency = cls(
             rowptr,
             sorted_col,
@@ -218,7 +189,28 @@ class Adjacency(KernelFormats):
             loop_edge=loop_edge,
             group_rows=group_rows,
         )
-        adjacency._is_symmetric = may_be_symmetric  # loops are their own reverse
+        adjacency._is_symmetric = square and facts.checksum == 0  # loops are their own reverse
+        adjacency.has_sorted_slices = not row.is_cuda
+        return adjacency
+
+    @classmethod
+    def _as_given(cls, row: Tensor, col: Tensor, shape: tuple[int, int], group_rows: Method) -> Adjacency:
+        """The structure of edges of which each is stored once, in their order where rows ascend."""
+        square = shape[0] == shape[1]
+        longest = lengths.slice_length(row.numel(), gpu.profile_of(row.device))
+        found = inspect_edges(row, col, shape[0], longest, square=square)
+        _check_range(found, row, col, shape)
+        may_be_symmetric = square and found.checksum == 0
+        if found.rows_descend or (found.cols_descend and may_be_symmetric):
+            out = (found.rowptr, found.col)
+            del found  # its other tensors, before the sort takes as much again
+            rowptr, sorted_col, order = compress(row, col, *shape, sort_minor=True, out=out)
+            adjacency = cls(rowptr, sorted_col, shape, edge_id=order, group_rows=group_rows)
+            adjacency.has_sorted_slices = not row.is_cuda
+        else:
+            adjacency = cls(found.rowptr, found.col, shape, group_rows=group_rows)
+            adjacency._learn(found)
+        adjacency._is_symmetric = may_be_symmetric
         return adjacency
 
     def _learn(self, found: Inspection) -> None:
@@ -238,7 +230,7 @@ class Adjacency(KernelFormats):
         shape: tuple[int, int],
         edge_id: Tensor,
         num_given: int,
-        loop_edge: Tensor | None,
+        loop_edge: Tensor | tuple[()] | None,
         group_rows: Method,
     ) -> Adjacency:
         """Merges equal neighbours of a structure sorted by (row, col)."""
@@ -382,7 +374,13 @@ class Adjacency(KernelFormats):
 
     def inv_sqrt_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
         r""":math:`d_i^{-1/2}` of the in-degrees, 0 where :math:`d_i = 0`; (num_dst,)."""
-        return self._of_rows.get(("inv_sqrt_degree", dtype), lambda: _power(self.in_degree(), -0.5, dtype))
+        return self._of_rows.get(("inv_sqrt_degree", dtype), lambda: self._inv_sqrt_degree(dtype))
+
+    def _inv_sqrt_degree(self, dtype: torch.dtype) -> Tensor:
+        inverse = self._of_rows.results.get(("inv_degree", torch.float32))
+        if inverse is not None and dtype == torch.float32:  # found while the structure was checked
+            return inverse.sqrt()
+        return _power(self.in_degree(), -0.5, dtype)
 
     def inv_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
         r""":math:`d_i^{-1}` of the in-degrees, 0 where :math:`d_i = 0`; (num_dst,)."""
@@ -417,8 +415,10 @@ class Adjacency(KernelFormats):
         symmetric = self._is_symmetric if self.num_dst == self.num_src else False
         if symmetric and not valued:
             colptr, row = self.rowptr, self.col
-        else:
+        elif valued:
             colptr, row, order = transpose(self.rowptr, self.col, self.num_src)
+        else:
+            colptr, row = transpose_pairs(self.rowptr, self.col, self.num_src)
         if symmetric is None:  # one read from the device for both
             symmetric = bool((colptr == self.rowptr).all() & (row == self.col).all())
         transposed = Adjacency(
@@ -438,6 +438,8 @@ class Adjacency(KernelFormats):
             transposed._edge_id = order if given is None else given.index_select(0, order)
         if symmetric:
             transposed._of_rows, transposed._of_pattern = self._of_rows, self._of_pattern
+        else:
+            transposed.has_sorted_slices = not self.col.is_cuda
         transposed._parent = weakref.ref(self)
         return transposed
 
@@ -503,7 +505,7 @@ class Adjacency(KernelFormats):
             loops = fill_value.to(value.dtype)
         else:
             loops = value.new_full((count, *value.shape[1:]), fill_value)
-        if keep_existing and value.size(0):
+        if keep_existing and isinstance(self._loop_edge, Tensor) and value.size(0):
             existing = (self._loop_edge >= 0).reshape(-1, *[1] * (value.dim() - 1))
             loops = torch.where(existing, value[self._loop_edge.clamp(min=0)], loops)
         return torch.cat([value, loops])
@@ -538,7 +540,7 @@ class Adjacency(KernelFormats):
             tensors["edge_id"] = self._edge_id
         elif isinstance(self._edge_id, TransposedOrder):
             tensors["transposed_rowptr"], tensors["transposed_col"] = self._edge_id[:2]
-        if self._loop_edge is not None:
+        if isinstance(self._loop_edge, Tensor):
             tensors["loop_edge"] = self._loop_edge
         if self._merge is not None:
             tensors["merge_source"], tensors["merge_target"] = self._merge
@@ -660,45 +662,38 @@ def adjacency_of_batch(
     return adjacency
 
 
-def _inspected(
-    row: Tensor, col: Tensor, shape: tuple[int, int], longest: int, as_given: bool
-) -> tuple[Inspection, SortedEdges | None]:
-    """What is known of edges, and the edges sorted where that is done before it is known."""
-    num_edges = row.numel()
-    if (
-        as_given
-        and num_edges
-        and shape[0]
-        and (not row.is_cuda or (num_edges <= _MOST_UNASKED and row.device in _gets_unsorted))
-    ):
-        return inspect_and_sort(row, col, shape, longest)
-    return inspect_edges(row, col, shape[0], longest, square=shape[0] == shape[1]), None
-
-
 def _own(index: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy that later in-place edits of the caller's tensor cannot reach."""
     return index.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _power(degree: Tensor, exponent: float, dtype: torch.dtype) -> Tensor:
-    return degree.to(dtype).pow(exponent).masked_fill_(degree == 0, 0)
+    return degree.to(dtype).pow(exponent).nan_to_num_(posinf=0.0)
 
 
 def _insert_loops(
     row: Tensor, col: Tensor, count: int, replace: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Edges with loops appended, the caller's position of each, each node's own loop edge (-1: none)."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | tuple[()]]:
+    """Edges with loops appended.
+
+    Returns:
+        rows; columns; the caller's position of each, None: their own; each node's own loop edge, as
+        `Adjacency` keeps it.
+    """
     num_edges = row.numel()
-    loop_edge = torch.full((count,), -1, dtype=torch.int64, device=row.device)
-    position = torch.arange(num_edges + count, device=row.device)
+    loop_edge: Tensor | tuple[()] = ()
+    position: Tensor | None = None
     if replace:
         is_loop = row == col
-        loops = torch.nonzero(is_loop).flatten()
-        if loops.numel():
+        if is_loop.any():
+            loops = torch.nonzero(is_loop).flatten()
+            loop_edge = torch.full((count,), -1, dtype=torch.int64, device=row.device)
             loop_edge.scatter_reduce_(0, row[loops].long(), loops, "amax")
             kept = torch.nonzero(~is_loop).flatten()
             row, col = row[kept], col[kept]
-            position = torch.cat([kept, position[num_edges:]])
+            position = torch.cat([kept, torch.arange(num_edges, num_edges + count, device=row.device)])
+            if num_edges + count <= _INT32_MAX:
+                position = position.int()
     node = torch.arange(count, dtype=row.dtype, device=row.device)
     return torch.cat([row, node]), torch.cat([col, node]), position, loop_edge
 
@@ -729,6 +724,11 @@ def _check_index(name: str, index: Tensor) -> None:
         raise TypeError(f"{name}: expected dtype int32 or int64, got {index.dtype}; convert it with .long()")
     if index.dim() != 1:
         raise ValueError(f"{name}: expected a 1-D tensor, got shape {tuple(index.shape)}")
+
+
+def _check_range(found: Inspection | IndexFacts, row: Tensor, col: Tensor, shape: tuple[int, int]) -> None:
+    if row.numel() and (found.most_row >= shape[0] or found.most_col >= shape[1]):
+        _raise_range({"row": (row, shape[0], "num_dst"), "col": (col, shape[1], "num_src")})
 
 
 def _raise_range(indices: dict[str, tuple[Tensor, int, str]]) -> None:

@@ -55,18 +55,3 @@ class BuiltOnce:
                     with torch.inference_mode(False):
                         result = self.results[key] = build()
         return result
-
-
-class Unkept(BuiltOnce):
-    """Results of something whose content changes: but for those that are put into it, none is kept.
-
-    While a CUDA graph is captured they are recorded, and every replay computes them anew.
-    """
-
-    def get(self, key: Any, build: Callable[[], _T]) -> _T:
-        """What was put in under that name, else a result of ``build``."""
-        result = self.results.get(key)
-        if result is not None:
-            return result
-        with torch.inference_mode(False):
-            return build()

@@ -18,7 +18,8 @@ from fastsparse_core.formats.compress import compress, expand_rows, transpose
 from fastsparse_core.formats.grouping import Method
 from fastsparse_core.formats.grouping import group_rows as similar_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
-from fastsparse_core.formats.row_split import RowSplit, fill_slices, split_rows
+from fastsparse_core.formats.inspection import inspect_rows
+from fastsparse_core.formats.row_split import RowSplit, split_rows
 from fastsparse_core.formats.window_work_list import join_short_windows, slot_starts
 from fastsparse_core.structure.build_once import BuiltOnce
 
@@ -77,7 +78,7 @@ class KernelFormats:
         handle: number by which the operators know the object.
         plans: what earlier calls found out, by operator and shape, for calls that repeat them.
         usage: how often it was used.
-        has_sorted_slices: whether slices of like length lie together in `row_split`.
+        has_sorted_slices: whether slices of like length lie together in `row_split`, once it is built.
     """
 
     rowptr: Tensor
@@ -165,10 +166,15 @@ class KernelFormats:
         return longest <= lengths.slice_length(self.num_edges, self.gpu)
 
     def _row_split(self) -> RowSplit:
-        counted = self._of_rows.results.pop("slice_counts", None)  # while the edges were sorted
-        if counted is not None:
-            return fill_slices(self.rowptr, counted)
-        return split_rows(self.rowptr, lengths.slice_length(self.num_edges, self.gpu))
+        longest = lengths.slice_length(self.num_edges, self.gpu)
+        if not self.has_sorted_slices:  # of a structure that is perhaps seen once: one launch, not three
+            found = inspect_rows(self.rowptr, self.col, None, longest, copy=False)
+            self._of_rows.results.setdefault(("inv_degree", torch.float32), found.inv_degree)
+            self._of_rows.results["has_empty_rows"] = (found.has_empty_rows,)
+            if found.row_split is not None:
+                return found.row_split
+            self.has_sorted_slices = True
+        return split_rows(self.rowptr, longest)
 
     @property
     def csr_structure(self) -> Any:
@@ -195,15 +201,19 @@ class KernelFormats:
         return self._rows(self.row_split if work_list == "csr" and is_cuda else None, valued=False)
 
     def sort_slices(self) -> None:
-        """Puts slices of like length together, if they are in row order so far."""
+        """Puts slices of like length together, if they are in row order so far.
+
+        What was made of them is made anew at once: a CUDA graph may be captured next, which can make nothing.
+        """
         if not self.has_sorted_slices:
             self.has_sorted_slices = True
             self.plans.clear()
             results = self._of_rows.results
             # Kept, for CUDA graphs were perhaps captured with it; another thread may have been here before.
             results.setdefault("unsorted_row_split", results.pop("row_split", ()))
-            self._built.results.pop("csr_structure", None)
-            self._built.results.pop(("csr_structure", "without ids"), None)
+            for key, valued in (("csr_structure", True), (("csr_structure", "without ids"), False)):
+                if self._built.results.pop(key, None) is not None:
+                    self.structure_for(valued=valued)
 
     def _csr_structure(self) -> Any:
         return self._rows(self.row_split if self.device.type == "cuda" else None)

@@ -1,5 +1,5 @@
-// The attention of a layer on the CPU in one call each way: what its linear maps give lies side by side in
-// one matrix, (num_nodes, maps * heads * head_width), and so do their gradients.
+// The attention of a layer in one call each way: what its linear maps give lies side by side in one matrix,
+// (num_nodes, maps * heads * head_width), and so do their gradients.
 #pragma once
 
 #include "fastsparse/head_scores.h"
@@ -29,5 +29,50 @@ namespace cpu {
 void attention_layer(const AttentionLayerArgs& args, int threads);
 void attention_layer_backward(const AttentionLayerBackwardArgs& args, int threads);
 }  // namespace cpu
+
+// On CUDA, for both passes: dtype is not float64, the structure is square.
+struct CudaAttentionLayerArgs {
+  AttentionScore kind;
+  Dtype dtype;
+  std::int64_t num_nodes;
+  std::int64_t heads;
+  std::int64_t head_width;
+  std::int64_t maps;  // additive: 1; GATv2: sources and destinations, or 1 for both; dot products: keys,
+                      // values, queries and perhaps what is added to the result
+  float scale;        // of dot products; else the slope of the leaky ReLU
+  CsrView a, a_t;     // a_t, split_t, blocks_t and num_slots_t: of the backward pass
+  RowSplitView split, split_t;
+  BsbView blocks, blocks_t;  // dot products read these
+  std::int64_t num_slots, num_slots_t;
+  std::int64_t att_rows;   // GATv2, backward: see Gatv2AttentionBackwardArgs
+  std::int64_t num_parts;  // most parts of a sum over nodes
+  Dropout dropout;
+  bool tf32;
+
+  const void* joint;        // (num_nodes, maps * width)
+  const float* vectors[2];  // (heads, head_width); null: there is none
+  const void* bias;         // forward: (width); null: 0
+  bool bias_is_float;       // whether it is float32, not of dtype
+  void* out;                // (num_nodes, width): of attention alone
+  void* result;             // forward: with what is added to it; may be `out`
+  void* state;  // float32 (3 or 1, num_nodes, heads): scores of sources and destinations of additive
+                // attention, log-sum-exp; dot products: float64
+  float* scratch;
+
+  DenseView grad;  // backward, as all that follows: (num_nodes, width)
+  void* grad_joint;
+  float* grad_vectors[2];
+  void* grad_bias;  // (width); null: not wanted
+  Dtype grad_bias_dtype;
+  void* grad_map_bias;  // (maps * width): sums of grad_joint; null: not wanted
+  Dtype grad_map_bias_dtype;
+};
+
+namespace cuda {
+int attention_layer(const CudaAttentionLayerArgs& args, void* stream);
+int attention_layer_backward(const CudaAttentionLayerArgs& args, void* stream);
+// Numbers of float32 that `scratch` has for either pass.
+std::int64_t attention_layer_scratch(const CudaAttentionLayerArgs& args, bool backward);
+}  // namespace cuda
 
 }  // namespace fastsparse

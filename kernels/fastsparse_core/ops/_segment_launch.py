@@ -1,0 +1,107 @@
+"""Launches of the kernels on segments of rows, nothing being checked or recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.ops._common import DTYPE_CODE, accumulation_dtype, address, unit_stride
+from fastsparse_core.structure.segments import Segments
+
+#: Reductions and their codes in kernels/include/fastsparse/views.h.
+REDUCTION_CODE = {"sum": 0, "mean": 1, "max": 2, "min": 3, "mul": 4, "var": 5, "std": 6}
+EXTREMA = ("max", "min")
+MOMENTS = ("var", "std")
+
+
+def extra_dtype(reduce: str, dtype: torch.dtype) -> torch.dtype | None:
+    """Of what a reduction gives besides its result: rows that were chosen, or means; None: nothing."""
+    if reduce in EXTREMA:
+        return torch.int64
+    return accumulation_dtype(dtype) if reduce in MOMENTS else None
+
+
+def _state_bytes(reduce: str, dtype: torch.dtype) -> int:
+    """Size of the kernel's state of one feature: sums have two numbers, moments three."""
+    if reduce in EXTREMA:
+        return 16
+    return accumulation_dtype(dtype).itemsize * {"sum": 2, "mean": 2, "mul": 1, "var": 3, "std": 3}[reduce]
+
+
+def sum_rows(src: Tensor, segments: Segments, reduce: str) -> Tensor:
+    """Sums or means (num_segments, width) of the rows of a matrix, nothing being checked or recorded."""
+    out = src.new_empty(segments.num_segments, src.shape[1])
+    if out.numel():
+        launch_reduce(src, segments, reduce, out, None)
+    return out
+
+
+def launch_reduce(src: Tensor, segments: Segments, reduce: str, out: Tensor, extra: Tensor | None) -> None:
+    """Writes a reduction of the rows of a matrix, and where `extra_dtype` says so what comes with it."""
+    src = unit_stride(src)
+    device = device_index(src.device)
+    partial = None
+    if device >= 0 and segments.row_split.num_slots:
+        states = segments.row_split.num_slots * src.size(1)
+        partial = torch.empty(states * _state_bytes(reduce, src.dtype), dtype=torch.uint8, device=src.device)
+    _C.segment_reduce(
+        segments.structure,
+        DTYPE_CODE[src.dtype],
+        REDUCTION_CODE[reduce],
+        src.size(1),
+        src.data_ptr(),
+        src.stride(0),
+        out.data_ptr(),
+        address(extra),
+        address(partial),
+        device,
+        queue(device),
+    )
+
+
+def gather_rows(src: Tensor, index: Tensor) -> Tensor:
+    """``src.index_select(0, index)`` of a matrix on CUDA, indices not being checked.
+
+    PyTorch's kernel launches a block for every row, however narrow.
+    """
+    src, index = src.contiguous(), index.long().contiguous()
+    num_rows = index.numel()
+    out = src.new_empty(num_rows, src.size(1))
+    device = device_index(src.device)
+    row_bytes = src.size(1) * src.element_size()
+    _C.gather_rows(
+        src.data_ptr(), index.data_ptr(), out.data_ptr(), num_rows, row_bytes, device, queue(device)
+    )
+    return out
+
+
+def launch_softmax(matrix: Tensor, grad: Tensor | None, find: Callable[[], Segments]) -> Tensor:
+    """Softmax of `matrix`, or, with `grad`, its gradient from the weights that `matrix` then holds."""
+    matrix = matrix.contiguous()
+    grad = None if grad is None else grad.contiguous()
+    out = torch.empty_like(matrix)
+    if out.numel() == 0:
+        return out
+    segments = find()
+    width = matrix.size(1)
+    device = device_index(matrix.device)
+    partial = None
+    if device >= 0 and segments.row_split.num_slots:
+        dtype = accumulation_dtype(matrix.dtype)
+        partial = matrix.new_empty(segments.row_split.num_slots, width, 2, dtype=dtype)
+    _C.edge_softmax(
+        segments.structure,
+        DTYPE_CODE[matrix.dtype],
+        width,
+        matrix.data_ptr(),
+        address(grad),
+        out.data_ptr(),
+        address(partial),
+        device,
+        queue(device),
+    )
+    return out

@@ -1,0 +1,106 @@
+"""Attention layers as on CUDA, but by the CPU's kernels: what is handed over, and how few operators run."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from test_attention_layer import F_IN, Layer, assert_close, both, structure
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastsparse_core import _C
+from fastsparse_core.fused import attention_layer, attention_on_cuda
+from fastsparse_core.ops._common import DTYPE_CODE
+from fastsparse_core.ops._facts import used_csr
+
+FLOAT32 = DTYPE_CODE[torch.float32]
+
+
+class Plan:
+    """`_C.CudaAttentionLayer` by the CPU's kernels, which keep the same state for additive attention."""
+
+    scratch = 16
+
+    def __init__(self, adj, score, dtype, widths, heads, scale, backward):
+        self.adj, self.backward_pass = adj, backward
+        layout = (DTYPE_CODE[dtype], heads, widths[0] // heads, len(widths))
+        self.layer = _C.AttentionLayer(used_csr(adj), score.code, *layout, scale)
+
+    def forward(
+        self, joint, first, second, bias, is_float, out, result, state, scratch, dropout_p, seed, tf32, stream
+    ):
+        assert (self.backward_pass, out, is_float, stream) == (False, result, False, 7)
+        assert scratch
+        self.layer.forward(joint, first, second, bias, out, state, dropout_p, seed, 1)
+
+    def backward(
+        self, joint, first, second, out, state, scratch, grad, grad_stride, grad_joint, grad_first,
+        grad_second, grad_bias, bias_dtype, sums, sums_dtype, dropout_p, seed, tf32, stream,
+    ):  # fmt: skip
+        assert (self.backward_pass, stream) == (True, 7)
+        assert scratch
+        assert not grad_bias or bias_dtype == FLOAT32
+        assert not sums or sums_dtype == FLOAT32
+        gradients = (grad, grad_stride, grad_joint, grad_first, grad_second, grad_bias, sums)
+        self.layer.backward(
+            used_csr(self.adj.t()), joint, first, second, state, *gradients, dropout_p, seed, 1
+        )
+
+
+class Operators(TorchDispatchMode):
+    """Counts PyTorch's operators."""
+
+    is_harmless = True
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def on_cuda(monkeypatch):
+    def plan(adj, x, *how):
+        return Plan(adj, *how, False)
+
+    monkeypatch.setattr(attention_layer, "_plan", plan)
+    monkeypatch.setattr(attention_on_cuda, "plan_of", Plan)
+    monkeypatch.setattr(attention_on_cuda, "queue", lambda index: 7)
+
+
+@pytest.mark.parametrize("kind", ["gat", "gatv2", "dot", "dot with skip"])
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_same_as_operators(kind, mean, dropout_p):
+    adj = structure("cpu")
+    layer = Layer(kind, 2, 8, torch.float32, "cpu", mean=mean, dropout_p=dropout_p)
+    x = torch.randn(70, F_IN, requires_grad=True)
+    assert_close(both(layer, adj, x), 1e-4, floor=1e-2)
+
+
+#: Operators of a layer with a bias and of its backward pass, features and all parameters having gradients.
+MOST = {"gat": (5, 8), "gatv2": (7, 10), "dot": (6, 7), "dot with skip": (7, 9)}
+
+
+@pytest.mark.parametrize("kind", MOST)
+def test_few_operators(kind):
+    """Each takes the host as long as a launch, and layers on small graphs nothing else."""
+    adj, layer = structure("cpu"), Layer(kind, 2, 8, torch.float32, "cpu")
+    x = torch.randn(70, F_IN, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    out = layer.as_one(adj, x)
+    grad = torch.randn_like(out)
+    torch.autograd.grad(out, leaves, grad)
+    with Operators() as forward:
+        out = layer.as_one(adj, x)
+    with Operators() as backward:
+        torch.autograd.grad(out, leaves, grad)
+    most = MOST[kind]
+    assert (forward.seen.total() <= most[0], backward.seen.total() <= most[1]) == (True, True), (
+        forward.seen,
+        backward.seen,
+    )
