@@ -13,7 +13,7 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptTensor, PairTensor
 
 from fastsparse_core import Adjacency, attention, attention_weights, sddmm, spmm
-from fastsparse_core.fused.attention_layer import DOT_PRODUCT
+from fastsparse_core.fused.attention_layer import DOT_PRODUCT, attention_layer
 from fastsparse_core.fused.joint_linear import joint_linear
 from fastsparse_core.structure.incidence import incidence
 from fastsparse_pyg.nn.attention import AttentionConv
@@ -144,9 +144,19 @@ class FastTransformerConv(AttentionConv, TransformerConv):
         adds = state["root_weight"]
         if not state["concat"] or (adds and modules.get("lin_beta") is not None) or type(x) is not Tensor:
             return None
-        maps = (modules["lin_key"], modules["lin_value"], modules["lin_query"], modules.get("lin_skip"))
-        scale = state["out_channels"] ** -0.5
-        return self._attention_layer(DOT_PRODUCT, adj, x, maps if adds else maps[:3], (), scale)
+        maps = (modules["lin_key"], modules["lin_value"], modules["lin_query"])
+        return attention_layer(
+            DOT_PRODUCT,
+            adj,
+            x,
+            (*maps, modules["lin_skip"]) if adds else maps,
+            (),
+            None,
+            heads=state["heads"],
+            scale=state["out_channels"] ** -0.5,
+            dropout_p=state["dropout"] if state["training"] else 0.0,
+            kind=Linear,
+        )
 
     def _why_original_transformer(
         self, x: tuple[Any, Any], edge_index: object, edge_attr: object, return_attention_weights: bool
