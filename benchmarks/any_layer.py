@@ -24,6 +24,7 @@ from . import suite
 from .common import add_common, attempt, geometric_mean, progress, recorder, relative_error, release
 from .pyg_layers import LAYERS, Inputs, Layer
 from .record import RESULTS
+from .steps import check, peak_bytes
 from .timing import step_time
 
 WIDTH = 128
@@ -135,8 +136,8 @@ def _measure(
     with torch.no_grad():
         result = layer.call(module, it).detach()
     error = None if expected is None else relative_error(result, expected)
-    if error is not None and not error < TOLERANCE:
-        return {"status": f"wrong: relative error {error:.1e}"}
+    if error is not None:
+        check(error, TOLERANCE)
     module.train()
     step = partial(_step, layer, module, it)
     begin = time.perf_counter()
@@ -149,14 +150,7 @@ def _measure(
     is_slow = seconds > SLOW
     for _ in range(0 if is_slow else 3):  # also what the cache does with edges that are made anew
         step()
-    peak = None
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        step()
-        torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_allocated(device) - before
+    peak = peak_bytes(step, device, above=True)
     samples = {"warm_up": 1, "least": 1} if is_slow else {"warm_up": 2, "least": 3}
     timing = step_time(step, device, budget_ms=budget_ms, **samples)
     return {"result": result, "error": error, "peak_bytes": peak, **timing.as_cell()}

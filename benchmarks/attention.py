@@ -25,6 +25,7 @@ from . import suite
 from .common import DTYPES, add_common, attempt, progress, recorder, relative_error, release
 from .record import Recorder
 from .spmm import TOLERANCE
+from .steps import check, poison
 from .timing import kernel_time
 
 #: Edges of the rows that are compared with float64: all of them would take longer than the timings.
@@ -187,7 +188,7 @@ def _forward(
         return [case.call(adj, inputs, algorithm)]
 
     expected = case.exact(checked.adj, _double(case, inputs, checked))
-    _poison([adj.num_dst, case.heads * case.width], DTYPES[dtype], adj.device)
+    poison([adj.num_dst, case.heads * case.width], DTYPES[dtype], adj.device)
     (found,) = call()
     error = math.inf if found.isnan().any() else relative_error(found[checked.dst], expected)
     del found, expected
@@ -215,7 +216,7 @@ def _backward(
     expected = torch.autograd.grad(case.exact(checked.adj, exact), exact, upstream)
     masked = torch.zeros_like(dense).index_copy_(0, checked.dst, dense[checked.dst])
     for leaf in leaves:
-        _poison(list(leaf.shape), leaf.dtype, adj.device)
+        poison(list(leaf.shape), leaf.dtype, adj.device)
     error = max(
         _gradient_error(found, checked.rows(end), wanted)
         for found, end, wanted in zip(gradients(masked), case.ends(), expected, strict=True)
@@ -234,11 +235,6 @@ def _double(case: Case, inputs: list[Tensor], checked: Sample) -> list[Tensor]:
     ]
 
 
-def _poison(shape: list[int], dtype: torch.dtype, device: torch.device) -> None:
-    """The allocator hands out this memory for a result next: an element that nothing wrote shows as a nan."""
-    torch.full(shape, float("nan"), dtype=dtype, device=device)
-
-
 def _gradient_error(found: Tensor, rows: Tensor | None, expected: Tensor) -> float:
     """Relative error of the rows that the sampled edges reach; infinite if another row is not zero."""
     if rows is None:
@@ -252,8 +248,7 @@ def _judge(
     call: Callable[[], list[Tensor]], error: float, tolerance: float, device: torch.device, budget_ms: float
 ) -> dict[str, Any]:
     """Time and memory of a call whose result is right, else what is wrong with it."""
-    if error > tolerance:
-        return {"status": f"wrong: relative error {error:.1e}", "error": min(error, 1e300)}
+    check(error, tolerance)
     return {
         "error": error,
         **_memory(call, device),

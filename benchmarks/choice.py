@@ -17,7 +17,7 @@ from torch import Tensor
 from fastsparse_core import Adjacency, policy, spmm
 
 from . import suite
-from .common import DTYPES, add_common, attempt, progress, recorder, relative_error, release
+from .common import DTYPES, WrongResult, add_common, attempt, progress, recorder, relative_error, release
 from .spmm import TOLERANCE
 from .timing import kernel_time
 
@@ -98,7 +98,7 @@ def _measure(adj: Adjacency, width: int, dtype: str, budget_ms: float) -> dict[s
             continue
         error = relative_error(call(), exact)
         if error > TOLERANCE[dtype]:
-            return {"status": f"wrong: {algorithm} has relative error {error:.1e}"}
+            raise WrongResult(error, f"{algorithm} has ")
         timing = kernel_time(call, adj.device, budget_ms=budget_ms)
         times[algorithm] = timing.median_ms
         cell |= timing.as_cell(f"{algorithm}_")

@@ -60,10 +60,20 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
+class WrongResult(Exception):
+    """A result that is not timed."""
+
+    def __init__(self, error: float, what: str = "") -> None:
+        super().__init__(f"wrong: {what}relative error {error:.1e}")
+        self.error = min(error, 1e300)
+
+
 def attempt(fn: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Runs a measurement; what does not fit in memory or is not supported becomes the cell's status."""
+    """Runs a measurement; what is wrong, does not fit in memory or is not supported is the cell's status."""
     try:
         return {"status": "ok", **fn()}
+    except WrongResult as wrong:
+        return {"status": str(wrong), "error": wrong.error}
     except torch.cuda.OutOfMemoryError:
         status = "out of memory"
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:

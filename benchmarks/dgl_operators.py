@@ -21,6 +21,7 @@ from fastsparse_core import Adjacency, edge_softmax, spmm
 from . import suite
 from .common import add_common, attempt, progress, recorder, relative_error, release
 from .record import Recorder
+from .steps import check, peak_bytes
 from .timing import kernel_time, summarise
 
 #: Stand-ins whose messages fit a CPU's cache or nearly so, and the one of the GPU.
@@ -240,15 +241,8 @@ def _measure(
     error = max(relative_error(a.flatten(), b.flatten()) for a, b in zip(found, reference, strict=True))
     del found, out
     # DGL gives infinity in empty rows of extrema, PyG 0.
-    if not error < TOLERANCE and "max" not in name:
-        return {"status": f"wrong: relative error {error:.1e}"}
-    peak = None
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        both()
-        torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_allocated(device) - before
+    if "max" not in name:
+        check(error, TOLERANCE)
+    peak = peak_bytes(both, device, above=True)
     timing = kernel_time(both, device, budget_ms=budget_ms)
     return {"error": error if error < 1e300 else None, "peak_bytes": peak, **timing.as_cell()}

@@ -26,9 +26,10 @@ from fastsparse_core.formats.grouping import group_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
 
 from . import suite
-from .common import DTYPES, add_common, attempt, progress, recorder, relative_error, release
+from .common import DTYPES, add_common, attempt, progress, recorder, release
 from .record import Recorder
 from .spmm import TOLERANCE
+from .steps import timed
 from .timing import Timing, graph_time, kernel_time, wall_time
 
 PREFIX = "dlmc_"
@@ -161,13 +162,7 @@ def _measure(
     device: torch.device,
     budget_ms: float,
 ) -> dict[str, Any]:
-    # The allocator hands out this memory for the result next: an element that nothing wrote shows as a nan.
-    poison = torch.full_like(exact, float("nan"), dtype=DTYPES[dtype])
-    del poison
-    error = relative_error(fn(), exact)
-    if error > TOLERANCE[dtype]:
-        return {"status": f"wrong: relative error {error:.1e}", "error": min(error, 1e300)}
-    cell = {"error": error, **kernel_time(fn, device, budget_ms=budget_ms).as_cell()}
+    cell = timed(fn, exact, DTYPES[dtype], TOLERANCE[dtype], budget_ms)
     if device.type == "cuda" and implementation != "cuSPARSE":  # which PyTorch may not let a graph capture
         cell |= graph_time(fn, replays=10).as_cell("warm_")
     return cell

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from . import suite
-from .common import DTYPES, attempt, relative_error, release
+from .common import DTYPES, attempt, release
 from .record import Recorder
+from .steps import measure
 from .timing import Timing, kernel_time, step_time
 
 WIDTH, RAW = 128, 8
@@ -157,36 +158,3 @@ def message_steps(
         return out
 
     return {"pyg": partial(step, reference), "fastsparse": partial(step, fast)}, expected
-
-
-def measure(
-    step: Callable[[], Tensor],
-    expected: Tensor | None,
-    tolerance: float | None,
-    device: torch.device,
-    budget_ms: float,
-    timer: Callable[..., Timing] = kernel_time,
-) -> dict[str, Any]:
-    """Time and peak memory of a step whose result is the expected one.
-
-    Args:
-        step: the call.
-        expected: what it should return; None: whatever it does.
-        tolerance: relative error that is one too many; None: none is.
-        device: where it works.
-        budget_ms: about how long to measure.
-        timer: how.
-    """
-    result = step().detach()
-    error = None if expected is None else relative_error(result, expected)
-    if error is not None and tolerance is not None and not error < tolerance:
-        return {"status": f"wrong: relative error {error:.1e}"}
-    peak = None
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_allocated(device)
-    timing = timer(step, device, budget_ms=budget_ms)
-    return {"result": result, "error": error, "peak_bytes": peak, **timing.as_cell()}

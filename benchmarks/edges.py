@@ -27,8 +27,9 @@ from fastsparse_core import Adjacency, attention, gatv2_attention
 from . import suite
 from .common import DTYPES, add_common, attempt, progress, recorder, release
 from .edge_messages import GRAPHS as MESSAGE_GRAPHS
-from .edge_messages import TOLERANCE, measure, run_messages
+from .edge_messages import TOLERANCE, run_messages
 from .record import Recorder
+from .steps import measure
 
 WIDTH, FEATURES = 256, 8
 MESH, GRID = 40_962, 542_080

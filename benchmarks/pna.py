@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import suite
-from .common import DTYPES, add_common, attempt, progress, recorder, relative_error, release
+from .common import DTYPES, add_common, attempt, progress, recorder, release
 from .record import Recorder
+from .steps import measure
 from .timing import step_time
 
 AGGREGATORS = ["mean", "min", "max", "std"]
@@ -108,7 +107,9 @@ def _run_case(
             layer.zero_grad()
             return result
 
-        cell = attempt(partial(_measure, step, expected, dtype, device, options.budget_ms))
+        cell = attempt(
+            partial(measure, step, expected, TOLERANCE[dtype], device, options.budget_ms, step_time)
+        )
         result = cell.pop("result", None)
         expected = result if expected is None else expected
         out.add(
@@ -122,22 +123,3 @@ def _run_case(
             **cell,
         )
         release()
-
-
-def _measure(
-    step: Callable[[], Tensor], expected: Tensor | None, dtype: str, device: torch.device, budget_ms: float
-) -> dict[str, Any]:
-    """Time and peak memory of a step whose result is that of the first implementation."""
-    result = step().detach()
-    error = None if expected is None else relative_error(result, expected)
-    if error is not None and not error < TOLERANCE[dtype]:
-        return {"status": f"wrong: relative error {error:.1e}"}
-    peak = None
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_allocated(device)
-    timing = step_time(step, device, budget_ms=budget_ms)
-    return {"result": result, "error": error, "peak_bytes": peak, **timing.as_cell()}

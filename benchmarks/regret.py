@@ -24,7 +24,7 @@ from fastsparse_core import Adjacency, policy, spmm
 from . import suite
 from .blocks import sample
 from .choice import runs_as
-from .common import DTYPES, add_common, attempt, progress, recorder, relative_error, release
+from .common import DTYPES, WrongResult, add_common, attempt, progress, recorder, relative_error, release
 from .spmm import TOLERANCE
 from .timing import kernel_time, wall_times
 
@@ -157,7 +157,7 @@ def _measure(
             continue
         error = relative_error(call(), exact)
         if error > TOLERANCE[dtype]:
-            return {"status": f"wrong: {algorithm} has relative error {error:.1e}"}
+            raise WrongResult(error, f"{algorithm} has ")
         calls[algorithm] = call
     if seen == "first":  # mostly the host's time
         timings = wall_times(calls, device, budget_ms=budget_ms)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from .choice import runs_as
 from .common import DTYPES, add_common, attempt, progress, recorder, relative_error, release
 from .record import Recorder
 from .spmm import TOLERANCE, rows_gathered
+from .steps import check, poison
 from .timing import kernel_time
 
 #: Edges whose results are compared with float64: all of them would take longer than the timings.
@@ -86,13 +88,10 @@ def _measure(
     def call() -> Tensor:
         return sddmm(adj, x_dst, x_src, algorithm=algorithm)
 
-    # The allocator hands out this memory for the result next: an element that nothing wrote shows as a nan.
-    poison = torch.full((adj.num_values,), float("nan"), dtype=DTYPES[dtype], device=adj.device)
-    del poison
+    poison([adj.num_values], DTYPES[dtype], adj.device)
     result = call()
     error = relative_error(result[edge], reference)
-    if error > TOLERANCE[dtype] or bool(result.isnan().any()):
-        return {"status": f"wrong: relative error {error:.1e}", "error": min(error, 1e300)}
+    check(math.inf if result.isnan().any() else error, TOLERANCE[dtype])
     del result
     pick = runs_as(call, adj, "sddmm")
     rows = rows_gathered(adj, f"fastsparse {pick}")

@@ -14,9 +14,9 @@ from torch import Tensor
 from fastsparse_core import Adjacency, spmm
 
 from . import roofline, suite
-from .common import DTYPES, add_common, attempt, progress, recorder, relative_error, release
+from .common import DTYPES, add_common, attempt, progress, recorder, release
 from .record import Recorder
-from .timing import kernel_time
+from .steps import timed
 
 #: Largest relative error against float64 that a result may have and still be timed. cuSPARSE's float16 result
 #: is rounded once, at the end, as ours is.
@@ -64,7 +64,7 @@ def _run_graph(name: str, options: argparse.Namespace, out: Recorder) -> None:
         for direction in options.directions:
             for implementation, fn in _calls(graph, adj, x, direction, options.algorithm).items():
                 rows = rows_gathered(adj, implementation)
-                measure = partial(_measure, fn, reference, dtype, device, options.budget_ms)
+                measure = partial(timed, fn, reference, DTYPES[dtype], TOLERANCE[dtype], options.budget_ms)
                 out.add(
                     graph=name,
                     nodes=graph.num_nodes,
@@ -103,15 +103,3 @@ def _calls(
     ours = forward if direction == "forward" else backward
     rival = "cuSPARSE" if x.is_cuda else "torch.sparse CSR"
     return {f"fastsparse {algorithm}": ours, rival: lambda: matrix @ x}
-
-
-def _measure(
-    fn: Callable[[], Tensor], reference: Tensor, dtype: str, device: torch.device, budget_ms: float
-) -> dict[str, object]:
-    # The allocator hands out this memory for the result next: an element that nothing wrote shows as a nan.
-    poison = torch.full_like(reference, float("nan"), dtype=DTYPES[dtype])
-    del poison
-    error = relative_error(fn(), reference)
-    if error > TOLERANCE[dtype]:
-        return {"status": f"wrong: relative error {error:.1e}", "error": min(error, 1e300)}
-    return {"error": error, **kernel_time(fn, device, budget_ms=budget_ms).as_cell()}

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .common import add_common, attempt, progress, recorder, relative_error, release
+from .common import add_common, attempt, progress, recorder, release
 from .record import Recorder
-from .timing import kernel_time
+from .steps import measure
 
 WIDTH = 64
 HEADS = 4
@@ -93,7 +93,7 @@ def _run_case(case: Case, options: argparse.Namespace, out: Recorder) -> None:
     expected: Tensor | None = None
     for implementation in options.implementations:
         step = _step(layers[implementation], inputs)
-        cell = attempt(partial(_measure, step, expected, device, options.budget_ms))
+        cell = attempt(partial(measure, step, expected, TOLERANCE, device, options.budget_ms, above=True))
         result = cell.pop("result", None)
         expected = result if expected is None else expected
         out.add(
@@ -190,23 +190,3 @@ def _step(layer: torch.nn.Module, inputs: tuple[Any, ...]) -> Callable[[], Tenso
         return result.detach()
 
     return step
-
-
-def _measure(
-    step: Callable[[], Tensor], expected: Tensor | None, device: torch.device, budget_ms: float
-) -> dict[str, Any]:
-    """Time and peak memory of a step whose result is that of the first implementation."""
-    result = step()
-    error = None if expected is None else relative_error(result, expected.double())
-    if error is not None and not error < TOLERANCE:
-        return {"status": f"wrong: relative error {error:.1e}"}
-    peak = None
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_allocated(device) - before
-    timing = kernel_time(step, device, budget_ms=budget_ms)
-    return {"result": result, "error": error, "peak_bytes": peak, **timing.as_cell()}

@@ -16,6 +16,7 @@ from .cells import (
     quotient,
     ratio,
     shown,
+    speeds,
     spread,
     stored_rivals,
     time_of,
@@ -32,25 +33,9 @@ def attention(result: dict[str, Any]) -> list[Table]:
         group = by(cells, implementation=name, dtype=dtype, case=case, direction=direction)
         known = {c["graph"]: stored_rivals(result, c["stored"] or "", dtype, c["graph"]) for c in group}
         rivals = ordered(rival for times in known.values() for rival in times)
-        ratios = {
-            rival: {
-                cell["graph"]: speed
-                for cell in group
-                if (speed := quotient(known[cell["graph"]].get(rival), time_of(cell)))
-            }
-            for rival in rivals
-        }
-        for rival, speeds in ratios.items():
-            least = min(speeds, key=speeds.__getitem__, default=None)
-            summary.append(
-                [
-                    f"{case} {direction}, {dtype}, {name}",
-                    rival,
-                    ratio(geometric_mean(speeds.values())),
-                    f"{ratio(speeds[least])} {least}" if least else "-",
-                    str(len(speeds)),
-                ]
-            )
+        ratios = speeds(group, lambda cell, known=known: known[cell["graph"]])
+        what = f"{case} {direction}, {dtype}, {name}"
+        summary += [compared(what, *each)[:-1] for each in ratios.items()]
         rows = [
             [
                 cell["graph"],
@@ -63,19 +48,18 @@ def attention(result: dict[str, Any]) -> list[Table]:
                     for rival in rivals
                     for text in (
                         number(known[cell["graph"]].get(rival)),
-                        ratio(ratios[rival].get(cell["graph"])),
+                        ratio(ratios.get(rival, {}).get(cell["graph"])),
                     )
                 ),
             ]
             for cell in group
         ]
-        means = (text for speeds in ratios.values() for text in ("", ratio(geometric_mean(speeds.values()))))
+        means = (text for of in rivals for text in ("", ratio(geometric_mean(ratios.get(of, {}).values()))))
         rows.append(["geometric mean", "", "", "", "", *means])
         columns = ["graph", "ms (20-80 %)", "error", "extra MB", "of the results"]
         columns += [text for rival in rivals for text in (f"{rival} ms", "against it")]
         details.append(Table(f"{case} {direction}, {dtype}, {name}", columns, rows))
-    columns = ["", "rival", "geometric mean", "least", "graphs"]
-    return [Table("Rival's time over ours", columns, summary), *_own_ratios(cells), *details]
+    return [Table("Rival's time over ours", COMPARED[:-1], summary), *_own_ratios(cells), *details]
 
 
 def _own_ratios(cells: list[Cell]) -> list[Table]:
@@ -121,13 +105,9 @@ def attention_in_short(result: dict[str, Any]) -> list[Table]:
         (c["implementation"], c["dtype"], c["case"], c["direction"]) for c in cells
     ):
         group = by(cells, implementation=name, dtype=dtype, case=case, direction=direction)
-        speeds: dict[str, dict[str, float]] = {}
-        for cell in group:
-            for rival, time in stored_rivals(result, cell["stored"] or "", dtype, cell["graph"]).items():
-                if speed := quotient(time, time_of(cell)):
-                    speeds.setdefault(rival, {})[cell["graph"]] = speed
         what = f"{case} {direction}, {dtype}"
-        rows += [compared(what, rival, found) for rival, found in speeds.items()]
+        found = speeds(group, lambda c: stored_rivals(result, c["stored"] or "", c["dtype"], c["graph"]))
+        rows += [compared(what, *each) for each in found.items()]
         most = max((c for c in group if c.get("extra_bytes")), key=_of_results, default=None)
         if most is not None:
             memory.append([what, f"{ratio(_of_results(most))} {most['graph']}"])

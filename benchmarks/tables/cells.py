@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,20 +122,37 @@ def has_roofline(result: dict[str, Any]) -> bool:
     return result["machine"].get("gpu") == peers()["gpu"]
 
 
+def speeds(
+    cells: Iterable[Cell], rivals: Callable[[Cell], Mapping[str, float | None]]
+) -> dict[str, dict[str, float]]:
+    """Rival -> graph -> its time over ours, where both have one.
+
+    Args:
+        cells: Ours.
+        rivals: The rivals' times beside a cell.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for cell in cells:
+        for rival, time in rivals(cell).items():
+            if speed := quotient(time, time_of(cell)):
+                found.setdefault(rival, {})[cell["graph"]] = speed
+    return found
+
+
 #: Columns of the rows that `compared` makes.
 COMPARED = ("", "rival", "geometric mean", "least", "graphs", "asked")
 
 
-def compared(what: str, rival: str, speeds: dict[str, float]) -> list[str]:
+def compared(what: str, rival: str, found: dict[str, float]) -> list[str]:
     """A rival's times over ours on several graphs in one row, with what was asked.
 
     Args:
         what: What is compared, as `goals.SPEED_UPS` names it.
         rival: Its name.
-        speeds: Its time over ours, by graph; at least one.
+        found: Its time over ours, by graph; at least one.
     """
-    mean = geometric_mean(speeds.values())
-    least = min(speeds, key=speeds.__getitem__)
+    mean = geometric_mean(found.values())
+    least = min(found, key=found.__getitem__)
     goal = SPEED_UPS.get(what, {}).get(rival)
     asked = "" if goal is None else verdict(mean >= goal, ratio(goal))
-    return [what, rival, ratio(mean), f"{ratio(speeds[least])} {least}", str(len(speeds)), asked]
+    return [what, rival, ratio(mean), f"{ratio(found[least])} {least}", str(len(found)), asked]

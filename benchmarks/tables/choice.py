@@ -65,9 +65,6 @@ def _crossover(cell: Cell | None) -> str:
     return f"{ratio(speed)} {mark}" if speed else mark
 
 
-#: benchmark -> the tables of its record
-
-
 def choice_in_short(result: dict[str, Any]) -> list[Table]:
     """What the picks of `auto` cost: the time of each over that of the better algorithm."""
     rows = []

@@ -5,17 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..common import geometric_mean
-from .cells import Cell, Table, by, first, number, ordered, quotient, ratio, shown, stored_rivals, time_of
+from .cells import Cell, Table, by, first, number, ordered, quotient, ratio, stored_rivals, time_of
 
 #: Columns of preprocessing that divide one step by another.
 _RATIOS = {
     "list / spmm hr, device": ("hr work list, device", "spmm hr"),
     "list / spmm hr, wall clock": ("hr work list", "spmm hr, wall clock"),
-    "list / conversion": ("hr work list", "flashsparse conversion"),
-}
-#: In records of lists that the host waited for, which have no device time.
-_RATIOS_BEFORE = {
-    "list / spmm hr": ("hr work list", "spmm hr"),
     "list / conversion": ("hr work list", "flashsparse conversion"),
 }
 
@@ -96,17 +91,10 @@ def _preprocessing(cells: list[Cell]) -> list[Table]:
         return []
     steps = ordered(c["step"] for c in cells)
     where = f"Before a product, float16, F = {cells[0]['width']}"
-    if "hr work list, device" in steps:
-        title, columns, ratios = f"{where}, microseconds", steps, _RATIOS
-    else:
-        title, columns, ratios = where, [f"{step} ms" for step in steps], _RATIOS_BEFORE
     rows = []
     for graph in ordered(c["graph"] for c in cells):
         row = {step: first(cells, graph=graph, step=step) for step in steps}
-        times = [
-            shown(cell) if ratios is _RATIOS_BEFORE else _in_microseconds(cell, "median_ms")
-            for cell in row.values()
-        ]
-        speeds = [quotient(time_of(row.get(a)), time_of(row.get(b))) for a, b in ratios.values()]
+        times = [_in_microseconds(cell, "median_ms") for cell in row.values()]
+        speeds = [quotient(time_of(row.get(a)), time_of(row.get(b))) for a, b in _RATIOS.values()]
         rows.append([graph, *times, *map(ratio, speeds)])
-    return [Table(title, ["graph", *columns, *ratios], rows)]
+    return [Table(f"{where}, microseconds", ["graph", *steps, *_RATIOS], rows)]

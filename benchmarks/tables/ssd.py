@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..common import geometric_mean
 from ..goals import MAXK_OF_COPY, MAXK_OVER_TOPK, verdict
 from .cells import (
     COMPARED,
@@ -20,6 +19,7 @@ from .cells import (
     quotient,
     ratio,
     shown,
+    speeds,
     spread,
     stored_rivals,
     time_of,
@@ -36,8 +36,7 @@ def ssd(result: dict[str, Any]) -> list[Table]:
             shown, marks = _ssd_products(result, by(group, dtype=dtype, k=k), operator)
             details.append(shown)
             summary += [[f"{part}, {dtype}, k = {k}", *mark] for mark in marks]
-    columns = ["", "rival", "geometric mean", "least", "graphs"]
-    tables = [Table("Rival's time over ours", columns, summary)]
+    tables = [Table("Rival's time over ours", COMPARED[:-1], summary)]
     return [
         table
         for table in (*tables, *details, *_ssd_papers(cells), _maxk(by(cells, part="maxk")))
@@ -67,15 +66,7 @@ def _ssd_products(result: dict[str, Any], cells: list[Cell], operator: str) -> t
     columns = ["graph", "ms (20-80 %)", "error"]
     for rival in (["densify"] if part == "forward" else []) + rivals:
         columns += [f"{rival} ms", "against it"]
-    marks = [
-        [
-            rival,
-            ratio(geometric_mean(speeds.values())),
-            f"{ratio(min(speeds.values()))} {min(speeds, key=speeds.__getitem__)}",
-            str(len(speeds)),
-        ]
-        for rival, speeds in ratios.items()
-    ]
+    marks = [compared("", *each)[1:-1] for each in ratios.items()]
     return Table(f"ssd {part}, {dtype}, F = {width}, k = {k}", columns, rows), marks
 
 
@@ -107,8 +98,8 @@ def _ssd_papers(cells: list[Cell]) -> list[Table]:
         rows = []
         for graph, width in ordered((c["graph"], c["width"]) for c in group):
             own = {name: time_of(first(group, graph=graph, width=width, **{key: name})) for name in names}
-            speeds = (f"{number(own[name])} {ratio(quotient(own.get(base), own[name]))}" for name in names)
-            rows.append([f"{graph}, F = {width}", *speeds])
+            texts = (f"{number(own[name])} {ratio(quotient(own.get(base), own[name]))}" for name in names)
+            rows.append([f"{graph}, F = {width}", *texts])
         tables.append(Table(title, ["graph", *map(str, names)], rows))
     group = by(cells, part="scaling")
     names = [name for name in ordered(c["implementation"] for c in group) if "dense" not in name]
@@ -118,8 +109,8 @@ def _ssd_papers(cells: list[Cell]) -> list[Table]:
         cell = [first(group, graph=graph, k=k, implementation=name) for name in names]
         if not any(cell):
             continue
-        speeds = (f"{shown(c)} {ratio(quotient(dense, time_of(c)))}" for c in cell)
-        rows.append([f"{graph}, k = {k}", *speeds])
+        texts = (f"{shown(c)} {ratio(quotient(dense, time_of(c)))}" for c in cell)
+        rows.append([f"{graph}, k = {k}", *texts])
     title = "Time, and speed-up over cuSPARSE on dense rows, by kept entries (figure 14)"
     return [*tables, Table(title, ["graph", *names], rows)]
 
@@ -150,16 +141,13 @@ def ssd_in_short(result: dict[str, Any]) -> list[Table]:
     for part, operator in (("forward", "ssd"), ("backward", "ssd_bwd")):
         group = by(result["cells"], part=part)
         for dtype, k in ordered((c["dtype"], c["k"]) for c in group):
-            speeds: dict[str, dict[str, float]] = {}
-            for graph in ordered(c["graph"] for c in group):
-                ours = first(group, graph=graph, dtype=dtype, k=k)
-                if ours is None or ours["width"] != 256:
-                    continue
-                stored = stored_rivals(result, f"{operator}@{k}", dtype, graph)
-                for rival, time in stored.items():
-                    if speed := quotient(time, time_of(ours)):
-                        speeds.setdefault(rival, {})[graph] = speed
-            rows += [compared(f"{part}, {dtype}, k = {k}", *found) for found in speeds.items()]
+            of_case = by(group, dtype=dtype, k=k)
+            ours = [by(of_case, graph=graph)[0] for graph in ordered(c["graph"] for c in of_case)]
+            found = speeds(
+                [c for c in ours if c["width"] == 256],
+                lambda c, of=f"{operator}@{k}": stored_rivals(result, of, c["dtype"], c["graph"]),
+            )
+            rows += [compared(f"{part}, {dtype}, k = {k}", *each) for each in found.items()]
     cells = by(result["cells"], part="maxk")
     selection = _maxk(cells)
     asked = []

@@ -60,81 +60,72 @@ def opened(own: Any, layers: int) -> tuple[list[Any], Tensor, Tensor]:
     return [own.edge_index] * layers, own.x, own.y
 
 
+@dataclass
 class Batches:
     """Mini-batches over some nodes; iterating draws them anew.
 
     Everything is drawn from PyTorch's generator, so ``torch.manual_seed`` before iterating repeats it.
+
+    Attributes:
+        graph: `Nodes`, or DGL's graph.
+        device: Where neighbours are drawn.
+        fanouts, seeds, size, shuffle, workers: As `Sampling.batches` takes them.
     """
 
+    graph: Any
+    device: torch.device
+    fanouts: Sequence[int]
+    seeds: Tensor
+    size: int
+    shuffle: bool
+    workers: int
+
+    def __post_init__(self) -> None:
+        """Makes what is kept from epoch to epoch."""
+
     def __len__(self) -> int:
-        raise NotImplementedError
+        return -(-self.seeds.numel() // self.size)
 
     def __iter__(self) -> Iterator[MiniBatch]:
         raise NotImplementedError
 
 
 class PygBatches(Batches):
-    """Of PyG's kind, see `Sampling.batches`."""
+    """Of PyG's kind."""
 
-    def __init__(
-        self,
-        data: Nodes,
-        device: torch.device,
-        fanouts: Sequence[int],
-        seeds: Tensor,
-        size: int,
-        shuffle: bool,
-        workers: int,
-    ) -> None:
+    def __post_init__(self) -> None:
         pyg_data = importlib.import_module("torch_geometric.data")
         loader = importlib.import_module("fastsparse_pyg").NeighborLoader
-        self.layers = len(fanouts)
         self.loader = loader(
-            pyg_data.Data(edge_index=data.edge_index, num_nodes=data.num_nodes),
-            list(fanouts),
-            seeds,
-            batch_size=size,
-            shuffle=shuffle,
-            num_workers=workers,
-            device=device,
+            pyg_data.Data(edge_index=self.graph.edge_index, num_nodes=self.graph.num_nodes),
+            list(self.fanouts),
+            self.seeds,
+            batch_size=self.size,
+            shuffle=self.shuffle,
+            num_workers=self.workers,
+            device=self.device,
         )
-
-    def __len__(self) -> int:
-        return len(self.loader)
 
     def __iter__(self) -> Iterator[MiniBatch]:
         for batch in self.loader:
-            seeds = batch.n_id[: batch.batch_size]
-            yield MiniBatch([batch.edge_index] * self.layers, batch.n_id, seeds, batch)
+            graphs = [batch.edge_index] * len(self.fanouts)
+            yield MiniBatch(graphs, batch.n_id, batch.n_id[: batch.batch_size], batch)
 
 
 class DglBatches(Batches):
-    """Of DGL's kind, see `Sampling.batches`."""
+    """Of DGL's kind."""
 
-    def __init__(
-        self,
-        graph: Any,
-        device: torch.device,
-        fanouts: Sequence[int],
-        seeds: Tensor,
-        size: int,
-        shuffle: bool,
-        workers: int,
-    ) -> None:
+    def __post_init__(self) -> None:
         self.plugin = importlib.import_module("fastsparse_dgl")
         # DGL lists fanouts from the first layer to the last, the last being that of the seeds.
-        self.sampler = self.plugin.NeighborSampler(list(reversed(fanouts)))
-        self.graph, self.device, self.seeds, self.shuffle = graph, device, seeds, shuffle
-        self.options = {"batch_size": size, "num_workers": workers}
-
-    def __len__(self) -> int:
-        return -(-self.seeds.numel() // self.options["batch_size"])
+        self.sampler = self.plugin.NeighborSampler(list(reversed(self.fanouts)))
 
     def __iter__(self) -> Iterator[MiniBatch]:
         # DGL's shuffle goes on from the order before, by NumPy's generator: no seed would repeat an epoch.
         order = torch.randperm(self.seeds.numel()) if self.shuffle else slice(None)
+        options = {"batch_size": self.size, "num_workers": self.workers}
         loader = self.plugin.DataLoader(
-            self.graph, self.seeds[order], self.sampler, device=self.device, **self.options
+            self.graph, self.seeds[order], self.sampler, device=self.device, **options
         )
         for nodes, seeds, blocks in loader:
             yield MiniBatch(blocks, nodes, seeds, blocks)

@@ -7,10 +7,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch_geometric.nn.aggr import SumAggregation
+from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.utils import add_self_loops, remove_self_loops
 from torch_geometric.utils.loop import compute_loop_attr
 
 from fastsparse_core import Adjacency, spmm
+from fastsparse_core.fused.attention_layer import Score, attention_layer
 from fastsparse_core.log import info_once
 from fastsparse_pyg.caching import logger
 from fastsparse_pyg.graph import Graph, is_sparse_matrix, to_edge_index
@@ -69,6 +71,31 @@ class AttentionConv(FastConv):
             graph = Graph(edge_index, None, True, False)
             edge_attr = self._edge_features(graph, edge_attr)[_value_order(edge_index)]
         return self._original_forward(reason, x, edge_index, edge_attr, *args)
+
+    def _attention_layer(
+        self,
+        score: type[Score],
+        adj: Adjacency,
+        x: Tensor,
+        maps: tuple[Any, ...],
+        vectors: tuple[Tensor, ...],
+        scale: float,
+    ) -> Tensor | None:
+        """The layer as one node of autograd's graph; None: operator by operator."""
+        state = self.__dict__
+        return attention_layer(
+            score,
+            adj,
+            x,
+            maps,
+            vectors,
+            state["_parameters"].get("bias"),
+            heads=state["heads"],
+            scale=scale,
+            dropout_p=state["dropout"] if state["training"] else 0.0,
+            mean=not state["concat"],
+            kind=Linear,
+        )
 
     # ---------------------------------------------------------------- edge features
 

@@ -204,33 +204,21 @@ class FastConv(MessagePassing):
 
     def _known(self, x: Any, edge_index: Any, add_self_loops: bool = False) -> Adjacency | None:
         """The structure of a plain call whose edges were looked up before; None: look closer."""
-        if not self._is_plain(x, edge_index):
+        if not self._is_plain(x, edge_index) or edge_index.device != x.device:
             return None
         num_nodes = x.shape[0]
-        if edge_index.device != x.device:
-            return None
         return known(edge_index, (num_nodes, num_nodes, self.__dict__["flow"], add_self_loops))
 
-    def _plain_graph(self, x: Any, edge_index: object) -> Adjacency | None:
+    def _plain_graph(self, x: Any, edge_index: Any) -> Adjacency | None:
         """The structure of one matrix of node features and a plain tensor of edges; None: look closer."""
-        if (
-            type(edge_index) is not Tensor
-            or edge_index.layout is not torch.strided
-            or type(self.__dict__["_modules"].get("aggr_module")) is not SumAggregation
-        ):
+        is_sum = type(self.__dict__["_modules"].get("aggr_module")) is SumAggregation
+        if not is_sum or not self._is_plain(x, edge_index):
             return None
-        adj = self._known(x, edge_index)
-        if adj is not None:
-            return adj
-        if (
-            type(x) is not Tensor
-            or self.__dict__["node_dim"] not in (-2, 0)
-            or x.dim() != 2
-            or x.layout is not torch.strided
-            or self._why_original(x, edge_index)
-        ):
-            return None
-        return self._graph((x, x), edge_index, None).adj
+        num_nodes = x.shape[0]
+        adj = known(edge_index, (num_nodes, num_nodes, self.__dict__["flow"], False))
+        if adj is None or adj.device != x.device:
+            adj = self._graph((x, x), edge_index, None).adj
+        return adj
 
     def _known_attention(self, x: Any, edge_index: object, add_self_loops: bool = False) -> Adjacency | None:
         """:meth:`_known` for a layer whose edges have no features and whose weights nobody asks for."""

@@ -94,8 +94,7 @@ class FastChebConv(PropagatingConv, ChebConv):
         if not reason and (is_sparse_matrix(edge_index) or x.dim() != 2):
             reason = "a sparse matrix" if x.dim() == 2 else f"features of {x.dim()} dimensions"
         if reason:
-            edge_weight = self._written_for_original(x, edge_index, edge_weight)
-            return self._original_forward(reason, x, edge_index, edge_weight, batch, lambda_max)
+            return self._original_propagating(reason, x, edge_index, edge_weight, batch, lambda_max)
         out = self.lins[0](x)
         if len(self.lins) > 1:
             laplacian = self._laplacian(x, edge_index, edge_weight, batch, lambda_max)

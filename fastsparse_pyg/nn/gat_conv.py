@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import GATConv
-from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptPairTensor, OptTensor, Size, SparseTensor
 
 from fastsparse_core import Adjacency, additive_attention, additive_attention_weights, spmm
-from fastsparse_core.fused.attention_layer import ADDITIVE, attention_layer
+from fastsparse_core.fused.attention_layer import ADDITIVE
 from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.fused.head_scores import head_scores
 from fastsparse_pyg.nn.attention import AttentionConv
@@ -133,19 +132,8 @@ class FastGATConv(AttentionConv, GATConv):
         lin = modules.get("lin")
         if lin is None or modules.get("res") is not None or type(x) is not Tensor:
             return None
-        return attention_layer(
-            ADDITIVE,
-            adj,
-            x,
-            (lin,),
-            (parameters["att_src"], parameters["att_dst"]),
-            parameters["bias"],
-            heads=state["heads"],
-            scale=state["negative_slope"],
-            dropout_p=state["dropout"] if state["training"] else 0.0,
-            mean=not state["concat"],
-            kind=Linear,
-        )
+        vectors = (parameters["att_src"], parameters["att_dst"])
+        return self._attention_layer(ADDITIVE, adj, x, (lin,), vectors, state["negative_slope"])
 
     def _why_original_gat(
         self, x: tuple[Any, Any], edge_index: object, edge_attr: object, return_attention_weights: bool

@@ -7,11 +7,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import GATv2Conv
-from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptTensor, PairTensor, SparseTensor
 
 from fastsparse_core import Adjacency, edge_softmax, gatv2_attention, gatv2_attention_weights, spmm
-from fastsparse_core.fused.attention_layer import GATV2, attention_layer
+from fastsparse_core.fused.attention_layer import GATV2
 from fastsparse_core.fused.bias import add_bias
 from fastsparse_pyg.nn.attention import AttentionConv, value_ends
 from fastsparse_pyg.nn.base import is_plain_linear, project
@@ -111,19 +110,8 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
         if modules.get("res") is not None or type(x) is not Tensor:
             return None
         source = modules["lin_l"]
-        return attention_layer(
-            GATV2,
-            adj,
-            x,
-            (source,) if state["share_weights"] else (source, modules["lin_r"]),
-            (parameters["att"],),
-            parameters["bias"],
-            heads=state["heads"],
-            scale=state["negative_slope"],
-            dropout_p=state["dropout"] if state["training"] else 0.0,
-            mean=not state["concat"],
-            kind=Linear,
-        )
+        maps = (source,) if state["share_weights"] else (source, modules["lin_r"])
+        return self._attention_layer(GATV2, adj, x, maps, (parameters["att"],), state["negative_slope"])
 
     def _why_original_gatv2(
         self, x: tuple[Any, Any], edge_index: object, edge_attr: object, return_attention_weights: bool

@@ -17,7 +17,7 @@ from fastsparse_core.fused.graph_convolution import graph_convolution
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._common import is_plain_eager
 from fastsparse_pyg.nn.base import WITHOUT_ADJACENCY
-from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
+from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, message_dtype
 
 
 class FastGCNConv(PropagatingConv, GCNConv):
@@ -77,9 +77,8 @@ class FastGCNConv(PropagatingConv, GCNConv):
                 if out is not None:
                     return out
             if reason:
-                edge_weight = self._written_for_original(x, edge_index, edge_weight)
-                return self._original_forward(reason, x, edge_index, edge_weight)
-            found = self._gcn_propagation(x, edge_index, edge_weight)
+                return self._original_propagating(reason, x, edge_index, edge_weight)
+            found = self._own_propagation(x, edge_index, edge_weight)
             is_plain = is_plain_eager(x)
         adj, value, scale_dst, scale_src = found
 
@@ -121,14 +120,3 @@ class FastGCNConv(PropagatingConv, GCNConv):
         if type(self._modules.get("aggr_module")) is not SumAggregation:
             return f"aggr={self.aggr!r}"
         return self._why_original_propagating(x, edge_index)
-
-    def _gcn_propagation(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> Propagation:
-        return self._propagation(
-            x,
-            edge_index,
-            edge_weight,
-            normalize=self.normalize,
-            add_self_loops=self.add_self_loops,
-            improved=self.improved,
-            cached=self.cached,
-        )

@@ -98,7 +98,7 @@ class FastMaxKGCNConv(FastGCNConv):
             like, edge_index
         ):
             return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
-        adj, value, scale_dst, scale_src = self._gcn_propagation(like, edge_index, edge_weight)
+        adj, value, scale_dst, scale_src = self._own_propagation(like, edge_index, edge_weight)
         if value is not None and message_dtype(like, value) != like.dtype:
             return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
         cbsr, lin = _compressed(x, self.maxk), self.lin

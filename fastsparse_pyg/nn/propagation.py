@@ -116,6 +116,25 @@ class PropagatingConv(FastConv):
             return f"features of {dim} dimensions with node_dim={self.node_dim}"
         return self._why_original(x, edge_index)
 
+    def _original_propagating(
+        self, reason: str, x: Tensor, edge_index: Any, edge_weight: Tensor | None, *args: Any
+    ) -> Tensor:
+        """PyG's forward of edges with weights."""
+        edge_weight = self._written_for_original(x, edge_index, edge_weight)
+        return self._original_forward(reason, x, edge_index, edge_weight, *args)
+
+    def _own_propagation(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> Propagation:
+        """:meth:`_propagation` as the options of GCN say that layers share."""
+        return self._propagation(
+            x,
+            edge_index,
+            edge_weight,
+            normalize=self.normalize,
+            add_self_loops=self.add_self_loops,
+            improved=getattr(self, "improved", False),
+            cached=self.cached,
+        )
+
     def _propagation(
         self,
         x: Tensor,

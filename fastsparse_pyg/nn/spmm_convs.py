@@ -98,8 +98,7 @@ class FastSGConv(_Powers, pyg.SGConv):
             return self.lin(self._cached_x.detach())
         reason = self._why_original_propagating(x, edge_index)
         if reason:
-            edge_weight = self._written_for_original(x, edge_index, edge_weight)
-            return self._original_forward(reason, x, edge_index, edge_weight)
+            return self._original_propagating(reason, x, edge_index, edge_weight)
         return self._powers(x, edge_index, edge_weight, narrow=not self.cached)
 
     def _polynomial(self, matrix: Propagation, x: Tensor) -> Tensor:
@@ -127,8 +126,7 @@ class FastSSGConv(_Powers, pyg.SSGConv):
             return self.lin(self._cached_h.detach())
         reason = self._why_original_propagating(x, edge_index)
         if reason:
-            edge_weight = self._written_for_original(x, edge_index, edge_weight)
-            return self._original_forward(reason, x, edge_index, edge_weight)
+            return self._original_propagating(reason, x, edge_index, edge_weight)
         return self._powers(x, edge_index, edge_weight, narrow=not self.cached)
 
     def _polynomial(self, matrix: Propagation, x: Tensor) -> Tensor:
@@ -162,16 +160,8 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
         if drops and not self.normalize and (edge_weight is None or is_sparse_matrix(edge_index)):
             reason = reason or "dropout of edges without a weight"
         if reason:
-            edge_weight = self._written_for_original(x, edge_index, edge_weight)
-            return self._original_forward(reason, x, edge_index, edge_weight)
-        matrix = self._propagation(
-            x,
-            edge_index,
-            edge_weight,
-            normalize=self.normalize,
-            add_self_loops=self.add_self_loops,
-            cached=self.cached,
-        )
+            return self._original_propagating(reason, x, edge_index, edge_weight)
+        matrix = self._own_propagation(x, edge_index, edge_weight)
         out = x
         for _ in range(self.K):
             if drops:
@@ -196,8 +186,7 @@ class FastTAGConv(PropagatingConv, pyg.TAGConv):
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if reason:
-            edge_weight = self._written_for_original(x, edge_index, edge_weight)
-            return self._original_forward(reason, x, edge_index, edge_weight)
+            return self._original_propagating(reason, x, edge_index, edge_weight)
         matrix = self._propagation(x, edge_index, edge_weight, normalize=self.normalize)
         plain = all(is_plain_linear(lin) for lin in self.lins)
         if plain and self._is_linear() and x.size(-1) > self.out_channels:
@@ -233,14 +222,7 @@ class FastGCN2Conv(PropagatingConv, pyg.GCN2Conv):
             edge_weight = self._written_for_original(x, edge_index, edge_weight)
             edges = self._written_back(edge_index) if isinstance(edge_index, Adjacency) else edge_index
             return self._original_forward(reason, x, x_0, edges, edge_weight)
-        matrix = self._propagation(
-            x,
-            edge_index,
-            edge_weight,
-            normalize=self.normalize,
-            add_self_loops=self.add_self_loops,
-            cached=self.cached,
-        )
+        matrix = self._own_propagation(x, edge_index, edge_weight)
         out, x_0 = self._multiply(matrix, x), x_0[: x.size(0)]
         factors = {"beta": 1.0 - self.beta, "alpha": self.beta}
         if self.weight2 is None:
@@ -265,8 +247,7 @@ class FastLGConv(PropagatingConv, pyg.LGConv):
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if reason:
-            edge_weight = self._written_for_original(x, edge_index, edge_weight)
-            return self._original_forward(reason, x, edge_index, edge_weight)
+            return self._original_propagating(reason, x, edge_index, edge_weight)
         matrix = self._propagation(x, edge_index, edge_weight, normalize=self.normalize)
         return self._multiply(matrix, x)
 
@@ -288,8 +269,7 @@ class FastARMAConv(PropagatingConv, pyg.ARMAConv):
         if self.node_dim != -2:
             reason = reason or f"node_dim={self.node_dim}"
         if reason:
-            edge_weight = self._written_for_original(x, edge_index, edge_weight)
-            return self._original_forward(reason, x, edge_index, edge_weight)
+            return self._original_propagating(reason, x, edge_index, edge_weight)
         matrix = self._propagation(x, edge_index, edge_weight)
         x = x.unsqueeze(-3)
         out = x @ self.init_weight
@@ -357,8 +337,9 @@ class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if reason or x.dim() != 2 or x.size(-1) > self.out_channels:
-            edge_weight = self._written_for_original(x, edge_index, edge_weight)
-            return self._original_forward(reason or "features that are too wide", x, edge_index, edge_weight)
+            return self._original_propagating(
+                reason or "features that are too wide", x, edge_index, edge_weight
+            )
         matrix = self._propagation(x, edge_index, edge_weight, normalize=False)
         x = F.pad(x, (0, self.out_channels - x.size(-1)))
         for weight in self.weight:

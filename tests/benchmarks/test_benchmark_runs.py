@@ -117,20 +117,6 @@ def test_dlmc_checks_then_times_every_implementation(
         assert cell["status"].startswith("wrong") == (cell["implementation"] == "fastsparse tca")
 
 
-def test_preprocessing_of_older_records_is_still_shown() -> None:
-    steps = {"hr work list": 0.08, "flashsparse conversion": 1.6, "spmm csr": 0.02, "spmm hr": 0.04}
-    place = {"part": "preprocessing", "graph": "pubmed", "width": 64, "status": "ok"}
-    cells = [{**place, "step": step, "median_ms": ms} for step, ms in steps.items()]
-    (table,) = tables.dlmc({"machine": {"gpu": "any"}, "cells": cells})
-    assert table.columns == [
-        "graph",
-        *(f"{step} ms" for step in steps),
-        "list / spmm hr",
-        "list / conversion",
-    ]
-    assert table.rows == [["pubmed", "0.08", "1.60", "0.02", "0.04", "2.00x", "0.05x"]]
-
-
 def test_dlmc_names_the_file_that_is_missing(pruned_matrix: str) -> None:
     from benchmarks import dlmc
 

@@ -32,8 +32,8 @@ from fastsparse_core.formats.bsb import HEIGHT, MOST_COLUMNS
 from fastsparse_core.ops import (
     _additive_attention_csr,
     _attention_bsb,
-    _attention_fused,
     _gatv2_attention_csr,
+    _kept_results,
 )
 from fastsparse_core.ops._common import check_heads
 
@@ -543,12 +543,12 @@ def test_a_result_that_is_written_to(device, kind, kept):
 def test_what_is_kept_of_a_result():
     """No memory of its own, and whether it was written to since."""
     ctx, out = SimpleNamespace(), torch.randn(30, 4)
-    kept = _attention_fused._alias_of(ctx, out)
+    kept = _kept_results.alias_of(ctx, out)
     assert kept.data_ptr() == out.data_ptr()
     assert ctx.written[0].untyped_storage().nbytes() == 0
-    assert not _attention_fused._was_written(ctx)
+    assert not _kept_results.was_written(ctx)
     out.flatten()[0] = 1
-    assert _attention_fused._was_written(ctx)
+    assert _kept_results.was_written(ctx)
 
 
 @pytest.mark.parametrize("kind", KINDS)

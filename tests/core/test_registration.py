@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 from torch import Tensor
 
+from fastsparse_core import Adjacency
 from fastsparse_core.ops import _registration as registration
 
 
@@ -38,7 +40,29 @@ def test_what_operators_do_not_have_is_an_error():
         registration.schema_of(kernel)
 
 
-@pytest.mark.parametrize("name", [name for name in registration.KERNELS if name.endswith("_backward")])
+def test_a_function_of_a_structure_becomes_a_kernel_of_its_handle():
+    def gradients(
+        adj: Adjacency, grad: Tensor, scale: float, *, wanted: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        return grad * scale * adj.num_edges, grad if wanted else None
+
+    kernel = registration.on_handle(gradients)
+    assert registration.schema_of(kernel) == (
+        "(Tensor grad, float scale, SymInt adjacency, bool wanted) -> (Tensor, Tensor)"
+    )
+    adj = Adjacency.from_coo(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]), (2, 2))
+    for wanted in (False, True):
+        first, second = kernel(torch.ones(2), 2.0, adj.handle, wanted)
+        assert first.tolist() == [6.0, 6.0]
+        assert second.tolist() == [1.0] * (2 * wanted)
+
+
+WITHOUT_DERIVATIVE = [
+    name for name, formula in registration.FORMULAS.items() if formula.__module__ == registration.__name__
+]
+
+
+@pytest.mark.parametrize("name", WITHOUT_DERIVATIVE)
 def test_a_gradient_has_no_derivative_of_its_own(name):
     with pytest.raises(NotImplementedError, match=name):
         registration.FORMULAS[name].backward(None)

@@ -1,4 +1,4 @@
-"""FastGATConv against DGL's GATConv: its own options. What all attention layers share is tested together."""
+"""FastGATConv against DGL's GATConv: its own options, and those that GATv2 has too."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from dgl_cases import (
 )
 
 FastGATConv = fastsparse_dgl.FastGATConv
+BOTH = (FastGATConv, fastsparse_dgl.FastGATv2Conv)
+both = pytest.mark.parametrize("layer_class", BOTH)
 
 
-def made(*arguments, **options):
-    return randomised(*twin(FastGATConv, *arguments, **options))
+def made(*arguments, layer_class=FastGATConv, **options):
+    return randomised(*twin(layer_class, *arguments, **options))
 
 
 @pytest.mark.parametrize(
@@ -45,11 +47,13 @@ def test_residual_of_a_block(sizes, device):
     check(made(*sizes, residual=True), graph, features(graph, sizes[0]), device)
 
 
+@both
 @pytest.mark.parametrize("widths", [(7, 5), (7, 12)])
 @pytest.mark.parametrize("graph_name", ["wide", "tall", "block"])
-def test_residual_of_a_pair(widths, graph_name, device):
+def test_residual_of_a_pair(layer_class, widths, graph_name, device):
     graph = GRAPHS[graph_name]()
-    check(made(widths, 4, 3, residual=True), graph, pair(graph, *widths), device)
+    layers = made(widths, 4, 3, layer_class=layer_class, residual=True)
+    check(layers, graph, pair(graph, *widths), device)
 
 
 @pytest.mark.parametrize("graph_name", ["wide", "homogeneous"])
@@ -59,10 +63,12 @@ def test_one_matrix_for_a_pair(graph_name, device):
     check(made(7, 4, 3), graph, pair(graph, 7, 7), device)
 
 
+@both
 @pytest.mark.parametrize("slope", [0.0, 0.5, 2.0])
-def test_negative_slope(slope, device):
+def test_negative_slope(layer_class, slope, device):
     graph = homogeneous()
-    check(made(7, 4, 3, negative_slope=slope), graph, features(graph, 7), device)
+    layers = made(7, 4, 3, layer_class=layer_class, negative_slope=slope)
+    check(layers, graph, features(graph, 7), device)
 
 
 @pytest.mark.parametrize("attention", [False, True])
@@ -103,36 +109,40 @@ def test_shape_of_the_attention_of_more_dimensions(device):
     assert attention.shape == (120, 2, 5, 3, 1)
 
 
-def test_feature_dropout_draws_as_dgl():
+@both
+def test_feature_dropout_draws_as_dgl(layer_class):
     graph = homogeneous()
     results = []
-    for layer in made((7, 5), 4, 3, feat_drop=0.5, residual=True):
+    for layer in made((7, 5), 4, 3, layer_class=layer_class, feat_drop=0.5, residual=True):
         torch.manual_seed(3)
         results.append(layer(graph, pair(graph, 7, 5)))
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_dropout_of_returned_attention_draws_as_dgl(weighted):
+@pytest.mark.parametrize(
+    ("layer_class", "weighted"), [*((each, False) for each in BOTH), (FastGATConv, True)]
+)
+def test_dropout_of_returned_attention_draws_as_dgl(layer_class, weighted):
     """The returned attention is the one that the sum used: after dropout and edge weights."""
     graph = homogeneous()
-    edge_weight = weights(graph) if weighted else None
+    options = {"edge_weight": weights(graph)} if weighted else {}
     results = []
-    for layer in made(7, 4, 3, feat_drop=0.2, attn_drop=0.5):
+    for layer in made(7, 4, 3, layer_class=layer_class, feat_drop=0.2, attn_drop=0.5):
         torch.manual_seed(3)
-        results.append(layer(graph, features(graph, 7), edge_weight=edge_weight, get_attention=True))
+        results.append(layer(graph, features(graph, 7), get_attention=True, **options))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
     assert (results[0][1] == 0).any()
 
 
+@both
 @pytest.mark.parametrize("attention", [False, True])
-def test_everything_dropped(attention, device):
+def test_everything_dropped(layer_class, attention, device):
     graph = homogeneous()
-    fast, reference = made(7, 4, 3, attn_drop=1.0, residual=True)
+    layers = made(7, 4, 3, layer_class=layer_class, attn_drop=1.0, residual=True)
     if attention:
-        fast, reference = WithAttention(fast), WithAttention(reference)
-    check((fast, reference), graph, features(graph, 7), device)
+        layers = tuple(WithAttention(layer) for layer in layers)
+    check(layers, graph, features(graph, 7), device)
 
 
 def one_hot_layer(attn_drop, num_nodes, device):
@@ -161,22 +171,24 @@ def test_attention_dropout_zeroes_or_scales(device):
     assert abs(share - 0.6) < 5 * (0.6 * 0.4 / 1600) ** 0.5
 
 
-def test_gradients_under_attention_dropout_see_the_same_mask(device):
+@both
+def test_gradients_under_attention_dropout_see_the_same_mask(layer_class, device):
     graph = homogeneous()
-    fast = made(5, 3, 2, attn_drop=0.5)[0].double().to(device)
+    fast = made(5, 3, 2, layer_class=layer_class, attn_drop=0.5)[0].double().to(device)
     feat = features(graph, 5, dtype=torch.float64).to(device).requires_grad_()
 
     def run(*_):
         torch.manual_seed(7)
         return fast(graph, feat)
 
-    leaves = (feat, fast.attn_l, fast.attn_r, fast.fc.weight)
+    leaves = (feat, *(parameter for parameter in fast.parameters() if parameter.dim() > 1))
     assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
 
 
-def test_evaluation_drops_nothing(device):
+@both
+def test_evaluation_drops_nothing(layer_class, device):
     graph = homogeneous()
-    fast, reference = made(7, 4, 3, feat_drop=0.5, attn_drop=0.5)
+    fast, reference = made(7, 4, 3, layer_class=layer_class, feat_drop=0.5, attn_drop=0.5)
     check((fast.eval(), reference.eval()), graph, features(graph, 7), device)
 
 

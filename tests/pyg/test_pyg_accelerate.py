@@ -53,8 +53,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "TransformerConv": lambda: pyg.TransformerConv(6, 4, heads=2, beta=True),
 }
 
-#: Layers that need edge features: their own tests accelerate them.
-WITH_EDGES = ("GINEConv",)
+WITH_EDGES: dict[str, Callable[[], nn.Module]] = {
+    "GINEConv": lambda: pyg.GINEConv(nn.Sequential(nn.Linear(6, 4), nn.ReLU()), edge_dim=3),
+}
 
 
 def graph_and_features(device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -111,6 +112,13 @@ def test_the_table_is_complete() -> None:
 def test_every_layer(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     edge_index, x = graph_and_features(device)
     check(LAYERS[name]().to(device), lambda layer: layer(x, edge_index), [x], monkeypatch)
+
+
+@pytest.mark.parametrize("name", WITH_EDGES)
+def test_every_layer_of_edge_features(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    edge_index, x = graph_and_features(device)
+    edges = torch.randn(edge_index.size(1), 3, device=device, requires_grad=True)
+    check(WITH_EDGES[name]().to(device), lambda layer: layer(x, edge_index, edges), [x, edges], monkeypatch)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

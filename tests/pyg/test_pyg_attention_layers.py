@@ -16,7 +16,6 @@ import torch
 from pyg_cases import KINDS, as_kind, close, gradients, random_graph, same, simple_graph
 from torch import Tensor, nn
 from torch_geometric import EdgeIndex
-from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 from torch_geometric.nn import AGNNConv, GATConv, GATv2Conv, TransformerConv
 from torch_geometric.nn.aggr import SumAggregation
 
@@ -333,31 +332,6 @@ def test_dropout_of_everything(name):
 # ---------------------------------------------------------------- PyG's own code
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "propagate_forward_pre",
-        "propagate_forward",
-        "message_forward_pre",
-        "message_forward",
-        "aggregate_forward_pre",
-        "aggregate_forward",
-    ],
-)
-def test_hooks_run(family, reasons, name):
-    reference, layer = family.pair()
-    edge_index, x = random_graph(), torch.randn(40, 6)
-    called = []
-    handle = getattr(layer, f"register_{name}_hook")(lambda *args: called.append(args[0]))
-    close(layer(x, edge_index), reference(x, edge_index), 2e-5)
-    assert called == [layer]
-    close(layer(x, prepare(edge_index, 40)), reference(x, edge_index), 2e-5)
-    handle.remove()
-    close(layer(x, edge_index), reference(x, edge_index), 2e-5)
-    assert len(called) == 2
-    assert reasons.text.count("hook") == 1
-
-
 @pytest.mark.parametrize("name", ["gat", "gatv2"])
 def test_edge_update_hooks_run(name):
     layer = FAMILIES[name].make(FAMILIES[name].fast)
@@ -367,37 +341,12 @@ def test_edge_update_hooks_run(name):
     assert called == [1]
 
 
-def test_explain_mode(family, reasons):
-    reference, layer = family.pair()
-    edge_index = simple_graph(num_nodes=20, num_edges=50)
-    edge_index = edge_index[:, edge_index[0] != edge_index[1]]
-    x = torch.randn(20, 6)
-    plain = reference(x, edge_index)
-    mask = torch.randn(edge_index.size(1))
-    for module in (reference, layer):
-        set_masks(module, mask, edge_index)
-    explained = reference(x, edge_index)
-    assert not torch.allclose(explained, plain)
-    close(layer(x, edge_index), explained)
-    assert "explain mode" in reasons.text
-    for module in (reference, layer):
-        clear_masks(module)
-    close(layer(x, edge_index), plain, 2e-5)
-
-
 @pytest.mark.parametrize("aggr", ["mean", "max"])
 def test_other_aggregations(family, reasons, aggr):
     reference, layer = family.pair(aggr=aggr)
     edge_index, x = random_graph(), torch.randn(40, 6, requires_grad=True)
     same(reference, layer, lambda conv: conv(x, edge_index), [x], floor=1)
     assert "aggr=" in reasons.text
-
-
-def test_decomposed_layers(reasons):
-    reference, layer = FAMILIES["agnn"].pair(decomposed_layers=2)
-    edge_index, x = random_graph(), torch.randn(40, 6)
-    close(layer(x, edge_index), reference(x, edge_index))
-    assert "decomposed_layers" in reasons.text
 
 
 def test_overridden_methods(reasons):
@@ -634,17 +583,38 @@ def test_nan_features_stay_where_they_belong(device, family):
     close(got, expected, 2e-5)
 
 
-@pytest.mark.parametrize("name", ["GATConv", "GATv2Conv", "TransformerConv"])
+@pytest.mark.parametrize("name", WITH_DROPOUT)
 def test_edge_features_without_edges(name, device):
     """As in a batch of single atoms."""
-    pairs = {
-        "GATConv": (FastGATConv, GATConv),
-        "GATv2Conv": (FastGATv2Conv, GATv2Conv),
-        "TransformerConv": (FastTransformerConv, TransformerConv),
-    }
-    layer, reference = (each(4, 2, edge_dim=5).to(device) for each in pairs[name])
-    reference.load_state_dict(layer.state_dict())
-    x = torch.randn(3, 4, device=device)
+    reference, layer = FAMILIES[name].pair(device, edge_dim=5)
+    x = torch.randn(3, 6, device=device)
     edges, features = torch.zeros(2, 0, dtype=torch.long, device=device), torch.zeros(0, 5, device=device)
     torch.testing.assert_close(layer(x, edges, features), reference(x, edges, features))
-    assert layer(x[:0], edges, features).shape == (0, 2)
+    assert layer(x[:0], edges, features).shape == (0, 10)
+
+
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+@pytest.mark.parametrize("rows", [54, 56])
+def test_edge_features_of_wrong_length(name, device, rows):
+    edge_index = simple_graph(20, 55, device=device)
+    layer = FAMILIES[name].make(FAMILIES[name].fast, device, edge_dim=3)
+    x = torch.randn(20, 6, device=device)
+    for graph in (edge_index, prepare(edge_index, 20)):
+        with pytest.raises(ValueError, match="edge_attr: expected one row per edge, 55"):
+            layer(x, graph, torch.randn(rows, 3, device=device))
+    with pytest.raises((RuntimeError, ValueError), match="shape|size"):
+        layer(x, edge_index, torch.randn(55, 4, device=device))
+
+
+@pytest.mark.parametrize("name", ["gatv2", "transformer"])
+def test_edge_features_run_fused_but_for_hooks_on_their_map(name, reasons):
+    reasons.set_level(logging.INFO)
+    edge_index = random_graph()
+    x, edge_attr = torch.randn(40, 6), torch.randn(edge_index.size(1), 3)
+    layer = FAMILIES[name].make(FAMILIES[name].fast, edge_dim=3)
+    expected = layer(x, edge_index, edge_attr)
+    assert "unfused" not in reasons.text
+    layer.lin_edge.register_forward_hook(lambda module, inputs, out: out)
+    for _ in range(2):
+        close(layer(x, edge_index, edge_attr), expected)
+    assert reasons.text.count("unfused") == 1

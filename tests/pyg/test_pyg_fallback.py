@@ -11,16 +11,29 @@ from pyg_cases import close, random_graph, same, simple_graph
 from torch import nn
 from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
-from torch_geometric.nn import GCNConv, GINConv, SAGEConv
+from torch_geometric.nn import AGNNConv, GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv, TransformerConv
 from torch_geometric.nn.aggr import SumAggregation
 
 from fastsparse_core import Adjacency, log
-from fastsparse_pyg import FastGCNConv, FastGINConv, FastSAGEConv
+from fastsparse_pyg import (
+    FastAGNNConv,
+    FastGATConv,
+    FastGATv2Conv,
+    FastGCNConv,
+    FastGINConv,
+    FastSAGEConv,
+    FastTransformerConv,
+    prepare,
+)
 
 LAYERS = {
     "gcn": (GCNConv, FastGCNConv, lambda conv, **kw: conv(4, 6, **kw)),
     "sage": (SAGEConv, FastSAGEConv, lambda conv, **kw: conv(4, 6, **kw)),
     "gin": (GINConv, FastGINConv, lambda conv, **kw: conv(nn.Linear(4, 6), **kw)),
+    "gat": (GATConv, FastGATConv, lambda conv, **kw: conv(4, 6, heads=2, **kw)),
+    "gatv2": (GATv2Conv, FastGATv2Conv, lambda conv, **kw: conv(4, 6, heads=2, **kw)),
+    "transformer": (TransformerConv, FastTransformerConv, lambda conv, **kw: conv(4, 6, heads=2, **kw)),
+    "agnn": (AGNNConv, FastAGNNConv, lambda conv, **kw: conv(**kw)),
 }
 
 
@@ -43,6 +56,7 @@ def test_explain_mode(layers, reasons):
     """An edge mask changes the output as it changes that of the original, which was used before."""
     reference, layer = layers
     edge_index = simple_graph(num_nodes=20, num_edges=50)
+    edge_index = edge_index[:, edge_index[0] != edge_index[1]]
     x = torch.randn(20, 4)
     plain = reference(x, edge_index)
     mask = torch.randn(edge_index.size(1))
@@ -54,7 +68,7 @@ def test_explain_mode(layers, reasons):
     assert "explain mode" in reasons.text
     for module in (reference, layer):
         clear_masks(module)
-    close(layer(x, edge_index), plain)
+    close(layer(x, edge_index), plain, 2e-5)
 
 
 def test_explain_mode_of_a_user_s_subclass():
@@ -111,11 +125,12 @@ def test_hooks_run(layers, reasons, name):
     edge_index, x = random_graph(20, num_edges=50), torch.randn(20, 4)
     called = []
     handle = getattr(layer, f"register_{name}_hook")(lambda *args: called.append(args[0]))
-    close(layer(x, edge_index), reference(x, edge_index))
+    close(layer(x, edge_index), reference(x, edge_index), 2e-5)
     assert called == [layer]
+    close(layer(x, prepare(edge_index, 20)), reference(x, edge_index), 2e-5)
     handle.remove()
-    close(layer(x, edge_index), reference(x, edge_index))
-    assert called == [layer]
+    close(layer(x, edge_index), reference(x, edge_index), 2e-5)
+    assert called == [layer, layer]
     assert reasons.text.count("hook") == 1
 
 
@@ -139,9 +154,11 @@ def test_hook_on_the_aggregation_runs():
     assert called == [1]
 
 
-def test_decomposed_layers(reasons):
+@pytest.mark.parametrize("name", ["gcn", "agnn"])
+def test_decomposed_layers(name, reasons):
     edge_index, x = random_graph(20, num_edges=50), torch.randn(20, 4, requires_grad=True)
-    reference, layer = GCNConv(4, 6, decomposed_layers=2), FastGCNConv(4, 6, decomposed_layers=2)
+    original, fast, make = LAYERS[name]
+    reference, layer = (make(conv, decomposed_layers=2) for conv in (original, fast))
     same(reference, layer, lambda conv: conv(x, edge_index), [x])
     assert reasons.text.count("decomposed_layers") == 1
 

@@ -1,20 +1,18 @@
-"""FastGATConv against GATConv: outputs, all gradients, every option and input kind of its own."""
+"""FastGATConv and FastGATv2Conv against PyG's: outputs, all gradients, every option and kind of input."""
 
 from __future__ import annotations
-
-import logging
 
 import pytest
 import torch
 from pyg_cases import as_kind, close, random_graph, same, simple_graph
 from torch_geometric import EdgeIndex
-from torch_geometric.nn import GATConv
+from torch_geometric.nn import GATConv, GATv2Conv
 
-from fastsparse_core import log
-from fastsparse_pyg import FastGATConv, prepare
+from fastsparse_pyg import FastGATConv, FastGATv2Conv, prepare
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 
+LAYERS = {"gat": (GATConv, FastGATConv), "gatv2": (GATv2Conv, FastGATv2Conv)}
 OPTIONS = [
     {},
     {"heads": 3},
@@ -27,25 +25,31 @@ OPTIONS = [
     {"flow": "target_to_source", "heads": 2},
     {"flow": "target_to_source", "add_self_loops": False},
 ]
+CASES = [(name, options) for name in LAYERS for options in OPTIONS]
+CASES += [("gatv2", {"heads": 2, "share_weights": True})]
 FILLS = ["mean", "add", "sum", 0.5, None, "tensor"]
+
+both = pytest.mark.parametrize("name", LAYERS)
 
 
 def pair(
-    *args: object, device: str, dtype: torch.dtype = torch.float32, **options: object
-) -> tuple[GATConv, FastGATConv]:
-    reference, layer = (conv(*args, **options).to(device, dtype) for conv in (GATConv, FastGATConv))
+    name: str, *args: object, device: str, dtype: torch.dtype = torch.float32, **options: object
+) -> tuple[GATConv | GATv2Conv, FastGATConv | FastGATv2Conv]:
+    reference, layer = (conv(*args, **options).to(device, dtype) for conv in LAYERS[name])
     # The vectors of a fresh bias are 0: then a forgotten bias would pass.
     if reference.bias is not None:
         torch.nn.init.normal_(reference.bias)
+        if name == "gatv2":
+            torch.nn.init.normal_(reference.lin_l.bias)
     return reference, layer
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 @pytest.mark.usefixtures("kernels_only")
-def test_matches_the_original(device, options, dtype):
+def test_matches_the_original(device, name, options, dtype):
     edge_index = random_graph(device=device)
-    reference, layer = pair(6, 5, device=device, dtype=dtype, **options)
+    reference, layer = pair(name, 6, 5, device=device, dtype=dtype, **options)
     for requires_grad in (True, False):
         x = torch.randn(40, 6, device=device, dtype=dtype, requires_grad=requires_grad)
         same(
@@ -53,33 +57,48 @@ def test_matches_the_original(device, options, dtype):
         )
 
 
+@both
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("fill_value", FILLS, ids=str)
 @pytest.mark.parametrize(
-    "options", [{}, {"heads": 3, "concat": False}, {"flow": "target_to_source", "heads": 2}], ids=str
+    "options",
+    [
+        {},
+        {"heads": 3, "concat": False},
+        {"flow": "target_to_source", "heads": 2, "residual": True},
+        {"add_self_loops": False},
+    ],
+    ids=str,
 )
 @pytest.mark.usefixtures("kernels_only")
-def test_edge_features(device, options, fill_value, dtype):
+def test_edge_features(device, name, options, fill_value, dtype):
     """Fused, self loops filled as the original fills them: over the edges that are no loops."""
     edge_index = random_graph(device=device)
     fill = torch.randn(3, device=device) if fill_value == "tensor" else fill_value
-    reference, layer = pair(6, 5, edge_dim=3, fill_value=fill, device=device, dtype=dtype, **options)
+    reference, layer = pair(name, 6, 5, edge_dim=3, fill_value=fill, device=device, dtype=dtype, **options)
     x = torch.randn(40, 6, device=device, dtype=dtype, requires_grad=True)
     edge_attr = torch.randn(edge_index.size(1), 3, device=device, dtype=dtype, requires_grad=True)
-    same(
-        reference,
-        layer,
-        lambda conv: conv(x, edge_index, edge_attr),
-        [x, edge_attr],
-        tolerance=TOLERANCE[dtype],
-        floor=1,
-    )
+    graphs = [edge_index]
+    if name == "gatv2":  # GAT's are in test_edge_features_on_an_adjacency_with_loops
+        kinds = {False, layer.add_self_loops}
+        graphs += [prepare(edge_index, 40, flow=layer.flow, add_self_loops=loops) for loops in kinds]
+    for graph in graphs:
+        same(
+            reference,
+            layer,
+            lambda conv: conv(x, edge_index, edge_attr),
+            [x, edge_attr],
+            fast_call=lambda conv, graph=graph: conv(x, graph, edge_attr),
+            tolerance=TOLERANCE[dtype],
+            floor=1,
+        )
 
 
+@both
 @pytest.mark.parametrize("fill_value", ["max", "min", "mul"])
-def test_other_fills_run_the_original(device, fill_value):
+def test_other_fills_run_the_original(device, name, fill_value):
     edge_index = random_graph(device=device)
-    reference, layer = pair(6, 5, edge_dim=3, fill_value=fill_value, device=device)
+    reference, layer = pair(name, 6, 5, edge_dim=3, fill_value=fill_value, device=device)
     x = torch.randn(40, 6, device=device, requires_grad=True)
     edge_attr = torch.randn(edge_index.size(1), 3, device=device, requires_grad=True)
     same(reference, layer, lambda conv: conv(x, edge_index, edge_attr), [x, edge_attr], floor=1)
@@ -95,7 +114,7 @@ def test_edge_features_of_one_dimension(device):
     x = torch.randn(40, 6, device=device, requires_grad=True)
     edge_attr = torch.randn(edge_index.size(1), device=device, requires_grad=True)
     for options in ({}, {"add_self_loops": False}, {"fill_value": 2.0}):
-        reference, layer = pair(6, 5, edge_dim=1, heads=2, device=device, **options)
+        reference, layer = pair("gat", 6, 5, edge_dim=1, heads=2, device=device, **options)
         same(reference, layer, lambda conv: conv(x, edge_index, edge_attr), [x, edge_attr], floor=1)
 
 
@@ -104,9 +123,9 @@ def test_edge_features_are_optional(device):
     """edge_dim without features and features without edge_dim: neither counts."""
     edge_index = random_graph(device=device)
     x = torch.randn(40, 6, device=device, requires_grad=True)
-    reference, layer = pair(6, 5, edge_dim=3, device=device)
+    reference, layer = pair("gat", 6, 5, edge_dim=3, device=device)
     same(reference, layer, lambda conv: conv(x, edge_index), [x], floor=1)
-    reference, layer = pair(6, 5, device=device)
+    reference, layer = pair("gat", 6, 5, device=device)
     edge_attr = torch.randn(edge_index.size(1), 3, device=device)
     same(reference, layer, lambda conv: conv(x, edge_index, edge_attr), [x], floor=1)
 
@@ -114,7 +133,7 @@ def test_edge_features_are_optional(device):
 @pytest.mark.usefixtures("kernels_only")
 def test_hook_on_the_edge_projection_is_called(device):
     edge_index = random_graph(device=device)
-    reference, layer = pair(6, 5, edge_dim=3, heads=2, device=device)
+    reference, layer = pair("gat", 6, 5, edge_dim=3, heads=2, device=device)
     x = torch.randn(40, 6, device=device)
     edge_attr = torch.randn(edge_index.size(1), 3, device=device)
     for conv in (reference, layer):
@@ -122,44 +141,45 @@ def test_hook_on_the_edge_projection_is_called(device):
     same(reference, layer, lambda conv: conv(x, edge_index, edge_attr), [], floor=1)
 
 
+@both
 @pytest.mark.parametrize("in_channels", [6, (6, 4)], ids=str)
 @pytest.mark.parametrize("add_self_loops", [True, False])
 @pytest.mark.parametrize("edge_dim", [None, 3])
 @pytest.mark.parametrize(("num_src", "num_dst"), [(40, 25), (25, 40)])
 @pytest.mark.usefixtures("kernels_only")
-def test_bipartite(device, in_channels, add_self_loops, edge_dim, num_src, num_dst):
+def test_bipartite(device, name, in_channels, add_self_loops, edge_dim, num_src, num_dst):
     """Loops go to the nodes that both sides have."""
     edge_index = random_graph(num_src, num_dst, device=device)
     options = {"heads": 2, "add_self_loops": add_self_loops, "edge_dim": edge_dim, "residual": True}
     if num_src < num_dst:
         options["fill_value"] = 0.5  # PyG's own mean fails here
-    reference, layer = pair(in_channels, 5, device=device, **options)
+    reference, layer = pair(name, in_channels, 5, device=device, **options)
     width = in_channels if isinstance(in_channels, int) else in_channels[1]
     x = (
         torch.randn(num_src, 6, device=device, requires_grad=True),
         torch.randn(num_dst, width, device=device, requires_grad=True),
     )
+    size, graph = (num_src, num_dst), prepare(edge_index, (num_src, num_dst))
     edge_attr = None if edge_dim is None else torch.randn(edge_index.size(1), edge_dim, device=device)
-    inputs = list(x)
-    same(reference, layer, lambda conv: conv(x, edge_index, edge_attr), inputs, floor=1)
-    size = (num_src, num_dst)
-    same(reference, layer, lambda conv: conv(x, edge_index, edge_attr, size), inputs, floor=1)
-    graph = prepare(edge_index, size)
-    same(
-        reference,
-        layer,
-        lambda conv: conv(x, edge_index, edge_attr),
-        inputs,
-        fast_call=lambda conv: conv(x, graph, edge_attr),
-        floor=1,
-    )
+    calls = [(edge_index, edge_attr), (graph, edge_attr)]
+    calls += [(edge_index, edge_attr, size)] if name == "gat" else [(edge_index, None), (graph, None)]
+    for given, *rest in calls:
+        same(
+            reference,
+            layer,
+            lambda conv, rest=rest: conv(x, edge_index, *rest),
+            list(x),
+            fast_call=lambda conv, given=given, rest=rest: conv(x, given, *rest),
+            tolerance=2e-5,
+            floor=1,
+        )
 
 
 @pytest.mark.usefixtures("kernels_only")
 def test_without_destination_features(device):
     edge_index = random_graph(40, 25, device=device)
     x = torch.randn(40, 6, device=device, requires_grad=True)
-    reference, layer = pair((6, 4), 5, heads=2, device=device)
+    reference, layer = pair("gat", (6, 4), 5, heads=2, device=device)
     layer.load_state_dict(reference.state_dict())
     expected = reference((x, None), edge_index, size=(40, 25))
     got = layer((x, None), edge_index, size=(40, 25))
@@ -172,25 +192,26 @@ def test_one_tensor_for_a_bipartite_layer(device):
     edge_index = random_graph(device=device)
     x = torch.randn(40, 6, device=device, requires_grad=True)
     for options in ({}, {"flow": "target_to_source"}):
-        reference, layer = pair((6, 6), 5, heads=2, device=device, **options)
+        reference, layer = pair("gat", (6, 6), 5, heads=2, device=device, **options)
         same(reference, layer, lambda conv: conv(x, edge_index), [x], floor=1)
 
 
 def test_bipartite_against_the_flow_runs_the_original(device):
     edge_index = random_graph(40, device=device)
     x = torch.randn(40, 6, device=device), torch.randn(40, 6, device=device)
-    reference, layer = pair((6, 6), 5, flow="target_to_source", device=device)
+    reference, layer = pair("gat", (6, 6), 5, flow="target_to_source", device=device)
     same(reference, layer, lambda conv: conv(x, edge_index), [], floor=1)
 
 
+@both
 @pytest.mark.parametrize("edge_dim", [None, 3])
 @pytest.mark.parametrize("options", [{"heads": 3}, {"add_self_loops": False, "concat": False}], ids=str)
 @pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
 @pytest.mark.usefixtures("kernels_only")
-def test_attention_weights(device, options, edge_dim, flow):
+def test_attention_weights(device, name, options, edge_dim, flow):
     """The edges in the original's order, self loops last, and the weights of each; gradients through them."""
     edge_index = random_graph(device=device)
-    reference, layer = pair(6, 5, edge_dim=edge_dim, flow=flow, device=device, **options)
+    reference, layer = pair(name, 6, 5, edge_dim=edge_dim, flow=flow, device=device, **options)
     layer.load_state_dict(reference.state_dict())
     x = torch.randn(40, 6, device=device, requires_grad=True)
     edge_attr = None if edge_dim is None else torch.randn(edge_index.size(1), edge_dim, device=device)
@@ -226,7 +247,7 @@ def test_attention_weights_after_dropout(device):
 @pytest.mark.parametrize("kind", ["csr", "coo"])
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_attention_weights_of_a_matrix(kind):
-    reference, layer = pair(6, 5, heads=2, device="cpu")
+    reference, layer = pair("gat", 6, 5, heads=2, device="cpu")
     layer.load_state_dict(reference.state_dict())
     x, matrix = torch.randn(40, 6), as_kind(kind, simple_graph(), 40, 40)
     expected, (expected_matrix, expected_alpha) = reference(x, matrix, return_attention_weights=True)
@@ -241,7 +262,7 @@ def test_edge_features_on_an_adjacency_with_loops(device):
     edge_index = random_graph(device=device)
     x = torch.randn(40, 6, device=device, requires_grad=True)
     edge_attr = torch.randn(edge_index.size(1), 3, device=device, requires_grad=True)
-    reference, layer = pair(6, 5, edge_dim=3, heads=2, device=device)
+    reference, layer = pair("gat", 6, 5, edge_dim=3, heads=2, device=device)
     for add_self_loops in (False, True):
         graph = prepare(edge_index, 40, add_self_loops=add_self_loops)
         for _ in range(2):
@@ -255,18 +276,6 @@ def test_edge_features_on_an_adjacency_with_loops(device):
             )
             handle = layer.register_message_forward_hook(lambda *args: None)
         handle.remove()
-
-
-@pytest.mark.parametrize("rows", [54, 56])
-def test_edge_features_of_wrong_length(device, rows):
-    edge_index = simple_graph(20, 55, device=device)
-    layer = FastGATConv(4, 6, edge_dim=3).to(device)
-    x = torch.randn(20, 4, device=device)
-    for graph in (edge_index, prepare(edge_index, 20)):
-        with pytest.raises(ValueError, match="edge_attr: expected one row per edge, 55"):
-            layer(x, graph, torch.randn(rows, 3, device=device))
-    with pytest.raises(RuntimeError, match="shape|size"):
-        layer(x, edge_index, torch.randn(55, 4, device=device))
 
 
 def test_lazy(device):
@@ -304,16 +313,17 @@ def test_static_graph_is_refused_as_by_the_original(device):
 
 def test_edge_features_beside_a_matrix_as_in_the_original():
     x, matrix = torch.randn(40, 6), as_kind("csr", simple_graph(), 40, 40)
-    reference, layer = pair(6, 5, edge_dim=3, device="cpu")
+    reference, layer = pair("gat", 6, 5, edge_dim=3, device="cpu")
     for conv in (reference, layer):
         with pytest.raises(AssertionError):
             conv(x, matrix, torch.randn(200, 3))
 
 
-def test_says_once_why_the_original_runs(monkeypatch, caplog):
-    monkeypatch.setattr(log, "_seen", set())
-    caplog.set_level(logging.INFO, logger="fastsparse_pyg")
-    layer = FastGATConv(6, 5, aggr="max")
-    for _ in range(2):
-        layer(torch.randn(40, 6), random_graph())
-    assert caplog.text.count("aggr=") == 1
+def test_what_gatv2_asserts(device):
+    edge_index = random_graph(device=device)
+    x = torch.randn(40, 6, device=device)
+    edge_attr = torch.randn(edge_index.size(1), 3, device=device)
+    for args in (((x, None), edge_index), (x[None], edge_index), (x, edge_index, edge_attr)):
+        for conv in pair("gatv2", 6, 5, device=device):
+            with pytest.raises(AssertionError):
+                conv(*args)

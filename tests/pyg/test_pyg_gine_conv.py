@@ -12,7 +12,7 @@ from torch import nn
 from torch_geometric.nn import GINEConv
 
 from fastsparse_core import log
-from fastsparse_pyg import FastGINEConv, accelerate, prepare, restore
+from fastsparse_pyg import FastGINEConv, prepare
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 OPTIONS = [
@@ -210,15 +210,3 @@ def test_under_autocast_results_have_the_original_dtype(device):
             tolerance=5e-2,
             floor=1,
         )
-
-
-def test_accelerate_and_restore(device):
-    edge_index = random_graph(device=device)
-    reference, _ = pair(device, edge_dim=3)
-    x, edge_attr = draw(40, 6, device), draw(edge_index.size(1), 3, device)
-    expected = reference(x, edge_index, edge_attr)
-    accelerate(reference, show=False)
-    assert type(reference) is FastGINEConv
-    close(reference(x, edge_index, edge_attr), expected)
-    restore(reference)
-    assert type(reference) is GINEConv

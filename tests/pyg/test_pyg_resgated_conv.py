@@ -6,12 +6,12 @@ import logging
 
 import pytest
 import torch
-from pyg_cases import KINDS, as_kind, close, random_graph, same, simple_graph
+from pyg_cases import KINDS, as_kind, random_graph, same, simple_graph
 from torch import Tensor, nn
 from torch_geometric.nn import ResGatedGraphConv
 
 from fastsparse_core import log
-from fastsparse_pyg import FastResGatedGraphConv, accelerate, prepare, restore
+from fastsparse_pyg import FastResGatedGraphConv, prepare
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 OPTIONS = [
@@ -134,15 +134,3 @@ def test_under_autocast_results_have_the_original_dtype(device, options):
     x, edges = draw(40, 6, device), edges_of(edge_index, options, device)
     with torch.autocast(device, torch.bfloat16):
         same(reference, layer, lambda conv: conv(x, edge_index, *edges), [x, *edges], tolerance=5e-2, floor=1)
-
-
-def test_accelerate_and_restore(device):
-    edge_index = random_graph(device=device)
-    reference, _ = pair(6, 5, device=device)
-    x = draw(40, 6, device)
-    expected = reference(x, edge_index)
-    accelerate(reference, show=False)
-    assert type(reference) is FastResGatedGraphConv
-    close(reference(x, edge_index), expected)
-    restore(reference)
-    assert type(reference) is ResGatedGraphConv

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from pyg_cases import KINDS, as_kind, close, gradients, random_graph, same, simple_graph
 from torch import nn
 from torch_geometric.nn import TransformerConv
 
-from fastsparse_core import log
 from fastsparse_pyg import FastTransformerConv, GraphTransformerLayer, prepare
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
@@ -69,20 +66,6 @@ def test_edge_features(device, options, dtype):
         )
 
 
-def test_edge_features_run_fused_but_for_hooks_on_their_map(monkeypatch, caplog):
-    monkeypatch.setattr(log, "_seen", set())
-    caplog.set_level(logging.INFO)
-    edge_index = random_graph()
-    x, edge_attr = torch.randn(40, 6), torch.randn(edge_index.size(1), 3)
-    layer = FastTransformerConv(6, 5, heads=2, edge_dim=3)
-    expected = layer(x, edge_index, edge_attr)
-    assert "unfused" not in caplog.text
-    layer.lin_edge.register_forward_hook(lambda module, inputs, out: out)
-    for _ in range(2):
-        close(layer(x, edge_index, edge_attr), expected)
-    assert caplog.text.count("unfused") == 1
-
-
 def test_edge_features_and_edge_dim_go_together(device):
     edge_index = random_graph(device=device)
     x = torch.randn(40, 6, device=device)
@@ -101,14 +84,6 @@ def test_edge_features_need_an_adjacency_without_loops(device):
     layer = FastTransformerConv(6, 5, edge_dim=3).to(device)
     with pytest.raises(ValueError, match="add_self_loops=False"):
         layer(torch.randn(40, 6, device=device), graph, torch.randn(edge_index.size(1), 3, device=device))
-
-
-@pytest.mark.parametrize("rows", [54, 56])
-def test_edge_features_of_wrong_length(device, rows):
-    layer = FastTransformerConv(4, 6, edge_dim=3).to(device)
-    x = torch.randn(20, 4, device=device)
-    with pytest.raises(ValueError, match="edge_attr: expected one row per edge, 55"):
-        layer(x, simple_graph(20, 55, device=device), torch.randn(rows, 3, device=device))
 
 
 @pytest.mark.parametrize("options", [{"heads": 2}, {"beta": True}, {"edge_dim": 3}], ids=str)

@@ -2,8 +2,9 @@
 
 from fastsparse_core.distributed.exchange import exchange_group
 from fastsparse_core.distributed.gradients import all_reduce_gradients
-from fastsparse_core.distributed.partitioned_adjacency import PartitionedAdjacency, PartitionStatistics
+from fastsparse_core.distributed.partitioned_adjacency import PartitionedAdjacency
 from fastsparse_core.distributed.partitions import Partition, partition
+from fastsparse_core.distributed.statistics import PartitionStatistics
 
 __all__ = [
     "Partition",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -13,7 +12,9 @@ from torch import Tensor
 
 from fastsparse_core.distributed.agreement import check_agreement
 from fastsparse_core.distributed.exchange import AddColumns, HaloExchange, HaloFeatures
+from fastsparse_core.distributed.local_rows import check_ends, edges_of_rank, local_rows
 from fastsparse_core.distributed.partitions import Partition
+from fastsparse_core.distributed.statistics import PartitionStatistics
 from fastsparse_core.formats.grouping import Method
 from fastsparse_core.ops._common import accumulation_dtype, autocast, check_features, check_scale
 from fastsparse_core.ops.spmm import spmm
@@ -29,39 +30,6 @@ _TILE_BYTES = 32 << 20
 _GATHERED_PER_RECEIVED = 12
 #: What nothing hides is the last tile's product: a quarter of the halo's then.
 _MOST_TILES = 4
-
-
-@dataclass(frozen=True)
-class PartitionStatistics:
-    """How well a graph is divided; lists have an entry per rank.
-
-    Attributes:
-        rows: nodes.
-        edges: edges of those nodes' rows.
-        halo_edges: of them, edges from nodes of other ranks.
-        halo_rows: nodes of other ranks whose features come.
-    """
-
-    rows: list[int]
-    edges: list[int]
-    halo_edges: list[int]
-    halo_rows: list[int]
-
-    @property
-    def edge_cut(self) -> float:
-        """Share of all edges that go from one rank to another."""
-        return sum(self.halo_edges) / max(sum(self.edges), 1)
-
-    @property
-    def halo_share(self) -> float:
-        """Rows that arrive in an exchange, of those that would if every rank got all others' rows."""
-        most = (len(self.rows) - 1) * sum(self.rows)
-        return sum(self.halo_rows) / max(most, 1)
-
-    @property
-    def balance(self) -> float:
-        """Most edges of a rank over their mean; 1 is even."""
-        return max(self.edges) * len(self.edges) / max(sum(self.edges), 1)
 
 
 class PartitionedAdjacency(Adjacency):
@@ -189,7 +157,7 @@ class PartitionedAdjacency(Adjacency):
             raise ValueError(f"halo_dtype: expected a floating dtype or None, got {halo_dtype}")
         if tiles is not None and tiles < 1:
             raise ValueError(f"tiles: expected at least 1 or None, got {tiles}")
-        _check_ends(row, col, partition.num_nodes)
+        check_ends(row, col, partition.num_nodes)
         alike = {
             "partition.starts": partition.starts,
             "self_loops": self_loops,
@@ -200,28 +168,7 @@ class PartitionedAdjacency(Adjacency):
             "send": send,
         }
         check_agreement(alike, row.device, rank, group)
-        mine = partition.owned_edges(row, rank)
-        if mine.numel() != row.numel():
-            row, col = row[mine], col[mine]
-        first, last = partition.starts[rank], partition.starts[rank + 1]
-        num_local = last - first
-        column = partition.position(col)
-        # Marks instead of sorted ids: a pass over the nodes costs less than sorting the edges.
-        needed = torch.zeros(partition.num_nodes, dtype=torch.bool, device=row.device)
-        needed[column.long()] = True
-        needed[first:last] = False
-        exchange = HaloExchange(needed, partition.starts, rank, group, send)
-        halo = exchange.halo
-        number = torch.empty(partition.num_nodes, dtype=torch.int64, device=row.device)
-        number[first:last] = torch.arange(num_local, device=row.device)
-        number[halo] = torch.arange(num_local, num_local + halo.numel(), device=row.device)
-        rows = Adjacency.from_coo(
-            partition.position(row).long() - first,
-            number[column.long()],
-            (num_local, num_local + halo.numel()),
-            self_loops=self_loops,
-            group_rows=group_rows,
-        )
+        rows, exchange = local_rows(row, col, partition, rank, group, send, self_loops, group_rows)
         return cls(
             rows,
             exchange,
@@ -266,19 +213,8 @@ class PartitionedAdjacency(Adjacency):
             )
         device = col.device if device is None else torch.empty(0, device=device).device
         rank = dist.get_rank(group)
-        node = partition.nodes(rank).to(rowptr.device)
-        begin, end = rowptr[node].long(), rowptr[node + 1].long()
-        count = end - begin
-        total = int(count.sum())
-        if partition.order is None:
-            start = int(begin[0]) if node.numel() else 0
-            part = col[start : start + total]
-        else:
-            before = torch.cumsum(count, 0) - count
-            entry = torch.arange(total, device=rowptr.device)
-            part = col[entry + torch.repeat_interleave(begin - before, count, output_size=total)]
-        row = torch.repeat_interleave(node.to(device), count.to(device), output_size=total)
-        return cls.from_coo(row.to(col.dtype), part.to(device), partition, group=group, **options)
+        row, part = edges_of_rank(rowptr, col, partition, rank, device)
+        return cls.from_coo(row, part, partition, group=group, **options)
 
     def with_self_loops(self, kind: Literal["append", "replace"]) -> PartitionedAdjacency:
         """The same part with a self loop on every node, see :meth:`Adjacency.from_coo`. Collective."""
@@ -582,24 +518,6 @@ class PartitionedAdjacency(Adjacency):
             f"{self.partition.num_nodes} nodes, num_edges={self.num_edges}, halo={self.num_halo}; all ranks: "
             f"edge_cut={facts.edge_cut:.3f}, balance={facts.balance:.3f}, device={str(self.device)!r})"
         )
-
-
-def _check_ends(row: Tensor, col: Tensor, num_nodes: int) -> None:
-    for name, index in (("row", row), ("col", col)):
-        if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
-            kind = index.dtype if isinstance(index, Tensor) else type(index).__name__
-            raise TypeError(f"{name}: expected an int32 or int64 tensor, got {kind}")
-        if index.dim() != 1 or index.numel() != row.numel() or index.device != row.device:
-            raise ValueError(
-                f"{name}: expected {row.numel()} entries on {row.device} like row, got shape "
-                f"{tuple(index.shape)} on {index.device}"
-            )
-        if index.numel():
-            low, high = (int(end) for end in torch.aminmax(index))
-            if low < 0 or high >= num_nodes:
-                raise ValueError(
-                    f"{name}: expected nodes from 0 to {num_nodes - 1}, got values from {low} to {high}"
-                )
 
 
 def _unsupported(what: str) -> NoReturn:

@@ -15,6 +15,12 @@ from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops._common import accumulation_dtype, cast
 from fastsparse_core.structure.adjacency import Adjacency
 
+Tensors = Sequence[Tensor]
+Flags = Sequence[bool]
+#: Of all heads, and what the backward pass needs.
+Result = tuple[Tensor, tuple[Any, ...]]
+Gradients = tuple[Tensor, Sequence[Tensor | None]]
+
 
 class LayerCall(NamedTuple):
     """What a call is, besides its tensors with gradients."""
@@ -56,28 +62,26 @@ class Score:
     def has_kernel(
         adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
     ) -> bool:
-        """Whether the kernels serve such a call and its backward pass, without anything to be built."""
+        """Whether the kernels serve such a call and its backward pass, without anything to be built.
+
+        The algorithm is not ``"unfused"``.
+        """
         raise NotImplementedError
 
     @staticmethod
-    def forward(call: LayerCall, joint: Tensor, vectors: Sequence[Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
+    def forward(call: LayerCall, joint: Tensor, vectors: Tensors) -> Result:
         """Result of all heads, and tensors for the backward pass."""
         raise NotImplementedError
 
     @staticmethod
     def backward(
-        call: LayerCall,
-        grad: Tensor,
-        joint: Tensor,
-        vectors: Sequence[Tensor],
-        kept: Sequence[Any],
-        needed: Sequence[bool],
-    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        call: LayerCall, grad: Tensor, joint: Tensor, vectors: Tensors, kept: Sequence[Any], needed: Flags
+    ) -> Gradients:
         """Gradients of the linear maps' results, side by side, and of the vectors that need one."""
         raise NotImplementedError
 
     @staticmethod
-    def formula(call: LayerCall, joint: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+    def formula(call: LayerCall, joint: Tensor, vectors: Tensors) -> Tensor:
         """The result by operators that are differentiable twice."""
         raise NotImplementedError
 
@@ -91,25 +95,18 @@ class _Additive(Score):
     def has_kernel(
         adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
     ) -> bool:
-        if algorithm == "unfused":
-            return False
         return not (adj.col.is_cuda and _additive_attention_csr.obstacle_of(dtype, widths[0], heads))
 
     @staticmethod
-    def forward(call: LayerCall, joint: Tensor, vectors: Sequence[Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
+    def forward(call: LayerCall, joint: Tensor, vectors: Tensors) -> Result:
         (src, dst), matrix = scores_of_rows(joint, vectors)
         out, lse = kernels.additive(call.adj, dst, src, joint, None, call.scale, call.dropout_p, call.seed)
         return out, (src, dst, lse, matrix)
 
     @staticmethod
     def backward(
-        call: LayerCall,
-        grad: Tensor,
-        joint: Tensor,
-        vectors: Sequence[Tensor],
-        kept: Sequence[Any],
-        needed: Sequence[bool],
-    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        call: LayerCall, grad: Tensor, joint: Tensor, vectors: Tensors, kept: Sequence[Any], needed: Flags
+    ) -> Gradients:
         src, dst, lse, matrix = kept
         grad_dst, grad_src, grad_v, _ = kernels.additive_gradients(
             call.adj, grad, dst, src, joint, None, lse, call.scale, call.dropout_p, call.seed
@@ -120,7 +117,7 @@ class _Additive(Score):
         return grad_v, grad_vectors
 
     @staticmethod
-    def formula(call: LayerCall, joint: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+    def formula(call: LayerCall, joint: Tensor, vectors: Tensors) -> Tensor:
         src, dst = head_scores(joint, *vectors)
         score = unfused.additive_scores(call.adj, dst, src, call.scale, None)
         values = unfused.with_heads(joint, call.heads)
@@ -136,12 +133,10 @@ class _Gatv2(Score):
     def has_kernel(
         adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
     ) -> bool:
-        if algorithm == "unfused":
-            return False
         return not (adj.col.is_cuda and _gatv2_attention_csr.obstacle_of(dtype, widths[0], scale, heads))
 
     @staticmethod
-    def forward(call: LayerCall, joint: Tensor, vectors: Sequence[Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
+    def forward(call: LayerCall, joint: Tensor, vectors: Tensors) -> Result:
         att = _vectors_of_heads(call, vectors)
         src, dst = _ends(call, joint)
         out, lse = kernels.gatv2(call.adj, dst, src, att, call.scale, call.dropout_p, call.seed)
@@ -149,13 +144,8 @@ class _Gatv2(Score):
 
     @staticmethod
     def backward(
-        call: LayerCall,
-        grad: Tensor,
-        joint: Tensor,
-        vectors: Sequence[Tensor],
-        kept: Sequence[Any],
-        needed: Sequence[bool],
-    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        call: LayerCall, grad: Tensor, joint: Tensor, vectors: Tensors, kept: Sequence[Any], needed: Flags
+    ) -> Gradients:
         lse, out = kept
         att = _vectors_of_heads(call, vectors)
         src, dst = _ends(call, joint)
@@ -169,7 +159,7 @@ class _Gatv2(Score):
         return torch.cat((grad_src, grad_dst), dim=1), (grad_vector,)
 
     @staticmethod
-    def formula(call: LayerCall, joint: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+    def formula(call: LayerCall, joint: Tensor, vectors: Tensors) -> Tensor:
         src, dst = (unfused.with_heads(end, call.heads) for end in _ends(call, joint))
         score = unfused.gatv2_scores(call.adj, dst, src, _vectors_of_heads(call, vectors), call.scale)
         return unfused.aggregate(call.adj, score, src, call.dropout_p, call.seed).flatten(1)
@@ -194,7 +184,7 @@ class _DotProduct(Score):
         return algorithm in ("auto", "fused3s")
 
     @staticmethod
-    def forward(call: LayerCall, joint: Tensor, vectors: Sequence[Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
+    def forward(call: LayerCall, joint: Tensor, vectors: Tensors) -> Result:
         key, value, query, *skips = joint.split(call.widths, dim=1)
         options = (call.scale, call.dropout_p, call.seed, call.heads)
         out, lse = kernels.dot_product(call.adj, query, key, value, None, *options)
@@ -204,13 +194,8 @@ class _DotProduct(Score):
 
     @staticmethod
     def backward(
-        call: LayerCall,
-        grad: Tensor,
-        joint: Tensor,
-        vectors: Sequence[Tensor],
-        kept: Sequence[Any],
-        needed: Sequence[bool],
-    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        call: LayerCall, grad: Tensor, joint: Tensor, vectors: Tensors, kept: Sequence[Any], needed: Flags
+    ) -> Gradients:
         lse, out = kept
         key, value, query, *skips = joint.split(call.widths, dim=1)
         options = (call.scale, call.dropout_p, call.seed, call.heads)
@@ -221,7 +206,7 @@ class _DotProduct(Score):
         return torch.cat(grads, dim=1), ()
 
     @staticmethod
-    def formula(call: LayerCall, joint: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+    def formula(call: LayerCall, joint: Tensor, vectors: Tensors) -> Tensor:
         key, value, query, *skips = joint.split(call.widths, dim=1)
         key, value, query = (unfused.with_heads(end, call.heads) for end in (key, value, query))
         score = unfused.dot_product_scores(call.adj, query, key, call.scale, None)
@@ -232,7 +217,7 @@ class _DotProduct(Score):
 ADDITIVE, GATV2, DOT_PRODUCT = _Additive, _Gatv2, _DotProduct
 
 
-def _vectors_of_heads(call: LayerCall, vectors: Sequence[Tensor]) -> Tensor:
+def _vectors_of_heads(call: LayerCall, vectors: Tensors) -> Tensor:
     """(heads, D) in the accumulation dtype."""
     return cast(vectors[0].view(call.heads, -1), accumulation_dtype(call.dtype))
 

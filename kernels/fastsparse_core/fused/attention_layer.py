@@ -13,7 +13,7 @@ from fastsparse_core import _C, policy
 from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2, LayerCall, Score
 from fastsparse_core.fused.attention_on_cuda import attend, differentiate, plan_of
 from fastsparse_core.fused.joint_linear import is_plain_linear
-from fastsparse_core.ops import _attention_fused as kernels
+from fastsparse_core.ops._attention_checks import draw_seed, drawn_by_replays
 from fastsparse_core.ops._common import (
     CAST,
     DTYPE_CODE,
@@ -32,7 +32,7 @@ from fastsparse_core.ops._common import (
     without_autocast,
 )
 from fastsparse_core.ops._facts import used_csr
-from fastsparse_core.ops.attention import draw_seed, drawn_by_replays
+from fastsparse_core.ops._kept_results import unfused_gradients
 from fastsparse_core.structure.adjacency import Adjacency
 
 __all__ = ["ADDITIVE", "DOT_PRODUCT", "GATV2", "attention_layer"]
@@ -132,7 +132,8 @@ def attention_layer(
         or (bias is not None and bias.shape != (width // heads if mean else width,))
     ):
         return None
-    if not score.has_kernel(adj, dtype, widths, heads, scale, policy.requested("attention", "auto")):
+    algorithm = policy.requested("attention", "auto")
+    if algorithm == "unfused" or not score.has_kernel(adj, dtype, widths, heads, scale, algorithm):
         return None
     keeps_result = records and x.is_cuda and score.reads_result
     if keeps_result and bias is None and not mean and not score.adds(widths):
@@ -355,7 +356,5 @@ def _second_gradients(
 
     _, needs_x, _, *needed = ctx.needs_input_grad
     with torch.enable_grad():
-        grad_x, *grads = kernels._unfused_gradients(
-            compute, grad, (features, *vectors, *maps), (needs_x, *needed)
-        )
+        grad_x, *grads = unfused_gradients(compute, grad, (features, *vectors, *maps), (needs_x, *needed))
     return grad_x, grad_bias, *grads

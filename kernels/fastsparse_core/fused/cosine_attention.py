@@ -19,6 +19,7 @@ from fastsparse_core.ops._common import (
     is_plain_eager,
     without_autocast,
 )
+from fastsparse_core.ops._kept_results import kept_result, unfused_gradients, was_written
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: Least norm, as in `torch.nn.functional.normalize`.
@@ -80,7 +81,7 @@ class _CosineAttention(torch.autograd.Function):
     def forward(ctx: Any, adj: Adjacency, x: Tensor, beta: Tensor) -> Tensor:
         out, lse, norm, key = _attend(adj, x, beta)
         ctx.adj = adj
-        ctx.save_for_backward(x, beta, key, norm, lse, kernels._kept_result(ctx, out))
+        ctx.save_for_backward(x, beta, key, norm, lse, kept_result(ctx, out))
         return out
 
     @staticmethod
@@ -100,9 +101,9 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             return unfused.aggregate(adj, score, unfused.with_heads(x, 1), 0.0, None).flatten(1)
 
         with torch.enable_grad():
-            return tuple(kernels._unfused_gradients(compute, grad, (x, beta), (needs_x, needs_beta)))
+            return tuple(unfused_gradients(compute, grad, (x, beta), (needs_x, needs_beta)))
     query = key * beta
-    if kernels._was_written(ctx):
+    if was_written(ctx):
         out, _ = kernels.dot_product(adj, query, key, x, None, 1.0, 0.0, None, 1)
     grad_query, grad_key, grad_x, _ = kernels.dot_product_gradients(
         adj, grad, query, key, x, None, out, lse, 1.0, 0.0, None, 1

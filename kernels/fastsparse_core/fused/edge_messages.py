@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core.ops import _edge_messages_launch as launch
-from fastsparse_core.ops._attention_fused import _unfused_gradients
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
     PLAIN,
@@ -20,6 +19,7 @@ from fastsparse_core.ops._common import (
 )
 from fastsparse_core.ops._edge_messages_fused import unfused_gated, unfused_gine
 from fastsparse_core.ops._edge_messages_launch import Operands
+from fastsparse_core.ops._kept_results import unfused_gradients
 from fastsparse_core.structure.adjacency import Adjacency
 
 
@@ -148,7 +148,7 @@ class _Gine(torch.autograd.Function):
                 return out if after is None else F.linear(out, after, after_bias)
 
             with torch.enable_grad():
-                found = _unfused_gradients(compute, grad, tuple(inputs), needs[:6])
+                found = unfused_gradients(compute, grad, tuple(inputs), needs[:6])
             return *found, None, None
         grad_after = grad_after_bias = None
         if after is not None:
@@ -267,7 +267,7 @@ class _Gated(torch.autograd.Function):
         if not is_first_derivative(grad):
             inputs, needed = (x, edge, root, bias, *maps), (*needs[:4], *needs[5:])
             with torch.enable_grad():
-                found = _unfused_gradients(lambda *given: _unfused_layer(adj, *given), grad, inputs, needed)
+                found = unfused_gradients(lambda *given: _unfused_layer(adj, *given), grad, inputs, needed)
             return *found[:4], None, *found[4:]
         width = grad.shape[1]
         maps_need = any(needs[5:8])

@@ -1,4 +1,4 @@
-"""The fused attention operators as PyTorch sees them: schemas, kernels, gradients.
+"""The fused attention operators as PyTorch sees them: kernels of either device, gradients.
 
 Nothing of the size of the edges is kept: the forward pass saves the log-sum-exp of every row and, where the
 backward kernels read it, its result, and the backward pass recomputes the scores (FlashAttention-2, section
@@ -7,61 +7,18 @@ backward kernels read it, its result, and the backward pass recomputes the score
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastsparse_core import _C
-from fastsparse_core.device import queue
 from fastsparse_core.ops import _additive_attention_csr, _attention_bsb, _gatv2_attention_csr
+from fastsparse_core.ops import _attention_cpu as on_cpu
 from fastsparse_core.ops import _attention_unfused as unfused
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    accumulation_dtype,
-    address,
-    empty_values,
-    is_plain_eager,
-    keep_alive,
-    library,
-    register_autograd,
-    unit_stride,
-)
-from fastsparse_core.ops._facts import used_csr
-from fastsparse_core.ops._registration import FORMULAS, KERNELS, differentiate, once, run
-from fastsparse_core.structure.adjacency import Adjacency, from_handle
-
-# AttentionScore in kernels/include/fastsparse/views.h.
-_DOT_PRODUCT, _ADDITIVE, _GATV2 = 0, 1, 2
-
-library.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, float scale, float dropout_p, Tensor? seed, "
-    "SymInt heads, SymInt adjacency) -> (Tensor, Tensor)"
-)
-library.define(
-    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? out, Tensor lse, "
-    "float scale, float dropout_p, Tensor? seed, SymInt heads, SymInt adjacency, bool bias_wanted) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
-library.define(
-    "additive_attention(Tensor score_dst, Tensor score_src, Tensor v, Tensor? bias, float negative_slope, "
-    "float dropout_p, Tensor? seed, SymInt adjacency) -> (Tensor, Tensor)"
-)
-library.define(
-    "additive_attention_backward(Tensor grad, Tensor score_dst, Tensor score_src, Tensor v, Tensor? bias, "
-    "Tensor lse, float negative_slope, float dropout_p, Tensor? seed, SymInt adjacency, bool bias_wanted) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
-library.define(
-    "gatv2_attention(Tensor x_dst, Tensor x_src, Tensor att, float negative_slope, float dropout_p, "
-    "Tensor? seed, SymInt adjacency) -> (Tensor, Tensor)"
-)
-library.define(
-    "gatv2_attention_backward(Tensor grad, Tensor x_dst, Tensor x_src, Tensor att, Tensor? out, Tensor lse, "
-    "float negative_slope, float dropout_p, Tensor? seed, SymInt adjacency) -> (Tensor, Tensor, Tensor)"
-)
+from fastsparse_core.ops._common import accumulation_dtype
+from fastsparse_core.ops._kept_results import kept_result, remember, unfused_gradients, was_written
+from fastsparse_core.ops._registration import differentiate, on_handle, register, run
+from fastsparse_core.structure.adjacency import Adjacency
 
 
 def plain_attention(adj: Adjacency, q: Tensor, k: Tensor, v: Tensor, scale: float, heads: int) -> Tensor:
@@ -92,116 +49,6 @@ def _number(seed: Tensor | None) -> int:
     return 0 if seed is None else int(seed)
 
 
-# ---------------------------------------------------------------- CPU kernels
-
-
-def _csr_arguments(
-    adj: Adjacency,
-    kind: int,
-    heads: int,
-    dst: Tensor,
-    src: Tensor,
-    v: Tensor,
-    att: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    out: Tensor | None,
-    lse: Tensor,
-) -> _C.AttentionCsrArgs:
-    structure = adj.plans.get("csr")
-    return _C.AttentionCsrArgs(
-        used_csr(adj) if structure is None else structure,
-        kind,
-        DTYPE_CODE[v.dtype],
-        heads,
-        0 if kind == _ADDITIVE else dst.size(1) // max(heads, 1),
-        v.size(1) // max(heads, 1),
-        dst.data_ptr(),
-        dst.stride(0),
-        src.data_ptr(),
-        src.stride(0),
-        v.data_ptr(),
-        v.stride(0),
-        0 if att is None else att.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        0 if bias is None else DTYPE_CODE[bias.dtype],
-        scale,
-        dropout_p,
-        0 if seed is None else int(seed),
-        0 if out is None else out.data_ptr(),
-        lse.data_ptr(),
-    )
-
-
-def _forward_csr(
-    adj: Adjacency,
-    kind: int,
-    heads: int,
-    dst: Tensor,
-    src: Tensor,
-    v: Tensor,
-    att: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    if not dst.stride(1) == src.stride(1) == v.stride(1) == 1:
-        dst, src, v = unit_stride(dst), unit_stride(src), unit_stride(v)
-    att = None if att is None else att.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    out = v.new_empty(adj.num_dst, v.size(1))
-    precise = torch.float64 if v.dtype == torch.float64 else torch.float32
-    lse = v.new_empty(adj.num_dst, heads, dtype=precise)
-    arguments = _csr_arguments(adj, kind, heads, dst, src, v, att, bias, scale, dropout_p, seed, out, lse)
-    _C.attention_csr(arguments, torch.get_num_threads())
-    return out, lse
-
-
-def _backward_csr(
-    adj: Adjacency,
-    kind: int,
-    heads: int,
-    grad: Tensor,
-    dst: Tensor,
-    src: Tensor,
-    v: Tensor,
-    att: Tensor | None,
-    bias: Tensor | None,
-    lse: Tensor,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    bias_wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of dst, src, v (GATv2: in that of src), att and bias; the result is not read."""
-    if not grad.stride(1) == dst.stride(1) == src.stride(1) == v.stride(1) == 1:
-        grad, dst, src, v = unit_stride(grad), unit_stride(dst), unit_stride(src), unit_stride(v)
-    lse = lse.contiguous()
-    att = None if att is None else att.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    grad_dst, grad_src = dst.new_empty(dst.shape), src.new_empty(src.shape)
-    grad_v = v.new_empty(v.shape if kind != _GATV2 else 0)
-    grad_att = None if att is None else att.new_empty(att.shape)
-    grad_bias = empty_values(adj, bias) if bias is not None and bias_wanted else None
-    arguments = _csr_arguments(adj, kind, heads, dst, src, v, att, bias, scale, dropout_p, seed, None, lse)
-    _C.attention_csr_backward(
-        arguments,
-        used_csr(adj.t()),
-        grad.data_ptr(),
-        grad.stride(0),
-        grad_dst.data_ptr(),
-        grad_src.data_ptr(),
-        0 if kind == _GATV2 else grad_v.data_ptr(),
-        address(grad_att),
-        address(grad_bias),
-        queue(-1),
-    )
-    return grad_dst, grad_src, grad_v, grad_att, grad_bias
-
-
 # ---------------------------------------------------------------- dot product
 
 
@@ -219,11 +66,7 @@ def dot_product(
     """Result and log-sum-exp of the kernels of either device, nothing being checked or recorded."""
     if v.is_cuda:
         return _attention_bsb.launch_forward(adj, q, k, v, bias, scale, dropout_p, _number(seed), heads)
-    return _forward_csr(adj, _DOT_PRODUCT, heads, q, k, v, None, bias, scale, dropout_p, seed)
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return dot_product(from_handle(options[-1]), q, k, v, *options[:-1])
+    return on_cpu.forward(adj, on_cpu.DOT_PRODUCT, heads, q, k, v, None, bias, scale, dropout_p, seed)
 
 
 def dot_product_gradients(
@@ -250,23 +93,10 @@ def dot_product_gradients(
             adj, q, k, v, bias, out, lse, grad, *of_kernel, want_bias=bias_wanted
         )
     options = (bias, lse, scale, dropout_p, seed, bias_wanted)
-    grad_q, grad_k, grad_v, _, grad_bias = _backward_csr(
-        adj, _DOT_PRODUCT, heads, grad, q, k, v, None, *options
+    grad_q, grad_k, grad_v, _, grad_bias = on_cpu.backward(
+        adj, on_cpu.DOT_PRODUCT, heads, grad, q, k, v, None, *options
     )
     return grad_q, grad_k, grad_v, grad_bias
-
-
-def _attention_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *operands, adjacency, bias_wanted = arguments
-    first, second, third, grad_bias = dot_product_gradients(
-        from_handle(adjacency), grad, *operands, bias_wanted=bias_wanted
-    )
-    return first, second, third, _or_empty(grad_bias, grad)
-
-
-def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
-    """Operators return tensors, never None."""
-    return like.new_empty(0) if tensor is None else tensor
 
 
 class _Attention(torch.autograd.Function):
@@ -284,7 +114,7 @@ class _Attention(torch.autograd.Function):
         adjacency: int,
     ) -> tuple[Tensor, Tensor]:
         out, lse = run("attention", v, q, k, v, bias, scale, dropout_p, seed, heads, adjacency)
-        _remember(ctx, adjacency, lse, q, k, v, bias, _kept_result(ctx, out), lse, seed)
+        remember(ctx, adjacency, lse, q, k, v, bias, kept_result(ctx, out), lse, seed)
         ctx.options = (scale, dropout_p)
         ctx.heads = heads
         return out, lse
@@ -302,74 +132,14 @@ class _Attention(torch.autograd.Function):
                 score = unfused.dot_product_scores(ctx.keep_alive, q, k, scale, bias)
                 return unfused.aggregate(ctx.keep_alive, score, v, dropout_p, seed).flatten(1)
 
-            return *_unfused_gradients(compute, grad, (q, k, v, bias), ctx.needs_input_grad), *(None,) * 5
-        if _was_written(ctx):
+            return *unfused_gradients(compute, grad, (q, k, v, bias), ctx.needs_input_grad), *(None,) * 5
+        if was_written(ctx):
             place = (ctx.heads, ctx.adjacency)
             out = run("attention", v, q, k, v, bias, scale, dropout_p, seed, *place)[0]
         bias_wanted = ctx.needs_input_grad[3]
         arguments = (q, k, v, bias, out, lse, *ctx.options, seed, ctx.heads, ctx.adjacency, bias_wanted)
         grad_q, grad_k, grad_v, grad_bias = differentiate("attention_backward", grad, *arguments)
         return grad_q, grad_k, grad_v, grad_bias if bias_wanted else None, *(None,) * 5
-
-
-def _remember(ctx: Any, adjacency: int, lse: Tensor, *tensors: Tensor | None) -> None:
-    ctx.mark_non_differentiable(lse)
-    ctx.set_materialize_grads(False)  # else the backward pass fills zeros for lse
-    ctx.save_for_backward(*tensors)
-    ctx.adjacency = adjacency
-    ctx.keep_alive = keep_alive(adjacency)
-
-
-@functools.cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
-
-
-def _kept_result(ctx: Any, out: Tensor) -> Tensor | None:
-    """What of a result the backward pass keeps."""
-    ctx.written = None
-    if out.device.type != "cuda":
-        return None  # the CPU's kernels sum <grad, out> from the entries
-    if not is_plain_eager(out):
-        return out  # a trace has no versions to compare
-    return _alias_of(ctx, out)
-
-
-def _alias_of(ctx: Any, out: Tensor) -> Tensor:
-    """A result that may be written to before the backward pass, as by ``relu_(conv(x, graph))``.
-
-    Saved as it is, autograd would refuse the backward pass. Saved is an alias with a version counter of its
-    own instead, which autograd frees like any saved tensor, and beside it an empty tensor that shares the
-    result's counter: where that has moved, the backward pass computes the result again.
-    """
-    counter = out.detach()
-    counter.data = _nothing(out.dtype, out.device)
-    ctx.written = (counter, counter._version)
-    return out.data
-
-
-def _was_written(ctx: Any) -> bool:
-    return ctx.written is not None and ctx.written[0]._version != ctx.written[1]
-
-
-def _unfused_gradients(
-    compute: Callable[..., Tensor], grad: Tensor, inputs: Sequence[Tensor | None], needed: Sequence[bool]
-) -> list[Tensor | None]:
-    """Gradients that have gradients themselves: those of the unfused operators, with memory for every edge.
-
-    Args:
-        compute: the result from ``inputs``, by unfused operators.
-        grad: of the result.
-        inputs: of the operator.
-        needed: which of them want a gradient.
-    """
-    # Aliases: one tensor may be several inputs, of which each has a gradient of its own.
-    aliases = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
-    wants = [tensor is not None and needs for tensor, needs in zip(aliases, needed, strict=False)]
-    wanted = [tensor for tensor, each in zip(aliases, wants, strict=True) if tensor is not None and each]
-    with torch.autocast(grad.device.type, enabled=False):  # the forward pass has decided every dtype
-        found = iter(torch.autograd.grad(compute(*aliases), wanted, grad, create_graph=True))
-    return [next(found) if each else None for each in wants]
 
 
 # ---------------------------------------------------------------- additive
@@ -391,7 +161,7 @@ def additive(
         return _additive_attention_csr.additive_forward(
             adj, score_dst, score_src, v, bias, *options, _number(seed), heads
         )
-    return _forward_csr(adj, _ADDITIVE, heads, score_dst, score_src, v, None, bias, *options, seed)
+    return on_cpu.forward(adj, on_cpu.ADDITIVE, heads, score_dst, score_src, v, None, bias, *options, seed)
 
 
 def additive_gradients(
@@ -416,22 +186,10 @@ def additive_gradients(
             adj, *operands, *options, _number(seed), heads, want_bias=bias_wanted
         )
     ends = (score_dst, score_src, v)
-    grad_dst, grad_src, grad_v, _, grad_bias = _backward_csr(
-        adj, _ADDITIVE, heads, grad, *ends, None, bias, lse, *options, seed, bias_wanted
+    grad_dst, grad_src, grad_v, _, grad_bias = on_cpu.backward(
+        adj, on_cpu.ADDITIVE, heads, grad, *ends, None, bias, lse, *options, seed, bias_wanted
     )
     return grad_dst, grad_src, grad_v, grad_bias
-
-
-def _additive_attention(dst: Tensor, src: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return additive(from_handle(options[-1]), dst, src, v, *options[:-1])
-
-
-def _additive_attention_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *operands, adjacency, bias_wanted = arguments
-    first, second, third, grad_bias = additive_gradients(
-        from_handle(adjacency), grad, *operands, bias_wanted=bias_wanted
-    )
-    return first, second, third, _or_empty(grad_bias, grad)
 
 
 class _AdditiveAttention(torch.autograd.Function):
@@ -449,7 +207,7 @@ class _AdditiveAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         arguments = (score_dst, score_src, v, bias, negative_slope, dropout_p, seed, adjacency)
         out, lse = run("additive_attention", v, *arguments)
-        _remember(ctx, adjacency, lse, score_dst, score_src, v, bias, lse, seed)
+        remember(ctx, adjacency, lse, score_dst, score_src, v, bias, lse, seed)
         ctx.options = (negative_slope, dropout_p)
         return out, lse
 
@@ -467,7 +225,7 @@ class _AdditiveAttention(torch.autograd.Function):
                 return unfused.aggregate(ctx.keep_alive, score, v, dropout_p, seed).flatten(1)
 
             inputs = (score_dst, score_src, v, bias)
-            return *_unfused_gradients(compute, grad, inputs, ctx.needs_input_grad), *(None,) * 4
+            return *unfused_gradients(compute, grad, inputs, ctx.needs_input_grad), *(None,) * 4
         bias_wanted = ctx.needs_input_grad[3]
         arguments = (score_dst, score_src, v, bias, lse, *ctx.options, seed, ctx.adjacency, bias_wanted)
         grad_dst, grad_src, grad_v, grad_bias = differentiate("additive_attention_backward", grad, *arguments)
@@ -490,7 +248,7 @@ def gatv2(
     heads, options = att.shape[0], (negative_slope, dropout_p)
     if x_src.is_cuda:
         return _gatv2_attention_csr.gatv2_forward(adj, x_dst, x_src, att, *options, _number(seed), heads)
-    return _forward_csr(adj, _GATV2, heads, x_dst, x_src, x_src, att, None, *options, seed)
+    return on_cpu.forward(adj, on_cpu.GATV2, heads, x_dst, x_src, x_src, att, None, *options, seed)
 
 
 def gatv2_gradients(
@@ -511,19 +269,11 @@ def gatv2_gradients(
         assert out is not None
         operands = (x_dst, x_src, att, out, lse, grad)
         return _gatv2_attention_csr.gatv2_backward(adj, *operands, *options, _number(seed), heads)
-    grad_dst, grad_src, _, grad_att, _ = _backward_csr(
-        adj, _GATV2, heads, grad, x_dst, x_src, x_src, att, None, lse, *options, seed, False
+    grad_dst, grad_src, _, grad_att, _ = on_cpu.backward(
+        adj, on_cpu.GATV2, heads, grad, x_dst, x_src, x_src, att, None, lse, *options, seed, False
     )
     assert grad_att is not None
     return grad_dst, grad_src, grad_att
-
-
-def _gatv2_attention(x_dst: Tensor, x_src: Tensor, att: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return gatv2(from_handle(options[-1]), x_dst, x_src, att, *options[:-1])
-
-
-def _gatv2_attention_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return gatv2_gradients(from_handle(arguments[-1]), grad, *arguments[:-1])
 
 
 class _Gatv2Attention(torch.autograd.Function):
@@ -540,7 +290,7 @@ class _Gatv2Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         arguments = (x_dst, x_src, att, negative_slope, dropout_p, seed, adjacency)
         out, lse = run("gatv2_attention", x_src, *arguments)
-        _remember(ctx, adjacency, lse, x_dst, x_src, att, _kept_result(ctx, out), lse, seed)
+        remember(ctx, adjacency, lse, x_dst, x_src, att, kept_result(ctx, out), lse, seed)
         ctx.options = (negative_slope, dropout_p)
         return out, lse
 
@@ -557,8 +307,8 @@ class _Gatv2Attention(torch.autograd.Function):
                 score = unfused.gatv2_scores(ctx.keep_alive, x_dst, x_src, att, negative_slope)
                 return unfused.aggregate(ctx.keep_alive, score, x_src, dropout_p, seed).flatten(1)
 
-            return *_unfused_gradients(compute, grad, (x_dst, x_src, att), ctx.needs_input_grad), *(None,) * 4
-        if _was_written(ctx):
+            return *unfused_gradients(compute, grad, (x_dst, x_src, att), ctx.needs_input_grad), *(None,) * 4
+        if was_written(ctx):
             arguments = (x_dst, x_src, att, negative_slope, dropout_p, seed, ctx.adjacency)
             out = run("gatv2_attention", x_src, *arguments)[0]
         grads = differentiate(
@@ -574,62 +324,44 @@ def _fake(v: Tensor, num_dst: int, heads: int) -> tuple[Tensor, Tensor]:
     return v.new_empty(num_dst, v.size(1)), v.new_empty(num_dst, heads, dtype=accumulation_dtype(v.dtype))
 
 
-def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    out, lse = _fake(v, q.size(0), options[4])
-    return out, lse.double() if v.device.type == "cuda" else lse
+def _attention_fake(of: Any) -> tuple[Tensor, Tensor]:
+    out, lse = _fake(of.v, of.q.size(0), of.heads)
+    return out, lse.double() if of.v.device.type == "cuda" else lse
 
 
-def _additive_attention_fake(
-    score_dst: Tensor, score_src: Tensor, v: Tensor, *options: Any
-) -> tuple[Tensor, Tensor]:
-    return _fake(v, *score_dst.shape)
+def _like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple([each.new_empty(each.shape) for each in tensors])
 
 
-def _gatv2_attention_fake(x_dst: Tensor, x_src: Tensor, att: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return _fake(x_src, x_dst.size(0), att.size(0))
+def _like_bias(of: Any) -> Tensor:
+    return of.grad.new_empty(0) if of.bias is None or not of.bias_wanted else of.bias.new_empty(of.bias.shape)
 
 
-def _attention_backward_fake(
-    grad: Tensor, dst: Tensor, src: Tensor, v: Tensor, bias: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad_bias = v.new_empty(0) if bias is None or not options[-1] else bias.new_empty(bias.shape)
-    return dst.new_empty(dst.shape), src.new_empty(src.shape), v.new_empty(v.shape), grad_bias
-
-
-def _gatv2_attention_backward_fake(
-    grad: Tensor, x_dst: Tensor, x_src: Tensor, att: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return x_dst.new_empty(x_dst.shape), x_src.new_empty(x_src.shape), att.new_empty(att.shape)
-
-
-_KERNELS: dict[str, Any] = {
-    "attention": _attention,
-    "attention_backward": _attention_backward,
-    "additive_attention": _additive_attention,
-    "additive_attention_backward": _additive_attention_backward,
-    "gatv2_attention": _gatv2_attention,
-    "gatv2_attention_backward": _gatv2_attention_backward,
-}
-_FAKES: dict[str, Any] = {
-    "attention": _attention_fake,
-    "attention_backward": _attention_backward_fake,
-    "additive_attention": _additive_attention_fake,
-    "additive_attention_backward": _attention_backward_fake,
-    "gatv2_attention": _gatv2_attention_fake,
-    "gatv2_attention_backward": _gatv2_attention_backward_fake,
-}
-_FORMULAS: dict[str, type[torch.autograd.Function]] = {
-    "attention": _Attention,
-    "attention_backward": once("attention_backward"),
-    "additive_attention": _AdditiveAttention,
-    "additive_attention_backward": once("additive_attention_backward"),
-    "gatv2_attention": _Gatv2Attention,
-    "gatv2_attention_backward": once("gatv2_attention_backward"),
-}
-for _name, _kernel in _KERNELS.items():
-    for _key in ("CPU", "CUDA"):
-        library.impl(_name, _kernel, _key)
-    torch.library.register_fake(f"fastsparse::{_name}", _FAKES[_name], lib=library)
-    register_autograd(_name, _FORMULAS[_name])
-KERNELS.update(_KERNELS)
-FORMULAS.update(_FORMULAS)
+register(on_handle(dot_product), _attention_fake, _Attention, "attention")
+register(
+    on_handle(dot_product_gradients),
+    lambda of: (*_like(of.q, of.k, of.v), _like_bias(of)),
+    name="attention_backward",
+)
+register(
+    on_handle(additive),
+    lambda of: _fake(of.v, *of.score_dst.shape),
+    _AdditiveAttention,
+    "additive_attention",
+)
+register(
+    on_handle(additive_gradients),
+    lambda of: (*_like(of.score_dst, of.score_src, of.v), _like_bias(of)),
+    name="additive_attention_backward",
+)
+register(
+    on_handle(gatv2),
+    lambda of: _fake(of.x_src, of.x_dst.size(0), of.att.size(0)),
+    _Gatv2Attention,
+    "gatv2_attention",
+)
+register(
+    on_handle(gatv2_gradients),
+    lambda of: _like(of.x_dst, of.x_src, of.att),
+    name="gatv2_attention_backward",
+)

@@ -20,7 +20,6 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops import _additive_attention_csr as additive
-from fastsparse_core.ops import _attention_fused as fused
 from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._common import (
@@ -35,6 +34,7 @@ from fastsparse_core.ops._common import (
 )
 from fastsparse_core.ops._facts import scatters, used_csr
 from fastsparse_core.ops._gatv2_attention_csr import att_rows_of as att_rows
+from fastsparse_core.ops._kept_results import alias_of, remember, unfused_gradients, was_written
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 #: Most features of an edge that the kernels of GATv2 take: more are projected to rows once.
@@ -436,7 +436,7 @@ def _edge_attention_backward(
 def _kept_result(ctx: Any, out: Tensor) -> Tensor:
     """The result as the backward pass keeps it, on either device: it may be written to before that."""
     ctx.written = None
-    return fused._alias_of(ctx, out) if is_plain_eager(out) else out
+    return alias_of(ctx, out) if is_plain_eager(out) else out
 
 
 class _EdgeAttention(torch.autograd.Function):
@@ -460,7 +460,7 @@ class _EdgeAttention(torch.autograd.Function):
         out, lse, out_edge = registration.run(
             "edge_attention", v, *tensors, scale, dropout_p, seed, heads, adjacency, algorithm
         )
-        fused._remember(ctx, adjacency, lse, *tensors, _kept_result(ctx, out), lse, out_edge, seed)
+        remember(ctx, adjacency, lse, *tensors, _kept_result(ctx, out), lse, out_edge, seed)
         ctx.mark_non_differentiable(lse, out_edge)
         ctx.options = (scale, dropout_p)
         ctx.heads, ctx.algorithm = heads, algorithm
@@ -480,8 +480,8 @@ class _EdgeAttention(torch.autograd.Function):
                 operands = (q, k, v, attr, weight, bias)
                 return unfused_attention(ctx.keep_alive, *operands, scale, dropout_p, seed, ctx.heads)
 
-            return *fused._unfused_gradients(compute, grad, tensors[:6], ctx.needs_input_grad), *(None,) * 6
-        if fused._was_written(ctx):
+            return *unfused_gradients(compute, grad, tensors[:6], ctx.needs_input_grad), *(None,) * 6
+        if was_written(ctx):
             again = (scale, dropout_p, seed, ctx.heads, ctx.adjacency, ctx.algorithm)
             tensors[6] = registration.run("edge_attention", grad, *tensors[:6], *again)[0]
         edge_wanted, bias_wanted = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
@@ -617,7 +617,7 @@ class _Gatv2EdgeAttention(torch.autograd.Function):
         out, lse = registration.run(
             "gatv2_edge_attention", x_src, *tensors, negative_slope, dropout_p, seed, adjacency
         )
-        fused._remember(ctx, adjacency, lse, *tensors, _kept_result(ctx, out), lse, seed)
+        remember(ctx, adjacency, lse, *tensors, _kept_result(ctx, out), lse, seed)
         ctx.options = (negative_slope, dropout_p)
         return out, lse
 
@@ -633,8 +633,8 @@ class _Gatv2EdgeAttention(torch.autograd.Function):
                 operands = (x_dst, x_src, att, attr, weight)
                 return unfused_gatv2(ctx.keep_alive, *operands, slope, dropout_p, seed)
 
-            return *fused._unfused_gradients(compute, grad, tensors[:5], ctx.needs_input_grad), *(None,) * 4
-        if fused._was_written(ctx):
+            return *unfused_gradients(compute, grad, tensors[:5], ctx.needs_input_grad), *(None,) * 4
+        if was_written(ctx):
             place = (slope, dropout_p, seed, ctx.adjacency)
             tensors[5] = registration.run("gatv2_edge_attention", grad, *tensors[:5], *place)[0]
         wanted = ctx.needs_input_grad[3:5]

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastsparse_core.ops import _attention_fused as fused
 from fastsparse_core.ops import _edge_messages_launch as launch
 from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._common import (
@@ -23,6 +22,7 @@ from fastsparse_core.ops._common import (
     sum_of_rows,
 )
 from fastsparse_core.ops._edge_messages_launch import Operands
+from fastsparse_core.ops._kept_results import unfused_gradients
 from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 from fastsparse_core.structure.incidence import incidence
@@ -161,7 +161,7 @@ class _GineAggregate(torch.autograd.Function):
             def compute(x: Tensor, edge: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
                 return unfused_gine(ctx.keep_alive, x, edge, weight, bias)
 
-            return *fused._unfused_gradients(compute, grad, (x, edge, weight, bias), needs), *(None,) * 3
+            return *unfused_gradients(compute, grad, (x, edge, weight, bias), needs), *(None,) * 3
         arguments = (positive, edge, weight, x.size(0), ctx.adjacency, needs[1], needs[2])
         grad_x, grad_edge, grad_weight = registration.differentiate(
             "gine_aggregate_backward", grad, *arguments
@@ -259,7 +259,7 @@ class _GatedAggregate(torch.autograd.Function):
             def compute(*tensors: Tensor | None) -> Tensor:
                 return unfused_gated(ctx.keep_alive, *tensors)  # type: ignore[arg-type]
 
-            return *fused._unfused_gradients(compute, grad, tensors, needs), None, None
+            return *unfused_gradients(compute, grad, tensors, needs), None, None
         arguments = (*tensors, slope, ctx.adjacency, needs[3], needs[4] or needs[5])
         *found, of_gate, of_value = registration.differentiate("gated_aggregate_backward", grad, *arguments)
         found += [
@@ -341,7 +341,7 @@ class _GatedEdges(torch.autograd.Function):
                 return terms[0] + terms[1] + terms[2]
 
             inputs, one = (k, q, v, edge), torch.ones_like(grad.new_empty(()))
-            return *fused._unfused_gradients(compute, one, inputs, ctx.needs_input_grad), None
+            return *unfused_gradients(compute, one, inputs, ctx.needs_input_grad), None
         found = registration.differentiate(
             "gated_edges_backward", grad, grad_gates, grad_state, v, state, ctx.adjacency
         )

@@ -7,6 +7,7 @@ modes, function transforms, subclasses) gets the registered one.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from fastsparse_core.ops._common import (
     library,
     register_autograd,
 )
+from fastsparse_core.structure.adjacency import from_handle
 
 #: Of the operators that were registered, by name.
 KERNELS: dict[str, Callable[..., Any]] = {}
@@ -35,6 +37,7 @@ _TYPES = {
     "float": "float",
     "bool": "bool",
     "str": "str",
+    "torch.dtype": "ScalarType",
     "Sequence[int]": "int[]",
     "Sequence[bool]": "bool[]",
 }
@@ -55,24 +58,45 @@ def schema_of(kernel: Callable[..., Any]) -> str:
     ]
     result: str = signature.return_annotation
     result = result.removeprefix("tuple[").removesuffix("]") if result.startswith("tuple[") else result
-    results = ", ".join(_TYPES[each.strip()] for each in result.split(","))
-    return f"({', '.join(parameters)}) -> ({results})"
+    results = [_TYPES[each.strip().removesuffix(" | None")] for each in result.split(",")]
+    return f"({', '.join(parameters)}) -> ({', '.join(results)})"
 
 
-def register(
-    kernel: Callable[..., Any],
-    fake: Callable[[Any], Any],
-    formula: type[torch.autograd.Function] | None = None,
-) -> None:
-    """Registers an operator on both devices; its name is the kernel's, without a leading underscore.
+def on_handle(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel from a function whose first argument is the structure, whose handle the kernel takes.
+
+    The handle comes after the other arguments, and what the function takes by name alone after that. None
+    among the results becomes an empty tensor, for operators return tensors.
+    """
+    signature = inspect.signature(function)
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    _, *positional = [each for each in signature.parameters.values() if each.kind == kinds[0]]
+    named = [each for each in signature.parameters.values() if each.kind == kinds[1]]
+    count, names = len(positional), [each.name for each in named]
+
+    def kernel(*arguments: Any) -> tuple[Tensor, ...]:
+        options = dict(zip(names, arguments[count + 1 :], strict=True)) if names else {}
+        results = function(from_handle(arguments[count]), *arguments[:count], **options)
+        return tuple([arguments[0].new_empty(0) if each is None else each for each in results])
+
+    handle = inspect.Parameter("adjacency", kinds[0], annotation="int")
+    required = [each.replace(kind=kinds[0], default=inspect.Parameter.empty) for each in named]
+    kernel.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*positional, handle, *required]
+    )
+    return kernel
+
+
+def define(kernel: Callable[..., Any], fake: Callable[[Any], Any], name: str = "", **options: Any) -> Any:
+    """Registers an operator on both devices, but for its gradients, and returns it.
 
     Args:
         kernel: the operator below autograd; takes tensors on either device.
         fake: results without content, from an object whose attributes are the kernel's arguments.
-        formula: of the gradients; its ``forward`` takes what the kernel takes. None: the operator is a
-            gradient itself, and says that it has no derivative.
+        name: "": the kernel's, without a leading underscore.
+        options: what PyTorch's dispatcher calls the kernel with for parameters that have defaults.
     """
-    name = kernel.__name__.removeprefix("_")
+    name = name or kernel.__name__.removeprefix("_")
     names = [
         name for name, each in inspect.signature(kernel).parameters.items() if each.default is each.empty
     ]
@@ -82,11 +106,34 @@ def register(
 
     library.define(name + schema_of(kernel))
     for device in ("CPU", "CUDA"):
-        library.impl(name, kernel, device)
+        library.impl(name, functools.partial(kernel, **options) if options else kernel, device)
     torch.library.register_fake(f"fastsparse::{name}", fake_of, lib=library)
-    formula = once(name) if formula is None else formula
-    register_autograd(name, formula)
-    KERNELS[name], FORMULAS[name] = kernel, formula
+    KERNELS[name] = kernel
+    return getattr(torch.ops.fastsparse, name).default
+
+
+def register(
+    kernel: Callable[..., Any],
+    fake: Callable[[Any], Any],
+    formula: type[torch.autograd.Function] | None = None,
+    name: str = "",
+    **options: Any,
+) -> Any:
+    """Registers an operator on both devices with its gradients, and returns it; see :func:`define`.
+
+    Args:
+        kernel: as :func:`define` takes it.
+        fake: as :func:`define` takes it.
+        formula: of the gradients; its ``forward`` takes what the kernel takes. None: the operator is a
+            gradient itself, and says that it has no derivative.
+        name: as :func:`define` takes it.
+        options: as :func:`define` takes them.
+    """
+    operator = define(kernel, fake, name, **options)
+    name = name or kernel.__name__.removeprefix("_")
+    FORMULAS[name] = once(name) if formula is None else formula
+    register_autograd(name, FORMULAS[name])
+    return operator
 
 
 def once(name: str) -> type[torch.autograd.Function]:
@@ -116,7 +163,7 @@ def call(name: str, v: Tensor, *arguments: Any) -> Tensor:
     return results(name, v, *arguments)[0]
 
 
-def results(name: str, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def results(name: str, v: Tensor, *arguments: Any) -> Any:
     """Results of the operator ``name``; in plain eager mode, which ``v`` tells, without the dispatcher."""
     if not is_plain_eager(v):
         return getattr(torch.ops.fastsparse, name).default(*arguments)
@@ -127,7 +174,7 @@ def results(name: str, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     return KERNELS[name](*arguments)
 
 
-def run(name: str, watched: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def run(name: str, watched: Tensor, *arguments: Any) -> Any:
     """The operator below autograd, for the ``forward`` of its formula."""
     if is_plain_eager(watched):
         return KERNELS[name](*arguments)
@@ -135,7 +182,7 @@ def run(name: str, watched: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         return getattr(torch.ops.fastsparse, name).default(*arguments)
 
 
-def differentiate(name: str, grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def differentiate(name: str, grad: Tensor, *arguments: Any) -> Any:
     """The backward operator, for the ``backward`` of a formula."""
     if is_first_derivative(grad):
         return KERNELS[name](grad, *arguments)

@@ -1,7 +1,8 @@
 """Operators on segments of rows: their gradients, and the segments that are remembered.
 
-An operator takes the tensor that says which row belongs where, an index or row pointers, and finds the sorted
-segments by it: `torch.compile` then sees tensors alone.
+An operator takes the tensor that says which row belongs where, `index` (num_rows,) or `rowptr`
+(num_segments + 1,), the other one being None, and finds the sorted segments by it: `torch.compile` then sees
+tensors alone.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from fastsparse_core.ops._common import (
     direct,
     is_plain_eager,
     is_wrapped,
-    library,
-    register_autograd,
 )
+from fastsparse_core.ops._registration import define, register
 from fastsparse_core.ops._segment_launch import (
     EXTREMA,
     MOMENTS,
@@ -32,23 +32,6 @@ from fastsparse_core.ops._segment_launch import (
     launch_softmax,
 )
 from fastsparse_core.structure.segments import Segments
-
-# `index` (num_rows,) or `rowptr` (num_segments + 1,) says which row belongs where; the other one is None.
-library.define(
-    "segment_reduce(Tensor src, Tensor? index, Tensor? rowptr, SymInt num_segments, str reduce) "
-    "-> (Tensor, Tensor)"
-)
-library.define(
-    "segment_counts(Tensor? index, Tensor? rowptr, SymInt num_segments, SymInt num_rows) -> Tensor"
-)
-library.define("segment_gather(Tensor src, Tensor? index, Tensor? rowptr, SymInt num_rows) -> Tensor")
-library.define("segment_softmax(Tensor src, Tensor? index, Tensor? rowptr, SymInt num_segments) -> Tensor")
-library.define(
-    "segment_softmax_backward(Tensor weight, Tensor grad, Tensor? index, Tensor? rowptr, "
-    "SymInt num_segments) -> Tensor"
-)
-
-_counts_op = torch.ops.fastsparse.segment_counts.default
 
 _cache = AdjacencyCache("segments")
 _Find = Callable[[Tensor | None, Tensor | None, int, int], Segments]
@@ -99,15 +82,13 @@ def _segment_reduce(
     reduce: str,
     find: _Find = find_segments,
 ) -> tuple[Tensor, Tensor]:
-    out, extra = _segment_reduce_fake(src, index, rowptr, num_segments, reduce)
+    out, extra = _empty_results(src, num_segments, reduce)
     if out.numel():
         launch_reduce(src, find(index, rowptr, num_segments, src.size(0)), reduce, out, extra)
     return out, extra
 
 
-def _segment_reduce_fake(
-    src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_segments: int, reduce: str
-) -> tuple[Tensor, Tensor]:
+def _empty_results(src: Tensor, num_segments: int, reduce: str) -> tuple[Tensor, Tensor]:
     out = src.new_empty(num_segments, src.size(1))
     dtype = extra_dtype(reduce, src.dtype)
     return out, src.new_empty(0) if dtype is None else torch.empty_like(out, dtype=dtype)
@@ -214,14 +195,6 @@ def _segment_counts(
     return find(index, rowptr, num_segments, num_rows).count.clone()[:, None]
 
 
-def _segment_counts_fake(
-    index: Tensor | None, rowptr: Tensor | None, num_segments: int, num_rows: int
-) -> Tensor:
-    key = rowptr if index is None else index
-    assert key is not None
-    return key.new_empty(num_segments, 1, dtype=torch.int64)
-
-
 def _segment_gather(
     src: Tensor,
     index: Tensor | None,
@@ -237,10 +210,6 @@ def _segment_gather(
     if not src.is_cuda or src.is_complex() or index.device != src.device:
         return src.index_select(0, index)
     return gather_rows(src, index)
-
-
-def _segment_gather_fake(src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_rows: int) -> Tensor:
-    return src.new_empty(num_rows, src.size(1))
 
 
 class _SegmentGather(torch.autograd.Function):
@@ -349,8 +318,12 @@ class _SegmentSoftmaxBackward(torch.autograd.Function):
         return grad_weight, grad_grad, None, None, None, None
 
 
-def _like_first(src: Tensor, *_: Any) -> Tensor:
-    return src.new_empty(src.shape)
+# ---------------------------------------------------------------- registration
+
+
+def _counts_fake(of: Any) -> Tensor:
+    key = of.rowptr if of.index is None else of.index
+    return cast("Tensor", key.new_empty(of.num_segments, 1, dtype=torch.int64))
 
 
 class _Operator:
@@ -361,16 +334,11 @@ class _Operator:
 
     def __init__(
         self,
-        name: str,
         kernel: Callable[..., Any],
-        fake: Callable[..., Any],
+        fake: Callable[[Any], Any],
         formula: type[torch.autograd.Function],
     ) -> None:
-        for key in ("CPU", "CUDA"):
-            library.impl(name, functools.partial(kernel, find=_make_segments), key)
-        torch.library.register_fake(f"fastsparse::{name}", fake, lib=library)
-        register_autograd(name, formula)
-        self._op = getattr(torch.ops.fastsparse, name).default
+        self._op = register(kernel, fake, formula, find=_make_segments)
         self._kernel, self._formula, self._apply = kernel, formula, direct(formula)
 
     def __call__(self, matrix: Tensor, *arguments: Any, find: _Find | None = None) -> Any:
@@ -397,12 +365,14 @@ class _Operator:
             return self._op(matrix, *arguments)
 
 
-reduce_op = _Operator("segment_reduce", _segment_reduce, _segment_reduce_fake, _SegmentReduce)
-gather_op = _Operator("segment_gather", _segment_gather, _segment_gather_fake, _SegmentGather)
-softmax_op = _Operator("segment_softmax", _segment_softmax, _like_first, _SegmentSoftmax)
-_softmax_backward_op = _Operator(
-    "segment_softmax_backward", _segment_softmax_backward, _like_first, _SegmentSoftmaxBackward
+reduce_op = _Operator(
+    _segment_reduce, lambda of: _empty_results(of.src, of.num_segments, of.reduce), _SegmentReduce
 )
-for _key in ("CPU", "CUDA"):
-    library.impl("segment_counts", functools.partial(_segment_counts, find=_make_segments), _key)
-torch.library.register_fake("fastsparse::segment_counts", _segment_counts_fake, lib=library)
+gather_op = _Operator(
+    _segment_gather, lambda of: of.src.new_empty(of.num_rows, of.src.size(1)), _SegmentGather
+)
+softmax_op = _Operator(_segment_softmax, lambda of: of.src.new_empty(of.src.shape), _SegmentSoftmax)
+_softmax_backward_op = _Operator(
+    _segment_softmax_backward, lambda of: of.weight.new_empty(of.weight.shape), _SegmentSoftmaxBackward
+)
+_counts_op = define(_segment_counts, _counts_fake, find=_make_segments)

@@ -17,24 +17,12 @@ from fastsparse_core.ops._common import (
     keep_alive,
     library,
     num_heads,
-    register_autograd,
     structure,
     unit_stride,
 )
 from fastsparse_core.ops._facts import used_csr
+from fastsparse_core.ops._registration import define, register
 from fastsparse_core.structure.adjacency import Adjacency
-
-library.define(
-    "spmm_extremum(Tensor x, Tensor? value, SymInt num_dst, SymInt adjacency, bool transpose, bool minimum) "
-    "-> (Tensor, Tensor)"
-)
-library.define(
-    "spmm_extremum_backward(Tensor grad, Tensor arg, Tensor x, Tensor? value, SymInt adjacency, "
-    "bool transpose) -> (Tensor, Tensor)"
-)
-
-_spmm_extremum_op = torch.ops.fastsparse.spmm_extremum.default
-_spmm_extremum_backward_op = torch.ops.fastsparse.spmm_extremum_backward.default
 
 
 def extremum(
@@ -158,7 +146,7 @@ def _spmm_extremum_backward(
 ) -> tuple[Tensor, Tensor]:
     adj = structure(adjacency, transpose)
     heads, num_dst, width = num_heads(value), *arg.shape
-    grad_x, grad_value = _spmm_extremum_backward_fake(grad, arg, x, value, adjacency, transpose)
+    grad_x, grad_value = _empty_gradients(x, value)
     if adj.num_edges == 0 or width == 0:
         return grad_x.zero_(), grad_value.zero_()
     if adj.is_padded:  # which has no transpose to walk along
@@ -208,7 +196,7 @@ def _gradient_formula(
     """`_spmm_extremum_backward` of PyTorch's operators, which have gradients themselves."""
     adj = structure(adjacency, transpose)
     heads, width, dtype = num_heads(value), x.size(1), accumulation_dtype(x.dtype)
-    grad_x, grad_value = _spmm_extremum_backward_fake(grad, arg, x, value, adjacency, transpose)
+    grad_x, grad_value = _empty_gradients(x, value)
     if adj.num_edges == 0 or width == 0:
         return grad_x.zero_(), grad_value.zero_()
     none = arg == -1
@@ -235,27 +223,19 @@ def _scatter_add(out: Tensor, index: Tensor, source: Tensor) -> Tensor:
     return out.scatter_add(0, index, source)
 
 
-def _spmm_extremum_fake(
-    x: Tensor, value: Tensor | None, num_dst: int, adjacency: int, transpose: bool, minimum: bool
-) -> tuple[Tensor, Tensor]:
-    out = x.new_empty(num_dst, x.size(1))
-    return out, out.new_empty(out.shape, dtype=torch.int32)
-
-
-def _spmm_extremum_backward_fake(
-    grad: Tensor, arg: Tensor, x: Tensor, value: Tensor | None, adjacency: int, transpose: bool
-) -> tuple[Tensor, Tensor]:
+def _empty_gradients(x: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
     if value is None:
         return x.new_empty(x.shape), x.new_empty(0, 1, dtype=accumulation_dtype(x.dtype))
     return x.new_empty(x.shape), value.new_empty(value.shape)
 
 
-for _key in ("CPU", "CUDA"):
-    library.impl("spmm_extremum", spmm_extremum, _key)
-    library.impl("spmm_extremum_backward", _spmm_extremum_backward, _key)
-torch.library.register_fake("fastsparse::spmm_extremum", _spmm_extremum_fake, lib=library)
-torch.library.register_fake("fastsparse::spmm_extremum_backward", _spmm_extremum_backward_fake, lib=library)
-register_autograd("spmm_extremum", _SpmmExtremum)
+def _spmm_extremum_fake(of: Any) -> tuple[Tensor, Tensor]:
+    out = of.x.new_empty(of.num_dst, of.x.size(1))
+    return out, out.new_empty(out.shape, dtype=torch.int32)
+
+
+_spmm_extremum_op = register(spmm_extremum, _spmm_extremum_fake, _SpmmExtremum)
+_spmm_extremum_backward_op = define(_spmm_extremum_backward, lambda of: _empty_gradients(of.x, of.value))
 
 
 def _differentiable_backward(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -15,29 +15,14 @@ from fastsparse_core.ops._common import (
     DTYPE_CODE,
     accumulation_dtype,
     address,
-    below_autograd,
     is_first_derivative,
-    is_plain_eager,
     keep_alive,
-    library,
-    register_autograd,
     structure,
     unit_stride,
 )
 from fastsparse_core.ops._facts import facts_of, used_csr
+from fastsparse_core.ops._registration import register, run
 from fastsparse_core.structure.adjacency import Adjacency
-
-library.define(
-    "ssd_backward(Tensor grad, Tensor ids, Tensor? value, Tensor? scale_dst, Tensor? scale_src, "
-    "SymInt adjacency, bool transpose) -> Tensor"
-)
-library.define(
-    "ssd_value_grad(Tensor grad, Tensor values, Tensor ids, Tensor? scale_dst, Tensor? scale_src, "
-    "SymInt num_values, SymInt adjacency, bool transpose) -> Tensor"
-)
-
-ssd_backward_op = torch.ops.fastsparse.ssd_backward.default
-ssd_value_grad_op = torch.ops.fastsparse.ssd_value_grad.default
 
 _logger = logging.getLogger("fastsparse_core")
 
@@ -273,31 +258,6 @@ def grad_of_edge_values(
     return out
 
 
-def _ssd_backward_fake(
-    grad: Tensor,
-    ids: Tensor,
-    value: Tensor | None,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    adjacency: int,
-    transpose: bool,
-) -> Tensor:
-    return grad.new_empty(ids.shape)
-
-
-def _ssd_value_grad_fake(
-    grad: Tensor,
-    values: Tensor,
-    ids: Tensor,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    num_values: int,
-    adjacency: int,
-    transpose: bool,
-) -> Tensor:
-    return grad.new_empty(num_values, dtype=accumulation_dtype(grad.dtype))
-
-
 class _GradOfValues(torch.autograd.Function):
     """The kept values' gradient is linear in the product's gradient, and in the edge values."""
 
@@ -316,10 +276,7 @@ class _GradOfValues(torch.autograd.Function):
         ctx.keep_alive = keep_alive(adjacency)
         ctx.save_for_backward(grad if value is not None else None, ids, value, scale_dst, scale_src)
         arguments = (grad, ids, value, scale_dst, scale_src, adjacency, transpose)
-        if is_plain_eager(grad):
-            return grad_of_values(*arguments)
-        with below_autograd():
-            return ssd_backward_op(*arguments)
+        return run("ssd_backward", grad, *arguments)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -353,10 +310,7 @@ class _GradOfEdgeValues(torch.autograd.Function):
         ctx.keep_alive = keep_alive(adjacency)
         ctx.save_for_backward(grad, values, ids, scale_dst, scale_src)
         arguments = (grad, values, ids, scale_dst, scale_src, num_values, adjacency, transpose)
-        if is_plain_eager(grad):
-            return grad_of_edge_values(*arguments)
-        with below_autograd():
-            return ssd_value_grad_op(*arguments)
+        return run("ssd_value_grad", grad, *arguments)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -381,10 +335,11 @@ def derivatives(grad: Tensor) -> tuple[Any, Any]:
     return ssd_backward_op, ssd_value_grad_op
 
 
-for _key in ("CPU", "CUDA"):
-    library.impl("ssd_backward", grad_of_values, _key)
-    library.impl("ssd_value_grad", grad_of_edge_values, _key)
-torch.library.register_fake("fastsparse::ssd_backward", _ssd_backward_fake, lib=library)
-torch.library.register_fake("fastsparse::ssd_value_grad", _ssd_value_grad_fake, lib=library)
-register_autograd("ssd_backward", _GradOfValues)
-register_autograd("ssd_value_grad", _GradOfEdgeValues)
+def _edge_values_fake(of: Any) -> Tensor:
+    return of.grad.new_empty(of.num_values, dtype=accumulation_dtype(of.grad.dtype))
+
+
+ssd_backward_op = register(
+    grad_of_values, lambda of: of.grad.new_empty(of.ids.shape), _GradOfValues, "ssd_backward"
+)
+ssd_value_grad_op = register(grad_of_edge_values, _edge_values_fake, _GradOfEdgeValues, "ssd_value_grad")

@@ -7,21 +7,28 @@ import math
 import torch
 from torch import Tensor
 
-from fastsparse_core import policy, recorded
+from fastsparse_core import policy
 from fastsparse_core.ops import _additive_attention_csr, _dot_product, _edge_attention, _gatv2_attention_csr
 from fastsparse_core.ops import _attention_fused as fused
 from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops import _registration as registration
+from fastsparse_core.ops._attention_checks import (
+    check_additive,
+    check_dot_product,
+    check_edges,
+    check_gatv2,
+    check_width,
+    draw_seed,
+    drawn_by_replays,
+    is_plain,
+    per_head,
+)
 from fastsparse_core.ops._common import (
-    DTYPE_CODE,
     PLAIN,
-    accumulation_dtype,
     autocast,
     check_features,
     is_partitioned,
-    is_plain_eager,
     num_heads,
-    written_out,
 )
 from fastsparse_core.ops.edge_softmax import edge_softmax
 from fastsparse_core.structure.adjacency import Adjacency
@@ -88,7 +95,7 @@ def attention(
         and edge_attr is None
         and edge_weight is None
         and type(heads) is int
-        and _is_plain(adj, dropout_p, q, k, v)
+        and is_plain(adj, dropout_p, q, k, v)
         and q.shape == (adj.num_dst, k.shape[1])
         and k.shape[0] == v.shape[0] == adj.num_src
         and q.dtype == k.dtype == v.dtype
@@ -103,8 +110,8 @@ def attention(
     if is_partitioned(adj):
         k, v = adj.sources(k, v)
         adj = adj.rows
-    q, k, v, heads, scale, bias = _check_dot_product(adj, q, k, v, heads, scale, bias)
-    edges = _check_edges(adj, edge_attr, edge_weight, q)
+    q, k, v, heads, scale, bias = check_dot_product(adj, q, k, v, heads, scale, bias)
+    edges = check_edges(adj, edge_attr, edge_weight, q)
     dropout_p, seed = draw_seed(dropout_p)
     features = (q.flatten(1), k.flatten(1), v.flatten(1))
     if edges is not None:
@@ -123,7 +130,7 @@ def attention(
     else:
         kernel = _dot_product.kernel(adj, *features, bias, heads, algorithm)
     if kernel != "unfused":
-        of_call = (_per_head(bias, heads), scale, dropout_p, seed, heads)
+        of_call = (per_head(bias, heads), scale, dropout_p, seed, heads)
         if kernel == "csr":
             out = _dot_product.csr(adj, *features, of_call, algorithm)
         else:
@@ -184,7 +191,7 @@ def additive_attention(
     algorithm = policy.requested("attention", algorithm)
     if (
         bias is None
-        and _is_plain(adj, dropout_p, score_dst, score_src, v)
+        and is_plain(adj, dropout_p, score_dst, score_src, v)
         and v.shape[0] == adj.num_src
         and score_src.shape == (adj.num_src, score_dst.shape[1])
         and score_dst.shape[0] == adj.num_dst
@@ -204,10 +211,10 @@ def additive_attention(
     heads = v.size(1)
     if v.dim() == 2:
         heads = num_heads(score_src) if isinstance(score_src, Tensor) else 1
-    score_dst, score_src, bias = _check_additive(
+    score_dst, score_src, bias = check_additive(
         adj, score_dst, score_src, heads, v.dtype, negative_slope, bias
     )
-    _check_width("v", v, heads)
+    check_width("v", v, heads)
     dropout_p, seed = draw_seed(dropout_p)
     features = v.flatten(1)
     obstacle = drawn_by_replays(dropout_p)
@@ -216,7 +223,7 @@ def additive_attention(
     if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
         if not torch.compiler.is_compiling():
             adj.plans["GAT", v.dtype, features.size(1), heads, score_dst.dtype, algorithm] = True
-        arguments = (_per_head(bias, heads), negative_slope, dropout_p, seed, adj.handle)
+        arguments = (per_head(bias, heads), negative_slope, dropout_p, seed, adj.handle)
         out = registration.call("additive_attention", v, score_dst, score_src, features, *arguments)
         return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
     score = unfused.additive_scores(adj, score_dst, score_src, negative_slope, bias)
@@ -272,7 +279,7 @@ def gatv2_attention(
         and edge_weight is None
         and type(att) in PLAIN
         and att.dim() == 2
-        and _is_plain(adj, dropout_p, x_dst, x_src, att)
+        and is_plain(adj, dropout_p, x_dst, x_src, att)
         and x_dst.shape[0] == adj.num_dst
         and x_src.shape[0] == adj.num_src
         and x_dst.shape[1] == x_src.shape[1] == att.numel()
@@ -284,8 +291,8 @@ def gatv2_attention(
     if is_partitioned(adj):
         (x_src,) = adj.sources(x_src)
         adj = adj.rows
-    x_dst, x_src, att = _check_gatv2(adj, x_dst, x_src, att, negative_slope)
-    edges = _check_edges(adj, edge_attr, edge_weight, x_dst)
+    x_dst, x_src, att = check_gatv2(adj, x_dst, x_src, att, negative_slope)
+    edges = check_edges(adj, edge_attr, edge_weight, x_dst)
     heads = att.size(0)
     dropout_p, seed = draw_seed(dropout_p)
     features = x_src.flatten(1)
@@ -315,6 +322,25 @@ def gatv2_attention(
     return out.flatten(1) if x_src.dim() == 2 else out
 
 
+def _attention_with_edges(
+    adj: Adjacency,
+    features: tuple[Tensor, Tensor, Tensor],
+    edges: tuple[Tensor, Tensor],
+    bias: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    heads: int,
+    algorithm: str,
+) -> Tensor:
+    """Attention whose edges have features, of queries, keys and values (n, heads * D)."""
+    obstacle = drawn_by_replays(dropout_p) or _edge_attention.obstacle(adj, features[2], edges[0], heads)
+    if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
+        arguments = (per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle, algorithm)
+        return registration.call("edge_attention", features[2], *features, *edges, *arguments)
+    return _edge_attention.unfused_attention(adj, *features, *edges, bias, scale, dropout_p, seed, heads)
+
+
 # ---------------------------------------------------------------- the weights themselves
 
 
@@ -336,8 +362,8 @@ def attention_weights(
     if is_partitioned(adj):
         (k,) = adj.sources(k)
         adj = adj.rows
-    q, k, _, heads, scale, bias = _check_dot_product(adj, q, k, k, heads, scale, bias)
-    edges = _check_edges(adj, edge_attr, edge_weight, q)
+    q, k, _, heads, scale, bias = check_dot_product(adj, q, k, k, heads, scale, bias)
+    edges = check_edges(adj, edge_attr, edge_weight, q)
     if edges is not None:
         ends = (q.flatten(1), k.flatten(1))
         return edge_softmax(adj, _edge_attention.dot_product_scores(adj, *ends, *edges, bias, scale, heads))
@@ -362,7 +388,7 @@ def additive_attention_weights(
         adj = adj.rows
     check_features("score_src", score_src, adj.num_src, "num_src", adj)
     heads = num_heads(score_src)
-    score_dst, score_src, bias = _check_additive(
+    score_dst, score_src, bias = check_additive(
         adj, score_dst, score_src, heads, score_src.dtype, negative_slope, bias
     )
     return edge_softmax(adj, unfused.additive_scores(adj, score_dst, score_src, negative_slope, bias))
@@ -386,243 +412,10 @@ def gatv2_attention_weights(
     if is_partitioned(adj):
         (x_src,) = adj.sources(x_src)
         adj = adj.rows
-    x_dst, x_src, att = _check_gatv2(adj, x_dst, x_src, att, negative_slope)
-    edges = _check_edges(adj, edge_attr, edge_weight, x_dst)
+    x_dst, x_src, att = check_gatv2(adj, x_dst, x_src, att, negative_slope)
+    edges = check_edges(adj, edge_attr, edge_weight, x_dst)
     if edges is not None:
         ends = (x_dst.flatten(1), x_src.flatten(1))
         return edge_softmax(adj, _edge_attention.gatv2_scores(adj, *ends, att, *edges, negative_slope))
     x_dst, x_src = unfused.with_heads(x_dst, att.size(0)), unfused.with_heads(x_src, att.size(0))
     return edge_softmax(adj, unfused.gatv2_scores(adj, x_dst, x_src, att, negative_slope))
-
-
-# ---------------------------------------------------------------- checks
-
-
-def _is_plain(adj: Adjacency, dropout_p: float, *matrices: Tensor) -> bool:
-    """Whether a call hides nothing: plain matrices on the structure's device, no dropout, no autocast."""
-    if (
-        torch.compiler.is_compiling()
-        or type(adj) is not Adjacency
-        or type(dropout_p) is not float
-        or dropout_p != 0.0
-    ):
-        return False
-    device = adj.col.device
-    for matrix in matrices:
-        if (
-            type(matrix) not in PLAIN
-            or matrix.dim() != 2
-            or matrix.device != device
-            or matrix.is_neg()
-            or matrix.layout is not torch.strided
-        ):
-            return False
-    device_type = "cuda" if matrices[0].is_cuda else "cpu"
-    return is_plain_eager(matrices[-2]) and not torch.is_autocast_enabled(device_type)
-
-
-def _check_dot_product(
-    adj: Adjacency,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: int | None,
-    scale: float | None,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, int, float, Tensor | None]:
-    """Queries, keys and values of as many dimensions as they had, number of heads, scale and bias."""
-    check_features("q", q, adj.num_dst, "num_dst", adj)
-    check_features("k", k, adj.num_src, "num_src", adj)
-    check_features("v", v, adj.num_src, "num_src", adj)
-    if q.dim() not in (2, 3) or k.dim() != q.dim() or v.dim() != q.dim():
-        raise ValueError(
-            "q, k and v: expected (n, heads, D) each, or (n, heads * D) each, "
-            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        )
-    q, k, v = autocast(q, k, v)  # type: ignore[assignment]
-    if q.dtype != k.dtype or q.dtype != v.dtype:
-        raise TypeError(f"q, k and v: expected one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    found = 1 if q.dim() == 2 else q.size(1)
-    if q.dim() == 3 and (found != k.size(1) or found != v.size(1)):
-        raise ValueError(f"q, k and v: expected as many heads each, got {found}, {k.size(1)} and {v.size(1)}")
-    if heads is None:
-        heads = found
-    elif q.dim() == 3 and heads != found:
-        raise ValueError(f"heads: expected {found} for (n, {found}, D), or None, got {heads}")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_width(name, x, heads)
-    if q.size(-1) != k.size(-1):
-        raise ValueError(f"q and k: expected features of one width, got {q.size(-1)} and {k.size(-1)}")
-    if scale is None:
-        width = q.size(-1) if q.dim() == 3 else q.size(-1) // heads
-        scale = width**-0.5 if width else 1.0
-    return q, k, v, heads, _check_number("scale", scale), _check_bias(adj, bias, heads, q.dtype)
-
-
-def _check_width(name: str, x: Tensor, heads: int) -> None:
-    """Whether features of two dimensions can be heads side by side."""
-    if x.dim() == 2 and (heads < 1 or x.size(1) % heads):
-        raise ValueError(
-            f"{name}: expected (n, {heads} * D) for {heads} heads side by side, got {tuple(x.shape)}"
-        )
-
-
-def _check_additive(
-    adj: Adjacency,
-    score_dst: Tensor,
-    score_src: Tensor,
-    heads: int,
-    dtype: torch.dtype,
-    negative_slope: float,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Scores as (n, heads) in the accumulation dtype, and the bias."""
-    scores = []
-    for name, score, rows, rows_name in (
-        ("score_dst", score_dst, adj.num_dst, "num_dst"),
-        ("score_src", score_src, adj.num_src, "num_src"),
-    ):
-        check_features(name, score, rows, rows_name, adj)
-        if score.dim() == 1:
-            score = score[:, None]
-        if score.dim() != 2 or score.size(1) != heads:
-            raise ValueError(
-                f"{name}: expected shape ({rows}, {heads}), one score per head, got {tuple(score.shape)}"
-            )
-        # They are small, so they are kept in full precision even where the values are not.
-        precise = accumulation_dtype(dtype)
-        score = written_out(score)
-        scores.append(score if score.dtype == precise else score.to(precise))
-    _check_number("negative_slope", negative_slope)
-    return scores[0], scores[1], _check_bias(adj, bias, heads, dtype)
-
-
-def _check_gatv2(
-    adj: Adjacency, x_dst: Tensor, x_src: Tensor, att: Tensor, negative_slope: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Features, and the attention vectors (heads, D) in the accumulation dtype."""
-    check_features("x_dst", x_dst, adj.num_dst, "num_dst", adj)
-    check_features("x_src", x_src, adj.num_src, "num_src", adj)
-    if x_dst.dim() not in (2, 3) or x_dst.shape[1:] != x_src.shape[1:]:
-        raise ValueError(
-            "x_dst and x_src: expected (n, heads, D) or (n, heads * D) with equal heads and D, "
-            f"got {tuple(x_dst.shape)} and {tuple(x_src.shape)}"
-        )
-    x_dst, x_src = autocast(x_dst, x_src)  # type: ignore[assignment]
-    if x_dst.dtype != x_src.dtype:
-        raise TypeError(f"x_dst and x_src: expected one dtype, got {x_dst.dtype} and {x_src.dtype}")
-    if not isinstance(att, Tensor) or not att.is_floating_point():
-        kind = att.dtype if isinstance(att, Tensor) else type(att).__name__
-        raise TypeError(f"att: expected a floating tensor, got {kind}")
-    if x_dst.dim() == 3:
-        expected, fits = str(tuple(x_dst.shape[1:])), att.shape == x_dst.shape[1:]
-    else:
-        att = att[None] if att.dim() == 1 else att
-        expected, fits = f"of {x_dst.size(1)} entries", att.dim() == 2 and att.numel() == x_dst.size(1)
-    if not fits:
-        raise ValueError(f"att: expected shape {expected}, (heads, D), got {tuple(att.shape)}")
-    if att.device != x_dst.device:
-        raise ValueError(f"att: expected device {x_dst.device} like the features, got {att.device}")
-    _check_number("negative_slope", negative_slope)
-    return x_dst, x_src, written_out(att.to(accumulation_dtype(x_dst.dtype)))
-
-
-def _check_edges(
-    adj: Adjacency, edge_attr: Tensor | None, edge_weight: Tensor | None, x: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """Features of the edges as (num_values, A) and their linear map, in the dtype of the features ``x``."""
-    if edge_attr is None and edge_weight is None:
-        return None
-    if edge_attr is None or edge_weight is None:
-        raise ValueError("edge_attr and edge_weight: expected both or neither, got one of them")
-    for name, tensor in (("edge_attr", edge_attr), ("edge_weight", edge_weight)):
-        if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPE_CODE:
-            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name}: expected a floating tensor, got {kind}")
-        if tensor.device != adj.device:
-            raise ValueError(f"{name}: expected device {adj.device} like the features, got {tensor.device}")
-    edge_attr = edge_attr[:, None] if edge_attr.dim() == 1 else edge_attr
-    if edge_attr.dim() != 2 or edge_attr.size(0) != adj.num_values:
-        raise ValueError(f"edge_attr: expected shape ({adj.num_values}, A), got {tuple(edge_attr.shape)}")
-    expected = (x[0].numel() if x.size(0) else x.flatten(1).size(1), edge_attr.size(1))
-    if tuple(edge_weight.shape) != expected:
-        raise ValueError(
-            f"edge_weight: expected shape {expected}, all heads' features by those of an edge, "
-            f"got {tuple(edge_weight.shape)}"
-        )
-    return edge_attr.to(x.dtype), edge_weight.to(x.dtype)
-
-
-def _attention_with_edges(
-    adj: Adjacency,
-    features: tuple[Tensor, Tensor, Tensor],
-    edges: tuple[Tensor, Tensor],
-    bias: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    heads: int,
-    algorithm: str,
-) -> Tensor:
-    """Attention whose edges have features, of queries, keys and values (n, heads * D)."""
-    obstacle = drawn_by_replays(dropout_p) or _edge_attention.obstacle(adj, features[2], edges[0], heads)
-    if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
-        arguments = (_per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle, algorithm)
-        return registration.call("edge_attention", features[2], *features, *edges, *arguments)
-    return _edge_attention.unfused_attention(adj, *features, *edges, bias, scale, dropout_p, seed, heads)
-
-
-def _check_bias(adj: Adjacency, bias: Tensor | None, heads: int, dtype: torch.dtype) -> Tensor | None:
-    """The bias as (num_values, 1 or heads), in the features' dtype or their accumulation dtype."""
-    if bias is None:
-        return None
-    if not isinstance(bias, Tensor) or bias.dtype not in DTYPE_CODE:
-        kind = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
-        raise TypeError(f"bias: expected a floating tensor, got {kind}")
-    if bias.shape not in ((adj.num_values,), (adj.num_values, 1), (adj.num_values, heads)):
-        raise ValueError(
-            f"bias: expected shape ({adj.num_values},) or ({adj.num_values}, {heads}), "
-            f"got {tuple(bias.shape)}"
-        )
-    if bias.device != adj.device:
-        raise ValueError(f"bias: expected device {adj.device} like the features, got {bias.device}")
-    if bias.dtype not in (dtype, accumulation_dtype(dtype)):
-        bias = bias.to(accumulation_dtype(dtype))
-    bias = written_out(bias)
-    return bias[:, None] if bias.dim() == 1 else bias
-
-
-def _per_head(bias: Tensor | None, heads: int) -> Tensor | None:
-    return None if bias is None else bias.expand(bias.size(0), heads)
-
-
-def _check_number(name: str, number: float) -> float:
-    if isinstance(number, Tensor) or not isinstance(number, (int, float)):
-        raise TypeError(f"{name}: expected a number, got {type(number).__name__}")
-    if not math.isfinite(number):
-        raise ValueError(f"{name}: expected a finite number, got {number}")
-    return float(number)
-
-
-def drawn_by_replays(dropout_p: float) -> str:
-    """Why the kernels cannot drop weights: the host has their seed. "" if they need not, or can."""
-    return "dropout in a recorded step" if dropout_p and recorded.current() is not None else ""
-
-
-def draw_seed(dropout_p: float) -> tuple[float, Tensor | None]:
-    """The probability, and a seed from PyTorch's generator: a tensor, so that a compiled model draws anew."""
-    if isinstance(dropout_p, Tensor) or not isinstance(dropout_p, (int, float)):
-        raise TypeError(f"dropout_p: expected a number, got {type(dropout_p).__name__}")
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p: expected a probability from 0 to below 1, got {dropout_p}")
-    if dropout_p == 0 or not recorded.drops():
-        return 0.0, None
-    if recorded.current() is not None:
-        return dropout_p, None
-    traced = torch.compiler.is_compiling()
-    if not traced and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"dropout_p: expected 0 while a CUDA graph is captured, got {dropout_p}: the host draws the "
-            "mask, so that every replay would drop the same weights"
-        )
-    return dropout_p, torch.randint(2**63 - 1, ())

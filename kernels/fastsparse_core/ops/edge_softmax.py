@@ -19,16 +19,12 @@ from fastsparse_core.ops._common import (
     empty_values,
     is_partitioned,
     keep_alive,
-    library,
-    register_autograd,
 )
 from fastsparse_core.ops._facts import used_csr
+from fastsparse_core.ops._registration import register
 from fastsparse_core.ops.sddmm import sddmm
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
-
-library.define("edge_softmax(Tensor score, SymInt adjacency) -> Tensor")
-library.define("edge_softmax_backward(Tensor weight, Tensor grad, SymInt adjacency) -> Tensor")
 
 
 def edge_softmax(adj: Adjacency, score: Tensor) -> Tensor:
@@ -156,18 +152,5 @@ class _EdgeSoftmaxBackward(torch.autograd.Function):
         )
 
 
-def _edge_softmax_fake(score: Tensor, adjacency: int) -> Tensor:
-    return score.new_empty(score.shape)
-
-
-def _edge_softmax_backward_fake(weight: Tensor, grad: Tensor, adjacency: int) -> Tensor:
-    return weight.new_empty(weight.shape)
-
-
-for _key in ("CPU", "CUDA"):
-    library.impl("edge_softmax", _edge_softmax, _key)
-    library.impl("edge_softmax_backward", _edge_softmax_backward, _key)
-torch.library.register_fake("fastsparse::edge_softmax", _edge_softmax_fake, lib=library)
-torch.library.register_fake("fastsparse::edge_softmax_backward", _edge_softmax_backward_fake, lib=library)
-register_autograd("edge_softmax", _EdgeSoftmax)
-register_autograd("edge_softmax_backward", _EdgeSoftmaxBackward)
+register(_edge_softmax, lambda of: of.score.new_empty(of.score.shape), _EdgeSoftmax)
+register(_edge_softmax_backward, lambda of: of.weight.new_empty(of.weight.shape), _EdgeSoftmaxBackward)

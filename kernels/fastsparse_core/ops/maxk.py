@@ -10,21 +10,8 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.cbsr import CBSR, ids_dtype
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    below_autograd,
-    is_first_derivative,
-    is_plain_eager,
-    library,
-    register_autograd,
-    unit_stride,
-)
-
-library.define("maxk(Tensor x, int k) -> (Tensor, Tensor)")
-library.define("cbsr_to_dense(Tensor values, Tensor ids, SymInt width) -> Tensor")
-library.define("cbsr_gather(Tensor dense, Tensor ids) -> Tensor")
-
-_maxk_op = torch.ops.fastsparse.maxk.default
+from fastsparse_core.ops._common import DTYPE_CODE, below_autograd, unit_stride
+from fastsparse_core.ops._registration import differentiate, register, results, run
 
 
 def maxk(x: Tensor, k: int) -> CBSR:
@@ -66,12 +53,7 @@ def maxk(x: Tensor, k: int) -> CBSR:
     ids_dtype(width)
     if k > width:
         raise ValueError(f"k: expected at most the width of x, {width}, got {k}")
-    if not is_plain_eager(x):
-        values, ids = _maxk_op(x, k)
-    elif x.requires_grad and torch.is_grad_enabled():
-        values, ids = _MaxK.apply(x, k)
-    else:
-        values, ids = _maxk(x, k)
+    values, ids = results("maxk", x, x, k)
     return CBSR(values, ids, width)
 
 
@@ -159,11 +141,7 @@ class _MaxK(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        if is_plain_eager(x):
-            values, ids = _maxk(x, k)
-        else:
-            with below_autograd():
-                values, ids = _maxk_op(x, k)
+        values, ids = run("maxk", x, x, k)
         ctx.mark_non_differentiable(ids)
         ctx.save_for_backward(ids)
         ctx.width = x.size(1)
@@ -172,9 +150,7 @@ class _MaxK(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
-        if is_first_derivative(grad):
-            return write_out(grad, ids, ctx.width), None
-        return torch.ops.fastsparse.cbsr_to_dense.default(grad, ids, ctx.width), None
+        return differentiate("cbsr_to_dense", grad, ids, ctx.width), None
 
 
 class _CbsrToDense(torch.autograd.Function):
@@ -208,25 +184,15 @@ class _CbsrGather(torch.autograd.Function):
         return torch.ops.fastsparse.cbsr_to_dense.default(grad, ids, ctx.width), None
 
 
-def _maxk_fake(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.size(0), k), x.new_empty(x.size(0), k, dtype=ids_dtype(x.size(1)))
+def _maxk_fake(of: Any) -> tuple[Tensor, Tensor]:
+    num_rows, width = of.x.shape
+    return of.x.new_empty(num_rows, of.k), of.x.new_empty(num_rows, of.k, dtype=ids_dtype(width))
 
 
-def _cbsr_to_dense_fake(values: Tensor, ids: Tensor, width: int) -> Tensor:
-    return values.new_empty(values.size(0), width)
+def _cbsr_to_dense_fake(of: Any) -> Tensor:
+    return of.values.new_empty(of.values.size(0), of.width)
 
 
-def _cbsr_gather_fake(dense: Tensor, ids: Tensor) -> Tensor:
-    return dense.new_empty(ids.shape)
-
-
-for _key in ("CPU", "CUDA"):
-    library.impl("maxk", _maxk, _key)
-    library.impl("cbsr_to_dense", write_out, _key)
-    library.impl("cbsr_gather", gather, _key)
-torch.library.register_fake("fastsparse::maxk", _maxk_fake, lib=library)
-torch.library.register_fake("fastsparse::cbsr_to_dense", _cbsr_to_dense_fake, lib=library)
-torch.library.register_fake("fastsparse::cbsr_gather", _cbsr_gather_fake, lib=library)
-register_autograd("maxk", _MaxK)
-register_autograd("cbsr_to_dense", _CbsrToDense)
-register_autograd("cbsr_gather", _CbsrGather)
+register(_maxk, _maxk_fake, _MaxK)
+register(write_out, _cbsr_to_dense_fake, _CbsrToDense, "cbsr_to_dense")
+register(gather, lambda of: of.dense.new_empty(of.ids.shape), _CbsrGather, "cbsr_gather")

@@ -23,20 +23,11 @@ from fastsparse_core.ops._common import (
     dense_from_edges,
     is_partitioned,
     keep_alive,
-    library,
-    register_autograd,
     unit_stride,
 )
 from fastsparse_core.ops._facts import facts_of, follow, used_csr
+from fastsparse_core.ops._registration import register
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
-
-#: The result is (length, heads), values of the edges, or where `dense` (length, 8, heads), dense vectors.
-library.define(
-    "sddmm(Tensor x_dst, Tensor x_src, Tensor? scale_dst, Tensor? scale_src, SymInt length, "
-    "SymInt heads, ScalarType dtype, SymInt adjacency, str algorithm, bool dense) -> Tensor"
-)
-
-_sddmm_op = torch.ops.fastsparse.sddmm.default
 
 
 def sddmm(
@@ -120,7 +111,7 @@ def sddmm_kernel(
     algorithm: str,
     dense: bool,
 ) -> Tensor:
-    """The operator's kernel: what it computes, nothing being recorded."""
+    """The operator's kernel: (length, heads), or where `dense` the vectors (length, 8, heads)."""
     adj = from_handle(adjacency)
     x_dst, x_src = unit_stride(x_dst), unit_stride(x_src)
     size = (length, HEIGHT, heads) if dense else (length, heads)
@@ -268,50 +259,17 @@ class _Sddmm(torch.autograd.Function):
         spmm = torch.ops.fastsparse.spmm.default
         grad_dst = grad_src = None
         if ctx.needs_input_grad[0]:
-            grad_dst = spmm(
-                x_src,
-                grad,
-                scale_dst,
-                scale_src,
-                None,
-                x_dst.size(0),
-                ctx.adjacency,
-                False,
-                ctx.algorithm,
-                False,
-            )
+            place = (x_dst.size(0), ctx.adjacency, False, ctx.algorithm, False)
+            grad_dst = spmm(x_src, grad, scale_dst, scale_src, None, *place)
         if ctx.needs_input_grad[1]:
-            grad_src = spmm(
-                x_dst,
-                grad,
-                scale_src,
-                scale_dst,
-                None,
-                x_src.size(0),
-                ctx.adjacency,
-                True,
-                ctx.algorithm,
-                False,
-            )
+            place = (x_src.size(0), ctx.adjacency, True, ctx.algorithm, False)
+            grad_src = spmm(x_dst, grad, scale_src, scale_dst, None, *place)
         return grad_dst, grad_src, None, None, None, None, None, None, None, None
 
 
-def _sddmm_fake(
-    x_dst: Tensor,
-    x_src: Tensor,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    length: int,
-    heads: int,
-    dtype: torch.dtype,
-    adjacency: int,
-    algorithm: str,
-    dense: bool,
-) -> Tensor:
-    return x_dst.new_empty((length, HEIGHT, heads) if dense else (length, heads), dtype=dtype)
+def _fake(of: Any) -> Tensor:
+    size = (of.length, HEIGHT, of.heads) if of.dense else (of.length, of.heads)
+    return of.x_dst.new_empty(size, dtype=of.dtype)
 
 
-for _key in ("CPU", "CUDA"):
-    library.impl("sddmm", sddmm_kernel, _key)
-torch.library.register_fake("fastsparse::sddmm", _sddmm_fake, lib=library)
-register_autograd("sddmm", _Sddmm)
+_sddmm_op = register(sddmm_kernel, _fake, _Sddmm, "sddmm")

@@ -13,7 +13,6 @@ from fastsparse_core.ops._common import (
     DTYPE_CODE,
     accumulation_dtype,
     autocast,
-    below_autograd,
     check_bias,
     check_features,
     check_scale,
@@ -26,26 +25,16 @@ from fastsparse_core.ops._common import (
     is_plain_eager,
     is_wrapped,
     keep_alive,
-    library,
     num_heads,
-    register_autograd,
     sum_of_rows,
     unit_stride,
     widened_value,
 )
+from fastsparse_core.ops._registration import register, run
 from fastsparse_core.ops._spmm_extremum import extremum
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
 from fastsparse_core.ops.sddmm import sddmm_kernel
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
-
-#: Values of three dimensions are dense vectors, (num_vectors, 8, heads), of the structure as it is before
-#: `transpose`. `num_dst` repeats what the structure says, for traces, which have none.
-library.define(
-    "spmm(Tensor x, Tensor? value, Tensor? scale_dst, Tensor? scale_src, Tensor? bias, SymInt num_dst, "
-    "SymInt adjacency, bool transpose, str algorithm, bool relu) -> Tensor"
-)
-
-_spmm_op = torch.ops.fastsparse.spmm.default
 
 
 def spmm(
@@ -220,6 +209,11 @@ def _spmm(
     algorithm: str,
     relu: bool,
 ) -> Tensor:
+    """The operator's kernel.
+
+    Values of three dimensions are dense vectors, (num_vectors, 8, heads), of the structure as it is before
+    `transpose`.
+    """
     adj = from_handle(adjacency)
     if transpose:
         value = edges_from_dense(adj, value) if is_dense(value) else value
@@ -249,11 +243,7 @@ class _Spmm(torch.autograd.Function):
         ctx.keep_alive = keep_alive(adjacency)
         ctx.bias_dtype = None if bias is None else bias.dtype
         arguments = (x, value, scale_dst, scale_src, bias, num_dst, adjacency, transpose, algorithm, relu)
-        if is_plain_eager(x):
-            out = _spmm(*arguments)
-        else:
-            with below_autograd():
-                out = _spmm_op(*arguments)
+        out = run("spmm", x, *arguments)
         ctx.save_for_backward(
             x if value is not None else None, value, scale_dst, scale_src, out if relu else None
         )
@@ -305,24 +295,5 @@ class _Spmm(torch.autograd.Function):
 
 
 _apply = direct(_Spmm)
-
-
-def _spmm_fake(
-    x: Tensor,
-    value: Tensor | None,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    bias: Tensor | None,
-    num_dst: int,
-    adjacency: int,
-    transpose: bool,
-    algorithm: str,
-    relu: bool,
-) -> Tensor:
-    return x.new_empty(num_dst, x.size(1))
-
-
-for _key in ("CPU", "CUDA"):
-    library.impl("spmm", _spmm, _key)
-torch.library.register_fake("fastsparse::spmm", _spmm_fake, lib=library)
-register_autograd("spmm", _Spmm)
+# `num_dst` repeats what the structure says, for traces, which have none.
+_spmm_op = register(_spmm, lambda of: of.x.new_empty(of.num_dst, of.x.size(1)), _Spmm)

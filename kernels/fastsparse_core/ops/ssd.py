@@ -12,29 +12,19 @@ from fastsparse_core.formats.cbsr import CBSR, ids_dtype
 from fastsparse_core.ops._common import (
     accumulation_dtype,
     autocast,
-    below_autograd,
     check_bias,
     check_features,
     check_scale,
     check_structure,
     check_value,
-    is_plain_eager,
     keep_alive,
-    library,
-    register_autograd,
     sum_of_rows,
     widened_value,
 )
+from fastsparse_core.ops._registration import register, results, run
 from fastsparse_core.ops._ssd_backward import derivatives
 from fastsparse_core.ops._ssd_launch import launch_ssd
 from fastsparse_core.structure.adjacency import Adjacency
-
-library.define(
-    "ssd(Tensor values, Tensor ids, SymInt width, Tensor? value, Tensor? scale_dst, Tensor? scale_src, "
-    "Tensor? bias, SymInt num_dst, SymInt adjacency, bool transpose, str algorithm) -> Tensor"
-)
-
-_ssd_op = torch.ops.fastsparse.ssd.default
 
 
 def ssd(
@@ -98,13 +88,7 @@ def ssd(
         bias = check_bias(bias, values, cbsr.width, "cbsr").to(values.dtype)
     arguments = (values, cbsr.ids, cbsr.width, value, scale_dst, scale_src, bias)
     place = (adj.num_dst, adj.handle, False, algorithm)
-    if not is_plain_eager(values):
-        return _ssd_op(*arguments, *place)
-    if torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (values, value, bias)
-    ):
-        return _Ssd.apply(*arguments, *place)
-    return launch_ssd(*arguments, *place)
+    return results("ssd", values, *arguments, *place)
 
 
 def operands(
@@ -181,10 +165,7 @@ class _Ssd(torch.autograd.Function):
         arguments = (values, ids, width, value, scale_dst, scale_src, bias)
         place = (num_dst, adjacency, transpose, algorithm)
         ctx.save_for_backward(values if value is not None else None, ids, value, scale_dst, scale_src)
-        if is_plain_eager(values):
-            return launch_ssd(*arguments, *place)
-        with below_autograd():
-            return _ssd_op(*arguments, *place)
+        return run("ssd", values, *arguments, *place)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -202,23 +183,4 @@ class _Ssd(torch.autograd.Function):
         return grad_values, None, None, grad_value, None, None, grad_bias, None, None, None, None
 
 
-def _ssd_fake(
-    values: Tensor,
-    ids: Tensor,
-    width: int,
-    value: Tensor | None,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    bias: Tensor | None,
-    num_dst: int,
-    adjacency: int,
-    transpose: bool,
-    algorithm: str,
-) -> Tensor:
-    return values.new_empty(num_dst, width)
-
-
-for _key in ("CPU", "CUDA"):
-    library.impl("ssd", launch_ssd, _key)
-torch.library.register_fake("fastsparse::ssd", _ssd_fake, lib=library)
-register_autograd("ssd", _Ssd)
+register(launch_ssd, lambda of: of.values.new_empty(of.num_dst, of.width), _Ssd, "ssd")

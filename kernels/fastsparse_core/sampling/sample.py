@@ -64,16 +64,6 @@ class Edges:
         """int64 (num_dst + 1,), the range of edges of every destination."""
         return self.adjacency.rowptr
 
-    def first_hops(self, num_hops: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor, tuple[int, int]]:
-        """Destinations and sources of the edges of the first hops, and a shape: what `from_coo` takes.
-
-        Args:
-            num_hops: how many.
-            shape: numbers of nodes that take part in them.
-        """
-        count = sum(self.counts[:num_hops])
-        return self.edge_index[1, :count], self.edge_index[0, :count], shape
-
 
 @dataclass(frozen=True, eq=False)
 class Sample:

@@ -1,0 +1,337 @@
+"""Kernels and gradients of several aggregations at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastsparse_core import _C
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.ops._common import (
+    DTYPE_CODE,
+    accumulation_dtype,
+    address,
+    cast,
+    keep_alive,
+    unit_stride,
+)
+from fastsparse_core.ops._kept_results import unfused_gradients
+from fastsparse_core.ops._registration import differentiate, register, run
+from fastsparse_core.structure.adjacency import Adjacency, from_handle
+
+#: Features of a lane, and of a warp (kernels/include/fastsparse/multi_aggregate.cuh).
+_QUAD, _TILE = 4, 128
+#: Parts in which the gradient of the edges' linear map is added up: blocks that fill a large GPU, and tasks.
+_CUDA_PARTS, _CPU_PARTS = 512, 64
+_PLANES = 6  # of a partial result
+
+
+def _prepared_edges(edge: Tensor | None, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Features as the kernels read them, A a multiple of 4 on CUDA, and W transposed in the wider dtype."""
+    if edge is None:
+        return None, None
+    if weight is not None:
+        missing = -edge.size(1) % _QUAD if edge.is_cuda else 0
+        if missing:
+            edge, weight = F.pad(edge, (0, missing)), F.pad(weight, (0, missing))
+        weight = weight.to(accumulation_dtype(edge.dtype)).t().contiguous()
+        if edge.is_cuda and edge.data_ptr() % 16:
+            edge = edge.clone(memory_format=torch.contiguous_format)
+    return edge.contiguous(), weight
+
+
+def _input(
+    x: Tensor,
+    x_dst: Tensor | None,
+    edge: Tensor | None,
+    weight: Tensor | None,
+    slots: Sequence[int],
+    groups: int,
+    min_variance: float,
+) -> _C.MultiAggregateInput:
+    return _C.MultiAggregateInput(
+        DTYPE_CODE[x.dtype],
+        x.size(1),
+        x.size(1) // groups,
+        x.data_ptr(),
+        x.stride(0),
+        address(x_dst),
+        0 if x_dst is None else x_dst.stride(0),
+        address(edge),
+        address(weight),
+        0 if edge is None else edge.size(1),
+        list(slots),
+        _num_slots(slots),
+        min_variance,
+    )
+
+
+def _num_slots(slots: Sequence[int]) -> int:
+    return sum(slot >= 0 for slot in slots)
+
+
+def _varies(slots: Sequence[int]) -> bool:
+    return max(slots[4:]) >= 0
+
+
+def _has_extremum(slots: Sequence[int]) -> bool:
+    return max(slots[2:4]) >= 0
+
+
+def aggregate(
+    x_src: Tensor,
+    x_dst: Tensor | None,
+    edge: Tensor | None,
+    weight: Tensor | None,
+    slots: Sequence[int],
+    groups: int,
+    min_variance: float,
+    num_dst: int,
+    adjacency: int,
+    kept: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Results and, where ``kept``, what the backward pass reads besides: means and numbers of ties."""
+    adj = from_handle(adjacency)
+    x, x_dst = unit_stride(x_src), None if x_dst is None else unit_stride(x_dst)
+    edge, weight = _prepared_edges(edge, weight)
+    width, dtype = x.size(1), accumulation_dtype(x.dtype)
+    out = x.new_empty(num_dst, _num_slots(slots) * width)
+    mean = x.new_empty(num_dst if kept and _varies(slots) else 0, width, dtype=dtype)
+    ties = x.new_empty(num_dst if kept and _has_extremum(slots) else 0, 2, width, dtype=dtype)
+    if out.numel() == 0:
+        return out, mean, ties
+    index, partial = device_index(x.device), None
+    if index >= 0 and adj.row_split.num_slots:
+        num = adj.row_split.num_slots
+        partial = x.new_empty(num * (_PLANES * width + 1), dtype=dtype)
+    _C.multi_aggregate(
+        adj.csr_structure,
+        _input(x, x_dst, edge, weight, slots, groups, min_variance),
+        out.data_ptr(),
+        address(mean if mean.numel() else None),
+        address(ties if ties.numel() else None),
+        address(partial),
+        index,
+        queue(index),
+    )
+    return out, mean, ties
+
+
+def gradients(
+    grad: Tensor,
+    x_src: Tensor,
+    x_dst: Tensor | None,
+    edge: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor,
+    mean: Tensor,
+    ties: Tensor,
+    slots: Sequence[int],
+    groups: int,
+    min_variance: float,
+    adjacency: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the sources, the destinations, the edges and their linear map; empty: not wanted."""
+    adj = from_handle(adjacency)
+    given_edge, given_weight = edge, weight
+    nothing = x_src.new_empty(0)
+    src_wanted, dst_wanted, edge_wanted, weight_wanted = wanted
+    grad, x, x_dst = grad.contiguous(), unit_stride(x_src), None if x_dst is None else unit_stride(x_dst)
+    edge, weight = _prepared_edges(edge, weight)
+    width, dtype = x.size(1), accumulation_dtype(x.dtype)
+    has_rows = edge is not None and weight is None
+    make = x.new_empty if width and adj.num_edges else x.new_zeros
+    grad_src = make(x.shape) if src_wanted else nothing
+    grad_dst = make((adj.num_dst, width)) if dst_wanted else nothing
+
+    def of_values(like: Tensor, *shape: int, wider: bool = False) -> Tensor:
+        every = adj.num_values == adj.num_edges and adj.num_edges > 0
+        make = torch.empty if every else torch.zeros
+        return make(shape, dtype=dtype if wider else like.dtype, device=like.device)
+
+    grad_edge = grad_weight = marks = None
+    parts = 1
+    if edge is not None and weight is not None:
+        if weight_wanted or not x.is_cuda:
+            parts = _CUDA_PARTS if x.is_cuda else _CPU_PARTS
+        if edge_wanted:
+            tiles = max(-(-width // _TILE), 1) if x.is_cuda else 1
+            grad_edge = of_values(edge, tiles, adj.num_values, edge.size(1), wider=True)
+        if weight_wanted:
+            grad_weight = x.new_zeros(parts, edge.size(1), width, dtype=dtype)
+    elif edge is not None and (edge_wanted or (x.is_cuda and src_wanted)):
+        grad_edge = of_values(edge, adj.num_values, width)  # the column pass on CUDA adds up its rows
+    if not x.is_cuda:
+        parts = _CPU_PARTS
+    slope = share = None
+    if width and adj.num_edges:
+        base = x.new_empty(adj.num_dst, width, dtype=dtype)
+        if _varies(slots):
+            slope = torch.empty_like(base)
+        if _has_extremum(slots):
+            share = x.new_empty(adj.num_dst, 2, width, dtype=dtype)
+            if x.is_cuda and not has_rows:
+                quads = -(-width // _QUAD)
+                marks = torch.empty(adj.num_values, quads, dtype=torch.uint8, device=x.device)
+        index, partial = device_index(x.device), None
+        if index >= 0:
+            if grad_weight is not None and not torch.cuda.is_current_stream_capturing():
+                adj.sort_slices()  # W's gradient is summed in their order, which must not change later
+            num = adj.t().row_split.num_slots
+            partial = x.new_empty(num, width, dtype=dtype) if num and src_wanted else None
+        _C.multi_aggregate_backward(
+            adj.csr_structure,
+            adj.t().csr_structure,
+            _input(x, x_dst, edge, weight, slots, groups, min_variance),
+            out.data_ptr(),
+            address(mean if mean.numel() else None),
+            address(ties if ties.numel() else None),
+            grad.data_ptr(),
+            address(base),
+            address(slope),
+            address(share),
+            address(marks),
+            address(grad_src if src_wanted else None),
+            address(grad_dst if dst_wanted else None),
+            address(grad_edge),
+            address(grad_weight),
+            parts,
+            adj.num_values,
+            address(partial),
+            index,
+            queue(index),
+        )
+    of_edge = of_weight = nothing
+    if edge_wanted and given_edge is not None and grad_edge is not None:
+        if not has_rows:
+            grad_edge = grad_edge.sum(0) if grad_edge.size(0) > 1 else grad_edge[0]
+            grad_edge = grad_edge[:, : given_edge.size(1)]
+        of_edge = cast(grad_edge, given_edge.dtype)
+    if grad_weight is not None and given_weight is not None:
+        of_weight = cast(grad_weight.sum(0)[: given_weight.size(1)].t().contiguous(), given_weight.dtype)
+    return grad_src, grad_dst, of_edge, of_weight
+
+
+# ---------------------------------------------------------------- gradients
+
+
+class _MultiAggregate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        x_dst: Tensor | None,
+        edge: Tensor | None,
+        weight: Tensor | None,
+        slots: Sequence[int],
+        groups: int,
+        min_variance: float,
+        num_dst: int,
+        adjacency: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        arguments = (x, x_dst, edge, weight, slots, groups, min_variance, num_dst, adjacency)
+        out, mean, ties = run("multi_aggregate", x, *arguments)
+        ctx.mark_non_differentiable(mean, ties)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, x_dst, edge, weight, out, mean, ties)
+        ctx.options = (list(slots), groups, min_variance)
+        ctx.adjacency, ctx.keep_alive = adjacency, keep_alive(adjacency)
+        return out, mean, ties
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 9
+        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[:4]
+        if torch.is_grad_enabled():
+
+            def compute(*inputs: Tensor | None) -> Tensor:
+                return unfused(ctx.keep_alive, *inputs, *ctx.options)  # type: ignore[arg-type]
+
+            return *unfused_gradients(compute, grad, tensors[:4], needed), *(None,) * 5
+        arguments = (*tensors, *ctx.options, ctx.adjacency, needed)
+        grads = differentiate("multi_aggregate_backward", grad, *arguments)
+        return *(it if needs else None for it, needs in zip(grads, needed, strict=True)), *(None,) * 5
+
+
+def unfused(
+    adj: Adjacency,
+    x: Tensor,
+    x_dst: Tensor | None,
+    edge: Tensor | None,
+    weight: Tensor | None,
+    slots: Sequence[int],
+    groups: int,
+    min_variance: float,
+) -> Tensor:
+    """The operator step by step, with every message in memory: differentiable any number of times."""
+    dtype, row = accumulation_dtype(x.dtype), adj.row().long()
+    message = x.to(dtype)[adj.col.long()]
+    if edge is not None:
+        features = (edge if adj.edge_id is None else edge[adj.edge_id.long()]).to(dtype)
+        message = message + (features if weight is None else F.linear(features, weight.to(dtype)))
+    if x_dst is not None:
+        message = message + x_dst.to(dtype)[row]
+    message = message.to(x.dtype).to(dtype)
+    zeros = message.new_zeros(adj.num_dst, x.size(1))
+    count = (
+        zeros.new_zeros(adj.num_dst).index_add(0, row, zeros.new_ones(adj.num_edges))[:, None].clamp(min=1)
+    )
+    index = row[:, None].expand_as(message)
+
+    def total(of: Tensor) -> Tensor:
+        return zeros.index_add(0, row, of)
+
+    def extremum(name: str) -> Tensor:
+        found = zeros.scatter_reduce(0, index, message.detach(), name, include_self=False)
+        chosen = (message.detach() == found[row]).to(dtype)
+        return total(message * chosen / total(chosen)[row])
+
+    def variance() -> Tensor:
+        return total((message - (total(message) / count)[row]).square()) / count
+
+    def deviation() -> Tensor:
+        found = variance()
+        deviates = found > min_variance
+        return torch.where(deviates, found.where(deviates, torch.ones_like(found)).sqrt(), 0.0)
+
+    compute = (
+        lambda: total(message),
+        lambda: total(message) / count,
+        lambda: extremum("amin"),
+        lambda: extremum("amax"),
+        variance,
+        deviation,
+    )
+    order = sorted((slot, number) for number, slot in enumerate(slots) if slot >= 0)
+    results = [compute[number]().unflatten(1, (groups, x.size(1) // groups)) for _, number in order]
+    return torch.stack(results, dim=2).flatten(1).to(x.dtype)
+
+
+# ---------------------------------------------------------------- registration
+
+
+def _fake(of: Any) -> tuple[Tensor, Tensor, Tensor]:
+    width, dtype, slots = of.x_src.size(1), accumulation_dtype(of.x_src.dtype), of.slots
+    return (
+        of.x_src.new_empty(of.num_dst, _num_slots(slots) * width),
+        of.x_src.new_empty(of.num_dst if _varies(slots) else 0, width, dtype=dtype),
+        of.x_src.new_empty(of.num_dst if _has_extremum(slots) else 0, 2, width, dtype=dtype),
+    )
+
+
+def _backward_fake(of: Any) -> tuple[Tensor, ...]:
+    sizes = [of.x_src.shape, (of.grad.size(0), of.x_src.size(1))]
+    sizes += [(0,) if given is None else given.shape for given in (of.edge, of.weight)]
+    return tuple(
+        of.x_src.new_empty(size if wanted else 0) for size, wanted in zip(sizes, of.wanted, strict=True)
+    )
+
+
+register(aggregate, _fake, _MultiAggregate, "multi_aggregate")
+register(gradients, _backward_fake, name="multi_aggregate_backward")
