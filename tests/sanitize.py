@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.ssd_slots import slotted_ssd
 from fastsparse_core import (
@@ -56,6 +56,8 @@ from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_panels import PanelLayout
 from fastsparse_core.formats.row_split import split_rows
 from fastsparse_core.fused import aggregate_linear as fused_aggregate_linear
+from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2
+from fastsparse_core.fused.attention_layer import attention_layer
 from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
 from fastsparse_core.ops._common import sum_of_rows
 from fastsparse_core.ops._spmm_plan import add_transposed
@@ -455,11 +457,34 @@ def messages(dtype: torch.dtype) -> None:
                 sum(each.sum() for each in gated_edges(adj, k, q, v, edge)).backward()
 
 
+def layers_of_attention(dtype: torch.dtype) -> None:
+    """GAT, GATv2 and the graph transformer as one call each way: what is around their attention."""
+    adj = Adjacency.from_coo(*_edges(300, 300, 4000, in_row=900, in_col=50), (300, 300)).to(DEVICE)
+    for width in LANE_WIDTHS:
+        x = features(300, 24, dtype=dtype).requires_grad_()
+        vectors = [draw(1, 2, width, dtype=dtype).requires_grad_() for _ in range(2)]
+        for score, num_maps, given in ((ADDITIVE, 1, vectors), (GATV2, 2, vectors[:1]), (DOT_PRODUCT, 4, ())):
+            maps = [nn.Linear(24, 2 * width, device=DEVICE, dtype=dtype) for _ in range(num_maps)]
+            bias = None if score is DOT_PRODUCT else draw(2 * width, dtype=dtype).requires_grad_()
+            with torch.enable_grad():
+                out = attention_layer(score, adj, x, maps, given, bias, heads=2, scale=0.2, dropout_p=0.3)
+                if out is not None:
+                    out.sum().backward()
+
+
 def softmax_of_edges(dtype: torch.dtype) -> None:
-    """edge_softmax and its gradient."""
+    """edge_softmax and its gradient, of 1, 4, 8 and 32 heads side by side."""
     adj = heavy()
-    weight = edge_softmax(adj, draw(adj.num_edges, 2, dtype=dtype))
-    _ops.edge_softmax_backward(weight, draw(adj.num_edges, 2, dtype=dtype), adj.handle)
+    for heads in (2, 4, 7, 40):
+        weight = edge_softmax(adj, draw(adj.num_edges, heads, dtype=dtype))
+        _ops.edge_softmax_backward(weight, draw(adj.num_edges, heads, dtype=dtype), adj.handle)
+
+
+def rows_by_index(dtype: torch.dtype) -> None:
+    """Rows gathered in words of every size."""
+    index = (torch.arange(900) * 37 % 300).to(DEVICE)
+    for width in (1, 2, 3, 7, 33, 64):
+        _ops.segment_gather(draw(300, width, dtype=dtype), index, None, index.numel())
 
 
 def segments(dtype: torch.dtype) -> None:
@@ -648,6 +673,7 @@ PARTS: dict[str, Part] = {
         "several-aggregations", "multi_aggregate multi_aggregate_backward", _TWO, several_aggregations
     ),
     **_by_dtype("messages", "edge_messages edge_messages_backward", _TWO, messages),
+    **_by_dtype("attention-layer", "attention_layer", _EACH, layers_of_attention),
     **_by_dtype("maxk", "maxk cbsr", _TWO, largest_entries),
     **_by_dtype("ssd", "ssd ssd_slots", _ALL, sparse_products),
     **_by_dtype("ssd-backward", "ssd_backward", _TWO, sparse_gradients),
@@ -662,7 +688,7 @@ PARTS: dict[str, Part] = {
             batches,
             *(
                 functools.partial(call, d)
-                for call in (softmax_of_edges, column_sums)
+                for call in (softmax_of_edges, column_sums, rows_by_index)
                 for d in (F64, F32, F16, BF16)
             ),
         ),
