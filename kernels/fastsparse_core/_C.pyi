@@ -768,6 +768,29 @@ class EdgeMessageInput:
         bias: int,
     ) -> None: ...
 
+def lay_out_edge_maps(
+    weight: int,
+    weight_stride: int,
+    added: int,
+    added_stride: int,
+    of_value: int,
+    of_value_stride: int,
+    bias: int,
+    given_width: int,
+    given_edge_width: int,
+    dtype: int,
+    out: int,
+    width: int,
+    edge_width: int,
+    device: int,
+    queue: int,
+) -> None: ...
+
+class EdgeMapGradients:
+    def __init__(
+        self, weight: int, of_value: int, bias: int, features: int, width: int, edge_width: int, dtype: int
+    ) -> None: ...
+
 def edge_messages(
     structure: CsrStructure,
     input: EdgeMessageInput,
@@ -776,6 +799,7 @@ def edge_messages(
     state: int,
     positive: int,
     sign_bytes: int,
+    root: int,
     partial: int,
     partial_side: int,
     device: int,
@@ -795,6 +819,7 @@ def edge_messages_backward(
     grad_state_stride: int,
     positive: int,
     sign_bytes: int,
+    root: int,
     num_values: int,
     grad_q: int,
     grad_v: int,
@@ -803,6 +828,7 @@ def edge_messages_backward(
     grad_weight: int,
     grad_of_value: int,
     groups: int,
+    maps: EdgeMapGradients,
     partial_q: int,
     partial_v: int,
     device: int,

@@ -144,6 +144,19 @@ struct MessageLane {
     }
   }
 
+  // Adds root times the slice's row of x to `sum`, if the slice begins that row.
+  __device__ __forceinline__ void add_root(A (&sum)[kTileFeatures], const void* root, const DenseView& x,
+                                           const CsrView& a, const RowSplitView& split,
+                                           const RowSlice& slice) const {
+    if (root == nullptr) return;
+    const std::int64_t row = row_of(split, slice);
+    if (slice.target < 0 && slice.begin != a.rowptr[row]) return;
+    const A factor = widen(*static_cast<const T*>(root));
+    const TileRow<T> own = load(x, row);
+#pragma unroll
+    for (int i = 0; i < kTileFeatures; ++i) sum[i] += factor * own[i];
+  }
+
   // The result of a slice: of a whole row, or to its slot.
   __device__ __forceinline__ void store_sum(const RowSlice& slice, void* out, void* partial,
                                             const A (&sum)[kTileFeatures]) const {
