@@ -845,7 +845,8 @@ void lay_out_edge_maps(Address weight, std::int64_t weight_stride, Address added
 }
 
 void edge_messages(const CsrStructure& structure, const EdgeMessageInput& input, Address out, Address side,
-                   Address state, Address positive, std::int64_t sign_bytes, Address root, Address partial,
+                   Address state, Address positive, std::int64_t sign_bytes, Address root,
+                   std::int64_t root_stride, Address eps, Address scale, Address partial,
                    Address partial_side, int device, Address queue) {
   const EdgeMessageArgs args{structure.a,
                              structure.split,
@@ -855,7 +856,9 @@ void edge_messages(const CsrStructure& structure, const EdgeMessageInput& input,
                              at(state),
                              at<std::uint8_t>(positive),
                              sign_bytes,
-                             at(root),
+                             {at(root), root_stride},
+                             at(eps),
+                             at(scale),
                              at(partial),
                              at(partial_side)};
   FASTSPARSE_RUN(edge_messages, args, device, queue);
@@ -870,7 +873,7 @@ void edge_messages_backward(const CsrStructure& structure, const CsrStructure& t
                             const EdgeMessageInput& input, Address grad, std::int64_t grad_stride,
                             Address grad_side, std::int64_t grad_side_stride, Address state,
                             std::int64_t state_stride, Address grad_state, std::int64_t grad_state_stride,
-                            Address positive, std::int64_t sign_bytes, Address root, std::int64_t num_values,
+                            Address positive, std::int64_t sign_bytes, Address scale, std::int64_t num_values,
                             Address grad_q, Address grad_v, Address grad_edge, Address grad_features,
                             Address grad_weight, Address grad_of_value, std::int64_t groups,
                             const EdgeMapGradients& maps, Address partial_q, Address partial_v, int device,
@@ -886,7 +889,7 @@ void edge_messages_backward(const CsrStructure& structure, const CsrStructure& t
                                      {at(grad_state), grad_state_stride},
                                      at<std::uint8_t>(positive),
                                      sign_bytes,
-                                     at(root),
+                                     at(scale),
                                      num_values,
                                      at(grad_q),
                                      at(grad_v),

@@ -34,9 +34,16 @@ FASTSPARSE_INLINE void add_row(const T* from, std::vector<Acc<T>>& to) {
 }
 
 template <typename T>
-FASTSPARSE_INLINE void add_scaled(const void* factor, const T* from, std::vector<Acc<T>>& to) {
-  const Acc<T> by = widen(*static_cast<const T*>(factor));
+FASTSPARSE_INLINE void add_scaled(Acc<T> by, const T* from, std::vector<Acc<T>>& to) {
   for (std::size_t i = 0; i < to.size(); ++i) to[i] += by * widen(from[i]);
+}
+
+// 1 + eps, rounded to T as PyTorch's sum is.
+template <typename T>
+Acc<T> one_plus(const void* eps) {
+  T rounded;
+  narrow(Acc<T>{1} + widen(*static_cast<const T*>(eps)), &rounded);
+  return widen(rounded);
 }
 
 template <typename T>
@@ -149,6 +156,7 @@ FASTSPARSE_INLINE void send(const EdgeMessageArgs& args, std::int64_t row_begin,
   const bool with_state = input.message == EdgeMessage::kGateAndState;
   Message<T> message(input);
   std::vector<A> sum(width), side(width);
+  const A scale = args.eps == nullptr ? A{1} : one_plus<T>(args.eps);
   for (std::int64_t row = row_begin; row < row_end; ++row) {
     std::fill(sum.begin(), sum.end(), A{0});
     std::fill(side.begin(), side.end(), A{0});
@@ -169,7 +177,7 @@ FASTSPARSE_INLINE void send(const EdgeMessageArgs& args, std::int64_t row_begin,
       if (args.positive == nullptr) continue;
       keep_signs(message.z, args.positive + position * args.sign_bytes, args.sign_bytes);
     }
-    if (args.root != nullptr) add_scaled<T>(args.root, row_of<T>(input.q, row), sum);
+    if (args.root.data != nullptr) add_scaled<T>(scale, row_of<T>(args.root, row), sum);
     narrow_row<T>(sum, args.out, row);
     if (args.side != nullptr) narrow_row<T>(side, args.side, row);
   }
@@ -187,6 +195,7 @@ FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args
   std::vector<A>&z = message.z, &value = message.value;
   std::vector<A> grad(width), side(width), grad_state(width), grad_q(width), grad_v(width), q(width),
       v(width);
+  const A scale = args.scale == nullptr ? A{0} : widen(*static_cast<const T*>(args.scale));
   for (std::int64_t source = begin; source < end; ++source) {
     std::fill(grad_q.begin(), grad_q.end(), A{0});
     std::fill(grad_v.begin(), grad_v.end(), A{0});
@@ -231,7 +240,7 @@ FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args
         static_cast<A*>(args.grad_features)[position * edge_width + a] = total;
       }
     }
-    if (args.root != nullptr) add_scaled<T>(args.root, row_of<T>(args.grad, source), grad_q);
+    if (args.scale != nullptr) add_scaled<T>(scale, row_of<T>(args.grad, source), grad_q);
     narrow_row<T>(grad_q, args.grad_q, source);
     if (message.gated) narrow_row<T>(grad_v, args.grad_v, source);
   }
@@ -359,6 +368,8 @@ void lay_out_edge_maps(const EdgeMapsArgs& args, int /*threads*/) {
 
 void edge_messages(const EdgeMessageArgs& args, int threads) {
   with_type(args.input.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (args.scale != nullptr) narrow(one_plus<T>(args.eps), static_cast<T*>(args.scale));
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (work(args.a, args.input) > kSerialWork)
     for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
       rows(type, args, row, std::min(row + kRowsPerTask, args.a.num_rows));

@@ -94,7 +94,16 @@ __global__ void __launch_bounds__(kMessageThreads, kMessageBlocks<T>)
       }
     }
   }
-  if constexpr (!kGated) lane.add_root(sum, args.root, input.q, args.a, args.split, slice);
+  if (!kState && args.root.data != nullptr) {
+    A scale = 1;
+    if (!kGated && args.eps != nullptr) {
+      const T rounded = narrow<T>(A{1} + widen(*static_cast<const T*>(args.eps)));
+      scale = widen(rounded);
+      const bool is_first = lane.group == 0 && lane.sub == 0 && blockIdx.y == 0;
+      if (is_first && args.scale != nullptr) *static_cast<T*>(args.scale) = rounded;
+    }
+    lane.add_root(sum, args.root, scale, args.a, args.split, slice);
+  }
   lane.store_sum(slice, args.out, args.partial, sum);
   if (kGated && args.side != nullptr) lane.store_sum(slice, args.side, args.partial_side, side);
 }

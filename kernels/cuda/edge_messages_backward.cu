@@ -198,7 +198,10 @@ __global__ void __launch_bounds__(kMessageThreads, kMessageBlocks<T>)
     }
   }
   if (lane.group >= args.split_t.num_slices) return;
-  if constexpr (!kGated) lane.add_root(grad_q, args.root, args.grad, args.a_t, args.split_t, slice);
+  if (!kGated && args.scale != nullptr) {
+    const A scale = widen(*static_cast<const T*>(args.scale));
+    lane.add_root(grad_q, args.grad, scale, args.a_t, args.split_t, slice);
+  }
   lane.store_sum(slice, args.grad_q, args.partial_q, grad_q);
   if constexpr (kGated) lane.store_sum(slice, args.grad_v, args.partial_v, grad_v);
 }

@@ -101,7 +101,7 @@ def gine_layer(
         out: Tensor = apply(x, edge, weight, bias, after, after_bias, eps, adj)
         return out
     operands = Operands.of(launch.RELU, None, x, None, edge, weight, None, bias)
-    out = launch.forward(adj, operands, x.shape[1], False, 1 + eps)[0]
+    out = launch.forward(adj, operands, x.shape[1], False, operands.q, eps)[0]
     return out if after is None else F.linear(out, after, after_bias)
 
 
@@ -119,8 +119,11 @@ class _Gine(torch.autograd.Function):
         adj: Adjacency,
     ) -> Tensor:
         operands = Operands.of(launch.RELU, None, x, None, edge, weight, None, bias)
-        scale = 1 + eps
-        out, _, _, positive = launch.forward(adj, operands, x.shape[1], any(ctx.needs_input_grad), scale)
+        # Kept, for eps may be written before the backward pass.
+        scale, is_differentiated = eps.new_empty(eps.shape), any(ctx.needs_input_grad)
+        out, _, _, positive = launch.forward(
+            adj, operands, x.shape[1], is_differentiated, operands.q, eps, scale
+        )
         ctx.set_materialize_grads(False)
         ctx.adj = adj
         as_read = (operands.edge, operands.maps) if weight is not None else (None, None)
@@ -165,7 +168,7 @@ class _Gine(torch.autograd.Function):
             grad.shape[1],
             edge.shape[1],
             positive=positive,
-            root=scale,
+            scale=scale,
             edge_wanted=needs[1],
             weight_wanted=needs[2],
             bias_wanted=needs[3],
@@ -246,18 +249,18 @@ class _Gated(torch.autograd.Function):
             of_query, of_value, of_key = of_edges.split(width)
             if root is not None:
                 of_nodes = torch.cat((of_nodes, root))
-        rows = F.linear(x, of_nodes if root is None else of_nodes[: 3 * width], torch.cat(biases))
-        query, value, key = rows.split(width, 1)
+        if root is not None:
+            biases = (*biases, x.new_zeros(width) if bias is None else bias)
+        query, value, key, *own = F.linear(x, of_nodes, torch.cat(biases)).split(width, 1)
         # Both ends of an edge see its features: the gate's map is the sum of theirs.
         operands = Operands.of(launch.GATE, key, query, value, edge, of_query, of_value, added=of_key)
-        out, slope, _, _ = launch.forward(adj, operands, width, any(ctx.needs_input_grad))
+        of_root = launch.rows(own[0]) if own else None
+        out, slope, _, _ = launch.forward(adj, operands, width, any(ctx.needs_input_grad), of_root)
         ctx.set_materialize_grads(False)
         ctx.adj = adj
         # Operands are the rows themselves or, where those must be padded, copies.
         ctx.save_for_backward(x, edge, root, bias, *maps, of_nodes, slope, *operands[1:])
-        if root is not None:
-            out.addmm_(x, root.t())
-        return out if bias is None else out.add_(bias)
+        return out if bias is None or root is not None else out.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:

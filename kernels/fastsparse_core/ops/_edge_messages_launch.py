@@ -196,7 +196,13 @@ def _laid_out(
 
 
 def forward(
-    adj: Adjacency, operands: Operands, width: int, side_wanted: bool, root: Tensor | None = None
+    adj: Adjacency,
+    operands: Operands,
+    width: int,
+    side_wanted: bool,
+    root: Tensor | None = None,
+    eps: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Sums of messages, and what the message brings besides (None where it does not).
 
@@ -205,7 +211,9 @@ def forward(
         operands: what the kernels read.
         width: of the results.
         side_wanted: whether relu's signs, or the sums of the gates' slopes, are kept for the backward pass.
-        root: one number by which q is added to the sums, in its dtype; relu on square structures only.
+        root: (num_dst, width) rows that are added to the sums of relu or gates, as kernels read rows.
+        eps: one number: root is added 1 + eps times; relu only.
+        scale: one number that gets 1 + eps, in the dtype of q.
 
     Returns:
         (num_dst, width) sums; the gates' (num_dst, width); the state (num_values, width); signs.
@@ -235,7 +243,9 @@ def forward(
         0 if state is None else state.data_ptr(),
         0 if positive is None else positive.data_ptr(),
         sign_width,
-        0 if root is None else root.data_ptr(),
+        *_place(root),
+        0 if eps is None else eps.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
         0 if partial is None else partial.data_ptr(),
         0 if partial_side is None else partial_side.data_ptr(),
         index,
@@ -283,7 +293,7 @@ def backward(
     state: Tensor | None = None,
     grad_state: Tensor | None = None,
     positive: Tensor | None = None,
-    root: Tensor | None = None,
+    scale: Tensor | None = None,
     edge_wanted: bool,
     weight_wanted: bool = False,
     bias_wanted: bool = False,
@@ -301,7 +311,7 @@ def backward(
         state: of the forward pass.
         grad_state: None: 0.
         positive: signs of the forward pass.
-        root: as of the forward pass.
+        scale: of the forward pass.
         edge_wanted: whether edges' rows or raw features want a gradient.
         weight_wanted: whether the maps do.
         bias_wanted: whether relu's bias does.
@@ -356,7 +366,7 @@ def backward(
         *_place(grad_state),
         0 if positive is None else positive.data_ptr(),
         0 if positive is None else positive.shape[1],
-        0 if root is None else root.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
         adj.num_values,
         grad_q.data_ptr(),
         0 if grad_v is None else grad_v.data_ptr(),

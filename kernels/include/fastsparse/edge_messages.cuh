@@ -144,14 +144,12 @@ struct MessageLane {
     }
   }
 
-  // Adds root times the slice's row of x to `sum`, if the slice begins that row.
-  __device__ __forceinline__ void add_root(A (&sum)[kTileFeatures], const void* root, const DenseView& x,
+  // Adds the slice's row of x, `factor` times, to `sum`, if the slice begins that row.
+  __device__ __forceinline__ void add_root(A (&sum)[kTileFeatures], const DenseView& x, A factor,
                                            const CsrView& a, const RowSplitView& split,
                                            const RowSlice& slice) const {
-    if (root == nullptr) return;
     const std::int64_t row = row_of(split, slice);
     if (slice.target < 0 && slice.begin != a.rowptr[row]) return;
-    const A factor = widen(*static_cast<const T*>(root));
     const TileRow<T> own = load(x, row);
 #pragma unroll
     for (int i = 0; i < kTileFeatures; ++i) sum[i] += factor * own[i];

@@ -49,7 +49,9 @@ struct EdgeMessageArgs {
   void* state;  // (num_values, width): z; kGateAndState only
   std::uint8_t* positive;  // (num_values, sign_bytes): a bit for every z > 0, null: not wanted; relu only
   std::int64_t sign_bytes;
-  const void* root;    // one number in dtype: out_i += root q_i of a square structure; null: 0; relu only
+  DenseView root;      // (num_rows, width): out_i += root_i, of relu (1 + eps) root_i; null data: nothing
+  const void* eps;     // one number in dtype; relu with root only
+  void* scale;         // 1 + eps in dtype, null: not wanted
   void* partial;       // (num_slots, width) in the accumulation type; CUDA only, as all partial results
   void* partial_side;  // (num_slots, width)
 };
@@ -77,7 +79,7 @@ struct EdgeMessageBackwardArgs {
   DenseView grad_state;  // (num_values, width), null data: 0
   const std::uint8_t* positive;
   std::int64_t sign_bytes;
-  const void* root;  // of out, as forward: grad_q_i += root grad_i; null: 0
+  const void* scale;  // of the forward pass: grad_q_i += scale grad_i; null: 0; relu only
   std::int64_t num_values;
   void* grad_q;         // (num_cols, width)
   void* grad_v;         // (num_cols, width); gates only
