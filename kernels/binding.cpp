@@ -909,23 +909,57 @@ EdgeMessageInput edge_message_input(int message, int dtype, std::int64_t width, 
           static_cast<Dtype>(dtype)};
 }
 
+void lay_out_edge_maps(Address weight, std::int64_t weight_stride, Address added, std::int64_t added_stride,
+                       Address of_value, std::int64_t of_value_stride, Address bias, std::int64_t given_width,
+                       std::int64_t given_edge_width, int dtype, Address out, std::int64_t width,
+                       std::int64_t edge_width, int device, Address queue) {
+  const EdgeMapsArgs args{{at(weight), weight_stride},
+                          {at(added), added_stride},
+                          {at(of_value), of_value_stride},
+                          at(bias),
+                          given_width,
+                          given_edge_width,
+                          static_cast<Dtype>(dtype),
+                          at(out),
+                          width,
+                          edge_width};
+  FASTSPARSE_RUN(lay_out_edge_maps, args, device, queue);
+}
+
 void edge_messages(const CsrStructure& structure, const EdgeMessageInput& input, Address out, Address side,
-                   Address state, Address positive, std::int64_t sign_bytes, Address partial,
+                   Address state, Address positive, std::int64_t sign_bytes, Address root,
+                   std::int64_t root_stride, Address eps, Address scale, Address partial,
                    Address partial_side, int device, Address queue) {
-  const EdgeMessageArgs args{
-      structure.a, structure.split, input,           at(out), at(side), at(state), at<std::uint8_t>(positive),
-      sign_bytes,  at(partial),     at(partial_side)};
+  const EdgeMessageArgs args{structure.a,
+                             structure.split,
+                             input,
+                             at(out),
+                             at(side),
+                             at(state),
+                             at<std::uint8_t>(positive),
+                             sign_bytes,
+                             {at(root), root_stride},
+                             at(eps),
+                             at(scale),
+                             at(partial),
+                             at(partial_side)};
   FASTSPARSE_RUN(edge_messages, args, device, queue);
+}
+
+EdgeMapGradients edge_map_gradients(Address weight, Address of_value, Address bias, Address features,
+                                    std::int64_t width, std::int64_t edge_width, int dtype) {
+  return {at(weight), at(of_value), at(bias), at(features), width, edge_width, static_cast<Dtype>(dtype)};
 }
 
 void edge_messages_backward(const CsrStructure& structure, const CsrStructure& transposed,
                             const EdgeMessageInput& input, Address grad, std::int64_t grad_stride,
                             Address grad_side, std::int64_t grad_side_stride, Address state,
                             std::int64_t state_stride, Address grad_state, std::int64_t grad_state_stride,
-                            Address positive, std::int64_t sign_bytes, std::int64_t num_values,
+                            Address positive, std::int64_t sign_bytes, Address scale, std::int64_t num_values,
                             Address grad_q, Address grad_v, Address grad_edge, Address grad_features,
                             Address grad_weight, Address grad_of_value, std::int64_t groups,
-                            Address partial_q, Address partial_v, int device, Address queue) {
+                            const EdgeMapGradients& maps, Address partial_q, Address partial_v, int device,
+                            Address queue) {
   const EdgeMessageBackwardArgs args{structure.a,
                                      structure.split,
                                      transposed.a,
@@ -937,6 +971,7 @@ void edge_messages_backward(const CsrStructure& structure, const CsrStructure& t
                                      {at(grad_state), grad_state_stride},
                                      at<std::uint8_t>(positive),
                                      sign_bytes,
+                                     at(scale),
                                      num_values,
                                      at(grad_q),
                                      at(grad_v),
@@ -945,6 +980,7 @@ void edge_messages_backward(const CsrStructure& structure, const CsrStructure& t
                                      at(grad_weight),
                                      at(grad_of_value),
                                      groups,
+                                     maps,
                                      at(partial_q),
                                      at(partial_v)};
   FASTSPARSE_RUN(edge_messages_backward, args, device, queue);
@@ -1562,6 +1598,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("edge_attention", &edge_attention);
   m.def("edge_attention_backward", &edge_attention_backward);
   py::class_<EdgeMessageInput>(m, "EdgeMessageInput").def(py::init(&edge_message_input));
+  py::class_<EdgeMapGradients>(m, "EdgeMapGradients").def(py::init(&edge_map_gradients));
+  m.def("lay_out_edge_maps", &lay_out_edge_maps);
   m.def("edge_messages", &edge_messages);
   m.def("edge_messages_backward", &edge_messages_backward);
   py::class_<MultiAggregateInput>(m, "MultiAggregateInput").def(py::init(&multi_aggregate_input));

@@ -34,6 +34,19 @@ FASTSPARSE_INLINE void add_row(const T* from, std::vector<Acc<T>>& to) {
 }
 
 template <typename T>
+FASTSPARSE_INLINE void add_scaled(Acc<T> by, const T* from, std::vector<Acc<T>>& to) {
+  for (std::size_t i = 0; i < to.size(); ++i) to[i] += by * widen(from[i]);
+}
+
+// 1 + eps, rounded to T as PyTorch's sum is.
+template <typename T>
+Acc<T> one_plus(const void* eps) {
+  T rounded;
+  narrow(Acc<T>{1} + widen(*static_cast<const T*>(eps)), &rounded);
+  return widen(rounded);
+}
+
+template <typename T>
 FASTSPARSE_INLINE void narrow_row(const std::vector<Acc<T>>& from, void* to, std::int64_t row) {
   T* at = static_cast<T*>(to) + row * static_cast<std::int64_t>(from.size());
   for (std::size_t i = 0; i < from.size(); ++i) narrow(from[i], at + i);
@@ -143,6 +156,7 @@ FASTSPARSE_INLINE void send(const EdgeMessageArgs& args, std::int64_t row_begin,
   const bool with_state = input.message == EdgeMessage::kGateAndState;
   Message<T> message(input);
   std::vector<A> sum(width), side(width);
+  const A scale = args.eps == nullptr ? A{1} : one_plus<T>(args.eps);
   for (std::int64_t row = row_begin; row < row_end; ++row) {
     std::fill(sum.begin(), sum.end(), A{0});
     std::fill(side.begin(), side.end(), A{0});
@@ -163,6 +177,7 @@ FASTSPARSE_INLINE void send(const EdgeMessageArgs& args, std::int64_t row_begin,
       if (args.positive == nullptr) continue;
       keep_signs(message.z, args.positive + position * args.sign_bytes, args.sign_bytes);
     }
+    if (args.root.data != nullptr) add_scaled<T>(scale, row_of<T>(args.root, row), sum);
     narrow_row<T>(sum, args.out, row);
     if (args.side != nullptr) narrow_row<T>(side, args.side, row);
   }
@@ -180,6 +195,7 @@ FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args
   std::vector<A>&z = message.z, &value = message.value;
   std::vector<A> grad(width), side(width), grad_state(width), grad_q(width), grad_v(width), q(width),
       v(width);
+  const A scale = args.scale == nullptr ? A{0} : widen(*static_cast<const T*>(args.scale));
   for (std::int64_t source = begin; source < end; ++source) {
     std::fill(grad_q.begin(), grad_q.end(), A{0});
     std::fill(grad_v.begin(), grad_v.end(), A{0});
@@ -224,9 +240,15 @@ FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args
         static_cast<A*>(args.grad_features)[position * edge_width + a] = total;
       }
     }
+    if (args.scale != nullptr) add_scaled<T>(scale, row_of<T>(args.grad, source), grad_q);
     narrow_row<T>(grad_q, args.grad_q, source);
     if (message.gated) narrow_row<T>(grad_v, args.grad_v, source);
   }
+}
+
+// Rows that a group has for dW, and for dbias beside it, which relu's terms give.
+std::int64_t rows_of_group(const EdgeMessageInput& input) {
+  return input.edge_width + (input.message == EdgeMessage::kRelu ? 1 : 0);
 }
 
 // dW and dU of a group of rows.
@@ -236,11 +258,12 @@ FASTSPARSE_INLINE void differentiate_weights(const EdgeMessageBackwardArgs& args
   using A = Acc<T>;
   const EdgeMessageInput& input = args.input;
   const std::int64_t width = input.width, edge_width = input.edge_width;
-  A* grad_weight = static_cast<A*>(args.grad_weight) + group * edge_width * width;
-  A* grad_of_value = static_cast<A*>(args.grad_of_value) + group * edge_width * width;
   Message<T> message(input);
-  std::fill(grad_weight, grad_weight + edge_width * width, A{0});
-  if (message.gated) std::fill(grad_of_value, grad_of_value + edge_width * width, A{0});
+  const std::int64_t size = rows_of_group(input) * width;
+  A* grad_weight = static_cast<A*>(args.grad_weight) + group * size;
+  A* grad_of_value = message.gated ? static_cast<A*>(args.grad_of_value) + group * size : nullptr;
+  std::fill(grad_weight, grad_weight + size, A{0});
+  if (message.gated) std::fill(grad_of_value, grad_of_value + size, A{0});
   std::vector<A>&z = message.z, &value = message.value, grad(width);
   for (std::int64_t row = row_begin; row < row_end; ++row) {
     widen_row(row_of<T>(args.grad, row), grad);
@@ -257,6 +280,8 @@ FASTSPARSE_INLINE void differentiate_weights(const EdgeMessageBackwardArgs& args
       } else {
         message.set_features(position);
         where_positive(args.positive + position * args.sign_bytes, grad, z);
+        A* of_bias = grad_weight + edge_width * width;
+        for (std::int64_t f = 0; f < width; ++f) of_bias[f] += z[f];
       }
       for (std::int64_t a = 0; a < edge_width; ++a) {
         const A feature = message.features[a];
@@ -266,6 +291,55 @@ FASTSPARSE_INLINE void differentiate_weights(const EdgeMessageBackwardArgs& args
       }
     }
   }
+}
+
+// The groups' parts of dW, dbias and dU added up, in float64 as on CUDA, and transposed.
+template <typename U, typename A>
+void sum_groups(const EdgeMessageBackwardArgs& args) {
+  const std::int64_t width = args.input.width, size = rows_of_group(args.input) * width;
+  const EdgeMapGradients& to = args.maps;
+  std::vector<double> sums(size);
+  const auto add = [&](const void* parts) {
+    std::fill(sums.begin(), sums.end(), 0.0);
+    for (std::int64_t group = 0; group < args.groups; ++group) {
+      const A* part = static_cast<const A*>(parts) + group * size;
+      for (std::int64_t i = 0; i < size; ++i) sums[i] += part[i];
+    }
+  };
+  const auto store = [&](void* map) {
+    for (std::int64_t f = 0; map != nullptr && f < to.width; ++f) {
+      for (std::int64_t a = 0; a < to.edge_width; ++a) {
+        narrow(static_cast<Acc<U>>(sums[a * width + f]), static_cast<U*>(map) + f * to.edge_width + a);
+      }
+    }
+  };
+  add(args.grad_weight);
+  store(to.weight);
+  for (std::int64_t f = 0; to.bias != nullptr && f < to.width; ++f) {
+    narrow(static_cast<Acc<U>>(sums[args.input.edge_width * width + f]), static_cast<U*>(to.bias) + f);
+  }
+  if (args.grad_of_value == nullptr) return;
+  add(args.grad_of_value);
+  store(to.of_value);
+}
+
+template <typename T>
+void lay_out_maps(const EdgeMapsArgs& args) {
+  Acc<T>* out = static_cast<Acc<T>*>(args.out);
+  const auto transpose = [&](const DenseView& map, const DenseView& added) {
+    for (std::int64_t f = 0; f < args.given_width; ++f) {
+      const T* from = row_of<T>(map, f);
+      const T* more = added.data == nullptr ? nullptr : row_of<T>(added, f);
+      for (std::int64_t a = 0; a < args.given_edge_width; ++a) {
+        out[a * args.width + f] = widen(from[a]) + (more == nullptr ? Acc<T>{0} : widen(more[a]));
+      }
+    }
+    out += args.edge_width * args.width;
+  };
+  transpose(args.weight, args.added);
+  if (args.of_value.data != nullptr) transpose(args.of_value, {});
+  const T* bias = static_cast<const T*>(args.bias);
+  for (std::int64_t f = 0; bias != nullptr && f < args.given_width; ++f) out[f] = widen(bias[f]);
 }
 
 // Plain functions per type: the compiler multi-versions functions, not templates.
@@ -288,8 +362,14 @@ FASTSPARSE_MESSAGES(BFloat16)
 
 }  // namespace
 
+void lay_out_edge_maps(const EdgeMapsArgs& args, int /*threads*/) {
+  with_type(args.dtype, [&](auto type) { lay_out_maps<decltype(type)>(args); });
+}
+
 void edge_messages(const EdgeMessageArgs& args, int threads) {
   with_type(args.input.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (args.scale != nullptr) narrow(one_plus<T>(args.eps), static_cast<T*>(args.scale));
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (work(args.a, args.input) > kSerialWork)
     for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
       rows(type, args, row, std::min(row + kRowsPerTask, args.a.num_rows));
@@ -311,6 +391,14 @@ void edge_messages_backward(const EdgeMessageBackwardArgs& args, int threads) {
         weights(type, args, group, count * group / groups, count * (group + 1) / groups);
       }
     }
+    using A = Acc<decltype(type)>;
+    if (args.grad_features != nullptr && args.grad_features != args.maps.features) {
+      const A* from = static_cast<const A*>(args.grad_features);
+      auto* to = static_cast<decltype(type)*>(args.maps.features);
+      for (std::int64_t i = 0; i < args.num_values * args.maps.edge_width; ++i) narrow(from[i], to + i);
+    }
+    if (groups == 0) return;
+    with_type(args.maps.dtype, [&](auto of_map) { sum_groups<decltype(of_map), A>(args); });
   });
 }
 

@@ -15,6 +15,12 @@
 namespace fastsparse::cuda {
 namespace {
 
+constexpr int kMapThreads = 256;
+
+__host__ __device__ std::int64_t map_rows(const EdgeMapsArgs& args) {
+  return args.edge_width * (args.of_value.data == nullptr ? 1 : 2) + (args.bias == nullptr ? 0 : 1);
+}
+
 template <typename T, EdgeMessage kMessage, bool kRaw>
 __global__ void __launch_bounds__(kMessageThreads, kMessageBlocks<T>)
     edge_messages_kernel(const __grid_constant__ EdgeMessageArgs args, int lanes) {
@@ -88,8 +94,41 @@ __global__ void __launch_bounds__(kMessageThreads, kMessageBlocks<T>)
       }
     }
   }
+  if (!kState && args.root.data != nullptr) {
+    A scale = 1;
+    if (!kGated && args.eps != nullptr) {
+      const T rounded = narrow<T>(A{1} + widen(*static_cast<const T*>(args.eps)));
+      scale = widen(rounded);
+      const bool is_first = lane.group == 0 && lane.sub == 0 && blockIdx.y == 0;
+      if (is_first && args.scale != nullptr) *static_cast<T*>(args.scale) = rounded;
+    }
+    lane.add_root(sum, args.root, scale, args.a, args.split, slice);
+  }
   lane.store_sum(slice, args.out, args.partial, sum);
   if (kGated && args.side != nullptr) lane.store_sum(slice, args.side, args.partial_side, side);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kMapThreads)
+    lay_out_maps_kernel(const __grid_constant__ EdgeMapsArgs args) {
+  using A = Acc<T>;
+  const std::int64_t index = static_cast<std::int64_t>(blockIdx.x) * kMapThreads + threadIdx.x;
+  if (index >= map_rows(args) * args.width) return;
+  const std::int64_t row = index / args.width, f = index % args.width;
+  const bool is_value = row >= args.edge_width && args.of_value.data != nullptr && row < 2 * args.edge_width;
+  const bool is_bias = !is_value && row >= args.edge_width;
+  const std::int64_t a = is_value ? row - args.edge_width : row;
+  A found = 0;
+  if (f < args.given_width && (is_bias || a < args.given_edge_width)) {
+    const auto at = [&](const DenseView& map) { return widen(row_from<T>(map, f)[a]); };
+    if (is_bias) {
+      found = widen(static_cast<const T*>(args.bias)[f]);
+    } else {
+      found = at(is_value ? args.of_value : args.weight);
+      if (!is_value && args.added.data != nullptr) found += at(args.added);
+    }
+  }
+  static_cast<A*>(args.out)[index] = found;
 }
 
 template <typename T>
@@ -110,6 +149,16 @@ void launch(const EdgeMessageArgs& args, cudaStream_t stream) {
 }
 
 }  // namespace
+
+int lay_out_edge_maps(const EdgeMapsArgs& args, void* stream) {
+  const std::int64_t size = map_rows(args) * args.width;
+  if (size == 0) return cudaSuccess;
+  with_type(args.dtype, [&](auto type) {
+    lay_out_maps_kernel<decltype(type)>
+        <<<ceil_div(size, kMapThreads), kMapThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
+  });
+  return cudaGetLastError();
+}
 
 int edge_messages(const EdgeMessageArgs& args, void* stream) {
   with_type(args.input.dtype,

@@ -11,8 +11,8 @@
 //   dO_i and k_i (gates: 2 E F T), or dO_i and dside_i beside rows of edges (with state). It also writes de
 //   or da.
 // - The weight pass goes over the rows once more for dW and dU: relu reads signs and raw features only, gates
-//   gather again. A group of lanes adds up every `groups`-th slice in registers, and the caller adds the
-//   groups.
+//   gather again. A group of lanes adds up every `groups`-th slice in registers.
+// - Two small kernels add the groups, in float64, and the tiles of da.
 
 #include "fastsparse/edge_messages.cuh"
 
@@ -198,8 +198,17 @@ __global__ void __launch_bounds__(kMessageThreads, kMessageBlocks<T>)
     }
   }
   if (lane.group >= args.split_t.num_slices) return;
+  if (!kGated && args.scale != nullptr) {
+    const A scale = widen(*static_cast<const T*>(args.scale));
+    lane.add_root(grad_q, args.grad, scale, args.a_t, args.split_t, slice);
+  }
   lane.store_sum(slice, args.grad_q, args.partial_q, grad_q);
   if constexpr (kGated) lane.store_sum(slice, args.grad_v, args.partial_v, grad_v);
+}
+
+// Rows that a group has for dW, and for dbias beside it, which relu's terms give.
+__host__ __device__ inline std::int64_t rows_of_group(const EdgeMessageInput& input) {
+  return input.edge_width + (input.message == EdgeMessage::kRelu ? 1 : 0);
 }
 
 // Raw features whose part of dW a lane keeps in registers; more of them are more blocks.
@@ -226,7 +235,7 @@ __global__ void __launch_bounds__(kMessageThreads, kWeightBlocks<T, kGated>)
   if (lane.group >= args.groups) return;
   const bool of_value = kGated && blockIdx.z % 2 != 0;
   const std::int64_t first = static_cast<std::int64_t>(kGated ? blockIdx.z / 2 : blockIdx.z) * kFeatures;
-  A acc[kFeatures][kTileFeatures] = {};
+  A acc[kFeatures][kTileFeatures] = {}, of_bias[kTileFeatures] = {};
   RowSlice slice = load_slice(args.split, lane.group);
   NextEntries<kInFlight> next;
   next.read(args.a, slice, 0);
@@ -290,7 +299,10 @@ __global__ void __launch_bounds__(kMessageThreads, kWeightBlocks<T, kGated>)
         if (!has[u]) continue;
         if constexpr (!kGated) {
 #pragma unroll
-          for (int i = 0; i < kTileFeatures; ++i) factor[u][i] = positive[u] >> i & 1u ? grad[i] : A{0};
+          for (int i = 0; i < kTileFeatures; ++i) {
+            factor[u][i] = positive[u] >> i & 1u ? grad[i] : A{0};
+            of_bias[i] += factor[u][i];
+          }
         }
 #pragma unroll
         for (int a = 0; a < kFeatures; ++a) {
@@ -303,12 +315,63 @@ __global__ void __launch_bounds__(kMessageThreads, kWeightBlocks<T, kGated>)
     slice = following;
   }
   void* to = of_value ? args.grad_of_value : args.grad_weight;
+  const std::int64_t row = lane.group * rows_of_group(input);
 #pragma unroll
   for (int a = 0; a < kFeatures; ++a) {
-    if (first + a < input.edge_width) {
-      lane.template store<A>(to, lane.group * input.edge_width + first + a, acc[a]);
-    }
+    if (first + a < input.edge_width) lane.template store<A>(to, row + first + a, acc[a]);
   }
+  if constexpr (!kGated) {
+    if (first == 0) lane.template store<A>(to, row + input.edge_width, of_bias);
+  }
+}
+
+// The groups' parts of dW and dbias, or in the grid's second row dU, added up. A warp's lanes take a column
+// each, its 32 warps every 32nd group.
+template <typename T, typename A>
+__global__ void __launch_bounds__(kWarp* kWarp)
+    sum_groups_kernel(const __grid_constant__ EdgeMessageBackwardArgs args) {
+  __shared__ double sums[kWarp][kWarp];
+  const int lane = static_cast<int>(threadIdx.x), warp = static_cast<int>(threadIdx.y);
+  const std::int64_t width = args.input.width, size = rows_of_group(args.input) * width;
+  const std::int64_t column = static_cast<std::int64_t>(blockIdx.x) * kWarp + lane;
+  const bool of_value = blockIdx.y != 0;
+  double total = 0;
+  if (column < size) {
+    const A* from = static_cast<const A*>(of_value ? args.grad_of_value : args.grad_weight) + column;
+#pragma unroll 4
+    for (std::int64_t group = warp; group < args.groups; group += kWarp) total += from[group * size];
+  }
+  sums[warp][lane] = total;
+  __syncthreads();
+  if (warp > 0 || column >= size) return;
+  for (int other = 1; other < kWarp; ++other) total += sums[other][lane];
+  const EdgeMapGradients& to = args.maps;
+  const std::int64_t a = column / width, f = column % width;
+  if (f >= to.width) return;
+  const T sum = narrow<T>(static_cast<Acc<T>>(total));
+  if (a < to.edge_width) {
+    void* map = of_value ? to.of_value : to.weight;
+    if (map != nullptr) static_cast<T*>(map)[f * to.edge_width + a] = sum;
+  } else if (a == args.input.edge_width && to.bias != nullptr) {
+    static_cast<T*>(to.bias)[f] = sum;
+  }
+}
+
+// The tiles' parts of da.
+template <typename T>
+__global__ void __launch_bounds__(kMessageThreads)
+    sum_tiles_kernel(const __grid_constant__ EdgeMessageBackwardArgs args, int tiles) {
+  using A = Acc<T>;
+  const EdgeMapGradients& to = args.maps;
+  const std::int64_t index = static_cast<std::int64_t>(blockIdx.x) * kMessageThreads + threadIdx.x;
+  if (index >= args.num_values * to.edge_width) return;
+  const std::int64_t position = index / to.edge_width, a = index % to.edge_width;
+  A total = 0;
+  for (int tile = 0; tile < tiles; ++tile) {
+    total += static_cast<const A*>(
+        args.grad_features)[(tile * args.num_values + position) * args.input.edge_width + a];
+  }
+  static_cast<T*>(to.features)[index] = narrow<T>(total);
 }
 
 template <typename T>
@@ -332,11 +395,22 @@ void launch(const EdgeMessageBackwardArgs& args, cudaStream_t stream) {
     combine(args.partial_q, args.grad_q);
     if (gated) combine(args.partial_v, args.grad_v);
   }
-  if (args.grad_weight == nullptr) return;
+  if (args.grad_features != nullptr && args.grad_features != args.maps.features &&
+      args.num_values * args.maps.edge_width != 0) {
+    const int tiles = static_cast<int>(ceil_div(input.width, kTileFeatures * lanes));
+    sum_tiles_kernel<T>
+        <<<ceil_div(args.num_values * args.maps.edge_width, kMessageThreads), kMessageThreads, 0, stream>>>(
+            args, tiles);
+  }
+  if (args.grad_weight == nullptr || rows_of_group(input) == 0) return;
   dim3 grid = message_grid(args.groups, input.width, lanes);
-  grid.z = ceil_div(input.edge_width, kWeightFeatures<T>) * (gated ? 2 : 1);
+  grid.z = std::max(ceil_div(input.edge_width, kWeightFeatures<T>), 1u) * (gated ? 2 : 1);
   const auto run = [&](auto kernel) { kernel<<<grid, kMessageThreads, 0, stream>>>(args, lanes); };
   run(gated ? edge_messages_weight_kernel<T, true> : edge_messages_weight_kernel<T, false>);
+  const dim3 columns(ceil_div(rows_of_group(input) * input.width, kWarp), gated ? 2 : 1);
+  with_type(args.maps.dtype, [&](auto type) {
+    sum_groups_kernel<decltype(type), Acc<T>><<<columns, dim3(kWarp, kWarp), 0, stream>>>(args);
+  });
 }
 
 }  // namespace

@@ -810,6 +810,29 @@ class EdgeMessageInput:
         bias: int,
     ) -> None: ...
 
+def lay_out_edge_maps(
+    weight: int,
+    weight_stride: int,
+    added: int,
+    added_stride: int,
+    of_value: int,
+    of_value_stride: int,
+    bias: int,
+    given_width: int,
+    given_edge_width: int,
+    dtype: int,
+    out: int,
+    width: int,
+    edge_width: int,
+    device: int,
+    queue: int,
+) -> None: ...
+
+class EdgeMapGradients:
+    def __init__(
+        self, weight: int, of_value: int, bias: int, features: int, width: int, edge_width: int, dtype: int
+    ) -> None: ...
+
 def edge_messages(
     structure: CsrStructure,
     input: EdgeMessageInput,
@@ -818,6 +841,10 @@ def edge_messages(
     state: int,
     positive: int,
     sign_bytes: int,
+    root: int,
+    root_stride: int,
+    eps: int,
+    scale: int,
     partial: int,
     partial_side: int,
     device: int,
@@ -837,6 +864,7 @@ def edge_messages_backward(
     grad_state_stride: int,
     positive: int,
     sign_bytes: int,
+    scale: int,
     num_values: int,
     grad_q: int,
     grad_v: int,
@@ -845,6 +873,7 @@ def edge_messages_backward(
     grad_weight: int,
     grad_of_value: int,
     groups: int,
+    maps: EdgeMapGradients,
     partial_q: int,
     partial_v: int,
     device: int,

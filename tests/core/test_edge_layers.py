@@ -51,6 +51,50 @@ def test_gine(features: int, width: int, device: str) -> None:
         torch.testing.assert_close(gine_layer(adj, x, edge, weight, bias, eps), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("width", [40, 128])
+def test_gine_with_a_heavy_row_and_column(dtype: torch.dtype, width: int, device: str) -> None:
+    """Rows in slices get the root's row once; eps may be written before the backward pass."""
+    row, col = torch.randint(300, (2, 9000))
+    row[:3000], col[4000:7000] = 7, 11
+    adj = Adjacency.from_coo(row.to(device), col.to(device), (300, 300))
+    shapes = ((300, width), (9000, 5), (width, 5), (width,))
+    wide = [draw(*shape, device=device).detach().div(2).to(dtype).double() for shape in shapes]
+    given = [each.to(dtype).requires_grad_() for each in wide]
+    wide = [each.requires_grad_() for each in wide]
+    eps = torch.tensor([0.5], dtype=dtype, device=device)
+    up = torch.randn(300, width, dtype=torch.float64).to(device, dtype)
+    x, edge, weight, bias = given
+    found = gine_layer(adj, x, edge, weight, bias, eps)
+    eps.zero_()
+    expected = gine_aggregate(adj, *wide[:2], edge_weight=wide[2], edge_bias=wide[3]) + 1.5 * wide[0]
+    found_gradients = torch.autograd.grad(found, given, up)
+    gradients = torch.autograd.grad(expected, wide, up.double())
+    for one, other in zip((found, *found_gradients), (expected, *gradients), strict=True):
+        assert one.dtype == dtype
+        error = (one.double() - other).norm() / other.norm()
+        assert error < (1e-4 if dtype == torch.float32 else 2e-3)  # signs of numbers near 0 differ
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 3])
+def test_gine_of_one_gradient(wanted: int, device: str) -> None:
+    adj = graph(device)
+    shapes = ((NODES, WIDTH), (EDGES, 3), (WIDTH, 3), (WIDTH,))
+    tensors = [draw(*shape, device=device).detach() for shape in shapes]
+    tensors[wanted].requires_grad_()
+    x, edge, weight, bias = tensors
+    eps = torch.zeros(1, dtype=torch.float64, device=device)
+    outs = (
+        gine_layer(adj, x, edge, weight, bias, eps),
+        gine_aggregate(adj, x, edge, edge_weight=weight, edge_bias=bias),
+    )
+    one, other = (
+        torch.autograd.grad(out.sin().sum() if not n else out.add(x).sin().sum(), tensors[wanted])[0]
+        for n, out in enumerate(outs)
+    )
+    torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("features", [0, 3])
 @pytest.mark.parametrize("has_root", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])

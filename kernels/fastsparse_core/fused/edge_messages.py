@@ -12,9 +12,10 @@ from fastsparse_core.ops import _edge_messages_launch as launch
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
     PLAIN,
-    cast,
+    direct,
     is_first_derivative,
     is_plain_eager,
+    is_wrapped,
     sum_of_rows,
 )
 from fastsparse_core.ops._edge_messages_fused import unfused_gated, unfused_gine
@@ -96,10 +97,11 @@ def gine_layer(
         (N, F) or (N, out width); differentiable in all tensors but ``eps``, twice too.
     """
     if torch.is_grad_enabled():
-        out: Tensor = _Gine.apply(x, edge, weight, bias, after, after_bias, eps, adj)
+        apply = _Gine.apply if is_wrapped(x) or is_wrapped(edge) else _apply_gine
+        out: Tensor = apply(x, edge, weight, bias, after, after_bias, eps, adj)
         return out
     operands = Operands.of(launch.RELU, None, x, None, edge, weight, None, bias)
-    out = launch.forward(adj, operands, x.shape[1], False)[0].addcmul_(x, 1 + eps)
+    out = launch.forward(adj, operands, x.shape[1], False, operands.q, eps)[0]
     return out if after is None else F.linear(out, after, after_bias)
 
 
@@ -117,12 +119,14 @@ class _Gine(torch.autograd.Function):
         adj: Adjacency,
     ) -> Tensor:
         operands = Operands.of(launch.RELU, None, x, None, edge, weight, None, bias)
-        out, _, _, positive = launch.forward(adj, operands, x.shape[1], any(ctx.needs_input_grad))
-        scale = 1 + eps
-        out.addcmul_(x, scale)
+        # Kept, for eps may be written before the backward pass.
+        scale, is_differentiated = eps.new_empty(eps.shape), any(ctx.needs_input_grad)
+        out, _, _, positive = launch.forward(
+            adj, operands, x.shape[1], is_differentiated, operands.q, eps, scale
+        )
         ctx.set_materialize_grads(False)
         ctx.adj = adj
-        as_read = (operands.edge, operands.weight) if weight is not None else (None, None)
+        as_read = (operands.edge, operands.maps) if weight is not None else (None, None)
         summed = None if after is None else out
         ctx.save_for_backward(x, edge, weight, bias, after, after_bias, scale, positive, summed, *as_read)
         return out if after is None else F.linear(out, after, after_bias)
@@ -131,8 +135,8 @@ class _Gine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * 8
-        *inputs, scale, positive, summed, edge_read, weight_read = ctx.saved_tensors
-        _, edge, weight, _, after, _ = inputs
+        *inputs, scale, positive, summed, edge_read, maps = ctx.saved_tensors
+        _, edge, _, _, after, _ = inputs
         adj, needs = ctx.adj, ctx.needs_input_grad
         if not is_first_derivative(grad):
 
@@ -153,35 +157,36 @@ class _Gine(torch.autograd.Function):
         grad_after = grad_after_bias = None
         if after is not None:
             grad_after = torch.mm(grad.t(), summed) if needs[4] else None
-            grad_after_bias = sum_of_rows(grad, grad.dtype) if needs[5] else None
+            grad_after_bias = sum_of_rows(grad, grad.dtype, True) if needs[5] else None
             if not any(needs[:4]):
                 return None, None, None, None, grad_after, grad_after_bias, None, None
             grad = torch.mm(grad, after)
-        if not (needs[1] or needs[2]):
-            edge_read = weight_read = None  # the signs of the sums are enough
         gradients = launch.backward(
             adj,
-            Operands(launch.RELU, None, launch.rows(grad), None, edge_read, weight_read),
+            Operands(launch.RELU, None, launch.rows(grad), None, edge_read, maps),
             grad,
             grad.shape[1],
             edge.shape[1],
             positive=positive,
+            scale=scale,
             edge_wanted=needs[1],
             weight_wanted=needs[2],
+            bias_wanted=needs[3],
+            map_dtype=grad.dtype,
         )
-        grad_x, grad_weight = gradients.q, gradients.weight
-        # Every term of dx by the edges is one of dbias.
-        grad_bias = sum_of_rows(grad_x, grad_x.dtype) if needs[3] else None
         return (
-            grad_x.addcmul_(grad, scale) if needs[0] else None,
+            gradients.q if needs[0] else None,
             gradients.edge,
-            None if grad_weight is None else cast(grad_weight, weight.dtype),
-            grad_bias,
+            gradients.weight,
+            gradients.bias,
             grad_after,
             grad_after_bias,
             None,
             None,
         )
+
+
+_apply_gine = direct(_Gine)
 
 
 # ---------------------------------------------------------------- gates
@@ -215,7 +220,8 @@ def gated_layer(
     Returns:
         (N, F); differentiable in all tensors, twice too.
     """
-    out: Tensor = _Gated.apply(x, edge, root, bias, adj, *weights, *biases)
+    apply = _Gated.apply if is_wrapped(x) else _apply_gated
+    out: Tensor = apply(x, edge, root, bias, adj, *weights, *biases)
     return out
 
 
@@ -234,35 +240,33 @@ class _Gated(torch.autograd.Function):
     ) -> Tensor:
         weights, biases = maps[:3], maps[3:]
         width, in_width = weights[0].shape[0], x.shape[1]
-        of_gate = of_value = None
+        of_query = of_value = of_key = None
         if edge is None:
             of_nodes = torch.cat(weights if root is None else (*weights, root))
         else:
             whole = torch.cat(weights)
             of_nodes, of_edges = whole[:, :in_width], whole[:, in_width:]
             of_query, of_value, of_key = of_edges.split(width)
-            of_gate = of_query + of_key  # both ends of an edge see its features
             if root is not None:
                 of_nodes = torch.cat((of_nodes, root))
-        rows = F.linear(x, of_nodes if root is None else of_nodes[: 3 * width], torch.cat(biases))
-        query, value, key = rows.split(width, 1)
-        operands = Operands.of(launch.GATE, key, query, value, edge, of_gate, of_value)
-        out, slope, _, _ = launch.forward(adj, operands, width, any(ctx.needs_input_grad))
+        if root is not None:
+            biases = (*biases, x.new_zeros(width) if bias is None else bias)
+        query, value, key, *own = F.linear(x, of_nodes, torch.cat(biases)).split(width, 1)
+        # Both ends of an edge see its features: the gate's map is the sum of theirs.
+        operands = Operands.of(launch.GATE, key, query, value, edge, of_query, of_value, added=of_key)
+        of_root = launch.rows(own[0]) if own else None
+        out, slope, _, _ = launch.forward(adj, operands, width, any(ctx.needs_input_grad), of_root)
         ctx.set_materialize_grads(False)
         ctx.adj = adj
         # Operands are the rows themselves or, where those must be padded, copies.
-        ctx.save_for_backward(x, edge, root, bias, *maps, of_nodes, slope, *operands[1:7])
-        if root is not None:
-            out.addmm_(x, root.t())
-        return out if bias is None else out.add_(bias)
+        ctx.save_for_backward(x, edge, root, bias, *maps, of_nodes, slope, *operands[1:])
+        return out if bias is None or root is not None else out.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * 11
-        x, edge, root, bias, *maps, of_nodes, slope, k, q, v, edge_read, gate_read, value_read = (
-            ctx.saved_tensors
-        )
+        x, edge, root, bias, *maps, of_nodes, slope, k, q, v, edge_read, maps_read = ctx.saved_tensors
         adj, needs = ctx.adj, ctx.needs_input_grad
         if not is_first_derivative(grad):
             inputs, needed = (x, edge, root, bias, *maps), (*needs[:4], *needs[5:])
@@ -273,12 +277,13 @@ class _Gated(torch.autograd.Function):
         maps_need = any(needs[5:8])
         gradients = launch.backward(
             adj,
-            Operands(launch.GATE, k, q, v, edge_read, gate_read, value_read),
+            Operands(launch.GATE, k, q, v, edge_read, maps_read),
             grad,
             width,
             0 if edge is None else edge.shape[1],
             edge_wanted=needs[1],
             weight_wanted=maps_need and edge is not None,
+            map_dtype=grad.dtype,
         )
         parts = [gradients.q, gradients.v, grad * slope]
         if root is not None:
@@ -294,17 +299,20 @@ class _Gated(torch.autograd.Function):
                 gate, value = gradients.weight, gradients.of_value
                 assert gate is not None
                 assert value is not None
-                of_edges = cast(torch.cat((gate, value, gate)), product.dtype)
+                of_edges = torch.cat((gate, value, gate))
                 product = torch.cat((product[: 3 * width], of_edges), 1)
             grad_maps = product[: 3 * width].split(width)
         grad_biases: tuple[Tensor | None, ...] = (None,) * 3
         if any(needs[8:]):
-            sums = sum_of_rows(of_rows, of_rows.dtype).split(width)
+            sums = sum_of_rows(of_rows, of_rows.dtype, True).split(width)
             grad_biases, grad_bias = sums[:3], sums[3] if len(sums) > 3 else None
         if needs[3] and grad_bias is None:
-            grad_bias = sum_of_rows(grad, grad.dtype)
+            grad_bias = sum_of_rows(grad, grad.dtype, True)
         grads = (grad_x, gradients.edge, grad_root, grad_bias, None, *grad_maps, *grad_biases)
         return tuple(each if need else None for each, need in zip(grads, needs, strict=True))
+
+
+_apply_gated = direct(_Gated)
 
 
 def _unfused_layer(

@@ -19,7 +19,6 @@ from fastsparse_core.ops._common import (
     DTYPE_CODE,
     accumulation_dtype,
     cast,
-    sum_of_rows,
     unit_stride,
 )
 from fastsparse_core.structure.adjacency import Adjacency
@@ -66,41 +65,26 @@ def _cut(x: Tensor, width: int) -> Tensor:
     return x if x.shape[1] == width else x[:, :width].contiguous()
 
 
-def _transposed(map: Tensor, dtype: torch.dtype, right: int, below: int) -> Tensor:
-    map = cast(map, dtype).t()
-    return (F.pad(map, (0, right, 0, below)) if right or below else map).contiguous()
-
-
-def _one_row(bias: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-    """A row of the padded width."""
-    bias, missing = cast(bias, dtype), width - bias.shape[0]
-    if missing:
-        return F.pad(bias, (0, missing))
-    is_aligned = bias.data_ptr() % 16 == 0 or not bias.is_cuda
-    return bias if is_aligned and bias.is_contiguous() else bias.clone(memory_format=torch.contiguous_format)
-
-
 def _place(x: Tensor | None) -> tuple[int, int]:
     return (0, 0) if x is None else (x.data_ptr(), x.stride(0))
 
 
 def _edge_rows(adj: Adjacency, *shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Room for numbers of every value; zeros where not every value has an entry."""
-    every = adj.num_values == adj.num_edges
+    every = adj.num_values == adj.num_edges and 0 not in shape
     return (torch.empty if every else torch.zeros)(shape, dtype=dtype or like.dtype, device=like.device)
 
 
 class Operands(NamedTuple):
-    """What the kernels read, padded; `weight` and `of_value` transposed in the accumulation dtype."""
+    """What the kernels read, padded."""
 
     message: int
     k: Tensor | None
     q: Tensor
     v: Tensor | None
     edge: Tensor | None
-    weight: Tensor | None = None
-    of_value: Tensor | None = None
-    bias: Tensor | None = None
+    #: Of raw features: rows of the transposed map, of the values' map with gates, then perhaps the bias.
+    maps: Tensor | None = None
 
     @classmethod
     def of(
@@ -113,37 +97,52 @@ class Operands(NamedTuple):
         weight: Tensor | None = None,
         of_value: Tensor | None = None,
         bias: Tensor | None = None,
+        added: Tensor | None = None,
     ) -> Operands:
-        """From tensors as the caller gave them; with `weight` the edges' features are raw."""
+        """From tensors as the caller gave them; with `weight` the edges' features are raw.
+
+        Args:
+            message: RELU, GATE or GATE_AND_STATE.
+            k: rows of the destinations; gates only.
+            q: rows of the sources.
+            v: likewise; gates only.
+            edge: features of the edges, raw or rows.
+            weight: map of raw features.
+            of_value: likewise, for the values; gates only.
+            bias: of the map; relu only.
+            added: what `weight` is the sum with.
+        """
         given = q.shape[1]
         k, q, v = None if k is None else rows(k), rows(q), None if v is None else rows(v)
         if edge is None or weight is None:
             return cls(message, k, q, v, None if edge is None else rows(edge))
-        dtype = accumulation_dtype(q.dtype)
         missing = -edge.shape[1] % 4 if edge.is_cuda else 0
         edge = rows(F.pad(edge, (0, missing)) if missing else edge)
-        right, below = q.shape[1] - given, edge.shape[1] - weight.shape[1]
-        weight = _transposed(weight, dtype, right, below)
-        if of_value is not None:
-            of_value = _transposed(of_value, dtype, right, below)
-        if bias is not None:
-            bias = _one_row(bias, dtype, q.shape[1])
-        return cls(message, k, q, v, edge, weight, of_value, bias)
+        maps = _laid_out(given, q, edge, unit_stride(weight), of_value, bias, added)
+        return cls(message, k, q, v, edge, maps)
 
     @property
     def edge_width(self) -> int:
         """Raw features of an edge, 0 where there are none."""
-        return 0 if self.edge is None or self.weight is None else self.edge.size(1)
+        return 0 if self.edge is None or self.maps is None else self.edge.size(1)
 
     def views(self) -> _C.EdgeMessageInput:
         """The same as addresses and strides."""
         # Without a call for each of them: a step of a small model takes as long as the host needs for it.
-        message, k, q, v, edge, weight, of_value, bias = self
+        message, k, q, v, edge, maps = self
+        width, edge_width, weight, of_value, bias = q.shape[1], 0, 0, 0, 0
+        if edge is not None and maps is not None:
+            edge_width, weight = edge.shape[1], maps.data_ptr()
+            after = weight + edge_width * width * maps.itemsize
+            if message != RELU:
+                of_value = after
+            elif maps.shape[0] > edge_width:
+                bias = after
         return _C.EdgeMessageInput(
             message,
             DTYPE_CODE[q.dtype],
-            q.shape[1],
-            0 if edge is None or weight is None else edge.shape[1],
+            width,
+            edge_width,
             0 if k is None else k.data_ptr(),
             0 if k is None else k.stride(0),
             q.data_ptr(),
@@ -152,14 +151,58 @@ class Operands(NamedTuple):
             0 if v is None else v.stride(0),
             0 if edge is None else edge.data_ptr(),
             0 if edge is None else edge.stride(0),
-            0 if weight is None else weight.data_ptr(),
-            0 if of_value is None else of_value.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
+            weight,
+            of_value,
+            bias,
         )
 
 
+def _laid_out(
+    given: int,
+    q: Tensor,
+    edge: Tensor,
+    weight: Tensor,
+    of_value: Tensor | None,
+    bias: Tensor | None,
+    added: Tensor | None,
+) -> Tensor:
+    """The maps of raw features transposed, padded and in the accumulation dtype, by one launch."""
+    accumulated = accumulation_dtype(q.dtype)
+    dtype = weight.dtype if accumulation_dtype(weight.dtype) == accumulated else accumulated
+    weight = cast(weight, dtype)
+    others = (of_value, added)
+    of_value, added = (None if x is None else unit_stride(cast(x, dtype)) for x in others)
+    if bias is not None:
+        bias = cast(bias, dtype)
+        bias = bias if bias.stride(0) == 1 else bias.contiguous()
+    width, edge_width, index = q.shape[1], edge.shape[1], device_index(q.device)
+    count = edge_width * (1 if of_value is None else 2) + (bias is not None)
+    maps = q.new_empty(count, width, dtype=accumulated)
+    _C.lay_out_edge_maps(
+        *_place(weight),
+        *_place(added),
+        *_place(of_value),
+        0 if bias is None else bias.data_ptr(),
+        given,
+        weight.shape[1],
+        DTYPE_CODE[dtype],
+        maps.data_ptr(),
+        width,
+        edge_width,
+        index,
+        queue(index),
+    )
+    return maps
+
+
 def forward(
-    adj: Adjacency, operands: Operands, width: int, side_wanted: bool
+    adj: Adjacency,
+    operands: Operands,
+    width: int,
+    side_wanted: bool,
+    root: Tensor | None = None,
+    eps: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Sums of messages, and what the message brings besides (None where it does not).
 
@@ -168,6 +211,9 @@ def forward(
         operands: what the kernels read.
         width: of the results.
         side_wanted: whether relu's signs, or the sums of the gates' slopes, are kept for the backward pass.
+        root: (num_dst, width) rows that are added to the sums of relu or gates, as kernels read rows.
+        eps: one number: root is added 1 + eps times; relu only.
+        scale: one number that gets 1 + eps, in the dtype of q.
 
     Returns:
         (num_dst, width) sums; the gates' (num_dst, width); the state (num_values, width); signs.
@@ -197,6 +243,9 @@ def forward(
         0 if state is None else state.data_ptr(),
         0 if positive is None else positive.data_ptr(),
         sign_width,
+        *_place(root),
+        0 if eps is None else eps.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
         0 if partial is None else partial.data_ptr(),
         0 if partial_side is None else partial_side.data_ptr(),
         index,
@@ -223,13 +272,14 @@ def _partial(adj: Adjacency, like: Tensor, both: bool) -> tuple[Tensor | None, T
 
 
 class Gradients(NamedTuple):
-    """Those of the sources' rows, of edges' rows or raw features, and of the two maps; None: not wanted."""
+    """Those of the sources' rows, of edges' rows or raw features, and of the maps; None: not wanted."""
 
     q: Tensor
     v: Tensor | None
     edge: Tensor | None
     weight: Tensor | None
     of_value: Tensor | None
+    bias: Tensor | None
 
 
 def backward(
@@ -243,8 +293,11 @@ def backward(
     state: Tensor | None = None,
     grad_state: Tensor | None = None,
     positive: Tensor | None = None,
+    scale: Tensor | None = None,
     edge_wanted: bool,
     weight_wanted: bool = False,
+    bias_wanted: bool = False,
+    map_dtype: torch.dtype | None = None,
 ) -> Gradients:
     """Gradients of `forward`'s operands but k.
 
@@ -258,12 +311,16 @@ def backward(
         state: of the forward pass.
         grad_state: None: 0.
         positive: signs of the forward pass.
+        scale: of the forward pass.
         edge_wanted: whether edges' rows or raw features want a gradient.
         weight_wanted: whether the maps do.
+        bias_wanted: whether relu's bias does.
+        map_dtype: of the gradients of maps and bias; None: the accumulation dtype.
     """
     message, dtype = operands.message, accumulation_dtype(grad.dtype)
     padded, transposed, index = operands.q.shape[1], adj.t(), -1
-    is_cuda, raw = grad.is_cuda, operands.weight is not None
+    is_cuda, raw = grad.is_cuda, operands.maps is not None
+    map_dtype = dtype if map_dtype is None else map_dtype
     grad = rows(grad)
     if message == GATE_AND_STATE:
         grad_side, state, grad_state = (
@@ -271,23 +328,33 @@ def backward(
         )
     grad_q = grad.new_empty(adj.num_src, padded)
     grad_v = torch.empty_like(grad_q) if message != RELU else None
-    grad_edge = features = grad_weight = grad_of_value = partial_q = partial_v = None
+    grad_edge = grad_weight = grad_of_value = grad_bias = None
+    of_features = groups = size = tiles = 0
     if edge_wanted and raw:
+        grad_edge = _edge_rows(adj, adj.num_values, edge_width, like=grad)
         tiles = _sign_bytes(padded)[0] if is_cuda else 1
-        features = _edge_rows(adj, tiles, adj.num_values, operands.edge_width, like=grad, dtype=dtype)
+        if tiles != 1 or operands.edge_width != edge_width or grad.dtype != dtype:
+            of_features = tiles * adj.num_values * operands.edge_width
     elif edge_wanted:
         grad_edge = _edge_rows(adj, adj.num_values, padded, like=grad)
-    groups = 0
-    if weight_wanted and raw:
+    if raw and (weight_wanted or bias_wanted):
         if is_cuda and not torch.cuda.is_current_stream_capturing():
             adj.sort_slices()  # the maps' gradients are summed in their order, which must not change later
         count = adj.row_split.slices.shape[0] if is_cuda else adj.num_dst
         groups = min(max(count // 4, 1), _CUDA_GROUPS if is_cuda else _CPU_GROUPS)
-        grad_weight = grad.new_empty(groups, operands.edge_width, padded, dtype=dtype)
-        grad_of_value = None if message == RELU else torch.empty_like(grad_weight)
+        size = groups * (operands.edge_width + (message == RELU)) * padded
+        if weight_wanted:
+            grad_weight = grad.new_empty(width, edge_width, dtype=map_dtype)
+            grad_of_value = None if message == RELU else torch.empty_like(grad_weight)
+        if bias_wanted:
+            grad_bias = grad.new_empty(width, dtype=map_dtype)
+    slots = 0
     if is_cuda:
-        index = device_index(grad.device)
-        partial_q, partial_v = _partial(transposed, grad, grad_v is not None)
+        index, slots = device_index(grad.device), transposed.row_split.num_slots * padded
+    both = message != RELU
+    lengths = (of_features, size, size * both, slots, slots * both)
+    _kept, (features, of_weight, of_value, partial_q, partial_v) = _room(adj, grad, dtype, lengths)
+    address_of_edge = 0 if grad_edge is None else grad_edge.data_ptr()
     _C.edge_messages_backward(
         adj.csr_structure,
         transposed.csr_structure,
@@ -299,35 +366,51 @@ def backward(
         *_place(grad_state),
         0 if positive is None else positive.data_ptr(),
         0 if positive is None else positive.shape[1],
+        0 if scale is None else scale.data_ptr(),
         adj.num_values,
         grad_q.data_ptr(),
         0 if grad_v is None else grad_v.data_ptr(),
-        0 if grad_edge is None else grad_edge.data_ptr(),
-        0 if features is None else features.data_ptr(),
-        0 if grad_weight is None else grad_weight.data_ptr(),
-        0 if grad_of_value is None else grad_of_value.data_ptr(),
+        0 if raw else address_of_edge,
+        features or (address_of_edge if raw else 0),
+        of_weight,
+        of_value,
         groups,
-        0 if partial_q is None else partial_q.data_ptr(),
-        0 if partial_v is None else partial_v.data_ptr(),
+        _C.EdgeMapGradients(
+            0 if grad_weight is None else grad_weight.data_ptr(),
+            0 if grad_of_value is None else grad_of_value.data_ptr(),
+            0 if grad_bias is None else grad_bias.data_ptr(),
+            address_of_edge if raw else 0,
+            width,
+            edge_width,
+            DTYPE_CODE[map_dtype],
+        ),
+        partial_q,
+        partial_v,
         index,
         queue(index),
     )
-
-    def of_map(parts: Tensor) -> Tensor:
-        total = sum_of_rows(parts, dtype)
-        if total.shape != (edge_width, width):
-            total = total[:edge_width, :width]
-        return total.t()
-
-    if features is not None:
-        total = features[0] if features.shape[0] == 1 else features.sum(0)
-        grad_edge = cast(_cut(total, edge_width), grad.dtype)
-    elif grad_edge is not None:
+    if grad_edge is not None and not raw:
         grad_edge = _cut(grad_edge, width)
     return Gradients(
         _cut(grad_q, width),
         None if grad_v is None else _cut(grad_v, width),
         grad_edge,
-        None if grad_weight is None else of_map(grad_weight),
-        None if grad_of_value is None else of_map(grad_of_value),
+        grad_weight,
+        grad_of_value,
+        grad_bias,
     )
+
+
+def _room(
+    adj: Adjacency, like: Tensor, dtype: torch.dtype, lengths: tuple[int, ...]
+) -> tuple[Tensor | None, list[int]]:
+    """Scratch of one backward pass in one allocation, and the address of every array, 0 of empty ones."""
+    total = sum(length + -length % 4 for length in lengths)
+    if total == 0:
+        return None, [0] * len(lengths)
+    room = _edge_rows(adj, total, like=like, dtype=dtype)  # of values without entries parts are read, too
+    addresses, at, itemsize = [], room.data_ptr(), room.itemsize
+    for length in lengths:
+        addresses.append(at if length else 0)
+        at += (length + -length % 4) * itemsize
+    return room, addresses

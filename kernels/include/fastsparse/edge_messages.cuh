@@ -144,6 +144,17 @@ struct MessageLane {
     }
   }
 
+  // Adds the slice's row of x, `factor` times, to `sum`, if the slice begins that row.
+  __device__ __forceinline__ void add_root(A (&sum)[kTileFeatures], const DenseView& x, A factor,
+                                           const CsrView& a, const RowSplitView& split,
+                                           const RowSlice& slice) const {
+    const std::int64_t row = row_of(split, slice);
+    if (slice.target < 0 && slice.begin != a.rowptr[row]) return;
+    const TileRow<T> own = load(x, row);
+#pragma unroll
+    for (int i = 0; i < kTileFeatures; ++i) sum[i] += factor * own[i];
+  }
+
   // The result of a slice: of a whole row, or to its slot.
   __device__ __forceinline__ void store_sum(const RowSlice& slice, void* out, void* partial,
                                             const A (&sum)[kTileFeatures]) const {

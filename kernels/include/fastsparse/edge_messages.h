@@ -24,6 +24,21 @@ struct EdgeMessageInput {
   Dtype dtype;
 };
 
+// Maps of raw features as the caller has them, and room to lay them out for the kernels: transposed, padded
+// with zeros, in the accumulation type.
+struct EdgeMapsArgs {
+  DenseView weight;    // (given_width, given_edge_width) of `dtype`
+  DenseView added;     // likewise: what W is the sum with; null data: nothing
+  DenseView of_value;  // likewise: U; null data: none
+  const void* bias;    // (given_width); null: none
+  std::int64_t given_width;
+  std::int64_t given_edge_width;
+  Dtype dtype;  // of all of them
+  void* out;    // rows of `width`: edge_width of W, as many of U if it is given, and the bias if it is
+  std::int64_t width;
+  std::int64_t edge_width;
+};
+
 struct EdgeMessageArgs {
   CsrView a;
   RowSplitView split;
@@ -34,8 +49,22 @@ struct EdgeMessageArgs {
   void* state;  // (num_values, width): z; kGateAndState only
   std::uint8_t* positive;  // (num_values, sign_bytes): a bit for every z > 0, null: not wanted; relu only
   std::int64_t sign_bytes;
+  DenseView root;      // (num_rows, width): out_i += root_i, of relu (1 + eps) root_i; null data: nothing
+  const void* eps;     // one number in dtype; relu with root only
+  void* scale;         // 1 + eps in dtype, null: not wanted
   void* partial;       // (num_slots, width) in the accumulation type; CUDA only, as all partial results
   void* partial_side;  // (num_slots, width)
+};
+
+// Gradients of maps and raw features as the caller gets them, of the caller's widths; null: not wanted.
+struct EdgeMapGradients {
+  void* weight;    // (width, edge_width) of `dtype`
+  void* of_value;  // likewise; gates only
+  void* bias;      // (width) of `dtype`; relu only
+  void* features;  // (num_values, edge_width) in the features' type
+  std::int64_t width;
+  std::int64_t edge_width;
+  Dtype dtype;
 };
 
 struct EdgeMessageBackwardArgs {
@@ -50,21 +79,25 @@ struct EdgeMessageBackwardArgs {
   DenseView grad_state;  // (num_values, width), null data: 0
   const std::uint8_t* positive;
   std::int64_t sign_bytes;
+  const void* scale;  // of the forward pass: grad_q_i += scale grad_i; null: 0; relu only
   std::int64_t num_values;
   void* grad_q;         // (num_cols, width)
   void* grad_v;         // (num_cols, width); gates only
   void* grad_edge;      // (num_values, width) of rows e, null: not wanted
-  void* grad_features;  // (tiles, num_values, edge_width) of raw features in the accumulation type: the
-                        // gradient is the sum over the tiles of the width; null: not wanted
-  void* grad_weight;    // (groups, edge_width, width) in the accumulation type: likewise; null: not wanted
-  void* grad_of_value;  // likewise; wanted if grad_weight is
+  void* grad_features;  // (tiles, num_values, edge_width) of raw features in the accumulation type: scratch,
+                        // summed over the tiles of the width to maps.features; null: not wanted
+  void* grad_weight;  // (groups, edge_width, width) in the accumulation type, relu: (groups, edge_width + 1,
+                      // width), with the bias: scratch, summed over the groups; null: not wanted
+  void* grad_of_value;  // (groups, edge_width, width): likewise; gates only
   std::int64_t groups;
+  EdgeMapGradients maps;
   void* partial_q;
   void* partial_v;
 };
 
 namespace cpu {
 
+void lay_out_edge_maps(const EdgeMapsArgs& args, int threads);
 void edge_messages(const EdgeMessageArgs& args, int threads);
 void edge_messages_backward(const EdgeMessageBackwardArgs& args, int threads);
 
@@ -72,6 +105,7 @@ void edge_messages_backward(const EdgeMessageBackwardArgs& args, int threads);
 
 namespace cuda {
 
+int lay_out_edge_maps(const EdgeMapsArgs& args, void* stream);
 int edge_messages(const EdgeMessageArgs& args, void* stream);
 int edge_messages_backward(const EdgeMessageBackwardArgs& args, void* stream);
 
