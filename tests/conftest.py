@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+
+# OpenMP's threads sleep while they wait. As many workers of pytest-xdist as cores, each with as many threads,
+# would spend nine tenths of their time on waiting for each other otherwise.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch  # whose import reads that
 
 #: Number of tests for GPUs that were left out, and why.
 _left_out = pytest.StashKey[tuple[int, str]]()
