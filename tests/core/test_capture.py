@@ -625,3 +625,17 @@ def test_arguments_on_two_devices():
     x = torch.randn(8, 3, device="cuda")
     for nth in range(CALLS):
         assert torch.equal(run(x, torch.tensor([nth % 8])), x[nth % 8 : nth % 8 + 1])
+
+
+def test_autocast_does_not_lower_the_statistics_of_padded_batches(device):
+    """Nor does the GPU's kernel take statistics of 16 bits."""
+    rows = Rows(room=12, mask=torch.arange(12, device=device) < 9, count=torch.tensor(9.0, device=device))
+    x = torch.randn(12, 8, device=device).bfloat16() + 30
+    norm, expected = (torch.nn.BatchNorm1d(8, device=device) for _ in range(2))
+    with torch.autocast(device, torch.bfloat16):
+        want = expected(x[:9])
+        with Twins([rows], {}, Masks()):
+            found = norm(x)
+    torch.testing.assert_close(found[:9], want)
+    torch.testing.assert_close(norm.running_var, expected.running_var)
+    torch.testing.assert_close(norm.running_mean, expected.running_mean)

@@ -654,6 +654,7 @@ def test_factors_live_until_the_launch(monkeypatch):
     monkeypatch.setattr(policy, "spmm_algorithm", lambda *_, **__: policy.Choice("flashsparse"))
     compiled = SimpleNamespace(spmm_bsb=lambda *_: alive.append(gathered[-1]() is not None))
     monkeypatch.setattr(launch, "_C", compiled)
+    monkeypatch.setattr(launch, "current_stream", lambda index: 0)
     x = features(adj.num_src, 64, torch.float16, "contiguous", "cpu")
     for _ in range(2):  # the second call finds what the first one kept
         spmm(adj, x, scale_src=torch.ones(adj.num_src))

@@ -155,8 +155,9 @@ class _BatchNorm(torch.autograd.Function):
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         x, wide = x.contiguous(), x.to(dtype).contiguous()
         share = rows.mask.to(dtype) / rows.count.clamp(min=1)
-        mean = wide.t().mv(share)
-        var = (wide - mean).square_().t().mv(share)
+        with torch.autocast(x.device.type, enabled=False):  # which would lower the products' precision
+            mean = wide.t().mv(share)
+            var = (wide - mean).square_().t().mv(share)
         if running_mean is not None and running_var is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             unbiased = var * (rows.count / (rows.count - 1).clamp(min=1))
