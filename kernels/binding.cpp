@@ -1164,67 +1164,6 @@ void compress(const CompressArgs& args, Address scratch, std::size_t scratch_byt
 #endif
 }
 
-// Edges that come sorted by row, and where what a structure of them consists of is written: row, col, whether
-// their indices have 64 bits, num_edges, num_rows, rowptr, col_out, inv_degree, slices.
-using SortedEdges =
-    std::tuple<Address, Address, bool, std::int64_t, std::int64_t, Address, Address, Address, Address>;
-
-// The facts are those of the levels one behind the other. On CUDA they are on their way to `received`, memory
-// of the host that the device can write to, when this returns.
-void inspect_levels(const std::vector<SortedEdges>& edges, Address facts, Address received, int device,
-                    Address queue) {
-  InspectLevels levels{};
-  const std::size_t bytes = edges.size() * kNumEdgeFacts * sizeof(std::int64_t);
-  const Address all_facts = facts;
-  const auto run = [&] { FASTSPARSE_RUN(inspect, levels, device, queue); };
-  for (const auto& [row, col, is_64bit, num_edges, num_rows, rowptr, col_out, inv_degree, slices] : edges) {
-    if (levels.num_levels == InspectLevels::kMost) {
-      run();
-      levels.num_levels = 0;
-    }
-    levels.level[levels.num_levels++] = {at(row),
-                                         at(col),
-                                         nullptr,
-                                         is_64bit,
-                                         false,
-                                         num_edges,
-                                         num_rows,
-                                         false,
-                                         at<std::int64_t>(rowptr),
-                                         at<std::int32_t>(col_out),
-                                         at<float>(inv_degree),
-                                         at<RowSlice>(slices),
-                                         at<std::int64_t>(facts)};
-    facts += kNumEdgeFacts * sizeof(std::int64_t);
-  }
-  run();
-#ifdef FASTSPARSE_WITH_CUDA
-  if (device >= 0) {
-    const DeviceGuard guard(device);
-    check(cudaMemcpyAsync(at(received), at(all_facts), bytes, cudaMemcpyDeviceToHost,
-                          static_cast<cudaStream_t>(at(queue))),
-          "inspect_levels");
-  }
-#else
-  (void)received;
-  (void)bytes;
-  (void)all_facts;
-#endif
-}
-
-// Waits until a queue has done all it was given so far.
-void wait(int device, Address queue) {
-#ifdef FASTSPARSE_WITH_CUDA
-  if (device < 0) return;
-  const py::gil_scoped_release release;
-  const DeviceGuard guard(device);
-  check(cudaStreamSynchronize(static_cast<cudaStream_t>(at(queue))), "wait");
-#else
-  (void)device;
-  (void)queue;
-#endif
-}
-
 // Returns the facts, which on CUDA waits for the device: `scratch` is room for them there.
 py::tuple inspect(Address row, Address col, Address edge_id, bool index_is_64bit, bool edge_id_is_64bit,
                   std::int64_t num_edges, std::int64_t num_rows, bool square, Address rowptr, Address col_out,
@@ -1531,8 +1470,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("inspect", &inspect);
   m.def("transpose_scratch_bytes", &transpose_scratch_bytes);
   m.def("transpose", &transpose);
-  m.def("inspect_levels", &inspect_levels);
-  m.def("wait", &wait);
   m.attr("HASHES") = kHashes;
   m.attr("KEY_BITS") = kKeyBits;
   m.def("row_signatures", &row_signatures);

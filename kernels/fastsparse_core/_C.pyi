@@ -146,14 +146,6 @@ def transpose(
     device: int,
     queue: int,
 ) -> None: ...
-def inspect_levels(
-    edges: Sequence[tuple[int, int, bool, int, int, int, int, int, int]],
-    facts: int,
-    received: int,
-    device: int,
-    queue: int,
-) -> None: ...
-def wait(device: int, queue: int) -> None: ...
 
 HASHES: int
 KEY_BITS: int
