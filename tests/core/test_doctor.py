@@ -58,6 +58,7 @@ def report():
     return doctor.Report()
 
 
+@pytest.mark.slow
 def test_a_healthy_environment_is_usable(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "160")
     assert doctor.main() == 0
