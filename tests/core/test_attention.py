@@ -655,6 +655,7 @@ def test_opcheck(device, kind, biased):
     torch.library.opcheck(backward, arguments if kind == "gatv2" else (*arguments, biased))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_compiles_without_graph_breaks(device, kind, algorithm):

@@ -21,6 +21,8 @@ from fastsparse_dgl import (
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.dataloading import neighbor_sampler
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):

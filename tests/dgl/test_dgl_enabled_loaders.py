@@ -134,6 +134,7 @@ def test_forked_workers_sample_on_the_cpu(workers: int) -> None:
             check_blocks(*batch, whole, "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enables", [True, False])
 def test_spawned_processes_enable_it_themselves(enables: bool) -> None:
     """A graph without data, on a device that needs no memory."""

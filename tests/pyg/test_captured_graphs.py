@@ -24,6 +24,8 @@ from fastsparse_pyg import (
     NeighborLoader,
 )
 
+#: Tests of whole trainings; tests/core/test_capture.py has what a quick run needs.
+pytestmark = pytest.mark.slow
 WIDTH = 8
 
 

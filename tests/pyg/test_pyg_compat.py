@@ -471,6 +471,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_pyg_and_the_layers_of_ogb_on_the_shim():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT],
