@@ -17,9 +17,33 @@ def host(result: dict[str, Any]) -> list[Table]:
             *(f"{cell[f'{part}_us']:.1f} ({cell[f'{part}_ratio']:.2f}x)" for part in ("forward", "step")),
         ]
         for cell in result["cells"]
+        if "features" in cell
     ]
     columns = ["layer", "features", "forward us (over nn.Linear)", "forward and backward us (over nn.Linear)"]
-    return [Table("Host time on a tiny cached graph", columns, rows)]
+    return [Table("Host time on a tiny cached graph", columns, rows), *_stacks(result)]
+
+
+def _stacks(result: dict[str, Any]) -> list[Table]:
+    """Three layers of a kind: a row, with a column for edges seen before and one for new ones."""
+    cells = [cell for cell in result["cells"] if "structure" in cell]
+    if not cells:
+        return []
+    structures = list(dict.fromkeys(cell["structure"] for cell in cells))
+    found = {(cell["layer"], cell["structure"]): cell for cell in cells}
+    rows = [
+        [
+            layer,
+            *(
+                f"{cell['step_us']:.0f} ({cell['step_ratio']:.2f}x)"
+                if (cell := found.get((layer, structure)))
+                else "-"
+                for structure in structures
+            ),
+        ]
+        for layer in dict.fromkeys(cell["layer"] for cell in cells)
+    ]
+    columns = ["layers", *(f"{structure} structure, us (over three nn.Linear)" for structure in structures)]
+    return [Table("Three layers on a graph of pubmed's size, forward and backward", columns, rows)]
 
 
 def _older(result: dict[str, Any]) -> Table:
