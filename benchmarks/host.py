@@ -1,7 +1,8 @@
 """Host time of layers where the device has little to do, both ways, in units of `torch.nn.Linear`.
 
-One layer on a tiny graph, by the clock of its calls. On a GPU also three layers with ReLU on a graph of pubmed's
-size, 128 wide, by the clock of whole steps, with edges that were seen before and with new ones in every step.
+One layer on a tiny graph, by the clock of its calls. On a GPU also three layers with ReLU on a graph of
+pubmed's size, 128 wide, by the clock of whole steps, with edges that were seen before and with new ones in
+every step.
 """
 
 from __future__ import annotations
