@@ -200,9 +200,11 @@ def product_in(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool = Tru
         dtype: of the result.
         once: whether nobody asks for the product's own gradient.
     """
-    if once and left.is_cuda and dtype == torch.float32 != left.dtype and _GIVES_FLOAT32:
+    if left.dtype == dtype:
+        return torch.mm(left, right)
+    if once and left.is_cuda and dtype == torch.float32 and _GIVES_FLOAT32:
         return torch.mm(left, right, out_dtype=dtype)
-    return cast(torch.mm(left, right), dtype)
+    return torch.mm(left, right).to(dtype)
 
 
 def check_structure(adj: Adjacency) -> None:
