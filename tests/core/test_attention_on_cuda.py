@@ -20,10 +20,12 @@ FLOAT32 = DTYPE_CODE[torch.float32]
 class Plan:
     """`_C.CudaAttentionLayer` by the CPU's kernels, which keep the same state for additive attention."""
 
-    scratch = 16
+    scratch, on_blocks = 16, True
 
-    def __init__(self, adj, score, dtype, widths, heads, scale, backward):
+    def __init__(self, adj, score, dtype, widths, heads, scale, algorithm, *, records, backward=False):
+        assert (algorithm, records) == ("fused3s" if backward else "auto", True)
         self.adj, self.backward_pass = adj, backward
+        self.state = adj.num_dst * heads * 3
         layout = (DTYPE_CODE[dtype], heads, widths[0] // heads, len(widths))
         self.layer = _C.AttentionLayer(used_csr(adj), score.code, *layout, scale)
 
@@ -65,7 +67,8 @@ class Operators(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def on_cuda(monkeypatch):
     def plan(adj, x, *how):
-        return Plan(adj, *how, False)
+        *how, records = how
+        return Plan(adj, *how, records=records)
 
     monkeypatch.setattr(attention_layer, "_plan", plan)
     monkeypatch.setattr(attention_on_cuda, "plan_of", Plan)
