@@ -88,7 +88,7 @@ def plan_of(
     key = (score, dtype, widths, heads, scale, algorithm, records, backward)
     kept: Plan | _Provisional | None = adj.plans.get(key)
     if kept is not None:
-        if type(kept) is not _Provisional:
+        if not isinstance(kept, _Provisional):
             return kept
         if kept.serves(adj, backward):
             return kept.plan
