@@ -737,9 +737,9 @@ class CudaAttentionLayer {
  public:
   CudaAttentionLayer(const CsrStructure* structure, const CsrStructure* transposed, const BsbView* blocks,
                      const BsbView* transposed_blocks, std::int64_t num_slots, std::int64_t num_slots_t,
-                     std::int64_t att_rows, int kind, int dtype, std::int64_t num_nodes, std::int64_t heads,
-                     std::int64_t head_width, std::int64_t maps, float scale, std::int64_t num_parts,
-                     bool backward, int device)
+                     std::int64_t att_rows, std::int64_t num_values, int kind, int dtype,
+                     std::int64_t num_nodes, std::int64_t heads, std::int64_t head_width, std::int64_t maps,
+                     float scale, std::int64_t num_parts, bool backward, int device)
       : device_(device) {
     if (structure != nullptr) args_.a = structure->a, args_.split = structure->split;
     if (transposed != nullptr) args_.a_t = transposed->a, args_.split_t = transposed->split;
@@ -747,7 +747,9 @@ class CudaAttentionLayer {
     if (transposed_blocks != nullptr) args_.blocks_t = *transposed_blocks;
     args_.num_slots = num_slots;
     args_.num_slots_t = num_slots_t;
+    args_.on_blocks = blocks != nullptr;
     args_.att_rows = att_rows;
+    args_.num_values = num_values;
     args_.kind = static_cast<AttentionScore>(kind);
     args_.dtype = static_cast<Dtype>(dtype);
     args_.num_nodes = num_nodes;
@@ -757,9 +759,12 @@ class CudaAttentionLayer {
     args_.scale = scale;
     args_.num_parts = num_parts;
     scratch_ = cuda::attention_layer_scratch(args_, backward);
+    state_ = cuda::attention_layer_state(args_);
   }
 
   std::int64_t scratch() const { return scratch_; }
+  std::int64_t state() const { return state_; }
+  bool on_blocks() const { return args_.on_blocks; }
 
   void forward(Address joint, Address first_vector, Address second_vector, Address bias, bool bias_is_float,
                Address out, Address result, Address state, Address scratch, double dropout_p,
@@ -808,7 +813,7 @@ class CudaAttentionLayer {
   }
 
   CudaAttentionLayerArgs args_{};
-  std::int64_t scratch_;
+  std::int64_t scratch_, state_;
   int device_;
 };
 #endif
@@ -1506,9 +1511,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("additive_attention_backward", &additive_attention_backward);
   py::class_<CudaAttentionLayer>(m, "CudaAttentionLayer")
       .def(py::init<const CsrStructure*, const CsrStructure*, const BsbView*, const BsbView*, std::int64_t,
-                    std::int64_t, std::int64_t, int, int, std::int64_t, std::int64_t, std::int64_t,
-                    std::int64_t, float, std::int64_t, bool, int>())
+                    std::int64_t, std::int64_t, std::int64_t, int, int, std::int64_t, std::int64_t,
+                    std::int64_t, std::int64_t, float, std::int64_t, bool, int>())
       .def_property_readonly("scratch", &CudaAttentionLayer::scratch)
+      .def_property_readonly("state", &CudaAttentionLayer::state)
+      .def_property_readonly("on_blocks", &CudaAttentionLayer::on_blocks)
       .def("forward", &CudaAttentionLayer::forward)
       .def("backward", &CudaAttentionLayer::backward);
   py::class_<Gatv2AttentionInput>(m, "Gatv2AttentionInput").def(py::init(&gatv2_input));

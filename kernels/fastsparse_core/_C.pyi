@@ -609,6 +609,7 @@ class CudaAttentionLayer:
         num_slots: int,
         num_slots_t: int,
         att_rows: int,
+        num_values: int,
         kind: int,
         dtype: int,
         num_nodes: int,
@@ -622,6 +623,10 @@ class CudaAttentionLayer:
     ) -> None: ...
     @property
     def scratch(self) -> int: ...
+    @property
+    def state(self) -> int: ...
+    @property
+    def on_blocks(self) -> bool: ...
     def forward(
         self,
         joint: int,

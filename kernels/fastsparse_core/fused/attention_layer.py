@@ -143,7 +143,7 @@ def attention_layer(
         if drawn_by_replays(dropout_p):
             return None
         dropout_p, seed = draw_seed(dropout_p)
-    plan = _plan(adj, x, score, dtype, widths, heads, scale)
+    plan = _plan(adj, x, score, dtype, widths, heads, scale, algorithm, records)
     how = (dropout_p, seed, dtype, widths, mean, len(vectors), keeps_result, plan)
     call = LayerCall(score, adj, heads, scale, *how)
     if records:
@@ -161,10 +161,14 @@ def _plan(
     widths: tuple[int, ...],
     heads: int,
     scale: float,
+    algorithm: str,
+    records: bool,
 ) -> Any:
     """What makes one call of all that follows the linear maps; None: it is operator by operator."""
     if x.is_cuda:
-        return plan_of(adj, score, dtype, widths, heads, scale, False) if x.shape[0] else None
+        if not x.shape[0]:
+            return None
+        return plan_of(adj, score, dtype, widths, heads, scale, algorithm, records=records)
     if len(widths) < score.least_maps or not widths[0]:
         return None
     key = (score, dtype, widths, heads, scale)
@@ -284,9 +288,10 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_bias = grad_bias if sum_of_grad is None else sum_of_grad
     grad_x = torch.mm(grad, matrix) if needs_x else None
     grad_weight = product_in(grad.t(), features, weight_dtype)
-    grads = grad_weight.split(call.widths) if num_maps > 1 else (grad_weight,)
+    # Nobody sees what is split, so that its parts need not be known as views.
+    grads = grad_weight.unsafe_split_with_sizes(call.widths) if num_maps > 1 else (grad_weight,)
     if sums is not None:
-        grads = (*grads, *(sums.split(call.widths) if num_maps > 1 else (sums,)))
+        grads = (*grads, *(sums.unsafe_split_with_sizes(call.widths) if num_maps > 1 else (sums,)))
     return grad_x, grad_bias, *grad_vectors, *grads
 
 
