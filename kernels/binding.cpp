@@ -20,8 +20,8 @@
 #include "fastsparse/head_scores.h"
 #include "fastsparse/launchers.h"
 #include "fastsparse/sample_neighbors.h"
+#include "fastsparse/slab_sums.h"
 #include "fastsparse/spmm_extremum.h"
-#include "fastsparse/sum_of_rows.h"
 
 namespace py = pybind11;
 
@@ -170,6 +170,7 @@ void spmm_csr_transposed(const CsrStructure& structure, int dtype, std::int64_t 
   FASTSPARSE_RUN(spmm_csr_transposed, args, device, queue);
 }
 
+#ifdef FASTSPARSE_WITH_CUDA
 void sum_of_rows(Address rows, std::int64_t num_rows, std::int64_t width, std::int64_t row_stride, int dtype,
                  Address partial, std::int64_t num_parts, Address out, int out_dtype, int device,
                  Address queue) {
@@ -182,10 +183,10 @@ void sum_of_rows(Address rows, std::int64_t num_rows, std::int64_t width, std::i
                            at(out),
                            static_cast<Dtype>(dtype),
                            static_cast<Dtype>(out_dtype)};
-  FASTSPARSE_RUN(sum_of_rows, args, device, queue);
+  const DeviceGuard guard(device);
+  check(cuda::sum_of_rows(args, at(queue)), "sum_of_rows");
 }
 
-#ifdef FASTSPARSE_WITH_CUDA
 void aggregate_linear(const CsrStructure& structure, bool sums_given, Address scale_dst, std::int64_t width,
                       Address x, std::int64_t x_stride, std::int64_t out_width, Address weight,
                       Address root_weight, Address bias, Address sums, Address out, int num_terms, int device,
@@ -208,7 +209,8 @@ void aggregate_linear(const CsrStructure& structure, bool sums_given, Address sc
 
 void aggregate_linear_backward(std::int64_t num_rows, Address grad, std::int64_t out_width, Address sums,
                                Address x, std::int64_t x_stride, std::int64_t width, std::int64_t num_slabs,
-                               Address weights, Address bias, int num_terms, int device, Address queue) {
+                               Address weights, Address bias, Address grad_weight, Address grad_root,
+                               Address grad_bias, int num_terms, int device, Address queue) {
   const AggregateLinearBackwardArgs args{at<const float>(grad),
                                          at<const float>(sums),
                                          {at(x), x_stride},
@@ -219,8 +221,12 @@ void aggregate_linear_backward(std::int64_t num_rows, Address grad, std::int64_t
                                          width,
                                          out_width,
                                          num_terms};
+  const SlabSumsArgs sums_args{
+      args.weights,         args.bias, at<float>(grad_weight), at<float>(grad_root),
+      at<float>(grad_bias), num_slabs, out_width * width,      bias == 0 ? 0 : out_width};
   const DeviceGuard guard(device);
   check(cuda::aggregate_linear_backward(args, at(queue)), "aggregate_linear_backward");
+  check(cuda::slab_sums(sums_args, at(queue)), "slab_sums");
 }
 
 void head_outer(Address x, std::int64_t x_stride, Address y, std::int64_t y_stride, Address x_edge,
@@ -1491,7 +1497,6 @@ PYBIND11_MODULE(_C, m) {
                     std::int64_t, int>())
       .def("run", &SpmmPlan::run);
   m.def("spmm_csr_transposed", &spmm_csr_transposed);
-  m.def("sum_of_rows", &sum_of_rows);
 #ifdef FASTSPARSE_WITH_CUDA
   m.def("num_row_split_counts", &cuda::num_row_split_counts);
   m.def("row_split_count", &row_split_count);
@@ -1499,6 +1504,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<BsbView>(m, "BsbStructure").def(py::init(&make_bsb));
   m.def("spmm_bsb", &spmm_bsb);
   m.def("head_outer", &head_outer);
+  m.def("sum_of_rows", &sum_of_rows);
   m.def("aggregate_linear", &aggregate_linear);
   m.def("aggregate_linear_backward", &aggregate_linear_backward);
   m.def("num_hybrid_rows_counts", &cuda::num_hybrid_rows_counts);

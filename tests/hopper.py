@@ -136,6 +136,9 @@ def _backward(
     num_slabs: int,
     weights: int,
     bias: int,
+    grad_weight: int,
+    grad_root: int,
+    grad_bias: int,
     num_terms: int,
     *_: Any,
 ) -> None:
@@ -151,3 +154,9 @@ def _backward(
             result.copy_(_product(part.t(), factor[begin:end], num_terms))
         if bias:
             _vector(bias + 4 * slab * out_width, out_width).copy_(part.double().sum(0))
+    for total, nth in ((grad_weight, 0), (grad_root, 1)):
+        _matrix(total, out_width, width, width).copy_(results[:, nth].double().sum(0))
+    assert bool(grad_bias) == bool(bias)
+    if bias:
+        parts = _vector(bias, num_slabs * out_width).view(num_slabs, out_width)
+        _vector(grad_bias, out_width).copy_(parts.double().sum(0))

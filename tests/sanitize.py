@@ -609,7 +609,7 @@ def batches() -> None:
 
 def column_sums(dtype: torch.dtype) -> None:
     """Rows in vectors and by elements, few columns and many, parts that end early and empty ones."""
-    for num_rows, width in ((5000, 8), (4100, 1), (4099, 47), (6000, 2100)):
+    for num_rows, width in ((20_500, 8), (20_100, 1), (20_099, 47), (20_001, 2100)):
         rows = draw(num_rows, width + 1, dtype=dtype)
         with torch.no_grad():
             sum_of_rows(rows[:, :width], dtype)

@@ -209,16 +209,23 @@ class FastConv(MessagePassing):
         num_nodes = x.shape[0]
         return known(edge_index, (num_nodes, num_nodes, self.__dict__["flow"], add_self_loops))
 
-    def _plain_graph(self, x: Any, edge_index: Any) -> Adjacency | None:
+    def _plain_graph(self, x: Any, edge_index: Any, add_self_loops: bool = False) -> Adjacency | None:
         """The structure of one matrix of node features and a plain tensor of edges; None: look closer."""
-        is_sum = type(self.__dict__["_modules"].get("aggr_module")) is SumAggregation
-        if not is_sum or not self._is_plain(x, edge_index):
+        if not self._is_plain(x, edge_index):
             return None
-        num_nodes = x.shape[0]
-        adj = known(edge_index, (num_nodes, num_nodes, self.__dict__["flow"], False))
-        if adj is None or adj.device != x.device:
-            adj = self._graph((x, x), edge_index, None).adj
-        return adj
+        num_nodes, flow = x.shape[0], self.__dict__["flow"]
+        if edge_index.device == x.device:
+            adj = known(edge_index, (num_nodes, num_nodes, flow, add_self_loops))
+            if adj is not None:
+                return adj
+        return resolve(
+            edge_index, num_nodes, num_nodes, x.device, flow=flow, add_self_loops=add_self_loops
+        ).adj
+
+    def _plain_graph_of_sum(self, x: Any, edge_index: Any) -> Adjacency | None:
+        """:meth:`_plain_graph` for a layer whose kernels only add."""
+        is_sum = type(self.__dict__["_modules"].get("aggr_module")) is SumAggregation
+        return self._plain_graph(x, edge_index) if is_sum else None
 
     def _known_attention(self, x: Any, edge_index: object, add_self_loops: bool = False) -> Adjacency | None:
         """:meth:`_known` for a layer whose edges have no features and whose weights nobody asks for."""

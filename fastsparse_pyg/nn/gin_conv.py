@@ -36,7 +36,7 @@ class FastGINConv(FastConv, GINConv):
     def forward(self, x: Tensor | OptPairTensor, edge_index: Tensor | Adjacency, size: Size = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastSAGEConv.forward`."""
         if size is None:
-            adj = self._known(x, edge_index)
+            adj = self._plain_graph(x, edge_index)
             if adj is not None:
                 reduce = REDUCE[type(self._modules["aggr_module"])]
                 whole = aggregate_and_self(adj, x, self.eps, reduce)

@@ -97,7 +97,7 @@ class FastGINEConv(AttentionConv, GINEConv):
         lin, eps = state["_modules"].get("lin"), state["_buffers"].get("eps")
         if type(edge_attr) is not Tensor or edge_attr.dim() != 2 or eps is None or eps.numel() != 1:
             return None
-        adj = self._plain_graph(x, edge_index)
+        adj = self._plain_graph_of_sum(x, edge_index)
         if adj is None:
             return None
         weight = bias = None

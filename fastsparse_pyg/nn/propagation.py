@@ -178,10 +178,10 @@ class PropagatingConv(FastConv):
         return held.propagation
 
     def _known_propagation(self, x: Any, edge_index: Any) -> tuple[Any, ...] | None:
-        """:meth:`_propagation` by the layer's own attributes for a call that repeats one; None: no."""
+        """:meth:`_propagation` by the layer's own attributes for plain edges; None: look closer."""
         state = self.__dict__
         if not state["normalize"]:
-            adj = self._known(x, edge_index)
+            adj = self._plain_graph(x, edge_index)
             return None if adj is None else (adj, None, None, None)
         if state["cached"]:
             held = state.get(_EDGE_INDEX_SLOT)
@@ -189,7 +189,7 @@ class PropagatingConv(FastConv):
                 return None
             propagation: Propagation = held.propagation
             return propagation if propagation.adj.device == x.device else None
-        adj = self._known(x, edge_index, state["add_self_loops"])
+        adj = self._plain_graph(x, edge_index, state["add_self_loops"])
         if adj is None:
             return None
         scale = adj.plans.get(("GCN", x.dtype))

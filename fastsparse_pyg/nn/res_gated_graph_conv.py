@@ -97,7 +97,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
             features = edge_dim
         if features > MOST_FEATURES or (edge_attr is None) != (edge_dim is None):
             return None
-        adj = self._plain_graph(x, edge_index)
+        adj = self._plain_graph_of_sum(x, edge_index)
         if adj is None:
             return None
         weights = tuple([lin._parameters["weight"] for lin in lins])

@@ -46,7 +46,7 @@ class FastSAGEConv(FastConv, SAGEConv):
             ValueError: sizes, dtypes or devices do not fit together.
             IndexError: an index points to no node.
         """
-        adj: Adjacency | TracedEdges | None = self._known(x, edge_index) if size is None else None
+        adj: Adjacency | TracedEdges | None = self._plain_graph(x, edge_index) if size is None else None
         is_plain = adj is not None
         if adj is not None:
             x_src, x_dst, value = x, x, None

@@ -5,14 +5,15 @@
 // aggregate_linear.cu. A block sums a slab of rows for the up to 128 x 128 gradients of W or W_r in
 // registers, its two warpgroups 64 of dY's columns each. Rows come in stages of 64: dY as it is, into shared
 // memory, of which every lane makes terms of its part of operand A, by columns; S or X through registers into
-// terms in shared memory, operand B, while the tensor cores work on the stage before. Slabs are summed by the
-// caller, in order: the same bits every time.
+// terms in shared memory, operand B, while the tensor cores work on the stage before. A second kernel adds up
+// the slabs, a gradient a thread, in an order that their number alone decides: the same bits every time.
 
 #include <cuda_pipeline.h>
 
 #include "fastsparse/bfloat16_terms.cuh"
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
+#include "fastsparse/slab_sums.h"
 #include "fastsparse/wgmma.cuh"
 
 namespace fastsparse::cuda {
@@ -214,7 +215,45 @@ cudaError_t launch(const AggregateLinearBackwardArgs& args, cudaStream_t stream)
   return cudaGetLastError();
 }
 
+constexpr int kSumThreads = 128;
+constexpr int kSlabsAhead = 8;  // sums of a thread, so that loads overlap
+
+__global__ void __launch_bounds__(kSumThreads) slab_sums_kernel(const SlabSumsArgs args) {
+  const std::int64_t place = static_cast<std::int64_t>(blockIdx.x) * kSumThreads + threadIdx.x;
+  const std::int64_t of_weights = 2 * args.of_weight;
+  const bool is_bias = place >= of_weights;
+  const std::int64_t column = is_bias ? place - of_weights : place;
+  const std::int64_t stride = is_bias ? args.of_bias : of_weights;
+  if (column >= stride) return;
+  const float* const from = (is_bias ? args.bias : args.weights) + column;
+  float sums[kSlabsAhead] = {};
+  std::int64_t slab = 0;
+  for (; slab + kSlabsAhead <= args.num_slabs; slab += kSlabsAhead) {
+#pragma unroll
+    for (int i = 0; i < kSlabsAhead; ++i) sums[i] += __ldg(from + (slab + i) * stride);
+  }
+  for (; slab < args.num_slabs; ++slab) sums[0] += __ldg(from + slab * stride);
+#pragma unroll
+  for (int half = kSlabsAhead / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+  }
+  if (is_bias) {
+    args.grad_bias[column] = sums[0];
+  } else if (column < args.of_weight) {
+    args.grad_weight[column] = sums[0];
+  } else {
+    args.grad_root[column - args.of_weight] = sums[0];
+  }
+}
+
 }  // namespace
+
+int slab_sums(const SlabSumsArgs& args, void* stream) {
+  slab_sums_kernel<<<ceil_div(2 * args.of_weight + args.of_bias, kSumThreads), kSumThreads, 0,
+                     static_cast<cudaStream_t>(stream)>>>(args);
+  return cudaGetLastError();
+}
 
 int aggregate_linear_backward(const AggregateLinearBackwardArgs& args, void* stream) {
   const auto queue = static_cast<cudaStream_t>(stream);

@@ -262,11 +262,14 @@ def aggregate_linear_backward(  # only in builds with the CUDA half
     num_slabs: int,
     weights: int,
     bias: int,
+    grad_weight: int,
+    grad_root: int,
+    grad_bias: int,
     num_terms: int,
     device: int,
     queue: int,
 ) -> None: ...
-def sum_of_rows(
+def sum_of_rows(  # only in builds with the CUDA half
     rows: int,
     num_rows: int,
     width: int,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from cases import DTYPES
@@ -19,13 +21,15 @@ from fastsparse_core.ops._common import sum_of_rows
         (65, 130),
         (4096, 7),
         (30, 4, 70),
-        (5000, 1),
-        (9001, 47),
+        (20_001, 1),
+        (25_001, 47),
         (70_000, 128),
-        (6000, 3, 700),
+        (21_000, 3, 700),
     ],
 )
 def test_sums(device, dtype, shape):
+    if device == "cpu" and math.prod(shape) > 10_000_000:
+        pytest.skip("seconds for what PyTorch sums")
     rows = (torch.rand(shape, device=device) / 8).to(dtype)  # sums are finite in float16
     for layout in (
         rows,
@@ -58,18 +62,10 @@ def test_as_accurate_as_pytorch_where_terms_cancel(device, num_rows, terms):
     assert ours <= theirs * 1.01
 
 
-def test_few_rows_are_summed_by_ours_on_the_cpu(monkeypatch):
-    rows = torch.randn(65, 40)
-    expected = rows.double().sum(0)
-    monkeypatch.setattr(torch.Tensor, "sum", lambda *_, **__: pytest.fail("summed by PyTorch"))
-    with torch.no_grad():
-        torch.testing.assert_close(sum_of_rows(rows, torch.float64), expected)
-
-
 @pytest.mark.gpu
 def test_tall_sums_are_ours_on_a_gpu(monkeypatch):
     """Also where PyTorch is told to be deterministic: the order of the additions is fixed."""
-    rows = torch.randn(20_000, 40, device="cuda")
+    rows = torch.randn(30_000, 40, device="cuda")
     monkeypatch.setattr(torch.Tensor, "sum", lambda *_, **__: pytest.fail("summed by PyTorch"))
     with torch.no_grad():
         got = sum_of_rows(rows, torch.float32)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.ops._common import PLAIN, address, allows_tf32
+from fastsparse_core.ops._common import PLAIN, allows_tf32
 from fastsparse_core.ops._facts import facts_of
 from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.structure.adjacency import Adjacency
@@ -15,15 +15,19 @@ from fastsparse_core.structure.adjacency import Adjacency
 #: Rows of a slab at least, and slabs at most: each is two blocks of threads, which fill an H200 together.
 _SLAB_ROWS = 128
 _MOST_SLABS = 66
+#: Terms of bfloat16 that hold all digits of a float32 number; two where PyTorch may use fewer digits.
+_ALL_TERMS = 3
 
 
 def is_laid_out(x: Tensor, *contiguous: Tensor) -> bool:
     """Whether rows of ``x``, and matrices without gaps, all float32, can be read 16 bytes at a time."""
-    return (
-        x.stride(1) == 1
-        and x.stride(0) % 4 == x.data_ptr() % 16 == 0
-        and all(matrix.is_contiguous() and matrix.data_ptr() % 16 == 0 for matrix in contiguous)
-    )
+    row_stride, column_stride = x.stride()
+    if column_stride != 1 or row_stride % 4 or x.data_ptr() % 16:
+        return False
+    for matrix in contiguous:  # noqa: SIM110 (a generator takes the host longer)
+        if matrix.data_ptr() % 16 or not matrix.is_contiguous():
+            return False
+    return True
 
 
 def are_plain(x: Tensor, weight: Tensor, bias: Tensor | None, root_weight: Tensor) -> bool:
@@ -76,28 +80,34 @@ def aggregate_and_transform(
     Returns:
         (num_dst, out width), and the sums or None.
     """
-    out = x.new_empty(adj.num_dst, weight.size(0))
-    gathered = gathers_neighbours(adj, algorithm)
+    key = ("aggregate_linear", algorithm)
+    known = adj.plans.get(key)
+    if known is None:
+        # No work list: none is needed, and asking for one counts as a use of it.
+        known = (gathers_neighbours(adj, algorithm), adj.plain_structure, device_index(adj.device))
+        adj.plans[key] = known
+    gathers, structure, index = known
+    out_width, width = weight.shape
+    out = x.new_empty(adj.num_dst, out_width)
     sums = None
-    if not gathered:
+    if not gathers:
         sums = launch_spmm(adj, x, None, scale_dst, None, None, algorithm)
     elif keeps_sums:
-        sums = x.new_empty(adj.num_dst, x.size(1))
-    index = device_index(x.device)
+        sums = x.new_empty(adj.num_dst, width)
     _C.aggregate_linear(
-        adj.plain_structure,  # no work list: none is needed, and asking for one counts as a use of it
-        not gathered,
-        address(scale_dst),
-        x.size(1),
+        structure,
+        not gathers,
+        0 if scale_dst is None else scale_dst.data_ptr(),
+        width,
         x.data_ptr(),
         x.stride(0),
-        weight.size(0),
+        out_width,
         weight.data_ptr(),
         root_weight.data_ptr(),
-        address(bias),
-        address(sums),
+        0 if bias is None else bias.data_ptr(),
+        0 if sums is None else sums.data_ptr(),
         out.data_ptr(),
-        _num_terms(),
+        2 if allows_tf32() else _ALL_TERMS,
         index,
         queue(index),
     )
@@ -118,15 +128,19 @@ def gradients_of_parameters(
     Returns:
         Gradients of ``weight``, ``bias`` or None, and ``root_weight``.
     """
-    grad = grad.contiguous()
+    if not grad.is_contiguous():
+        grad = grad.contiguous()
     if grad.data_ptr() % 16:
         grad = grad.clone()  # read in 16-byte pieces
     num_rows, out_width = grad.shape
-    width = own.size(1)
+    width = own.shape[1]
+    grad_weight, grad_root = grad.new_empty(out_width, width), grad.new_empty(out_width, width)
+    grad_bias = grad.new_empty(out_width) if needs_bias else None
+    # The slabs' gradients of both weights, and behind them those of the bias.
     num_slabs = min(-(-num_rows // _SLAB_ROWS), _MOST_SLABS)
-    weights = grad.new_empty(num_slabs, 2, out_width, width)
-    bias = grad.new_empty(num_slabs, out_width) if needs_bias else None
-    index = device_index(grad.device)
+    of_weights = num_slabs * 2 * out_width * width
+    room = grad.new_empty(of_weights + num_slabs * out_width if needs_bias else of_weights)
+    parts, index = room.data_ptr(), device_index(grad.device)
     _C.aggregate_linear_backward(
         num_rows,
         grad.data_ptr(),
@@ -136,17 +150,13 @@ def gradients_of_parameters(
         own.stride(0),
         width,
         num_slabs,
-        weights.data_ptr(),
-        address(bias),
-        _num_terms(),
+        parts,
+        parts + 4 * of_weights if needs_bias else 0,
+        grad_weight.data_ptr(),
+        grad_root.data_ptr(),
+        0 if grad_bias is None else grad_bias.data_ptr(),
+        2 if allows_tf32() else _ALL_TERMS,
         index,
         queue(index),
     )
-    # As no views: those of a backward pass may not be written in place while autograd watches.
-    grad_weight, grad_root = (part.data for part in weights.sum(0))
-    return grad_weight, None if bias is None else bias.sum(0), grad_root
-
-
-def _num_terms() -> int:
-    """Terms of a float32 number: all of its digits, or the first 16 where PyTorch may use fewer."""
-    return 2 if allows_tf32() else 3
+    return grad_weight, grad_bias, grad_root

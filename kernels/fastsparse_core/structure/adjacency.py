@@ -377,14 +377,25 @@ class Adjacency(KernelFormats):
         return self._of_rows.get(("inv_sqrt_degree", dtype), lambda: self._inv_sqrt_degree(dtype))
 
     def _inv_sqrt_degree(self, dtype: torch.dtype) -> Tensor:
-        inverse = self._of_rows.results.get(("inv_degree", torch.float32))
-        if inverse is not None and dtype == torch.float32:  # found while the structure was checked
-            return inverse.sqrt()
+        if dtype == torch.float32 and self._finds_inv_degree():
+            return self.inv_degree().sqrt()
         return _power(self.in_degree(), -0.5, dtype)
 
     def inv_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
         r""":math:`d_i^{-1}` of the in-degrees, 0 where :math:`d_i = 0`; (num_dst,)."""
-        return self._of_rows.get(("inv_degree", dtype), lambda: _power(self.in_degree(), -1.0, dtype))
+        return self._of_rows.get(("inv_degree", dtype), lambda: self._inv_degree(dtype))
+
+    def _inv_degree(self, dtype: torch.dtype) -> Tensor:
+        if dtype == torch.float32 and self._finds_inv_degree():
+            found: Tensor = self._of_rows.results["inv_degree", dtype]
+            return found
+        return _power(self.in_degree(), -1.0, dtype)
+
+    def _finds_inv_degree(self) -> bool:
+        """Whether it is known: what makes the work list of a new structure on CUDA finds it on its way."""
+        if not self.has_sorted_slices:
+            self.row_split  # noqa: B018
+        return ("inv_degree", torch.float32) in self._of_rows.results
 
     def inv_sqrt_out_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
         r""":math:`d_j^{-1/2}` of the out-degrees, 0 where :math:`d_j = 0`; (num_src,)."""

@@ -160,7 +160,7 @@ class KernelFormats:
         return self._of_rows.get("has_short_rows", self._has_short_rows)
 
     def _has_short_rows(self) -> bool:
-        if self.has_row_split:
+        if self.has_row_split or not self.has_sorted_slices:
             return self.row_split.num_slots == 0
         longest = int(self.rowptr.diff().max()) if self.num_dst else 0
         return longest <= lengths.slice_length(self.num_edges, self.gpu)

@@ -1,14 +1,7 @@
-// Sums of rows on the CPU (kernels/cpu/sum_of_rows.cpp), and several at once on CUDA.
+// Sums of the rows of several matrices at once, on CUDA: kernels/cuda/sum_of_rows.cu.
 #pragma once
 
 #include "fastsparse/views.h"
-
-namespace fastsparse::cpu {
-
-// By one thread; `partial` is not used.
-void sum_of_rows(const SumOfRowsArgs& args, int threads);
-
-}  // namespace fastsparse::cpu
 
 namespace fastsparse::cuda {
 

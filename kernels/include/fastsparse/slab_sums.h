@@ -1,0 +1,25 @@
+// Gradients of aggregate_linear's parameters from those of slabs: kernels/cuda/aggregate_linear_backward.cu.
+#pragma once
+
+#include "fastsparse/views.h"
+
+namespace fastsparse {
+
+struct SlabSumsArgs {
+  const float* weights;  // (num_slabs, 2, of_weight): of W, then of W_r
+  const float* bias;     // (num_slabs, of_bias)
+  float* grad_weight;    // out (of_weight)
+  float* grad_root;      // out (of_weight)
+  float* grad_bias;      // out (of_bias)
+  std::int64_t num_slabs;
+  std::int64_t of_weight;
+  std::int64_t of_bias;  // 0: not asked for
+};
+
+namespace cuda {
+
+int slab_sums(const SlabSumsArgs& args, void* stream);
+
+}  // namespace cuda
+
+}  // namespace fastsparse
