@@ -50,6 +50,11 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
             edge_weight: one weight per edge, for edges and Adjacency (a matrix carries its own).
             size: (sources, destinations), for edge lists.
         """
+        adj = self._known(x, edge_index) if size is None else None
+        if adj is not None and (edge_weight is None or _is_plain_weight(edge_weight, x, adj)):
+            modules = self.__dict__["_modules"]
+            both = modules["lin_rel"], modules["lin_root"]
+            return self._neighbours_and_root(adj, x, x, edge_weight, *both, is_plain=True)
         pair = (x, x) if isinstance(x, Tensor) else x
         reason = self._why_original_pair(pair, edge_index)
         if reason:
@@ -63,6 +68,16 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
         if value is not None and not torch.is_autocast_enabled(x_src.device.type):
             x_src = x_src.to(message_dtype(x_src, value))
         return self._neighbours_and_root(graph.adj, x_src, x_dst, value, self.lin_rel, self.lin_root)
+
+
+def _is_plain_weight(weight: Any, x: Tensor, adj: Adjacency) -> bool:
+    """Whether nothing has to be done to edge weights before a product."""
+    return (
+        type(weight) is Tensor
+        and weight.dtype is x.dtype
+        and weight.shape == (adj.num_values,)
+        and weight.device == x.device
+    )
 
 
 class _Powers(PropagatingConv):
