@@ -16,7 +16,7 @@ from fastsparse_pyg.nn.pna_conv import FastPNAConv
 from fastsparse_pyg.nn.propagation_models import FastLabelPropagation, FastLightGCN
 from fastsparse_pyg.nn.res_gated_graph_conv import FastResGatedGraphConv
 from fastsparse_pyg.nn.rgat_conv import FastRGATConv
-from fastsparse_pyg.nn.rgcn_conv import FastRGCNConv
+from fastsparse_pyg.nn.rgcn_conv import FastFastRGCNConv, FastRGCNConv
 from fastsparse_pyg.nn.sage_conv import FastSAGEConv
 from fastsparse_pyg.nn.spmm_convs import (
     FastAPPNP,
@@ -26,6 +26,7 @@ from fastsparse_pyg.nn.spmm_convs import (
     FastGCN2Conv,
     FastGraphConv,
     FastLGConv,
+    FastMixHopConv,
     FastSGConv,
     FastSSGConv,
     FastTAGConv,
@@ -52,9 +53,11 @@ DROP_INS |= {
         FastGraphConv,
         FastHypergraphConv,
         FastLGConv,
+        FastMixHopConv,
         FastLabelPropagation,
         FastHGTConv,
         FastRGATConv,
+        FastFastRGCNConv,
         FastRGCNConv,
         FastSAGEConv,
         FastSGConv,
@@ -71,6 +74,7 @@ __all__ = [
     "FastARMAConv",
     "FastChebConv",
     "FastClusterGCNConv",
+    "FastFastRGCNConv",
     "FastGATConv",
     "FastGATv2Conv",
     "FastGCN2Conv",
@@ -86,6 +90,7 @@ __all__ = [
     "FastLightGCN",
     "FastMaxKGCNConv",
     "FastMaxKSAGEConv",
+    "FastMixHopConv",
     "FastPNAConv",
     "FastRGATConv",
     "FastRGCNConv",

@@ -216,6 +216,31 @@ class FastTAGConv(PropagatingConv, pyg.TAGConv):
         return out if self.bias is None else out + self.bias
 
 
+class FastMixHopConv(PropagatingConv, pyg.MixHopConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.MixHopConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{X}^{\prime} = {\Bigg\Vert}_{p \in P} \left( \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}}
+        \mathbf{\hat{D}}^{-1/2} \right)^p \mathbf{X} \mathbf{\Theta}_p
+
+    after "MixHop" (https://arxiv.org/abs/1905.00067).
+    """
+
+    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
+        reason = self._why_original_propagating(x, edge_index)
+        if reason:
+            return self._original_propagating(reason, x, edge_index, edge_weight)
+        matrix = self._propagation(x, edge_index, edge_weight, add_self_loops=self.add_self_loops)
+        first, *others = self.lins
+        parts = [first(x)]
+        for lin in others:
+            x = self._multiply(matrix, x)
+            parts.append(lin(x))
+        out = torch.cat([parts[power] for power in self.powers], dim=-1)
+        return out if self.bias is None else out + self.bias
+
+
 class FastGCN2Conv(PropagatingConv, pyg.GCN2Conv):
     r"""PyG's :class:`~torch_geometric.nn.conv.GCN2Conv` on FastSparse kernels.
 

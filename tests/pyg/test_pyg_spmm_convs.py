@@ -43,6 +43,11 @@ def cases() -> dict[str, Case]:
         ("APPNP", (3, 0.1), [{}, {"add_self_loops": False}, {"cached": True}, {"normalize": False}]),
         ("TAGConv", (6, 4), [{}, {"normalize": False}, {"bias": False, "K": 2}, {"aggr": "mean"}]),
         ("TAGConv", (4, 6), [{}]),
+        (
+            "MixHopConv",
+            (6, 4),
+            [{}, {"powers": [2, 0], "add_self_loops": False, "bias": False}, {"aggr": "max"}],
+        ),
         ("GCN2Conv", (6, 0.3), [{}, {"theta": 0.5, "layer": 2}, {"shared_weights": False, "cached": True}]),
         ("GCN2Conv", (6, 0.3), [{"normalize": False}, {"add_self_loops": False}]),
         ("LGConv", (), [{}, {"normalize": False}]),
@@ -68,7 +73,16 @@ def cases() -> dict[str, Case]:
 
 CASES = cases()
 #: Those that PyG multiplies by sparse matrices.
-MATRIX_LAYERS = ["GraphConv", "SGConv", "APPNP", "TAGConv", "GCN2Conv", "LGConv", "GatedGraphConv"]
+MATRIX_LAYERS = [
+    "GraphConv",
+    "SGConv",
+    "APPNP",
+    "TAGConv",
+    "MixHopConv",
+    "GCN2Conv",
+    "LGConv",
+    "GatedGraphConv",
+]
 
 
 def call(name: str, x: Tensor, edges: Any, weight: Tensor | None) -> Callable[[nn.Module], Tensor]:

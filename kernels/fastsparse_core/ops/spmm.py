@@ -104,10 +104,8 @@ def spmm(
     """
     algorithm = policy.requested("spmm", algorithm)
     if (
-        scale_dst is None
-        and scale_src is None
-        and bias is None
-        and (reduce == "sum" or reduce == "mean")
+        bias is None
+        and (reduce == "sum" or (reduce == "mean" and scale_dst is None))
         and value_layout == "edges"
         and type(adj) is Adjacency
         and is_plain_eager(x)
@@ -117,14 +115,16 @@ def spmm(
         and x.device == adj.col.device
         and not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
         and (value is None or _is_plain_value(value, x, adj))
+        and (scale_dst is None or _is_plain_scale(scale_dst, adj.num_dst, x))
+        and (scale_src is None or _is_plain_scale(scale_src, adj.num_src, x))
     ):
         # Nothing is left to check: most calls of layers are of this kind.
-        scale = None if reduce == "sum" else adj.inv_degree(accumulation_dtype(x.dtype))
+        scale = scale_dst if reduce == "sum" else adj.inv_degree(accumulation_dtype(x.dtype))
         needs_grad = x.requires_grad or (value is not None and value.requires_grad)
         if not (needs_grad and torch.is_grad_enabled()):
-            return launch_spmm(adj, x, value, scale, None, None, algorithm, relu)
+            return launch_spmm(adj, x, value, scale, scale_src, None, algorithm, relu)
         apply = _Spmm.apply if is_wrapped(x) or (value is not None and is_wrapped(value)) else _apply
-        plain: Tensor = apply(x, value, scale, None, None, adj.num_dst, adj, False, algorithm, relu)
+        plain: Tensor = apply(x, value, scale, scale_src, None, adj.num_dst, adj, False, algorithm, relu)
         return plain
     policy.check_algorithm(value_layout, ("edges", "me_bcrs"), "value_layout")
     if value_layout == "me_bcrs" and reduce in ("max", "min"):
@@ -177,6 +177,18 @@ def _is_plain_value(value: Any, x: Tensor, adj: Adjacency) -> bool:
     if not shape or shape[0] != adj.num_values:
         return False
     return len(shape) == 1 or (len(shape) == 2 and shape[1] > 0 and x.shape[1] % shape[1] == 0)
+
+
+def _is_plain_scale(scale: Any, rows: int, x: Tensor) -> bool:
+    """Whether a factor per row is what `check_scale` makes of it."""
+    return (
+        type(scale) is Tensor
+        and scale.shape == (rows,)
+        and scale.dtype is accumulation_dtype(x.dtype)
+        and scale.device == x.device
+        and scale.is_contiguous()
+        and not (scale.requires_grad or scale.is_neg())
+    )
 
 
 def _check_value(value: Tensor, features: Tensor, adj: Adjacency, layout: str) -> Tensor:
