@@ -57,7 +57,7 @@ class AnyLayer(MessagePassing):
         kind = None if args else self._kind(kwargs)
         served = self._served.get(kind, _UNKNOWN)
         if served is None:
-            if are_few_on_gpu(edge_index) and not _has_16_bits(kwargs):
+            if are_few_on_gpu(edge_index) and not is_any_autocast_enabled():
                 return super().propagate(edge_index, size=size, **kwargs)
         elif served is not _UNKNOWN and size is None and not _are_few_on_cpu(edge_index):
             out = served.reduce(self, edge_index, kwargs)
@@ -129,8 +129,11 @@ class AnyLayer(MessagePassing):
 
     def _kind(self, given: dict[str, Any]) -> Any:
         """What decides, with the layer's class, whether one kernel serves a call."""
-        absent = tuple([value is None for value in given.values()])
-        return type(self._modules.get("aggr_module")), tuple(given), absent
+        return (
+            type(self.__dict__["_modules"].get("aggr_module")),
+            *given,
+            *[value.dtype if type(value) is Tensor else _kind_of(value) for value in given.values()],
+        )
 
     # ---------------------------------------------------------------- arguments
 
@@ -285,6 +288,13 @@ class AnyLayer(MessagePassing):
         return how, what, *rest
 
     __prepare_scriptable__ = FastConv.__prepare_scriptable__
+
+
+def _kind_of(argument: Any) -> Any:
+    """Dtypes of tensors, types of anything else."""
+    if isinstance(argument, (tuple, list)):
+        return tuple([item.dtype if isinstance(item, Tensor) else type(item) for item in argument])
+    return argument.dtype if isinstance(argument, Tensor) else type(argument)
 
 
 def _are_few_on_cpu(edge_index: Any) -> bool:
