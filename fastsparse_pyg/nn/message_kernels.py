@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 
-from fastsparse_core import gine_aggregate, spmm
+from fastsparse_core import gine_aggregate, policy, spmm
 from fastsparse_core.ops._common import is_any_autocast_enabled, is_plain_eager
+from fastsparse_core.ops.spmm import plain_spmm
 from fastsparse_pyg.nn.base import has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import Arguments, Signature
 from fastsparse_pyg.nn.message_pattern import Pattern
@@ -109,7 +110,9 @@ class Copies(NamedTuple):
                 value = _as_value(weight, x.shape[1:], 0, 2, edge_index.shape[1])
                 if value is None or value.dtype is not x.dtype:
                     return None
-        return spmm(adj, x, value, self.how)
+        algorithm = policy.requested("spmm", "auto")
+        out = plain_spmm(adj, x, value, self.how, None, None, algorithm)
+        return spmm(adj, x, value, self.how) if out is None else out
 
 
 _is_tracing = torch._C._is_tracing

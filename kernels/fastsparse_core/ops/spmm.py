@@ -105,27 +105,13 @@ def spmm(
     algorithm = policy.requested("spmm", algorithm)
     if (
         bias is None
-        and (reduce == "sum" or (reduce == "mean" and scale_dst is None))
         and value_layout == "edges"
-        and type(adj) is Adjacency
         and is_plain_eager(x)
-        and x.dim() == 2
-        and x.shape[0] == adj.num_src
-        and x.dtype in DTYPE_CODE
-        and x.device == adj.col.device
         and not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
-        and (value is None or _is_plain_value(value, x, adj))
-        and (scale_dst is None or _is_plain_scale(scale_dst, adj.num_dst, x))
-        and (scale_src is None or _is_plain_scale(scale_src, adj.num_src, x))
     ):
-        # Nothing is left to check: most calls of layers are of this kind.
-        scale = scale_dst if reduce == "sum" else adj.inv_degree(accumulation_dtype(x.dtype))
-        needs_grad = x.requires_grad or (value is not None and value.requires_grad)
-        if not (needs_grad and torch.is_grad_enabled()):
-            return launch_spmm(adj, x, value, scale, scale_src, None, algorithm, relu)
-        apply = _Spmm.apply if is_wrapped(x) or (value is not None and is_wrapped(value)) else _apply
-        plain: Tensor = apply(x, value, scale, scale_src, None, adj.num_dst, adj, False, algorithm, relu)
-        return plain
+        plain = plain_spmm(adj, x, value, reduce, scale_dst, scale_src, algorithm, relu)
+        if plain is not None:
+            return plain
     policy.check_algorithm(value_layout, ("edges", "me_bcrs"), "value_layout")
     if value_layout == "me_bcrs" and reduce in ("max", "min"):
         raise ValueError(
@@ -167,6 +153,42 @@ def spmm(
     else:
         out = launch_spmm(adj, *operands, algorithm, relu)
     return out if x.dim() == 2 else out.reshape(adj.num_dst, *trailing)
+
+
+def plain_spmm(
+    adj: Adjacency,
+    x: Tensor,
+    value: Tensor | None,
+    reduce: str,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    algorithm: str,
+    relu: bool = False,
+) -> Tensor | None:
+    """What :func:`spmm` gives where there is nothing to cast or reshape, as in most calls of layers.
+
+    The arguments are those of `spmm`; ``x`` `is_plain_eager`, and autocast is off. None: the call is of
+    another kind, or wrong.
+    """
+    if not (
+        (reduce == "sum" or (reduce == "mean" and scale_dst is None))
+        and type(adj) is Adjacency
+        and x.dim() == 2
+        and x.shape[0] == adj.num_src
+        and x.dtype in DTYPE_CODE
+        and x.device == adj.col.device
+        and (value is None or _is_plain_value(value, x, adj))
+        and (scale_dst is None or _is_plain_scale(scale_dst, adj.num_dst, x))
+        and (scale_src is None or _is_plain_scale(scale_src, adj.num_src, x))
+    ):
+        return None
+    scale = scale_dst if reduce == "sum" else adj.inv_degree(accumulation_dtype(x.dtype))
+    needs_grad = x.requires_grad or (value is not None and value.requires_grad)
+    if not (needs_grad and torch.is_grad_enabled()):
+        return launch_spmm(adj, x, value, scale, scale_src, None, algorithm, relu)
+    apply = _Spmm.apply if is_wrapped(x) or (value is not None and is_wrapped(value)) else _apply
+    out: Tensor = apply(x, value, scale, scale_src, None, adj.num_dst, adj, False, algorithm, relu)
+    return out
 
 
 def _is_plain_value(value: Any, x: Tensor, adj: Adjacency) -> bool:
@@ -291,14 +313,14 @@ class _Spmm(torch.autograd.Function):
             dst, src = (x, grad) if ctx.transpose else (grad, x)
             scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)
             algorithm = ctx.algorithm if ctx.algorithm in policy.SDDMM_ALGORITHMS else "csr"
-            size = (value.shape[0], num_heads(value), value.dtype)
+            ends = (dst, src, *scales)
+            length, heads, dtype, dense = value.shape[0], num_heads(value), value.dtype, is_dense(value)
             if plain:
-                grad_value = launch_sddmm(
-                    ctx.keep_alive, dst, src, *scales, *size, algorithm, is_dense(value)
-                )
+                grad_value = launch_sddmm(ctx.keep_alive, *ends, length, heads, dtype, algorithm, dense)
             else:
-                product = torch.ops.fastsparse.sddmm.default
-                grad_value = product(dst, src, *scales, *size, ctx.adjacency, algorithm, is_dense(value))
+                grad_value = torch.ops.fastsparse.sddmm.default(
+                    *ends, length, heads, dtype, ctx.adjacency, algorithm, dense
+                )
             if grad_value.shape != value.shape:
                 grad_value = grad_value.reshape(value.shape)
         if ctx.needs_input_grad[4]:
