@@ -12,6 +12,7 @@ from fastsparse_pyg.nn.graph_transformer import GraphTransformerLayer
 from fastsparse_pyg.nn.hgt_conv import FastHGTConv
 from fastsparse_pyg.nn.hypergraph_conv import FastHypergraphConv
 from fastsparse_pyg.nn.maxk import FastMaxKGCNConv, FastMaxKSAGEConv
+from fastsparse_pyg.nn.mf_conv import FastMFConv
 from fastsparse_pyg.nn.pna_conv import FastPNAConv
 from fastsparse_pyg.nn.propagation_models import FastLabelPropagation, FastLightGCN
 from fastsparse_pyg.nn.res_gated_graph_conv import FastResGatedGraphConv
@@ -53,6 +54,7 @@ DROP_INS |= {
         FastGraphConv,
         FastHypergraphConv,
         FastLGConv,
+        FastMFConv,
         FastMixHopConv,
         FastLabelPropagation,
         FastHGTConv,
@@ -88,6 +90,7 @@ __all__ = [
     "FastLGConv",
     "FastLabelPropagation",
     "FastLightGCN",
+    "FastMFConv",
     "FastMaxKGCNConv",
     "FastMaxKSAGEConv",
     "FastMixHopConv",

@@ -381,7 +381,8 @@ class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
                 reason or "features that are too wide", x, edge_index, edge_weight
             )
         matrix = self._propagation(x, edge_index, edge_weight, normalize=False)
-        x = F.pad(x, (0, self.out_channels - x.size(-1)))
+        if x.size(-1) < self.out_channels:
+            x = F.pad(x, (0, self.out_channels - x.size(-1)))
         for weight in self.weight:
             x = self.rnn(self._multiply(matrix, x @ weight), x)
         return x

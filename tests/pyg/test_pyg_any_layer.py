@@ -400,7 +400,7 @@ def test_few_edges_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (Attending(), attributed, False),
         (EdgeUpdater(), plain, True),  # weights by PyG's code, the sum by the kernel
         (pyg.SimpleConv(), weighted, True),
-        (pyg.MFConv(WIDTH, 4), plain, True),
+        (pyg.WLConvContinuous(), plain, True),
     ]
     for layer, call, by_kernel in cases:
         expected = call(layer, it)
