@@ -31,7 +31,8 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
     ``neighbor_sampler`` of the caller's, and graphs stored as ``adj_t``.
 
     Args:
-        data: Data, HeteroData or (FeatureStore, GraphStore).
+        data: Data, HeteroData or (FeatureStore, GraphStore). In place of an ``edge_index`` of 16 bytes per
+            edge it may hold an :class:`fastsparse_core.Adjacency`, of 4.
         num_neighbors: neighbours per hop, -1 for all; also by edge type.
         input_nodes: indices or mask of the seeds, in heterogeneous graphs ``(node type, indices)``; None:
             all.
