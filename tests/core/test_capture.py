@@ -358,6 +358,25 @@ def test_gradient_scalers(device):
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-2, atol=1e-3)
 
 
+def test_features_in_16_bits_under_autocast(device):
+    """Without autocast, as steps are compared, they do not meet the weights."""
+    model = torch.nn.Linear(16, 4).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    @capture
+    def step(x):
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.bfloat16):
+            loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for _ in range(CALLS):
+        step(torch.randn(50, 16, dtype=torch.bfloat16, device=device))
+    assert len(step.captured.records) == 1
+
+
 # ---------------------------------------------------------------- models
 
 
