@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from pyg_cases import KINDS, as_kind, close, gradients, random_graph, same, simple_graph
+from pyg_cases import KINDS, as_kind, close, gradients, random_graph, same, same_on, simple_graph
 from torch import Tensor, nn
 from torch_geometric import EdgeIndex
 from torch_geometric.nn import AGNNConv, GATConv, GATv2Conv, TransformerConv
@@ -80,15 +80,7 @@ def test_input_kinds(device, family, kind):
     graph = as_kind(kind, edge_index, 40, 40)
     reference, layer = family.pair(device)
     x = torch.randn(40, 6, device=device, requires_grad=True)
-    same(
-        reference,
-        layer,
-        lambda conv: conv(x, edge_index),
-        [x],
-        fast_call=lambda conv: conv(x, graph),
-        tolerance=2e-5,
-        floor=1,
-    )
+    same_on([graph], edge_index, reference, layer, x, tolerance=2e-5, floor=1)
 
 
 @pytest.mark.parametrize("kind", ["csr", "coo"])

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from pyg_cases import as_kind, close, random_graph, same, simple_graph
+from pyg_cases import as_kind, close, random_graph, same, same_on, simple_graph
 from torch import nn
 from torch_geometric.nn import GINEConv
 
@@ -49,16 +49,8 @@ def test_matches_the_original(device, options, dtype):
         draw(40, 6, device, dtype),
         draw(edge_index.size(1), options.get("edge_dim", 6), device, dtype),
     )
-    for graph in (edge_index, prepare(edge_index, 40, flow=layer.flow)):
-        same(
-            reference,
-            layer,
-            lambda conv: conv(x, edge_index, edge_attr),
-            [x, edge_attr],
-            fast_call=lambda conv, graph=graph: conv(x, graph, edge_attr),
-            tolerance=TOLERANCE[dtype],
-            floor=1,
-        )
+    graphs = (edge_index, prepare(edge_index, 40, flow=layer.flow))
+    same_on(graphs, edge_index, reference, layer, x, edge_attr, tolerance=TOLERANCE[dtype], floor=1)
 
 
 @pytest.mark.parametrize(
@@ -137,14 +129,7 @@ def test_every_kind_of_graph(device, kind):
     reference, layer = pair(device, edge_dim=3)
     x, edge_attr = draw(40, 6, device), draw(edge_index.size(1), 3, device)
     graph = as_kind(kind, edge_index, 40, 40)
-    same(
-        reference,
-        layer,
-        lambda conv: conv(x, edge_index, edge_attr),
-        [x, edge_attr],
-        fast_call=lambda conv: conv(x, graph, edge_attr),
-        floor=1,
-    )
+    same_on([graph], edge_index, reference, layer, x, edge_attr, floor=1)
 
 
 def test_the_original_runs_where_no_kernel_can_and_says_why(monkeypatch, caplog):

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from pyg_cases import KINDS, as_kind, random_graph, same, simple_graph
+from pyg_cases import KINDS, as_kind, random_graph, same, same_on, simple_graph
 from torch import Tensor, nn
 from torch_geometric.nn import ResGatedGraphConv
 
@@ -52,16 +52,8 @@ def test_matches_the_original(device, options, dtype):
     edge_index = random_graph(device=device)
     reference, layer = pair(6, 5, device=device, dtype=dtype, **options)
     x, edges = draw(40, 6, device, dtype), edges_of(edge_index, options, device, dtype)
-    for graph in (edge_index, prepare(edge_index, 40, flow=layer.flow)):
-        same(
-            reference,
-            layer,
-            lambda conv: conv(x, edge_index, *edges),
-            [x, *edges],
-            fast_call=lambda conv, graph=graph: conv(x, graph, *edges),
-            tolerance=TOLERANCE[dtype],
-            floor=1,
-        )
+    graphs = (edge_index, prepare(edge_index, 40, flow=layer.flow))
+    same_on(graphs, edge_index, reference, layer, x, *edges, tolerance=TOLERANCE[dtype], floor=1)
 
 
 @pytest.mark.parametrize("options", [{}, {"edge_dim": 3}], ids=str)
@@ -81,8 +73,7 @@ def test_every_kind_of_graph(device, kind):
     edge_index = simple_graph(device=device)
     reference, layer = pair(6, 5, device=device)
     x, graph = draw(40, 6, device), as_kind(kind, edge_index, 40, 40)
-    call, fast_call = lambda conv: conv(x, edge_index), lambda conv: conv(x, graph)
-    same(reference, layer, call, [x], fast_call=fast_call, tolerance=2e-5, floor=1)
+    same_on([graph], edge_index, reference, layer, x, tolerance=2e-5, floor=1)
 
 
 @pytest.mark.usefixtures("kernels_only")
