@@ -8,7 +8,7 @@ import logging
 import pickle
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -19,7 +19,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.nn import AGNNConv, GATConv, GATv2Conv, TransformerConv
 from torch_geometric.nn.aggr import SumAggregation
 
-from fastsparse_core import Adjacency, log
+from fastsparse_core import Adjacency
 from fastsparse_pyg import (
     FastAGNNConv,
     FastGATConv,
@@ -60,13 +60,6 @@ WITH_DROPOUT = ["gat", "gatv2", "transformer"]
 @pytest.fixture(params=list(FAMILIES))
 def family(request: pytest.FixtureRequest) -> Family:
     return FAMILIES[request.param]
-
-
-@pytest.fixture
-def reasons(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(log, "_seen", set())
-    caplog.set_level(logging.INFO, logger="fastsparse_pyg")
-    return caplog
 
 
 # ---------------------------------------------------------------- inputs
@@ -395,13 +388,6 @@ def test_integer_features_are_refused_as_by_the_original(family):
 
 
 # ---------------------------------------------------------------- torch.compile
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled_once(layer: nn.Module, frames: list) -> Callable[..., Tensor]:

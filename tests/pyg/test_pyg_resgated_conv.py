@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from pyg_cases import KINDS, as_kind, random_graph, same, same_on, simple_graph
 from torch import Tensor, nn
 from torch_geometric.nn import ResGatedGraphConv
 
-from fastsparse_core import log
 from fastsparse_pyg import FastResGatedGraphConv, prepare
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
@@ -86,9 +83,7 @@ def test_lazy_sizes(device):
     same(reference, layer, lambda conv: conv(x, edge_index), [x], tolerance=2e-5, floor=1)
 
 
-def test_the_original_runs_where_no_kernel_can_and_says_why(monkeypatch, caplog):
-    monkeypatch.setattr(log, "_seen", set())
-    caplog.set_level(logging.INFO)
+def test_the_original_runs_where_no_kernel_can_and_says_why(reasons):
     edge_index = random_graph()
     x = draw(40, 6, "cpu")
     for options, why in (
@@ -101,7 +96,7 @@ def test_the_original_runs_where_no_kernel_can_and_says_why(monkeypatch, caplog)
         edges = edges_of(edge_index, options, "cpu")
         for _ in range(2):
             same(reference, layer, lambda conv, e=edges: conv(x, edge_index, *e), [x, *edges], floor=1)
-        assert caplog.text.count(why) == 1
+        assert reasons.text.count(why) == 1
     with pytest.raises(AssertionError):
         pair(6, 5, edge_dim=3, device="cpu")[1](x, edge_index)
 

@@ -211,9 +211,9 @@ def test_graph_transformer_layer_dropout(device):
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.usefixtures("fresh_compiler")
 def test_graph_transformer_layer_compiles(device, fullgraph):
     """With an Adjacency to one graph, with edges to several."""
-    torch._dynamo.reset()
     edge_index = random_graph(device=device)
     graph = prepare(edge_index, 40) if fullgraph else edge_index
     layer = GraphTransformerLayer(8, 8, 2, norm="layer").to(device)
@@ -225,7 +225,6 @@ def test_graph_transformer_layer_compiles(device, fullgraph):
         tensors = [x, *layer.parameters()]
         for one, other in zip(gradients(got, tensors), gradients(expected, tensors), strict=True):
             close(one, other, floor=1)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
