@@ -1181,11 +1181,20 @@ py::tuple inspect(Address row, Address col, Address edge_id, bool index_is_64bit
                   Address inv_degree, Address slices, Address scratch, int device, Address queue) {
   std::int64_t facts[kNumEdgeFacts];
   const Address written = device < 0 ? reinterpret_cast<Address>(facts) : scratch;
-  const InspectLevels levels{{{at(row), at(col), at(edge_id), index_is_64bit, edge_id_is_64bit, num_edges,
-                               num_rows, square, at<std::int64_t>(rowptr), at<std::int32_t>(col_out),
-                               at<float>(inv_degree), at<RowSlice>(slices), at<std::int64_t>(written)}},
-                             1};
-  FASTSPARSE_RUN(inspect, levels, device, queue);
+  const InspectArgs args{at(row),
+                         at(col),
+                         at(edge_id),
+                         index_is_64bit,
+                         edge_id_is_64bit,
+                         num_edges,
+                         num_rows,
+                         square,
+                         at<std::int64_t>(rowptr),
+                         at<std::int32_t>(col_out),
+                         at<float>(inv_degree),
+                         at<RowSlice>(slices),
+                         at<std::int64_t>(written)};
+  FASTSPARSE_RUN(inspect, args, device, queue);
 #ifdef FASTSPARSE_WITH_CUDA
   if (device >= 0) {
     const py::gil_scoped_release release;

@@ -86,6 +86,23 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def reasons(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What FastSparse logs, as if nothing had been logged before."""
+    monkeypatch.setattr("fastsparse_core.log._seen", set())
+    for package in ("fastsparse_core", "fastsparse_pyg", "fastsparse_dgl"):
+        caplog.set_level("INFO", logger=package)
+    return caplog
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """``torch.compile`` knows nothing, before and after."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Fills uninitialised memory with NaN (integers: their maximum), so that an unwritten output shows."""
     before = torch.are_deterministic_algorithms_enabled()

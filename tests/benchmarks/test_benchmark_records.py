@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import common, record, roofline, tables, timing
+from benchmarks.tables.cells import number, stored_rivals
 
 CPU = torch.device("cpu")
 RESULTS = tables.stored(record.RESULTS)
@@ -228,11 +229,11 @@ def test_spmm_table_compares_with_stored_rivals_on_the_same_gpu_only() -> None:
 
 def test_stored_rivals_of_the_same_precision() -> None:
     result = spmm_record("NVIDIA H200")
-    single = tables.stored_rivals(result, "spmm@64", "float32", "reddit")
+    single = stored_rivals(result, "spmm@64", "float32", "reddit")
     assert single
     assert all(name.endswith("fp32") for name in single)
-    assert "FlashSparse fp16" in tables.stored_rivals(result, "spmm@64", "float16", "reddit")
-    assert tables.stored_rivals(spmm_record(None), "spmm@64", "float16", "reddit") == {}
+    assert "FlashSparse fp16" in stored_rivals(result, "spmm@64", "float16", "reddit")
+    assert stored_rivals(spmm_record(None), "spmm@64", "float16", "reddit") == {}
 
 
 def test_markdown_has_a_line_per_row_and_the_origin() -> None:
@@ -261,7 +262,7 @@ def test_markdown_has_a_line_per_row_and_the_origin() -> None:
     ],
 )
 def test_numbers_have_three_digits(value: float | None, text: str) -> None:
-    assert tables.number(value) == text
+    assert number(value) == text
 
 
 def test_plots_are_drawn_from_records(tmp_path: Path) -> None:

@@ -37,19 +37,8 @@ def result_of(tmp_path: Path, name: str, *arguments: str, device: str = "cpu") -
 
 
 def test_spmm_checks_then_times_every_cell(tmp_path: Path) -> None:
-    arguments = [
-        "--graphs",
-        "pubmed",
-        "dd",
-        "--widths",
-        "8",
-        "--dtypes",
-        "float32",
-        "bfloat16",
-        "--budget-ms",
-        "1",
-    ]
-    result = result_of(tmp_path, "spmm", *arguments)
+    arguments = "--graphs pubmed dd --widths 8 --dtypes float32 bfloat16 --budget-ms 1"
+    result = result_of(tmp_path, "spmm", arguments)
     ours = [cell for cell in result["cells"] if cell["implementation"] == "fastsparse csr"]
     assert len(ours) == 2 * 2 * 2
     assert all(cell["status"] == "ok" and cell["samples"] >= 5 for cell in ours)

@@ -98,6 +98,11 @@ def ragged(num_edges: int, device: str, group_rows: str = "none") -> Adjacency:
     )
 
 
+def draw(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+
 def features(rows: int, width: int, dtype: torch.dtype, layout: str, device: str, seed: int = 0) -> Tensor:
     """Random features in a memory layout that a user might have."""
     generator = torch.Generator().manual_seed(seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -23,7 +22,6 @@ from fastsparse_core import (
     attention_weights,
     gatv2_attention,
     gatv2_attention_weights,
-    log,
     policy,
     reference,
     spmm,
@@ -760,18 +758,16 @@ def test_memory_does_not_grow_with_the_edges(kind, dtype):
         assert numbers + partial + att < num_edges * heads * 4 or num_edges < 2_000_000
 
 
-def test_what_cannot_be_fused_is_said_once_for_each_reason(monkeypatch, caplog):
-    monkeypatch.setattr(log, "_seen", set())
-    caplog.set_level(logging.INFO, "fastsparse_core")
+def test_what_cannot_be_fused_is_said_once_for_each_reason(reasons):
     assert [policy.attention_algorithm("auto", "float64 on CUDA") for _ in range(3)] == ["unfused"] * 3
-    assert [record.getMessage() for record in caplog.records] == [
+    assert [record.getMessage() for record in reasons.records] == [
         "attention runs as 'unfused', with memory for every edge: float64 on CUDA"
     ]
     assert policy.attention_algorithm("fused3s", "no heads") == "unfused"
-    assert len(caplog.records) == 2
+    assert len(reasons.records) == 2
     assert policy.attention_algorithm("auto", "") == "fused3s"
     assert policy.attention_algorithm("unfused", "no heads") == "unfused"
-    assert len(caplog.records) == 2
+    assert len(reasons.records) == 2
 
 
 @pytest.mark.parametrize(
