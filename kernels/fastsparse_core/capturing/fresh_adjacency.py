@@ -106,10 +106,13 @@ class FreshAdjacency(Adjacency):
         Loops that are to be dropped become entries of the last row, which is padding.
 
         Raises:
-            RuntimeError: how many entries there are would have to be read from the device.
+            RuntimeError: how many entries there are would have to be read from the device, or there is no row
+                for padding.
         """
         if duplicates != "keep":
             raise RuntimeError(f"a recorded step cannot merge edges (duplicates={duplicates!r})")
+        run.check_room(row, shape[0])
+        run.check_room(col, shape[1])
         num_given = row.numel()
         loop_edge: Tensor | tuple[()] | None = None
         if self_loops != "keep":
