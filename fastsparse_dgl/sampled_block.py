@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,19 @@ class SampledBlock:
             part.edges.views[name] = self.edges.views[name]
             self._parts[name] = part
         return part
+
+    @contextlib.contextmanager
+    def local_scope(self) -> Iterator[None]:
+        """Data that is added or replaced in this context is gone after it."""
+        views = [*self.srcnodes.values(), *self.dstnodes.values(), *self.edges.views.values()]
+        kept = [view.data for view in views]
+        for view in views:
+            view.data = dict(view.data)
+        try:
+            yield
+        finally:
+            for view, data in zip(views, kept, strict=True):
+                view.data = data
 
     @property
     def adjacency(self) -> Adjacency:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastsparse_core import recorded
 from fastsparse_core.structure.adjacency import Adjacency
-from fastsparse_core.structure.build_once import BuiltOnce
+from fastsparse_core.structure.build_once import built_results
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Relations:
         self.dst, self.src, self.kind = (it.to(torch.int32, copy=True) for it in (dst, src, kind))
         self.shape = shape
         self.num_relations = num_relations
-        self._memo = BuiltOnce()
+        self._memo = built_results()
 
     @property
     def num_edges(self) -> int:

@@ -185,7 +185,7 @@ def test_larger_batches_are_recorded_for_their_size(device):
     found = losses_of(
         device, lambda: MODELS["sage"](data), lambda net, batch: of_papers(net, batch, 16), batches
     )
-    assert len(found.records) == 2
+    assert 2 <= len(found.records) <= 3
 
 
 def test_batches_of_graphs(device):

@@ -222,6 +222,7 @@ class BatchPlaces:
         device: of the tensors.
 
     Attributes:
+        device: of the tensors.
         nodes: places of the nodes of every type.
         edges: places of the edges of every type.
     """
@@ -231,7 +232,7 @@ class BatchPlaces:
         self.nodes = [Places(hops, device) for hops in room.nodes]
         self.edges = [Places(hops, device) for hops in room.edges]
         self._padding = [self._edges_of_padding(nth).to(device) for nth in range(len(room.edges))]
-        self._device = device
+        self.device = device
 
     @property
     def rows(self) -> list[Rows]:
@@ -243,10 +244,10 @@ class BatchPlaces:
         kinds = list(zip((*self.nodes, *self.edges), sizes.kinds, strict=True))
         numbers = [places.numbers(counts) for places, counts in kinds]
         flat = list(itertools.chain(*numbers))
-        if self._device.type == "cuda":  # the host does not wait
-            held = torch.tensor(flat, pin_memory=True).to(self._device, non_blocking=True)
+        if self.device.type == "cuda":  # the host does not wait
+            held = torch.tensor(flat, pin_memory=True).to(self.device, non_blocking=True)
         else:
-            held = torch.tensor(flat, device=self._device)
+            held = torch.tensor(flat, device=self.device)
         for (places, _), part in zip(kinds, held.split([len(part) for part in numbers]), strict=True):
             places.write(part)
 
