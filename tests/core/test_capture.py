@@ -446,14 +446,23 @@ def test_gradients_of_a_captured_model_are_accumulated(device):
 # ---------------------------------------------------------------- parts
 
 
-def draw_sizes(generator, hops):
+def draw_sizes(generator, hops, is_typed):
     """Sizes of batches like each other."""
     nodes = torch.tensor([8, 20, 40][:hops])
     edges = torch.tensor([30, 70][: max(hops - 1, 1)])
+
+    def draw(like, most):
+        return tuple((like + torch.randint(most, like.shape, generator=generator)).tolist())
+
+    kinds = 3 if is_typed else 1
+    # Edges within a type, between two, and none; of sampled neighbours all seeds are of one type.
+    least = 1 if hops > 1 else 2
+    ends = ((0, 0), (0, 1), (1, 0), (2, 0))[: 4 if is_typed else 1]
     return [
         Sizes(
-            tuple((nodes + torch.randint(6, nodes.shape, generator=generator)).tolist()),
-            tuple((edges + torch.randint(9, edges.shape, generator=generator)).tolist()),
+            tuple((draw(nodes, 6)[0] * (kind < least), *draw(nodes, 6)[1:]) for kind in range(kinds)),
+            tuple(draw(edges, 9) if source < 2 else (0,) * len(edges) for source, _ in ends),
+            ends,
         )
         for _ in range(8)
     ]
@@ -461,57 +470,81 @@ def draw_sizes(generator, hops):
 
 @pytest.mark.parametrize("hops", [1, 3])
 @pytest.mark.parametrize("is_doubled", [False, True])
-def test_padding_is_a_graph_of_its_own(device, hops, is_doubled):
+@pytest.mark.parametrize("is_typed", [False, True])
+def test_padding_is_a_graph_of_its_own(device, hops, is_doubled, is_typed):
     """Rows and edges of a batch come first in every hop; padding is behind them, and has no loops."""
     generator = torch.Generator().manual_seed(hops)
-    seen = draw_sizes(generator, hops)
+    seen = draw_sizes(generator, hops, is_typed)
     room = room_for(seen[:4])
     room = room.doubled() if is_doubled else room
     places = BatchPlaces(room, torch.device(device))
-    for sizes in [*filter(room.holds, seen), Sizes(seen[0].nodes, (0,) * len(seen[0].edges))]:
-        count = sum(sizes.nodes)
-        ends = torch.tensor(sizes.nodes).cumsum(0)
-        parts = []
-        for hop, number in enumerate(sizes.edges):
-            source = torch.randint(int(ends[min(hop + 1, hops - 1)]), (number,), generator=generator)
-            first = int(ends[hop - 1]) if hop else 0
-            target = torch.randint(first, int(ends[hop]), (number,), generator=generator).sort().values
-            parts.append(torch.stack([source, target]))
-        edges, x = torch.cat(parts, 1).to(device), torch.rand(count, 2, generator=generator).to(device)
-        held = torch.empty(2, sum(room.edges), dtype=torch.int64, device=device)
-        rows = torch.empty(sum(room.nodes), 2, device=device)
+    assert len({rows.room for rows in places.rows}) == len(places.rows)
+    without = Sizes(seen[0].nodes, tuple((0,) * len(counts) for counts in seen[0].edges), seen[0].ends)
+    for sizes in [*filter(room.holds, seen), without]:
         places.write(sizes)
-        places.write_edges(held, edges)
-        write_rows(rows, x, places.nodes)
-        assert torch.equal(room.cut(rows, sizes), x)
-        assert torch.equal(rows[~places.nodes.mask], x[:1].expand((~places.nodes.mask).sum(), 2))
-        of_batch = room.cut(held.t(), sizes).t()
-        assert torch.equal(rows[of_batch], x[edges])
-        assert places.nodes.mask[of_batch].all()
-        source, target = held[:, ~places.edges.mask]
-        assert not places.nodes.mask[source].any()
-        assert not places.nodes.mask[target].any()
-        assert (source != target).all()
-        assert torch.equal(held[1], held[1].sort().values)
-        assert [int(of_hops.count) for of_hops in places.nodes.rows] == ends.tolist()
+        given, held = [], []
+        for kind, counts in enumerate(sizes.nodes):
+            x = torch.rand(sum(counts), 2, generator=generator).to(device)
+            rows, of_type = torch.empty(sum(room.nodes[kind]), 2, device=device), places.nodes[kind]
+            write_rows(rows, x, of_type)
+            assert torch.equal(room.cut(rows, sizes), x)
+            first = x[:1] if len(x) else torch.zeros(1, 2, device=device)
+            assert torch.equal(rows[~of_type.mask], first.expand((~of_type.mask).sum(), 2))
+            assert [int(of_hops.count) for of_hops in of_type.rows] == torch.tensor(counts).cumsum(0).tolist()
+            given.append(x)
+            held.append(rows)
+        for nth, ((of_source, of_target), counts) in enumerate(zip(sizes.ends, sizes.edges, strict=True)):
+            edges = draw_edges(generator, counts, sizes.nodes[of_source], sizes.nodes[of_target]).to(device)
+            wide = torch.empty(2, sum(room.edges[nth]), dtype=torch.int64, device=device)
+            places.write_edges(wide, edges, nth)
+            source, target = room.cut(wide.t(), sizes).t()
+            assert torch.equal(held[of_source][source], given[of_source][edges[0]])
+            assert torch.equal(held[of_target][target], given[of_target][edges[1]])
+            assert places.nodes[of_source].mask[source].all()
+            assert places.nodes[of_target].mask[target].all()
+            source, target = wide[:, ~places.edges[nth].mask]
+            assert not places.nodes[of_source].mask[source].any()
+            assert not places.nodes[of_target].mask[target].any()
+            assert of_source != of_target or (source != target).all()
+            if of_target == 0 or hops == 1:  # else the seeds' hop has none to be destinations
+                assert torch.equal(wide[1], wide[1].sort().values)
+
+
+def draw_edges(generator, counts, of_sources, of_targets):
+    """Edges of every hop, by destination."""
+    sources, targets = (torch.tensor(sizes).cumsum(0) for sizes in (of_sources, of_targets))
+    parts = []
+    for hop, number in enumerate(counts):
+        first = int(targets[hop - 1]) if hop else 0
+        if first == targets[hop]:  # no seeds of that type: any earlier or later ones
+            first, last = 0, int(targets[-1])
+        else:
+            last = int(targets[hop])
+        source = torch.randint(
+            max(int(sources[min(hop + 1, len(sources) - 1)]), 1), (number,), generator=generator
+        )
+        target = torch.randint(first, max(last, 1), (number,), generator=generator).sort().values
+        parts.append(torch.stack([source, target]))
+    return torch.cat(parts, 1)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
 def test_rows_of_padding_copy_the_first(rows):
-    room = room_for([Sizes((rows,), (3,))])
+    sizes = Sizes(((rows,),), ((3,),))
+    room = room_for([sizes])
     places = BatchPlaces(room, torch.device("cpu"))
-    held, given = torch.full((sum(room.nodes), 2), -1.0), torch.randn(rows, 2)
-    places.write(Sizes((rows,), (3,)))
-    write_rows(held, given, places.nodes)
+    held, given = torch.full((sum(room.nodes[0]), 2), -1.0), torch.randn(rows, 2)
+    places.write(sizes)
+    write_rows(held, given, places.nodes[0])
     assert torch.equal(held[:rows], given)
     assert torch.equal(held[rows:], (given[:1] if rows else torch.zeros(1, 2)).expand(len(held) - rows, 2))
 
 
 def test_there_is_room_for_more_than_was_seen():
-    seen = [Sizes((100,), (220,)), Sizes((90,), (300,))]
+    seen = [Sizes(((100,),), ((220,),)), Sizes(((90,),), ((300,),))]
     room = room_for(seen)
-    assert room.holds(Sizes((108,), (370,)))
-    assert not room.holds(Sizes((room.nodes[0] - 1,), (1,)))
+    assert room.holds(Sizes(((108,),), ((370,),)))
+    assert not room.holds(Sizes(((room.nodes[0][0] - 1,),), ((1,),)))
     assert room.nodes != room.edges
 
 
