@@ -738,6 +738,25 @@ class AttentionLayer {
 };
 
 #ifdef FASTSPARSE_WITH_CUDA
+void stack_maps(const std::vector<Address>& weights, const std::vector<Address>& biases,
+                std::int64_t weight_size, std::int64_t bias_size, Address weight, Address bias, int dtype,
+                int to_dtype, int device, Address queue) {
+  StackedMapsArgs args{};
+  args.maps = static_cast<std::int64_t>(std::min<std::size_t>(weights.size(), kMostMaps));
+  for (std::int64_t i = 0; i < args.maps; ++i) {
+    args.weights[i] = at(weights[i]);
+    if (!biases.empty()) args.biases[i] = at(biases.at(i));
+  }
+  args.weight_size = weight_size;
+  args.bias_size = biases.empty() ? 0 : bias_size;
+  args.weight = at(weight);
+  args.bias = at(bias);
+  args.dtype = static_cast<Dtype>(dtype);
+  args.to_dtype = static_cast<Dtype>(to_dtype);
+  const DeviceGuard guard(device);
+  check(cuda::stack_maps(args, at(queue)), "stack_maps");
+}
+
 // The same on CUDA, with the structures of one pass, and those of the transposed graph for the backward pass.
 class CudaAttentionLayer {
  public:
@@ -1524,6 +1543,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<AdditiveAttentionInput>(m, "AdditiveAttentionInput").def(py::init(&additive_input));
   m.def("additive_attention", &additive_attention);
   m.def("additive_attention_backward", &additive_attention_backward);
+  m.def("stack_maps", &stack_maps);
   py::class_<CudaAttentionLayer>(m, "CudaAttentionLayer")
       .def(py::init<const CsrStructure*, const CsrStructure*, const BsbView*, const BsbView*, std::int64_t,
                     std::int64_t, std::int64_t, std::int64_t, int, int, std::int64_t, std::int64_t,

@@ -466,10 +466,11 @@ def layers_of_attention(dtype: torch.dtype) -> None:
         for score, num_maps, given in ((ADDITIVE, 1, vectors), (GATV2, 2, vectors[:1]), (DOT_PRODUCT, 4, ())):
             maps = [nn.Linear(24, 2 * width, device=DEVICE, dtype=dtype) for _ in range(num_maps)]
             bias = None if score is DOT_PRODUCT else draw(2 * width, dtype=dtype).requires_grad_()
-            with torch.enable_grad():
-                out = attention_layer(score, adj, x, maps, given, bias, heads=2, scale=0.2, dropout_p=0.3)
-                if out is not None:
-                    out.sum().backward()
+            for algorithm in ("csr", "fused3s") if score is DOT_PRODUCT else ("auto",):
+                with torch.enable_grad(), policy.algorithms(attention=algorithm):
+                    out = attention_layer(score, adj, x, maps, given, bias, heads=2, scale=0.2, dropout_p=0.3)
+                    if out is not None:
+                        out.sum().backward()
 
 
 def softmax_of_edges(dtype: torch.dtype) -> None:

@@ -7,6 +7,7 @@
 //     sum_partials_kernel adds those in float64, always in the same order. Floor: v, dO and dv read, dv
 //     written.
 //   - add_kernel, join_kernel: result + skip + bias; gradients of the maps' results side by side.
+//   - stack_kernel: weights and biases of the maps as one, in the dtype of the products.
 
 #include <algorithm>
 
@@ -184,6 +185,40 @@ __global__ void __launch_bounds__(kThreads) join_kernel(const Pieces args) {
   *reinterpret_cast<Pack<T, kVec>*>(static_cast<T*>(args.to) + item * kVec) = pack;
 }
 
+// A tensor for each blockIdx.y: the weights, then the biases.
+template <typename From, typename To, int kVec>
+__global__ void __launch_bounds__(kThreads) stack_kernel(const __grid_constant__ StackedMapsArgs args) {
+  const bool of_weight = blockIdx.y < args.maps;
+  const std::int64_t nth = of_weight ? blockIdx.y : blockIdx.y - args.maps;
+  const std::int64_t size = of_weight ? args.weight_size : args.bias_size;
+  const std::int64_t at = (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kVec;
+  if (at >= size) return;
+  const void* from = of_weight ? args.weights[nth] : args.biases[nth];
+  const auto pack = load_pack<From, kVec>(static_cast<const From*>(from) + at);
+  Pack<To, kVec> stored;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) stored.lane[i] = narrow<To>(widen(pack.lane[i]));
+  To* to = static_cast<To*>(of_weight ? args.weight : args.bias) + nth * size + at;
+  *reinterpret_cast<Pack<To, kVec>*>(to) = stored;
+}
+
+template <typename From, typename To>
+void stack(const StackedMapsArgs& args, cudaStream_t stream) {
+  const auto run = [&](auto vec) {
+    constexpr int kVec = decltype(vec)::value;
+    const std::int64_t longest = std::max(args.weight_size, args.bias_size);
+    const dim3 grid(ceil_div(longest, kThreads * kVec),
+                    static_cast<unsigned>(args.maps * (args.bias_size > 0 ? 2 : 1)));
+    stack_kernel<From, To, kVec><<<grid, kThreads, 0, stream>>>(args);
+  };
+  constexpr int kMost = 16 / sizeof(From);
+  bool packed = vector_width<From>({args.weight_size, args.bias_size}, {args.weight, args.bias}) == kMost;
+  for (int i = 0; i < args.maps; ++i) {
+    packed = packed && vector_width<From>({}, {args.weights[i], args.biases[i]}) == kMost;
+  }
+  packed ? run(Constant<kMost>{}) : run(Constant<1>{});
+}
+
 // Calls f(element type, elements per load) for what can be read and written 16 bytes at a time, or singly.
 template <typename F>
 void with_packs(Dtype dtype, std::initializer_list<std::int64_t> divisors,
@@ -254,6 +289,20 @@ void launch_join(Dtype dtype, const Pieces& args, cudaStream_t stream) {
                const std::int64_t items = args.num_rows * args.count * (args.width / kVec);
                join_kernel<T, kVec><<<ceil_div(items, kThreads), kThreads, 0, stream>>>(args);
              });
+}
+
+int stack_maps(const StackedMapsArgs& args, void* stream_address) {
+  auto* stream = static_cast<cudaStream_t>(stream_address);
+  if (args.weight_size == 0 && args.bias_size == 0) return cudaSuccess;
+  if (args.to_dtype == Dtype::kFloat32) {
+    stack<float, float>(args, stream);
+  } else if (args.to_dtype == Dtype::kFloat16) {
+    args.dtype == Dtype::kFloat32 ? stack<float, __half>(args, stream) : stack<__half, __half>(args, stream);
+  } else {
+    args.dtype == Dtype::kFloat32 ? stack<float, __nv_bfloat16>(args, stream)
+                                  : stack<__nv_bfloat16, __nv_bfloat16>(args, stream);
+  }
+  return cudaGetLastError();
 }
 
 }  // namespace fastsparse::cuda

@@ -602,6 +602,19 @@ class AttentionLayer:
         threads: int,
     ) -> None: ...
 
+def stack_maps(
+    weights: list[int],
+    biases: list[int],
+    weight_size: int,
+    bias_size: int,
+    weight: int,
+    bias: int,
+    dtype: int,
+    to_dtype: int,
+    device: int,
+    queue: int,
+) -> None: ...
+
 class CudaAttentionLayer:
     def __init__(
         self,

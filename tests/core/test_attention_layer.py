@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from fastsparse_core import Adjacency, additive_attention, attention, gatv2_attention, policy, reference
 from fastsparse_core.fused.attention_layer import ADDITIVE, DOT_PRODUCT, GATV2, attention_layer
+from fastsparse_core.fused.attention_on_cuda import stacked
 from fastsparse_core.fused.head_scores import head_scores
 
 KINDS = ("gat", "gatv2", "gatv2 shared", "dot", "dot with skip")
@@ -339,3 +341,26 @@ def test_rows_until_a_structure_is_used_often():
 def test_heads_that_are_padded_are_the_operators():
     layer, adj = Layer("dot with skip", 2, 5, torch.float32, "cuda"), structure("cuda")
     assert call(layer, adj, torch.randn(70, F_IN, device="cuda")) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("features", [1, 6, 64, 500])
+@pytest.mark.parametrize("bias", [True, False])
+def test_weights_of_maps_are_stacked(given, features, bias):
+    """As by torch.cat and a cast, to the bit, whatever their alignment."""
+    options = {"dtype": given, "device": "cuda"}
+    room = torch.randn(4, 24 * features + 1, **options)
+    for weights in (torch.randn(4, 24, features, **options), room[:, 1:].unflatten(1, (24, features))):
+        biases = list(torch.randn(4, 24, **options)) if bias else []
+        for dtype in {given, torch.float16, torch.bfloat16}:
+            call = SimpleNamespace(dtype=dtype, widths=(24,) * 4)
+            found = stacked(call, [*weights, *biases])
+            if given not in (dtype, torch.float32):
+                assert found is None
+                continue
+            assert torch.equal(found[0], torch.cat(list(weights)).to(dtype))
+            assert found[1] is None if not bias else torch.equal(found[1], torch.cat(biases).to(dtype))
+    call = SimpleNamespace(dtype=given, widths=(24,) * 2)
+    assert stacked(call, [weights[0].t().contiguous().t(), weights[1]]) is None or features == 1
+    assert stacked(call, [weights[0], weights[1][:, 1:]]) is None

@@ -354,6 +354,8 @@ def test_slices_tile_the_rows(device, num_rows, longest):
     again = split_rows(rowptr.to(device), longest)
     for name, tensor in split.tensors().items():
         assert torch.equal(tensor, again.tensors()[name])
+    if not split.num_slots:
+        assert torch.equal(split_rows(rowptr.to(device), longest, is_cut=False).slices, split.slices)
     expected = RowSplit.from_rowptr(rowptr, longest)
     assert split.num_slots == expected.num_slots == int(split.split_ptr[-1])
     assert split.split_row.tolist() == expected.split_row.tolist()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastsparse_core import _C, policy
 from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2, LayerCall, Score
-from fastsparse_core.fused.attention_on_cuda import attend, differentiate, plan_of
+from fastsparse_core.fused.attention_on_cuda import attend, differentiate, plan_of, stacked
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._attention_checks import draw_seed, drawn_by_replays
 from fastsparse_core.ops._common import (
@@ -227,17 +227,23 @@ def _attend_at_once(
 
 def _project(call: LayerCall, features: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """The linear maps' results side by side, and the weight of the one product that gives them."""
-    first, count = call.num_vectors, len(call.widths)
-    matrix, bias = tensors[first], None
-    if len(tensors) > first + count:
-        bias = tensors[first + count]
+    maps, count = tensors[call.num_vectors :], len(call.widths)
+    joined = stacked(call, maps) if count > 1 and features.is_cuda else None
+    matrix, bias = joined or _joined(call, maps)
+    return F.linear(features, matrix, bias), matrix
+
+
+def _joined(call: LayerCall, maps: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases of the linear maps as one, by operators, which are differentiable."""
+    count = len(call.widths)
+    matrix, bias = maps[0], maps[count] if len(maps) > count else None
     if count > 1:
-        matrix = torch.cat(tensors[first : first + count])
-        bias = None if bias is None else torch.cat(tensors[first + count :])
+        matrix = torch.cat(maps[:count])
+        bias = None if bias is None else torch.cat(maps[count:])
     if matrix.dtype != call.dtype:
         matrix = matrix.to(call.dtype)
         bias = None if bias is None else bias.to(call.dtype)
-    return F.linear(features, matrix, bias), matrix
+    return matrix, bias
 
 
 class _AttentionLayer(torch.autograd.Function):
@@ -355,7 +361,7 @@ def _second_gradients(
         )
 
     def compute(features: Tensor, *tensors: Tensor) -> Tensor:
-        joint, _ = _project(call, features, tensors)
+        joint = F.linear(features, *_joined(call, tensors[call.num_vectors :]))
         out = call.score.formula(call, joint, tensors[: call.num_vectors])
         return out.unflatten(1, (call.heads, -1)).mean(dim=1) if call.mean else out
 

@@ -1,4 +1,4 @@
-"""The attention of a layer on CUDA: one call into `_C` each way, two allocations before it, or three."""
+"""The attention of a layer on CUDA: one call into `_C` each way, and what it needs beforehand."""
 
 from __future__ import annotations
 
@@ -122,7 +122,9 @@ def _plan(
     backward: bool,
     on_blocks: bool,
 ) -> Plan:
-    transposed = adj.t() if backward else None
+    # Pairs of numbers for every edge lie in the caller's order; the others read nothing of edges.
+    valued = score is DOT_PRODUCT and not on_blocks
+    transposed = adj.t(valued=valued) if backward else None
     structure = structure_t = blocks = blocks_t = None
     att_rows = 0
     if on_blocks:
@@ -134,7 +136,8 @@ def _plan(
             if not torch.cuda.is_current_stream_capturing():
                 adj.sort_slices()  # the gradient of att is summed in their order, which must not change
             att_rows = att_rows_of(adj.row_split.slices.size(0))
-        structure, structure_t = used_csr(adj), None if transposed is None else used_csr(transposed)
+        structure = used_csr(adj, valued=valued)
+        structure_t = None if transposed is None else used_csr(transposed, valued=valued)
         splits = [None if each is None else each.row_split for each in (adj, transposed)]
     slots, slots_t = (0 if split is None else split.num_slots for split in splits)
     return _C.CudaAttentionLayer(
@@ -157,6 +160,40 @@ def _plan(
         backward,
         adj.col.get_device(),
     )
+
+
+def stacked(call: LayerCall, maps: Sequence[Tensor]) -> tuple[Tensor, Tensor | None] | None:
+    """Weights and biases of several linear maps as one, in the dtype of the product, by one launch.
+
+    None where operators have to do it, or say what is wrong: other dtypes, shapes that differ, weights that
+    are not contiguous.
+    """
+    first, count = maps[0], len(call.widths)
+    shape = first.shape
+    rows, columns = shape
+    if first.dtype not in (call.dtype, torch.float32):
+        return None
+    addresses = []
+    for tensor in maps:
+        if tensor.shape != (shape if len(addresses) < count else (rows,)) or not tensor.is_contiguous():
+            return None
+        addresses.append(tensor.data_ptr())
+    matrix = first.new_empty(count * rows, columns, dtype=call.dtype)
+    bias = first.new_empty(count * rows, dtype=call.dtype) if len(maps) > count else None
+    index = first.get_device()
+    _C.stack_maps(
+        addresses[:count],
+        addresses[count:],
+        rows * columns,
+        rows,
+        matrix.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        DTYPE_CODE[first.dtype],
+        DTYPE_CODE[call.dtype],
+        index,
+        queue(index),
+    )
+    return matrix, bias
 
 
 def attend(

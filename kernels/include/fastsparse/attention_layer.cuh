@@ -3,12 +3,9 @@
 
 #include <cuda_runtime.h>
 
-#include "fastsparse/head_scores.h"
-#include "fastsparse/views.h"
+#include "fastsparse/attention_layer.h"
 
 namespace fastsparse::cuda {
-
-constexpr int kMostMaps = 4;
 
 struct ScoreGradients {
   HeadScoresArgs scores;  // their gradients in it

@@ -70,7 +70,24 @@ struct CudaAttentionLayerArgs {
   Dtype grad_map_bias_dtype;
 };
 
+constexpr int kMostMaps = 4;
+
+// Weights of a layer's linear maps below each other, and their biases, in the dtype that is multiplied. That
+// is theirs, or they are float32.
+struct StackedMapsArgs {
+  const void* weights[kMostMaps];  // weight_size numbers each
+  const void* biases[kMostMaps];   // bias_size numbers each, 0: there are none
+  std::int64_t maps;
+  std::int64_t weight_size;
+  std::int64_t bias_size;
+  void* weight;  // (maps, weight_size)
+  void* bias;    // (maps, bias_size)
+  Dtype dtype;
+  Dtype to_dtype;
+};
+
 namespace cuda {
+int stack_maps(const StackedMapsArgs& args, void* stream);
 int attention_layer(const CudaAttentionLayerArgs& args, void* stream);
 int attention_layer_backward(const CudaAttentionLayerArgs& args, void* stream);
 // Numbers of float32 that `state` takes, a multiple of 16 bytes.
