@@ -28,6 +28,7 @@ _MOST_PATTERNS = 8
 #: On the CPU, edges below which the host's work for a call counts more than the edges'.
 FEW_EDGES = 4096
 _FEW_ON_GPU = f"no one kernel for the whole message, and at most {FEW_EDGES_ON_GPU} edges on a GPU"
+_NEW_ON_GPU = f"at most {FEW_EDGES_ON_GPU} edges on a GPU, made anew in every call"
 _16_BITS = (torch.float16, torch.bfloat16)
 _ANY = Pattern(reason="its attributes change")
 _UNKNOWN: Any = object()
@@ -54,14 +55,17 @@ class AnyLayer(MessagePassing):
 
     def propagate(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
         """As PyG's."""
-        kind = None if args else self._kind(kwargs)
+        kind = None if args or torch.compiler.is_compiling() else self._kind(kwargs)
         served = self._served.get(kind, _UNKNOWN)
         if served is None:
             if are_few_on_gpu(edge_index) and not is_any_autocast_enabled():
                 return super().propagate(edge_index, size=size, **kwargs)
         elif served is not _UNKNOWN and size is None and not _are_few_on_cpu(edge_index):
             out = served.reduce(self, edge_index, kwargs)
-            if out is not None:
+            if out is NotImplemented and are_few_on_gpu(edge_index):
+                self._say(_NEW_ON_GPU)
+                return super().propagate(edge_index, size=size, **kwargs)
+            if out is not None and out is not NotImplemented:
                 return out
         are_few = are_few_on_gpu(edge_index)
         reason = "propagate() with positional arguments" if args else self._why_original(edge_index, kwargs)
@@ -178,7 +182,7 @@ class AnyLayer(MessagePassing):
         adj = known(edge_index, options)
         if adj is None:
             if are_few and is_made_anew(edge_index, options):
-                return f"at most {FEW_EDGES_ON_GPU} edges on a GPU, made anew in every call"
+                return _NEW_ON_GPU
             adj = lookup(edge_index, (edge_index,), options, lambda: edges_made_anew(edges, options))
         return Arguments(
             self.node_dim,

@@ -13,6 +13,7 @@ from torch_geometric.nn.conv import MessagePassing
 from fastsparse_core import gine_aggregate, policy, spmm
 from fastsparse_core.ops._common import is_any_autocast_enabled, is_plain_eager
 from fastsparse_core.ops.spmm import plain_spmm
+from fastsparse_pyg.caching import is_made_anew
 from fastsparse_pyg.nn.base import has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import Arguments, Signature
 from fastsparse_pyg.nn.message_pattern import Pattern
@@ -63,8 +64,10 @@ class Copies(NamedTuple):
             return None
         return cls(pattern, type(layer).message, how, feature)
 
-    def reduce(self, layer: Any, edge_index: Any, given: dict[str, Any]) -> Tensor | None:
+    def reduce(self, layer: Any, edge_index: Any, given: dict[str, Any]) -> Any:
         """The result of `propagate` for edges that were looked up before; None: look closer.
+
+        NotImplemented: the layer makes its edges anew in every call.
 
         Args:
             layer: whose messages they are.
@@ -97,9 +100,10 @@ class Copies(NamedTuple):
         ):
             return None
         num_nodes = x.shape[0]
-        adj = known(edge_index, (num_nodes, num_nodes, state["flow"], False))
+        options = (num_nodes, num_nodes, state["flow"], False)
+        adj = known(edge_index, options)
         if adj is None:
-            return None
+            return NotImplemented if is_made_anew(edge_index, options) else None
         value: Tensor | None = None
         compute = self.pattern.compute
         if compute is not None:
