@@ -174,9 +174,15 @@ def place(host: Any, device: torch.device) -> Any:
     """The index of a structure on a device: DGL's own on the CPU, else a DeviceIndex.
 
     Raises:
-        DGLError: the device is not ours, which a pickled graph meets where FastSparse is not enabled.
+        DGLError: the device is not ours, which a pickled graph meets where FastSparse is not enabled, or
+            cannot be used, which graphs meet in a forked process.
     """
     if serves(device):
+        if torch.cuda._is_in_bad_fork():
+            raise DGLError(
+                f"graphs on {device} cannot be used in a forked process, where CUDA does not work: give the "
+                "loader graphs on the CPU and move its batches, batch.to(device), or leave num_workers out"
+            )
         index = dgl._ffi.object_generic.convert_to_object([host])[0]  # another reference, counted by DGL
         index.__class__ = DeviceIndex
         index.host, index.device, index._kept = host, device, {}
