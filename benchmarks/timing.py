@@ -3,7 +3,7 @@
 Device time comes from events around each call, after a write that pushes the inputs out of the last-level
 cache, and
 behind a short wait on the device that lets the host queue the whole call first: what is measured is the
-device's work and not the host's. Where the host's work is the point, `host_us` measures that alone.
+device's work and not the host's.
 """
 
 from __future__ import annotations
@@ -237,31 +237,3 @@ def wall_times(
     rounds = [one_round() for _ in range(count)]
     method = "wall clock, alternating" if len(calls) > 1 else "wall clock"
     return {name: summarise([times[name] for times in rounds], method) for name in calls}
-
-
-def host_us(
-    fn: Callable[[], Any], device: torch.device, *, calls: int = 200, rounds: int = 15
-) -> tuple[float, float, float]:
-    """Time the host spends on one call: the clock over many calls that nothing waits for.
-
-    Args:
-        fn: The call; its device work must be shorter than its host work, or the device's queue fills up.
-        device: Where it works; synchronised between rounds, outside the clock.
-        calls: Calls per round.
-        rounds: Rounds.
-
-    Returns:
-        Median, 20th and 80th percentile over the rounds, in microseconds per call.
-    """
-    for _ in range(calls):
-        fn()
-    times = []
-    for _ in range(rounds):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        for _ in range(calls):
-            fn()
-        times.append((time.perf_counter() - begin) / calls * 1e3)
-    timing = summarise(times, "host clock")
-    return timing.median_ms * 1e3, timing.p20_ms * 1e3, timing.p80_ms * 1e3

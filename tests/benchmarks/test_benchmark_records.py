@@ -44,13 +44,11 @@ def test_wall_times_take_turns() -> None:
     assert 3 <= found["a"].samples == found["b"].samples <= 4
 
 
-def test_wall_times_and_host_clock_measure_known_delays() -> None:
+def test_wall_times_measure_known_delays() -> None:
     found = timing.wall_times({"short": sleeper(0.5), "long": sleeper(2.0)}, CPU, least=4, most=4)
     assert found["short"].samples == 4
     assert found["long"].p20_ms >= 2.0
     assert found["short"].p20_ms >= 0.5
-    median, p20, p80 = timing.host_us(sleeper(0.05), CPU, calls=5, rounds=4)
-    assert 50 <= p20 <= median <= p80
 
 
 def test_summary_is_median_and_fifths() -> None:
