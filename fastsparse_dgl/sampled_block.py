@@ -158,12 +158,12 @@ class _EdgeViews:
         self.views = {name: SimpleNamespace(data={}) for name in edges}
 
     def canonical(self, etype: Any) -> EdgeType:
-        """The edge type of a name or of a triplet.
+        """The edge type of a name or of a triplet, or the only one.
 
         Raises:
             KeyError: there is none, or several have the name.
         """
-        found = [name for name in self.sampled if etype in (name, name[1])]
+        found = [name for name in self.sampled if etype in (name, name[1], None)]
         if len(found) != 1:
             raise KeyError(f"etype: expected one of {list(self.sampled)}, got {etype!r}")
         return found[0]
@@ -178,8 +178,7 @@ class _EdgeViews:
         return iter(self.views)
 
     def __call__(self, etype: Any = None) -> tuple[Tensor, Tensor]:
-        (only,) = self.sampled if etype is None else (etype,)
-        source, destination = self.of(only).edge_index
+        source, destination = self.of(etype).edge_index
         return source, destination
 
 
