@@ -69,7 +69,12 @@ class HeldGraph(SampledBlock):
     is_homogeneous = True
 
     def __init__(
-        self, like: Any, ends: Tensor, frames: Sequence[dict[str, Tensor]], lengths: Sequence[Tensor], room: Room
+        self,
+        like: Any,
+        ends: Tensor,
+        frames: Sequence[dict[str, Tensor]],
+        lengths: Sequence[Tensor],
+        room: Room,
     ) -> None:
         (etype,), (ntype,) = like.canonical_etypes, like.ntypes
         size = sum(room.nodes[0])

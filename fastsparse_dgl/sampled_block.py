@@ -274,12 +274,12 @@ class _EdgeViews:
         self._idtype = idtype
 
     def canonical(self, etype: Any) -> EdgeType:
-        """The edge type of a name or of a triplet.
+        """The edge type of a name or of a triplet, or the only one.
 
         Raises:
             KeyError: there is none, or several have the name.
         """
-        found = [name for name in self.sampled if etype in (name, name[1])]
+        found = [name for name in self.sampled if etype in (name, name[1], None)]
         if len(found) != 1:
             raise KeyError(f"etype: expected one of {list(self.sampled)}, got {etype!r}")
         return found[0]

@@ -175,7 +175,7 @@ def _tensors(data: Any) -> dict[tuple[int, str], Tensor]:
 def _sizes(data: Any) -> Sizes:
     """By hop, where attributes say how many there are of each, and are still true."""
     node_stores, edge_stores = _typed(data)
-    ends = ((0, 0),)
+    ends: tuple[tuple[int, int], ...] = ((0, 0),)
     if isinstance(data, HeteroData):
         types = data.node_types
         ends = tuple((types.index(source), types.index(target)) for source, _, target in data.edge_types)
@@ -196,7 +196,7 @@ def _hops(stores: list[Any], name: str, counts: list[int]) -> tuple[tuple[int, .
     hops = [store.get(name) for store in stores]
     if not all(isinstance(item, (list, tuple)) for item in hops):
         return None
-    found = tuple(tuple(map(int, item)) for item in hops)  # type: ignore[arg-type]
+    found = tuple(tuple(map(int, item)) for item in hops)
     is_true = [sum(item) for item in found] == counts and len({len(item) for item in found}) == 1
     return found if is_true else None
 

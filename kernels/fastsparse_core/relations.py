@@ -72,8 +72,8 @@ class Relations:
     def _pairs(self, node: Tensor, num_nodes: int) -> Pairs:
         if recorded.current() is not None:  # how many pairs have edges would have to be read: all have a row
             every = torch.arange(num_nodes, device=node.device).repeat(self.num_relations)
-            starts = tuple(num_nodes * relation for relation in range(self.num_relations + 1))
-            return Pairs(every, self.kind * num_nodes + node, starts)
+            firsts = tuple(num_nodes * relation for relation in range(self.num_relations + 1))
+            return Pairs(every, self.kind * num_nodes + node, firsts)
         key, of_edge = torch.unique(self.kind.long() * num_nodes + node, return_inverse=True)
         bounds = torch.arange(self.num_relations + 1, device=key.device) * num_nodes
         starts = torch.searchsorted(key, bounds).tolist()

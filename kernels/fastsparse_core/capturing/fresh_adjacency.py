@@ -140,6 +140,9 @@ class FreshAdjacency(Adjacency):
         transposed._parent = weakref.ref(self)
         return transposed
 
+    def _with_columns(self, col: Tensor, num_src: int) -> Adjacency:
+        return FreshAdjacency(self.row(), col, (self.num_dst, num_src), edge_id=self.edge_id, is_sorted=True)
+
     @property
     def hybrid_rows(self) -> HybridRows:
         """Refused, as all work lists that the host takes numbers of."""
