@@ -110,7 +110,7 @@ def test_gradients_of_edges_without_values_keep_nothing_of_the_edges_but_columns
         spmm(adj, x, reduce=reduce).sum().backward()
     weight = torch.randn(8, 4, requires_grad=True)
     graph_convolution(adj, x, weight, None, out_by_in=False, aggregate_first=False).sum().backward()
-    assert adj.has_transpose
+    assert adj.has_transpose != symmetric  # which is its own
     assert sum(adj.memory_usage().values()) <= (4.3 if symmetric else 8.6) * adj.num_edges
 
 

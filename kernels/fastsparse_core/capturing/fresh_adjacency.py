@@ -78,7 +78,7 @@ class FreshAdjacency(Adjacency):
         )
         self._built, self._of_rows = BuiltInRun(), BuiltInRun()
         self._bsb_refused = True
-        self._is_symmetric = False
+        self.symmetric = False
         self.usage.scattered = 0
         self._of_rows.results["row"] = row.int()
         self._of_rows.results["inv_degree", torch.float32] = inv_degree

@@ -386,7 +386,7 @@ def _grad_x(plan: _Plan, adj: Adjacency, grad: Tensor, matrix: Tensor, root_matr
     num_dst, num_src = adj.shape
     dtype, scale, algorithm = plan.given[0], plan.scale, plan.algorithm
     grad_sums = torch.mm(grad, matrix)
-    if dtype == torch.float32 and scatters(adj, algorithm, grad.dtype, None):
+    if dtype == torch.float32 and not adj.symmetric and scatters(adj, algorithm, grad.dtype, None):
         total = torch.empty(num_src, grad_sums.size(1), dtype=dtype, device=grad.device)
         own = total[:num_dst]
         if grad.dtype == dtype:

@@ -385,6 +385,8 @@ def grad_of_features(
 
     The arguments are those of the product itself, and ``grad`` is the gradient of its result.
     """
+    if value is None and adj.symmetric:  # one structure, and one plan, for both
+        return launch_spmm(adj, grad, None, scale_src, scale_dst, None, algorithm)
     if adj.usage.scattered is not None and scatters(adj, algorithm, grad.dtype, value):
         total = grad.new_empty(adj.num_src, grad.size(1), dtype=torch.float32)
         return add_transposed(adj, grad, value, scale_dst, scale_src, total).to(grad.dtype)

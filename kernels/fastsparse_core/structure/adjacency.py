@@ -105,8 +105,7 @@ class Adjacency(KernelFormats):
         self.usage = Usage()
         self.has_sorted_slices = True
         self._bsb_refused = False
-        # Whether it equals its transpose; None: not known, so that the two are compared.
-        self._is_symmetric: bool | None = None
+        self.symmetric = None
         self.handle: int = next(_next_handle)
         _registry[self.handle] = self
 
@@ -189,7 +188,7 @@ class Adjacency(KernelFormats):
             loop_edge=loop_edge,
             group_rows=group_rows,
         )
-        adjacency._is_symmetric = square and facts.checksum == 0  # loops are their own reverse
+        adjacency.symmetric = square and facts.checksum == 0  # loops are their own reverse
         adjacency.has_sorted_slices = not row.is_cuda
         return adjacency
 
@@ -210,7 +209,7 @@ class Adjacency(KernelFormats):
         else:
             adjacency = cls(found.rowptr, found.col, shape, group_rows=group_rows)
             adjacency._learn(found)
-        adjacency._is_symmetric = may_be_symmetric
+        adjacency.symmetric = may_be_symmetric
         return adjacency
 
     def _learn(self, found: Inspection) -> None:
@@ -423,7 +422,7 @@ class Adjacency(KernelFormats):
         return parent if parent is not None else self._built.get("t", lambda: self._transpose(valued))
 
     def _transpose(self, valued: bool) -> Adjacency:
-        symmetric = self._is_symmetric if self.num_dst == self.num_src else False
+        symmetric = self.symmetric if self.num_dst == self.num_src else False
         if symmetric and not valued:
             colptr, row = self.rowptr, self.col
         elif valued:
@@ -432,6 +431,7 @@ class Adjacency(KernelFormats):
             colptr, row = transpose_pairs(self.rowptr, self.col, self.num_src)
         if symmetric is None:  # one read from the device for both
             symmetric = bool((colptr == self.rowptr).all() & (row == self.col).all())
+        self.symmetric = symmetric
         transposed = Adjacency(
             self.rowptr if symmetric else colptr,
             self.col if symmetric else row,
@@ -451,6 +451,7 @@ class Adjacency(KernelFormats):
             transposed._of_rows, transposed._of_pattern = self._of_rows, self._of_pattern
         else:
             transposed.has_sorted_slices = not self.col.is_cuda
+        transposed.symmetric = symmetric
         transposed._parent = weakref.ref(self)
         return transposed
 
@@ -677,7 +678,7 @@ def adjacency_of_batch(
         most_entries: bound of the entries of a row.
     """
     adjacency = Adjacency(rowptr, col, shape)
-    adjacency._is_symmetric = False
+    adjacency.symmetric = False
     adjacency._of_rows.results[("inv_degree", torch.float32)] = inv_degree
     if slices is not None and most_entries <= lengths.slice_length(col.numel(), gpu.profile_of(col.device)):
         adjacency._of_rows.results["row_split"] = unsplit_rows(slices)

@@ -79,6 +79,7 @@ class KernelFormats:
         plans: what earlier calls found out, by operator and shape, for calls that repeat them.
         usage: how often it was used.
         has_sorted_slices: whether slices of like length lie together in `row_split`, once it is built.
+        symmetric: whether it equals its transpose, edge values apart; None: nobody has compared them yet.
     """
 
     rowptr: Tensor
@@ -91,6 +92,7 @@ class KernelFormats:
     plans: dict[Hashable, Any]
     usage: Usage
     has_sorted_slices: bool
+    symmetric: bool | None
     _edge_id: Tensor | TransposedOrder | None
     _built: BuiltOnce
     _of_rows: BuiltOnce
