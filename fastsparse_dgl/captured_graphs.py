@@ -13,7 +13,7 @@ from torch import Tensor
 from fastsparse_core import Adjacency, recorded
 from fastsparse_core.capturing.arguments import Argument, Held, register, same
 from fastsparse_core.capturing.fresh_adjacency import FreshAdjacency
-from fastsparse_core.capturing.padding import BatchPlaces, Room, Sizes, write_rows
+from fastsparse_core.capturing.padding import MOST_HOPS, BatchPlaces, Room, Sizes
 from fastsparse_core.sampling import Edges
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.sampled_block import SampledBlock
@@ -47,6 +47,8 @@ class _BlocksArgument(Argument):
     """The blocks of a batch: its nodes by hop, whose first ones are the nodes of every later block."""
 
     def __init__(self, blocks: Sequence[Any]) -> None:
+        if len(blocks) >= MOST_HOPS:
+            raise TypeError(f"more than {MOST_HOPS - 1} blocks are not padded")
         #: The last layer's first, as hops are counted.
         self.blocks = list(reversed(blocks))
         counts = [self.blocks[0].num_dst_nodes(), *(block.num_src_nodes() for block in self.blocks)]
@@ -101,9 +103,7 @@ class _HeldBlocks(Held):
     def write(self, argument: Argument) -> None:
         assert isinstance(argument, _BlocksArgument)
         assert argument.sizes is not None
-        places = self._places
-        places.write(argument.sizes)
-        places.write_edges(self._edges, torch.cat(argument.edges, dim=1))
+        places, rows = self._places, []
         for given, held in zip(argument.frames, self._frames, strict=True):
             for nth, frame in enumerate(held):
                 for name, memory in frame.items():
@@ -111,7 +111,8 @@ class _HeldBlocks(Held):
                     if nth == 2:  # what edges of padding hold reaches nothing
                         memory[: item.size(0)].copy_(item)
                     else:
-                        write_rows(memory, item, places.nodes)
+                        rows.append((memory, item, places.nodes))
+        places.write(argument.sizes, (self._edges, torch.cat(argument.edges, dim=1)), rows)
 
 
 class _HeldEdges(Edges):

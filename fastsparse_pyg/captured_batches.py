@@ -15,7 +15,7 @@ from torch_geometric.utils import scatter
 
 from fastsparse_core.capturing import forms
 from fastsparse_core.capturing.arguments import Argument, Held, register, tensor_key
-from fastsparse_core.capturing.padding import BatchPlaces, Room, Sizes, write_rows
+from fastsparse_core.capturing.padding import MOST_HOPS, BatchPlaces, Room, Sizes
 from fastsparse_pyg.caching import sampled_edges
 
 # The package has a function of that name too.
@@ -45,8 +45,9 @@ class _BatchArgument(Argument):
 
     def __init__(self, data: Data, items: dict[str, Any]) -> None:
         self.items = {name: item for name, item in items.items() if isinstance(item, Tensor)}
-        self.kinds = kinds = {name: _kind(data, name, item) for name, item in self.items.items()}
         self.sizes = _sizes(data, items)
+        counts = sum(self.sizes.nodes), sum(self.sizes.edges)
+        self.kinds = kinds = {name: _kind(data, name, item, *counts) for name, item in self.items.items()}
         self.is_sorted = sampled_edges(data.edge_index) is not None
         self.num_graphs = data.ptr.numel() - 1 if "ptr" in self.items else 0
         hops = len(self.sizes.edges)
@@ -109,19 +110,19 @@ class _HeldBatch(Held):
     def write(self, argument: Argument) -> None:
         assert isinstance(argument, _BatchArgument)
         assert argument.sizes is not None
-        places = self._places
-        places.write(argument.sizes)
+        places, rows = self._places, []
         for name, item in argument.items.items():
             held, kind = self.items[name], self._kinds[name]
-            if kind == "index":
-                places.write_edges(held, item)
+            if kind == "node":
+                rows.append((held, item, places.nodes))
+            elif kind == "edge":
+                rows.append((held, item, places.edges))
             elif name == "ptr":
                 held[:-1].copy_(item)
                 held[-1] = places.nodes.starts[-1]
             elif kind == "other":
                 held.copy_(item)
-            else:
-                write_rows(held, item, places.nodes if kind == "node" else places.edges)
+        places.write(argument.sizes, (self.items["edge_index"], argument.items["edge_index"]), rows)
         if self.batch is not None:
             self.batch.masked_fill_(places.nodes.mask.logical_not(), self.num_graphs)
 
@@ -136,7 +137,7 @@ def _sizes(data: Data, items: dict[str, Any]) -> Sizes:
         return all_of_it
     by_hop = Sizes(tuple(map(int, nodes)), tuple(map(int, edges)))
     is_true = (sum(by_hop.nodes), sum(by_hop.edges)) == (all_of_it.nodes[0], all_of_it.edges[0])
-    return by_hop if is_true and len(nodes) == len(edges) + 1 > 1 else all_of_it
+    return by_hop if is_true and MOST_HOPS >= len(nodes) == len(edges) + 1 > 1 else all_of_it
 
 
 def _others(items: dict[str, Any]) -> Hashable:
@@ -165,14 +166,14 @@ def _argument_of(data: Data) -> Argument | None:
     return _BatchArgument(data, items)
 
 
-def _kind(data: Data, name: str, item: Tensor) -> str:
+def _kind(data: Data, name: str, item: Tensor, num_nodes: int, num_edges: int) -> str:
     if name == "edge_index":
         return "index"
     if name in ("ptr", "input_id", "seed_time") or item.dim() == 0:
         return "other"
-    if name in ("batch", "n_id", "x", "pos") or (data.is_node_attr(name) and item.size(0) == data.num_nodes):
+    if item.size(0) == num_nodes and (name in ("batch", "n_id", "x", "pos") or data.is_node_attr(name)):
         return "node"
-    if name == "e_id" or (data.is_edge_attr(name) and item.size(0) == data.num_edges):
+    if item.size(0) == num_edges and (name == "e_id" or data.is_edge_attr(name)):
         return "edge"
     return "other"
 

@@ -19,6 +19,7 @@
 #include "fastsparse/group_rows.h"
 #include "fastsparse/head_scores.h"
 #include "fastsparse/launchers.h"
+#include "fastsparse/place_batch.h"
 #include "fastsparse/sample_neighbors.h"
 #include "fastsparse/spmm_extremum.h"
 #include "fastsparse/sum_of_rows.h"
@@ -1425,6 +1426,48 @@ void emit_rows(Address row, std::int64_t num_edges, std::int64_t num_rows, Addre
   FASTSPARSE_RUN(emit_rows, args, device, queue);
 }
 
+HopRows hop_rows(const std::vector<std::int64_t>& start, const std::vector<std::int64_t>& end) {
+  if (end.empty() || end.size() > kMostHops || start.size() != end.size() + 1) {
+    throw std::invalid_argument("place_batch: expected 1 to " + std::to_string(kMostHops) + " hops");
+  }
+  HopRows rows{static_cast<int>(end.size()), {}, {}};
+  std::copy(start.begin(), start.end(), rows.start);
+  std::copy(end.begin(), end.end(), rows.end);
+  return rows;
+}
+
+// Edges: edge_index, where it comes to lie, edges of padding, whether indices have 64 bits. Marks: masks and
+// ends of nodes, of edges. Tensors: address, where it comes to lie, rows there, bytes of a row, whether they
+// are of edges, whether there are none.
+void place_batch(
+    const std::vector<std::int64_t>& node_start, const std::vector<std::int64_t>& node_end,
+    const std::vector<std::int64_t>& edge_start, const std::vector<std::int64_t>& edge_end,
+    const std::tuple<Address, Address, Address, bool>& edges, const std::array<Address, 4>& marks,
+    const std::vector<std::tuple<Address, Address, std::int64_t, std::int64_t, bool, bool>>& tensors,
+    int device, Address queue) {
+  PlaceBatchArgs args{};
+  args.nodes = hop_rows(node_start, node_end);
+  args.edges = hop_rows(edge_start, edge_end);
+  args.node_mask = at<bool>(marks[0]);
+  args.edge_mask = at<bool>(marks[1]);
+  args.node_ends = at<float>(marks[2]);
+  args.edge_ends = at<float>(marks[3]);
+  args.edge_index = at(std::get<0>(edges));
+  args.edge_index_out = at(std::get<1>(edges));
+  args.padding = at<const std::int64_t>(std::get<2>(edges));
+  args.edge_index_is_64bit = std::get<3>(edges);
+  std::size_t done = 0;
+  do {
+    args.num_tensors = 0;
+    for (; done < tensors.size() && args.num_tensors < kMostPlaced; ++done) {
+      const auto& [from, to, num_rows, row_bytes, is_of_edges, is_empty] = tensors[done];
+      args.tensor[args.num_tensors++] = {at(from), at(to), num_rows, row_bytes, is_of_edges, is_empty};
+    }
+    FASTSPARSE_RUN(place_batch, args, device, queue);
+    args.edge_index_out = nullptr;
+  } while (done < tensors.size());
+}
+
 #ifdef FASTSPARSE_WITH_CUDA
 void gather_rows(Address table, Address index, Address out, std::int64_t num_rows, std::int64_t row_bytes,
                  int device, Address queue) {
@@ -1560,6 +1603,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("sample_neighbors", &sample_neighbors);
   m.def("emit_edges", &emit_edges);
   m.def("emit_rows", &emit_rows);
+  m.def("place_batch", &place_batch);
 #ifdef FASTSPARSE_WITH_CUDA
   m.def("gather_rows", &gather_rows);
 #endif

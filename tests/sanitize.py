@@ -61,6 +61,7 @@ from fastsparse_core.fused.attention_layer import attention_layer
 from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
 from fastsparse_core.ops._common import sum_of_rows
 from fastsparse_core.ops._spmm_plan import add_transposed
+from fastsparse_core.capturing.padding import BatchPlaces, Sizes, room_for
 from fastsparse_core.sampling import NeighborSampler
 from fastsparse_core.sampling.features import gather_from_host
 
@@ -589,7 +590,7 @@ def structures() -> None:
 
 
 def batches() -> None:
-    """Sampled batches: every way to draw, tables with and without keys, rows read from the host's memory."""
+    """Sampled batches: every way to draw, tables with and without keys, rows read from the host's memory, padding."""
     adj = heavy()
     size = max(adj.shape)
     square = Adjacency.from_coo(adj.row(), adj.col, (size, size))
@@ -605,6 +606,16 @@ def batches() -> None:
         index = torch.randint(50, (70,), device=DEVICE)
         for dtype, width in ((F32, 8), (F32, 7), (torch.uint8, 3)):
             gather_from_host(torch.ones(50, width, dtype=dtype).pin_memory(), index)
+    sizes = Sizes((9, 30), (40,))
+    places = BatchPlaces(room_for([sizes]), torch.device(DEVICE))
+    for dtype, width in ((F32, 8), (F32, 7), (torch.uint8, 3)):
+        rows = [
+            (torch.empty(of.starts[-1], width, dtype=dtype, device=DEVICE), given, of)
+            for of, count in ((places.nodes, 39), (places.edges, 40))
+            for given in (torch.ones(count, width, dtype=dtype, device=DEVICE),)
+        ]
+        edges = torch.randint(9, (2, 40), device=DEVICE)
+        places.write(sizes, (edges.new_empty(2, places.edges.starts[-1]), edges), rows)
 
 
 def column_sums(dtype: torch.dtype) -> None:
@@ -681,7 +692,7 @@ PARTS: dict[str, Part] = {
         (
             *("inspect", "compress", "row_split", "hybrid_rows", "group_rows", "edge_softmax"),
             "sum_of_rows",
-            *("sum_of_rows", "sample_neighbors"),
+            *("sum_of_rows", "sample_neighbors", "place_batch"),
         ),
         (
             structures,

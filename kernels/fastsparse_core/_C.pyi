@@ -1097,6 +1097,17 @@ def emit_rows(
     device: int,
     queue: int,
 ) -> None: ...
+def place_batch(
+    node_start: list[int],
+    node_end: list[int],
+    edge_start: list[int],
+    edge_end: list[int],
+    edges: tuple[int, int, int, bool],
+    marks: tuple[int, int, int, int],
+    tensors: list[tuple[int, int, int, int, bool, bool]],
+    device: int,
+    queue: int,
+) -> None: ...
 def gather_rows(
     table: int, index: int, out: int, num_rows: int, row_bytes: int, device: int, queue: int
 ) -> None: ...

@@ -23,7 +23,7 @@ from fastsparse_core.capturing import captured as machinery
 from fastsparse_core.capturing.fresh_adjacency import FreshAdjacency
 from fastsparse_core.capturing.journal import on_trial
 from fastsparse_core.capturing.optimizers import RecordedOptimizer
-from fastsparse_core.capturing.padding import BatchPlaces, Rows, Sizes, room_for, write_rows
+from fastsparse_core.capturing.padding import BatchPlaces, Rows, Sizes, room_for
 from fastsparse_core.capturing.twins import Masks, Twins
 from fastsparse_core.recorded import StepRun
 
@@ -480,9 +480,10 @@ def test_padding_is_a_graph_of_its_own(device, hops, is_doubled):
         edges, x = torch.cat(parts, 1).to(device), torch.rand(count, 2, generator=generator).to(device)
         held = torch.empty(2, sum(room.edges), dtype=torch.int64, device=device)
         rows = torch.empty(sum(room.nodes), 2, device=device)
-        places.write(sizes)
-        places.write_edges(held, edges)
-        write_rows(rows, x, places.nodes)
+        narrow = held.int()
+        places.write(sizes, (narrow, edges.int()))
+        places.write(sizes, (held, edges), [(rows, x, places.nodes)])
+        assert torch.equal(held, narrow.long())
         assert torch.equal(room.cut(rows, sizes), x)
         assert torch.equal(rows[~places.nodes.mask], x[:1].expand((~places.nodes.mask).sum(), 2))
         of_batch = room.cut(held.t(), sizes).t()
@@ -497,14 +498,30 @@ def test_padding_is_a_graph_of_its_own(device, hops, is_doubled):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
-def test_rows_of_padding_copy_the_first(rows):
-    room = room_for([Sizes((rows,), (3,))])
-    places = BatchPlaces(room, torch.device("cpu"))
-    held, given = torch.full((sum(room.nodes), 2), -1.0), torch.randn(rows, 2)
-    places.write(Sizes((rows,), (3,)))
-    write_rows(held, given, places.nodes)
-    assert torch.equal(held[:rows], given)
-    assert torch.equal(held[rows:], (given[:1] if rows else torch.zeros(1, 2)).expand(len(held) - rows, 2))
+def test_rows_of_padding_copy_the_first(rows, device):
+    """Of nodes and edges, of rows of any size and alignment, of all hops and the first, of many tensors."""
+    sizes = Sizes((rows, 4), (3 * rows,))
+    room = room_for([sizes])
+    places = BatchPlaces(room, torch.device(device))
+    held_edges, edges = (
+        torch.zeros(2, count, dtype=torch.int64, device=device) for count in (sum(room.edges), 3 * rows)
+    )
+    tensors = []
+    for width in (0, 1, 2, 3, 4, 5, 8, 16, 25):
+        for dtype in (torch.uint8, torch.float16, torch.float32, torch.float64):
+            for of, count in ((places.nodes, rows + 4), (places.nodes, rows), (places.edges, 3 * rows)):
+                place = of.starts[1 if count == rows else -1]
+                item = torch.randint(1, 100, (count, width), device=device).to(dtype)
+                held = torch.full((place * width + 1,), 7, device=device, dtype=dtype)
+                tensors.append(
+                    (held[1:].view(place, width) if width % 2 else held[:-1].view(place, width), item, of)
+                )
+    places.write(sizes, (held_edges, edges), tensors)
+    for held, item, of in tensors:
+        mask = of.mask[: held.size(0)]
+        assert torch.equal(held[mask], item)
+        first = item[:1] if item.size(0) else item.new_zeros(1, item.size(1))
+        assert torch.equal(held[~mask], first.expand(int((~mask).sum()), -1))
 
 
 def test_there_is_room_for_more_than_was_seen():

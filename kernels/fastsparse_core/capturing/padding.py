@@ -22,6 +22,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastsparse_core import _C
+from fastsparse_core.device import device_index, queue
+
+#: Hops of a batch that are padded by themselves, at most; as in kernels/include/fastsparse/place_batch.h.
+MOST_HOPS = 16
 #: Room beyond the greatest size seen, as a share of it; where sizes vary by more, as much as they vary.
 ROOM = 1 / 64
 #: Entries of padding for each of its nodes, about, as far as sizes seen tell: a row is not cut.
@@ -133,45 +138,23 @@ class Places:
 
     Attributes:
         starts: the first row of every hop, and the number of all.
+        mask: bool, which rows are the batch's.
+        ends: float32, ends of the hops in the batch.
         rows: those of the first hop, of the first two, ...
-        taken: int64, the row of the batch that every row holds: of padding the first.
-        ends: int64, ends of the hops in the batch.
-        moved: int64, by how much rows of every hop come later than in the batch.
     """
 
     def __init__(self, room: Sequence[int], device: torch.device) -> None:
         self.starts = [0, *itertools.accumulate(room)]
-        total = self.starts[-1]
-        self._row = torch.arange(total, device=device)
-        hops = torch.arange(len(room)).repeat_interleave(torch.tensor(room))
-        self._hop = hops.to(device) if len(room) > 1 else torch.zeros(1, dtype=torch.int64, device=device)
-        self.mask = torch.zeros(total, dtype=torch.bool, device=device)
-        self.taken = torch.zeros(total, dtype=torch.int64, device=device)
-        self.ends = self.moved = torch.zeros(len(room), dtype=torch.int64, device=device)
-        counts = torch.zeros(len(room), device=device)
-        self._counts = counts
-        self.rows = [Rows(end, self.mask[:end], counts[hop]) for hop, end in enumerate(self.starts[1:])]
+        self.mask = torch.zeros(self.starts[-1], dtype=torch.bool, device=device)
+        self.ends = torch.zeros(len(room), device=device)
+        self.rows = [
+            Rows(end, self.mask[:end], count) for end, count in zip(self.starts[1:], self.ends, strict=True)
+        ]
 
     @property
     def has_hops(self) -> bool:
         """Whether there are several."""
         return len(self.rows) > 1
-
-    def numbers(self, counts: Sequence[int]) -> list[int]:
-        """What `write` reads on the device, of a batch with so many rows."""
-        ends = list(itertools.accumulate(counts))
-        starts = [0, *ends]
-        last = [start + count for start, count in zip(self.starts, counts, strict=False)]
-        moved = [start - first for start, first in zip(self.starts, starts, strict=False)][: len(counts)]
-        return [*ends, *moved, *last]
-
-    def write(self, numbers: Tensor) -> None:
-        """Says which rows are the batch's."""
-        self.ends, self.moved, last = numbers.view(3, -1)
-        torch.lt(self._row, last[self._hop], out=self.mask)
-        torch.sub(self._row, self.moved[self._hop], out=self.taken)
-        self.taken.mul_(self.mask)
-        self._counts.copy_(self.ends)
 
 
 class BatchPlaces:
@@ -190,38 +173,59 @@ class BatchPlaces:
         self.room = room
         self.nodes, self.edges = Places(room.nodes, device), Places(room.edges, device)
         self._padding = _edges_of_padding(room, self.nodes.starts).to(device)
+        nodes, edges = self.nodes, self.edges
+        self._marks = (
+            nodes.mask.data_ptr(),
+            edges.mask.data_ptr(),
+            nodes.ends.data_ptr(),
+            edges.ends.data_ptr(),
+        )
 
-    def write(self, sizes: Sizes) -> None:
-        """Says how many there are of everything."""
-        numbers = self.nodes.numbers(sizes.nodes)
-        of_nodes = len(numbers)
-        numbers += self.edges.numbers(sizes.edges)
-        device = self._padding.device
-        if device.type == "cuda":  # the host does not wait
-            held = torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
-        else:
-            held = torch.tensor(numbers, device=device)
-        self.nodes.write(held[:of_nodes])
-        self.edges.write(held[of_nodes:])
+    def write(
+        self,
+        sizes: Sizes,
+        edges: tuple[Tensor, Tensor],
+        rows: Sequence[tuple[Tensor, Tensor, Places]] = (),
+    ) -> None:
+        """Copies a batch, by one launch that nothing waits for.
 
-    def write_edges(self, held: Tensor, edge_index: Tensor) -> None:
-        """Copies edges (2, E), between nodes as numbered in the batch; those of padding connect padding."""
-        padding = self._padding.to(held.dtype)
-        if not edge_index.size(1):
-            held.copy_(padding)
-            return
-        ends = edge_index.index_select(1, self.edges.taken)
-        if self.nodes.has_hops:
-            ends = ends + self.nodes.moved[torch.bucketize(ends.long(), self.nodes.ends, right=True)]
-        torch.where(self.edges.mask, ends.to(held.dtype), padding, out=held)
-
-
-def write_rows(held: Tensor, tensor: Tensor, places: Places) -> None:
-    """Copies rows, of all hops or of the first ones, to their places; those of padding copy the first one."""
-    if tensor.size(0):
-        torch.index_select(tensor.detach(), 0, places.taken[: held.size(0)], out=held)
-    else:
-        held.zero_()
+        Args:
+            sizes: how many there are of everything.
+            edges: where they come to lie and the batch's, (2, E) int32 or int64, between nodes as numbered in
+                the batch; those of padding connect padding.
+            rows: tensors with a row per node or per edge, of all hops or of the first ones: where they come
+                to lie, the batch's, and which of the two they are of. Rows of padding copy the first one.
+        """
+        held, edge_index = edges[0], edges[1].detach().contiguous()
+        given = [(to, item.detach().contiguous(), places is self.edges) for to, item, places in rows]
+        index = device_index(held.device)
+        _C.place_batch(
+            self.nodes.starts,
+            list(itertools.accumulate(sizes.nodes)),
+            self.edges.starts,
+            list(itertools.accumulate(sizes.edges)),
+            (
+                edge_index.data_ptr(),
+                held.data_ptr(),
+                self._padding.data_ptr(),
+                held.dtype == torch.int64,
+            ),
+            self._marks,
+            [
+                (
+                    item.data_ptr(),
+                    to.data_ptr(),
+                    to.size(0),
+                    to.nbytes // to.size(0),
+                    is_of_edges,
+                    not item.size(0),
+                )
+                for to, item, is_of_edges in given
+                if to.numel()
+            ],
+            index,
+            queue(index),
+        )
 
 
 def _edges_of_padding(room: Room, starts: Sequence[int]) -> Tensor:
