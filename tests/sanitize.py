@@ -49,6 +49,7 @@ from fastsparse_core import (
     spmm,
     ssd,
 )
+from fastsparse_core.capturing.padding import BatchPlaces, Sizes, room_for
 from fastsparse_core.formats import bsb, lengths
 from fastsparse_core.formats.compress import compress, compress_pairs
 from fastsparse_core.formats.grouping import group_rows
@@ -61,7 +62,6 @@ from fastsparse_core.fused.attention_layer import attention_layer
 from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
 from fastsparse_core.ops._common import sum_of_rows
 from fastsparse_core.ops._spmm_plan import add_transposed
-from fastsparse_core.capturing.padding import BatchPlaces, Sizes, room_for
 from fastsparse_core.sampling import NeighborSampler
 from fastsparse_core.sampling.features import gather_from_host
 
@@ -590,7 +590,7 @@ def structures() -> None:
 
 
 def batches() -> None:
-    """Sampled batches: every way to draw, tables with and without keys, rows read from the host's memory, padding."""
+    """Sampled batches: every way to draw, tables with and without keys, rows of the host, padding."""
     adj = heavy()
     size = max(adj.shape)
     square = Adjacency.from_coo(adj.row(), adj.col, (size, size))
