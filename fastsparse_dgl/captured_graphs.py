@@ -18,7 +18,7 @@ from torch import Tensor
 from fastsparse_core import scatter
 from fastsparse_core.capturing import forms
 from fastsparse_core.capturing.arguments import Argument, Held, register, same
-from fastsparse_core.capturing.padding import BatchPlaces, Places, Room, Sizes, write_rows
+from fastsparse_core.capturing.padding import MOST_HOPS, BatchPlaces, Places, Room, Sizes
 from fastsparse_core.segment import rows_of
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.held_graph import HeldGraph, held_edges
@@ -143,19 +143,20 @@ class _HeldBatch(Held):
 
     def write(self, argument: Argument) -> None:
         assert isinstance(argument, _BatchArgument)
-        self._places.write(argument.sizes)
-        self._places.write_edges(self._edges, argument.edges)
-        kinds = zip(argument.frames, self._frames, self._of_rows, strict=True)
-        for given, held, places in kinds:
-            for name, memory in held.items():
-                write_rows(memory, given[name], places)
+        rows = [
+            (memory, given[name], places)
+            for given, held, places in zip(argument.frames, self._frames, self._of_rows, strict=True)
+            for name, memory in held.items()
+        ]
         number = torch.arange(self.num_graphs, device=self._edges.device)
         counts = [sizes[0] for sizes in argument.sizes.kinds]
         for nth, (lengths, places) in enumerate(zip(argument.lengths, self._of_rows, strict=True)):
             self._lengths[nth].copy_(lengths)
             of_graph = number.repeat_interleave(lengths.to(number.device), output_size=counts[nth])
-            write_rows(self._of_graph[nth], of_graph, places)
-            self._of_graph[nth].masked_fill_(places.mask.logical_not(), self.num_graphs)
+            rows.append((self._of_graph[nth], of_graph, places))
+        self._places.write(argument.sizes, [(self._edges, argument.edges)], rows)
+        for of_graph, places in zip(self._of_graph, self._of_rows, strict=True):
+            of_graph.masked_fill_(places.mask.logical_not(), self.num_graphs)
 
 
 @contextlib.contextmanager
@@ -221,6 +222,8 @@ class _BlocksArgument(Argument):
     sizes: Sizes
 
     def __init__(self, blocks: Sequence[Any]) -> None:
+        if len(blocks) >= MOST_HOPS:
+            raise TypeError(f"more than {MOST_HOPS - 1} blocks are not padded")
         #: The last layer's first, as hops are counted.
         self.blocks = list(reversed(blocks))
         self.etypes: list[EdgeType] = list(blocks[0].canonical_etypes)
@@ -308,17 +311,18 @@ class _HeldBlocks(Held):
 
     def write(self, argument: Argument) -> None:
         assert isinstance(argument, _BlocksArgument)
-        places = self._places
-        places.write(argument.sizes)
-        for nth, (held, hops) in enumerate(zip(self._edges, argument.edges, strict=True)):
-            places.write_edges(held, torch.cat(hops, dim=1), nth)
+        rows = []
         for given, of_block in zip(argument.frames, self._frames, strict=True):
             for frame, (memory, of_rows) in zip(given, of_block, strict=True):
                 for name, item in frame.items():
                     if of_rows is None:  # what edges of padding hold reaches nothing
                         memory[name][: item.size(0)].copy_(item)
                     else:
-                        write_rows(memory[name], item, of_rows)
+                        rows.append((memory[name], item, of_rows))
+        edges = [
+            (held, torch.cat(hops, dim=1)) for held, hops in zip(self._edges, argument.edges, strict=True)
+        ]
+        self._places.write(argument.sizes, edges, rows)
 
 
 def _edges_of(block: Any, etype: EdgeType) -> Tensor:

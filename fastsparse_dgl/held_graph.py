@@ -79,14 +79,17 @@ class HeldGraph(SampledBlock):
         (etype,), (ntype,) = like.canonical_etypes, like.ntypes
         size = sum(room.nodes[0])
         edges = held_edges(ends, (size, size), is_sorted=False)
-        super().__init__({etype: edges}, {ntype: size}, {ntype: size}, ends.device)
-        nodes = SimpleNamespace(data=frames[0])
-        self.srcnodes = self.dstnodes = {ntype: nodes}
+        super().__init__({etype: edges}, {ntype: size}, {ntype: size}, ends.device, ends.dtype)
+        nodes = self.srcnodes[ntype] = self.dstnodes[ntype] = SimpleNamespace(data=frames[0])
         self.nodes = {ntype: nodes, None: nodes}
         self.edges.views[etype].data = frames[1]
-        self.ntypes, self.idtype = [ntype], ends.dtype
         self.batch_size: int = like.batch_size
         self._lengths = lengths
+
+    @property
+    def ntypes(self) -> list[str]:
+        """The only node type."""
+        return self.srctypes
 
     @property
     def ndata(self) -> Any:
@@ -106,14 +109,6 @@ class HeldGraph(SampledBlock):
     def batch_num_edges(self, etype: Any = None) -> Tensor:
         """Number of edges of every graph."""
         return self._lengths[1]
-
-    def in_degrees(self) -> Tensor:
-        """Number of edges into every node."""
-        return self.adjacency.in_degree().to(self.idtype)
-
-    def out_degrees(self) -> Tensor:
-        """Number of edges out of every node."""
-        return self.adjacency.out_degree().to(self.idtype)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

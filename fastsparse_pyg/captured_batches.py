@@ -16,7 +16,7 @@ from torch_geometric.utils import scatter
 
 from fastsparse_core.capturing import forms
 from fastsparse_core.capturing.arguments import Argument, Held, register, tensor_key
-from fastsparse_core.capturing.padding import BatchPlaces, Room, Sizes, write_rows
+from fastsparse_core.capturing.padding import MOST_HOPS, BatchPlaces, Room, Sizes
 from fastsparse_pyg.caching import sampled_edges
 
 # The package has a function of that name too.
@@ -100,7 +100,7 @@ class _HeldBatch(Held):
         node_stores, edge_stores = _typed(self.value)
         for nth, (store, nodes) in enumerate(zip(node_stores, places.nodes, strict=True)):
             store.num_nodes = nodes.starts[-1]
-            if nodes.has_hops:  # which layers leave out: see PyG's `trim_to_layer`
+            if len(nodes.rows) > 1:  # which layers leave out: see PyG's `trim_to_layer`
                 store.num_sampled_nodes = list(room.nodes[nth])
         for nth, store in enumerate(edge_stores):
             self._know_edges(store.edge_index, nth, like.is_sorted[nth])
@@ -138,19 +138,20 @@ class _HeldBatch(Held):
 
     def write(self, argument: Argument) -> None:
         assert isinstance(argument, _BatchArgument)
-        places = self._places
-        places.write(argument.sizes)
+        places, rows = self._places, []
+        edges: dict[int, tuple[Tensor, Tensor]] = {}
         for name, item in argument.items.items():
             held, (kind, nth) = self.items[name], self._kinds[name]
             if kind == "index":
-                places.write_edges(held, item, nth)
+                edges[nth] = (held, item)
             elif name[1] == "ptr":
                 held[:-1].copy_(item)
                 held[-1] = places.nodes[nth].starts[-1]
             elif kind == "other":
                 held.copy_(item)
             else:
-                write_rows(held, item, (places.nodes if kind == "node" else places.edges)[nth])
+                rows.append((held, item, (places.nodes if kind == "node" else places.edges)[nth]))
+        places.write(argument.sizes, [edges[nth] for nth in range(len(edges))], rows)
         for batch, nodes in self.batches:
             batch.masked_fill_(nodes.mask.logical_not(), self.num_graphs)
 
@@ -188,7 +189,7 @@ def _sizes(data: Any) -> Sizes:
     edges = _hops(edge_stores, "num_sampled_edges", edge_counts)
     if nodes is None or edges is None or len(nodes[0]) != len(edges[0]) + 1 or not edges[0]:
         return all_of_it
-    return Sizes(nodes, edges, ends)
+    return Sizes(nodes, edges, ends) if len(nodes[0]) <= MOST_HOPS else all_of_it
 
 
 def _hops(stores: list[Any], name: str, counts: list[int]) -> tuple[tuple[int, ...], ...] | None:

@@ -19,6 +19,7 @@
 #include "fastsparse/group_rows.h"
 #include "fastsparse/head_scores.h"
 #include "fastsparse/launchers.h"
+#include "fastsparse/place_batch.h"
 #include "fastsparse/sample_neighbors.h"
 #include "fastsparse/slab_sums.h"
 #include "fastsparse/spmm_extremum.h"
@@ -1464,6 +1465,53 @@ void emit_rows(Address row, std::int64_t num_edges, std::int64_t num_rows, Addre
   FASTSPARSE_RUN(emit_rows, args, device, queue);
 }
 
+using Hops = std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>>;
+
+HopRows hop_rows(const Hops& hops) {
+  const auto& [start, end] = hops;
+  if (end.size() > kMostHops || start.size() != end.size() + 1) {
+    throw std::invalid_argument("place_batch: expected at most " + std::to_string(kMostHops) + " hops");
+  }
+  HopRows rows{static_cast<int>(end.size()), {}, {}};
+  std::copy(start.begin(), start.end(), rows.start);
+  std::copy(end.begin(), end.end(), rows.end);
+  return rows;
+}
+
+// Hops: where they begin in the memory, where they end in the batch. Ends of edges: edge_index, where it
+// comes to lie, edges of padding, whether indices have 64 bits. Marks: masks and ends of nodes, of edges.
+// Tensors: address, where it comes to lie, rows there, bytes of a row, whether they are of edges, whether
+// there are none.
+void place_batch(
+    const Hops& nodes, const Hops& edges, const Hops& sources, const Hops& targets,
+    const std::tuple<Address, Address, Address, bool>& ends, const std::array<Address, 4>& marks,
+    const std::vector<std::tuple<Address, Address, std::int64_t, std::int64_t, bool, bool>>& tensors,
+    int device, Address queue) {
+  PlaceBatchArgs args{};
+  args.nodes = hop_rows(nodes);
+  args.edges = hop_rows(edges);
+  args.sources = hop_rows(sources);
+  args.targets = hop_rows(targets);
+  args.node_mask = at<bool>(marks[0]);
+  args.edge_mask = at<bool>(marks[1]);
+  args.node_ends = at<float>(marks[2]);
+  args.edge_ends = at<float>(marks[3]);
+  args.edge_index = at(std::get<0>(ends));
+  args.edge_index_out = at(std::get<1>(ends));
+  args.padding = at<const std::int64_t>(std::get<2>(ends));
+  args.edge_index_is_64bit = std::get<3>(ends);
+  std::size_t done = 0;
+  do {
+    args.num_tensors = 0;
+    for (; done < tensors.size() && args.num_tensors < kMostPlaced; ++done) {
+      const auto& [from, to, num_rows, row_bytes, is_of_edges, is_empty] = tensors[done];
+      args.tensor[args.num_tensors++] = {at(from), at(to), num_rows, row_bytes, is_of_edges, is_empty};
+    }
+    FASTSPARSE_RUN(place_batch, args, device, queue);
+    args.edge_index_out = nullptr;
+  } while (done < tensors.size());
+}
+
 #ifdef FASTSPARSE_WITH_CUDA
 void gather_rows(Address table, Address index, Address out, std::int64_t num_rows, std::int64_t row_bytes,
                  int device, Address queue) {
@@ -1602,6 +1650,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("sample_neighbors", &sample_neighbors);
   m.def("emit_edges", &emit_edges);
   m.def("emit_rows", &emit_rows);
+  m.def("place_batch", &place_batch);
 #ifdef FASTSPARSE_WITH_CUDA
   m.def("gather_rows", &gather_rows);
 #endif

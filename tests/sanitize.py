@@ -49,6 +49,7 @@ from fastsparse_core import (
     spmm,
     ssd,
 )
+from fastsparse_core.capturing.padding import BatchPlaces, Sizes, room_for
 from fastsparse_core.formats import bsb, lengths
 from fastsparse_core.formats.compress import compress, compress_pairs
 from fastsparse_core.formats.grouping import group_rows
@@ -590,7 +591,7 @@ def structures() -> None:
 
 
 def batches() -> None:
-    """Sampled batches: every way to draw, tables with and without keys, rows read from the host's memory."""
+    """Sampled batches: every way to draw, tables with and without keys, rows of the host, padding."""
     adj = heavy()
     size = max(adj.shape)
     square = Adjacency.from_coo(adj.row(), adj.col, (size, size))
@@ -606,6 +607,16 @@ def batches() -> None:
         index = torch.randint(50, (70,), device=DEVICE)
         for dtype, width in ((F32, 8), (F32, 7), (torch.uint8, 3)):
             gather_from_host(torch.ones(50, width, dtype=dtype).pin_memory(), index)
+    sizes = Sizes(((9, 30),), ((40,),))
+    places = BatchPlaces(room_for([sizes]), torch.device(DEVICE))
+    for dtype, width in ((F32, 8), (F32, 7), (torch.uint8, 3)):
+        rows = [
+            (torch.empty(of.starts[-1], width, dtype=dtype, device=DEVICE), given, of)
+            for of, count in ((places.nodes[0], 39), (places.edges[0], 40))
+            for given in (torch.ones(count, width, dtype=dtype, device=DEVICE),)
+        ]
+        edges = torch.randint(9, (2, 40), device=DEVICE)
+        places.write(sizes, [(edges.new_empty(2, places.edges[0].starts[-1]), edges)], rows)
 
 
 def column_sums(dtype: torch.dtype) -> None:
@@ -682,7 +693,7 @@ PARTS: dict[str, Part] = {
         (
             *("inspect", "compress", "row_split", "hybrid_rows", "group_rows", "edge_softmax"),
             "sum_of_rows",
-            *("sum_of_rows", "sample_neighbors"),
+            *("sum_of_rows", "sample_neighbors", "place_batch"),
         ),
         (
             structures,

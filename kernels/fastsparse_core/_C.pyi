@@ -1118,6 +1118,17 @@ def emit_rows(
     device: int,
     queue: int,
 ) -> None: ...
+def place_batch(
+    nodes: tuple[list[int], list[int]],
+    edges: tuple[list[int], list[int]],
+    sources: tuple[list[int], list[int]],
+    targets: tuple[list[int], list[int]],
+    ends: tuple[int, int, int, bool],
+    marks: tuple[int, int, int, int],
+    tensors: list[tuple[int, int, int, int, bool, bool]],
+    device: int,
+    queue: int,
+) -> None: ...
 def gather_rows(
     table: int, index: int, out: int, num_rows: int, row_bytes: int, device: int, queue: int
 ) -> None: ...

@@ -23,7 +23,7 @@ from fastsparse_core.capturing import captured as machinery
 from fastsparse_core.capturing.fresh_adjacency import FreshAdjacency
 from fastsparse_core.capturing.journal import on_trial
 from fastsparse_core.capturing.optimizers import RecordedOptimizer
-from fastsparse_core.capturing.padding import BatchPlaces, Rows, Sizes, room_for, write_rows
+from fastsparse_core.capturing.padding import BatchPlaces, Rows, Sizes, room_for
 from fastsparse_core.capturing.twins import Masks, Twins
 from fastsparse_core.recorded import StepRun
 
@@ -481,25 +481,29 @@ def test_padding_is_a_graph_of_its_own(device, hops, is_doubled, is_typed):
     assert len({rows.room for rows in places.rows}) == len(places.rows)
     without = Sizes(seen[0].nodes, tuple((0,) * len(counts) for counts in seen[0].edges), seen[0].ends)
     for sizes in [*filter(room.holds, seen), without]:
-        places.write(sizes)
-        given, held = [], []
-        for kind, counts in enumerate(sizes.nodes):
-            x = torch.rand(sum(counts), 2, generator=generator).to(device)
-            rows, of_type = torch.empty(sum(room.nodes[kind]), 2, device=device), places.nodes[kind]
-            write_rows(rows, x, of_type)
+        given = [torch.rand(sum(counts), 2, generator=generator).to(device) for counts in sizes.nodes]
+        held = [torch.empty(sum(counts), 2, device=device) for counts in room.nodes]
+        edges = [
+            draw_edges(generator, counts, sizes.nodes[of_source], sizes.nodes[of_target]).to(device)
+            for (of_source, of_target), counts in zip(sizes.ends, sizes.edges, strict=True)
+        ]
+        wides = [torch.empty(2, sum(counts), dtype=torch.int64, device=device) for counts in room.edges]
+        narrow = [wide.int() for wide in wides]
+        places.write(sizes, [(to, ends.int()) for to, ends in zip(narrow, edges, strict=True)])
+        places.write(
+            sizes, list(zip(wides, edges, strict=True)), list(zip(held, given, places.nodes, strict=True))
+        )
+        for rows, x, of_type, counts in zip(held, given, places.nodes, sizes.nodes, strict=True):
             assert torch.equal(room.cut(rows, sizes), x)
             first = x[:1] if len(x) else torch.zeros(1, 2, device=device)
             assert torch.equal(rows[~of_type.mask], first.expand((~of_type.mask).sum(), 2))
             assert [int(of_hops.count) for of_hops in of_type.rows] == torch.tensor(counts).cumsum(0).tolist()
-            given.append(x)
-            held.append(rows)
-        for nth, ((of_source, of_target), counts) in enumerate(zip(sizes.ends, sizes.edges, strict=True)):
-            edges = draw_edges(generator, counts, sizes.nodes[of_source], sizes.nodes[of_target]).to(device)
-            wide = torch.empty(2, sum(room.edges[nth]), dtype=torch.int64, device=device)
-            places.write_edges(wide, edges, nth)
+        for nth, (of_source, of_target) in enumerate(sizes.ends):
+            wide, ends = wides[nth], edges[nth]
+            assert torch.equal(wide, narrow[nth].long())
             source, target = room.cut(wide.t(), sizes).t()
-            assert torch.equal(held[of_source][source], given[of_source][edges[0]])
-            assert torch.equal(held[of_target][target], given[of_target][edges[1]])
+            assert torch.equal(held[of_source][source], given[of_source][ends[0]])
+            assert torch.equal(held[of_target][target], given[of_target][ends[1]])
             assert places.nodes[of_source].mask[source].all()
             assert places.nodes[of_target].mask[target].all()
             source, target = wide[:, ~places.edges[nth].mask]
@@ -529,15 +533,31 @@ def draw_edges(generator, counts, of_sources, of_targets):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
-def test_rows_of_padding_copy_the_first(rows):
-    sizes = Sizes(((rows,),), ((3,),))
+def test_rows_of_padding_copy_the_first(rows, device):
+    """Of nodes and edges, of rows of any size and alignment, of all hops and the first, of many tensors."""
+    sizes = Sizes(((rows, 4),), ((3 * rows,),))
     room = room_for([sizes])
-    places = BatchPlaces(room, torch.device("cpu"))
-    held, given = torch.full((sum(room.nodes[0]), 2), -1.0), torch.randn(rows, 2)
-    places.write(sizes)
-    write_rows(held, given, places.nodes[0])
-    assert torch.equal(held[:rows], given)
-    assert torch.equal(held[rows:], (given[:1] if rows else torch.zeros(1, 2)).expand(len(held) - rows, 2))
+    places = BatchPlaces(room, torch.device(device))
+    held_edges, edges = (
+        torch.zeros(2, count, dtype=torch.int64, device=device) for count in (sum(room.edges[0]), 3 * rows)
+    )
+    (nodes,), (of_edges,) = places.nodes, places.edges
+    tensors = []
+    for width in (0, 1, 2, 3, 4, 5, 8, 16, 25):
+        for dtype in (torch.uint8, torch.float16, torch.float32, torch.float64):
+            for of, count in ((nodes, rows + 4), (nodes, rows), (of_edges, 3 * rows)):
+                place = of.starts[1 if count == rows else -1]
+                item = torch.randint(1, 100, (count, width), device=device).to(dtype)
+                held = torch.full((place * width + 1,), 7, device=device, dtype=dtype)
+                tensors.append(
+                    (held[1:].view(place, width) if width % 2 else held[:-1].view(place, width), item, of)
+                )
+    places.write(sizes, [(held_edges, edges)], tensors)
+    for held, item, of in tensors:
+        mask = of.mask[: held.size(0)]
+        assert torch.equal(held[mask], item)
+        first = item[:1] if item.size(0) else item.new_zeros(1, item.size(1))
+        assert torch.equal(held[~mask], first.expand(int((~mask).sum()), -1))
 
 
 def test_there_is_room_for_more_than_was_seen():

@@ -22,10 +22,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastsparse_core import _C
+from fastsparse_core.device import device_index, queue
+
+#: Hops of a batch that are padded by themselves, at most; as in kernels/include/fastsparse/place_batch.h.
+MOST_HOPS = 16
 #: Room beyond the greatest size seen, as a share of it; where sizes vary by more, as much as they vary.
 ROOM = 1 / 64
 #: Entries of padding for each of its nodes, about, as far as sizes seen tell: a row is not cut.
 _EDGES_PER_NODE = 8
+#: As hops, and as ends of edges: there are none.
+_NONE: tuple[list[int], list[int]] = ([0], [])
+_NO_EDGES = (0, 0, 0, False)
 
 
 @dataclass(frozen=True)
@@ -167,51 +175,18 @@ class Places:
 
     Attributes:
         starts: the first row of every hop, and the number of all.
+        mask: bool, which rows are the batch's.
+        ends: float32, ends of the hops in the batch.
         rows: those of the first hop, of the first two, ...
-        taken: int64, the row of the batch that every row holds: of padding the first.
-        ends: int64, ends of the hops in the batch.
-        moved: int64, by how much rows of every hop come later than in the batch.
     """
 
     def __init__(self, room: Sequence[int], device: torch.device) -> None:
         self.starts = [0, *itertools.accumulate(room)]
-        total = self.starts[-1]
-        self._row = torch.arange(total, device=device)
-        hops = torch.arange(len(room)).repeat_interleave(torch.tensor(room))
-        self._hop = hops.to(device) if len(room) > 1 else torch.zeros(1, dtype=torch.int64, device=device)
-        self.mask = torch.zeros(total, dtype=torch.bool, device=device)
-        self.taken = torch.zeros(total, dtype=torch.int64, device=device)
-        self.ends = self.moved = torch.zeros(len(room), dtype=torch.int64, device=device)
-        counts = torch.zeros(len(room), device=device)
-        self._counts = counts
-        self.rows = [Rows(end, self.mask[:end], counts[hop]) for hop, end in enumerate(self.starts[1:])]
-
-    @property
-    def has_hops(self) -> bool:
-        """Whether there are several."""
-        return len(self.rows) > 1
-
-    def numbers(self, counts: Sequence[int]) -> list[int]:
-        """What `write` reads on the device, of a batch with so many rows."""
-        ends = list(itertools.accumulate(counts))
-        starts = [0, *ends]
-        last = [start + count for start, count in zip(self.starts, counts, strict=False)]
-        moved = [start - first for start, first in zip(self.starts, starts, strict=False)][: len(counts)]
-        return [*ends, *moved, *last]
-
-    def of(self, nodes: Tensor) -> Tensor:
-        """Where nodes are that are numbered as in the batch."""
-        if not self.has_hops:
-            return nodes
-        return nodes + self.moved[torch.bucketize(nodes.long(), self.ends, right=True)]
-
-    def write(self, numbers: Tensor) -> None:
-        """Says which rows are the batch's."""
-        self.ends, self.moved, last = numbers.view(3, -1)
-        torch.lt(self._row, last[self._hop], out=self.mask)
-        torch.sub(self._row, self.moved[self._hop], out=self.taken)
-        self.taken.mul_(self.mask)
-        self._counts.copy_(self.ends)
+        self.mask = torch.zeros(self.starts[-1], dtype=torch.bool, device=device)
+        self.ends = torch.zeros(len(room), device=device)
+        self.rows = [
+            Rows(end, self.mask[:end], count) for end, count in zip(self.starts[1:], self.ends, strict=True)
+        ]
 
 
 class BatchPlaces:
@@ -239,38 +214,65 @@ class BatchPlaces:
         """Of all nodes and edges."""
         return [rows for places in (*self.nodes, *self.edges) for rows in places.rows]
 
-    def write(self, sizes: Sizes) -> None:
-        """Says how many there are of everything."""
-        kinds = list(zip((*self.nodes, *self.edges), sizes.kinds, strict=True))
-        numbers = [places.numbers(counts) for places, counts in kinds]
-        flat = list(itertools.chain(*numbers))
-        if self.device.type == "cuda":  # the host does not wait
-            held = torch.tensor(flat, pin_memory=True).to(self.device, non_blocking=True)
-        else:
-            held = torch.tensor(flat, device=self.device)
-        for (places, _), part in zip(kinds, held.split([len(part) for part in numbers]), strict=True):
-            places.write(part)
-
-    def write_edges(self, held: Tensor, edge_index: Tensor, nth: int = 0) -> None:
-        """Copies edges (2, E), between nodes as numbered in the batch; those of padding connect padding.
+    def write(
+        self,
+        sizes: Sizes,
+        edges: Sequence[tuple[Tensor, Tensor]],
+        rows: Sequence[tuple[Tensor, Tensor, Places]] = (),
+    ) -> None:
+        """Copies a batch; nothing waits, and a type of nodes and one of edges share a launch.
 
         Args:
-            held: where to.
-            edge_index: the batch's.
-            nth: their type.
+            sizes: how many there are of everything.
+            edges: of every edge type, where they come to lie and the batch's, (2, E) int32 or int64, between
+                nodes as numbered in the batch; those of padding connect padding.
+            rows: tensors with a row per node or per edge, of all hops or of the first ones: where they come
+                to lie, the batch's, and their places. Rows of padding copy the first one.
         """
-        padding = self._padding[nth].to(held.dtype)
-        if not edge_index.size(1):
-            held.copy_(padding)
-            return
-        places = self.edges[nth]
-        ends = edge_index.index_select(1, places.taken)
-        source, target = (self.nodes[kind] for kind in self.room.ends[nth])
-        if source is target:
-            ends = source.of(ends)
-        else:
-            ends = torch.stack([source.of(ends[0]), target.of(ends[1])])
-        torch.where(places.mask, ends.to(held.dtype), padding, out=held)
+        index = device_index(self.device)
+        nodes, of_edges = (
+            [
+                (places.starts, list(itertools.accumulate(counts)))
+                for places, counts in zip(*kinds, strict=True)
+            ]
+            for kinds in ((self.nodes, sizes.nodes), (self.edges, sizes.edges))
+        )
+        given = [(to, item.detach().contiguous(), places) for to, item, places in rows if to.numel()]
+        edges = [(to, item.detach().contiguous()) for to, item in edges]
+        for nth in range(max(len(nodes), len(edges))):
+            has_nodes, has_edges = nth < len(nodes), nth < len(edges)
+            source, target = self.room.ends[nth] if has_edges else (0, 0)
+            to, ends = edges[nth] if has_edges else (None, None)
+            own = [self.nodes[nth] if has_nodes else None, self.edges[nth] if has_edges else None]
+            _C.place_batch(
+                nodes[nth] if has_nodes else _NONE,
+                of_edges[nth] if has_edges else _NONE,
+                nodes[source],
+                nodes[target],
+                _NO_EDGES
+                if to is None or ends is None
+                else (ends.data_ptr(), to.data_ptr(), self._padding[nth].data_ptr(), to.dtype == torch.int64),
+                (
+                    _pointer(own[0], "mask"),
+                    _pointer(own[1], "mask"),
+                    _pointer(own[0], "ends"),
+                    _pointer(own[1], "ends"),
+                ),
+                [
+                    (
+                        item.data_ptr(),
+                        memory.data_ptr(),
+                        memory.size(0),
+                        memory.nbytes // memory.size(0),
+                        places is own[1],
+                        not item.size(0),
+                    )
+                    for memory, item, places in given
+                    if places in own
+                ],
+                index,
+                queue(index),
+            )
 
     def _edges_of_padding(self, nth: int) -> Tensor:
         """Edges for all places, which connect spare nodes.
@@ -296,9 +298,6 @@ class BatchPlaces:
         return torch.cat(hops, dim=1)
 
 
-def write_rows(held: Tensor, tensor: Tensor, places: Places) -> None:
-    """Copies rows, of all hops or of the first ones, to their places; those of padding copy the first one."""
-    if tensor.size(0):
-        torch.index_select(tensor.detach(), 0, places.taken[: held.size(0)], out=held)
-    else:
-        held.zero_()
+def _pointer(places: Places | None, name: str) -> int:
+    tensor: Tensor | None = getattr(places, name, None)
+    return 0 if tensor is None else tensor.data_ptr()

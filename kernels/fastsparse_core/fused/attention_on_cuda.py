@@ -173,7 +173,7 @@ def stacked(call: LayerCall, maps: Sequence[Tensor]) -> tuple[Tensor, Tensor | N
     rows, columns = shape
     if first.dtype not in (call.dtype, torch.float32):
         return None
-    addresses = []
+    addresses: list[int] = []
     for tensor in maps:
         if tensor.shape != (shape if len(addresses) < count else (rows,)) or not tensor.is_contiguous():
             return None

@@ -69,4 +69,3 @@ def prefetched(
             del batch
         else:
             ready = upcoming
-
