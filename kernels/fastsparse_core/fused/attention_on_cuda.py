@@ -173,7 +173,7 @@ def stacked(call: LayerCall, maps: Sequence[Tensor]) -> tuple[Tensor, Tensor | N
     rows, columns = shape
     if first.dtype not in (call.dtype, torch.float32):
         return None
-    addresses = []
+    addresses: list[int] = []
     for tensor in maps:
         if tensor.shape != (shape if len(addresses) < count else (rows,)) or not tensor.is_contiguous():
             return None
@@ -242,7 +242,7 @@ def differentiate(
     kept: Sequence[Tensor | None],
     bias_dtype: torch.dtype | None,
     map_bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, list[Tensor], Tensor | None, Tensor | None]:
+) -> tuple[Tensor, list[Tensor], Tensor | None, Sequence[Tensor]]:
     """Gradients of the linear maps' results, of the vectors and, where they have a dtype, of the biases."""
     algorithm = "fused3s" if call.plan.on_blocks else "csr"
     how = (call.score, call.dtype, call.widths, call.heads, call.scale, algorithm)
@@ -254,8 +254,18 @@ def differentiate(
     first, second, operands = _addresses(vectors)
     found = [torch.empty_like(operand) for operand in operands]
     grad_joint = torch.empty_like(joint)
-    grad_bias = None if bias_dtype is None else joint.new_empty(grad.shape[1], dtype=bias_dtype)
-    sums = None if map_bias_dtype is None else joint.new_empty(joint.shape[1], dtype=map_bias_dtype)
+    # Those of the biases, which have one dtype, lie behind each other.
+    dtype, first_sum, bias_address = bias_dtype or map_bias_dtype, 0, 0
+    sums: Sequence[Tensor] = ()
+    if dtype is not None:
+        widths = call.widths if bias_dtype is None else (call.widths[0], *call.widths)
+        if map_bias_dtype is None:
+            widths = widths[:1]
+        biases = joint.new_empty(sum(widths), dtype=dtype)
+        bias_address = biases.data_ptr()
+        if map_bias_dtype is not None:
+            first_sum = bias_address + (0 if bias_dtype is None else widths[0] * dtype.itemsize)
+        sums = biases.unsafe_split_with_sizes(widths) if len(widths) > 1 else (biases,)
     room = joint.new_empty(plan.scratch, dtype=torch.float32)
     plan.backward(
         joint.data_ptr(),
@@ -269,9 +279,9 @@ def differentiate(
         grad_joint.data_ptr(),
         found[0].data_ptr() if found else 0,
         found[1].data_ptr() if len(found) > 1 else 0,
-        0 if grad_bias is None else grad_bias.data_ptr(),
+        0 if bias_dtype is None else bias_address,
         0 if bias_dtype is None else DTYPE_CODE[bias_dtype],
-        0 if sums is None else sums.data_ptr(),
+        first_sum,
         0 if map_bias_dtype is None else DTYPE_CODE[map_bias_dtype],
         call.dropout_p,
         0 if call.seed is None else int(call.seed),
@@ -279,7 +289,7 @@ def differentiate(
         queue(joint.get_device()),
     )
     grads = [cast(each, vector.dtype) for each, vector in zip(found, vectors, strict=True)]
-    return grad_joint, grads, grad_bias, sums
+    return grad_joint, grads, *((None, sums) if bias_dtype is None else (sums[0], sums[1:]))
 
 
 def _addresses(vectors: Sequence[Tensor]) -> tuple[int, int, list[Tensor]]:
