@@ -271,8 +271,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     maps, _ = ctx.maps
     has_biases, weight_dtype = len(maps) > num_maps, maps[0].dtype
     if not is_first_derivative(grad):
-        grad_bias = sum_of_rows(grad, ctx.bias_dtype) if needs_bias else None
-        return _second_gradients(ctx, grad, features, vectors, grad_bias)
+        of_bias = sum_of_rows(grad, ctx.bias_dtype) if needs_bias else None
+        return _second_gradients(ctx, grad, features, vectors, of_bias)
     grad_bias: Tensor | None = None
     sums: Sequence[Tensor] = ()
     if needs_bias and (call.mean or call.plan is None):

@@ -254,18 +254,16 @@ def differentiate(
     first, second, operands = _addresses(vectors)
     found = [torch.empty_like(operand) for operand in operands]
     grad_joint = torch.empty_like(joint)
-    # Those of the biases, which have one dtype, lie behind each other.
-    dtype, first_sum, bias_address = bias_dtype or map_bias_dtype, 0, 0
-    sums: Sequence[Tensor] = ()
+    # Those of the biases lie behind each other: their dtype is the same.
+    dtype, widths = bias_dtype or map_bias_dtype, call.widths if map_bias_dtype is not None else ()
+    if bias_dtype is not None:
+        widths = (call.widths[0], *widths)
+    biases: Sequence[Tensor] = ()
     if dtype is not None:
-        widths = call.widths if bias_dtype is None else (call.widths[0], *call.widths)
-        if map_bias_dtype is None:
-            widths = widths[:1]
-        biases = joint.new_empty(sum(widths), dtype=dtype)
-        bias_address = biases.data_ptr()
-        if map_bias_dtype is not None:
-            first_sum = bias_address + (0 if bias_dtype is None else widths[0] * dtype.itemsize)
-        sums = biases.unsafe_split_with_sizes(widths) if len(widths) > 1 else (biases,)
+        biases = (joint.new_empty(sum(widths), dtype=dtype),)
+        if len(widths) > 1:
+            biases = biases[0].unsafe_split_with_sizes(widths)
+    code, first_of_map = 0 if dtype is None else DTYPE_CODE[dtype], 0 if bias_dtype is None else 1
     room = joint.new_empty(plan.scratch, dtype=torch.float32)
     plan.backward(
         joint.data_ptr(),
@@ -279,17 +277,17 @@ def differentiate(
         grad_joint.data_ptr(),
         found[0].data_ptr() if found else 0,
         found[1].data_ptr() if len(found) > 1 else 0,
-        0 if bias_dtype is None else bias_address,
-        0 if bias_dtype is None else DTYPE_CODE[bias_dtype],
-        first_sum,
-        0 if map_bias_dtype is None else DTYPE_CODE[map_bias_dtype],
+        0 if bias_dtype is None else biases[0].data_ptr(),
+        code,
+        0 if map_bias_dtype is None else biases[first_of_map].data_ptr(),
+        code,
         call.dropout_p,
         0 if call.seed is None else int(call.seed),
         plan.on_blocks and allows_tf32(),
         queue(joint.get_device()),
     )
     grads = [cast(each, vector.dtype) for each, vector in zip(found, vectors, strict=True)]
-    return grad_joint, grads, *((None, sums) if bias_dtype is None else (sums[0], sums[1:]))
+    return grad_joint, grads, biases[0] if first_of_map else None, biases[first_of_map:]
 
 
 def _addresses(vectors: Sequence[Tensor]) -> tuple[int, int, list[Tensor]]:
