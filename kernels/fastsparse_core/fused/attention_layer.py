@@ -228,14 +228,10 @@ def _attend_at_once(
 def _project(call: LayerCall, features: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """The linear maps' results side by side, and the weight of the one product that gives them."""
     maps, count = tensors[call.num_vectors :], len(call.widths)
-    joined = stacked(call, maps) if count > 1 and features.is_cuda else None
-    matrix, bias = joined or _joined(call, maps)
-    return F.linear(features, matrix, bias), matrix
-
-
-def _joined(call: LayerCall, maps: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases of the linear maps as one, by operators, which are differentiable."""
-    count = len(call.widths)
+    if count > 1 and features.is_cuda and not torch.is_grad_enabled():
+        joined = stacked(call, maps)
+        if joined is not None:
+            return F.linear(features, *joined), joined[0]
     matrix, bias = maps[0], maps[count] if len(maps) > count else None
     if count > 1:
         matrix = torch.cat(maps[:count])
@@ -243,7 +239,7 @@ def _joined(call: LayerCall, maps: tuple[Tensor, ...]) -> tuple[Tensor, Tensor |
     if matrix.dtype != call.dtype:
         matrix = matrix.to(call.dtype)
         bias = None if bias is None else bias.to(call.dtype)
-    return matrix, bias
+    return F.linear(features, matrix, bias), matrix
 
 
 class _AttentionLayer(torch.autograd.Function):
@@ -275,16 +271,18 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     maps, _ = ctx.maps
     has_biases, weight_dtype = len(maps) > num_maps, maps[0].dtype
     if not is_first_derivative(grad):
-        grad_bias = sum_of_rows(grad, ctx.bias_dtype) if needs_bias else None
-        return _second_gradients(ctx, grad, features, vectors, grad_bias)
-    grad_bias = sums = None
+        of_bias = sum_of_rows(grad, ctx.bias_dtype) if needs_bias else None
+        return _second_gradients(ctx, grad, features, vectors, of_bias)
+    grad_bias: Tensor | None = None
+    sums: Sequence[Tensor] = ()
     if needs_bias and (call.mean or call.plan is None):
         grad_bias = sum_of_rows(grad, ctx.bias_dtype)
     if call.mean:
         grad = (grad / call.heads).unsqueeze(1).expand(-1, call.heads, -1).flatten(1)
     if call.plan is None:
         grad, grad_vectors = call.score.backward(call, grad, joint, vectors, kept, needed[:num_vectors])
-        sums = sum_of_rows(grad, weight_dtype) if has_biases else None
+        if has_biases:
+            sums = sum_of_rows(grad, weight_dtype).split(call.widths)
     else:
         bias_dtype = ctx.bias_dtype if needs_bias and not call.mean else None
         at_once = _differentiate_at_once if type(call.plan) is _C.AttentionLayer else differentiate
@@ -296,9 +294,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_weight = product_in(grad.t(), features, weight_dtype)
     # Nobody sees what is split, so that its parts need not be known as views.
     grads = grad_weight.unsafe_split_with_sizes(call.widths) if num_maps > 1 else (grad_weight,)
-    if sums is not None:
-        grads = (*grads, *(sums.unsafe_split_with_sizes(call.widths) if num_maps > 1 else (sums,)))
-    return grad_x, grad_bias, *grad_vectors, *grads
+    return grad_x, grad_bias, *grad_vectors, *grads, *sums
 
 
 def _differentiate_at_once(
@@ -309,7 +305,7 @@ def _differentiate_at_once(
     kept: Sequence[Tensor],
     bias_dtype: torch.dtype | None,
     map_bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, list[Tensor], Tensor | None, Tensor | None]:
+) -> tuple[Tensor, list[Tensor], Tensor | None, Sequence[Tensor]]:
     """Gradients of the linear maps' results, of the vectors and, where they have a dtype, of the biases."""
     precise, (state,) = accumulation_dtype(call.dtype), kept
     operands = [cast(vector, precise).contiguous() for vector in vectors]
@@ -345,7 +341,7 @@ def _differentiate_at_once(
         grad_joint,
         [cast(found, vector.dtype) for found, vector in zip(grads, vectors, strict=True)],
         grad_bias,
-        sums,
+        () if sums is None else sums.unsafe_split_with_sizes(call.widths),
     )
 
 
@@ -361,7 +357,7 @@ def _second_gradients(
         )
 
     def compute(features: Tensor, *tensors: Tensor) -> Tensor:
-        joint = F.linear(features, *_joined(call, tensors[call.num_vectors :]))
+        joint, _ = _project(call, features, tensors)
         out = call.score.formula(call, joint, tensors[: call.num_vectors])
         return out.unflatten(1, (call.heads, -1)).mean(dim=1) if call.mean else out
 

@@ -242,7 +242,7 @@ def differentiate(
     kept: Sequence[Tensor | None],
     bias_dtype: torch.dtype | None,
     map_bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, list[Tensor], Tensor | None, Tensor | None]:
+) -> tuple[Tensor, list[Tensor], Tensor | None, Sequence[Tensor]]:
     """Gradients of the linear maps' results, of the vectors and, where they have a dtype, of the biases."""
     algorithm = "fused3s" if call.plan.on_blocks else "csr"
     how = (call.score, call.dtype, call.widths, call.heads, call.scale, algorithm)
@@ -254,8 +254,16 @@ def differentiate(
     first, second, operands = _addresses(vectors)
     found = [torch.empty_like(operand) for operand in operands]
     grad_joint = torch.empty_like(joint)
-    grad_bias = None if bias_dtype is None else joint.new_empty(grad.shape[1], dtype=bias_dtype)
-    sums = None if map_bias_dtype is None else joint.new_empty(joint.shape[1], dtype=map_bias_dtype)
+    # Those of the biases lie behind each other: their dtype is the same.
+    dtype, widths = bias_dtype or map_bias_dtype, call.widths if map_bias_dtype is not None else ()
+    if bias_dtype is not None:
+        widths = (call.widths[0], *widths)
+    biases: Sequence[Tensor] = ()
+    if dtype is not None:
+        biases = (joint.new_empty(sum(widths), dtype=dtype),)
+        if len(widths) > 1:
+            biases = biases[0].unsafe_split_with_sizes(widths)
+    code, first_of_map = 0 if dtype is None else DTYPE_CODE[dtype], 0 if bias_dtype is None else 1
     room = joint.new_empty(plan.scratch, dtype=torch.float32)
     plan.backward(
         joint.data_ptr(),
@@ -269,17 +277,17 @@ def differentiate(
         grad_joint.data_ptr(),
         found[0].data_ptr() if found else 0,
         found[1].data_ptr() if len(found) > 1 else 0,
-        0 if grad_bias is None else grad_bias.data_ptr(),
-        0 if bias_dtype is None else DTYPE_CODE[bias_dtype],
-        0 if sums is None else sums.data_ptr(),
-        0 if map_bias_dtype is None else DTYPE_CODE[map_bias_dtype],
+        0 if bias_dtype is None else biases[0].data_ptr(),
+        code,
+        0 if map_bias_dtype is None else biases[first_of_map].data_ptr(),
+        code,
         call.dropout_p,
         0 if call.seed is None else int(call.seed),
         plan.on_blocks and allows_tf32(),
         queue(joint.get_device()),
     )
     grads = [cast(each, vector.dtype) for each, vector in zip(found, vectors, strict=True)]
-    return grad_joint, grads, grad_bias, sums
+    return grad_joint, grads, biases[0] if first_of_map else None, biases[first_of_map:]
 
 
 def _addresses(vectors: Sequence[Tensor]) -> tuple[int, int, list[Tensor]]:
