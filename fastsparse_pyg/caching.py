@@ -9,6 +9,7 @@ call :func:`clear_cache` after those.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -63,7 +64,9 @@ def lookup(
             "Make it outside torch.inference_mode(), or pass the layers fastsparse_pyg.prepare(edge_index)",
         )
         return _build_outside_inference_mode(build)
-    return layer_cache.lookup(key, stamp, options, lambda: _build_outside_inference_mode(build))
+    if torch.is_inference_mode_enabled():
+        build = functools.partial(_build_outside_inference_mode, build)
+    return layer_cache.lookup(key, stamp, options, build)
 
 
 def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) -> Adjacency:

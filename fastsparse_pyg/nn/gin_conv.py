@@ -9,7 +9,7 @@ from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.fused.aggregate_and_self import aggregate_and_self
-from fastsparse_pyg.nn.base import REDUCE, FastConv
+from fastsparse_pyg.nn.base import FastConv
 
 
 class FastGINConv(FastConv, GINConv):
@@ -38,10 +38,10 @@ class FastGINConv(FastConv, GINConv):
         if size is None:
             adj = self._plain_graph(x, edge_index)
             if adj is not None:
-                reduce = REDUCE[type(self._modules["aggr_module"])]
-                whole = aggregate_and_self(adj, x, self.eps, reduce)
+                reduce, eps = self._reduce(), self.eps
+                whole = aggregate_and_self(adj, x, eps, reduce)
                 if whole is None:
-                    whole = torch.addcmul(spmm(adj, x, None, reduce), 1 + self.eps, x)
+                    whole = torch.addcmul(spmm(adj, x, None, reduce), 1 + eps, x)
                 return self.nn(whole)
         pair = (x, x) if isinstance(x, Tensor) else x
         reason = self._why_original_pair_or_trace(pair, edge_index, size)

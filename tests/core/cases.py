@@ -161,6 +161,20 @@ def saved_bytes(run, *parameters: torch.Tensor) -> tuple[torch.Tensor, int]:
     return out, sum(sizes.values())
 
 
+class Operations(TorchDispatchMode):
+    """Names of the operations that PyTorch is asked for: each takes the host about as long as a launch."""
+
+    is_harmless = True  # calls go their usual way
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
 class LargestTensor(TorchDispatchMode):
     """Elements of the largest tensor that any operation returns."""
 

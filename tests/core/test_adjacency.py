@@ -10,9 +10,8 @@ import weakref
 
 import pytest
 import torch
-from cases import EdgeList, edge_lists
+from cases import EdgeList, Operations, edge_lists
 from hypothesis import HealthCheck, given, settings
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.fused.graph_convolution import graph_convolution
@@ -21,18 +20,6 @@ from fastsparse_core.structure import adjacency as adjacency_module
 SETTINGS = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-
-
-class Operations(TorchDispatchMode):
-    """Names of the operations that PyTorch is asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.__name__)
-        return function(*args, **(kwargs or {}))
 
 
 def stored_edges(adj: Adjacency) -> list[tuple[int, int, int]]:

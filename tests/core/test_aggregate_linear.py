@@ -8,7 +8,17 @@ from itertools import product as combinations
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DTYPES, LAYOUTS, TOLERANCE, WIDTHS, EdgeList, edge_lists, features, relative_error
+from cases import (
+    DTYPES,
+    LAYOUTS,
+    TOLERANCE,
+    WIDTHS,
+    EdgeList,
+    Operations,
+    edge_lists,
+    features,
+    relative_error,
+)
 from hopper import Hopper, prepare
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -673,6 +683,28 @@ def test_launches(hopper, poisoned_memory, gathers, keeps_sums, scaled, num_dst)
         assert (found[1] is not None) == needs_bias
         if needs_bias:
             assert relative_error(found[1], grad.double().sum(0)) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("needs_x", [True, False])
+@pytest.mark.parametrize("gathers", [True, False])
+def test_one_kernel_with_few_operations(hopper, monkeypatch, needs_x, gathers):
+    """A layer on a small graph takes as long as the host needs for it."""
+    for kernel in (FORWARD, BACKWARD):
+        monkeypatch.setattr(_C, kernel, lambda *_: None)  # what stands for it on the CPU is operations
+    adj = block(hopper.device, 100, 100, 3)
+    adj.usage.scattered = None  # no step of a kept structure is like the first two
+    leaves = drawn(100, 20, 12, hopper.device)
+    leaves[0].requires_grad_(needs_x)
+    grad = features(100, 12, torch.float32, "contiguous", hopper.device, seed=7)
+    with algorithms(spmm="auto" if gathers else "csr"):
+        results(aggregate_linear, adj, leaves, grad, "mean")
+        with Operations() as seen:
+            out = aggregate_linear(adj, *leaves, "mean")
+    assert seen.names == 2 * ["new_empty.default"]
+    with Operations() as seen:
+        torch.autograd.grad(out, leaves if needs_x else leaves[1:], grad)
+    products = ["mm.default", "new_empty.default", "addmm_.default"] if needs_x else []
+    assert [name for name in seen.names if "detach" not in name] == 4 * ["new_empty.default"] + products
 
 
 @pytest.mark.parametrize("num_edges", [0, 3])

@@ -18,6 +18,7 @@ from fastsparse_core.formats.compress import compress
 
 #: How the rows of a window are chosen.
 Method = Literal["auto", "none", "minhash"]
+_METHODS = get_args(Method)
 #: Sorted orders in which a row meets its neighbours: fewer than there are hashes, and their number's bits
 #: beside those of a key make at most 32.
 _BANDS = 8
@@ -56,7 +57,7 @@ def check_method(method: str) -> None:
     Raises:
         ValueError: ``method`` is none of ``"auto"``, ``"none"``, ``"minhash"``.
     """
-    if method not in get_args(Method):
+    if method not in _METHODS:
         raise ValueError(f"group_rows: expected 'auto', 'none' or 'minhash', got {method!r}")
 
 

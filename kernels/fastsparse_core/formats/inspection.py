@@ -133,13 +133,12 @@ def _inspect(
     square: bool,
     copy: bool = True,
 ) -> Inspection:
-    check_content("edges", row, col, edge_id, rowptr)
     device, num_rows = col.device, rowptr.numel() - 1
-    index = device_index(device)
     is_copied = copy or col.dtype != torch.int32
     col_out = torch.empty(col.numel(), dtype=torch.int32, device=device) if is_copied else col
     inv_degree = _empty_for_autograd(num_rows, device)
-    check_content("edges", col_out)  # a mode may give fake memory to real edges
+    check_content("edges", row, col, edge_id, rowptr, col_out)  # a mode may give fake memory to real edges
+    index = device_index(device)
     # Two words for every row's slice, and behind them room for the facts.
     room = torch.empty(num_rows + NUM_FACTS // 2, 2, dtype=torch.int64, device=device) if index >= 0 else None
     slices = 0 if room is None else room.data_ptr()

@@ -15,12 +15,13 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 def facts_of(adj: Adjacency) -> Facts:
     """What the rules know of a structure, now."""
-    is_cuda, usage, converted = adj.device.type == "cuda", adj.usage, adj.has_bsb
+    col, usage, converted = adj.col, adj.usage, adj.has_bsb
+    is_cuda = col.is_cuda
     return Facts(
         is_cuda,
         adj.num_dst,
         adj.num_src,
-        adj.num_edges,
+        col.numel(),
         usage.products,
         usage.scattered,
         converted,

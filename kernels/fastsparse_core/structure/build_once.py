@@ -11,22 +11,20 @@ from fastsparse_core import recorded
 from fastsparse_core.locks import ForkSafeLock
 
 _T = TypeVar("_T")
-_making_lock = ForkSafeLock()
 
 
 class BuiltOnce:
     """Named results, each built once; safe to use from several threads."""
 
+    _lock: ForkSafeLock | None = None  # made when it is needed: most structures of a batch have none
+
     def __init__(self) -> None:
         self.results: dict[Any, Any] = {}
-        self._lock: ForkSafeLock | None = None  # made when it is needed: most structures of a batch have none
 
     def _own_lock(self) -> ForkSafeLock:
-        if self._lock is None:
-            with _making_lock:
-                if self._lock is None:
-                    self._lock = ForkSafeLock()
-        return self._lock
+        # Of threads that come at once all take the first one's.
+        lock: ForkSafeLock = self._lock or self.__dict__.setdefault("_lock", ForkSafeLock())
+        return lock
 
     def get(self, key: Any, build: Callable[[], _T]) -> _T:
         """The result of that name; ``build`` makes it the first time, and must not return None.
