@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from simulated_graphs import simulate
 
+import fastsparse_dgl
 from fastsparse_core import capture
 from fastsparse_core.capturing import captured as machinery
 from fastsparse_dgl import (
@@ -70,6 +71,10 @@ CONVS = {
     "gat": lambda size: FastGATConv(size, 4, 2, allow_zero_in_degree=True),
     "gatv2": lambda size: FastGATv2Conv(size, 4, 2, allow_zero_in_degree=True),
     "edgegat": lambda size: FastEdgeGATConv(size, 1, 4, 2, allow_zero_in_degree=True),
+    "egat": lambda size: fastsparse_dgl.FastEGATConv(size, 1, 4, 4, 2),
+    "gin": lambda size: fastsparse_dgl.FastGINConv(torch.nn.Linear(size, 8), "mean"),
+    "gine": lambda size: fastsparse_dgl.FastGINEConv(torch.nn.Linear(size, 8)),
+    "dotgat": lambda size: fastsparse_dgl.FastDotGatConv(size, 4, 2, allow_zero_in_degree=True),
     "weighted": lambda size: FastGraphConv(size, 8, norm="right", allow_zero_in_degree=True),
 }
 
@@ -83,7 +88,9 @@ def test_blocks(monkeypatch, conv, is_dgls):
     ends = torch.randint(290, (2, 1500), generator=generator)
     graph = dgl.graph(tuple(ends), num_nodes=300)
     feat, label = torch.randn(300, 6, generator=generator), torch.randint(8, (300,), generator=generator)
-    weight = torch.rand(1500, generator=generator)
+    if conv == "egat":  # which wants an edge into every node
+        graph = dgl.add_self_loop(graph)
+    weight = torch.rand(graph.num_edges(), generator=generator)
     losses = []
     for captures in (False, True):
         torch.manual_seed(0)
@@ -96,9 +103,12 @@ def test_blocks(monkeypatch, conv, is_dgls):
             x = blocks[0].srcdata["feat"]
             for layer, block in zip(convs, blocks, strict=True):
                 options = {"edge_weight": block.edata["weight"]} if conv == "weighted" else {}
-                if conv == "edgegat":
-                    options = {"edge_feat": block.edata["weight"][:, None]}
-                x = norm(layer(block, x, **options).flatten(1)).relu()
+                of_edges = block.edata["weight"][:, None]
+                args = [of_edges] if conv in ("edgegat", "egat") else []
+                if conv == "gine":
+                    args = [of_edges.expand(-1, x.size(1))]
+                x = layer(block, x, *args, **options)
+                x = norm((x[0] if conv == "egat" else x).flatten(1)).relu()
             loss = F.cross_entropy(x, blocks[-1].dstdata["label"])
             loss.backward()
             optimizer.step()
