@@ -223,9 +223,8 @@ def _with(data: Any, items: dict[tuple[int, str], Tensor]) -> Any:
 def _argument_of(data: Any) -> Argument:
     node_stores, edge_stores = _typed(data)
     is_batch = isinstance(data, Batch) and all("batch" in store and "ptr" in store for store in node_stores)
-    is_sampled = any("n_id" in store for store in node_stores) and any(
-        "batch_size" in it for it in data.stores
-    )
+    names = {name for store in data.stores for name in store}
+    is_sampled = "n_id" in names and not names.isdisjoint(("batch_size", "input_id"))
     edges = [store.get("edge_index") for store in edge_stores]
     if not edges or not all(type(item) is Tensor and item.dim() == 2 for item in edges):
         return _DataArgument(data)

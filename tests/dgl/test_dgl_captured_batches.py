@@ -177,8 +177,9 @@ def test_what_is_not_padded_says_why(device, caplog):
             return net.out(dgl.mean_nodes(graph, "h"))
 
         assert not check(batches(device, [9] * 11), forward)
-        typed = dgl.heterograph({("a", "x", "b"): ([0], [0]), ("b", "y", "a"): ([0], [0])}).to(device)
-        assert capture(lambda graph: graph.batch_size)(dgl.batch([typed, typed])) == 2
+        typed = dgl.heterograph({("a", "x", "b"): ([0], [0]), ("b", "y", "a"): ([0], [0])})
+        batch = dgl.batch([typed, typed]).to(device)
+        assert capture(lambda graph: graph.batch_size)(batch) == 2
     assert (
         sum("drop-in layers and readouts do: graph.update_all" in message for message in caplog.messages) == 1
     )

@@ -14,7 +14,15 @@ from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.utils import trim_to_layer
 
 from fastsparse_core import capture, log
-from fastsparse_pyg import FastGATConv, FastHGTConv, FastRGATConv, FastRGCNConv, FastSAGEConv, NeighborLoader
+from fastsparse_pyg import (
+    FastGATConv,
+    FastHGTConv,
+    FastRGATConv,
+    FastRGCNConv,
+    FastSAGEConv,
+    LinkNeighborLoader,
+    NeighborLoader,
+)
 
 #: Tests of whole trainings; tests/core/test_capture.py has what a quick run needs.
 pytestmark = pytest.mark.slow
@@ -200,6 +208,31 @@ def test_batches_of_graphs(device):
 
     found = losses_of(device, lambda: MODELS["sage"](graphs[0]), loss, lambda: batches)
     assert len(found.records) == 1
+
+
+def test_edges_to_predict(device):
+    """Their ends are seeds, of two types, which stay where they are."""
+    data = typed_graph()
+    kind = ("author", "writes", "paper")
+    loader = LinkNeighborLoader(
+        data,
+        [4, 3],
+        batch_size=16,
+        edge_label_index=(kind, data[kind].edge_index[:, :96]),
+        edge_label=torch.arange(96.0) % 2,
+        device=device,
+    )
+
+    def loss(net, batch):
+        x = net(batch.x_dict, batch.edge_index_dict)
+        source, target = batch[kind].edge_label_index
+        score = (x["author"][source] * x["paper"][target]).sum(-1)
+        return F.binary_cross_entropy_with_logits(score, batch[kind].edge_label)
+
+    found = losses_of(
+        device, lambda: MODELS["sage"](data), loss, lambda: [batch for _ in range(4) for batch in loader]
+    )
+    assert found.records
 
 
 RELATIONAL = {
