@@ -8,10 +8,12 @@ device's work and not the host's.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -196,6 +198,7 @@ def wall_times(
     warm_up: int = 2,
     least: int = 5,
     most: int = 200,
+    around: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
 ) -> dict[str, Timing]:
     """`wall_time` of several calls in turn, so that other work on the machine slows all alike.
 
@@ -209,10 +212,12 @@ def wall_times(
         warm_up: Rounds before that.
         least: Fewest rounds to time.
         most: Most rounds to time.
+        around: What is entered, by name, for a call and its repetition, and not timed.
 
     Returns:
         Median and spread by name.
     """
+    around = around or {}
 
     def once(fn: Callable[[], Any]) -> float:
         if device.type == "cuda":
@@ -223,13 +228,14 @@ def wall_times(
             torch.cuda.synchronize(device)
         return (time.perf_counter() - begin) * 1e3
 
-    def again(fn: Callable[[], Any]) -> float:
-        if len(calls) > 1:
-            fn()
-        return once(fn)
+    def again(name: str, fn: Callable[[], Any]) -> float:
+        with around.get(name, contextlib.nullcontext)():
+            if len(calls) > 1:
+                fn()
+            return once(fn)
 
     def one_round() -> dict[str, float]:
-        return {name: again(fn) for name, fn in calls.items()}
+        return {name: again(name, fn) for name, fn in calls.items()}
 
     for _ in range(warm_up):
         one_round()
