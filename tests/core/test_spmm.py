@@ -300,9 +300,9 @@ def test_few_sources_that_are_not_finite(device, algorithm, dtype, width):
     assert relative_error(out[finite], expected[finite]) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("width", [2000, 40_000])
+@pytest.mark.parametrize("width", [2000, pytest.param(40_000, marks=pytest.mark.gpu)])
 def test_few_sources_of_many_features(device, width):
-    """More tiles than a GPU has multiprocessors."""
+    """Many tiles, and more of them than a GPU has multiprocessors."""
     adj = few_sources(40, device)
     x = features(40, width, torch.float32, "contiguous", device)
     out = spmm(adj, x, algorithm="csr")
