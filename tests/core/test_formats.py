@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from cases import EdgeList, edge_lists
-from hypothesis import HealthCheck, given, settings
+from cases import SETTINGS, EdgeList, edge_lists
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,9 +20,6 @@ from fastsparse_core.formats.inspection import inspect_edges, inspect_rows
 from fastsparse_core.formats.row_split import RowSplit, split_rows
 from fastsparse_core.formats.statistics import statistics
 
-SETTINGS = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 GROUPINGS = ("natural", "random", "minhash")
 
 

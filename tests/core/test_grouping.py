@@ -11,17 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import TOLERANCE, edge_lists, relative_error
-from hypothesis import HealthCheck, given, settings
+from cases import SETTINGS, TOLERANCE, edge_lists, relative_error
+from hypothesis import given
 
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.formats import grouping
 from fastsparse_core.formats.bsb import HEIGHT, QUAD, Bsb
 from fastsparse_core.formats.grouping import choose_grouping, group_rows, vectors_per_window
 
-SETTINGS = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 _random = random.Random(0)
 #: The hashes' odd factors: those of the first multiplication, then those of the second.
 FACTORS = [[2 * _random.randrange(2**20, 2**23) + 1 for _ in range(16)] for _ in range(2)]
