@@ -63,7 +63,7 @@ from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform
 from fastsparse_core.ops._common import sum_of_rows
 from fastsparse_core.ops._spmm_plan import add_transposed
 from fastsparse_core.sampling import NeighborSampler
-from fastsparse_core.sampling.features import gather_from_host
+from fastsparse_core.sampling.features import gather_on_cuda
 
 #: Where parts run; the tests, which only want to know that the calls are right, take the CPU.
 DEVICE = "cuda"
@@ -606,7 +606,7 @@ def batches() -> None:
     if DEVICE == "cuda":
         index = torch.randint(50, (70,), device=DEVICE)
         for dtype, width in ((F32, 8), (F32, 7), (torch.uint8, 3)):
-            gather_from_host(torch.ones(50, width, dtype=dtype).pin_memory(), index)
+            gather_on_cuda(torch.ones(50, width, dtype=dtype).pin_memory(), index)
     sizes = Sizes(((9, 30),), ((40,),))
     places = BatchPlaces(room_for([sizes]), torch.device(DEVICE))
     for dtype, width in ((F32, 8), (F32, 7), (torch.uint8, 3)):
