@@ -7,6 +7,7 @@ threads.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,7 +23,7 @@ from . import suite
 from .common import add_common, attempt, progress, recorder, relative_error, release
 from .record import Recorder
 from .steps import check, peak_bytes
-from .timing import kernel_time, summarise
+from .timing import kernel_time, summarise, wall_times
 
 #: Stand-ins whose messages fit a CPU's cache or nearly so, and the one of the GPU.
 SMALL = ("pubmed", "peptides-batch", "github")
@@ -62,40 +63,52 @@ def _run_graph(graph: suite.Graph, options: argparse.Namespace, out: Recorder) -
     device = torch.device(options.device)
     dgl = fastsparse_dgl.compat.dgl
     host = dgl.graph((graph.col.long().cpu(), graph.row().long().cpu()), num_nodes=graph.num_nodes)
-    steps: dict[tuple[str, str], Step] = {}
     draws = Draws(graph, options.width, device)
-    for implementation, made in (("ours", our_steps(graph, draws)), ("PyG", pyg_steps(graph, draws))):
-        steps |= {(name, implementation): step for name, step in made}
-    expected: dict[str, list[Tensor]] = {}
-
-    def measure(name: str, implementation: str, step: Step, where: torch.device = device) -> None:
+    with enabled():
+        moved = host.to(device)
+    steps = {
+        "enabled": dgl_steps(dgl, moved, draws),
+        "ours": our_steps(graph, draws),
+        "PyG": pyg_steps(graph, draws),
+    }
+    if device.type == "cpu":
+        steps["DGL"] = dgl_steps(dgl, host, draws)
+    by_operator: dict[str, dict[str, Step]] = {}
+    for implementation, made in steps.items():
+        for name, step in made:
+            by_operator.setdefault(name, {})[implementation] = step
+    for name, found in by_operator.items():
         if options.operators and name not in options.operators:
-            return
-        cell = attempt(partial(_measure, step, expected, name, where, options.budget_ms))
-        out.add(
-            graph=graph.name,
-            nodes=graph.num_nodes,
-            edges=graph.num_edges,
-            width=options.width,
-            operator=name,
-            implementation=implementation,
-            **cell,
-        )
+            continue
+        for implementation, cell in _measure_all(found, name, device, options.budget_ms).items():
+            out.add(
+                graph=graph.name,
+                nodes=graph.num_nodes,
+                edges=graph.num_edges,
+                width=options.width,
+                operator=name,
+                implementation=implementation,
+                **cell,
+            )
         release()
+    if device.type != "cpu" and (not options.operators or "GATConv" in options.operators):
+        _cpu_layer(dgl, host, graph, options, out)
+
+
+@contextlib.contextmanager
+def enabled() -> Iterator[None]:
+    """DGL runs on FastSparse inside."""
+    import fastsparse_dgl
 
     fastsparse_dgl.enable()
     try:
-        for name, step in dgl_steps(dgl, host.to(device), draws):
-            measure(name, "enabled", step)
+        yield
     finally:
         fastsparse_dgl.disable()
-    for (name, implementation), step in steps.items():
-        measure(name, implementation, step)
-    if device.type == "cpu":
-        for name, step in dgl_steps(dgl, host, draws):
-            measure(name, "DGL", step)
-    elif not options.operators or "GATConv" in options.operators:
-        _cpu_layer(dgl, host, graph, options, out)
+
+
+#: What is entered for the calls of an implementation.
+AROUND = {"enabled": enabled}
 
 
 def _cpu_layer(dgl: Any, host: Any, graph: suite.Graph, options: argparse.Namespace, out: Recorder) -> None:
@@ -224,25 +237,49 @@ def pyg_steps(graph: suite.Graph, draws: Draws) -> Iterator[tuple[str, Step]]:
     yield "edge_softmax", (lambda e: softmax(e, dst, num_nodes=n), (draws.edge_heads,))
 
 
-def _measure(
-    step: Step, expected: dict[str, list[Tensor]], name: str, device: torch.device, budget_ms: float
-) -> dict[str, Any]:
-    """Time and peak memory of a step whose results are those of the first implementation."""
-    function, leaves = step
-    out = function(*leaves)
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(device)
+def _measure_all(
+    steps: dict[str, Step], name: str, device: torch.device, budget_ms: float
+) -> dict[str, dict[str, Any]]:
+    """Time and peak memory of an operator by implementation; on the CPU they are timed in turn."""
+    cells: dict[str, dict[str, Any]] = {}
+    calls: dict[str, Call] = {}
+    expected: list[Tensor] = []
+    for implementation, step in steps.items():
+        both = calls[implementation] = Call(*step)
+        with AROUND.get(implementation, contextlib.nullcontext)():
+            cell = attempt(partial(_checked, both, expected, name, device))
+            if device.type != "cpu" and cell["status"] == "ok":
+                cell |= kernel_time(both, device, budget_ms=budget_ms).as_cell()
+        cells[implementation] = cell
+    if device.type == "cpu":
+        sound = {key: call for key, call in calls.items() if cells[key]["status"] == "ok"}
+        for implementation, timing in wall_times(sound, device, budget_ms=budget_ms, around=AROUND).items():
+            cells[implementation] |= timing.as_cell()
+    return cells
 
-    def both() -> list[Tensor]:
-        out = function(*leaves)
-        return [out, *torch.autograd.grad(out, leaves, upstream)]
 
+class Call:
+    """Result and gradients of a step, for a gradient of the result that is drawn once."""
+
+    def __init__(self, function: Callable[..., Tensor], leaves: tuple[Tensor, ...]) -> None:
+        self.function, self.leaves = function, leaves
+        self.upstream: Tensor | None = None
+
+    def __call__(self) -> list[Tensor]:
+        out = self.function(*self.leaves)
+        if self.upstream is None:
+            self.upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.device)
+        return [out, *torch.autograd.grad(out, self.leaves, self.upstream)]
+
+
+def _checked(both: Call, expected: list[Tensor], name: str, device: torch.device) -> dict[str, Any]:
+    """Error against the first implementation, whose results `expected` holds from then on, and memory."""
     found = [tensor.detach() for tensor in both()]
-    reference = expected.setdefault(name, found)
-    error = max(relative_error(a.flatten(), b.flatten()) for a, b in zip(found, reference, strict=True))
-    del found, out
+    expected.extend(found if not expected else [])
+    error = max(relative_error(a.flatten(), b.flatten()) for a, b in zip(found, expected, strict=True))
+    del found
     # DGL gives infinity in empty rows of extrema, PyG 0.
     if "max" not in name:
         check(error, TOLERANCE)
     peak = peak_bytes(both, device, above=True)
-    timing = kernel_time(both, device, budget_ms=budget_ms)
-    return {"error": error if error < 1e300 else None, "peak_bytes": peak, **timing.as_cell()}
+    return {"error": error if error < 1e300 else None, "peak_bytes": peak}

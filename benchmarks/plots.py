@@ -18,7 +18,8 @@ from matplotlib.figure import Figure
 from . import record, tables
 from .overview import training_overview
 from .roofline import LARGE_EDGES, TARGET, gather_bandwidth, peers
-from .tables import REGRET_SEEN, csr_over_flashsparse
+from .tables.cells import stored_rivals
+from .tables.choice import REGRET_SEEN, csr_over_flashsparse
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 #: Inches. Pages show a plot some 800 pixels wide: at 100 pixels an inch, letters of 7 points stay readable.
@@ -215,7 +216,7 @@ def attention_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
         speed = {}
         for cell in cells:
             if (cell["implementation"], cell["dtype"], cell["direction"]) == (name, dtype, direction):
-                stored = tables.stored_rivals(result, cell["stored"] or "", dtype, cell["graph"])
+                stored = stored_rivals(result, cell["stored"] or "", dtype, cell["graph"])
                 if stored:
                     speed[cell["case"], cell["graph"]] = min(stored.values()) / cell["median_ms"]
         if not speed:

@@ -39,6 +39,7 @@ class Inputs:
 
     Attributes:
         edge_index: (2, num_edges).
+        turned: (2, num_edges), those edges the other way, for layers of two lists.
         x: (num_nodes, width).
         edge_attr: (num_edges, FEATURES).
         edge_weight: (num_edges,), positive.
@@ -48,6 +49,7 @@ class Inputs:
     """
 
     edge_index: Tensor
+    turned: Tensor
     x: Tensor
     edge_attr: Tensor
     edge_weight: Tensor
@@ -66,6 +68,7 @@ class Inputs:
         weight = (torch.rand(count, device=device, dtype=dtype) + 0.1).requires_grad_()
         return cls(
             edge_index,
+            edge_index.flip(0),
             normal(num_nodes, width),
             normal(count, FEATURES),
             weight,
@@ -147,7 +150,7 @@ LAYERS: dict[str, Layer] = {
     "RGATConv": Layer(lambda w: pyg.RGATConv(w, w // 2, RELATIONS, heads=2), _typed, 16),
     "SignedConv": Layer(
         lambda w: pyg.SignedConv(w, w // 2, first_aggr=True),
-        lambda layer, it: layer(it.x, it.edge_index, it.edge_index.flip(0)),
+        lambda layer, it: layer(it.x, it.edge_index, it.turned),
     ),
     "DNAConv": Layer(lambda w: pyg.DNAConv(w), lambda layer, it: layer(it.x.unsqueeze(1), it.edge_index)),
     "PointNetConv": Layer(lambda w: pyg.PointNetConv(_mlp(w + 3, w), add_self_loops=False), _placed),

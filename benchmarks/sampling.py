@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +19,16 @@ from torch_geometric.data import Data
 from fastsparse_core import Adjacency, capture
 from fastsparse_core.capturing import graphs
 from fastsparse_core.sampling import NeighborSampler
+from fastsparse_core.sampling import features as feature_tables
 from fastsparse_pyg import FastSAGEConv, NeighborLoader
 
-from . import blocks, suite
-from .common import add_common, attempt, progress, recorder
+from . import blocks, large, suite
+from .common import add_common, attempt, progress, recorder, release
 from .timing import wall_times
 
 PRECISIONS = {"float32": None, "bf16-amp": torch.bfloat16}
+#: Batches that are not timed where an epoch is long: steps are recorded meanwhile.
+_WARM_UP = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,13 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--features", type=int, default=100, help="width of the features")
     parser.add_argument("--width", type=int, default=256, help="width of the layers")
     parser.add_argument("--epochs", type=int, default=2, help="epochs that are timed, after one that is not")
-    parser.add_argument("--parts", nargs="+", choices=["draw", "epoch"], default=["draw", "epoch"])
+    parser.add_argument("--parts", nargs="+", choices=["draw", "epoch", "papers"], default=["draw", "epoch"])
+    parser.add_argument("--scale", type=float, default=1.0, help="share of papers' nodes and entries")
+    parser.add_argument("--batches", type=int, help="batches of papers that are timed (default: an epoch)")
 
 
 def run(options: argparse.Namespace) -> Path:
     """Runs the benchmark; returns the path of its record."""
     device = torch.device(options.device)
-    out = recorder("sampling", options)
+    out = recorder("sampling", options, variant="papers" if options.parts == ["papers"] else "")
     out.note(
         "draw: a batch by the clock, from seeds on the device to its structure, node and edge ids there, and"
         " sizes on the host; 'blocks' draws anew for all nodes in every hop, as the plain sampler does, and"
@@ -51,6 +58,16 @@ def run(options: argparse.Namespace) -> Path:
         "epoch: sampling, gathering features and labels, GraphSAGE forward and backward, and Adam, by the"
         " clock from a finished device to a finished device; 'captured' runs the step as one CUDA graph"
     )
+    if "papers" in options.parts:
+        out.note(
+            "papers: the same epoch on a graph with the nodes, entries and training nodes of ogbn-papers100M,"
+            " features in bfloat16 on the GPU or in page-locked memory of the host, labels on the GPU;"
+            " autocast to bfloat16. Sources are drawn by degree from all nodes, so batches share fewer than"
+            " citations would let them"
+        )
+        _papers(out, options)
+    if set(options.parts) == {"papers"}:
+        return out.path
     for name in progress(options.graphs, "sampling"):
         graph = suite.load(name, device)
         if "draw" in options.parts:
@@ -140,7 +157,9 @@ def _epochs(out: Any, name: str, graph: suite.Graph, options: argparse.Namespace
             def measure(amp: torch.dtype | None = amp, captured: bool = captured) -> dict[str, Any]:
                 torch.manual_seed(0)
                 model = Sage(options.features, options.width, classes, len(options.fanouts)).to(device)
-                return _train(model, loader, amp, captured, options.epochs)
+                passes = _train(model, loader, amp, captured, [len(loader)] * (options.epochs + 1))
+                seconds = [round(item["seconds"], 4) for item in passes[1:]]
+                return {"epoch_s": min(seconds), "epochs_s": seconds, "loss": passes[-1]["loss"]}
 
             out.add(
                 graph=name,
@@ -153,8 +172,81 @@ def _epochs(out: Any, name: str, graph: suite.Graph, options: argparse.Namespace
             )
 
 
-def _train(model: Sage, loader: Any, amp: torch.dtype | None, captured: bool, epochs: int) -> dict[str, Any]:
-    """Seconds of every epoch after the first, and the last mean loss.
+def _papers(out: Any, options: argparse.Namespace) -> None:
+    """Adds the cells of a graph of billions of entries."""
+    device, spec = torch.device(options.device), large.scaled(options.scale)
+    begin = time.perf_counter()
+    adjacency = large.draw(spec, device)
+    generator = torch.Generator(device=device).manual_seed(0)
+    y = torch.randint(large.CLASSES, (spec.nodes,), device=device, generator=generator)
+    train = torch.randperm(spec.nodes, device=device, generator=generator)
+    train = train[: max(int(large.TRAIN_NODES * options.scale), 1)].clone()
+    graph_s = round(time.perf_counter() - begin, 1)
+    for place in ("GPU", "host") if device.type == "cuda" else ("host",):
+        release()
+        begin = time.perf_counter()
+        x = large.features(spec.nodes, device, on_host=place == "host")
+        features_s = round(time.perf_counter() - begin, 1)
+        data = Data(x=x, y=y, edge_index=adjacency)
+        del x
+        loader = NeighborLoader(
+            data, options.fanouts, train, batch_size=options.seeds, shuffle=True, device=device
+        )
+        for captured in (False, True) if graphs.CudaGraphs.supports(device) else (False,):
+            out.add(
+                graph="ogbn-papers100M",
+                part="papers",
+                where=device.type,
+                features_on=place,
+                implementation="captured" if captured else "loop",
+                precision="bf16-amp",
+                num_nodes=spec.nodes,
+                entries=adjacency.num_edges,
+                nodes=train.numel(),
+                graph_s=graph_s,
+                features_s=features_s,
+                **attempt(functools.partial(_long_epoch, loader, captured, options)),
+            )
+        del data, loader
+
+
+def _long_epoch(loader: Any, captured: bool, options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds per batch of an epoch, or of its first batches, after some that are not timed."""
+    device = torch.device(options.device)
+    torch.manual_seed(0)
+    model = Sage(large.FEATURES, options.width, large.CLASSES, len(options.fanouts)).to(device)
+    passes = [min(count, len(loader)) for count in (_WARM_UP, options.batches or len(loader))]
+    name = f"papers, {'captured' if captured else 'loop'}"
+    # Where there is room for them, the loader would copy the features to the GPU.
+    with mock.patch.object(feature_tables, "_SHARE_OF_FREE", 0.0):
+        _, timed = _train(model, loader, torch.bfloat16, captured, passes, name)
+    seconds, batches = timed["seconds"], timed["batches"]
+    cell = {
+        "ms_per_batch": round(seconds / batches * 1e3, 4),
+        "batches": batches,
+        "nodes_per_batch": timed["nodes"] // batches,
+        "loss": timed["loss"],
+    }
+    return {**cell, "epoch_s": round(seconds, 3)} if batches == len(loader) else cell
+
+
+def _train(
+    model: Sage,
+    loader: Any,
+    amp: torch.dtype | None,
+    captured: bool,
+    passes: Sequence[int],
+    description: str = "",
+) -> list[dict[str, Any]]:
+    """Seconds, batches, nodes and mean loss of passes over so many batches each.
+
+    Args:
+        model: trained with Adam.
+        loader: of batches.
+        amp: dtype of autocast; None: off.
+        captured: whether the step is to become a CUDA graph.
+        passes: numbers of batches.
+        description: of a progress bar; "": none.
 
     Raises:
         RuntimeError: the step was to be captured, and runs as it is.
@@ -173,18 +265,18 @@ def _train(model: Sage, loader: Any, amp: torch.dtype | None, captured: bool, ep
         return loss.detach()
 
     run: Any = capture(step) if captured else step
-    seconds: list[float] = []
-    mean = float("nan")
-    for epoch in range(epochs + 1):
+    done: list[dict[str, Any]] = []
+    for count in passes:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        begin = time.perf_counter()
+        begin, nodes = time.perf_counter(), 0
         total = torch.zeros((), device=device)
-        for batch in loader:
+        batches = itertools.islice(loader, count)
+        for batch in progress(batches, description, count) if description else batches:
+            nodes += batch.n_id.numel()
             total += run(batch)
-        mean = float(total) / len(loader)  # waits for the device
-        if epoch:
-            seconds.append(round(time.perf_counter() - begin, 4))
+        mean = float(total) / count  # waits for the device
+        done.append({"seconds": time.perf_counter() - begin, "batches": count, "nodes": nodes, "loss": mean})
     if captured and not run.captured.is_recorded:
         raise RuntimeError("not recorded: " + "; ".join(form.refusal for form in run.captured.forms))
-    return {"epoch_s": min(seconds), "epochs_s": seconds, "loss": mean}
+    return done

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> Path:
                 expected: Tensor | None = None
                 for implementation in IMPLEMENTATIONS:
                     step = _step(implementation, src, index, size, reduce, backward)
-                    cell = attempt(partial(_measure, step, expected, dtype, device, options.budget_ms))
+                    cell = attempt(partial(_measure, step, expected, device, options.budget_ms))
                     expected = cell.pop("result", None) if implementation == "torch" else expected
                     cell.pop("result", None)
                     out.add(
@@ -109,7 +109,7 @@ def _torch(src: Tensor, index: Tensor, size: int, reduce: str) -> Tensor:
 
 
 def _measure(
-    step: Callable[[], Tensor], expected: Tensor | None, dtype: str, device: torch.device, budget_ms: float
+    step: Callable[[], Tensor], expected: Tensor | None, device: torch.device, budget_ms: float
 ) -> dict[str, Any]:
     """Time of a step, whether it repeats to the bit, and how far it is from torch's."""
     result = step()

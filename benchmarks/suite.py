@@ -199,7 +199,7 @@ def _from_file(name: str, device: torch.device | str) -> Graph:
     return _from_keys(name, _both_directions(u[keep], v[keep], num_nodes), num_nodes)
 
 
-def _expected_degrees(spec: Spec, device: torch.device | str) -> Tensor:
+def expected_degrees(spec: Spec, device: torch.device | str) -> Tensor:
     """Falls with the rank as a power whose exponent, found by bisection, gives the wanted mean."""
     mean = spec.edges / spec.nodes
     rank = torch.arange(1, spec.nodes + 1, device=device, dtype=torch.float64)
@@ -218,7 +218,7 @@ def _expected_degrees(spec: Spec, device: torch.device | str) -> Tensor:
 def _powerlaw(spec: Spec, device: torch.device | str, generator: torch.Generator) -> Tensor:
     """Links drawn with both ends proportional to the expected degree, a share of them inside communities."""
     n = spec.nodes
-    degree = _expected_degrees(spec, device)[torch.randperm(n, generator=generator, device=device)]
+    degree = expected_degrees(spec, device)[torch.randperm(n, generator=generator, device=device)]
     upto = torch.cumsum(degree, 0)
 
     def uniform(count: int, dtype: torch.dtype = torch.float64) -> Tensor:

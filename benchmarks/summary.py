@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from . import record, tables
+from .tables.cells import Table, ordered
+from .tables.train import train_at_a_glance
 
 PAGE = record.REPOSITORY / "docs" / "results.md"
 
@@ -79,7 +81,7 @@ def _at_a_glance(records: list[tuple[Path, dict[str, Any]]], folder: Path) -> li
                 "Means are geometric, over the graphs on which both have a time: on the others PyG's layer\n"
                 "runs out of memory, or was not run because it needs more than there is.\n"
                 "On small graphs the host sets the pace: there a drop-in may be no faster.\n",
-                tables.train_at_a_glance(result).markdown(),
+                train_at_a_glance(result).markdown(),
                 f"![Time and memory of an epoch against PyG]({tables.relative(plot, folder)})\n",
             ]
     return []
@@ -99,11 +101,11 @@ def _heading(path: Path, result: dict[str, Any]) -> str:
 
 def _together(
     records: list[tuple[Path, dict[str, Any]]], chapter: tables.Chapter
-) -> list[tuple[str, list[tables.Table]]]:
+) -> list[tuple[str, list[Table]]]:
     """The tables that several records of a machine make together, by machine; none where there are none."""
     if chapter.together is None:
         return []
-    machines = tables.ordered(path.parent.name for path, _ in records)
+    machines = ordered(path.parent.name for path, _ in records)
     made = [
         (machine, chapter.together([result for path, result in records if path.parent.name == machine]))
         for machine in machines
@@ -136,7 +138,7 @@ def _goals(records: list[tuple[Path, dict[str, Any]]]) -> str:
         missed = sum(verdict.endswith("missed") for verdict in asked)
         if asked:
             rows.append([what, str(len(asked) - missed), str(missed)])
-    return tables.Table("Goals", ["benchmark", "reached", "missed"], rows).markdown() if rows else ""
+    return Table("Goals", ["benchmark", "reached", "missed"], rows).markdown() if rows else ""
 
 
 def _one(path: Path, result: dict[str, Any], chapter: tables.Chapter, folder: Path) -> str:

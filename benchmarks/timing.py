@@ -3,15 +3,17 @@
 Device time comes from events around each call, after a write that pushes the inputs out of the last-level
 cache, and
 behind a short wait on the device that lets the host queue the whole call first: what is measured is the
-device's work and not the host's. Where the host's work is the point, `host_us` measures that alone.
+device's work and not the host's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -196,6 +198,7 @@ def wall_times(
     warm_up: int = 2,
     least: int = 5,
     most: int = 200,
+    around: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
 ) -> dict[str, Timing]:
     """`wall_time` of several calls in turn, so that other work on the machine slows all alike.
 
@@ -209,10 +212,12 @@ def wall_times(
         warm_up: Rounds before that.
         least: Fewest rounds to time.
         most: Most rounds to time.
+        around: What is entered, by name, for a call and its repetition, and not timed.
 
     Returns:
         Median and spread by name.
     """
+    around = around or {}
 
     def once(fn: Callable[[], Any]) -> float:
         if device.type == "cuda":
@@ -223,13 +228,14 @@ def wall_times(
             torch.cuda.synchronize(device)
         return (time.perf_counter() - begin) * 1e3
 
-    def again(fn: Callable[[], Any]) -> float:
-        if len(calls) > 1:
-            fn()
-        return once(fn)
+    def again(name: str, fn: Callable[[], Any]) -> float:
+        with around.get(name, contextlib.nullcontext)():
+            if len(calls) > 1:
+                fn()
+            return once(fn)
 
     def one_round() -> dict[str, float]:
-        return {name: again(fn) for name, fn in calls.items()}
+        return {name: again(name, fn) for name, fn in calls.items()}
 
     for _ in range(warm_up):
         one_round()
@@ -237,31 +243,3 @@ def wall_times(
     rounds = [one_round() for _ in range(count)]
     method = "wall clock, alternating" if len(calls) > 1 else "wall clock"
     return {name: summarise([times[name] for times in rounds], method) for name in calls}
-
-
-def host_us(
-    fn: Callable[[], Any], device: torch.device, *, calls: int = 200, rounds: int = 15
-) -> tuple[float, float, float]:
-    """Time the host spends on one call: the clock over many calls that nothing waits for.
-
-    Args:
-        fn: The call; its device work must be shorter than its host work, or the device's queue fills up.
-        device: Where it works; synchronised between rounds, outside the clock.
-        calls: Calls per round.
-        rounds: Rounds.
-
-    Returns:
-        Median, 20th and 80th percentile over the rounds, in microseconds per call.
-    """
-    for _ in range(calls):
-        fn()
-    times = []
-    for _ in range(rounds):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        for _ in range(calls):
-            fn()
-        times.append((time.perf_counter() - begin) / calls * 1e3)
-    timing = summarise(times, "host clock")
-    return timing.median_ms * 1e3, timing.p20_ms * 1e3, timing.p80_ms * 1e3

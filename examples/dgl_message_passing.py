@@ -1,11 +1,12 @@
 """Trains a layer of one's own, written as DGL's message functions, on DGL's operators and on FastSparse's.
 
     python examples/dgl_message_passing.py
-    python examples/dgl_message_passing.py --nodes 200000 --edges 4000000 --epochs 50
+    python examples/dgl_message_passing.py --model gcn gat gin rgcn gated-gcn
+    python examples/dgl_message_passing.py --nodes 200000 --edges 4000000 --epochs 10
 
-The layer is a gated convolution: `apply_edges` makes a gate of both ends of an edge, `update_all` sums the
-gated features. Nothing in it knows FastSparse. With pip's DGL, which has no CUDA, DGL itself trains on the
-CPU, and the same code after `fastsparse_dgl.enable()` on the GPU if there is one.
+The layer, `gated-gcn`, is a gated convolution: `apply_edges` makes a gate of both ends of an edge,
+`update_all` sums the gated features. Nothing in it knows FastSparse. With pip's DGL, which has no CUDA, DGL
+itself trains on the CPU, and the same code after `fastsparse_dgl.enable()` on the GPU if there is one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import common  # noqa: F401, first: Ctrl-C during the other imports ends quietly
 import torch
 import torch.nn.functional as F
 from common.data import planted_partition
+from common.message_layers import GAT, GCN, GIN, RGCN, graph_for
 from torch import Tensor, nn
 
 import fastsparse_dgl
@@ -56,13 +58,22 @@ class GatedConv(nn.Module):
             return self.own(x) + graph.ndata["total"] / (graph.ndata["gates"] + 1e-6)
 
 
-class Model(nn.Module):
-    """Two gated convolutions."""
+LAYERS: dict[str, type[nn.Module]] = {
+    "gcn": GCN,
+    "gat": GAT,
+    "gin": GIN,
+    "rgcn": RGCN,
+    "gated-gcn": GatedConv,
+}
 
-    def __init__(self, in_channels: int, hidden: int, num_classes: int) -> None:
+
+class Model(nn.Module):
+    """Two layers of a kind."""
+
+    def __init__(self, layer: type[nn.Module], in_channels: int, hidden: int, num_classes: int) -> None:
         super().__init__()
-        self.first = GatedConv(in_channels, hidden)
-        self.second = GatedConv(hidden, num_classes)
+        self.first = layer(in_channels, hidden)
+        self.second = layer(hidden, num_classes)
 
     def forward(self, graph: Any, x: Tensor) -> Tensor:
         """Logits (num_nodes, num_classes)."""
@@ -74,33 +85,35 @@ class Trained(NamedTuple):
 
     accuracy: float
     seconds_per_epoch: float
+    seconds: float
     losses: list[float]
 
 
-def train(graph: Any, data: Any, hidden: int, epochs: int, device: str) -> Trained:
-    """Trains the model on a graph that lies on ``device``, with the same weights every time."""
+def train(layer: type[nn.Module], graph: Any, data: Any, options: argparse.Namespace, device: str) -> Trained:
+    """Trains a model on a graph that lies on ``device``, with the same weights every time."""
     torch.manual_seed(0)
-    model = Model(data.x.size(1), hidden, data.num_classes).to(device)
+    model = Model(layer, data.x.size(1), options.hidden, data.num_classes).to(device)
     x, y = data.x.to(device), data.y.to(device)
     split = data.split(0, seed=0).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses, times = [], []
-    for _ in range(epochs):
+    for _ in range(options.epochs):
         begin = time.perf_counter()
         optimizer.zero_grad()
         loss = F.cross_entropy(model(graph, x)[split.train], y[split.train])
         loss.backward()
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(loss.item())  # waits for the device
         times.append(time.perf_counter() - begin)
     with torch.no_grad():
         right = model(graph, x)[split.test].argmax(1) == y[split.test]
-    return Trained(float(right.float().mean()), sorted(times)[len(times) // 2], losses)
+    return Trained(float(right.float().mean()), sorted(times)[len(times) // 2], sum(times), losses)
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Trained]:
-    """Runs both and prints accuracy and time."""
+def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, str], Trained]:
+    """Trains every model that is asked for on both, and prints accuracy and time."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", 1)[0])
+    parser.add_argument("--model", nargs="+", choices=tuple(LAYERS), default=["gated-gcn"])
     parser.add_argument("--nodes", type=int, default=20_000)
     parser.add_argument("--edges", type=int, default=200_000)
     parser.add_argument("--hidden", type=int, default=64)
@@ -108,20 +121,23 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Trained]:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
     data = planted_partition(num_nodes=options.nodes, num_edges=options.edges, num_classes=5, num_features=32)
-    source, target = data.edge_index
-    graph = dgl.graph((source, target), num_nodes=options.nodes)
-    results = {"DGL, cpu": train(graph, data, options.hidden, options.epochs, "cpu")}
+    print(f"{'model':12s}{'where':28s}{'test accuracy':>14s}{'ms per epoch':>14s}{'seconds in all':>16s}")
+    results = {}
+    for name in options.model:
+        layer = LAYERS[name]
+        graph = graph_for(layer, data.edge_index, options.nodes)
+        results[name, "DGL, cpu"] = train(layer, graph, data, options, "cpu")
 
-    fastsparse_dgl.enable()  # the one line
-    try:
-        name = f"DGL on FastSparse, {options.device}"
-        moved = graph.to(options.device)
-        results[name] = train(moved, data, options.hidden, options.epochs, options.device)
-    finally:
-        fastsparse_dgl.disable()
-    for name, result in results.items():
-        time_of_one = f"{1e3 * result.seconds_per_epoch:8.1f} ms per epoch"
-        print(f"{name:28s} test accuracy {100 * result.accuracy:5.1f} %   {time_of_one}")
+        fastsparse_dgl.enable()  # the one line
+        try:
+            where = f"DGL on FastSparse, {options.device}"
+            results[name, where] = train(layer, graph.to(options.device), data, options, options.device)
+        finally:
+            fastsparse_dgl.disable()
+        for (model, where), found in results.items():
+            if model == name:
+                numbers = f"{100 * found.accuracy:12.1f} %{1e3 * found.seconds_per_epoch:14.1f}"
+                print(f"{name:12s}{where:28s}{numbers}{found.seconds:16.2f}", flush=True)
     return results
 
 

@@ -32,7 +32,6 @@ from fastsparse_dgl.graph import (
     check_graph,
     inv_degree_with_self,
 )
-from fastsparse_dgl.sampled_block import SampledBlock
 
 _logger = logging.getLogger(__name__)
 
@@ -55,6 +54,8 @@ def relation(graph: GraphLike, etype: Any) -> GraphLike:
         etype: one edge type.
     """
     part = graph[etype]
+    if _keeps_structure(graph):
+        return part
     handle = getattr(graph, _HANDLE, None)
     if handle is not None:
         number = graph.get_etype_id(etype)
@@ -101,7 +102,7 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
                 f"move it once with adjacency.to({str(device)!r})"
             )
         return graph
-    if isinstance(graph, SampledBlock):
+    if _keeps_structure(graph):
         return adjacency_of(graph.adjacency, device)
     handle = getattr(graph, _HANDLE, None)
     if handle is None:
@@ -111,6 +112,11 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
         )
         return adjacency_from_graph(graph, device)
     return _cache.lookup(_on_host(handle), None, device, lambda: _build(graph, device))
+
+
+def _keeps_structure(graph: GraphLike) -> bool:
+    """Whether it is a :class:`fastsparse_dgl.SampledBlock`, which has its structure with it."""
+    return getattr(type(graph), "keeps_structure", False)
 
 
 def _on_host(handle: Any) -> Any:

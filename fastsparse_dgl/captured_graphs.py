@@ -1,29 +1,202 @@
-"""DGL's graphs and blocks as arguments of captured steps: a graph that stays is read where it is."""
+"""DGL's graphs, batches and blocks as arguments of captured steps, and its readouts without padding.
+
+A graph that stays is read where it is. Batches and blocks are padded; what the step is given stands in for
+them, as drop-in layers and readouts know it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import itertools
-from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastsparse_core import Adjacency, recorded
+from fastsparse_core import scatter
+from fastsparse_core.capturing import forms
 from fastsparse_core.capturing.arguments import Argument, Held, register, same
-from fastsparse_core.capturing.fresh_adjacency import FreshAdjacency
-from fastsparse_core.capturing.padding import BatchPlaces, Room, Sizes, write_rows
-from fastsparse_core.sampling import Edges
+from fastsparse_core.capturing.padding import MOST_HOPS, BatchPlaces, Places, Room, Sizes
+from fastsparse_core.segment import rows_of
 from fastsparse_dgl.compat import dgl
-from fastsparse_dgl.sampled_block import SampledBlock
+from fastsparse_dgl.held_graph import HeldGraph, held_edges
+from fastsparse_dgl.sampled_block import EdgeType, SampledBlock
+
+_segment: Any = importlib.import_module("dgl.ops.segment")
+
+_Frame = dict[str, Tensor]
+
+
+# ---------------------------------------------------------------- graphs
 
 
 def _graph(graph: Any) -> Argument:
-    if graph.is_block or len(graph.ntypes) != 1 or graph.batch_size != 1:
-        raise TypeError("DGL's batches and heterogeneous graphs are not padded, nor blocks outside of a list")
-    items = [frame[name] for frame in (graph.ndata, graph.edata) for name in sorted(frame)]
-    return Argument(graph, (type(graph), same(graph)), items)
+    if graph.is_block:
+        raise TypeError("a block of DGL is not padded by itself; pass the list of blocks")
+    if graph.batch_size == 1:
+        return _GraphArgument(graph)
+    if len(graph.canonical_etypes) != 1 or len(graph.ntypes) != 1:
+        raise TypeError("DGL's batches of graphs with several node or edge types are not padded")
+    return _BatchArgument(graph)
+
+
+class _GraphArgument(Argument):
+    """One graph: its structure, which stays, and its data."""
+
+    def __init__(self, graph: Any) -> None:
+        frames = _frames_of_graph(graph)
+        names = tuple(tuple(frame) for frame in frames)
+        tensors = [item for frame in frames for item in frame.values()]
+        super().__init__(graph, (type(graph), same(getattr(graph, "_graph", graph)), names), tensors)
+        self.names = names
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
+        graph, given = self.value.local_var(), iter(tensors)
+        views = [
+            *(graph.nodes[name] for name in graph.ntypes),
+            *map(graph.edges.__getitem__, graph.canonical_etypes),
+        ]
+        for view, names in zip(views, self.names, strict=True):
+            for name in names:
+                view.data[name] = next(given)
+        return graph
+
+
+def _frames_of_graph(graph: Any) -> list[_Frame]:
+    """Data of the nodes of every type, and of the edges of every type."""
+    views = [graph.nodes[name] for name in graph.ntypes] + [
+        graph.edges[name] for name in graph.canonical_etypes
+    ]
+    return [_frame(view.data) for view in views]
+
+
+def _frame(data: Mapping[str, Tensor]) -> _Frame:
+    """What is given, by name: not what a step before has left there."""
+    return {name: data[name] for name in sorted(data) if data[name].grad_fn is None}
+
+
+def _key_of(frames: Sequence[_Frame]) -> tuple[Any, ...]:
+    return tuple(
+        tuple(
+            (name, item.shape[1:], item.dtype, item.device, item.requires_grad)
+            for name, item in frame.items()
+        )
+        for frame in frames
+    )
+
+
+# ---------------------------------------------------------------- batches of graphs
+
+
+class _BatchArgument(Argument):
+    """A batch of graphs."""
+
+    sizes: Sizes
+
+    def __init__(self, graph: Any) -> None:
+        self.edges = torch.stack(graph.edges(order="eid"))
+        self.lengths = [graph.batch_num_nodes(), graph.batch_num_edges()]
+        self.num_graphs: int = graph.batch_size
+        self.sizes = Sizes(((graph.num_nodes(),),), ((graph.num_edges(),),))
+        self.frames = _frames_of_graph(graph)
+        kinds = (type(graph), self.num_graphs, *graph.canonical_etypes[0])
+        key = (*kinds, self.edges.dtype, self.edges.device, _key_of(self.frames))
+        tensors = [item for frame in self.frames for item in frame.values()]
+        super().__init__(graph, key, [self.edges, *tensors])
+
+    def hold(self, room: Room | None) -> Held:
+        assert room is not None
+        return _HeldBatch(self, room)
+
+
+class _HeldBatch(Held):
+    """Memory for a batch of graphs with padding: one graph more, which readouts leave out."""
+
+    def __init__(self, like: _BatchArgument, room: Room) -> None:
+        self._places = BatchPlaces(room, like.edges.device)
+        self._of_rows = [*self._places.nodes, *self._places.edges]
+        self.num_graphs = like.num_graphs
+        self._edges = like.edges.new_zeros(2, sum(room.edges[0]))
+        self._frames = [
+            {name: item.new_zeros(places.starts[-1], *item.shape[1:]) for name, item in frame.items()}
+            for frame, places in zip(like.frames, self._of_rows, strict=True)
+        ]
+        self._lengths = [torch.zeros_like(item) for item in like.lengths]
+        #: The graph of every node and of every edge.
+        self._of_graph = [
+            torch.zeros(places.starts[-1], dtype=torch.int64, device=like.edges.device)
+            for places in self._of_rows
+        ]
+        self.value = HeldGraph(like.value, self._edges, self._frames, self._lengths, room)
+        self.tensors = [self._edges, *(item for frame in self._frames for item in frame.values())]
+        self.rows = self._places.rows
+        address = self._edges.untyped_storage().data_ptr()
+        self.greatest = {(address, -1, -1): sum(room.nodes[0]) - 1}
+        self.sorted = {(index.untyped_storage().data_ptr(), 0) for index in self._of_graph}
+
+    def graph_of(self, lengths: Any) -> Tensor | None:
+        """The graph of every row, if these are the numbers of a graph's nodes or edges."""
+        found = (of for own, of in zip(self._lengths, self._of_graph, strict=True) if own is lengths)
+        return next(found, None)
+
+    def write(self, argument: Argument) -> None:
+        assert isinstance(argument, _BatchArgument)
+        rows = [
+            (memory, given[name], places)
+            for given, held, places in zip(argument.frames, self._frames, self._of_rows, strict=True)
+            for name, memory in held.items()
+        ]
+        number = torch.arange(self.num_graphs, device=self._edges.device)
+        counts = [sizes[0] for sizes in argument.sizes.kinds]
+        for nth, (lengths, places) in enumerate(zip(argument.lengths, self._of_rows, strict=True)):
+            self._lengths[nth].copy_(lengths)
+            of_graph = number.repeat_interleave(lengths.to(number.device), output_size=counts[nth])
+            rows.append((self._of_graph[nth], of_graph, places))
+        self._places.write(argument.sizes, [(self._edges, argument.edges)], rows)
+        for of_graph, places in zip(self._of_graph, self._of_rows, strict=True):
+            of_graph.masked_fill_(places.mask.logical_not(), self.num_graphs)
+
+
+@contextlib.contextmanager
+def _stand_ins(held: list[Held]) -> Iterator[None]:
+    """Readouts give the batch's graphs alone; and a run leaves no data in graphs."""
+    batches = [item for item in held if isinstance(item, _HeldBatch)]
+    graphs = [item.value for item in batches]
+    graphs += [block for item in held if isinstance(item, _HeldBlocks) for block in item.value]
+
+    def graph_of(lengths: Any) -> tuple[Tensor, int] | None:
+        found = ((item.graph_of(lengths), item.num_graphs) for item in batches)
+        return next(((of_graph, count) for of_graph, count in found if of_graph is not None), None)
+
+    def reduce(seglen: Any, value: Tensor, reducer: Any = "sum") -> Any:
+        known = graph_of(seglen)
+        if known is None:
+            return reduced(seglen, value, reducer)
+        of_graph, count = known
+        return scatter(value, of_graph, count + 1, reducer)[:count]
+
+    def repeat(input: Tensor, repeats: Any, dim: int) -> Any:
+        known = graph_of(repeats)
+        if known is None or dim != 0:
+            return repeated(input, repeats, dim)
+        of_graph, count = known
+        return rows_of(input, of_graph.clamp(max=count - 1))
+
+    reduced, repeated = _segment.segment_reduce, dgl.backend.repeat
+    with contextlib.ExitStack() as stack:
+        for graph in graphs:
+            stack.enter_context(graph.local_scope())
+        if batches:
+            _segment.segment_reduce, dgl.backend.repeat = reduce, repeat
+        try:
+            yield
+        finally:
+            _segment.segment_reduce, dgl.backend.repeat = reduced, repeated
+
+
+# ---------------------------------------------------------------- blocks
 
 
 def _block(block: Any) -> Argument:
@@ -34,8 +207,8 @@ def _blocks(blocks: Sequence[Any]) -> Argument | None:
     """The blocks of a batch, the first layer's first."""
     if not blocks or not all(isinstance(block, SampledBlock) or _is_block(block) for block in blocks):
         return None
-    if any(len(block.canonical_etypes) != 1 for block in blocks):
-        raise TypeError("blocks of several edge types are not padded")
+    if any(block.canonical_etypes != blocks[0].canonical_etypes for block in blocks):
+        raise TypeError("blocks of different edge types are not padded")
     return _BlocksArgument(blocks)
 
 
@@ -46,26 +219,44 @@ def _is_block(item: Any) -> bool:
 class _BlocksArgument(Argument):
     """The blocks of a batch: its nodes by hop, whose first ones are the nodes of every later block."""
 
+    sizes: Sizes
+
     def __init__(self, blocks: Sequence[Any]) -> None:
+        if len(blocks) >= MOST_HOPS:
+            raise TypeError(f"more than {MOST_HOPS - 1} blocks are not padded")
         #: The last layer's first, as hops are counted.
         self.blocks = list(reversed(blocks))
-        counts = [self.blocks[0].num_dst_nodes(), *(block.num_src_nodes() for block in self.blocks)]
-        if counts[1:-1] != [block.num_dst_nodes() for block in self.blocks[1:]]:
-            raise TypeError("blocks whose destinations are not the sources of the next are not padded")
-        new = [after - before for before, after in itertools.pairwise(counts)]
-        self.edges = [_edges_of(block) for block in self.blocks]
-        self.sizes = Sizes((counts[0], *new), tuple(ends.size(1) for ends in self.edges))
-        self.is_sorted = all(isinstance(block, SampledBlock) for block in self.blocks)
-        self.frames = [_frames(block) for block in self.blocks]
-        items = [frame[name] for frames in self.frames for frame in frames for name in frame]
-        names = tuple(
-            tuple((name, item.shape[1:], item.dtype, item.device, item.requires_grad) for name, item in frame)
-            for frames in self.frames
-            for frame in map(dict.items, frames)
+        self.etypes: list[EdgeType] = list(blocks[0].canonical_etypes)
+        self.ntypes: list[str] = list(dict.fromkeys([*blocks[0].srctypes, *blocks[0].dsttypes]))
+        #: Sources and destinations (2, E) of every edge type, by block, in the order of the edges' data.
+        self.edges = [[_edges_of(block, etype) for block in self.blocks] for etype in self.etypes]
+        self.sizes = Sizes(
+            tuple(self._nodes(name) for name in self.ntypes),
+            tuple(tuple(ends.size(1) for ends in hops) for hops in self.edges),
+            tuple(
+                (self.ntypes.index(source), self.ntypes.index(target)) for source, _, target in self.etypes
+            ),
         )
-        kinds = tuple((type(block), block.canonical_etypes[0]) for block in blocks)
-        key = (type(blocks), kinds, tuple((ends.dtype, ends.device) for ends in self.edges), names)
-        super().__init__(blocks, key, [*self.edges, *items])
+        self.is_sorted = all(isinstance(block, SampledBlock) for block in self.blocks)
+        self.frames = [_frames_of_block(block) for block in self.blocks]
+        flat = [ends for hops in self.edges for ends in hops]
+        frames = [frame for of_block in self.frames for frame in of_block]
+        kinds = (tuple(type(block) for block in blocks), tuple(self.ntypes), tuple(self.etypes))
+        key = (type(blocks), kinds, tuple((ends.dtype, ends.device) for ends in flat), _key_of(frames))
+        super().__init__(blocks, key, [*flat, *(item for frame in frames for item in frame.values())])
+
+    def _nodes(self, ntype: str) -> tuple[int, ...]:
+        """Numbers of new nodes of a type in every hop."""
+
+        def count(block: Any, side: str) -> int:
+            names = block.srctypes if side == "src" else block.dsttypes
+            return int(getattr(block, f"num_{side}_nodes")(ntype)) if ntype in names else 0
+
+        counts = [count(self.blocks[0], "dst"), *(count(block, "src") for block in self.blocks)]
+        new = [after - before for before, after in itertools.pairwise(counts)]
+        if counts[1:-1] != [count(block, "dst") for block in self.blocks[1:]] or min(new) < 0:
+            raise TypeError("blocks whose destinations are not the sources of the next are not padded")
+        return (counts[0], *new)
 
     def hold(self, room: Room | None) -> Held:
         assert room is not None
@@ -76,103 +267,81 @@ class _HeldBlocks(Held):
     """Memory for the blocks of a batch with padding in every hop."""
 
     def __init__(self, like: _BlocksArgument, room: Room) -> None:
-        edges = like.edges[0]
-        self._places = BatchPlaces(room, edges.device)
-        nodes, of_edges = self._places.nodes, self._places.edges.starts
-        self._edges = edges.new_zeros(2, sum(room.edges))
-        self._frames, made = [], []
-        address = self._edges.untyped_storage().data_ptr()
+        given = [hops[0] for hops in like.edges]
+        self._places = BatchPlaces(room, given[0].device)
+        self._edges = [ends.new_zeros(2, sum(hops)) for ends, hops in zip(given, room.edges, strict=True)]
         self.greatest, self.sorted = {}, set()
-        for hop, (block, frames) in enumerate(zip(like.blocks, like.frames, strict=True)):
-            ends = self._edges[:, of_edges[hop] : of_edges[hop + 1]]
-            shape = (nodes.starts[hop + 1], nodes.starts[hop + 2])
-            rows = (shape[1], shape[0], ends.size(1))
-            held = [
-                {name: item.new_zeros(count, *item.shape[1:]) for name, item in frame.items()}
-                for frame, count in zip(frames, rows, strict=True)
-            ]
-            made.append(_held_block(block, ends, shape, held, is_sorted=like.is_sorted))
-            self._frames.append(held)
-            self.greatest[address, ends.size(1)] = shape[1] - 1
+        self._frames: list[list[tuple[_Frame, Places | None]]] = []
+        made = [self._block(like, hop) for hop in range(len(like.blocks))]
         self.value = type(like.value)(reversed(made))
-        self.tensors = [self._edges, *(x for held in self._frames for frame in held for x in frame.values())]
-        self.rows = nodes.rows
+        held = (item for of_block in self._frames for frame, _ in of_block for item in frame.values())
+        self.tensors = [*self._edges, *held]
+        self.rows = [rows for places in self._places.nodes for rows in places.rows]
+
+    def _block(self, like: _BlocksArgument, hop: int) -> SampledBlock:
+        """What stands in for a block, with memory for its data."""
+        block, places = like.blocks[hop], self._places
+        num_src = {name: places.nodes[nth].starts[hop + 2] for nth, name in enumerate(like.ntypes)}
+        num_dst = {name: places.nodes[nth].starts[hop + 1] for nth, name in enumerate(like.ntypes)}
+        edges = {}
+        for nth, etype in enumerate(like.etypes):
+            starts = places.edges[nth].starts
+            ends = self._edges[nth][:, starts[hop] : starts[hop + 1]]
+            shape = (num_dst[etype[2]], num_src[etype[0]])
+            edges[etype] = held_edges(ends, shape, is_sorted=like.is_sorted)
+            address = ends.untyped_storage().data_ptr()
+            for end, size in zip(ends, reversed(shape), strict=True):
+                self.greatest[address, end.storage_offset(), end.numel()] = size - 1
+        made = SampledBlock(
+            edges,
+            {name: num_src[name] for name in block.srctypes},
+            {name: num_dst[name] for name in block.dsttypes},
+            places.device,
+        )
+        views = [*made.srcnodes.values(), *made.dstnodes.values(), *made.edges.views.values()]
+        counts = [num_src[name] for name in block.srctypes] + [num_dst[name] for name in block.dsttypes]
+        counts += [of_type.col.numel() for of_type in edges.values()]
+        nodes = [places.nodes[like.ntypes.index(name)] for name in (*block.srctypes, *block.dsttypes)]
+        held: list[tuple[_Frame, Places | None]] = []
+        for view, count, frame, of_rows in itertools.zip_longest(views, counts, like.frames[hop], nodes):
+            view.data = {name: item.new_zeros(count, *item.shape[1:]) for name, item in frame.items()}
+            held.append((view.data, of_rows))
+        self._frames.append(held)
+        return made
 
     def write(self, argument: Argument) -> None:
         assert isinstance(argument, _BlocksArgument)
-        assert argument.sizes is not None
-        places = self._places
-        places.write(argument.sizes)
-        places.write_edges(self._edges, torch.cat(argument.edges, dim=1))
-        for given, held in zip(argument.frames, self._frames, strict=True):
-            for nth, frame in enumerate(held):
-                for name, memory in frame.items():
-                    item = given[nth][name]
-                    if nth == 2:  # what edges of padding hold reaches nothing
-                        memory[: item.size(0)].copy_(item)
+        rows = []
+        for given, of_block in zip(argument.frames, self._frames, strict=True):
+            for frame, (memory, of_rows) in zip(given, of_block, strict=True):
+                for name, item in frame.items():
+                    if of_rows is None:  # what edges of padding hold reaches nothing
+                        memory[name][: item.size(0)].copy_(item)
                     else:
-                        write_rows(memory, item, places.nodes)
+                        rows.append((memory[name], item, of_rows))
+        edges = [
+            (held, torch.cat(hops, dim=1)) for held, hops in zip(self._edges, argument.edges, strict=True)
+        ]
+        self._places.write(argument.sizes, edges, rows)
 
 
-class _HeldEdges(Edges):
-    """Edges whose structure is made anew in every run of the step."""
-
-    is_sorted = False
-
-    @property
-    def adjacency(self) -> Adjacency:
-        """The structure."""
-        run = recorded.current()
-        assert run is not None  # the block is nowhere else
-        source, destination = self.edge_index
-        made: Adjacency = run.structure(
-            self,
-            "adjacency",
-            lambda: FreshAdjacency(destination, source, self.shape, is_sorted=self.is_sorted),
-        )
-        return made
-
-
-class _HeldSortedEdges(_HeldEdges):
-    """Edges that ascend by destination."""
-
-    is_sorted = True
-
-
-def _held_block(
-    like: Any, ends: Tensor, shape: tuple[int, int], frames: Sequence[dict[str, Tensor]], *, is_sorted: bool
-) -> SampledBlock:
-    etype = like.canonical_etypes[0]
-    source, _, destination = etype
-    edges = (_HeldSortedEdges if is_sorted else _HeldEdges)(
-        edge_index=ends,
-        col=ends[0],
-        edge_id=ends[0],
-        counts=[ends.size(1)],
-        shape=shape,
-        most_entries=ends.size(1),
-    )
-    block = SampledBlock({etype: edges}, {source: shape[1]}, {destination: shape[0]}, ends.device)
-    block.srcnodes[source] = SimpleNamespace(data=frames[0])
-    block.dstnodes[destination] = SimpleNamespace(data=frames[1])
-    block.edges.views[etype] = SimpleNamespace(data=frames[2])
-    return block
-
-
-def _edges_of(block: Any) -> Tensor:
+def _edges_of(block: Any, etype: EdgeType) -> Tensor:
     """Sources and destinations (2, E), in the order of the edges' data."""
     if isinstance(block, SampledBlock):
-        return block.edges.of(block.canonical_etypes[0]).edge_index
-    return torch.stack(block.edges(order="eid"))
+        return block.edges.of(etype).edge_index
+    return torch.stack(block.edges(order="eid", etype=etype))
 
 
-def _frames(block: Any) -> list[dict[str, Tensor]]:
-    """Data of sources, destinations and edges, by name."""
-    frames: list[Mapping[str, Tensor]] = [block.srcdata, block.dstdata, block.edata]
-    return [{name: frame[name] for name in sorted(frame)} for frame in frames]
+def _frames_of_block(block: Any) -> list[_Frame]:
+    """Data of the sources of every type, of the destinations, and of the edges."""
+    views = [block.srcnodes[name] for name in block.srctypes]
+    views += [block.dstnodes[name] for name in block.dsttypes]
+    views += [block.edges[name] for name in block.canonical_etypes]
+    return [_frame(view.data) for view in views]
 
 
 register(dgl.DGLGraph, _graph)
 register(SampledBlock, _block)
 register(list, _blocks)
 register(tuple, _blocks)
+forms.surroundings.append(_stand_ins)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, MutableMapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,50 +12,73 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency
 from fastsparse_core.sampling import Edges
+from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.dgl_blocks import dgl_block, dgl_can_hold
+from fastsparse_dgl.graph import DGLError
 
 #: (source node type, name, destination node type)
 EdgeType = tuple[str, str, str]
+#: The block has a method of the name ``int``.
+Count = int
+
+
+class MissingError(DGLError, AttributeError):
+    """What a block lacks where DGL cannot hold one."""
 
 
 class SampledBlock:
     """Message flow graph of one layer, with the part of DGL's block that models and these layers use.
 
     pip's DGL cannot make a graph on a GPU. This stands in for one: drop-in layers and
-    :class:`fastsparse_dgl.FastHeteroGraphConv` take it as a graph, DGL's own layers do not.
+    :class:`fastsparse_dgl.FastHeteroGraphConv` take it as a graph. All else that DGL's block has is there
+    after :func:`fastsparse_dgl.enable`, for DGL's own layers and message passing: DGL's block of the same
+    edges is made when it is first asked for, and shares its data. ``to("cpu")`` gives DGL's block, always.
 
     Args:
         edges: sampled edges by edge type.
         num_src: number of sources by node type.
         num_dst: number of destinations by node type; they are the first sources.
         device: where it lies.
+        idtype: dtype of ids.
 
     Attributes:
+        device: where it lies.
+        idtype: dtype of ids.
         canonical_etypes: edge types.
         srctypes: node types of sources.
         dsttypes: node types of destinations.
-        srcnodes: ``srcnodes[type].data``, tensors of the sources by name.
+        srcnodes: ``srcnodes[type].data``, tensors of the sources by name; ``srcnodes(type)`` returns their
+            numbers.
         dstnodes: the same of destinations.
-        edges: ``edges[type].data``, the same of edges; ``edges(type)`` returns sources and destinations.
+        edges: ``edges[type].data``, the same of edges; ``edges(etype=type)`` returns their ends.
     """
 
     is_block = True
     is_unibipartite = True
+    #: Its structure is :attr:`adjacency`, which need not be made of it and remembered.
+    keeps_structure = True
 
     def __init__(
         self,
         edges: Mapping[EdgeType, Edges],
-        num_src: Mapping[str, int],
-        num_dst: Mapping[str, int],
+        num_src: Mapping[str, Count],
+        num_dst: Mapping[str, Count],
         device: torch.device,
+        idtype: torch.dtype = torch.int64,
     ) -> None:
-        self.device = device
+        self.device, self.idtype = device, idtype
         self.canonical_etypes = list(edges)
         self.srctypes, self.dsttypes = list(num_src), list(num_dst)
-        self.srcnodes = {name: SimpleNamespace(data={}) for name in num_src}
-        self.dstnodes = {name: SimpleNamespace(data={}) for name in num_dst}
-        self.edges = _EdgeViews(edges)
-        self._num_src, self._num_dst = dict(num_src), dict(num_dst)
-        self._parts: dict[EdgeType, SampledBlock] = {}
+        self.srcnodes = _NodeViews(num_src, device, idtype)
+        self.dstnodes = _NodeViews(num_dst, device, idtype)
+        self.edges = _EdgeViews(edges, idtype)
+        self._whole: SampledBlock | None = None
+        self._dgls: Any = None
+
+    @property
+    def ntypes(self) -> list[str]:
+        """Node types of sources, then of destinations."""
+        return self.srctypes + self.dsttypes
 
     @property
     def etypes(self) -> list[str]:
@@ -62,32 +86,32 @@ class SampledBlock:
         return [name for _, name, _ in self.canonical_etypes]
 
     @property
-    def srcdata(self) -> Any:
+    def srcdata(self) -> MutableMapping[str, Any]:
         """Tensors of the sources by name; of several types, dicts of them by type."""
-        return _merged(self.srcnodes)
+        return _of_all_types(self.srcnodes)
 
     @property
-    def dstdata(self) -> Any:
+    def dstdata(self) -> MutableMapping[str, Any]:
         """Tensors of the destinations by name; of several types, dicts of them by type."""
-        return _merged(self.dstnodes)
+        return _of_all_types(self.dstnodes)
 
     @property
-    def edata(self) -> Any:
+    def edata(self) -> MutableMapping[str, Any]:
         """Tensors of the edges by name; of several types, dicts of them by type."""
-        return _merged(self.edges.views)
+        return _of_all_types(self.edges.views)
 
-    def num_src_nodes(self, ntype: str | None = None) -> int:
+    def num_src_nodes(self, ntype: str | None = None) -> Count:
         """Number of sources, of one type or of all."""
-        return sum(self._num_src.values()) if ntype is None else self._num_src[ntype]
+        return self.srcnodes.number(ntype)
 
-    def num_dst_nodes(self, ntype: str | None = None) -> int:
+    def num_dst_nodes(self, ntype: str | None = None) -> Count:
         """Number of destinations, of one type or of all."""
-        return sum(self._num_dst.values()) if ntype is None else self._num_dst[ntype]
+        return self.dstnodes.number(ntype)
 
     number_of_src_nodes = num_src_nodes
     number_of_dst_nodes = num_dst_nodes
 
-    def num_edges(self, etype: Any = None) -> int:
+    def num_edges(self, etype: Any = None) -> Count:
         """Number of edges, of one type or of all."""
         if etype is None:
             return sum(edges.col.numel() for edges in self.edges.sampled.values())
@@ -95,24 +119,79 @@ class SampledBlock:
 
     number_of_edges = num_edges
 
+    def in_degrees(self, v: Any = None, etype: Any = None) -> Tensor:
+        """Numbers of edges of the destinations ``v``, of all where it is None or ``"__ALL__"``."""
+        return self._chosen(self._one(etype).adjacency.in_degree(), v)
+
+    def out_degrees(self, u: Any = None, etype: Any = None) -> Tensor:
+        """Numbers of edges of the sources ``u``, of all where it is None or ``"__ALL__"``."""
+        return self._chosen(self._one(etype).adjacency.out_degree(), u)
+
+    def _chosen(self, degrees: Tensor, nodes: Any) -> Tensor:
+        if nodes is not None and not isinstance(nodes, str):
+            degrees = degrees[nodes.long() if isinstance(nodes, Tensor) else nodes]
+        return degrees.to(self.idtype)
+
+    def _one(self, etype: Any) -> Edges:
+        """The edges of a type, or of the only one."""
+        (only,) = self.canonical_etypes if etype is None else (etype,)
+        return self.edges.of(only)
+
+    @contextlib.contextmanager
+    def local_scope(self) -> Iterator[None]:
+        """Inside, tensors may be put into the block and taken out; afterwards it has those it had."""
+        spaces = [*self.srcnodes.values(), *self.dstnodes.values(), *self.edges.views.values()]
+        before = [dict(space.data) for space in spaces]
+        try:
+            yield
+        finally:
+            for space, data in zip(spaces, before, strict=True):
+                space.data.clear()
+                space.data.update(data)
+
+    def to(self, device: torch.device | str | Count, non_blocking: bool = False) -> Any:
+        """The block with its data on a device: itself where it is there, DGL's where DGL can hold it."""
+        target = torch.empty(0, device=device).device
+        if target == self.device:
+            return self
+        edges = {name: item.to(target, non_blocking) for name, item in self.edges.sampled.items()}
+        make = dgl_block if dgl_can_hold(target) else SampledBlock
+        moved = make(edges, self.srcnodes.counts, self.dstnodes.counts, target, self.idtype)
+        _copy_data(self, moved, lambda tensor: tensor.to(target, non_blocking=non_blocking))
+        return moved
+
+    def cpu(self) -> Any:
+        """DGL's block on the CPU, with the data."""
+        return self.to("cpu")
+
+    def int(self) -> SampledBlock:
+        """The block with int32 ids."""
+        return self._with_ids(torch.int32)
+
+    def long(self) -> SampledBlock:
+        """The block with int64 ids."""
+        return self._with_ids(torch.int64)
+
+    def _with_ids(self, idtype: torch.dtype) -> SampledBlock:
+        if idtype == self.idtype:
+            return self
+        counts = self.srcnodes.counts, self.dstnodes.counts
+        block = SampledBlock(self.edges.sampled, *counts, self.device, idtype)
+        _copy_data(self, block, lambda tensor: tensor)
+        return block
+
     def __getitem__(self, etype: Any) -> SampledBlock:
         """The block of one edge type, which shares the tensors of its nodes and edges."""
         name = self.edges.canonical(etype)
         if len(self.canonical_etypes) == 1:
             return self
-        part = self._parts.get(name)
-        if part is None:
-            source, _, destination = name
-            part = SampledBlock(
-                {name: self.edges.sampled[name]},
-                {source: self._num_src[source]},
-                {destination: self._num_dst[destination]},
-                self.device,
-            )
-            part.srcnodes[source] = self.srcnodes[source]
-            part.dstnodes[destination] = self.dstnodes[destination]
-            part.edges.views[name] = self.edges.views[name]
-            self._parts[name] = part
+        source, _, destination = name
+        counts = {source: self.srcnodes.counts[source]}, {destination: self.dstnodes.counts[destination]}
+        part = SampledBlock({name: self.edges.sampled[name]}, *counts, self.device, self.idtype)
+        part.srcnodes[source] = self.srcnodes[source]
+        part.dstnodes[destination] = self.dstnodes[destination]
+        part.edges.views[name] = self.edges.views[name]
+        part._whole = self
         return part
 
     @property
@@ -129,27 +208,78 @@ class SampledBlock:
             )
         return self.edges.sampled[self.canonical_etypes[0]].adjacency
 
+    def __getattr__(self, name: str) -> Any:
+        """What else DGL's block has.
+
+        Raises:
+            AttributeError: it has none, or, a DGLError too, this DGL holds no block here.
+        """
+        if name != "_graph" and (name.startswith("_") or not hasattr(dgl.DGLGraph, name)):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if not dgl_can_hold(self.device):
+            raise MissingError(
+                f"block.{name} needs a block of DGL's own, and this DGL holds none on {self.device}: call "
+                "fastsparse_dgl.enable() before, or take block.to('cpu')"
+            )
+        return getattr(self._of_dgls(), name)
+
+    def _of_dgls(self) -> Any:
+        """DGL's block of the same edges, whose data are this block's from now on."""
+        if self._dgls is None:
+            if self._whole is not None:
+                self._dgls = self._whole._of_dgls()[self.canonical_etypes[0]]
+            else:
+                counts = self.srcnodes.counts, self.dstnodes.counts
+                made = dgl_block(self.edges.sampled, *counts, self.device, self.idtype)
+                _copy_data(self, made, lambda tensor: tensor)
+                for space, same in _spaces(self, made):
+                    space.data = same.data
+                self._dgls = made
+        return self._dgls
+
+    def __reduce__(self) -> Any:
+        counts = self.srcnodes.counts, self.dstnodes.counts
+        data = [dict(space.data) for space, _ in _spaces(self, self)]
+        return _rebuilt, (self.edges.sampled, *counts, self.device, self.idtype, data)
+
     def __repr__(self) -> str:
         return (
-            f"SampledBlock(num_src_nodes={self._num_src}, num_dst_nodes={self._num_dst}, "
+            f"SampledBlock(num_src_nodes={self.srcnodes.counts}, num_dst_nodes={self.dstnodes.counts}, "
             f"num_edges={self.num_edges()}, device={str(self.device)!r})"
         )
+
+
+class _NodeViews(dict[str, SimpleNamespace]):
+    """Nodes by type: their tensors, and by calling, their numbers."""
+
+    def __init__(self, counts: Mapping[str, int], device: torch.device, idtype: torch.dtype) -> None:
+        super().__init__((name, SimpleNamespace(data={})) for name in counts)
+        self.counts, self._device, self._idtype = dict(counts), device, idtype
+
+    def number(self, ntype: str | None) -> int:
+        """How many, of one type or of all."""
+        return sum(self.counts.values()) if ntype is None else self.counts[ntype]
+
+    def __call__(self, ntype: str | None = None) -> Tensor:
+        (only,) = self.counts if ntype is None else (ntype,)
+        return torch.arange(self.counts[only], dtype=self._idtype, device=self._device)
 
 
 class _EdgeViews:
     """Edges by type: their tensors, and by calling, their ends."""
 
-    def __init__(self, edges: Mapping[EdgeType, Edges]) -> None:
+    def __init__(self, edges: Mapping[EdgeType, Edges], idtype: torch.dtype) -> None:
         self.sampled = dict(edges)
         self.views = {name: SimpleNamespace(data={}) for name in edges}
+        self._idtype = idtype
 
     def canonical(self, etype: Any) -> EdgeType:
-        """The edge type of a name or of a triplet.
+        """The edge type of a name or of a triplet, or the only one.
 
         Raises:
             KeyError: there is none, or several have the name.
         """
-        found = [name for name in self.sampled if etype in (name, name[1])]
+        found = [name for name in self.sampled if etype in (name, name[1], None)]
         if len(found) != 1:
             raise KeyError(f"etype: expected one of {list(self.sampled)}, got {etype!r}")
         return found[0]
@@ -163,17 +293,71 @@ class _EdgeViews:
     def __iter__(self) -> Iterator[EdgeType]:
         return iter(self.views)
 
-    def __call__(self, etype: Any = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, form: str = "uv", order: str | None = "eid", etype: Any = None) -> Any:
         (only,) = self.sampled if etype is None else (etype,)
-        source, destination = self.of(only).edge_index
-        return source, destination
+        source, destination = ends = self.of(only).edge_index.to(self._idtype)
+        numbers = torch.arange(source.numel(), dtype=self._idtype, device=source.device)
+        if order == "srcdst":
+            # The edges are sorted by destination already.
+            numbers = source.argsort(stable=True)
+            source, destination = ends[:, numbers]
+        found = {"uv": (source, destination), "eid": numbers, "all": (source, destination, numbers)}
+        return found[form]
 
 
-def _merged(views: Mapping[Any, SimpleNamespace]) -> Any:
+class _OfAllTypes(MutableMapping[str, Any]):
+    """Tensors of several types of nodes or edges: by name, dicts by type, as DGL's."""
+
+    def __init__(self, views: Mapping[Any, SimpleNamespace]) -> None:
+        self._views = views
+
+    def __getitem__(self, name: str) -> dict[Any, Tensor]:
+        found = {kind: view.data[name] for kind, view in self._views.items() if name in view.data}
+        if not found:
+            raise KeyError(name)
+        return found
+
+    def __setitem__(self, name: str, tensors: Mapping[Any, Tensor]) -> None:
+        for kind, tensor in tensors.items():
+            self._views[kind].data[name] = tensor
+
+    def __delitem__(self, name: str) -> None:
+        for kind in self[name]:
+            del self._views[kind].data[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for view in self._views.values() for name in view.data))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def _of_all_types(views: Mapping[Any, SimpleNamespace]) -> MutableMapping[str, Any]:
     if len(views) == 1:
-        return next(iter(views.values())).data
-    merged: dict[str, dict[Any, Tensor]] = {}
-    for name, view in views.items():
-        for key, value in view.data.items():
-            merged.setdefault(key, {})[name] = value
-    return merged
+        data: MutableMapping[str, Any] = next(iter(views.values())).data
+        return data
+    return _OfAllTypes(views)
+
+
+def _spaces(block: SampledBlock, other: Any) -> Iterator[tuple[Any, Any]]:
+    """Pairs of what has the data: sources, destinations and edges of every type, of two blocks alike."""
+    for name in block.srctypes:
+        yield block.srcnodes[name], other.srcnodes[name]
+    for name in block.dsttypes:
+        yield block.dstnodes[name], other.dstnodes[name]
+    for etype in block.canonical_etypes:
+        yield block.edges[etype], other.edges[etype]
+
+
+def _copy_data(block: SampledBlock, other: Any, convert: Any) -> None:
+    for space, same in _spaces(block, other):
+        same.data.update({name: convert(tensor) for name, tensor in space.data.items()})
+
+
+def _rebuilt(
+    edges: Any, num_src: Any, num_dst: Any, device: Any, idtype: Any, data: list[dict[str, Tensor]]
+) -> SampledBlock:
+    block = SampledBlock(edges, num_src, num_dst, device, idtype)
+    for (space, _), tensors in zip(_spaces(block, block), data, strict=True):
+        space.data.update(tensors)
+    return block

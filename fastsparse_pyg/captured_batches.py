@@ -9,13 +9,14 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch_geometric.data import Batch, Data
+from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.data.storage import EdgeStorage, NodeStorage
 from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.utils import scatter
 
 from fastsparse_core.capturing import forms
 from fastsparse_core.capturing.arguments import Argument, Held, register, tensor_key
-from fastsparse_core.capturing.padding import BatchPlaces, Room, Sizes, write_rows
+from fastsparse_core.capturing.padding import MOST_HOPS, BatchPlaces, Room, Sizes
 from fastsparse_pyg.caching import sampled_edges
 
 # The package has a function of that name too.
@@ -30,31 +31,47 @@ _INDICES = ("edge_index", "edge_label_index")
 class _DataArgument(Argument):
     """A whole graph: its tensors, with their sizes."""
 
-    def __init__(self, data: Data, items: dict[str, Any]) -> None:
-        tensors = {name: item for name, item in items.items() if isinstance(item, Tensor)}
+    def __init__(self, data: Any) -> None:
+        tensors = _tensors(data)
         self.names = tuple(tensors)
         key = tuple((name, *tensor_key(item)) for name, item in tensors.items())
-        super().__init__(data, (type(data), _others(items), *key), list(tensors.values()))
+        super().__init__(data, (type(data), _others(data), *key), list(tensors.values()))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
         return _with(self.value, dict(zip(self.names, tensors, strict=True)))
 
 
 class _BatchArgument(Argument):
-    """A batch of graphs, or of neighbours of seeds: any number of nodes and edges."""
+    """A batch of graphs, or of neighbours of seeds: any number of nodes and edges.
 
-    def __init__(self, data: Data, items: dict[str, Any]) -> None:
-        self.items = {name: item for name, item in items.items() if isinstance(item, Tensor)}
-        self.kinds = kinds = {name: _kind(data, name, item) for name, item in self.items.items()}
-        self.sizes = _sizes(data, items)
-        self.is_sorted = sampled_edges(data.edge_index) is not None
-        self.num_graphs = data.ptr.numel() - 1 if "ptr" in self.items else 0
-        hops = len(self.sizes.edges)
-        key: list[Any] = [type(data), self.num_graphs, hops, self.is_sorted, _others(items)]
+    Attributes:
+        items: its tensors, by the place of their store and their name.
+        kinds: of every tensor, what its rows are, and of which node or edge type.
+        is_sorted: of every edge type, whether destinations are known to ascend.
+    """
+
+    sizes: Sizes
+
+    def __init__(self, data: Any) -> None:
+        self.items = _tensors(data)
+        node_stores, edge_stores = _typed(data)
+        stores = data.stores
+        places = {
+            id(store): nth for of_type in (node_stores, edge_stores) for nth, store in enumerate(of_type)
+        }
+        self.kinds = {
+            (at, name): (_kind(stores[at], name, item), places.get(id(stores[at]), 0))
+            for (at, name), item in self.items.items()
+        }
+        self.sizes = _sizes(data)
+        self.is_sorted = [sampled_edges(store.edge_index) is not None for store in edge_stores]
+        self.num_graphs = node_stores[0].ptr.numel() - 1 if "ptr" in node_stores[0] else 0
+        hops = len(self.sizes.edges[0])
+        key: list[Any] = [type(data), self.num_graphs, hops, tuple(self.is_sorted), _others(data)]
         for name, item in self.items.items():
-            kind = kinds[name]
-            shape = {"other": item.shape, "index": (kind,)}.get(kind, (kind, *item.shape[1:]))
-            key.append((name, shape, item.dtype, item.device, item.requires_grad))
+            kind = self.kinds[name]
+            shape = {"other": item.shape, "index": ()}.get(kind[0], item.shape[1:])
+            key.append((name, kind, shape, item.dtype, item.device, item.requires_grad))
         super().__init__(data, tuple(key), list(self.items.values()))
 
     def hold(self, room: Room | None) -> Held:
@@ -71,108 +88,162 @@ class _HeldBatch(Held):
         self.items = {name: self._memory(name, item) for name, item in like.items.items()}
         self.tensors = list(self.items.values())
         self.value = _with(like.value, self.items)
-        for name in _OF_ONE_BATCH:
-            if name in self.value:
-                del self.value[name]
+        for store in self.value.stores:
+            for name in _OF_ONE_BATCH:
+                if name in store:
+                    del store[name]
         if isinstance(self.value, Batch):
             self.value._slice_dict = self.value._inc_dict = None  # a batch is not taken apart with padding
-        edge_index = self.items["edge_index"]
-        self._places = BatchPlaces(room, edge_index.device)
-        nodes, edges = self._places.nodes, self._places.edges
-        self.value.num_nodes = nodes.starts[-1]
-        self.rows = [*nodes.rows, *edges.rows]
-        address = edge_index.untyped_storage().data_ptr()
-        self.greatest = {(address, -1): nodes.starts[-1] - 1}
-        if nodes.has_hops:  # which layers leave out: see PyG's `trim_to_layer`
-            self.value.num_sampled_nodes, self.value.num_sampled_edges = list(room.nodes), list(room.edges)
-            for rows, end in zip(edges.rows, nodes.starts[2:], strict=True):
-                self.greatest[address, rows.room] = end - 1
-        self.sorted = set()
-        if like.is_sorted:
-            self.sorted = {(address, edge_index.size(1))}
-        self.batch = self.items.get("batch")
-        if self.batch is not None:
-            self.greatest[self.batch.untyped_storage().data_ptr(), -1] = self.num_graphs
+        self._places = places = BatchPlaces(room, self.tensors[0].device)
+        self.rows = places.rows
+        self.greatest, self.sorted = {}, set()
+        node_stores, edge_stores = _typed(self.value)
+        for nth, (store, nodes) in enumerate(zip(node_stores, places.nodes, strict=True)):
+            store.num_nodes = nodes.starts[-1]
+            if len(nodes.rows) > 1:  # which layers leave out: see PyG's `trim_to_layer`
+                store.num_sampled_nodes = list(room.nodes[nth])
+        for nth, store in enumerate(edge_stores):
+            self._know_edges(store.edge_index, nth, like.is_sorted[nth])
+            if len(room.nodes[0]) > 1:
+                store.num_sampled_edges = list(room.edges[nth])
+        #: Of every type of nodes whose graphs are known.
+        self.batches = [
+            (item, places.nodes[self._kinds[at, name][1]])
+            for (at, name), item in self.items.items()
+            if name == "batch"
+        ]
+        for batch, _ in self.batches:
+            self.greatest[batch.untyped_storage().data_ptr(), -1, -1] = self.num_graphs
 
-    def _memory(self, name: str, like: Tensor) -> Tensor:
-        kind, shape = self._kinds[name], list(like.shape)
+    def _know_edges(self, edge_index: Tensor, nth: int, is_sorted: bool) -> None:
+        """Says of edges, and of those of the first hops, how many nodes they are between."""
+        address, behind = edge_index.untyped_storage().data_ptr(), edge_index.size(1)
+        source, target = (self._places.nodes[kind].starts for kind in self._room.ends[nth])
+        self.greatest[address, -1, -1] = max(source[-1], target[-1]) - 1
+        for hop, rows in enumerate(self._places.edges[nth].rows):
+            self.greatest[address, 0, rows.room] = source[min(hop + 2, len(source) - 1)] - 1
+            self.greatest[address, behind, rows.room] = target[hop + 1] - 1
+        if is_sorted:
+            self.sorted.add((address, behind))
+
+    def _memory(self, name: tuple[int, str], like: Tensor) -> Tensor:
+        (kind, nth), shape = self._kinds[name], list(like.shape)
         if kind == "index":
-            shape[1] = sum(self._room.edges)
-        elif kind == "node":
-            shape[0] = sum(self._room.nodes)
-        elif kind == "edge":
-            shape[0] = sum(self._room.edges)
-        elif name == "ptr":
+            shape[1] = sum(self._room.edges[nth])
+        elif kind in ("node", "edge"):
+            shape[0] = sum((self._room.nodes if kind == "node" else self._room.edges)[nth])
+        elif name[1] == "ptr":
             shape[0] += 1
         return like.new_zeros(shape)
 
     def write(self, argument: Argument) -> None:
         assert isinstance(argument, _BatchArgument)
-        assert argument.sizes is not None
-        places = self._places
-        places.write(argument.sizes)
+        places, rows = self._places, []
+        edges: dict[int, tuple[Tensor, Tensor]] = {}
         for name, item in argument.items.items():
-            held, kind = self.items[name], self._kinds[name]
+            held, (kind, nth) = self.items[name], self._kinds[name]
             if kind == "index":
-                places.write_edges(held, item)
-            elif name == "ptr":
+                edges[nth] = (held, item)
+            elif name[1] == "ptr":
                 held[:-1].copy_(item)
-                held[-1] = places.nodes.starts[-1]
+                held[-1] = places.nodes[nth].starts[-1]
             elif kind == "other":
                 held.copy_(item)
             else:
-                write_rows(held, item, places.nodes if kind == "node" else places.edges)
-        if self.batch is not None:
-            self.batch.masked_fill_(places.nodes.mask.logical_not(), self.num_graphs)
+                rows.append((held, item, (places.nodes if kind == "node" else places.edges)[nth]))
+        places.write(argument.sizes, [edges[nth] for nth in range(len(edges))], rows)
+        for batch, nodes in self.batches:
+            batch.masked_fill_(nodes.mask.logical_not(), self.num_graphs)
 
 
-def _sizes(data: Data, items: dict[str, Any]) -> Sizes:
+def _typed(data: Any) -> tuple[list[Any], list[Any]]:
+    """Where a graph keeps what it has of nodes and of edges, by type."""
+    if isinstance(data, HeteroData):
+        return data.node_stores, data.edge_stores
+    return data.stores, data.stores
+
+
+def _tensors(data: Any) -> dict[tuple[int, str], Tensor]:
+    """The tensors of a graph, by the place of their store and their name."""
+    return {
+        (at, name): item
+        for at, store in enumerate(data.stores)
+        for name, item in store.items()
+        if isinstance(item, Tensor)
+    }
+
+
+def _sizes(data: Any) -> Sizes:
     """By hop, where attributes say how many there are of each, and are still true."""
-    all_of_it = Sizes((int(data.num_nodes or 0),), (data.edge_index.size(1),))
-    nodes, edges = items.get("num_sampled_nodes"), items.get("num_sampled_edges")
-    if not isinstance(nodes, (list, tuple)) or not isinstance(edges, (list, tuple)):
+    node_stores, edge_stores = _typed(data)
+    ends: tuple[tuple[int, int], ...] = ((0, 0),)
+    if isinstance(data, HeteroData):
+        types = data.node_types
+        ends = tuple((types.index(source), types.index(target)) for source, _, target in data.edge_types)
+    counts = [int(store.num_nodes or 0) for store in node_stores]
+    edge_counts = [store.edge_index.size(1) for store in edge_stores]
+    all_of_it = Sizes(tuple((n,) for n in counts), tuple((n,) for n in edge_counts), ends)
+    if any("index" in name and name not in _INDICES for store in data.stores for name in store):
         return all_of_it
-    if any("index" in name and name not in _INDICES for name in items):
+    nodes = _hops(node_stores, "num_sampled_nodes", counts)
+    edges = _hops(edge_stores, "num_sampled_edges", edge_counts)
+    if nodes is None or edges is None or len(nodes[0]) != len(edges[0]) + 1 or not edges[0]:
         return all_of_it
-    by_hop = Sizes(tuple(map(int, nodes)), tuple(map(int, edges)))
-    is_true = (sum(by_hop.nodes), sum(by_hop.edges)) == (all_of_it.nodes[0], all_of_it.edges[0])
-    return by_hop if is_true and len(nodes) == len(edges) + 1 > 1 else all_of_it
+    return Sizes(nodes, edges, ends) if len(nodes[0]) <= MOST_HOPS else all_of_it
 
 
-def _others(items: dict[str, Any]) -> Hashable:
+def _hops(stores: list[Any], name: str, counts: list[int]) -> tuple[tuple[int, ...], ...] | None:
+    """How many nodes or edges every hop has, of every type; None: not known."""
+    hops = [store.get(name) for store in stores]
+    if not all(isinstance(item, (list, tuple)) for item in hops):
+        return None
+    found = tuple(tuple(map(int, item)) for item in hops)
+    is_true = [sum(item) for item in found] == counts and len({len(item) for item in found}) == 1
+    return found if is_true else None
+
+
+def _others(data: Any) -> Hashable:
     """What a graph holds besides tensors, as far as it can be compared."""
     return tuple(
-        (name, item if isinstance(item, (int, float, str)) else repr(item))
-        for name, item in items.items()
+        (store._key, name, item if isinstance(item, (int, float, str)) else repr(item))
+        for store in data.stores
+        for name, item in [("type", store._key), *store.items()]
         if name not in _OF_ONE_BATCH and not isinstance(item, Tensor)
     )
 
 
-def _with(data: Data, items: dict[str, Tensor]) -> Data:
+def _with(data: Any, items: dict[tuple[int, str], Tensor]) -> Any:
     data = copy.copy(data)
-    for name, item in items.items():
-        data[name] = item
+    stores = data.stores
+    for (at, name), item in items.items():
+        stores[at][name] = item
     return data
 
 
-def _argument_of(data: Data) -> Argument | None:
-    is_batch = isinstance(data, Batch) and "batch" in data and "ptr" in data
-    is_sampled = "batch_size" in data and "n_id" in data
-    items = data.to_dict()
-    edges = items.get("edge_index")
-    if not (is_batch or is_sampled) or type(edges) is not Tensor or edges.dim() != 2:
-        return _DataArgument(data, items)
-    return _BatchArgument(data, items)
+def _argument_of(data: Any) -> Argument:
+    node_stores, edge_stores = _typed(data)
+    is_batch = isinstance(data, Batch) and all("batch" in store and "ptr" in store for store in node_stores)
+    names = {name for store in data.stores for name in store}
+    is_sampled = "n_id" in names and not names.isdisjoint(("batch_size", "input_id"))
+    edges = [store.get("edge_index") for store in edge_stores]
+    if not edges or not all(type(item) is Tensor and item.dim() == 2 for item in edges):
+        return _DataArgument(data)
+    return _BatchArgument(data) if is_batch or is_sampled else _DataArgument(data)
 
 
-def _kind(data: Data, name: str, item: Tensor) -> str:
+def _kind(store: Any, name: str, item: Tensor) -> str:
     if name == "edge_index":
         return "index"
     if name in ("ptr", "input_id", "seed_time") or item.dim() == 0:
         return "other"
-    if name in ("batch", "n_id", "x", "pos") or (data.is_node_attr(name) and item.size(0) == data.num_nodes):
+    if isinstance(store, NodeStorage) and (
+        name in ("batch", "n_id", "x", "pos")
+        or (store.is_node_attr(name) and item.size(0) == store.num_nodes)
+    ):
         return "node"
-    if name == "e_id" or (data.is_edge_attr(name) and item.size(0) == data.num_edges):
+    if isinstance(store, EdgeStorage) and (
+        name == "e_id" or (store.is_edge_attr(name) and item.size(0) == store.num_edges)
+    ):
         return "edge"
     return "other"
 
@@ -180,13 +251,15 @@ def _kind(data: Data, name: str, item: Tensor) -> str:
 @contextlib.contextmanager
 def _readouts(held: list[Held]) -> Iterator[None]:
     """Readouts over the nodes of graphs give the batch's graphs alone."""
-    batches = [item for item in held if isinstance(item, _HeldBatch) and item.batch is not None]
-    if not batches:
+    known = {
+        id(batch): item for item in held if isinstance(item, _HeldBatch) for batch, _ in item.batches
+    }  # which live as long as the record
+    if not known:
         yield
         return
 
     def batch_of(index: Any) -> _HeldBatch | None:
-        return next((item for item in batches if index is item.batch), None)
+        return known.get(id(index))
 
     def pool(src: Tensor, index: Tensor, dim: int = 0, dim_size: int | None = None, **options: Any) -> Tensor:
         found = batch_of(index)
@@ -227,4 +300,5 @@ def _readouts(held: list[Held]) -> Iterator[None]:
 
 
 register(Data, _argument_of)
+register(HeteroData, _argument_of)
 forms.surroundings.append(_readouts)

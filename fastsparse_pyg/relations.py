@@ -9,7 +9,7 @@ from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.typing import SparseTensor
 
-from fastsparse_core import Adjacency
+from fastsparse_core import Adjacency, recorded
 from fastsparse_core.relations import Relations
 from fastsparse_pyg.caching import lookup
 from fastsparse_pyg.graph import caller_edges, is_sparse_matrix
@@ -71,12 +71,18 @@ def relations_of(
             dst, src = caller_edges(edge_index)
         else:
             edges = edge_index._data if isinstance(edge_index, EdgeIndex) else edge_index
-            dst, src = edges.flip(0) if flow == "source_to_target" else edges
+            dst, src = (edges[1], edges[0]) if flow == "source_to_target" else edges
         if edge_type.size(0) != dst.size(0) or edge_type.device != dst.device:
             raise ValueError(
                 f"edge_type: expected one type for each of {dst.size(0)} edges on {dst.device}, got shape "
                 f"{tuple(edge_type.shape)} on {edge_type.device}"
             )
+        kind = edge_type
+        known = (kind >= 0) & (kind < num_relations)
+        run = recorded.current()
+        if run is not None:
+            dst, src, kind = _in_recorded_step(run, dst, src, kind, known, shape)
+            return made(dst, src, kind)
         for name, nodes, size in (("destinations", dst, shape[0]), ("sources", src, shape[1])):
             if nodes.numel():
                 low, high = (int(end) for end in torch.aminmax(nodes))
@@ -85,10 +91,11 @@ def relations_of(
                         f"edge_index: expected {name} from 0 to {size - 1}, got values from {low} to {high}; "
                         "check that x has a row for every node"
                     )
-        kind = edge_type
-        known = (kind >= 0) & (kind < num_relations)
         if not bool(known.all()):
             dst, src, kind = dst[known], src[known], kind[known]
+        return made(dst, src, kind)
+
+    def made(dst: Tensor, src: Tensor, kind: Tensor) -> Relations:
         if index is not None:
             return Relations(dst, index[0][src], kind, (shape[0], index[1]), num_relations)
         return Relations(dst, src, kind, shape, num_relations)
@@ -97,3 +104,22 @@ def relations_of(
         parts = (*parts, index[0])
     options = (shape, num_relations, flow, None if index is None else index[1], "relations")
     return cast("Relations", lookup(key, parts, options, cast("Any", build)))
+
+
+def _in_recorded_step(
+    run: recorded.StepRun, dst: Tensor, src: Tensor, kind: Tensor, known: Tensor, shape: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Edges of a step that reads nothing from the device: those of unknown types become edges of padding."""
+    if not run.has_padding:
+        raise RuntimeError(
+            "a recorded step cannot leave out edges of unknown types, and these change and are not padded; "
+            "pass a batch of the framework"
+        )
+    run.check_room(dst, shape[0])
+    run.check_room(src, shape[1])
+    unknown = known.logical_not()
+    return (
+        dst.masked_fill(unknown, shape[0] - 1),
+        src.masked_fill(unknown, shape[1] - 1),
+        kind.masked_fill(unknown, 0),
+    )

@@ -19,6 +19,7 @@
 #include "fastsparse/group_rows.h"
 #include "fastsparse/head_scores.h"
 #include "fastsparse/launchers.h"
+#include "fastsparse/place_batch.h"
 #include "fastsparse/sample_neighbors.h"
 #include "fastsparse/slab_sums.h"
 #include "fastsparse/spmm_extremum.h"
@@ -738,14 +739,33 @@ class AttentionLayer {
 };
 
 #ifdef FASTSPARSE_WITH_CUDA
+void stack_maps(const std::vector<Address>& weights, const std::vector<Address>& biases,
+                std::int64_t weight_size, std::int64_t bias_size, Address weight, Address bias, int dtype,
+                int to_dtype, int device, Address queue) {
+  StackedMapsArgs args{};
+  args.maps = static_cast<std::int64_t>(std::min<std::size_t>(weights.size(), kMostMaps));
+  for (std::int64_t i = 0; i < args.maps; ++i) {
+    args.weights[i] = at(weights[i]);
+    if (!biases.empty()) args.biases[i] = at(biases.at(i));
+  }
+  args.weight_size = weight_size;
+  args.bias_size = biases.empty() ? 0 : bias_size;
+  args.weight = at(weight);
+  args.bias = at(bias);
+  args.dtype = static_cast<Dtype>(dtype);
+  args.to_dtype = static_cast<Dtype>(to_dtype);
+  const DeviceGuard guard(device);
+  check(cuda::stack_maps(args, at(queue)), "stack_maps");
+}
+
 // The same on CUDA, with the structures of one pass, and those of the transposed graph for the backward pass.
 class CudaAttentionLayer {
  public:
   CudaAttentionLayer(const CsrStructure* structure, const CsrStructure* transposed, const BsbView* blocks,
                      const BsbView* transposed_blocks, std::int64_t num_slots, std::int64_t num_slots_t,
-                     std::int64_t att_rows, int kind, int dtype, std::int64_t num_nodes, std::int64_t heads,
-                     std::int64_t head_width, std::int64_t maps, float scale, std::int64_t num_parts,
-                     bool backward, int device)
+                     std::int64_t att_rows, std::int64_t num_values, int kind, int dtype,
+                     std::int64_t num_nodes, std::int64_t heads, std::int64_t head_width, std::int64_t maps,
+                     float scale, std::int64_t num_parts, bool backward, int device)
       : device_(device) {
     if (structure != nullptr) args_.a = structure->a, args_.split = structure->split;
     if (transposed != nullptr) args_.a_t = transposed->a, args_.split_t = transposed->split;
@@ -753,7 +773,9 @@ class CudaAttentionLayer {
     if (transposed_blocks != nullptr) args_.blocks_t = *transposed_blocks;
     args_.num_slots = num_slots;
     args_.num_slots_t = num_slots_t;
+    args_.on_blocks = blocks != nullptr;
     args_.att_rows = att_rows;
+    args_.num_values = num_values;
     args_.kind = static_cast<AttentionScore>(kind);
     args_.dtype = static_cast<Dtype>(dtype);
     args_.num_nodes = num_nodes;
@@ -763,9 +785,12 @@ class CudaAttentionLayer {
     args_.scale = scale;
     args_.num_parts = num_parts;
     scratch_ = cuda::attention_layer_scratch(args_, backward);
+    state_ = cuda::attention_layer_state(args_);
   }
 
   std::int64_t scratch() const { return scratch_; }
+  std::int64_t state() const { return state_; }
+  bool on_blocks() const { return args_.on_blocks; }
 
   void forward(Address joint, Address first_vector, Address second_vector, Address bias, bool bias_is_float,
                Address out, Address result, Address state, Address scratch, double dropout_p,
@@ -814,7 +839,7 @@ class CudaAttentionLayer {
   }
 
   CudaAttentionLayerArgs args_{};
-  std::int64_t scratch_;
+  std::int64_t scratch_, state_;
   int device_;
 };
 #endif
@@ -1176,11 +1201,20 @@ py::tuple inspect(Address row, Address col, Address edge_id, bool index_is_64bit
                   Address inv_degree, Address slices, Address scratch, int device, Address queue) {
   std::int64_t facts[kNumEdgeFacts];
   const Address written = device < 0 ? reinterpret_cast<Address>(facts) : scratch;
-  const InspectLevels levels{{{at(row), at(col), at(edge_id), index_is_64bit, edge_id_is_64bit, num_edges,
-                               num_rows, square, at<std::int64_t>(rowptr), at<std::int32_t>(col_out),
-                               at<float>(inv_degree), at<RowSlice>(slices), at<std::int64_t>(written)}},
-                             1};
-  FASTSPARSE_RUN(inspect, levels, device, queue);
+  const InspectArgs args{at(row),
+                         at(col),
+                         at(edge_id),
+                         index_is_64bit,
+                         edge_id_is_64bit,
+                         num_edges,
+                         num_rows,
+                         square,
+                         at<std::int64_t>(rowptr),
+                         at<std::int32_t>(col_out),
+                         at<float>(inv_degree),
+                         at<RowSlice>(slices),
+                         at<std::int64_t>(written)};
+  FASTSPARSE_RUN(inspect, args, device, queue);
 #ifdef FASTSPARSE_WITH_CUDA
   if (device >= 0) {
     const py::gil_scoped_release release;
@@ -1431,6 +1465,53 @@ void emit_rows(Address row, std::int64_t num_edges, std::int64_t num_rows, Addre
   FASTSPARSE_RUN(emit_rows, args, device, queue);
 }
 
+using Hops = std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>>;
+
+HopRows hop_rows(const Hops& hops) {
+  const auto& [start, end] = hops;
+  if (end.size() > kMostHops || start.size() != end.size() + 1) {
+    throw std::invalid_argument("place_batch: expected at most " + std::to_string(kMostHops) + " hops");
+  }
+  HopRows rows{static_cast<int>(end.size()), {}, {}};
+  std::copy(start.begin(), start.end(), rows.start);
+  std::copy(end.begin(), end.end(), rows.end);
+  return rows;
+}
+
+// Hops: where they begin in the memory, where they end in the batch. Ends of edges: edge_index, where it
+// comes to lie, edges of padding, whether indices have 64 bits. Marks: masks and ends of nodes, of edges.
+// Tensors: address, where it comes to lie, rows there, bytes of a row, whether they are of edges, whether
+// there are none.
+void place_batch(
+    const Hops& nodes, const Hops& edges, const Hops& sources, const Hops& targets,
+    const std::tuple<Address, Address, Address, bool>& ends, const std::array<Address, 4>& marks,
+    const std::vector<std::tuple<Address, Address, std::int64_t, std::int64_t, bool, bool>>& tensors,
+    int device, Address queue) {
+  PlaceBatchArgs args{};
+  args.nodes = hop_rows(nodes);
+  args.edges = hop_rows(edges);
+  args.sources = hop_rows(sources);
+  args.targets = hop_rows(targets);
+  args.node_mask = at<bool>(marks[0]);
+  args.edge_mask = at<bool>(marks[1]);
+  args.node_ends = at<float>(marks[2]);
+  args.edge_ends = at<float>(marks[3]);
+  args.edge_index = at(std::get<0>(ends));
+  args.edge_index_out = at(std::get<1>(ends));
+  args.padding = at<const std::int64_t>(std::get<2>(ends));
+  args.edge_index_is_64bit = std::get<3>(ends);
+  std::size_t done = 0;
+  do {
+    args.num_tensors = 0;
+    for (; done < tensors.size() && args.num_tensors < kMostPlaced; ++done) {
+      const auto& [from, to, num_rows, row_bytes, is_of_edges, is_empty] = tensors[done];
+      args.tensor[args.num_tensors++] = {at(from), at(to), num_rows, row_bytes, is_of_edges, is_empty};
+    }
+    FASTSPARSE_RUN(place_batch, args, device, queue);
+    args.edge_index_out = nullptr;
+  } while (done < tensors.size());
+}
+
 #ifdef FASTSPARSE_WITH_CUDA
 void gather_rows(Address table, Address index, Address out, std::int64_t num_rows, std::int64_t row_bytes,
                  int device, Address queue) {
@@ -1510,11 +1591,14 @@ PYBIND11_MODULE(_C, m) {
   py::class_<AdditiveAttentionInput>(m, "AdditiveAttentionInput").def(py::init(&additive_input));
   m.def("additive_attention", &additive_attention);
   m.def("additive_attention_backward", &additive_attention_backward);
+  m.def("stack_maps", &stack_maps);
   py::class_<CudaAttentionLayer>(m, "CudaAttentionLayer")
       .def(py::init<const CsrStructure*, const CsrStructure*, const BsbView*, const BsbView*, std::int64_t,
-                    std::int64_t, std::int64_t, int, int, std::int64_t, std::int64_t, std::int64_t,
-                    std::int64_t, float, std::int64_t, bool, int>())
+                    std::int64_t, std::int64_t, std::int64_t, int, int, std::int64_t, std::int64_t,
+                    std::int64_t, std::int64_t, float, std::int64_t, bool, int>())
       .def_property_readonly("scratch", &CudaAttentionLayer::scratch)
+      .def_property_readonly("state", &CudaAttentionLayer::state)
+      .def_property_readonly("on_blocks", &CudaAttentionLayer::on_blocks)
       .def("forward", &CudaAttentionLayer::forward)
       .def("backward", &CudaAttentionLayer::backward);
   py::class_<Gatv2AttentionInput>(m, "Gatv2AttentionInput").def(py::init(&gatv2_input));
@@ -1566,6 +1650,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("sample_neighbors", &sample_neighbors);
   m.def("emit_edges", &emit_edges);
   m.def("emit_rows", &emit_rows);
+  m.def("place_batch", &place_batch);
 #ifdef FASTSPARSE_WITH_CUDA
   m.def("gather_rows", &gather_rows);
 #endif

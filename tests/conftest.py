@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -37,6 +38,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         with contextlib.suppress(ImportError):
             import fastsparse_dgl  # noqa: F401
+
+
+def pytest_collectstart() -> None:
+    """Collects no garbage while thousands of tests are found: nearly all that is made then stays."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Keeps what was found out of later collections, which would else take a second each."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -83,6 +96,23 @@ def pytest_runtest_setup() -> None:
 def device(request: pytest.FixtureRequest) -> str:
     """Every device that the operators run on."""
     return request.param
+
+
+@pytest.fixture
+def reasons(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What FastSparse logs, as if nothing had been logged before."""
+    monkeypatch.setattr("fastsparse_core.log._seen", set())
+    for package in ("fastsparse_core", "fastsparse_pyg", "fastsparse_dgl"):
+        caplog.set_level("INFO", logger=package)
+    return caplog
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """``torch.compile`` knows nothing, before and after."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture

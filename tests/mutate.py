@@ -86,7 +86,7 @@ FAULTS = (
         "kernels/cpu/spmm_extremum.cpp",
         "candidate > so_far",
         "candidate >= so_far",
-        ("tests/core/test_spmm.py::test_ties_go_to_the_first_entry",),
+        ("tests/core/test_spmm_gradients.py::test_ties_go_to_the_first_entry",),
     ),
     Fault(
         "softmax without subtraction of the maximum",
@@ -121,7 +121,7 @@ FAULTS = (
         "kernels/cpu/attention_csr_backward.cpp",
         "keep_factor<A>(forward, block.col[i], col, head)",
         "keep_factor<A>(forward, col, block.col[i], head)",
-        ("tests/core/test_attention.py::test_gradients",),
+        ("tests/core/test_attention_gradients.py::test_gradients",),
     ),
     Fault(
         "features where two vectors overlap are summed twice",
@@ -192,7 +192,7 @@ FAULTS = (
         "kernels/fastsparse_core/ops/spmm.py",
         "scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)",
         "scales = (scale_dst, scale_src)",
-        ("tests/core/test_spmm.py::test_gradients_and_double_backward",),
+        ("tests/core/test_spmm_gradients.py::test_gradients_and_double_backward",),
     ),
     Fault(
         "wrong sign in the second derivative of softmax",
@@ -215,7 +215,7 @@ FAULTS = (
         "# one row for all, as after out.sum()\n    ):\n        return rows.sum(0).to(dtype)",
         (
             "tests/core/test_sum_of_rows.py",
-            "tests/core/test_spmm.py::test_gradient_of_a_bias_is_summed_in_its_dtype",
+            "tests/core/test_spmm_gradients.py::test_gradient_of_a_bias_is_summed_in_its_dtype",
         ),
     ),
     # ------------------------------------------------------------------------------------ plugins

@@ -49,6 +49,7 @@ from fastsparse_core import (
     spmm,
     ssd,
 )
+from fastsparse_core.capturing.padding import BatchPlaces, Sizes, room_for
 from fastsparse_core.formats import bsb, lengths
 from fastsparse_core.formats.compress import compress, compress_pairs
 from fastsparse_core.formats.grouping import group_rows
@@ -62,7 +63,7 @@ from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform
 from fastsparse_core.ops._common import sum_of_rows
 from fastsparse_core.ops._spmm_plan import add_transposed
 from fastsparse_core.sampling import NeighborSampler
-from fastsparse_core.sampling.features import gather_from_host
+from fastsparse_core.sampling.features import gather_on_cuda
 
 #: Where parts run; the tests, which only want to know that the calls are right, take the CPU.
 DEVICE = "cuda"
@@ -466,10 +467,11 @@ def layers_of_attention(dtype: torch.dtype) -> None:
         for score, num_maps, given in ((ADDITIVE, 1, vectors), (GATV2, 2, vectors[:1]), (DOT_PRODUCT, 4, ())):
             maps = [nn.Linear(24, 2 * width, device=DEVICE, dtype=dtype) for _ in range(num_maps)]
             bias = None if score is DOT_PRODUCT else draw(2 * width, dtype=dtype).requires_grad_()
-            with torch.enable_grad():
-                out = attention_layer(score, adj, x, maps, given, bias, heads=2, scale=0.2, dropout_p=0.3)
-                if out is not None:
-                    out.sum().backward()
+            for algorithm in ("csr", "fused3s") if score is DOT_PRODUCT else ("auto",):
+                with torch.enable_grad(), policy.algorithms(attention=algorithm):
+                    out = attention_layer(score, adj, x, maps, given, bias, heads=2, scale=0.2, dropout_p=0.3)
+                    if out is not None:
+                        out.sum().backward()
 
 
 def softmax_of_edges(dtype: torch.dtype) -> None:
@@ -589,7 +591,7 @@ def structures() -> None:
 
 
 def batches() -> None:
-    """Sampled batches: every way to draw, tables with and without keys, rows read from the host's memory."""
+    """Sampled batches: every way to draw, tables with and without keys, rows of the host, padding."""
     adj = heavy()
     size = max(adj.shape)
     square = Adjacency.from_coo(adj.row(), adj.col, (size, size))
@@ -604,7 +606,17 @@ def batches() -> None:
     if DEVICE == "cuda":
         index = torch.randint(50, (70,), device=DEVICE)
         for dtype, width in ((F32, 8), (F32, 7), (torch.uint8, 3)):
-            gather_from_host(torch.ones(50, width, dtype=dtype).pin_memory(), index)
+            gather_on_cuda(torch.ones(50, width, dtype=dtype).pin_memory(), index)
+    sizes = Sizes(((9, 30),), ((40,),))
+    places = BatchPlaces(room_for([sizes]), torch.device(DEVICE))
+    for dtype, width in ((F32, 8), (F32, 7), (torch.uint8, 3)):
+        rows = [
+            (torch.empty(of.starts[-1], width, dtype=dtype, device=DEVICE), given, of)
+            for of, count in ((places.nodes[0], 39), (places.edges[0], 40))
+            for given in (torch.ones(count, width, dtype=dtype, device=DEVICE),)
+        ]
+        edges = torch.randint(9, (2, 40), device=DEVICE)
+        places.write(sizes, [(edges.new_empty(2, places.edges[0].starts[-1]), edges)], rows)
 
 
 def column_sums(dtype: torch.dtype) -> None:
@@ -681,7 +693,7 @@ PARTS: dict[str, Part] = {
         (
             *("inspect", "compress", "row_split", "hybrid_rows", "group_rows", "edge_softmax"),
             "sum_of_rows",
-            *("sum_of_rows", "sample_neighbors"),
+            *("sum_of_rows", "sample_neighbors", "place_batch"),
         ),
         (
             structures,

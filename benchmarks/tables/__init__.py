@@ -17,8 +17,8 @@ from .adjacency import adjacency, adjacency_in_short
 from .any_layer import any_layer
 from .attention import attention, attention_in_short
 from .breakdown import breakdown
-from .cells import Table, number, ordered, ratio, stored_rivals, time_of
-from .choice import REGRET_SEEN, choice, choice_in_short, csr_over_flashsparse
+from .cells import Table, ordered
+from .choice import choice, choice_in_short
 from .cpu import cpu
 from .dgl_operators import dgl_operators
 from .dlmc import dlmc
@@ -37,55 +37,8 @@ from .segments import segments
 from .small import small
 from .spmm import spmm, spmm_in_short, spmm_together
 from .ssd import ssd, ssd_in_short
-from .train import train, train_at_a_glance, train_in_short
+from .train import train, train_in_short
 from .typed import typed
-
-__all__ = [
-    "ABOUT",
-    "CHAPTERS",
-    "REGRET_SEEN",
-    "TABLES",
-    "Chapter",
-    "Table",
-    "accuracy",
-    "adjacency",
-    "any_layer",
-    "attention",
-    "breakdown",
-    "choice",
-    "cpu",
-    "csr_over_flashsparse",
-    "dgl_operators",
-    "dlmc",
-    "edges",
-    "formats",
-    "host",
-    "maxk",
-    "minibatch",
-    "number",
-    "plots_of",
-    "pna",
-    "provenance",
-    "ratio",
-    "regret",
-    "relative",
-    "report",
-    "sampling",
-    "sanitizer",
-    "scaling",
-    "sddmm",
-    "segments",
-    "show",
-    "small",
-    "spmm",
-    "ssd",
-    "stored",
-    "stored_rivals",
-    "time_of",
-    "train",
-    "train_at_a_glance",
-    "typed",
-]
 
 #: benchmark -> the tables of its record
 TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {

@@ -8,9 +8,9 @@ from .cells import Table, by, first, number, ordered, quotient, ratio, shown, sp
 
 
 def sampling(result: dict[str, Any]) -> list[Table]:
-    """Drawing against plain PyTorch, by device; then epochs."""
+    """Drawing against plain PyTorch, by device; then epochs, of a graph of billions of entries too."""
     tables = []
-    draws, epochs = by(result["cells"], part="draw"), by(result["cells"], part="epoch")
+    draws, epochs, papers = (by(result["cells"], part=part) for part in ("draw", "epoch", "papers"))
     for graph, where in ordered((c["graph"], c["where"]) for c in draws):
         group = by(draws, graph=graph, where=where)
         plain = time_of(first(group, implementation="plain PyTorch, blocks"))
@@ -38,4 +38,23 @@ def sampling(result: dict[str, Any]) -> list[Table]:
         ]
         title = f"{graph}: an epoch of {group[0]['nodes']:,} training nodes, {group[0]['where']}"
         tables.append(Table(title, ["step", "precision", "seconds"], rows))
+    for graph in ordered(c["graph"] for c in papers):
+        group = by(papers, graph=graph)
+        rows = [
+            [
+                f"the {cell['features_on']}",
+                cell["implementation"],
+                cell["precision"],
+                shown(cell, "ms_per_batch"),
+                f"{cell['batches']:,}" if cell["status"] == "ok" else "-",
+                number(cell.get("epoch_s")),
+            ]
+            for cell in group
+        ]
+        title = (
+            f"{graph}: {group[0]['num_nodes']:,} nodes, {group[0]['entries']:,} entries,"
+            f" {group[0]['nodes']:,} training nodes, {group[0]['where']}"
+        )
+        columns = ["features on", "step", "precision", "ms per batch", "batches timed", "seconds per epoch"]
+        tables.append(Table(title, columns, rows))
     return tables

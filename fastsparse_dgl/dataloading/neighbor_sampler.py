@@ -13,10 +13,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fastsparse_core.log import info_once
 from fastsparse_core.sampling import Draw, Edges, Sample
 from fastsparse_core.sampling import NeighborSampler as CoreSampler
-from fastsparse_dgl.caching import adjacency_of, relation, remember
+from fastsparse_dgl.caching import adjacency_of, relation
 from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.dgl_blocks import dgl_block, dgl_can_hold
 from fastsparse_dgl.graph import GraphLike
-from fastsparse_dgl.hooks import device_graph
 from fastsparse_dgl.sampled_block import SampledBlock
 
 _logger = logging.getLogger("fastsparse_dgl")
@@ -131,7 +131,8 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         num_dst = {name: sum(counts[name][: hop + 1]) for name in g.ntypes}
         num_src = {name: sum(counts[name][: hop + 2]) for name in g.ntypes}
         edges: dict[Any, Edges] = sample.blocks[hop]
-        block = make_block(g, edges, num_src, num_dst, device)
+        make = dgl_block if dgl_can_hold(device) else SampledBlock
+        block = make(edges, num_src, num_dst, device, g.idtype)
         for name, ids in sample.nodes.items():
             ids = ids.to(g.idtype)
             block.srcnodes[name].data[dgl.NID] = ids[: num_src[name]]
@@ -142,42 +143,3 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: item for name, item in self.__dict__.items() if name != "_cores"}
-
-
-def make_block(
-    g: GraphLike,
-    edges: Mapping[Any, Edges],
-    num_src: Mapping[str, int],
-    num_dst: Mapping[str, int],
-    device: torch.device,
-) -> Any:
-    """DGL's block where DGL can hold it, else a :class:`SampledBlock`."""
-    if not dgl_can_hold(device):
-        return SampledBlock(edges, num_src, num_dst, device)
-    data = {}
-    for name, of_type in edges.items():
-        source = of_type.edge_index[0].to(g.idtype)
-        # On the CPU DGL's sums of edges need the edges' numbers, though they count from 0.
-        numbers: Any = torch.arange(source.numel(), dtype=g.idtype) if device.type == "cpu" else []
-        data[name] = ("csc", (of_type.rowptr.to(g.idtype), source, numbers))
-    block = dgl.create_block(data, dict(num_src), dict(num_dst), idtype=g.idtype, device=device)
-    if len(edges) == 1:
-        remember(block, device, next(iter(edges.values())).adjacency)
-    return block
-
-
-def dgl_can_hold(device: torch.device) -> bool:
-    """Whether DGL can hold graphs on a device: pip's knows the CPU alone, but for `enable`."""
-    if device.type == "cpu" or device_graph.serves(device):
-        return True
-    if device not in _can_hold:
-        try:
-            dgl.graph(([], []), device=device)
-            _can_hold[device] = True
-        except dgl.DGLError:
-            _can_hold[device] = False
-    return _can_hold[device]
-
-
-#: Of DGL's own, whatever `enable` and `disable` change.
-_can_hold: dict[torch.device, bool] = {}

@@ -41,6 +41,9 @@ _TARGET = "_fastsparse_target"
 #: Devices whose graphs are DeviceIndex; empty while nothing is enabled, or where DGL can use the GPU itself.
 device_types: tuple[str, ...] = ()
 
+#: Whether anything was on such a device yet: without, calls need not be looked at.
+_in_use = False
+
 
 def serves(device: torch.device) -> bool:
     """Whether graphs on this device are ours."""
@@ -174,9 +177,17 @@ def place(host: Any, device: torch.device) -> Any:
     """The index of a structure on a device: DGL's own on the CPU, else a DeviceIndex.
 
     Raises:
-        DGLError: the device is not ours, which a pickled graph meets where FastSparse is not enabled.
+        DGLError: the device is not ours, which a pickled graph meets where FastSparse is not enabled, or
+            cannot be used, which graphs meet in a forked process.
     """
+    global _in_use
     if serves(device):
+        _in_use = True
+        if torch.cuda._is_in_bad_fork():
+            raise DGLError(
+                f"graphs on {device} cannot be used in a forked process, where CUDA does not work: give the "
+                "loader graphs on the CPU and move its batches, batch.to(device), or leave num_workers out"
+            )
         index = dgl._ffi.object_generic.convert_to_object([host])[0]  # another reference, counted by DGL
         index.__class__ = DeviceIndex
         index.host, index.device, index._kept = host, device, {}
@@ -198,6 +209,8 @@ def copy_to(original: Any, index: Any, ctx: Any) -> Any:
 
 def call(original: Any, function: Any, *args: Any) -> Any:
     """A call of DGL's C++ library: marks what comes of something on a device."""
+    if not _in_use:
+        return original(function, *args)
     device = vars(function).get(_MARK)
     if device is None:
         device = _device_of(args)
@@ -258,6 +271,8 @@ class _DeviceArray(_NDArray):
 
 
 def _array_on(array: Any, device: torch.device) -> Any:
+    global _in_use
+    _in_use = True
     array.__class__ = _DeviceArray
     setattr(array, _MARK, device)
     return array

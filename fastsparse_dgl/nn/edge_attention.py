@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastsparse_core import Adjacency, attention, edge_softmax, spmm
+from fastsparse_core import Adjacency, attention, edge_softmax, scatter, spmm
 from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.fused.head_scores import head_scores
+from fastsparse_core.segment import rows_of
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
 from fastsparse_dgl.nn.base import (
@@ -22,34 +23,25 @@ from fastsparse_dgl.nn.base import (
 )
 
 
-def _ends(adjacency: Adjacency) -> tuple[Adjacency, Adjacency]:
-    """Structures (E, num_src) and (E, num_dst) in which every edge has its source and its destination.
+def _ends(adjacency: Adjacency) -> tuple[Tensor, Tensor]:
+    """Source and destination of every edge, int64 (E,), in the order of the edge ids."""
 
-    A product with one gathers, and its gradient adds up in the same order every time.
-    """
+    def build() -> tuple[Tensor, Tensor]:
+        ends = adjacency.col.long(), adjacency.row().long()
+        if adjacency.edge_id is None:
+            return ends
+        order = adjacency.edge_id.long()
+        source, target = (torch.empty_like(item).index_copy_(0, order, item) for item in ends)
+        return source, target
 
-    def build() -> tuple[Adjacency, Adjacency]:
-        count, device = adjacency.num_values, adjacency.device
-        rowptr = torch.arange(count + 1, dtype=torch.int64, device=device)
-
-        def structure(ends: Tensor, size: int) -> Adjacency:
-            if adjacency.edge_id is not None:
-                ends = torch.empty_like(ends).index_copy_(0, adjacency.edge_id.long(), ends)
-            return Adjacency.from_csr(rowptr, ends.int(), (count, size))
-
-        return (
-            structure(adjacency.col, adjacency.num_src),
-            structure(adjacency.row(), adjacency.num_dst),
-        )
-
-    found: tuple[Adjacency, Adjacency] = adjacency.derived("fastsparse_dgl.ends", build)
+    found: tuple[Tensor, Tensor] = adjacency.derived("fastsparse_dgl.ends", build)
     return found
 
 
 def _on_edges(adjacency: Adjacency, x_src: Tensor, x_dst: Tensor) -> Tensor:
     """``x_src_j + x_dst_i`` of every edge, (E, D), in the order of the edge ids."""
-    of_src, of_dst = _ends(adjacency)
-    return spmm(of_src, x_src) + spmm(of_dst, x_dst)
+    source, target = _ends(adjacency)
+    return rows_of(x_src, source) + rows_of(x_dst, target)
 
 
 class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
@@ -140,9 +132,10 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
         alpha = None
         if get_attention or p == 1:
             alpha = self.attn_drop(edge_softmax(adjacency, score))
-            _, of_dst = _ends(adjacency)
+            _, target = _ends(adjacency)
             messages = self.fc_edge(edge_feat).unflatten(1, heads) * alpha[:, :, None]
-            out = spmm(adjacency, x_src, alpha) + spmm(of_dst.t(), messages.flatten(1).to(x_src.dtype))
+            total = scatter(messages.flatten(1).to(x_src.dtype), target, adjacency.num_dst)
+            out = spmm(adjacency, x_src, alpha) + total
         else:
             # Without queries the scores are the bias alone.
             query = x_src.new_zeros(adjacency.num_dst, x_src.size(1))

@@ -135,12 +135,9 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         if isinstance(graph, Adjacency) or graph.batch_size == 1:
             return float(max(adjacency.num_dst, 1)) ** -0.5
 
-        def build() -> Tensor:
-            sizes = graph.batch_num_nodes().to(like.device)
-            dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-            return sizes.to(dtype).rsqrt().repeat_interleave(sizes)[:, None]
-
-        return build().to(like.dtype)
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        norm: Tensor = dgl.broadcast_nodes(graph, graph.batch_num_nodes().to(dtype).rsqrt()[:, None])
+        return norm.to(like)
 
 
 def why_no_kernel(layer: Any) -> str:

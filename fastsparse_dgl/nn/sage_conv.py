@@ -13,7 +13,6 @@ from fastsparse_core.ops._common import is_plain_eager
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
 from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype, source_features
-from fastsparse_dgl.sampled_block import SampledBlock
 
 
 class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
@@ -62,9 +61,8 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
             DGLError: sizes, devices or options do not fit.
         """
         if self._aggre_type == "lstm":
-            if isinstance(graph, (Adjacency, SampledBlock)):
-                kind = type(graph).__name__
-                raise DGLError(f"graph: aggregator_type='lstm' needs a DGLGraph, got {kind}")
+            if isinstance(graph, Adjacency):
+                raise DGLError("graph: aggregator_type='lstm' needs a DGLGraph, got Adjacency")
             return super().forward(graph, feat, edge_weight)
 
         source = source_features(feat)

@@ -30,7 +30,7 @@ class GraphSampler(BaseSampler):
     Ids of edges are positions in the data's `edge_index`, so that no permutation is needed.
 
     Args:
-        data: Data, HeteroData or (FeatureStore, GraphStore).
+        data: Data, HeteroData or (FeatureStore, GraphStore); `edge_index` may be an `Adjacency`.
         num_neighbors: per hop, also by edge type.
         device: where to sample.
         replace: whether a neighbour may be drawn again.
@@ -153,8 +153,21 @@ def edges_of(out: Any, name: Any = None) -> Edges | None:
     return edges if is_same else None
 
 
-def _adjacency(edge_index: Tensor | None, shape: tuple[int, int], device: torch.device) -> Adjacency:
-    """The in-edges of a graph on the device; loaders of one graph share it, and so do layers."""
+def _adjacency(
+    edge_index: Tensor | Adjacency | None, shape: tuple[int, int], device: torch.device
+) -> Adjacency:
+    """The in-edges of a graph on the device; loaders of one graph share it, and so do layers.
+
+    Raises:
+        ValueError: it is an `Adjacency` of another shape.
+    """
+    if isinstance(edge_index, Adjacency):
+        if edge_index.shape != shape:
+            raise ValueError(
+                f"data: expected an Adjacency of shape {shape}, as many rows and columns as there are nodes, "
+                f"got {edge_index.shape}"
+            )
+        return edge_index.to(device)
     if edge_index is None:
         none = torch.empty(0, dtype=torch.int64, device=device)
         return Adjacency.from_coo(none, none, shape)

@@ -12,11 +12,12 @@ from fastsparse_pyg.nn.graph_transformer import GraphTransformerLayer
 from fastsparse_pyg.nn.hgt_conv import FastHGTConv
 from fastsparse_pyg.nn.hypergraph_conv import FastHypergraphConv
 from fastsparse_pyg.nn.maxk import FastMaxKGCNConv, FastMaxKSAGEConv
+from fastsparse_pyg.nn.mf_conv import FastMFConv
 from fastsparse_pyg.nn.pna_conv import FastPNAConv
 from fastsparse_pyg.nn.propagation_models import FastLabelPropagation, FastLightGCN
 from fastsparse_pyg.nn.res_gated_graph_conv import FastResGatedGraphConv
 from fastsparse_pyg.nn.rgat_conv import FastRGATConv
-from fastsparse_pyg.nn.rgcn_conv import FastRGCNConv
+from fastsparse_pyg.nn.rgcn_conv import FastFastRGCNConv, FastRGCNConv
 from fastsparse_pyg.nn.sage_conv import FastSAGEConv
 from fastsparse_pyg.nn.spmm_convs import (
     FastAPPNP,
@@ -26,6 +27,7 @@ from fastsparse_pyg.nn.spmm_convs import (
     FastGCN2Conv,
     FastGraphConv,
     FastLGConv,
+    FastMixHopConv,
     FastSGConv,
     FastSSGConv,
     FastTAGConv,
@@ -52,9 +54,12 @@ DROP_INS |= {
         FastGraphConv,
         FastHypergraphConv,
         FastLGConv,
+        FastMFConv,
+        FastMixHopConv,
         FastLabelPropagation,
         FastHGTConv,
         FastRGATConv,
+        FastFastRGCNConv,
         FastRGCNConv,
         FastSAGEConv,
         FastSGConv,
@@ -71,6 +76,7 @@ __all__ = [
     "FastARMAConv",
     "FastChebConv",
     "FastClusterGCNConv",
+    "FastFastRGCNConv",
     "FastGATConv",
     "FastGATv2Conv",
     "FastGCN2Conv",
@@ -84,8 +90,10 @@ __all__ = [
     "FastLGConv",
     "FastLabelPropagation",
     "FastLightGCN",
+    "FastMFConv",
     "FastMaxKGCNConv",
     "FastMaxKSAGEConv",
+    "FastMixHopConv",
     "FastPNAConv",
     "FastRGATConv",
     "FastRGCNConv",

@@ -19,7 +19,7 @@ from fastsparse_pyg.caching import is_made_anew, logger, lookup
 from fastsparse_pyg.graph import edges_made_anew, is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
-from fastsparse_pyg.nn.message_kernels import evaluate, kernel_of, reduce_by_kernel
+from fastsparse_pyg.nn.message_kernels import Copies, evaluate, kernel_of, reduce_by_kernel
 from fastsparse_pyg.nn.message_pattern import Pattern, find_pattern
 from fastsparse_pyg.nn.segments import EdgeEnd, aggregate, reduction_of
 
@@ -28,8 +28,10 @@ _MOST_PATTERNS = 8
 #: On the CPU, edges below which the host's work for a call counts more than the edges'.
 FEW_EDGES = 4096
 _FEW_ON_GPU = f"no one kernel for the whole message, and at most {FEW_EDGES_ON_GPU} edges on a GPU"
+_NEW_ON_GPU = f"at most {FEW_EDGES_ON_GPU} edges on a GPU, made anew in every call"
 _16_BITS = (torch.float16, torch.bfloat16)
 _ANY = Pattern(reason="its attributes change")
+_UNKNOWN: Any = object()
 
 _classes: dict[type, type[AnyLayer]] = {}
 
@@ -45,17 +47,27 @@ class AnyLayer(MessagePassing):
     _original: ClassVar[type[MessagePassing]]
     _patterns: ClassVar[dict[Any, list[Pattern]]]
     _signature: ClassVar[Signature | None]
-    #: Kinds of calls, see `_kind`, whose messages no one kernel computes and reduces.
-    _without_kernel: ClassVar[set[Any]]
+    #: Kind of a call, see `_kind` -> what serves it at once; None: no one kernel for the whole message.
+    _served: ClassVar[dict[Any, Copies | None]]
 
     flow: str
     node_dim: int
 
     def propagate(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
         """As PyG's."""
+        kind = None if args or torch.compiler.is_compiling() else self._kind(kwargs)
+        served = self._served.get(kind, _UNKNOWN)
+        if served is None:
+            if are_few_on_gpu(edge_index) and not is_any_autocast_enabled():
+                return super().propagate(edge_index, size=size, **kwargs)
+        elif served is not _UNKNOWN and size is None and not _are_few_on_cpu(edge_index):
+            out = served.reduce(self, edge_index, kwargs)
+            if out is NotImplemented and are_few_on_gpu(edge_index):
+                self._say(_NEW_ON_GPU)
+                return super().propagate(edge_index, size=size, **kwargs)
+            if out is not None and out is not NotImplemented:
+                return out
         are_few = are_few_on_gpu(edge_index)
-        if are_few and not args and self._kind(kwargs) in self._without_kernel and not _has_16_bits(kwargs):
-            return super().propagate(edge_index, size=size, **kwargs)
         reason = "propagate() with positional arguments" if args else self._why_original(edge_index, kwargs)
         if not reason:
             are_few = are_few and not _has_16_bits(kwargs)
@@ -63,8 +75,11 @@ class AnyLayer(MessagePassing):
             if isinstance(found, Arguments):
                 how, pattern = self._kernel_reduce(), self._pattern("message", found)
                 if not are_few or (kernel_of(pattern, how) and not found.reads(pattern.names)):
+                    copies = Copies.of(self, pattern, how, self._names(), kwargs)
+                    if copies is not None:
+                        self._served[kind] = copies
                     return self._propagate_lazily(found, pattern, how)
-                self._without_kernel.add(self._kind(kwargs))
+                self._served[kind] = None
                 reason = _FEW_ON_GPU
             else:
                 reason = found
@@ -108,7 +123,7 @@ class AnyLayer(MessagePassing):
             return why_watched(edge_index) or "a subclass of Tensor"
         # One thread adds in order, so that PyTorch's sums have the same bits every time too; not so those of
         # 16-bit numbers in float32.
-        if edge_index.is_cpu and edge_index.size(1) < FEW_EDGES and not _has_16_bits(given):
+        if _are_few_on_cpu(edge_index) and not _has_16_bits(given):
             return f"fewer than {FEW_EDGES} edges on the CPU"
         return ""
 
@@ -118,8 +133,11 @@ class AnyLayer(MessagePassing):
 
     def _kind(self, given: dict[str, Any]) -> Any:
         """What decides, with the layer's class, whether one kernel serves a call."""
-        absent = tuple([value is None for value in given.values()])
-        return type(self._modules.get("aggr_module")), tuple(given), absent
+        return (
+            type(self.__dict__["_modules"].get("aggr_module")),
+            *given,
+            *[value.dtype if type(value) is Tensor else _kind_of(value) for value in given.values()],
+        )
 
     # ---------------------------------------------------------------- arguments
 
@@ -164,7 +182,7 @@ class AnyLayer(MessagePassing):
         adj = known(edge_index, options)
         if adj is None:
             if are_few and is_made_anew(edge_index, options):
-                return f"at most {FEW_EDGES_ON_GPU} edges on a GPU, made anew in every call"
+                return _NEW_ON_GPU
             adj = lookup(edge_index, (edge_index,), options, lambda: edges_made_anew(edges, options))
         return Arguments(
             self.node_dim,
@@ -276,6 +294,17 @@ class AnyLayer(MessagePassing):
     __prepare_scriptable__ = FastConv.__prepare_scriptable__
 
 
+def _kind_of(argument: Any) -> Any:
+    """Dtypes of tensors, types of anything else."""
+    if isinstance(argument, (tuple, list)):
+        return tuple([item.dtype if isinstance(item, Tensor) else type(item) for item in argument])
+    return argument.dtype if isinstance(argument, Tensor) else type(argument)
+
+
+def _are_few_on_cpu(edge_index: Any) -> bool:
+    return isinstance(edge_index, Tensor) and edge_index.is_cpu and edge_index.shape[-1] < FEW_EDGES
+
+
 def _has_16_bits(given: dict[str, Any]) -> bool:
     if is_any_autocast_enabled():
         return True
@@ -299,7 +328,7 @@ def accelerated_class(original: type[MessagePassing]) -> type[AnyLayer]:
             "_original": original,
             "_patterns": {},
             "_signature": None,
-            "_without_kernel": set(),
+            "_served": {},
             # What PyG puts back after explain mode.
             "_jinja_propagate": AnyLayer.propagate,
             "forward": _with_edge_list(original.forward),

@@ -49,6 +49,7 @@ _MESSAGE_HOOKS = tuple(
     for kind in ("pre_hooks", "hooks")
 )
 _is_tracing = torch._C._is_tracing
+_is_deterministic = torch._C._get_deterministic_algorithms
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # The method as written, not the specialised copy that PyG puts in its place when a class is first
@@ -409,13 +410,17 @@ class FastConv(MessagePassing):
 
 
 def known(edge_index: Tensor, options: Hashable) -> Adjacency | None:
-    """The structure of the last edges that came with these options, if they are a plain tensor and the same.
+    """The structure of edges that came with these options before, if they are a plain tensor and the same.
 
     What :func:`fastsparse_pyg.caching.lookup` finds, in less of the host's time; None: ask it.
     """
-    latest = layer_cache.latest.get(options)
-    if latest is None or latest[0]() is not edge_index or type(edge_index) is not Tensor:
+    if type(edge_index) is not Tensor:
         return None
+    latest = layer_cache.latest.get(options)
+    if latest is None or latest[0]() is not edge_index:  # as of a layer of two edge lists
+        latest = layer_cache.kept(edge_index, options)
+        if latest is None:
+            return None
     # What `stamp_of` says of a plain tensor, without the call.
     if latest[1] != ((edge_index.data_ptr(), edge_index.stride(), *stamp_attributes(edge_index)),):
         return None
@@ -434,7 +439,7 @@ def are_few_on_gpu(edge_index: Any) -> bool:
         type(edge_index) is Tensor
         and edge_index.is_cuda
         and edge_index.numel() <= 2 * FEW_EDGES_ON_GPU
-        and not torch.are_deterministic_algorithms_enabled()
+        and not _is_deterministic()
         and recorded.current() is None
     )
 

@@ -11,7 +11,7 @@ from torch_geometric.nn import HGTConv
 from torch_geometric.nn.dense import HeteroDictLinear, HeteroLinear
 from torch_geometric.typing import EdgeType, NodeType
 
-from fastsparse_core import Adjacency, attention
+from fastsparse_core import Adjacency, attention, recorded
 from fastsparse_pyg.caching import lookup
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import is_plain_linear
@@ -95,6 +95,7 @@ class FastHGTConv(AttentionConv, HGTConv):
     ) -> Adjacency:
         """Structure of all relations: rows are nodes of all types, columns the sources of each relation."""
         sizes = {node_type: x.size(0) for node_type, x in x_dict.items()}
+        run = recorded.current()
         edges = tuple(edge_index_dict.values())
 
         def build() -> Adjacency:
@@ -109,7 +110,9 @@ class FastHGTConv(AttentionConv, HGTConv):
                     ("source", edge_index[0], sizes[src]),
                     ("destination", edge_index[1], sizes[dst]),
                 ):
-                    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
+                    if run is not None:  # nothing is read from the device
+                        run.check_room(index, size)
+                    elif index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
                         raise IndexError(
                             f"edge_index_dict: expected {name} indices from 0 to {size - 1} between {src!r} "
                             f"and {dst!r}, got values from {int(index.min())} to {int(index.max())}"

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch_geometric.nn.conv import MessagePassing
 
-from fastsparse_core import gine_aggregate, spmm
-from fastsparse_pyg.nn.layer_arguments import Arguments
+from fastsparse_core import gine_aggregate, policy, spmm
+from fastsparse_core.ops._common import is_any_autocast_enabled, is_plain_eager
+from fastsparse_core.ops.spmm import plain_spmm
+from fastsparse_pyg.caching import is_made_anew
+from fastsparse_pyg.nn.base import has_message_hook, known
+from fastsparse_pyg.nn.layer_arguments import Arguments, Signature
 from fastsparse_pyg.nn.message_pattern import Pattern
 
 #: Reductions that a sparse product knows.
@@ -21,6 +27,99 @@ def kernel_of(pattern: Pattern, how: str) -> str:
     if pattern.kind == "product" and how in PRODUCTS:
         return "spmm"
     return "gine_aggregate" if pattern.kind == "relu" and how == "sum" else ""
+
+
+class Copies(NamedTuple):
+    """Messages that copy the sources' features, with weights of what the caller hands over, or without.
+
+    Such a call that repeats one needs no arguments found: a step of a small model takes as long as the host
+    needs for it.
+
+    Attributes:
+        pattern: of `message`.
+        message: the method that has it.
+        how: the reduction.
+        feature: the caller's name of the features.
+    """
+
+    pattern: Pattern
+    message: Callable[..., Any]
+    how: str
+    feature: str
+
+    @classmethod
+    def of(
+        cls, layer: Any, pattern: Pattern, how: str, names: Signature, given: dict[str, Any]
+    ) -> Copies | None:
+        """What calls like one at hand ask of a layer; None where they ask more than one product."""
+        feature = pattern.feature[:-2]
+        if (
+            kernel_of(pattern, how) != "spmm"
+            or pattern.shape is not None
+            or pattern.out_shape is not None
+            or names.lifted != ((pattern.feature, feature, False),)
+            or any(name not in given or name not in names.traced["message"] for name in pattern.names)
+            or type(layer).update is not MessagePassing.update
+        ):
+            return None
+        return cls(pattern, type(layer).message, how, feature)
+
+    def reduce(self, layer: Any, edge_index: Any, given: dict[str, Any]) -> Any:
+        """The result of `propagate` for edges that were looked up before; None: look closer.
+
+        NotImplemented: the layer makes its edges anew in every call.
+
+        Args:
+            layer: whose messages they are.
+            edge_index: as the caller gave it.
+            given: the caller's other arguments.
+        """
+        x, state = given[self.feature], layer.__dict__
+        if type(x) is tuple and len(x) == 2 and x[0] is x[1]:
+            x = x[0]
+        aggregation = state["_modules"]["aggr_module"]
+        if (
+            not (type(x) is type(edge_index) is Tensor)
+            or x.dim() != 2
+            or not (x.layout is edge_index.layout is torch.strided)
+            or not x.is_floating_point()
+            or state["node_dim"] not in (-2, 0)
+            or state["_explain"]
+            or state["_decomposed_layers"] > 1
+            or "message" in state
+            or "aggregate" in state
+            or "update" in state
+            or aggregation._forward_hooks
+            or aggregation._forward_pre_hooks
+            or has_message_hook(state)
+            or type(layer).message is not self.message
+            or not self.pattern.holds_for(layer)
+            or is_any_autocast_enabled()
+            or _is_tracing()
+            or not is_plain_eager(x)
+        ):
+            return None
+        num_nodes = x.shape[0]
+        options = (num_nodes, num_nodes, state["flow"], False)
+        adj = known(edge_index, options)
+        if adj is None:
+            return NotImplemented if is_made_anew(edge_index, options) else None
+        value: Tensor | None = None
+        compute = self.pattern.compute
+        if compute is not None:
+            weight, assigned = compute(layer, *[given[name] for name in self.pattern.names])
+            for name, item in assigned.items():
+                setattr(layer, name, item)
+            if weight is not None:
+                value = _as_value(weight, x.shape[1:], 0, 2, edge_index.shape[1])
+                if value is None or value.dtype is not x.dtype:
+                    return None
+        algorithm = policy.requested("spmm", "auto")
+        out = plain_spmm(adj, x, value, self.how, None, None, algorithm)
+        return spmm(adj, x, value, self.how) if out is None else out
+
+
+_is_tracing = torch._C._is_tracing
 
 
 def reduce_by_kernel(layer: Any, pattern: Pattern, found: Arguments, how: str) -> Tensor | None:
@@ -123,6 +222,8 @@ def _as_value(weight: Any, rest: Any, dim: int, num_dims: int, num_edges: int) -
     """
     if type(weight) is not Tensor or not weight.is_floating_point() or weight.dim() > num_dims:
         return None
+    if num_dims == 2 and weight.shape == (num_edges, 1):  # most are
+        return None if dim else weight
     shape = (1,) * (num_dims - weight.dim()) + tuple(weight.shape)
     if shape[dim] != num_edges or any(size != 1 for size in shape[:dim]):
         return None

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+import torch_geometric.nn as pyg
 from torch import Tensor
 from torch_geometric.nn import RGCNConv
+from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
 from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, scatter, spmm
@@ -28,11 +30,12 @@ class FastRGCNConv(FastConv, RGCNConv):
         \sum_{j \in \mathcal{N}_r(i)} \frac{1}{|\mathcal{N}_r(i)|} \mathbf{\Theta}_r \cdot \mathbf{x}_j
 
     after "Modeling Relational Data with Graph Convolutional Networks" (https://arxiv.org/abs/1703.06103),
-    sections 2.1 and 2.2. Arguments, parameters, ``state_dict`` and results are the original's; PyG's own
-    ``FastRGCNConv`` is another layer. One aggregation serves all relations: its rows are the pairs of a
-    destination and a relation that have edges, sorted by relation, so that every relation's matrix multiplies
-    consecutive rows. Where fewer numbers move, sources are multiplied first. Nothing of the size of nodes
-    times relations is stored. The structure is made once for each pair of ``edge_index`` and ``edge_type``.
+    sections 2.1 and 2.2. Arguments, parameters, ``state_dict`` and results are the original's; that of PyG's
+    own ``FastRGCNConv`` is :class:`FastFastRGCNConv`. One aggregation serves all relations: its rows are the
+    pairs of a destination and a relation that have edges, sorted by relation, so that every relation's matrix
+    multiplies consecutive rows. Where fewer numbers move, sources are multiplied first. Nothing of the size
+    of nodes times relations is stored. The structure is made once for each pair of ``edge_index`` and
+    ``edge_type``.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, indices :math:`(|\mathcal{V}|)`, None, or
@@ -43,6 +46,8 @@ class FastRGCNConv(FastConv, RGCNConv):
 
     _any_reduction = True
     _fusible: ClassVar[bool] = False
+    #: Whether PyG adds the relations' results onto zeros of the default dtype.
+    _onto_zeros: ClassVar[bool] = True
 
     def forward(self, x: Any, edge_index: Any, edge_type: OptTensor = None) -> Tensor:
         """Computes the layer.
@@ -78,7 +83,8 @@ class FastRGCNConv(FastConv, RGCNConv):
         else:
             rows = spmm(relations.from_rows, weight.reshape(-1, self.out_channels), reduce=self._reduce())
             out = scatter(rows, relations.dst_pairs.node, relations.shape[0])
-        out = out.to(torch.promote_types(out.dtype, torch.get_default_dtype()))  # as what PyG adds onto
+        if self._onto_zeros:
+            out = out.to(torch.promote_types(out.dtype, torch.get_default_dtype()))
         if self.root is not None:
             out = out + (x_r @ self.root if x_r.is_floating_point() else self.root[x_r])
         return out if self.bias is None else out + self.bias
@@ -116,3 +122,20 @@ class FastRGCNConv(FastConv, RGCNConv):
             return "an Adjacency with flow='target_to_source'"
         features = x_l if x_l.is_floating_point() else self.weight
         return self._why_original(features, edge_index)
+
+
+class FastFastRGCNConv(FastRGCNConv, pyg.FastRGCNConv):
+    """PyG's :class:`~torch_geometric.nn.conv.FastRGCNConv`, RGCN by a matrix per edge, on FastSparse kernels.
+
+    What :class:`FastRGCNConv` computes, for sums and means, on the same parameters.
+    """
+
+    _aggregations: ClassVar[tuple[type[torch.nn.Module], ...]] = (SumAggregation, MeanAggregation)
+    _onto_zeros: ClassVar[bool] = False
+
+    def _why_original_relational(
+        self, x_l: Tensor, x_r: Tensor, edge_index: object, edge_type: object
+    ) -> str:
+        if not x_l.is_floating_point():
+            return "features that are indices"  # which PyG's takes for the nodes' own
+        return super()._why_original_relational(x_l, x_r, edge_index, edge_type)

@@ -50,6 +50,11 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
             edge_weight: one weight per edge, for edges and Adjacency (a matrix carries its own).
             size: (sources, destinations), for edge lists.
         """
+        adj = self._known(x, edge_index) if size is None else None
+        if adj is not None and (edge_weight is None or _is_plain_weight(edge_weight, x, adj)):
+            modules = self.__dict__["_modules"]
+            both = modules["lin_rel"], modules["lin_root"]
+            return self._neighbours_and_root(adj, x, x, edge_weight, *both, is_plain=True)
         pair = (x, x) if isinstance(x, Tensor) else x
         reason = self._why_original_pair(pair, edge_index)
         if reason:
@@ -63,6 +68,16 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
         if value is not None and not torch.is_autocast_enabled(x_src.device.type):
             x_src = x_src.to(message_dtype(x_src, value))
         return self._neighbours_and_root(graph.adj, x_src, x_dst, value, self.lin_rel, self.lin_root)
+
+
+def _is_plain_weight(weight: Any, x: Tensor, adj: Adjacency) -> bool:
+    """Whether nothing has to be done to edge weights before a product."""
+    return (
+        type(weight) is Tensor
+        and weight.dtype is x.dtype
+        and weight.shape == (adj.num_values,)
+        and weight.device == x.device
+    )
 
 
 class _Powers(PropagatingConv):
@@ -198,6 +213,31 @@ class FastTAGConv(PropagatingConv, pyg.TAGConv):
             for lin in list(self.lins)[1:]:
                 x = self._multiply(matrix, x)
                 out = add_linear(out, x, lin, Linear) if plain else out + lin(x)
+        return out if self.bias is None else out + self.bias
+
+
+class FastMixHopConv(PropagatingConv, pyg.MixHopConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.MixHopConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{X}^{\prime} = {\Bigg\Vert}_{p \in P} \left( \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}}
+        \mathbf{\hat{D}}^{-1/2} \right)^p \mathbf{X} \mathbf{\Theta}_p
+
+    after "MixHop" (https://arxiv.org/abs/1905.00067).
+    """
+
+    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
+        reason = self._why_original_propagating(x, edge_index)
+        if reason:
+            return self._original_propagating(reason, x, edge_index, edge_weight)
+        matrix = self._propagation(x, edge_index, edge_weight, add_self_loops=self.add_self_loops)
+        first, *others = self.lins
+        parts = [first(x)]
+        for lin in others:
+            x = self._multiply(matrix, x)
+            parts.append(lin(x))
+        out = torch.cat([parts[power] for power in self.powers], dim=-1)
         return out if self.bias is None else out + self.bias
 
 
@@ -341,7 +381,8 @@ class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
                 reason or "features that are too wide", x, edge_index, edge_weight
             )
         matrix = self._propagation(x, edge_index, edge_weight, normalize=False)
-        x = F.pad(x, (0, self.out_channels - x.size(-1)))
+        if x.size(-1) < self.out_channels:
+            x = F.pad(x, (0, self.out_channels - x.size(-1)))
         for weight in self.weight:
             x = self.rnn(self._multiply(matrix, x @ weight), x)
         return x

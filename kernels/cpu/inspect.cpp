@@ -56,7 +56,9 @@ void inspect_edges(const InspectArgs& args, int threads) {
   while (next <= args.num_rows) args.rowptr[next++] = args.num_edges;
 }
 
-void inspect_level(const InspectArgs& args, int threads) {
+}  // namespace
+
+void inspect(const InspectArgs& args, int threads) {
   std::fill_n(args.facts, static_cast<int>(kNumEdgeFacts), 0);
   args.index_is_64bit ? inspect_edges<std::int64_t>(args, threads)
                       : inspect_edges<std::int32_t>(args, threads);
@@ -82,12 +84,6 @@ void inspect_level(const InspectArgs& args, int threads) {
     args.facts[kMostEntries] = std::max(args.facts[kMostEntries], degree);
     args.inv_degree[r] = degree > 0 ? 1.0f / static_cast<float>(degree) : 0.0f;
   }
-}
-
-}  // namespace
-
-void inspect(const InspectLevels& levels, int threads) {
-  for (int k = 0; k < levels.num_levels; ++k) inspect_level(levels.level[k], threads);
 }
 
 }  // namespace fastsparse::cpu

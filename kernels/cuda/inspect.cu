@@ -1,6 +1,6 @@
 // Checks of edges and compressed rows on the GPU, and what a structure of sorted edges consists of, in one
-// launch for all structures of a batch: some blocks pass over edges, the others over rows. The host reads the
-// answers once. Bytes: indices read once, 4 per edge and 28 per row written.
+// launch: some blocks pass over edges, the others over rows. The host reads the answers once. Bytes: indices
+// read once, 4 per edge and 28 per row written.
 #include <algorithm>
 
 #include "fastsparse/cuda_common.cuh"
@@ -159,50 +159,29 @@ __device__ void inspect_rows(const InspectArgs& args, std::int64_t block) {
   if (threadIdx.x == 0) raise(args.facts + kMostEntries, longest);
 }
 
-// How a launch's blocks are shared out: level after level, and of a level first those that look for rows,
-// which wait for memory while others pass over edges.
-struct Blocks {
-  std::int64_t of_edges[InspectLevels::kMost];
-  std::int64_t of_rows[InspectLevels::kMost];
-  std::int64_t upto[InspectLevels::kMost];
-};
-
 template <typename Index>
-__device__ void inspect_level(const InspectArgs& args, std::int64_t block, std::int64_t row_blocks,
-                              std::int64_t edge_blocks) {
+__device__ void inspect_block(const InspectArgs& args, std::int64_t row_blocks) {
+  const std::int64_t block = blockIdx.x;
   block < row_blocks ? inspect_rows<Index>(args, block)
-                     : inspect_edges<Index>(args, block - row_blocks, edge_blocks);
+                     : inspect_edges<Index>(args, block - row_blocks, gridDim.x - row_blocks);
 }
 
-__global__ void inspect_kernel(const __grid_constant__ InspectLevels levels,
-                               const __grid_constant__ Blocks blocks) {
-  int k = 0;
-  while (blockIdx.x >= blocks.upto[k]) ++k;
-  const InspectArgs& args = levels.level[k];
-  const std::int64_t block = blockIdx.x - (k > 0 ? blocks.upto[k - 1] : 0);
-  args.index_is_64bit ? inspect_level<std::int64_t>(args, block, blocks.of_rows[k], blocks.of_edges[k])
-                      : inspect_level<std::int32_t>(args, block, blocks.of_rows[k], blocks.of_edges[k]);
+// The first blocks are those that look for rows, which wait for memory while the others pass over edges.
+__global__ void inspect_kernel(const __grid_constant__ InspectArgs args, std::int64_t row_blocks) {
+  args.index_is_64bit ? inspect_block<std::int64_t>(args, row_blocks)
+                      : inspect_block<std::int32_t>(args, row_blocks);
 }
 
 }  // namespace
 
-int inspect(const InspectLevels& levels, void* stream) {
-  if (levels.num_levels == 0) return cudaSuccess;
+int inspect(const InspectArgs& args, void* stream) {
   auto* queue = static_cast<cudaStream_t>(stream);
-  std::int64_t* facts = levels.level[0].facts;
-  const cudaError_t error =
-      cudaMemsetAsync(facts, 0, levels.num_levels * kNumEdgeFacts * sizeof *facts, queue);
+  const cudaError_t error = cudaMemsetAsync(args.facts, 0, kNumEdgeFacts * sizeof *args.facts, queue);
   if (error != cudaSuccess) return error;
-  Blocks blocks{};
-  std::int64_t num_blocks = 0;
-  for (int k = 0; k < levels.num_levels; ++k) {
-    const InspectArgs& args = levels.level[k];
-    blocks.of_edges[k] = std::min(static_cast<std::int64_t>(ceil_div(args.num_edges, kThreads)), kMostBlocks);
-    blocks.of_rows[k] = ceil_div(args.num_rows + 1, kThreads);
-    num_blocks += blocks.of_rows[k] + blocks.of_edges[k];
-    blocks.upto[k] = num_blocks;
-  }
-  inspect_kernel<<<static_cast<unsigned>(num_blocks), kThreads, 0, queue>>>(levels, blocks);
+  const std::int64_t row_blocks = ceil_div(args.num_rows + 1, kThreads);
+  const std::int64_t edge_blocks =
+      std::min(static_cast<std::int64_t>(ceil_div(args.num_edges, kThreads)), kMostBlocks);
+  inspect_kernel<<<static_cast<unsigned>(row_blocks + edge_blocks), kThreads, 0, queue>>>(args, row_blocks);
   return cudaGetLastError();
 }
 

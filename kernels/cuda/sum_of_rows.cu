@@ -7,10 +7,16 @@
 // in an order that depends on the sizes alone: lines of a block one after the other, then parts
 // (combine_kernel). So sums of terms that cancel keep their digits, and repeat to the bit.
 //
+// Sums that are asked for together (the gradients of a layer's biases) take one launch of each kernel: to
+// launch is what small matrices wait for.
+//
 // Floor: num_rows * width * sizeof(T) bytes, once: 19 us for 160,000 x 128 in float32 at 4.3 TB/s.
+
+#include <algorithm>
 
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
+#include "fastsparse/sum_of_rows.h"
 
 namespace fastsparse::cuda {
 namespace {
@@ -18,9 +24,15 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kAhead = 4;  // rows that a thread loads before it adds
 
+struct Sums {
+  SumOfRowsArgs of[kMostSums];
+  int columns[kMostSums];  // of a block
+  bool packed[kMostSums];  // whether rows can be read 16 bytes at a time
+};
+
+// `sums`: (kVec, kThreads) in shared memory.
 template <typename T, int kVec>
-__global__ void __launch_bounds__(kThreads) parts_kernel(const SumOfRowsArgs args, const int columns) {
-  __shared__ double sums[kVec][kThreads];
+__device__ __forceinline__ void add_part(const SumOfRowsArgs& args, const int columns, double* sums) {
   const int x = static_cast<int>(threadIdx.x) % columns, y = static_cast<int>(threadIdx.x) / columns;
   const int lines = kThreads / columns;
   const std::int64_t column = (static_cast<std::int64_t>(blockIdx.x) * columns + x) * kVec;
@@ -50,22 +62,49 @@ __global__ void __launch_bounds__(kThreads) parts_kernel(const SumOfRowsArgs arg
     }
   }
 #pragma unroll
-  for (int v = 0; v < kVec; ++v) sums[v][threadIdx.x] = total[v];
+  for (int v = 0; v < kVec; ++v) sums[v * kThreads + threadIdx.x] = total[v];
   __syncthreads();
   if (y > 0 || column >= args.width) return;
   double* out = args.partial + blockIdx.y * args.width + column;
 #pragma unroll
   for (int v = 0; v < kVec; ++v) {
     double sum = total[v];
-    for (int line = 1; line < lines; ++line) sum += sums[v][line * columns + x];
+    for (int line = 1; line < lines; ++line) sum += sums[v * kThreads + line * columns + x];
     out[v] = sum;
   }
 }
 
-// A warp's lanes take a column each, its 32 warps every 32nd part.
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kThreads) parts_kernel(const SumOfRowsArgs args, const int columns) {
+  __shared__ double sums[kVec * kThreads];
+  add_part<T, kVec>(args, columns, sums);
+}
+
+// One matrix for each blockIdx.z, of T or float32.
 template <typename T>
-__global__ void __launch_bounds__(kWarp* kWarp) combine_kernel(const SumOfRowsArgs args) {
+__global__ void __launch_bounds__(kThreads) parts_of_each_kernel(const __grid_constant__ Sums sums) {
+  constexpr int kVec = 16 / sizeof(T);
+  __shared__ double shared[kVec * kThreads];
+  const SumOfRowsArgs& of = sums.of[blockIdx.z];
+  const int columns = sums.columns[blockIdx.z];
+  const bool packed = sums.packed[blockIdx.z];
+  if (blockIdx.y >= of.num_parts) return;
+  if (sizeof(T) == sizeof(float) || of.dtype == Dtype::kFloat32) {
+    packed ? add_part<float, 4>(of, columns, shared) : add_part<float, 1>(of, columns, shared);
+  } else {
+    packed ? add_part<T, kVec>(of, columns, shared) : add_part<T, 1>(of, columns, shared);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void store(void* to, std::int64_t at, double number) {
+  static_cast<T*>(to)[at] = narrow<T>(static_cast<Acc<T>>(number));
+}
+
+// A warp's lanes take a column each, its 32 warps every 32nd part; one matrix for each blockIdx.y.
+__global__ void __launch_bounds__(kWarp* kWarp) combine_kernel(const __grid_constant__ Sums all) {
   __shared__ double sums[kWarp][kWarp];
+  const SumOfRowsArgs& args = all.of[blockIdx.y];
   const int lane = static_cast<int>(threadIdx.x), warp = static_cast<int>(threadIdx.y);
   const std::int64_t column = static_cast<std::int64_t>(blockIdx.x) * kWarp + lane;
   double total = 0;
@@ -78,15 +117,34 @@ __global__ void __launch_bounds__(kWarp* kWarp) combine_kernel(const SumOfRowsAr
   __syncthreads();
   if (warp > 0 || column >= args.width) return;
   for (int other = 1; other < kWarp; ++other) total += sums[other][lane];
-  static_cast<T*>(args.out)[column] = narrow<T>(static_cast<Acc<T>>(total));
+  switch (args.out_dtype) {
+    case Dtype::kFloat64:
+      return store<double>(args.out, column, total);
+    case Dtype::kFloat32:
+      return store<float>(args.out, column, total);
+    case Dtype::kFloat16:
+      return store<__half>(args.out, column, total);
+    case Dtype::kBFloat16:
+      return store<__nv_bfloat16>(args.out, column, total);
+  }
+}
+
+template <typename T>
+bool is_packed(const SumOfRowsArgs& args) {
+  return vector_width<T>({args.width, args.row_stride}, {args.rows}) == 16 / static_cast<int>(sizeof(T));
+}
+
+// Columns of a block that reads `vec` elements at a time.
+int columns_of(const SumOfRowsArgs& args, std::int64_t vec) {
+  int columns = 1;
+  while (columns < args.width / vec && columns < kThreads) columns *= 2;
+  return columns;
 }
 
 template <typename T, int kVec>
 void launch_parts(const SumOfRowsArgs& args, cudaStream_t queue) {
-  const std::int64_t packs = args.width / kVec;
-  int columns = 1;
-  while (columns < packs && columns < kThreads) columns *= 2;
-  const dim3 grid(ceil_div(packs, columns), static_cast<unsigned>(args.num_parts));
+  const int columns = columns_of(args, kVec);
+  const dim3 grid(ceil_div(args.width / kVec, columns), static_cast<unsigned>(args.num_parts));
   parts_kernel<T, kVec><<<grid, kThreads, 0, queue>>>(args, columns);
 }
 
@@ -96,17 +154,42 @@ int sum_of_rows(const SumOfRowsArgs& args, void* stream) {
   const auto queue = static_cast<cudaStream_t>(stream);
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);
-    constexpr int kVec = 16 / sizeof(T);
-    if (vector_width<T>({args.width, args.row_stride}, {args.rows}) == kVec) {
-      launch_parts<T, kVec>(args, queue);
-    } else {
-      launch_parts<T, 1>(args, queue);
-    }
+    is_packed<T>(args) ? launch_parts<T, 16 / sizeof(T)>(args, queue) : launch_parts<T, 1>(args, queue);
   });
-  with_type(args.out_dtype, [&](auto type) {
-    using T = decltype(type);
-    combine_kernel<T><<<ceil_div(args.width, kWarp), dim3(kWarp, kWarp), 0, queue>>>(args);
-  });
+  combine_kernel<<<ceil_div(args.width, kWarp), dim3(kWarp, kWarp), 0, queue>>>({{args}, {}, {}});
+  return cudaGetLastError();
+}
+
+int sums_of_rows(const SumOfRowsArgs* each, int count, void* stream) {
+  if (count == 0) return cudaSuccess;
+  if (count == 1) return sum_of_rows(each[0], stream);
+  const auto queue = static_cast<cudaStream_t>(stream);
+  Sums sums{};
+  Dtype dtype = Dtype::kFloat32;
+  std::int64_t blocks = 0, parts = 0, widest = 0;
+  for (int i = 0; i < count; ++i) {
+    const SumOfRowsArgs& args = sums.of[i] = each[i];
+    if (args.dtype != Dtype::kFloat32) dtype = args.dtype;
+    with_type(args.dtype, [&](auto type) {
+      using T = decltype(type);
+      sums.packed[i] = is_packed<T>(args);
+      const std::int64_t vec = sums.packed[i] ? 16 / sizeof(T) : 1;
+      sums.columns[i] = columns_of(args, vec);
+      blocks = std::max<std::int64_t>(blocks, ceil_div(args.width / vec, sums.columns[i]));
+    });
+    parts = std::max(parts, args.num_parts);
+    widest = std::max(widest, args.width);
+  }
+  const auto many = static_cast<unsigned>(count);
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(parts), many);
+  if (dtype == Dtype::kFloat32) {
+    parts_of_each_kernel<float><<<grid, kThreads, 0, queue>>>(sums);
+  } else if (dtype == Dtype::kFloat16) {
+    parts_of_each_kernel<__half><<<grid, kThreads, 0, queue>>>(sums);
+  } else {
+    parts_of_each_kernel<__nv_bfloat16><<<grid, kThreads, 0, queue>>>(sums);
+  }
+  combine_kernel<<<dim3(ceil_div(widest, kWarp), many), dim3(kWarp, kWarp), 0, queue>>>(sums);
   return cudaGetLastError();
 }
 

@@ -602,6 +602,19 @@ class AttentionLayer:
         threads: int,
     ) -> None: ...
 
+def stack_maps(
+    weights: list[int],
+    biases: list[int],
+    weight_size: int,
+    bias_size: int,
+    weight: int,
+    bias: int,
+    dtype: int,
+    to_dtype: int,
+    device: int,
+    queue: int,
+) -> None: ...
+
 class CudaAttentionLayer:
     def __init__(
         self,
@@ -612,6 +625,7 @@ class CudaAttentionLayer:
         num_slots: int,
         num_slots_t: int,
         att_rows: int,
+        num_values: int,
         kind: int,
         dtype: int,
         num_nodes: int,
@@ -625,6 +639,10 @@ class CudaAttentionLayer:
     ) -> None: ...
     @property
     def scratch(self) -> int: ...
+    @property
+    def state(self) -> int: ...
+    @property
+    def on_blocks(self) -> bool: ...
     def forward(
         self,
         joint: int,
@@ -1097,6 +1115,17 @@ def emit_rows(
     rowptr: int,
     inv_degree: int,
     slices: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def place_batch(
+    nodes: tuple[list[int], list[int]],
+    edges: tuple[list[int], list[int]],
+    sources: tuple[list[int], list[int]],
+    targets: tuple[list[int], list[int]],
+    ends: tuple[int, int, int, bool],
+    marks: tuple[int, int, int, int],
+    tensors: list[tuple[int, int, int, int, bool, bool]],
     device: int,
     queue: int,
 ) -> None: ...

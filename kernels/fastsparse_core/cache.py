@@ -101,6 +101,14 @@ class AdjacencyCache:
             self._remember(reference, stamp, options, adjacency)
             return adjacency
 
+    def kept(self, key: object, options: Hashable) -> tuple[Any, Hashable, Adjacency] | None:
+        """(weak reference to the graph object, stamp, structure) if there is an entry, of whatever stamp."""
+        reference, entries = self._graphs.get(id(key), (None, {}))
+        if reference is None or reference() is not key:
+            return None
+        entry = entries.get(options)
+        return None if entry is None else (reference, *entry)
+
     def holds(self, key: object) -> bool:
         """Whether something is kept for a graph object, of its present content or an earlier one."""
         kept = self._graphs.get(id(key))

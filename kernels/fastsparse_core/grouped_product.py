@@ -49,32 +49,32 @@ def _by_block(rows: Tensor, num_blocks: int) -> Tensor:
     return rows.view(rows.size(0), num_blocks, -1).transpose(0, 1)
 
 
+def _sizes(starts: tuple[int, ...]) -> list[int]:
+    return [last - first for first, last in pairwise(starts)]
+
+
 def _multiply(x: Tensor, weight: Tensor, starts: tuple[int, ...]) -> Tensor:
-    num_blocks = weight.size(1)
+    # All views of a tensor are made by one call: with many relations their calls cost more than the products.
+    num_blocks, sizes = weight.size(1), _sizes(starts)
     out = x.new_empty(x.size(0), num_blocks * weight.size(3))
-    for group, (first, last) in enumerate(pairwise(starts)):
-        if first == last:
-            continue
-        rows, to = x[first:last], out[first:last]
-        if num_blocks == 1:
-            torch.mm(rows, weight[group, 0], out=to)
-        else:
-            _by_block(to, num_blocks).copy_(torch.bmm(_by_block(rows, num_blocks), weight[group]))
+    if num_blocks == 1:
+        for rows, matrix, to in zip(x.split(sizes), weight[:, 0].unbind(), out.split(sizes), strict=True):
+            torch.mm(rows, matrix, out=to)
+        return out
+    pieces = (_by_block(each, num_blocks).split(sizes, 1) for each in (x, out))
+    for matrices, rows, to in zip(weight.unbind(), *pieces, strict=True):
+        to.copy_(torch.bmm(rows, matrices))
     return out
 
 
 def _outer(x: Tensor, grad: Tensor, like: Tensor, starts: tuple[int, ...]) -> Tensor:
     """Gradients of the weights; of PyTorch's operators, which have gradients of their own."""
-    num_blocks = like.size(1)
-    parts = [
-        torch.bmm(
-            _by_block(x[first:last], num_blocks).transpose(1, 2), _by_block(grad[first:last], num_blocks)
-        )
-        if last > first
-        else like.new_zeros(like.shape[1:])
-        for first, last in pairwise(starts)
-    ]
-    return torch.stack(parts) if parts else torch.zeros_like(like)
+    num_blocks, sizes = like.size(1), _sizes(starts)
+    if not sizes:
+        return torch.zeros_like(like)
+    columns = _by_block(x, num_blocks).transpose(1, 2).split(sizes, 2)
+    rows = _by_block(grad, num_blocks).split(sizes, 1)
+    return torch.stack([torch.bmm(*pair) for pair in zip(columns, rows, strict=True)])
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -31,6 +31,7 @@ class StepRun:
         of_edges: makes the structures of edge lists; it gets this object, then what
             ``Adjacency.from_coo`` was asked for.
         sorted_rows: addresses of memory, and offsets in it, where destinations begin that are sorted.
+        greatest_of: gives the greatest index that a tensor may hold with padding, or None.
     """
 
     def __init__(
@@ -39,15 +40,30 @@ class StepRun:
         has_padding: bool,
         of_edges: Callable[..., Any],
         sorted_rows: Collection[tuple[int, int]] = (),
+        greatest_of: Callable[[torch.Tensor], int | None] = lambda index: None,
     ) -> None:
         self.has_padding = has_padding
         self.of_edges = of_edges
         self._sorted_rows = sorted_rows
+        self._greatest_of = greatest_of
         self._structures: dict[Hashable, tuple[object, Any]] = {}
 
     def is_sorted(self, row: torch.Tensor) -> bool:
         """Whether destinations are known to ascend."""
         return (row.untyped_storage().data_ptr(), row.storage_offset()) in self._sorted_rows
+
+    def check_room(self, index: torch.Tensor, size: int) -> None:
+        """Refuses indices of padding into what has no row for it, which would end the process on a GPU.
+
+        Raises:
+            RuntimeError: there is one.
+        """
+        greatest = self._greatest_of(index)
+        if greatest is not None and size <= greatest:
+            raise RuntimeError(
+                f"{size} rows are indexed by a batch's nodes or edges, and there is none for padding; "
+                "readouts of the framework, and features in the batch, have"
+            )
 
     def structure(self, key: object, options: Hashable, build: Callable[[], Any]) -> Any:
         """The structure of a graph object, made once in this execution."""

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastsparse_core import recorded
 from fastsparse_core.structure.adjacency import Adjacency
-from fastsparse_core.structure.build_once import BuiltOnce
+from fastsparse_core.structure.build_once import built_results
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Relations:
         self.dst, self.src, self.kind = (it.to(torch.int32, copy=True) for it in (dst, src, kind))
         self.shape = shape
         self.num_relations = num_relations
-        self._memo = BuiltOnce()
+        self._memo = built_results()
 
     @property
     def num_edges(self) -> int:
@@ -69,6 +70,10 @@ class Relations:
         return self._memo.get("src_pairs", lambda: self._pairs(self.src, self.shape[1]))
 
     def _pairs(self, node: Tensor, num_nodes: int) -> Pairs:
+        if recorded.current() is not None:  # how many pairs have edges would have to be read: all have a row
+            every = torch.arange(num_nodes, device=node.device).repeat(self.num_relations)
+            firsts = tuple(num_nodes * relation for relation in range(self.num_relations + 1))
+            return Pairs(every, self.kind * num_nodes + node, firsts)
         key, of_edge = torch.unique(self.kind.long() * num_nodes + node, return_inverse=True)
         bounds = torch.arange(self.num_relations + 1, device=key.device) * num_nodes
         starts = torch.searchsorted(key, bounds).tolist()
@@ -113,7 +118,8 @@ class Relations:
 
         def build() -> Tensor:
             pair = self.dst_pairs.of_edge
-            count = torch.bincount(pair, minlength=len(self.dst_pairs))
+            count = torch.zeros(len(self.dst_pairs), dtype=torch.int64, device=pair.device)
+            count.scatter_add_(0, pair.long(), torch.ones_like(pair, dtype=torch.int64))
             return count.to(dtype).reciprocal().index_select(0, pair)
 
         return self._memo.get(("share", dtype), build)

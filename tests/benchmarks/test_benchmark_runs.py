@@ -30,26 +30,15 @@ def small_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "SUITE", small)
 
 
-def result_of(tmp_path: Path, name: str, *arguments: str) -> dict:
+def result_of(tmp_path: Path, name: str, *arguments: str, device: str = "cpu") -> dict:
     words = " ".join(arguments).split()
-    run([name, "--device", "cpu", "--out", str(tmp_path), *words], Console(quiet=True))
+    run([name, "--device", device, "--out", str(tmp_path), *words], Console(quiet=True))
     return record.load(next(tmp_path.glob(f"*/{name}*.json")))
 
 
 def test_spmm_checks_then_times_every_cell(tmp_path: Path) -> None:
-    arguments = [
-        "--graphs",
-        "pubmed",
-        "dd",
-        "--widths",
-        "8",
-        "--dtypes",
-        "float32",
-        "bfloat16",
-        "--budget-ms",
-        "1",
-    ]
-    result = result_of(tmp_path, "spmm", *arguments)
+    arguments = "--graphs pubmed dd --widths 8 --dtypes float32 bfloat16 --budget-ms 1"
+    result = result_of(tmp_path, "spmm", arguments)
     ours = [cell for cell in result["cells"] if cell["implementation"] == "fastsparse csr"]
     assert len(ours) == 2 * 2 * 2
     assert all(cell["status"] == "ok" and cell["samples"] >= 5 for cell in ours)
@@ -559,6 +548,33 @@ def test_sampling_draws_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     epochs = [cell["implementation"] for cell in result["cells"] if cell["part"] == "epoch"]
     assert epochs == (["loop", "captured"] if captures else ["loop"]) * 2
     assert "drawing a batch, cpu" in tables.report(result)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("batches", [2, None])
+def test_sampling_trains_on_a_scaled_stand_in_of_papers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, batches: int | None
+) -> None:
+    pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
+    if device == "cpu":
+        simulate(monkeypatch)
+    elif not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    limit = "" if batches is None else f"--batches {batches}"
+    arguments = f"--parts papers --scale 0.0002 --seeds 16 --fanouts 4 3 --width 8 {limit}"
+    result = result_of(tmp_path, "sampling", arguments, device=device)
+    cells = result["cells"]
+    places = ["host"] if device == "cpu" else ["GPU", "host"]
+    expected = [(place, step) for place in places for step in ("loop", "captured")]
+    assert [(cell["features_on"], cell["implementation"]) for cell in cells] == expected
+    for cell in cells:
+        assert cell["status"] == "ok"
+        assert (cell["num_nodes"], cell["nodes"]) == (22_211, 240)
+        assert abs(cell["entries"] / 646_274 - 1) < 0.01
+        assert cell["batches"] == (batches or 15)
+        assert ("epoch_s" in cell) == (batches is None)
+        assert 16 * 4 < cell["nodes_per_batch"] <= 16 * (1 + 4 + 4 * 3)
+    assert "22,211 nodes" in tables.report(result)
 
 
 def test_blocks_hold_different_neighbours_of_every_destination() -> None:

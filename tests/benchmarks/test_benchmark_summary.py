@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from benchmarks import record, summary, tables
+from benchmarks.tables.cells import stored_rivals
+from benchmarks.tables.train import train_at_a_glance
 
 H200 = record.RESULTS / "nvidia-h200"
 MACHINES = {"ours": {"gpu": "NVIDIA H200"}, "other": {"gpu": "NVIDIA A100"}}
@@ -88,7 +90,7 @@ def test_training_shows_what_a_cuda_graph_takes() -> None:
 
 def test_speed_ups_are_held_against_their_goals() -> None:
     stored = {
-        graph: tables.stored_rivals({"machine": MACHINES["ours"]}, "sddmm@32", "float16", graph)
+        graph: stored_rivals({"machine": MACHINES["ours"]}, "sddmm@32", "float16", graph)
         for graph in ("reddit", "yelp")
     }
     for speed, asked in ((2.0, "1.80x"), (1.5, "1.80x: missed")):
@@ -136,7 +138,7 @@ def test_the_page_opens_with_training_against_pyg() -> None:
         )
     ]
     cells.append(step("reddit", "PyG edge_index", model="sage3-128", dtype="float32", status="out of memory"))
-    (row,) = tables.train_at_a_glance({"cells": cells}).rows
+    (row,) = train_at_a_glance({"cells": cells}).rows
     assert list(row) == [
         "`FastSAGEConv`",
         "2.00x",
@@ -165,7 +167,7 @@ def test_spmm_compares_with_cusparse_of_the_same_run() -> None:
 def test_float32_takes_the_faster_of_two_records() -> None:
     """RoDe's stored times are known; cuSPARSE's are of the same run."""
     rode = {
-        graph: tables.stored_rivals({"machine": MACHINES["ours"]}, "spmm@64", "float32", graph)["RoDe fp32"]
+        graph: stored_rivals({"machine": MACHINES["ours"]}, "spmm@64", "float32", graph)["RoDe fp32"]
         for graph in ("reddit", "yelp")
     }
     shared = {"dtype": "float32", "width": 64, "direction": "forward", "status": "ok"}

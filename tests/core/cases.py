@@ -9,18 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsparse_core import Adjacency
 
+#: Of random tests, whose examples share the fixtures of a function.
+SETTINGS = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 #: Relative Frobenius error that an operator may have against the float64 reference.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 DTYPES = list(TOLERANCE)
 #: Widths on both sides of every vector, tile and lane boundary of the kernels.
 WIDTHS = (0, 1, 2, 3, 4, 5, 8, 16, 17, 31, 32, 40, 47, 64, 65, 100, 128, 130, 256, 1025)
 LAYOUTS = ("contiguous", "row_stride", "misaligned", "transposed", "expanded")
+#: Those of spmm; on the CPU, which has one kernel for all of them, csr.
+ALGORITHMS = ["csr", "flashsparse", "tca", "hr"]
 
 
 def each_kernel(*algorithms: str) -> pytest.MarkDecorator:
@@ -96,6 +103,29 @@ def ragged(num_edges: int, device: str, group_rows: str = "none") -> Adjacency:
     return Adjacency.from_coo(
         row[kept].to(device), col[kept].to(device), (nodes, nodes), group_rows=group_rows
     )
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+
+def random_graph(num_dst: int = 40, num_src: int = 60, num_edges: int = 400) -> EdgeList:
+    generator = torch.Generator().manual_seed(1)
+    return EdgeList(
+        torch.randint(0, num_dst, (num_edges,), generator=generator),
+        torch.randint(0, num_src, (num_edges,), generator=generator),
+        (num_dst, num_src),
+    )
+
+
+def rows_of(lengths: Sequence[int], num_src: int, device: str) -> Adjacency:
+    """Rows of these lengths with random sources, the caller's edges in random order."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    row = row[torch.randperm(len(row), generator=generator)]
+    col = torch.randint(0, num_src, (len(row),), generator=generator)
+    return Adjacency.from_coo(row.to(device), col.to(device), (len(lengths), num_src))
 
 
 def features(rows: int, width: int, dtype: torch.dtype, layout: str, device: str, seed: int = 0) -> Tensor:
@@ -183,3 +213,10 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self.numel = max(self.numel, tensor.numel())
         return out
+
+
+def polluted_vectors(adj: Adjacency, value: Tensor) -> Tensor:
+    """Values of the edges as dense vectors, with NaN where the structure has no entry."""
+    vectors = as_vectors(adj, value)
+    stored = as_vectors(adj, torch.ones(adj.num_values, dtype=torch.bool, device=adj.device))
+    return vectors.masked_fill(~(stored if value.dim() == 1 else stored[..., None]), float("nan"))

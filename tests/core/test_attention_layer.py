@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import DTYPES, TOLERANCE, edge_lists, relative_error
+from cases import DTYPES, TOLERANCE, edge_lists, ragged, relative_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fastsparse_core import Adjacency, additive_attention, attention, gatv2_attention, policy
+from fastsparse_core import Adjacency, additive_attention, attention, gatv2_attention, policy, reference
 from fastsparse_core.fused.attention_layer import ADDITIVE, DOT_PRODUCT, GATV2, attention_layer
+from fastsparse_core.fused.attention_on_cuda import stacked
 from fastsparse_core.fused.head_scores import head_scores
 
 KINDS = ("gat", "gatv2", "gatv2 shared", "dot", "dot with skip")
 MAPS = dict(zip(KINDS, (1, 2, 1, 3, 4), strict=True))
+#: Kinds, and kernels of dot products on CUDA: structures that are new are read by rows.
+CALLS = [(kind, "") for kind in KINDS] + [("dot", "blocks"), ("dot with skip", "blocks")]
+calls = pytest.mark.parametrize(("kind", "kernel"), CALLS)
 F_IN = 6
 
 
@@ -70,14 +75,13 @@ class Layer:
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
-def warmed(adj: Adjacency, layer: Layer, x: Tensor) -> Adjacency:
-    """On CUDA dot products need blocks, which the operator builds where it is told to."""
-    if layer.kind.startswith("dot") and x.is_cuda:
-        with policy.algorithms(attention="fused3s"):
-            layer.by_operators(adj, x)
-        adj.plans.update(
-            {(*key[:-1], "auto"): plan for key, plan in adj.plans.items() if key[-1] == "fused3s"}
-        )
+def prepared(adj: Adjacency, kernel: str) -> Adjacency:
+    """With the blocks that make `auto` take them."""
+    if kernel == "blocks":
+        if not adj.col.is_cuda:
+            pytest.skip("the CPU has one kernel")
+        assert adj.try_bsb()
+        assert adj.t().try_bsb()
     return adj
 
 
@@ -105,7 +109,7 @@ def assert_close(found, tolerance, floor=0.0):
 
 @given(
     edges=edge_lists().filter(lambda it: it.shape[0] == it.shape[1]),
-    kind=st.sampled_from(KINDS),
+    call=st.sampled_from(CALLS),
     heads=st.sampled_from([1, 3, 4]),
     width=st.sampled_from([1, 4, 8, 20, 40]),
     dtype=st.sampled_from(DTYPES),
@@ -114,28 +118,73 @@ def assert_close(found, tolerance, floor=0.0):
     needs_x=st.booleans(),
 )
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
-def test_equals_the_operators(device, poisoned_memory, edges, kind, heads, width, dtype, mean, bias, needs_x):
+def test_equals_the_operators(device, poisoned_memory, edges, call, heads, width, dtype, mean, bias, needs_x):
     """No nodes, no edges, repeated edges, heavy rows; a gradient that is one row for all."""
+    kind, kernel = call
     if device == "cuda" and dtype == torch.float64:
         dtype = torch.float32
     if device == "cuda":
-        width = 8 if kind.startswith("dot") else width
+        width = {1: 8, 4: 16, 20: 24}.get(width, width) if kind.startswith("dot") else width
         bias = True  # else nobody may write to the result
     layer = Layer(kind, heads, width, dtype, device, mean=mean, bias=bias)
     adj = edges.adjacency(device)
+    if kernel and device == "cuda" and adj.num_edges:
+        prepared(adj, kernel)
     x = torch.randn(adj.num_src, F_IN, dtype=dtype, device=device, requires_grad=needs_x)
-    adj = warmed(adj, layer, x)
     tolerance = 30 * TOLERANCE[dtype]
     assert_close(both(layer, adj, x), tolerance, floor=1.0)
     one_row = torch.randn(width if mean else heads * width, dtype=dtype, device=device)
     assert_close(both(layer, adj, x, one_row), tolerance, floor=1.0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_same_bits_twice_and_without_gradients(device, kind):
+def reference_of(layer: Layer, adj: Adjacency, x: Tensor, grad: Tensor, seed: int) -> list[Tensor]:
+    """Of dot products in float64, from what the linear maps give: as `both`."""
+    ends = [one(x).detach().double().requires_grad_() for one in layer.maps]
+    key, value, query, *skips = (end.unflatten(1, (layer.heads, layer.width)) for end in ends)
+    p, scale = layer.options["dropout_p"], layer.options["scale"]
+    out = reference.attention(adj, query, key, value, scale, dropout_p=p, seed=seed)
+    out = sum(skips, out).flatten(1)
+    grads = torch.autograd.grad(out, ends, grad.double())
+    of_x = sum(each @ one.weight.double() for each, one in zip(grads, layer.maps, strict=True))
+    found = [out, of_x]
+    for each, one in zip(grads, layer.maps, strict=True):
+        found += [each.t() @ x.detach().double()] + ([] if one.bias is None else [each.sum(0)])
+    return found
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "width"), [(1, 64), (4, 32), (16, 8), (3, 40), (2, 136), (1, 256)])
+@pytest.mark.parametrize("algorithm", [pytest.param("csr", marks=pytest.mark.gpu), "fused3s"])
+def test_dot_products_equal_the_reference(device, poisoned_memory, algorithm, heads, width, dtype, dropout_p):
+    """Rows of no, few and 600 entries, the values in another order than the rows'."""
+    if device == "cpu" and (algorithm == "csr" or width > 64):
+        pytest.skip("by operators, and one loop for all widths")
+    layer = Layer("dot with skip", heads, width, dtype, device, bias=False, dropout_p=dropout_p)
+    adj = ragged(4000, device)
+    x = torch.randn(adj.num_src, F_IN, dtype=dtype, device=device, requires_grad=True)
+    torch.manual_seed(3)
+    seed = int(torch.randint(2**63 - 1, ())) if dropout_p else 0
+    torch.manual_seed(3)
+    with policy.algorithms(attention=algorithm):
+        out = layer.as_one(adj, x)
+        grad = torch.randn_like(out)
+        found = [out, *torch.autograd.grad(out, [x, *layer.parameters()], grad)]
+    if device == "cuda":
+        assert adj.has_bsb == (algorithm == "fused3s")
+    wanted = reference_of(layer, adj, x, grad, seed)
+    for got, want in zip(found, wanted, strict=True):
+        assert got.dtype == dtype
+        error = (got.double() - want).norm() / want.norm().clamp_min(1.0)
+        # Biases' gradients are sums of what was rounded, and that of the keys cancels.
+        assert error <= (8 if got.dim() == 2 else 30) * TOLERANCE[dtype]
+
+
+@calls
+def test_same_bits_twice_and_without_gradients(device, kind, kernel):
     layer = Layer(kind, 4, 8, torch.float32, device)
     x = torch.randn(70, F_IN, device=device, requires_grad=True)
-    adj = warmed(structure(device), layer, x)
+    adj = prepared(structure(device), kernel)
     leaves = [x, *layer.parameters()]
     runs = []
     for _ in range(2):
@@ -148,20 +197,20 @@ def test_same_bits_twice_and_without_gradients(device, kind):
 
 
 @pytest.mark.parametrize("mean", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_dropout_drops_the_same_weights(device, kind, mean):
+@calls
+def test_dropout_drops_the_same_weights(device, kind, kernel, mean):
     layer = Layer(kind, 2, 8, torch.float32, device, mean=mean, dropout_p=0.4)
     x = torch.randn(70, F_IN, device=device, requires_grad=True)
-    adj = warmed(structure(device), layer, x)
+    adj = prepared(structure(device), kernel)
     assert_close(both(layer, adj, x), 2e-5, floor=1.0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_many_nodes(device, kind):
+@calls
+def test_many_nodes(device, kind, kernel):
     """Sums over more rows than one task has."""
     layer = Layer(kind, 2, 8, torch.float32, device)
     x = torch.randn(3000, F_IN, device=device, requires_grad=True)
-    adj = warmed(structure(device, 3000, 9000), layer, x)
+    adj = prepared(structure(device, 3000, 9000), kernel)
     assert_close(both(layer, adj, x), 2e-5, floor=1.0)
 
 
@@ -183,15 +232,15 @@ def test_second_derivatives(kind, mean, dropout_p):
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@calls
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast(device, kind, dtype):
+def test_autocast(device, kind, kernel, dtype):
     layer = Layer(kind, 2, 8, torch.float32, device)
-    adj = structure(device)
+    adj = prepared(structure(device), kernel)
     with torch.autocast(device, dtype):
         for x in (torch.randn(70, F_IN, device=device), torch.randn(70, F_IN, device=device).to(dtype)):
             x.requires_grad_(x.dtype == dtype)
-            found = both(layer, warmed(adj, layer, x), x)
+            found = both(layer, adj, x)
             assert found[0][0].dtype == dtype
             assert_close(found, 4 * TOLERANCE[dtype], floor=1.0)
         wide = torch.randn(70, F_IN, device=device, requires_grad=True)
@@ -247,11 +296,11 @@ def test_weights_may_be_written_before_the_backward_pass():
         torch.autograd.grad(out.sum(), layer.maps[0].weight, create_graph=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_result_may_be_written_to(device, kind):
+@calls
+def test_result_may_be_written_to(device, kind, kernel):
     layer = Layer(kind, 2, 8, torch.float32, device)
     x = torch.randn(70, F_IN, device=device, requires_grad=True)
-    adj = warmed(structure(device), layer, x)
+    adj = prepared(structure(device), kernel)
     grads = []
     for write in (torch.relu, torch.relu_):
         grads.append(torch.autograd.grad(write(layer.as_one(adj, x)).sum(), [x, *layer.parameters()]))
@@ -267,3 +316,51 @@ def test_batched_gradients(kind):
     (batched,) = torch.autograd.grad(out, x, grads, is_grads_batched=True, retain_graph=True)
     for got, grad in zip(batched, grads, strict=True):
         torch.testing.assert_close(got, torch.autograd.grad(out, x, grad, retain_graph=True)[0])
+
+
+@pytest.mark.gpu
+def test_rows_until_a_structure_is_used_often():
+    """Then blocks, of both directions where gradients are wanted; the same result either way."""
+    layer, adj = Layer("dot with skip", 2, 8, torch.float32, "cuda"), structure("cuda")
+    x = torch.randn(70, F_IN, device="cuda", requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    grad = torch.randn(70, 16, device="cuda")
+    runs, seen = [], []
+    for _ in range(policy.REUSE + 2):
+        out = layer.as_one(adj, x)
+        seen.append(adj.has_bsb)
+        runs.append([out, *torch.autograd.grad(out, leaves, grad)])
+    assert seen == [False] * policy.REUSE + [True] * 2
+    assert adj.t().has_bsb
+    for run in runs[1 : policy.REUSE]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
+    assert_close((runs[0], runs[-1]), 2e-5, floor=1.0)
+
+
+@pytest.mark.gpu
+def test_heads_that_are_padded_are_the_operators():
+    layer, adj = Layer("dot with skip", 2, 5, torch.float32, "cuda"), structure("cuda")
+    assert call(layer, adj, torch.randn(70, F_IN, device="cuda")) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("features", [1, 6, 64, 500])
+@pytest.mark.parametrize("bias", [True, False])
+def test_weights_of_maps_are_stacked(given, features, bias):
+    """As by torch.cat and a cast, to the bit, whatever their alignment."""
+    options = {"dtype": given, "device": "cuda"}
+    room = torch.randn(4, 24 * features + 1, **options)
+    for weights in (torch.randn(4, 24, features, **options), room[:, 1:].unflatten(1, (24, features))):
+        biases = list(torch.randn(4, 24, **options)) if bias else []
+        for dtype in {given, torch.float16, torch.bfloat16}:
+            call = SimpleNamespace(dtype=dtype, widths=(24,) * 4)
+            found = stacked(call, [*weights, *biases])
+            if given not in (dtype, torch.float32):
+                assert found is None
+                continue
+            assert torch.equal(found[0], torch.cat(list(weights)).to(dtype))
+            assert found[1] is None if not bias else torch.equal(found[1], torch.cat(biases).to(dtype))
+    call = SimpleNamespace(dtype=given, widths=(24,) * 2)
+    assert stacked(call, [weights[0].t().contiguous().t(), weights[1]]) is None or features == 1
+    assert stacked(call, [weights[0], weights[1][:, 1:]]) is None

@@ -9,10 +9,13 @@ import torch
 from test_attention_layer import F_IN, Layer, assert_close, both, structure
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastsparse_core import _C
+from fastsparse_core import _C, policy
 from fastsparse_core.fused import attention_layer, attention_on_cuda
+from fastsparse_core.fused.attention_kinds import DOT_PRODUCT
+from fastsparse_core.fused.attention_on_cuda import plan_of
 from fastsparse_core.ops._common import DTYPE_CODE
 from fastsparse_core.ops._facts import used_csr
+from fastsparse_core.policy import Choice
 
 FLOAT32 = DTYPE_CODE[torch.float32]
 
@@ -20,10 +23,12 @@ FLOAT32 = DTYPE_CODE[torch.float32]
 class Plan:
     """`_C.CudaAttentionLayer` by the CPU's kernels, which keep the same state for additive attention."""
 
-    scratch = 16
+    scratch, on_blocks = 16, False
 
-    def __init__(self, adj, score, dtype, widths, heads, scale, backward):
+    def __init__(self, adj, score, dtype, widths, heads, scale, algorithm, *, records, backward=False):
+        assert (algorithm, records) == ("csr" if backward else "auto", True)
         self.adj, self.backward_pass = adj, backward
+        self.state = adj.num_dst * heads * 3
         layout = (DTYPE_CODE[dtype], heads, widths[0] // heads, len(widths))
         self.layer = _C.AttentionLayer(used_csr(adj), score.code, *layout, scale)
 
@@ -65,7 +70,8 @@ class Operators(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def on_cuda(monkeypatch):
     def plan(adj, x, *how):
-        return Plan(adj, *how, False)
+        *how, records = how
+        return Plan(adj, *how, records=records)
 
     monkeypatch.setattr(attention_layer, "_plan", plan)
     monkeypatch.setattr(attention_on_cuda, "plan_of", Plan)
@@ -104,3 +110,40 @@ def test_few_operators(kind):
         forward.seen,
         backward.seen,
     )
+
+
+class Recorded:
+    """What `_C.CudaAttentionLayer` is made of."""
+
+    def __init__(self, rows, rows_t, blocks, blocks_t, *sizes):
+        self.on_blocks, self.backward = blocks is not None, rows_t is not None or blocks_t is not None
+
+
+def test_a_plan_of_rows_is_kept_and_counted_until_the_rule_says_blocks(monkeypatch):
+    asked = []
+
+    def rule(adj, dtype, width, heads, algorithm, *, backward):
+        asked.append((algorithm, backward))
+        adj.usage.products += 1
+        return Choice("fused3s") if adj.has_bsb else Choice("csr", is_final=False, counts=True)
+
+    monkeypatch.setattr(_C, "CudaAttentionLayer", Recorded, raising=False)
+    monkeypatch.setattr(attention_on_cuda, "choice_on_cuda", rule)
+    monkeypatch.setattr(attention_on_cuda, "multiprocessors", lambda device: 1)
+    adj = structure("cpu")
+    call = (adj, DOT_PRODUCT, torch.float32, (16, 16, 16), 2, 0.5)
+    plans = [plan_of(*call, "auto", records=True) for _ in range(policy.REUSE)]
+    assert asked == [("auto", True)]
+    assert adj.usage.products == policy.REUSE
+    assert {(plan, plan.on_blocks, plan.backward) for plan in plans} == {(plans[0], False, False)}
+    assert plan_of(*call, "auto", records=True) is plans[0]  # asked again, with the same answer
+    assert len(asked) == 2
+    backward = plan_of(*call, "csr", records=True, backward=True)
+    assert (backward.on_blocks, backward.backward) == (False, True)
+    assert plan_of(*call, "csr", records=True, backward=True) is backward
+    assert adj.try_bsb()
+    last = plan_of(*call, "auto", records=True)
+    assert last.on_blocks
+    assert plan_of(*call, "auto", records=True) is last
+    assert len(asked) == 3
+    assert plan_of(*call, "fused3s", records=True, backward=True).on_blocks

@@ -23,7 +23,7 @@ from fastsparse_core.capturing import captured as machinery
 from fastsparse_core.capturing.fresh_adjacency import FreshAdjacency
 from fastsparse_core.capturing.journal import on_trial
 from fastsparse_core.capturing.optimizers import RecordedOptimizer
-from fastsparse_core.capturing.padding import BatchPlaces, Rows, Sizes, room_for, write_rows
+from fastsparse_core.capturing.padding import BatchPlaces, Rows, Sizes, room_for
 from fastsparse_core.capturing.twins import Masks, Twins
 from fastsparse_core.recorded import StepRun
 
@@ -358,6 +358,25 @@ def test_gradient_scalers(device):
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-2, atol=1e-3)
 
 
+def test_features_in_16_bits_under_autocast(device):
+    """Without autocast, as steps are compared, they do not meet the weights."""
+    model = torch.nn.Linear(16, 4).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    @capture
+    def step(x):
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.bfloat16):
+            loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for _ in range(CALLS):
+        step(torch.randn(50, 16, dtype=torch.bfloat16, device=device))
+    assert len(step.captured.records) == 1
+
+
 # ---------------------------------------------------------------- models
 
 
@@ -427,14 +446,23 @@ def test_gradients_of_a_captured_model_are_accumulated(device):
 # ---------------------------------------------------------------- parts
 
 
-def draw_sizes(generator, hops):
+def draw_sizes(generator, hops, is_typed):
     """Sizes of batches like each other."""
     nodes = torch.tensor([8, 20, 40][:hops])
     edges = torch.tensor([30, 70][: max(hops - 1, 1)])
+
+    def draw(like, most):
+        return tuple((like + torch.randint(most, like.shape, generator=generator)).tolist())
+
+    kinds = 3 if is_typed else 1
+    # Edges within a type, between two, and none; of sampled neighbours all seeds are of one type.
+    least = 1 if hops > 1 else 2
+    ends = ((0, 0), (0, 1), (1, 0), (2, 0))[: 4 if is_typed else 1]
     return [
         Sizes(
-            tuple((nodes + torch.randint(6, nodes.shape, generator=generator)).tolist()),
-            tuple((edges + torch.randint(9, edges.shape, generator=generator)).tolist()),
+            tuple((draw(nodes, 6)[0] * (kind < least), *draw(nodes, 6)[1:]) for kind in range(kinds)),
+            tuple(draw(edges, 9) if source < 2 else (0,) * len(edges) for source, _ in ends),
+            ends,
         )
         for _ in range(8)
     ]
@@ -442,57 +470,101 @@ def draw_sizes(generator, hops):
 
 @pytest.mark.parametrize("hops", [1, 3])
 @pytest.mark.parametrize("is_doubled", [False, True])
-def test_padding_is_a_graph_of_its_own(device, hops, is_doubled):
+@pytest.mark.parametrize("is_typed", [False, True])
+def test_padding_is_a_graph_of_its_own(device, hops, is_doubled, is_typed):
     """Rows and edges of a batch come first in every hop; padding is behind them, and has no loops."""
     generator = torch.Generator().manual_seed(hops)
-    seen = draw_sizes(generator, hops)
+    seen = draw_sizes(generator, hops, is_typed)
     room = room_for(seen[:4])
     room = room.doubled() if is_doubled else room
     places = BatchPlaces(room, torch.device(device))
-    for sizes in [*filter(room.holds, seen), Sizes(seen[0].nodes, (0,) * len(seen[0].edges))]:
-        count = sum(sizes.nodes)
-        ends = torch.tensor(sizes.nodes).cumsum(0)
-        parts = []
-        for hop, number in enumerate(sizes.edges):
-            source = torch.randint(int(ends[min(hop + 1, hops - 1)]), (number,), generator=generator)
-            first = int(ends[hop - 1]) if hop else 0
-            target = torch.randint(first, int(ends[hop]), (number,), generator=generator).sort().values
-            parts.append(torch.stack([source, target]))
-        edges, x = torch.cat(parts, 1).to(device), torch.rand(count, 2, generator=generator).to(device)
-        held = torch.empty(2, sum(room.edges), dtype=torch.int64, device=device)
-        rows = torch.empty(sum(room.nodes), 2, device=device)
-        places.write(sizes)
-        places.write_edges(held, edges)
-        write_rows(rows, x, places.nodes)
-        assert torch.equal(room.cut(rows, sizes), x)
-        assert torch.equal(rows[~places.nodes.mask], x[:1].expand((~places.nodes.mask).sum(), 2))
-        of_batch = room.cut(held.t(), sizes).t()
-        assert torch.equal(rows[of_batch], x[edges])
-        assert places.nodes.mask[of_batch].all()
-        source, target = held[:, ~places.edges.mask]
-        assert not places.nodes.mask[source].any()
-        assert not places.nodes.mask[target].any()
-        assert (source != target).all()
-        assert torch.equal(held[1], held[1].sort().values)
-        assert [int(of_hops.count) for of_hops in places.nodes.rows] == ends.tolist()
+    assert len({rows.room for rows in places.rows}) == len(places.rows)
+    without = Sizes(seen[0].nodes, tuple((0,) * len(counts) for counts in seen[0].edges), seen[0].ends)
+    for sizes in [*filter(room.holds, seen), without]:
+        given = [torch.rand(sum(counts), 2, generator=generator).to(device) for counts in sizes.nodes]
+        held = [torch.empty(sum(counts), 2, device=device) for counts in room.nodes]
+        edges = [
+            draw_edges(generator, counts, sizes.nodes[of_source], sizes.nodes[of_target]).to(device)
+            for (of_source, of_target), counts in zip(sizes.ends, sizes.edges, strict=True)
+        ]
+        wides = [torch.empty(2, sum(counts), dtype=torch.int64, device=device) for counts in room.edges]
+        narrow = [wide.int() for wide in wides]
+        places.write(sizes, [(to, ends.int()) for to, ends in zip(narrow, edges, strict=True)])
+        places.write(
+            sizes, list(zip(wides, edges, strict=True)), list(zip(held, given, places.nodes, strict=True))
+        )
+        for rows, x, of_type, counts in zip(held, given, places.nodes, sizes.nodes, strict=True):
+            assert torch.equal(room.cut(rows, sizes), x)
+            first = x[:1] if len(x) else torch.zeros(1, 2, device=device)
+            assert torch.equal(rows[~of_type.mask], first.expand((~of_type.mask).sum(), 2))
+            assert [int(of_hops.count) for of_hops in of_type.rows] == torch.tensor(counts).cumsum(0).tolist()
+        for nth, (of_source, of_target) in enumerate(sizes.ends):
+            wide, ends = wides[nth], edges[nth]
+            assert torch.equal(wide, narrow[nth].long())
+            source, target = room.cut(wide.t(), sizes).t()
+            assert torch.equal(held[of_source][source], given[of_source][ends[0]])
+            assert torch.equal(held[of_target][target], given[of_target][ends[1]])
+            assert places.nodes[of_source].mask[source].all()
+            assert places.nodes[of_target].mask[target].all()
+            source, target = wide[:, ~places.edges[nth].mask]
+            assert not places.nodes[of_source].mask[source].any()
+            assert not places.nodes[of_target].mask[target].any()
+            assert of_source != of_target or (source != target).all()
+            if of_target == 0 or hops == 1:  # else the seeds' hop has none to be destinations
+                assert torch.equal(wide[1], wide[1].sort().values)
+
+
+def draw_edges(generator, counts, of_sources, of_targets):
+    """Edges of every hop, by destination."""
+    sources, targets = (torch.tensor(sizes).cumsum(0) for sizes in (of_sources, of_targets))
+    parts = []
+    for hop, number in enumerate(counts):
+        first = int(targets[hop - 1]) if hop else 0
+        if first == targets[hop]:  # no seeds of that type: any earlier or later ones
+            first, last = 0, int(targets[-1])
+        else:
+            last = int(targets[hop])
+        source = torch.randint(
+            max(int(sources[min(hop + 1, len(sources) - 1)]), 1), (number,), generator=generator
+        )
+        target = torch.randint(first, max(last, 1), (number,), generator=generator).sort().values
+        parts.append(torch.stack([source, target]))
+    return torch.cat(parts, 1)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
-def test_rows_of_padding_copy_the_first(rows):
-    room = room_for([Sizes((rows,), (3,))])
-    places = BatchPlaces(room, torch.device("cpu"))
-    held, given = torch.full((sum(room.nodes), 2), -1.0), torch.randn(rows, 2)
-    places.write(Sizes((rows,), (3,)))
-    write_rows(held, given, places.nodes)
-    assert torch.equal(held[:rows], given)
-    assert torch.equal(held[rows:], (given[:1] if rows else torch.zeros(1, 2)).expand(len(held) - rows, 2))
+def test_rows_of_padding_copy_the_first(rows, device):
+    """Of nodes and edges, of rows of any size and alignment, of all hops and the first, of many tensors."""
+    sizes = Sizes(((rows, 4),), ((3 * rows,),))
+    room = room_for([sizes])
+    places = BatchPlaces(room, torch.device(device))
+    held_edges, edges = (
+        torch.zeros(2, count, dtype=torch.int64, device=device) for count in (sum(room.edges[0]), 3 * rows)
+    )
+    (nodes,), (of_edges,) = places.nodes, places.edges
+    tensors = []
+    for width in (0, 1, 2, 3, 4, 5, 8, 16, 25):
+        for dtype in (torch.uint8, torch.float16, torch.float32, torch.float64):
+            for of, count in ((nodes, rows + 4), (nodes, rows), (of_edges, 3 * rows)):
+                place = of.starts[1 if count == rows else -1]
+                item = torch.randint(1, 100, (count, width), device=device).to(dtype)
+                held = torch.full((place * width + 1,), 7, device=device, dtype=dtype)
+                tensors.append(
+                    (held[1:].view(place, width) if width % 2 else held[:-1].view(place, width), item, of)
+                )
+    places.write(sizes, [(held_edges, edges)], tensors)
+    for held, item, of in tensors:
+        mask = of.mask[: held.size(0)]
+        assert torch.equal(held[mask], item)
+        first = item[:1] if item.size(0) else item.new_zeros(1, item.size(1))
+        assert torch.equal(held[~mask], first.expand(int((~mask).sum()), -1))
 
 
 def test_there_is_room_for_more_than_was_seen():
-    seen = [Sizes((100,), (220,)), Sizes((90,), (300,))]
+    seen = [Sizes(((100,),), ((220,),)), Sizes(((90,),), ((300,),))]
     room = room_for(seen)
-    assert room.holds(Sizes((108,), (370,)))
-    assert not room.holds(Sizes((room.nodes[0] - 1,), (1,)))
+    assert room.holds(Sizes(((108,),), ((370,),)))
+    assert not room.holds(Sizes(((room.nodes[0][0] - 1,),), ((1,),)))
     assert room.nodes != room.edges
 
 

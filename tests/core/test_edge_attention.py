@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DTYPES, TOLERANCE, LargestTensor, ragged, relative_error
+from cases import DTYPES, TOLERANCE, LargestTensor, draw, ragged, relative_error
 from torch import Tensor
 
 from fastsparse_core import Adjacency, algorithms, attention, attention_weights, gatv2_attention, reference
@@ -29,11 +29,6 @@ SHAPES = (
 def graph(device: str) -> Adjacency:
     """Rows of no, few and 600 entries, in an order of edges that is not the stored one."""
     return ragged(4000, device)
-
-
-def draw(*shape: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
 
 def problem(kind: str, adj: Adjacency, shape: tuple[int, int, int], dtype: torch.dtype, biased: bool = True):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
-from cases import DTYPES, TOLERANCE, LargestTensor, features, ragged, relative_error
+from cases import DTYPES, TOLERANCE, LargestTensor, draw, features, ragged, relative_error
 from torch import Tensor
 
-from fastsparse_core import Adjacency, gated_aggregate, gated_edges, gine_aggregate, log, reference
+from fastsparse_core import Adjacency, gated_aggregate, gated_edges, gine_aggregate, reference
 
 #: Operators, and whether edges' features are raw.
 KINDS = ("gine", "gine raw", "gated", "gated raw", "gated edges")
@@ -21,11 +19,6 @@ REFERENCES = {
 }
 #: Width and raw features of an edge: lanes of a group from 1 to 8, several tiles, padding of both.
 SHAPES = ((1, 1), (8, 4), (20, 3), (33, 8), (64, 32), (130, 5))
-
-
-def draw(*shape: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
 
 def problem(kind: str, adj: Adjacency, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -189,15 +182,13 @@ def test_nothing_of_edges_times_width_is_allocated(kind, device):
     assert counted.numel < adj.num_values * width
 
 
-def test_many_raw_features_are_projected_once_or_run_step_by_step(device, monkeypatch, caplog):
-    monkeypatch.setattr(log, "_seen", set())
-    caplog.set_level(logging.INFO)
+def test_many_raw_features_are_projected_once_or_run_step_by_step(device, reasons):
     adj = ragged(600, device)
     compare("gine raw", adj, problem("gine raw", adj, (16, 40), torch.float32), 4e-6)
-    assert not caplog.text
+    assert not reasons.text
     for _ in range(2):
         compare("gated raw", adj, problem("gated raw", adj, (16, 40), torch.float32), 4e-6)
-    assert caplog.text.count("40 features of an edge, more than 32") == 1
+    assert reasons.text.count("40 features of an edge, more than 32") == 1
 
 
 @pytest.mark.parametrize("kind", ["gine", "gated"])

@@ -7,22 +7,19 @@ import math
 
 import pytest
 import torch
-from cases import EdgeList, edge_lists
-from hypothesis import HealthCheck, given, settings
+from cases import SETTINGS, EdgeList, edge_lists
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fastsparse_core import Adjacency
 from fastsparse_core.formats.bsb import BLOCK, HEIGHT, QUAD, Bsb, vectors_together
-from fastsparse_core.formats.grouping import count_vectors, group_rows
+from fastsparse_core.formats.grouping import group_rows, vectors_per_window
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.inspection import inspect_edges, inspect_rows
 from fastsparse_core.formats.row_split import RowSplit, split_rows
 from fastsparse_core.formats.statistics import statistics
 
-SETTINGS = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 GROUPINGS = ("natural", "random", "minhash")
 
 
@@ -133,7 +130,7 @@ def test_bsb_of_many_rows_and_columns(device):
     col[:2500] = col[:2500] % 40 + 2**20 - 40
     adj = Adjacency.from_coo(row.to(device), col.to(device), shape)
     bsb = bsb_of(adj, None)
-    assert bsb.num_vectors == count_vectors(adj) == sum(vectors_by_hand(adj, None, HEIGHT))
+    assert bsb.num_vectors == vectors_per_window(adj).sum() == sum(vectors_by_hand(adj, None, HEIGHT))
     vector, bit = bsb.bits()
     found = (torch.searchsorted(bsb.window_ptr.long(), vector // QUAD, right=True) - 1) * HEIGHT + bit
     order = bsb.entry_order(adj.row(), adj.col).long()
@@ -211,8 +208,8 @@ def test_statistics_against_brute_force(device, edges, kind):
     found = statistics(adj, window_row)
     low, high = (vectors_by_hand(adj, window_row, height) for height in (8, 16))
     assert found.num_edges == adj.num_edges
-    assert found.vectors_8x1 == sum(low) == count_vectors(adj, window_row)
-    assert found.vectors_16x1 == sum(high) == count_vectors(adj, window_row, height=16)
+    assert found.vectors_8x1 == sum(low) == vectors_per_window(adj, window_row).sum()
+    assert found.vectors_16x1 == sum(high) == vectors_per_window(adj, window_row, height=16).sum()
     assert found.zeros_8x1 == 8 * sum(low) - adj.num_edges
     assert found.zeros_16x1 == 16 * sum(high) - adj.num_edges
     assert found.mma_8x1 == sum(math.ceil(n / 16) for n in low)
@@ -354,6 +351,8 @@ def test_slices_tile_the_rows(device, num_rows, longest):
     again = split_rows(rowptr.to(device), longest)
     for name, tensor in split.tensors().items():
         assert torch.equal(tensor, again.tensors()[name])
+    if not split.num_slots:
+        assert torch.equal(split_rows(rowptr.to(device), longest, is_cut=False).slices, split.slices)
     expected = RowSplit.from_rowptr(rowptr, longest)
     assert split.num_slots == expected.num_slots == int(split.split_ptr[-1])
     assert split.split_row.tolist() == expected.split_row.tolist()

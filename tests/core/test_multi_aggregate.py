@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DTYPES, TOLERANCE, edge_lists, features, ragged, relative_error
+from cases import DTYPES, TOLERANCE, draw, edge_lists, features, ragged, relative_error
 from hypothesis import given, settings
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,11 +14,6 @@ from fastsparse_core.ops import _multi_aggregate_fused as operator
 
 ALL = ("sum", "mean", "min", "max", "var", "std")
 EDGES = ("none", "features", "rows")
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
 
 def problem(

@@ -153,6 +153,31 @@ def test_a_few_seeds_of_a_large_graph(layout, device):
         check(sample, row, col, seeds, [3, 2], **LAYOUTS[layout])
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_positions_beyond_31_bits(layout, device):
+    """The last entries of a structure whose others nobody reads, so that they need no memory."""
+    _, _, graph = random_graph(300, 3000, device)
+    before = 3 * 2**30
+    graph = Adjacency.from_csr(graph.rowptr, graph.col, graph.shape)
+    seeds = torch.tensor([2, 7, 2, 299], device=device)
+    expected = NeighborSampler(graph, [4, -1, 3], **LAYOUTS[layout]).sample(seeds, seed=1)
+    late = Adjacency(graph.rowptr + before, graph.col, graph.shape)
+    late._built.results["plain_structure"] = _C.CsrStructure(
+        late.rowptr.data_ptr(),
+        late.col.data_ptr() - 4 * before,
+        0,
+        False,
+        *late.shape,
+        before + late.num_edges,
+        *(0, 0, 0, 0, 0),
+    )
+    found = NeighborSampler(late, [4, -1, 3], **LAYOUTS[layout]).sample(seeds, seed=1)
+    for edges in found.blocks or [found.edges]:
+        edges.edge_id.sub_(before)
+        assert edges.edge_id.min() >= 0
+    assert_same(found, expected)
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_graph(data):

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import pickle
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,6 +165,61 @@ def _load_in_child(queue: Any, pickled: bytes, enables: bool) -> None:
         queue.put(repr(pickle.loads(pickled)))
     except Exception as error:
         queue.put(f"{type(error).__name__}: {error}")
+
+
+def run_loader(case: str, start: str, device: str, **environment: str) -> tuple[str, str]:
+    """What the script printed, within two minutes."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("loader_processes.py")), case, start, device],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.stdout, done.stderr
+
+
+#: Two worker processes, and what comes of them where the graphs or the batches lie on a GPU.
+WORKERS = {
+    ("neighbours", "fork"): "right batches",
+    ("neighbours", "spawn"): "right batches",
+    ("graphs", "fork"): "right batches",
+    ("graphs", "spawn"): "right batches",
+    ("neighbours of a graph on the device", "fork"): "ValueError: num_workers must be 0",
+    ("neighbours of a graph on the device", "spawn"): "ValueError: num_workers must be 0",
+    ("graphs on the device", "fork"): "give the loader graphs on the CPU",
+    ("graphs on the device", "spawn"): "right batches",
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "start"), WORKERS)
+def test_workers_beside_a_graph_on_the_gpu(case: str, start: str) -> None:
+    """Right batches, or an error that says what to do."""
+    printed, errors = run_loader(case, start, "cuda")
+    assert WORKERS[case, start] in printed, errors[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "start"), [("neighbours", "spawn"), ("graphs", "fork")])
+def test_workers(case: str, start: str) -> None:
+    printed, errors = run_loader(case, start, "cpu")
+    assert "right batches" in printed, errors[-2000:]
+
+
+@pytest.mark.gpu
+def test_spawned_workers_that_do_not_enable_it() -> None:
+    printed, errors = run_loader("graphs on the device", "spawn", "cuda", FASTSPARSE_NOT_IN_WORKERS="1")
+    assert "exited unexpectedly" in printed
+    assert "call fastsparse_dgl.enable() in this one too" in errors
+
+
+def test_graphs_on_the_device_in_forked_processes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA does not work there; the error says so before PyTorch's."""
+    graphs = [graph_with_data().to(device) for _ in range(2)]
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(DGLError, match="give the loader graphs on the CPU"):
+        dgl.batch(graphs)
 
 
 @pytest.mark.parametrize("where", ["cpu", *AWAY])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import importlib.util
 import io
 import json
@@ -379,6 +380,24 @@ def test_captured_steps_train_alike(root: Path, choice: tuple, monkeypatch: pyte
     losses = [main(root, *arguments, *words)[1].runs[0].loss for words in ([], ["--capture"])]
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
     assert seen[0].captured.is_recorded
+
+
+@pytest.mark.parametrize("model", ["sage", "gat"])
+def test_blocks_that_stand_in_for_dgls(root: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU with pip's DGL: the device's name is not the batch's, so batches are moved."""
+    need("dgl")
+    arguments = ["--framework", "dgl", "--batching", "neighbor", "--model", model, "--epochs", "2"]
+    graphs_on = sampling.MiniBatch.graphs_on
+    monkeypatch.setattr(
+        sampling.MiniBatch, "graphs_on", lambda batch, conv, _: graphs_on(batch, conv, torch.device("cpu:0"))
+    )
+    losses = []
+    for holds in (True, False):
+        sampler = importlib.import_module("fastsparse_dgl.dataloading.neighbor_sampler")
+        monkeypatch.setattr(sampler, "dgl_can_hold", lambda device, holds=holds: holds)
+        _, result = node(root, *arguments, "--inference", "sampled")
+        losses.append(result.runs[0].loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.gpu

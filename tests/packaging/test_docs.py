@@ -8,7 +8,8 @@ from typing import get_args
 
 import pytest
 
-from fastsparse_core import doctor
+from fastsparse_core import doctor, policy
+from fastsparse_core.formats import lengths
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [*sorted(CHECKOUT.glob("*.md")), *sorted(CHECKOUT.glob("docs/**/*.md"))]
@@ -24,6 +25,9 @@ def test_document(document):
     assert [link for link in local if not (document.parent / link).exists()] == []
     paths = re.findall(rf"`({TOP_FOLDERS}/[\w./-]*)`", text)
     assert [path for path in paths if not (CHECKOUT / path).exists()] == []
+    for module in (policy, lengths):
+        names = re.findall(rf"`{module.__name__.split('.')[-1]}\.(?!py`)(\w+)`", text)
+        assert [name for name in names if not hasattr(module, name)] == []
 
 
 def test_every_problem_that_the_doctor_names_is_explained():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -127,6 +127,28 @@ def same(
         assert (got_gradient is None) == (expected_gradient is None)
         if got_gradient is not None:
             close(got_gradient, expected_gradient, tolerance, least)
+
+
+def same_on(
+    graphs: Iterable[Any],
+    given: Any,
+    reference: torch.nn.Module,
+    layer: torch.nn.Module,
+    x: Tensor | tuple[Tensor, ...],
+    *rest: Tensor | None,
+    **bounds: float,
+) -> None:
+    """`same` of ``layer(x, graph, *rest)`` for all of `graphs`; the original gets ``given`` for each."""
+    inputs = [tensor for tensor in (*(x if isinstance(x, tuple) else (x,)), *rest) if tensor is not None]
+    for graph in graphs:
+        same(
+            reference,
+            layer,
+            lambda conv: conv(x, given, *rest),
+            inputs,
+            fast_call=lambda conv, graph=graph: conv(x, graph, *rest),
+            **bounds,
+        )
 
 
 def no_original(monkeypatch: pytest.MonkeyPatch) -> None:

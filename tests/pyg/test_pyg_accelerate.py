@@ -43,6 +43,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "GraphConv": lambda: pyg.GraphConv(6, 4),
     "HypergraphConv": lambda: pyg.HypergraphConv(6, 4),
     "LGConv": lambda: pyg.Sequential("x, e", [(pyg.Linear(6, 4), "x -> x"), (pyg.LGConv(), "x, e -> x")]),
+    "MFConv": lambda: pyg.MFConv(6, 4, max_degree=4),
+    "MixHopConv": lambda: pyg.MixHopConv(6, 4),
     "GINConv": lambda: pyg.GINConv(nn.Sequential(nn.Linear(6, 4), nn.ReLU()), train_eps=True),
     "PNAConv": lambda: pyg.PNAConv(6, 4, ["mean", "max"], ["identity", "attenuation"], torch.arange(9)),
     "ResGatedGraphConv": lambda: pyg.ResGatedGraphConv(6, 4),
@@ -93,7 +95,7 @@ def check(model: nn.Module, call: Call, inputs: list[Tensor], monkeypatch: pytes
 
 
 #: Layers that want the types of edges: test_pyg_typed.py swaps them.
-TYPED = ("HGTConv", "RGATConv", "RGCNConv")
+TYPED = ("HGTConv", "RGATConv", "RGCNConv", "FastRGCNConv")
 
 
 def test_the_table_is_complete() -> None:

@@ -385,10 +385,14 @@ def test_few_edges_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda edges: True)
     it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
     ran: list[str] = []
-    for name in ("aggregate", "reduce_by_kernel"):
-        right = getattr(any_layer, name)
+    for module, name in (
+        (any_layer, "aggregate"),
+        (any_layer, "reduce_by_kernel"),
+        (message_kernels, "plain_spmm"),
+    ):
+        right = getattr(module, name)
         monkeypatch.setattr(
-            any_layer, name, lambda *rest, right=right, name=name: (ran.append(name), right(*rest))[1]
+            module, name, lambda *rest, right=right, name=name: (ran.append(name), right(*rest))[1]
         )
     cases: list[tuple[nn.Module, X_E, bool]] = [
         (pyg.LEConv(WIDTH, 4), weighted, False),
@@ -396,7 +400,7 @@ def test_few_edges_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (Attending(), attributed, False),
         (EdgeUpdater(), plain, True),  # weights by PyG's code, the sum by the kernel
         (pyg.SimpleConv(), weighted, True),
-        (pyg.MFConv(WIDTH, 4), plain, True),
+        (pyg.WLConvContinuous(), plain, True),
     ]
     for layer, call, by_kernel in cases:
         expected = call(layer, it)

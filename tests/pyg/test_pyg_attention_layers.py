@@ -8,18 +8,18 @@ import logging
 import pickle
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
-from pyg_cases import KINDS, as_kind, close, gradients, random_graph, same, simple_graph
+from pyg_cases import KINDS, as_kind, close, gradients, random_graph, same, same_on, simple_graph
 from torch import Tensor, nn
 from torch_geometric import EdgeIndex
 from torch_geometric.nn import AGNNConv, GATConv, GATv2Conv, TransformerConv
 from torch_geometric.nn.aggr import SumAggregation
 
-from fastsparse_core import Adjacency, log
+from fastsparse_core import Adjacency
 from fastsparse_pyg import (
     FastAGNNConv,
     FastGATConv,
@@ -62,13 +62,6 @@ def family(request: pytest.FixtureRequest) -> Family:
     return FAMILIES[request.param]
 
 
-@pytest.fixture
-def reasons(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(log, "_seen", set())
-    caplog.set_level(logging.INFO, logger="fastsparse_pyg")
-    return caplog
-
-
 # ---------------------------------------------------------------- inputs
 
 
@@ -80,15 +73,7 @@ def test_input_kinds(device, family, kind):
     graph = as_kind(kind, edge_index, 40, 40)
     reference, layer = family.pair(device)
     x = torch.randn(40, 6, device=device, requires_grad=True)
-    same(
-        reference,
-        layer,
-        lambda conv: conv(x, edge_index),
-        [x],
-        fast_call=lambda conv: conv(x, graph),
-        tolerance=2e-5,
-        floor=1,
-    )
+    same_on([graph], edge_index, reference, layer, x, tolerance=2e-5, floor=1)
 
 
 @pytest.mark.parametrize("kind", ["csr", "coo"])
@@ -403,13 +388,6 @@ def test_integer_features_are_refused_as_by_the_original(family):
 
 
 # ---------------------------------------------------------------- torch.compile
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled_once(layer: nn.Module, frames: list) -> Callable[..., Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pyg_cases import as_kind, close, random_graph, same, simple_graph
+from pyg_cases import as_kind, close, random_graph, same, same_on, simple_graph
 from torch import nn
 from torch_geometric import EdgeIndex
 from torch_geometric.nn import GCNConv, GINConv, SAGEConv
@@ -218,12 +218,8 @@ def test_features_without_nodes_dimension(layers, device, shape):
 def test_graph_without_edges(layers, device):
     edge_index = torch.empty(2, 0, dtype=torch.long, device=device)
     x = torch.randn(12, 4, device=device, requires_grad=True)
-    same(*layers, lambda conv: conv(x, edge_index), [x])
-    for kind in ("csr", "coo", "Adjacency"):
-        graph = as_kind(kind, edge_index, 12, 12)
-        same(
-            *layers, lambda conv: conv(x, edge_index), [x], fast_call=lambda conv, graph=graph: conv(x, graph)
-        )
+    kinds = ("edge_index", "csr", "coo", "Adjacency")
+    same_on([as_kind(kind, edge_index, 12, 12) for kind in kinds], edge_index, *layers, x)
 
 
 def test_graph_without_nodes(layers, device):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from pyg_cases import close, gradients, random_graph
@@ -21,7 +19,7 @@ from fastsparse_pyg import (
     prepare,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
 LAYERS = {
     "gcn_narrowing": (lambda: FastGCNConv(6, 4), True),
     "gcn_widening": (lambda: FastGCNConv(6, 9), True),
@@ -30,13 +28,6 @@ LAYERS = {
     "gin": (lambda: FastGINConv(nn.Linear(6, 4)), False),
     "gated": (lambda: FastResGatedGraphConv(6, 4), False),
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", list(LAYERS))

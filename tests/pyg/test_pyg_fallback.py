@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import types
 
 import pytest
@@ -14,7 +13,7 @@ from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 from torch_geometric.nn import AGNNConv, GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv, TransformerConv
 from torch_geometric.nn.aggr import SumAggregation
 
-from fastsparse_core import Adjacency, log
+from fastsparse_core import Adjacency
 from fastsparse_pyg import (
     FastAGNNConv,
     FastGATConv,
@@ -43,13 +42,6 @@ def layers(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module]:
     reference, layer = make(original), make(fast)
     layer.load_state_dict(reference.state_dict())
     return reference, layer
-
-
-@pytest.fixture
-def reasons(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(log, "_seen", set())
-    caplog.set_level(logging.INFO, logger="fastsparse_pyg")
-    return caplog
 
 
 def test_explain_mode(layers, reasons):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pyg_cases import as_kind, close, random_graph, same, simple_graph
+from pyg_cases import as_kind, close, random_graph, same, same_on, simple_graph
 from torch_geometric import EdgeIndex
 from torch_geometric.nn import GATConv, GATv2Conv
 
@@ -82,16 +82,7 @@ def test_edge_features(device, name, options, fill_value, dtype):
     if name == "gatv2":  # GAT's are in test_edge_features_on_an_adjacency_with_loops
         kinds = {False, layer.add_self_loops}
         graphs += [prepare(edge_index, 40, flow=layer.flow, add_self_loops=loops) for loops in kinds]
-    for graph in graphs:
-        same(
-            reference,
-            layer,
-            lambda conv: conv(x, edge_index, edge_attr),
-            [x, edge_attr],
-            fast_call=lambda conv, graph=graph: conv(x, graph, edge_attr),
-            tolerance=TOLERANCE[dtype],
-            floor=1,
-        )
+    same_on(graphs, edge_index, reference, layer, x, edge_attr, tolerance=TOLERANCE[dtype], floor=1)
 
 
 @both
@@ -266,14 +257,7 @@ def test_edge_features_on_an_adjacency_with_loops(device):
     for add_self_loops in (False, True):
         graph = prepare(edge_index, 40, add_self_loops=add_self_loops)
         for _ in range(2):
-            same(
-                reference,
-                layer,
-                lambda conv: conv(x, edge_index, edge_attr),
-                [x, edge_attr],
-                fast_call=lambda conv, graph=graph: conv(x, graph, edge_attr),
-                floor=1,
-            )
+            same_on([graph], edge_index, reference, layer, x, edge_attr, floor=1)
             handle = layer.register_message_forward_hook(lambda *args: None)
         handle.remove()
 

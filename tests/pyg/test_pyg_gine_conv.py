@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import logging
 
 import pytest
 import torch
-from pyg_cases import as_kind, close, random_graph, same, simple_graph
+from pyg_cases import as_kind, close, random_graph, same, same_on, simple_graph
 from torch import nn
 from torch_geometric.nn import GINEConv
 
-from fastsparse_core import log
 from fastsparse_pyg import FastGINEConv, prepare
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
@@ -49,16 +47,8 @@ def test_matches_the_original(device, options, dtype):
         draw(40, 6, device, dtype),
         draw(edge_index.size(1), options.get("edge_dim", 6), device, dtype),
     )
-    for graph in (edge_index, prepare(edge_index, 40, flow=layer.flow)):
-        same(
-            reference,
-            layer,
-            lambda conv: conv(x, edge_index, edge_attr),
-            [x, edge_attr],
-            fast_call=lambda conv, graph=graph: conv(x, graph, edge_attr),
-            tolerance=TOLERANCE[dtype],
-            floor=1,
-        )
+    graphs = (edge_index, prepare(edge_index, 40, flow=layer.flow))
+    same_on(graphs, edge_index, reference, layer, x, edge_attr, tolerance=TOLERANCE[dtype], floor=1)
 
 
 @pytest.mark.parametrize(
@@ -137,19 +127,10 @@ def test_every_kind_of_graph(device, kind):
     reference, layer = pair(device, edge_dim=3)
     x, edge_attr = draw(40, 6, device), draw(edge_index.size(1), 3, device)
     graph = as_kind(kind, edge_index, 40, 40)
-    same(
-        reference,
-        layer,
-        lambda conv: conv(x, edge_index, edge_attr),
-        [x, edge_attr],
-        fast_call=lambda conv: conv(x, graph, edge_attr),
-        floor=1,
-    )
+    same_on([graph], edge_index, reference, layer, x, edge_attr, floor=1)
 
 
-def test_the_original_runs_where_no_kernel_can_and_says_why(monkeypatch, caplog):
-    monkeypatch.setattr(log, "_seen", set())
-    caplog.set_level(logging.INFO)
+def test_the_original_runs_where_no_kernel_can_and_says_why(reasons):
     edge_index = random_graph()
     x, edge_attr = draw(40, 6, "cpu"), draw(edge_index.size(1), 6, "cpu")
     cases = [
@@ -163,25 +144,23 @@ def test_the_original_runs_where_no_kernel_can_and_says_why(monkeypatch, caplog)
             reference, layer = (copy.deepcopy(conv).double() for conv in (reference, layer))
         for _ in range(2):
             same(reference, layer, lambda conv, x=given, e=edges: conv(x, edge_index, e), [], floor=1)
-        assert caplog.text.count(why) == 1
+        assert reasons.text.count(why) == 1
     # An Adjacency is written back for it.
     reference, layer = pair("cpu", aggr="max")
     close(layer(x, prepare(edge_index, 40), edge_attr), reference(x, edge_index, edge_attr))
 
 
-def test_hooks_on_the_linear_map_see_rows(monkeypatch, caplog):
-    monkeypatch.setattr(log, "_seen", set())
-    caplog.set_level(logging.INFO)
+def test_hooks_on_the_linear_map_see_rows(reasons):
     edge_index = random_graph()
     x, edge_attr = draw(40, 6, "cpu"), draw(edge_index.size(1), 3, "cpu")
     _, layer = pair("cpu", edge_dim=3)
     expected = layer(x, edge_index, edge_attr)
-    assert "unfused" not in caplog.text
+    assert "unfused" not in reasons.text
     seen = []
     layer.lin.register_forward_hook(lambda module, inputs, out: seen.append(out.shape))
     close(layer(x, edge_index, edge_attr), expected)
     assert seen == [(edge_index.size(1), 6)]
-    assert caplog.text.count("unfused") == 1
+    assert reasons.text.count("unfused") == 1
 
 
 def test_edge_features_that_do_not_fit(device):

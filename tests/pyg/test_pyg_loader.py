@@ -11,7 +11,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import SAGEConv
 from torch_geometric.testing import MyFeatureStore, MyGraphStore
 
-from fastsparse_core import log
+from fastsparse_core import Adjacency, log
 from fastsparse_core.sampling import features
 from fastsparse_core.structure import adjacency as core_adjacency
 from fastsparse_pyg import FastGCNConv, FastSAGEConv, LinkNeighborLoader, NeighborLoader
@@ -91,6 +91,32 @@ def test_fields_of_batches(device, data_device):
             seen.append(batch.n_id[: batch.batch_size].cpu())
         assert [len(ids) for ids in seen[:-1]] == [16] * (len(loader) - 1)
         assert torch.equal(torch.cat(seen).sort().values, seeds)
+
+
+@pytest.mark.parametrize("has_types", [False, True])
+def test_a_structure_in_place_of_edge_index(has_types, device):
+    data = hetero() if has_types else homogeneous()
+    edge_type = ("paper", "cites", "paper")
+    edges, nodes = (data[edge_type], data["paper"]) if has_types else (data._store, data)
+    seeds = ("paper", torch.arange(60)) if has_types else torch.arange(80)
+    (source, destination), count = edges.edge_index, nodes.x.size(0)
+
+    def batches():
+        torch.manual_seed(0)
+        return list(NeighborLoader(data, [4, 3], seeds, batch_size=16, device=device))
+
+    given = batches()
+    edges.edge_index = Adjacency.from_coo(destination, source, (count, count))
+    for one, other in zip(given, batches(), strict=True):
+        assert torch.equal(one["paper"].x if has_types else one.x, other["paper"].x if has_types else other.x)
+        one, other = (one[edge_type], other[edge_type]) if has_types else (one, other)
+        assert torch.equal(one.e_id, other.e_id)
+        assert torch.equal(one.edge_index, other.edge_index)
+        if not has_types:  # by its name PyG knows that it is of edges
+            assert torch.equal(one.edge_attr, other.edge_attr)
+    edges.edge_index = Adjacency.from_coo(source[:0], source[:0], (3, 3))
+    with pytest.raises(ValueError, match="expected an Adjacency of shape"):
+        NeighborLoader(data, [4], seeds, device=device)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

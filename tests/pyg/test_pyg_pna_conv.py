@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from pyg_cases import KINDS, as_kind, no_original, random_graph, same, simple_graph
+from pyg_cases import KINDS, as_kind, no_original, random_graph, same, same_on, simple_graph
 from torch import Tensor
 from torch_geometric.nn import PNAConv
 
@@ -94,14 +94,7 @@ def test_every_input_kind(kind, device, monkeypatch):
     reference, fast = (layer.to(device) for layer in twins())
     x, _ = inputs(edge_index)
     graph = as_kind(kind, edge_index, 40, 40)
-    same(
-        reference,
-        fast,
-        lambda layer: layer(x, edge_index),
-        [x],
-        fast_call=lambda layer: layer(x, graph),
-        **EXACT,
-    )
+    same_on([graph], edge_index, reference, fast, x, **EXACT)
 
 
 def test_edge_features_of_an_adjacency(device, monkeypatch):
@@ -111,14 +104,7 @@ def test_edge_features_of_an_adjacency(device, monkeypatch):
     x, edges = inputs(edge_index, 6, 3)
     for pre_layers in (1, 2):
         reference, fast = (layer.to(device) for layer in twins(edge_dim=3, pre_layers=pre_layers))
-        same(
-            reference,
-            fast,
-            lambda layer: layer(x, edge_index, edges),
-            [x, edges],
-            fast_call=lambda layer: layer(x, adj, edges),
-            **EXACT,
-        )
+        same_on([adj], edge_index, reference, fast, x, edges, **EXACT)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
-from pyg_cases import KINDS, as_kind, random_graph, same, simple_graph
+from pyg_cases import KINDS, as_kind, random_graph, same, same_on, simple_graph
 from torch import Tensor, nn
 from torch_geometric.nn import ResGatedGraphConv
 
-from fastsparse_core import log
 from fastsparse_pyg import FastResGatedGraphConv, prepare
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
@@ -52,16 +49,8 @@ def test_matches_the_original(device, options, dtype):
     edge_index = random_graph(device=device)
     reference, layer = pair(6, 5, device=device, dtype=dtype, **options)
     x, edges = draw(40, 6, device, dtype), edges_of(edge_index, options, device, dtype)
-    for graph in (edge_index, prepare(edge_index, 40, flow=layer.flow)):
-        same(
-            reference,
-            layer,
-            lambda conv: conv(x, edge_index, *edges),
-            [x, *edges],
-            fast_call=lambda conv, graph=graph: conv(x, graph, *edges),
-            tolerance=TOLERANCE[dtype],
-            floor=1,
-        )
+    graphs = (edge_index, prepare(edge_index, 40, flow=layer.flow))
+    same_on(graphs, edge_index, reference, layer, x, *edges, tolerance=TOLERANCE[dtype], floor=1)
 
 
 @pytest.mark.parametrize("options", [{}, {"edge_dim": 3}], ids=str)
@@ -81,8 +70,7 @@ def test_every_kind_of_graph(device, kind):
     edge_index = simple_graph(device=device)
     reference, layer = pair(6, 5, device=device)
     x, graph = draw(40, 6, device), as_kind(kind, edge_index, 40, 40)
-    call, fast_call = lambda conv: conv(x, edge_index), lambda conv: conv(x, graph)
-    same(reference, layer, call, [x], fast_call=fast_call, tolerance=2e-5, floor=1)
+    same_on([graph], edge_index, reference, layer, x, tolerance=2e-5, floor=1)
 
 
 @pytest.mark.usefixtures("kernels_only")
@@ -95,9 +83,7 @@ def test_lazy_sizes(device):
     same(reference, layer, lambda conv: conv(x, edge_index), [x], tolerance=2e-5, floor=1)
 
 
-def test_the_original_runs_where_no_kernel_can_and_says_why(monkeypatch, caplog):
-    monkeypatch.setattr(log, "_seen", set())
-    caplog.set_level(logging.INFO)
+def test_the_original_runs_where_no_kernel_can_and_says_why(reasons):
     edge_index = random_graph()
     x = draw(40, 6, "cpu")
     for options, why in (
@@ -110,7 +96,7 @@ def test_the_original_runs_where_no_kernel_can_and_says_why(monkeypatch, caplog)
         edges = edges_of(edge_index, options, "cpu")
         for _ in range(2):
             same(reference, layer, lambda conv, e=edges: conv(x, edge_index, *e), [x, *edges], floor=1)
-        assert caplog.text.count(why) == 1
+        assert reasons.text.count(why) == 1
     with pytest.raises(AssertionError):
         pair(6, 5, edge_dim=3, device="cpu")[1](x, edge_index)
 

@@ -43,12 +43,18 @@ def cases() -> dict[str, Case]:
         ("APPNP", (3, 0.1), [{}, {"add_self_loops": False}, {"cached": True}, {"normalize": False}]),
         ("TAGConv", (6, 4), [{}, {"normalize": False}, {"bias": False, "K": 2}, {"aggr": "mean"}]),
         ("TAGConv", (4, 6), [{}]),
+        (
+            "MixHopConv",
+            (6, 4),
+            [{}, {"powers": [2, 0], "add_self_loops": False, "bias": False}, {"aggr": "max"}],
+        ),
         ("GCN2Conv", (6, 0.3), [{}, {"theta": 0.5, "layer": 2}, {"shared_weights": False, "cached": True}]),
         ("GCN2Conv", (6, 0.3), [{"normalize": False}, {"add_self_loops": False}]),
         ("LGConv", (), [{}, {"normalize": False}]),
         ("ARMAConv", (6, 4), [{}, {"num_stacks": 2, "num_layers": 3}, {"act": None, "bias": False}]),
         ("ARMAConv", (6, 4), [{"shared_weights": True, "num_layers": 2}]),
         ("ClusterGCNConv", (6, 4), [{}, {"diag_lambda": 0.5}]),
+        ("MFConv", (6, 4), [{}, {"max_degree": 3, "bias": False}, {"aggr": "mean"}]),
         ("GatedGraphConv", (8, 3), [{}, {"aggr": "max"}, {"bias": False}]),
         ("ChebConv", (6, 4, 1), [{}]),
         ("ChebConv", (6, 4, 3), [{}, {"normalization": "rw"}, {"normalization": None}, {"bias": False}]),
@@ -58,7 +64,7 @@ def cases() -> dict[str, Case]:
     for name, arguments, all_options in grid:
         for options in all_options:
             for weighted in (False, True):
-                if weighted and name == "ClusterGCNConv":
+                if weighted and name in ("ClusterGCNConv", "MFConv"):
                     continue
                 words = [name, *map(str, arguments), *(f"{key}={value}" for key, value in options.items())]
                 case = Case(name, arguments, options, weighted)
@@ -68,7 +74,16 @@ def cases() -> dict[str, Case]:
 
 CASES = cases()
 #: Those that PyG multiplies by sparse matrices.
-MATRIX_LAYERS = ["GraphConv", "SGConv", "APPNP", "TAGConv", "GCN2Conv", "LGConv", "GatedGraphConv"]
+MATRIX_LAYERS = [
+    "GraphConv",
+    "SGConv",
+    "APPNP",
+    "TAGConv",
+    "MixHopConv",
+    "GCN2Conv",
+    "LGConv",
+    "GatedGraphConv",
+]
 
 
 def call(name: str, x: Tensor, edges: Any, weight: Tensor | None) -> Callable[[nn.Module], Tensor]:
@@ -154,6 +169,35 @@ def test_hypergraphs(
     weight = torch.rand(15, dtype=torch.float64, device=device).requires_grad_() if weighted else None
     inputs = [one for one in (x, attr, weight) if one is not None]
     same(original, ours, lambda layer: layer(x, edges, weight, attr, 15), inputs, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+@pytest.mark.parametrize("sides", ["both", "sources", "Adjacency"])
+def test_degrees_of_destinations(sides: str, flow: str, device: str) -> None:
+    """Of MFConv, whose weights depend on them: bipartite graphs, structures, and hooks on its layers."""
+    original, ours = Case("MFConv", ((6, 5), 4), {"flow": flow}).pair(torch.float64, device)
+    edges = random_graph(40, 15, 120, device=device)
+    x = torch.randn(40, 6, dtype=torch.float64, device=device, requires_grad=True)
+    y = torch.randn(15, 5, dtype=torch.float64, device=device, requires_grad=True)
+    if flow == "target_to_source":
+        original, ours = Case("MFConv", ((6, 6), 4), {"flow": flow}).pair(torch.float64, device)
+        edges, y = random_graph(device=device), x
+    pair, size = (x, None if sides == "sources" else y), (40, y.size(0))
+    graph: Any = edges
+    if sides == "Adjacency" and flow == "source_to_target":
+        graph = Adjacency.from_coo(edges[1], edges[0], (15, 40))
+    kept: list[Tensor] = []
+    ours.lins_l[2].register_forward_hook(lambda *rest: kept.append(rest[2].detach().clone()))
+    inputs = [x] if sides == "sources" or y is x else [x, y]
+    same(
+        original,
+        ours,
+        lambda layer: layer(pair, edges, size),
+        inputs,
+        fast_call=lambda layer: layer(pair, graph, size),
+        tolerance=1e-10,
+    )
+    assert kept
 
 
 @pytest.mark.parametrize("lambda_max", [1.7, "per graph"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pyg_cases import KINDS, as_kind, close, gradients, random_graph, same, simple_graph
+from pyg_cases import KINDS, as_kind, close, gradients, random_graph, same, same_on, simple_graph
 from torch import nn
 from torch_geometric.nn import TransformerConv
 
@@ -54,16 +54,8 @@ def test_edge_features(device, options, dtype):
     reference, layer = pair(6, 5, edge_dim=3, device=device, dtype=dtype, **options)
     x = torch.randn(40, 6, device=device, dtype=dtype, requires_grad=True)
     edge_attr = torch.randn(edge_index.size(1), 3, device=device, dtype=dtype, requires_grad=True)
-    for graph in (edge_index, prepare(edge_index, 40, flow=layer.flow)):
-        same(
-            reference,
-            layer,
-            lambda conv: conv(x, edge_index, edge_attr),
-            [x, edge_attr],
-            fast_call=lambda conv, graph=graph: conv(x, graph, edge_attr),
-            tolerance=TOLERANCE[dtype],
-            floor=1,
-        )
+    graphs = (edge_index, prepare(edge_index, 40, flow=layer.flow))
+    same_on(graphs, edge_index, reference, layer, x, edge_attr, tolerance=TOLERANCE[dtype], floor=1)
 
 
 def test_edge_features_and_edge_dim_go_together(device):
@@ -97,15 +89,8 @@ def test_bipartite(device, options, num_src, num_dst):
         torch.randn(num_dst, 4, device=device, requires_grad=True),
     )
     edge_attr = torch.randn(edge_index.size(1), 3, device=device) if "edge_dim" in options else None
-    for graph in (edge_index, prepare(edge_index, (num_src, num_dst))):
-        same(
-            reference,
-            layer,
-            lambda conv: conv(x, edge_index, edge_attr),
-            list(x),
-            fast_call=lambda conv, graph=graph: conv(x, graph, edge_attr),
-            floor=1,
-        )
+    graphs = (edge_index, prepare(edge_index, (num_src, num_dst)))
+    same_on(graphs, edge_index, reference, layer, x, edge_attr, floor=1)
 
 
 @pytest.mark.parametrize("edge_dim", [None, 3])
@@ -226,9 +211,9 @@ def test_graph_transformer_layer_dropout(device):
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.usefixtures("fresh_compiler")
 def test_graph_transformer_layer_compiles(device, fullgraph):
     """With an Adjacency to one graph, with edges to several."""
-    torch._dynamo.reset()
     edge_index = random_graph(device=device)
     graph = prepare(edge_index, 40) if fullgraph else edge_index
     layer = GraphTransformerLayer(8, 8, 2, norm="layer").to(device)
@@ -240,7 +225,6 @@ def test_graph_transformer_layer_compiles(device, fullgraph):
         tensors = [x, *layer.parameters()]
         for one, other in zip(gradients(got, tensors), gradients(expected, tensors), strict=True):
             close(one, other, floor=1)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -8,12 +8,21 @@ import logging
 
 import pytest
 import torch
+from torch_geometric import nn as pyg
 from torch_geometric.nn import HGTConv, RGATConv, RGCNConv
 
 from fastsparse_core import Adjacency, log
 from fastsparse_core.grouped_product import grouped_product
 from fastsparse_core.relations import Relations
-from fastsparse_pyg import FastHGTConv, FastRGATConv, FastRGCNConv, accelerate, cache_info, restore
+from fastsparse_pyg import (
+    FastFastRGCNConv,
+    FastHGTConv,
+    FastRGATConv,
+    FastRGCNConv,
+    accelerate,
+    cache_info,
+    restore,
+)
 from fastsparse_pyg.compat.torch_sparse import SparseTensor
 
 NODES, EDGES, RELATIONS = 30, 300, 5
@@ -106,6 +115,21 @@ def test_rgcn_of_indices(device, decomposition, aggr):
     order[:2] = order[:2].flip(0).clone()
     assert_same(layers, [], order, edge_index, kind)
     assert cache_info().misses == before + 1
+
+
+@pytest.mark.parametrize("decomposition", DECOMPOSITIONS, ids=["full", "bases", "blocks"])
+@pytest.mark.parametrize("aggr", ["mean", "add"])
+def test_rgcn_by_a_matrix_per_edge(device, aggr, decomposition):
+    edge_index, kind = graph(device)
+    classes = (pyg.FastRGCNConv, FastFastRGCNConv)
+    layers = pair_of_layers(*classes, device, 8, 4, RELATIONS, aggr=aggr, **decomposition)
+    x = torch.randn(NODES, 8, dtype=torch.float64, device=device, requires_grad=True)
+    assert_same(layers, [x], x, edge_index, kind)
+    ours, theirs = (layer.bfloat16() for layer in layers)
+    half = ours(x.bfloat16(), edge_index, kind)
+    assert half.dtype == theirs(x.bfloat16(), edge_index, kind).dtype
+    with pytest.raises(AssertionError):  # as PyG's
+        FastFastRGCNConv(8, 4, RELATIONS, aggr="max")(x.float(), edge_index, kind)
 
 
 def test_rgcn_of_other_graphs(device, caplog):

@@ -65,7 +65,7 @@ class Held:
             held.requires_grad_(tensor.requires_grad)
         self.value = like.with_tensors(self.tensors)
         self.rows: list[Rows] = []
-        self.greatest: dict[tuple[int, int], int] = {}
+        self.greatest: dict[tuple[int, int, int], int] = {}
         self.sorted: set[tuple[int, int]] = set()
 
     def write(self, argument: Argument) -> None:

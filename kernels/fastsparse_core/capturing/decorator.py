@@ -31,9 +31,9 @@ def capture(step: Any) -> Any:
       apart, and so are calls of other sizes, dtypes or numbers, and those that add to gradients.
     - Arguments that are the same tensors and graphs in every call are read where they are, as is all that the
       step uses besides. Others are copied to memory of the record. So are batches (PyG's ``Batch``, batches
-      of neighbour loaders, lists of DGL's blocks), padded to a recorded size, hop by hop. Normalisation over
-      nodes, readouts and losses leave the padding out. A batch larger than all before is recorded for its
-      size too, four sizes at most.
+      of neighbour loaders, DGL's batches of graphs, lists of its blocks), padded to a recorded size, by node
+      type, edge type and hop. Normalisation over nodes, readouts and losses leave the padding out. A batch
+      larger than all before is recorded for its size too, four sizes at most.
     - Before a record is used it is tried, and the trial is undone: the padded step and the first replay must
       give the results and gradients of the step as it is.
 
@@ -51,7 +51,7 @@ def capture(step: Any) -> Any:
       while the step is not replayed);
     - its arguments have more than 32 forms or 4 sizes, there is too little memory, or algorithms shall be
       deterministic and batches are padded;
-    - it gets DGL's batches of graphs, or batches or blocks of several edge types, whose sizes vary.
+    - it calls DGL's own layers on batches or blocks, or gets DGL's batches of graphs of several types.
 
     Args:
         step: a function of any arguments, the optimiser's step in it. Or a model: its forward and its

@@ -150,14 +150,16 @@ class Record:
         args, kwargs = self.given
         greatest = {place: value for held in self.held for place, value in held.greatest.items()}
         rows = [of_kind for held in self.held for of_kind in held.rows]
+        twins = Twins(rows, greatest, observed.masks)
         with ExitStack() as stack:
             self.execution = recorded.StepRun(
                 has_padding=self.room is not None,
                 of_edges=FreshAdjacency.of_edges,
                 sorted_rows={place for held in self.held for place in held.sorted},
+                greatest_of=twins.greatest_of,
             )
             stack.enter_context(recorded.running(self.execution))
             for surrounding in surroundings:
                 stack.enter_context(surrounding(self.held))
-            stack.enter_context(Twins(rows, greatest, observed.masks))
+            stack.enter_context(twins)
             return step(*args, **kwargs)

@@ -14,18 +14,7 @@ from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 from fastsparse_core.recorded import StepRun
 from fastsparse_core.structure.adjacency import Adjacency, _insert_loops
-from fastsparse_core.structure.build_once import BuiltOnce
-
-
-class _KeptInRun(BuiltOnce):
-    """Results of a structure that lives in one execution of a step: recorded with it, in its order."""
-
-    def get(self, key: Any, build: Any) -> Any:
-        result = self.results.get(key)
-        if result is None:
-            with torch.inference_mode(False):
-                result = self.results[key] = build()
-        return result
+from fastsparse_core.structure.build_once import BuiltInRun
 
 
 class FreshAdjacency(Adjacency):
@@ -87,7 +76,7 @@ class FreshAdjacency(Adjacency):
             loop_edge=loop_edge,
             group_rows="none",
         )
-        self._built, self._of_rows = _KeptInRun(), _KeptInRun()
+        self._built, self._of_rows = BuiltInRun(), BuiltInRun()
         self._bsb_refused = True
         self.symmetric = False
         self.usage.scattered = 0
@@ -106,10 +95,13 @@ class FreshAdjacency(Adjacency):
         Loops that are to be dropped become entries of the last row, which is padding.
 
         Raises:
-            RuntimeError: how many entries there are would have to be read from the device.
+            RuntimeError: how many entries there are would have to be read from the device, or there is no row
+                for padding.
         """
         if duplicates != "keep":
             raise RuntimeError(f"a recorded step cannot merge edges (duplicates={duplicates!r})")
+        run.check_room(row, shape[0])
+        run.check_room(col, shape[1])
         num_given = row.numel()
         loop_edge: Tensor | tuple[()] | None = None
         if self_loops != "keep":
@@ -147,6 +139,9 @@ class FreshAdjacency(Adjacency):
         )
         transposed._parent = weakref.ref(self)
         return transposed
+
+    def _with_columns(self, col: Tensor, num_src: int) -> Adjacency:
+        return FreshAdjacency(self.row(), col, (self.num_dst, num_src), edge_id=self.edge_id, is_sorted=True)
 
     @property
     def hybrid_rows(self) -> HybridRows:

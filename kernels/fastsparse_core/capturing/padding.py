@@ -22,23 +22,38 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastsparse_core import _C
+from fastsparse_core.device import device_index, queue
+
+#: Hops of a batch that are padded by themselves, at most; as in kernels/include/fastsparse/place_batch.h.
+MOST_HOPS = 16
 #: Room beyond the greatest size seen, as a share of it; where sizes vary by more, as much as they vary.
 ROOM = 1 / 64
 #: Entries of padding for each of its nodes, about, as far as sizes seen tell: a row is not cut.
 _EDGES_PER_NODE = 8
+#: As hops, and as ends of edges: there are none.
+_NONE: tuple[list[int], list[int]] = ([0], [])
+_NO_EDGES = (0, 0, 0, False)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many nodes and edges a batch has, by hop where it consists of sampled neighbours.
+    """How many nodes and edges a batch has, by type, and by hop where it consists of sampled neighbours.
 
     Attributes:
-        nodes: those of every hop, seeds first; or all.
-        edges: those of every hop, whose destinations are in the hop before; or all.
+        nodes: of every node type, those of every hop, seeds first; or all.
+        edges: of every edge type, those of every hop, whose destinations are in the hop before; or all.
+        ends: of every edge type, the types of sources and destinations, by their place in ``nodes``.
     """
 
-    nodes: tuple[int, ...]
-    edges: tuple[int, ...]
+    nodes: tuple[tuple[int, ...], ...]
+    edges: tuple[tuple[int, ...], ...]
+    ends: tuple[tuple[int, int], ...] = ((0, 0),)
+
+    @property
+    def kinds(self) -> tuple[tuple[int, ...], ...]:
+        """Those of all node types, then of all edge types."""
+        return self.nodes + self.edges
 
 
 @dataclass(frozen=True)
@@ -46,25 +61,29 @@ class Room(Sizes):
     """How many nodes and edges there is room for. No two sums of the first hops are equal, and all are odd.
 
     Attributes:
-        spare: how many nodes of every hop, the last ones, are always padding: edges of padding connect them.
+        spare: of every node type, how many nodes of every hop, the last ones, are always padding: edges of
+            padding connect them.
     """
 
-    spare: tuple[int, ...]
+    spare: tuple[tuple[int, ...], ...] = ()
 
     def holds(self, sizes: Sizes) -> bool:
         """Whether a batch of those sizes fits."""
+        spare = self.spare + tuple((0,) * len(hops) for hops in self.edges)
         return all(
-            count + spare <= room
-            for count, spare, room in zip(sizes.nodes, self.spare, self.nodes, strict=True)
-        ) and all(count <= room for count, room in zip(sizes.edges, self.edges, strict=True))
+            count + least <= room
+            for counts, leasts, rooms in zip(sizes.kinds, spare, self.kinds, strict=True)
+            for count, least, room in zip(counts, leasts, rooms, strict=True)
+        )
 
     def doubled(self) -> Room:
         """Much more room."""
-        return _room([2 * size for size in self.nodes], [2 * size for size in self.edges], self.nodes)
+        nodes, edges = ([[2 * size for size in hops] for hops in kind] for kind in (self.nodes, self.edges))
+        return _room(nodes, edges, self.ends, self.nodes)
 
     def cut(self, tensor: Tensor, sizes: Sizes) -> Tensor:
         """The batch's rows of a tensor with rows of padding."""
-        for rooms, counts in ((self.nodes, sizes.nodes), (self.edges, sizes.edges)):
+        for rooms, counts in zip(self.kinds, sizes.kinds, strict=True):
             ends = list(itertools.accumulate(rooms))
             if tensor.dim() and tensor.size(0) in ends:
                 hops = ends.index(tensor.size(0)) + 1
@@ -76,27 +95,50 @@ class Room(Sizes):
 
 def room_for(seen: Sequence[Sizes]) -> Room:
     """Room for batches like those seen, and somewhat larger ones."""
-    nodes, edges = (list(zip(*(getattr(sizes, name) for sizes in seen))) for name in ("nodes", "edges"))  # noqa: B905
-    more_edges = [max(_more(column), 8) for column in edges]
+    nodes = _columns([sizes.nodes for sizes in seen])
+    edges = _columns([sizes.edges for sizes in seen])
+    ends = seen[-1].ends
+    more_edges = [[max(_more(column), 8) for column in hops] for hops in edges]
     spare = []
-    for hop in range(len(nodes)):
-        around = more_edges[max(hop - 1, 0) : hop + 1]  # its nodes are sources and destinations of these
-        spare.append(max(*(count // _EDGES_PER_NODE for count in around), 4))
-    rooms = [max(column) + _more(column) + least for column, least in zip(nodes, spare, strict=True)]
-    return _room(
-        rooms, [max(column) + more for column, more in zip(edges, more_edges, strict=True)], tuple(spare)
-    )
+    for kind, hops in enumerate(nodes):
+        around = [[4] for _ in hops]
+        for (source, target), mores in zip(ends, more_edges, strict=True):
+            for hop, more in enumerate(mores):
+                if source == kind:
+                    around[min(hop + 1, len(hops) - 1)].append(more // _EDGES_PER_NODE)
+                if target == kind:
+                    around[hop].append(more // _EDGES_PER_NODE)
+        spare.append(tuple(map(max, around)))
+    rooms = [
+        [max(column) + _more(column) + least for column, least in zip(hops, of_kind, strict=True)]
+        for hops, of_kind in zip(nodes, spare, strict=True)
+    ]
+    more_rooms = [
+        [max(column) + more for column, more in zip(hops, mores, strict=True)]
+        for hops, mores in zip(edges, more_edges, strict=True)
+    ]
+    return _room(rooms, more_rooms, ends, tuple(spare))
+
+
+def _columns(kinds: Sequence[tuple[tuple[int, ...], ...]]) -> list[list[tuple[int, ...]]]:
+    """What all batches have, of every type and hop."""
+    return [list(zip(*hops, strict=True)) for hops in zip(*kinds, strict=True)]
 
 
 def _more(column: Sequence[int]) -> int:
     return max(max(column) - min(column), int(max(column) * ROOM))
 
 
-def _room(nodes: Sequence[int], edges: Sequence[int], spare: tuple[int, ...]) -> Room:
-    """Room of at least those sizes: rows of nodes and of edges are told apart by their number."""
+def _room(
+    nodes: Sequence[Sequence[int]],
+    edges: Sequence[Sequence[int]],
+    ends: tuple[tuple[int, int], ...],
+    spare: tuple[tuple[int, ...], ...],
+) -> Room:
+    """Room of at least those sizes: rows of all kinds are told apart by their number."""
     sums: set[int] = set()
     made: list[tuple[int, ...]] = []
-    for sizes in (nodes, edges):
+    for sizes in (*nodes, *edges):
         rooms: list[int] = []
         for size in sizes:
             total = sum(rooms) + size
@@ -106,7 +148,7 @@ def _room(nodes: Sequence[int], edges: Sequence[int], spare: tuple[int, ...]) ->
             sums.add(total)
             rooms.append(total - sum(rooms))
         made.append(tuple(rooms))
-    return Room(made[0], made[1], spare)
+    return Room(tuple(made[: len(nodes)]), tuple(made[len(nodes) :]), ends, spare)
 
 
 @dataclass(frozen=True)
@@ -133,45 +175,18 @@ class Places:
 
     Attributes:
         starts: the first row of every hop, and the number of all.
+        mask: bool, which rows are the batch's.
+        ends: float32, ends of the hops in the batch.
         rows: those of the first hop, of the first two, ...
-        taken: int64, the row of the batch that every row holds: of padding the first.
-        ends: int64, ends of the hops in the batch.
-        moved: int64, by how much rows of every hop come later than in the batch.
     """
 
     def __init__(self, room: Sequence[int], device: torch.device) -> None:
         self.starts = [0, *itertools.accumulate(room)]
-        total = self.starts[-1]
-        self._row = torch.arange(total, device=device)
-        hops = torch.arange(len(room)).repeat_interleave(torch.tensor(room))
-        self._hop = hops.to(device) if len(room) > 1 else torch.zeros(1, dtype=torch.int64, device=device)
-        self.mask = torch.zeros(total, dtype=torch.bool, device=device)
-        self.taken = torch.zeros(total, dtype=torch.int64, device=device)
-        self.ends = self.moved = torch.zeros(len(room), dtype=torch.int64, device=device)
-        counts = torch.zeros(len(room), device=device)
-        self._counts = counts
-        self.rows = [Rows(end, self.mask[:end], counts[hop]) for hop, end in enumerate(self.starts[1:])]
-
-    @property
-    def has_hops(self) -> bool:
-        """Whether there are several."""
-        return len(self.rows) > 1
-
-    def numbers(self, counts: Sequence[int]) -> list[int]:
-        """What `write` reads on the device, of a batch with so many rows."""
-        ends = list(itertools.accumulate(counts))
-        starts = [0, *ends]
-        last = [start + count for start, count in zip(self.starts, counts, strict=False)]
-        moved = [start - first for start, first in zip(self.starts, starts, strict=False)][: len(counts)]
-        return [*ends, *moved, *last]
-
-    def write(self, numbers: Tensor) -> None:
-        """Says which rows are the batch's."""
-        self.ends, self.moved, last = numbers.view(3, -1)
-        torch.lt(self._row, last[self._hop], out=self.mask)
-        torch.sub(self._row, self.moved[self._hop], out=self.taken)
-        self.taken.mul_(self.mask)
-        self._counts.copy_(self.ends)
+        self.mask = torch.zeros(self.starts[-1], dtype=torch.bool, device=device)
+        self.ends = torch.zeros(len(room), device=device)
+        self.rows = [
+            Rows(end, self.mask[:end], count) for end, count in zip(self.starts[1:], self.ends, strict=True)
+        ]
 
 
 class BatchPlaces:
@@ -182,61 +197,107 @@ class BatchPlaces:
         device: of the tensors.
 
     Attributes:
-        nodes: places of nodes.
-        edges: places of edges.
+        device: of the tensors.
+        nodes: places of the nodes of every type.
+        edges: places of the edges of every type.
     """
 
     def __init__(self, room: Room, device: torch.device) -> None:
         self.room = room
-        self.nodes, self.edges = Places(room.nodes, device), Places(room.edges, device)
-        self._padding = _edges_of_padding(room, self.nodes.starts).to(device)
+        self.nodes = [Places(hops, device) for hops in room.nodes]
+        self.edges = [Places(hops, device) for hops in room.edges]
+        self._padding = [self._edges_of_padding(nth).to(device) for nth in range(len(room.edges))]
+        self.device = device
 
-    def write(self, sizes: Sizes) -> None:
-        """Says how many there are of everything."""
-        numbers = self.nodes.numbers(sizes.nodes)
-        of_nodes = len(numbers)
-        numbers += self.edges.numbers(sizes.edges)
-        device = self._padding.device
-        if device.type == "cuda":  # the host does not wait
-            held = torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
-        else:
-            held = torch.tensor(numbers, device=device)
-        self.nodes.write(held[:of_nodes])
-        self.edges.write(held[of_nodes:])
+    @property
+    def rows(self) -> list[Rows]:
+        """Of all nodes and edges."""
+        return [rows for places in (*self.nodes, *self.edges) for rows in places.rows]
 
-    def write_edges(self, held: Tensor, edge_index: Tensor) -> None:
-        """Copies edges (2, E), between nodes as numbered in the batch; those of padding connect padding."""
-        padding = self._padding.to(held.dtype)
-        if not edge_index.size(1):
-            held.copy_(padding)
-            return
-        ends = edge_index.index_select(1, self.edges.taken)
-        if self.nodes.has_hops:
-            ends = ends + self.nodes.moved[torch.bucketize(ends.long(), self.nodes.ends, right=True)]
-        torch.where(self.edges.mask, ends.to(held.dtype), padding, out=held)
+    def write(
+        self,
+        sizes: Sizes,
+        edges: Sequence[tuple[Tensor, Tensor]],
+        rows: Sequence[tuple[Tensor, Tensor, Places]] = (),
+    ) -> None:
+        """Copies a batch; nothing waits, and a type of nodes and one of edges share a launch.
+
+        Args:
+            sizes: how many there are of everything.
+            edges: of every edge type, where they come to lie and the batch's, (2, E) int32 or int64, between
+                nodes as numbered in the batch; those of padding connect padding.
+            rows: tensors with a row per node or per edge, of all hops or of the first ones: where they come
+                to lie, the batch's, and their places. Rows of padding copy the first one.
+        """
+        index = device_index(self.device)
+        nodes, of_edges = (
+            [
+                (places.starts, list(itertools.accumulate(counts)))
+                for places, counts in zip(*kinds, strict=True)
+            ]
+            for kinds in ((self.nodes, sizes.nodes), (self.edges, sizes.edges))
+        )
+        given = [(to, item.detach().contiguous(), places) for to, item, places in rows if to.numel()]
+        edges = [(to, item.detach().contiguous()) for to, item in edges]
+        for nth in range(max(len(nodes), len(edges))):
+            has_nodes, has_edges = nth < len(nodes), nth < len(edges)
+            source, target = self.room.ends[nth] if has_edges else (0, 0)
+            to, ends = edges[nth] if has_edges else (None, None)
+            own = [self.nodes[nth] if has_nodes else None, self.edges[nth] if has_edges else None]
+            _C.place_batch(
+                nodes[nth] if has_nodes else _NONE,
+                of_edges[nth] if has_edges else _NONE,
+                nodes[source],
+                nodes[target],
+                _NO_EDGES
+                if to is None or ends is None
+                else (ends.data_ptr(), to.data_ptr(), self._padding[nth].data_ptr(), to.dtype == torch.int64),
+                (
+                    _pointer(own[0], "mask"),
+                    _pointer(own[1], "mask"),
+                    _pointer(own[0], "ends"),
+                    _pointer(own[1], "ends"),
+                ),
+                [
+                    (
+                        item.data_ptr(),
+                        memory.data_ptr(),
+                        memory.size(0),
+                        memory.nbytes // memory.size(0),
+                        places is own[1],
+                        not item.size(0),
+                    )
+                    for memory, item, places in given
+                    if places in own
+                ],
+                index,
+                queue(index),
+            )
+
+    def _edges_of_padding(self, nth: int) -> Tensor:
+        """Edges for all places, which connect spare nodes.
+
+        Destinations ascend in every hop; no edge is a loop.
+        """
+        room = self.room
+        source, target = room.ends[nth]
+        hops = []
+        for hop, size in enumerate(room.edges[nth]):
+            behind = min(hop + 1, len(room.nodes[source]) - 1)
+            spare_sources, spare = room.spare[source][behind], room.spare[target][hop]
+            nth_edge = torch.arange(size)
+            # Padding takes the last places: so they are spread, and not the first.
+            span = min(size, 2 * _EDGES_PER_NODE * spare)
+            end = (nth_edge - (size - span)).clamp(min=0) * spare // span
+            if (source, behind) == (target, hop):
+                start = (end + 1 + nth_edge % (spare - 1)) % spare
+            else:
+                start = nth_edge % spare_sources
+            first_source = self.nodes[source].starts[behind + 1] - spare_sources
+            hops.append(torch.stack([start + first_source, end + self.nodes[target].starts[hop + 1] - spare]))
+        return torch.cat(hops, dim=1)
 
 
-def write_rows(held: Tensor, tensor: Tensor, places: Places) -> None:
-    """Copies rows, of all hops or of the first ones, to their places; those of padding copy the first one."""
-    if tensor.size(0):
-        torch.index_select(tensor.detach(), 0, places.taken[: held.size(0)], out=held)
-    else:
-        held.zero_()
-
-
-def _edges_of_padding(room: Room, starts: Sequence[int]) -> Tensor:
-    """Edges for all places, which connect spare nodes; destinations ascend in every hop, none is a loop."""
-    hops = []
-    for hop, size in enumerate(room.edges):
-        source = min(hop + 1, len(room.nodes) - 1)
-        spare_sources, spare = room.spare[source], room.spare[hop]
-        nth = torch.arange(size)
-        # Padding takes the last places: so they are spread, and not the first.
-        span = min(size, 2 * _EDGES_PER_NODE * spare)
-        end = (nth - (size - span)).clamp(min=0) * spare // span
-        if source == hop:
-            start = (end + 1 + nth % (spare - 1)) % spare
-        else:
-            start = nth % spare_sources
-        hops.append(torch.stack([start + starts[source + 1] - spare_sources, end + starts[hop + 1] - spare]))
-    return torch.cat(hops, dim=1)
+def _pointer(places: Places | None, name: str) -> int:
+    tensor: Tensor | None = getattr(places, name, None)
+    return 0 if tensor is None else tensor.data_ptr()

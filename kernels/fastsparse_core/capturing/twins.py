@@ -53,12 +53,13 @@ class Twins(TorchFunctionMode):
 
     Args:
         rows: of nodes and of edges, where they are padded.
-        greatest: the greatest index in a tensor of indices, by address of its storage and number of indices
-            (-1: any): what functions that count nodes or graphs would read from the device.
+        greatest: the greatest index in a tensor of indices, by address of its storage, where it begins there,
+            and number of indices (-1, -1: any): what functions that count nodes or graphs would read from the
+            device.
         masks: that the step was seen to use.
     """
 
-    def __init__(self, rows: list[Rows], greatest: dict[tuple[int, int], int], masks: Masks) -> None:
+    def __init__(self, rows: list[Rows], greatest: dict[tuple[int, int, int], int], masks: Masks) -> None:
         super().__init__()
         self.rows = {of_kind.room: of_kind for of_kind in rows}
         self.greatest = greatest
@@ -66,9 +67,10 @@ class Twins(TorchFunctionMode):
 
     def greatest_of(self, index: Tensor) -> int | None:
         """The greatest index there can be, if that is known."""
-        address = index.untyped_storage().data_ptr()
-        known = [self.greatest[address, size] for size in index.shape if (address, size) in self.greatest]
-        return max(known) if known else self.greatest.get((address, -1))
+        address, first = index.untyped_storage().data_ptr(), index.storage_offset()
+        places = [(address, first, size) for size in index.shape]
+        known = [self.greatest[place] for place in places if place in self.greatest]
+        return max(known) if known else self.greatest.get((address, -1, -1))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         twin = _TWINS.get(func)

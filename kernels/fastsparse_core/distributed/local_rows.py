@@ -53,6 +53,26 @@ def local_rows(
     return rows, exchange
 
 
+def columns_of(rows: Adjacency, *, own: bool) -> Adjacency:
+    """The entries of a rank's rows whose column is one of its own nodes, or another rank's."""
+    num_local, num_columns = rows.shape
+    kept = rows.col < num_local if own else rows.col >= num_local
+    before = torch.zeros(rows.num_edges + 1, dtype=torch.int64, device=rows.device)
+    torch.cumsum(kept, 0, out=before[1:])
+    edge_id = rows.edge_id
+    if edge_id is None:
+        edge_id = torch.arange(rows.num_edges, dtype=torch.int32, device=rows.device)
+    col = rows.col[kept]
+    return Adjacency(
+        before[rows.rowptr],
+        col if own else col - num_local,
+        (num_local, num_local if own else num_columns - num_local),
+        edge_id=edge_id[kept],
+        num_values=rows.num_values,
+        group_rows=rows.group_rows,
+    )
+
+
 def edges_of_rank(
     rowptr: Tensor, col: Tensor, partition: Partition, rank: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from contextlib import ExitStack
 from typing import Any, Literal, NoReturn
 
@@ -12,24 +11,16 @@ from torch import Tensor
 
 from fastsparse_core.distributed.agreement import check_agreement
 from fastsparse_core.distributed.exchange import AddColumns, HaloExchange, HaloFeatures
-from fastsparse_core.distributed.local_rows import check_ends, edges_of_rank, local_rows
+from fastsparse_core.distributed.latest import Latest
+from fastsparse_core.distributed.local_rows import check_ends, columns_of, edges_of_rank, local_rows
 from fastsparse_core.distributed.partitions import Partition
-from fastsparse_core.distributed.statistics import PartitionStatistics
+from fastsparse_core.distributed.statistics import PartitionStatistics, tiles_that_pay
 from fastsparse_core.formats.grouping import Method
 from fastsparse_core.ops._common import accumulation_dtype, autocast, check_features, check_scale
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
 _HALO_DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-#: Columns that kernels gather per pass over a structure: narrower tiles would cost further passes.
-_TILE_COLUMNS = 64
-#: Bytes that a tile brings at least, 0.1 ms at 0.34 TB/s: a tile is a few launches more.
-_TILE_BYTES = 32 << 20
-#: Bytes that a product gathers while an exchange brings one, about, on H200s of one host (4.4 and 0.34 TB/s).
-_GATHERED_PER_RECEIVED = 12
-#: What nothing hides is the last tile's product: a quarter of the halo's then.
-_MOST_TILES = 4
 
 
 class PartitionedAdjacency(Adjacency):
@@ -89,14 +80,14 @@ class PartitionedAdjacency(Adjacency):
         self.overlap = overlap
         self.tiles = tiles
         self.cache_inputs = cache_inputs
-        self._inputs: tuple[weakref.ref[Tensor], tuple[int, torch.dtype], Tensor] | None = None
+        self._inputs: Latest[Tensor] = Latest()
         self.shape = (rows.num_dst, rows.num_dst)
         self.num_values = rows.num_values
         self._num_given = rows._num_given
         self._loop_edge = rows._loop_edge
         self._merge = None
         self.group_rows = rows.group_rows
-        self._scale: tuple[weakref.ref[Tensor], int, Tensor, Tensor] | None = None
+        self._scales: Latest[tuple[Tensor, Tensor]] = Latest()
         self._start()
         self._out_degree = self._count_out_degree()
         self.statistics, self._has_empty_rows = self._survey()
@@ -158,27 +149,16 @@ class PartitionedAdjacency(Adjacency):
         if tiles is not None and tiles < 1:
             raise ValueError(f"tiles: expected at least 1 or None, got {tiles}")
         check_ends(row, col, partition.num_nodes)
-        alike = {
-            "partition.starts": partition.starts,
-            "self_loops": self_loops,
+        options: dict[str, Any] = {
             "halo_dtype": halo_dtype,
             "overlap": overlap,
             "tiles": tiles,
             "cache_inputs": cache_inputs,
-            "send": send,
         }
+        alike = {"partition.starts": partition.starts, "self_loops": self_loops, **options, "send": send}
         check_agreement(alike, row.device, rank, group)
         rows, exchange = local_rows(row, col, partition, rank, group, send, self_loops, group_rows)
-        return cls(
-            rows,
-            exchange,
-            partition,
-            rank,
-            halo_dtype=halo_dtype,
-            overlap=overlap,
-            tiles=tiles,
-            cache_inputs=cache_inputs,
-        )
+        return cls(rows, exchange, partition, rank, **options)
 
     @classmethod
     def from_csr(  # type: ignore[override]
@@ -259,30 +239,12 @@ class PartitionedAdjacency(Adjacency):
     @property
     def local(self) -> Adjacency:
         """The entries whose column is one of the rank's own nodes, (local nodes, local nodes)."""
-        return self._built.get("local", lambda: self._columns(True))
+        return self._built.get("local", lambda: columns_of(self.rows, own=True))
 
     @property
     def halo(self) -> Adjacency:
         """The entries whose column is another rank's node, (local nodes, halo)."""
-        return self._built.get("halo", lambda: self._columns(False))
-
-    def _columns(self, own: bool) -> Adjacency:
-        rows, num_local = self.rows, self.num_dst
-        kept = rows.col < num_local if own else rows.col >= num_local
-        before = torch.zeros(rows.num_edges + 1, dtype=torch.int64, device=self.device)
-        torch.cumsum(kept, 0, out=before[1:])
-        edge_id = rows.edge_id
-        if edge_id is None:
-            edge_id = torch.arange(rows.num_edges, dtype=torch.int32, device=self.device)
-        col = rows.col[kept]
-        return Adjacency(
-            before[rows.rowptr],
-            col if own else col - num_local,
-            (num_local, num_local if own else self.num_halo),
-            edge_id=edge_id[kept],
-            num_values=rows.num_values,
-            group_rows=rows.group_rows,
-        )
+        return self._built.get("halo", lambda: columns_of(self.rows, own=False))
 
     def row(self) -> Tensor:
         """Refused: entries name nodes of other ranks, which nothing but the operators can use."""
@@ -431,14 +393,8 @@ class PartitionedAdjacency(Adjacency):
             return 1
         if self.tiles is not None:
             return self.tiles
-        facts, sent = self.statistics, (self.halo_dtype or dtype).itemsize
-        if not any(
-            _GATHERED_PER_RECEIVED * rows * sent > (edges - halo_edges) * dtype.itemsize
-            for rows, edges, halo_edges in zip(facts.halo_rows, facts.edges, facts.halo_edges, strict=True)
-        ):
-            return 1
-        received = max(facts.halo_rows) * width * sent
-        return max(1, min(_MOST_TILES, -(-width // _TILE_COLUMNS), received // _TILE_BYTES))
+        sent = (self.halo_dtype or dtype).itemsize
+        return tiles_that_pay(self.statistics, width, dtype.itemsize, sent)
 
     def _halo_of_inputs(self, given: Tensor, flat: Tensor) -> Tensor:
         """The halo's rows of features without gradient; kept for the last ones, as they were given."""
@@ -447,14 +403,7 @@ class PartitionedAdjacency(Adjacency):
             rows = self.exchange.pack(flat.detach(), self.halo_dtype or flat.dtype)
             return self.exchange.to_halo(rows).wait().to(flat.dtype)
 
-        if given.is_inference():  # has no version: an edit could not be noticed
-            return fetch()
-        stamp, kept = (given._version, flat.dtype), self._inputs
-        if kept is None or kept[0]() is not given or kept[1] != stamp:
-            self._inputs = None  # its memory is free before the next one's is taken
-            with torch.inference_mode(False):
-                self._inputs = kept = (weakref.ref(given), stamp, fetch())
-        return kept[2]
+        return self._inputs.get(given, flat.dtype, fetch)
 
     def scales(self, scale_src: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Factors of the halo's nodes and of all columns of ``rows``; kept for the last ``scale_src``."""
@@ -465,13 +414,7 @@ class PartitionedAdjacency(Adjacency):
             halo = self.exchange.halo_of(checked)
             return halo, torch.cat([checked, halo])
 
-        if scale_src.is_inference():  # as for inputs
-            return fetch()
-        kept = self._scale
-        if kept is None or kept[0]() is not scale_src or kept[1] != scale_src._version:
-            with torch.inference_mode(False):
-                self._scale = kept = (weakref.ref(scale_src), scale_src._version, *fetch())
-        return kept[2], kept[3]
+        return self._scales.get(scale_src, accumulation_dtype(x.dtype), fetch)
 
     def prepare(self, *, backward: bool = True) -> PartitionedAdjacency:
         """Builds now what the operators need later; returns self.
@@ -500,7 +443,8 @@ class PartitionedAdjacency(Adjacency):
             f"{name}.{key}": size for name, part in parts.items() for key, size in part.memory_usage().items()
         }
         sizes |= self.exchange.memory_usage() | {"out_degree": self._out_degree.nbytes}
-        return sizes if self._inputs is None else sizes | {"inputs": self._inputs[2].nbytes}
+        inputs = self._inputs.result
+        return sizes if inputs is None else sizes | {"inputs": inputs.nbytes}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Adjacency:
         """Itself, if it lies there; else refused."""

@@ -125,19 +125,16 @@ def choose_grouping(adj: Rows) -> Tensor | None:
     return window_row if grouped_share <= (1 - _LEAST_SAVING) * share else None
 
 
-def count_vectors(adj: Rows, window_row: Tensor | None = None, *, height: int = HEIGHT) -> int:
-    """Number of non-zero vectors, without building blocks; a repeated edge needs a vector of its own.
+def vectors_per_window(adj: Rows, window_row: Tensor | None = None, *, height: int = HEIGHT) -> Tensor:
+    """Number of non-zero vectors of every window, int64 (num_windows,), without building blocks.
+
+    A repeated edge needs a vector of its own.
 
     Args:
         adj: the structure.
         window_row: a grouping as of :func:`group_rows`; None: consecutive rows.
         height: rows of a window; 16 joins pairs of a grouping's windows.
     """
-    return int(vectors_per_window(adj, window_row, height=height).sum())
-
-
-def vectors_per_window(adj: Rows, window_row: Tensor | None = None, *, height: int = HEIGHT) -> Tensor:
-    """Number of non-zero vectors of every window, int64 (num_windows,); see :func:`count_vectors`."""
     row = adj.row_once()
     place = row if window_row is None else place_of_row(window_row, adj.num_dst).index_select(0, row)
     window_entry, _, head_entry = sort_vectors(place, adj.col, adj.shape, height)

@@ -140,7 +140,7 @@ def _no_split_rows(device: torch.device) -> tuple[Tensor, Tensor]:
         )
 
 
-def split_rows(rowptr: Tensor, longest: int) -> RowSplit:
+def split_rows(rowptr: Tensor, longest: int, *, is_cut: bool = True) -> RowSplit:
     """The work list of rows: on CUDA in few launches and one read from the device.
 
     As `RowSplit.from_rowptr`, but for the order: full slices of split rows come first.
@@ -148,6 +148,7 @@ def split_rows(rowptr: Tensor, longest: int) -> RowSplit:
     Args:
         rowptr: int64 (num_rows + 1,).
         longest: entries of a slice, a power of two.
+        is_cut: whether a row may have more entries. Where none has, nothing is read.
     """
     if rowptr.device.type != "cuda":
         return RowSplit.from_rowptr(rowptr, longest)
@@ -159,7 +160,7 @@ def split_rows(rowptr: Tensor, longest: int) -> RowSplit:
     index = device_index(device)
     stream = queue(index)
     _C.row_split_count(rowptr.data_ptr(), num_rows, longest, counts.data_ptr(), totals, index, stream)
-    num_split_rows, num_slots = counts[num_counts:].tolist()
+    num_split_rows, num_slots = counts[num_counts:].tolist() if is_cut else (0, 0)
     slices = torch.empty(num_rows - num_split_rows + num_slots, 2, dtype=torch.int64, device=device)
     split_row = torch.empty(num_split_rows, dtype=torch.int32, device=device)
     split_ptr = (torch.empty if num_rows else torch.zeros)(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core.fused.head_scores import gradients_of_scores, head_scores, scores_of_rows
-from fastsparse_core.ops import _additive_attention_csr, _gatv2_attention_csr
+from fastsparse_core.ops import _additive_attention_csr, _dot_product, _gatv2_attention_csr
 from fastsparse_core.ops import _attention_fused as kernels
 from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops._common import accumulation_dtype, cast
@@ -179,8 +179,9 @@ class _DotProduct(Score):
         adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
     ) -> bool:
         if adj.col.is_cuda:
-            # The operator notes which structures have blocks.
-            return ("attention", dtype, widths[2], widths[1], heads, algorithm) in adj.plans
+            # Heads that loads of 16 bytes do not take are padded by the operator.
+            is_whole = widths[0] // heads * dtype.itemsize % 16 == 0
+            return is_whole and not _dot_product.csr_obstacle_of(adj, dtype, widths[0], heads)
         return algorithm in ("auto", "fused3s")
 
     @staticmethod

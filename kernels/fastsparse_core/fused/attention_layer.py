@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastsparse_core import _C, policy
 from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2, LayerCall, Score
-from fastsparse_core.fused.attention_on_cuda import attend, differentiate, plan_of
+from fastsparse_core.fused.attention_on_cuda import attend, differentiate, plan_of, stacked
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._attention_checks import draw_seed, drawn_by_replays
 from fastsparse_core.ops._common import (
@@ -143,7 +143,7 @@ def attention_layer(
         if drawn_by_replays(dropout_p):
             return None
         dropout_p, seed = draw_seed(dropout_p)
-    plan = _plan(adj, x, score, dtype, widths, heads, scale)
+    plan = _plan(adj, x, score, dtype, widths, heads, scale, algorithm, records)
     how = (dropout_p, seed, dtype, widths, mean, len(vectors), keeps_result, plan)
     call = LayerCall(score, adj, heads, scale, *how)
     if records:
@@ -161,10 +161,14 @@ def _plan(
     widths: tuple[int, ...],
     heads: int,
     scale: float,
+    algorithm: str,
+    records: bool,
 ) -> Any:
     """What makes one call of all that follows the linear maps; None: it is operator by operator."""
     if x.is_cuda:
-        return plan_of(adj, score, dtype, widths, heads, scale, False) if x.shape[0] else None
+        if not x.shape[0]:
+            return None
+        return plan_of(adj, score, dtype, widths, heads, scale, algorithm, records=records)
     if len(widths) < score.least_maps or not widths[0]:
         return None
     key = (score, dtype, widths, heads, scale)
@@ -223,13 +227,15 @@ def _attend_at_once(
 
 def _project(call: LayerCall, features: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """The linear maps' results side by side, and the weight of the one product that gives them."""
-    first, count = call.num_vectors, len(call.widths)
-    matrix, bias = tensors[first], None
-    if len(tensors) > first + count:
-        bias = tensors[first + count]
+    maps, count = tensors[call.num_vectors :], len(call.widths)
+    if count > 1 and features.is_cuda and not torch.is_grad_enabled():
+        joined = stacked(call, maps)
+        if joined is not None:
+            return F.linear(features, *joined), joined[0]
+    matrix, bias = maps[0], maps[count] if len(maps) > count else None
     if count > 1:
-        matrix = torch.cat(tensors[first : first + count])
-        bias = None if bias is None else torch.cat(tensors[first + count :])
+        matrix = torch.cat(maps[:count])
+        bias = None if bias is None else torch.cat(maps[count:])
     if matrix.dtype != call.dtype:
         matrix = matrix.to(call.dtype)
         bias = None if bias is None else bias.to(call.dtype)
@@ -265,16 +271,18 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     maps, _ = ctx.maps
     has_biases, weight_dtype = len(maps) > num_maps, maps[0].dtype
     if not is_first_derivative(grad):
-        grad_bias = sum_of_rows(grad, ctx.bias_dtype) if needs_bias else None
-        return _second_gradients(ctx, grad, features, vectors, grad_bias)
-    grad_bias = sums = None
+        of_bias = sum_of_rows(grad, ctx.bias_dtype) if needs_bias else None
+        return _second_gradients(ctx, grad, features, vectors, of_bias)
+    grad_bias: Tensor | None = None
+    sums: Sequence[Tensor] = ()
     if needs_bias and (call.mean or call.plan is None):
         grad_bias = sum_of_rows(grad, ctx.bias_dtype)
     if call.mean:
         grad = (grad / call.heads).unsqueeze(1).expand(-1, call.heads, -1).flatten(1)
     if call.plan is None:
         grad, grad_vectors = call.score.backward(call, grad, joint, vectors, kept, needed[:num_vectors])
-        sums = sum_of_rows(grad, weight_dtype) if has_biases else None
+        if has_biases:
+            sums = sum_of_rows(grad, weight_dtype).split(call.widths)
     else:
         bias_dtype = ctx.bias_dtype if needs_bias and not call.mean else None
         at_once = _differentiate_at_once if type(call.plan) is _C.AttentionLayer else differentiate
@@ -284,10 +292,9 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_bias = grad_bias if sum_of_grad is None else sum_of_grad
     grad_x = torch.mm(grad, matrix) if needs_x else None
     grad_weight = product_in(grad.t(), features, weight_dtype)
-    grads = grad_weight.split(call.widths) if num_maps > 1 else (grad_weight,)
-    if sums is not None:
-        grads = (*grads, *(sums.split(call.widths) if num_maps > 1 else (sums,)))
-    return grad_x, grad_bias, *grad_vectors, *grads
+    # Nobody sees what is split, so that its parts need not be known as views.
+    grads = grad_weight.unsafe_split_with_sizes(call.widths) if num_maps > 1 else (grad_weight,)
+    return grad_x, grad_bias, *grad_vectors, *grads, *sums
 
 
 def _differentiate_at_once(
@@ -298,7 +305,7 @@ def _differentiate_at_once(
     kept: Sequence[Tensor],
     bias_dtype: torch.dtype | None,
     map_bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, list[Tensor], Tensor | None, Tensor | None]:
+) -> tuple[Tensor, list[Tensor], Tensor | None, Sequence[Tensor]]:
     """Gradients of the linear maps' results, of the vectors and, where they have a dtype, of the biases."""
     precise, (state,) = accumulation_dtype(call.dtype), kept
     operands = [cast(vector, precise).contiguous() for vector in vectors]
@@ -334,7 +341,7 @@ def _differentiate_at_once(
         grad_joint,
         [cast(found, vector.dtype) for found, vector in zip(grads, vectors, strict=True)],
         grad_bias,
-        sums,
+        () if sums is None else sums.unsafe_split_with_sizes(call.widths),
     )
 
 

@@ -1,16 +1,16 @@
-"""The attention of a layer on CUDA: one call into `_C` each way, two allocations before it, or three."""
+"""The attention of a layer on CUDA: one call into `_C` each way, and what it needs beforehand."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastsparse_core import _C
+from fastsparse_core import _C, policy
 from fastsparse_core.device import queue
-from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2, LayerCall, Score
+from fastsparse_core.fused.attention_kinds import DOT_PRODUCT, GATV2, LayerCall, Score
 from fastsparse_core.ops._attention_bsb import aligned
 from fastsparse_core.ops._common import (
     DTYPE_CODE,
@@ -20,7 +20,8 @@ from fastsparse_core.ops._common import (
     multiprocessors,
     unit_stride,
 )
-from fastsparse_core.ops._facts import used_csr
+from fastsparse_core.ops._dot_product import choice_on_cuda
+from fastsparse_core.ops._facts import count_csr_use, used_csr
 from fastsparse_core.ops._gatv2_attention_csr import att_rows_of
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -31,6 +32,33 @@ if TYPE_CHECKING:
 _PARTS = 4
 
 
+class _Provisional(NamedTuple):
+    """A plan that a later call may replace: its structure may come to be converted, or its slices sorted.
+
+    It is counted as a use, so that a batch that is seen once asks the rules once.
+    """
+
+    plan: Plan
+    #: Whether slices of the structures were sorted when it was made.
+    is_sorted: bool
+    #: Whether it reads rows because the structure has not been used often.
+    may_convert: bool
+
+    def serves(self, adj: Adjacency, backward: bool) -> bool:
+        """Whether this call, which counts, still takes it."""
+        if not self.is_sorted:
+            count_csr_use(adj)
+            if backward:
+                count_csr_use(adj.t())
+            if _is_sorted(adj, backward):
+                return False
+        if self.may_convert:
+            if adj.usage.products >= policy.REUSE or adj.has_bsb:
+                return False
+            adj.usage.products += 1
+        return True
+
+
 def plan_of(
     adj: Adjacency,
     score: type[Score],
@@ -38,20 +66,68 @@ def plan_of(
     widths: tuple[int, ...],
     heads: int,
     scale: float,
-    backward: bool,
+    algorithm: str,
+    *,
+    records: bool,
+    backward: bool = False,
 ) -> Plan:
     """What calls on a structure share: all of one pass but the tensors' addresses.
 
-    It is kept once the structure keeps its work lists as they are.
+    Args:
+        adj: structure.
+        score: the kind of attention, which has a kernel.
+        dtype: of the features.
+        widths: of the linear maps' results.
+        heads: number of heads.
+        scale: of dot products, or the slope of the leaky ReLU.
+        algorithm: as the caller asked; of a backward pass the kernel of dot products that its forward pass
+            took.
+        records: whether a backward pass follows.
+        backward: whether this is it.
     """
-    key = (score, dtype, widths, heads, scale, backward)
-    plan: Plan | None = adj.plans.get(key)
-    if plan is not None:
-        return plan
-    transposed = adj.t() if backward else None
-    structure = structure_t = blocks = blocks_t = None
-    att_rows, is_final = 0, True
+    key = (score, dtype, widths, heads, scale, algorithm, records, backward)
+    kept: Plan | _Provisional | None = adj.plans.get(key)
+    if kept is not None:
+        if not isinstance(kept, _Provisional):
+            return kept
+        if kept.serves(adj, backward):
+            return kept.plan
+    on_blocks = may_convert = False
     if score is DOT_PRODUCT:
+        if backward:
+            on_blocks = algorithm == "fused3s"
+        else:
+            choice = choice_on_cuda(adj, dtype, widths[0], heads, algorithm, backward=records)
+            on_blocks, may_convert = choice.algorithm == "fused3s", not choice.is_final
+    if kept is not None and kept.is_sorted and not on_blocks:
+        plan = kept.plan  # the rule has not changed its mind
+    else:
+        plan = _plan(adj, score, dtype, widths, heads, scale, backward, on_blocks)
+    is_sorted = on_blocks or _is_sorted(adj, backward)
+    adj.plans[key] = plan if is_sorted and not may_convert else _Provisional(plan, is_sorted, may_convert)
+    return plan
+
+
+def _is_sorted(adj: Adjacency, backward: bool) -> bool:
+    return adj.has_sorted_slices and (not backward or adj.t().has_sorted_slices)
+
+
+def _plan(
+    adj: Adjacency,
+    score: type[Score],
+    dtype: torch.dtype,
+    widths: tuple[int, ...],
+    heads: int,
+    scale: float,
+    backward: bool,
+    on_blocks: bool,
+) -> Plan:
+    # Pairs of numbers for every edge lie in the caller's order; the others read nothing of edges.
+    valued = score is DOT_PRODUCT and not on_blocks
+    transposed = adj.t(valued=valued) if backward else None
+    structure = structure_t = blocks = blocks_t = None
+    att_rows = 0
+    if on_blocks:
         blocks = adj.bsb_structure(valued=False)
         blocks_t = None if transposed is None else transposed.bsb_structure(valued=False)
         splits = [None if each is None else each.bsb_split for each in (adj, transposed)]
@@ -60,11 +136,11 @@ def plan_of(
             if not torch.cuda.is_current_stream_capturing():
                 adj.sort_slices()  # the gradient of att is summed in their order, which must not change
             att_rows = att_rows_of(adj.row_split.slices.size(0))
-        structure, structure_t = used_csr(adj), None if transposed is None else used_csr(transposed)
+        structure = used_csr(adj, valued=valued)
+        structure_t = None if transposed is None else used_csr(transposed, valued=valued)
         splits = [None if each is None else each.row_split for each in (adj, transposed)]
-        is_final = adj.has_sorted_slices and (transposed is None or transposed.has_sorted_slices)
     slots, slots_t = (0 if split is None else split.num_slots for split in splits)
-    plan = _C.CudaAttentionLayer(
+    return _C.CudaAttentionLayer(
         structure,
         structure_t,
         blocks,
@@ -72,6 +148,7 @@ def plan_of(
         slots,
         slots_t,
         att_rows,
+        adj.num_values,
         score.code,
         DTYPE_CODE[dtype],
         adj.num_dst,
@@ -83,9 +160,40 @@ def plan_of(
         backward,
         adj.col.get_device(),
     )
-    if is_final:
-        adj.plans[key] = plan
-    return plan
+
+
+def stacked(call: LayerCall, maps: Sequence[Tensor]) -> tuple[Tensor, Tensor | None] | None:
+    """Weights and biases of several linear maps as one, in the dtype of the product, by one launch.
+
+    None where operators have to do it, or say what is wrong: other dtypes, shapes that differ, weights that
+    are not contiguous.
+    """
+    first, count = maps[0], len(call.widths)
+    shape = first.shape
+    rows, columns = shape
+    if first.dtype not in (call.dtype, torch.float32):
+        return None
+    addresses: list[int] = []
+    for tensor in maps:
+        if tensor.shape != (shape if len(addresses) < count else (rows,)) or not tensor.is_contiguous():
+            return None
+        addresses.append(tensor.data_ptr())
+    matrix = first.new_empty(count * rows, columns, dtype=call.dtype)
+    bias = first.new_empty(count * rows, dtype=call.dtype) if len(maps) > count else None
+    index = first.get_device()
+    _C.stack_maps(
+        addresses[:count],
+        addresses[count:],
+        rows * columns,
+        rows,
+        matrix.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        DTYPE_CODE[first.dtype],
+        DTYPE_CODE[call.dtype],
+        index,
+        queue(index),
+    )
+    return matrix, bias
 
 
 def attend(
@@ -98,14 +206,15 @@ def attend(
     if bias is not None:
         is_float = bias.dtype is not call.dtype
         bias = contiguous_floats(bias) if is_float else bias.contiguous()
-    out = joint.new_empty(num_nodes, width)
-    # Bias and what a fourth map gives are added in place where the backward pass does not read the result.
+    result = joint.new_empty(num_nodes, width)
+    # Bias and what a fourth map gives are added in place where the backward pass does not read the result:
+    # else what attention gave lies behind the state.
     in_place = not call.keeps_result or (bias is None and len(call.widths) < 4)
-    result = out if in_place else joint.new_empty(num_nodes, width)
-    # As in `CudaAttentionLayerArgs`.
-    numbers = num_nodes * call.heads * (3 if call.score is ADDITIVE else 1)
-    precise = torch.float64 if call.score is DOT_PRODUCT else torch.float32
-    state = joint.new_empty(numbers, dtype=precise)
+    numbers = plan.state
+    if not in_place:
+        numbers += (num_nodes * width * joint.itemsize + 3) // 4
+    state = joint.new_empty(numbers, dtype=torch.float32)
+    address = state.data_ptr()
     room = joint.new_empty(plan.scratch, dtype=torch.float32) if plan.scratch else None
     plan.forward(
         joint.data_ptr(),
@@ -113,16 +222,16 @@ def attend(
         second,
         0 if bias is None else bias.data_ptr(),
         is_float,
-        out.data_ptr(),
+        result.data_ptr() if in_place else address + 4 * plan.state,
         result.data_ptr(),
-        state.data_ptr(),
+        address,
         0 if room is None else room.data_ptr(),
         call.dropout_p,
         0 if call.seed is None else int(call.seed),
-        call.score is DOT_PRODUCT and allows_tf32(),
+        plan.on_blocks and allows_tf32(),
         queue(joint.get_device()),
     )
-    return result, (state, out if call.keeps_result else None)
+    return result, (state, result if in_place and call.keeps_result else None)
 
 
 def differentiate(
@@ -133,41 +242,52 @@ def differentiate(
     kept: Sequence[Tensor | None],
     bias_dtype: torch.dtype | None,
     map_bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, list[Tensor], Tensor | None, Tensor | None]:
+) -> tuple[Tensor, list[Tensor], Tensor | None, Sequence[Tensor]]:
     """Gradients of the linear maps' results, of the vectors and, where they have a dtype, of the biases."""
-    plan = plan_of(call.adj, call.score, call.dtype, call.widths, call.heads, call.scale, True)
+    algorithm = "fused3s" if call.plan.on_blocks else "csr"
+    how = (call.score, call.dtype, call.widths, call.heads, call.scale, algorithm)
+    plan = plan_of(call.adj, *how, records=True, backward=True)
     state, out = kept
     assert state is not None
+    address = state.data_ptr()
     grad = aligned(grad) if call.score is DOT_PRODUCT else unit_stride(grad)
     first, second, operands = _addresses(vectors)
     found = [torch.empty_like(operand) for operand in operands]
     grad_joint = torch.empty_like(joint)
-    grad_bias = None if bias_dtype is None else joint.new_empty(grad.shape[1], dtype=bias_dtype)
-    sums = None if map_bias_dtype is None else joint.new_empty(joint.shape[1], dtype=map_bias_dtype)
+    # Those of the biases lie behind each other: their dtype is the same.
+    dtype, widths = bias_dtype or map_bias_dtype, call.widths if map_bias_dtype is not None else ()
+    if bias_dtype is not None:
+        widths = (call.widths[0], *widths)
+    biases: Sequence[Tensor] = ()
+    if dtype is not None:
+        biases = (joint.new_empty(sum(widths), dtype=dtype),)
+        if len(widths) > 1:
+            biases = biases[0].unsafe_split_with_sizes(widths)
+    code, first_of_map = 0 if dtype is None else DTYPE_CODE[dtype], 0 if bias_dtype is None else 1
     room = joint.new_empty(plan.scratch, dtype=torch.float32)
     plan.backward(
         joint.data_ptr(),
         first,
         second,
-        0 if out is None else out.data_ptr(),
-        state.data_ptr(),
+        address + 4 * plan.state if out is None else out.data_ptr(),
+        address,
         room.data_ptr(),
         grad.data_ptr(),
         grad.stride(0),
         grad_joint.data_ptr(),
         found[0].data_ptr() if found else 0,
         found[1].data_ptr() if len(found) > 1 else 0,
-        0 if grad_bias is None else grad_bias.data_ptr(),
-        0 if bias_dtype is None else DTYPE_CODE[bias_dtype],
-        0 if sums is None else sums.data_ptr(),
-        0 if map_bias_dtype is None else DTYPE_CODE[map_bias_dtype],
+        0 if bias_dtype is None else biases[0].data_ptr(),
+        code,
+        0 if map_bias_dtype is None else biases[first_of_map].data_ptr(),
+        code,
         call.dropout_p,
         0 if call.seed is None else int(call.seed),
-        call.score is DOT_PRODUCT and allows_tf32(),
+        plan.on_blocks and allows_tf32(),
         queue(joint.get_device()),
     )
     grads = [cast(each, vector.dtype) for each, vector in zip(found, vectors, strict=True)]
-    return grad_joint, grads, grad_bias, sums
+    return grad_joint, grads, biases[0] if first_of_map else None, biases[first_of_map:]
 
 
 def _addresses(vectors: Sequence[Tensor]) -> tuple[int, int, list[Tensor]]:

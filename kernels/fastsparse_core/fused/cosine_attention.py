@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core import policy
-from fastsparse_core.fused.attention_kinds import DOT_PRODUCT
 from fastsparse_core.ops import _attention_fused as kernels
 from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops._common import (
@@ -59,8 +58,10 @@ def cosine_attention(adj: Adjacency, x: Tensor, beta: Tensor) -> Tensor | None:
         and not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
     ):
         return None
-    widths, algorithm = (x.shape[1],) * 3, policy.requested("attention", "auto")
-    if not DOT_PRODUCT.has_kernel(adj, x.dtype, widths, 1, 1.0, algorithm):
+    width, algorithm = x.shape[1], policy.requested("attention", "auto")
+    # On CUDA the operator notes which structures have blocks.
+    noted = ("attention", x.dtype, width, width, 1, algorithm) in adj.plans
+    if not (noted if x.is_cuda else algorithm in ("auto", "fused3s")):
         return None
     if torch.is_grad_enabled() and (x.requires_grad or beta.requires_grad):
         result: Tensor = _CosineAttention.apply(adj, x, beta)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,12 @@ def obstacle(adj: Adjacency, q: Tensor, k: Tensor, v: Tensor, heads: int) -> str
         v: (num_src, heads * Dv).
         heads: number of heads.
     """
-    if v.dtype == torch.float64:
+    return obstacle_of(adj, v.dtype, (q.size(1), k.size(1), v.size(1)), heads)
+
+
+def obstacle_of(adj: Adjacency, dtype: torch.dtype, widths: Iterable[int], heads: int) -> str:
+    """:func:`obstacle` of features of a dtype and of widths, those of all heads."""
+    if dtype == torch.float64:
         return "float64 on CUDA"
     if heads == 0:
         return "no heads"
@@ -39,14 +46,14 @@ def obstacle(adj: Adjacency, q: Tensor, k: Tensor, v: Tensor, heads: int) -> str
     # The backward pass reads the transposed structure.
     if max(adj.shape) > MOST_COLUMNS:
         return f"more than {MOST_COLUMNS} nodes"
-    for x in (q, k, v):
-        width = x.size(1) // heads
+    for of_all in widths:
+        width = of_all // heads
         if not 0 < width <= MAX_HEAD_WIDTH:
             return f"heads of width {width}, not 1 to {MAX_HEAD_WIDTH}"
-        if width * x.element_size() % _PIECE:
-            return f"heads of {width * x.element_size()} bytes, not a multiple of {_PIECE}"
-        if x.size(1) > MAX_WIDTH:
-            return f"{x.size(1)} features of all heads, more than {MAX_WIDTH}"
+        if width * dtype.itemsize % _PIECE:
+            return f"heads of {width * dtype.itemsize} bytes, not a multiple of {_PIECE}"
+        if of_all > MAX_WIDTH:
+            return f"{of_all} features of all heads, more than {MAX_WIDTH}"
     return ""
 
 

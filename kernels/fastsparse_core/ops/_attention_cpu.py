@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import queue
-from fastsparse_core.ops._common import DTYPE_CODE, address, empty_values, unit_stride
+from fastsparse_core.ops._common import DTYPE_CODE, accumulation_dtype, address, empty_values, unit_stride
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -15,100 +17,78 @@ from fastsparse_core.structure.adjacency import Adjacency
 DOT_PRODUCT, ADDITIVE, GATV2 = 0, 1, 2
 
 
-def _arguments(
-    adj: Adjacency,
-    kind: int,
-    heads: int,
-    dst: Tensor,
-    src: Tensor,
-    v: Tensor,
-    att: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    out: Tensor | None,
-    lse: Tensor,
-) -> _C.AttentionCsrArgs:
-    structure = adj.plans.get("csr")
-    return _C.AttentionCsrArgs(
-        used_csr(adj) if structure is None else structure,
-        kind,
-        DTYPE_CODE[v.dtype],
-        heads,
-        0 if kind == ADDITIVE else dst.size(1) // max(heads, 1),
-        v.size(1) // max(heads, 1),
-        dst.data_ptr(),
-        dst.stride(0),
-        src.data_ptr(),
-        src.stride(0),
-        v.data_ptr(),
-        v.stride(0),
-        0 if att is None else att.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        0 if bias is None else DTYPE_CODE[bias.dtype],
-        scale,
-        dropout_p,
-        0 if seed is None else int(seed),
-        0 if out is None else out.data_ptr(),
-        lse.data_ptr(),
-    )
+class Call(NamedTuple):
+    """What both passes read."""
+
+    kind: int
+    heads: int
+    dst: Tensor
+    src: Tensor
+    v: Tensor
+    att: Tensor | None
+    bias: Tensor | None
+    scale: float
+    dropout_p: float
+    seed: Tensor | None
+
+    def laid_out(self) -> Call:
+        """The same as kernels read it: rows of unit stride, the rest contiguous."""
+        kind, heads, dst, src, v, att, bias, scale, dropout_p, seed = self
+        if not dst.stride(1) == src.stride(1) == v.stride(1) == 1:
+            dst, src, v = unit_stride(dst), unit_stride(src), unit_stride(v)
+        att = None if att is None else att.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        return Call(kind, heads, dst, src, v, att, bias, scale, dropout_p, seed)
+
+    def arguments(self, adj: Adjacency, out: Tensor | None, lse: Tensor) -> _C.AttentionCsrArgs:
+        kind, heads, dst, src, v, att, bias, scale, dropout_p, seed = self
+        structure = adj.plans.get("csr")
+        return _C.AttentionCsrArgs(
+            used_csr(adj) if structure is None else structure,
+            kind,
+            DTYPE_CODE[v.dtype],
+            heads,
+            0 if kind == ADDITIVE else dst.size(1) // max(heads, 1),
+            v.size(1) // max(heads, 1),
+            dst.data_ptr(),
+            dst.stride(0),
+            src.data_ptr(),
+            src.stride(0),
+            v.data_ptr(),
+            v.stride(0),
+            address(att),
+            address(bias),
+            0 if bias is None else DTYPE_CODE[bias.dtype],
+            scale,
+            dropout_p,
+            0 if seed is None else int(seed),
+            address(out),
+            lse.data_ptr(),
+        )
 
 
-def forward(
-    adj: Adjacency,
-    kind: int,
-    heads: int,
-    dst: Tensor,
-    src: Tensor,
-    v: Tensor,
-    att: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    if not dst.stride(1) == src.stride(1) == v.stride(1) == 1:
-        dst, src, v = unit_stride(dst), unit_stride(src), unit_stride(v)
-    att = None if att is None else att.contiguous()
-    bias = None if bias is None else bias.contiguous()
+def forward(adj: Adjacency, call: Call) -> tuple[Tensor, Tensor]:
+    """Result, and log-sum-exp of every row and head."""
+    call = call.laid_out()
+    v = call.v
     out = v.new_empty(adj.num_dst, v.size(1))
-    precise = torch.float64 if v.dtype == torch.float64 else torch.float32
-    lse = v.new_empty(adj.num_dst, heads, dtype=precise)
-    arguments = _arguments(adj, kind, heads, dst, src, v, att, bias, scale, dropout_p, seed, out, lse)
-    _C.attention_csr(arguments, torch.get_num_threads())
+    lse = v.new_empty(adj.num_dst, call.heads, dtype=accumulation_dtype(v.dtype))
+    _C.attention_csr(call.arguments(adj, out, lse), torch.get_num_threads())
     return out, lse
 
 
 def backward(
-    adj: Adjacency,
-    kind: int,
-    heads: int,
-    grad: Tensor,
-    dst: Tensor,
-    src: Tensor,
-    v: Tensor,
-    att: Tensor | None,
-    bias: Tensor | None,
-    lse: Tensor,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    bias_wanted: bool,
+    adj: Adjacency, call: Call, grad: Tensor, lse: Tensor, bias_wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of dst, src, v (GATv2: in that of src), att and bias; the result is not read."""
-    if not grad.stride(1) == dst.stride(1) == src.stride(1) == v.stride(1) == 1:
-        grad, dst, src, v = unit_stride(grad), unit_stride(dst), unit_stride(src), unit_stride(v)
-    lse = lse.contiguous()
-    att = None if att is None else att.contiguous()
-    bias = None if bias is None else bias.contiguous()
+    call, grad, lse = call.laid_out(), unit_stride(grad), lse.contiguous()
+    kind, _, dst, src, v, att, bias, *_ = call
     grad_dst, grad_src = dst.new_empty(dst.shape), src.new_empty(src.shape)
     grad_v = v.new_empty(v.shape if kind != GATV2 else 0)
     grad_att = None if att is None else att.new_empty(att.shape)
     grad_bias = empty_values(adj, bias) if bias is not None and bias_wanted else None
-    arguments = _arguments(adj, kind, heads, dst, src, v, att, bias, scale, dropout_p, seed, None, lse)
     _C.attention_csr_backward(
-        arguments,
+        call.arguments(adj, None, lse),
         used_csr(adj.t()),
         grad.data_ptr(),
         grad.stride(0),

@@ -66,7 +66,8 @@ def dot_product(
     """Result and log-sum-exp of the kernels of either device, nothing being checked or recorded."""
     if v.is_cuda:
         return _attention_bsb.launch_forward(adj, q, k, v, bias, scale, dropout_p, _number(seed), heads)
-    return on_cpu.forward(adj, on_cpu.DOT_PRODUCT, heads, q, k, v, None, bias, scale, dropout_p, seed)
+    call = on_cpu.Call(on_cpu.DOT_PRODUCT, heads, q, k, v, None, bias, scale, dropout_p, seed)
+    return on_cpu.forward(adj, call)
 
 
 def dot_product_gradients(
@@ -92,29 +93,17 @@ def dot_product_gradients(
         return _attention_bsb.launch_backward(
             adj, q, k, v, bias, out, lse, grad, *of_kernel, want_bias=bias_wanted
         )
-    options = (bias, lse, scale, dropout_p, seed, bias_wanted)
-    grad_q, grad_k, grad_v, _, grad_bias = on_cpu.backward(
-        adj, on_cpu.DOT_PRODUCT, heads, grad, q, k, v, None, *options
-    )
+    call = on_cpu.Call(on_cpu.DOT_PRODUCT, heads, q, k, v, None, bias, scale, dropout_p, seed)
+    grad_q, grad_k, grad_v, _, grad_bias = on_cpu.backward(adj, call, grad, lse, bias_wanted)
     return grad_q, grad_k, grad_v, grad_bias
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        scale: float,
-        dropout_p: float,
-        seed: Tensor | None,
-        heads: int,
-        adjacency: int,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = run("attention", v, q, k, v, bias, scale, dropout_p, seed, heads, adjacency)
-        remember(ctx, adjacency, lse, q, k, v, bias, kept_result(ctx, out), lse, seed)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *tensors, scale, dropout_p, seed, heads, adjacency = arguments
+        out, lse = run("attention", tensors[2], *arguments)
+        remember(ctx, adjacency, lse, *tensors, kept_result(ctx, out), lse, seed)
         ctx.options = (scale, dropout_p)
         ctx.heads = heads
         return out, lse
@@ -161,7 +150,8 @@ def additive(
         return _additive_attention_csr.additive_forward(
             adj, score_dst, score_src, v, bias, *options, _number(seed), heads
         )
-    return on_cpu.forward(adj, on_cpu.ADDITIVE, heads, score_dst, score_src, v, None, bias, *options, seed)
+    call = on_cpu.Call(on_cpu.ADDITIVE, heads, score_dst, score_src, v, None, bias, *options, seed)
+    return on_cpu.forward(adj, call)
 
 
 def additive_gradients(
@@ -185,29 +175,17 @@ def additive_gradients(
         return _additive_attention_csr.additive_backward(
             adj, *operands, *options, _number(seed), heads, want_bias=bias_wanted
         )
-    ends = (score_dst, score_src, v)
-    grad_dst, grad_src, grad_v, _, grad_bias = on_cpu.backward(
-        adj, on_cpu.ADDITIVE, heads, grad, *ends, None, bias, lse, *options, seed, bias_wanted
-    )
+    call = on_cpu.Call(on_cpu.ADDITIVE, heads, score_dst, score_src, v, None, bias, *options, seed)
+    grad_dst, grad_src, grad_v, _, grad_bias = on_cpu.backward(adj, call, grad, lse, bias_wanted)
     return grad_dst, grad_src, grad_v, grad_bias
 
 
 class _AdditiveAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        score_dst: Tensor,
-        score_src: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        negative_slope: float,
-        dropout_p: float,
-        seed: Tensor | None,
-        adjacency: int,
-    ) -> tuple[Tensor, Tensor]:
-        arguments = (score_dst, score_src, v, bias, negative_slope, dropout_p, seed, adjacency)
-        out, lse = run("additive_attention", v, *arguments)
-        remember(ctx, adjacency, lse, score_dst, score_src, v, bias, lse, seed)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *tensors, negative_slope, dropout_p, seed, adjacency = arguments
+        out, lse = run("additive_attention", tensors[2], *arguments)
+        remember(ctx, adjacency, lse, *tensors, lse, seed)
         ctx.options = (negative_slope, dropout_p)
         return out, lse
 
@@ -248,7 +226,8 @@ def gatv2(
     heads, options = att.shape[0], (negative_slope, dropout_p)
     if x_src.is_cuda:
         return _gatv2_attention_csr.gatv2_forward(adj, x_dst, x_src, att, *options, _number(seed), heads)
-    return on_cpu.forward(adj, on_cpu.GATV2, heads, x_dst, x_src, x_src, att, None, *options, seed)
+    call = on_cpu.Call(on_cpu.GATV2, heads, x_dst, x_src, x_src, att, None, *options, seed)
+    return on_cpu.forward(adj, call)
 
 
 def gatv2_gradients(
@@ -269,28 +248,18 @@ def gatv2_gradients(
         assert out is not None
         operands = (x_dst, x_src, att, out, lse, grad)
         return _gatv2_attention_csr.gatv2_backward(adj, *operands, *options, _number(seed), heads)
-    grad_dst, grad_src, _, grad_att, _ = on_cpu.backward(
-        adj, on_cpu.GATV2, heads, grad, x_dst, x_src, x_src, att, None, lse, *options, seed, False
-    )
+    call = on_cpu.Call(on_cpu.GATV2, heads, x_dst, x_src, x_src, att, None, *options, seed)
+    grad_dst, grad_src, _, grad_att, _ = on_cpu.backward(adj, call, grad, lse, False)
     assert grad_att is not None
     return grad_dst, grad_src, grad_att
 
 
 class _Gatv2Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_dst: Tensor,
-        x_src: Tensor,
-        att: Tensor,
-        negative_slope: float,
-        dropout_p: float,
-        seed: Tensor | None,
-        adjacency: int,
-    ) -> tuple[Tensor, Tensor]:
-        arguments = (x_dst, x_src, att, negative_slope, dropout_p, seed, adjacency)
-        out, lse = run("gatv2_attention", x_src, *arguments)
-        remember(ctx, adjacency, lse, x_dst, x_src, att, kept_result(ctx, out), lse, seed)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *tensors, negative_slope, dropout_p, seed, adjacency = arguments
+        out, lse = run("gatv2_attention", tensors[1], *arguments)
+        remember(ctx, adjacency, lse, *tensors, kept_result(ctx, out), lse, seed)
         ctx.options = (negative_slope, dropout_p)
         return out, lse
 

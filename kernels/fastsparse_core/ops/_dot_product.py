@@ -25,9 +25,14 @@ def csr_obstacle(adj: Adjacency, q: Tensor, v: Tensor, heads: int) -> str:
         return f"values of {v.size(1)} features, queries of {q.size(1)}"
     if v.device.type != "cuda":
         return "" if heads and v.size(1) else f"heads of width {v.size(1) // max(heads, 1)}, not 1 or more"
+    return csr_obstacle_of(adj, v.dtype, v.size(1), heads)
+
+
+def csr_obstacle_of(adj: Adjacency, dtype: torch.dtype, width: int, heads: int) -> str:
+    """:func:`csr_obstacle` on CUDA, of features of a dtype and a width, that of all heads."""
     if adj.num_values >= 2**32:
         return f"{adj.num_values} values, 2^32 or more"
-    return _additive_attention_csr.obstacle(v, heads)
+    return _additive_attention_csr.obstacle_of(dtype, width, heads)
 
 
 def kernel(
@@ -51,19 +56,41 @@ def kernel(
         return "fused3s"
     no_csr = csr_obstacle(adj, q, v, heads)
     no_blocks = _attention_bsb.obstacle(adj, q, k, v, heads) if on_cuda else ""
-    rule = policy.dot_product_algorithm
     if torch.compiler.is_compiling():
         # A trace does not count: it would be made anew for every number. The operator builds the blocks.
         facts = policy.Facts(on_cuda, *adj.shape, adj.num_edges, converted=True)
-        return rule(facts, algorithm, no_blocks, no_csr).algorithm
-    chosen = follow(adj, lambda facts: rule(facts, algorithm, no_blocks, no_csr))[0].algorithm
-    if chosen == "fused3s" and on_cuda:
-        operands = (q, k, v) if bias is None else (q, k, v, bias)
-        wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
-        if not _attention_bsb.has_blocks(adj, backward=wants_grad):
-            no_memory = "not enough memory for the binary sparse blocks"
-            return rule(facts_of(adj), algorithm, no_memory, no_csr).algorithm
-    return chosen
+        return policy.dot_product_algorithm(facts, algorithm, no_blocks, no_csr).algorithm
+    operands = (q, k, v) if bias is None else (q, k, v, bias)
+    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
+    return _choice(adj, algorithm, no_blocks, no_csr, backward=wants_grad).algorithm
+
+
+def choice_on_cuda(
+    adj: Adjacency, dtype: torch.dtype, width: int, heads: int, algorithm: str, *, backward: bool
+) -> policy.Choice:
+    """The rule's answer for queries, keys and values of one width on CUDA; see :func:`kernel`.
+
+    Args:
+        adj: structure, whose use may count.
+        dtype: of the features.
+        width: that of all heads.
+        heads: number of heads.
+        algorithm: as the caller asked, not ``"unfused"``.
+        backward: whether gradients are wanted.
+    """
+    no_blocks = _attention_bsb.obstacle_of(adj, dtype, (width,), heads)
+    no_csr = csr_obstacle_of(adj, dtype, width, heads)
+    return _choice(adj, algorithm, no_blocks, no_csr, backward=backward)
+
+
+def _choice(adj: Adjacency, algorithm: str, no_blocks: str, no_csr: str, *, backward: bool) -> policy.Choice:
+    rule = policy.dot_product_algorithm
+    choice, facts = follow(adj, lambda facts: rule(facts, algorithm, no_blocks, no_csr))
+    on_blocks = choice.algorithm == "fused3s" and facts.is_cuda
+    if on_blocks and not _attention_bsb.has_blocks(adj, backward=backward):
+        no_memory = "not enough memory for the binary sparse blocks"
+        return rule(facts_of(adj), algorithm, no_memory, no_csr)
+    return choice
 
 
 def csr(

@@ -83,6 +83,7 @@ def unfused_gated_edges(
 
 
 def _remember(ctx: Any, adjacency: int, *tensors: Tensor | None) -> None:
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
     ctx.adjacency = adjacency
     ctx.keep_alive = keep_alive(adjacency)
@@ -121,7 +122,6 @@ def _gine_aggregate_backward(
         from_handle(adjacency),
         operands,
         grad,
-        grad.size(1),
         edge.size(1),
         positive=positive,
         edge_wanted=edge_wanted,
@@ -134,20 +134,11 @@ def _gine_aggregate_backward(
 
 class _GineAggregate(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        edge: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        num_dst: int,
-        adjacency: int,
-        keep: bool,
-    ) -> tuple[Tensor, Tensor]:
-        out, positive = registration.run("gine_aggregate", x, x, edge, weight, bias, num_dst, adjacency, True)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *tensors, num_dst, adjacency, _ = arguments
+        out, positive = registration.run("gine_aggregate", tensors[0], *tensors, num_dst, adjacency, True)
         ctx.mark_non_differentiable(positive)
-        ctx.set_materialize_grads(False)
-        _remember(ctx, adjacency, x, edge, weight, bias, positive)
+        _remember(ctx, adjacency, *tensors, positive)
         return out, positive
 
     @staticmethod
@@ -211,7 +202,6 @@ def _gated_aggregate_backward(
         from_handle(adjacency),
         operands,
         grad,
-        grad.size(1),
         0 if edge is None else edge.size(1),
         edge_wanted=edge_wanted,
         weight_wanted=weight_wanted,
@@ -230,21 +220,10 @@ def _gated_aggregate_backward(
 
 class _GatedAggregate(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        k: Tensor,
-        q: Tensor,
-        v: Tensor,
-        edge: Tensor | None,
-        gate_weight: Tensor | None,
-        value_weight: Tensor | None,
-        adjacency: int,
-        keep: bool,
-    ) -> tuple[Tensor, Tensor]:
-        tensors = (k, q, v, edge, gate_weight, value_weight)
-        out, slope = registration.run("gated_aggregate", q, *tensors, adjacency, True)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *tensors, adjacency, _ = arguments
+        out, slope = registration.run("gated_aggregate", tensors[1], *tensors, adjacency, True)
         ctx.mark_non_differentiable(slope)
-        ctx.set_materialize_grads(False)
         _remember(ctx, adjacency, *tensors, slope)
         return out, slope
 
@@ -290,13 +269,12 @@ def _gated_edges_backward(
     state: Tensor,
     adjacency: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    adj, width = from_handle(adjacency), v.size(1)
+    adj = from_handle(adjacency)
     operands = Operands.of(launch.GATE_AND_STATE, None, v, v, None)
     found = launch.backward(
         adj,
         operands,
         grad,
-        width,
         0,
         grad_side=grad_gates,
         state=state,
@@ -320,7 +298,6 @@ class _GatedEdges(torch.autograd.Function):
         ctx: Any, k: Tensor, q: Tensor, v: Tensor, edge: Tensor, adjacency: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         total, gates, state = registration.run("gated_edges", q, k, q, v, edge, adjacency)
-        ctx.set_materialize_grads(False)
         _remember(ctx, adjacency, k, q, v, edge, state)
         return total, gates, state
 

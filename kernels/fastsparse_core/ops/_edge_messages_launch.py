@@ -286,7 +286,6 @@ def backward(
     adj: Adjacency,
     operands: Operands,
     grad: Tensor,
-    width: int,
     edge_width: int,
     *,
     grad_side: Tensor | None = None,
@@ -305,7 +304,6 @@ def backward(
         adj: structure.
         operands: as of the forward pass; of relu's q only the width is looked at.
         grad: of the sums, (num_dst, width).
-        width: of the results.
         edge_width: raw features of an edge as given.
         grad_side: of the gates' sums, with state.
         state: of the forward pass.
@@ -318,7 +316,7 @@ def backward(
         map_dtype: of the gradients of maps and bias; None: the accumulation dtype.
     """
     message, dtype = operands.message, accumulation_dtype(grad.dtype)
-    padded, transposed, index = operands.q.shape[1], adj.t(), -1
+    width, padded, transposed, index = grad.shape[1], operands.q.shape[1], adj.t(), -1
     is_cuda, raw = grad.is_cuda, operands.maps is not None
     map_dtype = dtype if map_dtype is None else map_dtype
     grad = rows(grad)

@@ -222,23 +222,12 @@ def gradients(
 
 class _MultiAggregate(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        x_dst: Tensor | None,
-        edge: Tensor | None,
-        weight: Tensor | None,
-        slots: Sequence[int],
-        groups: int,
-        min_variance: float,
-        num_dst: int,
-        adjacency: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        arguments = (x, x_dst, edge, weight, slots, groups, min_variance, num_dst, adjacency)
-        out, mean, ties = run("multi_aggregate", x, *arguments)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, slots, groups, min_variance, _, adjacency = arguments
+        out, mean, ties = run("multi_aggregate", tensors[0], *arguments)
         ctx.mark_non_differentiable(mean, ties)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, x_dst, edge, weight, out, mean, ties)
+        ctx.save_for_backward(*tensors, out, mean, ties)
         ctx.options = (list(slots), groups, min_variance)
         ctx.adjacency, ctx.keep_alive = adjacency, keep_alive(adjacency)
         return out, mean, ties

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fastsparse_core import recorded
 from fastsparse_core.cache import AdjacencyCache
 from fastsparse_core.ops._common import (
     accumulation_dtype,
@@ -60,6 +61,13 @@ def _make_segments(index: Tensor | None, rowptr: Tensor | None, num_segments: in
     and counts no version up.
     """
     with torch.inference_mode(False):  # first met while evaluating, they must serve autograd later
+        run = recorded.current()
+        if run is not None and index is not None:
+            shape = (num_segments, max(num_rows, 1))
+            made = run.of_edges(
+                run, index, torch.arange(num_rows, device=index.device), shape, "keep", "keep"
+            )
+            return Segments(made.rowptr, made.edge_id, num_rows, made.row_split)
         if index is not None:
             return Segments.from_index(index, num_segments)
         assert rowptr is not None

@@ -113,6 +113,22 @@ def sddmm_kernel(
 ) -> Tensor:
     """The operator's kernel: (length, heads), or where `dense` the vectors (length, 8, heads)."""
     adj = from_handle(adjacency)
+    return launch_sddmm(adj, x_dst, x_src, scale_dst, scale_src, length, heads, dtype, algorithm, dense)
+
+
+def launch_sddmm(
+    adj: Adjacency,
+    x_dst: Tensor,
+    x_src: Tensor,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    length: int,
+    heads: int,
+    dtype: torch.dtype,
+    algorithm: str,
+    dense: bool,
+) -> Tensor:
+    """What `sddmm_kernel` computes, of a structure at hand."""
     x_dst, x_src = unit_stride(x_dst), unit_stride(x_src)
     size = (length, HEIGHT, heads) if dense else (length, heads)
     if length == 0 or heads == 0 or adj.num_edges == 0:
@@ -122,8 +138,8 @@ def sddmm_kernel(
     key = ("sddmm", x_dst.dtype, x_dst.shape[1], heads, algorithm, aligned, dense)
     kernel, by_entry = adj.plans.get(key) or _plan(adj, algorithm, x_dst, heads, aligned, dense, key)
     if dense and kernel == "csr":
-        edges = sddmm_kernel(
-            x_dst, x_src, scale_dst, scale_src, adj.num_values, heads, dtype, adjacency, kernel, False
+        edges = launch_sddmm(
+            adj, x_dst, x_src, scale_dst, scale_src, adj.num_values, heads, dtype, kernel, False
         )
         return dense_from_edges(adj, edges)
     every_value_is_written = dense or length == adj.num_edges

@@ -33,7 +33,7 @@ from fastsparse_core.ops._common import (
 from fastsparse_core.ops._registration import register, run
 from fastsparse_core.ops._spmm_extremum import extremum
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
-from fastsparse_core.ops.sddmm import sddmm_kernel
+from fastsparse_core.ops.sddmm import launch_sddmm
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 
@@ -104,28 +104,14 @@ def spmm(
     """
     algorithm = policy.requested("spmm", algorithm)
     if (
-        scale_dst is None
-        and scale_src is None
-        and bias is None
-        and (reduce == "sum" or reduce == "mean")
+        bias is None
         and value_layout == "edges"
-        and type(adj) is Adjacency
         and is_plain_eager(x)
-        and x.dim() == 2
-        and x.shape[0] == adj.num_src
-        and x.dtype in DTYPE_CODE
-        and x.device == adj.col.device
         and not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
-        and (value is None or _is_plain_value(value, x, adj))
     ):
-        # Nothing is left to check: most calls of layers are of this kind.
-        scale = None if reduce == "sum" else adj.inv_degree(accumulation_dtype(x.dtype))
-        needs_grad = x.requires_grad or (value is not None and value.requires_grad)
-        if not (needs_grad and torch.is_grad_enabled()):
-            return launch_spmm(adj, x, value, scale, None, None, algorithm, relu)
-        apply = _Spmm.apply if is_wrapped(x) or (value is not None and is_wrapped(value)) else _apply
-        plain: Tensor = apply(x, value, scale, None, None, adj.num_dst, adj.handle, False, algorithm, relu)
-        return plain
+        plain = plain_spmm(adj, x, value, reduce, scale_dst, scale_src, algorithm, relu)
+        if plain is not None:
+            return plain
     policy.check_algorithm(value_layout, ("edges", "me_bcrs"), "value_layout")
     if value_layout == "me_bcrs" and reduce in ("max", "min"):
         raise ValueError(
@@ -156,28 +142,74 @@ def spmm(
         return out if x.dim() == 2 else out.reshape(adj.num_dst, *trailing)
     elif reduce != "sum":
         raise ValueError(f"reduce: expected 'sum', 'mean', 'max' or 'min', got {reduce!r}")
-    arguments = (features, value, scale_dst, scale_src, bias, adj.num_dst, adj.handle, False, algorithm, relu)
+    operands = (features, value, scale_dst, scale_src, bias)
     if not is_plain_eager(features):
-        out = _spmm_op(*arguments)
+        out = _spmm_op(*operands, adj.num_dst, adj.handle, False, algorithm, relu)
     elif torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (features, value, bias)
     ):
-        out = (_Spmm.apply if is_wrapped(features) else _apply)(*arguments)
+        apply = _Spmm.apply if is_wrapped(features) else _apply
+        out = apply(*operands, adj.num_dst, adj, False, algorithm, relu)
     else:
-        out = _spmm(*arguments)
+        out = launch_spmm(adj, *operands, algorithm, relu)
     return out if x.dim() == 2 else out.reshape(adj.num_dst, *trailing)
+
+
+def plain_spmm(
+    adj: Adjacency,
+    x: Tensor,
+    value: Tensor | None,
+    reduce: str,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    algorithm: str,
+    relu: bool = False,
+) -> Tensor | None:
+    """What :func:`spmm` gives where there is nothing to cast or reshape, as in most calls of layers.
+
+    The arguments are those of `spmm`; ``x`` `is_plain_eager`, and autocast is off. None: the call is of
+    another kind, or wrong.
+    """
+    if not (
+        (reduce == "sum" or (reduce == "mean" and scale_dst is None))
+        and type(adj) is Adjacency
+        and x.dim() == 2
+        and x.shape[0] == adj.num_src
+        and x.dtype in DTYPE_CODE
+        and x.device == adj.col.device
+        and (value is None or _is_plain_value(value, x, adj))
+        and (scale_dst is None or _is_plain_scale(scale_dst, adj.num_dst, x))
+        and (scale_src is None or _is_plain_scale(scale_src, adj.num_src, x))
+    ):
+        return None
+    scale = scale_dst if reduce == "sum" else adj.inv_degree(accumulation_dtype(x.dtype))
+    needs_grad = x.requires_grad or (value is not None and value.requires_grad)
+    if not (needs_grad and torch.is_grad_enabled()):
+        return launch_spmm(adj, x, value, scale, scale_src, None, algorithm, relu)
+    apply = _Spmm.apply if is_wrapped(x) or (value is not None and is_wrapped(value)) else _apply
+    out: Tensor = apply(x, value, scale, scale_src, None, adj.num_dst, adj, False, algorithm, relu)
+    return out
 
 
 def _is_plain_value(value: Any, x: Tensor, adj: Adjacency) -> bool:
     """Whether values are one per edge and head, as the kernels take them."""
+    if not is_plain_eager(value) or value.dtype != x.dtype or value.device != x.device:
+        return False
+    shape = value.shape
+    if not shape or shape[0] != adj.num_values:
+        return False
+    return len(shape) == 1 or (len(shape) == 2 and shape[1] > 0 and x.shape[1] % shape[1] == 0)
+
+
+def _is_plain_scale(scale: Any, rows: int, x: Tensor) -> bool:
+    """Whether a factor per row is what `check_scale` makes of it."""
     return (
-        is_plain_eager(value)
-        and value.dim() == 2
-        and value.shape[0] == adj.num_values
-        and value.dtype == x.dtype
-        and value.device == x.device
-        and value.shape[1] > 0
-        and x.shape[1] % value.shape[1] == 0
+        type(scale) is Tensor
+        and scale.shape == (rows,)
+        and scale.dtype is accumulation_dtype(x.dtype)
+        and scale.device == x.device
+        and scale.is_contiguous()
+        and not (scale.requires_grad or scale.is_neg())
     )
 
 
@@ -233,17 +265,20 @@ class _Spmm(torch.autograd.Function):
         scale_src: Tensor | None,
         bias: Tensor | None,
         num_dst: int,
-        adjacency: int,
+        adjacency: int | Adjacency,
         transpose: bool,
         algorithm: str,
         relu: bool,
     ) -> Tensor:
-        ctx.num_src = x.size(0)
-        ctx.adjacency, ctx.transpose, ctx.algorithm = adjacency, transpose, algorithm
-        ctx.keep_alive = keep_alive(adjacency)
+        if isinstance(adjacency, Adjacency):  # where `spmm` calls without the dispatcher, it asked everything
+            ctx.keep_alive, ctx.adjacency = adjacency, adjacency.handle
+            out = launch_spmm(adjacency, x, value, scale_dst, scale_src, bias, algorithm, relu)
+        else:
+            ctx.keep_alive, ctx.adjacency = keep_alive(adjacency), adjacency
+            arguments = (x, value, scale_dst, scale_src, bias, num_dst, adjacency, transpose, algorithm, relu)
+            out = run("spmm", x, *arguments)
+        ctx.num_src, ctx.transpose, ctx.algorithm = x.shape[0], transpose, algorithm
         ctx.bias_dtype = None if bias is None else bias.dtype
-        arguments = (x, value, scale_dst, scale_src, bias, num_dst, adjacency, transpose, algorithm, relu)
-        out = run("spmm", x, *arguments)
         ctx.save_for_backward(
             x if value is not None else None, value, scale_dst, scale_src, out if relu else None
         )
@@ -277,18 +312,17 @@ class _Spmm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dst, src = (x, grad) if ctx.transpose else (grad, x)
             scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)
-            product = sddmm_kernel if plain else torch.ops.fastsparse.sddmm.default
-            grad_value = product(
-                dst,
-                src,
-                *scales,
-                value.size(0),
-                num_heads(value),
-                value.dtype,
-                ctx.adjacency,
-                ctx.algorithm if ctx.algorithm in policy.SDDMM_ALGORITHMS else "csr",
-                is_dense(value),
-            ).reshape(value.shape)
+            algorithm = ctx.algorithm if ctx.algorithm in policy.SDDMM_ALGORITHMS else "csr"
+            ends = (dst, src, *scales)
+            length, heads, dtype, dense = value.shape[0], num_heads(value), value.dtype, is_dense(value)
+            if plain:
+                grad_value = launch_sddmm(ctx.keep_alive, *ends, length, heads, dtype, algorithm, dense)
+            else:
+                grad_value = torch.ops.fastsparse.sddmm.default(
+                    *ends, length, heads, dtype, ctx.adjacency, algorithm, dense
+                )
+            if grad_value.shape != value.shape:
+                grad_value = grad_value.reshape(value.shape)
         if ctx.needs_input_grad[4]:
             grad_bias = sum_of_rows(grad, ctx.bias_dtype)
         return grad_x, grad_value, None, None, grad_bias, None, None, None, None, None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
+
+#: Batches that are being drawn at once.
+_STARTED = 2
 
 _Item = TypeVar("_Item")
 _Started = TypeVar("_Started")
@@ -18,10 +22,11 @@ def prefetched(
     finish: Callable[[_Started], _Batch],
     stream: torch.cuda.Stream | None,
 ) -> Iterator[_Batch]:
-    """Batches of items: on a GPU two ahead, on a stream of their own.
+    """Batches of items: on a GPU three ahead, on a stream of their own.
 
-    While the caller works with one batch, the device gathers the features of the next and draws the one after
-    it. Drawing is started a batch before its sizes are read, so the host does not wait for it.
+    While the caller works with one batch, the device gathers the features of the next and draws one more. The
+    host reads the sizes of a draw when the one after it has been given to the device too: so what it waits
+    for is older than the caller's last step, and it has the next one there before that is done.
 
     Memory of a batch may be used again as soon as the caller drops it: whatever is prepared first waits for
     what the caller has given to the stream that it iterates on. Batches that it hands to other streams need
@@ -48,13 +53,13 @@ def prefetched(
         upcoming = None
         with torch.cuda.stream(stream):
             if is_first:
-                started = [start(item) for item in _some(remaining)]
+                started = [start(item) for item in itertools.islice(remaining, _STARTED)]
             if started:
-                batch = finish(started.pop())
+                batch = finish(started.pop(0))
                 event = torch.cuda.Event()
                 event.record(stream)
                 upcoming = (batch, event)
-                started = [start(item) for item in _some(remaining)]
+                started += [start(item) for item in itertools.islice(remaining, 1)]
         is_first = False
         if ready is not None:
             caller.wait_event(ready[1])
@@ -64,10 +69,3 @@ def prefetched(
             del batch
         else:
             ready = upcoming
-
-
-def _some(remaining: Iterator[_Item]) -> list[_Item]:
-    """The next item, if there is one."""
-    for item in remaining:
-        return [item]
-    return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,16 @@ class Edges:
     def rowptr(self) -> Tensor:
         """int64 (num_dst + 1,), the range of edges of every destination."""
         return self.adjacency.rowptr
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Edges:
+        """The same edges on another device, and their structure."""
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=non_blocking)
+            for name in ("edge_index", "col", "edge_id")
+        }
+        edges = replace(self, **moved)
+        edges.__dict__["adjacency"] = self.adjacency.to(device, non_blocking)
+        return edges
 
 
 @dataclass(frozen=True, eq=False)

@@ -455,6 +455,19 @@ class Adjacency(KernelFormats):
         transposed._parent = weakref.ref(self)
         return transposed
 
+    def _with_columns(self, col: Tensor, num_src: int) -> Adjacency:
+        """The same rows with other columns; values keep the order of this structure's own."""
+        other = Adjacency(
+            self.rowptr,
+            col,
+            (self.num_dst, num_src),
+            edge_id=self.edge_id,
+            num_values=self.num_values,
+            group_rows="none",
+        )
+        other._of_rows = self._of_rows  # cut into the same slices
+        return other
+
     @property
     def is_symmetric(self) -> bool:
         """Whether A equals its transpose. Builds it; rows with unsorted columns count as not symmetric."""

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fastsparse_core import recorded
 from fastsparse_core.locks import ForkSafeLock
 
 _T = TypeVar("_T")
@@ -53,3 +54,20 @@ class BuiltOnce:
                     with torch.inference_mode(False):
                         result = self.results[key] = build()
         return result
+
+
+class BuiltInRun(BuiltOnce):
+    """Results of a structure that lives in one execution of a step: recorded with it, in its order."""
+
+    def get(self, key: Any, build: Callable[[], _T]) -> _T:
+        """As of `BuiltOnce`; while a CUDA graph is captured too."""
+        result: _T | None = self.results.get(key)
+        if result is None:
+            with torch.inference_mode(False):
+                result = self.results[key] = build()
+        return result
+
+
+def built_results() -> BuiltOnce:
+    """Where a structure that is made now keeps what is built of it."""
+    return BuiltOnce() if recorded.current() is None else BuiltInRun()

@@ -19,16 +19,7 @@ def incidence(adj: Adjacency) -> Adjacency:
         position = adj.edge_id
         if position is None:
             position = torch.arange(adj.num_edges, dtype=torch.int32, device=adj.device)
-        edges = Adjacency(
-            adj.rowptr,
-            position.int(),
-            (adj.num_dst, adj.num_values),
-            edge_id=adj.edge_id,  # values keep the order of the graph's own
-            num_values=adj.num_values,
-            group_rows="none",
-        )
-        edges._of_rows = adj._of_rows  # the same rows, cut into the same slices
-        return edges
+        return adj._with_columns(position.int(), adj.num_values)
 
     return adj.derived("fastsparse_core.structure.incidence", build)
 

@@ -176,7 +176,8 @@ class KernelFormats:
             if found.row_split is not None:
                 return found.row_split
             self.has_sorted_slices = True
-        return split_rows(self.rowptr, longest)
+        unsorted = self._of_rows.results.get("unsorted_row_split")
+        return split_rows(self.rowptr, longest, is_cut=not unsorted or unsorted.num_slots > 0)
 
     @property
     def csr_structure(self) -> Any:

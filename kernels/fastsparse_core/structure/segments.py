@@ -13,7 +13,7 @@ from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.inspection import inspect_edges
 from fastsparse_core.formats.lengths import slice_length
 from fastsparse_core.formats.row_split import RowSplit, split_rows
-from fastsparse_core.structure.build_once import BuiltOnce
+from fastsparse_core.structure.build_once import built_results
 
 
 class Segments:
@@ -34,7 +34,7 @@ class Segments:
         self.order = order
         self.num_rows = num_rows
         self.num_segments = rowptr.numel() - 1
-        self._built = BuiltOnce()
+        self._built = built_results()
         if row_split is not None:
             self._built.results["row_split"] = row_split
 

@@ -42,10 +42,12 @@ struct CudaAttentionLayerArgs {
   float scale;        // of dot products; else the slope of the leaky ReLU
   CsrView a, a_t;     // a_t, split_t, blocks_t and num_slots_t: of the backward pass
   RowSplitView split, split_t;
-  BsbView blocks, blocks_t;  // dot products read these
+  bool on_blocks;  // dot products: whether they read these, not the rows
+  BsbView blocks, blocks_t;
   std::int64_t num_slots, num_slots_t;
-  std::int64_t att_rows;   // GATv2, backward: see Gatv2AttentionBackwardArgs
-  std::int64_t num_parts;  // most parts of a sum over nodes
+  std::int64_t num_values;  // dot products of rows
+  std::int64_t att_rows;    // GATv2, backward: see Gatv2AttentionBackwardArgs
+  std::int64_t num_parts;   // most parts of a sum over nodes
   Dropout dropout;
   bool tf32;
 
@@ -56,7 +58,7 @@ struct CudaAttentionLayerArgs {
   void* out;                // (num_nodes, width): of attention alone
   void* result;             // forward: with what is added to it; may be `out`
   void* state;  // float32 (3 or 1, num_nodes, heads): scores of sources and destinations of additive
-                // attention, log-sum-exp; dot products: float64
+                // attention, log-sum-exp; of blocks: float64
   float* scratch;
 
   DenseView grad;  // backward, as all that follows: (num_nodes, width)
@@ -68,9 +70,28 @@ struct CudaAttentionLayerArgs {
   Dtype grad_map_bias_dtype;
 };
 
+constexpr int kMostMaps = 4;
+
+// Weights of a layer's linear maps below each other, and their biases, in the dtype that is multiplied. That
+// is theirs, or they are float32.
+struct StackedMapsArgs {
+  const void* weights[kMostMaps];  // weight_size numbers each
+  const void* biases[kMostMaps];   // bias_size numbers each, 0: there are none
+  std::int64_t maps;
+  std::int64_t weight_size;
+  std::int64_t bias_size;
+  void* weight;  // (maps, weight_size)
+  void* bias;    // (maps, bias_size)
+  Dtype dtype;
+  Dtype to_dtype;
+};
+
 namespace cuda {
+int stack_maps(const StackedMapsArgs& args, void* stream);
 int attention_layer(const CudaAttentionLayerArgs& args, void* stream);
 int attention_layer_backward(const CudaAttentionLayerArgs& args, void* stream);
+// Numbers of float32 that `state` takes, a multiple of 16 bytes.
+std::int64_t attention_layer_state(const CudaAttentionLayerArgs& args);
 // Numbers of float32 that `scratch` has for either pass.
 std::int64_t attention_layer_scratch(const CudaAttentionLayerArgs& args, bool backward);
 }  // namespace cuda

@@ -746,13 +746,6 @@ struct InspectArgs {
   std::int64_t* facts;    // (kNumEdgeFacts) in the device's memory
 };
 
-// Several structures that are looked at together, as those of a sampled batch.
-struct InspectLevels {
-  static constexpr int kMost = 8;
-  InspectArgs level[kMost];  // whose facts lie one behind the other
-  int num_levels;
-};
-
 // Min-wise hashes of every row's columns (group_rows.h).
 struct RowSignaturesArgs {
   const std::int64_t* rowptr;  // (num_rows + 1)

@@ -1,0 +1,59 @@
+"""DGL's own blocks of sampled edges, and on which devices DGL can hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fastsparse_core.sampling import Edges
+from fastsparse_dgl.caching import remember
+from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.hooks import device_graph
+
+
+def dgl_block(
+    edges: Mapping[Any, Edges],
+    num_src: Mapping[str, int],
+    num_dst: Mapping[str, int],
+    device: torch.device,
+    idtype: torch.dtype,
+) -> Any:
+    """DGL's block of sampled edges, whose structure layers need not look at again.
+
+    Args:
+        edges: by edge type.
+        num_src: number of sources by node type.
+        num_dst: number of destinations by node type.
+        device: where the edges lie.
+        idtype: dtype of ids.
+    """
+    # On the CPU DGL's sums of edges need the edges' numbers, though they count from 0.
+    numbered = device.type == "cpu" or device_graph.serves(device)
+    data = {}
+    for name, of_type in edges.items():
+        source = of_type.edge_index[0].to(idtype)
+        numbers: Any = torch.arange(source.numel(), dtype=idtype, device=device) if numbered else []
+        data[name] = ("csc", (of_type.rowptr.to(idtype), source, numbers))
+    block = dgl.create_block(data, dict(num_src), dict(num_dst), idtype=idtype, device=device)
+    if len(edges) == 1:
+        remember(block, device, next(iter(edges.values())).adjacency)
+    return block
+
+
+def dgl_can_hold(device: torch.device) -> bool:
+    """Whether DGL can hold graphs on a device: pip's knows the CPU alone, but for `enable`."""
+    if device.type == "cpu" or device_graph.serves(device):
+        return True
+    if device not in _can_hold:
+        try:
+            dgl.graph(([], []), device=device)
+            _can_hold[device] = True
+        except dgl.DGLError:
+            _can_hold[device] = False
+    return _can_hold[device]
+
+
+#: Of DGL's own, whatever `enable` and `disable` change.
+_can_hold: dict[torch.device, bool] = {}

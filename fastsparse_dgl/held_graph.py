@@ -1,0 +1,116 @@
+"""What a captured step is given for graphs of DGL that are padded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from fastsparse_core import Adjacency, recorded
+from fastsparse_core.capturing.fresh_adjacency import FreshAdjacency
+from fastsparse_core.capturing.padding import Room
+from fastsparse_core.sampling import Edges
+from fastsparse_dgl.sampled_block import SampledBlock
+
+
+class HeldEdges(Edges):
+    """Edges whose structure is made anew in every run of the step."""
+
+    is_sorted = False
+
+    @property
+    def adjacency(self) -> Adjacency:
+        """The structure."""
+        run = recorded.current()
+        assert run is not None  # the graph is nowhere else
+        source, destination = self.edge_index
+        made: Adjacency = run.structure(
+            self,
+            "adjacency",
+            lambda: FreshAdjacency(destination, source, self.shape, is_sorted=self.is_sorted),
+        )
+        return made
+
+
+class HeldSortedEdges(HeldEdges):
+    """Edges that ascend by destination."""
+
+    is_sorted = True
+
+
+def held_edges(ends: Tensor, shape: tuple[int, int], *, is_sorted: bool) -> HeldEdges:
+    """Edges in memory that the step reads.
+
+    Args:
+        ends: sources and destinations (2, E).
+        shape: (destinations, sources).
+        is_sorted: whether destinations ascend.
+    """
+    count = ends.size(1)
+    return (HeldSortedEdges if is_sorted else HeldEdges)(
+        edge_index=ends, col=ends[0], edge_id=ends[0], counts=[count], shape=shape, most_entries=count
+    )
+
+
+class HeldGraph(SampledBlock):
+    """A padded batch of graphs: the part of DGL's that layers and readouts use.
+
+    Args:
+        like: the batch of DGL.
+        ends: sources and destinations (2, E).
+        frames: data of nodes and of edges.
+        lengths: numbers of nodes and of edges of every graph.
+        room: the batch has.
+    """
+
+    is_block = is_unibipartite = False
+    is_homogeneous = True
+
+    def __init__(
+        self,
+        like: Any,
+        ends: Tensor,
+        frames: Sequence[dict[str, Tensor]],
+        lengths: Sequence[Tensor],
+        room: Room,
+    ) -> None:
+        (etype,), (ntype,) = like.canonical_etypes, like.ntypes
+        size = sum(room.nodes[0])
+        edges = held_edges(ends, (size, size), is_sorted=False)
+        super().__init__({etype: edges}, {ntype: size}, {ntype: size}, ends.device, ends.dtype)
+        nodes = self.srcnodes[ntype] = self.dstnodes[ntype] = SimpleNamespace(data=frames[0])
+        self.nodes = {ntype: nodes, None: nodes}
+        self.edges.views[etype].data = frames[1]
+        self.batch_size: int = like.batch_size
+        self._lengths = lengths
+
+    @property
+    def ntypes(self) -> list[str]:
+        """The only node type."""
+        return self.srctypes
+
+    @property
+    def ndata(self) -> Any:
+        """Tensors of the nodes by name."""
+        return self.srcdata
+
+    def num_nodes(self, ntype: str | None = None) -> int:
+        """Number of nodes."""
+        return self.num_src_nodes(ntype)
+
+    number_of_nodes = num_nodes
+
+    def batch_num_nodes(self, ntype: str | None = None) -> Tensor:
+        """Number of nodes of every graph."""
+        return self._lengths[0]
+
+    def batch_num_edges(self, etype: Any = None) -> Tensor:
+        """Number of edges of every graph."""
+        return self._lengths[1]
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"DGL's own layers do not take a padded batch, drop-in layers and readouts do: graph.{name}"
+        )

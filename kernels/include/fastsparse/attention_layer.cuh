@@ -1,0 +1,48 @@
+// What is around the attention of a layer on CUDA: cuda/attention_layer_parts.cu.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "fastsparse/attention_layer.h"
+
+namespace fastsparse::cuda {
+
+struct ScoreGradients {
+  HeadScoresArgs scores;  // their gradients in it
+  DenseView grad;         // of the result; null data: its sum is not wanted
+  void* grad_v;           // contiguous; added to
+  float* partial;         // (blocks, 3, width)
+};
+
+// Of ds_ih v_ih for both vectors, and of `grad`.
+struct ScoreSums {
+  void* to[3];  // null: not wanted
+  Dtype dtype[3];
+};
+
+struct Addends {
+  const void* out;  // contiguous
+  DenseView skip;   // null data: none
+  const void* bias;
+  bool bias_is_float;
+  void* result;
+  std::int64_t num_rows;
+  std::int64_t width;
+};
+
+struct Pieces {
+  DenseView from[kMostMaps];
+  std::int64_t count;
+  void* to;  // (num_rows, count * width)
+  std::int64_t num_rows;
+  std::int64_t width;
+};
+
+void launch_scores(const HeadScoresArgs& of, std::int64_t most_blocks, cudaStream_t stream);
+void launch_score_gradients(const ScoreGradients& args, const ScoreSums& sums, std::int64_t most_blocks,
+                            cudaStream_t stream);
+// Nothing where there is nothing to add.
+void launch_add(Dtype dtype, const Addends& args, cudaStream_t stream);
+void launch_join(Dtype dtype, const Pieces& args, cudaStream_t stream);
+
+}  // namespace fastsparse::cuda

@@ -1,0 +1,98 @@
+// Copies of a batch into memory with room for a larger one, where a CUDA graph reads it: every hop begins at
+// a place of its own, and what is behind its rows is padding. All tensors of a batch at once.
+#pragma once
+
+#include <cstdint>
+
+#include "fastsparse/views.h"
+
+namespace fastsparse {
+
+constexpr int kMostHops = 16;
+constexpr int kMostPlaced = 24;
+
+// Rows by hop: of the memory, and of the batch.
+struct HopRows {
+  int num_hops;
+  std::int64_t start[kMostHops + 1];  // where a hop begins in the memory; behind the last: all
+  std::int64_t end[kMostHops];        // where it ends in the batch
+};
+
+// Rows of one tensor, of all hops or of the first ones.
+struct PlacedRows {
+  const void* from;
+  void* to;
+  std::int64_t num_rows;  // of `to`
+  std::int64_t row_bytes;
+  bool is_of_edges;
+  bool is_empty;  // `from` has no row that padding could copy: it is zero
+};
+
+// Nodes of one type and edges of one type; either may be none, without hops.
+struct PlaceBatchArgs {
+  HopRows nodes;
+  HopRows edges;
+  HopRows sources;  // the nodes that the edges connect
+  HopRows targets;
+  bool* node_mask;  // whether a row is the batch's
+  bool* edge_mask;
+  float* node_ends;  // `end` as numbers
+  float* edge_ends;
+  const void* edge_index;  // (2, number of the batch's edges), nodes as numbered in the batch; null: none
+  void* edge_index_out;    // (2, number of places)
+  const std::int64_t* padding;  // (2, number of places): edges of padding
+  bool edge_index_is_64bit;
+  int num_tensors;
+  PlacedRows tensor[kMostPlaced];
+};
+
+// What lies at a place.
+struct Placed {
+  bool is_given;     // not padding
+  std::int64_t row;  // of the batch; of padding the first
+};
+
+FASTSPARSE_HOST_DEVICE std::int64_t first_row(const HopRows& rows, int hop) {
+  return hop > 0 ? rows.end[hop - 1] : 0;
+}
+
+FASTSPARSE_HOST_DEVICE std::int64_t all_places(const HopRows& rows) { return rows.start[rows.num_hops]; }
+
+FASTSPARSE_HOST_DEVICE Placed placed(const HopRows& rows, std::int64_t place) {
+  int hop = 0;
+  while (hop + 1 < rows.num_hops && rows.start[hop + 1] <= place) ++hop;
+  const std::int64_t row = place - rows.start[hop] + first_row(rows, hop);
+  const bool is_given = row < rows.end[hop];
+  return {is_given, is_given ? row : 0};
+}
+
+// The place of a row of the batch.
+FASTSPARSE_HOST_DEVICE std::int64_t place_of(const HopRows& rows, std::int64_t row) {
+  int hop = 0;
+  while (hop + 1 < rows.num_hops && rows.end[hop] <= row) ++hop;
+  return row - first_row(rows, hop) + rows.start[hop];
+}
+
+// Both ends of the edge at a place.
+template <typename Index>
+FASTSPARSE_HOST_DEVICE void place_edge(const PlaceBatchArgs& args, std::int64_t place) {
+  const std::int64_t places = all_places(args.edges), given = args.edges.end[args.edges.num_hops - 1];
+  const auto* from = static_cast<const Index*>(args.edge_index);
+  auto* to = static_cast<Index*>(args.edge_index_out);
+  const Placed edge = placed(args.edges, place);
+  for (int end = 0; end < 2; ++end) {
+    to[end * places + place] = static_cast<Index>(
+        edge.is_given ? place_of(end == 0 ? args.sources : args.targets, from[end * given + edge.row])
+                      : args.padding[end * places + place]);
+  }
+}
+
+namespace cpu {
+void place_batch(const PlaceBatchArgs& args, int threads);
+}  // namespace cpu
+
+namespace cuda {
+int place_batch(const PlaceBatchArgs& args, void* stream);
+}  // namespace cuda
+
+}  // namespace fastsparse
