@@ -262,20 +262,11 @@ class _GradOfValues(torch.autograd.Function):
     """The kept values' gradient is linear in the product's gradient, and in the edge values."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        grad: Tensor,
-        ids: Tensor,
-        value: Tensor | None,
-        scale_dst: Tensor | None,
-        scale_src: Tensor | None,
-        adjacency: int,
-        transpose: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        grad, ids, value, scale_dst, scale_src, adjacency, transpose = arguments
         ctx.shape, ctx.place = grad.shape, (adjacency, transpose)
         ctx.keep_alive = keep_alive(adjacency)
         ctx.save_for_backward(grad if value is not None else None, ids, value, scale_dst, scale_src)
-        arguments = (grad, ids, value, scale_dst, scale_src, adjacency, transpose)
         return run("ssd_backward", grad, *arguments)
 
     @staticmethod
@@ -295,22 +286,12 @@ class _GradOfEdgeValues(torch.autograd.Function):
     """The edge values' gradient is linear in the product's gradient, and in the kept values."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        grad: Tensor,
-        values: Tensor,
-        ids: Tensor,
-        scale_dst: Tensor | None,
-        scale_src: Tensor | None,
-        num_values: int,
-        adjacency: int,
-        transpose: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *tensors, _, adjacency, transpose = arguments
         ctx.place = (adjacency, transpose)
         ctx.keep_alive = keep_alive(adjacency)
-        ctx.save_for_backward(grad, values, ids, scale_dst, scale_src)
-        arguments = (grad, values, ids, scale_dst, scale_src, num_values, adjacency, transpose)
-        return run("ssd_value_grad", grad, *arguments)
+        ctx.save_for_backward(*tensors)
+        return run("ssd_value_grad", tensors[0], *arguments)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:

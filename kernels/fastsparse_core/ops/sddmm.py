@@ -248,26 +248,13 @@ class _Sddmm(torch.autograd.Function):
     """dX_dst = A_g X_src and dX_src = A_g^T X_dst, with the incoming gradient g as the edge values."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_dst: Tensor,
-        x_src: Tensor,
-        scale_dst: Tensor | None,
-        scale_src: Tensor | None,
-        length: int,
-        heads: int,
-        dtype: torch.dtype,
-        adjacency: int,
-        algorithm: str,
-        dense: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(x_dst, x_src, scale_dst, scale_src)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *tensors, _, _, _, adjacency, algorithm, _ = arguments
+        ctx.save_for_backward(*tensors)
         ctx.adjacency, ctx.algorithm = adjacency, algorithm
         ctx.keep_alive = keep_alive(adjacency)
         with below_autograd():
-            return _sddmm_op(
-                x_dst, x_src, scale_dst, scale_src, length, heads, dtype, adjacency, algorithm, dense
-            )
+            return _sddmm_op(*arguments)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -257,25 +257,13 @@ class _Spmm(torch.autograd.Function):
     """dX = A^T dY with the scales swapped; dv = sddmm(dY, X); db = sum of dY. All of them operators again."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        value: Tensor | None,
-        scale_dst: Tensor | None,
-        scale_src: Tensor | None,
-        bias: Tensor | None,
-        num_dst: int,
-        adjacency: int | Adjacency,
-        transpose: bool,
-        algorithm: str,
-        relu: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        x, value, scale_dst, scale_src, bias, _, adjacency, transpose, algorithm, relu = arguments
         if isinstance(adjacency, Adjacency):  # where `spmm` calls without the dispatcher, it asked everything
             ctx.keep_alive, ctx.adjacency = adjacency, adjacency.handle
             out = launch_spmm(adjacency, x, value, scale_dst, scale_src, bias, algorithm, relu)
         else:
             ctx.keep_alive, ctx.adjacency = keep_alive(adjacency), adjacency
-            arguments = (x, value, scale_dst, scale_src, bias, num_dst, adjacency, transpose, algorithm, relu)
             out = run("spmm", x, *arguments)
         ctx.num_src, ctx.transpose, ctx.algorithm = x.shape[0], transpose, algorithm
         ctx.bias_dtype = None if bias is None else bias.dtype

@@ -146,26 +146,12 @@ class _Ssd(torch.autograd.Function):
     """The gradients of the values, of the edge values and of the bias."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        values: Tensor,
-        ids: Tensor,
-        width: int,
-        value: Tensor | None,
-        scale_dst: Tensor | None,
-        scale_src: Tensor | None,
-        bias: Tensor | None,
-        num_dst: int,
-        adjacency: int,
-        transpose: bool,
-        algorithm: str,
-    ) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        values, ids, _, value, scale_dst, scale_src, _, _, adjacency, transpose, _ = arguments
         ctx.adjacency, ctx.transpose = adjacency, transpose
         ctx.keep_alive = keep_alive(adjacency)
-        arguments = (values, ids, width, value, scale_dst, scale_src, bias)
-        place = (num_dst, adjacency, transpose, algorithm)
         ctx.save_for_backward(values if value is not None else None, ids, value, scale_dst, scale_src)
-        return run("ssd", values, *arguments, *place)
+        return run("ssd", values, *arguments)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
