@@ -685,7 +685,7 @@ PARTS: dict[str, Part] = {
         "several-aggregations", "multi_aggregate multi_aggregate_backward", _TWO, several_aggregations
     ),
     **_by_dtype("messages", "edge_messages edge_messages_backward", _TWO, messages),
-    **_by_dtype("attention-layer", "attention_layer", _EACH, layers_of_attention),
+    **_by_dtype("attention-layer", "attention_layer attention_layer_parts", _EACH, layers_of_attention),
     **_by_dtype("maxk", "maxk cbsr", _TWO, largest_entries),
     **_by_dtype("ssd", "ssd ssd_slots", _ALL, sparse_products),
     **_by_dtype("ssd-backward", "ssd_backward", _TWO, sparse_gradients),
