@@ -36,7 +36,7 @@ class DataLoader(dgl.dataloading.DataLoader):
     """Drop-in replacement of :class:`dgl.dataloading.DataLoader` that samples on a GPU with pip's DGL.
 
     With :class:`fastsparse_dgl.NeighborSampler`, a graph on the CPU and ``device`` a GPU, neighbours are
-    drawn and features gathered on that GPU, on a stream beside the step, three batches ahead. It yields
+    drawn and features gathered on that GPU, on a stream beside the step, two batches ahead. It yields
     ``(input_nodes, output_nodes, blocks)``; the sampler's ``prefetch_node_feats``, ``prefetch_labels`` and
     ``prefetch_edge_feats`` are in the blocks' ``srcdata``, ``dstdata`` and ``edata``. Features that take more
     than half of the free memory stay with the host and are read over PCIe. Where DGL was built without CUDA,

@@ -22,10 +22,10 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
     ``batch_size``, ``input_id``, ``num_sampled_nodes``, ``num_sampled_edges``, ...), edges are sorted by
     destination, and drop-in layers use the sampler's structure as it is.
 
-    On a GPU it samples and gathers there, on a stream beside the step, three batches ahead, and batches lie
-    on the GPU; features that take more than half of its free memory stay with the host and are read over
-    PCIe. ``num_workers`` and what belongs to it are ignored then. Elsewhere it samples in C++ threads, in
-    worker processes if told.
+    On a GPU it samples and gathers there, on a stream beside the step, two batches ahead, and batches lie on
+    the GPU; features that take more than half of its free memory stay with the host and are read over PCIe.
+    ``num_workers`` and what belongs to it are ignored then. Elsewhere it samples in C++ threads, in worker
+    processes if told.
 
     What PyG's own sampler must do is left to it, and needs pyg-lib or torch-sparse: ``time_attr``, a
     ``neighbor_sampler`` of the caller's, and graphs stored as ``adj_t``.

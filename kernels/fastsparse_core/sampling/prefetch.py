@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
-
-#: Batches that are being drawn at once.
-_STARTED = 2
 
 _Item = TypeVar("_Item")
 _Started = TypeVar("_Started")
@@ -22,11 +18,10 @@ def prefetched(
     finish: Callable[[_Started], _Batch],
     stream: torch.cuda.Stream | None,
 ) -> Iterator[_Batch]:
-    """Batches of items: on a GPU three ahead, on a stream of their own.
+    """Batches of items: on a GPU two ahead, on a stream of their own.
 
-    While the caller works with one batch, the device gathers the features of the next and draws one more. The
-    host reads the sizes of a draw when the one after it has been given to the device too: so what it waits
-    for is older than the caller's last step, and it has the next one there before that is done.
+    While the caller works with one batch, the device gathers the features of the next and draws the one after
+    it. Drawing is started a batch before its sizes are read, so the host does not wait for it.
 
     Memory of a batch may be used again as soon as the caller drops it: whatever is prepared first waits for
     what the caller has given to the stream that it iterates on. Batches that it hands to other streams need
@@ -53,13 +48,13 @@ def prefetched(
         upcoming = None
         with torch.cuda.stream(stream):
             if is_first:
-                started = [start(item) for item in itertools.islice(remaining, _STARTED)]
+                started = [start(item) for item in _some(remaining)]
             if started:
-                batch = finish(started.pop(0))
+                batch = finish(started.pop())
                 event = torch.cuda.Event()
                 event.record(stream)
                 upcoming = (batch, event)
-                started += [start(item) for item in itertools.islice(remaining, 1)]
+                started = [start(item) for item in _some(remaining)]
         is_first = False
         if ready is not None:
             caller.wait_event(ready[1])
@@ -69,3 +64,10 @@ def prefetched(
             del batch
         else:
             ready = upcoming
+
+
+def _some(remaining: Iterator[_Item]) -> list[_Item]:
+    """The next item, if there is one."""
+    for item in remaining:
+        return [item]
+    return []
