@@ -485,6 +485,15 @@ def test_feature_table(device):
     assert torch.equal(rows[index].cpu(), table[index.cpu()])
 
 
+def test_feature_table_of_strided_and_learned_features(device):
+    index = torch.randint(50, (20,), device=device)
+    table = torch.randn(50, 14, device=device)
+    assert torch.equal(FeatureTable(table[:, ::2], index.device)[index], table[index, ::2])
+    rows = FeatureTable(table.requires_grad_(), index.device)[index]
+    rows.sum().backward()
+    assert torch.equal(table.grad[:, 0], torch.bincount(index, minlength=50).float())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(50, 8), (50, 7), (50,), (50, 2, 3), (0, 4), (50, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.uint8])

@@ -51,9 +51,9 @@ class FeatureTable:
         table = self._table
         if table.device != self._device:
             table = _placed(table, self._device)
-        if self._device.type == "cpu":
+        if self._device.type == "cpu" or table.requires_grad or not table.is_contiguous():
             return table.index_select(0, index)
-        return gather_on_cuda(table.contiguous(), index)
+        return gather_on_cuda(table, index)
 
 
 def gather_on_cuda(table: Tensor, index: Tensor) -> Tensor:
