@@ -138,17 +138,9 @@ def part_names() -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """That of a driver: this checkout's packages, and one thread, as other drivers have the other cores.
-
-    cuBLASLt's 16-bit product with a bias fails under racecheck without any kernel of ours; cuBLAS's does not.
-    """
+    """That of a driver: this checkout's packages, and one thread, as other drivers have the other cores."""
     path = [str(record.REPOSITORY / "kernels"), str(record.REPOSITORY), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "OMP_NUM_THREADS": "1",
-        "DISABLE_ADDMM_CUDA_LT": "1",
-    }
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "OMP_NUM_THREADS": "1"}
 
 
 def _version(program: str) -> str:

@@ -945,16 +945,6 @@ def test_one_kernel_asks_for_no_work_list(hopper):
     assert adj.usage.csr == uses
 
 
-def test_one_kernel_builds_no_work_list(hopper):
-    row, col = block(hopper.device).row().flip(0), block(hopper.device).col.flip(0)
-    adj = Adjacency.from_coo(row, col, (NUM_DST, NUM_SRC))
-    assert not adj.has_row_split  # as of all structures that came in another order
-    x, *weights = (leaf.detach() for leaf in drawn(NUM_SRC, 20, 12, hopper.device))
-    aggregate_linear(adj, x, *weights, "sum")  # a mean's degrees come with the work list
-    assert hopper.launched == [FORWARD]
-    assert not adj.has_row_split
-
-
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_one_kernel_writes_no_sums_that_nobody_wants(hopper, monkeypatch, context):
     written = []
