@@ -161,7 +161,7 @@ FAULTS = (
     ),
     Fault(
         "wrong exponent of out-degrees",
-        "kernels/fastsparse_core/structure/adjacency.py",
+        "kernels/fastsparse_core/structure/degrees.py",
         "_power(self.out_degree(), -0.5, dtype)",
         "_power(self.out_degree(), -1.0, dtype)",
         ("tests/core/test_adjacency.py::test_degree_powers",),
