@@ -23,7 +23,7 @@ from fastsparse_core.formats.inspection import (
 _INT32_MAX = 2**31 - 1
 
 
-@dataclass
+@dataclass(slots=True)
 class CompressedRows:
     """What a structure is made of, under the names that :class:`fastsparse_core.Adjacency` has for it.
 
