@@ -33,7 +33,7 @@ from fastsparse_core.ops._common import (
 from fastsparse_core.ops._registration import register, run
 from fastsparse_core.ops._spmm_extremum import extremum
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
-from fastsparse_core.ops.sddmm import launch_sddmm
+from fastsparse_core.ops.sddmm import sddmm_kernel
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 
@@ -301,14 +301,9 @@ class _Spmm(torch.autograd.Function):
             dst, src = (x, grad) if ctx.transpose else (grad, x)
             scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)
             algorithm = ctx.algorithm if ctx.algorithm in policy.SDDMM_ALGORITHMS else "csr"
-            ends = (dst, src, *scales)
-            length, heads, dtype, dense = value.shape[0], num_heads(value), value.dtype, is_dense(value)
-            if plain:
-                grad_value = launch_sddmm(ctx.keep_alive, *ends, length, heads, dtype, algorithm, dense)
-            else:
-                grad_value = torch.ops.fastsparse.sddmm.default(
-                    *ends, length, heads, dtype, ctx.adjacency, algorithm, dense
-                )
+            of_values = (value.shape[0], num_heads(value), value.dtype)
+            operator: Any = sddmm_kernel if plain else torch.ops.fastsparse.sddmm.default
+            grad_value = operator(dst, src, *scales, *of_values, ctx.adjacency, algorithm, is_dense(value))
             if grad_value.shape != value.shape:
                 grad_value = grad_value.reshape(value.shape)
         if ctx.needs_input_grad[4]:
