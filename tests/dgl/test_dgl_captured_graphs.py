@@ -71,8 +71,10 @@ CONVS = {
 }
 
 
-@pytest.mark.parametrize("is_dgls", [False, True])
-@pytest.mark.parametrize("conv", CONVS)
+@pytest.mark.parametrize(
+    ("conv", "is_dgls"),
+    [*((name, False) for name in CONVS), ("gat", True), ("egat", True), ("weighted", True)],
+)
 def test_blocks(monkeypatch, conv, is_dgls):
     """Blocks of DGL, and those that stand in for them on a GPU."""
     monkeypatch.setattr(neighbor_sampler, "dgl_can_hold", lambda device: is_dgls)
