@@ -220,25 +220,9 @@ def _edge_attention_backward(
 
 class _EdgeAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        edge_attr: Tensor,
-        edge_weight: Tensor,
-        bias: Tensor | None,
-        scale: float,
-        dropout_p: float,
-        seed: Tensor | None,
-        heads: int,
-        adjacency: int,
-        algorithm: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        tensors = (q, k, v, edge_attr, edge_weight, bias)
-        out, lse, out_edge = registration.run(
-            "edge_attention", v, *tensors, scale, dropout_p, seed, heads, adjacency, algorithm
-        )
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, scale, dropout_p, seed, heads, adjacency, algorithm = arguments
+        out, lse, out_edge = registration.run("edge_attention", tensors[2], *arguments)
         remember(ctx, adjacency, lse, *tensors, alias_of(ctx, out), lse, out_edge, seed)
         ctx.mark_non_differentiable(lse, out_edge)
         ctx.options = (scale, dropout_p)

@@ -159,22 +159,9 @@ def _gatv2_edge_attention_backward(
 
 class _Gatv2EdgeAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_dst: Tensor,
-        x_src: Tensor,
-        att: Tensor,
-        edge_attr: Tensor,
-        edge_weight: Tensor,
-        negative_slope: float,
-        dropout_p: float,
-        seed: Tensor | None,
-        adjacency: int,
-    ) -> tuple[Tensor, Tensor]:
-        tensors = (x_dst, x_src, att, edge_attr, edge_weight)
-        out, lse = registration.run(
-            "gatv2_edge_attention", x_src, *tensors, negative_slope, dropout_p, seed, adjacency
-        )
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *tensors, negative_slope, dropout_p, seed, adjacency = arguments
+        out, lse = registration.run("gatv2_edge_attention", tensors[1], *arguments)
         remember(ctx, adjacency, lse, *tensors, alias_of(ctx, out), lse, seed)
         ctx.options = (negative_slope, dropout_p)
         return out, lse

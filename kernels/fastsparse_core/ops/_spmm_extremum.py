@@ -105,17 +105,10 @@ class _SpmmExtremum(torch.autograd.Function):
     """The gradient goes to the entry that was chosen."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        value: Tensor | None,
-        num_dst: int,
-        adjacency: int,
-        transpose: bool,
-        minimum: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        x, value, _, adjacency, transpose, _ = arguments
         with below_autograd():
-            out, arg = _spmm_extremum_op(x, value, num_dst, adjacency, transpose, minimum)
+            out, arg = _spmm_extremum_op(*arguments)
         ctx.mark_non_differentiable(arg)
         ctx.save_for_backward(arg, x, value)
         ctx.adjacency, ctx.transpose = adjacency, transpose
