@@ -35,7 +35,7 @@ from fastsparse_core.ops._aggregate_linear_launch import (
     gradients_of_parameters,
     is_laid_out,
 )
-from fastsparse_core.ops._common import allows_tf32
+from fastsparse_core.ops._dtypes import allows_tf32
 from fastsparse_core.ops._facts import facts_of
 from fastsparse_core.ops._spmm_plan import add_transposed
 

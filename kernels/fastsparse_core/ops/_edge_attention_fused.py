@@ -17,15 +17,11 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
+from fastsparse_core.gpu import multiprocessors
 from fastsparse_core.ops import _additive_attention_csr as additive
 from fastsparse_core.ops import _edge_attention_unfused as step_by_step
 from fastsparse_core.ops import _registration as registration
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    accumulation_dtype,
-    cast,
-    multiprocessors,
-)
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, cast
 from fastsparse_core.ops._edge_attention_launch import (
     CPU_PARTS,
     edge_room,

@@ -8,15 +8,9 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    accumulation_dtype,
-    address,
-    cast,
-    scratch,
-    unit_stride,
-)
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, cast
 from fastsparse_core.ops._facts import used_csr
+from fastsparse_core.ops._operands import address, scratch, unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: Groups of rows whose sums over entries are kept apart, on the CPU.

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastsparse_core.ops import _edge_attention_fused as dot_product
 from fastsparse_core.ops import _edge_attention_unfused as step_by_step
 from fastsparse_core.ops import _registration as registration
-from fastsparse_core.ops._common import accumulation_dtype, cast
+from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.ops._edge_attention_launch import (
     CPU_PARTS,
     edge_room,

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsparse_core.ops._common import is_plain_eager, keep_alive
+from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_core.ops._handles import keep_alive
 
 
 def remember(ctx: Any, adjacency: int, lse: Tensor, *tensors: Tensor | None) -> None:

@@ -9,18 +9,13 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    accumulation_dtype,
-    address,
-    below_autograd,
-    keep_alive,
-    library,
-    num_heads,
-    structure,
-    unit_stride,
-)
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._eager import below_autograd
+from fastsparse_core.ops._edge_values import num_heads
 from fastsparse_core.ops._facts import used_csr
+from fastsparse_core.ops._handles import keep_alive, structure
+from fastsparse_core.ops._library import library
+from fastsparse_core.ops._operands import address, unit_stride
 from fastsparse_core.ops._registration import define, register
 from fastsparse_core.structure.adjacency import Adjacency
 

@@ -30,13 +30,10 @@ from fastsparse_core.ops._attention_checks import (
     is_plain,
     per_head,
 )
-from fastsparse_core.ops._common import (
-    PLAIN,
-    autocast,
-    check_features,
-    is_partitioned,
-    num_heads,
-)
+from fastsparse_core.ops._autocast import autocast
+from fastsparse_core.ops._checks import check_features, is_partitioned
+from fastsparse_core.ops._eager import PLAIN
+from fastsparse_core.ops._edge_values import num_heads
 from fastsparse_core.ops.edge_softmax import edge_softmax
 from fastsparse_core.structure.adjacency import Adjacency
 

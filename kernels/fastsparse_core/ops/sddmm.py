@@ -10,22 +10,20 @@ from torch import Tensor
 from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    address,
-    allows_tf32,
-    autocast,
-    below_autograd,
+from fastsparse_core.ops._autocast import autocast
+from fastsparse_core.ops._checks import (
     check_features,
     check_heads,
     check_scale,
     check_structure,
-    dense_from_edges,
     is_partitioned,
-    keep_alive,
-    unit_stride,
 )
+from fastsparse_core.ops._dtypes import DTYPE_CODE, allows_tf32
+from fastsparse_core.ops._eager import below_autograd
+from fastsparse_core.ops._edge_values import dense_from_edges
 from fastsparse_core.ops._facts import facts_of, follow, used_csr
+from fastsparse_core.ops._handles import keep_alive
+from fastsparse_core.ops._operands import address, unit_stride
 from fastsparse_core.ops._registration import register
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
