@@ -19,9 +19,7 @@ from .timing import wall_time
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
-    parser.add_argument("--graphs", nargs="+", default=list(suite.PEER_GRAPHS), help=suite.NAMES)
-    parser.add_argument("--budget-ms", type=float, default=500.0, help="time to spend on each timing")
+    add_common(parser, graphs=suite.PEER_GRAPHS, budget_ms=500.0)
 
 
 def run(options: argparse.Namespace) -> Path:

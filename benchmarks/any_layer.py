@@ -59,12 +59,11 @@ def draw_graph(name: str, device: torch.device) -> tuple[Tensor, int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
+    add_common(parser, budget_ms=80.0)
     # Not `graphs`, which are the suite's.
     parser.add_argument("--graphs", dest="drawn", nargs="+", choices=GRAPHS, default=list(GRAPHS))
     parser.add_argument("--layers", nargs="+", choices=tuple(LAYERS), default=list(LAYERS))
     parser.add_argument("--width", type=int, default=WIDTH)
-    parser.add_argument("--budget-ms", type=float, default=80.0, help="time to spend on each timing")
 
 
 def run(options: argparse.Namespace) -> Path:

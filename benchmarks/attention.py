@@ -93,12 +93,10 @@ CASES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
-    parser.add_argument("--graphs", nargs="+", default=list(suite.PEER_GRAPHS), help=suite.NAMES)
+    add_common(parser, graphs=suite.PEER_GRAPHS, budget_ms=40.0)
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=["float16"])
     parser.add_argument("--algorithms", nargs="+", choices=("fused3s", "csr", "unfused"), default=["fused3s"])
-    parser.add_argument("--budget-ms", type=float, default=40.0, help="time to spend on each timing")
 
 
 def run(options: argparse.Namespace) -> Path:
@@ -163,9 +161,7 @@ def _run_graph(name: str, options: argparse.Namespace, out: Recorder) -> None:
         for algorithm, direction in itertools.product(options.algorithms, ("forward", "backward")):
             measure = partial(_forward if direction == "forward" else _backward, case, adj, inputs, algorithm)
             out.add(
-                graph=name,
-                nodes=graph.num_nodes,
-                edges=graph.num_edges,
+                **graph.facts(),
                 case=key,
                 dtype=dtype,
                 direction=direction,

@@ -37,10 +37,7 @@ KINDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
-    parser.add_argument(
-        "--graphs", nargs="+", default=["pubmed", "ogbn-arxiv", "reddit", "ogbn-products"], help=suite.NAMES
-    )
+    add_common(parser, graphs=["pubmed", "ogbn-arxiv", "reddit", "ogbn-products"])
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16-amp"])
 
@@ -54,9 +51,7 @@ def run(options: argparse.Namespace) -> Path:
         for model, dtype in itertools.product(options.models, options.dtypes):
             job = partial(_measure, graph, model, dtype, torch.device(options.device))
             out.add(
-                graph=name,
-                nodes=graph.num_nodes,
-                edges=graph.num_edges,
+                **graph.facts(),
                 model=model,
                 dtype=dtype,
                 **attempt(job),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,19 +27,10 @@ REAL_GRAPHS = ("amazon_computers", "soc_slashdot0902", "cornell5", "collab_tu")
 WIDTHS = (16, 32, 64, 100, 128, 256)
 
 
-def default_graphs() -> list[str]:
-    """Stand-ins, and the real graphs at hand."""
-    folder = os.environ.get("FASTSPARSE_DATA")
-    at_hand = [name for name in REAL_GRAPHS if folder and Path(folder, f"{name}.npz").is_file()]
-    return list(STAND_INS) + [suite.REAL + name for name in at_hand]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
-    parser.add_argument("--graphs", nargs="+", default=default_graphs(), help=suite.NAMES)
+    add_common(parser, graphs=[*STAND_INS, *suite.at_hand(REAL_GRAPHS)], budget_ms=25.0)
     parser.add_argument("--widths", nargs="+", type=int, default=list(WIDTHS), help="feature widths")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=list(DTYPES))
-    parser.add_argument("--budget-ms", type=float, default=25.0, help="time to spend on each timing")
 
 
 def run(options: argparse.Namespace) -> Path:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from . import suite
 from .record import RESULTS, Recorder
 
 T = TypeVar("T")
@@ -20,12 +21,24 @@ T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def add_common(parser: argparse.ArgumentParser) -> None:
-    """Options of every benchmark."""
+def add_common(
+    parser: argparse.ArgumentParser, *, graphs: Iterable[str] = (), budget_ms: float | None = None
+) -> None:
+    """Options of every benchmark.
+
+    Args:
+        parser: gets them.
+        graphs: those of the suite that are measured by default; none: it takes others.
+        budget_ms: how long a timing takes by default; None: nobody can say.
+    """
     cuda = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if cuda else "cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results")
     parser.add_argument("--commit", help="the commit measured, where the files are a copy without history")
+    if graphs:
+        parser.add_argument("--graphs", nargs="+", default=list(graphs), help=suite.NAMES)
+    if budget_ms is not None:
+        parser.add_argument("--budget-ms", type=float, default=budget_ms, help="time to spend on each timing")
 
 
 def recorder(

@@ -21,8 +21,7 @@ from .timing import wall_times
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
-    parser.add_argument("--graphs", nargs="+", default=["ogbn-arxiv"], help=suite.NAMES)
+    add_common(parser, graphs=["ogbn-arxiv"])
     parser.add_argument("--width", type=int, default=128, help="input and output width")
     parser.add_argument(
         "--rounds", type=int, default=15, help="times that each implementation is timed, in turn"
@@ -51,9 +50,7 @@ def run(options: argparse.Namespace) -> Path:
         for implementation, check in checks.items():
             timing = timings[implementation].as_cell() if implementation in timings else {}
             out.add(
-                graph=name,
-                nodes=graph.num_nodes,
-                edges=graph.num_edges,
+                **graph.facts(),
                 width=options.width,
                 implementation=implementation,
                 **check,

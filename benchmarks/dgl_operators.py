@@ -38,11 +38,10 @@ Step = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
+    add_common(parser, budget_ms=150.0)
     parser.add_argument("--graphs", nargs="+", help=f"{suite.NAMES}; default: small ones on the CPU")
     parser.add_argument("--width", type=int, default=128, help="features of a node")
     parser.add_argument("--operators", nargs="+", help="some of them; default: all")
-    parser.add_argument("--budget-ms", type=float, default=150.0, help="time to spend on each timing")
 
 
 def run(options: argparse.Namespace) -> Path:
@@ -82,9 +81,7 @@ def _run_graph(graph: suite.Graph, options: argparse.Namespace, out: Recorder) -
             continue
         for implementation, cell in _measure_all(found, name, device, options.budget_ms).items():
             out.add(
-                graph=graph.name,
-                nodes=graph.num_nodes,
-                edges=graph.num_edges,
+                **graph.facts(),
                 width=options.width,
                 operator=name,
                 implementation=implementation,
@@ -122,9 +119,7 @@ def _cpu_layer(dgl: Any, host: Any, graph: suite.Graph, options: argparse.Namesp
     finally:
         torch.set_num_threads(threads)
     out.add(
-        graph=graph.name,
-        nodes=graph.num_nodes,
-        edges=graph.num_edges,
+        **graph.facts(),
         width=options.width,
         operator="GATConv",
         implementation="DGL, two CPU cores",

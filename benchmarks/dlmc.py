@@ -91,14 +91,12 @@ def load(name: str, device: torch.device) -> Matrix:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
+    add_common(parser, graphs=suite.PEER_GRAPHS, budget_ms=20.0)
     parser.add_argument("--parts", nargs="+", choices=("matrices", "preprocessing"), default=["matrices"])
     parser.add_argument("--matrices", nargs="+", default=at_hand(), help="names without dlmc_ and .npz")
-    parser.add_argument("--graphs", nargs="+", default=list(suite.PEER_GRAPHS), help=suite.NAMES)
     parser.add_argument("--width", type=int, default=256, help="columns of the dense matrix")
     parser.add_argument("--graph-width", type=int, default=64, help="features of the graphs' products")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(ALGORITHMS), default=list(ALGORITHMS))
-    parser.add_argument("--budget-ms", type=float, default=20.0, help="time to spend on each timing")
 
 
 def run(options: argparse.Namespace) -> Path:
@@ -201,9 +199,7 @@ def _run_graph(name: str, options: argparse.Namespace, out: Recorder) -> None:
     for step, measure in steps.items():
         out.add(
             part="preprocessing",
-            graph=name,
-            nodes=graph.num_nodes,
-            edges=graph.num_edges,
+            **graph.facts(),
             width=options.graph_width,
             step=step,
             **attempt(measure),

@@ -120,7 +120,7 @@ class TritonLayer(nn.Module):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
+    add_common(parser, budget_ms=200.0)
     # Not `graphs`, which are the suite's.
     parser.add_argument("--graphs", dest="drawn", nargs="*", choices=GRAPHS, default=list(GRAPHS))
     parser.add_argument("--message-graphs", nargs="*", choices=MESSAGE_GRAPHS, default=list(MESSAGE_GRAPHS))
@@ -128,7 +128,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", nargs="+", type=int, default=[4, 16])
     parser.add_argument("--dtypes", nargs="+", choices=tuple(TOLERANCE), default=["float32", "float16"])
     parser.add_argument("--implementations", nargs="+", default=["pyg", "triton", "fastsparse"])
-    parser.add_argument("--budget-ms", type=float, default=200.0, help="time to spend on each timing")
 
 
 def run(options: argparse.Namespace) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -61,17 +60,13 @@ REAL_GRAPHS = (
 
 def default_graphs() -> list[str]:
     """The real graphs at hand, and the stand-ins where a GPU draws them."""
-    folder = os.environ.get("FASTSPARSE_DATA")
-    at_hand = [name for name in REAL_GRAPHS if folder and Path(folder, f"{name}.npz").is_file()]
-    stand_ins = suite.PEER_GRAPHS if torch.cuda.is_available() or not at_hand else ()
-    return [suite.REAL + name for name in at_hand] + list(stand_ins)
+    real = suite.at_hand(REAL_GRAPHS)
+    return [*real, *(suite.PEER_GRAPHS if torch.cuda.is_available() or not real else ())]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
-    parser.add_argument("--graphs", nargs="+", default=default_graphs(), help=suite.NAMES)
+    add_common(parser, graphs=default_graphs(), budget_ms=200.0)
     parser.add_argument("--width", type=int, default=128, help="features of the timed products")
-    parser.add_argument("--budget-ms", type=float, default=200.0, help="time to spend on each timing")
 
 
 def run(options: argparse.Namespace) -> Path:

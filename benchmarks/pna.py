@@ -31,12 +31,11 @@ TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 0.2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
+    add_common(parser, budget_ms=1000.0)
     # Not `graphs`, which are the suite's.
     parser.add_argument("--graphs", dest="drawn", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--width", type=int, default=128, help="features in and out")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(TOLERANCE), default=["float32"])
-    parser.add_argument("--budget-ms", type=float, default=1000.0, help="time to spend on each timing")
 
 
 def run(options: argparse.Namespace) -> Path:

@@ -58,13 +58,12 @@ def default_structures() -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
+    add_common(parser, budget_ms=15.0)
     kinds = f"names of the suite, {BLOCK}<graph>, {PRUNED}<share of zeros>, {DLMC}<file>"
     parser.add_argument("--structures", nargs="+", default=default_structures(), help=kinds)
     parser.add_argument("--widths", nargs="+", type=int, default=[32, 128, 256], help="feature widths")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=["float32", "float16"])
     parser.add_argument("--seen", nargs="+", choices=SEEN, default=list(SEEN))
-    parser.add_argument("--budget-ms", type=float, default=15.0, help="time to spend on each timing")
 
 
 def run(options: argparse.Namespace) -> Path:

@@ -32,8 +32,7 @@ _WARM_UP = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
-    parser.add_argument("--graphs", nargs="+", default=["ogbn-products"], help=suite.NAMES)
+    add_common(parser, graphs=["ogbn-products"])
     parser.add_argument("--seeds", type=int, default=1024, help="seed nodes per batch")
     parser.add_argument("--fanouts", nargs="+", type=int, default=[15, 10, 5], help="neighbours per hop")
     parser.add_argument("--train-nodes", type=int, default=196_615, help="seeds of an epoch")

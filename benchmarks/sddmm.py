@@ -26,14 +26,12 @@ CHECKED = 200_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
-    parser.add_argument("--graphs", nargs="+", default=list(suite.PEER_GRAPHS), help=suite.NAMES)
+    add_common(parser, graphs=suite.PEER_GRAPHS, budget_ms=60.0)
     parser.add_argument("--widths", nargs="+", type=int, default=[32, 128], help="feature widths")
     parser.add_argument(
         "--dtypes", nargs="+", choices=tuple(DTYPES), default=["float32", "float16", "bfloat16"]
     )
     parser.add_argument("--algorithms", nargs="+", default=["csr", "flashsparse", "auto"])
-    parser.add_argument("--budget-ms", type=float, default=60.0, help="time to spend on each timing")
 
 
 def run(options: argparse.Namespace) -> Path:
@@ -65,9 +63,7 @@ def _run_graph(name: str, options: argparse.Namespace, out: Recorder) -> None:
                 _measure, adj, x_dst, x_src, algorithm, edge, reference, dtype, options.budget_ms
             )
             out.add(
-                graph=name,
-                nodes=graph.num_nodes,
-                edges=graph.num_edges,
+                **graph.facts(),
                 width=width,
                 dtype=dtype,
                 implementation=f"fastsparse {algorithm}",

@@ -29,12 +29,10 @@ IMPLEMENTATIONS = ("torch", "new index", "kept index")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
-    parser.add_argument("--graphs", nargs="+", default=["ogbn-arxiv"], help=suite.NAMES)
+    add_common(parser, graphs=["ogbn-arxiv"], budget_ms=30.0)
     parser.add_argument("--widths", nargs="+", type=int, default=[1, 16, 128])
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=["float32", "bfloat16"])
     parser.add_argument("--reductions", nargs="+", choices=REDUCTIONS, default=list(REDUCTIONS))
-    parser.add_argument("--budget-ms", type=float, default=30.0, help="time to spend on each timing")
 
 
 def run(options: argparse.Namespace) -> Path:

@@ -24,14 +24,12 @@ TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
-    parser.add_argument("--graphs", nargs="+", default=list(suite.PEER_GRAPHS), help=suite.NAMES)
+    add_common(parser, graphs=suite.PEER_GRAPHS, budget_ms=60.0)
     parser.add_argument("--widths", nargs="+", type=int, default=[64, 128], help="feature widths")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=["float32"])
     parser.add_argument("--algorithm", default="csr", help="our algorithm")
     directions = ("forward", "backward")
     parser.add_argument("--directions", nargs="+", choices=directions, default=list(directions))
-    parser.add_argument("--budget-ms", type=float, default=60.0, help="time to spend on each timing")
 
 
 def run(options: argparse.Namespace) -> Path:
@@ -66,9 +64,7 @@ def _run_graph(name: str, options: argparse.Namespace, out: Recorder) -> None:
                 rows = rows_gathered(adj, implementation)
                 measure = partial(timed, fn, reference, DTYPES[dtype], TOLERANCE[dtype], options.budget_ms)
                 out.add(
-                    graph=name,
-                    nodes=graph.num_nodes,
-                    edges=graph.num_edges,
+                    **graph.facts(),
                     width=width,
                     dtype=dtype,
                     direction=direction,

@@ -49,16 +49,14 @@ DATAFLOWS: dict[str, dict[str, Any]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
+    add_common(parser, graphs=suite.PEER_GRAPHS, budget_ms=25.0)
     parts = ("forward", "backward", "groups", "ablation", "scaling", "slots", "maxk")
-    parser.add_argument("--graphs", nargs="+", default=list(suite.PEER_GRAPHS), help=suite.NAMES)
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--kept", nargs="+", type=int, default=[8, 16, 32, 64], help="kept entries, forward")
     parser.add_argument("--backward-kept", nargs="+", type=int, default=[16, 32], help="and backward")
     parser.add_argument("--width", type=int, default=WIDTH, help="features per node")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=["float32", "float16"])
     parser.add_argument("--rows", type=int, default=200_000, help="rows of maxk")
-    parser.add_argument("--budget-ms", type=float, default=25.0, help="time to spend on each timing")
 
 
 def run(options: argparse.Namespace) -> Path:

@@ -8,7 +8,8 @@ from torch import Tensor
 from fastsparse_core import _C, Adjacency
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats import lengths
-from fastsparse_core.ops._common import DTYPE_CODE, address
+from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._operands import address
 
 
 def slotted_ssd(

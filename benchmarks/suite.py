@@ -108,6 +108,10 @@ class Graph:
     def num_edges(self) -> int:
         return self.col.numel()
 
+    def facts(self) -> dict[str, Any]:
+        """What every cell of a record says of it."""
+        return {"graph": self.name, "nodes": self.num_nodes, "edges": self.num_edges}
+
     def row(self) -> Tensor:
         """int32 (num_edges,): the destination of every edge."""
         nodes = torch.arange(self.num_nodes, device=self.col.device, dtype=torch.int32)
@@ -122,6 +126,12 @@ class Graph:
         ones = torch.ones(self.num_edges, dtype=dtype, device=self.col.device)
         shape = (self.num_nodes, self.num_nodes)
         return torch.sparse_csr_tensor(self.rowptr, self.col, ones, shape, check_invariants=False)
+
+
+def at_hand(names: Iterable[str]) -> list[str]:
+    """The real graphs among these that there are files of, as names for `load`."""
+    folder = os.environ.get("FASTSPARSE_DATA")
+    return [REAL + name for name in names if folder and Path(folder, f"{name}.npz").is_file()]
 
 
 def check(names: Iterable[str]) -> None:

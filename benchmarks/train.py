@@ -196,8 +196,7 @@ RIVALLED = tuple(model for model in MODELS if model not in OWN)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
-    parser.add_argument("--graphs", nargs="+", default=list(GRAPHS), help=suite.NAMES)
+    add_common(parser, graphs=GRAPHS, budget_ms=150.0)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(RIVALLED))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     names = tuple(dict.fromkeys(name for _, layers in MODELS.values() for name in layers))
@@ -207,7 +206,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help=f"PyG's attention layers on graphs of more than {REFERENCE_EDGES / 1e6:.0f} million edges too",
     )
-    parser.add_argument("--budget-ms", type=float, default=150.0, help="time to spend on each timing")
 
 
 def run(options: argparse.Namespace) -> Path:

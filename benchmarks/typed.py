@@ -63,11 +63,10 @@ CASES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
+    add_common(parser, budget_ms=200.0)
     parser.add_argument("--layers", nargs="+", default=["RGCNConv", "RGATConv", "HGTConv"])
     parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS))
     parser.add_argument("--scale", type=float, default=1.0, help="share of every graph's nodes and edges")
-    parser.add_argument("--budget-ms", type=float, default=200.0, help="time to spend on each timing")
 
 
 def run(options: argparse.Namespace) -> Path:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import Adjacency, policy, spmm
-from fastsparse_core.ops._common import accumulation_dtype, autocast
+from fastsparse_core.ops._autocast import autocast
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._spmm_plan import grad_of_features
 from fastsparse_pyg.graph import resolve
 

@@ -108,6 +108,16 @@ def reasons(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.fixture
+def graphs_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every device that a test runs on has CUDA graphs, or something like them."""
+    from simulated_graphs import simulate
+
+    monkeypatch.setattr("fastsparse_core.log._seen", set())
+    if "device" not in request.fixturenames or request.getfixturevalue("device") == "cpu":
+        simulate(monkeypatch)
+
+
+@pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """``torch.compile`` knows nothing, before and after."""
     torch._dynamo.reset()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastsparse_core import _C, gpu
 from fastsparse_core.fused import aggregate_linear as fused
-from fastsparse_core.structure.kernel_formats import KernelFormats
+from fastsparse_core.structure.row_formats import RowFormats
 
 KERNELS = ("aggregate_linear", "aggregate_linear_backward")
 
@@ -52,7 +52,7 @@ def _recorded(name: str, kernel: Callable[..., None], launched: list[str]) -> Ca
 def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same sums of bfloat16 terms on the CPU, at the addresses that a launch is given."""
     monkeypatch.setattr(fused, "_has_kernels", lambda device: True)
-    monkeypatch.setattr(KernelFormats, "plain_structure", property(lambda adj: adj))
+    monkeypatch.setattr(RowFormats, "plain_structure", property(lambda adj: adj))
     for name, kernel in zip(KERNELS, (_forward, _backward), strict=True):
         monkeypatch.setattr(_C, name, kernel, raising=False)
 

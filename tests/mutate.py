@@ -161,7 +161,7 @@ FAULTS = (
     ),
     Fault(
         "wrong exponent of out-degrees",
-        "kernels/fastsparse_core/structure/adjacency.py",
+        "kernels/fastsparse_core/structure/degrees.py",
         "_power(self.out_degree(), -0.5, dtype)",
         "_power(self.out_degree(), -1.0, dtype)",
         ("tests/core/test_adjacency.py::test_degree_powers",),
@@ -203,14 +203,14 @@ FAULTS = (
     ),
     Fault(
         "autocast lowers float64",
-        "kernels/fastsparse_core/ops/_common.py",
+        "kernels/fastsparse_core/ops/_autocast.py",
         "tensor.dtype not in (dtype, torch.float64)",
         "tensor.dtype != dtype",
         ("tests/core/test_spmm.py::test_autocast_casts_features_as_a_matrix_product_does",),
     ),
     Fault(
         "rows are summed in 16 bits",
-        "kernels/fastsparse_core/ops/_common.py",
+        "kernels/fastsparse_core/ops/_sum_of_rows.py",
         "# one row for all, as after out.sum()\n    ):\n        return rows.sum(0, dtype=dtype)",
         "# one row for all, as after out.sum()\n    ):\n        return rows.sum(0).to(dtype)",
         (

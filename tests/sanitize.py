@@ -61,8 +61,8 @@ from fastsparse_core.fused import aggregate_linear as fused_aggregate_linear
 from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2
 from fastsparse_core.fused.attention_layer import attention_layer
 from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
-from fastsparse_core.ops._common import sum_of_rows
 from fastsparse_core.ops._spmm_plan import add_transposed
+from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.sampling import NeighborSampler
 from fastsparse_core.sampling.features import gather_on_cuda
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastsparse_core import Adjacency
 from fastsparse_core import edge_softmax as core_edge_softmax
 from fastsparse_core import spmm as core_spmm
-from fastsparse_core.ops._common import DTYPE_CODE
+from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.segment import scatter
 from fastsparse_core.segment import segment_reduce as core_segment_reduce

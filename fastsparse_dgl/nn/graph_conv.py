@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency
 from fastsparse_core.fused.graph_convolution import graph_convolution
-from fastsparse_core.ops._common import is_plain_eager
+from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
 from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype, source_features

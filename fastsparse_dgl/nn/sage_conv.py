@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from fastsparse_core import Adjacency
 from fastsparse_core.fused.aggregate_linear import aggregate_linear
 from fastsparse_core.fused.joint_linear import add_linear, is_plain_linear
-from fastsparse_core.ops._common import is_plain_eager
+from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
 from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype, source_features

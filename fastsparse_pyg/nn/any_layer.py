@@ -14,7 +14,8 @@ from torch_geometric.nn.conv import MessagePassing
 
 from fastsparse_core import Adjacency
 from fastsparse_core.log import info_once
-from fastsparse_core.ops._common import is_any_autocast_enabled, is_plain_eager, why_watched
+from fastsparse_core.ops._autocast import is_any_autocast_enabled
+from fastsparse_core.ops._eager import is_plain_eager, why_watched
 from fastsparse_pyg.caching import is_made_anew, logger, lookup
 from fastsparse_pyg.graph import edges_made_anew, is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook, known

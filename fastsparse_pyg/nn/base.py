@@ -21,7 +21,7 @@ from fastsparse_core.fused.joint_linear import add_linear, joint_linear
 from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain_linear_of
 from fastsparse_core.layer_swap import restore
 from fastsparse_core.log import info_once
-from fastsparse_core.ops._common import is_plain_eager, why_watched
+from fastsparse_core.ops._eager import is_plain_eager, why_watched
 from fastsparse_pyg.caching import layer_cache, logger, stamp_attributes
 from fastsparse_pyg.graph import Graph, is_sparse_matrix, resolve, to_edge_index
 from fastsparse_pyg.traced import REDUCTIONS, TracedEdges, come_from_outside

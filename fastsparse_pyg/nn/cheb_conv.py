@@ -11,7 +11,7 @@ from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, sddmm, spmm
-from fastsparse_core.ops._common import accumulation_dtype
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_pyg.graph import is_sparse_matrix, resolve, without_self_loops
 from fastsparse_pyg.nn.propagation import PropagatingConv
 

@@ -15,7 +15,7 @@ from torch_geometric.typing import OptTensor
 from fastsparse_core import Adjacency
 from fastsparse_core.fused.graph_convolution import graph_convolution
 from fastsparse_core.fused.joint_linear import is_plain_linear
-from fastsparse_core.ops._common import is_plain_eager
+from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_pyg.nn.base import WITHOUT_ADJACENCY
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, message_dtype
 

@@ -14,7 +14,7 @@ from torch_geometric.typing import OptPairTensor, OptTensor, Size
 from fastsparse_core import Adjacency, gine_aggregate
 from fastsparse_core.fused.edge_messages import can_pass_messages, gine_layer
 from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain
-from fastsparse_core.ops._common import autocast_dtype
+from fastsparse_core.ops._autocast import autocast_dtype
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import is_plain_linear

@@ -9,7 +9,7 @@ from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, edge_softmax, spmm
-from fastsparse_core.ops._common import accumulation_dtype
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_pyg.graph import is_sparse_matrix, resolve
 from fastsparse_pyg.nn.base import FastConv
 from fastsparse_pyg.nn.segments import EdgeEnd, gather

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 
 from fastsparse_core import gine_aggregate, policy, spmm
-from fastsparse_core.ops._common import is_any_autocast_enabled, is_plain_eager
+from fastsparse_core.ops._autocast import is_any_autocast_enabled
+from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops.spmm import plain_spmm
 from fastsparse_pyg.caching import is_made_anew
 from fastsparse_pyg.nn.base import has_message_hook, known

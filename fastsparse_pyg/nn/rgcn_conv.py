@@ -13,7 +13,7 @@ from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, scatter, spmm
 from fastsparse_core.grouped_product import grouped_product
-from fastsparse_core.ops._common import written_out
+from fastsparse_core.ops._operands import written_out
 from fastsparse_core.relations import Relations
 from fastsparse_core.segment import rows_of
 from fastsparse_pyg.nn.base import FastConv

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch_geometric.nn import aggr
 
 from fastsparse_core import Adjacency, scatter
-from fastsparse_core.ops._common import written_out
 from fastsparse_core.ops._edge_rows import lift, sum_edges
+from fastsparse_core.ops._operands import written_out
 from fastsparse_core.ops._segment import reduce_op, softmax_op
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.structure.incidence import edge_segments

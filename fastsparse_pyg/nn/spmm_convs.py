@@ -14,7 +14,7 @@ from torch_geometric.typing import OptPairTensor, OptTensor, Size
 
 from fastsparse_core import Adjacency, sddmm
 from fastsparse_core.fused.joint_linear import add_linear
-from fastsparse_core.ops._common import accumulation_dtype
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_pyg.graph import is_sparse_matrix, resolve
 from fastsparse_pyg.nn.base import is_plain_linear, project
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype

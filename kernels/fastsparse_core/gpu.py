@@ -249,3 +249,9 @@ def has_wgmma(device: torch.device) -> bool:
     """Whether a GPU, and this build for it, have products of warpgroups, as only architecture 9.0 has."""
     built = str(_C.build_info()["cuda_archs"]).replace("+PTX", "").split(";")
     return "90" in built and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Number of multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

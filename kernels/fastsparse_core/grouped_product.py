@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsparse_core.ops._common import autocast
+from fastsparse_core.ops._autocast import autocast
 
 
 def grouped_product(x: Tensor, weight: Tensor, starts: tuple[int, ...]) -> Tensor:

@@ -10,7 +10,9 @@ from typing import Literal, cast, overload
 import torch
 from torch import Tensor
 
-from fastsparse_core.ops._common import DTYPE_CODE, check_heads, written_out
+from fastsparse_core.ops._checks import check_heads
+from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._operands import written_out
 from fastsparse_core.ops._segment import clear_segments, gather_op, reduce_op, softmax_op
 from fastsparse_core.ops._segment_launch import REDUCTION_CODE
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from cases import EdgeList, features
 from torch import Tensor
@@ -23,6 +24,12 @@ ALGORITHMS = ("fused3s", "unfused")
 KINDS = ("dot_product", "additive", "gatv2")
 #: On both sides of every vector and lane boundary, and the widths that models use.
 HEAD_WIDTHS = (1, 3, 8, 16, 20, 32, 40, 47, 64, 130)
+
+
+def each_algorithm(*shapes: tuple[int, int]) -> pytest.MarkDecorator:
+    """Heads and widths of the fused kernels; the first two unfused: its steps have their own tests."""
+    cases = [("fused3s", *shape) for shape in shapes] + [("unfused", *shape) for shape in shapes[:2]]
+    return pytest.mark.parametrize(("algorithm", "heads", "width"), cases)
 
 
 @dataclass

@@ -154,7 +154,7 @@ def test_edges_sorted_by_row_are_taken_as_they_are(device, dtype, monkeypatch):
     row = torch.tensor([0, 0, 2, 2, 2], dtype=dtype, device=device)
     col = torch.tensor([5, 1, 3, 0, 3], dtype=dtype, device=device)
     expected = Adjacency.from_coo(row.flip(0), col.flip(0), (4, 6))
-    monkeypatch.setattr("fastsparse_core.structure.adjacency.compress", None)  # nothing is sorted
+    monkeypatch.setattr("fastsparse_core.structure.construction.compress", None)  # nothing is sorted
     adj = Adjacency.from_coo(row, col, (4, 6))
     assert adj.edge_id is None
     assert adj.rowptr.tolist() == [0, 2, 2, 5, 5] == expected.rowptr.tolist()

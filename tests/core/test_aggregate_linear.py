@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from itertools import product as combinations
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ from fastsparse_core.ops._aggregate_linear_launch import (
     gradients_of_parameters,
     is_laid_out,
 )
-from fastsparse_core.ops._common import allows_tf32
+from fastsparse_core.ops._dtypes import allows_tf32
 from fastsparse_core.ops._facts import facts_of
 from fastsparse_core.ops._spmm_plan import add_transposed
 
@@ -630,16 +631,22 @@ def test_one_kernel_equals_reference(
         assert error <= TOLERANCE[torch.float32] * max(term.norm().item(), 1e-30)
 
 
-@pytest.mark.parametrize("num_dst", [1, 15, 64, 129, 300, 1000])
+def on_a_gpu(*cases: Any) -> list[Any]:
+    """What the kernels tell apart, and what stands for them on the CPU does not."""
+    return [pytest.param(case, marks=pytest.mark.gpu) for case in cases]
+
+
+@pytest.mark.parametrize("num_dst", [1, 129, 1000, *on_a_gpu(15, 64, 300)])
 @pytest.mark.parametrize(
-    ("width", "out_width"), [(4, 8), (8, 4), (20, 64), (64, 68), (100, 100), (128, 4), (68, 128), (128, 128)]
+    "widths", [(20, 64), (68, 128), (128, 4), *on_a_gpu((4, 8), (8, 4), (64, 68), (100, 100), (128, 128))]
 )
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 @pytest.mark.parametrize("gathers", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_one_kernel_is_as_accurate_as_float32(
-    hopper, poisoned_memory, num_dst, width, out_width, reduce, gathers, bias
+    hopper, poisoned_memory, num_dst, widths, reduce, gathers, bias
 ):
+    width, out_width = widths
     adj = block(hopper.device, num_dst, 2 * num_dst, 5 if gathers else 14)
     grouped_by(adj, gathers)
     leaves = drawn(adj.num_src, width, out_width, hopper.device, bias)

@@ -8,6 +8,7 @@ from attention_problems import (
     ALGORITHMS,
     HEAD_WIDTHS,
     KINDS,
+    each_algorithm,
     next_seed,
     problem,
     random_graph,
@@ -67,8 +68,7 @@ def test_equals_reference(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "width"), [(1, 64), (4, 32), (8, 8), (1, 40), (2, 128)])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each_algorithm((4, 32), (1, 40), (1, 64), (8, 8), (2, 128))
 def test_relative_error_on_a_random_graph(device, kind, dtype, heads, width, algorithm):
     adj = random_graph().adjacency(device)
     case = problem(kind, adj, heads, width, None, dtype, biased=True)

@@ -9,6 +9,7 @@ import torch
 from attention_problems import (
     ALGORITHMS,
     KINDS,
+    each_algorithm,
     next_seed,
     problem,
     random_graph,
@@ -42,9 +43,8 @@ def test_gradients(device, kind, algorithm, biased, dropout_p):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "width"), [(1, 64), (4, 32), (8, 8), (1, 40), (3, 47), (1, 128)])
+@each_algorithm((4, 32), (3, 47), (1, 64), (8, 8), (1, 40), (1, 128))
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_gradients_in_lower_precision(device, kind, dtype, heads, width, dropout_p, algorithm):
     adj = random_graph().adjacency(device)
     case = problem(kind, adj, heads, width, None, dtype, biased=True, requires_grad=True)

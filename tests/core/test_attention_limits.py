@@ -27,7 +27,7 @@ from fastsparse_core.ops import (
     _attention_bsb,
     _gatv2_attention_csr,
 )
-from fastsparse_core.ops._common import check_heads
+from fastsparse_core.ops._checks import check_heads
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,7 +13,7 @@ from fastsparse_core import _C, policy
 from fastsparse_core.fused import attention_layer, attention_on_cuda
 from fastsparse_core.fused.attention_kinds import DOT_PRODUCT
 from fastsparse_core.fused.attention_on_cuda import plan_of
-from fastsparse_core.ops._common import DTYPE_CODE
+from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.policy import Choice
 

@@ -9,7 +9,7 @@ from cases import TOLERANCE, relative_error
 
 from fastsparse_core.fused import bias as biases
 from fastsparse_core.fused.bias import add_bias, linear
-from fastsparse_core.ops import _common
+from fastsparse_core.ops._sum_of_rows import sum_of_rows
 
 ROWS = 50
 
@@ -92,7 +92,7 @@ def test_a_bias_of_another_shape_is_broadcast(device, how):
 @pytest.mark.parametrize("given", ["add_bias", "linear"])
 def test_tall_results_sum_by_themselves(monkeypatch, rows, given):
     calls = []
-    monkeypatch.setattr(biases, "sum_of_rows", lambda *args: calls.append(1) or _common.sum_of_rows(*args))
+    monkeypatch.setattr(biases, "sum_of_rows", lambda *args: calls.append(1) or sum_of_rows(*args))
     x, bias = draw(rows, 8, device="cuda", dtype=torch.float32), draw(8, device="cuda", dtype=torch.float32)
     out = add_bias(x, bias) if given == "add_bias" else linear(x, torch.eye(8, device="cuda"), bias)
     upstream = torch.randn_like(out)

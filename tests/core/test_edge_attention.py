@@ -8,7 +8,7 @@ from cases import DTYPES, TOLERANCE, LargestTensor, draw, ragged, relative_error
 from torch import Tensor
 
 from fastsparse_core import Adjacency, algorithms, attention, attention_weights, gatv2_attention, reference
-from fastsparse_core.ops import _edge_attention
+from fastsparse_core.ops import _edge_attention_fused
 
 KINDS = ("dot_product", "gatv2")
 #: Heads, their width, features of an edge: lanes per head from 1 to 32, several groups of heads, padding of
@@ -239,6 +239,6 @@ def test_weight_gradient_is_that_of_every_head(device, num_rows, heads, width, e
         torch.einsum("nhd,nha->hda", left.view(num_rows, heads, width).double(), right.double())
         for left, right in ((x, e), (y, f))
     )
-    found = _edge_attention._weight_gradient(x, e, y, f, heads)
+    found = _edge_attention_fused._weight_gradient(x, e, y, f, heads)
     assert found.dtype == dtype
     assert relative_error(found, expected.reshape(heads * width, edge_width)) < 1e-6

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from fastsparse_core import Adjacency, policy, reference, spmm
 from fastsparse_core.fused.graph_convolution import graph_convolution
-from fastsparse_core.ops._common import _GIVES_FLOAT32, is_plain_eager
+from fastsparse_core.ops._autocast import _GIVES_FLOAT32
+from fastsparse_core.ops._eager import is_plain_eager
 
 NUM_DST, NUM_SRC = 90, 120
 

@@ -8,7 +8,7 @@ from cases import relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsparse_core import Adjacency, attention, sddmm, spmm
-from fastsparse_core.ops._common import scratch
+from fastsparse_core.ops._operands import scratch
 
 
 def graph(device: str, num_dst: int = 20, num_src: int = 30) -> Adjacency:

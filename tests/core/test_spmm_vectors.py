@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from fastsparse_core import Adjacency, policy, reference, sddmm, spmm
 
 
-@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS])
+@each_kernel("auto", *ALGORITHMS)
 @given(
     edges=edge_lists(),
     width=st.sampled_from(WIDTHS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -242,8 +243,8 @@ def test_weights_that_are_not_finite(device, dtype, weight, k):
     assert relative_error(out[finite], expected[finite]) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("rows", [4, 60])  # on both sides of the rows that are very long
-@pytest.mark.parametrize("k", [16, 20, 32])
+# On both sides of the rows that are very long. The CPU packs nothing.
+@each_shape("rows_k", list(itertools.product([4, 60], [16, 20, 32])), on_cpu=[(60, 20)])
 @pytest.mark.parametrize(
     ("dtype", "size"),
     [
@@ -256,8 +257,9 @@ def test_weights_that_are_not_finite(device, dtype, weight, k):
         (torch.bfloat16, 1.0),
     ],
 )
-def test_packed_entries(device, often_packed, dtype, size, k, rows):
+def test_packed_entries(device, often_packed, dtype, size, rows_k):
     """Of every size, down to subnormal numbers, and with others that are no numbers among them."""
+    rows, k = rows_k
     adj = heavy(device)
     adj = Adjacency.from_coo(adj.row() % rows, adj.col, (rows, 90))
     assert packs(adj, dtype, k, 256)

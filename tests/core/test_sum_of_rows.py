@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import DTYPES
 
-from fastsparse_core.ops._common import sum_of_rows
+from fastsparse_core.ops._sum_of_rows import sum_of_rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

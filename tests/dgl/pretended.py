@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from fastsparse_core import Adjacency
 from fastsparse_core.structure.adjacency import from_handle
-from fastsparse_core.structure.kernel_formats import KernelFormats
+from fastsparse_core.structure.row_formats import RowFormats
 from fastsparse_dgl import caching, graph
 from fastsparse_dgl.hooks import joint
 
@@ -35,7 +35,7 @@ torch.pretended.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16
 DEVICE = torch.device("pretended:0")
 aten = torch.ops.aten
 _real_joint = joint._build
-_build, _transpose, _row = graph.adjacency_from_index, Adjacency._transpose, KernelFormats.row
+_build, _transpose, _row = graph.adjacency_from_index, Adjacency._transpose, RowFormats.row
 
 #: Operators between the two sides.
 _COPIES = (aten.copy_.default, aten._to_copy.default)
@@ -150,7 +150,7 @@ def pretended_device() -> Iterator[str]:
         patch.setattr(graph, "adjacency_from_index", _build_and_move)
         patch.setattr(joint, "_build", _build_joint)
         patch.setattr(Adjacency, "_transpose", _transpose_twin)
-        patch.setattr(KernelFormats, "row", _row_twin)
+        patch.setattr(RowFormats, "row", _row_twin)
         fastsparse_dgl.enable(_devices=(DEVICE.type,))
         try:
             yield str(DEVICE)
@@ -184,7 +184,7 @@ def _build_joint(index: Any, device: torch.device) -> Adjacency:
     return _real_joint(getattr(index, "host", index), torch.device("cpu")).to(device)
 
 
-def _row_twin(adj: KernelFormats) -> Tensor:
+def _row_twin(adj: RowFormats) -> Tensor:
     if not isinstance(adj.rowptr, Pretended):
         return _row(adj)
     return _twin(adj).row().to(DEVICE)  # type: ignore[arg-type]

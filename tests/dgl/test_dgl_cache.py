@@ -12,8 +12,9 @@ import pytest
 import torch
 from dgl_cases import DGLError, block, dgl, fastsparse_dgl, features, homogeneous, twin
 
-import fastsparse_core.structure.adjacency
 from fastsparse_core import Adjacency
+from fastsparse_core.structure import adjacency as core_adjacency
+from fastsparse_core.structure import construction
 from fastsparse_dgl.caching import adjacency_of
 
 FastGraphConv = fastsparse_dgl.FastGraphConv
@@ -30,16 +31,15 @@ def _empty_cache():
 def count_builds(monkeypatch):
     """Counts every construction and every sorting of a structure."""
     calls = []
-    module = fastsparse_core.structure.adjacency
     from_csr = Adjacency.from_csr.__func__
 
-    def count(name, what):
+    def count(module, name, what):
         function = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, **k: calls.append(what) or function(*a, **k))
 
-    count("compress", "sort")
-    count("transpose", "transpose")
-    count("transpose_pairs", "transpose")
+    count(construction, "compress", "sort")
+    count(core_adjacency, "transpose", "transpose")
+    count(core_adjacency, "transpose_pairs", "transpose")
     monkeypatch.setattr(
         Adjacency, "from_csr", classmethod(lambda *a, **k: calls.append("from_csr") or from_csr(*a, **k))
     )

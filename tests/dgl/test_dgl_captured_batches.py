@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hook_cases import enabled
-from simulated_graphs import simulate
 from torch import nn
 
 import fastsparse_dgl as fast
@@ -21,14 +21,10 @@ WIDTH = 8
 
 
 @pytest.fixture(autouse=True)
-def graphs_on(device, monkeypatch):
-    """The CPU has something like CUDA graphs; on a GPU DGL has graphs there."""
-    if device == "cpu":
-        simulate(monkeypatch)
+def batches_on(device, graphs_on):
+    """On a GPU DGL has graphs there."""
+    with contextlib.nullcontext() if device == "cpu" else enabled():
         yield
-    else:
-        with enabled():
-            yield
 
 
 def molecules(count, least=3, most=12):

@@ -7,7 +7,6 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from simulated_graphs import simulate
 
 import fastsparse_dgl
 from fastsparse_core import capture
@@ -25,14 +24,7 @@ from fastsparse_dgl import (
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.dataloading import neighbor_sampler
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def simulated(request, monkeypatch):
-    """The CPU has something like CUDA graphs."""
-    if "device" not in request.fixturenames or request.getfixturevalue("device") == "cpu":
-        simulate(monkeypatch)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graphs_on")]
 
 
 def test_graphs():
@@ -79,8 +71,10 @@ CONVS = {
 }
 
 
-@pytest.mark.parametrize("is_dgls", [False, True])
-@pytest.mark.parametrize("conv", CONVS)
+@pytest.mark.parametrize(
+    ("conv", "is_dgls"),
+    [*((name, False) for name in CONVS), ("gat", True), ("egat", True), ("weighted", True)],
+)
 def test_blocks(monkeypatch, conv, is_dgls):
     """Blocks of DGL, and those that stand in for them on a GPU."""
     monkeypatch.setattr(neighbor_sampler, "dgl_can_hold", lambda device: is_dgls)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastsparse_core import log
 from fastsparse_core.sampling import features
-from fastsparse_core.structure import adjacency as core_adjacency
+from fastsparse_core.structure import construction
 from fastsparse_dgl import dgl_blocks
 from fastsparse_dgl.dataloading import neighbor_sampler
 
@@ -140,7 +140,7 @@ def test_layers(name, stand_in, device, monkeypatch):
     ):
         feat = graph.ndata["feat"][inputs.cpu()]
         with monkeypatch.context() as patch:
-            patch.setattr(core_adjacency, "inspect_rows", refuse)
+            patch.setattr(construction, "inspect_rows", refuse)
             found = fast(block, feat.to(device))
         source, destination = (ends.cpu() for ends in block.edges())
         dgls = dgl.create_block(

@@ -27,6 +27,16 @@ KINDS = [
     "SparseTensor",
     "Adjacency",
 ]
+#: What SAGE layers are made with, one option at a time.
+SAGE_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"normalize": True},
+    {"root_weight": False},
+    {"project": True},
+    {"bias": False},
+    {"flow": "target_to_source"},
+    {"node_dim": 0},
+]
 
 
 def random_graph(

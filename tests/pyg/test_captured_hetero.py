@@ -7,13 +7,12 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from simulated_graphs import simulate
 from torch import nn
 from torch_geometric import nn as pyg
 from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.utils import trim_to_layer
 
-from fastsparse_core import capture, log
+from fastsparse_core import capture
 from fastsparse_pyg import (
     FastGATConv,
     FastHGTConv,
@@ -25,16 +24,8 @@ from fastsparse_pyg import (
 )
 
 #: Tests of whole trainings; tests/core/test_capture.py has what a quick run needs.
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graphs_on")]
 WIDTH = 8
-
-
-@pytest.fixture(autouse=True)
-def graphs_on(device, monkeypatch):
-    """The CPU has something like CUDA graphs."""
-    monkeypatch.setattr(log, "_seen", set())
-    if device == "cpu":
-        simulate(monkeypatch)
 
 
 def typed_graph(num_papers=120, num_authors=90, seed=0, num_labels=None):

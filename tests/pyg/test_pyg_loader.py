@@ -13,7 +13,7 @@ from torch_geometric.testing import MyFeatureStore, MyGraphStore
 
 from fastsparse_core import Adjacency, log
 from fastsparse_core.sampling import features
-from fastsparse_core.structure import adjacency as core_adjacency
+from fastsparse_core.structure import construction
 from fastsparse_pyg import FastGCNConv, FastSAGEConv, LinkNeighborLoader, NeighborLoader
 from fastsparse_pyg import graph as pyg_graph
 
@@ -306,8 +306,8 @@ def test_layers_take_the_samplers_structure(device, monkeypatch):
 
     for batch in loader:
         with monkeypatch.context() as patch:
-            patch.setattr(core_adjacency, "inspect_edges", refuse)
-            patch.setattr(core_adjacency, "inspect_indices", refuse)
+            patch.setattr(construction, "inspect_edges", refuse)
+            patch.setattr(construction, "inspect_indices", refuse)
             out = fast(batch.x, batch.edge_index)
         torch.testing.assert_close(out, original(batch.x, batch.edge_index), rtol=1e-5, atol=1e-5)
         reference = torch_geometric.nn.GCNConv(6, 4).to(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pyg_cases import KINDS, as_kind, close, random_graph, same, simple_graph
+from pyg_cases import KINDS, SAGE_OPTIONS, as_kind, close, random_graph, same, simple_graph
 from torch import nn
 from torch_geometric.nn import GCNConv, SAGEConv
 
@@ -78,20 +78,8 @@ def test_gcn(device, options, weighted, width):
             break
 
 
-@pytest.mark.parametrize("aggr", ["sum", "add", "mean", "max"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"normalize": True},
-        {"root_weight": False},
-        {"project": True},
-        {"bias": False},
-        {"flow": "target_to_source"},
-        {"node_dim": 0},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("aggr", ["sum", "mean", "max"])
+@pytest.mark.parametrize("options", SAGE_OPTIONS, ids=str)
 @pytest.mark.usefixtures("kernels_only")
 def test_sage(device, options, aggr):
     edge_index = random_graph(device=device)

@@ -9,7 +9,7 @@ from torch import nn
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 from fastsparse_core.formats.bsb import Bsb
-from fastsparse_core.structure import adjacency as core_adjacency
+from fastsparse_core.structure import adjacency, construction
 from fastsparse_pyg import (
     FastGATConv,
     FastGCNConv,
@@ -46,14 +46,15 @@ def train_step(layers: nn.ModuleList, x: torch.Tensor, seed: int) -> list[torch.
 def sorts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of edges of every sort."""
     counted: list[int] = []
-    for name, edges in (("compress", 0), ("transpose", 1), ("transpose_pairs", 1)):
-        function = getattr(core_adjacency, name)
+    sorts = ((construction, "compress", 0), (adjacency, "transpose", 1), (adjacency, "transpose_pairs", 1))
+    for module, name, edges in sorts:
+        function = getattr(module, name)
 
         def sort(*args, function=function, edges=edges, **kwargs):
             counted.append(args[edges].numel())
             return function(*args, **kwargs)
 
-        monkeypatch.setattr(core_adjacency, name, sort)
+        monkeypatch.setattr(module, name, sort)
     return counted
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pyg_cases import KINDS, as_kind, close, gradients, random_graph, same, simple_graph
+from pyg_cases import KINDS, SAGE_OPTIONS, as_kind, close, gradients, random_graph, same, simple_graph
 from torch import nn
 from torch_geometric.nn import GINConv, SAGEConv
 from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation
@@ -36,19 +36,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("aggr", REDUCE)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"normalize": True},
-        {"root_weight": False},
-        {"project": True},
-        {"bias": False},
-        {"flow": "target_to_source"},
-        {"node_dim": 0},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", SAGE_OPTIONS, ids=str)
 @pytest.mark.parametrize("width", [(8, 5), (8, 8), (5, 8)], ids=str)
 @pytest.mark.usefixtures("kernels_only")
 def test_sage_matches_the_original(device, width, options, aggr):

@@ -13,8 +13,9 @@ from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 from fastsparse_core.recorded import StepRun
-from fastsparse_core.structure.adjacency import Adjacency, _insert_loops
+from fastsparse_core.structure.adjacency import Adjacency
 from fastsparse_core.structure.build_once import BuiltInRun
+from fastsparse_core.structure.construction import insert_loops
 
 
 class FreshAdjacency(Adjacency):
@@ -118,7 +119,7 @@ class FreshAdjacency(Adjacency):
                 own.scatter_reduce_(0, row.long().masked_fill(is_loop.logical_not(), count), position, "amax")
                 loop_edge = own[:count]
                 row, col = row.masked_fill(is_loop, shape[0] - 1), col.masked_fill(is_loop, shape[1] - 1)
-            row, col, _, appended = _insert_loops(row, col, count, False)
+            row, col, _, appended = insert_loops(row, col, count, False)
             loop_edge = appended if loop_edge is None else loop_edge
         is_sorted = self_loops == "keep" and run.is_sorted(row)
         return cls(row, col, shape, num_given=num_given, loop_edge=loop_edge, is_sorted=is_sorted)

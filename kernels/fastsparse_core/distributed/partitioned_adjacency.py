@@ -16,7 +16,9 @@ from fastsparse_core.distributed.local_rows import check_ends, columns_of, edges
 from fastsparse_core.distributed.partitions import Partition
 from fastsparse_core.distributed.statistics import PartitionStatistics, tiles_that_pay
 from fastsparse_core.formats.grouping import Method
-from fastsparse_core.ops._common import accumulation_dtype, autocast, check_features, check_scale
+from fastsparse_core.ops._autocast import autocast
+from fastsparse_core.ops._checks import check_features, check_scale
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency
 

@@ -102,6 +102,19 @@ class RowSplit:
         return {"slices": self.slices, "split_row": self.split_row, "split_ptr": self.split_ptr}
 
 
+def addresses_of(split: RowSplit | None) -> tuple[int, int, int, int, int]:
+    """A work list as the structures of `_C` take it; None: there is none."""
+    if split is None:
+        return (0, 0, 0, 0, 0)
+    return (
+        split.slices.data_ptr(),
+        split.slices.size(0),
+        split.split_row.data_ptr(),
+        split.split_ptr.data_ptr(),
+        split.split_row.numel(),
+    )
+
+
 def unsplit_rows(room: Tensor, num_rows: int | None = None) -> RowSplit:
     """The work list of rows that no slice cuts.
 

@@ -8,15 +8,9 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import policy
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    PLAIN,
-    direct,
-    is_any_autocast_enabled,
-    is_first_derivative,
-    is_wrapped,
-    kind_of,
-)
+from fastsparse_core.ops._autocast import is_any_autocast_enabled
+from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_wrapped, kind_of
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency

@@ -15,23 +15,19 @@ from fastsparse_core.ops._aggregate_linear_launch import (
     gradients_of_parameters,
     is_laid_out,
 )
-from fastsparse_core.ops._common import (
+from fastsparse_core.ops._autocast import (
     CAST,
-    DTYPE_CODE,
     Uncast,
     autocast_dtype,
-    cast,
-    direct,
     is_any_autocast_enabled,
-    is_first_derivative,
-    is_wrapped,
-    kind_of,
     product_in,
-    sum_of_rows,
     without_autocast,
 )
+from fastsparse_core.ops._dtypes import DTYPE_CODE, cast
+from fastsparse_core.ops._eager import direct, is_first_derivative, is_wrapped, kind_of
 from fastsparse_core.ops._facts import scatters
 from fastsparse_core.ops._spmm_plan import add_transposed, grad_of_features, launch_spmm
+from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.streams import fork
 from fastsparse_core.structure.adjacency import Adjacency

@@ -12,7 +12,7 @@ from fastsparse_core.fused.head_scores import gradients_of_scores, head_scores, 
 from fastsparse_core.ops import _additive_attention_csr, _dot_product, _gatv2_attention_csr
 from fastsparse_core.ops import _attention_fused as kernels
 from fastsparse_core.ops import _attention_unfused as unfused
-from fastsparse_core.ops._common import accumulation_dtype, cast
+from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.structure.adjacency import Adjacency
 
 Tensors = Sequence[Tensor]

@@ -14,25 +14,13 @@ from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2, 
 from fastsparse_core.fused.attention_on_cuda import attend, differentiate, plan_of, stacked
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._attention_checks import draw_seed, drawn_by_replays
-from fastsparse_core.ops._common import (
-    CAST,
-    DTYPE_CODE,
-    PLAIN,
-    accumulation_dtype,
-    autocast_dtype,
-    cast,
-    direct,
-    is_first_derivative,
-    is_plain_eager,
-    is_wrapped,
-    product_in,
-    sum_of_rows,
-    unit_stride,
-    version_of,
-    without_autocast,
-)
+from fastsparse_core.ops._autocast import CAST, autocast_dtype, product_in, version_of, without_autocast
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, cast
+from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._kept_results import unfused_gradients
+from fastsparse_core.ops._operands import unit_stride
+from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.structure.adjacency import Adjacency
 
 __all__ = ["ADDITIVE", "DOT_PRODUCT", "GATV2", "attention_layer"]

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastsparse_core.ops._common import is_plain_eager, sum_of_rows
+from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_core.ops._sum_of_rows import sum_of_rows
 
 #: Rows from which the sum is worth a node of its own in autograd's graph, which takes the host 10 us.
 _TALL = 32_768

@@ -11,13 +11,9 @@ from torch import Tensor
 from fastsparse_core import policy
 from fastsparse_core.ops import _attention_fused as kernels
 from fastsparse_core.ops import _attention_unfused as unfused
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    PLAIN,
-    is_first_derivative,
-    is_plain_eager,
-    without_autocast,
-)
+from fastsparse_core.ops._autocast import without_autocast
+from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._eager import PLAIN, is_first_derivative, is_plain_eager
 from fastsparse_core.ops._kept_results import kept_result, unfused_gradients, was_written
 from fastsparse_core.structure.adjacency import Adjacency
 

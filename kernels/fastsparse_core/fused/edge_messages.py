@@ -9,18 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core.ops import _edge_messages_launch as launch
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    PLAIN,
-    direct,
-    is_first_derivative,
-    is_plain_eager,
-    is_wrapped,
-    sum_of_rows,
-)
+from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
 from fastsparse_core.ops._edge_messages_fused import unfused_gated, unfused_gine
 from fastsparse_core.ops._edge_messages_launch import Operands
 from fastsparse_core.ops._kept_results import unfused_gradients
+from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.structure.adjacency import Adjacency
 
 

@@ -9,23 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core import policy
-from fastsparse_core.ops._common import (
+from fastsparse_core.ops._autocast import (
     CAST,
-    DTYPE_CODE,
-    PLAIN,
     Uncast,
     autocast_dtype,
-    check_scale,
-    direct,
     is_any_autocast_enabled,
-    is_first_derivative,
-    is_wrapped,
-    kind_of,
     product_in,
-    sum_of_rows,
     without_autocast,
 )
+from fastsparse_core.ops._checks import check_scale
+from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_wrapped, kind_of
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
+from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency
 

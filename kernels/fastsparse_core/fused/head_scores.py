@@ -10,14 +10,9 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import queue
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    accumulation_dtype,
-    address,
-    cast,
-    is_plain_eager,
-    written_out,
-)
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, cast
+from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_core.ops._operands import address, written_out
 
 
 def head_scores(feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from fastsparse_core.fused.bias import linear
-from fastsparse_core.ops._common import is_plain_eager
+from fastsparse_core.ops._eager import is_plain_eager
 
 # Hooks for all modules. (PyTorch 2.6 has no function that asks for them.)
 _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (

@@ -17,16 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from fastsparse_core import policy
 from fastsparse_core.formats.cbsr import CBSR
 from fastsparse_core.ops import _ssd_launch
-from fastsparse_core.ops._common import (
-    CAST,
-    DTYPE_CODE,
-    PLAIN,
-    autocast_dtype,
-    is_first_derivative,
-    is_plain_eager,
-    product_in,
-    without_autocast,
-)
+from fastsparse_core.ops._autocast import CAST, autocast_dtype, product_in, without_autocast
+from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._eager import PLAIN, is_first_derivative, is_plain_eager
 from fastsparse_core.ops._ssd_backward import derivatives
 from fastsparse_core.ops.maxk import gather, write_out
 from fastsparse_core.ops.ssd import operands, ssd

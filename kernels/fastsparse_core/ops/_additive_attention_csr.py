@@ -7,15 +7,10 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    address,
-    contiguous_floats,
-    empty_values,
-    scratch,
-    unit_stride,
-)
+from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._edge_values import empty_values
 from fastsparse_core.ops._facts import used_csr
+from fastsparse_core.ops._operands import address, contiguous_floats, scratch, unit_stride
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.structure.adjacency import Adjacency
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.ops._common import PLAIN, allows_tf32
+from fastsparse_core.ops._dtypes import allows_tf32
+from fastsparse_core.ops._eager import PLAIN
 from fastsparse_core.ops._facts import facts_of
 from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.structure.adjacency import Adjacency

@@ -10,7 +10,9 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT, MOST_COLUMNS
-from fastsparse_core.ops._common import DTYPE_CODE, address, allows_tf32, empty_values, unit_stride
+from fastsparse_core.ops._dtypes import DTYPE_CODE, allows_tf32
+from fastsparse_core.ops._edge_values import empty_values
+from fastsparse_core.ops._operands import address, unit_stride
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.structure.adjacency import Adjacency
 

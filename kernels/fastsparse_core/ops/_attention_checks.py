@@ -8,15 +8,11 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import recorded
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    PLAIN,
-    accumulation_dtype,
-    autocast,
-    check_features,
-    is_plain_eager,
-    written_out,
-)
+from fastsparse_core.ops._autocast import autocast
+from fastsparse_core.ops._checks import check_features
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._eager import PLAIN, is_plain_eager
+from fastsparse_core.ops._operands import written_out
 from fastsparse_core.structure.adjacency import Adjacency
 
 

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import queue
-from fastsparse_core.ops._common import DTYPE_CODE, accumulation_dtype, address, empty_values, unit_stride
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._edge_values import empty_values
 from fastsparse_core.ops._facts import used_csr
+from fastsparse_core.ops._operands import address, unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
 
 # AttentionScore in kernels/include/fastsparse/views.h.

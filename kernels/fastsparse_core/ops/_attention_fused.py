@@ -15,7 +15,7 @@ from torch import Tensor
 from fastsparse_core.ops import _additive_attention_csr, _attention_bsb, _gatv2_attention_csr
 from fastsparse_core.ops import _attention_cpu as on_cpu
 from fastsparse_core.ops import _attention_unfused as unfused
-from fastsparse_core.ops._common import accumulation_dtype
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._kept_results import kept_result, remember, unfused_gradients, was_written
 from fastsparse_core.ops._registration import differentiate, on_handle, register, run
 from fastsparse_core.structure.adjacency import Adjacency

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core import reference
-from fastsparse_core.ops._common import accumulation_dtype, check_heads
+from fastsparse_core.ops._checks import check_heads
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops.edge_softmax import edge_softmax
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core.ops import _attention_unfused as unfused
-from fastsparse_core.ops._common import accumulation_dtype
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.structure.adjacency import Adjacency
 
 

@@ -15,15 +15,12 @@ from torch import Tensor
 
 from fastsparse_core.ops import _edge_messages_launch as launch
 from fastsparse_core.ops import _registration as registration
-from fastsparse_core.ops._common import (
-    accumulation_dtype,
-    cast,
-    keep_alive,
-    sum_of_rows,
-)
+from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.ops._edge_messages_launch import Operands
+from fastsparse_core.ops._handles import keep_alive
 from fastsparse_core.ops._kept_results import unfused_gradients
 from fastsparse_core.ops._spmm_plan import launch_spmm
+from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 from fastsparse_core.structure.incidence import incidence
 

@@ -15,12 +15,8 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    accumulation_dtype,
-    cast,
-    unit_stride,
-)
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, cast
+from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: EdgeMessage in kernels/include/fastsparse/edge_messages.h.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fastsparse_core.ops._common import direct, is_first_derivative, is_plain_eager, is_wrapped
+from fastsparse_core.ops._eager import direct, is_first_derivative, is_plain_eager, is_wrapped
 from fastsparse_core.ops._segment import gather_op, reduce_op
 from fastsparse_core.ops._segment_launch import gather_rows, sum_rows
 from fastsparse_core.structure.segments import Segments

@@ -8,8 +8,9 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops import _additive_attention_csr as additive
-from fastsparse_core.ops._common import DTYPE_CODE, contiguous_floats, scratch, unit_stride
+from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._facts import used_csr
+from fastsparse_core.ops._operands import contiguous_floats, scratch, unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: Groups of lanes of the backward row pass: each keeps its own sum for the gradient of ``att``. About 8

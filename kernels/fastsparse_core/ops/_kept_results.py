@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsparse_core.ops._common import is_plain_eager, keep_alive
+from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_core.ops._handles import keep_alive
 
 
 def remember(ctx: Any, adjacency: int, lse: Tensor, *tensors: Tensor | None) -> None:
@@ -30,8 +31,6 @@ def kept_result(ctx: Any, out: Tensor) -> Tensor | None:
     ctx.written = None
     if out.device.type != "cuda":
         return None  # the CPU's kernels sum <grad, out> from the entries
-    if not is_plain_eager(out):
-        return out  # a trace has no versions to compare
     return alias_of(ctx, out)
 
 
@@ -42,6 +41,9 @@ def alias_of(ctx: Any, out: Tensor) -> Tensor:
     own instead, which autograd frees like any saved tensor, and beside it an empty tensor that shares the
     result's counter: where that has moved, the backward pass computes the result again.
     """
+    ctx.written = None
+    if not is_plain_eager(out):
+        return out  # a trace has no versions to compare
     counter = out.detach()
     counter.data = _nothing(out.dtype, out.device)
     ctx.written = (counter, counter._version)

@@ -11,15 +11,10 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    accumulation_dtype,
-    address,
-    cast,
-    keep_alive,
-    unit_stride,
-)
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, cast
+from fastsparse_core.ops._handles import keep_alive
 from fastsparse_core.ops._kept_results import unfused_gradients
+from fastsparse_core.ops._operands import address, unit_stride
 from fastsparse_core.ops._registration import differentiate, register, run
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 

@@ -16,13 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsparse_core.ops._common import (
-    below_autograd,
-    is_first_derivative,
-    is_plain_eager,
-    library,
-    register_autograd,
-)
+from fastsparse_core.ops._eager import below_autograd, is_first_derivative, is_plain_eager
+from fastsparse_core.ops._library import library, register_autograd
 from fastsparse_core.structure.adjacency import from_handle
 
 #: Of the operators that were registered, by name.

@@ -16,13 +16,8 @@ from torch import Tensor
 
 from fastsparse_core import recorded
 from fastsparse_core.cache import AdjacencyCache
-from fastsparse_core.ops._common import (
-    accumulation_dtype,
-    below_autograd,
-    direct,
-    is_plain_eager,
-    is_wrapped,
-)
+from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_core.ops._eager import below_autograd, direct, is_plain_eager, is_wrapped
 from fastsparse_core.ops._registration import define, register
 from fastsparse_core.ops._segment_launch import (
     EXTREMA,

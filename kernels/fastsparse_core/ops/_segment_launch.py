@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.ops._common import DTYPE_CODE, accumulation_dtype, address, unit_stride
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._operands import address, unit_stride
 from fastsparse_core.structure.segments import Segments
 
 #: Reductions and their codes in kernels/include/fastsparse/views.h.

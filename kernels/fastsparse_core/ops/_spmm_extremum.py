@@ -9,18 +9,13 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    accumulation_dtype,
-    address,
-    below_autograd,
-    keep_alive,
-    library,
-    num_heads,
-    structure,
-    unit_stride,
-)
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._eager import below_autograd
+from fastsparse_core.ops._edge_values import num_heads
 from fastsparse_core.ops._facts import used_csr
+from fastsparse_core.ops._handles import keep_alive, structure
+from fastsparse_core.ops._library import library
+from fastsparse_core.ops._operands import address, unit_stride
 from fastsparse_core.ops._registration import define, register
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -105,17 +100,10 @@ class _SpmmExtremum(torch.autograd.Function):
     """The gradient goes to the entry that was chosen."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        value: Tensor | None,
-        num_dst: int,
-        adjacency: int,
-        transpose: bool,
-        minimum: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        x, value, _, adjacency, transpose, _ = arguments
         with below_autograd():
-            out, arg = _spmm_extremum_op(x, value, num_dst, adjacency, transpose, minimum)
+            out, arg = _spmm_extremum_op(*arguments)
         ctx.mark_non_differentiable(arg)
         ctx.save_for_backward(arg, x, value)
         ctx.adjacency, ctx.transpose = adjacency, transpose

@@ -10,17 +10,10 @@ from torch import Tensor
 from fastsparse_core import _C, policy
 from fastsparse_core.device import current_stream, device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    accumulation_dtype,
-    address,
-    allows_tf32,
-    edges_from_dense,
-    is_dense,
-    num_heads,
-    unit_stride,
-)
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, allows_tf32
+from fastsparse_core.ops._edge_values import edges_from_dense, is_dense, num_heads
 from fastsparse_core.ops._facts import count_csr_use, facts_of, follow, scatters, used_csr
+from fastsparse_core.ops._operands import address, unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: The kernels that gather from shared memory, by what they are otherwise.

@@ -11,16 +11,11 @@ from torch import Tensor
 from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.row_panels import PanelLayout, RowPanels
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    accumulation_dtype,
-    address,
-    is_first_derivative,
-    keep_alive,
-    structure,
-    unit_stride,
-)
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._eager import is_first_derivative
 from fastsparse_core.ops._facts import facts_of, used_csr
+from fastsparse_core.ops._handles import keep_alive, structure
+from fastsparse_core.ops._operands import address, unit_stride
 from fastsparse_core.ops._registration import register, run
 from fastsparse_core.structure.adjacency import Adjacency
 

@@ -8,8 +8,11 @@ from torch import Tensor
 from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats import lengths
-from fastsparse_core.ops._common import DTYPE_CODE, accumulation_dtype, address, below_autograd, structure
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._eager import below_autograd
 from fastsparse_core.ops._facts import facts_of
+from fastsparse_core.ops._handles import structure
+from fastsparse_core.ops._operands import address
 
 
 def launch_ssd(

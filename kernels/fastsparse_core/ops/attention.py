@@ -11,8 +11,9 @@ from fastsparse_core import policy
 from fastsparse_core.ops import (
     _additive_attention_csr,
     _dot_product,
-    _edge_attention,
+    _edge_attention_fused,
     _gatv2_attention_csr,
+    _gatv2_edge_attention_fused,
 )
 from fastsparse_core.ops import _attention_fused as fused
 from fastsparse_core.ops import _attention_unfused as unfused
@@ -29,13 +30,10 @@ from fastsparse_core.ops._attention_checks import (
     is_plain,
     per_head,
 )
-from fastsparse_core.ops._common import (
-    PLAIN,
-    autocast,
-    check_features,
-    is_partitioned,
-    num_heads,
-)
+from fastsparse_core.ops._autocast import autocast
+from fastsparse_core.ops._checks import check_features, is_partitioned
+from fastsparse_core.ops._eager import PLAIN
+from fastsparse_core.ops._edge_values import num_heads
 from fastsparse_core.ops.edge_softmax import edge_softmax
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -303,7 +301,7 @@ def gatv2_attention(
     dropout_p, seed = draw_seed(dropout_p)
     features = x_src.flatten(1)
     if edges is not None:
-        obstacle = drawn_by_replays(dropout_p) or _edge_attention.gatv2_obstacle(
+        obstacle = drawn_by_replays(dropout_p) or _gatv2_edge_attention_fused.obstacle(
             adj, features, edges[0], negative_slope, heads
         )
         ends = (x_dst.flatten(1), features)
@@ -340,7 +338,9 @@ def _attention_with_edges(
     algorithm: str,
 ) -> Tensor:
     """Attention whose edges have features, of queries, keys and values (n, heads * D)."""
-    obstacle = drawn_by_replays(dropout_p) or _edge_attention.obstacle(adj, features[2], edges[0], heads)
+    obstacle = drawn_by_replays(dropout_p) or _edge_attention_fused.obstacle(
+        adj, features[2], edges[0], heads
+    )
     if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
         arguments = (per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle, algorithm)
         return registration.call("edge_attention", features[2], *features, *edges, *arguments)

@@ -11,14 +11,10 @@ from torch import Tensor
 from fastsparse_core.log import info_once
 from fastsparse_core.ops import _edge_messages_fused as formulas
 from fastsparse_core.ops import _registration as registration
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    check_features,
-    check_structure,
-    is_partitioned,
-    written_out,
-)
+from fastsparse_core.ops._checks import check_features, check_structure, is_partitioned
+from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
+from fastsparse_core.ops._operands import written_out
 from fastsparse_core.structure.adjacency import Adjacency
 
 _logger = logging.getLogger("fastsparse_core")

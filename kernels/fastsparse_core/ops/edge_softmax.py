@@ -9,18 +9,13 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    accumulation_dtype,
-    address,
-    below_autograd,
-    check_heads,
-    check_structure,
-    empty_values,
-    is_partitioned,
-    keep_alive,
-)
+from fastsparse_core.ops._checks import check_heads, check_structure, is_partitioned
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._eager import below_autograd
+from fastsparse_core.ops._edge_values import empty_values
 from fastsparse_core.ops._facts import used_csr
+from fastsparse_core.ops._handles import keep_alive
+from fastsparse_core.ops._operands import address
 from fastsparse_core.ops._registration import register
 from fastsparse_core.ops.sddmm import sddmm
 from fastsparse_core.ops.spmm import spmm

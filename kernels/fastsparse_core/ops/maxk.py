@@ -10,7 +10,9 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.cbsr import CBSR, ids_dtype
-from fastsparse_core.ops._common import DTYPE_CODE, below_autograd, unit_stride
+from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._eager import below_autograd
+from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.ops._registration import differentiate, register, results, run
 
 

@@ -11,14 +11,10 @@ from torch import Tensor
 
 from fastsparse_core.log import info_once
 from fastsparse_core.ops import _multi_aggregate_fused as kernels
-from fastsparse_core.ops._common import (
-    autocast,
-    cast,
-    check_features,
-    check_structure,
-    is_partitioned,
-    is_plain_eager,
-)
+from fastsparse_core.ops._autocast import autocast
+from fastsparse_core.ops._checks import check_features, check_structure, is_partitioned
+from fastsparse_core.ops._dtypes import cast
+from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._registration import call
 from fastsparse_core.structure.adjacency import Adjacency
 

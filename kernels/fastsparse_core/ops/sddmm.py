@@ -10,22 +10,20 @@ from torch import Tensor
 from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    address,
-    allows_tf32,
-    autocast,
-    below_autograd,
+from fastsparse_core.ops._autocast import autocast
+from fastsparse_core.ops._checks import (
     check_features,
     check_heads,
     check_scale,
     check_structure,
-    dense_from_edges,
     is_partitioned,
-    keep_alive,
-    unit_stride,
 )
+from fastsparse_core.ops._dtypes import DTYPE_CODE, allows_tf32
+from fastsparse_core.ops._eager import below_autograd
+from fastsparse_core.ops._edge_values import dense_from_edges
 from fastsparse_core.ops._facts import facts_of, follow, used_csr
+from fastsparse_core.ops._handles import keep_alive
+from fastsparse_core.ops._operands import address, unit_stride
 from fastsparse_core.ops._registration import register
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
@@ -111,25 +109,8 @@ def sddmm_kernel(
     algorithm: str,
     dense: bool,
 ) -> Tensor:
-    """The operator's kernel: (length, heads), or where `dense` the vectors (length, 8, heads)."""
-    adj = from_handle(adjacency)
-    return launch_sddmm(adj, x_dst, x_src, scale_dst, scale_src, length, heads, dtype, algorithm, dense)
-
-
-def launch_sddmm(
-    adj: Adjacency,
-    x_dst: Tensor,
-    x_src: Tensor,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    length: int,
-    heads: int,
-    dtype: torch.dtype,
-    algorithm: str,
-    dense: bool,
-) -> Tensor:
-    """What `sddmm_kernel` computes, of a structure at hand."""
-    x_dst, x_src = unit_stride(x_dst), unit_stride(x_src)
+    """The operator below autograd: (length, heads), or where `dense` the vectors (length, 8, heads)."""
+    adj, x_dst, x_src = from_handle(adjacency), unit_stride(x_dst), unit_stride(x_src)
     size = (length, HEIGHT, heads) if dense else (length, heads)
     if length == 0 or heads == 0 or adj.num_edges == 0:
         return x_dst.new_zeros(size, dtype=dtype)
@@ -138,16 +119,42 @@ def launch_sddmm(
     key = ("sddmm", x_dst.dtype, x_dst.shape[1], heads, algorithm, aligned, dense)
     kernel, by_entry = adj.plans.get(key) or _plan(adj, algorithm, x_dst, heads, aligned, dense, key)
     if dense and kernel == "csr":
-        edges = launch_sddmm(
-            adj, x_dst, x_src, scale_dst, scale_src, adj.num_values, heads, dtype, kernel, False
-        )
-        return dense_from_edges(adj, edges)
+        of_edges = (adj.num_values, heads, dtype, adjacency, kernel, False)
+        return dense_from_edges(adj, sddmm_kernel(x_dst, x_src, scale_dst, scale_src, *of_edges))
     every_value_is_written = dense or length == adj.num_edges
     out = (x_dst.new_empty if every_value_is_written else x_dst.new_zeros)(size, dtype=dtype)
+    features = (
+        DTYPE_CODE[x_dst.dtype],
+        heads,
+        x_dst.size(1) // heads,
+        x_dst.data_ptr(),
+        x_dst.stride(0),
+        x_src.data_ptr(),
+        x_src.stride(0),
+        address(scale_dst),
+        address(scale_src),
+        out.data_ptr(),
+        DTYPE_CODE[dtype],
+    )
+    index = device_index(x_dst.device)
+    place = (index, queue(index))
     if kernel == "flashsparse":
-        _launch_bsb(adj, x_dst, x_src, scale_dst, scale_src, heads, out, dense=dense)
+        structure, slot_window, slot_entry, edge_id = adj.sddmm_structure()
+        _C.sddmm_bsb(
+            structure,
+            adj.rowptr.data_ptr(),
+            slot_window.data_ptr(),
+            slot_entry.data_ptr(),
+            adj.quad_vector().data_ptr() if dense else 0,
+            address(edge_id),
+            edge_id is not None and edge_id.dtype == torch.int64,
+            *features,
+            allows_tf32(),
+            *place,
+        )
     else:
-        _launch_csr(adj, x_dst, x_src, scale_dst, scale_src, heads, out, by_entry)
+        row = adj.row().data_ptr() if by_entry else 0
+        _C.sddmm_csr(adj.plans.get("csr") or used_csr(adj), *features, row, *place)
     return out
 
 
@@ -174,74 +181,6 @@ def _is_aligned(x_dst: Tensor, x_src: Tensor, heads: int) -> bool:
         return False
     width = x_dst.size(1) // heads * size
     return (width | x_dst.data_ptr() | dst_stride | x_src.data_ptr() | src_stride) % 16 == 0
-
-
-def _launch_csr(
-    adj: Adjacency,
-    x_dst: Tensor,
-    x_src: Tensor,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    heads: int,
-    out: Tensor,
-    by_entry: bool,
-) -> None:
-    index = device_index(x_dst.device)
-    _C.sddmm_csr(
-        adj.plans.get("csr") or used_csr(adj),
-        DTYPE_CODE[x_dst.dtype],
-        heads,
-        x_dst.size(1) // heads,
-        x_dst.data_ptr(),
-        x_dst.stride(0),
-        x_src.data_ptr(),
-        x_src.stride(0),
-        address(scale_dst),
-        address(scale_src),
-        out.data_ptr(),
-        DTYPE_CODE[out.dtype],
-        adj.row().data_ptr() if by_entry else 0,
-        index,
-        queue(index),
-    )
-
-
-def _launch_bsb(
-    adj: Adjacency,
-    x_dst: Tensor,
-    x_src: Tensor,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    heads: int,
-    out: Tensor,
-    *,
-    dense: bool,
-) -> None:
-    index = device_index(x_dst.device)
-    structure, slot_window, slot_entry, edge_id = adj.sddmm_structure()
-    _C.sddmm_bsb(
-        structure,
-        adj.rowptr.data_ptr(),
-        slot_window.data_ptr(),
-        slot_entry.data_ptr(),
-        adj.quad_vector().data_ptr() if dense else 0,
-        address(edge_id),
-        edge_id is not None and edge_id.dtype == torch.int64,
-        DTYPE_CODE[x_dst.dtype],
-        heads,
-        x_dst.size(1) // heads,
-        x_dst.data_ptr(),
-        x_dst.stride(0),
-        x_src.data_ptr(),
-        x_src.stride(0),
-        address(scale_dst),
-        address(scale_src),
-        out.data_ptr(),
-        DTYPE_CODE[out.dtype],
-        allows_tf32(),
-        index,
-        queue(index),
-    )
 
 
 class _Sddmm(torch.autograd.Function):

@@ -9,31 +9,25 @@ from torch import Tensor
 
 from fastsparse_core import policy
 from fastsparse_core.formats.bsb import HEIGHT
-from fastsparse_core.ops._common import (
-    DTYPE_CODE,
-    accumulation_dtype,
-    autocast,
+from fastsparse_core.ops._autocast import autocast
+from fastsparse_core.ops._checks import (
     check_bias,
     check_features,
     check_scale,
     check_value,
-    direct,
-    edges_from_dense,
-    is_dense,
-    is_first_derivative,
     is_partitioned,
-    is_plain_eager,
-    is_wrapped,
-    keep_alive,
-    num_heads,
-    sum_of_rows,
-    unit_stride,
     widened_value,
 )
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._eager import direct, is_first_derivative, is_plain_eager, is_wrapped
+from fastsparse_core.ops._edge_values import edges_from_dense, is_dense, num_heads
+from fastsparse_core.ops._handles import keep_alive
+from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.ops._registration import register, run
 from fastsparse_core.ops._spmm_extremum import extremum
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
-from fastsparse_core.ops.sddmm import launch_sddmm
+from fastsparse_core.ops._sum_of_rows import sum_of_rows
+from fastsparse_core.ops.sddmm import sddmm_kernel
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 
@@ -301,14 +295,9 @@ class _Spmm(torch.autograd.Function):
             dst, src = (x, grad) if ctx.transpose else (grad, x)
             scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)
             algorithm = ctx.algorithm if ctx.algorithm in policy.SDDMM_ALGORITHMS else "csr"
-            ends = (dst, src, *scales)
-            length, heads, dtype, dense = value.shape[0], num_heads(value), value.dtype, is_dense(value)
-            if plain:
-                grad_value = launch_sddmm(ctx.keep_alive, *ends, length, heads, dtype, algorithm, dense)
-            else:
-                grad_value = torch.ops.fastsparse.sddmm.default(
-                    *ends, length, heads, dtype, ctx.adjacency, algorithm, dense
-                )
+            of_values = (value.shape[0], num_heads(value), value.dtype)
+            operator: Any = sddmm_kernel if plain else torch.ops.fastsparse.sddmm.default
+            grad_value = operator(dst, src, *scales, *of_values, ctx.adjacency, algorithm, is_dense(value))
             if grad_value.shape != value.shape:
                 grad_value = grad_value.reshape(value.shape)
         if ctx.needs_input_grad[4]:

@@ -9,21 +9,21 @@ from torch import Tensor
 
 from fastsparse_core import policy
 from fastsparse_core.formats.cbsr import CBSR, ids_dtype
-from fastsparse_core.ops._common import (
-    accumulation_dtype,
-    autocast,
+from fastsparse_core.ops._autocast import autocast
+from fastsparse_core.ops._checks import (
     check_bias,
     check_features,
     check_scale,
     check_structure,
     check_value,
-    keep_alive,
-    sum_of_rows,
     widened_value,
 )
+from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_core.ops._handles import keep_alive
 from fastsparse_core.ops._registration import register, results, run
 from fastsparse_core.ops._ssd_backward import derivatives
 from fastsparse_core.ops._ssd_launch import launch_ssd
+from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.structure.adjacency import Adjacency
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.structure.adjacency import Adjacency, adjacency_of_batch
+from fastsparse_core.structure.adjacency import Adjacency
+from fastsparse_core.structure.batch import adjacency_of_batch
 
 
 @dataclass(frozen=True, eq=False)

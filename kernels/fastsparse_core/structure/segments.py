@@ -12,7 +12,7 @@ from fastsparse_core.content import check_content
 from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.inspection import inspect_edges
 from fastsparse_core.formats.lengths import slice_length
-from fastsparse_core.formats.row_split import RowSplit, split_rows
+from fastsparse_core.formats.row_split import RowSplit, addresses_of, split_rows
 from fastsparse_core.structure.build_once import built_results
 
 
@@ -116,17 +116,7 @@ class Segments:
             self.num_segments,
             self.num_rows,
             self.num_rows,
-            *(
-                (0, 0, 0, 0, 0)
-                if split is None
-                else (
-                    split.slices.data_ptr(),
-                    split.slices.size(0),
-                    split.split_row.data_ptr(),
-                    split.split_ptr.data_ptr(),
-                    split.split_row.numel(),
-                )
-            ),
+            *addresses_of(split),
         )
 
     def index(self) -> Tensor:

@@ -1,0 +1,109 @@
+"""What the doctor found, and how it is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fastsparse_core.self_check import Check
+
+#: Kinds of problems; docs/troubleshooting.md has a section for each, under this name.
+Key = Literal[
+    "torch-broken",
+    "torch-old",
+    "import-failed",
+    "no-framework",
+    "extension-missing",
+    "gpu-unusable",
+    "gpu-old",
+    "cuda-half-missing",
+    "gpu-not-covered",
+    "gpu-profile",
+    "driver-old",
+    "no-kernel-image",
+    "out-of-memory",
+    "check-failed",
+    "rich-missing",
+]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is not as it should be.
+
+    Attributes:
+        key: Its kind.
+        what: The finding.
+        cure: What to do about it, in one line.
+        breaks: Whether the product cannot be used until it is cured.
+    """
+
+    key: Key
+    what: str
+    cure: str
+    breaks: bool = False
+
+
+@dataclass
+class Report:
+    """All that the doctor found; each row is what the table of that name shows."""
+
+    versions: list[tuple[str, str, str]] = field(default_factory=list)
+    gpus: list[tuple[str, str, str, str]] = field(default_factory=list)
+    profiles: list[tuple[str, str, str]] = field(default_factory=list)
+    build: list[tuple[str, str]] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def usable(self) -> bool:
+        """Whether nothing was found that keeps the product from working."""
+        return not any(problem.breaks for problem in self.problems)
+
+
+def print_tables(report: Report) -> None:
+    """Prints the report with rich."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+
+    def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        grid = Table(*columns, title=title, title_justify="left")
+        for row in rows:
+            grid.add_row(*map(escape, row))
+        console.print(grid)
+
+    table("Versions", ("component", "version", "status"), report.versions)
+    if report.gpus:
+        table("GPUs", ("GPU", "architecture", "memory", "status"), report.gpus)
+    else:
+        console.print("GPUs: none")
+    if report.profiles:
+        table("Choice of kernels (GPU profile)", ("GPU", "constants", "sizes"), report.profiles)
+    table("Extension fastsparse_core._C", ("half", "status"), report.build)
+    if report.checks:
+        rows = [
+            (
+                check.operator,
+                check.device,
+                "ok" if check.passed else "FAILED",
+                "-" if check.error is None else f"{check.error:.1e}",
+                f"{check.milliseconds:.1f}",
+            )
+            for check in report.checks
+        ]
+        table("Self-check, forward and backward", ("operator", "device", "result", "error", "ms"), rows)
+    for problem in report.problems:
+        kind = "[bold red]broken[/]" if problem.breaks else "[bold yellow]note[/]"
+        named = escape(f"{problem.what} [{problem.key}]")
+        console.print(f"{kind}: {named}", soft_wrap=True, highlight=False)
+        console.print(f"    cure: {escape(problem.cure)}", soft_wrap=True, highlight=False)
+    if report.problems:
+        console.print("more in docs/troubleshooting.md, under the names in brackets")
+    if report.usable:
+        console.print("[bold green]usable[/]")
+    else:
+        console.print("[bold red]not usable until the above is cured[/]")

@@ -1,0 +1,98 @@
+"""Mixed precision: what autocast does to operands, and what backward passes need of what it cast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastsparse_core.ops._operands import written_out
+
+#: Dtypes that autocast brings to its own.
+CAST = (torch.float32, torch.bfloat16, torch.float16)
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+#: Whether products of 16-bit matrices give float32 without a cast (torch 2.8 and later, on CUDA).
+_GIVES_FLOAT32 = "dtype" in torch.ops.aten.mm.overloads()
+
+
+def without_autocast(gradients: Callable[[Any, Tensor], tuple[Any, ...]], ctx: Any, grad: Tensor) -> Any:
+    """``gradients(ctx, grad)`` with autocast off: the forward pass has decided every dtype."""
+    if not is_any_autocast_enabled():
+        return gradients(ctx, grad)
+    with torch.autocast(grad.device.type, enabled=False):
+        return gradients(ctx, grad)
+
+
+class Uncast(NamedTuple):
+    """A weight as it came, of which a forward pass under autocast multiplied another dtype.
+
+    Second derivatives alone need it, so it may be written before the backward pass, as with a linear layer,
+    which keeps what autocast cast: saved by autograd, it could not.
+    """
+
+    weight: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, weight: Tensor, multiplied: Tensor) -> Uncast | None:
+        """None where nothing was cast."""
+        return None if multiplied is weight else cls(weight, version_of(weight))
+
+    def cast_again(self, dtype: torch.dtype) -> Tensor:
+        """The weight in the dtype of the products, by a cast that has a gradient.
+
+        Raises:
+            RuntimeError: it was written since.
+        """
+        if version_of(self.weight) != self.version:
+            raise RuntimeError(
+                "weight: modified by an inplace operation between the forward pass and a backward pass with "
+                "create_graph=True, which needs it as it was"
+            )
+        return self.weight.to(dtype)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written, which those made for inference do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def product_in(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool = True) -> Tensor:
+    """The product of two matrices in a dtype that need not be theirs, as a weight's gradient under autocast.
+
+    Args:
+        left: matrix.
+        right: matrix of its dtype.
+        dtype: of the result.
+        once: whether nobody asks for the product's own gradient.
+    """
+    if left.dtype == dtype:
+        return torch.mm(left, right)
+    if once and left.is_cuda and dtype == torch.float32 and _GIVES_FLOAT32:
+        return torch.mm(left, right, out_dtype=dtype)
+    return torch.mm(left, right).to(dtype)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that matrix products of ``x`` take under autocast; None where it is off."""
+    # The name of a device is a new string each time, which takes longer than both questions.
+    device_type = "cuda" if x.is_cuda else x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Casts float32 features to the autocast dtype where autocast is on, as for a matrix product.
+
+    Negative views are written out.
+    """
+    dtype = autocast_dtype(next(tensor for tensor in tensors if tensor is not None))
+    if dtype is None:
+        return [written_out(tensor) for tensor in tensors]
+    return [
+        tensor.to(dtype)
+        if tensor is not None and tensor.dtype not in (dtype, torch.float64) and tensor.is_floating_point()
+        else written_out(tensor)
+        for tensor in tensors
+    ]

@@ -1,0 +1,102 @@
+"""What operators check of their arguments, and how messages name it."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._operands import written_out
+from fastsparse_core.policy import MOST_HEADS
+from fastsparse_core.structure.adjacency import Adjacency
+
+
+def check_structure(adj: Adjacency) -> None:
+    """Rejects whatever is no structure: operators look at it before anything else.
+
+    Raises:
+        TypeError: with what to pass.
+    """
+    if not hasattr(adj, "is_partitioned"):
+        raise TypeError(
+            f"adj: expected an Adjacency, got {type(adj).__name__}; make one with "
+            "Adjacency.from_coo(row, col, (num_dst, num_src)), rows being destinations, or with "
+            "prepare(graph) of fastsparse_pyg or fastsparse_dgl"
+        )
+
+
+def is_partitioned(adj: Adjacency) -> TypeGuard[Any]:
+    """Whether a structure is one rank's part of a graph; `check_structure` where it is none at all."""
+    try:
+        return adj.is_partitioned
+    except AttributeError:
+        check_structure(adj)
+        raise
+
+
+def check_features(name: str, x: Tensor, rows: int, rows_name: str, adj: Adjacency) -> None:
+    """Features of one node side: floating tensor of `rows` rows on the structure's device."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if x.dtype not in DTYPE_CODE:
+        raise TypeError(f"{name}: expected float64, float32, float16 or bfloat16, got {x.dtype}")
+    if x.dim() < 1 or x.size(0) != rows:
+        raise ValueError(f"{name}: expected {rows_name} = {rows} rows, got shape {tuple(x.shape)}")
+    if x.device != adj.device:
+        raise ValueError(
+            f"{name}: expected device {adj.device} like the Adjacency, got {x.device}; move one with .to()"
+        )
+
+
+def check_heads(heads: int, device: torch.device) -> None:
+    """Rejects more heads than the grid of a CUDA kernel has room for."""
+    if device.type == "cuda" and heads > MOST_HEADS:
+        raise ValueError(
+            f"expected at most {MOST_HEADS} heads on CUDA, got {heads}; pass them in several calls"
+        )
+
+
+def check_value(value: Tensor, x: Tensor, name: str) -> None:
+    """Values of edges, whatever their shape: floating, on the device of the features ``x`` called `name`."""
+    if not isinstance(value, Tensor) or value.dtype not in DTYPE_CODE:
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"value: expected a floating tensor, got {kind}")
+    if value.device != x.device:
+        raise ValueError(f"value: expected device {x.device} like {name}, got {value.device}")
+
+
+def widened_value(value: Tensor, x: Tensor) -> Tensor:
+    """The values of edges in a dtype that kernels take beside features ``x``."""
+    accumulation = accumulation_dtype(x.dtype)
+    value = written_out(value)
+    return value if value.dtype in (x.dtype, accumulation) else value.to(accumulation)
+
+
+def check_bias(bias: Tensor, x: Tensor, width: int, name: str) -> Tensor:
+    """One number per feature, flat, on the device of the features ``x`` called `name`."""
+    if bias.numel() != width:
+        raise ValueError(f"bias: expected {width} entries, one per feature, got {bias.numel()}")
+    if bias.device != x.device:
+        raise ValueError(f"bias: expected device {x.device} like {name}, got {bias.device}")
+    bias = written_out(bias)
+    return bias if bias.dim() == 1 else bias.reshape(-1)
+
+
+def check_scale(name: str, scale: Tensor | None, rows: int, x: Tensor) -> Tensor | None:
+    """A constant factor per row, in the accumulation dtype."""
+    if scale is None:
+        return None
+    if scale.shape != (rows,):
+        raise ValueError(f"{name}: expected shape ({rows},), got {tuple(scale.shape)}")
+    if scale.device != x.device:
+        raise ValueError(f"{name}: expected device {x.device}, got {scale.device}")
+    if scale.requires_grad:
+        raise ValueError(
+            f"{name}: is a constant and gets no gradient, but it requires one; "
+            "multiply the features (scale_src) or the result (scale_dst) by it instead"
+        )
+    dtype = accumulation_dtype(x.dtype)
+    scale = written_out(scale)
+    return scale if scale.dtype == dtype and scale.is_contiguous() else scale.to(dtype).contiguous()

@@ -1,0 +1,92 @@
+"""Who watches a call: kernels and formulas are called by themselves where nobody but autograd does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from fastsparse_core.content import has_content
+
+#: Classes of tensors whose operators nobody has changed.
+PLAIN = (Parameter, Tensor)
+#: What decides, with the modes in force, how a tensor is computed with; quicker to ask at once, and to look
+#: up, than one by one.
+kind_of = attrgetter("__class__", "dtype", "shape", "device", "layout", "requires_grad")
+# What is asked in every call, without the way there.
+_is_functional = torch._is_functional_tensor
+_num_modes = torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
+#: Whether a tensor has outlived a transform of torch.func, or is within one.
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def direct(formula: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``formula.apply`` for tensors of which the first `is_plain_eager` and is not `is_wrapped`.
+
+    What PyTorch's own does before, for transforms of torch.func, takes the host 5 us.
+    """
+    apply: Callable[..., Any] = super(torch.autograd.Function, formula).apply  # type: ignore[misc]
+    return apply
+
+
+def below_autograd() -> Any:
+    """Context in which operators run their kernels, not their autograd formulas."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def is_plain_eager(x: Tensor) -> bool:
+    """Whether nothing but autograd watches a call: no trace, no fake or wrapped tensor, no mode, no tangents.
+
+    Then the kernel (or its autograd formula) may be called without PyTorch's dispatcher, which would cost
+    more host time than all else around a kernel launch.
+    """
+    return (
+        type(x) is Tensor
+        and not torch.compiler.is_compiling()
+        and not x.is_meta
+        and not _is_functional(x)
+        and not (_num_modes() and _modes_watch())
+        and _transform() is None
+        and not _is_batched(x)  # of is_grads_batched=True
+        and forward_ad._current_level < 0
+        and not x.is_neg()
+    )
+
+
+def _modes_watch() -> bool:
+    """Whether one of the modes in force has to see what happens in operators; not so that of `journal`."""
+    modes = (torch._C._get_dispatch_stack_at(nth) for nth in range(torch._C._len_torch_dispatch_stack()))
+    return not all(getattr(mode, "is_harmless", False) for mode in modes)
+
+
+def why_watched(x: Tensor) -> str:
+    """Why a call on tensors like ``x`` is PyTorch's to run, operator by operator; "" if it is not.
+
+    Function transforms, forward-mode differentiation and traces of operators know PyTorch's own operators,
+    and there is no structure to look up, or to build, where tensors have no content. ``torch.compile`` traces
+    our operators with their structure as they are.
+    """
+    if torch.compiler.is_compiling():
+        return ""
+    if torch._C._len_torch_dispatch_stack() and _modes_watch():
+        return "a mode that watches operators (fake tensors, make_fx)"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a function transform of torch.func"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    return "tensors without content" if not has_content(x) else ""
+
+
+def is_first_derivative(grad: Tensor) -> bool:
+    """Whether a backward pass may call its kernel without PyTorch's dispatcher: nothing watches the gradient.
+
+    A second derivative, which ``create_graph=True`` asks for, goes through the operators' own formulas.
+    """
+    return is_plain_eager(grad) and not torch.is_grad_enabled()

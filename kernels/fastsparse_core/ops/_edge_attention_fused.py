@@ -1,0 +1,276 @@
+r"""Dot-product attention with edge features as PyTorch sees it: schema, gradients.
+
+With :math:`W_h` the rows of the edges' linear map that belong to head h,
+:math:`\langle q_i, W_h a_{ij} \rangle = \langle W_h^\top q_i, a_{ij} \rangle` and
+:math:`\sum_j w_{ij} W_h a_{ij} = W_h \sum_j w_{ij} a_{ij}`. Both products with :math:`W` have a row per node
+and not one per edge; CUDA kernels compute them themselves, the CPU's are given them.
+:math:`\sum_j w_{ij} a_{ij}`, (num_dst, heads, A), is kept for the gradient of :math:`W`. The backward pass
+keeps two numbers for every edge and head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.gpu import multiprocessors
+from fastsparse_core.ops import _additive_attention_csr as additive
+from fastsparse_core.ops import _edge_attention_unfused as step_by_step
+from fastsparse_core.ops import _registration as registration
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, cast
+from fastsparse_core.ops._edge_attention_launch import (
+    CPU_PARTS,
+    edge_room,
+    features_room,
+    finish_features,
+    kernel_input,
+    load_step,
+    padded,
+    padded_edges,
+    padded_weight,
+    run_backward,
+    run_forward,
+    sign_bytes,
+    unpadded,
+)
+from fastsparse_core.ops._facts import scatters
+from fastsparse_core.ops._kept_results import alias_of, remember, unfused_gradients, was_written
+from fastsparse_core.structure.adjacency import Adjacency, from_handle
+
+#: Most features of an edge that the lanes of a head have room for, 16 each.
+MOST_FEATURES = 512
+#: Parts of the rows for each multiprocessor, and the least rows of one, whose outer products are added apart.
+_PARTS = 8
+_PART_ROWS = 256
+
+
+def obstacle(adj: Adjacency, v: Tensor, edge_attr: Tensor, heads: int) -> str:
+    """Why the kernels cannot serve dot products with these edge features, "" if they can.
+
+    Args:
+        adj: structure.
+        v: (num_src, heads * D).
+        edge_attr: (num_values, A).
+        heads: number of heads.
+    """
+    if v.device.type != "cuda":
+        return ""
+    if edge_attr.size(1) > MOST_FEATURES:
+        return f"{edge_attr.size(1)} features of an edge, more than {MOST_FEATURES}"
+    if adj.num_values >= 2**32:
+        return f"{adj.num_values} values, 2^32 or more"
+    return additive.obstacle(v, heads)
+
+
+# ---------------------------------------------------------------- products with the edges' linear map
+
+
+def _per_head(x: Tensor, heads: int) -> Tensor:
+    """(n, heads * D) as (n, heads, D), a view."""
+    return x.unflatten(1, (heads, x.size(1) // max(heads, 1)))
+
+
+def _to_edge_width(x: Tensor, weight: Tensor, heads: int) -> Tensor:
+    """``W_h^T x_i`` of every head: (n, heads * D) to (n, heads, A). CUDA kernels compute it themselves."""
+    out = x.new_empty(x.size(0), heads, weight.size(1))
+    if not out.numel():
+        return out
+    per_head = weight.view(heads, -1, weight.size(1))
+    torch.bmm(_per_head(x, heads).transpose(0, 1), per_head, out=out.transpose(0, 1))
+    return out
+
+
+def _add_from_edge_width(out: Tensor, e: Tensor, weight: Tensor, heads: int) -> None:
+    """``out_i += W_h e_i`` of every head: e (n, heads, A), out (n, heads * D) contiguous. Likewise."""
+    if not e.numel():
+        return
+    per_head = weight.view(heads, -1, weight.size(1)).transpose(1, 2)
+    _per_head(out, heads).transpose(0, 1).baddbmm_(e.transpose(0, 1), per_head)
+
+
+def _weight_gradient(x: Tensor, x_edge: Tensor, y: Tensor, y_edge: Tensor, heads: int) -> Tensor:
+    """``sum_i x_i,h e_i,h^T + y_i,h f_i,h^T``: x, y (n, heads * D), e, f (n, heads, A), (heads * D, A)."""
+    num_rows, width, edge_width = *x.shape, x_edge.size(2)
+    if not edge_width:
+        return x.new_empty(width, 0)
+    if x.is_cuda and num_rows:
+        index = device_index(x.device)
+        num_parts = min(_PARTS * multiprocessors(x.device), -(-num_rows // _PART_ROWS))
+        partial = x.new_empty(num_parts, width, edge_width, dtype=torch.float32)
+        features = (x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0))
+        sizes = (num_rows, heads, width // heads, edge_width)
+        place = (partial.data_ptr(), num_parts, DTYPE_CODE[x.dtype], index, queue(index))
+        _C.head_outer(*features, x_edge.data_ptr(), y_edge.data_ptr(), *sizes, *place)
+        return partial.sum(0).to(x.dtype)
+
+    def product(x: Tensor, e: Tensor) -> Tensor:
+        return torch.matmul(_per_head(x, heads).permute(1, 2, 0), e.transpose(0, 1)).flatten(0, 1)
+
+    return product(x, x_edge) + product(y, y_edge)
+
+
+# ---------------------------------------------------------------- dot product
+
+
+def _edge_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    edge_attr: Tensor,
+    edge_weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    heads: int,
+    adjacency: int,
+    algorithm: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    adj, width, step = from_handle(adjacency), v.size(1), load_step(v)
+    q, k, v = padded(q, heads, step), padded(k, heads, step), padded(v, heads, step)
+    edge = padded_edges(edge_attr)
+    weight = padded_weight(edge_weight, heads, v.size(1), edge.size(1))
+    bias = None if bias is None else bias.contiguous()
+    out = v.new_empty(adj.num_dst, v.size(1))
+    out_edge = v.new_empty(adj.num_dst, heads, edge.size(1))
+    lse = v.new_empty(adj.num_dst, heads, dtype=accumulation_dtype(v.dtype))
+    if out.is_cuda:
+        of_rows, of_kernel = None, weight.t().contiguous()
+    else:
+        of_rows, of_kernel = _to_edge_width(q, weight, heads), None
+    arguments = kernel_input(heads, q, k, v, of_rows, edge, None, of_kernel, bias, scale, dropout_p, seed)
+    run_forward(adj, arguments, out, out_edge, lse)
+    if not out.is_cuda:
+        _add_from_edge_width(out, out_edge, weight, heads)
+    return unpadded(out, heads, width), lse, out_edge
+
+
+def _edge_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    edge_attr: Tensor,
+    edge_weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    out_edge: Tensor,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    heads: int,
+    adjacency: int,
+    algorithm: str,
+    edge_wanted: bool,
+    bias_wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    adj, width, step = from_handle(adjacency), v.size(1), load_step(v)
+    q, k, v = padded(q, heads, step), padded(k, heads, step), padded(v, heads, step)
+    grad, out = padded(grad, heads, step), padded(out, heads, step)
+    edge = padded_edges(edge_attr)
+    weight = padded_weight(edge_weight, heads, v.size(1), edge.size(1))
+    bias = None if bias is None else bias.contiguous()
+    q_edge = grad_edge = of_kernel = None
+    if out.is_cuda:
+        of_kernel = weight.t().contiguous()
+    else:
+        q_edge, grad_edge = _to_edge_width(q, weight, heads), _to_edge_width(grad, weight, heads)
+    sums = None
+    if v.numel() and scatters(adj, algorithm, v.dtype, None):  # the address of no numbers is that of no sums
+        sums = torch.zeros(2, *v.shape, dtype=lse.dtype, device=v.device)
+        grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(0), v.new_empty(0)
+    else:
+        grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
+    grad_q_edge = torch.empty_like(out_edge)
+    work = edge_room(adj, adj.num_values, heads, 2, dtype=lse.dtype)
+    features = None
+    if edge_wanted:
+        lanes = max(sign_bytes(v.size(1) // heads), sign_bytes(-(-edge.size(1) // 2)))
+        features = features_room(adj, v, heads, lanes, edge.size(1))
+    arguments = kernel_input(heads, q, k, v, q_edge, edge, None, of_kernel, bias, scale, dropout_p, seed)
+    grads = (grad_q, grad_k, grad_v, grad_q_edge)
+    parts = (min(CPU_PARTS, max(adj.num_dst, 1)), 0)
+    run_backward(
+        adj, arguments, heads, out, grad, grad_edge, lse, work, None, grads, features, None, None, parts, sums
+    )
+    if sums is not None:
+        grad_k, grad_v = sums.to(v.dtype).unbind()
+    if not out.is_cuda:
+        _add_from_edge_width(grad_q, grad_q_edge, weight, heads)
+    grad_weight = _weight_gradient(q, grad_q_edge, grad, out_edge, heads)
+    grad_weight = grad_weight.unflatten(0, (heads, -1))[:, : width // max(heads, 1), : edge_attr.size(1)]
+    return (
+        unpadded(grad_q, heads, width),
+        unpadded(grad_k, heads, width),
+        unpadded(grad_v, heads, width),
+        edge_attr.new_empty(0) if features is None else finish_features(features, edge_attr),
+        grad_weight.flatten(0, 1),
+        cast(work[:, :, 1], bias.dtype) if bias is not None and bias_wanted else v.new_empty(0),
+    )
+
+
+class _EdgeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, scale, dropout_p, seed, heads, adjacency, algorithm = arguments
+        out, lse, out_edge = registration.run("edge_attention", tensors[2], *arguments)
+        remember(ctx, adjacency, lse, *tensors, alias_of(ctx, out), lse, out_edge, seed)
+        ctx.mark_non_differentiable(lse, out_edge)
+        ctx.options = (scale, dropout_p)
+        ctx.heads, ctx.algorithm = heads, algorithm
+        return out, lse, out_edge
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 12
+        *tensors, seed = ctx.saved_tensors
+        scale, dropout_p = ctx.options
+        if torch.is_grad_enabled():
+
+            def compute(
+                q: Tensor, k: Tensor, v: Tensor, attr: Tensor, weight: Tensor, bias: Tensor | None
+            ) -> Tensor:
+                operands = (q, k, v, attr, weight, bias)
+                return step_by_step.attention(ctx.keep_alive, *operands, scale, dropout_p, seed, ctx.heads)
+
+            return *unfused_gradients(compute, grad, tensors[:6], ctx.needs_input_grad), *(None,) * 6
+        if was_written(ctx):
+            again = (scale, dropout_p, seed, ctx.heads, ctx.adjacency, ctx.algorithm)
+            tensors[6] = registration.run("edge_attention", grad, *tensors[:6], *again)[0]
+        edge_wanted, bias_wanted = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
+        behind = (ctx.heads, ctx.adjacency, ctx.algorithm, edge_wanted, bias_wanted)
+        arguments = (*tensors, *ctx.options, seed, *behind)
+        *grads, edge, weight, bias = registration.differentiate("edge_attention_backward", grad, *arguments)
+        return *grads, edge if edge_wanted else None, weight, bias if bias_wanted else None, *(None,) * 6
+
+
+# ---------------------------------------------------------------- registration
+
+
+def _fake(of: Any) -> tuple[Tensor, Tensor, Tensor]:
+    v, num_dst, edge_width = of.v, of.q.size(0), of.edge_attr.size(1)
+    if v.is_cuda:
+        edge_width = -(-edge_width // 4) * 4
+    lse = v.new_empty(num_dst, of.heads, dtype=accumulation_dtype(v.dtype))
+    return v.new_empty(num_dst, v.size(1)), lse, v.new_empty(num_dst, of.heads, edge_width)
+
+
+def _backward_fake(of: Any) -> tuple[Tensor, ...]:
+    return (
+        of.q.new_empty(of.q.shape),
+        of.k.new_empty(of.k.shape),
+        of.v.new_empty(of.v.shape),
+        of.edge_attr.new_empty(of.edge_attr.shape if of.edge_wanted else 0),
+        of.edge_weight.new_empty(of.edge_weight.shape),
+        of.v.new_empty(0) if of.bias is None or not of.bias_wanted else of.bias.new_empty(of.bias.shape),
+    )
+
+
+registration.register(_edge_attention, _fake, _EdgeAttention)
+registration.register(_edge_attention_backward, _backward_fake)

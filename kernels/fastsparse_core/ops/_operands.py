@@ -1,0 +1,61 @@
+"""Tensors as kernels read them: addresses, strides, signs, scratch memory."""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+from torch import Tensor
+
+
+def address(tensor: Tensor | None) -> int:
+    """Address of the first element, 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def contiguous_floats(tensor: Tensor) -> Tensor:
+    """The tensor itself where it is contiguous float32; else a copy that is."""
+    return tensor if tensor.dtype == torch.float32 and tensor.is_contiguous() else tensor.float().contiguous()
+
+
+def unit_stride(matrix: Tensor) -> Tensor:
+    """The matrix itself where its column stride is 1, whatever its row stride; else a copy."""
+    return matrix if matrix.stride(1) == 1 or matrix.size(1) <= 1 else matrix.contiguous()
+
+
+def scratch(device: torch.device, *lengths: int) -> tuple[Tensor | None, list[int]]:
+    """Room that a launch needs for itself: float32 arrays in one allocation.
+
+    Args:
+        device: where.
+        lengths: numbers of each array.
+
+    Returns:
+        What has to live until the launch, and the address of every array, a multiple of 16 bytes.
+    """
+    starts, total = [], 0
+    for length in lengths:
+        starts.append(4 * total)
+        total += -(-length // 4) * 4
+    if total == 0:
+        return None, [0] * len(lengths)
+    room = torch.empty(total, dtype=torch.float32, device=device)
+    return room, [room.data_ptr() + start for start in starts]
+
+
+@overload
+def written_out(tensor: Tensor) -> Tensor: ...
+@overload
+def written_out(tensor: None) -> None: ...
+@overload
+def written_out(tensor: Tensor | None) -> Tensor | None: ...
+
+
+def written_out(tensor: Tensor | None) -> Tensor | None:
+    """The tensor with its sign in memory: that of ``z.conj().imag`` is a flag, which no kernel sees.
+
+    Traces, which cannot ask for it, end in PyTorch's dispatcher, which writes such operands out.
+    """
+    if tensor is None or torch.compiler.is_compiling() or not tensor.is_neg():
+        return tensor
+    return tensor.resolve_neg()

@@ -1,0 +1,50 @@
+"""Sums over the rows of tall matrices, as of a bias's gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.gpu import multiprocessors
+from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._eager import is_first_derivative
+
+#: Rows up to which PyTorch's sum takes a GPU no longer than ours, and the host a launch and two allocations
+#: less (20,000 of 128: 23 us each).
+_FEW_ROWS = 20_000
+#: Parts of a matrix for each multiprocessor: enough blocks of threads to keep its memory busy.
+_PARTS = 4
+
+
+def sum_of_rows(rows: Tensor, dtype: torch.dtype, once: bool | None = None) -> Tensor:
+    """``rows.sum(0, dtype=dtype)``, added up in float64 where PyTorch's takes longer.
+
+    PyTorch's sum of a tall matrix leaves most of a GPU idle: that of (160,000, 128) takes 125 us in 16 bits
+    on an H200.
+
+    Args:
+        rows: (N, ...); a gradient whose own gradient somebody wants is summed by PyTorch.
+        dtype: of the result.
+        once: what `is_first_derivative` says of it, for callers that asked.
+    """
+    num_rows = rows.shape[0]
+    if (
+        num_rows <= _FEW_ROWS
+        or not rows.is_cuda
+        or not (is_first_derivative(rows) if once is None else once)
+        or 0 in rows.stride()  # one row for all, as after out.sum()
+    ):
+        return rows.sum(0, dtype=dtype)
+    matrix = rows if rows.dim() == 2 else rows.flatten(1)
+    width = matrix.shape[1]
+    row_stride, column_stride = matrix.stride()
+    if width == 0 or (width > 1 and column_stride != 1):
+        return rows.sum(0, dtype=dtype)
+    index, num_parts = device_index(rows.device), _PARTS * multiprocessors(rows.device)
+    partial = rows.new_empty(num_parts, width, dtype=torch.float64)
+    out = rows.new_empty(rows.shape[1:], dtype=dtype)
+    place = (partial.data_ptr(), num_parts, out.data_ptr(), DTYPE_CODE[dtype], index, queue(index))
+    _C.sum_of_rows(matrix.data_ptr(), num_rows, width, row_stride, DTYPE_CODE[matrix.dtype], *place)
+    return out

@@ -1,0 +1,40 @@
+"""The structure of a batch that our sampler has drawn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import gpu
+from fastsparse_core.formats import lengths
+from fastsparse_core.formats.row_split import unsplit_rows
+from fastsparse_core.structure.adjacency import Adjacency
+
+
+def adjacency_of_batch(
+    rowptr: Tensor,
+    col: Tensor,
+    shape: tuple[int, int],
+    inv_degree: Tensor,
+    slices: Tensor | None,
+    *,
+    most_entries: int,
+) -> Adjacency:
+    """The structure of a sampled batch, as the sampler wrote it; nothing is checked.
+
+    Args:
+        rowptr: int64 (num_dst + 1,).
+        col: int32 (num_edges,).
+        shape: (num_dst, num_src).
+        inv_degree: see :meth:`Adjacency.inv_degree`.
+        slices: on CUDA, the work list of uncut rows in row order; used where no row needs cutting.
+        most_entries: bound of the entries of a row.
+    """
+    adjacency = Adjacency(rowptr, col, shape)
+    adjacency.symmetric = False
+    adjacency._of_rows.results[("inv_degree", torch.float32)] = inv_degree
+    if slices is not None and most_entries <= lengths.slice_length(col.numel(), gpu.profile_of(col.device)):
+        adjacency._of_rows.results["row_split"] = unsplit_rows(slices)
+        adjacency.has_sorted_slices = False
+    adjacency.usage.scattered = 0
+    return adjacency

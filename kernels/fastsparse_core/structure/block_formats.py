@@ -1,0 +1,216 @@
+"""What tensor-core kernels read of a structure: binary sparse blocks and work lists, each built once."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C
+from fastsparse_core.formats import lengths
+from fastsparse_core.formats.bsb import BLOCK, HEIGHT, MOST_COLUMNS, QUAD, Bsb
+from fastsparse_core.formats.compress import compress
+from fastsparse_core.formats.grouping import Method
+from fastsparse_core.formats.grouping import group_rows as similar_rows
+from fastsparse_core.formats.row_split import RowSplit, addresses_of
+from fastsparse_core.formats.window_work_list import join_short_windows, slot_starts
+from fastsparse_core.structure.build_once import BuiltOnce
+from fastsparse_core.structure.degrees import Degrees
+
+_logger = logging.getLogger("fastsparse_core")
+_INT32_MAX = 2**31 - 1
+
+
+class BlockFormats(Degrees):
+    """The part of :class:`fastsparse_core.Adjacency` that kernels over tensor-core blocks are served from.
+
+    Attributes:
+        group_rows: which rows share a window of the binary sparse blocks.
+    """
+
+    group_rows: Method
+    _of_pattern: BuiltOnce
+    _bsb_refused: bool
+
+    @property
+    def has_bsb(self) -> bool:
+        """Whether the binary sparse blocks were built."""
+        return "bsb" in self._of_pattern.results
+
+    @property
+    def can_convert(self) -> bool:
+        """Whether nothing has refused the binary sparse blocks yet."""
+        return not self._bsb_refused
+
+    def try_bsb(self) -> bool:
+        """Builds the binary sparse blocks where they can be; returns whether they are there.
+
+        Without the memory the CSR kernels go on, and with more vectors than can be counted, which is said
+        once and not tried again. They also serve structures with more sources than the blocks can name.
+        """
+        if not self.has_bsb and not self._bsb_refused and self.num_src <= MOST_COLUMNS:
+            try:
+                self.bsb  # noqa: B018
+            except torch.OutOfMemoryError:
+                self._refuse_bsb("not enough memory to convert it for the tensor cores")
+            except ValueError as error:
+                self._refuse_bsb(str(error))
+        return self.has_bsb
+
+    def _refuse_bsb(self, reason: str) -> None:
+        self._bsb_refused = True
+        _logger.warning("%r: %s; it stays with the CSR kernels", self, reason)
+
+    @property
+    def bsb(self) -> Bsb:
+        """The structure in binary sparse blocks, for the tensor cores."""
+        return self._of_pattern.get("bsb", self._bsb)
+
+    def _bsb(self) -> Bsb:
+        window_row: Tensor | None = None
+        try:
+            window_row = similar_rows(self, self.group_rows)
+        except torch.OutOfMemoryError:
+            _logger.warning("%r: not enough memory to group similar rows; their order stays", self)
+        return Bsb.from_csr(self.row_once(), self.col, self.shape, window_row)
+
+    @property
+    def bsb_split(self) -> RowSplit:
+        """Work list of the tensor-core kernels: windows cut into slices, of whole blocks but for the last."""
+        return self._of_pattern.get(
+            "bsb_split", lambda: self._slices(lengths.slice_blocks(self.bsb.num_blocks, self.gpu))
+        )
+
+    def _slices(self, blocks: int) -> RowSplit:
+        quads = BLOCK // QUAD
+        return RowSplit.from_rowptr(self.bsb.window_ptr, quads * blocks, step=quads)
+
+    @property
+    def bsb_runs(self) -> Tensor:
+        """The same, with short windows joined to runs."""
+        return self._of_pattern.get(
+            "bsb_runs",
+            lambda: join_short_windows(
+                self.bsb.window_ptr, self.bsb_split, lengths.run_blocks(self.bsb.num_blocks, self.gpu)
+            ),
+        )
+
+    def bsb_structure(self, *, valued: bool) -> Any:
+        """The binary sparse blocks as the compiled kernels take them.
+
+        Args:
+            valued: with the place of every entry among the edge values.
+        """
+        return self._built.get(("bsb_structure", valued), lambda: self._bsb_structure(valued))
+
+    def _bsb_structure(self, valued: bool) -> Any:
+        return self._blocks(
+            self.bsb_split,
+            self.bsb_runs,
+            # Found only now: most structures never meet edge values, and the places take 4 bytes an edge.
+            self._of_pattern.get("quad_entry", self.bsb.quad_entry) if valued else None,
+            self.bsb_value_id if valued else None,
+        )
+
+    @property
+    def bsb_value_id(self) -> Tensor:
+        """Position in the caller's edge order of every entry, (num_edges,), by quad, vector, row."""
+        return self._built.get("bsb_value_id", self._bsb_value_id)
+
+    def _bsb_value_id(self) -> Tensor:
+        order = self.bsb.entry_order(self.row_once(), self.col)
+        return order if self.edge_id is None else self.edge_id.index_select(0, order)
+
+    @property
+    def dense_place(self) -> Tensor:
+        """Place of every entry among the values of dense vectors, (num_edges,), by quad, vector, row."""
+        return self._of_pattern.get("dense_place", self._dense_place)
+
+    def _dense_place(self) -> Tensor:
+        place = self.bsb.dense_place()
+        return place.int() if HEIGHT * self.bsb.num_vectors <= _INT32_MAX else place
+
+    @property
+    def sddmm_split(self) -> RowSplit:
+        """As `bsb_split`, in the shorter slices that sddmm takes: it has no partial results to add."""
+        return self._of_pattern.get(
+            "sddmm_split",
+            lambda: self._slices(lengths.sddmm_slice_blocks(self.bsb.num_blocks)),
+        )
+
+    @property
+    def has_sddmm_structure(self) -> bool:
+        """Whether `sddmm_structure` was built."""
+        return "sddmm_starts" in self._of_pattern.results and "sorted_edge_id" in self._built.results
+
+    def sddmm_structure(self) -> tuple[Any, Tensor, Tensor, Tensor | None]:
+        """The binary sparse blocks as the compiled sddmm takes them, and the starts of its slices.
+
+        Returns:
+            the structure; int32 (num_slots,) and int64 (num_slots, 8), see `slot_starts`; `sorted_edge_id`.
+        """
+        split = self.sddmm_split
+        runs = self._of_pattern.get(
+            "sddmm_runs",
+            lambda: join_short_windows(
+                self.bsb.window_ptr, split, lengths.sddmm_run_blocks(self.bsb.num_blocks, self.gpu)
+            ),
+        )
+        structure = self._of_pattern.get("sddmm_structure", lambda: self._blocks(split, runs))
+        starts = self._of_pattern.get("sddmm_starts", lambda: slot_starts(self.bsb, self.rowptr, split))
+        return structure, *starts, self.sorted_edge_id
+
+    @property
+    def sorted_edge_id(self) -> Tensor | None:
+        """As `edge_id`, with the entries of every row sorted by column, as the blocks hold them.
+
+        Other orders within rows come from :meth:`from_csr`, from :meth:`from_coo` of edges whose rows ascend,
+        and from layers' own structures.
+        """
+        return self._built.get("sorted_edge_id", lambda: (self._sorted_edge_id(),))[0]
+
+    def _sorted_edge_id(self) -> Tensor | None:
+        row = self.row_once()
+        if bool(((self.col[1:] >= self.col[:-1]) | (row[1:] != row[:-1])).all()):
+            return self.edge_id
+        order = compress(row, self.col, *self.shape, sort_minor=True)[2]
+        return order if self.edge_id is None else self.edge_id.index_select(0, order)
+
+    def quad_vector(self) -> Tensor:
+        """Number of vectors before every quad, int64 (num_quads,), for values as dense vectors."""
+        return self._of_pattern.get("quad_vector", self.bsb.quad_vector)
+
+    def _blocks(
+        self, split: RowSplit, runs: Tensor, quad_entry: Tensor | None = None, value_id: Tensor | None = None
+    ) -> Any:
+        bsb = self.bsb
+        return _C.BsbStructure(
+            # Of the storage: an empty view has no address, yet the kernels read ahead, behind its end.
+            bsb.quad.untyped_storage().data_ptr(),
+            bsb.window_ptr.data_ptr(),
+            0 if bsb.window_row is None else bsb.window_row.data_ptr(),
+            0 if quad_entry is None else quad_entry.data_ptr(),
+            0 if value_id is None else value_id.data_ptr(),
+            value_id is not None and value_id.dtype == torch.int64,
+            self.num_dst,
+            *addresses_of(split),
+            runs.data_ptr(),
+            runs.size(0),
+        )
+
+    def vector_scale(self, scale_src: Tensor) -> Tensor:
+        """Factor of every vector's column, float32 (num_quads, 4); kept for the last ``scale_src``."""
+        kept = self._built.results.get("vector_scale")
+        # Inference tensors have no version, and cannot be written outside inference mode either.
+        version = 0 if scale_src.is_inference() else scale_src._version
+        if kept is not None and kept[0]() is scale_src and kept[1] == version:
+            return kept[2]
+        with torch.inference_mode(False):
+            result = scale_src.float()[self.bsb.col.long()]
+        if torch.cuda.is_current_stream_capturing():
+            return result  # recorded with the graph, and computed by every replay
+        self._built.results["vector_scale"] = (weakref.ref(scale_src), version, result)
+        return result

@@ -1,0 +1,264 @@
+"""From the caller's edges to the rows of a structure: checks, loops, sorting, merging."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import gpu
+from fastsparse_core.formats import lengths
+from fastsparse_core.formats.compress import compress, expand_rows
+from fastsparse_core.formats.inspection import (
+    IndexFacts,
+    Inspection,
+    inspect_edges,
+    inspect_indices,
+    inspect_rows,
+)
+
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(slots=True)
+class CompressedRows:
+    """What a structure is made of, under the names that :class:`fastsparse_core.Adjacency` has for it.
+
+    Attributes:
+        found: what was found out while edges were checked, where that is what the structure consists of.
+    """
+
+    rowptr: Tensor
+    col: Tensor
+    edge_id: Tensor | None = None
+    num_values: int | None = None
+    num_given: int | None = None
+    loop_edge: Tensor | tuple[()] | None = None
+    merge: tuple[Tensor, Tensor] | None = None
+    symmetric: bool | None = None
+    has_sorted_slices: bool = True
+    found: Inspection | None = None
+
+
+def rows_of_edges(
+    row: Tensor,
+    col: Tensor,
+    shape: tuple[int, int],
+    duplicates: Literal["keep", "sum"],
+    self_loops: Literal["keep", "append", "replace"],
+) -> CompressedRows:
+    """CompressedRows of edges that :func:`check_edges` has seen, for :meth:`Adjacency.from_coo`.
+
+    Raises:
+        ValueError: an index lies outside ``shape``.
+    """
+    row, col = row.contiguous(), col.contiguous()
+    square = shape[0] == shape[1]
+    if duplicates == "keep" and self_loops == "keep":
+        return _as_given(row, col, shape)
+    facts = inspect_indices(row, col, square=square)
+    _check_range(facts, row, col, shape)
+    num_given = num_values = row.numel()
+    position: Tensor | None = None
+    loop_edge: Tensor | tuple[()] | None = None
+    if self_loops != "keep":
+        row, col, position, loop_edge = insert_loops(row, col, min(shape), self_loops == "replace")
+        num_values += min(shape)
+    rowptr, sorted_col, edge_id = compress(row, col, *shape, sort_minor=True)
+    if position is not None:
+        edge_id = position.index_select(0, edge_id)
+    if duplicates == "sum":
+        return _merged(rowptr, sorted_col, edge_id, num_given, loop_edge)
+    return CompressedRows(
+        rowptr,
+        sorted_col,
+        edge_id,
+        num_values,
+        num_given,
+        loop_edge,
+        symmetric=square and facts.checksum == 0,  # loops are their own reverse
+        has_sorted_slices=not row.is_cuda,
+    )
+
+
+def _as_given(row: Tensor, col: Tensor, shape: tuple[int, int]) -> CompressedRows:
+    """CompressedRows of edges of which each is stored once, in their order where rows ascend."""
+    square = shape[0] == shape[1]
+    longest = lengths.slice_length(row.numel(), gpu.profile_of(row.device))
+    found = inspect_edges(row, col, shape[0], longest, square=square)
+    _check_range(found, row, col, shape)
+    may_be_symmetric = square and found.checksum == 0
+    if not (found.rows_descend or (found.cols_descend and may_be_symmetric)):
+        return CompressedRows(found.rowptr, found.col, symmetric=may_be_symmetric, found=found)
+    out = (found.rowptr, found.col)
+    del found  # its other tensors, before the sort takes as much again
+    rowptr, sorted_col, order = compress(row, col, *shape, sort_minor=True, out=out)
+    return CompressedRows(
+        rowptr, sorted_col, order, symmetric=may_be_symmetric, has_sorted_slices=not row.is_cuda
+    )
+
+
+def _merged(
+    rowptr: Tensor, col: Tensor, edge_id: Tensor, num_given: int, loop_edge: Tensor | tuple[()] | None
+) -> CompressedRows:
+    """Merges equal neighbours of rows that are sorted by column."""
+    row = expand_rows(rowptr, col.numel())
+    first = torch.ones(col.numel(), dtype=torch.bool, device=col.device)
+    first[1:] = (row[1:] != row[:-1]) | (col[1:] != col[:-1])
+    merged = first.cumsum(0) - 1
+    kept = torch.zeros(col.numel() + 1, dtype=torch.int64, device=col.device)
+    torch.cumsum(first, 0, out=kept[1:])
+    return CompressedRows(
+        kept[rowptr],
+        col[first],
+        num_given=num_given,
+        loop_edge=loop_edge,
+        merge=(edge_id.long(), merged),
+    )
+
+
+def rows_of_pointers(
+    rowptr: Tensor, col: Tensor, shape: tuple[int, int], edge_id: Tensor | None, *, copy: bool
+) -> CompressedRows:
+    """CompressedRows of compressed ones, checked, for :meth:`Adjacency.from_csr`.
+
+    Raises:
+        TypeError: an argument is not an integer tensor.
+        ValueError: lengths, devices or ranges do not fit together.
+    """
+    tensors = {"rowptr": rowptr, "col": col}
+    if edge_id is not None:
+        tensors["edge_id"] = edge_id
+    for name, tensor in tensors.items():
+        _check_index(name, tensor)
+        if tensor.device != rowptr.device:
+            raise ValueError(f"{name}: expected device {rowptr.device} like rowptr, got {tensor.device}")
+    if rowptr.numel() != shape[0] + 1:
+        raise ValueError(
+            f"rowptr: expected num_dst + 1 = {shape[0] + 1} entries for shape {shape}, got {rowptr.numel()}"
+        )
+    if edge_id is not None and edge_id.numel() != col.numel():
+        raise ValueError(f"edge_id: expected one per entry, {col.numel()}, got {edge_id.numel()}")
+    rowptr = _own(rowptr, torch.int64) if copy else rowptr.detach().to(torch.int64).contiguous()
+    col = col.detach().contiguous()
+    edge_id = None if edge_id is None else edge_id.detach().contiguous()
+    found = inspect_rows(
+        rowptr,
+        col,
+        edge_id,
+        lengths.slice_length(col.numel(), gpu.profile_of(col.device)),
+        copy=copy,
+    )
+    if found.ends != (0, col.numel()) or found.rows_descend:
+        raise ValueError(
+            f"rowptr: expected ascending values from 0 to {col.numel()}, the length of col; "
+            f"got {found.ends[0]} to {found.ends[1]}" + (", not ascending" if found.rows_descend else "")
+        )
+    if col.numel() and found.most_col >= shape[1]:
+        _raise_range({"col": (col, shape[1], "num_src")})
+    if edge_id is not None:
+        if col.numel() and found.most_edge_id >= col.numel():
+            _raise_range({"edge_id": (edge_id, col.numel(), "num_edges")})
+        if not torch.zeros_like(edge_id, dtype=torch.bool).index_fill_(0, edge_id.long(), True).all():
+            raise ValueError(
+                f"edge_id: expected a permutation of 0 to {col.numel() - 1}, the position of every entry "
+                "in the caller's edge order; got a position twice"
+            )
+        edge_id = _own(edge_id, torch.int32 if col.numel() <= _INT32_MAX else torch.int64)
+    return CompressedRows(rowptr, found.col, edge_id, found=found)
+
+
+def check_edges(row: Tensor, col: Tensor, duplicates: str, self_loops: str) -> None:
+    """Rejects what `rows_of_edges` takes for granted, but for indices beyond the shape.
+
+    Raises:
+        TypeError: an argument is not an integer tensor.
+        ValueError: lengths or devices differ, or an option is unknown.
+    """
+    _check_index("row", row)
+    _check_index("col", col)
+    if row.numel() != col.numel():
+        raise ValueError(f"row and col: expected the same length, got {row.numel()} and {col.numel()}")
+    if row.device != col.device:
+        raise ValueError(f"row and col: expected one device, got {row.device} and {col.device}")
+    if duplicates not in ("keep", "sum"):
+        raise ValueError(f"duplicates: expected 'keep' or 'sum', got {duplicates!r}")
+    if self_loops not in ("keep", "append", "replace"):
+        raise ValueError(f"self_loops: expected 'keep', 'append' or 'replace', got {self_loops!r}")
+
+
+def _own(index: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy that later in-place edits of the caller's tensor cannot reach."""
+    return index.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def insert_loops(
+    row: Tensor, col: Tensor, count: int, replace: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | tuple[()]]:
+    """Edges with loops appended.
+
+    Returns:
+        rows; columns; the caller's position of each, None: their own; each node's own loop edge, as
+        `Adjacency` keeps it.
+    """
+    num_edges = row.numel()
+    loop_edge: Tensor | tuple[()] = ()
+    position: Tensor | None = None
+    if replace:
+        is_loop = row == col
+        if is_loop.any():
+            loops = torch.nonzero(is_loop).flatten()
+            loop_edge = torch.full((count,), -1, dtype=torch.int64, device=row.device)
+            loop_edge.scatter_reduce_(0, row[loops].long(), loops, "amax")
+            kept = torch.nonzero(~is_loop).flatten()
+            row, col = row[kept], col[kept]
+            position = torch.cat([kept, torch.arange(num_edges, num_edges + count, device=row.device)])
+            if num_edges + count <= _INT32_MAX:
+                position = position.int()
+    node = torch.arange(count, dtype=row.dtype, device=row.device)
+    return torch.cat([row, node]), torch.cat([col, node]), position, loop_edge
+
+
+def check_shape(shape: tuple[int, int]) -> tuple[int, int]:
+    """The shape as two ints.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: a size is negative, or has more than 31 bits.
+    """
+    try:
+        num_dst, num_src = shape
+        num_dst, num_src = operator.index(num_dst), operator.index(num_src)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"shape: expected (num_dst, num_src), two ints, got {shape!r}") from error
+    if not (0 <= num_dst <= _INT32_MAX and 0 <= num_src <= _INT32_MAX):
+        raise ValueError(f"shape: expected sizes from 0 to 2^31 - 1, got {tuple(shape)}")
+    return num_dst, num_src
+
+
+def _check_index(name: str, index: Tensor) -> None:
+    if not isinstance(index, Tensor):
+        raise TypeError(f"{name}: expected an int32 or int64 tensor, got {type(index).__name__}")
+    if index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected dtype int32 or int64, got {index.dtype}; convert it with .long()")
+    if index.dim() != 1:
+        raise ValueError(f"{name}: expected a 1-D tensor, got shape {tuple(index.shape)}")
+
+
+def _check_range(found: Inspection | IndexFacts, row: Tensor, col: Tensor, shape: tuple[int, int]) -> None:
+    if row.numel() and (found.most_row >= shape[0] or found.most_col >= shape[1]):
+        _raise_range({"row": (row, shape[0], "num_dst"), "col": (col, shape[1], "num_src")})
+
+
+def _raise_range(indices: dict[str, tuple[Tensor, int, str]]) -> None:
+    """Says which index is not 0 <= index < size."""
+    for name, (index, size, size_name) in indices.items():
+        low, high = (int(end) for end in torch.aminmax(index))
+        if low < 0 or high >= size:
+            expected = (
+                f"indices from 0 to {size_name} - 1 = {size - 1}" if size else f"none for {size_name} = 0"
+            )
+            raise ValueError(f"{name}: expected {expected}, got values from {low} to {high}")

@@ -1,0 +1,72 @@
+"""Degrees of a structure's nodes, and the powers of them that layers scale by."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core.structure.row_formats import RowFormats
+
+
+class Degrees(RowFormats):
+    """The part of :class:`fastsparse_core.Adjacency` that knows how many entries rows and columns have."""
+
+    _parent: weakref.ref[Any] | None
+
+    def t(self, *, valued: bool = True) -> Degrees:
+        """The transposed structure, see :meth:`fastsparse_core.Adjacency.t`."""
+        raise NotImplementedError
+
+    def in_degree(self) -> Tensor:
+        """Number of entries per row, int64 (num_dst,)."""
+        return self._of_rows.get("in_degree", self.rowptr.diff)
+
+    def out_degree(self) -> Tensor:
+        """Number of entries per column, int64 (num_src,); needs no transpose."""
+        if "t" in self._built.results or self._parent is not None:
+            return self.t(valued=False).in_degree()
+        return self._built.get("out_degree", lambda: torch.bincount(self.col, minlength=self.num_src))
+
+    def has_empty_rows(self) -> bool:
+        """Whether some destination has no edge (read from the device once)."""
+        return self._of_rows.get("has_empty_rows", lambda: (bool((self.in_degree() == 0).any()),))[0]
+
+    def inv_sqrt_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        r""":math:`d_i^{-1/2}` of the in-degrees, 0 where :math:`d_i = 0`; (num_dst,)."""
+        return self._of_rows.get(("inv_sqrt_degree", dtype), lambda: self._inv_sqrt_degree(dtype))
+
+    def _inv_sqrt_degree(self, dtype: torch.dtype) -> Tensor:
+        if dtype == torch.float32 and self._finds_inv_degree():
+            return self.inv_degree().sqrt()
+        return _power(self.in_degree(), -0.5, dtype)
+
+    def inv_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        r""":math:`d_i^{-1}` of the in-degrees, 0 where :math:`d_i = 0`; (num_dst,)."""
+        return self._of_rows.get(("inv_degree", dtype), lambda: self._inv_degree(dtype))
+
+    def _inv_degree(self, dtype: torch.dtype) -> Tensor:
+        if dtype == torch.float32 and self._finds_inv_degree():
+            found: Tensor = self._of_rows.results["inv_degree", dtype]
+            return found
+        return _power(self.in_degree(), -1.0, dtype)
+
+    def _finds_inv_degree(self) -> bool:
+        """Whether it is known: what makes the work list of a new structure on CUDA finds it on its way."""
+        if not self.has_sorted_slices:
+            self.row_split  # noqa: B018
+        return ("inv_degree", torch.float32) in self._of_rows.results
+
+    def inv_sqrt_out_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        r""":math:`d_j^{-1/2}` of the out-degrees, 0 where :math:`d_j = 0`; (num_src,)."""
+        return self._built.get(("inv_sqrt_out_degree", dtype), lambda: _power(self.out_degree(), -0.5, dtype))
+
+    def inv_out_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        r""":math:`d_j^{-1}` of the out-degrees, 0 where :math:`d_j = 0`; (num_src,)."""
+        return self._built.get(("inv_out_degree", dtype), lambda: _power(self.out_degree(), -1.0, dtype))
+
+
+def _power(degree: Tensor, exponent: float, dtype: torch.dtype) -> Tensor:
+    return degree.to(dtype).pow(exponent).nan_to_num_(posinf=0.0)

@@ -1,0 +1,81 @@
+"""Values of a structure's edges, from the caller's edges to those that the structure has."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class EdgeValues:
+    """The part of :class:`fastsparse_core.Adjacency` that remembers what became of the caller's edges.
+
+    Attributes:
+        shape: (num_dst, num_src).
+        num_values: length of an edge-value tensor.
+    """
+
+    shape: tuple[int, int]
+    num_values: int
+    _num_given: int  # the caller's edges, before loops
+    #: (min(shape),): the caller's edge that was this node's loop, -1: none; (): none of any node's. None: no
+    #: loops were inserted.
+    _loop_edge: Tensor | tuple[()] | None
+    #: (caller's edge, merged edge) of every edge before duplicates were merged.
+    _merge: tuple[Tensor, Tensor] | None
+
+    @property
+    def has_inserted_loops(self) -> bool:
+        """Whether self loops were inserted at construction (``self_loops="append"`` or ``"replace"``)."""
+        return self._loop_edge is not None
+
+    def extend_value(
+        self, value: Tensor, fill_value: float | Tensor, *, keep_existing: bool = True
+    ) -> Tensor:
+        """Appends values of the inserted self loops to the caller's edge values; differentiable.
+
+        Args:
+            value: (E, ...) in the caller's edge order.
+            fill_value: value of a loop, a number or (min(shape), ...).
+            keep_existing: a loop that replaced one of the caller's keeps that edge's value (of several, the
+                last), as PyG's ``add_remaining_self_loops``.
+
+        Returns:
+            (num_values, ...).
+        """
+        count = min(self.shape)
+        if self._loop_edge is None:
+            raise ValueError(
+                "extend_value: expected an Adjacency built with self_loops='append' or 'replace'"
+            )
+        if value.size(0) != self._num_given:
+            raise ValueError(f"value: expected one per given edge, {self._num_given}, got {value.size(0)}")
+        if isinstance(fill_value, Tensor):
+            loops = fill_value.to(value.dtype)
+        else:
+            loops = value.new_full((count, *value.shape[1:]), fill_value)
+        if keep_existing and isinstance(self._loop_edge, Tensor) and value.size(0):
+            existing = (self._loop_edge >= 0).reshape(-1, *[1] * (value.dim() - 1))
+            loops = torch.where(existing, value[self._loop_edge.clamp(min=0)], loops)
+        return torch.cat([value, loops])
+
+    def coalesce_value(self, value: Tensor | None = None) -> Tensor:
+        """Sums the caller's edge values onto the merged edges of ``duplicates="sum"``; differentiable.
+
+        Args:
+            value: (E, ...) in the caller's edge order; None: ones, which gives multiplicities.
+
+        Returns:
+            (num_values, ...), sorted by (row, col).
+        """
+        if self._merge is None:
+            raise ValueError("coalesce_value: expected an Adjacency built with duplicates='sum'")
+        source, target = self._merge
+        num_values = self._num_given + (min(self.shape) if self.has_inserted_loops else 0)
+        if value is None:
+            value = torch.ones(num_values, device=target.device)
+        if value.size(0) != num_values:
+            raise ValueError(
+                f"value: expected one per edge before merging, {num_values}, got {value.size(0)}"
+            )
+        out = value.new_zeros(self.num_values, *value.shape[1:])
+        return out.index_add(0, target, value[source])

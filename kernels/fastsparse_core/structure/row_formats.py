@@ -1,0 +1,254 @@
+"""What kernels over rows read of a structure: row pointers, columns, and work lists, each built once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C, gpu
+from fastsparse_core.formats import lengths
+from fastsparse_core.formats.compress import expand_rows, transpose
+from fastsparse_core.formats.hybrid_rows import HybridRows
+from fastsparse_core.formats.inspection import inspect_rows
+from fastsparse_core.formats.row_split import RowSplit, addresses_of, split_rows
+from fastsparse_core.structure.build_once import BuiltOnce
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class Usage:
+    """How often a structure was used, for what decides whether another form of it is worth building.
+
+    Attributes:
+        products: that counted for a conversion.
+        csr: calls that took slices in row order.
+        scattered: gradients that were added without a transpose; None where none may be.
+    """
+
+    products: int = 0
+    csr: int = 0
+    scattered: int | None = None
+
+
+class TransposedOrder(NamedTuple):
+    """Where the entries of a transposed structure lie in the caller's order, as long as nobody has asked.
+
+    Attributes:
+        rowptr: of the structure that was transposed.
+        col: likewise.
+        num_src: likewise.
+        given: its own `edge_id`.
+    """
+
+    rowptr: Tensor
+    col: Tensor
+    num_src: int
+    given: Tensor | TransposedOrder | None
+
+    def edge_id(self) -> Tensor:
+        """The positions."""
+        order = transpose(self.rowptr, self.col, self.num_src)[2]
+        given = self.given.edge_id() if isinstance(self.given, TransposedOrder) else self.given
+        return order if given is None else given.index_select(0, order)
+
+
+class RowFormats:
+    """The part of :class:`fastsparse_core.Adjacency` that kernels over rows are served from.
+
+    Attributes:
+        rowptr: int64 (num_dst + 1,), the range of entries of every row.
+        col: int32 (num_edges,), the source of every entry.
+        edge_id: (num_edges,) position of every entry in the caller's edge order; None: the identity.
+        shape: (num_dst, num_src).
+        num_dst: number of rows.
+        num_src: number of columns.
+        handle: number by which the operators know the object.
+        plans: what earlier calls found out, by operator and shape, for calls that repeat them.
+        usage: how often it was used.
+        has_sorted_slices: whether slices of like length lie together in `row_split`, once it is built.
+        symmetric: whether it equals its transpose, edge values apart; None: nobody has compared them yet.
+    """
+
+    rowptr: Tensor
+    col: Tensor
+    shape: tuple[int, int]
+    num_dst: int
+    num_src: int
+    handle: int
+    plans: dict[Hashable, Any]
+    usage: Usage
+    has_sorted_slices: bool
+    symmetric: bool | None
+    _edge_id: Tensor | TransposedOrder | None
+    _built: BuiltOnce
+    _of_rows: BuiltOnce
+
+    @property
+    def edge_id(self) -> Tensor | None:
+        """Position of every entry in the caller's edge order, (num_edges,); None: the identity."""
+        kept = self._edge_id
+        if isinstance(kept, TransposedOrder):
+            kept = self._edge_id = self._built.get("edge_id", kept.edge_id)
+        return kept
+
+    @property
+    def num_edges(self) -> int:
+        """Number of stored entries."""
+        return self.col.numel()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the structure lies."""
+        return self.col.device
+
+    @property
+    def gpu(self) -> gpu.GpuProfile:
+        """What is known of the GPU that it lies on."""
+        return gpu.profile_of(self.col.device)
+
+    def row(self) -> Tensor:
+        """Destination of every stored entry, int32 (num_edges,); kept, for operators that read it."""
+        if torch.compiler.is_compiling() and "row" not in self._of_rows.results:
+            row = torch.arange(self.num_dst, dtype=torch.int32, device=self.device)
+            return row.repeat_interleave(self.rowptr.diff(), output_size=self.num_edges)
+        return self._of_rows.get("row", lambda: expand_rows(self.rowptr, self.num_edges))
+
+    def row_once(self) -> Tensor:
+        """The same, not kept: for formats that are made of it."""
+        kept = self._of_rows.results.get("row")
+        return expand_rows(self.rowptr, self.num_edges) if kept is None else kept
+
+    def derived(self, key: Hashable, build: Callable[[], _T]) -> _T:
+        """Result of ``build()``, computed once and kept: for constants that layers derive from a structure.
+
+        Args:
+            key: name of the result; take one that no other module uses. Results must not be None.
+            build: called at most once, under a lock.
+        """
+        return self._built.get(("user", key), build)
+
+    # ---------------------------------------------------------------- CSR
+
+    @property
+    def row_split(self) -> RowSplit:
+        """Work list of the CSR kernels."""
+        return self._of_rows.get("row_split", self._row_split)
+
+    @property
+    def has_row_split(self) -> bool:
+        """Whether `row_split` was built."""
+        return "row_split" in self._of_rows.results
+
+    @property
+    def has_short_rows(self) -> bool:
+        """Whether no row is longer than a slice.
+
+        Where no work list says so the device is read once; False while a CUDA graph is captured.
+        """
+        is_known = not self._of_rows.results.keys().isdisjoint(("row_split", "has_short_rows"))
+        if not is_known and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        return self._of_rows.get("has_short_rows", self._has_short_rows)
+
+    def _has_short_rows(self) -> bool:
+        if self.has_row_split or not self.has_sorted_slices:
+            return self.row_split.num_slots == 0
+        longest = int(self.rowptr.diff().max()) if self.num_dst else 0
+        return longest <= lengths.slice_length(self.num_edges, self.gpu)
+
+    def _row_split(self) -> RowSplit:
+        longest = lengths.slice_length(self.num_edges, self.gpu)
+        if not self.has_sorted_slices:  # of a structure that is perhaps seen once: one launch, not three
+            found = inspect_rows(self.rowptr, self.col, None, longest, copy=False)
+            self._of_rows.results.setdefault(("inv_degree", torch.float32), found.inv_degree)
+            self._of_rows.results["has_empty_rows"] = (found.has_empty_rows,)
+            if found.row_split is not None:
+                return found.row_split
+            self.has_sorted_slices = True
+        unsorted = self._of_rows.results.get("unsorted_row_split")
+        return split_rows(self.rowptr, longest, is_cut=not unsorted or unsorted.num_slots > 0)
+
+    @property
+    def csr_structure(self) -> Any:
+        """The structure as the compiled kernels take it."""
+        return self._built.get("csr_structure", self._csr_structure)
+
+    def structure_for(self, *, valued: bool, work_list: Literal["csr", "plain", "hybrid"] = "csr") -> Any:
+        """`csr_structure`, `plain_structure` or `hybrid_structure`, for a product.
+
+        Args:
+            valued: whether edges have values: else kernels do not read `edge_id`, which is not found then.
+            work_list: which of them.
+        """
+        if valued or not isinstance(self._edge_id, TransposedOrder):
+            return getattr(self, f"{work_list}_structure")
+        return self._built.get(
+            (f"{work_list}_structure", "without ids"), lambda: self._without_ids(work_list)
+        )
+
+    def _without_ids(self, work_list: str) -> Any:
+        if work_list == "hybrid":
+            return self._rows(self.hybrid_rows.row_split(), valued=False)
+        is_cuda = self.device.type == "cuda"
+        return self._rows(self.row_split if work_list == "csr" and is_cuda else None, valued=False)
+
+    def sort_slices(self) -> None:
+        """Puts slices of like length together, if they are in row order so far.
+
+        What was made of them is made anew at once: a CUDA graph may be captured next, which can make nothing.
+        """
+        if not self.has_sorted_slices:
+            self.has_sorted_slices = True
+            self.plans.clear()
+            results = self._of_rows.results
+            # Kept, for CUDA graphs were perhaps captured with it; another thread may have been here before.
+            results.setdefault("unsorted_row_split", results.pop("row_split", ()))
+            for key, valued in (("csr_structure", True), (("csr_structure", "without ids"), False)):
+                if self._built.results.pop(key, None) is not None:
+                    self.structure_for(valued=valued)
+
+    def _csr_structure(self) -> Any:
+        return self._rows(self.row_split if self.device.type == "cuda" else None)
+
+    @property
+    def plain_structure(self) -> Any:
+        """The structure without any work list, as kernels take it that need none."""
+        return self._built.get("plain_structure", lambda: self._rows(None))
+
+    @property
+    def hybrid_rows(self) -> HybridRows:
+        """Work list of spmm on both kinds of units, see `HybridRows`."""
+        return self._of_rows.get("hybrid_rows", lambda: HybridRows.from_rowptr(self.rowptr, self.num_edges))
+
+    @property
+    def hybrid_structure(self) -> Any:
+        """The structure with that work list, as the compiled kernel takes it; the first use waits for it."""
+        return self._built.get("hybrid_structure", lambda: self._rows(self.hybrid_rows.row_split()))
+
+    def edge_groups(self, longest: int) -> RowSplit:
+        """Work list of ssd: the entries of a row in groups of at most ``longest``, and who shares a row."""
+        return self._of_rows.get(("edge_groups", longest), lambda: RowSplit.from_rowptr(self.rowptr, longest))
+
+    def edge_group_structure(self, longest: int) -> Any:
+        """The structure as the compiled ssd takes it; on the CPU there are no groups."""
+        return self._built.get(
+            ("edge_group_structure", longest),
+            lambda: self._rows(self.edge_groups(longest) if self.device.type == "cuda" else None),
+        )
+
+    def _rows(self, split: RowSplit | None, *, valued: bool = True) -> Any:
+        edge_id = self.edge_id if valued else None
+        return _C.CsrStructure(
+            self.rowptr.data_ptr(),
+            self.col.data_ptr(),
+            0 if edge_id is None else edge_id.data_ptr(),
+            edge_id is not None and edge_id.dtype == torch.int64,
+            *self.shape,
+            self.num_edges,
+            *addresses_of(split),
+        )

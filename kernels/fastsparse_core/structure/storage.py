@@ -1,0 +1,97 @@
+"""What a structure keeps: its tensors by name, and what of it is pickled and moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core.formats.bsb import Bsb
+from fastsparse_core.formats.hybrid_rows import HybridRows
+from fastsparse_core.formats.row_split import RowSplit
+from fastsparse_core.structure.block_formats import BlockFormats
+from fastsparse_core.structure.edge_values import EdgeValues
+from fastsparse_core.structure.row_formats import TransposedOrder
+
+
+class Storage(BlockFormats, EdgeValues):
+    """The part of :class:`fastsparse_core.Adjacency` that knows what is in memory of it."""
+
+    def _start(self) -> None:
+        """Begins with nothing derived."""
+        raise NotImplementedError
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        tensors = {"rowptr": self.rowptr, "col": self.col}
+        if isinstance(self._edge_id, Tensor):
+            tensors["edge_id"] = self._edge_id
+        elif isinstance(self._edge_id, TransposedOrder):
+            tensors["transposed_rowptr"], tensors["transposed_col"] = self._edge_id[:2]
+        if isinstance(self._loop_edge, Tensor):
+            tensors["loop_edge"] = self._loop_edge
+        if self._merge is not None:
+            tensors["merge_source"], tensors["merge_target"] = self._merge
+        return tensors
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes held by this structure and what was derived from it, by name; shared memory counts once."""
+        sizes: dict[str, int] = {}
+        seen: set[int] = set()
+        for name, tensor in self._tensors(set()):
+            if tensor.data_ptr() not in seen or not tensor.numel():
+                sizes[name] = tensor.nbytes
+            seen.add(tensor.data_ptr())
+        return sizes
+
+    def _tensors(self, visited: set[int]) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor kept, by name, of structures that are not among ``visited`` (handles) yet."""
+        visited.add(self.handle)
+        yield from self._own_tensors().items()
+        results = self._of_rows.results | self._of_pattern.results | self._built.results
+        for key, result in results.items():
+            name = "_".join(map(str, key)) if isinstance(key, tuple) else key
+            yield from self._tensors_of(name, result, visited)
+
+    def _tensors_of(self, name: str, result: Any, visited: set[int]) -> Iterator[tuple[str, Tensor]]:
+        """Those of one result that is kept under that name."""
+        if isinstance(result, Tensor):
+            yield name, result
+        elif isinstance(result, (RowSplit, HybridRows, Bsb)):
+            yield from ((f"{name}.{item}", tensor) for item, tensor in result.tensors().items())
+        elif isinstance(result, Storage) and result.handle not in visited:
+            yield from ((f"{name}.{item}", tensor) for item, tensor in result._tensors(visited))
+        elif isinstance(result, (tuple, dict)):
+            parts = result.values() if isinstance(result, dict) else result
+            for nth, part in enumerate(parts):
+                yield from self._tensors_of(name if len(parts) == 1 else f"{name}.{nth}", part, visited)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "rowptr": self.rowptr,
+            "col": self.col,
+            "shape": self.shape,
+            "edge_id": self.edge_id,
+            "num_values": self.num_values,
+            "_num_given": self._num_given,
+            "_loop_edge": self._loop_edge,
+            "_merge": self._merge,
+            "group_rows": self.group_rows,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._edge_id = self.__dict__.pop("edge_id")
+        self._start()
+
+    def _state_on(self, device: torch.device, non_blocking: bool) -> dict[str, Any]:
+        return {name: _move(item, device, non_blocking) for name, item in self.__getstate__().items()}
+
+
+def _move(item: Any, device: torch.device, non_blocking: bool) -> Any:
+    if isinstance(item, Tensor):
+        return item.to(device, non_blocking=non_blocking)
+    if isinstance(item, tuple):
+        return tuple(_move(part, device, non_blocking) for part in item)
+    return item
