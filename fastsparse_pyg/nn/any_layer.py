@@ -68,15 +68,14 @@ class AnyLayer(MessagePassing):
             served = self._served.get(kind, _UNKNOWN)
         if served is None or type(served) is FewEdges:
             if are_few_on_gpu(edge_index) and not is_any_autocast_enabled():
-                out = NotImplemented
-                if served is not None:
-                    out = served.propagate(self, edge_index, size, kwargs)
+                out = served.propagate(self, edge_index, size, kwargs) if served else NotImplemented
                 return super().propagate(edge_index, size=size, **kwargs) if out is NotImplemented else out
         elif served is not _UNKNOWN and size is None and not _are_few_on_cpu(edge_index):
             out = served.reduce(self, edge_index, kwargs)
             if out is NotImplemented and are_few_on_gpu(edge_index):
                 self._say(_NEW_ON_GPU)
-                return super().propagate(edge_index, size=size, **kwargs)
+                self._served[kind] = FewEdges.of(self, self._names(), kwargs)
+                return self.propagate(edge_index, size=size, **kwargs)
             if out is not None and out is not NotImplemented:
                 return out
         are_few = are_few_on_gpu(edge_index)

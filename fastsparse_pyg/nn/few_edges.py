@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch_geometric import typing
+from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.nn.conv import MessagePassing
 
 from fastsparse_pyg.nn.base import REDUCE, has_message_hook, known
@@ -33,7 +35,7 @@ class FewEdges(NamedTuple):
         update: those of `update`; None: it is the base class', which does nothing.
         defaults: of arguments that the caller does not hand over.
         asks_special: whether a method asks for what message passing itself knows.
-        how: the reduction, where it is the base class'.
+        how: the reduction, "" where it is another than sum, mean, max and min.
     """
 
     lifted: tuple[tuple[str, str, str], ...]
@@ -57,8 +59,10 @@ class FewEdges(NamedTuple):
             or any(name not in given and name not in names.defaults for name in asked - _SPECIAL - lifted)
         ):
             return None
-        how = REDUCE.get(type(layer._modules.get("aggr_module")), "")
-        reduces = kind.aggregate is MessagePassing.aggregate and bool(how)
+        aggregation = type(layer._modules.get("aggr_module"))
+        how = REDUCE.get(aggregation, "")
+        is_plain = getattr(aggregation, "__call__", None) is Aggregation.__call__  # noqa: B004
+        reduces = kind.aggregate is MessagePassing.aggregate and is_plain
         update = None if kind.update is MessagePassing.update else names.update
         asked = {*names.message, *(() if reduces else names.aggregate), *(update or ())}
         ends = [
@@ -164,20 +168,24 @@ class FewEdges(NamedTuple):
 def _reduced(
     how: str, state: dict[str, Any], messages: Any, index: Tensor, dim: int, num_dst: int | None
 ) -> Tensor | None:
-    """Sums (for means too), maxima or minima; None: `aggregate` has to find them, or what is wrong."""
+    """Reduced messages, of a mean the sums; None: `aggregate` has to find them, or what is wrong."""
     aggregation = state["_modules"]["aggr_module"]
     if (
         num_dst is None
         or type(messages) is not Tensor
         or not -messages.dim() <= dim < messages.dim()
         or "aggregate" in state
-        or aggregation._forward_hooks
-        or aggregation._forward_pre_hooks
+        or (how and (aggregation._forward_hooks or aggregation._forward_pre_hooks))
     ):
         return None
-    shape = list(messages.shape)
-    shape[dim] = num_dst
     try:
+        if not how:  # what the module does before is to look for errors, and for modes of PyG's
+            out: Tensor = Module.__call__(
+                aggregation, messages, index=index, ptr=None, dim_size=num_dst, dim=dim
+            )
+            return out
+        shape = list(messages.shape)
+        shape[dim] = num_dst
         if how in ("sum", "mean"):
             return messages.new_zeros(shape).index_add_(dim, index, messages)
         if typing.WITH_TORCH_SCATTER and messages.is_cuda and messages.requires_grad:
@@ -185,8 +193,8 @@ def _reduced(
         beside = [1] * messages.dim()
         beside[dim] = -1
         every = index.view(beside).expand_as(messages)
-        out = messages.new_zeros(shape)
-        return out.scatter_reduce_(dim, every, messages, f"a{how}", include_self=False)
+        zeros = messages.new_zeros(shape)
+        return zeros.scatter_reduce_(dim, every, messages, f"a{how}", include_self=False)
     except (IndexError, RuntimeError):
         return None
 
