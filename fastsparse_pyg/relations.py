@@ -37,6 +37,8 @@ def relations_of(
     num_relations: int,
     flow: str,
     index: tuple[Tensor, int] | None = None,
+    *,
+    drops_unknown: bool = True,
 ) -> Relations:
     """The structure of edges with types, from the cache if it is known.
 
@@ -44,13 +46,15 @@ def relations_of(
         edge_index: (2, E) tensor, SparseTensor (its values are the types), or Adjacency.
         edge_type: (E,), in the order of the edges.
         shape: (destinations, sources).
-        num_relations: number of types; edges of others are left out, as by the masks of PyG.
+        num_relations: number of types.
         flow: of edge lists.
         index: what every source stands for, and of how many: they are then the sources.
+        drops_unknown: whether edges of other types are left out, as by the masks of PyG. In a recorded step,
+            which reads nothing from the device, they always are.
 
     Raises:
         ValueError: lengths or devices differ.
-        IndexError: an index points to no node.
+        IndexError: an index points to no node, or a type that must be known is not.
     """
     key = edge_index
     parts: tuple[Tensor, ...]
@@ -92,6 +96,12 @@ def relations_of(
                         "check that x has a row for every node"
                     )
         if not bool(known.all()):
+            if not drops_unknown:
+                low, high = (int(end) for end in torch.aminmax(kind))
+                raise IndexError(
+                    f"edge_type: expected types from 0 to {num_relations - 1}, got {low} to {high}; "
+                    "RGCNConv leaves edges of other types out, FastRGCNConv has no matrix for them"
+                )
             dst, src, kind = dst[known], src[known], kind[known]
         return made(dst, src, kind)
 
@@ -102,7 +112,7 @@ def relations_of(
 
     if index is not None:
         parts = (*parts, index[0])
-    options = (shape, num_relations, flow, None if index is None else index[1], "relations")
+    options = (shape, num_relations, flow, None if index is None else index[1], drops_unknown, "relations")
     return cast("Relations", lookup(key, parts, options, cast("Any", build)))
 
 

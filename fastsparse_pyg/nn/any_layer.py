@@ -19,6 +19,7 @@ from fastsparse_core.ops._eager import is_plain_eager, why_watched
 from fastsparse_pyg.caching import is_made_anew, logger, lookup
 from fastsparse_pyg.graph import edges_made_anew, is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook, known
+from fastsparse_pyg.nn.few_edges import FewEdges
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
 from fastsparse_pyg.nn.message_kernels import Copies, evaluate, kernel_of, reduce_by_kernel
 from fastsparse_pyg.nn.message_pattern import Pattern, find_pattern
@@ -48,24 +49,34 @@ class AnyLayer(MessagePassing):
     _original: ClassVar[type[MessagePassing]]
     _patterns: ClassVar[dict[Any, list[Pattern]]]
     _signature: ClassVar[Signature | None]
-    #: Kind of a call, see `_kind` -> what serves it at once; None: no one kernel for the whole message.
-    _served: ClassVar[dict[Any, Copies | None]]
+    #: Kind of a call (aggregation, names and dtypes of arguments) -> what serves it at once; None: no one
+    #: kernel for the whole message.
+    _served: ClassVar[dict[Any, Copies | FewEdges | None]]
 
     flow: str
     node_dim: int
 
     def propagate(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
         """As PyG's."""
-        kind = None if args or torch.compiler.is_compiling() else self._kind(kwargs)
-        served = self._served.get(kind, _UNKNOWN)
-        if served is None:
+        kind, served = None, _UNKNOWN
+        if not args and not torch.compiler.is_compiling():
+            # A call for each of them would take as long as the rest of this.
+            kind = (
+                self.__dict__["_modules"].get("aggr_module").__class__,
+                *kwargs,
+                *[item.dtype if type(item) is Tensor else _kind_of(item) for item in kwargs.values()],
+            )
+            served = self._served.get(kind, _UNKNOWN)
+        if served is None or type(served) is FewEdges:
             if are_few_on_gpu(edge_index) and not is_any_autocast_enabled():
-                return super().propagate(edge_index, size=size, **kwargs)
+                out = served.propagate(self, edge_index, size, kwargs) if served else NotImplemented
+                return super().propagate(edge_index, size=size, **kwargs) if out is NotImplemented else out
         elif served is not _UNKNOWN and size is None and not _are_few_on_cpu(edge_index):
             out = served.reduce(self, edge_index, kwargs)
             if out is NotImplemented and are_few_on_gpu(edge_index):
                 self._say(_NEW_ON_GPU)
-                return super().propagate(edge_index, size=size, **kwargs)
+                self._served[kind] = FewEdges.of(self, self._names(), kwargs)
+                return self.propagate(edge_index, size=size, **kwargs)
             if out is not None and out is not NotImplemented:
                 return out
         are_few = are_few_on_gpu(edge_index)
@@ -80,7 +91,7 @@ class AnyLayer(MessagePassing):
                     if copies is not None:
                         self._served[kind] = copies
                     return self._propagate_lazily(found, pattern, how)
-                self._served[kind] = None
+                self._served[kind] = FewEdges.of(self, self._names(), kwargs)
                 reason = _FEW_ON_GPU
             else:
                 reason = found
@@ -131,14 +142,6 @@ class AnyLayer(MessagePassing):
     def _say(self, reason: str) -> None:
         if not torch.compiler.is_compiling():
             info_once(logger, f"{type(self).__name__}: PyG's own code runs: {reason}")
-
-    def _kind(self, given: dict[str, Any]) -> Any:
-        """What decides, with the layer's class, whether one kernel serves a call."""
-        return (
-            type(self.__dict__["_modules"].get("aggr_module")),
-            *given,
-            *[value.dtype if type(value) is Tensor else _kind_of(value) for value in given.values()],
-        )
 
     # ---------------------------------------------------------------- arguments
 
@@ -296,9 +299,9 @@ class AnyLayer(MessagePassing):
 
 
 def _kind_of(argument: Any) -> Any:
-    """Dtypes of tensors, types of anything else."""
-    if isinstance(argument, (tuple, list)):
-        return tuple([item.dtype if isinstance(item, Tensor) else type(item) for item in argument])
+    """Dtypes of tensors, of pairs that of the sources, types of anything else."""
+    if type(argument) is tuple and argument and type(argument[0]) is Tensor:
+        return argument[0].dtype
     return argument.dtype if isinstance(argument, Tensor) else type(argument)
 
 
@@ -349,7 +352,7 @@ def _with_edge_list(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def with_edge_list(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for item in (*args, *kwargs.values()):
+        for item in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(item, Adjacency):
                 args = tuple(_edge_list(each, self.flow) for each in args)
                 kwargs = {name: _edge_list(each, self.flow) for name, each in kwargs.items()}

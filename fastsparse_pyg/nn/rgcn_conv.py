@@ -12,7 +12,9 @@ from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
 from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, scatter, spmm
+from fastsparse_core.fused.relational_linear import relational_linear
 from fastsparse_core.grouped_product import grouped_product
+from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._operands import written_out
 from fastsparse_core.relations import Relations
 from fastsparse_core.segment import rows_of
@@ -20,6 +22,8 @@ from fastsparse_pyg.nn.base import FastConv
 from fastsparse_pyg.relations import relations_of, why_not_relations
 
 _INT32_MAX = 2**31 - 1
+#: Destinations times relations up to which the host's work for a step counts more than rows without edges.
+FEW_PAIRS = 65_536
 
 
 class FastRGCNConv(FastConv, RGCNConv):
@@ -48,6 +52,8 @@ class FastRGCNConv(FastConv, RGCNConv):
     _fusible: ClassVar[bool] = False
     #: Whether PyG adds the relations' results onto zeros of the default dtype.
     _onto_zeros: ClassVar[bool] = True
+    #: Whether edges of unknown types are left out.
+    _drops_unknown: ClassVar[bool] = True
 
     def forward(self, x: Any, edge_index: Any, edge_type: OptTensor = None) -> Tensor:
         """Computes the layer.
@@ -60,7 +66,7 @@ class FastRGCNConv(FastConv, RGCNConv):
 
         Raises:
             ValueError: sizes or devices do not fit.
-            IndexError: an index points to no node.
+            IndexError: an index points to no node; in :class:`FastFastRGCNConv` a type to no relation.
         """
         x_l = x[0] if isinstance(x, tuple) else x
         all_nodes = x_l is None
@@ -72,22 +78,49 @@ class FastRGCNConv(FastConv, RGCNConv):
             return self._original_forward(reason, x, edge_index, edge_type)
         shape = (x_r.size(0), x_l.size(0))
         index = None if all_nodes or x_l.is_floating_point() else (x_l, self.in_channels_l)
-        relations = relations_of(edge_index, edge_type, shape, self.num_relations, self.flow, index)
+        relations = relations_of(
+            edge_index,
+            edge_type,
+            shape,
+            self.num_relations,
+            self.flow,
+            index,
+            drops_unknown=self._drops_unknown,
+        )
         weight = self.weight
         if self.num_bases is not None:
             weight = (self.comp @ weight.view(self.num_bases, -1)).view(
                 self.num_relations, self.in_channels_l, self.out_channels
             )
+        if x_r is x_l and self._are_few(relations, x_l, weight):
+            whole = relational_linear(
+                relations.into_every_pair, x_l, weight, self.root, self.bias, self._reduce()
+            )
+            if whole is not None:
+                return self._as_original(whole)
         if x_l.is_floating_point():
             out = self._of_features(relations, written_out(x_l), weight)
         else:
             rows = spmm(relations.from_rows, weight.reshape(-1, self.out_channels), reduce=self._reduce())
             out = scatter(rows, relations.dst_pairs.node, relations.shape[0])
-        if self._onto_zeros:
-            out = out.to(torch.promote_types(out.dtype, torch.get_default_dtype()))
+        out = self._as_original(out)
         if self.root is not None:
             out = out + (x_r @ self.root if x_r.is_floating_point() else self.root[x_r])
         return out if self.bias is None else out + self.bias
+
+    def _as_original(self, out: Tensor) -> Tensor:
+        """The result in PyG's dtype."""
+        return out.to(torch.promote_types(out.dtype, torch.get_default_dtype())) if self._onto_zeros else out
+
+    def _are_few(self, relations: Relations, x: Tensor, weight: Tensor) -> bool:
+        """Whether one product serves all relations, with rows for pairs without edges too."""
+        return (
+            relations.shape[0] * self.num_relations <= FEW_PAIRS
+            and weight.dim() == 3
+            and x.is_floating_point()
+            and self._reduce() in ("sum", "mean")
+            and is_plain_eager(x)
+        )
 
     def _of_features(self, relations: Relations, x: Tensor, weight: Tensor) -> Tensor:
         reduce = self._reduce()
@@ -127,11 +160,13 @@ class FastRGCNConv(FastConv, RGCNConv):
 class FastFastRGCNConv(FastRGCNConv, pyg.FastRGCNConv):
     """PyG's :class:`~torch_geometric.nn.conv.FastRGCNConv`, RGCN by a matrix per edge, on FastSparse kernels.
 
-    What :class:`FastRGCNConv` computes, for sums and means, on the same parameters.
+    What :class:`FastRGCNConv` computes, for sums and means, on the same parameters. An edge of an unknown
+    type is an IndexError, as PyG's; a captured step, which reads nothing from the device, leaves it out.
     """
 
     _aggregations: ClassVar[tuple[type[torch.nn.Module], ...]] = (SumAggregation, MeanAggregation)
     _onto_zeros: ClassVar[bool] = False
+    _drops_unknown: ClassVar[bool] = False
 
     def _why_original_relational(
         self, x_l: Tensor, x_r: Tensor, edge_index: object, edge_type: object

@@ -14,6 +14,7 @@ from torch_geometric.typing import OptPairTensor, OptTensor, Size
 
 from fastsparse_core import Adjacency, sddmm
 from fastsparse_core.fused.joint_linear import add_linear
+from fastsparse_core.fused.weighted_linear import weighted_linear
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_pyg.graph import is_sparse_matrix, resolve
 from fastsparse_pyg.nn.base import is_plain_linear, project
@@ -50,11 +51,16 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
             edge_weight: one weight per edge, for edges and Adjacency (a matrix carries its own).
             size: (sources, destinations), for edge lists.
         """
-        adj = self._known(x, edge_index) if size is None else None
+        adj = self._plain_graph(x, edge_index) if size is None else None
         if adj is not None and (edge_weight is None or _is_plain_weight(edge_weight, x, adj)):
             modules = self.__dict__["_modules"]
             both = modules["lin_rel"], modules["lin_root"]
-            return self._neighbours_and_root(adj, x, x, edge_weight, *both, is_plain=True)
+            out = None if edge_weight is None else self._weighted(adj, x, edge_weight, *both)
+            return (
+                self._neighbours_and_root(adj, x, x, edge_weight, *both, is_plain=True)
+                if out is None
+                else out
+            )
         pair = (x, x) if isinstance(x, Tensor) else x
         reason = self._why_original_pair(pair, edge_index)
         if reason:
@@ -68,6 +74,27 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
         if value is not None and not torch.is_autocast_enabled(x_src.device.type):
             x_src = x_src.to(message_dtype(x_src, value))
         return self._neighbours_and_root(graph.adj, x_src, x_dst, value, self.lin_rel, self.lin_root)
+
+    def _weighted(self, adj: Adjacency, x: Tensor, value: Tensor, lin: Any, lin_root: Any) -> Tensor | None:
+        """The layer by one node of autograd's graph; None: sums and linear maps one by one."""
+        reduce = self._reduce()
+        if (
+            reduce not in ("sum", "mean")
+            or not (is_plain_linear(lin) and is_plain_linear(lin_root))
+            or lin_root._parameters["bias"] is not None
+        ):
+            return None
+        of, of_root = lin._parameters, lin_root._parameters
+        return weighted_linear(
+            adj,
+            x,
+            value,
+            of["weight"],
+            of["bias"],
+            of_root["weight"],
+            reduce,
+            transform_first=x.shape[1] > self.out_channels,
+        )
 
 
 def _is_plain_weight(weight: Any, x: Tensor, adj: Adjacency) -> bool:

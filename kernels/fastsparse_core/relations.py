@@ -85,6 +85,16 @@ class Relations:
         return self._memo.get("into_pairs", lambda: self._between(self.dst_pairs, self.src, self.shape[1]))
 
     @property
+    def into_every_pair(self) -> Adjacency:
+        """Structure (destinations times relations, sources): the relations of a node beside each other."""
+
+        def build() -> Adjacency:
+            row = self.dst * self.num_relations + self.kind
+            return Adjacency.from_coo(row, self.src, (self.shape[0] * self.num_relations, self.shape[1]))
+
+        return self._memo.get("into_every_pair", build)
+
+    @property
     def from_pairs(self) -> Adjacency:
         """Structure (destinations, pairs of sources)."""
         pairs = self.src_pairs

@@ -420,6 +420,79 @@ def test_few_edges_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran == ["aggregate"]
 
 
+class Scaling(MessagePassing):
+    """Writes into what it gets."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.propagate(edge_index, x=x, size=None)
+        return out
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return x_j.mul_(2.0) + x_i.sin()
+
+
+FEW: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Inputs], Tensor]]] = {
+    **{name: (lambda layer=layer: layer.make(WIDTH), layer.call) for name, layer in LAYERS.items()},
+    **{name: (make, call) for name, (make, call, _) in WRITTEN.items()},
+    **OPTIONS,
+    "in place": (Scaling, plain),
+    "in place, turned": (lambda: Scaling(flow="target_to_source", aggr="mean"), plain),
+    "mean": (lambda: pyg.FeaStConv(WIDTH, 4, add_self_loops=False), plain),
+    "min, turned": (lambda: pyg.EdgeConv(nn.Linear(12, 4), "min", flow="target_to_source"), plain),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_few_edges_take_the_steps_of_pyg(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what PyG asks between; results and gradients are the same."""
+    monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda edges: type(edges) is Tensor)
+    make, call = FEW[name]
+    it = Inputs.draw(EDGES, N, WIDTH, torch.float64)
+    check(make().double(), lambda one: call(one, it), it.leaves(), 5e-5 if name == "ClusterGCNConv" else 1e-9)
+
+
+def test_steps_of_few_edges_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One operator adds, and numbers of terms are known."""
+    monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda edges: True)
+    it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
+    layer = pyg.EdgeConv(nn.Linear(2 * WIDTH, 4), aggr="mean")
+
+    def steps() -> list[int]:
+        for _ in range(3):
+            layer(it.x, EDGES)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            layer(it.x, EDGES)
+        names = [event.name for event in profile.events() if event.cpu_parent is None]
+        return [
+            names.count(f"aten::{name}")
+            for name in ("index_select", "new_zeros", "scatter_add_", "index_add_")
+        ]
+
+    assert steps() == [2, 2, 2, 0]
+    accelerate(layer, show=False)
+    assert steps() == [2, 1, 0, 1]
+
+
+def test_wrong_calls_with_few_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyG's own errors, and what it takes that is none."""
+    monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda edges: True)
+    x, y = torch.randn(N, 6), torch.randn(7, 6)
+    layer, fast = (pyg.EdgeConv(nn.Linear(12, 4)) for _ in range(2))
+    fast.load_state_dict(layer.state_dict())
+    accelerate(fast, show=False)
+    for _ in range(2):
+        fast(x, EDGES)
+    bipartite = torch.stack([torch.arange(N), torch.arange(N) % 7])
+    for given in ((x, EDGES), ((x, y), bipartite), ((x, x), bipartite)):
+        close(fast(*given), layer(*given))
+    for given in ((x[:5], EDGES), ((x, y), EDGES), (x, EDGES.float()), (x, EDGES[:1]), (x, EDGES - 1)):
+        with pytest.raises((ValueError, IndexError)) as expected:
+            layer(*given)
+        with pytest.raises(expected.type) as got:
+            fast(*given)
+        assert str(got.value) == str(expected.value)
+
+
 def test_softmax_is_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """In weights, messages, edge updates and PyG's aggregation."""
     it = Inputs.draw(EDGES, N, WIDTH, torch.float32)

@@ -24,6 +24,7 @@ from fastsparse_pyg import (
     restore,
 )
 from fastsparse_pyg.compat.torch_sparse import SparseTensor
+from fastsparse_pyg.nn import rgcn_conv
 
 NODES, EDGES, RELATIONS = 30, 300, 5
 
@@ -74,11 +75,13 @@ def assert_same(layers, inputs, *args, **options):
 DECOMPOSITIONS = ({}, {"num_bases": 3}, {"num_blocks": 2})
 
 
-@pytest.mark.parametrize("transforms_first", [True, False])
+@pytest.mark.parametrize("way", ["at once", "transforms first", "sums first"])
 @pytest.mark.parametrize("decomposition", DECOMPOSITIONS, ids=["full", "bases", "blocks"])
 @pytest.mark.parametrize("aggr", ["mean", "add", "max", "min"])
-def test_rgcn(device, monkeypatch, aggr, decomposition, transforms_first):
-    monkeypatch.setattr(Relations, "transforms_first", lambda *_: transforms_first)
+def test_rgcn(device, monkeypatch, aggr, decomposition, way):
+    monkeypatch.setattr(Relations, "transforms_first", lambda *_: way == "transforms first")
+    if way != "at once":
+        monkeypatch.setattr(rgcn_conv, "FEW_PAIRS", 0)
     for bipartite, root_weight, bias in itertools.product([False, True], [False, True], [False, True]):
         channels, num_dst = ((8, 6), 20) if bipartite else (8, NODES)
         edge_index, kind = graph(device, num_dst=num_dst)
@@ -130,6 +133,35 @@ def test_rgcn_by_a_matrix_per_edge(device, aggr, decomposition):
     assert half.dtype == theirs(x.bfloat16(), edge_index, kind).dtype
     with pytest.raises(AssertionError):  # as PyG's
         FastFastRGCNConv(8, 4, RELATIONS, aggr="max")(x.float(), edge_index, kind)
+
+
+@pytest.mark.parametrize("wrong", [RELATIONS, -1])
+def test_edges_of_unknown_types_have_no_matrix(device, wrong):
+    edge_index, kind = graph(device)
+    kind[3] = wrong
+    x = torch.randn(NODES, 8, device=device)
+    known = FastRGCNConv(8, 4, RELATIONS).to(device)
+    known(x, edge_index, kind)  # leaves them out, and what it keeps is its own
+    layer = FastFastRGCNConv(8, 4, RELATIONS).to(device)
+    for _ in range(2):
+        with pytest.raises(IndexError, match=f"edge_type: expected types from 0 to {RELATIONS - 1}"):
+            layer(x, edge_index, kind)
+    if x.device.type == "cpu":
+        with pytest.raises((IndexError, RuntimeError)):
+            pyg.FastRGCNConv(8, 4, RELATIONS)(x, edge_index, kind)
+
+
+def test_rgcn_of_few_nodes_is_one_product(device, monkeypatch):
+    """And has second derivatives."""
+    edge_index, kind = graph(device)
+    x = torch.randn(NODES, 4, dtype=torch.float64, device=device, requires_grad=True)
+    layer = FastRGCNConv(4, 3, RELATIONS).to(device, torch.float64)
+    monkeypatch.setattr(rgcn_conv, "grouped_product", None)
+    assert torch.autograd.gradgradcheck(
+        lambda x, *_: layer(x, edge_index, kind), (x, layer.weight, layer.root)
+    )
+    with pytest.raises(TypeError, match="NoneType"), torch.autocast(x.device.type, torch.bfloat16):
+        layer(x, edge_index, kind)
 
 
 def test_rgcn_of_other_graphs(device, caplog):
