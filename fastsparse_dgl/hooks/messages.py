@@ -339,8 +339,7 @@ def dot(adj: Adjacency, x: Tensor, y: Tensor, x_at: str, y_at: str) -> Tensor:
         rows, columns, structure = operands["v"], operands["u"], adj
     if x.size(1) == 0 or x.size(2) == 0:
         return x.new_zeros(adj.num_values, *lead, 1) + (x.sum() + y.sum())  # nothing, with a gradient
-    parts = [
-        sddmm(structure, *part)
-        for part in zip(rows.split(MOST_HEADS, 1), columns.split(MOST_HEADS, 1), strict=True)
-    ]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).reshape(adj.num_values, *lead, 1)
+    if rows.size(1) <= MOST_HEADS:  # a split into one part costs its gradient a copy
+        return sddmm(structure, rows, columns).reshape(adj.num_values, *lead, 1)
+    parts = zip(rows.split(MOST_HEADS, 1), columns.split(MOST_HEADS, 1), strict=True)
+    return torch.cat([sddmm(structure, *part) for part in parts], 1).reshape(adj.num_values, *lead, 1)

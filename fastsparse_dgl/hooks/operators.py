@@ -235,8 +235,10 @@ def _softmax(adj: Adjacency, score: Tensor) -> Tensor:
     matrix = score.flatten(1) if score.dim() > 1 else score[:, None]
     if matrix.size(1) == 0:
         return score
+    if matrix.size(1) <= MOST_HEADS:  # a split into one part costs its gradient a copy
+        return core_edge_softmax(adj, matrix).reshape(score.shape)
     parts = [core_edge_softmax(adj, part) for part in matrix.split(MOST_HEADS, 1)]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).reshape(score.shape)
+    return torch.cat(parts, 1).reshape(score.shape)
 
 
 def gspmm_hetero(g: Any, op: str, reduce_op: str, lhs_len: int, *lhs_and_rhs: Any) -> tuple[Any, ...]:
