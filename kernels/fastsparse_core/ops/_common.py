@@ -287,6 +287,14 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def untouched(like: Tensor, *size: int) -> Tensor:
+    """``like.new_empty(size)``; large memory on the CPU comes in huge pages, as that of the kernels' results."""
+    out = like.new_empty(size)
+    if out.device.type == "cpu":
+        _C.prefer_huge_pages(out.data_ptr(), out.nbytes)
+    return out
+
+
 def contiguous_floats(tensor: Tensor) -> Tensor:
     """The tensor itself where it is contiguous float32; else a copy that is."""
     return tensor if tensor.dtype == torch.float32 and tensor.is_contiguous() else tensor.float().contiguous()

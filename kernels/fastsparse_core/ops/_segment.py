@@ -22,6 +22,7 @@ from fastsparse_core.ops._common import (
     direct,
     is_plain_eager,
     is_wrapped,
+    untouched,
 )
 from fastsparse_core.ops._registration import define, register
 from fastsparse_core.ops._segment_launch import (
@@ -152,7 +153,7 @@ class _SegmentReduce(torch.autograd.Function):
                 # Row num_rows stands for the segments without rows. A row belongs to one segment, so that no
                 # place is written twice.
                 places = grad.new_zeros(ctx.num_rows + 1, grad.size(1))
-                grad_src = places.scatter(0, extra, grad)[: ctx.num_rows]
+                grad_src = places.scatter_(0, extra, grad)[: ctx.num_rows]
             elif reduce == "mul":
                 reduced = functools.partial(reduce_op, find=ctx.find)
                 grad_src = _gradient_of_product(grad, src, index, rowptr, ctx.num_segments, gather, reduced)
@@ -216,7 +217,7 @@ def _segment_gather(
     elif src.size(0) == 0 and num_rows == 0:
         return src.new_empty(0, src.size(1))
     if not src.is_cuda or src.is_complex() or index.device != src.device:
-        return src.index_select(0, index)
+        return torch.index_select(src, 0, index, out=untouched(src, index.numel(), src.size(1)))
     return gather_rows(src, index)
 
 
