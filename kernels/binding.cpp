@@ -15,6 +15,7 @@
 #endif
 
 #include "fastsparse/attention_layer.h"
+#include "fastsparse/cpu_pages.h"
 #include "fastsparse/edge_messages.h"
 #include "fastsparse/group_rows.h"
 #include "fastsparse/head_scores.h"
@@ -1606,6 +1607,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("gatv2_attention_backward", &gatv2_attention_backward);
   m.def("sddmm_bsb", &sddmm_bsb);
 #endif
+  m.def("prefer_huge_pages", [](Address out, std::int64_t bytes) { cpu::prefer_huge_pages(at(out), bytes); });
   m.def("spmm_extremum", &spmm_extremum);
   m.def("spmm_extremum_backward", &spmm_extremum_backward);
   m.def("sddmm_csr", &sddmm_csr);

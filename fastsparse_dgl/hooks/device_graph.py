@@ -178,15 +178,16 @@ def place(host: Any, device: torch.device) -> Any:
 
     Raises:
         DGLError: the device is not ours, which a pickled graph meets where FastSparse is not enabled, or
-            cannot be used, which graphs meet in a forked process.
+            cannot be used, which graphs meet in forked processes and in workers of loaders.
     """
     global _in_use
     if serves(device):
         _in_use = True
-        if torch.cuda._is_in_bad_fork():
+        if torch.cuda._is_in_bad_fork() or torch.utils.data.get_worker_info() is not None:
             raise DGLError(
-                f"graphs on {device} cannot be used in a forked process, where CUDA does not work: give the "
-                "loader graphs on the CPU and move its batches, batch.to(device), or leave num_workers out"
+                f"graphs on {device} cannot be used in a forked process, where CUDA does not work, or in a "
+                "loader's worker, which would need a CUDA context of its own: give the loader graphs on the "
+                "CPU and move its batches, batch.to(device), or leave num_workers out"
             )
         index = dgl._ffi.object_generic.convert_to_object([host])[0]  # another reference, counted by DGL
         index.__class__ = DeviceIndex

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import Adjacency, sddmm, spmm
+from fastsparse_core.ops._operands import untouched
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.segment import scatter
 from fastsparse_core.structure.incidence import incidence
@@ -105,7 +106,12 @@ def extremum_edges(adj: Adjacency, e: Tensor, reduce: Literal["max", "min"]) -> 
 
     Ties go to the first edge in the caller's order.
     """
-    return scatter(e, ends(adj, "v"), adj.num_dst, reduce)
+    if e.is_cuda:
+        return scatter(e, ends(adj, "v"), adj.num_dst, reduce)
+    # On the CPU the extremum of edges as sources: it keeps 32-bit choices, and follows them row by row.
+    rows = e.reshape(e.size(0), math.prod(e.shape[1:]))
+    out = spmm(incidence(in_edge_order(adj)), rows, reduce=reduce)
+    return out.reshape(adj.num_dst, *e.shape[1:])
 
 
 def aligned(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, torch.Size]:
@@ -262,6 +268,12 @@ def combine(adj: Adjacency, op: str, x: Tensor, y: Tensor, x_at: str, y_at: str)
     if x_at == y_at:
         both = x + y if op == "add" else x * y
         return both if x_at == "e" else to_edges(adj, both, x_at)
+    if op == "mul" and "e" not in (x_at, y_at) and x.shape[1:] == y.shape[1:] and not x.is_cuda:
+        # Dots of one feature each, whose gradients are sums that need no messages.
+        rows, columns = (x, y) if x_at == "v" else (y, x)
+        if 0 < rows[:1].numel() <= MOST_HEADS and adj.num_edges == adj.num_values:
+            products = sddmm(adj, rows.reshape(len(rows), -1, 1), columns.reshape(len(columns), -1, 1))
+            return products.reshape(-1, *x.shape[1:])
     return _Combine.apply(x, y, adj, op, x_at, y_at)
 
 
@@ -275,7 +287,7 @@ class _Combine(torch.autograd.Function):
         )
         ctx.adj, ctx.op, ctx.x_at, ctx.y_at = adj, op, x_at, y_at
         ctx.shapes = x.shape[1:], y.shape[1:]
-        out = x.new_empty(adj.num_values, *torch.broadcast_shapes(*ctx.shapes))
+        out = untouched(x, adj.num_values, *torch.broadcast_shapes(*ctx.shapes))
         if out.numel() == 0:
             return out
         row_bytes = out[0].numel() * out.element_size()
@@ -339,8 +351,7 @@ def dot(adj: Adjacency, x: Tensor, y: Tensor, x_at: str, y_at: str) -> Tensor:
         rows, columns, structure = operands["v"], operands["u"], adj
     if x.size(1) == 0 or x.size(2) == 0:
         return x.new_zeros(adj.num_values, *lead, 1) + (x.sum() + y.sum())  # nothing, with a gradient
-    parts = [
-        sddmm(structure, *part)
-        for part in zip(rows.split(MOST_HEADS, 1), columns.split(MOST_HEADS, 1), strict=True)
-    ]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).reshape(adj.num_values, *lead, 1)
+    if rows.size(1) <= MOST_HEADS:  # a split into one part costs its gradient a copy
+        return sddmm(structure, rows, columns).reshape(adj.num_values, *lead, 1)
+    parts = zip(rows.split(MOST_HEADS, 1), columns.split(MOST_HEADS, 1), strict=True)
+    return torch.cat([sddmm(structure, *part) for part in parts], 1).reshape(adj.num_values, *lead, 1)

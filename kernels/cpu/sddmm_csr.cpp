@@ -2,6 +2,7 @@
 // caller's edge position.
 #include <algorithm>
 
+#include "fastsparse/cpu_pages.h"
 #include "fastsparse/cpu_simd.h"
 #include "fastsparse/launchers.h"
 
@@ -29,6 +30,12 @@ FASTSPARSE_INLINE Acc<T> dot(const T* left, const T* right, std::int64_t width) 
   return total;
 }
 
+// Products of single features, as many as there are heads of one feature each.
+template <typename T, typename Out>
+FASTSPARSE_INLINE void multiply(const T* left, const T* right, Acc<T> scale, std::int64_t width, Out* out) {
+  for (std::int64_t f = 0; f < width; ++f) narrow(scale * (widen(left[f]) * widen(right[f])), out + f);
+}
+
 template <typename T>
 FASTSPARSE_INLINE void sample_rows(const SddmmArgs& args, std::int64_t row_begin, std::int64_t row_end) {
   using A = Acc<T>;
@@ -41,6 +48,14 @@ FASTSPARSE_INLINE void sample_rows(const SddmmArgs& args, std::int64_t row_begin
       const A scale =
           args.scale_src != nullptr ? row_scale * static_cast<const A*>(args.scale_src)[col] : row_scale;
       const std::int64_t position = edge_position(args.a, entry) * args.heads;
+      if (args.head_width == 1) {
+        if (args.out_dtype == args.dtype) {
+          multiply(left, right, scale, args.heads, static_cast<T*>(args.out) + position);
+        } else {
+          multiply(left, right, scale, args.heads, static_cast<A*>(args.out) + position);
+        }
+        continue;
+      }
       for (std::int64_t head = 0; head < args.heads; ++head) {
         const A value =
             scale * dot(left + head * args.head_width, right + head * args.head_width, args.head_width);
@@ -70,6 +85,7 @@ FASTSPARSE_MULTIVERSION void rows(BFloat16, const SddmmArgs& args, std::int64_t 
 }  // namespace
 
 void sddmm_csr(const SddmmArgs& args, int threads) {
+  prefer_huge_pages(args.out, args.a.num_edges * args.heads * size_of(args.out_dtype));
   with_type(args.dtype, [&](auto type) {
 #pragma omp parallel for schedule(dynamic) \
     num_threads(threads) if (args.a.num_edges * args.heads * args.head_width > kSerialWork)

@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "fastsparse/cpu_pages.h"
 #include "fastsparse/cpu_simd.h"
 #include "fastsparse/launchers.h"
 
@@ -13,7 +14,8 @@ namespace fastsparse::cpu {
 namespace {
 
 constexpr std::int64_t kEntriesPerSum = 32;  // then the sum moves to a compensated total
-constexpr std::int64_t kNarrow = 8;  // below it features are summed one after the other, in a register
+constexpr int kTileVectors = 4;              // accumulators of a sum held in registers
+constexpr int kPrefetchEntries = 8;          // entries between a prefetch and its use
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // numbers below which waking threads costs more than it saves
 
@@ -26,44 +28,83 @@ FASTSPARSE_INLINE const T* row_of_entry(const SegmentReduceArgs& args, std::int6
 template <typename A>
 struct Room {
   explicit Room(std::int64_t width)
-      : first(width), second(width), third(width), offset(width), wide_first(width), wide_second(width) {}
-  std::vector<A> first, second, third;
+      : first(width), second(width), offset(width), wide_first(width), wide_second(width) {}
+  std::vector<A> first, second;
   std::vector<std::int32_t> offset;
   std::vector<double> wide_first, wide_second;
 };
 
-template <typename T>
-FASTSPARSE_INLINE void sum_segment(const SegmentReduceArgs& args, std::int64_t row, Room<Acc<T>>& room) {
+// Sums kVectors * kLanes features, f .., of a segment in registers.
+template <typename T, int kLanes, int kVectors>
+FASTSPARSE_INLINE void sum_tile(const SegmentReduceArgs& args, std::int64_t row, std::int64_t f) {
   using A = Acc<T>;
-  const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1], width = args.width;
-  A *sum = room.first.data(), *total = room.second.data(), *compensation = room.third.data();
-  const bool one_block = end - begin <= kEntriesPerSum;  // whose sum is the total
-  if (one_block) total = sum;
-  std::fill(total, total + width, A{0});
-  if (!one_block) std::fill(compensation, compensation + width, A{0});
+  using V = Lanes<A, kLanes>;
+  const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1];
+  const bool in_order = args.a.edge_id == nullptr;  // then the machine foresees the rows itself
+  V sum[kVectors], total[kVectors] = {}, compensation[kVectors] = {};
   for (std::int64_t block = begin; block < end; block += kEntriesPerSum) {
     const std::int64_t block_end = std::min(block + kEntriesPerSum, end);
-    if (width < kNarrow) {
-      for (std::int64_t f = 0; f < width; ++f) {
-        A one = 0;
-        for (std::int64_t entry = block; entry < block_end; ++entry)
-          one += widen(row_of_entry<T>(args, entry)[f]);
-        sum[f] = one;
+    for (int v = 0; v < kVectors; ++v) sum[v] = V{};
+    for (std::int64_t entry = block; entry < block_end; ++entry) {
+      if (!in_order && entry + kPrefetchEntries < args.a.num_edges) {  // of the segments that follow, too
+        const T* next = row_of_entry<T>(args, entry + kPrefetchEntries) + f;
+        for (int byte = 0; byte < kVectors * kLanes * static_cast<int>(sizeof(T)); byte += 64) {
+          __builtin_prefetch(reinterpret_cast<const char*>(next) + byte);
+        }
       }
-    } else {
-      std::fill(sum, sum + width, A{0});
-      for (std::int64_t entry = block; entry < block_end; ++entry) {
-        const T* x = row_of_entry<T>(args, entry);
-        for (std::int64_t f = 0; f < width; ++f) sum[f] += widen(x[f]);
+      const T* x = row_of_entry<T>(args, entry) + f;
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        V features;
+        load_lanes<T, kLanes>(x + v * kLanes, features);
+        sum[v] += features;
       }
     }
-    if (one_block) break;
-    for (std::int64_t f = 0; f < width; ++f) add_compensated(sum[f], total[f], compensation[f]);
+    if (end - begin <= kEntriesPerSum) {  // one block, whose sum is the total
+      for (int v = 0; v < kVectors; ++v) total[v] = sum[v];
+    } else {
+      for (int v = 0; v < kVectors; ++v) add_compensated(sum[v], total[v], compensation[v]);
+    }
   }
-  const bool mean = args.reduction == Reduction::kMean;
-  const A count = mean ? static_cast<A>(std::max<std::int64_t>(end - begin, 1)) : A{1};
-  T* out = static_cast<T*>(args.out) + row * width;
-  for (std::int64_t f = 0; f < width; ++f) narrow(total[f] / count, out + f);
+  if (args.reduction == Reduction::kMean) {
+    const A count = static_cast<A>(std::max<std::int64_t>(end - begin, 1));
+    for (int v = 0; v < kVectors; ++v) total[v] /= count;
+  }
+  T* out = static_cast<T*>(args.out) + row * args.width + f;
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    for (int i = 0; i < kLanes; ++i) narrow(total[v][i], out + v * kLanes + i);
+  }
+}
+
+template <typename T>
+FASTSPARSE_INLINE void sum_feature(const SegmentReduceArgs& args, std::int64_t row, std::int64_t f) {
+  using A = Acc<T>;
+  const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1];
+  A total = 0, compensation = 0;
+  for (std::int64_t block = begin; block < end; block += kEntriesPerSum) {
+    const std::int64_t block_end = std::min(block + kEntriesPerSum, end);
+    A sum = 0;
+    for (std::int64_t entry = block; entry < block_end; ++entry) {
+      sum += widen(row_of_entry<T>(args, entry)[f]);
+    }
+    add_compensated(sum, total, compensation);
+  }
+  if (args.reduction == Reduction::kMean) total /= static_cast<A>(std::max<std::int64_t>(end - begin, 1));
+  narrow(total, static_cast<T*>(args.out) + row * args.width + f);
+}
+
+template <typename T>
+FASTSPARSE_INLINE void sum_segment(const SegmentReduceArgs& args, std::int64_t row) {
+  constexpr int kWidth = kVectorWidth<Acc<T>>;
+  const std::int64_t width = args.width;
+  std::int64_t f = 0;
+  for (; f + kTileVectors * kWidth <= width; f += kTileVectors * kWidth) {
+    sum_tile<T, kWidth, kTileVectors>(args, row, f);
+  }
+  for (; f + kWidth <= width; f += kWidth) sum_tile<T, kWidth, 1>(args, row, f);
+  for (; f + kWidth / 4 <= width; f += kWidth / 4) sum_tile<T, kWidth / 4, 1>(args, row, f);
+  for (; f < width; ++f) sum_feature<T>(args, row, f);
 }
 
 template <typename T>
@@ -89,9 +130,16 @@ FASTSPARSE_INLINE void extremum_of_segment(const SegmentReduceArgs& args, std::i
   }
   T* out = static_cast<T*>(args.out) + row * width;
   auto* position = static_cast<std::int64_t*>(args.extra) + row * width;
-  for (std::int64_t f = 0; f < width; ++f) {
-    narrow(begin == end ? A{0} : sign * best[f], out + f);
-    position[f] = begin == end ? args.a.num_edges : edge_position(args.a, begin + chosen[f]);
+  if (begin == end) {
+    for (std::int64_t f = 0; f < width; ++f) narrow(A{0}, out + f);
+    std::fill(position, position + width, args.a.num_edges);
+    return;
+  }
+  for (std::int64_t f = 0; f < width; ++f) narrow(sign * best[f], out + f);
+  if (args.a.edge_id == nullptr) {
+    for (std::int64_t f = 0; f < width; ++f) position[f] = begin + chosen[f];
+  } else {
+    for (std::int64_t f = 0; f < width; ++f) position[f] = edge_position(args.a, begin + chosen[f]);
   }
 }
 
@@ -157,7 +205,7 @@ FASTSPARSE_INLINE void reduce_rows(const SegmentReduceArgs& args, std::int64_t r
     switch (args.reduction) {
       case Reduction::kSum:
       case Reduction::kMean:
-        sum_segment<T>(args, row, room);
+        sum_segment<T>(args, row);
         break;
       case Reduction::kMax:
       case Reduction::kMin:
@@ -194,6 +242,11 @@ FASTSPARSE_MULTIVERSION void rows(BFloat16, const SegmentReduceArgs& args, std::
 }  // namespace
 
 void segment_reduce(const SegmentReduceArgs& args, int threads) {
+  const std::int64_t size = args.a.num_rows * args.width;
+  prefer_huge_pages(args.out, size * size_of(args.dtype));
+  if (args.reduction == Reduction::kMax || args.reduction == Reduction::kMin) {
+    prefer_huge_pages(args.extra, size * static_cast<std::int64_t>(sizeof(std::int64_t)));
+  }
   with_type(args.dtype, [&](auto type) {
 #pragma omp parallel for schedule(dynamic) \
     num_threads(threads) if (args.a.num_edges * args.width > kSerialWork)

@@ -2,6 +2,7 @@
 // next prefetched. Bound by the gather of x: num_edges * width * sizeof(T) bytes.
 #include <algorithm>
 
+#include "fastsparse/cpu_pages.h"
 #include "fastsparse/cpu_simd.h"
 #include "fastsparse/launchers.h"
 
@@ -24,8 +25,19 @@ FASTSPARSE_INLINE Acc<T> weight_of(const SpmmArgs& args, std::int64_t entry, std
   return weight;
 }
 
-// Accumulates kVectors * 64 bytes of accumulators, features f .. of one row.
-template <typename T, int kVectors>
+// Loads the values that an edge has for consecutive features, each its own.
+template <typename T>
+FASTSPARSE_INLINE void load_values(const SpmmArgs& args, std::int64_t index, Vector<Acc<T>>& to) {
+  if (args.value.dtype == args.dtype) {
+    load_vector<T>(static_cast<const T*>(args.value.data) + index, to);
+  } else {
+    load_vector<Acc<T>>(static_cast<const Acc<T>*>(args.value.data) + index, to);
+  }
+}
+
+// Accumulates kVectors * 64 bytes of accumulators, features f .. of one row; kByFeature: every feature has
+// values of its own, as many as there are heads.
+template <typename T, int kVectors, bool kByFeature = false>
 FASTSPARSE_INLINE void accumulate_tile(const SpmmArgs& args, std::int64_t row, std::int64_t head,
                                        std::int64_t f) {
   using A = Acc<T>;
@@ -45,12 +57,25 @@ FASTSPARSE_INLINE void accumulate_tile(const SpmmArgs& args, std::int64_t row, s
         }
       }
       const T* source = x + args.a.col[entry] * args.x.stride;
-      const A weight = weighted ? weight_of<T>(args, entry, head) : A{1};
+      if constexpr (kByFeature) {
+        const std::int64_t first = edge_position(args.a, entry) * args.width + f;
+        const A scale =
+            args.scale_src != nullptr ? static_cast<const A*>(args.scale_src)[args.a.col[entry]] : A{1};
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        Vector<A> features;
-        load_vector<T>(source + v * kWidth, features);
-        sum[v] += weighted ? features * weight : features;
+        for (int v = 0; v < kVectors; ++v) {
+          Vector<A> features, values;
+          load_vector<T>(source + v * kWidth, features);
+          load_values<T>(args, first + v * kWidth, values);
+          sum[v] += features * (values * scale);
+        }
+      } else {
+        const A weight = weighted ? weight_of<T>(args, entry, head) : A{1};
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+          Vector<A> features;
+          load_vector<T>(source + v * kWidth, features);
+          sum[v] += weighted ? features * weight : features;
+        }
       }
     }
     for (int v = 0; v < kVectors; ++v) add_compensated(sum[v], total[v], compensation[v]);
@@ -93,6 +118,17 @@ FASTSPARSE_INLINE void multiply_rows(const SpmmArgs& args, std::int64_t row_begi
   constexpr int kWidth = kVectorWidth<Acc<T>>;
   const std::int64_t heads = args.value.data != nullptr ? args.value.heads : 1;
   const std::int64_t head_width = args.width / heads;
+  if (heads == args.width && heads >= kWidth) {
+    for (std::int64_t row = row_begin; row < row_end; ++row) {
+      std::int64_t f = 0;
+      for (; f + kTileVectors * kWidth <= heads; f += kTileVectors * kWidth) {
+        accumulate_tile<T, kTileVectors, true>(args, row, f, f);
+      }
+      for (; f + kWidth <= heads; f += kWidth) accumulate_tile<T, 1, true>(args, row, f, f);
+      for (; f < heads; ++f) accumulate_feature<T>(args, row, f, f);
+    }
+    return;
+  }
   for (std::int64_t row = row_begin; row < row_end; ++row) {
     for (std::int64_t head = 0; head < heads; ++head) {
       std::int64_t f = head * head_width;
@@ -123,6 +159,7 @@ FASTSPARSE_MULTIVERSION void rows(BFloat16, const SpmmArgs& args, std::int64_t b
 }  // namespace
 
 void spmm_csr(const SpmmArgs& args, int threads) {
+  prefer_huge_pages(args.out, args.a.num_rows * args.width * size_of(args.dtype));
   with_type(args.dtype, [&](auto type) {
 #pragma omp parallel for schedule(dynamic) \
     num_threads(threads) if (args.a.num_edges * args.width > kSerialWork)

@@ -2,8 +2,8 @@
 // torch.
 #include <algorithm>
 #include <limits>
-#include <vector>
 
+#include "fastsparse/cpu_pages.h"
 #include "fastsparse/cpu_simd.h"
 #include "fastsparse/launchers.h"
 #include "fastsparse/spmm_extremum.h"
@@ -11,44 +11,80 @@
 namespace fastsparse::cpu {
 namespace {
 
+constexpr int kTileVectors = 8;      // results held in registers, and as many positions
+constexpr int kPrefetchEntries = 8;  // entries between a prefetch and its use
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // products below which waking threads costs more than it saves
+
+// Features f .. of a row, kVectors * kLanes of one head, in registers. Vectors have 16 bytes, which every
+// machine can compare.
+template <typename T, int kLanes, int kVectors>
+FASTSPARSE_INLINE void reduce_tile(const SpmmExtremumArgs& args, std::int64_t row, std::int64_t head,
+                                   std::int64_t f) {
+  using A = Acc<T>;
+  using V = Lanes<A, kLanes>;
+  using Bits = BitsOf<V>;
+  const std::int64_t heads = args.value.data != nullptr ? args.value.heads : 1;
+  const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1];
+  const A sign = args.minimum ? A{-1} : A{1};  // min(v) = -max(-v)
+  // The first entry, unless a later one is greater: also where all are the least of all numbers.
+  V best[kVectors];
+  Bits chosen[kVectors];
+  const auto first = begin == end ? kNoEdge : static_cast<std::int32_t>(edge_position(args.a, begin));
+  for (int v = 0; v < kVectors; ++v) best[v] = V{} - std::numeric_limits<A>::infinity();
+  for (int v = 0; v < kVectors; ++v) chosen[v] = Bits{} + first;
+  const T* x = static_cast<const T*>(args.x.data) + f;
+  for (std::int64_t entry = begin; entry < end; ++entry) {
+    if (kVectors == kTileVectors && entry + kPrefetchEntries < args.a.num_edges) {  // of later rows, too
+      const T* next = x + args.a.col[entry + kPrefetchEntries] * args.x.stride;
+      for (int byte = 0; byte < kVectors * kLanes * static_cast<int>(sizeof(T)); byte += 64) {
+        __builtin_prefetch(reinterpret_cast<const char*>(next) + byte);
+      }
+    }
+    const T* source = x + args.a.col[entry] * args.x.stride;
+    const std::int64_t edge = edge_position(args.a, entry);
+    const Bits position = Bits{} + static_cast<std::int32_t>(edge);
+    A weight = sign;
+    if (args.value.data != nullptr) weight *= edge_value<T>(args.value, args.dtype, edge * heads + head);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      V candidate;
+      load_lanes<T, kLanes>(source + v * kLanes, candidate);
+      candidate *= weight;
+      const V so_far = best[v];
+      const Bits better = (candidate > so_far) | ((candidate != candidate) & (so_far == so_far));
+      replace(best[v], better, candidate);
+      chosen[v] ^= (chosen[v] ^ position) & better;
+    }
+  }
+  T* out = static_cast<T*>(args.out) + row * args.width + f;
+  std::int32_t* arg = args.arg + row * args.width + f;
+#pragma GCC unroll 8
+  for (int v = 0; v < kVectors; ++v) {
+    for (int i = 0; i < kLanes; ++i) {
+      narrow(begin == end ? A{0} : sign * best[v][i], out + v * kLanes + i);
+      arg[v * kLanes + i] = static_cast<std::int32_t>(chosen[v][i]);
+    }
+  }
+}
 
 template <typename T>
 FASTSPARSE_INLINE void reduce_rows(const SpmmExtremumArgs& args, std::int64_t row_begin,
                                    std::int64_t row_end) {
-  using A = Acc<T>;
+  constexpr int kLanes = 16 / static_cast<int>(sizeof(Acc<T>));
   const std::int64_t heads = args.value.data != nullptr ? args.value.heads : 1;
   const std::int64_t head_width = args.width / heads;
-  const A sign = args.minimum ? A{-1} : A{1};  // min(v) = -max(-v)
-  std::vector<A> best(args.width);
-  A* most = best.data();
   for (std::int64_t row = row_begin; row < row_end; ++row) {
-    const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1];
-    std::int32_t* arg = args.arg + row * args.width;
-    // The first entry, unless a later one is greater: also where all are the least of all numbers.
-    std::fill(best.begin(), best.end(), -std::numeric_limits<A>::infinity());
-    std::fill(arg, arg + args.width,
-              begin == end ? kNoEdge : static_cast<std::int32_t>(edge_position(args.a, begin)));
-    for (std::int64_t entry = begin; entry < end; ++entry) {
-      const T* source = static_cast<const T*>(args.x.data) + args.a.col[entry] * args.x.stride;
-      const std::int64_t edge = edge_position(args.a, entry);
-      const auto position = static_cast<std::int32_t>(edge);
-      for (std::int64_t head = 0; head < heads; ++head) {
-        A weight = sign;
-        if (args.value.data != nullptr) {
-          weight *= edge_value<T>(args.value, args.dtype, edge * heads + head);
-        }
-        for (std::int64_t f = head * head_width; f < (head + 1) * head_width; ++f) {
-          const A candidate = weight * widen(source[f]), so_far = most[f];
-          const bool better = (candidate > so_far) | ((candidate != candidate) & (so_far == so_far));
-          most[f] = better ? candidate : so_far;
-          arg[f] = better ? position : arg[f];
-        }
+    for (std::int64_t head = 0; head < heads; ++head) {
+      std::int64_t f = head * head_width;
+      const std::int64_t end = f + head_width;
+      for (; f + kTileVectors * kLanes <= end; f += kTileVectors * kLanes) {
+        reduce_tile<T, kLanes, kTileVectors>(args, row, head, f);
       }
+      for (; f + 4 * kLanes <= end; f += 4 * kLanes) reduce_tile<T, kLanes, 4>(args, row, head, f);
+      for (; f + kLanes <= end; f += kLanes) reduce_tile<T, kLanes, 1>(args, row, head, f);
+      for (; f < end; ++f) reduce_tile<T, 1, 1>(args, row, head, f);
     }
-    T* out = static_cast<T*>(args.out) + row * args.width;
-    for (std::int64_t f = 0; f < args.width; ++f) narrow(begin == end ? A{0} : sign * best[f], out + f);
   }
 }
 
@@ -70,6 +106,9 @@ FASTSPARSE_MULTIVERSION void rows(BFloat16, const SpmmExtremumArgs& args, std::i
 }  // namespace
 
 void spmm_extremum(const SpmmExtremumArgs& args, int threads) {
+  const std::int64_t size = args.a.num_rows * args.width;
+  prefer_huge_pages(args.out, size * size_of(args.dtype));
+  prefer_huge_pages(args.arg, size * static_cast<std::int64_t>(sizeof(std::int32_t)));
   with_type(args.dtype, [&](auto type) {
 #pragma omp parallel for schedule(dynamic) \
     num_threads(threads) if (args.a.num_edges * args.width > kSerialWork)

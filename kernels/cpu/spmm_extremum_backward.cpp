@@ -1,39 +1,122 @@
 // Gradients of spmm_extremum.cpp. Every result has one term, which goes to the source, and the value, of the
-// edge that was chosen, so that rows are passed once and edges not at all.
+// edge that was chosen.
 //
-// - Of sources: tasks are blocks of features, each over all rows in their order: no two threads add to the
-//   same number, and the order of a sum depends on nothing but the structure.
+// - Of sources: tasks are blocks of features, one for each thread, over all rows in their order: no two
+//   threads add to the same number, and the order of a sum depends on nothing but the structure. Rows of few
+//   entries are gone through entry by entry, whole vectors at a time; of longer ones every feature looks up
+//   its source.
 // - Of values: tasks are blocks of rows, since an edge belongs to one row.
 // Bytes: num_rows * width * (4 + sizeof(T)) read, as many numbers added at random places of the sources.
 #include <algorithm>
+#include <cstring>
 
+#include "fastsparse/cpu_pages.h"
 #include "fastsparse/cpu_simd.h"
 #include "fastsparse/spmm_extremum.h"
 
 namespace fastsparse::cpu {
 namespace {
 
-constexpr std::int64_t kFeaturesPerTask = 32;
+constexpr std::int64_t kFewEntries = 16;      // as many features as a vector has are looked up otherwise
+constexpr std::int64_t kPrefetchEntries = 8;  // entries between a prefetch and its use
+constexpr std::int64_t kFeaturesPerLine = 16;
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // terms below which waking threads costs more than it saves
 
 template <typename T>
-void add_to_sources(const SpmmExtremumBackwardArgs& args, std::int64_t first, std::int64_t last) {
-  const bool weighted = args.value.data != nullptr;
-  const std::int64_t head_width = weighted ? args.width / args.value.heads : 1;
-  for (std::int64_t row = 0; row < args.num_rows; ++row) {
-    const T* grad = static_cast<const T*>(args.grad.data) + row * args.grad.stride;
-    const std::int32_t* arg = args.arg + row * args.width;
-    for (std::int64_t f = first; f < last; ++f) {
-      if (arg[f] == kNoEdge) continue;
-      const std::int64_t edge = static_cast<std::uint32_t>(arg[f]);
-      Acc<T> term = widen(grad[f]);
-      if (weighted) {
-        term *= edge_value<T>(args.value, args.dtype, edge * args.value.heads + f / head_width);
-      }
-      static_cast<Acc<T>*>(args.grad_x)[args.source[edge] * args.width + f] += term;
+FASTSPARSE_INLINE void add_row(const SpmmExtremumBackwardArgs& args, std::int64_t row, std::int64_t first,
+                               std::int64_t last) {
+  const std::int64_t heads = args.value.data != nullptr ? args.value.heads : 1;
+  const std::int64_t head_width = args.width / heads;
+  const T* grad = static_cast<const T*>(args.grad.data) + row * args.grad.stride;
+  const std::int32_t* arg = args.arg + row * args.width;
+  auto* grad_x = static_cast<Acc<T>*>(args.grad_x);
+  for (std::int64_t f = first; f < last; ++f) {
+    const std::int64_t edge = static_cast<std::uint32_t>(arg[f]);
+    Acc<T> term = widen(grad[f]);
+    if (args.value.data != nullptr) {
+      term *= edge_value<T>(args.value, args.dtype, edge * heads + f / head_width);
+    }
+    grad_x[args.source[edge] * args.width + f] += term;
+  }
+}
+
+// One value for all features of an edge, or none.
+template <typename T>
+FASTSPARSE_INLINE void add_entries(const SpmmExtremumBackwardArgs& args, std::int64_t row, std::int64_t first,
+                                   std::int64_t last) {
+  using A = Acc<T>;
+  constexpr int kLanes = 16 / static_cast<int>(sizeof(A));  // 16 bytes, which every machine can compare
+  using V = Lanes<A, kLanes>;
+  const T* grad = static_cast<const T*>(args.grad.data) + row * args.grad.stride;
+  const std::int32_t* arg = args.arg + row * args.width;
+  auto* grad_x = static_cast<A*>(args.grad_x);
+  for (std::int64_t entry = args.a.rowptr[row]; entry < args.a.rowptr[row + 1]; ++entry) {
+    if (entry + kPrefetchEntries < args.a.num_edges) {  // of the rows that follow, too
+      const A* next = grad_x + args.a.col[entry + kPrefetchEntries] * args.width;
+      for (std::int64_t f = first; f < last; f += kFeaturesPerLine) __builtin_prefetch(next + f, 1);
+    }
+    const std::int64_t edge = edge_position(args.a, entry);
+    const auto position = static_cast<std::int32_t>(edge);
+    const A weight = args.value.data != nullptr ? edge_value<T>(args.value, args.dtype, edge) : A{1};
+    A* sum = grad_x + args.a.col[entry] * args.width;
+    std::int64_t f = first;
+    for (; f + kLanes <= last; f += kLanes) {
+      V term, total;
+      Lanes<std::int32_t, kLanes> chosen;
+      load_lanes<T, kLanes>(grad + f, term);
+      std::memcpy(&chosen, arg + f, sizeof chosen);
+      std::memcpy(&total, sum + f, sizeof total);
+      const BitsOf<V> here = __builtin_convertvector(chosen, BitsOf<V>) == position;
+      term *= weight;
+      total += reinterpret_cast<V>(reinterpret_cast<BitsOf<V>>(term) & here);
+      std::memcpy(sum + f, &total, sizeof total);
+    }
+    for (; f < last; ++f) {
+      const A term = weight * widen(grad[f]);
+      sum[f] += arg[f] == position ? term : A{0};
     }
   }
+}
+
+template <typename T>
+FASTSPARSE_INLINE void add_to_sources(const SpmmExtremumBackwardArgs& args, std::int64_t first,
+                                      std::int64_t last) {
+  auto* grad_x = static_cast<Acc<T>*>(args.grad_x);
+  if (last - first == args.width) {
+    std::fill(grad_x, grad_x + args.a.num_cols * args.width, Acc<T>{0});
+  }
+  for (std::int64_t col = 0; col < args.a.num_cols && last - first != args.width; ++col) {
+    std::fill(grad_x + col * args.width + first, grad_x + col * args.width + last, Acc<T>{0});
+  }
+  const bool by_entry = args.value.data == nullptr || args.value.heads == 1;
+  for (std::int64_t row = 0; row < args.num_rows; ++row) {
+    const std::int64_t entries = args.a.rowptr[row + 1] - args.a.rowptr[row];
+    if (entries == 0) continue;
+    if (by_entry && entries <= kFewEntries) {
+      add_entries<T>(args, row, first, last);
+    } else {
+      add_row<T>(args, row, first, last);
+    }
+  }
+}
+
+// One plain function per type: the compiler multi-versions functions, not templates.
+FASTSPARSE_MULTIVERSION void features(double, const SpmmExtremumBackwardArgs& args, std::int64_t first,
+                                      std::int64_t last) {
+  add_to_sources<double>(args, first, last);
+}
+FASTSPARSE_MULTIVERSION void features(float, const SpmmExtremumBackwardArgs& args, std::int64_t first,
+                                      std::int64_t last) {
+  add_to_sources<float>(args, first, last);
+}
+FASTSPARSE_MULTIVERSION void features(Half, const SpmmExtremumBackwardArgs& args, std::int64_t first,
+                                      std::int64_t last) {
+  add_to_sources<Half>(args, first, last);
+}
+FASTSPARSE_MULTIVERSION void features(BFloat16, const SpmmExtremumBackwardArgs& args, std::int64_t first,
+                                      std::int64_t last) {
+  add_to_sources<BFloat16>(args, first, last);
 }
 
 template <typename T>
@@ -56,11 +139,15 @@ void add_to_values(const SpmmExtremumBackwardArgs& args, std::int64_t row_begin,
 
 void spmm_extremum_backward(const SpmmExtremumBackwardArgs& args, int threads) {
   const bool many = args.num_rows * args.width > kSerialWork;
+  const std::int64_t parts = many ? threads : 1;
+  const std::int64_t lines = (args.width + kFeaturesPerLine - 1) / kFeaturesPerLine;
+  const std::int64_t step = (lines + parts - 1) / parts * kFeaturesPerLine;
+  prefer_huge_pages(args.grad_x, args.a.num_cols * args.width * (args.dtype == Dtype::kFloat64 ? 8 : 4));
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (many)
-    for (std::int64_t first = 0; first < args.width; first += kFeaturesPerTask) {
-      add_to_sources<T>(args, first, std::min(first + kFeaturesPerTask, args.width));
+#pragma omp parallel for schedule(static) num_threads(threads) if (parts > 1)
+    for (std::int64_t part = 0; part < parts; ++part) {
+      features(type, args, std::min(part * step, args.width), std::min((part + 1) * step, args.width));
     }
     if (args.grad_value == nullptr) return;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (many)

@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int u = 0; u < kInFlight; ++u) {
       const bool has = base + u < slice.length;
       const std::int64_t entry = slice.begin + (has ? base + u : 0);
-      row[u] = __ldg(args.a_t.col + entry);
-      position[u] = has ? static_cast<std::int32_t>(edge_position(args.a_t, entry)) : kNoEdge;
+      row[u] = __ldg(args.a.col + entry);
+      position[u] = has ? static_cast<std::int32_t>(edge_position(args.a, entry)) : kNoEdge;
     }
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
@@ -87,9 +87,9 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % kEntryLanes;
   const std::int64_t entry =
       static_cast<std::int64_t>(blockIdx.x) * (kThreads / kEntryLanes) + threadIdx.x / kEntryLanes;
-  const bool has = entry < args.a_t.num_edges;
-  const std::int64_t position = has ? edge_position(args.a_t, entry) : 0;
-  const std::int64_t row = has ? args.a_t.col[entry] : 0, source = has ? args.source[position] : 0;
+  const bool has = entry < args.a.num_edges;
+  const std::int64_t position = has ? edge_position(args.a, entry) : 0;
+  const std::int64_t row = has ? args.a.col[entry] : 0, source = has ? args.source[position] : 0;
   const std::int32_t* arg = args.arg + row * args.width;
   const T* grad = static_cast<const T*>(args.grad.data) + row * args.grad.stride;
   const T* x = static_cast<const T*>(args.x.data) + source * args.x.stride;
@@ -133,7 +133,7 @@ void launch(const SpmmExtremumBackwardArgs& args, cudaStream_t stream) {
     args.width <= 8 ? launch_sources<T, 1, 8>(args, stream) : launch_sources<T, 1, 32>(args, stream);
   }
   if (args.grad_value == nullptr) return;
-  const dim3 grid(ceil_div(args.a_t.num_edges, kThreads / kEntryLanes));
+  const dim3 grid(ceil_div(args.a.num_edges, kThreads / kEntryLanes));
   spmm_extremum_values_kernel<T><<<grid, kThreads, 0, stream>>>(args);
 }
 

@@ -475,6 +475,7 @@ def gatv2_attention_backward(
     device: int,
     queue: int,
 ) -> None: ...
+def prefer_huge_pages(out: int, bytes: int, /) -> None: ...
 def segment_reduce(
     structure: CsrStructure,
     dtype: int,

@@ -7,10 +7,20 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from fastsparse_core import _C
+
 
 def address(tensor: Tensor | None) -> int:
     """Address of the first element, 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def untouched(like: Tensor, *size: int) -> Tensor:
+    """``like.new_empty(size)``; large memory on the CPU comes in huge pages, as that of the kernels' results."""
+    out = like.new_empty(size)
+    if out.device.type == "cpu":
+        _C.prefer_huge_pages(out.data_ptr(), out.nbytes)
+    return out
 
 
 def contiguous_floats(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from fastsparse_core import recorded
 from fastsparse_core.cache import AdjacencyCache
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import below_autograd, direct, is_plain_eager, is_wrapped
+from fastsparse_core.ops._operands import untouched
 from fastsparse_core.ops._registration import define, register
 from fastsparse_core.ops._segment_launch import (
     EXTREMA,
@@ -147,7 +148,7 @@ class _SegmentReduce(torch.autograd.Function):
                 # Row num_rows stands for the segments without rows. A row belongs to one segment, so that no
                 # place is written twice.
                 places = grad.new_zeros(ctx.num_rows + 1, grad.size(1))
-                grad_src = places.scatter(0, extra, grad)[: ctx.num_rows]
+                grad_src = places.scatter_(0, extra, grad)[: ctx.num_rows]
             elif reduce == "mul":
                 reduced = functools.partial(reduce_op, find=ctx.find)
                 grad_src = _gradient_of_product(grad, src, index, rowptr, ctx.num_segments, gather, reduced)
@@ -211,7 +212,7 @@ def _segment_gather(
     elif src.size(0) == 0 and num_rows == 0:
         return src.new_empty(0, src.size(1))
     if not src.is_cuda or src.is_complex() or index.device != src.device:
-        return src.index_select(0, index)
+        return torch.index_select(src, 0, index, out=untouched(src, index.numel(), src.size(1)))
     return gather_rows(src, index)
 
 

@@ -148,8 +148,8 @@ def _spmm_extremum_backward(
         transposed = adj.t()
         if transposed.row_split.num_slots:
             partial = x.new_empty(transposed.row_split.num_slots, width, dtype=dtype)
-    else:  # sums that the kernel adds to, term by term
-        grad_x = torch.zeros(grad_x.shape, dtype=dtype)
+    elif grad_x.dtype != dtype:
+        grad_x = torch.empty(grad_x.shape, dtype=dtype)
     if value is not None:
         of_value = torch.zeros(adj.num_values, heads, dtype=dtype, device=x.device)
     source = _source_of_edge(adj) if index < 0 or value is not None else None

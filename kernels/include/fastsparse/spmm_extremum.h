@@ -10,14 +10,14 @@ namespace fastsparse {
 constexpr std::int32_t kNoEdge = -1;
 
 struct SpmmExtremumBackwardArgs {
-  CsrView a_t;  // CUDA only, as its slices
+  CsrView a;  // on CUDA the transpose, like the slices; on the CPU the structure itself
   RowSplitView split_t;
   EdgeValueView value;
   DenseView grad;              // (num_rows, width)
   DenseView x;                 // (num_cols, width); read where grad_value is wanted
   const std::int32_t* arg;     // (num_rows, width), of the forward pass
   const std::int32_t* source;  // (num_values): source of every edge; CPU, or where grad_value is wanted
-  void* grad_x;                // (num_cols, width); on the CPU zeros in the accumulation type to add to
+  void* grad_x;                // (num_cols, width); on the CPU in the accumulation type
   void* grad_value;            // (num_values, heads), zeros in the accumulation type; null: not wanted
   void* partial;               // (num_slots, width) in the accumulation type; CUDA only
   std::int64_t num_rows;
