@@ -1,4 +1,4 @@
-"""The one chart of training: time and memory of an epoch against PyG's layers, a row of panels for each graph."""
+"""The one chart of training: time and memory of an epoch against PyG's layers, a row for each graph."""
 
 from __future__ import annotations
 
