@@ -189,7 +189,7 @@ def table(results: Path = RESULTS) -> str:
     stored = sorted(results.rglob("any_layer.json"))
     measured = speed_ups(json.loads(stored[-1].read_text())) if stored else {}
     titles = ["layer", "becomes", "computed by", *(f"x PyG, {graph}" for graph in GRAPHS if measured)]
-    lines = [titles, ["---"] * len(titles)]
+    lines = [titles, ["---"] * 3 + ["---:"] * (len(titles) - 3)]
     for name, now, by in rows():
         numbers = [f"{measured[name, graph]:.1f}" if (name, graph) in measured else "-" for graph in GRAPHS]
         lines.append([name, now, by, *(numbers if measured else ())])

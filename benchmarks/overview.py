@@ -1,4 +1,4 @@
-"""The one chart of training: time and memory of an epoch against PyG's layers, a row of panels for each."""
+"""The one chart of training: time and memory of an epoch against PyG's layers, a row for each graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ BARS = {
     ("FastSAGEConv", "float32"): ("FastSparse", "#1f77b4"),
     ("FastSAGEConv", "bf16-amp"): ("FastSparse, bf16", "#6aaed6"),
 }
-ROWS = (("median_ms", "ms", "time of an epoch, ms"), ("peak_gb", "GB", "peak memory, GB"))
+COLUMNS = (("median_ms", "ms", "time of an epoch"), ("peak_gb", "GB", "peak memory"))
+#: Inches. Narrow, so that letters can still be read where a page shows it some 360 pixels wide.
+SIZE = (5.6, 3.9)
 
 
 def training_overview(result: dict[str, Any], record_path: Path) -> list[Path]:
@@ -31,15 +33,20 @@ def training_overview(result: dict[str, Any], record_path: Path) -> list[Path]:
     }
     if not all((graph, name, dtype) in found for graph in GRAPHS for name, dtype in BARS):
         return []
-    figure, panels = pyplot.subplots(2, len(GRAPHS), figsize=(8, 4.2), constrained_layout=True)
-    for row, (field, unit, title) in zip(panels, ROWS, strict=True):
-        for axes, graph in zip(row, GRAPHS, strict=True):
-            cells = [found[graph, name, dtype] for name, dtype in BARS]
-            heading = f"{graph}, {_count(cells[0]['edges'])} edges\n" if field == "median_ms" else ""
-            axes.set_title(heading + title, fontsize=9)
-            _panel(axes, [cell[field] for cell in cells], unit, show_names=graph == GRAPHS[0])
+    figure, panels = pyplot.subplots(len(GRAPHS), len(COLUMNS), figsize=SIZE, constrained_layout=True)
+    for row, graph in zip(panels, GRAPHS, strict=True):
+        cells = [found[graph, name, dtype] for name, dtype in BARS]
+        for axes, (field, unit, title) in zip(row, COLUMNS, strict=True):
+            is_first = field == COLUMNS[0][0]
+            axes.set_title(
+                f"{graph}, {_count(cells[0]['edges'])} edges: {title}" if is_first else title,
+                fontsize=8.5,
+                loc="left",
+                x=-0.5 if is_first else 0,
+            )
+            _panel(axes, [cell[field] for cell in cells], unit, show_names=is_first)
     gpu = result["machine"].get("gpu") or result["machine"]["cpu"]
-    figure.suptitle(f"GraphSAGE, 3 layers, 128 wide, full batch, {gpu}", fontsize=10)
+    figure.suptitle(f"GraphSAGE, 3 layers, 128 wide, full batch, {gpu}", fontsize=9.5)
     path = record_path.with_name(f"{record_path.stem}_overview.png")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
@@ -55,9 +62,9 @@ def _panel(axes: Axes, values: list[float], unit: str, *, show_names: bool) -> N
         for name, value in zip(names, values, strict=True)
     ]
     axes.bar_label(bars, texts, fontsize=8, padding=3)
-    axes.set_yticks(range(len(values)), names if show_names else [""] * len(names), fontsize=9)
+    axes.set_yticks(range(len(values)), names if show_names else [""] * len(names), fontsize=8.5)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * max(values))
+    axes.set_xlim(0, 1.3 * max(values))
     axes.set_xticks([])
     for side in ("top", "right", "bottom"):
         axes.spines[side].set_visible(False)

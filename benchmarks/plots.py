@@ -14,6 +14,7 @@ mpl.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from . import record, tables
 from .overview import training_overview
@@ -83,13 +84,18 @@ def roofline_plots(result: dict[str, Any], record_path: Path) -> list[Path]:
     axes.set_xlabel("feature table, MB")
     axes.set_ylabel("rows gathered, TB/s")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    # The points fill the plot: the legend lies above them.
+    axes.set_ylim(0, 1.4 * axes.get_ylim()[1])
+    axes.legend(fontsize=8, loc="upper center", ncols=2)
     axes.set_title(f"spmm on {result['machine']['gpu']}: gather rate and its bound")
     large = [cell for cell in cells if _is_large(cell) and cell["implementation"].startswith("fast")]
     names = [f"{cell['graph']} {cell['dtype']} {cell['width']}" for cell in large]
     shares = [cell["floor_ms"] / cell["median_ms"] for cell in large]
     colours = ["C0" if share >= TARGET else "C3" for share in shares]
-    bars.bar_label(bars.barh(names, shares, color=colours), [f"{share:.0%}" for share in shares], fontsize=7)
+    bars.bar_label(
+        bars.barh(names, shares, color=colours), [f"{share:.0%}" for share in shares], fontsize=7, padding=2
+    )
+    bars.margins(x=0.08, y=0.01)
     bars.axvline(TARGET, color="black", linestyle="--", linewidth=0.8)
     bars.invert_yaxis()
     bars.tick_params(axis="y", labelsize=7)
@@ -112,7 +118,7 @@ def choice_heat_maps(result: dict[str, Any], record_path: Path) -> list[Path]:
     if not dtypes:
         return []
     graphs = list(dict.fromkeys(cell["graph"] for cell in cells))
-    widths = sorted({cell["width"] for cell in cells})
+    of_dtype = {dtype: [cell for cell in cells if cell["dtype"] == dtype] for dtype in dtypes}
     figure, row = pyplot.subplots(
         1,
         len(dtypes),
@@ -121,23 +127,23 @@ def choice_heat_maps(result: dict[str, Any], record_path: Path) -> list[Path]:
         squeeze=False,
         constrained_layout=True,
     )
-    for axes, dtype in zip(row[0], dtypes, strict=True):
+    for axes, (dtype, group) in zip(row[0], of_dtype.items(), strict=True):
+        widths = sorted({cell["width"] for cell in group})
         image = [[math.nan] * len(widths) for _ in graphs]
-        for cell in cells:
-            if cell["dtype"] != dtype:
-                continue
+        for cell in group:
             y, x = graphs.index(cell["graph"]), widths.index(cell["width"])
             speed = csr_over_flashsparse(cell) or math.nan
             image[y][x] = math.log2(speed)
-            slower = " !" if cell["regret"] > REGRET_SEEN else ""
-            axes.text(x, y, f"{speed:.2f}{slower}", ha="center", va="center", fontsize=7)
+            axes.text(x, y, f"{speed:.2f}", ha="center", va="center", fontsize=7)
+            if cell["regret"] > REGRET_SEEN:
+                axes.add_patch(Rectangle((x - 0.46, y - 0.44), 0.92, 0.88, fill=False, linewidth=1.2))
         shown = axes.imshow(image, cmap="RdYlGn", vmin=-2, vmax=2, aspect="auto")
         axes.set_xticks(range(len(widths)), [str(width) for width in widths])
         axes.set_yticks(range(len(graphs)), graphs)
         axes.set_xlabel("F")
         axes.set_title(dtype)
     figure.colorbar(shown, ax=row[0], label="log2 of csr time over flashsparse time")
-    figure.suptitle("where the tensor cores win (green); !: auto takes the slower one")
+    figure.suptitle("where the tensor cores win (green); framed: auto takes the slower one")
     path = _plot_path(record_path)
     figure.savefig(path)
     pyplot.close(figure)
@@ -189,13 +195,14 @@ def training_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
             )
             for axes, model in zip(panels[:, 0], models, strict=True):
                 group = [cell for cell in of_dtype if cell["model"] == model]
-                names = list(dict.fromkeys(cell["implementation"] for cell in group))
+                names = list(dict.fromkeys(cell["implementation"] for cell in group if cell.get(field)))
                 for place, name in enumerate(names):
                     found = {
                         cell["graph"]: cell.get(field) for cell in group if cell["implementation"] == name
                     }
                     _bars(axes, place, len(names), [found.get(graph) or 0.0 for graph in graphs], name, "")
                 axes.set_yscale("log")
+                axes.margins(y=0.25)  # room for upright numbers above the bars
                 axes.set_ylabel(label)
                 axes.set_title(f"{model}, {dtype} (no bar: {_missing(group)})")
                 _label(axes, graphs)
@@ -311,6 +318,7 @@ def scaling_curves(result: dict[str, Any], record_path: Path) -> list[Path]:
                     work = cell["gpus"] if kind == "ddp" else 1
                     points.append((cell["gpus"], work * one["median_ms"] / cell["median_ms"]))
             axes.plot(*zip(*sorted(points), strict=True), marker="o", label=f"{graph}, {dtype}, {variant}")
+    axes.set_xticks(range(1, most + 1))
     axes.set_xlabel("GPUs")
     axes.set_ylabel("times faster than one")
     axes.grid(alpha=0.3)
@@ -335,7 +343,9 @@ def _lines(cells: list[dict[str, Any]], x: str, label: str, path: Path) -> Path:
         for line, points in lines.items():
             if len(points) == 1:  # does not depend on x
                 axes.axhline(points[0][1], linestyle="--", color="gray", linewidth=0.8)
-                axes.annotate(line, (0.02, points[0][1]), xycoords=("axes fraction", "data"), fontsize=7)
+                axes.annotate(
+                    line, (0.02, points[0][1]), xycoords=("axes fraction", "data"), fontsize=7, va="bottom"
+                )
             else:
                 axes.plot(*zip(*sorted(points), strict=True), marker="o", label=line)
         axes.set_xscale("log", base=2)
@@ -360,7 +370,7 @@ def _bars(axes: Axes, place: int, count: int, heights: list[float], label: str, 
     bars = axes.bar(positions, heights, width, label=label, color=f"C{place}")
     many = len(heights) * count
     if many <= 40:  # with more of them the numbers would cover each other; the tables have them
-        texts = [f"{h:.3g}{unit}" if h else "" for h in heights]
+        texts = [f"{h:.0f}{unit}" if h >= 100 else f"{h:.3g}{unit}" if h else "" for h in heights]
         axes.bar_label(bars, texts, fontsize=7, padding=2, rotation=90 if many > 16 else 0)
     axes.margins(x=0.01, y=0.15)
 

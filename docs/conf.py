@@ -76,16 +76,33 @@ def between_pages(text: str, source: str) -> str:
     return _LINK.sub(moved, text)
 
 
+#: Addresses that docstrings give as they are -> what the site shows as the link's title.
+_PAPERS = ((r"https://arxiv\.org/abs/(.+)", r"arXiv:\1"), (r"https://openreview\.net/.+", "OpenReview"))
+
+
+def title_links(app: Any, doctree: nodes.document) -> None:
+    """Gives links to papers a title in place of their address."""
+    for link in doctree.findall(nodes.reference):
+        for address, title in _PAPERS:
+            if link.astext() == link.get("refuri") and re.fullmatch(address, link.astext()):
+                link.children = [nodes.Text(re.sub(address, title, link.astext()))]
+
+
+def math_text(formula: str) -> str:
+    r"""Formulas of several lines, `a &= b \\ c &= d`, as the environment that the converter draws."""
+    return rf"\begin{{split}}{formula}\end{{split}}" if "&" in formula else formula
+
+
 def write_formula(writer: Any, node: nodes.math | nodes.math_block) -> None:
     """Writes a formula, inline or displayed, as MathML."""
     is_block = isinstance(node, nodes.math_block)
-    mathml = convert(node.astext(), display="block" if is_block else "inline")
+    mathml = convert(math_text(node.astext()), display="block" if is_block else "inline")
     writer.body.append(f'<div class="math">{mathml}</div>' if is_block else mathml)
     raise nodes.SkipNode
 
 
 def setup(app: Any) -> None:
-    """Registers the writer of formulas; hooks `between_pages` into reading and including."""
+    """Registers the writer of formulas; hooks `between_pages` and `title_links` into reading."""
 
     def on_page(app: Any, page: str, text: list[str]) -> None:
         text[0] = between_pages(text[0], f"docs/{page}.md")
@@ -101,5 +118,6 @@ def setup(app: Any) -> None:
 
     app.add_html_math_renderer("mathml", (write_formula, None), (write_formula, None))
     app.connect("autodoc-process-bases", on_bases)
+    app.connect("doctree-read", title_links)
     app.connect("source-read", on_page)
     app.connect("include-read", on_include)

@@ -102,7 +102,7 @@ ABOUT = {
     "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
     " for the host.",
     "scaling": "Several GPUs of one machine (`benchmarks/scaling.py` defines the models); see"
-    " docs/multi_gpu.md for what bounds them.",
+    " docs/dev/distributed.md for what bounds them.",
     "maxk": "examples/maxk.py: a model of three graph convolutions, 256 wide, with MaxK and with ReLU."
     " Stored: what autograd keeps for the backward pass of all three.",
     "adjacency": "Building the structure from edges in arbitrary order.",

@@ -16,7 +16,7 @@ class GraphTransformerLayer(AggregationMixin, GraphTransformer):
     <https://arxiv.org/abs/2012.09699>`_, section 2.2, equations 4 to 8:
 
     .. math::
-        \hat{\mathbf{h}}_i &= \mathrm{Norm}\Big(\mathbf{h}_i + \mathbf{O} \big\Vert_k \sum_{j \in
+        \hat{\mathbf{h}}_i &= \mathrm{Norm}\Big(\mathbf{h}_i + \mathbf{O} \Vert_k \sum_{j \in
         \mathcal{N}(i)} \mathrm{softmax}_j\Big(\frac{\mathbf{Q}^k \mathbf{h}_i \cdot \mathbf{K}^k
         \mathbf{h}_j}{\sqrt{d_k}}\Big) \mathbf{V}^k \mathbf{h}_j\Big) \\
         \mathbf{h}_i' &= \mathrm{Norm}\big(\hat{\mathbf{h}}_i + \mathbf{W}_2\, \mathrm{ReLU}(\mathbf{W}_1

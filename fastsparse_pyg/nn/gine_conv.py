@@ -40,6 +40,7 @@ class FastGINEConv(AttentionConv, GINEConv):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
     """
 
+    _kernel = "gine_aggregate"
     _stores_edges = False
 
     def forward(

@@ -19,7 +19,7 @@ class GraphTransformerLayer(GraphTransformer):
     r"""Transformer layer whose attention follows the edges of a graph.
 
     .. math::
-        \hat{\mathbf{h}}_i &= \mathrm{Norm}\Big(\mathbf{h}_i + \mathbf{O} \big\Vert_k \sum_{j \in
+        \hat{\mathbf{h}}_i &= \mathrm{Norm}\Big(\mathbf{h}_i + \mathbf{O} \Vert_k \sum_{j \in
         \mathcal{N}(i)} \mathrm{softmax}_j\Big(\frac{\mathbf{Q}^k \mathbf{h}_i \cdot \mathbf{K}^k
         \mathbf{h}_j}{\sqrt{d_k}}\Big) \mathbf{V}^k \mathbf{h}_j\Big) \\
         \mathbf{h}_i' &= \mathrm{Norm}\big(\hat{\mathbf{h}}_i + \mathbf{W}_2\, \mathrm{ReLU}(\mathbf{W}_1

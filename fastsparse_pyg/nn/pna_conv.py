@@ -65,6 +65,7 @@ class FastPNAConv(FastConv, PNAConv):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
     """
 
+    _kernel = "multi_aggregate"
     _bipartite = False
     _fusible = False
     _aggregations = (DegreeScalerAggregation,)

@@ -247,7 +247,7 @@ class FastMixHopConv(PropagatingConv, pyg.MixHopConv):
     r"""PyG's :class:`~torch_geometric.nn.conv.MixHopConv` on FastSparse kernels.
 
     .. math::
-        \mathbf{X}^{\prime} = {\Bigg\Vert}_{p \in P} \left( \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}}
+        \mathbf{X}^{\prime} = \Vert_{p \in P} \left( \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}}
         \mathbf{\hat{D}}^{-1/2} \right)^p \mathbf{X} \mathbf{\Theta}_p
 
     after "MixHop" (https://arxiv.org/abs/1905.00067).

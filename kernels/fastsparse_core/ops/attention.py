@@ -60,7 +60,8 @@ def attention(
         \quad \text{for every head}
 
     With features :math:`\mathbf{a}_{ij}` of the edges, :math:`\mathbf{k}_j` and :math:`\mathbf{v}_j` are
-    those of the source plus :math:`\mathbf{W} \mathbf{a}_{ij}`, which is not stored (docs/edge_features.md).
+    those of the source plus :math:`\mathbf{W} \mathbf{a}_{ij}`, which is not stored
+    (docs/dev/edge_features.md).
 
     Args:
         adj: structure (num_dst, num_src).
