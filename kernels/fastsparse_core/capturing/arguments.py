@@ -37,6 +37,10 @@ class Argument:
         """The object with other tensors in the place of its own."""
         return self.value
 
+    def is_as_given(self) -> bool:
+        """Whether the object is known to be as it was when it was given: whole graphs and tensors can say so."""
+        return False
+
     def hold(self, room: Room | None) -> Held:
         """Memory for arguments like this one.
 
@@ -98,9 +102,20 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
     ]
 
 
+class _FixedArgument(Argument):
+    """A number, or an object that is told by its identity."""
+
+    def is_as_given(self) -> bool:
+        return True
+
+
 class _TensorArgument(Argument):
     def __init__(self, value: Tensor) -> None:
         super().__init__(value, ("tensor", *tensor_key(value)), [value])
+        self._mark = mark_of(value)
+
+    def is_as_given(self) -> bool:
+        return mark_of(self.value) == self._mark
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
         return tensors[0]
@@ -134,6 +149,13 @@ def tensor_key(tensor: Tensor) -> tuple[Hashable, ...]:
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout
 
 
+def mark_of(tensor: Tensor) -> tuple[Hashable, ...]:
+    """What changes with a tensor's size and memory, which an operation in place may change, and its key."""
+    if tensor.layout is not torch.strided:
+        return (object(),)  # as no other
+    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.requires_grad
+
+
 def register(kind: type, make: Callable[[Any], Argument | None]) -> None:
     """Says how objects of a type become arguments; None: as objects of its base do."""
     _makers.insert(0, (kind, make))
@@ -144,7 +166,7 @@ def argument_of(value: Any) -> Argument:
     if type(value) in (Tensor, torch.nn.Parameter):
         return _TensorArgument(value)
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
-        return Argument(value, (type(value), value))
+        return _FixedArgument(value, (type(value), value))
     for kind, make in _makers:
         if isinstance(value, kind):
             argument = make(value)
@@ -154,7 +176,7 @@ def argument_of(value: Any) -> Argument:
         return _TensorArgument(value)
     if isinstance(value, (list, tuple, dict)):
         return _Container(value)
-    return Argument(value, (type(value), same(value)))
+    return _FixedArgument(value, (type(value), same(value)))
 
 
 def same(value: object) -> Hashable:
