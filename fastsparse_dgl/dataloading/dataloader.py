@@ -92,7 +92,7 @@ class DataLoader(dgl.dataloading.DataLoader):
             return super().__iter__()
         if self.shuffle:
             self.dataset.shuffle()
-        return prefetched(iter(self.dataset), self._begin, self._end, self._stream)
+        return prefetched(iter(self.dataset), self._begin, self._end, self._stream, reads_rows=False)
 
     def _begin(self, seeds: Any) -> tuple[Draw, Any]:
         return self.graph_sampler.start(self.graph, seeds, self._target), seeds

@@ -568,4 +568,9 @@ int gather_rows(const GatherRowsArgs& args, void* stream) {
   return cudaGetLastError();
 }
 
+int send(void* to, const void* from, std::int64_t bytes, void* stream) {
+  return cudaMemcpyAsync(to, from, static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice,
+                         static_cast<cudaStream_t>(stream));
+}
+
 }  // namespace fastsparse::cuda

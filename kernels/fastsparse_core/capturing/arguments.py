@@ -38,7 +38,7 @@ class Argument:
         return self.value
 
     def is_as_given(self) -> bool:
-        """Whether the object is known to be as it was when it was given: whole graphs and tensors can say so."""
+        """Whether the object is known to be as it was when it was given, as tensors and graphs can tell."""
         return False
 
     def hold(self, room: Room | None) -> Held:

@@ -56,7 +56,7 @@ class Call:
                 return False
         # Arguments of other names in another order are in another order here too.
         return (not kwargs or tuple(kwargs) == self.names) and all(
-            [argument.is_as_given() for argument in self.arguments]
+            argument.is_as_given() for argument in self.arguments
         )
 
 

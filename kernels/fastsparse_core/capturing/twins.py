@@ -135,13 +135,13 @@ class _Shares(NamedTuple):
     Attributes:
         share: of every row in a mean, (room,): 1 / count, 0 for padding.
         unbiased: count / (count - 1), ().
-        count: int32 (1,).
+        rows: how many there are, int32 (1,).
         is_padding: bool (room, 1).
     """
 
     share: Tensor
     unbiased: Tensor
-    count: Tensor
+    rows: Tensor
     is_padding: Tensor
 
     @classmethod
@@ -218,14 +218,14 @@ class _BatchNorm(torch.autograd.Function):
             sums = torch.batch_norm_backward_reduce(grad, x, mean, inverse, weight, True, True, True)
             sum_grad, sum_product, grad_weight, grad_bias = sums
             out = torch.batch_norm_backward_elemt(
-                grad, x, mean, inverse, weight, sum_grad, sum_product, shares.count
+                grad, x, mean, inverse, weight, sum_grad, sum_product, shares.rows
             )
         else:
             wide, centred = grad.to(mean.dtype), x.to(mean.dtype) - mean
             sum_grad, sum_product = wide.sum(0), (wide * centred).sum(0)
             grad_weight, grad_bias = sum_product * inverse, sum_grad
-            mean_product = centred * (inverse.square() * (sum_product / shares.count))
-            out = (wide - sum_grad / shares.count - mean_product) * inverse
+            mean_product = centred * (inverse.square() * (sum_product / shares.rows))
+            out = (wide - sum_grad / shares.rows - mean_product) * inverse
             out = (out if weight is None else out * weight).to(x.dtype)
         out.masked_fill_(shares.is_padding, 0)  # padding has no part in the statistics
         return (
