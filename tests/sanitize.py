@@ -323,7 +323,9 @@ def layers_in_one() -> None:
     """
     if not fused_aggregate_linear._has_kernels(torch.device(DEVICE)):
         raise NotHere("needs a GPU of architecture 9.0 and a build for it")
-    for fewer_digits, width, out_width in itertools.product((False, True), (20, 64, 100, 196), (20, 128, 132)):
+    for fewer_digits, width, out_width in itertools.product(
+        (False, True), (20, 64, 100, 196), (20, 128, 132)
+    ):
         x = features(605, width, dtype=F32)
         weight, root_weight = (draw(out_width, width, dtype=F32) for _ in range(2))
         bias = draw(out_width)

@@ -673,7 +673,9 @@ def test_launches(hopper, poisoned_memory, gathers, keeps_sums, scaled, num_dst,
     if hopper.device == "cpu" and num_dst > 1000:
         pytest.skip("half a minute for what stands for the kernels on the CPU")
     adj = block(hopper.device, num_dst, num_dst + 50, 3)
-    x, weight, bias, root_weight = (leaf.detach() for leaf in drawn(adj.num_src, width, out_width, hopper.device))
+    x, weight, bias, root_weight = (
+        leaf.detach() for leaf in drawn(adj.num_src, width, out_width, hopper.device)
+    )
     scale = adj.inv_degree() if scaled else None
     algorithm = "auto" if gathers else "csr"
     assert gathers_neighbours(adj, algorithm) == gathers
