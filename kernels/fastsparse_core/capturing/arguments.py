@@ -87,11 +87,13 @@ class Constant(Held):
         self.tensors = like.tensors
         self.rows, self.greatest, self.sorted = [], {}, set()
         self._versions = _versions(like.tensors)
+        self._marks = [mark_of(tensor) for tensor in like.tensors]
 
     def is_as_recorded(self, argument: Argument) -> bool:
-        """Whether its tensors are those of the record, and indices and masks hold what they held."""
+        """Whether its tensors are those of the record, where they were, indices and masks as they were."""
         return (
             all(x is y for x, y in zip(self.tensors, argument.tensors, strict=True))
+            and [mark_of(tensor) for tensor in self.tensors] == self._marks
             and _versions(self.tensors) == self._versions
         )
 
@@ -150,10 +152,9 @@ def tensor_key(tensor: Tensor) -> tuple[Hashable, ...]:
 
 
 def mark_of(tensor: Tensor) -> tuple[Hashable, ...]:
-    """What changes with a tensor's size and memory, which an operation in place may change, and its key."""
-    if tensor.layout is not torch.strided:
-        return (object(),)  # as no other
-    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.requires_grad
+    """What differs where a tensor got other memory (``x.data = y``), or something of its key changed."""
+    address = tensor.data_ptr() if tensor.layout is torch.strided else 0
+    return address, tensor.shape, tensor.dtype, tensor.requires_grad
 
 
 def register(kind: type, make: Callable[[Any], Argument | None]) -> None:
