@@ -15,7 +15,7 @@ from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.utils import scatter
 
 from fastsparse_core.capturing import forms
-from fastsparse_core.capturing.arguments import Argument, Held, register, tensor_key
+from fastsparse_core.capturing.arguments import Argument, Held, mark_of, register, tensor_key
 from fastsparse_core.capturing.padding import MOST_HOPS, BatchPlaces, Room, Sizes
 from fastsparse_pyg.caching import sampled_edges
 
@@ -28,6 +28,10 @@ _OF_ONE_BATCH = ("num_nodes", "num_sampled_nodes", "num_sampled_edges")
 _INDICES = ("edge_index", "edge_label_index")
 
 
+#: Of the values of a graph beside tensors.
+_IMMUTABLE = (int, float, str, type(None))
+
+
 class _DataArgument(Argument):
     """A whole graph: its tensors, with their sizes."""
 
@@ -36,6 +40,18 @@ class _DataArgument(Argument):
         self.names = tuple(tensors)
         key = tuple((name, *tensor_key(item)) for name, item in tensors.items())
         super().__init__(data, (type(data), _others(data), *key), list(tensors.values()))
+        # Of objects that are neither tensors nor immutable nobody knows whether they change.
+        stores = [dict(store._mapping) for store in data.stores]
+        values = [item for store in stores for item in store.values()]
+        self._stores = stores if all(isinstance(item, (Tensor, *_IMMUTABLE)) for item in values) else None
+        self._marks = [mark_of(item) for item in self.tensors]
+
+    def is_as_given(self) -> bool:
+        stores = self._stores
+        if stores is None or [mark_of(item) for item in self.tensors] != self._marks:
+            return False
+        found = [store._mapping for store in self.value.stores]
+        return len(found) == len(stores) and all(map(_are_same, found, stores))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
         return _with(self.value, dict(zip(self.names, tensors, strict=True)))
@@ -154,6 +170,16 @@ class _HeldBatch(Held):
         places.write(argument.sizes, [edges[nth] for nth in range(len(edges))], rows)
         for batch, nodes in self.batches:
             batch.masked_fill_(nodes.mask.logical_not(), self.num_graphs)
+
+
+def _are_same(found: dict[str, Any], given: dict[str, Any]) -> bool:
+    """Whether two dictionaries hold the same objects."""
+    if found.keys() != given.keys():
+        return False
+    for name, item in given.items():  # noqa: SIM110 (a generator takes the host longer)
+        if found[name] is not item:
+            return False
+    return True
 
 
 def _typed(data: Any) -> tuple[list[Any], list[Any]]:

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -1513,6 +1514,34 @@ void place_batch(
   } while (done < tensors.size());
 }
 
+// Rows that the host's threads gather: into its memory; or, with a device, through page-locked memory for all
+// of them, from where every piece is sent as soon as it is full.
+void gather_rows_of_host(Address table, Address index, Address staging, Address out, std::int64_t num_rows,
+                         std::int64_t row_bytes, int threads, std::int64_t piece, int device, Address queue) {
+  const bool sends = device >= 0;
+  const GatherRowsArgs args{at(table), at<const std::int64_t>(index), at(sends ? staging : out), num_rows,
+                            row_bytes};
+  const py::gil_scoped_release release;
+  if (!sends) {
+    cpu::gather_rows(args, threads, piece, false, nullptr);
+    return;
+  }
+#ifdef FASTSPARSE_WITH_CUDA
+  const DeviceGuard guard(device);
+  std::atomic<int> code{0};
+  cpu::gather_rows(args, threads, piece, true, [&](std::int64_t first, std::int64_t last) {
+    const std::int64_t begin = first * row_bytes;
+    const int found =
+        cuda::send(at<char>(out) + begin, at<char>(staging) + begin, (last - first) * row_bytes, at(queue));
+    if (found != 0) code = found;
+  });
+  check(code, "gather_rows_of_host");
+#else
+  (void)queue;
+  throw std::runtime_error("gather_rows_of_host: this build has no CUDA half");
+#endif
+}
+
 #ifdef FASTSPARSE_WITH_CUDA
 void gather_rows(Address table, Address index, Address out, std::int64_t num_rows, std::int64_t row_bytes,
                  int device, Address queue) {
@@ -1653,6 +1682,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("emit_edges", &emit_edges);
   m.def("emit_rows", &emit_rows);
   m.def("place_batch", &place_batch);
+  m.def("gather_rows_of_host", &gather_rows_of_host);
 #ifdef FASTSPARSE_WITH_CUDA
   m.def("gather_rows", &gather_rows);
 #endif

@@ -318,13 +318,15 @@ def sddmm_blocks(dtype: torch.dtype) -> None:
 
 
 def layers_in_one() -> None:
-    """GraphSAGE's layer: one panel of features and two, full ones and others, two terms and three.
+    """GraphSAGE's layer: panels and tiles of features, full ones and others, two terms and three.
 
     Neighbours that the kernel gathers, and sums that it is given; sums that are kept, and none.
     """
     if not fused_aggregate_linear._has_kernels(torch.device(DEVICE)):
         raise NotHere("needs a GPU of architecture 9.0 and a build for it")
-    for fewer_digits, width, out_width in itertools.product((False, True), (20, 64, 100, 128), (20, 128)):
+    for fewer_digits, width, out_width in itertools.product(
+        (False, True), (20, 64, 100, 196), (20, 128, 132)
+    ):
         x = features(605, width, dtype=F32)
         weight, root_weight = (draw(out_width, width, dtype=F32) for _ in range(2))
         bias = draw(out_width)

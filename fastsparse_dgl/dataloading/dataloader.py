@@ -39,7 +39,7 @@ class DataLoader(dgl.dataloading.DataLoader):
     drawn and features gathered on that GPU, on a stream beside the step, two batches ahead. It yields
     ``(input_nodes, output_nodes, blocks)``; the sampler's ``prefetch_node_feats``, ``prefetch_labels`` and
     ``prefetch_edge_feats`` are in the blocks' ``srcdata``, ``dstdata`` and ``edata``. Features that take more
-    than half of the free memory stay with the host and are read over PCIe. Where DGL was built without CUDA,
+    than half of the free memory stay with the host and are sent row by row. Where DGL was built without CUDA,
     blocks are :class:`fastsparse_dgl.SampledBlock`, which drop-in layers take.
 
     In all other cases it is DGL's.
@@ -92,7 +92,7 @@ class DataLoader(dgl.dataloading.DataLoader):
             return super().__iter__()
         if self.shuffle:
             self.dataset.shuffle()
-        return prefetched(iter(self.dataset), self._begin, self._end, self._stream)
+        return prefetched(iter(self.dataset), self._begin, self._end, self._stream, reads_rows=False)
 
     def _begin(self, seeds: Any) -> tuple[Draw, Any]:
         return self.graph_sampler.start(self.graph, seeds, self._target), seeds

@@ -74,6 +74,7 @@ class LoaderMixin:
     batch_sampler: Any
     sampler: Any
     dataset: Any
+    transform: Any
 
     _sampler: Any
     _device: torch.device
@@ -112,7 +113,9 @@ class LoaderMixin:
             return super()._get_iterator()  # type: ignore[misc]
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
-        return prefetched(self._indices(), self._begin, self._end, self._stream)
+        return prefetched(
+            self._indices(), self._begin, self._end, self._stream, reads_rows=self.transform is not None
+        )
 
     def _indices(self) -> Iterator[Any]:
         """Positions of every batch: on the device where the order is PyTorch's own, else as lists."""

@@ -23,7 +23,7 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
     destination, and drop-in layers use the sampler's structure as it is.
 
     On a GPU it samples and gathers there, on a stream beside the step, two batches ahead, and batches lie on
-    the GPU; features that take more than half of its free memory stay with the host and are read over PCIe.
+    the GPU; features that take more than half of its free memory stay with the host and are sent row by row.
     ``num_workers`` and what belongs to it are ignored then. Elsewhere it samples in C++ threads, in worker
     processes if told.
 

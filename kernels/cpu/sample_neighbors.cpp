@@ -11,7 +11,12 @@
 // last-level cache or memory, 16 + 28 bytes written. Lines are read for a whole chunk in loops of independent
 // loads, of which a core has dozens under way: software prefetches took half as long again.
 #include <algorithm>
+#include <cstring>
 #include <vector>
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #include "fastsparse/cpu_simd.h"
 #include "fastsparse/launchers.h"
@@ -274,6 +279,48 @@ void run_step(const SampleStep& step, const SampleArgs& args, int threads) {
   *step.nodes_after = nodes;
 }
 
+// Bytes of rows that are on their way from memory while one is copied, and of each of them at most: what
+// follows in a longer row is found by the core itself.
+constexpr std::int64_t kBytesAhead = 3072, kMostOfRow = 1024, kLine = 64;
+
+void fetch(const char* row, std::int64_t bytes) {
+  for (std::int64_t at = 0; at < std::min(bytes, kMostOfRow); at += kLine) __builtin_prefetch(row + at);
+}
+
+// Rows first .. last - 1.
+void copy_rows(const GatherRowsArgs& args, std::int64_t first, std::int64_t last, bool past_caches) {
+  const auto* table = static_cast<const char*>(args.table);
+  auto* out = static_cast<char*>(args.out);
+  const std::int64_t bytes = args.row_bytes;
+  const std::int64_t ahead = std::clamp<std::int64_t>(kBytesAhead / bytes, 1, 64);
+  const auto row = [&](std::int64_t place) { return table + args.index[place] * bytes; };
+#ifdef __SSE2__
+  constexpr std::int64_t kWord = sizeof(__m128i);
+  past_caches = past_caches && bytes % kWord == 0 && reinterpret_cast<std::uintptr_t>(out) % kWord == 0;
+#else
+  past_caches = false;
+#endif
+  for (std::int64_t place = first; place < std::min(first + ahead, last); ++place) fetch(row(place), bytes);
+  for (std::int64_t place = first; place < last; ++place) {
+    if (place + ahead < last) fetch(row(place + ahead), bytes);
+    const char* from = row(place);
+    char* to = out + place * bytes;
+    if (!past_caches) {
+      std::memcpy(to, from, static_cast<std::size_t>(bytes));
+      continue;
+    }
+#ifdef __SSE2__
+    for (std::int64_t at = 0; at < bytes; at += kWord) {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + at),
+                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at)));
+    }
+#endif
+  }
+#ifdef __SSE2__
+  if (past_caches) _mm_sfence();
+#endif
+}
+
 template <typename T>
 void fill(T* data, std::int64_t size, T value, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (size > 65536)
@@ -323,6 +370,18 @@ void emit_rows(const EmitRowsArgs& args, int) {
     args.inv_degree[r] = edge > begin ? 1.0f / static_cast<float>(edge - begin) : 0.0f;
   }
   args.rowptr[args.num_rows] = edge;
+}
+
+void gather_rows(const GatherRowsArgs& args, int threads, std::int64_t piece, bool past_caches,
+                 const std::function<void(std::int64_t, std::int64_t)>& filled) {
+  if (args.num_rows == 0 || args.row_bytes == 0) return;
+  const std::int64_t pieces = (args.num_rows + piece - 1) / piece;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (pieces > 1)
+  for (std::int64_t nth = 0; nth < pieces; ++nth) {
+    const std::int64_t first = nth * piece, last = std::min(first + piece, args.num_rows);
+    copy_rows(args, first, last, past_caches);
+    if (filled) filled(first, last);
+  }
 }
 
 }  // namespace fastsparse::cpu

@@ -7,11 +7,14 @@
 // exactly, and of nine products six are summed; the others are below 2^-22 of the first (two terms and three
 // products where torch.set_float32_matmul_precision asks for less).
 //
-// Both weights lie in shared memory all the time, as terms; the two warpgroups of a block share nothing else
-// and never wait for each other, so that one gathers while the other multiplies. A warp takes 16 rows: a quad
-// of lanes gathers two of them straight into the registers that become operand A, lane t of it features
-// 16 j + 4 t .. + 3 of every group j of 16, one of which is what a product sums over, in any order. Outputs
-// are dealt out likewise: a quad stores 64 contiguous bytes of a row.
+// Both weights lie in shared memory all the time, as terms, where they are up to 128 wide. Wider ones are
+// taken in tiles of 128, a launch each: neighbours are gathered once and their sums written, which the next
+// tiles of outputs read, and the next tiles of features add to what is there. The weights are all that a
+// block's warps share: its two warpgroups never wait for each other, so that one gathers while the other
+// multiplies. A warp takes 16 rows: a quad of lanes gathers two of them straight into the registers that
+// become operand A, lane t of it features 16 j + 4 t .. + 3 of every group j of 16, one of which is what a
+// product sums over, in any order. Outputs are dealt out likewise: a quad stores 64 contiguous bytes of a
+// row.
 
 #include <algorithm>
 
@@ -31,6 +34,15 @@ constexpr int kTileRows = kWarpgroup / kWarp * kRows;
 constexpr int kGroup = 16;  // features of a product
 // Groups that tensor cores sum, before sums move to ordinary float32 additions: they cut off digits.
 constexpr int kGroupsPerTotal = 4;
+constexpr int kMostWidth = 128;  // of a tile
+
+// The part of both weights that a launch multiplies by.
+struct Tile {
+  int feature, output;  // the first ones
+  int width, out_width;
+  bool sums_given;
+  bool adds;  // to what other tiles of features left in `out`
+};
 
 // Rows g and g + 8 of a tile, this lane's features.
 template <int kGroups>
@@ -91,7 +103,7 @@ struct Weight {
   char* shared;
 
   // Row 16 p + 8 h + c of the operand is output 16 p + 4 (c / 2) + 2 h + c % 2.
-  __device__ void load(const float* weight, int width, int out_width) const {
+  __device__ void load(const float* weight, std::int64_t stride, int width, int out_width) const {
     constexpr int kPieces = kOutputs * kGroups * 4;
     static_assert(kPieces % kThreads == 0);
 #pragma unroll 8  // so many loads are under way
@@ -101,7 +113,7 @@ struct Weight {
       const int feature = group * kGroup + 4 * t;
       float4 w{};
       if (n < out_width && feature < width) {
-        w = __ldg(reinterpret_cast<const float4*>(weight + static_cast<std::int64_t>(n) * width + feature));
+        w = __ldg(reinterpret_cast<const float4*>(weight + n * stride + feature));
       }
       std::uint32_t low[kTerms], high[kTerms];
       split_pair<kTerms>(w.x, w.y, low);
@@ -175,9 +187,9 @@ __device__ __forceinline__ void multiply(float (&total)[kOutputs / 8][4], const 
 
 // Sums of the neighbours of rows `row` and `row` + 8.
 template <int kGroups>
-__device__ __forceinline__ Rows<kGroups> gather(const AggregateLinearArgs& args, std::int64_t row,
-                                                int feature) {
-  const float* x = static_cast<const float*>(args.x.data) + feature;
+__device__ __forceinline__ Rows<kGroups> gather(const AggregateLinearArgs& args, const Tile& tile,
+                                                std::int64_t row, int feature) {
+  const float* x = static_cast<const float*>(args.x.data) + tile.feature + feature;
   const std::int32_t* col[2];
   int count[2], next[2];
 #pragma unroll
@@ -196,7 +208,7 @@ __device__ __forceinline__ Rows<kGroups> gather(const AggregateLinearArgs& args,
       from[h] = entry < count[h] ? x + next[h] * args.x.stride : nullptr;
       next[h] = entry + 1 < count[h] ? __ldg(col[h] + entry + 1) : 0;
     }
-    const auto source = read_rows<kGroups>(from, feature, static_cast<int>(args.width));
+    const auto source = read_rows<kGroups>(from, feature, tile.width);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -216,33 +228,39 @@ __device__ __forceinline__ Rows<kGroups> gather(const AggregateLinearArgs& args,
 
 // Writes rows `row` and `row` + 8.
 template <int kGroups>
-__device__ __forceinline__ void write_rows(const Rows<kGroups>& rows, float* matrix, std::int64_t row,
-                                           std::int64_t num_rows, int feature, int width) {
+__device__ __forceinline__ void write_rows(const Rows<kGroups>& rows, float* matrix, std::int64_t stride,
+                                           std::int64_t row, std::int64_t num_rows, int feature, int width) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {
       const int column = feature + j * kGroup;
       if (row + 8 * h < num_rows && column < width)
-        *reinterpret_cast<float4*>(matrix + (row + 8 * h) * width + column) = rows.piece[h][j];
+        *reinterpret_cast<float4*>(matrix + (row + 8 * h) * stride + column) = rows.piece[h][j];
     }
   }
 }
 
 template <int kGroups, int kOutputs, int kTerms>
-__global__ void __launch_bounds__(kThreads) aggregate_linear_kernel(const AggregateLinearArgs args) {
+__global__ void __launch_bounds__(kThreads)
+    aggregate_linear_kernel(const AggregateLinearArgs args, const Tile part) {
   using Weights = Weight<kGroups, kOutputs, kTerms>;
   extern __shared__ __align__(kAtomBytes) char shared[];
   const Weights weight{shared}, root_weight{shared + Weights::kBytes};
-  const int width = static_cast<int>(args.width), out_width = static_cast<int>(args.out_width);
-  weight.load(args.weight, width, out_width);
-  root_weight.load(args.root_weight, width, out_width);
+  const int width = part.width, out_width = part.out_width;
+  const std::int64_t corner = part.output * args.width + part.feature;
+  weight.load(args.weight + corner, args.width, width, out_width);
+  root_weight.load(args.root_weight + corner, args.width, width, out_width);
   shared_to_wgmma();
   __syncthreads();
 
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   const int feature = 4 * t;  // of the first group
   const std::int64_t num_rows = args.a.num_rows;
+  const float* const x = static_cast<const float*>(args.x.data) + part.feature;
+  float* const all_sums = args.sums == nullptr ? nullptr : args.sums + part.feature;
+  float* const out = args.out + part.output;
+  const float* const bias = args.bias == nullptr || part.adds ? nullptr : args.bias + part.output;
   // The warps of a warpgroup multiply together.
   const int warpgroup = threadIdx.x / kWarpgroup;
   std::int64_t tile_row = (static_cast<std::int64_t>(blockIdx.x) * kWarpgroups + warpgroup) * kTileRows;
@@ -254,21 +272,34 @@ __global__ void __launch_bounds__(kThreads) aggregate_linear_kernel(const Aggreg
       const int n = tile / 2 * 16 + 4 * t + 2 * (tile % 2);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const bool has_bias = args.bias != nullptr && n < out_width;
-        total[tile][i] = has_bias ? __ldg(args.bias + n + i % 2) : 0.0f;
+        total[tile][i] = bias != nullptr && n < out_width ? __ldg(bias + n + i % 2) : 0.0f;
+      }
+    }
+    if (part.adds) {
+#pragma unroll
+      for (int pair = 0; pair < kOutputs / 16; ++pair) {
+        const int n = pair * 16 + 4 * t;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if (row + 8 * h >= num_rows || n >= out_width) continue;
+          const float4 before = *reinterpret_cast<const float4*>(out + (row + 8 * h) * args.out_width + n);
+          total[2 * pair][2 * h] = before.x;
+          total[2 * pair][2 * h + 1] = before.y;
+          total[2 * pair + 1][2 * h] = before.z;
+          total[2 * pair + 1][2 * h + 1] = before.w;
+        }
       }
     }
     {
       Rows<kGroups> sums;
-      if (args.sums_given) {
-        sums = read_rows<kGroups>(args.sums, width, row, num_rows, feature, width);
+      if (part.sums_given) {
+        sums = read_rows<kGroups>(all_sums, args.width, row, num_rows, feature, width);
       } else {
-        sums = gather<kGroups>(args, row, feature);
-        if (args.sums != nullptr) write_rows(sums, args.sums, row, num_rows, feature, width);
+        sums = gather<kGroups>(args, part, row, feature);
+        if (all_sums != nullptr) write_rows(sums, all_sums, args.width, row, num_rows, feature, width);
       }
       multiply(total, sums, weight);
     }
-    const float* const x = static_cast<const float*>(args.x.data);
     multiply(total, read_rows<kGroups>(x, args.x.stride, row, num_rows, feature, width), root_weight);
 #pragma unroll
     for (int pair = 0; pair < kOutputs / 16; ++pair) {
@@ -276,7 +307,7 @@ __global__ void __launch_bounds__(kThreads) aggregate_linear_kernel(const Aggreg
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         if (row + 8 * h >= num_rows || n >= out_width) continue;
-        *reinterpret_cast<float4*>(args.out + (row + 8 * h) * out_width + n) =
+        *reinterpret_cast<float4*>(out + (row + 8 * h) * args.out_width + n) =
             float4{total[2 * pair][2 * h], total[2 * pair][2 * h + 1], total[2 * pair + 1][2 * h],
                    total[2 * pair + 1][2 * h + 1]};
       }
@@ -285,7 +316,7 @@ __global__ void __launch_bounds__(kThreads) aggregate_linear_kernel(const Aggreg
 }
 
 template <int kGroups, int kOutputs, int kTerms>
-cudaError_t launch(const AggregateLinearArgs& args, cudaStream_t stream) {
+cudaError_t launch(const AggregateLinearArgs& args, const Tile& part, cudaStream_t stream) {
   const auto kernel = aggregate_linear_kernel<kGroups, kOutputs, kTerms>;
   constexpr int kBytes = 2 * Weight<kGroups, kOutputs, kTerms>::kBytes;
   int device = 0, processors = 0;
@@ -299,24 +330,40 @@ cudaError_t launch(const AggregateLinearArgs& args, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   // A multiprocessor has registers for one block.
   const unsigned blocks = ceil_div(args.a.num_rows, kTileRows * kWarpgroups);
-  kernel<<<std::min(blocks, static_cast<unsigned>(processors)), kThreads, kBytes, stream>>>(args);
+  kernel<<<std::min(blocks, static_cast<unsigned>(processors)), kThreads, kBytes, stream>>>(args, part);
   return cudaGetLastError();
 }
 
 template <int kTerms>
-cudaError_t launch_shape(const AggregateLinearArgs& args, cudaStream_t stream) {
-  if (args.width > 128 || args.out_width > 128) return cudaErrorInvalidValue;
-  if (args.width <= 64) {
-    return args.out_width <= 64 ? launch<4, 64, kTerms>(args, stream) : launch<4, 128, kTerms>(args, stream);
+cudaError_t launch_shape(const AggregateLinearArgs& args, const Tile& part, cudaStream_t stream) {
+  if (part.width <= 64) {
+    return part.out_width <= 64 ? launch<4, 64, kTerms>(args, part, stream)
+                                : launch<4, 128, kTerms>(args, part, stream);
   }
-  return args.out_width <= 64 ? launch<8, 64, kTerms>(args, stream) : launch<8, 128, kTerms>(args, stream);
+  return part.out_width <= 64 ? launch<8, 64, kTerms>(args, part, stream)
+                              : launch<8, 128, kTerms>(args, part, stream);
 }
 
 }  // namespace
 
 int aggregate_linear(const AggregateLinearArgs& args, void* stream) {
   const auto queue = static_cast<cudaStream_t>(stream);
-  return args.num_terms > 2 ? launch_shape<3>(args, queue) : launch_shape<2>(args, queue);
+  const int width = static_cast<int>(args.width), out_width = static_cast<int>(args.out_width);
+  if (out_width > kMostWidth && args.sums == nullptr) return cudaErrorInvalidValue;
+  for (int output = 0; output < out_width; output += kMostWidth) {
+    for (int feature = 0; feature < width; feature += kMostWidth) {
+      const Tile part{feature,
+                      output,
+                      std::min(width - feature, kMostWidth),
+                      std::min(out_width - output, kMostWidth),
+                      args.sums_given || output > 0,
+                      feature > 0};
+      const cudaError_t error =
+          args.num_terms > 2 ? launch_shape<3>(args, part, queue) : launch_shape<2>(args, part, queue);
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return cudaSuccess;
 }
 
 }  // namespace fastsparse::cuda

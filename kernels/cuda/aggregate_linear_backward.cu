@@ -20,7 +20,7 @@ namespace fastsparse::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kTile = 128;          // gradients in each direction, the greatest width
+constexpr int kTile = 128;          // gradients in each direction
 constexpr int kRows = 64;           // of a stage
 constexpr int kGroup = 16;          // rows of a product
 constexpr int kStride = kTile + 4;  // of dY's rows: rows 2 t of a group share no bank
@@ -98,22 +98,26 @@ __device__ __forceinline__ void multiply(float (&sum)[kTile / 8][4], const Stage
   wgmma_commit();
 }
 
-// Grid: slabs, factors.
+// Grid: slabs; tiles of both gradients, those of W and W_r by turns.
 template <int kTerms>
 __global__ void __launch_bounds__(kThreads)
     aggregate_linear_backward_kernel(const AggregateLinearBackwardArgs args) {
   extern __shared__ __align__(kAtomBytes) char shared[];
   auto* const stages = reinterpret_cast<Stage<kTerms>*>(shared);
-  const bool is_root = blockIdx.y == 1;
-  const int width = static_cast<int>(args.width), out_width = static_cast<int>(args.out_width);
+  const bool is_root = blockIdx.y % 2 == 1;
+  const int across = static_cast<int>((args.width + kTile - 1) / kTile);  // tiles
+  const int nth = static_cast<int>(blockIdx.y) / 2;
+  const int first_feature = nth % across * kTile, first_output = nth / across * kTile;
+  const int width = min(static_cast<int>(args.width) - first_feature, kTile);
+  const int out_width = min(static_cast<int>(args.out_width) - first_output, kTile);
 
   // Slabs are whole stages, but for the last row's, and differ by one at most.
   const std::int64_t all = (args.num_rows + kRows - 1) / kRows;
   const std::int64_t begin = all * blockIdx.x / args.num_slabs * kRows;
   const std::int64_t end = min(all * (blockIdx.x + 1) / args.num_slabs * kRows, args.num_rows);
   const int rows = static_cast<int>(end - begin), count = (rows + kRows - 1) / kRows;
-  const Pieces grads(args.grad, out_width, begin, rows, out_width);
-  const Pieces features(is_root ? static_cast<const float*>(args.x.data) : args.sums,
+  const Pieces grads(args.grad + first_output, args.out_width, begin, rows, out_width);
+  const Pieces features((is_root ? static_cast<const float*>(args.x.data) : args.sums) + first_feature,
                         is_root ? args.x.stride : args.width, begin, rows, width);
 
   // A stage's dY is copied and its features are read, into registers; then those become terms.
@@ -150,7 +154,7 @@ __global__ void __launch_bounds__(kThreads)
   };
 
   const int warp = threadIdx.x / kWarp, output = warp * 16;
-  const bool sums_bias = args.bias != nullptr && !is_root;
+  const bool sums_bias = args.bias != nullptr && !is_root && first_feature == 0;
   float total[kTile / 8][4] = {}, bias = 0;
   if (count > 0) {
     start(0);
@@ -179,7 +183,9 @@ __global__ void __launch_bounds__(kThreads)
 
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   float* const out =
-      args.weights + (2 * static_cast<std::int64_t>(blockIdx.x) + (is_root ? 1 : 0)) * out_width * width;
+      args.weights +
+      (2 * static_cast<std::int64_t>(blockIdx.x) + (is_root ? 1 : 0)) * args.out_width * args.width +
+      first_output * args.width + first_feature;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int n = output + 2 * g + half;
@@ -187,7 +193,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int tile = 0; tile < kTile / 8; ++tile) {
       const int k = tile * 8 + 2 * t;
       if (n >= out_width || k >= width) continue;
-      *reinterpret_cast<float2*>(out + static_cast<std::int64_t>(n) * width + k) =
+      *reinterpret_cast<float2*>(out + n * args.width + k) =
           float2{total[tile][2 * half], total[tile][2 * half + 1]};
     }
   }
@@ -201,17 +207,17 @@ __global__ void __launch_bounds__(kThreads)
   float sum = 0;
 #pragma unroll
   for (int part = 0; part < kBiasRows; ++part) sum += parts[part * kTile + threadIdx.x];
-  args.bias[static_cast<std::int64_t>(blockIdx.x) * out_width + n] = sum;
+  args.bias[blockIdx.x * args.out_width + first_output + n] = sum;
 }
 
 template <int kTerms>
 cudaError_t launch(const AggregateLinearBackwardArgs& args, cudaStream_t stream) {
-  if (args.width > kTile || args.out_width > kTile) return cudaErrorInvalidValue;
   const auto kernel = aggregate_linear_backward_kernel<kTerms>;
   constexpr int kBytes = 2 * static_cast<int>(sizeof(Stage<kTerms>));
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  kernel<<<dim3(static_cast<unsigned>(args.num_slabs), 2), kThreads, kBytes, stream>>>(args);
+  const unsigned tiles = ceil_div(args.width, kTile) * ceil_div(args.out_width, kTile);
+  kernel<<<dim3(static_cast<unsigned>(args.num_slabs), 2 * tiles), kThreads, kBytes, stream>>>(args);
   return cudaGetLastError();
 }
 

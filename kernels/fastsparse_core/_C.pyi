@@ -1130,6 +1130,18 @@ def place_batch(
     device: int,
     queue: int,
 ) -> None: ...
+def gather_rows_of_host(
+    table: int,
+    index: int,
+    staging: int,
+    out: int,
+    num_rows: int,
+    row_bytes: int,
+    threads: int,
+    piece: int,
+    device: int,
+    queue: int,
+) -> None: ...
 def gather_rows(
     table: int, index: int, out: int, num_rows: int, row_bytes: int, device: int, queue: int
 ) -> None: ...

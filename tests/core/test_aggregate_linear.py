@@ -554,7 +554,7 @@ def test_weights_that_were_cast_may_be_written(device):
 
 FORWARD, BACKWARD = "aggregate_linear", "aggregate_linear_backward"
 #: Widths on both sides of the kernels' groups of 16, panels of 64 and tiles of 128.
-SERVED_WIDTHS = (4, 8, 20, 64, 68, 100, 128)
+SERVED_WIDTHS = (4, 8, 20, 64, 68, 100, 128, 132, 200, 256)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -638,7 +638,15 @@ def on_a_gpu(*cases: Any) -> list[Any]:
 
 @pytest.mark.parametrize("num_dst", [1, 129, 1000, *on_a_gpu(15, 64, 300)])
 @pytest.mark.parametrize(
-    "widths", [(20, 64), (68, 128), (128, 4), *on_a_gpu((4, 8), (8, 4), (64, 68), (100, 100), (128, 128))]
+    "widths",
+    [
+        (20, 64),
+        (68, 128),
+        (128, 4),
+        (256, 48),
+        (132, 196),
+        *on_a_gpu((4, 8), (8, 4), (64, 68), (100, 100), (128, 128), (100, 256), (256, 256)),
+    ],
 )
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 @pytest.mark.parametrize("gathers", [True, False])
@@ -661,11 +669,14 @@ def test_one_kernel_is_as_accurate_as_float32(
 @pytest.mark.parametrize("keeps_sums", [True, False])
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("num_dst", [1, 17, 200, 9000])  # of the last there are more stages than slabs
-def test_launches(hopper, poisoned_memory, gathers, keeps_sums, scaled, num_dst):
+@pytest.mark.parametrize(("width", "out_width"), [(68, 20), (68, 256), (196, 20), (200, 132)])
+def test_launches(hopper, poisoned_memory, gathers, keeps_sums, scaled, num_dst, width, out_width):
     if hopper.device == "cpu" and num_dst > 1000:
         pytest.skip("half a minute for what stands for the kernels on the CPU")
     adj = block(hopper.device, num_dst, num_dst + 50, 3)
-    x, weight, bias, root_weight = (leaf.detach() for leaf in drawn(adj.num_src, 68, 20, hopper.device))
+    x, weight, bias, root_weight = (
+        leaf.detach() for leaf in drawn(adj.num_src, width, out_width, hopper.device)
+    )
     scale = adj.inv_degree() if scaled else None
     algorithm = "auto" if gathers else "csr"
     assert gathers_neighbours(adj, algorithm) == gathers
@@ -680,7 +691,7 @@ def test_launches(hopper, poisoned_memory, gathers, keeps_sums, scaled, num_dst)
     if sums is None:
         return
     assert relative_error(sums, exact) <= TOLERANCE[torch.float32]
-    grad = features(num_dst, 20, torch.float32, "contiguous", hopper.device, seed=7)
+    grad = features(num_dst, out_width, torch.float32, "contiguous", hopper.device, seed=7)
     for needs_bias in (True, False):
         found = gradients_of_parameters(grad, sums, own, needs_bias)
         wanted = (sums, None, own)
@@ -1047,8 +1058,9 @@ def test_who_has_products_of_warpgroups(monkeypatch, archs, capability, has):
         ({"width": 100}, True),
         ({"width": 102}, False),
         ({"out_width": 47}, False),
-        ({"width": 132}, False),
-        ({"out_width": 132}, False),
+        ({"width": 256, "out_width": 256}, True),
+        ({"width": 260}, False),
+        ({"out_width": 260}, False),
         ({"width": 0}, False),
         ({"out_width": 0}, False),
     ],

@@ -106,6 +106,28 @@ def test_other_tensors_are_copied(device):
     assert [type(held).__name__ for held in found.records[0].held] == ["Constant", "Held"]
 
 
+def test_a_call_of_the_same_objects_sees_what_changed_in_them(device):
+    def change(task, nth):
+        if nth == CALLS - 8:
+            task.x += 1  # read where it is
+        if nth == CALLS - 6:
+            task.x.data = task.x * 2
+        if nth == CALLS - 4:
+            task.y = task.y.flip(0)
+
+    check(device, change)
+    task = Task(device)
+    capture(task.model)
+    for _ in range(CALLS):
+        task.step(task.x, task.y)
+    kept = [item.grad.clone() for item in task.model.parameters()]
+    grads = [item.grad for item in task.model.parameters()]
+    assert all(grad.is_contiguous() for grad in grads)
+    task.step(task.x, task.y)
+    for grad, before in zip(grads, kept, strict=True):
+        assert torch.equal(grad, before)  # the next replay has other memory for them
+
+
 def test_masks_that_are_written_are_read_again(device):
     def change(task, nth):
         if nth == machinery.CALLS + 4:

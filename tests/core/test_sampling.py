@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -13,7 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastsparse_core import _C, Adjacency
-from fastsparse_core.sampling import Edges, FeatureTable, NeighborSampler, Sample, draw, features, prefetched
+from fastsparse_core.sampling import (
+    Edges,
+    FeatureTable,
+    NeighborSampler,
+    Sample,
+    draw,
+    features,
+    host_rows,
+    prefetched,
+)
 
 LAYOUTS = {
     "plain": {},
@@ -504,6 +514,59 @@ def test_features_in_host_memory(shape, dtype, monkeypatch):
     rows = FeatureTable(table, torch.device("cuda", 0))[index.cuda()]
     assert rows.is_cuda
     assert torch.equal(rows.cpu(), table[index.cpu()])
+
+
+@pytest.mark.parametrize(
+    "shape", [(50, 8), (50, 7), (50,), (50, 2, 3), (50, 100), (50, 3000), (0, 4), (50, 0)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8])
+def test_rows_gathered_by_threads(shape, dtype):
+    table = torch.randint(100, shape).to(dtype)
+    row_bytes = table[0].nbytes if shape[0] else 0
+    for count, threads, piece in ((0, 1, 4), (1, 2, 4), (33, 3, 4), (400, 2, 1000)):
+        index = torch.randint(shape[0], (count,)) if shape[0] else torch.empty(0, dtype=torch.int64)
+        out = table.new_full((index.numel(), *shape[1:]), 101)
+        addresses = (table.data_ptr(), index.data_ptr(), 0, out.data_ptr())
+        _C.gather_rows_of_host(*addresses, index.numel(), row_bytes, threads, piece, -1, 0)
+        assert torch.equal(out, table[index])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_pinned", [False, True])
+@pytest.mark.parametrize("width", [128, 100, 3])
+def test_features_that_the_host_gathers(width, is_pinned, monkeypatch):
+    monkeypatch.setattr(features, "_SHARE_OF_FREE", -1.0)
+    monkeypatch.setattr(features, "_ENOUGH", 0.0)
+    monkeypatch.setattr(features, "_rate_on_cuda", lambda *_: 0.0)
+    monkeypatch.setattr(host_rows, "_PIECE", 2**12)
+    monkeypatch.setattr(features, "gather_on_cuda", None)
+    table = torch.randn(70_000, width).half()
+    table = table.pin_memory() if is_pinned else table
+    rows = FeatureTable(table, torch.device("cuda", 0))
+    for count in (20_000, 1, 0, 50_000, 3):
+        index = torch.randint(70_000, (count,), device="cuda")
+        assert torch.equal(rows[index].cpu(), table[index.cpu()])
+    table[3:] += 1
+    assert torch.equal(rows[index].cpu(), table[index.cpu()])
+
+    # Beside a step that is longer, and one that is shorter; batches that nobody takes.
+    items = [torch.randint(70_000, (30_000,), device="cuda") for _ in range(6)]
+    for cycles in (0, 20_000_000):
+        for most in (6, 2):
+            batches = prefetched(
+                items,
+                lambda item: item,
+                lambda item: (item, rows[item]),
+                torch.cuda.Stream(),
+                reads_rows=False,
+            )
+            sums = []
+            for item, found in itertools.islice(batches, most):
+                torch.cuda._sleep(cycles)
+                sums.append((found.double().sum(), item))
+                del found
+            for total, item in sums:
+                assert torch.equal(total.cpu(), table[item.cpu()].double().sum())
 
 
 def test_prefetched_keeps_order(device):

@@ -267,6 +267,27 @@ def test_whole_graphs(device, conv):
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5 if device == "cpu" else 1e-3, atol=1e-6)
 
 
+def test_a_captured_model_sees_what_changed_in_a_graph(device):
+    data = whole_graph(device)
+    nets = [Net("sage").to(device).eval() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    for net in nets:
+        net.forward = net.nodes
+    capture(nets[1])
+    changes = {
+        30: lambda: data.x.add_(1),
+        32: lambda: setattr(data, "x", data.x * 2),
+        50: lambda: setattr(data, "edge_index", data.edge_index.flip(1)),
+        70: lambda: setattr(data, "more", torch.ones(300, device=device)),
+        90: lambda: setattr(data, "kind", "other"),
+    }
+    for nth in range(100):
+        changes.get(nth, lambda: None)()
+        expected, found = (net(data) for net in nets)
+        torch.testing.assert_close(found, expected, rtol=1e-5 if device == "cpu" else 1e-3, atol=1e-5)
+    assert nets[1].forward.is_recorded, [form.refusal for form in nets[1].forward.forms]
+
+
 @pytest.mark.parametrize("trims", [False, True])
 @pytest.mark.parametrize("conv", ["sage", "gcn", "gat", "gatv2", "transformer", "pyg-gin"])
 def test_sampled_neighbours(device, conv, trims):

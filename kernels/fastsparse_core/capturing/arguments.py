@@ -37,6 +37,10 @@ class Argument:
         """The object with other tensors in the place of its own."""
         return self.value
 
+    def is_as_given(self) -> bool:
+        """Whether the object is known to be as it was when it was given, as tensors and graphs can tell."""
+        return False
+
     def hold(self, room: Room | None) -> Held:
         """Memory for arguments like this one.
 
@@ -83,11 +87,13 @@ class Constant(Held):
         self.tensors = like.tensors
         self.rows, self.greatest, self.sorted = [], {}, set()
         self._versions = _versions(like.tensors)
+        self._marks = [mark_of(tensor) for tensor in like.tensors]
 
     def is_as_recorded(self, argument: Argument) -> bool:
-        """Whether its tensors are those of the record, and indices and masks hold what they held."""
+        """Whether its tensors are those of the record, where they were, indices and masks as they were."""
         return (
             all(x is y for x, y in zip(self.tensors, argument.tensors, strict=True))
+            and [mark_of(tensor) for tensor in self.tensors] == self._marks
             and _versions(self.tensors) == self._versions
         )
 
@@ -98,9 +104,20 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
     ]
 
 
+class _FixedArgument(Argument):
+    """A number, or an object that is told by its identity."""
+
+    def is_as_given(self) -> bool:
+        return True
+
+
 class _TensorArgument(Argument):
     def __init__(self, value: Tensor) -> None:
         super().__init__(value, ("tensor", *tensor_key(value)), [value])
+        self._mark = mark_of(value)
+
+    def is_as_given(self) -> bool:
+        return mark_of(self.value) == self._mark
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
         return tensors[0]
@@ -134,6 +151,12 @@ def tensor_key(tensor: Tensor) -> tuple[Hashable, ...]:
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout
 
 
+def mark_of(tensor: Tensor) -> tuple[Hashable, ...]:
+    """What differs where a tensor got other memory (``x.data = y``), or something of its key changed."""
+    address = tensor.data_ptr() if tensor.layout is torch.strided else 0
+    return address, tensor.shape, tensor.dtype, tensor.requires_grad
+
+
 def register(kind: type, make: Callable[[Any], Argument | None]) -> None:
     """Says how objects of a type become arguments; None: as objects of its base do."""
     _makers.insert(0, (kind, make))
@@ -144,7 +167,7 @@ def argument_of(value: Any) -> Argument:
     if type(value) in (Tensor, torch.nn.Parameter):
         return _TensorArgument(value)
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
-        return Argument(value, (type(value), value))
+        return _FixedArgument(value, (type(value), value))
     for kind, make in _makers:
         if isinstance(value, kind):
             argument = make(value)
@@ -154,7 +177,7 @@ def argument_of(value: Any) -> Argument:
         return _TensorArgument(value)
     if isinstance(value, (list, tuple, dict)):
         return _Container(value)
-    return Argument(value, (type(value), same(value)))
+    return _FixedArgument(value, (type(value), same(value)))
 
 
 def same(value: object) -> Hashable:

@@ -64,12 +64,14 @@ class Captured:
         self._gradients = GradientBuffers()
         self._graphs = graphs.CudaGraphs()
         self._changes = 0
+        self._last: Call | None = None  # of a record that reads its arguments in place
 
     def reset(self) -> None:
         """Forgets all records: as if the step had not been called."""
         self._forget()
         self.observed = Observed()
         self._forms.clear()
+        self._last = None
 
     @property
     def records(self) -> list[Record]:
@@ -91,7 +93,8 @@ class Captured:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step, or replays it."""
         try:
-            call = Call(args, kwargs)
+            last = self._last
+            call = last if last is not None and last.is_repeated(args, kwargs) else Call(args, kwargs)
             form = self._form(call)
         except (Refused, TypeError) as refusal:
             self._say(str(refusal))
@@ -109,6 +112,7 @@ class Captured:
         if chosen is not None:
             changed = chosen.changed(call)
             if not changed:
+                self._last = call if chosen.is_constant else None
                 return self._use(form, chosen, call)
             for nth in changed:
                 form.varies[nth] = True
@@ -335,6 +339,7 @@ class Captured:
     def _refuse(self, form: Form, call: Call, error: Exception) -> Any:
         """Runs a call as it is, as all later ones of its form."""
         form.records.clear()
+        self._last = None
         form.refusal = _reason(error)
         self._say(form.refusal)
         if not self.records:
@@ -342,6 +347,7 @@ class Captured:
         return self._as_it_is(call)
 
     def _forget(self) -> None:
+        self._last = None
         for form in self._forms.values():
             form.records.clear()
         for item in self._optimizers:

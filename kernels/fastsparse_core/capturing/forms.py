@@ -36,17 +36,28 @@ class Call:
         if len(padded) > 1:
             raise Refused("it takes several batches")
         self.sizes: Sizes | None = padded[0] if padded else None
-
-    @property
-    def key(self) -> Hashable:
-        """What is the same for all calls of one form."""
-        return (self.names, *(argument.key for argument in self.arguments))
-
-    @property
-    def device(self) -> torch.device | None:
-        """Of the tensors: the GPU if some are there."""
+        #: What is the same for all calls of one form.
+        self.key: Hashable = (self.names, *(argument.key for argument in self.arguments))
         devices = [tensor.device for argument in self.arguments for tensor in argument.tensors]
-        return next((device for device in devices if device.type == "cuda"), devices[0] if devices else None)
+        #: Of the tensors: the GPU if some are there.
+        self.device: torch.device | None = next(
+            (device for device in devices if device.type == "cuda"), devices[0] if devices else None
+        )
+
+    def is_repeated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call with these arguments is this one: the same objects, as they were."""
+        if len(args) != len(self.args) or kwargs.keys() != self.kwargs.keys():
+            return False
+        for item, known in zip(args, self.args, strict=True):
+            if item is not known:
+                return False
+        for name, known in self.kwargs.items():
+            if kwargs[name] is not known:
+                return False
+        # Arguments of other names in another order are in another order here too.
+        return (not kwargs or tuple(kwargs) == self.names) and all(
+            argument.is_as_given() for argument in self.arguments
+        )
 
 
 class Form:
@@ -108,6 +119,8 @@ class Record:
             for argument, changes in zip(call.arguments, varies, strict=True)
         ]
         self._names = call.names
+        #: Whether calls of the same objects write nothing.
+        self.is_constant = all(isinstance(held, Constant) for held in self.held)
         self.prepared = 0
         self.difference = 0.0
         self.execution: recorded.StepRun | None = None

@@ -12,6 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from fastsparse_core.capturing.captured import Captured
 from fastsparse_core.capturing.forms import Record
+from fastsparse_core.ops._eager import direct
 
 _M = TypeVar("_M", bound=torch.nn.Module)
 
@@ -76,7 +77,7 @@ class CapturedModel(Captured):
         inputs = given + self.observed.parameters
         incoming = [torch.zeros_like(item) for item in outputs]
         backward, gradients = self._graphs.record(
-            lambda: torch.autograd.grad(outputs, inputs, incoming, allow_unused=True)
+            lambda: _Gradients(torch.autograd.grad(outputs, inputs, incoming, allow_unused=True))
         )
         chosen.execution = None  # until now, for the backward pass reads structures
         passes = _Passes(launch, backward, outputs, incoming, gradients)
@@ -98,7 +99,8 @@ def _replay_of(
     others = [None if is_output else item for item, is_output in zip(flat, are_outputs, strict=True)]
 
     def replay() -> Any:
-        outputs = iter(_Replay.apply(passes, *inputs))
+        apply = _Replay.apply if torch._C._are_functorch_transforms_active() else _apply
+        outputs = iter(apply(passes, *inputs))
         items = [
             next(outputs) if is_output else _copy(item)
             for item, is_output in zip(others, are_outputs, strict=True)
@@ -112,6 +114,42 @@ def _copy(item: Any) -> Any:
     return item.detach().clone() if isinstance(item, Tensor) else item
 
 
+class _Gradients:
+    """The gradients of a record, those of each dtype one behind the other: a copy of all is one launch.
+
+    Args:
+        gradients: as they were computed, in the recording.
+    """
+
+    def __init__(self, gradients: Sequence[Tensor | None]) -> None:
+        self._number = len(gradients)
+        self._alone: list[tuple[int, Tensor]] = []
+        of_dtypes: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+        for nth, item in enumerate(gradients):
+            if item is not None:
+                is_joined = item.layout is torch.strided and item.numel()
+                (of_dtypes.setdefault(item.dtype, []) if is_joined else self._alone).append((nth, item))
+        #: Joined gradients, tensors of their shapes, and whose they are.
+        self._joined: list[tuple[Tensor, list[Tensor], list[int]]] = []
+        for pairs in of_dtypes.values():
+            # Those of whole 16 bytes come first, so that kernels can read as many as possible in such pieces.
+            pairs.sort(key=lambda pair: pair[1].nbytes % 16 != 0)
+            flat = torch.cat([item.reshape(-1) for _, item in pairs])
+            shapes = [torch.empty(()).expand(item.shape) for _, item in pairs]  # one number of the host each
+            self._joined.append((flat, shapes, [nth for nth, _ in pairs]))
+
+    def copies(self) -> list[Tensor | None]:
+        """Of all that a replay has written, which the next one overwrites."""
+        found: list[Tensor | None] = [None] * self._number
+        for nth, item in self._alone:
+            found[nth] = item.clone()
+        for flat, shapes, places in self._joined:
+            parts = torch._C._nn.unflatten_dense_tensors(flat.clone(), shapes)
+            for nth, part in zip(places, parts, strict=True):
+                found[nth] = part
+        return found
+
+
 class _Passes:
     """The two graphs of a record and what they read and write."""
 
@@ -121,12 +159,12 @@ class _Passes:
         backward: Callable[[], None],
         outputs: Sequence[Tensor],
         incoming: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
+        gradients: _Gradients,
     ) -> None:
         self.forward, self.backward = forward, backward
         self.outputs = [item.detach() for item in outputs]
         self.incoming = list(incoming)
-        self.gradients = list(gradients)
+        self.gradients = gradients
         self.calls = 0
 
 
@@ -151,4 +189,7 @@ class _Replay(torch.autograd.Function):
             held.copy_(item)
         passes.backward()
         # Copies, for autograd may take the very tensors as gradients, and the next replay writes there.
-        return (None, *(None if item is None else item.clone() for item in passes.gradients))
+        return (None, *passes.gradients.copies())
+
+
+_apply = direct(_Replay)

@@ -47,7 +47,7 @@ class Observed:
     @property
     def modules(self) -> list[torch.nn.Module]:
         """Those that were called and live on; some are made for one call."""
-        return [module for module in [reference() for reference in self._modules] if module is not None]
+        return [module for reference in self._modules if (module := reference()) is not None]
 
     @property
     def parameters(self) -> list[Tensor]:

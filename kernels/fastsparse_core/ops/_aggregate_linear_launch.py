@@ -13,7 +13,10 @@ from fastsparse_core.ops._facts import facts_of
 from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Rows of a slab at least, and slabs at most: each is two blocks of threads, which fill an H200 together.
+#: Features or outputs that a block has.
+_TILE = 128
+#: Rows of a slab at least, and slabs at most: each is two blocks of threads for every tile of a weight, which
+#: fill an H200 together.
 _SLAB_ROWS = 128
 _MOST_SLABS = 66
 #: Terms of bfloat16 that hold all digits of a float32 number; two where PyTorch may use fewer digits.
@@ -93,7 +96,7 @@ def aggregate_and_transform(
     sums = None
     if not gathers:
         sums = launch_spmm(adj, x, None, scale_dst, None, None, algorithm)
-    elif keeps_sums:
+    elif keeps_sums or out_width > _TILE:
         sums = x.new_empty(adj.num_dst, width)
     _C.aggregate_linear(
         structure,
@@ -138,7 +141,8 @@ def gradients_of_parameters(
     grad_weight, grad_root = grad.new_empty(out_width, width), grad.new_empty(out_width, width)
     grad_bias = grad.new_empty(out_width) if needs_bias else None
     # The slabs' gradients of both weights, and behind them those of the bias.
-    num_slabs = min(-(-num_rows // _SLAB_ROWS), _MOST_SLABS)
+    tiles = -(-width // _TILE) * -(-out_width // _TILE)
+    num_slabs = min(-(-num_rows // _SLAB_ROWS), _MOST_SLABS // tiles)
     of_weights = num_slabs * 2 * out_width * width
     room = grad.new_empty(of_weights + num_slabs * out_width if needs_bias else of_weights)
     parts, index = room.data_ptr(), device_index(grad.device)

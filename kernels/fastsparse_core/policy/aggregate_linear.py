@@ -7,8 +7,8 @@ import torch
 from fastsparse_core.gpu import GpuProfile
 from fastsparse_core.policy.facts import Facts
 
-#: Widths up to which the terms of both weights fit into shared memory.
-_MOST_WIDTH = 128
+#: Widths up to which it is taken: two tiles each way, whose launches read features and sums anew.
+_MOST_WIDTH = 256
 
 
 def transforms_on_tensor_cores(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,14 +14,19 @@ from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.locks import ForkSafeLock
 from fastsparse_core.log import info_once
+from fastsparse_core.sampling.host_rows import HostRows, measured_rate
 
 _logger = logging.getLogger("fastsparse_core")
 
 #: Share of the GPU's free memory that a table may take; a larger one stays with the host.
 _SHARE_OF_FREE = 0.5
+#: Bytes per second from which the host's threads gather a table that is not page-locked: a copy that is would
+#: take as much memory again, and on some machines the GPU reads rows at a third of that.
+_ENOUGH = 2e10
 
-#: table -> device -> (stamp of its content, the copy that batches are read from)
+#: table -> device -> (stamp of its content, what gives rows of it)
 _copies: Any = WeakIdKeyDictionary()
+_host_rows: dict[torch.device, HostRows] = {}
 _lock = ForkSafeLock()
 
 
@@ -28,9 +34,10 @@ class FeatureTable:
     """A tensor with a row per node or edge, from which batches take rows.
 
     A table on the CPU whose batches are wanted on a GPU is copied there once, if it takes no more than half
-    of the free memory. A larger one is copied to page-locked memory of the host (a table that is page-locked
-    already is taken as it is), which the GPU reads over PCIe. All tables of one tensor share the copy, which
-    lives as long as the tensor; it is made anew when the tensor was written to through PyTorch.
+    of the free memory. Rows of a larger one are gathered by the host's threads and sent, or read by the GPU
+    over PCIe from page-locked memory, of a copy where the table is not page-locked: what is faster, tried
+    once. All tables of one tensor share the copy, which lives as long as the tensor; it is made anew when the
+    tensor was written to through PyTorch.
 
     Args:
         table: (N, ...).
@@ -50,7 +57,7 @@ class FeatureTable:
         """The rows ``index``, int64 on the device."""
         table = self._table
         if table.device != self._device:
-            table = _placed(table, self._device)
+            return _placed(table, self._device)(index)
         if self._device.type == "cpu" or table.requires_grad or not table.is_contiguous():
             return table.index_select(0, index)
         return gather_on_cuda(table, index)
@@ -71,21 +78,22 @@ def gather_on_cuda(table: Tensor, index: Tensor) -> Tensor:
     return out
 
 
-def _placed(table: Tensor, device: torch.device) -> Tensor:
-    """The copy of a table that a device reads."""
+def _placed(table: Tensor, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """What gives rows of a table on the CPU to a device."""
     stamp = (table._version, table.data_ptr(), table.shape, table.dtype)
     with _lock:
         by_device = _copies.setdefault(table, {})
         entry = by_device.get(device)
         if entry is not None and entry[0] == stamp:
-            return entry[1]
+            found: Callable[[Tensor], Tensor] = entry[1]
+            return found
         by_device.pop(device, None)
-        copy = _copy(table.detach(), device)
-        by_device[device] = (stamp, copy)
-        return copy
+        made = _place(table.detach(), device)
+        by_device[device] = (stamp, made)
+        return made
 
 
-def _copy(table: Tensor, device: torch.device) -> Tensor:
+def _place(table: Tensor, device: torch.device) -> Callable[[Tensor], Tensor]:
     free, _ = torch.cuda.mem_get_info(device)
     size = f"a table of {table.nbytes / 2**30:.2f} GiB"
     with torch.inference_mode(False):
@@ -93,6 +101,20 @@ def _copy(table: Tensor, device: torch.device) -> Tensor:
             info_once(_logger, f"{size} is copied to {device}, and batches are gathered there")
             copy = table.to(device).contiguous()
             torch.cuda.current_stream(device).synchronize()
-            return copy
+            return lambda index: gather_on_cuda(copy, index)
+        table = table.contiguous()
+        if table.numel():
+            by_host = _host_rows.get(device) or HostRows(device)
+            _host_rows[device] = by_host
+            rate = by_host.rate(table)
+            if rate >= (_rate_on_cuda(table, device) if table.is_pinned() else _ENOUGH):
+                info_once(_logger, f"{size} stays in the host's memory, and its threads gather for {device}")
+                return lambda index: by_host.take(table, index)
         info_once(_logger, f"{size} stays in page-locked memory of the host, which {device} reads over PCIe")
-        return table.contiguous() if table.is_pinned() else table.contiguous().pin_memory()
+        locked = table if table.is_pinned() else table.pin_memory()
+        return lambda index: gather_on_cuda(locked, index)
+
+
+def _rate_on_cuda(table: Tensor, device: torch.device) -> float:
+    """Bytes per second that a GPU reads of random rows of page-locked memory."""
+    return measured_rate(lambda index: gather_on_cuda(table, index), table, device)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
+
+from fastsparse_core.sampling.host_rows import Gather, deferred
 
 _Item = TypeVar("_Item")
 _Started = TypeVar("_Started")
@@ -17,6 +20,8 @@ def prefetched(
     start: Callable[[_Item], _Started],
     finish: Callable[[_Started], _Batch],
     stream: torch.cuda.Stream | None,
+    *,
+    reads_rows: bool = True,
 ) -> Iterator[_Batch]:
     """Batches of items: on a GPU two ahead, on a stream of their own.
 
@@ -32,6 +37,8 @@ def prefetched(
         start: begins to draw a batch; must not wait for the device.
         finish: completes it.
         stream: where both run; None: where the caller is, one batch at a time.
+        reads_rows: whether ``finish`` does anything with the rows of a `FeatureTable` but hand them on. If
+            not, the host's threads gather them beside the step too.
     """
     if stream is None:
         for item in items:
@@ -40,7 +47,7 @@ def prefetched(
     device = stream.device
     remaining = iter(items)
     started: list[_Started] = []
-    ready: tuple[_Batch, torch.cuda.Event] | None = None
+    ready: tuple[_Batch, torch.cuda.Event, list[Gather]] | None = None
     is_first = True
     while is_first or started or ready is not None:
         caller = torch.cuda.current_stream(device)
@@ -50,14 +57,17 @@ def prefetched(
             if is_first:
                 started = [start(item) for item in _some(remaining)]
             if started:
-                batch = finish(started.pop())
+                with nullcontext(list[Gather]()) if reads_rows else deferred() as gathers:
+                    batch = finish(started.pop())
                 event = torch.cuda.Event()
                 event.record(stream)
-                upcoming = (batch, event)
+                upcoming = (batch, event, gathers)
                 started = [start(item) for item in _some(remaining)]
         is_first = False
         if ready is not None:
             caller.wait_event(ready[1])
+            for gather in ready[2]:
+                gather.wait()
             batch, ready = ready[0], upcoming
             del upcoming
             yield batch

@@ -18,6 +18,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <functional>
 
 #include "fastsparse/views.h"
 
@@ -271,6 +272,10 @@ namespace cpu {
 void sample_neighbors(const SampleArgs& args, int threads);
 void emit_edges(const EmitEdgesArgs& args, int threads);
 void emit_rows(const EmitRowsArgs& args, int threads);
+// Threads fill pieces of so many rows, and call `filled` with a piece's first row and the one behind its
+// last. Past caches: for memory that no core reads next.
+void gather_rows(const GatherRowsArgs& args, int threads, std::int64_t piece, bool past_caches,
+                 const std::function<void(std::int64_t, std::int64_t)>& filled);
 }  // namespace cpu
 
 namespace cuda {
@@ -278,6 +283,8 @@ int sample_neighbors(const SampleArgs& args, void* stream);
 int emit_edges(const EmitEdgesArgs& args, void* stream);
 int emit_rows(const EmitRowsArgs& args, void* stream);
 int gather_rows(const GatherRowsArgs& args, void* stream);
+// From page-locked memory to the device.
+int send(void* to, const void* from, std::int64_t bytes, void* stream);
 }  // namespace cuda
 
 }  // namespace fastsparse

@@ -122,8 +122,8 @@ struct SpmmTransposedArgs {
 };
 
 // out_i = W sum_i + W_r x_i + bias with sum_i = scale_dst_i * sum_j x_j, in float32 on Hopper's tensor cores;
-// the destinations are the first sources. Widths are multiples of 4, up to 128; rows of x and all pointers
-// allow 16-byte accesses. CUDA only.
+// the destinations are the first sources. Widths are multiples of 4; rows of x and all pointers allow
+// 16-byte accesses. CUDA only.
 struct AggregateLinearArgs {
   CsrView a;
   bool sums_given;         // then `a` says the number of rows alone
@@ -132,7 +132,7 @@ struct AggregateLinearArgs {
   const float* weight;     // (out_width, width) contiguous
   const float* root_weight;
   const float* bias;  // (out_width), null: 0
-  float* sums;        // (num_rows, width) contiguous: out, null: not asked for; or given
+  float* sums;        // (num_rows, width) contiguous: out, null: not asked for, up to 128 outputs; or given
   float* out;         // (num_rows, out_width) contiguous
   std::int64_t width;
   std::int64_t out_width;
