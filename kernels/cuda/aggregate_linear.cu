@@ -21,7 +21,7 @@
 #include "fastsparse/wgmma.cuh"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_aggregate_linear {
 
 constexpr int kThreads = 256;
 constexpr int kWarpgroup = 128;
@@ -312,9 +312,10 @@ cudaError_t launch_shape(const AggregateLinearArgs& args, cudaStream_t stream) {
   return args.out_width <= 64 ? launch<8, 64, kTerms>(args, stream) : launch<8, 128, kTerms>(args, stream);
 }
 
-}  // namespace
+}  // namespace in_aggregate_linear
 
 int aggregate_linear(const AggregateLinearArgs& args, void* stream) {
+  using namespace in_aggregate_linear;
   const auto queue = static_cast<cudaStream_t>(stream);
   return args.num_terms > 2 ? launch_shape<3>(args, queue) : launch_shape<2>(args, queue);
 }

@@ -15,7 +15,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_attention_bsb {
 
 using namespace attention;
 
@@ -286,9 +286,10 @@ struct Launch {
   }
 };
 
-}  // namespace
+}  // namespace in_attention_bsb
 
 int attention_bsb(const AttentionBsbArgs& args, void* stream) {
+  using namespace in_attention_bsb;
   Launch launch{args, static_cast<cudaStream_t>(stream)};
   if (!with_shape(args.input, launch)) return cudaErrorInvalidValue;
   return launch.error != cudaSuccess ? launch.error : cudaGetLastError();

@@ -15,7 +15,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_attention_bsb_backward {
 
 using namespace attention;
 
@@ -325,9 +325,10 @@ struct Launch {
   }
 };
 
-}  // namespace
+}  // namespace in_attention_bsb_backward
 
 int attention_bsb_backward(const AttentionBsbBackwardArgs& args, void* stream) {
+  using namespace in_attention_bsb_backward;
   Launch launch{args, static_cast<cudaStream_t>(stream)};
   if (!with_shape(args.input, launch)) return cudaErrorInvalidValue;
   return launch.error != cudaSuccess ? launch.error : cudaGetLastError();
