@@ -43,7 +43,65 @@ OLDEST_ARCH = 80  # the kernels use warp-wide reductions that came with it
 DEFAULT_ARCHS = ("80", "86", "89", "90", "100", "120")
 #: Whose machine code may use what no later architecture has: the kernels use Hopper's wgmma.
 WITH_OWN_FEATURES = {"90"}
-CUDA_SECONDS = 9  # that one core takes for one CUDA file and one architecture, in the mean
+#: CUDA files that are compiled as one, and the CPU seconds that it takes for one architecture: nvcc takes 1.3
+#: for an empty file, and what several files instantiate alike is compiled once. So that their names do not
+#: meet, each file has its own in a namespace `in_...`. A file that stands nowhere here is compiled alone.
+CUDA_UNITS = {
+    ("attention_bsb_backward",): 48,
+    ("ssd",): 35,
+    ("attention_bsb",): 22,
+    ("aggregate_linear", "aggregate_linear_backward", "sddmm_bsb", "spmm_bsb"): 25,
+    (
+        "spmm_csr",
+        "spmm_csr_transposed",
+        "spmm_extremum",
+        "spmm_extremum_backward",
+        "spmm_hr",
+        "spmm_resident",
+        "spmm_tca",
+    ): 20,
+    ("head_outer", "sddmm_csr", "segment_reduce", "sum_of_rows"): 20,
+    (
+        "additive_attention",
+        "additive_attention_backward",
+        "attention_layer",
+        "attention_layer_parts",
+        "gatv2_attention",
+        "gatv2_attention_backward",
+    ): 19,
+    (
+        "edge_attention",
+        "edge_attention_backward",
+        "edge_messages",
+        "edge_messages_backward",
+        "edge_softmax",
+    ): 19,
+    ("multi_aggregate", "multi_aggregate_backward"): 19,
+    ("cbsr", "maxk", "ssd_backward", "ssd_slots"): 15,
+    (
+        "compress",
+        "group_rows",
+        "hybrid_rows",
+        "inspect",
+        "place_batch",
+        "row_split",
+        "sample_neighbors",
+    ): 12,
+}
+CUDA_SECONDS = 5  # of a file that stands nowhere there
+#: The same of C++ files that take longer than a second.
+CPU_SECONDS = {
+    "edge_messages": 12,
+    "binding": 9,
+    "multi_aggregate": 8,
+    "attention_blocks": 7,
+    "attention_csr_backward": 6,
+    "edge_attention": 5,
+    "segment_reduce": 4,
+    "spmm_csr": 4,
+    "attention_csr": 2,
+    "edge_softmax": 2,
+}
 HEADER_SUFFIXES = {".h", ".hpp", ".cuh"}
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
@@ -249,24 +307,28 @@ def find_cuda(env: Mapping[str, str]) -> Cuda | str:
 
 @dataclass(frozen=True)
 class Job:
-    """One source file and how to compile it.
+    """A source file and how to compile it.
 
     Attributes:
         source: The file, below `ROOT`.
+        others: More files that are compiled with it as if they stood before it.
         command: Compiler and flags, without input and output.
         include_dirs: Folders outside this repository, searched as system headers. Not their paths but
             `versions` count for the cache: pip's isolated builds put pybind11 at another place every time.
         versions: Whatever else decides what comes out: the compiler's version, pybind11's, Python's.
+        seconds: What one core takes, for one architecture.
     """
 
     source: Path
     command: list[str]
     include_dirs: list[str] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
+    others: list[Path] = field(default_factory=list)
+    seconds: float = 1
 
     def files(self) -> list[Path]:
-        """Returns the source and the headers of this repository that it includes, directly or not."""
-        found = [self.source]
+        """Returns the sources and the headers of this repository that they include, directly or not."""
+        found = [self.source, *self.others]
         for file in found:
             for name in INCLUDE.findall(file.read_text(encoding="utf-8")):
                 candidates = [(folder / name).resolve() for folder in (file.parent, KERNELS / "include")]
@@ -275,15 +337,20 @@ class Job:
                     found.append(header)
         return found
 
-    def weight(self) -> tuple[bool, int]:
-        """Returns what sorts jobs by the time that they take: CUDA last, then by the text of `files`."""
-        return self.source.suffix == ".cu", sum(file.stat().st_size for file in self.files())
-
     def expected_seconds(self) -> float:
-        """Returns roughly how long one core takes: what the files took in the mean when that was measured."""
-        if self.source.suffix != ".cu":
-            return 2.5
-        return CUDA_SECONDS * sum(flag.startswith("-gencode") for flag in self.command)
+        """Returns roughly how long one core takes. Of several architectures each costs two thirds of one."""
+        archs = sum(flag.startswith("-gencode") for flag in self.command)
+        return self.seconds * (archs + 0.5 if archs > 1 else 1.5) / 1.5
+
+    def weight(self) -> tuple[float, int]:
+        """Returns what sorts jobs by the time that they take: where that is unknown, the text of `files`."""
+        return self.expected_seconds(), sum(file.stat().st_size for file in self.files())
+
+    @property
+    def name(self) -> str:
+        """What a line about it calls it."""
+        more = f" and {len(self.others)} more" if self.others else ""
+        return f"{self.source.relative_to(ROOT)}{more}"
 
     def object_name(self) -> str:
         """Returns the name under which the object is cached: a digest of all that decides what it holds."""
@@ -307,7 +374,16 @@ class Job:
         """
         unfinished = target.with_suffix(f".{os.getpid()}.o")
         search = [flag for folder in self.include_dirs for flag in ("-isystem", folder)]
-        command = [*self.command, *search, "-c", str(self.source.relative_to(ROOT)), "-o", str(unfinished)]
+        before = [flag for file in self.others for flag in ("-include", str(file.relative_to(ROOT)))]
+        command = [
+            *self.command,
+            *search,
+            *before,
+            "-c",
+            str(self.source.relative_to(ROOT)),
+            "-o",
+            str(unfinished),
+        ]
         start = time.perf_counter()
         done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if done.returncode:
@@ -342,11 +418,27 @@ def sources(cuda: bool) -> list[Path]:
     return [*sorted(KERNELS.glob("cuda/*.cu")), *found] if cuda else found
 
 
+def units(cuda: bool) -> list[tuple[list[Path], float]]:
+    """Returns the files to compile, those as one together, and the seconds that each compilation takes."""
+    alone = {source: source.suffix for source in sources(cuda)}
+    found = []
+    for names, seconds in CUDA_UNITS.items():
+        together = [file for name in names if (file := KERNELS / "cuda" / f"{name}.cu") in alone]
+        for file in together:
+            del alone[file]
+        if together:
+            found.append((together, float(seconds)))
+    for file, suffix in alone.items():
+        seconds = CUDA_SECONDS if suffix == ".cu" else CPU_SECONDS.get(file.stem, 1)
+        found.append(([file], float(seconds)))
+    return found
+
+
 def compile_all(jobs: Sequence[Job], cache: Path, workers: int) -> list[Path]:
     """Compiles what the cache does not have yet, several files at a time, the longest first.
 
     Args:
-        jobs: The files.
+        jobs: The compilations.
         cache: Folder of the objects, named by their content.
         workers: Compilers to run at a time.
 
@@ -368,7 +460,7 @@ def compile_all(jobs: Sequence[Job], cache: Path, workers: int) -> list[Path]:
     def build(missing_one: tuple[Job, Path]) -> None:
         job, target = missing_one
         seconds = job.compile(target)
-        report(f"{next(done)}/{len(missing)} {job.source.relative_to(ROOT)} ({seconds:.0f} s)")
+        report(f"{next(done)}/{len(missing)} {job.name} ({seconds:.0f} s)")
 
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(build, missing))  # which raises what a compilation raised, and starts no more of them
@@ -399,7 +491,7 @@ def plan(cxx: Sequence[str], cuda: Cuda | None, env: Mapping[str, str]) -> list[
         env: The environment, for ``CXXFLAGS`` and nvcc's own variables.
 
     Returns:
-        One job for each source file.
+        One job for each of `units`.
     """
     import pybind11
 
@@ -413,7 +505,7 @@ def plan(cxx: Sequence[str], cuda: Cuda | None, env: Mapping[str, str]) -> list[
     cxx_version = output_of(*cxx, "--version")
 
     jobs = []
-    for source in sources(cuda is not None):
+    for (*others, source), seconds in units(cuda is not None):
         if source.suffix == ".cu":
             assert cuda is not None
             host_compiler = ["-ccbin", cxx[0]] if len(cxx) == 1 else []  # nvcc wants a bare name
@@ -422,7 +514,8 @@ def plan(cxx: Sequence[str], cuda: Cuda | None, env: Mapping[str, str]) -> list[
             command += [*cuda.gencode, "-O1"]
             command += ["-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", "-Wno-deprecated-gpu-targets"]
             extra = [env.get("NVCC_PREPEND_FLAGS", ""), env.get("NVCC_APPEND_FLAGS", "")]
-            jobs.append(Job(source, command, versions=[cuda.version, cxx_version, *extra]))
+            versions = [cuda.version, cxx_version, *extra]
+            jobs.append(Job(source, command, versions=versions, others=others, seconds=seconds))
             continue
         command, include_dirs, versions = [*host, *cxx_flags], [], [cxx_version]
         if source.name == "binding.cpp":
@@ -433,7 +526,7 @@ def plan(cxx: Sequence[str], cuda: Cuda | None, env: Mapping[str, str]) -> list[
                 include_dirs += cuda.include_dirs
                 versions.append(cuda.version)
                 command += ["-DFASTSPARSE_WITH_CUDA", f'-DFASTSPARSE_CUDA_ARCHS="{cuda.archs}"']
-        jobs.append(Job(source, command, include_dirs, versions))
+        jobs.append(Job(source, command, include_dirs, versions, seconds=seconds))
     return jobs
 
 

@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #ifdef FASTSPARSE_WITH_CUDA
@@ -1551,6 +1553,8 @@ void gather_rows(Address table, Address index, Address out, std::int64_t num_row
 }
 #endif
 
+void prefer_huge_pages(Address out, std::int64_t bytes) { cpu::prefer_huge_pages(at(out), bytes); }
+
 py::dict build_info() {
   py::dict info;
 #ifdef FASTSPARSE_WITH_CUDA
@@ -1573,118 +1577,293 @@ py::dict build_info() {
   return info;
 }
 
+// pybind11's `def` makes a tuple of converters for every signature, which was half of this file's
+// compilation, and goes through a dispatcher at every call. Functions whose arguments have no names need
+// neither: these are Python's own, and pybind11 converts only structures and containers.
+
+std::int64_t to_signed(PyObject* object, std::int64_t least, std::int64_t most) {
+  const long long number = PyLong_AsLongLong(object);
+  if (number == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  if (number < least || number > most) throw py::type_error("a number is too large for its argument");
+  return number;
+}
+
+std::uint64_t to_unsigned(PyObject* object, std::uint64_t most) {
+  const auto number = py::reinterpret_steal<py::object>(PyNumber_Index(object));
+  const unsigned long long value = number ? PyLong_AsUnsignedLongLong(number.ptr()) : 0;
+  if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+  if (value > most) throw py::type_error("a number is too large for its argument");
+  return value;
+}
+
+double to_double(PyObject* object) {
+  const double number = PyFloat_AsDouble(object);
+  if (number == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return number;
+}
+
+bool to_bool(PyObject* object) {
+  const int truth = object == Py_True ? 1 : object == Py_False ? 0 : PyObject_IsTrue(object);
+  if (truth < 0) throw py::error_already_set();
+  return truth != 0;
+}
+
+[[noreturn]] void throw_wrong_type(PyObject* object) {
+  throw py::type_error(std::string("an argument is a ") + Py_TYPE(object)->tp_name +
+                       ", not what is expected");
+}
+
+template <typename T>
+constexpr bool kIsStructure = std::is_base_of_v<py::detail::type_caster_generic, py::detail::make_caster<T>>;
+
+template <typename T>
+T* structure_in(PyObject* object) {
+  py::detail::type_caster_base<T> caster;
+  if (!caster.load(object, false)) throw_wrong_type(object);
+  return static_cast<T*>(caster);
+}
+
+// What a parameter of type P gets: structures by reference, anything else by value.
+template <typename P>
+decltype(auto) argument(PyObject* object) {
+  using T = std::remove_cv_t<std::remove_reference_t<P>>;
+  using Limits = std::numeric_limits<T>;
+  if constexpr (std::is_same_v<T, bool>) {
+    return to_bool(object);
+  } else if constexpr (std::is_floating_point_v<T>) {
+    return static_cast<T>(to_double(object));
+  } else if constexpr (std::is_integral_v<T> && std::is_signed_v<T>) {
+    return static_cast<T>(to_signed(object, Limits::min(), Limits::max()));
+  } else if constexpr (std::is_integral_v<T>) {
+    return static_cast<T>(to_unsigned(object, Limits::max()));
+  } else if constexpr (std::is_pointer_v<T>) {
+    using Target = std::remove_cv_t<std::remove_pointer_t<T>>;
+    return object == Py_None ? nullptr : structure_in<Target>(object);
+  } else if constexpr (kIsStructure<T>) {
+    return static_cast<const T&>(*structure_in<T>(object));
+  } else {
+    try {
+      return py::cast<T>(py::handle(object));
+    } catch (const py::cast_error&) {
+      throw_wrong_type(object);
+    }
+  }
+}
+
+using Body = PyObject* (*)(PyObject* self, PyObject* const* arguments);
+
+// Runs `body`, with exceptions as Python's.
+PyObject* run_body(Body body, PyObject* self, PyObject* const* arguments, Py_ssize_t count,
+                   std::size_t expected) {
+  try {
+    if (static_cast<std::size_t>(count) == expected) return body(self, arguments);
+    PyErr_Format(PyExc_TypeError, "expected %zu arguments, got %zd", expected, count);
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
+  } catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+// kFunction as Python calls it, and as the constructor of what it returns.
+template <auto kFunction>
+struct Call;
+
+template <typename R, typename... P, R (*kFunction)(P...)>
+struct Call<kFunction> {
+  template <std::size_t... kAt>
+  static R with(PyObject* const* arguments, std::index_sequence<kAt...>) {
+    return kFunction(argument<P>(arguments[kAt])...);
+  }
+  static R with(PyObject* const* arguments) { return with(arguments, std::index_sequence_for<P...>{}); }
+
+  static PyObject* body(PyObject*, PyObject* const* arguments) {
+    if constexpr (std::is_void_v<R>) {
+      with(arguments);
+      return Py_NewRef(Py_None);
+    } else {
+      return py::detail::make_caster<R>::cast(with(arguments), py::return_value_policy::move, {}).ptr();
+    }
+  }
+  static PyObject* run(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+    return run_body(body, self, arguments, count, sizeof...(P));
+  }
+
+  static R construct(const py::args& arguments) {
+    if (arguments.size() != sizeof...(P)) {
+      throw py::type_error("expected " + std::to_string(sizeof...(P)) + " arguments, got " +
+                           std::to_string(arguments.size()));
+    }
+    return with(PySequence_Fast_ITEMS(arguments.ptr()));
+  }
+};
+
+// A method of C.
+template <typename C, typename... P, void (C::*kMethod)(P...) const>
+struct Call<kMethod> {
+  template <std::size_t... kAt>
+  static void with(const C& self, PyObject* const* arguments, std::index_sequence<kAt...>) {
+    (self.*kMethod)(argument<P>(arguments[kAt])...);
+  }
+  static PyObject* body(PyObject* self, PyObject* const* arguments) {
+    with(*structure_in<C>(self), arguments, std::index_sequence_for<P...>{});
+    return Py_NewRef(Py_None);
+  }
+  static PyObject* run(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+    return run_body(body, self, arguments, count, sizeof...(P));
+  }
+};
+
+// T's constructor as a function.
+template <typename T, typename... P>
+T make(P... arguments) {
+  return T(arguments...);
+}
+
+template <auto kFunction>
+PyMethodDef described(const char* name) {
+  const auto run = reinterpret_cast<void (*)()>(&Call<kFunction>::run);
+  return {name, reinterpret_cast<PyCFunction>(run), METH_FASTCALL, nullptr};
+}
+
+template <auto kFunction>
+void define(py::module_& m, const char* name) {
+  static PyMethodDef method = described<kFunction>(name);
+  m.attr(name) =
+      py::reinterpret_steal<py::object>(PyCFunction_NewEx(&method, nullptr, m.attr("__name__").ptr()));
+}
+
+template <auto kMethod>
+void define_method(py::handle type, const char* name) {
+  static PyMethodDef method = described<kMethod>(name);
+  auto* of = reinterpret_cast<PyTypeObject*>(type.ptr());
+  py::setattr(type, name, py::reinterpret_steal<py::object>(PyDescr_NewMethod(of, &method)));
+}
+
+// The class of what kMake returns.
+template <auto kMake>
+auto define_structure(py::module_& m, const char* name) {
+  using T = decltype(Call<kMake>::construct(std::declval<py::args>()));
+  return py::class_<T>(m, name).def(py::init(&Call<kMake>::construct));
+}
+
 }  // namespace
 }  // namespace fastsparse
 
 PYBIND11_MODULE(_C, m) {
   using namespace fastsparse;
   m.doc() = "Torch-free kernels of FastSparse; fastsparse_core.ops is the checked interface.";
-  py::class_<CsrStructure>(m, "CsrStructure").def(py::init(&make_structure));
-  py::class_<CompressArgs>(m, "CompressArgs").def(py::init(&compress_args));
-  m.def("compress_scratch_bytes", &compress_scratch_bytes);
-  m.def("compress", &compress);
-  m.def("expand_rows", &expand_rows);
-  m.def("inspect", &inspect);
-  m.def("transpose_scratch_bytes", &transpose_scratch_bytes);
-  m.def("transpose", &transpose);
+  define_structure<&make_structure>(m, "CsrStructure");
+  define_structure<&compress_args>(m, "CompressArgs");
+  define<&compress_scratch_bytes>(m, "compress_scratch_bytes");
+  define<&compress>(m, "compress");
+  define<&expand_rows>(m, "expand_rows");
+  define<&inspect>(m, "inspect");
+  define<&transpose_scratch_bytes>(m, "transpose_scratch_bytes");
+  define<&transpose>(m, "transpose");
   m.attr("HASHES") = kHashes;
   m.attr("KEY_BITS") = kKeyBits;
-  m.def("row_signatures", &row_signatures);
-  m.def("similar_rows", &similar_rows);
-  m.def("link_rows", &link_rows);
+  define<&row_signatures>(m, "row_signatures");
+  define<&similar_rows>(m, "similar_rows");
+  define<&link_rows>(m, "link_rows");
   py::enum_<SpmmKernel>(m, "SpmmKernel")
       .value("csr", SpmmKernel::kCsr)
       .value("tca", SpmmKernel::kTca)
       .value("resident", SpmmKernel::kResident)
       .value("resident_tca", SpmmKernel::kResidentTca)
       .value("hr", SpmmKernel::kHr);
-  py::class_<SpmmPlan>(m, "SpmmPlan")
-      .def(py::init<SpmmKernel, const CsrStructure&, int, std::int64_t, int, std::int64_t, std::int64_t,
-                    std::int64_t, int>())
-      .def("run", &SpmmPlan::run);
-  m.def("spmm_csr_transposed", &spmm_csr_transposed);
+  const auto plan = define_structure<&make<SpmmPlan, SpmmKernel, const CsrStructure&, int, std::int64_t, int,
+                                           std::int64_t, std::int64_t, std::int64_t, int>>(m, "SpmmPlan");
+  define_method<&SpmmPlan::run>(plan, "run");
+  define<&spmm_csr_transposed>(m, "spmm_csr_transposed");
 #ifdef FASTSPARSE_WITH_CUDA
-  m.def("num_row_split_counts", &cuda::num_row_split_counts);
-  m.def("row_split_count", &row_split_count);
-  m.def("row_split_fill", &row_split_fill);
-  py::class_<BsbView>(m, "BsbStructure").def(py::init(&make_bsb));
-  m.def("spmm_bsb", &spmm_bsb);
-  m.def("head_outer", &head_outer);
-  m.def("sum_of_rows", &sum_of_rows);
-  m.def("aggregate_linear", &aggregate_linear);
-  m.def("aggregate_linear_backward", &aggregate_linear_backward);
-  m.def("num_hybrid_rows_counts", &cuda::num_hybrid_rows_counts);
-  m.def("hybrid_rows", &hybrid_rows);
-  py::class_<AttentionBsbInput>(m, "AttentionBsbInput").def(py::init(&attention_bsb_input));
-  m.def("attention_bsb", &attention_bsb);
-  m.def("attention_bsb_backward", &attention_bsb_backward);
-  py::class_<AdditiveAttentionInput>(m, "AdditiveAttentionInput").def(py::init(&additive_input));
-  m.def("additive_attention", &additive_attention);
-  m.def("additive_attention_backward", &additive_attention_backward);
-  m.def("stack_maps", &stack_maps);
-  py::class_<CudaAttentionLayer>(m, "CudaAttentionLayer")
-      .def(py::init<const CsrStructure*, const CsrStructure*, const BsbView*, const BsbView*, std::int64_t,
-                    std::int64_t, std::int64_t, std::int64_t, int, int, std::int64_t, std::int64_t,
-                    std::int64_t, std::int64_t, float, std::int64_t, bool, int>())
-      .def_property_readonly("scratch", &CudaAttentionLayer::scratch)
+  define<&cuda::num_row_split_counts>(m, "num_row_split_counts");
+  define<&row_split_count>(m, "row_split_count");
+  define<&row_split_fill>(m, "row_split_fill");
+  define_structure<&make_bsb>(m, "BsbStructure");
+  define<&spmm_bsb>(m, "spmm_bsb");
+  define<&head_outer>(m, "head_outer");
+  define<&sum_of_rows>(m, "sum_of_rows");
+  define<&aggregate_linear>(m, "aggregate_linear");
+  define<&aggregate_linear_backward>(m, "aggregate_linear_backward");
+  define<&cuda::num_hybrid_rows_counts>(m, "num_hybrid_rows_counts");
+  define<&hybrid_rows>(m, "hybrid_rows");
+  define_structure<&attention_bsb_input>(m, "AttentionBsbInput");
+  define<&attention_bsb>(m, "attention_bsb");
+  define<&attention_bsb_backward>(m, "attention_bsb_backward");
+  define_structure<&additive_input>(m, "AdditiveAttentionInput");
+  define<&additive_attention>(m, "additive_attention");
+  define<&additive_attention_backward>(m, "additive_attention_backward");
+  define<&stack_maps>(m, "stack_maps");
+  auto cuda_layer = define_structure<
+      &make<CudaAttentionLayer, const CsrStructure*, const CsrStructure*, const BsbView*, const BsbView*,
+            std::int64_t, std::int64_t, std::int64_t, std::int64_t, int, int, std::int64_t, std::int64_t,
+            std::int64_t, std::int64_t, float, std::int64_t, bool, int>>(m, "CudaAttentionLayer");
+  cuda_layer.def_property_readonly("scratch", &CudaAttentionLayer::scratch)
       .def_property_readonly("state", &CudaAttentionLayer::state)
-      .def_property_readonly("on_blocks", &CudaAttentionLayer::on_blocks)
-      .def("forward", &CudaAttentionLayer::forward)
-      .def("backward", &CudaAttentionLayer::backward);
-  py::class_<Gatv2AttentionInput>(m, "Gatv2AttentionInput").def(py::init(&gatv2_input));
-  m.def("gatv2_attention", &gatv2_attention);
-  m.def("gatv2_attention_backward", &gatv2_attention_backward);
-  m.def("sddmm_bsb", &sddmm_bsb);
+      .def_property_readonly("on_blocks", &CudaAttentionLayer::on_blocks);
+  define_method<&CudaAttentionLayer::forward>(cuda_layer, "forward");
+  define_method<&CudaAttentionLayer::backward>(cuda_layer, "backward");
+  define_structure<&gatv2_input>(m, "Gatv2AttentionInput");
+  define<&gatv2_attention>(m, "gatv2_attention");
+  define<&gatv2_attention_backward>(m, "gatv2_attention_backward");
+  define<&sddmm_bsb>(m, "sddmm_bsb");
 #endif
-  m.def("prefer_huge_pages", [](Address out, std::int64_t bytes) { cpu::prefer_huge_pages(at(out), bytes); });
-  m.def("spmm_extremum", &spmm_extremum);
-  m.def("spmm_extremum_backward", &spmm_extremum_backward);
-  m.def("sddmm_csr", &sddmm_csr);
-  m.def("edge_softmax", &edge_softmax);
-  m.def("segment_reduce", &segment_reduce);
-  py::class_<AttentionCsrArgs>(m, "AttentionCsrArgs").def(py::init(&attention_csr_args));
-  m.def("attention_csr", &attention_csr);
-  m.def("attention_csr_backward", &attention_csr_backward);
-  py::class_<HeadScoresArgs>(m, "HeadScoresArgs").def(py::init(&head_scores_args));
-  m.def("head_scores", &head_scores);
-  m.def("head_scores_backward", &head_scores_backward);
-  py::class_<AttentionLayer>(m, "AttentionLayer")
-      .def(py::init<const CsrStructure&, int, int, std::int64_t, std::int64_t, std::int64_t, double>())
-      .def("forward", &AttentionLayer::forward)
-      .def("backward", &AttentionLayer::backward);
-  py::class_<EdgeAttentionInput>(m, "EdgeAttentionInput").def(py::init(&edge_attention_input));
-  m.def("edge_attention", &edge_attention);
-  m.def("edge_attention_backward", &edge_attention_backward);
-  py::class_<EdgeMessageInput>(m, "EdgeMessageInput").def(py::init(&edge_message_input));
-  py::class_<EdgeMapGradients>(m, "EdgeMapGradients").def(py::init(&edge_map_gradients));
-  m.def("lay_out_edge_maps", &lay_out_edge_maps);
-  m.def("edge_messages", &edge_messages);
-  m.def("edge_messages_backward", &edge_messages_backward);
-  py::class_<MultiAggregateInput>(m, "MultiAggregateInput").def(py::init(&multi_aggregate_input));
-  m.def("multi_aggregate", &multi_aggregate);
-  m.def("multi_aggregate_backward", &multi_aggregate_backward);
-  m.def("maxk", &maxk);
-  m.def("cbsr_to_dense", &cbsr_to_dense);
-  m.def("cbsr_gather", &cbsr_gather);
-  m.def("ssd", &ssd);
-  m.def("ssd_backward", &ssd_backward);
-  m.def("ssd_value_grad", &ssd_value_grad);
+  define<&prefer_huge_pages>(m, "prefer_huge_pages");
+  define<&spmm_extremum>(m, "spmm_extremum");
+  define<&spmm_extremum_backward>(m, "spmm_extremum_backward");
+  define<&sddmm_csr>(m, "sddmm_csr");
+  define<&edge_softmax>(m, "edge_softmax");
+  define<&segment_reduce>(m, "segment_reduce");
+  define_structure<&attention_csr_args>(m, "AttentionCsrArgs");
+  define<&attention_csr>(m, "attention_csr");
+  define<&attention_csr_backward>(m, "attention_csr_backward");
+  define_structure<&head_scores_args>(m, "HeadScoresArgs");
+  define<&head_scores>(m, "head_scores");
+  define<&head_scores_backward>(m, "head_scores_backward");
+  const auto layer = define_structure<
+      &make<AttentionLayer, const CsrStructure&, int, int, std::int64_t, std::int64_t, std::int64_t, double>>(
+      m, "AttentionLayer");
+  define_method<&AttentionLayer::forward>(layer, "forward");
+  define_method<&AttentionLayer::backward>(layer, "backward");
+  define_structure<&edge_attention_input>(m, "EdgeAttentionInput");
+  define<&edge_attention>(m, "edge_attention");
+  define<&edge_attention_backward>(m, "edge_attention_backward");
+  define_structure<&edge_message_input>(m, "EdgeMessageInput");
+  define_structure<&edge_map_gradients>(m, "EdgeMapGradients");
+  define<&lay_out_edge_maps>(m, "lay_out_edge_maps");
+  define<&edge_messages>(m, "edge_messages");
+  define<&edge_messages_backward>(m, "edge_messages_backward");
+  define_structure<&multi_aggregate_input>(m, "MultiAggregateInput");
+  define<&multi_aggregate>(m, "multi_aggregate");
+  define<&multi_aggregate_backward>(m, "multi_aggregate_backward");
+  define<&maxk>(m, "maxk");
+  define<&cbsr_to_dense>(m, "cbsr_to_dense");
+  define<&cbsr_gather>(m, "cbsr_gather");
+  define<&ssd>(m, "ssd");
+  define<&ssd_backward>(m, "ssd_backward");
+  define<&ssd_value_grad>(m, "ssd_value_grad");
 #ifdef FASTSPARSE_WITH_CUDA
-  m.def("ssd_slots", &ssd_slots);
-  py::class_<RowPanelsView>(m, "RowPanelsStructure").def(py::init(&make_row_panels));
-  m.def("ssd_backward_windows", &ssd_backward_windows);
+  define<&ssd_slots>(m, "ssd_slots");
+  define_structure<&make_row_panels>(m, "RowPanelsStructure");
+  define<&ssd_backward_windows>(m, "ssd_backward_windows");
 #endif
-  py::class_<NodeList>(m, "NodeList").def(py::init(&make_node_list));
-  py::class_<FirstNodes>(m, "FirstNodes").def(py::init(&make_first_nodes));
-  py::class_<NodeTable>(m, "NodeTable").def(py::init(&make_node_table));
-  py::class_<SampleStep>(m, "SampleStep").def(py::init(&make_sample_step));
-  m.def("sample_neighbors", &sample_neighbors);
-  m.def("emit_edges", &emit_edges);
-  m.def("emit_rows", &emit_rows);
-  m.def("place_batch", &place_batch);
-  m.def("gather_rows_of_host", &gather_rows_of_host);
+  define_structure<&make_node_list>(m, "NodeList");
+  define_structure<&make_first_nodes>(m, "FirstNodes");
+  define_structure<&make_node_table>(m, "NodeTable");
+  define_structure<&make_sample_step>(m, "SampleStep");
+  define<&sample_neighbors>(m, "sample_neighbors");
+  define<&emit_edges>(m, "emit_edges");
+  define<&emit_rows>(m, "emit_rows");
+  define<&place_batch>(m, "place_batch");
+  define<&gather_rows_of_host>(m, "gather_rows_of_host");
 #ifdef FASTSPARSE_WITH_CUDA
-  m.def("gather_rows", &gather_rows);
+  define<&gather_rows>(m, "gather_rows");
 #endif
-  m.def("build_info", &build_info);
+  define<&build_info>(m, "build_info");
 }

@@ -24,7 +24,7 @@
 #include "fastsparse/wgmma.cuh"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_aggregate_linear {
 
 constexpr int kThreads = 256;
 constexpr int kWarpgroup = 128;
@@ -344,9 +344,10 @@ cudaError_t launch_shape(const AggregateLinearArgs& args, const Tile& part, cuda
                               : launch<8, 128, kTerms>(args, part, stream);
 }
 
-}  // namespace
+}  // namespace in_aggregate_linear
 
 int aggregate_linear(const AggregateLinearArgs& args, void* stream) {
+  using namespace in_aggregate_linear;
   const auto queue = static_cast<cudaStream_t>(stream);
   const int width = static_cast<int>(args.width), out_width = static_cast<int>(args.out_width);
   if (out_width > kMostWidth && args.sums == nullptr) return cudaErrorInvalidValue;

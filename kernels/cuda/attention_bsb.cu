@@ -15,7 +15,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_attention_bsb {
 
 using namespace attention;
 
@@ -115,7 +115,12 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
       const std::uint32_t block = memory + L::kBlocks + index % kStages * kBlockBytes;
       const Entries<S> entries(block, lane);
       std::int64_t position[kOwned];
+      std::uint32_t kept = 0;
       if constexpr (kExtras) {
+        kept = entries.kept(input.dropout, first_head, [&](int i) {
+          const std::int64_t row = window_row(window, Owned<S>::row(i, lane));
+          return uint2{static_cast<std::uint32_t>(row), entries.column(i)};
+        });
         if (input.bias.data != nullptr) {
           entries.positions(position, args.a, slice.begin + index * kBlockQuads);
         }
@@ -160,11 +165,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
           score[h][i] = exp2_approx(score[h][i] - maximum[h][i % kRowsOwned]);
           total[h][i % kRowsOwned] += score[h][i];
           if constexpr (kExtras) {
-            if (entries.present(i)) {
-              const std::int64_t row = window_row(window, Owned<S>::row(i, lane));
-              score[h][i] *= dropout_factor(input.dropout, static_cast<std::uint32_t>(row), entries.column(i),
-                                            static_cast<std::uint32_t>(first_head + h));
-            }
+            score[h][i] *= kept >> (h * kOwned + i) & 1u ? input.dropout.scale : 0.0f;
           }
         }
         if (by_entry) {
@@ -286,9 +287,10 @@ struct Launch {
   }
 };
 
-}  // namespace
+}  // namespace in_attention_bsb
 
 int attention_bsb(const AttentionBsbArgs& args, void* stream) {
+  using namespace in_attention_bsb;
   Launch launch{args, static_cast<cudaStream_t>(stream)};
   if (!with_shape(args.input, launch)) return cudaErrorInvalidValue;
   return launch.error != cudaSuccess ? launch.error : cudaGetLastError();

@@ -12,7 +12,7 @@
 #include "fastsparse/sum_of_rows.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_attention_layer {
 
 constexpr int kRowsPerPart = 32;
 constexpr int kBlockRows = 8;  // of a window of binary sparse blocks
@@ -326,22 +326,26 @@ struct Layer {
   }
 };
 
-}  // namespace
+}  // namespace in_attention_layer
 
 int attention_layer(const CudaAttentionLayerArgs& args, void* stream) {
+  using namespace in_attention_layer;
   return Layer{args, static_cast<cudaStream_t>(stream)}.forward();
 }
 
 int attention_layer_backward(const CudaAttentionLayerArgs& args, void* stream) {
+  using namespace in_attention_layer;
   return Layer{args, static_cast<cudaStream_t>(stream)}.backward();
 }
 
 std::int64_t attention_layer_scratch(const CudaAttentionLayerArgs& args, bool backward) {
+  using namespace in_attention_layer;
   const Layer layer{args, nullptr};
   return backward ? layer.backward_room().numbers : layer.forward_room().numbers;
 }
 
 std::int64_t attention_layer_state(const CudaAttentionLayerArgs& args) {
+  using namespace in_attention_layer;
   return Layer{args, nullptr}.state_numbers();
 }
 

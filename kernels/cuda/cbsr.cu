@@ -10,7 +10,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_cbsr {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
@@ -68,9 +68,10 @@ __global__ void __launch_bounds__(kGatherThreads) gather_kernel(const CbsrGather
   }
 }
 
-}  // namespace
+}  // namespace in_cbsr
 
 int cbsr_to_dense(const CbsrToDenseArgs& args, void* stream) {
+  using namespace in_cbsr;
   with_type(args.dtype, [&](auto type) {
     with_id_type(args.width, [&](auto id) {
       using T = decltype(type);
@@ -89,6 +90,7 @@ int cbsr_to_dense(const CbsrToDenseArgs& args, void* stream) {
 }
 
 int cbsr_gather(const CbsrGatherArgs& args, void* stream) {
+  using namespace in_cbsr;
   with_type(args.dtype, [&](auto type) {
     with_id_type(args.width, [&](auto id) {
       gather_kernel<decltype(type), decltype(id)>

@@ -8,7 +8,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_compress {
 
 constexpr int kThreads = 256;
 constexpr std::size_t kAlign = 256;
@@ -166,9 +166,10 @@ __global__ void expand_rows_kernel(const ExpandRowsArgs args) {
   if (e < args.num_edges) args.row[e] = static_cast<std::int32_t>(row_of_entry(e, ends[0], ends[1]));
 }
 
-}  // namespace
+}  // namespace in_compress
 
 int expand_rows(const ExpandRowsArgs& args, void* stream) {
+  using namespace in_compress;
   if (args.num_edges == 0) return cudaSuccess;
   expand_rows_kernel<<<ceil_div(args.num_edges, kThreads), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       args);
@@ -176,12 +177,14 @@ int expand_rows(const ExpandRowsArgs& args, void* stream) {
 }
 
 std::size_t compress_scratch_bytes(const CompressArgs& args) {
+  using namespace in_compress;
   std::size_t bytes = 0;
   dispatch(args, nullptr, &bytes, nullptr);
   return bytes;
 }
 
 int compress(const CompressArgs& args, void* scratch, std::size_t scratch_bytes, void* stream) {
+  using namespace in_compress;
   return dispatch(args, scratch, &scratch_bytes, stream);
 }
 

@@ -14,7 +14,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_edge_attention {
 
 constexpr int kKept = -1;
 
@@ -161,9 +161,10 @@ __global__ void __launch_bounds__(kHeadThreads, kEdge <= 0 ? 3 : kDotBlocks<T, k
   if (lane.sub == 0) static_cast<float*>(args.lse)[row_head] = log_sum_exp(max, sum);
 }
 
-}  // namespace
+}  // namespace in_edge_attention
 
 int edge_attention(const EdgeAttentionArgs& args, void* stream_address) {
+  using namespace in_edge_attention;
   auto* stream = static_cast<cudaStream_t>(stream_address);
   const EdgeAttentionInput& input = args.input;
   if (args.split.num_slices == 0) return cudaSuccess;

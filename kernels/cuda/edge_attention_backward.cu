@@ -25,7 +25,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_edge_attention_backward {
 
 // Where a pair {w, dS} lies.
 __device__ __forceinline__ float2* pair_at(void* work, std::int64_t position, std::int64_t heads,
@@ -620,9 +620,10 @@ void launch(const EdgeAttentionBackwardArgs& args, cudaStream_t stream) {
   }
 }
 
-}  // namespace
+}  // namespace in_edge_attention_backward
 
 int edge_attention_backward(const EdgeAttentionBackwardArgs& args, void* stream_address) {
+  using namespace in_edge_attention_backward;
   auto* stream = static_cast<cudaStream_t>(stream_address);
   with_edge_type(args.input.dtype, [&](auto type) { launch<decltype(type)>(args, stream); });
   return cudaGetLastError();

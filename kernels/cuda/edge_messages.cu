@@ -13,7 +13,7 @@
 #include "fastsparse/edge_messages.cuh"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_edge_messages {
 
 constexpr int kMapThreads = 256;
 
@@ -142,15 +142,16 @@ void launch(const EdgeMessageArgs& args, cudaStream_t stream) {
         <<<grid, kMessageThreads, 0, stream>>>(args, lanes);
   });
   const auto combine = [&](const void* partial, void* to) {
-    combine_partials<T, 1>(args.split, partial, Epilogue::only(to, input.width), SameMessageRow{}, stream);
+    combine_partials<T, 1>(args.split, partial, Epilogue::only(to, input.width), SameRow{}, stream);
   };
   combine(args.partial, args.out);
   if (args.side != nullptr) combine(args.partial_side, args.side);
 }
 
-}  // namespace
+}  // namespace in_edge_messages
 
 int lay_out_edge_maps(const EdgeMapsArgs& args, void* stream) {
+  using namespace in_edge_messages;
   const std::int64_t size = map_rows(args) * args.width;
   if (size == 0) return cudaSuccess;
   with_type(args.dtype, [&](auto type) {
@@ -161,6 +162,7 @@ int lay_out_edge_maps(const EdgeMapsArgs& args, void* stream) {
 }
 
 int edge_messages(const EdgeMessageArgs& args, void* stream) {
+  using namespace in_edge_messages;
   with_type(args.input.dtype,
             [&](auto type) { launch<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
   return cudaGetLastError();

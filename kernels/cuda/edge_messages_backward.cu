@@ -17,7 +17,7 @@
 #include "fastsparse/edge_messages.cuh"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_edge_messages_backward {
 
 // Sums over the lanes of a group, the same bits in all of them.
 template <int kCount, typename A>
@@ -389,8 +389,7 @@ void launch(const EdgeMessageBackwardArgs& args, cudaStream_t stream) {
           <<<grid, kMessageThreads, 0, stream>>>(args, lanes);
     });
     const auto combine = [&](const void* partial, void* to) {
-      combine_partials<T, 1>(args.split_t, partial, Epilogue::only(to, input.width), SameMessageRow{},
-                             stream);
+      combine_partials<T, 1>(args.split_t, partial, Epilogue::only(to, input.width), SameRow{}, stream);
     };
     combine(args.partial_q, args.grad_q);
     if (gated) combine(args.partial_v, args.grad_v);
@@ -413,9 +412,10 @@ void launch(const EdgeMessageBackwardArgs& args, cudaStream_t stream) {
   });
 }
 
-}  // namespace
+}  // namespace in_edge_messages_backward
 
 int edge_messages_backward(const EdgeMessageBackwardArgs& args, void* stream) {
+  using namespace in_edge_messages_backward;
   with_type(args.input.dtype,
             [&](auto type) { launch<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
   return cudaGetLastError();

@@ -13,7 +13,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_head_outer {
 
 constexpr int kThreads = 256;
 constexpr int kFour = 4;  // features of a head, and of an edge, that one load takes
@@ -83,9 +83,10 @@ void launch(const HeadOuterArgs& args, cudaStream_t queue) {
   head_outer_kernel<T><<<grid, kThreads, 0, queue>>>(args, columns);
 }
 
-}  // namespace
+}  // namespace in_head_outer
 
 int head_outer(const HeadOuterArgs& args, void* stream) {
+  using namespace in_head_outer;
   const auto queue = static_cast<cudaStream_t>(stream);
   switch (args.dtype) {
     case Dtype::kFloat32:

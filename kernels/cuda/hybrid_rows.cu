@@ -11,7 +11,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_hybrid_rows {
 
 constexpr int kThreads = 256;
 constexpr std::int64_t kMostBlocks = 1024;  // about what an H100 or H200 has under way at once
@@ -111,11 +111,15 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(const HybridRowsArgs arg
   }
 }
 
-}  // namespace
+}  // namespace in_hybrid_rows
 
-std::int64_t num_hybrid_rows_counts(std::int64_t num_rows) { return num_blocks(num_rows) + 1; }
+std::int64_t num_hybrid_rows_counts(std::int64_t num_rows) {
+  using namespace in_hybrid_rows;
+  return num_blocks(num_rows) + 1;
+}
 
 int hybrid_rows(const HybridRowsArgs& args, void* stream) {
+  using namespace in_hybrid_rows;
   auto* queue = static_cast<cudaStream_t>(stream);
   const std::int64_t block_rows = rows_of_block(args.num_rows);
   const unsigned blocks = num_blocks(args.num_rows);

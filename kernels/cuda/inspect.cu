@@ -8,7 +8,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_inspect {
 
 constexpr int kThreads = 256;
 constexpr std::int64_t kMostBlocks = 132 * 8;
@@ -172,9 +172,10 @@ __global__ void inspect_kernel(const __grid_constant__ InspectArgs args, std::in
                       : inspect_block<std::int32_t>(args, row_blocks);
 }
 
-}  // namespace
+}  // namespace in_inspect
 
 int inspect(const InspectArgs& args, void* stream) {
+  using namespace in_inspect;
   auto* queue = static_cast<cudaStream_t>(stream);
   const cudaError_t error = cudaMemsetAsync(args.facts, 0, kNumEdgeFacts * sizeof *args.facts, queue);
   if (error != cudaSuccess) return error;

@@ -23,7 +23,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_maxk {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
@@ -643,9 +643,10 @@ void launch(const MaxkArgs& args, cudaStream_t stream) {
   }
 }
 
-}  // namespace
+}  // namespace in_maxk
 
 int maxk(const MaxkArgs& args, void* stream) {
+  using namespace in_maxk;
   with_type(args.dtype, [&](auto type) { launch<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
   return cudaGetLastError();
 }

@@ -13,7 +13,7 @@
 #include "fastsparse/multi_aggregate.cuh"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_multi_aggregate {
 
 constexpr int kPlanes = 6;  // of a partial result
 template <typename T>
@@ -235,9 +235,10 @@ void launch(const MultiAggregateArgs& args, cudaStream_t stream) {
   }
 }
 
-}  // namespace
+}  // namespace in_multi_aggregate
 
 int multi_aggregate(const MultiAggregateArgs& args, void* stream) {
+  using namespace in_multi_aggregate;
   with_type(args.input.dtype,
             [&](auto type) { launch<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
   return cudaGetLastError();

@@ -10,7 +10,7 @@
 #include "fastsparse/place_batch.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_place_batch {
 
 constexpr int kThreads = 256;
 constexpr std::int64_t kMostBlocks = 132 * 8;
@@ -98,9 +98,10 @@ __global__ void __launch_bounds__(kThreads) place_batch_kernel(const __grid_cons
   }
 }
 
-}  // namespace
+}  // namespace in_place_batch
 
 int place_batch(const PlaceBatchArgs& args, void* stream) {
+  using namespace in_place_batch;
   std::int64_t items = std::max(all_places(args.nodes), all_places(args.edges));
   for (int k = 0; k < args.num_tensors; ++k) {
     items = std::max(items, args.tensor[k].num_rows * args.tensor[k].row_bytes / (16 * kUnroll));

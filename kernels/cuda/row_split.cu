@@ -6,7 +6,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_row_split {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
@@ -162,11 +162,15 @@ __global__ void fill_kernel(const RowSplitArgs args) {
   }
 }
 
-}  // namespace
+}  // namespace in_row_split
 
-std::int64_t num_row_split_counts(std::int64_t num_rows) { return num_blocks(num_rows) * kCounters; }
+std::int64_t num_row_split_counts(std::int64_t num_rows) {
+  using namespace in_row_split;
+  return num_blocks(num_rows) * kCounters;
+}
 
 int row_split_count(const RowSplitArgs& args, void* stream) {
+  using namespace in_row_split;
   auto* queue = static_cast<cudaStream_t>(stream);
   const std::int64_t blocks = num_blocks(args.num_rows);
   if (blocks > 0) count_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, queue>>>(args);
@@ -175,6 +179,7 @@ int row_split_count(const RowSplitArgs& args, void* stream) {
 }
 
 int row_split_fill(const RowSplitArgs& args, void* stream) {
+  using namespace in_row_split;
   const std::int64_t blocks = num_blocks(args.num_rows);
   if (blocks == 0) return cudaSuccess;
   fill_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);

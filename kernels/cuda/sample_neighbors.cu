@@ -17,7 +17,7 @@
 #include "fastsparse/sample_neighbors.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_sample_neighbors {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
@@ -502,9 +502,10 @@ __global__ void __launch_bounds__(kThreads) gather_rows_kernel(const GatherRowsA
   }
 }
 
-}  // namespace
+}  // namespace in_sample_neighbors
 
 int sample_neighbors(const SampleArgs& args, void* stream) {
+  using namespace in_sample_neighbors;
   auto* queue = static_cast<cudaStream_t>(stream);
   const std::size_t places = args.table.num_places;
   cudaError_t error = cudaSuccess;
@@ -537,6 +538,7 @@ int sample_neighbors(const SampleArgs& args, void* stream) {
 }
 
 int emit_edges(const EmitEdgesArgs& args, void* stream) {
+  using namespace in_sample_neighbors;
   if (args.num_edges == 0) return cudaSuccess;
   emit_edges_kernel<<<ceil_div(args.num_edges, kThreads), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       args);
@@ -544,12 +546,14 @@ int emit_edges(const EmitEdgesArgs& args, void* stream) {
 }
 
 int emit_rows(const EmitRowsArgs& args, void* stream) {
+  using namespace in_sample_neighbors;
   emit_rows_kernel<<<ceil_div(args.num_rows + 1, kThreads), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       args);
   return cudaGetLastError();
 }
 
 int gather_rows(const GatherRowsArgs& args, void* stream) {
+  using namespace in_sample_neighbors;
   if (args.num_rows == 0 || args.row_bytes == 0) return cudaSuccess;
   auto* queue = static_cast<cudaStream_t>(stream);
   const auto address = reinterpret_cast<std::uintptr_t>(args.table) |

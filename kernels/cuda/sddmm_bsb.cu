@@ -28,7 +28,7 @@
 #include "fastsparse/mma.cuh"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_sddmm_bsb {
 
 constexpr int kThreads = 128;
 constexpr int kSlots = 64;  // of the queue, per row
@@ -426,9 +426,10 @@ void launch(const SddmmBsbArgs& args, cudaStream_t stream) {
   launch_shape<T, kTerms, 8, 0, 8>(args, stream);
 }
 
-}  // namespace
+}  // namespace in_sddmm_bsb
 
 int sddmm_bsb(const SddmmBsbArgs& args, void* stream_address) {
+  using namespace in_sddmm_bsb;
   auto* stream = static_cast<cudaStream_t>(stream_address);
   switch (args.dtype) {
     case Dtype::kFloat16:

@@ -24,7 +24,7 @@
 #include "fastsparse/mma.cuh"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_spmm_bsb {
 
 constexpr int kThreads = 128;
 // float32: every 4 blocks the tensor cores' sums move to sums that round to nearest. These bits of a block's
@@ -453,9 +453,10 @@ void launch_float(const SpmmBsbArgs& args, cudaStream_t stream) {
                               : launch_blocks<float, 2, kTerms>(args, stream);
 }
 
-}  // namespace
+}  // namespace in_spmm_bsb
 
 int spmm_bsb(const SpmmBsbArgs& args, void* stream_address) {
+  using namespace in_spmm_bsb;
   auto* stream = static_cast<cudaStream_t>(stream_address);
   const Epilogue epilogue{args.scale_dst, args.bias, args.relu, args.out, args.width};
   const WindowRow window_row{args.a.window_row, args.a.num_rows};

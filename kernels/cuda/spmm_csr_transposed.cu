@@ -13,7 +13,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_spmm_csr_transposed {
 
 constexpr int kThreads = 128;
 
@@ -172,9 +172,10 @@ cudaError_t launch_uncounted(const SpmmTransposedArgs& args, cudaStream_t stream
   return cudaGetLastError();
 }
 
-}  // namespace
+}  // namespace in_spmm_csr_transposed
 
 int spmm_csr_transposed(const SpmmTransposedArgs& args, void* stream) {
+  using namespace in_spmm_csr_transposed;
   auto* queue = static_cast<cudaStream_t>(stream);
   cudaError_t error = cudaSuccess;
   with_type(args.dtype, [&](auto type) {

@@ -12,7 +12,7 @@
 #include "fastsparse/spmm_extremum.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_spmm_extremum_backward {
 
 constexpr int kThreads = 128;
 constexpr int kInFlight = 4;
@@ -107,10 +107,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-struct SameRow {
-  __device__ __forceinline__ std::int64_t operator()(std::int64_t row, int) const { return row; }
-};
-
 template <typename T, int kVec, int kLanes>
 void launch_sources(const SpmmExtremumBackwardArgs& args, cudaStream_t stream) {
   const dim3 grid(ceil_div(args.split_t.num_slices, kThreads / kLanes), ceil_div(args.width, kLanes * kVec));
@@ -122,14 +118,12 @@ void launch_sources(const SpmmExtremumBackwardArgs& args, cudaStream_t stream) {
 template <typename T>
 void launch(const SpmmExtremumBackwardArgs& args, cudaStream_t stream) {
   // Packs of 4 numbers of both arrays, 16 bytes at most.
-  const bool packed =
-      sizeof(T) <= 4 && vector_width<float>({args.width, args.grad.stride}, {args.arg, args.grad.data}) == 4;
-  if constexpr (sizeof(T) <= 4) {
-    if (packed) {
-      args.width <= 32 ? launch_sources<T, 4, 8>(args, stream) : launch_sources<T, 4, 32>(args, stream);
-    }
-  }
-  if (!packed) {
+  const bool packed = vector_width<float>({args.width, args.grad.stride}, {args.arg, args.grad.data}) == 4;
+  if constexpr (sizeof(T) == 8) {  // float64 is for checks: one kernel takes every width
+    launch_sources<T, 1, 32>(args, stream);
+  } else if (packed) {
+    args.width <= 32 ? launch_sources<T, 4, 8>(args, stream) : launch_sources<T, 4, 32>(args, stream);
+  } else {
     args.width <= 8 ? launch_sources<T, 1, 8>(args, stream) : launch_sources<T, 1, 32>(args, stream);
   }
   if (args.grad_value == nullptr) return;
@@ -137,9 +131,10 @@ void launch(const SpmmExtremumBackwardArgs& args, cudaStream_t stream) {
   spmm_extremum_values_kernel<T><<<grid, kThreads, 0, stream>>>(args);
 }
 
-}  // namespace
+}  // namespace in_spmm_extremum_backward
 
 int spmm_extremum_backward(const SpmmExtremumBackwardArgs& args, void* stream) {
+  using namespace in_spmm_extremum_backward;
   with_type(args.dtype, [&](auto type) { launch<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
   return cudaGetLastError();
 }

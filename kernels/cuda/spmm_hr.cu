@@ -13,7 +13,7 @@
 #include "fastsparse/tca_tile.cuh"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_spmm_hr {
 
 constexpr int kThreads = 128;
 constexpr int kAtOnce = 8;  // entries of a short item that a lane has under way
@@ -105,10 +105,6 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
 }
 
-struct SameRow {
-  __device__ __forceinline__ std::int64_t operator()(std::int64_t row, int) const { return row; }
-};
-
 template <typename T, int kLanePieces, int kRowPieces>
 void launch_shape(const SpmmArgs& args, std::int64_t num_long, cudaStream_t stream) {
   constexpr int kPieces = kLanePieces * kRowPieces;
@@ -135,9 +131,10 @@ void launch(const SpmmArgs& args, std::int64_t num_long, cudaStream_t stream) {
   combine_partials<T, 1>(args.split, args.partial, epilogue, SameRow{}, stream);
 }
 
-}  // namespace
+}  // namespace in_spmm_hr
 
 int spmm_hr(const SpmmArgs& args, std::int64_t num_long, void* stream) {
+  using namespace in_spmm_hr;
   const auto queue = static_cast<cudaStream_t>(stream);
   args.dtype == Dtype::kFloat16 ? launch<__half>(args, num_long, queue)
                                 : launch<__nv_bfloat16>(args, num_long, queue);

@@ -20,7 +20,7 @@
 #include "fastsparse/tca_tile.cuh"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_spmm_tca {
 
 constexpr int kThreads = 128;
 constexpr int kLongRow = 512;               // entries per slot, from which on a whole block takes the row
@@ -121,9 +121,10 @@ void launch(const SpmmArgs& args, cudaStream_t stream) {
   }
 }
 
-}  // namespace
+}  // namespace in_spmm_tca
 
 int spmm_tca(const SpmmArgs& args, void* stream) {
+  using namespace in_spmm_tca;
   const auto queue = static_cast<cudaStream_t>(stream);
   args.dtype == Dtype::kFloat16 ? launch<__half>(args, queue) : launch<__nv_bfloat16>(args, queue);
   return cudaGetLastError();

@@ -26,7 +26,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_ssd {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
@@ -698,10 +698,6 @@ __global__ void __launch_bounds__(kThreads) ssd_plain_kernel(const SsdArgs args)
   }
 }
 
-struct SameRow {
-  __device__ __forceinline__ std::int64_t operator()(std::int64_t row, int) const { return row; }
-};
-
 // kOneForAll: groups of any length run the kernel for long ones.
 template <int kAtOnce, int kBlocks, typename T, typename Id, typename Rows, bool kWeighted,
           bool kOneForAll = false>
@@ -799,9 +795,10 @@ void launch(const SsdArgs& args, cudaStream_t stream) {
   kernel<<<blocks, kThreads, 0, stream>>>(args);
 }
 
-}  // namespace
+}  // namespace in_ssd
 
 int ssd(const SsdArgs& args, void* stream) {
+  using namespace in_ssd;
   const auto queue = static_cast<cudaStream_t>(stream);
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);

@@ -21,7 +21,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_ssd_backward {
 
 // Threads of a block that works on a window: few where shared memory has room for several blocks.
 constexpr int kFewThreads = 384;
@@ -350,10 +350,6 @@ __global__ void __launch_bounds__(kThreads) ssd_backward_kernel(const SsdBackwar
   }
 }
 
-struct SameRow {
-  __device__ __forceinline__ std::int64_t operator()(std::int64_t row, int) const { return row; }
-};
-
 template <typename T, typename Id>
 void launch_rows(const SsdBackwardArgs& args, cudaStream_t stream) {
   const int lanes = lanes_for(args.ids.k, 1);
@@ -420,9 +416,10 @@ void launch_values(const SsdValueGradArgs& args, cudaStream_t stream) {
           args, in_shared, lanes_for(args.ids.k, kVec));
 }
 
-}  // namespace
+}  // namespace in_ssd_backward
 
 int ssd_backward_windows(const SsdBackwardWindowsArgs& args, void* stream) {
+  using namespace in_ssd_backward;
   cudaError_t error = cudaErrorInvalidValue;
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);
@@ -436,6 +433,7 @@ int ssd_backward_windows(const SsdBackwardWindowsArgs& args, void* stream) {
 }
 
 int ssd_backward(const SsdBackwardArgs& args, void* stream) {
+  using namespace in_ssd_backward;
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);
     args.ids.is_16bit ? launch_rows<T, std::uint16_t>(args, static_cast<cudaStream_t>(stream))
@@ -445,6 +443,7 @@ int ssd_backward(const SsdBackwardArgs& args, void* stream) {
 }
 
 int ssd_value_grad(const SsdValueGradArgs& args, void* stream) {
+  using namespace in_ssd_backward;
   with_type(args.dtype, [&](auto type) {
     with_ids(args.ids, [&](auto id, auto vec) {
       launch_values<decltype(type), decltype(id), vec.value>(args, static_cast<cudaStream_t>(stream));

@@ -19,7 +19,7 @@
 #include "fastsparse/sum_of_rows.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_sum_of_rows {
 
 constexpr int kThreads = 256;
 constexpr int kAhead = 4;  // rows that a thread loads before it adds
@@ -148,9 +148,10 @@ void launch_parts(const SumOfRowsArgs& args, cudaStream_t queue) {
   parts_kernel<T, kVec><<<grid, kThreads, 0, queue>>>(args, columns);
 }
 
-}  // namespace
+}  // namespace in_sum_of_rows
 
 int sum_of_rows(const SumOfRowsArgs& args, void* stream) {
+  using namespace in_sum_of_rows;
   const auto queue = static_cast<cudaStream_t>(stream);
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);
@@ -161,6 +162,7 @@ int sum_of_rows(const SumOfRowsArgs& args, void* stream) {
 }
 
 int sums_of_rows(const SumOfRowsArgs* each, int count, void* stream) {
+  using namespace in_sum_of_rows;
   if (count == 0) return cudaSuccess;
   if (count == 1) return sum_of_rows(each[0], stream);
   const auto queue = static_cast<cudaStream_t>(stream);

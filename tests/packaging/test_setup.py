@@ -218,6 +218,7 @@ def test_the_longest_file_is_compiled_first(setup_py, small_project, tmp_path, m
     (small_project / "cuda").mkdir()
     (small_project / "cuda" / "three.cu").write_text("int three() { return 3; }\n")
     (small_project / "cpu" / "two.cpp").write_text("int two() { return 2; }\n" + "// long\n" * 99)
+    monkeypatch.setattr(setup_py, "CPU_SECONDS", {"binding": 3})
     order = []
 
     def compile(job, target):
@@ -226,10 +227,37 @@ def test_the_longest_file_is_compiled_first(setup_py, small_project, tmp_path, m
         return 0.0
 
     monkeypatch.setattr(setup_py.Job, "compile", compile)
-    jobs = [setup_py.Job(source, []) for source in reversed(setup_py.sources(cuda=True))]
+    units = reversed(setup_py.units(cuda=True))
+    jobs = [setup_py.Job(source, [], seconds=seconds) for (source,), seconds in units]
     objects = setup_py.compile_all(jobs, tmp_path / "objects", workers=1)
-    assert order == ["three.cu", "two.cpp", "one.cpp", "binding.cpp"]
+    assert order == ["three.cu", "binding.cpp", "two.cpp", "one.cpp"]
     assert [path.name.partition("-")[0] for path in objects] == [job.source.stem for job in jobs]
+
+
+def test_every_source_is_compiled_once(setup_py):
+    for cuda in (True, False):
+        units = [source for together, _ in setup_py.units(cuda) for source in together]
+        assert sorted(units) == sorted(setup_py.sources(cuda))
+    named = [name for names in setup_py.CUDA_UNITS for name in names]
+    assert {f"{name}.cu" for name in named} <= {path.name for path in setup_py.KERNELS.glob("cuda/*.cu")}
+    names = {path.stem for path in setup_py.sources(cuda=False)}
+    assert set(setup_py.CPU_SECONDS) <= names
+
+
+def test_files_that_are_compiled_as_one(setup_py, small_project, tmp_path, capsys):
+    """Both are in the object, a line says so, and a change to either compiles it anew."""
+    one, two = (small_project / "cpu" / f"{name}.cpp" for name in ("one", "two"))
+    two.write_text("int two() { return one(); }\n")
+
+    def build():
+        job = setup_py.Job(two, ["c++", "-Ikernels/include"], others=[one])
+        return setup_py.compile_all([job], tmp_path / "objects", workers=1)
+
+    first = build()
+    assert "cpu/two.cpp and 1 more" in capsys.readouterr().out
+    assert build() == first
+    one.write_text(one.read_text() + "int three() { return 3; }\n")
+    assert build() != first
 
 
 def test_a_failing_compilation_shows_the_compilers_words_and_leaves_no_object(

@@ -165,7 +165,7 @@ def _plan(
     head_bytes = x_dst.size(1) // heads * x_dst.element_size()
     call = (algorithm, x_dst.dtype, head_bytes, heads, aligned, dense)
     choice, _ = follow(adj, lambda facts: policy.sddmm_algorithm(facts, adj.gpu, *call))
-    plan = choice.algorithm, policy.sddmm_by_entry(facts_of(adj), aligned)
+    plan = choice.algorithm, policy.sddmm_by_entry(facts_of(adj), x_dst.dtype, aligned)
     if choice.is_final:
         adj.plans[key] = plan
     return plan

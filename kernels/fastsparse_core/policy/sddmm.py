@@ -66,9 +66,9 @@ def sddmm_algorithm(
     return Choice("flashsparse")
 
 
-def sddmm_by_entry(facts: Facts, aligned: bool) -> bool:
-    """Whether sddmm with ``"csr"`` works entry by entry on CUDA, else row by row.
+def sddmm_by_entry(facts: Facts, dtype: torch.dtype, aligned: bool) -> bool:
+    """Whether sddmm with ``"csr"`` works entry by entry on CUDA, else row by row, as float64 always does.
 
     It loads 16 bytes a lane, and needs the row of every entry: 4 bytes an entry that stay with the structure.
     """
-    return facts.is_cuda and aligned
+    return facts.is_cuda and aligned and dtype != torch.float64

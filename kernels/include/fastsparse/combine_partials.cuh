@@ -39,6 +39,11 @@ struct Epilogue {
   }
 };
 
+// Rows that stand where their number says.
+struct SameRow {
+  __device__ __forceinline__ std::int64_t operator()(std::int64_t row, int) const { return row; }
+};
+
 constexpr int kCombineWarps = 8;
 constexpr int kCombineFeatures = 4;  // per lane: independent sums, so that loads overlap
 

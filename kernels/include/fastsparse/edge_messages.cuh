@@ -238,10 +238,6 @@ __device__ __forceinline__ void add_projected(Acc<T> (&to)[kCount][kTileFeatures
 __device__ __forceinline__ float sigmoid(float z) { return __fdividef(1.0f, 1.0f + __expf(-z)); }
 __device__ __forceinline__ double sigmoid(double z) { return 1.0 / (1.0 + exp(-z)); }
 
-struct SameMessageRow {
-  __device__ __forceinline__ std::int64_t operator()(std::int64_t row, int) const { return row; }
-};
-
 // Calls f with the message and whether edges' features are raw, as types.
 template <typename F>
 void with_message(EdgeMessage message, bool raw, F&& f) {

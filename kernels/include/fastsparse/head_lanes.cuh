@@ -254,10 +254,6 @@ void combine_softmax(const RowSplitView& split, const float* partial, const floa
       split, partial, reinterpret_cast<const float2*>(state), heads, head_width, static_cast<T*>(out), lse);
 }
 
-struct SameRow {
-  __device__ __forceinline__ std::int64_t operator()(std::int64_t row, int) const { return row; }
-};
-
 // Heads that share a group: as many as fit the warp, a power of two.
 inline int heads_per_group(std::int64_t heads, int head_lanes) {
   int count = 1;
