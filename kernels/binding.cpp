@@ -1324,8 +1324,24 @@ void row_split_fill(Address rowptr, std::int64_t num_rows, std::int64_t longest,
 
 void maxk(int dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, Address x,
           std::int64_t x_stride, Address values, Address ids, int device, Address queue) {
-  const MaxkArgs args{{at(x), x_stride}, at(values), at(ids), num_rows, width, k, static_cast<Dtype>(dtype)};
+  const MaxkArgs args{{at(x), x_stride},        at(values), at(ids), nullptr, nullptr, num_rows, width, k,
+                      static_cast<Dtype>(dtype)};
   FASTSPARSE_RUN(maxk, args, device, queue);
+}
+
+void maxk_dense(int dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, Address x,
+                std::int64_t x_stride, Address out, Address kept, int device, Address queue) {
+  const MaxkArgs args{{at(x), x_stride},        nullptr,  nullptr, at(out),
+                      at<std::uint32_t>(kept),  num_rows, width,   k,
+                      static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(maxk, args, device, queue);
+}
+
+void mask_rows(int dtype, std::int64_t num_rows, std::int64_t width, Address dense, std::int64_t dense_stride,
+               Address kept, Address out, int device, Address queue) {
+  const MaskRowsArgs args{{at(dense), dense_stride}, at<std::uint32_t>(kept), at(out), num_rows, width,
+                          static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(mask_rows, args, device, queue);
 }
 
 void cbsr_to_dense(int dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, Address values,
@@ -1633,6 +1649,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("multi_aggregate", &multi_aggregate);
   m.def("multi_aggregate_backward", &multi_aggregate_backward);
   m.def("maxk", &maxk);
+  m.def("maxk_dense", &maxk_dense);
+  m.def("mask_rows", &mask_rows);
   m.def("cbsr_to_dense", &cbsr_to_dense);
   m.def("cbsr_gather", &cbsr_gather);
   m.def("ssd", &ssd);

@@ -25,6 +25,7 @@ from fastsparse_core.ops._common import (
     is_first_derivative,
     is_plain_eager,
     product_in,
+    sum_of_rows,
     without_autocast,
 )
 from fastsparse_core.ops._ssd_backward import derivatives
@@ -291,7 +292,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_weight = _weight_gradient(how, how.sums(values, ids, value, once), grad, weight_dtype, once)
     if needs_root:
         grad_root = _weight_gradient(how, how.roots(values, ids, once), grad, weight_dtype, once)
-    grad_bias = grad.sum(0, dtype=bias_dtype) if needs_bias else None
+    grad_bias = sum_of_rows(grad, bias_dtype, once) if needs_bias else None
     return grad_values, grad_value, grad_weight, grad_bias, grad_root
 
 
