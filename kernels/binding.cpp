@@ -1328,8 +1328,24 @@ void row_split_fill(Address rowptr, std::int64_t num_rows, std::int64_t longest,
 
 void maxk(int dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, Address x,
           std::int64_t x_stride, Address values, Address ids, int device, Address queue) {
-  const MaxkArgs args{{at(x), x_stride}, at(values), at(ids), num_rows, width, k, static_cast<Dtype>(dtype)};
+  const MaxkArgs args{{at(x), x_stride},        at(values), at(ids), nullptr, nullptr, num_rows, width, k,
+                      static_cast<Dtype>(dtype)};
   FASTSPARSE_RUN(maxk, args, device, queue);
+}
+
+void maxk_dense(int dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, Address x,
+                std::int64_t x_stride, Address out, Address kept, int device, Address queue) {
+  const MaxkArgs args{{at(x), x_stride},        nullptr,  nullptr, at(out),
+                      at<std::uint32_t>(kept),  num_rows, width,   k,
+                      static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(maxk, args, device, queue);
+}
+
+void mask_rows(int dtype, std::int64_t num_rows, std::int64_t width, Address dense, std::int64_t dense_stride,
+               Address kept, Address out, int device, Address queue) {
+  const MaskRowsArgs args{{at(dense), dense_stride}, at<std::uint32_t>(kept), at(out), num_rows, width,
+                          static_cast<Dtype>(dtype)};
+  FASTSPARSE_RUN(mask_rows, args, device, queue);
 }
 
 void cbsr_to_dense(int dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, Address values,
@@ -1843,6 +1859,8 @@ PYBIND11_MODULE(_C, m) {
   define<&multi_aggregate>(m, "multi_aggregate");
   define<&multi_aggregate_backward>(m, "multi_aggregate_backward");
   define<&maxk>(m, "maxk");
+  define<&maxk_dense>(m, "maxk_dense");
+  define<&mask_rows>(m, "mask_rows");
   define<&cbsr_to_dense>(m, "cbsr_to_dense");
   define<&cbsr_gather>(m, "cbsr_gather");
   define<&ssd>(m, "ssd");

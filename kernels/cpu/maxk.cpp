@@ -1,4 +1,4 @@
-// MaxK on the CPU, and the way between CBSR and dense rows.
+// MaxK on the CPU, its gradient, and the way between CBSR and dense rows.
 #include <algorithm>
 #include <functional>
 #include <type_traits>
@@ -31,6 +31,9 @@ void with_id_type(std::int64_t width, F&& f) {
   width <= 256 ? f(std::uint8_t{}) : f(std::uint16_t{});
 }
 
+// Words with a bit for each column.
+std::int64_t words_of(std::int64_t width) { return (width + 31) / 32; }
+
 template <typename T, typename Id>
 FASTSPARSE_INLINE void select_rows(const MaxkArgs& args, std::int64_t row_begin, std::int64_t row_end) {
   using Key = decltype(order_key(Acc<T>{}));
@@ -43,12 +46,26 @@ FASTSPARSE_INLINE void select_rows(const MaxkArgs& args, std::int64_t row_begin,
     const Key least = ranked[args.k - 1];
     std::int64_t ties = args.k;  // how many of those equal to the least are kept
     for (std::int64_t c = 0; c < args.width; ++c) ties -= keys[c] > least;
+    const auto keeps = [&](std::int64_t c) {
+      const bool tie = keys[c] == least && ties > 0;
+      ties -= tie;
+      return tie || keys[c] > least;
+    };
+    if (args.out != nullptr) {
+      T* out = static_cast<T*>(args.out) + row * args.width;
+      std::uint32_t* kept = args.kept + row * words_of(args.width);
+      for (std::int64_t c = 0; c < args.width; ++c) {
+        if (c % 32 == 0) kept[c / 32] = 0;
+        const bool keep = keeps(c);
+        kept[c / 32] |= static_cast<std::uint32_t>(keep) << (c % 32);
+        out[c] = keep ? x[c] : T{};
+      }
+      continue;
+    }
     T* value = static_cast<T*>(args.values) + row * args.k;
     Id* id = static_cast<Id*>(args.ids) + row * args.k;
     for (std::int64_t c = 0; c < args.width; ++c) {
-      const bool tie = keys[c] == least && ties > 0;
-      ties -= tie;
-      if (tie || keys[c] > least) {
+      if (keeps(c)) {
         *value++ = x[c];
         *id++ = static_cast<Id>(c);
       }
@@ -66,6 +83,20 @@ void maxk(const MaxkArgs& args, int threads) {
         select_rows<decltype(type), decltype(id)>(args, row, std::min(row + kRowsPerTask, args.num_rows));
       }
     });
+  });
+}
+
+void mask_rows(const MaskRowsArgs& args, int threads) {
+  with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+#pragma omp parallel for schedule(static) num_threads(threads) if (args.num_rows * args.width > kSerialWork)
+    for (std::int64_t row = 0; row < args.num_rows; ++row) {
+      const T* dense = static_cast<const T*>(args.dense.data) + row * args.dense.stride;
+      const std::uint32_t* kept = args.kept + row * words_of(args.width);
+      T* out = static_cast<T*>(args.out) + row * args.width;
+      for (std::int64_t c = 0; c < args.width; ++c)
+        out[c] = (kept[c / 32] >> (c % 32) & 1u) != 0 ? dense[c] : T{};
+    }
   });
 }
 

@@ -1,8 +1,9 @@
 // The way between CBSR and dense rows, on CUDA cores.
 //
-// To dense: a warp lays out one row in shared memory, a tile at a time, and writes it in 16-byte pieces, so
-// that every byte of the result goes out once and coalesced: num_rows * (k * (sizeof(T) + id) + width *
-// sizeof(T)) bytes in all. Gather: one thread per kept entry; a row's entries lie close to each other.
+// To dense: eight lanes lay out one row in shared memory, a tile at a time, and write it in 16-byte pieces,
+// so that every byte of the result goes out once and coalesced: num_rows * (k * (sizeof(T) + id) + width *
+// sizeof(T)) bytes in all. Gather: a thread takes up to four entries of a row, which lie close to each other;
+// what is read are the sectors that have kept columns, nearly all of them from k = width / 8 on.
 
 #include <type_traits>
 
@@ -13,10 +14,14 @@ namespace fastsparse::cuda {
 namespace in_cbsr {
 
 constexpr int kThreads = 128;
-constexpr int kWarps = kThreads / kWarp;
-constexpr int kTile = 512;  // columns that a warp lays out at a time
+constexpr int kLanes = 8;  // that share a row
+constexpr int kTeams = kThreads / kLanes;
+constexpr int kTileBytes = 1024;  // of a row that they lay out at a time
 constexpr int kGatherThreads = 256;
-constexpr int kGatherRows = 32;  // rows of a block
+
+// Kept entries that a lane moves at once, where alignment allows it.
+template <typename T>
+constexpr int kMost = sizeof(T) == 8 ? 2 : 4;
 
 // Calls f with a value of the type of the column ids of rows of this width.
 template <typename F>
@@ -24,13 +29,23 @@ void with_id_type(std::int64_t width, F&& f) {
   width <= 256 ? f(std::uint8_t{}) : f(std::uint16_t{});
 }
 
-template <typename T, typename Id, int kVec>
+template <typename T, int kIn>
+__device__ __forceinline__ Pack<T, kIn> load_entries(const T* from) {
+  if constexpr (kIn == 1) {
+    return {{*from}};
+  } else {
+    return load_pack<T, kIn>(from);
+  }
+}
+
+template <typename T, typename Id, int kVec, int kIn>
 __global__ void __launch_bounds__(kThreads) to_dense_kernel(const CbsrToDenseArgs args) {
-  __shared__ alignas(16) T tiles[kWarps][kTile];
-  const int lane = threadIdx.x % kWarp;
-  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
-  if (row >= args.num_rows) return;
-  T* tile = tiles[threadIdx.x / kWarp];
+  constexpr int kTile = kTileBytes / sizeof(T);
+  __shared__ alignas(16) T tiles[kTeams][kTile];
+  const int lane = static_cast<int>(threadIdx.x) % kLanes, team = static_cast<int>(threadIdx.x) / kLanes;
+  // All teams of a warp go on, some of them with the last row once more.
+  const std::int64_t row = min(static_cast<std::int64_t>(blockIdx.x) * kTeams + team, args.num_rows - 1);
+  T* tile = tiles[team];
   const T* values = static_cast<const T*>(args.values) + row * args.k;
   const Id* ids = static_cast<const Id*>(args.ids) + row * args.k;
   const int k = static_cast<int>(args.k), width = static_cast<int>(args.width);
@@ -39,32 +54,55 @@ __global__ void __launch_bounds__(kThreads) to_dense_kernel(const CbsrToDenseArg
     const int columns = min(kTile, width - begin);
     Pack<T, kVec> zeros;
     memset(&zeros, 0, sizeof zeros);
-    for (int c = lane * kVec; c < columns; c += kWarp * kVec) store_pack(zeros, tile + c);
+    for (int c = lane * kVec; c < columns; c += kLanes * kVec) store_pack(zeros, tile + c);
     __syncwarp();
-    for (int i = lane; i < k; i += kWarp) {
-      const int column = static_cast<int>(ids[i]) - begin;
-      if (column >= 0 && column < columns) tile[column] = values[i];
+    for (int i = lane * kIn; i < k; i += kLanes * kIn) {
+      const Pack<Id, kIn> id = load_entries<Id, kIn>(ids + i);
+      const Pack<T, kIn> value = load_entries<T, kIn>(values + i);
+#pragma unroll
+      for (int j = 0; j < kIn; ++j) {
+        const int column = static_cast<int>(id.lane[j]) - begin;
+        if (column >= 0 && column < columns) tile[column] = value.lane[j];
+      }
     }
     __syncwarp();
-    for (int c = lane * kVec; c < columns; c += kWarp * kVec) {
+    for (int c = lane * kVec; c < columns; c += kLanes * kVec) {
       store_pack(*reinterpret_cast<const Pack<T, kVec>*>(tile + c), out + begin + c);
     }
     __syncwarp();
   }
 }
 
-template <typename T, typename Id>
-__global__ void __launch_bounds__(kGatherThreads) gather_kernel(const CbsrGatherArgs args) {
-  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kGatherRows;
+template <typename T, typename Id, int kIn>
+__global__ void __launch_bounds__(kGatherThreads) gather_kernel(const CbsrGatherArgs args, unsigned lanes) {
+  // `lanes` threads share a row.
+  const unsigned rows = kGatherThreads / lanes, lane = threadIdx.x % lanes;
+  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * rows + threadIdx.x / lanes;
+  if (row >= args.num_rows) return;
   const auto k = static_cast<unsigned>(args.k);
-  const auto entries =
-      static_cast<unsigned>(min(static_cast<std::int64_t>(kGatherRows), args.num_rows - first)) * k;
-  const T* dense = static_cast<const T*>(args.dense.data) + first * args.dense.stride;
-  const Id* ids = static_cast<const Id*>(args.ids) + first * args.k;
-  T* out = static_cast<T*>(args.out) + first * args.k;
-  for (unsigned i = threadIdx.x; i < entries; i += kGatherThreads) {
-    const Id id = ids[i];
-    out[i] = id < args.width ? dense[i / k * args.dense.stride + id] : T(0.0f);
+  const T* dense = static_cast<const T*>(args.dense.data) + row * args.dense.stride;
+  const Id* ids = static_cast<const Id*>(args.ids) + row * args.k;
+  T* out = static_cast<T*>(args.out) + row * args.k;
+  for (unsigned i = lane * kIn; i < k; i += lanes * kIn) {
+    const Pack<Id, kIn> id = load_entries<Id, kIn>(ids + i);
+    Pack<T, kIn> value;
+#pragma unroll
+    for (int j = 0; j < kIn; ++j) value.lane[j] = id.lane[j] < args.width ? dense[id.lane[j]] : T(0.0f);
+    store_pack(value, out + i);
+  }
+}
+
+// Calls f with the number of entries, as a constant, that a lane can move at once.
+template <typename T, typename Id, typename F>
+void with_entries(std::int64_t k, const void* values, const void* ids, F&& f) {
+  const auto divides = [](std::size_t bytes, const void* address) {
+    return reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
+  };
+  constexpr int kIn = kMost<T>;
+  if (k % kIn == 0 && divides(kIn * sizeof(T), values) && divides(kIn * sizeof(Id), ids)) {
+    f(std::integral_constant<int, kIn>{});
+  } else {
+    f(std::integral_constant<int, 1>{});
   }
 }
 
@@ -77,13 +115,16 @@ int cbsr_to_dense(const CbsrToDenseArgs& args, void* stream) {
       using T = decltype(type);
       using Id = decltype(id);
       constexpr int kVec = 16 / sizeof(T);
-      const unsigned grid = ceil_div(args.num_rows, kWarps);
+      const unsigned grid = ceil_div(args.num_rows, kTeams);
       const auto queue = static_cast<cudaStream_t>(stream);
-      if (vector_width<T>({args.width}, {args.out}) == kVec) {
-        to_dense_kernel<T, Id, kVec><<<grid, kThreads, 0, queue>>>(args);
-      } else {
-        to_dense_kernel<T, Id, 1><<<grid, kThreads, 0, queue>>>(args);
-      }
+      with_entries<T, Id>(args.k, args.values, args.ids, [&](auto entries) {
+        constexpr int kIn = decltype(entries)::value;
+        if (vector_width<T>({args.width}, {args.out}) == kVec) {
+          to_dense_kernel<T, Id, kVec, kIn><<<grid, kThreads, 0, queue>>>(args);
+        } else {
+          to_dense_kernel<T, Id, 1, kIn><<<grid, kThreads, 0, queue>>>(args);
+        }
+      });
     });
   });
   return cudaGetLastError();
@@ -93,9 +134,15 @@ int cbsr_gather(const CbsrGatherArgs& args, void* stream) {
   using namespace in_cbsr;
   with_type(args.dtype, [&](auto type) {
     with_id_type(args.width, [&](auto id) {
-      gather_kernel<decltype(type), decltype(id)>
-          <<<ceil_div(args.num_rows, kGatherRows), kGatherThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-              args);
+      using T = decltype(type);
+      using Id = decltype(id);
+      with_entries<T, Id>(args.k, args.out, args.ids, [&](auto entries) {
+        constexpr int kIn = decltype(entries)::value;
+        unsigned lanes = 1;
+        while (lanes < kWarp && lanes * kIn < args.k) lanes *= 2;
+        gather_kernel<T, Id, kIn><<<ceil_div(args.num_rows, kGatherThreads / lanes), kGatherThreads, 0,
+                                    static_cast<cudaStream_t>(stream)>>>(args, lanes);
+      });
     });
   });
   return cudaGetLastError();

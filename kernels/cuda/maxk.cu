@@ -19,8 +19,10 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "fastsparse/bit_matrix.cuh"
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
+#include "fastsparse/maxk_16_bits.cuh"
 
 namespace fastsparse::cuda {
 namespace in_maxk {
@@ -372,7 +374,7 @@ __device__ __forceinline__ unsigned counts_of(unsigned bits) {
 
 // The first `room` of the set bits of the team's lanes, in the order of columns; takes them from `room`.
 template <int kLanes, int kChunks>
-__device__ unsigned first_bits(unsigned bits, int& room) {
+__device__ unsigned take_first(unsigned bits, int& room) {
   using Packed = Places<kLanes>;
   const Packed places(counts_of<kChunks>(bits));
   unsigned kept = 0;
@@ -461,23 +463,38 @@ __device__ __forceinline__ void write_from(const R& row, const Threshold<R>& thr
   });
 }
 
-// Writes the entries above the threshold, and of those equal to it as many as there is room for, in the order
-// of columns. Where the entries that are NaN would fill a row, they are those equal to it.
+// Where k entries are not parted by a threshold: those above it, and of those equal to it as many as there is
+// room for, in the order of columns. Where the entries that are NaN would fill a row, they are those equal to
+// it.
+template <int kChunks, typename R>
+struct Tied {
+  using A = typename R::A;
+  A value;
+  int room;
+  bool only_nan;
+
+  __device__ __forceinline__ Tied(const R& row, const Threshold<R>& threshold, int k)
+      : value(threshold.value), room(k - count_above<kChunks>(row, threshold.value)) {
+    only_nan = !threshold.exact && room <= 0;
+    if (only_nan) room = k;
+  }
+
+  // The bits of the next panel's kept entries.
+  __device__ __forceinline__ unsigned operator()(const Panel<A, kChunks>& panel) {
+    const unsigned above = bits_of<kChunks>(panel, [&](A x) { return !only_nan && !(x <= value); });
+    const unsigned equal = bits_of<kChunks>(panel, [&](A x) { return only_nan ? x != x : x == value; });
+    return above | take_first<R::OfTeam::kChunk / kVec, kChunks>(equal, room);
+  }
+};
+
 template <int kChunks, typename R, typename Sink>
 __device__ void write_tied(const R& row, const Threshold<R>& threshold, int k, const Sink& sink) {
-  using A = typename R::A;
-  constexpr int kLanes = R::OfTeam::kChunk / kVec;
-  using Packed = Places<kLanes>;
+  using Packed = Places<R::OfTeam::kChunk / kVec>;
   const int first = R::OfTeam::lane() * kVec;
-  int room = k - count_above<kChunks>(row, threshold.value);
-  const bool only_nan = !threshold.exact && room <= 0;
-  if (only_nan) room = k;
+  Tied<kChunks, R> tied(row, threshold, k);
   unsigned position = 0;
-  row.for_each_panel([&](int, int begin, const Panel<A, kChunks>& panel) {
-    const A value = threshold.value;
-    unsigned kept = bits_of<kChunks>(panel, [&](A x) { return !only_nan && !(x <= value); });
-    const unsigned equal = bits_of<kChunks>(panel, [&](A x) { return only_nan ? x != x : x == value; });
-    kept |= first_bits<kLanes, kChunks>(equal, room);
+  row.for_each_panel([&](int, int begin, const Panel<typename R::A, kChunks>& panel) {
+    const unsigned kept = tied(panel);
     const Packed places(counts_of<kChunks>(kept));
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -535,6 +552,69 @@ __device__ __forceinline__ void write_out(const Staged* staged, int k, T* values
   }
 }
 
+// Writes a panel of a dense row, 0 in the place of entries whose bits are not set.
+template <typename T, int kLanes, int kChunks, bool kAligned>
+__device__ __forceinline__ void write_panel(const Panel<Acc<T>, kChunks>& panel, unsigned kept, int left,
+                                            T* to) {
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    const int first = chunk * Team<kLanes>::kChunk;
+    Pack<T, kVec> pack;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      pack.lane[j] = (kept >> (kVec * chunk + j) & 1u) != 0 ? narrow<T>(panel[chunk][j]) : T(0.0f);
+    }
+    if constexpr (kAligned) {
+      if (first < left) store_pack(pack, to + first);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) {
+        if (first + j < left) to[first + j] = pack.lane[j];
+      }
+    }
+  }
+}
+
+// A dense row of the kept entries, and their bits: those of `chunks` chunks come from all lanes at once, of
+// which lane 8 g + c then has the word of columns c * kChunk + 32 g on.
+template <typename T, int kChunks, bool kAligned, typename R>
+__device__ __forceinline__ void write_dense(const R& row, const Threshold<R>& threshold, const MaxkArgs& args,
+                                            std::int64_t index) {
+  using OfTeam = typename R::OfTeam;
+  constexpr int kLanes = OfTeam::kChunk / kVec;
+  const int width = static_cast<int>(args.width), num_words = (width + 31) / 32;
+  const int first = OfTeam::lane() * kVec;
+  T* to = static_cast<T*>(args.out) + index * width + first;
+  std::uint32_t* words = args.kept + index * num_words;
+  // Lanes 8 g + c for the chunks c of a panel, or of two.
+  const auto write_words = [&](unsigned bits, int begin, int chunks) {
+    const unsigned word = transposed_nibbles(bits);
+    const int chunk = OfTeam::lane() % 8, at = begin / 32 + chunk * (kLanes / 8) + OfTeam::lane() / 8;
+    if (chunk < chunks && at < num_words) words[at] = word;
+  };
+  const auto write = [&](auto&& bits_of_panel) {
+    unsigned both = 0;
+    row.for_each_panel([&](int p, int begin, const Panel<typename R::A, kChunks>& panel) {
+      const unsigned bits = bits_of_panel(panel);
+      write_panel<T, kLanes, kChunks, kAligned>(panel, bits, width - begin - first, to + begin);
+      if constexpr (R::kHeld == 0) {
+        write_words(bits, begin, kChunks);
+      } else {
+        both |= bits << (kVec * kChunks * p);
+      }
+    });
+    if constexpr (R::kHeld > 0) write_words(both, 0, kChunks * R::kHeld);
+  };
+  using A = typename R::A;
+  if (__all_sync(kFullWarp, threshold.exact)) {
+    write([&](const Panel<A, kChunks>& panel) {
+      return bits_of<kChunks>(panel, [&](A x) { return !(x < threshold.value); });
+    });
+  } else {
+    write(Tied<kChunks, R>(row, threshold, static_cast<int>(args.k)));
+  }
+}
+
 // Blocks that an SM holds, for registers of a row of this many values per lane.
 constexpr int blocks_per_sm(int values) { return values <= 16 ? 8 : 6; }
 
@@ -573,6 +653,10 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kMostChunks * kVec * k
       }
     }
     const auto threshold = find_threshold<T, kMostChunks>(held, static_cast<int>(args.width), k, guess);
+    if (args.out != nullptr) {
+      write_dense<T, kMostChunks, kAligned>(held, threshold, args, row);
+      continue;
+    }
     write_kept<kMostChunks>(held, threshold, k, stage);
     __syncwarp();
     T* values = static_cast<T*>(args.values) + row * k;
@@ -590,6 +674,10 @@ __global__ void __launch_bounds__(kThreads) streamed_kernel(const MaxkArgs args)
   const Row<T, kWarp, kMostChunks, 0> row{static_cast<const T*>(args.x.data) + index * args.x.stride, width};
   Guess<Acc<T>> guess{0, 0};
   const auto threshold = find_threshold<T, kMostChunks>(row, width, k, guess);
+  if (args.out != nullptr) {
+    write_dense<T, kMostChunks, false>(row, threshold, args, index);
+    return;
+  }
   const Result<T, Id> result{static_cast<T*>(args.values) + index * args.k,
                              static_cast<Id*>(args.ids) + index * args.k};
   write_kept<kMostChunks>(row, threshold, k, result);
@@ -603,14 +691,15 @@ void launch_held(const MaxkArgs& args, cudaStream_t stream) {
   cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   const unsigned resident = static_cast<unsigned>(num_sms) *
                             blocks_per_sm(kMostChunks * kVec * kPanels);  // each takes several rows
-  const std::size_t shared = kTeams * static_cast<std::size_t>(args.k) * sizeof(Staged);
+  const bool dense = args.out != nullptr;
+  const std::size_t shared = dense ? 0 : kTeams * static_cast<std::size_t>(args.k) * sizeof(Staged);
   const unsigned grid = std::min(ceil_div(args.num_rows, kTeams), resident);
   const auto divides = [](std::size_t bytes, const void* address) {
     return reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
   };
   constexpr std::size_t kAlignment = kVec * sizeof(T);
   const bool aligned = args.width % kVec == 0 && args.x.stride * sizeof(T) % kAlignment == 0 &&
-                       divides(kAlignment, args.x.data);
+                       divides(kAlignment, args.x.data) && divides(kAlignment, args.out);
   const bool in_quads =
       args.k % 4 == 0 && divides(4 * sizeof(T), args.values) && divides(4 * sizeof(Id), args.ids);
   if (aligned) {
@@ -627,20 +716,17 @@ void launch_streamed(const MaxkArgs& args, cudaStream_t stream) {
 
 template <typename T>
 void launch(const MaxkArgs& args, cudaStream_t stream) {
-  if constexpr (std::is_same_v<T, double>) {
-    args.width <= 256 ? launch_streamed<T, std::uint8_t>(args, stream)
-                      : launch_streamed<T, std::uint16_t>(args, stream);
-  } else if (args.width <= 128) {
-    launch_held<T, std::uint8_t, 8, 1>(args, stream);
+  if constexpr (std::is_same_v<T, float>) {
+    if (args.width <= 128) return launch_held<T, std::uint8_t, 8, 1>(args, stream);
+    if (args.width <= 256) return launch_held<T, std::uint8_t, 8, 2>(args, stream);
+    if (args.width <= 512) return launch_held<T, std::uint16_t, 16, 2>(args, stream);
+    if (args.width <= 1024) return launch_held<T, std::uint16_t, 32, 2>(args, stream);
+  } else if constexpr (sizeof(T) == 2) {
+    if (args.width <= kMost16BitColumns) return maxk_16_bits<T>(args, stream);
   } else if (args.width <= 256) {
-    launch_held<T, std::uint8_t, 8, 2>(args, stream);
-  } else if (args.width <= 512) {
-    launch_held<T, std::uint16_t, 16, 2>(args, stream);
-  } else if (args.width <= 1024) {
-    launch_held<T, std::uint16_t, 32, 2>(args, stream);
-  } else {
-    launch_streamed<T, std::uint16_t>(args, stream);
+    return launch_streamed<T, std::uint8_t>(args, stream);
   }
+  launch_streamed<T, std::uint16_t>(args, stream);
 }
 
 }  // namespace in_maxk

@@ -928,6 +928,29 @@ def maxk(
     device: int,
     queue: int,
 ) -> None: ...
+def maxk_dense(
+    dtype: int,
+    num_rows: int,
+    width: int,
+    k: int,
+    x: int,
+    x_stride: int,
+    out: int,
+    kept: int,
+    device: int,
+    queue: int,
+) -> None: ...
+def mask_rows(
+    dtype: int,
+    num_rows: int,
+    width: int,
+    dense: int,
+    dense_stride: int,
+    kept: int,
+    out: int,
+    device: int,
+    queue: int,
+) -> None: ...
 def cbsr_to_dense(
     dtype: int,
     num_rows: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fastsparse_core.formats.cbsr import CBSR
-from fastsparse_core.ops.maxk import check_k, maxk
+from fastsparse_core.ops.maxk import check_k, maxk, maxk_dense
 
 
 class MaxK(nn.Module):
@@ -16,8 +16,8 @@ class MaxK(nn.Module):
         \text{else} \end{cases}
 
     From MaxK-GNN (arXiv:2312.08656), section 3.1. Called, it gives dense features; :meth:`compress` gives the
-    kept entries as they are, which the FastMaxK layers take. For the backward pass either stores the kept
-    columns only, k bytes (2 k from 257 columns on) per row where ReLU stores its whole result.
+    kept entries as they are, which the FastMaxK layers take. For the backward pass the one stores a bit for
+    each column, the other k bytes (2 k from 257 columns on) per row, where ReLU stores its whole result.
 
     Args:
         k: number of kept entries, at most the width of the features.
@@ -40,10 +40,10 @@ class MaxK(nn.Module):
             ValueError: ``k`` is more than D.
         """
         if x.dim() == 2:
-            return self.compress(x).to_dense()
+            return maxk_dense(x, self.k)
         if x.dim() == 0:
             raise ValueError("x: expected at least one dimension, got a tensor without")
-        return self.compress(x.reshape(-1, x.size(-1))).to_dense().reshape(x.shape)
+        return maxk_dense(x.reshape(-1, x.size(-1)), self.k).reshape(x.shape)
 
     def compress(self, x: Tensor) -> CBSR:
         """MaxK of (n, D), its zeros left out.

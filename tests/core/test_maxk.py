@@ -1,4 +1,5 @@
-"""maxk against the float64 reference and torch.topk, its gradients, extremes and errors."""
+"""maxk, with sparse and dense results, against the float64 reference and torch.topk, its gradients, extremes
+and errors."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastsparse_core import CBSR, maxk, reference
+from fastsparse_core.ops.maxk import maxk_dense
 
 #: On both sides of every chunk, panel and id type of the kernel.
 WIDTHS = [
@@ -39,8 +41,16 @@ WIDTHS = [
 ]
 
 
+def bits(kept: torch.Tensor, width: int) -> torch.Tensor:
+    """Words as a boolean for each column; bits beyond the width are 0."""
+    columns = torch.arange(32 * kept.size(1), device=kept.device)
+    kept = (kept[:, columns // 32] >> (columns % 32) & 1).bool()
+    assert not kept[:, width:].any()
+    return kept[:, :width]
+
+
 def check(x: torch.Tensor, k: int) -> CBSR:
-    """Exactly the reference's columns, and in them the very numbers of ``x``."""
+    """Exactly the reference's columns, and in them the very numbers of ``x``, as sparse and as dense rows."""
     kept = maxk(x, k)
     values, ids = reference.maxk(x, k)
     assert kept.dtype == x.dtype
@@ -48,6 +58,12 @@ def check(x: torch.Tensor, k: int) -> CBSR:
     assert torch.equal(kept.ids.long(), ids)
     assert torch.equal(kept.values.double().nan_to_num(1e300), values.detach().nan_to_num(1e300))
     kept.check()
+    dense, words = torch.ops.fastsparse.maxk_dense.default(x, k)
+    assert torch.equal(dense.double().nan_to_num(1e300), kept.to_dense().double().nan_to_num(1e300))
+    columns = bits(words, x.size(1))
+    assert torch.equal(columns, torch.zeros_like(columns).scatter(1, ids, value=True))
+    masked = torch.ops.fastsparse.mask_rows.default(x, words)
+    assert torch.equal(masked.double().nan_to_num(1e300), dense.double().nan_to_num(1e300))
     return kept
 
 
@@ -147,9 +163,31 @@ def test_gradient_goes_to_the_kept_entries(device, poisoned_memory, dtype):
     weight = torch.randn_like(kept.values)
     (grad,) = torch.autograd.grad(kept.values, x, weight)
     assert torch.equal(grad.double(), reference.cbsr_to_dense(weight, kept.ids, 100))
-    (dense_grad,) = torch.autograd.grad(maxk(x, 9).to_dense().sum(), x)
     ones = torch.ones_like(weight)
-    assert torch.equal(dense_grad.double(), reference.cbsr_to_dense(ones, kept.ids, 100))
+    for dense in (maxk(x, 9).to_dense(), maxk_dense(x, 9)):
+        (dense_grad,) = torch.autograd.grad(dense.sum(), x)
+        assert torch.equal(dense_grad.double(), reference.cbsr_to_dense(ones, kept.ids, 100))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("width", [1, 33, 64, 300, 1030])
+def test_masked_rows(device, poisoned_memory, width, layout, dtype):
+    rows = features(45, width, dtype, layout, device)
+    keeps = torch.rand(45, width, device=device) < 0.5
+    words = torch.zeros(45, (width + 31) // 32, dtype=torch.int64, device=device)
+    words.index_add_(1, torch.arange(width, device=device) // 32, keeps << torch.arange(width, device=device) % 32)
+    out = torch.ops.fastsparse.mask_rows.default(rows, words.to(torch.int32))
+    assert torch.equal(out, rows * keeps)
+
+
+def test_what_is_not_kept_is_zero_whatever_it_was(device):
+    x = torch.full((3, 70), -math.inf, device=device)
+    x[:, 3] = math.nan
+    dense, kept = torch.ops.fastsparse.maxk_dense.default(x, 1)
+    assert dense.isnan().nonzero()[:, 1].tolist() == [3, 3, 3]
+    assert (dense.nan_to_num(0) == 0).all()
+    assert (torch.ops.fastsparse.mask_rows.default(x - math.inf, kept).nan_to_num(0) == 0).all()
 
 
 def test_gradcheck_and_double_backward(device):
@@ -157,33 +195,40 @@ def test_gradcheck_and_double_backward(device):
     assert torch.autograd.gradcheck(lambda x: maxk(x, 3).values, (x,))
     assert torch.autograd.gradcheck(lambda x: maxk(x, 3).to_dense(), (x,))
     assert torch.autograd.gradgradcheck(lambda x: maxk(x, 3).to_dense().square(), (x,))
+    assert torch.autograd.gradcheck(lambda x: maxk_dense(x, 3), (x,))
+    assert torch.autograd.gradgradcheck(lambda x: maxk_dense(x, 3).square(), (x,))
 
 
 @pytest.mark.parametrize("width", [20, 300])
 def test_opcheck_and_compile(device, width):
     x = torch.randn(12, width, device=device, requires_grad=True)
+    kept = torch.zeros(12, (width + 31) // 32, dtype=torch.int32, device=device)
     torch.library.opcheck(torch.ops.fastsparse.maxk.default, (x, 4))
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x: maxk(x * 2, 4).to_dense(), fullgraph=True, backend="aot_eager")
-    out, expected = compiled(x), maxk(x * 2, 4).to_dense()
-    assert torch.equal(out, expected)
-    weight = torch.randn_like(out)
-    grads = [torch.autograd.grad(result, x, weight)[0] for result in (out, expected)]
-    assert torch.equal(*grads)
+    torch.library.opcheck(torch.ops.fastsparse.maxk_dense.default, (x, 4))
+    torch.library.opcheck(torch.ops.fastsparse.mask_rows.default, (x, kept))
+    for function in (lambda x: maxk(x * 2, 4).to_dense(), lambda x: maxk_dense(x * 2, 4)):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        out, expected = compiled(x), function(x)
+        assert torch.equal(out, expected)
+        weight = torch.randn_like(out)
+        grads = [torch.autograd.grad(result, x, weight)[0] for result in (out, expected)]
+        assert torch.equal(*grads)
 
 
 @pytest.mark.gpu
 def test_captured_in_a_cuda_graph():
     x = torch.randn(300, 256, device="cuda")
-    maxk(x, 32).to_dense()
+    maxk(x, 32).to_dense(), maxk_dense(x, 32)
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
-        dense = maxk(x, 32).to_dense()
+        written, dense = maxk(x, 32).to_dense(), maxk_dense(x, 32)
     x.copy_(torch.randn(300, 256, device="cuda"))
     captured.replay()
     torch.cuda.synchronize()
-    assert torch.equal(dense, maxk(x, 32).to_dense())
+    assert torch.equal(written, maxk(x, 32).to_dense())
+    assert torch.equal(dense, written)
 
 
 @pytest.mark.parametrize(
@@ -202,5 +247,6 @@ def test_captured_in_a_cuda_graph():
     ],
 )
 def test_bad_input(x, k, error, message):
-    with pytest.raises(error, match=message):
-        maxk(x, k)
+    for function in (maxk, maxk_dense):
+        with pytest.raises(error, match=message):
+            function(x, k)

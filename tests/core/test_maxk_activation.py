@@ -30,9 +30,10 @@ def test_compress_is_the_same_without_zeros(device):
     assert torch.equal(kept.to_dense(), activation(x))
 
 
-def test_stores_one_byte_for_each_kept_entry():
+def test_stores_a_bit_for_each_column():
     x = torch.randn(50, 256, requires_grad=True)
-    assert saved_bytes(lambda: MaxK(32)(x))[1] == 50 * 32
+    assert saved_bytes(lambda: MaxK(64)(x))[1] == 50 * 256 / 8
+    assert saved_bytes(lambda: MaxK(64).compress(x).values)[1] == 50 * 64  # a byte for each kept entry
     assert saved_bytes(lambda: torch.relu(x))[1] == 50 * 256 * 4
 
 

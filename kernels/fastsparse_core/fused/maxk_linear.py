@@ -21,6 +21,7 @@ from fastsparse_core.ops._autocast import CAST, autocast_dtype, product_in, with
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import PLAIN, is_first_derivative, is_plain_eager
 from fastsparse_core.ops._ssd_backward import derivatives
+from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.ops.maxk import gather, write_out
 from fastsparse_core.ops.ssd import operands, ssd
 from fastsparse_core.structure.adjacency import Adjacency
@@ -284,7 +285,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_weight = _weight_gradient(how, how.sums(values, ids, value, once), grad, weight_dtype, once)
     if needs_root:
         grad_root = _weight_gradient(how, how.roots(values, ids, once), grad, weight_dtype, once)
-    grad_bias = grad.sum(0, dtype=bias_dtype) if needs_bias else None
+    grad_bias = sum_of_rows(grad, bias_dtype, once) if needs_bias else None
     return grad_values, grad_value, grad_weight, grad_bias, grad_root
 
 

@@ -13,7 +13,7 @@ from fastsparse_core.formats.cbsr import CBSR, ids_dtype
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import below_autograd
 from fastsparse_core.ops._operands import unit_stride
-from fastsparse_core.ops._registration import differentiate, register, results, run
+from fastsparse_core.ops._registration import call, differentiate, register, results, run
 
 
 def maxk(x: Tensor, k: int) -> CBSR:
@@ -44,6 +44,27 @@ def maxk(x: Tensor, k: int) -> CBSR:
         >>> kept.ids.tolist(), kept.values.tolist()
         ([[1, 3], [0, 1]], [[5.0, 3.0], [0.0, 0.0]])
     """
+    _check(x, k)
+    values, ids = results("maxk", x, x, k)
+    return CBSR(values, ids, x.size(1))
+
+
+def maxk_dense(x: Tensor, k: int) -> Tensor:
+    """:func:`maxk` as dense rows, 0 elsewhere; for the backward pass a bit of each column is stored.
+
+    Args:
+        x: as for :func:`maxk`.
+        k: as for :func:`maxk`.
+
+    Raises:
+        TypeError: as :func:`maxk`.
+        ValueError: as :func:`maxk`.
+    """
+    _check(x, k)
+    return call("maxk_dense", x, x, k)
+
+
+def _check(x: Tensor, k: int) -> None:
     check_k(k)
     if not isinstance(x, Tensor):
         raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
@@ -55,8 +76,6 @@ def maxk(x: Tensor, k: int) -> CBSR:
     ids_dtype(width)
     if k > width:
         raise ValueError(f"k: expected at most the width of x, {width}, got {k}")
-    values, ids = results("maxk", x, x, k)
-    return CBSR(values, ids, width)
 
 
 def check_k(k: int) -> None:
@@ -92,6 +111,54 @@ def _maxk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
             queue(index),
         )
     return values, ids
+
+
+def _maxk_dense(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    x = unit_stride(x)
+    num_rows, width = x.shape
+    out = x.new_empty(num_rows, width)
+    kept = x.new_empty(num_rows, _num_words(width), dtype=torch.int32)
+    if num_rows:
+        index = device_index(x.device)
+        _C.maxk_dense(
+            DTYPE_CODE[x.dtype],
+            num_rows,
+            width,
+            k,
+            x.data_ptr(),
+            x.stride(0),
+            out.data_ptr(),
+            kept.data_ptr(),
+            index,
+            queue(index),
+        )
+    return out, kept
+
+
+def _num_words(width: int) -> int:
+    """Words with a bit for each column."""
+    return (width + 31) // 32
+
+
+def _mask_rows(dense: Tensor, kept: Tensor) -> Tensor:
+    """The entries of dense rows whose bits are set, 0 elsewhere."""
+    dense, kept = unit_stride(dense), kept.contiguous()
+    num_rows, width = dense.shape
+    out = dense.new_empty(num_rows, width)
+    if out.numel():
+        index = device_index(dense.device)
+        _C.mask_rows(
+            DTYPE_CODE[dense.dtype],
+            num_rows,
+            width,
+            dense.data_ptr(),
+            dense.stride(0),
+            kept.data_ptr(),
+            out.data_ptr(),
+            index,
+            queue(index),
+        )
+    return out
 
 
 def write_out(values: Tensor, ids: Tensor, width: int) -> Tensor:
@@ -155,6 +222,37 @@ class _MaxK(torch.autograd.Function):
         return differentiate("cbsr_to_dense", grad, ids, ctx.width), None
 
 
+class _MaxKDense(torch.autograd.Function):
+    """dX = the gradient in the kept columns, 0 elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        out, kept = run("maxk_dense", x, x, k)
+        ctx.mark_non_differentiable(kept)
+        ctx.save_for_backward(kept)
+        return out, kept
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        (kept,) = ctx.saved_tensors
+        return differentiate("mask_rows", grad, kept), None
+
+
+class _MaskRows(torch.autograd.Function):
+    """Its own adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, dense: Tensor, kept: Tensor) -> Tensor:
+        ctx.save_for_backward(kept)
+        with below_autograd():
+            return torch.ops.fastsparse.mask_rows.default(dense, kept)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = ctx.saved_tensors
+        return torch.ops.fastsparse.mask_rows.default(grad, kept), None
+
+
 class _CbsrToDense(torch.autograd.Function):
     """The adjoint of gathering the kept columns."""
 
@@ -191,10 +289,17 @@ def _maxk_fake(of: Any) -> tuple[Tensor, Tensor]:
     return of.x.new_empty(num_rows, of.k), of.x.new_empty(num_rows, of.k, dtype=ids_dtype(width))
 
 
+def _maxk_dense_fake(of: Any) -> tuple[Tensor, Tensor]:
+    num_rows, width = of.x.shape
+    return of.x.new_empty(num_rows, width), of.x.new_empty(num_rows, _num_words(width), dtype=torch.int32)
+
+
 def _cbsr_to_dense_fake(of: Any) -> Tensor:
     return of.values.new_empty(of.values.size(0), of.width)
 
 
 register(_maxk, _maxk_fake, _MaxK)
+register(_maxk_dense, _maxk_dense_fake, _MaxKDense)
+register(_mask_rows, lambda of: of.dense.new_empty(of.dense.shape), _MaskRows)
 register(write_out, _cbsr_to_dense_fake, _CbsrToDense, "cbsr_to_dense")
 register(gather, lambda of: of.dense.new_empty(of.ids.shape), _CbsrGather, "cbsr_gather")

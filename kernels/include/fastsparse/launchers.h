@@ -28,6 +28,7 @@ void edge_attention_backward(const EdgeAttentionBackwardArgs& args, int threads)
 void multi_aggregate(const MultiAggregateArgs& args, int threads);
 void multi_aggregate_backward(const MultiAggregateBackwardArgs& args, int threads);
 void maxk(const MaxkArgs& args, int threads);
+void mask_rows(const MaskRowsArgs& args, int threads);
 void cbsr_to_dense(const CbsrToDenseArgs& args, int threads);
 void cbsr_gather(const CbsrGatherArgs& args, int threads);
 void ssd(const SsdArgs& args, int threads);
@@ -76,6 +77,7 @@ int multi_aggregate(const MultiAggregateArgs& args, void* stream);
 int multi_aggregate_backward(const MultiAggregateBackwardArgs& args, void* stream);
 int sddmm_bsb(const SddmmBsbArgs& args, void* stream);
 int maxk(const MaxkArgs& args, void* stream);
+int mask_rows(const MaskRowsArgs& args, void* stream);
 int cbsr_to_dense(const CbsrToDenseArgs& args, void* stream);
 int cbsr_gather(const CbsrGatherArgs& args, void* stream);
 int ssd(const SsdArgs& args, void* stream);

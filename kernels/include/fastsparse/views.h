@@ -787,15 +787,27 @@ struct RowSplitArgs {
   std::int64_t* split_ptr;  // out of fill, (split rows + 1)
 };
 
-// The k largest entries of every row in ascending column order; of equal ones those in lower columns, and NaN
-// counts as largest.
+// The k largest entries of every row; of equal ones those in lower columns, and NaN counts as largest. Either
+// in ascending column order (values, ids), or dense rows and bits (out, kept).
 struct MaxkArgs {
-  DenseView x;   // (num_rows, width)
-  void* values;  // (num_rows, k)
-  void* ids;     // (num_rows, k) uint8 where width <= 256, else uint16
+  DenseView x;          // (num_rows, width)
+  void* values;         // (num_rows, k)
+  void* ids;            // (num_rows, k) uint8 where width <= 256, else uint16
+  void* out;            // (num_rows, width), 0 but for the kept entries; null: values and ids are asked for
+  std::uint32_t* kept;  // (num_rows, words of width bits): bit c % 32 of word c / 32 for each kept column c
   std::int64_t num_rows;
   std::int64_t width;
   std::int64_t k;
+  Dtype dtype;
+};
+
+// The entries of dense rows whose bits are set, 0 elsewhere.
+struct MaskRowsArgs {
+  DenseView dense;            // (num_rows, width)
+  const std::uint32_t* kept;  // as in MaxkArgs
+  void* out;                  // (num_rows, width)
+  std::int64_t num_rows;
+  std::int64_t width;
   Dtype dtype;
 };
 

@@ -1,0 +1,289 @@
+// MaxK of 16-bit numbers, up to 1024 columns: the k largest entries of every row, exactly, bit by bit.
+//
+// A team of 4, 8 or 16 lanes has a row. Four lanes q of it have 128 columns, four pieces i of 16 bytes each:
+//
+//     columns 128 h + 32 i + 8 q, ..., + 7   of lane 4 h + q     (and 32 columns per lane further, if kWords
+//     = 2)
+//
+// so that a load takes 64 neighbouring bytes of every row. Entries become integers that order as they do (-0
+// turns into +0 and NaN into the largest one), and 32 of them become a word for each of their 16 bits
+// (bit_matrix.cuh). From the first bit to the last, those candidates that have it are counted: if there are
+// enough they are the candidates left, else they are kept, and those without it are left. What is left then
+// is equal, and the first of them fill the row. That is 16 steps for any numbers, and no row waits for
+// another one's. A search by pivots, as for float32, suffers from 16 bits: of 256 normal numbers in bfloat16
+// the k-th largest has an equal neighbour in a quarter to a third of the rows, where no pivot parts k
+// entries.
+//
+// Kept columns are words of bits after a transpose of bytes among four lanes: word w of a row, 32 columns, is
+// with lane w. Dense rows are read once more, from the L1 cache, and written without what is not kept; so are
+// the values of sparse rows, at ids that went through shared memory.
+//
+// The floor is the memory traffic: num_rows * (width * 2 + k * (2 + id)) bytes, or for dense rows num_rows *
+// (width * 4 + width / 8). COUNTS
+
+#include <algorithm>
+#include <type_traits>
+
+#include "fastsparse/bit_matrix.cuh"
+#include "fastsparse/cuda_common.cuh"
+#include "fastsparse/maxk_16_bits.cuh"
+
+namespace fastsparse::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kBlocks = 7;  // of an SM
+constexpr int kPieces = 4;  // of a lane's columns in a word
+constexpr int kPiece = 8;   // columns, 16 bytes
+constexpr int kApart = 32;  // columns from one piece of a lane to the next
+constexpr int kRegisters = kPieces * kPiece / 2;
+
+using Bits = std::uint16_t;  // an entry
+
+// A pair of entries plus 0: -0 becomes +0, and every NaN the one whose bits are 0x7fff.
+template <typename T>
+__device__ __forceinline__ unsigned plus_zero(unsigned pair) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(pair) : "r"(0x3c003c00u), "r"(0u));
+  } else {
+    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(pair) : "r"(0x3f803f80u), "r"(0u));
+  }
+  return pair;
+}
+
+// This lane's part of a word's columns, 0 beyond the row's end.
+template <bool kAligned>
+__device__ __forceinline__ void load_columns(const Bits* row, int column, int width,
+                                             unsigned (&pairs)[kRegisters]) {
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const int first = column + i * kApart;
+    if constexpr (kAligned) {
+      uint4 piece{0, 0, 0, 0};
+      if (first < width) piece = __ldg(reinterpret_cast<const uint4*>(row + first));
+      memcpy(pairs + i * kPiece / 2, &piece, sizeof piece);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kPiece; j += 2) {
+        const unsigned even = first + j < width ? row[first + j] : Bits{0};
+        const unsigned odd = first + j + 1 < width ? row[first + j + 1] : Bits{0};
+        pairs[(i * kPiece + j) / 2] = even | odd << 16;
+      }
+    }
+  }
+}
+
+// Copies this lane's part of a word's columns, 0 in the place of those whose bit is not set.
+template <bool kAligned>
+__device__ __forceinline__ void copy_kept(const Bits* row, Bits* out, int column, int width, unsigned kept) {
+  const unsigned halves = evens_first(kept);
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const int first = column + i * kApart;
+    if constexpr (kAligned) {
+      if (first >= width) continue;
+      const uint4 piece = __ldcs(reinterpret_cast<const uint4*>(row + first));
+      unsigned pairs[kPiece / 2];
+      memcpy(pairs, &piece, sizeof piece);
+#pragma unroll
+      for (int j = 0; j < kPiece / 2; ++j) {
+        // Bits 15 and 31 go to all of their halves.
+        pairs[j] &= __byte_perm(halves << (15 - (i * kPiece / 2 + j)), 0, 0xbb99);
+      }
+      Pack<unsigned, kPiece / 2> pack;
+      memcpy(&pack, pairs, sizeof pack);
+      store_pack(pack, reinterpret_cast<unsigned*>(out + first));
+    } else {
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) {
+        if (first + j >= width) continue;
+        out[first + j] = (kept >> (i * kPiece + j) & 1u) != 0 ? row[first + j] : Bits{0};
+      }
+    }
+  }
+}
+
+template <int kLanes, int kWords>
+struct Team {
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
+
+  static __device__ __forceinline__ int sum(int v) {
+#pragma unroll
+    for (int offset = 1; offset < kLanes; offset *= 2) v += __shfl_xor_sync(kFullWarp, v, offset);
+    return v;
+  }
+
+  // For each word of this lane the set bits of the row's words before it.
+  static __device__ __forceinline__ void ranks(const unsigned (&words)[kWords], int (&before)[kWords]) {
+    unsigned counts = 0;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) counts |= static_cast<unsigned>(__popc(words[w])) << (16 * w);
+    unsigned sums = counts;
+#pragma unroll
+    for (int offset = 1; offset < kLanes; offset *= 2) {
+      const unsigned other = __shfl_up_sync(kFullWarp, sums, offset, kLanes);
+      if (lane() >= offset) sums += other;
+    }
+    before[0] = static_cast<int>((sums - counts) & 0xffffu);
+    if constexpr (kWords == 2) {
+      const unsigned all = __shfl_sync(kFullWarp, sums, kLanes - 1, kLanes);
+      before[1] = static_cast<int>(((sums - counts) >> 16) + (all & 0xffffu));
+    }
+  }
+};
+
+// The kept columns of a row, for word w those of columns 32 (w kLanes + lane) on.
+template <typename T, int kLanes, int kWords, bool kAligned>
+__device__ __forceinline__ void kept_columns(const Bits* row, int column, int width, int k,
+                                             unsigned (&kept)[kWords]) {
+  using OfTeam = Team<kLanes, kWords>;
+  unsigned planes[kWords][kRegisters], left[kWords];  // left: candidates
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    load_columns<kAligned>(row, column + w * kLanes * kApart, width, planes[w]);
+    left[w] = transposed_bytes(first_bits(width - (w * kLanes + OfTeam::lane()) * kApart));
+    kept[w] = 0;
+  }
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+#pragma unroll
+    for (int i = 0; i < kRegisters; ++i) planes[w][i] = plus_zero<T>(planes[w][i]);
+    bit_planes(planes[w]);
+  }
+  int room = k;
+#pragma unroll
+  for (int bit = 15; bit >= 0; --bit) {
+    unsigned ones[kWords];
+    int count = 0;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const unsigned sign = planes[w][plane_of(15)];
+      // In the order of the numbers: a negative one's bits are inverted, and the sign is so for all.
+      ones[w] = left[w] & (bit == 15 ? ~sign : planes[w][plane_of(bit)] ^ sign);
+      count += __popc(ones[w]);
+    }
+    count = OfTeam::sum(count);
+    const bool enough = count >= room;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      kept[w] |= enough ? 0u : ones[w];
+      left[w] = enough ? ones[w] : left[w] ^ ones[w];
+    }
+    room -= enough ? 0 : count;
+  }
+  int before[kWords];
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    kept[w] = transposed_bytes(kept[w]);
+    left[w] = transposed_bytes(left[w]);
+  }
+  OfTeam::ranks(left, before);
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    // Of the candidates, which are equal, those in higher columns go.
+    const int count = __popc(left[w]);
+#pragma unroll 1
+    for (int kept_of = max(room - before[w], 0); kept_of < count; ++kept_of) {
+      left[w] ^= 0x80000000u >> __clz(static_cast<int>(left[w]));
+    }
+    kept[w] |= left[w];
+  }
+}
+
+// Writes kept entries, kOut to a lane at once.
+template <int kLanes, int kOut, typename Id>
+__device__ __forceinline__ void write_entries(const Bits* row, const Id* staged, int lane, int k,
+                                              Bits* values, Id* ids) {
+#pragma unroll 1
+  for (int i = lane * kOut; i < k; i += kLanes * kOut) {
+    const auto id = *reinterpret_cast<const Pack<Id, kOut>*>(staged + i);
+    Pack<Bits, kOut> value;
+#pragma unroll
+    for (int j = 0; j < kOut; ++j) value.lane[j] = __ldg(row + id.lane[j]);
+    store_pack(value, values + i);
+    store_pack(id, ids + i);
+  }
+}
+
+template <typename T, int kLanes, int kWords, bool kAligned>
+__global__ void __launch_bounds__(kThreads, kBlocks) bits_kernel(const MaxkArgs args, bool in_quads) {
+  using Id = std::conditional_t<kLanes == 4, std::uint8_t, std::uint16_t>;
+  using OfTeam = Team<kLanes, kWords>;
+  extern __shared__ int4 shared[];  // (teams of the block, k) ids
+  constexpr int kTeams = kThreads / kLanes;
+  const int lane = OfTeam::lane(), width = static_cast<int>(args.width), k = static_cast<int>(args.k);
+  // All teams of a warp go on, some of them with the last row once more.
+  const std::int64_t index =
+      min(static_cast<std::int64_t>(blockIdx.x) * kTeams + threadIdx.x / kLanes, args.num_rows - 1);
+  const Bits* row = static_cast<const Bits*>(args.x.data) + index * args.x.stride;
+  const int column = lane / 4 * (4 * kApart) + lane % 4 * kPiece;
+  unsigned kept[kWords];
+  kept_columns<T, kLanes, kWords, kAligned>(row, column, width, k, kept);
+  if (args.out != nullptr) {
+    const int num_words = (width + 31) / 32;
+    unsigned* words = args.kept + index * num_words;
+    Bits* out = static_cast<Bits*>(args.out) + index * width;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      if (w * kLanes + lane < num_words) words[w * kLanes + lane] = kept[w];
+      copy_kept<kAligned>(row, out, column + w * kLanes * kApart, width, transposed_bytes(kept[w]));
+    }
+    return;
+  }
+  Id* staged = reinterpret_cast<Id*>(shared) + threadIdx.x / kLanes * k;
+  int before[kWords];
+  OfTeam::ranks(kept, before);
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    Id* to = staged + before[w];
+#pragma unroll 1
+    for (unsigned bits = kept[w]; bits != 0; bits &= bits - 1) {
+      *to++ = static_cast<Id>((w * kLanes + lane) * kApart + __ffs(static_cast<int>(bits)) - 1);
+    }
+  }
+  __syncwarp();
+  Bits* values = static_cast<Bits*>(args.values) + index * k;
+  Id* ids = static_cast<Id*>(args.ids) + index * k;
+  in_quads ? write_entries<kLanes, 4>(row, staged, lane, k, values, ids)
+           : write_entries<kLanes, 1>(row, staged, lane, k, values, ids);
+}
+
+template <typename T, int kLanes, int kWords>
+void launch(const MaxkArgs& args, cudaStream_t stream) {
+  constexpr int kTeams = kThreads / kLanes;
+  const bool dense = args.out != nullptr;
+  const std::size_t id_bytes = kLanes == 4 ? 1 : 2;
+  const std::size_t shared = dense ? 0 : kTeams * static_cast<std::size_t>(args.k) * id_bytes;
+  const unsigned grid = ceil_div(args.num_rows, kTeams);
+  const bool aligned = vector_width<Bits>({args.width, args.x.stride}, {args.x.data, args.out}) == kPiece;
+  const auto divides = [](std::size_t bytes, const void* address) {
+    return reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
+  };
+  const bool in_quads =
+      args.k % 4 == 0 && divides(4 * sizeof(Bits), args.values) && divides(4 * id_bytes, args.ids);
+  if (aligned) {
+    bits_kernel<T, kLanes, kWords, true><<<grid, kThreads, shared, stream>>>(args, in_quads);
+  } else {
+    bits_kernel<T, kLanes, kWords, false><<<grid, kThreads, shared, stream>>>(args, in_quads);
+  }
+}
+
+}  // namespace
+
+template <typename T>
+void maxk_16_bits(const MaxkArgs& args, cudaStream_t stream) {
+  if (args.width <= 128) {
+    launch<T, 4, 1>(args, stream);
+  } else if (args.width <= 256) {
+    launch<T, 4, 2>(args, stream);
+  } else if (args.width <= 512) {
+    launch<T, 8, 2>(args, stream);
+  } else {
+    launch<T, 16, 2>(args, stream);
+  }
+}
+
+template void maxk_16_bits<__half>(const MaxkArgs&, cudaStream_t);
+template void maxk_16_bits<__nv_bfloat16>(const MaxkArgs&, cudaStream_t);
+
+}  // namespace fastsparse::cuda

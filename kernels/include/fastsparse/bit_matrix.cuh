@@ -1,0 +1,90 @@
+// Transposes of matrices of bits: within the registers of a lane, and between lanes.
+#pragma once
+
+#include "fastsparse/cuda_common.cuh"
+
+namespace fastsparse::cuda {
+
+// Takes the fields of kShift bits by twos: `a` gets the lower ones of both words, `b` the upper ones.
+template <int kShift>
+__device__ __forceinline__ void exchange(unsigned& a, unsigned& b) {
+  const unsigned x = a, y = b;
+  if constexpr (kShift == 16) {
+    a = __byte_perm(x, y, 0x5410), b = __byte_perm(x, y, 0x7632);
+  } else if constexpr (kShift == 8) {
+    a = __byte_perm(x, y, 0x6240), b = __byte_perm(x, y, 0x7351);
+  } else {
+    constexpr unsigned kLower = ~0u / ((1u << kShift) + 1);
+    a = (x & kLower) | (y << kShift & ~kLower);
+    b = (x >> kShift & kLower) | (y & ~kLower);
+  }
+}
+
+// The same between lane l and lane l + `distance`, a power of two, for every l without that bit.
+template <int kShift>
+__device__ __forceinline__ unsigned exchange_lanes(unsigned word, int distance) {
+  const unsigned other = __shfl_xor_sync(kFullWarp, word, distance);
+  const bool upper = (threadIdx.x & static_cast<unsigned>(distance)) != 0;
+  if constexpr (kShift == 16) {
+    return __byte_perm(word, other, upper ? 0x3276 : 0x5410);
+  } else if constexpr (kShift == 8) {
+    return __byte_perm(word, other, upper ? 0x3715 : 0x6240);
+  } else {
+    constexpr unsigned kLower = ~0u / ((1u << kShift) + 1);
+    return upper ? (other >> kShift & kLower) | (word & ~kLower)
+                 : (word & kLower) | (other << kShift & ~kLower);
+  }
+}
+
+// Byte i of lane j becomes byte j of lane i, of every 4 lanes.
+__device__ __forceinline__ unsigned transposed_bytes(unsigned word) {
+  return exchange_lanes<16>(exchange_lanes<8>(word, 1), 2);
+}
+
+// Four bits i of lane j become four bits j of lane i, of every 8 lanes.
+__device__ __forceinline__ unsigned transposed_nibbles(unsigned word) {
+  return exchange_lanes<4>(exchange_lanes<8>(exchange_lanes<16>(word, 4), 2), 1);
+}
+
+// Where bit_planes puts the word of a bit.
+constexpr int plane_of(int bit) { return bit % 2 * 8 + bit / 2; }
+
+// From 32 numbers of 16 bits, of which words[i] has numbers 2 i and 2 i + 1, to the word of each bit: bit e
+// of words[plane_of(b)] is bit b of number e. An index of a register and a position in a word change places
+// one binary digit at a time.
+__device__ __forceinline__ void bit_planes(unsigned (&words)[16]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) exchange<16>(words[i], words[i + 8]);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    if (i % 8 < 4) exchange<8>(words[i], words[i + 4]);
+  }
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    if (i % 4 < 2) exchange<4>(words[i], words[i + 2]);
+  }
+#pragma unroll
+  for (int i = 0; i < 16; i += 2) exchange<2>(words[i], words[i + 1]);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) exchange<1>(words[i], words[i + 8]);
+}
+
+// Bits of even numbers in the lower half, those of odd ones in the upper half.
+__device__ __forceinline__ unsigned evens_first(unsigned word) {
+  const auto swap = [&](int shift, unsigned where) {
+    const unsigned changed = (word ^ word >> shift) & where;
+    word ^= changed ^ changed << shift;
+  };
+  swap(1, 0x22222222u);
+  swap(2, 0x0c0c0c0cu);
+  swap(4, 0x00f000f0u);
+  swap(8, 0x0000ff00u);
+  return word;
+}
+
+// The first `count` bits.
+__device__ __forceinline__ unsigned first_bits(int count) {
+  return count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1u;
+}
+
+}  // namespace fastsparse::cuda

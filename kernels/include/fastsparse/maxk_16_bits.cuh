@@ -1,0 +1,13 @@
+// MaxK of 16-bit numbers (maxk_16_bits.cu), which maxk.cu hands over.
+#pragma once
+
+#include "fastsparse/cuda_common.cuh"
+
+namespace fastsparse::cuda {
+
+constexpr std::int64_t kMost16BitColumns = 1024;  // of rows that it takes
+
+template <typename T>
+void maxk_16_bits(const MaxkArgs& args, cudaStream_t stream);
+
+}  // namespace fastsparse::cuda
