@@ -173,7 +173,7 @@ class Adjacency(KernelFormats):
         if self_loops != "keep":
             row, col, position, loop_edge = _insert_loops(row, col, min(shape), self_loops == "replace")
             num_values += min(shape)
-        rowptr, sorted_col, edge_id = compress(row, col, *shape, sort_minor=True)
+        rowptr, sorted_col, edge_id = compress(row, col, *shape)
         if position is not None:
             edge_id = position.index_select(0, edge_id)
         if duplicates == "sum":
@@ -203,7 +203,7 @@ class Adjacency(KernelFormats):
         if found.rows_descend or (found.cols_descend and may_be_symmetric):
             out = (found.rowptr, found.col)
             del found  # its other tensors, before the sort takes as much again
-            rowptr, sorted_col, order = compress(row, col, *shape, sort_minor=True, out=out)
+            rowptr, sorted_col, order = compress(row, col, *shape, out=out)
             adjacency = cls(rowptr, sorted_col, shape, edge_id=order, group_rows=group_rows)
             adjacency.has_sorted_slices = not row.is_cuda
         else:
