@@ -52,7 +52,7 @@ from fastsparse_core import (
 )
 from fastsparse_core.capturing.padding import BatchPlaces, Sizes, room_for
 from fastsparse_core.formats import bsb, lengths
-from fastsparse_core.formats.compress import compress, compress_pairs
+from fastsparse_core.formats.compress import compress, compress_pairs, sort_rows
 from fastsparse_core.formats.grouping import group_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_panels import PanelLayout
@@ -599,9 +599,9 @@ def structures() -> None:
     for dtype in (torch.int32, torch.int64):
         row, col = (index.to(DEVICE, dtype) for index in _edges(300, 305, 3000, 2500))
         for size in (305, 1 << 17):
-            compress(row, col, size, size, sort_minor=True)
+            compress(row, col, size, size)
             compress_pairs(row, col, size, size)
-        compress(row, col, 300, 305, sort_minor=False)
+        sort_rows(row, 300)
         adj = Adjacency.from_coo(row, col, (300, 305))
         Adjacency.from_coo(row, col % 300, (300, 300), self_loops="replace")
         Adjacency.from_csr(adj.rowptr.to(dtype), adj.col.to(dtype), adj.shape, edge_id=adj.edge_id)

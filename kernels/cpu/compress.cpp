@@ -43,7 +43,7 @@ void compress_typed(const CompressArgs& args) {
   for (std::int64_t k = 0; k < args.num_edges; ++k) {
     const std::int64_t e = args.sort_minor ? by_minor[k] : k;
     const std::int64_t at = next[major[e]]++;
-    args.minor_out[at] = static_cast<std::int32_t>(minor[e]);
+    if (minor != nullptr) args.minor_out[at] = static_cast<std::int32_t>(minor[e]);
     if (order != nullptr) order[at] = static_cast<Id>(e);
   }
 }

@@ -109,12 +109,19 @@ int compress_typed(const CompressArgs& args, char* scratch, std::size_t* scratch
     return cudaSuccess;
   }
   const unsigned blocks = ceil_div(args.num_edges, kThreads);
+  if (args.minor == nullptr) ids.d_buffers[1] = static_cast<Id*>(args.order);
   make_keys_kernel<Index>
       <<<blocks, kThreads, 0, stream>>>(args, layout.minor_bits, keys.Current(), ids.Current());
   error = sort<Key, Id>(scratch + own_bytes, sort_bytes, keys, ids, args.num_edges, layout.key_bits, stream);
   if (error != cudaSuccess) return error;
-  unpack_keys_kernel<Index>
-      <<<blocks, kThreads, 0, stream>>>(args, layout.minor_bits, keys.Current(), ids.Current());
+  if (args.minor != nullptr) {
+    unpack_keys_kernel<Index>
+        <<<blocks, kThreads, 0, stream>>>(args, layout.minor_bits, keys.Current(), ids.Current());
+  } else if (ids.selector == 0) {  // passes that are even in number end where they began
+    error = cudaMemcpyAsync(args.order, ids.Current(), args.num_edges * sizeof(Id), cudaMemcpyDeviceToDevice,
+                            stream);
+    if (error != cudaSuccess) return error;
+  }
   find_rows_kernel<<<ceil_div(args.num_major + 1, kThreads), kThreads, 0, stream>>>(args, layout.minor_bits,
                                                                                     keys.Current());
   return cudaGetLastError();

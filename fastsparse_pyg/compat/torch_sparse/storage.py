@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import Adjacency, scatter
-from fastsparse_core.formats.compress import compress
+from fastsparse_core.formats.compress import compress, sort_rows
 
 Sizes = tuple[int | None, int | None]
 #: What is derived and kept, in the order of torch_sparse's constructor.
@@ -80,7 +80,7 @@ class SparseStorage:
         row = self.row()
         key = row * self._sparse_sizes[1] + self._col
         if not bool((key[1:] >= key[:-1]).all()):
-            rowptr, _, order = compress(row, self._col, *self._sparse_sizes, sort_minor=True)
+            rowptr, _, order = compress(row, self._col, *self._sparse_sizes)
             order = order.long()
             self._row, self._col, self._rowptr = row[order], self._col[order], rowptr
             self._value = None if self._value is None else self._value[order]
@@ -240,9 +240,7 @@ class SparseStorage:
 
     def _by_column(self) -> None:
         if self._cache.get("colptr") is None or self._cache.get("csr2csc") is None:
-            colptr, _, order = compress(
-                self._col, self.row(), self._sparse_sizes[1], self._sparse_sizes[0], sort_minor=False
-            )
+            colptr, order = sort_rows(self._col, self._sparse_sizes[1])
             self._cache["colptr"], self._cache["csr2csc"] = colptr, order.long()
 
     def adjacency(self) -> Adjacency:

@@ -176,7 +176,7 @@ class Bsb:
         if self.window_row is not None:
             place = place_of_row(self.window_row, self.shape[0]).index_select(0, row)
         window, entry = _window_and_entry(place, col, self.shape[1], HEIGHT)
-        return compress(window, entry, self.num_windows, HEIGHT * self.shape[1], sort_minor=True)[2]
+        return compress(window, entry, self.num_windows, HEIGHT * self.shape[1])[2]
 
     def quad_entry(self) -> Tensor:
         """Number of entries before every quad, int64 (num_quads,); computed at every call."""

@@ -17,7 +17,6 @@ def compress(
     num_major: int,
     num_minor: int,
     *,
-    sort_minor: bool,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sorts edges stably by major index, and by minor index within equal major ones.
@@ -27,7 +26,6 @@ def compress(
         minor: the same of [0, num_minor).
         num_major: number of compressed rows.
         num_minor: number of columns, at most 2^31 - 1.
-        sort_minor: False where the input is already ascending in ``minor``, or its order is to be kept.
         out: tensors that may be written for the first two results, of their sizes; None: new ones.
 
     Returns:
@@ -35,39 +33,46 @@ def compress(
         input of every sorted edge, int32 where that fits, else int64.
     """
     order = _empty_order(major.numel(), major.device)
-    major_ptr, minor = _compress(major, minor, num_major, num_minor, order, sort_minor, out)
+    major_ptr, minor = _compress(major, minor, num_major, num_minor, order, out)
     return major_ptr, minor, order
 
 
 def compress_pairs(major: Tensor, minor: Tensor, num_major: int, num_minor: int) -> tuple[Tensor, Tensor]:
-    """As :func:`compress` with ``sort_minor``, without the order: half to two thirds of the bytes."""
-    return _compress(major, minor, num_major, num_minor, None, True)
+    """As :func:`compress`, without the order: half to two thirds of the bytes."""
+    return _compress(major, minor, num_major, num_minor, None)
+
+
+def sort_rows(major: Tensor, num_major: int) -> tuple[Tensor, Tensor]:
+    """As :func:`compress` without a minor index: ``(major_ptr, order)``, equal ones in their order."""
+    order = _empty_order(major.numel(), major.device)
+    return _compress(major, None, num_major, num_major, order)[0], order
 
 
 def _compress(
     major: Tensor,
-    minor: Tensor,
+    minor: Tensor | None,
     num_major: int,
     num_minor: int,
     order: Tensor | None,
-    sort_minor: bool,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     assert major.is_contiguous()
-    assert minor.is_contiguous()
+    assert minor is None or minor.is_contiguous()
     num_edges = major.numel()
     device = major.device
-    major_ptr, minor_out = _empty_rows(num_major, num_edges, device) if out is None else out
+    if out is None:
+        out = _empty_rows(num_major, 0 if minor is None else num_edges, device)
+    major_ptr, minor_out = out
     if num_edges == 0:
         return major_ptr.zero_(), minor_out
     args = _C.CompressArgs(
         major.data_ptr(),
-        minor.data_ptr(),
+        0 if minor is None else minor.data_ptr(),
         major.dtype == torch.int64,
         num_edges,
         num_major,
         num_minor,
-        sort_minor,
+        minor is not None,
         major_ptr.data_ptr(),
         minor_out.data_ptr(),
         0 if order is None else order.data_ptr(),

@@ -184,7 +184,7 @@ def _similar_order(adj: Rows) -> Tensor:
     best = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
     for some in keys.split(max(_PAIRS // max(num_rows, 1), 1)):
         band = torch.arange(some.size(0), dtype=torch.int32, device=device).repeat_interleave(num_rows)
-        order = compress(band, some.view(-1), some.size(0), 1 << _C.KEY_BITS, sort_minor=True)[2]
+        order = compress(band, some.view(-1), some.size(0), 1 << _C.KEY_BITS)[2]
         _C.similar_rows(
             signature.data_ptr(),
             order.data_ptr(),
@@ -209,7 +209,7 @@ def _similar_order(adj: Rows) -> Tensor:
     num_linked, num_near = counts
     row = torch.arange(num_rows, dtype=torch.int32, device=device)
     key = torch.where(2 * num_near > num_linked, row, keys[0])
-    cluster_ptr, key, order = compress(root, key, num_rows, _INT32_MAX, sort_minor=True)
+    cluster_ptr, key, order = compress(root, key, num_rows, _INT32_MAX)
     # Clusters by the least of these; empty rows behind all others.
     least = key[cluster_ptr[root[order]]]
     is_empty = (adj.rowptr[1:] == adj.rowptr[:-1])[order]

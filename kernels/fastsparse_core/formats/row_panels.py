@@ -100,7 +100,7 @@ class RowPanels(NamedTuple):
         height.
         """
         pairs = _window_and_entry(row, col, height)
-        return compress(*pairs, -(-shape[0] // height), HEIGHT * shape[1], sort_minor=True)[2]
+        return compress(*pairs, -(-shape[0] // height), HEIGHT * shape[1])[2]
 
 
 def _window_and_entry(row: Tensor, col: Tensor, height: int) -> tuple[Tensor, Tensor]:

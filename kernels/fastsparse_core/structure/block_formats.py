@@ -176,7 +176,7 @@ class BlockFormats(Degrees):
         row = self.row_once()
         if bool(((self.col[1:] >= self.col[:-1]) | (row[1:] != row[:-1])).all()):
             return self.edge_id
-        order = compress(row, self.col, *self.shape, sort_minor=True)[2]
+        order = compress(row, self.col, *self.shape)[2]
         return order if self.edge_id is None else self.edge_id.index_select(0, order)
 
     def quad_vector(self) -> Tensor:

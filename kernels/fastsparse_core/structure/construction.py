@@ -67,7 +67,7 @@ def rows_of_edges(
     if self_loops != "keep":
         row, col, position, loop_edge = insert_loops(row, col, min(shape), self_loops == "replace")
         num_values += min(shape)
-    rowptr, sorted_col, edge_id = compress(row, col, *shape, sort_minor=True)
+    rowptr, sorted_col, edge_id = compress(row, col, *shape)
     if position is not None:
         edge_id = position.index_select(0, edge_id)
     if duplicates == "sum":
@@ -95,7 +95,7 @@ def _as_given(row: Tensor, col: Tensor, shape: tuple[int, int]) -> CompressedRow
         return CompressedRows(found.rowptr, found.col, symmetric=may_be_symmetric, found=found)
     out = (found.rowptr, found.col)
     del found  # its other tensors, before the sort takes as much again
-    rowptr, sorted_col, order = compress(row, col, *shape, sort_minor=True, out=out)
+    rowptr, sorted_col, order = compress(row, col, *shape, out=out)
     return CompressedRows(
         rowptr, sorted_col, order, symmetric=may_be_symmetric, has_sorted_slices=not row.is_cuda
     )

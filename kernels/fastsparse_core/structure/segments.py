@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fastsparse_core import _C, gpu
 from fastsparse_core.content import check_content
-from fastsparse_core.formats.compress import compress
-from fastsparse_core.formats.inspection import inspect_edges
+from fastsparse_core.formats.compress import sort_rows
+from fastsparse_core.formats.inspection import inspect_edges, inspect_rows
 from fastsparse_core.formats.lengths import slice_length
 from fastsparse_core.formats.row_split import RowSplit, addresses_of, split_rows
 from fastsparse_core.structure.build_once import built_results
@@ -63,8 +63,7 @@ class Segments:
         if not found.rows_descend:
             return cls(found.rowptr, None, num_rows, found.row_split)
         del found
-        rowptr, _, order = compress(index, index, num_segments, num_segments, sort_minor=False)
-        return cls(rowptr, order, num_rows)
+        return cls(*sort_rows(index, num_segments), num_rows)
 
     @classmethod
     def from_rowptr(cls, rowptr: Tensor, num_rows: int) -> Segments:
@@ -91,10 +90,15 @@ class Segments:
     @property
     def row_split(self) -> RowSplit:
         """Work list of the CUDA kernels: long segments cut into slices."""
-        return self._built.get(
-            "row_split",
-            lambda: split_rows(self.rowptr, slice_length(self.num_rows, gpu.profile_of(self.rowptr.device))),
-        )
+        return self._built.get("row_split", self._row_split)
+
+    def _row_split(self) -> RowSplit:
+        longest = slice_length(self.num_rows, gpu.profile_of(self.rowptr.device))
+        if self.order is not None and self.order.dtype == torch.int32:
+            found = inspect_rows(self.rowptr, self.order, None, longest, copy=False).row_split
+            if found is not None:
+                return found
+        return split_rows(self.rowptr, longest)
 
     @property
     def count(self) -> Tensor:

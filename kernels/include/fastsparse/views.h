@@ -700,7 +700,7 @@ struct ExpandRowsArgs {
 // Sorts edges by (major, minor), or by major alone and otherwise stably, into compressed form.
 struct CompressArgs {
   const void* major;  // (num_edges) the index to be compressed
-  const void* minor;  // (num_edges)
+  const void* minor;  // (num_edges), or null: the order by major alone is all that is wanted
   bool index_is_64bit;
   std::int64_t num_edges;
   std::int64_t num_major;
