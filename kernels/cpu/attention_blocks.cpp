@@ -303,8 +303,8 @@ FASTSPARSE_INLINE void narrow_all(const Acc<T>* from, Acc<T> scale, std::int64_t
 }  // namespace
 
 // Plain functions, an overload for each type of sums: the compiler multi-versions functions, not templates.
-FASTSPARSE_MULTIVERSION_64 void products(const Hidden<double>& hidden, const Gather& right,
-                                         std::int64_t width, double* product) {
+FASTSPARSE_MULTIVERSION void products(const Hidden<double>& hidden, const Gather& right, std::int64_t width,
+                                      double* product) {
   block_products<double>(hidden, right, width, product);
 }
 FASTSPARSE_MULTIVERSION void products(const Hidden<float>& hidden, const Gather& right, std::int64_t width,
@@ -314,8 +314,8 @@ FASTSPARSE_MULTIVERSION void products(const Hidden<float>& hidden, const Gather&
   block_products<BFloat16>(hidden, right, width, product);
 }
 
-FASTSPARSE_MULTIVERSION_64 void accumulate(Term term, const double* weight, const Hidden<double>& hidden,
-                                           const Gather& right, std::int64_t width, const Sum<double>& sum) {
+FASTSPARSE_MULTIVERSION void accumulate(Term term, const double* weight, const Hidden<double>& hidden,
+                                        const Gather& right, std::int64_t width, const Sum<double>& sum) {
   accumulate_block<double>(term, weight, hidden, right, width, sum);
 }
 FASTSPARSE_MULTIVERSION void accumulate(Term term, const float* weight, const Hidden<float>& hidden,
@@ -341,8 +341,8 @@ FASTSPARSE_MULTIVERSION void widen_row(const DenseView& matrix, Dtype dtype, std
   widen_all(static_cast<const BFloat16*>(matrix.data) + first, width, to);
 }
 
-FASTSPARSE_MULTIVERSION_64 void narrow_row(const double* from, double scale, std::int64_t width, void* to,
-                                           Dtype, std::int64_t first) {
+FASTSPARSE_MULTIVERSION void narrow_row(const double* from, double scale, std::int64_t width, void* to, Dtype,
+                                        std::int64_t first) {
   narrow_all(from, scale, width, static_cast<double*>(to) + first);
 }
 FASTSPARSE_MULTIVERSION void narrow_row(const float* from, float scale, std::int64_t width, void* to,

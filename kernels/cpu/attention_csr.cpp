@@ -68,8 +68,8 @@ FASTSPARSE_INLINE void attend_rows(const AttentionCsrArgs& args, std::int64_t ro
 }
 
 // Plain functions: the compiler multi-versions functions, not templates.
-FASTSPARSE_MULTIVERSION_64 void rows(double, const AttentionCsrArgs& args, std::int64_t begin,
-                                     std::int64_t end) {
+FASTSPARSE_MULTIVERSION void rows(double, const AttentionCsrArgs& args, std::int64_t begin,
+                                  std::int64_t end) {
   attend_rows<double>(args, begin, end);
 }
 FASTSPARSE_MULTIVERSION void rows(float, const AttentionCsrArgs& args, std::int64_t begin, std::int64_t end) {

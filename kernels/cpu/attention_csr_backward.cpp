@@ -227,13 +227,12 @@ FASTSPARSE_INLINE void differentiate_columns(const AttentionCsrBackwardArgs& arg
 }
 
 // Plain functions: the compiler multi-versions functions, not templates.
-FASTSPARSE_MULTIVERSION_64 void rows(double, const AttentionCsrBackwardArgs& args,
-                                     const Scratch<double>& scratch, std::int64_t begin, std::int64_t end) {
+FASTSPARSE_MULTIVERSION void rows(double, const AttentionCsrBackwardArgs& args,
+                                  const Scratch<double>& scratch, std::int64_t begin, std::int64_t end) {
   differentiate_rows<double>(args, scratch, begin, end);
 }
-FASTSPARSE_MULTIVERSION_64 void columns(double, const AttentionCsrBackwardArgs& args,
-                                        const Scratch<double>& scratch, std::int64_t begin,
-                                        std::int64_t end) {
+FASTSPARSE_MULTIVERSION void columns(double, const AttentionCsrBackwardArgs& args,
+                                     const Scratch<double>& scratch, std::int64_t begin, std::int64_t end) {
   differentiate_columns<double>(args, scratch, begin, end);
 }
 FASTSPARSE_MULTIVERSION void rows(float, const AttentionCsrBackwardArgs& args, const Scratch<float>& scratch,

@@ -343,21 +343,22 @@ void lay_out_maps(const EdgeMapsArgs& args) {
 }
 
 // Plain functions per type: the compiler multi-versions functions, not templates.
-#define FASTSPARSE_MESSAGES(VERSIONS, T)                                                                \
-  VERSIONS void rows(T, const EdgeMessageArgs& args, std::int64_t begin, std::int64_t end) {            \
-    send<T>(args, begin, end);                                                                          \
-  }                                                                                                     \
-  VERSIONS void columns(T, const EdgeMessageBackwardArgs& args, std::int64_t begin, std::int64_t end) { \
-    differentiate_columns<T>(args, begin, end);                                                         \
-  }                                                                                                     \
-  VERSIONS void weights(T, const EdgeMessageBackwardArgs& args, std::int64_t group, std::int64_t begin, \
-                        std::int64_t end) {                                                             \
-    differentiate_weights<T>(args, group, begin, end);                                                  \
+#define FASTSPARSE_MESSAGES(T)                                                                              \
+  FASTSPARSE_MULTIVERSION void rows(T, const EdgeMessageArgs& args, std::int64_t begin, std::int64_t end) { \
+    send<T>(args, begin, end);                                                                              \
+  }                                                                                                         \
+  FASTSPARSE_MULTIVERSION void columns(T, const EdgeMessageBackwardArgs& args, std::int64_t begin,          \
+                                       std::int64_t end) {                                                  \
+    differentiate_columns<T>(args, begin, end);                                                             \
+  }                                                                                                         \
+  FASTSPARSE_MULTIVERSION void weights(T, const EdgeMessageBackwardArgs& args, std::int64_t group,          \
+                                       std::int64_t begin, std::int64_t end) {                              \
+    differentiate_weights<T>(args, group, begin, end);                                                      \
   }
-FASTSPARSE_MESSAGES(FASTSPARSE_MULTIVERSION_64, double)
-FASTSPARSE_MESSAGES(FASTSPARSE_MULTIVERSION, float)
-FASTSPARSE_MESSAGES(FASTSPARSE_MULTIVERSION, Half)
-FASTSPARSE_MESSAGES(FASTSPARSE_MULTIVERSION, BFloat16)
+FASTSPARSE_MESSAGES(double)
+FASTSPARSE_MESSAGES(float)
+FASTSPARSE_MESSAGES(Half)
+FASTSPARSE_MESSAGES(BFloat16)
 
 }  // namespace
 

@@ -120,8 +120,7 @@ FASTSPARSE_INLINE void process_rows(const EdgeSoftmaxArgs& args, std::int64_t be
   }
 }
 
-FASTSPARSE_MULTIVERSION_64 void rows(double, const EdgeSoftmaxArgs& args, std::int64_t begin,
-                                     std::int64_t end) {
+FASTSPARSE_MULTIVERSION void rows(double, const EdgeSoftmaxArgs& args, std::int64_t begin, std::int64_t end) {
   process_rows<double>(args, begin, end);
 }
 FASTSPARSE_MULTIVERSION void rows(float, const EdgeSoftmaxArgs& args, std::int64_t begin, std::int64_t end) {

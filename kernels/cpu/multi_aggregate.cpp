@@ -290,21 +290,22 @@ FASTSPARSE_INLINE void differentiate_columns(const MultiAggregateBackwardArgs& a
 }
 
 // One plain function per type and pass: the compiler multi-versions functions, not templates.
-#define FASTSPARSE_PASSES(VERSIONS, T)                                                          \
-  VERSIONS void rows(T, const MultiAggregateArgs& args, std::int64_t begin, std::int64_t end) { \
-    aggregate_rows<T>(args, begin, end);                                                        \
-  }                                                                                             \
-  VERSIONS void row_gradients(T, const MultiAggregateBackwardArgs& args, std::int64_t part) {   \
-    differentiate_rows<T>(args, part);                                                          \
-  }                                                                                             \
-  VERSIONS void column_gradients(T, const MultiAggregateBackwardArgs& args, std::int64_t begin, \
-                                 std::int64_t end) {                                            \
-    differentiate_columns<T>(args, begin, end);                                                 \
+#define FASTSPARSE_PASSES(T)                                                                                 \
+  FASTSPARSE_MULTIVERSION void rows(T, const MultiAggregateArgs& args, std::int64_t begin,                   \
+                                    std::int64_t end) {                                                      \
+    aggregate_rows<T>(args, begin, end);                                                                     \
+  }                                                                                                          \
+  FASTSPARSE_MULTIVERSION void row_gradients(T, const MultiAggregateBackwardArgs& args, std::int64_t part) { \
+    differentiate_rows<T>(args, part);                                                                       \
+  }                                                                                                          \
+  FASTSPARSE_MULTIVERSION void column_gradients(T, const MultiAggregateBackwardArgs& args,                   \
+                                                std::int64_t begin, std::int64_t end) {                      \
+    differentiate_columns<T>(args, begin, end);                                                              \
   }
-FASTSPARSE_PASSES(FASTSPARSE_MULTIVERSION_64, double)
-FASTSPARSE_PASSES(FASTSPARSE_MULTIVERSION, float)
-FASTSPARSE_PASSES(FASTSPARSE_MULTIVERSION, Half)
-FASTSPARSE_PASSES(FASTSPARSE_MULTIVERSION, BFloat16)
+FASTSPARSE_PASSES(double)
+FASTSPARSE_PASSES(float)
+FASTSPARSE_PASSES(Half)
+FASTSPARSE_PASSES(BFloat16)
 #undef FASTSPARSE_PASSES
 
 }  // namespace

@@ -69,7 +69,7 @@ FASTSPARSE_INLINE void sample_rows(const SddmmArgs& args, std::int64_t row_begin
   }
 }
 
-FASTSPARSE_MULTIVERSION_64 void rows(double, const SddmmArgs& args, std::int64_t begin, std::int64_t end) {
+FASTSPARSE_MULTIVERSION void rows(double, const SddmmArgs& args, std::int64_t begin, std::int64_t end) {
   sample_rows<double>(args, begin, end);
 }
 FASTSPARSE_MULTIVERSION void rows(float, const SddmmArgs& args, std::int64_t begin, std::int64_t end) {

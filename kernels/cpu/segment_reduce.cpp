@@ -223,8 +223,8 @@ FASTSPARSE_INLINE void reduce_rows(const SegmentReduceArgs& args, std::int64_t r
 }
 
 // One plain function per type: the compiler multi-versions functions, not templates.
-FASTSPARSE_MULTIVERSION_64 void rows(double, const SegmentReduceArgs& args, std::int64_t begin,
-                                     std::int64_t end) {
+FASTSPARSE_MULTIVERSION void rows(double, const SegmentReduceArgs& args, std::int64_t begin,
+                                  std::int64_t end) {
   reduce_rows<double>(args, begin, end);
 }
 FASTSPARSE_MULTIVERSION void rows(float, const SegmentReduceArgs& args, std::int64_t begin,

@@ -143,7 +143,7 @@ FASTSPARSE_INLINE void multiply_rows(const SpmmArgs& args, std::int64_t row_begi
 }
 
 // One plain function per type: the compiler multi-versions functions, not templates.
-FASTSPARSE_MULTIVERSION_64 void rows(double, const SpmmArgs& args, std::int64_t begin, std::int64_t end) {
+FASTSPARSE_MULTIVERSION void rows(double, const SpmmArgs& args, std::int64_t begin, std::int64_t end) {
   multiply_rows<double>(args, begin, end);
 }
 FASTSPARSE_MULTIVERSION void rows(float, const SpmmArgs& args, std::int64_t begin, std::int64_t end) {

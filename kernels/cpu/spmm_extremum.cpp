@@ -88,8 +88,8 @@ FASTSPARSE_INLINE void reduce_rows(const SpmmExtremumArgs& args, std::int64_t ro
   }
 }
 
-FASTSPARSE_MULTIVERSION_64 void rows(double, const SpmmExtremumArgs& args, std::int64_t begin,
-                                     std::int64_t end) {
+FASTSPARSE_MULTIVERSION void rows(double, const SpmmExtremumArgs& args, std::int64_t begin,
+                                  std::int64_t end) {
   reduce_rows<double>(args, begin, end);
 }
 FASTSPARSE_MULTIVERSION void rows(float, const SpmmExtremumArgs& args, std::int64_t begin, std::int64_t end) {

@@ -115,12 +115,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
       const std::uint32_t block = memory + L::kBlocks + index % kStages * kBlockBytes;
       const Entries<S> entries(block, lane);
       std::int64_t position[kOwned];
-      std::uint32_t kept = 0;
       if constexpr (kExtras) {
-        kept = entries.kept(input.dropout, first_head, [&](int i) {
-          const std::int64_t row = window_row(window, Owned<S>::row(i, lane));
-          return uint2{static_cast<std::uint32_t>(row), entries.column(i)};
-        });
         if (input.bias.data != nullptr) {
           entries.positions(position, args.a, slice.begin + index * kBlockQuads);
         }
@@ -165,7 +160,11 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
           score[h][i] = exp2_approx(score[h][i] - maximum[h][i % kRowsOwned]);
           total[h][i % kRowsOwned] += score[h][i];
           if constexpr (kExtras) {
-            score[h][i] *= kept >> (h * kOwned + i) & 1u ? input.dropout.scale : 0.0f;
+            if (entries.present(i)) {
+              const std::int64_t row = window_row(window, Owned<S>::row(i, lane));
+              score[h][i] *= dropout_factor(input.dropout, static_cast<std::uint32_t>(row), entries.column(i),
+                                            static_cast<std::uint32_t>(first_head + h));
+            }
           }
         }
         if (by_entry) {

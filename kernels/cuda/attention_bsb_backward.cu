@@ -167,12 +167,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
       const std::uint32_t block = memory + L::kBlocks + nth * kBlockBytes;
       const Entries<S> entries(block, lane);
       std::int64_t position[kOwned];
-      std::uint32_t kept = 0;
       if constexpr (kExtras) {
-        kept = entries.kept(input.dropout, first_head, [&](int i) {
-          const auto own = static_cast<std::uint32_t>(window_row(window, Owned<S>::row(i, lane)));
-          return kTransposed ? uint2{entries.column(i), own} : uint2{own, entries.column(i)};
-        });
         if (input.bias.data != nullptr) {
           entries.positions(position, args.a, slice.begin + index * kBlockQuads);
         }
@@ -199,7 +194,12 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
           float power = __fmul_rn(score[i], scale), factor = 1;
           if constexpr (kExtras) {
             power += entries.bias(input, i, position[i], first_head + h);
-            factor = kept >> (h * kOwned + i) & 1u ? input.dropout.scale : 0.0f;
+            if (entries.present(i)) {
+              const auto own = static_cast<std::uint32_t>(window_row(window, Owned<S>::row(i, lane)));
+              factor = dropout_factor(input.dropout, kTransposed ? entries.column(i) : own,
+                                      kTransposed ? own : entries.column(i),
+                                      static_cast<std::uint32_t>(first_head + h));
+            }
           }
           power -= state.x;
           if constexpr (S::kFloat) power -= state.z;

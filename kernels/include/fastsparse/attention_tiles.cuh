@@ -621,29 +621,6 @@ class Entries {
                                         : static_cast<const std::int32_t*>(a.value_id)[at];
     }
   }
-  // Which entries dropout keeps, bit h * kOwned + i for entry i of the h-th head from first_head on.
-  // `row_and_column` gives those of entry i. One head after the other, for the code of a random number is
-  // long.
-  template <typename F>
-  __device__ __forceinline__ std::uint32_t kept(const Dropout& dropout, std::int64_t first_head,
-                                                F&& row_and_column) const {
-    static_assert(S::kHeads * kOwned <= 32);
-    if (dropout.threshold == 0) return ~0u;
-    std::uint32_t bits = 0;
-#pragma unroll 1
-    for (int h = S::kHeads - 1; h >= 0; --h) {
-#pragma unroll
-      for (int i = kOwned - 1; i >= 0; --i) {
-        bits <<= 1;
-        if (!present(i)) continue;
-        const uint2 at = row_and_column(i);
-        const std::uint32_t word =
-            philox(dropout.key0, dropout.key1, at.x, at.y, static_cast<std::uint32_t>(first_head + h));
-        bits |= word >= dropout.threshold;
-      }
-    }
-    return bits;
-  }
   // Bias of an entry and head in powers of two; 0 where there is none.
   __device__ __forceinline__ float bias(const AttentionBsbInput& input, int i, std::int64_t position,
                                         std::int64_t head) const {

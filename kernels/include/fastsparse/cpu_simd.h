@@ -1,7 +1,6 @@
 // Portable SIMD for the CPU kernels: 64-byte vectors of the compiler's vector extension, lowered to whatever
 // the machine has. FASTSPARSE_MULTIVERSION compiles a function for AVX-512, AVX2 and the baseline; the loader
-// picks one, so that one binary runs everywhere without -march=native. Functions on float64 have no version
-// for AVX-512 (FASTSPARSE_MULTIVERSION_64): each takes as long to compile as a whole float32 one.
+// picks one, so that one binary runs everywhere without -march=native.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +13,8 @@
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
 #define FASTSPARSE_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#define FASTSPARSE_MULTIVERSION_64 __attribute__((target_clones("arch=x86-64-v3", "default")))
 #else
 #define FASTSPARSE_MULTIVERSION
-#define FASTSPARSE_MULTIVERSION_64
 #endif
 #define FASTSPARSE_INLINE inline __attribute__((always_inline))
 
