@@ -1,4 +1,4 @@
-"""Message passing over few edges on a GPU: PyG's steps by PyTorch's operators, without what PyG asks between.
+"""Message passing over few edges: PyG's steps by PyTorch's operators, without what PyG asks between.
 
 The step of a small graph takes as long as the host needs for it. PyG's generated `propagate` looks for hooks,
 scripts and traces before and after each of its methods, a sum goes through five calls and four operators, and
@@ -86,6 +86,8 @@ class FewEdges(NamedTuple):
             or edge_index.layout is not torch.strided
             or edge_index.dim() != 2
             or edge_index.shape[0] != 2
+            or state["_explain"]
+            or state["_decomposed_layers"] > 1
             or has_message_hook(state)
         ):
             return NotImplemented

@@ -442,10 +442,14 @@ FEW: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Inputs], Tensor]]] 
 }
 
 
+@pytest.mark.parametrize("where", ["as on a GPU", "on the CPU"])
 @pytest.mark.parametrize("name", FEW)
-def test_few_edges_take_the_steps_of_pyg(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_edges_take_the_steps_of_pyg(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what PyG asks between; results and gradients are the same."""
-    monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda edges: type(edges) is Tensor)
+    if where == "on the CPU":
+        monkeypatch.setattr(any_layer, "FEW_EDGES", E + N + 1)
+    else:
+        monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda edges: type(edges) is Tensor)
     make, call = FEW[name]
     it = Inputs.draw(EDGES, N, WIDTH, torch.float64)
     check(make().double(), lambda one: call(one, it), it.leaves(), 5e-5 if name == "ClusterGCNConv" else 1e-9)
