@@ -211,6 +211,6 @@ def _count(edge_index: Tensor, options: Any, index: Tensor, dim: int, sums: Tens
         beside[dim] = -1
         terms = sums.new_ones(index.shape[0])
         count = sums.new_zeros(sums.shape[dim]).index_add_(0, index, terms).clamp_(min=1).view(beside)
-        if adj is not None:
+        if adj is not None and not torch.is_inference_mode_enabled():  # else no training could use it
             adj.plans[key] = count
     return count

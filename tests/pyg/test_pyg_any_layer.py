@@ -477,6 +477,20 @@ def test_steps_of_few_edges_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps() == [2, 1, 0, 1]
 
 
+def test_few_edges_of_inference_mode_serve_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda edges: True)
+    layer, edges = pyg.EdgeConv(nn.Linear(12, 4), aggr="mean"), EDGES.clone()
+    accelerate(layer, show=False)
+    x = torch.randn(N, 6, requires_grad=True)
+    with torch.inference_mode():
+        for _ in range(3):
+            expected = layer(x, edges)
+    for _ in range(2):
+        out = layer(x, edges)
+        close(out, expected.clone())
+        out.sum().backward()
+
+
 def test_wrong_calls_with_few_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyG's own errors, and what it takes that is none."""
     monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda edges: True)
