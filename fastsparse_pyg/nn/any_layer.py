@@ -30,10 +30,12 @@ _MOST_PATTERNS = 8
 #: On the CPU, edges below which the host's work for a call counts more than the edges'.
 FEW_EDGES = 4096
 _FEW_ON_GPU = f"no one kernel for the whole message, and at most {FEW_EDGES_ON_GPU} edges on a GPU"
+_FEW_ON_CPU = f"fewer than {FEW_EDGES} edges on the CPU"
 _NEW_ON_GPU = f"at most {FEW_EDGES_ON_GPU} edges on a GPU, made anew in every call"
 _16_BITS = (torch.float16, torch.bfloat16)
 _ANY = Pattern(reason="its attributes change")
 _UNKNOWN: Any = object()
+_is_tracing = torch._C._is_tracing
 
 _classes: dict[type, type[AnyLayer]] = {}
 
@@ -52,26 +54,29 @@ class AnyLayer(MessagePassing):
     #: Kind of a call (aggregation, names and dtypes of arguments) -> what serves it at once; None: no one
     #: kernel for the whole message.
     _served: ClassVar[dict[Any, Copies | FewEdges | None]]
+    #: The same where edges are few on the CPU.
+    _served_on_cpu: ClassVar[dict[Any, FewEdges | None]]
 
     flow: str
     node_dim: int
 
     def propagate(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
         """As PyG's."""
-        kind, served = None, _UNKNOWN
-        if not args and not torch.compiler.is_compiling():
+        kind, served, few_on_cpu = None, _UNKNOWN, False
+        if not (args or torch.compiler.is_compiling() or _is_tracing()):
             # A call for each of them would take as long as the rest of this.
             kind = (
                 self.__dict__["_modules"].get("aggr_module").__class__,
                 *kwargs,
                 *[item.dtype if type(item) is Tensor else _kind_of(item) for item in kwargs.values()],
             )
-            served = self._served.get(kind, _UNKNOWN)
+            few_on_cpu = _are_few_on_cpu(edge_index)
+            served = (self._served_on_cpu if few_on_cpu else self._served).get(kind, _UNKNOWN)
         if served is None or type(served) is FewEdges:
-            if are_few_on_gpu(edge_index) and not is_any_autocast_enabled():
+            if (few_on_cpu or are_few_on_gpu(edge_index)) and not is_any_autocast_enabled():
                 out = served.propagate(self, edge_index, size, kwargs) if served else NotImplemented
                 return super().propagate(edge_index, size=size, **kwargs) if out is NotImplemented else out
-        elif served is not _UNKNOWN and size is None and not _are_few_on_cpu(edge_index):
+        elif served is not _UNKNOWN and size is None:
             out = served.reduce(self, edge_index, kwargs)
             if out is NotImplemented and are_few_on_gpu(edge_index):
                 self._say(_NEW_ON_GPU)
@@ -95,6 +100,8 @@ class AnyLayer(MessagePassing):
                 reason = _FEW_ON_GPU
             else:
                 reason = found
+        elif kind is not None and reason is _FEW_ON_CPU:
+            self._served_on_cpu[kind] = FewEdges.of(self, self._names(), kwargs)
         self._say(reason)
         return super().propagate(edge_index, *args, size=size, **kwargs)
 
@@ -136,7 +143,7 @@ class AnyLayer(MessagePassing):
         # One thread adds in order, so that PyTorch's sums have the same bits every time too; not so those of
         # 16-bit numbers in float32.
         if _are_few_on_cpu(edge_index) and not _has_16_bits(given):
-            return f"fewer than {FEW_EDGES} edges on the CPU"
+            return _FEW_ON_CPU
         return ""
 
     def _say(self, reason: str) -> None:
@@ -306,7 +313,7 @@ def _kind_of(argument: Any) -> Any:
 
 
 def _are_few_on_cpu(edge_index: Any) -> bool:
-    return isinstance(edge_index, Tensor) and edge_index.is_cpu and edge_index.shape[-1] < FEW_EDGES
+    return type(edge_index) is Tensor and edge_index.is_cpu and edge_index.shape[-1] < FEW_EDGES
 
 
 def _has_16_bits(given: dict[str, Any]) -> bool:
@@ -333,6 +340,7 @@ def accelerated_class(original: type[MessagePassing]) -> type[AnyLayer]:
             "_patterns": {},
             "_signature": None,
             "_served": {},
+            "_served_on_cpu": {},
             # What PyG puts back after explain mode.
             "_jinja_propagate": AnyLayer.propagate,
             "forward": _with_edge_list(original.forward),

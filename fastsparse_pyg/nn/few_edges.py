@@ -1,8 +1,8 @@
-"""Message passing over few edges on a GPU: PyG's steps by PyTorch's operators, without what PyG asks between.
+"""Message passing over few edges: PyG's steps by PyTorch's operators, without what PyG asks between.
 
 The step of a small graph takes as long as the host needs for it. PyG's generated `propagate` looks for hooks,
-scripts and traces before and after each of its methods, a sum goes through five calls and four operators, and
-a mean counts its terms anew.
+scripts and traces before and after each of its methods, a sum goes through five calls, and a mean counts its
+terms anew.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ class FewEdges(NamedTuple):
             or edge_index.layout is not torch.strided
             or edge_index.dim() != 2
             or edge_index.shape[0] != 2
+            or state["_explain"]
+            or state["_decomposed_layers"] > 1
             or has_message_hook(state)
         ):
             return NotImplemented
@@ -186,14 +188,15 @@ def _reduced(
             return out
         shape = list(messages.shape)
         shape[dim] = num_dst
-        if how in ("sum", "mean"):
-            return messages.new_zeros(shape).index_add_(dim, index, messages)
-        if typing.WITH_TORCH_SCATTER and messages.is_cuda and messages.requires_grad:
+        adds = how in ("sum", "mean")
+        if not adds and typing.WITH_TORCH_SCATTER and messages.is_cuda and messages.requires_grad:
             return None  # PyG takes its operators
         beside = [1] * messages.dim()
         beside[dim] = -1
         every = index.view(beside).expand_as(messages)
         zeros = messages.new_zeros(shape)
+        if adds:  # not index_add_, whose gradient of an expanded one, as of a sum, takes longer on the CPU
+            return zeros.scatter_add_(dim, every, messages)
         return zeros.scatter_reduce_(dim, every, messages, f"a{how}", include_self=False)
     except (IndexError, RuntimeError):
         return None
@@ -208,7 +211,7 @@ def _count(edge_index: Tensor, options: Any, index: Tensor, dim: int, sums: Tens
         beside = [1] * sums.dim()
         beside[dim] = -1
         terms = sums.new_ones(index.shape[0])
-        count = sums.new_zeros(sums.shape[dim]).index_add_(0, index, terms).clamp_(min=1).view(beside)
-        if adj is not None:
+        count = sums.new_zeros(sums.shape[dim]).scatter_add_(0, index, terms).clamp_(min=1).view(beside)
+        if adj is not None and not torch.is_inference_mode_enabled():  # else no training could use it
             adj.plans[key] = count
     return count
