@@ -37,6 +37,8 @@ CAST = (torch.float32, torch.bfloat16, torch.float16)
 kind_of = attrgetter("__class__", "dtype", "shape", "device", "layout", "requires_grad")
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 # What is asked in every call, without the way there.
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
 _is_functional = torch._is_functional_tensor
 _num_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
@@ -101,7 +103,7 @@ def is_plain_eager(x: Tensor) -> bool:
     """
     return (
         type(x) is Tensor
-        and not torch.compiler.is_compiling()
+        and not _is_compiling()
         and not x.is_meta
         and not _is_functional(x)
         and not (_num_modes() and _modes_watch())
@@ -141,7 +143,7 @@ def is_first_derivative(grad: Tensor) -> bool:
 
     A second derivative, which ``create_graph=True`` asks for, goes through the operators' own formulas.
     """
-    return is_plain_eager(grad) and not torch.is_grad_enabled()
+    return not _is_grad_enabled() and is_plain_eager(grad)
 
 
 def without_autocast(gradients: Callable[[Any, Tensor], tuple[Any, ...]], ctx: Any, grad: Tensor) -> Any:
@@ -462,7 +464,7 @@ def sum_of_rows(rows: Tensor, dtype: torch.dtype, once: bool | None = None) -> T
         or not (is_first_derivative(rows) if once is None else once)
         or 0 in rows.stride()  # one row for all, as after out.sum()
     ):
-        return rows.sum(0, dtype=dtype)
+        return rows.sum(0) if rows.dtype is dtype else rows.sum(0, dtype=dtype)
     matrix = rows if rows.dim() == 2 else rows.flatten(1)
     width = matrix.shape[1]
     row_stride, column_stride = matrix.stride()
