@@ -106,7 +106,7 @@ def stamp_of(tensor: Tensor) -> Hashable:
     """
     if isinstance(tensor, EdgeIndex):  # a wrapper: it has a version of its own, and no address
         return tensor._version, stamp_of(tensor._data)
-    return tensor.data_ptr(), tensor.stride(), *stamp_attributes(tensor)
+    return tensor.data_ptr(), tensor.stride(), stamp_attributes(tensor)
 
 
 def remember_sampled(edges: Edges) -> Tensor:

@@ -422,7 +422,7 @@ def known(edge_index: Tensor, options: Hashable) -> Adjacency | None:
         if latest is None:
             return None
     # What `stamp_of` says of a plain tensor, without the call.
-    if latest[1] != ((edge_index.data_ptr(), edge_index.stride(), *stamp_attributes(edge_index)),):
+    if latest[1] != ((edge_index.data_ptr(), edge_index.stride(), stamp_attributes(edge_index)),):
         return None
     layer_cache.hits += 1
     adjacency: Adjacency = latest[2]

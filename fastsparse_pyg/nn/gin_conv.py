@@ -38,11 +38,15 @@ class FastGINConv(FastConv, GINConv):
         if size is None:
             adj = self._plain_graph(x, edge_index)
             if adj is not None:
-                reduce, eps = self._reduce(), self.eps
+                state = self.__dict__
+                modules, reduce = state["_modules"], self._reduce()
+                # Not self.eps and self.nn, which go through nn.Module.__getattr__.
+                eps = state["_buffers"].get("eps")
+                eps = self.eps if eps is None else eps
                 whole = aggregate_and_self(adj, x, eps, reduce)
                 if whole is None:
                     whole = torch.addcmul(spmm(adj, x, None, reduce), 1 + eps, x)
-                return self.nn(whole)
+                return modules["nn"](whole) if "nn" in modules else self.nn(whole)
         pair = (x, x) if isinstance(x, Tensor) else x
         reason = self._why_original_pair_or_trace(pair, edge_index, size)
         if reason:

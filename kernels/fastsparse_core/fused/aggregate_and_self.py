@@ -16,6 +16,8 @@ from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
 _Plan = tuple[Tensor | None, str]  # factors of the rows' sums, and the algorithm
+#: What is added to eps: PyTorch would make a tensor of a Python number in every call, which takes longer.
+_ONE = {dtype: torch.ones((), dtype=dtype, device="cpu") for dtype in DTYPE_CODE}
 
 
 def aggregate_and_self(adj: Adjacency, x: Tensor, eps: Tensor, reduce: str) -> Tensor | None:
@@ -48,7 +50,7 @@ def aggregate_and_self(adj: Adjacency, x: Tensor, eps: Tensor, reduce: str) -> T
         if reduce == "mean":
             scale = adj.inv_degree(torch.float64 if x.dtype == torch.float64 else torch.float32)
         plan = adj.plans[key] = (scale, key[-1])
-    factor = eps + 1
+    factor = eps + _ONE[eps.dtype]
     if not (x.requires_grad and torch.is_grad_enabled()):
         return _add(adj, x, factor, plan)
     out: Tensor = (_AggregateAndSelf.apply if is_wrapped(x) else _apply)(x, factor, adj, plan)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +61,8 @@ def starts_with(x: Tensor, root: Tensor) -> bool:
     )
 
 
-class _Plan(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Plan:
     """What calls on like tensors share, kept by the structure.
 
     Attributes:
@@ -226,10 +228,10 @@ def _compute(
 
     That are the neighbours' sums or, where the linear map comes first, the features.
     """
-    _, scale, algorithm, dtype, _, casts_first, transforms, plain, transform_first = plan
+    scale, algorithm, dtype, transform_first = plan.scale, plan.algorithm, plan.dtype, plan.transform_first
     num_dst, num_src = adj.shape
     # Everything that is multiplied has one dtype, so autocast, where it is on, casts nothing more.
-    features = _cast_rows(x, dtype, num_dst) if casts_first else x
+    features = _cast_rows(x, dtype, num_dst) if plan.casts_first else x
     # A part of what was cast would keep all of it until the backward pass.
     own = x if keeps_own and num_dst < num_src and not transform_first else features
     own = own if num_dst == num_src else own[:num_dst]
@@ -240,7 +242,12 @@ def _compute(
     if transform_first:
         out = launch_spmm(adj, F.linear(features, matrix), None, scale, None, bias, algorithm)
         out.addmm_(own, root_matrix.t())
-    elif transforms and plain and is_laid_out(features, matrix, root_matrix) and features.dtype is dtype:
+    elif (
+        plan.transforms
+        and plan.are_plain
+        and is_laid_out(features, matrix, root_matrix)
+        and features.dtype is dtype
+    ):
         bias = None if bias is None else bias.contiguous()
         out, sums = aggregate_and_transform(
             adj, features, matrix, bias, root_matrix, scale, algorithm, keeps_sums
@@ -282,18 +289,19 @@ class _AggregateLinear(torch.autograd.Function):
         adj: Adjacency,
         plan: _Plan,
     ) -> Tensor:
-        needs_x, needs_weight, _, needs_root, *_ = ctx.needs_input_grad
+        needs_x, needs_weight, _, needs_root, _, _ = ctx.needs_input_grad
         out, own, sums, matrix, root_matrix = _compute(
             plan, adj, x, weight, bias, root_weight, needs_weight, needs_root
         )
-        ctx.adj, ctx.plan = adj, plan
+        ctx.adj, ctx.plan, ctx.saves_own_as_x = adj, plan, own is x
         # What no gradient needs may be written before the backward pass, as with separate operators.
         ctx.uncast = ctx.root_uncast = None
         if needs_x and (matrix is not weight or root_matrix is not root_weight):
             ctx.uncast, ctx.root_uncast = Uncast.of(weight, matrix), Uncast.of(root_weight, root_matrix)
         ctx.save_for_backward(
-            x if needs_x and (needs_weight or needs_root) else None,  # of second derivatives
-            own if needs_root else None,
+            # x is for second derivatives. What is saved twice is unpacked twice.
+            x if needs_x and (needs_weight or needs_root) and own is not x else None,
+            own if needs_root or (needs_x and needs_weight and own is x) else None,
             sums if needs_weight else None,
             matrix if needs_x else None,
             root_matrix if needs_x else None,
@@ -315,7 +323,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     _, own, sums, matrix, root_matrix = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, needs_root, *_ = ctx.needs_input_grad
+    needs_x, needs_weight, needs_bias, needs_root, _, _ = ctx.needs_input_grad
     plan: _Plan = ctx.plan
     _, weight_dtype, bias_dtype, root_dtype = plan.given
     if plan.transform_first:
@@ -366,6 +374,7 @@ def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The same gradients of operators that have gradients again."""
     x, own, sums, matrix, root_matrix = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, needs_root, *_ = ctx.needs_input_grad
+    x = own if needs_x and ctx.saves_own_as_x else x
     (num_dst, num_src), adj, plan = ctx.adj.shape, ctx.adj, ctx.plan
     x_dtype, weight_dtype, bias_dtype, root_dtype = plan.given
     scale, dtype, algorithm = plan.scale, plan.dtype, plan.algorithm

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,30 +27,35 @@ from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
 
-class _Plan(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Plan:
     """What calls on like tensors share, kept by the structure; it does not keep the structure.
 
     Attributes:
         scale_dst: constant (num_dst,) or None.
         scale_src: constant (num_src,) or None.
-        given: both scales as the callers give them.
+        given_dst: ``scale_dst`` as the callers give it.
+        given_src: ``scale_src`` likewise.
         out_by_in: whether the weight is (out width, in width).
         aggregate_first: whether neighbours are summed before the linear map.
         relu: whether negative results become 0.
         algorithm: of the sum.
         dtype: of the products.
-        given_dtypes: of the weight and of the bias.
+        weight_dtype: of the weight as the callers give it.
+        bias_dtype: of the bias; None without.
     """
 
     scale_dst: Tensor | None
     scale_src: Tensor | None
-    given: tuple[Tensor | None, Tensor | None]
+    given_dst: Tensor | None
+    given_src: Tensor | None
     out_by_in: bool
     aggregate_first: bool
     relu: bool
     algorithm: str
     dtype: torch.dtype
-    given_dtypes: tuple[torch.dtype, torch.dtype | None]
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
 
 
 def graph_convolution(
@@ -95,24 +101,28 @@ def graph_convolution(
         kind_of(x),
         kind_of(weight),
         None if bias is None else kind_of(bias),
-        (out_by_in, aggregate_first, relu),
+        out_by_in,
+        aggregate_first,
+        relu,
         autocast_dtype(x) if is_any_autocast_enabled() else None,
         policy.requested("spmm", "auto"),
     )
     plan: _Plan | None = adj.plans.get(key)
-    if plan is None or plan.given[0] is not scale_dst or plan.given[1] is not scale_src:
+    if plan is None or plan.given_dst is not scale_dst or plan.given_src is not scale_src:
         dtype = _product_dtype(adj, x, weight, bias, out_by_in, aggregate_first)
         if dtype is None:
             return None
         plan = adj.plans[key] = _Plan(
             *_checked_scales(adj, x, scale_dst, scale_src),
-            (scale_dst, scale_src),
+            scale_dst,
+            scale_src,
             out_by_in,
             aggregate_first,
             relu,
             key[-1],
             dtype,
-            (weight.dtype, None if bias is None else bias.dtype),
+            weight.dtype,
+            None if bias is None else bias.dtype,
         )
     if bias is not None and bias.is_neg():
         return None
@@ -168,21 +178,21 @@ def _convolve(
     plan: _Plan, adj: Adjacency, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, and the features and the weight as they were multiplied."""
-    scale_dst, scale_src, _, out_by_in, aggregate_first, relu, algorithm, dtype, _ = plan
+    dtype = plan.dtype
     features = x if x.dtype is dtype else x.to(dtype)
     matrix = weight if weight.dtype is dtype else weight.to(dtype)
-    if not aggregate_first:
-        transformed = F.linear(features, matrix) if out_by_in else torch.mm(features, matrix)
-        out = launch_spmm(adj, transformed, None, scale_dst, scale_src, bias, algorithm, relu)
-        return out, features, matrix
-    features = launch_spmm(adj, features, None, scale_dst, scale_src, None, algorithm)
+    if not plan.aggregate_first:
+        transformed = F.linear(features, matrix) if plan.out_by_in else torch.mm(features, matrix)
+        scales = (plan.scale_dst, plan.scale_src)
+        return launch_spmm(adj, transformed, None, *scales, bias, plan.algorithm, plan.relu), features, matrix
+    features = launch_spmm(adj, features, None, plan.scale_dst, plan.scale_src, None, plan.algorithm)
     if bias is not None and bias.dtype is not dtype:
         bias = bias.to(dtype)
-    if out_by_in:
+    if plan.out_by_in:
         out = F.linear(features, matrix, bias)
     else:
         out = torch.mm(features, matrix) if bias is None else torch.addmm(bias, features, matrix)
-    return out.relu_() if relu else out, features, matrix
+    return out.relu_() if plan.relu else out, features, matrix
 
 
 class _GraphConvolution(torch.autograd.Function):
@@ -193,10 +203,9 @@ class _GraphConvolution(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, adj: Adjacency, plan: _Plan
     ) -> Tensor:
         out, features, matrix = _convolve(plan, adj, x, weight, bias)
-        needs_x, needs_weight, *_ = ctx.needs_input_grad
-        ctx.adj, ctx.plan = adj, plan
+        needs_x, needs_weight, _, _, _ = ctx.needs_input_grad
+        ctx.held = adj, plan, Uncast.of(weight, matrix) if needs_x and matrix is not weight else None
         # What no gradient needs may be written before the backward pass, as with separate operators.
-        ctx.uncast = Uncast.of(weight, matrix) if needs_x and matrix is not weight else None
         ctx.save_for_backward(
             features if needs_weight else None, matrix if needs_x else None, out if plan.relu else None
         )
@@ -212,25 +221,24 @@ _apply = direct(_GraphConvolution)
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     features, matrix, rectified = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    adj = ctx.adj
-    scale_dst, scale_src, _, out_by_in, aggregate_first, _, algorithm, dtype, given_dtypes = ctx.plan
+    needs_x, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
+    adj, plan, uncast = ctx.held
     # Else all of it is made of operators that have gradients again.
     once = is_first_derivative(grad)
     if rectified is not None:
         grad = grad.masked_fill(rectified <= 0, 0)
     grad_x = grad_weight = None
-    grad_bias = sum_of_rows(grad, given_dtypes[1], once) if needs_bias else None
-    if not aggregate_first and (needs_x or needs_weight):
+    grad_bias = sum_of_rows(grad, plan.bias_dtype, once) if needs_bias else None
+    if not plan.aggregate_first and (needs_x or needs_weight):
         if once:
-            grad = grad_of_features(adj, grad, None, scale_dst, scale_src, algorithm)
+            grad = grad_of_features(adj, grad, None, plan.scale_dst, plan.scale_src, plan.algorithm)
         else:
-            scales = {"scale_dst": scale_src, "scale_src": scale_dst}
-            grad = spmm(adj.t(valued=False), grad, **scales, algorithm=algorithm)
+            scales = {"scale_dst": plan.scale_src, "scale_src": plan.scale_dst}
+            grad = spmm(adj.t(valued=False), grad, **scales, algorithm=plan.algorithm)
     if needs_weight:
-        left, right = (grad.t(), features) if out_by_in else (features.t(), grad)
-        grad_weight = product_in(left, right, given_dtypes[0], once)
+        left, right = (grad.t(), features) if plan.out_by_in else (features.t(), grad)
+        grad_weight = product_in(left, right, plan.weight_dtype, once)
     if needs_x:
-        matrix = matrix if once or ctx.uncast is None else ctx.uncast.cast_again(dtype)
-        grad_x = torch.mm(grad, matrix if out_by_in else matrix.t())
+        matrix = matrix if once or uncast is None else uncast.cast_again(plan.dtype)
+        grad_x = torch.mm(grad, matrix if plan.out_by_in else matrix.t())
     return grad_x, grad_weight, grad_bias, None, None

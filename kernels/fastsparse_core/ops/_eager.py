@@ -19,6 +19,8 @@ PLAIN = (Parameter, Tensor)
 #: up, than one by one.
 kind_of = attrgetter("__class__", "dtype", "shape", "device", "layout", "requires_grad")
 # What is asked in every call, without the way there.
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
 _is_functional = torch._is_functional_tensor
 _num_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
@@ -49,7 +51,7 @@ def is_plain_eager(x: Tensor) -> bool:
     """
     return (
         type(x) is Tensor
-        and not torch.compiler.is_compiling()
+        and not _is_compiling()
         and not x.is_meta
         and not _is_functional(x)
         and not (_num_modes() and _modes_watch())
@@ -89,4 +91,4 @@ def is_first_derivative(grad: Tensor) -> bool:
 
     A second derivative, which ``create_graph=True`` asks for, goes through the operators' own formulas.
     """
-    return is_plain_eager(grad) and not torch.is_grad_enabled()
+    return not _is_grad_enabled() and is_plain_eager(grad)

@@ -54,9 +54,9 @@ def launch_spmm(
         bias = bias.to(dtype).contiguous()
     aligned = False  # which no kernel of the CPU asks for
     if x.is_cuda:
-        stride_bytes, width_bytes = row_stride * dtype.itemsize, width * dtype.itemsize
-        pieces = width_bytes % 16 == x.data_ptr() % 16 == stride_bytes % 16 == 0
-        aligned = pieces and stride_bytes < 1 << 32
+        item = dtype.itemsize
+        pieces = not (x.data_ptr() | row_stride * item | width * item) & 15
+        aligned = pieces and row_stride * item < 1 << 32
     # Most calls repeat one: a step of a small model takes as long as the host needs to launch it.
     key: tuple[Any, ...]
     if value is None:

@@ -37,7 +37,7 @@ def sum_of_rows(rows: Tensor, dtype: torch.dtype, once: bool | None = None) -> T
         or not (is_first_derivative(rows) if once is None else once)
         or 0 in rows.stride()  # one row for all, as after out.sum()
     ):
-        return rows.sum(0, dtype=dtype)
+        return rows.sum(0) if rows.dtype is dtype else rows.sum(0, dtype=dtype)
     matrix = rows if rows.dim() == 2 else rows.flatten(1)
     width = matrix.shape[1]
     row_stride, column_stride = matrix.stride()
