@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 from padded import WIDTH, check_layer
 
 from fastsparse_core import _C, Adjacency, algorithms, gpu, policy, reference, spmm
-from fastsparse_core.fused import aggregate_linear as fused
 from fastsparse_core.fused.aggregate_linear import aggregate_linear, starts_with
 from fastsparse_core.ops import _spmm_plan
 from fastsparse_core.ops._aggregate_linear_launch import (
@@ -548,26 +547,6 @@ def test_weights_that_were_cast_may_be_written(device):
     assert torch.equal(gradient(False), gradient(True))
     with pytest.raises(RuntimeError, match="weight: modified by an inplace operation"):
         gradient(True, create_graph=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("num_src", [NUM_DST, NUM_SRC])  # cast before they are summed, and after
-def test_casts_to_rows_that_begin_at_multiples_of_16_bytes(monkeypatch, dtype, num_src):
-    adj = block("cuda", num_src=num_src)
-    x = features(num_src, 100, torch.float32, "contiguous", "cuda").requires_grad_()
-    leaves = [x, *parameters(torch.float32, "cuda", 100, 60)]
-    grad = features(NUM_DST, 60, dtype, "contiguous", "cuda", seed=7)
-    found = []
-    for least in (0, 10**9):
-        monkeypatch.setattr(fused, "_MANY_ROWS", least)
-        with torch.autocast("cuda", dtype):
-            out = aggregate_linear(adj, *leaves, "mean")
-        found.append([out, *torch.autograd.grad(out, leaves, grad)])
-    assert fused._cast_rows(x, dtype, 10**9).stride() == (104, 1)
-    for aligned, packed in zip(*found, strict=True):
-        assert aligned.dtype == packed.dtype
-        assert relative_error(aligned, packed) <= TOLERANCE[dtype]
 
 
 # ---------------------------------------------------------------- as one kernel on Hopper's tensor cores
