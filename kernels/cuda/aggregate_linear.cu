@@ -34,14 +34,12 @@ constexpr int kTileRows = kWarpgroup / kWarp * kRows;
 constexpr int kGroup = 16;  // features of a product
 // Groups that tensor cores sum, before sums move to ordinary float32 additions: they cut off digits.
 constexpr int kGroupsPerTotal = 4;
-constexpr int kMostWidth = 128;  // of a tile
+constexpr std::int64_t kMostWidth = 128;  // of a tile
 
-// The part of both weights that a launch multiplies by.
-struct Tile {
-  int feature, output;  // the first ones
-  int width, out_width;
-  bool sums_given;
-  bool adds;  // to what other tiles of features left in `out`
+// What a tile of wider weights is part of. Its arguments are the tile's.
+struct Whole {
+  std::int64_t width, out_width;
+  bool adds;  // the tile to what other tiles of features left in `out`
 };
 
 // Rows g and g + 8 of a tile, this lane's features.
@@ -187,9 +185,9 @@ __device__ __forceinline__ void multiply(float (&total)[kOutputs / 8][4], const 
 
 // Sums of the neighbours of rows `row` and `row` + 8.
 template <int kGroups>
-__device__ __forceinline__ Rows<kGroups> gather(const AggregateLinearArgs& args, const Tile& tile,
-                                                std::int64_t row, int feature) {
-  const float* x = static_cast<const float*>(args.x.data) + tile.feature + feature;
+__device__ __forceinline__ Rows<kGroups> gather(const AggregateLinearArgs& args, std::int64_t row,
+                                                int feature) {
+  const float* x = static_cast<const float*>(args.x.data) + feature;
   const std::int32_t* col[2];
   int count[2], next[2];
 #pragma unroll
@@ -208,7 +206,7 @@ __device__ __forceinline__ Rows<kGroups> gather(const AggregateLinearArgs& args,
       from[h] = entry < count[h] ? x + next[h] * args.x.stride : nullptr;
       next[h] = entry + 1 < count[h] ? __ldg(col[h] + entry + 1) : 0;
     }
-    const auto source = read_rows<kGroups>(from, feature, tile.width);
+    const auto source = read_rows<kGroups>(from, feature, static_cast<int>(args.width));
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -241,26 +239,23 @@ __device__ __forceinline__ void write_rows(const Rows<kGroups>& rows, float* mat
   }
 }
 
-template <int kGroups, int kOutputs, int kTerms>
+template <int kGroups, int kOutputs, int kTerms, bool kIsTile>
 __global__ void __launch_bounds__(kThreads)
-    aggregate_linear_kernel(const AggregateLinearArgs args, const Tile part) {
+    aggregate_linear_kernel(const AggregateLinearArgs args, const Whole whole) {
   using Weights = Weight<kGroups, kOutputs, kTerms>;
   extern __shared__ __align__(kAtomBytes) char shared[];
   const Weights weight{shared}, root_weight{shared + Weights::kBytes};
-  const int width = part.width, out_width = part.out_width;
-  const std::int64_t corner = part.output * args.width + part.feature;
-  weight.load(args.weight + corner, args.width, width, out_width);
-  root_weight.load(args.root_weight + corner, args.width, width, out_width);
+  const int width = static_cast<int>(args.width), out_width = static_cast<int>(args.out_width);
+  const std::int64_t stride = kIsTile ? whole.width : width;
+  const std::int64_t out_stride = kIsTile ? whole.out_width : out_width;
+  weight.load(args.weight, stride, width, out_width);
+  root_weight.load(args.root_weight, stride, width, out_width);
   shared_to_wgmma();
   __syncthreads();
 
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   const int feature = 4 * t;  // of the first group
   const std::int64_t num_rows = args.a.num_rows;
-  const float* const x = static_cast<const float*>(args.x.data) + part.feature;
-  float* const all_sums = args.sums == nullptr ? nullptr : args.sums + part.feature;
-  float* const out = args.out + part.output;
-  const float* const bias = args.bias == nullptr || part.adds ? nullptr : args.bias + part.output;
   // The warps of a warpgroup multiply together.
   const int warpgroup = threadIdx.x / kWarpgroup;
   std::int64_t tile_row = (static_cast<std::int64_t>(blockIdx.x) * kWarpgroups + warpgroup) * kTileRows;
@@ -272,17 +267,18 @@ __global__ void __launch_bounds__(kThreads)
       const int n = tile / 2 * 16 + 4 * t + 2 * (tile % 2);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        total[tile][i] = bias != nullptr && n < out_width ? __ldg(bias + n + i % 2) : 0.0f;
+        const bool has_bias = args.bias != nullptr && n < out_width;
+        total[tile][i] = has_bias ? __ldg(args.bias + n + i % 2) : 0.0f;
       }
     }
-    if (part.adds) {
+    if (kIsTile && whole.adds) {
 #pragma unroll
       for (int pair = 0; pair < kOutputs / 16; ++pair) {
         const int n = pair * 16 + 4 * t;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           if (row + 8 * h >= num_rows || n >= out_width) continue;
-          const float4 before = *reinterpret_cast<const float4*>(out + (row + 8 * h) * args.out_width + n);
+          const float4 before = *reinterpret_cast<const float4*>(args.out + (row + 8 * h) * out_stride + n);
           total[2 * pair][2 * h] = before.x;
           total[2 * pair][2 * h + 1] = before.y;
           total[2 * pair + 1][2 * h] = before.z;
@@ -292,14 +288,15 @@ __global__ void __launch_bounds__(kThreads)
     }
     {
       Rows<kGroups> sums;
-      if (part.sums_given) {
-        sums = read_rows<kGroups>(all_sums, args.width, row, num_rows, feature, width);
+      if (args.sums_given) {
+        sums = read_rows<kGroups>(args.sums, stride, row, num_rows, feature, width);
       } else {
-        sums = gather<kGroups>(args, part, row, feature);
-        if (all_sums != nullptr) write_rows(sums, all_sums, args.width, row, num_rows, feature, width);
+        sums = gather<kGroups>(args, row, feature);
+        if (args.sums != nullptr) write_rows(sums, args.sums, stride, row, num_rows, feature, width);
       }
       multiply(total, sums, weight);
     }
+    const float* const x = static_cast<const float*>(args.x.data);
     multiply(total, read_rows<kGroups>(x, args.x.stride, row, num_rows, feature, width), root_weight);
 #pragma unroll
     for (int pair = 0; pair < kOutputs / 16; ++pair) {
@@ -307,7 +304,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         if (row + 8 * h >= num_rows || n >= out_width) continue;
-        *reinterpret_cast<float4*>(out + (row + 8 * h) * args.out_width + n) =
+        *reinterpret_cast<float4*>(args.out + (row + 8 * h) * out_stride + n) =
             float4{total[2 * pair][2 * h], total[2 * pair][2 * h + 1], total[2 * pair + 1][2 * h],
                    total[2 * pair + 1][2 * h + 1]};
       }
@@ -315,9 +312,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <int kGroups, int kOutputs, int kTerms>
-cudaError_t launch(const AggregateLinearArgs& args, const Tile& part, cudaStream_t stream) {
-  const auto kernel = aggregate_linear_kernel<kGroups, kOutputs, kTerms>;
+template <int kGroups, int kOutputs, int kTerms, bool kIsTile = false>
+cudaError_t launch(const AggregateLinearArgs& args, const Whole& whole, cudaStream_t stream) {
+  const auto kernel = aggregate_linear_kernel<kGroups, kOutputs, kTerms, kIsTile>;
   constexpr int kBytes = 2 * Weight<kGroups, kOutputs, kTerms>::kBytes;
   int device = 0, processors = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -330,18 +327,21 @@ cudaError_t launch(const AggregateLinearArgs& args, const Tile& part, cudaStream
   if (error != cudaSuccess) return error;
   // A multiprocessor has registers for one block.
   const unsigned blocks = ceil_div(args.a.num_rows, kTileRows * kWarpgroups);
-  kernel<<<std::min(blocks, static_cast<unsigned>(processors)), kThreads, kBytes, stream>>>(args, part);
+  kernel<<<std::min(blocks, static_cast<unsigned>(processors)), kThreads, kBytes, stream>>>(args, whole);
   return cudaGetLastError();
 }
 
 template <int kTerms>
-cudaError_t launch_shape(const AggregateLinearArgs& args, const Tile& part, cudaStream_t stream) {
-  if (part.width <= 64) {
-    return part.out_width <= 64 ? launch<4, 64, kTerms>(args, part, stream)
-                                : launch<4, 128, kTerms>(args, part, stream);
+cudaError_t launch_shape(const AggregateLinearArgs& args, const Whole& whole, cudaStream_t stream) {
+  if (args.width != whole.width || args.out_width != whole.out_width) {
+    return launch<8, 128, kTerms, true>(args, whole, stream);
   }
-  return part.out_width <= 64 ? launch<8, 64, kTerms>(args, part, stream)
-                              : launch<8, 128, kTerms>(args, part, stream);
+  if (args.width <= 64) {
+    return args.out_width <= 64 ? launch<4, 64, kTerms>(args, whole, stream)
+                                : launch<4, 128, kTerms>(args, whole, stream);
+  }
+  return args.out_width <= 64 ? launch<8, 64, kTerms>(args, whole, stream)
+                              : launch<8, 128, kTerms>(args, whole, stream);
 }
 
 }  // namespace in_aggregate_linear
@@ -349,18 +349,23 @@ cudaError_t launch_shape(const AggregateLinearArgs& args, const Tile& part, cuda
 int aggregate_linear(const AggregateLinearArgs& args, void* stream) {
   using namespace in_aggregate_linear;
   const auto queue = static_cast<cudaStream_t>(stream);
-  const int width = static_cast<int>(args.width), out_width = static_cast<int>(args.out_width);
+  const std::int64_t width = args.width, out_width = args.out_width;
   if (out_width > kMostWidth && args.sums == nullptr) return cudaErrorInvalidValue;
-  for (int output = 0; output < out_width; output += kMostWidth) {
-    for (int feature = 0; feature < width; feature += kMostWidth) {
-      const Tile part{feature,
-                      output,
-                      std::min(width - feature, kMostWidth),
-                      std::min(out_width - output, kMostWidth),
-                      args.sums_given || output > 0,
-                      feature > 0};
+  for (std::int64_t output = 0; output < out_width; output += kMostWidth) {
+    for (std::int64_t feature = 0; feature < width; feature += kMostWidth) {
+      AggregateLinearArgs tile = args;
+      const Whole whole{width, out_width, feature > 0};
+      tile.sums_given = args.sums_given || output > 0;
+      tile.x.data = static_cast<const float*>(args.x.data) + feature;
+      tile.weight += output * width + feature;
+      tile.root_weight += output * width + feature;
+      tile.bias = args.bias == nullptr || whole.adds ? nullptr : args.bias + output;
+      if (args.sums != nullptr) tile.sums += feature;
+      tile.out += output;
+      tile.width = std::min(width - feature, kMostWidth);
+      tile.out_width = std::min(out_width - output, kMostWidth);
       const cudaError_t error =
-          args.num_terms > 2 ? launch_shape<3>(args, part, queue) : launch_shape<2>(args, part, queue);
+          args.num_terms > 2 ? launch_shape<3>(tile, whole, queue) : launch_shape<2>(tile, whole, queue);
       if (error != cudaSuccess) return error;
     }
   }

@@ -31,28 +31,23 @@ __device__ void mark(const HopRows& rows, bool* mask, float* ends) {
   }
 }
 
-// `Number` holds the number of words, and some steps more.
+// `Number` holds the number of words, and one step more.
 template <typename Word, typename Number>
 __device__ void place_rows(const PlacedRows& tensor, const HopRows& rows) {
   const auto* from = static_cast<const Word*>(tensor.from);
   auto* to = static_cast<Word*>(tensor.to);
   const auto words = static_cast<Number>(tensor.row_bytes / static_cast<std::int64_t>(sizeof(Word)));
   const Number all = static_cast<Number>(tensor.num_rows) * words;
-  const auto apart = static_cast<Number>(items_apart());
-  for (auto first = static_cast<Number>(first_item()); first < all; first += kUnroll * apart) {
-    Word value[kUnroll] = {};  // all are loaded before the first is stored
-#pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      const Number word = first + k * apart;
-      if (word >= all || tensor.is_empty) continue;
-      const Number place = word / words;
-      value[k] =
+#pragma unroll kUnroll
+  for (auto word = static_cast<Number>(first_item()); word < all;
+       word += static_cast<Number>(items_apart())) {
+    const Number place = word / words;
+    Word value{};
+    if (!tensor.is_empty) {
+      value =
           __ldg(from + placed(rows, place).row * static_cast<std::int64_t>(words) + (word - place * words));
     }
-#pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      if (first + k * apart < all) to[first + k * apart] = value[k];
-    }
+    to[word] = value;
   }
 }
 

@@ -23,7 +23,6 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr std::int64_t kMostBlocks = 132 * 16;
 constexpr int kDigits = 256;
-constexpr int kWordsAhead = 4;  // of gathered rows, which a thread loads before it stores the first
 
 unsigned blocks_for(std::int64_t threads) {
   return static_cast<unsigned>(
@@ -477,28 +476,18 @@ __global__ void __launch_bounds__(kThreads) emit_rows_kernel(const EmitRowsArgs 
   args.slices[r] = {begin, static_cast<std::int32_t>(degree), static_cast<std::int32_t>(r)};
 }
 
-// Rows of a table by their numbers, words by threads. `Number` holds the number of words and some steps more.
+// Rows of a table by their numbers, a word per thread. `Number` holds the number of words.
 template <typename Word, typename Number>
 __global__ void __launch_bounds__(kThreads) gather_rows_kernel(const GatherRowsArgs args, Number words) {
   const auto* table = static_cast<const Word*>(args.table);
   auto* out = static_cast<Word*>(args.out);
   const Number all = static_cast<Number>(args.num_rows) * words;
-  const Number apart = static_cast<Number>(gridDim.x) * kThreads;
-  for (Number first = static_cast<Number>(blockIdx.x) * kThreads + threadIdx.x; first < all;
-       first += kWordsAhead * apart) {
-    Word value[kWordsAhead];
-#pragma unroll
-    for (int k = 0; k < kWordsAhead; ++k) {
-      const Number word = first + k * apart;
-      if (word >= all) continue;
-      const Number row = word / words;
-      value[k] =
-          __ldg(table + __ldg(args.index + row) * static_cast<std::int64_t>(words) + (word - row * words));
-    }
-#pragma unroll
-    for (int k = 0; k < kWordsAhead; ++k) {
-      if (first + k * apart < all) out[first + k * apart] = value[k];
-    }
+#pragma unroll 4
+  for (Number word = static_cast<Number>(blockIdx.x) * kThreads + threadIdx.x; word < all;
+       word += static_cast<Number>(gridDim.x) * kThreads) {
+    const Number row = word / words;
+    out[word] =
+        __ldg(table + __ldg(args.index + row) * static_cast<std::int64_t>(words) + (word - row * words));
   }
 }
 
@@ -566,10 +555,9 @@ int gather_rows(const GatherRowsArgs& args, void* stream) {
     // Divisions of 32-bit numbers take a fraction of the time.
     if (all < std::int64_t{1} << 31) {
       gather_rows_kernel<Word, std::uint32_t>
-          <<<blocks_for(all / kWordsAhead), kThreads, 0, queue>>>(args, static_cast<std::uint32_t>(words));
+          <<<blocks_for(all / 4), kThreads, 0, queue>>>(args, static_cast<std::uint32_t>(words));
     } else {
-      gather_rows_kernel<Word, std::int64_t>
-          <<<blocks_for(all / kWordsAhead), kThreads, 0, queue>>>(args, words);
+      gather_rows_kernel<Word, std::int64_t><<<blocks_for(all / 4), kThreads, 0, queue>>>(args, words);
     }
   };
   if (address % 16 == 0) {

@@ -33,9 +33,6 @@ from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.streams import fork
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Destinations from which products pay for rows that begin at multiples of 16 bytes.
-_MANY_ROWS = 4096
-
 
 def starts_with(x: Tensor, root: Tensor) -> bool:
     """Whether ``root`` is ``x[:n]``, or ``x`` itself, to autograd too, and nobody watches its gradient.
@@ -231,13 +228,13 @@ def _compute(
     scale, algorithm, dtype, transform_first = plan.scale, plan.algorithm, plan.dtype, plan.transform_first
     num_dst, num_src = adj.shape
     # Everything that is multiplied has one dtype, so autocast, where it is on, casts nothing more.
-    features = _cast_rows(x, dtype, num_dst) if plan.casts_first else x
+    features = x.to(dtype) if plan.casts_first else x
     # A part of what was cast would keep all of it until the backward pass.
     own = x if keeps_own and num_dst < num_src and not transform_first else features
     own = own if num_dst == num_src else own[:num_dst]
-    own = own if own.dtype is dtype else _cast_rows(own, dtype, num_dst)
-    matrix = weight if weight.dtype is dtype else _cast_rows(weight, dtype, num_dst)
-    root_matrix = root_weight if root_weight.dtype is dtype else _cast_rows(root_weight, dtype, num_dst)
+    own = own if own.dtype is dtype else own.to(dtype)
+    matrix = weight if weight.dtype is dtype else weight.to(dtype)
+    root_matrix = root_weight if root_weight.dtype is dtype else root_weight.to(dtype)
     sums: Tensor | None = features
     if transform_first:
         out = launch_spmm(adj, F.linear(features, matrix), None, scale, None, bias, algorithm)
@@ -254,23 +251,10 @@ def _compute(
         )
     else:
         sums = launch_spmm(adj, features, None, scale, None, None, algorithm)
-        sums = sums if sums.dtype is dtype else _cast_rows(sums, dtype, num_dst)
+        sums = sums if sums.dtype is dtype else sums.to(dtype)
         out = F.linear(sums, matrix, bias if bias is None or bias.dtype is dtype else bias.to(dtype))
         out.addmm_(own, root_matrix.t())
     return out, own, sums, matrix, root_matrix
-
-
-def _cast_rows(matrix: Tensor, dtype: torch.dtype, num_dst: int) -> Tensor:
-    """``matrix.to(dtype)``, rows at multiples of 16 bytes where products of as many rows are multiplied.
-
-    From rows of 200 bytes, 100 features in 16 bits, cuBLAS takes kernels of an older GPU that read two
-    features at a time: 304 of 1,577 us of a captured step and its batch on an H200.
-    """
-    num_rows, width = matrix.shape
-    pieces = 16 // dtype.itemsize
-    if not matrix.is_cuda or num_dst < _MANY_ROWS or dtype.itemsize > 2 or width % pieces == 0:
-        return matrix.to(dtype)
-    return matrix.new_empty(num_rows, -(-width // pieces) * pieces, dtype=dtype)[:, :width].copy_(matrix)
 
 
 class _AggregateLinear(torch.autograd.Function):

@@ -11,8 +11,9 @@ from fastsparse_core.gpu import multiprocessors
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import is_first_derivative
 
-#: Rows, and numbers, up to which PyTorch's sum takes a GPU no longer than ours, and the host a launch and two
-#: allocations less (20,000 rows of 128: 23 us each; PyTorch's of 15,832 of 256 takes 34, in bfloat16 59).
+#: Rows, and numbers of up to twice as many rows, up to which PyTorch's sum takes a GPU no longer than ours,
+#: and the host a launch and two allocations less (20,000 rows of 128: 23 us each; 15,832 of 256 take PyTorch
+#: 34 us in float32, 59 in bfloat16).
 _FEW_ROWS, _FEW_NUMBERS = 10_000, 20_000 * 128
 #: Parts of a matrix for each multiprocessor: enough blocks of threads to keep its memory busy.
 _PARTS = 4
@@ -32,7 +33,7 @@ def sum_of_rows(rows: Tensor, dtype: torch.dtype, once: bool | None = None) -> T
     num_rows = rows.shape[0]
     if (
         num_rows <= _FEW_ROWS
-        or rows.numel() <= _FEW_NUMBERS
+        or (num_rows <= 2 * _FEW_ROWS and rows.numel() <= _FEW_NUMBERS)
         or not rows.is_cuda
         or not (is_first_derivative(rows) if once is None else once)
         or 0 in rows.stride()  # one row for all, as after out.sum()
