@@ -21,6 +21,7 @@ html_theme = "furo"
 html_show_copyright = False
 html_show_sourcelink = False
 html_copy_source = False
+html_favicon = "favicon.svg"
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 # Nothing is fetched when a page is read: formulas are MathML, which browsers draw themselves.

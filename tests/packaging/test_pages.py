@@ -21,13 +21,14 @@ LANGUAGES = {"python", "bash", "{eval-rst}", "{include}", "{toctree}"}
 BLOCK = re.compile(r"^(?:<!-- not run: (.+?) -->\n)?```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCKS = [(page, *found) for page in PAGES for found in BLOCK.findall(page.read_text())]
 RUN = """
-import json, os, sys, tempfile, traceback, warnings
+import json, os, sys, tempfile, traceback, types, warnings
 warnings.filterwarnings("ignore")
 failed = []
 for name, code in json.load(sys.stdin):
     os.chdir(tempfile.mkdtemp())
+    block = sys.modules["block"] = types.ModuleType("block")  # PyG looks up the module of a user's layer
     try:
-        exec(compile(code, name, "exec"), {"__name__": "block"})
+        exec(compile(code, name, "exec"), vars(block))
     except Exception:
         failed.append(f"{name}\\n{traceback.format_exc()}")
 print("\\n".join(failed), file=sys.stderr)
@@ -60,7 +61,7 @@ for command in json.load(sys.stdin):
 
 
 def run(program, what):
-    """Runs a program that reads JSON, in a process of its own."""
+    """Runs a program that reads JSON, in a process of its own, and returns what it printed."""
     path = os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "kernels"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -72,6 +73,7 @@ def run(program, what):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("framework", ["dgl", "others"])
@@ -86,6 +88,15 @@ def test_python_blocks(framework):
     ]
     assert chosen
     run(RUN, chosen)
+
+
+def test_accelerate_prints_what_its_page_shows():
+    pytest.importorskip("torch_geometric")
+    shown = re.compile(
+        r"^```python\n(.*?)^```\n\nIt prints what it did:\n\n```\n(.*?)^```", re.MULTILINE | re.DOTALL
+    )
+    ((code, report),) = shown.findall((CHECKOUT / "docs" / "accelerate.md").read_text())
+    assert [line.rstrip() for line in run(RUN, [("accelerate.md", code)]).splitlines()] == report.splitlines()
 
 
 def test_no_code_hides_from_these_tests():
