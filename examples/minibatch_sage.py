@@ -30,15 +30,14 @@ from common.report import LayerResult, check_plotting, check_writable, make_cons
 from common.sampling import Batches, Sampling, opened
 from common.training import (
     AUTOCAST,
-    PeakMemory,
     RunResult,
-    matmul_precision,
+    in_turn,
     metrics_of,
     score,
 )
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 DEFAULT = NodeRecipe(layers=2, hidden=64, lr=0.01, epochs=20, runs=1, batch_size=256, fanouts=(10, 5))
@@ -172,27 +171,15 @@ class Task:
 
     def compare(self, convs: Sequence[str]) -> tuple[list[LayerResult], dict[str, BatchTimes]]:
         """Trains with every layer: the same weights to begin with, the same splits, batches from one seed."""
-        results: dict[str, LayerResult] = {}
         times = {conv: BatchTimes([], [], []) for conv in convs}
-        interval = 0.5 if sys.stderr.isatty() else 20.0
-        total = self.recipe.epochs * self.recipe.runs * len(convs)
-        with (
-            matmul_precision(self.options.precision),
-            tqdm(total=total, unit="epoch", dynamic_ncols=True, mininterval=interval) as bar,
-        ):
-            for number in range(self.recipe.runs):
-                split = self.dataset.to(self.device).split(number, self.options.seed)
-                for conv in convs:
-                    memory = PeakMemory(self.device)
-                    # The layers draw their weights alike, so one seed gives all models the same.
-                    torch.manual_seed(self.options.seed + number)
-                    model, name = self.model(conv)
-                    bar.set_description(f"{name}, run {number + 1}/{self.recipe.runs}")
-                    torch.manual_seed(self.options.seed + number)
-                    outcome = self.train(model.to(self.device), conv, split, bar, times[conv])
-                    outcome.peak_bytes = memory.read()
-                    results.setdefault(conv, LayerResult(conv, name)).runs.append(outcome)
-        return list(results.values()), times
+        data, options = self.dataset.to(self.device), self.options
+        splits = [data.split(number, options.seed) for number in range(self.recipe.runs)]
+
+        def train(model: nn.Module, conv: str, number: int, bar: tqdm) -> RunResult:
+            return self.train(model, conv, splits[number], bar, times[conv])
+
+        place: dict[str, Any] = {"device": self.device, "precision": options.precision, "seed": options.seed}
+        return in_turn(convs, self.model, train, self.recipe, **place), times
 
 
 def print_batches(console: Console, results: Sequence[LayerResult], times: dict[str, BatchTimes]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,10 +17,9 @@ from .graph_data import GraphBatch, GraphDataset, batches
 from .training import (
     AUTOCAST,
     LayerResult,
-    PeakMemory,
     Recipe,
     RunResult,
-    matmul_precision,
+    in_turn,
     metrics_of,
     score,
 )
@@ -173,37 +171,9 @@ def compare(
     Returns:
         One result per layer, in the order of `convs`.
     """
-    results: dict[str, LayerResult] = {}
-    total = recipe.epochs * recipe.runs * len(convs)
-    interval = 0.5 if sys.stderr.isatty() else 20.0
-    with (
-        matmul_precision(precision),
-        tqdm(total=total, unit="epoch", dynamic_ncols=True, mininterval=interval) as bar,
-    ):
-        for run in range(recipe.runs):
-            weights: dict[str, Tensor] | None = None
-            for conv in convs:
-                memory = PeakMemory(device)
-                torch.manual_seed(seed + run)
-                model, name = make_model(conv)
-                if weights is None:
-                    weights = {key: value.clone() for key, value in model.state_dict().items()}
-                model.load_state_dict(weights)
-                model.to(device)
-                bar.set_description(f"{name}, run {run + 1}/{recipe.runs}")
-                torch.manual_seed(seed + run)
-                outcome = train_run(
-                    model,
-                    dataset,
-                    make_graph(conv),
-                    recipe,
-                    device=device,
-                    precision=precision,
-                    seed=seed + run,
-                    progress=bar,
-                    as_step=as_step,
-                )
-                outcome.peak_bytes = memory.read()
-                results.setdefault(conv, LayerResult(conv, name)).runs.append(outcome)
-                del model
-    return list(results.values())
+
+    def train(model: nn.Module, conv: str, run: int, bar: tqdm) -> RunResult:
+        place: dict[str, Any] = {"device": device, "precision": precision, "seed": seed + run}
+        return train_run(model, dataset, make_graph(conv), recipe, **place, progress=bar, as_step=as_step)
+
+    return in_turn(convs, make_model, train, recipe, device=device, precision=precision, seed=seed)

@@ -358,9 +358,29 @@ def compare(
     Returns:
         One result per layer, in the order of `convs`.
     """
-    results: dict[str, LayerResult] = {}
     graphs = {conv: make_graph(conv) for conv in convs}
     metrics = metrics_of(dataset.num_classes)
+    splits = [dataset.split(run, seed) for run in range(recipe.runs)]
+
+    def train(model: nn.Module, conv: str, run: int, bar: tqdm) -> RunResult:
+        data = (graphs[conv], x, dataset.y, splits[run])
+        return train_run(model, *data, recipe, precision=precision, metrics=metrics, progress=bar)
+
+    return in_turn(convs, make_model, train, recipe, device=device, precision=precision, seed=seed)
+
+
+def in_turn(
+    convs: Sequence[str],
+    make_model: ModelFactory,
+    train: Callable[[nn.Module, str, int, tqdm], RunResult],
+    recipe: Recipe,
+    *,
+    device: torch.device,
+    precision: str,
+    seed: int,
+) -> list[LayerResult]:
+    """What `compare` does, whatever is trained: ``train(model, conv, run, bar)`` trains one model."""
+    results: dict[str, LayerResult] = {}
     total = recipe.epochs * recipe.runs * len(convs)
     # A log file keeps every update of the bar: a terminal gets many, a file few.
     interval = 0.5 if sys.stderr.isatty() else 20.0
@@ -369,7 +389,6 @@ def compare(
         tqdm(total=total, unit="epoch", dynamic_ncols=True, mininterval=interval) as bar,
     ):
         for run in range(recipe.runs):
-            split = dataset.split(run, seed)
             weights: dict[str, Tensor] | None = None
             for conv in convs:
                 memory = PeakMemory(device)
@@ -381,17 +400,7 @@ def compare(
                 model.to(device)
                 bar.set_description(f"{name}, run {run + 1}/{recipe.runs}")
                 torch.manual_seed(seed + run)
-                outcome = train_run(
-                    model,
-                    graphs[conv],
-                    x,
-                    dataset.y,
-                    split,
-                    recipe,
-                    precision=precision,
-                    metrics=metrics,
-                    progress=bar,
-                )
+                outcome = train(model, conv, run, bar)
                 outcome.peak_bytes = memory.read()
                 results.setdefault(conv, LayerResult(conv, name)).runs.append(outcome)
                 del model

@@ -108,21 +108,10 @@ def additive_backward(
     *,
     want_bias: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of :func:`additive_forward`.
+    """Gradients of :func:`additive_forward`, which says what its arguments are.
 
-    Args:
-        adj: see :func:`additive_forward`, as all that is not listed here.
-        score_dst: see there.
-        score_src: see there.
-        v: see there.
-        bias: see there.
-        lse: second result of the forward pass.
-        grad: gradient of the output, (num_dst, heads * D), in the dtype of ``v``.
-        negative_slope: see there.
-        dropout_p: see there.
-        seed: see there.
-        heads: see there.
-        want_bias: whether the gradient of ``bias`` is wanted, the only one of the size of the edges.
+    ``lse`` is its second result, ``grad`` the gradient of the first, in the dtype of ``v``. With
+    ``want_bias`` comes the gradient of ``bias``, the only one of the size of the edges.
 
     Returns:
         Gradients of ``score_dst`` and ``score_src`` (float32), ``v`` (its dtype) and ``bias`` (its shape and

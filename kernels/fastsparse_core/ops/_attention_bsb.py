@@ -139,22 +139,10 @@ def launch_backward(
     *,
     want_bias: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of :func:`launch_forward`.
+    """Gradients of :func:`launch_forward`, which says what its arguments are.
 
-    Args:
-        adj: see :func:`launch_forward`, as all that is not listed here.
-        q: see there.
-        k: see there.
-        v: see there.
-        bias: see there.
-        out: first result of the forward pass.
-        lse: its second result.
-        grad: gradient of the output, (num_dst, heads * Dv), in the dtype of ``v``.
-        scale: see there.
-        dropout_p: see there.
-        seed: see there.
-        heads: see there.
-        want_bias: whether the gradient of ``bias`` is wanted, the only one of the size of the edges.
+    ``out`` and ``lse`` are its results, ``grad`` the gradient of the first, in the dtype of ``v``. With
+    ``want_bias`` comes the gradient of ``bias``, the only one of the size of the edges.
 
     Returns:
         Gradients of ``q``, ``k`` and ``v`` in their dtype, and of ``bias`` (its shape and dtype; None if not

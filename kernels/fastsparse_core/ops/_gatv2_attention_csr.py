@@ -98,20 +98,9 @@ def gatv2_backward(
     seed: int,
     heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`gatv2_forward`.
+    """Gradients of :func:`gatv2_forward`, which says what its arguments are.
 
-    Args:
-        adj: see :func:`gatv2_forward`, as all that is not listed here.
-        x_dst: see there.
-        x_src: see there.
-        att: see there.
-        out: first result of the forward pass.
-        lse: its second result.
-        grad: gradient of the output, (num_dst, heads * D), in the dtype of ``x_src``.
-        negative_slope: see there.
-        dropout_p: see there.
-        seed: see there.
-        heads: see there.
+    ``out`` and ``lse`` are its results, ``grad`` the gradient of the first, in the dtype of ``x_src``.
 
     Returns:
         Gradients of ``x_dst``, ``x_src`` (in their dtype) and ``att`` (float32).
