@@ -288,7 +288,7 @@ def address(tensor: Tensor | None) -> int:
 
 
 def untouched(like: Tensor, *size: int) -> Tensor:
-    """``like.new_empty(size)``; large memory on the CPU comes in huge pages, as that of the kernels' results."""
+    """``like.new_empty(size)``; on the CPU in huge pages where it is large, as the kernels' results."""
     out = like.new_empty(size)
     if out.device.type == "cpu":
         _C.prefer_huge_pages(out.data_ptr(), out.nbytes)
