@@ -18,6 +18,7 @@ from cases import (
     edge_lists,
     features,
     ragged,
+    random_graph,
     relative_error,
 )
 from hypothesis import HealthCheck, given, settings
@@ -76,6 +77,19 @@ def test_equals_reference(device, poisoned_memory, algorithm, edges, width, dtyp
     out = sddmm(adj, x_dst, x_src, algorithm=algorithm, **scales)
     assert out.dtype == dtype
     assert error_in_terms(out, adj, x_dst, x_src, **scales) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 5, 32, 67])
+def test_products_of_single_features(device, dtype, width):
+    """As many heads as features."""
+    adj = random_graph().adjacency(device)
+    x_dst = features(adj.num_dst, width, dtype, "contiguous", device)[..., None]
+    x_src = features(adj.num_src, width, dtype, "contiguous", device, seed=1)[..., None]
+    scales = random_scales(adj)
+    out = sddmm(adj, x_dst, x_src, **scales)
+    assert out.shape == (adj.num_values, width)
+    assert relative_error(out, reference.sddmm(adj, x_dst, x_src, **scales)) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("group_rows", ["none", "minhash"])

@@ -56,7 +56,7 @@ from fastsparse_core.ops._facts import facts_of
     width=st.sampled_from(WIDTHS),
     dtype=st.sampled_from(DTYPES),
     layout=st.sampled_from(LAYOUTS),
-    valued=st.sampled_from(["none", "scalar", "heads", "float32"]),
+    valued=st.sampled_from(["none", "scalar", "heads", "float32", "every feature"]),
     scaled=st.booleans(),
     biased=st.booleans(),
     relu=st.booleans(),
@@ -76,6 +76,9 @@ def test_equals_reference(
     elif valued == "heads" and width:
         heads = max(h for h in (1, 2, 4, 5) if width % h == 0)
         value = features(adj.num_values, heads, dtype, "contiguous", device, seed=1)
+    elif valued == "every feature" and width:
+        value_dtype = torch.float32 if biased and dtype != torch.float64 else dtype
+        value = features(adj.num_values, width, value_dtype, "contiguous", device, seed=1)
     if scaled:
         generator = torch.Generator().manual_seed(3)
         scale_dst = torch.rand(adj.num_dst, generator=generator).to(device) + 0.5

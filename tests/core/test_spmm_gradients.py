@@ -49,6 +49,35 @@ def test_gradients_of_extrema(device, reduce, heads):
     assert torch.autograd.gradcheck(lambda x: spmm(adj, x, None, reduce), (x,))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("heads", [0, 1, 5])
+@pytest.mark.parametrize("width", [5, 70])
+def test_gradients_of_extrema_of_rows_of_any_length(device, dtype, heads, width):
+    """Also of rows without entries, and of one with many; the terms of edges that were not chosen are 0."""
+    length = torch.tensor([*range(24), 200, 0])
+    row = torch.repeat_interleave(torch.arange(26), length)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(row), generator=generator)
+    col = torch.randint(30, row.shape, generator=generator)
+    adj = Adjacency.from_coo(row[order], col[order], (26, 30)).to(device)
+    x = features(30, width, dtype, "contiguous", device).requires_grad_()
+    value = features(len(row), heads, dtype, "contiguous", device, seed=1).requires_grad_() if heads else None
+    leaves = [x] if value is None else [x, value]
+    upstream = features(26, width, dtype, "contiguous", device, seed=2)
+    found = torch.autograd.grad(spmm(adj, x, value, "max"), leaves, upstream)
+    # By the definition, of messages in the caller's edge order; there are no ties.
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    message = wide[0][col[order].to(device)]
+    if heads:
+        message = message * wide[1].repeat_interleave(width // heads, 1)
+    index = row[order].to(device)[:, None].expand(-1, width)
+    out = torch.zeros(26, width, dtype=torch.float64, device=device)
+    out = out.scatter_reduce(0, index, message, "amax", include_self=False)
+    expected = torch.autograd.grad(out, wide, upstream.double())
+    for got, want in zip(found, expected, strict=True):
+        assert relative_error(got, want) <= TOLERANCE[dtype]
+
+
 def test_empty_rows_add_no_nan_to_gradients_of_extrema(device):
     adj = Adjacency.from_coo(torch.tensor([0, 0]), torch.tensor([0, 1]), (2, 2)).to(device)
     x = torch.tensor([[torch.inf], [1.0]], device=device, requires_grad=True)

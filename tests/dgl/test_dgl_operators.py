@@ -10,6 +10,8 @@ from dgl_cases import GRAPHS, DGLError, bipartite, dgl, fastsparse_dgl, homogene
 from hook_cases import AWAY, check, enabled, enabled_for, run
 from torch import Tensor
 
+from fastsparse_dgl.hooks import operators
+
 ops = dgl.ops
 
 
@@ -43,7 +45,8 @@ def without_infinity(out: Any) -> Any:
 
 #: Feature shapes of nodes and of edges that broadcast.
 SHAPES = [((), ()), ((3,), (3,)), ((3,), (1,)), ((1,), (4,)), ((), (3,)), ((2, 3), (2, 1)), ((2, 3), (1, 3)),
-          ((2, 3), (3,)), ((4, 1, 3), (2, 1)), ((2, 1, 3), (1, 5, 1))]  # fmt: skip
+          ((2, 3), (3,)), ((4, 1, 3), (2, 1)), ((2, 1, 3), (1, 5, 1)), ((67,), (67,)),
+          ((40,), (1,))]  # fmt: skip
 
 
 @pytest.mark.parametrize("op", ["add", "sub", "mul", "div"])
@@ -62,7 +65,7 @@ def test_gspmm(op: str, reduce: str, device: str) -> None:
 @pytest.mark.parametrize("reduce", ["sum", "max", "min", "mean"])
 def test_copies(graph: str, reduce: str, device: str) -> None:
     made = GRAPHS[graph]()
-    shapes: Any = [(), (7,), (2, 3)]
+    shapes: Any = [(), (7,), (2, 3), (33,)]
     x = [draw(made.num_src_nodes(), *shape) for shape in shapes]
     check(lambda g, *x: [getattr(ops, f"copy_u_{reduce}")(g, it) for it in x], made, x, device)
     if graph != "csc":  # DGL itself cannot: "Check notnull: edges"
@@ -306,6 +309,44 @@ def test_features_of_no_width(shapes: Any, op: str, device: str) -> None:
 def test_bad_input(call: Any, message: str) -> None:
     with enabled(), pytest.raises(DGLError, match=message):
         call(homogeneous())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_no_message_is_kept_of_every_edge(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features of nodes, reduced: no tensor of all edges and features, forward or backward."""
+    monkeypatch.setattr(operators, "_dgl_is_faster", lambda *_: False)  # nor where DGL would make one
+    monkeypatch.setattr(operators, "_dgl_combines_faster", lambda *_: False)
+    edges, width = 100_000, 64
+    ends = torch.randint(200, (2, edges), generator=torch.Generator().manual_seed(0))
+    graph = dgl.graph((ends[0], ends[1]), num_nodes=200)
+    with enabled():
+        graph = graph.to(device)
+        x = draw(200, 8, width // 8).to(device).requires_grad_()
+        e = draw(edges, 8, 1).to(device).requires_grad_()
+        for name in ("copy_u_sum", "copy_u_mean", "copy_u_max", "u_mul_e_sum", "u_mul_e_mean", "u_mul_e_max",
+                     "u_add_e_sum", "u_add_e_max", "u_dot_v"):  # fmt: skip
+            leaves = (x,) if name.startswith("copy") else (x, x) if name == "u_dot_v" else (x, e)
+
+            def step(name: str = name, leaves: Any = leaves) -> None:
+                out = getattr(ops, name)(graph, *leaves)
+                torch.autograd.grad(out.sum(), set(leaves))
+
+            step()  # structures are made once
+            assert most_memory(step, device) < edges * width * 4 / 2, name
+
+
+def most_memory(step: Any, device: str) -> int:
+    """Bytes of the largest tensor that a step makes on the CPU, of all at a time on a GPU."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    results = profile.profiler.kineto_results.events()
+    return max(int(event.nbytes()) for event in results if event.name() == "[memory]")
 
 
 def test_enable_is_undone() -> None:
