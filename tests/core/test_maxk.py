@@ -176,7 +176,9 @@ def test_masked_rows(device, poisoned_memory, width, layout, dtype):
     rows = features(45, width, dtype, layout, device)
     keeps = torch.rand(45, width, device=device) < 0.5
     words = torch.zeros(45, (width + 31) // 32, dtype=torch.int64, device=device)
-    words.index_add_(1, torch.arange(width, device=device) // 32, keeps << torch.arange(width, device=device) % 32)
+    words.index_add_(
+        1, torch.arange(width, device=device) // 32, keeps << torch.arange(width, device=device) % 32
+    )
     out = torch.ops.fastsparse.mask_rows.default(rows, words.to(torch.int32))
     assert torch.equal(out, rows * keeps)
 
