@@ -2,17 +2,17 @@
 //
 // A team of 4, 8 or 16 lanes has a row. Four lanes q of it have 128 columns, four pieces i of 16 bytes each:
 //
-//     columns 128 h + 32 i + 8 q, ..., + 7   of lane 4 h + q     (and 32 columns per lane further, if kWords
-//     = 2)
+//     columns 128 h + 32 i + 8 q, ..., + 7   of lane 4 h + q
 //
-// so that a load takes 64 neighbouring bytes of every row. Entries become integers that order as they do (-0
-// turns into +0 and NaN into the largest one), and 32 of them become a word for each of their 16 bits
-// (bit_matrix.cuh). From the first bit to the last, those candidates that have it are counted: if there are
-// enough they are the candidates left, else they are kept, and those without it are left. What is left then
-// is equal, and the first of them fill the row. That is 16 steps for any numbers, and no row waits for
-// another one's. A search by pivots, as for float32, takes seven counts (simulated), but in 35 to 56 % of the
-// warps of four rows of 256 normal numbers in bfloat16 the k-th largest has an equal neighbour: no pivot
-// parts k entries there, and the way that ranks them took longer than the search.
+// and as many again behind those of all lanes, if kWords = 2: a load takes 64 neighbouring bytes. Entries
+// become integers that order as they do (-0 turns into +0 and NaN into the largest one), and 32 of them
+// become a word for each of their 16 bits (bit_matrix.cuh). From the first bit to the last, those candidates
+// that have it are counted: if there are enough they are the candidates left, else they are kept, and those
+// without it are left. What is left then is equal, and the first of them fill the row. That is 16 steps for
+// any numbers, and no row waits for another one's. A search by pivots, as for float32, takes seven counts
+// (simulated), but in 35 to 56 % of the warps of four rows of 256 normal numbers in bfloat16 the k-th largest
+// has an equal neighbour: no pivot parts k entries there, equal ones must be ranked, and the team's next
+// search starts from nothing.
 //
 // Kept columns are words of bits after a transpose of bytes among four lanes: word w of a row, 32 columns, is
 // with lane w. Dense rows are read once more, from the L1 cache, and written without what is not kept; so are
