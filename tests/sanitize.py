@@ -526,17 +526,22 @@ def segments(dtype: torch.dtype) -> None:
 
 
 def largest_entries(dtype: torch.dtype) -> None:
-    """MaxK: rows in registers and streamed ones, aligned or not, with ties. CBSR to dense rows and back."""
+    """MaxK: rows in registers and streamed ones, aligned or not, with ties, and its gradient; CBSR."""
     widths = (64, 300) if dtype == F64 else (128, 63, 256, 255, 512, 511, 1024, 1023, 1028)
     for width in widths:
         x = features(70, width, dtype=dtype)
         x[::2] = x[::2].round()
-        maxk(x, 8)
-        maxk(x, 3)
+        for k in (8, 3):
+            maxk(x, k)
+            _, words = _ops.maxk_dense(x, k)
+            _ops.mask_rows(x, words)
     for width in (64, 65, 512, 513):
         cbsr = kept(70, width, 8, dtype)
         cbsr.to_dense()
         _ops.cbsr_gather(features(70, width, dtype=dtype), cbsr.ids)
+        odd = kept(70, width, 3, dtype)
+        odd.to_dense()
+        _ops.cbsr_gather(features(70, width, dtype=dtype), odd.ids)
 
 
 def sparse_products(dtype: torch.dtype) -> None:
@@ -708,7 +713,7 @@ PARTS: dict[str, Part] = {
     ),
     **_by_dtype("messages", "edge_messages edge_messages_backward", _TWO, messages),
     **_by_dtype("attention-layer", "attention_layer attention_layer_parts", _EACH, layers_of_attention),
-    **_by_dtype("maxk", "maxk cbsr", _TWO, largest_entries),
+    **_by_dtype("maxk", "maxk maxk_16_bits mask_rows cbsr", _TWO, largest_entries),
     **_by_dtype("ssd", "ssd ssd_slots", _ALL, sparse_products),
     **_by_dtype("ssd-backward", "ssd_backward", _TWO, sparse_gradients),
     "structures": Part(

@@ -1,4 +1,4 @@
-// MaxK: the k largest entries of every row, exactly, on CUDA cores.
+// MaxK: the k largest entries of every row, exactly, on CUDA cores; 16-bit numbers: maxk_16_bits.cu.
 //
 // A team of 8, 16 or 32 lanes per row; the row is read once and stays in registers, 4 consecutive columns of
 // every 32, 64 or 128 to a lane, so that ranks by column follow from one scan over the lanes. The threshold

@@ -5,6 +5,20 @@
 
 namespace fastsparse::cuda {
 
+// `a` where a bit of the mask is set, `b` elsewhere: one instruction, of which the compiler makes two.
+__device__ __forceinline__ unsigned merge(unsigned a, unsigned b, unsigned mask) {
+  unsigned merged;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(merged) : "r"(a), "r"(b), "r"(mask));
+  return merged;
+}
+
+// Bits 15 and 31 in all bits of their halves. __byte_perm would drop what asks for a sign.
+__device__ __forceinline__ unsigned signs_of_halves(unsigned word) {
+  unsigned signs;
+  asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(signs) : "r"(word));
+  return signs;
+}
+
 // Takes the fields of kShift bits by twos: `a` gets the lower ones of both words, `b` the upper ones.
 template <int kShift>
 __device__ __forceinline__ void exchange(unsigned& a, unsigned& b) {
@@ -15,8 +29,7 @@ __device__ __forceinline__ void exchange(unsigned& a, unsigned& b) {
     a = __byte_perm(x, y, 0x6240), b = __byte_perm(x, y, 0x7351);
   } else {
     constexpr unsigned kLower = ~0u / ((1u << kShift) + 1);
-    a = (x & kLower) | (y << kShift & ~kLower);
-    b = (x >> kShift & kLower) | (y & ~kLower);
+    a = merge(x, y << kShift, kLower), b = merge(x >> kShift, y, kLower);
   }
 }
 
@@ -31,8 +44,7 @@ __device__ __forceinline__ unsigned exchange_lanes(unsigned word, int distance) 
     return __byte_perm(word, other, upper ? 0x3715 : 0x6240);
   } else {
     constexpr unsigned kLower = ~0u / ((1u << kShift) + 1);
-    return upper ? (other >> kShift & kLower) | (word & ~kLower)
-                 : (word & kLower) | (other << kShift & ~kLower);
+    return upper ? merge(other >> kShift, word, kLower) : merge(word, other << kShift, kLower);
   }
 }
 
