@@ -35,9 +35,9 @@ from fastsparse_core.ops._aggregate_linear_launch import (
     gradients_of_parameters,
     is_laid_out,
 )
-from fastsparse_core.ops._dtypes import allows_tf32
 from fastsparse_core.ops._facts import facts_of
 from fastsparse_core.ops._spmm_plan import add_transposed
+from fastsparse_core.policy import allows_tf32
 
 SETTINGS = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -14,7 +14,7 @@ from fastsparse_core.fused.attention_kinds import DOT_PRODUCT, GATV2, LayerCall,
 from fastsparse_core.gpu import multiprocessors
 from fastsparse_core.ops._attention_bsb import aligned
 from fastsparse_core.ops._dot_product import choice_on_cuda
-from fastsparse_core.ops._dtypes import DTYPE_CODE, allows_tf32, cast
+from fastsparse_core.ops._dtypes import DTYPE_CODE, cast
 from fastsparse_core.ops._facts import count_csr_use, used_csr
 from fastsparse_core.ops._gatv2_attention_csr import att_rows_of
 from fastsparse_core.ops._operands import contiguous_floats, unit_stride
@@ -223,7 +223,7 @@ def attend(
         0 if room is None else room.data_ptr(),
         call.dropout_p,
         0 if call.seed is None else int(call.seed),
-        plan.on_blocks and allows_tf32(),
+        plan.on_blocks and policy.allows_tf32(),
         queue(joint.get_device()),
     )
     return result, (state, result if in_place and call.keeps_result else None)
@@ -278,7 +278,7 @@ def differentiate(
         code,
         call.dropout_p,
         0 if call.seed is None else int(call.seed),
-        plan.on_blocks and allows_tf32(),
+        plan.on_blocks and policy.allows_tf32(),
         queue(joint.get_device()),
     )
     grads = [cast(each, vector.dtype) for each, vector in zip(found, vectors, strict=True)]

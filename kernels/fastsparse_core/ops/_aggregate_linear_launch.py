@@ -7,7 +7,6 @@ from torch import Tensor
 
 from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.ops._dtypes import allows_tf32
 from fastsparse_core.ops._eager import PLAIN
 from fastsparse_core.ops._facts import facts_of
 from fastsparse_core.ops._spmm_plan import launch_spmm
@@ -111,7 +110,7 @@ def aggregate_and_transform(
         0 if bias is None else bias.data_ptr(),
         0 if sums is None else sums.data_ptr(),
         out.data_ptr(),
-        2 if allows_tf32() else _ALL_TERMS,
+        2 if policy.allows_tf32() else _ALL_TERMS,
         index,
         queue(index),
     )
@@ -160,7 +159,7 @@ def gradients_of_parameters(
         grad_weight.data_ptr(),
         grad_root.data_ptr(),
         0 if grad_bias is None else grad_bias.data_ptr(),
-        2 if allows_tf32() else _ALL_TERMS,
+        2 if policy.allows_tf32() else _ALL_TERMS,
         index,
         queue(index),
     )

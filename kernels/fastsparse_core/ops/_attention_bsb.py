@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from fastsparse_core import _C
+from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT, MOST_COLUMNS
-from fastsparse_core.ops._dtypes import DTYPE_CODE, allows_tf32
+from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._edge_values import empty_values
 from fastsparse_core.ops._operands import address, unit_stride
 from fastsparse_core.policy import MOST_HEADS
@@ -217,5 +217,5 @@ def _input(
         scale,
         dropout_p,
         seed,
-        allows_tf32(),
+        policy.allows_tf32(),
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastsparse_core import _C, policy
 from fastsparse_core.device import current_stream, device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT
-from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, allows_tf32
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
 from fastsparse_core.ops._edge_values import edges_from_dense, is_dense, num_heads
 from fastsparse_core.ops._facts import count_csr_use, facts_of, follow, scatters, used_csr
 from fastsparse_core.ops._operands import address, unit_stride
@@ -289,7 +289,7 @@ class _BsbPlan:
             0 if partial is None else partial.data_ptr(),
             self.features_per_lane,
             self.blocks_per_step,
-            self.is_float32 and allows_tf32(),
+            self.is_float32 and policy.allows_tf32(),
             index,
             current_stream(index),
         )

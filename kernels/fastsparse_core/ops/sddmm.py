@@ -18,7 +18,7 @@ from fastsparse_core.ops._checks import (
     check_structure,
     is_partitioned,
 )
-from fastsparse_core.ops._dtypes import DTYPE_CODE, allows_tf32
+from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import below_autograd
 from fastsparse_core.ops._edge_values import dense_from_edges
 from fastsparse_core.ops._facts import facts_of, follow, used_csr
@@ -149,7 +149,7 @@ def sddmm_kernel(
             address(edge_id),
             edge_id is not None and edge_id.dtype == torch.int64,
             *features,
-            allows_tf32(),
+            policy.allows_tf32(),
             *place,
         )
     else:

@@ -17,6 +17,7 @@ from fastsparse_core.policy.algorithm_context import (
     SPMM_ALGORITHMS,
     SSD_ALGORITHMS,
     algorithms,
+    allows_tf32,
     check_algorithm,
     requested,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "Choice",
     "Facts",
     "algorithms",
+    "allows_tf32",
     "attention_algorithm",
     "blocks_per_step",
     "casts_first",

@@ -1,4 +1,4 @@
-"""The algorithm that a call asks for: by its name, or through the context `algorithms`."""
+"""What a user asks of all calls: algorithms by the context `algorithms`, digits by PyTorch's settings."""
 
 from __future__ import annotations
 
@@ -109,3 +109,11 @@ def requested(operator: str, algorithm: str) -> str:
         return algorithm
     requests = _last_opened if torch.compiler.is_compiling() else _requests.get()
     return algorithm if requests is None else requests.get(operator, algorithm)
+
+
+def allows_tf32() -> bool:
+    """Whether products of float32 matrices may have fewer digits, as PyTorch's own were told."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # it was told by a setting of torch 2.9, after which that question is an error
+        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
