@@ -211,8 +211,8 @@ FAULTS = (
     Fault(
         "rows are summed in 16 bits",
         "kernels/fastsparse_core/ops/_sum_of_rows.py",
-        "# one row for all, as after out.sum()\n    ):\n        return rows.sum(0, dtype=dtype)",
-        "# one row for all, as after out.sum()\n    ):\n        return rows.sum(0).to(dtype)",
+        "return rows.sum(0) if rows.dtype is dtype else rows.sum(0, dtype=dtype)",
+        "return rows.sum(0).to(dtype)",
         (
             "tests/core/test_sum_of_rows.py",
             "tests/core/test_spmm_gradients.py::test_gradient_of_a_bias_is_summed_in_its_dtype",

