@@ -593,7 +593,7 @@ __device__ __forceinline__ void write_dense(const R& row, const Threshold<R>& th
     if (chunk < chunks && at < num_words) words[at] = word;
   };
   const auto write = [&](auto&& bits_of_panel) {
-    unsigned both = 0;
+    [[maybe_unused]] unsigned both = 0;  // of all panels of a row that is held
     row.for_each_panel([&](int p, int begin, const Panel<typename R::A, kChunks>& panel) {
       const unsigned bits = bits_of_panel(panel);
       write_panel<T, kLanes, kChunks, kAligned>(panel, bits, width - begin - first, to + begin);
