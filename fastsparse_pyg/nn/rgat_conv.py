@@ -69,9 +69,8 @@ class FastRGATConv(AttentionConv, RGATConv):
             IndexError: an index points to no node.
         """
         with_weights = isinstance(return_attention_weights, bool)
-        if are_few_on_gpu(
-            edge_index
-        ):  # first: the step of a small graph takes as long as the host needs for it
+        # First: the step of a small graph takes as long as the host needs for it.
+        if are_few_on_gpu(edge_index):
             reason = _FEW_ON_GPU
         else:
             reason = self._why_original_relational(x, edge_index, edge_type, edge_attr, size)
