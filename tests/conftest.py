@@ -7,6 +7,7 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     DGL 2.1.0 cannot be imported beside a current torchdata without what `fastsparse_dgl` does first.
     """
-    if config.getoption("numprocesses", None):
+    found = find_spec("dgl")  # without DGL that may be the folder tests/dgl, which has no file of its own
+    if config.getoption("numprocesses", None) and found is not None and found.origin is not None:
         with contextlib.suppress(ImportError):
             import fastsparse_dgl  # noqa: F401
 
