@@ -123,12 +123,13 @@ class SpmmPlan {
   }
 
   void run(Address x, std::int64_t x_stride, Address value, Address scale_dst, Address scale_src,
-           Address bias, bool relu, Address out, Address partial, Address queue) const {
+           Address loop, Address bias, bool relu, Address out, Address partial, Address queue) const {
     SpmmArgs args = args_;
     args.value.data = at(value);
     args.x = {at(x), x_stride};
     args.scale_dst = at(scale_dst);
     args.scale_src = at(scale_src);
+    args.loop = at(loop);
     args.bias = at(bias);
     args.relu = relu;
     args.out = at(out);
@@ -290,14 +291,17 @@ BsbView make_bsb(Address quad, Address window_ptr, Address window_row, Address q
 
 void spmm_bsb(const BsbView& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
               Address value, int value_dtype, std::int64_t heads, Address quad_vector, Address vector_scale,
-              Address scale_dst, Address bias, bool relu, Address out, Address partial, int features_per_lane,
-              int blocks_per_step, bool tf32, int device, Address queue) {
+              Address scale_dst, Address scale_src, Address loop, Address bias, bool relu, Address out,
+              Address partial, int features_per_lane, int blocks_per_step, bool tf32, int device,
+              Address queue) {
   const SpmmBsbArgs args{structure,
                          {at(value), static_cast<Dtype>(value_dtype), heads},
                          at<std::int64_t>(quad_vector),
                          at<float>(vector_scale),
                          {at(x), x_stride},
                          at(scale_dst),
+                         at(scale_src),
+                         at(loop),
                          at(bias),
                          relu,
                          at(out),

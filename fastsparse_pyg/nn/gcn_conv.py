@@ -12,7 +12,7 @@ from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptTensor
 
-from fastsparse_core import Adjacency
+from fastsparse_core import Adjacency, recorded
 from fastsparse_core.fused.graph_convolution import graph_convolution
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._eager import is_plain_eager
@@ -62,8 +62,12 @@ class FastGCNConv(PropagatingConv, GCNConv):
             NotImplementedError: a sparse matrix of layout CSC under normalisation.
         """
         found = None
+        adds_loops = False
         if edge_weight is None and type(self._modules.get("aggr_module")) is SumAggregation:
-            found = self._known_propagation(x, edge_index)
+            found = self._with_loops_added(x, edge_index)
+            adds_loops = found is not None
+            if found is None:
+                found = self._known_propagation(x, edge_index)
         is_plain = found is not None
         if found is None:
             if isinstance(x, (tuple, list)):
@@ -91,9 +95,13 @@ class FastGCNConv(PropagatingConv, GCNConv):
         plain = is_plain_linear(lin, Linear) and lin._parameters["bias"] is None
         if plain and is_plain and value is None:
             weight = lin._parameters.get("weight")
-            out = graph_convolution(adj, x, weight, bias, True, aggregate_first, scale_dst, scale_src)
+            out = graph_convolution(
+                adj, x, weight, bias, True, aggregate_first, scale_dst, scale_src, add_loops=adds_loops
+            )
             if out is not None:
                 return out
+        if adds_loops:
+            adj, value, scale_dst, scale_src = self._own_propagation(x, edge_index, None)
         scales = (scale_dst, scale_src)
         dtype = x.dtype if value is None else message_dtype(x, value)
         if aggregate_first and plain and x.layout is torch.strided and dtype == x.dtype:
@@ -102,6 +110,27 @@ class FastGCNConv(PropagatingConv, GCNConv):
         if value is not None and dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             x = x.to(dtype)
         return self._aggregate_neighbours(adj, x, value, scales=scales, bias=bias)
+
+    def _with_loops_added(self, x: Any, edge_index: Any) -> tuple[Any, ...] | None:
+        """:meth:`_known_propagation` of edges without loops, which the kernel adds; None: ask that.
+
+        A structure that has them in it would be another one than that of the edges, and sorted.
+        """
+        state = self.__dict__
+        if not (state["normalize"] and state["add_self_loops"]) or state["cached"]:
+            return None
+        adj = self._known(x, edge_index)
+        if adj is None:
+            if recorded.current() is not None:  # of the edges of a padded batch nobody knows
+                return None
+            adj = self._plain_graph(x, edge_index)
+        if adj is None or adj.has_loops is not False:
+            return None
+        scale = adj.plans.get(("GCN with loops", x.dtype))
+        if scale is None:
+            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+            scale = adj.plans["GCN with loops", x.dtype] = adj.inv_sqrt_degree(dtype, loops=1)
+        return adj, None, scale, scale
 
     def _traced(self, x: Tensor, edge_index: Any) -> Tensor | None:
         """The layer within a trace, of edges without weights; None: PyG's code has to run."""

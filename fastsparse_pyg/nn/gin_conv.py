@@ -43,7 +43,7 @@ class FastGINConv(FastConv, GINConv):
                 # Not self.eps and self.nn, which go through nn.Module.__getattr__.
                 eps = state["_buffers"].get("eps")
                 eps = self.eps if eps is None else eps
-                whole = aggregate_and_self(adj, x, eps, reduce)
+                whole = aggregate_and_self(adj, x, eps) if reduce == "sum" else None
                 if whole is None:
                     whole = torch.addcmul(spmm(adj, x, None, reduce), 1 + eps, x)
                 return modules["nn"](whole) if "nn" in modules else self.nn(whole)

@@ -29,15 +29,19 @@ void inspect_edges(const InspectArgs& args, int threads) {
   const auto* row = static_cast<const Index*>(args.row);
   const auto* col = static_cast<const Index*>(args.col);
   std::uint64_t most_row = 0, most_col = 0, checksum = 0;
-  bool rows_descend = false, cols_descend = false;
+  bool rows_descend = false, cols_descend = false, loops = false;
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(max : most_row, most_col) \
-    reduction(+ : checksum) reduction(|| : rows_descend, cols_descend) if (args.num_edges > kSerialEdges)
+    reduction(+ : checksum)                                                                        \
+    reduction(|| : rows_descend, cols_descend, loops) if (args.num_edges > kSerialEdges)
   for (std::int64_t e = 0; e < args.num_edges; ++e) {
     most_col = std::max(most_col, as_unsigned(col[e]));
     if (args.col_out != nullptr) args.col_out[e] = static_cast<std::int32_t>(col[e]);
     if (row == nullptr) continue;
     most_row = std::max(most_row, as_unsigned(row[e]));
-    if (args.square) checksum += edge_checksum(as_unsigned(row[e]), as_unsigned(col[e]));
+    if (args.square) {
+      checksum += edge_checksum(as_unsigned(row[e]), as_unsigned(col[e]));
+      loops = loops || row[e] == col[e];
+    }
     if (e > 0) {
       rows_descend = rows_descend || row[e] < row[e - 1];
       cols_descend = cols_descend || (row[e] == row[e - 1] && col[e] < col[e - 1]);
@@ -48,6 +52,7 @@ void inspect_edges(const InspectArgs& args, int threads) {
   args.facts[kRowsDescend] = rows_descend;
   args.facts[kColsDescend] = cols_descend;
   args.facts[kChecksum] = static_cast<std::int64_t>(checksum);
+  args.facts[kLoops] = loops;
   if (row == nullptr || rows_descend || most_row >= as_unsigned(args.num_rows)) return;
   std::int64_t next = 0;  // the first row whose beginning is not known yet
   for (std::int64_t e = 0; e < args.num_edges; ++e) {

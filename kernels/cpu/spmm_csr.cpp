@@ -25,6 +25,14 @@ FASTSPARSE_INLINE Acc<T> weight_of(const SpmmArgs& args, std::int64_t entry, std
   return weight;
 }
 
+// Weight of a row's own features (`SpmmArgs::loop`).
+template <typename T>
+FASTSPARSE_INLINE Acc<T> loop_of(const SpmmArgs& args, std::int64_t row) {
+  if (args.loop == nullptr) return 0;
+  const Acc<T> loop = *static_cast<const Acc<T>*>(args.loop);
+  return args.scale_src == nullptr ? loop : loop * static_cast<const Acc<T>*>(args.scale_src)[row];
+}
+
 // Loads the values that an edge has for consecutive features, each its own.
 template <typename T>
 FASTSPARSE_INLINE void load_values(const SpmmArgs& args, std::int64_t index, Vector<Acc<T>>& to) {
@@ -82,9 +90,16 @@ FASTSPARSE_INLINE void accumulate_tile(const SpmmArgs& args, std::int64_t row, s
   }
   const A scale = args.scale_dst != nullptr ? static_cast<const A*>(args.scale_dst)[row] : A{1};
   const T* bias = static_cast<const T*>(args.bias);
+  const T* own = static_cast<const T*>(args.x.data) + row * args.x.stride + f;
+  const A loop = loop_of<T>(args, row);
   T* out = static_cast<T*>(args.out) + row * args.width + f;
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
+    if (args.loop != nullptr) {
+      Vector<A> features;
+      load_vector<T>(own + v * kWidth, features);
+      total[v] += features * loop;
+    }
     for (int i = 0; i < kWidth; ++i) {
       const A shift = bias != nullptr ? widen(bias[f + v * kWidth + i]) : A{0};
       const A sum = total[v][i] * scale + shift;
@@ -107,6 +122,7 @@ FASTSPARSE_INLINE void accumulate_feature(const SpmmArgs& args, std::int64_t row
     }
     add_compensated(sum, total, compensation);
   }
+  if (args.loop != nullptr) total += loop_of<T>(args, row) * widen(x[row * args.x.stride]);
   if (args.scale_dst != nullptr) total *= static_cast<const A*>(args.scale_dst)[row];
   if (args.bias != nullptr) total += widen(static_cast<const T*>(args.bias)[f]);
   if (args.relu) total = rectify(total);

@@ -53,7 +53,7 @@ template <typename Index>
 __device__ void inspect_edges(const InspectArgs& args, std::int64_t block, std::int64_t blocks) {
   const auto* row = static_cast<const Index*>(args.row);
   const auto* col = static_cast<const Index*>(args.col);
-  Word most_row = 0, most_col = 0, most_id = 0, checksum = 0, descends = 0;
+  Word most_row = 0, most_col = 0, most_id = 0, checksum = 0, seen = 0;
 #pragma unroll 4
   for (std::int64_t e = block * kThreads + threadIdx.x; e < args.num_edges; e += blocks * kThreads) {
     const Index c = col[e];
@@ -67,11 +67,14 @@ __device__ void inspect_edges(const InspectArgs& args, std::int64_t block, std::
     if (row == nullptr) continue;
     const Index r = row[e];
     most_row = greater(most_row, as_unsigned(r));
-    if (args.square) checksum += edge_checksum(as_unsigned(r), as_unsigned(c));
+    if (args.square) {
+      checksum += edge_checksum(as_unsigned(r), as_unsigned(c));
+      if (r == c) seen |= 4;
+    }
     if (e > 0) {
       const Index previous = row[e - 1];
-      if (r < previous) descends |= 1;
-      if (r == previous && c < col[e - 1]) descends |= 2;
+      if (r < previous) seen |= 1;
+      if (r == previous && c < col[e - 1]) seen |= 2;
     }
   }
   most_col = reduce_block(most_col, greater);
@@ -82,11 +85,12 @@ __device__ void inspect_edges(const InspectArgs& args, std::int64_t block, std::
   }
   if (row == nullptr) return;
   most_row = reduce_block(most_row, greater);
-  descends = reduce_block(descends, [](Word a, Word b) { return a | b; });
+  seen = reduce_block(seen, [](Word a, Word b) { return a | b; });
   if (threadIdx.x == 0) {
     raise(args.facts + kMostRow, most_row);
-    raise(args.facts + kRowsDescend, descends & 1);
-    raise(args.facts + kColsDescend, descends >> 1);
+    raise(args.facts + kRowsDescend, seen & 1);
+    raise(args.facts + kColsDescend, seen & 2);
+    raise(args.facts + kLoops, seen & 4);
   }
   if (!args.square) return;
   checksum = reduce_block(checksum, [](Word a, Word b) { return a + b; });

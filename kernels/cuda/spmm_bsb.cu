@@ -153,7 +153,7 @@ template <typename T, int kFeatures, bool kValued>
 __device__ __noinline__ void sum_entry_by_entry(const SpmmBsbArgs& args, std::int64_t begin, std::int64_t end,
                                                 std::int32_t target, int t, std::int64_t feature,
                                                 std::int64_t head) {
-  const Epilogue epilogue{args.scale_dst, args.bias, args.relu, args.out, args.width};
+  const Epilogue epilogue = epilogue_of(args);
   for (int r = 2 * t; r < 2 * t + 2; ++r) {
     float sum[kFeatures] = {};
 #pragma unroll 1
@@ -320,6 +320,23 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
     } else {
       const WindowRow row_of{args.a.window_row, args.a.num_rows};
       const std::int64_t window = run.target + nth;
+      if (args.loop != nullptr) {
+        const std::int64_t first = tile + g * kFeatures;
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const std::int64_t row = row_of(window, 2 * t + n);
+          if (row < 0 || first >= args.width) continue;
+          float weight = *static_cast<const float*>(args.loop);
+          if (args.scale_src != nullptr) weight *= static_cast<const float*>(args.scale_src)[row];
+          const auto own =
+              load_pack<T, kFeatures>(static_cast<const T*>(args.x.data) + row * args.x.stride + first);
+#pragma unroll
+          for (int r = 0; r < kFeatures / 2; ++r) {
+            sum[r][n] += weight * widen(own.lane[2 * r]);
+            sum[r][2 + n] += weight * widen(own.lane[2 * r + 1]);
+          }
+        }
+      }
       if (args.scale_dst != nullptr) {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -458,7 +475,7 @@ void launch_float(const SpmmBsbArgs& args, cudaStream_t stream) {
 int spmm_bsb(const SpmmBsbArgs& args, void* stream_address) {
   using namespace in_spmm_bsb;
   auto* stream = static_cast<cudaStream_t>(stream_address);
-  const Epilogue epilogue{args.scale_dst, args.bias, args.relu, args.out, args.width};
+  const Epilogue epilogue = epilogue_of(args);
   const WindowRow window_row{args.a.window_row, args.a.num_rows};
   switch (args.dtype) {
     case Dtype::kFloat16:

@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads) spmm_csr_kernel(const SpmmArgs args)
   }
 
   if (group >= args.split.num_slices) return;
-  const Epilogue epilogue{args.scale_dst, args.bias, args.relu, args.out, args.width};
+  const Epilogue epilogue = epilogue_of(args);
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
     if (!inside[c]) continue;
@@ -204,7 +204,7 @@ void launch(const SpmmArgs& args, cudaStream_t stream) {
   } else {
     launch_vector<T, 1>(args, stream);
   }
-  const Epilogue epilogue{args.scale_dst, args.bias, args.relu, args.out, args.width};
+  const Epilogue epilogue = epilogue_of(args);
   combine_partials<T, 1>(args.split, args.partial, epilogue, SameRow{}, stream);
 }
 

@@ -33,7 +33,7 @@ __device__ __forceinline__ void store_sums(const SpmmArgs& args, const RowSlice&
       store_pack(pack, partial + i);
     }
   } else {
-    const Epilogue epilogue{args.scale_dst, args.bias, args.relu, args.out, args.width};
+    const Epilogue epilogue = epilogue_of(args);
     store_pack(epilogue.finish<T>(sum, slice.target, feature),
                static_cast<T*>(args.out) + slice.target * args.width + feature);
   }
@@ -127,7 +127,7 @@ void launch(const SpmmArgs& args, std::int64_t num_long, cudaStream_t stream) {
   } else {
     launch_shape<T, 1, 1>(args, num_long, stream);
   }
-  const Epilogue epilogue{args.scale_dst, args.bias, args.relu, args.out, args.width};
+  const Epilogue epilogue = epilogue_of(args);
   combine_partials<T, 1>(args.split, args.partial, epilogue, SameRow{}, stream);
 }
 

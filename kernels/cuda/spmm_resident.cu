@@ -380,7 +380,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __pipeline_wait_prior(0);
   __syncthreads();
 
-  const Epilogue epilogue{args.scale_dst, args.bias, args.relu, args.out, args.width};
+  const Epilogue epilogue = epilogue_of(args);
   const std::int64_t feature = feature0 + sum.feature();
   float result[Sum::kResult];
   const auto store = [&](std::int64_t row) {

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, 4) spmm_tca_kernel(const SpmmArgs ar
   const Tile tile;
   const TileArgs tile_args{args.a, args.value, static_cast<const float*>(args.scale_src), args.x,
                            args.value.dtype == args.dtype};
-  const Epilogue epilogue{args.scale_dst, args.bias, args.relu, args.out, args.width};
+  const Epilogue epilogue = epilogue_of(args);
   const int slot = threadIdx.x / Tile::kSlotLanes;
   const int rows = kSlots / parts;
   const std::int64_t row0 = static_cast<std::int64_t>(blockIdx.x) * rows;

@@ -13,7 +13,7 @@ from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 
 #: Words that the kernels write, in the order of EdgeFact in kernels/include/fastsparse/views.h.
-NUM_FACTS = 10
+NUM_FACTS = 11
 _SIGNED_TO_UNSIGNED = 2**64
 
 
@@ -33,6 +33,7 @@ class Inspection(NamedTuple):
             2^-64 where it does not.
         has_empty_rows: whether some row has no entry.
         ends: first and last of the row pointers.
+        has_loops: of a square structure given as edges: whether some edge is a loop.
         row_split: on CUDA the work list of rows that no slice has to cut, in row order; None where some row
             is longer than a slice.
     """
@@ -48,6 +49,7 @@ class Inspection(NamedTuple):
     checksum: int
     has_empty_rows: bool
     ends: tuple[int, int]
+    has_loops: bool
     row_split: RowSplit | None
 
 
@@ -140,7 +142,8 @@ def _inspect(
     check_content("edges", row, col, edge_id, rowptr, col_out)  # a mode may give fake memory to real edges
     index = device_index(device)
     # Two words for every row's slice, and behind them room for the facts.
-    room = torch.empty(num_rows + NUM_FACTS // 2, 2, dtype=torch.int64, device=device) if index >= 0 else None
+    rows = num_rows + (NUM_FACTS + 1) // 2
+    room = torch.empty(rows, 2, dtype=torch.int64, device=device) if index >= 0 else None
     slices = 0 if room is None else room.data_ptr()
     words = _C.inspect(
         0 if row is None else row.data_ptr(),
@@ -172,6 +175,7 @@ def _inspect(
         words[5],
         bool(words[6]),
         (words[7], words[8]),
+        bool(words[10]),
         split,
     )
 

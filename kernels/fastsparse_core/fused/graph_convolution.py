@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from fastsparse_core.ops._autocast import (
 from fastsparse_core.ops._checks import check_scale
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_wrapped, kind_of
-from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
+from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm, with_loops
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency
@@ -39,6 +40,7 @@ class _Plan:
         out_by_in: whether the weight is (out width, in width).
         aggregate_first: whether neighbours are summed before the linear map.
         relu: whether negative results become 0.
+        loop: value of the loops that every node gets; None: none.
         algorithm: of the sum.
         dtype: of the products.
         weight_dtype: of the weight as the callers give it.
@@ -52,6 +54,7 @@ class _Plan:
     out_by_in: bool
     aggregate_first: bool
     relu: bool
+    loop: Tensor | None
     algorithm: str
     dtype: torch.dtype
     weight_dtype: torch.dtype
@@ -68,6 +71,7 @@ def graph_convolution(
     scale_dst: Tensor | None = None,
     scale_src: Tensor | None = None,
     relu: bool = False,
+    add_loops: bool = False,
 ) -> Tensor | None:
     r"""Transforms the neighbours' features and aggregates them, in the order that the caller says.
 
@@ -90,6 +94,7 @@ def graph_convolution(
         scale_dst: constant s, (num_dst,); None: 1.
         scale_src: constant t, (num_src,); None: 1.
         relu: whether negative results become 0.
+        add_loops: whether every node is a neighbour of its own too, of a square structure without loops.
 
     Returns:
         (num_dst, out width), in the autocast dtype where that is on; differentiable, twice too. None where it
@@ -104,6 +109,7 @@ def graph_convolution(
         out_by_in,
         aggregate_first,
         relu,
+        add_loops,
         autocast_dtype(x) if is_any_autocast_enabled() else None,
         policy.requested("spmm", "auto"),
     )
@@ -119,6 +125,7 @@ def graph_convolution(
             out_by_in,
             aggregate_first,
             relu,
+            _one(x.device, torch.float64 if dtype == torch.float64 else torch.float32) if add_loops else None,
             key[-1],
             dtype,
             weight.dtype,
@@ -130,6 +137,12 @@ def graph_convolution(
         return _convolve(plan, adj, x, weight, bias)[0]
     out: Tensor = (_GraphConvolution.apply if is_wrapped(x) else _apply)(x, weight, bias, adj, plan)
     return out
+
+
+@functools.cache
+def _one(device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.ones((), dtype=dtype, device=device)
 
 
 def _product_dtype(
@@ -184,8 +197,11 @@ def _convolve(
     if not plan.aggregate_first:
         transformed = F.linear(features, matrix) if plan.out_by_in else torch.mm(features, matrix)
         scales = (plan.scale_dst, plan.scale_src)
-        return launch_spmm(adj, transformed, None, *scales, bias, plan.algorithm, plan.relu), features, matrix
-    features = launch_spmm(adj, features, None, plan.scale_dst, plan.scale_src, None, plan.algorithm)
+        out = launch_spmm(adj, transformed, None, *scales, bias, plan.algorithm, plan.relu, plan.loop)
+        return out, features, matrix
+    features = launch_spmm(
+        adj, features, None, plan.scale_dst, plan.scale_src, None, plan.algorithm, loop=plan.loop
+    )
     if bias is not None and bias.dtype is not dtype:
         bias = bias.to(dtype)
     if plan.out_by_in:
@@ -231,10 +247,13 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_bias = sum_of_rows(grad, plan.bias_dtype, once) if needs_bias else None
     if not plan.aggregate_first and (needs_x or needs_weight):
         if once:
-            grad = grad_of_features(adj, grad, None, plan.scale_dst, plan.scale_src, plan.algorithm)
+            grad = grad_of_features(
+                adj, grad, None, plan.scale_dst, plan.scale_src, plan.algorithm, plan.loop
+            )
         else:
             scales = {"scale_dst": plan.scale_src, "scale_src": plan.scale_dst}
-            grad = spmm(adj.t(valued=False), grad, **scales, algorithm=plan.algorithm)
+            back = spmm(adj.t(valued=False), grad, **scales, algorithm=plan.algorithm)
+            grad = back if plan.loop is None else with_loops(back, grad, **scales, loop=plan.loop)
     if needs_weight:
         left, right = (grad.t(), features) if plan.out_by_in else (features.t(), grad)
         grad_weight = product_in(left, right, plan.weight_dtype, once)

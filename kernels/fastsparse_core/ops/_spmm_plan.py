@@ -29,6 +29,7 @@ def launch_spmm(
     bias: Tensor | None,
     algorithm: str,
     relu: bool = False,
+    loop: Tensor | None = None,
 ) -> Tensor:
     """The sum that `spmm` computes, nothing being checked or recorded.
 
@@ -41,6 +42,8 @@ def launch_spmm(
         bias: (width,); None: 0.
         algorithm: as the caller asked.
         relu: whether negative results become 0.
+        loop: one number in the accumulation dtype, the value of an entry (i, i) that every row has besides
+            those stored, of a square structure and without ``value``; None: there are none.
 
     Returns:
         (num_dst, width) in the dtype of ``x``.
@@ -70,7 +73,7 @@ def launch_spmm(
         if out.numel() == 0:
             return out
         plan = _plan(adj, x, value, scale_src is not None, algorithm, aligned, key)
-    return plan.run(adj, x, row_stride, value, scale_dst, scale_src, bias, relu)
+    return plan.run(adj, x, row_stride, value, scale_dst, scale_src, bias, relu, loop)
 
 
 def _plan(
@@ -124,6 +127,7 @@ class SpmmPlan(Protocol):
         scale_src: Tensor | None,
         bias: Tensor | None,
         relu: bool,
+        loop: Tensor | None,
     ) -> Tensor:
         """The product; arguments as of `launch_spmm`, with columns of ``x`` next to each other."""
 
@@ -180,6 +184,7 @@ class _CsrPlan:
         scale_src: Tensor | None,
         bias: Tensor | None,
         relu: bool,
+        loop: Tensor | None,
     ) -> Tensor:
         width, device = self.width, self.device
         if self.is_counted:
@@ -194,6 +199,7 @@ class _CsrPlan:
             0 if value is None else value.data_ptr(),
             0 if scale_dst is None else scale_dst.data_ptr(),
             0 if scale_src is None else scale_src.data_ptr(),
+            0 if loop is None else loop.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             relu,
             out.data_ptr(),
@@ -222,6 +228,7 @@ class _CountedPlan:
         scale_src: Tensor | None,
         bias: Tensor | None,
         relu: bool,
+        loop: Tensor | None,
     ) -> Tensor:
         plan = self.plan
         if adj.usage.products < policy.REUSE and not adj.has_bsb:
@@ -229,7 +236,7 @@ class _CountedPlan:
         else:
             adj.plans.pop(self.key, None)
             plan = _plan(adj, x, value, scale_src is not None, self.algorithm, self.aligned, self.key)
-        return plan.run(adj, x, row_stride, value, scale_dst, scale_src, bias, relu)
+        return plan.run(adj, x, row_stride, value, scale_dst, scale_src, bias, relu, loop)
 
 
 class _BsbPlan:
@@ -257,6 +264,7 @@ class _BsbPlan:
         scale_src: Tensor | None,
         bias: Tensor | None,
         relu: bool,
+        loop: Tensor | None,
     ) -> Tensor:
         width = x.shape[1]
         out = x.new_empty(adj.num_dst, width)
@@ -266,7 +274,7 @@ class _BsbPlan:
         elif scale_src is not None:
             # In float32 a weight costs a third product on the tensor cores: more than scaling the features.
             x = (x * scale_src[:, None]).to(x.dtype)
-            row_stride = x.stride(0)
+            row_stride, scale_src = x.stride(0), None
         if bias is not None and bias.data_ptr() % 16:
             bias = bias.clone()  # read in 16-byte pieces
         partial = x.new_empty(self.num_partial, width, dtype=torch.float32) if self.num_partial else None
@@ -283,6 +291,8 @@ class _BsbPlan:
             0 if self.quad_vector is None else self.quad_vector.data_ptr(),
             0 if vector_scale is None else vector_scale.data_ptr(),
             0 if scale_dst is None else scale_dst.data_ptr(),
+            0 if scale_src is None else scale_src.data_ptr(),
+            0 if loop is None else loop.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             relu,
             out.data_ptr(),
@@ -312,10 +322,11 @@ class _DensePlan:
         scale_src: Tensor | None,
         bias: Tensor | None,
         relu: bool,
+        loop: Tensor | None,
     ) -> Tensor:
         assert value is not None
         value = edges_from_dense(adj, value)
-        return self.plan.run(adj, x, row_stride, value, scale_dst, scale_src, bias, relu)
+        return self.plan.run(adj, x, row_stride, value, scale_dst, scale_src, bias, relu, loop)
 
 
 def add_transposed(
@@ -366,6 +377,15 @@ def add_transposed(
     return total if out is None else out
 
 
+def with_loops(
+    out: Tensor, x: Tensor, scale_dst: Tensor | None, scale_src: Tensor | None, loop: Tensor
+) -> Tensor:
+    """``out`` and what loops of value ``loop`` add to a product of ``x``; differentiable."""
+    for scale in (scale_dst, scale_src):
+        x = x if scale is None else x * scale[:, None]
+    return torch.addcmul(out, x, loop.to(x.dtype)).to(out.dtype)
+
+
 def grad_of_features(
     adj: Adjacency,
     grad: Tensor,
@@ -373,16 +393,19 @@ def grad_of_features(
     scale_dst: Tensor | None,
     scale_src: Tensor | None,
     algorithm: str,
+    loop: Tensor | None = None,
 ) -> Tensor:
     """The transposed product: what reaches the features of a product with ``adj``, nothing being recorded.
 
     The arguments are those of the product itself, and ``grad`` is the gradient of its result.
     """
     if value is None and adj.symmetric:  # one structure, and one plan, for both
-        return launch_spmm(adj, grad, None, scale_src, scale_dst, None, algorithm)
+        return launch_spmm(adj, grad, None, scale_src, scale_dst, None, algorithm, loop=loop)
     if adj.usage.scattered is not None and scatters(adj, algorithm, grad.dtype, value):
         total = grad.new_empty(adj.num_src, grad.size(1), dtype=torch.float32)
-        return add_transposed(adj, grad, value, scale_dst, scale_src, total).to(grad.dtype)
+        total = add_transposed(adj, grad, value, scale_dst, scale_src, total).to(grad.dtype)
+        return total if loop is None else with_loops(total, grad, scale_dst, scale_src, loop)
     if is_dense(value):
         value = edges_from_dense(adj, value)
-    return launch_spmm(adj.t(valued=value is not None), grad, value, scale_src, scale_dst, None, algorithm)
+    transposed = adj.t(valued=value is not None)
+    return launch_spmm(transposed, grad, value, scale_src, scale_dst, None, algorithm, loop=loop)

@@ -94,6 +94,7 @@ class Adjacency(Storage):
         self.has_sorted_slices = True
         self._bsb_refused = False
         self.symmetric = None
+        self.has_loops = None
         self.handle: int = next(_next_handle)
         _registry[self.handle] = self
 
@@ -156,6 +157,7 @@ class Adjacency(Storage):
             group_rows=group_rows,
         )
         adjacency.symmetric = rows.symmetric
+        adjacency.has_loops = rows.has_loops
         adjacency.has_sorted_slices = rows.has_sorted_slices
         if rows.found is not None:
             adjacency._learn(rows.found)
@@ -165,6 +167,7 @@ class Adjacency(Storage):
         """Keeps what was found out while the structure was checked."""
         self._of_rows.results[("inv_degree", torch.float32)] = found.inv_degree
         self._of_rows.results["has_empty_rows"] = (found.has_empty_rows,)
+        self._of_rows.results["has_short_rows"] = found.row_split is not None
         if found.row_split is not None:
             self._of_rows.results["row_split"] = found.row_split
             self.has_sorted_slices = False

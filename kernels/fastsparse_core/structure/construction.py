@@ -39,6 +39,7 @@ class CompressedRows:
     loop_edge: Tensor | tuple[()] | None = None
     merge: tuple[Tensor, Tensor] | None = None
     symmetric: bool | None = None
+    has_loops: bool | None = None
     has_sorted_slices: bool = True
     found: Inspection | None = None
 
@@ -91,13 +92,21 @@ def _as_given(row: Tensor, col: Tensor, shape: tuple[int, int]) -> CompressedRow
     found = inspect_edges(row, col, shape[0], longest, square=square)
     _check_range(found, row, col, shape)
     may_be_symmetric = square and found.checksum == 0
+    has_loops = found.has_loops if square else None
     if not (found.rows_descend or (found.cols_descend and may_be_symmetric)):
-        return CompressedRows(found.rowptr, found.col, symmetric=may_be_symmetric, found=found)
+        return CompressedRows(
+            found.rowptr, found.col, symmetric=may_be_symmetric, has_loops=has_loops, found=found
+        )
     out = (found.rowptr, found.col)
     del found  # its other tensors, before the sort takes as much again
     rowptr, sorted_col, order = compress(row, col, *shape, out=out)
     return CompressedRows(
-        rowptr, sorted_col, order, symmetric=may_be_symmetric, has_sorted_slices=not row.is_cuda
+        rowptr,
+        sorted_col,
+        order,
+        symmetric=may_be_symmetric,
+        has_loops=has_loops,
+        has_sorted_slices=not row.is_cuda,
     )
 
 

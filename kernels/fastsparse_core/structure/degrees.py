@@ -34,11 +34,19 @@ class Degrees(RowFormats):
         """Whether some destination has no edge (read from the device once)."""
         return self._of_rows.get("has_empty_rows", lambda: (bool((self.in_degree() == 0).any()),))[0]
 
-    def inv_sqrt_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        r""":math:`d_i^{-1/2}` of the in-degrees, 0 where :math:`d_i = 0`; (num_dst,)."""
-        return self._of_rows.get(("inv_sqrt_degree", dtype), lambda: self._inv_sqrt_degree(dtype))
+    def inv_sqrt_degree(self, dtype: torch.dtype = torch.float32, *, loops: int = 0) -> Tensor:
+        r""":math:`d_i^{-1/2}` of the in-degrees, 0 where :math:`d_i = 0`; (num_dst,).
 
-    def _inv_sqrt_degree(self, dtype: torch.dtype) -> Tensor:
+        Args:
+            dtype: of the result.
+            loops: how many each node is counted to have besides its entries.
+        """
+        key = ("inv_sqrt_degree", dtype, loops)
+        return self._of_rows.get(key, lambda: self._inv_sqrt_degree(dtype, loops))
+
+    def _inv_sqrt_degree(self, dtype: torch.dtype, loops: int) -> Tensor:
+        if loops:
+            return self.rowptr.diff().add_(loops).to(dtype).rsqrt_()
         if dtype == torch.float32 and self._finds_inv_degree():
             return self.inv_degree().sqrt()
         return _power(self.in_degree(), -0.5, dtype)

@@ -72,6 +72,7 @@ class RowFormats:
         usage: how often it was used.
         has_sorted_slices: whether slices of like length lie together in `row_split`, once it is built.
         symmetric: whether it equals its transpose, edge values apart; None: nobody has compared them yet.
+        has_loops: whether some edge is a loop; None: nobody has looked.
     """
 
     rowptr: Tensor
@@ -84,6 +85,7 @@ class RowFormats:
     usage: Usage
     has_sorted_slices: bool
     symmetric: bool | None
+    has_loops: bool | None
     _edge_id: Tensor | TransposedOrder | None
     _built: BuiltOnce
     _of_rows: BuiltOnce

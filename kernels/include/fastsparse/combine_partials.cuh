@@ -13,13 +13,21 @@ __device__ __forceinline__ A rectify(A v) {
   return v < A{0} ? A{0} : v;
 }
 
-// What happens to a sum before it is stored: out = scale_dst * sum + bias, rectified where asked.
+// An entry (i, i) of every row besides those that were summed: value * scale_src_i * x_i.
+struct Loops {
+  const void* value;      // one number in the accumulation type, null: there are none
+  const void* scale_src;  // (num_rows) in the accumulation type, null: 1
+  DenseView x;            // rows as aligned as those of the result
+};
+
+// What happens to a sum before it is stored: out = scale_dst * (sum + loop) + bias, rectified where asked.
 struct Epilogue {
   const void* scale_dst;  // (num_rows) in the accumulation type, null: 1
   const void* bias;       // (width) in dtype, null: 0
   bool relu;
   void* out;  // (num_rows, width)
   std::int64_t width;
+  Loops loops{};
 
   // Only the cast.
   static Epilogue only(void* out, std::int64_t width) { return {nullptr, nullptr, false, out, width}; }
@@ -27,17 +35,31 @@ struct Epilogue {
   template <typename T, int kVec>
   __device__ __forceinline__ Pack<T, kVec> finish(const Acc<T> (&sum)[kVec], std::int64_t row,
                                                   std::int64_t feature) const {
-    const Acc<T> scale = scale_dst != nullptr ? static_cast<const Acc<T>*>(scale_dst)[row] : Acc<T>{1};
+    using A = Acc<T>;
+    const A scale = scale_dst != nullptr ? static_cast<const A*>(scale_dst)[row] : A{1};
+    A weight = 0;
+    Pack<T, kVec> own{};
+    if (loops.value != nullptr) {
+      weight = *static_cast<const A*>(loops.value);
+      if (loops.scale_src != nullptr) weight *= static_cast<const A*>(loops.scale_src)[row];
+      own = load_pack<T, kVec>(static_cast<const T*>(loops.x.data) + row * loops.x.stride + feature);
+    }
     Pack<T, kVec> pack;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      Acc<T> v = sum[i] * scale;
+      A v = (sum[i] + weight * widen(own.lane[i])) * scale;
       if (bias != nullptr) v += widen(static_cast<const T*>(bias)[feature + i]);
       pack.lane[i] = narrow<T>(relu ? rectify(v) : v);
     }
     return pack;
   }
 };
+
+// Of SpmmArgs and SpmmBsbArgs.
+template <typename Args>
+__host__ __device__ __forceinline__ Epilogue epilogue_of(const Args& args) {
+  return {args.scale_dst, args.bias, args.relu, args.out, args.width, {args.loop, args.scale_src, args.x}};
+}
 
 // Rows that stand where their number says.
 struct SameRow {

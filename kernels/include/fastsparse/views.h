@@ -86,7 +86,8 @@ struct DenseView {
   std::int64_t stride;  // elements from one row to the next
 };
 
-// out_i = scale_dst_i * sum_j value_ij scale_src_j x_j + bias. Scales are in the accumulation type, null: 1.
+// out_i = scale_dst_i * (sum_j value_ij scale_src_j x_j + loop scale_src_i x_i) + bias. Scales are in the
+// accumulation type, null: 1.
 struct SpmmArgs {
   CsrView a;
   RowSplitView split;
@@ -94,10 +95,12 @@ struct SpmmArgs {
   DenseView x;            // (num_cols, width)
   const void* scale_dst;  // (num_rows)
   const void* scale_src;  // (num_cols)
-  const void* bias;       // (width) in dtype, null: 0
-  bool relu;              // out = max(out, 0)
-  void* out;              // (num_rows, width) contiguous
-  void* partial;          // (num_slots, width) in the accumulation type; CUDA only
+  const void* loop;  // one number in the accumulation type: the value of an entry (i, i) that every row has
+                     // besides the stored ones; null: none
+  const void* bias;  // (width) in dtype, null: 0
+  bool relu;         // out = max(out, 0)
+  void* out;         // (num_rows, width) contiguous
+  void* partial;     // (num_slots, width) in the accumulation type; CUDA only
   std::int64_t width;
   std::int64_t tile;  // features per pass over the structure, at least about: policy.csr_tile; CUDA only
   Dtype dtype;
@@ -164,6 +167,8 @@ struct SpmmBsbArgs {
                               // without values only
   DenseView x;
   const void* scale_dst;
+  const void* scale_src;  // of the loops alone
+  const void* loop;       // as in SpmmArgs
   const void* bias;
   bool relu;  // out = max(out, 0)
   void* out;
@@ -725,6 +730,7 @@ enum EdgeFact : int {
   kFirstEntry,   // rowptr[0]
   kLastEntry,    // rowptr[num_rows]
   kMostEntries,  // length of the longest row
+  kLoops,        // of a square structure given as edges: not 0: some edge is a loop
   kNumEdgeFacts,
 };
 
