@@ -151,6 +151,7 @@ class _KeptRows:
             rows.copy_(by_host.take(table, part, defers=False))
         self._place = torch.full((table.size(0),), -1, dtype=torch.int32, device=kept.device)
         self._place[kept] = torch.arange(kept.numel(), dtype=torch.int32, device=kept.device)
+        torch.cuda.current_stream(kept.device).synchronize()  # other streams will read them
 
     def take(self, index: Tensor) -> Tensor:
         place = self._place[index].long()
