@@ -28,7 +28,6 @@ _IGNORED = (
     "use_prefetch_thread",
     "use_alternate_streams",
     "pin_prefetcher",
-    "gpu_cache",
 )
 
 
@@ -39,8 +38,9 @@ class DataLoader(dgl.dataloading.DataLoader):
     drawn and features gathered on that GPU, on a stream beside the step, two batches ahead. It yields
     ``(input_nodes, output_nodes, blocks)``; the sampler's ``prefetch_node_feats``, ``prefetch_labels`` and
     ``prefetch_edge_feats`` are in the blocks' ``srcdata``, ``dstdata`` and ``edata``. Features that take more
-    than half of the free memory stay with the host and are sent row by row. Where DGL was built without CUDA,
-    blocks are :class:`fastsparse_dgl.SampledBlock`, which drop-in layers take.
+    than half of the free memory stay with the host and are sent row by row; with
+    ``gpu_cache={"node": {"feat": count}}`` the GPU has those of the nodes that most edges start from. Where
+    DGL was built without CUDA, blocks are :class:`fastsparse_dgl.SampledBlock`, which drop-in layers take.
 
     In all other cases it is DGL's.
 
@@ -77,15 +77,23 @@ class DataLoader(dgl.dataloading.DataLoader):
                 graph_sampler.prepare(graph, torch.device("cpu"))  # before worker processes are forked
             return
         ignored = [name for name in _IGNORED if kwargs.pop(name, None)]
+        if "edge" in (kwargs.get("gpu_cache") or {}):
+            ignored.append("gpu_cache of edges")
         if ignored:
             info_once(
                 _logger, f"{', '.join(ignored)}: ignored, for {target} samples and gathers beside the step"
             )
+        gpu_cache = kwargs.pop("gpu_cache", None) or {}
         super().__init__(graph, _on_cpu(indices), graph_sampler, device="cpu", **kwargs)
         self.device = self._target
-        graph_sampler.prepare(graph, self._target)
+        core = graph_sampler.prepare(graph, self._target)
         self._stream = torch.cuda.Stream(self._target)
         self._tables: dict[Any, tuple[Tensor, FeatureTable]] = {}
+        for name, count in gpu_cache.get("node", {}).items():
+            for of_type, nodes in core.most_drawn(count).items():
+                data = graph.nodes[of_type].data
+                if name in data:
+                    self._table((dgl.NID, of_type, name), data[name]).keep(nodes)
 
     def __iter__(self) -> Iterator[Any]:
         if self._target is None:

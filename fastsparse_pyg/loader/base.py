@@ -14,6 +14,7 @@ from fastsparse_core import _C
 from fastsparse_core.log import info_once
 from fastsparse_core.sampling import prefetched
 from fastsparse_pyg.caching import logger
+from fastsparse_pyg.loader.batches import keep_rows
 from fastsparse_pyg.loader.sampler import GraphSampler, why_not
 
 #: Options of PyTorch's loader that say how worker processes load; a GPU samples in this process.
@@ -75,6 +76,7 @@ class LoaderMixin:
     sampler: Any
     dataset: Any
     transform: Any
+    data: Any
 
     _sampler: Any
     _device: torch.device
@@ -95,6 +97,15 @@ class LoaderMixin:
                 f"{', '.join(ignored)}: ignored, for {device} samples and gathers beside the step, without "
                 "worker processes",
             )
+
+    def _keep_rows(self, count: int) -> None:
+        """Of the nodes that are drawn most often, on the GPU; see ``gpu_cache`` of the loaders."""
+        if count < 0:
+            raise ValueError(f"gpu_cache: expected a number of nodes, got {count}")
+        if not count or self._sampler is None or self._device.type == "cpu":
+            return
+        if isinstance(self.data, (Data, HeteroData)):
+            keep_rows(self.data, self._sampler.core.most_drawn(count), self._device)
 
     def _begin(self, index: Any) -> Any:
         raise NotImplementedError

@@ -90,6 +90,26 @@ def _heterogeneous(data: Any, out: HeteroSamplerOutput, device: torch.device, cu
     return batch
 
 
+def keep_rows(data: Data | HeteroData, nodes: dict[str, Tensor], device: torch.device) -> None:
+    """Keeps rows of all data of nodes on a GPU, where the data stays with the host.
+
+    Args:
+        data: the nodes'.
+        nodes: whose rows, by type; "": of Data.
+        device: the GPU.
+    """
+    for name, rows in nodes.items():
+        store = data[name] if name else data._store
+        for key, value in store.items():
+            dim = data.__cat_dim__(key, value, store)
+            if store.is_node_attr(key) and _is_table(value, dim):
+                FeatureTable(value, device).keep(rows)
+
+
+def _is_table(value: Any, dim: int) -> bool:
+    return type(value) is Tensor and dim == 0
+
+
 def _take_nodes(store: Any, into: Any, index: Tensor, device: torch.device) -> None:
     for key, value in store.items():
         if key == "num_nodes":
@@ -123,7 +143,7 @@ def _edge_index(row: Tensor, col: Tensor, edges: Edges | None) -> Tensor:
 
 def _take(value: Any, index: Tensor, dim: int, device: torch.device) -> Any:
     """Some of the nodes' or edges' features."""
-    if isinstance(value, Tensor) and type(value) is Tensor and device.type == "cuda" and dim == 0:
+    if device.type == "cuda" and _is_table(value, dim):
         return FeatureTable(value, device)[index]
     if isinstance(value, (Tensor, TensorFrame)):
         taken = index_select(value, index.to(value.device), dim)

@@ -23,6 +23,7 @@ class LinkNeighborLoader(LoaderMixin, torch_geometric.loader.LinkNeighborLoader)
         data: Data, HeteroData or (FeatureStore, GraphStore).
         num_neighbors: neighbours per hop, -1 for all; also by edge type.
         device: see :class:`NeighborLoader`.
+        gpu_cache: see :class:`NeighborLoader`.
         others: as in PyG.
 
     Raises:
@@ -52,6 +53,7 @@ class LinkNeighborLoader(LoaderMixin, torch_geometric.loader.LinkNeighborLoader)
         neighbor_sampler: Any = None,
         directed: bool = True,
         device: torch.device | str | int | None = None,
+        gpu_cache: int = 0,
         **kwargs: Any,
     ) -> None:
         target = choose_device(data, device)
@@ -90,6 +92,7 @@ class LinkNeighborLoader(LoaderMixin, torch_geometric.loader.LinkNeighborLoader)
             directed=directed,
             **kwargs,
         )
+        self._keep_rows(gpu_cache)
 
     def _begin(self, index: Any) -> Any:
         return index.cpu() if isinstance(index, Tensor) else index

@@ -38,6 +38,8 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
             all.
         device: where to sample and where batches lie; None: where the data is on a GPU, there, else on the
             GPU if there is one.
+        gpu_cache: number of nodes whose features a GPU keeps too, where they stay with the host: those that
+            most edges start from, of every node type.
         others: as in PyG.
 
     Raises:
@@ -64,6 +66,7 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
         neighbor_sampler: Any = None,
         directed: bool = True,
         device: torch.device | str | int | None = None,
+        gpu_cache: int = 0,
         **kwargs: Any,
     ) -> None:
         target = choose_device(data, device)
@@ -99,6 +102,7 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
             directed=directed,
             **kwargs,
         )
+        self._keep_rows(gpu_cache)
         if self._sampler is not None:
             given: NodeSamplerInput = self.input_data
             self._seeds = given.node.to(target)

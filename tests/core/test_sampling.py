@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
+from unittest import mock
 
 import pytest
 import torch
@@ -567,6 +568,39 @@ def test_features_that_the_host_gathers(width, is_pinned, monkeypatch):
                 del found
             for total, item in sums:
                 assert torch.equal(total.cpu(), table[item.cpu()].double().sum())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [128, 3])
+def test_features_of_which_the_gpu_keeps_some(width, monkeypatch):
+    monkeypatch.setattr(features, "_SHARE_OF_FREE", -1.0)
+    monkeypatch.setattr(features, "_BYTES_AT_ONCE", 2**12)
+    table = torch.randn(5000, width).half()
+    rows, kept = FeatureTable(table, torch.device("cuda", 0)), torch.randperm(5000)[:2000]
+    rows.keep(kept)
+    for index in (torch.randperm(5000), kept[:9], kept[:0], torch.tensor([7]), torch.randint(5000, (999,))):
+        assert torch.equal(rows[index.cuda()].cpu(), table[index])
+    sent = mock.Mock(wraps=_C.gather_rows_of_host)
+    monkeypatch.setattr(host_rows._C, "gather_rows_of_host", sent)
+    with torch.inference_mode():
+        assert torch.equal(rows[torch.arange(5000).cuda()].cpu(), table)
+    assert [call.args[4] for call in sent.call_args_list] == [3000]
+    table[kept] += 1
+    items = [torch.randint(5000, (300,)) for _ in range(5)]
+    batches = prefetched(items, torch.Tensor.cuda, rows.__getitem__, torch.cuda.Stream(), reads_rows=False)
+    for item, found in zip(items, batches, strict=True):
+        assert torch.equal(found.cpu(), table[item])
+
+
+def test_most_drawn(device):
+    _, _, graph = random_graph(200, 3000, device)
+    edges = torch.bincount(graph.col.long(), minlength=200)
+    nodes = NeighborSampler(graph, [2]).most_drawn(20)[""]
+    assert nodes.unique().numel() == 20
+    assert torch.equal(edges[nodes].sort().values, edges.sort().values[-20:])
+    sampler = NeighborSampler({("a", "to", "b"): graph, ("b", "to", "b"): graph}, [2], num_nodes={"c": 3})
+    nodes = sampler.most_drawn(300)
+    assert {name: ids.numel() for name, ids in nodes.items()} == {"a": 200, "b": 200, "c": 3}
 
 
 def test_prefetched_keeps_order(device):

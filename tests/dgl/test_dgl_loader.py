@@ -278,17 +278,19 @@ def test_what_is_left_to_dgl(reasons):
 
 
 @pytest.mark.gpu
-def test_features_that_stay_with_the_host(caplog, monkeypatch):
+@pytest.mark.parametrize(("cache", "where"), [({}, "reads over PCIe"), ({"feat": 7}, "7 rows kept there")])
+def test_features_that_stay_with_the_host(cache, where, caplog, monkeypatch):
     monkeypatch.setattr(log, "_seen", set())
     monkeypatch.setattr(features, "_SHARE_OF_FREE", -1.0)
     caplog.set_level(logging.INFO)
     graph = with_data()
     sampler = fastsparse_dgl.NeighborSampler([2], prefetch_node_feats=["feat"])
-    for inputs, _, (block,) in loader(graph, sampler, "cuda", num_workers=2, use_uva=True):
+    options = {"num_workers": 2, "use_uva": True, "gpu_cache": {"node": cache, "edge": {}}}
+    for inputs, _, (block,) in loader(graph, sampler, "cuda", **options):
         assert torch.equal(block.srcdata["feat"].cpu(), graph.ndata["feat"][inputs.cpu()])
     told = [record.message for record in caplog.records]
-    assert any("reads over PCIe" in message for message in told)
-    assert any(message.startswith("num_workers, use_uva: ignored") for message in told)
+    assert any(where in message for message in told)
+    assert any(message.startswith("num_workers, use_uva, gpu_cache of edges: ignored") for message in told)
 
 
 def test_an_interrupted_epoch(device):

@@ -365,12 +365,19 @@ def test_what_a_gpu_ignores_is_logged_once(messages):
 
 
 @pytest.mark.gpu
-def test_features_that_stay_with_the_host(messages, monkeypatch):
+@pytest.mark.parametrize(("gpu_cache", "told"), [(0, "reads over PCIe"), (7, "7 rows kept there")])
+def test_features_that_stay_with_the_host(gpu_cache, told, messages, monkeypatch):
     monkeypatch.setattr(features, "_SHARE_OF_FREE", -1.0)
     data = homogeneous()
-    for batch in NeighborLoader(data, [3, 2], batch_size=30, device="cuda"):
+    for batch in NeighborLoader(data, [3, 2], batch_size=30, device="cuda", gpu_cache=gpu_cache):
         check_batch(batch, data)
-    assert any("reads over PCIe" in message for message in messages())
+    assert any(told in message for message in messages())
+
+
+def test_a_cache_of_no_size_is_an_error():
+    with pytest.raises(ValueError, match="gpu_cache: expected a number of nodes, got -1"):
+        NeighborLoader(homogeneous(), [2], gpu_cache=-1)
+    assert next(iter(NeighborLoader(homogeneous(), [2], gpu_cache=9, device="cpu"))).x.device.type == "cpu"
 
 
 def test_an_interrupted_epoch(device):

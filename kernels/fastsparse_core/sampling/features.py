@@ -23,9 +23,13 @@ _SHARE_OF_FREE = 0.5
 #: Bytes per second from which the host's threads gather a table that is not page-locked: a copy that is would
 #: take as much memory again, and an H200 behind an IOMMU read 8e9 of 16 GiB (the threads 2e10).
 _ENOUGH = 8e9
+#: Bytes of rows that are brought to be kept at a time.
+_BYTES_AT_ONCE = 2**26
 
 #: table -> device -> (stamp of its content, what gives rows of it)
 _copies: Any = WeakIdKeyDictionary()
+#: table -> device -> rows that it keeps
+_kept: Any = WeakIdKeyDictionary()
 _host_rows: dict[torch.device, HostRows] = {}
 _lock = ForkSafeLock()
 
@@ -52,6 +56,20 @@ class FeatureTable:
             raise ValueError(f"table: expected device cpu or {device}, got {table.device}; move it")
         self._table = table
         self._device = device
+
+    def keep(self, rows: Tensor) -> None:
+        """Keeps some rows on the device too where the table stays with the host.
+
+        All tables of the tensor share them. They take 4 bytes more for every row of the table.
+
+        Args:
+            rows: int64, distinct.
+        """
+        if self._table.device == self._device:
+            return
+        with _lock:
+            _kept.setdefault(self._table, {})[self._device] = rows.to(self._device).sort().values
+            _copies.pop(self._table, None)
 
     def __getitem__(self, index: Tensor) -> Tensor:
         """The rows ``index``, int64 on the device."""
@@ -88,12 +106,12 @@ def _placed(table: Tensor, device: torch.device) -> Callable[[Tensor], Tensor]:
             found: Callable[[Tensor], Tensor] = entry[1]
             return found
         by_device.pop(device, None)
-        made = _place(table.detach(), device)
+        made = _place(table.detach(), device, _kept.get(table, {}).get(device))
         by_device[device] = (stamp, made)
         return made
 
 
-def _place(table: Tensor, device: torch.device) -> Callable[[Tensor], Tensor]:
+def _place(table: Tensor, device: torch.device, kept: Tensor | None) -> Callable[[Tensor], Tensor]:
     free, _ = torch.cuda.mem_get_info(device)
     size = f"a table of {table.nbytes / 2**30:.2f} GiB"
     with torch.inference_mode(False):
@@ -106,6 +124,13 @@ def _place(table: Tensor, device: torch.device) -> Callable[[Tensor], Tensor]:
         if table.numel():
             by_host = _host_rows.get(device) or HostRows(device)
             _host_rows[device] = by_host
+            if kept is not None and kept.numel():
+                info_once(
+                    _logger,
+                    f"{size} stays in the host's memory, and its threads gather for {device} what is not in "
+                    f"{kept.numel()} rows kept there",
+                )
+                return _KeptRows(table, kept, by_host).take
             rate = by_host.rate(table)
             if rate >= (_rate_on_cuda(table, device) if table.is_pinned() else _ENOUGH):
                 info_once(_logger, f"{size} stays in the host's memory, and its threads gather for {device}")
@@ -113,6 +138,27 @@ def _place(table: Tensor, device: torch.device) -> Callable[[Tensor], Tensor]:
         info_once(_logger, f"{size} stays in page-locked memory of the host, which {device} reads over PCIe")
         locked = table if table.is_pinned() else table.pin_memory()
         return lambda index: gather_on_cuda(locked, index)
+
+
+class _KeptRows:
+    """Rows of a table with the host, some of which a device has too."""
+
+    def __init__(self, table: Tensor, kept: Tensor, by_host: HostRows) -> None:
+        self._table, self._by_host = table, by_host
+        self._rows = table.new_empty(kept.numel(), *table.shape[1:], device=kept.device)
+        few = max(_BYTES_AT_ONCE // table[0].nbytes, 1)
+        for rows, part in zip(self._rows.split(few), kept.split(few), strict=True):
+            rows.copy_(by_host.take(table, part, defers=False))
+        self._place = torch.full((table.size(0),), -1, dtype=torch.int32, device=kept.device)
+        self._place[kept] = torch.arange(kept.numel(), dtype=torch.int32, device=kept.device)
+        torch.cuda.current_stream(kept.device).synchronize()  # other streams will read them
+
+    def take(self, index: Tensor) -> Tensor:
+        place = self._place[index].long()
+        lacks = place < 0
+        out = gather_on_cuda(self._rows, place.clamp_(min=0))
+        self._by_host.complete(self._table, index, out, lacks)
+        return out
 
 
 def _rate_on_cuda(table: Tensor, device: torch.device) -> float:

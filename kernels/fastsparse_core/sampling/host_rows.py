@@ -90,50 +90,97 @@ class HostRows:
             defers: whether `deferred` counts.
         """
         out = torch.empty(index.numel(), *table.shape[1:], dtype=table.dtype, device=self._device)
-        if not out.numel():
-            return out
-        numbers = torch.empty(index.shape, dtype=torch.int64, pin_memory=True)
-        numbers.copy_(index, non_blocking=True)
+        if out.numel():
+            self._start(table, index, out, defers=defers)
+        return out
+
+    def complete(self, table: Tensor, index: Tensor, out: Tensor, lacks: Tensor) -> None:
+        """As `take`, into a result that has some of the rows already.
+
+        Args:
+            table: (N, ...).
+            index: int64 (M,), on the device.
+            out: (M, ...), on the device.
+            lacks: bool (M,), which rows are to come.
+        """
+        order = lacks.byte().sort(descending=True, stable=True).indices  # those that lack are the first
+        self._start(table, index[order], out, places=order, count=lacks.sum())
+
+    def _start(
+        self,
+        table: Tensor,
+        index: Tensor,
+        out: Tensor,
+        *,
+        places: Tensor | None = None,
+        count: Tensor | None = None,
+        defers: bool = True,
+    ) -> None:
+        """Rows go to their places, or one behind the other; the first `count` of them, or all."""
+        numbers = torch.empty(index.numel() + 1, dtype=torch.int64, pin_memory=True)
+        numbers[-1] = index.numel()
+        numbers[:-1].copy_(index, non_blocking=True)
+        if count is not None:
+            numbers[-1].copy_(count, non_blocking=True)
         known, sent = torch.cuda.Event(), torch.cuda.Event()
         known.record(torch.cuda.current_stream(self._device))
-        out.record_stream(self._stream)
-        job = self._worker.submit(self._send, table, numbers, out, known, sent)
+        for used in (out, places):
+            if used is not None:
+                used.record_stream(self._stream)
+        job = self._worker.submit(self._send, table, numbers, out, places, known, sent)
         gather = Gather(job, sent, self._device)
         gathers: list[Gather] | None = getattr(_local, "gathers", None) if defers else None
         if gathers is None:
             gather.wait()
         else:
             gathers.append(gather)
-        return out
 
     def _send(
-        self, table: Tensor, numbers: Tensor, out: Tensor, known: torch.cuda.Event, sent: torch.cuda.Event
+        self,
+        table: Tensor,
+        numbers: Tensor,
+        out: Tensor,
+        places: Tensor | None,
+        known: torch.cuda.Event,
+        sent: torch.cuda.Event,
     ) -> None:
         """What the worker does."""
         known.synchronize()
+        self._stream.wait_event(known)  # until then the memory of the result may serve something else
+        count = int(numbers[-1])
+        # In inference mode tensors made within and without may be written to.
+        with torch.cuda.stream(self._stream), torch.inference_mode():
+            rows = out if places is None else out.new_empty(count, *out.shape[1:])
+            if count:
+                self._send_rows(table, numbers, rows)
+            if places is not None:
+                out.index_copy_(0, places[:count], rows)
+        sent.record(self._stream)
+
+    def _send_rows(self, table: Tensor, numbers: Tensor, out: Tensor) -> None:
         staging = self._room(out.nbytes)
         row_bytes = out[0].nbytes
-        self._stream.wait_event(known)  # until then the memory of the result may serve something else
         _C.gather_rows_of_host(
             table.data_ptr(),
             numbers.data_ptr(),
             staging.data_ptr(),
             out.data_ptr(),
-            numbers.numel(),
+            out.size(0),
             row_bytes,
             self._threads,
             max(_PIECE // row_bytes, 1),
             device_index(self._device),
             self._stream.cuda_stream,
         )
-        sent.record(self._stream)
-        self._staging.append((staging, sent))
+        empty = torch.cuda.Event()
+        empty.record(self._stream)
+        self._staging.append((staging, empty))
 
     def _room(self, size: int) -> Tensor:
         """Page-locked memory that nothing is sent from any more."""
         if len(self._staging) == 2:
-            memory, sent = self._staging.pop(0)
-            sent.synchronize()
+            memory, empty = self._staging.pop(0)
+            empty.synchronize()
             if memory.nbytes >= size:
                 return memory
         return torch.empty(size + size // 8, dtype=torch.uint8, pin_memory=True)

@@ -13,6 +13,7 @@ from fastsparse_core.sampling.sample import Sample
 from fastsparse_core.structure.adjacency import Adjacency
 
 _MOST_SEEDS_DISJOINT = 2**24
+_EDGES_AT_ONCE = 2**28
 
 
 class NeighborSampler:
@@ -97,6 +98,20 @@ class NeighborSampler:
             seed = int(torch.randint(2**63 - 1, ()))
         by_type = self._check_seeds(seeds)
         return Draw(self.graph, self.layout, by_type, seed % 2**64)
+
+    def most_drawn(self, count: int) -> dict[str, Tensor]:
+        """The nodes of every type from which most edges start, ``count`` at most; they are drawn most often.
+
+        A graph without types has one, ``""``.
+        """
+        graph = self.graph
+        edges = [torch.zeros(size, dtype=torch.int32, device=self.device) for size in graph.num_nodes]
+        one = torch.ones(1, dtype=torch.int32, device=self.device)
+        for relation in graph.relations:
+            for col in relation.adjacency.col.split(_EDGES_AT_ONCE):
+                edges[relation.src].index_add_(0, col, one.expand(col.numel()))
+        pairs = zip(graph.node_types, edges, strict=True)
+        return {name: of.topk(min(count, of.numel()), sorted=False).indices for name, of in pairs}
 
     def _check_seeds(self, seeds: Tensor | Mapping[str, Tensor]) -> list[Tensor]:
         """Seeds of every node type, by number."""
