@@ -14,7 +14,7 @@ from fastsparse_core.sampling.sample import Sample
 from fastsparse_core.structure.adjacency import Adjacency
 
 _MOST_SEEDS_DISJOINT = 2**24
-_EDGES_AT_ONCE = 2**28
+_EDGES_AT_ONCE = 2**26
 
 
 class NeighborSampler:
