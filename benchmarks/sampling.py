@@ -18,7 +18,7 @@ from torch_geometric.data import Data
 
 from fastsparse_core import Adjacency, capture
 from fastsparse_core.capturing import graphs
-from fastsparse_core.sampling import NeighborSampler
+from fastsparse_core.sampling import FeatureTable, NeighborSampler
 from fastsparse_core.sampling import features as feature_tables
 from fastsparse_pyg import FastSAGEConv, NeighborLoader
 
@@ -41,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=int, default=2, help="epochs that are timed, after one that is not")
     parser.add_argument("--parts", nargs="+", choices=["draw", "epoch", "papers"], default=["draw", "epoch"])
     parser.add_argument("--scale", type=float, default=1.0, help="share of papers' nodes and entries")
+    parser.add_argument(
+        "--cached", type=float, default=0.1, help="share of papers' nodes whose features the GPU keeps, once"
+    )
     parser.add_argument("--batches", type=int, help="batches of papers that are timed (default: an epoch)")
 
 
@@ -55,14 +58,15 @@ def run(options: argparse.Namespace) -> Path:
     )
     out.note(
         "epoch: sampling, gathering features and labels, GraphSAGE forward and backward, and Adam, by the"
-        " clock from a finished device to a finished device; 'captured' runs the step as one CUDA graph"
+        " clock from a finished device to a finished device; 'captured' runs the step as one CUDA graph, and"
+        " where 'the step gathers' it does what the loader does else"
     )
     if "papers" in options.parts:
         out.note(
             "papers: the same epoch on a graph with the nodes, entries and training nodes of ogbn-papers100M,"
             " features in bfloat16 on the GPU or in page-locked memory of the host, labels on the GPU;"
-            " autocast to bfloat16. Sources are drawn by degree from all nodes, so batches share fewer than"
-            " citations would let them"
+            " autocast to bfloat16; 'cached' is the loader's gpu_cache, a number of nodes. Sources are drawn"
+            " by degree from all nodes, so batches share fewer than citations would let them"
         )
         _papers(out, options)
     if set(options.parts) == {"papers"}:
@@ -147,16 +151,27 @@ def _epochs(out: Any, name: str, graph: suite.Graph, options: argparse.Namespace
     )
     count = min(options.train_nodes, graph.num_nodes)
     train = torch.randperm(graph.num_nodes, device=device, generator=generator)[:count]
-    loader = NeighborLoader(
-        data, options.fanouts, train, batch_size=options.seeds, shuffle=True, device=device
-    )
+    table = FeatureTable(data.x, device)
+    variants = [("loop", False, False)]
+    if graphs.CudaGraphs.supports(device):
+        variants += [("captured", True, False), ("captured, the step gathers", True, True)]
     for precision, amp in PRECISIONS.items():
-        for captured in (False, True) if graphs.CudaGraphs.supports(device) else (False,):
+        for name_of_step, captured, gathers in variants:
+            given = Data(y=data.y, edge_index=data.edge_index, num_nodes=graph.num_nodes) if gathers else data
+            loader = NeighborLoader(
+                given, options.fanouts, train, batch_size=options.seeds, shuffle=True, device=device
+            )
 
-            def measure(amp: torch.dtype | None = amp, captured: bool = captured) -> dict[str, Any]:
+            def measure(
+                loader: Any = loader,
+                amp: torch.dtype | None = amp,
+                captured: bool = captured,
+                table: FeatureTable | None = table if gathers else None,
+            ) -> dict[str, Any]:
                 torch.manual_seed(0)
                 model = Sage(options.features, options.width, classes, len(options.fanouts)).to(device)
-                passes = _train(model, loader, amp, captured, [len(loader)] * (options.epochs + 1))
+                sizes = [len(loader)] * (options.epochs + 1)
+                passes = _train(model, loader, amp, captured, sizes, table=table)
                 seconds = [round(item["seconds"], 4) for item in passes[1:]]
                 return {"epoch_s": min(seconds), "epochs_s": seconds, "loss": passes[-1]["loss"]}
 
@@ -164,7 +179,7 @@ def _epochs(out: Any, name: str, graph: suite.Graph, options: argparse.Namespace
                 graph=name,
                 part="epoch",
                 where=device.type,
-                implementation="captured" if captured else "loop",
+                implementation=name_of_step,
                 precision=precision,
                 nodes=count,
                 **attempt(measure),
@@ -181,32 +196,42 @@ def _papers(out: Any, options: argparse.Namespace) -> None:
     train = torch.randperm(spec.nodes, device=device, generator=generator)
     train = train[: max(int(large.TRAIN_NODES * options.scale), 1)].clone()
     graph_s = round(time.perf_counter() - begin, 1)
-    for place in ("GPU", "host") if device.type == "cuda" else ("host",):
+    on_gpu = device.type == "cuda"
+    for place in ("GPU", "host") if on_gpu else ("host",):
         release()
         begin = time.perf_counter()
         x = large.features(spec.nodes, device, on_host=place == "host")
         features_s = round(time.perf_counter() - begin, 1)
         data = Data(x=x, y=y, edge_index=adjacency)
         del x
-        loader = NeighborLoader(
-            data, options.fanouts, train, batch_size=options.seeds, shuffle=True, device=device
-        )
-        for captured in (False, True) if graphs.CudaGraphs.supports(device) else (False,):
-            out.add(
-                graph="ogbn-papers100M",
-                part="papers",
-                where=device.type,
-                features_on=place,
-                implementation="captured" if captured else "loop",
-                precision="bf16-amp",
-                num_nodes=spec.nodes,
-                entries=adjacency.num_edges,
-                nodes=train.numel(),
-                graph_s=graph_s,
-                features_s=features_s,
-                **attempt(functools.partial(_long_epoch, loader, captured, options)),
+        for cached in (0, int(options.cached * spec.nodes)) if on_gpu and place == "host" else (0,):
+            loader = NeighborLoader(
+                data,
+                options.fanouts,
+                train,
+                batch_size=options.seeds,
+                shuffle=True,
+                device=device,
+                gpu_cache=cached,
             )
-        del data, loader
+            for captured in (False, True) if graphs.CudaGraphs.supports(device) else (False,):
+                out.add(
+                    graph="ogbn-papers100M",
+                    part="papers",
+                    where=device.type,
+                    features_on=place,
+                    cached=cached,
+                    implementation="captured" if captured else "loop",
+                    precision="bf16-amp",
+                    num_nodes=spec.nodes,
+                    entries=adjacency.num_edges,
+                    nodes=train.numel(),
+                    graph_s=graph_s,
+                    features_s=features_s,
+                    **attempt(functools.partial(_long_epoch, loader, captured, options)),
+                )
+            del loader
+        del data
 
 
 def _long_epoch(loader: Any, captured: bool, options: argparse.Namespace) -> dict[str, Any]:
@@ -236,6 +261,7 @@ def _train(
     captured: bool,
     passes: Sequence[int],
     description: str = "",
+    table: FeatureTable | None = None,
 ) -> list[dict[str, Any]]:
     """Seconds, batches, nodes and mean loss of passes over so many batches each.
 
@@ -246,6 +272,7 @@ def _train(
         captured: whether the step is to become a CUDA graph.
         passes: numbers of batches.
         description: of a progress bar; "": none.
+        table: of features that the step gathers; None: those of the batch.
 
     Raises:
         RuntimeError: the step was to be captured, and runs as it is.
@@ -258,7 +285,8 @@ def _train(
         optimizer.zero_grad()
         with torch.autocast(device.type, amp, enabled=amp is not None):
             structures = [Adjacency.from_coo(*edges) for edges in hops_of(batch)]
-            loss = F.cross_entropy(model(structures, batch.x)[: y.size(0)].float(), y)
+            x = batch.x if table is None else table[batch.n_id]
+            loss = F.cross_entropy(model(structures, x)[: y.size(0)].float(), y)
         loss.backward()
         optimizer.step()
         return loss.detach()

@@ -42,7 +42,7 @@ def sampling(result: dict[str, Any]) -> list[Table]:
         group = by(papers, graph=graph)
         rows = [
             [
-                f"the {cell['features_on']}",
+                f"the {cell['features_on']}" + (f", {cell['cached']:,} cached" if cell.get("cached") else ""),
                 cell["implementation"],
                 cell["precision"],
                 shown(cell, "ms_per_batch"),

@@ -101,8 +101,7 @@ def keep_rows(data: Data | HeteroData, nodes: dict[str, Tensor], device: torch.d
     for name, rows in nodes.items():
         store = data[name] if name else data._store
         for key, value in store.items():
-            dim = data.__cat_dim__(key, value, store)
-            if store.is_node_attr(key) and _is_table(value, dim):
+            if store.is_node_attr(key) and _is_table(value, data.__cat_dim__(key, value, store)):
                 FeatureTable(value, device).keep(rows)
 
 

@@ -546,7 +546,8 @@ def test_sampling_draws_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert cell["epoch_s"] > 0
             assert 0 < cell["loss"] < 10
     epochs = [cell["implementation"] for cell in result["cells"] if cell["part"] == "epoch"]
-    assert epochs == (["loop", "captured"] if captures else ["loop"]) * 2
+    captured = ["captured", "captured, the step gathers"] if captures else []
+    assert epochs == ["loop", *captured] * 2
     assert "drawing a batch, cpu" in tables.report(result)
 
 
@@ -564,9 +565,9 @@ def test_sampling_trains_on_a_scaled_stand_in_of_papers(
     arguments = f"--parts papers --scale 0.0002 --seeds 16 --fanouts 4 3 --width 8 {limit}"
     result = result_of(tmp_path, "sampling", arguments, device=device)
     cells = result["cells"]
-    places = ["host"] if device == "cpu" else ["GPU", "host"]
-    expected = [(place, step) for place in places for step in ("loop", "captured")]
-    assert [(cell["features_on"], cell["implementation"]) for cell in cells] == expected
+    places = [("host", 0)] if device == "cpu" else [("GPU", 0), ("host", 0), ("host", 2221)]
+    expected = [(*place, step) for place in places for step in ("loop", "captured")]
+    assert [(cell["features_on"], cell["cached"], cell["implementation"]) for cell in cells] == expected
     for cell in cells:
         assert cell["status"] == "ok"
         assert (cell["num_nodes"], cell["nodes"]) == (22_211, 240)

@@ -13,6 +13,7 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.utils import trim_to_layer
 
 from fastsparse_core import capture
+from fastsparse_core.sampling import FeatureTable
 from fastsparse_pyg import (
     FastGATConv,
     FastGATv2Conv,
@@ -286,6 +287,34 @@ def test_a_captured_model_sees_what_changed_in_a_graph(device):
         expected, found = (net(data) for net in nets)
         torch.testing.assert_close(found, expected, rtol=1e-5 if device == "cpu" else 1e-3, atol=1e-5)
     assert nets[1].forward.is_recorded, [form.refusal for form in nets[1].forward.forms]
+
+
+def test_a_step_that_gathers(device):
+    """The loader's data has no features; those of its nodes come from a table that lies on the device."""
+    data = whole_graph("cpu")
+    table = FeatureTable(data.x.to(device), torch.empty(0, device=device).device)
+    losses = []
+    for captures in (False, True):
+        given = Data(y=data.y, edge_index=data.edge_index, num_nodes=300) if captures else data
+        net = Net("sage").to(device)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        loader = NeighborLoader(given, [5, 3], batch_size=16, input_nodes=torch.arange(96), device=device)
+
+        def step(batch, net=net, optimizer=optimizer):
+            optimizer.zero_grad()
+            x = table[batch.n_id] if batch.x is None else batch.x
+            for layer in net.convs:
+                x = layer(x, batch.edge_index).relu()
+            loss = F.cross_entropy(x[: batch.batch_size], batch.y[: batch.batch_size])
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run = capture(step) if captures else step
+        torch.manual_seed(1)
+        losses.append(torch.stack([run(batch).detach() for _ in range(10) for batch in loader]))
+    assert run.captured.is_recorded, [form.refusal for form in run.captured.forms]
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-4 if device == "cpu" else 1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("trims", [False, True])

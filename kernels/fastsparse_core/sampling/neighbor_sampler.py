@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fastsparse_core.sampling.draw import Draw, Layout
+from fastsparse_core.sampling.draw import Draw
+from fastsparse_core.sampling.part import Layout
 from fastsparse_core.sampling.relations import ONLY_NODES, EdgeType, make_graph
 from fastsparse_core.sampling.sample import Sample
 from fastsparse_core.structure.adjacency import Adjacency
 
 _MOST_SEEDS_DISJOINT = 2**24
-_EDGES_AT_ONCE = 2**28
+_EDGES_AT_ONCE = 2**26
 
 
 class NeighborSampler:
