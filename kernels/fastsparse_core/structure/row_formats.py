@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastsparse_core import _C, gpu
 from fastsparse_core.formats import lengths
-from fastsparse_core.formats.compress import expand_rows, transpose
+from fastsparse_core.formats.compress import expand_rows, reverse_entries, transpose
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.inspection import inspect_rows
 from fastsparse_core.formats.row_split import RowSplit, addresses_of, split_rows
@@ -43,17 +43,21 @@ class TransposedOrder(NamedTuple):
         col: likewise.
         num_src: likewise.
         given: its own `edge_id`.
+        symmetric: whether it equals its transpose.
     """
 
     rowptr: Tensor
     col: Tensor
     num_src: int
     given: Tensor | TransposedOrder | None
+    symmetric: bool
 
     def edge_id(self) -> Tensor:
         """The positions."""
-        order = transpose(self.rowptr, self.col, self.num_src)[2]
         given = self.given.edge_id() if isinstance(self.given, TransposedOrder) else self.given
+        if self.symmetric:
+            return reverse_entries(self.rowptr, self.col, given)
+        order = transpose(self.rowptr, self.col, self.num_src)[2]
         return order if given is None else given.index_select(0, order)
 
 
