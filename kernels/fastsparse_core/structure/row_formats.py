@@ -216,6 +216,19 @@ class RowFormats:
                 if self._built.results.pop(key, None) is not None:
                     self.structure_for(valued=valued)
 
+    @property
+    def first_row_split(self) -> RowSplit:
+        """The work list that was made first: for sums over slices, whose order must never change."""
+        return self._of_rows.results.get("unsorted_row_split") or self.row_split
+
+    @property
+    def first_csr_structure(self) -> Any:
+        """`csr_structure` with that work list."""
+        first = self.first_row_split
+        if first is self.row_split:
+            return self.csr_structure
+        return self._built.get("first_csr_structure", lambda: self._rows(first))
+
     def _csr_structure(self) -> Any:
         return self._rows(self.row_split if self.device.type == "cuda" else None)
 
