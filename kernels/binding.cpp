@@ -1157,6 +1157,18 @@ void expand_rows(Address rowptr, std::int64_t num_rows, std::int64_t num_edges, 
   FASTSPARSE_RUN(expand_rows, args, device, queue);
 }
 
+void reverse_entries(Address rowptr, Address col, Address edge_id, std::int64_t num_rows,
+                     std::int64_t num_edges, Address id_out, bool id_is_64bit, int device, Address queue) {
+  const ReverseEntriesArgs args{at<const std::int64_t>(rowptr),
+                                at<const std::int32_t>(col),
+                                at(edge_id),
+                                num_rows,
+                                num_edges,
+                                at(id_out),
+                                id_is_64bit};
+  FASTSPARSE_RUN(reverse_entries, args, device, queue);
+}
+
 CompressArgs compress_args(Address major, Address minor, bool index_is_64bit, std::int64_t num_edges,
                            std::int64_t num_major, std::int64_t num_minor, bool sort_minor, Address major_ptr,
                            Address minor_out, Address order, bool order_is_64bit) {
@@ -1783,6 +1795,7 @@ PYBIND11_MODULE(_C, m) {
   define<&compress_scratch_bytes>(m, "compress_scratch_bytes");
   define<&compress>(m, "compress");
   define<&expand_rows>(m, "expand_rows");
+  define<&reverse_entries>(m, "reverse_entries");
   define<&inspect>(m, "inspect");
   define<&transpose_scratch_bytes>(m, "transpose_scratch_bytes");
   define<&transpose>(m, "transpose");

@@ -153,6 +153,13 @@ FAULTS = (
         ("tests/core/test_adjacency.py::test_transpose",),
     ),
     Fault(
+        "the transpose of a symmetric structure ignores the caller's edge order",
+        "kernels/cpu/compress.cpp",
+        "edge_id != nullptr ? edge_id[reverse] : static_cast<decltype(id)>(reverse)",
+        "static_cast<decltype(id)>(reverse)",
+        ("tests/core/test_adjacency.py::test_ids_of_a_symmetric_transpose_are_those_of_a_sort",),
+    ),
+    Fault(
         "a structure with the degrees of its transpose is taken for symmetric",
         "kernels/fastsparse_core/structure/adjacency.py",
         " & (row == self.col).all())",

@@ -609,6 +609,8 @@ def structures() -> None:
         sort_rows(row, 300)
         adj = Adjacency.from_coo(row, col, (300, 305))
         Adjacency.from_coo(row, col % 300, (300, 300), self_loops="replace")
+        ends = torch.stack([row, col % 300])
+        Adjacency.from_coo(*torch.cat([ends, ends.flip(0)], 1), (300, 300)).t()
         Adjacency.from_csr(adj.rowptr.to(dtype), adj.col.to(dtype), adj.shape, edge_id=adj.edge_id)
     split_rows(adj.rowptr, 32)
     HybridRows.from_rowptr(adj.rowptr, adj.num_edges)

@@ -111,6 +111,17 @@ class CompressArgs:
 
 def compress_scratch_bytes(args: CompressArgs, device: int) -> int: ...
 def expand_rows(rowptr: int, num_rows: int, num_edges: int, row: int, device: int, queue: int) -> None: ...
+def reverse_entries(
+    rowptr: int,
+    col: int,
+    edge_id: int,
+    num_rows: int,
+    num_edges: int,
+    id_out: int,
+    id_is_64bit: bool,
+    device: int,
+    queue: int,
+) -> None: ...
 def compress(args: CompressArgs, scratch: int, scratch_bytes: int, device: int, queue: int) -> None: ...
 def inspect(
     row: int,

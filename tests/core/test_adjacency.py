@@ -14,6 +14,8 @@ from cases import EdgeList, Operations, edge_lists
 from hypothesis import HealthCheck, given, settings
 
 from fastsparse_core import Adjacency, spmm
+from fastsparse_core.formats.compress import transpose
+from fastsparse_core.formats.row_split import unsplit_rows
 from fastsparse_core.fused.graph_convolution import graph_convolution
 from fastsparse_core.structure import adjacency as adjacency_module
 
@@ -66,6 +68,40 @@ def test_from_csr_and_csc(device, edges):
     transposed = adj.t()
     columns = Adjacency.from_csc(transposed.rowptr, transposed.col, adj.shape, edge_id=transposed.edge_id)
     assert sorted(stored_edges(columns)) == sorted(stored_edges(adj))
+
+
+@pytest.mark.parametrize("self_loops", ["keep", "append", "replace"])
+@pytest.mark.parametrize(("nodes", "pairs"), [(1, 3), (5, 40), (2000, 6000)])
+def test_ids_of_a_symmetric_transpose_are_those_of_a_sort(device, nodes, pairs, self_loops):
+    ends = torch.randint(nodes, (2, pairs), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(2 * pairs, generator=torch.Generator().manual_seed(1))
+    row, col = torch.cat([ends, ends.flip(0)], 1)[:, order].to(device)
+    ids = []
+    for valued in (True, False):
+        adj = Adjacency.from_coo(row, col, (nodes, nodes), self_loops=self_loops)
+        assert adj.symmetric
+        ids.append(adj.t(valued=valued).edge_id)
+    sorted_ids = transpose(adj.rowptr, adj.col, nodes)[2]
+    if adj.edge_id is not None:
+        sorted_ids = adj.edge_id.index_select(0, sorted_ids)
+    for found in ids:
+        assert found.dtype == sorted_ids.dtype
+        assert torch.equal(found, sorted_ids)
+
+
+def test_the_first_work_list_stays_the_first():
+    adj = Adjacency.from_csr(torch.tensor([0, 2, 2, 5]), torch.tensor([0, 1, 0, 1, 2]), (3, 3))
+    adj.has_sorted_slices = False  # as on CUDA, where no row is cut
+    first = unsplit_rows(torch.zeros(3, 2, dtype=torch.int64))
+    adj._of_rows.results["row_split"] = first
+    assert adj.first_row_split is first
+    assert adj.first_csr_structure is adj.csr_structure
+    before = adj.csr_structure
+    adj.sort_slices()
+    assert adj.row_split is not first
+    assert adj.first_row_split is first
+    assert adj.first_csr_structure is adj.first_csr_structure is not adj.csr_structure
+    assert adj.csr_structure is not before
 
 
 def test_symmetric_structure_shares_memory_with_its_transpose(device):

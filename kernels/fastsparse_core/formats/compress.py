@@ -142,6 +142,30 @@ def _transpose(rowptr: Tensor, col: Tensor, num_cols: int, order: Tensor | None)
     return colptr, row
 
 
+def reverse_entries(rowptr: Tensor, col: Tensor, edge_id: Tensor | None) -> Tensor:
+    """Ids of the reverses of all entries of a structure that equals its transpose: what a sort would find.
+
+    Args:
+        rowptr: int64 (num_rows + 1,), contiguous, ascending from 0 to the number of entries.
+        col: int32 (num_edges,), contiguous, ascending in every row.
+        edge_id: (num_edges,) id of every entry; None: its position.
+    """
+    out = _empty_order(col.numel(), col.device) if edge_id is None else torch.empty_like(edge_id)
+    index = device_index(col.device)
+    _C.reverse_entries(
+        rowptr.data_ptr(),
+        col.data_ptr(),
+        0 if edge_id is None else edge_id.data_ptr(),
+        rowptr.numel() - 1,
+        col.numel(),
+        out.data_ptr(),
+        out.dtype == torch.int64,
+        index,
+        queue(index),
+    )
+    return out
+
+
 def expand_rows(rowptr: Tensor, num_edges: int) -> Tensor:
     """Row of every entry, int32 (num_edges,), of compressed rows.
 

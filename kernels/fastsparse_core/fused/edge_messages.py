@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastsparse_core.ops import _edge_messages_launch as launch
 from fastsparse_core.ops._dtypes import DTYPE_CODE
-from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
+from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_wrapped
 from fastsparse_core.ops._edge_messages_fused import unfused_gated, unfused_gine
 from fastsparse_core.ops._edge_messages_launch import Operands
 from fastsparse_core.ops._kept_results import unfused_gradients
@@ -21,18 +21,17 @@ from fastsparse_core.structure.adjacency import Adjacency
 def can_pass_messages(adj: Adjacency, x: Tensor, edge: Tensor | None, *others: Tensor | None) -> bool:
     """Whether :func:`gine_layer` and :func:`gated_layer` serve a call.
 
-    That is: a square structure, plain tensors of one dtype on one device, nothing traced, no autocast.
+    That is: a square structure, plain tensors of one dtype on one device, no autocast.
 
     Args:
         adj: structure.
-        x: features of the nodes.
+        x: features of the nodes, which `is_plain_eager`.
         edge: features of the edges.
         others: weights and biases.
     """
     dtype, device = x.dtype, x.device
     if not (
-        is_plain_eager(x)
-        and dtype in DTYPE_CODE
+        dtype in DTYPE_CODE
         and x.dim() == 2
         and x.layout is torch.strided
         and not adj.is_partitioned

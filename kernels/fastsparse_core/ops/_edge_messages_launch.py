@@ -16,6 +16,7 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, cast
+from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -68,7 +69,7 @@ def _place(x: Tensor | None) -> tuple[int, int]:
 def _edge_rows(adj: Adjacency, *shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Room for numbers of every value; zeros where not every value has an entry."""
     every = adj.num_values == adj.num_edges and 0 not in shape
-    return (torch.empty if every else torch.zeros)(shape, dtype=dtype or like.dtype, device=like.device)
+    return (like.new_empty if every else like.new_zeros)(shape, dtype=dtype)
 
 
 class Operands(NamedTuple):
@@ -166,8 +167,10 @@ def _laid_out(
     accumulated = accumulation_dtype(q.dtype)
     dtype = weight.dtype if accumulation_dtype(weight.dtype) == accumulated else accumulated
     weight = cast(weight, dtype)
-    others = (of_value, added)
-    of_value, added = (None if x is None else unit_stride(cast(x, dtype)) for x in others)
+    if of_value is not None:
+        of_value = unit_stride(cast(of_value, dtype))
+    if added is not None:
+        added = unit_stride(cast(added, dtype))
     if bias is not None:
         bias = cast(bias, dtype)
         bias = bias if bias.stride(0) == 1 else bias.contiguous()
@@ -232,7 +235,7 @@ def forward(
         index = device_index(q.device)
         partial, partial_side = _partial(adj, q, side is not None)
     _C.edge_messages(
-        adj.csr_structure,
+        adj.plans.get("csr") or used_csr(adj),
         operands.views(),
         out.data_ptr(),
         0 if side is None else side.data_ptr(),
@@ -332,9 +335,7 @@ def backward(
     elif edge_wanted:
         grad_edge = _edge_rows(adj, adj.num_values, padded, like=grad)
     if raw and (weight_wanted or bias_wanted):
-        if is_cuda and not torch.cuda.is_current_stream_capturing():
-            adj.sort_slices()  # the maps' gradients are summed in their order, which must not change later
-        count = adj.row_split.slices.shape[0] if is_cuda else adj.num_dst
+        count = adj.first_row_split.slices.shape[0] if is_cuda else adj.num_dst
         groups = min(max(count // 4, 1), _CUDA_GROUPS if is_cuda else _CPU_GROUPS)
         size = groups * (operands.edge_width + (message == RELU)) * padded
         if weight_wanted:
@@ -350,8 +351,8 @@ def backward(
     _kept, (features, of_weight, of_value, partial_q, partial_v) = _room(adj, grad, dtype, lengths)
     address_of_edge = 0 if grad_edge is None else grad_edge.data_ptr()
     _C.edge_messages_backward(
-        adj.csr_structure,
-        transposed.csr_structure,
+        adj.first_csr_structure if is_cuda else adj.csr_structure,
+        transposed.plans.get("csr") or used_csr(transposed),
         operands.views(),
         grad.data_ptr(),
         grad.stride(0),
@@ -399,12 +400,13 @@ def _room(
     adj: Adjacency, like: Tensor, dtype: torch.dtype, lengths: tuple[int, ...]
 ) -> tuple[Tensor | None, list[int]]:
     """Scratch of one backward pass in one allocation, and the address of every array, 0 of empty ones."""
-    total = sum(length + -length % 4 for length in lengths)
-    if total == 0:
-        return None, [0] * len(lengths)
-    room = _edge_rows(adj, total, like=like, dtype=dtype)  # of values without entries parts are read, too
-    addresses, at, itemsize = [], room.data_ptr(), room.itemsize
+    total, starts = 0, []
     for length in lengths:
-        addresses.append(at if length else 0)
-        at += (length + -length % 4) * itemsize
-    return room, addresses
+        starts.append(total)
+        total += length + -length % 4
+    if total == 0:
+        return None, starts
+    room = _edge_rows(adj, total, like=like, dtype=dtype)  # of values without entries parts are read, too
+    at, itemsize = room.data_ptr(), room.itemsize
+    pairs = zip(starts, lengths, strict=True)
+    return room, [at + start * itemsize if length else 0 for start, length in pairs]

@@ -247,13 +247,14 @@ class Adjacency(Storage):
 
     def _transpose(self, valued: bool) -> Adjacency:
         symmetric = self.symmetric if self.num_dst == self.num_src else False
-        if symmetric and not valued:
+        is_known = symmetric is not None
+        if symmetric:
             colptr, row = self.rowptr, self.col
         elif valued:
             colptr, row, order = transpose(self.rowptr, self.col, self.num_src)
         else:
             colptr, row = transpose_pairs(self.rowptr, self.col, self.num_src)
-        if symmetric is None:  # one read from the device for both
+        if not is_known:  # one read from the device for both
             symmetric = bool((colptr == self.rowptr).all() & (row == self.col).all())
         self.symmetric = symmetric
         transposed = Adjacency(
@@ -266,8 +267,9 @@ class Adjacency(Storage):
             merge=self._merge,
             group_rows=self.group_rows,
         )
-        if not valued:
-            transposed._edge_id = TransposedOrder(self.rowptr, self.col, self.num_src, self._edge_id)
+        if not valued or (symmetric and is_known):
+            kept = TransposedOrder(self.rowptr, self.col, self.num_src, self._edge_id, bool(symmetric))
+            transposed._edge_id = kept.edge_id() if valued else kept
         else:
             given = self.edge_id
             transposed._edge_id = order if given is None else given.index_select(0, order)

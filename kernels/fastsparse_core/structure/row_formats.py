@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastsparse_core import _C, gpu
 from fastsparse_core.formats import lengths
-from fastsparse_core.formats.compress import expand_rows, transpose
+from fastsparse_core.formats.compress import expand_rows, reverse_entries, transpose
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.inspection import inspect_rows
 from fastsparse_core.formats.row_split import RowSplit, addresses_of, split_rows
@@ -43,17 +43,21 @@ class TransposedOrder(NamedTuple):
         col: likewise.
         num_src: likewise.
         given: its own `edge_id`.
+        symmetric: whether it equals its transpose.
     """
 
     rowptr: Tensor
     col: Tensor
     num_src: int
     given: Tensor | TransposedOrder | None
+    symmetric: bool
 
     def edge_id(self) -> Tensor:
         """The positions."""
-        order = transpose(self.rowptr, self.col, self.num_src)[2]
         given = self.given.edge_id() if isinstance(self.given, TransposedOrder) else self.given
+        if self.symmetric:
+            return reverse_entries(self.rowptr, self.col, given)
+        order = transpose(self.rowptr, self.col, self.num_src)[2]
         return order if given is None else given.index_select(0, order)
 
 
@@ -213,6 +217,19 @@ class RowFormats:
             for key, valued in (("csr_structure", True), (("csr_structure", "without ids"), False)):
                 if self._built.results.pop(key, None) is not None:
                     self.structure_for(valued=valued)
+
+    @property
+    def first_row_split(self) -> RowSplit:
+        """The work list that was made first: for sums over slices, whose order must never change."""
+        return self._of_rows.results.get("unsorted_row_split") or self.row_split
+
+    @property
+    def first_csr_structure(self) -> Any:
+        """`csr_structure` with that work list."""
+        first = self.first_row_split
+        if first is self.row_split:
+            return self.csr_structure
+        return self._built.get("first_csr_structure", lambda: self._rows(first))
 
     def _csr_structure(self) -> Any:
         return self._rows(self.row_split if self.device.type == "cuda" else None)

@@ -11,6 +11,7 @@ namespace fastsparse::cpu {
 
 void compress(const CompressArgs& args);
 void expand_rows(const ExpandRowsArgs& args, int threads);
+void reverse_entries(const ReverseEntriesArgs& args, int threads);
 void inspect(const InspectArgs& args, int threads);
 void row_signatures(const RowSignaturesArgs& args, int threads);
 void similar_rows(const SimilarRowsArgs& args, int threads);
@@ -41,6 +42,7 @@ namespace fastsparse::cuda {
 
 std::size_t compress_scratch_bytes(const CompressArgs& args);
 int expand_rows(const ExpandRowsArgs& args, void* stream);
+int reverse_entries(const ReverseEntriesArgs& args, void* stream);
 int compress(const CompressArgs& args, void* scratch, std::size_t scratch_bytes, void* stream);
 int inspect(const InspectArgs& args, void* stream);
 int row_signatures(const RowSignaturesArgs& args, void* stream);

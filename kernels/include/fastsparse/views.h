@@ -702,6 +702,18 @@ struct ExpandRowsArgs {
   std::int32_t* row;  // (num_edges)
 };
 
+// id_out_e = the caller's position of the reverse of entry e = (i, j), for structures that equal their
+// transpose and have ascending columns in every row. Of equal entries the n-th belongs to the n-th.
+struct ReverseEntriesArgs {
+  const std::int64_t* rowptr;  // (num_rows + 1)
+  const std::int32_t* col;     // (num_edges)
+  const void* edge_id;         // (num_edges), null: the identity
+  std::int64_t num_rows;
+  std::int64_t num_edges;
+  void* id_out;  // (num_edges) in the type of edge_id
+  bool id_is_64bit;
+};
+
 // Sorts edges by (major, minor), or by major alone and otherwise stably, into compressed form.
 struct CompressArgs {
   const void* major;  // (num_edges) the index to be compressed
