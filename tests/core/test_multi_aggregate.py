@@ -257,10 +257,11 @@ def test_no_message_is_stored(device):
     tensors = problem(adj, width, "features", edge_width=4)
     with _Largest() as largest:
         given = (*tensors.values(),)
-        out, mean, ties = operator.aggregate(*given, slots, 1, 0.0, adj.num_dst, adj.handle)
+        out, mean, ties = operator.aggregate(adj, *given, slots, 1, 0.0, adj.num_dst, keep=True)
         grad = torch.ones_like(out)
         kept = (out, mean, ties)
-        operator.gradients(grad, *given, *kept, slots, 1, 0.0, adj.handle, [True] * 4)
+        wanted = {f"{name}_wanted": True for name in ("x_src", "x_dst", "edge", "weight")}
+        operator.gradients(adj, grad, *given, *kept, slots, 1, 0.0, **wanted)
     assert out.numel() <= largest.elements < adj.num_edges * width
 
 
