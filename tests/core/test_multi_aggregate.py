@@ -215,7 +215,7 @@ def test_torch_compile_and_opcheck(device):
     adj = ragged(600, device)
     tensors = {name: it.requires_grad_() for name, it in problem(adj, 8, "features").items()}
     slots = [0, 1, 2, 3, 4, 5]
-    arguments = (*tensors.values(), slots, 1, 1e-5, adj.num_dst, adj.handle)
+    arguments = (*tensors.values(), slots, 1, 1e-5, adj.num_dst, adj.handle, False)
     torch.library.opcheck(torch.ops.fastsparse.multi_aggregate.default, arguments)
 
     def call(x: Tensor) -> Tensor:
