@@ -101,6 +101,7 @@ def _gine_aggregate(
 def _gine_gradients(
     adj: Adjacency,
     grad: Tensor,
+    x: Tensor,  # for the fake, which takes its shape
     edge: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
