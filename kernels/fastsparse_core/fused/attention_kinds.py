@@ -95,7 +95,7 @@ class _Additive(Score):
     def has_kernel(
         adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
     ) -> bool:
-        return not (adj.col.is_cuda and _additive_attention_csr.obstacle_of(dtype, widths[0], heads))
+        return not (adj.col.is_cuda and _additive_attention_csr.obstacle(dtype, widths[0], heads))
 
     @staticmethod
     def forward(call: LayerCall, joint: Tensor, vectors: Tensors) -> Result:
@@ -119,9 +119,7 @@ class _Additive(Score):
     @staticmethod
     def formula(call: LayerCall, joint: Tensor, vectors: Tensors) -> Tensor:
         src, dst = head_scores(joint, *vectors)
-        score = unfused.additive_scores(call.adj, dst, src, call.scale, None)
-        values = unfused.with_heads(joint, call.heads)
-        return unfused.aggregate(call.adj, score, values, call.dropout_p, call.seed).flatten(1)
+        return unfused.additive(call.adj, dst, src, joint, None, call.scale, call.dropout_p, call.seed)
 
 
 class _Gatv2(Score):
@@ -133,7 +131,7 @@ class _Gatv2(Score):
     def has_kernel(
         adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
     ) -> bool:
-        return not (adj.col.is_cuda and _gatv2_attention_csr.obstacle_of(dtype, widths[0], scale, heads))
+        return not (adj.col.is_cuda and _gatv2_attention_csr.obstacle(dtype, widths[0], scale, heads))
 
     @staticmethod
     def forward(call: LayerCall, joint: Tensor, vectors: Tensors) -> Result:
@@ -160,9 +158,9 @@ class _Gatv2(Score):
 
     @staticmethod
     def formula(call: LayerCall, joint: Tensor, vectors: Tensors) -> Tensor:
-        src, dst = (unfused.with_heads(end, call.heads) for end in _ends(call, joint))
-        score = unfused.gatv2_scores(call.adj, dst, src, _vectors_of_heads(call, vectors), call.scale)
-        return unfused.aggregate(call.adj, score, src, call.dropout_p, call.seed).flatten(1)
+        att = _vectors_of_heads(call, vectors)
+        src, dst = _ends(call, joint)
+        return unfused.gatv2(call.adj, dst, src, att, call.scale, call.dropout_p, call.seed)
 
 
 class _DotProduct(Score):
@@ -209,9 +207,8 @@ class _DotProduct(Score):
     @staticmethod
     def formula(call: LayerCall, joint: Tensor, vectors: Tensors) -> Tensor:
         key, value, query, *skips = joint.split(call.widths, dim=1)
-        key, value, query = (unfused.with_heads(end, call.heads) for end in (key, value, query))
-        score = unfused.dot_product_scores(call.adj, query, key, call.scale, None)
-        out = unfused.aggregate(call.adj, score, value, call.dropout_p, call.seed).flatten(1)
+        options = (call.scale, call.dropout_p, call.seed, call.heads)
+        out = unfused.dot_product(call.adj, query, key, value, None, *options)
         return out + skips[0] if skips else out
 
 

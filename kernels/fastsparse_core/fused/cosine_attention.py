@@ -93,9 +93,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
         def compute(x: Tensor, beta: Tensor) -> Tensor:
             key = F.normalize(x, dim=1, eps=_EPSILON)
-            query = unfused.with_heads(key * beta, 1)
-            score = unfused.dot_product_scores(adj, query, unfused.with_heads(key, 1), 1.0, None)
-            return unfused.aggregate(adj, score, unfused.with_heads(x, 1), 0.0, None).flatten(1)
+            return unfused.dot_product(adj, key * beta, key, x, None, 1.0, 0.0, None, 1)
 
         with torch.enable_grad():
             return tuple(unfused_gradients(compute, grad, (x, beta), (needs_x, needs_beta)))

@@ -41,9 +41,55 @@ def gatv2_scores(adj: Adjacency, x_dst: Tensor, x_src: Tensor, att: Tensor, nega
     return _to_caller_order(adj, score)
 
 
+def dot_product(
+    adj: Adjacency,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    heads: int,
+) -> Tensor:
+    """Dot-product attention of features (n, heads * D)."""
+    q, k, v = (with_heads(x, heads) for x in (q, k, v))
+    return aggregate(adj, dot_product_scores(adj, q, k, scale, bias), v, dropout_p, seed)
+
+
+def additive(
+    adj: Adjacency,
+    score_dst: Tensor,
+    score_src: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    negative_slope: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> Tensor:
+    """Additive attention of values (num_src, heads * D)."""
+    score = additive_scores(adj, score_dst, score_src, negative_slope, bias)
+    return aggregate(adj, score, with_heads(v, score.size(1)), dropout_p, seed)
+
+
+def gatv2(
+    adj: Adjacency,
+    x_dst: Tensor,
+    x_src: Tensor,
+    att: Tensor,
+    negative_slope: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> Tensor:
+    """GATv2's attention of features (n, heads * D)."""
+    x_dst, x_src = (with_heads(x, att.size(0)) for x in (x_dst, x_src))
+    score = gatv2_scores(adj, x_dst, x_src, att, negative_slope)
+    return aggregate(adj, score, x_src, dropout_p, seed)
+
+
 def aggregate(adj: Adjacency, score: Tensor, v: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
-    """Weighted sum of the rows of ``v`` (num_src, heads, width): (num_dst, heads, width)."""
-    return weighted_sum(adj, dropped_weights(adj, score, dropout_p, seed), v)
+    """Weighted sum of the rows of ``v`` (num_src, heads, D): (num_dst, heads * D)."""
+    return weighted_sum(adj, dropped_weights(adj, score, dropout_p, seed), v).flatten(1)
 
 
 def dropped_weights(adj: Adjacency, score: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:

@@ -20,7 +20,6 @@ from fastsparse_core.device import device_index, queue
 from fastsparse_core.gpu import multiprocessors
 from fastsparse_core.ops import _additive_attention_csr as additive
 from fastsparse_core.ops import _edge_attention_unfused as step_by_step
-from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, cast
 from fastsparse_core.ops._edge_attention_launch import (
     CPU_PARTS,
@@ -38,8 +37,8 @@ from fastsparse_core.ops._edge_attention_launch import (
     unpadded,
 )
 from fastsparse_core.ops._facts import scatters
-from fastsparse_core.ops._kept_results import alias_of, remember, unfused_gradients, was_written
-from fastsparse_core.structure.adjacency import Adjacency, from_handle
+from fastsparse_core.ops._fused_registration import register_fused
+from fastsparse_core.structure.adjacency import Adjacency
 
 #: Most features of an edge that the lanes of a head have room for, 16 each.
 MOST_FEATURES = 512
@@ -63,7 +62,7 @@ def obstacle(adj: Adjacency, v: Tensor, edge_attr: Tensor, heads: int) -> str:
         return f"{edge_attr.size(1)} features of an edge, more than {MOST_FEATURES}"
     if adj.num_values >= 2**32:
         return f"{adj.num_values} values, 2^32 or more"
-    return additive.obstacle(v, heads)
+    return additive.obstacle(v.dtype, v.size(1), heads)
 
 
 # ---------------------------------------------------------------- products with the edges' linear map
@@ -117,6 +116,7 @@ def _weight_gradient(x: Tensor, x_edge: Tensor, y: Tensor, y_edge: Tensor, heads
 
 
 def _edge_attention(
+    adj: Adjacency,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -127,10 +127,10 @@ def _edge_attention(
     dropout_p: float,
     seed: Tensor | None,
     heads: int,
-    adjacency: int,
+    *,
     algorithm: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    adj, width, step = from_handle(adjacency), v.size(1), load_step(v)
+    width, step = v.size(1), load_step(v)
     q, k, v = padded(q, heads, step), padded(k, heads, step), padded(v, heads, step)
     edge = padded_edges(edge_attr)
     weight = padded_weight(edge_weight, heads, v.size(1), edge.size(1))
@@ -150,6 +150,7 @@ def _edge_attention(
 
 
 def _edge_attention_backward(
+    adj: Adjacency,
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -164,12 +165,12 @@ def _edge_attention_backward(
     dropout_p: float,
     seed: Tensor | None,
     heads: int,
-    adjacency: int,
+    *,
     algorithm: str,
-    edge_wanted: bool,
+    edge_attr_wanted: bool,
     bias_wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    adj, width, step = from_handle(adjacency), v.size(1), load_step(v)
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    width, step = v.size(1), load_step(v)
     q, k, v = padded(q, heads, step), padded(k, heads, step), padded(v, heads, step)
     grad, out = padded(grad, heads, step), padded(out, heads, step)
     edge = padded_edges(edge_attr)
@@ -189,7 +190,7 @@ def _edge_attention_backward(
     grad_q_edge = torch.empty_like(out_edge)
     work = edge_room(adj, adj.num_values, heads, 2, dtype=lse.dtype)
     features = None
-    if edge_wanted:
+    if edge_attr_wanted:
         lanes = max(sign_bytes(v.size(1) // heads), sign_bytes(-(-edge.size(1) // 2)))
         features = features_room(adj, v, heads, lanes, edge.size(1))
     arguments = kernel_input(heads, q, k, v, q_edge, edge, None, of_kernel, bias, scale, dropout_p, seed)
@@ -208,46 +209,10 @@ def _edge_attention_backward(
         unpadded(grad_q, heads, width),
         unpadded(grad_k, heads, width),
         unpadded(grad_v, heads, width),
-        edge_attr.new_empty(0) if features is None else finish_features(features, edge_attr),
+        None if features is None else finish_features(features, edge_attr),
         grad_weight.flatten(0, 1),
-        cast(work[:, :, 1], bias.dtype) if bias is not None and bias_wanted else v.new_empty(0),
+        cast(work[:, :, 1], bias.dtype) if bias is not None and bias_wanted else None,
     )
-
-
-class _EdgeAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *tensors, scale, dropout_p, seed, heads, adjacency, algorithm = arguments
-        out, lse, out_edge = registration.run("edge_attention", tensors[2], *arguments)
-        remember(ctx, adjacency, lse, *tensors, alias_of(ctx, out), lse, out_edge, seed)
-        ctx.mark_non_differentiable(lse, out_edge)
-        ctx.options = (scale, dropout_p)
-        ctx.heads, ctx.algorithm = heads, algorithm
-        return out, lse, out_edge
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * 12
-        *tensors, seed = ctx.saved_tensors
-        scale, dropout_p = ctx.options
-        if torch.is_grad_enabled():
-
-            def compute(
-                q: Tensor, k: Tensor, v: Tensor, attr: Tensor, weight: Tensor, bias: Tensor | None
-            ) -> Tensor:
-                operands = (q, k, v, attr, weight, bias)
-                return step_by_step.attention(ctx.keep_alive, *operands, scale, dropout_p, seed, ctx.heads)
-
-            return *unfused_gradients(compute, grad, tensors[:6], ctx.needs_input_grad), *(None,) * 6
-        if was_written(ctx):
-            again = (scale, dropout_p, seed, ctx.heads, ctx.adjacency, ctx.algorithm)
-            tensors[6] = registration.run("edge_attention", grad, *tensors[:6], *again)[0]
-        edge_wanted, bias_wanted = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
-        behind = (ctx.heads, ctx.adjacency, ctx.algorithm, edge_wanted, bias_wanted)
-        arguments = (*tensors, *ctx.options, seed, *behind)
-        *grads, edge, weight, bias = registration.differentiate("edge_attention_backward", grad, *arguments)
-        return *grads, edge if edge_wanted else None, weight, bias if bias_wanted else None, *(None,) * 6
 
 
 # ---------------------------------------------------------------- registration
@@ -261,16 +226,11 @@ def _fake(of: Any) -> tuple[Tensor, Tensor, Tensor]:
     return v.new_empty(num_dst, v.size(1)), lse, v.new_empty(num_dst, of.heads, edge_width)
 
 
-def _backward_fake(of: Any) -> tuple[Tensor, ...]:
-    return (
-        of.q.new_empty(of.q.shape),
-        of.k.new_empty(of.k.shape),
-        of.v.new_empty(of.v.shape),
-        of.edge_attr.new_empty(of.edge_attr.shape if of.edge_wanted else 0),
-        of.edge_weight.new_empty(of.edge_weight.shape),
-        of.v.new_empty(0) if of.bias is None or not of.bias_wanted else of.bias.new_empty(of.bias.shape),
-    )
-
-
-registration.register(_edge_attention, _fake, _EdgeAttention)
-registration.register(_edge_attention_backward, _backward_fake)
+register_fused(
+    "edge_attention",
+    _edge_attention,
+    _edge_attention_backward,
+    step_by_step.attention,
+    _fake,
+    ("out", "lse", "out_edge"),
+)

@@ -51,7 +51,7 @@ def gatv2(
     """GATv2 with a projected row for every edge in memory; features (n, heads * D)."""
     heads = att.size(0)
     score = gatv2_scores(adj, x_dst, x_src, att, edge_attr, edge_weight, negative_slope)
-    return unfused.aggregate(adj, score, unfused.with_heads(x_src, heads), dropout_p, seed).flatten(1)
+    return unfused.aggregate(adj, score, unfused.with_heads(x_src, heads), dropout_p, seed)
 
 
 def dot_product_scores(

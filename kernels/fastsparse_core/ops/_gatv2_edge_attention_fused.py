@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fastsparse_core.ops import _edge_attention_fused as dot_product
 from fastsparse_core.ops import _edge_attention_unfused as step_by_step
-from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.ops._edge_attention_launch import (
     CPU_PARTS,
@@ -31,9 +30,9 @@ from fastsparse_core.ops._edge_attention_launch import (
     sign_bytes,
     unpadded,
 )
+from fastsparse_core.ops._fused_registration import register_fused
 from fastsparse_core.ops._gatv2_attention_csr import att_rows_of as att_rows
-from fastsparse_core.ops._kept_results import alias_of, remember, unfused_gradients, was_written
-from fastsparse_core.structure.adjacency import Adjacency, from_handle
+from fastsparse_core.structure.adjacency import Adjacency
 
 #: Most features of an edge that the kernels of GATv2 take: more are projected to rows once.
 MOST_GATV2_FEATURES = 32
@@ -53,6 +52,7 @@ def obstacle(adj: Adjacency, x_src: Tensor, edge_attr: Tensor, negative_slope: f
 
 
 def _gatv2_edge_attention(
+    adj: Adjacency,
     x_dst: Tensor,
     x_src: Tensor,
     att: Tensor,
@@ -61,9 +61,8 @@ def _gatv2_edge_attention(
     negative_slope: float,
     dropout_p: float,
     seed: Tensor | None,
-    adjacency: int,
 ) -> tuple[Tensor, Tensor]:
-    adj, heads, width = from_handle(adjacency), att.size(0), x_src.size(1)
+    heads, width = att.size(0), x_src.size(1)
     x_dst, x_src, att, edge, weight = _gatv2_operands(x_dst, x_src, att, edge_attr, edge_weight)
     out = x_src.new_empty(adj.num_dst, x_src.size(1))
     lse = x_src.new_empty(adj.num_dst, heads, dtype=accumulation_dtype(x_src.dtype))
@@ -88,6 +87,7 @@ def _gatv2_operands(
 
 
 def _gatv2_edge_attention_backward(
+    adj: Adjacency,
     grad: Tensor,
     x_dst: Tensor,
     x_src: Tensor,
@@ -99,11 +99,11 @@ def _gatv2_edge_attention_backward(
     negative_slope: float,
     dropout_p: float,
     seed: Tensor | None,
-    adjacency: int,
-    edge_wanted: bool,
-    weight_wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    adj, heads, step, given = from_handle(adjacency), att.size(0), load_step(x_src), x_src.size(1)
+    *,
+    edge_attr_wanted: bool,
+    edge_weight_wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    heads, step, given = att.size(0), load_step(x_src), x_src.size(1)
     head_width = att.size(1)
     grad, out = padded(grad, heads, step), padded(out, heads, step)
     x_dst, x_src, att, edge, weight = _gatv2_operands(x_dst, x_src, att, edge_attr, edge_weight)
@@ -119,10 +119,10 @@ def _gatv2_edge_attention_backward(
     grad_dst, grad_src = x_dst.new_empty(x_dst.shape), x_src.new_empty(x_src.shape)
     grad_att = torch.empty(parts[0], width, dtype=lse.dtype, device=x_src.device)
     grad_weight = features = None
-    if weight_wanted:
+    if edge_weight_wanted:
         shape = (parts[1], edge.size(1), width)
         grad_weight = torch.empty(shape, dtype=lse.dtype, device=x_src.device)
-    if edge_wanted:
+    if edge_attr_wanted:
         features = features_room(adj, x_src, heads, signs, edge.size(1))
     arguments = kernel_input(
         heads, x_dst, x_src, x_src, None, edge, att, weight, None, negative_slope, dropout_p, seed
@@ -144,7 +144,7 @@ def _gatv2_edge_attention_backward(
         grad_weight,
         parts,
     )
-    of_weight = edge_weight.new_empty(0)
+    of_weight = None
     if grad_weight is not None:
         total = grad_weight.sum(0).t().unflatten(0, (heads, -1))
         of_weight = cast(total[:, :head_width, : edge_attr.size(1)].flatten(0, 1), edge_weight.dtype)
@@ -152,41 +152,9 @@ def _gatv2_edge_attention_backward(
         unpadded(grad_dst, heads, given),
         unpadded(grad_src, heads, given),
         grad_att.sum(0).view(heads, -1)[:, :head_width],
-        edge_attr.new_empty(0) if features is None else finish_features(features, edge_attr),
+        None if features is None else finish_features(features, edge_attr),
         of_weight,
     )
-
-
-class _Gatv2EdgeAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        *tensors, negative_slope, dropout_p, seed, adjacency = arguments
-        out, lse = registration.run("gatv2_edge_attention", tensors[1], *arguments)
-        remember(ctx, adjacency, lse, *tensors, alias_of(ctx, out), lse, seed)
-        ctx.options = (negative_slope, dropout_p)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * 9
-        *tensors, seed = ctx.saved_tensors
-        slope, dropout_p = ctx.options
-        if torch.is_grad_enabled():
-
-            def compute(x_dst: Tensor, x_src: Tensor, att: Tensor, attr: Tensor, weight: Tensor) -> Tensor:
-                operands = (x_dst, x_src, att, attr, weight)
-                return step_by_step.gatv2(ctx.keep_alive, *operands, slope, dropout_p, seed)
-
-            return *unfused_gradients(compute, grad, tensors[:5], ctx.needs_input_grad), *(None,) * 4
-        if was_written(ctx):
-            place = (slope, dropout_p, seed, ctx.adjacency)
-            tensors[5] = registration.run("gatv2_edge_attention", grad, *tensors[:5], *place)[0]
-        wanted = ctx.needs_input_grad[3:5]
-        *grads, edge, weight = registration.differentiate(
-            "gatv2_edge_attention_backward", grad, *tensors, *ctx.options, seed, ctx.adjacency, *wanted
-        )
-        return *grads, edge if wanted[0] else None, weight if wanted[1] else None, *(None,) * 4
 
 
 def _fake(of: Any) -> tuple[Tensor, Tensor]:
@@ -195,15 +163,11 @@ def _fake(of: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(num_dst, x.size(1)), lse
 
 
-def _backward_fake(of: Any) -> tuple[Tensor, ...]:
-    return (
-        of.x_dst.new_empty(of.x_dst.shape),
-        of.x_src.new_empty(of.x_src.shape),
-        of.att.new_empty(of.att.shape),
-        of.edge_attr.new_empty(of.edge_attr.shape if of.edge_wanted else 0),
-        of.edge_weight.new_empty(of.edge_weight.shape if of.weight_wanted else 0),
-    )
-
-
-registration.register(_gatv2_edge_attention, _fake, _Gatv2EdgeAttention)
-registration.register(_gatv2_edge_attention_backward, _backward_fake)
+register_fused(
+    "gatv2_edge_attention",
+    _gatv2_edge_attention,
+    _gatv2_edge_attention_backward,
+    step_by_step.gatv2,
+    _fake,
+    ("out", "lse"),
+)

@@ -10,15 +10,6 @@ import torch
 from torch import Tensor
 
 from fastsparse_core.ops._eager import is_plain_eager
-from fastsparse_core.ops._handles import keep_alive
-
-
-def remember(ctx: Any, adjacency: int, lse: Tensor, *tensors: Tensor | None) -> None:
-    ctx.mark_non_differentiable(lse)
-    ctx.set_materialize_grads(False)  # else the backward pass fills zeros for lse
-    ctx.save_for_backward(*tensors)
-    ctx.adjacency = adjacency
-    ctx.keep_alive = keep_alive(adjacency)
 
 
 @functools.cache
@@ -27,11 +18,9 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def kept_result(ctx: Any, out: Tensor) -> Tensor | None:
-    """What of a result the backward pass keeps."""
+    """What of a result the backward pass keeps where the CPU's kernels sum <grad, out> from the entries."""
     ctx.written = None
-    if out.device.type != "cuda":
-        return None  # the CPU's kernels sum <grad, out> from the entries
-    return alias_of(ctx, out)
+    return alias_of(ctx, out) if out.is_cuda else None
 
 
 def alias_of(ctx: Any, out: Tensor) -> Tensor:

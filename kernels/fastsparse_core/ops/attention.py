@@ -146,12 +146,9 @@ def attention(
                 key = ("attention", v.dtype, *widths, heads, algorithm)
                 adj.plans[key] = 1 / math.sqrt(widths[0] // heads)
             out = registration.call("attention", v, *features, *of_call, adj.handle)
-        return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
-    score = unfused.dot_product_scores(
-        adj, unfused.with_heads(q, heads), unfused.with_heads(k, heads), scale, bias
-    )
-    out = unfused.aggregate(adj, score, unfused.with_heads(v, heads), dropout_p, seed)
-    return out.flatten(1) if v.dim() == 2 else out
+    else:
+        out = unfused.dot_product(adj, *features, bias, scale, dropout_p, seed, heads)
+    return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
 
 
 def additive_attention(
@@ -224,16 +221,16 @@ def additive_attention(
     features = v.flatten(1)
     obstacle = drawn_by_replays(dropout_p)
     if v.device.type == "cuda":
-        obstacle = obstacle or _additive_attention_csr.obstacle(features, heads)
+        obstacle = obstacle or _additive_attention_csr.obstacle(v.dtype, features.size(1), heads)
     if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
         if not torch.compiler.is_compiling():
             adj.plans["GAT", v.dtype, features.size(1), heads, score_dst.dtype, algorithm] = True
         arguments = (per_head(bias, heads), negative_slope, dropout_p, seed, adj.handle)
         out = registration.call("additive_attention", v, score_dst, score_src, features, *arguments)
-        return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
-    score = unfused.additive_scores(adj, score_dst, score_src, negative_slope, bias)
-    out = unfused.aggregate(adj, score, unfused.with_heads(v, heads), dropout_p, seed)
-    return out.flatten(1) if v.dim() == 2 else out
+    else:
+        operands = (score_dst, score_src, features, bias)
+        out = unfused.additive(adj, *operands, negative_slope, dropout_p, seed)
+    return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
 
 
 def gatv2_attention(
@@ -301,11 +298,11 @@ def gatv2_attention(
     heads = att.size(0)
     dropout_p, seed = draw_seed(dropout_p)
     features = x_src.flatten(1)
+    ends = (x_dst.flatten(1), features)
     if edges is not None:
         obstacle = drawn_by_replays(dropout_p) or _gatv2_edge_attention_fused.obstacle(
             adj, features, edges[0], negative_slope, heads
         )
-        ends = (x_dst.flatten(1), features)
         if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
             of_kernel = (att, *edges, negative_slope, dropout_p, seed, adj.handle)
             out = registration.call("gatv2_edge_attention", x_src, *ends, *of_kernel)
@@ -314,17 +311,15 @@ def gatv2_attention(
         return out if x_src.dim() == 2 else out.reshape(adj.num_dst, *x_src.shape[1:])
     obstacle = drawn_by_replays(dropout_p)
     if x_src.device.type == "cuda" and not obstacle:
-        obstacle = _gatv2_attention_csr.obstacle(features, negative_slope, heads)
+        obstacle = _gatv2_attention_csr.obstacle(x_src.dtype, features.size(1), negative_slope, heads)
     if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
         if not torch.compiler.is_compiling():
             adj.plans["GATv2", x_src.dtype, att.shape, att.dtype, negative_slope, algorithm] = True
         arguments = (att, negative_slope, dropout_p, seed, adj.handle)
-        out = registration.call("gatv2_attention", x_src, x_dst.flatten(1), features, *arguments)
-        return out if x_src.dim() == 2 else out.reshape(adj.num_dst, *x_src.shape[1:])
-    source = unfused.with_heads(x_src, heads)
-    score = unfused.gatv2_scores(adj, unfused.with_heads(x_dst, heads), source, att, negative_slope)
-    out = unfused.aggregate(adj, score, source, dropout_p, seed)
-    return out.flatten(1) if x_src.dim() == 2 else out
+        out = registration.call("gatv2_attention", x_src, *ends, *arguments)
+    else:
+        out = unfused.gatv2(adj, *ends, att, negative_slope, dropout_p, seed)
+    return out if x_src.dim() == 2 else out.reshape(adj.num_dst, *x_src.shape[1:])
 
 
 def _attention_with_edges(
