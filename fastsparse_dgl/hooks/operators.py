@@ -161,7 +161,7 @@ def _reduced_messages(adj: Adjacency, op: str, reduce: str, x: Any, e: Any) -> T
     _check_rows("edge features", e, adj.num_values)
     scalar = x.dim() == e.dim() == 1
     try:
-        x, e, shape = messages.aligned(x, e)
+        x, e, _ = messages.aligned(x, e)
     except ValueError as error:
         raise DGLError(str(error)) from None
     if op == "mul":
@@ -169,9 +169,7 @@ def _reduced_messages(adj: Adjacency, op: str, reduce: str, x: Any, e: Any) -> T
     elif op != "add":
         raise DGLError(f"Unsupported binary operator {op!r}")
     elif reduce in ("max", "min"):
-        plan = messages.Heads(shape, e)
-        features, values = plan.flat(x), e.reshape(e.size(0), plan.heads)
-        out = plan.unflat(messages.AddExtremum.apply(features, values, adj, plan.width, reduce == "min"))
+        out = messages.extremum_of_sums(adj, x, e, reduce == "min")
     else:
         out = core_spmm(adj, x) + messages.sum_edges(adj, e, "v")
         out = _mean_of(adj, out) if reduce == "mean" else out
