@@ -179,6 +179,9 @@ def dgl_steps(dgl: Any, g: Any, draws: Draws) -> Iterator[tuple[str, Step]]:
     yield "u_mul_e sum, heads", (partial(ops.u_mul_e_sum, g), (draws.heads, draws.edge_heads))
     yield "copy_u mean", (partial(ops.copy_u_mean, g), (x,))
     yield "copy_u max", (partial(ops.copy_u_max, g), (x,))
+    yield "u_mul_e max", (partial(ops.u_mul_e_max, g), (draws.heads, draws.edge_heads))
+    yield "u_add_e sum", (partial(ops.u_add_e_sum, g), (draws.heads, draws.edge_heads))
+    yield "u_add_e max", (partial(ops.u_add_e_max, g), (draws.heads, draws.edge_heads))
     yield "copy_e sum", (partial(ops.copy_e_sum, g), (draws.message,))
     yield "copy_e max", (partial(ops.copy_e_max, g), (draws.message,))
     yield "u_add_v", (partial(ops.u_add_v, g), (x, y))
@@ -215,15 +218,13 @@ def pyg_steps(graph: suite.Graph, draws: Draws) -> Iterator[tuple[str, Step]]:
 
     yield "copy_u sum", (lambda x: reduce(take(x, src), "sum"), (x,))
     yield "u_mul_e sum", (lambda x, e: reduce(take(x, src) * e[:, None], "sum"), (x, draws.edge))
-    yield (
-        "u_mul_e sum, heads",
-        (
-            lambda x, e: reduce(take(x, src) * e, "sum"),
-            (draws.heads, draws.edge_heads),
-        ),
-    )
+    heads = draws.heads, draws.edge_heads
+    yield "u_mul_e sum, heads", (lambda x, e: reduce(take(x, src) * e, "sum"), heads)
     yield "copy_u mean", (lambda x: reduce(take(x, src), "mean"), (x,))
     yield "copy_u max", (lambda x: reduce(take(x, src), "max"), (x,))
+    yield "u_mul_e max", (lambda x, e: reduce(take(x, src) * e, "max"), heads)
+    yield "u_add_e sum", (lambda x, e: reduce(take(x, src) + e, "sum"), heads)
+    yield "u_add_e max", (lambda x, e: reduce(take(x, src) + e, "max"), heads)
     yield "copy_e sum", (lambda e: reduce(e, "sum"), (draws.message,))
     yield "copy_e max", (lambda e: reduce(e, "max"), (draws.message,))
     yield "u_add_v", (lambda x, y: take(x, src) + take(y, dst), (x, y))

@@ -486,7 +486,7 @@ void sddmm_bsb(const BsbView& structure, Address rowptr, Address slot_window, Ad
 
 void spmm_extremum(const CsrStructure& structure, int dtype, std::int64_t width, Address x,
                    std::int64_t x_stride, Address value, int value_dtype, std::int64_t heads, bool minimum,
-                   Address out, Address arg, Address partial, Address partial_arg, int device,
+                   bool adds, Address out, Address arg, Address partial, Address partial_arg, int device,
                    Address queue) {
   const SpmmExtremumArgs args{structure.a,
                               structure.split,
@@ -498,6 +498,7 @@ void spmm_extremum(const CsrStructure& structure, int dtype, std::int64_t width,
                               at<std::int32_t>(partial_arg),
                               width,
                               minimum,
+                              adds,
                               static_cast<Dtype>(dtype)};
   FASTSPARSE_RUN(spmm_extremum, args, device, queue);
 }

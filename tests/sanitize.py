@@ -61,6 +61,7 @@ from fastsparse_core.fused import aggregate_linear as fused_aggregate_linear
 from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2
 from fastsparse_core.fused.attention_layer import attention_layer
 from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
+from fastsparse_core.ops._spmm_extremum import extremum_of_sums
 from fastsparse_core.ops._spmm_plan import add_transposed
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.sampling import NeighborSampler
@@ -232,6 +233,7 @@ def spmm_rows(dtype: torch.dtype) -> None:
         value = draw(adj.num_edges, dtype=dtype).requires_grad_()
         with torch.enable_grad():
             spmm(adj, x.detach().requires_grad_(), value, "max").sum().backward()
+            extremum_of_sums(adj, x.detach().requires_grad_(), value[:, None], False).sum().backward()
     if dtype == F64:
         return
     for width in (32, 64, 3):
@@ -607,6 +609,7 @@ def structures() -> None:
             compress(row, col, size, size)
             compress_pairs(row, col, size, size)
         sort_rows(row, 300)
+        sort_rows(row - 7, 200)  # indices that are none, before and behind
         adj = Adjacency.from_coo(row, col, (300, 305))
         Adjacency.from_coo(row, col % 300, (300, 300), self_loops="replace")
         ends = torch.stack([row, col % 300])

@@ -16,12 +16,10 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency, sddmm, spmm
 from fastsparse_core.ops._operands import untouched
+from fastsparse_core.ops._spmm_extremum import extremum_of_sums as core_extremum_of_sums
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.segment import scatter
 from fastsparse_core.structure.incidence import incidence
-
-_extremum = torch.ops.fastsparse.spmm_extremum.default
-_extremum_backward = torch.ops.fastsparse.spmm_extremum_backward.default
 
 #: Bytes of the tensors that exist for part of the edges, or of the features, at a time: messages of which a
 #: result is made and that nobody keeps.
@@ -194,64 +192,10 @@ def weighted(adj: Adjacency, x: Tensor, value: Tensor, reduce: str) -> Tensor:
     return plan.unflat(torch.cat([spmm(adj, *part, reduce) for part in parts], 1))
 
 
-class AddExtremum(torch.autograd.Function):
-    """Maxima or minima of ``x[source] + e``, without the sums of all edges at once."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, e: Tensor, adj: Adjacency, width: int, minimum: bool) -> Tensor:
-        """Of x (num_src, heads * width) and e (num_edges, heads)."""
-        source, edges = ends(adj, "u"), incidence(adj)
-        out = x.new_empty(adj.num_dst, x.size(1))
-        arg = torch.empty(out.shape, dtype=torch.int32, device=x.device)
-        for columns, heads in _column_parts(x, e, width):
-            message = x[:, columns].index_select(0, source)
-            message.unflatten(1, (heads.stop - heads.start, -1)).add_(e[:, heads, None])
-            out[:, columns], arg[:, columns] = _extremum(
-                message, None, adj.num_dst, edges.handle, False, minimum
-            )
-        ctx.save_for_backward(arg, x, e)
-        ctx.adj, ctx.width = adj, width
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """To the source and the edge that were chosen."""
-        arg, x, e = ctx.saved_tensors
-        grad_x = grad_e = None
-        if ctx.needs_input_grad[0]:
-            grad_x, _ = _extremum_backward(grad, arg, x, None, ctx.adj.handle, False)
-        if ctx.needs_input_grad[1]:
-            edges = incidence(ctx.adj)
-            grad_e = torch.zeros_like(e)
-            for columns, heads in _column_parts(x, e, ctx.width):
-                like = e.new_empty(e.size(0), columns.stop - columns.start)
-                part, _ = _extremum_backward(
-                    grad[:, columns], arg[:, columns], like, None, edges.handle, False
-                )
-                grad_e[:, heads] += part.unflatten(1, (heads.stop - heads.start, -1)).sum(2)
-        return grad_x, grad_e, None, None, None
-
-
-def _column_parts(x: Tensor, e: Tensor, width: int) -> list[tuple[slice, slice]]:
-    """Columns of features, and the heads that they belong to, whose messages fit the room for them."""
-    room = max(1, _PART_BYTES[_kind(x)] // max(1, e.size(0) * x.element_size()))
-    parts = []
-    if room >= width:
-        step = max(1, room // max(1, width))
-        for head in range(0, e.size(1), step):
-            last = min(head + step, e.size(1))
-            parts.append((slice(head * width, last * width), slice(head, last)))
-    else:
-        for head in range(e.size(1)):
-            for column in range(head * width, (head + 1) * width, room):
-                columns = slice(column, min(column + room, (head + 1) * width))
-                parts.append((columns, slice(head, head + 1)))
-    return parts
-
-
-def _kind(x: Tensor) -> str:
-    return "cuda" if x.is_cuda else "cpu"
+def extremum_of_sums(adj: Adjacency, x: Tensor, e: Tensor, minimum: bool) -> Tensor:
+    """Maxima or minima of ``x[source] + e``, both of as many dimensions."""
+    plan = Heads(torch.broadcast_shapes(x.shape[1:], e.shape[1:]), e)
+    return plan.unflat(core_extremum_of_sums(adj, plan.flat(x), e.reshape(e.size(0), plan.heads), minimum))
 
 
 def combine(adj: Adjacency, op: str, x: Tensor, y: Tensor, x_at: str, y_at: str) -> Tensor:
@@ -291,7 +235,7 @@ class _Combine(torch.autograd.Function):
         if out.numel() == 0:
             return out
         row_bytes = out[0].numel() * out.element_size()
-        step = max(1, _PART_BYTES[_kind(x)] // row_bytes)
+        step = max(1, _PART_BYTES["cuda" if x.is_cuda else "cpu"] // row_bytes)
         operands = [
             (x, None if x_at == "e" else ends(adj, x_at)),
             (y, None if y_at == "e" else ends(adj, y_at)),

@@ -19,7 +19,6 @@ from fastsparse_core.ops._eager import is_plain_eager, why_watched
 from fastsparse_pyg.caching import is_made_anew, logger, lookup
 from fastsparse_pyg.graph import edges_made_anew, is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook, known
-from fastsparse_pyg.nn.few_edges import FewEdges
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
 from fastsparse_pyg.nn.message_kernels import Copies, evaluate, kernel_of, reduce_by_kernel
 from fastsparse_pyg.nn.message_pattern import Pattern, find_pattern
@@ -31,7 +30,9 @@ _MOST_PATTERNS = 8
 FEW_EDGES = 4096
 _FEW_ON_GPU = f"no one kernel for the whole message, and at most {FEW_EDGES_ON_GPU} edges on a GPU"
 _FEW_ON_CPU = f"fewer than {FEW_EDGES} edges on the CPU"
-_NEW_ON_GPU = f"at most {FEW_EDGES_ON_GPU} edges on a GPU, made anew in every call"
+#: Edges that a layer makes anew in every call would be compared with the last ones: that pays later.
+_TIMES_IF_NEW = 4
+_NEW_ON_GPU = f"at most {_TIMES_IF_NEW * FEW_EDGES_ON_GPU} edges on a GPU, made anew in every call"
 _16_BITS = (torch.float16, torch.bfloat16)
 _ANY = Pattern(reason="its attributes change")
 _UNKNOWN: Any = object()
@@ -53,42 +54,43 @@ class AnyLayer(MessagePassing):
     _signature: ClassVar[Signature | None]
     #: Kind of a call (aggregation, names and dtypes of arguments) -> what serves it at once; None: no one
     #: kernel for the whole message.
-    _served: ClassVar[dict[Any, Copies | FewEdges | None]]
-    #: The same where edges are few on the CPU.
-    _served_on_cpu: ClassVar[dict[Any, FewEdges | None]]
+    _served: ClassVar[dict[Any, Copies | None]]
 
     flow: str
     node_dim: int
 
     def propagate(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
         """As PyG's."""
-        kind, served, few_on_cpu = None, _UNKNOWN, False
+        kind, served = None, _UNKNOWN
         if not (args or torch.compiler.is_compiling() or _is_tracing()):
+            # One thread adds in order, so that PyTorch's sums have the same bits every time too; not so those
+            # of 16-bit numbers in float32.
+            if _are_few_on_cpu(edge_index) and not _has_16_bits(kwargs):
+                self._say(_FEW_ON_CPU)
+                return super().propagate(edge_index, size=size, **kwargs)
             # A call for each of them would take as long as the rest of this.
             kind = (
                 self.__dict__["_modules"].get("aggr_module").__class__,
                 *kwargs,
                 *[item.dtype if type(item) is Tensor else _kind_of(item) for item in kwargs.values()],
             )
-            few_on_cpu = _are_few_on_cpu(edge_index)
-            served = (self._served_on_cpu if few_on_cpu else self._served).get(kind, _UNKNOWN)
-        if served is None or type(served) is FewEdges:
-            if (few_on_cpu or are_few_on_gpu(edge_index)) and not is_any_autocast_enabled():
-                out = served.propagate(self, edge_index, size, kwargs) if served else NotImplemented
-                return super().propagate(edge_index, size=size, **kwargs) if out is NotImplemented else out
+            served = self._served.get(kind, _UNKNOWN)
+        if served is None:
+            if are_few_on_gpu(edge_index) and not is_any_autocast_enabled():
+                return super().propagate(edge_index, size=size, **kwargs)
         elif served is not _UNKNOWN and size is None:
             out = served.reduce(self, edge_index, kwargs)
-            if out is NotImplemented and are_few_on_gpu(edge_index):
+            if out is NotImplemented and are_few_on_gpu(edge_index, _TIMES_IF_NEW):
                 self._say(_NEW_ON_GPU)
-                self._served[kind] = FewEdges.of(self, self._names(), kwargs)
-                return self.propagate(edge_index, size=size, **kwargs)
+                return super().propagate(edge_index, size=size, **kwargs)
             if out is not None and out is not NotImplemented:
                 return out
-        are_few = are_few_on_gpu(edge_index)
-        reason = "propagate() with positional arguments" if args else self._why_original(edge_index, kwargs)
+        reason = "propagate() with positional arguments" if args else self._why_original(edge_index)
         if not reason:
-            are_few = are_few and not _has_16_bits(kwargs)
-            found = self._collect_lazily(edge_index, size, kwargs, self._names().lifted, are_few)
+            has_16_bits = _has_16_bits(kwargs)
+            are_few = are_few_on_gpu(edge_index) and not has_16_bits
+            are_few_if_new = are_few_on_gpu(edge_index, _TIMES_IF_NEW) and not has_16_bits
+            found = self._collect_lazily(edge_index, size, kwargs, self._names().lifted, are_few_if_new)
             if isinstance(found, Arguments):
                 how, pattern = self._kernel_reduce(), self._pattern("message", found)
                 if not are_few or (kernel_of(pattern, how) and not found.reads(pattern.names)):
@@ -96,19 +98,17 @@ class AnyLayer(MessagePassing):
                     if copies is not None:
                         self._served[kind] = copies
                     return self._propagate_lazily(found, pattern, how)
-                self._served[kind] = FewEdges.of(self, self._names(), kwargs)
+                self._served[kind] = None
                 reason = _FEW_ON_GPU
             else:
                 reason = found
-        elif kind is not None and reason is _FEW_ON_CPU:
-            self._served_on_cpu[kind] = FewEdges.of(self, self._names(), kwargs)
         self._say(reason)
         return super().propagate(edge_index, *args, size=size, **kwargs)
 
     def edge_updater(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
         """As PyG's."""
-        are_few = are_few_on_gpu(edge_index) and not _has_16_bits(kwargs)
-        if not args and not are_few and not self._why_original(edge_index, kwargs):
+        are_few = (are_few_on_gpu(edge_index) or _are_few_on_cpu(edge_index)) and not _has_16_bits(kwargs)
+        if not args and not are_few and not self._why_original(edge_index):
             names = self._names()
             found = self._collect_lazily(edge_index, size, kwargs, names.edge_lifted)
             if isinstance(found, Arguments):
@@ -117,7 +117,7 @@ class AnyLayer(MessagePassing):
 
     # ---------------------------------------------------------------- when PyG's code runs
 
-    def _why_original(self, edge_index: Any, given: dict[str, Any]) -> str:
+    def _why_original(self, edge_index: Any) -> str:
         """Why PyG's own code must run, "" if it need not."""
         state = self.__dict__
         if torch.compiler.is_compiling():
@@ -140,10 +140,6 @@ class AnyLayer(MessagePassing):
             return f"edges of dtype {edge_index.dtype} and {edge_index.dim()} dimensions"
         if not is_plain_eager(edge_index):
             return why_watched(edge_index) or "a subclass of Tensor"
-        # One thread adds in order, so that PyTorch's sums have the same bits every time too; not so those of
-        # 16-bit numbers in float32.
-        if _are_few_on_cpu(edge_index) and not _has_16_bits(given):
-            return _FEW_ON_CPU
         return ""
 
     def _say(self, reason: str) -> None:
@@ -164,7 +160,7 @@ class AnyLayer(MessagePassing):
         size: Any,
         kwargs: dict[str, Any],
         lifted: tuple[tuple[str, str, bool], ...],
-        are_few: bool = False,
+        are_few_if_new: bool = False,
     ) -> Arguments | str:
         """The arguments that the layer's methods may ask for, or why PyG's code has to run."""
         if type(edge_index) is Tensor and edge_index.shape[0] == 2:  # of which there is nothing else to check
@@ -192,7 +188,7 @@ class AnyLayer(MessagePassing):
         options = (num_dst, num_src, self.flow, False)
         adj = known(edge_index, options)
         if adj is None:
-            if are_few and is_made_anew(edge_index, options):
+            if are_few_if_new and is_made_anew(edge_index, options):
                 return _NEW_ON_GPU
             adj = lookup(edge_index, (edge_index,), options, lambda: edges_made_anew(edges, options))
         return Arguments(
@@ -340,7 +336,6 @@ def accelerated_class(original: type[MessagePassing]) -> type[AnyLayer]:
             "_patterns": {},
             "_signature": None,
             "_served": {},
-            "_served_on_cpu": {},
             # What PyG puts back after explain mode.
             "_jinja_propagate": AnyLayer.propagate,
             "forward": _with_edge_list(original.forward),

@@ -429,16 +429,20 @@ def known(edge_index: Tensor, options: Hashable) -> Adjacency | None:
     return adjacency
 
 
-def are_few_on_gpu(edge_index: Any) -> bool:
+def are_few_on_gpu(edge_index: Any, times: int = 1) -> bool:
     """Whether a layer of several kernels takes longer than PyG's code for these edges.
 
     PyG's sums are made by atomics; who asks PyTorch for determinism gets the kernels, and so does a recorded
     step, whose replays ask nothing of the host.
+
+    Args:
+        edge_index: the edges.
+        times: how many times as many are few, too.
     """
     return (
         type(edge_index) is Tensor
         and edge_index.is_cuda
-        and edge_index.numel() <= 2 * FEW_EDGES_ON_GPU
+        and edge_index.numel() <= 2 * times * FEW_EDGES_ON_GPU
         and not _is_deterministic()
         and recorded.current() is None
     )

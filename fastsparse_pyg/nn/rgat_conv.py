@@ -18,6 +18,9 @@ from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, are_few_on_gpu
 from fastsparse_pyg.relations import relations_of, why_not_relations
 
+#: On a GPU, nodes times relations and nodes times output features up to which all nodes are multiplied by all
+#: matrices at once: of relations one by one, six products each keep the host longer than those the GPU.
+_FEW_PAIRS, _FEW_FEATURES = 1 << 20, 1 << 21
 _FEW_ON_GPU = f"at most {FEW_EDGES_ON_GPU} edges on a GPU"
 
 
@@ -86,13 +89,21 @@ class FastRGATConv(AttentionConv, RGATConv):
                 f"{int(edge_type.min())} to {int(edge_type.max())}"
             )
         weight = self._weight()
+        takes_every_pair = self._takes_every_pair(x, weight)
+        relations = relations.with_every_pair if takes_every_pair else relations
         sources, destinations = relations.src_pairs, relations.dst_pairs
-        rows = grouped_product(rows_of(x, sources.node), weight, sources.starts)
-        key = rows @ self.k
-        if self.num_blocks is None:  # the product of two matrices is narrower than the features of pairs
-            of_dst = grouped_product(rows_of(x, destinations.node), weight @ self.q, destinations.starts)
+        # The product of two matrices is narrower than the features of pairs; of blocks there is none.
+        if takes_every_pair:
+            matrices = weight, weight @ self.k, weight @ self.q
+            rows, key, of_dst = (_of_every_relation(x, each) for each in matrices)
         else:
-            of_dst = grouped_product(rows_of(x, destinations.node), weight, destinations.starts) @ self.q
+            rows = grouped_product(rows_of(x, sources.node), weight, sources.starts)
+            key = rows @ self.k
+            x_dst = rows_of(x, destinations.node)
+            if self.num_blocks is None:
+                of_dst = grouped_product(x_dst, weight @ self.q, destinations.starts)
+            else:
+                of_dst = grouped_product(x_dst, weight, destinations.starts) @ self.q
         of_edge = None if edge_attr is None else self._edge_scores(edge_attr)
         additive = self.attention_mode == "additive-self-attention"
         if additive and self.mod is None and not with_weights:
@@ -109,6 +120,15 @@ class FastRGATConv(AttentionConv, RGATConv):
         alpha = scatter_softmax(score, index, groups)
         out = self.update(self._weighted(relations, rows, alpha))
         return (out, (edge_index, alpha)) if with_weights else out
+
+    def _takes_every_pair(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether all nodes are multiplied by the matrices of all relations."""
+        return (
+            x.is_cuda
+            and weight.dim() == 3
+            and x.size(0) * self.num_relations <= _FEW_PAIRS
+            and x.size(0) * weight.size(2) <= _FEW_FEATURES
+        )
 
     def _weight(self) -> Tensor:
         """The relations' matrices, (R, in, H * out) or (R, blocks, in / blocks, H * out / blocks)."""
@@ -188,3 +208,9 @@ class FastRGATConv(AttentionConv, RGATConv):
         if torch.is_autocast_enabled(x.device.type):
             return "autocast"
         return self._why_original_attention((x, x), edge_index, edge_attr)
+
+
+def _of_every_relation(x: Tensor, weight: Tensor) -> Tensor:
+    """All rows times all matrices (R, in, out), those of a row beside each other: (N * R, out)."""
+    products = x @ weight.transpose(0, 1).flatten(1)
+    return products.view(x.size(0) * weight.size(0), weight.size(2))

@@ -94,7 +94,7 @@ class FastRGCNConv(FastConv, RGCNConv):
             )
         if x_r is x_l and self._are_few(relations, x_l, weight):
             whole = relational_linear(
-                relations.into_every_pair, x_l, weight, self.root, self.bias, self._reduce()
+                relations.with_every_pair.into_pairs, x_l, weight, self.root, self.bias, self._reduce()
             )
             if whole is not None:
                 return self._as_original(whole)

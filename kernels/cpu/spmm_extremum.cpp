@@ -16,9 +16,9 @@ constexpr int kPrefetchEntries = 8;  // entries between a prefetch and its use
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // products below which waking threads costs more than it saves
 
-// Features f .. of a row, kVectors * kLanes of one head, in registers. Vectors have 16 bytes, which every
-// machine can compare.
-template <typename T, int kLanes, int kVectors>
+// Features f .. of a row, kVectors * kLanes of one head, or with a value each, in registers. Vectors have 16
+// bytes, which every machine can compare.
+template <typename T, int kLanes, int kVectors, bool kOwnValues>
 FASTSPARSE_INLINE void reduce_tile(const SpmmExtremumArgs& args, std::int64_t row, std::int64_t head,
                                    std::int64_t f) {
   using A = Acc<T>;
@@ -44,13 +44,21 @@ FASTSPARSE_INLINE void reduce_tile(const SpmmExtremumArgs& args, std::int64_t ro
     const T* source = x + args.a.col[entry] * args.x.stride;
     const std::int64_t edge = edge_position(args.a, entry);
     const Bits position = Bits{} + static_cast<std::int32_t>(edge);
-    A weight = sign;
-    if (args.value.data != nullptr) weight *= edge_value<T>(args.value, args.dtype, edge * heads + head);
+    A weight = sign, addend = A{-0.0};  // which changes nothing, 0 included
+    if (!kOwnValues && args.value.data != nullptr) {
+      (args.adds ? addend : weight) = sign * edge_value<T>(args.value, args.dtype, edge * heads + head);
+    }
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       V candidate;
       load_lanes<T, kLanes>(source + v * kLanes, candidate);
-      candidate *= weight;
+      if constexpr (kOwnValues) {
+        V value;
+        load_lanes<T, kLanes>(static_cast<const T*>(args.value.data) + edge * heads + f + v * kLanes, value);
+        candidate = (args.adds ? candidate + value : candidate * value) * sign;
+      } else {
+        candidate = candidate * weight + addend;
+      }
       const V so_far = best[v];
       const Bits better = (candidate > so_far) | ((candidate != candidate) & (so_far == so_far));
       replace(best[v], better, candidate);
@@ -68,23 +76,34 @@ FASTSPARSE_INLINE void reduce_tile(const SpmmExtremumArgs& args, std::int64_t ro
   }
 }
 
-template <typename T>
+template <typename T, bool kOwnValues>
 FASTSPARSE_INLINE void reduce_rows(const SpmmExtremumArgs& args, std::int64_t row_begin,
                                    std::int64_t row_end) {
   constexpr int kLanes = 16 / static_cast<int>(sizeof(Acc<T>));
-  const std::int64_t heads = args.value.data != nullptr ? args.value.heads : 1;
+  const std::int64_t heads = args.value.data != nullptr && !kOwnValues ? args.value.heads : 1;
   const std::int64_t head_width = args.width / heads;
   for (std::int64_t row = row_begin; row < row_end; ++row) {
     for (std::int64_t head = 0; head < heads; ++head) {
       std::int64_t f = head * head_width;
       const std::int64_t end = f + head_width;
       for (; f + kTileVectors * kLanes <= end; f += kTileVectors * kLanes) {
-        reduce_tile<T, kLanes, kTileVectors>(args, row, head, f);
+        reduce_tile<T, kLanes, kTileVectors, kOwnValues>(args, row, head, f);
       }
-      for (; f + 4 * kLanes <= end; f += 4 * kLanes) reduce_tile<T, kLanes, 4>(args, row, head, f);
-      for (; f + kLanes <= end; f += kLanes) reduce_tile<T, kLanes, 1>(args, row, head, f);
-      for (; f < end; ++f) reduce_tile<T, 1, 1>(args, row, head, f);
+      for (; f + 4 * kLanes <= end; f += 4 * kLanes) {
+        reduce_tile<T, kLanes, 4, kOwnValues>(args, row, head, f);
+      }
+      for (; f + kLanes <= end; f += kLanes) reduce_tile<T, kLanes, 1, kOwnValues>(args, row, head, f);
+      for (; f < end; ++f) reduce_tile<T, 1, 1, kOwnValues>(args, row, head, f);
     }
+  }
+}
+
+template <typename T>
+FASTSPARSE_INLINE void reduce_rows(const SpmmExtremumArgs& args, std::int64_t begin, std::int64_t end) {
+  if (args.value.data != nullptr && args.value.heads == args.width && args.value.dtype == args.dtype) {
+    reduce_rows<T, true>(args, begin, end);
+  } else {
+    reduce_rows<T, false>(args, begin, end);
   }
 }
 

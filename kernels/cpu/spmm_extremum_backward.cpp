@@ -128,9 +128,11 @@ void add_to_values(const SpmmExtremumBackwardArgs& args, std::int64_t row_begin,
     for (std::int64_t f = 0; f < args.width; ++f) {
       if (arg[f] == kNoEdge) continue;
       const std::int64_t edge = static_cast<std::uint32_t>(arg[f]);
-      const T* x = static_cast<const T*>(args.x.data) + args.source[edge] * args.x.stride;
-      static_cast<Acc<T>*>(args.grad_value)[edge * args.value.heads + f / head_width] +=
-          widen(grad[f]) * widen(x[f]);
+      Acc<T> term = widen(grad[f]);
+      if (args.x.data != nullptr) {
+        term *= widen(static_cast<const T*>(args.x.data)[args.source[edge] * args.x.stride + f]);
+      }
+      static_cast<Acc<T>*>(args.grad_value)[edge * args.value.heads + f / head_width] += term;
     }
   }
 }

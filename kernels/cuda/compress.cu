@@ -29,7 +29,8 @@ struct KeyLayout {
 
 KeyLayout key_layout(const CompressArgs& args) {
   const int minor_bits = args.sort_minor ? bits_of(args.num_minor) : 0;
-  const int key_bits = bits_of(args.num_major) + minor_bits;
+  // Without a minor index, one more: the key of an index that is none (`make_keys_kernel`).
+  const int key_bits = bits_of(args.num_major + (args.minor == nullptr ? 1 : 0)) + minor_bits;
   // 64-bit positions only come with more than 2^31 edges: no need to compile them for small keys.
   return {minor_bits, key_bits, key_bits > 32 || args.order_is_64bit};
 }
@@ -37,11 +38,16 @@ KeyLayout key_layout(const CompressArgs& args) {
 // Stands for the type of positions where none are wanted: the keys are sorted alone.
 using cub::NullType;
 
+// Without a minor index, one that is negative or too large sorts behind all others: major_ptr[num_major]
+// tells. With one they were looked at before.
 template <typename Index, typename Key, typename Id>
 __global__ void make_keys_kernel(const CompressArgs args, int minor_bits, Key* keys, Id* ids) {
   const std::int64_t e = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (e >= args.num_edges) return;
-  Key key = static_cast<Key>(static_cast<const Index*>(args.major)[e]);
+  const std::int64_t index = static_cast<const Index*>(args.major)[e];
+  auto major = static_cast<std::uint64_t>(index);
+  if (args.minor == nullptr && major > static_cast<std::uint64_t>(args.num_major)) major = args.num_major;
+  Key key = static_cast<Key>(major);
   if (args.sort_minor) key = (key << minor_bits) | static_cast<Key>(static_cast<const Index*>(args.minor)[e]);
   keys[e] = key;
   if constexpr (!std::is_same_v<Id, NullType>) ids[e] = static_cast<Id>(e);

@@ -43,8 +43,9 @@ __global__ void __launch_bounds__(kThreads) spmm_extremum_kernel(const SpmmExtre
     const std::int64_t entry = slice.begin + offset;
     A candidate = sign * widen(x[static_cast<std::int64_t>(__ldg(args.a.col + entry)) * args.x.stride]);
     if (weighted) {
-      candidate *= load_value<T>(args.value, value_in_feature_dtype,
-                                 edge_position(args.a, entry) * args.value.heads + head);
+      const A value = load_value<T>(args.value, value_in_feature_dtype,
+                                    edge_position(args.a, entry) * args.value.heads + head);
+      candidate = args.adds ? candidate + sign * value : candidate * value;
     }
     return candidate;
   };

@@ -97,7 +97,9 @@ __global__ void __launch_bounds__(kThreads)
   for (std::int64_t head = 0; head < args.value.heads; ++head) {
     A sum = 0;
     for (std::int64_t f = head * head_width + lane; has && f < (head + 1) * head_width; f += kEntryLanes) {
-      if (arg[f] == static_cast<std::int32_t>(position)) sum += widen(grad[f]) * widen(x[f]);
+      if (arg[f] != static_cast<std::int32_t>(position)) continue;
+      const A term = widen(grad[f]);
+      sum += args.x.data == nullptr ? term : term * widen(x[f]);
     }
 #pragma unroll
     for (int offset = kEntryLanes / 2; offset > 0; offset /= 2) {

@@ -359,6 +359,7 @@ def spmm_extremum(
     value_dtype: int,
     heads: int,
     minimum: bool,
+    adds: bool,
     out: int,
     arg: int,
     partial: int,

@@ -23,7 +23,7 @@ class Pairs:
     Attributes:
         node: int64 (P,), sorted within every relation.
         of_edge: int32 (num_edges,), the pair of every edge, in the caller's order.
-        starts: first pair of every relation, and P.
+        starts: first pair of every relation, and P; of every pair there are none.
     """
 
     node: Tensor
@@ -85,14 +85,9 @@ class Relations:
         return self._memo.get("into_pairs", lambda: self._between(self.dst_pairs, self.src, self.shape[1]))
 
     @property
-    def into_every_pair(self) -> Adjacency:
-        """Structure (destinations times relations, sources): the relations of a node beside each other."""
-
-        def build() -> Adjacency:
-            row = self.dst * self.num_relations + self.kind
-            return Adjacency.from_coo(row, self.src, (self.shape[0] * self.num_relations, self.shape[1]))
-
-        return self._memo.get("into_every_pair", build)
+    def with_every_pair(self) -> Relations:
+        """The same edges, with pairs of every node and relation, those of a node beside each other."""
+        return self._memo.get("with_every_pair", lambda: _WithEveryPair(self))
 
     @property
     def from_pairs(self) -> Adjacency:
@@ -146,8 +141,26 @@ class Relations:
         for name, it in self._memo.results.items():
             if isinstance(it, Adjacency):
                 usage |= {f"{name}.{part}": size for part, size in it.memory_usage().items()}
+            elif isinstance(it, Relations):
+                shared = ("dst", "src", "kind")
+                usage |= {
+                    f"{name}.{part}": size for part, size in it.memory_usage().items() if part not in shared
+                }
             elif isinstance(it, Pairs):
                 usage[str(name)] = it.node.nbytes + it.of_edge.nbytes
             elif isinstance(it, Tensor):
                 usage[str(name)] = it.nbytes
         return usage
+
+
+class _WithEveryPair(Relations):
+    """:attr:`Relations.with_every_pair`."""
+
+    def __init__(self, relations: Relations) -> None:
+        self.dst, self.src, self.kind = relations.dst, relations.src, relations.kind
+        self.shape, self.num_relations = relations.shape, relations.num_relations
+        self._memo = built_results()
+
+    def _pairs(self, node: Tensor, num_nodes: int) -> Pairs:
+        every = torch.arange(num_nodes, device=node.device).repeat_interleave(self.num_relations)
+        return Pairs(every, node * self.num_relations + self.kind, ())

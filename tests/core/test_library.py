@@ -29,9 +29,10 @@ def test_opcheck_spmm(device, valued, algorithm, dtype):
     scale = torch.rand(20, device=device)
     arguments = (x, value, scale, None, None, 20, adj.handle, False, algorithm, valued)
     torch.library.opcheck(torch.ops.fastsparse.spmm.default, arguments)
-    torch.library.opcheck(
-        torch.ops.fastsparse.spmm_extremum.default, (x, value, 20, adj.handle, False, False)
-    )
+    for adds in {False, valued}:
+        torch.library.opcheck(
+            torch.ops.fastsparse.spmm_extremum.default, (x, value, 20, adj.handle, False, False, adds)
+        )
 
 
 def test_opcheck_sddmm(device):

@@ -225,6 +225,22 @@ def test_an_index_that_compiled_code_makes(device):
     assert torch.allclose(torch.compile(model, fullgraph=True)(x, index), model(x, index), atol=1e-5)
 
 
+def test_new_indices_of_one_size(device):
+    # After one that does not ascend the next ones are sorted unseen: wrong ones and ascending ones, too.
+    src = torch.randn(3000, 4, dtype=torch.float64, device=device)
+    for nth, size in enumerate([100, 100, 128, 128, 1, 1]):
+        index = torch.randint(0, size, (3000,), device=device)
+        for each in (index, index.sort().values, index.int()):
+            expected = torch.zeros(size, 4, dtype=torch.float64, device=device).index_add_(0, each, src)
+            torch.testing.assert_close(scatter(src, each, size), expected)
+        for wrong in (size, -1, size + 2**20, -(2**31)):
+            for dtype in (torch.int64, torch.int32):
+                bad = index.to(dtype)
+                bad[nth * 500] = wrong
+                with pytest.raises(ValueError, match=f"from 0 to dim_size - 1 = {size - 1}"):
+                    scatter(src, bad, size)
+
+
 def test_an_index_is_sorted_once_and_forgotten_with_it(device, monkeypatch):
     calls = []
     build = Segments.from_index.__func__

@@ -17,6 +17,7 @@ from cases import (
 )
 
 from fastsparse_core import Adjacency, reference, spmm
+from fastsparse_core.ops._spmm_extremum import extremum_of_sums
 
 
 @pytest.mark.parametrize("heads", [None, 1, 2])
@@ -50,10 +51,13 @@ def test_gradients_of_extrema(device, reduce, heads):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-@pytest.mark.parametrize("heads", [0, 1, 5])
+@pytest.mark.parametrize("heads", [0, 1, 5, 70])
 @pytest.mark.parametrize("width", [5, 70])
-def test_gradients_of_extrema_of_rows_of_any_length(device, dtype, heads, width):
+@pytest.mark.parametrize("adds", [False, True], ids=["products", "sums"])
+def test_gradients_of_extrema_of_rows_of_any_length(device, dtype, heads, width, adds):
     """Also of rows without entries, and of one with many; the terms of edges that were not chosen are 0."""
+    if (adds and heads == 0) or heads > width:
+        pytest.skip("nothing to add, or not one value for every feature")
     length = torch.tensor([*range(24), 200, 0])
     row = torch.repeat_interleave(torch.arange(26), length)
     generator = torch.Generator().manual_seed(0)
@@ -61,19 +65,25 @@ def test_gradients_of_extrema_of_rows_of_any_length(device, dtype, heads, width)
     col = torch.randint(30, row.shape, generator=generator)
     adj = Adjacency.from_coo(row[order], col[order], (26, 30)).to(device)
     x = features(30, width, dtype, "contiguous", device).requires_grad_()
-    value = features(len(row), heads, dtype, "contiguous", device, seed=1).requires_grad_() if heads else None
+    # Sums of 16-bit numbers would have ties.
+    of_value = torch.float32 if adds and dtype == torch.float16 else dtype
+    value = (
+        features(len(row), heads, of_value, "contiguous", device, seed=1).requires_grad_() if heads else None
+    )
     leaves = [x] if value is None else [x, value]
     upstream = features(26, width, dtype, "contiguous", device, seed=2)
-    found = torch.autograd.grad(spmm(adj, x, value, "max"), leaves, upstream)
+    result = extremum_of_sums(adj, x, value, False) if adds else spmm(adj, x, value, "max")
+    found = [result, *torch.autograd.grad(result, leaves, upstream)]
     # By the definition, of messages in the caller's edge order; there are no ties.
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     message = wide[0][col[order].to(device)]
     if heads:
-        message = message * wide[1].repeat_interleave(width // heads, 1)
+        of_feature = wide[1].repeat_interleave(width // heads, 1)
+        message = message + of_feature if adds else message * of_feature
     index = row[order].to(device)[:, None].expand(-1, width)
     out = torch.zeros(26, width, dtype=torch.float64, device=device)
     out = out.scatter_reduce(0, index, message, "amax", include_self=False)
-    expected = torch.autograd.grad(out, wide, upstream.double())
+    expected = [out, *torch.autograd.grad(out, wide, upstream.double())]
     for got, want in zip(found, expected, strict=True):
         assert relative_error(got, want) <= TOLERANCE[dtype]
 

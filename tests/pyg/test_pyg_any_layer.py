@@ -382,7 +382,7 @@ def test_few_edges_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_few_edges_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """There PyG's code runs where no one kernel computes and reduces the messages."""
-    monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda edges: True)
+    monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda *_: True)
     it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
     ran: list[str] = []
     for module, name in (
@@ -445,52 +445,19 @@ FEW: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Inputs], Tensor]]] 
 @pytest.mark.parametrize("where", ["as on a GPU", "on the CPU"])
 @pytest.mark.parametrize("name", FEW)
 def test_few_edges_take_the_steps_of_pyg(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what PyG asks between; results and gradients are the same."""
+    """Results and gradients are the same, whatever a layer hands over."""
     if where == "on the CPU":
         monkeypatch.setattr(any_layer, "FEW_EDGES", E + N + 1)
     else:
-        monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda edges: type(edges) is Tensor)
+        monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda edges, *_: type(edges) is Tensor)
     make, call = FEW[name]
     it = Inputs.draw(EDGES, N, WIDTH, torch.float64)
     check(make().double(), lambda one: call(one, it), it.leaves(), 5e-5 if name == "ClusterGCNConv" else 1e-9)
 
 
-def test_steps_of_few_edges_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mean counts its terms once."""
-    monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda edges: True)
-    it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
-    layer = pyg.EdgeConv(nn.Linear(2 * WIDTH, 4), aggr="mean")
-
-    def steps() -> list[int]:
-        for _ in range(3):
-            layer(it.x, EDGES)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            layer(it.x, EDGES)
-        names = [event.name for event in profile.events() if event.cpu_parent is None]
-        return [names.count(f"aten::{name}") for name in ("index_select", "new_zeros", "scatter_add_")]
-
-    assert steps() == [2, 2, 2]
-    accelerate(layer, show=False)
-    assert steps() == [2, 1, 1]
-
-
-def test_few_edges_of_inference_mode_serve_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda edges: True)
-    layer, edges = pyg.EdgeConv(nn.Linear(12, 4), aggr="mean"), EDGES.clone()
-    accelerate(layer, show=False)
-    x = torch.randn(N, 6, requires_grad=True)
-    with torch.inference_mode():
-        for _ in range(3):
-            expected = layer(x, edges)
-    for _ in range(2):
-        out = layer(x, edges)
-        close(out, expected.clone())
-        out.sum().backward()
-
-
 def test_wrong_calls_with_few_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyG's own errors, and what it takes that is none."""
-    monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda edges: True)
+    monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda *_: True)
     x, y = torch.randn(N, 6), torch.randn(7, 6)
     layer, fast = (pyg.EdgeConv(nn.Linear(12, 4)) for _ in range(2))
     fast.load_state_dict(layer.state_dict())

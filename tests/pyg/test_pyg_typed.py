@@ -214,7 +214,11 @@ def test_rgcn_in_float32_and_half(device):
 @pytest.mark.parametrize("mechanism", ["across-relation", "within-relation"])
 @pytest.mark.parametrize("mode", ["additive-self-attention", "multiplicative-self-attention"])
 @pytest.mark.parametrize("mod", [None, "additive", "scaled", "f-additive", "f-scaled"])
-def test_rgat(device, mechanism, mode, mod):
+@pytest.mark.parametrize("every_pair", [False, True], ids=["pairs with edges", "every pair"])
+def test_rgat(device, monkeypatch, every_pair, mechanism, mode, mod):
+    monkeypatch.setattr(
+        FastRGATConv, "_takes_every_pair", lambda _, x, weight: every_pair and weight.dim() == 3
+    )
     edge_index, kind = graph(device)
     features = torch.randn(EDGES, 3, dtype=torch.float64, device=device)
     x = torch.randn(NODES, 8, dtype=torch.float64, device=device, requires_grad=True)

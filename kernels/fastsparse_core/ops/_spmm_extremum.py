@@ -50,7 +50,7 @@ def extremum(
         value = None if value is None else value.to(x.dtype)
     if scale_src is not None:
         x = x * scale_src[:, None]
-    out, _ = _spmm_extremum_op(x, value, adj.num_dst, adj.handle, False, minimum)
+    out, _ = _spmm_extremum_op(x, value, adj.num_dst, adj.handle, False, minimum, False)
     if scale_dst is not None:
         out = out * scale_dst[:, None]
     if bias is not None:
@@ -58,10 +58,29 @@ def extremum(
     return out.to(dtype)
 
 
+def extremum_of_sums(adj: Adjacency, x: Tensor, value: Tensor, minimum: bool) -> Tensor:
+    """Maximum or minimum of the sums of source features and edge values; differentiable.
+
+    Args:
+        adj: structure (num_dst, num_src).
+        x: (num_src, heads * width).
+        value: (num_values, heads), in the dtype of ``x`` or the one that its numbers are summed in.
+        minimum: instead of the maximum.
+
+    Returns:
+        (num_dst, heads * width) in the dtype of ``x``.
+    """
+    out: Tensor = _spmm_extremum_op(x, value, adj.num_dst, adj.handle, False, minimum, True)[0]
+    return out
+
+
 def spmm_extremum(
-    x: Tensor, value: Tensor | None, num_dst: int, adjacency: int, transpose: bool, minimum: bool
+    x: Tensor, value: Tensor | None, num_dst: int, adjacency: int, transpose: bool, minimum: bool, adds: bool
 ) -> tuple[Tensor, Tensor]:
-    """The operator's kernel: results and the chosen edges' positions in the caller's order, -1: no edge."""
+    """The operator's kernel: results and the chosen edges' positions in the caller's order, -1: no edge.
+
+    Values are factors of the features, or with ``adds`` terms beside them.
+    """
     adj = structure(adjacency, transpose)
     x = unit_stride(x)
     width = x.size(1)
@@ -86,6 +105,7 @@ def spmm_extremum(
         0 if value is None else DTYPE_CODE[value.dtype],
         num_heads(value),
         minimum,
+        adds,
         out.data_ptr(),
         arg.data_ptr(),
         address(partial),
@@ -101,20 +121,22 @@ class _SpmmExtremum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        x, value, _, adjacency, transpose, _ = arguments
+        x, value, _, adjacency, transpose, _, adds = arguments
         with below_autograd():
             out, arg = _spmm_extremum_op(*arguments)
         ctx.mark_non_differentiable(arg)
         ctx.save_for_backward(arg, x, value)
-        ctx.adjacency, ctx.transpose = adjacency, transpose
+        ctx.adjacency, ctx.transpose, ctx.adds = adjacency, transpose, adds
         ctx.keep_alive = keep_alive(adjacency)
         return out, arg
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         arg, x, value = ctx.saved_tensors
-        grad_x, grad_value = _spmm_extremum_backward_op(grad, arg, x, value, ctx.adjacency, ctx.transpose)
-        return grad_x, grad_value if value is not None else None, None, None, None, None
+        grad_x, grad_value = _spmm_extremum_backward_op(
+            grad, arg, x, value, ctx.adjacency, ctx.transpose, ctx.adds
+        )
+        return grad_x, grad_value if value is not None else None, None, None, None, None, None
 
 
 def _source_of_edge(adj: Adjacency) -> Tensor:
@@ -130,7 +152,7 @@ def _source_of_edge(adj: Adjacency) -> Tensor:
 
 
 def _spmm_extremum_backward(
-    grad: Tensor, arg: Tensor, x: Tensor, value: Tensor | None, adjacency: int, transpose: bool
+    grad: Tensor, arg: Tensor, x: Tensor, value: Tensor | None, adjacency: int, transpose: bool, adds: bool
 ) -> tuple[Tensor, Tensor]:
     adj = structure(adjacency, transpose)
     heads, num_dst, width = num_heads(value), *arg.shape
@@ -138,7 +160,7 @@ def _spmm_extremum_backward(
     if adj.num_edges == 0 or width == 0:
         return grad_x.zero_(), grad_value.zero_()
     if adj.is_padded:  # which has no transpose to walk along
-        return _gradient_formula(grad, arg, x, value, adjacency, transpose)
+        return _gradient_formula(grad, arg, x, value, adjacency, transpose, adds)
     # Sums of 16-bit gradients are accumulated in float32, as in the forward pass.
     dtype = accumulation_dtype(x.dtype)
     grad, x, arg = unit_stride(grad.to(x.dtype)), unit_stride(x), arg.contiguous()
@@ -160,9 +182,9 @@ def _spmm_extremum_backward(
         width,
         grad.data_ptr(),
         grad.stride(0),
-        x.data_ptr(),
+        0 if adds else x.data_ptr(),
         x.stride(0),
-        address(value),
+        0 if adds else address(value),
         0 if value is None else DTYPE_CODE[value.dtype],
         heads,
         arg.data_ptr(),
@@ -179,7 +201,7 @@ def _spmm_extremum_backward(
 
 
 def _gradient_formula(
-    grad: Tensor, arg: Tensor, x: Tensor, value: Tensor | None, adjacency: int, transpose: bool
+    grad: Tensor, arg: Tensor, x: Tensor, value: Tensor | None, adjacency: int, transpose: bool, adds: bool
 ) -> tuple[Tensor, Tensor]:
     """`_spmm_extremum_backward` of PyTorch's operators, which have gradients themselves."""
     adj = structure(adjacency, transpose)
@@ -195,10 +217,11 @@ def _gradient_formula(
         head = torch.arange(width, device=x.device) // (width // heads)
         flat = edge * heads + head
         # Of an empty row they are 0 times edge 0's numbers, which may be infinity.
-        term = (chosen * x.to(dtype).gather(0, source)).masked_fill(none, 0)
+        term = chosen if adds else (chosen * x.to(dtype).gather(0, source)).masked_fill(none, 0)
         of_value = torch.zeros(value.numel(), dtype=dtype, device=x.device)
         grad_value = _scatter_add(of_value, flat, term).to(value.dtype).reshape(value.shape)
-        chosen = (chosen * value.to(dtype).reshape(-1)[flat]).masked_fill(none, 0)
+        if not adds:
+            chosen = (chosen * value.to(dtype).reshape(-1)[flat]).masked_fill(none, 0)
     place = source * width + torch.arange(width, device=x.device)
     of_x = torch.zeros(x.numel(), dtype=dtype, device=x.device)
     return _scatter_add(of_x, place, chosen).to(x.dtype).reshape(x.shape), grad_value

@@ -12,9 +12,9 @@ constexpr std::int32_t kNoEdge = -1;
 struct SpmmExtremumBackwardArgs {
   CsrView a;  // on CUDA the transpose, like the slices; on the CPU the structure itself
   RowSplitView split_t;
-  EdgeValueView value;
+  EdgeValueView value;         // of no data where values were added; then grad_value has the terms of x = 1
   DenseView grad;              // (num_rows, width)
-  DenseView x;                 // (num_cols, width); read where grad_value is wanted
+  DenseView x;                 // (num_cols, width); read where grad_value is wanted; null: values were added
   const std::int32_t* arg;     // (num_rows, width), of the forward pass
   const std::int32_t* source;  // (num_values): source of every edge; CPU, or where grad_value is wanted
   void* grad_x;                // (num_cols, width); on the CPU in the accumulation type

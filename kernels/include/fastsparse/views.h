@@ -233,7 +233,7 @@ struct HybridRowsArgs {
   std::int64_t* split_ptr;  // out, as in RowSplitView
 };
 
-// out_i = max_j or min_j of value_ij x_j; arg: position of the chosen edge in the
+// out_i = max_j or min_j of value_ij x_j, or of x_j + value_ij; arg: position of the chosen edge in the
 // caller's order, -1 for empty rows.
 struct SpmmExtremumArgs {
   CsrView a;
@@ -246,6 +246,7 @@ struct SpmmExtremumArgs {
   std::int32_t* partial_arg;  // (num_slots, width)
   std::int64_t width;
   bool minimum;
+  bool adds;  // values to features
   Dtype dtype;
 };
 
