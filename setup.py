@@ -47,10 +47,37 @@ WITH_OWN_FEATURES = {"90"}
 #: for an empty file, and what several files instantiate alike is compiled once. So that their names do not
 #: meet, each file has its own in a namespace `in_...`. A file that stands nowhere here is compiled alone.
 CUDA_UNITS = {
-    ("attention_bsb_backward",): 48,
-    ("ssd",): 35,
-    ("attention_bsb",): 22,
+    ("attention_bsb_backward",): 36,
+    (
+        "additive_attention",
+        "additive_attention_backward",
+        "attention_layer",
+        "attention_layer_parts",
+        "gatv2_attention",
+        "gatv2_attention_backward",
+        "head_outer",
+        "sddmm_csr",
+        "segment_reduce",
+        "sum_of_rows",
+    ): 34,
+    ("attention_bsb", "multi_aggregate", "multi_aggregate_backward"): 34,
+    (
+        "cbsr",
+        "compress",
+        "group_rows",
+        "hybrid_rows",
+        "inspect",
+        "mask_rows",
+        "maxk",
+        "maxk_16_bits",
+        "place_batch",
+        "row_split",
+        "sample_neighbors",
+        "ssd_backward",
+        "ssd_slots",
+    ): 30,
     ("aggregate_linear", "aggregate_linear_backward", "sddmm_bsb", "spmm_bsb"): 25,
+    ("ssd",): 23,
     (
         "spmm_csr",
         "spmm_csr_transposed",
@@ -60,15 +87,6 @@ CUDA_UNITS = {
         "spmm_resident",
         "spmm_tca",
     ): 20,
-    ("head_outer", "sddmm_csr", "segment_reduce", "sum_of_rows"): 20,
-    (
-        "additive_attention",
-        "additive_attention_backward",
-        "attention_layer",
-        "attention_layer_parts",
-        "gatv2_attention",
-        "gatv2_attention_backward",
-    ): 19,
     (
         "edge_attention",
         "edge_attention_backward",
@@ -76,17 +94,6 @@ CUDA_UNITS = {
         "edge_messages_backward",
         "edge_softmax",
     ): 19,
-    ("multi_aggregate", "multi_aggregate_backward"): 19,
-    ("cbsr", "maxk", "ssd_backward", "ssd_slots"): 15,
-    (
-        "compress",
-        "group_rows",
-        "hybrid_rows",
-        "inspect",
-        "place_batch",
-        "row_split",
-        "sample_neighbors",
-    ): 12,
 }
 CUDA_SECONDS = 5  # of a file that stands nowhere there
 #: The same of C++ files that take longer than a second.
