@@ -135,11 +135,12 @@ FASTSPARSE_INLINE void wide_products(const Hidden<Acc<T>>& hidden, const Rows<T>
   constexpr int kRows = kVectorWidth<A>;
   for (int first = 0; first < right.count; first += kRows) {
     const int count = std::min(kRows, right.count - first);
-    Vector<A> part[kRows] = {};
+    Vector<A> part[kRows];
     for (int i = 0; i < count; ++i) {
       right.prefetch(first + i, 0, width);
       row_products<T, kHidden>(hidden, right.row(first + i), width, part[i]);
     }
+    for (int i = count; i < kRows; ++i) part[i] = Vector<A>{};
 #pragma GCC unroll 4
     for (int left = kRows / 2; left > 0; left /= 2) {
 #pragma GCC unroll 4
