@@ -1,6 +1,5 @@
 // What attention on the CPU does with the features of a block's rows: products with them and weighted sums of
-// them, over 64-byte vectors, or halves of them where heads are narrow. Compiled once for every type and
-// instruction set, and called from both passes.
+// them, over vectors. Compiled once for every type, and called from both passes.
 #include <algorithm>
 #include <type_traits>
 
@@ -9,27 +8,26 @@
 namespace fastsparse::cpu {
 namespace {
 
-template <typename A>
-using HalfVector = Lanes<A, kVectorWidth<A> / 2>;
+#ifdef __clang__
+#define FASTSPARSE_SHUFFLE(Int, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define FASTSPARSE_SHUFFLE(Int, a, b, ...) \
+  __builtin_shuffle(a, b, Lanes<Int, sizeof(a) / sizeof(Int)>{__VA_ARGS__})
+#endif
 
-// Turns `a` into the sums of its lanes 0 and 1, 2 and 3, ..., then of those of `b`.
-FASTSPARSE_INLINE void add_neighbours(HalfVector<float>& a, const HalfVector<float>& b) {
-#ifdef __clang__
-  a = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
-      __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
-#else
-  using Index = Lanes<std::int32_t, 8>;
-  a = __builtin_shuffle(a, b, Index{0, 2, 4, 6, 8, 10, 12, 14}) +
-      __builtin_shuffle(a, b, Index{1, 3, 5, 7, 9, 11, 13, 15});
-#endif
+// Turns `a` into sums of neighbouring lanes of it and of those of `b`, half by half: AVX2's shuffles stay in
+// a half. With `halves`, into the sums of the halves of `a`, then of those of `b`.
+FASTSPARSE_INLINE void add_neighbours(Vector<float>& a, const Vector<float>& b, bool halves) {
+  a = halves ? FASTSPARSE_SHUFFLE(std::int32_t, a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
+                   FASTSPARSE_SHUFFLE(std::int32_t, a, b, 4, 5, 6, 7, 12, 13, 14, 15)
+             : FASTSPARSE_SHUFFLE(std::int32_t, a, b, 0, 2, 8, 10, 4, 6, 12, 14) +
+                   FASTSPARSE_SHUFFLE(std::int32_t, a, b, 1, 3, 9, 11, 5, 7, 13, 15);
 }
-FASTSPARSE_INLINE void add_neighbours(HalfVector<double>& a, const HalfVector<double>& b) {
-#ifdef __clang__
-  a = __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
-#else
-  using Index = Lanes<std::int64_t, 4>;
-  a = __builtin_shuffle(a, b, Index{0, 2, 4, 6}) + __builtin_shuffle(a, b, Index{1, 3, 5, 7});
-#endif
+FASTSPARSE_INLINE void add_neighbours(Vector<double>& a, const Vector<double>& b, bool halves) {
+  a = halves ? FASTSPARSE_SHUFFLE(std::int64_t, a, b, 0, 1, 4, 5) +
+                   FASTSPARSE_SHUFFLE(std::int64_t, a, b, 2, 3, 6, 7)
+             : FASTSPARSE_SHUFFLE(std::int64_t, a, b, 0, 4, 2, 6) +
+                   FASTSPARSE_SHUFFLE(std::int64_t, a, b, 1, 5, 3, 7);
 }
 
 // The rows of a `Gather`, in their type.
@@ -71,28 +69,28 @@ FASTSPARSE_INLINE void leaky_relu(V& z, A slope) {
 
 // Sets the lanes before `first` to 0. The last vector of a head ends with it, so that nothing is read beyond
 // it and no feature is left over; lanes that an earlier vector had count once.
-template <typename A, int kLanes>
-FASTSPARSE_INLINE void clear_lanes(std::int64_t first, Lanes<A, kLanes>& lanes) {
-  using Mask = BitsOf<Lanes<A, kLanes>>;
+template <typename A>
+FASTSPARSE_INLINE void clear_lanes(std::int64_t first, Vector<A>& lanes) {
+  using Mask = BitsOf<Vector<A>>;
   static constexpr struct {
     Mask none = {}, all = ~Mask{};
   } kMasks;
   Mask mask;
   std::memcpy(&mask, reinterpret_cast<const A*>(&kMasks.all) - first, sizeof mask);
-  lanes = reinterpret_cast<Lanes<A, kLanes>>(reinterpret_cast<Mask>(lanes) & mask);
+  lanes = reinterpret_cast<Vector<A>>(reinterpret_cast<Mask>(lanes) & mask);
 }
 
-// Products of features [f, f + kLanes).
-template <typename T, bool kHidden, int kLanes>
+// Products of the features from `f` on, a vector of them.
+template <typename T, bool kHidden>
 FASTSPARSE_INLINE void multiply(const Hidden<Acc<T>>& hidden, const T* right, std::int64_t f,
-                                Lanes<Acc<T>, kLanes>& product) {
+                                Vector<Acc<T>>& product) {
   using A = Acc<T>;
-  Lanes<A, kLanes> l;
-  load_lanes<A, kLanes>(hidden.left + f, l);
-  load_lanes<T, kLanes>(right + f, product);
+  Vector<A> l;
+  load_vector<A>(hidden.left + f, l);
+  load_vector<T>(right + f, product);
   if constexpr (kHidden) {
-    Lanes<A, kLanes> att;
-    load_lanes<A, kLanes>(hidden.att + f, att);
+    Vector<A> att;
+    load_vector<A>(hidden.att + f, att);
     product += l;
     leaky_relu(product, hidden.slope);
     product *= att;
@@ -101,50 +99,53 @@ FASTSPARSE_INLINE void multiply(const Hidden<Acc<T>>& hidden, const T* right, st
   }
 }
 
-// Products with the features of one row, summed up to half a vector; width >= kLanes.
-template <typename T, bool kHidden, int kLanes>
+// Products with the features of one row, summed up to a vector; at least one vector of features.
+template <typename T, bool kHidden>
 FASTSPARSE_INLINE void row_products(const Hidden<Acc<T>>& hidden, const T* row, std::int64_t width,
-                                    HalfVector<Acc<T>>& part) {
+                                    Vector<Acc<T>>& result) {
   using A = Acc<T>;
-  Lanes<A, kLanes> sum = {}, product;
+  constexpr int kWidth = kVectorWidth<A>;
+  Vector<A> sum = {}, other_sum = {}, product;  // two, for an addition waits for the one before
   std::int64_t f = 0;
-  for (; f + kLanes <= width; f += kLanes) {
-    multiply<T, kHidden, kLanes>(hidden, row, f, product);
+  for (; f + 2 * kWidth <= width; f += 2 * kWidth) {
+    multiply<T, kHidden>(hidden, row, f, product);
     sum += product;
+    multiply<T, kHidden>(hidden, row, f + kWidth, product);
+    other_sum += product;
+  }
+  if (f + kWidth <= width) {
+    multiply<T, kHidden>(hidden, row, f, product);
+    sum += product;
+    f += kWidth;
   }
   if (f < width) {
-    multiply<T, kHidden, kLanes>(hidden, row, width - kLanes, product);
-    clear_lanes<A, kLanes>(f - (width - kLanes), product);
+    multiply<T, kHidden>(hidden, row, width - kWidth, product);
+    clear_lanes<A>(f - (width - kWidth), product);
     sum += product;
   }
-  if constexpr (kLanes == kVectorWidth<A>) {
-    HalfVector<A> half[2];
-    std::memcpy(half, &sum, sizeof sum);
-    part = half[0] + half[1];
-  } else {
-    part = sum;
-  }
+  result = sum + other_sum;
 }
 
-// As many rows as half a vector has lanes at a time: their sums then come out of adding neighbouring lanes,
-// which puts two vectors into one, a few times over.
-template <typename T, bool kHidden, int kLanes>
+// As many rows as a vector has lanes at a time: their sums then come out of adding neighbouring lanes, which
+// puts two vectors into one, a few times over.
+template <typename T, bool kHidden>
 FASTSPARSE_INLINE void wide_products(const Hidden<Acc<T>>& hidden, const Rows<T>& right, std::int64_t width,
                                      Acc<T>* product) {
   using A = Acc<T>;
-  constexpr int kRows = kVectorWidth<A> / 2;
+  constexpr int kRows = kVectorWidth<A>;
   for (int first = 0; first < right.count; first += kRows) {
     const int count = std::min(kRows, right.count - first);
-    HalfVector<A> part[kRows] = {};
+    Vector<A> part[kRows];
     for (int i = 0; i < count; ++i) {
       right.prefetch(first + i, 0, width);
-      row_products<T, kHidden, kLanes>(hidden, right.row(first + i), width, part[i]);
+      row_products<T, kHidden>(hidden, right.row(first + i), width, part[i]);
     }
+    for (int i = count; i < kRows; ++i) part[i] = Vector<A>{};
 #pragma GCC unroll 4
     for (int left = kRows / 2; left > 0; left /= 2) {
 #pragma GCC unroll 4
       for (int i = 0; i < left; ++i) {
-        add_neighbours(part[2 * i], part[2 * i + 1]);
+        add_neighbours(part[2 * i], part[2 * i + 1], left == 1);
         part[i] = part[2 * i];
       }
     }
@@ -157,9 +158,7 @@ template <typename T, bool kHidden>
 FASTSPARSE_INLINE void block_products(const Hidden<Acc<T>>& hidden, const Rows<T>& right, std::int64_t width,
                                       Acc<T>* product) {
   using A = Acc<T>;
-  constexpr int kWidth = kVectorWidth<A>;
-  if (width >= kWidth) return wide_products<T, kHidden, kWidth>(hidden, right, width, product);
-  if (width >= kWidth / 2) return wide_products<T, kHidden, kWidth / 2>(hidden, right, width, product);
+  if (width >= kVectorWidth<A>) return wide_products<T, kHidden>(hidden, right, width, product);
   for (int entry = 0; entry < right.count; ++entry) {
     right.prefetch(entry, 0, width);
     const T* row = right.row(entry);
@@ -196,47 +195,38 @@ FASTSPARSE_INLINE void make_term(const V& left, A slope, V& right) {
   }
 }
 
-// Features [f, f + kVectors * kLanes), of which the first `skip` are summed already.
-template <typename T, Term kTerm, int kVectors, int kLanes>
+// Features of kVectors vectors from `f` on, of which the first `skip` are summed already.
+template <typename T, Term kTerm, int kVectors>
 FASTSPARSE_INLINE void accumulate_tile(const Acc<T>* weight, const Hidden<Acc<T>>& hidden,
                                        const Rows<T>& right, std::int64_t f, std::int64_t skip,
                                        const Sum<Acc<T>>& sum) {
   using A = Acc<T>;
-  using V = Lanes<A, kLanes>;
-  V block[kVectors] = {}, left[kVectors] = {};
+  constexpr int kWidth = kVectorWidth<A>;
+  Vector<A> block[kVectors] = {}, left[kVectors] = {};
   if constexpr (kTerm != Term::kFeatures) {
-    for (int v = 0; v < kVectors; ++v) load_lanes<A, kLanes>(hidden.left + f + v * kLanes, left[v]);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) load_vector<A>(hidden.left + f + v * kWidth, left[v]);
   }
   for (int entry = 0; entry < right.count; ++entry) {
-    right.prefetch(entry, f, kVectors * kLanes);
+    right.prefetch(entry, f, kVectors * kWidth);
     const T* row = right.row(entry) + f;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
-      V features;
-      load_lanes<T, kLanes>(row + v * kLanes, features);
+      Vector<A> features;
+      load_vector<T>(row + v * kWidth, features);
       make_term<kTerm>(left[v], hidden.slope, features);
       block[v] += weight[entry] * features;
     }
   }
+#pragma GCC unroll 8
   for (int v = 0; v < kVectors; ++v) {
-    V total, compensation;
-    load_lanes<A, kLanes>(sum.total + f + v * kLanes, total);
-    load_lanes<A, kLanes>(sum.compensation + f + v * kLanes, compensation);
-    if (skip > 0) clear_lanes<A, kLanes>(skip, block[v]);
+    Vector<A> total, compensation;
+    load_vector<A>(sum.total + f + v * kWidth, total);
+    load_vector<A>(sum.compensation + f + v * kWidth, compensation);
+    if (kVectors == 1 && skip > 0) clear_lanes<A>(skip, block[v]);
     add_compensated(block[v], total, compensation);
-    std::memcpy(sum.total + f + v * kLanes, &total, sizeof total);
-    std::memcpy(sum.compensation + f + v * kLanes, &compensation, sizeof compensation);
-  }
-}
-
-// The features from `first` on, one vector of them after the other; width >= kLanes.
-template <typename T, Term kTerm, int kLanes>
-FASTSPARSE_INLINE void accumulate_tiles(const Acc<T>* weight, const Hidden<Acc<T>>& hidden,
-                                        const Rows<T>& right, std::int64_t first, std::int64_t width,
-                                        const Sum<Acc<T>>& sum) {
-  for (std::int64_t f = first; f < width; f += kLanes) {
-    const std::int64_t at = std::min(f, width - kLanes);
-    accumulate_tile<T, kTerm, 1, kLanes>(weight, hidden, right, at, f - at, sum);
+    std::memcpy(sum.total + f + v * kWidth, &total, sizeof total);
+    std::memcpy(sum.compensation + f + v * kWidth, &compensation, sizeof compensation);
   }
 }
 
@@ -247,14 +237,18 @@ FASTSPARSE_INLINE void accumulate_term(const Acc<T>* weight, const Hidden<Acc<T>
   using A = Acc<T>;
   constexpr int kWidth = kVectorWidth<A>;
   if (width >= kWidth) {
-    const std::int64_t tiled = width / (4 * kWidth) * (4 * kWidth);
-    for (std::int64_t f = 0; f < tiled; f += 4 * kWidth) {
-      accumulate_tile<T, kTerm, 4, kWidth>(weight, hidden, right, f, 0, sum);
+    std::int64_t f = 0;
+    for (; f + 8 * kWidth <= width; f += 8 * kWidth) {
+      accumulate_tile<T, kTerm, 8>(weight, hidden, right, f, 0, sum);
     }
-    return accumulate_tiles<T, kTerm, kWidth>(weight, hidden, right, tiled, width, sum);
-  }
-  if (width >= kWidth / 2) {
-    return accumulate_tiles<T, kTerm, kWidth / 2>(weight, hidden, right, 0, width, sum);
+    for (; f + 2 * kWidth <= width; f += 2 * kWidth) {
+      accumulate_tile<T, kTerm, 2>(weight, hidden, right, f, 0, sum);
+    }
+    for (; f < width; f += kWidth) {
+      const std::int64_t at = std::min(f, width - kWidth);
+      accumulate_tile<T, kTerm, 1>(weight, hidden, right, at, f - at, sum);
+    }
+    return;
   }
   for (std::int64_t f = 0; f < width; ++f) {
     A block = 0;
@@ -291,65 +285,74 @@ FASTSPARSE_INLINE void accumulate_block(Term term, const Acc<T>* weight, const H
 }
 
 template <typename T>
-FASTSPARSE_INLINE void widen_all(const T* from, std::int64_t count, Acc<T>* to) {
-  for (std::int64_t i = 0; i < count; ++i) to[i] = widen(from[i]);
+void widen_all(const DenseView& matrix, std::int64_t row, std::int64_t count, Acc<T>* to) {
+  const T* from = static_cast<const T*>(matrix.data) + row * matrix.stride;
+  for_this_machine([&]() FASTSPARSE_INLINED {
+    constexpr int kWidth = kVectorWidth<Acc<T>>;
+    std::int64_t i = 0;
+    for (; i + kWidth <= count; i += kWidth) {
+      Vector<Acc<T>> lanes;
+      load_vector<T>(from + i, lanes);
+      store_vector<Acc<T>>(lanes, to + i);
+    }
+    for (; i < count; ++i) to[i] = widen(from[i]);
+  });
 }
 
 template <typename T>
-FASTSPARSE_INLINE void narrow_all(const Acc<T>* from, Acc<T> scale, std::int64_t count, T* to) {
-  for (std::int64_t i = 0; i < count; ++i) narrow(from[i] * scale, to + i);
+void narrow_all(const Acc<T>* from, Acc<T> scale, std::int64_t count, T* to) {
+  for_this_machine([&]() FASTSPARSE_INLINED {
+    constexpr int kWidth = kVectorWidth<Acc<T>>;
+    std::int64_t i = 0;
+    for (; i + kWidth <= count; i += kWidth) {
+      Vector<Acc<T>> lanes;
+      load_vector<Acc<T>>(from + i, lanes);
+      store_vector<T>(lanes * scale, to + i);
+    }
+    for (; i < count; ++i) narrow(from[i] * scale, to + i);
+  });
 }
 
 }  // namespace
 
-// Plain functions, an overload for each type of sums: the compiler multi-versions functions, not templates.
-FASTSPARSE_MULTIVERSION void products(const Hidden<double>& hidden, const Gather& right, std::int64_t width,
-                                      double* product) {
-  block_products<double>(hidden, right, width, product);
+void products(const Hidden<double>& hidden, const Gather& right, std::int64_t width, double* product) {
+  for_this_machine([&]() FASTSPARSE_INLINED { block_products<double>(hidden, right, width, product); });
 }
-FASTSPARSE_MULTIVERSION void products(const Hidden<float>& hidden, const Gather& right, std::int64_t width,
-                                      float* product) {
-  if (right.dtype == Dtype::kFloat32) return block_products<float>(hidden, right, width, product);
-  if (right.dtype == Dtype::kFloat16) return block_products<Half>(hidden, right, width, product);
-  block_products<BFloat16>(hidden, right, width, product);
+void products(const Hidden<float>& hidden, const Gather& right, std::int64_t width, float* product) {
+  with_float_type(right.dtype, [&](auto type) {
+    for_this_machine(
+        [&]() FASTSPARSE_INLINED { block_products<decltype(type)>(hidden, right, width, product); });
+  });
 }
 
-FASTSPARSE_MULTIVERSION void accumulate(Term term, const double* weight, const Hidden<double>& hidden,
-                                        const Gather& right, std::int64_t width, const Sum<double>& sum) {
-  accumulate_block<double>(term, weight, hidden, right, width, sum);
+void accumulate(Term term, const double* weight, const Hidden<double>& hidden, const Gather& right,
+                std::int64_t width, const Sum<double>& sum) {
+  for_this_machine(
+      [&]() FASTSPARSE_INLINED { accumulate_block<double>(term, weight, hidden, right, width, sum); });
 }
-FASTSPARSE_MULTIVERSION void accumulate(Term term, const float* weight, const Hidden<float>& hidden,
-                                        const Gather& right, std::int64_t width, const Sum<float>& sum) {
-  if (right.dtype == Dtype::kFloat32) {
-    return accumulate_block<float>(term, weight, hidden, right, width, sum);
-  }
-  if (right.dtype == Dtype::kFloat16) {
-    return accumulate_block<Half>(term, weight, hidden, right, width, sum);
-  }
-  accumulate_block<BFloat16>(term, weight, hidden, right, width, sum);
-}
-
-FASTSPARSE_MULTIVERSION void widen_row(const DenseView& matrix, Dtype, std::int64_t row, std::int64_t width,
-                                       double* to) {
-  widen_all(static_cast<const double*>(matrix.data) + row * matrix.stride, width, to);
-}
-FASTSPARSE_MULTIVERSION void widen_row(const DenseView& matrix, Dtype dtype, std::int64_t row,
-                                       std::int64_t width, float* to) {
-  const std::int64_t first = row * matrix.stride;
-  if (dtype == Dtype::kFloat32) return widen_all(static_cast<const float*>(matrix.data) + first, width, to);
-  if (dtype == Dtype::kFloat16) return widen_all(static_cast<const Half*>(matrix.data) + first, width, to);
-  widen_all(static_cast<const BFloat16*>(matrix.data) + first, width, to);
+void accumulate(Term term, const float* weight, const Hidden<float>& hidden, const Gather& right,
+                std::int64_t width, const Sum<float>& sum) {
+  with_float_type(right.dtype, [&](auto type) {
+    for_this_machine([&]() FASTSPARSE_INLINED {
+      accumulate_block<decltype(type)>(term, weight, hidden, right, width, sum);
+    });
+  });
 }
 
-FASTSPARSE_MULTIVERSION void narrow_row(const double* from, double scale, std::int64_t width, void* to, Dtype,
-                                        std::int64_t first) {
+void widen_row(const DenseView& matrix, Dtype, std::int64_t row, std::int64_t width, double* to) {
+  widen_all<double>(matrix, row, width, to);
+}
+void widen_row(const DenseView& matrix, Dtype dtype, std::int64_t row, std::int64_t width, float* to) {
+  with_float_type(dtype, [&](auto type) { widen_all<decltype(type)>(matrix, row, width, to); });
+}
+
+void narrow_row(const double* from, double scale, std::int64_t width, void* to, Dtype, std::int64_t first) {
   narrow_all(from, scale, width, static_cast<double*>(to) + first);
 }
-FASTSPARSE_MULTIVERSION void narrow_row(const float* from, float scale, std::int64_t width, void* to,
-                                        Dtype dtype, std::int64_t first) {
-  if (dtype == Dtype::kFloat32) return narrow_all(from, scale, width, static_cast<float*>(to) + first);
-  if (dtype == Dtype::kFloat16) return narrow_all(from, scale, width, static_cast<Half*>(to) + first);
-  narrow_all(from, scale, width, static_cast<BFloat16*>(to) + first);
+void narrow_row(const float* from, float scale, std::int64_t width, void* to, Dtype dtype,
+                std::int64_t first) {
+  with_float_type(
+      dtype, [&](auto type) { narrow_all(from, scale, width, static_cast<decltype(type)*>(to) + first); });
 }
 
 }  // namespace fastsparse::cpu

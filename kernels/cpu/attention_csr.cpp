@@ -67,22 +67,15 @@ FASTSPARSE_INLINE void attend_rows(const AttentionCsrArgs& args, std::int64_t ro
   }
 }
 
-// Plain functions: the compiler multi-versions functions, not templates.
-FASTSPARSE_MULTIVERSION void rows(double, const AttentionCsrArgs& args, std::int64_t begin,
-                                  std::int64_t end) {
-  attend_rows<double>(args, begin, end);
-}
-FASTSPARSE_MULTIVERSION void rows(float, const AttentionCsrArgs& args, std::int64_t begin, std::int64_t end) {
-  attend_rows<float>(args, begin, end);
-}
-
 }  // namespace
 
 void attention_csr(const AttentionCsrArgs& args, int threads) {
   with_sum_type(args.dtype, [&](auto type) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (work(args) > kSerialWork)
     for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
-      rows(type, args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+      for_this_machine([&]() FASTSPARSE_INLINED {
+        attend_rows<decltype(type)>(args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+      });
     }
   });
 }

@@ -226,23 +226,6 @@ FASTSPARSE_INLINE void differentiate_columns(const AttentionCsrBackwardArgs& arg
   }
 }
 
-// Plain functions: the compiler multi-versions functions, not templates.
-FASTSPARSE_MULTIVERSION void rows(double, const AttentionCsrBackwardArgs& args,
-                                  const Scratch<double>& scratch, std::int64_t begin, std::int64_t end) {
-  differentiate_rows<double>(args, scratch, begin, end);
-}
-FASTSPARSE_MULTIVERSION void columns(double, const AttentionCsrBackwardArgs& args,
-                                     const Scratch<double>& scratch, std::int64_t begin, std::int64_t end) {
-  differentiate_columns<double>(args, scratch, begin, end);
-}
-FASTSPARSE_MULTIVERSION void rows(float, const AttentionCsrBackwardArgs& args, const Scratch<float>& scratch,
-                                  std::int64_t begin, std::int64_t end) {
-  differentiate_rows<float>(args, scratch, begin, end);
-}
-FASTSPARSE_MULTIVERSION void columns(float, const AttentionCsrBackwardArgs& args,
-                                     const Scratch<float>& scratch, std::int64_t begin, std::int64_t end) {
-  differentiate_columns<float>(args, scratch, begin, end);
-}
 }  // namespace
 
 void attention_csr_backward(const AttentionCsrBackwardArgs& args, int threads) {
@@ -265,11 +248,15 @@ void attention_csr_backward(const AttentionCsrBackwardArgs& args, const Gradient
     const bool parallel = work(forward) > kSerialWork;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (parallel)
     for (std::int64_t row = 0; row < num_rows; row += kRowsPerTask) {
-      rows(type, args, scratch, row, std::min(row + kRowsPerTask, num_rows));
+      for_this_machine([&]() FASTSPARSE_INLINED {
+        differentiate_rows<A>(args, scratch, row, std::min(row + kRowsPerTask, num_rows));
+      });
     }
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (parallel)
     for (std::int64_t col = 0; col < num_cols; col += kRowsPerTask) {
-      columns(type, args, scratch, col, std::min(col + kRowsPerTask, num_cols));
+      for_this_machine([&]() FASTSPARSE_INLINED {
+        differentiate_columns<A>(args, scratch, col, std::min(col + kRowsPerTask, num_cols));
+      });
     }
     for (std::int64_t f = 0; f < att_width; ++f) {
       double sum = 0;

@@ -18,44 +18,55 @@ std::int64_t work(const CsrView& a, const EdgeMessageInput& input) {
   return a.num_edges * input.width * (1 + input.edge_width);
 }
 
-template <typename T>
-FASTSPARSE_INLINE const T* row_of(const DenseView& x, std::int64_t row) {
-  return static_cast<const T*>(x.data) + row * x.stride;
+// Loops over features are functions: compilers know of parameters alone that they lie apart from the others.
+template <typename A>
+FASTSPARSE_INLINE void add_row(const A* from, A* __restrict to, std::int64_t width) {
+  for (std::int64_t f = 0; f < width; ++f) to[f] += from[f];
+}
+template <typename A>
+FASTSPARSE_INLINE void add_scaled(A by, const A* from, A* __restrict to, std::int64_t width) {
+  for (std::int64_t f = 0; f < width; ++f) to[f] += by * from[f];
 }
 
-template <typename T>
-FASTSPARSE_INLINE void widen_row(const T* from, std::vector<Acc<T>>& to) {
-  for (std::size_t i = 0; i < to.size(); ++i) to[i] = widen(from[i]);
+template <typename A>
+FASTSPARSE_INLINE void set_sum(const A* left, const A* right, A* __restrict to, std::int64_t width) {
+  for (std::int64_t f = 0; f < width; ++f) to[f] = left[f] + right[f];
 }
 
-template <typename T>
-FASTSPARSE_INLINE void add_row(const T* from, std::vector<Acc<T>>& to) {
-  for (std::size_t i = 0; i < to.size(); ++i) to[i] += widen(from[i]);
-}
-
-template <typename T>
-FASTSPARSE_INLINE void add_scaled(Acc<T> by, const T* from, std::vector<Acc<T>>& to) {
-  for (std::size_t i = 0; i < to.size(); ++i) to[i] += by * widen(from[i]);
-}
-
-// 1 + eps, rounded to T as PyTorch's sum is.
-template <typename T>
-Acc<T> one_plus(const void* eps) {
-  T rounded;
-  narrow(Acc<T>{1} + widen(*static_cast<const T*>(eps)), &rounded);
-  return widen(rounded);
-}
-
-template <typename T>
-FASTSPARSE_INLINE void narrow_row(const std::vector<Acc<T>>& from, void* to, std::int64_t row) {
-  T* at = static_cast<T*>(to) + row * static_cast<std::int64_t>(from.size());
-  for (std::size_t i = 0; i < from.size(); ++i) narrow(from[i], at + i);
+// 1 + eps, rounded as PyTorch's sum is.
+template <typename A>
+A one_plus(const void* eps, Dtype dtype) {
+  double room;
+  set_number(&room, dtype, 0, A{1} + number_at<A>(eps, dtype, 0));
+  return number_at<A>(&room, dtype, 0);
 }
 
 template <typename A>
 FASTSPARSE_INLINE A sigmoid(A z) {
   const A e = exponential(z < A{0} ? z : -z);
   return (z < A{0} ? e : A{1}) / (A{1} + e);
+}
+
+// What a gated entry adds to its row.
+template <typename A>
+FASTSPARSE_INLINE void add_gated(const A* z, const A* value, bool with_state, A* __restrict sum,
+                                 A* __restrict side, std::int64_t width) {
+  for (std::int64_t f = 0; f < width; ++f) {
+    const A gate = sigmoid(z[f]), sent = gate * value[f];
+    sum[f] += sent;
+    side[f] += with_state ? gate : sent * (A{1} - gate);
+  }
+}
+
+// Turns z and v_ij into their gradients.
+template <typename A>
+FASTSPARSE_INLINE void differentiate_gated(const A* grad, const A* side, const A* grad_state, A* __restrict z,
+                                           A* __restrict value, std::int64_t width) {
+  for (std::int64_t f = 0; f < width; ++f) {
+    const A gate = sigmoid(z[f]), slope = gate * (A{1} - gate);
+    z[f] = slope * (value[f] * grad[f] + side[f]) + grad_state[f];
+    value[f] = gate * grad[f];
+  }
 }
 
 // All bits or none, for each bit of a byte: masks for eight numbers at once.
@@ -68,8 +79,8 @@ constexpr auto kMasks = [] {
 }();
 
 template <typename A>
-FASTSPARSE_INLINE void keep_signs(const std::vector<A>& z, std::uint8_t* positive, std::int64_t bytes) {
-  const auto width = static_cast<std::int64_t>(z.size());
+FASTSPARSE_INLINE void keep_signs(const A* z, std::int64_t width, std::uint8_t* positive,
+                                  std::int64_t bytes) {
   for (std::int64_t byte = 0; byte < bytes; ++byte) {
     const int count = static_cast<int>(std::clamp<std::int64_t>(width - 8 * byte, 0, 8));
     unsigned bits = 0;
@@ -80,10 +91,9 @@ FASTSPARSE_INLINE void keep_signs(const std::vector<A>& z, std::uint8_t* positiv
 
 // The numbers whose bits are set, else 0.
 template <typename A>
-FASTSPARSE_INLINE void where_positive(const std::uint8_t* positive, const std::vector<A>& from,
-                                      std::vector<A>& to) {
+FASTSPARSE_INLINE void where_positive(const std::uint8_t* positive, const A* from, A* __restrict to,
+                                      std::int64_t width) {
   using Bits = std::conditional_t<sizeof(A) == 4, std::int32_t, std::int64_t>;
-  const auto width = static_cast<std::int64_t>(to.size());
   for (std::int64_t first = 0; first < width; first += 8) {
     const auto& masks = kMasks[positive[first / 8]];
     const int count = static_cast<int>(std::min<std::int64_t>(width - first, 8));
@@ -102,132 +112,133 @@ FASTSPARSE_INLINE void where_positive(const std::uint8_t* positive, const std::v
 }
 
 // What one entry sends, made from its row's, its source's and its edge's numbers.
-template <typename T>
+template <typename A>
 struct Message {
-  using A = Acc<T>;
   const EdgeMessageInput& input;
-  const bool gated = input.message != EdgeMessage::kRelu;
-  std::vector<A> features, z, value, of_row;
+  const std::int64_t width = input.width;
+  const bool gated = input.message != EdgeMessage::kRelu, raw = input.weight != nullptr;
+  std::vector<A> room, row_room, features_room, z, value;
+  const A* of_row;  // k, or the bias, or zeros
+  const A* features = nullptr;
 
   explicit Message(const EdgeMessageInput& of)
       : input(of),
-        features(of.weight != nullptr ? of.edge_width : 0),
-        z(of.width),
-        value(of.width),
-        of_row(of.width) {}
-
-  FASTSPARSE_INLINE void set_row(std::int64_t row) {
-    if (gated) widen_row(row_of<T>(input.k, row), of_row);
-    if (!gated && input.bias != nullptr) {
-      std::copy_n(static_cast<const A*>(input.bias), of_row.size(), of_row.begin());
-    }
+        room(width),
+        row_room(width),
+        features_room(raw ? of.edge_width : 0),
+        z(width),
+        value(width) {
+    of_row = !gated && of.bias != nullptr ? static_cast<const A*>(of.bias) : row_room.data();
   }
 
-  FASTSPARSE_INLINE void add_projected(const void* weight, std::vector<A>& to) const {
-    for (std::size_t a = 0; a < features.size(); ++a) {
-      const A* row = static_cast<const A*>(weight) + a * to.size();
-      for (std::size_t f = 0; f < to.size(); ++f) to[f] += row[f] * features[a];
+  FASTSPARSE_INLINE const A* read(const DenseView& matrix, std::int64_t row) {
+    return read_row(matrix, input.dtype, row, width, room.data());
+  }
+
+  FASTSPARSE_INLINE void set_row(std::int64_t row) {
+    if (gated) of_row = read_row(input.k, input.dtype, row, width, row_room.data());
+  }
+
+  FASTSPARSE_INLINE void add_projected(const void* weight, A* to) const {
+    for (std::int64_t a = 0; a < input.edge_width; ++a) {
+      add_scaled(features[a], static_cast<const A*>(weight) + a * width, to, width);
     }
   }
 
   FASTSPARSE_INLINE void set_features(std::int64_t position) {
-    if (!features.empty()) widen_row(row_of<T>(input.edge, position), features);
+    if (raw) features = read_row(input.edge, input.dtype, position, input.edge_width, features_room.data());
   }
 
-  // z and v_ij of row `row`, whose k is set, or of the row whose k is given.
+  // z and v_ij of an entry of the row that is set.
   FASTSPARSE_INLINE void set_entry(std::int64_t col, std::int64_t position) {
-    for (std::size_t f = 0; f < z.size(); ++f) z[f] = of_row[f] + widen(row_of<T>(input.q, col)[f]);
-    if (gated) widen_row(row_of<T>(input.v, col), value);
+    set_sum(of_row, read(input.q, col), z.data(), width);
+    if (gated) std::copy_n(read(input.v, col), width, value.data());
     set_features(position);
-    if (input.weight != nullptr) {
-      add_projected(input.weight, z);
-      if (gated) add_projected(input.of_value, value);
+    if (raw) {
+      add_projected(input.weight, z.data());
+      if (gated) add_projected(input.of_value, value.data());
     } else if (input.edge.data != nullptr) {
-      add_row(row_of<T>(input.edge, position), z);
+      add_row(read(input.edge, position), z.data(), width);
     }
   }
 };
 
-template <typename T>
+template <typename A>
 FASTSPARSE_INLINE void send(const EdgeMessageArgs& args, std::int64_t row_begin, std::int64_t row_end) {
-  using A = Acc<T>;
   const EdgeMessageInput& input = args.input;
   const std::int64_t width = input.width;
   const bool with_state = input.message == EdgeMessage::kGateAndState;
-  Message<T> message(input);
-  std::vector<A> sum(width), side(width);
-  const A scale = args.eps == nullptr ? A{1} : one_plus<T>(args.eps);
+  Message<A> message(input);
+  std::vector<A> sums(width), sides(width);
+  A *sum = sums.data(), *side = sides.data();
+  const A *z = message.z.data(), *value = message.value.data();
+  const A scale = args.eps == nullptr ? A{1} : one_plus<A>(args.eps, input.dtype);
   for (std::int64_t row = row_begin; row < row_end; ++row) {
-    std::fill(sum.begin(), sum.end(), A{0});
-    std::fill(side.begin(), side.end(), A{0});
+    std::fill_n(sum, width, A{0});
+    std::fill_n(side, width, A{0});
     message.set_row(row);
     for (std::int64_t entry = args.a.rowptr[row]; entry < args.a.rowptr[row + 1]; ++entry) {
       const std::int64_t position = edge_position(args.a, entry);
       message.set_entry(args.a.col[entry], position);
       if (message.gated) {
-        for (std::int64_t f = 0; f < width; ++f) {
-          const A gate = sigmoid(message.z[f]), sent = gate * message.value[f];
-          sum[f] += sent;
-          side[f] += with_state ? gate : sent * (A{1} - gate);
-        }
-        if (with_state) narrow_row<T>(message.z, args.state, position);
+        add_gated(z, value, with_state, sum, side, width);
+        if (with_state) write_row(z, width, args.state, input.dtype, position * width);
         continue;
       }
-      for (std::int64_t f = 0; f < width; ++f) sum[f] += rectify(message.z[f]);
+      for (std::int64_t f = 0; f < width; ++f) sum[f] += rectify(z[f]);
       if (args.positive == nullptr) continue;
-      keep_signs(message.z, args.positive + position * args.sign_bytes, args.sign_bytes);
+      keep_signs(z, width, args.positive + position * args.sign_bytes, args.sign_bytes);
     }
-    if (args.root.data != nullptr) add_scaled<T>(scale, row_of<T>(args.root, row), sum);
-    narrow_row<T>(sum, args.out, row);
-    if (args.side != nullptr) narrow_row<T>(side, args.side, row);
+    if (args.root.data != nullptr) add_scaled(scale, message.read(args.root, row), sum, width);
+    write_row(sum, width, args.out, input.dtype, row * width);
+    if (args.side != nullptr) write_row(side, width, args.side, input.dtype, row * width);
   }
 }
 
 // Columns of A: gradients of their rows and of their entries' edges.
-template <typename T>
+template <typename A>
 FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args, std::int64_t begin,
                                              std::int64_t end) {
-  using A = Acc<T>;
   const EdgeMessageInput& input = args.input;
+  const Dtype dtype = input.dtype;
   const std::int64_t width = input.width, edge_width = input.edge_width;
   const bool with_state = input.message == EdgeMessage::kGateAndState;
-  Message<T> message(input);
-  std::vector<A>&z = message.z, &value = message.value;
-  std::vector<A> grad(width), side(width), grad_state(width), grad_q(width), grad_v(width), q(width),
-      v(width);
-  const A scale = args.scale == nullptr ? A{0} : widen(*static_cast<const T*>(args.scale));
+  Message<A> message(input);
+  std::vector<A> grads(width), sides(width), of_state(width), of_q(width), of_v(width), q_room(width),
+      v_room(width);
+  A *z = message.z.data(), *value = message.value.data(), *grad_q = of_q.data(), *grad_v = of_v.data();
+  const A *side = sides.data(), *grad_state = of_state.data();
+  const A scale = args.scale == nullptr ? A{0} : number_at<A>(args.scale, dtype, 0);
   for (std::int64_t source = begin; source < end; ++source) {
-    std::fill(grad_q.begin(), grad_q.end(), A{0});
-    std::fill(grad_v.begin(), grad_v.end(), A{0});
-    if (message.gated) widen_row(row_of<T>(input.v, source), v);
-    if (message.gated && !with_state) widen_row(row_of<T>(input.q, source), q);
+    std::fill_n(grad_q, width, A{0});
+    std::fill_n(grad_v, width, A{0});
+    const A* v = message.gated ? read_row(input.v, dtype, source, width, v_room.data()) : nullptr;
+    const A* q =
+        message.gated && !with_state ? read_row(input.q, dtype, source, width, q_room.data()) : nullptr;
     for (std::int64_t entry = args.a_t.rowptr[source]; entry < args.a_t.rowptr[source + 1]; ++entry) {
       const std::int64_t row = args.a_t.col[entry], position = edge_position(args.a_t, entry);
-      widen_row(row_of<T>(args.grad, row), grad);
+      const A* grad = read_row(args.grad, dtype, row, width, grads.data());
       if (message.gated) {
-        value = v;
+        std::copy_n(v, width, value);
         if (with_state) {
-          widen_row(row_of<T>(args.state, position), z);
-          widen_row(row_of<T>(args.grad_side, row), side);
-          if (args.grad_state.data != nullptr) widen_row(row_of<T>(args.grad_state, position), grad_state);
+          std::copy_n(message.read(args.state, position), width, z);
+          side = read_row(args.grad_side, dtype, row, width, sides.data());
+          if (args.grad_state.data != nullptr) {
+            grad_state = read_row(args.grad_state, dtype, position, width, of_state.data());
+          }
         } else {
-          z = q;
-          add_row(row_of<T>(input.k, row), z);
+          set_sum(q, message.read(input.k, row), z, width);
           message.set_features(position);
           message.add_projected(input.weight, z);
           message.add_projected(input.of_value, value);
         }
-        for (std::int64_t f = 0; f < width; ++f) {
-          const A gate = sigmoid(z[f]), slope = gate * (A{1} - gate);
-          z[f] = slope * (value[f] * grad[f] + side[f]) + grad_state[f];
-          value[f] = gate * grad[f];
-          grad_v[f] += value[f];
-        }
+        differentiate_gated(grad, side, grad_state, z, value, width);
+        add_row<A>(value, grad_v, width);
       } else {
-        where_positive(args.positive + position * args.sign_bytes, grad, z);
+        where_positive(args.positive + position * args.sign_bytes, grad, z, width);
       }
-      for (std::int64_t f = 0; f < width; ++f) grad_q[f] += z[f];
-      if (args.grad_edge != nullptr) narrow_row<T>(z, args.grad_edge, position);
+      add_row<A>(z, grad_q, width);
+      if (args.grad_edge != nullptr) write_row<A>(z, width, args.grad_edge, dtype, position * width);
       if (args.grad_features == nullptr) continue;
       for (std::int64_t a = 0; a < edge_width; ++a) {
         const A* weight = static_cast<const A*>(input.weight) + a * width;
@@ -240,9 +251,9 @@ FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args
         static_cast<A*>(args.grad_features)[position * edge_width + a] = total;
       }
     }
-    if (args.scale != nullptr) add_scaled<T>(scale, row_of<T>(args.grad, source), grad_q);
-    narrow_row<T>(grad_q, args.grad_q, source);
-    if (message.gated) narrow_row<T>(grad_v, args.grad_v, source);
+    if (args.scale != nullptr) add_scaled(scale, message.read(args.grad, source), grad_q, width);
+    write_row<A>(grad_q, width, args.grad_q, dtype, source * width);
+    if (message.gated) write_row<A>(grad_v, width, args.grad_v, dtype, source * width);
   }
 }
 
@@ -252,49 +263,43 @@ std::int64_t rows_of_group(const EdgeMessageInput& input) {
 }
 
 // dW and dU of a group of rows.
-template <typename T>
+template <typename A>
 FASTSPARSE_INLINE void differentiate_weights(const EdgeMessageBackwardArgs& args, std::int64_t group,
                                              std::int64_t row_begin, std::int64_t row_end) {
-  using A = Acc<T>;
   const EdgeMessageInput& input = args.input;
   const std::int64_t width = input.width, edge_width = input.edge_width;
-  Message<T> message(input);
+  Message<A> message(input);
   const std::int64_t size = rows_of_group(input) * width;
   A* grad_weight = static_cast<A*>(args.grad_weight) + group * size;
   A* grad_of_value = message.gated ? static_cast<A*>(args.grad_of_value) + group * size : nullptr;
   std::fill(grad_weight, grad_weight + size, A{0});
   if (message.gated) std::fill(grad_of_value, grad_of_value + size, A{0});
-  std::vector<A>&z = message.z, &value = message.value, grad(width);
+  std::vector<A> grads(width);
+  const std::vector<A> zeros(width);
+  A *z = message.z.data(), *value = message.value.data();
   for (std::int64_t row = row_begin; row < row_end; ++row) {
-    widen_row(row_of<T>(args.grad, row), grad);
+    const A* grad = read_row(args.grad, input.dtype, row, width, grads.data());
     message.set_row(row);
     for (std::int64_t entry = args.a.rowptr[row]; entry < args.a.rowptr[row + 1]; ++entry) {
       const std::int64_t position = edge_position(args.a, entry);
       if (message.gated) {
         message.set_entry(args.a.col[entry], position);
-        for (std::int64_t f = 0; f < width; ++f) {
-          const A gate = sigmoid(z[f]);
-          z[f] = gate * (A{1} - gate) * value[f] * grad[f];
-          value[f] = gate * grad[f];
-        }
+        differentiate_gated(grad, zeros.data(), zeros.data(), z, value, width);
       } else {
         message.set_features(position);
-        where_positive(args.positive + position * args.sign_bytes, grad, z);
-        A* of_bias = grad_weight + edge_width * width;
-        for (std::int64_t f = 0; f < width; ++f) of_bias[f] += z[f];
+        where_positive(args.positive + position * args.sign_bytes, grad, z, width);
+        add_row<A>(z, grad_weight + edge_width * width, width);
       }
       for (std::int64_t a = 0; a < edge_width; ++a) {
-        const A feature = message.features[a];
-        for (std::int64_t f = 0; f < width; ++f) grad_weight[a * width + f] += feature * z[f];
-        if (!message.gated) continue;
-        for (std::int64_t f = 0; f < width; ++f) grad_of_value[a * width + f] += feature * value[f];
+        add_scaled<A>(message.features[a], z, grad_weight + a * width, width);
+        if (message.gated) add_scaled<A>(message.features[a], value, grad_of_value + a * width, width);
       }
     }
   }
 }
 
 // The groups' parts of dW, dbias and dU added up, in float64 as on CUDA, and transposed.
-template <typename U, typename A>
+template <typename A>
 void sum_groups(const EdgeMessageBackwardArgs& args) {
   const std::int64_t width = args.input.width, size = rows_of_group(args.input) * width;
   const EdgeMapGradients& to = args.maps;
@@ -306,17 +311,20 @@ void sum_groups(const EdgeMessageBackwardArgs& args) {
       for (std::int64_t i = 0; i < size; ++i) sums[i] += part[i];
     }
   };
+  const auto store_one = [&](void* map, std::int64_t at, double sum) {
+    to.dtype == Dtype::kFloat64 ? set_number(map, to.dtype, at, sum)
+                                : set_number(map, to.dtype, at, static_cast<float>(sum));
+  };
   const auto store = [&](void* map) {
     for (std::int64_t f = 0; map != nullptr && f < to.width; ++f) {
-      for (std::int64_t a = 0; a < to.edge_width; ++a) {
-        narrow(static_cast<Acc<U>>(sums[a * width + f]), static_cast<U*>(map) + f * to.edge_width + a);
-      }
+      for (std::int64_t a = 0; a < to.edge_width; ++a)
+        store_one(map, f * to.edge_width + a, sums[a * width + f]);
     }
   };
   add(args.grad_weight);
   store(to.weight);
   for (std::int64_t f = 0; to.bias != nullptr && f < to.width; ++f) {
-    narrow(static_cast<Acc<U>>(sums[args.input.edge_width * width + f]), static_cast<U*>(to.bias) + f);
+    store_one(to.bias, f, sums[args.input.edge_width * width + f]);
   }
   if (args.grad_of_value == nullptr) return;
   add(args.grad_of_value);
@@ -328,8 +336,8 @@ void lay_out_maps(const EdgeMapsArgs& args) {
   Acc<T>* out = static_cast<Acc<T>*>(args.out);
   const auto transpose = [&](const DenseView& map, const DenseView& added) {
     for (std::int64_t f = 0; f < args.given_width; ++f) {
-      const T* from = row_of<T>(map, f);
-      const T* more = added.data == nullptr ? nullptr : row_of<T>(added, f);
+      const T* from = static_cast<const T*>(map.data) + f * map.stride;
+      const T* more = added.data == nullptr ? nullptr : static_cast<const T*>(added.data) + f * added.stride;
       for (std::int64_t a = 0; a < args.given_edge_width; ++a) {
         out[a * args.width + f] = widen(from[a]) + (more == nullptr ? Acc<T>{0} : widen(more[a]));
       }
@@ -342,24 +350,6 @@ void lay_out_maps(const EdgeMapsArgs& args) {
   for (std::int64_t f = 0; bias != nullptr && f < args.given_width; ++f) out[f] = widen(bias[f]);
 }
 
-// Plain functions per type: the compiler multi-versions functions, not templates.
-#define FASTSPARSE_MESSAGES(T)                                                                              \
-  FASTSPARSE_MULTIVERSION void rows(T, const EdgeMessageArgs& args, std::int64_t begin, std::int64_t end) { \
-    send<T>(args, begin, end);                                                                              \
-  }                                                                                                         \
-  FASTSPARSE_MULTIVERSION void columns(T, const EdgeMessageBackwardArgs& args, std::int64_t begin,          \
-                                       std::int64_t end) {                                                  \
-    differentiate_columns<T>(args, begin, end);                                                             \
-  }                                                                                                         \
-  FASTSPARSE_MULTIVERSION void weights(T, const EdgeMessageBackwardArgs& args, std::int64_t group,          \
-                                       std::int64_t begin, std::int64_t end) {                              \
-    differentiate_weights<T>(args, group, begin, end);                                                      \
-  }
-FASTSPARSE_MESSAGES(double)
-FASTSPARSE_MESSAGES(float)
-FASTSPARSE_MESSAGES(Half)
-FASTSPARSE_MESSAGES(BFloat16)
-
 }  // namespace
 
 void lay_out_edge_maps(const EdgeMapsArgs& args, int /*threads*/) {
@@ -367,38 +357,42 @@ void lay_out_edge_maps(const EdgeMapsArgs& args, int /*threads*/) {
 }
 
 void edge_messages(const EdgeMessageArgs& args, int threads) {
-  with_type(args.input.dtype, [&](auto type) {
-    using T = decltype(type);
-    if (args.scale != nullptr) narrow(one_plus<T>(args.eps), static_cast<T*>(args.scale));
+  with_sum_type(args.input.dtype, [&](auto type) {
+    using A = decltype(type);
+    const Dtype dtype = args.input.dtype;
+    if (args.scale != nullptr) set_number(args.scale, dtype, 0, one_plus<A>(args.eps, dtype));
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (work(args.a, args.input) > kSerialWork)
     for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
-      rows(type, args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+      for_this_machine(
+          [&]() FASTSPARSE_INLINED { send<A>(args, row, std::min(row + kRowsPerTask, args.a.num_rows)); });
     }
   });
 }
 
 void edge_messages_backward(const EdgeMessageBackwardArgs& args, int threads) {
   const std::int64_t count = args.a.num_rows, groups = args.grad_weight == nullptr ? 0 : args.groups;
-  with_type(args.input.dtype, [&](auto type) {
+  with_sum_type(args.input.dtype, [&](auto type) {
+    using A = decltype(type);
 #pragma omp parallel num_threads(threads) if (work(args.a, args.input) > kSerialWork)
     {
 #pragma omp for schedule(dynamic)
       for (std::int64_t source = 0; source < args.a_t.num_rows; source += kRowsPerTask) {
-        columns(type, args, source, std::min(source + kRowsPerTask, args.a_t.num_rows));
+        for_this_machine([&]() FASTSPARSE_INLINED {
+          differentiate_columns<A>(args, source, std::min(source + kRowsPerTask, args.a_t.num_rows));
+        });
       }
 #pragma omp for schedule(dynamic)
       for (std::int64_t group = 0; group < groups; ++group) {
-        weights(type, args, group, count * group / groups, count * (group + 1) / groups);
+        for_this_machine([&]() FASTSPARSE_INLINED {
+          differentiate_weights<A>(args, group, count * group / groups, count * (group + 1) / groups);
+        });
       }
     }
-    using A = Acc<decltype(type)>;
     if (args.grad_features != nullptr && args.grad_features != args.maps.features) {
-      const A* from = static_cast<const A*>(args.grad_features);
-      auto* to = static_cast<decltype(type)*>(args.maps.features);
-      for (std::int64_t i = 0; i < args.num_values * args.maps.edge_width; ++i) narrow(from[i], to + i);
+      narrow_row(static_cast<const A*>(args.grad_features), A{1}, args.num_values * args.maps.edge_width,
+                 args.maps.features, args.input.dtype, 0);
     }
-    if (groups == 0) return;
-    with_type(args.maps.dtype, [&](auto of_map) { sum_groups<decltype(of_map), A>(args); });
+    if (groups > 0) sum_groups<A>(args);
   });
 }
 

@@ -120,20 +120,6 @@ FASTSPARSE_INLINE void process_rows(const EdgeSoftmaxArgs& args, std::int64_t be
   }
 }
 
-FASTSPARSE_MULTIVERSION void rows(double, const EdgeSoftmaxArgs& args, std::int64_t begin, std::int64_t end) {
-  process_rows<double>(args, begin, end);
-}
-FASTSPARSE_MULTIVERSION void rows(float, const EdgeSoftmaxArgs& args, std::int64_t begin, std::int64_t end) {
-  process_rows<float>(args, begin, end);
-}
-FASTSPARSE_MULTIVERSION void rows(Half, const EdgeSoftmaxArgs& args, std::int64_t begin, std::int64_t end) {
-  process_rows<Half>(args, begin, end);
-}
-FASTSPARSE_MULTIVERSION void rows(BFloat16, const EdgeSoftmaxArgs& args, std::int64_t begin,
-                                  std::int64_t end) {
-  process_rows<BFloat16>(args, begin, end);
-}
-
 }  // namespace
 
 void edge_softmax(const EdgeSoftmaxArgs& args, int threads) {
@@ -141,7 +127,9 @@ void edge_softmax(const EdgeSoftmaxArgs& args, int threads) {
 #pragma omp parallel for schedule(dynamic) \
     num_threads(threads) if (args.a.num_edges * args.heads > kSerialWork)
     for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
-      rows(type, args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+      for_this_machine([&]() FASTSPARSE_INLINED {
+        process_rows<decltype(type)>(args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+      });
     }
   });
 }

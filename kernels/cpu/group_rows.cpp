@@ -12,8 +12,8 @@ namespace {
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialRows = 1 << 10;  // below, waking threads costs more than it saves
 
-FASTSPARSE_MULTIVERSION void sign_rows(const RowSignaturesArgs& args, std::int64_t row_begin,
-                                       std::int64_t row_end) {
+FASTSPARSE_INLINE void sign_rows(const RowSignaturesArgs& args, std::int64_t row_begin,
+                                 std::int64_t row_end) {
   const ColumnHash hash = column_hash(args.column_bits);
   std::uint32_t least[kHashes];
   for (std::int64_t row = row_begin; row < row_end; ++row) {
@@ -37,7 +37,8 @@ FASTSPARSE_MULTIVERSION void sign_rows(const RowSignaturesArgs& args, std::int64
 void row_signatures(const RowSignaturesArgs& args, int threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (args.num_rows > kSerialRows)
   for (std::int64_t row = 0; row < args.num_rows; row += kRowsPerTask) {
-    sign_rows(args, row, std::min(row + kRowsPerTask, args.num_rows));
+    for_this_machine(
+        [&]() FASTSPARSE_INLINED { sign_rows(args, row, std::min(row + kRowsPerTask, args.num_rows)); });
   }
 }
 

@@ -3,65 +3,71 @@
 // the column pass recomputes the messages and compares them with the row's maximum and minimum.
 #include <algorithm>
 #include <cmath>
-#include <type_traits>
 #include <vector>
 
-#include "fastsparse/cpu_simd.h"
+#include "fastsparse/cpu_attention.h"
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cpu {
 namespace {
 
-constexpr std::int64_t kRowsPerTask = 64;
-constexpr std::int64_t kSerialWork = 1 << 15;  // products below which waking threads costs more than it saves
-constexpr int kBlock = 8;  // entries whose squared deviations are summed around their own mean
+constexpr int kBlockEntries = 8;  // whose squared deviations are summed around their own mean
 
 std::int64_t work(const CsrView& a, const MultiAggregateInput& input) {
   return a.num_edges * (input.width + (input.weight != nullptr ? input.width * input.edge_width : 0));
 }
 
-// x_j + e_ij of an entry and, with the destination's row (zeros where there is none), its message.
-template <typename T>
-struct Messages {
-  using A = Acc<T>;
-  const MultiAggregateInput& input;
-  std::vector<A> dst;
+// Loops over features are functions: compilers know of parameters alone that they lie apart from the others.
+template <typename A>
+FASTSPARSE_INLINE void set_sum(const A* left, const A* right, A* __restrict to, std::int64_t width) {
+  for (std::int64_t f = 0; f < width; ++f) to[f] = left[f] + right[f];
+}
+template <typename A>
+FASTSPARSE_INLINE void add_scaled(A by, const A* from, A* __restrict to, std::int64_t width) {
+  for (std::int64_t f = 0; f < width; ++f) to[f] += by * from[f];
+}
 
-  explicit FASTSPARSE_INLINE Messages(const MultiAggregateInput& of) : input(of), dst(of.width) {}
+// x_j + e_ij of an entry and, with the destination's row (zeros where there is none), its message.
+template <typename A>
+struct Messages {
+  const MultiAggregateInput& input;
+  const std::int64_t width = input.width;
+  std::vector<A> room, edge_room, dst_room, rounded;
+  const A* dst;
+
+  explicit Messages(const MultiAggregateInput& of)
+      : input(of),
+        room(width),
+        edge_room(of.edge_width),
+        dst_room(width),
+        rounded(width),
+        dst(dst_room.data()) {}
 
   FASTSPARSE_INLINE void set_row(std::int64_t row) {
-    if (input.x_dst.data == nullptr) return;
-    const T* from = static_cast<const T*>(input.x_dst.data) + row * input.x_dst.stride;
-    for (std::int64_t f = 0; f < input.width; ++f) dst[f] = widen(from[f]);
+    if (input.x_dst.data != nullptr) dst = read_row(input.x_dst, input.dtype, row, width, dst_room.data());
   }
 
-  FASTSPARSE_INLINE void without_destination(std::int64_t col, std::int64_t position, A* out) const {
-    const std::int64_t width = input.width;
-    const T* from = static_cast<const T*>(input.x_src.data) + col * input.x_src.stride;
-    for (std::int64_t f = 0; f < width; ++f) out[f] = widen(from[f]);
+  FASTSPARSE_INLINE const A* features(std::int64_t position) {
+    return read_row({input.edge, input.edge_width}, input.dtype, position, input.edge_width,
+                    edge_room.data());
+  }
+
+  FASTSPARSE_INLINE void without_destination(std::int64_t col, std::int64_t position, A* out) {
+    const A* x = read_row(input.x_src, input.dtype, col, width, room.data());
+    if (input.edge != nullptr && input.weight == nullptr) return set_sum(x, features(position), out, width);
+    std::copy_n(x, width, out);
     if (input.edge == nullptr) return;
-    const T* edge = static_cast<const T*>(input.edge) + position * input.edge_width;
-    if (input.weight == nullptr) {
-      for (std::int64_t f = 0; f < width; ++f) out[f] += widen(edge[f]);
-      return;
-    }
+    const A* edge = features(position);
     for (std::int64_t k = 0; k < input.edge_width; ++k) {
-      const A feature = widen(edge[k]);
-      const A* weight = static_cast<const A*>(input.weight) + k * width;
-      for (std::int64_t f = 0; f < width; ++f) out[f] += feature * weight[f];
+      add_scaled(edge[k], static_cast<const A*>(input.weight) + k * width, out, width);
     }
   }
 
-  FASTSPARSE_INLINE void whole(const A* without, A* out) const {
-    for (std::int64_t f = 0; f < input.width; ++f) {
-      A message = without[f] + dst[f];
-      if constexpr (!std::is_same_v<T, A>) {
-        T rounded;
-        narrow(message, &rounded);
-        message = widen(rounded);
-      }
-      out[f] = message;
-    }
+  FASTSPARSE_INLINE void whole(const A* without, A* out) {
+    set_sum(without, dst, out, width);
+    if (input.dtype == kDtypeOf<A>) return;
+    narrow_row(out, A{1}, width, rounded.data(), input.dtype, 0);
+    widen_row({rounded.data(), 0}, input.dtype, 0, width, out);
   }
 };
 
@@ -82,56 +88,78 @@ struct Aggregates {
     }
   }
 
+  // One message of a block, in the sums of the block and the extrema.
+  static FASTSPARSE_INLINE void add_one(const A* m, bool first, A* __restrict total, A* __restrict most,
+                                        A* __restrict most_ties, A* __restrict least,
+                                        A* __restrict least_ties, std::int64_t width) {
+    for (std::int64_t f = 0; f < width; ++f) {
+      total[f] += m[f];
+      const bool higher = first | (m[f] > most[f]) | (m[f] != m[f]);
+      most_ties[f] = higher ? A{1} : most_ties[f] + (m[f] == most[f] ? A{1} : A{0});
+      most[f] = higher ? m[f] : most[f];
+      const bool lower = first | (m[f] < least[f]) | (m[f] != m[f]);
+      least_ties[f] = lower ? A{1} : least_ties[f] + (m[f] == least[f] ? A{1} : A{0});
+      least[f] = lower ? m[f] : least[f];
+    }
+  }
+  // A block's sums among those so far, and the squared shift between their means.
+  static FASTSPARSE_INLINE void merge(const A* block, A of_entries, A of_count, A both, A* __restrict total,
+                                      A* __restrict squared, std::int64_t width) {
+    for (std::int64_t f = 0; f < width; ++f) {
+      const A shift = block[f] * of_entries - total[f] * of_count;
+      squared[f] += shift * shift * both;
+      total[f] += block[f];
+    }
+  }
+  static FASTSPARSE_INLINE void add_squares(const A* m, const A* block, A of_entries, A* __restrict squared,
+                                            std::int64_t width) {
+    for (std::int64_t f = 0; f < width; ++f) {
+      const A deviation = m[f] - block[f] * of_entries;
+      squared[f] += deviation * deviation;
+    }
+  }
+
   FASTSPARSE_INLINE void add(const A* messages, int entries) {
     std::fill(of_block.begin(), of_block.end(), A{0});
     for (int u = 0; u < entries; ++u) {
-      const A* m = messages + u * width;
-      const bool first = count == 0 && u == 0;
-      for (std::int64_t f = 0; f < width; ++f) {
-        of_block[f] += m[f];
-        const bool higher = first | (m[f] > high[f]) | (m[f] != m[f]);
-        high_ties[f] = higher ? A{1} : high_ties[f] + (m[f] == high[f] ? A{1} : A{0});
-        high[f] = higher ? m[f] : high[f];
-        const bool lower = first | (m[f] < low[f]) | (m[f] != m[f]);
-        low_ties[f] = lower ? A{1} : low_ties[f] + (m[f] == low[f] ? A{1} : A{0});
-        low[f] = lower ? m[f] : low[f];
-      }
+      add_one(messages + u * width, count == 0 && u == 0, of_block.data(), high.data(), high_ties.data(),
+              low.data(), low_ties.data(), width);
     }
     const A of_entries = A{1} / entries, of_count = count > 0 ? A{1} / count : A{0};
     const A both = static_cast<A>(count) * entries / static_cast<A>(count + entries);
-    for (std::int64_t f = 0; f < width; ++f) {
-      const A shift = of_block[f] * of_entries - sum[f] * of_count;
-      squares[f] += shift * shift * both;
-      sum[f] += of_block[f];
-    }
+    merge(of_block.data(), of_entries, of_count, both, sum.data(), squares.data(), width);
     for (int u = 0; u < entries; ++u) {
-      const A* m = messages + u * width;
-      for (std::int64_t f = 0; f < width; ++f) {
-        const A deviation = m[f] - of_block[f] * of_entries;
-        squares[f] += deviation * deviation;
-      }
+      add_squares(messages + u * width, of_block.data(), of_entries, squares.data(), width);
     }
     count += entries;
   }
 };
 
-template <typename T>
+// The results of one aggregation in a row lie in pieces, one for every group of features. Calls f(element
+// where a piece lies, its first feature, its width) for each.
+template <typename F>
+FASTSPARSE_INLINE void for_pieces(const MultiAggregateInput& input, std::int64_t row, int slot, const F& f) {
+  for (std::int64_t first = 0; first < input.width; first += input.group_width) {
+    f(input.place(row, slot, first), first, std::min(input.group_width, input.width - first));
+  }
+}
+
+template <typename A>
 FASTSPARSE_INLINE void aggregate_rows(const MultiAggregateArgs& args, std::int64_t row_begin,
                                       std::int64_t row_end) {
-  using A = Acc<T>;
   const MultiAggregateInput& input = args.input;
   const std::int64_t width = input.width;
-  const auto* slot = input.slot;
-  Messages<T> messages(input);
+  Messages<A> messages(input);
   Aggregates<A> of_row(width);
-  std::vector<A> block(kBlock * width), without(width);
-  auto* out = static_cast<T*>(args.out);
+  std::vector<A> block(kBlockEntries * width), without(width), mean(width), variance(width), deviation(width);
+  const A* results[kNumAggregations] = {of_row.sum.data(),  mean.data(),     of_row.low.data(),
+                                        of_row.high.data(), variance.data(), deviation.data()};
   for (std::int64_t row = row_begin; row < row_end; ++row) {
     const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1];
     messages.set_row(row);
     of_row.clear();
-    for (std::int64_t first = begin; first < end; first += kBlock) {
-      const int entries = static_cast<int>(std::min<std::int64_t>(kBlock, end - first));
+    for (std::int64_t first = begin; first < end; first += kBlockEntries) {
+      const int entries = static_cast<int>(std::min<std::int64_t>(kBlockEntries, end - first));
       for (int u = 0; u < entries; ++u) {
         messages.without_destination(args.a.col[first + u], edge_position(args.a, first + u), without.data());
         messages.whole(without.data(), block.data() + u * width);
@@ -139,17 +167,18 @@ FASTSPARSE_INLINE void aggregate_rows(const MultiAggregateArgs& args, std::int64
       of_row.add(block.data(), entries);
     }
     const A inverse = end > begin ? A{1} / static_cast<A>(end - begin) : A{0};
+    for (std::int64_t f = 0; f < width; ++f) mean[f] = of_row.sum[f] * inverse;
     for (std::int64_t f = 0; f < width; ++f) {
-      const A mean = of_row.sum[f] * inverse;
-      const A variance = of_row.low[f] == of_row.high[f] ? A{0} : of_row.squares[f] * inverse;
-      const A deviation = variance <= static_cast<A>(input.min_variance) ? A{0} : std::sqrt(variance);
-      const A result[kNumAggregations] = {of_row.sum[f],  mean,     of_row.low[f],
-                                          of_row.high[f], variance, deviation};
-      for (int k = 0; k < kNumAggregations; ++k) {
-        if (slot[k] >= 0) narrow(result[k], out + input.place(row, slot[k], f));
-      }
-      if (args.mean != nullptr) static_cast<A*>(args.mean)[row * width + f] = mean;
+      variance[f] = of_row.low[f] == of_row.high[f] ? A{0} : of_row.squares[f] * inverse;
+      deviation[f] = variance[f] <= static_cast<A>(input.min_variance) ? A{0} : std::sqrt(variance[f]);
     }
+    for (int k = 0; k < kNumAggregations; ++k) {
+      if (input.slot[k] < 0) continue;
+      for_pieces(input, row, input.slot[k], [&](std::int64_t to, std::int64_t first, std::int64_t count) {
+        write_row(results[k] + first, count, args.out, input.dtype, to);
+      });
+    }
+    if (args.mean != nullptr) std::copy(mean.begin(), mean.end(), static_cast<A*>(args.mean) + row * width);
     if (args.ties != nullptr) {
       A* ties = static_cast<A*>(args.ties) + row * 2 * width;
       std::copy(of_row.high_ties.begin(), of_row.high_ties.end(), ties);
@@ -159,73 +188,95 @@ FASTSPARSE_INLINE void aggregate_rows(const MultiAggregateArgs& args, std::int64
 }
 
 // What a row's messages get: dm = base + slope (x_j + e_ij) + [m = high] high_share + [m = low] low_share.
-template <typename T>
+template <typename A>
 struct RowGradient {
-  using A = Acc<T>;
   const MultiAggregateBackwardArgs& args;
-  std::int64_t width = args.input.width;
+  const std::int64_t width = args.input.width;
+  std::vector<A> of_results[kNumAggregations], out, grad_dst;
 
-  FASTSPARSE_INLINE A number(const void* results, std::int64_t row, int aggregation, std::int64_t f) const {
-    const int slot = args.input.slot[aggregation];
-    return slot < 0 ? A{0} : A{widen(static_cast<const T*>(results)[args.input.place(row, slot, f)])};
+  explicit RowGradient(const MultiAggregateBackwardArgs& of) : args(of), out(width), grad_dst(width) {
+    for (auto& of_one : of_results) of_one.resize(width);  // zeros where an aggregation is not wanted
   }
 
-  FASTSPARSE_INLINE void prepare(std::int64_t row, std::int64_t count, const std::vector<A>& dst) const {
+  // The results of one aggregation in a row, or their gradients.
+  FASTSPARSE_INLINE void read(const void* results, std::int64_t row, int aggregation, A* to) const {
+    const MultiAggregateInput& input = args.input;
+    if (input.slot[aggregation] < 0) return;
+    for_pieces(input, row, input.slot[aggregation],
+               [&](std::int64_t from, std::int64_t first, std::int64_t count) {
+                 const A* piece = read_row({results, 1}, input.dtype, from, count, to + first);
+                 if (piece != to + first) std::copy_n(piece, count, to + first);
+               });
+  }
+
+  FASTSPARSE_INLINE void prepare(std::int64_t row, std::int64_t count, const A* dst) {
+    for (int k = 0; k < kNumAggregations; ++k) read(args.grad, row, k, of_results[k].data());
+    const A *of_sum = of_results[0].data(), *of_mean = of_results[1].data(), *of_low = of_results[2].data(),
+            *of_high = of_results[3].data();
     const A inverse = count > 0 ? A{1} / static_cast<A>(count) : A{0};
-    for (std::int64_t f = 0; f < width; ++f) {
-      const std::int64_t at = row * width + f;
-      const A of_sum = number(args.grad, row, 0, f), of_mean = number(args.grad, row, 1, f);
-      const A of_low = number(args.grad, row, 2, f), of_high = number(args.grad, row, 3, f);
-      A base = of_sum + of_mean * inverse;
-      if (args.slope != nullptr) {
-        const A deviation = number(args.out, row, 5, f);
-        A of_variance = number(args.grad, row, 4, f);
-        if (deviation != A{0}) of_variance += number(args.grad, row, 5, f) / (2 * deviation);
-        const A slope = 2 * inverse * of_variance;
-        static_cast<A*>(args.slope)[at] = slope;
-        base -= slope * (static_cast<const A*>(args.mean)[at] - dst[f]);
-      }
-      static_cast<A*>(args.base)[at] = base;
-      if (args.share != nullptr) {
-        const A* ties = static_cast<const A*>(args.ties) + row * 2 * width + f;
-        A* share = static_cast<A*>(args.share) + row * 2 * width + f;
-        share[0] = count > 0 ? of_high / ties[0] : A{0};
-        share[width] = count > 0 ? of_low / ties[width] : A{0};
-      }
-      if (args.grad_dst != nullptr) {
-        narrow(count > 0 ? of_sum * static_cast<A>(count) + of_mean + of_low + of_high : A{0},
-               static_cast<T*>(args.grad_dst) + at);
+    A* base = static_cast<A*>(args.base) + row * width;
+    for (std::int64_t f = 0; f < width; ++f) base[f] = of_sum[f] + of_mean[f] * inverse;
+    if (args.slope != nullptr) {
+      read(args.out, row, 5, out.data());
+      A* slope = static_cast<A*>(args.slope) + row * width;
+      const A* mean = static_cast<const A*>(args.mean) + row * width;
+      for (std::int64_t f = 0; f < width; ++f) {
+        A of_variance = of_results[4][f];
+        if (out[f] != A{0}) of_variance += of_results[5][f] / (2 * out[f]);
+        slope[f] = 2 * inverse * of_variance;
+        base[f] -= slope[f] * (mean[f] - dst[f]);
       }
     }
+    if (args.share != nullptr) {
+      const A* ties = static_cast<const A*>(args.ties) + row * 2 * width;
+      A* share = static_cast<A*>(args.share) + row * 2 * width;
+      for (std::int64_t f = 0; f < width; ++f) {
+        share[f] = count > 0 ? of_high[f] / ties[f] : A{0};
+        share[width + f] = count > 0 ? of_low[f] / ties[width + f] : A{0};
+      }
+    }
+    if (args.grad_dst == nullptr) return;
+    for (std::int64_t f = 0; f < width; ++f) {
+      grad_dst[f] =
+          count > 0 ? of_sum[f] * static_cast<A>(count) + of_mean[f] + of_low[f] + of_high[f] : A{0};
+    }
+    write_row(grad_dst.data(), width, args.grad_dst, args.input.dtype, row * width);
   }
 
-  FASTSPARSE_INLINE void of_message(std::int64_t row, const A* without, const A* message, A* grad) const {
+  static FASTSPARSE_INLINE void add_sloped(const A* base, const A* slope, const A* without,
+                                           A* __restrict grad, std::int64_t width) {
+    for (std::int64_t f = 0; f < width; ++f) grad[f] = base[f] + slope[f] * without[f];
+  }
+  static FASTSPARSE_INLINE void add_share(const A* share, const A* message, const A* extremum,
+                                          A* __restrict grad, std::int64_t width) {
+    for (std::int64_t f = 0; f < width; ++f) grad[f] += message[f] == extremum[f] ? share[f] : A{0};
+  }
+
+  FASTSPARSE_INLINE void of_message(std::int64_t row, const A* without, const A* message, A* grad) {
     const A* base = static_cast<const A*>(args.base) + row * width;
-    for (std::int64_t f = 0; f < width; ++f) grad[f] = base[f];
     if (args.slope != nullptr) {
-      const A* slope = static_cast<const A*>(args.slope) + row * width;
-      for (std::int64_t f = 0; f < width; ++f) grad[f] += slope[f] * without[f];
+      add_sloped(base, static_cast<const A*>(args.slope) + row * width, without, grad, width);
+    } else {
+      std::copy_n(base, width, grad);
     }
     if (args.share == nullptr) return;
     const A* share = static_cast<const A*>(args.share) + row * 2 * width;
     for (const int aggregation : {3, 2}) {
       if (args.input.slot[aggregation] >= 0) {
-        for (std::int64_t f = 0; f < width; ++f) {
-          grad[f] += message[f] == number(args.out, row, aggregation, f) ? share[f] : A{0};
-        }
+        read(args.out, row, aggregation, out.data());
+        add_share(share, message, out.data(), grad, width);
       }
       share += width;
     }
   }
 };
 
-template <typename T>
+template <typename A>
 FASTSPARSE_INLINE void differentiate_rows(const MultiAggregateBackwardArgs& args, std::int64_t part) {
-  using A = Acc<T>;
   const MultiAggregateInput& input = args.input;
   const std::int64_t width = input.width, edge_width = input.edge_width;
-  Messages<T> messages(input);
-  const RowGradient<T> gradient{args};
+  Messages<A> messages(input);
+  RowGradient<A> gradient{args};
   std::vector<A> without(width), message(width), grad(width);
   A* of_weight = static_cast<A*>(args.grad_weight);
   if (of_weight != nullptr) {
@@ -245,32 +296,28 @@ FASTSPARSE_INLINE void differentiate_rows(const MultiAggregateBackwardArgs& args
       messages.whole(without.data(), message.data());
       gradient.of_message(row, without.data(), message.data(), grad.data());
       if (weight == nullptr) {
-        T* to = static_cast<T*>(args.grad_edge) + position * width;
-        for (std::int64_t f = 0; f < width; ++f) narrow(grad[f], to + f);
+        write_row(grad.data(), width, args.grad_edge, input.dtype, position * width);
         continue;
       }
+      const A* features = messages.features(position);
       for (std::int64_t k = 0; k < edge_width; ++k) {
         if (args.grad_edge != nullptr) {
           A total = 0;
           for (std::int64_t f = 0; f < width; ++f) total += weight[k * width + f] * grad[f];
           static_cast<A*>(args.grad_edge)[position * edge_width + k] = total;
         }
-        if (of_weight != nullptr) {
-          const A feature = widen(static_cast<const T*>(input.edge)[position * edge_width + k]);
-          for (std::int64_t f = 0; f < width; ++f) of_weight[k * width + f] += feature * grad[f];
-        }
+        if (of_weight != nullptr) add_scaled<A>(features[k], grad.data(), of_weight + k * width, width);
       }
     }
   }
 }
 
-template <typename T>
+template <typename A>
 FASTSPARSE_INLINE void differentiate_columns(const MultiAggregateBackwardArgs& args, std::int64_t begin,
                                              std::int64_t end) {
-  using A = Acc<T>;
   const std::int64_t width = args.input.width;
-  Messages<T> messages(args.input);
-  const RowGradient<T> gradient{args};
+  Messages<A> messages(args.input);
+  RowGradient<A> gradient{args};
   std::vector<A> without(width), message(width), grad(width), total(width);
   for (std::int64_t col = begin; col < end; ++col) {
     std::fill(total.begin(), total.end(), A{0});
@@ -284,50 +331,37 @@ FASTSPARSE_INLINE void differentiate_columns(const MultiAggregateBackwardArgs& a
       gradient.of_message(row, without.data(), message.data(), grad.data());
       for (std::int64_t f = 0; f < width; ++f) total[f] += grad[f];
     }
-    T* to = static_cast<T*>(args.grad_src) + col * width;
-    for (std::int64_t f = 0; f < width; ++f) narrow(total[f], to + f);
+    write_row(total.data(), width, args.grad_src, args.input.dtype, col * width);
   }
 }
-
-// One plain function per type and pass: the compiler multi-versions functions, not templates.
-#define FASTSPARSE_PASSES(T)                                                                                 \
-  FASTSPARSE_MULTIVERSION void rows(T, const MultiAggregateArgs& args, std::int64_t begin,                   \
-                                    std::int64_t end) {                                                      \
-    aggregate_rows<T>(args, begin, end);                                                                     \
-  }                                                                                                          \
-  FASTSPARSE_MULTIVERSION void row_gradients(T, const MultiAggregateBackwardArgs& args, std::int64_t part) { \
-    differentiate_rows<T>(args, part);                                                                       \
-  }                                                                                                          \
-  FASTSPARSE_MULTIVERSION void column_gradients(T, const MultiAggregateBackwardArgs& args,                   \
-                                                std::int64_t begin, std::int64_t end) {                      \
-    differentiate_columns<T>(args, begin, end);                                                              \
-  }
-FASTSPARSE_PASSES(double)
-FASTSPARSE_PASSES(float)
-FASTSPARSE_PASSES(Half)
-FASTSPARSE_PASSES(BFloat16)
-#undef FASTSPARSE_PASSES
 
 }  // namespace
 
 void multi_aggregate(const MultiAggregateArgs& args, int threads) {
-  with_type(args.input.dtype, [&](auto type) {
+  with_sum_type(args.input.dtype, [&](auto type) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (work(args.a, args.input) > kSerialWork)
     for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
-      rows(type, args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+      for_this_machine([&]() FASTSPARSE_INLINED {
+        aggregate_rows<decltype(type)>(args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+      });
     }
   });
 }
 
 void multi_aggregate_backward(const MultiAggregateBackwardArgs& args, int threads) {
   const bool many = work(args.a, args.input) > kSerialWork;
-  with_type(args.input.dtype, [&](auto type) {
+  with_sum_type(args.input.dtype, [&](auto type) {
+    using A = decltype(type);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (many)
-    for (std::int64_t part = 0; part < args.weight_parts; ++part) row_gradients(type, args, part);
+    for (std::int64_t part = 0; part < args.weight_parts; ++part) {
+      for_this_machine([&]() FASTSPARSE_INLINED { differentiate_rows<A>(args, part); });
+    }
     if (args.grad_src == nullptr) return;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (many)
     for (std::int64_t col = 0; col < args.a_t.num_rows; col += kRowsPerTask) {
-      column_gradients(type, args, col, std::min(col + kRowsPerTask, args.a_t.num_rows));
+      for_this_machine([&]() FASTSPARSE_INLINED {
+        differentiate_columns<A>(args, col, std::min(col + kRowsPerTask, args.a_t.num_rows));
+      });
     }
   });
 }

@@ -54,10 +54,9 @@ T* room(std::vector<T>& vector, std::size_t size) {
 }
 
 // chosen[k] = below(draw_bits(seed, step, row[k], nth[k]), choices[k]), as many at a time as there are lanes.
-FASTSPARSE_MULTIVERSION void choose(std::uint64_t seed, std::uint32_t step, std::size_t count,
-                                    const std::uint32_t* __restrict row, const std::uint32_t* __restrict nth,
-                                    const std::uint32_t* __restrict choices,
-                                    std::uint32_t* __restrict chosen) {
+FASTSPARSE_INLINE void choose(std::uint64_t seed, std::uint32_t step, std::size_t count,
+                              const std::uint32_t* __restrict row, const std::uint32_t* __restrict nth,
+                              const std::uint32_t* __restrict choices, std::uint32_t* __restrict chosen) {
   const auto key0 = static_cast<std::uint32_t>(seed), key1 = static_cast<std::uint32_t>(seed >> 32);
   for (std::size_t k = 0; k < count; ++k) {
     const std::uint64_t bits = philox64(key0, key1, row[k], nth[k], step);

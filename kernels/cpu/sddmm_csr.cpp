@@ -16,16 +16,25 @@ template <typename T>
 FASTSPARSE_INLINE Acc<T> dot(const T* left, const T* right, std::int64_t width) {
   using A = Acc<T>;
   constexpr int kWidth = kVectorWidth<A>;
-  Vector<A> sum = {};
+  Vector<A> sum = {}, other_sum = {};  // two, for an addition waits for the one before
+  Vector<A> l, r;
   std::int64_t f = 0;
-  for (; f + kWidth <= width; f += kWidth) {
-    Vector<A> l, r;
+  for (; f + 2 * kWidth <= width; f += 2 * kWidth) {
     load_vector<T>(left + f, l);
     load_vector<T>(right + f, r);
     sum += l * r;
+    load_vector<T>(left + f + kWidth, l);
+    load_vector<T>(right + f + kWidth, r);
+    other_sum += l * r;
   }
-  A total = 0;
-  for (int i = 0; i < kWidth; ++i) total += sum[i];
+  if (f + kWidth <= width) {
+    load_vector<T>(left + f, l);
+    load_vector<T>(right + f, r);
+    sum += l * r;
+    f += kWidth;
+  }
+  sum += other_sum;
+  A total = sum_lanes<A, kWidth>(sum);
   for (; f < width; ++f) total += widen(left[f]) * widen(right[f]);
   return total;
 }
@@ -69,19 +78,6 @@ FASTSPARSE_INLINE void sample_rows(const SddmmArgs& args, std::int64_t row_begin
   }
 }
 
-FASTSPARSE_MULTIVERSION void rows(double, const SddmmArgs& args, std::int64_t begin, std::int64_t end) {
-  sample_rows<double>(args, begin, end);
-}
-FASTSPARSE_MULTIVERSION void rows(float, const SddmmArgs& args, std::int64_t begin, std::int64_t end) {
-  sample_rows<float>(args, begin, end);
-}
-FASTSPARSE_MULTIVERSION void rows(Half, const SddmmArgs& args, std::int64_t begin, std::int64_t end) {
-  sample_rows<Half>(args, begin, end);
-}
-FASTSPARSE_MULTIVERSION void rows(BFloat16, const SddmmArgs& args, std::int64_t begin, std::int64_t end) {
-  sample_rows<BFloat16>(args, begin, end);
-}
-
 }  // namespace
 
 void sddmm_csr(const SddmmArgs& args, int threads) {
@@ -90,7 +86,9 @@ void sddmm_csr(const SddmmArgs& args, int threads) {
 #pragma omp parallel for schedule(dynamic) \
     num_threads(threads) if (args.a.num_edges * args.heads * args.head_width > kSerialWork)
     for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
-      rows(type, args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+      for_this_machine([&]() FASTSPARSE_INLINED {
+        sample_rows<decltype(type)>(args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+      });
     }
   });
 }

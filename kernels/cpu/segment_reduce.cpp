@@ -14,7 +14,7 @@ namespace fastsparse::cpu {
 namespace {
 
 constexpr std::int64_t kEntriesPerSum = 32;  // then the sum moves to a compensated total
-constexpr int kTileVectors = 4;              // accumulators of a sum held in registers
+constexpr int kTileVectors = 8;              // accumulators of a sum held in registers
 constexpr int kPrefetchEntries = 8;          // entries between a prefetch and its use
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // numbers below which waking threads costs more than it saves
@@ -44,6 +44,7 @@ FASTSPARSE_INLINE void sum_tile(const SegmentReduceArgs& args, std::int64_t row,
   V sum[kVectors], total[kVectors] = {}, compensation[kVectors] = {};
   for (std::int64_t block = begin; block < end; block += kEntriesPerSum) {
     const std::int64_t block_end = std::min(block + kEntriesPerSum, end);
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) sum[v] = V{};
     for (std::int64_t entry = block; entry < block_end; ++entry) {
       if (!in_order && entry + kPrefetchEntries < args.a.num_edges) {  // of the segments that follow, too
@@ -53,7 +54,7 @@ FASTSPARSE_INLINE void sum_tile(const SegmentReduceArgs& args, std::int64_t row,
         }
       }
       const T* x = row_of_entry<T>(args, entry) + f;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
         V features;
         load_lanes<T, kLanes>(x + v * kLanes, features);
@@ -61,20 +62,21 @@ FASTSPARSE_INLINE void sum_tile(const SegmentReduceArgs& args, std::int64_t row,
       }
     }
     if (end - begin <= kEntriesPerSum) {  // one block, whose sum is the total
+#pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) total[v] = sum[v];
     } else {
+#pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) add_compensated(sum[v], total[v], compensation[v]);
     }
   }
   if (args.reduction == Reduction::kMean) {
     const A count = static_cast<A>(std::max<std::int64_t>(end - begin, 1));
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) total[v] /= count;
   }
   T* out = static_cast<T*>(args.out) + row * args.width + f;
-#pragma GCC unroll 4
-  for (int v = 0; v < kVectors; ++v) {
-    for (int i = 0; i < kLanes; ++i) narrow(total[v][i], out + v * kLanes + i);
-  }
+#pragma GCC unroll 8
+  for (int v = 0; v < kVectors; ++v) store_lanes<T, kLanes>(total[v], out + v * kLanes);
 }
 
 template <typename T>
@@ -102,8 +104,8 @@ FASTSPARSE_INLINE void sum_segment(const SegmentReduceArgs& args, std::int64_t r
   for (; f + kTileVectors * kWidth <= width; f += kTileVectors * kWidth) {
     sum_tile<T, kWidth, kTileVectors>(args, row, f);
   }
-  for (; f + kWidth <= width; f += kWidth) sum_tile<T, kWidth, 1>(args, row, f);
-  for (; f + kWidth / 4 <= width; f += kWidth / 4) sum_tile<T, kWidth / 4, 1>(args, row, f);
+  for (; f + 2 * kWidth <= width; f += 2 * kWidth) sum_tile<T, kWidth, 2>(args, row, f);
+  for (; f + kWidth / 2 <= width; f += kWidth / 2) sum_tile<T, kWidth / 2, 1>(args, row, f);
   for (; f < width; ++f) sum_feature<T>(args, row, f);
 }
 
@@ -222,23 +224,6 @@ FASTSPARSE_INLINE void reduce_rows(const SegmentReduceArgs& args, std::int64_t r
   }
 }
 
-// One plain function per type: the compiler multi-versions functions, not templates.
-FASTSPARSE_MULTIVERSION void rows(double, const SegmentReduceArgs& args, std::int64_t begin,
-                                  std::int64_t end) {
-  reduce_rows<double>(args, begin, end);
-}
-FASTSPARSE_MULTIVERSION void rows(float, const SegmentReduceArgs& args, std::int64_t begin,
-                                  std::int64_t end) {
-  reduce_rows<float>(args, begin, end);
-}
-FASTSPARSE_MULTIVERSION void rows(Half, const SegmentReduceArgs& args, std::int64_t begin, std::int64_t end) {
-  reduce_rows<Half>(args, begin, end);
-}
-FASTSPARSE_MULTIVERSION void rows(BFloat16, const SegmentReduceArgs& args, std::int64_t begin,
-                                  std::int64_t end) {
-  reduce_rows<BFloat16>(args, begin, end);
-}
-
 }  // namespace
 
 void segment_reduce(const SegmentReduceArgs& args, int threads) {
@@ -251,7 +236,9 @@ void segment_reduce(const SegmentReduceArgs& args, int threads) {
 #pragma omp parallel for schedule(dynamic) \
     num_threads(threads) if (args.a.num_edges * args.width > kSerialWork)
     for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
-      rows(type, args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+      for_this_machine([&]() FASTSPARSE_INLINED {
+        reduce_rows<decltype(type)>(args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+      });
     }
   });
 }

@@ -1,5 +1,5 @@
-// SpMM from CSR on the CPU: one row at a time, 64-byte accumulators held in registers, the rows that come
-// next prefetched. Bound by the gather of x: num_edges * width * sizeof(T) bytes.
+// SpMM from CSR on the CPU: one row at a time, accumulators held in registers, the rows that come next
+// prefetched. Bound by the gather of x: num_edges * width * sizeof(T) bytes.
 #include <algorithm>
 
 #include "fastsparse/cpu_pages.h"
@@ -9,7 +9,7 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr int kTileVectors = 4;              // accumulators held in registers
+constexpr int kTileVectors = 8;              // accumulators held in registers
 constexpr int kPrefetchEntries = 8;          // entries between a prefetch and its use
 constexpr std::int64_t kEntriesPerSum = 32;  // then the sum moves to a compensated total
 constexpr std::int64_t kRowsPerTask = 64;
@@ -43,7 +43,7 @@ FASTSPARSE_INLINE void load_values(const SpmmArgs& args, std::int64_t index, Vec
   }
 }
 
-// Accumulates kVectors * 64 bytes of accumulators, features f .. of one row; kByFeature: every feature has
+// Accumulates kVectors vectors of accumulators, features f .. of one row; kByFeature: every feature has
 // values of its own, as many as there are heads.
 template <typename T, int kVectors, bool kByFeature = false>
 FASTSPARSE_INLINE void accumulate_tile(const SpmmArgs& args, std::int64_t row, std::int64_t head,
@@ -69,7 +69,7 @@ FASTSPARSE_INLINE void accumulate_tile(const SpmmArgs& args, std::int64_t row, s
         const std::int64_t first = edge_position(args.a, entry) * args.width + f;
         const A scale =
             args.scale_src != nullptr ? static_cast<const A*>(args.scale_src)[args.a.col[entry]] : A{1};
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) {
           Vector<A> features, values;
           load_vector<T>(source + v * kWidth, features);
@@ -78,14 +78,15 @@ FASTSPARSE_INLINE void accumulate_tile(const SpmmArgs& args, std::int64_t row, s
         }
       } else {
         const A weight = weighted ? weight_of<T>(args, entry, head) : A{1};
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) {
           Vector<A> features;
           load_vector<T>(source + v * kWidth, features);
-          sum[v] += weighted ? features * weight : features;
+          sum[v] += features * weight;
         }
       }
     }
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) add_compensated(sum[v], total[v], compensation[v]);
   }
   const A scale = args.scale_dst != nullptr ? static_cast<const A*>(args.scale_dst)[row] : A{1};
@@ -93,18 +94,18 @@ FASTSPARSE_INLINE void accumulate_tile(const SpmmArgs& args, std::int64_t row, s
   const T* own = static_cast<const T*>(args.x.data) + row * args.x.stride + f;
   const A loop = loop_of<T>(args, row);
   T* out = static_cast<T*>(args.out) + row * args.width + f;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int v = 0; v < kVectors; ++v) {
     if (args.loop != nullptr) {
       Vector<A> features;
       load_vector<T>(own + v * kWidth, features);
       total[v] += features * loop;
     }
-    for (int i = 0; i < kWidth; ++i) {
-      const A shift = bias != nullptr ? widen(bias[f + v * kWidth + i]) : A{0};
-      const A sum = total[v][i] * scale + shift;
-      narrow(args.relu ? rectify(sum) : sum, out + v * kWidth + i);
-    }
+    Vector<A> shift = {};
+    if (bias != nullptr) load_vector<T>(bias + f + v * kWidth, shift);
+    Vector<A> sum = total[v] * scale + shift;
+    if (args.relu) rectify_lanes(sum);
+    store_vector<T>(sum, out + v * kWidth);
   }
 }
 
@@ -152,24 +153,14 @@ FASTSPARSE_INLINE void multiply_rows(const SpmmArgs& args, std::int64_t row_begi
       for (; f + kTileVectors * kWidth <= end; f += kTileVectors * kWidth) {
         accumulate_tile<T, kTileVectors>(args, row, head, f);
       }
-      for (; f + kWidth <= end; f += kWidth) accumulate_tile<T, 1>(args, row, head, f);
+      for (; f + 2 * kWidth <= end; f += 2 * kWidth) accumulate_tile<T, 2>(args, row, head, f);
+      if (f + kWidth <= end) {
+        accumulate_tile<T, 1>(args, row, head, f);
+        f += kWidth;
+      }
       for (; f < end; ++f) accumulate_feature<T>(args, row, head, f);
     }
   }
-}
-
-// One plain function per type: the compiler multi-versions functions, not templates.
-FASTSPARSE_MULTIVERSION void rows(double, const SpmmArgs& args, std::int64_t begin, std::int64_t end) {
-  multiply_rows<double>(args, begin, end);
-}
-FASTSPARSE_MULTIVERSION void rows(float, const SpmmArgs& args, std::int64_t begin, std::int64_t end) {
-  multiply_rows<float>(args, begin, end);
-}
-FASTSPARSE_MULTIVERSION void rows(Half, const SpmmArgs& args, std::int64_t begin, std::int64_t end) {
-  multiply_rows<Half>(args, begin, end);
-}
-FASTSPARSE_MULTIVERSION void rows(BFloat16, const SpmmArgs& args, std::int64_t begin, std::int64_t end) {
-  multiply_rows<BFloat16>(args, begin, end);
 }
 
 }  // namespace
@@ -180,7 +171,9 @@ void spmm_csr(const SpmmArgs& args, int threads) {
 #pragma omp parallel for schedule(dynamic) \
     num_threads(threads) if (args.a.num_edges * args.width > kSerialWork)
     for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
-      rows(type, args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+      for_this_machine([&]() FASTSPARSE_INLINED {
+        multiply_rows<decltype(type)>(args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+      });
     }
   });
 }

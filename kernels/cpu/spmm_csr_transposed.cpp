@@ -43,20 +43,6 @@ FASTSPARSE_INLINE void add_rows(const SpmmTransposedArgs& args, std::int64_t col
   }
 }
 
-// One plain function per type: the compiler multi-versions functions, not templates.
-FASTSPARSE_MULTIVERSION void columns(float, const SpmmTransposedArgs& args, std::int64_t begin,
-                                     std::int64_t end) {
-  add_rows<float>(args, begin, end);
-}
-FASTSPARSE_MULTIVERSION void columns(Half, const SpmmTransposedArgs& args, std::int64_t begin,
-                                     std::int64_t end) {
-  add_rows<Half>(args, begin, end);
-}
-FASTSPARSE_MULTIVERSION void columns(BFloat16, const SpmmTransposedArgs& args, std::int64_t begin,
-                                     std::int64_t end) {
-  add_rows<BFloat16>(args, begin, end);
-}
-
 }  // namespace
 
 void spmm_csr_transposed(const SpmmTransposedArgs& args, int threads) {
@@ -65,7 +51,8 @@ void spmm_csr_transposed(const SpmmTransposedArgs& args, int threads) {
     if constexpr (!std::is_same_v<decltype(type), double>) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (parts > 1)
       for (std::int64_t part = 0; part < parts; ++part) {
-        columns(type, args, args.a.num_cols * part / parts, args.a.num_cols * (part + 1) / parts);
+        const std::int64_t begin = args.a.num_cols * part / parts, end = args.a.num_cols * (part + 1) / parts;
+        for_this_machine([&]() FASTSPARSE_INLINED { add_rows<decltype(type)>(args, begin, end); });
       }
     }
   });

@@ -1,6 +1,7 @@
 // Maximum and minimum aggregation from CSR on the CPU. Ties go to the first entry of the row; NaN wins, as in
 // torch.
 #include <algorithm>
+#include <cstring>
 #include <limits>
 
 #include "fastsparse/cpu_pages.h"
@@ -11,13 +12,12 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr int kTileVectors = 8;      // results held in registers, and as many positions
+constexpr int kTileVectors = 4;      // results held in registers, and as many positions
 constexpr int kPrefetchEntries = 8;  // entries between a prefetch and its use
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // products below which waking threads costs more than it saves
 
-// Features f .. of a row, kVectors * kLanes of one head, or with a value each, in registers. Vectors have 16
-// bytes, which every machine can compare.
+// Features f .. of a row, kVectors * kLanes of one head, or with a value each, in registers.
 template <typename T, int kLanes, int kVectors, bool kOwnValues>
 FASTSPARSE_INLINE void reduce_tile(const SpmmExtremumArgs& args, std::int64_t row, std::int64_t head,
                                    std::int64_t f) {
@@ -29,10 +29,14 @@ FASTSPARSE_INLINE void reduce_tile(const SpmmExtremumArgs& args, std::int64_t ro
   const A sign = args.minimum ? A{-1} : A{1};  // min(v) = -max(-v)
   // The first entry, unless a later one is greater: also where all are the least of all numbers.
   V best[kVectors];
-  Bits chosen[kVectors];
+  V chosen[kVectors];  // as bits
   const auto first = begin == end ? kNoEdge : static_cast<std::int32_t>(edge_position(args.a, begin));
-  for (int v = 0; v < kVectors; ++v) best[v] = V{} - std::numeric_limits<A>::infinity();
-  for (int v = 0; v < kVectors; ++v) chosen[v] = Bits{} + first;
+  const V lowest = V{} - std::numeric_limits<A>::infinity();
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    best[v] = lowest;
+    chosen[v] = reinterpret_cast<V>(Bits{} + first);
+  }
   const T* x = static_cast<const T*>(args.x.data) + f;
   for (std::int64_t entry = begin; entry < end; ++entry) {
     if (kVectors == kTileVectors && entry + kPrefetchEntries < args.a.num_edges) {  // of later rows, too
@@ -48,7 +52,7 @@ FASTSPARSE_INLINE void reduce_tile(const SpmmExtremumArgs& args, std::int64_t ro
     if (!kOwnValues && args.value.data != nullptr) {
       (args.adds ? addend : weight) = sign * edge_value<T>(args.value, args.dtype, edge * heads + head);
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       V candidate;
       load_lanes<T, kLanes>(source + v * kLanes, candidate);
@@ -62,24 +66,24 @@ FASTSPARSE_INLINE void reduce_tile(const SpmmExtremumArgs& args, std::int64_t ro
       const V so_far = best[v];
       const Bits better = (candidate > so_far) | ((candidate != candidate) & (so_far == so_far));
       replace(best[v], better, candidate);
-      chosen[v] ^= (chosen[v] ^ position) & better;
+      replace(chosen[v], better, reinterpret_cast<V>(position));
     }
   }
   T* out = static_cast<T*>(args.out) + row * args.width + f;
   std::int32_t* arg = args.arg + row * args.width + f;
-#pragma GCC unroll 8
+#pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
-    for (int i = 0; i < kLanes; ++i) {
-      narrow(begin == end ? A{0} : sign * best[v][i], out + v * kLanes + i);
-      arg[v * kLanes + i] = static_cast<std::int32_t>(chosen[v][i]);
-    }
+    const V result = begin == end ? V{} : V(sign * best[v]);
+    store_lanes<T, kLanes>(result, out + v * kLanes);
+    for (int i = 0; i < kLanes; ++i)
+      arg[v * kLanes + i] = static_cast<std::int32_t>(reinterpret_cast<Bits>(chosen[v])[i]);
   }
 }
 
 template <typename T, bool kOwnValues>
 FASTSPARSE_INLINE void reduce_rows(const SpmmExtremumArgs& args, std::int64_t row_begin,
                                    std::int64_t row_end) {
-  constexpr int kLanes = 16 / static_cast<int>(sizeof(Acc<T>));
+  constexpr int kLanes = kVectorWidth<Acc<T>>;
   const std::int64_t heads = args.value.data != nullptr && !kOwnValues ? args.value.heads : 1;
   const std::int64_t head_width = args.width / heads;
   for (std::int64_t row = row_begin; row < row_end; ++row) {
@@ -89,10 +93,10 @@ FASTSPARSE_INLINE void reduce_rows(const SpmmExtremumArgs& args, std::int64_t ro
       for (; f + kTileVectors * kLanes <= end; f += kTileVectors * kLanes) {
         reduce_tile<T, kLanes, kTileVectors, kOwnValues>(args, row, head, f);
       }
-      for (; f + 4 * kLanes <= end; f += 4 * kLanes) {
-        reduce_tile<T, kLanes, 4, kOwnValues>(args, row, head, f);
-      }
       for (; f + kLanes <= end; f += kLanes) reduce_tile<T, kLanes, 1, kOwnValues>(args, row, head, f);
+      for (; f + kLanes / 2 <= end; f += kLanes / 2) {
+        reduce_tile<T, kLanes / 2, 1, kOwnValues>(args, row, head, f);
+      }
       for (; f < end; ++f) reduce_tile<T, 1, 1, kOwnValues>(args, row, head, f);
     }
   }
@@ -107,21 +111,6 @@ FASTSPARSE_INLINE void reduce_rows(const SpmmExtremumArgs& args, std::int64_t be
   }
 }
 
-FASTSPARSE_MULTIVERSION void rows(double, const SpmmExtremumArgs& args, std::int64_t begin,
-                                  std::int64_t end) {
-  reduce_rows<double>(args, begin, end);
-}
-FASTSPARSE_MULTIVERSION void rows(float, const SpmmExtremumArgs& args, std::int64_t begin, std::int64_t end) {
-  reduce_rows<float>(args, begin, end);
-}
-FASTSPARSE_MULTIVERSION void rows(Half, const SpmmExtremumArgs& args, std::int64_t begin, std::int64_t end) {
-  reduce_rows<Half>(args, begin, end);
-}
-FASTSPARSE_MULTIVERSION void rows(BFloat16, const SpmmExtremumArgs& args, std::int64_t begin,
-                                  std::int64_t end) {
-  reduce_rows<BFloat16>(args, begin, end);
-}
-
 }  // namespace
 
 void spmm_extremum(const SpmmExtremumArgs& args, int threads) {
@@ -132,7 +121,9 @@ void spmm_extremum(const SpmmExtremumArgs& args, int threads) {
 #pragma omp parallel for schedule(dynamic) \
     num_threads(threads) if (args.a.num_edges * args.width > kSerialWork)
     for (std::int64_t row = 0; row < args.a.num_rows; row += kRowsPerTask) {
-      rows(type, args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+      for_this_machine([&]() FASTSPARSE_INLINED {
+        reduce_rows<decltype(type)>(args, row, std::min(row + kRowsPerTask, args.a.num_rows));
+      });
     }
   });
 }

@@ -101,24 +101,6 @@ FASTSPARSE_INLINE void add_to_sources(const SpmmExtremumBackwardArgs& args, std:
   }
 }
 
-// One plain function per type: the compiler multi-versions functions, not templates.
-FASTSPARSE_MULTIVERSION void features(double, const SpmmExtremumBackwardArgs& args, std::int64_t first,
-                                      std::int64_t last) {
-  add_to_sources<double>(args, first, last);
-}
-FASTSPARSE_MULTIVERSION void features(float, const SpmmExtremumBackwardArgs& args, std::int64_t first,
-                                      std::int64_t last) {
-  add_to_sources<float>(args, first, last);
-}
-FASTSPARSE_MULTIVERSION void features(Half, const SpmmExtremumBackwardArgs& args, std::int64_t first,
-                                      std::int64_t last) {
-  add_to_sources<Half>(args, first, last);
-}
-FASTSPARSE_MULTIVERSION void features(BFloat16, const SpmmExtremumBackwardArgs& args, std::int64_t first,
-                                      std::int64_t last) {
-  add_to_sources<BFloat16>(args, first, last);
-}
-
 template <typename T>
 void add_to_values(const SpmmExtremumBackwardArgs& args, std::int64_t row_begin, std::int64_t row_end) {
   const std::int64_t head_width = args.width / args.value.heads;
@@ -149,7 +131,8 @@ void spmm_extremum_backward(const SpmmExtremumBackwardArgs& args, int threads) {
     using T = decltype(type);
 #pragma omp parallel for schedule(static) num_threads(threads) if (parts > 1)
     for (std::int64_t part = 0; part < parts; ++part) {
-      features(type, args, std::min(part * step, args.width), std::min((part + 1) * step, args.width));
+      const std::int64_t first = std::min(part * step, args.width), last = std::min(first + step, args.width);
+      for_this_machine([&]() FASTSPARSE_INLINED { add_to_sources<T>(args, first, last); });
     }
     if (args.grad_value == nullptr) return;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (many)

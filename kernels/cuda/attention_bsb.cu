@@ -38,7 +38,7 @@ __device__ __forceinline__ double log_sum(float maximum, float total) {
   return total == 0 ? -static_cast<double>(INFINITY) : static_cast<double>(maximum) + log2f(total);
 }
 
-// kExtras: with a bias or dropout.
+// kExtras: with a bias or dropout, if there is one.
 template <typename S, int kTerms, bool kExtras>
 __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAtOnce)
     attention_kernel(const __grid_constant__ AttentionBsbArgs args) {
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
           score[h][i] = exp2_approx(score[h][i] - maximum[h][i % kRowsOwned]);
           total[h][i % kRowsOwned] += score[h][i];
           if constexpr (kExtras) {
-            if (entries.present(i)) {
+            if ((!kAlwaysExtras<S> || input.dropout.threshold != 0) && entries.present(i)) {
               const std::int64_t row = window_row(window, Owned<S>::row(i, lane));
               score[h][i] *= dropout_factor(input.dropout, static_cast<std::uint32_t>(row), entries.column(i),
                                             static_cast<std::uint32_t>(first_head + h));
@@ -266,7 +266,11 @@ struct Launch {
 
   template <typename S, int kTerms>
   void run() {
-    has_extras(args.input) ? run<S, kTerms, true>() : run<S, kTerms, false>();
+    if constexpr (kAlwaysExtras<S>) {
+      run<S, kTerms, true>();
+    } else {
+      has_extras(args.input) ? run<S, kTerms, true>() : run<S, kTerms, false>();
+    }
   }
 
   template <typename S, int kTerms, bool kExtras>

@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
           float power = __fmul_rn(score[i], scale), factor = 1;
           if constexpr (kExtras) {
             power += entries.bias(input, i, position[i], first_head + h);
-            if (entries.present(i)) {
+            if ((!kAlwaysExtras<S> || input.dropout.threshold != 0) && entries.present(i)) {
               const auto own = static_cast<std::uint32_t>(window_row(window, Owned<S>::row(i, lane)));
               factor = dropout_factor(input.dropout, kTransposed ? entries.column(i) : own,
                                       kTransposed ? own : entries.column(i),
@@ -300,8 +300,12 @@ struct Launch {
 
   template <typename S, int kTerms, bool kTransposed>
   void run_pass(const Pass& pass) {
-    has_extras(pass.input) ? run_kernel<S, kTerms, true, kTransposed>(pass)
-                           : run_kernel<S, kTerms, false, kTransposed>(pass);
+    if constexpr (kAlwaysExtras<S>) {
+      run_kernel<S, kTerms, true, kTransposed>(pass);
+    } else {
+      has_extras(pass.input) ? run_kernel<S, kTerms, true, kTransposed>(pass)
+                             : run_kernel<S, kTerms, false, kTransposed>(pass);
+    }
   }
 
   template <typename S, int kTerms, bool kExtras, bool kTransposed>

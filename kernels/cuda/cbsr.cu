@@ -27,6 +27,13 @@ constexpr int kGatherThreads = 256;
 template <typename T>
 constexpr int kMost = sizeof(T) == 8 ? 2 : 4;
 
+// Calls f with a whole number as wide as those of `dtype`: they are moved and never computed with.
+template <typename F>
+void with_bits(Dtype dtype, F&& f) {
+  if (dtype == Dtype::kFloat64) return f(std::uint64_t{});
+  dtype == Dtype::kFloat32 ? f(std::uint32_t{}) : f(std::uint16_t{});
+}
+
 // Calls f with a value of the type of the column ids of rows of this width.
 template <typename F>
 void with_id_type(std::int64_t width, F&& f) {
@@ -92,7 +99,7 @@ __global__ void __launch_bounds__(kGatherThreads) gather_kernel(const CbsrGather
     const Pack<Id, kIn> id = load_entries<Id, kIn>(ids + i);
     Pack<T, kIn> value;
 #pragma unroll
-    for (int j = 0; j < kIn; ++j) value.lane[j] = id.lane[j] < args.width ? dense[id.lane[j]] : T(0.0f);
+    for (int j = 0; j < kIn; ++j) value.lane[j] = id.lane[j] < args.width ? dense[id.lane[j]] : T{0};
     store_pack(value, out + i);
   }
 }
@@ -115,7 +122,7 @@ void with_entries(std::int64_t k, const void* values, const void* ids, F&& f) {
 
 int cbsr_to_dense(const CbsrToDenseArgs& args, void* stream) {
   using namespace in_cbsr;
-  with_type(args.dtype, [&](auto type) {
+  with_bits(args.dtype, [&](auto type) {
     with_id_type(args.width, [&](auto id) {
       using T = decltype(type);
       using Id = decltype(id);
@@ -137,7 +144,7 @@ int cbsr_to_dense(const CbsrToDenseArgs& args, void* stream) {
 
 int cbsr_gather(const CbsrGatherArgs& args, void* stream) {
   using namespace in_cbsr;
-  with_type(args.dtype, [&](auto type) {
+  with_bits(args.dtype, [&](auto type) {
     with_id_type(args.width, [&](auto id) {
       using T = decltype(type);
       using Id = decltype(id);

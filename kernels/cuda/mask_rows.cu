@@ -9,7 +9,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_mask_rows {
 
 constexpr int kThreads = 128;
 constexpr int kRows = 4;  // that a thread reads at once
@@ -70,9 +70,10 @@ void launch(const MaskRowsArgs& args, cudaStream_t stream) {
   mask_kernel<T, kVec><<<grid, kThreads, 0, stream>>>(args, log_lanes);
 }
 
-}  // namespace
+}  // namespace in_mask_rows
 
 int mask_rows(const MaskRowsArgs& args, void* stream) {
+  using namespace in_mask_rows;
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);
     constexpr int kVec = 16 / sizeof(T);

@@ -30,7 +30,7 @@
 #include "fastsparse/maxk_16_bits.cuh"
 
 namespace fastsparse::cuda {
-namespace {
+namespace in_maxk_16_bits {
 
 constexpr int kThreads = 128;
 constexpr int kBlocks = 8;  // of an SM
@@ -267,10 +267,11 @@ void launch(const MaxkArgs& args, cudaStream_t stream) {
   }
 }
 
-}  // namespace
+}  // namespace in_maxk_16_bits
 
 template <typename T>
 void maxk_16_bits(const MaxkArgs& args, cudaStream_t stream) {
+  using namespace in_maxk_16_bits;
   if (args.width <= 128) {
     launch<T, 4, 1>(args, stream);
   } else if (args.width <= 256) {

@@ -208,13 +208,35 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const SsdArgs args, std:
   static_cast<uint4*>(args.packed)[at] = uint4{quad.word[0], quad.word[1], quad.word[2], quad.word[3]};
 }
 
+// The dtype of kernels that learn it at run time: they read packed entries, and features only where sums are
+// stored or plain.
+struct AnyDtype {};
+
+__device__ __forceinline__ float number_at(const void* numbers, Dtype dtype, std::int64_t index) {
+  if (dtype == Dtype::kFloat16) return widen(static_cast<const __half*>(numbers)[index]);
+  if (dtype == Dtype::kBFloat16) return widen(static_cast<const __nv_bfloat16*>(numbers)[index]);
+  return static_cast<const float*>(numbers)[index];
+}
+
+// A kept value.
+template <typename T>
+__device__ __forceinline__ Acc<T> kept_value(const SsdArgs& args, std::int64_t index) {
+  if constexpr (std::is_same_v<T, AnyDtype>) {
+    return number_at(args.values, args.dtype, index);
+  } else {
+    return widen(static_cast<const T*>(args.values)[index]);
+  }
+}
+
 template <typename T>
 __device__ __forceinline__ Acc<T> weight_of(const SsdArgs& args, std::int64_t entry, std::int64_t source) {
   Acc<T> weight = 1;
-  if (args.value.data != nullptr) {
-    weight = load_value<T>(args.value, args.value.dtype == args.dtype, edge_position(args.a, entry));
+  if constexpr (!std::is_same_v<T, AnyDtype>) {  // whose kernels take products without weights
+    if (args.value.data != nullptr) {
+      weight = load_value<T>(args.value, args.value.dtype == args.dtype, edge_position(args.a, entry));
+    }
+    if (args.scale_src != nullptr) weight *= static_cast<const Acc<T>*>(args.scale_src)[source];
   }
-  if (args.scale_src != nullptr) weight *= static_cast<const Acc<T>*>(args.scale_src)[source];
   return weight;
 }
 
@@ -229,7 +251,7 @@ __device__ void sum_plainly(const SsdArgs& args, const RowSlice& slice, std::int
     for (std::int64_t c = OfTeam::lane(); c < args.k; c += OfTeam::kLanes) {
       const std::int64_t at = static_cast<const Id*>(args.ids)[source * args.k + c] - feature0;
       if (at >= 0 && at < features) {
-        buffer[at] += weight * widen(static_cast<const T*>(args.values)[source * args.k + c]);
+        buffer[at] += weight * kept_value<T>(args, source * args.k + c);
       }
     }
     OfTeam::sync();
@@ -245,6 +267,28 @@ __device__ __forceinline__ void store_sums(const SsdArgs& args, const RowSlice& 
 #pragma unroll
     for (int i = 0; i < kVec; ++i) pack.lane[i] = sum[i];
     store_pack(pack, static_cast<Acc<T>*>(args.partial) + ~slice.target * args.width + feature);
+  } else if constexpr (std::is_same_v<T, AnyDtype>) {
+    Epilogue epilogue{args.scale_dst, nullptr, false, args.out, args.width};
+    auto pack = epilogue.finish<float>(sum, slice.target, feature);
+    const std::int64_t at = slice.target * args.width + feature;
+    if (args.bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) pack.lane[i] += number_at(args.bias, args.dtype, feature + i);
+    }
+    const auto store = [&](auto* out) {
+      using Out = std::remove_pointer_t<decltype(out)>;
+      Pack<Out, kVec> rounded;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) rounded.lane[i] = narrow<Out>(pack.lane[i]);
+      store_pack(rounded, out + at);
+    };
+    if (args.dtype == Dtype::kFloat32) {
+      store(static_cast<float*>(args.out));
+    } else if (args.dtype == Dtype::kFloat16) {
+      store(static_cast<__half*>(args.out));
+    } else {
+      store(static_cast<__nv_bfloat16*>(args.out));
+    }
   } else {
     const Epilogue epilogue{args.scale_dst, args.bias, false, args.out, args.width};
     store_pack(epilogue.finish<T>(sum, slice.target, feature),
@@ -733,14 +777,12 @@ template <typename T, typename Id, typename Rows, bool kWeighted>
 void launch_middle(const SsdArgs& args, cudaStream_t stream) {
   const std::int64_t groups = args.groups.num_slices - args.num_long;
   if (groups == 0) return;
-  if constexpr (sizeof(Id) == 1) {  // wider rows would leave little room for other blocks
-    int lanes_log = 0;
-    while ((2 << lanes_log) <= Team<kTeams>::kLanes && (4 << lanes_log) < args.k) ++lanes_log;
-    const auto buffers = static_cast<std::size_t>((args.width + 3) / 4 * 16 * kWarps * kTeams);
-    launch_dependent(ssd_middle_kernel<T, Id, Rows, kWeighted>, args.num_long > 0,
-                     dim3(ceil_div(groups, kWarps * kTeams) + 1), dim3(kThreads), buffers, stream, args,
-                     lanes_log);
-  }
+  int lanes_log = 0;
+  while ((2 << lanes_log) <= Team<kTeams>::kLanes && (4 << lanes_log) < args.k) ++lanes_log;
+  const auto buffers = static_cast<std::size_t>((args.width + 3) / 4 * 16 * kWarps * kTeams);
+  launch_dependent(ssd_middle_kernel<T, Id, Rows, kWeighted>, args.num_long > 0,
+                   dim3(ceil_div(groups, kWarps * kTeams) + 1), dim3(kThreads), buffers, stream, args,
+                   lanes_log);
 }
 
 template <typename T, typename Id, bool kWeighted>
@@ -750,33 +792,39 @@ void launch_in_shared_memory(SsdArgs args, cudaStream_t stream) {
   };
   const bool vectors =
       args.k % 4 == 0 && aligned(args.values, 4 * sizeof(T)) && aligned(args.ids, 4 * sizeof(Id));
-  const bool shared_warps = args.few_entries ? args.k <= 2 * kWarp : vectors && sizeof(Id) == 1;
+  // Rows of more than 256 features, rare and large, take a warp each.
+  const bool shared_warps = sizeof(Id) == 1 && (args.few_entries ? args.k <= 2 * kWarp : vectors);
   if (!shared_warps) args.num_long = args.groups.num_slices;
-  const auto launch_others = [&](auto rows) {
-    args.few_entries ? launch_short<T, Id, kWeighted>(args, stream)
-                     : launch_middle<T, Id, typename decltype(rows)::type, kWeighted>(args, stream);
-  };
   if constexpr (sizeof(Id) == 1) {
     if (vectors && args.packed != nullptr) {
       using Rows = QuadOfPackedRows;
       const std::int64_t num_quads = args.a.num_cols * args.k / 4;
       pack_kernel<T><<<ceil_div(num_quads, kThreads), kThreads, 0, stream>>>(args, num_quads);
+      using Dtypes = std::conditional_t<kWeighted, T, AnyDtype>;
       const bool long_rows = args.a.num_edges >= kManyPerRow * args.a.num_rows;
-      long_rows ? launch_long<4, kWeighted ? 6 : 8, T, Id, Rows, kWeighted>(args, stream)
-                : launch_long<2, kWeighted ? 9 : 12, T, Id, Rows, kWeighted>(args, stream);
-      launch_others(std::common_type<Rows>{});
+      long_rows ? launch_long<4, kWeighted ? 6 : 8, Dtypes, Id, Rows, kWeighted>(args, stream)
+                : launch_long<2, kWeighted ? 9 : 12, Dtypes, Id, Rows, kWeighted>(args, stream);
+      args.few_entries ? launch_short<T, Id, kWeighted>(args, stream)
+                       : launch_middle<Dtypes, Id, Rows, kWeighted>(args, stream);
       return;
     }
   }
   using Rows = QuadOfRows<T, Id, true>;
   if (vectors) {
-    args.k <= 16 ? launch_long<1, kWeighted ? 8 : 12, T, Id, Rows, kWeighted>(args, stream)
-                 : launch_long<2, kWeighted ? 7 : 10, T, Id, Rows, kWeighted>(args, stream);
+    if (sizeof(Id) == 1 && args.k <= 16) {
+      launch_long<1, kWeighted ? 8 : 12, T, std::uint8_t, QuadOfRows<T, std::uint8_t, true>, kWeighted>(
+          args, stream);
+    } else {
+      launch_long<2, kWeighted ? 7 : 10, T, Id, Rows, kWeighted>(args, stream);
+    }
   } else {
     // Kept entries that are not multiples of four are rare: they share one kernel, with weights of 1.
     launch_long<2, 6, T, Id, QuadOfRows<T, Id, false>, true, true>(args, stream);
   }
-  launch_others(std::common_type<Rows>{});
+  if constexpr (sizeof(Id) == 1) {
+    args.few_entries ? launch_short<T, Id, kWeighted>(args, stream)
+                     : launch_middle<T, Id, Rows, kWeighted>(args, stream);
+  }
 }
 
 template <typename T, typename Id>

@@ -652,6 +652,11 @@ cudaError_t prepare_kernel(Kernel* kernel, int bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
+// Heads whose products take so long that asking for a bias and dropout does not show, and whose registers it
+// does not exceed: one kernel serves calls with and without.
+template <typename S>
+inline constexpr bool kAlwaysExtras = !S::kFloat && S::kHeadWidth == 256;
+
 inline bool has_extras(const AttentionBsbInput& input) {
   return input.bias.data != nullptr || input.dropout.threshold != 0;
 }

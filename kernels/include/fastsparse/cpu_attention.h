@@ -1,5 +1,5 @@
 // What the passes of attention on the CPU share: entries are taken in blocks, scores and weights of a block
-// stay in the L1 cache, and products run over 64-byte vectors, or halves of them where heads are narrow.
+// stay in the L1 cache, and products run over vectors.
 #pragma once
 
 #include <algorithm>
@@ -17,17 +17,6 @@ constexpr int kBlock = 64;            // entries
 constexpr int kPrefetchEntries = 16;  // entries between a prefetch and its use
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 15;  // products below which waking threads costs more than it saves
-
-template <typename A, int kLanes>
-FASTSPARSE_INLINE A sum_lanes(const Lanes<A, kLanes>& v) {
-  if constexpr (kLanes == 2) {
-    return v[0] + v[1];
-  } else {
-    Lanes<A, kLanes / 2> half[2];
-    std::memcpy(half, &v, sizeof v);
-    return sum_lanes<A, kLanes / 2>(half[0] + half[1]);
-  }
-}
 
 // The entries of a block in whole vectors: numbers beyond its end are computed and left out.
 template <typename A>
@@ -170,6 +159,27 @@ void narrow_row(const float* from, float scale, std::int64_t width, void* to, Dt
                 std::int64_t first);
 void narrow_row(const double* from, double scale, std::int64_t width, void* to, Dtype dtype,
                 std::int64_t first);
+
+// A row in the type of sums: where it lies if it has that type, else in `room`. Kernels that work row by row
+// need no version for 16-bit numbers then.
+template <typename A>
+FASTSPARSE_INLINE const A* read_row(const DenseView& matrix, Dtype dtype, std::int64_t row,
+                                    std::int64_t width, A* room) {
+  if (dtype == kDtypeOf<A>) return static_cast<const A*>(matrix.data) + row * matrix.stride;
+  widen_row(matrix, dtype, row, width, room);
+  return room;
+}
+
+// Writes a row of a contiguous array from element `first` on.
+template <typename A>
+FASTSPARSE_INLINE void write_row(const A* from, std::int64_t width, void* to, Dtype dtype,
+                                 std::int64_t first) {
+  if (dtype == kDtypeOf<A>) {
+    std::copy(from, from + width, static_cast<A*>(to) + first);
+  } else {
+    narrow_row(from, A{1}, width, to, dtype, first);
+  }
+}
 
 // ---------------------------------------------------------------- scores
 

@@ -1,6 +1,6 @@
-// Portable SIMD for the CPU kernels: 64-byte vectors of the compiler's vector extension, lowered to whatever
-// the machine has. FASTSPARSE_MULTIVERSION compiles a function for AVX-512, AVX2 and the baseline; the loader
-// picks one, so that one binary runs everywhere without -march=native.
+// Portable SIMD for the CPU kernels: vectors of the compiler's vector extension, lowered to whatever the
+// machine has. `for_this_machine` compiles a function for AVX2 and for every machine and calls one of the
+// two, so that one binary runs everywhere without -march=native.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +11,33 @@
 
 #include "fastsparse/views.h"
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#define FASTSPARSE_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FASTSPARSE_MULTIVERSION
-#endif
 #define FASTSPARSE_INLINE inline __attribute__((always_inline))
+// A lambda whose body becomes part of whoever calls it: [&]() FASTSPARSE_INLINED { ... }
+#define FASTSPARSE_INLINED __attribute__((always_inline))
 
 namespace fastsparse::cpu {
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+// AVX-512 would gain little where it gains at all. Machines without AVX2 are rare: what they run compiles
+// fast.
+template <typename Body>
+__attribute__((target("avx2,fma"), noinline)) void with_avx2(const Body& body) {
+  body();
+}
+template <typename Body>
+__attribute__((optimize("O1"), noinline)) void with_baseline(const Body& body) {
+  body();
+}
+template <typename Body>
+void for_this_machine(const Body& body) {
+  __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? with_avx2(body) : with_baseline(body);
+}
+#else
+template <typename Body>
+void for_this_machine(const Body& body) {
+  body();
+}
+#endif
 
 struct Half {
   std::uint16_t bits;
@@ -37,6 +56,10 @@ struct AccOf<double> {
 };
 template <typename T>
 using Acc = typename AccOf<T>::type;
+
+// The dtype of numbers in which others are summed.
+template <typename A>
+inline constexpr Dtype kDtypeOf = sizeof(A) == 8 ? Dtype::kFloat64 : Dtype::kFloat32;
 
 FASTSPARSE_INLINE double widen(double v) { return v; }
 FASTSPARSE_INLINE float widen(float v) { return v; }
@@ -108,9 +131,10 @@ struct LanesOf {
 template <typename A, int kLanes>
 using Lanes = typename LanesOf<A, kLanes>::type;
 
-// 64 bytes of accumulators.
+// 32 bytes of accumulators, as many as AVX2 computes with at once: GCC keeps vectors in memory that are wider
+// than the machine's.
 template <typename A>
-inline constexpr int kVectorWidth = 64 / static_cast<int>(sizeof(A));
+inline constexpr int kVectorWidth = 32 / static_cast<int>(sizeof(A));
 template <typename A>
 using Vector = Lanes<A, kVectorWidth<A>>;
 
@@ -124,10 +148,9 @@ FASTSPARSE_INLINE void load_lanes(const T* from, Lanes<Acc<T>, kLanes>& to) {
     std::memcpy(&to, from, sizeof to);
   } else {
     using Bits = Lanes<std::uint32_t, kLanes>;
-    std::uint32_t lanes[kLanes];
-    for (int i = 0; i < kLanes; ++i) lanes[i] = from[i].bits;
-    Bits bits;
-    std::memcpy(&bits, lanes, sizeof bits);
+    Lanes<std::uint16_t, kLanes> narrow_bits;
+    std::memcpy(&narrow_bits, from, sizeof narrow_bits);
+    Bits bits = __builtin_convertvector(narrow_bits, Bits);
     if constexpr (std::is_same_v<T, BFloat16>) {
       bits <<= 16;
     } else {
@@ -147,6 +170,17 @@ FASTSPARSE_INLINE void load_vector(const T* from, Vector<Acc<T>>& to) {
   load_lanes<T, kVectorWidth<Acc<T>>>(from, to);
 }
 
+template <typename A, int kLanes>
+FASTSPARSE_INLINE A sum_lanes(const Lanes<A, kLanes>& v) {
+  if constexpr (kLanes == 2) {
+    return v[0] + v[1];
+  } else {
+    Lanes<A, kLanes / 2> half[2];
+    std::memcpy(half, &v, sizeof v);
+    return sum_lanes<A, kLanes / 2>(half[0] + half[1]);
+  }
+}
+
 // The lanes of a vector as whole numbers.
 template <typename V>
 using Element = std::remove_reference_t<decltype(std::declval<V&>()[0])>;
@@ -159,6 +193,44 @@ template <typename V>
 FASTSPARSE_INLINE void replace(V& lanes, const BitsOf<V>& mask, const V& from) {
   const auto bits = reinterpret_cast<BitsOf<V>>(lanes);
   lanes = reinterpret_cast<V>(bits ^ ((bits ^ reinterpret_cast<BitsOf<V>>(from)) & mask));
+}
+
+// `rectify` of the lanes of a vector.
+template <typename V>
+FASTSPARSE_INLINE void rectify_lanes(V& lanes) {
+  replace(lanes, reinterpret_cast<BitsOf<V>>(lanes < V{}), V{});
+}
+
+// `narrow` of the lanes of a vector.
+template <typename T, int kLanes>
+FASTSPARSE_INLINE void store_lanes(const Lanes<Acc<T>, kLanes>& from, T* to) {
+  if constexpr (sizeof(T) == sizeof(Acc<T>)) {
+    std::memcpy(to, &from, sizeof from);
+  } else {
+    // Shifted to the right, a difference below 0 is a mask.
+    using Bits = Lanes<std::int32_t, kLanes>;
+    const auto bits = reinterpret_cast<Bits>(from);
+    const Bits magnitude = bits & 0x7fffffff, nan = (0x7f800000 - magnitude) >> 31;
+    Bits rounded;
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      rounded = bits + 0x7fff + ((bits >> 16) & 1);
+      rounded >>= 16;
+      replace(rounded, nan, Bits{} + 0x7fc0);
+    } else {
+      rounded = (magnitude + 0xfff + ((magnitude >> 13) & 1) - 0x38000000) >> 13;
+      const auto subnormal = reinterpret_cast<Bits>(reinterpret_cast<Lanes<float, kLanes>>(magnitude) + 0.5f);
+      replace(rounded, (magnitude - 0x38800000) >> 31, subnormal - 0x3f000000);
+      replace(rounded, (0x477fefff - magnitude) >> 31, Bits{} + 0x7c00);
+      replace(rounded, nan, Bits{} + 0x7e00);
+      rounded |= (bits >> 16) & 0x8000;
+    }
+    const auto narrow_bits = __builtin_convertvector(rounded, Lanes<std::uint16_t, kLanes>);
+    std::memcpy(to, &narrow_bits, sizeof narrow_bits);
+  }
+}
+template <typename T>
+FASTSPARSE_INLINE void store_vector(const Vector<Acc<T>>& from, T* to) {
+  store_lanes<T, kVectorWidth<Acc<T>>>(from, to);
 }
 
 // Kahan's addition: rounding errors do not grow with the number of terms. V: a number or a vector of them.
@@ -218,6 +290,13 @@ void with_type(Dtype dtype, F&& f) {
     case Dtype::kBFloat16:
       return f(BFloat16{});
   }
+}
+
+// The same for numbers that are summed in float32.
+template <typename F>
+void with_float_type(Dtype dtype, F&& f) {
+  if (dtype == Dtype::kFloat32) return f(float{});
+  dtype == Dtype::kFloat16 ? f(Half{}) : f(BFloat16{});
 }
 
 // Calls f with a value of the type in which numbers of `dtype` are summed.
