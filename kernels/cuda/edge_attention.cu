@@ -18,8 +18,9 @@ namespace in_edge_attention {
 
 constexpr int kKept = -1;
 
-template <typename T, int kEdge>
-__global__ void __launch_bounds__(kHeadThreads, kEdge <= 0 ? 3 : kDotBlocks<T, kEdge>)
+// kPlain: neither bias nor dropout.
+template <typename T, int kEdge, bool kPlain>
+__global__ void __launch_bounds__(kHeadThreads, kEdge <= 0 ? 3 : kDotBlocks<T, kEdge> + (sizeof(T) == 4 && kEdge == 4))
     edge_attention_kernel(const __grid_constant__ EdgeAttentionArgs args, int head_lanes,
                           int heads_per_group) {
   constexpr bool kGatv2 = kEdge <= 0;
@@ -28,13 +29,13 @@ __global__ void __launch_bounds__(kHeadThreads, kEdge <= 0 ? 3 : kDotBlocks<T, k
   const EdgeAttentionInput& input = args.input;
   const EdgeLane lane(input, head_lanes, heads_per_group);
   const RowSlice slice = load_slice(args.split, lane.group);
-  const int longest = __reduce_max_sync(kFullWarp, slice.length);
+  const WarpLength length(slice.length);
   const std::int64_t row = row_of(args.split, slice), row_head = row * input.heads + lane.head;
   const float scale = static_cast<float>(input.scale);
   Entries<kInFlight> next;
   next.read(args.a, slice, 0);
 
-  const auto weight_rows = lane.gather<T>({input.weight, input.heads * input.head_width});
+  const LaneWeights<T> weight_rows(lane, input);
   float q[kLaneFeatures], att[kLaneFeatures], q_edge[kPart];
   lane.load<T>(q, input.q, row, kGatv2 ? 1.0f : scale);
   if constexpr (kGatv2) {
@@ -48,42 +49,45 @@ __global__ void __launch_bounds__(kHeadThreads, kEdge <= 0 ? 3 : kDotBlocks<T, k
     for (int i = 0; i < kPart; ++i) q_edge[i] = of_row[0][i];
   }
   const auto k_rows = lane.gather<T>(input.k), v_rows = lane.gather<T>(input.v);
+  const LaneEdges<T> edges(lane, input.edge);
 
   const std::conditional_t<kEdge == kKept, KeptWeight<T>, NoWeight> weight(lane, input);
 
   float max = -kInfinity, sum = 0;
   float acc[kLaneFeatures] = {}, acc_edge[kPart] = {};
-  for (int base = 0; base < longest; base += kInFlight) {
-    const Entries<kInFlight> entries = next;
-    bool has[kInFlight];
-    LaneFeatures<T> k[kInFlight], v[kInFlight];
-    EdgePart<T, kPart> edge[kInFlight];
-    Words<T, 4> whole_edge[kInFlight][kKeptWeight / 4];
+  // Adds the entries from `base` on. `whole`: every group of the warp has all of them, nothing is to be masked.
+  const auto add = [&](auto whole, const auto& entries, int base) {
+    constexpr bool kWhole = decltype(whole)::value != 0;
+    constexpr int kCount = sizeof(entries.col) / sizeof(entries.col[0]);
+    bool has[kCount];
+    LaneFeatures<T> k[kCount], v[kCount];
+    [[maybe_unused]] EdgePart<T, kPart> edge[kCount];
+    [[maybe_unused]] Words<T, 4> whole_edge[kCount][kKeptWeight / 4];
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      has[u] = base + u < slice.length;
+    for (int u = 0; u < kCount; ++u) {
+      has[u] = kWhole || base + u < slice.length;
       k[u] = k_rows.load(entries.col[u], has[u]);
       if constexpr (!kGatv2) {
         v[u] = v_rows.load(entries.col[u], has[u]);
-        edge[u] = EdgePart<T, kPart>(lane, input.edge, entries.position[u], has[u]);
+        edge[u] = EdgePart<T, kPart>(lane, edges, entries.position[u], has[u]);
       } else if constexpr (kEdge == kKept) {
         load_edge<T>(whole_edge[u], lane, input.edge, entries.position[u], has[u]);
       }
     }
-    next.read(args.a, slice, base + kInFlight);
+    next.read(args.a, slice, base + kCount);
 
-    float score[kInFlight] = {};
+    float score[kCount] = {};
     if constexpr (kGatv2) {
-      float z[kInFlight][kLaneFeatures];
+      float z[kCount][kLaneFeatures];
 #pragma unroll
-      for (int u = 0; u < kInFlight; ++u) {
+      for (int u = 0; u < kCount; ++u) {
 #pragma unroll
         for (int i = 0; i < kLaneFeatures; ++i) z[u][i] = q[i] + k[u][i];
         if constexpr (kEdge == kKept) weight.add_to(z[u], whole_edge[u]);
       }
       if constexpr (kEdge != kKept) add_projected<T>(z, lane, input, entries.position, has);
 #pragma unroll
-      for (int u = 0; u < kInFlight; ++u) {
+      for (int u = 0; u < kCount; ++u) {
 #pragma unroll
         for (int i = 0; i < kLaneFeatures; ++i) {
           score[u] += att[i] * leaky_relu_up_to_1(z[u][i], scale);
@@ -91,7 +95,7 @@ __global__ void __launch_bounds__(kHeadThreads, kEdge <= 0 ? 3 : kDotBlocks<T, k
       }
     } else {
 #pragma unroll
-      for (int u = 0; u < kInFlight; ++u) {
+      for (int u = 0; u < kCount; ++u) {
 #pragma unroll
         for (int i = 0; i < kLaneFeatures; ++i) score[u] += q[i] * k[u][i];
 #pragma unroll
@@ -100,7 +104,7 @@ __global__ void __launch_bounds__(kHeadThreads, kEdge <= 0 ? 3 : kDotBlocks<T, k
     }
     sum_over(score, lane.lanes);
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
+    for (int u = 0; u < kCount; ++u) {
       k[u].stay_packed();
       if constexpr (!kGatv2) {
         v[u].stay_packed();
@@ -109,8 +113,8 @@ __global__ void __launch_bounds__(kHeadThreads, kEdge <= 0 ? 3 : kDotBlocks<T, k
     }
     float new_max = max;
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      if (!kGatv2 && input.bias.data != nullptr && has[u]) {
+    for (int u = 0; u < kCount; ++u) {
+      if (!kPlain && !kGatv2 && input.bias.data != nullptr && has[u]) {
         score[u] += load_value<T>(input.bias, input.bias.dtype == input.dtype,
                                   static_cast<std::int64_t>(entries.position[u]) * input.heads + lane.head);
       }
@@ -128,10 +132,10 @@ __global__ void __launch_bounds__(kHeadThreads, kEdge <= 0 ? 3 : kDotBlocks<T, k
       for (int i = 0; i < kPart; ++i) acc_edge[i] *= rescale;
     }
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
+    for (int u = 0; u < kCount; ++u) {
       float w = exp_or_zero(score[u] - reference);
       sum += w;
-      if (input.dropout.threshold != 0) {
+      if (!kPlain && input.dropout.threshold != 0) {
         w *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
       }
 #pragma unroll
@@ -141,7 +145,8 @@ __global__ void __launch_bounds__(kHeadThreads, kEdge <= 0 ? 3 : kDotBlocks<T, k
         for (int i = 0; i < kPart; ++i) acc_edge[i] += w * edge[u][i];
       }
     }
-  }
+  };
+  for_entries<kInFlight, kGatv2 ? kInFlight : 1>(length.longest, length.shortest, next, add);
 
   if constexpr (!kGatv2) add_from_edge_width<T, kPart>(acc, lane, weight_rows, acc_edge);
   if (lane.group >= args.split.num_slices || !lane.live) return;
@@ -175,11 +180,12 @@ int edge_attention(const EdgeAttentionArgs& args, void* stream_address) {
     using T = decltype(type);
     const auto run = [&](auto kernel) { kernel<<<grid, kHeadThreads, 0, stream>>>(args, lanes, per_group); };
     if (input.gatv2) {
-      run(input.edge_width <= kKeptWeight ? edge_attention_kernel<T, kKept> : edge_attention_kernel<T, 0>);
+      run(input.edge_width <= kKeptWeight ? edge_attention_kernel<T, kKept, false>
+                                          : edge_attention_kernel<T, 0, false>);
     } else if (input.edge_width <= 4 * lanes) {
-      run(edge_attention_kernel<T, 4>);
+      run(is_plain(input) ? edge_attention_kernel<T, 4, true> : edge_attention_kernel<T, 4, false>);
     } else {
-      run(edge_attention_kernel<T, kMostEdge>);
+      run(edge_attention_kernel<T, kMostEdge, false>);
     }
     auto* lse = static_cast<float*>(args.lse);
     combine_softmax<T>(args.split, args.partial, args.partial_state, input.heads, input.head_width, args.out,

@@ -28,35 +28,48 @@ namespace fastsparse::cuda {
 namespace in_edge_attention_backward {
 
 // Where a pair {w, dS} lies.
-__device__ __forceinline__ float2* pair_at(void* work, std::int64_t position, std::int64_t heads,
+__device__ __forceinline__ float2* pair_at(void* work, std::uint32_t position, std::int64_t heads,
                                            std::int64_t head) {
-  return static_cast<float2*>(work) + position * heads + head;
+  return static_cast<float2*>(work) + head +
+         static_cast<std::uint64_t>(position) * static_cast<std::uint32_t>(heads);
 }
 
-// Writes neighbouring numbers of the features' gradient of this block's heads: in float32 for the caller to
-// add up, or in T where they are all heads.
-template <typename T, int kCount>
-__device__ __forceinline__ void store_features(const EdgeAttentionBackwardArgs& args, std::uint32_t position,
-                                               int first, const float (&x)[kCount]) {
-  const std::int64_t at = (blockIdx.y * args.num_values + position) * args.input.edge_width + first;
-  if (gridDim.y == 1) {
-    Pack<T, kCount> pack;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) pack.lane[i] = narrow<T>(x[i]);
-    *reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(args.grad_features) + at) = pack;
-  } else {
-    Pack<float, kCount> pack;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) pack.lane[i] = x[i];
-    *reinterpret_cast<Pack<float, kCount>*>(static_cast<float*>(args.grad_features) + at) = pack;
+// Where the gradients of edges' features of this block's heads go: in float32 for the caller to add up, or in T
+// where they are all heads.
+template <typename T>
+struct FeatureGradients {
+  char* from;
+  std::uint32_t row_bytes;
+
+  __device__ __forceinline__ explicit FeatureGradients(const EdgeAttentionBackwardArgs& args) {
+    row_bytes = static_cast<std::uint32_t>(args.input.edge_width * (gridDim.y == 1 ? sizeof(T) : sizeof(float)));
+    from = static_cast<char*>(args.grad_features) + blockIdx.y * args.num_values * row_bytes;
   }
-}
 
-// Adds up a lane's parts of one edge's features over the heads of its group and writes them.
-template <typename T, int kEdge>
-__device__ __forceinline__ void store_features_of_heads(const EdgeAttentionBackwardArgs& args,
-                                                        const EdgeLane& lane, std::uint32_t position,
-                                                        bool has, float (&part)[kEdge]) {
+  // Writes neighbouring numbers of one edge.
+  template <int kCount>
+  __device__ __forceinline__ void store(std::uint32_t position, int first, const float (&x)[kCount]) const {
+    char* row = from + static_cast<std::uint64_t>(position) * row_bytes;
+    if (gridDim.y == 1) {
+      Pack<T, kCount> pack;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) pack.lane[i] = narrow<T>(x[i]);
+      *reinterpret_cast<Pack<T, kCount>*>(reinterpret_cast<T*>(row) + first) = pack;
+    } else {
+      Pack<float, kCount> pack;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) pack.lane[i] = x[i];
+      *reinterpret_cast<Pack<float, kCount>*>(reinterpret_cast<float*>(row) + first) = pack;
+    }
+  }
+};
+
+// Adds up a lane's parts of some edges' features over the heads of its group and writes them.
+template <typename T, int kCount, int kEdge>
+__device__ __forceinline__ void store_features_of_heads(const FeatureGradients<T>& features,
+                                                        const EdgeLane& lane, const Entries<kCount>& entries,
+                                                        const bool (&has)[kCount],
+                                                        float (&part)[kCount][kEdge]) {
   const int lane_of_group = threadIdx.x & (lane.group_lanes - 1);
   if (lane.group_lanes >= 4 * lane.lanes) {
     // Numbers change sides as in `scatter_sum`, but between heads: the group's head h gets those of h % 4.
@@ -64,29 +77,42 @@ __device__ __forceinline__ void store_features_of_heads(const EdgeAttentionBackw
     const int nth = 2 * upper + odd;
 #pragma unroll
     for (int c = 0; c < kEdge / 4; ++c) {
-      const float* v = part + c * 4;
-      float low = upper ? v[2] : v[0], high = upper ? v[3] : v[1];
-      low += __shfl_xor_sync(kFullWarp, upper ? v[0] : v[2], 2 * lane.lanes);
-      high += __shfl_xor_sync(kFullWarp, upper ? v[1] : v[3], 2 * lane.lanes);
-      float number[1] = {(odd ? high : low) + __shfl_xor_sync(kFullWarp, odd ? low : high, lane.lanes)};
+      float number[kCount];
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+        const float* v = part[u] + c * 4;
+        float low = upper ? v[2] : v[0], high = upper ? v[3] : v[1];
+        low += __shfl_xor_sync(kFullWarp, upper ? v[0] : v[2], 2 * lane.lanes);
+        high += __shfl_xor_sync(kFullWarp, upper ? v[1] : v[3], 2 * lane.lanes);
+        number[u] = (odd ? high : low) + __shfl_xor_sync(kFullWarp, odd ? low : high, lane.lanes);
+      }
       sum_over(number, lane.group_lanes, 4 * lane.lanes);
-      if (has && lane_of_group < 4 * lane.lanes && lane.edge_place(c) < lane.edge_width) {
-        store_features<T>(args, position, lane.edge_place(c) + nth, number);
+      if (lane_of_group >= 4 * lane.lanes || lane.edge_place(c) >= lane.edge_width) continue;
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+        const float one[1] = {number[u]};
+        if (has[u]) features.store(entries.position[u], lane.edge_place(c) + nth, one);
       }
     }
     return;
   }
-  sum_over(part, lane.group_lanes, lane.lanes);
-  if (!has || lane_of_group >= lane.lanes) return;
 #pragma unroll
-  for (int c = 0; c < kEdge / 4; ++c) {
-    if (lane.edge_place(c) >= lane.edge_width) continue;
-    const float four[4] = {part[c * 4], part[c * 4 + 1], part[c * 4 + 2], part[c * 4 + 3]};
-    store_features<T>(args, position, lane.edge_place(c), four);
+  for (int u = 0; u < kCount; ++u) sum_over(part[u], lane.group_lanes, lane.lanes);
+  if (lane_of_group >= lane.lanes) return;
+#pragma unroll
+  for (int u = 0; u < kCount; ++u) {
+    if (!has[u]) continue;
+#pragma unroll
+    for (int c = 0; c < kEdge / 4; ++c) {
+      if (lane.edge_place(c) >= lane.edge_width) continue;
+      const float four[4] = {part[u][c * 4], part[u][c * 4 + 1], part[u][c * 4 + 2], part[u][c * 4 + 3]};
+      features.store(entries.position[u], lane.edge_place(c), four);
+    }
   }
 }
 
-template <typename T, int kEdge>
+// kPlain: neither bias nor dropout.
+template <typename T, int kEdge, bool kPlain>
 __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
     dot_row_kernel(const __grid_constant__ EdgeAttentionBackwardArgs args, int head_lanes,
                    int heads_per_group) {
@@ -94,13 +120,13 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
   const EdgeAttentionInput& input = args.input;
   const EdgeLane lane(input, head_lanes, heads_per_group);
   const RowSlice slice = load_slice(args.split, lane.group);
-  const int longest = __reduce_max_sync(kFullWarp, slice.length);
+  const WarpLength length(slice.length);
   const std::int64_t row = row_of(args.split, slice), row_head = row * input.heads + lane.head;
   const float scale = static_cast<float>(input.scale);
   Entries<kInFlight> next;
   next.read(args.a, slice, 0);
 
-  const auto weight_rows = lane.gather<T>({input.weight, input.heads * input.head_width});
+  const LaneWeights<T> weight_rows(lane, input);
   float q[kLaneFeatures], grad[kLaneFeatures], grad_q[kLaneFeatures] = {};
   float q_edge[kEdge], grad_edge[kEdge], grad_q_edge[kEdge] = {};
   lane.load<T>(q, input.q, row, scale);
@@ -129,69 +155,77 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
   sum_over(delta, lane.lanes);
   const float lse = finite_lse(static_cast<const float*>(args.lse)[row_head]);
   const auto k_rows = lane.gather<T>(input.k), v_rows = lane.gather<T>(input.v);
+  const LaneEdges<T> edges(lane, input.edge);
+  const FeatureGradients<T> features(args);
 
-  for (int base = 0; base < longest; base += kInFlight) {
-    const Entries<kInFlight> entries = next;
-    LaneFeatures<T> k[kInFlight], v[kInFlight];
-    EdgePart<T, kEdge> edge[kInFlight];
+  const auto add = [&](auto whole, const auto& entries, int base) {
+    constexpr bool kWhole = decltype(whole)::value != 0;
+    constexpr int kCount = sizeof(entries.col) / sizeof(entries.col[0]);
+    bool has[kCount];
+    LaneFeatures<T> k[kCount], v[kCount];
+    EdgePart<T, kEdge> edge[kCount];
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      const bool has = base + u < slice.length;
-      k[u] = k_rows.load(entries.col[u], has);
-      v[u] = v_rows.load(entries.col[u], has);
-      edge[u] = EdgePart<T, kEdge>(lane, input.edge, entries.position[u], has);
+    for (int u = 0; u < kCount; ++u) {
+      has[u] = kWhole || base + u < slice.length;
+      k[u] = k_rows.load(entries.col[u], has[u]);
+      v[u] = v_rows.load(entries.col[u], has[u]);
+      edge[u] = EdgePart<T, kEdge>(lane, edges, entries.position[u], has[u]);
     }
-    next.read(args.a, slice, base + kInFlight);
+    next.read(args.a, slice, base + kCount);
 
-    float products[2 * kInFlight] = {};  // scores, then dP
+    float products[2 * kCount] = {};  // scores, then dP
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
+    for (int u = 0; u < kCount; ++u) {
 #pragma unroll
       for (int i = 0; i < kLaneFeatures; ++i) {
         products[u] += q[i] * k[u][i];
-        products[kInFlight + u] += grad[i] * v[u][i];
+        products[kCount + u] += grad[i] * v[u][i];
       }
 #pragma unroll
       for (int i = 0; i < kEdge; ++i) {
         products[u] += q_edge[i] * edge[u][i];
-        products[kInFlight + u] += grad_edge[i] * edge[u][i];
+        products[kCount + u] += grad_edge[i] * edge[u][i];
       }
     }
     sum_over(products, lane.lanes);
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
+    for (int u = 0; u < kCount; ++u) {
       k[u].stay_packed();
       edge[u].stay_packed();
     }
+    float weight[kCount], grad_score[kCount];
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      const bool has = base + u < slice.length;
+    for (int u = 0; u < kCount; ++u) {
       float score = products[u];
-      if (input.bias.data != nullptr && has) {
+      if (!kPlain && input.bias.data != nullptr && has[u]) {
         score += load_value<T>(input.bias, input.bias.dtype == input.dtype,
                                static_cast<std::int64_t>(entries.position[u]) * input.heads + lane.head);
       }
-      const float p = has && lane.live ? exp_or_zero(score - lse) : 0.0f;
-      float weight = p;
-      if (input.dropout.threshold != 0) {
-        weight *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
+      const float p = has[u] && lane.live ? exp_or_zero(score - lse) : 0.0f;
+      weight[u] = p;
+      if (!kPlain && input.dropout.threshold != 0) {
+        weight[u] *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
       }
-      const float grad_score = weight * products[kInFlight + u] - p * delta[0];
-      if (has && lane.live && lane.sub == 0) {
-        *pair_at(args.work, entries.position[u], input.heads, lane.head) = make_float2(weight, grad_score);
+      grad_score[u] = weight[u] * products[kCount + u] - p * delta[0];
+      if (has[u] && lane.live && lane.sub == 0) {
+        *pair_at(args.work, entries.position[u], input.heads, lane.head) =
+            make_float2(weight[u], grad_score[u]);
       }
 #pragma unroll
-      for (int i = 0; i < kLaneFeatures; ++i) grad_q[i] += grad_score * k[u][i];
+      for (int i = 0; i < kLaneFeatures; ++i) grad_q[i] += grad_score[u] * k[u][i];
 #pragma unroll
-      for (int i = 0; i < kEdge; ++i) grad_q_edge[i] += grad_score * edge[u][i];
-      if (args.grad_features != nullptr) {
-        float part[kEdge];
-#pragma unroll
-        for (int i = 0; i < kEdge; ++i) part[i] = grad_score * q_edge[i] + weight * grad_edge[i];
-        store_features_of_heads<T>(args, lane, entries.position[u], has, part);
-      }
+      for (int i = 0; i < kEdge; ++i) grad_q_edge[i] += grad_score[u] * edge[u][i];
     }
-  }
+    if (args.grad_features == nullptr) return;
+    float part[kCount][kEdge];
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+      for (int i = 0; i < kEdge; ++i) part[u][i] = grad_score[u] * q_edge[i] + weight[u] * grad_edge[i];
+    }
+    store_features_of_heads<T>(features, lane, entries, has, part);
+  };
+  for_entries<kInFlight, 1>(length.longest, length.shortest, next, add);
 
   add_from_edge_width<T, kEdge>(grad_q, lane, weight_rows, grad_q_edge);
   if (lane.group >= args.split.num_slices || !lane.live) return;
@@ -215,32 +249,32 @@ __global__ void __launch_bounds__(kHeadThreads, sizeof(T) == 2 ? 8 : 5)
   const RowSlice slice = load_slice(args.split_t, lane.group);
   if (lane.group >= args.split_t.num_slices) return;
   const auto q_rows = lane.gather<T>(input.q), grad_rows = lane.gather<T>(args.grad);
+  // A group goes by its own length, for no lane waits for another.
   Entries<kInFlight> next;
   next.read(args.a_t, slice, 0);
 
   float grad_k[kLaneFeatures] = {}, grad_v[kLaneFeatures] = {};
-  for (int base = 0; base < slice.length; base += kInFlight) {
-    const Entries<kInFlight> entries = next;
-    LaneFeatures<T> q[kInFlight], grad[kInFlight];
-    float2 pair[kInFlight];
+  const auto add = [&](auto, const auto& entries, int base) {
+    constexpr int kCount = sizeof(entries.col) / sizeof(entries.col[0]);
+    LaneFeatures<T> q[kCount], grad[kCount];
+    float2 pair[kCount];
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      const bool has = base + u < slice.length;
-      q[u] = q_rows.load(entries.col[u], has);
-      grad[u] = grad_rows.load(entries.col[u], has);
-      pair[u] = make_float2(0, 0);
-      if (has) pair[u] = __ldg(pair_at(args.work, entries.position[u], input.heads, lane.head));
+    for (int u = 0; u < kCount; ++u) {
+      q[u] = q_rows.load(entries.col[u]);
+      grad[u] = grad_rows.load(entries.col[u]);
+      pair[u] = __ldg(pair_at(args.work, entries.position[u], input.heads, lane.head));
     }
-    next.read(args.a_t, slice, base + kInFlight);
+    next.read(args.a_t, slice, base + kCount);
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
+    for (int u = 0; u < kCount; ++u) {
 #pragma unroll
       for (int i = 0; i < kLaneFeatures; ++i) {
         grad_k[i] += pair[u].y * q[u][i];
         grad_v[i] += pair[u].x * grad[u][i];
       }
     }
-  }
+  };
+  for_entries<kInFlight, 1>(slice.length, slice.length, next, add);
 
   if (!lane.live) return;
   const std::int64_t width = input.heads * input.head_width;
@@ -320,7 +354,7 @@ __device__ __forceinline__ void store_edge_gradient(const EdgeAttentionBackwardA
       }
     }
     const float one[1] = {number};
-    if (wanted && a < lane.edge_width) store_features<T>(args, position, a, one);
+    if (wanted && a < lane.edge_width) FeatureGradients<T>(args).store(position, a, one);
   } else {
     sum_over(part, lane.group_lanes);
     if (lane_of_group != 0) return;
@@ -332,7 +366,7 @@ __device__ __forceinline__ void store_edge_gradient(const EdgeAttentionBackwardA
         if (a >= lane.edge_width) break;
         const float* of = part + u * kKeptWeight + a;
         const float four[4] = {of[0], of[1], of[2], of[3]};
-        store_features<T>(args, entries.position[u], a, four);
+        FeatureGradients<T>(args).store(entries.position[u], a, four);
       }
     }
   }
@@ -367,7 +401,7 @@ __device__ __forceinline__ void store_edge_gradient(const EdgeAttentionBackwardA
     for (int u = 0; u < kCount; ++u) {
       if (!has[u]) continue;
       const float four[4] = {part[u * 4], part[u * 4 + 1], part[u * 4 + 2], part[u * 4 + 3]};
-      store_features<T>(args, entries.position[u], a, four);
+      FeatureGradients<T>(args).store(entries.position[u], a, four);
     }
   }
 }
@@ -603,8 +637,11 @@ void launch(const EdgeAttentionBackwardArgs& args, cudaStream_t stream) {
     run(input.edge_width <= kKeptWeight ? gatv2_row_kernel<T, true> : gatv2_row_kernel<T, false>,
         args.att_rows);  // groups without a slice write their zeros of datt, too
   } else if (args.split.num_slices != 0) {
-    run(input.edge_width <= 4 * lanes ? dot_row_kernel<T, 4> : dot_row_kernel<T, kMostEdge>,
-        args.split.num_slices);
+    if (input.edge_width > 4 * lanes) {
+      run(dot_row_kernel<T, kMostEdge, false>, args.split.num_slices);
+    } else {
+      run(is_plain(input) ? dot_row_kernel<T, 4, true> : dot_row_kernel<T, 4, false>, args.split.num_slices);
+    }
     if (edge_width > 0) combine(args.split, args.partial_q_edge, args.grad_q_edge, edge_width);
   }
   combine(args.split, args.partial_q, args.grad_q, width);
