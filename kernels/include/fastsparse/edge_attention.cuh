@@ -7,6 +7,7 @@
 // transaction and no shuffle.
 #pragma once
 
+#include <cstdlib>
 #include <type_traits>
 
 #include "fastsparse/head_lanes.cuh"
@@ -108,12 +109,14 @@ struct EdgeLane {
   int head_width;
   int edge_width;
 
-  __device__ __forceinline__ EdgeLane(const EdgeAttentionInput& input, int head_lanes, int heads_per_group) {
+  __device__ __forceinline__ EdgeLane(const EdgeAttentionInput& input, int head_lanes, int heads_per_group,
+                                      int slices = 1) {
     // Shifts, for both numbers are powers of two: divisions were a tenth of a row of few entries.
     lanes = head_lanes;
     group_lanes = head_lanes * heads_per_group;
     const int thread = static_cast<int>(threadIdx.x);
-    group = (static_cast<std::int64_t>(blockIdx.x) * kHeadThreads + thread) >> (__ffs(group_lanes) - 1);
+    group =
+        (static_cast<std::int64_t>(blockIdx.x) * slices * kHeadThreads + thread) >> (__ffs(group_lanes) - 1);
     sub = thread & (lanes - 1);
     head = static_cast<std::int64_t>(blockIdx.y) * heads_per_group +
            ((thread & (group_lanes - 1)) >> (__ffs(lanes) - 1));
@@ -123,6 +126,9 @@ struct EdgeLane {
     edge_width = static_cast<int>(input.edge_width);
     first = head * head_width;
   }
+
+  // From the slice of this group to its next: the groups of a block take neighbouring ones.
+  __device__ __forceinline__ int step() const { return kHeadThreads >> (__ffs(group_lanes) - 1); }
 
   // First feature of a chunk, within the head.
   template <int kVec>
@@ -273,9 +279,9 @@ struct Entries {
   }
 };
 
-// Calls add(whole, entries, base) for all entries of the slices of a warp: kCount of them, which `next` holds,
-// while every group has as many (`whole`, a compile-time 0 or 1), then kRest at a time, masked. `add` reads the
-// entries after those that it is given into `next`.
+// Calls add(whole, entries, base) for all entries of the slices of a warp: kCount of them, which `next`
+// holds, while every group has as many (`whole`, a compile-time 0 or 1), then kRest at a time, masked. `add`
+// reads the entries after those that it is given into `next`.
 template <int kCount, int kRest, typename F>
 __device__ __forceinline__ void for_entries(int longest, int shortest, const Entries<kCount>& next, F&& add) {
   int base = 0;
@@ -351,8 +357,7 @@ struct LaneWeights {
 #pragma unroll
     for (int i = 0; i < kLaneFeatures; i += 4) {
       const float* at = from[i / kEdgeVec<T>] +
-                        static_cast<std::uint64_t>(static_cast<std::uint32_t>(row)) * width +
-                        i % kEdgeVec<T>;
+                        static_cast<std::uint64_t>(static_cast<std::uint32_t>(row)) * width + i % kEdgeVec<T>;
       const float4 four = __ldg(reinterpret_cast<const float4*>(at));
       to[i] = four.x;
       to[i + 1] = four.y;
@@ -362,7 +367,8 @@ struct LaneWeights {
   }
 };
 
-// W_h^T x of every lane's head, the lane's part of an edge's features. kCount vectors share what is read of W.
+// W_h^T x of every lane's head, the lane's part of an edge's features. kCount vectors share what is read of
+// W.
 template <typename T, int kEdge, int kCount>
 __device__ __forceinline__ void to_edge_width(float (&to)[kCount][kEdge], const EdgeLane& lane,
                                               const LaneWeights<T>& weight,
@@ -512,10 +518,17 @@ inline int edge_head_lanes(const EdgeAttentionInput& input) {
   return lanes;
 }
 
-// Whether scores are dot products alone: neither bias nor dropout, whose tests in the loop over a row's entries
-// cost more than a tenth of it.
+// Whether scores are dot products alone: neither bias nor dropout, whose tests in the loop over a row's
+// entries cost more than a tenth of it.
 inline bool is_plain(const EdgeAttentionInput& input) {
   return input.bias.data == nullptr && input.dropout.threshold == 0;
+}
+
+// Consecutive slices that a group takes, one after the other: several where there are many, for what a group
+// does before its first slice then counts less, and neighbouring rows find each other's neighbours in the L1.
+inline int slices_per_group(std::int64_t num_slices) {
+  if (const char* rows = std::getenv("FASTSPARSE_EDGE_ROWS")) return std::atoi(rows);
+  return 1;
 }
 
 // Calls f with the element type.
