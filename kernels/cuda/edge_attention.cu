@@ -41,8 +41,9 @@ __global__ void __launch_bounds__(kHeadThreads,
     const WarpLength length(slice.length);
     const std::int64_t row = row_of(args.split, slice), row_head = row * input.heads + lane.head;
     const float scale = static_cast<float>(input.scale);
+    const SliceEntries of_slice(args.a, slice);
     Entries<kInFlight> next;
-    next.read(args.a, slice, 0);
+    next.read(of_slice, 0);
 
     float q[kLaneFeatures], att[kLaneFeatures], q_edge[kPart];
     lane.load<T>(q, input.q, row, kGatv2 ? 1.0f : scale);
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(kHeadThreads,
           load_edge<T>(whole_edge[u], lane, input.edge, entries.position[u], has[u]);
         }
       }
-      next.read(args.a, slice, base + kCount);
+      next.read(of_slice, base + kCount);
 
       float score[kCount] = {};
       if constexpr (kGatv2) {

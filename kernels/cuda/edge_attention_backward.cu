@@ -44,7 +44,8 @@ struct FeatureGradients {
   __device__ __forceinline__ explicit FeatureGradients(const EdgeAttentionBackwardArgs& args) {
     row_bytes =
         static_cast<std::uint32_t>(args.input.edge_width * (gridDim.y == 1 ? sizeof(T) : sizeof(float)));
-    from = static_cast<char*>(args.grad_features) + blockIdx.y * args.num_values * row_bytes;
+    from =
+        kept_in_register(static_cast<char*>(args.grad_features) + blockIdx.y * args.num_values * row_bytes);
   }
 
   // Writes neighbouring numbers of one edge.
@@ -132,8 +133,9 @@ __global__ void __launch_bounds__(kHeadThreads, kSeveral && sizeof(T) == 2 ? 5 :
     const WarpLength length(slice.length);
     const std::int64_t row = row_of(args.split, slice), row_head = row * input.heads + lane.head;
     const float scale = static_cast<float>(input.scale);
+    const SliceEntries of_slice(args.a, slice);
     Entries<kInFlight> next;
-    next.read(args.a, slice, 0);
+    next.read(of_slice, 0);
 
     float q[kLaneFeatures], grad[kLaneFeatures], grad_q[kLaneFeatures] = {};
     float q_edge[kEdge], grad_edge[kEdge], grad_q_edge[kEdge] = {};
@@ -176,7 +178,7 @@ __global__ void __launch_bounds__(kHeadThreads, kSeveral && sizeof(T) == 2 ? 5 :
         v[u] = v_rows.load(entries.col[u], has[u]);
         edge[u] = EdgePart<T, kEdge>(lane, edges, entries.position[u], has[u]);
       }
-      next.read(args.a, slice, base + kCount);
+      next.read(of_slice, base + kCount);
 
       float products[2 * kCount] = {};  // scores, then dP
 #pragma unroll
@@ -260,8 +262,9 @@ __global__ void __launch_bounds__(kHeadThreads, sizeof(T) == 2 ? 8 : 5)
     if (lane.group >= args.split_t.num_slices) return;
     if (kSeveral && nth + 1 < slices) following = load_slice(args.split_t, lane.group + lane.step());
     // A group goes by its own length, for no lane waits for another.
+    const SliceEntries of_slice(args.a_t, slice);
     Entries<kInFlight> next;
-    next.read(args.a_t, slice, 0);
+    next.read(of_slice, 0);
 
     float grad_k[kLaneFeatures] = {}, grad_v[kLaneFeatures] = {};
     const auto add = [&](auto, const auto& entries, int base) {
@@ -274,7 +277,7 @@ __global__ void __launch_bounds__(kHeadThreads, sizeof(T) == 2 ? 8 : 5)
         grad[u] = grad_rows.load(entries.col[u]);
         pair[u] = __ldg(pair_at(args.work, entries.position[u], input.heads, lane.head));
       }
-      next.read(args.a_t, slice, base + kCount);
+      next.read(of_slice, base + kCount);
 #pragma unroll
       for (int u = 0; u < kCount; ++u) {
 #pragma unroll
@@ -312,11 +315,12 @@ __global__ void __launch_bounds__(kHeadThreads, sizeof(T) == 2 ? 8 : 5)
   float q[kLaneFeatures], grad[kLaneFeatures];
   lane.load<T>(q, input.q, row, static_cast<float>(input.scale));
   lane.load<T>(grad, args.grad, row);
+  const SliceEntries of_slice(args.a, slice);
   Entries<1> next;
-  next.read(args.a, slice, 0);
+  next.read(of_slice, 0);
   for (int nth = 0; nth < slice.length; ++nth) {
     const Entries<1> entry = next;
-    next.read(args.a, slice, nth + 1);
+    next.read(of_slice, nth + 1);
     const float2 pair = __ldg(pair_at(args.work, entry.position[0], input.heads, lane.head));
     const std::int64_t first = static_cast<std::int64_t>(entry.col[0]) * width + lane.first;
 #pragma unroll
@@ -537,8 +541,9 @@ __global__ void __launch_bounds__(kHeadThreads, 5)
   const RowSlice slice = load_slice(args.split_t, lane.group);
   if (lane.group >= args.split_t.num_slices) return;
   const auto grad_rows = lane.gather<T>(args.grad);
+  const SliceEntries of_slice(args.a_t, slice);
   Entries<kInFlight> next;
-  next.read(args.a_t, slice, 0);
+  next.read(of_slice, 0);
 
   float value_part[kLaneFeatures] = {}, positive_part[kLaneFeatures] = {}, score_sum = 0;
   for (int base = 0; base < slice.length; base += kInFlight) {
@@ -558,7 +563,7 @@ __global__ void __launch_bounds__(kHeadThreads, 5)
         positive[u] = __ldg(args.positive + of_head * lane.lanes + lane.sub);
       }
     }
-    next.read(args.a_t, slice, base + kInFlight);
+    next.read(of_slice, base + kInFlight);
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
       score_sum += pair[u].y;

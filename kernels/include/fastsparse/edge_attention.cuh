@@ -256,26 +256,53 @@ struct EdgePart {
   __device__ __forceinline__ float operator[](int i) const { return four[i / 4][i % 4]; }
 };
 
+// Keeps an address in a register: left to itself, the compiler computes it from the kernel's arguments again
+// for every entry.
+template <typename T>
+__device__ __forceinline__ T* kept_in_register(T* address) {
+  asm volatile("" : "+l"(address));
+  __builtin_assume(__isGlobal(address));
+  return address;
+}
+
+// Where the entries of a slice lie.
+struct SliceEntries {
+  const std::int32_t* cols;
+  const std::uint32_t* ids;  // of 64-bit positions the lower halves: the caller has fewer values than 2^32
+  int id_words;
+  std::uint32_t begin;
+  int length;
+  bool in_order;  // an entry's number is its position
+
+  __device__ __forceinline__ SliceEntries(const CsrView& a, const RowSlice& slice)
+      : id_words(a.edge_id_is_64bit ? 2 : 1),
+        begin(static_cast<std::uint32_t>(slice.begin)),
+        length(slice.length),
+        in_order(a.edge_id == nullptr) {
+    cols = kept_in_register(a.col + slice.begin);
+    ids = kept_in_register(static_cast<const std::uint32_t*>(a.edge_id) + slice.begin * id_words);
+  }
+};
+
 // Column and position in the caller's edge order of some entries of a slice.
 template <int kCount>
 struct Entries {
   std::uint32_t col[kCount];
-  std::uint32_t position[kCount];  // the caller has fewer values than 2^32
+  std::uint32_t position[kCount];
 
   // Entries beyond the slice are not to be used.
-  __device__ __forceinline__ void read(const CsrView& a, const RowSlice& slice, int base) {
-    const std::int32_t* cols = a.col + slice.begin;
-    // Of 64-bit positions the lower half: no branch, and half the bytes.
-    const int words = a.edge_id_is_64bit ? 2 : 1;
-    const auto* ids = static_cast<const std::uint32_t*>(a.edge_id) + slice.begin * words;
+  __device__ __forceinline__ void read(const SliceEntries& slice, int base) {
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
       const bool has = base + u < slice.length;
       col[u] = 0;
-      if (has) col[u] = static_cast<std::uint32_t>(__ldg(cols + base + u));
-      position[u] = static_cast<std::uint32_t>(slice.begin) + base + u;
-      if (has && a.edge_id != nullptr) position[u] = __ldg(ids + (base + u) * words);
+      if (has) col[u] = static_cast<std::uint32_t>(__ldg(slice.cols + base + u));
+      position[u] = slice.begin + base + u;
+      if (has && !slice.in_order) position[u] = __ldg(slice.ids + (base + u) * slice.id_words);
     }
+  }
+  __device__ __forceinline__ void read(const CsrView& a, const RowSlice& slice, int base) {
+    read(SliceEntries(a, slice), base);
   }
 };
 
