@@ -423,6 +423,7 @@ def with_edge_features(dtype: torch.dtype) -> None:
             bias = draw(adj.num_edges, heads).requires_grad_()
             with torch.enable_grad():
                 attention(adj, q, k, v, 0.5, bias, 0.3, heads=heads, **edges).sum().backward()
+                attention(adj, q, k, v, 0.5, heads=heads, **edges).sum().backward()
                 gatv2_attention(adj, q, k, att, 0.2, 0.3, **edges).sum().backward()
 
 

@@ -28,35 +28,50 @@ namespace fastsparse::cuda {
 namespace in_edge_attention_backward {
 
 // Where a pair {w, dS} lies.
-__device__ __forceinline__ float2* pair_at(void* work, std::int64_t position, std::int64_t heads,
+__device__ __forceinline__ float2* pair_at(void* work, std::uint32_t position, std::int64_t heads,
                                            std::int64_t head) {
-  return static_cast<float2*>(work) + position * heads + head;
+  return static_cast<float2*>(work) + head +
+         static_cast<std::uint64_t>(position) * static_cast<std::uint32_t>(heads);
 }
 
-// Writes neighbouring numbers of the features' gradient of this block's heads: in float32 for the caller to
-// add up, or in T where they are all heads.
-template <typename T, int kCount>
-__device__ __forceinline__ void store_features(const EdgeAttentionBackwardArgs& args, std::uint32_t position,
-                                               int first, const float (&x)[kCount]) {
-  const std::int64_t at = (blockIdx.y * args.num_values + position) * args.input.edge_width + first;
-  if (gridDim.y == 1) {
-    Pack<T, kCount> pack;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) pack.lane[i] = narrow<T>(x[i]);
-    *reinterpret_cast<Pack<T, kCount>*>(static_cast<T*>(args.grad_features) + at) = pack;
-  } else {
-    Pack<float, kCount> pack;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) pack.lane[i] = x[i];
-    *reinterpret_cast<Pack<float, kCount>*>(static_cast<float*>(args.grad_features) + at) = pack;
+// Where the gradients of edges' features of this block's heads go: in float32 for the caller to add up, or in
+// T where they are all heads.
+template <typename T>
+struct FeatureGradients {
+  char* from;
+  std::uint32_t row_bytes;
+
+  __device__ __forceinline__ explicit FeatureGradients(const EdgeAttentionBackwardArgs& args) {
+    row_bytes =
+        static_cast<std::uint32_t>(args.input.edge_width * (gridDim.y == 1 ? sizeof(T) : sizeof(float)));
+    from =
+        kept_in_register(static_cast<char*>(args.grad_features) + blockIdx.y * args.num_values * row_bytes);
   }
-}
 
-// Adds up a lane's parts of one edge's features over the heads of its group and writes them.
-template <typename T, int kEdge>
-__device__ __forceinline__ void store_features_of_heads(const EdgeAttentionBackwardArgs& args,
-                                                        const EdgeLane& lane, std::uint32_t position,
-                                                        bool has, float (&part)[kEdge]) {
+  // Writes neighbouring numbers of one edge.
+  template <int kCount>
+  __device__ __forceinline__ void store(std::uint32_t position, int first, const float (&x)[kCount]) const {
+    char* row = from + static_cast<std::uint64_t>(position) * row_bytes;
+    if (gridDim.y == 1) {
+      Pack<T, kCount> pack;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) pack.lane[i] = narrow<T>(x[i]);
+      *reinterpret_cast<Pack<T, kCount>*>(reinterpret_cast<T*>(row) + first) = pack;
+    } else {
+      Pack<float, kCount> pack;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) pack.lane[i] = x[i];
+      *reinterpret_cast<Pack<float, kCount>*>(reinterpret_cast<float*>(row) + first) = pack;
+    }
+  }
+};
+
+// Adds up a lane's parts of some edges' features over the heads of its group and writes them.
+template <typename T, int kCount, int kEdge>
+__device__ __forceinline__ void store_features_of_heads(const FeatureGradients<T>& features,
+                                                        const EdgeLane& lane, const Entries<kCount>& entries,
+                                                        const bool (&has)[kCount],
+                                                        float (&part)[kCount][kEdge]) {
   const int lane_of_group = threadIdx.x & (lane.group_lanes - 1);
   if (lane.group_lanes >= 4 * lane.lanes) {
     // Numbers change sides as in `scatter_sum`, but between heads: the group's head h gets those of h % 4.
@@ -64,193 +79,226 @@ __device__ __forceinline__ void store_features_of_heads(const EdgeAttentionBackw
     const int nth = 2 * upper + odd;
 #pragma unroll
     for (int c = 0; c < kEdge / 4; ++c) {
-      const float* v = part + c * 4;
-      float low = upper ? v[2] : v[0], high = upper ? v[3] : v[1];
-      low += __shfl_xor_sync(kFullWarp, upper ? v[0] : v[2], 2 * lane.lanes);
-      high += __shfl_xor_sync(kFullWarp, upper ? v[1] : v[3], 2 * lane.lanes);
-      float number[1] = {(odd ? high : low) + __shfl_xor_sync(kFullWarp, odd ? low : high, lane.lanes)};
+      float number[kCount];
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+        const float* v = part[u] + c * 4;
+        float low = upper ? v[2] : v[0], high = upper ? v[3] : v[1];
+        low += __shfl_xor_sync(kFullWarp, upper ? v[0] : v[2], 2 * lane.lanes);
+        high += __shfl_xor_sync(kFullWarp, upper ? v[1] : v[3], 2 * lane.lanes);
+        number[u] = (odd ? high : low) + __shfl_xor_sync(kFullWarp, odd ? low : high, lane.lanes);
+      }
       sum_over(number, lane.group_lanes, 4 * lane.lanes);
-      if (has && lane_of_group < 4 * lane.lanes && lane.edge_place(c) < lane.edge_width) {
-        store_features<T>(args, position, lane.edge_place(c) + nth, number);
+      if (lane_of_group >= 4 * lane.lanes || lane.edge_place(c) >= lane.edge_width) continue;
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+        const float one[1] = {number[u]};
+        if (has[u]) features.store(entries.position[u], lane.edge_place(c) + nth, one);
       }
     }
     return;
   }
-  sum_over(part, lane.group_lanes, lane.lanes);
-  if (!has || lane_of_group >= lane.lanes) return;
 #pragma unroll
-  for (int c = 0; c < kEdge / 4; ++c) {
-    if (lane.edge_place(c) >= lane.edge_width) continue;
-    const float four[4] = {part[c * 4], part[c * 4 + 1], part[c * 4 + 2], part[c * 4 + 3]};
-    store_features<T>(args, position, lane.edge_place(c), four);
+  for (int u = 0; u < kCount; ++u) sum_over(part[u], lane.group_lanes, lane.lanes);
+  if (lane_of_group >= lane.lanes) return;
+#pragma unroll
+  for (int u = 0; u < kCount; ++u) {
+    if (!has[u]) continue;
+#pragma unroll
+    for (int c = 0; c < kEdge / 4; ++c) {
+      if (lane.edge_place(c) >= lane.edge_width) continue;
+      const float four[4] = {part[u][c * 4], part[u][c * 4 + 1], part[u][c * 4 + 2], part[u][c * 4 + 3]};
+      features.store(entries.position[u], lane.edge_place(c), four);
+    }
   }
 }
 
-template <typename T, int kEdge>
-__global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
+// kPlain: neither bias nor dropout. kSeveral: slices after slices.
+template <typename T, int kEdge, bool kPlain, bool kSeveral = false>
+__global__ void __launch_bounds__(kHeadThreads, kSeveral && sizeof(T) == 2 ? 5 : kDotBlocks<T, kEdge>)
     dot_row_kernel(const __grid_constant__ EdgeAttentionBackwardArgs args, int head_lanes,
-                   int heads_per_group) {
+                   int heads_per_group, int slices) {
   constexpr int kInFlight = kEdgesInFlight<T, kEdge>;
   const EdgeAttentionInput& input = args.input;
-  const EdgeLane lane(input, head_lanes, heads_per_group);
-  const RowSlice slice = load_slice(args.split, lane.group);
-  const int longest = __reduce_max_sync(kFullWarp, slice.length);
-  const std::int64_t row = row_of(args.split, slice), row_head = row * input.heads + lane.head;
-  const float scale = static_cast<float>(input.scale);
-  Entries<kInFlight> next;
-  next.read(args.a, slice, 0);
-
-  const auto weight_rows = lane.gather<T>({input.weight, input.heads * input.head_width});
-  float q[kLaneFeatures], grad[kLaneFeatures], grad_q[kLaneFeatures] = {};
-  float q_edge[kEdge], grad_edge[kEdge], grad_q_edge[kEdge] = {};
-  lane.load<T>(q, input.q, row, scale);
-  lane.load<T>(grad, args.grad, row);
-  {
-    float of_row[2][kEdge], x[2][kLaneFeatures];
-#pragma unroll
-    for (int i = 0; i < kLaneFeatures; ++i) {
-      x[0][i] = q[i];
-      x[1][i] = grad[i];
-    }
-    to_edge_width<T, kEdge, 2>(of_row, lane, weight_rows, x);
-#pragma unroll
-    for (int i = 0; i < kEdge; ++i) {
-      q_edge[i] = of_row[0][i];
-      grad_edge[i] = of_row[1][i];
-    }
-  }
-  float delta[1] = {};
-  {
-    float out[kLaneFeatures];
-    lane.load<T>(out, args.out, row);
-#pragma unroll
-    for (int i = 0; i < kLaneFeatures; ++i) delta[0] += grad[i] * out[i];
-  }
-  sum_over(delta, lane.lanes);
-  const float lse = finite_lse(static_cast<const float*>(args.lse)[row_head]);
+  EdgeLane lane(input, head_lanes, heads_per_group, kSeveral ? slices : 1);
+  const LaneWeights<T> weight_rows(lane, input);
   const auto k_rows = lane.gather<T>(input.k), v_rows = lane.gather<T>(input.v);
+  const LaneEdges<T> edges(lane, input.edge);
+  const FeatureGradients<T> features(args);
+  RowSlice following = load_slice(args.split, lane.group);
+#pragma unroll 1
+  for (int nth = 0; nth < (kSeveral ? slices : 1); ++nth, lane.group += lane.step()) {
+    const RowSlice slice = following;
+    if (kSeveral && nth + 1 < slices) following = load_slice(args.split, lane.group + lane.step());
+    const WarpLength length(slice.length);
+    const std::int64_t row = row_of(args.split, slice), row_head = row * input.heads + lane.head;
+    const float scale = static_cast<float>(input.scale);
+    const SliceEntries of_slice(args.a, slice);
+    Entries<kInFlight> next;
+    next.read(of_slice, 0);
 
-  for (int base = 0; base < longest; base += kInFlight) {
-    const Entries<kInFlight> entries = next;
-    LaneFeatures<T> k[kInFlight], v[kInFlight];
-    EdgePart<T, kEdge> edge[kInFlight];
-#pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      const bool has = base + u < slice.length;
-      k[u] = k_rows.load(entries.col[u], has);
-      v[u] = v_rows.load(entries.col[u], has);
-      edge[u] = EdgePart<T, kEdge>(lane, input.edge, entries.position[u], has);
-    }
-    next.read(args.a, slice, base + kInFlight);
-
-    float products[2 * kInFlight] = {};  // scores, then dP
-#pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
+    float q[kLaneFeatures], grad[kLaneFeatures], grad_q[kLaneFeatures] = {};
+    float q_edge[kEdge], grad_edge[kEdge], grad_q_edge[kEdge] = {};
+    lane.load<T>(q, input.q, row, scale);
+    lane.load<T>(grad, args.grad, row);
+    {
+      float of_row[2][kEdge], x[2][kLaneFeatures];
 #pragma unroll
       for (int i = 0; i < kLaneFeatures; ++i) {
-        products[u] += q[i] * k[u][i];
-        products[kInFlight + u] += grad[i] * v[u][i];
+        x[0][i] = q[i];
+        x[1][i] = grad[i];
       }
+      to_edge_width<T, kEdge, 2>(of_row, lane, weight_rows, x);
 #pragma unroll
       for (int i = 0; i < kEdge; ++i) {
-        products[u] += q_edge[i] * edge[u][i];
-        products[kInFlight + u] += grad_edge[i] * edge[u][i];
+        q_edge[i] = of_row[0][i];
+        grad_edge[i] = of_row[1][i];
       }
     }
-    sum_over(products, lane.lanes);
+    float delta[1] = {};
+    {
+      float out[kLaneFeatures];
+      lane.load<T>(out, args.out, row);
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      k[u].stay_packed();
-      edge[u].stay_packed();
+      for (int i = 0; i < kLaneFeatures; ++i) delta[0] += grad[i] * out[i];
     }
-#pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      const bool has = base + u < slice.length;
-      float score = products[u];
-      if (input.bias.data != nullptr && has) {
-        score += load_value<T>(input.bias, input.bias.dtype == input.dtype,
-                               static_cast<std::int64_t>(entries.position[u]) * input.heads + lane.head);
-      }
-      const float p = has && lane.live ? exp_or_zero(score - lse) : 0.0f;
-      float weight = p;
-      if (input.dropout.threshold != 0) {
-        weight *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
-      }
-      const float grad_score = weight * products[kInFlight + u] - p * delta[0];
-      if (has && lane.live && lane.sub == 0) {
-        *pair_at(args.work, entries.position[u], input.heads, lane.head) = make_float2(weight, grad_score);
-      }
-#pragma unroll
-      for (int i = 0; i < kLaneFeatures; ++i) grad_q[i] += grad_score * k[u][i];
-#pragma unroll
-      for (int i = 0; i < kEdge; ++i) grad_q_edge[i] += grad_score * edge[u][i];
-      if (args.grad_features != nullptr) {
-        float part[kEdge];
-#pragma unroll
-        for (int i = 0; i < kEdge; ++i) part[i] = grad_score * q_edge[i] + weight * grad_edge[i];
-        store_features_of_heads<T>(args, lane, entries.position[u], has, part);
-      }
-    }
-  }
+    sum_over(delta, lane.lanes);
+    const float lse = finite_lse(static_cast<const float*>(args.lse)[row_head]);
 
-  add_from_edge_width<T, kEdge>(grad_q, lane, weight_rows, grad_q_edge);
-  if (lane.group >= args.split.num_slices || !lane.live) return;
-  const std::int64_t width = input.heads * input.head_width;
-  if (slice.target < 0) {
-    lane.store<T, float>(args.partial_q, ~slice.target, width, grad_q, scale);
-    lane.store_edge<float>(args.partial_q_edge, ~slice.target, input.heads, grad_q_edge, scale);
-  } else {
-    lane.store<T, T>(args.grad_q, row, width, grad_q, scale);
-    lane.store_edge<T>(args.grad_q_edge, row, input.heads, grad_q_edge, scale);
+    const auto add = [&](auto whole, const auto& entries, int base) {
+      constexpr bool kWhole = decltype(whole)::value != 0;
+      constexpr int kCount = sizeof(entries.col) / sizeof(entries.col[0]);
+      bool has[kCount];
+      LaneFeatures<T> k[kCount], v[kCount];
+      EdgePart<T, kEdge> edge[kCount];
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+        has[u] = kWhole || base + u < slice.length;
+        k[u] = k_rows.load(entries.col[u], has[u]);
+        v[u] = v_rows.load(entries.col[u], has[u]);
+        edge[u] = EdgePart<T, kEdge>(lane, edges, entries.position[u], has[u]);
+      }
+      next.read(of_slice, base + kCount);
+
+      float products[2 * kCount] = {};  // scores, then dP
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+        for (int i = 0; i < kLaneFeatures; ++i) {
+          products[u] += q[i] * k[u][i];
+          products[kCount + u] += grad[i] * v[u][i];
+        }
+#pragma unroll
+        for (int i = 0; i < kEdge; ++i) {
+          products[u] += q_edge[i] * edge[u][i];
+          products[kCount + u] += grad_edge[i] * edge[u][i];
+        }
+      }
+      sum_over(products, lane.lanes);
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+        k[u].stay_packed();
+        edge[u].stay_packed();
+      }
+      float weight[kCount], grad_score[kCount];
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+        float score = products[u];
+        if (!kPlain && input.bias.data != nullptr && has[u]) {
+          score += load_value<T>(input.bias, input.bias.dtype == input.dtype,
+                                 static_cast<std::int64_t>(entries.position[u]) * input.heads + lane.head);
+        }
+        const float p = has[u] && lane.live ? exp_or_zero(score - lse) : 0.0f;
+        weight[u] = p;
+        if (!kPlain && input.dropout.threshold != 0) {
+          weight[u] *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
+        }
+        grad_score[u] = weight[u] * products[kCount + u] - p * delta[0];
+        if (has[u] && lane.live && lane.sub == 0) {
+          *pair_at(args.work, entries.position[u], input.heads, lane.head) =
+              make_float2(weight[u], grad_score[u]);
+        }
+#pragma unroll
+        for (int i = 0; i < kLaneFeatures; ++i) grad_q[i] += grad_score[u] * k[u][i];
+#pragma unroll
+        for (int i = 0; i < kEdge; ++i) grad_q_edge[i] += grad_score[u] * edge[u][i];
+      }
+      if (args.grad_features == nullptr) return;
+      float part[kCount][kEdge];
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+        for (int i = 0; i < kEdge; ++i) part[u][i] = grad_score[u] * q_edge[i] + weight[u] * grad_edge[i];
+      }
+      store_features_of_heads<T>(features, lane, entries, has, part);
+    };
+    for_entries<kInFlight, 1>(length.longest, length.shortest, next, add);
+
+    add_from_edge_width<T, kEdge>(grad_q, lane, weight_rows, grad_q_edge);
+    if (lane.group >= args.split.num_slices || !lane.live) continue;
+    const std::int64_t width = input.heads * input.head_width;
+    if (slice.target < 0) {
+      lane.store<T, float>(args.partial_q, ~slice.target, width, grad_q, scale);
+      lane.store_edge<float>(args.partial_q_edge, ~slice.target, input.heads, grad_q_edge, scale);
+    } else {
+      lane.store<T, T>(args.grad_q, row, width, grad_q, scale);
+      lane.store_edge<T>(args.grad_q_edge, row, input.heads, grad_q_edge, scale);
+    }
   }
 }
 
-template <typename T>
+template <typename T, bool kSeveral>
 __global__ void __launch_bounds__(kHeadThreads, sizeof(T) == 2 ? 8 : 5)
     dot_column_kernel(const __grid_constant__ EdgeAttentionBackwardArgs args, int head_lanes,
-                      int heads_per_group) {
+                      int heads_per_group, int slices) {
   constexpr int kInFlight = kEdgesInFlight<T, 4>;
   const EdgeAttentionInput& input = args.input;
-  const EdgeLane lane(input, head_lanes, heads_per_group);
-  const RowSlice slice = load_slice(args.split_t, lane.group);
-  if (lane.group >= args.split_t.num_slices) return;
+  EdgeLane lane(input, head_lanes, heads_per_group, kSeveral ? slices : 1);
   const auto q_rows = lane.gather<T>(input.q), grad_rows = lane.gather<T>(args.grad);
-  Entries<kInFlight> next;
-  next.read(args.a_t, slice, 0);
+  RowSlice following = load_slice(args.split_t, lane.group);
+#pragma unroll 1
+  for (int nth = 0; nth < (kSeveral ? slices : 1); ++nth, lane.group += lane.step()) {
+    const RowSlice slice = following;
+    if (lane.group >= args.split_t.num_slices) return;
+    if (kSeveral && nth + 1 < slices) following = load_slice(args.split_t, lane.group + lane.step());
+    // A group goes by its own length, for no lane waits for another.
+    const SliceEntries of_slice(args.a_t, slice);
+    Entries<kInFlight> next;
+    next.read(of_slice, 0);
 
-  float grad_k[kLaneFeatures] = {}, grad_v[kLaneFeatures] = {};
-  for (int base = 0; base < slice.length; base += kInFlight) {
-    const Entries<kInFlight> entries = next;
-    LaneFeatures<T> q[kInFlight], grad[kInFlight];
-    float2 pair[kInFlight];
+    float grad_k[kLaneFeatures] = {}, grad_v[kLaneFeatures] = {};
+    const auto add = [&](auto, const auto& entries, int base) {
+      constexpr int kCount = sizeof(entries.col) / sizeof(entries.col[0]);
+      LaneFeatures<T> q[kCount], grad[kCount];
+      float2 pair[kCount];
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      const bool has = base + u < slice.length;
-      q[u] = q_rows.load(entries.col[u], has);
-      grad[u] = grad_rows.load(entries.col[u], has);
-      pair[u] = make_float2(0, 0);
-      if (has) pair[u] = __ldg(pair_at(args.work, entries.position[u], input.heads, lane.head));
-    }
-    next.read(args.a_t, slice, base + kInFlight);
-#pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-#pragma unroll
-      for (int i = 0; i < kLaneFeatures; ++i) {
-        grad_k[i] += pair[u].y * q[u][i];
-        grad_v[i] += pair[u].x * grad[u][i];
+      for (int u = 0; u < kCount; ++u) {
+        q[u] = q_rows.load(entries.col[u]);
+        grad[u] = grad_rows.load(entries.col[u]);
+        pair[u] = __ldg(pair_at(args.work, entries.position[u], input.heads, lane.head));
       }
-    }
-  }
+      next.read(of_slice, base + kCount);
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+        for (int i = 0; i < kLaneFeatures; ++i) {
+          grad_k[i] += pair[u].y * q[u][i];
+          grad_v[i] += pair[u].x * grad[u][i];
+        }
+      }
+    };
+    for_entries<kInFlight, 1>(slice.length, slice.length, next, add);
 
-  if (!lane.live) return;
-  const std::int64_t width = input.heads * input.head_width;
-  const float scale = static_cast<float>(input.scale);
-  if (slice.target < 0) {
-    lane.store<T, float>(args.partial_k, ~slice.target, width, grad_k, scale);
-    lane.store<T, float>(args.partial_v, ~slice.target, width, grad_v);
-  } else {
-    lane.store<T, T>(args.grad_k, slice.target, width, grad_k, scale);
-    lane.store<T, T>(args.grad_v, slice.target, width, grad_v);
+    if (!lane.live) continue;
+    const std::int64_t width = input.heads * input.head_width;
+    const float scale = static_cast<float>(input.scale);
+    if (slice.target < 0) {
+      lane.store<T, float>(args.partial_k, ~slice.target, width, grad_k, scale);
+      lane.store<T, float>(args.partial_v, ~slice.target, width, grad_v);
+    } else {
+      lane.store<T, T>(args.grad_k, slice.target, width, grad_k, scale);
+      lane.store<T, T>(args.grad_v, slice.target, width, grad_v);
+    }
   }
 }
 
@@ -267,11 +315,12 @@ __global__ void __launch_bounds__(kHeadThreads, sizeof(T) == 2 ? 8 : 5)
   float q[kLaneFeatures], grad[kLaneFeatures];
   lane.load<T>(q, input.q, row, static_cast<float>(input.scale));
   lane.load<T>(grad, args.grad, row);
+  const SliceEntries of_slice(args.a, slice);
   Entries<1> next;
-  next.read(args.a, slice, 0);
+  next.read(of_slice, 0);
   for (int nth = 0; nth < slice.length; ++nth) {
     const Entries<1> entry = next;
-    next.read(args.a, slice, nth + 1);
+    next.read(of_slice, nth + 1);
     const float2 pair = __ldg(pair_at(args.work, entry.position[0], input.heads, lane.head));
     const std::int64_t first = static_cast<std::int64_t>(entry.col[0]) * width + lane.first;
 #pragma unroll
@@ -320,7 +369,7 @@ __device__ __forceinline__ void store_edge_gradient(const EdgeAttentionBackwardA
       }
     }
     const float one[1] = {number};
-    if (wanted && a < lane.edge_width) store_features<T>(args, position, a, one);
+    if (wanted && a < lane.edge_width) FeatureGradients<T>(args).store(position, a, one);
   } else {
     sum_over(part, lane.group_lanes);
     if (lane_of_group != 0) return;
@@ -332,7 +381,7 @@ __device__ __forceinline__ void store_edge_gradient(const EdgeAttentionBackwardA
         if (a >= lane.edge_width) break;
         const float* of = part + u * kKeptWeight + a;
         const float four[4] = {of[0], of[1], of[2], of[3]};
-        store_features<T>(args, entries.position[u], a, four);
+        FeatureGradients<T>(args).store(entries.position[u], a, four);
       }
     }
   }
@@ -367,7 +416,7 @@ __device__ __forceinline__ void store_edge_gradient(const EdgeAttentionBackwardA
     for (int u = 0; u < kCount; ++u) {
       if (!has[u]) continue;
       const float four[4] = {part[u * 4], part[u * 4 + 1], part[u * 4 + 2], part[u * 4 + 3]};
-      store_features<T>(args, entries.position[u], a, four);
+      FeatureGradients<T>(args).store(entries.position[u], a, four);
     }
   }
 }
@@ -492,8 +541,9 @@ __global__ void __launch_bounds__(kHeadThreads, 5)
   const RowSlice slice = load_slice(args.split_t, lane.group);
   if (lane.group >= args.split_t.num_slices) return;
   const auto grad_rows = lane.gather<T>(args.grad);
+  const SliceEntries of_slice(args.a_t, slice);
   Entries<kInFlight> next;
-  next.read(args.a_t, slice, 0);
+  next.read(of_slice, 0);
 
   float value_part[kLaneFeatures] = {}, positive_part[kLaneFeatures] = {}, score_sum = 0;
   for (int base = 0; base < slice.length; base += kInFlight) {
@@ -513,7 +563,7 @@ __global__ void __launch_bounds__(kHeadThreads, 5)
         positive[u] = __ldg(args.positive + of_head * lane.lanes + lane.sub);
       }
     }
-    next.read(args.a_t, slice, base + kInFlight);
+    next.read(of_slice, base + kInFlight);
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
       score_sum += pair[u].y;
@@ -596,6 +646,12 @@ void launch(const EdgeAttentionBackwardArgs& args, cudaStream_t stream) {
     grid.z = z;
     kernel<<<grid, kHeadThreads, 0, stream>>>(args, lanes, per_group);
   };
+  const auto run_several = [&](auto one, auto several, std::int64_t num_slices, bool allowed = true) {
+    const int slices = allowed ? slices_per_group(num_slices) : 1;
+    dim3 grid = head_grid(num_slices, input.heads, lanes);
+    grid.x = ceil_div(grid.x, slices);
+    (slices > 1 ? several : one)<<<grid, kHeadThreads, 0, stream>>>(args, lanes, per_group, slices);
+  };
   const auto combine = [&](const RowSplitView& split, const float* partial, void* to, std::int64_t columns) {
     combine_partials<T, 1>(split, partial, Epilogue::only(to, columns), SameRow{}, stream);
   };
@@ -603,15 +659,24 @@ void launch(const EdgeAttentionBackwardArgs& args, cudaStream_t stream) {
     run(input.edge_width <= kKeptWeight ? gatv2_row_kernel<T, true> : gatv2_row_kernel<T, false>,
         args.att_rows);  // groups without a slice write their zeros of datt, too
   } else if (args.split.num_slices != 0) {
-    run(input.edge_width <= 4 * lanes ? dot_row_kernel<T, 4> : dot_row_kernel<T, kMostEdge>,
-        args.split.num_slices);
+    if (input.edge_width > 4 * lanes) {
+      run_several(dot_row_kernel<T, kMostEdge, false>, dot_row_kernel<T, kMostEdge, false>,
+                  args.split.num_slices, false);
+    } else {
+      run_several(is_plain(input) ? dot_row_kernel<T, 4, true> : dot_row_kernel<T, 4, false>,
+                  dot_row_kernel<T, 4, true, true>, args.split.num_slices, is_plain(input));
+    }
     if (edge_width > 0) combine(args.split, args.partial_q_edge, args.grad_q_edge, edge_width);
   }
   combine(args.split, args.partial_q, args.grad_q, width);
   if (args.sum_k != nullptr) {
     if (args.split.num_slices != 0) run(dot_scatter_kernel<T>, args.split.num_slices);
   } else if (args.split_t.num_slices != 0) {
-    run(input.gatv2 ? gatv2_column_kernel<T> : dot_column_kernel<T>, args.split_t.num_slices);
+    if (input.gatv2) {
+      run(gatv2_column_kernel<T>, args.split_t.num_slices);
+    } else {
+      run_several(dot_column_kernel<T, false>, dot_column_kernel<T, true>, args.split_t.num_slices);
+    }
     combine(args.split_t, args.partial_k, args.grad_k, width);
     if (!input.gatv2) combine(args.split_t, args.partial_v, args.grad_v, width);
   }

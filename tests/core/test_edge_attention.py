@@ -98,6 +98,13 @@ def test_matches_the_reference_for_every_width(kind, shape, device):
         compare(kind, adj, problem(kind, adj, shape, torch.float16), 2 * TOLERANCE[torch.float16], **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_neither_bias_nor_dropout(shape, dtype, device):
+    adj = graph(device)
+    compare("dot_product", adj, problem("dot_product", adj, shape, dtype, biased=False), 2 * TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(4, 32, 4), (3, 20, 0), (1, 256, 8)], ids=str)
 def test_first_gradients_of_sorted_edges_need_no_transpose(device, dtype, shape):

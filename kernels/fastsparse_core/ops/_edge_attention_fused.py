@@ -73,6 +73,11 @@ def _per_head(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(1, (heads, x.size(1) // max(heads, 1)))
 
 
+def _for_kernels(weight: Tensor) -> Tensor:
+    """(heads * D, A) as CUDA kernels read it: (A, heads * D), float32."""
+    return weight.new_empty(weight.shape[::-1], dtype=torch.float32).copy_(weight.t())
+
+
 def _to_edge_width(x: Tensor, weight: Tensor, heads: int) -> Tensor:
     """``W_h^T x_i`` of every head: (n, heads * D) to (n, heads, A). CUDA kernels compute it themselves."""
     out = x.new_empty(x.size(0), heads, weight.size(1))
@@ -139,7 +144,7 @@ def _edge_attention(
     out_edge = v.new_empty(adj.num_dst, heads, edge.size(1))
     lse = v.new_empty(adj.num_dst, heads, dtype=accumulation_dtype(v.dtype))
     if out.is_cuda:
-        of_rows, of_kernel = None, weight.t().contiguous()
+        of_rows, of_kernel = None, _for_kernels(weight)
     else:
         of_rows, of_kernel = _to_edge_width(q, weight, heads), None
     arguments = kernel_input(heads, q, k, v, of_rows, edge, None, of_kernel, bias, scale, dropout_p, seed)
@@ -178,7 +183,7 @@ def _edge_attention_backward(
     bias = None if bias is None else bias.contiguous()
     q_edge = grad_edge = of_kernel = None
     if out.is_cuda:
-        of_kernel = weight.t().contiguous()
+        of_kernel = _for_kernels(weight)
     else:
         q_edge, grad_edge = _to_edge_width(q, weight, heads), _to_edge_width(grad, weight, heads)
     sums = None

@@ -7,6 +7,7 @@
 // transaction and no shuffle.
 #pragma once
 
+#include <cstdlib>
 #include <type_traits>
 
 #include "fastsparse/head_lanes.cuh"
@@ -108,12 +109,14 @@ struct EdgeLane {
   int head_width;
   int edge_width;
 
-  __device__ __forceinline__ EdgeLane(const EdgeAttentionInput& input, int head_lanes, int heads_per_group) {
+  __device__ __forceinline__ EdgeLane(const EdgeAttentionInput& input, int head_lanes, int heads_per_group,
+                                      int slices = 1) {
     // Shifts, for both numbers are powers of two: divisions were a tenth of a row of few entries.
     lanes = head_lanes;
     group_lanes = head_lanes * heads_per_group;
     const int thread = static_cast<int>(threadIdx.x);
-    group = (static_cast<std::int64_t>(blockIdx.x) * kHeadThreads + thread) >> (__ffs(group_lanes) - 1);
+    group =
+        (static_cast<std::int64_t>(blockIdx.x) * slices * kHeadThreads + thread) >> (__ffs(group_lanes) - 1);
     sub = thread & (lanes - 1);
     head = static_cast<std::int64_t>(blockIdx.y) * heads_per_group +
            ((thread & (group_lanes - 1)) >> (__ffs(lanes) - 1));
@@ -123,6 +126,9 @@ struct EdgeLane {
     edge_width = static_cast<int>(input.edge_width);
     first = head * head_width;
   }
+
+  // From the slice of this group to its next: the groups of a block take neighbouring ones.
+  __device__ __forceinline__ int step() const { return kHeadThreads >> (__ffs(group_lanes) - 1); }
 
   // First feature of a chunk, within the head.
   template <int kVec>
@@ -217,18 +223,30 @@ __device__ __forceinline__ const T* edge_row(const void* from, std::uint32_t row
          static_cast<std::uint64_t>(row) * static_cast<std::uint32_t>(edge_width);
 }
 
+// Where a lane finds its part of the features of edges.
+template <typename T>
+struct LaneEdges {
+  const char* from;
+  std::uint32_t row_bytes;
+
+  __device__ __forceinline__ LaneEdges(const EdgeLane& lane, const void* edge)
+      : from(reinterpret_cast<const char*>(static_cast<const T*>(edge) + lane.edge_place(0))),
+        row_bytes(static_cast<std::uint32_t>(lane.edge_width * sizeof(T))) {}
+};
+
 // A lane's part of the features of one edge, or of what belongs to them.
 template <typename T, int kEdge>
 struct EdgePart {
   Words<T, 4> four[kEdge / 4];
 
   EdgePart() = default;
-  __device__ __forceinline__ EdgePart(const EdgeLane& lane, const void* from, std::uint32_t row,
+  __device__ __forceinline__ EdgePart(const EdgeLane& lane, const LaneEdges<T>& edges, std::uint32_t row,
                                       bool wanted) {
-    const T* at = edge_row<T>(from, row, lane.edge_width);
+    const char* at = edges.from + static_cast<std::uint64_t>(row) * edges.row_bytes;
 #pragma unroll
     for (int c = 0; c < kEdge / 4; ++c) {
-      four[c].load(at + lane.edge_place(c), wanted && lane.edge_place(c) < lane.edge_width);
+      four[c].load(reinterpret_cast<const T*>(at) + c * lane.lanes * 4,
+                   wanted && lane.edge_place(c) < lane.edge_width);
     }
   }
   __device__ __forceinline__ void stay_packed() {
@@ -238,25 +256,78 @@ struct EdgePart {
   __device__ __forceinline__ float operator[](int i) const { return four[i / 4][i % 4]; }
 };
 
+// Keeps an address in a register: left to itself, the compiler computes it from the kernel's arguments again
+// for every entry.
+template <typename T>
+__device__ __forceinline__ T* kept_in_register(T* address) {
+  asm volatile("" : "+l"(address));
+  __builtin_assume(__isGlobal(address));
+  return address;
+}
+
+// Where the entries of a slice lie.
+struct SliceEntries {
+  const std::int32_t* cols;
+  const std::uint32_t* ids;  // of 64-bit positions the lower halves: the caller has fewer values than 2^32
+  int id_words;
+  std::uint32_t begin;
+  int length;
+  bool in_order;  // an entry's number is its position
+
+  __device__ __forceinline__ SliceEntries(const CsrView& a, const RowSlice& slice)
+      : id_words(a.edge_id_is_64bit ? 2 : 1),
+        begin(static_cast<std::uint32_t>(slice.begin)),
+        length(slice.length),
+        in_order(a.edge_id == nullptr) {
+    cols = kept_in_register(a.col + slice.begin);
+    ids = kept_in_register(static_cast<const std::uint32_t*>(a.edge_id) + slice.begin * id_words);
+  }
+};
+
 // Column and position in the caller's edge order of some entries of a slice.
 template <int kCount>
 struct Entries {
   std::uint32_t col[kCount];
-  std::uint32_t position[kCount];  // the caller has fewer values than 2^32
+  std::uint32_t position[kCount];
 
-  __device__ __forceinline__ void read(const CsrView& a, const RowSlice& slice, int base) {
+  // Entries beyond the slice are not to be used.
+  __device__ __forceinline__ void read(const SliceEntries& slice, int base) {
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
+      const bool has = base + u < slice.length;
       col[u] = 0;
-      position[u] = 0;
-      if (base + u < slice.length) {
-        const std::int64_t entry = slice.begin + base + u;
-        col[u] = static_cast<std::uint32_t>(__ldg(a.col + entry));
-        position[u] = static_cast<std::uint32_t>(edge_position(a, entry));
-      }
+      if (has) col[u] = static_cast<std::uint32_t>(__ldg(slice.cols + base + u));
+      position[u] = slice.begin + base + u;
+      if (has && !slice.in_order) position[u] = __ldg(slice.ids + (base + u) * slice.id_words);
     }
   }
+  __device__ __forceinline__ void read(const CsrView& a, const RowSlice& slice, int base) {
+    read(SliceEntries(a, slice), base);
+  }
 };
+
+// Calls add(whole, entries, base) for all entries of the slices of a warp: kCount of them, which `next`
+// holds, while every group has as many (`whole`, a compile-time 0 or 1), then kRest at a time, masked. `add`
+// reads the entries after those that it is given into `next`.
+template <int kCount, int kRest, typename F>
+__device__ __forceinline__ void for_entries(int longest, int shortest, const Entries<kCount>& next, F&& add) {
+  int base = 0;
+  if constexpr (kRest < kCount) {
+    for (; base + kCount <= shortest; base += kCount) {
+      const Entries<kCount> entries = next;
+      add(Constant<1>{}, entries, base);
+    }
+  }
+  for (; base < longest; base += kRest) {
+    Entries<kRest> entries;
+#pragma unroll
+    for (int u = 0; u < kRest; ++u) {
+      entries.col[u] = next.col[u];
+      entries.position[u] = next.position[u];
+    }
+    add(Constant<0>{}, entries, base);
+  }
+}
 
 // Sums over the lanes from `from` to below `to` of a group, the same bits in all of them.
 template <int kCount>
@@ -293,11 +364,41 @@ __device__ __forceinline__ A scatter_sum(A (&v)[kCount], int group_lanes) {
   return v[0];
 }
 
-// Adds W_h^T x of every lane's head to the lane's part of an edge's features; `weight` is W transposed,
-// (edge_width, heads * head_width). kCount vectors share what is read of it.
+// Where a lane finds its features in the rows of W transposed, (edge_width, heads * head_width) in float32:
+// as 16-bit numbers every use of one would be a conversion, too.
+template <typename T>
+struct LaneWeights {
+  const float* from[kLaneFeatures / kEdgeVec<T>];
+  std::uint32_t width;
+
+  __device__ __forceinline__ LaneWeights(const EdgeLane& lane, const EdgeAttentionInput& input)
+      : width(static_cast<std::uint32_t>(input.heads * input.head_width)) {
+#pragma unroll
+    for (int c = 0; c < kLaneFeatures / kEdgeVec<T>; ++c) {
+      const int at = lane.template place<kEdgeVec<T>>(c);
+      from[c] = static_cast<const float*>(input.weight) + lane.first + (at < lane.head_width ? at : 0);
+    }
+  }
+
+  __device__ __forceinline__ void load(float (&to)[kLaneFeatures], int row) const {
+#pragma unroll
+    for (int i = 0; i < kLaneFeatures; i += 4) {
+      const float* at = from[i / kEdgeVec<T>] +
+                        static_cast<std::uint64_t>(static_cast<std::uint32_t>(row)) * width + i % kEdgeVec<T>;
+      const float4 four = __ldg(reinterpret_cast<const float4*>(at));
+      to[i] = four.x;
+      to[i + 1] = four.y;
+      to[i + 2] = four.z;
+      to[i + 3] = four.w;
+    }
+  }
+};
+
+// W_h^T x of every lane's head, the lane's part of an edge's features. kCount vectors share what is read of
+// W.
 template <typename T, int kEdge, int kCount>
 __device__ __forceinline__ void to_edge_width(float (&to)[kCount][kEdge], const EdgeLane& lane,
-                                              const LaneRows<T>& weight,
+                                              const LaneWeights<T>& weight,
                                               const float (&x)[kCount][kLaneFeatures]) {
 #pragma unroll
   for (int c = 0; c < kEdge / 4; ++c) {
@@ -310,7 +411,8 @@ __device__ __forceinline__ void to_edge_width(float (&to)[kCount][kEdge], const 
       float sum[kCount * 4] = {};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const LaneFeatures<T> w = weight.load(first + i);
+        float w[kLaneFeatures];
+        weight.load(w, first + i);
 #pragma unroll
         for (int n = 0; n < kCount; ++n) {
 #pragma unroll
@@ -330,7 +432,7 @@ __device__ __forceinline__ void to_edge_width(float (&to)[kCount][kEdge], const 
 // Adds W_h e of every lane's head to the lane's features: the transpose of `to_edge_width`.
 template <typename T, int kEdge>
 __device__ __forceinline__ void add_from_edge_width(float (&to)[kLaneFeatures], const EdgeLane& lane,
-                                                    const LaneRows<T>& weight, const float (&e)[kEdge]) {
+                                                    const LaneWeights<T>& weight, const float (&e)[kEdge]) {
 #pragma unroll
   for (int c = 0; c < kEdge / 4; ++c) {
 #pragma unroll 1
@@ -340,7 +442,8 @@ __device__ __forceinline__ void add_from_edge_width(float (&to)[kLaneFeatures], 
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float number = __shfl_sync(kFullWarp, e[c * 4 + i], owner, lane.lanes);
-        const LaneFeatures<T> w = weight.load(first + i);
+        float w[kLaneFeatures];
+        weight.load(w, first + i);
 #pragma unroll
         for (int f = 0; f < kLaneFeatures; ++f) to[f] += w[f] * number;
       }
@@ -440,6 +543,19 @@ inline int edge_head_lanes(const EdgeAttentionInput& input) {
     lanes *= 2;
   }
   return lanes;
+}
+
+// Whether scores are dot products alone: neither bias nor dropout, whose tests in the loop over a row's
+// entries cost more than a tenth of it.
+inline bool is_plain(const EdgeAttentionInput& input) {
+  return input.bias.data == nullptr && input.dropout.threshold == 0;
+}
+
+// Consecutive slices that a group takes, one after the other: several where there are many, for what a group
+// does before its first slice then counts less, and neighbouring rows find each other's neighbours in the L1.
+inline int slices_per_group(std::int64_t num_slices) {
+  if (const char* rows = std::getenv("FASTSPARSE_EDGE_ROWS")) return std::atoi(rows);
+  return 1;
 }
 
 // Calls f with the element type.
