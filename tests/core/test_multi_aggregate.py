@@ -215,7 +215,7 @@ def test_torch_compile_and_opcheck(device):
     adj = ragged(600, device)
     tensors = {name: it.requires_grad_() for name, it in problem(adj, 8, "features").items()}
     slots = [0, 1, 2, 3, 4, 5]
-    arguments = (*tensors.values(), slots, 1, 1e-5, adj.num_dst, adj.handle)
+    arguments = (*tensors.values(), slots, 1, 1e-5, adj.num_dst, adj.handle, False)
     torch.library.opcheck(torch.ops.fastsparse.multi_aggregate.default, arguments)
 
     def call(x: Tensor) -> Tensor:
@@ -257,10 +257,11 @@ def test_no_message_is_stored(device):
     tensors = problem(adj, width, "features", edge_width=4)
     with _Largest() as largest:
         given = (*tensors.values(),)
-        out, mean, ties = operator.aggregate(*given, slots, 1, 0.0, adj.num_dst, adj.handle)
+        out, mean, ties = operator.aggregate(adj, *given, slots, 1, 0.0, adj.num_dst, keep=True)
         grad = torch.ones_like(out)
         kept = (out, mean, ties)
-        operator.gradients(grad, *given, *kept, slots, 1, 0.0, adj.handle, [True] * 4)
+        wanted = {f"{name}_wanted": True for name in ("x_src", "x_dst", "edge", "weight")}
+        operator.gradients(adj, grad, *given, *kept, slots, 1, 0.0, **wanted)
     assert out.numel() <= largest.elements < adj.num_edges * width
 
 

@@ -17,6 +17,7 @@ from fastsparse_core.ops import _edge_messages_launch as launch
 from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.ops._edge_messages_launch import Operands
+from fastsparse_core.ops._fused_registration import register_fused
 from fastsparse_core.ops._handles import keep_alive
 from fastsparse_core.ops._kept_results import unfused_gradients
 from fastsparse_core.ops._spmm_plan import launch_spmm
@@ -79,109 +80,79 @@ def unfused_gated_edges(
     return total, _sum(adj, row, gate, q.dtype), state
 
 
-def _remember(ctx: Any, adjacency: int, *tensors: Tensor | None) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors)
-    ctx.adjacency = adjacency
-    ctx.keep_alive = keep_alive(adjacency)
-
-
 # ---------------------------------------------------------------- relu
 
 
 def _gine_aggregate(
+    adj: Adjacency,
     x: Tensor,
     edge: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     num_dst: int,
-    adjacency: int,
+    *,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     operands = Operands.of(launch.RELU, None, x, None, edge, weight, None, bias)
-    out, _, _, positive = launch.forward(from_handle(adjacency), operands, x.size(1), keep)
+    out, _, _, positive = launch.forward(adj, operands, x.size(1), keep)
     return out, x.new_empty(0, dtype=torch.uint8) if positive is None else positive
 
 
-def _gine_aggregate_backward(
+def _gine_gradients(
+    adj: Adjacency,
     grad: Tensor,
-    positive: Tensor,
+    x: Tensor,  # for the fake, which takes its shape
     edge: Tensor,
     weight: Tensor | None,
-    num_src: int,
-    adjacency: int,
+    bias: Tensor | None,
+    positive: Tensor,
+    *,
     edge_wanted: bool,
     weight_wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    bias_wanted: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     raw = edge if weight is not None else None  # rows of edges are not read again
-    operands = Operands.of(launch.RELU, None, grad, None, raw, weight)
     found = launch.backward(
-        from_handle(adjacency),
-        operands,
+        adj,
+        Operands.of(launch.RELU, None, grad, None, raw, weight),
         grad,
         edge.size(1),
         positive=positive,
         edge_wanted=edge_wanted,
         weight_wanted=weight_wanted,
     )
-    nothing = grad.new_empty(0)
-    of_edge = nothing if found.edge is None else cast(found.edge, edge.dtype)
-    return found.q, of_edge, nothing if found.weight is None else found.weight.contiguous()
+    return (
+        found.q,
+        None if found.edge is None else cast(found.edge, edge.dtype),
+        _as_map(found.weight, weight),
+        sum_of_rows(found.q, bias.dtype) if bias is not None and bias_wanted else None,  # dx's terms are its
+    )
 
 
-class _GineAggregate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        *tensors, num_dst, adjacency, _ = arguments
-        out, positive = registration.run("gine_aggregate", tensors[0], *tensors, num_dst, adjacency, True)
-        ctx.mark_non_differentiable(positive)
-        _remember(ctx, adjacency, *tensors, positive)
-        return out, positive
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * 7
-        x, edge, weight, bias, positive = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        if torch.is_grad_enabled():
-
-            def compute(x: Tensor, edge: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-                return unfused_gine(ctx.keep_alive, x, edge, weight, bias)
-
-            return *unfused_gradients(compute, grad, (x, edge, weight, bias), needs), *(None,) * 3
-        arguments = (positive, edge, weight, x.size(0), ctx.adjacency, needs[1], needs[2])
-        grad_x, grad_edge, grad_weight = registration.differentiate(
-            "gine_aggregate_backward", grad, *arguments
-        )
-        return (
-            grad_x if needs[0] else None,
-            grad_edge if needs[1] else None,
-            cast(grad_weight, weight.dtype) if needs[2] else None,
-            sum_of_rows(grad_x, bias.dtype) if needs[3] else None,  # every term of dx is one of dbias
-            *(None,) * 3,
-        )
+def _as_map(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
+    return None if grad is None or like is None else cast(grad.contiguous(), like.dtype)
 
 
 # ---------------------------------------------------------------- gates
 
 
 def _gated_aggregate(
+    adj: Adjacency,
     k: Tensor,
     q: Tensor,
     v: Tensor,
     edge: Tensor | None,
     gate_weight: Tensor | None,
     value_weight: Tensor | None,
-    adjacency: int,
+    *,
     keep: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     operands = Operands.of(launch.GATE, k, q, v, edge, gate_weight, value_weight)
-    out, slope, _, _ = launch.forward(from_handle(adjacency), operands, q.size(1), keep)
-    return out, q.new_empty(0) if slope is None else slope
+    return launch.forward(adj, operands, q.size(1), keep)[:2]
 
 
-def _gated_aggregate_backward(
+def _gated_gradients(
+    adj: Adjacency,
     grad: Tensor,
     k: Tensor,
     q: Tensor,
@@ -190,59 +161,22 @@ def _gated_aggregate_backward(
     gate_weight: Tensor | None,
     value_weight: Tensor | None,
     slope: Tensor,
-    adjacency: int,
+    *,
     edge_wanted: bool,
-    weight_wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    operands = Operands.of(launch.GATE, k, q, v, edge, gate_weight, value_weight)
+    gate_weight_wanted: bool,
+    value_weight_wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     found = launch.backward(
-        from_handle(adjacency),
-        operands,
+        adj,
+        Operands.of(launch.GATE, k, q, v, edge, gate_weight, value_weight),
         grad,
         0 if edge is None else edge.size(1),
         edge_wanted=edge_wanted,
-        weight_wanted=weight_wanted,
+        weight_wanted=gate_weight_wanted or value_weight_wanted,
     )
-    nothing = grad.new_empty(0)
-    assert found.v is not None
-    return (
-        grad * slope,
-        found.q,
-        found.v,
-        nothing if found.edge is None else found.edge,
-        nothing if found.weight is None else found.weight.contiguous(),
-        nothing if found.of_value is None else found.of_value.contiguous(),
-    )
-
-
-class _GatedAggregate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        *tensors, adjacency, _ = arguments
-        out, slope = registration.run("gated_aggregate", tensors[1], *tensors, adjacency, True)
-        ctx.mark_non_differentiable(slope)
-        _remember(ctx, adjacency, *tensors, slope)
-        return out, slope
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * 8
-        *tensors, slope = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        if torch.is_grad_enabled():
-
-            def compute(*tensors: Tensor | None) -> Tensor:
-                return unfused_gated(ctx.keep_alive, *tensors)  # type: ignore[arg-type]
-
-            return *unfused_gradients(compute, grad, tensors, needs), None, None
-        arguments = (*tensors, slope, ctx.adjacency, needs[3], needs[4] or needs[5])
-        *found, of_gate, of_value = registration.differentiate("gated_aggregate_backward", grad, *arguments)
-        found += [
-            cast(gradient, map.dtype) if map is not None else gradient
-            for gradient, map in zip((of_gate, of_value), tensors[4:], strict=True)
-        ]
-        return *(each if need else None for each, need in zip(found, needs, strict=False)), None, None
+    of_gate = _as_map(found.weight, gate_weight) if gate_weight_wanted else None
+    of_value = _as_map(found.of_value, value_weight) if value_weight_wanted else None
+    return grad * slope, found.q, found.v, found.edge, of_gate, of_value
 
 
 # ---------------------------------------------------------------- gates whose edges have a state
@@ -295,7 +229,9 @@ class _GatedEdges(torch.autograd.Function):
         ctx: Any, k: Tensor, q: Tensor, v: Tensor, edge: Tensor, adjacency: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         total, gates, state = registration.run("gated_edges", q, k, q, v, edge, adjacency)
-        _remember(ctx, adjacency, k, q, v, edge, state)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(k, q, v, edge, state)
+        ctx.adjacency, ctx.keep_alive = adjacency, keep_alive(adjacency)
         return total, gates, state
 
     @staticmethod
@@ -333,27 +269,8 @@ def _gine_fake(of: Any) -> tuple[Tensor, Tensor]:
     return of.x.new_empty(of.num_dst, of.x.size(1)), of.x.new_empty(shape, dtype=torch.uint8)
 
 
-def _gine_backward_fake(of: Any) -> tuple[Tensor, Tensor, Tensor]:
-    shape = of.weight.shape if of.weight is not None and of.weight_wanted else (0,)
-    return (
-        of.grad.new_empty(of.num_src, of.grad.size(1)),
-        of.edge.new_empty(of.edge.shape if of.edge_wanted else (0,)),
-        of.grad.new_empty(shape, dtype=accumulation_dtype(of.grad.dtype)),
-    )
-
-
 def _gated_fake(of: Any) -> tuple[Tensor, Tensor]:
     return of.k.new_empty(of.k.shape), of.k.new_empty(of.k.shape if of.keep else (0,))
-
-
-def _gated_backward_fake(of: Any) -> tuple[Tensor, ...]:
-    dtype = accumulation_dtype(of.grad.dtype)
-    maps = [
-        of.grad.new_empty(map.shape if map is not None and of.weight_wanted else (0,), dtype=dtype)
-        for map in (of.gate_weight, of.value_weight)
-    ]
-    of_edge = of.grad.new_empty(of.edge.shape if of.edge is not None and of.edge_wanted else (0,))
-    return *(x.new_empty(x.shape) for x in (of.k, of.q, of.v)), of_edge, *maps
 
 
 def _gated_edges_fake(of: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -365,9 +282,11 @@ def _gated_edges_backward_fake(of: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return (*(like.new_empty(like.shape) for like in (grad, v, v, state)),)
 
 
-registration.register(_gine_aggregate, _gine_fake, _GineAggregate)
-registration.register(_gine_aggregate_backward, _gine_backward_fake)
-registration.register(_gated_aggregate, _gated_fake, _GatedAggregate)
-registration.register(_gated_aggregate_backward, _gated_backward_fake)
+register_fused(
+    "gine_aggregate", _gine_aggregate, _gine_gradients, unfused_gine, _gine_fake, ("out", "positive")
+)
+register_fused(
+    "gated_aggregate", _gated_aggregate, _gated_gradients, unfused_gated, _gated_fake, ("out", "slope")
+)
 registration.register(_gated_edges, _gated_edges_fake, _GatedEdges)
 registration.register(_gated_edges_backward, _gated_edges_backward_fake)

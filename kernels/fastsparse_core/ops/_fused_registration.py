@@ -32,8 +32,9 @@ def register_fused(
     Args:
         name: of the operator; that of its gradients is ``name_backward``.
         kernel: results from the structure and the arguments of a call.
-        gradients: those of the first tensors, None where not wanted, from the structure, ``grad``, arguments
-            and results of the kernel, and ``x_wanted``: whether the argument ``x`` needs its own.
+        gradients: those of the first tensors, None where not wanted, from the structure, ``grad``, all of
+            these tensors, other arguments and results of the kernel, and ``x_wanted``: whether ``x`` needs
+            its own.
         unfused: the first result, by operators that have gradients again, from the structure, the tensors
             and other arguments of the kernel.
         fake: of the kernel's results, as `register` takes it.

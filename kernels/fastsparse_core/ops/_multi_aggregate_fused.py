@@ -12,11 +12,9 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, cast
-from fastsparse_core.ops._handles import keep_alive
-from fastsparse_core.ops._kept_results import unfused_gradients
+from fastsparse_core.ops._fused_registration import register_fused
 from fastsparse_core.ops._operands import address, unit_stride
-from fastsparse_core.ops._registration import differentiate, register, run
-from fastsparse_core.structure.adjacency import Adjacency, from_handle
+from fastsparse_core.structure.adjacency import Adjacency
 
 #: Features of a lane, and of a warp (kernels/include/fastsparse/multi_aggregate.cuh).
 _QUAD, _TILE = 4, 128
@@ -78,6 +76,7 @@ def _has_extremum(slots: Sequence[int]) -> bool:
 
 
 def aggregate(
+    adj: Adjacency,
     x_src: Tensor,
     x_dst: Tensor | None,
     edge: Tensor | None,
@@ -86,17 +85,16 @@ def aggregate(
     groups: int,
     min_variance: float,
     num_dst: int,
-    adjacency: int,
-    kept: bool = True,
+    *,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Results and, where ``kept``, what the backward pass reads besides: means and numbers of ties."""
-    adj = from_handle(adjacency)
+    """Results and, where ``keep``, what the backward pass reads besides: means and numbers of ties."""
     x, x_dst = unit_stride(x_src), None if x_dst is None else unit_stride(x_dst)
     edge, weight = _prepared_edges(edge, weight)
     width, dtype = x.size(1), accumulation_dtype(x.dtype)
     out = x.new_empty(num_dst, _num_slots(slots) * width)
-    mean = x.new_empty(num_dst if kept and _varies(slots) else 0, width, dtype=dtype)
-    ties = x.new_empty(num_dst if kept and _has_extremum(slots) else 0, 2, width, dtype=dtype)
+    mean = x.new_empty(num_dst if keep and _varies(slots) else 0, width, dtype=dtype)
+    ties = x.new_empty(num_dst if keep and _has_extremum(slots) else 0, 2, width, dtype=dtype)
     if out.numel() == 0:
         return out, mean, ties
     index, partial = device_index(x.device), None
@@ -117,6 +115,7 @@ def aggregate(
 
 
 def gradients(
+    adj: Adjacency,
     grad: Tensor,
     x_src: Tensor,
     x_dst: Tensor | None,
@@ -128,21 +127,21 @@ def gradients(
     slots: Sequence[int],
     groups: int,
     min_variance: float,
-    adjacency: int,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the sources, the destinations, the edges and their linear map; empty: not wanted."""
-    adj = from_handle(adjacency)
+    *,
+    x_src_wanted: bool,
+    x_dst_wanted: bool,
+    edge_wanted: bool,
+    weight_wanted: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of the sources, the destinations, the edges and their linear map; None: not wanted."""
     given_edge, given_weight = edge, weight
-    nothing = x_src.new_empty(0)
-    src_wanted, dst_wanted, edge_wanted, weight_wanted = wanted
     grad, x, x_dst = grad.contiguous(), unit_stride(x_src), None if x_dst is None else unit_stride(x_dst)
     edge, weight = _prepared_edges(edge, weight)
     width, dtype = x.size(1), accumulation_dtype(x.dtype)
     has_rows = edge is not None and weight is None
     make = x.new_empty if width and adj.num_edges else x.new_zeros
-    grad_src = make(x.shape) if src_wanted else nothing
-    grad_dst = make((adj.num_dst, width)) if dst_wanted else nothing
+    grad_src = make(x.shape) if x_src_wanted else None
+    grad_dst = make((adj.num_dst, width)) if x_dst_wanted else None
 
     def of_values(like: Tensor, *shape: int, wider: bool = False) -> Tensor:
         every = adj.num_values == adj.num_edges and adj.num_edges > 0
@@ -159,7 +158,7 @@ def gradients(
             grad_edge = of_values(edge, tiles, adj.num_values, edge.size(1), wider=True)
         if weight_wanted:
             grad_weight = x.new_zeros(parts, edge.size(1), width, dtype=dtype)
-    elif edge is not None and (edge_wanted or (x.is_cuda and src_wanted)):
+    elif edge is not None and (edge_wanted or (x.is_cuda and x_src_wanted)):
         grad_edge = of_values(edge, adj.num_values, width)  # the column pass on CUDA adds up its rows
     if not x.is_cuda:
         parts = _CPU_PARTS
@@ -178,7 +177,7 @@ def gradients(
             if grad_weight is not None and not torch.cuda.is_current_stream_capturing():
                 adj.sort_slices()  # W's gradient is summed in their order, which must not change later
             num = adj.t().row_split.num_slots
-            partial = x.new_empty(num, width, dtype=dtype) if num and src_wanted else None
+            partial = x.new_empty(num, width, dtype=dtype) if num and x_src_wanted else None
         _C.multi_aggregate_backward(
             adj.csr_structure,
             adj.t().csr_structure,
@@ -191,8 +190,8 @@ def gradients(
             address(slope),
             address(share),
             address(marks),
-            address(grad_src if src_wanted else None),
-            address(grad_dst if dst_wanted else None),
+            address(grad_src),
+            address(grad_dst),
             address(grad_edge),
             address(grad_weight),
             parts,
@@ -201,7 +200,7 @@ def gradients(
             index,
             queue(index),
         )
-    of_edge = of_weight = nothing
+    of_edge = of_weight = None
     if edge_wanted and given_edge is not None and grad_edge is not None:
         if not has_rows:
             grad_edge = grad_edge.sum(0) if grad_edge.size(0) > 1 else grad_edge[0]
@@ -212,40 +211,12 @@ def gradients(
     return grad_src, grad_dst, of_edge, of_weight
 
 
-# ---------------------------------------------------------------- gradients
-
-
-class _MultiAggregate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *tensors, slots, groups, min_variance, _, adjacency = arguments
-        out, mean, ties = run("multi_aggregate", tensors[0], *arguments)
-        ctx.mark_non_differentiable(mean, ties)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, out, mean, ties)
-        ctx.options = (list(slots), groups, min_variance)
-        ctx.adjacency, ctx.keep_alive = adjacency, keep_alive(adjacency)
-        return out, mean, ties
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * 9
-        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[:4]
-        if torch.is_grad_enabled():
-
-            def compute(*inputs: Tensor | None) -> Tensor:
-                return unfused(ctx.keep_alive, *inputs, *ctx.options)  # type: ignore[arg-type]
-
-            return *unfused_gradients(compute, grad, tensors[:4], needed), *(None,) * 5
-        arguments = (*tensors, *ctx.options, ctx.adjacency, needed)
-        grads = differentiate("multi_aggregate_backward", grad, *arguments)
-        return *(it if needs else None for it, needs in zip(grads, needed, strict=True)), *(None,) * 5
+# ---------------------------------------------------------------- step by step
 
 
 def unfused(
     adj: Adjacency,
-    x: Tensor,
+    x_src: Tensor,
     x_dst: Tensor | None,
     edge: Tensor | None,
     weight: Tensor | None,
@@ -254,6 +225,7 @@ def unfused(
     min_variance: float,
 ) -> Tensor:
     """The operator step by step, with every message in memory: differentiable any number of times."""
+    x = x_src
     dtype, row = accumulation_dtype(x.dtype), adj.row().long()
     message = x.to(dtype)[adj.col.long()]
     if edge is not None:
@@ -304,18 +276,9 @@ def _fake(of: Any) -> tuple[Tensor, Tensor, Tensor]:
     width, dtype, slots = of.x_src.size(1), accumulation_dtype(of.x_src.dtype), of.slots
     return (
         of.x_src.new_empty(of.num_dst, _num_slots(slots) * width),
-        of.x_src.new_empty(of.num_dst if _varies(slots) else 0, width, dtype=dtype),
-        of.x_src.new_empty(of.num_dst if _has_extremum(slots) else 0, 2, width, dtype=dtype),
+        of.x_src.new_empty(of.num_dst if of.keep and _varies(slots) else 0, width, dtype=dtype),
+        of.x_src.new_empty(of.num_dst if of.keep and _has_extremum(slots) else 0, 2, width, dtype=dtype),
     )
 
 
-def _backward_fake(of: Any) -> tuple[Tensor, ...]:
-    sizes = [of.x_src.shape, (of.grad.size(0), of.x_src.size(1))]
-    sizes += [(0,) if given is None else given.shape for given in (of.edge, of.weight)]
-    return tuple(
-        of.x_src.new_empty(size if wanted else 0) for size, wanted in zip(sizes, of.wanted, strict=True)
-    )
-
-
-register(aggregate, _fake, _MultiAggregate, "multi_aggregate")
-register(gradients, _backward_fake, name="multi_aggregate_backward")
+register_fused("multi_aggregate", aggregate, gradients, unfused, _fake, ("out", "mean", "ties"))

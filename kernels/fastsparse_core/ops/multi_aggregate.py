@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,7 +13,6 @@ from fastsparse_core.ops import _multi_aggregate_fused as kernels
 from fastsparse_core.ops._autocast import autocast
 from fastsparse_core.ops._checks import check_features, check_structure, is_partitioned
 from fastsparse_core.ops._dtypes import cast
-from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._registration import call
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -104,12 +102,8 @@ def multi_aggregate(
     if adj.num_values >= 2**32:
         info_once(_logger, "multi_aggregate: every message is stored: 2^32 values of edges or more")
         return kernels.unfused(adj, x, x_dst, edge, weight, slots, groups, min_variance)
-    arguments = (x, x_dst, edge, weight, slots, groups, float(min_variance), adj.num_dst, adj.handle)
-    if is_plain_eager(x) and not (
-        torch.is_grad_enabled() and any(it is not None and it.requires_grad for it in arguments[:4])
-    ):
-        return kernels.aggregate(*arguments, kept=False)[0]
-    return call("multi_aggregate", x, *arguments)
+    options = (slots, groups, float(min_variance), adj.num_dst, adj.handle, False)
+    return call("multi_aggregate", x, x, x_dst, edge, weight, *options)
 
 
 def _check_edges(adj: Adjacency, width: int, edge_attr: Tensor | None, edge_weight: Tensor | None) -> None:
