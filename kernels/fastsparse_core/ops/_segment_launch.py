@@ -11,6 +11,7 @@ from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
 from fastsparse_core.ops._operands import address, unit_stride
+from fastsparse_core.structure.adjacency import Adjacency
 from fastsparse_core.structure.segments import Segments
 
 #: Reductions and their codes in kernels/include/fastsparse/views.h.
@@ -88,14 +89,21 @@ def launch_softmax(matrix: Tensor, grad: Tensor | None, find: Callable[[], Segme
     if out.numel() == 0:
         return out
     segments = find()
+    return softmax_of_rows(segments, segments.structure, matrix, grad, out)
+
+
+def softmax_of_rows(
+    of: Segments | Adjacency, structure: _C.CsrStructure, matrix: Tensor, grad: Tensor | None, out: Tensor
+) -> Tensor:
+    """Writes the softmax of contiguous rows, or its gradient, to `out`, which it returns."""
     width = matrix.size(1)
     device = device_index(matrix.device)
     partial = None
-    if device >= 0 and segments.row_split.num_slots:
+    if device >= 0 and of.row_split.num_slots:
         dtype = accumulation_dtype(matrix.dtype)
-        partial = matrix.new_empty(segments.row_split.num_slots, width, 2, dtype=dtype)
+        partial = matrix.new_empty(of.row_split.num_slots, width, 2, dtype=dtype)
     _C.edge_softmax(
-        segments.structure,
+        structure,
         DTYPE_CODE[matrix.dtype],
         width,
         matrix.data_ptr(),

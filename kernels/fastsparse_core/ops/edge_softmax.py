@@ -7,16 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsparse_core import _C
-from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops._checks import check_heads, check_structure, is_partitioned
-from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import below_autograd
 from fastsparse_core.ops._edge_values import empty_values
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._handles import keep_alive
-from fastsparse_core.ops._operands import address
 from fastsparse_core.ops._registration import register
+from fastsparse_core.ops._segment_launch import softmax_of_rows
 from fastsparse_core.ops.sddmm import sddmm
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
@@ -68,24 +66,7 @@ def _launch(adj: Adjacency, matrix: Tensor, grad: Tensor | None) -> Tensor:
     out = empty_values(adj, matrix)
     if out.numel() == 0 or adj.num_edges == 0:
         return out
-    heads = matrix.size(1)
-    index = device_index(matrix.device)
-    partial = None
-    if index >= 0 and adj.row_split.num_slots:
-        dtype = accumulation_dtype(matrix.dtype)
-        partial = matrix.new_empty(adj.row_split.num_slots, heads, 2, dtype=dtype)
-    _C.edge_softmax(
-        used_csr(adj),
-        DTYPE_CODE[matrix.dtype],
-        heads,
-        matrix.data_ptr(),
-        address(grad),
-        out.data_ptr(),
-        address(partial),
-        index,
-        queue(index),
-    )
-    return out
+    return softmax_of_rows(adj, used_csr(adj), matrix, grad, out)
 
 
 def _edge_softmax(score: Tensor, adjacency: int) -> Tensor:
