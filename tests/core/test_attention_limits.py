@@ -190,16 +190,15 @@ def test_what_cannot_be_fused_is_said_once_for_each_reason(reasons):
 )
 def test_obstacles_of_dot_product_kernels(dtype, heads, width, value_width, reason):
     adj = Adjacency.from_coo(torch.tensor([0, 2]), torch.tensor([3, 1]), (3, 4))
-    q, k = (torch.ones(rows, heads * width, dtype=dtype) for rows in adj.shape)
-    assert _attention_bsb.obstacle(adj, q, k, k.new_ones(4, heads * value_width), heads) == reason
+    widths = (heads * width, heads * width, heads * value_width)
+    assert _attention_bsb.obstacle(adj, dtype, widths, heads) == reason
 
 
 def test_too_many_sources_are_an_obstacle_of_dot_product_kernels():
     row = torch.tensor([0])
     for shape in ((1, MOST_COLUMNS + 1), (MOST_COLUMNS + 1, 1)):
         adj = Adjacency.from_coo(row, row, shape)
-        q, k = (torch.ones(1).expand(rows, 8) for rows in shape)
-        assert "more than 16777216 nodes" in _attention_bsb.obstacle(adj, q, k, k, 1)
+        assert "more than 16777216 nodes" in _attention_bsb.obstacle(adj, torch.float32, (8,), 1)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -224,14 +223,13 @@ def test_blocks_of_both_directions_are_tried_where_a_gradient_is_wanted(monkeypa
     ],
 )
 def test_obstacles_of_gatv2_kernels(dtype, width, slope, reason):
-    features = torch.ones(4, 2 * width, dtype=dtype)
-    assert _gatv2_attention_csr.obstacle(features, slope, 2) == reason
+    assert _gatv2_attention_csr.obstacle(dtype, 2 * width, slope, 2) == reason
 
 
 def test_too_many_features_are_an_obstacle_of_additive_kernels():
     heads = _additive_attention_csr.MAX_WIDTH // 256 + 1
-    features = torch.ones(1).expand(4, heads * 256)
-    assert "features of all heads, more than" in _additive_attention_csr.obstacle(features, heads)
+    message = _additive_attention_csr.obstacle(torch.float32, heads * 256, heads)
+    assert "features of all heads, more than" in message
 
 
 def test_too_many_heads_are_refused_before_any_launch():
@@ -240,16 +238,15 @@ def test_too_many_heads_are_refused_before_any_launch():
     check_heads(heads - 1, torch.device("cuda"))
     with pytest.raises(ValueError, match="expected at most 65535 heads on CUDA, got 65536"):
         check_heads(heads, torch.device("cuda"))
-    features = torch.ones(1).expand(4, heads * 4)
+    dtype, width = torch.float32, heads * 4
     message = "65536 heads, more than 65535"
-    assert _additive_attention_csr.obstacle(features, heads) == message
-    assert _gatv2_attention_csr.obstacle(features, 0.2, heads) == message
+    assert _additive_attention_csr.obstacle(dtype, width, heads) == message
+    assert _gatv2_attention_csr.obstacle(dtype, width, 0.2, heads) == message
     adj = Adjacency.from_coo(torch.tensor([0]), torch.tensor([1]), (4, 4))
-    assert _attention_bsb.obstacle(adj, features, features, features, heads) == message
+    assert _attention_bsb.obstacle(adj, dtype, (width,), heads) == message
     heads = _attention_bsb.MAX_WIDTH // 256 + 1
-    features = torch.ones(1).expand(4, heads * 256)
     message = "features of all heads, more than 8388480"
-    assert message in _attention_bsb.obstacle(adj, features, features, features, heads)
+    assert message in _attention_bsb.obstacle(adj, dtype, (heads * 256,), heads)
 
 
 @pytest.mark.gpu

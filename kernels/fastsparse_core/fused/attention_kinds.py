@@ -95,7 +95,7 @@ class _Additive(Score):
     def has_kernel(
         adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
     ) -> bool:
-        return not (adj.col.is_cuda and _additive_attention_csr.obstacle_of(dtype, widths[0], heads))
+        return not (adj.col.is_cuda and _additive_attention_csr.obstacle(dtype, widths[0], heads))
 
     @staticmethod
     def forward(call: LayerCall, joint: Tensor, vectors: Tensors) -> Result:
@@ -131,7 +131,7 @@ class _Gatv2(Score):
     def has_kernel(
         adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
     ) -> bool:
-        return not (adj.col.is_cuda and _gatv2_attention_csr.obstacle_of(dtype, widths[0], scale, heads))
+        return not (adj.col.is_cuda and _gatv2_attention_csr.obstacle(dtype, widths[0], scale, heads))
 
     @staticmethod
     def forward(call: LayerCall, joint: Tensor, vectors: Tensors) -> Result:

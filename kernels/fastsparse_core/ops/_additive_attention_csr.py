@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
+from fastsparse_core.ops._attention_call import Call
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._edge_values import empty_values
 from fastsparse_core.ops._facts import used_csr
@@ -20,18 +21,8 @@ MAX_HEAD_WIDTH = 256
 MAX_WIDTH = 32 * 65_535
 
 
-def obstacle(v: Tensor, heads: int) -> str:
-    """Why the kernels cannot serve this call, "" if they can.
-
-    Args:
-        v: (num_src, heads * D).
-        heads: number of heads.
-    """
-    return obstacle_of(v.dtype, v.size(1), heads)
-
-
-def obstacle_of(dtype: torch.dtype, width: int, heads: int) -> str:
-    """:func:`obstacle` of values of a dtype and a width, that of all heads."""
+def obstacle(dtype: torch.dtype, width: int, heads: int) -> str:
+    """Why the kernels cannot serve values of a dtype and a width, that of all heads, "" if they can."""
     if dtype == torch.float64:
         return "float64 on CUDA"
     if heads == 0 or not 0 < width // heads <= MAX_HEAD_WIDTH:
@@ -43,46 +34,29 @@ def obstacle_of(dtype: torch.dtype, width: int, heads: int) -> str:
     return ""
 
 
-def additive_forward(
-    adj: Adjacency,
-    score_dst: Tensor,
-    score_src: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    negative_slope: float,
-    dropout_p: float,
-    seed: int,
-    heads: int,
-) -> tuple[Tensor, Tensor]:
+def forward(adj: Adjacency, call: Call) -> tuple[Tensor, Tensor]:
     r"""Softmax over :math:`\operatorname{leaky\_relu}(a_i + c_j + b_{ij})`, times v.
 
     Args:
         adj: structure (num_dst, num_src) on a CUDA device.
-        score_dst: :math:`a`, (num_dst, heads).
-        score_src: :math:`c`, (num_src, heads).
-        v: (num_src, heads * D), there is no :func:`obstacle`.
-        bias: :math:`b`, (num_values, heads) in the caller's edge order, float32 or the dtype of ``v``.
-        negative_slope: of the leaky ReLU.
-        dropout_p: from 0 to below 1.
-        seed: of the dropout mask.
-        heads: number of heads.
+        call: there is no :func:`obstacle`.
 
     Returns:
         Output (num_dst, heads * D) in the dtype of ``v``, and the log-sum-exp of the rows' scores, float32
         (num_dst, heads), -inf for rows without edges.
     """
+    heads, v = call.heads, call.v
     out = v.new_empty(adj.num_dst, v.size(1))
     lse = torch.empty(adj.num_dst, heads, dtype=torch.float32, device=v.device)
     if adj.num_dst == 0:
         return out, lse
-    score_dst, score_src, v = contiguous_floats(score_dst), contiguous_floats(score_src), unit_stride(v)
-    bias = None if bias is None else bias.contiguous()
+    call = _laid_out(call)
     slots = adj.row_split.num_slots
     _room, (partial, partial_state) = scratch(v.device, slots * v.size(1), slots * heads * 2)
     index = device_index(v.device)
     _C.additive_attention(
         used_csr(adj),
-        _input(score_dst, score_src, v, bias, negative_slope, dropout_p, seed, heads),
+        _input(call),
         out.data_ptr(),
         lse.data_ptr(),
         partial,
@@ -93,47 +67,25 @@ def additive_forward(
     return out, lse
 
 
-def additive_backward(
-    adj: Adjacency,
-    score_dst: Tensor,
-    score_src: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    lse: Tensor,
-    grad: Tensor,
-    negative_slope: float,
-    dropout_p: float,
-    seed: int,
-    heads: int,
-    *,
-    want_bias: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of :func:`additive_forward`, which says what its arguments are.
-
-    ``lse`` is its second result, ``grad`` the gradient of the first, in the dtype of ``v``. With
-    ``want_bias`` comes the gradient of ``bias``, the only one of the size of the edges.
-
-    Returns:
-        Gradients of ``score_dst`` and ``score_src`` (float32), ``v`` (its dtype) and ``bias`` (its shape and
-        dtype; None if not wanted).
-    """
-    device = v.device
-    score_dst, score_src = contiguous_floats(score_dst), contiguous_floats(score_src)
-    v, grad, lse = unit_stride(v), unit_stride(grad), lse.contiguous()
-    bias = None if bias is None else bias.contiguous()
+def backward(
+    adj: Adjacency, call: Call, grad: Tensor, out: Tensor | None, lse: Tensor, bias_wanted: bool
+) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None]:
+    """Gradients of the scores (float32), values, nothing, and, if wanted, the bias; ``out`` is not read."""
+    call, grad, lse = _laid_out(call), unit_stride(grad), lse.contiguous()
+    _, heads, score_dst, score_src, v, _, bias, *_ = call
     grad_dst, grad_src = torch.empty_like(score_dst), torch.empty_like(score_src)
     grad_v = v.new_empty(v.shape)
-    grad_bias = empty_values(adj, bias) if bias is not None and want_bias else None
+    grad_bias = empty_values(adj, bias) if bias is not None and bias_wanted else None
     transposed = adj.t()
     slots, slots_t = adj.row_split.num_slots, transposed.row_split.num_slots
     _room, (row_state, partial_row, partial_v, partial_score) = scratch(
-        device, adj.num_dst * heads * 4, slots * heads * 4, slots_t * v.size(1), slots_t * heads
+        v.device, adj.num_dst * heads * 4, slots * heads * 4, slots_t * v.size(1), slots_t * heads
     )
-    index = device_index(device)
+    index = device_index(v.device)
     _C.additive_attention_backward(
         used_csr(adj),
         used_csr(transposed),
-        _input(score_dst, score_src, v, bias, negative_slope, dropout_p, seed, heads),
+        _input(call),
         grad.data_ptr(),
         grad.stride(0),
         lse.data_ptr(),
@@ -148,19 +100,17 @@ def additive_backward(
         index,
         queue(index),
     )
-    return grad_dst, grad_src, grad_v, grad_bias
+    return grad_dst, grad_src, grad_v, None, grad_bias
 
 
-def _input(
-    score_dst: Tensor,
-    score_src: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    negative_slope: float,
-    dropout_p: float,
-    seed: int,
-    heads: int,
-) -> _C.AdditiveAttentionInput:
+def _laid_out(call: Call) -> Call:
+    bias = None if call.bias is None else call.bias.contiguous()
+    dst, src = contiguous_floats(call.dst), contiguous_floats(call.src)
+    return call._replace(dst=dst, src=src, v=unit_stride(call.v), bias=bias)
+
+
+def _input(call: Call) -> _C.AdditiveAttentionInput:
+    _, heads, score_dst, score_src, v, _, bias, negative_slope, dropout_p, _ = call
     return _C.AdditiveAttentionInput(
         DTYPE_CODE[v.dtype],
         heads,
@@ -173,5 +123,5 @@ def _input(
         0 if bias is None else DTYPE_CODE[bias.dtype],
         negative_slope,
         dropout_p,
-        seed,
+        call.drawn,
     )

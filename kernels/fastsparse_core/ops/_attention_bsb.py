@@ -10,6 +10,7 @@ from torch import Tensor
 from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT, MOST_COLUMNS
+from fastsparse_core.ops._attention_call import Call
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._edge_values import empty_values
 from fastsparse_core.ops._operands import address, unit_stride
@@ -24,21 +25,15 @@ MAX_WIDTH = 128 * 65_535
 _PIECE = 16
 
 
-def obstacle(adj: Adjacency, q: Tensor, k: Tensor, v: Tensor, heads: int) -> str:
-    """Why the kernels cannot serve this call or its backward pass, "" if they can.
+def obstacle(adj: Adjacency, dtype: torch.dtype, widths: Iterable[int], heads: int) -> str:
+    """Why the kernels cannot serve a call or its backward pass, "" if they can.
 
     Args:
         adj: structure (num_dst, num_src).
-        q: (num_dst, heads * D).
-        k: (num_src, heads * D).
-        v: (num_src, heads * Dv).
+        dtype: of the features.
+        widths: of queries, keys and values, those of all heads; or one for all.
         heads: number of heads.
     """
-    return obstacle_of(adj, v.dtype, (q.size(1), k.size(1), v.size(1)), heads)
-
-
-def obstacle_of(adj: Adjacency, dtype: torch.dtype, widths: Iterable[int], heads: int) -> str:
-    """:func:`obstacle` of features of a dtype and of widths, those of all heads."""
     if dtype == torch.float64:
         return "float64 on CUDA"
     if heads == 0:
@@ -69,30 +64,12 @@ def has_blocks(adj: Adjacency, *, backward: bool) -> bool:
     return adj.try_bsb() and (not backward or adj.t().try_bsb())
 
 
-def launch_forward(
-    adj: Adjacency,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    seed: int,
-    heads: int,
-) -> tuple[Tensor, Tensor]:
+def forward(adj: Adjacency, call: Call) -> tuple[Tensor, Tensor]:
     r"""Softmax over :math:`s \langle \mathbf{q}_i, \mathbf{k}_j \rangle + b_{ij}`, times v, for every head.
 
     Args:
         adj: structure (num_dst, num_src) on a CUDA device.
-        q: (num_dst, heads * D), float32, float16 or bfloat16, as ``k`` and ``v``; there is no
-            :func:`obstacle`.
-        k: (num_src, heads * D).
-        v: (num_src, heads * Dv).
-        bias: :math:`b`, (num_values, heads) in the caller's edge order, float32 or the dtype of ``v``.
-        scale: :math:`s`.
-        dropout_p: from 0 to below 1.
-        seed: of the dropout mask.
-        heads: number of heads.
+        call: of float32, float16 or bfloat16 features, where there is no :func:`obstacle`.
 
     Returns:
         Output (num_dst, heads * Dv) in the dtype of ``v``, and for the backward pass the log-sum-exp of the
@@ -100,19 +77,19 @@ def launch_forward(
         (num_dst, heads), -inf for rows without edges. Rounded to float32 it would be off by 5e-4 for scores
         of 1e4, and with it all weights of the row.
     """
+    heads, v = call.heads, call.v
     out = v.new_empty(adj.num_dst, v.size(1))
     lse = torch.empty(adj.num_dst, heads, dtype=torch.float64, device=v.device)
     if adj.num_dst == 0:
         return out, lse
-    q, k, v = aligned(q), aligned(k), aligned(v)
-    bias = None if bias is None else bias.contiguous()
+    call = _laid_out(call)
     rows = adj.bsb_split.num_slots * HEIGHT
     partial = torch.empty(rows, v.size(1), dtype=torch.float32, device=v.device)
     partial_state = partial.new_empty(rows, heads, 2)
     index = device_index(v.device)
     _C.attention_bsb(
-        adj.bsb_structure(valued=bias is not None),
-        _input(q, k, v, bias, scale, dropout_p, seed, heads),
+        adj.bsb_structure(valued=call.bias is not None),
+        _input(call),
         out.data_ptr(),
         lse.data_ptr(),
         partial.data_ptr(),
@@ -123,36 +100,19 @@ def launch_forward(
     return out, lse
 
 
-def launch_backward(
-    adj: Adjacency,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    scale: float,
-    dropout_p: float,
-    seed: int,
-    heads: int,
-    *,
-    want_bias: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of :func:`launch_forward`, which says what its arguments are.
+def backward(
+    adj: Adjacency, call: Call, grad: Tensor, out: Tensor | None, lse: Tensor, bias_wanted: bool
+) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None]:
+    """Gradients of queries, keys, values, nothing, and, if wanted, the bias, from results of :func:`forward`.
 
-    ``out`` and ``lse`` are its results, ``grad`` the gradient of the first, in the dtype of ``v``. With
-    ``want_bias`` comes the gradient of ``bias``, the only one of the size of the edges.
-
-    Returns:
-        Gradients of ``q``, ``k`` and ``v`` in their dtype, and of ``bias`` (its shape and dtype; None if not
-        wanted).
+    That of the bias is the only one of the size of the edges.
     """
-    q, k, v, grad = aligned(q), aligned(k), aligned(v), aligned(grad)
-    bias = None if bias is None else bias.contiguous()
+    assert out is not None
+    call, grad = _laid_out(call), aligned(grad)
+    _, heads, q, k, v, _, bias, *_ = call
     out, lse = out.contiguous(), lse.contiguous()
     grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    grad_bias = empty_values(adj, bias) if bias is not None and want_bias else None
+    grad_bias = empty_values(adj, bias) if bias is not None and bias_wanted else None
     transposed = adj.t()
     rows, rows_t = adj.bsb_split.num_slots * HEIGHT, transposed.bsb_split.num_slots * HEIGHT
     # Log-sum-exp and <grad, out>; in float32 also what the first leaves of a float64, and padding.
@@ -164,7 +124,7 @@ def launch_backward(
     _C.attention_bsb_backward(
         adj.bsb_structure(valued=bias is not None),
         transposed.bsb_structure(valued=bias is not None),
-        _input(q, k, v, bias, scale, dropout_p, seed, heads),
+        _input(call),
         out.data_ptr(),
         lse.data_ptr(),
         grad.data_ptr(),
@@ -180,7 +140,7 @@ def launch_backward(
         index,
         queue(index),
     )
-    return grad_q, grad_k, grad_v, grad_bias
+    return grad_q, grad_k, grad_v, None, grad_bias
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -191,16 +151,13 @@ def aligned(x: Tensor) -> Tensor:
     return x
 
 
-def _input(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    seed: int,
-    heads: int,
-) -> _C.AttentionBsbInput:
+def _laid_out(call: Call) -> Call:
+    bias = None if call.bias is None else call.bias.contiguous()
+    return call._replace(dst=aligned(call.dst), src=aligned(call.src), v=aligned(call.v), bias=bias)
+
+
+def _input(call: Call) -> _C.AttentionBsbInput:
+    _, heads, q, k, v, _, bias, scale, dropout_p, _ = call
     return _C.AttentionBsbInput(
         DTYPE_CODE[v.dtype],
         heads,
@@ -216,6 +173,6 @@ def _input(
         0 if bias is None else DTYPE_CODE[bias.dtype],
         scale,
         dropout_p,
-        seed,
+        call.drawn,
         policy.allows_tf32(),
     )

@@ -12,12 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsparse_core.ops import _additive_attention_csr, _attention_bsb, _gatv2_attention_csr
-from fastsparse_core.ops import _attention_cpu as on_cpu
+from fastsparse_core.ops import _additive_attention_csr, _attention_bsb, _attention_cpu, _gatv2_attention_csr
 from fastsparse_core.ops import _attention_unfused as unfused
+from fastsparse_core.ops._attention_call import ADDITIVE, DOT_PRODUCT, GATV2, Call
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._fused_registration import register_fused
 from fastsparse_core.structure.adjacency import Adjacency
+
+#: Launches on CUDA by the kind of the scores.
+_ON_CUDA: dict[int, Any] = {
+    DOT_PRODUCT: _attention_bsb,
+    ADDITIVE: _additive_attention_csr,
+    GATV2: _gatv2_attention_csr,
+}
 
 
 def plain_attention(adj: Adjacency, q: Tensor, k: Tensor, v: Tensor, scale: float, heads: int) -> Tensor:
@@ -44,8 +51,12 @@ def plain_gatv2(adj: Adjacency, dst: Tensor, src: Tensor, att: Tensor, slope: fl
     return gatv2(adj, dst, src, att, slope, 0.0, None)[0]
 
 
-def _number(seed: Tensor | None) -> int:
-    return 0 if seed is None else int(seed)
+def _forward(adj: Adjacency, call: Call) -> tuple[Tensor, Tensor]:
+    return (_ON_CUDA[call.kind] if call.v.is_cuda else _attention_cpu).forward(adj, call)
+
+
+def _backward(adj: Adjacency, call: Call, *results: Any) -> Any:
+    return (_ON_CUDA[call.kind] if call.v.is_cuda else _attention_cpu).backward(adj, call, *results)
 
 
 # ---------------------------------------------------------------- dot product
@@ -63,10 +74,7 @@ def dot_product(
     heads: int,
 ) -> tuple[Tensor, Tensor]:
     """Result and log-sum-exp of the kernels of either device, nothing being checked or recorded."""
-    if v.is_cuda:
-        return _attention_bsb.launch_forward(adj, q, k, v, bias, scale, dropout_p, _number(seed), heads)
-    call = on_cpu.Call(on_cpu.DOT_PRODUCT, heads, q, k, v, None, bias, scale, dropout_p, seed)
-    return on_cpu.forward(adj, call)
+    return _forward(adj, Call(DOT_PRODUCT, heads, q, k, v, None, bias, scale, dropout_p, seed))
 
 
 def dot_product_gradients(
@@ -86,14 +94,8 @@ def dot_product_gradients(
     bias_wanted: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and, if wanted, the bias; the CPU's kernels do not read ``out``."""
-    if v.is_cuda:
-        assert out is not None
-        of_kernel = (scale, dropout_p, _number(seed), heads)
-        return _attention_bsb.launch_backward(
-            adj, q, k, v, bias, out, lse, grad, *of_kernel, want_bias=bias_wanted
-        )
-    call = on_cpu.Call(on_cpu.DOT_PRODUCT, heads, q, k, v, None, bias, scale, dropout_p, seed)
-    grad_q, grad_k, grad_v, _, grad_bias = on_cpu.backward(adj, call, grad, lse, bias_wanted)
+    call = Call(DOT_PRODUCT, heads, q, k, v, None, bias, scale, dropout_p, seed)
+    grad_q, grad_k, grad_v, _, grad_bias = _backward(adj, call, grad, out, lse, bias_wanted)
     return grad_q, grad_k, grad_v, grad_bias
 
 
@@ -111,13 +113,8 @@ def additive(
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`dot_product` of additive attention."""
-    heads, options = score_dst.shape[1], (negative_slope, dropout_p)
-    if v.is_cuda:
-        return _additive_attention_csr.additive_forward(
-            adj, score_dst, score_src, v, bias, *options, _number(seed), heads
-        )
-    call = on_cpu.Call(on_cpu.ADDITIVE, heads, score_dst, score_src, v, None, bias, *options, seed)
-    return on_cpu.forward(adj, call)
+    operands = (score_dst.shape[1], score_dst, score_src, v, None, bias)
+    return _forward(adj, Call(ADDITIVE, *operands, negative_slope, dropout_p, seed))
 
 
 def additive_gradients(
@@ -135,14 +132,9 @@ def additive_gradients(
     bias_wanted: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of the scores, v and, if wanted, the bias."""
-    heads, options = score_dst.shape[1], (negative_slope, dropout_p)
-    if v.is_cuda:
-        operands = (score_dst, score_src, v, bias, lse, grad)
-        return _additive_attention_csr.additive_backward(
-            adj, *operands, *options, _number(seed), heads, want_bias=bias_wanted
-        )
-    call = on_cpu.Call(on_cpu.ADDITIVE, heads, score_dst, score_src, v, None, bias, *options, seed)
-    grad_dst, grad_src, grad_v, _, grad_bias = on_cpu.backward(adj, call, grad, lse, bias_wanted)
+    operands = (score_dst.shape[1], score_dst, score_src, v, None, bias)
+    call = Call(ADDITIVE, *operands, negative_slope, dropout_p, seed)
+    grad_dst, grad_src, grad_v, _, grad_bias = _backward(adj, call, grad, None, lse, bias_wanted)
     return grad_dst, grad_src, grad_v, grad_bias
 
 
@@ -159,11 +151,8 @@ def gatv2(
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`dot_product` of GATv2's attention."""
-    heads, options = att.shape[0], (negative_slope, dropout_p)
-    if x_src.is_cuda:
-        return _gatv2_attention_csr.gatv2_forward(adj, x_dst, x_src, att, *options, _number(seed), heads)
-    call = on_cpu.Call(on_cpu.GATV2, heads, x_dst, x_src, x_src, att, None, *options, seed)
-    return on_cpu.forward(adj, call)
+    operands = (att.shape[0], x_dst, x_src, x_src, att, None)
+    return _forward(adj, Call(GATV2, *operands, negative_slope, dropout_p, seed))
 
 
 def gatv2_gradients(
@@ -179,14 +168,9 @@ def gatv2_gradients(
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the features of both ends and of att; the CPU's kernels do not read ``out``."""
-    heads, options = att.shape[0], (negative_slope, dropout_p)
-    if x_src.is_cuda:
-        assert out is not None
-        operands = (x_dst, x_src, att, out, lse, grad)
-        return _gatv2_attention_csr.gatv2_backward(adj, *operands, *options, _number(seed), heads)
-    call = on_cpu.Call(on_cpu.GATV2, heads, x_dst, x_src, x_src, att, None, *options, seed)
-    grad_dst, grad_src, _, grad_att, _ = on_cpu.backward(adj, call, grad, lse, False)
-    assert grad_att is not None
+    operands = (att.shape[0], x_dst, x_src, x_src, att, None)
+    call = Call(GATV2, *operands, negative_slope, dropout_p, seed)
+    grad_dst, grad_src, _, grad_att, _ = _backward(adj, call, grad, out, lse, False)
     return grad_dst, grad_src, grad_att
 
 

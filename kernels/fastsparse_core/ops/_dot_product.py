@@ -32,7 +32,7 @@ def csr_obstacle_of(adj: Adjacency, dtype: torch.dtype, width: int, heads: int) 
     """:func:`csr_obstacle` on CUDA, of features of a dtype and a width, that of all heads."""
     if adj.num_values >= 2**32:
         return f"{adj.num_values} values, 2^32 or more"
-    return _additive_attention_csr.obstacle_of(dtype, width, heads)
+    return _additive_attention_csr.obstacle(dtype, width, heads)
 
 
 def kernel(
@@ -55,7 +55,9 @@ def kernel(
     if not on_cuda and algorithm != "csr" and not adj.is_padded:
         return "fused3s"
     no_csr = csr_obstacle(adj, q, v, heads)
-    no_blocks = _attention_bsb.obstacle(adj, q, k, v, heads) if on_cuda else ""
+    no_blocks = (
+        _attention_bsb.obstacle(adj, v.dtype, (q.size(1), k.size(1), v.size(1)), heads) if on_cuda else ""
+    )
     if torch.compiler.is_compiling():
         # A trace does not count: it would be made anew for every number. The operator builds the blocks.
         facts = policy.Facts(on_cuda, *adj.shape, adj.num_edges, converted=True)
@@ -78,7 +80,7 @@ def choice_on_cuda(
         algorithm: as the caller asked, not ``"unfused"``.
         backward: whether gradients are wanted.
     """
-    no_blocks = _attention_bsb.obstacle_of(adj, dtype, (width,), heads)
+    no_blocks = _attention_bsb.obstacle(adj, dtype, (width,), heads)
     no_csr = csr_obstacle_of(adj, dtype, width, heads)
     return _choice(adj, algorithm, no_blocks, no_csr, backward=backward)
 

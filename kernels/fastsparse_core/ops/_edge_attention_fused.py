@@ -62,7 +62,7 @@ def obstacle(adj: Adjacency, v: Tensor, edge_attr: Tensor, heads: int) -> str:
         return f"{edge_attr.size(1)} features of an edge, more than {MOST_FEATURES}"
     if adj.num_values >= 2**32:
         return f"{adj.num_values} values, 2^32 or more"
-    return additive.obstacle(v, heads)
+    return additive.obstacle(v.dtype, v.size(1), heads)
 
 
 # ---------------------------------------------------------------- products with the edges' linear map

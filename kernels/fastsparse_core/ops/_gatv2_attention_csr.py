@@ -8,6 +8,7 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops import _additive_attention_csr as additive
+from fastsparse_core.ops._attention_call import Call
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._operands import contiguous_floats, scratch, unit_stride
@@ -20,61 +21,39 @@ _LEAST_GROUPS, _MOST_GROUPS = 8192, 32768
 _GROUPS_PER_BLOCK = 32
 
 
-def obstacle(x_src: Tensor, negative_slope: float, heads: int) -> str:
-    """Why the kernels cannot serve this call, "" if they can.
+def obstacle(dtype: torch.dtype, width: int, negative_slope: float, heads: int) -> str:
+    """Why the kernels cannot serve features of a dtype and a width, that of all heads, "" if they can.
 
-    Args:
-        x_src: (num_src, heads * D).
-        negative_slope: of the leaky ReLU, which the kernels take as the greater of z and slope z.
-        heads: number of heads.
+    They take the leaky ReLU as the greater of z and ``negative_slope`` z.
     """
-    return obstacle_of(x_src.dtype, x_src.size(1), negative_slope, heads)
-
-
-def obstacle_of(dtype: torch.dtype, width: int, negative_slope: float, heads: int) -> str:
-    """:func:`obstacle` of features of a dtype and a width, that of all heads."""
     if not 0 <= negative_slope <= 1:
         return f"negative_slope={negative_slope}, not from 0 to 1, on CUDA"
-    return additive.obstacle_of(dtype, width, heads)
+    return additive.obstacle(dtype, width, heads)
 
 
-def gatv2_forward(
-    adj: Adjacency,
-    x_dst: Tensor,
-    x_src: Tensor,
-    att: Tensor,
-    negative_slope: float,
-    dropout_p: float,
-    seed: int,
-    heads: int,
-) -> tuple[Tensor, Tensor]:
+def forward(adj: Adjacency, call: Call) -> tuple[Tensor, Tensor]:
     r"""Softmax over :math:`\langle a, \operatorname{leaky\_relu}(x_i + z_j) \rangle`, times z.
 
     Args:
         adj: structure (num_dst, num_src) on a CUDA device.
-        x_dst: :math:`x`, (num_dst, heads * D).
-        x_src: :math:`z`, (num_src, heads * D), there is no :func:`obstacle`.
-        att: :math:`a`, (heads, D).
-        negative_slope: of the leaky ReLU.
-        dropout_p: from 0 to below 1.
-        seed: of the dropout mask.
-        heads: number of heads.
+        call: there is no :func:`obstacle`.
 
     Returns:
-        Output (num_dst, heads * D) in the dtype of ``x_src``, and the log-sum-exp of the rows' scores,
-        float32 (num_dst, heads), -inf for rows without edges.
+        Output (num_dst, heads * D) in the dtype of ``src``, and the log-sum-exp of the rows' scores, float32
+        (num_dst, heads), -inf for rows without edges.
     """
+    heads, x_src = call.heads, call.src
     out = x_src.new_empty(adj.num_dst, x_src.size(1))
     lse = torch.empty(adj.num_dst, heads, dtype=torch.float32, device=x_src.device)
     if adj.num_dst == 0:
         return out, lse
-    x_dst, x_src, att = unit_stride(x_dst), unit_stride(x_src), contiguous_floats(att)
+    call = _laid_out(call)
     slots = adj.row_split.num_slots
     _room, (partial, partial_state) = scratch(x_src.device, slots * x_src.size(1), slots * heads * 2)
     index = device_index(x_src.device)
     _C.gatv2_attention(
         used_csr(adj),
-        _input(x_dst, x_src, att, negative_slope, dropout_p, seed, heads),
+        _input(call),
         out.data_ptr(),
         lse.data_ptr(),
         partial,
@@ -85,29 +64,14 @@ def gatv2_forward(
     return out, lse
 
 
-def gatv2_backward(
-    adj: Adjacency,
-    x_dst: Tensor,
-    x_src: Tensor,
-    att: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    negative_slope: float,
-    dropout_p: float,
-    seed: int,
-    heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`gatv2_forward`, which says what its arguments are.
-
-    ``out`` and ``lse`` are its results, ``grad`` the gradient of the first, in the dtype of ``x_src``.
-
-    Returns:
-        Gradients of ``x_dst``, ``x_src`` (in their dtype) and ``att`` (float32).
-    """
-    device = x_src.device
-    shape = att.shape
-    x_dst, x_src, att = unit_stride(x_dst), unit_stride(x_src), contiguous_floats(att)
+def backward(
+    adj: Adjacency, call: Call, grad: Tensor, out: Tensor | None, lse: Tensor, bias_wanted: bool
+) -> tuple[Tensor, Tensor, None, Tensor, None]:
+    """Gradients of both ends' features, nothing, ``att`` (float32) and nothing."""
+    assert out is not None
+    call = _laid_out(call)
+    _, heads, x_dst, x_src, _, att, *_ = call
+    assert att is not None
     out, grad, lse = unit_stride(out), unit_stride(grad), lse.contiguous()
     width = x_src.size(1)
     grad_dst, grad_src = x_dst.new_empty(x_dst.shape), x_src.new_empty(x_src.shape)
@@ -118,13 +82,13 @@ def gatv2_backward(
     grad_att = att.new_empty(att_rows, width)
     slots, slots_t = adj.row_split.num_slots, transposed.row_split.num_slots
     _room, (row_state, partial_dst, partial_src) = scratch(
-        device, adj.num_dst * heads * 2, slots * width, slots_t * width
+        x_src.device, adj.num_dst * heads * 2, slots * width, slots_t * width
     )
-    index = device_index(device)
+    index = device_index(x_src.device)
     _C.gatv2_attention_backward(
         used_csr(adj),
         used_csr(transposed),
-        _input(x_dst, x_src, att, negative_slope, dropout_p, seed, heads),
+        _input(call),
         out.data_ptr(),
         out.stride(0),
         grad.data_ptr(),
@@ -140,7 +104,7 @@ def gatv2_backward(
         index,
         queue(index),
     )
-    return grad_dst, grad_src, grad_att.sum(0).reshape(shape)
+    return grad_dst, grad_src, None, grad_att.sum(0).reshape(att.shape), None
 
 
 def att_rows_of(num_slices: int) -> int:
@@ -148,15 +112,15 @@ def att_rows_of(num_slices: int) -> int:
     return -(-groups // _GROUPS_PER_BLOCK) * _GROUPS_PER_BLOCK
 
 
-def _input(
-    x_dst: Tensor,
-    x_src: Tensor,
-    att: Tensor,
-    negative_slope: float,
-    dropout_p: float,
-    seed: int,
-    heads: int,
-) -> _C.Gatv2AttentionInput:
+def _laid_out(call: Call) -> Call:
+    assert call.att is not None
+    src = unit_stride(call.src)
+    return call._replace(dst=unit_stride(call.dst), src=src, v=src, att=contiguous_floats(call.att))
+
+
+def _input(call: Call) -> _C.Gatv2AttentionInput:
+    _, heads, x_dst, x_src, _, att, _, negative_slope, dropout_p, _ = call
+    assert att is not None
     return _C.Gatv2AttentionInput(
         DTYPE_CODE[x_src.dtype],
         heads,
@@ -168,5 +132,5 @@ def _input(
         att.data_ptr(),
         negative_slope,
         dropout_p,
-        seed,
+        call.drawn,
     )

@@ -221,7 +221,7 @@ def additive_attention(
     features = v.flatten(1)
     obstacle = drawn_by_replays(dropout_p)
     if v.device.type == "cuda":
-        obstacle = obstacle or _additive_attention_csr.obstacle(features, heads)
+        obstacle = obstacle or _additive_attention_csr.obstacle(v.dtype, features.size(1), heads)
     if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
         if not torch.compiler.is_compiling():
             adj.plans["GAT", v.dtype, features.size(1), heads, score_dst.dtype, algorithm] = True
@@ -311,7 +311,7 @@ def gatv2_attention(
         return out if x_src.dim() == 2 else out.reshape(adj.num_dst, *x_src.shape[1:])
     obstacle = drawn_by_replays(dropout_p)
     if x_src.device.type == "cuda" and not obstacle:
-        obstacle = _gatv2_attention_csr.obstacle(features, negative_slope, heads)
+        obstacle = _gatv2_attention_csr.obstacle(x_src.dtype, features.size(1), negative_slope, heads)
     if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
         if not torch.compiler.is_compiling():
             adj.plans["GATv2", x_src.dtype, att.shape, att.dtype, negative_slope, algorithm] = True
