@@ -52,7 +52,7 @@ def test_a_function_of_a_structure_becomes_a_kernel_of_its_handle():
     )
     adj = Adjacency.from_coo(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]), (2, 2))
     for wanted in (False, True):
-        first, second = kernel(torch.ones(2), 2.0, adj.handle, wanted)
+        first, second = registration.without_none(kernel)(torch.ones(2), 2.0, adj.handle, wanted)
         assert first.tolist() == [6.0, 6.0]
         assert second.tolist() == [1.0] * (2 * wanted)
 

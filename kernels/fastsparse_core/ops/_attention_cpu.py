@@ -26,7 +26,7 @@ def _laid_out(call: Call) -> Call:
 
 
 def _arguments(call: Call, adj: Adjacency, out: Tensor | None, lse: Tensor) -> _C.AttentionCsrArgs:
-    kind, heads, dst, src, v, att, bias, scale, dropout_p, _ = call
+    kind, heads, dst, src, v, att, bias, scale, dropout_p, seed = call
     structure = adj.plans.get("csr")
     return _C.AttentionCsrArgs(
         used_csr(adj) if structure is None else structure,
@@ -46,7 +46,7 @@ def _arguments(call: Call, adj: Adjacency, out: Tensor | None, lse: Tensor) -> _
         0 if bias is None else DTYPE_CODE[bias.dtype],
         scale,
         dropout_p,
-        call.drawn,
+        0 if seed is None else int(seed),
         address(out),
         lse.data_ptr(),
     )

@@ -19,13 +19,6 @@ from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._fused_registration import register_fused
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Launches on CUDA by the kind of the scores.
-_ON_CUDA: dict[int, Any] = {
-    DOT_PRODUCT: _attention_bsb,
-    ADDITIVE: _additive_attention_csr,
-    GATV2: _gatv2_attention_csr,
-}
-
 
 def plain_attention(adj: Adjacency, q: Tensor, k: Tensor, v: Tensor, scale: float, heads: int) -> Tensor:
     """Dot-product attention in plain eager mode, without bias and dropout, of operands that were checked."""
@@ -51,14 +44,6 @@ def plain_gatv2(adj: Adjacency, dst: Tensor, src: Tensor, att: Tensor, slope: fl
     return gatv2(adj, dst, src, att, slope, 0.0, None)[0]
 
 
-def _forward(adj: Adjacency, call: Call) -> tuple[Tensor, Tensor]:
-    return (_ON_CUDA[call.kind] if call.v.is_cuda else _attention_cpu).forward(adj, call)
-
-
-def _backward(adj: Adjacency, call: Call, *results: Any) -> Any:
-    return (_ON_CUDA[call.kind] if call.v.is_cuda else _attention_cpu).backward(adj, call, *results)
-
-
 # ---------------------------------------------------------------- dot product
 
 
@@ -74,7 +59,8 @@ def dot_product(
     heads: int,
 ) -> tuple[Tensor, Tensor]:
     """Result and log-sum-exp of the kernels of either device, nothing being checked or recorded."""
-    return _forward(adj, Call(DOT_PRODUCT, heads, q, k, v, None, bias, scale, dropout_p, seed))
+    launches = _attention_bsb if v.is_cuda else _attention_cpu
+    return launches.forward(adj, Call(DOT_PRODUCT, heads, q, k, v, None, bias, scale, dropout_p, seed))
 
 
 def dot_product_gradients(
@@ -95,7 +81,8 @@ def dot_product_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and, if wanted, the bias; the CPU's kernels do not read ``out``."""
     call = Call(DOT_PRODUCT, heads, q, k, v, None, bias, scale, dropout_p, seed)
-    grad_q, grad_k, grad_v, _, grad_bias = _backward(adj, call, grad, out, lse, bias_wanted)
+    launches = _attention_bsb if v.is_cuda else _attention_cpu
+    grad_q, grad_k, grad_v, _, grad_bias = launches.backward(adj, call, grad, out, lse, bias_wanted)
     return grad_q, grad_k, grad_v, grad_bias
 
 
@@ -114,7 +101,8 @@ def additive(
 ) -> tuple[Tensor, Tensor]:
     """:func:`dot_product` of additive attention."""
     operands = (score_dst.shape[1], score_dst, score_src, v, None, bias)
-    return _forward(adj, Call(ADDITIVE, *operands, negative_slope, dropout_p, seed))
+    launches = _additive_attention_csr if v.is_cuda else _attention_cpu
+    return launches.forward(adj, Call(ADDITIVE, *operands, negative_slope, dropout_p, seed))
 
 
 def additive_gradients(
@@ -134,7 +122,8 @@ def additive_gradients(
     """Gradients of the scores, v and, if wanted, the bias."""
     operands = (score_dst.shape[1], score_dst, score_src, v, None, bias)
     call = Call(ADDITIVE, *operands, negative_slope, dropout_p, seed)
-    grad_dst, grad_src, grad_v, _, grad_bias = _backward(adj, call, grad, None, lse, bias_wanted)
+    launches = _additive_attention_csr if v.is_cuda else _attention_cpu
+    grad_dst, grad_src, grad_v, _, grad_bias = launches.backward(adj, call, grad, None, lse, bias_wanted)
     return grad_dst, grad_src, grad_v, grad_bias
 
 
@@ -152,7 +141,8 @@ def gatv2(
 ) -> tuple[Tensor, Tensor]:
     """:func:`dot_product` of GATv2's attention."""
     operands = (att.shape[0], x_dst, x_src, x_src, att, None)
-    return _forward(adj, Call(GATV2, *operands, negative_slope, dropout_p, seed))
+    launches = _gatv2_attention_csr if x_src.is_cuda else _attention_cpu
+    return launches.forward(adj, Call(GATV2, *operands, negative_slope, dropout_p, seed))
 
 
 def gatv2_gradients(
@@ -170,7 +160,8 @@ def gatv2_gradients(
     """Gradients of the features of both ends and of att; the CPU's kernels do not read ``out``."""
     operands = (att.shape[0], x_dst, x_src, x_src, att, None)
     call = Call(GATV2, *operands, negative_slope, dropout_p, seed)
-    grad_dst, grad_src, _, grad_att, _ = _backward(adj, call, grad, out, lse, False)
+    launches = _gatv2_attention_csr if x_src.is_cuda else _attention_cpu
+    grad_dst, grad_src, _, grad_att, _ = launches.backward(adj, call, grad, out, lse, False)
     return grad_dst, grad_src, grad_att
 
 

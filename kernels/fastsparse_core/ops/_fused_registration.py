@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,45 +53,50 @@ def register_fused(
     kept = [each for each in results if each in read]
     asked = [each for each in _parameters(unfused)[1:] if each not in inputs]
     rest = (None,) * (len(names) - len(inputs))
+    count, keeps, place = len(inputs), names[-1] == "keep", others.index("adjacency")
+    # Where things stand: a dictionary in every call would take the host longer.
+    in_forward = [*names, *results]
+    saved_of, others_of = _picker(in_forward, [*tensors, *kept]), _picker(in_forward, others)
+    in_backward = [*tensors, *kept, *others, *(f"{each}_wanted" for each in inputs)]
+    arguments_of, read_of = _picker(in_backward, names), _picker(in_backward, read)
+    inputs_of, asked_of = _picker(in_backward, inputs), _picker(in_backward, asked)
+    out_at = in_backward.index("out") if "out" in kept else None
+    keep_out = alias_of if cpu_reads_out else kept_result
 
     class Formula(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-            given = dict(zip(names, arguments, strict=True))
-            if "keep" in given:
-                given["keep"] = True
-            found = run(name, arguments[0], *given.values())
+            if keeps:
+                arguments = (*arguments[:-1], True)
+            found = run(name, arguments[0], *arguments)
             ctx.mark_non_differentiable(*found[1:])
             ctx.set_materialize_grads(False)  # else the backward pass fills zeros for the other results
-            given.update(zip(results, found, strict=True))
             ctx.written = None
-            if "out" in kept:
-                given["out"] = (alias_of if cpu_reads_out else kept_result)(ctx, found[0])
-            ctx.save_for_backward(*[given[each] for each in (*tensors, *kept)])
-            ctx.others = [given[each] for each in others]
-            ctx.keep_alive = keep_alive(given["adjacency"])
+            given = (*arguments, *found)
+            if out_at is not None:
+                given = (*arguments, keep_out(ctx, found[0]), *found[1:])
+            ctx.save_for_backward(*saved_of(given))
+            ctx.others = others_of(given)
+            ctx.keep_alive = keep_alive(ctx.others[place])
             return found
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
             if grad is None:
                 return (None,) * len(names)
-            given = dict(zip((*tensors, *kept, *others), (*ctx.saved_tensors, *ctx.others), strict=True))
-            needed = ctx.needs_input_grad[: len(inputs)]
+            needed = ctx.needs_input_grad[:count]
+            given = [*ctx.saved_tensors, *ctx.others, *needed]
             if torch.is_grad_enabled():
-                options = [given[each] for each in asked]
+                options = asked_of(given)
 
                 def compute(*operands: Tensor | None) -> Tensor:
                     return unfused(ctx.keep_alive, *operands, *options)
 
-                operands = [given[each] for each in inputs]
-                return *unfused_gradients(compute, grad, operands, needed), *rest
-            if was_written(ctx):
-                given["out"] = run(name, grad, *[given[each] for each in names])[0]
-            for each, needs in zip(inputs, needed, strict=True):
-                given[f"{each}_wanted"] = needs
-            found = differentiate(f"{name}_backward", grad, *[given[each] for each in read])
-            return *(each if needs else None for each, needs in zip(found, needed, strict=True)), *rest
+                return *unfused_gradients(compute, grad, inputs_of(given), needed), *rest
+            if out_at is not None and was_written(ctx):
+                given[out_at] = run(name, grad, *arguments_of(given))[0]
+            found = differentiate(f"{name}_backward", grad, *read_of(given))
+            return *[each if needs else None for each, needs in zip(found, needed, strict=True)], *rest
 
     def gradients_fake(of: Any) -> tuple[Tensor, ...]:
         of_inputs = [(getattr(of, each), getattr(of, f"{each}_wanted", True)) for each in inputs]
@@ -104,3 +110,11 @@ def register_fused(
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(function).parameters)
+
+
+def _picker(names: Sequence[str], wanted: Sequence[str]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """A function that takes the values of some names out of those of all."""
+    places = [names.index(each) for each in wanted]
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda values: [values[each] for each in places]

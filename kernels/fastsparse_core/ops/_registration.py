@@ -60,8 +60,7 @@ def schema_of(kernel: Callable[..., Any]) -> str:
 def on_handle(function: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel from a function whose first argument is the structure, whose handle the kernel takes.
 
-    The handle comes after the other arguments, and what the function takes by name alone after that. None
-    among the results becomes an empty tensor, for operators return tensors.
+    The handle comes after the other arguments, and what the function takes by name alone after that.
     """
     signature = inspect.signature(function)
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
@@ -69,10 +68,9 @@ def on_handle(function: Callable[..., Any]) -> Callable[..., Any]:
     named = [each for each in signature.parameters.values() if each.kind == kinds[1]]
     count, names = len(positional), [each.name for each in named]
 
-    def kernel(*arguments: Any) -> tuple[Tensor, ...]:
+    def kernel(*arguments: Any) -> Any:
         options = dict(zip(names, arguments[count + 1 :], strict=True)) if names else {}
-        results = function(from_handle(arguments[count]), *arguments[:count], **options)
-        return tuple([arguments[0].new_empty(0) if each is None else each for each in results])
+        return function(from_handle(arguments[count]), *arguments[:count], **options)
 
     handle = inspect.Parameter("adjacency", kinds[0], annotation="int")
     required = [each.replace(kind=kinds[0], default=inspect.Parameter.empty) for each in named]
@@ -80,6 +78,16 @@ def on_handle(function: Callable[..., Any]) -> Callable[..., Any]:
         parameters=[*positional, handle, *required]
     )
     return kernel
+
+
+def without_none(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel among whose results None becomes an empty tensor, for operators return tensors."""
+
+    def filled(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+        results = kernel(*arguments, **options)
+        return tuple([arguments[0].new_empty(0) if each is None else each for each in results])
+
+    return filled if "None" in inspect.signature(kernel).return_annotation else kernel
 
 
 def define(kernel: Callable[..., Any], fake: Callable[[Any], Any], name: str = "", **options: Any) -> Any:
@@ -101,7 +109,8 @@ def define(kernel: Callable[..., Any], fake: Callable[[Any], Any], name: str = "
 
     library.define(name + schema_of(kernel))
     for device in ("CPU", "CUDA"):
-        library.impl(name, functools.partial(kernel, **options) if options else kernel, device)
+        dispatched = without_none(kernel)
+        library.impl(name, functools.partial(dispatched, **options) if options else dispatched, device)
     torch.library.register_fake(f"fastsparse::{name}", fake_of, lib=library)
     KERNELS[name] = kernel
     return getattr(torch.ops.fastsparse, name).default
