@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,64 +13,16 @@ from typing import Any
 from rich.console import Console
 
 from .. import record
-from .accuracy import accuracy
-from .adjacency import adjacency, adjacency_in_short
-from .any_layer import any_layer
-from .attention import attention, attention_in_short
-from .breakdown import breakdown
+from .adjacency import adjacency_in_short
+from .attention import attention_in_short
 from .cells import Table, ordered
-from .choice import choice, choice_in_short
-from .cpu import cpu
-from .dgl_operators import dgl_operators
-from .dlmc import dlmc
-from .edges import edges
-from .formats import formats, formats_in_short
-from .host import host
-from .maxk import maxk
-from .minibatch import minibatch
-from .pna import pna
-from .regret import regret
-from .sampling import sampling
-from .sanitizer import sanitizer, sanitizer_in_short
-from .scaling import scaling
-from .sddmm import sddmm, sddmm_in_short
-from .segments import segments
-from .small import small
-from .spmm import spmm, spmm_in_short, spmm_together
-from .ssd import ssd, ssd_in_short
-from .train import train, train_in_short
-from .typed import typed
-
-#: benchmark -> the tables of its record
-TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
-    "spmm": spmm,
-    "dlmc": dlmc,
-    "sddmm": sddmm,
-    "ssd": ssd,
-    "attention": attention,
-    "edges": edges,
-    "pna": pna,
-    "any_layer": any_layer,
-    "dgl_operators": dgl_operators,
-    "segments": segments,
-    "typed": typed,
-    "train": train,
-    "small": small,
-    "scaling": scaling,
-    "maxk": maxk,
-    "breakdown": breakdown,
-    "adjacency": adjacency,
-    "formats": formats,
-    "host": host,
-    "cpu": cpu,
-    "accuracy": accuracy,
-    "choice": choice,
-    "minibatch": minibatch,
-    "sampling": sampling,
-    "regret": regret,
-    "sanitizer": sanitizer,
-}
-
+from .choice import choice_in_short
+from .formats import formats_in_short
+from .sanitizer import sanitizer_in_short
+from .sddmm import sddmm_in_short
+from .spmm import spmm_in_short, spmm_together
+from .ssd import ssd_in_short
+from .train import train_in_short
 
 #: benchmark -> what a reader of its tables should know first
 ABOUT = {
@@ -119,6 +72,11 @@ ABOUT = {
     " `tests/sanitize.py`.",
 }
 
+#: benchmark -> the tables of its record, by the function of that name in the module of that name
+TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
+    name: getattr(importlib.import_module(f"{__name__}.{name}"), name) for name in ABOUT
+}
+
 
 @dataclass(frozen=True)
 class Chapter:
@@ -140,35 +98,35 @@ class Chapter:
 #: benchmark -> its chapter of the results page, in the page's order
 CHAPTERS = {
     "train": Chapter("Training steps", train_in_short, ("time_bf16-amp", "memory_bf16-amp")),
-    "small": Chapter("Small graphs and batches", small),
+    "small": Chapter("Small graphs and batches", TABLES["small"]),
     "spmm": Chapter(
         "Aggregation (spmm)",
         spmm_in_short,
         ("forward_float16", "forward_float32", "roofline"),
         spmm_together,
     ),
-    "dlmc": Chapter("Pruned weight matrices", dlmc),
+    "dlmc": Chapter("Pruned weight matrices", TABLES["dlmc"]),
     "sddmm": Chapter("Dot products of edges (sddmm)", sddmm_in_short),
     "attention": Chapter("Attention", attention_in_short, ("forward_float16", "backward_float16")),
-    "edges": Chapter("Edge features", edges),
-    "pna": Chapter("Several aggregations (PNA)", pna),
-    "any_layer": Chapter("All layers of PyG", any_layer),
-    "dgl_operators": Chapter("DGL's operators", dgl_operators),
-    "segments": Chapter("Segments and scatter", segments),
-    "typed": Chapter("Typed edges", typed),
+    "edges": Chapter("Edge features", TABLES["edges"]),
+    "pna": Chapter("Several aggregations (PNA)", TABLES["pna"]),
+    "any_layer": Chapter("All layers of PyG", TABLES["any_layer"]),
+    "dgl_operators": Chapter("DGL's operators", TABLES["dgl_operators"]),
+    "segments": Chapter("Segments and scatter", TABLES["segments"]),
+    "typed": Chapter("Typed edges", TABLES["typed"]),
     "ssd": Chapter("Sparse activations (MaxK, ssd)", ssd_in_short, ("scaling",)),
-    "maxk": Chapter("Training with MaxK", maxk),
-    "scaling": Chapter("Several GPUs", scaling, ("speedup",)),
+    "maxk": Chapter("Training with MaxK", TABLES["maxk"]),
+    "scaling": Chapter("Several GPUs", TABLES["scaling"], ("speedup",)),
     "choice": Chapter("Choice of the algorithm", choice_in_short, ("choice",)),
-    "minibatch": Chapter("Mini-batches", minibatch),
-    "sampling": Chapter("Neighbour sampling", sampling),
-    "regret": Chapter("Choice of the algorithm, by number of uses", regret),
-    "accuracy": Chapter("Accuracy of trained models", accuracy),
+    "minibatch": Chapter("Mini-batches", TABLES["minibatch"]),
+    "sampling": Chapter("Neighbour sampling", TABLES["sampling"]),
+    "regret": Chapter("Choice of the algorithm, by number of uses", TABLES["regret"]),
+    "accuracy": Chapter("Accuracy of trained models", TABLES["accuracy"]),
     "adjacency": Chapter("Building a structure", adjacency_in_short),
     "formats": Chapter("Formats", formats_in_short),
-    "breakdown": Chapter("Where the time of a step goes", breakdown),
-    "host": Chapter("Time of the host", host),
-    "cpu": Chapter("On the CPU", cpu),
+    "breakdown": Chapter("Where the time of a step goes", TABLES["breakdown"]),
+    "host": Chapter("Time of the host", TABLES["host"]),
+    "cpu": Chapter("On the CPU", TABLES["cpu"]),
     "sanitizer": Chapter("Memory and races", sanitizer_in_short),
 }
 

@@ -159,27 +159,26 @@ def _problem(hook: Hook) -> list[str]:
 
 def install(hooks: tuple[Hook, ...]) -> list[tuple[Any, str, Any]]:
     """Replaces everything; returns what :func:`remove` needs, the original None where there was no own."""
+    places = _references([getattr(hook.owner(), hook.name) for hook in hooks if hook.everywhere])
     done = []
     for hook in hooks:
         original = getattr(hook.owner(), hook.name)
         new = _around(hook.function, original) if hook.wraps else hook.function
-        places = _references(original) if hook.everywhere else [(hook.owner(), hook.name)]
-        for owner, name in places:
+        for owner, name in places[id(original)] if hook.everywhere else [(hook.owner(), hook.name)]:
             done.append((owner, name, vars(owner).get(name)))
             setattr(owner, name, new)
     return done
 
 
-def _references(function: Any) -> list[tuple[Any, str]]:
-    """Every name of a function in DGL's modules."""
-    modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "dgl"]
-    return [
-        (module, name)
-        for module in modules
-        if isinstance(module, ModuleType)
-        for name, item in list(vars(module).items())
-        if item is function
-    ]
+def _references(functions: list[Any]) -> dict[int, list[tuple[Any, str]]]:
+    """Every name of each function in DGL's modules, by the function's `id`."""
+    found: dict[int, list[tuple[Any, str]]] = {id(function): [] for function in functions}
+    for title, module in list(sys.modules.items()):
+        if (title == "dgl" or title.startswith("dgl.")) and isinstance(module, ModuleType):
+            for name, item in list(vars(module).items()):
+                if id(item) in found:
+                    found[id(item)].append((module, name))
+    return found
 
 
 def _around(function: Callable[..., Any], original: Any) -> Callable[..., Any]:

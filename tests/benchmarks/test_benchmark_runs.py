@@ -54,7 +54,7 @@ def test_edges_compares_gine_and_gated_layers(tmp_path: Path, monkeypatch: pytes
     cells = result["cells"]
     assert len(cells) == 2 * 4 * 2
     assert all(cell["status"] == "ok" and cell["error"] < 1e-5 for cell in cells)
-    title, *_ = (table.title for table in tables.edges(result) if table.rows)
+    title, *_ = (table.title for table in tables.TABLES["edges"](result) if table.rows)
     assert title.startswith("GINE and gated layers")
 
 
@@ -91,7 +91,7 @@ def test_dlmc_checks_then_times_every_implementation(
         "fastsparse hr",
         "dense",
     }
-    shown = tables.dlmc(result)
+    shown = tables.TABLES["dlmc"](result)
     assert [table.rows[0][0] for table in shown] == [*["small"] * 4, "pubmed"]
     assert all(len(row) == len(table.columns) for table in shown for row in table.rows)
     time = {cell["step"]: cell["median_ms"] for cell in result["cells"] if cell["part"] == "preprocessing"}
@@ -132,18 +132,18 @@ def test_dlmc_ratios_use_the_stored_rivals_of_the_gpu() -> None:
         for name, ms in (("csr", 0.03), ("tca", 0.02), ("hr", 0.025))
     ]
     result = {"machine": {"gpu": known["gpu"]}, "cells": cells}
-    table = tables.dlmc(result)[1]
+    table = tables.TABLES["dlmc"](result)[1]
     ratios = dict(zip(table.columns, table.rows[0], strict=True))
     assert ratios["best of ours"] == "tca"
     assert ratios["TCA-SpMM / tca"] == f"{stored['TCA fp16'][matrix] / 0.02:.2f}x"
     assert ratios["Sputnik / hr"] == f"{stored['Sputnik fp32'][matrix] / 0.025:.2f}x"
     assert ratios["csr / best"] == "1.50x"
     assert "dense / best" not in ratios
-    assert len(tables.dlmc(result)) == 2
+    assert len(tables.TABLES["dlmc"](result)) == 2
     cells[1]["warm_median_ms"] = 0.0125
-    warm = tables.dlmc(result)[2]
+    warm = tables.TABLES["dlmc"](result)[2]
     assert dict(zip(warm.columns, warm.rows[0], strict=True))["tca"] == "12.5"
-    elsewhere = tables.dlmc({"machine": {"gpu": "other"}, "cells": cells})[1]
+    elsewhere = tables.TABLES["dlmc"]({"machine": {"gpu": "other"}, "cells": cells})[1]
     assert elsewhere.columns == ["matrix", "best of ours", "csr / best"]
 
 
@@ -154,7 +154,7 @@ def test_sddmm_checks_then_times_every_algorithm(tmp_path: Path, monkeypatch: py
     result = result_of(tmp_path, "sddmm", *arguments)
     assert len(result["cells"]) == 3 * 3
     assert all(cell["status"] == "ok" and cell["samples"] >= 5 for cell in result["cells"])
-    shown = tables.sddmm(result)
+    shown = tables.TABLES["sddmm"](result)
     assert [table.rows[0][0] for table in shown] == ["pubmed"] * 3
     assert shown[0].columns[1:4] == ["fastsparse csr ms", "fastsparse flashsparse ms", "fastsparse auto ms"]
 
@@ -175,7 +175,7 @@ def test_ssd_checks_then_times_every_cell(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(cell["status"] == "ok" for cell in result["cells"])
     count = Counter(cell["part"] for cell in result["cells"])
     assert count == {"forward": 2 * 2 * 2 * 2, "backward": 2 * 2, "groups": 2, "maxk": 2 * 3}
-    shown = {table.title: table for table in tables.ssd(result)}
+    shown = {table.title: table for table in tables.TABLES["ssd"](result)}
     assert [row[0] for row in shown["ssd forward, float16, F = 32, k = 8"].rows] == ["pubmed", "dd"]
     assert [row[1] for row in shown["Rival's time over ours"].rows] == ["densify"] * 4
     assert shown["maxk, (50, 32), k = 32"].rows[0][0] == "float32"
@@ -302,8 +302,10 @@ def test_train_with_attention_layers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     result = result_of(tmp_path, "train", arguments)
     assert [cell["model"] for cell in result["cells"]] == [name for name in models for _ in range(2)]
     assert {cell["status"] for cell in result["cells"]} == {"ok"}
-    assert [table.title for table in tables.train(result)] == [f"{name}, float32" for name in models]
-    assert all(len(table.rows) == 2 for table in tables.train(result))
+    assert [table.title for table in tables.TABLES["train"](result)] == [
+        f"{name}, float32" for name in models
+    ]
+    assert all(len(table.rows) == 2 for table in tables.TABLES["train"](result))
 
     monkeypatch.setattr(train, "REFERENCE_EDGES", 1)
     monkeypatch.setitem(
@@ -337,7 +339,7 @@ def test_breakdown(tmp_path: Path) -> None:
     for kind in ("aggregation", "dense products", "optimiser", "loss"):
         assert spent[kind] > 0, kind
     assert sum(spent.values()) > 0.2 * cell["median_ms"]
-    (table,) = tables.breakdown(result)
+    (table,) = tables.TABLES["breakdown"](result)
     assert table.columns == ["graph", "step", *spent, "device idle"]
     assert breakdown.kind_of("void at::native::vectorized_elementwise_kernel<4>") == "elementwise and copies"
     assert breakdown.kind_of("nvjet_tst_64x8_64x16_1x4_v_bz_TNT") == "dense products"
@@ -349,7 +351,7 @@ def test_host(tmp_path: Path) -> None:
     stacks = [cell for cell in result["cells"] if "structure" in cell]
     assert len(stacks) == 13
     assert all(cell["step_us"] > 0 for cell in stacks)
-    _, table = tables.host(result)
+    _, table = tables.TABLES["host"](result)
     assert [row[0] for row in table.rows] == [cell["layer"] for cell in stacks]
     cells = [cell for cell in result["cells"] if "features" in cell]
     assert [cell["features"] for cell in cells if cell["layer"] == "FastGCNConv"] == [
@@ -399,7 +401,7 @@ def test_accuracy_of_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         for conv, precision in (("reference", "fp32"), ("fast", "fp32"), ("fast", "bf16"))
     ]
     assert result["cells"][1]["implementation"] != result["cells"][0]["implementation"]
-    (table,) = tables.accuracy(result)
+    (table,) = tables.TABLES["accuracy"](result)
     assert table.title.startswith(f"{model}: ")
 
 
@@ -647,16 +649,16 @@ def test_segments(tmp_path: Path) -> None:
     assert {cell["status"] for cell in cells} == {"ok"}
     assert all(cell["repeats"] for cell in cells if cell["implementation"] != "torch")
     assert all(cell["error"] < 0.1 for cell in cells if cell["implementation"] != "torch")
-    assert len(tables.segments(result)[0].rows) == 2 * 2 * 4
+    assert len(tables.TABLES["segments"](result)[0].rows) == 2 * 2 * 4
 
 
 def test_typed(tmp_path: Path) -> None:
     result = result_of(tmp_path, "typed", "--scale", "0.0001", "--budget-ms", "1")
     assert {cell["status"] for cell in result["cells"]} == {"ok"}
-    assert len(tables.typed(result)[0].rows) == 8
+    assert len(tables.TABLES["typed"](result)[0].rows) == 8
 
 
-def test_madeand_plots_of_what_was_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_and_plots_of_what_was_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     result_of(tmp_path, "spmm", "--graphs", "pubmed", "--widths", "8", "--budget-ms", "1")
     result_of(tmp_path, "adjacency", "--graphs", "pubmed", "--budget-ms", "1")
@@ -785,7 +787,7 @@ def test_pna(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = result["cells"]
     assert [cell["status"] for cell in cells] == ["ok"] * 8
     assert all(cell["error"] < 1e-3 for cell in cells if cell["implementation"] == "fastsparse")
-    (table,) = tables.pna(result)
+    (table,) = tables.TABLES["pna"](result)
     assert len(table.rows) == 4
 
 
@@ -799,7 +801,7 @@ def test_small_steps(tmp_path: Path, framework: str, kind: str, others: list[str
     arguments = f"--framework {framework} --kinds {kind} --layers GCN --dtypes float32 --budget-ms 1"
     result = result_of(tmp_path, "small", arguments)
     assert {cell["status"] for cell in result["cells"]} == {"ok"}
-    (table,) = tables.small(result)
+    (table,) = tables.TABLES["small"](result)
     assert table.title.startswith(f"{kind}, float32: ms per step, geometric mean")
     assert [row[0] for row in table.rows] == ["GCN"]
     assert table.columns[1:-1] == [*others, "FastSparse"]
@@ -819,7 +821,7 @@ def test_small_steps_that_are_captured(
     result = result_of(tmp_path, "small", f"--kinds {kind} --layers {layer} --budget-ms 1")
     assert {cell["status"] for cell in result["cells"]} == {"ok"}
     assert all(cell["loss_difference"] < 1e-3 for cell in result["cells"] if "loss_difference" in cell)
-    made = tables.small(result)
+    made = tables.TABLES["small"](result)
     ours = ["FastSparse", "captured", *["captured model"] * (kind == "cora")]
     expected = [*ours, *(f"fastest other / {name}" for name in ours), "losses differ by", "by rounding"]
     assert all(table.columns[-len(expected) :] == expected for table in made)

@@ -128,7 +128,7 @@ def test_errors_failures_and_parts_without_an_end_are_told_apart(tmp_path: Path,
     assert "RACECHECK" in (tmp_path / "log" / "spmm-float32-racecheck.log").read_text()
 
     path = next((tmp_path / "out").glob("*/sanitizer.json"))
-    table = tables.sanitizer(record.load(path))[0]
+    table = tables.TABLES["sanitizer"](record.load(path))[0]
     rows = {row[0]: row[1:] for row in table.rows}
     assert list(table.columns) == ["part", "memcheck", "racecheck"]
     assert rows["all 4 parts"][1].startswith("3 errors, 1 warnings, 3 ")
@@ -140,7 +140,7 @@ def test_a_part_that_this_gpu_has_not_is_no_error_and_not_clean(tmp_path: Path, 
     run(arguments(tmp_path, stand_in, "--parts", HOPPER, "--tools", "memcheck"), Console(quiet=True))
     assert stored(tmp_path)[HOPPER, "memcheck"]["status"] == "not run: aggregate-linear: needs another GPU"
     path = next((tmp_path / "out").glob("*/sanitizer.json"))
-    assert tables.sanitizer(record.load(path))[0].rows[1] == [HOPPER, "not run"]
+    assert tables.TABLES["sanitizer"](record.load(path))[0].rows[1] == [HOPPER, "not run"]
 
 
 def test_a_clean_part_ends_well_and_is_kept(tmp_path: Path, stand_in: str) -> None:

@@ -54,7 +54,7 @@ def test_scaling_on_the_cpu(
     batches = [cell for cell in result["cells"] if cell["kind"] == "ddp"]
     assert [cell["gpus"] for cell in batches] == [1, 2]
     assert all(cell["seeds_per_s"] > 0 for cell in batches)
-    titles = [table.title for table in tables.scaling(result)]
+    titles = [table.title for table in tables.TABLES["scaling"](result)]
     assert titles == [
         "full graph, gcn3-256, pubmed, float32",
         "mini-batches of 50, sage3-256, ogbn-products, float32",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from captured_steps import compare
 
 import fastsparse_dgl
 from fastsparse_core import capture
@@ -31,30 +33,19 @@ def test_graphs():
     """A graph that stays, whose data do not; a step may leave data there."""
     graph = dgl.add_self_loop(dgl.rand_graph(40, 200))
     given = [torch.randn(40, 8) for _ in range(machinery.CALLS + 8)]
-    losses = []
-    for captures in (False, True):
-        torch.manual_seed(0)
-        conv = FastGATConv(8, 4, 2)
-        optimizer = torch.optim.Adam(conv.parameters())
 
-        def step(graph, conv=conv, optimizer=optimizer):
-            optimizer.zero_grad()
-            graph.ndata["out"] = conv(graph, graph.ndata["feat"])
-            loss = graph.ndata["out"].square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
+    def loss(conv, graph):
+        graph.ndata["out"] = conv(graph, graph.ndata["feat"])
+        return graph.ndata["out"].square().mean()
 
-        run = capture(step) if captures else step
-        found = []
+    def graphs():
         for nth, feat in enumerate(given):
             if nth == 0 or nth > 4:
                 graph.ndata["feat"] = feat
-            found.append(run(graph).detach())
-        losses.append(torch.stack(found))
-        if captures:
-            assert len(run.captured.records) == 1
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-7)
+            yield graph
+
+    found, _ = compare("cpu", lambda: FastGATConv(8, 4, 2), loss, graphs, torch.optim.Adam, atol=1e-7)
+    assert len(found.records) == 1
 
 
 CONVS = {
@@ -85,44 +76,36 @@ def test_blocks(monkeypatch, conv, is_dgls):
     if conv == "egat":  # which wants an edge into every node
         graph = dgl.add_self_loop(graph)
     weight = torch.rand(graph.num_edges(), generator=generator)
-    losses = []
-    for captures in (False, True):
-        torch.manual_seed(0)
-        convs = torch.nn.ModuleList([CONVS[conv](6), CONVS[conv](8)])
-        norm = torch.nn.BatchNorm1d(8)
-        optimizer = torch.optim.Adam([*convs.parameters(), *norm.parameters()], lr=0.01)
 
-        def step(blocks, convs=convs, norm=norm, optimizer=optimizer):
-            optimizer.zero_grad()
-            x = blocks[0].srcdata["feat"]
-            for layer, block in zip(convs, blocks, strict=True):
-                options = {"edge_weight": block.edata["weight"]} if conv == "weighted" else {}
-                of_edges = block.edata["weight"][:, None]
-                args = [of_edges] if conv in ("edgegat", "egat") else []
-                if conv == "gine":
-                    args = [of_edges.expand(-1, x.size(1))]
-                x = layer(block, x, *args, **options)
-                x = norm((x[0] if conv == "egat" else x).flatten(1)).relu()
-            loss = F.cross_entropy(x, blocks[-1].dstdata["label"])
-            loss.backward()
-            optimizer.step()
-            return loss, x
+    def make():
+        return torch.nn.ModuleList([CONVS[conv](6), CONVS[conv](8), torch.nn.BatchNorm1d(8)])
 
-        run = capture(step) if captures else step
+    def loss(model, blocks):
+        *convs, norm = model
+        x = blocks[0].srcdata["feat"]
+        for layer, block in zip(convs, blocks, strict=True):
+            options = {"edge_weight": block.edata["weight"]} if conv == "weighted" else {}
+            of_edges = block.edata["weight"][:, None]
+            args = [of_edges] if conv in ("edgegat", "egat") else []
+            if conv == "gine":
+                args = [of_edges.expand(-1, x.size(1))]
+            x = layer(block, x, *args, **options)
+            x = norm((x[0] if conv == "egat" else x).flatten(1)).relu()
+        return F.cross_entropy(x, blocks[-1].dstdata["label"]), x
+
+    def batches():
         sampler = NeighborSampler([3, 5])
-        torch.manual_seed(1)
-        results = []
         for seeds in torch.arange(90).split(16) * 8:
             nodes, _, blocks = sampler.sample(graph, seeds)
             blocks[0].srcdata["feat"], blocks[-1].dstdata["label"] = feat[nodes], label[seeds]
             for block in blocks:
                 block.edata["weight"] = weight[block.edata[dgl.EID]]
-            results.append(run(blocks))
-        losses.append([(loss.detach(), x.detach()) for loss, x in results[:40]])
-        if captures:
-            (record,) = run.captured.records
-            assert len(record.room.nodes[0]) == 3
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-3)
+            yield blocks
+
+    adam = partial(torch.optim.Adam, lr=0.01)
+    found, _ = compare("cpu", make, loss, batches, adam, rtol=1e-3, atol=1e-3, steps=40, outputs=40)
+    (record,) = found.records
+    assert len(record.room.nodes[0]) == 3
 
 
 def test_what_blocks_are_not_padded(caplog):
@@ -164,10 +147,9 @@ def test_blocks_of_several_types(device, monkeypatch, is_dgls):
     feat = {name: torch.randn(graph.num_nodes(name), 6, generator=generator) for name in graph.ntypes}
     feat = {name: item.to(device) for name, item in feat.items()}
     label = torch.randint(8, (200,), generator=generator).to(device)
-    losses = []
-    for captures in (False, True):
-        torch.manual_seed(0)
-        convs = torch.nn.ModuleList(
+
+    def make():
+        return torch.nn.ModuleList(
             FastHeteroGraphConv(
                 {
                     "buys": FastSAGEConv((size, size), 8, "mean"),
@@ -177,22 +159,16 @@ def test_blocks_of_several_types(device, monkeypatch, is_dgls):
                 }
             )
             for size in (6, 8)
-        ).to(device)
-        optimizer = torch.optim.SGD(convs.parameters(), lr=0.05)
+        )
 
-        def step(blocks, convs=convs, optimizer=optimizer):
-            optimizer.zero_grad()
-            x = blocks[0].srcdata["feat"]
-            for conv, block in zip(convs, blocks, strict=True):
-                x = {name: item.relu() for name, item in conv(block, x).items()}
-            loss = F.cross_entropy(x["item"], blocks[-1].dstnodes["item"].data["label"])
-            loss.backward()
-            optimizer.step()
-            return loss
+    def loss(convs, blocks):
+        x = blocks[0].srcdata["feat"]
+        for conv, block in zip(convs, blocks, strict=True):
+            x = {name: item.relu() for name, item in conv(block, x).items()}
+        return F.cross_entropy(x["item"], blocks[-1].dstnodes["item"].data["label"])
 
-        run = capture(step) if captures else step
-        torch.manual_seed(1)
-        found, sampler, items = [], NeighborSampler([3, 4]), torch.arange(200)
+    def batches():
+        sampler, items = NeighborSampler([3, 4]), torch.arange(200)
         if device == "cuda":
             loader = DataLoader(graph, {"item": items}, sampler, device=device, batch_size=20)
         else:
@@ -201,8 +177,7 @@ def test_blocks_of_several_types(device, monkeypatch, is_dgls):
             for name, of_type in nodes.items():
                 blocks[0].srcnodes[name].data["feat"] = feat[name][of_type]
             blocks[-1].dstnodes["item"].data["label"] = label[seeds["item"]]
-            found.append(run(blocks).detach())
-        losses.append(torch.stack(found))
-        if captures:
-            assert len(run.captured.records) == 1
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5 if device == "cpu" else 1e-4, atol=1e-6)
+            yield blocks
+
+    found, _ = compare(device, make, loss, batches)
+    assert len(found.records) == 1

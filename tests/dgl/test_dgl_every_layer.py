@@ -340,6 +340,7 @@ NOT_PRETENDED = (
 )  # fmt: skip
 
 
+@pytest.mark.slow  # test_dgl_operators.py has what a quick run needs
 @pytest.mark.parametrize("device", ["cpu", *AWAY])
 @pytest.mark.parametrize("name", [*CONVOLUTIONS, *OTHERS])
 def test_layer(name: str, device: str) -> None:

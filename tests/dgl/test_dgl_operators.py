@@ -232,14 +232,14 @@ def test_dtypes(dtype: torch.dtype, device: str) -> None:
 
 def test_second_derivatives() -> None:
     graph = hostile()
-    x, e = draw(12, 2, 3, dtype=torch.float64), draw(11, 2, 1, dtype=torch.float64)
-    y = draw(12, 2, 3, dtype=torch.float64, seed=4)
+    x, e = draw(12, 2, 2, dtype=torch.float64), draw(11, 2, 1, dtype=torch.float64)
+    y = draw(12, 2, 2, dtype=torch.float64, seed=4)
     calls = {
         "u_mul_e_sum": (ops.u_mul_e_sum, (x, e)),
         "u_add_e_mean": (ops.u_add_e_mean, (x, e)),
         "u_mul_v": (ops.u_mul_v, (x, y)),
         "e_mul_v": (ops.e_mul_v, (e, y)),
-        "u_dot_e": (ops.u_dot_e, (x, draw(11, 2, 3, dtype=torch.float64, seed=5))),
+        "u_dot_e": (ops.u_dot_e, (x, draw(11, 2, 2, dtype=torch.float64, seed=5))),
         "copy_e_max": (lambda *it: without_infinity(ops.copy_e_max(*it)), (e,)),
         "u_add_e_max": (lambda *it: without_infinity(ops.u_add_e_max(*it)), (x, e)),
     }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from captured_steps import compare
 from torch import nn
 from torch_geometric import nn as pyg
 from torch_geometric.data import Batch, Data
@@ -117,39 +119,19 @@ def on_nodes(net, batch):
     return F.cross_entropy(net.nodes(batch), batch.target)
 
 
-def check(device, batches, loss=on_graphs, captures_model=False, optimizer_class=torch.optim.Adam, **options):
+ADAM = partial(torch.optim.Adam, lr=0.01)
+
+
+def check(device, batches, loss=on_graphs, captures_model=False, optimizer=ADAM, **options):
     """50 and more losses of a captured step agree with those of the step."""
-    found, records = [], []
-    for captures in (False, True):
-        net = Net(**options).to(device)
-        optimizer = optimizer_class(net.parameters(), lr=0.01)
-
-        def step(batch, net=net, optimizer=optimizer):
-            optimizer.zero_grad()
-            value = loss(net, batch)
-            value.backward()
-            optimizer.step()
-            return value
-
-        run = step
-        if captures:
-            run = step if captures_model else capture(step)
-            if captures_model:
-                capture(net)
-        losses = torch.stack([run(batch).detach() for batch in batches])
-        found.append((losses, net.state_dict()))
-        if captures:
-            holder = net.forward if captures_model else run.captured
-            records = holder.records
-    torch.testing.assert_close(
-        found[1][0][:50], found[0][0][:50], rtol=1e-5 if device == "cpu" else 1e-4, atol=1e-6
-    )
-    for name, item in found[0][1].items():
-        if (
-            "running_var" in name
-        ):  # means follow biases that the normalisation removes: their gradients are rounding
-            torch.testing.assert_close(found[1][1][name], item, rtol=1e-3, atol=1e-4)
-    return records
+    make = partial(Net, **options)
+    found, models = compare(device, make, loss, lambda: batches, optimizer, captures_model=captures_model)
+    # Means follow biases that the normalisation removes: their gradients are rounding.
+    variances = [
+        {name: item for name, item in model.state_dict().items() if "running_var" in name} for model in models
+    ]
+    torch.testing.assert_close(*variances, rtol=1e-3, atol=1e-4)
+    return found.records
 
 
 def on(device, batches):
@@ -165,7 +147,7 @@ def test_layers(device, conv):
 def test_normalisation(device, norm):
     # Adam would make whole steps of gradients that are nothing but rounding, those of biases that the
     # normalisation removes: 1e-7 of the weights would be 7e-2 of the losses, captured or not.
-    assert check(device, on(device, draw([9] * 20)), norm=norm, optimizer_class=torch.optim.SGD)
+    assert check(device, on(device, draw([9] * 20)), norm=norm, optimizer=torch.optim.SGD)
 
 
 @pytest.mark.parametrize("readout", [name for name in READOUTS if name != "mean"])
@@ -247,25 +229,15 @@ def whole_graph(device):
 
 @pytest.mark.parametrize("conv", ["gcn", "gat", "transformer"])
 def test_whole_graphs(device, conv):
-    losses = []
-    for captures in (False, True):
-        data, net = whole_graph(device), Net(conv).to(device)
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    def loss(net, data):
+        return F.cross_entropy(net.train().nodes(data)[data.train_mask], data.y[data.train_mask])
 
-        def train(data, net=net, optimizer=optimizer):
-            net.train()
-            optimizer.zero_grad()
-            out = net.nodes(data)
-            loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
-            loss.backward()
-            optimizer.step()
-            return loss
+    def batches():
+        return [whole_graph(device)] * 50
 
-        run = capture(train) if captures else train
-        losses.append(torch.stack([run(data).detach() for _ in range(50)]))
-        if captures:
-            assert len(run.captured.records) == 1
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5 if device == "cpu" else 1e-3, atol=1e-6)
+    rtol = 1e-5 if device == "cpu" else 1e-3
+    found, _ = compare(device, partial(Net, conv), loss, batches, ADAM, rtol=rtol)
+    assert len(found.records) == 1
 
 
 def test_a_captured_model_sees_what_changed_in_a_graph(device):
@@ -322,36 +294,25 @@ def test_a_step_that_gathers(device):
 def test_sampled_neighbours(device, conv, trims):
     """Hops are padded apart: layers may leave out those that the seeds do not need any more."""
     data = whole_graph("cpu")
-    losses, nodes = [], []
-    for captures in (False, True):
-        net = Net(conv).to(device)
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-        loader = NeighborLoader(data, [5, 3], batch_size=16, input_nodes=torch.arange(0, 90), device=device)
+    loader = NeighborLoader(data, [5, 3], batch_size=16, input_nodes=torch.arange(0, 90), device=device)
 
-        def step(batch, net=net, optimizer=optimizer):
-            optimizer.zero_grad()
-            x, edges = batch.x, batch.edge_index
-            for nth, (layer, norm) in enumerate(zip(net.convs, net.norms, strict=True)):
-                if trims:
-                    sizes = batch.num_sampled_nodes, batch.num_sampled_edges
-                    x, edges, _ = trim_to_layer(nth, *sizes, x, edges)
-                x = norm(layer(x, edges)).relu()
-            out = x[: batch.batch_size]
-            loss = F.cross_entropy(out, batch.y[: batch.batch_size])
-            loss.backward()
-            optimizer.step()
-            return loss, x
+    def loss(net, batch):
+        x, edges = batch.x, batch.edge_index
+        for nth, (layer, norm) in enumerate(zip(net.convs, net.norms, strict=True)):
+            if trims:
+                sizes = batch.num_sampled_nodes, batch.num_sampled_edges
+                x, edges, _ = trim_to_layer(nth, *sizes, x, edges)
+            x = norm(layer(x, edges)).relu()
+        return F.cross_entropy(x[: batch.batch_size], batch.y[: batch.batch_size]), x
 
-        run = capture(step) if captures else step
-        torch.manual_seed(1)
-        results = [run(batch) for _ in range(10) for batch in loader]
-        losses.append(torch.stack([loss.detach() for loss, _ in results]))
-        nodes.append([x.detach() for _, x in results[:50]])
-        if captures:
-            records = run.captured.records
-            assert len(records) == 2  # seeds of an epoch's last batch are fewer
-            assert all(len(record.room.nodes[0]) == 3 for record in records)
-            assert all(record.held[0].sorted for record in records)
-    rtol = 2e-4 if device == "cpu" else 1e-3
-    torch.testing.assert_close(losses[1][:50], losses[0][:50], rtol=rtol, atol=1e-6)
-    torch.testing.assert_close(nodes[1][:30], nodes[0][:30], rtol=1e-3, atol=1e-3)
+    found, _ = compare(
+        device,
+        partial(Net, conv),
+        loss,
+        lambda: (batch for _ in range(10) for batch in loader),
+        ADAM,
+        rtol=2e-4 if device == "cpu" else 1e-3,
+    )
+    assert len(found.records) == 2  # seeds of an epoch's last batch are fewer
+    assert all(len(record.room.nodes[0]) == 3 for record in found.records)
+    assert all(record.held[0].sorted for record in found.records)

@@ -7,12 +7,12 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from captured_steps import compare
 from torch import nn
 from torch_geometric import nn as pyg
 from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.utils import trim_to_layer
 
-from fastsparse_core import capture
 from fastsparse_pyg import (
     FastGATConv,
     FastHGTConv,
@@ -106,28 +106,9 @@ MODELS = {
 }
 
 
-def losses_of(device, make, loss, batches):
-    """Losses of a step and of the same step captured, and what captured it."""
-    found = []
-    for captures in (False, True):
-        torch.manual_seed(0)
-        model = make().to(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-        def step(batch, model=model, optimizer=optimizer):
-            optimizer.zero_grad()
-            value = loss(model, batch)
-            value.backward()
-            optimizer.step()
-            return value
-
-        run = capture(step) if captures else step
-        torch.manual_seed(1)
-        found.append(torch.stack([run(batch).detach() for batch in batches()]))
-    torch.testing.assert_close(
-        found[1][:50], found[0][:50], rtol=1e-5 if device == "cpu" else 1e-4, atol=1e-6
-    )
-    return run.captured
+def losses_of(*given):
+    """What captured a step whose losses are those of the step."""
+    return compare(*given)[0]
 
 
 def of_papers(model, batch, count, **options):

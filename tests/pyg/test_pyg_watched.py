@@ -93,6 +93,7 @@ def test_a_trace_does_not_hold_the_graph_that_it_saw(layers, watched):
     torch.testing.assert_close(traced(X, other), fast(X, other))
 
 
+@pytest.mark.slow
 def test_function_transforms(layers):
     fast, slow = layers
     tangent, cotangent = torch.randn_like(X), torch.randn_like(slow(X, EDGES))
