@@ -138,6 +138,26 @@ def _from_edge_list(
     return lookup(edge_index, (edge_index,), options, lambda: _build_from_edge_list(edge_index, *options))
 
 
+#: In the place of `add_self_loops`: loops that are missing are the kernel's to add.
+BY_KERNEL = "by the kernel"
+
+
+def edges_for_loops(edge_index: Tensor, num_nodes: int, flow: str) -> Adjacency:
+    """The structure of plain edges for a kernel that adds a loop to every node.
+
+    Where some edge is a loop already, the loops are in the structure (`has_inserted_loops`), as of
+    :func:`resolve`. Else it is that of the edges, which takes no sort if they come sorted.
+    """
+
+    def build() -> Adjacency:
+        adj = _build_from_edge_list(edge_index, num_nodes, num_nodes, flow, False)
+        if adj.has_loops is False:
+            return adj
+        return _build_from_edge_list(edge_index, num_nodes, num_nodes, flow, True)
+
+    return lookup(edge_index, (edge_index,), (num_nodes, num_nodes, flow, BY_KERNEL), build)
+
+
 def edges_made_anew(edges: Tensor, options: tuple[int, int, str, bool]) -> Adjacency:
     """The structure of an edge list that the cache does not know, recognised by its content.
 

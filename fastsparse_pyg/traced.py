@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import Adjacency, policy, spmm
+from fastsparse_core.fused.graph_convolution import one
 from fastsparse_core.ops._autocast import autocast
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._spmm_plan import grad_of_features
-from fastsparse_pyg.graph import resolve
+from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
+from fastsparse_pyg.graph import edges_for_loops, resolve
 
 #: What the operators compute: sums, means, and GCN's sums divided by the roots of both degrees.
 REDUCTIONS = ("sum", "mean", "gcn")
@@ -94,8 +95,8 @@ def _take() -> bool:
 
 def _structure(
     edges: Tensor, dtype: torch.dtype, reduce: str, num_dst: int, num_src: int, flow: str, loops: bool
-) -> tuple[Adjacency, Tensor | None, Tensor | None]:
-    """The structure, and the factors of destinations and sources.
+) -> tuple[Adjacency, Tensor | None, Tensor | None, Tensor | None]:
+    """The structure, the factors of destinations and sources, and the value of loops that the kernel adds.
 
     Raises:
         RuntimeError: a CUDA graph is captured.
@@ -106,26 +107,33 @@ def _structure(
             "PyTorch before 2.8), whose replays would not see other edges; pass "
             "fastsparse_pyg.prepare(edge_index)"
         )
-    adj = resolve(edges, num_src, num_dst, edges.device, flow=flow, add_self_loops=loops).adj
     precise = accumulation_dtype(dtype)
+    if reduce == "gcn" and loops:
+        adj = edges_for_loops(edges, num_dst, flow)
+        adds = not adj.has_inserted_loops
+        scale = adj.inv_sqrt_degree(precise, loops=int(adds))
+        return adj, scale, scale, one(edges.device, precise) if adds else None
+    adj = resolve(edges, num_src, num_dst, edges.device, flow=flow, add_self_loops=loops).adj
     if reduce == "gcn":
         scale = adj.inv_sqrt_degree(precise)
-        return adj, scale, scale
-    return adj, adj.inv_degree(precise) if reduce == "mean" else None, None
+        return adj, scale, scale, None
+    return adj, adj.inv_degree(precise) if reduce == "mean" else None, None, None
 
 
 def _aggregate(x: Tensor, edges: Tensor, *rest: Any) -> Tensor:
     *place, reduce, algorithm = rest
     with torch.no_grad():
-        adj, scale_dst, scale_src = _structure(edges, x.dtype, reduce, *place)
-        return spmm(adj, x, scale_dst=scale_dst, scale_src=scale_src, algorithm=algorithm)
+        adj, scale_dst, scale_src, loop = _structure(edges, x.dtype, reduce, *place)
+        if loop is None:
+            return spmm(adj, x, scale_dst=scale_dst, scale_src=scale_src, algorithm=algorithm)
+        return launch_spmm(adj, x, None, scale_dst, scale_src, None, algorithm, loop=loop)
 
 
 def _aggregate_backward(grad: Tensor, edges: Tensor, *rest: Any) -> Tensor:
     *place, reduce, algorithm = rest
     with torch.no_grad():
-        adj, scale_dst, scale_src = _structure(edges, grad.dtype, reduce, *place)
-        return grad_of_features(adj, grad, None, scale_dst, scale_src, algorithm)
+        adj, scale_dst, scale_src, loop = _structure(edges, grad.dtype, reduce, *place)
+        return grad_of_features(adj, grad, None, scale_dst, scale_src, algorithm, loop)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

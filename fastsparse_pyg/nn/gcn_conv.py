@@ -16,7 +16,8 @@ from fastsparse_core import Adjacency, recorded
 from fastsparse_core.fused.graph_convolution import graph_convolution
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._eager import is_plain_eager
-from fastsparse_pyg.nn.base import WITHOUT_ADJACENCY
+from fastsparse_pyg.graph import BY_KERNEL, edges_for_loops
+from fastsparse_pyg.nn.base import WITHOUT_ADJACENCY, known
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, message_dtype
 
 
@@ -64,10 +65,11 @@ class FastGCNConv(PropagatingConv, GCNConv):
         found = None
         adds_loops = False
         if edge_weight is None and type(self._modules.get("aggr_module")) is SumAggregation:
-            found = self._with_loops_added(x, edge_index)
-            adds_loops = found is not None
-            if found is None:
+            for_loops = self._for_loops(x, edge_index)
+            if for_loops is None:
                 found = self._known_propagation(x, edge_index)
+            else:
+                found, adds_loops = for_loops
         is_plain = found is not None
         if found is None:
             if isinstance(x, (tuple, list)):
@@ -111,26 +113,28 @@ class FastGCNConv(PropagatingConv, GCNConv):
             x = x.to(dtype)
         return self._aggregate_neighbours(adj, x, value, scales=scales, bias=bias)
 
-    def _with_loops_added(self, x: Any, edge_index: Any) -> tuple[Any, ...] | None:
-        """:meth:`_known_propagation` of edges without loops, which the kernel adds; None: ask that.
-
-        A structure that has them in it would be another one than that of the edges, and sorted.
-        """
+    def _for_loops(self, x: Any, edge_index: Any) -> tuple[Any, ...] | None:
+        """:meth:`_known_propagation`, and whether the kernel has to add the loops; None: ask that one."""
         state = self.__dict__
         if not (state["normalize"] and state["add_self_loops"]) or state["cached"]:
             return None
-        adj = self._known(x, edge_index)
-        if adj is None:
-            if recorded.current() is not None:  # of the edges of a padded batch nobody knows
-                return None
-            adj = self._plain_graph(x, edge_index)
-        if adj is None or adj.has_loops is not False:
+        if not self._is_plain(x, edge_index) or edge_index.device != x.device:
             return None
-        scale = adj.plans.get(("GCN with loops", x.dtype))
-        if scale is None:
+        num_nodes, flow = x.shape[0], state["flow"]
+        adj = known(edge_index, (num_nodes, num_nodes, flow, BY_KERNEL))
+        if adj is None:
+            # Edges that were prepared, or come to other layers, have theirs; a padded batch's nobody knows.
+            if recorded.current() is not None or known(edge_index, (num_nodes, num_nodes, flow, True)):
+                return None
+            adj = edges_for_loops(edge_index, num_nodes, flow)
+        found = adj.plans.get(("GCN with loops", x.dtype))
+        if found is None:
+            adds = not adj.has_inserted_loops
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-            scale = adj.plans["GCN with loops", x.dtype] = adj.inv_sqrt_degree(dtype, loops=1)
-        return adj, None, scale, scale
+            scale = adj.inv_sqrt_degree(dtype, loops=int(adds))
+            found = adj.plans["GCN with loops", x.dtype] = (scale, adds)
+        scale, adds = found
+        return (adj, None, scale, scale), adds
 
     def _traced(self, x: Tensor, edge_index: Any) -> Tensor | None:
         """The layer within a trace, of edges without weights; None: PyG's code has to run."""

@@ -33,9 +33,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     launch = sys.modules["fastsparse_core.ops._spmm_plan"]
     original = launch.launch_spmm
 
-    def record(*arguments: Any) -> Tensor:
+    def record(*arguments: Any, **options: Any) -> Tensor:
         seen.append(next(each for each in arguments if isinstance(each, str)))
-        return original(*arguments)
+        return original(*arguments, **options)
 
     for name, module in list(sys.modules.items()):
         if name.startswith("fastsparse_core.") and vars(module).get("launch_spmm") is original:

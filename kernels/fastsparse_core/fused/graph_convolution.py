@@ -125,7 +125,7 @@ def graph_convolution(
             out_by_in,
             aggregate_first,
             relu,
-            _one(x.device, torch.float64 if dtype == torch.float64 else torch.float32) if add_loops else None,
+            one(x.device, torch.float64 if dtype == torch.float64 else torch.float32) if add_loops else None,
             key[-1],
             dtype,
             weight.dtype,
@@ -140,7 +140,8 @@ def graph_convolution(
 
 
 @functools.cache
-def _one(device: torch.device, dtype: torch.dtype) -> Tensor:
+def one(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The number 1 on a device, for loops."""
     with torch.inference_mode(False):
         return torch.ones((), dtype=dtype, device=device)
 

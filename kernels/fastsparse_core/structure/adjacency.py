@@ -167,7 +167,8 @@ class Adjacency(Storage):
         """Keeps what was found out while the structure was checked."""
         self._of_rows.results[("inv_degree", torch.float32)] = found.inv_degree
         self._of_rows.results["has_empty_rows"] = (found.has_empty_rows,)
-        self._of_rows.results["has_short_rows"] = found.row_split is not None
+        if self.col.is_cuda:  # else nothing is cut, and nobody has asked for a work list
+            self._of_rows.results["has_short_rows"] = found.row_split is not None
         if found.row_split is not None:
             self._of_rows.results["row_split"] = found.row_split
             self.has_sorted_slices = False
