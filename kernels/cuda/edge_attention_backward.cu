@@ -113,192 +113,182 @@ __device__ __forceinline__ void store_features_of_heads(const FeatureGradients<T
   }
 }
 
-// kPlain: neither bias nor dropout. kSeveral: slices after slices.
-template <typename T, int kEdge, bool kPlain, bool kSeveral = false>
-__global__ void __launch_bounds__(kHeadThreads, kSeveral && sizeof(T) == 2 ? 5 : kDotBlocks<T, kEdge>)
+// kPlain: neither bias nor dropout.
+template <typename T, int kEdge, bool kPlain>
+__global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
     dot_row_kernel(const __grid_constant__ EdgeAttentionBackwardArgs args, int head_lanes,
-                   int heads_per_group, int slices) {
+                   int heads_per_group) {
   constexpr int kInFlight = kEdgesInFlight<T, kEdge>;
   const EdgeAttentionInput& input = args.input;
-  EdgeLane lane(input, head_lanes, heads_per_group, kSeveral ? slices : 1);
+  const EdgeLane lane(input, head_lanes, heads_per_group);
   const LaneWeights<T> weight_rows(lane, input);
   const auto k_rows = lane.gather<T>(input.k), v_rows = lane.gather<T>(input.v);
   const LaneEdges<T> edges(lane, input.edge);
   const FeatureGradients<T> features(args);
-  RowSlice following = load_slice(args.split, lane.group);
-#pragma unroll 1
-  for (int nth = 0; nth < (kSeveral ? slices : 1); ++nth, lane.group += lane.step()) {
-    const RowSlice slice = following;
-    if (kSeveral && nth + 1 < slices) following = load_slice(args.split, lane.group + lane.step());
-    const WarpLength length(slice.length);
-    const std::int64_t row = row_of(args.split, slice), row_head = row * input.heads + lane.head;
-    const float scale = static_cast<float>(input.scale);
-    const SliceEntries of_slice(args.a, slice);
-    Entries<kInFlight> next;
-    next.read(of_slice, 0);
+  const RowSlice slice = load_slice(args.split, lane.group);
+  const WarpLength length(slice.length);
+  const std::int64_t row = row_of(args.split, slice), row_head = row * input.heads + lane.head;
+  const float scale = static_cast<float>(input.scale);
+  const SliceEntries of_slice(args.a, slice);
+  Entries<kInFlight> next;
+  next.read(of_slice, 0);
 
-    float q[kLaneFeatures], grad[kLaneFeatures], grad_q[kLaneFeatures] = {};
-    float q_edge[kEdge], grad_edge[kEdge], grad_q_edge[kEdge] = {};
-    lane.load<T>(q, input.q, row, scale);
-    lane.load<T>(grad, args.grad, row);
-    {
-      float of_row[2][kEdge], x[2][kLaneFeatures];
+  float q[kLaneFeatures], grad[kLaneFeatures], grad_q[kLaneFeatures] = {};
+  float q_edge[kEdge], grad_edge[kEdge], grad_q_edge[kEdge] = {};
+  lane.load<T>(q, input.q, row, scale);
+  lane.load<T>(grad, args.grad, row);
+  {
+    float of_row[2][kEdge], x[2][kLaneFeatures];
+#pragma unroll
+    for (int i = 0; i < kLaneFeatures; ++i) {
+      x[0][i] = q[i];
+      x[1][i] = grad[i];
+    }
+    to_edge_width<T, kEdge, 2>(of_row, lane, weight_rows, x);
+#pragma unroll
+    for (int i = 0; i < kEdge; ++i) {
+      q_edge[i] = of_row[0][i];
+      grad_edge[i] = of_row[1][i];
+    }
+  }
+  float delta[1] = {};
+  {
+    float out[kLaneFeatures];
+    lane.load<T>(out, args.out, row);
+#pragma unroll
+    for (int i = 0; i < kLaneFeatures; ++i) delta[0] += grad[i] * out[i];
+  }
+  sum_over(delta, lane.lanes);
+  const float lse = finite_lse(static_cast<const float*>(args.lse)[row_head]);
+
+  const auto add = [&](auto whole, const auto& entries, int base) {
+    constexpr bool kWhole = decltype(whole)::value != 0;
+    constexpr int kCount = sizeof(entries.col) / sizeof(entries.col[0]);
+    bool has[kCount];
+    LaneFeatures<T> k[kCount], v[kCount];
+    EdgePart<T, kEdge> edge[kCount];
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      has[u] = kWhole || base + u < slice.length;
+      k[u] = k_rows.load(entries.col[u], has[u]);
+      v[u] = v_rows.load(entries.col[u], has[u]);
+      edge[u] = EdgePart<T, kEdge>(lane, edges, entries.position[u], has[u]);
+    }
+    next.read(of_slice, base + kCount);
+
+    float products[2 * kCount] = {};  // scores, then dP
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
 #pragma unroll
       for (int i = 0; i < kLaneFeatures; ++i) {
-        x[0][i] = q[i];
-        x[1][i] = grad[i];
+        products[u] += q[i] * k[u][i];
+        products[kCount + u] += grad[i] * v[u][i];
       }
-      to_edge_width<T, kEdge, 2>(of_row, lane, weight_rows, x);
 #pragma unroll
       for (int i = 0; i < kEdge; ++i) {
-        q_edge[i] = of_row[0][i];
-        grad_edge[i] = of_row[1][i];
+        products[u] += q_edge[i] * edge[u][i];
+        products[kCount + u] += grad_edge[i] * edge[u][i];
       }
     }
-    float delta[1] = {};
-    {
-      float out[kLaneFeatures];
-      lane.load<T>(out, args.out, row);
+    sum_over(products, lane.lanes);
 #pragma unroll
-      for (int i = 0; i < kLaneFeatures; ++i) delta[0] += grad[i] * out[i];
+    for (int u = 0; u < kCount; ++u) {
+      k[u].stay_packed();
+      edge[u].stay_packed();
     }
-    sum_over(delta, lane.lanes);
-    const float lse = finite_lse(static_cast<const float*>(args.lse)[row_head]);
-
-    const auto add = [&](auto whole, const auto& entries, int base) {
-      constexpr bool kWhole = decltype(whole)::value != 0;
-      constexpr int kCount = sizeof(entries.col) / sizeof(entries.col[0]);
-      bool has[kCount];
-      LaneFeatures<T> k[kCount], v[kCount];
-      EdgePart<T, kEdge> edge[kCount];
+    float weight[kCount], grad_score[kCount];
 #pragma unroll
-      for (int u = 0; u < kCount; ++u) {
-        has[u] = kWhole || base + u < slice.length;
-        k[u] = k_rows.load(entries.col[u], has[u]);
-        v[u] = v_rows.load(entries.col[u], has[u]);
-        edge[u] = EdgePart<T, kEdge>(lane, edges, entries.position[u], has[u]);
+    for (int u = 0; u < kCount; ++u) {
+      float score = products[u];
+      if (!kPlain && input.bias.data != nullptr && has[u]) {
+        score += load_value<T>(input.bias, input.bias.dtype == input.dtype,
+                               static_cast<std::int64_t>(entries.position[u]) * input.heads + lane.head);
       }
-      next.read(of_slice, base + kCount);
-
-      float products[2 * kCount] = {};  // scores, then dP
-#pragma unroll
-      for (int u = 0; u < kCount; ++u) {
-#pragma unroll
-        for (int i = 0; i < kLaneFeatures; ++i) {
-          products[u] += q[i] * k[u][i];
-          products[kCount + u] += grad[i] * v[u][i];
-        }
-#pragma unroll
-        for (int i = 0; i < kEdge; ++i) {
-          products[u] += q_edge[i] * edge[u][i];
-          products[kCount + u] += grad_edge[i] * edge[u][i];
-        }
+      const float p = has[u] && lane.live ? exp_or_zero(score - lse) : 0.0f;
+      weight[u] = p;
+      if (!kPlain && input.dropout.threshold != 0) {
+        weight[u] *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
       }
-      sum_over(products, lane.lanes);
-#pragma unroll
-      for (int u = 0; u < kCount; ++u) {
-        k[u].stay_packed();
-        edge[u].stay_packed();
+      grad_score[u] = weight[u] * products[kCount + u] - p * delta[0];
+      if (has[u] && lane.live && lane.sub == 0) {
+        *pair_at(args.work, entries.position[u], input.heads, lane.head) =
+            make_float2(weight[u], grad_score[u]);
       }
-      float weight[kCount], grad_score[kCount];
 #pragma unroll
-      for (int u = 0; u < kCount; ++u) {
-        float score = products[u];
-        if (!kPlain && input.bias.data != nullptr && has[u]) {
-          score += load_value<T>(input.bias, input.bias.dtype == input.dtype,
-                                 static_cast<std::int64_t>(entries.position[u]) * input.heads + lane.head);
-        }
-        const float p = has[u] && lane.live ? exp_or_zero(score - lse) : 0.0f;
-        weight[u] = p;
-        if (!kPlain && input.dropout.threshold != 0) {
-          weight[u] *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
-        }
-        grad_score[u] = weight[u] * products[kCount + u] - p * delta[0];
-        if (has[u] && lane.live && lane.sub == 0) {
-          *pair_at(args.work, entries.position[u], input.heads, lane.head) =
-              make_float2(weight[u], grad_score[u]);
-        }
+      for (int i = 0; i < kLaneFeatures; ++i) grad_q[i] += grad_score[u] * k[u][i];
 #pragma unroll
-        for (int i = 0; i < kLaneFeatures; ++i) grad_q[i] += grad_score[u] * k[u][i];
-#pragma unroll
-        for (int i = 0; i < kEdge; ++i) grad_q_edge[i] += grad_score[u] * edge[u][i];
-      }
-      if (args.grad_features == nullptr) return;
-      float part[kCount][kEdge];
-#pragma unroll
-      for (int u = 0; u < kCount; ++u) {
-#pragma unroll
-        for (int i = 0; i < kEdge; ++i) part[u][i] = grad_score[u] * q_edge[i] + weight[u] * grad_edge[i];
-      }
-      store_features_of_heads<T>(features, lane, entries, has, part);
-    };
-    for_entries<kInFlight, 1>(length.longest, length.shortest, next, add);
-
-    add_from_edge_width<T, kEdge>(grad_q, lane, weight_rows, grad_q_edge);
-    if (lane.group >= args.split.num_slices || !lane.live) continue;
-    const std::int64_t width = input.heads * input.head_width;
-    if (slice.target < 0) {
-      lane.store<T, float>(args.partial_q, ~slice.target, width, grad_q, scale);
-      lane.store_edge<float>(args.partial_q_edge, ~slice.target, input.heads, grad_q_edge, scale);
-    } else {
-      lane.store<T, T>(args.grad_q, row, width, grad_q, scale);
-      lane.store_edge<T>(args.grad_q_edge, row, input.heads, grad_q_edge, scale);
+      for (int i = 0; i < kEdge; ++i) grad_q_edge[i] += grad_score[u] * edge[u][i];
     }
+    if (args.grad_features == nullptr) return;
+    float part[kCount][kEdge];
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+      for (int i = 0; i < kEdge; ++i) part[u][i] = grad_score[u] * q_edge[i] + weight[u] * grad_edge[i];
+    }
+    store_features_of_heads<T>(features, lane, entries, has, part);
+  };
+  for_entries<kInFlight, 1>(length.longest, length.shortest, next, add);
+
+  add_from_edge_width<T, kEdge>(grad_q, lane, weight_rows, grad_q_edge);
+  if (lane.group >= args.split.num_slices || !lane.live) return;
+  const std::int64_t width = input.heads * input.head_width;
+  if (slice.target < 0) {
+    lane.store<T, float>(args.partial_q, ~slice.target, width, grad_q, scale);
+    lane.store_edge<float>(args.partial_q_edge, ~slice.target, input.heads, grad_q_edge, scale);
+  } else {
+    lane.store<T, T>(args.grad_q, row, width, grad_q, scale);
+    lane.store_edge<T>(args.grad_q_edge, row, input.heads, grad_q_edge, scale);
   }
 }
 
-template <typename T, bool kSeveral>
+template <typename T>
 __global__ void __launch_bounds__(kHeadThreads, sizeof(T) == 2 ? 8 : 5)
     dot_column_kernel(const __grid_constant__ EdgeAttentionBackwardArgs args, int head_lanes,
-                      int heads_per_group, int slices) {
+                      int heads_per_group) {
   constexpr int kInFlight = kEdgesInFlight<T, 4>;
   const EdgeAttentionInput& input = args.input;
-  EdgeLane lane(input, head_lanes, heads_per_group, kSeveral ? slices : 1);
+  const EdgeLane lane(input, head_lanes, heads_per_group);
   const auto q_rows = lane.gather<T>(input.q), grad_rows = lane.gather<T>(args.grad);
-  RowSlice following = load_slice(args.split_t, lane.group);
-#pragma unroll 1
-  for (int nth = 0; nth < (kSeveral ? slices : 1); ++nth, lane.group += lane.step()) {
-    const RowSlice slice = following;
-    if (lane.group >= args.split_t.num_slices) return;
-    if (kSeveral && nth + 1 < slices) following = load_slice(args.split_t, lane.group + lane.step());
-    // A group goes by its own length, for no lane waits for another.
-    const SliceEntries of_slice(args.a_t, slice);
-    Entries<kInFlight> next;
-    next.read(of_slice, 0);
+  const RowSlice slice = load_slice(args.split_t, lane.group);
+  if (lane.group >= args.split_t.num_slices) return;
+  // A group goes by its own length, for no lane waits for another.
+  const SliceEntries of_slice(args.a_t, slice);
+  Entries<kInFlight> next;
+  next.read(of_slice, 0);
 
-    float grad_k[kLaneFeatures] = {}, grad_v[kLaneFeatures] = {};
-    const auto add = [&](auto, const auto& entries, int base) {
-      constexpr int kCount = sizeof(entries.col) / sizeof(entries.col[0]);
-      LaneFeatures<T> q[kCount], grad[kCount];
-      float2 pair[kCount];
+  float grad_k[kLaneFeatures] = {}, grad_v[kLaneFeatures] = {};
+  const auto add = [&](auto, const auto& entries, int base) {
+    constexpr int kCount = sizeof(entries.col) / sizeof(entries.col[0]);
+    LaneFeatures<T> q[kCount], grad[kCount];
+    float2 pair[kCount];
 #pragma unroll
-      for (int u = 0; u < kCount; ++u) {
-        q[u] = q_rows.load(entries.col[u]);
-        grad[u] = grad_rows.load(entries.col[u]);
-        pair[u] = __ldg(pair_at(args.work, entries.position[u], input.heads, lane.head));
-      }
-      next.read(of_slice, base + kCount);
-#pragma unroll
-      for (int u = 0; u < kCount; ++u) {
-#pragma unroll
-        for (int i = 0; i < kLaneFeatures; ++i) {
-          grad_k[i] += pair[u].y * q[u][i];
-          grad_v[i] += pair[u].x * grad[u][i];
-        }
-      }
-    };
-    for_entries<kInFlight, 1>(slice.length, slice.length, next, add);
-
-    if (!lane.live) continue;
-    const std::int64_t width = input.heads * input.head_width;
-    const float scale = static_cast<float>(input.scale);
-    if (slice.target < 0) {
-      lane.store<T, float>(args.partial_k, ~slice.target, width, grad_k, scale);
-      lane.store<T, float>(args.partial_v, ~slice.target, width, grad_v);
-    } else {
-      lane.store<T, T>(args.grad_k, slice.target, width, grad_k, scale);
-      lane.store<T, T>(args.grad_v, slice.target, width, grad_v);
+    for (int u = 0; u < kCount; ++u) {
+      q[u] = q_rows.load(entries.col[u]);
+      grad[u] = grad_rows.load(entries.col[u]);
+      pair[u] = __ldg(pair_at(args.work, entries.position[u], input.heads, lane.head));
     }
+    next.read(of_slice, base + kCount);
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+      for (int i = 0; i < kLaneFeatures; ++i) {
+        grad_k[i] += pair[u].y * q[u][i];
+        grad_v[i] += pair[u].x * grad[u][i];
+      }
+    }
+  };
+  for_entries<kInFlight, 1>(slice.length, slice.length, next, add);
+
+  if (!lane.live) return;
+  const std::int64_t width = input.heads * input.head_width;
+  const float scale = static_cast<float>(input.scale);
+  if (slice.target < 0) {
+    lane.store<T, float>(args.partial_k, ~slice.target, width, grad_k, scale);
+    lane.store<T, float>(args.partial_v, ~slice.target, width, grad_v);
+  } else {
+    lane.store<T, T>(args.grad_k, slice.target, width, grad_k, scale);
+    lane.store<T, T>(args.grad_v, slice.target, width, grad_v);
   }
 }
 
@@ -646,12 +636,6 @@ void launch(const EdgeAttentionBackwardArgs& args, cudaStream_t stream) {
     grid.z = z;
     kernel<<<grid, kHeadThreads, 0, stream>>>(args, lanes, per_group);
   };
-  const auto run_several = [&](auto one, auto several, std::int64_t num_slices, bool allowed = true) {
-    const int slices = allowed ? slices_per_group(num_slices) : 1;
-    dim3 grid = head_grid(num_slices, input.heads, lanes);
-    grid.x = ceil_div(grid.x, slices);
-    (slices > 1 ? several : one)<<<grid, kHeadThreads, 0, stream>>>(args, lanes, per_group, slices);
-  };
   const auto combine = [&](const RowSplitView& split, const float* partial, void* to, std::int64_t columns) {
     combine_partials<T, 1>(split, partial, Epilogue::only(to, columns), SameRow{}, stream);
   };
@@ -660,11 +644,9 @@ void launch(const EdgeAttentionBackwardArgs& args, cudaStream_t stream) {
         args.att_rows);  // groups without a slice write their zeros of datt, too
   } else if (args.split.num_slices != 0) {
     if (input.edge_width > 4 * lanes) {
-      run_several(dot_row_kernel<T, kMostEdge, false>, dot_row_kernel<T, kMostEdge, false>,
-                  args.split.num_slices, false);
+      run(dot_row_kernel<T, kMostEdge, false>, args.split.num_slices);
     } else {
-      run_several(is_plain(input) ? dot_row_kernel<T, 4, true> : dot_row_kernel<T, 4, false>,
-                  dot_row_kernel<T, 4, true, true>, args.split.num_slices, is_plain(input));
+      run(is_plain(input) ? dot_row_kernel<T, 4, true> : dot_row_kernel<T, 4, false>, args.split.num_slices);
     }
     if (edge_width > 0) combine(args.split, args.partial_q_edge, args.grad_q_edge, edge_width);
   }
@@ -672,11 +654,7 @@ void launch(const EdgeAttentionBackwardArgs& args, cudaStream_t stream) {
   if (args.sum_k != nullptr) {
     if (args.split.num_slices != 0) run(dot_scatter_kernel<T>, args.split.num_slices);
   } else if (args.split_t.num_slices != 0) {
-    if (input.gatv2) {
-      run(gatv2_column_kernel<T>, args.split_t.num_slices);
-    } else {
-      run_several(dot_column_kernel<T, false>, dot_column_kernel<T, true>, args.split_t.num_slices);
-    }
+    run(input.gatv2 ? gatv2_column_kernel<T> : dot_column_kernel<T>, args.split_t.num_slices);
     combine(args.split_t, args.partial_k, args.grad_k, width);
     if (!input.gatv2) combine(args.split_t, args.partial_v, args.grad_v, width);
   }

@@ -7,7 +7,6 @@
 // transaction and no shuffle.
 #pragma once
 
-#include <cstdlib>
 #include <type_traits>
 
 #include "fastsparse/head_lanes.cuh"
@@ -109,14 +108,12 @@ struct EdgeLane {
   int head_width;
   int edge_width;
 
-  __device__ __forceinline__ EdgeLane(const EdgeAttentionInput& input, int head_lanes, int heads_per_group,
-                                      int slices = 1) {
+  __device__ __forceinline__ EdgeLane(const EdgeAttentionInput& input, int head_lanes, int heads_per_group) {
     // Shifts, for both numbers are powers of two: divisions were a tenth of a row of few entries.
     lanes = head_lanes;
     group_lanes = head_lanes * heads_per_group;
     const int thread = static_cast<int>(threadIdx.x);
-    group =
-        (static_cast<std::int64_t>(blockIdx.x) * slices * kHeadThreads + thread) >> (__ffs(group_lanes) - 1);
+    group = (static_cast<std::int64_t>(blockIdx.x) * kHeadThreads + thread) >> (__ffs(group_lanes) - 1);
     sub = thread & (lanes - 1);
     head = static_cast<std::int64_t>(blockIdx.y) * heads_per_group +
            ((thread & (group_lanes - 1)) >> (__ffs(lanes) - 1));
@@ -126,9 +123,6 @@ struct EdgeLane {
     edge_width = static_cast<int>(input.edge_width);
     first = head * head_width;
   }
-
-  // From the slice of this group to its next: the groups of a block take neighbouring ones.
-  __device__ __forceinline__ int step() const { return kHeadThreads >> (__ffs(group_lanes) - 1); }
 
   // First feature of a chunk, within the head.
   template <int kVec>
@@ -549,13 +543,6 @@ inline int edge_head_lanes(const EdgeAttentionInput& input) {
 // entries cost more than a tenth of it.
 inline bool is_plain(const EdgeAttentionInput& input) {
   return input.bias.data == nullptr && input.dropout.threshold == 0;
-}
-
-// Consecutive slices that a group takes, one after the other: several where there are many, for what a group
-// does before its first slice then counts less, and neighbouring rows find each other's neighbours in the L1.
-inline int slices_per_group(std::int64_t num_slices) {
-  if (const char* rows = std::getenv("FASTSPARSE_EDGE_ROWS")) return std::atoi(rows);
-  return 1;
 }
 
 // Calls f with the element type.
