@@ -134,17 +134,18 @@ __global__ void __launch_bounds__(kHeadThreads,
       for (int i = 0; i < kPart; ++i) acc_edge[i] *= rescale;
     }
 #pragma unroll
-    for (int u = 0; u < kCount; ++u) {
+    for (int u = 0; u < kCount;
+         ++u) {  // by fma, which instances of this loop would else contract in two ways
       float w = exp_or_zero(score[u] - reference);
       sum += w;
       if (!kPlain && input.dropout.threshold != 0) {
         w *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
       }
 #pragma unroll
-      for (int i = 0; i < kLaneFeatures; ++i) acc[i] += w * (kGatv2 ? k[u][i] : v[u][i]);
+      for (int i = 0; i < kLaneFeatures; ++i) acc[i] = __fmaf_rn(w, kGatv2 ? k[u][i] : v[u][i], acc[i]);
       if constexpr (!kGatv2) {
 #pragma unroll
-        for (int i = 0; i < kPart; ++i) acc_edge[i] += w * edge[u][i];
+        for (int i = 0; i < kPart; ++i) acc_edge[i] = __fmaf_rn(w, edge[u][i], acc_edge[i]);
       }
     }
   };

@@ -209,7 +209,8 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
       if (!kPlain && input.dropout.threshold != 0) {
         weight[u] *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
       }
-      grad_score[u] = weight[u] * products[kCount + u] - p * delta[0];
+      // By fma, which instances of this loop would else contract in two ways.
+      grad_score[u] = __fmaf_rn(weight[u], products[kCount + u], -(p * delta[0]));
       if (has[u] && lane.live && lane.sub == 0) {
         *pair_at(args.work, entries.position[u], input.heads, lane.head) =
             make_float2(weight[u], grad_score[u]);

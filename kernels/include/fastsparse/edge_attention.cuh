@@ -301,8 +301,9 @@ struct Entries {
 };
 
 // Calls add(whole, entries, base) for all entries of the slices of a warp: kCount of them, which `next`
-// holds, while every group has as many (`whole`, a compile-time 0 or 1), then kRest at a time, masked. `add`
-// reads the entries after those that it is given into `next`.
+// holds, while every group has as many (`whole`, a compile-time 0 or 1), then as many, masked, and at last
+// kRest where no group has more. Which entries come together decides how sums are rounded: it must be the
+// same whichever slices share the warp. `add` reads the entries after those that it is given into `next`.
 template <int kCount, int kRest, typename F>
 __device__ __forceinline__ void for_entries(int longest, int shortest, const Entries<kCount>& next, F&& add) {
   int base = 0;
@@ -312,7 +313,11 @@ __device__ __forceinline__ void for_entries(int longest, int shortest, const Ent
       add(Constant<1>{}, entries, base);
     }
   }
-  for (; base < longest; base += kRest) {
+  for (; base + kRest < longest; base += kCount) {
+    const Entries<kCount> entries = next;
+    add(Constant<0>{}, entries, base);
+  }
+  if (base < longest) {
     Entries<kRest> entries;
 #pragma unroll
     for (int u = 0; u < kRest; ++u) {
