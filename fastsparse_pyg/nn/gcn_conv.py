@@ -122,9 +122,10 @@ class FastGCNConv(PropagatingConv, GCNConv):
             return None
         num_nodes, flow = x.shape[0], state["flow"]
         adj = known(edge_index, (num_nodes, num_nodes, flow, BY_KERNEL))
+        if adj is None:  # perhaps they were prepared with their loops, or come to other layers too
+            adj = known(edge_index, (num_nodes, num_nodes, flow, True))
         if adj is None:
-            # Edges that were prepared, or come to other layers, have theirs; a padded batch's nobody knows.
-            if recorded.current() is not None or known(edge_index, (num_nodes, num_nodes, flow, True)):
+            if recorded.current() is not None:  # of the edges of a padded batch nobody knows
                 return None
             adj = edges_for_loops(edge_index, num_nodes, flow)
         found = adj.plans.get(("GCN with loops", x.dtype))

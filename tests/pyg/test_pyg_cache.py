@@ -166,8 +166,8 @@ def test_entries_die_with_their_graph():
     structures = []
     for seed in range(5):
         edge_index = random_graph(seed=seed)
-        layer(x, edge_index)
         structures.append(weakref.ref(prepare(edge_index, 40, add_self_loops=True)))
+        layer(x, edge_index)
         assert cache_info().entries == 1
     del edge_index
     gc.collect()
