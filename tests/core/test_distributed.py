@@ -520,9 +520,9 @@ def _order(rank: int, size: int, device: torch.device) -> tuple[list[str], list[
     events: list[str] = []
 
     def logged(original: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             events.append(name(*arguments))
-            return original(*arguments)
+            return original(*arguments, **options)
 
         return call
 
