@@ -44,7 +44,7 @@ napoleon_custom_sections = ["Shapes", "Source"]
 # A reference to a name of ours must exist. Other projects' inventories would have to be fetched.
 nitpicky = True
 _INTERNAL = (
-    r"fastsparse_core\.([\w.]+\._\w+|formats\..*|gpu\.GpuProfile|sampling\.(relations\.Graph|draw\.Layout)"
+    r"fastsparse_core\.([\w.]+\._\w+|formats\..*|gpu\.GpuProfile|sampling\.(relations\.Graph|part\.Layout)"
     r"|distributed\.exchange\.HaloExchange)"
 )
 nitpick_ignore_regex = [(r"py:.*", rf"(?!fastsparse_).*|{_INTERNAL}")]
