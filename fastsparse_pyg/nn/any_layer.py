@@ -30,7 +30,8 @@ _MOST_PATTERNS = 8
 FEW_EDGES = 4096
 _FEW_ON_GPU = f"no one kernel for the whole message, and at most {FEW_EDGES_ON_GPU} edges on a GPU"
 _FEW_ON_CPU = f"fewer than {FEW_EDGES} edges on the CPU"
-#: Edges that a layer makes anew in every call would be compared with the last ones: that pays later.
+#: Edges that a layer makes anew in every call would be compared with the last ones: that pays later
+#: (FAConv on 41 thousand edges, on an H200: a step of 2.06 ms by PyG's code, 2.38 by kernels).
 _TIMES_IF_NEW = 4
 _NEW_ON_GPU = f"at most {_TIMES_IF_NEW * FEW_EDGES_ON_GPU} edges on a GPU, made anew in every call"
 _16_BITS = (torch.float16, torch.bfloat16)
