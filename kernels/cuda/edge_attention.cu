@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kHeadThreads,
   constexpr int kPart = kGatv2 ? 4 : kEdge;
   const EdgeAttentionInput& input = args.input;
   const EdgeLane lane(input, head_lanes, heads_per_group);
-  const LaneWeights<T> weight_rows(lane, input);
+  const LaneWeights weight_rows(lane, input);
   const auto k_rows = lane.gather<T>(input.k), v_rows = lane.gather<T>(input.v);
   const LaneEdges<T> edges(lane, input.edge);
   const std::conditional_t<kEdge == kKept, KeptWeight<T>, NoWeight> weight(lane, input);
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kHeadThreads,
     float of_row[1][kPart], x[1][kLaneFeatures];
 #pragma unroll
     for (int i = 0; i < kLaneFeatures; ++i) x[0][i] = q[i];
-    to_edge_width<T, kPart, 1>(of_row, lane, weight_rows, x);
+    to_edge_width<kPart, 1>(of_row, lane, weight_rows, x);
 #pragma unroll
     for (int i = 0; i < kPart; ++i) q_edge[i] = of_row[0][i];
   }
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kHeadThreads,
   };
   for_entries<kInFlight, kGatv2 ? kInFlight : 1>(length.longest, length.shortest, next, add);
 
-  if constexpr (!kGatv2) add_from_edge_width<T, kPart>(acc, lane, weight_rows, acc_edge);
+  if constexpr (!kGatv2) add_from_edge_width<kPart>(acc, lane, weight_rows, acc_edge);
   if (lane.group >= args.split.num_slices || !lane.live) return;
   const std::int64_t width = input.heads * input.head_width;
   if (slice.target < 0) {

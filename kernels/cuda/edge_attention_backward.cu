@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
   constexpr int kInFlight = kEdgesInFlight<T, kEdge>;
   const EdgeAttentionInput& input = args.input;
   const EdgeLane lane(input, head_lanes, heads_per_group);
-  const LaneWeights<T> weight_rows(lane, input);
+  const LaneWeights weight_rows(lane, input);
   const auto k_rows = lane.gather<T>(input.k), v_rows = lane.gather<T>(input.v);
   const LaneEdges<T> edges(lane, input.edge);
   const FeatureGradients<T> features(args);
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
       x[0][i] = q[i];
       x[1][i] = grad[i];
     }
-    to_edge_width<T, kEdge, 2>(of_row, lane, weight_rows, x);
+    to_edge_width<kEdge, 2>(of_row, lane, weight_rows, x);
 #pragma unroll
     for (int i = 0; i < kEdge; ++i) {
       q_edge[i] = of_row[0][i];
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
   };
   for_entries<kInFlight, 1>(length.longest, length.shortest, next, add);
 
-  add_from_edge_width<T, kEdge>(grad_q, lane, weight_rows, grad_q_edge);
+  add_from_edge_width<kEdge>(grad_q, lane, weight_rows, grad_q_edge);
   if (lane.group >= args.split.num_slices || !lane.live) return;
   const std::int64_t width = input.heads * input.head_width;
   if (slice.target < 0) {

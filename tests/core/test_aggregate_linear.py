@@ -509,6 +509,51 @@ def test_double_backward_under_autocast(device, ordered, casts_x, needs_x, num_d
     agree(found, expected, 4 * TOLERANCE[torch.bfloat16])
 
 
+@pytest.mark.parametrize("dtype", AUTOCAST)
+@pytest.mark.parametrize("casts", [True, False])
+@pytest.mark.parametrize("num_dst", [NUM_DST_CAST_FIRST, NUM_DST_CAST_AFTER])
+@pytest.mark.parametrize("root_only", [True, False])
+def test_zeros_behind_the_features(device, monkeypatch, poisoned_memory, dtype, casts, num_dst, root_only):
+    """Products of rows of 100 features are those of 104; gradients are of 100, once and twice."""
+    given = torch.float32 if casts else dtype
+    weight, bias, root_weight = parameters(given, device, width=100)
+    weight.requires_grad_(not root_only)
+    x = features(NUM_SRC, 100, given, "contiguous", device)
+    grad = features(num_dst, 40, dtype, "contiguous", device, seed=7)
+    columns, linear = [], torch.nn.functional.linear
+
+    def watched(x, *parameters):
+        columns.append(x.size(1))
+        return linear(x, *parameters)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", watched)
+    monkeypatch.setattr(policy, "columns_of_products", lambda *_args, **_options: 104)
+    expected = exactly(block(device, num_dst), [x, weight, bias, root_weight], grad, "mean")
+    for options in ({}, {"create_graph": True}):
+        with torch.autocast(device, dtype, enabled=casts):
+            out = aggregate_linear(block(device, num_dst), x, weight, bias, root_weight, "mean")
+        wanted = [leaf for leaf in (weight, bias, root_weight) if leaf.requires_grad]
+        found = [out, *torch.autograd.grad(out, wanted, grad, **options)]
+        assert [item.shape for item in found] == [item.shape for item in expected]
+        agree(found, expected, TOLERANCE[dtype])
+    assert columns == [104, 104]
+    x.requires_grad_()
+    with torch.autocast(device, dtype, enabled=casts):
+        out = aggregate_linear(block(device, num_dst), x, weight, bias, root_weight, "mean")
+    torch.autograd.grad(out, x, grad)
+    assert columns[2:] == [100]
+
+
+def test_when_products_get_zeros():
+    columns = functools.partial(policy.columns_of_products, on_gpu=True)
+    assert columns(torch.bfloat16, 154_000, 100, 256) == 104
+    assert columns(torch.float16, 154_000, 47, 256) == 48
+    assert columns(torch.bfloat16, 154_000, 104, 256) == 104
+    assert columns(torch.float32, 154_000, 100, 256) == 100
+    assert columns(torch.bfloat16, 2_708, 1_433, 16) == 1_433  # cora
+    assert policy.columns_of_products(torch.bfloat16, 154_000, 100, 256, on_gpu=False) == 100
+
+
 @pytest.mark.parametrize("under", [torch.bfloat16, None])
 def test_gradients_in_batches(device, ordered, under):
     adj = block(device)

@@ -7,6 +7,17 @@ from collections.abc import Iterator
 import pytest
 
 
+@pytest.fixture(autouse=True, scope="session")
+def propagate_of_plain_layers() -> None:
+    """PyG writes a class's `propagate` for the first layer made of it, whose options decide what it can do.
+
+    A first layer with several aggregations leaves those after it without `message_and_aggregate`.
+    """
+    from torch_geometric.nn import GCNConv, GINConv, GraphConv, SAGEConv
+
+    GCNConv(1, 1), GINConv(None), GraphConv(1, 1), SAGEConv(1, 1)
+
+
 @pytest.fixture(autouse=True)
 def fresh_cache() -> Iterator[None]:
     """No test sees another's structures or counters."""

@@ -71,6 +71,8 @@ class _Plan:
         casts_first: whether features are cast before they are summed.
         transforms: whether one kernel serves both linear maps, as far as sizes go.
         are_plain: whether it may take the parameters' addresses.
+        width: of the features.
+        columns: of what is multiplied where the features need no gradient: theirs, perhaps zeros behind them.
         transform_first: whether neighbours are summed after the linear map.
     """
 
@@ -82,6 +84,8 @@ class _Plan:
     casts_first: bool
     transforms: bool
     are_plain: bool
+    width: int
+    columns: int
     transform_first: bool
 
 
@@ -150,7 +154,7 @@ def aggregate_linear(
     if torch.is_grad_enabled():
         apply = _AggregateLinear.apply if is_wrapped(x) else _apply
         return apply(x, weight, bias, root_weight, adj, plan)
-    return _compute(plan, adj, x, weight, bias, root_weight, False)[0]
+    return _compute(plan, adj, x, weight, bias, root_weight, plan.columns, False)[0]
 
 
 def _plan(
@@ -179,6 +183,9 @@ def _plan(
         )
     )
     plain = are_plain(x, weight, bias, root_weight)
+    width = columns = x.shape[-1]
+    if not transform_first:
+        columns = policy.columns_of_products(dtype, adj.num_dst, width, weight.shape[0], on_gpu=x.is_cuda)
     return _Plan(
         # The kernel of a sum takes the bias by its address.
         _serves(adj, x, weight, bias, root_weight) and (plain or not transform_first),
@@ -189,6 +196,8 @@ def _plan(
         casts_first,
         transforms,
         plain,
+        width,
+        columns,
         transform_first,
     )
 
@@ -218,6 +227,7 @@ def _compute(
     weight: Tensor,
     bias: Tensor | None,
     root_weight: Tensor,
+    columns: int,
     keeps_sums: bool,
     keeps_own: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
@@ -232,9 +242,8 @@ def _compute(
     # A part of what was cast would keep all of it until the backward pass.
     own = x if keeps_own and num_dst < num_src and not transform_first else features
     own = own if num_dst == num_src else own[:num_dst]
-    own = own if own.dtype is dtype else own.to(dtype)
-    matrix = weight if weight.dtype is dtype else weight.to(dtype)
-    root_matrix = root_weight if root_weight.dtype is dtype else root_weight.to(dtype)
+    own = _multiplied(own, dtype, columns)
+    matrix, root_matrix = _multiplied(weight, dtype, columns), _multiplied(root_weight, dtype, columns)
     sums: Tensor | None = features
     if transform_first:
         out = launch_spmm(adj, F.linear(features, matrix), None, scale, None, bias, algorithm)
@@ -251,10 +260,21 @@ def _compute(
         )
     else:
         sums = launch_spmm(adj, features, None, scale, None, None, algorithm)
-        sums = sums if sums.dtype is dtype else sums.to(dtype)
+        sums = _multiplied(sums, dtype, columns)
         out = F.linear(sums, matrix, bias if bias is None or bias.dtype is dtype else bias.to(dtype))
         out.addmm_(own, root_matrix.t())
     return out, own, sums, matrix, root_matrix
+
+
+def _multiplied(x: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
+    """A matrix as a product takes it: in its dtype, with zeros behind its own columns."""
+    width = x.shape[1]
+    if width == columns:
+        return x if x.dtype is dtype else x.to(dtype)
+    out = x.new_empty(x.shape[0], columns, dtype=dtype)
+    out[:, width:] = 0
+    out[:, :width] = x
+    return out
 
 
 class _AggregateLinear(torch.autograd.Function):
@@ -275,7 +295,15 @@ class _AggregateLinear(torch.autograd.Function):
     ) -> Tensor:
         needs_x, needs_weight, _, needs_root, _, _ = ctx.needs_input_grad
         out, own, sums, matrix, root_matrix = _compute(
-            plan, adj, x, weight, bias, root_weight, needs_weight, needs_root
+            plan,
+            adj,
+            x,
+            weight,
+            bias,
+            root_weight,
+            plan.width if needs_x else plan.columns,
+            needs_weight,
+            needs_root,
         )
         ctx.adj, ctx.plan, ctx.saves_own_as_x = adj, plan, own is x
         # What no gradient needs may be written before the backward pass, as with separate operators.
@@ -318,9 +346,9 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             return gradients_of_parameters(grad, sums, own, needs_bias)
         by_column = grad.t()
         return (
-            product_in(by_column, sums, weight_dtype) if needs_weight else None,
+            _of_weight(plan, product_in(by_column, sums, weight_dtype)) if needs_weight else None,
             sum_of_rows(grad, bias_dtype, True) if needs_bias else None,
-            product_in(by_column, own, root_dtype) if needs_root else None,
+            _of_weight(plan, product_in(by_column, own, root_dtype)) if needs_root else None,
         )
 
     if not needs_x:
@@ -328,6 +356,11 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     parameters = fork(of_parameters, grad)
     grad_x = _grad_x(plan, ctx.adj, grad, matrix, root_matrix)
     return (grad_x, *parameters())
+
+
+def _of_weight(plan: _Plan, product: Tensor) -> Tensor:
+    """The gradient of a weight without that of the zeros behind it."""
+    return product if plan.columns == plan.width else product[:, : plan.width]
 
 
 def _gradients_before_sums(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -381,9 +414,9 @@ def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     left = grad if transformed is None else transformed
     return (
         grad_x,
-        product_in(left.t(), sums, weight_dtype, once=False) if needs_weight else None,
+        _of_weight(plan, product_in(left.t(), sums, weight_dtype, once=False)) if needs_weight else None,
         grad.sum(0, dtype=bias_dtype) if needs_bias else None,
-        product_in(grad.t(), own, root_dtype, once=False) if needs_root else None,
+        _of_weight(plan, product_in(grad.t(), own, root_dtype, once=False)) if needs_root else None,
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core import _C
@@ -26,6 +27,7 @@ from fastsparse_core.ops._edge_attention_launch import (
     edge_room,
     features_room,
     finish_features,
+    head_lanes,
     kernel_input,
     load_step,
     padded,
@@ -33,7 +35,6 @@ from fastsparse_core.ops._edge_attention_launch import (
     padded_weight,
     run_backward,
     run_forward,
-    sign_bytes,
     unpadded,
 )
 from fastsparse_core.ops._facts import scatters
@@ -73,9 +74,27 @@ def _per_head(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(1, (heads, x.size(1) // max(heads, 1)))
 
 
-def _for_kernels(weight: Tensor) -> Tensor:
-    """(heads * D, A) as CUDA kernels read it: (A, heads * D), float32."""
-    return weight.new_empty(weight.shape[::-1], dtype=torch.float32).copy_(weight.t())
+def _for_kernels(weight: Tensor, heads: int, itemsize: int) -> Tensor:
+    """(heads * D, A) as CUDA kernels read it: (A, 2, heads, lanes, 4), float32.
+
+    A lane has eight features of a head, zeros behind its last. All lanes' first four lie together, then
+    their second: what a warp reads at once is contiguous.
+
+    Args:
+        weight: (heads * D, A).
+        heads: number of heads.
+        itemsize: bytes of one feature of queries and keys: a lane's features are loads of 16 bytes.
+    """
+    width = weight.size(0) // max(heads, 1)
+    lanes = head_lanes(width, weight.size(1))
+    per_head = weight.t().unflatten(1, (heads, width))
+    if width < 8 * lanes:
+        per_head = F.pad(per_head, (0, 8 * lanes - width))
+    if itemsize == 4:  # two loads, a whole head apart
+        of_lanes = per_head.unflatten(2, (2, lanes, 4)).permute(0, 2, 1, 3, 4)
+    else:
+        of_lanes = per_head.unflatten(2, (lanes, 2, 4)).permute(0, 3, 1, 2, 4)
+    return weight.new_empty(of_lanes.shape, dtype=torch.float32).copy_(of_lanes)
 
 
 def _to_edge_width(x: Tensor, weight: Tensor, heads: int) -> Tensor:
@@ -144,7 +163,7 @@ def _edge_attention(
     out_edge = v.new_empty(adj.num_dst, heads, edge.size(1))
     lse = v.new_empty(adj.num_dst, heads, dtype=accumulation_dtype(v.dtype))
     if out.is_cuda:
-        of_rows, of_kernel = None, _for_kernels(weight)
+        of_rows, of_kernel = None, _for_kernels(weight, heads, v.element_size())
     else:
         of_rows, of_kernel = _to_edge_width(q, weight, heads), None
     arguments = kernel_input(heads, q, k, v, of_rows, edge, None, of_kernel, bias, scale, dropout_p, seed)
@@ -183,7 +202,7 @@ def _edge_attention_backward(
     bias = None if bias is None else bias.contiguous()
     q_edge = grad_edge = of_kernel = None
     if out.is_cuda:
-        of_kernel = _for_kernels(weight)
+        of_kernel = _for_kernels(weight, heads, v.element_size())
     else:
         q_edge, grad_edge = _to_edge_width(q, weight, heads), _to_edge_width(grad, weight, heads)
     sums = None
@@ -196,7 +215,7 @@ def _edge_attention_backward(
     work = edge_room(adj, adj.num_values, heads, 2, dtype=lse.dtype)
     features = None
     if edge_attr_wanted:
-        lanes = max(sign_bytes(v.size(1) // heads), sign_bytes(-(-edge.size(1) // 2)))
+        lanes = head_lanes(v.size(1) // heads, edge.size(1))
         features = features_room(adj, v, heads, lanes, edge.size(1))
     arguments = kernel_input(heads, q, k, v, q_edge, edge, None, of_kernel, bias, scale, dropout_p, seed)
     grads = (grad_q, grad_k, grad_v, grad_q_edge)

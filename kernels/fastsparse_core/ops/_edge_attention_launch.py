@@ -68,10 +68,17 @@ def edge_room(adj: Adjacency, *shape: int, dtype: torch.dtype) -> Tensor:
     return (torch.empty if every else torch.zeros)(shape, dtype=dtype, device=adj.device)
 
 
-def sign_bytes(head_width: int) -> int:
-    """Bytes that hold a bit for every feature of a head: one for each lane, a power of two."""
+def head_lanes(head_width: int, edge_width: int = 0) -> int:
+    """Lanes of a head, as CUDA kernels have them: 8 features each, and of an edge's own 16; a power of two.
+
+    GATv2's, whose edges' features are each lane's, also hold a byte of signs each: a bit for every feature.
+
+    Args:
+        head_width: features of a head.
+        edge_width: of an edge, with dot products.
+    """
     lanes = 1
-    while lanes * 8 < head_width:
+    while lanes * 8 < head_width or lanes * 16 < edge_width:
         lanes *= 2
     return lanes
 

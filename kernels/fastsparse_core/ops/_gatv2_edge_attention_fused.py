@@ -20,6 +20,7 @@ from fastsparse_core.ops._edge_attention_launch import (
     edge_room,
     features_room,
     finish_features,
+    head_lanes,
     kernel_input,
     load_step,
     padded,
@@ -27,7 +28,6 @@ from fastsparse_core.ops._edge_attention_launch import (
     padded_weight,
     run_backward,
     run_forward,
-    sign_bytes,
     unpadded,
 )
 from fastsparse_core.ops._fused_registration import register_fused
@@ -107,7 +107,7 @@ def _gatv2_edge_attention_backward(
     head_width = att.size(1)
     grad, out = padded(grad, heads, step), padded(out, heads, step)
     x_dst, x_src, att, edge, weight = _gatv2_operands(x_dst, x_src, att, edge_attr, edge_weight)
-    width, signs = x_src.size(1), sign_bytes(x_src.size(1) // max(heads, 1))
+    width, signs = x_src.size(1), head_lanes(x_src.size(1) // max(heads, 1))
     work = edge_room(adj, adj.num_values, heads, 2, dtype=lse.dtype)
     positive = torch.empty(adj.num_values, heads, signs, dtype=torch.uint8, device=x_src.device)
     if x_src.is_cuda:

@@ -7,6 +7,7 @@ docs/dev/choosing.md.
 
 from fastsparse_core.policy.aggregate_linear import (
     casts_first,
+    columns_of_products,
     gathers_and_transforms,
     transforms_on_tensor_cores,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "blocks_per_step",
     "casts_first",
     "check_algorithm",
+    "columns_of_products",
     "counts_sources",
     "csr_tile",
     "dot_product_algorithm",

@@ -12,6 +12,10 @@ from fastsparse_core.policy.facts import Facts
 _MOST_WIDTH = 256
 
 
+#: Products from which two more launches for each matrix are less than what they save.
+_MANY_PRODUCTS = 2**29
+
+
 def transforms_on_tensor_cores(
     dtype: torch.dtype, num_rows: int, width: int, out_width: int, gpu: GpuProfile
 ) -> bool:
@@ -65,3 +69,22 @@ def casts_first(num_dst: int, num_src: int, num_edges: int) -> bool:
     first = cast * num_src + 2 * num_edges + 2 * num_dst  # casts, gathers, sums written
     after = 4 * num_edges + 4 * num_dst + cast * num_dst  # gathers, sums written, casts of these
     return first <= after
+
+
+def columns_of_products(
+    dtype: torch.dtype, num_rows: int, width: int, out_width: int, *, on_gpu: bool
+) -> int:
+    """Columns of the matrices that are multiplied, with zeros behind those of the features.
+
+    cuBLAS loads 16 bytes at once only where rows of 16-bit numbers are multiples of that.
+
+    Args:
+        dtype: of the products.
+        num_rows: destinations.
+        width: features of a node.
+        out_width: features of a result.
+        on_gpu: whether cuBLAS multiplies.
+    """
+    if on_gpu and dtype.itemsize == 2 and width % 8 and num_rows * width * out_width >= _MANY_PRODUCTS:
+        return width + -width % 8
+    return width

@@ -363,28 +363,23 @@ __device__ __forceinline__ A scatter_sum(A (&v)[kCount], int group_lanes) {
   return v[0];
 }
 
-// Where a lane finds its features in the rows of W transposed, (edge_width, heads * head_width) in float32:
-// as 16-bit numbers every use of one would be a conversion, too.
-template <typename T>
+// Where a lane finds its features in the rows of W transposed, float32: as 16-bit numbers every use of one
+// would be a conversion, too. A row is (2, heads, lanes, 4): what a warp reads at once is contiguous, where
+// in the order of 16-bit features every other 16 bytes would be another load's and the L1 the limit of short
+// rows.
 struct LaneWeights {
-  const float* from[kLaneFeatures / kEdgeVec<T>];
-  std::uint32_t width;
+  const char* from;
+  std::uint32_t half_bytes;
 
   __device__ __forceinline__ LaneWeights(const EdgeLane& lane, const EdgeAttentionInput& input)
-      : width(static_cast<std::uint32_t>(input.heads * input.head_width)) {
-#pragma unroll
-    for (int c = 0; c < kLaneFeatures / kEdgeVec<T>; ++c) {
-      const int at = lane.template place<kEdgeVec<T>>(c);
-      from[c] = static_cast<const float*>(input.weight) + lane.first + (at < lane.head_width ? at : 0);
-    }
-  }
+      : from(static_cast<const char*>(input.weight) + (lane.head * lane.lanes + lane.sub) * sizeof(float4)),
+        half_bytes(static_cast<std::uint32_t>(input.heads * lane.lanes * sizeof(float4))) {}
 
   __device__ __forceinline__ void load(float (&to)[kLaneFeatures], int row) const {
+    const char* at = from + static_cast<std::uint64_t>(2 * static_cast<std::uint32_t>(row)) * half_bytes;
 #pragma unroll
     for (int i = 0; i < kLaneFeatures; i += 4) {
-      const float* at = from[i / kEdgeVec<T>] +
-                        static_cast<std::uint64_t>(static_cast<std::uint32_t>(row)) * width + i % kEdgeVec<T>;
-      const float4 four = __ldg(reinterpret_cast<const float4*>(at));
+      const float4 four = __ldg(reinterpret_cast<const float4*>(at + i / 4 * half_bytes));
       to[i] = four.x;
       to[i + 1] = four.y;
       to[i + 2] = four.z;
@@ -395,9 +390,9 @@ struct LaneWeights {
 
 // W_h^T x of every lane's head, the lane's part of an edge's features. kCount vectors share what is read of
 // W.
-template <typename T, int kEdge, int kCount>
+template <int kEdge, int kCount>
 __device__ __forceinline__ void to_edge_width(float (&to)[kCount][kEdge], const EdgeLane& lane,
-                                              const LaneWeights<T>& weight,
+                                              const LaneWeights& weight,
                                               const float (&x)[kCount][kLaneFeatures]) {
 #pragma unroll
   for (int c = 0; c < kEdge / 4; ++c) {
@@ -429,9 +424,9 @@ __device__ __forceinline__ void to_edge_width(float (&to)[kCount][kEdge], const 
 }
 
 // Adds W_h e of every lane's head to the lane's features: the transpose of `to_edge_width`.
-template <typename T, int kEdge>
+template <int kEdge>
 __device__ __forceinline__ void add_from_edge_width(float (&to)[kLaneFeatures], const EdgeLane& lane,
-                                                    const LaneWeights<T>& weight, const float (&e)[kEdge]) {
+                                                    const LaneWeights& weight, const float (&e)[kEdge]) {
 #pragma unroll
   for (int c = 0; c < kEdge / 4; ++c) {
 #pragma unroll 1
