@@ -127,21 +127,22 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
   const FeatureGradients<T> features(args);
   const RowSlice slice = load_slice(args.split, lane.group);
   const WarpLength length(slice.length);
-  const std::int64_t row = row_of(args.split, slice), row_head = row * input.heads + lane.head;
+  const bool is_there = lane.group < args.split.num_slices && lane.live;
+  const auto row = static_cast<std::uint32_t>(row_of(args.split, slice));
+  const std::int64_t row_head = row * input.heads + lane.head;
   const float scale = static_cast<float>(input.scale);
   const SliceEntries of_slice(args.a, slice);
   Entries<kInFlight> next;
   next.read(of_slice, 0);
 
-  float q[kLaneFeatures], grad[kLaneFeatures], grad_q[kLaneFeatures] = {};
-  float q_edge[kEdge], grad_edge[kEdge], grad_q_edge[kEdge] = {};
-  lane.load<T>(q, input.q, row, scale);
-  lane.load<T>(grad, args.grad, row);
+  // As loaded, for registers are short in 16 bits.
+  LaneFeatures<T> q = lane.load_packed<T>(input.q, row), grad = lane.load_packed<T>(args.grad, row);
+  float grad_q[kLaneFeatures] = {}, q_edge[kEdge], grad_edge[kEdge], grad_q_edge[kEdge] = {};
   {
     float of_row[2][kEdge], x[2][kLaneFeatures];
 #pragma unroll
     for (int i = 0; i < kLaneFeatures; ++i) {
-      x[0][i] = q[i];
+      x[0][i] = scale * q[i];
       x[1][i] = grad[i];
     }
     to_edge_width<kEdge, 2>(of_row, lane, weight_rows, x);
@@ -176,6 +177,8 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
     }
     next.read(of_slice, base + kCount);
 
+    q.stay_packed();
+    grad.stay_packed();
     float products[2 * kCount] = {};  // scores, then dP
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
@@ -184,6 +187,7 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
         products[u] += q[i] * k[u][i];
         products[kCount + u] += grad[i] * v[u][i];
       }
+      products[u] *= scale;
 #pragma unroll
       for (int i = 0; i < kEdge; ++i) {
         products[u] += q_edge[i] * edge[u][i];
@@ -232,7 +236,7 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
   for_entries<kInFlight, 1>(length.longest, length.shortest, next, add);
 
   add_from_edge_width<kEdge>(grad_q, lane, weight_rows, grad_q_edge);
-  if (lane.group >= args.split.num_slices || !lane.live) return;
+  if (!is_there) return;
   const std::int64_t width = input.heads * input.head_width;
   if (slice.target < 0) {
     lane.store<T, float>(args.partial_q, ~slice.target, width, grad_q, scale);

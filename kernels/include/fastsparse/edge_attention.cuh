@@ -99,12 +99,12 @@ struct LaneRows {
 
 struct EdgeLane {
   std::int64_t group;  // index of the slice
-  std::int64_t head;   // valid even where not live
+  int head;            // valid even where not live
   bool live;           // lanes beyond the last head are not
   int sub;             // lane within its head
   int lanes;           // of a head
   int group_lanes;     // of a slice
-  std::int64_t first;  // the head's first feature in a row of all heads
+  int first;           // the head's first feature in a row of all heads
   int head_width;
   int edge_width;
 
@@ -115,10 +115,11 @@ struct EdgeLane {
     const int thread = static_cast<int>(threadIdx.x);
     group = (static_cast<std::int64_t>(blockIdx.x) * kHeadThreads + thread) >> (__ffs(group_lanes) - 1);
     sub = thread & (lanes - 1);
-    head = static_cast<std::int64_t>(blockIdx.y) * heads_per_group +
-           ((thread & (group_lanes - 1)) >> (__ffs(lanes) - 1));
-    live = head < input.heads;
-    if (!live) head = input.heads - 1;
+    head =
+        static_cast<int>(blockIdx.y) * heads_per_group + ((thread & (group_lanes - 1)) >> (__ffs(lanes) - 1));
+    const int heads = static_cast<int>(input.heads);
+    live = head < heads;
+    if (!live) head = heads - 1;
     head_width = static_cast<int>(input.head_width);
     edge_width = static_cast<int>(input.edge_width);
     first = head * head_width;
@@ -144,16 +145,27 @@ struct EdgeLane {
     return rows;
   }
 
-  // Features of a row times `factor`, zeros where the head has none.
+  // Features of a row as they lie there, zeros where the head has none.
+  template <typename T>
+  __device__ __forceinline__ LaneFeatures<T> load_packed(const DenseView& x, std::int64_t row) const {
+    constexpr int kVec = kEdgeVec<T>;
+    const LaneRows<T> rows = gather<T>(x);
+    LaneFeatures<T> features;
+#pragma unroll
+    for (int c = 0; c < kLaneFeatures / kVec; ++c) {
+      const char* at = rows.from[c] + static_cast<std::uint64_t>(row) * rows.row_bytes;
+      features.chunk[c].load(reinterpret_cast<const T*>(at), place<kVec>(c) < head_width);
+    }
+    return features;
+  }
+
+  // The same times `factor`.
   template <typename T>
   __device__ __forceinline__ void load(float (&to)[kLaneFeatures], const DenseView& x, std::int64_t row,
                                        float factor = 1.0f) const {
-    constexpr int kVec = kEdgeVec<T>;
-    const LaneFeatures<T> features = gather<T>(x).load(static_cast<std::uint32_t>(row));
+    const LaneFeatures<T> features = load_packed<T>(x, row);
 #pragma unroll
-    for (int i = 0; i < kLaneFeatures; ++i) {
-      to[i] = place<kVec>(i / kVec) < head_width ? features[i] * factor : 0.0f;
-    }
+    for (int i = 0; i < kLaneFeatures; ++i) to[i] = features[i] * factor;
   }
 
   // The same of a float32 vector, (heads * head_width), laid out as the features of T are.
