@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
     float of_row[2][kEdge], x[2][kLaneFeatures];
 #pragma unroll
     for (int i = 0; i < kLaneFeatures; ++i) {
-      x[0][i] = scale * q[i];
+      x[0][i] = q[i];
       x[1][i] = grad[i];
     }
     to_edge_width<kEdge, 2>(of_row, lane, weight_rows, x);
@@ -187,7 +187,6 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
         products[u] += q[i] * k[u][i];
         products[kCount + u] += grad[i] * v[u][i];
       }
-      products[u] *= scale;
 #pragma unroll
       for (int i = 0; i < kEdge; ++i) {
         products[u] += q_edge[i] * edge[u][i];
@@ -203,12 +202,12 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
     float weight[kCount], grad_score[kCount];
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
-      float score = products[u];
+      float reference = lse;
       if (!kPlain && input.bias.data != nullptr && has[u]) {
-        score += load_value<T>(input.bias, input.bias.dtype == input.dtype,
-                               static_cast<std::int64_t>(entries.position[u]) * input.heads + lane.head);
+        reference -= load_value<T>(input.bias, input.bias.dtype == input.dtype,
+                                   static_cast<std::int64_t>(entries.position[u]) * input.heads + lane.head);
       }
-      const float p = has[u] && lane.live ? exp_or_zero(score - lse) : 0.0f;
+      const float p = has[u] && lane.live ? exp_or_zero(__fmaf_rn(scale, products[u], -reference)) : 0.0f;
       weight[u] = p;
       if (!kPlain && input.dropout.threshold != 0) {
         weight[u] *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
@@ -228,8 +227,9 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
     float part[kCount][kEdge];
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
+      const float scaled = scale * grad_score[u];
 #pragma unroll
-      for (int i = 0; i < kEdge; ++i) part[u][i] = grad_score[u] * q_edge[i] + weight[u] * grad_edge[i];
+      for (int i = 0; i < kEdge; ++i) part[u][i] = __fmaf_rn(scaled, q_edge[i], weight[u] * grad_edge[i]);
     }
     store_features_of_heads<T>(features, lane, entries, has, part);
   };
