@@ -54,10 +54,8 @@ struct Words {
     }
   }
   __device__ __forceinline__ void stay_packed() {
-    if constexpr (sizeof(T) == 2) {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(word[i]));
-    }
+    for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(word[i]));
   }
   __device__ __forceinline__ float operator[](int i) const {
     if constexpr (sizeof(T) == 4) {
