@@ -11,6 +11,7 @@ from torch_geometric.nn import RGATConv
 from torch_geometric.typing import OptTensor, SparseTensor
 
 from fastsparse_core import additive_attention, scatter, scatter_softmax, spmm
+from fastsparse_core.fused.relational_attention import relational_attention
 from fastsparse_core.grouped_product import grouped_product
 from fastsparse_core.relations import Relations
 from fastsparse_core.segment import rows_of
@@ -93,11 +94,21 @@ class FastRGATConv(AttentionConv, RGATConv):
         weight = self._weight()
         takes_every_pair = self._takes_every_pair(x, weight)
         relations = relations.with_every_pair if takes_every_pair else relations
+        additive = self.attention_mode == "additive-self-attention"
+        is_fused = additive and self.mod is None and not with_weights
+        across = self.attention_mechanism == "across-relation"
+        if takes_every_pair and is_fused and across and edge_attr is None:
+            dropout = self.dropout if self.training else 0.0
+            options = (self.q, self.k, self.negative_slope, dropout)
+            out = relational_attention(relations.from_pairs, relations.dst_pairs, x, weight, *options)
+            if out is not None:
+                return self.update(out)
         sources, destinations = relations.src_pairs, relations.dst_pairs
         # The product of two matrices is narrower than the features of pairs; of blocks there is none.
         if takes_every_pair:
-            matrices = weight, weight @ self.k, weight @ self.q
-            rows, key, of_dst = (_of_every_relation(x, each) for each in matrices)
+            by_feature = weight.transpose(0, 1).contiguous()
+            maps = by_feature, by_feature @ self.k, by_feature @ self.q
+            rows, key, of_dst = ((x @ each.flatten(1)).view(-1, each.size(2)) for each in maps)
         else:
             rows = grouped_product(rows_of(x, sources.node), weight, sources.starts)
             key = rows @ self.k
@@ -107,8 +118,7 @@ class FastRGATConv(AttentionConv, RGATConv):
             else:
                 of_dst = grouped_product(x_dst, weight, destinations.starts) @ self.q
         of_edge = None if edge_attr is None else self._edge_scores(edge_attr)
-        additive = self.attention_mode == "additive-self-attention"
-        if additive and self.mod is None and not with_weights:
+        if is_fused:
             return self.update(self._fused(relations, rows, key, of_dst, of_edge))
         score = rows_of(of_dst, destinations.of_edge)
         other = rows_of(key, sources.of_edge)
@@ -117,8 +127,7 @@ class FastRGATConv(AttentionConv, RGATConv):
             score = F.leaky_relu(score, self.negative_slope)
         else:
             score = score * other if of_edge is None else score * other * of_edge
-        within = self.attention_mechanism == "within-relation"
-        index, groups = (destinations.of_edge, len(destinations)) if within else (relations.dst, num_nodes)
+        index, groups = (relations.dst, num_nodes) if across else (destinations.of_edge, len(destinations))
         alpha = scatter_softmax(score, index, groups)
         out = self.update(self._weighted(relations, rows, alpha))
         return (out, (edge_index, alpha)) if with_weights else out
@@ -210,9 +219,3 @@ class FastRGATConv(AttentionConv, RGATConv):
         if torch.is_autocast_enabled(x.device.type):
             return "autocast"
         return self._why_original_attention((x, x), edge_index, edge_attr)
-
-
-def _of_every_relation(x: Tensor, weight: Tensor) -> Tensor:
-    """All rows times all matrices (R, in, out), those of a row beside each other: (N * R, out)."""
-    products = x @ weight.transpose(0, 1).flatten(1)
-    return products.view(x.size(0) * weight.size(0), weight.size(2))

@@ -6,14 +6,17 @@ relation are consecutive rows, and products with the relation's matrix are produ
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fastsparse_core import recorded
+from fastsparse_core.ops._segment import find_segments
 from fastsparse_core.structure.adjacency import Adjacency
 from fastsparse_core.structure.build_once import built_results
+from fastsparse_core.structure.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,15 @@ class Pairs:
 
     def __len__(self) -> int:
         return self.node.numel()
+
+    @functools.cached_property
+    def index(self) -> Tensor:
+        """:attr:`of_edge` in int64, as gathers take it."""
+        return self.of_edge.long()
+
+    def find(self, *_: object) -> Segments:
+        """The edges of every pair."""
+        return find_segments(self.index, None, len(self), self.index.numel())
 
 
 class Relations:
@@ -148,6 +160,7 @@ class Relations:
                 }
             elif isinstance(it, Pairs):
                 usage[str(name)] = it.node.nbytes + it.of_edge.nbytes
+                usage[str(name)] += it.index.nbytes if "index" in vars(it) else 0
             elif isinstance(it, Tensor):
                 usage[str(name)] = it.nbytes
         return usage

@@ -12,6 +12,7 @@ from torch_geometric import nn as pyg
 from torch_geometric.nn import HGTConv, RGATConv, RGCNConv
 
 from fastsparse_core import Adjacency, log
+from fastsparse_core.fused.relational_attention import relational_attention
 from fastsparse_core.grouped_product import grouped_product
 from fastsparse_core.relations import Relations
 from fastsparse_pyg import (
@@ -24,7 +25,8 @@ from fastsparse_pyg import (
     restore,
 )
 from fastsparse_pyg.compat.torch_sparse import SparseTensor
-from fastsparse_pyg.nn import rgcn_conv
+from fastsparse_pyg.nn import rgat_conv, rgcn_conv
+from fastsparse_pyg.relations import relations_of
 
 NODES, EDGES, RELATIONS = 30, 300, 5
 
@@ -248,6 +250,45 @@ def test_rgat(device, monkeypatch, every_pair, mechanism, mode, mod):
             **decomposition,
         )
         assert_same(layers, [x], x, edge_index, kind, edge_attr, return_attention_weights=with_weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_rgat_of_few_nodes_is_one_node(device, monkeypatch, dropout, dtype):
+    """Which drops the weights that the operators drop, and has second derivatives."""
+    monkeypatch.setattr(FastRGATConv, "_takes_every_pair", lambda *_: True)
+    edge_index, kind = graph(device)
+    layer = FastRGATConv(4, 3, RELATIONS, heads=2, dropout=dropout).to(device, dtype)
+    x = torch.randn(NODES, 4, device=device, dtype=dtype, requires_grad=True)
+    seen = []
+
+    def gradients():
+        torch.manual_seed(0)
+        out = layer(x, edge_index, kind)
+        seen.append(out.grad_fn.next_functions[0][0].next_functions[0][0].name())
+        return [out, *torch.autograd.grad(out.square().sum(), [x, layer.weight, layer.q, layer.k])]
+
+    found = gradients()
+    with monkeypatch.context() as patch:
+        patch.setattr(rgat_conv, "relational_attention", lambda *_: None)
+        expected = gradients()
+    assert ["RelationalAttention" in name for name in seen] == [True, False]
+    for ours, theirs in zip(found, expected, strict=True):
+        limit = 1e-4 if dtype == torch.float32 else 0.1
+        assert ours.dtype == dtype
+        assert (ours - theirs).norm() < limit * theirs.norm()
+    if device == "cpu":  # whose kernels know float64
+        inputs = [each.detach().double().requires_grad_() for each in (x, layer.weight, layer.q, layer.k)]
+        relations = relations_of(edge_index, kind, (NODES, NODES), RELATIONS, layer.flow).with_every_pair
+
+        def result(*inputs):
+            torch.manual_seed(0)
+            return relational_attention(relations.from_pairs, relations.dst_pairs, *inputs, 0.2, dropout)
+
+        assert torch.autograd.gradcheck(result, inputs)
+        assert torch.autograd.gradgradcheck(result, inputs)
+        frozen = [each.detach() for each in inputs[1:]]
+        assert torch.autograd.gradcheck(lambda x: result(x, *frozen), inputs[:1])
 
 
 @pytest.mark.parametrize("mechanism", ["across-relation", "within-relation"])

@@ -1,0 +1,159 @@
+"""The relations' linear maps and additive attention across them (RGAT) as one node of autograd's graph.
+
+All nodes are multiplied by the matrices of all relations: for small graphs, whose steps take as long as the
+host needs for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import policy
+from fastsparse_core.ops import _additive_attention_csr
+from fastsparse_core.ops import _attention_unfused as unfused
+from fastsparse_core.ops._attention_checks import draw_seed, drawn_by_replays
+from fastsparse_core.ops._attention_fused import additive, additive_gradients
+from fastsparse_core.ops._autocast import is_any_autocast_enabled, without_autocast
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
+from fastsparse_core.ops._edge_rows import End, lift, sum_edges
+from fastsparse_core.ops._kept_results import unfused_gradients
+from fastsparse_core.structure.adjacency import Adjacency
+
+__all__ = ["relational_attention"]
+
+
+class _Call(NamedTuple):
+    adj: Adjacency
+    pairs: End
+    negative_slope: float
+    dropout_p: float
+    seed: Tensor | None
+
+
+def relational_attention(
+    adj: Adjacency,
+    pairs: End,
+    x: Tensor,
+    weight: Tensor,
+    query: Tensor,
+    key: Tensor,
+    negative_slope: float,
+    dropout_p: float,
+) -> Tensor | None:
+    r"""Additive attention of every node over its edges of all relations.
+
+    .. math::
+        \mathbf{y}_i = \sum_{r,\, j} \operatorname{softmax}_{r,\, j}(\operatorname{leaky\_relu}(
+        \mathbf{x}_i \mathbf{W}_r \mathbf{Q} + \mathbf{x}_j \mathbf{W}_r \mathbf{K})) \,
+        \mathbf{x}_j \mathbf{W}_r \quad \text{for every head}
+
+    Args:
+        adj: structure (N, N * R) of nodes and all pairs of a source and a relation, those of a source beside
+            each other.
+        pairs: pair of the destination and the relation of every edge, in that order too.
+        x: features (N, F), which `is_plain_eager`.
+        weight: matrices of the relations (R, F, heads * D).
+        query: :math:`\mathbf{Q}`, (heads * D, heads).
+        key: :math:`\mathbf{K}`, like ``query``.
+        negative_slope: of the leaky ReLU.
+        dropout_p: probability with which a weight is dropped.
+
+    Returns:
+        (N, heads * D), differentiable, twice too. None: autocast, dtypes that do not go together, no kernel.
+    """
+    given = (x, weight, query, key)
+    if (
+        is_any_autocast_enabled()
+        or x.dtype not in DTYPE_CODE
+        or any(
+            type(each) not in PLAIN or each.dtype != x.dtype or each.device != x.device or each.is_neg()
+            for each in given
+        )
+        or not is_plain_eager(x)
+        or policy.requested("attention", "auto") == "unfused"
+        or (x.is_cuda and _additive_attention_csr.obstacle(x.dtype, *query.shape))
+        or drawn_by_replays(dropout_p)
+    ):
+        return None
+    call = _Call(adj, pairs, negative_slope, *draw_seed(dropout_p))
+    if torch.is_grad_enabled():
+        apply = _RelationalAttention.apply if any(is_wrapped(each) for each in given) else _apply
+        out: Tensor = apply(*given, call)
+        return out
+    maps = _maps(weight, query, key)
+    return additive(adj, *_operands(x, maps, pairs), *call[2:])[0]
+
+
+def _maps(weight: Tensor, query: Tensor, key: Tensor) -> Sequence[Tensor]:
+    """What features are multiplied by to give values, keys and queries: (F * R, columns)."""
+    by_feature = weight.transpose(0, 1).reshape(-1, weight.shape[2])
+    return by_feature, torch.mm(by_feature, key), torch.mm(by_feature, query)
+
+
+def _operands(x: Tensor, maps: Sequence[Tensor], pairs: End) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scores of destinations and sources, values, and scores of edges."""
+    width, precise = x.shape[1], accumulation_dtype(x.dtype)
+    rows, of_src, of_dst = (torch.mm(x, each.view(width, -1)).view(-1, each.shape[1]) for each in maps)
+    # A destination's score depends on the relation: it comes with the edge.
+    (of_edge,) = lift((of_dst,), (pairs,))
+    none = x.new_zeros(x.shape[0], of_edge.shape[1], dtype=precise)
+    return none, of_src.to(precise), rows, of_edge
+
+
+class _RelationalAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *given, call = arguments
+        maps = _maps(*given[1:])
+        operands = _operands(given[0], maps, call.pairs)
+        out, lse = additive(call.adj, *operands, *call[2:])
+        ctx.save_for_backward(*given, *maps, *operands, lse)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = _gradients if is_first_derivative(grad) else _differentiable
+        return (*without_autocast(gradients, ctx, grad), None)
+
+
+_apply = direct(_RelationalAttention)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, query, key, *maps = ctx.saved_tensors[:7]
+    adj, pairs, *options = ctx.call
+    _, of_src, of_rows, of_edge = additive_gradients(
+        adj, grad, *ctx.saved_tensors[7:], *options, bias_wanted=True
+    )
+    assert of_edge is not None
+    of_dst = sum_edges(of_edge, pairs, adj.num_src)
+    num_nodes, width = x.shape
+    found = [each.to(x.dtype).view(num_nodes, -1) for each in (of_rows, of_src, of_dst)]
+    grad_x = None
+    if ctx.needs_input_grad[0]:
+        of_weight, of_key, of_query = (each.view(width, -1).t() for each in maps)
+        grad_x = torch.mm(found[0], of_weight).addmm_(found[1], of_key).addmm_(found[2], of_query)
+    if not any(ctx.needs_input_grad[1:4]):
+        return grad_x, None, None, None
+    x = x.t()
+    grads = [torch.mm(x, each).view(-1, of_map.shape[1]) for each, of_map in zip(found, maps, strict=True)]
+    by_column = maps[0].t()
+    grad_query, grad_key = torch.mm(by_column, grads[2]), torch.mm(by_column, grads[1])
+    grad = grads[0].addmm_(grads[1], key.t()).addmm_(grads[2], query.t())
+    return grad_x, grad.view(width, *weight.shape[::2]).transpose(0, 1), grad_query, grad_key
+
+
+def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The same gradients of operators that have gradients again."""
+    adj, pairs, *options = ctx.call
+
+    def compute(x: Tensor, *matrices: Tensor) -> Tensor:
+        return unfused.additive(adj, *_operands(x, _maps(*matrices), pairs), *options)
+
+    return tuple(unfused_gradients(compute, grad, ctx.saved_tensors[:4], ctx.needs_input_grad))
