@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from operator import attrgetter
@@ -39,6 +40,8 @@ layer_cache = AdjacencyCache("fastsparse_pyg")
 _sampled: Any = WeakIdKeyDictionary()  # edge_index of a batch -> (its stamp, the sampler's edges)
 #: How often edge lists of one size came that were not known, and the last of them where that was often.
 _strangers: OrderedDict[Hashable, tuple[int, Tensor | None, Adjacency | None]] = OrderedDict()
+#: Edge lists that layers met, by id, which belongs to another object once the reference is dead.
+_met: dict[int, weakref.ref[Tensor]] = {}
 _unit_values: Any = WeakIdKeyDictionary()  # sparse matrix -> (stamp of its values, whether all of them are 1)
 
 
@@ -92,10 +95,21 @@ def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) 
     return adjacency
 
 
-def is_made_anew(edges: Tensor, options: Hashable) -> bool:
-    """Whether nobody knows an edge list, and several of its size came that nobody knew."""
-    count, *_ = _strangers.get((edges.shape, edges.dtype, edges.device, options), (0,))
-    return count >= _MANY and not layer_cache.holds(edges)
+def is_first_sight(edges: Tensor) -> bool:
+    """Whether an edge list never came before, so that perhaps it never comes again; asking makes it known."""
+    number = id(edges)
+    met = _met.get(number)
+    if met is not None and met() is edges:
+        return False
+    if layer_cache.holds(edges) or (len(_sampled) and edges in _sampled):
+        return False
+
+    def forget(dead: weakref.ref[Tensor]) -> None:
+        if _met.get(number) is dead:
+            del _met[number]
+
+    _met[number] = weakref.ref(edges, forget)
+    return True
 
 
 def stamp_of(tensor: Tensor) -> Hashable:
@@ -157,4 +171,5 @@ def clear_cache() -> None:
     """Frees every cached structure and resets the counters; layers rebuild what they need."""
     layer_cache.clear()
     _strangers.clear()
+    _met.clear()
     _unit_values.clear()

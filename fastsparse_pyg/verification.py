@@ -60,7 +60,9 @@ class _FirstCall:
         forget_verification(layer)
         ours, pygs = _alone(layer), _alone(layer)
         self.restore(pygs)
-        expected, got = _results(pygs, args, kwargs), _results(ours, args, kwargs)
+        expected = _results(pygs, args, kwargs)
+        for _ in range(2):  # few edges on a GPU get the kernels when they come again
+            got = _results(ours, args, kwargs)
         for what, want in expected.items():
             difference = _difference(got.get(what), want)
             if difference:

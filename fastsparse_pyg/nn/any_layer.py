@@ -16,7 +16,7 @@ from fastsparse_core import Adjacency
 from fastsparse_core.log import info_once
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
-from fastsparse_pyg.caching import is_made_anew, logger, lookup
+from fastsparse_pyg.caching import is_first_sight, layer_cache, logger, lookup
 from fastsparse_pyg.graph import edges_made_anew, is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
@@ -30,10 +30,10 @@ _MOST_PATTERNS = 8
 FEW_EDGES = 4096
 _FEW_ON_GPU = f"no one kernel for the whole message, and at most {FEW_EDGES_ON_GPU} edges on a GPU"
 _FEW_ON_CPU = f"fewer than {FEW_EDGES} edges on the CPU"
-#: Edges that a layer makes anew in every call would be compared with the last ones: that pays later
-#: (FAConv on 41 thousand edges, on an H200: a step of 2.06 ms by PyG's code, 2.38 by kernels).
+#: A structure pays with the second call, and more edges are few for the first: a layer that makes its edges
+#: anew has no second one (FAConv on 41 thousand edges, on an H200: a step of 2.06 ms by PyG's code, 2.38 by
+#: kernels whose structure was recognised).
 _TIMES_IF_NEW = 4
-_NEW_ON_GPU = f"at most {_TIMES_IF_NEW * FEW_EDGES_ON_GPU} edges on a GPU, made anew in every call"
 _16_BITS = (torch.float16, torch.bfloat16)
 _ANY = Pattern(reason="its attributes change")
 _UNKNOWN: Any = object()
@@ -62,12 +62,18 @@ class AnyLayer(MessagePassing):
 
     def propagate(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
         """As PyG's."""
-        kind, served = None, _UNKNOWN
+        kind = None
         if not (args or torch.compiler.is_compiling() or _is_tracing()):
             # One thread adds in order, so that PyTorch's sums have the same bits every time too; not so those
             # of 16-bit numbers in float32.
             if _are_few_on_cpu(edge_index) and not _has_16_bits(kwargs):
                 self._say(_FEW_ON_CPU)
+                return super().propagate(edge_index, size=size, **kwargs)
+            if (
+                are_few_on_gpu(edge_index, _TIMES_IF_NEW)
+                and is_first_sight(edge_index)
+                and not _has_16_bits(kwargs)
+            ):
                 return super().propagate(edge_index, size=size, **kwargs)
             # A call for each of them would take as long as the rest of this.
             kind = (
@@ -76,22 +82,17 @@ class AnyLayer(MessagePassing):
                 *[item.dtype if type(item) is Tensor else _kind_of(item) for item in kwargs.values()],
             )
             served = self._served.get(kind, _UNKNOWN)
-        if served is None:
-            if are_few_on_gpu(edge_index) and not is_any_autocast_enabled():
-                return super().propagate(edge_index, size=size, **kwargs)
-        elif served is not _UNKNOWN and size is None:
-            out = served.reduce(self, edge_index, kwargs)
-            if out is NotImplemented and are_few_on_gpu(edge_index, _TIMES_IF_NEW):
-                self._say(_NEW_ON_GPU)
-                return super().propagate(edge_index, size=size, **kwargs)
-            if out is not None and out is not NotImplemented:
-                return out
+            if served is None:
+                if are_few_on_gpu(edge_index) and not is_any_autocast_enabled():
+                    return super().propagate(edge_index, size=size, **kwargs)
+            elif served is not _UNKNOWN and size is None:
+                out = served.reduce(self, edge_index, kwargs)
+                if out is not None:
+                    return out
         reason = "propagate() with positional arguments" if args else self._why_original(edge_index)
         if not reason:
-            has_16_bits = _has_16_bits(kwargs)
-            are_few = are_few_on_gpu(edge_index) and not has_16_bits
-            are_few_if_new = are_few_on_gpu(edge_index, _TIMES_IF_NEW) and not has_16_bits
-            found = self._collect_lazily(edge_index, size, kwargs, self._names().lifted, are_few_if_new)
+            are_few = are_few_on_gpu(edge_index) and not _has_16_bits(kwargs)
+            found = self._collect_lazily(edge_index, size, kwargs, self._names().lifted)
             if isinstance(found, Arguments):
                 how, pattern = self._kernel_reduce(), self._pattern("message", found)
                 if not are_few or (kernel_of(pattern, how) and not found.reads(pattern.names)):
@@ -108,7 +109,9 @@ class AnyLayer(MessagePassing):
 
     def edge_updater(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
         """As PyG's."""
-        are_few = (are_few_on_gpu(edge_index) or _are_few_on_cpu(edge_index)) and not _has_16_bits(kwargs)
+        times = 1 if layer_cache.holds(edge_index) else _TIMES_IF_NEW
+        are_few = are_few_on_gpu(edge_index, times) or _are_few_on_cpu(edge_index)
+        are_few = are_few and not _has_16_bits(kwargs)
         if not args and not are_few and not self._why_original(edge_index):
             names = self._names()
             found = self._collect_lazily(edge_index, size, kwargs, names.edge_lifted)
@@ -161,7 +164,6 @@ class AnyLayer(MessagePassing):
         size: Any,
         kwargs: dict[str, Any],
         lifted: tuple[tuple[str, str, bool], ...],
-        are_few_if_new: bool = False,
     ) -> Arguments | str:
         """The arguments that the layer's methods may ask for, or why PyG's code has to run."""
         if type(edge_index) is Tensor and edge_index.shape[0] == 2:  # of which there is nothing else to check
@@ -189,8 +191,6 @@ class AnyLayer(MessagePassing):
         options = (num_dst, num_src, self.flow, False)
         adj = known(edge_index, options)
         if adj is None:
-            if are_few_if_new and is_made_anew(edge_index, options):
-                return _NEW_ON_GPU
             adj = lookup(edge_index, (edge_index,), options, lambda: edges_made_anew(edges, options))
         return Arguments(
             self.node_dim,
@@ -314,12 +314,13 @@ def _are_few_on_cpu(edge_index: Any) -> bool:
 
 
 def _has_16_bits(given: dict[str, Any]) -> bool:
+    """Whether the first features that a layer hands over are of 16 bits, or may become so."""
     if is_any_autocast_enabled():
         return True
     for value in given.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, Tensor) and item.dtype in _16_BITS:
-                return True
+        item = value[0] if isinstance(value, (tuple, list)) and value else value
+        if isinstance(item, Tensor):
+            return item.dtype in _16_BITS
     return False
 
 

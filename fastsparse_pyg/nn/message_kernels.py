@@ -14,7 +14,6 @@ from fastsparse_core import gine_aggregate, policy, spmm
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops.spmm import plain_spmm
-from fastsparse_pyg.caching import is_made_anew
 from fastsparse_pyg.nn.base import has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import Arguments, Signature
 from fastsparse_pyg.nn.message_pattern import Pattern
@@ -68,8 +67,6 @@ class Copies(NamedTuple):
     def reduce(self, layer: Any, edge_index: Any, given: dict[str, Any]) -> Any:
         """The result of `propagate` for edges that were looked up before; None: look closer.
 
-        NotImplemented: the layer makes its edges anew in every call.
-
         Args:
             layer: whose messages they are.
             edge_index: as the caller gave it.
@@ -101,10 +98,9 @@ class Copies(NamedTuple):
         ):
             return None
         num_nodes = x.shape[0]
-        options = (num_nodes, num_nodes, state["flow"], False)
-        adj = known(edge_index, options)
+        adj = known(edge_index, (num_nodes, num_nodes, state["flow"], False))
         if adj is None:
-            return NotImplemented if is_made_anew(edge_index, options) else None
+            return None
         value: Tensor | None = None
         compute = self.pattern.compute
         if compute is not None:

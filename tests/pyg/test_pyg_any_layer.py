@@ -381,7 +381,7 @@ def test_few_edges_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_few_edges_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There PyG's code runs where no one kernel computes and reduces the messages."""
+    """There PyG's code runs where no one kernel computes and reduces the messages, or edges are new."""
     monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda *_: True)
     it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
     ran: list[str] = []
@@ -405,19 +405,27 @@ def test_few_edges_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for layer, call, by_kernel in cases:
         expected = call(layer, it)
         accelerate(layer, show=False)
-        for _ in range(3):
+        new = Inputs(EDGES.clone(), *list(vars(it).values())[1:])
+        for nth in range(3):
             ran.clear()
-            close(call(layer, it), expected, 1e-5)
-            assert bool(ran) == by_kernel, layer
-    fresh = pyg.SimpleConv()
-    accelerate(fresh, show=False)
+            close(call(layer, new), expected, 1e-5)
+            assert bool(ran) == (by_kernel and nth > 0), layer
+    ran.clear()
     for _ in range(4):  # the same edges in another tensor each time, as of layers that add self loops
-        ran.clear()
-        fresh(it.x, EDGES.clone())
+        cases[-2][0](it.x, EDGES.clone())
     assert not ran
     half = Inputs.draw(EDGES, N, WIDTH, torch.bfloat16)
     weighted(cases[0][0].bfloat16(), half)  # which PyG would not sum in float32
     assert ran == ["aggregate"]
+
+
+def test_verify_waits_for_the_kernels_of_few_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda *_: True)
+    monkeypatch.setattr(message_kernels, "spmm", lambda adj, x, *_: torch.zeros_like(x))
+    layer = pyg.SimpleConv()
+    accelerate(layer, show=False, verify=True)
+    with pytest.raises(VerificationError, match="verify: layer"):
+        layer(torch.randn(N, 6), EDGES.clone())
 
 
 class Scaling(MessagePassing):
