@@ -12,6 +12,8 @@ from torch_geometric.typing import SparseTensor
 from fastsparse_core import Adjacency
 from fastsparse_core.distributed import PartitionedAdjacency
 from fastsparse_core.log import info_once
+from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_core.structure.construction import SelfLoops
 from fastsparse_pyg.caching import has_unit_values, logger, lookup, recognise, sampled_edges
 
 _SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_coo, torch.sparse_csc)
@@ -138,8 +140,9 @@ def _from_edge_list(
     return lookup(edge_index, (edge_index,), options, lambda: _build_from_edge_list(edge_index, *options))
 
 
-#: In the place of `add_self_loops`: loops that are missing are the kernel's to add.
+#: In the place of `add_self_loops`: loops that are missing are the kernel's to add, where all are.
 BY_KERNEL = "by the kernel"
+_SELF_LOOPS: dict[bool | str, SelfLoops] = {False: "keep", True: "replace", BY_KERNEL: "replace_if_some"}
 
 
 def edges_for_loops(edge_index: Tensor, num_nodes: int, flow: str) -> Adjacency:
@@ -148,14 +151,27 @@ def edges_for_loops(edge_index: Tensor, num_nodes: int, flow: str) -> Adjacency:
     Where some edge is a loop already, the loops are in the structure (`has_inserted_loops`), as of
     :func:`resolve`. Else it is that of the edges, which takes no sort if they come sorted.
     """
+    options = (num_nodes, num_nodes, flow, BY_KERNEL)
+    return lookup(edge_index, (edge_index,), options, lambda: _build_from_edge_list(edge_index, *options))
 
-    def build() -> Adjacency:
-        adj = _build_from_edge_list(edge_index, num_nodes, num_nodes, flow, False)
-        if adj.has_loops is False:
-            return adj
-        return _build_from_edge_list(edge_index, num_nodes, num_nodes, flow, True)
 
-    return lookup(edge_index, (edge_index,), (num_nodes, num_nodes, flow, BY_KERNEL), build)
+def gcn_factors(adj: Adjacency, dtype: torch.dtype, loops: bool = False) -> tuple[Tensor, bool]:
+    """One over the roots of the degrees, by which GCN multiplies rows and columns.
+
+    Args:
+        adj: structure.
+        dtype: of the features.
+        loops: whether every node has a loop, which the kernel adds where it is not in the structure.
+
+    Returns:
+        the factors; whether the kernel has to add the loops.
+    """
+    found: tuple[Tensor, bool] | None = adj.plans.get(("GCN", dtype, loops))
+    if found is None:
+        adds = loops and not adj.has_inserted_loops
+        found = adj.inv_sqrt_degree(accumulation_dtype(dtype), loops=int(adds)), adds
+        adj.plans["GCN", dtype, loops] = found
+    return found
 
 
 def edges_made_anew(edges: Tensor, options: tuple[int, int, str, bool]) -> Adjacency:
@@ -172,7 +188,7 @@ def edges_made_anew(edges: Tensor, options: tuple[int, int, str, bool]) -> Adjac
 
 
 def _build_from_edge_list(
-    edge_index: Tensor, num_dst: int, num_src: int, flow: str, add_self_loops: bool
+    edge_index: Tensor, num_dst: int, num_src: int, flow: str, add_self_loops: bool | str
 ) -> Adjacency:
     edges = edge_index._data if isinstance(edge_index, EdgeIndex) else edge_index
     if edges.dim() != 2 or edges.size(0) != 2:
@@ -188,7 +204,7 @@ def _build_from_edge_list(
     ends = edges.unbind(0)
     try:
         return Adjacency.from_coo(
-            ends[dst], ends[src], (num_dst, num_src), self_loops="replace" if add_self_loops else "keep"
+            ends[dst], ends[src], (num_dst, num_src), self_loops=_SELF_LOOPS[add_self_loops]
         )
     except ValueError as error:
         _raise_index_error(edges, {src: num_src, dst: num_dst}, error)

@@ -18,7 +18,7 @@ from fastsparse_core.fused.graph_convolution import one
 from fastsparse_core.ops._autocast import autocast
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
-from fastsparse_pyg.graph import edges_for_loops, resolve
+from fastsparse_pyg.graph import edges_for_loops, gcn_factors, resolve
 
 #: What the operators compute: sums, means, and GCN's sums divided by the roots of both degrees.
 REDUCTIONS = ("sum", "mean", "gcn")
@@ -107,16 +107,14 @@ def _structure(
             "PyTorch before 2.8), whose replays would not see other edges; pass "
             "fastsparse_pyg.prepare(edge_index)"
         )
-    precise = accumulation_dtype(dtype)
     if reduce == "gcn" and loops:
         adj = edges_for_loops(edges, num_dst, flow)
-        adds = not adj.has_inserted_loops
-        scale = adj.inv_sqrt_degree(precise, loops=int(adds))
-        return adj, scale, scale, one(edges.device, precise) if adds else None
-    adj = resolve(edges, num_src, num_dst, edges.device, flow=flow, add_self_loops=loops).adj
+    else:
+        adj = resolve(edges, num_src, num_dst, edges.device, flow=flow, add_self_loops=loops).adj
+    precise = accumulation_dtype(dtype)
     if reduce == "gcn":
-        scale = adj.inv_sqrt_degree(precise)
-        return adj, scale, scale, None
+        scale, adds = gcn_factors(adj, dtype, loops)
+        return adj, scale, scale, one(edges.device, precise) if adds else None
     return adj, adj.inv_degree(precise) if reduce == "mean" else None, None, None
 
 

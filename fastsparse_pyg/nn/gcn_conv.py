@@ -16,7 +16,7 @@ from fastsparse_core import Adjacency, recorded
 from fastsparse_core.fused.graph_convolution import graph_convolution
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._eager import is_plain_eager
-from fastsparse_pyg.graph import BY_KERNEL, edges_for_loops
+from fastsparse_pyg.graph import BY_KERNEL, edges_for_loops, gcn_factors
 from fastsparse_pyg.nn.base import WITHOUT_ADJACENCY, known
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, message_dtype
 
@@ -128,13 +128,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
             if recorded.current() is not None:  # of the edges of a padded batch nobody knows
                 return None
             adj = edges_for_loops(edge_index, num_nodes, flow)
-        found = adj.plans.get(("GCN with loops", x.dtype))
-        if found is None:
-            adds = not adj.has_inserted_loops
-            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-            scale = adj.inv_sqrt_degree(dtype, loops=int(adds))
-            found = adj.plans["GCN with loops", x.dtype] = (scale, adds)
-        scale, adds = found
+        scale, adds = gcn_factors(adj, x.dtype, True)
         return (adj, None, scale, scale), adds
 
     def _traced(self, x: Tensor, edge_index: Any) -> Tensor | None:

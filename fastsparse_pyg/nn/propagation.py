@@ -9,7 +9,8 @@ from torch import Tensor
 from torch_geometric.typing import SparseTensor
 
 from fastsparse_core import Adjacency, sddmm, spmm
-from fastsparse_pyg.graph import Graph, caller_edges, is_sparse_matrix, resolve, to_edge_index
+from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_pyg.graph import Graph, caller_edges, gcn_factors, is_sparse_matrix, resolve, to_edge_index
 from fastsparse_pyg.nn.base import FastConv
 
 
@@ -192,10 +193,7 @@ class PropagatingConv(FastConv):
         adj = self._plain_graph(x, edge_index, state["add_self_loops"])
         if adj is None:
             return None
-        scale = adj.plans.get(("GCN", x.dtype))
-        if scale is None:
-            scale = adj.inv_sqrt_degree(torch.float64 if x.dtype == torch.float64 else torch.float32)
-            adj.plans["GCN", x.dtype] = scale
+        scale, _ = gcn_factors(adj, x.dtype)
         return adj, None, scale, scale
 
     def _normalised(
@@ -218,7 +216,7 @@ class PropagatingConv(FastConv):
         adj = graph.adj
         value = self._value(graph, x, edge_index, edge_weight, fill_value)
         if value is None:
-            scale = adj.inv_sqrt_degree(torch.float64 if x.dtype == torch.float64 else torch.float32)
+            scale = adj.inv_sqrt_degree(accumulation_dtype(x.dtype))
             return Propagation(adj, None, scale, scale)
         # Degrees are sums of many terms: never in 16 bits, whatever autocast says.
         with torch.autocast(x.device.type, enabled=False):

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastsparse_core import Adjacency, reference
 from fastsparse_core.fused.graph_convolution import graph_convolution
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
+from fastsparse_core.structure import construction
 
 ALGORITHMS = ("auto", "csr", "flashsparse", "tca", "hr")
 
@@ -108,3 +109,32 @@ def test_loops_of_edges_are_noticed(device, order):
         changed[place] = row[place]
         assert Adjacency.from_coo(row, changed, (50, 50)).has_loops is True
     assert Adjacency.from_coo(row, col, (50, 60)).has_loops is None
+
+
+@pytest.mark.parametrize("order", ["sorted", "any"])
+def test_loops_are_replaced_where_there_are_some(device, order, monkeypatch):
+    row, col = torch.randint(50, (2, 400), generator=torch.Generator().manual_seed(2)).to(device)
+    if order == "sorted":
+        index = (row * 50 + col).sort().indices
+        row, col = row[index], col[index]
+    sorts = []
+    right = construction.compress
+    monkeypatch.setattr(
+        construction, "compress", lambda *it, **ways: (sorts.append(1), right(*it, **ways))[1]
+    )
+    for rows, columns in ((row, col), (row[row != col], col[row != col])):
+        some = bool((rows == columns).any())
+        expected = Adjacency.from_coo(rows, columns, (50, 50), self_loops="replace" if some else "keep")
+        sorts.clear()
+        adj = Adjacency.from_coo(rows, columns, (50, 50), self_loops="replace_if_some")
+        assert len(sorts) == (some or order == "any")  # at most once
+        assert adj.has_inserted_loops == expected.has_inserted_loops == some
+        assert adj.has_loops is expected.has_loops
+        assert torch.equal(adj.rowptr, expected.rowptr)
+        assert torch.equal(adj.col, expected.col)
+        assert adj.num_values == expected.num_values
+        assert (adj.edge_id is None) == (expected.edge_id is None)
+        assert adj.edge_id is None or torch.equal(adj.edge_id, expected.edge_id)
+    with pytest.raises(ValueError, match="row: expected indices from 0 to num_dst - 1 = 9"):
+        Adjacency.from_coo(row, col, (10, 10), self_loops="replace_if_some")
+    assert Adjacency.from_coo(row, col, (50, 60), self_loops="replace_if_some").has_inserted_loops

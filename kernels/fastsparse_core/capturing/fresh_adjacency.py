@@ -107,7 +107,7 @@ class FreshAdjacency(Adjacency):
         loop_edge: Tensor | tuple[()] | None = None
         if self_loops != "keep":
             count = min(shape)
-            if self_loops == "replace":
+            if self_loops != "append":
                 if not run.has_padding:
                     raise RuntimeError(
                         "a recorded step cannot replace self loops of edges that change and are not padded; "

@@ -17,6 +17,7 @@ from fastsparse_core.formats.inspection import Inspection
 from fastsparse_core.structure.build_once import BuiltOnce
 from fastsparse_core.structure.construction import (
     CompressedRows,
+    SelfLoops,
     check_edges,
     check_shape,
     rows_of_edges,
@@ -108,7 +109,7 @@ class Adjacency(Storage):
         shape: tuple[int, int],
         *,
         duplicates: Literal["keep", "sum"] = "keep",
-        self_loops: Literal["keep", "append", "replace"] = "keep",
+        self_loops: SelfLoops = "keep",
         group_rows: Method = "auto",
     ) -> Adjacency:
         """Builds the structure of an edge list in any order.
@@ -125,7 +126,8 @@ class Adjacency(Storage):
                 edge values then follow the merged edges, sorted by (row, col); :meth:`coalesce_value` sums
                 the caller's onto them.
             self_loops: ``"append"`` adds a loop (i, i) for every i < min(shape) after the caller's edges;
-                ``"replace"`` first drops the caller's own loops. Values: :meth:`extend_value`.
+                ``"replace"`` first drops the caller's own loops, ``"replace_if_some"`` adds none where the
+                caller's edges have none (`has_inserted_loops`). Values: :meth:`extend_value`.
             group_rows: ``"auto"``, ``"none"`` or ``"minhash"``, see :class:`Adjacency`.
 
         Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from fastsparse_core.formats.inspection import (
 )
 
 _INT32_MAX = 2**31 - 1
+SelfLoops = Literal["keep", "append", "replace", "replace_if_some"]
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ def rows_of_edges(
     col: Tensor,
     shape: tuple[int, int],
     duplicates: Literal["keep", "sum"],
-    self_loops: Literal["keep", "append", "replace"],
+    self_loops: SelfLoops,
 ) -> CompressedRows:
     """CompressedRows of edges that :func:`check_edges` has seen, for :meth:`Adjacency.from_coo`.
 
@@ -58,15 +59,19 @@ def rows_of_edges(
     """
     row, col = row.contiguous(), col.contiguous()
     square = shape[0] == shape[1]
-    if duplicates == "keep" and self_loops == "keep":
-        return _as_given(row, col, shape)
-    facts = inspect_indices(row, col, square=square)
-    _check_range(facts, row, col, shape)
+    facts: CompressedRows | IndexFacts
+    if duplicates == "keep" and self_loops in ("keep", "replace_if_some"):
+        facts = _as_given(row, col, shape, self_loops == "keep")
+        if isinstance(facts, CompressedRows):
+            return facts
+    else:
+        facts = inspect_indices(row, col, square=square)
+        _check_range(facts, row, col, shape)
     num_given = num_values = row.numel()
     position: Tensor | None = None
     loop_edge: Tensor | tuple[()] | None = None
     if self_loops != "keep":
-        row, col, position, loop_edge = insert_loops(row, col, min(shape), self_loops == "replace")
+        row, col, position, loop_edge = insert_loops(row, col, min(shape), self_loops != "append")
         num_values += min(shape)
     rowptr, sorted_col, edge_id = compress(row, col, *shape)
     if position is not None:
@@ -85,14 +90,21 @@ def rows_of_edges(
     )
 
 
-def _as_given(row: Tensor, col: Tensor, shape: tuple[int, int]) -> CompressedRows:
-    """CompressedRows of edges of which each is stored once, in their order where rows ascend."""
+def _as_given(
+    row: Tensor, col: Tensor, shape: tuple[int, int], keeps_loops: bool
+) -> CompressedRows | IndexFacts:
+    """CompressedRows of edges of which each is stored once, in their order where rows ascend.
+
+    Of edges with loops that are not to be kept, only what was found out.
+    """
     square = shape[0] == shape[1]
     longest = lengths.slice_length(row.numel(), gpu.profile_of(row.device))
     found = inspect_edges(row, col, shape[0], longest, square=square)
     _check_range(found, row, col, shape)
     may_be_symmetric = square and found.checksum == 0
     has_loops = found.has_loops if square else None
+    if not keeps_loops and has_loops is not False:
+        return IndexFacts(found.most_row, found.most_col, found.checksum)
     if not (found.rows_descend or (found.cols_descend and may_be_symmetric)):
         return CompressedRows(
             found.rowptr, found.col, symmetric=may_be_symmetric, has_loops=has_loops, found=found
@@ -195,8 +207,9 @@ def check_edges(row: Tensor, col: Tensor, duplicates: str, self_loops: str) -> N
         raise ValueError(f"row and col: expected one device, got {row.device} and {col.device}")
     if duplicates not in ("keep", "sum"):
         raise ValueError(f"duplicates: expected 'keep' or 'sum', got {duplicates!r}")
-    if self_loops not in ("keep", "append", "replace"):
-        raise ValueError(f"self_loops: expected 'keep', 'append' or 'replace', got {self_loops!r}")
+    if self_loops not in get_args(SelfLoops):
+        expected = ", ".join(map(repr, get_args(SelfLoops)))
+        raise ValueError(f"self_loops: expected one of {expected}, got {self_loops!r}")
 
 
 def _own(index: Tensor, dtype: torch.dtype) -> Tensor:
