@@ -243,9 +243,16 @@ FAULTS = (
     Fault(
         "the graph's own self loops stay beside those of the layer",
         "fastsparse_pyg/graph.py",
-        'self_loops="replace" if add_self_loops else "keep"',
-        'self_loops="append" if add_self_loops else "keep"',
+        'True: "replace", BY_KERNEL: "replace_if_some"',
+        'True: "append", BY_KERNEL: "append"',
         ("tests/pyg/test_pyg_gcn_conv.py::test_matches_the_original",),
+    ),
+    Fault(
+        "few edges on a GPU are new in every call",
+        "fastsparse_pyg/caching.py",
+        "    if met is not None and met() is edges:\n        return False\n",
+        "",
+        ("tests/pyg/test_pyg_any_layer.py::test_few_edges_on_a_gpu",),
     ),
     Fault(
         "a cached layer gives its edge weights in another order",
