@@ -30,6 +30,7 @@ from fastsparse_core.sampling import Edges
 #: Edge lists of one size that are taken for a user's own graphs before they are compared.
 _MANY = 2
 _MOST_STRANGERS = 16
+_MOST_MET = 1024
 
 #: The part of a plain tensor's stamp that is read at once, its device last.
 stamp_attributes = attrgetter("_version", "shape", "dtype", "device")
@@ -40,7 +41,7 @@ layer_cache = AdjacencyCache("fastsparse_pyg")
 _sampled: Any = WeakIdKeyDictionary()  # edge_index of a batch -> (its stamp, the sampler's edges)
 #: How often edge lists of one size came that were not known, and the last of them where that was often.
 _strangers: OrderedDict[Hashable, tuple[int, Tensor | None, Adjacency | None]] = OrderedDict()
-#: Edge lists that layers met, by id, which belongs to another object once the reference is dead.
+#: Edge lists that layers met last, by id, which belongs to another object once the reference is dead.
 _met: dict[int, weakref.ref[Tensor]] = {}
 _unit_values: Any = WeakIdKeyDictionary()  # sparse matrix -> (stamp of its values, whether all of them are 1)
 
@@ -104,11 +105,9 @@ def is_first_sight(edges: Tensor) -> bool:
     if layer_cache.holds(edges) or (len(_sampled) and edges in _sampled):
         return False
 
-    def forget(dead: weakref.ref[Tensor]) -> None:
-        if _met.get(number) is dead:
-            del _met[number]
-
-    _met[number] = weakref.ref(edges, forget)
+    if len(_met) == _MOST_MET:
+        _met.clear()
+    _met[number] = weakref.ref(edges)
     return True
 
 
