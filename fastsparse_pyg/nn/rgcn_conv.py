@@ -26,26 +26,10 @@ _INT32_MAX = 2**31 - 1
 FEW_PAIRS = 65_536
 
 
-class FastRGCNConv(FastConv, RGCNConv):
-    r"""PyG's :class:`~torch_geometric.nn.conv.RGCNConv` on FastSparse kernels.
+class _RelationalConv(FastConv):
+    """What both forms of RGCN share.
 
-    .. math::
-        \mathbf{x}^{\prime}_i = \mathbf{\Theta}_{\textrm{root}} \cdot \mathbf{x}_i + \sum_{r \in \mathcal{R}}
-        \sum_{j \in \mathcal{N}_r(i)} \frac{1}{|\mathcal{N}_r(i)|} \mathbf{\Theta}_r \cdot \mathbf{x}_j
-
-    after "Modeling Relational Data with Graph Convolutional Networks" (https://arxiv.org/abs/1703.06103),
-    sections 2.1 and 2.2. Arguments, parameters, ``state_dict`` and results are the original's; that of PyG's
-    own ``FastRGCNConv`` is :class:`FastFastRGCNConv`. One aggregation serves all relations: its rows are the
-    pairs of a destination and a relation that have edges, sorted by relation, so that every relation's matrix
-    multiplies consecutive rows. Where fewer numbers move, sources are multiplied first. Nothing of the size
-    of nodes times relations is stored. The structure is made once for each pair of ``edge_index`` and
-    ``edge_type``.
-
-    Shapes:
-        - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, indices :math:`(|\mathcal{V}|)`, None, or
-          a pair of them; edges :math:`(2, |\mathcal{E}|)`, SparseTensor or
-          :class:`~fastsparse_core.Adjacency`; types :math:`(|\mathcal{E}|)`
-        - **output:** node features :math:`(|\mathcal{V}_t|, F_{out})`
+    No base of the other's: PyG's templates of the one would serve the other, whose messages are others.
     """
 
     _any_reduction = True
@@ -157,7 +141,30 @@ class FastRGCNConv(FastConv, RGCNConv):
         return self._why_original(features, edge_index)
 
 
-class FastFastRGCNConv(FastRGCNConv, pyg.FastRGCNConv):
+class FastRGCNConv(_RelationalConv, RGCNConv):
+    r"""PyG's :class:`~torch_geometric.nn.conv.RGCNConv` on FastSparse kernels.
+
+    .. math::
+        \mathbf{x}^{\prime}_i = \mathbf{\Theta}_{\textrm{root}} \cdot \mathbf{x}_i + \sum_{r \in \mathcal{R}}
+        \sum_{j \in \mathcal{N}_r(i)} \frac{1}{|\mathcal{N}_r(i)|} \mathbf{\Theta}_r \cdot \mathbf{x}_j
+
+    after "Modeling Relational Data with Graph Convolutional Networks" (https://arxiv.org/abs/1703.06103),
+    sections 2.1 and 2.2. Arguments, parameters, ``state_dict`` and results are the original's; that of PyG's
+    own ``FastRGCNConv`` is :class:`FastFastRGCNConv`. One aggregation serves all relations: its rows are the
+    pairs of a destination and a relation that have edges, sorted by relation, so that every relation's matrix
+    multiplies consecutive rows. Where fewer numbers move, sources are multiplied first. Nothing of the size
+    of nodes times relations is stored. The structure is made once for each pair of ``edge_index`` and
+    ``edge_type``.
+
+    Shapes:
+        - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, indices :math:`(|\mathcal{V}|)`, None, or
+          a pair of them; edges :math:`(2, |\mathcal{E}|)`, SparseTensor or
+          :class:`~fastsparse_core.Adjacency`; types :math:`(|\mathcal{E}|)`
+        - **output:** node features :math:`(|\mathcal{V}_t|, F_{out})`
+    """
+
+
+class FastFastRGCNConv(_RelationalConv, pyg.FastRGCNConv):
     """PyG's :class:`~torch_geometric.nn.conv.FastRGCNConv`, RGCN by a matrix per edge, on FastSparse kernels.
 
     What :class:`FastRGCNConv` computes, for sums and means, on the same parameters. An edge of an unknown

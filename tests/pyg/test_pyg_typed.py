@@ -137,6 +137,17 @@ def test_rgcn_by_a_matrix_per_edge(device, aggr, decomposition):
         FastFastRGCNConv(8, 4, RELATIONS, aggr="max")(x.float(), edge_index, kind)
 
 
+def test_rgcn_by_a_matrix_per_edge_of_indices(device):
+    """PyG's own code runs, with this layer's messages and not those of the other form of RGCN."""
+    edge_index, kind = graph(device)
+    FastRGCNConv(NODES, 4, RELATIONS).to(device)(None, edge_index, kind)
+    layers = pair_of_layers(pyg.FastRGCNConv, FastFastRGCNConv, device, NODES, 4, RELATIONS)
+    assert_same(layers, [], None, edge_index, kind)
+    swapped = copy.deepcopy(layers[0])
+    accelerate(swapped, show=False)
+    assert_same((layers[0], swapped), [], None, edge_index, kind)
+
+
 @pytest.mark.parametrize("wrong", [RELATIONS, -1])
 def test_edges_of_unknown_types_have_no_matrix(device, wrong):
     edge_index, kind = graph(device)
