@@ -150,6 +150,8 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
                 f"feat: aggregator_type='gcn' expects source and destination features of one width, "
                 f"got shapes {tuple(source.shape)} and {tuple(given.shape)}"
             )
+        if given is not None and self._has_one_frame(graph):
+            source = given
         if transform_first:
             source = self.fc_neigh(source)
             given = self.fc_neigh(given) if given is not None else None

@@ -46,6 +46,15 @@ def test_different_widths(aggregator, graph, device):
 
 
 @pytest.mark.parametrize("aggregator", AGGREGATORS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_pair_of_features_of_the_same_nodes(aggregator, sizes, device):
+    """With "gcn" DGL keeps both under one name, and so aggregates the destinations' features."""
+    graph = homogeneous()
+    layers = twin(FastSAGEConv, *sizes, aggregator)
+    check_parity(layers, graph, pair(graph, sizes[0], sizes[0]), device)
+
+
+@pytest.mark.parametrize("aggregator", AGGREGATORS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_bias_norm_and_activation(aggregator, bias, sizes, device):
