@@ -24,6 +24,7 @@ from hopper import Hopper, prepare
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from padded import WIDTH, check_layer
+from torch.utils.checkpoint import checkpoint
 
 from fastsparse_core import _C, Adjacency, algorithms, gpu, policy, reference, spmm
 from fastsparse_core.fused.aggregate_linear import aggregate_linear, starts_with
@@ -348,6 +349,17 @@ def test_backward_under_another_autocast(device):
             with torch.autocast(device, enabled=False):
                 out = aggregate_linear(adj, x, *leaves, "mean")
             torch.testing.assert_close(torch.autograd.grad(out.sum(), [x, *leaves]), expected)
+
+
+def test_what_is_kept_is_taken_once(device, ordered):
+    """A checkpoint that does not enter autograd again unpacks nothing twice."""
+    adj = block(device, 9, 9, 3)
+    leaves = [torch.randn(9, 4, device=device, requires_grad=True), *parameters(torch.float32, device, 4, 4)]
+    found = [
+        torch.autograd.grad(run(adj, *leaves, "mean").sum(), leaves)
+        for run in (ordered, lambda *inputs: checkpoint(ordered, *inputs, use_reentrant=False))
+    ]
+    torch.testing.assert_close(*found)
 
 
 def test_what_no_gradient_needs_may_be_written(device, ordered):

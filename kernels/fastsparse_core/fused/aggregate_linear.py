@@ -334,12 +334,12 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    _, own, sums, matrix, root_matrix = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, needs_root, _, _ = ctx.needs_input_grad
     plan: _Plan = ctx.plan
-    _, weight_dtype, bias_dtype, root_dtype = plan.given
     if plan.transform_first:
         return _gradients_before_sums(ctx, grad)
+    _, own, sums, matrix, root_matrix = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, needs_root, _, _ = ctx.needs_input_grad
+    _, weight_dtype, bias_dtype, root_dtype = plan.given
 
     def of_parameters() -> tuple[Tensor | None, ...]:
         if plan.transforms and needs_weight and needs_root and is_laid_out(own, sums):
