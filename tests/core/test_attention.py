@@ -21,6 +21,7 @@ from torch import Tensor
 from fastsparse_core import (
     Adjacency,
     additive_attention_weights,
+    attention,
     attention_weights,
     gatv2_attention_weights,
     reference,
@@ -119,6 +120,14 @@ def test_rows_without_edges_give_zero(device, poisoned_memory, kind, algorithm):
     assert (out[[0, *range(2, 10)]] == 0).all()
     for grad in torch.autograd.grad(out.sum(), case.tensors):
         assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [None, 1.0])
+def test_queries_without_a_width_weigh_neighbours_alike(scale):
+    adj = Adjacency.from_coo(torch.tensor([0, 0, 1]), torch.tensor([1, 2, 0]), (3, 3))
+    q, v = torch.ones(3, 2, 0), torch.randn(3, 2, 4)
+    for _ in range(2):
+        torch.testing.assert_close(attention(adj, q, q, v, scale), spmm(adj, v, reduce="mean"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -139,10 +139,12 @@ def attention(
         if kernel == "csr":
             out = _dot_product.csr(adj, *features, of_call, algorithm)
         else:
-            if not torch.compiler.is_compiling() and (
-                v.device.type == "cpu" or (adj.has_bsb and adj.has_transpose and adj.t().has_bsb)
+            widths = (features[0].size(1), features[2].size(1))
+            if (
+                widths[0]
+                and not torch.compiler.is_compiling()
+                and (v.device.type == "cpu" or (adj.has_bsb and adj.has_transpose and adj.t().has_bsb))
             ):
-                widths = (features[0].size(1), features[2].size(1))
                 key = ("attention", v.dtype, *widths, heads, algorithm)
                 adj.plans[key] = 1 / math.sqrt(widths[0] // heads)
             out = registration.call("attention", v, *features, *of_call, adj.handle)
