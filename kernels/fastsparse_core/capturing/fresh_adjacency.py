@@ -85,7 +85,7 @@ class FreshAdjacency(Adjacency):
         self._of_rows.results["inv_degree", torch.float32] = inv_degree
         self._of_rows.results["row_split"] = unsplit_rows(slices)
         self._of_rows.results["has_empty_rows"] = (True,)  # not known: what asks is prepared for them
-        self._built.results["csr_structure"] = self._csr_structure()
+        self.csr_structure  # noqa: B018
 
     @classmethod
     def of_edges(

@@ -226,9 +226,7 @@ class _CountedPlan:
         value: Tensor | None,
         scale_dst: Tensor | None,
         scale_src: Tensor | None,
-        bias: Tensor | None,
-        relu: bool,
-        loop: Tensor | None,
+        *rest: Any,
     ) -> Tensor:
         plan = self.plan
         if adj.usage.products < policy.REUSE and not adj.has_bsb:
@@ -236,7 +234,7 @@ class _CountedPlan:
         else:
             adj.plans.pop(self.key, None)
             plan = _plan(adj, x, value, scale_src is not None, self.algorithm, self.aligned, self.key)
-        return plan.run(adj, x, row_stride, value, scale_dst, scale_src, bias, relu, loop)
+        return plan.run(adj, x, row_stride, value, scale_dst, scale_src, *rest)
 
 
 class _BsbPlan:
@@ -312,21 +310,9 @@ class _DensePlan:
     def __init__(self, plan: SpmmPlan) -> None:
         self.plan = plan
 
-    def run(
-        self,
-        adj: Adjacency,
-        x: Tensor,
-        row_stride: int,
-        value: Tensor | None,
-        scale_dst: Tensor | None,
-        scale_src: Tensor | None,
-        bias: Tensor | None,
-        relu: bool,
-        loop: Tensor | None,
-    ) -> Tensor:
+    def run(self, adj: Adjacency, x: Tensor, row_stride: int, value: Tensor | None, *rest: Any) -> Tensor:
         assert value is not None
-        value = edges_from_dense(adj, value)
-        return self.plan.run(adj, x, row_stride, value, scale_dst, scale_src, bias, relu, loop)
+        return self.plan.run(adj, x, row_stride, edges_from_dense(adj, value), *rest)
 
 
 def add_transposed(

@@ -182,26 +182,31 @@ class RowFormats:
     @property
     def csr_structure(self) -> Any:
         """The structure as the compiled kernels take it."""
-        return self._built.get("csr_structure", self._csr_structure)
+        return self.structure_for(valued=True)
+
+    @property
+    def plain_structure(self) -> Any:
+        """The structure without any work list, as kernels take it that need none."""
+        return self.structure_for(valued=True, work_list="plain")
 
     def structure_for(self, *, valued: bool, work_list: Literal["csr", "plain", "hybrid"] = "csr") -> Any:
-        """`csr_structure`, `plain_structure` or `hybrid_structure`, for a product.
+        """The structure as a kernel takes it.
 
         Args:
             valued: whether edges have values: else kernels do not read `edge_id`, which is not found then.
-            work_list: which of them.
+            work_list: of the CSR kernels, none, or `hybrid_rows`.
         """
-        if valued or not isinstance(self._edge_id, TransposedOrder):
-            return getattr(self, f"{work_list}_structure")
-        return self._built.get(
-            (f"{work_list}_structure", "without ids"), lambda: self._without_ids(work_list)
-        )
+        key: Any = f"{work_list}_structure"
+        if not valued and isinstance(self._edge_id, TransposedOrder):
+            key = (key, "without ids")
+        else:
+            valued = True
+        return self._built.get(key, lambda: self._rows(self._work_list(work_list), valued=valued))
 
-    def _without_ids(self, work_list: str) -> Any:
-        if work_list == "hybrid":
-            return self._rows(self.hybrid_rows.row_split(), valued=False)
-        is_cuda = self.device.type == "cuda"
-        return self._rows(self.row_split if work_list == "csr" and is_cuda else None, valued=False)
+    def _work_list(self, name: str) -> RowSplit | None:
+        if name == "hybrid":
+            return self.hybrid_rows.row_split()
+        return self.row_split if name == "csr" and self.device.type == "cuda" else None
 
     def sort_slices(self) -> None:
         """Puts slices of like length together, if they are in row order so far.
@@ -231,23 +236,10 @@ class RowFormats:
             return self.csr_structure
         return self._built.get("first_csr_structure", lambda: self._rows(first))
 
-    def _csr_structure(self) -> Any:
-        return self._rows(self.row_split if self.device.type == "cuda" else None)
-
-    @property
-    def plain_structure(self) -> Any:
-        """The structure without any work list, as kernels take it that need none."""
-        return self._built.get("plain_structure", lambda: self._rows(None))
-
     @property
     def hybrid_rows(self) -> HybridRows:
         """Work list of spmm on both kinds of units, see `HybridRows`."""
         return self._of_rows.get("hybrid_rows", lambda: HybridRows.from_rowptr(self.rowptr, self.num_edges))
-
-    @property
-    def hybrid_structure(self) -> Any:
-        """The structure with that work list, as the compiled kernel takes it; the first use waits for it."""
-        return self._built.get("hybrid_structure", lambda: self._rows(self.hybrid_rows.row_split()))
 
     def edge_groups(self, longest: int) -> RowSplit:
         """Work list of ssd: the entries of a row in groups of at most ``longest``, and who shares a row."""
