@@ -54,7 +54,8 @@ T* room(std::vector<T>& vector, std::size_t size) {
   return vector.data();
 }
 
-// Asks for the line of an address, see above.
+// Asks for the line of an address, see above. Functions around it must be inlined by force: GCC takes them to
+// do nothing, and leaves their calls out.
 FASTSPARSE_INLINE void fetch_to_l2(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 #ifdef __x86_64__
@@ -198,6 +199,22 @@ std::uint32_t draw_row(const SampleStep& step, std::uint64_t seed, const Row& ro
   return count;
 }
 
+// Calls f with the number, the source and the seed of every edge of a chunk.
+template <typename F>
+FASTSPARSE_INLINE void for_each_source(const SampleStep& step, const Scratch& s, std::int64_t count,
+                                       const F& f) {
+  const std::int32_t* node = s.node.data();
+  if (step.dst.seed == nullptr) {
+    for (std::int64_t k = 0; k < count; ++k) f(k, node[k], 0);
+    return;
+  }
+  std::int64_t k = 0;
+  for (const Row& row : s.rows) {
+    const std::int32_t seed = step.dst.seed[row.number];
+    for (const std::int64_t end = k + row.count; k < end; ++k) f(k, node[k], seed);
+  }
+}
+
 // Draws for rows first .. last - 1 of the batch; returns the number of edges, whose entries and sources are
 // in the scratch.
 std::int64_t draw_chunk(const SampleStep& step, const SampleArgs& args, std::int64_t first, std::int64_t last,
@@ -239,17 +256,13 @@ std::int64_t draw_chunk(const SampleStep& step, const SampleArgs& args, std::int
     for (std::int64_t k = 0; k < count; ++k) fetch_to_l2(id + entry[k] * id_bytes);
   }
   std::int32_t* source = room(s.node, count);
+  for (std::int64_t k = 0; k < count; ++k) source[k] = step.a.col[entry[k]];
   const NodeTable& table = args.table;
-  std::int64_t k = 0;
-  for (const Row& row : s.rows) {
-    const std::int32_t seed = step.dst.seed == nullptr ? 0 : step.dst.seed[row.number];
-    for (const std::int64_t end = k + row.count; k < end; ++k) {
-      source[k] = step.a.col[entry[k]];
-      const std::uint32_t place = home(table, step.src, source[k], seed);
-      fetch_to_l2(table.value + place);
-      if (table.key != nullptr) fetch_to_l2(table.key + place);
-    }
-  }
+  for_each_source(step, s, count, [&](std::int64_t, std::int32_t node, std::int32_t seed) FASTSPARSE_INLINED {
+    const std::uint32_t place = home(table, step.src, node, seed);
+    fetch_to_l2(table.value + place);
+    if (table.key != nullptr) fetch_to_l2(table.key + place);
+  });
   return count;
 }
 
@@ -258,19 +271,17 @@ std::int64_t number_chunk(const SampleStep& step, const NodeTable& table, std::i
                           std::int64_t count, Scratch& s) {
   std::uint32_t* number = room(s.number, count);
   std::int32_t *new_node = room(s.new_node, count + 1), *new_seed = room(s.new_seed, count + 1);
-  std::int64_t added = 0, k = 0;
-  for (const Row& row : s.rows) {
-    const std::int32_t seed = step.dst.seed == nullptr ? 0 : step.dst.seed[row.number];
-    for (const std::int64_t end = k + row.count; k < end; ++k) {
-      std::uint32_t& value = table.value[find_or_insert(table, step.src, s.node[k], seed)];
-      // Whether a node is new is as good as random: no branch.
-      const bool is_new = value == kNoPlace;
-      number[k] = value = is_new ? static_cast<std::uint32_t>(nodes + added) : value;
-      new_node[added] = s.node[k];
-      new_seed[added] = seed;
-      added += is_new;
-    }
-  }
+  std::int64_t added = 0;
+  for_each_source(step, s, count,
+                  [&](std::int64_t k, std::int32_t node, std::int32_t seed) FASTSPARSE_INLINED {
+                    std::uint32_t& value = table.value[find_or_insert(table, step.src, node, seed)];
+                    // Whether a node is new is as good as random: no branch.
+                    const bool is_new = value == kNoPlace;
+                    number[k] = value = is_new ? static_cast<std::uint32_t>(nodes + added) : value;
+                    new_node[added] = node;
+                    new_seed[added] = seed;
+                    added += is_new;
+                  });
   return added;
 }
 
