@@ -87,8 +87,6 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
       const Table<S> own(input.q, first_head, input.heads, input.head_width, lane);
       copy_own<S>(memory + L::kOwn, own, window_row, window, lane);
     }
-#pragma unroll
-    for (int index = 0; index + 1 < kStages; ++index) start(index);
 
     std::uint32_t q[S::kPieces];
 #pragma unroll
@@ -104,13 +102,16 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
         total[h][r] = 0;
       }
     }
-    for (int index = 0; index < num_blocks; ++index) {
-      wait_for_copies<kStages - 2>();
+    // Turns before the first block start copies only: so those are in the code once.
+#pragma unroll 1
+    for (int index = 1 - kStages; index < num_blocks; ++index) {
+      if (index >= 0) wait_for_copies<kStages - 2>();
       if (index == 0) {
         load_own<S>(q, memory + L::kOwn, lane);
         __syncwarp();
       }
       start(index + kStages - 1);  // all lanes are here: the tile of the last turn is free
+      if (index < 0) continue;
       const std::uint32_t stage = memory + index % kStages * L::kStageBytes;
       const std::uint32_t block = memory + L::kBlocks + index % kStages * kBlockBytes;
       const Entries<S> entries(block, lane);

@@ -146,22 +146,23 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
       const Table<S> b(args.own_b, first_head, input.heads, input.value_width, lane);
       copy_own<S>(memory + L::kOwnB, b, window_row, window, lane);
     }
-#pragma unroll
-    for (int index = 0; index + 1 < kStages; ++index) start(index);
     std::uint32_t own_a[S::kPieces], own_b[S::kPieces];
 #pragma unroll
     for (int f = 0; f < S::kTiles; ++f) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) sum_a[f][i] = sum_b[f][i] = 0;
     }
-    for (int index = 0; index < num_blocks; ++index) {
-      wait_for_copies<kStages - 2>();
+    // Turns before the first block start copies only: so those are in the code once.
+#pragma unroll 1
+    for (int index = 1 - kStages; index < num_blocks; ++index) {
+      if (index >= 0) wait_for_copies<kStages - 2>();
       if (index == 0 && L::kKeepOwn) {
         load_own<S>(own_a, memory + L::kOwnA, lane);
         load_own<S>(own_b, memory + L::kOwnB, lane);
         __syncwarp();
       }
       start(index + kStages - 1);  // all lanes are here: the tile of the last turn is free
+      if (index < 0) continue;
       const int nth = index % kStages;
       const std::uint32_t tile_x = memory + nth * L::kStageBytes, tile_y = tile_x + S::kTileBytes;
       const std::uint32_t block = memory + L::kBlocks + nth * kBlockBytes;

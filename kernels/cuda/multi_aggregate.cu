@@ -112,6 +112,7 @@ __device__ __forceinline__ void store_row(const MultiAggregateArgs& args, const 
   using A = Acc<T>;
   const MultiAggregateInput& input = args.input;
   const A inverse = of_row.count > 0 ? A{1} / of_row.count : A{0};
+  const QuadOfResults<T> results(input, quad, row);
 #pragma unroll
   for (int k = 0; k < kNumAggregations; ++k) {
     if (input.slot[k] < 0) continue;
@@ -119,7 +120,7 @@ __device__ __forceinline__ void store_row(const MultiAggregateArgs& args, const 
 #pragma unroll
     for (int i = 0; i < kQuad; ++i)
       result[i] = of_row.result(k, i, inverse, static_cast<A>(input.min_variance));
-    quad.store_result<T>(input, args.out, row, input.slot[k], result);
+    results.store(result, args.out, input.slot[k]);
   }
   if (args.mean != nullptr) {
     A mean[kQuad];

@@ -38,17 +38,6 @@ struct RowGradient {
   }
 };
 
-template <typename T>
-__device__ __forceinline__ void load_grad(const MultiAggregateBackwardArgs& args, const Quad& quad,
-                                          std::int64_t row, Slot slot, const void* results,
-                                          Acc<T> (&to)[kQuad]) {
-#pragma unroll
-  for (int i = 0; i < kQuad; ++i) to[i] = 0;
-  if (args.input.slot[slot] >= 0) {
-    quad.load_result<T>(args.input, results, row, args.input.slot[slot], to);
-  }
-}
-
 // Reads what the forward pass left of a row of `count` entries; `writes` it for the column pass too.
 template <typename T>
 __device__ __forceinline__ void prepare(RowGradient<Acc<T>>& gradient, const MultiAggregateBackwardArgs& args,
@@ -57,18 +46,24 @@ __device__ __forceinline__ void prepare(RowGradient<Acc<T>>& gradient, const Mul
   using A = Acc<T>;
   const std::int64_t width = args.input.width;
   const A inverse = count > 0 ? A{1} / static_cast<A>(count) : A{0};
+  const QuadOfResults<T> place(args.input, quad, row);
+  const auto load = [&](Slot slot, const void* results, A(&to)[kQuad]) {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) to[i] = 0;
+    if (args.input.slot[slot] >= 0) place.load(results, args.input.slot[slot], to);
+  };
   A sum[kQuad], mean[kQuad], of_extreme[2][kQuad];
-  load_grad<T>(args, quad, row, kSum, args.grad, sum);
-  load_grad<T>(args, quad, row, kMean, args.grad, mean);
-  load_grad<T>(args, quad, row, kMax, args.grad, of_extreme[0]);
-  load_grad<T>(args, quad, row, kMin, args.grad, of_extreme[1]);
+  load(kSum, args.grad, sum);
+  load(kMean, args.grad, mean);
+  load(kMax, args.grad, of_extreme[0]);
+  load(kMin, args.grad, of_extreme[1]);
 #pragma unroll
   for (int i = 0; i < kQuad; ++i) gradient.base[i] = sum[i] + mean[i] * inverse;
   if (args.slope != nullptr) {
     A variance[kQuad], deviation[kQuad], std[kQuad], average[kQuad];
-    load_grad<T>(args, quad, row, kVar, args.grad, variance);
-    load_grad<T>(args, quad, row, kStd, args.grad, deviation);
-    load_grad<T>(args, quad, row, kStd, args.out, std);
+    load(kVar, args.grad, variance);
+    load(kStd, args.grad, deviation);
+    load(kStd, args.out, std);
     quad.load(static_cast<const A*>(args.mean) + row * width, average);
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
@@ -78,8 +73,8 @@ __device__ __forceinline__ void prepare(RowGradient<Acc<T>>& gradient, const Mul
     }
   }
   if (args.share != nullptr) {
-    load_grad<T>(args, quad, row, kMax, args.out, gradient.extreme[0]);
-    load_grad<T>(args, quad, row, kMin, args.out, gradient.extreme[1]);
+    load(kMax, args.out, gradient.extreme[0]);
+    load(kMin, args.out, gradient.extreme[1]);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       A ties[kQuad];

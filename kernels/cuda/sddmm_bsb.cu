@@ -185,8 +185,8 @@ class Queue {
   __device__ __forceinline__ void start(std::int64_t entry) { entry_ = entry; }
 
   // Takes row g's results of vectors 4t .. 4t + 3 of the next block; present: bit 8i says that the i-th is an
-  // entry.
-  __device__ __forceinline__ void put(const float (&result)[kOwned], std::uint32_t present, int t) {
+  // entry. True: there is no room for another block's.
+  __device__ __forceinline__ bool put(const float (&result)[kOwned], std::uint32_t present, int t) {
     const std::uint32_t upto = present * 0x01010101u;  // byte i: entries of the row among the first i + 1
     const std::uint32_t before = upto - present;
     const int own = static_cast<int>(upto >> 24);
@@ -202,7 +202,7 @@ class Queue {
       if (present & (1u << 8 * i)) to[(before >> 8 * i) & 0xffu] = result[i];
     }
     filled_ += __shfl_sync(kFullWarp, through, 3, 4);
-    if (__any_sync(kFullWarp, filled_ > kSlots - kBlockVectors)) leave();
+    return __any_sync(kFullWarp, filled_ > kSlots - kBlockVectors);
   }
 
   // Writes all results of the queue, 16 lanes to a row.
@@ -388,8 +388,9 @@ __global__ void __launch_bounds__(kThreads, kMin)
     }
     const std::uint32_t present = (mask >> g) & 0x01010101u;
     if constexpr (!kPlain) scale(args, result, row, load_columns(block, min(t, left - 1)));
+    bool leaves = index == end;
     if (kPlain || args.quad_vector == nullptr) {
-      queue.put(result, present, t);
+      leaves |= queue.put(result, present, t);
     } else {
       const std::int64_t first = __ldg(args.quad_vector + run.begin + index - left + min(t, left - 1));
 #pragma unroll
@@ -399,7 +400,7 @@ __global__ void __launch_bounds__(kThreads, kMin)
                         present & (1u << 8 * i) ? result[i] : 0.0f);
       }
     }
-    if (index == end) queue.leave();
+    if (leaves) queue.leave();
   }
 }
 

@@ -171,6 +171,7 @@ __global__ void __launch_bounds__(kThreads) segment_reduce_kernel(const SegmentR
 #pragma unroll
       for (int u = 0; u < kEntriesInFlight; ++u) add(pack[u], slice.begin + offset + u * kEntryLanes);
     }
+#pragma unroll 1
     for (; offset < stop; offset += kEntryLanes) add(load(slice.begin + offset), slice.begin + offset);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) state[i].settle();
@@ -209,6 +210,7 @@ __global__ void __launch_bounds__(kWarp* kCombineWarps) combine_slices_kernel(co
   shared[threadIdx.y][threadIdx.x] = state;
   __syncthreads();
   if (threadIdx.y != 0 || !inside) return;
+#pragma unroll 1
   for (int warp = 1; warp < kCombineWarps; ++warp) state.merge(shared[warp][threadIdx.x]);
   const std::int64_t row = args.split.split_row[blockIdx.x];
   static_cast<T*>(args.out)[row * args.width + feature] = finish<T>(args, state, row, feature);

@@ -154,6 +154,7 @@ __device__ __noinline__ void sum_entry_by_entry(const SpmmBsbArgs& args, std::in
                                                 std::int32_t target, int t, std::int64_t feature,
                                                 std::int64_t head) {
   const Epilogue epilogue = epilogue_of(args);
+#pragma unroll 1
   for (int r = 2 * t; r < 2 * t + 2; ++r) {
     float sum[kFeatures] = {};
 #pragma unroll 1
@@ -172,23 +173,22 @@ __device__ __noinline__ void sum_entry_by_entry(const SpmmBsbArgs& args, std::in
       } else if (args.vector_scale != nullptr) {
         weight = args.vector_scale[at];
       }
-      const T* x = static_cast<const T*>(args.x.data) +
-                   static_cast<std::int64_t>(column_of(args.a, at)) * args.x.stride + feature;
-      for (int f = 0; f < kFeatures; ++f) sum[f] += weight * widen(x[f]);
+      const auto x =
+          load_pack<T, kFeatures>(static_cast<const T*>(args.x.data) +
+                                  static_cast<std::int64_t>(column_of(args.a, at)) * args.x.stride + feature);
+#pragma unroll
+      for (int f = 0; f < kFeatures; ++f) sum[f] += weight * widen(x.lane[f]);
     }
     if (target < 0) {
       float* partial = static_cast<float*>(args.partial) +
                        (static_cast<std::int64_t>(~target) * kRows + r) * args.width + feature;
+#pragma unroll
       for (int f = 0; f < kFeatures; ++f) partial[f] = sum[f];
       continue;
     }
     const std::int64_t row = WindowRow{args.a.window_row, args.a.num_rows}(target, r);
     if (row < 0) continue;
-    T* out = static_cast<T*>(args.out) + row * args.width + feature;
-    for (int f = 0; f < kFeatures; ++f) {
-      const float one[1] = {sum[f]};
-      store_pack(epilogue.finish<T>(one, row, feature + f), out + f);
-    }
+    store_pack(epilogue.finish<T>(sum, row, feature), static_cast<T*>(args.out) + row * args.width + feature);
   }
 }
 
@@ -213,7 +213,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
   // load.
   const char* x = reinterpret_cast<const char*>(static_cast<const T*>(args.x.data) + (inside ? feature : 0));
   const auto row_bytes = static_cast<std::uint32_t>(args.x.stride * sizeof(T));
-  const std::int64_t head = kWeight == Weight::kValue ? tile / (args.width / args.value.heads) : 0;
+  // In 32 bits, of which no row has more features: a division of 64 takes four times as many instructions.
+  const auto features = static_cast<std::uint32_t>(args.width);
+  const std::int64_t head =
+      kWeight == Weight::kValue
+          ? static_cast<std::uint32_t>(tile) / (features / static_cast<std::uint32_t>(args.value.heads))
+          : 0;
   // Lane n: where the run's n-th window ends.
   int window_end = run.begin + run.length;
   if (run.num_windows > 1 && lane < run.num_windows) {
@@ -240,27 +245,25 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
       }
       return;
     }
+    std::int64_t position[kOwned];
     if (args.quad_vector != nullptr) {
 #pragma unroll
+      for (int v = 0; v < kOwned; ++v) position[v] = dense_position(args, own, v, g);
+    } else {
+      // Entries count by quad, vector, row: an entry's place is a count of the bits before it.
+      const std::int64_t first = __ldg(args.a.quad_entry + own);
+#pragma unroll
       for (int v = 0; v < kOwned; ++v) {
-        block.value[v] = 0;
-        if (block.mask & (1u << (8 * v + g))) {
-          block.value[v] = load_value<T>(args.value, args.value.dtype == args.dtype,
-                                         dense_position(args, own, v, g) * args.value.heads + head);
-        }
+        const std::uint32_t bit = 1u << (8 * v + g);
+        if (block.mask & bit) position[v] = value_position(args.a, first + __popc(block.mask & (bit - 1)));
       }
-      return;
     }
-    // Entries count by quad, vector, row: an entry's place is a count of the bits before it.
-    const std::int64_t first = __ldg(args.a.quad_entry + own);
 #pragma unroll
     for (int v = 0; v < kOwned; ++v) {
       block.value[v] = 0;
-      const std::uint32_t bit = 1u << (8 * v + g);
-      if (block.mask & bit) {
-        const std::int64_t entry = first + __popc(block.mask & (bit - 1));
-        block.value[v] = load_value<T>(args.value, args.value.dtype == args.dtype,
-                                       value_position(args.a, entry) * args.value.heads + head);
+      if (block.mask & (1u << (8 * v + g))) {
+        block.value[v] =
+            load_value<T>(args.value, args.value.dtype == args.dtype, position[v] * args.value.heads + head);
       }
     }
   };

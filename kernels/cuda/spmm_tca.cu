@@ -68,6 +68,7 @@ __global__ void __launch_bounds__(kThreads, 4) spmm_tca_kernel(const SpmmArgs ar
       }
       __syncthreads();
       if (part == 0 && tile.has_result()) {
+#pragma unroll 1
         for (int other = 1; other < sharing; ++other) {
 #pragma unroll
           for (int i = 0; i < Tile::kResult; ++i) sum[i] += shared[slot + other][tile.feature() + i];

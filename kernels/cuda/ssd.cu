@@ -245,9 +245,11 @@ __device__ __forceinline__ Acc<T> weight_of(const SsdArgs& args, std::int64_t en
 template <typename T, typename Id, typename OfTeam = Team<1>>
 __device__ void sum_plainly(const SsdArgs& args, const RowSlice& slice, std::int64_t feature0, int features,
                             Acc<T>* buffer) {
+#pragma unroll 1
   for (std::int64_t entry = slice.begin; entry < slice.begin + slice.length; ++entry) {
     const std::int64_t source = args.a.col[entry];
     const Acc<T> weight = weight_of<T>(args, entry, source);
+#pragma unroll 1
     for (std::int64_t c = OfTeam::lane(); c < args.k; c += OfTeam::kLanes) {
       const std::int64_t at = static_cast<const Id*>(args.ids)[source * args.k + c] - feature0;
       if (at >= 0 && at < features) {
@@ -296,22 +298,26 @@ __device__ __forceinline__ void store_sums(const SsdArgs& args, const RowSlice& 
   }
 }
 
-// Stores the row in `buffer`, times `unit`.
-template <typename OfTeam, int kVec, typename T, typename Sum>
-__device__ __forceinline__ void store_vectors(const SsdArgs& args, const RowSlice& slice, const Sum* buffer,
+// Stores the row in `buffer`: sums in fixed point, of this unit, or floats where it is 0.
+template <typename OfTeam, int kVec, typename T>
+__device__ __forceinline__ void store_vectors(const SsdArgs& args, const RowSlice& slice, const int* buffer,
                                               float unit) {
+#pragma unroll 1
   for (int feature = OfTeam::lane() * kVec; feature < args.width; feature += OfTeam::kLanes * kVec) {
-    const auto pack = *reinterpret_cast<const Pack<Sum, kVec>*>(buffer + feature);
+    const auto pack = *reinterpret_cast<const Pack<int, kVec>*>(buffer + feature);
     float sum[kVec];
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) sum[i] = static_cast<float>(pack.lane[i]) * unit;
+    for (int i = 0; i < kVec; ++i) {
+      sum[i] = unit != 0 ? static_cast<float>(pack.lane[i]) * unit : __int_as_float(pack.lane[i]);
+    }
     store_sums<T, kVec>(args, slice, feature, sum);
   }
 }
 
-template <typename T, typename OfTeam = Team<1>, typename Sum>
-__device__ __forceinline__ void store_row(const SsdArgs& args, const RowSlice& slice, const Sum* buffer,
+template <typename T, typename OfTeam = Team<1>>
+__device__ __forceinline__ void store_row(const SsdArgs& args, const RowSlice& slice, const int4* row,
                                           float unit) {
+  const int* buffer = reinterpret_cast<const int*>(row);
   args.width % 4 == 0 ? store_vectors<OfTeam, 4, T>(args, slice, buffer, unit)
                       : store_vectors<OfTeam, 1, T>(args, slice, buffer, unit);
 }
@@ -524,6 +530,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs ar
   const int vectors = static_cast<int>((args.width + 3) / 4);
   int4* buffer = shared + warp * vectors;
   const auto clear = [&](int4* row) {
+#pragma unroll 1
     for (int i = lane; i < vectors; i += kWarp) row[i] = int4{0, 0, 0, 0};
     __syncwarp();
   };
@@ -541,13 +548,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs ar
     }
     return unit;
   };
-  const auto store_piece = [&](const RowSlice& slice, float unit) {
-    unit != 0 ? store_row<T>(args, slice, reinterpret_cast<const int*>(buffer), unit)
-              : store_row<T>(args, slice, reinterpret_cast<const float*>(buffer), 1.0f);
-  };
   if constexpr (!kInPieces) {
     const RowSlice slice = load_group();
-    store_piece(slice, sum_piece(slice));
+    const float unit = sum_piece(slice);
+    store_row<T>(args, slice, buffer, unit);
   } else {
     int4* totals = buffer + kWarps * vectors;
     auto* total = reinterpret_cast<float*>(totals);
@@ -558,13 +562,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs ar
       piece.length = min(piece.length - done, kPieceEntries);
       const float unit = sum_piece(piece);
       const RowSlice slice = load_group();
-      if (slice.length <= kPieceEntries) return store_piece(slice, unit);
-      for (int i = lane; i < 4 * vectors; i += kWarp) {
-        const int sum = reinterpret_cast<const int*>(buffer)[i];
-        total[i] += unit != 0 ? static_cast<float>(sum) * unit : __int_as_float(sum);
+      const bool one_piece = slice.length <= kPieceEntries;
+      if (!one_piece) {
+        for (int i = lane; i < 4 * vectors; i += kWarp) {
+          const int sum = reinterpret_cast<const int*>(buffer)[i];
+          total[i] += unit != 0 ? static_cast<float>(sum) * unit : __int_as_float(sum);
+        }
+        __syncwarp();
       }
-      __syncwarp();
-      if (done + kPieceEntries >= slice.length) return store_row<T>(args, slice, total, 1.0f);
+      if (done + kPieceEntries >= slice.length) {
+        return store_row<T>(args, slice, one_piece ? buffer : totals, one_piece ? unit : 0.0f);
+      }
     }
   }
 }
@@ -597,6 +605,7 @@ __global__ void __launch_bounds__(kThreads, kWeighted ? 7 : 0)
   const int vectors = static_cast<int>((args.width + 3) / 4);
   int4* buffer = shared + nth * vectors;
   const auto clear = [&] {
+#pragma unroll 1
     for (int i = OfTeam::lane(); i < vectors; i += OfTeam::kLanes) buffer[i] = int4{0, 0, 0, 0};
     OfTeam::sync();
   };
@@ -605,14 +614,12 @@ __global__ void __launch_bounds__(kThreads, kWeighted ? 7 : 0)
   const bool fixed = sum_fixed<2, T, Rows, kWeighted>(args, slice, shortest, longest, lanes_log, row);
   if (group >= args.groups.num_slices) return;
   OfTeam::sync();
-  if (fixed) {
-    store_row<T, OfTeam>(args, slice, row.sum, row.unit());
-  } else {
+  if (!fixed) {
     clear();
     auto* sums = reinterpret_cast<float*>(buffer);
     sum_plainly<T, Id, OfTeam>(args, slice, 0, static_cast<int>(args.width), sums);
-    store_row<T, OfTeam>(args, slice, sums, 1.0f);
   }
+  store_row<T, OfTeam>(args, slice, buffer, fixed ? row.unit() : 0.0f);
 }
 
 // Groups of few entries: a warp takes kShortGroups of them at once, so that loads of one are under way while
@@ -633,6 +640,7 @@ __global__ void __launch_bounds__(kThreads) ssd_short_kernel(const SsdArgs args)
   int4* buffer = shared + warp * vectors;
   auto* sums = reinterpret_cast<float*>(buffer);
   const auto clear = [&] {
+#pragma unroll 1
     for (int i = lane; i < vectors; i += kWarp) buffer[i] = int4{0, 0, 0, 0};
     __syncwarp();
   };
@@ -665,7 +673,7 @@ __global__ void __launch_bounds__(kThreads) ssd_short_kernel(const SsdArgs args)
     while (group < groups && at == end_of_group) {
       RowSlice finished;
       finished.target = __shfl_sync(kFullWarp, slice.target, group);
-      store_row<T>(args, finished, sums, 1.0f);
+      store_row<T>(args, finished, buffer, 0.0f);
       __syncwarp();
       clear();
       ++group;

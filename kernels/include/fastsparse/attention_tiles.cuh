@@ -518,18 +518,23 @@ __device__ __forceinline__ void store_rows(const Target& target, const float (&s
 template <typename S>
 __device__ __forceinline__ void store_partial(const Target& target, const float (&sum)[S::kTiles][4],
                                               std::int64_t slot, std::int64_t first_head, int lane) {
-  const int g = lane / 4, t = lane % 4;
+  const int t = lane % 4, feature0 = feature_of<S>(0, 0, lane / 4);
+  const std::int64_t width = target.heads * target.head_width;
+  float* even = static_cast<float*>(target.data) + (slot * kRows + 2 * t) * width +
+                first_head * target.head_width + feature0;
+  const int left = static_cast<int>(target.head_width) - feature0;  // of the head's features
+  // All addresses are these two and a constant.
 #pragma unroll
-  for (int f = 0; f < S::kTiles; ++f) {
+  for (int h = 0; h < S::kHeads; ++h, even += target.head_width) {
+    if (first_head + h >= target.heads) return;
+    float* odd = even + width;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int feature = feature_of<S>(f, i, g);
-      const std::int64_t head = first_head + feature / S::kHeadWidth;
-      const int inner = feature % S::kHeadWidth;
-      if (head >= target.heads || inner >= target.head_width) continue;
-      static_cast<float*>(
-          target.data)[((slot * kRows + 2 * t + i % 2) * target.heads + head) * target.head_width + inner] =
-          sum[f][i];
+    for (int f = h * S::kHeadTiles; f < (h + 1) * S::kHeadTiles; ++f) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int feature = feature_of<S>(f, i, 0) - h * S::kHeadWidth;
+        if (feature < left) (i % 2 == 0 ? even : odd)[feature] = sum[f][i];
+      }
     }
   }
 }

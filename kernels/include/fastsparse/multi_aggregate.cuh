@@ -82,29 +82,53 @@ struct Quad {
       if (i < count) row[first + i] = narrow<T>(from[i]);
     }
   }
+};
 
-  // The same for one aggregation in a row of results, whose groups of features an aligned quad never leaves.
-  template <typename T>
-  __device__ __forceinline__ void load_result(const MultiAggregateInput& input, const void* results,
-                                              std::int64_t row, int slot, Acc<T> (&to)[kQuad]) const {
-    const T* from = static_cast<const T*>(results);
-    if (aligned) return load_quad(from + input.place(row, slot, first), to);
+// A quad in a row of results, where MultiAggregateInput::place has it, with one division for all
+// aggregations.
+template <typename T>
+class QuadOfResults {
+ public:
+  __device__ __forceinline__ QuadOfResults(const MultiAggregateInput& input, const Quad& quad,
+                                           std::int64_t row)
+      : quad_(quad), group_width_(input.group_width) {
+    // Rows have fewer than 2^32 features.
+    const auto feature = static_cast<std::uint32_t>(quad.first);
+    const std::uint32_t group = feature / static_cast<std::uint32_t>(group_width_);
+    const std::int64_t between = (input.num_slots - 1) * group_width_;  // results of a group and of the next
+    first_ = row * input.num_slots * input.width + group * between + feature;
+    std::int64_t to_next = (group + 1) * group_width_ - feature, skipped = 0;
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
-      to[i] = i < count ? widen(from[input.place(row, slot, first + i)]) : Acc<T>{0};
+      if (i == to_next) {
+        skipped += between;
+        to_next += group_width_;
+      }
+      offset_[i] = skipped + i;
     }
   }
-  template <typename T>
-  __device__ __forceinline__ void store_result(const MultiAggregateInput& input, void* results,
-                                               std::int64_t row, int slot,
-                                               const Acc<T> (&from)[kQuad]) const {
-    T* to = static_cast<T*>(results);
-    if (aligned) return store_quad(from, to + input.place(row, slot, first));
+
+  // Those of one aggregation; zeros where there is no feature. An aligned quad never leaves its group.
+  __device__ __forceinline__ void load(const void* results, int slot, Acc<T> (&to)[kQuad]) const {
+    const T* from = static_cast<const T*>(results) + first_ + slot * group_width_;
+    if (quad_.aligned) return load_quad(from, to);
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) to[i] = i < quad_.count ? widen(from[offset_[i]]) : Acc<T>{0};
+  }
+  __device__ __forceinline__ void store(const Acc<T> (&from)[kQuad], void* results, int slot) const {
+    T* to = static_cast<T*>(results) + first_ + slot * group_width_;
+    if (quad_.aligned) return store_quad(from, to);
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
-      if (i < count) to[input.place(row, slot, first + i)] = narrow<T>(from[i]);
+      if (i < quad_.count) to[offset_[i]] = narrow<T>(from[i]);
     }
   }
+
+ private:
+  const Quad& quad_;
+  std::int64_t group_width_;
+  std::int64_t first_;          // place of the first feature's first aggregation
+  std::int64_t offset_[kQuad];  // of each feature from there
 };
 
 // A quad of several rows, of which those that `wanted(u)` names are read, others are zeros. All loads are
