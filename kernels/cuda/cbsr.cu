@@ -66,8 +66,10 @@ __global__ void __launch_bounds__(kThreads) to_dense_kernel(const CbsrToDenseArg
     const int columns = min(kTile, width - begin);
     Pack<T, kVec> zeros;
     memset(&zeros, 0, sizeof zeros);
+#pragma unroll 1
     for (int c = lane * kVec; c < columns; c += kLanes<T> * kVec) store_pack(zeros, tile + c);
     __syncwarp();
+#pragma unroll 1
     for (int i = lane * kIn; i < k; i += kLanes<T> * kIn) {
       const Pack<Id, kIn> id = load_entries<Id, kIn>(ids + i);
       const Pack<T, kIn> value = load_entries<T, kIn>(values + i);

@@ -209,12 +209,22 @@ class Queue {
   __device__ __forceinline__ void leave() {
     __syncwarp();
     const int lane = threadIdx.x % kWarp, half = lane / 16;
-#pragma unroll
+#pragma unroll 1
     for (int pair = 0; pair < kRows / 2; ++pair) {
       const int row = 2 * pair + half;
       const int count = __shfl_sync(kFullWarp, filled_, 4 * row);
       const std::int64_t first = __shfl_sync(kFullWarp, entry_, 4 * row);
-      for (int i = lane % 16; i < count; i += 16) write(first + i, slots_[row][i]);
+      std::int64_t at[kSlots / 16];  // all of a row's are under way together
+#pragma unroll
+      for (int n = 0; n < kSlots / 16; ++n) {
+        const int i = lane % 16 + 16 * n;
+        if (i < count) at[n] = position(first + i);
+      }
+#pragma unroll
+      for (int n = 0; n < kSlots / 16; ++n) {
+        const int i = lane % 16 + 16 * n;
+        if (i < count) store_result<T>(args_, at[n] * args_.heads + blockIdx.y, slots_[row][i]);
+      }
     }
     __syncwarp();
     entry_ += filled_;
@@ -222,13 +232,11 @@ class Queue {
   }
 
  private:
-  __device__ __forceinline__ void write(std::int64_t entry, float result) const {
-    std::int64_t at = entry;
-    if (args_.edge_id != nullptr) {
-      at = args_.edge_id_is_64bit ? __ldg(static_cast<const std::int64_t*>(args_.edge_id) + entry)
+  // Of an entry among the caller's edges.
+  __device__ __forceinline__ std::int64_t position(std::int64_t entry) const {
+    if (args_.edge_id == nullptr) return entry;
+    return args_.edge_id_is_64bit ? __ldg(static_cast<const std::int64_t*>(args_.edge_id) + entry)
                                   : __ldg(static_cast<const std::int32_t*>(args_.edge_id) + entry);
-    }
-    store_result<T>(args_, at * args_.heads + blockIdx.y, result);
   }
 
   const SddmmBsbArgs& args_;

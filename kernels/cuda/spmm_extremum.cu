@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(kThreads) spmm_extremum_kernel(const SpmmExtre
 #pragma unroll
     for (int u = 0; u < kEntriesInFlight; ++u) consider(offset + u, candidate[u]);
   }
+#pragma unroll 1
   for (; offset < slice.length; ++offset) consider(offset, candidate_at(offset));
 
   const std::int32_t arg =

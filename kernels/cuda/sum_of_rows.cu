@@ -55,6 +55,7 @@ __device__ __forceinline__ void add_part(const SumOfRowsArgs& args, const int co
                     (widen(ahead[2].lane[v]) + widen(ahead[3].lane[v]));
       }
     }
+#pragma unroll 1
     for (; row < end; row += lines) {
       const Pack<T, kVec> pack = load_pack<T, kVec>(from + row * args.row_stride);
 #pragma unroll
@@ -66,12 +67,14 @@ __device__ __forceinline__ void add_part(const SumOfRowsArgs& args, const int co
   __syncthreads();
   if (y > 0 || column >= args.width) return;
   double* out = args.partial + blockIdx.y * args.width + column;
+  // Line by line: the loads of a line are under way together, and the code stays short.
+#pragma unroll 1
+  for (int line = 1; line < lines; ++line) {
 #pragma unroll
-  for (int v = 0; v < kVec; ++v) {
-    double sum = total[v];
-    for (int line = 1; line < lines; ++line) sum += sums[v * kThreads + line * columns + x];
-    out[v] = sum;
+    for (int v = 0; v < kVec; ++v) total[v] += sums[v * kThreads + line * columns + x];
   }
+#pragma unroll
+  for (int v = 0; v < kVec; ++v) out[v] = total[v];
 }
 
 template <typename T, int kVec>
