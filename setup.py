@@ -77,7 +77,6 @@ CUDA_UNITS = {
         "ssd_slots",
     ): 30,
     ("aggregate_linear", "aggregate_linear_backward", "sddmm_bsb", "spmm_bsb"): 25,
-    ("ssd",): 23,
     (
         "spmm_csr",
         "spmm_csr_transposed",
@@ -86,7 +85,8 @@ CUDA_UNITS = {
         "spmm_hr",
         "spmm_resident",
         "spmm_tca",
-    ): 20,
+        "ssd",
+    ): 29,
     (
         "edge_attention",
         "edge_attention_backward",

@@ -87,6 +87,8 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
       const Table<S> own(input.q, first_head, input.heads, input.head_width, lane);
       copy_own<S>(memory + L::kOwn, own, window_row, window, lane);
     }
+#pragma unroll
+    for (int index = 0; index + 1 < kStages; ++index) start(index);
 
     std::uint32_t q[S::kPieces];
 #pragma unroll
@@ -102,19 +104,19 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
         total[h][r] = 0;
       }
     }
-    // Turns before the first block start copies only: so those are in the code once.
-#pragma unroll 1
-    for (int index = 1 - kStages; index < num_blocks; ++index) {
-      if (index >= 0) wait_for_copies<kStages - 2>();
+    for (int index = 0; index < num_blocks; ++index) {
+      wait_for_copies<kStages - 2>();
       if (index == 0) {
         load_own<S>(q, memory + L::kOwn, lane);
         __syncwarp();
       }
       start(index + kStages - 1);  // all lanes are here: the tile of the last turn is free
-      if (index < 0) continue;
       const std::uint32_t stage = memory + index % kStages * L::kStageBytes;
       const std::uint32_t block = memory + L::kBlocks + index % kStages * kBlockBytes;
       const Entries<S> entries(block, lane);
+      const bool drops = kExtras && input.dropout.threshold != 0;
+      const std::uint32_t kept =
+          drops ? entries.template kept<false>(input.dropout, window_row, window, first_head) : 0;
       std::int64_t position[kOwned];
       if constexpr (kExtras) {
         if (input.bias.data != nullptr) {
@@ -160,13 +162,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
         for (int i = 0; i < kOwned; ++i) {
           score[h][i] = exp2_approx(score[h][i] - maximum[h][i % kRowsOwned]);
           total[h][i % kRowsOwned] += score[h][i];
-          if constexpr (kExtras) {
-            if ((!kAlwaysExtras<S> || input.dropout.threshold != 0) && entries.present(i)) {
-              const std::int64_t row = window_row(window, Owned<S>::row(i, lane));
-              score[h][i] *= dropout_factor(input.dropout, static_cast<std::uint32_t>(row), entries.column(i),
-                                            static_cast<std::uint32_t>(first_head + h));
-            }
-          }
+          if (drops) score[h][i] *= kept >> (h * kOwned + i) & 1u ? input.dropout.scale : 0.0f;
         }
         if (by_entry) {
           add_entries<S>(sum, stage + S::kTileBytes, block, score[h], h, lane);

@@ -146,27 +146,29 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
       const Table<S> b(args.own_b, first_head, input.heads, input.value_width, lane);
       copy_own<S>(memory + L::kOwnB, b, window_row, window, lane);
     }
+#pragma unroll
+    for (int index = 0; index + 1 < kStages; ++index) start(index);
     std::uint32_t own_a[S::kPieces], own_b[S::kPieces];
 #pragma unroll
     for (int f = 0; f < S::kTiles; ++f) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) sum_a[f][i] = sum_b[f][i] = 0;
     }
-    // Turns before the first block start copies only: so those are in the code once.
-#pragma unroll 1
-    for (int index = 1 - kStages; index < num_blocks; ++index) {
-      if (index >= 0) wait_for_copies<kStages - 2>();
+    for (int index = 0; index < num_blocks; ++index) {
+      wait_for_copies<kStages - 2>();
       if (index == 0 && L::kKeepOwn) {
         load_own<S>(own_a, memory + L::kOwnA, lane);
         load_own<S>(own_b, memory + L::kOwnB, lane);
         __syncwarp();
       }
       start(index + kStages - 1);  // all lanes are here: the tile of the last turn is free
-      if (index < 0) continue;
       const int nth = index % kStages;
       const std::uint32_t tile_x = memory + nth * L::kStageBytes, tile_y = tile_x + S::kTileBytes;
       const std::uint32_t block = memory + L::kBlocks + nth * kBlockBytes;
       const Entries<S> entries(block, lane);
+      const bool drops = kExtras && input.dropout.threshold != 0;
+      const std::uint32_t kept =
+          drops ? entries.template kept<kTransposed>(input.dropout, window_row, window, first_head) : 0;
       std::int64_t position[kOwned];
       if constexpr (kExtras) {
         if (input.bias.data != nullptr) {
@@ -195,13 +197,8 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
           float power = __fmul_rn(score[i], scale), factor = 1;
           if constexpr (kExtras) {
             power += entries.bias(input, i, position[i], first_head + h);
-            if ((!kAlwaysExtras<S> || input.dropout.threshold != 0) && entries.present(i)) {
-              const auto own = static_cast<std::uint32_t>(window_row(window, Owned<S>::row(i, lane)));
-              factor = dropout_factor(input.dropout, kTransposed ? entries.column(i) : own,
-                                      kTransposed ? own : entries.column(i),
-                                      static_cast<std::uint32_t>(first_head + h));
-            }
           }
+          if (drops) factor = kept >> (h * kOwned + i) & 1u ? input.dropout.scale : 0.0f;
           power -= state.x;
           if constexpr (S::kFloat) power -= state.z;
           const float p = entries.present(i) ? exp2_approx(power) : 0.0f;

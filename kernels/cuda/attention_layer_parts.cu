@@ -93,6 +93,7 @@ __global__ void __launch_bounds__(kHeadThreads)
     for (int i = 0; i < kLaneFeatures; ++i) shared[thread][i] = sums[s][i];
     __syncthreads();
     if (thread >= lanes) continue;
+#pragma unroll 1
     for (int other = thread + lanes; other < kHeadThreads; other += lanes) {
 #pragma unroll
       for (int i = 0; i < kLaneFeatures; ++i) sums[s][i] += shared[other][i];

@@ -214,16 +214,13 @@ class Queue {
       const int row = 2 * pair + half;
       const int count = __shfl_sync(kFullWarp, filled_, 4 * row);
       const std::int64_t first = __shfl_sync(kFullWarp, entry_, 4 * row);
-      std::int64_t at[kSlots / 16];  // all of a row's are under way together
-#pragma unroll
-      for (int n = 0; n < kSlots / 16; ++n) {
-        const int i = lane % 16 + 16 * n;
-        if (i < count) at[n] = position(first + i);
-      }
-#pragma unroll
-      for (int n = 0; n < kSlots / 16; ++n) {
-        const int i = lane % 16 + 16 * n;
-        if (i < count) store_result<T>(args_, at[n] * args_.heads + blockIdx.y, slots_[row][i]);
+#pragma unroll 1
+      for (int i = lane % 16; i < count; i += 2 * 16) {
+        // Two positions under way at once; more would take registers from the products.
+        const bool another = i + 16 < count;
+        const std::int64_t at = position(first + i), next = another ? position(first + i + 16) : 0;
+        store_result<T>(args_, at * args_.heads + blockIdx.y, slots_[row][i]);
+        if (another) store_result<T>(args_, next * args_.heads + blockIdx.y, slots_[row][i + 16]);
       }
     }
     __syncwarp();

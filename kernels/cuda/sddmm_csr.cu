@@ -110,9 +110,8 @@ __device__ __forceinline__ void load_run(const std::int32_t* list, std::int64_t 
                    : "l"(list + first + i));
     }
   } else {
-    const int left = static_cast<int>(last - first);  // less than kCount - 1, below 0 behind the end
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) to[i] = __ldg(list + first + min(i, left));
+    for (int i = 0; i < kCount; ++i) to[i] = __ldg(list + min(first + i, last));
   }
 }
 

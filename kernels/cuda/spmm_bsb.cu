@@ -213,12 +213,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
   // load.
   const char* x = reinterpret_cast<const char*>(static_cast<const T*>(args.x.data) + (inside ? feature : 0));
   const auto row_bytes = static_cast<std::uint32_t>(args.x.stride * sizeof(T));
-  // In 32 bits, of which no row has more features: a division of 64 takes four times as many instructions.
-  const auto features = static_cast<std::uint32_t>(args.width);
-  const std::int64_t head =
-      kWeight == Weight::kValue
-          ? static_cast<std::uint32_t>(tile) / (features / static_cast<std::uint32_t>(args.value.heads))
-          : 0;
+  const std::int64_t head = kWeight == Weight::kValue ? tile / (args.width / args.value.heads) : 0;
   // Lane n: where the run's n-th window ends.
   int window_end = run.begin + run.length;
   if (run.num_windows > 1 && lane < run.num_windows) {
@@ -245,25 +240,27 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
       }
       return;
     }
-    std::int64_t position[kOwned];
     if (args.quad_vector != nullptr) {
 #pragma unroll
-      for (int v = 0; v < kOwned; ++v) position[v] = dense_position(args, own, v, g);
-    } else {
-      // Entries count by quad, vector, row: an entry's place is a count of the bits before it.
-      const std::int64_t first = __ldg(args.a.quad_entry + own);
-#pragma unroll
       for (int v = 0; v < kOwned; ++v) {
-        const std::uint32_t bit = 1u << (8 * v + g);
-        if (block.mask & bit) position[v] = value_position(args.a, first + __popc(block.mask & (bit - 1)));
+        block.value[v] = 0;
+        if (block.mask & (1u << (8 * v + g))) {
+          block.value[v] = load_value<T>(args.value, args.value.dtype == args.dtype,
+                                         dense_position(args, own, v, g) * args.value.heads + head);
+        }
       }
+      return;
     }
+    // Entries count by quad, vector, row: an entry's place is a count of the bits before it.
+    const std::int64_t first = __ldg(args.a.quad_entry + own);
 #pragma unroll
     for (int v = 0; v < kOwned; ++v) {
       block.value[v] = 0;
-      if (block.mask & (1u << (8 * v + g))) {
-        block.value[v] =
-            load_value<T>(args.value, args.value.dtype == args.dtype, position[v] * args.value.heads + head);
+      const std::uint32_t bit = 1u << (8 * v + g);
+      if (block.mask & bit) {
+        const std::int64_t entry = first + __popc(block.mask & (bit - 1));
+        block.value[v] = load_value<T>(args.value, args.value.dtype == args.dtype,
+                                       value_position(args.a, entry) * args.value.heads + head);
       }
     }
   };

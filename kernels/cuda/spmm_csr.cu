@@ -30,7 +30,8 @@ template <typename T, int kVec, int kLanes, int kChunks, Weight kWeight>
 __global__ void __launch_bounds__(kThreads) spmm_csr_kernel(const SpmmArgs args) {
   using A = Acc<T>;
   constexpr int kChunkWidth = kLanes * kVec;
-  constexpr int kStepsUnrolled = 2;
+  // Eight steps in a row would be eight times the code, with no more loads under way.
+  constexpr int kStepsUnrolled = kLanes == kWarp ? 1 : kLanes / kEntriesInFlight;
   allow_next_kernel();
   const int lane = threadIdx.x % kLanes;
   const std::int64_t group =
@@ -49,11 +50,7 @@ __global__ void __launch_bounds__(kThreads) spmm_csr_kernel(const SpmmArgs args)
   for (int c = 0; c < kChunks; ++c) {
     inside[c] = feature0 + c * kChunkWidth < args.width;
     if constexpr (kWeight == Weight::kPerHead) {
-      // In 32 bits, of which no row has more features: a division of 64 takes four times as many
-      // instructions.
-      const auto head_width =
-          static_cast<std::uint32_t>(args.width) / static_cast<std::uint32_t>(args.value.heads);
-      head[c] = inside[c] ? static_cast<std::uint32_t>(feature0 + c * kChunkWidth) / head_width : 0;
+      head[c] = inside[c] ? (feature0 + c * kChunkWidth) / (args.width / args.value.heads) : 0;
     }
   }
 

@@ -609,6 +609,29 @@ class Entries {
     const std::uint32_t at = block_ + vector / kOwned * kQuadBytes + vector % kOwned * 3;
     return load_shared_byte(at) | load_shared_byte(at + 1) << 8 | load_shared_byte(at + 2) << 16;
   }
+  // Bit h * kOwned + i: dropout keeps entry i for head first_head + h. In a loop, which passes only as often
+  // as a thread of the warp has entries: unrolled, random numbers would be a fifth of a kernel.
+  template <bool kTransposed>
+  __device__ __forceinline__ std::uint32_t kept(const Dropout& dropout, const WindowRow& window_row,
+                                                std::int64_t window, std::int64_t first_head) const {
+    static_assert(S::kHeads * kOwned <= 32);
+    std::uint32_t left = 0, kept = 0;
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) left |= present(i) ? 1u << i : 0;
+#pragma unroll 1
+    for (; left != 0; left &= left - 1) {
+      const int i = __ffs(static_cast<int>(left)) - 1;
+      const auto own = static_cast<std::uint32_t>(window_row(window, Owned<S>::row(i, lane_)));
+      const std::uint32_t other = column(i), row = kTransposed ? other : own, col = kTransposed ? own : other;
+#pragma unroll 1
+      for (int h = 0; h < S::kHeads; ++h) {
+        const auto head = static_cast<std::uint32_t>(first_head + h);
+        const bool keeps = philox(dropout.key0, dropout.key1, row, col, head) >= dropout.threshold;
+        kept |= keeps ? 1u << (h * kOwned + i) : 0;
+      }
+    }
+    return kept;
+  }
   // Positions of the entries among the edge values. Entries are numbered by quad, vector and row, so a number
   // is a count of the mask bits before its own. first_quad: of the block.
   __device__ __forceinline__ void positions(std::int64_t (&position)[kOwned], const BsbView& a,
