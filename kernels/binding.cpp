@@ -26,6 +26,7 @@
 #include "fastsparse/place_batch.h"
 #include "fastsparse/sample_neighbors.h"
 #include "fastsparse/slab_sums.h"
+#include "fastsparse/sort_edges.h"
 #include "fastsparse/spmm_extremum.h"
 
 namespace py = pybind11;
@@ -1216,12 +1217,31 @@ void compress(const CompressArgs& args, Address scratch, std::size_t scratch_byt
 #endif
 }
 
-// Returns the facts, which on CUDA waits for the device: `scratch` is room for them there.
+// The facts that `inspect` or `sort_edges` wrote, which on CUDA waits for the device; `written` is where.
+py::tuple read_facts(const std::int64_t* written, int device, Address queue) {
+  std::int64_t facts[kNumEdgeFacts];
+  if (device < 0) std::copy_n(written, static_cast<int>(kNumEdgeFacts), facts);
+#ifdef FASTSPARSE_WITH_CUDA
+  if (device >= 0) {
+    const py::gil_scoped_release release;
+    const DeviceGuard guard(device);
+    auto* stream = static_cast<cudaStream_t>(at(queue));
+    check(cudaMemcpyAsync(facts, written, sizeof facts, cudaMemcpyDeviceToHost, stream), "inspect");
+    check(cudaStreamSynchronize(stream), "inspect");
+  }
+#else
+  (void)queue;
+#endif
+  py::tuple result(static_cast<std::size_t>(kNumEdgeFacts));
+  for (int fact = 0; fact < kNumEdgeFacts; ++fact) result[fact] = facts[fact];
+  return result;
+}
+
+// Returns the facts; `scratch` is room for them in the device's memory.
 py::tuple inspect(Address row, Address col, Address edge_id, bool index_is_64bit, bool edge_id_is_64bit,
                   std::int64_t num_edges, std::int64_t num_rows, bool square, Address rowptr, Address col_out,
                   Address inv_degree, Address slices, Address scratch, int device, Address queue) {
   std::int64_t facts[kNumEdgeFacts];
-  const Address written = device < 0 ? reinterpret_cast<Address>(facts) : scratch;
   const InspectArgs args{at(row),
                          at(col),
                          at(edge_id),
@@ -1234,20 +1254,27 @@ py::tuple inspect(Address row, Address col, Address edge_id, bool index_is_64bit
                          at<std::int32_t>(col_out),
                          at<float>(inv_degree),
                          at<RowSlice>(slices),
-                         at<std::int64_t>(written)};
+                         device < 0 ? facts : at<std::int64_t>(scratch)};
   FASTSPARSE_RUN(inspect, args, device, queue);
-#ifdef FASTSPARSE_WITH_CUDA
-  if (device >= 0) {
-    const py::gil_scoped_release release;
-    const DeviceGuard guard(device);
-    auto* stream = static_cast<cudaStream_t>(at(queue));
-    check(cudaMemcpyAsync(facts, at(scratch), sizeof facts, cudaMemcpyDeviceToHost, stream), "inspect");
-    check(cudaStreamSynchronize(stream), "inspect");
-  }
-#endif
-  py::tuple result(static_cast<std::size_t>(kNumEdgeFacts));
-  for (int fact = 0; fact < kNumEdgeFacts; ++fact) result[fact] = facts[fact];
-  return result;
+  return read_facts(args.facts, device, queue);
+}
+
+// The same of few edges, which it sorts. `scratch` is room for the facts and behind them for the sort.
+py::tuple sort_edges(Address row, Address col, bool index_is_64bit, std::int64_t num_edges,
+                     std::int64_t num_rows, std::int64_t num_cols, std::int64_t most_entries, Address rowptr,
+                     Address col_out, Address order, Address inv_degree, Address slices, Address scratch,
+                     int device, Address queue) {
+  std::int64_t facts[kNumEdgeFacts];
+  const SortEdgesArgs args{
+      {at(row), at(col), nullptr, index_is_64bit, false, num_edges, num_rows, num_rows == num_cols,
+       at<std::int64_t>(rowptr), at<std::int32_t>(col_out), at<float>(inv_degree), at<RowSlice>(slices),
+       device < 0 ? facts : at<std::int64_t>(scratch)},
+      num_cols,
+      most_entries,
+      at<std::int32_t>(order),
+      at<std::int32_t>(scratch + sizeof facts)};
+  FASTSPARSE_RUN(sort_edges, args, device, queue);
+  return read_facts(args.found.facts, device, queue);
 }
 
 std::size_t round_up(std::size_t bytes, std::size_t step) { return (bytes + step - 1) / step * step; }
@@ -1798,6 +1825,8 @@ PYBIND11_MODULE(_C, m) {
   define<&expand_rows>(m, "expand_rows");
   define<&reverse_entries>(m, "reverse_entries");
   define<&inspect>(m, "inspect");
+  define<&sort_edges>(m, "sort_edges");
+  m.attr("MOST_SORT_BLOCKS") = kMostSortBlocks;
   define<&transpose_scratch_bytes>(m, "transpose_scratch_bytes");
   define<&transpose>(m, "transpose");
   m.attr("HASHES") = kHashes;

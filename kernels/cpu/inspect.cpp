@@ -4,6 +4,7 @@
 
 #include "fastsparse/edge_checksum.h"
 #include "fastsparse/launchers.h"
+#include "fastsparse/sort_edges.h"
 
 namespace fastsparse::cpu {
 namespace {
@@ -89,6 +90,24 @@ void inspect(const InspectArgs& args, int threads) {
     args.facts[kMostEntries] = std::max(args.facts[kMostEntries], degree);
     args.inv_degree[r] = degree > 0 ? 1.0f / static_cast<float>(degree) : 0.0f;
   }
+}
+
+void sort_edges(const SortEdgesArgs& args, int threads) {
+  const InspectArgs& found = args.found;
+  inspect(found, threads);
+  const auto fits = [&](EdgeFact fact, std::int64_t count) {
+    return as_unsigned(found.facts[fact]) < as_unsigned(count);
+  };
+  if (stay_in_order(found) || !fits(kMostRow, found.num_rows) || !fits(kMostCol, args.num_cols)) return;
+  compress({found.row, found.col, found.index_is_64bit, found.num_edges, found.num_rows, args.num_cols, true,
+            found.rowptr, found.col_out, args.order, false});
+  std::int64_t of_rows[kNumEdgeFacts];
+  InspectArgs sorted = found;
+  sorted.row = nullptr;
+  sorted.num_edges = 0;  // only rows are looked at
+  sorted.facts = of_rows;
+  inspect(sorted, threads);
+  for (const EdgeFact fact : {kEmptyRows, kMostEntries}) found.facts[fact] = of_rows[fact];
 }
 
 }  // namespace fastsparse::cpu

@@ -1,11 +1,17 @@
 // Checks of edges and compressed rows on the GPU, and what a structure of sorted edges consists of, in one
 // launch: some blocks pass over edges, the others over rows. The host reads the answers once. Bytes: indices
 // read once, 4 per edge and 28 per row written.
+//
+// Few edges are sorted in the same launch, by counting: a radix sort takes the host a dozen launches.
+#include <cooperative_groups.h>
+
 #include <algorithm>
+#include <cub/block/block_scan.cuh>
 
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/edge_checksum.h"
 #include "fastsparse/launchers.h"
+#include "fastsparse/sort_edges.h"
 
 namespace fastsparse::cuda {
 namespace in_inspect {
@@ -176,7 +182,157 @@ __global__ void inspect_kernel(const __grid_constant__ InspectArgs args, std::in
                       : inspect_block<std::int32_t>(args, row_blocks);
 }
 
+// ---------------------------------------------------------------- few edges
+
+__device__ __forceinline__ Word sum_of(Word a, Word b) { return a + b; }
+
+// The steps of the sort; all blocks are through with one before the next begins.
+struct EdgeSort {
+  const SortEdgesArgs& args;
+  std::int32_t* count;               // (num_rows) entries of every row
+  std::int32_t* edge;                // (num_edges) of every row's entries, in any order
+  std::int32_t* sums;                // (gridDim.x) entries of a block's rows
+  std::int64_t first_row, last_row;  // of this block
+
+  __device__ explicit EdgeSort(const SortEdgesArgs& given) : args(given) {
+    const InspectArgs& found = args.found;
+    count = args.scratch;
+    edge = count + found.num_rows;
+    sums = edge + found.num_edges;
+    const std::int64_t rows = (found.num_rows + gridDim.x - 1) / gridDim.x;
+    first_row = std::min(blockIdx.x * rows, found.num_rows);
+    last_row = std::min(first_row + rows, found.num_rows);
+  }
+
+  // Calls `what(e, row)` for this block's share of the edges whose row is one.
+  template <typename Index, typename What>
+  __device__ void each_edge(What what) const {
+    const auto* row = static_cast<const Index*>(args.found.row);
+    for (std::int64_t e = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+         e < args.found.num_edges; e += static_cast<std::int64_t>(gridDim.x) * kThreads) {
+      const Index r = row[e];
+      if (as_unsigned(r) < static_cast<Word>(args.found.num_rows)) what(e, static_cast<std::int64_t>(r));
+    }
+  }
+
+  __device__ void clear() const {
+    for (std::int64_t r = first_row + threadIdx.x; r < last_row; r += kThreads) count[r] = 0;
+    if (blockIdx.x == 0 && threadIdx.x < kNumEdgeFacts) args.found.facts[threadIdx.x] = 0;
+  }
+
+  // What an edge finds in its row's count is its place among the row's entries for now.
+  template <typename Index>
+  __device__ void count_rows() const {
+    inspect_edges<Index>(args.found, blockIdx.x, gridDim.x);
+    each_edge<Index>([&](std::int64_t e, std::int64_t r) { args.order[e] = atomicAdd(count + r, 1); });
+  }
+
+  __device__ void add_up() const {
+    Word sum = 0;
+    for (std::int64_t r = first_row + threadIdx.x; r < last_row; r += kThreads) sum += count[r];
+    sum = reduce_block(sum, sum_of);
+    if (threadIdx.x == 0) sums[blockIdx.x] = static_cast<std::int32_t>(sum);
+  }
+
+  __device__ void begin_rows() const {
+    using Scan = cub::BlockScan<std::int32_t, kThreads>;
+    __shared__ typename Scan::TempStorage room;
+    __shared__ std::int32_t shared_begin;
+    Word before = 0;
+    for (unsigned block = threadIdx.x; block < blockIdx.x; block += kThreads) before += sums[block];
+    before = reduce_block(before, sum_of);
+    if (threadIdx.x == 0) shared_begin = static_cast<std::int32_t>(before);
+    __syncthreads();
+    std::int32_t begin = shared_begin;
+    Word longest = 0;
+    for (std::int64_t base = first_row; base < last_row; base += kThreads) {
+      const std::int64_t r = base + threadIdx.x;
+      const std::int32_t degree = r < last_row ? count[r] : 0;
+      std::int32_t at, total;
+      Scan(room).ExclusiveSum(degree, at, total);
+      __syncthreads();  // before the next round's scan
+      if (r < last_row) {
+        args.found.rowptr[r] = begin + at;
+        args.found.inv_degree[r] = degree > 0 ? 1.0f / static_cast<float>(degree) : 0.0f;
+        args.found.slices[r] = {begin + at, degree, static_cast<std::int32_t>(r)};
+        if (degree == 0) args.found.facts[kEmptyRows] = 1;
+      }
+      longest = greater(longest, static_cast<Word>(degree));
+      begin += total;
+    }
+    longest = reduce_block(longest, greater);
+    if (threadIdx.x == 0) {
+      raise(args.found.facts + kMostEntries, longest);
+      if (first_row < last_row && last_row == args.found.num_rows) args.found.rowptr[last_row] = begin;
+    }
+  }
+
+  template <typename Index>
+  __device__ void group() const {
+    each_edge<Index>([&](std::int64_t e, std::int64_t r) {
+      edge[args.found.rowptr[r] + args.order[e]] = static_cast<std::int32_t>(e);
+    });
+  }
+
+  // An edge's place is the number of its row's entries that come before it.
+  template <typename Index>
+  __device__ void rank() const {
+    const auto* col = static_cast<const Index*>(args.found.col);
+    each_edge<Index>([&](std::int64_t e, std::int64_t r) {
+      const std::int64_t begin = args.found.rowptr[r], end = args.found.rowptr[r + 1];
+      const Index c = col[e];
+      std::int64_t place = begin;
+      for (std::int64_t entry = begin; entry < end; ++entry) {
+        const std::int32_t other = edge[entry];
+        const Index of_other = col[other];
+        if (of_other < c || (of_other == c && other < e)) ++place;
+      }
+      args.found.col_out[place] = static_cast<std::int32_t>(c);
+      args.order[place] = static_cast<std::int32_t>(e);
+    });
+  }
+};
+
+template <typename Index>
+__global__ void __launch_bounds__(kThreads) sort_edges_kernel(const __grid_constant__ SortEdgesArgs args) {
+  const auto grid = cooperative_groups::this_grid();
+  const EdgeSort sort(args);
+  sort.clear();
+  grid.sync();
+  sort.count_rows<Index>();
+  grid.sync();
+  sort.add_up();
+  grid.sync();
+  sort.begin_rows();
+  grid.sync();
+  // The same answer in all blocks.
+  if (stay_in_order(args.found) || args.found.facts[kMostEntries] > args.most_entries) return;
+  sort.group<Index>();
+  grid.sync();
+  sort.rank<Index>();
+}
+
 }  // namespace in_inspect
+
+int sort_edges(const SortEdgesArgs& args, void* stream) {
+  using namespace in_inspect;
+  int device = 0, processors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error != cudaSuccess) return error;
+  // Blocks that wait for each other must all be there at once: one on each multiprocessor always can.
+  const auto work = ceil_div(std::max(args.found.num_edges, args.found.num_rows), kThreads);
+  const unsigned blocks =
+      std::min(std::max(work, 1u), static_cast<unsigned>(std::min(processors, kMostSortBlocks)));
+  auto* kernel =
+      args.found.index_is_64bit ? sort_edges_kernel<std::int64_t> : sort_edges_kernel<std::int32_t>;
+  SortEdgesArgs given = args;
+  void* pointers[] = {&given};
+  return cudaLaunchCooperativeKernel(kernel, dim3(blocks), dim3(kThreads), pointers, 0,
+                                     static_cast<cudaStream_t>(stream));
+}
 
 int inspect(const InspectArgs& args, void* stream) {
   using namespace in_inspect;

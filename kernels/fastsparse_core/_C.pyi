@@ -140,6 +140,23 @@ def inspect(
     device: int,
     queue: int,
 ) -> tuple[int, ...]: ...
+def sort_edges(
+    row: int,
+    col: int,
+    index_is_64bit: bool,
+    num_edges: int,
+    num_rows: int,
+    num_cols: int,
+    most_entries: int,
+    rowptr: int,
+    col_out: int,
+    order: int,
+    inv_degree: int,
+    slices: int,
+    scratch: int,
+    device: int,
+    queue: int,
+) -> tuple[int, ...]: ...
 def transpose_scratch_bytes(
     num_rows: int, num_cols: int, num_edges: int, keeps_order: bool, device: int
 ) -> int: ...
@@ -159,6 +176,7 @@ def transpose(
 ) -> None: ...
 
 HASHES: int
+MOST_SORT_BLOCKS: int
 KEY_BITS: int
 
 def row_signatures(

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency
 from fastsparse_core.formats.bsb import BLOCK, HEIGHT, QUAD, Bsb, vectors_together
+from fastsparse_core.formats.compress import compress
 from fastsparse_core.formats.grouping import group_rows, vectors_per_window
 from fastsparse_core.formats.hybrid_rows import HybridRows
-from fastsparse_core.formats.inspection import inspect_edges, inspect_rows
+from fastsparse_core.formats.inspection import inspect_edges, inspect_rows, sort_edges
 from fastsparse_core.formats.row_split import RowSplit, split_rows
 from fastsparse_core.formats.statistics import statistics
 
@@ -381,3 +382,41 @@ def test_inspection_finds_what_is_wrong(device, dtype):
     rows = inspect_rows(torch.tensor([0, 3, 1, 4], device=device), col, row, 32)
     assert rows.rows_descend
     assert (rows.ends, rows.most_edge_id) == ((0, 4), 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("num_edges", [1, 700, 5_000])
+def test_few_edges_are_sorted_as_many_are(device, num_edges, dtype):
+    generator = torch.Generator().manual_seed(num_edges)
+    row, col = torch.randint(900, (2, num_edges), generator=generator, dtype=dtype).to(device)
+    both = torch.cat([row, col]), torch.cat([col, row])
+    order = both[0].sort(stable=True).indices
+    for edges in ((row, col), both, (both[0][order], both[1][order])):
+        found = sort_edges(*edges, (900, 900), 64)
+        plain = inspect_edges(*edges, 900, 64, square=True)
+        rowptr, sorted_col, positions = compress(*edges, 900, 900)
+        assert found[3:9] == plain[3:9]
+        assert found.has_loops == plain.has_loops
+        assert found.has_empty_rows == bool((rowptr.diff() == 0).any())
+        assert torch.equal(found.rowptr, rowptr)
+        assert torch.equal(found.inv_degree, rowptr.diff().float().reciprocal().nan_to_num(posinf=0))
+        if found.order is not None:
+            assert torch.equal(found.col, sorted_col)
+            assert torch.equal(found.order, positions)
+        if found.row_split is not None:
+            split = found.row_split.slices
+            assert torch.equal(split[:, 0], rowptr[:-1])
+            assert split[:, 1].tolist() == [r << 32 | n for r, n in enumerate(rowptr.diff().tolist())]
+    assert (found.order is None) == (num_edges == 1)
+
+
+def test_few_edges_stay_or_are_left_to_the_sort_of_many(device):
+    row = torch.tensor([0, 0, 1, 1, 1], device=device)
+    col = torch.tensor([2, 1, 0, 2, 1], device=device)
+    assert sort_edges(row, col, (2, 3), 4).order is None  # they come by row and are not symmetric
+    assert sort_edges(row, col, (2, 3), 4).col.tolist() == col.tolist()
+    descending = sort_edges(row.flip(0), col, (2, 3), 2)
+    assert (descending.order is None) == row.is_cuda  # a row of more than two entries
+    assert descending.row_split is None
+    assert sort_edges(row - 1, col, (2, 3), 4).most_row == 2**64 - 1
+    assert sort_edges(row, col + 7, (2, 3), 4).most_col == 9

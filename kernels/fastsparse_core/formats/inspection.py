@@ -14,6 +14,8 @@ from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 
 #: Words that the kernels write, in the order of EdgeFact in kernels/include/fastsparse/views.h.
 NUM_FACTS = 11
+#: Edges, and rows, up to which edges are sorted in the launch that looks at them, without a radix sort.
+FEW_EDGES = 1 << 17
 _SIGNED_TO_UNSIGNED = 2**64
 
 
@@ -36,6 +38,7 @@ class Inspection(NamedTuple):
         has_loops: of a square structure given as edges: whether some edge is a loop.
         row_split: on CUDA the work list of rows that no slice has to cut, in row order; None where some row
             is longer than a slice.
+        order: (num_edges,) position of each entry in the edges, where `sort_edges` sorted them; else None.
     """
 
     rowptr: Tensor
@@ -51,6 +54,7 @@ class Inspection(NamedTuple):
     ends: tuple[int, int]
     has_loops: bool
     row_split: RowSplit | None
+    order: Tensor | None = None
 
 
 class IndexFacts(NamedTuple):
@@ -162,10 +166,72 @@ def _inspect(
         index,
         queue(index),
     )
-    split = unsplit_rows(room, num_rows) if room is not None and words[9] <= longest else None
+    return _found(words, rowptr, col_out, inv_degree, room, longest)
+
+
+def sort_edges(row: Tensor, col: Tensor, shape: tuple[int, int], longest: int) -> Inspection:
+    """Looks at 1 to `FEW_EDGES` edges as `inspect_edges` does, and sorts them where they may not stay.
+
+    That is: by row and column, unless they ascend by row already and need no more. On CUDA rows of more than
+    ``longest`` entries are left to :func:`fastsparse_core.formats.compress.compress`.
+
+    Args:
+        row: int32 or int64 (num_edges,), contiguous.
+        col: like ``row``.
+        shape: numbers of rows, 1 to `FEW_EDGES`, and columns.
+        longest: entries of a slice, for `Inspection.row_split`.
+
+    Returns:
+        What `Inspection` says of edges; where `order` is given, its tensors are of sorted ones.
+    """
+    device, num_rows, num_edges = row.device, shape[0], row.numel()
+    rowptr = torch.empty(num_rows + 1, dtype=torch.int64, device=device)
+    col_out = torch.empty(num_edges, dtype=torch.int32, device=device)
+    order = torch.empty(num_edges, dtype=torch.int32, device=device)
+    inv_degree = _empty_for_autograd(num_rows, device)
+    check_content("edges", row, col, rowptr)
+    index, room, slices = device_index(device), None, 0
+    if index >= 0:  # two words for every row's slice, the facts, and what the sort needs
+        size = 8 * NUM_FACTS + 4 * (num_rows + num_edges + _C.MOST_SORT_BLOCKS)
+        room = torch.empty(num_rows + -(-size // 16), 2, dtype=torch.int64, device=device)
+        slices = room.data_ptr()
+    words = _C.sort_edges(
+        row.data_ptr(),
+        col.data_ptr(),
+        row.dtype is torch.int64,
+        num_edges,
+        *shape,
+        longest,
+        rowptr.data_ptr(),
+        col_out.data_ptr(),
+        order.data_ptr(),
+        inv_degree.data_ptr(),
+        slices,
+        slices + 16 * num_rows,
+        index,
+        queue(index),
+    )
+    may_be_symmetric = num_rows == shape[1] and words[5] == 0
+    is_sorted = words[3] or (words[4] and may_be_symmetric)
+    if room is not None and words[9] > longest:
+        is_sorted = False
+    return _found(words, rowptr, col_out, inv_degree, room, longest, order if is_sorted else None)
+
+
+def _found(
+    words: tuple[int, ...],
+    rowptr: Tensor,
+    col: Tensor,
+    inv_degree: Tensor,
+    room: Tensor | None,
+    longest: int,
+    order: Tensor | None = None,
+) -> Inspection:
+    """What the kernels found; ``room`` begins with the slices."""
+    split = unsplit_rows(room, rowptr.numel() - 1) if room is not None and words[9] <= longest else None
     return Inspection(
         rowptr,
-        col_out,
+        col,
         inv_degree,
         words[0] % _SIGNED_TO_UNSIGNED,
         words[1] % _SIGNED_TO_UNSIGNED,
@@ -177,6 +243,7 @@ def _inspect(
         (words[7], words[8]),
         bool(words[10]),
         split,
+        order,
     )
 
 

@@ -174,7 +174,8 @@ class Adjacency(Storage):
         if found.row_split is not None:
             self._of_rows.results["row_split"] = found.row_split
             self.has_sorted_slices = False
-        self.usage.scattered = 0
+        if found.order is None:
+            self.usage.scattered = 0
 
     @classmethod
     def from_csr(

@@ -13,11 +13,13 @@ from fastsparse_core import gpu
 from fastsparse_core.formats import lengths
 from fastsparse_core.formats.compress import compress, expand_rows
 from fastsparse_core.formats.inspection import (
+    FEW_EDGES,
     IndexFacts,
     Inspection,
     inspect_edges,
     inspect_indices,
     inspect_rows,
+    sort_edges,
 )
 
 _INT32_MAX = 2**31 - 1
@@ -99,15 +101,24 @@ def _as_given(
     """
     square = shape[0] == shape[1]
     longest = lengths.slice_length(row.numel(), gpu.profile_of(row.device))
-    found = inspect_edges(row, col, shape[0], longest, square=square)
+    if min(row.numel(), shape[0]) > 0 and max(row.numel(), shape[0]) <= FEW_EDGES:
+        found = sort_edges(row, col, shape, longest)
+    else:
+        found = inspect_edges(row, col, shape[0], longest, square=square)
     _check_range(found, row, col, shape)
     may_be_symmetric = square and found.checksum == 0
     has_loops = found.has_loops if square else None
     if not keeps_loops and has_loops is not False:
         return IndexFacts(found.most_row, found.most_col, found.checksum)
-    if not (found.rows_descend or (found.cols_descend and may_be_symmetric)):
+    stay = not (found.rows_descend or (found.cols_descend and may_be_symmetric))
+    if stay or found.order is not None:
         return CompressedRows(
-            found.rowptr, found.col, symmetric=may_be_symmetric, has_loops=has_loops, found=found
+            found.rowptr,
+            found.col,
+            found.order,
+            symmetric=may_be_symmetric,
+            has_loops=has_loops,
+            found=found,
         )
     out = (found.rowptr, found.col)
     del found  # its other tensors, before the sort takes as much again
