@@ -1217,10 +1217,11 @@ void compress(const CompressArgs& args, Address scratch, std::size_t scratch_byt
 #endif
 }
 
-// The facts that `inspect` or `sort_edges` wrote, which on CUDA waits for the device; `written` is where.
+// Facts that `inspect` or `sort_edges` wrote, which on CUDA waits for the device.
+template <int kCount>
 py::tuple read_facts(const std::int64_t* written, int device, Address queue) {
-  std::int64_t facts[kNumEdgeFacts];
-  if (device < 0) std::copy_n(written, static_cast<int>(kNumEdgeFacts), facts);
+  std::int64_t facts[kCount];
+  if (device < 0) std::copy_n(written, kCount, facts);
 #ifdef FASTSPARSE_WITH_CUDA
   if (device >= 0) {
     const py::gil_scoped_release release;
@@ -1232,8 +1233,8 @@ py::tuple read_facts(const std::int64_t* written, int device, Address queue) {
 #else
   (void)queue;
 #endif
-  py::tuple result(static_cast<std::size_t>(kNumEdgeFacts));
-  for (int fact = 0; fact < kNumEdgeFacts; ++fact) result[fact] = facts[fact];
+  py::tuple result(static_cast<std::size_t>(kCount));
+  for (int fact = 0; fact < kCount; ++fact) result[fact] = facts[fact];
   return result;
 }
 
@@ -1256,25 +1257,61 @@ py::tuple inspect(Address row, Address col, Address edge_id, bool index_is_64bit
                          at<RowSlice>(slices),
                          device < 0 ? facts : at<std::int64_t>(scratch)};
   FASTSPARSE_RUN(inspect, args, device, queue);
-  return read_facts(args.facts, device, queue);
+  return read_facts<kNumEdgeFacts>(args.facts, device, queue);
 }
 
-// The same of few edges, which it sorts. `scratch` is room for the facts and behind them for the sort.
+// Where `sort_edges` finds room on CUDA in one allocation: slices come first.
+struct SortRoom {
+  Address split_ptr, sums, facts, split_row, scratch, end;
+
+  SortRoom(Address begin, std::int64_t num_edges, std::int64_t num_rows, std::int64_t longest) {
+    const std::int64_t most_cut = num_edges / longest;
+    split_ptr = begin + (num_rows + most_cut) * sizeof(RowSlice);
+    sums = split_ptr + (most_cut + 1) * sizeof(std::int64_t);
+    facts = sums + kMostSortBlocks * sizeof(std::uint64_t);
+    split_row = facts + kNumSortFacts * sizeof(std::int64_t);
+    scratch = split_row + most_cut * sizeof(std::int32_t);
+    end = scratch + (num_rows + num_edges) * sizeof(std::int32_t);
+  }
+};
+
+// Bytes of that room, and where split_ptr and split_row lie in it.
+std::tuple<Address, Address, Address> sort_room(std::int64_t num_edges, std::int64_t num_rows,
+                                                std::int64_t longest) {
+  const SortRoom room(0, num_edges, num_rows, longest);
+  return {room.end, room.split_ptr, room.split_row};
+}
+
+// The same of few edges, which it sorts.
 py::tuple sort_edges(Address row, Address col, bool index_is_64bit, std::int64_t num_edges,
-                     std::int64_t num_rows, std::int64_t num_cols, std::int64_t most_entries, Address rowptr,
-                     Address col_out, Address order, Address inv_degree, Address slices, Address scratch,
-                     int device, Address queue) {
-  std::int64_t facts[kNumEdgeFacts];
-  const SortEdgesArgs args{
-      {at(row), at(col), nullptr, index_is_64bit, false, num_edges, num_rows, num_rows == num_cols,
-       at<std::int64_t>(rowptr), at<std::int32_t>(col_out), at<float>(inv_degree), at<RowSlice>(slices),
-       device < 0 ? facts : at<std::int64_t>(scratch)},
-      num_cols,
-      most_entries,
-      at<std::int32_t>(order),
-      at<std::int32_t>(scratch + sizeof facts)};
+                     std::int64_t num_rows, std::int64_t num_cols, std::int64_t longest, Address rowptr,
+                     Address col_out, Address order, Address inv_degree, Address room, int device,
+                     Address queue) {
+  std::int64_t facts[kNumSortFacts];
+  const SortRoom places(room, num_edges, num_rows, longest);
+  const InspectArgs found{at(row),
+                          at(col),
+                          nullptr,
+                          index_is_64bit,
+                          false,
+                          num_edges,
+                          num_rows,
+                          num_rows == num_cols,
+                          at<std::int64_t>(rowptr),
+                          at<std::int32_t>(col_out),
+                          at<float>(inv_degree),
+                          at<RowSlice>(room),
+                          device < 0 ? facts : at<std::int64_t>(places.facts)};
+  const SortEdgesArgs args{found,
+                           num_cols,
+                           longest,
+                           at<std::int32_t>(order),
+                           at<std::int64_t>(places.split_ptr),
+                           at<std::uint64_t>(places.sums),
+                           at<std::int32_t>(places.split_row),
+                           at<std::int32_t>(places.scratch)};
   FASTSPARSE_RUN(sort_edges, args, device, queue);
-  return read_facts(args.found.facts, device, queue);
+  return read_facts<kNumSortFacts>(found.facts, device, queue);
 }
 
 std::size_t round_up(std::size_t bytes, std::size_t step) { return (bytes + step - 1) / step * step; }
@@ -1826,7 +1863,8 @@ PYBIND11_MODULE(_C, m) {
   define<&reverse_entries>(m, "reverse_entries");
   define<&inspect>(m, "inspect");
   define<&sort_edges>(m, "sort_edges");
-  m.attr("MOST_SORT_BLOCKS") = kMostSortBlocks;
+  define<&sort_room>(m, "sort_room");
+  m.attr("FEW_EDGES") = kFewEdges;
   define<&transpose_scratch_bytes>(m, "transpose_scratch_bytes");
   define<&transpose>(m, "transpose");
   m.attr("HASHES") = kHashes;

@@ -95,6 +95,7 @@ void inspect(const InspectArgs& args, int threads) {
 void sort_edges(const SortEdgesArgs& args, int threads) {
   const InspectArgs& found = args.found;
   inspect(found, threads);
+  found.facts[kIsSorted] = 0;
   const auto fits = [&](EdgeFact fact, std::int64_t count) {
     return as_unsigned(found.facts[fact]) < as_unsigned(count);
   };
@@ -108,6 +109,7 @@ void sort_edges(const SortEdgesArgs& args, int threads) {
   sorted.facts = of_rows;
   inspect(sorted, threads);
   for (const EdgeFact fact : {kEmptyRows, kMostEntries}) found.facts[fact] = of_rows[fact];
+  found.facts[kIsSorted] = 1;
 }
 
 }  // namespace fastsparse::cpu

@@ -186,19 +186,32 @@ __global__ void inspect_kernel(const __grid_constant__ InspectArgs args, std::in
 
 __device__ __forceinline__ Word sum_of(Word a, Word b) { return a + b; }
 
+// Numbers of entries, slices, slots and cut rows in one word, so that one scan adds up all of them: sums do
+// not reach the next field, of kFewEdges edges and rows in slices of at least 32 entries.
+struct Counts {
+  Word word;
+
+  __device__ static Counts of_row(std::int64_t degree, std::int64_t longest) {
+    const Word slices = degree > longest ? (degree + longest - 1) / longest : 1;
+    return {static_cast<Word>(degree) << 45 | slices << 27 | (slices > 1 ? slices << 13 | 1 : 0)};
+  }
+  __device__ std::int64_t entries() const { return static_cast<std::int64_t>(word >> 45); }
+  __device__ std::int32_t slices() const { return static_cast<std::int32_t>(word >> 27 & 0x3ffff); }
+  __device__ std::int32_t slots() const { return static_cast<std::int32_t>(word >> 13 & 0x3fff); }
+  __device__ std::int32_t cut_rows() const { return static_cast<std::int32_t>(word & 0x1fff); }
+};
+
 // The steps of the sort; all blocks are through with one before the next begins.
 struct EdgeSort {
   const SortEdgesArgs& args;
+  const InspectArgs& found;
   std::int32_t* count;               // (num_rows) entries of every row
   std::int32_t* edge;                // (num_edges) of every row's entries, in any order
-  std::int32_t* sums;                // (gridDim.x) entries of a block's rows
   std::int64_t first_row, last_row;  // of this block
 
-  __device__ explicit EdgeSort(const SortEdgesArgs& given) : args(given) {
-    const InspectArgs& found = args.found;
+  __device__ explicit EdgeSort(const SortEdgesArgs& given) : args(given), found(given.found) {
     count = args.scratch;
     edge = count + found.num_rows;
-    sums = edge + found.num_edges;
     const std::int64_t rows = (found.num_rows + gridDim.x - 1) / gridDim.x;
     first_row = std::min(blockIdx.x * rows, found.num_rows);
     last_row = std::min(first_row + rows, found.num_rows);
@@ -207,79 +220,103 @@ struct EdgeSort {
   // Calls `what(e, row)` for this block's share of the edges whose row is one.
   template <typename Index, typename What>
   __device__ void each_edge(What what) const {
-    const auto* row = static_cast<const Index*>(args.found.row);
-    for (std::int64_t e = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-         e < args.found.num_edges; e += static_cast<std::int64_t>(gridDim.x) * kThreads) {
+    const auto* row = static_cast<const Index*>(found.row);
+    for (std::int64_t e = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; e < found.num_edges;
+         e += static_cast<std::int64_t>(gridDim.x) * kThreads) {
       const Index r = row[e];
-      if (as_unsigned(r) < static_cast<Word>(args.found.num_rows)) what(e, static_cast<std::int64_t>(r));
+      if (as_unsigned(r) < static_cast<Word>(found.num_rows)) what(e, static_cast<std::int64_t>(r));
     }
   }
 
   __device__ void clear() const {
     for (std::int64_t r = first_row + threadIdx.x; r < last_row; r += kThreads) count[r] = 0;
-    if (blockIdx.x == 0 && threadIdx.x < kNumEdgeFacts) args.found.facts[threadIdx.x] = 0;
+    if (blockIdx.x == 0 && threadIdx.x < kNumSortFacts) found.facts[threadIdx.x] = 0;
   }
 
   // What an edge finds in its row's count is its place among the row's entries for now.
   template <typename Index>
   __device__ void count_rows() const {
-    inspect_edges<Index>(args.found, blockIdx.x, gridDim.x);
+    inspect_edges<Index>(found, blockIdx.x, gridDim.x);
     each_edge<Index>([&](std::int64_t e, std::int64_t r) { args.order[e] = atomicAdd(count + r, 1); });
   }
 
   __device__ void add_up() const {
     Word sum = 0;
-    for (std::int64_t r = first_row + threadIdx.x; r < last_row; r += kThreads) sum += count[r];
+    for (std::int64_t r = first_row + threadIdx.x; r < last_row; r += kThreads) {
+      sum += Counts::of_row(count[r], args.longest).word;
+    }
     sum = reduce_block(sum, sum_of);
-    if (threadIdx.x == 0) sums[blockIdx.x] = static_cast<std::int32_t>(sum);
+    if (threadIdx.x == 0) args.sums[blockIdx.x] = sum;
   }
 
   __device__ void begin_rows() const {
-    using Scan = cub::BlockScan<std::int32_t, kThreads>;
+    using Scan = cub::BlockScan<Word, kThreads>;
     __shared__ typename Scan::TempStorage room;
-    __shared__ std::int32_t shared_begin;
+    __shared__ Word shared_begin;
     Word before = 0;
-    for (unsigned block = threadIdx.x; block < blockIdx.x; block += kThreads) before += sums[block];
+    for (unsigned block = threadIdx.x; block < blockIdx.x; block += kThreads) before += args.sums[block];
     before = reduce_block(before, sum_of);
-    if (threadIdx.x == 0) shared_begin = static_cast<std::int32_t>(before);
+    if (threadIdx.x == 0) shared_begin = before;
     __syncthreads();
-    std::int32_t begin = shared_begin;
-    Word longest = 0;
+    Counts begin{shared_begin};
+    Word most = 0;
     for (std::int64_t base = first_row; base < last_row; base += kThreads) {
       const std::int64_t r = base + threadIdx.x;
-      const std::int32_t degree = r < last_row ? count[r] : 0;
-      std::int32_t at, total;
-      Scan(room).ExclusiveSum(degree, at, total);
+      const std::int64_t degree = r < last_row ? count[r] : 0;
+      Word at, total;
+      Scan(room).ExclusiveSum(r < last_row ? Counts::of_row(degree, args.longest).word : 0, at, total);
       __syncthreads();  // before the next round's scan
-      if (r < last_row) {
-        args.found.rowptr[r] = begin + at;
-        args.found.inv_degree[r] = degree > 0 ? 1.0f / static_cast<float>(degree) : 0.0f;
-        args.found.slices[r] = {begin + at, degree, static_cast<std::int32_t>(r)};
-        if (degree == 0) args.found.facts[kEmptyRows] = 1;
-      }
-      longest = greater(longest, static_cast<Word>(degree));
-      begin += total;
+      if (r < last_row) begin_row(r, degree, {begin.word + at});
+      most = greater(most, static_cast<Word>(degree));
+      begin.word += total;
     }
-    longest = reduce_block(longest, greater);
+    most = reduce_block(most, greater);
     if (threadIdx.x == 0) {
-      raise(args.found.facts + kMostEntries, longest);
-      if (first_row < last_row && last_row == args.found.num_rows) args.found.rowptr[last_row] = begin;
+      raise(found.facts + kMostEntries, most);
+      if (first_row < last_row && last_row == found.num_rows) end_rows(begin);
     }
+  }
+
+  __device__ void begin_row(std::int64_t r, std::int64_t degree, Counts at) const {
+    const std::int64_t begin = at.entries();
+    found.rowptr[r] = begin;
+    found.inv_degree[r] = degree > 0 ? 1.0f / static_cast<float>(degree) : 0.0f;
+    if (degree == 0) found.facts[kEmptyRows] = 1;
+    RowSlice* slices = found.slices + at.slices();
+    if (degree <= args.longest) {
+      *slices = {begin, static_cast<std::int32_t>(degree), static_cast<std::int32_t>(r)};
+      return;
+    }
+    args.split_row[at.cut_rows()] = static_cast<std::int32_t>(r);
+    args.split_ptr[at.cut_rows()] = at.slots();
+    std::int32_t slot = at.slots();
+    for (std::int64_t done = 0; done < degree; done += args.longest) {
+      const auto length = static_cast<std::int32_t>(std::min(args.longest, degree - done));
+      *slices++ = {begin + done, length, ~slot++};
+    }
+  }
+
+  __device__ void end_rows(Counts total) const {
+    found.rowptr[found.num_rows] = total.entries();
+    args.split_ptr[total.cut_rows()] = total.slots();
+    found.facts[kNumSlices] = total.slices();
+    found.facts[kNumSlots] = total.slots();
+    found.facts[kNumSplitRows] = total.cut_rows();
   }
 
   template <typename Index>
   __device__ void group() const {
     each_edge<Index>([&](std::int64_t e, std::int64_t r) {
-      edge[args.found.rowptr[r] + args.order[e]] = static_cast<std::int32_t>(e);
+      edge[found.rowptr[r] + args.order[e]] = static_cast<std::int32_t>(e);
     });
   }
 
   // An edge's place is the number of its row's entries that come before it.
   template <typename Index>
   __device__ void rank() const {
-    const auto* col = static_cast<const Index*>(args.found.col);
+    const auto* col = static_cast<const Index*>(found.col);
     each_edge<Index>([&](std::int64_t e, std::int64_t r) {
-      const std::int64_t begin = args.found.rowptr[r], end = args.found.rowptr[r + 1];
+      const std::int64_t begin = found.rowptr[r], end = found.rowptr[r + 1];
       const Index c = col[e];
       std::int64_t place = begin;
       for (std::int64_t entry = begin; entry < end; ++entry) {
@@ -287,9 +324,10 @@ struct EdgeSort {
         const Index of_other = col[other];
         if (of_other < c || (of_other == c && other < e)) ++place;
       }
-      args.found.col_out[place] = static_cast<std::int32_t>(c);
+      found.col_out[place] = static_cast<std::int32_t>(c);
       args.order[place] = static_cast<std::int32_t>(e);
     });
+    if (blockIdx.x == 0 && threadIdx.x == 0) found.facts[kIsSorted] = 1;
   }
 };
 
@@ -306,7 +344,7 @@ __global__ void __launch_bounds__(kThreads) sort_edges_kernel(const __grid_const
   sort.begin_rows();
   grid.sync();
   // The same answer in all blocks.
-  if (stay_in_order(args.found) || args.found.facts[kMostEntries] > args.most_entries) return;
+  if (stay_in_order(args.found) || args.found.facts[kMostEntries] > kMostCompared) return;
   sort.group<Index>();
   grid.sync();
   sort.rank<Index>();

@@ -140,6 +140,7 @@ def inspect(
     device: int,
     queue: int,
 ) -> tuple[int, ...]: ...
+def sort_room(num_edges: int, num_rows: int, longest: int) -> tuple[int, int, int]: ...
 def sort_edges(
     row: int,
     col: int,
@@ -147,13 +148,12 @@ def sort_edges(
     num_edges: int,
     num_rows: int,
     num_cols: int,
-    most_entries: int,
+    longest: int,
     rowptr: int,
     col_out: int,
     order: int,
     inv_degree: int,
-    slices: int,
-    scratch: int,
+    room: int,
     device: int,
     queue: int,
 ) -> tuple[int, ...]: ...
@@ -176,7 +176,7 @@ def transpose(
 ) -> None: ...
 
 HASHES: int
-MOST_SORT_BLOCKS: int
+FEW_EDGES: int
 KEY_BITS: int
 
 def row_signatures(

@@ -385,16 +385,18 @@ def test_inspection_finds_what_is_wrong(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("num_edges", [1, 700, 5_000])
-def test_few_edges_are_sorted_as_many_are(device, num_edges, dtype):
+@pytest.mark.parametrize(
+    ("num_nodes", "num_edges"), [(900, 1), (900, 700), (900, 5_000), (31, 900), (5, 6_000)]
+)
+def test_few_edges_are_sorted_as_many_are(device, num_nodes, num_edges, dtype):
     generator = torch.Generator().manual_seed(num_edges)
-    row, col = torch.randint(900, (2, num_edges), generator=generator, dtype=dtype).to(device)
+    row, col = torch.randint(num_nodes, (2, num_edges), generator=generator, dtype=dtype).to(device)
     both = torch.cat([row, col]), torch.cat([col, row])
     order = both[0].sort(stable=True).indices
     for edges in ((row, col), both, (both[0][order], both[1][order])):
-        found = sort_edges(*edges, (900, 900), 64)
-        plain = inspect_edges(*edges, 900, 64, square=True)
-        rowptr, sorted_col, positions = compress(*edges, 900, 900)
+        found = sort_edges(*edges, (num_nodes, num_nodes), 32)
+        plain = inspect_edges(*edges, num_nodes, 32, square=True)
+        rowptr, sorted_col, positions = compress(*edges, num_nodes, num_nodes)
         assert found[3:9] == plain[3:9]
         assert found.has_loops == plain.has_loops
         assert found.has_empty_rows == bool((rowptr.diff() == 0).any())
@@ -403,20 +405,36 @@ def test_few_edges_are_sorted_as_many_are(device, num_edges, dtype):
         if found.order is not None:
             assert torch.equal(found.col, sorted_col)
             assert torch.equal(found.order, positions)
+        assert (found.row_split is None) == (device == "cpu")
         if found.row_split is not None:
-            split = found.row_split.slices
-            assert torch.equal(split[:, 0], rowptr[:-1])
-            assert split[:, 1].tolist() == [r << 32 | n for r, n in enumerate(rowptr.diff().tolist())]
-    assert (found.order is None) == (num_edges == 1)
+            expected = RowSplit.from_rowptr(rowptr.cpu(), 32)
+            split, words = found.row_split, found.row_split.slices.tolist()
+            assert sorted(words) == sorted(expected.slices.tolist())
+            assert words == sorted(words)  # by their first entries, the empty ones of a place by row
+            assert split.num_slots == expected.num_slots
+            assert split.split_row.tolist() == expected.split_row.tolist()
+            assert split.split_ptr.tolist() == expected.split_ptr.tolist()
+    if device == "cpu" or num_nodes != 5:  # else rows are too long to compare all of their edges
+        assert (found.order is None) == (num_edges == 1)
 
 
-def test_few_edges_stay_or_are_left_to_the_sort_of_many(device):
+def test_few_edges_stay_if_they_may(device):
     row = torch.tensor([0, 0, 1, 1, 1], device=device)
     col = torch.tensor([2, 1, 0, 2, 1], device=device)
-    assert sort_edges(row, col, (2, 3), 4).order is None  # they come by row and are not symmetric
-    assert sort_edges(row, col, (2, 3), 4).col.tolist() == col.tolist()
-    descending = sort_edges(row.flip(0), col, (2, 3), 2)
-    assert (descending.order is None) == row.is_cuda  # a row of more than two entries
-    assert descending.row_split is None
-    assert sort_edges(row - 1, col, (2, 3), 4).most_row == 2**64 - 1
-    assert sort_edges(row, col + 7, (2, 3), 4).most_col == 9
+    found = sort_edges(row, col, (2, 3), 32)  # not symmetric
+    assert found.order is None
+    assert found.col.tolist() == col.tolist()
+    assert sort_edges(row.flip(0), col, (2, 3), 32).order.tolist() == [4, 3, 2, 1, 0]
+    assert sort_edges(row - 1, col, (2, 3), 32).most_row == 2**64 - 1
+    assert sort_edges(row, col + 7, (2, 3), 32).most_col == 9
+
+
+def test_structures_with_very_long_rows(device):
+    row = torch.randint(3, (9_000,), generator=torch.Generator().manual_seed(0)).to(device)
+    col = torch.arange(9_000, device=device).flip(0)
+    adj = Adjacency.from_coo(row, col, (3, 9_000))
+    expected = compress(row, col, 3, 9_000)
+    for found, tensor in zip((adj.rowptr, adj.col, adj.edge_id), expected, strict=True):
+        assert torch.equal(found, tensor)
+    assert not adj.has_short_rows or device == "cpu"
+    assert adj.row_split.num_slots > 0

@@ -15,7 +15,9 @@ from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 #: Words that the kernels write, in the order of EdgeFact in kernels/include/fastsparse/views.h.
 NUM_FACTS = 11
 #: Edges, and rows, up to which edges are sorted in the launch that looks at them, without a radix sort.
-FEW_EDGES = 1 << 17
+FEW_EDGES = _C.FEW_EDGES
+#: Further words of edges that are sorted: SortFact in kernels/include/fastsparse/sort_edges.h.
+_IS_SORTED, _NUM_SLICES, _NUM_SLOTS, _NUM_SPLIT_ROWS = range(NUM_FACTS, NUM_FACTS + 4)
 _SIGNED_TO_UNSIGNED = 2**64
 
 
@@ -36,8 +38,8 @@ class Inspection(NamedTuple):
         has_empty_rows: whether some row has no entry.
         ends: first and last of the row pointers.
         has_loops: of a square structure given as edges: whether some edge is a loop.
-        row_split: on CUDA the work list of rows that no slice has to cut, in row order; None where some row
-            is longer than a slice.
+        row_split: on CUDA the work list of rows in row order; None where some row is longer than a slice,
+            except of few edges.
         order: (num_edges,) position of each entry in the edges, where `sort_edges` sorted them; else None.
     """
 
@@ -166,14 +168,15 @@ def _inspect(
         index,
         queue(index),
     )
-    return _found(words, rowptr, col_out, inv_degree, room, longest)
+    split = unsplit_rows(room, num_rows) if room is not None and words[9] <= longest else None
+    return _found(words, rowptr, col_out, inv_degree, split)
 
 
 def sort_edges(row: Tensor, col: Tensor, shape: tuple[int, int], longest: int) -> Inspection:
     """Looks at 1 to `FEW_EDGES` edges as `inspect_edges` does, and sorts them where they may not stay.
 
-    That is: by row and column, unless they ascend by row already and need no more. On CUDA rows of more than
-    ``longest`` entries are left to :func:`fastsparse_core.formats.compress.compress`.
+    That is: by row and column, unless they ascend by row already and need no more. On CUDA edges with very
+    long rows are left to :func:`fastsparse_core.formats.compress.compress`, `Inspection.col` of them too.
 
     Args:
         row: int32 or int64 (num_edges,), contiguous.
@@ -182,7 +185,7 @@ def sort_edges(row: Tensor, col: Tensor, shape: tuple[int, int], longest: int) -
         longest: entries of a slice, for `Inspection.row_split`.
 
     Returns:
-        What `Inspection` says of edges; where `order` is given, its tensors are of sorted ones.
+        What `Inspection` says; `rowptr`, `inv_degree` and `row_split` are those of sorted edges in any case.
     """
     device, num_rows, num_edges = row.device, shape[0], row.numel()
     rowptr = torch.empty(num_rows + 1, dtype=torch.int64, device=device)
@@ -190,11 +193,10 @@ def sort_edges(row: Tensor, col: Tensor, shape: tuple[int, int], longest: int) -
     order = torch.empty(num_edges, dtype=torch.int32, device=device)
     inv_degree = _empty_for_autograd(num_rows, device)
     check_content("edges", row, col, rowptr)
-    index, room, slices = device_index(device), None, 0
-    if index >= 0:  # two words for every row's slice, the facts, and what the sort needs
-        size = 8 * NUM_FACTS + 4 * (num_rows + num_edges + _C.MOST_SORT_BLOCKS)
-        room = torch.empty(num_rows + -(-size // 16), 2, dtype=torch.int64, device=device)
-        slices = room.data_ptr()
+    index, room = device_index(device), None
+    if index >= 0:
+        size, split_ptr, split_row = _C.sort_room(num_edges, num_rows, longest)
+        room = torch.empty(-(-size // 16), 2, dtype=torch.int64, device=device)
     words = _C.sort_edges(
         row.data_ptr(),
         col.data_ptr(),
@@ -206,16 +208,22 @@ def sort_edges(row: Tensor, col: Tensor, shape: tuple[int, int], longest: int) -
         col_out.data_ptr(),
         order.data_ptr(),
         inv_degree.data_ptr(),
-        slices,
-        slices + 16 * num_rows,
+        0 if room is None else room.data_ptr(),
         index,
         queue(index),
     )
-    may_be_symmetric = num_rows == shape[1] and words[5] == 0
-    is_sorted = words[3] or (words[4] and may_be_symmetric)
-    if room is not None and words[9] > longest:
-        is_sorted = False
-    return _found(words, rowptr, col_out, inv_degree, room, longest, order if is_sorted else None)
+    split = None
+    if room is not None:
+        split = unsplit_rows(room, num_rows)
+        if words[_NUM_SLOTS]:
+            flat, cut = room.view(-1), words[_NUM_SPLIT_ROWS]
+            split = RowSplit(
+                room[: words[_NUM_SLICES]],
+                flat.view(torch.int32)[split_row // 4 :][:cut],
+                flat[split_ptr // 8 :][: cut + 1],
+                words[_NUM_SLOTS],
+            )
+    return _found(words, rowptr, col_out, inv_degree, split, order if words[_IS_SORTED] else None)
 
 
 def _found(
@@ -223,12 +231,9 @@ def _found(
     rowptr: Tensor,
     col: Tensor,
     inv_degree: Tensor,
-    room: Tensor | None,
-    longest: int,
+    split: RowSplit | None,
     order: Tensor | None = None,
 ) -> Inspection:
-    """What the kernels found; ``room`` begins with the slices."""
-    split = unsplit_rows(room, rowptr.numel() - 1) if room is not None and words[9] <= longest else None
     return Inspection(
         rowptr,
         col,

@@ -169,10 +169,11 @@ class Adjacency(Storage):
         """Keeps what was found out while the structure was checked."""
         self._of_rows.results[("inv_degree", torch.float32)] = found.inv_degree
         self._of_rows.results["has_empty_rows"] = (found.has_empty_rows,)
+        split = found.row_split
         if self.col.is_cuda:  # else nothing is cut, and nobody has asked for a work list
-            self._of_rows.results["has_short_rows"] = found.row_split is not None
-        if found.row_split is not None:
-            self._of_rows.results["row_split"] = found.row_split
+            self._of_rows.results["has_short_rows"] = split is not None and split.num_slots == 0
+        if split is not None:
+            self._of_rows.results["row_split"] = split
             self.has_sorted_slices = False
         if found.order is None:
             self.usage.scattered = 0

@@ -101,7 +101,8 @@ def _as_given(
     """
     square = shape[0] == shape[1]
     longest = lengths.slice_length(row.numel(), gpu.profile_of(row.device))
-    if min(row.numel(), shape[0]) > 0 and max(row.numel(), shape[0]) <= FEW_EDGES:
+    are_few = min(row.numel(), shape[0]) > 0 and max(row.numel(), shape[0]) <= FEW_EDGES
+    if are_few:
         found = sort_edges(row, col, shape, longest)
     else:
         found = inspect_edges(row, col, shape[0], longest, square=square)
@@ -111,7 +112,9 @@ def _as_given(
     if not keeps_loops and has_loops is not False:
         return IndexFacts(found.most_row, found.most_col, found.checksum)
     stay = not (found.rows_descend or (found.cols_descend and may_be_symmetric))
-    if stay or found.order is not None:
+    if are_few and not stay and found.order is None:
+        found = found._replace(order=compress(row, col, *shape, out=(found.rowptr, found.col))[2])
+    if are_few or stay:
         return CompressedRows(
             found.rowptr,
             found.col,

@@ -5,19 +5,36 @@
 
 namespace fastsparse {
 
-// What `inspect` finds of edges, which are also sorted by row, then column, those of one place in their
-// order: on CUDA in one launch and only if no row has more than `most_entries`. Then rowptr, col_out,
-// inv_degree and slices are those of the sorted edges. Edges that may stay as they are do.
-struct SortEdgesArgs {
-  InspectArgs found;  // with rows, without edge_id; sizes up to 2^31 - 1
-  std::int64_t num_cols;
-  std::int64_t most_entries;
-  std::int32_t* order;    // (num_edges) position of each sorted edge in the input
-  std::int32_t* scratch;  // (num_rows + num_edges + kMostSortBlocks); CUDA only
+// What the host wants to know besides of edges that are sorted.
+enum SortFact : int {
+  kIsSorted = kNumEdgeFacts,  // not 0: they were sorted
+  kNumSlices,
+  kNumSlots,
+  kNumSplitRows,
+  kNumSortFacts,
 };
 
-// Blocks that sort few edges, at most.
+// Sizes for which rows, slices and slots are counted in one word.
+constexpr std::int64_t kFewEdges = std::int64_t{1} << 17;
+// Entries of a row up to which its edges are sorted: each is compared with all others of its row.
+constexpr std::int64_t kMostCompared = 1024;
+// Blocks of a launch, at most.
 constexpr int kMostSortBlocks = 256;
+
+// What `inspect` finds of few edges, which are also sorted by row, then column, those of one place in their
+// order: on CUDA in one launch, if no row has more than kMostCompared. Then rowptr, col_out, inv_degree and
+// slices are those of the sorted edges. Edges that may stay as they are do. Rows of more than `longest`
+// entries are cut into several slices.
+struct SortEdgesArgs {
+  InspectArgs found;  // with rows, without edge_id, of up to kFewEdges edges and rows; kNumSortFacts facts
+  std::int64_t num_cols;    // up to 2^31 - 1
+  std::int64_t longest;     // at least 32
+  std::int32_t* order;      // (num_edges) position of each sorted edge in the input
+  std::int64_t* split_ptr;  // (num_edges / longest + 1) ranges of slots of the rows that are cut; CUDA only
+  std::uint64_t* sums;      // (kMostSortBlocks), scratch; CUDA only
+  std::int32_t* split_row;  // (num_edges / longest) rows that are cut; CUDA only
+  std::int32_t* scratch;    // (num_rows + num_edges); CUDA only
+};
 
 // Whether edges may stay in their order: rows ascend, and where the structure may equal its transpose, which
 // only sorted columns let it share, columns too.
