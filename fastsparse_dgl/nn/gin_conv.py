@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastsparse_core.fused.aggregate_and_self import aggregate_and_self
+from fastsparse_core.fused.joint_linear import first_linear
+from fastsparse_core.ops._autocast import is_any_autocast_enabled
+from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import GraphLike
 from fastsparse_dgl.nn.base import AggregationMixin, source_features
@@ -55,8 +59,18 @@ class FastGINConv(AggregationMixin, dgl.nn.pytorch.GINConv):
         destination = self._destination(
             graph, adjacency, source, feat[1] if isinstance(feat, tuple) else None
         )
-        neighbour = self._aggregate(adjacency, source, edge_weight, self._aggregator_type)
-        out = torch.addcmul(neighbour, destination, 1 + self.eps)
+        out = None
+        if (
+            destination is source
+            and edge_weight is None
+            and self._aggregator_type == "sum"
+            and is_plain_eager(source)
+            and (not is_any_autocast_enabled() or first_linear(self.apply_func)[0] is not None)
+        ):
+            out = aggregate_and_self(adjacency, source, self.eps)
+        if out is None:
+            neighbour = self._aggregate(adjacency, source, edge_weight, self._aggregator_type)
+            out = torch.addcmul(neighbour, destination, 1 + self.eps)
         if self.apply_func is not None:
             out = self.apply_func(out)
         return out if self.activation is None else self.activation(out)

@@ -9,6 +9,8 @@ from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.fused.aggregate_and_self import aggregate_and_self
+from fastsparse_core.fused.joint_linear import first_linear
+from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_pyg.nn.base import FastConv
 
 
@@ -41,12 +43,16 @@ class FastGINConv(FastConv, GINConv):
                 state = self.__dict__
                 modules, reduce = state["_modules"], self._reduce()
                 # Not self.eps and self.nn, which go through nn.Module.__getattr__.
-                eps = state["_buffers"].get("eps")
-                eps = self.eps if eps is None else eps
-                whole = aggregate_and_self(adj, x, eps) if reduce == "sum" else None
+                eps, network = state["_buffers"].get("eps"), modules.get("nn")
+                eps, network = self.eps if eps is None else eps, self.nn if network is None else network
+                whole = None
+                if reduce == "sum" and (
+                    not is_any_autocast_enabled() or first_linear(network)[0] is not None
+                ):
+                    whole = aggregate_and_self(adj, x, eps)
                 if whole is None:
                     whole = torch.addcmul(spmm(adj, x, None, reduce), 1 + eps, x)
-                return modules["nn"](whole) if "nn" in modules else self.nn(whole)
+                return network(whole)
         pair = (x, x) if isinstance(x, Tensor) else x
         reason = self._why_original_pair_or_trace(pair, edge_index, size)
         if reason:

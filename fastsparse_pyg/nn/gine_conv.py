@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Linear, Sequential
 from torch_geometric.nn import GINEConv
 from torch_geometric.typing import OptPairTensor, OptTensor, Size
 
 from fastsparse_core import Adjacency, gine_aggregate
 from fastsparse_core.fused.edge_messages import can_pass_messages, gine_layer
-from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain
+from fastsparse_core.fused.joint_linear import first_linear
 from fastsparse_core.ops._autocast import autocast_dtype
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
 from fastsparse_pyg.nn.attention import AttentionConv
@@ -113,7 +111,7 @@ class FastGINEConv(AttentionConv, GINEConv):
         if edge_attr.shape[1:] != expected:
             return None
         network = self.nn
-        first, rest = _first_linear(network)
+        first, rest = first_linear(network)
         after = after_bias = None
         if first is not None:
             after, after_bias = first._parameters["weight"], first._parameters["bias"]
@@ -146,19 +144,3 @@ class FastGINEConv(AttentionConv, GINEConv):
         else:
             fits = x[0].dtype == edge_attr.dtype == self.lin.weight.dtype
         return "" if fits else "features of two dtypes"
-
-
-def _first_linear(network: Any) -> tuple[Any, Sequence[Any]]:
-    """The plain linear map that a network begins with, and what follows it; None and nothing: it has none."""
-    if type(network) is Linear:
-        return (network, ()) if is_plain(network, Linear) else (None, ())
-    if (
-        type(network) is Sequential
-        and not (network._forward_hooks or network._forward_pre_hooks or network._backward_hooks)
-        and not network._backward_pre_hooks
-        and "forward" not in network.__dict__
-    ):
-        modules = list(network._modules.values())
-        if modules and is_plain(modules[0], Linear):
-            return modules[0], modules[1:]
-    return None, ()

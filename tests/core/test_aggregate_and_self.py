@@ -57,4 +57,25 @@ def test_what_it_does_not_serve(device):
     assert aggregate_and_self(adj, x[:-1], eps) is None
     assert aggregate_and_self(adj, x, torch.zeros(8, device=device)) is None
     with torch.autocast(device, torch.bfloat16):
-        assert aggregate_and_self(adj, x, eps) is None
+        assert aggregate_and_self(adj, x.double(), eps) is None
+        assert aggregate_and_self(adj, x.half(), eps) is None
+        assert aggregate_and_self(adj, x, eps.double()) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast(device, dtype):
+    adj, eps = structure(device), torch.tensor([0.5], device=device)
+    x = torch.randn(60, 8, device=device).to(dtype).requires_grad_()
+    want = spmm(adj, x.double()) + 1.5 * x.double()
+    with torch.autocast(device, torch.bfloat16):
+        found = aggregate_and_self(adj, x, eps)
+        (got,) = torch.autograd.grad(found, x, torch.ones_like(found), create_graph=True)
+        with torch.no_grad():
+            assert torch.equal(aggregate_and_self(adj, x, eps), found)
+    assert found.dtype == torch.bfloat16
+    assert relative_error(found, want) <= TOLERANCE[torch.bfloat16]
+    (expected,) = torch.autograd.grad(want, x, torch.ones_like(want))
+    (once,) = torch.autograd.grad(found, x, torch.ones_like(found))
+    for gradient in (got, once):
+        assert gradient.dtype == dtype
+        assert relative_error(gradient, expected) <= TOLERANCE[torch.bfloat16]

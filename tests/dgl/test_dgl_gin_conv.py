@@ -134,6 +134,25 @@ def test_autocast(aggregator, device):
     assert fast.eps.grad.shape == (1,)
 
 
+@pytest.mark.parametrize("under", [torch.bfloat16, None])
+@pytest.mark.parametrize("learn_eps", [False, True])
+def test_sums_are_one_step(device, learn_eps, under):
+    """One node of autograd's graph where eps does not learn; under autocast too, before a linear layer."""
+    graph = homogeneous()
+    fast, reference = layers("sum", learn_eps=learn_eps)
+    leaf = features(graph, 5).to(device).requires_grad_()
+    with torch.autocast(device, under, enabled=under is not None):
+        found = fast.to(device)(graph, leaf)
+    expected = reference(graph, features(graph, 5))
+    tolerance = 1e-5 if under is None else 5e-2
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=tolerance, atol=tolerance)
+    names, nodes = set(), [found.grad_fn]
+    for node in nodes:
+        names.add(node.name())
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    assert ("_AggregateAndSelfBackward" in names) != learn_eps
+
+
 @pytest.mark.parametrize("learn_eps", [False, True])
 def test_state_dict_both_ways(learn_eps):
     fast, reference = layers("sum", learn_eps=learn_eps)

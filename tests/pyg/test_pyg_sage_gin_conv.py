@@ -227,6 +227,36 @@ def test_sage_is_one_step(device, under, aggr):
 
 
 @pytest.mark.usefixtures("kernels_only")
+@pytest.mark.parametrize("first", [nn.Linear(6, 6), nn.Identity(), nn.LayerNorm(6)], ids=str)
+def test_gin_under_autocast(device, first):
+    """One node of autograd's graph where a linear layer is next; results in the original's dtypes."""
+    edge_index = random_graph(device=device)
+    inputs = []
+    reference, layer, watched = (
+        conv(nn.Sequential(first, nn.Tanh()), eps=0.25).to(device)
+        for conv in (GINConv, FastGINConv, FastGINConv)
+    )
+    watched.nn.register_forward_pre_hook(lambda _, given: inputs.append(given[0].dtype))
+    x = torch.randn(40, 6, device=device, requires_grad=True)
+    for features in (x, x.detach().bfloat16().requires_grad_()):
+        with torch.autocast(device, torch.bfloat16):
+            expected = reference(features, edge_index)
+            outputs = [conv(features, edge_index) for conv in (layer, layer, watched)]
+        (wanted,) = gradients(expected, [features])
+        for found in outputs:
+            assert found.dtype == expected.dtype
+            close(found.float(), expected.float(), 3e-2)
+            (gradient,) = gradients(found, [features])
+            assert gradient.dtype == wanted.dtype
+            close(gradient.float(), wanted.float(), 5e-2)
+    assert inputs == [torch.float32] * 2  # a hook sees what the original gives
+    with torch.autocast(device, torch.bfloat16):
+        whole = layer(x, edge_index)
+    names = {node.name() for node, _ in whole.grad_fn.next_functions[0][0].next_functions if node is not None}
+    assert ("_AggregateAndSelfBackward" in names) == isinstance(first, nn.Linear)
+
+
+@pytest.mark.usefixtures("kernels_only")
 def test_lazy(device):
     edge_index = random_graph(30, 20, device=device)
     reference, layer = pair("sage", (-1, -1), 4, device)

@@ -40,6 +40,22 @@ def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> boo
     )
 
 
+def first_linear(network: Any) -> tuple[Any, Sequence[Any]]:
+    """The plain linear map that a network begins with, and what follows it; None and nothing: it has none."""
+    if type(network) is nn.Linear:
+        return (network, ()) if is_plain_linear(network) else (None, ())
+    if (
+        type(network) is nn.Sequential
+        and not (network._forward_hooks or network._forward_pre_hooks or network._backward_hooks)
+        and not network._backward_pre_hooks
+        and "forward" not in network.__dict__
+    ):
+        modules = list(network._modules.values())
+        if modules and is_plain_linear(modules[0]):
+            return modules[0], modules[1:]
+    return None, ()
+
+
 def joint_linear(x: Tensor, modules: Sequence[Any], kind: type[nn.Module] = nn.Linear) -> tuple[Tensor, ...]:
     r"""Results of linear layers on the same features.
 
