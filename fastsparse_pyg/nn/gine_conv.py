@@ -12,7 +12,7 @@ from torch_geometric.typing import OptPairTensor, OptTensor, Size
 from fastsparse_core import Adjacency, gine_aggregate
 from fastsparse_core.fused.edge_messages import can_pass_messages, gine_layer
 from fastsparse_core.fused.joint_linear import first_linear
-from fastsparse_core.ops._autocast import autocast_dtype
+from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import is_plain_linear
@@ -88,7 +88,7 @@ class FastGINEConv(AttentionConv, GINEConv):
         return self.nn(out)
 
     def _combined(self, x: Any, edge_index: Any, edge_attr: Any) -> Tensor | None:
-        """The layer, of plain tensors in one dtype; None: look closer.
+        """The layer, of plain tensors in one dtype, or under autocast; None: look closer.
 
         A step of a small model takes as long as the host needs for it.
         """
@@ -117,9 +117,16 @@ class FastGINEConv(AttentionConv, GINEConv):
             after, after_bias = first._parameters["weight"], first._parameters["bias"]
             if after.shape[1] != x.shape[1]:
                 return None
-        if not can_pass_messages(adj, x, edge_attr, weight, bias, eps, after, after_bias):
+        under = autocast_dtype(x) if is_any_autocast_enabled() else None
+        if under is not None and (
+            # The original's sums are then float32, or its messages of two dtypes.
+            (first is None and x.dtype is not torch.float32)
+            or (lin is None and edge_attr.dtype is not x.dtype)
+        ):
             return None
-        out = gine_layer(adj, x, edge_attr, weight, bias, eps, after, after_bias)
+        if not can_pass_messages(adj, x, edge_attr, weight, bias, eps, after, after_bias, under=under):
+            return None
+        out = gine_layer(adj, x, edge_attr, weight, bias, eps, after, after_bias, under)
         if first is None:
             out = network(out)
         for module in rest:

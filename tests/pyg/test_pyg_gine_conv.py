@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from pyg_cases import as_kind, close, random_graph, same, same_on, simple_graph
+from pyg_cases import as_kind, close, gradients, random_graph, same, same_on, simple_graph
 from torch import nn
 from torch_geometric.nn import GINEConv
 
@@ -176,11 +176,20 @@ def test_edge_features_that_do_not_fit(device):
 
 
 @pytest.mark.usefixtures("kernels_only")
-def test_under_autocast_results_have_the_original_dtype(device):
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("options", [{"edge_dim": 3}, {}, {"edge_dim": 3, "eps": 0.5}], ids=str)
+def test_under_autocast_results_have_the_original_dtype(device, options, begins, given):
     edge_index = random_graph(device=device)
-    reference, layer = pair(device, edge_dim=3)
-    x, edge_attr = draw(40, 6, device), draw(edge_index.size(1), 3, device)
-    with torch.autocast(device, torch.float16):
+    reference, layer = pair(device, **options)
+    if not begins:
+        for conv in (reference, layer):
+            conv.nn.insert(0, nn.Identity())
+    x, edge_attr = (
+        draw(40, 6, device, given),
+        draw(edge_index.size(1), options.get("edge_dim", 6), device, torch.float32 if options else given),
+    )
+    with torch.autocast(device, torch.bfloat16):
         same(
             reference,
             layer,
@@ -189,3 +198,45 @@ def test_under_autocast_results_have_the_original_dtype(device):
             tolerance=5e-2,
             floor=1,
         )
+        found, expected = (conv(x, edge_index, edge_attr) for conv in (layer, reference))
+        with torch.no_grad():
+            assert torch.equal(layer(x, edge_index, edge_attr), found)
+    assert found.dtype == expected.dtype
+    inputs = [x, edge_attr, *layer.parameters()]
+    assert all(grad.dtype == like.dtype for grad, like in zip(gradients(found, inputs), inputs, strict=True))
+
+
+@pytest.mark.usefixtures("kernels_only")
+def test_one_step_under_autocast(device):
+    edge_index = random_graph(device=device)
+    reference, layer = pair(device, edge_dim=3)
+    layer.load_state_dict(reference.state_dict())
+    x, edge_attr = draw(40, 6, device), draw(edge_index.size(1), 3, device)
+    outputs = []
+    for conv in (layer, reference):
+        with torch.autocast(device, torch.bfloat16):
+            conv.nn = conv.nn[:1]
+            outputs.append(conv(x, edge_index, edge_attr))
+    assert outputs[0].grad_fn.name() == "_GineBackward"
+    inputs = [[x, edge_attr, *conv.parameters()] for conv in (layer, reference)]
+    twice = [
+        torch.autograd.grad(
+            sum(
+                g.float().square().sum()
+                for g in torch.autograd.grad(out, given, torch.ones_like(out), create_graph=True)
+            ),
+            given[:2],
+        )
+        for out, given in zip(outputs, inputs, strict=True)
+    ]
+    for found, expected in zip(*twice, strict=True):
+        close(found, expected, 1e-1, 1)
+    with torch.autocast(device, torch.bfloat16):
+        out = layer(x, edge_index, edge_attr)
+    with torch.no_grad():
+        layer.nn[0].weight.mul_(2)  # which the backward pass, of what autocast cast, does not read
+    expected, *_ = torch.autograd.grad(outputs[0], [x], torch.ones_like(out))
+    found, *_ = torch.autograd.grad(out, [x], torch.ones_like(out), retain_graph=True)
+    assert torch.equal(found, expected)
+    with pytest.raises(RuntimeError, match="weight: modified"):
+        torch.autograd.grad(out, [x], torch.ones_like(out), create_graph=True)

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core.ops import _edge_messages_launch as launch
-from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._autocast import CAST, Uncast, autocast_dtype, product_in, without_autocast
+from fastsparse_core.ops._dtypes import DTYPE_CODE, cast
 from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_wrapped
 from fastsparse_core.ops._edge_messages_fused import unfused_gated, unfused_gine
 from fastsparse_core.ops._edge_messages_launch import Operands
@@ -18,18 +19,27 @@ from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.structure.adjacency import Adjacency
 
 
-def can_pass_messages(adj: Adjacency, x: Tensor, edge: Tensor | None, *others: Tensor | None) -> bool:
+def can_pass_messages(
+    adj: Adjacency,
+    x: Tensor,
+    edge: Tensor | None,
+    *others: Tensor | None,
+    under: torch.dtype | None = None,
+) -> bool:
     """Whether :func:`gine_layer` and :func:`gated_layer` serve a call.
 
-    That is: a square structure, plain tensors of one dtype on one device, no autocast.
+    That is: a square structure, plain tensors on one device, of one dtype or under autocast of its dtype or
+    float32.
 
     Args:
         adj: structure.
         x: features of the nodes, which `is_plain_eager`.
         edge: features of the edges.
         others: weights and biases.
+        under: autocast's dtype, for who serves it where it is on.
     """
     dtype, device = x.dtype, x.device
+    dtypes = (dtype,) if under is None else (under, torch.float32)
     if not (
         dtype in DTYPE_CODE
         and x.dim() == 2
@@ -38,7 +48,8 @@ def can_pass_messages(adj: Adjacency, x: Tensor, edge: Tensor | None, *others: T
         and x.shape[0] == adj.num_src == adj.num_dst
         and device == adj.col.device
         and adj.num_values < 2**32
-        and not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
+        and dtype in dtypes
+        and (under in CAST or autocast_dtype(x) is None)
     ):
         return False
     if edge is not None and not (
@@ -48,7 +59,7 @@ def can_pass_messages(adj: Adjacency, x: Tensor, edge: Tensor | None, *others: T
     for tensor in (edge, *others):
         if tensor is not None and not (
             type(tensor) in PLAIN
-            and tensor.dtype is dtype
+            and tensor.dtype in dtypes
             and tensor.device == device
             and not tensor.is_neg()
         ):
@@ -68,6 +79,7 @@ def gine_layer(
     eps: Tensor,
     after: Tensor | None = None,
     after_bias: Tensor | None = None,
+    under: torch.dtype | None = None,
 ) -> Tensor:
     r"""What GINE gives its network, or what the network's first linear map makes of it.
 
@@ -85,17 +97,23 @@ def gine_layer(
         eps: :math:`\epsilon`, one number without gradient.
         after: :math:`\mathbf{U}`, (out width, F), or None: then the result is :math:`\mathbf{y}`.
         after_bias: :math:`\mathbf{c}`, (out width,), with ``after``, or None.
+        under: autocast's dtype, that of the last product, where it is on. Messages are in the dtype of ``x``.
 
     Returns:
         (N, F) or (N, out width); differentiable in all tensors but ``eps``, twice too.
     """
     if torch.is_grad_enabled():
         apply = _Gine.apply if is_wrapped(x) or is_wrapped(edge) else _apply_gine
-        out: Tensor = apply(x, edge, weight, bias, after, after_bias, eps, adj)
+        out: Tensor = apply(x, edge, weight, bias, after, after_bias, eps, adj, under)
         return out
-    operands = Operands.of(launch.RELU, None, x, None, edge, weight, None, bias)
-    out = launch.forward(adj, operands, x.shape[1], False, operands.q, eps)[0]
-    return out if after is None else F.linear(out, after, after_bias)
+    operands = Operands.of(launch.RELU, None, x, None, cast(edge, x.dtype), weight, None, bias)
+    out = launch.forward(adj, operands, x.shape[1], False, operands.q, cast(eps, x.dtype))[0]
+    return out if after is None else _linear(out, after, after_bias, under or x.dtype)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A linear map in a dtype; of its own operands autocast casts nothing."""
+    return F.linear(cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype))
 
 
 class _Gine(torch.autograd.Function):
@@ -110,75 +128,91 @@ class _Gine(torch.autograd.Function):
         after_bias: Tensor | None,
         eps: Tensor,
         adj: Adjacency,
+        under: torch.dtype | None,
     ) -> Tensor:
-        operands = Operands.of(launch.RELU, None, x, None, edge, weight, None, bias)
+        dtype = x.dtype
+        operands = Operands.of(launch.RELU, None, x, None, cast(edge, dtype), weight, None, bias)
+        eps = cast(eps, dtype)
         # Kept, for eps may be written before the backward pass.
         scale, is_differentiated = eps.new_empty(eps.shape), any(ctx.needs_input_grad)
         out, _, _, positive = launch.forward(
             adj, operands, x.shape[1], is_differentiated, operands.q, eps, scale
         )
         ctx.set_materialize_grads(False)
-        ctx.adj = adj
+        ctx.adj, ctx.under, ctx.uncast = adj, under or dtype, None
         as_read = (operands.edge, operands.maps) if weight is not None else (None, None)
-        summed = None if after is None else out
-        ctx.save_for_backward(x, edge, weight, bias, after, after_bias, scale, positive, summed, *as_read)
-        return out if after is None else F.linear(out, after, after_bias)
+        summed = matrix = None
+        if after is not None:
+            summed, matrix = cast(out, ctx.under), cast(after, ctx.under)
+            out, ctx.uncast = _linear(summed, matrix, after_bias, ctx.under), Uncast.of(after, matrix)
+        kept = (x, edge, weight, bias, matrix, after_bias, scale, positive, summed)
+        ctx.save_for_backward(*kept, *as_read)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return (None,) * 8
-        *inputs, scale, positive, summed, edge_read, maps = ctx.saved_tensors
-        _, edge, _, _, after, _ = inputs
-        adj, needs = ctx.adj, ctx.needs_input_grad
-        if not is_first_derivative(grad):
-
-            def compute(
-                x: Tensor,
-                edge: Tensor,
-                weight: Tensor | None,
-                bias: Tensor | None,
-                after: Tensor | None,
-                after_bias: Tensor | None,
-            ) -> Tensor:
-                out = torch.addcmul(unfused_gine(adj, x, edge, weight, bias), x, scale)
-                return out if after is None else F.linear(out, after, after_bias)
-
-            with torch.enable_grad():
-                found = unfused_gradients(compute, grad, tuple(inputs), needs[:6])
-            return *found, None, None
-        grad_after = grad_after_bias = None
-        if after is not None:
-            grad_after = torch.mm(grad.t(), summed) if needs[4] else None
-            grad_after_bias = sum_of_rows(grad, grad.dtype, True) if needs[5] else None
-            if not any(needs[:4]):
-                return None, None, None, None, grad_after, grad_after_bias, None, None
-            grad = torch.mm(grad, after)
-        gradients = launch.backward(
-            adj,
-            Operands(launch.RELU, None, launch.rows(grad), None, edge_read, maps),
-            grad,
-            edge.shape[1],
-            positive=positive,
-            scale=scale,
-            edge_wanted=needs[1],
-            weight_wanted=needs[2],
-            bias_wanted=needs[3],
-            map_dtype=grad.dtype,
-        )
-        return (
-            gradients.q if needs[0] else None,
-            gradients.edge,
-            gradients.weight,
-            gradients.bias,
-            grad_after,
-            grad_after_bias,
-            None,
-            None,
-        )
+            return (None,) * 9
+        return without_autocast(_gine_gradients, ctx, grad)
 
 
 _apply_gine = direct(_Gine)
+
+
+def _gine_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    *inputs, scale, positive, summed, edge_read, maps = ctx.saved_tensors
+    x, edge, weight, bias, matrix, after_bias = inputs
+    adj, needs, uncast = ctx.adj, ctx.needs_input_grad, ctx.uncast
+    if not is_first_derivative(grad):
+        if uncast is not None:
+            inputs[4] = uncast.as_it_was()
+
+        def compute(
+            x: Tensor,
+            edge: Tensor,
+            weight: Tensor | None,
+            bias: Tensor | None,
+            after: Tensor | None,
+            after_bias: Tensor | None,
+        ) -> Tensor:
+            out = torch.addcmul(unfused_gine(adj, x, edge, weight, bias), x, scale)
+            return out if after is None else _linear(out, after, after_bias, ctx.under)
+
+        with torch.enable_grad():
+            found = unfused_gradients(compute, grad, tuple(inputs), needs[:6])
+        return *found, None, None, None
+    grad_after = grad_after_bias = None
+    if matrix is not None:
+        dtype = matrix.dtype if uncast is None else uncast.weight.dtype
+        grad_after = product_in(grad.t(), summed, dtype) if needs[4] else None
+        grad_after_bias = sum_of_rows(grad, after_bias.dtype, True) if needs[5] else None
+        if not any(needs[:4]):
+            return None, None, None, None, grad_after, grad_after_bias, None, None, None
+        grad = cast(torch.mm(grad, matrix), x.dtype)
+    gradients = launch.backward(
+        adj,
+        Operands(launch.RELU, None, launch.rows(grad), None, edge_read, maps),
+        grad,
+        edge.shape[1],
+        positive=positive,
+        scale=scale,
+        edge_wanted=needs[1],
+        weight_wanted=needs[2],
+        bias_wanted=needs[3],
+        map_dtype=grad.dtype if weight is None else weight.dtype,
+    )
+    grad_bias = gradients.bias
+    return (
+        gradients.q if needs[0] else None,
+        None if gradients.edge is None else cast(gradients.edge, edge.dtype),
+        gradients.weight,
+        grad_bias if grad_bias is None else cast(grad_bias, bias.dtype),
+        grad_after,
+        grad_after_bias,
+        None,
+        None,
+        None,
+    )
 
 
 # ---------------------------------------------------------------- gates

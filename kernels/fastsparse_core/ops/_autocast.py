@@ -40,8 +40,8 @@ class Uncast(NamedTuple):
         """None where nothing was cast."""
         return None if multiplied is weight else cls(weight, version_of(weight))
 
-    def cast_again(self, dtype: torch.dtype) -> Tensor:
-        """The weight in the dtype of the products, by a cast that has a gradient.
+    def as_it_was(self) -> Tensor:
+        """The weight.
 
         Raises:
             RuntimeError: it was written since.
@@ -51,7 +51,11 @@ class Uncast(NamedTuple):
                 "weight: modified by an inplace operation between the forward pass and a backward pass with "
                 "create_graph=True, which needs it as it was"
             )
-        return self.weight.to(dtype)
+        return self.weight
+
+    def cast_again(self, dtype: torch.dtype) -> Tensor:
+        """The weight in the dtype of the products, by a cast that has a gradient; errors of `as_it_was`."""
+        return self.as_it_was().to(dtype)
 
 
 def version_of(tensor: Tensor) -> int:
