@@ -6,8 +6,7 @@ relation are consecutive rows, and products with the relation's matrix are produ
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from fastsparse_core import recorded
 from fastsparse_core.ops._segment import find_segments
 from fastsparse_core.structure.adjacency import Adjacency
-from fastsparse_core.structure.build_once import built_results
+from fastsparse_core.structure.build_once import BuiltOnce, built_results
 from fastsparse_core.structure.segments import Segments
 
 
@@ -32,14 +31,15 @@ class Pairs:
     node: Tensor
     of_edge: Tensor
     starts: tuple[int, ...]
+    _memo: BuiltOnce = field(default_factory=built_results, compare=False)
 
     def __len__(self) -> int:
         return self.node.numel()
 
-    @functools.cached_property
+    @property
     def index(self) -> Tensor:
         """:attr:`of_edge` in int64, as gathers take it."""
-        return self.of_edge.long()
+        return self._memo.get("index", self.of_edge.long)
 
     def find(self, *_: object) -> Segments:
         """The edges of every pair."""
@@ -160,7 +160,7 @@ class Relations:
                 }
             elif isinstance(it, Pairs):
                 usage[str(name)] = it.node.nbytes + it.of_edge.nbytes
-                usage[str(name)] += it.index.nbytes if "index" in vars(it) else 0
+                usage[str(name)] += sum(index.nbytes for index in it._memo.results.values())
             elif isinstance(it, Tensor):
                 usage[str(name)] = it.nbytes
         return usage
