@@ -31,6 +31,8 @@ from fastsparse_core.sampling import Edges
 _MANY = 2
 _MOST_STRANGERS = 16
 _MOST_MET = 1024
+#: How often a layer may come to an edge list that is new: a batch has as many layers before the next one.
+SIGHTS = 3
 
 #: The part of a plain tensor's stamp that is read at once, its device last.
 stamp_attributes = attrgetter("_version", "shape", "dtype", "device")
@@ -41,8 +43,8 @@ layer_cache = AdjacencyCache("fastsparse_pyg")
 _sampled: Any = WeakIdKeyDictionary()  # edge_index of a batch -> (its stamp, the sampler's edges)
 #: How often edge lists of one size came that were not known, and the last of them where that was often.
 _strangers: OrderedDict[Hashable, tuple[int, Tensor | None, Adjacency | None]] = OrderedDict()
-#: Edge lists that layers met last, by id, which belongs to another object once the reference is dead.
-_met: dict[int, weakref.ref[Tensor]] = {}
+#: Edge lists that layers met last and how often, by id, which is another object's once the reference is dead.
+_met: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 _unit_values: Any = WeakIdKeyDictionary()  # sparse matrix -> (stamp of its values, whether all of them are 1)
 
 
@@ -96,18 +98,19 @@ def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) 
     return adjacency
 
 
-def is_first_sight(edges: Tensor) -> bool:
-    """Whether an edge list never came before, so that perhaps it never comes again; asking makes it known."""
+def is_new(edges: Tensor) -> bool:
+    """Whether an edge list came at most `SIGHTS` times with this one, and nobody has a structure of it."""
     number = id(edges)
-    met = _met.get(number)
-    if met is not None and met() is edges:
+    met, sights = _met.get(number, (None, 0))
+    if met is None or met() is not edges:
+        met, sights = None, 0
+    if sights >= SIGHTS or (
+        sights == 0 and (layer_cache.holds(edges) or (len(_sampled) and edges in _sampled))
+    ):
         return False
-    if layer_cache.holds(edges) or (len(_sampled) and edges in _sampled):
-        return False
-
     if len(_met) == _MOST_MET:
         _met.clear()
-    _met[number] = weakref.ref(edges)
+    _met[number] = met or weakref.ref(edges), sights + 1
     return True
 
 

@@ -16,7 +16,7 @@ from fastsparse_core import Adjacency
 from fastsparse_core.log import info_once
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
-from fastsparse_pyg.caching import is_first_sight, layer_cache, logger, lookup
+from fastsparse_pyg.caching import is_new, layer_cache, logger, lookup
 from fastsparse_pyg.graph import edges_made_anew, is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
@@ -30,9 +30,9 @@ _MOST_PATTERNS = 8
 FEW_EDGES = 4096
 _FEW_ON_GPU = f"no one kernel for the whole message, and at most {FEW_EDGES_ON_GPU} edges on a GPU"
 _FEW_ON_CPU = f"fewer than {FEW_EDGES} edges on the CPU"
-#: A structure pays with the second call, and more edges are few for the first: a layer that makes its edges
-#: anew has no second one (FAConv on 41 thousand edges, on an H200: a step of 2.06 ms by PyG's code, 2.38 by
-#: kernels whose structure was recognised).
+#: Of new edges more are few, for a structure pays when they have come several times: those that a layer makes
+#: anew never do (FAConv on 41 thousand edges, on an H200: a step of 2.06 ms by PyG's code, 2.38 by kernels
+#: whose structure was recognised), and those of a batch as often as there are layers.
 _TIMES_IF_NEW = 4
 _16_BITS = (torch.float16, torch.bfloat16)
 _ANY = Pattern(reason="its attributes change")
@@ -69,11 +69,8 @@ class AnyLayer(MessagePassing):
             if _are_few_on_cpu(edge_index) and not _has_16_bits(kwargs):
                 self._say(_FEW_ON_CPU)
                 return super().propagate(edge_index, size=size, **kwargs)
-            if (
-                are_few_on_gpu(edge_index, _TIMES_IF_NEW)
-                and is_first_sight(edge_index)
-                and not _has_16_bits(kwargs)
-            ):
+            are_few = are_few_on_gpu(edge_index, _TIMES_IF_NEW)
+            if are_few and is_new(edge_index) and not _has_16_bits(kwargs):
                 return super().propagate(edge_index, size=size, **kwargs)
             # A call for each of them would take as long as the rest of this.
             kind = (
