@@ -9,11 +9,10 @@ from torch import Tensor
 
 from fastsparse_core.ops._checks import check_heads, check_structure, is_partitioned
 from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
-from fastsparse_core.ops._eager import below_autograd
 from fastsparse_core.ops._edge_values import empty_values
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._handles import keep_alive
-from fastsparse_core.ops._registration import register
+from fastsparse_core.ops._registration import register, run
 from fastsparse_core.ops._segment_launch import softmax_of_rows
 from fastsparse_core.ops.sddmm import sddmm
 from fastsparse_core.ops.spmm import spmm
@@ -82,8 +81,7 @@ class _EdgeSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, score: Tensor, adjacency: int) -> Tensor:
-        with below_autograd():
-            weight = torch.ops.fastsparse.edge_softmax.default(score, adjacency)
+        weight = run("edge_softmax", score, score, adjacency)
         ctx.save_for_backward(weight)
         ctx.adjacency = adjacency
         ctx.keep_alive = keep_alive(adjacency)

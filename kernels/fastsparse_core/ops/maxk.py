@@ -11,7 +11,6 @@ from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.cbsr import CBSR, ids_dtype
 from fastsparse_core.ops._dtypes import DTYPE_CODE
-from fastsparse_core.ops._eager import below_autograd
 from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.ops._registration import call, differentiate, register, results, run
 
@@ -218,8 +217,7 @@ class _MaxK(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        (ids,) = ctx.saved_tensors
-        return differentiate("cbsr_to_dense", grad, ids, ctx.width), None
+        return differentiate("cbsr_to_dense", grad, *ctx.saved_tensors, ctx.width), None
 
 
 class _MaxKDense(torch.autograd.Function):
@@ -234,8 +232,7 @@ class _MaxKDense(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        (kept,) = ctx.saved_tensors
-        return differentiate("mask_rows", grad, kept), None
+        return differentiate("mask_rows", grad, *ctx.saved_tensors), None
 
 
 class _MaskRows(torch.autograd.Function):
@@ -244,13 +241,11 @@ class _MaskRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dense: Tensor, kept: Tensor) -> Tensor:
         ctx.save_for_backward(kept)
-        with below_autograd():
-            return torch.ops.fastsparse.mask_rows.default(dense, kept)
+        return run("mask_rows", dense, dense, kept)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = ctx.saved_tensors
-        return torch.ops.fastsparse.mask_rows.default(grad, kept), None
+        return differentiate("mask_rows", grad, *ctx.saved_tensors), None
 
 
 class _CbsrToDense(torch.autograd.Function):
@@ -259,13 +254,11 @@ class _CbsrToDense(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, ids: Tensor, width: int) -> Tensor:
         ctx.save_for_backward(ids)
-        with below_autograd():
-            return torch.ops.fastsparse.cbsr_to_dense.default(values, ids, width)
+        return run("cbsr_to_dense", values, values, ids, width)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (ids,) = ctx.saved_tensors
-        return torch.ops.fastsparse.cbsr_gather.default(grad, ids), None, None
+        return differentiate("cbsr_gather", grad, *ctx.saved_tensors), None, None
 
 
 class _CbsrGather(torch.autograd.Function):
@@ -275,13 +268,11 @@ class _CbsrGather(torch.autograd.Function):
     def forward(ctx: Any, dense: Tensor, ids: Tensor) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.width = dense.size(1)
-        with below_autograd():
-            return torch.ops.fastsparse.cbsr_gather.default(dense, ids)
+        return run("cbsr_gather", dense, dense, ids)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (ids,) = ctx.saved_tensors
-        return torch.ops.fastsparse.cbsr_to_dense.default(grad, ids, ctx.width), None
+        return differentiate("cbsr_to_dense", grad, *ctx.saved_tensors, ctx.width), None
 
 
 def _maxk_fake(of: Any) -> tuple[Tensor, Tensor]:
@@ -294,12 +285,10 @@ def _maxk_dense_fake(of: Any) -> tuple[Tensor, Tensor]:
     return of.x.new_empty(num_rows, width), of.x.new_empty(num_rows, _num_words(width), dtype=torch.int32)
 
 
-def _cbsr_to_dense_fake(of: Any) -> Tensor:
-    return of.values.new_empty(of.values.size(0), of.width)
-
-
 register(_maxk, _maxk_fake, _MaxK)
 register(_maxk_dense, _maxk_dense_fake, _MaxKDense)
 register(_mask_rows, lambda of: of.dense.new_empty(of.dense.shape), _MaskRows)
-register(write_out, _cbsr_to_dense_fake, _CbsrToDense, "cbsr_to_dense")
+register(
+    write_out, lambda of: of.values.new_empty(of.values.size(0), of.width), _CbsrToDense, "cbsr_to_dense"
+)
 register(gather, lambda of: of.dense.new_empty(of.ids.shape), _CbsrGather, "cbsr_gather")
