@@ -1650,7 +1650,9 @@ void gather_rows(Address table, Address index, Address out, std::int64_t num_row
 }
 #endif
 
-void prefer_huge_pages(Address out, std::int64_t bytes) { cpu::prefer_huge_pages(at(out), bytes); }
+void prefer_huge_pages(Address out, std::int64_t bytes, bool collapse) {
+  cpu::prefer_huge_pages(at(out), bytes, collapse);
+}
 
 py::dict build_info() {
   py::dict info;

@@ -275,9 +275,11 @@ std::int64_t number_chunk(const SampleStep& step, const NodeTable& table, std::i
   for_each_source(step, s, count,
                   [&](std::int64_t k, std::int32_t node, std::int32_t seed) FASTSPARSE_INLINED {
                     std::uint32_t& value = table.value[find_or_insert(table, step.src, node, seed)];
-                    // Whether a node is new is as good as random: no branch.
-                    const bool is_new = value == kNoPlace;
-                    number[k] = value = is_new ? static_cast<std::uint32_t>(nodes + added) : value;
+                    // Whether a node is new is as good as random: no branch, which compilers may make of a
+                    // choice (4.5 ns an edge against 3.3). Values of new nodes have all bits.
+                    const std::uint32_t is_new = value == kNoPlace;
+                    value &= static_cast<std::uint32_t>(nodes + added) | (is_new - 1);
+                    number[k] = value;
                     new_node[added] = node;
                     new_seed[added] = seed;
                     added += is_new;
