@@ -1285,8 +1285,8 @@ std::tuple<Address, Address, Address> sort_room(std::int64_t num_edges, std::int
 // The same of few edges, which it sorts.
 py::tuple sort_edges(Address row, Address col, bool index_is_64bit, std::int64_t num_edges,
                      std::int64_t num_rows, std::int64_t num_cols, std::int64_t longest, Address rowptr,
-                     Address col_out, Address order, Address inv_degree, Address room, int device,
-                     Address queue) {
+                     Address col_out, Address order, Address inv_degree, Address inv_sqrt_degree,
+                     Address room, int device, Address queue) {
   std::int64_t facts[kNumSortFacts];
   const SortRoom places(room, num_edges, num_rows, longest);
   const InspectArgs found{at(row),
@@ -1306,6 +1306,7 @@ py::tuple sort_edges(Address row, Address col, bool index_is_64bit, std::int64_t
                            num_cols,
                            longest,
                            at<std::int32_t>(order),
+                           at<float>(inv_sqrt_degree),
                            at<std::int64_t>(places.split_ptr),
                            at<std::uint64_t>(places.sums),
                            at<std::int32_t>(places.split_row),

@@ -1,6 +1,7 @@
 // Checks of edges and compressed rows on the CPU, in one pass that also writes what a structure of sorted
 // edges consists of.
 #include <algorithm>
+#include <cmath>
 
 #include "fastsparse/edge_checksum.h"
 #include "fastsparse/launchers.h"
@@ -99,17 +100,22 @@ void sort_edges(const SortEdgesArgs& args, int threads) {
   const auto fits = [&](EdgeFact fact, std::int64_t count) {
     return as_unsigned(found.facts[fact]) < as_unsigned(count);
   };
-  if (stay_in_order(found) || !fits(kMostRow, found.num_rows) || !fits(kMostCol, args.num_cols)) return;
-  compress({found.row, found.col, found.index_is_64bit, found.num_edges, found.num_rows, args.num_cols, true,
-            found.rowptr, found.col_out, args.order, false});
-  std::int64_t of_rows[kNumEdgeFacts];
-  InspectArgs sorted = found;
-  sorted.row = nullptr;
-  sorted.num_edges = 0;  // only rows are looked at
-  sorted.facts = of_rows;
-  inspect(sorted, threads);
-  for (const EdgeFact fact : {kEmptyRows, kMostEntries}) found.facts[fact] = of_rows[fact];
-  found.facts[kIsSorted] = 1;
+  if (!fits(kMostRow, found.num_rows) || !fits(kMostCol, args.num_cols)) return;
+  if (!stay_in_order(found)) {
+    compress({found.row, found.col, found.index_is_64bit, found.num_edges, found.num_rows, args.num_cols,
+              true, found.rowptr, found.col_out, args.order, false});
+    std::int64_t of_rows[kNumEdgeFacts];
+    InspectArgs sorted = found;
+    sorted.row = nullptr;
+    sorted.num_edges = 0;  // only rows are looked at
+    sorted.facts = of_rows;
+    inspect(sorted, threads);
+    for (const EdgeFact fact : {kEmptyRows, kMostEntries}) found.facts[fact] = of_rows[fact];
+    found.facts[kIsSorted] = 1;
+  }
+  for (std::int64_t r = 0; r < found.num_rows; ++r) {
+    args.inv_sqrt_degree[r] = 1.0f / std::sqrt(static_cast<float>(found.rowptr[r + 1] - found.rowptr[r] + 1));
+  }
 }
 
 }  // namespace fastsparse::cpu

@@ -281,6 +281,7 @@ struct EdgeSort {
     const std::int64_t begin = at.entries();
     found.rowptr[r] = begin;
     found.inv_degree[r] = degree > 0 ? 1.0f / static_cast<float>(degree) : 0.0f;
+    args.inv_sqrt_degree[r] = rsqrtf(static_cast<float>(degree + 1));
     if (degree == 0) found.facts[kEmptyRows] = 1;
     RowSlice* slices = found.slices + at.slices();
     if (degree <= args.longest) {

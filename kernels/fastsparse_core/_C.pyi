@@ -153,6 +153,7 @@ def sort_edges(
     col_out: int,
     order: int,
     inv_degree: int,
+    inv_sqrt_degree: int,
     room: int,
     device: int,
     queue: int,

@@ -225,7 +225,7 @@ def test_slices_are_sorted_where_a_structure_is_used_on(order, monkeypatch):
     inverse = 1 / adj.in_degree().clamp(min=1) * (adj.in_degree() > 0)
     torch.testing.assert_close(adj.inv_degree(), inverse.float())
     assert adj.row_split.slices[:, 0].tolist() == adj.rowptr[:-1].tolist()
-    for _ in range(policy.UNSORTED_USES + 1):
+    for _ in range(policy.UNSORTED_USES_OF_FEW + 1):
         assert torch.equal(spmm(adj, x, algorithm="csr"), first)
     assert len(made) == 2  # one for the slices as they came, one for those that were sorted
     lengths = adj.row_split.slices.view(torch.int32)[:, 2].tolist()

@@ -41,6 +41,7 @@ class Inspection(NamedTuple):
         row_split: on CUDA the work list of rows in row order; None where some row is longer than a slice,
             except of few edges.
         order: (num_edges,) position of each entry in the edges, where `sort_edges` sorted them; else None.
+        inv_sqrt_degree: of few edges float32 (num_rows,), as `Adjacency.inv_sqrt_degree` with one loop more.
     """
 
     rowptr: Tensor
@@ -57,6 +58,7 @@ class Inspection(NamedTuple):
     has_loops: bool
     row_split: RowSplit | None
     order: Tensor | None = None
+    inv_sqrt_degree: Tensor | None = None
 
 
 class IndexFacts(NamedTuple):
@@ -191,7 +193,7 @@ def sort_edges(row: Tensor, col: Tensor, shape: tuple[int, int], longest: int) -
     rowptr = torch.empty(num_rows + 1, dtype=torch.int64, device=device)
     col_out = torch.empty(num_edges, dtype=torch.int32, device=device)
     order = torch.empty(num_edges, dtype=torch.int32, device=device)
-    inv_degree = _empty_for_autograd(num_rows, device)
+    inv_degree, inv_sqrt_degree = _empty_for_autograd(2 * num_rows, device).split(num_rows)
     check_content("edges", row, col, rowptr)
     index, room = device_index(device), None
     if index >= 0:
@@ -208,6 +210,7 @@ def sort_edges(row: Tensor, col: Tensor, shape: tuple[int, int], longest: int) -
         col_out.data_ptr(),
         order.data_ptr(),
         inv_degree.data_ptr(),
+        inv_sqrt_degree.data_ptr(),
         0 if room is None else room.data_ptr(),
         index,
         queue(index),
@@ -223,7 +226,8 @@ def sort_edges(row: Tensor, col: Tensor, shape: tuple[int, int], longest: int) -
                 flat[split_ptr // 8 :][: cut + 1],
                 words[_NUM_SLOTS],
             )
-    return _found(words, rowptr, col_out, inv_degree, split, order if words[_IS_SORTED] else None)
+    order_or_none = order if words[_IS_SORTED] else None
+    return _found(words, rowptr, col_out, inv_degree, split, order_or_none, inv_sqrt_degree)
 
 
 def _found(
@@ -233,6 +237,7 @@ def _found(
     inv_degree: Tensor,
     split: RowSplit | None,
     order: Tensor | None = None,
+    inv_sqrt_degree: Tensor | None = None,
 ) -> Inspection:
     return Inspection(
         rowptr,
@@ -249,6 +254,7 @@ def _found(
         bool(words[10]),
         split,
         order,
+        inv_sqrt_degree,
     )
 
 

@@ -130,22 +130,25 @@ class _Gine(torch.autograd.Function):
         adj: Adjacency,
         under: torch.dtype | None,
     ) -> Tensor:
-        dtype = x.dtype
-        operands = Operands.of(launch.RELU, None, x, None, cast(edge, dtype), weight, None, bias)
-        eps = cast(eps, dtype)
+        given = edge
+        if under is not None:
+            edge, eps = cast(edge, x.dtype), cast(eps, x.dtype)
+        operands = Operands.of(launch.RELU, None, x, None, edge, weight, None, bias)
         # Kept, for eps may be written before the backward pass.
         scale, is_differentiated = eps.new_empty(eps.shape), any(ctx.needs_input_grad)
         out, _, _, positive = launch.forward(
             adj, operands, x.shape[1], is_differentiated, operands.q, eps, scale
         )
         ctx.set_materialize_grads(False)
-        ctx.adj, ctx.under, ctx.uncast = adj, under or dtype, None
+        ctx.adj, ctx.under, ctx.uncast = adj, under, None
         as_read = (operands.edge, operands.maps) if weight is not None else (None, None)
-        summed = matrix = None
-        if after is not None:
-            summed, matrix = cast(out, ctx.under), cast(after, ctx.under)
-            out, ctx.uncast = _linear(summed, matrix, after_bias, ctx.under), Uncast.of(after, matrix)
-        kept = (x, edge, weight, bias, matrix, after_bias, scale, positive, summed)
+        summed, matrix = None if after is None else out, after
+        if after is not None and under is None:
+            out = F.linear(out, after, after_bias)
+        elif after is not None and under is not None:
+            summed, matrix = cast(out, under), cast(after, under)
+            out, ctx.uncast = _linear(summed, matrix, after_bias, under), Uncast.of(after, matrix)
+        kept = (x, given, weight, bias, matrix, after_bias, scale, positive, summed)
         ctx.save_for_backward(*kept, *as_read)
         return out
 
@@ -176,7 +179,7 @@ def _gine_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             after_bias: Tensor | None,
         ) -> Tensor:
             out = torch.addcmul(unfused_gine(adj, x, edge, weight, bias), x, scale)
-            return out if after is None else _linear(out, after, after_bias, ctx.under)
+            return out if after is None else _linear(out, after, after_bias, ctx.under or x.dtype)
 
         with torch.enable_grad():
             found = unfused_gradients(compute, grad, tuple(inputs), needs[:6])

@@ -71,7 +71,8 @@ def count_csr_use(adj: Adjacency) -> None:
     """
     if not adj.has_sorted_slices:
         adj.usage.csr += 1
-        if adj.usage.csr >= policy.UNSORTED_USES and not torch.cuda.is_current_stream_capturing():
+        is_due = policy.sorts_slices(adj.usage.csr, adj.num_edges)
+        if is_due and not torch.cuda.is_current_stream_capturing():
             adj.sort_slices()
 
 

@@ -27,10 +27,11 @@ from fastsparse_core.policy.conversion import (
     MOST_PER_SUM,
     REUSE,
     SCATTERS,
-    UNSORTED_USES,
+    UNSORTED_USES_OF_FEW,
     counts_sources,
     is_reused,
     scatters,
+    sorts_slices,
 )
 from fastsparse_core.policy.facts import MOST_HEADS, Choice, Facts
 from fastsparse_core.policy.row_panels import panel_layout
@@ -54,7 +55,7 @@ __all__ = [
     "SDDMM_ALGORITHMS",
     "SPMM_ALGORITHMS",
     "SSD_ALGORITHMS",
-    "UNSORTED_USES",
+    "UNSORTED_USES_OF_FEW",
     "Choice",
     "Facts",
     "algorithms",
@@ -77,6 +78,7 @@ __all__ = [
     "scatters",
     "sddmm_algorithm",
     "sddmm_by_entry",
+    "sorts_slices",
     "spmm_algorithm",
     "spmm_resident",
     "ssd_algorithm",

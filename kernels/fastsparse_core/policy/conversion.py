@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from fastsparse_core.formats.inspection import FEW_EDGES
 from fastsparse_core.policy.facts import Facts
 
 #: Products with a structure before `auto` converts it: a conversion costs about as much as 5 to 10 products.
 REUSE = 16
-#: Products with a structure whose slices lie in row order, as they do at first, before they are sorted.
-UNSORTED_USES = 8
+#: Products with a structure whose slices lie in row order, as they do at first, before they are sorted; and
+#: with one of few edges, which a batch has: each of its layers makes two products, and then it is gone.
+UNSORTED_USES, UNSORTED_USES_OF_FEW = 8, 16
 #: Gradients of a new structure that are added by atomics before its transpose is built: a structure that is
 #: seen once gives one to each layer that uses it.
 SCATTERS = 2
@@ -22,6 +24,16 @@ _MOST_SCATTERED = 4_000_000
 _MOST_COUNTED = 2
 #: Bytes of float32 sums from which counting saves more than its launches take.
 _LEAST_COUNTED_BYTES = 16 << 20
+
+
+def sorts_slices(uses: int, num_edges: int) -> bool:
+    """Whether slices that lie in row order are sorted by length now.
+
+    Args:
+        uses: of the structure so far.
+        num_edges: its edges.
+    """
+    return uses >= (UNSORTED_USES_OF_FEW if num_edges <= FEW_EDGES else UNSORTED_USES)
 
 
 def is_reused(facts: Facts) -> bool:

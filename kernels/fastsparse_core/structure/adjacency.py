@@ -169,6 +169,8 @@ class Adjacency(Storage):
         """Keeps what was found out while the structure was checked."""
         self._of_rows.results[("inv_degree", torch.float32)] = found.inv_degree
         self._of_rows.results["has_empty_rows"] = (found.has_empty_rows,)
+        if found.inv_sqrt_degree is not None:
+            self._of_rows.results[("inv_sqrt_degree", torch.float32, 1)] = found.inv_sqrt_degree
         split = found.row_split
         if self.col.is_cuda:  # else nothing is cut, and nobody has asked for a work list
             self._of_rows.results["has_short_rows"] = split is not None and split.num_slots == 0

@@ -30,6 +30,7 @@ struct SortEdgesArgs {
   std::int64_t num_cols;    // up to 2^31 - 1
   std::int64_t longest;     // at least 32
   std::int32_t* order;      // (num_edges) position of each sorted edge in the input
+  float* inv_sqrt_degree;   // (num_rows) of the degrees with a loop more
   std::int64_t* split_ptr;  // (num_edges / longest + 1) ranges of slots of the rows that are cut; CUDA only
   std::uint64_t* sums;      // (kMostSortBlocks), scratch; CUDA only
   std::int32_t* split_row;  // (num_edges / longest) rows that are cut; CUDA only
