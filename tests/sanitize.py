@@ -610,6 +610,8 @@ def structures() -> None:
             compress(row, col, size, size)
             compress_pairs(row, col, size, size)
         sort_rows(row, 300)
+        if row.is_cuda:
+            sort_rows(row - 7, 200)  # indices that are none, before and behind
         adj = Adjacency.from_coo(row, col, (300, 305))
         Adjacency.from_coo(row, col % 300, (300, 300), self_loops="replace")
         ends = torch.stack([row, col % 300])

@@ -29,7 +29,8 @@ struct KeyLayout {
 
 KeyLayout key_layout(const CompressArgs& args) {
   const int minor_bits = args.sort_minor ? bits_of(args.num_minor) : 0;
-  const int key_bits = bits_of(args.num_major) + minor_bits;
+  // Without a minor index, one more: the key of an index that is none (`make_keys_kernel`).
+  const int key_bits = bits_of(args.num_major + (args.minor == nullptr ? 1 : 0)) + minor_bits;
   // 64-bit positions only come with more than 2^31 edges: no need to compile them for small keys.
   return {minor_bits, key_bits, key_bits > 32 || args.order_is_64bit};
 }
@@ -37,11 +38,16 @@ KeyLayout key_layout(const CompressArgs& args) {
 // Stands for the type of positions where none are wanted: the keys are sorted alone.
 using cub::NullType;
 
+// Without a minor index, one that is negative or too large sorts behind all others: major_ptr[num_major]
+// tells. With one they were looked at before.
 template <typename Index, typename Key, typename Id>
 __global__ void make_keys_kernel(const CompressArgs args, int minor_bits, Key* keys, Id* ids) {
   const std::int64_t e = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (e >= args.num_edges) return;
-  Key key = static_cast<Key>(static_cast<const Index*>(args.major)[e]);
+  const std::int64_t index = static_cast<const Index*>(args.major)[e];
+  auto major = static_cast<std::uint64_t>(index);
+  if (args.minor == nullptr && major > static_cast<std::uint64_t>(args.num_major)) major = args.num_major;
+  Key key = static_cast<Key>(major);
   if (args.sort_minor) key = (key << minor_bits) | static_cast<Key>(static_cast<const Index*>(args.minor)[e]);
   keys[e] = key;
   if constexpr (!std::is_same_v<Id, NullType>) ids[e] = static_cast<Id>(e);
@@ -101,20 +107,18 @@ int compress_typed(const CompressArgs& args, char* scratch, std::size_t* scratch
   cub::DoubleBuffer<Id> ids(reinterpret_cast<Id*>(scratch + 2 * key_bytes),
                             reinterpret_cast<Id*>(scratch + 2 * key_bytes + id_bytes));
   const std::size_t own_bytes = 2 * (key_bytes + id_bytes);
+  std::size_t sort_bytes = 0;
+  cudaError_t error = sort<Key, Id>(nullptr, sort_bytes, keys, ids, args.num_edges, layout.key_bits, stream);
+  if (error != cudaSuccess) return error;
   if (scratch == nullptr) {
-    std::size_t sort_bytes = 0;
-    const cudaError_t error =
-        sort<Key, Id>(nullptr, sort_bytes, keys, ids, args.num_edges, layout.key_bits, stream);
     *scratch_bytes = own_bytes + sort_bytes;
-    return error;
+    return cudaSuccess;
   }
-  std::size_t sort_bytes = *scratch_bytes - own_bytes;
   const unsigned blocks = ceil_div(args.num_edges, kThreads);
   if (args.minor == nullptr) ids.d_buffers[1] = static_cast<Id*>(args.order);
   make_keys_kernel<Index>
       <<<blocks, kThreads, 0, stream>>>(args, layout.minor_bits, keys.Current(), ids.Current());
-  cudaError_t error =
-      sort<Key, Id>(scratch + own_bytes, sort_bytes, keys, ids, args.num_edges, layout.key_bits, stream);
+  error = sort<Key, Id>(scratch + own_bytes, sort_bytes, keys, ids, args.num_edges, layout.key_bits, stream);
   if (error != cudaSuccess) return error;
   if (args.minor != nullptr) {
     unpack_keys_kernel<Index>

@@ -233,7 +233,7 @@ def test_an_index_that_compiled_code_makes(device):
 
 
 def test_new_indices_of_one_size(device):
-    # In any order and ascending, right and wrong ones in turn.
+    # After one that does not ascend the next ones are sorted unseen: wrong ones and ascending ones, too.
     src = torch.randn(3000, 4, dtype=torch.float64, device=device)
     for nth, size in enumerate([100, 100, 128, 128, 1, 1]):
         index = torch.randint(0, size, (3000,), device=device)

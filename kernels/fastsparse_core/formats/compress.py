@@ -8,7 +8,7 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 
-_INT32_MAX = 2**31 - 1
+INT32_MAX = 2**31 - 1
 
 
 def compress(
@@ -43,7 +43,10 @@ def compress_pairs(major: Tensor, minor: Tensor, num_major: int, num_minor: int)
 
 
 def sort_rows(major: Tensor, num_major: int) -> tuple[Tensor, Tensor]:
-    """As :func:`compress` without a minor index: ``(major_ptr, order)``, equal ones in their order."""
+    """As :func:`compress` without a minor index: ``(major_ptr, order)``, equal ones in their order.
+
+    On a GPU ``major`` may be anything: what lies outside [0, num_major) comes after ``major_ptr[-1]``.
+    """
     order = _empty_order(major.numel(), major.device)
     return _compress(major, None, num_major, num_major, order)[0], order
 
@@ -76,7 +79,7 @@ def _compress(
         major_ptr.data_ptr(),
         minor_out.data_ptr(),
         0 if order is None else order.data_ptr(),
-        num_edges > _INT32_MAX,
+        num_edges > INT32_MAX,
     )
     index = device_index(device)
     size = _C.compress_scratch_bytes(args, index)
@@ -94,7 +97,7 @@ def _empty_rows(num_rows: int, num_edges: int, device: torch.device) -> tuple[Te
 
 def _empty_order(num_edges: int, device: torch.device) -> Tensor:
     """Room for the position of every edge."""
-    return torch.empty(num_edges, dtype=torch.int64 if num_edges > _INT32_MAX else torch.int32, device=device)
+    return torch.empty(num_edges, dtype=torch.int64 if num_edges > INT32_MAX else torch.int32, device=device)
 
 
 def transpose(rowptr: Tensor, col: Tensor, num_cols: int) -> tuple[Tensor, Tensor, Tensor]:

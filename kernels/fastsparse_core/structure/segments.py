@@ -9,11 +9,16 @@ from torch import Tensor
 
 from fastsparse_core import _C, gpu
 from fastsparse_core.content import check_content
-from fastsparse_core.formats.compress import sort_rows
+from fastsparse_core.formats.compress import INT32_MAX, sort_rows
 from fastsparse_core.formats.inspection import inspect_edges, inspect_rows
 from fastsparse_core.formats.lengths import slice_length
 from fastsparse_core.formats.row_split import RowSplit, addresses_of, split_rows
 from fastsparse_core.structure.build_once import built_results
+
+#: Numbers of rows and segments of indices on a GPU that did not ascend: the next one like it is sorted before
+#: anything is read from the device.
+_unsorted: set[tuple[int, int]] = set()
+_MOST_UNSORTED = 256
 
 
 class Segments:
@@ -51,9 +56,16 @@ class Segments:
         """
         index = index.detach().contiguous()
         num_rows = index.numel()
-        found = inspect_edges(
-            index, index, num_segments, slice_length(num_rows, gpu.profile_of(index.device)), square=False
-        )
+        longest = slice_length(num_rows, gpu.profile_of(index.device))
+        kind = num_rows, num_segments
+        if index.is_cuda and kind in _unsorted and num_rows <= INT32_MAX:
+            check_content("index", index)
+            # One read from the device: indices that are none come after the last segment.
+            rowptr, order = sort_rows(index, num_segments)
+            sorted_rows = inspect_rows(rowptr, order, None, longest, copy=False)
+            if sorted_rows.ends[1] == num_rows:
+                return cls(rowptr, order, num_rows, sorted_rows.row_split or split_rows(rowptr, longest))
+        found = inspect_edges(index, index, num_segments, longest, square=False)
         if num_rows and found.most_row >= num_segments:
             low, high = (int(end) for end in torch.aminmax(index))
             raise ValueError(
@@ -63,6 +75,9 @@ class Segments:
         if not found.rows_descend:
             return cls(found.rowptr, None, num_rows, found.row_split)
         del found
+        if len(_unsorted) == _MOST_UNSORTED:
+            _unsorted.clear()
+        _unsorted.add(kind)
         return cls(*sort_rows(index, num_segments), num_rows)
 
     @classmethod
