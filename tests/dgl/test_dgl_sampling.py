@@ -18,7 +18,7 @@ LAYERS = {
 }
 
 #: Gradients of attention vectors are small differences of large terms: float32 would need a wide tolerance.
-DOUBLE = {"gat", "gatv2", "dotgat"}
+DOUBLE = {"gat", "gatv2", "dotgat", "sage_pool"}
 
 
 def models(name):

@@ -189,21 +189,24 @@ def test_under_autocast_results_have_the_original_dtype(device, options, begins,
         draw(40, 6, device, given),
         draw(edge_index.size(1), options.get("edge_dim", 6), device, torch.float32 if options else given),
     )
-    with torch.autocast(device, torch.bfloat16):
-        same(
-            reference,
-            layer,
-            lambda conv: conv(x, edge_index, edge_attr),
-            [x, edge_attr],
-            tolerance=5e-2,
-            floor=1,
-        )
-        found, expected = (conv(x, edge_index, edge_attr) for conv in (layer, reference))
-        with torch.no_grad():
-            assert torch.equal(layer(x, edge_index, edge_attr), found)
-    assert found.dtype == expected.dtype
-    inputs = [x, edge_attr, *layer.parameters()]
-    assert all(grad.dtype == like.dtype for grad, like in zip(gradients(found, inputs), inputs, strict=True))
+    layer.load_state_dict(reference.state_dict())
+    results = []
+    for conv in (layer, reference):
+        with torch.autocast(device, torch.bfloat16):
+            out = conv(x, edge_index, edge_attr)
+            if conv is layer:
+                with torch.no_grad():
+                    assert torch.equal(conv(x, edge_index, edge_attr), out)
+        results.append([out, *gradients(out, [x, edge_attr, *conv.parameters()])])
+    for found, expected in zip(*results, strict=True):
+        alike(found, expected, 5e-2)
+
+
+def alike(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """By the norm of their difference: near 0 rounding to 16 bits decides what ReLU passes."""
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    difference = torch.linalg.vector_norm((found - expected).double())
+    assert difference <= tolerance * torch.linalg.vector_norm(expected.double())
 
 
 @pytest.mark.usefixtures("kernels_only")
@@ -230,7 +233,7 @@ def test_one_step_under_autocast(device):
         for out, given in zip(outputs, inputs, strict=True)
     ]
     for found, expected in zip(*twice, strict=True):
-        close(found, expected, 1e-1, 1)
+        alike(found, expected, 1e-1)
     with torch.autocast(device, torch.bfloat16):
         out = layer(x, edge_index, edge_attr)
     with torch.no_grad():
