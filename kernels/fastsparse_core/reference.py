@@ -1,4 +1,4 @@
-"""The operators in plain torch and float64: what every kernel is compared with."""
+"""The operators in plain torch and, unless said otherwise, float64: what every kernel is compared with."""
 
 from __future__ import annotations
 
@@ -335,13 +335,14 @@ def gine_aggregate(
     *,
     edge_weight: Tensor | None = None,
     edge_bias: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Float64 reference of :func:`fastsparse_core.gine_aggregate`, differentiable."""
+    """Reference of :func:`fastsparse_core.gine_aggregate` in ``dtype``, differentiable."""
     row, col, position = _edges(adj)
-    edges = edge_attr.double()
+    edges = edge_attr.to(dtype)
     if edge_weight is not None:
-        edges = F.linear(edges, edge_weight.double(), None if edge_bias is None else edge_bias.double())
-    return _row_sums(adj, row, (x.double()[col] + edges[position]).relu())
+        edges = F.linear(edges, edge_weight.to(dtype), None if edge_bias is None else edge_bias.to(dtype))
+    return _row_sums(adj, row, (x.to(dtype)[col] + edges[position]).relu())
 
 
 def gated_aggregate(
@@ -353,24 +354,26 @@ def gated_aggregate(
     edge_attr: Tensor | None = None,
     gate_weight: Tensor | None = None,
     value_weight: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Float64 reference of :func:`fastsparse_core.gated_aggregate`, differentiable."""
+    """Reference of :func:`fastsparse_core.gated_aggregate` in ``dtype``, differentiable."""
     row, col, position = _edges(adj)
-    z, value = k.double()[row] + q.double()[col], v.double()[col]
+    z, value = k.to(dtype)[row] + q.to(dtype)[col], v.to(dtype)[col]
     if edge_attr is not None and gate_weight is not None and value_weight is not None:
-        z = z + F.linear(edge_attr.double(), gate_weight.double())[position]
-        value = value + F.linear(edge_attr.double(), value_weight.double())[position]
+        z = z + F.linear(edge_attr.to(dtype), gate_weight.to(dtype))[position]
+        value = value + F.linear(edge_attr.to(dtype), value_weight.to(dtype))[position]
     return _row_sums(adj, row, z.sigmoid() * value)
 
 
 def gated_edges(
-    adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, edge: Tensor
+    adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, edge: Tensor, *, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Float64 reference of :func:`fastsparse_core.gated_edges`, differentiable."""
+    """Reference of :func:`fastsparse_core.gated_edges` in ``dtype``, differentiable."""
     row, col, position = _edges(adj)
-    z = k.double()[row] + q.double()[col] + edge.double()[position]
+    z = k.to(dtype)[row] + q.to(dtype)[col] + edge.to(dtype)[position]
     gate = z.sigmoid()
-    return _row_sums(adj, row, gate * v.double()[col]), _row_sums(adj, row, gate), _in_callers_order(adj, z)
+    total = _row_sums(adj, row, gate * v.to(dtype)[col])
+    return total, _row_sums(adj, row, gate), _in_callers_order(adj, z)
 
 
 def _row_sums(adj: Adjacency, row: Tensor, entry: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from fastsparse_core import reference
 from fastsparse_core.ops import _edge_messages_launch as launch
 from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
@@ -28,25 +28,12 @@ from fastsparse_core.structure.incidence import incidence
 # ---------------------------------------------------------------- step by step
 
 
-def _entries(adj: Adjacency) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, column and caller's position of every entry, int64."""
-    position = torch.arange(adj.num_edges, device=adj.device) if adj.edge_id is None else adj.edge_id.long()
-    return adj.row().long(), adj.col.long(), position
-
-
-def _sum(adj: Adjacency, row: Tensor, message: Tensor, dtype: torch.dtype) -> Tensor:
-    return message.new_zeros(adj.num_dst, message.size(1)).index_add(0, row, message).to(dtype)
-
-
 def unfused_gine(
     adj: Adjacency, x: Tensor, edge: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """`gine_aggregate` with a row for every edge in memory."""
-    dtype, (row, col, position) = accumulation_dtype(x.dtype), _entries(adj)
-    edge = edge.to(dtype)
-    if weight is not None:
-        edge = F.linear(edge, weight.to(dtype), None if bias is None else bias.to(dtype))
-    return _sum(adj, row, (x.to(dtype)[col] + edge[position]).relu(), x.dtype)
+    maps: dict[str, Any] = {"edge_weight": weight, "edge_bias": bias, "dtype": accumulation_dtype(x.dtype)}
+    return reference.gine_aggregate(adj, x, edge, **maps).to(x.dtype)
 
 
 def unfused_gated(
@@ -59,25 +46,16 @@ def unfused_gated(
     value_weight: Tensor | None,
 ) -> Tensor:
     """`gated_aggregate` with rows for every edge in memory."""
-    dtype, (row, col, position) = accumulation_dtype(q.dtype), _entries(adj)
-    z, value = k.to(dtype)[row] + q.to(dtype)[col], v.to(dtype)[col]
-    if edge is not None and gate_weight is not None and value_weight is not None:
-        features = edge.to(dtype)[position]
-        z = z + F.linear(features, gate_weight.to(dtype))
-        value = value + F.linear(features, value_weight.to(dtype))
-    return _sum(adj, row, z.sigmoid() * value, q.dtype)
+    maps: dict[str, Any] = {"edge_attr": edge, "gate_weight": gate_weight, "value_weight": value_weight}
+    return reference.gated_aggregate(adj, k, q, v, **maps, dtype=accumulation_dtype(q.dtype)).to(q.dtype)
 
 
 def unfused_gated_edges(
     adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, edge: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`gated_edges`, gates in memory, too."""
-    dtype, (row, col, position) = accumulation_dtype(q.dtype), _entries(adj)
-    z = k.to(dtype)[row] + q.to(dtype)[col] + edge.to(dtype)[position]
-    gate = z.sigmoid()
-    state = z.new_zeros(adj.num_values, z.size(1)).index_copy(0, position, z).to(q.dtype)
-    total = _sum(adj, row, gate * v.to(dtype)[col], q.dtype)
-    return total, _sum(adj, row, gate, q.dtype), state
+    total, gates, state = reference.gated_edges(adj, k, q, v, edge, dtype=accumulation_dtype(q.dtype))
+    return total.to(q.dtype), gates.to(q.dtype), state.to(q.dtype)
 
 
 # ---------------------------------------------------------------- relu
