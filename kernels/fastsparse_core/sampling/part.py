@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.sampling.relations import ALL, Graph, Relation, in_huge_pages
+from fastsparse_core.sampling.relations import ALL, Graph, Relation
 
 #: Slots and nodes are numbered in 31 bits.
 LIMIT = 2**31
@@ -219,7 +219,6 @@ def _make_table(part: Part, layout: Layout, graph: Graph, most_nodes: int) -> No
         raise ValueError("seeds: expected a batch of fewer than 2^30 nodes; give fewer")
     words = (3 if has_keys else 1) * num_places
     part.table = torch.empty(words, dtype=torch.int32, device=graph.device)
-    in_huge_pages(part.table)
     table = part.table.data_ptr()
     keys = (table, table + 8 * num_places) if has_keys else (0, table)
     part.node_table = _C.NodeTable(*keys, num_places, bits)
