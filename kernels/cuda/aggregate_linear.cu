@@ -248,8 +248,11 @@ __global__ void __launch_bounds__(kThreads)
   const int width = static_cast<int>(args.width), out_width = static_cast<int>(args.out_width);
   const std::int64_t stride = kIsTile ? whole.width : width;
   const std::int64_t out_stride = kIsTile ? whole.out_width : out_width;
-  weight.load(args.weight, stride, width, out_width);
-  root_weight.load(args.root_weight, stride, width, out_width);
+#pragma unroll 1
+  for (int nth = 0; nth < 2; ++nth) {
+    const Weights to{shared + nth * Weights::kBytes};
+    to.load(nth == 0 ? args.weight : args.root_weight, stride, width, out_width);
+  }
   shared_to_wgmma();
   __syncthreads();
 

@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
       const std::uint32_t block = memory + L::kBlocks + index % kStages * kBlockBytes;
       const Entries<S> entries(block, lane);
       const bool drops = kExtras && input.dropout.threshold != 0;
-      const std::uint32_t kept =
-          drops ? entries.template kept<false>(input.dropout, window_row, window, first_head) : 0;
+      const std::uint32_t drawn =
+          drops ? entries.template draw<false>(input.dropout, window_row, window, first_head) : 0;
       std::int64_t position[kOwned];
       if constexpr (kExtras) {
         if (input.bias.data != nullptr) {
@@ -162,7 +162,10 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
         for (int i = 0; i < kOwned; ++i) {
           score[h][i] = exp2_approx(score[h][i] - maximum[h][i % kRowsOwned]);
           total[h][i % kRowsOwned] += score[h][i];
-          if (drops) score[h][i] *= kept >> (h * kOwned + i) & 1u ? input.dropout.scale : 0.0f;
+          if (drops && entries.present(i)) {
+            score[h][i] *=
+                entries.template factor<false>(input.dropout, drawn, i, h, window_row, window, first_head);
+          }
         }
         if (by_entry) {
           add_entries<S>(sum, stage + S::kTileBytes, block, score[h], h, lane);

@@ -167,8 +167,8 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
       const std::uint32_t block = memory + L::kBlocks + nth * kBlockBytes;
       const Entries<S> entries(block, lane);
       const bool drops = kExtras && input.dropout.threshold != 0;
-      const std::uint32_t kept =
-          drops ? entries.template kept<kTransposed>(input.dropout, window_row, window, first_head) : 0;
+      const std::uint32_t drawn =
+          drops ? entries.template draw<kTransposed>(input.dropout, window_row, window, first_head) : 0;
       std::int64_t position[kOwned];
       if constexpr (kExtras) {
         if (input.bias.data != nullptr) {
@@ -198,7 +198,10 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
           if constexpr (kExtras) {
             power += entries.bias(input, i, position[i], first_head + h);
           }
-          if (drops) factor = kept >> (h * kOwned + i) & 1u ? input.dropout.scale : 0.0f;
+          if (drops && entries.present(i)) {
+            factor = entries.template factor<kTransposed>(input.dropout, drawn, i, h, window_row, window,
+                                                          first_head);
+          }
           power -= state.x;
           if constexpr (S::kFloat) power -= state.z;
           const float p = entries.present(i) ? exp2_approx(power) : 0.0f;

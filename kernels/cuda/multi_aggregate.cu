@@ -113,7 +113,7 @@ __device__ __forceinline__ void store_row(const MultiAggregateArgs& args, const 
   const MultiAggregateInput& input = args.input;
   const A inverse = of_row.count > 0 ? A{1} / of_row.count : A{0};
   const QuadOfResults<T> results(input, quad, row);
-#pragma unroll
+#pragma unroll 1
   for (int k = 0; k < kNumAggregations; ++k) {
     if (input.slot[k] < 0) continue;
     A result[kQuad];

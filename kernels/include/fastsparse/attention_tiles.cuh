@@ -609,28 +609,43 @@ class Entries {
     const std::uint32_t at = block_ + vector / kOwned * kQuadBytes + vector % kOwned * 3;
     return load_shared_byte(at) | load_shared_byte(at + 1) << 8 | load_shared_byte(at + 2) << 16;
   }
-  // Bit h * kOwned + i: dropout keeps entry i for head first_head + h. In a loop, which passes only as often
-  // as a thread of the warp has entries: unrolled, random numbers would be a fifth of a kernel.
+  // What `factor` needs of the random numbers of dropout, for heads first_head ..: with several heads of 16
+  // bits, bit h * kOwned + i says that entry i stays. Drawn in a loop, which passes only as often as a thread
+  // of the warp has entries: unrolled they were a fifth of a kernel. For one head, and in float32, registers
+  // would spill around the loop.
   template <bool kTransposed>
-  __device__ __forceinline__ std::uint32_t kept(const Dropout& dropout, const WindowRow& window_row,
+  __device__ __forceinline__ std::uint32_t draw(const Dropout& dropout, const WindowRow& window_row,
                                                 std::int64_t window, std::int64_t first_head) const {
-    static_assert(S::kHeads * kOwned <= 32);
-    std::uint32_t left = 0, kept = 0;
+    std::uint32_t kept = 0;
+    if constexpr (kDrawsAhead) {
+      static_assert(S::kHeads * kOwned <= 32);
+      std::uint32_t left = 0;
 #pragma unroll
-    for (int i = 0; i < kOwned; ++i) left |= present(i) ? 1u << i : 0;
+      for (int i = 0; i < kOwned; ++i) left |= present(i) ? 1u << i : 0;
 #pragma unroll 1
-    for (; left != 0; left &= left - 1) {
-      const int i = __ffs(static_cast<int>(left)) - 1;
-      const auto own = static_cast<std::uint32_t>(window_row(window, Owned<S>::row(i, lane_)));
-      const std::uint32_t other = column(i), row = kTransposed ? other : own, col = kTransposed ? own : other;
+      for (; left != 0; left &= left - 1) {
+        const int i = __ffs(static_cast<int>(left)) - 1;
+        const RowAndColumn at = row_and_column<kTransposed>(i, window_row, window);
 #pragma unroll 1
-      for (int h = 0; h < S::kHeads; ++h) {
-        const auto head = static_cast<std::uint32_t>(first_head + h);
-        const bool keeps = philox(dropout.key0, dropout.key1, row, col, head) >= dropout.threshold;
-        kept |= keeps ? 1u << (h * kOwned + i) : 0;
+        for (int h = 0; h < S::kHeads; ++h) {
+          const auto head = static_cast<std::uint32_t>(first_head + h);
+          kept |= dropout_factor(dropout, at.row, at.column, head) != 0 ? 1u << (h * kOwned + i) : 0;
+        }
       }
     }
     return kept;
+  }
+  // Factor of entry i, which is present, and head first_head + h; drawn: what `draw` has returned.
+  template <bool kTransposed>
+  __device__ __forceinline__ float factor(const Dropout& dropout, std::uint32_t drawn, int i, int h,
+                                          const WindowRow& window_row, std::int64_t window,
+                                          std::int64_t first_head) const {
+    if constexpr (kDrawsAhead) {
+      return drawn >> (h * kOwned + i) & 1u ? dropout.scale : 0.0f;
+    } else {
+      const RowAndColumn at = row_and_column<kTransposed>(i, window_row, window);
+      return dropout_factor(dropout, at.row, at.column, static_cast<std::uint32_t>(first_head + h));
+    }
   }
   // Positions of the entries among the edge values. Entries are numbered by quad, vector and row, so a number
   // is a count of the mask bits before its own. first_quad: of the block.
@@ -658,6 +673,19 @@ class Entries {
   }
 
  private:
+  static constexpr bool kDrawsAhead = !S::kFloat && S::kHeads > 1;
+
+  // An entry's in the structure that the caller sees.
+  struct RowAndColumn {
+    std::uint32_t row, column;
+  };
+  template <bool kTransposed>
+  __device__ __forceinline__ RowAndColumn row_and_column(int i, const WindowRow& window_row,
+                                                         std::int64_t window) const {
+    const auto own = static_cast<std::uint32_t>(window_row(window, Owned<S>::row(i, lane_)));
+    const std::uint32_t other = column(i);
+    return kTransposed ? RowAndColumn{other, own} : RowAndColumn{own, other};
+  }
   // The quad of the block that has the thread's entries, and its masks.
   __device__ __forceinline__ int quad() const { return S::kFloat ? lane_ % 4 : lane_ / 8; }
   __device__ __forceinline__ std::uint32_t masks() const {
