@@ -46,7 +46,8 @@ def grouped_product(x: Tensor, weight: Tensor, starts: tuple[int, ...]) -> Tenso
 
 def _by_block(rows: Tensor, num_blocks: int) -> Tensor:
     """(P, B * I) as (B, P, I)."""
-    return rows.view(rows.size(0), num_blocks, -1).transpose(0, 1)
+    # Not -1, which says nothing of tensors without elements.
+    return rows.view(rows.size(0), num_blocks, rows.size(1) // num_blocks).transpose(0, 1)
 
 
 def _sizes(starts: tuple[int, ...]) -> list[int]:

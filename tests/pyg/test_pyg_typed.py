@@ -137,6 +137,16 @@ def test_rgcn_by_a_matrix_per_edge(device, aggr, decomposition):
         FastFastRGCNConv(8, 4, RELATIONS, aggr="max")(x.float(), edge_index, kind)
 
 
+@pytest.mark.parametrize("decomposition", DECOMPOSITIONS, ids=["full", "bases", "blocks"])
+@pytest.mark.parametrize("aggr", ["mean", "max"])
+def test_rgcn_without_edges(device, aggr, decomposition):
+    """As a batch may come: every matrix gets the gradient 0."""
+    edge_index, kind = (each[..., :0] for each in graph(device))
+    layers = pair_of_layers(RGCNConv, FastRGCNConv, device, (8, 8), 4, RELATIONS, aggr=aggr, **decomposition)
+    x, other = (torch.randn(n, 8, dtype=torch.float64, device=device, requires_grad=True) for n in (NODES, 3))
+    assert_same(layers, [x, other], (x, other), edge_index, kind)
+
+
 def test_rgcn_by_a_matrix_per_edge_of_indices(device):
     """PyG's own code runs, with this layer's messages and not those of the other form of RGCN."""
     edge_index, kind = graph(device)
