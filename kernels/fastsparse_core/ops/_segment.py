@@ -283,17 +283,43 @@ class _SegmentSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, index, rowptr = ctx.saved_tensors
-        place = (index, rowptr, ctx.num_segments)
-        if not torch.is_grad_enabled():
-            grad_src = _softmax_backward_op(weight, grad, *place, find=ctx.find)
-            return grad_src, None, None, None, None
-        # Of operators that have gradients again.
-        wide = accumulation_dtype(weight.dtype)
-        with torch.autocast(weight.device.type, enabled=False):
-            p, g = weight.to(wide), grad.to(wide)
-            sums = reduce_op(p * g, *place, "sum", find=ctx.find)[0]
-            grad_src = p * (g - gather_op(sums, index, rowptr, p.size(0), find=ctx.find))
-        return grad_src.to(weight.dtype), None, None, None, None
+        grad_src = _softmax_backward_op(weight, grad, index, rowptr, ctx.num_segments, find=ctx.find)
+        return grad_src, None, None, None, None
+
+
+class _SegmentSoftmaxBackward(torch.autograd.Function):
+    """The gradient is linear in g, and its own adjoint; in p it is u (g - R(p g)) - g R(p u).
+
+    R sums over each segment and gives every row the sum of its segment.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        grad: Tensor,
+        index: Tensor | None,
+        rowptr: Tensor | None,
+        num_segments: int,
+        find: _Find | None = None,
+    ) -> Tensor:
+        ctx.save_for_backward(weight, grad, index, rowptr)
+        ctx.num_segments, ctx.find = num_segments, find
+        return cast(
+            "Tensor", _softmax_backward_op.below(weight, grad, index, rowptr, num_segments, find=find)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        weight, grad, index, rowptr = ctx.saved_tensors
+
+        def segment_sums(rows: Tensor) -> Tensor:
+            sums = reduce_op(rows, index, rowptr, ctx.num_segments, "sum", find=ctx.find)[0]
+            return cast("Tensor", gather_op(sums, index, rowptr, rows.size(0), find=ctx.find))
+
+        grad_weight = outer * (grad - segment_sums(weight * grad)) - grad * segment_sums(weight * outer)
+        grad_grad = _softmax_backward_op(weight, outer, index, rowptr, ctx.num_segments, find=ctx.find)
+        return grad_weight, grad_grad, None, None, None, None
 
 
 # ---------------------------------------------------------------- registration
@@ -305,7 +331,7 @@ def _counts_fake(of: Any) -> Tensor:
 
 
 class _Operator:
-    """An operator with its kernel and its autograd formula, None for one that is a gradient itself.
+    """An operator with its kernel and its autograd formula.
 
     Where nothing but autograd watches, it is called without PyTorch's dispatcher, see `is_plain_eager`.
     """
@@ -314,12 +340,10 @@ class _Operator:
         self,
         kernel: Callable[..., Any],
         fake: Callable[[Any], Any],
-        formula: type[torch.autograd.Function] | None = None,
+        formula: type[torch.autograd.Function],
     ) -> None:
         self._op = register(kernel, fake, formula, find=_make_segments)
-        self._kernel = kernel
-        self._formula: Any = formula
-        self._apply: Any = formula and direct(formula)
+        self._kernel, self._formula, self._apply = kernel, formula, direct(formula)
 
     def __call__(self, matrix: Tensor, *arguments: Any, find: _Find | None = None) -> Any:
         """The operator's result.
@@ -331,7 +355,9 @@ class _Operator:
         """
         if not is_plain_eager(matrix):
             return self._op(matrix, *arguments)
-        if torch.is_grad_enabled() and matrix.requires_grad:
+        if torch.is_grad_enabled() and (
+            matrix.requires_grad or (isinstance(arguments[0], Tensor) and arguments[0].requires_grad)
+        ):
             return (self._formula.apply if is_wrapped(matrix) else self._apply)(matrix, *arguments, find)
         return self._kernel(matrix, *arguments, find=find or find_segments)
 
@@ -350,5 +376,7 @@ gather_op = _Operator(
     _segment_gather, lambda of: of.src.new_empty(of.num_rows, of.src.size(1)), _SegmentGather
 )
 softmax_op = _Operator(_segment_softmax, lambda of: of.src.new_empty(of.src.shape), _SegmentSoftmax)
-_softmax_backward_op = _Operator(_segment_softmax_backward, lambda of: of.weight.new_empty(of.weight.shape))
+_softmax_backward_op = _Operator(
+    _segment_softmax_backward, lambda of: of.weight.new_empty(of.weight.shape), _SegmentSoftmaxBackward
+)
 _counts_op = define(_segment_counts, _counts_fake, find=_make_segments)

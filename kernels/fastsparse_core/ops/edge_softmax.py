@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from fastsparse_core.ops._checks import check_heads, check_structure, is_partitioned
-from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._eager import below_autograd
 from fastsparse_core.ops._edge_values import empty_values
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._handles import keep_alive
-from fastsparse_core.ops._registration import register, run
+from fastsparse_core.ops._registration import register
 from fastsparse_core.ops._segment_launch import softmax_of_rows
 from fastsparse_core.ops.sddmm import sddmm
 from fastsparse_core.ops.spmm import spmm
@@ -81,7 +82,8 @@ class _EdgeSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, score: Tensor, adjacency: int) -> Tensor:
-        weight = run("edge_softmax", score, score, adjacency)
+        with below_autograd():
+            weight = torch.ops.fastsparse.edge_softmax.default(score, adjacency)
         ctx.save_for_backward(weight)
         ctx.adjacency = adjacency
         ctx.keep_alive = keep_alive(adjacency)
@@ -90,17 +92,41 @@ class _EdgeSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            return torch.ops.fastsparse.edge_softmax_backward.default(weight, grad, ctx.adjacency), None
-        # Of operators that have gradients again.
-        adj, wide = from_handle(ctx.adjacency), accumulation_dtype(weight.dtype)
+        return torch.ops.fastsparse.edge_softmax_backward.default(weight, grad, ctx.adjacency), None
+
+
+class _EdgeSoftmaxBackward(torch.autograd.Function):
+    """The gradient is linear in g, and its own adjoint; in p it is u (g - R(p g)) - g R(p u).
+
+    R sums over each row and gives every edge the sum of its row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, grad: Tensor, adjacency: int) -> Tensor:
+        ctx.save_for_backward(weight, grad)
+        ctx.adjacency = adjacency
+        ctx.keep_alive = keep_alive(adjacency)
+        with below_autograd():
+            return torch.ops.fastsparse.edge_softmax_backward.default(weight, grad, adjacency)
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        weight, grad = ctx.saved_tensors
+        adj = from_handle(ctx.adjacency)
+
+        def row_sums(value: Tensor) -> Tensor:
+            ones = value.new_ones(adj.num_src, value.size(1))
+            sums = spmm(adj, ones, value)
+            return sddmm(adj, sums[:, :, None], ones[:, :, None])
+
         with torch.autocast(weight.device.type, enabled=False):
-            p, g = weight.to(wide), grad.to(wide)
-            ones = p.new_ones(adj.num_src, p.size(1))
-            sums = spmm(adj, ones, p * g)
-            grad_score = p * (g - sddmm(adj, sums[:, :, None], ones[:, :, None]))
-        return grad_score.to(weight.dtype), None
+            grad_weight = outer * (grad - row_sums(weight * grad)) - grad * row_sums(weight * outer)
+        return (
+            grad_weight,
+            torch.ops.fastsparse.edge_softmax_backward.default(weight, outer, ctx.adjacency),
+            None,
+        )
 
 
 register(_edge_softmax, lambda of: of.score.new_empty(of.score.shape), _EdgeSoftmax)
-register(_edge_softmax_backward, lambda of: of.weight.new_empty(of.weight.shape))
+register(_edge_softmax_backward, lambda of: of.weight.new_empty(of.weight.shape), _EdgeSoftmaxBackward)
