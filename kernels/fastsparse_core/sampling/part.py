@@ -46,8 +46,11 @@ class Output:
 
     def allocate(self, device: torch.device) -> None:
         """Sets memory aside for as many as there may be."""
-        self.place, self.row = torch.empty(2, self.most, dtype=torch.int32, device=device)
-        self.edge_id = torch.empty(self.most, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # they may become what the caller gets
+            self.place, self.row = (
+                torch.empty(self.most, dtype=torch.int32, device=device) for _ in range(2)
+            )
+            self.edge_id = torch.empty(self.most, dtype=torch.int64, device=device)
 
 
 class Known(NamedTuple):

@@ -103,7 +103,8 @@ struct EmitEdgesArgs {
   const std::int64_t* edge_id;
   std::int64_t num_edges;
   std::int64_t* edge_index;  // (2, num_edges) sources, destinations
-  std::int32_t* col;         // (num_edges) sources
+  // CUDA only; on the CPU `place` and `edge_id` are what the caller gets:
+  std::int32_t* col;  // (num_edges) sources
   std::int64_t* edge_id_out;
 };
 
