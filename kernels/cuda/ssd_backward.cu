@@ -121,7 +121,6 @@ __device__ __forceinline__ void copy_rows(const DenseView& grad, std::int64_t fi
     const T* from = static_cast<const T*>(grad.data) + (first_row + row) * grad.stride;
     T* own = to + row * width;
     if (in_pieces) {
-#pragma unroll 1
       for (int f = lane * kPiece; f < width; f += kWarp * kPiece) {
         copy_16_bytes(own + f, from + f, policy);
       }
